@@ -1,0 +1,216 @@
+"""Where data sets lie: a folder of the user, or a cache filled by download.
+
+A download goes to a temporary file beside its place, is checked (length, digest), unpacked into a temporary folder and
+only then renamed, so that an interrupted one leaves nothing behind that looks whole. Digests of files: where the project
+knows one it must match; where it does not, the digest of the first download is written beside the files (`digests.json`)
+and every later use of the cache, and every later download, must match that. The second form protects against damage and
+silent change after the first download, not against a first download that was already wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import os
+import shutil
+import tarfile
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dejax.datasets._progress import Progress
+
+DATA_VARIABLE = "DEJAX_DATA"
+DIGESTS_FILE = "digests.json"
+_CHUNK = 1 << 20
+_TIMEOUT_SECONDS = 30.0
+
+
+class DataUnavailableError(OSError):
+    """A data set is in no folder that was named, and could not be downloaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """A .tgz in a public place and what is needed of it.
+
+    Attributes:
+        url: where it is.
+        files: names of the members to keep, by base name; for each, other names that it may have there.
+        digests: known SHA-256 by kept name; the name "archive" stands for the archive itself.
+    """
+
+    url: str
+    files: Mapping[str, Sequence[str]]
+    digests: Mapping[str, str]
+
+
+def cache_dir() -> Path:
+    """The folder for downloaded and derived data: `$XDG_CACHE_HOME/dejax`, by default `~/.cache/dejax`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "dejax"
+
+
+def find_files(
+    name: str, files: Mapping[str, Sequence[str]], folder: str | os.PathLike[str] | None
+) -> dict[str, Path] | None:
+    """The paths of a data set's files in `folder`, or else in `$DEJAX_DATA`: there, or in a sub-folder called `name`.
+
+    Args:
+        name: of the data set, which is also the name of its sub-folder.
+        files: what is needed: key -> the file names under which it is accepted, the preferred one first.
+        folder: given by the user; then nothing else is tried.
+
+    Returns:
+        key -> path; None where no folder was given and $DEJAX_DATA does not hold it.
+
+    Raises:
+        FileNotFoundError: `folder` was given and a file is not there.
+    """
+    given = folder is not None
+    base = folder if given else os.environ.get(DATA_VARIABLE)
+    if not base:
+        return None
+    places = (Path(base) / name, Path(base))
+    for place in places:
+        found = _files_in(place, files)
+        if len(found) == len(files):
+            return found
+    if not given:
+        return None
+    best = max((_files_in(place, files) for place in places), key=len)
+    missing = ", ".join(" or ".join(names) for key, names in files.items() if key not in best)
+    raise FileNotFoundError(
+        f"folder must hold the files of {name!r}, or a sub-folder {name}/ that does: no {missing} in {Path(base)} "
+        f"(there: {_listing(Path(base))})"
+    )
+
+
+def fetch(
+    name: str, archive: Archive, *, cache: Path | None = None, force: bool = False, progress: bool | None = None
+) -> dict[str, Path]:
+    """The paths of a data set's files in the cache, after a download where they are not there yet.
+
+    Args:
+        name: of the data set; its files go to `<cache>/datasets/<name>`.
+        archive: where it is and what is kept of it.
+        cache: `cache_dir()` by default.
+        force: download again even if the files are there.
+        progress: draw a bar; None does on a terminal only.
+
+    Raises:
+        DataUnavailableError: it could not be downloaded; the text says how to give a folder instead.
+        ValueError: what came, or what is in the cache, does not have the expected digest.
+    """
+    home = (cache or cache_dir()) / "datasets" / name
+    recorded = _read_digests(home)
+    if not force and recorded is not None and all((home / file).is_file() for file in archive.files):
+        for file in archive.files:
+            _check_digest(home / file, archive.digests.get(file) or recorded.get(file), f"delete {home} to download it again")
+        return {file: home / file for file in archive.files}
+    home.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=home.parent, prefix=f".{name}-"))
+    try:
+        packed = work / "archive"
+        _download(name, archive.url, packed, progress)
+        digests = {"archive": sha256(packed)}
+        remedy = f"nothing was kept; if the change is known and wanted, delete {home}"
+        _check_digest(packed, archive.digests.get("archive") or (recorded or {}).get("archive"), remedy)
+        unpacked = work / "files"
+        _unpack(packed, unpacked, archive)
+        for file in archive.files:
+            _check_digest(unpacked / file, archive.digests.get(file), remedy)
+            digests[file] = sha256(unpacked / file)
+        (unpacked / DIGESTS_FILE).write_text(json.dumps({"url": archive.url, **digests}, indent=2) + "\n")
+        if home.exists():
+            os.replace(home, work / "old")
+        os.replace(unpacked, home)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return {file: home / file for file in archive.files}
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _files_in(place: Path, files: Mapping[str, Sequence[str]]) -> dict[str, Path]:
+    found = {}
+    for key, names in files.items():
+        for name in names:
+            if (place / name).is_file():
+                found[key] = place / name
+                break
+    return found
+
+
+def _listing(place: Path) -> str:
+    if not place.is_dir():
+        return "no such folder"
+    names = sorted(entry.name for entry in place.iterdir())
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "it is empty"
+
+
+def _read_digests(home: Path) -> dict[str, str] | None:
+    try:
+        return json.loads((home / DIGESTS_FILE).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _check_digest(path: Path, expected: str | None, remedy: str) -> None:
+    if expected is not None and (actual := sha256(path)) != expected:
+        raise ValueError(f"{path.name}: expected SHA-256 {expected}, got {actual}; {remedy}")
+
+
+def _download(name: str, url: str, path: Path, progress: bool | None) -> None:
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as answer, open(path, "wb") as file:
+            length = answer.headers.get("Content-Length")
+            total = int(length) if length else None
+            with Progress(f"download {name}", total, unit="B", enabled=progress) as bar:
+                while chunk := answer.read(_CHUNK):
+                    file.write(chunk)
+                    bar.update(len(chunk))
+            if total is not None and bar.count != total:
+                raise http.client.IncompleteRead(b"", total - bar.count)
+    except http.client.IncompleteRead as error:
+        raise DataUnavailableError(_unavailable(name, url, f"the download broke off ({error})")) from error
+    except urllib.error.HTTPError as error:
+        raise DataUnavailableError(_unavailable(name, url, f"the server answered {error.code} {error.reason}")) from error
+    except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
+        reason = getattr(error, "reason", None) or error
+        raise DataUnavailableError(_unavailable(name, url, str(reason))) from error
+
+
+def _unavailable(name: str, url: str, reason: str) -> str:
+    return (
+        f"cannot download {name!r} from {url}: {reason}. If you have its files, give their folder: "
+        f"load({name!r}, folder=...) or the environment variable {DATA_VARIABLE}; "
+        "load('stdlib') and synthetic(...) need no download"
+    )
+
+
+def _unpack(packed: Path, folder: Path, archive: Archive) -> None:
+    """Keeps the wanted members under their own names; paths inside the archive are never followed."""
+    folder.mkdir()
+    wanted = {name: file for file, names in archive.files.items() for name in names}
+    try:
+        with tarfile.open(packed) as tar:
+            for member in tar:
+                file = wanted.get(Path(member.name).name)
+                content = tar.extractfile(member) if file and member.isfile() else None
+                if content is not None and not (folder / file).exists():
+                    with content, open(folder / file, "wb") as out:
+                        shutil.copyfileobj(content, out, _CHUNK)
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise ValueError(f"{archive.url} is not a whole .tgz archive ({error}); nothing was kept") from error
+    missing = [file for file in archive.files if not (folder / file).exists()]
+    if missing:
+        raise ValueError(f"{archive.url} has no {', '.join(missing)}; nothing was kept")
