@@ -1,0 +1,236 @@
+"""Relational layers as Flax linen modules: `RGCNConv`, `RGATConv`, `HGTConv`, and `ProgramModule` for any program.
+
+    from dejax.rgnn.linen import RGCNConv
+
+    layer = RGCNConv(32, num_bases=8)
+    variables = layer.init(jax.random.key(0), graph, x)
+    y = layer.apply(variables, graph, x)
+
+The width of x and the graph's counts are read from the first call, as linen modules do. Parameters have the names and
+shapes of the nnx face (`dejax.rgnn.nnx`), and the same parameters give the same numbers. Dropout takes a key named
+`dropout`; `deterministic` is given to the module or to the call, True while evaluating.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array
+from jax.typing import DTypeLike
+
+from dejax.rgnn import Options, _modules
+from dejax.rgnn._modules import Initializer, LayerSpec
+from dejax.rgnn.graph import RelGraph
+
+__all__ = ["HGTConv", "ProgramModule", "RGATConv", "RGCNConv"]
+
+
+class _Layer(nn.Module):
+    """Makes a spec's parameters and calls it."""
+
+    def run(
+        self,
+        spec: LayerSpec,
+        initializers: Mapping[str, Initializer] | None,
+        param_dtype: DTypeLike,
+        graph: RelGraph,
+        x: Array | None,
+        deterministic: bool | None,
+    ) -> Array:
+        params = {
+            name: self.param(name, parameter.init, parameter.shape, param_dtype)
+            for name, parameter in _modules.with_initializers(spec.params(), initializers).items()
+        }
+        key = None
+        if spec.stochastic and not self.is_initializing():
+            if not nn.merge_param("deterministic", getattr(self, "deterministic"), deterministic):
+                key = self.make_rng("dropout")
+        return spec(graph, x, params, key)
+
+
+class RGCNConv(_Layer):
+    """R-GCN layer (arXiv 1703.06103); the equations are in `dejax.rgnn.library.rgcn`.
+
+    Attributes:
+      features: width n of the result.
+      num_bases: basis decomposition; parameters `bases` [B, k, n] and `coefficients` [R, B].
+      num_blocks: block-diagonal decomposition; parameter `blocks` [R, B, k/B, n/B]. With neither, `weight` [R, k, n].
+      normalization: `"mean"` over a node's incoming edges of each type (the paper's c), or `"sum"`.
+      use_root, use_bias: `root` [k, n] and `bias` [n].
+      edge_dropout, self_loop_dropout: shares of the edges, and of the nodes' root terms, dropped while training.
+      deterministic: True leaves dropout out; may be given to the call instead.
+      dtype, param_dtype: of the computation (None: promoted) and of the parameters.
+      backend, precision, options: of the compiler; `options` in place of the other two.
+      initializers: by parameter name, `init(key, shape, dtype)`; the defaults are those of the nnx face.
+    """
+
+    features: int
+    num_bases: int | None = None
+    num_blocks: int | None = None
+    normalization: _modules.Normalization = "mean"
+    use_root: bool = True
+    use_bias: bool = True
+    edge_dropout: float = 0.0
+    self_loop_dropout: float = 0.0
+    deterministic: bool | None = None
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    backend: str = "auto"
+    precision: str | None = None
+    options: Options | None = None
+    initializers: Mapping[str, Initializer] | None = None
+
+    @nn.compact
+    def __call__(self, graph: RelGraph, x: Array | None = None, *, deterministic: bool | None = None) -> Array:
+        """[num_nodes, features] from x [num_nodes, k], or from nodes without features where x is None.
+
+        Raises:
+          ValueError: sizes that do not fit each other, or x of another shape.
+        """
+        spec = _modules.RGCNSpec(
+            in_features=None if x is None else x.shape[-1],
+            out_features=self.features,
+            num_edge_types=graph.num_edge_types,
+            num_bases=self.num_bases,
+            num_blocks=self.num_blocks,
+            normalization=self.normalization,
+            use_root=self.use_root,
+            use_bias=self.use_bias,
+            num_nodes=graph.num_nodes if x is None else None,
+            num_source_pairs=graph.num_source_pairs if x is None else None,
+            edge_dropout=self.edge_dropout,
+            self_loop_dropout=self.self_loop_dropout,
+            dtype=self.dtype,
+            options=_modules.resolve_options(self.backend, self.precision, self.options),
+        )
+        return self.run(spec, self.initializers, self.param_dtype, graph, x, deterministic)
+
+
+class RGATConv(_Layer):
+    """RGAT layer (arXiv 1904.05811), additive attention; the equations are in `dejax.rgnn.library.rgat`.
+
+    Attributes:
+      features: width d of each head.
+      num_heads: heads H; parameters `weight` [R, H, k, d], `attention_src` and `attention_dst` [R, H, d].
+      softmax: `"dst"`, over all incoming edges of a node, or `"relation"`, over those of each type.
+      negative_slope: of the leaky ReLU on scores.
+      concat_heads: the result is [num_nodes, H * d]; False averages the heads, [num_nodes, d].
+      use_bias: adds `bias`, as wide as the result.
+      attention_dropout: share of the attention coefficients dropped after the softmax while training.
+      deterministic, dtype, param_dtype, backend, precision, options, initializers: as in `RGCNConv`.
+    """
+
+    features: int
+    num_heads: int = 1
+    softmax: Literal["dst", "relation"] = "dst"
+    negative_slope: float = 0.2
+    concat_heads: bool = True
+    use_bias: bool = True
+    attention_dropout: float = 0.0
+    deterministic: bool | None = None
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    backend: str = "auto"
+    precision: str | None = None
+    options: Options | None = None
+    initializers: Mapping[str, Initializer] | None = None
+
+    @nn.compact
+    def __call__(self, graph: RelGraph, x: Array, *, deterministic: bool | None = None) -> Array:
+        """[num_nodes, H * features] (or [num_nodes, features]) from x [num_nodes, k].
+
+        Raises:
+          ValueError: sizes that do not fit each other, or x of another shape.
+        """
+        spec = _modules.RGATSpec(
+            in_features=x.shape[-1],
+            out_features=self.features,
+            num_edge_types=graph.num_edge_types,
+            num_heads=self.num_heads,
+            softmax=self.softmax,
+            negative_slope=self.negative_slope,
+            concat_heads=self.concat_heads,
+            use_bias=self.use_bias,
+            attention_dropout=self.attention_dropout,
+            dtype=self.dtype,
+            options=_modules.resolve_options(self.backend, self.precision, self.options),
+        )
+        return self.run(spec, self.initializers, self.param_dtype, graph, x, deterministic)
+
+
+class HGTConv(_Layer):
+    """HGT layer (arXiv 2003.01332) without temporal encoding; the equations are in `dejax.rgnn.library.hgt`.
+
+    Attributes:
+      features: width n of the result.
+      num_heads: heads H.
+      head_features: width d of a head; None for n / H.
+      use_bias: biases of key, query, value and output.
+      use_skip: the gated skip connection, parameter `skip` [T]; None takes it where k == n.
+      dropout: share of the transformed result dropped before the skip connection while training.
+      deterministic, dtype, param_dtype, backend, precision, options, initializers: as in `RGCNConv`.
+    """
+
+    features: int
+    num_heads: int = 1
+    head_features: int | None = None
+    use_bias: bool = True
+    use_skip: bool | None = None
+    dropout: float = 0.0
+    deterministic: bool | None = None
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    backend: str = "auto"
+    precision: str | None = None
+    options: Options | None = None
+    initializers: Mapping[str, Initializer] | None = None
+
+    @nn.compact
+    def __call__(self, graph: RelGraph, x: Array, *, deterministic: bool | None = None) -> Array:
+        """[num_nodes, features] from x [num_nodes, k].
+
+        Raises:
+          ValueError: sizes that do not fit each other, or x of another shape.
+        """
+        spec = _modules.HGTSpec(
+            in_features=x.shape[-1],
+            out_features=self.features,
+            num_node_types=graph.num_node_types,
+            num_edge_types=graph.num_edge_types,
+            num_heads=self.num_heads,
+            head_features=self.head_features,
+            use_bias=self.use_bias,
+            use_skip=self.use_skip,
+            dropout=self.dropout,
+            dtype=self.dtype,
+            options=_modules.resolve_options(self.backend, self.precision, self.options),
+        )
+        return self.run(spec, self.initializers, self.param_dtype, graph, x, deterministic)
+
+
+class ProgramModule(nn.Module):
+    """Any relational program as a module that owns some of its arguments.
+
+    Attributes:
+      program: what `@rgnn.program` made; called as `program(graph, *inputs, **parameters)`.
+      params: parameter name (a name of the program's signature) -> (shape, initialiser).
+      dtype, param_dtype, backend, precision, options: as in `RGCNConv`.
+    """
+
+    program: Callable[..., Any]
+    params: Mapping[str, tuple[tuple[int, ...], Initializer]]
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    backend: str = "auto"
+    precision: str | None = None
+    options: Options | None = None
+
+    @nn.compact
+    def __call__(self, graph: RelGraph, *inputs: Any) -> Any:
+        """What the program gives for `inputs` (its arguments that are no parameters, in order) and the module's parameters."""
+        options = _modules.resolve_options(self.backend, self.precision, self.options)
+        spec = _modules.ProgramSpec.make(self.program, self.params, self.dtype, options)
+        return spec(graph, inputs, {n: self.param(n, p.init, p.shape, self.param_dtype) for n, p in spec.params.items()})

@@ -1,0 +1,299 @@
+"""Relational layers as Flax nnx modules: `RGCNConv`, `RGATConv`, `HGTConv`, and `ProgramModule` for any program.
+
+    from flax import nnx
+    from dejax.rgnn.nnx import RGCNConv
+
+    layer = RGCNConv(64, 32, graph.num_edge_types, num_bases=8, rngs=nnx.Rngs(0))
+    y = layer(graph, x)
+
+Parameters are attributes of the names that `dejax.rgnn.library` uses. Dropout follows `nnx.Dropout`: `model.train()` and
+`model.eval()`, or `deterministic=` in a call. The linen faces (`dejax.rgnn.linen`) take the same parameters:
+`params_to_linen` and `params_from_linen` carry them over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from dejax.rgnn import Options, _modules
+from dejax.rgnn._modules import Initializer, LayerSpec, params_from_linen, params_to_linen
+from dejax.rgnn.graph import RelGraph
+
+__all__ = ["HGTConv", "ProgramModule", "RGATConv", "RGCNConv", "params_from_linen", "params_to_linen"]
+
+
+class _Layer(nnx.Module):
+    """A spec, its parameters as attributes, and a stream of keys where it has dropout."""
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        initializers: Mapping[str, Initializer] | None,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.spec = spec
+        for name, parameter in _modules.with_initializers(spec.params(), initializers).items():
+            setattr(self, name, nnx.Param(parameter.init(rngs.params(), parameter.shape, param_dtype)))
+        self.deterministic = False
+        self.rngs = rngs["dropout"].fork() if spec.stochastic else nnx.data(None)
+
+    def __call__(
+        self, graph: RelGraph, x: Array | None = None, *, deterministic: bool | None = None, rngs: nnx.Rngs | None = None
+    ) -> Array:
+        """The layer's new node values.
+
+        Args:
+          graph: the graph, with the counts that the layer was made for.
+          x: node features [num_nodes, in_features]; None for R-GCN without features.
+          deterministic: True leaves dropout out; None follows `train()` and `eval()`.
+          rngs: where a dropout key comes from (its `dropout` stream) in place of the module's own.
+
+        Returns:
+          [num_nodes, out].
+
+        Raises:
+          ValueError: the graph's counts or the shape of x are not what the layer was made for.
+        """
+        params = {name: getattr(self, name)[...] for name in self.spec.params()}
+        key = None
+        if self.spec.stochastic and not (self.deterministic if deterministic is None else deterministic):
+            key = self.rngs() if rngs is None else rngs["dropout"]()
+        return self.spec(graph, x, params, key)
+
+
+class RGCNConv(_Layer):
+    """R-GCN layer (arXiv 1703.06103); the equations are in `dejax.rgnn.library.rgcn`.
+
+    Args:
+      in_features: width k of the node features; None where nodes have none (one-hot input), see `featureless`.
+      out_features: width n of the result.
+      num_edge_types: edge types R of the graph.
+      num_bases: basis decomposition with this many bases; parameters `bases` [B, k, n] and `coefficients` [R, B].
+      num_blocks: block-diagonal decomposition; parameter `blocks` [R, B, k/B, n/B]. With neither, `weight` [R, k, n].
+      normalization: `"mean"` over a node's incoming edges of each type (the paper's c), or `"sum"`.
+      use_root: adds `x @ root` (the paper's self-loop weight), parameter `root` [k, n].
+      use_bias: adds `bias` [n].
+      num_nodes, num_source_pairs: of the graph, with in_features=None only; parameters `weight` [num_source_pairs, n] or
+        `bases` [num_nodes, B, n], and `root` [num_nodes, n].
+      edge_dropout: share of the edges dropped before normalisation while training (the paper's 0.4).
+      self_loop_dropout: share of the nodes whose root term is dropped while training (the paper's 0.2).
+      dtype: what is computed in; None takes what x and the parameters promote to.
+      param_dtype: what the parameters are kept in.
+      backend: `"auto"`, `"pallas"` or `"xla"`.
+      precision: of products: `"f32"`, `"tf32"`, `"bf16"`, or None for the dtype's own.
+      options: all compiler options, in place of backend and precision.
+      initializers: by parameter name; `init(key, shape, dtype)`. Default: Glorot uniform for each relation's (and block's
+        or basis') own matrix, zeros for the bias.
+      rngs: streams `params` and, with dropout, `dropout`.
+
+    Raises:
+      ValueError: sizes that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        in_features: int | None,
+        out_features: int,
+        num_edge_types: int,
+        *,
+        num_bases: int | None = None,
+        num_blocks: int | None = None,
+        normalization: _modules.Normalization = "mean",
+        use_root: bool = True,
+        use_bias: bool = True,
+        num_nodes: int | None = None,
+        num_source_pairs: int | None = None,
+        edge_dropout: float = 0.0,
+        self_loop_dropout: float = 0.0,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        backend: str = "auto",
+        precision: str | None = None,
+        options: Options | None = None,
+        initializers: Mapping[str, Initializer] | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        spec = _modules.RGCNSpec(
+            in_features=in_features,
+            out_features=out_features,
+            num_edge_types=num_edge_types,
+            num_bases=num_bases,
+            num_blocks=num_blocks,
+            normalization=normalization,
+            use_root=use_root,
+            use_bias=use_bias,
+            num_nodes=num_nodes,
+            num_source_pairs=num_source_pairs,
+            edge_dropout=edge_dropout,
+            self_loop_dropout=self_loop_dropout,
+            dtype=dtype,
+            options=_modules.resolve_options(backend, precision, options),
+        )
+        super().__init__(spec, initializers, param_dtype, rngs)
+
+    @classmethod
+    def featureless(cls, graph: RelGraph, out_features: int, *, rngs: nnx.Rngs, **keywords: Any) -> RGCNConv:
+        """A layer for nodes without features, with the counts of `graph`; called as `layer(graph)`."""
+        return cls(
+            None,
+            out_features,
+            graph.num_edge_types,
+            num_nodes=graph.num_nodes,
+            num_source_pairs=graph.num_source_pairs,
+            rngs=rngs,
+            **keywords,
+        )
+
+
+class RGATConv(_Layer):
+    """RGAT layer (arXiv 1904.05811), additive attention; the equations are in `dejax.rgnn.library.rgat`.
+
+    Args:
+      in_features: width k of the node features.
+      out_features: width d of each head.
+      num_edge_types: edge types R of the graph.
+      num_heads: heads H; parameters `weight` [R, H, k, d], `attention_src` and `attention_dst` [R, H, d].
+      softmax: `"dst"`, over all incoming edges of a node (the paper's ARGAT), or `"relation"`, over those of each type
+        (WIRGAT).
+      negative_slope: of the leaky ReLU on scores.
+      concat_heads: the result is [num_nodes, H * d]; False averages the heads, [num_nodes, d].
+      use_bias: adds `bias`, as wide as the result.
+      attention_dropout: share of the attention coefficients dropped after the softmax while training.
+      dtype, param_dtype, backend, precision, options, initializers, rngs: as in `RGCNConv`. Default initialisers: Glorot
+        uniform for each relation's k x (H d) matrix and each head's vectors.
+
+    Raises:
+      ValueError: sizes that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_edge_types: int,
+        *,
+        num_heads: int = 1,
+        softmax: Literal["dst", "relation"] = "dst",
+        negative_slope: float = 0.2,
+        concat_heads: bool = True,
+        use_bias: bool = True,
+        attention_dropout: float = 0.0,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        backend: str = "auto",
+        precision: str | None = None,
+        options: Options | None = None,
+        initializers: Mapping[str, Initializer] | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        spec = _modules.RGATSpec(
+            in_features=in_features,
+            out_features=out_features,
+            num_edge_types=num_edge_types,
+            num_heads=num_heads,
+            softmax=softmax,
+            negative_slope=negative_slope,
+            concat_heads=concat_heads,
+            use_bias=use_bias,
+            attention_dropout=attention_dropout,
+            dtype=dtype,
+            options=_modules.resolve_options(backend, precision, options),
+        )
+        super().__init__(spec, initializers, param_dtype, rngs)
+
+
+class HGTConv(_Layer):
+    """HGT layer (arXiv 2003.01332) without temporal encoding; the equations are in `dejax.rgnn.library.hgt`.
+
+    Args:
+      in_features: width k of the node features, the same for all node types.
+      out_features: width n of the result.
+      num_node_types, num_edge_types: T and R of the graph.
+      num_heads: heads H.
+      head_features: width d of a head; None for n / H.
+      use_bias: biases of key, query, value and output.
+      use_skip: the gated skip connection, parameter `skip` [T]; None takes it where k == n.
+      dropout: share of the transformed result dropped before the skip connection while training.
+      dtype, param_dtype, backend, precision, options, initializers, rngs: as in `RGCNConv`. Default initialisers: Glorot
+        uniform for each type's matrices, ones for `prior` and `skip`.
+
+    Raises:
+      ValueError: sizes that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_node_types: int,
+        num_edge_types: int,
+        *,
+        num_heads: int = 1,
+        head_features: int | None = None,
+        use_bias: bool = True,
+        use_skip: bool | None = None,
+        dropout: float = 0.0,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        backend: str = "auto",
+        precision: str | None = None,
+        options: Options | None = None,
+        initializers: Mapping[str, Initializer] | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        spec = _modules.HGTSpec(
+            in_features=in_features,
+            out_features=out_features,
+            num_node_types=num_node_types,
+            num_edge_types=num_edge_types,
+            num_heads=num_heads,
+            head_features=head_features,
+            use_bias=use_bias,
+            use_skip=use_skip,
+            dropout=dropout,
+            dtype=dtype,
+            options=_modules.resolve_options(backend, precision, options),
+        )
+        super().__init__(spec, initializers, param_dtype, rngs)
+
+
+class ProgramModule(nnx.Module):
+    """Any relational program as a module that owns some of its arguments.
+
+    Args:
+      program: what `@rgnn.program` made; called as `program(graph, *inputs, **parameters)`.
+      params: parameter name (a name of the program's signature) -> (shape, initialiser).
+      dtype, param_dtype, backend, precision, options, rngs: as in `RGCNConv`.
+
+    Raises:
+      ValueError: a parameter's name that an attribute of the module already has.
+    """
+
+    def __init__(
+        self,
+        program: Any,
+        params: Mapping[str, tuple[tuple[int, ...], Initializer]],
+        *,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        backend: str = "auto",
+        precision: str | None = None,
+        options: Options | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.spec = _modules.ProgramSpec.make(program, params, dtype, _modules.resolve_options(backend, precision, options))
+        for name, parameter in self.spec.params.items():
+            if hasattr(self, name):
+                raise ValueError(f"ProgramModule: {name!r} is an attribute of the module already; rename the parameter")
+            setattr(self, name, nnx.Param(parameter.init(rngs.params(), parameter.shape, param_dtype)))
+
+    def __call__(self, graph: RelGraph, *inputs: Any) -> Any:
+        """What the program gives for `inputs` (its arguments that are no parameters, in order) and the module's parameters."""
+        return self.spec(graph, inputs, {name: getattr(self, name)[...] for name in self.spec.params})
