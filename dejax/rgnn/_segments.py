@@ -1,0 +1,217 @@
+"""Items grouped by row: the offset, hub and tile tables that every kernel of the compiler walks.
+
+The tables are made once for each graph. The same code makes them with numpy (exact sizes) and, inside `jax.jit`, with
+jax.numpy (static upper bounds, whose unused entries cover no item).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+TILE_BLOCKS = (32, 64, 128)
+"""Rows a tile for which type segments keep a stored `TileTable`."""
+
+HUB_CHUNK = 1024
+"""Rows with more items than this are split in chunks of this many items."""
+
+_STATIC: dict[str, Any] = {"static": True}
+
+
+def is_traced(*values: object) -> bool:
+    """Whether any of `values` is a tracer, so that its numbers are unknown while Python runs."""
+    return any(isinstance(value, jax.core.Tracer) for value in values)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, eq=False)
+class TileTable:
+    """Tiles of up to `block` positions, none of which crosses from one type to the next.
+
+    A tile covers positions `start` to `min(start + block, offsets[row_type + 1])` of the grouped order, where `offsets`
+    are those of the `Segments` that the table belongs to. Its size is O(items / block + types), never types times tiles.
+
+    Attributes:
+        row_type: int32[tiles], the type of each tile; 0 for unused tiles.
+        start: int32[tiles], the first position of each tile; the number of valid items for unused tiles, so that no
+            position of an unused tile is in range.
+        block: positions a tile (static).
+    """
+
+    row_type: Array
+    start: Array
+    block: int = field(metadata=_STATIC)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, eq=False)
+class HubTable:
+    """The rows with more than `chunk` items, cut in chunks of at most `chunk` items.
+
+    Attributes:
+        rows: int32[hubs], ascending ids of the hub rows; the number of rows where unused.
+        offsets: int32[hubs + 1]; hub `h` has the chunks `offsets[h]` to `offsets[h + 1]`.
+        chunk_row: int32[chunks], the row of each chunk; the number of rows where unused.
+        chunk_start: int32[chunks], the first position (in the grouped order) of each chunk.
+        chunk_end: int32[chunks], the position after the last one; equal to `chunk_start` where unused.
+        chunk: the most items that a chunk, or a row that is no hub, has (static).
+    """
+
+    rows: Array
+    offsets: Array
+    chunk_row: Array
+    chunk_start: Array
+    chunk_end: Array
+    chunk: int = field(metadata=_STATIC)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """Items (edges, pairs or nodes) grouped by the row of a coarser space (nodes, pairs or types).
+
+    The items of row `r` are `order[offsets[r]:offsets[r + 1]]`, ascending within a row; where `order` is None they are
+    `offsets[r]` to `offsets[r + 1]` themselves. Padding items belong to no row.
+
+    Attributes:
+        index: int32[items], the row of each item in the items' own order; `num_rows` for padding items.
+        order: int32[items], item ids sorted stably by row with padding last; None where the items already are.
+        offsets: int32[rows + 1]; `offsets[rows]` is the number of valid items.
+        hubs: the rows that a kernel should split, or None when it is statically known that there is none.
+        tiles: where the rows are types, one table for each of `TILE_BLOCKS`; otherwise empty.
+        num_rows: number of rows (static).
+        num_items: number of items, padding included (static).
+    """
+
+    index: Array
+    order: Array | None
+    offsets: Array
+    hubs: HubTable | None
+    tiles: tuple[TileTable, ...]
+    num_rows: int = field(metadata=_STATIC)
+    num_items: int = field(metadata=_STATIC)
+
+    def counts(self) -> Array:
+        """Number of items of each row: int32[rows]."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    def tiles_for(self, block: int) -> TileTable:
+        """The tile table for `block` positions a tile: the stored one, or one made now."""
+        for table in self.tiles:
+            if table.block == block:
+                return table
+        return tile_table(self.offsets, block, self.num_items)
+
+
+def _namespace(offsets: Any, exact: bool | None) -> tuple[ModuleType, Any, bool]:
+    """The array module for `offsets`, the offsets as its array, and whether to size the table exactly."""
+    exact = not is_traced(offsets) if exact is None else exact
+    return (np, np.asarray(offsets), True) if exact else (jnp, jnp.asarray(offsets), False)
+
+
+def _like(offsets: Any, array: Any) -> Any:
+    """`array` as int32, as numpy where `offsets` is numpy and as a jax.Array otherwise."""
+    return array.astype(np.int32) if isinstance(offsets, np.ndarray) else jnp.asarray(array, jnp.int32)
+
+
+def _exclusive_sum(xp: ModuleType, counts: Any) -> Any:
+    return xp.concatenate([xp.zeros(1, np.int32), xp.cumsum(counts, dtype=np.int32)])
+
+
+def tile_table(offsets: Any, block: int, num_items: int, *, exact: bool | None = None) -> TileTable:
+    """Cuts each type's positions in tiles of `block`.
+
+    Args:
+        offsets: int32[types + 1], where the positions of each type begin; numpy, jax.Array or tracer.
+        block: positions a tile, at least 1.
+        num_items: number of positions, padding included; bounds the table where it is not exact.
+        exact: whether to size the table by the numbers in `offsets` or by a static bound; None: exact unless traced.
+
+    Returns:
+        The table: `sum(ceil(count / block))` tiles where exact, otherwise `num_items // block + types` tiles, the unused
+        ones last.
+
+    Raises:
+        ValueError: if `block` is less than 1.
+
+    >>> table = tile_table(np.array([0, 3, 3, 8]), 4, 8)
+    >>> table.row_type, table.start
+    (array([0, 2, 2], dtype=int32), array([0, 3, 7], dtype=int32))
+    """
+    if block < 1:
+        raise ValueError(f"block must be at least 1 position a tile, got {block}")
+    xp, off, exact = _namespace(offsets, exact)
+    num_types = off.shape[0] - 1
+    first_tile = _exclusive_sum(xp, -(-(off[1:] - off[:-1]) // block))
+    tiles = int(first_tile[-1]) if exact else num_items // block + num_types
+    tile = xp.arange(tiles, dtype=np.int32)
+    row = xp.searchsorted(first_tile, tile, side="right").astype(np.int32) - 1
+    used = row < num_types
+    start = xp.where(used, off[row] + (tile - first_tile[row]) * block, off[-1])
+    return TileTable(_like(offsets, xp.where(used, row, 0)), _like(offsets, start), block)
+
+
+def hub_table(offsets: Any, chunk: int, num_items: int, *, exact: bool | None = None) -> HubTable | None:
+    """Lists the rows with more than `chunk` items, in chunks of `chunk` items.
+
+    Args:
+        offsets: int32[rows + 1], where the items of each row begin; numpy, jax.Array or tracer.
+        chunk: the most items that a row may have without being a hub, at least 1.
+        num_items: number of items, padding included; bounds the table where it is not exact.
+        exact: whether to size the table by the numbers in `offsets` or by a static bound; None: exact unless traced.
+
+    Returns:
+        None where no row can be a hub; otherwise the exact table, or one with room for
+        `h = min(rows, num_items // (chunk + 1))` hubs and `num_items // chunk + h` chunks.
+
+    Raises:
+        ValueError: if `chunk` is less than 1.
+    """
+    if chunk < 1:
+        raise ValueError(f"hub_chunk must be at least 1 item a chunk, got {chunk}")
+    xp, off, exact = _namespace(offsets, exact)
+    num_rows = off.shape[0] - 1
+    counts = off[1:] - off[:-1]
+    if exact:
+        rows = np.flatnonzero(counts > chunk).astype(np.int32)
+    else:
+        bound = min(num_rows, num_items // (chunk + 1))
+        rows = jnp.nonzero(counts > chunk, size=bound, fill_value=num_rows)[0].astype(np.int32)
+    hubs = rows.shape[0]
+    if hubs == 0:
+        return None
+    # A last row without items answers for unused hubs.
+    off = xp.concatenate([off, off[-1:]])
+    chunks_of_hub = -(-(off[rows + 1] - off[rows]) // chunk)
+    first_chunk = _exclusive_sum(xp, chunks_of_hub)
+    chunks = int(first_chunk[-1]) if exact else num_items // chunk + hubs
+    ids = xp.arange(chunks, dtype=np.int32)
+    hub = xp.searchsorted(first_chunk, ids, side="right").astype(np.int32) - 1
+    used = hub < hubs
+    row = xp.where(used, xp.concatenate([rows, xp.full(1, num_rows, np.int32)])[hub], num_rows)
+    start = xp.where(used, off[row] + (ids - first_chunk[hub]) * chunk, off[-1])
+    end = xp.minimum(start + chunk, off[row + 1])
+    return HubTable(*(_like(offsets, array) for array in (rows, first_chunk, row, start, end)), chunk)
+
+
+def make_segments(
+    index: Any, order: Any, offsets: Any, *, hub_chunk: int, typed: bool = False, exact: bool = True
+) -> Segments:
+    """A `Segments` with its hub table and, where its rows are types (`typed`), its tile tables."""
+    num_items = index.shape[0]
+    blocks = TILE_BLOCKS if typed else ()
+    return Segments(
+        index=index,
+        order=order,
+        offsets=offsets,
+        hubs=hub_table(offsets, hub_chunk, num_items, exact=exact),
+        tiles=tuple(tile_table(offsets, block, num_items, exact=exact) for block in blocks),
+        num_rows=offsets.shape[0] - 1,
+        num_items=num_items,
+    )

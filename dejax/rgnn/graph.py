@@ -1,0 +1,247 @@
+"""`RelGraph`: a graph with typed edges and nodes, and everything that the compiler's kernels need, computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from dejax.rgnn import _checks
+from dejax.rgnn._segments import (
+    HUB_CHUNK,
+    TILE_BLOCKS,
+    HubTable,
+    Segments,
+    TileTable,
+    hub_table,
+    is_traced,
+    tile_table,
+)
+
+__all__ = ["HUB_CHUNK", "TILE_BLOCKS", "HubTable", "RelGraph", "Segments", "TileTable", "hub_table", "tile_table"]
+
+_STATIC: dict[str, Any] = {"static": True}
+
+SELF_LOOP = "self_loop"
+"""The name of the edge type that `add_self_loops` adds."""
+
+
+def reverse_name(name: str) -> str:
+    """The name of the reverse of edge type `name`."""
+    return f"rev_{name}"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class RelGraph:
+    """A relational graph: nodes, typed edges, and the groupings of edges by node, type and unique (node, type) pair.
+
+    A pytree: arrays are leaves, counts and names are static (part of the jit cache key). Make one with `from_edges`,
+    `from_relations`, `build_traced` (inside jit) or `dejax.rgnn.interop.from_graphs_tuple`, never by the constructor.
+
+    Edges are kept in *canonical order*: sorted stably by (edge type, receiver, sender), with padding edges last.
+    Arrays with a row for each of the user's edges go to it by `x[graph.edge_ids]` and come back by
+    `x[graph.edge_positions]`. With `add_reverse` and `add_self_loops` the user's edges are followed by their reverses,
+    in the same order, and those by one loop for each node in order of the nodes.
+
+    A *source pair* is a unique (sender, edge type) of some edge, a *destination pair* a unique (receiver, edge type);
+    pairs are numbered in order of (edge type, node). In a graph of `build_traced` there are as many pairs as edges,
+    the unused ones last: they have no edges, the node `num_nodes` and the type `num_edge_types`.
+
+    Attributes:
+        senders: int32[edges], source node of each edge, canonical; `num_nodes` for padding edges.
+        receivers: int32[edges], destination node of each edge, canonical; `num_nodes` for padding edges.
+        edge_type: int32[edges], canonical, ascending; `num_edge_types` for padding edges.
+        edge_ids: int32[edges], canonical position to the user's edge.
+        edge_positions: int32[edges], the inverse: the user's edge to canonical position.
+        node_type: int32[nodes]; `num_node_types` for padding nodes.
+        by_sender: edges grouped by sender.
+        by_receiver: edges grouped by receiver.
+        by_source_pair: edges grouped by source pair.
+        by_destination_pair: edges grouped by destination pair; sorted already (`order` is None).
+        by_edge_type: edges grouped by edge type; sorted already, with tiles.
+        source_pair_by_node: source pairs grouped by their sender.
+        destination_pair_by_node: destination pairs grouped by their receiver.
+        source_pair_by_type: source pairs grouped by edge type; sorted already, with tiles.
+        destination_pair_by_type: destination pairs grouped by edge type; sorted already, with tiles.
+        by_node_type: nodes grouped by node type, with tiles; `order` is None where nodes are sorted by type.
+        node_mask: bool[nodes], False for padding nodes; None where there is none.
+        edge_mask: bool[edges], canonical, False for padding edges; None where there is none.
+        num_nodes: number of nodes, padding included (static, as are all that follow).
+        num_edges: number of edges, added ones and padding included.
+        num_edge_types: number of edge types, added ones included.
+        num_node_types: number of node types.
+        num_source_pairs: number of source pairs; its upper bound in a graph of `build_traced`.
+        num_destination_pairs: number of destination pairs; its upper bound in a graph of `build_traced`.
+        edge_type_names: a name for each edge type, or None.
+        node_type_names: a name for each node type, or None.
+        node_type_counts: nodes of each type where `from_relations` made the graph, otherwise None.
+    """
+
+    senders: Array
+    receivers: Array
+    edge_type: Array
+    edge_ids: Array
+    edge_positions: Array
+    node_type: Array
+    by_sender: Segments
+    by_receiver: Segments
+    by_source_pair: Segments
+    by_destination_pair: Segments
+    by_edge_type: Segments
+    source_pair_by_node: Segments
+    destination_pair_by_node: Segments
+    source_pair_by_type: Segments
+    destination_pair_by_type: Segments
+    by_node_type: Segments
+    node_mask: Array | None
+    edge_mask: Array | None
+    num_nodes: int = field(metadata=_STATIC)
+    num_edges: int = field(metadata=_STATIC)
+    num_edge_types: int = field(metadata=_STATIC)
+    num_node_types: int = field(metadata=_STATIC)
+    num_source_pairs: int = field(metadata=_STATIC)
+    num_destination_pairs: int = field(metadata=_STATIC)
+    edge_type_names: tuple[str, ...] | None = field(default=None, metadata=_STATIC)
+    node_type_names: tuple[str, ...] | None = field(default=None, metadata=_STATIC)
+    node_type_counts: tuple[int, ...] | None = field(default=None, metadata=_STATIC)
+
+    @classmethod
+    def from_edges(
+        cls,
+        senders: Any,
+        receivers: Any,
+        edge_type: Any,
+        *,
+        num_nodes: int,
+        num_edge_types: int | None = None,
+        node_type: Any = None,
+        num_node_types: int | None = None,
+        edge_mask: Any = None,
+        node_mask: Any = None,
+        add_reverse: bool = False,
+        add_self_loops: bool = False,
+        edge_type_names: Sequence[str] | None = None,
+        node_type_names: Sequence[str] | None = None,
+        validate: bool = True,
+        hub_chunk: int = HUB_CHUNK,
+    ) -> RelGraph:
+        """Makes a graph from concrete edge arrays, by numpy on the host.
+
+        Args:
+            senders: int[edges], source node of each edge.
+            receivers: int[edges], destination node of each edge.
+            edge_type: int[edges], type of each edge.
+            num_nodes: number of nodes.
+            num_edge_types: number of edge types before any is added; by default the number of `edge_type_names` or,
+                without names, the largest type plus one (at least 1).
+            node_type: int[nodes], type of each node; all 0 by default.
+            num_node_types: number of node types; its default is found as that of `num_edge_types`.
+            edge_mask: bool[edges], False for padding edges, whose ends and types do not matter.
+            node_mask: bool[nodes], False for padding nodes; no valid edge may end at one.
+            add_reverse: for each edge of type `t` adds one of type `t + num_edge_types` from receiver to sender.
+            add_self_loops: adds one more edge type with an edge `v -> v` for each valid node.
+            edge_type_names: a distinct name for each edge type before any is added; reverses are named
+                `rev_<name>`, self loops `self_loop`.
+            node_type_names: a distinct name for each node type.
+            validate: whether to check that ids are in range; without it ids out of range give a wrong graph.
+            hub_chunk: rows with more items than this are split in chunks of this many.
+
+        Returns:
+            The graph.
+
+        Raises:
+            TypeError: ids that are no integers, masks that are no bools, traced arrays, counts that are no ints.
+            ValueError: arrays of other lengths or ranks than expected, names that do not match, too many edges for
+                int32, a valid edge at a padding node.
+            IndexError: ids out of range.
+
+        >>> RelGraph.from_edges([0, 1, 1], [1, 0, 2], [0, 1, 0], num_nodes=3)
+        RelGraph(nodes=3, edges=3, edge_types=2, node_types=1, source_pairs=3, destination_pairs=3)
+        """
+        from dejax.rgnn import _build
+
+        num_nodes = _checks.check_count(num_nodes, "num_nodes")
+        ids = {"senders": senders, "receivers": receivers, "edge_type": edge_type}
+        ids = {name: _checks.as_ids(value, name) for name, value in ids.items()}
+        _checks.check_lengths(ids)
+        num_edges = ids["senders"].shape[0]
+        _checks.check_edge_count(num_edges * (2 if add_reverse else 1) + (num_nodes if add_self_loops else 0))
+        edge_mask = _checks.as_mask(edge_mask, "edge_mask", num_edges)
+        node_mask = _checks.as_mask(node_mask, "node_mask", num_nodes)
+        if num_edge_types is None:
+            num_edge_types = _count_types(ids["edge_type"], edge_type_names, edge_mask)
+        num_edge_types = _checks.check_count(num_edge_types, "num_edge_types")
+        if node_type is not None:
+            node_type = _checks.as_ids(node_type, "node_type")
+            if node_type.shape[0] != num_nodes:
+                raise ValueError(f"node_type must have num_nodes = {num_nodes} entries, got {node_type.shape[0]}")
+        if num_node_types is None:
+            num_node_types = _count_types(node_type, node_type_names, node_mask)
+        num_node_types = _checks.check_count(num_node_types, "num_node_types")
+        edge_names = _checks.check_names(edge_type_names, "edge_type_names", num_edge_types, "num_edge_types")
+        node_names = _checks.check_names(node_type_names, "node_type_names", num_node_types, "num_node_types")
+        if validate:
+            for name in ("senders", "receivers"):
+                _checks.check_range(ids[name], name, num_nodes, "num_nodes", edge_mask)
+                if node_mask is not None:
+                    _checks.check_edges_avoid_padding(ids[name], name, node_mask, edge_mask)
+            _checks.check_range(ids["edge_type"], "edge_type", num_edge_types, "num_edge_types", edge_mask)
+            if node_type is not None:
+                _checks.check_range(node_type, "node_type", num_node_types, "num_node_types", node_mask)
+        return _build.build(
+            *(array.astype(np.int32, copy=False) for array in ids.values()),
+            num_nodes=num_nodes,
+            num_edge_types=num_edge_types,
+            node_type=node_type,
+            num_node_types=num_node_types,
+            edge_mask=edge_mask,
+            node_mask=node_mask,
+            add_reverse=add_reverse,
+            add_self_loops=add_self_loops,
+            edge_type_names=_all_names(edge_names, add_reverse, add_self_loops),
+            node_type_names=node_names,
+            node_type_counts=None,
+            hub_chunk=hub_chunk,
+        )
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether the graph's arrays are tracers (inside jit, as an argument or from `build_traced`)."""
+        return is_traced(*jax.tree.leaves(self))
+
+    def to_edges(self) -> tuple[Array, Array, Array]:
+        """Senders, receivers and edge types, int32[edges] each, in the user's order; added edges and padding included."""
+        positions = self.edge_positions
+        return self.senders[positions], self.receivers[positions], self.edge_type[positions]
+
+    def __repr__(self) -> str:
+        padded = "".join(
+            f", {name}" for name in ("node_mask", "edge_mask") if getattr(self, name, None) is not None
+        )
+        return (
+            f"RelGraph(nodes={self.num_nodes}, edges={self.num_edges}, edge_types={self.num_edge_types}, "
+            f"node_types={self.num_node_types}, source_pairs={self.num_source_pairs}, "
+            f"destination_pairs={self.num_destination_pairs}{padded})"
+        )
+
+
+def _count_types(types: np.ndarray | None, names: Sequence[str] | None, mask: np.ndarray | None) -> int:
+    """The number of types that names, or else the largest valid type, speak of."""
+    if names is not None:
+        return len(names)
+    if types is None:
+        return 1
+    return int(np.max(types, initial=0, where=True if mask is None else mask)) + 1
+
+
+def _all_names(names: tuple[str, ...] | None, add_reverse: bool, add_self_loops: bool) -> tuple[str, ...] | None:
+    """Names of all edge types, those of added types included."""
+    if names is None:
+        return None
+    reverses = tuple(reverse_name(name) for name in names) if add_reverse else ()
+    return names + reverses + ((SELF_LOOP,) if add_self_loops else ())
