@@ -1,0 +1,81 @@
+"""Relational graph neural networks, compiled: a model is a Python function, its layers run as few fused kernels.
+
+Start with `RelGraph.from_edges`, and with `library.rgcn`, `library.rgat`, `library.hgt` or your own `@rgnn.program`. Flax
+modules are in `dejax.rgnn.nnx` and `dejax.rgnn.linen`, jraph's graphs in `dejax.rgnn.interop`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from dejax.rgnn import library
+from dejax.rgnn.frontend import ProgramError
+from dejax.rgnn.functional import (
+    abs_ as abs,  # noqa: A004
+)
+from dejax.rgnn.functional import (
+    concatenate,
+    dot,
+    edge_softmax,
+    elu,
+    erf,
+    exp,
+    gelu,
+    leaky_relu,
+    log,
+    maximum,
+    minimum,
+    reciprocal,
+    relu,
+    rsqrt,
+    sigmoid,
+    silu,
+    sqrt,
+    square,
+    stop_gradient,
+    tanh,
+    where_positive,
+)
+from dejax.rgnn.graph import RelGraph
+from dejax.rgnn.options import Options
+from dejax.rgnn.program import Program, program
+
+_LAZY = ("interop", "jraph_layers", "linen", "nnx")  # these import flax or jraph
+
+__all__ = [
+    "Options",
+    "Program",
+    "ProgramError",
+    "RelGraph",
+    "abs",
+    "concatenate",
+    "dot",
+    "edge_softmax",
+    "elu",
+    "erf",
+    "exp",
+    "gelu",
+    "leaky_relu",
+    "library",
+    "log",
+    "maximum",
+    "minimum",
+    "program",
+    "reciprocal",
+    "relu",
+    "rsqrt",
+    "sigmoid",
+    "silu",
+    "sqrt",
+    "square",
+    "stop_gradient",
+    "tanh",
+    "where_positive",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f"dejax.rgnn.{name}")
+    raise AttributeError(f"module 'dejax.rgnn' has no attribute {name!r}")

@@ -1,0 +1,163 @@
+"""Running a level-1 program: compilation once for each shape, and one `custom_vjp` around it.
+
+Arrays here are in the compiler's form: one row for each element of the value's space (one row for shared values), edges
+in the graph's canonical order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from dejax.rgnn.graph import RelGraph
+from dejax.rgnn.ir.inter import Program
+from dejax.rgnn.ir.intra import Fallback, Kernels
+from dejax.rgnn.lowering.xla import Evaluator, num_rows
+from dejax.rgnn.options import Options
+from dejax.rgnn.passes import LATE, Counts, Cut, differentiated, lower_to_kernels, optimise, run_passes
+
+Arrays = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A program with all that decides how it is compiled; the static argument of what runs it."""
+
+    program: Program
+    counts: Counts
+    options: Options
+    raw: bool = True  # not yet optimised
+
+    @property
+    def disable(self) -> frozenset[str]:
+        return frozenset(self.options.disable)
+
+    @property
+    def deterministic(self) -> bool:
+        return self.options.deterministic
+
+
+def counts_of(graph: RelGraph) -> Counts:
+    return Counts(
+        nodes=graph.num_nodes,
+        edges=graph.num_edges,
+        source_pairs=graph.num_source_pairs,
+        destination_pairs=graph.num_destination_pairs,
+        edge_types=graph.num_edge_types,
+        node_types=graph.num_node_types,
+    )
+
+
+@lru_cache(maxsize=1024)
+def optimised(task: Task) -> Program:
+    return optimise(task.program, task.counts, task.disable) if task.raw else task.program
+
+
+@lru_cache(maxsize=1024)
+def inference_kernels(task: Task) -> Kernels:
+    """Kernels of the forward program alone."""
+    program = optimised(task)
+    if task.raw:
+        program = run_passes(program, LATE, task.counts, task.disable, lambda stage, what: None)
+    return lower_to_kernels(program, task.counts, task.disable, deterministic=task.deterministic)
+
+
+@lru_cache(maxsize=1024)
+def training_cut(task: Task, wrt: tuple[int, ...]) -> tuple[Cut, Kernels]:
+    """Forward and backward halves for gradients of the inputs at `wrt`, and the kernels of the forward half."""
+    halves = differentiated(optimised(task), wrt, task.counts, task.disable)
+    forward = lower_to_kernels(halves.forward, task.counts, task.disable, deterministic=task.deterministic)
+    return halves, forward
+
+
+def run_kernels(kernels: Kernels, graph: RelGraph, inputs: Arrays, options: Options) -> Arrays:
+    """Executes the instances in order; an instance that the backend cannot do is evaluated by XLA."""
+    program = kernels.program
+    env = {i: inputs[program.ops[i].attr("position")] for i in program.inputs}
+    xla = Evaluator(program, graph, options.precision)
+    pallas = _pallas(program, graph, options)
+    remaining = [set(instance.reads) for instance in kernels.instances]
+    for number, instance in enumerate(kernels.instances):
+        done = False
+        if pallas is not None and not isinstance(instance, Fallback):
+            try:
+                pallas.run(instance, env)
+                done = True
+            except NotImplementedError:
+                done = False
+        if not done:
+            # XLA recomputes what a kernel would keep in registers; drop whatever the attempt left behind.
+            xla.compute(instance.writes, env)
+        keep = set(program.outputs).union(*remaining[number + 1 :])
+        env = {i: a for i, a in env.items() if i in keep or program.ops[i].name == "input"}
+    return tuple(env[o] for o in program.outputs)
+
+
+def _pallas(program: Program, graph: RelGraph, options: Options) -> Any:
+    if options.backend == "xla" or "backward" in options.disable:
+        return None
+    if options.backend == "auto" and jax.default_backend() != "gpu" and options.interpret is not False:
+        return None
+    if num_rows(graph, program.ops[0].space) == 0 and graph.num_nodes == 0:
+        return None
+    from dejax.rgnn.lowering.pallas import PallasLowering
+
+    return PallasLowering(program, graph, options.precision, options.interpret)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(task: Task, graph: RelGraph, inputs: Arrays) -> Arrays:
+    return run_kernels(inference_kernels(task), graph, inputs, task.options)
+
+
+def _forward(task: Task, graph: Any, inputs: Any) -> tuple[Arrays, Any]:
+    graph = jax.tree_util.tree_map(lambda p: p.value, graph)
+    values = tuple(p.value for p in inputs)
+    program = optimised(task)
+    positions = [program.ops[i].attr("position") for i in program.inputs]
+    wrt = tuple(p for p in positions if inputs[p].perturbed and jnp.issubdtype(values[p].dtype, jnp.floating))
+    halves, forward = training_cut(task, wrt)
+    results = run_kernels(forward, graph, values, task.options)
+    outputs, saved = results[: halves.num_outputs], results[halves.num_outputs :]
+    kept = tuple(values[p] for p in halves.needed)
+    return outputs, (graph, kept, saved, _Static((wrt, len(values))))
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Static:
+    """Static data among residuals."""
+
+    value: Any
+
+
+def _backward(task: Task, residuals: Any, cotangents: Any) -> tuple[None, tuple]:
+    graph, kept, saved, static = residuals
+    wrt, num_inputs = static.value
+    halves, _ = training_cut(task, wrt)
+    program = optimised(task)
+    given = tuple(
+        jnp.zeros((num_rows(graph, program.ops[o].space), *program.ops[o].shape), program.ops[o].dtype)
+        if isinstance(c, SymbolicZero)
+        else c
+        for o, c in zip(program.outputs, cotangents, strict=True)
+    )
+    backward = Task(halves.backward, task.counts, task.options, raw=False)
+    gradients = dict(zip(wrt, run(backward, graph, (*kept, *saved, *given)), strict=True))
+    return None, tuple(gradients.get(p) for p in range(num_inputs))
+
+
+_differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+@partial(jax.jit, static_argnums=0)
+def run(task: Task, graph: RelGraph, inputs: Arrays) -> Arrays:
+    """The outputs of a program on arrays in the compiler's form; differentiable in the floating-point inputs."""
+    if "backward" in task.disable:
+        return run_kernels(inference_kernels(task), graph, inputs, task.options)
+    return _differentiable(task, graph, inputs)

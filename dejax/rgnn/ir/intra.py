@@ -1,0 +1,269 @@
+"""Level 2, the intra-operator IR: which kernel instance computes each value, and how it reaches its operands.
+
+A level-2 program is the level-1 program it implements and a list of instances, each of two templates or the fallback:
+
+    gemm %7 = gathered(%0 by source_pair.node) x %1         types by source_pair.etype, k,kn->n
+    traversal over dst                                       one row of the loop for each node
+      reads gathered(%7 by source_pair) as %8, row(%3 ...)   what each edge loads
+      body %9 %10                                            computed edge by edge, in registers
+      max %11 of %10 ; weighted %14 of %8                    accumulators
+      epilogue %15                                           once a row, in registers
+      writes %15                                             what reaches memory
+
+Values are the level-1 values. What no instance writes never reaches memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dejax.rgnn.ir.inter import ROWWISE, VIAS, IRError, Op, Program, Space, format_op
+
+# Contractions of a row with a matrix for its type, and of two rows into one: the GEMM template.
+MATRIX_SPECS = frozenset(
+    "k,kn->n hk,hkn->hn k,hkn->hn hk,kn->hn n,kn->k hn,hkn->hk hn,hkn->k hn,kn->hk".split()
+)
+OUTER_SPECS = frozenset(
+    "k,n->kn hk,hn->hkn k,hn->hkn hk,hn->kn n,k->kn hn,hk->hkn hn,k->hkn hn,hk->kn k,->k hk,h->hk k,h->hk".split()
+)
+# Contractions of a row with one or a few vectors for its type: done in registers by the traversal template.
+VECTOR_SPECS = frozenset("k,k-> hk,hk->h k,hk->h ,k->k h,hk->k h,hk->hk".split())
+# Row-by-row operators that a kernel can do on a tile in registers.
+TILE_OPS = (ROWWISE - {"erf", "concat", "slice", "pad", "transpose", "reshape"}) | {"const"}
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """An array that an instance reads.
+
+    Attributes:
+      name: the level-1 value that the loaded row stands for inside the instance.
+      value: the array.
+      access: `dense`, row i of the array for item i; `gathered`, row index[i], by the map `via`; `row`, the row of the
+        loop; `shared`, one row for all.
+      via: the map of a gathered, row or shared access.
+    """
+
+    name: int
+    value: int
+    access: str
+    via: str | None = None
+
+    def __str__(self) -> str:
+        by = f" by {self.via}" if self.access == "gathered" else ""
+        text = f"{self.access}(%{self.value}{by})"
+        return text if self.name == self.value else f"{text} as %{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """Rows times the matrix of their type: `out = x @ w[type]`, with gathered, scattered or accumulated rows.
+
+    `activation` names a level-1 elementwise operator folded in as an epilogue (then `out` is its value); `accumulate`
+    names the map by which product rows are added up in place (then `out` is the reduction's value).
+    """
+
+    out: int
+    product: int
+    x: Operand
+    w: int
+    spec: str
+    via: str
+    activation: str | None = None
+    accumulate: str | None = None
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.out,)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (self.x.value, self.w)
+
+    def __str__(self) -> str:
+        extra = f", then {self.activation}" if self.activation else ""
+        extra += f", added up by {self.accumulate}" if self.accumulate else ""
+        return f"gemm %{self.out} = {self.x} x %{self.w}, types by {self.via}, {self.spec}{extra}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    """Outer products of rows summed by type: the gradient of a typed weight."""
+
+    out: int
+    x: Operand
+    y: Operand
+    spec: str
+    via: str
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.out,)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (self.x.value, self.y.value)
+
+    def __str__(self) -> str:
+        return f"outer %{self.out} = {self.x} x {self.y}, summed by {self.via}, {self.spec}"
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One factor of a weighted sum's summand: a value to the power +1 or -1, with axes inserted."""
+
+    value: int
+    power: int
+    inserts: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulator:
+    """One accumulator of a traversal.
+
+    Attributes:
+      kind: `sum` or `max` of `value`, or `weighted`: the sum of exp(score - largest score) times the product of `terms`.
+      out: the level-1 reduction.
+      value: what is reduced (for `weighted`, the score).
+      score: for `weighted`, which accumulator of the traversal (a `max`) is the largest score.
+      score_inserts: axes inserted into the score to align it with the summand.
+    """
+
+    kind: str
+    out: int
+    value: int
+    terms: tuple[Term, ...] = ()
+    score: int | None = None
+    score_inserts: tuple[tuple[int, ...], ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind != "weighted":
+            return f"{self.kind} %{self.out} of %{self.value}"
+        product = " ".join(f"{'/' if t.power < 0 else ''}%{t.value}" for t in self.terms) or "1"
+        return f"weighted %{self.out} of {product}"
+
+
+@dataclass(frozen=True, slots=True)
+class Traversal:
+    """A loop over the rows of a coarse space and the items of each, or over items alone (`via` None)."""
+
+    via: str | None
+    space: Space  # of the items
+    operands: tuple[Operand, ...]
+    body: tuple[int, ...]
+    accumulators: tuple[Accumulator, ...]
+    epilogue: tuple[int, ...]
+    item_outputs: tuple[int, ...]
+    row_outputs: tuple[int, ...]
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (*self.item_outputs, *self.row_outputs)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(o.value for o in self.operands))
+
+    def __str__(self) -> str:
+        lines = [f"traversal over {self.via}" if self.via else f"traversal of each {self.space}"]
+        if self.operands:
+            lines.append("reads " + ", ".join(map(str, self.operands)))
+        for title, items in (("body", self.body), ("epilogue", self.epilogue)):
+            if items:
+                lines.append(f"{title} " + " ".join(f"%{i}" for i in items))
+            if title == "body" and self.accumulators:
+                lines.append(" ; ".join(map(str, self.accumulators)))
+        lines.append("writes " + " ".join(f"%{i}" for i in self.writes))
+        return "\n      ".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """Operators left to XLA, which fuses them as it sees fit."""
+
+    ops: tuple[int, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return "xla " + " ".join(f"%{i}" for i in self.ops)
+
+
+Instance = Gemm | Outer | Traversal | Fallback
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """A level-1 program and the instances that compute it, in the order of execution."""
+
+    program: Program
+    instances: tuple[Instance, ...] = ()
+
+    def __str__(self) -> str:
+        return print_kernels(self)
+
+
+def access_operand(program: Program, value: int, loop: str | None = None) -> Operand:
+    """How an instance reads a value: through the gather that makes it, if one does."""
+    op = program.ops[value]
+    if op.name != "gather":
+        return Operand(value, value, "dense")
+    via = op.attr("via")
+    access = "shared" if via == "all" else "row" if via == loop else "gathered"
+    return Operand(value, op.args[0], access, via)
+
+
+def verify_kernels(kernels: Kernels) -> Kernels:
+    """Checks that every value is written once, before it is read, and by operators that its template can do."""
+    program = kernels.program
+    have = {i for i, op in enumerate(program.ops) if op.name == "input"}
+    for number, instance in enumerate(kernels.instances):
+        where = f"instance {number} ({type(instance).__name__.lower()})"
+        missing = [v for v in instance.reads if v not in have]
+        if missing:
+            raise IRError(f"{where} reads %{missing[0]} before it is written")
+        twice = [v for v in instance.writes if v in have]
+        if twice:
+            raise IRError(f"{where} writes %{twice[0]} again")
+        if isinstance(instance, Traversal):
+            _verify_traversal(program, instance, where)
+        if isinstance(instance, Gemm) and instance.spec not in MATRIX_SPECS:
+            raise IRError(f"{where}: contraction {instance.spec} is not a product with a matrix")
+        have.update(instance.writes)
+    lost = [o for o in program.outputs if o not in have]
+    if lost:
+        raise IRError(f"output %{lost[0]} is written by no instance")
+    return kernels
+
+
+def _verify_traversal(program: Program, t: Traversal, where: str) -> None:
+    loaded = {o.name for o in t.operands}
+    for i in t.body:
+        op: Op = program.ops[i]
+        if op.space != t.space:
+            raise IRError(f"{where}: body operator %{i} is a {op.space} value, the items are {t.space}")
+        if any(a not in loaded for a in op.args):
+            raise IRError(f"{where}: body operator %{i} reads what is neither loaded nor computed")
+        loaded.add(i)
+    if t.via is not None:
+        rows = VIAS[t.via].coarse
+        done = loaded | {a.out for a in t.accumulators}
+        for i in t.epilogue:
+            unknown = [a for a in program.ops[i].args if a not in done and program.ops[a].name != "const"]
+            if program.ops[i].space != rows or unknown:
+                raise IRError(f"{where}: epilogue operator %{i} is not computable from the row")
+            done.add(i)
+
+
+def print_kernels(kernels: Kernels) -> str:
+    """The instances as text, each followed by the level-1 operators that it does in registers."""
+    lines = [f"{kernels.program.name}, kernels:"]
+    for number, instance in enumerate(kernels.instances):
+        lines.append(f"  [{number}] {instance}")
+        inner = ()
+        if isinstance(instance, Traversal):
+            inner = (*instance.body, *instance.epilogue)
+        elif isinstance(instance, Fallback):
+            inner = instance.ops
+        lines += [f"        {format_op(i, kernels.program.ops[i])}" for i in inner]
+    return "\n".join(lines)

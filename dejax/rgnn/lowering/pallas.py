@@ -1,0 +1,312 @@
+"""Level-2 instances as calls of the kernel templates in `dejax.pallas`.
+
+An instance that a template cannot do (a float64 value, a tile too wide) raises `NotImplementedError`; the caller then
+evaluates it with XLA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dejax.pallas as kernels
+from dejax.rgnn.graph import RelGraph, Segments
+from dejax.rgnn.ir.inter import VIAS, Op, Program
+from dejax.rgnn.ir.intra import Accumulator, Gemm, Instance, Operand, Outer, Traversal
+from dejax.rgnn.lowering.xla import ELEMENTWISE, num_rows, segments, valid_rows
+from dejax.rgnn.passes._rewrite import inserted_axes
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class PallasLowering:
+    """Runs instances on arrays; `interpret` runs the kernels' own code on the CPU."""
+
+    def __init__(self, program: Program, graph: RelGraph, precision: str | None, interpret: bool | None) -> None:
+        self.program, self.graph = program, graph
+        self.precision = precision or "tf32"
+        self.interpret = interpret
+
+    def run(self, instance: Instance, env: dict[int, jax.Array]) -> None:
+        """Adds what the instance writes to `env`."""
+        for v in (*instance.reads, *instance.writes):
+            if self.program.ops[v].dtype not in _DTYPES:
+                raise NotImplementedError(f"no kernel for {self.program.ops[v].dtype}")
+        if isinstance(instance, Gemm):
+            env[instance.out] = self.gemm(instance, env)
+        elif isinstance(instance, Outer):
+            env[instance.out] = self.outer(instance, env)
+        elif isinstance(instance, Traversal):
+            self.traversal(instance, env)
+        else:
+            raise NotImplementedError("left to XLA")
+
+    # --- GEMM --------------------------------------------------------------------------------------------------------
+
+    def row_index(self, operand: Operand, group: Segments) -> jax.Array | None:
+        """For each position in the order of types, the row of the array; None where it is the position."""
+        index = segments(self.graph, operand.via).index if operand.access == "gathered" and operand.via else None
+        if operand.access == "shared":
+            index = jnp.zeros((group.num_items,), jnp.int32)
+        if group.order is None:
+            return index
+        return group.order if index is None else index[group.order]
+
+    def gemm(self, instance: Gemm, env: dict[int, jax.Array]) -> jax.Array:
+        op = self.program.ops[instance.out]
+        product = self.program.ops[instance.product]
+        group = segments(self.graph, instance.via)
+        x, w = env[instance.x.value], env[instance.w]
+        x, w, transpose, split = _as_typed_matmul(instance.spec, x, w)
+        block = kernels.gemm_block(x.shape[-1], w.shape[-2 if transpose else -1], group.num_items, group.num_rows)
+        tiles = group.tiles_for(block)
+        out_index, rows = group.order, group.num_items
+        if instance.accumulate is not None:
+            onto = segments(self.graph, instance.accumulate)
+            out_index = onto.index if group.order is None else onto.index[group.order]
+            rows = onto.num_rows
+        padded = valid_rows(self.graph, product.space) is not None
+        result = kernels.typed_matmul(
+            x,
+            w,
+            offsets=group.offsets,
+            tile_type=tiles.row_type,
+            tile_start=tiles.start,
+            block=block,
+            num_positions=group.num_items,
+            x_index=self.row_index(instance.x, group),
+            out_index=out_index,
+            num_out_rows=rows,
+            transpose_w=transpose,
+            activation=instance.activation,
+            accumulate=instance.accumulate is not None,
+            covers_all=not padded and instance.accumulate is None,
+            precision=self.precision,
+            out_dtype=jnp.dtype(op.dtype),
+            interpret=self.interpret,
+        )
+        return result.reshape(rows, *op.shape) if split else result
+
+    def outer(self, instance: Outer, env: dict[int, jax.Array]) -> jax.Array:
+        op = self.program.ops[instance.out]
+        group = segments(self.graph, instance.via)
+        x, y = env[instance.x.value], env[instance.y.value]
+        left, right = instance.spec.split("->")[0].split(",")
+        result = instance.spec.split("->")[1]
+        heads = "h" in left and "h" in right and "h" in result
+        if "h" in left and "h" in right and not heads:
+            raise NotImplementedError(f"outer product {instance.spec} sums over heads")
+        # [rows, groups, width] on both sides; what is not a group is a width.
+        shape = lambda a: (a.shape[0], a.shape[1] if heads else 1, int(np.prod(a.shape[2 if heads else 1 :])))  # noqa: E731
+        total = kernels.typed_outer(
+            x.reshape(shape(x)),
+            y.reshape(shape(y)),
+            offsets=group.offsets,
+            num_positions=group.num_items,
+            x_index=self.row_index(instance.x, group),
+            y_index=self.row_index(instance.y, group),
+            precision=self.precision,
+            out_dtype=jnp.dtype(op.dtype),
+            interpret=self.interpret,
+        )
+        letters = ("h" if heads else "") + left.replace("h", "" if heads else "h") + right.replace("h", "" if heads else "h")
+        sizes = dict(zip(left, self.program.ops[instance.x.name].shape, strict=True))
+        sizes |= dict(zip(right, self.program.ops[instance.y.name].shape, strict=True))
+        total = total.reshape(-1, *(sizes[c] for c in letters))
+        return jnp.transpose(total, (0, *(1 + letters.index(c) for c in result)))
+
+    # --- traversal ---------------------------------------------------------------------------------------------------
+
+    def traversal(self, t: Traversal, env: dict[int, jax.Array]) -> None:
+        ops = self.program.ops
+        tables: list[jax.Array] = []
+        numbers: dict[str, int] = {}
+        arrays, operands = [], []
+        for o in t.operands:
+            array, index = env[o.value], None
+            access = {"dense": "item", "gathered": "indexed"}.get(o.access, o.access)
+            if access == "shared":
+                array = array[0]
+            if access == "indexed":
+                assert o.via is not None
+                if o.via not in numbers:
+                    numbers[o.via] = len(tables)
+                    tables.append(segments(self.graph, o.via).index)
+                index = numbers[o.via]
+            arrays.append(array)
+            operands.append(kernels.Operand(access, index))
+        items = num_rows(self.graph, t.space)
+        item_outputs = tuple((ops[v].shape, jnp.dtype(ops[v].dtype)) for v in t.item_outputs)
+        compute = _TileProgram(self.program, t)
+        if t.via is None:
+            results = kernels.map_items(
+                compute.items,
+                arrays,
+                operands,
+                num_items=items,
+                index_tables=tables,
+                outputs=item_outputs,
+                interpret=self.interpret,
+            )
+            mask = valid_rows(self.graph, t.space)
+            if mask is not None:
+                results = [jnp.where(mask.reshape(-1, *(1,) * (r.ndim - 1)), r, 0) for r in results]
+            env.update(zip(t.item_outputs, results, strict=True))
+            return
+        group = segments(self.graph, t.via)
+        hubs = group.hubs
+        row_values, item_values = kernels.traverse(
+            compute.body,
+            compute.rows,
+            arrays,
+            operands,
+            offsets=group.offsets,
+            order=group.order,
+            num_items=items,
+            num_rows=num_rows(self.graph, VIAS[t.via].coarse),
+            index_tables=tables,
+            reductions=tuple(kernels.Reduction(a.kind, ops[a.out].shape, a.score) for a in t.accumulators),
+            item_outputs=item_outputs,
+            row_outputs=tuple((ops[v].shape, jnp.dtype(ops[v].dtype)) for v in t.row_outputs),
+            hubs=None
+            if hubs is None
+            else (hubs.chunk, hubs.rows, hubs.offsets, hubs.chunk_row, hubs.chunk_start, hubs.chunk_end),
+            interpret=self.interpret,
+        )
+        env.update(zip(t.row_outputs, row_values, strict=True))
+        env.update(zip(t.item_outputs, item_values, strict=True))
+
+
+def _as_typed_matmul(spec: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array, bool, bool]:
+    """A contraction as `typed_matmul` takes it: (x, w, w is transposed, the result must be reshaped)."""
+    rows, types = x.shape[0], w.shape[0]
+    if spec in ("k,kn->n", "hk,hkn->hn"):
+        return x, w, False, False
+    if spec in ("n,kn->k", "hn,hkn->hk"):
+        return x, w, True, False
+    if spec == "k,hkn->hn":
+        _, h, k, n = w.shape
+        return x, jnp.transpose(w, (0, 2, 1, 3)).reshape(types, k, h * n), False, True
+    if spec == "hn,hkn->k":
+        _, h, k, n = w.shape
+        return x.reshape(rows, h * n), jnp.transpose(w, (0, 2, 1, 3)).reshape(types, k, h * n), True, False
+    heads = x.shape[1]
+    wide = jnp.broadcast_to(w[:, None], (types, heads, *w.shape[1:]))
+    return x, wide, spec == "hn,kn->hk", False
+
+
+class _TileProgram:
+    """The level-1 operators of a traversal on tiles: [rows, items, *features], features padded to powers of two."""
+
+    def __init__(self, program: Program, t: Traversal) -> None:
+        self.program, self.t = program, t
+
+    def body(self, *tiles: Any) -> tuple[tuple, tuple]:
+        env = self.evaluate(dict(zip((o.name for o in self.t.operands), tiles, strict=True)), self.t.body, 2)
+        values = tuple(self.accumulated(a, env) for a in self.t.accumulators)
+        return values, tuple(self.shaped(env[v], self.program.ops[v].shape, 2) for v in self.t.item_outputs)
+
+    def items(self, *tiles: Any) -> tuple:
+        return self.body(*tiles)[1]
+
+    def rows(self, totals: Sequence[Any], row_tiles: Sequence[Any]) -> tuple:
+        row_operands = [o for o in self.t.operands if o.access in ("row", "shared")]
+        env = dict(zip((o.name for o in row_operands), row_tiles, strict=True))
+        env.update((a.out, total) for a, total in zip(self.t.accumulators, totals, strict=True))
+        for i in self.t.epilogue:
+            for a in self.program.ops[i].args:
+                if self.program.ops[a].name == "const" and a not in env:
+                    env[a] = jnp.full((1,), self.program.ops[a].attr("value"), jnp.float32)
+        env = self.evaluate(env, self.t.epilogue, 1)
+        return tuple(self.shaped(env[v], self.program.ops[v].shape, 1) for v in self.t.row_outputs)
+
+    def accumulated(self, a: Accumulator, env: dict[int, Any]) -> Any:
+        ops = self.program.ops
+        if a.kind != "weighted":
+            return self.shaped(env[a.value], ops[a.out].shape, 2)
+        score, shape = ops[a.value].shape, ops[a.out].shape
+        if score != shape[: len(score)]:
+            raise NotImplementedError(f"a score of shape {score} that weighs a value of shape {shape}")
+        result = jnp.ones((1, 1), jnp.float32)
+        rank = 0
+        for t in a.terms:
+            factor = env[t.value]
+            term_shape = ops[t.value].shape
+            for axes in t.inserts if term_shape else ():
+                for axis in axes:
+                    factor = jnp.expand_dims(factor, 2 + axis)
+                    term_shape = (*term_shape[:axis], 1, *term_shape[axis:])
+            left, right = _align(result, rank, factor, len(term_shape), 2)
+            result = left * right if t.power > 0 else left / right
+            rank = max(rank, len(term_shape))
+        return self.shaped(result, shape, 2)
+
+    def shaped(self, tile: Any, shape: tuple[int, ...], lead: int) -> Any:
+        """A tile in the padded form of a feature shape; leading axes of size 1 stay."""
+        if tile.ndim == lead and shape:
+            tile = tile.reshape(*tile.shape, *(1,) * len(shape))
+        padded = tuple(kernels.next_power_of_two(s) for s in shape)
+        return tile if tile.shape[lead:] == padded else jnp.broadcast_to(tile, (*tile.shape[:lead], *padded))
+
+    def evaluate(self, env: dict[int, Any], body: Sequence[int], lead: int) -> dict[int, Any]:
+        for i in body:
+            op = self.program.ops[i]
+            env[i] = self.apply(op, [env[a] for a in op.args], lead)
+        return env
+
+    def apply(self, op: Op, args: list[Any], lead: int) -> Any:
+        shapes = [self.program.ops[a].shape for a in op.args]
+        name = op.name
+        if name == "const":
+            return jnp.full((1,) * lead, op.attr("value"), jnp.float32)
+        if name in ELEMENTWISE:
+            rank = len(op.shape)
+            aligned = [a.reshape(*a.shape, *(1,) * (rank - len(s))) if s == () and rank else a for a, s in zip(args, shapes, strict=True)]
+            return ELEMENTWISE[name](op, *aligned)
+        x = args[0]
+        if name == "dot":
+            return _sum_axis(x * args[1], lead + len(shapes[0]) - 1, shapes[0][-1])
+        if name == "sum_features":
+            for axis in sorted(op.attr("axes"), reverse=True):
+                x = _sum_axis(x, lead + axis, shapes[0][axis], keepdims=op.attr("keepdims"))
+            return x
+        if name == "reshape":
+            for axis in inserted_axes(op, self.program.ops[op.args[0]]) or ():
+                x = jnp.expand_dims(x, lead + axis)
+            return x
+        if name == "broadcast":
+            return self.shaped(x, op.shape, lead)
+        if name == "linear":
+            return _vector_linear(op.attr("spec"), x, args[1], shapes[1], lead)
+        raise NotImplementedError(f"operator {name!r} has no tile form")
+
+
+def _align(x: Any, x_rank: int, y: Any, y_rank: int, lead: int) -> tuple[Any, Any]:
+    rank = max(x_rank, y_rank)
+    expand = lambda a, r: a.reshape(*a.shape, *(1,) * (rank - r)) if r == 0 and rank else a  # noqa: E731
+    return expand(x, x_rank), expand(y, y_rank)
+
+
+def _sum_axis(x: Any, axis: int, size: int, keepdims: bool = False) -> Any:
+    """The sum over a feature axis of a tile, padded lanes left out whatever they hold."""
+    if x.shape[axis] != size:
+        lanes = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
+        x = jnp.where(lanes < size, x, jnp.zeros_like(x))
+    total = jnp.sum(x, axis=axis)
+    return jnp.expand_dims(total, axis) if keepdims else total
+
+
+def _vector_linear(spec: str, x: Any, w: Any, w_shape: tuple[int, ...], lead: int) -> Any:
+    last = lead + len(w_shape) - 1
+    if spec in ("k,k->", "hk,hk->h"):
+        return _sum_axis(x * w, last, w_shape[-1])
+    if spec == "k,hk->h":
+        return _sum_axis(jnp.expand_dims(x, lead) * w, last, w_shape[-1])
+    product = jnp.expand_dims(x, x.ndim) * w  # ",k->k", "h,hk->hk"
+    return _sum_axis(product, lead, w_shape[0]) if spec == "h,hk->k" else product
+
+

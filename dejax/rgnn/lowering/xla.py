@@ -1,0 +1,314 @@
+"""Plain XLA: every level-1 operator in terms of `jax.numpy`, which is the reference and the CPU path.
+
+A level-2 instance is evaluated by computing the level-1 values that it writes from those that are there; what it would
+keep in registers is an intermediate of XLA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dejax.rgnn.graph import RelGraph, Segments
+from dejax.rgnn.ir.inter import TYPE_VIA, VIAS, Op, Program, Space, parse_spec
+
+# Rows a tile of a typed product on the CPU: a batched matrix product over tiles costs O(rows + types) and no more.
+_TILE = 32
+
+
+def segments(graph: RelGraph, via: str) -> Segments:
+    """The grouping of the graph that a map stands for."""
+    return {
+        "src": lambda: graph.by_sender,
+        "dst": lambda: graph.by_receiver,
+        "source_pair": lambda: graph.by_source_pair,
+        "destination_pair": lambda: graph.by_destination_pair,
+        "etype": lambda: graph.by_edge_type,
+        "source_pair.node": lambda: graph.source_pair_by_node,
+        "source_pair.etype": lambda: graph.source_pair_by_type,
+        "destination_pair.node": lambda: graph.destination_pair_by_node,
+        "destination_pair.etype": lambda: graph.destination_pair_by_type,
+        "ntype": lambda: graph.by_node_type,
+    }[via]()
+
+
+def num_rows(graph: RelGraph, space: Space) -> int:
+    return {
+        Space.NODE: graph.num_nodes,
+        Space.EDGE: graph.num_edges,
+        Space.SOURCE_PAIR: graph.num_source_pairs,
+        Space.DESTINATION_PAIR: graph.num_destination_pairs,
+        Space.EDGE_TYPE: graph.num_edge_types,
+        Space.NODE_TYPE: graph.num_node_types,
+        Space.GRAPH: 1,
+    }[space]
+
+
+def valid_rows(graph: RelGraph, space: Space) -> jax.Array | None:
+    """Which rows of a space are not padding; None where all are."""
+    if space == Space.EDGE:
+        return graph.edge_mask
+    if space == Space.NODE:
+        return graph.node_mask
+    if space in (Space.SOURCE_PAIR, Space.DESTINATION_PAIR) and graph.edge_mask is not None:
+        via = TYPE_VIA[space]
+        return segments(graph, via).index < num_rows(graph, VIAS[via].coarse)
+    return None
+
+
+def _where_rows(mask: jax.Array | None, x: jax.Array, other: float = 0) -> jax.Array:
+    return x if mask is None else jnp.where(mask.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.asarray(other, x.dtype))
+
+
+def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of `x`; an index past the end (padding) reads zeros."""
+    if x.shape[0] == 0:
+        return jnp.zeros((index.shape[0], *x.shape[1:]), x.dtype)
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+def segment_sum(x: jax.Array, group: Segments) -> jax.Array:
+    # bfloat16 sums are accumulated in float32, as the kernels do.
+    wide = x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
+    total = jnp.zeros((group.num_rows, *x.shape[1:]), wide.dtype).at[group.index].add(wide, mode="drop")
+    return total.astype(x.dtype)
+
+
+def segment_max(x: jax.Array, group: Segments) -> jax.Array:
+    low = jnp.full((group.num_rows, *x.shape[1:]), -jnp.inf, x.dtype)
+    largest = low.at[group.index].max(x, mode="drop")
+    some = (group.offsets[1:] > group.offsets[:-1]).reshape(-1, *(1,) * (x.ndim - 1))
+    return jnp.where(some, largest, jnp.zeros((), x.dtype))
+
+
+class Evaluator:
+    """Evaluates level-1 operators on arrays.
+
+    Attributes:
+      precision: of matrix products: "f32", "tf32", "bf16" or None for JAX's default.
+    """
+
+    def __init__(self, program: Program, graph: RelGraph, precision: str | None) -> None:
+        self.program, self.graph, self.precision = program, graph, precision
+
+    def compute(self, wanted: tuple[int, ...], env: dict[int, jax.Array]) -> None:
+        """Adds the wanted values to `env`, computed from what is there; intermediates are not kept."""
+        local: dict[int, jax.Array] = {}
+
+        def value(i: int) -> jax.Array:
+            if i in env:
+                return env[i]
+            if i not in local:
+                op = self.program.ops[i]
+                local[i] = self.apply(op, [value(a) for a in op.args])
+            return local[i]
+
+        for i in wanted:
+            env[i] = value(i)
+
+    def apply(self, op: Op, args: list[jax.Array]) -> jax.Array:
+        special = {
+            "const": self._const,
+            "count": self._count,
+            "gather": self._gather,
+            "reduce": self._reduce,
+            "softmax": self._softmax,
+            "linear": self._linear,
+            "outer": self._outer,
+        }.get(op.name)
+        result = special(op, args) if special else _rowwise(op, self.program, args)
+        return result.astype(op.dtype)
+
+    def _const(self, op: Op, args: list[jax.Array]) -> jax.Array:
+        return jnp.full((num_rows(self.graph, op.space),), op.attr("value"), op.dtype)
+
+    def _count(self, op: Op, args: list[jax.Array]) -> jax.Array:
+        offsets = segments(self.graph, op.attr("via")).offsets
+        return offsets[1:] - offsets[:-1]
+
+    def _gather(self, op: Op, args: list[jax.Array]) -> jax.Array:
+        (x,) = args
+        if op.attr("via") == "all":
+            return jnp.broadcast_to(x, (num_rows(self.graph, op.space), *x.shape[1:]))
+        return take_rows(x, segments(self.graph, op.attr("via")).index)
+
+    def _reduce(self, op: Op, args: list[jax.Array]) -> jax.Array:
+        (x,), via = args, op.attr("via")
+        if via == "all":
+            space = self._space_of(op)
+            if op.attr("op") == "sum":
+                wide = x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
+                return _where_rows(valid_rows(self.graph, space), wide).sum(0, keepdims=True)
+            masked = _where_rows(valid_rows(self.graph, space), x, -jnp.inf)
+            return masked.max(0, keepdims=True) if x.shape[0] else jnp.zeros((1, *x.shape[1:]), x.dtype)
+        group = segments(self.graph, via)
+        return segment_sum(x, group) if op.attr("op") == "sum" else segment_max(x, group)
+
+    def _space_of(self, op: Op) -> Space:
+        return self.program.ops[op.args[0]].space
+
+    def _softmax(self, op: Op, args: list[jax.Array]) -> jax.Array:
+        (score,), group = args, segments(self.graph, op.attr("via"))
+        wide = score.astype(jnp.float32) if score.dtype in (jnp.bfloat16, jnp.float16) else score
+        e = jnp.exp(wide - take_rows(segment_max(jax.lax.stop_gradient(wide), group), group.index))
+        total = take_rows(segment_sum(e, group), group.index)
+        return e / jnp.where(total == 0, jnp.ones((), total.dtype), total)
+
+    def _einsum(self, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        dtype = jnp.promote_types(x.dtype, y.dtype)
+        x, y = x.astype(dtype), y.astype(dtype)
+        precision = {"f32": jax.lax.Precision.HIGHEST, "tf32": jax.lax.Precision.DEFAULT}.get(self.precision or "")
+        if self.precision == "bf16" and dtype == jnp.float32:
+            x, y = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
+        wide = jnp.float32 if x.dtype in (jnp.bfloat16, jnp.float16) else x.dtype
+        return jnp.einsum(subscripts, x, y, precision=precision, preferred_element_type=wide)
+
+    def _linear(self, op: Op, args: list[jax.Array]) -> jax.Array:
+        (x, w), via = args, op.attr("via")
+        left, right, out = parse_spec(op.attr("spec"))
+        if via == "self":
+            return self._einsum(f"r{left},r{right}->r{out}", x, w)
+        if via == "all" or w.shape[0] == 1:
+            result = self._einsum(f"r{left},{right}->r{out}", x, w[0])
+            return result if via == "all" else _where_rows(valid_rows(self.graph, op.space), result)
+        group = segments(self.graph, via)
+        if len(right) < 2 or via != TYPE_VIA.get(op.space):
+            return self._einsum(f"r{left},r{right}->r{out}", x, take_rows(w, group.index))
+        if x.shape[0] == 0:
+            return jnp.zeros((0, *op.shape), op.dtype)
+        tiles = _Tiles(group)
+        product = self._einsum(f"tb{left},t{right}->tb{out}", tiles.split(x), w[tiles.row_type])
+        return tiles.join(product)
+
+    def _outer(self, op: Op, args: list[jax.Array]) -> jax.Array:
+        (x, y), via = args, op.attr("via")
+        left, right, out = parse_spec(op.attr("spec"))
+        if via == "self":
+            return self._einsum(f"r{left},r{right}->r{out}", x, y)
+        space = self._space_of(op)
+        if via == "all" or num_rows(self.graph, op.space) == 1:
+            mask = valid_rows(self.graph, space)
+            x, y = _where_rows(mask, x), _where_rows(mask, y)
+            return self._einsum(f"r{left},r{right}->{out}", x, y)[None]
+        group = segments(self.graph, via)
+        if via != TYPE_VIA.get(space) or x.shape[0] == 0:
+            return segment_sum(self._einsum(f"r{left},r{right}->r{out}", x, y), group)
+        tiles = _Tiles(group)
+        product = self._einsum(f"tb{left},tb{right}->t{out}", tiles.split(x), tiles.split(y))
+        return jax.ops.segment_sum(product, tiles.row_type, group.num_rows, indices_are_sorted=False)
+
+
+class _Tiles:
+    """Rows grouped by type, cut into tiles of one type each."""
+
+    def __init__(self, group: Segments) -> None:
+        table = group.tiles_for(_TILE)
+        self.group, self.row_type = group, jnp.asarray(table.row_type)
+        offsets = jnp.asarray(group.offsets)
+        position = table.start[:, None] + jnp.arange(_TILE, dtype=jnp.int32)
+        self.valid = position < offsets[self.row_type + 1][:, None]
+        item = jnp.minimum(position, max(group.num_items - 1, 0))
+        self.item = item if group.order is None else jnp.asarray(group.order)[item]
+        # Where each row went: its tile is as many tiles past its type's first as its rank in the type holds blocks.
+        counts = offsets[1:] - offsets[:-1]
+        first_tile = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum((counts + _TILE - 1) // _TILE)])
+        kind = jnp.minimum(jnp.asarray(group.index), group.num_rows - 1)
+        if group.order is None:
+            rank = jnp.arange(group.num_items, dtype=jnp.int32)
+        else:
+            rank = jnp.zeros((group.num_items,), jnp.int32).at[group.order].set(
+                jnp.arange(group.num_items, dtype=jnp.int32)
+            )
+        self.slot = first_tile[kind] * _TILE + rank - offsets[kind]
+        self.padding = jnp.asarray(group.index) >= group.num_rows
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """Rows to [tiles, rows a tile, ...], zeros where a tile is not full."""
+        return jnp.where(self.valid.reshape(*self.valid.shape, *(1,) * (x.ndim - 1)), x[self.item], jnp.zeros((), x.dtype))
+
+    def join(self, y: jax.Array) -> jax.Array:
+        """[tiles, rows a tile, ...] back to rows; zeros for padding rows."""
+        rows = y.reshape(-1, *y.shape[2:]).at[self.slot].get(mode="fill", fill_value=0)
+        return jnp.where(self.padding.reshape(-1, *(1,) * (rows.ndim - 1)), jnp.zeros((), rows.dtype), rows)
+
+
+def _axes(axes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + 1 for a in axes)
+
+
+def _rowwise(op: Op, program: Program, args: list[jax.Array]) -> jax.Array:
+    name = op.name
+    if name in ELEMENTWISE:
+        rank = len(op.shape)
+        aligned = [a.reshape(a.shape[0], *(1,) * rank) if a.ndim == 1 else a for a in args]
+        return ELEMENTWISE[name](op, *aligned)
+    x = args[0]
+    if name == "dot":
+        return jnp.sum(_wide(x) * _wide(args[1]), axis=-1)
+    if name == "sum_features":
+        return jnp.sum(_wide(x), axis=_axes(op.attr("axes")), keepdims=op.attr("keepdims"))
+    if name == "reshape":
+        return x.reshape(x.shape[0], *op.shape)
+    if name == "transpose":
+        return jnp.transpose(x, (0, *_axes(op.attr("perm"))))
+    if name == "broadcast":
+        x = x.reshape(x.shape[0], *(1,) * len(op.shape)) if x.ndim == 1 else x
+        return jnp.broadcast_to(x, (x.shape[0], *op.shape))
+    if name == "concat":
+        return jnp.concatenate([a.astype(op.dtype) for a in args], axis=op.attr("axis") + 1)
+    if name == "slice":
+        return jax.lax.slice_in_dim(x, op.attr("start"), op.attr("stop"), axis=op.attr("axis") + 1)
+    if name == "pad":
+        config = [(0, 0, 0)] * x.ndim
+        config[op.attr("axis") + 1] = (op.attr("before"), op.attr("after"), 0)
+        return jax.lax.pad(x, jnp.zeros((), x.dtype), config)
+    raise NotImplementedError(f"operator {name!r} has no XLA lowering")
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
+
+
+# Elementwise operators; each works on whole arrays here and on tiles inside kernels.
+ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    "add": lambda op, x, y: x + y,
+    "sub": lambda op, x, y: x - y,
+    "mul": lambda op, x, y: x * y,
+    "div": lambda op, x, y: x / y,
+    "max": lambda op, x, y: jnp.maximum(x, y),
+    "min": lambda op, x, y: jnp.minimum(x, y),
+    "gt": lambda op, x, y: (x > y).astype(x.dtype),
+    "eq": lambda op, x, y: (x == y).astype(x.dtype),
+    "select": lambda op, c, x, y: jnp.where(c > 0, x, y),
+    "neg": lambda op, x: -x,
+    "exp": lambda op, x: jnp.exp(x),
+    "log": lambda op, x: jnp.log(x),
+    "sqrt": lambda op, x: jnp.sqrt(x),
+    "rsqrt": lambda op, x: jax.lax.rsqrt(x),
+    "tanh": lambda op, x: jnp.tanh(x),
+    "sigmoid": lambda op, x: 1 / (1 + jnp.exp(-x)),
+    "erf": lambda op, x: jax.lax.erf(x),
+    "abs": lambda op, x: jnp.abs(x),
+    "sign": lambda op, x: (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype),
+    "square": lambda op, x: x * x,
+    "reciprocal": lambda op, x: 1 / x,
+    "relu": lambda op, x: jnp.where(x > 0, x, jnp.zeros_like(x)),
+    "leaky_relu": lambda op, x: jnp.where(x > 0, x, op.attr("slope") * x),
+    "step": lambda op, x: jnp.where(x > 0, jnp.ones_like(x), jnp.full_like(x, op.attr("slope"))),
+    "pow": lambda op, x: _power(x, op.attr("exponent")),
+    "cast": lambda op, x: x,
+    "stop_gradient": lambda op, x: jax.lax.stop_gradient(x),
+}
+
+
+def _power(x: jax.Array, exponent: float) -> jax.Array:
+    """x to a constant power, by multiplication where the exponent is a small whole number."""
+    if exponent == int(exponent) and 0 <= exponent <= 4:
+        result = jnp.ones_like(x)
+        for _ in range(int(exponent)):
+            result = result * x
+        return result
+    return x**exponent

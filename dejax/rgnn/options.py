@@ -1,0 +1,44 @@
+"""Choices of the compiler that a caller can make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BACKENDS = ("auto", "pallas", "xla")
+PRECISIONS = ("f32", "tf32", "bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a program is compiled.
+
+    Attributes:
+      backend: `"pallas"`, GPU kernels (interpreted where there is no GPU, for tests); `"xla"`, plain XLA; `"auto"`, kernels
+        on a GPU and XLA elsewhere.
+      precision: of products of float32 matrices: `"f32"`, `"tf32"` (10-bit mantissa on the tensor cores) or `"bf16"`; None
+        means tf32 in kernels and JAX's default in XLA. Accumulation is in float32 always.
+      disable: passes to leave out, from `dejax.rgnn.passes.PASSES`.
+      deterministic: the same bits run after run. False allows sums by atomic addition.
+      interpret: whether kernels are interpreted; None: exactly where the default backend is not a GPU.
+
+    Raises:
+      ValueError: an unknown backend, precision or pass.
+    """
+
+    backend: str = "auto"
+    precision: str | None = None
+    disable: tuple[str, ...] = ()
+    deterministic: bool = True
+    interpret: bool | None = None
+
+    def __post_init__(self) -> None:
+        from dejax.rgnn.passes import PASSES
+
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
+        if self.precision not in (None, *PRECISIONS):
+            raise ValueError(f"precision must be None or one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        object.__setattr__(self, "disable", tuple(sorted(self.disable)))
+        unknown = set(self.disable) - set(PASSES)
+        if unknown:
+            raise ValueError(f"disable names no pass: {', '.join(sorted(unknown))}; the passes are {', '.join(PASSES)}")

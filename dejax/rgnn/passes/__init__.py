@@ -1,0 +1,120 @@
+"""The passes, and the order in which they run.
+
+Each pass is one file and one function from program to program, verified after each. `PASSES` names those that can be
+switched off one by one (`Options(disable=...)`); results agree whichever are off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dejax.rgnn.ir.inter import Program, verify
+from dejax.rgnn.ir.intra import Kernels, verify_kernels
+from dejax.rgnn.passes._rewrite import Counts
+from dejax.rgnn.passes.aggregate import aggregate
+from dejax.rgnn.passes.backward import differentiate
+from dejax.rgnn.passes.compact import compact
+from dejax.rgnn.passes.cse import cse
+from dejax.rgnn.passes.dce import dce
+from dejax.rgnn.passes.fallback import fallback
+from dejax.rgnn.passes.fuse_gemm import fuse_gemm
+from dejax.rgnn.passes.fuse_traversal import fuse_traversal
+from dejax.rgnn.passes.hoist import hoist
+from dejax.rgnn.passes.reorder import reorder
+from dejax.rgnn.passes.save import Cut, cut
+from dejax.rgnn.passes.softmax import expand_softmax
+
+__all__ = ["LATE", "OPTIMISE", "PASSES", "Counts", "Cut", "differentiated", "lower_to_kernels", "optimise", "run_passes"]
+
+Pass = Callable[[Program, Counts], Program]
+Watch = Callable[[str, object], None]  # told of each stage by name, for `explain`
+
+# On the forward program, as the user wrote it.
+OPTIMISE: tuple[tuple[str, Pass], ...] = (
+    ("cse", cse),
+    ("reorder", reorder),
+    ("aggregate", aggregate),
+    ("compact", compact),
+    ("dce", dce),
+)
+# After the backward operators are there (or, without gradients, right after the others).
+LATE: tuple[tuple[str, Pass], ...] = (
+    ("softmax", expand_softmax),
+    ("hoist", hoist),
+    ("cse", cse),
+    ("dce", dce),
+)
+# What `Options(disable=...)` takes. `backward` off: gradients by JAX's autodiff of the XLA lowering.
+PASSES = (
+    "cse",
+    "dce",
+    "reorder",
+    "aggregate",
+    "compact",
+    "softmax",
+    "hoist",
+    "backward",
+    "recompute",
+    "gemm",
+    "traversal",
+    "fallback",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Silent:
+    def __call__(self, stage: str, what: object) -> None:
+        pass
+
+
+def run_passes(
+    program: Program, passes: tuple[tuple[str, Pass], ...], counts: Counts, disable: frozenset[str], watch: Watch
+) -> Program:
+    for name, run in passes:
+        if name not in disable:
+            program = verify(run(program, counts))
+            watch(name, program)
+    return program
+
+
+def optimise(program: Program, counts: Counts, disable: frozenset[str] = frozenset(), watch: Watch = _Silent()) -> Program:
+    """The forward program after the passes of `OPTIMISE`."""
+    return run_passes(program, OPTIMISE, counts, disable, watch)
+
+
+def differentiated(
+    program: Program,
+    wrt: tuple[int, ...],
+    counts: Counts,
+    disable: frozenset[str] = frozenset(),
+    watch: Watch = _Silent(),
+) -> Cut:
+    """The forward and backward programs of an optimised program, for gradients of the inputs at positions `wrt`."""
+    joint = differentiate(program, wrt)
+    watch("backward", joint)
+    joint = run_passes(joint, LATE, counts, disable, watch)
+    positions = [program.ops[i].attr("position") for i in program.inputs]
+    halves = cut(joint, 1 + max(positions, default=-1), len(program.outputs), save_all="recompute" in disable)
+    watch("recompute, forward half", halves.forward)
+    watch("recompute, backward half", halves.backward)
+    return halves
+
+
+def lower_to_kernels(
+    program: Program,
+    counts: Counts,
+    disable: frozenset[str] = frozenset(),
+    *,
+    deterministic: bool = True,
+    watch: Watch = _Silent(),
+) -> Kernels:
+    """Level 1 to level 2: GEMM instances first, then traversals, then the fallback."""
+    kernels = Kernels(program)
+    if "gemm" not in disable:
+        kernels = fuse_gemm(kernels, accumulate=not deterministic)
+    if "traversal" not in disable:
+        kernels = fuse_traversal(kernels)
+    kernels = verify_kernels(fallback(kernels, merge="fallback" not in disable))
+    watch("kernels", kernels)
+    return kernels

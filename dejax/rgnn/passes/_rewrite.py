@@ -1,0 +1,112 @@
+"""What the passes share: rebuilding a program operator by operator, and reading products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dejax.rgnn.ir.inter import Builder, Op, Program, Space
+
+# Given the new builder, the old operator, its arguments in the new program and its old number: the new value, or None
+# to copy the operator as it is.
+Visit = Callable[[Builder, Op, tuple[int, ...], int], int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many rows each space has, which is all that the cost decisions look at."""
+
+    nodes: int
+    edges: int
+    source_pairs: int
+    destination_pairs: int
+    edge_types: int
+    node_types: int
+
+    def rows(self, space: Space) -> int:
+        return {
+            Space.NODE: self.nodes,
+            Space.EDGE: self.edges,
+            Space.SOURCE_PAIR: self.source_pairs,
+            Space.DESTINATION_PAIR: self.destination_pairs,
+            Space.EDGE_TYPE: self.edge_types,
+            Space.NODE_TYPE: self.node_types,
+            Space.GRAPH: 1,
+        }[space]
+
+
+def rebuild(program: Program, visit: Visit) -> Program:
+    """A new program, each operator replaced by what `visit` makes of it."""
+    builder, new = Builder(program.name), {}
+    for i, op in enumerate(program.ops):
+        args = tuple(new[a] for a in op.args)
+        builder.line = program.lines[i] if program.lines else None
+        made = visit(builder, op, args, i)
+        new[i] = builder.copy(op, args, builder.line) if made is None else made
+    return builder.build(new[o] for o in program.outputs)
+
+
+def inserted_axes(op: Op, source: Op) -> tuple[int, ...] | None:
+    """Where a reshape only inserts axes of size 1: the new axes; None for any other reshape."""
+    if op.name != "reshape":
+        return None
+    axes, at = [], 0
+    for i, size in enumerate(op.shape):
+        if at < len(source.shape) and size == source.shape[at]:
+            at += 1
+        elif size == 1:
+            axes.append(i)
+        else:
+            return None
+    return tuple(axes) if at == len(source.shape) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One factor of a product: a value, to the power +1 or -1, with axes of size 1 inserted one step after another."""
+
+    value: int
+    power: int
+    inserts: tuple[tuple[int, ...], ...] = ()
+
+
+def factors(program: Program, value: int) -> list[Factor]:
+    """The value as a product, looking through `mul`, `div` and reshapes that only insert axes."""
+    op = program.ops[value]
+    if op.name in ("mul", "div"):
+        left, right = factors(program, op.args[0]), factors(program, op.args[1])
+        sign = 1 if op.name == "mul" else -1
+        return left + [Factor(f.value, sign * f.power, f.inserts) for f in right]
+    if op.name == "reshape":
+        axes = inserted_axes(op, program.ops[op.args[0]])
+        if axes:
+            return [Factor(f.value, f.power, (*f.inserts, axes)) for f in factors(program, op.args[0])]
+    return [Factor(value, 1)]
+
+
+def insert_axes(builder: Builder, x: int, inserts: tuple[tuple[int, ...], ...]) -> int:
+    """The value with axes of size 1 inserted; a scalar needs none."""
+    for axes in inserts:
+        shape = builder.ops[x].shape
+        if shape == ():
+            return x
+        for axis in axes:
+            shape = (*shape[:axis], 1, *shape[axis:])
+        x = builder.op("reshape", x, shape=shape)
+    return x
+
+
+def multiply(builder: Builder, parts: list[tuple[int, int]]) -> int:
+    """The product of values with powers +1 or -1; at least one."""
+    up = [v for v, power in parts if power > 0]
+    down = [v for v, power in parts if power < 0]
+    if up:
+        result = up[0]
+    else:
+        op = builder.ops[down[0]]
+        result = builder.const(1.0, op.dtype, op.space)
+    for v in up[1:]:
+        result = builder.op("mul", result, v)
+    for v in down:
+        result = builder.op("div", result, v)
+    return result

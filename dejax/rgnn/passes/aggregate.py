@@ -1,0 +1,77 @@
+"""Aggregate before transform, where that is less work.
+
+    sum over edges into v of c_e (x_e W_r)   =   sum over types r of (sum over edges of type r into v of c_e x_e) W_r
+
+The right side multiplies one row for each (destination, type) pair, the left side one for each edge or, compacted, for
+each (source, type) pair. Numbers `c_e` that multiply a whole row commute with the weight and go along.
+"""
+
+from __future__ import annotations
+
+from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program, Space
+from dejax.rgnn.passes._rewrite import Counts, Factor, factors, insert_axes, multiply, rebuild
+
+_PAIR = {"dst": ("destination_pair", Space.DESTINATION_PAIR), "src": ("source_pair", Space.SOURCE_PAIR)}
+_SPECS = ("k,kn->n", "hk,hkn->hn", "hk,kn->hn")
+
+
+def aggregate(program: Program, counts: Counts) -> Program:
+    users = program.users()
+    new: dict[int, int] = {}
+
+    def plan(op: Op) -> tuple[Factor, list[Factor]] | None:
+        """The typed linear in a summed product and the factors beside it, where aggregating first is less work."""
+        if op.name != "reduce" or op.attr("op") != "sum" or op.attr("via") not in _PAIR:
+            return None
+        found = factors(program, op.args[0])
+        linears = [f for f in found if program.ops[f.value].name == "linear"]
+        if len(linears) != 1 or linears[0].power != 1 or linears[0].inserts:
+            return None
+        linear = program.ops[linears[0].value]
+        if linear.attr("via") != "etype" or linear.attr("spec") not in _SPECS or len(users[linears[0].value]) != 1:
+            return None
+        rest = [f for f in found if f is not linears[0]]
+        if any(_inserted_width(program, f) > 1 for f in rest):
+            return None
+        return (linears[0], rest) if _aggregate_is_cheaper(program, linear, op, counts) else None
+
+    def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int:
+        planned = plan(op)
+        if planned is None:
+            made = builder.copy(op, args, builder.line)
+        else:
+            linear_factor, rest = planned
+            linear = program.ops[linear_factor.value]
+            pair_via, pair_space = _PAIR[op.attr("via")]
+            parts = [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in rest]
+            summed = multiply(builder, [(new[linear.args[0]], 1), *parts])
+            by_pair = builder.op("reduce", summed, via=pair_via, op="sum")
+            by_pair = builder.op("linear", by_pair, new[linear.args[1]], spec=linear.attr("spec"), via=TYPE_VIA[pair_space])
+            made = builder.op("reduce", by_pair, via=f"{pair_via}.node", op="sum")
+        new[index] = made
+        return made
+
+    return rebuild(program, visit)
+
+
+def _inserted_width(program: Program, factor: Factor) -> int:
+    """How many different numbers of a factor multiply one row along its last axis; 1 commutes with the weight."""
+    shape = program.ops[factor.value].shape
+    for axes in factor.inserts:
+        if shape:
+            for axis in axes:
+                shape = (*shape[:axis], 1, *shape[axis:])
+    return shape[-1] if shape else 1
+
+
+def _aggregate_is_cheaper(program: Program, linear: Op, reduce: Op, counts: Counts) -> bool:
+    """Numbers moved each way: rows gathered for each edge, and pair rows written and read by the product."""
+    x = program.ops[linear.args[0]]
+    k, n = x.width, linear.width
+    pairs = counts.destination_pairs if reduce.attr("via") == "dst" else counts.source_pairs
+    first = counts.edges * k + pairs * (2 * k + 2 * n)
+    source = x.name == "gather" and x.attr("via") == ("src" if reduce.attr("via") == "dst" else "dst")
+    other = counts.source_pairs if reduce.attr("via") == "dst" else counts.destination_pairs
+    rows = min(other, counts.edges) if source else counts.edges
+    later = rows * (k + n) + counts.edges * n
+    return first < later

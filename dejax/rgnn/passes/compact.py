@@ -1,0 +1,119 @@
+"""Compact materialization (Hector, section 3.2.2): what depends on less than the edge is computed once for each less.
+
+Each edge value has an anchor, the smallest space that determines it: a node at one end, an edge type, a unique (source,
+type) or (destination, type) pair, or the edge itself. Typed linears and inner products move to their anchor; so do
+elementwise functions of values that are there already. Reads of one another's rows (`gather`) then happen once, where
+the value meets the edge.
+"""
+
+from __future__ import annotations
+
+from dejax.rgnn.ir.inter import COMPOSED_VIAS, ROWWISE, Builder, Op, Program, Space
+from dejax.rgnn.passes._rewrite import Counts
+
+# Anchors are named by the map that leads from the edge to them; "edge" and "all" are the ends of the order.
+_JOIN = {
+    frozenset({"src", "etype"}): "source_pair",
+    frozenset({"src", "source_pair"}): "source_pair",
+    frozenset({"etype", "source_pair"}): "source_pair",
+    frozenset({"dst", "etype"}): "destination_pair",
+    frozenset({"dst", "destination_pair"}): "destination_pair",
+    frozenset({"etype", "destination_pair"}): "destination_pair",
+}
+_PAIRS = {"source_pair": Space.SOURCE_PAIR, "destination_pair": Space.DESTINATION_PAIR}
+_SPACE = {**_PAIRS, "src": Space.NODE, "dst": Space.NODE, "etype": Space.EDGE_TYPE, "all": Space.GRAPH}
+# Functions whose value or slope can be infinite would meet rows that no edge reads, and 0 x inf is not 0: these stay on
+# the edges (or on pairs, each of which has an edge).
+_PARTIAL = frozenset({"div", "exp", "log", "sqrt", "rsqrt", "reciprocal", "pow", "square"})
+# Compaction pays while it spares one row in five; below that the extra indirection costs more.
+_WORTH = 0.8
+
+
+def _join(anchors: list[str]) -> str:
+    found = "all"
+    for anchor in anchors:
+        if found == "all" or anchor == found:
+            found = anchor
+        elif anchor != "all":
+            found = _JOIN.get(frozenset({found, anchor}), "edge")
+            if found == "edge":
+                return found
+    return found
+
+
+def compact(program: Program, counts: Counts) -> Program:
+    return _Compaction(program, counts).run()
+
+
+class _Compaction:
+    def __init__(self, program: Program, counts: Counts) -> None:
+        self.program, self.counts = program, counts
+        self.builder = Builder(program.name)
+        self.new: dict[int, int] = {}  # old value -> new value, at its anchor if it is an edge value
+        self.anchor: dict[int, str] = {}  # of edge values
+        self.lifted: dict[tuple[int, str, str], int] = {}
+
+    def run(self) -> Program:
+        for i, op in enumerate(self.program.ops):
+            self.builder.line = self.program.lines[i] if self.program.lines else None
+            if op.space == Space.EDGE:
+                self.edge_op(i, op)
+            else:
+                self.new[i] = self.builder.copy(op, (self.on_edge(a) for a in op.args), self.builder.line)
+        return self.builder.build(self.on_edge(o) for o in self.program.outputs)
+
+    def on_edge(self, old: int) -> int:
+        """The new value of any old one; an edge value is read on the edges."""
+        if self.program.ops[old].space != Space.EDGE:
+            return self.new[old]
+        return self.lift(self.new[old], self.anchor[old], "edge")
+
+    def edge_op(self, i: int, op: Op) -> None:
+        if op.name == "const":
+            self.new[i], self.anchor[i] = self.builder.const(op.attr("value"), op.dtype), "all"
+            return
+        if op.name == "gather":
+            self.new[i], self.anchor[i] = self.new[op.args[0]], op.attr("via")
+            return
+        anchor = self.choose(i, op)
+        args = []
+        for at, a in enumerate(op.args):
+            typed = op.name == "linear" and at == 1 and op.attr("via") != "self"
+            args.append(self.new[a] if typed else self.lift(self.new[a], self.anchor[a], anchor))
+        attrs = dict(op.attrs)
+        if op.name == "linear" and attrs["via"] == "etype" and anchor != "edge":
+            attrs["via"] = "self" if anchor == "etype" else f"{anchor}.etype"
+        self.new[i], self.anchor[i] = self.builder.op(op.name, *args, **attrs), anchor
+
+    def choose(self, i: int, op: Op) -> str:
+        if op.name not in ROWWISE and op.name != "linear":
+            return "edge"
+        anchors = [self.anchor[a] for a in op.args if self.program.ops[a].space == Space.EDGE]
+        typed = op.name == "linear" and op.attr("via") == "etype"
+        joined = _join([*anchors, *(["etype"] if typed else [])])
+        if joined in ("edge", "all"):
+            return joined
+        rows = self.counts.rows(_SPACE[joined])
+        if rows >= self.counts.edges * (_WORTH if joined in _PAIRS else 1.0):
+            return "edge"
+        if joined in _PAIRS:
+            return joined if op.name in ("linear", "dot") or joined in anchors else "edge"
+        return "edge" if op.name in _PARTIAL else joined
+
+    def lift(self, value: int, have: str, want: str) -> int:
+        """The value read from one anchor at a finer one."""
+        if have == want:
+            return value
+        key = (value, have, want)
+        if key not in self.lifted:
+            self.lifted[key] = self._lift(value, have, want)
+        return self.lifted[key]
+
+    def _lift(self, value: int, have: str, want: str) -> int:
+        builder = self.builder
+        if have == "all":
+            return builder.lift(value, Space.EDGE if want == "edge" else _SPACE[want])
+        if want == "edge":
+            return builder.op("gather", value, via=have)
+        step = next(inner for (outer, inner), whole in COMPOSED_VIAS.items() if outer == want and whole == have)
+        return builder.op("gather", value, via=step)

@@ -1,0 +1,58 @@
+"""Fallback and schedule: what no template computes is left to XLA, and the instances are put in order."""
+
+from __future__ import annotations
+
+from dejax.rgnn.ir.intra import Fallback, Instance, Kernels, verify_kernels
+
+
+def fallback(kernels: Kernels, *, merge: bool = True) -> Kernels:
+    """Orders the instances by what they read, with fallback instances for the rest.
+
+    Args:
+      merge: neighbouring operators share one fallback instance; otherwise each has its own.
+    """
+    program = kernels.program
+    producer = {v: instance for instance in kernels.instances for v in instance.writes}
+    schedule: list[Instance | int] = []
+    done: set[int] = {i for i, op in enumerate(program.ops) if op.name == "input"}
+    emitted: set[int] = set()
+
+    def demand(value: int) -> None:
+        if value in done:
+            return
+        instance = producer.get(value)
+        if instance is None:
+            for a in program.ops[value].args:
+                demand(a)
+            schedule.append(value)
+            done.add(value)
+        elif id(instance) not in emitted:
+            emitted.add(id(instance))
+            for v in instance.reads:
+                demand(v)
+            schedule.append(instance)
+            done.update(instance.writes)
+
+    for output in program.outputs:
+        demand(output)
+
+    ordered: list[Instance] = []
+    run: list[int] = []
+
+    def close() -> None:
+        if run:
+            inside = set(run)
+            reads = dict.fromkeys(a for i in run for a in program.ops[i].args if a not in inside)
+            ordered.append(Fallback(tuple(run), tuple(reads), tuple(run)))
+            run.clear()
+
+    for item in schedule:
+        if isinstance(item, int):
+            run.append(item)
+            if not merge:
+                close()
+        else:
+            close()
+            ordered.append(item)
+    close()
+    return verify_kernels(Kernels(program, tuple(ordered)))

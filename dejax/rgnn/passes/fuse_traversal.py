@@ -1,0 +1,325 @@
+"""Fusion, second half: reductions and the elementwise work around them become instances of the traversal template.
+
+Reductions over the same rows share one loop when neither needs the other's result. The elementwise operators that lead
+to them are computed edge by edge in registers, again in every loop that needs them; what shrank a feature axis and is
+needed twice is written once. A maximum, the sum of exp(score - maximum) and sums weighted by it are one pass with a
+running maximum. Operators on the rows that follow a reduction become its epilogue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dejax.rgnn.ir.inter import VIAS, Op, Program, Space
+from dejax.rgnn.ir.intra import (
+    TILE_OPS,
+    VECTOR_SPECS,
+    Accumulator,
+    Instance,
+    Kernels,
+    Operand,
+    Term,
+    Traversal,
+    access_operand,
+)
+from dejax.rgnn.passes._rewrite import factors, inserted_axes
+
+_ITEM_SPACES = (Space.EDGE, Space.SOURCE_PAIR, Space.DESTINATION_PAIR)
+_MAX_RANK = 2  # (heads, width)
+
+
+@dataclass
+class _Loop:
+    """A traversal in the making."""
+
+    via: str | None
+    space: Space
+    accumulators: list[Accumulator] = field(default_factory=list)
+    epilogue: list[int] = field(default_factory=list)
+    items: list[int] = field(default_factory=list)  # item values that it writes
+
+    @property
+    def results(self) -> set[int]:
+        return {a.out for a in self.accumulators} | set(self.epilogue) | set(self.items)
+
+
+def fuse_traversal(kernels: Kernels) -> Kernels:
+    return _Fusion(kernels).run()
+
+
+class _Fusion:
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels, self.program = kernels, kernels.program
+        self.users = self.program.users()
+        self.written = {v for instance in kernels.instances for v in instance.writes}
+        # A product inside an instance whose value never reaches memory (it has an epilogue).
+        self.inner = {i.product for i in kernels.instances if hasattr(i, "product")} - self.written
+        self.loops: list[_Loop] = []
+
+    def run(self) -> Kernels:
+        program = self.program
+        for i, op in enumerate(program.ops):
+            if op.name == "reduce" and op.attr("via") != "all" and i not in self.written and len(op.shape) <= _MAX_RANK:
+                self.place(i, op)
+        self.write_items()
+        for loop in self.loops:
+            if loop.via is not None:
+                self.absorb(loop)
+        made: list[Instance] = [self.finish(loop) for loop in self.loops]
+        return Kernels(program, (*self.kernels.instances, *made))
+
+    # --- what a kernel can do in registers ---------------------------------------------------------------------------
+
+    def on_tile(self, value: int) -> bool:
+        """Whether a row of the value can be computed in registers from rows of its arguments."""
+        op = self.program.ops[value]
+        if value in self.written or value in self.inner or len(op.shape) > _MAX_RANK or op.dtype == "float64":
+            return False
+        if op.name == "linear":
+            return op.attr("spec") in VECTOR_SPECS and op.attr("via") != "self"
+        if op.name == "reshape":
+            return inserted_axes(op, self.program.ops[op.args[0]]) is not None
+        return op.name in TILE_OPS
+
+    def cone(self, roots: list[int], cut: set[int]) -> tuple[list[int], list[int]]:
+        """The operators computed in registers for the roots, in order, and the values that are loaded."""
+        body: set[int] = set()
+        leaves: dict[int, None] = {}
+
+        def visit(value: int, root: bool) -> None:
+            if value in body or value in leaves:
+                return
+            if not self.on_tile(value) or (value in cut and not root):
+                leaves[value] = None
+                return
+            body.add(value)
+            for a in self.program.ops[value].args:
+                visit(a, False)
+
+        for root in roots:
+            visit(root, root not in cut)
+        return sorted(body), list(leaves)
+
+    # --- dependencies between what is written ----------------------------------------------------------------------
+
+    def needs(self, accumulator: Accumulator) -> list[int]:
+        if accumulator.kind == "weighted":
+            return [accumulator.value, *(t.value for t in accumulator.terms)]
+        return [accumulator.value]
+
+    def acyclic(self, loops: list[_Loop]) -> bool:
+        """Whether the loops, each done at once, can be put in some order."""
+        owner = {v: loop for loop in loops for v in loop.results}
+        colour: dict[int, int] = {}  # by id of a loop, or value
+
+        def reach(node: _Loop | int) -> bool:
+            key = id(node) if isinstance(node, _Loop) else ~node
+            if colour.get(key) == 2:
+                return True
+            if colour.get(key) == 1:
+                return False
+            colour[key] = 1
+            following = self.dependencies(node) if isinstance(node, _Loop) else list(self.program.ops[node].args)
+            for v in following:
+                if not reach(owner.get(v, v)):
+                    return False
+            colour[key] = 2
+            return True
+
+        return all(reach(loop) for loop in loops)
+
+    def dependencies(self, loop: _Loop) -> list[int]:
+        """Values that a loop needs from outside; what it computes in registers leads on to its arguments."""
+        ops, own = self.program.ops, loop.results
+        stack = [v for a in loop.accumulators for v in self.needs(a)]
+        stack += [v for i in (*loop.epilogue, *loop.items) for v in ops[i].args]
+        found: dict[int, None] = {}
+        seen: set[int] = set()
+        while stack:
+            v = stack.pop()
+            if v in seen:
+                continue
+            seen.add(v)
+            if v in loop.items:
+                stack += ops[v].args
+            elif v not in own:
+                found[v] = None
+        return list(found)
+
+    # --- reductions --------------------------------------------------------------------------------------------------
+
+    def place(self, i: int, op: Op) -> None:
+        """Puts a reduction into a loop that is there, or opens one."""
+        via, space = op.attr("via"), self.program.ops[op.args[0]].space
+        for loop in reversed(self.loops):
+            if loop.via != via:
+                continue
+            accumulator = self.weighted(i, op, loop) or Accumulator(op.attr("op"), i, op.args[0])
+            if accumulator.kind != "weighted" and not self.share(accumulator, loop):
+                continue
+            loop.accumulators.append(accumulator)
+            if self.acyclic(self.loops):
+                return
+            loop.accumulators.pop()
+        self.loops.append(_Loop(via, space, [Accumulator(op.attr("op"), i, op.args[0])]))
+
+    def share(self, accumulator: Accumulator, loop: _Loop) -> bool:
+        """Whether a reduction loads an array that the loop loads already."""
+        mine = set(self.cone(self.needs(accumulator), set())[1])
+        theirs = set(self.cone([v for a in loop.accumulators for v in self.needs(a)], set())[1])
+        return bool({self.program.ops[v].args or v for v in mine} & {self.program.ops[v].args or v for v in theirs})
+
+    def weighted(self, i: int, op: Op, loop: _Loop) -> Accumulator | None:
+        """The reduction as a sum weighted by exp(score - largest), if the loop has that largest score."""
+        if op.attr("op") != "sum":
+            return None
+        ops = self.program.ops
+        found = factors(self.program, op.args[0])
+        for at, factor in enumerate(found):
+            exp = ops[factor.value]
+            shifted = ops[exp.args[0]] if exp.name == "exp" else None
+            if factor.power != 1 or shifted is None or shifted.name != "sub":
+                continue
+            score, largest = shifted.args
+            read = ops[largest]
+            if read.name != "gather" or read.attr("via") != loop.via:
+                continue
+            for number, a in enumerate(loop.accumulators):
+                if a.kind == "max" and a.out == read.args[0] and a.value == score:
+                    rest = tuple(Term(f.value, f.power, f.inserts) for j, f in enumerate(found) if j != at)
+                    return Accumulator("weighted", i, score, rest, number, factor.inserts)
+        return None
+
+    # --- item values that several need -------------------------------------------------------------------------------
+
+    def write_items(self) -> None:
+        """Item values that must reach memory are written by a loop that computes them, or by one of their own."""
+        program = self.program
+        wanted = [v for v in self.demanded() if program.ops[v].space in _ITEM_SPACES and self.on_tile(v)]
+        wanted = [v for v in dict.fromkeys([*self.narrow(), *wanted]) if program.ops[v].name != "const"]
+        for value in sorted(wanted):
+            space = program.ops[value].space
+            for loop in self.loops:
+                if loop.space != space or not self.computes(loop, value):
+                    continue
+                loop.items.append(value)
+                if self.acyclic(self.loops):
+                    break
+                loop.items.pop()
+            else:
+                self.loops.append(_Loop(None, space, items=[value]))
+
+    def demanded(self) -> list[int]:
+        """Values that must be arrays: outputs, and what GEMM instances and XLA operators read."""
+        program, found = self.program, list(self.program.outputs)
+        for instance in self.kernels.instances:
+            found += instance.reads
+        results = {v for loop in self.loops for v in loop.results}
+        for i, op in enumerate(program.ops):
+            by_template = i in self.written or i in self.inner or i in results
+            if not by_template and not (op.space in _ITEM_SPACES and self.on_tile(i)) and op.name != "gather":
+                found += op.args
+        return found
+
+    def narrow(self) -> list[int]:
+        """Values much narrower than what they are made from, needed by more than one loop."""
+        uses: dict[int, int] = {}
+        for loop in self.loops:
+            body, _ = self.cone([v for a in loop.accumulators for v in self.needs(a)], set())
+            for v in body:
+                uses[v] = uses.get(v, 0) + 1
+        ops = self.program.ops
+        shrinks = ("dot", "sum_features", "linear")
+        return [
+            v
+            for v, n in uses.items()
+            if n > 1 and ops[v].name in shrinks and ops[v].width * 4 <= max(ops[a].width for a in ops[v].args)
+        ]
+
+    def computes(self, loop: _Loop, value: int) -> bool:
+        roots = [v for a in loop.accumulators for v in self.needs(a)] + loop.items
+        return value in self.cone(roots, set())[0]
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+
+    def absorb(self, loop: _Loop) -> None:
+        """Takes the elementwise operators that follow on the rows into the loop's epilogue."""
+        assert loop.via is not None
+        rows = VIAS[loop.via].coarse
+        if rows in (Space.EDGE_TYPE, Space.NODE_TYPE):  # a handful of rows: XLA fuses these with what follows
+            return
+        taken = {v for other in self.loops for v in other.results}
+        for i, op in enumerate(self.program.ops):
+            if op.space != rows or i in taken or op.name in ("linear", "const") or not self.on_tile(i):
+                continue
+            mine = {a.out for a in loop.accumulators} | set(loop.epilogue)
+            if not mine.intersection(op.args):
+                continue
+            outside = [a for a in op.args if a not in mine]
+            if any(self.program.ops[a].name == "gather" or self.program.ops[a].width > 4 * op.width for a in outside):
+                continue
+            loop.epilogue.append(i)
+            if not self.acyclic(self.loops):
+                loop.epilogue.pop()
+
+    def finish(self, loop: _Loop) -> Traversal:
+        program = self.program
+        elsewhere = {v for other in self.loops if other is not loop for v in (*other.items, *other.epilogue)}
+        roots = [v for a in loop.accumulators for v in self.needs(a)] + loop.items
+        body, leaves = self.cone(roots, elsewhere)
+        operands = [access_operand(program, v, loop.via) for v in leaves]
+        for i in body:  # vectors by type are read as operands of their own
+            op = program.ops[i]
+            if op.name == "linear":
+                weight, via = op.args[1], op.attr("via")
+                access = "shared" if via == "all" else "row" if via == loop.via else "gathered"
+                operands = [o for o in operands if o.name != weight] + [Operand(weight, weight, access, via)]
+        results = {a.out for a in loop.accumulators}
+        inside = results | set(loop.epilogue)
+        for i in loop.epilogue:
+            outside = [a for a in program.ops[i].args if a not in inside and program.ops[a].name != "const"]
+            operands += [Operand(a, a, "row", loop.via) for a in outside]
+        unique = tuple({(o.name, o.access, o.via): o for o in operands}.values())
+        produced = [a.out for a in loop.accumulators] + loop.epilogue
+        outputs = set(program.outputs)
+        row_outputs = tuple(v for v in produced if v in outputs or self.read_outside(v, loop, results, body))
+        return Traversal(
+            via=loop.via,
+            space=loop.space,
+            operands=unique,
+            body=tuple(body),
+            accumulators=tuple(loop.accumulators),
+            epilogue=tuple(loop.epilogue),
+            item_outputs=tuple(loop.items),
+            row_outputs=row_outputs,
+        )
+
+    def read_outside(self, value: int, loop: _Loop, results: set[int], body: list[int]) -> bool:
+        """Whether anything but the loop itself needs a row value."""
+        inside = set(loop.epilogue)
+        for u in self.users[value]:
+            if u in inside:
+                continue
+            gathered = self.program.ops[u].name == "gather" and self.program.ops[u].attr("via") == loop.via
+            if gathered and all(self.softmax_only(w, loop, u) for w in self.users[u]) and u not in self.program.outputs:
+                continue
+            return True
+        return False
+
+    def softmax_only(self, value: int, loop: _Loop, read: int) -> bool:
+        """Whether score - largest is used for nothing but this loop's weighted sums."""
+        op = self.program.ops[value]
+        scores = {a.value for a in loop.accumulators if a.kind == "weighted"}
+        if op.name != "sub" or op.args[1] != read or op.args[0] not in scores or value in self.program.outputs:
+            return False
+        weighted = {a.out for a in loop.accumulators if a.kind == "weighted"}
+
+        def ends(v: int) -> bool:
+            if v in self.program.outputs:
+                return False
+            return bool(self.users[v]) and all(
+                u in weighted or (self.program.ops[u].name in ("exp", "mul", "div", "reshape") and ends(u))
+                for u in self.users[v]
+            )
+
+        return ends(value)

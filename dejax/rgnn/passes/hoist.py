@@ -1,0 +1,51 @@
+"""Factors that a reduction's rows share are applied once, after the sum.
+
+`sum over edges into v of a_e y_v` becomes `(sum over edges into v of a_e) y_v`, and likewise for a divisor: the 1/c of a
+mean, or the sum of a softmax, is applied to one row instead of to every edge.
+"""
+
+from __future__ import annotations
+
+from dejax.rgnn.ir.inter import Builder, Op, Program
+from dejax.rgnn.passes._rewrite import Counts, factors, insert_axes, multiply, rebuild
+
+
+def hoist(program: Program, counts: Counts) -> Program:
+    new: dict[int, int] = {}
+
+    def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int:
+        new[index] = _hoisted(builder, op) or builder.copy(op, args, builder.line)
+        return new[index]
+
+    def _hoisted(builder: Builder, op: Op) -> int | None:
+        if op.name != "reduce" or op.attr("op") != "sum":
+            return None
+        via = op.attr("via")
+        shared, rest = [], []
+        for f in factors(program, op.args[0]):
+            source = program.ops[f.value]
+            row = source.name == "gather" and source.attr("via") == via and via != "all"
+            (shared if row else rest).append(f)
+        if not shared or not rest:
+            return None
+        inside = multiply(builder, [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in rest])
+        total = builder.op("reduce", inside, via=via, op="sum")
+        # A row without items may hold anything, 0 / 0 included: it is replaced by 1.
+        count = builder.op("count", via=via, dtype="float32")
+        parts = [(total, 1)]
+        for f in shared:
+            row = new[program.ops[f.value].args[0]]
+            row_op = builder.ops[row]
+            some = count
+            if row_op.shape:
+                some = builder.op("reshape", count, shape=(1,) * len(row_op.shape))
+            one = builder.const(1.0, row_op.dtype, row_op.space)
+            some = builder.op("cast", some, dtype=row_op.dtype) if row_op.dtype != "float32" else some
+            row = builder.op("select", some, row, one)
+            parts.append((insert_axes(builder, row, f.inserts), f.power))
+        made = multiply(builder, parts)
+        if builder.ops[made].shape != op.shape:
+            made = builder.op("broadcast", made, shape=op.shape)
+        return made
+
+    return rebuild(program, visit)

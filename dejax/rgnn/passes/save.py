@@ -1,0 +1,137 @@
+"""Save or recompute: the joint program is cut into a forward and a backward program.
+
+What crosses the cut is kept in memory between the two. Kept: results of typed linears and reductions, which are at most
+as many rows as there are pairs or nodes, and edge values that shrank a feature axis (one number a head). Recomputed:
+reads of rows, elementwise functions, and every edge-by-width tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dejax.rgnn.ir.inter import ROWWISE, Builder, Op, Program, Space
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A differentiated program in two halves.
+
+    Attributes:
+      forward: the forward inputs -> the forward outputs, then the saved values.
+      backward: the forward inputs at `needed`, the saved values, the cotangents -> the gradients.
+      needed: positions of the forward inputs that backward reads again.
+    """
+
+    forward: Program
+    backward: Program
+    needed: tuple[int, ...]
+    num_outputs: int
+
+    @property
+    def num_saved(self) -> int:
+        return len(self.forward.outputs) - self.num_outputs
+
+
+def cut(joint: Program, num_inputs: int, num_outputs: int, *, save_all: bool = False) -> Cut:
+    """Cuts a joint program; its first `num_inputs` input positions and `num_outputs` outputs belong to forward."""
+    ops = joint.ops
+    late: set[int] = set()  # depends on a cotangent
+    for i, op in enumerate(ops):
+        if (op.name == "input" and op.attr("position") >= num_inputs) or late.intersection(op.args):
+            late.add(i)
+    gradients = joint.outputs[num_outputs:]
+    saved: dict[int, None] = {}
+    recomputed: set[int] = set()
+
+    def need(value: int) -> None:
+        if value in saved or value in recomputed or ops[value].name == "input":
+            return
+        if _keep(joint, value, save_all):
+            saved[value] = None
+            return
+        recomputed.add(value)
+        for a in ops[value].args:
+            need(a)
+
+    for i in sorted(late):
+        for a in ops[i].args:
+            if a not in late:
+                need(a)
+    for g in gradients:
+        if g not in late:
+            need(g)
+
+    backward, needed = _backward_program(joint, late, recomputed, tuple(saved), gradients, num_inputs)
+    forward = _forward_program(joint, late, (*joint.outputs[:num_outputs], *saved))
+    return Cut(forward, backward, needed, num_outputs)
+
+
+def _keep(program: Program, value: int, save_all: bool) -> bool:
+    op = program.ops[value]
+    if op.name in ("const", "count", "gather"):
+        return False
+    if save_all:
+        return True
+    widest = max((program.ops[a].width for a in op.args if program.ops[a].space == op.space), default=0)
+    if op.space == Space.EDGE:
+        return op.width * 4 <= widest
+    if op.name in ("reshape", "transpose", "broadcast", "cast"):
+        return False
+    if op.name in ROWWISE and op.name not in ("dot", "sum_features"):
+        # Elementwise on what is at hand: read again rather than kept.
+        return not all(_at_hand(program, a) for a in op.args)
+    return True
+
+
+def _at_hand(program: Program, value: int) -> bool:
+    op = program.ops[value]
+    if op.name in ("reshape", "transpose", "broadcast", "cast", "gather"):
+        return _at_hand(program, op.args[0])
+    return op.name in ("input", "const", "count") or (op.space != Space.EDGE and op.name not in ROWWISE)
+
+
+def _forward_program(joint: Program, late: set[int], outputs: tuple[int, ...]) -> Program:
+    live = set(outputs)
+    for i in reversed(range(len(joint.ops))):
+        if i in live:
+            live.update(joint.ops[i].args)
+    b, new = Builder(joint.name), {}
+    for i, op in enumerate(joint.ops):
+        if i not in late and (i in live or op.name == "input"):
+            new[i] = b.copy(op, (new[a] for a in op.args), joint.lines[i])
+    return b.build(new[o] for o in outputs)
+
+
+def _backward_program(
+    joint: Program,
+    late: set[int],
+    recomputed: set[int],
+    saved: tuple[int, ...],
+    gradients: tuple[int, ...],
+    num_inputs: int,
+) -> tuple[Program, tuple[int, ...]]:
+    ops = joint.ops
+    wanted = late | recomputed
+    live = set(gradients)
+    for i in reversed(range(len(ops))):
+        if i in live and i in wanted:
+            live.update(ops[i].args)
+    inputs = [i for i in joint.inputs if ops[i].attr("position") < num_inputs and i in live]
+    needed = tuple(ops[i].attr("position") for i in inputs)
+    cotangents = [i for i in joint.inputs if ops[i].attr("position") >= num_inputs]
+    b, new = Builder(f"{joint.name}.backward"), {}
+
+    def as_input(old: int, name: str) -> None:
+        op: Op = ops[old]
+        new[old] = b.op("input", name=name, position=len(new), space=str(op.space), shape=op.shape, dtype=op.dtype)
+
+    for i in inputs:
+        as_input(i, ops[i].attr("name"))
+    for i in saved:
+        as_input(i, f"saved{i}")
+    for i in cotangents:
+        as_input(i, ops[i].attr("name"))
+    for i, op in enumerate(ops):
+        if i in live and i in wanted and i not in new:
+            new[i] = b.copy(op, (new[a] for a in op.args), joint.lines[i])
+    return b.build(new[g] for g in gradients), needed

@@ -1,0 +1,26 @@
+"""Edge softmax in terms of a maximum and a sum for each row, the only parts of it that backward keeps.
+
+    m_v = max over edges into v of s_e ;  x_e = exp(s_e - m_v) ;  l_v = sum of x_e ;  p_e = x_e / l_v
+
+Fusion turns the maximum, the sum and a weighted sum of the same edges into one pass with a running maximum (Milakov and
+Gimelshein, arXiv 1805.02867). It runs after backward generation, so the maximum needs no gradient.
+"""
+
+from __future__ import annotations
+
+from dejax.rgnn.ir.inter import Builder, Op, Program
+from dejax.rgnn.passes._rewrite import Counts, rebuild
+
+
+def expand_softmax(program: Program, counts: Counts) -> Program:
+    def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
+        if op.name != "softmax":
+            return None
+        (score,), via = args, op.attr("via")
+        largest = builder.op("reduce", score, via=via, op="max")
+        shifted = builder.op("sub", score, builder.op("gather", largest, via=via))
+        exponential = builder.op("exp", shifted)
+        total = builder.op("reduce", exponential, via=via, op="sum")
+        return builder.op("div", exponential, builder.op("gather", total, via=via))
+
+    return rebuild(program, visit)

@@ -1,0 +1,217 @@
+"""`@rgnn.program`: a Python function over a relational graph, compiled for each graph and each set of shapes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, TextIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dejax.rgnn.execute import Counts, Task, counts_of, run
+from dejax.rgnn.frontend import Argument, ProgramError, trace_program
+from dejax.rgnn.graph import RelGraph
+from dejax.rgnn.ir import inter
+from dejax.rgnn.ir.inter import Space
+from dejax.rgnn.lowering.xla import valid_rows
+from dejax.rgnn.options import Options
+
+
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """What a call is compiled for: where arrays stand among the arguments, their shapes, and everything else."""
+
+    tree: Any
+    arrays: tuple[tuple[str, tuple[int, ...], str] | None, ...]  # name, shape, dtype of each leaf; None: a static leaf
+    statics: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    program: inter.Program
+    tree: Any  # of the result
+
+
+class Program:
+    """A relational program; made by `@rgnn.program`.
+
+    Call it with a `RelGraph` and the function's other arguments, which are arrays (or pytrees of arrays) with one row for
+    each element of the space they are used in; other leaves are static. It runs inside or outside `jax.jit`, under
+    `jax.grad` (of floating-point arrays, to any order in reverse mode), `jax.vmap`, `jax.lax.scan`, `jax.checkpoint`.
+    """
+
+    def __init__(self, function: Callable, options: Options) -> None:
+        functools.update_wrapper(self, function)
+        self.function, self.options = function, options
+        self._trace = lru_cache(maxsize=256)(self._trace_uncached)
+
+    def __repr__(self) -> str:
+        return f"<rgnn.program {self.__name__}>"  # type: ignore[attr-defined]
+
+    def with_options(self, **changes: Any) -> Program:
+        """The same program with other options, by the names of `Options`."""
+        return Program(self.function, replace(self.options, **changes))
+
+    def __call__(self, graph: RelGraph, *args: Any, options: Options | None = None, **kwargs: Any) -> Any:
+        """Runs the program.
+
+        Args:
+          graph: the graph.
+          *args: the function's arguments after `g`.
+          options: instead of the program's own.
+          **kwargs: the function's keyword arguments.
+
+        Returns:
+          What the function returns, arrays in place of values: [rows of the space, *feature shape]; edge values are in the
+          order of the edges that the graph was made from.
+
+        Raises:
+          ProgramError: the function makes no sense; the message begins with its line.
+          TypeError: `graph` is not a RelGraph.
+        """
+        task, tree, arrays = self._prepare(graph, options, args, kwargs)
+        inputs: list[Any] = [jnp.zeros((0,))] * len(arrays)  # arguments that the program never uses
+        for i in task.program.inputs:
+            op = task.program.ops[i]
+            inputs[op.attr("position")] = _to_rows(graph, op.space, arrays[op.attr("position")])
+        results = run(task, graph, tuple(inputs))
+        ops = [task.program.ops[o] for o in task.program.outputs]
+        found = [_from_rows(graph, op.space, r) for op, r in zip(ops, results, strict=True)]
+        return jax.tree_util.tree_unflatten(tree, found)
+
+    def explain(
+        self,
+        graph: RelGraph,
+        *args: Any,
+        options: Options | None = None,
+        file: TextIO | None = None,
+        svg: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Prints every stage of the compilation: both IRs around each pass, the kernels, their bytes, FLOPs and time.
+
+        Args:
+          graph, *args, **kwargs: as for a call; arrays may be `jax.ShapeDtypeStruct`.
+          file: where to print; standard output by default.
+          svg: a path: the data flow before and after fusion is drawn there.
+        """
+        from dejax.rgnn.explain import explain
+
+        task, _, _ = self._prepare(graph, options, args, kwargs)
+        explain(task, file=file, svg=svg)
+
+    def _prepare(
+        self, graph: RelGraph, options: Options | None, args: tuple, kwargs: dict
+    ) -> tuple[Task, Any, list[Any]]:
+        if not isinstance(graph, RelGraph):
+            raise TypeError(
+                f"{self!r} takes a RelGraph first, got {type(graph).__name__}; make one with RelGraph.from_edges, "
+                "from_relations or dejax.rgnn.interop.from_graphs_tuple"
+            )
+        signature, arrays = self._signature(graph, args, kwargs)
+        counts = counts_of(graph)
+        traced = self._trace(signature, counts)
+        return Task(traced.program, counts, options or self.options), traced.tree, arrays
+
+    def _signature(self, graph: RelGraph, args: tuple, kwargs: dict) -> tuple[_Signature, list[Any]]:
+        try:
+            bound = inspect.signature(self.function).bind(None, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self!r}: {error}") from None
+        names = list(bound.arguments)
+        paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+        described: list[tuple[str, tuple[int, ...], str] | None] = []
+        arrays, statics = [], []
+        for path, leaf in paths:
+            if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+                described.append((_name(path, names), tuple(leaf.shape), np.dtype(leaf.dtype).name))
+                arrays.append(leaf)
+            else:
+                described.append(None)
+                statics.append(leaf)
+        signature = _Signature(tree, tuple(described), tuple(statics))
+        try:
+            hash(signature)
+        except TypeError:
+            bad = next(s for s in statics if getattr(type(s), "__hash__", None) is None)
+            raise TypeError(f"{self!r}: an argument is neither an array nor hashable: {type(bad).__name__}") from None
+        return signature, arrays
+
+    def _trace_uncached(self, signature: _Signature, counts: Counts) -> _Traced:
+        def rebuild(symbols: list[Argument]) -> tuple[tuple, dict]:
+            given, statics = iter(symbols), iter(signature.statics)
+            leaves = [next(given) if a is not None else next(statics) for a in signature.arrays]
+            return jax.tree_util.tree_unflatten(signature.tree, leaves)
+
+        rows = {space: counts.rows(space) for space in Space}
+        arguments = [a for a in signature.arrays if a is not None]
+        name: str = self.__name__  # type: ignore[attr-defined]
+        program, tree = trace_program(name, self.function, rows, arguments, rebuild)
+        return _Traced(program, tree)
+
+
+def _name(path: tuple, names: list[str]) -> str:
+    """A readable name of an argument: `w`, or `params['root']`."""
+    kind, *rest = path
+    first, rest = (rest[0], rest[1:])
+    if kind.idx == 0:
+        at = 1 + first.idx
+        name = names[at] if at < len(names) else f"argument {at}"
+    else:
+        name = str(first.key)
+    return name + jax.tree_util.keystr(tuple(rest))
+
+
+def _to_rows(graph: RelGraph, space: Space, x: Any) -> jax.Array:
+    """An argument in the compiler's form; rows that are padding become zeros."""
+    x = jnp.asarray(x)
+    if space == Space.GRAPH:
+        return x[None]
+    if space == Space.EDGE:
+        x = x.at[graph.edge_ids].get(unique_indices=True, mode="fill", fill_value=0)
+    mask = valid_rows(graph, space)
+    return x if mask is None else jnp.where(mask.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
+
+
+def _from_rows(graph: RelGraph, space: Space, x: jax.Array) -> jax.Array:
+    if space == Space.GRAPH:
+        return x[0]
+    mask = valid_rows(graph, space)
+    if mask is not None:
+        x = jnp.where(mask.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
+    return x.at[graph.edge_positions].get(unique_indices=True) if space == Space.EDGE else x
+
+
+def program(function: Callable | None = None, **options: Any) -> Any:
+    """Makes a relational program of a function `f(g, *arrays)`.
+
+    Args:
+      function: the function; its first parameter is the graph inside the program (`GraphSymbol`).
+      **options: fields of `Options`.
+
+    Returns:
+      A `Program`, called with a `RelGraph` and arrays.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from dejax import rgnn
+      >>> @rgnn.program
+      ... def mean_of_neighbours(g, h):
+      ...     return g.mean_to_dst(g.src(h))
+      >>> graph = rgnn.RelGraph.from_edges([0, 1], [2, 2], [0, 0], num_nodes=3)
+      >>> print(mean_of_neighbours(graph, jnp.array([[1.0], [3.0], [5.0]])))
+      [[0.]
+       [0.]
+       [2.]]
+    """
+    if function is None:
+        return functools.partial(program, **options)
+    return Program(function, Options(**options))
+
+
+__all__ = ["Options", "Program", "ProgramError", "program"]
