@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dejax.rgnn import Options, functional, library, program
+from dejax.rgnn import functional, library
 from dejax.rgnn.graph import RelGraph
+from dejax.rgnn.options import Options
+from dejax.rgnn.program import program
 
 
 def inverted(key: Array, rate: float, shape: tuple[int, ...], dtype: Any) -> Array:

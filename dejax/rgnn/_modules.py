@@ -18,8 +18,10 @@ from jax import Array
 from jax.nn.initializers import glorot_uniform, ones, zeros
 from jax.typing import DTypeLike
 
-from dejax.rgnn import Options, _dropout, library
+from dejax.rgnn import _dropout, library
 from dejax.rgnn.graph import RelGraph
+from dejax.rgnn.options import Options
+from dejax.rgnn.program import Program
 
 Initializer: TypeAlias = Callable[..., Array]
 Normalization: TypeAlias = Literal["mean", "sum", "none"]
@@ -74,10 +76,15 @@ def with_initializers(specs: ParamSpecs, initializers: Mapping[str, Initializer]
     return {name: ParamSpec(s.shape, (initializers or {}).get(name, s.init)) for name, s in specs.items()}
 
 
-def resolve_options(backend: str, precision: str | None, options: Options | None) -> Options:
-    """The compiler options of a layer, from the two that matter most or given as a whole."""
+def resolve_options(
+    backend: str, precision: str | None, options: Options | None, base: Options | None = None
+) -> Options:
+    """The compiler options of a layer: `base` with the two that matter most changed where they are said, or `options`."""
     if options is None:
-        return Options(backend=backend, precision=precision)  # type: ignore[arg-type]
+        options = Options() if base is None else base
+        if backend != "auto":
+            options = dataclasses.replace(options, backend=backend)
+        return options if precision is None else dataclasses.replace(options, precision=precision)
     if backend != "auto" or precision is not None:
         raise ValueError(
             f"options={options} already says backend and precision, got backend={backend!r} and precision={precision!r} "
@@ -348,7 +355,7 @@ class HGTSpec:
 class ProgramSpec:
     """A relational program and those of its arguments that are parameters."""
 
-    program: Callable[..., Any]
+    program: Program
     owned: tuple[tuple[str, ParamSpec], ...]
     dtype: DTypeLike | None
     options: Options
@@ -356,24 +363,31 @@ class ProgramSpec:
     @classmethod
     def make(
         cls,
-        program: Callable[..., Any],
+        program: Any,
         params: Mapping[str, tuple[tuple[int, ...], Initializer]],
         dtype: DTypeLike | None,
-        options: Options,
+        backend: str,
+        precision: str | None,
+        options: Options | None,
     ) -> ProgramSpec:
-        """From a mapping of name to (shape, initialiser).
+        """From a mapping of name to (shape, initialiser); options are the program's own unless others are given.
 
         Raises:
-          TypeError: a value of `params` that is no such pair.
+          TypeError: `program` is no program, or a value of `params` no such pair.
+          ValueError: a parameter's name means something else in a call of a program.
         """
+        if not isinstance(program, Program):
+            raise TypeError(f"ProgramModule takes what @rgnn.program made, got {type(program).__name__}")
         for name, value in params.items():
+            if name in ("graph", "options"):
+                raise ValueError(f"ProgramModule: a parameter cannot be named {name!r}, which is a keyword of every program")
             if not (isinstance(value, tuple) and len(value) == 2 and callable(value[1])):
                 raise TypeError(
                     f"ProgramModule: params[{name!r}] must be (shape, initialiser), for instance "
                     f"((8, 16), jax.nn.initializers.glorot_uniform()), got {value!r}"
                 )
         owned = tuple((name, ParamSpec(tuple(shape), init)) for name, (shape, init) in params.items())
-        return cls(program, owned, dtype, options)
+        return cls(program, owned, dtype, resolve_options(backend, precision, options, program.options))
 
     @property
     def params(self) -> ParamSpecs:

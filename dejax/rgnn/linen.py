@@ -21,9 +21,10 @@ from flax import linen as nn
 from jax import Array
 from jax.typing import DTypeLike
 
-from dejax.rgnn import Options, _modules
+from dejax.rgnn import _modules
 from dejax.rgnn._modules import Initializer, LayerSpec
 from dejax.rgnn.graph import RelGraph
+from dejax.rgnn.options import Options
 
 __all__ = ["HGTConv", "ProgramModule", "RGATConv", "RGCNConv"]
 
@@ -231,6 +232,6 @@ class ProgramModule(nn.Module):
     @nn.compact
     def __call__(self, graph: RelGraph, *inputs: Any) -> Any:
         """What the program gives for `inputs` (its arguments that are no parameters, in order) and the module's parameters."""
-        options = _modules.resolve_options(self.backend, self.precision, self.options)
-        spec = _modules.ProgramSpec.make(self.program, self.params, self.dtype, options)
+        choices = (self.backend, self.precision, self.options)
+        spec = _modules.ProgramSpec.make(self.program, self.params, self.dtype, *choices)
         return spec(graph, inputs, {n: self.param(n, p.init, p.shape, self.param_dtype) for n, p in spec.params.items()})

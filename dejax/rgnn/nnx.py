@@ -21,9 +21,10 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from dejax.rgnn import Options, _modules
+from dejax.rgnn import _modules
 from dejax.rgnn._modules import Initializer, LayerSpec, params_from_linen, params_to_linen
 from dejax.rgnn.graph import RelGraph
+from dejax.rgnn.options import Options
 
 __all__ = ["HGTConv", "ProgramModule", "RGATConv", "RGCNConv", "params_from_linen", "params_to_linen"]
 
@@ -288,7 +289,7 @@ class ProgramModule(nnx.Module):
         options: Options | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        self.spec = _modules.ProgramSpec.make(program, params, dtype, _modules.resolve_options(backend, precision, options))
+        self.spec = _modules.ProgramSpec.make(program, params, dtype, backend, precision, options)
         for name, parameter in self.spec.params.items():
             if hasattr(self, name):
                 raise ValueError(f"ProgramModule: {name!r} is an attribute of the module already; rename the parameter")
