@@ -1,0 +1,87 @@
+# dejax: one virtual environment, made on first use from the package registry; stamps keep later calls from
+# installing again.
+#
+#   make demo              install into .venv and train on the standard library's code graph
+#   make demo CUDA=13      the same with jax's CUDA 13 wheels (or CUDA=12)
+#   make test              lint, format, types, tests, doctests; then the tests on jax 0.12 where Python >= 3.12 is found
+#   make test-fast         tests only, without the slow ones
+#   make lint types venv clean
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_NEXT ?= .venv-next
+JOBS ?= 2
+CUDA ?=
+
+BIN := $(VENV)/bin
+EXTRA := $(if $(CUDA),cuda$(CUDA))
+comma := ,
+BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard native/*)
+PIP := -m pip --disable-pip-version-check --no-input install --quiet
+PYTEST := -m pytest -n $(JOBS) -q --durations=15
+
+# A Python >= 3.12 gets the newest jax; pip's resolver would give 3.11 jax 0.10. Looked for on PATH, then in pyenv.
+PYTHON_NEXT ?= $(firstword $(foreach v,3.12 3.13 3.14,$(shell command -v python$(v) 2>/dev/null) \
+	$(wildcard $(HOME)/.pyenv/versions/$(v)*/bin/python$(v))))
+
+.PHONY: venv venv-test demo test check test-fast test-next doctest lint types format clean
+.DELETE_ON_ERROR:
+
+venv: $(VENV)/.installed$(EXTRA)
+venv-test: $(VENV)/.installed-test
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "dejax needs Python >= 3.11, but $(PYTHON) is " + sys.version.split()[0] + "; give another: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed$(EXTRA): $(BUILD_INPUTS) | $(BIN)/python
+	$(BIN)/python $(PIP) --editable '.$(if $(EXTRA),[$(EXTRA)])'
+	@touch $@
+
+$(VENV)/.installed-test: $(BUILD_INPUTS) | $(BIN)/python
+	$(BIN)/python $(PIP) --editable '.[test$(if $(EXTRA),$(comma)$(EXTRA))]'
+	@touch $@ $(VENV)/.installed$(EXTRA)
+
+demo: venv
+	$(BIN)/python examples/entity_classification.py $(DEMO_ARGS)
+
+test: lint types check doctest test-next
+	@echo "make test: all passed"
+
+check: venv-test
+	$(BIN)/python $(PYTEST) tests
+
+test-fast: venv-test
+	$(BIN)/python $(PYTEST) -m "not slow" tests
+
+doctest: venv-test
+	$(BIN)/python -m pytest -q -p no:cacheprovider --doctest-modules dejax
+
+lint: venv-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: venv-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: venv-test
+	$(BIN)/mypy
+
+# The second leg: the newest jax in the declared range, on a Python that it supports.
+ifeq ($(strip $(PYTHON_NEXT)),)
+test-next:
+	@echo "make test: no Python >= 3.12 found, so the leg on the newest jax is left out (give one: make test PYTHON_NEXT=...)"
+else
+$(VENV_NEXT)/.installed-test: $(BUILD_INPUTS)
+	test -x $(VENV_NEXT)/bin/python || $(PYTHON_NEXT) -m venv $(VENV_NEXT)
+	$(VENV_NEXT)/bin/python $(PIP) --editable '.[test]'
+	@touch $@
+
+test-next: $(VENV_NEXT)/.installed-test
+	$(VENV_NEXT)/bin/python -c 'import jax, sys; print("leg on Python", sys.version.split()[0], "with jax", jax.__version__)'
+	$(VENV_NEXT)/bin/python $(PYTEST) -m "not slow" tests
+endif
+
+clean:
+	rm -rf $(VENV) $(VENV_NEXT) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

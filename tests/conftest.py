@@ -1,0 +1,69 @@
+"""Test configuration: virtual CPU devices, the `gpu` marker, golden texts, one hypothesis profile."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+# Before jax starts its CPU client: four devices, for shard_map and meshes. A GPU, where jax has one, stays the default.
+_FLAG = "--xla_force_host_platform_device_count"
+if _FLAG not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=4".strip()
+# Two pytest workers and a GPU: neither may reserve three quarters of its memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import hypothesis
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+# deadline=None: the first example of a test compiles, which takes a hundred times as long as the second.
+hypothesis.settings.register_profile(
+    "dejax", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
+)
+hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("dejax"), derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dejax")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="write the golden texts under tests/golden from what the code gives"
+    )
+
+
+def _no_gpu_reason() -> str | None:
+    """Why tests marked `gpu` cannot run here; None where they can."""
+    import jax
+
+    try:
+        return None if jax.devices("cuda") else "jax sees no CUDA device"
+    except RuntimeError as error:
+        return f"jax sees no CUDA device ({str(error).splitlines()[0]})"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    reason = _no_gpu_reason() if gpu_items else None
+    if reason:
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden("name.txt", text)`: compare `text` with tests/golden/name.txt, or write it under --update-golden."""
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / name
+        text = text.rstrip("\n") + "\n"
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            return
+        if not path.exists():
+            pytest.fail(f"no golden text {path}; write it with `pytest --update-golden` and read it before you commit it")
+        assert text == path.read_text(encoding="utf-8"), (
+            f"{name} differs from tests/golden/{name}; if the change is meant, run pytest --update-golden and read the diff"
+        )
+
+    return compare
