@@ -81,6 +81,24 @@ def as_mask(value: Any, name: str, size: int, *, traced: bool = False) -> Any:
     return array
 
 
+def as_traced_mask(mask: Any, num_valid: Any, kind: str, size: int) -> jax.Array | None:
+    """The mask of `kind` ("edge" or "node") that is given, or that follows from the number of valid items."""
+    if num_valid is None:
+        return as_mask(mask, f"{kind}_mask", size, traced=True)
+    name = f"num_valid_{kind}s"
+    if mask is not None:
+        raise ValueError(f"give {name} or {kind}_mask, not both")
+    if not is_traced(num_valid):
+        number = np.asarray(num_valid)
+        if number.shape != () or not np.issubdtype(number.dtype, np.integer):
+            raise TypeError(f"{name} must be an integer scalar, got {num_valid!r}")
+        if not 0 <= int(number) <= size:
+            raise ValueError(f"{name} must be from 0 to {size}, the static bound given by the arrays, got {number}")
+    elif num_valid.shape != () or not jnp.issubdtype(num_valid.dtype, jnp.integer):
+        raise TypeError(f"{name} must be an integer scalar, got {num_valid.dtype}{list(num_valid.shape)}")
+    return jnp.arange(size, dtype=jnp.int32) < num_valid
+
+
 def check_lengths(arrays: dict[str, Any]) -> None:
     """Raises ValueError unless all of `arrays` have one length."""
     lengths = {name: array.shape[0] for name, array in arrays.items()}

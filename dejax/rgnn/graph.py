@@ -209,6 +209,131 @@ class RelGraph:
             hub_chunk=hub_chunk,
         )
 
+    @classmethod
+    def from_relations(
+        cls,
+        relations: Mapping[tuple[str, str, str], tuple[Any, Any]],
+        num_nodes: Mapping[str, int],
+        *,
+        add_reverse: bool = False,
+        add_self_loops: bool = False,
+        validate: bool = True,
+        hub_chunk: int = HUB_CHUNK,
+    ) -> RelGraph:
+        """Makes a graph from edge lists by relation, with node ids that count from 0 within each node type.
+
+        Nodes are numbered type after type in the order of `num_nodes` (see `node_slice`), edge types in the order of
+        `relations`; the user's edges are those of all relations, joined in that order. Edge types are named
+        `source/relation/destination`, their reverses `destination/rev_relation/source`.
+
+        Args:
+            relations: `{(source type, relation, destination type): (senders, receivers)}`, int[edges] each.
+            num_nodes: `{node type: number of nodes}`; type names have no "/".
+            add_reverse: adds for each relation its reverse.
+            add_self_loops: adds one more edge type with an edge `v -> v` for each node.
+            validate: whether to check that ids are in range.
+            hub_chunk: rows with more items than this are split in chunks of this many.
+
+        Raises:
+            TypeError, ValueError, IndexError: as `from_edges`, naming the relation.
+
+        >>> graph = RelGraph.from_relations({("author", "writes", "paper"): ([0, 1], [2, 0])}, {"author": 2, "paper": 3})
+        >>> graph.node_slice("paper"), graph.edge_type_names
+        (slice(2, 5, None), ('author/writes/paper',))
+        """
+        from dejax.rgnn import interop
+
+        return interop.from_relations(
+            relations,
+            num_nodes,
+            add_reverse=add_reverse,
+            add_self_loops=add_self_loops,
+            validate=validate,
+            hub_chunk=hub_chunk,
+        )
+
+    @classmethod
+    def build_traced(
+        cls,
+        senders: Any,
+        receivers: Any,
+        edge_type: Any,
+        *,
+        num_nodes: int,
+        num_edge_types: int,
+        node_type: Any = None,
+        num_node_types: int = 1,
+        num_valid_edges: Any = None,
+        edge_mask: Any = None,
+        num_valid_nodes: Any = None,
+        node_mask: Any = None,
+        add_reverse: bool = False,
+        add_self_loops: bool = False,
+        edge_type_names: Sequence[str] | None = None,
+        node_type_names: Sequence[str] | None = None,
+        hub_chunk: int = HUB_CHUNK,
+    ) -> RelGraph:
+        """Makes a graph inside `jax.jit` from traced edge arrays of a static size, of which some edges may be padding.
+
+        The arrays' lengths are the static bounds of everything, so that batches of one shape compile once. Padding
+        edges and nodes have no effect on any result. Only shapes and dtypes can be checked: an edge whose ids or type
+        are out of range, or that ends at a padding node, counts as padding, and so does a node whose type is out of
+        range. The result always has an `edge_mask`.
+
+        Args:
+            senders: int[edges].
+            receivers: int[edges].
+            edge_type: int[edges].
+            num_nodes: number of nodes, padding included; a Python int.
+            num_edge_types: number of edge types before any is added; a Python int.
+            node_type: int[nodes]; all 0 by default.
+            num_node_types: number of node types; a Python int.
+            num_valid_edges: the edges from this one on are padding; may be traced. Not together with `edge_mask`.
+            edge_mask: bool[edges], False for padding edges.
+            num_valid_nodes: the nodes from this one on are padding; may be traced. Not together with `node_mask`.
+            node_mask: bool[nodes], False for padding nodes.
+            add_reverse: as in `from_edges`; reverses of padding edges are padding.
+            add_self_loops: as in `from_edges`; loops of padding nodes are padding.
+            edge_type_names: as in `from_edges`.
+            node_type_names: as in `from_edges`.
+            hub_chunk: rows with more items than this are split in chunks of this many.
+
+        Raises:
+            TypeError: wrong dtypes, or counts that are no Python ints.
+            ValueError: wrong lengths or ranks, both a count and a mask given, more valid edges than the arrays have.
+        """
+        from dejax.rgnn import _build_traced
+
+        remedy = "; sizes are static, pass the number of padded rows and say with num_valid_nodes which are valid"
+        num_nodes = _checks.check_count(num_nodes, "num_nodes", remedy=remedy)
+        num_edge_types = _checks.check_count(num_edge_types, "num_edge_types")
+        num_node_types = _checks.check_count(num_node_types, "num_node_types")
+        ids = {"senders": senders, "receivers": receivers, "edge_type": edge_type}
+        ids = {name: _checks.as_traced_ids(value, name) for name, value in ids.items()}
+        _checks.check_lengths(ids)
+        num_edges = ids["senders"].shape[0]
+        _checks.check_edge_count(num_edges * (2 if add_reverse else 1) + (num_nodes if add_self_loops else 0))
+        if node_type is not None:
+            node_type = _checks.as_traced_ids(node_type, "node_type")
+            if node_type.shape[0] != num_nodes:
+                raise ValueError(f"node_type must have num_nodes = {num_nodes} entries, got {node_type.shape[0]}")
+        edge_names = _checks.check_names(edge_type_names, "edge_type_names", num_edge_types, "num_edge_types")
+        return _build_traced.build(
+            **ids,
+            num_nodes=num_nodes,
+            num_edge_types=num_edge_types,
+            node_type=node_type,
+            num_node_types=num_node_types,
+            edge_mask=_checks.as_traced_mask(edge_mask, num_valid_edges, "edge", num_edges),
+            node_mask=_checks.as_traced_mask(node_mask, num_valid_nodes, "node", num_nodes),
+            add_reverse=add_reverse,
+            add_self_loops=add_self_loops,
+            edge_type_names=_all_names(edge_names, add_reverse, add_self_loops),
+            node_type_names=_checks.check_names(node_type_names, "node_type_names", num_node_types, "num_node_types"),
+            nodes_sorted=node_type is None and node_mask is None,
+            hub_chunk=hub_chunk,
+        )
+
     @property
     def is_traced(self) -> bool:
         """Whether the graph's arrays are tracers (inside jit, as an argument or from `build_traced`)."""
@@ -219,10 +344,56 @@ class RelGraph:
         positions = self.edge_positions
         return self.senders[positions], self.receivers[positions], self.edge_type[positions]
 
+    def node_slice(self, node_type: str) -> slice:
+        """The rows of the nodes of one type in a graph of `from_relations`; works inside jit too.
+
+        Raises:
+            ValueError: if the graph was made in another way, or has no such type.
+        """
+        if self.node_type_counts is None or self.node_type_names is None:
+            raise ValueError(
+                "node_slice needs a graph of RelGraph.from_relations, whose nodes stand type after type; "
+                "for other graphs select nodes by graph.node_type"
+            )
+        if node_type not in self.node_type_names:
+            raise ValueError(f"node_type must be one of {list(self.node_type_names)}, got {node_type!r}")
+        position = self.node_type_names.index(node_type)
+        start = sum(self.node_type_counts[:position])
+        return slice(start, start + self.node_type_counts[position])
+
+    def summary(self) -> str:
+        """A small table of the graph's size: counts, largest degrees, bytes of all tables.
+
+        Counts of a padded graph are those of the bounds, with the valid number beside them. Inside jit only what is
+        static is known, and the rest is said to be traced.
+        """
+        traced = self.is_traced
+
+        def valid(total: int, offsets: Array) -> str:
+            if traced or int(offsets[-1]) == total:
+                return f"{total:,}"
+            return f"{int(offsets[-1]):,} of {total:,}"
+
+        def largest(segments: Segments) -> str:
+            return "traced" if traced else f"{int(np.diff(np.asarray(segments.offsets)).max(initial=0)):,}"
+
+        leaves = {id(leaf): leaf for leaf in jax.tree.leaves(self)}.values()
+        rows = [
+            ("nodes", valid(self.num_nodes, self.by_node_type.offsets)),
+            ("node types", f"{self.num_node_types:,}"),
+            ("edges", valid(self.num_edges, self.by_edge_type.offsets)),
+            ("edge types", f"{self.num_edge_types:,}"),
+            ("source pairs", valid(self.num_source_pairs, self.source_pair_by_node.offsets)),
+            ("destination pairs", valid(self.num_destination_pairs, self.destination_pair_by_node.offsets)),
+            ("largest in-degree", largest(self.by_receiver)),
+            ("largest out-degree", largest(self.by_sender)),
+            ("MiB", f"{sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / 2**20:.1f}"),
+        ]
+        width = max(len(value) for _, value in rows)
+        return "\n".join(f"{name:<19}{value:>{width}}" for name, value in rows)
+
     def __repr__(self) -> str:
-        padded = "".join(
-            f", {name}" for name in ("node_mask", "edge_mask") if getattr(self, name, None) is not None
-        )
+        padded = "".join(f", {name}" for name in ("node_mask", "edge_mask") if getattr(self, name, None) is not None)
         return (
             f"RelGraph(nodes={self.num_nodes}, edges={self.num_edges}, edge_types={self.num_edge_types}, "
             f"node_types={self.num_node_types}, source_pairs={self.num_source_pairs}, "
