@@ -1,7 +1,7 @@
 """The layers with dropout where their papers have it: the pure functions that `_modules` calls while training.
 
-A mask is an ordinary edge value of a program (one row an edge), or a factor of node values outside of it, so that kernels
-know nothing of random numbers.
+A mask is an ordinary edge value of a program (one row an edge), or a factor of node values outside of it, so that
+kernels know nothing of random numbers.
 
 - R-GCN (arXiv 1703.06103, section 5.2): edges are dropped before normalisation, self loops at their own rate.
 - RGAT (arXiv 1904.05811, as in GAT): attention coefficients are dropped after the softmax.
@@ -10,14 +10,13 @@ know nothing of random numbers.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dejax.rgnn import functional, library
+from dejax.rgnn import library
 from dejax.rgnn.graph import RelGraph
 from dejax.rgnn.options import Options
 from dejax.rgnn.program import program
@@ -46,22 +45,6 @@ def _rgcn_featureless(g: Any, weight: Any, scale: Any) -> Any:
     return g.sum_to_dst(g.src(g.source_pair(weight)) * g.edge(scale))
 
 
-@functools.cache
-def _rgat_masked(softmax: str, negative_slope: float) -> Any:
-    """The program of `library.rgat` with a factor on each edge's normalised attention; one for each pair of settings."""
-
-    @program
-    def rgat_masked(g: Any, x: Any, weight: Any, attention_src: Any, attention_dst: Any, mask: Any) -> Any:
-        w = g.per_edge_type(weight)
-        z_src, z_dst = g.src(x) @ w, g.dst(x) @ w
-        score = functional.dot(z_src, g.per_edge_type(attention_src))
-        score = score + functional.dot(z_dst, g.per_edge_type(attention_dst))
-        attention = functional.edge_softmax(functional.leaky_relu(score, negative_slope), within=softmax)
-        return g.sum_to_dst((attention * g.edge(mask))[..., None] * z_src)
-
-    return rgat_masked
-
-
 def edge_scale(graph: RelGraph, key: Array, rate: float, normalization: str, dtype: Any) -> Array:
     """What multiplies each edge's message in R-GCN with edge dropout, [num_edges] in the user's order.
 
@@ -74,7 +57,8 @@ def edge_scale(graph: RelGraph, key: Array, rate: float, normalization: str, dty
     pair = graph.by_destination_pair.index
     count = jax.ops.segment_sum(kept, pair, num_segments=graph.num_destination_pairs, indices_are_sorted=True)
     # A pair that lost all its edges, and padding edges (whose pair is out of range), have no message to scale.
-    return (kept / jnp.maximum(count.at[pair].get(mode="fill", fill_value=1.0), 1.0))[graph.edge_positions].astype(dtype)
+    count = jnp.maximum(count.at[pair].get(mode="fill", fill_value=1.0), 1.0)
+    return (kept / count)[graph.edge_positions].astype(dtype)
 
 
 def rgcn(
@@ -88,7 +72,7 @@ def rgcn(
     normalization: str,
     options: Options,
 ) -> Array:
-    """`library.rgcn` with edges dropped at `edge_rate` and the root's contribution, node by node, at `self_loop_rate`."""
+    """`library.rgcn` with edges dropped at `edge_rate` and the root's term, node by node, at `self_loop_rate`."""
     edge_key, loop_key = jax.random.split(key)
     dtype = next(iter(params.values())).dtype
     if edge_rate:
@@ -111,7 +95,7 @@ def rgcn(
         if self_loop_rate:
             root = root * inverted(loop_key, self_loop_rate, (graph.num_nodes, 1), dtype)
         out = out + root
-    return out + params["bias"] if "bias" in params else out
+    return _valid(graph, out + params["bias"] if "bias" in params else out)
 
 
 def _relation_weight(params: dict[str, Array]) -> Array:
@@ -125,35 +109,23 @@ def _pair_weight(graph: RelGraph, params: dict[str, Array]) -> Array:
     return jnp.einsum("pb,pbn->pn", coefficients, bases, precision=jax.lax.Precision.HIGHEST)
 
 
-def rgat(
-    graph: RelGraph,
-    x: Array,
-    params: dict[str, Array],
-    key: Array,
-    rate: float,
-    *,
-    softmax: str,
-    negative_slope: float,
-    concat_heads: bool,
-    options: Options,
-) -> Array:
+def rgat(graph: RelGraph, x: Array, params: dict[str, Array], key: Array, rate: float, **keywords: Any) -> Array:
     """`library.rgat` with normalised attention dropped, edge by edge and head by head."""
     mask = inverted(key, rate, (graph.num_edges, params["weight"].shape[1]), params["weight"].dtype)
-    weights = (params["weight"], params["attention_src"], params["attention_dst"])
-    out = _rgat_masked(softmax, negative_slope)(graph, x, *weights, mask, options=options)
-    out = out.reshape(graph.num_nodes, -1) if concat_heads else out.mean(1)
-    return out + params["bias"] if "bias" in params else out
+    return library.rgat(graph, x, {**params, "edge_scale": mask}, **keywords)
 
 
-def hgt(
-    graph: RelGraph, x: Array, params: dict[str, Array], key: Array, rate: float, *, options: Options
-) -> Array:
+def hgt(graph: RelGraph, x: Array, params: dict[str, Array], key: Array, rate: float, *, options: Options) -> Array:
     """`library.hgt` with its transformed result dropped, number by number, before the skip connection."""
     inner = {name: p for name, p in params.items() if name != "skip"}
     out = library.hgt(graph, x, inner, options=options)
     out = out * inverted(key, rate, out.shape, out.dtype)
     if "skip" not in params:
         return out
-    # Padding nodes have a type out of range; their rows mean nothing, and no gradient may reach `skip` from them.
     gate = jax.nn.sigmoid(params["skip"].at[graph.node_type].get(mode="fill", fill_value=0.0))[:, None]
-    return gate * out + (1.0 - gate) * x
+    return _valid(graph, gate * out + (1.0 - gate) * x)
+
+
+def _valid(graph: RelGraph, x: Array) -> Array:
+    """Zeros in the rows of padding nodes, as every program gives, so that no gradient comes from them."""
+    return x if graph.node_mask is None else jnp.where(graph.node_mask[:, None], x, jnp.zeros((), x.dtype))

@@ -13,6 +13,7 @@ shapes of the nnx face (`dejax.rgnn.nnx`), and the same parameters give the same
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -21,8 +22,9 @@ from flax import linen as nn
 from jax import Array
 from jax.typing import DTypeLike
 
-from dejax.rgnn import _modules
-from dejax.rgnn._modules import Initializer, LayerSpec
+from dejax.rgnn import _modules, _params
+from dejax.rgnn._modules import LayerSpec, Normalization
+from dejax.rgnn._params import Initializer
 from dejax.rgnn.graph import RelGraph
 from dejax.rgnn.options import Options
 
@@ -31,6 +33,8 @@ __all__ = ["HGTConv", "ProgramModule", "RGATConv", "RGCNConv"]
 
 class _Layer(nn.Module):
     """Makes a spec's parameters and calls it."""
+
+    deterministic: bool | None = dataclasses.field(default=None, kw_only=True)
 
     def run(
         self,
@@ -43,11 +47,11 @@ class _Layer(nn.Module):
     ) -> Array:
         params = {
             name: self.param(name, parameter.init, parameter.shape, param_dtype)
-            for name, parameter in _modules.with_initializers(spec.params(), initializers).items()
+            for name, parameter in _params.with_initializers(spec.params(), initializers).items()
         }
         key = None
         if spec.stochastic and not self.is_initializing():
-            if not nn.merge_param("deterministic", getattr(self, "deterministic"), deterministic):
+            if not nn.merge_param("deterministic", self.deterministic, deterministic):
                 key = self.make_rng("dropout")
         return spec(graph, x, params, key)
 
@@ -71,12 +75,11 @@ class RGCNConv(_Layer):
     features: int
     num_bases: int | None = None
     num_blocks: int | None = None
-    normalization: _modules.Normalization = "mean"
+    normalization: Normalization = "mean"
     use_root: bool = True
     use_bias: bool = True
     edge_dropout: float = 0.0
     self_loop_dropout: float = 0.0
-    deterministic: bool | None = None
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
     backend: str = "auto"
@@ -105,7 +108,7 @@ class RGCNConv(_Layer):
             edge_dropout=self.edge_dropout,
             self_loop_dropout=self.self_loop_dropout,
             dtype=self.dtype,
-            options=_modules.resolve_options(self.backend, self.precision, self.options),
+            options=_params.resolve_options(self.backend, self.precision, self.options),
         )
         return self.run(spec, self.initializers, self.param_dtype, graph, x, deterministic)
 
@@ -131,7 +134,6 @@ class RGATConv(_Layer):
     concat_heads: bool = True
     use_bias: bool = True
     attention_dropout: float = 0.0
-    deterministic: bool | None = None
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
     backend: str = "auto"
@@ -157,7 +159,7 @@ class RGATConv(_Layer):
             use_bias=self.use_bias,
             attention_dropout=self.attention_dropout,
             dtype=self.dtype,
-            options=_modules.resolve_options(self.backend, self.precision, self.options),
+            options=_params.resolve_options(self.backend, self.precision, self.options),
         )
         return self.run(spec, self.initializers, self.param_dtype, graph, x, deterministic)
 
@@ -181,7 +183,6 @@ class HGTConv(_Layer):
     use_bias: bool = True
     use_skip: bool | None = None
     dropout: float = 0.0
-    deterministic: bool | None = None
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
     backend: str = "auto"
@@ -207,7 +208,7 @@ class HGTConv(_Layer):
             use_skip=self.use_skip,
             dropout=self.dropout,
             dtype=self.dtype,
-            options=_modules.resolve_options(self.backend, self.precision, self.options),
+            options=_params.resolve_options(self.backend, self.precision, self.options),
         )
         return self.run(spec, self.initializers, self.param_dtype, graph, x, deterministic)
 
@@ -231,7 +232,8 @@ class ProgramModule(nn.Module):
 
     @nn.compact
     def __call__(self, graph: RelGraph, *inputs: Any) -> Any:
-        """What the program gives for `inputs` (its arguments that are no parameters, in order) and the module's parameters."""
+        """What the program gives for `inputs`, its arguments that are no parameters, in order."""
         choices = (self.backend, self.precision, self.options)
-        spec = _modules.ProgramSpec.make(self.program, self.params, self.dtype, *choices)
-        return spec(graph, inputs, {n: self.param(n, p.init, p.shape, self.param_dtype) for n, p in spec.params.items()})
+        spec = _params.ProgramSpec.make(self.program, self.params, self.dtype, *choices)
+        params = {n: self.param(n, p.init, p.shape, self.param_dtype) for n, p in spec.params.items()}
+        return spec(graph, inputs, params)

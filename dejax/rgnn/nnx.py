@@ -6,8 +6,8 @@
     layer = RGCNConv(64, 32, graph.num_edge_types, num_bases=8, rngs=nnx.Rngs(0))
     y = layer(graph, x)
 
-Parameters are attributes of the names that `dejax.rgnn.library` uses. Dropout follows `nnx.Dropout`: `model.train()` and
-`model.eval()`, or `deterministic=` in a call. The linen faces (`dejax.rgnn.linen`) take the same parameters:
+Parameters are attributes of the names that `dejax.rgnn.library` uses. Dropout follows `nnx.Dropout`: `model.train()`
+and `model.eval()`, or `deterministic=` in a call. The linen faces (`dejax.rgnn.linen`) take the same parameters:
 `params_to_linen` and `params_from_linen` carry them over.
 """
 
@@ -21,8 +21,9 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from dejax.rgnn import _modules
-from dejax.rgnn._modules import Initializer, LayerSpec, params_from_linen, params_to_linen
+from dejax.rgnn import _modules, _params
+from dejax.rgnn._modules import LayerSpec, Normalization
+from dejax.rgnn._params import Initializer, params_from_linen, params_to_linen
 from dejax.rgnn.graph import RelGraph
 from dejax.rgnn.options import Options
 
@@ -40,13 +41,18 @@ class _Layer(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.spec = spec
-        for name, parameter in _modules.with_initializers(spec.params(), initializers).items():
+        for name, parameter in _params.with_initializers(spec.params(), initializers).items():
             setattr(self, name, nnx.Param(parameter.init(rngs.params(), parameter.shape, param_dtype)))
         self.deterministic = False
         self.rngs = rngs["dropout"].fork() if spec.stochastic else nnx.data(None)
 
     def __call__(
-        self, graph: RelGraph, x: Array | None = None, *, deterministic: bool | None = None, rngs: nnx.Rngs | None = None
+        self,
+        graph: RelGraph,
+        x: Array | None = None,
+        *,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | None = None,
     ) -> Array:
         """The layer's new node values.
 
@@ -81,17 +87,17 @@ class RGCNConv(_Layer):
       normalization: `"mean"` over a node's incoming edges of each type (the paper's c), or `"sum"`.
       use_root: adds `x @ root` (the paper's self-loop weight), parameter `root` [k, n].
       use_bias: adds `bias` [n].
-      num_nodes, num_source_pairs: of the graph, with in_features=None only; parameters `weight` [num_source_pairs, n] or
-        `bases` [num_nodes, B, n], and `root` [num_nodes, n].
+      num_nodes, num_source_pairs: of the graph, with in_features=None only; parameters `weight` [num_source_pairs, n]
+        or `bases` [num_nodes, B, n], and `root` [num_nodes, n].
       edge_dropout: share of the edges dropped before normalisation while training (the paper's 0.4).
       self_loop_dropout: share of the nodes whose root term is dropped while training (the paper's 0.2).
       dtype: what is computed in; None takes what x and the parameters promote to.
       param_dtype: what the parameters are kept in.
       backend: `"auto"`, `"pallas"` or `"xla"`.
-      precision: of products: `"f32"`, `"tf32"`, `"bf16"`, or None for the dtype's own.
+      precision: of products of float32: `"f32"`, `"tf32"`, `"bf16"`, or None (see `Options`).
       options: all compiler options, in place of backend and precision.
-      initializers: by parameter name; `init(key, shape, dtype)`. Default: Glorot uniform for each relation's (and block's
-        or basis') own matrix, zeros for the bias.
+      initializers: by parameter name; `init(key, shape, dtype)`. Default: Glorot uniform for each relation's (and
+        block's or basis') own matrix, zeros for the bias.
       rngs: streams `params` and, with dropout, `dropout`.
 
     Raises:
@@ -106,7 +112,7 @@ class RGCNConv(_Layer):
         *,
         num_bases: int | None = None,
         num_blocks: int | None = None,
-        normalization: _modules.Normalization = "mean",
+        normalization: Normalization = "mean",
         use_root: bool = True,
         use_bias: bool = True,
         num_nodes: int | None = None,
@@ -135,7 +141,7 @@ class RGCNConv(_Layer):
             edge_dropout=edge_dropout,
             self_loop_dropout=self_loop_dropout,
             dtype=dtype,
-            options=_modules.resolve_options(backend, precision, options),
+            options=_params.resolve_options(backend, precision, options),
         )
         super().__init__(spec, initializers, param_dtype, rngs)
 
@@ -167,8 +173,8 @@ class RGATConv(_Layer):
       concat_heads: the result is [num_nodes, H * d]; False averages the heads, [num_nodes, d].
       use_bias: adds `bias`, as wide as the result.
       attention_dropout: share of the attention coefficients dropped after the softmax while training.
-      dtype, param_dtype, backend, precision, options, initializers, rngs: as in `RGCNConv`. Default initialisers: Glorot
-        uniform for each relation's k x (H d) matrix and each head's vectors.
+      dtype, param_dtype, backend, precision, options, initializers, rngs: as in `RGCNConv`. Default initialisers:
+        Glorot uniform for each relation's k x (H d) matrix and each head's vectors.
 
     Raises:
       ValueError: sizes that do not fit each other.
@@ -205,7 +211,7 @@ class RGATConv(_Layer):
             use_bias=use_bias,
             attention_dropout=attention_dropout,
             dtype=dtype,
-            options=_modules.resolve_options(backend, precision, options),
+            options=_params.resolve_options(backend, precision, options),
         )
         super().__init__(spec, initializers, param_dtype, rngs)
 
@@ -222,8 +228,8 @@ class HGTConv(_Layer):
       use_bias: biases of key, query, value and output.
       use_skip: the gated skip connection, parameter `skip` [T]; None takes it where k == n.
       dropout: share of the transformed result dropped before the skip connection while training.
-      dtype, param_dtype, backend, precision, options, initializers, rngs: as in `RGCNConv`. Default initialisers: Glorot
-        uniform for each type's matrices, ones for `prior` and `skip`.
+      dtype, param_dtype, backend, precision, options, initializers, rngs: as in `RGCNConv`. Default initialisers:
+        Glorot uniform for each type's matrices, ones for `prior` and `skip`.
 
     Raises:
       ValueError: sizes that do not fit each other.
@@ -260,7 +266,7 @@ class HGTConv(_Layer):
             use_skip=use_skip,
             dropout=dropout,
             dtype=dtype,
-            options=_modules.resolve_options(backend, precision, options),
+            options=_params.resolve_options(backend, precision, options),
         )
         super().__init__(spec, initializers, param_dtype, rngs)
 
@@ -289,12 +295,12 @@ class ProgramModule(nnx.Module):
         options: Options | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        self.spec = _modules.ProgramSpec.make(program, params, dtype, backend, precision, options)
+        self.spec = _params.ProgramSpec.make(program, params, dtype, backend, precision, options)
         for name, parameter in self.spec.params.items():
             if hasattr(self, name):
                 raise ValueError(f"ProgramModule: {name!r} is an attribute of the module already; rename the parameter")
             setattr(self, name, nnx.Param(parameter.init(rngs.params(), parameter.shape, param_dtype)))
 
     def __call__(self, graph: RelGraph, *inputs: Any) -> Any:
-        """What the program gives for `inputs` (its arguments that are no parameters, in order) and the module's parameters."""
+        """What the program gives for `inputs`, its arguments that are no parameters, in order."""
         return self.spec(graph, inputs, {name: getattr(self, name)[...] for name in self.spec.params})

@@ -78,7 +78,9 @@ def agree(case: dict[str, np.ndarray], program: Callable[..., Any], backend: str
         grads, out = gradients(x, params)
         assert out.dtype == dtype
         close(out, case["out"], "output")
-        assert grads[-1].keys() == {k.split("grad_")[1].removeprefix("sum_") for k in case if k.startswith("grad_")} - {"x"}
+        assert grads[-1].keys() == {k.split("grad_")[1].removeprefix("sum_") for k in case if k.startswith("grad_")} - {
+            "x"
+        }
         for name, grad in grads[-1].items():
             if f"grad_{name}" in case:
                 close(grad, case[f"grad_{name}"], f"gradient of {name}")
