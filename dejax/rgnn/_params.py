@@ -38,7 +38,7 @@ def attention_vector(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.
 
 @dataclass(frozen=True, slots=True)
 class OneHotGlorot:
-    """Glorot (uniform) of the [num_nodes, n] matrix that a one-hot input would be multiplied by, for any of its rows."""
+    """Glorot (uniform) of the [num_nodes, n] matrix that a one-hot input would meet, for any of its rows."""
 
     num_nodes: int
 

@@ -3,9 +3,9 @@
     step = graphs_tuple_layer(layer, edge_type="type", num_edge_types=4, node_key="features", edge_key="features")
     graphs = jraph.GraphNetwork(update_edge_fn, update_node_fn)(step(graphs))
 
-The graph's tables are made from the tuple: by numpy where it is concrete, with static bounds inside `jax.jit`. A tuple
-whose edges stay the same from call to call is better converted once, outside (`interop.from_graphs_tuple`), and given as
-`graph`.
+The graph's tables are made from the tuple: by numpy where it is concrete, with static bounds inside `jax.jit`. A
+tuple whose edges stay the same from call to call is better converted once, outside (`interop.from_graphs_tuple`), and
+given as `graph`.
 """
 
 from __future__ import annotations
@@ -95,11 +95,13 @@ def _check_counts(graph: RelGraph, graphs_tuple: GraphsTuple) -> int:
 
     num_edges = 0 if graphs_tuple.senders is None else graphs_tuple.senders.shape[0]
     if graph.num_edges < num_edges:
-        raise ValueError(f"graph has {graph.num_edges} edges, the GraphsTuple {num_edges}; it is another graph's")
+        raise ValueError(
+            f"graph has {graph.num_edges} edges, fewer than its GraphsTuple, {num_edges}; make it from this one"
+        )
     for leaf in jax.tree.leaves(graphs_tuple.nodes)[:1]:
         if leaf.shape[0] != graph.num_nodes:
             raise ValueError(
-                f"graph has {graph.num_nodes} nodes, the GraphsTuple's nodes {leaf.shape[0]} rows; it is another graph's"
+                f"graph has {graph.num_nodes} nodes, the GraphsTuple {leaf.shape[0]}; make the graph from this one"
             )
     return num_edges
 
@@ -112,7 +114,7 @@ def _read(features: Any, key: str | None, what: str) -> Any:
         return features[key]
     if not hasattr(features, "shape"):
         raise TypeError(
-            f"the GraphsTuple's {what}s are of type {type(features).__name__}; for a mapping name the entry by {what}_key"
+            f"the GraphsTuple's {what}s are of type {type(features).__name__}; name a mapping's entry by {what}_key"
         )
     return features
 

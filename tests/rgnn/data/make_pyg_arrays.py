@@ -5,11 +5,11 @@ Run by hand, with a CPU build of PyTorch (neither torch nor torch_geometric is n
     pip install torch==2.13.0 torch_geometric==2.8.1 numpy
     python tests/rgnn/data/make_pyg_arrays.py
 
-One `.npz` for each layer, with keys `case/array`: the graph, `x`, `param_NAME` in the layout of `dejax.rgnn.library`, the
-fixed `cotangent` c of the loss sum(c * out), `out`, `grad_x` and `grad_NAME`. What is written is PyTorch Geometric's own
-result; only its parameters are renamed and transposed (the mapping is in the `*_case` functions). A plain numpy evaluation
-of the papers' equations on the mapped parameters must agree with it, forward and in central differences, before anything
-is written: that is what shows the mapping to be right.
+One `.npz` for each layer, with keys `case/array`: the graph, `x`, `param_NAME` in the layout of `dejax.rgnn.library`,
+the fixed `cotangent` c of the loss sum(c * out), `out`, `grad_x` and `grad_NAME`. What is written is PyTorch
+Geometric's own result; only its parameters are renamed and transposed (the mapping is in the `*_case` functions). A
+plain numpy evaluation of the papers' equations on the mapped parameters must agree with it, forward and in central
+differences, before anything is written: that is what shows the mapping to be right.
 
 How the parameters map (k inputs, n outputs, R edge types, T node types, H heads of d numbers, B bases or blocks):
 
@@ -25,9 +25,9 @@ RGCNConv
 RGATConv (additive self-attention, no mod)
   weight [R, k, H d]             weight [R, H, k, d]
   q [H d, H], k [H d, H]         attention_dst[r, h] = q[h d : (h + 1) d, h], attention_src the same of k, for every r.
-    PyTorch Geometric shares q and k among the relations and lets a head see the features of the others; ours has a vector
-    for each relation and head. So q and k are made block-diagonal here, and the gradients that can be compared are those of
-    the diagonal blocks, which are the sums over the relations of ours: `grad_sum_attention_*` [H, d].
+    PyTorch Geometric shares q and k among the relations and lets a head see the features of the others; ours has a
+    vector for each relation and head. So q and k are made block-diagonal here, and the gradients that can be compared
+    are those of the diagonal blocks, which are the sums over the relations of ours: `grad_sum_attention_*` [H, d].
 
 HGTConv
   kqv_lin.lins[t].weight [3 H d, k]   key, query, value [T, H, k, d] (rows in this order, transposed); biases [T, H, d]
