@@ -12,11 +12,14 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dejax.rgnn._segments import Segments, make_segments
 from dejax.rgnn.graph import RelGraph
+
+
+# Items at once in element-wise steps: temporaries then stay in the cache, where whole arrays would be fresh pages.
+_BLOCK = 1 << 17
 
 
 def stable_argsort(keys: Sequence[np.ndarray], bounds: Sequence[int]) -> np.ndarray:
@@ -31,22 +34,29 @@ def stable_argsort(keys: Sequence[np.ndarray], bounds: Sequence[int]) -> np.ndar
     """
     size = keys[0].shape[0]
     position_bits = max(size - 1, 0).bit_length()
-    position = np.arange(size, dtype=np.int64)
+    mask = (1 << position_bits) - 1
+    blocks = [slice(start, min(start + _BLOCK, size)) for start in range(0, size, _BLOCK)]
+    packed = np.empty(size, np.int64)
     order: np.ndarray | None = None
     remaining = list(zip(keys, bounds, strict=True))
     while remaining:
         # Least significant digit first: as many keys at once as fit in 63 bits beside the position. One always does.
-        packed = np.zeros(size, np.int64)
+        digits = []
         shift = position_bits
         while remaining and shift + max(remaining[-1][1] - 1, 0).bit_length() <= 63:
             key, bound = remaining.pop()
-            key = key if order is None else key[order]
-            packed |= key.astype(np.int64) << shift
+            digits.append((key, shift))
             shift += max(bound - 1, 0).bit_length()
-        packed |= position
+        for block in blocks:
+            word = np.arange(block.start, block.stop, dtype=np.int64)
+            for key, shift in digits:
+                part = key[block] if order is None else key[order[block]]
+                word |= part.astype(np.int64) << shift
+            packed[block] = word
         packed.sort()
-        packed &= (1 << position_bits) - 1
-        step = packed.astype(np.int32)
+        step = np.empty(size, np.int32)
+        for block in blocks:
+            step[block] = packed[block] & mask
         order = step if order is None else order[step]
     assert order is not None
     return order
@@ -214,7 +224,8 @@ def build(
     valid = order.shape[0]
     edge_positions = np.empty(num_edges, np.int32)
     edge_positions[edge_ids] = np.arange(num_edges, dtype=np.int32)
-    s, r, t = senders[order], receivers[order], edge_type[order]
+    s, r = senders[order], receivers[order]
+    t = np.repeat(np.arange(num_edge_types, dtype=np.int32), np.bincount(edge_type[order], minlength=num_edge_types))
 
     source_order = stable_argsort([t, s], [num_edge_types, num_nodes])
     source = _pairs(s, t, source_order, num_nodes=num_nodes, num_edge_types=num_edge_types)
@@ -247,13 +258,18 @@ def build(
     nodes_sorted = bool((node_type[1:] >= node_type[:-1]).all())
     node_order = None if nodes_sorted else stable_argsort([node_type], [num_node_types + 1])
 
+    arrays: dict[str, Any] = {  # numpy until the last line
+        "senders": all_senders,
+        "receivers": all_receivers,
+        "edge_type": all_types,
+        "edge_ids": edge_ids,
+        "edge_positions": edge_positions,
+        "node_type": node_type,
+        "node_mask": None if node_mask is None else node_mask.copy(),
+        "edge_mask": None if edge_mask is None else np.arange(num_edges) < valid,
+    }
     graph = RelGraph(
-        senders=all_senders,
-        receivers=all_receivers,
-        edge_type=all_types,
-        edge_ids=edge_ids,
-        edge_positions=edge_positions,
-        node_type=node_type,
+        **arrays,
         by_sender=edges_by_node(all_senders, source),
         by_receiver=edges_by_node(all_receivers, destination),
         by_source_pair=by_pair(source, source_order),
@@ -266,8 +282,6 @@ def build(
         by_node_type=make_segments(
             node_type, node_order, offsets_of(node_type, num_node_types), hub_chunk=hub_chunk, typed=True
         ),
-        node_mask=None if node_mask is None else node_mask.copy(),
-        edge_mask=None if edge_mask is None else np.arange(num_edges) < valid,
         num_nodes=num_nodes,
         num_edges=num_edges,
         num_edge_types=num_edge_types,
@@ -282,12 +296,7 @@ def build(
 
 
 def _to_device(graph: RelGraph) -> RelGraph:
-    """The graph with jax arrays for its numpy ones; an array that stands in two tables is moved once."""
-    moved: dict[int, Any] = {}
-
-    def move(leaf: Any) -> Any:
-        if id(leaf) not in moved:
-            moved[id(leaf)] = jnp.asarray(leaf)
-        return moved[id(leaf)]
-
-    return jax.tree.map(move, graph)
+    """The graph with jax arrays for its numpy ones, all moved at once; one that stands in two tables is moved once."""
+    unique = {id(leaf): leaf for leaf in jax.tree.leaves(graph)}
+    moved = dict(zip(unique, jax.device_put(list(unique.values())), strict=True))
+    return jax.tree.map(lambda leaf: moved[id(leaf)], graph)

@@ -8,7 +8,6 @@ and stands in no row, so kernels that walk rows never meet it.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp

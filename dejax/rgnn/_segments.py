@@ -35,7 +35,7 @@ class TileTable:
     """Tiles of up to `block` positions, none of which crosses from one type to the next.
 
     A tile covers positions `start` to `min(start + block, offsets[row_type + 1])` of the grouped order, where `offsets`
-    are those of the `Segments` that the table belongs to. Its size is O(items / block + types), never types times tiles.
+    are those of the `Segments` that the table belongs to. Their number is O(items / block + types).
 
     Attributes:
         row_type: int32[tiles], the type of each tile; 0 for unused tiles.
@@ -134,7 +134,7 @@ def tile_table(offsets: Any, block: int, num_items: int, *, exact: bool | None =
         exact: whether to size the table by the numbers in `offsets` or by a static bound; None: exact unless traced.
 
     Returns:
-        The table: `sum(ceil(count / block))` tiles where exact, otherwise `num_items // block + types` tiles, the unused
+        The table: `sum(ceil(count / block))` tiles where exact, otherwise `num_items // block + types` tiles, unused
         ones last.
 
     Raises:
@@ -178,6 +178,7 @@ def hub_table(offsets: Any, chunk: int, num_items: int, *, exact: bool | None = 
     xp, off, exact = _namespace(offsets, exact)
     num_rows = off.shape[0] - 1
     counts = off[1:] - off[:-1]
+    rows: Any
     if exact:
         rows = np.flatnonzero(counts > chunk).astype(np.int32)
     else:
@@ -197,7 +198,8 @@ def hub_table(offsets: Any, chunk: int, num_items: int, *, exact: bool | None = 
     row = xp.where(used, xp.concatenate([rows, xp.full(1, num_rows, np.int32)])[hub], num_rows)
     start = xp.where(used, off[row] + (ids - first_chunk[hub]) * chunk, off[-1])
     end = xp.minimum(start + chunk, off[row + 1])
-    return HubTable(*(_like(offsets, array) for array in (rows, first_chunk, row, start, end)), chunk)
+    rows, first_chunk, row, start, end = (_like(offsets, array) for array in (rows, first_chunk, row, start, end))
+    return HubTable(rows, first_chunk, row, start, end, chunk)
 
 
 def make_segments(

@@ -237,7 +237,8 @@ class RelGraph:
         Raises:
             TypeError, ValueError, IndexError: as `from_edges`, naming the relation.
 
-        >>> graph = RelGraph.from_relations({("author", "writes", "paper"): ([0, 1], [2, 0])}, {"author": 2, "paper": 3})
+        >>> writes = ("author", "writes", "paper")
+        >>> graph = RelGraph.from_relations({writes: ([0, 1], [2, 0])}, {"author": 2, "paper": 3})
         >>> graph.node_slice("paper"), graph.edge_type_names
         (slice(2, 5, None), ('author/writes/paper',))
         """
@@ -340,7 +341,7 @@ class RelGraph:
         return is_traced(*jax.tree.leaves(self))
 
     def to_edges(self) -> tuple[Array, Array, Array]:
-        """Senders, receivers and edge types, int32[edges] each, in the user's order; added edges and padding included."""
+        """Senders, receivers and edge types, int32[edges] each, in the user's order, with added edges and padding."""
         positions = self.edge_positions
         return self.senders[positions], self.receivers[positions], self.edge_type[positions]
 

@@ -152,14 +152,15 @@ def from_graphs_tuple(
     `RelGraph.build_traced`: static sizes are the arrays' lengths, and the numbers of types must be given.
 
     Args:
-        graphs_tuple: `senders` and `receivers` are int[edges]; `n_node` and `n_edge` int[graphs].
+        graphs_tuple: `senders` and `receivers` are int[edges], or None without edges; `n_node` and `n_edge` are
+            int[graphs].
         edge_type: where the edge types are: an int[edges] array, an int (one type for all edges), a key of the mapping
             `graphs_tuple.edges`, or a function of `graphs_tuple.edges`. None: `edges` itself where it is an array of
             integers of rank 1, else its entry "edge_type".
         num_edge_types: number of edge types; found from the types where those are concrete.
         node_type: as `edge_type`, in `graphs_tuple.nodes`. None: its entry "node_type" if there is one, else 0.
         num_node_types: number of node types; found as that of edge types.
-        padded: whether `graphs_tuple` comes from `jraph.pad_with_graphs` (or `pad_with_graphs` in a data loader), so
+        padded: whether `graphs_tuple` comes from `jraph.pad_with_graphs`, so
             that its last graph with nodes, and what follows, is padding. A padded tuple looks like a batch: this cannot
             be seen from the tuple. Nodes and edges beyond the sums of `n_node` and `n_edge` are padding in any case.
         add_reverse: as in `RelGraph.from_edges`.
@@ -176,9 +177,10 @@ def from_graphs_tuple(
         TypeError, ValueError, IndexError: as `RelGraph.from_edges`, or where the types cannot be found.
     """
     senders, receivers = graphs_tuple.senders, graphs_tuple.receivers
-    if senders is None or receivers is None:
-        raise ValueError("graphs_tuple has no senders or receivers; a relational graph needs its edges")
-    num_edges = senders.shape[0]
+    num_edges = _num_edges(graphs_tuple)
+    if senders is None or receivers is None:  # jraph's way to say that there are no edges
+        senders = receivers = np.zeros(0, np.int32)
+        edge_type = 0 if edge_type is None else edge_type
     num_nodes = _num_nodes(graphs_tuple)
     edge_types = _types(
         graphs_tuple.edges, edge_type, ("edge_type", "edges", "num_edge_types"), EDGE_TYPE_KEY, num_edges
@@ -262,7 +264,7 @@ def to_graphs_tuple(
     import jraph
 
     if like is not None:
-        num_edges = like.senders.shape[0]
+        num_edges = _num_edges(like)
         if _num_nodes(like) != graph.num_nodes or num_edges > graph.num_edges:
             raise ValueError(
                 f"like has {_num_nodes(like)} nodes and {num_edges} edges, the graph has {graph.num_nodes} and "
@@ -299,6 +301,10 @@ def _rows(features: Any, name: str, size: int, also: int | None = None) -> Any:
         raise ValueError(f"{name} must have {expected}, got shape {shape}")
 
     return jax.tree.map(check, features)
+
+
+def _num_edges(graphs_tuple: jraph.GraphsTuple) -> int:
+    return 0 if graphs_tuple.senders is None else int(graphs_tuple.senders.shape[0])
 
 
 def _num_nodes(graphs_tuple: jraph.GraphsTuple) -> int:
