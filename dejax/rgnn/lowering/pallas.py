@@ -18,7 +18,6 @@ from dejax.rgnn.graph import RelGraph, Segments
 from dejax.rgnn.ir.inter import VIAS, Op, Program
 from dejax.rgnn.ir.intra import Accumulator, Gemm, Instance, Operand, Outer, Traversal
 from dejax.rgnn.lowering.xla import ELEMENTWISE, num_rows, segments, valid_rows
-from dejax.rgnn.passes._rewrite import inserted_axes
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -275,9 +274,7 @@ class _TileProgram:
                 x = _sum_axis(x, lead + axis, shapes[0][axis], keepdims=op.attr("keepdims"))
             return x
         if name == "reshape":
-            for axis in inserted_axes(op, self.program.ops[op.args[0]]) or ():
-                x = jnp.expand_dims(x, lead + axis)
-            return x
+            return x.reshape(*x.shape[:lead], *(kernels.next_power_of_two(s) for s in op.shape))
         if name == "broadcast":
             return self.shaped(x, op.shape, lead)
         if name == "linear":

@@ -61,6 +61,11 @@ def inserted_axes(op: Op, source: Op) -> tuple[int, ...] | None:
     return tuple(axes) if at == len(source.shape) else None
 
 
+def moves_unit_axes(op: Op, source: Op) -> bool:
+    """Whether a reshape only inserts or removes axes of size 1."""
+    return [s for s in op.shape if s != 1] == [s for s in source.shape if s != 1]
+
+
 @dataclass(frozen=True, slots=True)
 class Factor:
     """One factor of a product: a value, to the power +1 or -1, with axes of size 1 inserted one step after another."""

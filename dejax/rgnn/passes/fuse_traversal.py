@@ -22,7 +22,7 @@ from dejax.rgnn.ir.intra import (
     Traversal,
     access_operand,
 )
-from dejax.rgnn.passes._rewrite import factors, inserted_axes
+from dejax.rgnn.passes._rewrite import factors, moves_unit_axes
 
 _ITEM_SPACES = (Space.EDGE, Space.SOURCE_PAIR, Space.DESTINATION_PAIR)
 _MAX_RANK = 2  # (heads, width)
@@ -78,7 +78,7 @@ class _Fusion:
         if op.name == "linear":
             return op.attr("spec") in VECTOR_SPECS and op.attr("via") != "self"
         if op.name == "reshape":
-            return inserted_axes(op, self.program.ops[op.args[0]]) is not None
+            return moves_unit_axes(op, self.program.ops[op.args[0]])
         return op.name in TILE_OPS
 
     def cone(self, roots: list[int], cut: set[int]) -> tuple[list[int], list[int]]:
@@ -119,7 +119,7 @@ class _Fusion:
             if colour.get(key) == 1:
                 return False
             colour[key] = 1
-            following = self.dependencies(node) if isinstance(node, _Loop) else list(self.program.ops[node].args)
+            following = self.dependencies(node, owner) if isinstance(node, _Loop) else list(self.program.ops[node].args)
             for v in following:
                 if not reach(owner.get(v, v)):
                     return False
@@ -128,7 +128,7 @@ class _Fusion:
 
         return all(reach(loop) for loop in loops)
 
-    def dependencies(self, loop: _Loop) -> list[int]:
+    def dependencies(self, loop: _Loop, owner: dict[int, _Loop]) -> list[int]:
         """Values that a loop needs from outside; what it computes in registers leads on to its arguments."""
         ops, own = self.program.ops, loop.results
         stack = [v for a in loop.accumulators for v in self.needs(a)]
@@ -140,7 +140,7 @@ class _Fusion:
             if v in seen:
                 continue
             seen.add(v)
-            if v in loop.items:
+            if v in loop.items or (v not in owner and self.on_tile(v)):
                 stack += ops[v].args
             elif v not in own:
                 found[v] = None
@@ -217,7 +217,7 @@ class _Fusion:
         results = {v for loop in self.loops for v in loop.results}
         for i, op in enumerate(program.ops):
             by_template = i in self.written or i in self.inner or i in results
-            if not by_template and not (op.space in _ITEM_SPACES and self.on_tile(i)) and op.name != "gather":
+            if op.name == "gather" or not (by_template or (op.space in _ITEM_SPACES and self.on_tile(i))):
                 found += op.args
         return found
 

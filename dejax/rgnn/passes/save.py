@@ -75,19 +75,8 @@ def _keep(program: Program, value: int, save_all: bool) -> bool:
     widest = max((program.ops[a].width for a in op.args if program.ops[a].space == op.space), default=0)
     if op.space == Space.EDGE:
         return op.width * 4 <= widest
-    if op.name in ("reshape", "transpose", "broadcast", "cast"):
-        return False
-    if op.name in ROWWISE and op.name not in ("dot", "sum_features"):
-        # Elementwise on what is at hand: read again rather than kept.
-        return not all(_at_hand(program, a) for a in op.args)
-    return True
-
-
-def _at_hand(program: Program, value: int) -> bool:
-    op = program.ops[value]
-    if op.name in ("reshape", "transpose", "broadcast", "cast", "gather"):
-        return _at_hand(program, op.args[0])
-    return op.name in ("input", "const", "count") or (op.space != Space.EDGE and op.name not in ROWWISE)
+    # Elementwise on what is kept: read again, computed again.
+    return op.name not in ROWWISE or op.name in ("dot", "sum_features")
 
 
 def _forward_program(joint: Program, late: set[int], outputs: tuple[int, ...]) -> Program:
