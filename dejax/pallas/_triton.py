@@ -1,0 +1,124 @@
+"""The only file that names Pallas' Triton lowering: calls, loads, stores, products and atomic additions.
+
+The lowering is deprecated since jax 0.11 and has no successor for gathered loads on Hopper; leaving it costs this file.
+
+Kernels of this package keep to these rules, which make interpret mode run the same code:
+
+- every axis of a load or store is indexed by an array (in jax 0.10 a Python int breaks interpret mode);
+- a lane that must not be stored has an index past the end of some axis, besides a false mask: interpret mode stores by a
+  scatter, which drops such lanes, but writes back old values for lanes that are only masked, over duplicates of theirs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.triton as plt
+import jax.numpy as jnp
+from jax import lax
+
+# The warning comes when a jitted function is lowered, which is in the user's code and not in ours: a scope around our
+# calls would not catch it.
+warnings.filterwarnings("ignore", message=r"The Pallas Triton backend is deprecated", category=DeprecationWarning)
+
+
+def use_interpreter(interpret: bool | None) -> bool:
+    """Whether to run kernels interpreted: as told, and by default where the default backend is no GPU."""
+    return jax.default_backend() not in ("gpu", "cuda") if interpret is None else interpret
+
+
+def pallas_call(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    num_programs: int,
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    num_warps: int,
+    num_stages: int,
+    interpret: bool,
+    aliases: Mapping[int, int] | None = None,
+) -> Callable[..., Sequence[jax.Array]]:
+    """A call of `kernel` on whole arrays, for each program id of a one-dimensional grid.
+
+    One axis, because CUDA's other two end at 65,535 and because a kernel that splits the id itself settles which of its
+    blocks run next to each other, whatever `vmap` adds.
+    """
+    return pl.pallas_call(
+        kernel,
+        out_shape=list(out_shape),
+        grid=(num_programs,),
+        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret,
+        input_output_aliases=dict(aliases or {}),
+        name=name,
+    )
+
+
+def program_ids(*inner: int) -> tuple[jax.Array, ...]:
+    """The program id as the index of a grid whose inner axes have the given sizes, the last of them fastest."""
+    rest = pl.program_id(0)
+    ids: list[jax.Array] = []
+    for size in reversed(inner):
+        if size == 1:
+            ids.append(jnp.zeros((), jnp.int32))
+        else:
+            ids.append(lax.rem(rest, jnp.int32(size)))
+            rest = lax.div(rest, jnp.int32(size))
+    return rest, *reversed(ids)
+
+
+def load(ref: Any, indices: tuple[jax.Array, ...], mask: jax.Array | None = None, other: Any = None) -> jax.Array:
+    """`ref[indices]`, `other` (0 by default) where `mask` is false."""
+    if mask is None:
+        return plt.load(ref.at[indices])
+    return plt.load(ref.at[indices], mask=mask, other=jnp.zeros((), ref.dtype) if other is None else other)
+
+
+def store(ref: Any, indices: tuple[jax.Array, ...], value: jax.Array, mask: jax.Array | None = None) -> None:
+    """`ref[indices] = value` where `mask` is true; see the module's rule on lanes that are not stored."""
+    plt.store(ref.at[indices], value.astype(ref.dtype), mask=mask)
+
+
+def atomic_add(ref: Any, indices: tuple[jax.Array, ...], value: jax.Array, mask: jax.Array, interpret: bool) -> None:
+    """`ref[indices] += value` where `mask` is true; additions to one element are all kept, in no fixed order."""
+    value = value.astype(ref.dtype)
+    if interpret:  # the interpreter's atomic_add keeps the last of duplicates and knows no mask
+        jax.ref.addupdate(ref, indices, jnp.where(mask, value, jnp.zeros_like(value)))
+    else:
+        plt.atomic_add(ref, indices, value, mask=mask)
+
+
+# How operands of a product are rounded; sums are float32 always.
+PRECISIONS = ("f32", "tf32", "bf16")
+
+
+def product_dtype(x: jnp.dtype, y: jnp.dtype, precision: str) -> jnp.dtype:
+    """The dtype to which operands of a product are cast: bfloat16 and float16 stay, float32 follows `precision`."""
+    if x == y and x in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        return x
+    return jnp.dtype(jnp.bfloat16 if precision == "bf16" else jnp.float32)
+
+
+def dot(x: jax.Array, y: jax.Array, precision: str, *, transpose_x: bool = False) -> jax.Array:
+    """The float32 product of two tiles, every side of which is at least 16.
+
+    Args:
+      x: [m, k], or [k, m] with `transpose_x`.
+      y: [k, n].
+      precision: of float32 operands, `f32` or `tf32`; others have one precision.
+    """
+    if x.dtype == jnp.float32:
+        how = lax.Precision.HIGHEST if precision == "f32" else lax.Precision.HIGH
+    else:
+        how = None
+    return lax.dot_general(
+        x,
+        y,
+        dimension_numbers=(((0 if transpose_x else 1,), (0,)), ((), ())),
+        precision=how,
+        preferred_element_type=jnp.float32,
+    )

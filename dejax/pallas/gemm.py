@@ -1,0 +1,282 @@
+"""The GEMM template: rows times the matrix of their type, with gathered, scattered or accumulated rows and epilogues."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dejax.pallas import _triton
+from dejax.pallas._checks import as_index, check_float, check_precision
+from dejax.pallas._shapes import cdiv, lanes, next_power_of_two
+from dejax.pallas.schedule import GemmSchedule, gemm_schedule, lookup
+
+# The widest result of which one program can hold all columns, as the product with a vector needs.
+MAX_WHOLE_N = 512
+
+
+def apply_activation(name: str | None, y: jax.Array) -> jax.Array:
+    """An elementwise epilogue: None, `relu`, `tanh`, `sigmoid` or `leaky_relu:<slope>`."""
+    kind, _, argument = (name or "").partition(":")
+    if kind == "":
+        return y
+    if kind == "relu":
+        return jnp.where(y > 0, y, jnp.zeros_like(y))
+    if kind == "leaky_relu":
+        return jnp.where(y > 0, y, float(argument or 0.01) * y)
+    if kind == "tanh":
+        return jnp.tanh(y)
+    if kind == "sigmoid":
+        return 1 / (1 + jnp.exp(-y))
+    raise NotImplementedError(f"activation must be None, relu, tanh, sigmoid or leaky_relu:<slope>, got {name!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """Static facts of one typed product; `names` are the kernel's references in order."""
+
+    names: tuple[str, ...]
+    block: int
+    groups: int
+    k: int
+    n: int
+    schedule: GemmSchedule
+    transpose_w: bool
+    activation: str | None
+    accumulate: bool
+    precision: str
+    dtype: jnp.dtype
+    x_rows: int
+    out_rows: int
+    interpret: bool
+
+
+def _kernel(*refs: Any, c: _Config) -> None:
+    ref = dict(zip(c.names, refs, strict=True))
+    s = c.schedule
+    blocks_n = cdiv(c.n, s.block_n)
+    # Neighbouring programs share rows of x: columns are innermost, then groups.
+    tile, g, column = _triton.program_ids(c.groups, blocks_n)
+    t, start = ref["tile_type"][tile], ref["tile_start"][tile]
+    end = ref["offsets"][t + 1]
+
+    position = start + lanes(c.block, 0, 1)
+    valid = position < end
+    row = position
+    if "x_index" in ref:
+        row = _triton.load(ref["x_index"], (position,), valid)
+        # An index out of range reads zeros, never other memory.
+        valid_x = valid & (row >= 0) & (row < c.x_rows)
+    else:
+        valid_x = valid & (row < c.x_rows)
+    row, valid_x = row[:, None], valid_x[:, None]
+    n = (column * s.block_n + lanes(s.block_n, 0, 1))[None, :]
+    even_k, even_n = c.k % s.block_k == 0, c.n % s.block_n == 0
+
+    def step(i: Any, total: jax.Array | None) -> jax.Array:
+        k = i * s.block_k + lanes(s.block_k, 0, 1)
+        x_mask = valid_x if even_k else valid_x & (k < c.k)[None, :]
+        x = _triton.load(ref["x"], (row, g, k[None, :]), x_mask)
+        w_mask = None
+        if not even_k:
+            w_mask = (k < c.k)[:, None]
+        if not even_n:
+            w_mask = n < c.n if w_mask is None else w_mask & (n < c.n)
+        where = (t, g, n, k[:, None]) if c.transpose_w else (t, g, k[:, None], n)
+        w = _triton.load(ref["w"], where, w_mask)
+        part = _triton.dot(x.astype(c.dtype), w.astype(c.dtype), c.precision)
+        return part if total is None else total + part
+
+    if c.k <= s.block_k:
+        y = step(0, None)
+    else:
+        zeros = jnp.zeros((c.block, s.block_n), jnp.float32)
+        y = lax.fori_loop(0, cdiv(c.k, s.block_k), step, zeros)
+
+    if "scale" in ref:
+        y = y * _triton.load(ref["scale"], (position, g), valid).astype(jnp.float32)[:, None]
+    y = apply_activation(c.activation, y)
+
+    out_row = position
+    if "out_index" in ref:
+        out_row = _triton.load(ref["out_index"], (position,), valid)
+        valid = valid & (out_row >= 0) & (out_row < c.out_rows)
+    out_row = jnp.where(valid, out_row, c.out_rows)
+    mask = valid[:, None] if even_n else valid[:, None] & (n < c.n)
+    if c.accumulate:
+        safe = jnp.where(valid, out_row, 0)[:, None]
+        _triton.atomic_add(ref["y"], (safe, g, n), y, jnp.broadcast_to(mask, y.shape), c.interpret)
+    else:
+        _triton.store(ref["y"], (out_row[:, None], g, n), y, mask)
+    if "dot_vector" in ref:
+        vector = _triton.load(ref["dot_vector"], (t, g, n), None if even_n else n < c.n).astype(jnp.float32)
+        product = y * vector if even_n else jnp.where(n < c.n, y * vector, 0.0)
+        _triton.store(ref["dot"], (out_row, g), jnp.sum(product, axis=1), valid)
+
+
+def typed_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    offsets: jax.Array,
+    tile_type: jax.Array,
+    tile_start: jax.Array,
+    block: int,
+    num_positions: int,
+    x_index: jax.Array | None = None,
+    out_index: jax.Array | None = None,
+    num_out_rows: int | None = None,
+    transpose_w: bool = False,
+    scale: jax.Array | None = None,
+    activation: str | None = None,
+    dot_vector: jax.Array | None = None,
+    accumulate: bool = False,
+    covers_all: bool = False,
+    precision: str = "tf32",
+    out_dtype: Any = None,
+    schedule: GemmSchedule | None = None,
+    interpret: bool | None = None,
+) -> Any:
+    """Each row times the matrix of its type: `out[o(p), g] = act(scale[p, g] * (x[i(p), g] @ w[type(p), g]))`.
+
+    Positions p = 0, 1, ... are sorted by type; those of type t are `offsets[t]` to `offsets[t + 1]`. Position p reads row
+    i(p) = `x_index[p]` and writes row o(p) = `out_index[p]`; without an index, row p.
+
+    Args:
+      x: float[rows, groups, k], or float[rows, k] for one group, which the result then has no axis for either.
+      w: float[types, groups, k, n], or without the groups axis where `x` has none; with `transpose_w` n comes before k.
+      offsets: int32[types + 1].
+      tile_type: int32[tiles], the type of each tile.
+      tile_start: int32[tiles], the first position of each tile; a tile has `block` positions or ends with its type. A
+        tile that starts at or after its type's end is unused.
+      block: positions a tile; a power of two, at least 16.
+      num_positions: length of the indices, and of the range of positions.
+      x_index: int32[num_positions], the row of `x` that a position reads; a row out of range reads as zeros.
+      out_index: int32[num_positions], the row that a position writes; one out of range is not written. Without
+        `accumulate` no two positions of a type may name the same row.
+      num_out_rows: rows of the result; `num_positions` by default.
+      transpose_w: multiply by the transposed matrices.
+      scale: float[num_positions, groups] or float[num_positions], a factor of each product row.
+      activation: `relu`, `tanh`, `sigmoid` or `leaky_relu:<slope>`, after `scale`.
+      dot_vector: float[types, groups, n]; asks for a second result `sum_n out[o(p), g, n] * dot_vector[type(p), g, n]`
+        (before rounding to `out_dtype`).
+      accumulate: adds product rows up in float32 result rows, atomically: the order of additions, and so the last bits,
+        differ from run to run. Its result is float32.
+      covers_all: the caller's word that every result row is written, so that none need be set to zero beforehand.
+      precision: of float32 operands: `f32`, `tf32` or `bf16` (cast). bfloat16 and float16 are multiplied as they are.
+        Sums are float32.
+      out_dtype: of the result; by default what `x` and `w` promote to.
+      schedule: the tile; by default the heuristic's.
+      interpret: run the kernel interpreted; by default where there is no GPU.
+
+    Returns:
+      [num_out_rows, groups, n], zeros in rows that no position writes; with `dot_vector` a pair of that and
+      [num_out_rows, groups].
+
+    Raises:
+      NotImplementedError: a dtype or a width that the kernel does not have.
+      ValueError: shapes that do not fit each other.
+    """
+    check_precision(precision)
+    flat = x.ndim == 2
+    if flat:
+        x, w = x[:, None], w[:, None]
+        dot_vector = dot_vector if dot_vector is None or dot_vector.ndim == 3 else dot_vector[:, None]
+    if x.ndim != 3 or w.ndim != 4:
+        raise ValueError(
+            "x must be [rows, groups, k] with w [types, groups, k, n], or [rows, k] with [types, k, n]; "
+            f"got ranks {x.ndim - flat} and {w.ndim - flat}"
+        )
+    rows, groups, k = x.shape
+    w_k, n = (w.shape[3], w.shape[2]) if transpose_w else w.shape[2:]
+    if w.shape[1] != groups or w_k != k:
+        raise ValueError(
+            f"w must have {groups} groups and a contracted width of {k}, as x has; got {w.shape[1]} groups and {w_k} "
+            f"(transpose_w={transpose_w})"
+        )
+    if offsets.shape != (w.shape[0] + 1,):
+        raise ValueError(f"offsets must have types + 1 = {w.shape[0] + 1} entries, got shape {offsets.shape}")
+    if block < 16 or next_power_of_two(block) != block:
+        raise ValueError(f"block must be a power of two of at least 16, got {block}")
+    if accumulate and (dot_vector is not None or activation is not None):
+        raise ValueError("accumulate adds up product rows; it goes with no activation and no dot_vector")
+    for name, a in (("x", x), ("w", w), ("scale", scale), ("dot_vector", dot_vector)):
+        if a is not None:
+            check_float(a, name)
+    out_rows = num_positions if num_out_rows is None else num_out_rows
+    dtype = jnp.dtype(jnp.float32 if accumulate else out_dtype or jnp.promote_types(x.dtype, w.dtype))
+    if k == 0:
+        raise NotImplementedError("x has no columns: its product is all zeros, which needs no kernel")
+    if dot_vector is not None and next_power_of_two(n) > MAX_WHOLE_N:
+        raise NotImplementedError(f"dot_vector needs a result of at most {MAX_WHOLE_N} columns, got {n}")
+
+    shapes = [jax.ShapeDtypeStruct((out_rows, groups, n), dtype)]
+    outputs = ["y"]
+    if dot_vector is not None:
+        shapes.append(jax.ShapeDtypeStruct((out_rows, groups), jnp.dtype(jnp.float32)))
+        outputs.append("dot")
+    tiles = tile_type.shape[0]
+
+    if min(tiles, num_positions, out_rows, groups, n, rows) == 0:
+        results = [jnp.zeros(s.shape, s.dtype) for s in shapes]
+    else:
+        if schedule is None:
+            key = f"{block}x{next_power_of_two(k)}x{next_power_of_two(n)}x{groups}-{precision}-{x.dtype}"
+            tuned = lookup("gemm", key) if dot_vector is None else None
+            schedule = (
+                GemmSchedule(**tuned)
+                if tuned
+                else gemm_schedule(k, n, block, precision, whole_n=dot_vector is not None)
+            )
+        operands = {"x": x, "w": w, "offsets": offsets, "tile_type": tile_type, "tile_start": tile_start}
+        if x_index is not None:
+            operands["x_index"] = as_index(x_index, "x_index", num_positions)
+        if out_index is not None:
+            operands["out_index"] = as_index(out_index, "out_index", num_positions)
+        if scale is not None:
+            scale = scale[:, None] if scale.ndim == 1 else scale
+            if scale.shape not in ((num_positions, groups), (num_positions, 1)):
+                raise ValueError(f"scale must be [{num_positions}, {groups}] or [{num_positions}], got {scale.shape}")
+            operands["scale"] = jnp.broadcast_to(scale, (num_positions, groups))
+        if dot_vector is not None:
+            if dot_vector.shape != (w.shape[0], groups, n):
+                raise ValueError(f"dot_vector must be [{w.shape[0]}, {groups}, {n}], got {dot_vector.shape}")
+            operands["dot_vector"] = dot_vector
+        aliases = {}
+        if accumulate or not covers_all:
+            for i, s in enumerate(shapes):
+                aliases[len(operands)] = i
+                operands[f"zeros{i}"] = jnp.zeros(s.shape, s.dtype)
+        config = _Config(
+            names=(*operands, *outputs),
+            block=block,
+            groups=groups,
+            k=k,
+            n=n,
+            schedule=schedule,
+            transpose_w=transpose_w,
+            activation=activation,
+            accumulate=accumulate,
+            precision=precision,
+            dtype=_triton.product_dtype(x.dtype, w.dtype, precision),
+            x_rows=rows,
+            out_rows=out_rows,
+            interpret=_triton.use_interpreter(interpret),
+        )
+        results = _triton.pallas_call(
+            functools.partial(_kernel, c=config),
+            name="typed_matmul",
+            num_programs=tiles * groups * cdiv(n, schedule.block_n),
+            out_shape=shapes,
+            num_warps=schedule.num_warps,
+            num_stages=schedule.num_stages,
+            interpret=config.interpret,
+            aliases=aliases,
+        )(*operands.values())
+    if flat:
+        results = [jnp.squeeze(r, 1) for r in results]
+    return results[0] if dot_vector is None else tuple(results)

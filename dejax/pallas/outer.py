@@ -1,0 +1,219 @@
+"""The outer-product template: `sum over rows of a type of x^T y`, the gradient of a typed weight.
+
+Two passes and no atomics, so that the result is the same in every run: rows of a type are split among programs, each of
+which sums its rows into a float32 partial; a second kernel adds the partials of each type up in their order.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dejax.pallas import _triton
+from dejax.pallas import schedule as schedules
+from dejax.pallas._checks import as_index, check_float, check_precision
+from dejax.pallas._shapes import cdiv, lanes, next_power_of_two
+from dejax.pallas.schedule import OuterSchedule
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """Static facts of one call; `names` are the first kernel's references in order."""
+
+    names: tuple[str, ...]
+    groups: int
+    k: int
+    n: int
+    schedule: OuterSchedule
+    precision: str
+    dtype: jnp.dtype
+    x_rows: int
+    y_rows: int
+
+
+def _partial_kernel(*refs: Any, c: _Config) -> None:
+    ref = dict(zip(c.names, refs, strict=True))
+    s = c.schedule
+    split, g, block_k, block_n = _triton.program_ids(c.groups, cdiv(c.k, s.block_k), cdiv(c.n, s.block_n))
+    start, end = ref["split_start"][split], ref["split_end"][split]
+    k = (block_k * s.block_k + lanes(s.block_k, 0, 1))[None, :]
+    n = (block_n * s.block_n + lanes(s.block_n, 0, 1))[None, :]
+
+    def rows_of(name: str, position: jax.Array, valid: jax.Array, column: jax.Array, width: int, rows: int) -> jax.Array:
+        row = position
+        if f"{name}_index" in ref:
+            row = _triton.load(ref[f"{name}_index"], (position,), valid)
+        mask = (valid & (row >= 0) & (row < rows))[:, None]
+        if width % column.shape[1]:
+            mask = mask & (column < width)
+        return _triton.load(ref[name], (row[:, None], g, column), mask)
+
+    def step(i: jax.Array, total: jax.Array) -> jax.Array:
+        position = start + i * s.block_rows + lanes(s.block_rows, 0, 1)
+        valid = position < end
+        x = rows_of("x", position, valid, k, c.k, c.x_rows)
+        y = rows_of("y", position, valid, n, c.n, c.y_rows)
+        if "scale" in ref:
+            scale = _triton.load(ref["scale"], (position, g), valid).astype(jnp.float32)
+            y = y.astype(jnp.float32) * scale[:, None]
+        return total + _triton.dot(x.astype(c.dtype), y.astype(c.dtype), c.precision, transpose_x=True)
+
+    steps = lax.div(end - start + jnp.int32(s.block_rows - 1), jnp.int32(s.block_rows))
+    total = lax.fori_loop(0, steps, step, jnp.zeros((s.block_k, s.block_n), jnp.float32))
+    k, inside = k.reshape(-1, 1), k.reshape(-1, 1) < c.k
+    _triton.store(ref["partial"], (split, g, k, n), total, inside & (n < c.n))
+
+
+def _sum_kernel(partial: Any, split_offsets: Any, out: Any, *, groups: int, k: int, n: int, block: int, depth: int) -> None:
+    """Adds up the partials of a type for `block` columns of one row of its matrix, `depth` partials a step."""
+    t, g, row, column = _triton.program_ids(groups, k, cdiv(n, block))
+    start, end = split_offsets[t], split_offsets[t + 1]
+    columns = (column * block + lanes(block, 0, 1))[None, :]
+
+    def step(i: jax.Array, total: jax.Array) -> jax.Array:
+        split = (start + i * depth + lanes(depth, 0, 1))[:, None]
+        mask = (split < end) & (columns < n)
+        return total + _triton.load(partial, (split, g, row, columns), mask)
+
+    steps = lax.div(end - start + jnp.int32(depth - 1), jnp.int32(depth))
+    total = lax.fori_loop(0, steps, step, jnp.zeros((depth, block), jnp.float32))
+    columns = columns.reshape(-1)
+    _triton.store(out, (t, g, row, columns), jnp.sum(total, axis=0), columns < n)
+
+
+def split_table(offsets: jax.Array, rows_per_split: int, num_positions: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Cuts each type's positions in splits of `rows_per_split`.
+
+    Returns:
+      start and end of each split, int32[num_positions // rows_per_split + types] with unused splits empty, and the first
+      split of each type, int32[types + 1].
+    """
+    types = offsets.shape[0] - 1
+    if rows_per_split >= num_positions:  # one split a type
+        return offsets[:-1], offsets[1:], jnp.arange(types + 1, dtype=jnp.int32)
+    counts = offsets[1:] - offsets[:-1]
+    splits = (counts + (rows_per_split - 1)) // rows_per_split
+    first = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(splits, dtype=jnp.int32)])
+    number = jnp.arange(num_positions // rows_per_split + types, dtype=jnp.int32)
+    t = jnp.clip(jnp.searchsorted(first, number, side="right").astype(jnp.int32) - 1, 0, types - 1)
+    start = offsets[t] + (number - first[t]) * rows_per_split
+    end = jnp.minimum(start + rows_per_split, offsets[t + 1])
+    return start, jnp.where(number < first[-1], end, start), first
+
+
+def typed_outer(
+    x: jax.Array,
+    y: jax.Array,
+    *,
+    offsets: jax.Array,
+    num_positions: int,
+    x_index: jax.Array | None = None,
+    y_index: jax.Array | None = None,
+    scale: jax.Array | None = None,
+    precision: str = "tf32",
+    out_dtype: Any = jnp.float32,
+    rows_per_split: int | None = None,
+    schedule: OuterSchedule | None = None,
+    interpret: bool | None = None,
+) -> jax.Array:
+    """The sum of outer products of each type: `out[t, g] = sum_p scale[p, g] * x[i(p), g]^T y[j(p), g]`.
+
+    The sum goes over positions p of type t, `offsets[t]` to `offsets[t + 1]`; i(p) = `x_index[p]` and j(p) =
+    `y_index[p]`, or p without an index. The order of additions is fixed, so the result is the same in every run.
+
+    Args:
+      x: float[rows, groups, k], or float[rows, k] for one group, which the result then has no axis for either.
+      y: float[rows, groups, n], or float[rows, n] where `x` has no groups.
+      offsets: int32[types + 1].
+      num_positions: length of the indices, and of the range of positions.
+      x_index: int32[num_positions], the row of `x` at each position; one out of range reads as zeros.
+      y_index: int32[num_positions], likewise for `y`.
+      scale: float[num_positions, groups] or float[num_positions], a factor of each product.
+      precision: of float32 operands: `f32`, `tf32` or `bf16` (cast). Sums are float32.
+      out_dtype: of the result.
+      rows_per_split: positions that one program sums; about a thousandth of all by default.
+      schedule: the tile; by default the heuristic's.
+      interpret: run the kernels interpreted; by default where there is no GPU.
+
+    Returns:
+      out_dtype[types, groups, k, n], exact zeros for types without positions.
+
+    Raises:
+      NotImplementedError: a dtype that the kernel does not have.
+      ValueError: shapes that do not fit each other.
+    """
+    check_precision(precision)
+    check_float(x, "x")
+    check_float(y, "y")
+    flat = x.ndim == 2
+    if flat:
+        x, y = x[:, None], y[:, None]
+    if x.ndim != 3 or y.ndim != 3 or x.shape[1] != y.shape[1]:
+        raise ValueError(
+            "x and y must be [rows, groups, width] with the same groups, or both [rows, width]; "
+            f"got ranks {x.ndim - flat} and {y.ndim - flat}, shapes {x.shape} and {y.shape}"
+        )
+    (x_rows, groups, k), (y_rows, _, n) = x.shape, y.shape
+    types = offsets.shape[0] - 1
+    shape = (types, groups, k, n)
+    if min(*shape, num_positions, x_rows, y_rows) == 0:
+        total = jnp.zeros(shape, out_dtype)
+        return total[:, 0] if flat else total
+    if schedule is None:
+        key = f"{next_power_of_two(k)}x{next_power_of_two(n)}x{groups}-{precision}-{x.dtype}"
+        tuned = schedules.lookup("outer", key)
+        schedule = OuterSchedule(**tuned) if tuned else schedules.outer_schedule(k, n, precision)
+    per_split = rows_per_split or schedules.rows_per_split(num_positions, types)
+    start, end, first = split_table(offsets, per_split, num_positions)
+    operands = {"x": x, "y": y, "split_start": start, "split_end": end}
+    if x_index is not None:
+        operands["x_index"] = as_index(x_index, "x_index", num_positions)
+    if y_index is not None:
+        operands["y_index"] = as_index(y_index, "y_index", num_positions)
+    if scale is not None:
+        check_float(scale, "scale")
+        scale = scale[:, None] if scale.ndim == 1 else scale
+        if scale.shape not in ((num_positions, groups), (num_positions, 1)):
+            raise ValueError(f"scale must be [{num_positions}, {groups}] or [{num_positions}], got {scale.shape}")
+        operands["scale"] = jnp.broadcast_to(scale, (num_positions, groups))
+    interpreted = _triton.use_interpreter(interpret)
+    config = _Config(
+        names=(*operands, "partial"),
+        groups=groups,
+        k=k,
+        n=n,
+        schedule=schedule,
+        precision=precision,
+        dtype=_triton.product_dtype(x.dtype, y.dtype, precision),
+        x_rows=x_rows,
+        y_rows=y_rows,
+    )
+    splits = start.shape[0]
+    (partial,) = _triton.pallas_call(
+        functools.partial(_partial_kernel, c=config),
+        name="typed_outer",
+        num_programs=splits * groups * cdiv(k, schedule.block_k) * cdiv(n, schedule.block_n),
+        out_shape=[jax.ShapeDtypeStruct((splits, groups, k, n), jnp.dtype(jnp.float32))],
+        num_warps=schedule.num_warps,
+        num_stages=schedule.num_stages,
+        interpret=interpreted,
+    )(*operands.values())
+    if per_split >= num_positions:  # one split a type: its partial is the sum
+        total = partial.astype(out_dtype)
+    else:
+        block = min(next_power_of_two(n), 128)
+        (total,) = _triton.pallas_call(
+            functools.partial(_sum_kernel, groups=groups, k=k, n=n, block=block, depth=8),
+            name="typed_outer_sum",
+            num_programs=types * groups * k * cdiv(n, block),
+            out_shape=[jax.ShapeDtypeStruct(shape, jnp.dtype(out_dtype))],
+            num_warps=1,
+            num_stages=2,
+            interpret=interpreted,
+        )(partial, first)
+    return total[:, 0] if flat else total

@@ -1,0 +1,142 @@
+"""Schedules of the kernels: tile sizes, warps and stages, by a heuristic or from a tuned table.
+
+The heuristics' figures were found on one NVIDIA H200 (see docs/architecture.md); a table under `tuned/` overrules them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dejax.pallas._shapes import cdiv, next_power_of_two, previous_power_of_two
+
+TUNED = Path(__file__).parent / "tuned"
+
+
+@dataclass(frozen=True, slots=True)
+class GemmSchedule:
+    """How a typed product is cut.
+
+    Attributes:
+      block_k: length of a step over the contracted axis; a power of two, at least 16.
+      block_n: columns of a tile; a power of two, at least 16.
+      num_warps: warps a program.
+      num_stages: depth of the software pipeline over `block_k`.
+    """
+
+    block_k: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class OuterSchedule:
+    """How sums of outer products are cut.
+
+    Attributes:
+      block_rows: positions a step; a power of two, at least 16.
+      block_k: rows of a tile of the result; a power of two, at least 16.
+      block_n: columns of a tile of the result; a power of two, at least 16.
+      num_warps: warps a program.
+      num_stages: depth of the software pipeline over positions.
+    """
+
+    block_rows: int
+    block_k: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class TraversalSchedule:
+    """How a traversal is cut.
+
+    Attributes:
+      rows_per_program: rows that a program does side by side; a power of two.
+      items_per_step: items of each row loaded at once; a power of two.
+      num_warps: warps a program.
+      num_stages: depth of the software pipeline over items.
+    """
+
+    rows_per_program: int
+    items_per_step: int
+    num_warps: int
+    num_stages: int
+
+
+def gemm_block(k: int, n: int, num_positions: int, num_types: int, precision: str = "tf32") -> int:
+    """Rows of a tile of a typed product: the `block` for which to make the tile table.
+
+    Args:
+      k: contracted width.
+      n: width of the result.
+      num_positions: rows of the product.
+      num_types: matrices that they are spread over.
+      precision: `f32`, `tf32` or `bf16`.
+
+    Returns:
+      32, 64 or 128.
+    """
+    mean = num_positions / max(num_types, 1)
+    # Without tensor cores a thread holds its whole share of the tile: 32 rows were fastest in first tries on the H200.
+    if precision == "f32" or mean < 64:
+        return 32
+    return 64
+
+
+def gemm_schedule(k: int, n: int, block: int, precision: str, *, whole_n: bool = False) -> GemmSchedule:
+    """The heuristic schedule of a typed product; `whole_n` keeps all columns in one tile."""
+    wide_k, wide_n = max(16, next_power_of_two(k)), max(16, next_power_of_two(n))
+    block_k = wide_k if wide_k <= 128 else 64
+    if precision == "f32":
+        block_k = min(block_k, 64)
+    block_n = wide_n if whole_n else min(wide_n, 128)
+    num_warps = 8 if block * block_n >= 128 * 128 else 4
+    return GemmSchedule(block_k, block_n, num_warps, 2)
+
+
+def outer_schedule(k: int, n: int, precision: str) -> OuterSchedule:
+    """The heuristic schedule of sums of outer products."""
+    block_k = min(max(16, next_power_of_two(k)), 64)
+    block_n = min(max(16, next_power_of_two(n)), 128)
+    return OuterSchedule(32, block_k, block_n, 4, 2)
+
+
+def rows_per_split(num_positions: int, num_types: int) -> int:
+    """Positions that one program of the first pass of `typed_outer` sums: about 1,000 programs in all, 256 at least."""
+    del num_types
+    return max(256, next_power_of_two(cdiv(num_positions, 1024)))
+
+
+def traversal_schedule(width: int, mean_degree: float, *, interpret: bool = False) -> TraversalSchedule:
+    """The heuristic schedule of a traversal.
+
+    Args:
+      width: padded features of the widest tile.
+      mean_degree: items a row, on average.
+      interpret: large tiles, because the interpreter pays for each program and not for lanes.
+    """
+    if interpret:
+        items = min(8, next_power_of_two(int(mean_degree)))
+        return TraversalSchedule(max(1, previous_power_of_two(8192 // (items * width))), items, 1, 1)
+    num_warps = 1 if width <= 32 else 2 if width <= 256 else 4
+    slots = max(1, num_warps * 512 // width)  # 16 elements of each tile a thread
+    items = min(max(1, slots // 2), next_power_of_two(max(1, int(mean_degree))), 16)
+    rows = min(32, max(1, slots // items))
+    return TraversalSchedule(previous_power_of_two(rows), previous_power_of_two(items), num_warps, 2)
+
+
+@functools.lru_cache
+def _table(kernel: str) -> dict[str, Any]:
+    path = TUNED / f"{kernel}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def lookup(kernel: str, key: str) -> dict[str, Any] | None:
+    """The tuned schedule of `kernel` (`gemm`, `outer` or `traversal`) for `key`, as its fields; None if there is none."""
+    return _table(kernel).get(key)

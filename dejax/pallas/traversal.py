@@ -1,0 +1,327 @@
+"""The traversal template: a loop over rows and the items of each, with a body, reductions and an epilogue."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dejax.pallas import _triton
+from dejax.pallas._accumulate import Reduction, check_reductions
+from dejax.pallas._checks import FLOATS, as_index
+from dejax.pallas._shapes import cdiv, padded_size
+from dejax.pallas._traversal_kernels import (
+    Operand,
+    Output,
+    Plan,
+    chunk_kernel,
+    combine_kernel,
+    map_kernel,
+    row_kernel,
+)
+from dejax.pallas.schedule import TraversalSchedule, lookup, traversal_schedule
+
+__all__ = ["MAX_WIDTH", "Operand", "Reduction", "map_items", "traverse"]
+
+# Padded features of one row that a program can hold: 8 warps of 32 threads with 16 elements each.
+MAX_WIDTH = 4096
+
+
+def _outputs(outputs: Sequence[Output]) -> tuple[Output, ...]:
+    return tuple((tuple(shape), jnp.dtype(dtype)) for shape, dtype in outputs)
+
+
+def _check_width(shapes: Sequence[tuple[int, ...]]) -> int:
+    """The widest padded feature shape."""
+    for shape in shapes:
+        if len(shape) > 2 or 0 in shape:
+            raise NotImplementedError(f"a feature shape has at most two axes, none empty; got {shape}")
+    width = max((padded_size(s) for s in shapes), default=1)
+    if width > MAX_WIDTH:
+        raise NotImplementedError(f"features padded to powers of two have at most {MAX_WIDTH} elements, got {width}")
+    return width
+
+
+def _check_operands(
+    arrays: Sequence[jax.Array],
+    operands: Sequence[Operand],
+    index_tables: Sequence[jax.Array],
+    num_items: int,
+    num_rows: int | None,
+) -> tuple[list[jax.Array], tuple[tuple[int, ...], ...]]:
+    """Arrays with a leading axis of at least 1, and the feature shape of each."""
+    if len(arrays) != len(operands):
+        raise ValueError(f"operands must have one entry for each array: {len(arrays)} arrays, {len(operands)} operands")
+    ready, features = [], []
+    for i, (array, operand) in enumerate(zip(arrays, operands, strict=True)):
+        if jnp.issubdtype(array.dtype, jnp.floating) and array.dtype not in FLOATS:
+            raise NotImplementedError(f"arrays[{i}] is {array.dtype}; the kernels compute in float32")
+        if operand.access == "shared":
+            array = array[None]
+        elif operand.access == "row" and num_rows is not None:
+            _check_length(array, num_rows, f"arrays[{i}]", "rows")
+        elif operand.access == "item":
+            _check_length(array, num_items, f"arrays[{i}]", "items")
+        elif operand.access == "indexed":
+            if operand.index is None or not 0 <= operand.index < len(index_tables):
+                raise ValueError(
+                    f"operands[{i}].index must name one of {len(index_tables)} index tables, got {operand.index}"
+                )
+        else:
+            known = "item, indexed, shared" + ("" if num_rows is None else ", row")
+            raise ValueError(f"operands[{i}].access must be one of {known}, got {operand.access!r}")
+        features.append(array.shape[1:])
+        ready.append(_not_empty(array))
+    return ready, tuple(features)
+
+
+def _check_length(array: jax.Array, length: int, name: str, what: str) -> None:
+    if array.ndim == 0 or array.shape[0] != length:
+        raise ValueError(f"{name} must have {length} {what} on its first axis, got shape {array.shape}")
+
+
+def _not_empty(array: jax.Array) -> jax.Array:
+    """A buffer that a kernel can be given: one row of zeros for none. Masks keep it from being read."""
+    return jnp.zeros((1, *array.shape[1:]), array.dtype) if array.shape[0] == 0 else array
+
+
+def _structs(outputs: Sequence[Output], length: int) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct((length, *shape), dtype) for shape, dtype in outputs]
+
+
+def _zeros(structs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    return [jnp.zeros(s.shape, s.dtype) for s in structs]
+
+
+def traverse(
+    body: Callable[..., Any],
+    epilogue: Callable[..., Any] | None,
+    arrays: Sequence[jax.Array],
+    operands: Sequence[Operand],
+    *,
+    offsets: jax.Array,
+    order: jax.Array | None = None,
+    num_items: int,
+    num_rows: int,
+    index_tables: Sequence[jax.Array] = (),
+    reductions: Sequence[Reduction] = (),
+    item_outputs: Sequence[Output] = (),
+    row_outputs: Sequence[Output] = (),
+    hubs: tuple[Any, ...] | None = None,
+    covers_all_items: bool = False,
+    schedule: TraversalSchedule | None = None,
+    interpret: bool | None = None,
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Reduces over the items of each row, computing on tiles in registers.
+
+    The items of row r are `order[offsets[r]:offsets[r + 1]]`. The body sees several rows and several items of each at
+    once: tiles of shape [rows, items, *features] for `item` and `indexed` operands, [rows, 1, *features] for `row` and
+    [1, 1, *features] for `shared` ones, each feature axis padded to the next power of two with zeros (`feature_mask` tells
+    which lanes are padding). Floating tiles are float32. It must be elementwise over the two leading axes and may leave
+    them at size 1. Results are the same in every run: there are no atomic additions.
+
+    Args:
+      body: from tiles, in the order of `operands`, to (a value for each reduction, a value for each item output).
+      epilogue: from (results of the reductions as a tuple of [rows, *features], tiles of the `row` and `shared` operands
+        as [rows or 1, *features]) to the row outputs; None: the row outputs are the reductions.
+      arrays: [length, *features] with at most two feature axes; [*features] for `shared`.
+      operands: how each array is read.
+      offsets: int32[num_rows + 1].
+      order: int32[num_items], item ids in the order of rows; None where item ids are the positions.
+      num_items: number of items, those of no row included.
+      num_rows: number of rows.
+      index_tables: int32[num_items] each; an index out of range reads as zeros.
+      reductions: what is accumulated over the items of a row, in float32.
+      item_outputs: (feature shape, dtype) of each array to write at item ids.
+      row_outputs: (feature shape, dtype) of each array to write by row; may be () where `epilogue` is None, for the
+        reductions in float32.
+      hubs: rows with more than `chunk` items, cut in chunks, or None where there is none: (chunk, rows int32[hubs],
+        offsets int32[hubs + 1], chunk_row, chunk_start, chunk_end int32[chunks]), where hub h has the chunks `offsets[h]`
+        to `offsets[h + 1]` and a chunk the positions `chunk_start` to `chunk_end` of the order; unused hubs and chunks
+        have the row `num_rows` and no positions. Every row with more than `chunk` items must be among them.
+      covers_all_items: the caller's word that every item belongs to a row, so that no item output need be set to zero.
+      schedule: the tile; by default the heuristic's.
+      interpret: run the kernels interpreted; by default where there is no GPU.
+
+    Returns:
+      The row outputs, [num_rows, *features] each, and the item outputs, [num_items, *features] each; items of no row are
+      zeros. A reduction over no items is 0.
+
+    Raises:
+      NotImplementedError: a dtype or a feature shape that the kernel does not have.
+      ValueError: arguments that do not fit each other.
+    """
+    reductions = tuple(reductions)
+    check_reductions(reductions)
+    if epilogue is None and not row_outputs:
+        row_outputs = tuple((r.shape, jnp.float32) for r in reductions)
+    item_outputs, row_outputs = _outputs(item_outputs), _outputs(row_outputs)
+    if offsets.shape != (num_rows + 1,):
+        raise ValueError(f"offsets must have num_rows + 1 = {num_rows + 1} entries, got shape {offsets.shape}")
+    index_tables = [as_index(t, f"index_tables[{i}]", num_items) for i, t in enumerate(index_tables)]
+    lengths = tuple(1 if o.access == "shared" else a.shape[0] for a, o in zip(arrays, operands, strict=True))
+    ready, features = _check_operands(arrays, operands, index_tables, num_items, num_rows)
+    width = _check_width(
+        [*features, *(r.shape for r in reductions), *(s for s, _ in item_outputs), *(s for s, _ in row_outputs)]
+    )
+    item_structs, row_structs = _structs(item_outputs, num_items), _structs(row_outputs, num_rows)
+    if num_rows == 0 or not (item_outputs or row_outputs):
+        return tuple(_zeros(row_structs)), tuple(_zeros(item_structs))
+
+    interpreted = _triton.use_interpreter(interpret)
+    if schedule is None:
+        degree = num_items / num_rows
+        tuned = lookup("traversal", f"{width}x{round(degree)}")
+        schedule = TraversalSchedule(**tuned) if tuned else traversal_schedule(width, degree, interpret=interpreted)
+    chunk = None if hubs is None or hubs[1].shape[0] == 0 or hubs[3].shape[0] == 0 else int(hubs[0])
+    plan = Plan(
+        body=body,
+        epilogue=epilogue,
+        operands=tuple(operands),
+        features=features,
+        lengths=lengths,
+        reductions=reductions,
+        item_outputs=item_outputs,
+        row_outputs=row_outputs,
+        num_items=num_items,
+        num_rows=num_rows,
+        rows=schedule.rows_per_program,
+        items=schedule.items_per_step,
+        chunk=chunk,
+    )
+    shared: list[jax.Array] = [*ready, *map(_not_empty, index_tables), offsets.astype(jnp.int32)]
+    if order is not None:
+        shared.append(_not_empty(as_index(order, "order", num_items)))
+    call = functools.partial(
+        _triton.pallas_call,
+        num_warps=schedule.num_warps,
+        num_stages=schedule.num_stages,
+        interpret=interpreted,
+    )
+    static = {"plan": plan, "num_tables": len(index_tables), "has_order": order is not None}
+
+    # Zero-sized outputs cannot be given to a kernel: items that are none get no buffer of theirs.
+    if num_items == 0 and item_outputs:
+        rows, _ = traverse(
+            lambda *tiles: (body(*tiles)[0], ()),
+            epilogue,
+            arrays,
+            operands,
+            offsets=offsets,
+            order=order,
+            num_items=0,
+            num_rows=num_rows,
+            index_tables=index_tables,
+            reductions=reductions,
+            row_outputs=row_outputs,
+            schedule=schedule,
+            interpret=interpret,
+        )
+        return rows, tuple(_zeros(item_structs))
+
+    initial = [] if covers_all_items else _zeros(item_structs)
+    outputs = call(
+        functools.partial(row_kernel, **static, num_aliased=len(initial)),
+        name="traverse",
+        num_programs=cdiv(num_rows, plan.rows),
+        out_shape=[*item_structs, *row_structs],
+        aliases={len(shared) + i: i for i in range(len(initial))},
+    )(*shared, *initial)
+    items, rows = list(outputs[: len(item_structs)]), list(outputs[len(item_structs) :])
+    if hubs is None or chunk is None:
+        return tuple(rows), tuple(items)
+
+    _, hub_rows, hub_offsets, *bounds = hubs
+    num_chunks = bounds[0].shape[0]
+    partial_structs = _structs([(r.shape, jnp.float32) for r in reductions], num_chunks)
+    operands_of_chunks = [*bounds, *shared]
+    outputs = call(
+        functools.partial(chunk_kernel, **static, num_aliased=len(items)),
+        name="traverse_chunks",
+        num_programs=num_chunks,
+        out_shape=[*item_structs, *partial_structs],
+        aliases={len(operands_of_chunks) + i: i for i in range(len(items))},
+    )(*operands_of_chunks, *items)
+    items, partials = list(outputs[: len(item_structs)]), list(outputs[len(item_structs) :])
+    if row_outputs:
+        operands_of_hubs = [hub_rows, hub_offsets, *ready, *partials]
+        rows = call(
+            functools.partial(combine_kernel, plan=plan),
+            name="traverse_hubs",
+            num_programs=hub_rows.shape[0],
+            out_shape=row_structs,
+            aliases={len(operands_of_hubs) + i: i for i in range(len(rows))},
+        )(*operands_of_hubs, *rows)
+    return tuple(rows), tuple(items)
+
+
+def map_items(
+    body: Callable[..., Any],
+    arrays: Sequence[jax.Array],
+    operands: Sequence[Operand],
+    *,
+    num_items: int,
+    index_tables: Sequence[jax.Array] = (),
+    outputs: Sequence[Output],
+    schedule: TraversalSchedule | None = None,
+    interpret: bool | None = None,
+) -> tuple[jax.Array, ...]:
+    """Computes on the tiles of each item, without rows.
+
+    Args:
+      body: from tiles [1, items, *features] (`item`, `indexed`) and [1, 1, *features] (`shared`), padded and float32 as in
+        `traverse`, to a value for each output.
+      arrays: [length, *features] with at most two feature axes; [*features] for `shared`.
+      operands: how each array is read; `row` has no meaning here.
+      num_items: number of items.
+      index_tables: int32[num_items] each; an index out of range reads as zeros.
+      outputs: (feature shape, dtype) of each result.
+      schedule: `items_per_step` times `rows_per_program` items a program; by default the heuristic's.
+      interpret: run the kernel interpreted; by default where there is no GPU.
+
+    Returns:
+      [num_items, *features] for each output.
+
+    Raises:
+      NotImplementedError: a dtype or a feature shape that the kernel does not have.
+      ValueError: arguments that do not fit each other.
+    """
+    outputs = _outputs(outputs)
+    index_tables = [as_index(t, f"index_tables[{i}]", num_items) for i, t in enumerate(index_tables)]
+    lengths = tuple(1 if o.access == "shared" else a.shape[0] for a, o in zip(arrays, operands, strict=True))
+    ready, features = _check_operands(arrays, operands, index_tables, num_items, None)
+    width = _check_width([*features, *(s for s, _ in outputs)])
+    structs = _structs(outputs, num_items)
+    if num_items == 0 or not outputs:
+        return tuple(_zeros(structs))
+    interpreted = _triton.use_interpreter(interpret)
+    schedule = schedule or traversal_schedule(width, 1.0, interpret=interpreted)
+    block = schedule.rows_per_program * schedule.items_per_step
+    plan = Plan(
+        body=lambda *tiles: ((), tuple(body(*tiles))),
+        epilogue=None,
+        operands=tuple(operands),
+        features=features,
+        lengths=lengths,
+        reductions=(),
+        item_outputs=outputs,
+        row_outputs=(),
+        num_items=num_items,
+        num_rows=1,
+        rows=1,
+        items=block,
+        chunk=None,
+    )
+    results = _triton.pallas_call(
+        functools.partial(map_kernel, plan=plan, num_tables=len(index_tables)),
+        name="map_items",
+        num_programs=cdiv(num_items, block),
+        out_shape=structs,
+        num_warps=schedule.num_warps,
+        num_stages=schedule.num_stages,
+        interpret=interpreted,
+    )(*ready, *index_tables)
+    return tuple(results)
