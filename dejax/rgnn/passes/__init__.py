@@ -15,6 +15,7 @@ from dejax.rgnn.passes._rewrite import Counts
 from dejax.rgnn.passes.aggregate import aggregate
 from dejax.rgnn.passes.backward import differentiate
 from dejax.rgnn.passes.compact import compact
+from dejax.rgnn.passes.contract import contract
 from dejax.rgnn.passes.cse import cse
 from dejax.rgnn.passes.dce import dce
 from dejax.rgnn.passes.fallback import fallback
@@ -43,6 +44,7 @@ LATE: tuple[tuple[str, Pass], ...] = (
     ("softmax", expand_softmax),
     ("hoist", hoist),
     ("cse", cse),
+    ("contract", contract),
     ("dce", dce),
 )
 # What `Options(disable=...)` takes. `backward` off: gradients by JAX's autodiff of the XLA lowering.
@@ -54,6 +56,7 @@ PASSES = (
     "compact",
     "softmax",
     "hoist",
+    "contract",
     "backward",
     "recompute",
     "gemm",

@@ -199,15 +199,24 @@ class _Fusion:
         wanted = [v for v in dict.fromkeys([*self.narrow(), *wanted]) if program.ops[v].name != "const"]
         for value in sorted(wanted):
             space = program.ops[value].space
-            for loop in self.loops:
-                if loop.space != space or not self.computes(loop, value):
-                    continue
+            able = [loop for loop in self.loops if loop.space == space and self.computes(loop, value)]
+            for loop in sorted(able, key=lambda loop: self.extra_width(loop, value)):
                 loop.items.append(value)
                 if self.acyclic(self.loops):
                     break
                 loop.items.pop()
             else:
                 self.loops.append(_Loop(None, space, items=[value]))
+
+    def extra_width(self, loop: _Loop, value: int) -> int:
+        """Numbers that a loop loads for each item only because it computes the value."""
+        roots = [v for a in loop.accumulators for v in self.needs(a)]
+        without = set(self.cone(roots, {value})[1])
+        return sum(
+            self.program.ops[v].width
+            for v in self.cone([*roots, value], set())[1]
+            if v not in without and self.program.ops[v].attr("via") != loop.via
+        )
 
     def demanded(self) -> list[int]:
         """Values that must be arrays: outputs, and what GEMM instances and XLA operators read."""
@@ -255,8 +264,8 @@ class _Fusion:
             mine = {a.out for a in loop.accumulators} | set(loop.epilogue)
             if not mine.intersection(op.args):
                 continue
-            outside = [a for a in op.args if a not in mine]
-            if any(self.program.ops[a].name == "gather" or self.program.ops[a].width > 4 * op.width for a in outside):
+            outside = [self.program.ops[a] for a in op.args if a not in mine]
+            if any((a.name == "gather" and a.attr("via") != "all") or a.width > 4 * op.width for a in outside):
                 continue
             loop.epilogue.append(i)
             if not self.acyclic(self.loops):
@@ -278,7 +287,7 @@ class _Fusion:
         inside = results | set(loop.epilogue)
         for i in loop.epilogue:
             outside = [a for a in program.ops[i].args if a not in inside and program.ops[a].name != "const"]
-            operands += [Operand(a, a, "row", loop.via) for a in outside]
+            operands += [self.row_operand(a, loop.via) for a in outside]
         unique = tuple({(o.name, o.access, o.via): o for o in operands}.values())
         produced = [a.out for a in loop.accumulators] + loop.epilogue
         outputs = set(program.outputs)
@@ -293,6 +302,11 @@ class _Fusion:
             item_outputs=tuple(loop.items),
             row_outputs=row_outputs,
         )
+
+    def row_operand(self, value: int, via: str | None) -> Operand:
+        """How an epilogue reads a value of the row."""
+        operand = access_operand(self.program, value)
+        return operand if operand.access == "shared" else Operand(value, value, "row", via)
 
     def read_outside(self, value: int, loop: _Loop, results: set[int], body: list[int]) -> bool:
         """Whether anything but the loop itself needs a row value."""

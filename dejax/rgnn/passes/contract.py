@@ -1,0 +1,79 @@
+"""Inner products leave a sum when the sum of the other side is there already.
+
+    sum over edges into v of c_e (y_v . z_e)   =   y_v . (sum over edges into v of c_e z_e)
+
+Backward of a softmax-weighted sum needs the left side and forward has made the sum on the right: one inner product a node
+replaces reading a row for every edge (the same step as in FlashAttention's backward, arXiv 2205.14135, appendix B.2).
+"""
+
+from __future__ import annotations
+
+from dejax.rgnn.ir.inter import Builder, Op, Program
+from dejax.rgnn.passes._rewrite import Counts, Factor, factors, rebuild
+
+
+def contract(program: Program, counts: Counts) -> Program:
+    sums = _sums(program)
+    new: dict[int, int] = {}
+
+    def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int:
+        new[index] = _contracted(builder, op, index) or builder.copy(op, args, builder.line)
+        return new[index]
+
+    def _contracted(builder: Builder, op: Op, index: int) -> int | None:
+        if op.name != "reduce" or op.attr("op") != "sum":
+            return None
+        found = factors(program, op.args[0])
+        for at, f in enumerate(found):
+            pair = _inner_product(program, f.value, op.attr("via"))
+            if pair is None or f.power != 1:
+                continue
+            row, wide = pair
+            rest = [g for j, g in enumerate(found) if j != at]
+            known = sums.get((op.attr("via"), _key([*rest, *factors(program, wide)])))
+            if known is None or known >= index:
+                continue
+            total, y = new[known], new[program.ops[row].args[0]]
+            if builder.ops[total].shape != builder.ops[y].shape:
+                continue
+            product = builder.op("mul", y, total)
+            last = len(builder.ops[product].shape) - 1
+            summed = builder.op("sum_features", product, axes=(last,), keepdims=False)
+            return summed if builder.ops[summed].shape == op.shape else builder.op("reshape", summed, shape=op.shape)
+        return None
+
+    return rebuild(program, visit)
+
+
+def _sums(program: Program) -> dict[tuple, int]:
+    """The sums of products that the program makes: map and factors -> reduction."""
+    found: dict[tuple, int] = {}
+    for i, op in enumerate(program.ops):
+        if op.name == "reduce" and op.attr("op") == "sum" and op.shape:
+            found.setdefault((op.attr("via"), _key(factors(program, op.args[0]))), i)
+    return found
+
+
+def _key(parts: list[Factor]) -> tuple:
+    return tuple(sorted((f.value, f.power) for f in parts))
+
+
+def _inner_product(program: Program, value: int, via: str) -> tuple[int, int] | None:
+    """(gather of the row's side, other side), if the value is their product summed over the last feature axis."""
+    op = program.ops[value]
+    if op.name == "reshape":  # only axes of size 1 go: the number of values stays
+        return _inner_product(program, op.args[0], via)
+    if op.name == "dot":
+        sides = op.args
+    elif op.name == "sum_features" and op.attr("axes") == (len(program.ops[op.args[0]].shape) - 1,):
+        product = program.ops[op.args[0]]
+        if product.name != "mul" or any(program.ops[a].shape != product.shape for a in product.args):
+            return None
+        sides = product.args
+    else:
+        return None
+    for row, wide in (sides, sides[::-1]):
+        read = program.ops[row]
+        if read.name == "gather" and read.attr("via") == via:
+            return row, wide
+    return None
