@@ -151,9 +151,13 @@ class RGCNSpec:
             x = _features("RGCNConv", graph, x, self.in_features)
         x, params = cast((x, params), self.dtype)
         if key is None or not self.stochastic:
-            return library.rgcn(graph, x, params, normalization=self.normalization, options=self.options)
-        rates = (self.edge_dropout, self.self_loop_dropout)
-        return _dropout.rgcn(graph, x, params, key, *rates, normalization=self.normalization, options=self.options)
+            out = library.rgcn(graph, x, params, normalization=self.normalization, options=self.options)
+        else:
+            rates = (self.edge_dropout, self.self_loop_dropout)
+            keywords: dict[str, Any] = {"normalization": self.normalization, "options": self.options}
+            out = _dropout.rgcn(graph, x, params, key, *rates, **keywords)
+        # Degrees are float32, so that counts above 256 are exact: a mean of bfloat16 comes back wider.
+        return out.astype(next(iter(params.values())).dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

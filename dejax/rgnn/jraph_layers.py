@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import jax
+import jax.numpy as jnp
+
 from dejax.rgnn.graph import RelGraph
 
 if TYPE_CHECKING:
@@ -43,7 +46,8 @@ def apply_to_graphs_tuple(
       node_key: for `nodes` that are a mapping: which entry is x, and is replaced.
       edge_key: the same for `edges`, where they are read or replaced.
       with_edges: whether the layer takes the edge features too.
-      updates: what the layer returns: new `"nodes"`, new `"edges"`, or `"both"`, a pair.
+      updates: what the layer returns: new `"nodes"`, new `"edges"`, or `"both"`, a pair. Where `edges` is the array of
+        edge types itself, replacing it loses them for the next layer: give that one `graph`, or keep types under a key.
       **graph_options: of `interop.from_graphs_tuple` (`edge_type`, `num_edge_types`, ...), where `graph` is not given.
 
     Returns:
@@ -56,23 +60,25 @@ def apply_to_graphs_tuple(
     """
     if updates not in ("nodes", "edges", "both"):
         raise ValueError(f"updates is 'nodes', 'edges' or 'both', got {updates!r}")
-    if graph is None:
-        from dejax.rgnn.interop import from_graphs_tuple
+    from dejax.rgnn.interop import from_graphs_tuple, to_graphs_tuple
 
+    if graph is None:
         graph = from_graphs_tuple(graphs_tuple, **graph_options)
     elif graph_options:
         raise ValueError(f"graph is given, so nothing is made from {sorted(graph_options)}; leave one of them out")
-    num_edges = _check_counts(graph, graphs_tuple)
     inputs = [] if graphs_tuple.nodes is None else [_read(graphs_tuple.nodes, node_key, "node")]
     if with_edges:
         inputs.append(_pad_rows(_read(graphs_tuple.edges, edge_key, "edge"), graph.num_edges))
     result = layer(graph, *inputs)
     nodes, edges = {"nodes": (result, None), "edges": (None, result), "both": result}[updates]
+    features: dict[str, Any] = {}
     if nodes is not None:
-        graphs_tuple = graphs_tuple._replace(nodes=_written(graphs_tuple.nodes, node_key, nodes))
+        features["nodes"] = _written(graphs_tuple.nodes, node_key, nodes)
     if edges is not None:
-        graphs_tuple = graphs_tuple._replace(edges=_written(graphs_tuple.edges, edge_key, edges[:num_edges]))
-    return graphs_tuple
+        # Reverses and self loops follow the tuple's own edges.
+        num_edges = 0 if graphs_tuple.senders is None else graphs_tuple.senders.shape[0]
+        features["edges"] = _written(graphs_tuple.edges, edge_key, jax.tree.map(lambda x: x[:num_edges], edges))
+    return to_graphs_tuple(graph, like=graphs_tuple, **features)
 
 
 def graphs_tuple_layer(layer: Callable[..., Any], **keywords: Any) -> Callable[[GraphsTuple], GraphsTuple]:
@@ -87,23 +93,6 @@ def graphs_tuple_layer(layer: Callable[..., Any], **keywords: Any) -> Callable[[
         return apply_to_graphs_tuple(layer, graphs_tuple, **keywords)
 
     return apply
-
-
-def _check_counts(graph: RelGraph, graphs_tuple: GraphsTuple) -> int:
-    """The tuple's number of edges; `graph` may have more (reverses, self loops) but not fewer."""
-    import jax
-
-    num_edges = 0 if graphs_tuple.senders is None else graphs_tuple.senders.shape[0]
-    if graph.num_edges < num_edges:
-        raise ValueError(
-            f"graph has {graph.num_edges} edges, fewer than its GraphsTuple, {num_edges}; make it from this one"
-        )
-    for leaf in jax.tree.leaves(graphs_tuple.nodes)[:1]:
-        if leaf.shape[0] != graph.num_nodes:
-            raise ValueError(
-                f"graph has {graph.num_nodes} nodes, the GraphsTuple {leaf.shape[0]}; make the graph from this one"
-            )
-    return num_edges
 
 
 def _read(features: Any, key: str | None, what: str) -> Any:
@@ -125,7 +114,5 @@ def _written(features: Any, key: str | None, value: Any) -> Any:
 
 def _pad_rows(x: Any, rows: int) -> Any:
     """Zeros for the edges that the RelGraph has beyond the tuple's."""
-    import jax.numpy as jnp
-
     x = jnp.asarray(x)
     return x if x.shape[0] == rows else jnp.pad(x, ((0, rows - x.shape[0]), *((0, 0),) * (x.ndim - 1)))

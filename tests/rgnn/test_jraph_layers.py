@@ -1,0 +1,221 @@
+"""Relational layers on `jraph.GraphsTuple`, alone and among jraph's own layers in one jitted step."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jraph
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from dejax import rgnn
+from dejax.rgnn import linen
+from dejax.rgnn import nnx as rnnx
+from dejax.rgnn.interop import from_graphs_tuple
+from dejax.rgnn.jraph_layers import apply_to_graphs_tuple, graphs_tuple_layer
+
+R, K = 3, 4
+
+
+def one_tuple(seed: int, nodes: int = 6, edges: int = 11) -> jraph.GraphsTuple:
+    """Nodes and edges are mappings; edge types under "edge_type", features under "features"."""
+    rng = np.random.default_rng(seed)
+    return jraph.GraphsTuple(
+        nodes={"features": jnp.asarray(rng.normal(size=(nodes, K)), jnp.float32), "id": jnp.arange(nodes)},
+        edges={
+            "features": jnp.asarray(rng.normal(size=(edges, 2)), jnp.float32),
+            "edge_type": jnp.asarray(rng.integers(0, R, edges)),
+        },
+        senders=jnp.asarray(rng.integers(0, nodes, edges)),
+        receivers=jnp.asarray(rng.integers(0, nodes, edges)),
+        globals=jnp.ones((1, 5)),
+        n_node=jnp.array([nodes]),
+        n_edge=jnp.array([edges]),
+    )
+
+
+def batched() -> jraph.GraphsTuple:
+    return jraph.batch([one_tuple(0), one_tuple(1, nodes=4, edges=7)])
+
+
+def only(before: jraph.GraphsTuple, after: jraph.GraphsTuple, *changed: str) -> None:
+    """Nothing but the named parts differs: leaves are the same objects or equal."""
+    for name in jraph.GraphsTuple._fields:
+        if name not in changed:
+            jax.tree.map(np.testing.assert_array_equal, getattr(before, name), getattr(after, name))
+
+
+def layer_of(name: str) -> Any:
+    rngs = nnx.Rngs(0)
+    if name == "rgcn":
+        return rnnx.RGCNConv(K, 3, R, rngs=rngs)
+    if name == "rgat":
+        return rnnx.RGATConv(K, 3, R, num_heads=2, rngs=rngs)
+    module = linen.HGTConv(3)
+    graphs = batched()
+    variables = module.init(jax.random.key(0), from_graphs_tuple(graphs, num_edge_types=R), graphs.nodes["features"])
+    return functools.partial(module.apply, variables)
+
+
+@pytest.mark.parametrize("name", ["rgcn", "rgat", "hgt"])
+def test_a_layer_gives_a_graphs_tuple(name: str) -> None:
+    layer, graphs = layer_of(name), batched()
+    out = apply_to_graphs_tuple(layer, graphs, num_edge_types=R, node_key="features")
+    only(graphs, out, "nodes")
+    assert out.nodes.keys() == {"features", "id"}
+    np.testing.assert_array_equal(out.nodes["id"], graphs.nodes["id"])
+    want = layer(from_graphs_tuple(graphs, num_edge_types=R), graphs.nodes["features"])
+    np.testing.assert_allclose(out.nodes["features"], want, rtol=1e-6)
+    # A batch is its graphs side by side.
+    for one, part in zip([one_tuple(0), one_tuple(1, nodes=4, edges=7)], jraph.unbatch(out), strict=True):
+        alone = apply_to_graphs_tuple(layer, one, num_edge_types=R, node_key="features")
+        np.testing.assert_allclose(part.nodes["features"], alone.nodes["features"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["rgcn", "rgat", "hgt"])
+def test_padded_inside_jit_as_outside(name: str) -> None:
+    layer, graphs = layer_of(name), batched()
+    padded = jraph.pad_with_graphs(graphs, n_node=17, n_edge=25, n_graph=5)
+    want = apply_to_graphs_tuple(layer, graphs, num_edge_types=R, node_key="features")
+
+    @jax.jit
+    def apply(padded: jraph.GraphsTuple) -> jraph.GraphsTuple:
+        keywords: dict[str, Any] = {"num_edge_types": R, "num_node_types": 1, "padded": True}
+        return apply_to_graphs_tuple(layer, padded, node_key="features", **keywords)
+
+    out = apply(padded)
+    only(padded, out, "nodes")
+    assert not jnp.any(out.nodes["features"][10:])
+    got = jraph.unpad_with_graphs(out)
+    np.testing.assert_allclose(got.nodes["features"], want.nodes["features"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(got.n_node, graphs.n_node)
+
+
+def test_plain_arrays_and_a_graph_made_once() -> None:
+    graphs = one_tuple(0)
+    graphs = graphs._replace(nodes=graphs.nodes["features"], edges=graphs.edges["edge_type"])
+    layer = layer_of("rgcn")
+    graph = from_graphs_tuple(graphs, num_edge_types=R)
+    step = graphs_tuple_layer(layer, graph=graph)
+    out = jax.jit(step)(graphs)
+    only(graphs, out, "nodes")
+    np.testing.assert_allclose(out.nodes, layer(graph, graphs.nodes), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r"nothing is made from \['num_edge_types'\]"):
+        apply_to_graphs_tuple(layer, graphs, graph=graph, num_edge_types=R)
+    with pytest.raises(ValueError):
+        apply_to_graphs_tuple(layer, one_tuple(0, nodes=9), graph=graph, node_key="features")
+
+
+def test_nodes_without_features() -> None:
+    graphs = one_tuple(0)._replace(nodes=None)
+    graph = from_graphs_tuple(graphs, num_edge_types=R)
+    layer = rnnx.RGCNConv.featureless(graph, 3, rngs=nnx.Rngs(0))
+    out = apply_to_graphs_tuple(layer, graphs, graph=graph)
+    np.testing.assert_array_equal(out.nodes, layer(graph))
+    only(graphs, out, "nodes")
+
+
+@rgnn.program
+def edge_and_node(g: Any, x: Any, e: Any, weight: Any) -> Any:
+    message = g.src(x) @ g.per_edge_type(weight) + g.edge(e)
+    return g.sum_to_dst(message), rgnn.tanh(message)
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_edge_features_in_and_out(added: bool) -> None:
+    """In the tuple's order; reverse edges and loops that the graph has in addition get zeros and are left out."""
+    graphs = batched()
+    types = 2 * R + 1 if added else R
+    weight = jax.random.normal(jax.random.key(0), (types, K, 2))
+    keywords: dict[str, Any] = {"num_edge_types": R, "node_key": "features", "edge_key": "features", "with_edges": True}
+    if added:
+        keywords |= {"add_reverse": True, "add_self_loops": True}
+    out = apply_to_graphs_tuple(lambda g, x, e: edge_and_node(g, x, e, weight), graphs, updates="both", **keywords)
+    only(graphs, out, "nodes", "edges")
+    x, edge_type = graphs.nodes["features"], graphs.edges["edge_type"]
+    message = jnp.einsum("ek,ekn->en", x[graphs.senders], weight[edge_type]) + graphs.edges["features"]
+    np.testing.assert_allclose(out.edges["features"], jnp.tanh(message), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(out.edges["edge_type"], edge_type)
+    want = jax.ops.segment_sum(message, graphs.receivers, 10)
+    if added:
+        back = jnp.einsum("ek,ekn->en", x[graphs.receivers], weight[edge_type + R])
+        want = want + jax.ops.segment_sum(back, graphs.senders, 10) + x @ weight[2 * R]
+    np.testing.assert_allclose(out.nodes["features"], want, rtol=1e-4, atol=1e-5)
+    keywords["updates"] = "edges"
+    edges_only = apply_to_graphs_tuple(lambda g, x, e: edge_and_node(g, x, e, weight)[1], graphs, **keywords)
+    only(graphs, edges_only, "edges")
+    np.testing.assert_allclose(edges_only.edges["features"], out.edges["features"], rtol=1e-5, atol=1e-6)
+
+
+def test_with_graph_network_in_one_jitted_step() -> None:
+    """Relational layer, jraph.GraphNetwork, relational layer, readout: trained together on padded batches."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.first = rnnx.RGCNConv(K, 8, R, rngs=rngs)
+            self.edge = nnx.Linear(2 + 8 + 8, 2, rngs=rngs)
+            self.node = nnx.Linear(8 + 2, 8, rngs=rngs)
+            self.readout = nnx.Linear(8, 1, rngs=rngs)
+            self.second = rnnx.RGATConv(8, 8, R, rngs=rngs)
+
+        def __call__(self, graphs: jraph.GraphsTuple) -> jax.Array:
+            keywords: dict[str, Any] = {
+                "num_edge_types": R,
+                "num_node_types": 1,
+                "padded": True,
+                "node_key": "features",
+            }
+            first, second = (graphs_tuple_layer(layer, **keywords) for layer in (self.first, self.second))
+
+            def edge(edges: Any, sent: Any, received: Any, _: Any) -> Any:
+                inputs = [edges["features"], sent["features"], received["features"]]
+                return {**edges, "features": nnx.relu(self.edge(jnp.concatenate(inputs, -1)))}
+
+            def node(nodes: Any, sent: Any, received: Any, _: Any) -> Any:
+                inputs = [nodes["features"], received["features"]]
+                return {**nodes, "features": nnx.relu(self.node(jnp.concatenate(inputs, -1)))}
+
+            network = jraph.GraphNetwork(update_edge_fn=edge, update_node_fn=node)
+            # jraph sums every entry of edges for its nodes: types ride along.
+            h = network(first(graphs))
+            h = second(h._replace(edges={**h.edges, "edge_type": graphs.edges["edge_type"]}))
+            graph_of_node = jnp.repeat(jnp.arange(h.n_node.shape[0]), h.n_node, total_repeat_length=17)
+            pooled = jax.ops.segment_sum(h.nodes["features"], graph_of_node, h.n_node.shape[0])
+            return self.readout(pooled)[:, 0]
+
+    graphs = jraph.pad_with_graphs(batched(), n_node=17, n_edge=25, n_graph=4)
+    labels, mask = jnp.array([1.0, -1.0, 0.0, 0.0]), jraph.get_graph_padding_mask(graphs)
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(0.02), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Model, optimizer: nnx.Optimizer, graphs: jraph.GraphsTuple) -> jax.Array:
+        def loss(model: Model) -> jax.Array:
+            return (((model(graphs) - labels) ** 2) * mask).sum()
+
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return value
+
+    before = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    losses = [float(step(model, optimizer, graphs)) for _ in range(80)]
+    assert losses[-1] < 0.1 * losses[0]
+    changed = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), before, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    assert all(jax.tree.leaves(changed)), changed
+
+
+def test_errors() -> None:
+    graphs, layer = one_tuple(0), layer_of("rgcn")
+    with pytest.raises(ValueError, match="updates is 'nodes', 'edges' or 'both', got 'globals'"):
+        apply_to_graphs_tuple(layer, graphs, num_edge_types=R, node_key="features", updates="globals")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="name a mapping's entry by node_key"):
+        apply_to_graphs_tuple(layer, graphs, num_edge_types=R)
+    with pytest.raises(TypeError, match=r"node_key='x' needs nodes that are a mapping with that entry, got .*features"):
+        apply_to_graphs_tuple(layer, graphs, num_edge_types=R, node_key="x")
+    with pytest.raises(TypeError, match="edge_key='x' needs edges that are a mapping"):
+        apply_to_graphs_tuple(layer, graphs, num_edge_types=R, node_key="features", with_edges=True, edge_key="x")

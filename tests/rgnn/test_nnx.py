@@ -1,0 +1,435 @@
+"""The nnx face: parameters, options, dropout, checkpoints, a training step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from dejax.rgnn import Options, RelGraph, _dropout, library
+from dejax.rgnn.nnx import HGTConv, ProgramModule, RGATConv, RGCNConv
+from tests.rgnn.layers import features, gated, typed_graph, without_edges
+
+GRAPH = typed_graph()
+R, T, N = GRAPH.num_edge_types, GRAPH.num_node_types, GRAPH.num_nodes
+RGCN_FORMS: dict[str, dict[str, Any]] = {"full": {}, "bases": {"num_bases": 2}, "blocks": {"num_blocks": 2}}
+
+
+def pure(module: nnx.Module) -> dict[str, Any]:
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def same(a: Any, b: Any, **tolerance: float) -> None:
+    np.testing.assert_allclose(
+        np.asarray(a, np.float64), np.asarray(b, np.float64), **({"rtol": 1e-5, "atol": 1e-5} | tolerance)
+    )
+
+
+def layers() -> dict[str, nnx.Module]:
+    rngs = nnx.Rngs(0)
+    return {
+        **{f"rgcn_{form}": RGCNConv(4, 6, R, rngs=rngs, **keywords) for form, keywords in RGCN_FORMS.items()},
+        "rgcn_bare": RGCNConv(4, 6, R, use_root=False, use_bias=False, normalization="sum", rngs=rngs),
+        "rgat": RGATConv(4, 5, R, num_heads=2, rngs=rngs),
+        "rgat_mean": RGATConv(4, 5, R, num_heads=2, concat_heads=False, softmax="relation", rngs=rngs),
+        "hgt": HGTConv(4, 6, T, R, num_heads=2, rngs=rngs),
+        "hgt_skip": HGTConv(4, 4, T, R, num_heads=2, head_features=3, use_bias=False, rngs=rngs),
+    }
+
+
+SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
+    "rgcn_full": {"weight": (R, 4, 6), "root": (4, 6), "bias": (6,)},
+    "rgcn_bases": {"bases": (2, 4, 6), "coefficients": (R, 2), "root": (4, 6), "bias": (6,)},
+    "rgcn_blocks": {"blocks": (R, 2, 2, 3), "root": (4, 6), "bias": (6,)},
+    "rgcn_bare": {"weight": (R, 4, 6)},
+    "rgat": {"weight": (R, 2, 4, 5), "attention_src": (R, 2, 5), "attention_dst": (R, 2, 5), "bias": (10,)},
+    "rgat_mean": {"weight": (R, 2, 4, 5), "attention_src": (R, 2, 5), "attention_dst": (R, 2, 5), "bias": (5,)},
+    "hgt": {
+        **dict.fromkeys(("key", "query", "value"), (T, 2, 4, 3)),
+        **{f"{name}_bias": (T, 2, 3) for name in ("key", "query", "value")},
+        **dict.fromkeys(("relation_attention", "relation_message"), (R, 2, 3, 3)),
+        "prior": (R, 2),
+        "out": (T, 6, 6),
+        "out_bias": (T, 6),
+    },
+    "hgt_skip": {
+        **dict.fromkeys(("key", "query", "value"), (T, 2, 4, 3)),
+        **dict.fromkeys(("relation_attention", "relation_message"), (R, 2, 3, 3)),
+        "prior": (R, 2),
+        "out": (T, 6, 4),
+        "skip": (T,),
+    },
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parameters_and_result(name: str) -> None:
+    layer: Any = layers()[name]
+    params = pure(layer)
+    assert {key: value.shape for key, value in params.items()} == SHAPES[name]
+    x = features(GRAPH, 4)
+    keywords: dict[str, Any] = {
+        "rgcn_bare": {"normalization": "sum"},
+        "rgat_mean": {"softmax": "relation", "concat_heads": False},
+    }.get(name, {})
+    want = getattr(library, name.split("_")[0])(GRAPH, x, params, **keywords)
+    out = layer(GRAPH, x)
+    assert out.dtype == jnp.float32 and bool(jnp.any(out != 0))
+    same(out, want)
+
+
+@pytest.mark.parametrize("num_bases", [None, 2])
+def test_featureless(num_bases: int | None) -> None:
+    layer = RGCNConv.featureless(GRAPH, 6, num_bases=num_bases, rngs=nnx.Rngs(0))
+    params = pure(layer)
+    rows = (
+        {"weight": (GRAPH.num_source_pairs, 6)} if num_bases is None else {"bases": (N, 2, 6), "coefficients": (R, 2)}
+    )
+    assert {key: value.shape for key, value in params.items()} == rows | {"root": (N, 6), "bias": (6,)}
+    # The same as one-hot features with the weights laid out for them.
+    if num_bases is None:
+        weight = np.zeros((R, N, 6), np.float32)
+        pairs = (np.asarray(GRAPH.source_pair_by_type.index), np.asarray(GRAPH.source_pair_by_node.index))
+        weight[pairs] = params.pop("weight")
+        dense = {"weight": weight, **params}
+    else:
+        dense = params | {"bases": params["bases"].swapaxes(0, 1)}
+    same(layer(GRAPH), library.rgcn(GRAPH, jnp.eye(N), dense))
+    with pytest.raises(ValueError, match="takes no x"):
+        layer(GRAPH, features(GRAPH, 4))
+
+
+def test_initialisers() -> None:
+    """Glorot's limit is that of one relation's matrix, not of the stacked parameter."""
+    rngs = nnx.Rngs(0)
+
+    def limit(value: Any, expected: float) -> None:
+        largest = float(jnp.abs(value[...]).max())
+        assert 0.8 * expected < largest <= expected * (1 + 1e-6)
+
+    rgcn = RGCNConv(40, 60, 50, rngs=rngs)
+    limit(rgcn.weight, (6 / 100) ** 0.5)
+    assert not jnp.any(rgcn.bias[...])
+    limit(RGCNConv(40, 60, 50, num_blocks=10, rngs=rngs).blocks, (6 / 10) ** 0.5)
+    limit(RGCNConv(40, 60, 50, num_bases=5, rngs=rngs).bases, (6 / 100) ** 0.5)
+    limit(RGCNConv.featureless(GRAPH, 60, rngs=rngs).weight, (6 / (N + 60)) ** 0.5)
+    rgat = RGATConv(40, 20, 50, num_heads=3, rngs=rngs)
+    limit(rgat.weight, (6 / 100) ** 0.5)
+    limit(rgat.attention_src, (6 / 21) ** 0.5)
+    hgt = HGTConv(40, 60, 4, 50, num_heads=3, rngs=rngs)
+    limit(hgt.key, (6 / 100) ** 0.5)
+    limit(hgt.relation_message, (6 / 40) ** 0.5)
+    assert jnp.all(hgt.prior[...] == 1)
+    ours = RGCNConv(4, 6, R, initializers={"bias": jax.nn.initializers.ones}, rngs=rngs)
+    assert jnp.all(ours.bias[...] == 1)
+    with pytest.raises(ValueError, match=r"initialiser for \['kernel'\]"):
+        RGCNConv(4, 6, R, initializers={"kernel": jax.nn.initializers.ones}, rngs=rngs)
+
+
+def test_dtypes() -> None:
+    x = features(GRAPH, 4)
+    layer = RGCNConv(4, 6, R, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert layer.weight[...].dtype == jnp.bfloat16
+    assert layer(GRAPH, x).dtype == jnp.float32  # promoted with x
+    assert layer(GRAPH, x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    full = RGCNConv(4, 6, R, rngs=nnx.Rngs(0))
+    half = RGCNConv(4, 6, R, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert half.weight[...].dtype == jnp.float32 and half(GRAPH, x).dtype == jnp.bfloat16
+    same(half(GRAPH, x), full(GRAPH, x), rtol=0.05, atol=0.05)
+
+
+def test_options_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(library, "rgat", lambda graph, x, params, **keywords: seen.append(keywords["options"]))
+    x = features(GRAPH, 4)
+    RGATConv(4, 2, R, rngs=nnx.Rngs(0), backend="xla", precision="bf16")(GRAPH, x)
+    RGATConv(4, 2, R, rngs=nnx.Rngs(0), options=Options(backend="pallas", interpret=True))(GRAPH, x)
+    assert seen == [Options(backend="xla", precision="bf16"), Options(backend="pallas", interpret=True)]
+    with pytest.raises(ValueError, match="one or the other"):
+        RGATConv(4, 2, R, rngs=nnx.Rngs(0), backend="xla", options=Options())
+
+
+@pytest.mark.parametrize("form", RGCN_FORMS)
+@pytest.mark.parametrize("normalization", ["mean", "sum"])
+def test_edge_dropout_is_a_graph_without_the_edges(form: str, normalization: Any) -> None:
+    """Dropped before normalisation: the layer of the graph that has the kept edges only."""
+    rate = 0.4
+    layer = RGCNConv(
+        4, 6, R, normalization=normalization, edge_dropout=rate, rngs=nnx.Rngs(0, dropout=7), **RGCN_FORMS[form]
+    )
+    x, key = features(GRAPH, 4), jax.random.key(3)
+    kept = np.asarray(jax.random.bernoulli(jax.random.split(key)[0], 1 - rate, (GRAPH.num_edges,)))
+    assert 0 < kept.sum() < GRAPH.num_edges
+    params = pure(layer)
+    relational = {name: p for name, p in params.items() if name not in ("root", "bias")}
+    want = library.rgcn(without_edges(GRAPH, kept), x, relational, normalization=normalization)
+    want = (want if normalization == "mean" else want / (1 - rate)) + x @ params["root"] + params["bias"]
+    got = _dropout.rgcn(GRAPH, x, params, key, rate, 0.0, normalization=normalization, options=Options())
+    same(got, want)
+
+
+@pytest.mark.parametrize("num_bases", [None, 2])
+def test_edge_dropout_without_features(num_bases: int | None) -> None:
+    layer = RGCNConv.featureless(GRAPH, 6, num_bases=num_bases, rngs=nnx.Rngs(0))
+    key, params = jax.random.key(3), pure(layer)
+    kept = jax.random.bernoulli(jax.random.split(key)[0], 0.5, (GRAPH.num_edges,))
+    weight = np.zeros((R, N, 6), np.float32)
+    pairs = (np.asarray(GRAPH.source_pair_by_type.index), np.asarray(GRAPH.source_pair_by_node.index))
+    if num_bases is None:
+        weight[pairs] = params["weight"]
+    else:
+        weight[...] = np.einsum("rb,nbj->rnj", params["coefficients"], params["bases"])
+    dense = {"weight": weight, "root": params["root"], "bias": params["bias"]}
+    want = library.rgcn(without_edges(GRAPH, np.asarray(kept)), jnp.eye(N), dense)
+    same(_dropout.rgcn(GRAPH, None, params, key, 0.5, 0.0, normalization="mean", options=Options()), want)
+
+
+def test_self_loop_dropout() -> None:
+    layer = RGCNConv(4, 6, R, self_loop_dropout=0.5, rngs=nnx.Rngs(0))
+    x, key, params = features(GRAPH, 4), jax.random.key(3), pure(layer)
+    messages = library.rgcn(GRAPH, x, {"weight": params["weight"], "bias": params["bias"]})
+    root = np.asarray(
+        _dropout.rgcn(GRAPH, x, params, key, 0.0, 0.5, normalization="mean", options=Options()) - messages
+    )
+    dropped = np.abs(root).max(1) < 1e-6
+    assert 0 < dropped.sum() < N
+    same(root[~dropped], (2 * x @ params["root"])[~dropped])
+
+
+def test_attention_dropout_is_after_the_softmax() -> None:
+    """The masked attention of kept edges is what it was, over 1 - rate."""
+    x, key = features(GRAPH, 4), jax.random.key(3)
+    layer = RGATConv(4, 5, R, num_heads=2, attention_dropout=0.5, use_bias=False, rngs=nnx.Rngs(0))
+    params = pure(layer)
+    mask = jax.random.bernoulli(key, 0.5, (GRAPH.num_edges, 2))
+    senders, receivers, edge_type = (np.asarray(a) for a in GRAPH.to_edges())
+    z = np.einsum("nk,rhkd->rnhd", x, params["weight"])
+    z_src, z_dst = z[edge_type, senders], z[edge_type, receivers]
+    score = (z_src * params["attention_src"][edge_type]).sum(-1) + (z_dst * params["attention_dst"][edge_type]).sum(-1)
+    weight = np.exp(np.where(score > 0, score, 0.2 * score))
+    total = np.zeros((N, 2))
+    np.add.at(total, receivers, weight)
+    want = np.zeros((N, 2, 5))
+    np.add.at(want, receivers, (weight / total[receivers] * np.asarray(mask) / 0.5)[..., None] * z_src)
+    got = layer(GRAPH, x, rngs=nnx.Rngs(dropout=0))
+    assert got.shape == (N, 10)
+    from dejax.rgnn import _modules
+
+    assert isinstance(layer.spec, _modules.RGATSpec)
+    same(layer.spec(GRAPH, x, params, key), want.reshape(N, 10))
+
+
+def test_hgt_dropout_is_before_the_skip() -> None:
+    layer = HGTConv(4, 4, T, R, dropout=0.5, rngs=nnx.Rngs(0))
+    x, key, params = features(GRAPH, 4), jax.random.key(3), pure(layer)
+    inner = library.hgt(GRAPH, x, {name: p for name, p in params.items() if name != "skip"})
+    mask = jax.random.bernoulli(key, 0.5, (N, 4))
+    gate = jax.nn.sigmoid(params["skip"])[GRAPH.node_type][:, None]
+    same(layer.spec(GRAPH, x, params, key), gate * inner * mask * 2 + (1 - gate) * x)
+    same(layer(GRAPH, x, deterministic=True), gate * inner + (1 - gate) * x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda r: RGCNConv(4, 6, R, edge_dropout=0.5, rngs=r),
+        lambda r: RGATConv(4, 6, R, attention_dropout=0.5, rngs=r),
+        lambda r: HGTConv(4, 6, T, R, dropout=0.5, rngs=r),
+    ],
+    ids=["rgcn", "rgat", "hgt"],
+)
+def test_dropout_follows_train_and_eval(make: Any) -> None:
+    layer = make(nnx.Rngs(0))
+    x = features(GRAPH, 4)
+    layer.train()
+    first, second = layer(GRAPH, x), layer(GRAPH, x)
+    assert jnp.any(first != second), "each call takes a new key"
+    same(layer(GRAPH, x, rngs=nnx.Rngs(dropout=5)), layer(GRAPH, x, rngs=nnx.Rngs(dropout=5)))
+    layer.eval()
+    same(layer(GRAPH, x), layer(GRAPH, x), rtol=0, atol=0)
+    assert jnp.any(layer(GRAPH, x, deterministic=False) != layer(GRAPH, x))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_padding_has_no_effect(traced: bool) -> None:
+    """Also with dropout: padding rows are zero and give no gradient."""
+    senders, receivers, edge_type = GRAPH.to_edges()
+    edges = [np.concatenate([np.asarray(a), np.zeros(5, np.int32)]) for a in (senders, receivers, edge_type)]
+    x = features(GRAPH, 4)
+    more_x = jnp.concatenate([x, jnp.full((3, 4), 7.0)])
+    node_type = np.concatenate([np.asarray(GRAPH.node_type), [0, 0, 0]])
+
+    def padded(*edges: Any) -> RelGraph:
+        kind: Any = {"num_node_types": T, "num_edge_types": R, "num_nodes": N + 3, "node_type": node_type}
+        if traced:
+            return RelGraph.build_traced(*edges, num_valid_edges=GRAPH.num_edges, num_valid_nodes=N, **kind)
+        masks = {"edge_mask": np.arange(GRAPH.num_edges + 5) < GRAPH.num_edges, "node_mask": np.arange(N + 3) < N}
+        return RelGraph.from_edges(*edges, **masks, **kind)
+
+    for name in ("rgcn_full", "rgcn_blocks", "rgat", "hgt_skip"):
+        layer: Any = layers()[name]
+        spec, params = layer.spec, pure(layer)
+
+        def run(graph: RelGraph, x: Any, params: Any, spec: Any = spec) -> Any:
+            def loss(params: Any) -> Any:
+                out = spec(graph, x, params)
+                return (out**2).sum(), out
+
+            return jax.grad(loss, has_aux=True)(params)
+
+        grads, out = run(GRAPH, x, params)
+        if traced:
+            more_grads, more_out = jax.jit(lambda x, p, *e: run(padded(*e), x, p))(more_x, params, *edges)
+        else:
+            more_grads, more_out = run(padded(*edges), more_x, params)
+        same(more_out[:N], out)
+        assert not jnp.any(more_out[N:])
+        jax.tree.map(same, more_grads, grads)
+    for module in (
+        RGCNConv(4, 4, R, edge_dropout=0.5, self_loop_dropout=0.2, rngs=nnx.Rngs(0)),
+        RGATConv(4, 4, R, attention_dropout=0.5, rngs=nnx.Rngs(0)),
+        HGTConv(4, 4, T, R, dropout=0.5, rngs=nnx.Rngs(0)),
+    ):
+        if not traced:
+            out = module(padded(*edges), more_x)
+            assert not jnp.any(out[N:]) and bool(jnp.all(jnp.isfinite(out)))
+
+
+def test_a_jitted_optax_step_learns() -> None:
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.first = RGCNConv.featureless(GRAPH, 8, edge_dropout=0.1, rngs=rngs)
+            self.second = RGATConv(8, 3, R, num_heads=2, concat_heads=False, attention_dropout=0.1, rngs=rngs)
+            self.third = HGTConv(3, 3, T, R, dropout=0.1, rngs=rngs)
+
+        def __call__(self, graph: RelGraph) -> jax.Array:
+            return self.third(graph, self.second(graph, nnx.relu(self.first(graph))))
+
+    labels = jax.random.randint(jax.random.key(9), (N,), 0, 3)
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(0.02), wrt=nnx.Param)
+    traces = 0
+
+    @nnx.jit
+    def step(model: Model, optimizer: nnx.Optimizer, graph: RelGraph) -> jax.Array:
+        nonlocal traces
+        traces += 1
+
+        def loss(model: Model) -> jax.Array:
+            return optax.softmax_cross_entropy_with_integer_labels(model(graph), labels).mean()
+
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return value
+
+    model.train()
+    before = pure(model)
+    losses = [float(step(model, optimizer, GRAPH)) for _ in range(60)]
+    # nnx.jit traces again once, when the optimiser's state has its final types.
+    assert traces <= 2
+    assert np.mean(losses[-5:]) < 0.5 * losses[0]
+    changed = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), before, pure(model))
+    assert all(jax.tree.leaves(changed)), changed
+
+
+def test_state_round_trip() -> None:
+    x = features(GRAPH, 4)
+    for (name, layer), other in zip(layers().items(), layers().values(), strict=True):
+        for value in jax.tree.leaves(nnx.state(layer, nnx.Param)):
+            assert value is not None
+        state = jax.tree.map(lambda a: a + 0.25, pure(layer))
+        nnx.update(other, state)
+        jax.tree.map(lambda a, b: same(a, b, rtol=0, atol=0), pure(other), state)
+        graphdef, split = nnx.split(other)
+        merged: Any = nnx.merge(graphdef, split)
+        same(merged(GRAPH, x), other(GRAPH, x), rtol=0, atol=0)  # type: ignore[operator]
+        assert type(merged) is type(layer), name
+
+
+def test_orbax_round_trip(tmp_path: Path) -> None:
+    ocp = pytest.importorskip("orbax.checkpoint")
+    x = features(GRAPH, 4)
+    layer = HGTConv(4, 4, T, R, dropout=0.3, rngs=nnx.Rngs(3))
+    layer(GRAPH, x)  # the dropout stream's count is state as well
+    state = nnx.state(layer)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "layer", nnx.to_pure_dict(state))
+        checkpointer.wait_until_finished()
+        fresh = HGTConv(4, 4, T, R, dropout=0.3, rngs=nnx.Rngs(8))
+        target = nnx.state(fresh)
+        restored = checkpointer.restore(tmp_path / "layer", nnx.to_pure_dict(target))
+    nnx.replace_by_pure_dict(target, restored)
+    nnx.update(fresh, target)
+    same(fresh(GRAPH, x, deterministic=True), layer(GRAPH, x, deterministic=True), rtol=0, atol=0)
+    same(fresh(GRAPH, x), layer(GRAPH, x), rtol=0, atol=0)  # the same next dropout key
+
+
+def test_program_module() -> None:
+    params = {
+        "weight": ((R, 4, 6), jax.nn.initializers.normal(0.3)),
+        "gate": ((4, 6), jax.nn.initializers.glorot_uniform()),
+    }
+    module = ProgramModule(gated, params, rngs=nnx.Rngs(0))
+    x = features(GRAPH, 4)
+    strength = jax.random.uniform(jax.random.key(5), (GRAPH.num_edges,))
+    same(module(GRAPH, x, strength), gated(GRAPH, x, strength, **pure(module)))
+    grads = nnx.grad(lambda m: (m(GRAPH, x, strength) ** 2).sum())(module)
+    assert {k: v.shape for k, v in nnx.to_pure_dict(grads).items()} == {"weight": (R, 4, 6), "gate": (4, 6)}
+    assert module(GRAPH, x.astype(jnp.bfloat16), strength).dtype == jnp.float32
+    half = ProgramModule(gated, params, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert half(GRAPH, x, strength).dtype == jnp.bfloat16
+    own = ProgramModule(gated.with_options(backend="xla", precision="bf16"), params, precision="f32", rngs=nnx.Rngs(0))
+    assert own.spec.options == Options(backend="xla", precision="f32")
+
+
+def test_program_module_errors() -> None:
+    init = jax.nn.initializers.ones
+    with pytest.raises(TypeError, match=r"what @rgnn\.program made, got function"):
+        ProgramModule(lambda g, x: x, {}, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"params\['weight'\] must be \(shape, initialiser\)"):
+        ProgramModule(gated, {"weight": (3, 4)}, rngs=nnx.Rngs(0))  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="an attribute of the module already"):
+        ProgramModule(gated, {"spec": ((3,), init)}, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="a keyword of every program"):
+        ProgramModule(gated, {"options": ((3,), init)}, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="missing"):
+        ProgramModule(gated, {"weight": ((R, 4, 6), init)}, rngs=nnx.Rngs(0))(GRAPH, features(GRAPH, 4))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda r: RGCNConv(4, 6, R, num_bases=2, num_blocks=2, rngs=r), "num_bases or num_blocks, not both"),
+        (lambda r: RGCNConv(4, 5, R, num_blocks=2, rngs=r), "num_blocks must divide both widths"),
+        (lambda r: RGCNConv(None, 6, R, rngs=r), r"RGCNConv\.featureless"),
+        (lambda r: RGCNConv.featureless(GRAPH, 6, num_blocks=2, rngs=r), "num_blocks needs node features"),
+        (lambda r: RGCNConv(4, 6, R, num_nodes=3, rngs=r), "for in_features=None"),
+        (lambda r: RGCNConv(4, 0, R, rngs=r), "out_features must be at least 1, got 0"),
+        (lambda r: RGCNConv(4, 6, R, edge_dropout=1.0, rngs=r), r"edge_dropout .* in \[0, 1\), got 1.0"),
+        (lambda r: RGCNConv(4, 6, R, use_root=False, self_loop_dropout=0.1, rngs=r), "use_root is False"),
+        (
+            lambda r: RGCNConv(4, 6, R, normalization="max", rngs=r),
+            "normalization is 'mean', 'sum' or 'none', got 'max'",
+        ),
+        (lambda r: RGATConv(4, 6, R, softmax="src", rngs=r), "softmax is over 'dst'"),
+        (lambda r: HGTConv(4, 5, T, R, num_heads=2, rngs=r), "num_heads must divide out_features"),
+        (lambda r: HGTConv(4, 6, T, R, use_skip=True, rngs=r), "needs in_features == out_features, got 4 and 6"),
+        (
+            lambda r: RGCNConv(4, 6, R + 1, rngs=r)(GRAPH, features(GRAPH, 4)),
+            f"num_edge_types={R + 1}, got a graph with",
+        ),
+        (lambda r: HGTConv(4, 6, T + 1, R, rngs=r)(GRAPH, features(GRAPH, 4)), f"num_node_types={T + 1}, got a graph"),
+        (lambda r: RGCNConv(4, 6, R, rngs=r)(GRAPH), "got None"),
+        (lambda r: RGCNConv(4, 6, R, rngs=r)(GRAPH, features(GRAPH, 5)), r"got an array of shape \(12, 5\)"),
+        (lambda r: RGCNConv.featureless(GRAPH, 6, rngs=r)(typed_graph(edges=20)), "num_source_pairs"),
+    ],
+)
+def test_errors(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(nnx.Rngs(0))
