@@ -17,7 +17,6 @@ import numpy as np
 from dejax.rgnn._segments import Segments, make_segments
 from dejax.rgnn.graph import RelGraph
 
-
 # Items at once in element-wise steps: temporaries then stay in the cache, where whole arrays would be fresh pages.
 _BLOCK = 1 << 17
 

@@ -61,7 +61,9 @@ def as_ids(value: Any, name: str) -> np.ndarray:
 
 def as_traced_ids(value: Any, name: str) -> jax.Array:
     """`value` as an int32 jax array of rank 1; only its shape and dtype can be checked."""
-    if not is_traced(value) and not isinstance(value, jax.Array):
+    if isinstance(value, list | tuple) and len(value):
+        value = jnp.asarray(value)  # may hold traced scalars
+    elif not isinstance(value, jax.Array):  # which tracers are too
         value = as_ids(value, name)
     _check_form(value, name)
     return jnp.asarray(value).astype(jnp.int32)
