@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from dejax.rgnn import _build
+from dejax.rgnn import _sorting
 from dejax.rgnn.graph import HUB_CHUNK, RelGraph, tile_table
 from dejax.rgnn.interop import to_relations
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
@@ -108,7 +108,7 @@ def test_relations_with_added_edges() -> None:
     ],
 )
 def test_stable_argsort(keys: tuple[int, ...], bounds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_build, "_BLOCK", 64)
+    monkeypatch.setattr(_sorting, "_BLOCK", 64)
     rng = np.random.default_rng(0)
     for size in (0, 1, 2, 64, 65, 1000):
         columns = []
@@ -116,7 +116,7 @@ def test_stable_argsort(keys: tuple[int, ...], bounds: tuple[int, ...], monkeypa
             values = rng.integers(0, min(high, bound), 5)  # few different values, for ties
             columns.append(np.append(values, bound - 1)[rng.integers(0, 6, size)].astype(np.int32))
         expected = np.lexsort(columns[::-1])
-        np.testing.assert_array_equal(_build.stable_argsort(columns, bounds), expected)
+        np.testing.assert_array_equal(_sorting.stable_argsort(columns, bounds), expected)
 
 
 def test_large_graph_agrees_with_lexsort() -> None:

@@ -1,0 +1,93 @@
+"""Sorting and grouping of many small integers by numpy.
+
+Sorting is by int64 words that carry the position in their low bits: `np.sort` of plain int64 is vectorised (0.23 s for
+21 M words with AVX-512, against 2.8 s for `np.argsort(kind="stable")`), and the position makes it stable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+# Items at once in element-wise steps: temporaries then stay in the cache, where whole arrays would be fresh pages.
+_BLOCK = 1 << 17
+
+
+def stable_argsort(keys: Sequence[np.ndarray], bounds: Sequence[int]) -> np.ndarray:
+    """The stable order of items by `keys`, the most significant first.
+
+    Args:
+        keys: arrays of one length with non-negative integers.
+        bounds: for each key a number that all its values are below, at most 2^31.
+
+    Returns:
+        int32[items]: item ids in sorted order.
+    """
+    size = keys[0].shape[0]
+    position_bits = max(size - 1, 0).bit_length()
+    mask = (1 << position_bits) - 1
+    blocks = [slice(start, min(start + _BLOCK, size)) for start in range(0, size, _BLOCK)]
+    packed = np.empty(size, np.int64)
+    order: np.ndarray | None = None
+    remaining = list(zip(keys, bounds, strict=True))
+    while remaining:
+        # Least significant digit first: as many keys at once as fit in 63 bits beside the position. One always does.
+        digits = []
+        shift = position_bits
+        while remaining and shift + max(remaining[-1][1] - 1, 0).bit_length() <= 63:
+            key, bound = remaining.pop()
+            digits.append((key, shift))
+            shift += max(bound - 1, 0).bit_length()
+        for block in blocks:
+            word = np.arange(block.start, block.stop, dtype=np.int64)
+            for key, shift in digits:
+                part = key[block] if order is None else key[order[block]]
+                word |= part.astype(np.int64) << shift
+            packed[block] = word
+        packed.sort()
+        step = np.empty(size, np.int32)
+        for block in blocks:
+            step[block] = packed[block] & mask
+        order = step if order is None else order[step]
+    assert order is not None
+    return order
+
+
+def offsets_of(index: np.ndarray, num_rows: int) -> np.ndarray:
+    """int32[rows + 1]: where each row begins once the items are sorted by `index`; rows of `num_rows` are padding."""
+    offsets = np.zeros(num_rows + 1, np.int32)
+    np.cumsum(np.bincount(index, minlength=num_rows)[:num_rows], out=offsets[1:])
+    return offsets
+
+
+def offsets_of_sorted(index: np.ndarray, num_rows: int) -> np.ndarray:
+    """As `offsets_of`, for an ascending `index` with few rows: a search a row instead of a pass over all items."""
+    return np.searchsorted(index, np.arange(num_rows + 1, dtype=index.dtype)).astype(np.int32)
+
+
+def runs_of(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Runs of equal `(first, second)`: the run of each item (int32), and where each run starts (int32[runs])."""
+    if first.shape[0] == 0:
+        return np.zeros(0, np.int32), np.zeros(0, np.int32)
+    new = np.empty(first.shape[0], bool)
+    new[0] = True
+    np.not_equal(first[1:], first[:-1], out=new[1:])
+    new[1:] |= second[1:] != second[:-1]
+    run = np.cumsum(new, dtype=np.int32)
+    run -= 1
+    return run, np.flatnonzero(new).astype(np.int32)
+
+
+def expand(rows: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The positions of all items of `rows`, row after row: the ranges `offsets[r]..offsets[r + 1]` joined.
+
+    Returns:
+        int32[items], the positions, and int32[rows + 1], where each row of `rows` begins among them.
+    """
+    counts = offsets[rows + 1] - offsets[rows]
+    begins = np.zeros(rows.shape[0] + 1, np.int32)
+    np.cumsum(counts, out=begins[1:])
+    positions = np.repeat(offsets[rows] - begins[:-1], counts)
+    positions += np.arange(positions.shape[0], dtype=np.int32)
+    return positions, begins
