@@ -1,0 +1,12 @@
+"""Entity classification from the command line: `dejax-train`, `python -m dejax.training` or `examples/`.
+
+* `Settings`: what is trained and how; the published settings of each data set are the defaults (`resolve`).
+* `EntityClassifier`, `NodeMLP`: the models, as Flax nnx modules.
+* `Trainer`: full-batch training of one model on one data set, one jitted step, one seed after another.
+"""
+
+from dejax.training.fit import Trainer, TrainState
+from dejax.training.models import EntityClassifier, NodeMLP
+from dejax.training.settings import MODELS, Settings, resolve
+
+__all__ = ["MODELS", "EntityClassifier", "NodeMLP", "Settings", "TrainState", "Trainer", "resolve"]

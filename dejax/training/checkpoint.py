@@ -1,0 +1,170 @@
+"""Checkpoints of a run, one for each seed, with Orbax; beside them the settings, so that a folder explains itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dejax.training.fit import Progress, TrainState
+from dejax.training.settings import Settings
+
+SETTINGS_FILE = "settings.json"
+_FOLDER = "checkpoints"
+# What a resumed run may change: how long and how often, not what is trained.
+_FREE = ("epochs", "seeds", "eval_every")
+
+
+@dataclass(slots=True)
+class History:
+    """The curves of one seed.
+
+    Attributes:
+        loss: of the training nodes, before each step.
+        epochs: steps done at each evaluation.
+        accuracy: by split, at each evaluation.
+        seconds: of the steps between two evaluations.
+        steps: how many steps those were.
+    """
+
+    loss: list[float] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+    accuracy: dict[str, list[float]] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+
+    def add(self, progress: Progress) -> None:
+        """Appends a report; one for an epoch that is there already (the first of a resumed run) adds nothing."""
+        if self.epochs and progress.epoch <= self.epochs[-1]:
+            return
+        self.loss += [float(value) for value in progress.loss]
+        self.epochs.append(progress.epoch)
+        for split, value in progress.accuracy.items():
+            self.accuracy.setdefault(split, []).append(value)
+        if len(progress.loss):
+            self.seconds.append(progress.seconds)
+            self.steps.append(len(progress.loss))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class Checkpoints:
+    """The checkpoints in a run's folder: `checkpoints/seed<k>/<epoch>` and `settings.json`.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+
+    def begin(self, settings: Settings, *, resume: bool) -> None:
+        """Prepares the folder: empties it of the checkpoints of a former run, or checks that they belong to this one.
+
+        Raises:
+            ValueError: `resume`, and a former run had other settings; the message names them.
+            FileNotFoundError: `resume`, and there is none.
+        """
+        if resume:
+            former = read_settings(self.folder)
+            changed = [
+                f"{name}={value!r} (it has {getattr(former, name)!r})"
+                for name, value in settings.as_dict().items()
+                if name not in _FREE and value != getattr(former, name)
+            ]
+            if changed:
+                raise ValueError(
+                    f"resume: the run in {self.folder} has other settings: {', '.join(changed)}; "
+                    "give the same ones, or another --out"
+                )
+        elif (self.folder / SETTINGS_FILE).exists():
+            shutil.rmtree(self.folder / _FOLDER, ignore_errors=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(settings.as_dict(), indent=2) + "\n"
+        (self.folder / SETTINGS_FILE).write_text(text, encoding="utf-8")
+
+    def seeds(self) -> list[int]:
+        """The seeds that have a checkpoint, ascending."""
+        found = [p.name.removeprefix("seed") for p in (self.folder / _FOLDER).glob("seed*")]
+        return sorted(int(name) for name in found if name.isdigit() and self.latest(int(name)) is not None)
+
+    def latest(self, seed: int) -> int | None:
+        """The epoch of a seed's checkpoint; None where it has none."""
+        # Orbax writes under a temporary name and renames: a folder called by a number is whole.
+        places = (self.folder / _FOLDER / f"seed{seed}").glob("[0-9]*")
+        return max((int(place.name) for place in places if place.name.isdigit()), default=None)
+
+    def save(self, seed: int, state: TrainState, history: History) -> None:
+        """Writes a seed's state and curves, in place of its former checkpoint."""
+        import orbax.checkpoint as ocp
+
+        with self._manager(seed) as manager:
+            items = ocp.args.Composite(
+                state=ocp.args.StandardSave(state), history=ocp.args.JsonSave(history.as_dict())
+            )
+            manager.save(int(state.epoch), args=items, force=True)
+            manager.wait_until_finished()
+
+    def restore(self, seed: int, like: TrainState) -> tuple[TrainState, History]:
+        """A seed's state and curves.
+
+        Args:
+            seed: which.
+            like: a state of the same shapes and dtypes, arrays or `jax.ShapeDtypeStruct`.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint of this seed.
+        """
+        import orbax.checkpoint as ocp
+
+        epoch = self.latest(seed)
+        if epoch is None:
+            raise FileNotFoundError(f"no checkpoint of seed {seed} in {self.folder / _FOLDER}; seeds there: {self.seeds()}")
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        with self._manager(seed) as manager:
+            items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), history=ocp.args.JsonRestore())
+            found = manager.restore(epoch, args=items)
+        return found["state"], History(**found["history"])
+
+    def _manager(self, seed: int) -> Any:
+        import orbax.checkpoint as ocp
+
+        options = ocp.CheckpointManagerOptions(max_to_keep=1, create=True, enable_async_checkpointing=False)
+        return ocp.CheckpointManager(self.folder / _FOLDER / f"seed{seed}", options=options)
+
+
+def read_settings(folder: Path) -> Settings:
+    """The settings of the run in a folder.
+
+    Raises:
+        FileNotFoundError: the folder holds no run.
+    """
+    path = folder / SETTINGS_FILE
+    if not path.exists():
+        raise FileNotFoundError(f"{folder} holds no run (no {SETTINGS_FILE}); name the folder that --out gave")
+    return Settings(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def find_run(path: Path) -> tuple[Path, int | None]:
+    """The folder of the run that a path lies in, and the seed that it names, if it names one.
+
+    Args:
+        path: a run's folder, or anything inside it, such as `checkpoints/seed3` or `checkpoints/seed3/50`.
+
+    Raises:
+        FileNotFoundError: it lies in no run.
+    """
+    path = path.absolute()
+    seed = None
+    for place in (path, *path.parents):
+        if (place / SETTINGS_FILE).exists():
+            return place, seed
+        if place.parent.name == _FOLDER and place.name.removeprefix("seed").isdigit():
+            seed = int(place.name.removeprefix("seed"))
+    raise FileNotFoundError(f"{path} is not in the folder of a run; name the folder that --out gave, or a seed in it")

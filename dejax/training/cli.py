@@ -1,0 +1,187 @@
+"""The command `dejax-train`: one data set, one model, several seeds; a table, a plot, checkpoints and results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dejax.training.settings import MODELS, Settings, resolve
+
+DEFAULT_DATASET = "stdlib"
+_SAVE_SECONDS = 30.0  # between two checkpoints of a long run
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line; its help says what the defaults are."""
+    p = argparse.ArgumentParser(
+        description="Trains a relational graph neural network to classify the nodes of a graph: the whole graph in one "
+        "jitted step, several seeds. Values that are not given are those published for the data set (dejax.training."
+        "settings).",
+    )
+    p.add_argument("--dataset", default=None, help=f"a name of dejax.datasets.NAMES; default: {DEFAULT_DATASET}")
+    p.add_argument("--data", metavar="FOLDER", help="where the data set's files are; default: $DEJAX_DATA, or a download")
+    p.add_argument("--model", choices=(*MODELS, "mlp"), help="default: rgcn")
+    p.add_argument("--hidden", type=int, metavar="N", help="width of the hidden layers")
+    p.add_argument("--layers", type=int, metavar="N", help="relational layers")
+    p.add_argument("--heads", type=int, metavar="N", help="attention heads (rgat, hgt)")
+    p.add_argument("--bases", type=int, metavar="N", help="basis matrices (rgcn); 0: a matrix for each relation")
+    p.add_argument("--epochs", type=int, metavar="N", help="steps, each over the whole graph")
+    p.add_argument("--seeds", type=int, metavar="N", help="runs, with seeds 0 .. N-1; default: 10")
+    p.add_argument("--lr", type=float, help="Adam's step size")
+    p.add_argument("--l2", type=float, help="weight of the penalty on the first layer's matrices")
+    p.add_argument("--dropout", type=float, metavar="SHARE", help="where the model's paper has it")
+    p.add_argument("--featureless", action="store_true", default=None, help="leave the data set's node features out")
+    p.add_argument("--holdout", type=float, metavar="SHARE", help="training nodes to validate on, to choose settings by")
+    p.add_argument("--precision", choices=("f32", "tf32", "bf16"), help="of products of float32 matrices")
+    p.add_argument("--eval-every", type=int, metavar="N", help="epochs between two points of the accuracy curves")
+    p.add_argument("--backend", choices=("auto", "pallas", "xla"), default="auto", help="of the compiler; default: auto")
+    p.add_argument("--out", metavar="DIR", help="for results, plot and checkpoints; default: out/<dataset>-<model>")
+    p.add_argument("--resume", action="store_true", help="go on with the run in --out: unfinished seeds, more epochs or seeds")
+    p.add_argument("--evaluate", metavar="CHECKPOINT", help="train nothing: accuracies of a run's folder or of one seed in it")
+    p.add_argument("--checkpoint-every", type=int, metavar="N", help="epochs; default: half a minute, and at each seed's end")
+    p.add_argument("--no-checkpoints", action="store_true", help="write none")
+    p.add_argument("--no-baseline", action="store_true", help="leave out the model without edges")
+    return p
+
+
+_SETTINGS = (
+    "hidden layers heads bases epochs seeds lr l2 dropout featureless holdout precision eval_every".split()
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        argv: arguments behind the program's name; `sys.argv[1:]` by default.
+
+    Returns:
+        The exit status: 0, or 2 with a message on stderr where an argument or a file is wrong.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(argv)
+    from dejax.datasets import DataUnavailableError
+
+    try:
+        if args.evaluate:
+            _evaluate(args)
+        else:
+            _train(args, argv)
+    except (ValueError, FileNotFoundError, DataUnavailableError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    given = {name: getattr(args, name) for name in _SETTINGS}
+    return resolve((args.dataset or DEFAULT_DATASET).lower(), args.model or "rgcn", **given)
+
+
+def _train(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    start = time.perf_counter()
+    settings = _settings(args)
+    out = Path(args.out or f"out/{settings.dataset}-{settings.model}")
+    from dejax import datasets
+    from dejax.training import plot, report
+    from dejax.training.checkpoint import Checkpoints
+    from dejax.training.fit import Trainer
+
+    checkpoints = None if args.no_checkpoints else Checkpoints(out)
+    if args.resume and checkpoints is None:
+        raise ValueError("--resume needs the checkpoints that --no-checkpoints leaves out")
+    if checkpoints is not None:
+        checkpoints.begin(settings, resume=args.resume)
+    data = datasets.load(settings.dataset, args.data)
+    print(data.summary(rows=5), end="\n\n", flush=True)
+    trainer = Trainer(settings, data, backend=args.backend)
+    histories = _all_seeds(trainer, checkpoints, args, label=report.MODEL_NAMES[settings.model])
+    baseline: list[Any] = []
+    if not args.no_baseline and settings.model != "mlp":
+        without_edges = Trainer(settings.replace(model="mlp", l2=0.0, dropout=0.0), data)
+        baseline = _all_seeds(without_edges, None, args, label="no edges")
+    results = report.summarise(
+        trainer, histories, baseline=baseline, total_seconds=time.perf_counter() - start, argv=argv
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    plot.draw_curves(out / "curves.png", results, histories)
+    artifacts = {"results": str(out / "results.json"), "curves": str(out / "curves.png")}
+    if checkpoints is not None:
+        artifacts["checkpoints"] = str(out / "checkpoints")
+    print(f"\n{report.table(results, artifacts)}", flush=True)
+
+
+def _all_seeds(trainer: Any, checkpoints: Any, args: argparse.Namespace, *, label: str) -> list[Any]:
+    """Trains every seed, with a bar on a terminal and a line for each seed; the curves of each."""
+    from dejax.datasets._progress import Progress as Bar
+
+    settings, histories = trainer.settings, []
+    with Bar(f"train {label}", settings.seeds * settings.epochs, unit="epochs") as bar:
+        for seed in range(settings.seeds):
+            histories.append(_one_seed(trainer, checkpoints, args, seed, bar))
+            if checkpoints is not None and not sys.stderr.isatty():
+                print(_seed_line(seed, histories[-1]), flush=True)
+    return histories
+
+
+def _seed_line(seed: int, history: Any) -> str:
+    shares = ", ".join(f"{split} {100 * values[-1]:.1f} %" for split, values in history.accuracy.items())
+    return f"seed {seed}: {history.epochs[-1]} epochs in {sum(history.seconds):.1f} s, accuracy {shares}"
+
+
+def _one_seed(trainer: Any, checkpoints: Any, args: argparse.Namespace, seed: int, bar: Any) -> Any:
+    from dejax.training.checkpoint import History
+
+    settings, history = trainer.settings, History()
+    state = trainer.init(seed)
+    if args.resume and checkpoints is not None and checkpoints.latest(seed) is not None:
+        state, history = checkpoints.restore(seed, state)
+        bar.update(int(state.epoch))
+    saved_at, saved_epoch = time.monotonic(), int(state.epoch)
+    for state, progress in trainer.run(state, settings.epochs):
+        history.add(progress)
+        bar.update(len(progress.loss))
+        if checkpoints is None or progress.epoch == saved_epoch:
+            continue
+        due = progress.epoch >= settings.epochs
+        if args.checkpoint_every:
+            due = due or progress.epoch - saved_epoch >= args.checkpoint_every
+        else:
+            due = due or time.monotonic() - saved_at >= _SAVE_SECONDS
+        if due:
+            checkpoints.save(seed, state, history)
+            saved_at, saved_epoch = time.monotonic(), progress.epoch
+    return history
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    from dejax import datasets
+    from dejax.training import report
+    from dejax.training.checkpoint import Checkpoints, find_run, read_settings
+    from dejax.training.fit import Trainer
+
+    folder, seed = find_run(Path(args.evaluate))
+    settings, checkpoints = read_settings(folder), Checkpoints(folder)
+    seeds = checkpoints.seeds() if seed is None else [seed]
+    if not seeds:
+        raise FileNotFoundError(f"no checkpoint in {folder}; a run with --no-checkpoints leaves none")
+    trainer = Trainer(settings, datasets.load(settings.dataset, args.data), backend=args.backend)
+    like = trainer.init(0)
+    found: dict[str, list[float]] = {}
+    for number in seeds:
+        state, _ = checkpoints.restore(number, like)
+        shares = trainer.accuracy(state.params)
+        for split, value in shares.items():
+            found.setdefault(split, []).append(value)
+        text = ", ".join(f"{split} {100 * value:.2f} %" for split, value in shares.items())
+        print(f"seed {number}, epoch {int(state.epoch)}: accuracy {text}", flush=True)
+    if len(seeds) > 1:
+        for split, values in found.items():
+            summary = report.spread(values)
+            print(f"{split}: mean {100 * summary['mean']:.2f} %, standard deviation {100 * summary['std']:.2f}")

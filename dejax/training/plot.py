@@ -1,0 +1,86 @@
+"""The curves of a run as a PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dejax.training.checkpoint import History
+from dejax.training.report import MODEL_NAMES
+
+# Okabe and Ito's colours, which stay apart for colour-blind readers.
+_COLOURS = {"train": "#0072B2", "valid": "#E69F00", "test": "#D55E00"}
+_NAMES = {"train": "training nodes", "valid": "validation nodes", "test": "test nodes"}
+_GREY = "#555555"
+
+
+def draw_curves(path: Path, results: dict[str, Any], histories: Sequence[History]) -> None:
+    """Draws loss and accuracy over epochs, the mean over seeds and the range from the lowest to the highest seed.
+
+    Args:
+        path: of the PNG.
+        results: what `dejax.training.report.summarise` gave, for the baselines and the title.
+        histories: one for each seed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # Agg by name, not pyplot: no display is looked for, and no global state is touched.
+    figure = Figure(figsize=(9.6, 4.0), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    settings = results["settings"]
+    seeds = f"{len(histories)} seeds" if len(histories) > 1 else "1 seed"
+    figure.suptitle(
+        f"{MODEL_NAMES[results['model']]} on {results['dataset']}: {settings['layers']} layers, "
+        f"{settings['hidden']} wide, {seeds}",
+        fontsize=12,
+    )
+    _draw_loss(left, histories)
+    _draw_accuracy(right, results, histories)
+    for axes in (left, right):
+        axes.set_xlabel("epoch")
+        axes.set_xlim(0, max(1, max(h.epochs[-1] for h in histories)))
+        axes.grid(True, color="#e4e4e4", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _draw_loss(axes: Any, histories: Sequence[History]) -> None:
+    axes.set_title("cross-entropy of the training nodes", fontsize=10)
+    length = min(len(h.loss) for h in histories)
+    if not length:
+        return
+    losses = np.array([h.loss[:length] for h in histories])
+    # Step e's loss is that of the parameters after e steps, e = 0 ..
+    _band(axes, np.arange(length), losses, _COLOURS["train"], None)
+    axes.set_yscale("log")
+
+
+def _draw_accuracy(axes: Any, results: dict[str, Any], histories: Sequence[History]) -> None:
+    axes.set_title("accuracy, %", fontsize=10)
+    length = min(len(h.epochs) for h in histories)
+    for split, colour in _COLOURS.items():
+        if all(split in h.accuracy for h in histories):
+            values = 100 * np.array([h.accuracy[split][:length] for h in histories])
+            label = f"{_NAMES[split]} ({values[:, -1].mean():.1f})"
+            _band(axes, np.array(histories[0].epochs[:length]), values, colour, label)
+    baselines = results["baselines"]
+    if baselines["no_edges"]:
+        mean = 100 * baselines["no_edges"]["mean"]
+        axes.axhline(mean, color=_GREY, linewidth=1.2, linestyle="--", label=f"no edges, test ({mean:.1f})")
+    majority = 100 * baselines["majority"]
+    axes.axhline(majority, color=_GREY, linewidth=1.2, linestyle=":", label=f"majority class, test ({majority:.1f})")
+    axes.set_ylim(0, 102)
+    axes.legend(loc="lower right", fontsize=8, frameon=True, framealpha=0.9, edgecolor="none")
+
+
+def _band(axes: Any, x: np.ndarray, values: np.ndarray, colour: str, label: str | None) -> None:
+    axes.plot(x, values.mean(0), color=colour, linewidth=1.8, label=label)
+    if len(values) > 1:
+        axes.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.18, linewidth=0)
