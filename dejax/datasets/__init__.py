@@ -1,10 +1,26 @@
-"""Graphs to train on: RDF entity classification, ogbn-mag, the standard library's code graph, synthetic ones.
+"""Graphs to train on: the standard library's code graph, RDF entity classification, ogbn-mag, synthetic ones.
 
 `load(name)` gives an `EntityDataset`: numpy edge lists, labels and splits, with `.graph()` for a `RelGraph`.
+Importing this package imports neither JAX nor rdflib.
 """
 
 from dejax.datasets._dataset import EntityDataset
 from dejax.datasets._files import DataUnavailableError
 from dejax.datasets._load import NAMES, load
+from dejax.datasets._synthetic import COUNTS, synthetic
+from dejax.datasets.mag import load_mag
+from dejax.datasets.rdf import load_rdf, read_rdf
+from dejax.datasets.stdlib import load_stdlib
 
-__all__ = ["NAMES", "DataUnavailableError", "EntityDataset", "load"]
+__all__ = [
+    "COUNTS",
+    "NAMES",
+    "DataUnavailableError",
+    "EntityDataset",
+    "load",
+    "load_mag",
+    "load_rdf",
+    "load_stdlib",
+    "read_rdf",
+    "synthetic",
+]

@@ -8,6 +8,7 @@ identifier, which all users of that identifier share.
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -122,7 +123,9 @@ class _Builder:
         for source in sources:
             on_module()
             try:
-                tree = ast.parse(source.text)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of the sources, e.g. an old escape in a string
+                    tree = ast.parse(source.text)
             except (SyntaxError, ValueError):
                 continue
             module = _Module(self.node(MODULE, source.name, -1), source.name, source.is_package, tree)
@@ -172,7 +175,7 @@ class _Builder:
             )
 
     def collect_imports(self, module: _Module) -> None:
-        """Imports anywhere in the module, those inside functions too: their names seldom mean two things in one file."""
+        """Imports anywhere in the module, also those inside functions: a name seldom means two things in one file."""
         for statement in ast.walk(module.tree):
             if isinstance(statement, ast.Import):
                 for alias in statement.names:
@@ -245,10 +248,10 @@ class _Builder:
                 return scope.local_definitions[expression.id]
             if expression.id in scope.local_names:
                 return expression.id
-            found = self.lookup(scope.module, expression.id)
-            if found is None and expression.id in scope.module.imported_names:
+            meaning = self.lookup(scope.module, expression.id)
+            if meaning is None and expression.id in scope.module.imported_names:
                 return scope.module.imported_names[expression.id][1]
-            return expression.id if found is None else found
+            return expression.id if meaning is None else meaning
         if isinstance(expression, ast.Attribute):
             value = expression.value
             found: int | _Module | None = None
@@ -295,15 +298,14 @@ class _Builder:
             is_method = outer.enclosing_class is not None and outer.node == outer.enclosing_class
             self_name = outer.self_name
             if is_method:
-                bound = arguments and not any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in tree.decorator_list)
-                self_name = arguments[0].arg if bound else None
-            if is_method and (base := self.member(outer.enclosing_class or 0, tree.name, skip_own=True)) is not None:
-                self.edge(index, "overrides", base)
+                decorators = {d.id for d in tree.decorator_list if isinstance(d, ast.Name)}
+                self_name = arguments[0].arg if arguments and "staticmethod" not in decorators else None
+                replaced = self.member(outer.node, tree.name, skip_own=True)
+                if replaced is not None:
+                    self.edge(index, "overrides", replaced)
             local_names = {a.arg for a in arguments} | set(_assigned(tree)) | outer.local_names
             definitions = {**outer.local_definitions, **self.members[index]}
-            scope = _Scope(
-                index, outer.module, outer.enclosing_class, self_name, frozenset(local_names), definitions
-            )
+            scope = _Scope(index, outer.module, outer.enclosing_class, self_name, frozenset(local_names), definitions)
         self.visit_body(tree, scope)
 
     def visit_body(self, tree: ast.Module | Definition, scope: _Scope) -> None:
@@ -390,4 +392,3 @@ def _assigned(tree: ast.AST) -> Iterator[str]:
 
 def _is_super(tree: ast.AST) -> bool:
     return isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id == "super"
-

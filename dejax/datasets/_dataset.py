@@ -25,9 +25,9 @@ _ARRAYS = (*_ID_FIELDS, "features")
 class EntityDataset:
     """A directed graph with edge types and node types, and labels on some of its nodes.
 
-    The arrays are numpy's: nothing is on a device before `graph()` is called. Nodes are numbered 0 .. num_nodes - 1 over
-    all node types, classes 0 .. num_classes - 1. Only the relations of the source are here, in their own direction: the
-    reverse relations and self loops that a model needs are options of `graph()`.
+    The arrays are numpy's: nothing is on a device before `graph()` is called. Nodes are numbered 0 .. num_nodes - 1
+    over all node types, classes 0 .. num_classes - 1. Only the relations of the source are here, in their own
+    direction: the reverse relations and self loops that a model needs are options of `graph()`.
     """
 
     name: str
@@ -155,7 +155,8 @@ class EntityDataset:
         """The graph as a `dejax.rgnn.RelGraph`; imports JAX.
 
         Args:
-            add_reverse: add a reverse relation for each relation (type + num_edge_types), so that messages flow both ways.
+            add_reverse: add a reverse relation for each relation (type + num_edge_types), so that messages flow both
+                ways.
             add_self_loops: add one relation with an edge from each node to itself.
             options: further keywords of `RelGraph.from_edges`.
 
@@ -202,7 +203,8 @@ class EntityDataset:
         if self.num_classes and self.num_classes <= 16:
             lines.append(self.split_summary())
         elif self.num_classes:
-            lines.append(f"  train {len(self.train_nodes):,}, valid {len(self.valid_nodes):,}, test {len(self.test_nodes):,}")
+            sizes = (f"{split} {len(getattr(self, f'{split}_nodes')):,}" for split in ("train", "valid", "test"))
+            lines.append("  " + ", ".join(sizes))
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -232,16 +234,16 @@ class EntityDataset:
         """Reads what `save` wrote. Raises ValueError where the file is of another format version or damaged."""
         try:
             with np.load(path, allow_pickle=False) as file:
-                header = json.loads(file["header"].tobytes())
+                header: dict[str, Any] = json.loads(file["header"].tobytes())
                 if header.pop("format", None) != _FORMAT:
                     raise ValueError(f"it is not of format {_FORMAT}")
-                arrays = {name: file[name] if name in file else None for name in _ARRAYS}
+                fields: dict[str, Any] = {name: file[name] for name in file.files if name != "header"}
         except FileNotFoundError:
             raise
         except Exception as error:  # a truncated zip raises many types
             raise ValueError(f"{path} is not a saved EntityDataset ({error}); delete it") from error
         names = {key: tuple(value) for key, value in header.items() if isinstance(value, list)}
-        return cls(**{**header, **names}, **arrays)
+        return cls(**{"features": None, **header, **names, **fields})
 
 
 def _as_ids(name: str, values: Any) -> np.ndarray:

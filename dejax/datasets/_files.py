@@ -1,23 +1,20 @@
 """Where data sets lie: a folder of the user, or a cache filled by download.
 
 A download goes to a temporary file beside its place, is checked (length, digest), unpacked into a temporary folder and
-only then renamed, so that an interrupted one leaves nothing behind that looks whole. Digests of files: where the project
-knows one it must match; where it does not, the digest of the first download is written beside the files (`digests.json`)
-and every later use of the cache, and every later download, must match that. The second form protects against damage and
-silent change after the first download, not against a first download that was already wrong.
+only then renamed, so that an interrupted one leaves nothing behind that looks whole. Digests of files: where the
+project knows one it must match; where it does not, the digest of the first download is written beside the files
+(`digests.json`) and every later use of the cache, and every later download, must match that. The second form protects
+against damage and silent change after the first download, not against a first download that was already wrong.
 """
 
 from __future__ import annotations
 
 import hashlib
-import http.client
 import json
 import os
 import shutil
 import tarfile
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +107,8 @@ def fetch(
     recorded = _read_digests(home)
     if not force and recorded is not None and all((home / file).is_file() for file in archive.files):
         for file in archive.files:
-            _check_digest(home / file, archive.digests.get(file) or recorded.get(file), f"delete {home} to download it again")
+            expected = archive.digests.get(file) or recorded.get(file)
+            _check_digest(home / file, expected, f"delete {home} to download it again")
         return {file: home / file for file in archive.files}
     home.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=home.parent, prefix=f".{name}-"))
@@ -170,6 +168,10 @@ def _check_digest(path: Path, expected: str | None, remedy: str) -> None:
 
 
 def _download(name: str, url: str, path: Path, progress: bool | None) -> None:
+    import http.client  # here, because they would double the time that importing dejax.datasets takes
+    import urllib.error
+    import urllib.request
+
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as answer, open(path, "wb") as file:
             length = answer.headers.get("Content-Length")
@@ -183,10 +185,11 @@ def _download(name: str, url: str, path: Path, progress: bool | None) -> None:
     except http.client.IncompleteRead as error:
         raise DataUnavailableError(_unavailable(name, url, f"the download broke off ({error})")) from error
     except urllib.error.HTTPError as error:
-        raise DataUnavailableError(_unavailable(name, url, f"the server answered {error.code} {error.reason}")) from error
+        reason = f"the server answered {error.code} {error.reason}"
+        raise DataUnavailableError(_unavailable(name, url, reason)) from error
     except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
-        reason = getattr(error, "reason", None) or error
-        raise DataUnavailableError(_unavailable(name, url, str(reason))) from error
+        text = str(getattr(error, "reason", None) or error)
+        raise DataUnavailableError(_unavailable(name, url, text)) from error
 
 
 def _unavailable(name: str, url: str, reason: str) -> str:
@@ -206,7 +209,7 @@ def _unpack(packed: Path, folder: Path, archive: Archive) -> None:
             for member in tar:
                 file = wanted.get(Path(member.name).name)
                 content = tar.extractfile(member) if file and member.isfile() else None
-                if content is not None and not (folder / file).exists():
+                if file and content is not None and not (folder / file).exists():
                     with content, open(folder / file, "wb") as out:
                         shutil.copyfileobj(content, out, _CHUNK)
     except (tarfile.TarError, EOFError, OSError) as error:

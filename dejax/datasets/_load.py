@@ -5,25 +5,43 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from dejax.datasets import rdf
+from dejax.datasets import mag, rdf, stdlib
 from dejax.datasets._dataset import EntityDataset
+from dejax.datasets._synthetic import COUNTS, PREFIX, synthetic
 
-NAMES = rdf.NAMES
+NAMES = (stdlib.NAME, *rdf.NAMES, mag.NAME, *(PREFIX + name for name in COUNTS))
 """Every name that `load` knows."""
 
 
 def load(name: str, folder: str | os.PathLike[str] | None = None, **options: Any) -> EntityDataset:
     """Loads a data set by name.
 
+    | name | what | where its data come from |
+    | --- | --- | --- |
+    | stdlib | code graph of the running Python's standard library | made here, cached |
+    | aifb, mutag, bgs, am | RDF graphs of the R-GCN paper | `folder`, $DEJAX_DATA, or one download, cached |
+    | ogbn-mag | papers, authors, institutions, fields | `folder` or $DEJAX_DATA |
+    | synthetic-aifb, ... | random graphs with the published counts of eight graphs | made here |
+
     Args:
         name: one of `NAMES`, in any case.
-        folder: where its files are; see the loader of each.
-        options: further keywords of its loader.
+        folder: where its files are; see `rdf.load_rdf`, `mag.load_mag` and `stdlib.load_stdlib`.
+        options: further keywords of its loader: those, or `synthetic`.
 
     Raises:
         ValueError: the name is not known.
+        FileNotFoundError: its files are not in the folder.
+        DataUnavailableError: it could not be downloaded.
     """
     key = name.lower()
+    if key == stdlib.NAME:
+        return stdlib.load_stdlib(folder, **options)
     if key in rdf.NAMES:
         return rdf.load_rdf(key, folder, **options)
+    if key == mag.NAME:
+        return mag.load_mag(folder, **options)
+    if key.startswith(PREFIX) and key.removeprefix(PREFIX) in COUNTS:
+        if folder is not None:
+            raise ValueError(f"{key} is made by seed and reads no folder; leave folder out, got {str(folder)!r}")
+        return synthetic(key.removeprefix(PREFIX), **options)
     raise ValueError(f"name must be one of {', '.join(NAMES)}, got {name!r}")

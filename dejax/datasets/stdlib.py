@@ -1,23 +1,24 @@
 """The code graph of the running Python's own standard library: a data set that is on every machine.
 
-Modules, classes, functions and identifiers are nodes; what they define, call, inherit, import, raise, catch, read, write
-and take as arguments are edges (`dejax.datasets._code_graph`): about 30,000 nodes and 150,000 edges of 22 types.
+Modules, classes, functions and identifiers are nodes; what they define, call, inherit, import, raise, catch, read,
+write and take as arguments are edges (`dejax.datasets._code_graph`): about 30,000 nodes and 150,000 edges of 22
+types.
 
 The task: which chapter of the library reference does a class or a function belong to ("Concurrent execution", "Internet
 and network", ...)? The label follows from the module that a definition stands in. It does not leak:
 
 - The edges that say so are left out: no `defines` edge from a module to what is in it, and no edge from a module's own
-  code (which calls and decorates what the module defines). A module keeps its `imports` of other modules, and is reached
-  by functions of other modules that use it.
-- No feature says so: a class, a function or an identifier has a bag of the sub-words of its own bare name ("read_header"
-  -> read, header), never a dotted name; a module has none. The rest is the node type.
+  code (which calls and decorates what the module defines). A module keeps its `imports` of other modules, and is
+  reached by functions of other modules that use it.
+- No feature says so: a class, a function or an identifier has a bag of the sub-words of its own bare name
+  ("read_header" -> read, header), never a dotted name; a module has none. The rest is the node type.
 - No split lets it through: a class and all its methods, and a function and all inside it, are in one split, so the
   `has_method` edges never join a training node to a test node. With `split="module"` this holds for whole modules: then
   nothing that belongs to one module only can be remembered from training.
 
-What is left is what a reader of unknown code would go by: what it calls, which names it shares with other code, what that
-code is about. A bare name seldom says enough: an MLP on the same features is far below an R-GCN (test_stdlib.py holds
-that; CPython 3.11, test accuracy: majority 19 %, MLP 27 %, R-GCN 70 %; by modules 19, 26 and 47 %).
+What is left is what a reader of unknown code would go by: what it calls, which names it shares with other code, what
+that code is about. A bare name seldom says enough: an MLP on the same features is far below an R-GCN (test_stdlib.py
+holds that; CPython 3.11, test accuracy: majority 19 %, MLP 27 %, R-GCN 70 %; by modules 19, 26 and 47 %).
 """
 
 from __future__ import annotations
@@ -52,24 +53,39 @@ SPLITS = ("definition", "module")
 WORD_FEATURES = 64
 
 TOPICS = {
-    "text and data types": "_collections_abc _pydatetime _pydecimal _strptime _weakrefset bisect calendar collections copy "
-    "copyreg datetime decimal difflib enum fractions functools graphlib heapq keyword numbers operator pprint random re "
-    "reprlib sre_compile sre_constants sre_parse statistics string stringprep struct textwrap types weakref zoneinfo",
-    "files and formats": "_compression _pyio aifc bz2 chunk colorsys compression configparser csv dbm filecmp fileinput "
-    "fnmatch genericpath glob gzip imghdr io linecache lzma netrc ntpath nturl2path os pathlib pickle plistlib posixpath "
-    "shelve shutil sndhdr sqlite3 stat sunau tarfile tempfile tomllib wave xdrlib zipfile",
-    "concurrent execution": "_threading_local asynchat asyncio asyncore concurrent contextvars multiprocessing queue sched "
-    "selectors signal subprocess threading",
-    "internet and network": "base64 binhex cgi cgitb email ftplib hashlib hmac http imaplib ipaddress json mailbox mailcap "
-    "mimetypes nntplib poplib quopri secrets smtpd smtplib socket socketserver ssl telnetlib urllib uu uuid webbrowser "
-    "wsgiref xmlrpc",
-    "markup": "_markupbase html xml",
-    "user interface": "_pyrepl argparse cmd curses getopt getpass gettext locale optparse shlex tkinter turtle",
-    "development": "bdb cProfile doctest faulthandler logging pdb profile pstats pydoc timeit trace tracemalloc typing "
-    "unittest warnings",
-    "interpreter": "__future__ _ast_unparse _py_abc _py_warnings _sitebuiltins abc annotationlib ast atexit code codecs "
-    "codeop compileall contextlib ctypes dataclasses dis importlib inspect modulefinder opcode pickletools pkgutil "
-    "platform py_compile pyclbr runpy site symtable sysconfig tabnanny token tokenize traceback venv zipapp zipimport",
+    "text and data types": (
+        "_collections_abc _pydatetime _pydecimal _strptime _weakrefset bisect calendar collections copy "
+        "copyreg datetime decimal difflib enum fractions functools graphlib heapq keyword numbers operator "
+        "pprint random re reprlib sre_compile sre_constants sre_parse statistics string stringprep struct "
+        "textwrap types weakref zoneinfo"
+    ),
+    "files and formats": (
+        "_compression _pyio aifc bz2 chunk colorsys compression configparser csv dbm filecmp fileinput "
+        "fnmatch genericpath glob gzip imghdr io linecache lzma netrc ntpath nturl2path os pathlib pickle "
+        "plistlib posixpath shelve shutil sndhdr sqlite3 stat sunau tarfile tempfile tomllib wave xdrlib "
+        "zipfile"
+    ),
+    "concurrent execution": (
+        "_threading_local asynchat asyncio asyncore concurrent contextvars multiprocessing queue sched "
+        "selectors signal subprocess threading"
+    ),
+    "internet and network": (
+        "base64 binhex cgi cgitb email ftplib hashlib hmac http imaplib ipaddress json mailbox mailcap "
+        "mimetypes nntplib poplib quopri secrets smtpd smtplib socket socketserver ssl telnetlib urllib uu "
+        "uuid webbrowser wsgiref xmlrpc"
+    ),
+    "markup": ("_markupbase html xml"),
+    "user interface": ("_pyrepl argparse cmd curses getopt getpass gettext locale optparse shlex tkinter turtle"),
+    "development": (
+        "bdb cProfile doctest faulthandler logging pdb profile pstats pydoc timeit trace tracemalloc typing "
+        "unittest warnings"
+    ),
+    "interpreter": (
+        "__future__ _ast_unparse _py_abc _py_warnings _sitebuiltins abc annotationlib ast atexit code codecs "
+        "codeop compileall contextlib ctypes dataclasses dis importlib inspect modulefinder opcode "
+        "pickletools pkgutil platform py_compile pyclbr runpy site symtable sysconfig tabnanny token tokenize "
+        "traceback venv zipapp zipimport"
+    ),
 }
 """Class -> top-level modules and packages, after the chapters of the library reference, small ones merged."""
 
@@ -90,15 +106,15 @@ def load_stdlib(
     cache: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> EntityDataset:
-    """The code graph of the running Python's standard library, with the chapter of each class and function as its class.
+    """The code graph of the running Python's standard library; classes are chapters of the library reference.
 
     The same Python gives the same data set, to the bit; another version gives a slightly different one. Building takes
     about 8 s and is cached.
 
     Args:
         folder: another folder with the sources of a standard library; that of the running Python by default.
-        split: "definition" keeps each top-level class or function with all that is inside it in one split; "module" keeps
-            whole modules together, which is harder. 60 % train, 20 % validation, 20 % test within each class.
+        split: "definition" keeps each top-level class or function with all that is inside it in one split; "module"
+            keeps whole modules together, which is harder. 60 % train, 20 % validation, 20 % test within each class.
         cache: where the built graph is kept; `$XDG_CACHE_HOME/dejax` by default.
         progress: draw a bar; None does on a terminal only.
 
@@ -112,7 +128,7 @@ def load_stdlib(
     files = list(_source_files(root))
     if not files:
         raise FileNotFoundError(
-            f"no Python sources in {root}: this Python may keep its library in a zip file; give the folder of another one"
+            f"no Python sources in {root}: this Python may keep its library in a zip file; give the folder of another"
         )
     base = Path(cache) if cache is not None else cache_dir()
     stats = [(name, path.stat()) for name, path in files]

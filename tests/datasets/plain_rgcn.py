@@ -1,8 +1,8 @@
 """A two-layer R-GCN in plain JAX, and the same without edges: what the data sets' tests measure learnability with.
 
-It uses nothing of dejax.rgnn, so that a defect there does not look like one of the data. Mean over the incoming edges of
-each relation, reverse relations added, dropout between the layers, AdamW; epochs and widths are fixed, nothing is chosen on
-the test nodes.
+It uses nothing of dejax.rgnn, so that a defect there does not look like one of the data. Mean over the incoming edges
+of each relation, reverse relations added, dropout between the layers, AdamW; epochs and widths are fixed, nothing is
+chosen on the test nodes.
 """
 
 import jax
@@ -13,8 +13,10 @@ import optax
 from dejax.datasets import EntityDataset
 
 
-def accuracies(data: EntityDataset, *, use_edges: bool, hidden: int = 32, epochs: int = 60, seed: int = 0) -> dict[str, float]:
-    """Accuracy on each non-empty split after training on the training nodes; without features, on a learned embedding."""
+def accuracies(
+    data: EntityDataset, *, use_edges: bool, hidden: int = 32, epochs: int = 60, seed: int = 0
+) -> dict[str, float]:
+    """Accuracy on each split after training on the training nodes; without features, on a learned embedding."""
     types = 2 * data.num_edge_types
     senders = np.concatenate([data.senders, data.receivers]).astype(np.int64)
     receivers = np.concatenate([data.receivers, data.senders]).astype(np.int64)
@@ -39,7 +41,8 @@ def accuracies(data: EntityDataset, *, use_edges: bool, hidden: int = 32, epochs
     def weights(*shape):
         return jax.random.normal(next(keys), shape) * np.sqrt(2.0 / (shape[-1] + shape[-2])).astype(np.float32)
 
-    params = {"s1": weights(width, hidden), "b1": jnp.zeros(hidden), "s2": weights(hidden, classes), "b2": jnp.zeros(classes)}
+    params = {"s1": weights(width, hidden), "b1": jnp.zeros(hidden)}
+    params |= {"s2": weights(hidden, classes), "b2": jnp.zeros(classes)}
     if use_edges:
         params |= {"w1": weights(types, width, hidden), "w2": weights(types, hidden, classes)}
     inputs = None if data.features is None else jnp.asarray(data.features)
