@@ -96,7 +96,7 @@ class RGCNSpec:
                 )
         elif self.num_nodes is not None or self.num_source_pairs is not None:
             raise ValueError("RGCNConv: num_nodes and num_source_pairs are for in_features=None only")
-        elif self.num_blocks and (self.in_features % self.num_blocks or self.out_features % self.num_blocks):
+        elif self.num_blocks and ((self.in_features or 0) % self.num_blocks or self.out_features % self.num_blocks):
             raise ValueError(
                 f"RGCNConv: num_blocks must divide both widths, got num_blocks={self.num_blocks}, "
                 f"in_features={self.in_features}, out_features={self.out_features}"
@@ -133,7 +133,7 @@ class RGCNSpec:
             # Glorot over [R, B], as in the authors' program; the paper does not say.
             specs["coefficients"] = ParamSpec((r, b), GLOROT)
         if self.use_root:
-            specs["root"] = ParamSpec((self.num_nodes, n), one_hot) if k is None else ParamSpec((k, n), GLOROT)
+            specs["root"] = ParamSpec((k, n), GLOROT) if k is not None else ParamSpec((self.num_nodes or 0, n), one_hot)
         if self.use_bias:
             specs["bias"] = ParamSpec((n,), zeros)
         return specs

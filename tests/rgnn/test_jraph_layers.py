@@ -181,9 +181,7 @@ def test_with_graph_network_in_one_jitted_step() -> None:
                 return {**nodes, "features": nnx.relu(self.node(jnp.concatenate(inputs, -1)))}
 
             network = jraph.GraphNetwork(update_edge_fn=edge, update_node_fn=node)
-            # jraph sums every entry of edges for its nodes: types ride along.
-            h = network(first(graphs))
-            h = second(h._replace(edges={**h.edges, "edge_type": graphs.edges["edge_type"]}))
+            h = second(network(first(graphs)))
             graph_of_node = jnp.repeat(jnp.arange(h.n_node.shape[0]), h.n_node, total_repeat_length=17)
             pooled = jax.ops.segment_sum(h.nodes["features"], graph_of_node, h.n_node.shape[0])
             return self.readout(pooled)[:, 0]

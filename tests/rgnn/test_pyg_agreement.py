@@ -35,8 +35,15 @@ def load(layer: str) -> dict[str, dict[str, np.ndarray]]:
     return cases
 
 
-def names(layer: str) -> list[str]:
-    return list(load(layer))
+# Interpreted kernels take seconds each; the other cases compile to the same kernels, so they are left to a full run.
+QUICK = ("mean_full", "sum_bases", "mean_blocks", "mean_featureless", "dst_3_concat", "relation_2_mean", "skip")
+
+
+def runs(layer: str) -> list[Any]:
+    """Every case on every backend."""
+    slow = pytest.mark.slow
+    kernels = [pytest.param(name, "pallas", marks=() if name in QUICK else slow) for name in load(layer)]
+    return [pytest.param(name, "xla") for name in load(layer)] + kernels
 
 
 def graph_of(case: dict[str, np.ndarray]) -> RelGraph:
@@ -91,21 +98,18 @@ def agree(case: dict[str, np.ndarray], program: Callable[..., Any], backend: str
             close(grads[0], case["grad_x"], "gradient of x")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", names("rgcn"))
+@pytest.mark.parametrize(("name", "backend"), runs("rgcn"))
 def test_rgcn(name: str, backend: str) -> None:
     agree(load("rgcn")[name], library.rgcn, backend, normalization=name.split("_")[0])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", names("rgat"))
+@pytest.mark.parametrize(("name", "backend"), runs("rgat"))
 def test_rgat(name: str, backend: str) -> None:
     softmax, _, heads = name.split("_")
     agree(load("rgat")[name], library.rgat, backend, softmax=softmax, concat_heads=heads == "concat")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", names("hgt"))
+@pytest.mark.parametrize(("name", "backend"), runs("hgt"))
 def test_hgt(name: str, backend: str) -> None:
     agree(load("hgt")[name], library.hgt, backend)
 
