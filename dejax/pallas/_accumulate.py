@@ -1,8 +1,8 @@
 """Accumulators of a traversal: sums, running maxima, and sums weighted by exp(score - maximum) in one pass.
 
-Each slot of the items axis keeps its own accumulator, so that the loop has no exchange between threads; slots are merged
-once, at the end. Merging chunks of a long row is the same update: a chunk's partial sum is a value whose score is the
-chunk's maximum.
+Each slot of the items axis keeps its own accumulator, so that the loop has no exchange between threads; slots are
+merged once, at the end. Merging chunks of a long row is the same update: a chunk's partial sum is a value whose score
+is the chunk's maximum.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ def _finite(maximum: jax.Array) -> jax.Array:
 def initial(reductions: Sequence[Reduction], rows: int, items: int) -> tuple[jax.Array, ...]:
     """Accumulators of [rows, items, *padded shape] before the first item."""
     return tuple(
-        jnp.full((rows, items, *padded(r.shape)), -jnp.inf if r.kind == "max" else 0.0, jnp.float32)
-        for r in reductions
+        jnp.full((rows, items, *padded(r.shape)), -jnp.inf if r.kind == "max" else 0.0, jnp.float32) for r in reductions
     )
 
 

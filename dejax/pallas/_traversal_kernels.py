@@ -22,8 +22,8 @@ class Operand:
     """How a traversal reads an array.
 
     Attributes:
-      access: `item`, row i of the array for item i; `indexed`, row `index_tables[index][i]`; `row`, the row of the loop;
-        `shared`, an array without a leading axis, the same everywhere.
+      access: `item`, row i of the array for item i; `indexed`, row `index_tables[index][i]`; `row`, the row of the
+        loop; `shared`, an array without a leading axis, the same everywhere.
       index: which index table, for `indexed`.
     """
 
@@ -174,7 +174,7 @@ def _write_rows(
         _store(ref, row, mask, shape, plan.num_rows, value)
 
 
-def _scalar_range(offsets: Any, row: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _row_range(offsets: Any, row: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _triton.load(offsets, (row,), mask), _triton.load(offsets, (row + 1,), mask)
 
 
@@ -185,7 +185,7 @@ def row_kernel(*refs: Any, plan: Plan, num_tables: int, has_order: bool, num_ali
     (program,) = _triton.program_ids()
     row = program * plan.rows + lanes(plan.rows, 0, 1)
     mask = row < plan.num_rows
-    start, end = _scalar_range(offsets, row, mask)
+    start, end = _row_range(offsets, row, mask)
     if plan.chunk is not None:
         mask = mask & (end - start <= plan.chunk)
         end = jnp.where(mask, end, start)

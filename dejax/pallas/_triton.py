@@ -5,8 +5,8 @@ The lowering is deprecated since jax 0.11 and has no successor for gathered load
 Kernels of this package keep to these rules, which make interpret mode run the same code:
 
 - every axis of a load or store is indexed by an array (in jax 0.10 a Python int breaks interpret mode);
-- a lane that must not be stored has an index past the end of some axis, besides a false mask: interpret mode stores by a
-  scatter, which drops such lanes, but writes back old values for lanes that are only masked, over duplicates of theirs.
+- a lane that must not be stored has an index past the end of some axis, besides a false mask: interpret mode stores by
+  a scatter, which drops such lanes, but writes old values back for lanes that are only masked, over their duplicates.
 """
 
 from __future__ import annotations
@@ -47,15 +47,26 @@ def pallas_call(
     One axis, because CUDA's other two end at 65,535 and because a kernel that splits the id itself settles which of its
     blocks run next to each other, whatever `vmap` adds.
     """
-    return pl.pallas_call(
-        kernel,
-        out_shape=list(out_shape),
-        grid=(num_programs,),
-        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-        interpret=interpret,
-        input_output_aliases=dict(aliases or {}),
-        name=name,
+    call = jax.custom_jvp(
+        pl.pallas_call(
+            kernel,
+            out_shape=list(out_shape),
+            grid=(num_programs,),
+            compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+            interpret=interpret,
+            input_output_aliases=dict(aliases or {}),
+            name=name,
+        )
     )
+
+    @call.defjvp
+    def no_derivative(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(
+            f"the kernel {name} has no derivative of its own; differentiate a dejax.rgnn program, which makes its own "
+            "backward kernels, or give the function that calls the kernel a jax.custom_vjp"
+        )
+
+    return call
 
 
 def program_ids(*inner: int) -> tuple[jax.Array, ...]:

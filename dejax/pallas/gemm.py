@@ -1,4 +1,4 @@
-"""The GEMM template: rows times the matrix of their type, with gathered, scattered or accumulated rows and epilogues."""
+"""The GEMM template: rows times the matrix of their type; gathered, scattered or accumulated rows, and epilogues."""
 
 from __future__ import annotations
 
@@ -143,8 +143,8 @@ def typed_matmul(
 ) -> Any:
     """Each row times the matrix of its type: `out[o(p), g] = act(scale[p, g] * (x[i(p), g] @ w[type(p), g]))`.
 
-    Positions p = 0, 1, ... are sorted by type; those of type t are `offsets[t]` to `offsets[t + 1]`. Position p reads row
-    i(p) = `x_index[p]` and writes row o(p) = `out_index[p]`; without an index, row p.
+    Positions p = 0, 1, ... are sorted by type; those of type t are `offsets[t]` to `offsets[t + 1]`. Position p reads
+    row i(p) = `x_index[p]` and writes row o(p) = `out_index[p]`; without an index, row p.
 
     Args:
       x: float[rows, groups, k], or float[rows, k] for one group, which the result then has no axis for either.
@@ -267,16 +267,18 @@ def typed_matmul(
             out_rows=out_rows,
             interpret=_triton.use_interpreter(interpret),
         )
-        results = _triton.pallas_call(
-            functools.partial(_kernel, c=config),
-            name="typed_matmul",
-            num_programs=tiles * groups * cdiv(n, schedule.block_n),
-            out_shape=shapes,
-            num_warps=schedule.num_warps,
-            num_stages=schedule.num_stages,
-            interpret=config.interpret,
-            aliases=aliases,
-        )(*operands.values())
+        results = list(
+            _triton.pallas_call(
+                functools.partial(_kernel, c=config),
+                name="typed_matmul",
+                num_programs=tiles * groups * cdiv(n, schedule.block_n),
+                out_shape=shapes,
+                num_warps=schedule.num_warps,
+                num_stages=schedule.num_stages,
+                interpret=config.interpret,
+                aliases=aliases,
+            )(*operands.values())
+        )
     if flat:
         results = [jnp.squeeze(r, 1) for r in results]
     return results[0] if dot_vector is None else tuple(results)

@@ -44,7 +44,9 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
     k = (block_k * s.block_k + lanes(s.block_k, 0, 1))[None, :]
     n = (block_n * s.block_n + lanes(s.block_n, 0, 1))[None, :]
 
-    def rows_of(name: str, position: jax.Array, valid: jax.Array, column: jax.Array, width: int, rows: int) -> jax.Array:
+    def rows_of(
+        name: str, position: jax.Array, valid: jax.Array, column: jax.Array, width: int, rows: int
+    ) -> jax.Array:
         row = position
         if f"{name}_index" in ref:
             row = _triton.load(ref[f"{name}_index"], (position,), valid)
@@ -69,7 +71,9 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
     _triton.store(ref["partial"], (split, g, k, n), total, inside & (n < c.n))
 
 
-def _sum_kernel(partial: Any, split_offsets: Any, out: Any, *, groups: int, k: int, n: int, block: int, depth: int) -> None:
+def _sum_kernel(
+    partial: Any, split_offsets: Any, out: Any, *, groups: int, k: int, n: int, block: int, depth: int
+) -> None:
     """Adds up the partials of a type for `block` columns of one row of its matrix, `depth` partials a step."""
     t, g, row, column = _triton.program_ids(groups, k, cdiv(n, block))
     start, end = split_offsets[t], split_offsets[t + 1]
@@ -90,8 +94,8 @@ def split_table(offsets: jax.Array, rows_per_split: int, num_positions: int) -> 
     """Cuts each type's positions in splits of `rows_per_split`.
 
     Returns:
-      start and end of each split, int32[num_positions // rows_per_split + types] with unused splits empty, and the first
-      split of each type, int32[types + 1].
+      start and end of each split, int32[num_positions // rows_per_split + types] with unused splits empty, and the
+      first split of each type, int32[types + 1].
     """
     types = offsets.shape[0] - 1
     if rows_per_split >= num_positions:  # one split a type

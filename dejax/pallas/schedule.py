@@ -138,5 +138,5 @@ def _table(kernel: str) -> dict[str, Any]:
 
 
 def lookup(kernel: str, key: str) -> dict[str, Any] | None:
-    """The tuned schedule of `kernel` (`gemm`, `outer` or `traversal`) for `key`, as its fields; None if there is none."""
+    """Fields of the tuned schedule of `kernel` (`gemm`, `outer` or `traversal`) for `key`; None if there is none."""
     return _table(kernel).get(key)

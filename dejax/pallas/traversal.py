@@ -119,14 +119,14 @@ def traverse(
 
     The items of row r are `order[offsets[r]:offsets[r + 1]]`. The body sees several rows and several items of each at
     once: tiles of shape [rows, items, *features] for `item` and `indexed` operands, [rows, 1, *features] for `row` and
-    [1, 1, *features] for `shared` ones, each feature axis padded to the next power of two with zeros (`feature_mask` tells
-    which lanes are padding). Floating tiles are float32. It must be elementwise over the two leading axes and may leave
-    them at size 1. Results are the same in every run: there are no atomic additions.
+    [1, 1, *features] for `shared` ones, each feature axis padded to the next power of two with zeros (`feature_mask`
+    tells which lanes are padding). Floating tiles are float32. It must be elementwise over the two leading axes and may
+    leave them at size 1. Results are the same in every run: there are no atomic additions.
 
     Args:
       body: from tiles, in the order of `operands`, to (a value for each reduction, a value for each item output).
-      epilogue: from (results of the reductions as a tuple of [rows, *features], tiles of the `row` and `shared` operands
-        as [rows or 1, *features]) to the row outputs; None: the row outputs are the reductions.
+      epilogue: from (results of the reductions as a tuple of [rows, *features], tiles of the `row` and `shared`
+        operands as [rows or 1, *features]) to the row outputs; None: the row outputs are the reductions.
       arrays: [length, *features] with at most two feature axes; [*features] for `shared`.
       operands: how each array is read.
       offsets: int32[num_rows + 1].
@@ -139,16 +139,16 @@ def traverse(
       row_outputs: (feature shape, dtype) of each array to write by row; may be () where `epilogue` is None, for the
         reductions in float32.
       hubs: rows with more than `chunk` items, cut in chunks, or None where there is none: (chunk, rows int32[hubs],
-        offsets int32[hubs + 1], chunk_row, chunk_start, chunk_end int32[chunks]), where hub h has the chunks `offsets[h]`
-        to `offsets[h + 1]` and a chunk the positions `chunk_start` to `chunk_end` of the order; unused hubs and chunks
-        have the row `num_rows` and no positions. Every row with more than `chunk` items must be among them.
+        offsets int32[hubs + 1], chunk_row, chunk_start, chunk_end int32[chunks]), where hub h has the chunks
+        `offsets[h]` to `offsets[h + 1]` and a chunk the positions `chunk_start` to `chunk_end` of the order; unused
+        hubs and chunks have the row `num_rows` and no positions. Every row of more than `chunk` items must be there.
       covers_all_items: the caller's word that every item belongs to a row, so that no item output need be set to zero.
       schedule: the tile; by default the heuristic's.
       interpret: run the kernels interpreted; by default where there is no GPU.
 
     Returns:
-      The row outputs, [num_rows, *features] each, and the item outputs, [num_items, *features] each; items of no row are
-      zeros. A reduction over no items is 0.
+      The row outputs, [num_rows, *features] each, and the item outputs, [num_items, *features] each; items of no row
+      are zeros. A reduction over no items is 0.
 
     Raises:
       NotImplementedError: a dtype or a feature shape that the kernel does not have.
@@ -201,7 +201,7 @@ def traverse(
         num_stages=schedule.num_stages,
         interpret=interpreted,
     )
-    static = {"plan": plan, "num_tables": len(index_tables), "has_order": order is not None}
+    static: dict[str, Any] = {"plan": plan, "num_tables": len(index_tables), "has_order": order is not None}
 
     # Zero-sized outputs cannot be given to a kernel: items that are none get no buffer of theirs.
     if num_items == 0 and item_outputs:
@@ -230,9 +230,9 @@ def traverse(
         out_shape=[*item_structs, *row_structs],
         aliases={len(shared) + i: i for i in range(len(initial))},
     )(*shared, *initial)
-    items, rows = list(outputs[: len(item_structs)]), list(outputs[len(item_structs) :])
+    items, rows = tuple(outputs[: len(item_structs)]), tuple(outputs[len(item_structs) :])
     if hubs is None or chunk is None:
-        return tuple(rows), tuple(items)
+        return rows, items
 
     _, hub_rows, hub_offsets, *bounds = hubs
     num_chunks = bounds[0].shape[0]
@@ -245,17 +245,19 @@ def traverse(
         out_shape=[*item_structs, *partial_structs],
         aliases={len(operands_of_chunks) + i: i for i in range(len(items))},
     )(*operands_of_chunks, *items)
-    items, partials = list(outputs[: len(item_structs)]), list(outputs[len(item_structs) :])
+    items, partials = tuple(outputs[: len(item_structs)]), tuple(outputs[len(item_structs) :])
     if row_outputs:
         operands_of_hubs = [hub_rows, hub_offsets, *ready, *partials]
-        rows = call(
-            functools.partial(combine_kernel, plan=plan),
-            name="traverse_hubs",
-            num_programs=hub_rows.shape[0],
-            out_shape=row_structs,
-            aliases={len(operands_of_hubs) + i: i for i in range(len(rows))},
-        )(*operands_of_hubs, *rows)
-    return tuple(rows), tuple(items)
+        rows = tuple(
+            call(
+                functools.partial(combine_kernel, plan=plan),
+                name="traverse_hubs",
+                num_programs=hub_rows.shape[0],
+                out_shape=row_structs,
+                aliases={len(operands_of_hubs) + i: i for i in range(len(rows))},
+            )(*operands_of_hubs, *rows)
+        )
+    return rows, items
 
 
 def map_items(
@@ -272,8 +274,8 @@ def map_items(
     """Computes on the tiles of each item, without rows.
 
     Args:
-      body: from tiles [1, items, *features] (`item`, `indexed`) and [1, 1, *features] (`shared`), padded and float32 as in
-        `traverse`, to a value for each output.
+      body: from tiles [1, items, *features] (`item`, `indexed`) and [1, 1, *features] (`shared`), padded and float32
+        as in `traverse`, to a value for each output.
       arrays: [length, *features] with at most two feature axes; [*features] for `shared`.
       operands: how each array is read; `row` has no meaning here.
       num_items: number of items.

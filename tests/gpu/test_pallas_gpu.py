@@ -1,0 +1,181 @@
+"""The kernel templates' contract on a GPU, against float64: every case of the interpreted tests, and real sizes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.pallas.reference import GEMMS, OUTERS, TRAVERSALS, Gemm, Outer, Traversal, scaled
+
+pytestmark = pytest.mark.gpu
+
+# Of the largest entry: TF32 keeps 10 bits of each operand, bfloat16 7 bits, float32 sums of a few thousand terms lose 2.
+TF32, LOW = 2e-3, 2e-2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _needs_gpu():
+    if jax.default_backend() != "gpu":
+        pytest.skip("the default backend is no GPU")
+
+
+def tolerance(case) -> float | None:
+    if case.dtype != jnp.float32 or case.precision == "bf16":
+        return LOW
+    return TF32 if case.precision == "tf32" else None
+
+
+def types(positions: int, count: int, seed: int = 0) -> tuple[int, ...]:
+    """Skewed counts of types, some of them empty."""
+    rng = np.random.default_rng(seed)
+    return tuple(int(c) for c in rng.multinomial(positions, rng.dirichlet(np.full(count, 0.2))))
+
+
+def degrees(rows: int, items: int, hub: int, seed: int = 0) -> tuple[int, ...]:
+    """Skewed degrees with empty rows and one row of `hub` items."""
+    rng = np.random.default_rng(seed)
+    weight = rng.pareto(1.5, rows) * (rng.random(rows) > 0.1)
+    found = rng.multinomial(items, weight / weight.sum())
+    found[rows // 2] = hub
+    return tuple(int(d) for d in found)
+
+
+LARGE_GEMMS = {
+    f"{k} to {n}, {groups} groups, {precision}, {np.dtype(dtype).name}, block {block}": Gemm(
+        counts=types(60_000, 64),
+        rows=20_000,
+        k=k,
+        n=n,
+        groups=groups,
+        precision=precision,
+        dtype=dtype,
+        block=block,
+        padding=100,
+    )  # fmt: skip
+    for k, n, groups, precision, dtype, block in [
+        (64, 64, None, "tf32", jnp.float32, 64),
+        (64, 64, None, "f32", jnp.float32, 32),
+        (64, 64, None, "bf16", jnp.float32, 128),
+        (64, 64, 1, "tf32", jnp.bfloat16, 64),
+        (128, 64, 1, "tf32", jnp.float32, 128),
+        (300, 200, 1, "tf32", jnp.float32, 64),
+        (300, 200, 1, "tf32", jnp.bfloat16, 64),
+        (16, 16, 4, "tf32", jnp.float32, 64),
+        (17, 100, 3, "f32", jnp.float32, 32),
+    ]
+}
+LARGE_OUTERS = {
+    f"{k} by {n}, {groups} groups, {precision}, {np.dtype(dtype).name}": Outer(
+        counts=types(60_000, 64),
+        rows=20_000,
+        k=k,
+        n=n,
+        groups=groups,
+        precision=precision,
+        dtype=dtype,
+        padding=100,
+        rows_per_split=None,
+    )  # fmt: skip
+    for k, n, groups, precision, dtype in [
+        (64, 64, None, "tf32", jnp.float32),
+        (64, 64, None, "f32", jnp.float32),
+        (64, 64, None, "tf32", jnp.bfloat16),
+        (16, 16, 4, "tf32", jnp.float32),
+        (100, 200, 1, "bf16", jnp.float32),
+    ]
+}
+LARGE_TRAVERSALS = {
+    f"{kind}, {heads} heads of {width}, chunk {chunk}, {np.dtype(dtype).name}": Traversal(
+        kind=kind,
+        degrees=degrees(3000, 30_000, 5000),
+        heads=heads,
+        width=width,
+        dtype=dtype,
+        chunk=chunk,
+        nodes=3000,
+        schedule=None,
+    )  # fmt: skip
+    for kind, heads, width, chunk, dtype in [
+        ("attention", 1, 64, 1024, jnp.float32),
+        ("attention", 8, 8, 1024, jnp.float32),
+        ("attention", 4, 32, 64, jnp.bfloat16),
+        ("attention", 3, 17, None, jnp.float32),
+        ("sum", 1, 64, 1024, jnp.float32),
+        ("sum", 1, 1000, 1024, jnp.float32),
+        ("max", 1, 100, 256, jnp.float32),
+        ("edges", 4, 64, 1024, jnp.float32),
+        ("scalars", 1, 1, 1024, jnp.float32),
+    ]
+}
+
+
+@pytest.mark.parametrize("name", [*GEMMS, *LARGE_GEMMS])
+def test_typed_matmul(name):
+    case = (GEMMS | LARGE_GEMMS)[name]
+    a = case.arrays()
+    case.check(jax.jit(case.run)(a), a, tolerance(case))
+
+
+@pytest.mark.parametrize("name", [*OUTERS, *LARGE_OUTERS])
+def test_typed_outer(name):
+    case = (OUTERS | LARGE_OUTERS)[name]
+    a = case.arrays()
+    run = jax.jit(case.run)
+    result = run(a)
+    case.check(result, a, tolerance(case))
+    assert np.array_equal(np.asarray(result, np.float32), np.asarray(run(a), np.float32)), "two runs differ"
+
+
+@pytest.mark.parametrize("name", [*TRAVERSALS, *LARGE_TRAVERSALS])
+def test_traverse(name):
+    case = (TRAVERSALS | LARGE_TRAVERSALS)[name]
+    a = case.arrays()
+    run = jax.jit(case.run)
+    result = run(a)
+    limit = 2e-3 if case.spread > 1 else LOW if case.dtype != jnp.float32 else None
+    case.check(result, a, limit)
+    again = run(a)
+    assert all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(again), strict=True))
+
+
+@pytest.mark.parametrize("name, operand", [("attention, hubs", "z"), ("attention, hubs", "score")])
+def test_traverse_vmap(name, operand):
+    case = scaled(TRAVERSALS[name])
+    samples = [case.arrays(seed) for seed in (0, 1, 2)]
+    stacked = {n: np.stack([s[n] for s in samples]) if n == operand else v for n, v in samples[0].items()}
+    run = jax.jit(jax.vmap(case.run, in_axes=({n: 0 if n == operand else None for n in stacked},)))
+    rows, items = run(stacked)
+    for i, s in enumerate(samples):
+        one = {n: s[n] if n == operand else v for n, v in samples[0].items()}
+        case.check((tuple(r[i] for r in rows), tuple(v[i] for v in items)), one)
+
+
+@pytest.mark.parametrize("operand", ["x", "w"])
+def test_typed_matmul_vmap(operand):
+    case = GEMMS["scale, leaky relu, dot"]
+    samples = [case.arrays(seed) for seed in (0, 1, 2)]
+    stacked = {n: np.stack([s[n] for s in samples]) if n == operand else v for n, v in samples[0].items()}
+    run = jax.jit(jax.vmap(case.run, in_axes=({n: 0 if n == operand else None for n in stacked},)))
+    y, dot = run(stacked)
+    for i, s in enumerate(samples):
+        case.check((y[i], dot[i]), {n: s[n] if n == operand else v for n, v in samples[0].items()}, TF32)
+
+
+def test_rows_past_2_to_the_32_bytes():
+    """Rows of a table of 5 GB are read where they are, by a product and by a traversal."""
+    rows, width = 20_000_000, 64
+    table = jnp.zeros((rows, width), jnp.float32).at[jnp.array([5, rows - 3])].set(1.0)
+    index = jnp.array([rows - 3, 5, 7, rows - 1], jnp.int32)
+    expected = np.array([1, 1, 0, 0], np.float32)[:, None] * np.ones((4, width))
+    from dejax import pallas as kernels
+
+    y = kernels.typed_matmul(
+        table, jnp.eye(width)[None], offsets=jnp.array([0, 4], jnp.int32), tile_type=jnp.zeros(1, jnp.int32),
+        tile_start=jnp.zeros(1, jnp.int32), block=16, num_positions=4, x_index=index,
+    )  # fmt: skip
+    assert np.array_equal(y, expected)
+    (total,), _ = kernels.traverse(
+        lambda t: ((t,), ()), None, [table], [kernels.Operand("indexed", 0)], offsets=jnp.arange(5, dtype=jnp.int32),
+        num_items=4, num_rows=4, index_tables=[index], reductions=[kernels.Reduction("sum", (width,))],
+    )  # fmt: skip
+    assert np.array_equal(total, expected)

@@ -1,0 +1,492 @@
+"""The kernel templates' contract: cases of every kind, and float64 references in numpy.
+
+Used interpreted (tests/pallas), lowered for a GPU that is not there (test_lowering) and on a GPU (tests/gpu).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dejax import pallas as kernels
+
+# --- typed products --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One typed product. `counts` are the positions of each type; `padding` more positions belong to none."""
+
+    counts: tuple[int, ...] = (9, 0, 21, 1)
+    padding: int = 0
+    rows: int = 13
+    groups: int | None = 2
+    k: int = 17
+    n: int = 3
+    gather: bool = True
+    scatter: bool = True
+    transpose_w: bool = False
+    scale: bool = False
+    activation: str | None = None
+    dot_vector: bool = False
+    accumulate: bool = False
+    covers_all: bool = False
+    precision: str = "tf32"
+    dtype: Any = jnp.float32
+    out_dtype: Any = None
+    block: int = 16
+
+    @property
+    def positions(self) -> int:
+        return sum(self.counts) + self.padding
+
+    @property
+    def out_rows(self) -> int:
+        if self.accumulate:
+            return 7
+        return self.positions + (5 if self.scatter and not self.covers_all else 0)
+
+    def arrays(self, seed: int = 0) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng(seed)
+        types, groups = len(self.counts), self.groups or 1
+        rows = self.rows if self.gather else self.positions
+        shape = (types, groups, self.n, self.k) if self.transpose_w else (types, groups, self.k, self.n)
+        a = {
+            "x": rng.standard_normal((rows, groups, self.k)),
+            "w": rng.standard_normal(shape) / np.sqrt(self.k),
+            "offsets": np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32),
+        }
+        if self.gather:  # some rows twice, and past the end where the position is padding
+            a["x_index"] = rng.integers(0, rows, self.positions).astype(np.int32)
+            a["x_index"][self.positions - self.padding :] = rows
+        if self.scatter:
+            a["out_index"] = rng.permutation(self.out_rows)[: self.positions].astype(np.int32)
+            if self.accumulate:
+                a["out_index"] = rng.integers(0, self.out_rows, self.positions).astype(np.int32)
+        if self.scale:
+            a["scale"] = rng.standard_normal((self.positions, groups))
+        if self.dot_vector:
+            a["dot_vector"] = rng.standard_normal((types, groups, self.n))
+        for name in ("x", "w", "scale", "dot_vector"):
+            if name in a:
+                a[name] = np.asarray(jnp.asarray(a[name], self.dtype))
+                if self.groups is None:
+                    a[name] = a[name].squeeze(1)
+        a["tile_type"], a["tile_start"] = tile_table(a["offsets"], self.block, self.positions)
+        return a
+
+    def run(self, a: dict[str, Any], interpret: bool | None = None, **options: Any) -> Any:
+        return kernels.typed_matmul(
+            **a,
+            block=self.block,
+            num_positions=self.positions,
+            num_out_rows=self.out_rows,
+            transpose_w=self.transpose_w,
+            activation=self.activation,
+            accumulate=self.accumulate,
+            covers_all=self.covers_all,
+            precision=self.precision,
+            out_dtype=self.out_dtype,
+            interpret=interpret,
+            **options,
+        )
+
+    def reference(self, a: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray | None]:
+        x, w = a["x"].astype(np.float64), a["w"].astype(np.float64)
+        if self.groups is None:
+            x, w = x[:, None], w[:, None]
+        if self.transpose_w:
+            w = w.swapaxes(2, 3)
+        valid = self.positions - self.padding
+        types = np.repeat(np.arange(len(self.counts)), self.counts)
+        index = a["x_index"][:valid] if self.gather else np.arange(valid)
+        y = np.zeros((valid, *w.shape[1::2]))
+        for t in range(len(self.counts)):
+            y[types == t] = np.einsum("pgk,gkn->pgn", x[index[types == t]], w[t])
+        if self.scale:
+            y = y * a["scale"].astype(np.float64).reshape(self.positions, -1)[:valid, :, None]
+        kind, _, slope = (self.activation or "").partition(":")
+        y = {
+            "": lambda y: y,
+            "relu": lambda y: np.maximum(y, 0),
+            "tanh": np.tanh,
+            "sigmoid": lambda y: 1 / (1 + np.exp(-y)),
+            "leaky_relu": lambda y: np.where(y > 0, y, float(slope or 0) * y),
+        }[kind](y)
+        out = a["out_index"][:valid] if self.scatter else np.arange(valid)
+        result = np.zeros((self.out_rows, *y.shape[1:]))
+        np.add.at(result, out, y)
+        dot = None
+        if self.dot_vector:
+            vector = a["dot_vector"].astype(np.float64).reshape(len(self.counts), -1, self.n)
+            dot = np.zeros(result.shape[:2])
+            dot[out] = np.einsum("pgn,pgn->pg", y, vector[types])
+        if self.groups is None:
+            return result[:, 0], None if dot is None else dot[:, 0]
+        return result, dot
+
+    def check(self, result: Any, a: dict[str, np.ndarray], tolerance: float | None = None) -> None:
+        y, dot = self.reference(a)
+        got = result if self.dot_vector else (result, None)
+        expected_dtype = jnp.float32 if self.accumulate else self.out_dtype or self.dtype
+        assert got[0].dtype == expected_dtype
+        low = self.precision == "bf16" or self.dtype != jnp.float32 or self.out_dtype not in (None, jnp.float32)
+        assert_close(got[0], y, low, tolerance)
+        if dot is not None:
+            assert_close(got[1], dot, low, tolerance)
+
+
+def tile_table(offsets: np.ndarray, block: int, positions: int) -> tuple[np.ndarray, np.ndarray]:
+    """Types and starts of tiles, with one unused tile at the end."""
+    tiles = [(t, s) for t in range(len(offsets) - 1) for s in range(offsets[t], offsets[t + 1], block)]
+    table = np.array([*tiles, (0, offsets[-1])], np.int32)
+    return table[:, 0], table[:, 1]
+
+
+GEMMS = {
+    "plain": Gemm(),
+    "k 1, n 1, one group": Gemm(k=1, n=1, groups=1),
+    "no group axis": Gemm(groups=None, k=3, n=17, scale=True, dot_vector=True),
+    "wide": Gemm(k=100, n=100, groups=1, counts=(20,)),
+    "k in blocks": Gemm(k=200, n=1, groups=1, counts=(5, 5)),
+    "n in blocks": Gemm(k=3, n=130, groups=2, counts=(5, 5)),
+    "eight groups": Gemm(k=16, n=16, groups=8),
+    "transposed": Gemm(transpose_w=True),
+    "transposed, k in blocks": Gemm(transpose_w=True, k=150, n=16, counts=(5, 5)),
+    "no gather": Gemm(gather=False),
+    "no scatter": Gemm(scatter=False),
+    "dense both sides": Gemm(gather=False, scatter=False, covers_all=True),
+    "padding": Gemm(padding=6),
+    "padding, no indices": Gemm(padding=6, gather=False, scatter=False),
+    "all types empty": Gemm(counts=(0, 0), padding=3),
+    "scale, leaky relu, dot": Gemm(scale=True, activation="leaky_relu:0.2", dot_vector=True),
+    "relu": Gemm(activation="relu"),
+    "tanh": Gemm(activation="tanh", groups=1),
+    "sigmoid": Gemm(activation="sigmoid", groups=1),
+    "accumulate": Gemm(accumulate=True, scale=True),
+    "accumulate, no group axis": Gemm(accumulate=True, groups=None, padding=2),
+    "bfloat16": Gemm(dtype=jnp.bfloat16),
+    "bfloat16 to float32": Gemm(dtype=jnp.bfloat16, out_dtype=jnp.float32, scale=True, dot_vector=True),
+    "bfloat16, accumulate": Gemm(dtype=jnp.bfloat16, accumulate=True),
+    "bf16 products": Gemm(precision="bf16"),
+    "f32 products": Gemm(precision="f32"),
+    "covers all": Gemm(covers_all=True),
+    "block 32": Gemm(block=32, counts=(40, 0, 31)),
+}
+
+
+def assert_close(got: Any, expected: np.ndarray, low: bool = False, tolerance: float | None = None) -> None:
+    """Largest error against the largest expected magnitude: 2e-5, or 3e-2 where 8-bit mantissas are `low`."""
+    got = np.asarray(got, np.float64)
+    assert got.shape == expected.shape, (got.shape, expected.shape)
+    assert np.all(np.isfinite(got)), "the result has entries that are not finite"
+    if got.size:
+        scale = max(1.0, float(np.max(np.abs(expected))))
+        error = float(np.max(np.abs(got - expected))) / scale
+        limit = (3e-2 if low else 2e-5) if tolerance is None else tolerance
+        assert error <= limit, f"error {error:.3g} is over {limit:.3g}"
+
+
+@dataclass(frozen=True)
+class Outer:
+    """One sum of outer products by type."""
+
+    counts: tuple[int, ...] = (9, 0, 21, 1)
+    padding: int = 0
+    groups: int | None = 2
+    k: int = 17
+    n: int = 3
+    gather: bool = True
+    scale: bool = False
+    precision: str = "tf32"
+    dtype: Any = jnp.float32
+    out_dtype: Any = jnp.float32
+    rows_per_split: int | None = 8
+    rows: int = 13
+
+    @property
+    def positions(self) -> int:
+        return sum(self.counts) + self.padding
+
+    def arrays(self, seed: int = 0) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng(seed)
+        groups = self.groups or 1
+        rows = self.rows if self.gather else self.positions
+        a = {
+            "x": rng.standard_normal((rows, groups, self.k)),
+            "y": rng.standard_normal((rows, groups, self.n)),
+            "offsets": np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32),
+        }
+        if self.gather:
+            for name in ("x_index", "y_index"):
+                a[name] = rng.integers(0, rows, self.positions).astype(np.int32)
+                a[name][self.positions - self.padding :] = rows
+        if self.scale:
+            a["scale"] = rng.standard_normal((self.positions, groups))
+        for name in ("x", "y", "scale"):
+            if name in a:
+                a[name] = np.asarray(jnp.asarray(a[name], self.dtype))
+                if self.groups is None:
+                    a[name] = a[name].squeeze(1)
+        return a
+
+    def run(self, a: dict[str, Any], interpret: bool | None = None, **options: Any) -> jax.Array:
+        return kernels.typed_outer(
+            **a,
+            num_positions=self.positions,
+            precision=self.precision,
+            out_dtype=self.out_dtype,
+            rows_per_split=self.rows_per_split,
+            interpret=interpret,
+            **options,
+        )
+
+    def reference(self, a: dict[str, np.ndarray]) -> np.ndarray:
+        x, y = a["x"].astype(np.float64), a["y"].astype(np.float64)
+        if self.groups is None:
+            x, y = x[:, None], y[:, None]
+        valid = self.positions - self.padding
+        ix = a["x_index"][:valid] if self.gather else np.arange(valid)
+        iy = a["y_index"][:valid] if self.gather else np.arange(valid)
+        scale = a["scale"].astype(np.float64).reshape(self.positions, -1)[:valid] if self.scale else np.ones((valid, 1))
+        types = np.repeat(np.arange(len(self.counts)), self.counts)
+        total = np.zeros((len(self.counts), x.shape[1], self.k, self.n))
+        for t in range(len(self.counts)):
+            here = types == t
+            total[t] = np.einsum("pgk,pgn->gkn", x[ix[here]] * scale[here][:, :, None], y[iy[here]])
+        return total[:, 0] if self.groups is None else total
+
+    def check(self, result: Any, a: dict[str, np.ndarray], tolerance: float | None = None) -> None:
+        assert result.dtype == self.out_dtype
+        low = self.precision == "bf16" or self.dtype != jnp.float32 or self.out_dtype != jnp.float32
+        assert_close(result, self.reference(a), low, tolerance)
+        empty = np.array(self.counts) == 0
+        assert not np.any(np.asarray(result, np.float32)[empty]), "a type without positions must give exact zeros"
+
+
+OUTERS = {
+    "plain": Outer(),
+    "k 1, n 1, no group axis": Outer(k=1, n=1, groups=None, scale=True),
+    "wide": Outer(k=100, n=100, groups=1, counts=(20,)),
+    "tiles of the result": Outer(k=70, n=130, groups=1, counts=(5, 4)),
+    "eight groups": Outer(k=16, n=16, groups=8),
+    "no gather": Outer(gather=False),
+    "no gather, padding": Outer(gather=False, padding=5),
+    "padding, scale": Outer(padding=5, scale=True),
+    "one split a type": Outer(rows_per_split=64),
+    "default splits": Outer(rows_per_split=None),
+    "all types empty": Outer(counts=(0, 0), padding=9),
+    "bfloat16": Outer(dtype=jnp.bfloat16),
+    "bfloat16 result": Outer(dtype=jnp.bfloat16, out_dtype=jnp.bfloat16, scale=True),
+    "bf16 products": Outer(precision="bf16"),
+    "f32 products": Outer(precision="f32"),
+}
+
+
+# --- traversals ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Traversal:
+    """One traversal; `kind` names what its body does.
+
+    attention: a score for each item and head from an item, an indexed and a row operand; softmax over the row, weighted
+      sum of gathered rows; writes score and probability's numerator's logarithm by item, and by row the weighted mean,
+      the maximum and the sum of weights.
+    sum, max: of gathered rows times an item value, no epilogue.
+    edges: item outputs alone.
+    scalars: features of rank 0 and a shared scalar.
+    """
+
+    kind: str = "attention"
+    degrees: tuple[int, ...] = (3, 0, 1, 9, 2, 2, 0, 17, 4)
+    padding: int = 2
+    heads: int = 3
+    width: int = 5
+    dtype: Any = jnp.float32
+    sorted: bool = False
+    chunk: int | None = None
+    spread: float = 1.0
+    schedule: tuple[int, int] | None = (2, 4)
+    unused_hubs: int = 1
+    nodes: int = 11
+
+    @property
+    def items(self) -> int:
+        return sum(self.degrees) + self.padding
+
+    def arrays(self, seed: int = 0) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng(seed)
+        h, d, rows = self.heads, self.width, len(self.degrees)
+        a: dict[str, Any] = {
+            "score": rng.standard_normal((self.items, h)) * self.spread,
+            "z": rng.standard_normal((self.nodes, h, d)),
+            "bias": rng.standard_normal((rows, h)),
+            "gain": rng.standard_normal((h, d)),
+            "x": rng.standard_normal((self.nodes, d)),
+            "weight": rng.standard_normal(self.items),
+            "scalar": rng.standard_normal(()),
+        }
+        a = {name: np.asarray(jnp.asarray(value, self.dtype)) for name, value in a.items()}
+        a["offsets"] = np.concatenate([[0], np.cumsum(self.degrees)]).astype(np.int32)
+        a["index"] = rng.integers(0, self.nodes, self.items).astype(np.int32)
+        order = np.arange(self.items) if self.sorted else rng.permutation(self.items)
+        a["order"] = order.astype(np.int32)
+        a["index"][order[sum(self.degrees) :]] = self.nodes  # padding items: out of range
+        if self.chunk is not None:
+            a.update(hub_table(a["offsets"], self.chunk, self.unused_hubs))
+        return a
+
+    def run(self, a: dict[str, Any], interpret: bool | None = None) -> tuple[tuple, tuple]:
+        kind, h, d = self.kind, self.heads, self.width
+        item, indexed, row, shared = (kernels.Operand(s, 0 if s == "indexed" else None) for s in
+                                      ("item", "indexed", "row", "shared"))  # fmt: skip
+        options: dict[str, Any] = {
+            "offsets": a["offsets"],
+            "order": None if self.sorted else a["order"],
+            "num_items": self.items,
+            "num_rows": len(self.degrees),
+            "index_tables": [a["index"]],
+            "interpret": interpret,
+        }
+        if self.schedule is not None:
+            options["schedule"] = kernels.TraversalSchedule(*self.schedule, 1, 1)
+        if self.chunk is not None:
+            options["hubs"] = (self.chunk, *(a[n] for n in HUB_NAMES))
+        f32 = jnp.float32
+        if kind == "attention":
+
+            def body(score, z, bias, gain):
+                s = jnp.where(score + bias > 0, score + bias, 0.2 * (score + bias))
+                return (s, jnp.ones((1, 1, 1), f32), z * gain), (s,)
+
+            def epilogue(accs, tiles):
+                top, total, mixed = accs
+                safe = jnp.where(total > 0, total, 1.0)
+                return mixed / safe[:, :, None] + tiles[0][:, :, None], top, total
+
+            return kernels.traverse(
+                body, epilogue, [a["score"], a["z"], a["bias"], a["gain"]], [item, indexed, row, shared],
+                reductions=[kernels.Reduction("max", (h,)), kernels.Reduction("weighted", (h,), 0),
+                            kernels.Reduction("weighted", (h, d), 0)],
+                item_outputs=[((h,), f32)],
+                row_outputs=[((h, d), self.dtype), ((h,), f32), ((h,), f32)], **options,
+            )  # fmt: skip
+        if kind in ("sum", "max"):
+            return kernels.traverse(
+                lambda x, weight: ((x * weight[:, :, None],), ()), None, [a["x"], a["weight"]], [indexed, item],
+                reductions=[kernels.Reduction(kind, (d,))], row_outputs=[((d,), self.dtype)], **options,
+            )  # fmt: skip
+        if kind == "edges":
+
+            def edge_body(x, score, bias):
+                inside = kernels.feature_mask((d,), 0)
+                norm = jnp.sum(x * x if inside is None else jnp.where(inside, x * x + 1, 0.0), axis=2)
+                norm = norm if inside is not None else norm + d
+                return (), (norm, score + bias)
+
+            return kernels.traverse(
+                edge_body, None, [a["x"], a["score"], a["bias"]], [indexed, item, row],
+                item_outputs=[((), f32), ((h,), self.dtype)], **options,
+            )  # fmt: skip
+        if kind == "scalars":
+            return kernels.traverse(
+                lambda w, c: ((w * c, w), (w + c,)), lambda accs, tiles: (accs[0] + tiles[0], accs[1]),
+                [a["weight"], a["scalar"]], [item, shared],
+                reductions=[kernels.Reduction("sum", ()), kernels.Reduction("max", ())],
+                item_outputs=[((), f32)], row_outputs=[((), f32), ((), f32)], **options,
+            )  # fmt: skip
+        raise AssertionError(kind)
+
+    def reference(self, a: dict[str, np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        kind, h, d, rows = self.kind, self.heads, self.width, len(self.degrees)
+        f = {n: a[n].astype(np.float64) for n in ("score", "z", "bias", "gain", "x", "weight", "scalar")}
+        members = [a["order"][a["offsets"][r] : a["offsets"][r + 1]] for r in range(rows)]
+        source = np.minimum(a["index"], self.nodes - 1)
+        if kind == "attention":
+            mixed, top, total = np.zeros((rows, h, d)), np.zeros((rows, h)), np.zeros((rows, h))
+            item = np.zeros((self.items, h))
+            for r, m in enumerate(members):
+                if len(m):
+                    s = f["score"][m] + f["bias"][r]
+                    s = item[m] = np.where(s > 0, s, 0.2 * s)
+                    top[r] = s.max(0)
+                    p = np.exp(s - top[r])
+                    total[r] = p.sum(0)
+                    mixed[r] = np.einsum("eh,ehd->hd", p / total[r], f["z"][source[m]] * f["gain"])
+            return [mixed + f["bias"][:, :, None], top, total], [item]
+        if kind in ("sum", "max"):
+            value = f["x"][source] * f["weight"][:, None]
+            reduce = np.sum if kind == "sum" else np.max
+            return [np.stack([reduce(value[m], axis=0) if len(m) else np.zeros(d) for m in members])], []
+        valid = np.zeros(self.items, bool)
+        owner = np.zeros(self.items, int)
+        for r, m in enumerate(members):
+            valid[m], owner[m] = True, r
+        if kind == "edges":
+            norm = (f["x"][source] ** 2).sum(1) + d
+            return [], [np.where(valid, norm, 0), np.where(valid[:, None], f["score"] + f["bias"][owner], 0)]
+        sums = np.array([f["weight"][m].sum() for m in members]) * f["scalar"] + f["scalar"]
+        tops = np.array([f["weight"][m].max() if len(m) else 0 for m in members])
+        return [sums, tops], [np.where(valid, f["weight"] + f["scalar"], 0)]
+
+    def check(self, result: tuple[tuple, tuple], a: dict[str, np.ndarray], tolerance: float | None = None) -> None:
+        for got, expected in zip(result, self.reference(a), strict=True):
+            assert len(got) == len(expected)
+            for g, e in zip(got, expected, strict=True):
+                assert_close(g, e, g.dtype != jnp.float32, tolerance)
+
+
+HUB_NAMES = ("hub_rows", "hub_offsets", "chunk_row", "chunk_start", "chunk_end")
+
+
+def hub_table(offsets: np.ndarray, chunk: int, unused: int) -> dict[str, np.ndarray]:
+    """Rows with more than `chunk` items, cut in chunks, and `unused` hubs and chunks after them."""
+    rows = len(offsets) - 1
+    counts = np.diff(offsets)
+    hubs = np.nonzero(counts > chunk)[0]
+    chunks = [(r, s, min(s + chunk, offsets[r + 1])) for r in hubs for s in range(offsets[r], offsets[r + 1], chunk)]
+    per_hub = [-(-counts[r] // chunk) for r in hubs]
+    starts = np.concatenate([[0], np.cumsum(per_hub)])
+    table = np.array([*chunks, *[(rows, 0, 0)] * unused], np.int32).reshape(-1, 3)
+    return {
+        "hub_rows": np.array([*hubs, *[rows] * unused], np.int32),
+        "hub_offsets": np.array([*starts, *[starts[-1]] * unused], np.int32),
+        "chunk_row": table[:, 0],
+        "chunk_start": table[:, 1],
+        "chunk_end": table[:, 2],
+    }
+
+
+TRAVERSALS = {
+    "attention": Traversal(),
+    "attention, one row a program": Traversal(schedule=(1, 1)),
+    "attention, hubs": Traversal(chunk=4),
+    "attention, hubs, sorted": Traversal(chunk=2, sorted=True, unused_hubs=0),
+    "attention, large scores": Traversal(spread=1e4),
+    "attention, large scores, hubs": Traversal(spread=1e4, chunk=4),
+    "attention, bfloat16, hubs": Traversal(dtype=jnp.bfloat16, chunk=4),
+    "attention, one head": Traversal(heads=1, width=17),
+    "attention, eight heads": Traversal(heads=8, width=3, schedule=None),
+    "attention, no items": Traversal(degrees=(0, 0, 0), padding=3),
+    "attention, no padding, sorted": Traversal(padding=0, sorted=True, schedule=None),
+    "sum": Traversal(kind="sum", width=17),
+    "sum, width 1": Traversal(kind="sum", width=1),
+    "sum, width 100, hubs": Traversal(kind="sum", width=100, chunk=5, schedule=None),
+    "sum, bfloat16": Traversal(kind="sum", width=16, dtype=jnp.bfloat16),
+    "max, hubs": Traversal(kind="max", width=3, chunk=4),
+    "edges": Traversal(kind="edges"),
+    "edges, width 16, hubs": Traversal(kind="edges", width=16, chunk=4),
+    "edges, bfloat16": Traversal(kind="edges", dtype=jnp.bfloat16),
+    "scalars": Traversal(kind="scalars"),
+    "scalars, hubs": Traversal(kind="scalars", chunk=3, sorted=True),
+    "one row": Traversal(degrees=(7,), chunk=2, schedule=(4, 2)),
+}
+
+
+def scaled(case: Any, **changes: Any) -> Any:
+    return replace(case, **changes)

@@ -1,0 +1,106 @@
+"""Typed products and sums of outer products, interpreted, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dejax import pallas as kernels
+from tests.pallas.reference import GEMMS, OUTERS, Gemm, Outer
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_typed_matmul(name):
+    case = GEMMS[name]
+    a = case.arrays()
+    case.check(jax.jit(case.run)(a), a)
+
+
+@pytest.mark.parametrize("name", OUTERS)
+def test_typed_outer(name):
+    case = OUTERS[name]
+    a = case.arrays()
+    case.check(jax.jit(case.run)(a), a)
+
+
+@pytest.mark.parametrize("operand", ["x", "w", "scale", "dot_vector", "all"])
+def test_typed_matmul_vmap(operand):
+    case = Gemm(counts=(5, 3), rows=4, k=3, n=2, scale=True, dot_vector=True)
+    samples = [case.arrays(seed) for seed in (0, 1, 2)]
+    floats = ["x", "w", "scale", "dot_vector"]
+    batched = floats if operand == "all" else [operand]
+    stacked = {n: np.stack([s[n] for s in samples]) if n in batched else v for n, v in samples[0].items()}
+    y, dot = jax.vmap(case.run, in_axes=({n: 0 if n in batched else None for n in stacked},))(stacked)
+    for i, s in enumerate(samples):
+        case.check((y[i], dot[i]), {n: s[n] if n in batched else v for n, v in samples[0].items()})
+
+
+@pytest.mark.parametrize("operand", ["x", "y"])
+def test_typed_outer_vmap(operand):
+    case = Outer(counts=(5, 3), k=3, n=2, rows_per_split=4)
+    samples = [case.arrays(seed) for seed in (0, 1)]
+    stacked = {n: np.stack([s[n] for s in samples]) if n == operand else v for n, v in samples[0].items()}
+    total = jax.vmap(case.run, in_axes=({n: 0 if n == operand else None for n in stacked},))(stacked)
+    for i, s in enumerate(samples):
+        case.check(total[i], {n: s[n] if n == operand else v for n, v in samples[0].items()})
+
+
+def test_rows_out_of_range_are_neither_read_nor_written():
+    case = Gemm(counts=(6,), rows=4, k=2, n=2, groups=1)
+    a = case.arrays()
+    a["x_index"] = np.array([0, 1, 4, -1, 2, 1000], np.int32)
+    a["out_index"] = np.array([0, 1, 2, 3, -1, 99], np.int32)
+    y = np.asarray(case.run(a))
+    assert np.all(y[2:] == 0)
+    np.testing.assert_allclose(y[:2, 0], a["x"][:2, 0] @ a["w"][0, 0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [{"counts": ()}, {"counts": (0,)}, {"counts": (0, 0)}])
+def test_no_positions(shape):
+    case = Gemm(**shape)
+    a = case.arrays()
+    case.check(case.run(a), a)
+    outer = Outer(**shape)
+    b = outer.arrays()
+    outer.check(outer.run(b), b)
+
+
+def test_outer_sums_are_the_same_in_every_run_and_for_every_split():
+    case = OUTERS["plain"]
+    a = case.arrays()
+    first, second = case.run(a), case.run(a)
+    assert np.array_equal(first, second)
+
+
+def test_errors_say_what_to_do():
+    case = Gemm(counts=(4,), groups=None)
+    a = case.arrays()
+    with pytest.raises(ValueError, match="precision must be one of f32, tf32, bf16"):
+        kernels.typed_matmul(**a, block=16, num_positions=4, precision="f16")
+    with pytest.raises(ValueError, match="block must be a power of two of at least 16, got 8"):
+        kernels.typed_matmul(**a, block=8, num_positions=4)
+    with pytest.raises(ValueError, match="w must have 1 groups and a contracted width of 17"):
+        kernels.typed_matmul(**a, block=16, num_positions=4, transpose_w=True)
+    with pytest.raises(ValueError, match=r"x_index must have shape \(5,\)"):
+        kernels.typed_matmul(**a, block=16, num_positions=5)
+    with pytest.raises(ValueError, match="accumulate"):
+        kernels.typed_matmul(**a, block=16, num_positions=4, accumulate=True, activation="relu")
+    with pytest.raises(NotImplementedError, match="x must be float32, bfloat16 or float16"):
+        kernels.typed_matmul(**(a | {"x": a["x"].astype(np.int32)}), block=16, num_positions=4)
+    with pytest.raises(NotImplementedError, match="activation"):
+        kernels.typed_matmul(**a, block=16, num_positions=4, activation="gelu")
+    with pytest.raises(TypeError, match="x_index must be integers"):
+        kernels.typed_matmul(**(a | {"x_index": a["x_index"].astype(np.float32)}), block=16, num_positions=4)
+
+
+def test_gradient_through_a_template_is_an_error():
+    case = Gemm(counts=(4,))
+    a = case.arrays()
+    with pytest.raises(NotImplementedError, match="typed_matmul has no derivative of its own"):
+        jax.grad(lambda x: jnp.sum(case.run(a | {"x": x})))(jnp.asarray(a["x"]))
+
+
+@pytest.mark.parametrize("positions, types, expected", [(10, 3, 32), (10_000, 3, 64)])
+def test_gemm_block(positions, types, expected):
+    assert kernels.gemm_block(64, 64, positions, types) == expected
+    assert kernels.gemm_block(64, 64, positions, types, "f32") == 32

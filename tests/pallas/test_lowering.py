@@ -1,0 +1,112 @@
+"""Every kernel configuration lowered to Triton for an H200 on a machine without a GPU."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+
+from dejax import pallas as kernels
+from tests.pallas.reference import GEMMS, OUTERS, TRAVERSALS, Gemm, Outer, Traversal, scaled
+
+try:
+    from jax.sharding import AbstractDevice
+except ImportError:
+    from jax._src.mesh import AbstractDevice
+
+
+def lower(function, *arguments) -> str:
+    """The StableHLO of `function` for CUDA, whose custom calls hold the kernels' Triton IR, verified."""
+    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments)
+    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Triton.*", category=DeprecationWarning)
+        return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+# Shapes as a model has them: nothing is run, so they need not be small.
+LARGE_GEMMS = {
+    f"{k} to {n}, {groups} groups, {precision}, block {block}": Gemm(
+        counts=(300, 0, 90), k=k, n=n, groups=groups, precision=precision, block=block
+    )
+    for k, n, groups in [(64, 64, None), (128, 128, 1), (256, 256, None), (1024, 64, None), (8, 8, 8), (1, 1000, None)]
+    for precision in ("f32", "tf32", "bf16")
+    for block in (32, 64, 128)
+    if block == 64 or precision == "tf32"
+}
+LARGE_TRAVERSALS = {
+    f"{kind}, {heads} heads of {width}, {dtype.__name__}": Traversal(
+        kind=kind, degrees=(9,) * 40, heads=heads, width=width, chunk=4, schedule=None, dtype=dtype
+    )
+    for kind, heads, width in [
+        ("attention", 1, 64),
+        ("attention", 8, 8),
+        ("attention", 4, 16),
+        ("attention", 8, 128),
+        ("sum", 1, 64),
+        ("sum", 1, 1000),
+        ("max", 1, 4096),
+        ("edges", 4, 64),
+    ]
+    for dtype in (jnp.float32, jnp.bfloat16)
+}
+
+
+@pytest.mark.parametrize("name", [*GEMMS, *LARGE_GEMMS])
+def test_typed_matmul(name):
+    case = (GEMMS | LARGE_GEMMS)[name]
+    text = lower(functools.partial(case.run, interpret=False), case.arrays())
+    assert text.count("custom_call") >= (1 if sum(case.counts) + case.padding else 0)
+
+
+@pytest.mark.parametrize("name", OUTERS)
+def test_typed_outer(name):
+    case = OUTERS[name]
+    text = lower(functools.partial(case.run, interpret=False), case.arrays())
+    assert text.count("custom_call") >= 1
+
+
+@pytest.mark.parametrize("k, n, groups", [(64, 64, 1), (256, 512, 1), (8, 8, 8)])
+@pytest.mark.parametrize("precision", ["f32", "tf32", "bf16"])
+def test_typed_outer_of_model_widths(k, n, groups, precision):
+    case = Outer(counts=(300, 0, 90), k=k, n=n, groups=groups, precision=precision, rows_per_split=64)
+    assert lower(functools.partial(case.run, interpret=False), case.arrays()).count("custom_call") >= 2
+
+
+@pytest.mark.parametrize("name", [*TRAVERSALS, *LARGE_TRAVERSALS])
+def test_traverse(name):
+    case = (TRAVERSALS | LARGE_TRAVERSALS)[name]
+    text = lower(functools.partial(case.run, interpret=False), case.arrays())
+    # Rows; and with hubs, chunks and (where there are row outputs) their combination.
+    expected = 1 if case.chunk is None else 2 if case.kind == "edges" else 3
+    assert text.count("custom_call") >= expected
+
+
+@pytest.mark.parametrize("case", [GEMMS["scale, leaky relu, dot"], OUTERS["plain"], TRAVERSALS["attention, hubs"]])
+def test_vmap(case):
+    arrays = case.arrays()
+    name = "z" if isinstance(case, Traversal) else "x"
+    batched = arrays | {name: jnp.stack([arrays[name]] * 3)}
+    axes = {n: 0 if n == name else None for n in arrays}
+    assert "custom_call" in lower(jax.vmap(functools.partial(case.run, interpret=False), in_axes=(axes,)), batched)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (4, 17)])
+def test_map_items(shape):
+    def run(x, y, index):
+        return kernels.map_items(
+            lambda a, b: (a * b,), [x, y], [kernels.Operand("indexed", 0), kernels.Operand("item")], num_items=100,
+            index_tables=[index], outputs=[(shape, jnp.bfloat16)], interpret=False,
+        )  # fmt: skip
+
+    text = lower(run, jnp.zeros((7, *shape)), jnp.zeros((100, *shape)), jnp.zeros((100,), jnp.int32))
+    assert "custom_call" in text
+
+
+def test_tables_past_2_to_the_32_bytes_use_64_bit_offsets():
+    case = scaled(TRAVERSALS["sum"], width=64)
+    arrays = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), case.arrays())
+    arrays["x"] = jax.ShapeDtypeStruct((20_000_000, 64), jnp.dtype(jnp.float32))  # 5.1 GB
+    assert "custom_call" in lower(functools.partial(case.run, interpret=False), arrays)

@@ -1,0 +1,144 @@
+"""Traversals and maps over items, interpreted, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dejax import pallas as kernels
+from tests.pallas.reference import TRAVERSALS, Traversal
+
+
+@pytest.mark.parametrize("name", TRAVERSALS)
+def test_traverse(name):
+    case = TRAVERSALS[name]
+    a = case.arrays()
+    # Scores of +-1e4 are exact in float32 to 1e-3, and so are their exponentials' arguments.
+    tolerance = 2e-3 if case.spread > 1 else None
+    case.check(jax.jit(case.run)(a), a, tolerance)
+
+
+@pytest.mark.parametrize("operand", ["score", "z", "bias", "gain"])
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_traverse_vmap(operand, chunk):
+    case = Traversal(degrees=(2, 5, 0), heads=2, width=3, chunk=chunk)
+    samples = [case.arrays(seed) for seed in (0, 1, 2)]
+    stacked = {n: np.stack([s[n] for s in samples]) if n == operand else v for n, v in samples[0].items()}
+    rows, items = jax.vmap(case.run, in_axes=({n: 0 if n == operand else None for n in stacked},))(stacked)
+    for i, s in enumerate(samples):
+        one = {n: s[n] if n == operand else v for n, v in samples[0].items()}
+        case.check((tuple(r[i] for r in rows), tuple(v[i] for v in items)), one)
+
+
+def _weighted(scores: list[float], chunk: int | None = None):
+    """max, sum of weights and weighted sum of 0, 1, 2, ... over one row with these scores."""
+    n = len(scores)
+    score, value = jnp.array(scores, jnp.float32), jnp.arange(n, dtype=jnp.float32)
+    hubs = None
+    if chunk is not None:
+        from tests.pallas.reference import HUB_NAMES, hub_table
+
+        table = hub_table(np.array([0, n], np.int32), chunk, 0)
+        hubs = (chunk, *(table[name] for name in HUB_NAMES))
+    reductions = [
+        kernels.Reduction("max", ()), kernels.Reduction("weighted", (), 0), kernels.Reduction("weighted", (), 0)
+    ]  # fmt: skip
+    rows, _ = kernels.traverse(
+        lambda s, v: ((s, jnp.ones((1, 1)), v), ()), None, [score, value], [kernels.Operand("item")] * 2,
+        offsets=jnp.array([0, n], jnp.int32), num_items=n, num_rows=1, reductions=reductions, hubs=hubs,
+        schedule=kernels.TraversalSchedule(1, 2, 1, 1),
+    )  # fmt: skip
+    return [float(r[0]) for r in rows]
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_scores_of_minus_infinity_weigh_nothing(chunk):
+    inf = float("inf")
+    assert _weighted([-inf, 1.0, -inf, 1.0, -inf], chunk) == [1.0, 2.0, 4.0]
+    assert _weighted([-inf, -inf, -inf], chunk) == [0.0, 0.0, 0.0]
+
+
+def test_values_that_are_not_finite_outside_a_row_do_not_leak():
+    # The body divides by what it loads: slots without an item load zeros and give infinities.
+    rows, items = kernels.traverse(
+        lambda w: ((1 / w, 1 / w), (1 / w,)),
+        None,
+        [jnp.array([2.0, 4.0, 0.5])],
+        [kernels.Operand("item")],
+        offsets=jnp.array([0, 2, 2], jnp.int32),
+        num_items=3,
+        num_rows=2,
+        reductions=[kernels.Reduction("sum", ()), kernels.Reduction("max", ())],
+        item_outputs=[((), jnp.float32)],
+        schedule=kernels.TraversalSchedule(2, 4, 1, 1),
+    )
+    assert np.array_equal(rows[0], [0.75, 0.0]) and np.array_equal(rows[1], [0.5, 0.0])
+    assert np.array_equal(items[0], [0.5, 0.25, 0.0])
+
+
+def test_integer_operands_stay_integers():
+    rows, _ = kernels.traverse(
+        lambda i, flag: ((jnp.where(flag, i % 3, 0).astype(jnp.float32),), ()),
+        None,
+        [jnp.array([4, 5, 7], jnp.int32), jnp.array([True, True, False])],
+        [kernels.Operand("item"), kernels.Operand("item")],
+        offsets=jnp.array([0, 3], jnp.int32),
+        num_items=3,
+        num_rows=1,
+        reductions=[kernels.Reduction("sum", ())],
+    )
+    assert float(rows[0][0]) == 3.0
+
+
+@pytest.mark.parametrize("rows, items", [(0, 0), (0, 3), (3, 0)])
+def test_nothing_to_do(rows, items):
+    case = Traversal(degrees=(0,) * rows, padding=items)
+    a = case.arrays()
+    case.check(case.run(a), a)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 5), (4, 16)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_map_items(shape, dtype):
+    rng = np.random.default_rng(0)
+    x = np.asarray(jnp.asarray(rng.standard_normal((7, *shape)), dtype))
+    y = np.asarray(jnp.asarray(rng.standard_normal((37, *shape)), dtype))
+    index = rng.integers(0, 7, 37).astype(np.int32)
+    index[5] = 7  # a padding item: reads zeros
+    scale = jnp.float32(3.0)
+    access = [kernels.Operand("indexed", 0), kernels.Operand("item"), kernels.Operand("shared")]
+
+    def run(x):
+        return kernels.map_items(
+            lambda a, b, c: (a * b, a + c.reshape(1, 1, *(1,) * len(shape))), [x, y, scale], access, num_items=37,
+            index_tables=[index], outputs=[(shape, jnp.float32), (shape, dtype)],
+        )  # fmt: skip
+
+    product, shifted = run(x)
+    gathered = np.where((index < 7).reshape(-1, *(1,) * len(shape)), x.astype(float)[np.minimum(index, 6)], 0)
+    np.testing.assert_allclose(product, gathered * y.astype(float), rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(shifted, float), gathered + 3, rtol=1e-2 if dtype != jnp.float32 else 1e-6)
+    (batched, _) = jax.vmap(run)(jnp.stack([x, 2 * x]))
+    np.testing.assert_allclose(batched[1], 2 * np.asarray(product), rtol=1e-5)
+
+
+def test_errors_say_what_to_do():
+    x, offsets = jnp.zeros((3, 2)), jnp.array([0, 3], jnp.int32)
+    item = [kernels.Operand("item")]
+    common = {"offsets": offsets, "num_items": 3, "num_rows": 1}
+    same = lambda t: ((t,), ())  # noqa: E731
+    with pytest.raises(ValueError, match=r"arrays\[0\] must have 4 items"):
+        kernels.traverse(same, None, [x], item, offsets=offsets, num_items=4, num_rows=1)
+    with pytest.raises(ValueError, match="offsets must have num_rows"):
+        kernels.traverse(same, None, [x], item, offsets=offsets, num_items=3, num_rows=3)
+    with pytest.raises(ValueError, match="index tables"):
+        kernels.traverse(same, None, [x], [kernels.Operand("indexed", 0)], **common)
+    with pytest.raises(ValueError, match="access must be one of item, indexed, shared, row"):
+        kernels.traverse(same, None, [x], [kernels.Operand("column")], **common)
+    with pytest.raises(ValueError, match="score must be the number of a max reduction"):
+        kernels.traverse(same, None, [x], item, reductions=[kernels.Reduction("weighted", (2,))], **common)
+    with pytest.raises(ValueError, match="body must return 1 reduction values and 0 item outputs, got 0 and 0"):
+        kernels.traverse(lambda t: ((), ()), None, [x], item, reductions=[kernels.Reduction("sum", (2,))], **common)
+    with pytest.raises(NotImplementedError, match="at most 4096 elements"):
+        kernels.traverse(same, None, [jnp.zeros((3, 5000))], item, reductions=[kernels.Reduction("sum", (5000,))],
+                         **common)  # fmt: skip
