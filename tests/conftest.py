@@ -27,7 +27,9 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dejax")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--update-golden", action="store_true", help="write the golden texts under tests/golden from what the code gives"
+        "--update-golden",
+        action="store_true",
+        help="write the golden texts under tests/golden from what the code gives",
     )
 
 
@@ -61,7 +63,9 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
             path.write_text(text, encoding="utf-8")
             return
         if not path.exists():
-            pytest.fail(f"no golden text {path}; write it with `pytest --update-golden` and read it before you commit it")
+            pytest.fail(
+                f"no golden text {path}; write it with `pytest --update-golden` and read it before you commit it"
+            )
         assert text == path.read_text(encoding="utf-8"), (
             f"{name} differs from tests/golden/{name}; if the change is meant, run pytest --update-golden and read the diff"
         )

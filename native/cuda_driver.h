@@ -1,0 +1,79 @@
+// The few calls of the CUDA driver API that dejax makes, found at run time: building needs no CUDA toolkit, and
+// a machine without a driver has none.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+struct CUstream_st;
+struct CUctx_st;
+
+namespace dejax::cuda {
+
+using Result = int;  // CUresult; 0 is success
+using Device = int;
+using Stream = CUstream_st*;
+using Context = CUctx_st*;
+using DevicePointer = unsigned long long;
+
+// Values of enumerations of the driver API, which are part of its binary interface.
+enum DeviceAttribute : int {
+  kMultiprocessorCount = 16,
+  kIntegrated = 18,
+  kCanMapHostMemory = 19,
+  kL2CacheSize = 38,
+  kComputeCapabilityMajor = 75,
+  kComputeCapabilityMinor = 76,
+  kPageableMemoryAccess = 88,
+  kCanUseHostPointerForRegisteredMemory = 91,
+};
+enum PointerAttribute : int { kMemoryType = 2, kIsManaged = 8 };
+enum MemoryType : unsigned { kHost = 1, kDevice = 2 };
+
+struct Api {
+  Result (*init)(unsigned flags);
+  Result (*driver_get_version)(int* version);
+  Result (*device_get_count)(int* count);
+  Result (*device_get)(Device* device, int ordinal);
+  Result (*device_get_name)(char* name, int length, Device device);
+  Result (*device_total_mem)(size_t* bytes, Device device);
+  Result (*device_get_attribute)(int* value, int attribute, Device device);
+  Result (*pointer_get_attribute)(void* value, int attribute, DevicePointer pointer);
+  Result (*stream_get_ctx)(Stream stream, Context* context);
+  Result (*ctx_push_current)(Context context);
+  Result (*ctx_pop_current)(Context* context);
+  Result (*memset_d32_async)(DevicePointer pointer, unsigned value, size_t count, Stream stream);
+  Result (*get_error_name)(Result result, const char** name);
+};
+
+// The driver's functions after a successful cuInit; null where there are none, and then `*why` says why.
+// The first answer is kept for the life of the process.
+const Api* GetApi(std::string* why);
+
+// "CUDA_ERROR_...", or the number where the driver does not know it.
+std::string ErrorName(const Api& api, Result result);
+
+struct DeviceInfo {
+  std::string name;
+  int compute_capability_major = 0;
+  int compute_capability_minor = 0;
+  size_t total_memory = 0;  // bytes
+  int multiprocessors = 0;
+  int l2_cache = 0;  // bytes
+  bool can_map_host_memory = false;
+  bool can_use_registered_host_pointer = false;
+  bool pageable_memory_access = false;
+  bool integrated = false;
+};
+
+struct DriverInfo {
+  std::string unavailable;  // why there is no usable driver; empty where there is one
+  int version = 0;          // 1000 * major + 10 * minor of the newest CUDA that the driver supports
+  std::vector<DeviceInfo> devices;
+};
+
+DriverInfo Probe();
+
+}  // namespace dejax::cuda

@@ -1,0 +1,60 @@
+// dejax._dejax_native: the table of FFI handlers, and the probe of the CUDA driver.
+// dejax/_native.py registers the handlers and is the only user.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "cuda_driver.h"
+#include "pointer_kind.h"
+#include "row_gather.h"
+#include "thread_pool.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+nb::tuple Handler(const char* name, const char* platform, XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
+  return nb::make_tuple(name, platform, nb::capsule(reinterpret_cast<void*>(handler)));
+}
+
+}  // namespace
+
+NB_MODULE(_dejax_native, m) {
+  m.doc() = "XLA FFI handlers of dejax and the probe of the CUDA driver.";
+
+  m.def(
+      "handlers",
+      [] {
+        nb::list handlers;
+        handlers.append(Handler("dejax_row_gather", "cpu", dejax::RowGather));
+        handlers.append(Handler("dejax_pointer_kind", "cpu", dejax::PointerKindCpu));
+        handlers.append(Handler("dejax_pointer_kind", "CUDA", dejax::PointerKindCuda));
+        return handlers;
+      },
+      "(name, platform, capsule) of each handler, for jax.ffi.register_ffi_target.");
+  m.def("num_threads", [] { return dejax::ThreadPool::Get().num_threads(); },
+        "Threads that a CPU handler works with, the calling one included.");
+  m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+
+  using dejax::cuda::DeviceInfo;
+  using dejax::cuda::DriverInfo;
+  nb::class_<DeviceInfo>(m, "DeviceInfo")
+      .def_ro("name", &DeviceInfo::name)
+      .def_prop_ro("compute_capability",
+                   [](const DeviceInfo& d) {
+                     return nb::make_tuple(d.compute_capability_major, d.compute_capability_minor);
+                   })
+      .def_ro("total_memory", &DeviceInfo::total_memory)
+      .def_ro("multiprocessors", &DeviceInfo::multiprocessors)
+      .def_ro("l2_cache", &DeviceInfo::l2_cache)
+      .def_ro("can_map_host_memory", &DeviceInfo::can_map_host_memory)
+      .def_ro("can_use_registered_host_pointer", &DeviceInfo::can_use_registered_host_pointer)
+      .def_ro("pageable_memory_access", &DeviceInfo::pageable_memory_access)
+      .def_ro("integrated", &DeviceInfo::integrated);
+  nb::class_<DriverInfo>(m, "DriverInfo")
+      .def_ro("unavailable", &DriverInfo::unavailable)
+      .def_ro("version", &DriverInfo::version)
+      .def_ro("devices", &DriverInfo::devices);
+  m.def("probe_cuda_driver", &dejax::cuda::Probe, nb::call_guard<nb::gil_scoped_release>(),
+        "What the CUDA driver says of itself and of each device.");
+}
