@@ -404,7 +404,8 @@ class Builder:
         return self.op("gather", x, via="all", space=str(space))
 
     def build(self, outputs: Iterable[int]) -> Program:
-        return verify(Program(self.name, tuple(self.ops), tuple(outputs), tuple(self.lines)))
+        outputs = tuple(outputs)  # first, since an iterator may append operators
+        return verify(Program(self.name, tuple(self.ops), outputs, tuple(self.lines)))
 
 
 def format_op(index: int, op: Op) -> str:
