@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,33 @@ def test_dtypes() -> None:
     half = RGCNConv(4, 6, R, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     assert half.weight[...].dtype == jnp.float32 and half(GRAPH, x).dtype == jnp.bfloat16
     same(half(GRAPH, x), full(GRAPH, x), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("name", ["rgcn_full", "rgcn_blocks", "rgat", "hgt_skip"])
+def test_bfloat16_in_bfloat16_out(name: str) -> None:
+    layer: Any = layers()[name]
+    spec = dataclasses.replace(layer.spec, dtype=jnp.bfloat16)
+    x, params = features(GRAPH, 4), pure(layer)
+    out = spec(GRAPH, x, params)
+    assert out.dtype == jnp.bfloat16
+    same(out, layer(GRAPH, x), rtol=0.1, atol=0.1)
+    grads = jax.grad(lambda p: (spec(GRAPH, x, p).astype(jnp.float32) ** 2).sum())(params)
+    assert all(g.dtype == jnp.float32 and bool(jnp.any(g != 0)) for g in jax.tree.leaves(grads))
+
+
+def test_kernels_and_xla_give_the_same_step() -> None:
+    """Dropout's masks enter kernels as edge values: loss and gradients agree between the backends."""
+    x, found = features(GRAPH, 4), []
+    for options in (Options(backend="xla"), Options(backend="pallas", precision="f32", interpret=True)):
+        layer = RGCNConv(4, 6, R, edge_dropout=0.3, self_loop_dropout=0.2, options=options, rngs=nnx.Rngs(0))
+
+        @nnx.jit
+        def step(layer: RGCNConv) -> Any:
+            return nnx.value_and_grad(lambda m: (m(GRAPH, x) ** 2).sum())(layer)
+
+        value, grads = step(layer)
+        found.append((value, nnx.to_pure_dict(grads)))
+    jax.tree.map(lambda a, b: same(a, b, rtol=1e-4, atol=1e-4), *found)
 
 
 def test_options_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
