@@ -9,7 +9,7 @@ from tests.pallas.reference import GEMMS, OUTERS, TRAVERSALS, Gemm, Outer, Trave
 
 pytestmark = pytest.mark.gpu
 
-# Of the largest entry: TF32 keeps 10 bits of each operand, bfloat16 7 bits, float32 sums of a few thousand terms lose 2.
+# Of the largest entry: TF32 keeps 10 bits of each operand, bfloat16 7 bits.
 TF32, LOW = 2e-3, 2e-2
 
 
@@ -51,7 +51,7 @@ LARGE_GEMMS = {
         dtype=dtype,
         block=block,
         padding=100,
-    )  # fmt: skip
+    )
     for k, n, groups, precision, dtype, block in [
         (64, 64, None, "tf32", jnp.float32, 64),
         (64, 64, None, "f32", jnp.float32, 32),
@@ -75,7 +75,7 @@ LARGE_OUTERS = {
         dtype=dtype,
         padding=100,
         rows_per_split=None,
-    )  # fmt: skip
+    )
     for k, n, groups, precision, dtype in [
         (64, 64, None, "tf32", jnp.float32),
         (64, 64, None, "f32", jnp.float32),
@@ -94,7 +94,7 @@ LARGE_TRAVERSALS = {
         chunk=chunk,
         nodes=3000,
         schedule=None,
-    )  # fmt: skip
+    )
     for kind, heads, width, chunk, dtype in [
         ("attention", 1, 64, 1024, jnp.float32),
         ("attention", 8, 8, 1024, jnp.float32),
