@@ -233,7 +233,7 @@ class EntityDataset:
     def restore(cls, path: str | os.PathLike[str]) -> EntityDataset:
         """Reads what `save` wrote. Raises ValueError where the file is of another format version or damaged."""
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
                 header: dict[str, Any] = json.loads(file["header"].tobytes())
                 if header.pop("format", None) != _FORMAT:
                     raise ValueError(f"it is not of format {_FORMAT}")

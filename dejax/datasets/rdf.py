@@ -327,7 +327,7 @@ def _read_splits(
         missing = [iri for iri, _ in table if iri not in entities]
         if missing:
             raise ValueError(
-                f"{paths[split]}: {len(missing)} of {len(table)} entities are not in the graph, the first is {missing[0]}"
+                f"{paths[split]}: {len(missing)} of {len(table)} entities are not in the graph, first {missing[0]}"
                 "; the graph and the split must be of the same data set"
             )
         nodes = np.array([entities[iri] for iri, _ in table], np.int32)

@@ -1,0 +1,165 @@
+"""EntityDataset: validation, derived values, texts, files; and what importing the package costs."""
+
+import dataclasses
+import io
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from dejax.datasets import EntityDataset
+from dejax.datasets._progress import Progress
+
+FIELDS = dict(
+    name="tiny",
+    senders=np.array([0, 1, 2]),
+    receivers=np.array([1, 2, 4]),
+    edge_type=np.array([0, 0, 1]),
+    node_type=np.array([0, 0, 1, 1, 1]),
+    num_nodes=5,
+    num_edge_types=2,
+    num_node_types=2,
+    edge_type_names=("knows", "wrote"),
+    node_type_names=("person", "work"),
+    features=None,
+    labels=np.array([0, 1, 1, -1, 1]),
+    train_nodes=np.array([0, 1, 2]),
+    valid_nodes=np.zeros(0, np.int32),
+    test_nodes=np.array([4]),
+    num_classes=2,
+    class_names=("red", "blue"),
+    description="made up",
+)
+
+
+def make(**changes) -> EntityDataset:
+    return EntityDataset(**{**FIELDS, **changes})
+
+
+def test_fields_and_derived_values():
+    data = make(features=np.ones((5, 3)))
+    for name in ("senders", "receivers", "edge_type", "node_type", "labels", "train_nodes", "test_nodes"):
+        assert getattr(data, name).dtype == np.int32
+    assert data.features.dtype == np.float32
+    assert data.num_edges == 3
+    np.testing.assert_array_equal(data.train_labels, [0, 1, 1])
+    np.testing.assert_array_equal(data.test_labels, [1])
+    assert data.valid_labels.shape == (0,)
+    assert data.majority_accuracy == 1.0  # blue is the majority of the training nodes, and the test node is blue
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        data.name = "other"
+
+
+def test_a_graph_without_a_task():
+    none = np.zeros(0, np.int32)
+    data = make(labels=np.full(5, -1), train_nodes=none, test_nodes=none, num_classes=0, class_names=())
+    assert np.isnan(data.majority_accuracy)
+    assert "0 classes" in data.summary()
+
+
+def test_no_edges():
+    none = np.zeros(0, np.int32)
+    data = make(senders=none, receivers=none, edge_type=none)
+    assert data.num_edges == 0
+    assert "0 edges" in data.summary()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        (dict(senders=np.array([0, 1, 5])), IndexError, r"senders\[2\] is 5, expected 0 <= id < num_nodes = 5"),
+        (dict(receivers=np.array([0, -1, 2])), IndexError, r"receivers\[1\] is -1"),
+        (dict(edge_type=np.array([0, 0, 2])), IndexError, r"edge_type\[2\] is 2.*num_edge_types = 2"),
+        (dict(node_type=np.array([0, 0, 1, 1, 2])), IndexError, r"node_type\[4\]"),
+        (dict(labels=np.array([0, 1, 1, -1, 2])), IndexError, r"labels\[4\] is 2"),
+        (dict(labels=np.array([0, 1, 1, -2, 1])), IndexError, r"labels\[3\] is -2"),
+        (dict(test_nodes=np.array([9])), IndexError, r"test_nodes\[0\] is 9"),
+        (dict(senders=np.array([0.0, 1.0, 2.0])), TypeError, "senders must have an integer dtype, got float64"),
+        (dict(senders=np.array([[0, 1, 2]])), ValueError, "senders must have rank 1"),
+        (dict(senders=np.array([0, 1, 2**40])), ValueError, "senders must fit int32"),
+        (dict(receivers=np.array([0, 1])), ValueError, "receivers must have one entry for each edge"),
+        (dict(edge_type=np.array([0])), ValueError, "edge_type must have one entry for each edge"),
+        (dict(node_type=np.array([0])), ValueError, "node_type must have one entry for each of the 5 nodes"),
+        (dict(edge_type_names=("knows",)), ValueError, "edge_type_names must have 2 entries, got 1"),
+        (dict(class_names=()), ValueError, "class_names must have 2 entries"),
+        (dict(features=np.ones((4, 2))), ValueError, r"features must have shape \[num_nodes, d\]"),
+        (dict(test_nodes=np.array([3])), ValueError, "node 3 has no label"),
+        (dict(test_nodes=np.array([2])), ValueError, "splits must be disjoint"),
+        (dict(test_nodes=np.array([4, 4])), ValueError, "splits must be disjoint"),
+    ],
+)
+def test_validation_names_the_field(changes, error, text):
+    with pytest.raises(error, match=text):
+        make(**changes)
+
+
+def test_texts():
+    data = make()
+    assert repr(data) == "EntityDataset('tiny', nodes=5, edges=3, edge_types=2, node_types=2, classes=2)"
+    summary = data.summary()
+    for part in ("5 nodes of 2 types", "2 edges  knows", "3 nodes  work", "features: none"):
+        assert part in summary
+    lines = data.split_summary().splitlines()
+    assert lines[1].split() == ["train", "3", "33.3%", "66.7%"]
+    assert lines[2].split() == ["valid", "0", "-", "-"]
+    assert "in 1 more types" in data.summary(rows=1)
+
+
+@pytest.mark.parametrize("features", [None, np.arange(10, dtype=np.float32).reshape(5, 2)])
+def test_save_and_restore(tmp_path, features):
+    data = make(features=features)
+    path = tmp_path / "deep" / "tiny.npz"
+    data.save(path)
+    again = EntityDataset.restore(path)
+    for field in dataclasses.fields(EntityDataset):
+        expected, actual = getattr(data, field.name), getattr(again, field.name)
+        if isinstance(expected, np.ndarray):
+            assert actual.dtype == expected.dtype
+            np.testing.assert_array_equal(actual, expected)
+        else:
+            assert actual == expected and type(actual) is type(expected)
+    assert [entry.name for entry in path.parent.iterdir()] == ["tiny.npz"]  # no temporary file is left
+
+
+def test_restore_of_a_damaged_file(tmp_path):
+    path = tmp_path / "tiny.npz"
+    make().save(path)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ValueError, match="is not a saved EntityDataset"):
+        EntityDataset.restore(path)
+    with pytest.raises(FileNotFoundError):
+        EntityDataset.restore(tmp_path / "none.npz")
+
+
+def test_graph():
+    data = make()
+    graph = data.graph(add_reverse=True, add_self_loops=True)
+    assert (graph.num_nodes, graph.num_edge_types, graph.num_edges) == (5, 5, 3 + 3 + 5)
+    graph = data.graph(add_reverse=False)
+    senders, receivers, edge_type = graph.to_edges()
+    np.testing.assert_array_equal(senders, data.senders)
+    np.testing.assert_array_equal(receivers, data.receivers)
+    np.testing.assert_array_equal(edge_type, data.edge_type)
+    assert graph.edge_type_names == data.edge_type_names and graph.node_type_names == data.node_type_names
+
+
+def test_import_brings_neither_jax_nor_rdflib():
+    code = "import sys, dejax.datasets; print([m for m in ('jax', 'rdflib', 'urllib.request') if m in sys.modules])"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "[]"
+
+
+def test_progress_draws_and_is_silent_where_nobody_looks():
+    stream = io.StringIO()
+    with Progress("work", 4, unit="steps", stream=stream) as bar:
+        bar.update(4)
+    assert stream.getvalue() == ""  # no terminal
+    with Progress("work", 4, unit="steps", enabled=True, stream=stream) as bar:
+        bar.update(1)
+        bar.update(3)
+    last = stream.getvalue().rsplit("\r", 1)[1]
+    assert "100%" in last and "4/4 steps" in last and last.endswith("\n")
+    with Progress("read", enabled=True, unit="B", stream=stream) as bar:
+        bar.update(3 << 20)
+    assert "3.0 MiB" in stream.getvalue().rsplit("\r", 1)[1]
