@@ -397,15 +397,14 @@ class GraphSymbol:
             return self._trace.emit("gather", x, via=pair_via)
         return self._trace.emit("gather", self._trace.declare(x, Space.NODE, method), via=via)
 
-    def in_degree(self, *, within_relation: bool = False) -> Symbol:
+    def in_degree(self, *, within_relation: bool = False, dtype: str = "float32") -> Symbol:
         """On each edge, how many edges arrive at its destination (of the same edge type, `within_relation`)."""
         via = "destination_pair" if within_relation else "dst"
-        count = self._trace.emit("count", via=via, dtype="float32")
-        return self._trace.emit("gather", count, via=via)
+        return self._trace.emit("gather", self._trace.emit("count", via=via, dtype=dtype), via=via)
 
-    def out_degree(self) -> Symbol:
+    def out_degree(self, *, dtype: str = "float32") -> Symbol:
         """On each edge, how many edges leave its source."""
-        return self._trace.emit("gather", self._trace.emit("count", via="src", dtype="float32"), via="src")
+        return self._trace.emit("gather", self._trace.emit("count", via="src", dtype=dtype), via="src")
 
     # bringing together
     def _reduce(self, x: Any, via: str, how: str, method: str) -> Symbol:

@@ -54,8 +54,7 @@ def rgcn(g: GraphSymbol, x: Any, params: Params, normalization: str = "mean") ->
     _check(params, "rgcn", required, ("root", "bias"))
     message = _rgcn_messages(g, x, params, kind)
     if normalization == "mean":
-        degree = g.in_degree(within_relation=True)
-        message = message / degree
+        message = message / g.in_degree(within_relation=True, dtype=message.dtype)
     y = g.sum_to_dst(message)
     if params.get("root") is not None:
         y = y + (g.node(params["root"]) if x is None else g.node(x) @ g.shared(params["root"]))
