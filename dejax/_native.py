@@ -1,7 +1,7 @@
 """The native extension: loads it, registers its XLA FFI handlers, and gives its functions to the rest of dejax.
 
-dejax imports without the extension. Whoever then calls a function that needs it gets a `NativeExtensionError` that says what
-is missing and what to do.
+dejax imports without the extension. Whoever then calls a function that needs it gets a `NativeExtensionError` that
+says what is missing and what to do.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _version(parts: tuple[int, ...]) -> str:
 
 
 def _jaxlib_ffi_version() -> tuple[int, int] | None:
-    """Version of XLA's FFI in the installed jaxlib, from its header: jaxlib has no function that tells. None if not found."""
+    """Version of XLA's FFI in the installed jaxlib, from its header, since no function tells; None if not found."""
     try:
         header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
     except OSError:
@@ -81,15 +81,15 @@ def extension(what: str) -> Any:
     module, why = _load()
     if module is None:
         raise NativeExtensionError(
-            f"{what} needs dejax's native extension, which could not be loaded ({why}). Install dejax rather than put its source "
-            "tree on the path: `pip install .` in the source tree, with a C++17 compiler; after a change of the Python version "
-            "install it again."
+            f"{what} needs dejax's native extension, which could not be loaded ({why}). Install dejax rather than put "
+            "its source tree on the path: `pip install .` in the source tree, with a C++17 compiler; install it again "
+            "after a change of the Python or jaxlib version."
         )
     return module
 
 
 def num_threads() -> int:
-    """Threads that a CPU handler works with: DEJAX_NUM_THREADS if set when the first one ran, else the cores at hand."""
+    """Threads that a CPU handler works with: DEJAX_NUM_THREADS as it was at first use, else the cores at hand."""
     return extension("num_threads").num_threads()
 
 
@@ -106,9 +106,10 @@ def row_gather(
 
     Args:
         table: [rows, *row], any dtype of whole bytes.
-        ids: int32 or int64, any shape. An id is out of range below 0 (there is no counting from the end) and from `rows` on.
-        mode: "fill": an id out of range gives a row of `fill_value`. "clip": it means the nearest row; where the table has no
-            row at all, it gives a row of `fill_value`.
+        ids: int32 or int64, any shape. An id is out of range below 0 (there is no counting from the end) and from
+            `rows` on.
+        mode: "fill": an id out of range gives a row of `fill_value`. "clip": it means the nearest row; where the table
+            has no row at all, it gives a row of `fill_value`.
         fill_value: a scalar, converted to the table's dtype.
 
     Returns:
@@ -134,8 +135,8 @@ def row_gather(
         raise ValueError(f"row_gather: `mode` must be 'fill' or 'clip', {mode!r} was given")
     if table.dtype.name in _SUB_BYTE or jnp.issubdtype(table.dtype, jax.dtypes.extended):
         raise TypeError(
-            f"row_gather: `table` must have a dtype of whole bytes, {table.dtype} was given; use table.astype(jnp.int8) or "
-            "the like, or jax.random.key_data for keys"
+            f"row_gather: `table` must have a dtype of whole bytes, {table.dtype} was given; use "
+            "table.astype(jnp.int8) or the like, or jax.random.key_data for keys"
         )
     fill = np.asarray(fill_value).astype(table.dtype)
     if fill.ndim:
@@ -168,7 +169,7 @@ def _xla_row_gather(table: Array, ids: Array, *, clip: bool, fill: np.ndarray) -
 
 
 def pointer_kind_code(x: ArrayLike) -> Array:
-    """What memory `x` lies in when a handler gets it, as an int32 scalar that indexes `POINTER_KINDS`; works inside `jit`."""
+    """What memory `x` lies in when a handler gets it: an int32 scalar that indexes `POINTER_KINDS`. For `jit`."""
     extension("pointer_kind")
     call = jax.ffi.ffi_call("dejax_pointer_kind", jax.ShapeDtypeStruct((), jnp.int32), vmap_method="sequential")
     return call(x)
@@ -186,8 +187,8 @@ def pointer_kind(x: ArrayLike) -> str:
         x: a concrete array, in whatever memory.
 
     Returns:
-        "host" (pageable), "device", "pinned" (page-locked host memory, readable by the GPU), "managed", or "empty" for an
-        array without elements, which has no memory.
+        "host" (pageable), "device", "pinned" (page-locked host memory, readable by the GPU), "managed", or "empty" for
+        an array without elements, which has no memory.
 
     Raises:
         NativeExtensionError: the extension is not there.
@@ -224,7 +225,8 @@ class CudaDriver:
 def cuda_driver() -> tuple[CudaDriver | None, str | None]:
     """The CUDA driver, and why there is none to use: one of the two is None.
 
-    Asks the driver itself, without jax; CUDA_VISIBLE_DEVICES counts. The first call initialises the driver in this process.
+    Asks the driver itself, without jax; CUDA_VISIBLE_DEVICES counts. The first call initialises the driver in this
+    process.
 
     Raises:
         NativeExtensionError: the extension is not there.

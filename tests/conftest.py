@@ -67,7 +67,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
                 f"no golden text {path}; write it with `pytest --update-golden` and read it before you commit it"
             )
         assert text == path.read_text(encoding="utf-8"), (
-            f"{name} differs from tests/golden/{name}; if the change is meant, run pytest --update-golden and read the diff"
+            f"tests/golden/{name} differs; if the change is meant, run pytest --update-golden and read the diff"
         )
 
     return compare

@@ -1,7 +1,7 @@
 """Activations and optimizer state on host memory and NVMe. Not in this release yet.
 
-What it will be: `offload(fn, policy=..., store=...)`, of the shape of `jax.checkpoint`, whose residuals leave the device after the
-forward pass and come back, ahead of their use, in the backward pass.
+What it will be: `offload(fn, policy=..., store=...)`, of the shape of `jax.checkpoint`, whose residuals leave the
+device after the forward pass and come back, ahead of their use, in the backward pass.
 """
 
 from typing import NoReturn
@@ -10,7 +10,7 @@ _PLANNED = ("Store", "offload", "plan")
 
 
 def __getattr__(name: str) -> NoReturn:
-    # ImportError for a planned name: of an AttributeError, `from dejax.offload import offload` would lose the message.
+    # ImportError for a planned name: `from dejax.offload import offload` would lose an AttributeError's message.
     error = ImportError if name in _PLANNED else AttributeError
     raise error(
         f"dejax.offload.{name}: dejax.offload is not in this release yet. Until it is, use `jax.checkpoint`, with "

@@ -42,7 +42,7 @@ def reference(table: np.ndarray, ids: np.ndarray, mode: str, fill_value: object 
 
 def random_table(shape: tuple[int, ...], dtype: np.dtype, seed: int = 0) -> np.ndarray:
     values = np.random.default_rng(seed).integers(0, 100, shape)
-    return values.astype(dtype) if dtype != bool else values % 2 == 1
+    return values % 2 == 1 if dtype.kind == "b" else values.astype(dtype)
 
 
 def check(table: np.ndarray, ids: np.ndarray, mode: str, fill_value: object = 0) -> None:
@@ -149,7 +149,8 @@ def test_misuse_is_an_error_that_names_the_argument() -> None:
 def test_number_of_threads_can_be_set(threads: int) -> None:
     code = (
         "import jax.numpy as jnp, numpy as np; from dejax import _native as n\n"
-        "table = np.arange(1 << 18, dtype=np.int32).reshape(-1, 4); ids = np.arange(1 << 17, dtype=np.int32) % len(table)\n"
+        "table = np.arange(1 << 18, dtype=np.int32).reshape(-1, 4)\n"
+        "ids = np.arange(1 << 17, dtype=np.int32) % len(table)\n"
         "np.testing.assert_array_equal(n.row_gather(table, ids), table[ids]); print(n.num_threads())"
     )
     ran = subprocess.run(

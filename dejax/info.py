@@ -1,0 +1,248 @@
+"""What this machine and this installation have: `python -m dejax.info`, or `--json`.
+
+Prints versions, devices and their memory kinds, the CUDA driver, the native extension, the tuned tables, and what is
+unavailable, why, and what to do about it. A part that is missing raises nothing: it is in that last list.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "jraph", "tensorstore", "numpy", "rdflib")
+_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+# Called with what is unavailable, why, and the remedy.
+Missing = Callable[[str, str, str], None]
+
+
+def collect() -> dict[str, Any]:
+    """Everything that the report says, as plain values that `json.dumps` takes.
+
+    Returns:
+        "versions": {name: version or None};
+        "machine": system, architecture, cores that this process may use;
+        "default_backend" and "devices": what jax uses, each device with its memory kinds;
+        "driver": the CUDA driver and its devices, or None;
+        "native": the extension;
+        "kernels": how Pallas kernels run here;
+        "tuned_tables": [{file, entries}];
+        "unavailable": [{what, why, remedy}].
+    """
+    unavailable: list[dict[str, str]] = []
+
+    def missing(what: str, why: str, remedy: str) -> None:
+        unavailable.append({"what": what, "why": why, "remedy": remedy})
+
+    versions = _versions(missing)
+    native = _native(missing)
+    driver = _driver(missing) if native["loaded"] else None
+    backend, devices = _devices(missing)
+    has_gpu = any(device["platform"] == "gpu" for device in devices)
+    if driver and driver["devices"] and not has_gpu:
+        extra = "cuda13" if tuple(driver["version"]) >= (13, 0) else "cuda12"
+        why = f"the driver has {len(driver['devices'])} device(s), but jax sees none"
+        forced = os.environ.get("JAX_PLATFORMS", "")
+        if forced and not {"cuda", "gpu"} & set(forced.split(",")):
+            missing("GPU in jax", f"{why}: JAX_PLATFORMS={forced}", "unset JAX_PLATFORMS")
+        else:
+            missing("GPU in jax", why, f"pip install 'dejax[{extra}]'")
+    if not has_gpu:
+        missing(
+            "compiled Pallas kernels",
+            "jax sees no GPU",
+            'none needed for backend="auto" or "xla"; backend="pallas" runs the kernels interpreted, for tests',
+        )
+    for package in ("dejax.host_gather", "dejax.offload"):
+        missing(package, "it is not in this release yet", "its docstring says what to use until it is")
+    return {
+        "versions": versions,
+        "machine": {"system": platform.platform(), "architecture": platform.machine(), "cores": _cores()},
+        "default_backend": backend,
+        "devices": devices,
+        "driver": driver,
+        "native": native,
+        "kernels": "compiled" if has_gpu else "interpreted",
+        "tuned_tables": _tuned_tables(missing),
+        "unavailable": unavailable,
+    }
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _versions(missing: Missing) -> dict[str, str | None]:
+    # From the packages' metadata: to import flax only for its version would take a second.
+    from dejax import __version__
+
+    versions: dict[str, str | None] = {"dejax": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+            missing(package, "it is not installed", f"pip install {package}")
+    for package in _PLUGINS:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _native(missing: Missing) -> dict[str, Any]:
+    try:
+        from dejax import _native as native
+
+        module = native.extension("dejax.info")
+    except ImportError as error:
+        reason = str(error)
+        missing("native extension", reason, "pip install . in the source tree, with a C++17 compiler")
+        missing("CUDA driver", "the native extension would ask for it", "the same")
+        return {"loaded": False, "reason": reason}
+    return {
+        "loaded": True,
+        "file": str(module.__file__),
+        "ffi_version": list(module.ffi_api_version),
+        "threads": module.num_threads(),
+        "handlers": [f"{name} ({platform_name})" for name, platform_name, _ in module.handlers()],
+    }
+
+
+def _driver(missing: Missing) -> dict[str, Any] | None:
+    import dataclasses
+
+    from dejax import _native as native
+
+    driver, why = native.cuda_driver()
+    if driver is None:
+        missing(
+            "CUDA driver",
+            str(why).removeprefix("no CUDA driver: "),
+            "install NVIDIA's driver, if this machine has an NVIDIA GPU",
+        )
+        return None
+    return json.loads(json.dumps(dataclasses.asdict(driver)))  # tuples become lists, as they are with --json
+
+
+def _devices(missing: Missing) -> tuple[str | None, list[dict[str, Any]]]:
+    try:
+        import jax
+
+        from dejax._compat import unsupported_jax
+
+        devices = jax.devices()
+        backend = jax.default_backend()
+    except (ImportError, RuntimeError) as error:
+        missing("jax devices", f"{type(error).__name__}: {error}", "pip install 'jax>=0.10.2,<0.13'")
+        return None, []
+    if (why := unsupported_jax()) is not None:
+        missing("support of the installed jax", why, "install a version of the range")
+    found = []
+    for device in devices:
+        stats = device.memory_stats() or {}
+        found.append(
+            {
+                "id": device.id,
+                "platform": device.platform,
+                "kind": device.device_kind,
+                "memory_kinds": sorted(memory.kind for memory in device.addressable_memories()),
+                "default_memory_kind": device.default_memory().kind,
+                "bytes_limit": stats.get("bytes_limit"),
+                "process": device.process_index,
+            }
+        )
+    return backend, found
+
+
+def _tuned_tables(missing: Missing) -> list[dict[str, Any]]:
+    folder = Path(__file__).parent / "pallas" / "tuned"
+    tables = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            tables.append({"file": path.name, "entries": len(json.loads(path.read_text(encoding="utf-8")))})
+        except (OSError, ValueError, TypeError) as error:
+            missing(f"tuned table {path.name}", f"it cannot be read: {error}", "install dejax again")
+    if not tables:
+        missing(
+            "tuned tables", f"there is none in {folder}", "none needed: schedules come from the built-in heuristics"
+        )
+    return tables
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report of `collect` as text for people."""
+    lines = ["dejax " + report["versions"]["dejax"], "", "Versions"]
+    width = max(map(len, report["versions"]))
+    for name, version in report["versions"].items():
+        if name != "dejax":
+            lines.append(f"  {name:{width}}  {version or 'not installed'}")
+    machine = report["machine"]
+    lines += ["", "Machine", f"  {machine['system']}, {machine['architecture']}, {machine['cores']} cores"]
+
+    lines += ["", f"Devices (default backend: {report['default_backend'] or 'none'})"]
+    for device in report["devices"]:
+        kinds = ", ".join(
+            kind + (" (default)" if kind == device["default_memory_kind"] else "") for kind in device["memory_kinds"]
+        )
+        limit = f", {device['bytes_limit'] / 2**30:.1f} GiB for jax" if device["bytes_limit"] else ""
+        lines.append(f"  {device['platform']}:{device['id']}  {device['kind']}{limit}; memory kinds: {kinds}")
+    if not report["devices"]:
+        lines.append("  none")
+    lines.append(f"  Pallas kernels run {report['kernels']}")
+
+    lines += ["", "CUDA driver"]
+    driver = report["driver"]
+    if driver is None:
+        lines.append("  none")
+    else:
+        lines.append(f"  supports CUDA {driver['version'][0]}.{driver['version'][1]}")
+        for device in driver["devices"]:
+            major, minor = device["compute_capability"]
+            maps = "can" if device["can_map_host_memory"] else "cannot"
+            lines.append(
+                f"  {device['name']}: compute capability {major}.{minor}, {device['total_memory'] / 2**30:.1f} GiB, "
+                f"{device['multiprocessors']} SMs, {device['l2_cache'] / 2**20:.0f} MiB L2, {maps} map host memory"
+            )
+
+    lines += ["", "Native extension"]
+    native = report["native"]
+    if native["loaded"]:
+        version = ".".join(map(str, native["ffi_version"]))
+        lines += [
+            f"  {native['file']}",
+            f"  XLA FFI {version}, {native['threads']} threads; handlers: {', '.join(native['handlers'])}",
+        ]
+    else:
+        lines.append("  not loaded")
+
+    lines += ["", "Tuned tables"]
+    lines += [f"  {table['file']}: {table['entries']} entries" for table in report["tuned_tables"]] or ["  none"]
+
+    lines += ["", "Unavailable"]
+    for entry in report["unavailable"]:
+        lines += [f"  {entry['what']}: {entry['why']}", f"      {entry['remedy']}"]
+    if not report["unavailable"]:
+        lines.append("  nothing")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command `python -m dejax.info`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dejax.info", description="What this machine and installation have."
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON rather than text")
+    options = parser.parse_args(arguments)
+    report = collect()
+    print(json.dumps(report, indent=2) if options.json else render(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

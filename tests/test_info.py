@@ -1,0 +1,110 @@
+"""`python -m dejax.info`."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import dejax
+from dejax import info
+
+
+def run(*arguments: str, code: str | None = None, **environment: str) -> str:
+    command = [sys.executable, *(["-c", code] if code else ["-m", "dejax.info"]), *arguments]
+    ran = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def reasons(report: dict) -> dict[str, str]:
+    return {entry["what"]: entry["why"] for entry in report["unavailable"]}
+
+
+def test_json_says_what_is_here() -> None:
+    report = json.loads(run("--json"))
+    assert report["versions"]["dejax"] == dejax.__version__
+    assert report["versions"]["python"] == platform.python_version()
+    assert report["versions"]["jax"] == jax.__version__
+    assert set(info.PACKAGES) <= set(report["versions"])
+    assert report["default_backend"] == jax.default_backend()
+    assert [device["platform"] for device in report["devices"]] == [device.platform for device in jax.devices()]
+    for device in report["devices"]:
+        assert device["default_memory_kind"] in device["memory_kinds"]
+    assert all(set(entry) == {"what", "why", "remedy"} and all(entry.values()) for entry in report["unavailable"])
+    assert (report["driver"] is None) == ("CUDA driver" in reasons(report))
+    assert report["native"]["loaded"] == ("native extension" not in reasons(report))
+    assert {"dejax.host_gather", "dejax.offload"} <= set(reasons(report))
+
+
+def test_text_has_every_section() -> None:
+    text = run(JAX_PLATFORMS="cpu")
+    headings = [line for line in text.splitlines() if line and not line.startswith(" ")]
+    names = [
+        "dejax",
+        "Versions",
+        "Machine",
+        "Devices",
+        "CUDA driver",
+        "Native extension",
+        "Tuned tables",
+        "Unavailable",
+    ]
+    assert [heading for heading, name in zip(headings, names, strict=True) if heading.startswith(name)] == headings
+    assert f"jax               {jax.__version__}" in text
+    assert "default backend: cpu" in text
+    assert "Pallas kernels run interpreted" in text
+
+
+def test_without_the_extension_it_says_so_and_dejax_imports() -> None:
+    # None in sys.modules makes the import fail as a missing file does.
+    code = "import sys; sys.modules['dejax._dejax_native'] = None; import dejax.info; dejax.info.main(['--json'])"
+    report = json.loads(run(code=code, JAX_PLATFORMS="cpu"))
+    assert report["native"]["loaded"] is False
+    assert "pip install ." in reasons(report)["native extension"]
+    assert report["driver"] is None and "CUDA driver" in reasons(report)
+
+
+def test_tuned_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = tmp_path / "pallas" / "tuned"
+    tuned.mkdir(parents=True)
+    (tuned / "gemm.json").write_text('{"a": {"block_n": 64}, "b": {}}')
+    (tuned / "outer.json").write_text("{")
+    monkeypatch.setattr(info, "__file__", str(tmp_path / "info.py"))
+    report = info.collect()
+    assert report["tuned_tables"] == [{"file": "gemm.json", "entries": 2}]
+    assert "cannot be read" in reasons(report)["tuned table outer.json"]
+    assert "gemm.json: 2 entries" in info.render(report)
+
+
+@pytest.mark.parametrize(("version", "extra"), [((13, 0), "cuda13"), ((12, 8), "cuda12")])
+def test_a_driver_that_jax_does_not_use(version: tuple[int, int], extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if jax.default_backend() == "gpu":
+        pytest.skip("jax uses the GPU of this machine")
+    device = {
+        "name": "Fake", "compute_capability": [9, 0], "total_memory": 2**36, "multiprocessors": 132,
+        "l2_cache": 2**25, "can_map_host_memory": True,
+    }  # fmt: skip
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(info, "_native", lambda missing: {"loaded": True, "file": "", "ffi_version": [0, 3],
+                                                          "threads": 1, "handlers": []})  # fmt: skip
+    monkeypatch.setattr(info, "_driver", lambda missing: {"version": list(version), "devices": [device]})
+    report = info.collect()
+    (remedy,) = [entry["remedy"] for entry in report["unavailable"] if entry["what"] == "GPU in jax"]
+    assert remedy == f"pip install 'dejax[{extra}]'"
+    assert "Fake: compute capability 9.0, 64.0 GiB, 132 SMs, 32 MiB L2, can map host memory" in info.render(report)
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert "JAX_PLATFORMS=cpu" in reasons(info.collect())["GPU in jax"]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    report = json.loads(run("--json"))
+    assert report["kernels"] == "compiled"
+    assert "pinned_host" in report["devices"][0]["memory_kinds"]
+    assert report["driver"]["devices"][0]["can_map_host_memory"] is True
