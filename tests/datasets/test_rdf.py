@@ -157,10 +157,10 @@ def test_folder_by_argument_by_variable_and_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("DEJAX_DATA", str(tmp_path / "data"))
     variable = load("mutag", cache=cache)
     np.testing.assert_array_equal(itself.senders, variable.senders)
-    with pytest.raises(FileNotFoundError, match="bgs_stripped.nt.gz or"):
+    with pytest.raises(FileNotFoundError, match=r"bgs_stripped\.nt\.gz or"):
         load("bgs", tmp_path / "data", cache=cache)
     (tmp_path / "data" / "mutag" / "testSet.tsv").unlink()
-    with pytest.raises(FileNotFoundError, match="no testSet.tsv"):
+    with pytest.raises(FileNotFoundError, match=r"no testSet\.tsv"):
         load("mutag", tmp_path / "data", cache=cache)
     with pytest.raises(FileNotFoundError, match="no such folder"):
         load("mutag", tmp_path / "none", cache=cache)
