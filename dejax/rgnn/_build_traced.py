@@ -45,8 +45,8 @@ def _pair_tables(
     size = node.shape[0]
     sorted_node, sorted_type = _take(node, order), _take(edge_type, order)
     differs = (sorted_node[1:] != sorted_node[:-1]) | (sorted_type[1:] != sorted_type[:-1])
-    # Padding is last whatever the order, so that the mask serves for both; the first edge always begins a pair.
-    new = jnp.concatenate([jnp.ones(min(size, 1), bool), differs]) & valid
+    # Padding is last whatever the order, so that `valid` serves for both; the pair that it would begin is dropped.
+    new = jnp.concatenate([jnp.ones(min(size, 1), bool), differs])
     run = jnp.where(valid, jnp.cumsum(new, dtype=jnp.int32) - 1, size)
     index = run if order is None else jnp.zeros(size, jnp.int32).at[order].set(run, unique_indices=True)
     # One edge a pair writes (its first), so that the scatter has no duplicates beside those that it drops.
