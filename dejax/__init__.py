@@ -2,7 +2,7 @@
 
 * `dejax.rgnn`: a compiler for relational graph neural networks.
 * `dejax.pallas`: the kernel templates beneath it, on plain arrays.
-* `dejax.datasets`: graphs to train on.
+* `dejax.datasets`: graphs to train on; `dejax.training`: the loop of the entity classification example.
 * `dejax.host_gather`: tables in host memory that compiled steps read and write in place (not in this release yet).
 * `dejax.offload`: activations on host memory and NVMe (not in this release yet).
 * `python -m dejax.info`: what this machine and this installation have.
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "datasets", "host_gather", "offload", "pallas", "rgnn"]
+__all__ = ["__version__", "datasets", "host_gather", "offload", "pallas", "rgnn", "training"]
 
 if TYPE_CHECKING:
-    from dejax import datasets, host_gather, offload, pallas, rgnn
+    from dejax import datasets, host_gather, offload, pallas, rgnn, training
 
 _SUBPACKAGES = frozenset(__all__) - {"__version__"}
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from dejax import _native
 
@@ -68,6 +68,7 @@ def test_wide_dtypes_and_ids(dtype: np.dtype) -> None:
             check(random_table((11, 5), dtype), ids, mode, 1)
 
 
+@settings(max_examples=50)
 @given(
     rows=st.integers(0, 9),
     row=st.lists(st.integers(0, 7), max_size=2).map(tuple),
