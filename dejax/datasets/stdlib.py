@@ -17,8 +17,13 @@ and network", ...)? The label follows from the module that a definition stands i
   nothing that belongs to one module only can be remembered from training.
 
 What is left is what a reader of unknown code would go by: what it calls, which names it shares with other code, what
-that code is about. A bare name seldom says enough: an MLP on the same features is far below an R-GCN (test_stdlib.py
-holds that; CPython 3.11, test accuracy: majority 19 %, MLP 27 %, R-GCN 70 %; by modules 19, 26 and 47 %).
+that code is about. A bare name seldom says enough, so an MLP on the same features is far below a two-layer R-GCN. Test
+accuracy with 32 hidden units and 60 epochs, CPython 3.11 (tests/datasets/test_stdlib.py holds a shorter run to this):
+
+| split | majority | MLP | R-GCN |
+| --- | --- | --- | --- |
+| definition | 18.6 % | 27.8 % | 73.4 % |
+| module | 19.9 % | 22.2 % | 45.5 % |
 """
 
 from __future__ import annotations
