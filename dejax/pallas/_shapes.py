@@ -41,6 +41,14 @@ def lanes(size: int, axis: int, rank: int) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, tuple(size if a == axis else 1 for a in range(rank)), axis)
 
 
+def divide(x: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Quotient and remainder of an int32 tensor without negative entries (`//` spends instructions on their signs)."""
+    if x.ndim == 0:
+        return lax.div(x, jnp.int32(size)), lax.rem(x, jnp.int32(size))
+    sizes = jnp.full(x.shape, size, x.dtype)
+    return lax.div(x, sizes), lax.rem(x, sizes)
+
+
 def feature_indices(shape: tuple[int, ...], lead: int) -> tuple[jax.Array, ...]:
     """A lane index for each feature axis of a tile with `lead` leading axes."""
     rank = lead + len(shape)

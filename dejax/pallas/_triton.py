@@ -21,6 +21,8 @@ import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
 from jax import lax
 
+from dejax.pallas._shapes import divide
+
 # The warning comes when a jitted function is lowered, which is in the user's code and not in ours: a scope around our
 # calls would not catch it.
 warnings.filterwarnings("ignore", message=r"The Pallas Triton backend is deprecated", category=DeprecationWarning)
@@ -77,8 +79,8 @@ def program_ids(*inner: int) -> tuple[jax.Array, ...]:
         if size == 1:
             ids.append(jnp.zeros((), jnp.int32))
         else:
-            ids.append(lax.rem(rest, jnp.int32(size)))
-            rest = lax.div(rest, jnp.int32(size))
+            rest, here = divide(rest, size)
+            ids.append(here)
     return rest, *reversed(ids)
 
 

@@ -12,8 +12,8 @@ from jax import lax
 
 from dejax.pallas import _triton
 from dejax.pallas._checks import as_index, check_float, check_precision
-from dejax.pallas._shapes import cdiv, lanes, next_power_of_two
-from dejax.pallas.schedule import GemmSchedule, gemm_schedule, lookup
+from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
+from dejax.pallas.schedule import GemmSchedule, gemm_schedule, lookup, merged_groups
 
 # The widest result of which one program can hold all columns, as the product with a vector needs.
 MAX_WHOLE_N = 512
@@ -37,11 +37,18 @@ def apply_activation(name: str | None, y: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """Static facts of one typed product; `names` are the kernel's references in order."""
+    """Static facts of one typed product; `names` are the kernel's references in order.
+
+    A program multiplies `merged` groups at once, by a block-diagonal matrix of `k` by `n` = `merged` times `group_k` by
+    `group_n`; `blocks` such sets of groups make a row.
+    """
 
     names: tuple[str, ...]
     block: int
-    groups: int
+    blocks: int
+    merged: int
+    group_k: int
+    group_n: int
     k: int
     n: int
     schedule: GemmSchedule
@@ -60,7 +67,7 @@ def _kernel(*refs: Any, c: _Config) -> None:
     s = c.schedule
     blocks_n = cdiv(c.n, s.block_n)
     # Neighbouring programs share rows of x: columns are innermost, then groups.
-    tile, g, column = _triton.program_ids(c.groups, blocks_n)
+    tile, g, column = _triton.program_ids(c.blocks, blocks_n)
     t, start = ref["tile_type"][tile], ref["tile_start"][tile]
     end = ref["offsets"][t + 1]
 
@@ -80,14 +87,19 @@ def _kernel(*refs: Any, c: _Config) -> None:
     def step(i: Any, total: jax.Array | None) -> jax.Array:
         k = i * s.block_k + lanes(s.block_k, 0, 1)
         x_mask = valid_x if even_k else valid_x & (k < c.k)[None, :]
-        x = _triton.load(ref["x"], (row, g, k[None, :]), x_mask)
+        x = _triton.load(ref["x"], (row, (g * c.k + k)[None, :]), x_mask)
+        k = k[:, None]
         w_mask = None
         if not even_k:
-            w_mask = (k < c.k)[:, None]
+            w_mask = k < c.k
         if not even_n:
             w_mask = n < c.n if w_mask is None else w_mask & (n < c.n)
-        where = (t, g, n, k[:, None]) if c.transpose_w else (t, g, k[:, None], n)
-        w = _triton.load(ref["w"], where, w_mask)
+        group, in_k, in_n = g, k, n
+        if c.merged > 1:
+            (group_of_k, in_k), (group_of_n, in_n) = divide(k, c.group_k), divide(n, c.group_n)
+            group, same = g * c.merged + group_of_n, group_of_k == group_of_n
+            w_mask = same if w_mask is None else w_mask & same
+        w = _triton.load(ref["w"], (t, group, in_n, in_k) if c.transpose_w else (t, group, in_k, in_n), w_mask)
         part = _triton.dot(x.astype(c.dtype), w.astype(c.dtype), c.precision)
         return part if total is None else total + part
 
@@ -98,7 +110,8 @@ def _kernel(*refs: Any, c: _Config) -> None:
         y = lax.fori_loop(0, cdiv(c.k, s.block_k), step, zeros)
 
     if "scale" in ref:
-        y = y * _triton.load(ref["scale"], (position, g), valid).astype(jnp.float32)[:, None]
+        group = g * c.merged + divide(n, c.group_n)[0] if c.merged > 1 else g
+        y = y * _triton.load(ref["scale"], (position[:, None], group), valid[:, None]).astype(jnp.float32)
     y = apply_activation(c.activation, y)
 
     out_row = position
@@ -109,9 +122,9 @@ def _kernel(*refs: Any, c: _Config) -> None:
     mask = valid[:, None] if even_n else valid[:, None] & (n < c.n)
     if c.accumulate:
         safe = jnp.where(valid, out_row, 0)[:, None]
-        _triton.atomic_add(ref["y"], (safe, g, n), y, jnp.broadcast_to(mask, y.shape), c.interpret)
+        _triton.atomic_add(ref["y"], (safe, g * c.n + n), y, jnp.broadcast_to(mask, y.shape), c.interpret)
     else:
-        _triton.store(ref["y"], (out_row[:, None], g, n), y, mask)
+        _triton.store(ref["y"], (out_row[:, None], g * c.n + n), y, mask)
     if "dot_vector" in ref:
         vector = _triton.load(ref["dot_vector"], (t, g, n), None if even_n else n < c.n).astype(jnp.float32)
         product = y * vector if even_n else jnp.where(n < c.n, y * vector, 0.0)
@@ -177,6 +190,9 @@ def typed_matmul(
       [num_out_rows, groups, n], zeros in rows that no position writes; with `dot_vector` a pair of that and
       [num_out_rows, groups].
 
+    Narrow groups are multiplied several at a time, by a block-diagonal matrix (not with `precision="f32"`): infinities
+    and NaN in one group of a row then reach its other groups.
+
     Raises:
       NotImplementedError: a dtype or a width that the kernel does not have.
       ValueError: shapes that do not fit each other.
@@ -209,12 +225,17 @@ def typed_matmul(
             check_float(a, name)
     out_rows = num_positions if num_out_rows is None else num_out_rows
     dtype = jnp.dtype(jnp.float32 if accumulate else out_dtype or jnp.promote_types(x.dtype, w.dtype))
+    if schedule is not None and dot_vector is not None and schedule.block_n < n:
+        raise ValueError(
+            f"dot_vector needs all {n} columns in one tile, got a schedule with block_n={schedule.block_n}"
+        )
     if k == 0:
         raise NotImplementedError("x has no columns: its product is all zeros, which needs no kernel")
     if dot_vector is not None and next_power_of_two(n) > MAX_WHOLE_N:
         raise NotImplementedError(f"dot_vector needs a result of at most {MAX_WHOLE_N} columns, got {n}")
 
-    shapes = [jax.ShapeDtypeStruct((out_rows, groups, n), dtype)]
+    # The kernel sees the groups of a row side by side.
+    shapes = [jax.ShapeDtypeStruct((out_rows, groups * n), dtype)]
     outputs = ["y"]
     if dot_vector is not None:
         shapes.append(jax.ShapeDtypeStruct((out_rows, groups), jnp.dtype(jnp.float32)))
@@ -224,15 +245,22 @@ def typed_matmul(
     if min(tiles, num_positions, out_rows, groups, n, rows) == 0:
         results = [jnp.zeros(s.shape, s.dtype) for s in shapes]
     else:
+        merged = merged_groups(groups, k, n, precision, x.dtype) if schedule is None and dot_vector is None else 1
         if schedule is None:
             key = f"{block}x{next_power_of_two(k)}x{next_power_of_two(n)}x{groups}-{precision}-{x.dtype}"
             tuned = lookup("gemm", key) if dot_vector is None else None
             schedule = (
                 GemmSchedule(**tuned)
                 if tuned
-                else gemm_schedule(k, n, block, precision, whole_n=dot_vector is not None)
+                else gemm_schedule(merged * k, merged * n, block, precision, whole_n=dot_vector is not None)
             )
-        operands = {"x": x, "w": w, "offsets": offsets, "tile_type": tile_type, "tile_start": tile_start}
+        operands = {
+            "x": x.reshape(rows, groups * k),
+            "w": w,
+            "offsets": offsets,
+            "tile_type": tile_type,
+            "tile_start": tile_start,
+        }
         if x_index is not None:
             operands["x_index"] = as_index(x_index, "x_index", num_positions)
         if out_index is not None:
@@ -254,9 +282,12 @@ def typed_matmul(
         config = _Config(
             names=(*operands, *outputs),
             block=block,
-            groups=groups,
-            k=k,
-            n=n,
+            blocks=groups // merged,
+            merged=merged,
+            group_k=k,
+            group_n=n,
+            k=merged * k,
+            n=merged * n,
             schedule=schedule,
             transpose_w=transpose_w,
             activation=activation,
@@ -271,7 +302,7 @@ def typed_matmul(
             _triton.pallas_call(
                 functools.partial(_kernel, c=config),
                 name="typed_matmul",
-                num_programs=tiles * groups * cdiv(n, schedule.block_n),
+                num_programs=tiles * (groups // merged) * cdiv(merged * n, schedule.block_n),
                 out_shape=shapes,
                 num_warps=schedule.num_warps,
                 num_stages=schedule.num_stages,
@@ -279,6 +310,8 @@ def typed_matmul(
                 aliases=aliases,
             )(*operands.values())
         )
-    if flat:
-        results = [jnp.squeeze(r, 1) for r in results]
+    if not flat:
+        results[0] = results[0].reshape(out_rows, groups, n)
+    elif dot_vector is not None:
+        results[1] = results[1].reshape(out_rows)
     return results[0] if dot_vector is None else tuple(results)

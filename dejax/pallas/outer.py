@@ -17,16 +17,23 @@ from jax import lax
 from dejax.pallas import _triton
 from dejax.pallas import schedule as schedules
 from dejax.pallas._checks import as_index, check_float, check_precision
-from dejax.pallas._shapes import cdiv, lanes, next_power_of_two
+from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
 from dejax.pallas.schedule import OuterSchedule
 
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """Static facts of one call; `names` are the first kernel's references in order."""
+    """Static facts of one call; `names` are the first kernel's references in order.
+
+    A program takes `merged` groups at once and keeps the diagonal blocks, `group_k` by `group_n`, of their `k` by `n`
+    product; `blocks` such sets of groups make a row.
+    """
 
     names: tuple[str, ...]
-    groups: int
+    blocks: int
+    merged: int
+    group_k: int
+    group_n: int
     k: int
     n: int
     schedule: OuterSchedule
@@ -39,7 +46,7 @@ class _Config:
 def _partial_kernel(*refs: Any, c: _Config) -> None:
     ref = dict(zip(c.names, refs, strict=True))
     s = c.schedule
-    split, g, block_k, block_n = _triton.program_ids(c.groups, cdiv(c.k, s.block_k), cdiv(c.n, s.block_n))
+    split, g, block_k, block_n = _triton.program_ids(c.blocks, cdiv(c.k, s.block_k), cdiv(c.n, s.block_n))
     start, end = ref["split_start"][split], ref["split_end"][split]
     k = (block_k * s.block_k + lanes(s.block_k, 0, 1))[None, :]
     n = (block_n * s.block_n + lanes(s.block_n, 0, 1))[None, :]
@@ -53,7 +60,7 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
         mask = (valid & (row >= 0) & (row < rows))[:, None]
         if width % column.shape[1]:
             mask = mask & (column < width)
-        return _triton.load(ref[name], (row[:, None], g, column), mask)
+        return _triton.load(ref[name], (row[:, None], g * width + column), mask)
 
     def step(i: jax.Array, total: jax.Array) -> jax.Array:
         position = start + i * s.block_rows + lanes(s.block_rows, 0, 1)
@@ -61,14 +68,20 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
         x = rows_of("x", position, valid, k, c.k, c.x_rows)
         y = rows_of("y", position, valid, n, c.n, c.y_rows)
         if "scale" in ref:
-            scale = _triton.load(ref["scale"], (position, g), valid).astype(jnp.float32)
-            y = y.astype(jnp.float32) * scale[:, None]
+            group = g * c.merged + divide(n, c.group_n)[0] if c.merged > 1 else g
+            scale = _triton.load(ref["scale"], (position[:, None], group), valid[:, None])
+            y = y.astype(jnp.float32) * scale.astype(jnp.float32)
         return total + _triton.dot(x.astype(c.dtype), y.astype(c.dtype), c.precision, transpose_x=True)
 
     steps = lax.div(end - start + jnp.int32(s.block_rows - 1), jnp.int32(s.block_rows))
     total = lax.fori_loop(0, steps, step, jnp.zeros((s.block_k, s.block_n), jnp.float32))
-    k, inside = k.reshape(-1, 1), k.reshape(-1, 1) < c.k
-    _triton.store(ref["partial"], (split, g, k, n), total, inside & (n < c.n))
+    k = k.reshape(-1, 1)
+    inside, group = (k < c.k) & (n < c.n), g
+    if c.merged > 1:
+        (group_of_k, k), (group_of_n, n) = divide(k, c.group_k), divide(n, c.group_n)
+        inside = inside & (group_of_k == group_of_n)
+        group = jnp.where(inside, g * c.merged + group_of_n, c.blocks * c.merged)
+    _triton.store(ref["partial"], (split, group, k, n), total, inside)
 
 
 def _sum_kernel(
@@ -168,13 +181,20 @@ def typed_outer(
     if min(*shape, num_positions, x_rows, y_rows) == 0:
         total = jnp.zeros(shape, out_dtype)
         return total[:, 0] if flat else total
+    merged = 1
     if schedule is None:
         key = f"{next_power_of_two(k)}x{next_power_of_two(n)}x{groups}-{precision}-{x.dtype}"
         tuned = schedules.lookup("outer", key)
-        schedule = OuterSchedule(**tuned) if tuned else schedules.outer_schedule(k, n, precision)
+        merged = schedules.merged_groups(groups, k, n, precision, x.dtype)
+        schedule = OuterSchedule(**tuned) if tuned else schedules.outer_schedule(merged * k, merged * n, precision)
     per_split = rows_per_split or schedules.rows_per_split(num_positions, types)
     start, end, first = split_table(offsets, per_split, num_positions)
-    operands = {"x": x, "y": y, "split_start": start, "split_end": end}
+    operands = {
+        "x": x.reshape(x_rows, groups * k),
+        "y": y.reshape(y_rows, groups * n),
+        "split_start": start,
+        "split_end": end,
+    }
     if x_index is not None:
         operands["x_index"] = as_index(x_index, "x_index", num_positions)
     if y_index is not None:
@@ -188,9 +208,12 @@ def typed_outer(
     interpreted = _triton.use_interpreter(interpret)
     config = _Config(
         names=(*operands, "partial"),
-        groups=groups,
-        k=k,
-        n=n,
+        blocks=groups // merged,
+        merged=merged,
+        group_k=k,
+        group_n=n,
+        k=merged * k,
+        n=merged * n,
         schedule=schedule,
         precision=precision,
         dtype=_triton.product_dtype(x.dtype, y.dtype, precision),
@@ -201,7 +224,10 @@ def typed_outer(
     (partial,) = _triton.pallas_call(
         functools.partial(_partial_kernel, c=config),
         name="typed_outer",
-        num_programs=splits * groups * cdiv(k, schedule.block_k) * cdiv(n, schedule.block_n),
+        num_programs=splits
+        * (groups // merged)
+        * cdiv(merged * k, schedule.block_k)
+        * cdiv(merged * n, schedule.block_n),
         out_shape=[jax.ShapeDtypeStruct((splits, groups, k, n), jnp.dtype(jnp.float32))],
         num_warps=schedule.num_warps,
         num_stages=schedule.num_stages,
