@@ -19,7 +19,7 @@ and network", ...)? The label follows from the module that a definition stands i
 
 What is left is what a reader of unknown code would go by: what it calls, which names it shares with other code, what
 that code is about. A bare name seldom says enough, so an MLP on the same features is far below a two-layer R-GCN. Test
-accuracy with 32 hidden units and 60 epochs, one seed, CPython 3.11 (tests/datasets/test_stdlib.py holds a shorter run to this):
+accuracy with 32 hidden units and 60 epochs, one seed, CPython 3.11 (test_stdlib.py checks a shorter run):
 
 | split | majority | MLP | R-GCN |
 | --- | --- | --- | --- |
