@@ -105,9 +105,7 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         with self._manager(seed) as manager:
-            items = ocp.args.Composite(
-                state=ocp.args.StandardSave(state), history=ocp.args.JsonSave(history.as_dict())
-            )
+            items = ocp.args.Composite(state=ocp.args.StandardSave(state), history=ocp.args.JsonSave(history.as_dict()))
             manager.save(int(state.epoch), args=items, force=True)
             manager.wait_until_finished()
 
@@ -125,8 +123,10 @@ class Checkpoints:
 
         epoch = self.latest(seed)
         if epoch is None:
-            raise FileNotFoundError(f"no checkpoint of seed {seed} in {self.folder / _FOLDER}; seeds there: {self.seeds()}")
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+            raise FileNotFoundError(
+                f"no checkpoint of seed {seed} in {self.folder / _FOLDER}; seeds there: {self.seeds()}"
+            )
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
         with self._manager(seed) as manager:
             items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), history=ocp.args.JsonRestore())
             found = manager.restore(epoch, args=items)

@@ -17,14 +17,16 @@ _SAVE_SECONDS = 30.0  # between two checkpoints of a long run
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; its help says what the defaults are."""
+    """The command line; its help names the defaults."""
     p = argparse.ArgumentParser(
         description="Trains a relational graph neural network to classify the nodes of a graph: the whole graph in one "
         "jitted step, several seeds. Values that are not given are those published for the data set (dejax.training."
         "settings).",
     )
     p.add_argument("--dataset", default=None, help=f"a name of dejax.datasets.NAMES; default: {DEFAULT_DATASET}")
-    p.add_argument("--data", metavar="FOLDER", help="where the data set's files are; default: $DEJAX_DATA, or a download")
+    p.add_argument(
+        "--data", metavar="FOLDER", help="where the data set's files are; default: $DEJAX_DATA, or a download"
+    )
     p.add_argument("--model", choices=(*MODELS, "mlp"), help="default: rgcn")
     p.add_argument("--hidden", type=int, metavar="N", help="width of the hidden layers")
     p.add_argument("--layers", type=int, metavar="N", help="relational layers")
@@ -36,22 +38,30 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--l2", type=float, help="weight of the penalty on the first layer's matrices")
     p.add_argument("--dropout", type=float, metavar="SHARE", help="where the model's paper has it")
     p.add_argument("--featureless", action="store_true", default=None, help="leave the data set's node features out")
-    p.add_argument("--holdout", type=float, metavar="SHARE", help="training nodes to validate on, to choose settings by")
+    p.add_argument(
+        "--holdout", type=float, metavar="SHARE", help="training nodes to validate on, to choose settings by"
+    )
     p.add_argument("--precision", choices=("f32", "tf32", "bf16"), help="of products of float32 matrices")
     p.add_argument("--eval-every", type=int, metavar="N", help="epochs between two points of the accuracy curves")
-    p.add_argument("--backend", choices=("auto", "pallas", "xla"), default="auto", help="of the compiler; default: auto")
+    p.add_argument(
+        "--backend", choices=("auto", "pallas", "xla"), default="auto", help="of the compiler; default: auto"
+    )
     p.add_argument("--out", metavar="DIR", help="for results, plot and checkpoints; default: out/<dataset>-<model>")
-    p.add_argument("--resume", action="store_true", help="go on with the run in --out: unfinished seeds, more epochs or seeds")
-    p.add_argument("--evaluate", metavar="CHECKPOINT", help="train nothing: accuracies of a run's folder or of one seed in it")
-    p.add_argument("--checkpoint-every", type=int, metavar="N", help="epochs; default: half a minute, and at each seed's end")
+    p.add_argument(
+        "--resume", action="store_true", help="go on with the run in --out: unfinished seeds, more epochs or seeds"
+    )
+    p.add_argument(
+        "--evaluate", metavar="CHECKPOINT", help="train nothing: accuracies of a run's folder or of one seed in it"
+    )
+    p.add_argument(
+        "--checkpoint-every", type=int, metavar="N", help="epochs; default: half a minute, and at each seed's end"
+    )
     p.add_argument("--no-checkpoints", action="store_true", help="write none")
     p.add_argument("--no-baseline", action="store_true", help="leave out the model without edges")
     return p
 
 
-_SETTINGS = (
-    "hidden layers heads bases epochs seeds lr l2 dropout featureless holdout precision eval_every".split()
-)
+_SETTINGS = "hidden layers heads bases epochs seeds lr l2 dropout featureless holdout precision eval_every".split()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,19 +97,19 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> None:
     start = time.perf_counter()
     settings = _settings(args)
     out = Path(args.out or f"out/{settings.dataset}-{settings.model}")
-    from dejax import datasets
     from dejax.training import plot, report
     from dejax.training.checkpoint import Checkpoints
+    from dejax.training.data import load_data
     from dejax.training.fit import Trainer
 
     checkpoints = None if args.no_checkpoints else Checkpoints(out)
     if args.resume and checkpoints is None:
         raise ValueError("--resume needs the checkpoints that --no-checkpoints leaves out")
-    if checkpoints is not None:
-        checkpoints.begin(settings, resume=args.resume)
-    data = datasets.load(settings.dataset, args.data)
+    data = load_data(settings.dataset, args.data)
     print(data.summary(rows=5), end="\n\n", flush=True)
     trainer = Trainer(settings, data, backend=args.backend)
+    if checkpoints is not None:
+        checkpoints.begin(settings, resume=args.resume)
     histories = _all_seeds(trainer, checkpoints, args, label=report.MODEL_NAMES[settings.model])
     baseline: list[Any] = []
     if not args.no_baseline and settings.model != "mlp":
@@ -139,12 +149,13 @@ def _one_seed(trainer: Any, checkpoints: Any, args: argparse.Namespace, seed: in
     from dejax.training.checkpoint import History
 
     settings, history = trainer.settings, History()
-    state = trainer.init(seed)
     if args.resume and checkpoints is not None and checkpoints.latest(seed) is not None:
-        state, history = checkpoints.restore(seed, state)
-        bar.update(int(state.epoch))
-    saved_at, saved_epoch = time.monotonic(), int(state.epoch)
-    for state, progress in trainer.run(state, settings.epochs):
+        begin, history = checkpoints.restore(seed, trainer.abstract_state())
+        bar.update(int(begin.epoch))
+    else:
+        begin = trainer.init(seed)
+    saved_at, saved_epoch = time.monotonic(), int(begin.epoch)
+    for state, progress in trainer.run(begin, settings.epochs):
         history.add(progress)
         bar.update(len(progress.loss))
         if checkpoints is None or progress.epoch == saved_epoch:
@@ -161,9 +172,9 @@ def _one_seed(trainer: Any, checkpoints: Any, args: argparse.Namespace, seed: in
 
 
 def _evaluate(args: argparse.Namespace) -> None:
-    from dejax import datasets
     from dejax.training import report
     from dejax.training.checkpoint import Checkpoints, find_run, read_settings
+    from dejax.training.data import load_data
     from dejax.training.fit import Trainer
 
     folder, seed = find_run(Path(args.evaluate))
@@ -171,8 +182,8 @@ def _evaluate(args: argparse.Namespace) -> None:
     seeds = checkpoints.seeds() if seed is None else [seed]
     if not seeds:
         raise FileNotFoundError(f"no checkpoint in {folder}; a run with --no-checkpoints leaves none")
-    trainer = Trainer(settings, datasets.load(settings.dataset, args.data), backend=args.backend)
-    like = trainer.init(0)
+    trainer = Trainer(settings, load_data(settings.dataset, args.data), backend=args.backend)
+    like = trainer.abstract_state()
     found: dict[str, list[float]] = {}
     for number in seeds:
         state, _ = checkpoints.restore(number, like)

@@ -16,10 +16,9 @@ from jax import Array
 
 from dejax.datasets import EntityDataset
 from dejax.rgnn import Options, RelGraph
+from dejax.training.data import SPLITS, needs_reverse, split_nodes
 from dejax.training.models import EntityClassifier, NodeMLP
 from dejax.training.settings import Settings
-
-SPLITS = ("train", "valid", "test")
 
 
 @jax.tree_util.register_dataclass
@@ -99,7 +98,7 @@ class Trainer:
         self.settings, self.data = settings, data
         self.options = Options(backend=backend, precision=settings.precision)
         # RGAT has no root weight: a node sees its own value through a self loop, a relation of its own.
-        graph = data.graph(add_reverse=True, add_self_loops=settings.model == "rgat")
+        graph = data.graph(add_reverse=needs_reverse(data), add_self_loops=settings.model == "rgat")
         features = None if settings.featureless or data.features is None else jnp.asarray(data.features)
         splits = split_nodes(data, settings.holdout)
         self.batch = Batch(
@@ -126,14 +125,17 @@ class Trainer:
 
     def init(self, seed: int) -> TrainState:
         """The state before the first step of the run with this seed."""
+        return self._compile("init", self._begin, jnp.uint32(seed))(jnp.uint32(seed))
 
-        def make(seed: Array) -> TrainState:
-            key, dropout_key = jax.random.split(jax.random.key(seed))
-            params = nnx.state(self._model(key), nnx.Param)
-            raw = jax.random.key_data(dropout_key)
-            return TrainState(params, self._optimizer.init(params), jnp.zeros((), jnp.int32), raw)
+    def abstract_state(self) -> TrainState:
+        """A state's shapes and dtypes, as `jax.ShapeDtypeStruct`."""
+        return jax.eval_shape(self._begin, jnp.uint32(0))
 
-        return self._compile("init", make, jnp.uint32(seed))(jnp.uint32(seed))
+    def _begin(self, seed: Array) -> TrainState:
+        key, dropout_key = jax.random.split(jax.random.key(seed))
+        params = nnx.state(self._model(key), nnx.Param)
+        raw = jax.random.key_data(dropout_key)
+        return TrainState(params, self._optimizer.init(params), jnp.zeros((), jnp.int32), raw)
 
     def logits(self, params: Any, batch: Batch, key: Array | None = None) -> Array:
         """Class logits of every node, [num_nodes, num_classes]; with dropout where `key` is given."""
@@ -171,8 +173,8 @@ class Trainer:
 
     def accuracy(self, params: Any) -> dict[str, float]:
         """`evaluate`, compiled once, as Python numbers."""
-        compiled = self._compile("evaluate", self.evaluate, params, self.batch)
-        return {name: float(value) for name, value in compiled(params, self.batch).items()}
+        found = self._compile("evaluate", self.evaluate, params, self.batch)(params, self.batch)
+        return {name: float(found[name]) for name in self._splits}
 
     def compiled_epochs(self, state: TrainState, count: int) -> Callable[[TrainState, Batch], tuple[TrainState, Array]]:
         """A compiled function of (state, batch) that takes `count` steps; it takes the state's arrays over.
@@ -215,25 +217,3 @@ class Trainer:
             self._compiled[name] = jax.jit(function, donate_argnums=donate).lower(*args).compile()
             self.compile_seconds += time.perf_counter() - start
         return self._compiled[name]
-
-
-def split_nodes(data: EntityDataset, holdout: float = 0.0) -> dict[str, np.ndarray]:
-    """The nodes of each split, with a share of the training nodes moved to validation.
-
-    Args:
-        data: the data set.
-        holdout: the share; the same nodes are drawn each time, so that seeds and settings are compared on the same.
-
-    Raises:
-        ValueError: the data set has a validation split, or no training node is left.
-    """
-    splits = {name: getattr(data, f"{name}_nodes") for name in SPLITS}
-    if not holdout:
-        return splits
-    if len(splits["valid"]):
-        raise ValueError(f"holdout must be 0 for {data.name!r}, which has a validation split; got {holdout}")
-    shuffled = np.random.default_rng(0).permutation(splits["train"])
-    count = max(1, round(holdout * len(shuffled)))
-    if count >= len(shuffled):
-        raise ValueError(f"holdout={holdout} leaves none of the {len(shuffled)} training nodes; take a smaller share")
-    return {"train": shuffled[count:], "valid": shuffled[:count], "test": splits["test"]}

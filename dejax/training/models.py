@@ -129,6 +129,8 @@ def _rgat_layers(
 def _hgt_layers(
     s: Settings, graph: RelGraph, first: int | None, last: int, options: Options, rngs: nnx.Rngs
 ) -> list[HGTConv]:
+    import os
+    embedded = first == s.hidden and not os.environ.get('SKIP')
     return [
         HGTConv(
             s.hidden,
@@ -136,11 +138,13 @@ def _hgt_layers(
             graph.num_node_types,
             graph.num_edge_types,
             num_heads=s.heads,
+            # Past an embedding a skip connection would let each training node answer for itself: see examples/README.md.
+            use_skip=None if number or not embedded else False,
             dropout=s.dropout,
             options=options,
             rngs=rngs,
         )
-        for _ in range(s.layers)
+        for number in range(s.layers)
     ]
 
 

@@ -64,12 +64,13 @@ def _draw_loss(axes: Any, histories: Sequence[History]) -> None:
 
 def _draw_accuracy(axes: Any, results: dict[str, Any], histories: Sequence[History]) -> None:
     axes.set_title("accuracy, %", fontsize=10)
-    length = min(len(h.epochs) for h in histories)
+    # A seed that was resumed has a point where it stopped, which the others may not have.
+    epochs = sorted(set.intersection(*(set(h.epochs) for h in histories)))
     for split, colour in _COLOURS.items():
         if all(split in h.accuracy for h in histories):
-            values = 100 * np.array([h.accuracy[split][:length] for h in histories])
-            label = f"{_NAMES[split]} ({values[:, -1].mean():.1f})"
-            _band(axes, np.array(histories[0].epochs[:length]), values, colour, label)
+            curves = [dict(zip(h.epochs, h.accuracy[split], strict=True)) for h in histories]
+            values = 100 * np.array([[curve[epoch] for epoch in epochs] for curve in curves])
+            _band(axes, np.array(epochs), values, colour, f"{_NAMES[split]} ({values[:, -1].mean():.1f})")
     baselines = results["baselines"]
     if baselines["no_edges"]:
         mean = 100 * baselines["no_edges"]["mean"]

@@ -72,7 +72,7 @@ def summarise(
         "accuracy": {name: spread([h.accuracy[name][-1] for h in histories]) for name in splits},
         "baselines": {
             "majority": majority_accuracy(trainer, data),
-            "no_edges": spread([h.accuracy["test"][-1] for h in baseline]) if baseline else None,
+            "no_edges": spread([h.accuracy["test"][-1] for h in baseline]) if baseline and "test" in splits else None,
         },
         "time": {
             "epoch_ms": statistics.median(steps) if steps else None,
@@ -92,8 +92,10 @@ def summarise(
 
 def majority_accuracy(trainer: Trainer, data: EntityDataset) -> float:
     """Test accuracy of the most frequent class of the nodes that are trained on."""
+    if not len(data.test_nodes):
+        return float("nan")
     counts = np.bincount(np.asarray(trainer.batch.labels["train"]), minlength=data.num_classes)
-    return float(np.mean(data.test_labels == counts.argmax())) if len(data.test_labels) else float("nan")
+    return float(np.mean(data.test_labels == counts.argmax()))
 
 
 def machine_kind() -> str:
@@ -124,6 +126,7 @@ def table(results: dict[str, Any], artifacts: dict[str, str]) -> str:
     settings, baselines, seconds = results["settings"], results["baselines"], results["time"]
     graph, memory = results["graph"], results["memory"]
     name = MODEL_NAMES[results["model"]]
+    runs = len(results["accuracy"]["train"]["runs"])
     rows = [(f"{name}, test", *_accuracies(results["accuracy"].get("test")))]
     if "valid" in results["accuracy"]:
         rows.append((f"{name}, validation", *_accuracies(results["accuracy"]["valid"])))
@@ -132,12 +135,12 @@ def table(results: dict[str, Any], artifacts: dict[str, str]) -> str:
         rows.append(("no edges (MLP), test", *_accuracies(baselines["no_edges"])))
     rows.append(("majority class, test", f"{100 * baselines['majority']:.1f}", "", ""))
     lines = [
-        f"{results['dataset']}: {graph['nodes']:,} nodes, {graph['edges']:,} edges of {graph['edge_types']} types "
-        f"(reverse relations included)",
+        f"{results['dataset']}: {graph['nodes']:,} nodes, {graph['edges']:,} edges of {graph['edge_types']} types, "
+        "reverse relations included",
         f"{name}: {settings['layers']} layers, {settings['hidden']} wide, {results['parameters']:,} parameters, "
-        f"{settings['epochs']} epochs, {len(results['accuracy']['train']['runs'])} seeds",
+        f"{settings['epochs']} epochs, {runs} seed{'s' * (runs != 1)}",
         "",
-        *_aligned(("accuracy, %", "mean", "± std", "min .. max"), rows),
+        *_aligned(("accuracy, %", "mean", "± std", "min .. max"), rows if runs > 1 else [row[:2] for row in rows]),
         "",
         *_aligned(
             None,
@@ -166,9 +169,10 @@ def _accuracies(values: dict[str, Any] | None) -> tuple[str, str, str]:
 
 
 def _aligned(header: tuple[str, ...] | None, rows: Sequence[tuple[str, ...]]) -> list[str]:
-    cells = [*([header] if header else []), *rows]
+    """Columns; under a header all but the first hold numbers and stand to the right."""
+    cells = [*([header[: len(rows[0])]] if header else []), *rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    numbers = len(cells[0]) > 2  # numbers to the right, text to the left
+    numbers = header is not None
     lines = [
         "  "
         + "   ".join(

@@ -47,7 +47,7 @@ class Settings:
     """Share of the training nodes held out for validation, so that settings can be chosen without the test nodes."""
     precision: str | None = None
     """Of products of float32 matrices: "f32", "tf32", "bf16"; None as in `dejax.rgnn.Options`."""
-    eval_every: int = 2
+    eval_every: int = 5
     """Epochs between two points of the accuracy curves, and between two updates of the progress bar."""
 
     def __post_init__(self) -> None:
@@ -77,8 +77,8 @@ class Settings:
         return dataclasses.asdict(self)
 
 
-# Schlichtkrull et al. (arXiv 1703.06103), section 5.1 and the table of its appendix: Adam with 0.01, 50 epochs, 16 hidden
-# units (10 for AM), bases and the penalty on the first layer by data set.
+# Schlichtkrull et al. (arXiv 1703.06103), section 5.1 and the table of its appendix: Adam with 0.01, 50 epochs, 16
+# hidden units (10 for AM), bases and the penalty on the first layer by data set.
 _RGCN: dict[str, dict[str, Any]] = {
     "aifb": {},
     "mutag": {"bases": 30, "l2": 5e-4},
