@@ -22,9 +22,10 @@ class Operand:
     """How a traversal reads an array.
 
     Attributes:
-      access: `item`, row i of the array for item i; `indexed`, row `index_tables[index][i]`; `row`, the row of the
-        loop; `shared`, an array without a leading axis, the same everywhere.
-      index: which index table, for `indexed`.
+      access: `item`, row i of the array for item i; `indexed`, row `index_tables[index][i]`; `positioned`, row
+        `index_tables[index][p]` for position p of the order, which saves a load where the table could be permuted
+        beforehand; `row`, the row of the loop; `shared`, an array without a leading axis, the same everywhere.
+      index: which index table, for `indexed` and `positioned`.
     """
 
     access: str
@@ -48,6 +49,11 @@ class Plan:
     rows: int
     items: int
     chunk: int | None
+
+    @property
+    def needs_items(self) -> bool:
+        """Whether anything is read or written by item id, so that the order must be read."""
+        return bool(self.item_outputs) or any(o.access in ("item", "indexed") for o in self.operands)
 
     @property
     def per_row(self) -> tuple[int, ...]:
@@ -95,11 +101,12 @@ def _evaluate(
     arrays: Sequence[Any],
     tables: Sequence[Any],
     row_tiles: dict[int, jax.Array],
+    position: jax.Array,
     item: jax.Array,
     mask: jax.Array,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """The body's reduction values and item outputs for [rows, items] item ids, broadcast to full tiles."""
-    indices: dict[int, tuple[jax.Array, jax.Array]] = {}
+    indices: dict[tuple[int, str], jax.Array] = {}
     tiles = []
     for i, operand in enumerate(plan.operands):
         if i in row_tiles:
@@ -108,10 +115,11 @@ def _evaluate(
             tiles.append(_load(arrays[i], item, mask, plan.features[i]))
         else:
             assert operand.index is not None
-            key = operand.index
+            key = (operand.index, operand.access)
             if key not in indices:
-                indices[key] = (_triton.load(tables[key], (item,), mask), mask)
-            index = indices[key][0]
+                at = position if operand.access == "positioned" else item
+                indices[key] = _triton.load(tables[operand.index], (at,), mask)
+            index = indices[key]
             # An index out of range (a padding item's) reads zeros, never other memory.
             inside = mask & (index >= 0) & (index < plan.lengths[i])
             tiles.append(_load(arrays[i], index, inside, plan.features[i]))
@@ -145,8 +153,8 @@ def _loop(
     def step(i: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         position = start[:, None] + (i * items + lanes(items, 1, 2))
         mask = position < end[:, None]
-        item = position if order is None else _triton.load(order, (position,), mask)
-        values, stored = _evaluate(plan, arrays, tables, row_tiles, item, mask)
+        item = position if order is None or not plan.needs_items else _triton.load(order, (position,), mask)
+        values, stored = _evaluate(plan, arrays, tables, row_tiles, position, item, mask)
         for ref, (shape, _), value in zip(outputs, plan.item_outputs, stored, strict=True):
             _store(ref, item, mask, shape, plan.num_items, value)
         return update(plan.reductions, accs, values, mask)
@@ -253,6 +261,6 @@ def map_kernel(*refs: Any, plan: Plan, num_tables: int) -> None:
     mask = item < plan.num_items
     no_row = jnp.zeros((1,), jnp.int32)
     tiles = _row_tiles(plan, arrays, no_row, no_row == 0)
-    _, stored = _evaluate(plan, arrays, tables, tiles, item, mask)
+    _, stored = _evaluate(plan, arrays, tables, tiles, item, item, mask)
     for ref, (shape, _), value in zip(outputs, plan.item_outputs, stored, strict=True):
         _store(ref, item, mask, shape, plan.num_items, value)

@@ -22,7 +22,7 @@ from dejax.pallas._traversal_kernels import (
     map_kernel,
     row_kernel,
 )
-from dejax.pallas.schedule import TraversalSchedule, lookup, traversal_schedule
+from dejax.pallas.schedule import TraversalSchedule, lookup, map_schedule, traversal_schedule
 
 __all__ = ["MAX_WIDTH", "Operand", "Reduction", "map_items", "traverse"]
 
@@ -65,13 +65,13 @@ def _check_operands(
             _check_length(array, num_rows, f"arrays[{i}]", "rows")
         elif operand.access == "item":
             _check_length(array, num_items, f"arrays[{i}]", "items")
-        elif operand.access == "indexed":
+        elif operand.access in ("indexed", "positioned"):
             if operand.index is None or not 0 <= operand.index < len(index_tables):
                 raise ValueError(
                     f"operands[{i}].index must name one of {len(index_tables)} index tables, got {operand.index}"
                 )
         else:
-            known = "item, indexed, shared" + ("" if num_rows is None else ", row")
+            known = "item, indexed, positioned, shared" + ("" if num_rows is None else ", row")
             raise ValueError(f"operands[{i}].access must be one of {known}, got {operand.access!r}")
         features.append(array.shape[1:])
         ready.append(_not_empty(array))
@@ -118,10 +118,10 @@ def traverse(
     """Reduces over the items of each row, computing on tiles in registers.
 
     The items of row r are `order[offsets[r]:offsets[r + 1]]`. The body sees several rows and several items of each at
-    once: tiles of shape [rows, items, *features] for `item` and `indexed` operands, [rows, 1, *features] for `row` and
-    [1, 1, *features] for `shared` ones, each feature axis padded to the next power of two with zeros (`feature_mask`
-    tells which lanes are padding). Floating tiles are float32. It must be elementwise over the two leading axes and may
-    leave them at size 1. Results are the same in every run: there are no atomic additions.
+    once: tiles of shape [rows, items, *features] for `item`, `indexed` and `positioned` operands, [rows, 1, *features]
+    for `row` and [1, 1, *features] for `shared` ones, each feature axis padded to the next power of two with zeros
+    (`feature_mask` tells which lanes are padding). Floating tiles are float32. It must be elementwise over the two
+    leading axes and may leave them at size 1. Results are the same in every run: there are no atomic additions.
 
     Args:
       body: from tiles, in the order of `operands`, to (a value for each reduction, a value for each item output).
@@ -133,7 +133,8 @@ def traverse(
       order: int32[num_items], item ids in the order of rows; None where item ids are the positions.
       num_items: number of items, those of no row included.
       num_rows: number of rows.
-      index_tables: int32[num_items] each; an index out of range reads as zeros.
+      index_tables: int32[num_items] each, by item id for `indexed` operands and by position for `positioned` ones; an
+        index out of range reads as zeros.
       reductions: what is accumulated over the items of a row, in float32.
       item_outputs: (feature shape, dtype) of each array to write at item ids.
       row_outputs: (feature shape, dtype) of each array to write by row; may be () where `epilogue` is None, for the
@@ -300,7 +301,7 @@ def map_items(
     if num_items == 0 or not outputs:
         return tuple(_zeros(structs))
     interpreted = _triton.use_interpreter(interpret)
-    schedule = schedule or traversal_schedule(width, 1.0, interpret=interpreted)
+    schedule = schedule or map_schedule(width, interpret=interpreted)
     block = schedule.rows_per_program * schedule.items_per_step
     plan = Plan(
         body=lambda *tiles: ((), tuple(body(*tiles))),

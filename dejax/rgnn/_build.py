@@ -237,7 +237,8 @@ def build(
         node_type_names=node_type_names,
         node_type_counts=node_type_counts,
     )
-    return _to_device(graph)
+    graph = _to_device(graph)
+    return graph.with_loop_tables() if jax.default_backend() == "gpu" else graph
 
 
 def _to_device(graph: RelGraph) -> RelGraph:

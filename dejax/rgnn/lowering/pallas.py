@@ -132,10 +132,11 @@ class PallasLowering:
                 array = array[0]
             if access == "indexed":
                 assert o.via is not None
+                by_position = self.graph.loop_tables.get(f"{t.via}:{o.via}")
                 if o.via not in numbers:
                     numbers[o.via] = len(tables)
-                    tables.append(segments(self.graph, o.via).index)
-                index = numbers[o.via]
+                    tables.append(segments(self.graph, o.via).index if by_position is None else by_position)
+                access, index = "indexed" if by_position is None else "positioned", numbers[o.via]
             arrays.append(array)
             operands.append(kernels.Operand(access, index))
         items = num_rows(self.graph, t.space)
