@@ -305,6 +305,7 @@ class Traversal:
       sum of gathered rows; writes score and probability's numerator's logarithm by item, and by row the weighted mean,
       the maximum and the sum of weights.
     sum, max: of gathered rows times an item value, no epilogue.
+    positioned: sum of rows gathered by a table in the order of rows; no item id is needed.
     edges: item outputs alone.
     scalars: features of rank 0 and a shared scalar.
     """
@@ -388,6 +389,13 @@ class Traversal:
                 lambda x, weight: ((x * weight[:, :, None],), ()), None, [a["x"], a["weight"]], [indexed, item],
                 reductions=[kernels.Reduction(kind, (d,))], row_outputs=[((d,), self.dtype)], **options,
             )  # fmt: skip
+        if kind == "positioned":
+            options["index_tables"] = [a["index"][a["order"]]]
+            return kernels.traverse(
+                lambda x, scalar: ((x * scalar,), ()), None, [a["x"], a["scalar"]],
+                [kernels.Operand("positioned", 0), shared], reductions=[kernels.Reduction("sum", (d,))],
+                row_outputs=[((d,), self.dtype)], **options,
+            )  # fmt: skip
         if kind == "edges":
 
             def edge_body(x, score, bias):
@@ -430,6 +438,8 @@ class Traversal:
             value = f["x"][source] * f["weight"][:, None]
             reduce = np.sum if kind == "sum" else np.max
             return [np.stack([reduce(value[m], axis=0) if len(m) else np.zeros(d) for m in members])], []
+        if kind == "positioned":
+            return [np.stack([f["x"][source[m]].sum(0) * f["scalar"] for m in members])], []
         valid = np.zeros(self.items, bool)
         owner = np.zeros(self.items, int)
         for r, m in enumerate(members):
@@ -485,6 +495,7 @@ TRAVERSALS = {
     "sum, width 1": Traversal(kind="sum", width=1),
     "sum, width 100, hubs": Traversal(kind="sum", width=100, chunk=5, schedule=None),
     "sum, bfloat16": Traversal(kind="sum", width=16, dtype=jnp.bfloat16),
+    "positioned, hubs": Traversal(kind="positioned", chunk=4),
     "max, hubs": Traversal(kind="max", width=3, chunk=4),
     "edges": Traversal(kind="edges"),
     "edges, width 16, hubs": Traversal(kind="edges", width=16, chunk=4),
