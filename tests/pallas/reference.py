@@ -14,6 +14,12 @@ import numpy as np
 
 from dejax import pallas as kernels
 
+
+def interpreted(function: Any) -> Any:
+    """`jax.jit` with little optimization: interpreted kernels take longer to compile than to run their few programs."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
+
+
 # --- typed products --------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dejax import pallas as kernels
-from tests.pallas.reference import TRAVERSALS, Traversal
+from tests.pallas.reference import TRAVERSALS, Traversal, interpreted
 
 
 @pytest.mark.parametrize("name", TRAVERSALS)
@@ -15,7 +15,7 @@ def test_traverse(name):
     a = case.arrays()
     # Scores of +-1e4 are exact in float32 to 1e-3, and so are their exponentials' arguments.
     tolerance = 2e-3 if case.spread > 1 else None
-    case.check(jax.jit(case.run)(a), a, tolerance)
+    case.check(interpreted(case.run)(a), a, tolerance)
 
 
 @pytest.mark.parametrize("operand", ["score", "z", "bias", "gain"])
@@ -24,7 +24,8 @@ def test_traverse_vmap(operand, chunk):
     case = Traversal(degrees=(2, 5, 0), heads=2, width=3, chunk=chunk)
     samples = [case.arrays(seed) for seed in (0, 1, 2)]
     stacked = {n: np.stack([s[n] for s in samples]) if n == operand else v for n, v in samples[0].items()}
-    rows, items = jax.vmap(case.run, in_axes=({n: 0 if n == operand else None for n in stacked},))(stacked)
+    run = interpreted(jax.vmap(case.run, in_axes=({n: 0 if n == operand else None for n in stacked},)))
+    rows, items = run(stacked)
     for i, s in enumerate(samples):
         one = {n: s[n] if n == operand else v for n, v in samples[0].items()}
         case.check((tuple(r[i] for r in rows), tuple(v[i] for v in items)), one)
@@ -94,7 +95,7 @@ def test_integer_operands_stay_integers():
 def test_nothing_to_do(rows, items):
     case = Traversal(degrees=(0,) * rows, padding=items)
     a = case.arrays()
-    case.check(case.run(a), a)
+    case.check(interpreted(case.run)(a), a)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5), (4, 16)])
@@ -114,11 +115,11 @@ def test_map_items(shape, dtype):
             index_tables=[index], outputs=[(shape, jnp.float32), (shape, dtype)],
         )  # fmt: skip
 
-    product, shifted = run(x)
+    product, shifted = interpreted(run)(x)
     gathered = np.where((index < 7).reshape(-1, *(1,) * len(shape)), x.astype(float)[np.minimum(index, 6)], 0)
     np.testing.assert_allclose(product, gathered * y.astype(float), rtol=1e-5)
     np.testing.assert_allclose(np.asarray(shifted, float), gathered + 3, rtol=1e-2 if dtype != jnp.float32 else 1e-6)
-    (batched, _) = jax.vmap(run)(jnp.stack([x, 2 * x]))
+    (batched, _) = interpreted(jax.vmap(run))(jnp.stack([x, 2 * x]))
     np.testing.assert_allclose(batched[1], 2 * np.asarray(product), rtol=1e-5)
 
 
