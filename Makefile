@@ -26,6 +26,7 @@ PYTHON_NEXT ?= $(firstword $(foreach v,3.12 3.13 3.14,$(shell command -v python$
 
 .PHONY: venv venv-test demo test check test-fast test-next doctest lint types format clean
 .DELETE_ON_ERROR:
+.NOTPARALLEL:
 
 venv: $(VENV)/.installed$(EXTRA)
 venv-test: $(VENV)/.installed-test
@@ -45,7 +46,10 @@ $(VENV)/.installed-test: $(BUILD_INPUTS) | $(BIN)/python
 demo: venv
 	$(BIN)/python examples/entity_classification.py $(DEMO_ARGS)
 
-test: lint types check doctest test-next
+# --keep-going: a long line does not hide whether the tests pass.
+test: venv-test
+	@$(BIN)/python -c 'import jax, sys; print("leg on Python", sys.version.split()[0], "with jax", jax.__version__)'
+	@$(MAKE) --no-print-directory --keep-going lint types doctest check test-next
 	@echo "make test: all passed"
 
 check: venv-test
