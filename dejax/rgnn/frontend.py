@@ -7,6 +7,7 @@ argument stands for is said where it is used: `g.node(h)`, `g.edge(e)`, `g.per_e
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import math
 import numbers
@@ -54,8 +55,9 @@ def user_line() -> str | None:
     return None
 
 
-def fail(message: str) -> ProgramError:
-    line = user_line()
+def fail(message: str, line: str | None = None) -> ProgramError:
+    """The error, pointing at `file:line`, by default the line of the program that runs now."""
+    line = line or user_line()
     if line is None:
         return ProgramError(message)
     path, number = line.rsplit(":", 1)
@@ -187,13 +189,22 @@ class Trace:
 
     def emit(self, name: str, *args: Symbol, **attrs: Any) -> Symbol:
         self.builder.line = user_line()
+        for x in args:
+            self.own(x)
         try:
             return Symbol(self, self.builder.op(name, *(a.index for a in args), **attrs))
         except IRError as error:
             raise fail(str(error)) from None
 
+    def own(self, x: Argument | Symbol) -> None:
+        """Numbers of values mean something in their own program only."""
+        if x.trace is not self:
+            raise fail("a value of another program is used here; a program uses its own arguments only")
+
     def declare(self, x: Any, space: Space, method: str) -> Symbol:
         """An argument becomes an input of `space`; a value is checked to be of that space."""
+        if isinstance(x, Argument | Symbol):
+            self.own(x)
         if isinstance(x, Argument):
             known = self.declared.get(x.position)
             if known is None:
@@ -251,12 +262,13 @@ class Trace:
             return self.symbol(self.builder.const(float(x), like.dtype, like.space))
         if not isinstance(x, Symbol):
             raise fail(f"arithmetic with {type(x).__name__} is not possible here; pass the array as an argument of the program")
-        if x.trace is not self:
-            raise fail("a value of another program is used here; a program uses its own arguments only")
+        self.own(x)
         return x
 
     def align(self, *xs: Symbol) -> list[Symbol]:
         """The same values in one space: constants by type and shared values are read where the others live."""
+        for x in xs:
+            self.own(x)
         spaces = {x.space for x in xs if x.op.name != "const"} or {x.space for x in xs}
         for coarse, fine, via in (
             (Space.EDGE_TYPE, Space.EDGE, "etype"),
@@ -268,10 +280,10 @@ class Trace:
                 xs = tuple(self.emit("gather", x, via=via) if x.space == coarse and x.op.name != "const" else x for x in xs)
         rest = {x.space for x in xs if x.op.name != "const"} - {Space.GRAPH}
         if len(rest) > 1:
-            first, second = sorted(rest)
-            hints = [_REMEDY[s] for s in (first, second) if s in _REMEDY]
+            found = sorted(rest)
+            hints = [_REMEDY[s] for s in found if s in _REMEDY]
             raise fail(
-                f"{SPACE_WORDS[first]} meets {SPACE_WORDS[second]}; both must live in one space"
+                f"{' meets '.join(SPACE_WORDS[s] for s in found)}; all must live in one space"
                 + (f": {hints[0]}" if hints else "")
             )
         target = rest.pop() if rest else xs[0].space if len({x.space for x in xs}) == 1 else Space.GRAPH
@@ -295,6 +307,7 @@ class Trace:
             )
         if not isinstance(w, Symbol):
             raise fail(f"x @ w needs a weight made by g.per_edge_type, g.per_node_type or g.shared, got {type(w).__name__}")
+        self.own(w)
         if w.space == x.space and w.space in (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH):
             via = "self"
         elif w.space == Space.GRAPH:
@@ -465,10 +478,13 @@ def trace_program(
     args, kwargs = rebuild(symbols)
     result = function(GraphSymbol(trace), *args, **kwargs)
     leaves, tree = jax.tree_util.tree_flatten(result, is_leaf=lambda x: isinstance(x, (Symbol, Argument)))
-    for leaf in leaves:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    here = f"{code.co_filename}:{code.co_firstlineno}" if code else None  # the function is left: its head is what is known
+    for leaf in leaves or [None]:
         if not isinstance(leaf, Symbol) or leaf.trace is not trace:
-            raise ProgramError(
+            raise fail(
                 f"program {name!r} must return values made from its arguments, got {leaf!r}; "
-                "an argument returned as it is needs g.node(x) or g.edge(x)"
+                "an argument returned as it is needs g.node(x) or g.edge(x)",
+                here,
             )
     return trace.builder.build(leaf.index for leaf in leaves), tree

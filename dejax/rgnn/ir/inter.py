@@ -301,6 +301,7 @@ def _broadcast(args: list[Op], attrs: dict) -> tuple:
 
 def _concat(args: list[Op], attrs: dict) -> tuple:
     axis, shapes = attrs["axis"], [list(a.shape) for a in args]
+    _need(len({len(s) for s in shapes}) == 1, f"concat of different ranks: {', '.join(str(a.shape) for a in args)}")
     total = sum(s[axis] for s in shapes)
     for s in shapes:
         s[axis] = total

@@ -77,8 +77,12 @@ def segment_sum(x: jax.Array, group: Segments) -> jax.Array:
     return total.astype(x.dtype)
 
 
+def _lowest(dtype: jnp.dtype) -> float:
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
+
+
 def segment_max(x: jax.Array, group: Segments) -> jax.Array:
-    low = jnp.full((group.num_rows, *x.shape[1:]), -jnp.inf, x.dtype)
+    low = jnp.full((group.num_rows, *x.shape[1:]), _lowest(x.dtype), x.dtype)
     largest = low.at[group.index].max(x, mode="drop")
     some = (group.offsets[1:] > group.offsets[:-1]).reshape(-1, *(1,) * (x.ndim - 1))
     return jnp.where(some, largest, jnp.zeros((), x.dtype))
@@ -142,7 +146,7 @@ class Evaluator:
             if op.attr("op") == "sum":
                 wide = x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
                 return _where_rows(valid_rows(self.graph, space), wide).sum(0, keepdims=True)
-            masked = _where_rows(valid_rows(self.graph, space), x, -jnp.inf)
+            masked = _where_rows(valid_rows(self.graph, space), x, _lowest(x.dtype))
             return masked.max(0, keepdims=True) if x.shape[0] else jnp.zeros((1, *x.shape[1:]), x.dtype)
         group = segments(self.graph, via)
         return segment_sum(x, group) if op.attr("op") == "sum" else segment_max(x, group)

@@ -1,0 +1,320 @@
+"""The front end: what it traces, and that misuse is an error which points at the user's line and says what to do."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dejax import rgnn
+from dejax.rgnn import Options, ProgramError, RelGraph, library
+from tests.rgnn.references import graph_of
+
+GRAPH = graph_of("typical")
+N, E, R, T = GRAPH.num_nodes, GRAPH.num_edges, GRAPH.num_edge_types, GRAPH.num_node_types
+ARRAYS = {
+    "x": jnp.ones((N, 3)),
+    "heads": jnp.ones((N, 2, 3)),
+    "number": jnp.ones((N,)),
+    "e": jnp.ones((E, 3)),
+    "w": jnp.ones((R, 3, 4)),
+    "v": jnp.ones((T, 3, 4)),
+    "u": jnp.ones((3, 4)),
+    "c": jnp.ones((R, 3)),
+    "d": jnp.ones((T, 3)),
+}
+
+OTHER: list[Any] = []
+
+
+@rgnn.program
+def _leaks(g: Any, a: Any) -> Any:
+    OTHER[:] = [g.src(a["x"]), g.per_edge_type(a["w"]), a["x"]]
+    return OTHER[0]
+
+
+# Each: a line of a program, and what the message must say (regular expressions).
+MISUSE: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
+    "an edge value where a node value is needed": (
+        lambda g, a: g.node(g.src(a["x"])),
+        ("g.node needs a node value, got an edge value", r"g\.sum_to_dst\(\.\.\.\)"),
+    ),
+    "an edge value read at the source": (
+        lambda g, a: g.src(g.src(a["x"]) * 2.0),
+        ("g.src needs a node value, got an edge value", r"bring it to the nodes with g\.sum_to_dst"),
+    ),
+    "a node value where an edge value is needed": (
+        lambda g, a: g.sum_to_dst(g.node(a["x"])),
+        ("g.sum_to_dst needs an edge value, got a node value", r"read it on the edges with g\.src\(\.\.\.\)"),
+    ),
+    "a node value in an edge softmax": (
+        lambda g, a: rgnn.edge_softmax(g.node(a["number"])),
+        ("rgnn.edge_softmax needs an edge value, got a node value", r"g\.src\(\.\.\.\) or g\.dst\(\.\.\.\)"),
+    ),
+    "a node value meets an edge value": (
+        lambda g, a: g.node(a["x"]) + g.edge(a["e"]),
+        ("an edge value meets a node value", "all must live in one space", r"g\.sum_to_dst"),
+    ),
+    "a node-type constant meets an edge value": (
+        lambda g, a: g.src(a["x"]) * g.per_node_type(a["d"]),
+        ("an edge value meets a node-type constant",),
+    ),
+    "a node-type constant meets an edge-type constant": (
+        lambda g, a: g.per_node_type(a["d"]) + g.per_edge_type(a["c"]),
+        ("an edge-type constant meets a node-type constant", r"g\.src\(\.\.\.\)"),
+    ),
+    "three spaces": (
+        lambda g, a: rgnn.where_positive(g.src(a["number"])[None], g.node(a["x"]), g.per_edge_type(a["c"])),
+        ("a node value meets an edge-type constant|an edge-type constant meets a node value", "one space"),
+    ),
+    "an inner product over two spaces": (
+        lambda g, a: rgnn.dot(g.src(a["x"]), g.node(a["x"])),
+        ("an edge value meets a node value",),
+    ),
+    "a wrong width": (
+        lambda g, a: g.src(a["e"]) @ g.per_edge_type(a["w"]),
+        (r"g\.src needs one row for each node \(11\)", r"argument \"a\['e'\]\" has shape \(40, 3\)"),
+    ),
+    "rows too narrow for the weight": (
+        lambda g, a: g.src(a["x"])[:2] @ g.per_edge_type(a["w"]),
+        ("wrong width: rows of an edge value are 2 wide, the weight takes 3",),
+    ),
+    "a weight of too many axes": (
+        lambda g, a: g.src(a["heads"]) @ g.per_edge_type(a["w"])[..., None, None],
+        (r"weight of shape \(width, out\) or \(heads, width, out\)", r"got \(2, 3\) and \(3, 4, 1, 1\)"),
+    ),
+    "an untyped weight": (
+        lambda g, a: g.src(a["x"]) @ a["w"],
+        (r"the weight \"a\['w'\]\" of shape \(4, 3, 4\) is not typed", r"x @ g\.per_edge_type\(w\)"),
+    ),
+    "an array as a weight": (
+        lambda g, a: g.src(a["x"]) @ np.ones((3, 4)),
+        ("needs a weight made by g.per_edge_type, g.per_node_type or g.shared", "ndarray"),
+    ),
+    "an edge-type weight on the nodes": (
+        lambda g, a: g.node(a["x"]) @ g.per_edge_type(a["w"]),
+        ("a node value cannot be multiplied by an edge-type constant", r"g\.src\(h\) @ g\.per_edge_type\(w\)"),
+    ),
+    "a node-type weight on the edges": (
+        lambda g, a: g.src(a["x"]) @ g.per_node_type(a["v"]),
+        ("an edge value cannot be multiplied by a node-type constant", r"g\.node\(h\) @ g\.per_node_type\(w\)"),
+    ),
+    "ranks that differ": (
+        lambda g, a: g.src(a["heads"]) * g.per_edge_type(a["c"]),
+        (r"feature shapes \(2, 3\) and \(3,\) have different ranks", r"x\[\.\.\., None\]"),
+    ),
+    "widths that differ": (
+        lambda g, a: g.src(a["x"]) + g.per_edge_type(a["w"])[0],
+        (r"feature shapes \(3,\), \(4,\) do not broadcast at axis 0",),
+    ),
+    "an inner product of other widths": (
+        lambda g, a: rgnn.dot(g.src(a["x"]), g.src(a["x"])[:2]),
+        (r"same feature shape with a width, got \(3,\) and \(2,\)",),
+    ),
+    "an inner product of numbers": (
+        lambda g, a: rgnn.dot(g.src(a["number"]), g.dst(a["number"])),
+        (r"with a width, got \(\) and \(\)",),
+    ),
+    "an argument used in two spaces": (
+        lambda g, a: (g.per_edge_type(a["w"]), g.shared(a["w"])),
+        ("used here as a shared value and elsewhere as an edge-type constant", "an argument has rows of one kind"),
+    ),
+    "a wrong number of rows": (
+        lambda g, a: g.per_edge_type(a["v"]),
+        (r"g\.per_edge_type needs one row for each edge type \(4\)", r"\"a\['v'\]\" has shape \(3, 3, 4\)"),
+    ),
+    "arithmetic with an argument": (
+        lambda g, a: a["x"] * 2.0,
+        (r"argument \"a\['x'\]\" of shape \(11, 3\) is used without saying what its rows stand for", r"g\.src\(x\)"),
+    ),
+    "a value plus an argument": (
+        lambda g, a: g.src(a["x"]) + a["e"],
+        (r"argument \"a\['e'\]\" of shape \(40, 3\) is used without saying", r"g\.edge\(x\)"),
+    ),
+    "an argument in a function": (lambda g, a: rgnn.tanh(a["x"]), ("is used without saying what its rows stand for",)),
+    "arithmetic with an array": (
+        lambda g, a: g.src(a["x"]) + np.ones(3),
+        ("arithmetic with ndarray is not possible here; pass the array as an argument of the program",),
+    ),
+    "an array where a value is needed": (lambda g, a: g.src(jnp.ones((N, 3))), ("g.src takes an array argument of the program",)),
+    "an array in a function": (lambda g, a: rgnn.exp(np.ones(3)), ("rgnn.exp takes a value of the program, got ndarray",)),
+    "another program's value": (lambda g, a: OTHER[0] * 2.0 + g.src(a["x"]), ("a value of another program is used here",)),
+    "another program's value, read": (lambda g, a: g.sum_to_dst(OTHER[0]), ("a value of another program is used here",)),
+    "another program's weight": (lambda g, a: g.src(a["x"]) @ OTHER[1], ("a value of another program is used here",)),
+    "another program's argument": (lambda g, a: g.src(OTHER[2]), ("a value of another program is used here",)),
+    "another program's value in a product": (
+        lambda g, a: rgnn.dot(g.src(a["x"]), OTHER[0]),
+        ("a value of another program is used here",),
+    ),
+    "an axis out of range": (lambda g, a: g.src(a["x"]).sum(1), (r"axis 1 is out of range for feature shape \(3,\)",)),
+    "an index out of range": (lambda g, a: g.src(a["x"])[3], ("index 3 is out of range for feature axis 0 of size 3",)),
+    "too many indices": (
+        lambda g, a: g.src(a["x"])[0, 0],
+        (r"too many indices for feature shape \(3,\)", "only features are indexed, never rows"),
+    ),
+    "a step": (lambda g, a: g.src(a["x"])[::2], ("slices without a step",)),
+    "a reshape of another size": (lambda g, a: g.src(a["x"]).reshape(2, 2), (r"reshape of feature shape \(3,\) to \(2, 2\)",)),
+    "a power that is a value": (lambda g, a: g.src(a["x"]) ** g.dst(a["x"]), ("needs a Python number",)),
+    "a softmax within nothing": (
+        lambda g, a: rgnn.edge_softmax(g.src(a["x"]), within="src"),
+        (r"within=\.\.\.\) is 'dst' or 'relation', got 'src'",),
+    ),
+    "no values to concatenate": (lambda g, a: rgnn.concatenate([]), ("at least one value",)),
+    "numbers to concatenate": (
+        lambda g, a: rgnn.concatenate([g.src(a["number"]), g.dst(a["number"])]),
+        (r"x\[None\] makes a scalar one number wide",),
+    ),
+    "concatenation of other shapes": (
+        lambda g, a: rgnn.concatenate([g.src(a["heads"]), g.dst(a["x"])]),
+        (r"concat of different ranks: \(2, 3\), \(3,\)",),
+    ),
+}
+
+
+def test_misuse_covers_other_traces() -> None:
+    _leaks(GRAPH, ARRAYS)
+    assert len(OTHER) == 3
+
+
+@pytest.mark.parametrize("what", MISUSE)
+def test_misuse(what: str) -> None:
+    _leaks(GRAPH, ARRAYS)
+    function, parts = MISUSE[what]
+    program = rgnn.program(lambda g, a: function(g, a))
+    with pytest.raises(ProgramError) as raised:
+        program(GRAPH, ARRAYS)
+    message = str(raised.value)
+    where, rest = re.fullmatch(rf"{re.escape(__file__)}:(\d+): (.*)", message, re.DOTALL).groups()  # type: ignore[union-attr]
+    source, first = inspect.getsourcelines(function)
+    assert first <= int(where) < first + len(source), message
+    for part in parts:
+        assert re.search(part, rest), f"{part!r} is not in {rest!r}"
+    # The line itself is quoted.
+    assert rest.splitlines()[-1].strip() in "".join(source)
+
+
+def test_the_line_is_of_the_user_s_helper_not_of_its_caller() -> None:
+    def helper(g: Any, x: Any) -> Any:
+        return g.sum_to_dst(x)  # the line at fault
+
+    @rgnn.program
+    def layer(g: Any, x: Any) -> Any:
+        return helper(g, g.node(x))
+
+    with pytest.raises(ProgramError, match="# the line at fault"):
+        layer(GRAPH, ARRAYS["x"])
+
+
+@pytest.mark.parametrize("result", [lambda g, a: a["x"], lambda g, a: (g.src(a["x"]), 3.0), lambda g, a: None])
+def test_returning_what_is_no_value(result: Callable) -> None:
+    program = rgnn.program(result)
+    with pytest.raises(ProgramError, match=r"must return values made from its arguments") as raised:
+        program(GRAPH, ARRAYS)
+    assert str(raised.value).startswith(f"{__file__}:{result.__code__.co_firstlineno}: ")
+
+
+def test_errors_of_calls() -> None:
+    @rgnn.program
+    def layer(g: Any, x: Any, how: str = "sum") -> Any:
+        return g.sum_to_dst(g.src(x))
+
+    with pytest.raises(TypeError, match="takes a RelGraph first, got ndarray"):
+        layer(np.ones((N, 3)), np.ones((N, 3)))
+    with pytest.raises(TypeError, match=r"layer.*missing a required argument: 'x'"):
+        layer(GRAPH)
+    with pytest.raises(TypeError, match="neither an array nor hashable"):
+        layer(GRAPH, ARRAYS["x"], how=bytearray(b"sum"))
+    for options, message in (
+        ({"backend": "cuda"}, "backend must be one of auto, pallas, xla, got 'cuda'"),
+        ({"precision": "f16"}, "precision must be None or one of f32, tf32, bf16, got 'f16'"),
+        ({"disable": ("cse", "speed")}, "disable names no pass: speed; the passes are cse"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Options(**options)
+        with pytest.raises(ValueError, match=message):
+            rgnn.program(lambda g, x: g.src(x), **options)
+
+
+def test_errors_of_the_library() -> None:
+    x = ARRAYS["x"]
+    with pytest.raises(ProgramError, match="rgcn: the parameters lack weight; needed are weight, optional root, bias"):
+        library.rgcn(GRAPH, x, {})
+    with pytest.raises(ProgramError, match="rgcn: the parameters hold unknown wieght"):
+        library.rgcn(GRAPH, x, {"weight": ARRAYS["w"], "wieght": ARRAYS["w"]})
+    with pytest.raises(ProgramError, match="normalization is 'mean', 'sum' or 'none', got 'max'"):
+        library.rgcn(GRAPH, x, {"weight": ARRAYS["w"]}, normalization="max")
+    with pytest.raises(ProgramError, match="block-diagonal weights need node features"):
+        library.rgcn(GRAPH, None, {"blocks": jnp.ones((R, 1, 3, 3))})
+    with pytest.raises(ProgramError, match="rgat: the parameters lack attention_src, attention_dst"):
+        library.rgat(GRAPH, x, {"weight": ARRAYS["w"]})
+    wide = {name: jnp.ones((T, 1, 3, 3)) for name in ("key", "query", "value")}
+    relation = {name: jnp.ones((R, 1, 3, 3)) for name in ("relation_attention", "relation_message")}
+    params = wide | relation | {"prior": jnp.ones((R, 1)), "out": jnp.ones((T, 3, 5)), "skip": jnp.ones((T,))}
+    with pytest.raises(ProgramError, match="hgt: skip needs input and output of the same width, got 3 and 5"):
+        library.hgt(GRAPH, x, params)
+
+
+def test_pytrees_statics_and_keywords() -> None:
+    @rgnn.program
+    def layer(g: Any, x: Any, params: dict, *, power: int, names: tuple[str, ...] = ("w",)) -> Any:
+        y = g.src(x["features"]) @ g.per_edge_type(params[names[0]])
+        return {"edges": y**power, "nodes": [g.sum_to_dst(y)]}
+
+    got = layer(GRAPH, {"features": ARRAYS["x"]}, {"w": ARRAYS["w"], "unused": None}, power=2)
+    assert sorted(got) == ["edges", "nodes"]
+    np.testing.assert_allclose(got["edges"], np.full((E, 4), 9.0))
+    degree = np.bincount(np.asarray(GRAPH.to_edges()[1]), minlength=N)
+    np.testing.assert_allclose(got["nodes"][0], np.repeat(degree[:, None] * 3.0, 4, axis=1))
+
+
+def test_arguments_that_the_program_never_uses_get_zero_gradients() -> None:
+    @rgnn.program
+    def layer(g: Any, x: Any, unused: Any) -> Any:
+        return g.sum_to_dst(g.src(x))
+
+    grads = jax.grad(lambda x, u: layer(GRAPH, x, u).sum(), (0, 1))(ARRAYS["x"], ARRAYS["w"])
+    assert float(jnp.abs(grads[0]).sum()) > 0
+    np.testing.assert_array_equal(grads[1], np.zeros_like(ARRAYS["w"]))
+
+
+def test_numpy_arrays_and_integers() -> None:
+    @rgnn.program
+    def layer(g: Any, x: Any, number: Any) -> Any:
+        return g.sum_to_dst(g.src(x)), g.max_to_dst(g.src(x)), g.node(x) * number
+
+    x = np.arange(N, dtype=np.int32)
+    total, largest, twice = layer(GRAPH, x, 2)
+    senders, receivers, _ = (np.asarray(a) for a in GRAPH.to_edges())
+    want, most = np.zeros(N, np.int64), np.zeros(N, np.int64)
+    np.add.at(want, receivers, x[senders])
+    np.maximum.at(most, receivers, x[senders])
+    assert total.dtype == jnp.int32
+    np.testing.assert_array_equal(total, want)
+    np.testing.assert_array_equal(largest, most)
+    np.testing.assert_array_equal(twice, 2 * x)
+
+
+def test_edge_results_are_in_the_order_of_the_user_s_edges() -> None:
+    @rgnn.program
+    def ends(g: Any, x: Any, e: Any) -> Any:
+        return g.src(x), g.dst(x), g.edge(e) * 1.0
+
+    senders, receivers, kinds = np.array([3, 0, 2, 0]), np.array([1, 1, 0, 3]), np.array([2, 0, 1, 0])
+    graph = RelGraph.from_edges(senders, receivers, kinds, num_nodes=4)
+    x, e = jnp.arange(4.0), jnp.arange(4.0) + 10
+    source, destination, edge = ends(graph, x, e)
+    np.testing.assert_array_equal(source, senders)
+    np.testing.assert_array_equal(destination, receivers)
+    np.testing.assert_array_equal(edge, e)
+
+
+def test_a_program_keeps_its_name_and_documentation() -> None:
+    assert library.rgat.__name__ == "rgat" and "ARGAT" in library.rgat.__doc__
+    assert repr(library.rgat) == "<rgnn.program rgat>"
+    assert library.rgat.with_options(backend="xla").options == Options(backend="xla")
