@@ -3,7 +3,7 @@
 #
 #   make demo              install into .venv and train on the standard library's code graph
 #   make demo CUDA=13      the same with jax's CUDA 13 wheels (or CUDA=12)
-#   make test              lint, format, types, tests, doctests; then the tests on jax 0.12 where Python >= 3.12 is found
+#   make test              lint, format, types, doctests, tests; then the tests on jax 0.12 where Python >= 3.12 is found
 #   make test-fast         tests only, without the slow ones
 #   make lint types venv clean
 
@@ -20,9 +20,14 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard native/*)
 PIP := -m pip --disable-pip-version-check --no-input install --quiet
 PYTEST := -m pytest -n $(JOBS) -q --durations=15
 
-# A Python >= 3.12 gets the newest jax; pip's resolver would give 3.11 jax 0.10. Looked for on PATH, then in pyenv.
-PYTHON_NEXT ?= $(firstword $(foreach v,3.12 3.13 3.14,$(shell command -v python$(v) 2>/dev/null) \
-	$(wildcard $(HOME)/.pyenv/versions/$(v)*/bin/python$(v))))
+# A Python >= 3.12 gets the newest jax; pip gives 3.11 jax 0.10. The first that runs, of PATH, then of pyenv: a pyenv
+# shim may lie on PATH for a version that is not switched on.
+PYTHON_NEXT ?= $(shell for v in 3.12 3.13 3.14; do \
+	for python in $$(command -v python$$v) $(HOME)/.pyenv/versions/$$v*/bin/python$$v; do \
+	"$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo "$$python" && exit; \
+	done; done)
+# Where the first leg has the newest jax already, the second one takes the oldest that is supported.
+PINS_NEXT ?= $(shell $(PYTHON) -c 'import sys; print("jax==0.10.2 jaxlib==0.10.2" if sys.version_info >= (3, 12) else "")')
 
 .PHONY: venv venv-test demo test check test-fast test-next doctest lint types format clean
 .DELETE_ON_ERROR:
@@ -72,14 +77,14 @@ format: venv-test
 types: venv-test
 	$(BIN)/mypy
 
-# The second leg: the newest jax in the declared range, on a Python that it supports.
+# The second leg: the other end of the declared range of jax.
 ifeq ($(strip $(PYTHON_NEXT)),)
 test-next:
-	@echo "make test: no Python >= 3.12 found, so the leg on the newest jax is left out (give one: make test PYTHON_NEXT=...)"
+	@echo "make test: no Python >= 3.12 found, so there is no second leg, on another jax (give one: make test PYTHON_NEXT=...)"
 else
 $(VENV_NEXT)/.installed-test: $(BUILD_INPUTS)
 	test -x $(VENV_NEXT)/bin/python || $(PYTHON_NEXT) -m venv $(VENV_NEXT)
-	$(VENV_NEXT)/bin/python $(PIP) --editable '.[test]'
+	$(VENV_NEXT)/bin/python $(PIP) --editable '.[test]' $(PINS_NEXT)
 	@touch $@
 
 test-next: $(VENV_NEXT)/.installed-test
