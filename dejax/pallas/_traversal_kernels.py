@@ -26,10 +26,13 @@ class Operand:
         `index_tables[index][p]` for position p of the order, which saves a load where the table could be permuted
         beforehand; `row`, the row of the loop; `shared`, an array without a leading axis, the same everywhere.
       index: which index table, for `indexed` and `positioned`.
+      columns: the operand is a part of each row of an array [length, columns]: (first column, feature shape of at most one
+        axis). Narrow values that are read at the same rows share an array, and with it a memory sector.
     """
 
     access: str
     index: int | None = None
+    columns: tuple[int, tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +64,23 @@ class Plan:
         return tuple(i for i, o in enumerate(self.operands) if o.access in ("row", "shared"))
 
 
-def _load(ref: Any, index: jax.Array, mask: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
-    """The tile [*index.shape, *padded shape] of rows `index`, floats as float32, zeros where masked and in padding."""
+def _load(
+    ref: Any, index: jax.Array, mask: jax.Array | None, shape: tuple[int, ...], column: int | None = None
+) -> jax.Array:
+    """The tile [*index.shape, *padded shape] of rows `index`, floats as float32, zeros where masked and in padding.
+
+    With `column`, the features start there in each row of a two-dimensional array.
+    """
     lead = index.ndim
     ones = (1,) * len(shape)
     inside = feature_mask(shape, lead=lead)
     if mask is not None:
         wide = mask.reshape(*mask.shape, *ones)
         inside = wide if inside is None else wide & inside
-    tile = _triton.load(ref, (index.reshape(*index.shape, *ones), *feature_indices(shape, lead)), inside)
+    features = feature_indices(shape, lead)
+    if column is not None:
+        features = (features[0] + column,) if shape else (jnp.full(index.shape, column, jnp.int32),)
+    tile = _triton.load(ref, (index.reshape(*index.shape, *ones), *features), inside)
     return tile.astype(jnp.float32) if jnp.issubdtype(tile.dtype, jnp.floating) else tile
 
 
@@ -122,7 +133,8 @@ def _evaluate(
             index = indices[key]
             # An index out of range (a padding item's) reads zeros, never other memory.
             inside = mask & (index >= 0) & (index < plan.lengths[i])
-            tiles.append(_load(arrays[i], index, inside, plan.features[i]))
+            column = None if operand.columns is None else operand.columns[0]
+            tiles.append(_load(arrays[i], index, inside, plan.features[i], column))
     values, outputs = plan.body(*tiles)
     if len(values) != len(plan.reductions) or len(outputs) != len(plan.item_outputs):
         raise ValueError(

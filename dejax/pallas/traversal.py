@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,7 +74,15 @@ def _check_operands(
         else:
             known = "item, indexed, positioned, shared" + ("" if num_rows is None else ", row")
             raise ValueError(f"operands[{i}].access must be one of {known}, got {operand.access!r}")
-        features.append(array.shape[1:])
+        if operand.columns is not None:
+            start, shape = operand.columns
+            fits = array.ndim == 2 and len(shape) <= 1 and start + math.prod(shape) <= array.shape[1]
+            if operand.access not in ("indexed", "positioned") or not fits:
+                raise ValueError(
+                    f"operands[{i}].columns must name columns of a two-dimensional indexed array, got {operand.columns} "
+                    f"for access {operand.access!r} of shape {array.shape}"
+                )
+        features.append(array.shape[1:] if operand.columns is None else operand.columns[1])
         ready.append(_not_empty(array))
     return ready, tuple(features)
 
@@ -127,7 +136,8 @@ def traverse(
       body: from tiles, in the order of `operands`, to (a value for each reduction, a value for each item output).
       epilogue: from (results of the reductions as a tuple of [rows, *features], tiles of the `row` and `shared`
         operands as [rows or 1, *features]) to the row outputs; None: the row outputs are the reductions.
-      arrays: [length, *features] with at most two feature axes; [*features] for `shared`.
+      arrays: [length, *features] with at most two feature axes; [*features] for `shared`; [length, columns] for
+        operands that name `columns`.
       operands: how each array is read.
       offsets: int32[num_rows + 1].
       order: int32[num_items], item ids in the order of rows; None where item ids are the positions.
@@ -277,7 +287,8 @@ def map_items(
     Args:
       body: from tiles [1, items, *features] (`item`, `indexed`) and [1, 1, *features] (`shared`), padded and float32
         as in `traverse`, to a value for each output.
-      arrays: [length, *features] with at most two feature axes; [*features] for `shared`.
+      arrays: [length, *features] with at most two feature axes; [*features] for `shared`; [length, columns] for
+        operands that name `columns`.
       operands: how each array is read; `row` has no meaning here.
       num_items: number of items.
       index_tables: int32[num_items] each; an index out of range reads as zeros.

@@ -20,6 +20,8 @@ from dejax.rgnn.ir.intra import Accumulator, Gemm, Instance, Operand, Outer, Tra
 from dejax.rgnn.lowering.xla import ELEMENTWISE, num_rows, segments, valid_rows
 
 _DTYPES = ("float32", "bfloat16", "float16")
+# Values of at most this many numbers a row share an array where they are read at the same rows (a sector holds 8).
+_PACKED_WIDTH = 4
 
 
 class PallasLowering:
@@ -125,8 +127,10 @@ class PallasLowering:
         tables: list[jax.Array] = []
         numbers: dict[str, int] = {}
         arrays, operands = [], []
+        packed = self.packed(t, env)
         for o in t.operands:
-            array, index = env[o.value], None
+            array, columns = packed.get(o.name, (env[o.value], None))
+            index = None
             access = {"dense": "item", "gathered": "indexed"}.get(o.access, o.access)
             if access == "shared":
                 array = array[0]
@@ -138,7 +142,7 @@ class PallasLowering:
                     tables.append(segments(self.graph, o.via).index if by_position is None else by_position)
                 access, index = "indexed" if by_position is None else "positioned", numbers[o.via]
             arrays.append(array)
-            operands.append(kernels.Operand(access, index))
+            operands.append(kernels.Operand(access, index, columns))
         items = num_rows(self.graph, t.space)
         item_outputs = tuple((ops[v].shape, jnp.dtype(ops[v].dtype)) for v in t.item_outputs)
         compute = _TileProgram(self.program, t)
@@ -179,6 +183,32 @@ class PallasLowering:
         )
         env.update(zip(t.row_outputs, row_values, strict=True))
         env.update(zip(t.item_outputs, item_values, strict=True))
+
+
+    def packed(self, t: Traversal, env: dict[int, jax.Array]) -> dict[int, tuple[jax.Array, Any]]:
+        """Narrow values that are gathered from the same rows, side by side in one array: one sector instead of several.
+
+        Returns:
+          For each such operand's name, the array and (first column, feature shape).
+        """
+        ops = self.program.ops
+        groups: dict[str, list[Operand]] = {}
+        for o in t.operands:
+            op = ops[o.value]
+            if o.access == "gathered" and len(op.shape) <= 1 and op.width <= _PACKED_WIDTH and op.dtype == "float32":
+                assert o.via is not None
+                groups.setdefault(o.via, []).append(o)
+        found: dict[int, tuple[jax.Array, Any]] = {}
+        for via, members in groups.items():
+            rows = num_rows(self.graph, VIAS[via].coarse)
+            if len(members) < 2 or num_rows(self.graph, t.space) < rows or rows == 0:
+                continue
+            array = jnp.concatenate([env[o.value].reshape(rows, -1) for o in members], axis=1)
+            column = 0
+            for o in members:
+                found[o.name] = (array, (column, ops[o.value].shape))
+                column += ops[o.value].width
+        return found
 
 
 def _as_typed_matmul(spec: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array, bool, bool]:
