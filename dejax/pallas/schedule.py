@@ -148,6 +148,9 @@ def traversal_schedule(width: int, mean_degree: float, *, interpret: bool = Fals
     # (8, 2, 4) 1.60, (1, 16, 4) 3.4; on biokg (mean degree 51) (1, 8, 1) 0.37, (4, 2, 1) 0.44, (1, 16, 4) 0.48.
     # Wide rows need slots more than registers: 4 heads of 32 on biokg (1, 8, 1) 0.50, (1, 4, 1) 0.77; 8 heads of 64
     # (1, 4, 1) 2.2, (1, 1, 1) 3.0, (1, 8, 1) 3.7.
+    if width <= 8:  # one number an item: am (mean degree 2) (16, 4, 1) 0.24 ms, (32, 1, 1) 0.5; mag (10) (8, 8, 1) 0.38
+        items = 4 if mean_degree < 4 else 8
+        return TraversalSchedule(64 // items, items, 1, 1)
     num_warps = min(4, max(1, width // 1024))
     slots = max(512 // width, min(8, 2048 // width), 1)
     items = min(previous_power_of_two(max(1, int(mean_degree / 1.5))), 8, slots)

@@ -18,8 +18,13 @@ from jax import Array
 TILE_BLOCKS = (32, 64, 128)
 """Rows a tile for which type segments keep a stored `TileTable`."""
 
-HUB_CHUNK = 1024
+# 128: softmax-weighted sums on biokg took 0.37 ms on an H200, with chunks of 1,024 items 0.59.
+HUB_CHUNK = 128
 """Rows with more items than this are split in chunks of this many items."""
+
+# Types are few and large: with chunks of 128 the second reduction would have as much to do as the first.
+TYPE_CHUNK = 2048
+"""The same for rows that are types, where `hub_chunk` is left at its default."""
 
 _STATIC: dict[str, Any] = {"static": True}
 
@@ -212,7 +217,7 @@ def make_segments(
         index=index,
         order=order,
         offsets=offsets,
-        hubs=hub_table(offsets, hub_chunk, num_items, exact=exact),
+        hubs=hub_table(offsets, TYPE_CHUNK if typed and hub_chunk == HUB_CHUNK else hub_chunk, num_items, exact=exact),
         tiles=tuple(tile_table(offsets, block, num_items, exact=exact) for block in blocks),
         num_rows=offsets.shape[0] - 1,
         num_items=num_items,

@@ -63,7 +63,7 @@ class PallasLowering:
         group = segments(self.graph, instance.via)
         x, w = env[instance.x.value], env[instance.w]
         x, w, transpose, split = _as_typed_matmul(instance.spec, x, w)
-        block = kernels.gemm_block(x.shape[-1], w.shape[-2 if transpose else -1], group.num_items, group.num_rows)
+        block = kernels.gemm_block(x.shape[-1], w.shape[-2 if transpose else -1], group.num_items, group.num_rows, self.precision)
         tiles = group.tiles_for(block)
         out_index, rows = group.order, group.num_items
         if instance.accumulate is not None:
@@ -179,6 +179,7 @@ class PallasLowering:
             hubs=None
             if hubs is None
             else (hubs.chunk, hubs.rows, hubs.offsets, hubs.chunk_row, hubs.chunk_start, hubs.chunk_end),
+            covers_all_items=valid_rows(self.graph, t.space) is None,
             interpret=self.interpret,
         )
         env.update(zip(t.row_outputs, row_values, strict=True))
