@@ -9,20 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax import rgnn
 from dejax.rgnn import Options, RelGraph
 from tests.rgnn.references import (
     CASES,
     GRAPHS,
     HUB_CHUNK,
     MODELS,
-    OPERATORS,
+    Expected,
     Size,
     assert_agrees,
     check,
     covering,
     expected,
-    graph_of,
+    row_counts,
     run_case,
 )
 
@@ -31,12 +30,183 @@ PALLAS = Options(backend="pallas", precision="f32", interpret=True)
 BACKENDS = {"xla": XLA, "pallas": PALLAS}
 ORDINARY = ("typical", "hubs", "fan_in", "sparse", "one_type")
 F32, BF16 = 1e-5, 2e-2
+# Interpreted kernels take seconds a case: the rest is left to `-m slow` and to the GPU.
+QUICK = (
+    "linear_by_edge_type_and_head",
+    "linear_of_heads_to_src",
+    "linear_by_node_type",
+    "dot_with_constants",
+    "softmax_over_incoming_edges",
+    "softmax_within_relations",
+    "reductions",
+    "constants",
+    "degrees",
+    "elementwise",
+    "rgcn_mean",
+    "rgcn_blocks",
+    "rgcn_featureless",
+    "rgat",
+    "hgt_skip",
+)
 
 
-def name_of(value: Any) -> str:
-    return str(value)
+def kernel_cases() -> list[Any]:
+    found = covering(tuple(CASES), ORDINARY, 1)
+    return [pytest.param(*c, marks=() if c[0] in QUICK else pytest.mark.slow, id="-".join(map(str, c))) for c in found]
 
 
-@pytest.mark.parametrize(("name", "graph", "size"), covering(tuple(CASES), ORDINARY, 2), ids=name_of)
+@pytest.mark.parametrize(("name", "graph", "size"), covering(tuple(CASES), ORDINARY, 2), ids=str)
 def test_xla_float32(name: str, graph: str, size: Size) -> None:
     check(name, graph, size, XLA, tolerance=F32)
+
+
+@pytest.mark.parametrize(("name", "graph", "size"), kernel_cases())
+def test_kernels_float32(name: str, graph: str, size: Size) -> None:
+    check(name, graph, size, PALLAS, tolerance=F32)
+
+
+@pytest.mark.parametrize(("name", "graph", "size"), covering((*MODELS, "reductions", "elementwise"), ORDINARY, 1), ids=str)
+def test_xla_bfloat16(name: str, graph: str, size: Size) -> None:
+    check(name, graph, size, XLA, "bfloat16", tolerance=BF16)
+
+
+@pytest.mark.parametrize("name", ["rgcn_mean", "rgat", pytest.param("hgt", marks=pytest.mark.slow)])
+def test_kernels_bfloat16(name: str) -> None:
+    check(name, "typical", Size(17, 3, 2), PALLAS, "bfloat16", tolerance=BF16)
+
+
+@pytest.mark.parametrize("graph", ["one_node", "no_edges"])
+@pytest.mark.parametrize("name", ["rgcn_mean", "rgat", "rgat_relation", "hgt_skip", "reductions", "linear_on_edges"])
+def test_small_graphs(name: str, graph: str) -> None:
+    check(name, graph, Size(3, 3, 2), XLA, tolerance=F32)
+
+
+@pytest.mark.parametrize(("name", "graph"), [("rgat", "one_node"), ("rgat", "no_edges"), ("reductions", "no_edges")])
+def test_small_graphs_kernels(name: str, graph: str) -> None:
+    check(name, graph, Size(3, 3, 2), PALLAS, tolerance=F32)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["softmax_over_incoming_edges", "softmax_within_relations"])
+def test_softmax_of_large_scores(name: str, backend: str) -> None:
+    """Scores of plus and minus 1e4, where exp without the maximum would be infinite or zero throughout."""
+    want = expected(name, "hubs", Size(), "float32", 1e4)
+    assert np.abs(want.arrays["s"]).max() > 1e4
+    check(name, "hubs", Size(), BACKENDS[backend], tolerance=F32, scores=1e4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_products_of_rounded_operands(backend: str) -> None:
+    """`precision="bf16"` rounds the operands of products, and nothing else."""
+    options = Options(backend=backend, precision="bf16", interpret=True)
+    check("linear_on_edges", "typical", Size(17, 17), options, tolerance=BF16)
+    with pytest.raises(AssertionError, match="relative errors above 0.0001"):
+        check("linear_on_edges", "typical", Size(17, 17), options, tolerance=1e-4)
+
+
+# --- padding ---------------------------------------------------------------------------------------------------------
+
+PADDED = ("rgcn_mean", "rgat_relation", "hgt_skip", "reductions", "softmax_over_incoming_edges", "source_pairs", "constants")
+
+
+def padded_case(name: str, size: Size, seed: int = 0) -> tuple[tuple, dict[str, np.ndarray], tuple, Expected, dict]:
+    """A case on a padded graph: NaN in every row of features and cotangents that is padding."""
+    want, edges = expected(name, "typical", size, "float32"), GRAPHS["typical"]
+    padded = edges.padded(edges.senders.shape[0] + 9, edges.num_nodes + 4, np.random.default_rng(seed))
+    assert padded.edge_mask is not None and padded.node_mask is not None
+    pairs = np.arange(padded.senders.shape[0]) < row_counts(edges)["source_pair"]
+    masks = {"node": padded.node_mask, "edge": padded.edge_mask, "source_pair": pairs}
+
+    def pad(x: np.ndarray, kind: str) -> np.ndarray:
+        if kind not in masks:
+            return x.astype(np.float32)
+        result = np.full((len(masks[kind]), *x.shape[1:]), np.nan, np.float32)
+        result[masks[kind]] = x
+        return result
+
+    kinds = {key: kind for key, (kind, _, _) in CASES[name].arrays(size).items()}
+    arrays = {key: pad(x, kinds[key]) for key, x in want.arrays.items()}
+    by_rows = {edges.num_nodes: "node", len(edges.senders): "edge"}
+    cotangents = tuple(pad(c, by_rows[len(c)]) for c in want.cotangents)
+    rows = {len(mask): mask for kind, mask in masks.items() if kind != "source_pair"}
+    gradient_masks = {key: masks.get(kind) for key, kind in kinds.items()}
+    arguments = (padded.senders, padded.receivers, padded.edge_type, padded.node_type, padded.edge_mask, padded.node_mask)
+    return arguments, arrays, cotangents, want, {"rows": rows, "gradients": gradient_masks}
+
+
+def unpad(x: Any, mask: np.ndarray | None) -> np.ndarray:
+    x = np.asarray(x)
+    if mask is None:
+        return x
+    np.testing.assert_array_equal(x[~mask], 0, err_msg="a row of padding")
+    return x[mask]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*((n, "xla") for n in PADDED), ("rgat_relation", "pallas"), ("reductions", "pallas"), ("source_pairs", "pallas")],
+)
+def test_padding_has_no_effect(name: str, backend: str) -> None:
+    edges = GRAPHS["typical"]
+    arguments, arrays, cotangents, want, masks = padded_case(name, Size(3, 3, 2))
+
+    @jax.jit
+    def run(arguments: tuple, arrays: Any, cotangents: tuple) -> Any:
+        senders, receivers, edge_type, node_type, edge_mask, node_mask = arguments
+        graph = RelGraph.build_traced(
+            senders,
+            receivers,
+            edge_type,
+            num_nodes=node_mask.shape[0],
+            num_edge_types=edges.num_edge_types,
+            node_type=node_type,
+            num_node_types=edges.num_node_types,
+            edge_mask=edge_mask,
+            node_mask=node_mask,
+            hub_chunk=HUB_CHUNK,
+        )
+        return run_case(name, graph, arrays, cotangents, BACKENDS[backend], jit=False)
+
+    plain, results, gradients = run(arguments, arrays, cotangents)
+    plain, results = (tuple(unpad(y, masks["rows"][len(y)]) for y in found) for found in (plain, results))
+    gradients = {key: unpad(g, masks["gradients"][key]) for key, g in gradients.items()}
+    assert_agrees((plain, results, gradients), want, F32)
+
+
+def test_masks_of_a_concrete_graph() -> None:
+    """`RelGraph.from_edges` takes masks too; its pairs are those of the valid edges."""
+    name, size = "rgat", Size(3, 3, 2)
+    arguments, arrays, cotangents, want, masks = padded_case(name, size, seed=1)
+    senders, receivers, edge_type, node_type, edge_mask, node_mask = arguments
+    edges = GRAPHS["typical"]
+    senders, receivers = (np.where(edge_mask, ends, 0) for ends in (senders, receivers))
+    graph = RelGraph.from_edges(
+        senders,
+        receivers,
+        edge_type,
+        num_nodes=len(node_mask),
+        num_edge_types=edges.num_edge_types,
+        node_type=node_type,
+        num_node_types=edges.num_node_types,
+        edge_mask=edge_mask,
+        node_mask=node_mask,
+    )
+    plain, results, gradients = run_case(name, graph, jax.tree.map(jnp.asarray, arrays), cotangents, XLA)
+    plain, results = (tuple(unpad(y, masks["rows"][len(y)]) for y in found) for found in (plain, results))
+    gradients = {key: unpad(g, masks["gradients"][key]) for key, g in gradients.items()}
+    assert_agrees((plain, results, gradients), want, F32)
+
+
+def test_the_references_can_be_missed() -> None:
+    """A wrong graph or a wrong gradient is seen: the contract would fail."""
+    want = expected("rgat", "typical", Size(), "float32")
+    arrays = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), want.arrays)
+    swapped = RelGraph.from_edges(
+        GRAPHS["typical"].receivers,
+        GRAPHS["typical"].senders,
+        GRAPHS["typical"].edge_type,
+        num_nodes=GRAPHS["typical"].num_nodes,
+        num_edge_types=GRAPHS["typical"].num_edge_types,
+    )
+    with pytest.raises(AssertionError, match="relative errors above 0.01"):
+        assert_agrees(run_case("rgat", swapped, arrays, want.cotangents, XLA), want, 1e-2)

@@ -88,6 +88,11 @@ def segment_max(x: jax.Array, group: Segments) -> jax.Array:
     return jnp.where(some, largest, jnp.zeros((), x.dtype))
 
 
+def _on_cpu() -> bool:
+    """XLA's CPU compiler takes many products of two bfloat16 arrays for float32 results and fails when they run."""
+    return jax.default_backend() == "cpu"
+
+
 class Evaluator:
     """Evaluates level-1 operators on arrays.
 
@@ -166,7 +171,11 @@ class Evaluator:
         x, y = x.astype(dtype), y.astype(dtype)
         precision = {"f32": jax.lax.Precision.HIGHEST, "tf32": jax.lax.Precision.DEFAULT}.get(self.precision or "")
         if self.precision == "bf16" and dtype == jnp.float32:
-            x, y = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
+            # Not a cast there and back, which XLA may leave out.
+            x, y = (jax.lax.reduce_precision(a, exponent_bits=8, mantissa_bits=7) for a in (x, y))
+            x, y = (x, y) if _on_cpu() else (x.astype(jnp.bfloat16), y.astype(jnp.bfloat16))
+        elif _on_cpu() and dtype in (jnp.bfloat16, jnp.float16):
+            x, y = x.astype(jnp.float32), y.astype(jnp.float32)
         wide = jnp.float32 if x.dtype in (jnp.bfloat16, jnp.float16) else x.dtype
         return jnp.einsum(subscripts, x, y, precision=precision, preferred_element_type=wide)
 
