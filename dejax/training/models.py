@@ -16,8 +16,9 @@ class EntityClassifier(nnx.Module):
     """Relational layers over a whole graph, with the class logits of every node as result.
 
     Nodes with features enter as they are. Without features, R-GCN's first layer has a row of weights for each (source,
-    edge type) pair that occurs, which is what a one-hot input to its typed weights comes to; RGAT and HGT learn an
-    embedding of each node.
+    edge type) pair that occurs, which is what a one-hot input to its typed weights comes to. HGT begins with that layer
+    too (its own weights are typed by node, and an embedding of each node learned the training nodes by heart, see
+    examples/README.md); RGAT learns an embedding of each node.
 
     Args:
         settings: model, widths, heads, bases, dropout.
@@ -41,8 +42,8 @@ class EntityClassifier(nnx.Module):
         make = {"rgcn": _rgcn_layers, "rgat": _rgat_layers, "hgt": _hgt_layers}[settings.model]
         hidden = settings.hidden
         self.activation = jax.nn.elu if settings.model == "rgat" else jax.nn.relu
-        embedded = in_features is None and settings.model != "rgcn"
-        self.embedding = nnx.Embed(graph.num_nodes, hidden, rngs=rngs) if embedded else nnx.data(None)
+        embedded = in_features is None and settings.model == "rgat"
+        self.embedding = nnx.data(nnx.Embed(graph.num_nodes, hidden, rngs=rngs) if embedded else None)
         # HGT's layers keep their width, so that each has its skip connection: a dense layer before and behind them.
         dense = settings.model == "hgt"
         self.project = nnx.Linear(in_features, hidden, rngs=rngs) if dense and in_features else nnx.data(None)
@@ -128,24 +129,28 @@ def _rgat_layers(
 
 def _hgt_layers(
     s: Settings, graph: RelGraph, first: int | None, last: int, options: Options, rngs: nnx.Rngs
-) -> list[HGTConv]:
-    import os
-    embedded = first == s.hidden and not os.environ.get('SKIP')
-    return [
-        HGTConv(
-            s.hidden,
-            s.hidden,
-            graph.num_node_types,
-            graph.num_edge_types,
-            num_heads=s.heads,
-            # Past an embedding a skip connection would let each training node answer for itself: see examples/README.md.
-            use_skip=None if number or not embedded else False,
-            dropout=s.dropout,
-            options=options,
-            rngs=rngs,
+) -> list[RGCNConv | HGTConv]:
+    layers: list[RGCNConv | HGTConv] = []
+    if first is None:
+        if s.layers < 2:
+            raise ValueError(
+                f"layers must be at least 2 for HGT without features, the first is typed input; got {s.layers}"
+            )
+        layers.append(RGCNConv.featureless(graph, s.hidden, options=options, rngs=rngs))
+    while len(layers) < s.layers:
+        layers.append(
+            HGTConv(
+                s.hidden,
+                s.hidden,
+                graph.num_node_types,
+                graph.num_edge_types,
+                num_heads=s.heads,
+                dropout=s.dropout,
+                options=options,
+                rngs=rngs,
+            )
         )
-        for number in range(s.layers)
-    ]
+    return layers
 
 
 class NodeMLP(nnx.Module):

@@ -1,4 +1,4 @@
-"""A task small enough to train in a second, in the files of an RDF data set, so that the command reads it as it reads AIFB."""
+"""A task small enough to train in a second, in the files of an RDF data set: the command reads it as it reads AIFB."""
 
 from pathlib import Path
 
@@ -27,5 +27,7 @@ def write_aifb(folder: Path, people: int = 90, groups: int = 3) -> Path:
     (folder / "aifb_stripped.nt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     for name, members in (("trainingSet", range(people - 18)), ("testSet", range(people - 18, people))):
         rows = [f"{_BASE}person{i}\t{i}\t{_BASE}group{group[i]}" for i in members]
-        (folder / f"{name}.tsv").write_text("person\tid\tlabel_affiliation\n" + "\n".join(rows) + "\n", encoding="utf-8")
+        (folder / f"{name}.tsv").write_text(
+            "person\tid\tlabel_affiliation\n" + "\n".join(rows) + "\n", encoding="utf-8"
+        )
     return folder

@@ -1,0 +1,92 @@
+"""Makes README's tables from the JSON under benchmarks/results.
+
+    python benchmarks/render_tables.py            # writes them between their markers
+    python benchmarks/render_tables.py --check    # exit status 1 where README differs from the JSON
+
+A table stands between `<!-- NAME: made by ... -->` and `<!-- end NAME -->`. `accuracy` comes from the files
+accuracy_*.json, each of which is the results.json of one run of examples/entity_classification.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+
+_DATASETS = {"stdlib": "code graph of the standard library", "aifb": "AIFB", "mutag": "MUTAG", "bgs": "BGS", "am": "AM"}
+_MODELS = {"rgcn": "R-GCN", "rgat": "RGAT", "hgt": "HGT"}
+
+
+def accuracy_table(results: Path) -> str:
+    """One row for each data set, model and machine."""
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("accuracy_*.json"))]
+    order = list(_DATASETS), list(_MODELS)
+    runs.sort(key=lambda r: (_place(order[0], r["dataset"]), _place(order[1], r["model"]), r["machine"]["kind"]))
+    lines = [
+        "| data set | model | test accuracy, % (seeds) | no edges | most frequent class | epoch, ms | job, s | on |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for run in runs:
+        test, baselines = run["accuracy"]["test"], run["baselines"]
+        no_edges = f"{100 * baselines['no_edges']['mean']:.1f}" if baselines["no_edges"] else "-"
+        versions, machine = run["versions"], run["machine"]
+        cells = [
+            _DATASETS.get(run["dataset"], run["dataset"]),
+            _MODELS.get(run["model"], run["model"]),
+            f"{100 * test['mean']:.1f} ± {100 * test['std']:.1f} ({len(test['runs'])})",
+            no_edges,
+            f"{100 * baselines['majority']:.1f}",
+            f"{run['time']['epoch_ms']:.3g}",
+            f"{run['time']['total_s']:.0f}",
+            f"{machine['kind']}, {machine['backend']}, jax {versions['jax']}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[Path], str]] = {"accuracy": accuracy_table}
+
+
+def render(text: str, results: Path) -> str:
+    """The text with every table made anew.
+
+    Raises:
+        ValueError: a table's markers are not in the text.
+    """
+    for name, make in TABLES.items():
+        pattern = re.compile(rf"(<!-- {name}:[^\n]*-->\n).*?(<!-- end {name} -->)", re.DOTALL)
+        if not pattern.search(text):
+            raise ValueError(f"no markers <!-- {name}: ... --> and <!-- end {name} --> in the text")
+        table = f"\n{make(results)}\n\n"
+        text = pattern.sub(lambda match, table=table: match[1] + table + match[2], text)
+    return text
+
+
+def _place(order: Sequence[str], name: str) -> tuple[int, str]:
+    return (order.index(name) if name in order else len(order)), name
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description="Makes README's tables from the JSON under benchmarks/results.")
+    p.add_argument("--check", action="store_true", help="write nothing; exit status 1 where README is out of date")
+    args: Any = p.parse_args(argv)
+    old = README.read_text(encoding="utf-8")
+    new = render(old, RESULTS)
+    if args.check:
+        if new != old:
+            print("README.md is out of date: run python benchmarks/render_tables.py", file=sys.stderr)
+        return int(new != old)
+    README.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
