@@ -2,7 +2,8 @@
 
     python benchmarks/rgnn.py --graphs aifb,am --models rgcn,rgat,hgt --out benchmarks/results
 
-Graphs are synthetic with the published counts and skewed degrees (`dejax.datasets.synthetic`). The row bound is one gathered
+Graphs are synthetic with the published counts and skewed degrees (`dejax.datasets.synthetic`). The row bound is one
+gathered
 input row for each edge over the memory bandwidth. Times are medians over repetitions of several dispatches in a row.
 """
 
@@ -34,7 +35,7 @@ def parameters(model: str, graph: rgnn.RelGraph, width: int, heads: int, dtype: 
         "rgcn": {"weight": (r, width, width)},
         "rgat": {"weight": (r, heads, width, d), "attention_src": (r, heads, d), "attention_dst": (r, heads, d)},
         "hgt": {
-            **{name: (t, heads, width, d) for name in ("key", "query", "value")},
+            **dict.fromkeys(("key", "query", "value"), (t, heads, width, d)),
             "relation_attention": (r, heads, d, d),
             "relation_message": (r, heads, d, d),
             "prior": (r, heads),
@@ -118,7 +119,8 @@ def main() -> None:
         "options": {k: str(v) for k, v in vars(args).items() if k != "out"},
         "cells": {},
     }
-    print(f"{'graph':<10}{'model':<7}{'forward':>10}{'+backward':>10}{'row bound':>10}{'x bound':>9}{'temp MiB':>10}{'compile':>9}")
+    columns = ("forward ms", "+backward", "row bound", "x bound", "temp MiB", "compile s")
+    print(f"{'graph':<10}{'model':<7}" + "".join(f"{name:>11}" for name in columns))
     for name in args.graphs.split(","):
         start = time.perf_counter()
         data = synthetic(name)
@@ -126,7 +128,10 @@ def main() -> None:
         graph = data.graph()
         jax.block_until_ready(graph)
         results["cells"].setdefault(name, {})["graph_s"] = time.perf_counter() - made
-        print(f"{name}: edges in {made - start:.1f} s, RelGraph in {time.perf_counter() - made:.1f} s; {graph!r}", flush=True)
+        print(
+            f"{name}: edges in {made - start:.1f} s, RelGraph in {time.perf_counter() - made:.1f} s; {graph!r}",
+            flush=True,
+        )
         graph = jax.device_put(graph)
         for model in args.models.split(","):
             try:
@@ -136,9 +141,9 @@ def main() -> None:
                 print(f"{name:<10}{model:<7} {cell['error']}", flush=True)
             else:
                 print(
-                    f"{name:<10}{model:<7}{cell['forward_ms']:>10.3f}{cell['training_ms']:>10.3f}{cell['row_bound_ms']:>10.3f}"
-                    f"{cell['forward_ms'] / cell['row_bound_ms']:>9.2f}{cell['temp_bytes'] / 2**20:>10.0f}"
-                    f"{cell['compile_forward_s'] + cell['compile_training_s']:>9.1f}"
+                    f"{name:<10}{model:<7}{cell['forward_ms']:>11.3f}{cell['training_ms']:>11.3f}"
+                    f"{cell['row_bound_ms']:>11.3f}{cell['forward_ms'] / cell['row_bound_ms']:>11.2f}"
+                    f"{cell['temp_bytes'] / 2**20:>11.0f}{cell['compile_forward_s'] + cell['compile_training_s']:>11.1f}"
                     + (f"  diff {cell['relative_difference_from_xla_f32']:.1e}" if args.check else ""),
                     flush=True,
                 )

@@ -26,7 +26,8 @@ class Operand:
         `index_tables[index][p]` for position p of the order, which saves a load where the table could be permuted
         beforehand; `row`, the row of the loop; `shared`, an array without a leading axis, the same everywhere.
       index: which index table, for `indexed` and `positioned`.
-      columns: the operand is a part of each row of an array [length, columns]: (first column, feature shape of at most one
+      columns: the operand is a part of each row of an array [length, columns]: (first column, feature shape of at most
+        one
         axis). Narrow values that are read at the same rows share an array, and with it a memory sector.
     """
 

@@ -79,7 +79,7 @@ def _check_operands(
             fits = array.ndim == 2 and len(shape) <= 1 and start + math.prod(shape) <= array.shape[1]
             if operand.access not in ("indexed", "positioned") or not fits:
                 raise ValueError(
-                    f"operands[{i}].columns must name columns of a two-dimensional indexed array, got {operand.columns} "
+                    f"operands[{i}].columns must name columns of a 2-dimensional indexed array, got {operand.columns} "
                     f"for access {operand.access!r} of shape {array.shape}"
                 )
         features.append(array.shape[1:] if operand.columns is None else operand.columns[1])

@@ -1,7 +1,7 @@
 """Relational graph neural networks, compiled: a model is a Python function, its layers run as few fused kernels.
 
-Start with `RelGraph.from_edges`, and with `library.rgcn`, `library.rgat`, `library.hgt` or your own `@rgnn.program`. Flax
-modules are in `dejax.rgnn.nnx` and `dejax.rgnn.linen`, jraph's graphs in `dejax.rgnn.interop`.
+Start with `RelGraph.from_edges`, and with `library.rgcn`, `library.rgat`, `library.hgt` or your own `@rgnn.program`.
+Flax modules are in `dejax.rgnn.nnx` and `dejax.rgnn.linen`, jraph's graphs in `dejax.rgnn.interop`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from dejax.rgnn import library
 from dejax.rgnn.frontend import ProgramError
 from dejax.rgnn.functional import (
-    abs_ as abs,  # noqa: A004
+    abs_ as abs,
 )
 from dejax.rgnn.functional import (
     concatenate,

@@ -39,7 +39,9 @@ def instance_cost(
     if isinstance(instance, Gemm):
         product = ops[instance.product]
         rows = counts.rows(product.space)
-        moved += _operand_bytes(kernels, instance.x, rows) + counts.rows(ops[instance.w].space) * ops[instance.w].row_bytes
+        moved += (
+            _operand_bytes(kernels, instance.x, rows) + counts.rows(ops[instance.w].space) * ops[instance.w].row_bytes
+        )
         flops = 2 * rows * _multiplications(instance.spec, ops[instance.x.name].shape, ops[instance.w].shape)
     elif isinstance(instance, Outer):
         rows = counts.rows(ops[instance.x.name].space)
@@ -74,5 +76,3 @@ def _multiplications(spec: str, x: tuple[int, ...], w: tuple[int, ...]) -> int:
     left, right = spec.split("->")[0].split(",")
     sizes = dict(zip(left, x, strict=True)) | dict(zip(right, w, strict=True))
     return int(np.prod(list(sizes.values())))
-
-

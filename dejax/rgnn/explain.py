@@ -63,10 +63,15 @@ def _print_kernels(kernels: Kernels, task: Task, out: TextIO) -> None:
     costs = [instance_cost(kernels, i, task.counts, precision) for i in kernels.instances]
     for number, (instance, c) in enumerate(zip(kernels.instances, costs, strict=True)):
         name = type(instance).__name__.lower() if not isinstance(instance, Fallback) else "xla"
-        print(f"[{number}]".ljust(8) + f"{name:<12}{_bytes(c.bytes):>12}{_count(c.flops):>12}{c.seconds * 1e6:>9.1f} us", file=out)
+        print(
+            f"[{number}]".ljust(8) + f"{name:<12}{_bytes(c.bytes):>12}{_count(c.flops):>12}{c.seconds * 1e6:>9.1f} us",
+            file=out,
+        )
     total = sum(c.seconds for c in costs)
     moved = sum(c.bytes for c in costs)
-    print(f"{'total':<20}{_bytes(moved):>12}{_count(sum(c.flops for c in costs)):>12}{total * 1e6:>9.1f} us\n", file=out)
+    print(
+        f"{'total':<20}{_bytes(moved):>12}{_count(sum(c.flops for c in costs)):>12}{total * 1e6:>9.1f} us\n", file=out
+    )
 
 
 def _bytes(n: float) -> str:
@@ -105,7 +110,9 @@ Node = tuple[str, str, tuple[str, ...], str]  # key, label, keys it reads, kind
 def _program_nodes(program: Program) -> list[Node]:
     nodes: list[Node] = []
     for i, op in enumerate(program.ops):
-        kind = "input" if op.name == "input" else "gemm" if op.name == "linear" else "traversal" if _moves(op) else "xla"
+        kind = (
+            "input" if op.name == "input" else "gemm" if op.name == "linear" else "traversal" if _moves(op) else "xla"
+        )
         nodes.append((f"v{i}", f"{_label(i, op)}|{op.space}{list(op.shape)}", tuple(f"v{a}" for a in op.args), kind))
     nodes += [(f"out{o}", f"output|%{o}", (f"v{o}",), "output") for o in program.outputs]
     return nodes
@@ -150,7 +157,8 @@ def draw(panels: list[tuple[str, list[Node]]]) -> str:
         x, height = x + w, max(height, h)
     style = "text{font:11px sans-serif;fill:#222}.t{font:bold 15px sans-serif}.s{fill:#666}"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {x:.0f} {height:.0f}" width="{x:.0f}" height="{height:.0f}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {x:.0f} {height:.0f}" '
+        f'width="{x:.0f}" height="{height:.0f}">'
         f'<style>{style}</style><rect width="100%" height="100%" fill="white"/>{"".join(bodies)}</svg>'
     )
 
@@ -182,13 +190,15 @@ def _panel(title: str, nodes: list[Node]) -> tuple[str, float, float]:
             x1, y1 = at[r][0] + _BOX_W / 2, at[r][1] + _BOX_H
             mid = (y1 + y2) / 2
             parts.append(
-                f'<path d="M{x1:.0f},{y1:.0f}C{x1:.0f},{mid:.0f} {x2:.0f},{mid:.0f} {x2:.0f},{y2:.0f}" fill="none" stroke="#999"/>'
+                f'<path d="M{x1:.0f},{y1:.0f}C{x1:.0f},{mid:.0f} {x2:.0f},{mid:.0f} {x2:.0f},{y2:.0f}" '
+                'fill="none" stroke="#999"/>'
             )
     for key, label, _, kind in nodes:
         x, y = at[key]
         first, second = label.split("|", 1)
         parts.append(
-            f'<rect x="{x:.0f}" y="{y:.0f}" width="{_BOX_W}" height="{_BOX_H}" rx="5" fill="{_COLOURS[kind]}" stroke="#888"/>'
+            f'<rect x="{x:.0f}" y="{y:.0f}" width="{_BOX_W}" height="{_BOX_H}" rx="5" '
+            f'fill="{_COLOURS[kind]}" stroke="#888"/>'
             f'<text x="{x + 7:.0f}" y="{y + 14:.0f}">{escape(first)}</text>'
             f'<text class="s" x="{x + 7:.0f}" y="{y + 27:.0f}">{escape(second)}</text>'
         )

@@ -219,7 +219,9 @@ class Trace:
         if isinstance(x, numbers.Real):
             x = self.symbol(self.builder.const(float(x), "float32"))
         if not isinstance(x, Symbol):
-            raise fail(f"{method} takes an array argument of the program or a value made from one, got {type(x).__name__}")
+            raise fail(
+                f"{method} takes an array argument of the program or a value made from one, got {type(x).__name__}"
+            )
         if space != Space.GRAPH and (x.space == Space.GRAPH or x.op.name == "const"):
             return self.symbol(self.builder.lift(x.index, space))
         if x.space == Space.NODE_TYPE and space == Space.NODE:
@@ -237,7 +239,8 @@ class Trace:
             rows = self.rows[space]
             if not shape or shape[0] != rows:
                 raise fail(
-                    f"{method} needs one row for each {space.replace('_', ' ')} ({rows}); argument {x.name!r} has shape {shape}"
+                    f"{method} needs one row for each {space.replace('_', ' ')} ({rows}); "
+                    f"argument {x.name!r} has shape {shape}"
                 )
             shape = shape[1:]
         return self.emit_input(x, space, shape)
@@ -261,7 +264,9 @@ class Trace:
         if isinstance(x, numbers.Real):
             return self.symbol(self.builder.const(float(x), like.dtype, like.space))
         if not isinstance(x, Symbol):
-            raise fail(f"arithmetic with {type(x).__name__} is not possible here; pass the array as an argument of the program")
+            raise fail(
+                f"arithmetic with {type(x).__name__} is not possible here; pass the array as an argument of the program"
+            )
         self.own(x)
         return x
 
@@ -277,7 +282,9 @@ class Trace:
             (Space.NODE_TYPE, Space.NODE, "ntype"),
         ):
             if spaces - {Space.GRAPH} == {coarse, fine}:
-                xs = tuple(self.emit("gather", x, via=via) if x.space == coarse and x.op.name != "const" else x for x in xs)
+                xs = tuple(
+                    self.emit("gather", x, via=via) if x.space == coarse and x.op.name != "const" else x for x in xs
+                )
         rest = {x.space for x in xs if x.op.name != "const"} - {Space.GRAPH}
         if len(rest) > 1:
             found = sorted(rest)
@@ -306,7 +313,9 @@ class Trace:
                 "x @ g.per_node_type(w) or x @ g.shared(w)"
             )
         if not isinstance(w, Symbol):
-            raise fail(f"x @ w needs a weight made by g.per_edge_type, g.per_node_type or g.shared, got {type(w).__name__}")
+            raise fail(
+                f"x @ w needs a weight made by g.per_edge_type, g.per_node_type or g.shared, got {type(w).__name__}"
+            )
         self.own(w)
         if w.space == x.space and w.space in (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH):
             via = "self"
@@ -317,7 +326,9 @@ class Trace:
             if not via or inter.VIAS[via].coarse != w.space:
                 hint = ""
                 if w.space == Space.NODE_TYPE:
-                    hint = "; multiply on the nodes first, g.node(h) @ g.per_node_type(w), and then g.src(...) or g.dst(...)"
+                    hint = (
+                        "; multiply on the nodes first, g.node(h) @ g.per_node_type(w), then g.src(...) or g.dst(...)"
+                    )
                 elif w.space == Space.EDGE_TYPE and x.space == Space.NODE:
                     hint = "; read the node value on the edges first, g.src(h) @ g.per_edge_type(w)"
                 raise fail(f"{SPACE_WORDS[x.space]} cannot be multiplied by {SPACE_WORDS[w.space]}{hint}")
@@ -331,7 +342,9 @@ class Trace:
                 f"(heads, width, out) for each type; got {x.shape} and {w.shape}"
             )
         if x.shape[-1] != w.shape[-2]:
-            raise fail(f"wrong width: rows of {SPACE_WORDS[x.space]} are {x.shape[-1]} wide, the weight takes {w.shape[-2]}")
+            raise fail(
+                f"wrong width: rows of {SPACE_WORDS[x.space]} are {x.shape[-1]} wide, the weight takes {w.shape[-2]}"
+            )
         return self.emit("linear", x, w, spec=spec, via=via)
 
     def index(self, x: Symbol, key: tuple) -> Symbol:
@@ -479,7 +492,9 @@ def trace_program(
     result = function(GraphSymbol(trace), *args, **kwargs)
     leaves, tree = jax.tree_util.tree_flatten(result, is_leaf=lambda x: isinstance(x, (Symbol, Argument)))
     code = getattr(inspect.unwrap(function), "__code__", None)
-    here = f"{code.co_filename}:{code.co_firstlineno}" if code else None  # the function is left: its head is what is known
+    here = (
+        f"{code.co_filename}:{code.co_firstlineno}" if code else None
+    )  # the function is left: its head is what is known
     for leaf in leaves or [None]:
         if not isinstance(leaf, Symbol) or leaf.trace is not trace:
             raise fail(

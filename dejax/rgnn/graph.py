@@ -125,10 +125,11 @@ class RelGraph:
     def with_loop_tables(self) -> RelGraph:
         """The graph with the tables that let GPU kernels walk a node's or a pair's edges without reading the order.
 
-        A kernel that loops over destinations finds the source pair of its p-th edge at `loop_tables["dst:source_pair"][p]`,
-        which is read in order, instead of at `by_source_pair.index[by_receiver.order[p]]`, which is not: 4.6 ms became 2.5
-        in the backward pass of RGAT on 21 M edges. They take 20 bytes an edge. Graphs made where the default backend
-        is a GPU have them; graphs of `build_traced` do not.
+        A kernel that loops over destinations finds the source pair of its p-th edge at
+        `loop_tables["dst:source_pair"][p]`, which is read in order, instead of at
+        `by_source_pair.index[by_receiver.order[p]]`, which is not: 4.6 ms became 2.5 in the backward pass of RGAT on
+        21 M edges. They take 20 bytes an edge. Graphs made where the default backend is a GPU have them; graphs of
+        `build_traced` do not.
         """
         groups = {
             "src": self.by_sender,

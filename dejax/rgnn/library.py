@@ -34,8 +34,10 @@ def rgcn(g: GraphSymbol, x: Any, params: Params, normalization: str = "mean") ->
 
     Args:
       g: the graph.
-      x: [N, k] node features; None for nodes that are told apart by their number alone (one-hot input, section 4.1 of the
-        paper): W_r then has one row for each node, of which only those of the (source, edge type) pairs that occur are kept.
+      x: [N, k] node features; None for nodes that are told apart by their number alone (one-hot input, section 4.1 of
+        the
+        paper): W_r then has one row for each node, of which only those of the (source, edge type) pairs that occur are
+        kept.
       params: one of
         `weight` [R, k, n]: W_r as it is;
         `bases` [B, k, n] and `coefficients` [R, B]: W_r = sum over b of a_rb V_b (equation 3);
@@ -105,8 +107,8 @@ def rgat(
       g: the graph.
       x: [N, k] node features.
       params: `weight` [R, H, k, d] (or [R, k, d], one head), `attention_src` and `attention_dst` [R, H, d] (or [R, d]);
-        optionally `bias` [H * d], or [d] where heads are averaged; `edge_scale`, one number for each edge (and head) that
-        multiplies its attention after the softmax, as attention dropout does.
+        optionally `bias` [H * d], or [d] where heads are averaged; `edge_scale`, one number for each edge (and head)
+        that multiplies its attention after the softmax, as attention dropout does.
       softmax: `"dst"` or `"relation"`.
       negative_slope: of the LeakyReLU.
       concat_heads: heads side by side, [N, H * d]; else their mean, [N, d].
@@ -117,7 +119,9 @@ def rgat(
     _check(params, "rgat", ("weight", "attention_src", "attention_dst"), ("bias", "edge_scale"))
     weight = g.per_edge_type(params["weight"])
     z_src, z_dst = g.src(x) @ weight, g.dst(x) @ weight
-    score = F.dot(z_src, g.per_edge_type(params["attention_src"])) + F.dot(z_dst, g.per_edge_type(params["attention_dst"]))
+    score = F.dot(z_src, g.per_edge_type(params["attention_src"])) + F.dot(
+        z_dst, g.per_edge_type(params["attention_dst"])
+    )
     attention = F.edge_softmax(F.leaky_relu(score, negative_slope), within=softmax)
     if params.get("edge_scale") is not None:
         attention = attention * g.edge(params["edge_scale"])
@@ -149,9 +153,10 @@ def hgt(g: GraphSymbol, x: Any, params: Params) -> Symbol:
     Args:
       g: the graph; `node_type` must be given for more than one type.
       x: [N, k] node features.
-      params: `key`, `query`, `value` [T, H, k, d]; `relation_attention`, `relation_message` [R, H, d, d]; `prior` [R, H];
-        `out` [T, H * d, n]; optionally `key_bias`, `query_bias`, `value_bias` [T, H, d], `out_bias` [T, n], and `skip` [T]
-        (then k = n).
+      params: `key`, `query`, `value` [T, H, k, d]; `relation_attention`, `relation_message` [R, H, d, d]; `prior` [R,
+        H];
+        `out` [T, H * d, n]; optionally `key_bias`, `query_bias`, `value_bias` [T, H, d], `out_bias` [T, n], and `skip`
+        [T] (then k = n).
 
     Returns:
       [N, n].

@@ -13,10 +13,10 @@ class Options:
     """How a program is compiled.
 
     Attributes:
-      backend: `"pallas"`, GPU kernels (interpreted where there is no GPU, for tests); `"xla"`, plain XLA; `"auto"`, kernels
-        on a GPU and XLA elsewhere.
-      precision: of products of float32 matrices: `"f32"`, `"tf32"` (10-bit mantissa on the tensor cores) or `"bf16"`; None
-        means tf32 in kernels and JAX's default in XLA. Accumulation is in float32 always.
+      backend: `"pallas"`, GPU kernels (interpreted where there is no GPU, for tests); `"xla"`, plain XLA; `"auto"`,
+        kernels on a GPU and XLA elsewhere.
+      precision: of products of float32 matrices: `"f32"`, `"tf32"` (10-bit mantissa on the tensor cores) or `"bf16"`;
+        None means tf32 in kernels and JAX's default in XLA. Accumulation is in float32 always.
       disable: passes to leave out, from `dejax.rgnn.passes.PASSES`.
       deterministic: the same bits run after run. False allows sums by atomic addition.
       interpret: whether kernels are interpreted; None: exactly where the default backend is not a GPU.

@@ -40,8 +40,8 @@ class _Traced:
 class Program:
     """A relational program; made by `@rgnn.program`.
 
-    Call it with a `RelGraph` and the function's other arguments, which are arrays (or pytrees of arrays) with one row for
-    each element of the space they are used in; other leaves are static. It runs inside or outside `jax.jit`, under
+    Call it with a `RelGraph` and the function's other arguments, which are arrays (or pytrees of arrays) with one row
+    for each element of the space they are used in; other leaves are static. It runs inside or outside `jax.jit`, under
     `jax.grad` (of floating-point arrays, to any order in reverse mode), `jax.vmap`, `jax.lax.scan`, `jax.checkpoint`.
     """
 
@@ -67,8 +67,8 @@ class Program:
           **kwargs: the function's keyword arguments.
 
         Returns:
-          What the function returns, arrays in place of values: [rows of the space, *feature shape]; edge values are in the
-          order of the edges that the graph was made from.
+          What the function returns, arrays in place of values: [rows of the space, *feature shape]; edge values are in
+          the order of the edges that the graph was made from.
 
         Raises:
           ProgramError: the function makes no sense; the message begins with its line.

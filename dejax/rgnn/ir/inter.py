@@ -11,7 +11,8 @@ defines, so a program is in SSA form by construction. An RGCN layer prints as
     %4 = reduce %3 via=dst op=sum     : node[8] float32
     return %4
 
-Rows move between spaces by `gather` (each fine row reads its coarse row) and `reduce` (each coarse row sums or takes the
+Rows move between spaces by `gather` (each fine row reads its coarse row) and `reduce` (each coarse row sums or takes
+the
 maximum of its fine rows) along one of the maps in `VIAS`; the two are each other's transposes, which is what keeps the
 generated backward pass inside the IR.
 """
@@ -149,7 +150,8 @@ class Program:
 # ---------------------------------------------------------------------------------------------------------------------
 
 UNARY = frozenset(
-    "neg exp log sqrt rsqrt tanh sigmoid erf abs sign square reciprocal relu leaky_relu step pow cast stop_gradient".split()
+    "neg exp log sqrt rsqrt tanh sigmoid erf abs sign square reciprocal relu leaky_relu step pow cast "
+    "stop_gradient".split()
 )
 BINARY = frozenset("add sub mul div max min gt eq".split())
 FEATURE = frozenset("sum_features reshape transpose broadcast concat slice pad".split())

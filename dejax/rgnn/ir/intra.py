@@ -20,9 +20,7 @@ from dataclasses import dataclass
 from dejax.rgnn.ir.inter import ROWWISE, VIAS, IRError, Op, Program, Space, format_op
 
 # Contractions of a row with a matrix for its type, and of two rows into one: the GEMM template.
-MATRIX_SPECS = frozenset(
-    "k,kn->n hk,hkn->hn k,hkn->hn hk,kn->hn n,kn->k hn,hkn->hk hn,hkn->k hn,kn->hk".split()
-)
+MATRIX_SPECS = frozenset("k,kn->n hk,hkn->hn k,hkn->hn hk,kn->hn n,kn->k hn,hkn->hk hn,hkn->k hn,kn->hk".split())
 OUTER_SPECS = frozenset(
     "k,n->kn hk,hn->hkn k,hn->hkn hk,hn->kn n,k->kn hn,hk->hkn hn,k->hkn hn,hk->kn k,->k hk,h->hk k,h->hk".split()
 )
@@ -122,7 +120,8 @@ class Accumulator:
     """One accumulator of a traversal.
 
     Attributes:
-      kind: `sum` or `max` of `value`, or `weighted`: the sum of exp(score - largest score) times the product of `terms`.
+      kind: `sum` or `max` of `value`, or `weighted`: the sum of exp(score - largest score) times the product of
+        `terms`.
       out: the level-1 reduction.
       value: what is reduced (for `weighted`, the score).
       score: for `weighted`, which accumulator of the traversal (a `max`) is the largest score.
@@ -260,7 +259,7 @@ def print_kernels(kernels: Kernels) -> str:
     lines = [f"{kernels.program.name}, kernels:"]
     for number, instance in enumerate(kernels.instances):
         lines.append(f"  [{number}] {instance}")
-        inner = ()
+        inner: tuple[int, ...] = ()
         if isinstance(instance, Traversal):
             inner = (*instance.body, *instance.epilogue)
         elif isinstance(instance, Fallback):

@@ -63,7 +63,9 @@ class PallasLowering:
         group = segments(self.graph, instance.via)
         x, w = env[instance.x.value], env[instance.w]
         x, w, transpose, split = _as_typed_matmul(instance.spec, x, w)
-        block = kernels.gemm_block(x.shape[-1], w.shape[-2 if transpose else -1], group.num_items, group.num_rows, self.precision)
+        block = kernels.gemm_block(
+            x.shape[-1], w.shape[-2 if transpose else -1], group.num_items, group.num_rows, self.precision
+        )
         tiles = group.tiles_for(block)
         out_index, rows = group.order, group.num_items
         if instance.accumulate is not None:
@@ -114,7 +116,9 @@ class PallasLowering:
             out_dtype=jnp.dtype(op.dtype),
             interpret=self.interpret,
         )
-        letters = ("h" if heads else "") + left.replace("h", "" if heads else "h") + right.replace("h", "" if heads else "h")
+        letters = (
+            ("h" if heads else "") + left.replace("h", "" if heads else "h") + right.replace("h", "" if heads else "h")
+        )
         sizes = dict(zip(left, self.program.ops[instance.x.name].shape, strict=True))
         sizes |= dict(zip(right, self.program.ops[instance.y.name].shape, strict=True))
         total = total.reshape(-1, *(sizes[c] for c in letters))
@@ -158,7 +162,7 @@ class PallasLowering:
             )
             mask = valid_rows(self.graph, t.space)
             if mask is not None:
-                results = [jnp.where(mask.reshape(-1, *(1,) * (r.ndim - 1)), r, 0) for r in results]
+                results = tuple(jnp.where(mask.reshape(-1, *(1,) * (r.ndim - 1)), r, 0) for r in results)
             env.update(zip(t.item_outputs, results, strict=True))
             return
         group = segments(self.graph, t.via)
@@ -184,7 +188,6 @@ class PallasLowering:
         )
         env.update(zip(t.row_outputs, row_values, strict=True))
         env.update(zip(t.item_outputs, item_values, strict=True))
-
 
     def packed(self, t: Traversal, env: dict[int, jax.Array]) -> dict[int, tuple[jax.Array, Any]]:
         """Narrow values that are gathered from the same rows, side by side in one array: one sector instead of several.
@@ -296,7 +299,10 @@ class _TileProgram:
             return jnp.full((1,) * lead, op.attr("value"), jnp.float32)
         if name in ELEMENTWISE:
             rank = len(op.shape)
-            aligned = [a.reshape(*a.shape, *(1,) * (rank - len(s))) if s == () and rank else a for a, s in zip(args, shapes, strict=True)]
+            aligned = [
+                a.reshape(*a.shape, *(1,) * (rank - len(s))) if s == () and rank else a
+                for a, s in zip(args, shapes, strict=True)
+            ]
             return ELEMENTWISE[name](op, *aligned)
         x = args[0]
         if name == "dot":
@@ -337,5 +343,3 @@ def _vector_linear(spec: str, x: Any, w: Any, w_shape: tuple[int, ...], lead: in
         return _sum_axis(jnp.expand_dims(x, lead) * w, last, w_shape[-1])
     product = jnp.expand_dims(x, x.ndim) * w  # ",k->k", "h,hk->hk"
     return _sum_axis(product, lead, w_shape[0]) if spec == "h,hk->k" else product
-
-

@@ -26,7 +26,17 @@ from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.save import Cut, cut
 from dejax.rgnn.passes.softmax import expand_softmax
 
-__all__ = ["LATE", "OPTIMISE", "PASSES", "Counts", "Cut", "differentiated", "lower_to_kernels", "optimise", "run_passes"]
+__all__ = [
+    "LATE",
+    "OPTIMISE",
+    "PASSES",
+    "Counts",
+    "Cut",
+    "differentiated",
+    "lower_to_kernels",
+    "optimise",
+    "run_passes",
+]
 
 Pass = Callable[[Program, Counts], Program]
 Watch = Callable[[str, object], None]  # told of each stage by name, for `explain`
@@ -81,7 +91,9 @@ def run_passes(
     return program
 
 
-def optimise(program: Program, counts: Counts, disable: frozenset[str] = frozenset(), watch: Watch = _Silent()) -> Program:
+def optimise(
+    program: Program, counts: Counts, disable: frozenset[str] = frozenset(), watch: Watch = _Silent()
+) -> Program:
     """The forward program after the passes of `OPTIMISE`."""
     return run_passes(program, OPTIMISE, counts, disable, watch)
 

@@ -37,7 +37,8 @@ class Counts:
 
 def rebuild(program: Program, visit: Visit) -> Program:
     """A new program, each operator replaced by what `visit` makes of it."""
-    builder, new = Builder(program.name), {}
+    builder = Builder(program.name)
+    new: dict[int, int] = {}
     for i, op in enumerate(program.ops):
         args = tuple(new[a] for a in op.args)
         builder.line = program.lines[i] if program.lines else None

@@ -46,7 +46,9 @@ def aggregate(program: Program, counts: Counts) -> Program:
             parts = [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in rest]
             summed = multiply(builder, [(new[linear.args[0]], 1), *parts])
             by_pair = builder.op("reduce", summed, via=pair_via, op="sum")
-            by_pair = builder.op("linear", by_pair, new[linear.args[1]], spec=linear.attr("spec"), via=TYPE_VIA[pair_space])
+            by_pair = builder.op(
+                "linear", by_pair, new[linear.args[1]], spec=linear.attr("spec"), via=TYPE_VIA[pair_space]
+            )
             made = builder.op("reduce", by_pair, via=f"{pair_via}.node", op="sum")
         new[index] = made
         return made

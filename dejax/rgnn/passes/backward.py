@@ -45,7 +45,9 @@ class _Differentiation:
         for k, o in enumerate(forward.outputs):
             op = forward.ops[o]
             shape = tuple(op.shape)
-            g = b.op("input", name=f"cotangent{k}", position=first + k, space=str(op.space), shape=shape, dtype=op.dtype)
+            g = b.op(
+                "input", name=f"cotangent{k}", position=first + k, space=str(op.space), shape=shape, dtype=op.dtype
+            )
             if is_float(op):
                 self.parts.setdefault(o, []).append(g)
         needed = self._reaching()
@@ -226,7 +228,8 @@ def _transpose(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
 
 
 def _concat(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
-    axis, start, parts = op.attr("axis"), 0, []
+    axis, start = op.attr("axis"), 0
+    parts: list[int | None] = []
     for a in op.args:
         stop = start + b.ops[a].shape[axis]
         parts.append(b.op("slice", g, axis=axis, start=start, stop=stop))

@@ -2,7 +2,8 @@
 
     sum over edges into v of c_e (y_v . z_e)   =   y_v . (sum over edges into v of c_e z_e)
 
-Backward of a softmax-weighted sum needs the left side and forward has made the sum on the right: one inner product a node
+Backward of a softmax-weighted sum needs the left side and forward has made the sum on the right: one inner product a
+node
 replaces reading a row for every edge (the same step as in FlashAttention's backward, arXiv 2205.14135, appendix B.2).
 """
 

@@ -11,7 +11,8 @@ def dce(program: Program, counts: Counts) -> Program:
     for i in reversed(range(len(program.ops))):
         if i in live:
             live.update(program.ops[i].args)
-    builder, new = Builder(program.name), {}
+    builder = Builder(program.name)
+    new: dict[int, int] = {}
     for i, op in enumerate(program.ops):
         if i in live or op.name == "input":
             line = program.lines[i] if program.lines else None

@@ -16,7 +16,8 @@ def fuse_gemm(kernels: Kernels, *, accumulate: bool = False) -> Kernels:
     """Adds the GEMM instances.
 
     Args:
-      accumulate: a product whose rows are only summed by node is added up in place (atomically, so the order of additions
+      accumulate: a product whose rows are only summed by node is added up in place (atomically, so the order of
+        additions
         and the last bits vary from run to run).
     """
     program, users = kernels.program, kernels.program.users()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dejax.rgnn.ir.inter import VIAS, Op, Program, Space
+from dejax.rgnn.ir.inter import VIAS, Op, Space
 from dejax.rgnn.ir.intra import (
     TILE_OPS,
     VECTOR_SPECS,

@@ -1,13 +1,13 @@
 """Factors that a reduction's rows share are applied once, after the sum.
 
-`sum over edges into v of a_e y_v` becomes `(sum over edges into v of a_e) y_v`, and likewise for a divisor: the 1/c of a
-mean, or the sum of a softmax, is applied to one row instead of to every edge.
+`sum over edges into v of a_e y_v` becomes `(sum over edges into v of a_e) y_v`, and likewise for a divisor: the 1/c of
+a mean, or the sum of a softmax, is applied to one row instead of to every edge.
 """
 
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import Builder, Op, Program
-from dejax.rgnn.passes._rewrite import Counts, factors, insert_axes, multiply, rebuild
+from dejax.rgnn.passes._rewrite import Counts, Factor, factors, insert_axes, multiply, rebuild
 
 
 def hoist(program: Program, counts: Counts) -> Program:
@@ -21,7 +21,8 @@ def hoist(program: Program, counts: Counts) -> Program:
         if op.name != "reduce" or op.attr("op") != "sum":
             return None
         via = op.attr("via")
-        shared, rest = [], []
+        shared: list[Factor] = []
+        rest: list[Factor] = []
         for f in factors(program, op.args[0]):
             source = program.ops[f.value]
             row = source.name == "gather" and source.attr("via") == via and via != "all"

@@ -84,7 +84,8 @@ def _forward_program(joint: Program, late: set[int], outputs: tuple[int, ...]) -
     for i in reversed(range(len(joint.ops))):
         if i in live:
             live.update(joint.ops[i].args)
-    b, new = Builder(joint.name), {}
+    b = Builder(joint.name)
+    new: dict[int, int] = {}
     for i, op in enumerate(joint.ops):
         if i not in late and (i in live or op.name == "input"):
             new[i] = b.copy(op, (new[a] for a in op.args), joint.lines[i])
@@ -108,7 +109,8 @@ def _backward_program(
     inputs = [i for i in joint.inputs if ops[i].attr("position") < num_inputs and i in live]
     needed = tuple(ops[i].attr("position") for i in inputs)
     cotangents = [i for i in joint.inputs if ops[i].attr("position") >= num_inputs]
-    b, new = Builder(f"{joint.name}.backward"), {}
+    b = Builder(f"{joint.name}.backward")
+    new: dict[int, int] = {}
 
     def as_input(old: int, name: str) -> None:
         op: Op = ops[old]
