@@ -143,7 +143,8 @@ def main() -> None:
                 print(
                     f"{name:<10}{model:<7}{cell['forward_ms']:>11.3f}{cell['training_ms']:>11.3f}"
                     f"{cell['row_bound_ms']:>11.3f}{cell['forward_ms'] / cell['row_bound_ms']:>11.2f}"
-                    f"{cell['temp_bytes'] / 2**20:>11.0f}{cell['compile_forward_s'] + cell['compile_training_s']:>11.1f}"
+                    f"{cell['temp_bytes'] / 2**20:>11.0f}"
+                    f"{cell['compile_forward_s'] + cell['compile_training_s']:>11.1f}"
                     + (f"  diff {cell['relative_difference_from_xla_f32']:.1e}" if args.check else ""),
                     flush=True,
                 )
