@@ -19,6 +19,9 @@ comma := ,
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard native/*)
 PIP := -m pip --disable-pip-version-check --no-input install --quiet
 PYTEST := -m pytest -n $(JOBS) -q --durations=15
+# Most of the tests' time is XLA's compilation for the CPU, which this halves. The first leg goes without: it tests the code
+# that users run.
+QUICK_COMPILE := --xla_backend_optimization_level=0
 
 # A Python >= 3.12 gets the newest jax; pip gives 3.11 jax 0.10. The first that runs, of PATH, then of pyenv: a pyenv
 # shim may lie on PATH for a version that is not switched on.
@@ -61,7 +64,7 @@ check: venv-test
 	$(BIN)/python $(PYTEST) tests
 
 test-fast: venv-test
-	$(BIN)/python $(PYTEST) -m "not slow" tests
+	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(BIN)/python $(PYTEST) -m "not slow" tests
 
 doctest: venv-test
 	$(BIN)/python -m pytest -q -p no:cacheprovider --doctest-modules dejax
@@ -89,7 +92,7 @@ $(VENV_NEXT)/.installed-test: $(BUILD_INPUTS)
 
 test-next: $(VENV_NEXT)/.installed-test
 	$(VENV_NEXT)/bin/python -c 'import jax, sys; print("leg on Python", sys.version.split()[0], "with jax", jax.__version__)'
-	$(VENV_NEXT)/bin/python $(PYTEST) -m "not slow" tests
+	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(VENV_NEXT)/bin/python $(PYTEST) -m "not slow" tests
 endif
 
 clean:
