@@ -166,15 +166,15 @@ class Trainer:
         params = optax.apply_updates(state.params, updates)
         return TrainState(params, opt_state, state.epoch + 1, state.key), loss
 
-    def evaluate(self, params: Any, batch: Batch) -> dict[str, Array]:
-        """The share of nodes of each split whose class has the largest logit."""
+    def num_correct(self, params: Any, batch: Batch) -> dict[str, Array]:
+        """How many nodes of each split have their class as the largest logit, int32."""
         best = self.logits(params, batch).argmax(-1)
-        return {name: jnp.mean(best[batch.nodes[name]] == batch.labels[name]) for name in self._splits}
+        return {name: jnp.sum(best[batch.nodes[name]] == batch.labels[name]) for name in self._splits}
 
     def accuracy(self, params: Any) -> dict[str, float]:
-        """`evaluate`, compiled once, as Python numbers."""
-        found = self._compile("evaluate", self.evaluate, params, self.batch)(params, self.batch)
-        return {name: float(found[name]) for name in self._splits}
+        """The share of each split's nodes that the model gets right; splits without nodes are left out."""
+        correct = self._compile("num_correct", self.num_correct, params, self.batch)(params, self.batch)
+        return {name: int(correct[name]) / len(self.batch.labels[name]) for name in self._splits}
 
     def compiled_epochs(self, state: TrainState, count: int) -> Callable[[TrainState, Batch], tuple[TrainState, Array]]:
         """A compiled function of (state, batch) that takes `count` steps; it takes the state's arrays over.

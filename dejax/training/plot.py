@@ -29,7 +29,7 @@ def draw_curves(path: Path, results: dict[str, Any], histories: Sequence[History
     from matplotlib.figure import Figure
 
     # Agg by name, not pyplot: no display is looked for, and no global state is touched.
-    figure = Figure(figsize=(9.6, 4.0), dpi=150, layout="constrained")
+    figure = Figure(figsize=(11.2, 4.0), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     settings = results["settings"]
@@ -78,7 +78,9 @@ def _draw_accuracy(axes: Any, results: dict[str, Any], histories: Sequence[Histo
     majority = 100 * baselines["majority"]
     axes.axhline(majority, color=_GREY, linewidth=1.2, linestyle=":", label=f"majority class, test ({majority:.1f})")
     axes.set_ylim(0, 102)
-    axes.legend(loc="lower right", fontsize=8, frameon=True, framealpha=0.9, edgecolor="none")
+    axes.legend(
+        loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, frameon=False
+    )  # beside: lines may be anywhere
 
 
 def _band(axes: Any, x: np.ndarray, values: np.ndarray, colour: str, label: str | None) -> None:
