@@ -68,11 +68,15 @@ def inference_kernels(task: Task) -> Kernels:
 
 
 @lru_cache(maxsize=1024)
-def training_cut(task: Task, wrt: tuple[int, ...]) -> tuple[Cut, Kernels]:
-    """Forward and backward halves for gradients of the inputs at `wrt`, and the kernels of the forward half."""
-    halves = differentiated(optimised(task), wrt, task.counts, task.disable)
-    forward = lower_to_kernels(halves.forward, task.counts, task.disable, deterministic=task.deterministic)
-    return halves, forward
+def training_cut(task: Task, wrt: tuple[int, ...]) -> Cut:
+    """Forward and backward halves for gradients of the inputs at `wrt`."""
+    return differentiated(optimised(task), wrt, task.counts, task.disable)
+
+
+def differentiable_positions(task: Task) -> tuple[int, ...]:
+    """Positions of the floating-point inputs."""
+    ops = [optimised(task).ops[i] for i in optimised(task).inputs]
+    return tuple(op.attr("position") for op in ops if op.dtype.startswith(("float", "bfloat")))
 
 
 def run_kernels(kernels: Kernels, graph: RelGraph, inputs: Arrays, options: Options) -> Arrays:
@@ -115,31 +119,49 @@ def _differentiable(task: Task, graph: RelGraph, inputs: Arrays) -> Arrays:
     return run_kernels(inference_kernels(task), graph, inputs, task.options)
 
 
+# JAX traces the forward rule once for each set of perturbed inputs, but keeps one tree of residuals, that of the last
+# set
+# traced. So the tree must be the same for all sets: every input, a fixed number of slots for what is saved, and the set
+# itself as the shape of an empty array.
+_SPARE_SLOTS = 4
+_BITS = 30  # of a set of positions, in one dimension
+
+
+def _residual_slots(task: Task) -> int:
+    return training_cut(task, differentiable_positions(task)).num_saved + _SPARE_SLOTS
+
+
+def _positions_as_array(positions: tuple[int, ...], count: int) -> jax.Array:
+    bits = sum(1 << p for p in positions)
+    return jnp.zeros((0, *((bits >> at) % (1 << _BITS) for at in range(0, count, _BITS))), jnp.int8)
+
+
+def _positions_of_array(array: jax.Array, count: int) -> tuple[int, ...]:
+    return tuple(p for p in range(count) if array.shape[1 + p // _BITS] >> (p % _BITS) & 1)
+
+
 def _forward(task: Task, graph: Any, inputs: Any) -> tuple[Arrays, Any]:
     graph = jax.tree_util.tree_map(lambda p: p.value, graph)
     values = tuple(p.value for p in inputs)
-    program = optimised(task)
-    positions = [program.ops[i].attr("position") for i in program.inputs]
-    wrt = tuple(p for p in positions if inputs[p].perturbed and jnp.issubdtype(values[p].dtype, jnp.floating))
-    halves, forward = training_cut(task, wrt)
-    results = run_kernels(forward, graph, values, task.options)
+    wrt = tuple(p for p in differentiable_positions(task) if inputs[p].perturbed)
+    slots = _residual_slots(task)
+    if training_cut(task, wrt).num_saved > slots:
+        wrt = differentiable_positions(task)
+    halves = training_cut(task, wrt)
+    # Differentiable in its turn, for gradients of gradients.
+    forward = Task(halves.forward, task.counts, task.options, raw=False)
+    results = _differentiable(forward, graph, values)
     outputs, saved = results[: halves.num_outputs], results[halves.num_outputs :]
-    kept = tuple(values[p] for p in halves.needed)
-    return outputs, (graph, kept, saved, _Static((wrt, len(values))))
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Static:
-    """Static data among residuals."""
-
-    value: Any
+    unused = (jnp.zeros((0,), jnp.int8),) * (slots - len(saved))
+    return outputs, (graph, values, (*saved, *unused), _positions_as_array(wrt, len(values)))
 
 
 def _backward(task: Task, residuals: Any, cotangents: Any) -> tuple[None, tuple]:
-    graph, kept, saved, static = residuals
-    wrt, num_inputs = static.value
-    halves, _ = training_cut(task, wrt)
+    graph, values, slots, chosen = residuals
+    num_inputs = len(values)
+    wrt = _positions_of_array(chosen, num_inputs)
+    halves = training_cut(task, wrt)
+    kept, saved = tuple(values[p] for p in halves.needed), slots[: halves.num_saved]
     program = optimised(task)
     given = tuple(
         jnp.zeros((num_rows(graph, program.ops[o].space), *program.ops[o].shape), program.ops[o].dtype)
