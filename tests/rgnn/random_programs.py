@@ -25,7 +25,14 @@ _DECLARE = {
     "ntype": "per_node_type",
     "shared": "shared",
 }
-_TYPED_BY = {"edge": "etype", "source_pair": "etype", "node": "ntype", "etype": "etype", "ntype": "ntype", "shared": "shared"}
+_TYPED_BY = {
+    "edge": "etype",
+    "source_pair": "etype",
+    "node": "ntype",
+    "etype": "etype",
+    "ntype": "ntype",
+    "shared": "shared",
+}
 
 # Functions whose values and slopes stay small. Functions with a kink are moved away from 0, which many rows hold.
 _UNARY = (
@@ -111,7 +118,9 @@ class _Drawing:
         return self.draw(st.sampled_from(found)) if found else None
 
     def node(self) -> Value:
-        return self.pick(lambda v: v.space == "node") or self.argument("node", self.draw(st.sampled_from(((3,), (2, 3), ()))))
+        return self.pick(lambda v: v.space == "node") or self.argument(
+            "node", self.draw(st.sampled_from(((3,), (2, 3), ())))
+        )
 
     def edge(self) -> Value:
         return self.pick(lambda v: v.space == "edge") or self.read()
@@ -140,7 +149,11 @@ class _Drawing:
         heads = x.shape[0] if len(x.shape) == 2 else self.draw(_SIZES)
         same = kind == x.space  # rows of types times weights of types: no heads beside a matrix of two axes
         shape = (heads, k, n) if self.draw(st.booleans()) and not (same and len(x.shape) == 2) else (k, n)
-        w = self.pick(lambda v: v.space == kind and v.shape == shape and v is not x) if self.draw(st.booleans()) else None
+        w = (
+            self.pick(lambda v: v.space == kind and v.shape == shape and v is not x)
+            if self.draw(st.booleans())
+            else None
+        )
         w = w or self.argument(kind, shape, k**-0.5)
         if len(shape) == 3 or len(x.shape) == 2:
             out: Shape = (heads, n)
@@ -220,7 +233,9 @@ class _Drawing:
 
     def reduce(self) -> Value:
         x = self.edge()
-        how = self.draw(st.sampled_from(("sum_to_dst", "mean_to_dst", "max_to_dst", "sum_to_src", "mean_to_src", "max_to_src")))
+        how = self.draw(
+            st.sampled_from(("sum_to_dst", "mean_to_dst", "max_to_dst", "sum_to_src", "mean_to_src", "max_to_src"))
+        )
         return self.define(f"g.{how}({x.name})", "node", x.shape)
 
     def attention(self) -> Value:
@@ -228,7 +243,9 @@ class _Drawing:
         x = self.edge()
         score = self.partner(x, (x.shape[:1],) if len(x.shape) == 2 else ((),))
         if score.space != "edge":
-            score = self.define(f"{score.name} * g.in_degree()", "edge", score.shape) if score.space != "shared" else score
+            score = (
+                self.define(f"{score.name} * g.in_degree()", "edge", score.shape) if score.space != "shared" else score
+            )
         if score.space == "shared":
             score = self.define(f"rgnn.rsqrt(g.out_degree()) * {score.name}", "edge", score.shape)
         within = self.draw(st.sampled_from(("dst", "relation")))

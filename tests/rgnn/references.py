@@ -55,7 +55,15 @@ class Case:
 
 
 def edge_list(
-    seed: int, nodes: int, edges: int, types: int, node_types: int = 1, *, senders: int = 0, receivers: int = 0, empty: int = -1
+    seed: int,
+    nodes: int,
+    edges: int,
+    types: int,
+    node_types: int = 1,
+    *,
+    senders: int = 0,
+    receivers: int = 0,
+    empty: int = -1,
 ) -> EdgeList:
     """Random edges.
 
@@ -122,7 +130,9 @@ class Reference:
 
     def max(self, x: Any, rows: np.ndarray) -> Any:
         # Row by row: the gradient of a scattered maximum is what is under test.
-        found = [x[rows == v].max(0) if (rows == v).any() else jnp.zeros(x.shape[1:], x.dtype) for v in range(self.nodes)]
+        found = [
+            x[rows == v].max(0) if (rows == v).any() else jnp.zeros(x.shape[1:], x.dtype) for v in range(self.nodes)
+        ]
         return jnp.stack(found)
 
     def degree(self, rows: np.ndarray, within_relation: bool = False) -> np.ndarray:
@@ -150,7 +160,8 @@ CASES: dict[str, Case] = {}
 
 
 def case(
-    arrays: Callable[[Size], dict[str, tuple[str, tuple[int, ...], float]]], reference: Callable[[Reference, Arrays], Any]
+    arrays: Callable[[Size], dict[str, tuple[str, tuple[int, ...], float]]],
+    reference: Callable[[Reference, Arrays], Any],
 ) -> Callable[[Callable[[Any, Arrays], Any]], Callable]:
     """Registers the decorated program function."""
 
@@ -290,7 +301,9 @@ def softmax_within_relations(g: Any, a: Arrays) -> Any:
 @case(
     lambda z: {"x": ("node", (z.k,), 1), "e": ("edge", (z.k,), 1)},
     lambda r, a: tuple(
-        reduce(a["x"][ends] * a["e"], rows) for reduce in (r.sum, r.mean, r.max) for ends, rows in ((r.s, r.d), (r.d, r.s))
+        reduce(a["x"][ends] * a["e"], rows)
+        for reduce in (r.sum, r.mean, r.max)
+        for ends, rows in ((r.s, r.d), (r.d, r.s))
     ),
 )
 def reductions(g: Any, a: Arrays) -> Any:
@@ -312,7 +325,9 @@ def reductions(g: Any, a: Arrays) -> Any:
         "c": ("etype", (z.k,), 1),
     },
     lambda r, a: r.sum(
-        jnp.concatenate([a["x"][r.s] * a["c"][r.t], a["y"][r.d].reshape(len(r.d), a["y"].shape[1] * a["y"].shape[2])], -1)[:, 1:]
+        jnp.concatenate(
+            [a["x"][r.s] * a["c"][r.t], a["y"][r.d].reshape(len(r.d), a["y"].shape[1] * a["y"].shape[2])], -1
+        )[:, 1:]
     ),
 )
 def concatenation_and_slices(g: Any, a: Arrays) -> Any:
@@ -322,7 +337,12 @@ def concatenation_and_slices(g: Any, a: Arrays) -> Any:
 
 @case(
     lambda z: {"x": ("node", (z.h, z.k), 1)},
-    lambda r, a: (a["x"].sum(1), a["x"].mean(1)[..., None], a["x"][:, 0] - a["x"][:, -1], a["x"].reshape(r.nodes, -1, 1)),
+    lambda r, a: (
+        a["x"].sum(1),
+        a["x"].mean(1)[..., None],
+        a["x"][:, 0] - a["x"][:, -1],
+        a["x"].reshape(r.nodes, -1, 1),
+    ),
 )
 def feature_axes(g: Any, a: Arrays) -> Any:
     x = g.node(a["x"])
@@ -352,7 +372,9 @@ def constants(g: Any, a: Arrays) -> Any:
     lambda z: {"x": ("node", (z.k,), 1)},
     lambda r, a: r.sum(
         a["x"][r.s]
-        * _axis(1 / r.degree(r.d) + 1 / r.degree(r.d, within_relation=True) + 1 / jnp.sqrt(r.degree(r.d) * r.degree(r.s)))
+        * _axis(
+            1 / r.degree(r.d) + 1 / r.degree(r.d, within_relation=True) + 1 / jnp.sqrt(r.degree(r.d) * r.degree(r.s))
+        )
     ),
 )
 def degrees(g: Any, a: Arrays) -> Any:
@@ -383,7 +405,10 @@ def _all_functions(x: Any, y: Any, F: dict[str, Callable]) -> list[Any]:
 
 
 _JAX_FUNCTIONS: dict[str, Callable] = {
-    **{name: getattr(jnp, name) for name in ("exp", "tanh", "abs", "log", "sqrt", "reciprocal", "maximum", "minimum", "square")},
+    **{
+        name: getattr(jnp, name)
+        for name in ("exp", "tanh", "abs", "log", "sqrt", "reciprocal", "maximum", "minimum", "square")
+    },
     **{name: getattr(jax.nn, name) for name in ("sigmoid", "relu", "elu", "silu")},
     "erf": jax.scipy.special.erf,
     "rsqrt": jax.lax.rsqrt,
@@ -404,13 +429,20 @@ def elementwise(g: Any, a: Arrays) -> Any:
 
 
 @case(
-    lambda z: {"x": ("node", (z.k,), 1), "w": ("etype", (z.k, z.k), _weight(z.k)), "v": ("shared", (z.k, z.n), _weight(z.k))},
-    lambda r, a: jnp.einsum(
-        "ek,ekn->en",
-        (hidden := jnp.tanh(r.mean(jnp.einsum("ek,ekn->en", a["x"][r.s], a["w"][r.t]), r.d) + a["x"]))[r.s] - hidden[r.d],
-        a["w"][r.t],
-    )
-    @ a["v"],
+    lambda z: {
+        "x": ("node", (z.k,), 1),
+        "w": ("etype", (z.k, z.k), _weight(z.k)),
+        "v": ("shared", (z.k, z.n), _weight(z.k)),
+    },
+    lambda r, a: (
+        jnp.einsum(
+            "ek,ekn->en",
+            (hidden := jnp.tanh(r.mean(jnp.einsum("ek,ekn->en", a["x"][r.s], a["w"][r.t]), r.d) + a["x"]))[r.s]
+            - hidden[r.d],
+            a["w"][r.t],
+        )
+        @ a["v"]
+    ),
 )
 def two_hops(g: Any, a: Arrays) -> Any:
     w = g.per_edge_type(a["w"])
@@ -554,7 +586,9 @@ def _hgt_arrays(*, biases: bool = False, skip: bool = False) -> Callable:
 
 
 _model("rgcn_mean", library.rgcn, rgcn_reference, _rgcn_arrays("weight"))
-_model("rgcn_sum_bare", library.rgcn, rgcn_reference, _rgcn_arrays("weight", root=False, bias=False), normalization="sum")
+_model(
+    "rgcn_sum_bare", library.rgcn, rgcn_reference, _rgcn_arrays("weight", root=False, bias=False), normalization="sum"
+)
 _model("rgcn_bases", library.rgcn, rgcn_reference, _rgcn_arrays("bases", bias=False))
 _model("rgcn_bases_sum", library.rgcn, rgcn_reference, _rgcn_arrays("bases", root=False), normalization="sum")
 _model("rgcn_blocks", library.rgcn, rgcn_reference, _rgcn_arrays("blocks"))
@@ -668,7 +702,9 @@ def assert_agrees(got: tuple[tuple, tuple, Arrays], want: Expected, tolerance: f
     Gradients are given half as much again: those of a softmax are sums that cancel.
     """
     plain, results, gradients = got
-    found = {f"result {i} without gradients": error(y, w) for i, (y, w) in enumerate(zip(plain, want.results, strict=True))}
+    found = {
+        f"result {i} without gradients": error(y, w) for i, (y, w) in enumerate(zip(plain, want.results, strict=True))
+    }
     found |= {f"result {i}": error(y, w) for i, (y, w) in enumerate(zip(results, want.results, strict=True))}
     assert gradients.keys() == want.gradients.keys()
     found |= {f"gradient of {key}": error(gradients[key], w) / 1.5 for key, w in want.gradients.items()}

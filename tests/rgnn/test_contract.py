@@ -65,7 +65,9 @@ def test_kernels_float32(name: str, graph: str, size: Size) -> None:
     check(name, graph, size, PALLAS, tolerance=F32)
 
 
-@pytest.mark.parametrize(("name", "graph", "size"), covering((*MODELS, "reductions", "elementwise"), ORDINARY, 1), ids=str)
+@pytest.mark.parametrize(
+    ("name", "graph", "size"), covering((*MODELS, "reductions", "elementwise"), ORDINARY, 1), ids=str
+)
 def test_xla_bfloat16(name: str, graph: str, size: Size) -> None:
     check(name, graph, size, XLA, "bfloat16", tolerance=BF16)
 
@@ -106,7 +108,15 @@ def test_products_of_rounded_operands(backend: str) -> None:
 
 # --- padding ---------------------------------------------------------------------------------------------------------
 
-PADDED = ("rgcn_mean", "rgat_relation", "hgt_skip", "reductions", "softmax_over_incoming_edges", "source_pairs", "constants")
+PADDED = (
+    "rgcn_mean",
+    "rgat_relation",
+    "hgt_skip",
+    "reductions",
+    "softmax_over_incoming_edges",
+    "source_pairs",
+    "constants",
+)
 
 
 def padded_case(name: str, size: Size, seed: int = 0) -> tuple[tuple, dict[str, np.ndarray], tuple, Expected, dict]:
@@ -130,7 +140,14 @@ def padded_case(name: str, size: Size, seed: int = 0) -> tuple[tuple, dict[str, 
     cotangents = tuple(pad(c, by_rows[len(c)]) for c in want.cotangents)
     rows = {len(mask): mask for kind, mask in masks.items() if kind != "source_pair"}
     gradient_masks = {key: masks.get(kind) for key, kind in kinds.items()}
-    arguments = (padded.senders, padded.receivers, padded.edge_type, padded.node_type, padded.edge_mask, padded.node_mask)
+    arguments = (
+        padded.senders,
+        padded.receivers,
+        padded.edge_type,
+        padded.node_type,
+        padded.edge_mask,
+        padded.node_mask,
+    )
     return arguments, arrays, cotangents, want, {"rows": rows, "gradients": gradient_masks}
 
 

@@ -142,10 +142,22 @@ MISUSE: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
         lambda g, a: g.src(a["x"]) + np.ones(3),
         ("arithmetic with ndarray is not possible here; pass the array as an argument of the program",),
     ),
-    "an array where a value is needed": (lambda g, a: g.src(jnp.ones((N, 3))), ("g.src takes an array argument of the program",)),
-    "an array in a function": (lambda g, a: rgnn.exp(np.ones(3)), ("rgnn.exp takes a value of the program, got ndarray",)),
-    "another program's value": (lambda g, a: OTHER[0] * 2.0 + g.src(a["x"]), ("a value of another program is used here",)),
-    "another program's value, read": (lambda g, a: g.sum_to_dst(OTHER[0]), ("a value of another program is used here",)),
+    "an array where a value is needed": (
+        lambda g, a: g.src(jnp.ones((N, 3))),
+        ("g.src takes an array argument of the program",),
+    ),
+    "an array in a function": (
+        lambda g, a: rgnn.exp(np.ones(3)),
+        ("rgnn.exp takes a value of the program, got ndarray",),
+    ),
+    "another program's value": (
+        lambda g, a: OTHER[0] * 2.0 + g.src(a["x"]),
+        ("a value of another program is used here",),
+    ),
+    "another program's value, read": (
+        lambda g, a: g.sum_to_dst(OTHER[0]),
+        ("a value of another program is used here",),
+    ),
     "another program's weight": (lambda g, a: g.src(a["x"]) @ OTHER[1], ("a value of another program is used here",)),
     "another program's argument": (lambda g, a: g.src(OTHER[2]), ("a value of another program is used here",)),
     "another program's value in a product": (
@@ -159,7 +171,10 @@ MISUSE: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
         (r"too many indices for feature shape \(3,\)", "only features are indexed, never rows"),
     ),
     "a step": (lambda g, a: g.src(a["x"])[::2], ("slices without a step",)),
-    "a reshape of another size": (lambda g, a: g.src(a["x"]).reshape(2, 2), (r"reshape of feature shape \(3,\) to \(2, 2\)",)),
+    "a reshape of another size": (
+        lambda g, a: g.src(a["x"]).reshape(2, 2),
+        (r"reshape of feature shape \(3,\) to \(2, 2\)",),
+    ),
     "a power that is a value": (lambda g, a: g.src(a["x"]) ** g.dst(a["x"]), ("needs a Python number",)),
     "a softmax within nothing": (
         lambda g, a: rgnn.edge_softmax(g.src(a["x"]), within="src"),
