@@ -175,7 +175,9 @@ class _Drawing:
 
     def binary(self) -> Value:
         x = self.any()
-        y = self.partner(x, ((), x.shape, *((tuple(1 for _ in x.shape), (*x.shape[:-1], 1)) if x.shape else ())))
+        wide = tuple(2 if size == 1 else size for size in x.shape)
+        shapes = ((), x.shape, tuple(1 for _ in x.shape), (*x.shape[:-1], 1), (*x.shape[:-1], *wide[-1:]), wide)
+        y = self.partner(x, tuple(dict.fromkeys(s for s in shapes if len(s) in (0, len(x.shape)))))
         pattern = self.draw(
             st.sampled_from(
                 (
@@ -192,7 +194,8 @@ class _Drawing:
         names = (x.name, y.name)
         if self.draw(st.booleans()) and y.space == x.space and y.shape == x.shape:
             names = names[::-1]
-        return self.define(pattern.format(*names), x.space, x.shape)
+        shape = np.broadcast_shapes(x.shape, y.shape)
+        return self.define(pattern.format(*names), x.space, tuple(map(int, shape)))
 
     def unary(self) -> Value:
         x = self.any()

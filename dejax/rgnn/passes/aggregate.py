@@ -31,6 +31,8 @@ def aggregate(program: Program, counts: Counts) -> Program:
         if linear.attr("via") != "etype" or linear.attr("spec") not in _SPECS or len(users[linears[0].value]) != 1:
             return None
         rest = [f for f in found if f is not linears[0]]
+        if op.shape != linear.shape:  # a factor that makes one head many does not commute with the weight of one
+            return None
         if any(_inserted_width(program, f) > 1 for f in rest):
             return None
         return (linears[0], rest) if _aggregate_is_cheaper(program, linear, op, counts) else None

@@ -30,8 +30,9 @@ def contract(program: Program, counts: Counts) -> Program:
             if pair is None or f.power != 1:
                 continue
             row, wide = pair
-            rest = [g for j, g in enumerate(found) if j != at]
-            known = sums.get((op.attr("via"), _key([*rest, *factors(program, wide)])))
+            rest = [_placed(program, g, over=1) for j, g in enumerate(found) if j != at]
+            sides = [_placed(program, g) for g in factors(program, wide)]
+            known = sums.get((op.attr("via"), tuple(sorted([*rest, *sides]))))
             if known is None or known >= index:
                 continue
             total, y = new[known], new[program.ops[row].args[0]]
@@ -51,12 +52,23 @@ def _sums(program: Program) -> dict[tuple, int]:
     found: dict[tuple, int] = {}
     for i, op in enumerate(program.ops):
         if op.name == "reduce" and op.attr("op") == "sum" and op.shape:
-            found.setdefault((op.attr("via"), _key(factors(program, op.args[0]))), i)
+            key = tuple(sorted(_placed(program, f) for f in factors(program, op.args[0])))
+            found.setdefault((op.attr("via"), key), i)
     return found
 
 
-def _key(parts: list[Factor]) -> tuple:
-    return tuple(sorted((f.value, f.power) for f in parts))
+def _placed(program: Program, factor: Factor, over: int = 0) -> tuple[int, int, tuple[int, ...]]:
+    """A factor and where its axes stand in the product: one for each head is not one for each feature.
+
+    Args:
+      over: axes of size 1 to add at the end, for a factor beside an inner product, whose last axis is gone.
+    """
+    shape = program.ops[factor.value].shape
+    for axes in factor.inserts if shape else ():
+        for axis in axes:
+            shape = (*shape[:axis], 1, *shape[axis:])
+    shape = (*shape, *(1,) * over)
+    return factor.value, factor.power, () if all(size == 1 for size in shape) else shape
 
 
 def _inner_product(program: Program, value: int, via: str) -> tuple[int, int] | None:

@@ -1,0 +1,404 @@
+"""The passes one by one: what each does to a tiny program as a golden text, and when it does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dejax.rgnn.ir import inter
+from dejax.rgnn.ir.inter import Builder, Program, Space, verify
+from dejax.rgnn.ir.intra import Fallback, Gemm, Kernels, Outer, Traversal, verify_kernels
+from dejax.rgnn.passes import LATE, PASSES, Counts, differentiated, lower_to_kernels, optimise, run_passes
+from dejax.rgnn.passes.aggregate import aggregate
+from dejax.rgnn.passes.backward import differentiate
+from dejax.rgnn.passes.compact import compact
+from dejax.rgnn.passes.contract import contract
+from dejax.rgnn.passes.cse import cse
+from dejax.rgnn.passes.dce import dce
+from dejax.rgnn.passes.fallback import fallback
+from dejax.rgnn.passes.fuse_gemm import fuse_gemm
+from dejax.rgnn.passes.fuse_traversal import fuse_traversal
+from dejax.rgnn.passes.hoist import hoist
+from dejax.rgnn.passes.reorder import reorder
+from dejax.rgnn.passes.save import cut
+from dejax.rgnn.passes.softmax import expand_softmax
+
+# Ten edges for each source pair, and for each destination pair: everything that can pay does.
+COUNTS = Counts(nodes=50, edges=1000, source_pairs=100, destination_pairs=100, edge_types=4, node_types=2)
+# Every edge has a source pair and a destination pair of its own: nothing that saves rows does.
+SPARSE = Counts(nodes=1000, edges=1000, source_pairs=1000, destination_pairs=1000, edge_types=4, node_types=2)
+
+
+class Tiny(Builder):
+    """A builder with the words of the front end."""
+
+    def given(self, name: str, space: Space, *shape: int, dtype: str = "float32") -> int:
+        position = sum(op.name == "input" for op in self.ops)
+        return self.op("input", name=name, position=position, space=str(space), shape=shape, dtype=dtype)
+
+    def node(self, name: str, *shape: int) -> int:
+        return self.given(name, Space.NODE, *shape)
+
+    def weight(self, name: str, *shape: int) -> int:
+        return self.given(name, Space.EDGE_TYPE, *shape)
+
+    def edge(self, name: str, *shape: int) -> int:
+        return self.given(name, Space.EDGE, *shape)
+
+    def src(self, x: int) -> int:
+        return self.op("gather", x, via="src")
+
+    def dst(self, x: int) -> int:
+        return self.op("gather", x, via="dst")
+
+    def linear(self, x: int, w: int, spec: str = "k,kn->n", via: str = "etype") -> int:
+        return self.op("linear", x, w, spec=spec, via=via)
+
+    def sum(self, x: int, via: str = "dst") -> int:
+        return self.op("reduce", x, via=via, op="sum")
+
+
+def program(name: str) -> Callable[[Callable[[Tiny], int | list[int]]], Program]:
+    def make(function: Callable[[Tiny], int | list[int]]) -> Program:
+        b = Tiny(name)
+        outputs = function(b)
+        return b.build(outputs if isinstance(outputs, list) else [outputs])
+
+    return make
+
+
+def names(p: Program) -> list[str]:
+    return [op.name for op in p.ops]
+
+
+# --- the programs ----------------------------------------------------------------------------------------------------
+
+
+@program("cse")
+def twice(b: Tiny) -> int:
+    x, w = b.node("x", 4), b.weight("w", 4, 3)
+    return b.op("add", b.linear(b.src(x), w), b.op("tanh", b.linear(b.src(x), w)))
+
+
+@program("dce")
+def unused(b: Tiny) -> int:
+    x, _ = b.node("x", 4), b.weight("never_used", 4)
+    y = b.src(x)
+    b.op("exp", y)
+    return b.sum(y)
+
+
+@program("reorder")
+def dot_after_linear(b: Tiny) -> list[int]:
+    x, w, a = b.node("x", 4), b.weight("w", 2, 4, 3), b.weight("a", 2, 3)
+    score = b.op("dot", b.linear(b.dst(x), w, "k,hkn->hn"), b.op("gather", a, via="etype"))
+    v, u = b.weight("v", 4, 16), b.weight("u", 16, 4)
+    return [score, b.linear(b.linear(b.src(x), v), u)]
+
+
+@program("aggregate")
+def scaled_sum(b: Tiny) -> int:
+    x, w, e = b.node("x", 4), b.weight("w", 4, 8), b.edge("e")
+    return b.sum(b.op("mul", b.linear(b.src(x), w), e))
+
+
+@program("compact")
+def by_pair(b: Tiny) -> list[int]:
+    x, w, c = b.node("x", 4), b.weight("w", 4, 3), b.weight("c", 3)
+    z = b.linear(b.src(x), w)
+    score = b.op("dot", z, b.op("gather", c, via="etype"))
+    return [b.sum(z), b.op("add", score, b.op("tanh", b.op("dot", b.dst(x), b.dst(x))))]
+
+
+@program("softmax")
+def attention(b: Tiny) -> int:
+    s, x = b.edge("s"), b.node("x", 4)
+    return b.sum(b.op("mul", b.op("softmax", s, via="dst"), b.src(x)))
+
+
+@program("hoist")
+def mean(b: Tiny) -> int:
+    x = b.node("x", 4)
+    count = b.op("count", via="dst", dtype="float32")
+    return b.sum(b.op("div", b.src(x), b.dst(count)))
+
+
+@program("contract")
+def inner_product_of_a_sum(b: Tiny) -> list[int]:
+    x, y, c = b.node("x", 4), b.node("y", 4), b.edge("c")
+    row = b.src(x)
+    total = b.sum(b.op("mul", b.op("reshape", c, shape=(1,)), row))
+    return [total, b.sum(b.op("mul", c, b.op("dot", b.dst(y), row)))]
+
+
+@program("backward")
+def message_passing(b: Tiny) -> int:
+    x, w = b.node("x", 4), b.weight("w", 4, 3)
+    return b.op("tanh", b.sum(b.linear(b.src(x), w)))
+
+
+@program("gemm")
+def products(b: Tiny) -> list[int]:
+    x, w = b.node("x", 4), b.weight("w", 4, 3)
+    z = b.op("relu", b.linear(b.src(x), w))
+    return [z, b.op("outer", b.src(x), z, spec="k,n->kn", via="etype", dtype="float32")]
+
+
+@program("traversal")
+def attention_and_epilogue(b: Tiny) -> int:
+    s, z, bias = b.edge("s"), b.edge("z", 4), b.given("b", Space.GRAPH, 4)
+    score = b.op("leaky_relu", s, slope=0.2)
+    y = b.sum(b.op("mul", b.op("softmax", score, via="dst"), z))
+    return b.op("tanh", b.op("add", y, b.lift(bias, Space.NODE)))
+
+
+@program("fallback")
+def what_no_template_does(b: Tiny) -> int:
+    x, w, v = b.node("x", 4), b.weight("w", 4, 3), b.given("v", Space.GRAPH, 3, 2)
+    y = b.sum(b.linear(b.src(x), w))
+    return b.op("erf", b.linear(y, v, via="all"))
+
+
+# --- golden texts ----------------------------------------------------------------------------------------------------
+
+Golden = Callable[[str, str], None]
+
+GOLDEN: list[tuple[str, Program, Callable[[Program, Counts], Program]]] = [
+    ("cse", twice, cse),
+    ("dce", unused, dce),
+    ("reorder", dot_after_linear, reorder),
+    ("aggregate", scaled_sum, aggregate),
+    ("compact", by_pair, compact),
+    ("softmax", attention, expand_softmax),
+    ("hoist", mean, hoist),
+    ("contract", inner_product_of_a_sum, contract),
+]
+
+
+def before_after(before: object, *stages: tuple[str, object]) -> str:
+    return "\n\n".join([str(before), *(f"== {title}\n{text}" for title, text in stages)])
+
+
+@pytest.mark.parametrize(("name", "before", "run"), GOLDEN, ids=[g[0] for g in GOLDEN])
+def test_golden(name: str, before: Program, run: Callable[[Program, Counts], Program], golden: Golden) -> None:
+    after = verify(run(before, COUNTS))
+    assert str(after) != str(before)
+    golden(f"pass_{name}.txt", before_after(before, (f"after {name}", after)))
+    # Done once, there is nothing left to do.
+    again = dce(cse(run(dce(cse(after, COUNTS), COUNTS), COUNTS), COUNTS), COUNTS)
+    if name != "hoist":
+        assert str(again) == str(dce(cse(after, COUNTS), COUNTS))
+
+
+def test_golden_backward(golden: Golden) -> None:
+    joint = differentiate(message_passing, wrt=(0, 1))
+    golden("pass_backward.txt", before_after(message_passing, ("after backward, gradients of x and w", joint)))
+    assert [joint.ops[o].type for o in joint.outputs[1:]] == [
+        message_passing.ops[i].type for i in message_passing.inputs
+    ]
+
+
+def test_golden_cut(golden: Golden) -> None:
+    """What is saved and what is recomputed, and with the pass off: everything is saved."""
+    joint = dce(cse(differentiate(message_passing, wrt=(0, 1)), COUNTS), COUNTS)
+    stages = []
+    for title, save_all in (("recompute", False), ("recompute off", True)):
+        halves = cut(joint, num_inputs=2, num_outputs=1, save_all=save_all)
+        stages += [
+            (f"{title}: forward, the output and what is saved", halves.forward),
+            (f"{title}: backward", halves.backward),
+        ]
+        assert halves.num_saved == len(halves.forward.outputs) - 1
+        assert halves.needed == (0, 1)
+    golden("pass_recompute.txt", before_after(joint, *stages))
+
+
+def test_golden_gemm(golden: Golden) -> None:
+    golden("pass_gemm.txt", before_after(products, ("gemm instances", fuse_gemm(Kernels(products)))))
+
+
+def test_golden_traversal(golden: Golden) -> None:
+    late = run_passes(attention_and_epilogue, LATE, COUNTS, frozenset(), lambda *_: None)
+    golden("pass_traversal.txt", before_after(late, ("traversal instances", fuse_traversal(Kernels(late)))))
+
+
+def test_golden_fallback(golden: Golden) -> None:
+    fused = fuse_traversal(fuse_gemm(Kernels(what_no_template_does)))
+    stages = [
+        ("in order, with the rest left to XLA", fallback(fused)),
+        ("one operator each", fallback(fused, merge=False)),
+    ]
+    golden("pass_fallback.txt", before_after(what_no_template_does, ("instances", fused), *stages))
+
+
+def test_every_pass_has_a_golden_text() -> None:
+    shown = {name for name, _, _ in GOLDEN} | {"backward", "recompute", "gemm", "traversal", "fallback"}
+    assert shown == set(PASSES)
+
+
+# --- decisions -------------------------------------------------------------------------------------------------------
+
+
+def test_aggregation_where_it_is_less_work() -> None:
+    assert names(aggregate(scaled_sum, COUNTS)).count("reduce") == 2
+    assert str(aggregate(scaled_sum, SPARSE)) == str(scaled_sum)
+
+
+def test_no_aggregation_of_a_product_that_others_read() -> None:
+    @program("others")
+    def others(b: Tiny) -> list[int]:
+        x, w = b.node("x", 4), b.weight("w", 4, 8)
+        z = b.linear(b.src(x), w)
+        return [b.sum(z), b.op("tanh", z)]
+
+    assert str(aggregate(others, COUNTS)) == str(others)
+
+
+def test_no_aggregation_past_a_factor_of_the_features() -> None:
+    """A number for each feature does not commute with the weight."""
+
+    @program("features")
+    def features(b: Tiny) -> int:
+        x, w, e = b.node("x", 4), b.weight("w", 4, 8), b.edge("e", 8)
+        return b.sum(b.op("mul", b.linear(b.src(x), w), e))
+
+    assert str(aggregate(features, COUNTS)) == str(features)
+
+
+def test_no_aggregation_past_a_factor_that_makes_more_heads() -> None:
+    """One head times a number for each of three heads: the product is wider than the weight's result."""
+
+    @program("heads")
+    def heads(b: Tiny) -> int:
+        x, w, e = b.node("x", 1, 4), b.weight("w", 1, 4, 8), b.edge("e", 3, 1)
+        return b.sum(b.op("mul", b.linear(b.src(x), w, "hk,hkn->hn"), e))
+
+    assert verify(aggregate(heads, COUNTS)).ops[-1].shape == (3, 8)
+
+
+def test_no_contraction_with_numbers_for_other_axes() -> None:
+    """c_e for each head beside the inner products, and c_e for each feature in the sum: not the same sum."""
+
+    def sums(shape: tuple[int, int]) -> Program:
+        @program("axes")
+        def axes(b: Tiny) -> list[int]:
+            x, y, c = b.node("x", 3, 3), b.node("y", 3, 3), b.edge("c", 3)
+            row = b.src(x)
+            total = b.sum(b.op("mul", b.op("reshape", c, shape=shape), row))
+            return [total, b.sum(b.op("mul", c, b.op("dot", b.dst(y), row)))]
+
+        return axes
+
+    assert str(contract(sums((1, 3)), COUNTS)) == str(sums((1, 3)))
+    assert names(contract(sums((3, 1)), COUNTS))[-2:] == ["mul", "sum_features"]
+
+
+def test_compaction_where_it_spares_rows() -> None:
+    spaces = lambda p: {op.space for op in p.ops if op.name == "linear"}  # noqa: E731
+    assert spaces(compact(by_pair, COUNTS)) == {Space.SOURCE_PAIR}
+    assert spaces(compact(by_pair, SPARSE)) == {Space.EDGE}
+
+
+def test_no_compaction_of_functions_that_can_be_infinite() -> None:
+    """A node that no edge reads would make 0 times infinity in backward."""
+
+    @program("partial")
+    def partial(b: Tiny) -> int:
+        return b.sum(b.op("log", b.op("abs", b.src(b.node("x", 4)))))
+
+    spaces = {op.name: op.space for op in compact(partial, COUNTS).ops}
+    assert spaces["abs"] == Space.NODE and spaces["log"] == Space.EDGE
+
+
+def test_reordering_where_it_is_less_work() -> None:
+    """(x V) U with an inner width of 16 is V U first; with an inner width of 1 it is not."""
+
+    @program("narrow")
+    def narrow(b: Tiny) -> int:
+        x, v, u = b.node("x", 4), b.weight("v", 4, 1), b.weight("u", 1, 4)
+        return b.linear(b.linear(b.src(x), v), u)
+
+    assert any(op.attr("via") == "self" for op in reorder(dot_after_linear, COUNTS).ops)
+    assert str(reorder(narrow, COUNTS)) == str(narrow)
+
+
+def test_no_reordering_of_a_product_that_others_read() -> None:
+    @program("others")
+    def others(b: Tiny) -> list[int]:
+        x, w, a = b.node("x", 4), b.weight("w", 4, 3), b.weight("a", 3)
+        z = b.linear(b.src(x), w)
+        return [b.op("dot", z, b.op("gather", a, via="etype")), b.sum(z)]
+
+    after = reorder(others, COUNTS)
+    # The inner product is with a constant by type either way, but x W stays as it is.
+    assert not any(op.attr("via") == "self" for op in after.ops)
+
+
+def test_rows_without_edges_after_hoisting() -> None:
+    """0 / 0 at a node without edges is replaced before it can be."""
+    select = [op for op in hoist(mean, COUNTS).ops if op.name == "select"]
+    assert len(select) == 1 and select[0].space == Space.NODE
+
+
+def test_one_pass_for_softmax_and_weighted_sum() -> None:
+    late = run_passes(attention, LATE, COUNTS, frozenset(), lambda *_: None)
+    count, loop = lower_to_kernels(late, COUNTS).instances
+    assert isinstance(count, Fallback) and isinstance(loop, Traversal)
+    assert [a.kind for a in loop.accumulators] == ["max", "weighted", "weighted"]
+    # Only the result reaches memory.
+    assert loop.writes == late.outputs
+
+
+def test_what_training_of_a_softmax_keeps() -> None:
+    """A maximum and a sum a node, never a number an edge."""
+    halves = differentiated(optimise(attention, COUNTS), (0, 1), COUNTS)
+    kept = [halves.forward.ops[o] for o in halves.forward.outputs[1:]]
+    assert {op.space for op in kept} == {Space.NODE}
+
+
+def test_atomic_sums_only_where_they_are_allowed() -> None:
+    def instances(deterministic: bool) -> list[Any]:
+        return list(lower_to_kernels(message_passing, COUNTS, deterministic=deterministic).instances)
+
+    assert not any(isinstance(i, Gemm) and i.accumulate for i in instances(True))
+    (gemm,) = (i for i in instances(False) if isinstance(i, Gemm))
+    assert gemm.accumulate == "dst"
+
+
+@pytest.mark.parametrize("disabled", ["gemm", "traversal"])
+def test_templates_can_be_switched_off(disabled: str) -> None:
+    kinds = {type(i) for i in lower_to_kernels(message_passing, COUNTS, frozenset({disabled})).instances}
+    assert kinds == {"gemm": {Traversal, Fallback}, "traversal": {Gemm, Fallback}}[disabled]
+
+
+def test_gradients_of_all_inputs_and_of_some() -> None:
+    for wrt in ((), (0,), (1,), (0, 1)):
+        joint = dce(differentiate(message_passing, wrt), COUNTS)
+        assert len(joint.outputs) == 1 + len(wrt)
+        assert ("outer" in names(joint)) == (1 in wrt)
+
+
+def test_every_differentiable_operator_has_a_rule() -> None:
+    from dejax.rgnn.passes.backward import RULES
+
+    without_arguments = {"input", "const", "count"}
+    assert set(inter.RULES) - without_arguments == set(RULES)
+
+
+def test_lines_survive_the_passes() -> None:
+    b = Tiny("lines")
+    b.line = "model.py:7"
+    x, w = b.node("x", 4), b.weight("w", 4, 3)
+    b.line = "model.py:8"
+    p = b.build([b.sum(b.op("mul", b.linear(b.src(x), w), b.edge("e")))])
+    for disabled in ((), ("aggregate",)):
+        after = run_passes(optimise(p, COUNTS, frozenset(disabled)), LATE, COUNTS, frozenset(), lambda *_: None)
+        found = {line for op, line in zip(after.ops, after.lines, strict=True) if op.name == "linear"}
+        assert found == {"model.py:8"}
+
+
+def test_outer_products_are_gemm_instances() -> None:
+    kernels = verify_kernels(fallback(fuse_gemm(Kernels(products))))
+    assert [type(i) for i in kernels.instances] == [Gemm, Outer]
