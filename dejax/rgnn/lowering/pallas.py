@@ -100,9 +100,8 @@ class PallasLowering:
         x, y = env[instance.x.value], env[instance.y.value]
         left, right = instance.spec.split("->")[0].split(",")
         result = instance.spec.split("->")[1]
-        heads = "h" in left and "h" in right and "h" in result
-        if "h" in left and "h" in right and not heads:
-            raise NotImplementedError(f"outer product {instance.spec} sums over heads")
+        heads = "h" in left and "h" in right
+        summed = heads and "h" not in result  # one weight for all heads: a product for each, then their sum
         # [rows, groups, width] on both sides; what is not a group is a width.
         shape = lambda a: (a.shape[0], a.shape[1] if heads else 1, int(np.prod(a.shape[2 if heads else 1 :])))  # noqa: E731
         total = kernels.typed_outer(
@@ -113,7 +112,7 @@ class PallasLowering:
             x_index=self.row_index(instance.x, group),
             y_index=self.row_index(instance.y, group),
             precision=self.precision,
-            out_dtype=jnp.dtype(op.dtype),
+            out_dtype=jnp.float32 if summed else jnp.dtype(op.dtype),
             interpret=self.interpret,
         )
         letters = (
@@ -122,6 +121,8 @@ class PallasLowering:
         sizes = dict(zip(left, self.program.ops[instance.x.name].shape, strict=True))
         sizes |= dict(zip(right, self.program.ops[instance.y.name].shape, strict=True))
         total = total.reshape(-1, *(sizes[c] for c in letters))
+        if summed:
+            total, letters = total.sum(1).astype(op.dtype), letters[1:]
         return jnp.transpose(total, (0, *(1 + letters.index(c) for c in result)))
 
     # --- traversal ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,107 @@
+"""Whole models lowered to Triton kernels for an H200 on a machine without a GPU: forward and backward, nothing left to XLA."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+
+from dejax.rgnn import Options, library
+from dejax.rgnn.lowering.pallas import PallasLowering
+from tests.rgnn.references import CASES, GRAPHS, OPERATORS, Size, graph_of, make_arrays
+
+try:
+    from jax.sharding import AbstractDevice
+except ImportError:
+    from jax._src.mesh import AbstractDevice
+
+MODELS = {"rgcn": ("rgcn_mean", library.rgcn), "rgat": ("rgat", library.rgat), "hgt": ("hgt_skip", library.hgt)}
+
+
+@pytest.fixture
+def left_to_xla(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Instances of the kernel templates that no kernel could do."""
+    found: list[str] = []
+    original = PallasLowering.run
+
+    def run(self: PallasLowering, instance: Any, env: Any) -> None:
+        try:
+            original(self, instance, env)
+        except NotImplementedError as error:
+            found.append(f"{instance}: {error}")
+            raise
+
+    monkeypatch.setattr(PallasLowering, "run", run)
+    return found
+
+
+def lower(name: str, size: Size, dtype: str, options: Options) -> str:
+    """The StableHLO of forward and backward for CUDA; its custom calls hold the kernels' Triton IR."""
+    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+    arrays = {key: jnp.asarray(a, dtype) for key, a in make_arrays(name, GRAPHS["typical"], size, "float32").items()}
+    graph = graph_of("typical")
+
+    def step(arrays: Any) -> Any:
+        loss = lambda a: sum(
+            jnp.sum(y.astype(jnp.float32)) for y in jax.tree.leaves(CASES[name].run(graph, a, options))
+        )  # noqa: E731
+        return loss(arrays), jax.grad(loss)(arrays)
+
+    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Triton.*", category=DeprecationWarning)
+        return jax.jit(step).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernel_names(text: str) -> list[str]:
+    """The names of the Triton kernels in a module."""
+    return re.findall(r"xla\.gpu\.triton", text)
+
+
+def options(precision: str | None) -> Options:
+    return Options(backend="pallas", precision=precision, interpret=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "width", "heads", "dtype", "precision"),
+    [
+        ("rgcn", 32, 1, "float32", "f32"),
+        ("rgcn", 64, 1, "float32", "tf32"),
+        ("rgcn", 256, 1, "bfloat16", None),
+        ("rgat", 64, 1, "float32", "tf32"),
+        ("rgat", 32, 4, "float32", "f32"),
+        ("rgat", 128, 8, "float32", "bf16"),
+        ("rgat", 256, 4, "bfloat16", None),
+        ("hgt", 64, 1, "float32", None),
+        ("hgt", 32, 4, "float32", "f32"),
+        ("hgt", 64, 8, "bfloat16", None),
+        pytest.param("hgt", 256, 8, "float32", "bf16", marks=pytest.mark.slow),
+        pytest.param("rgat", 100, 3, "float32", "tf32", marks=pytest.mark.slow),
+    ],
+)
+def test_models(model: str, width: int, heads: int, dtype: str, precision: str | None, left_to_xla: list[str]) -> None:
+    name, _ = MODELS[model]
+    text = lower(name, Size(width, width // heads, heads), dtype, options(precision))
+    assert not left_to_xla
+    # RGCN: a product and a sum each way and a weight gradient; attention: more of each.
+    assert len(kernel_names(text)) >= (6 if model == "rgcn" else 10)
+
+
+@pytest.mark.parametrize("name", [n for n in OPERATORS if n != "feature_axes"])
+def test_operators(name: str, left_to_xla: list[str]) -> None:
+    text = lower(name, Size(17, 3, 2), "float32", options("tf32"))
+    assert not left_to_xla
+    assert kernel_names(text)
+
+
+def test_the_count_can_be_missed(left_to_xla: list[str]) -> None:
+    """Plain XLA lowers to no kernel at all."""
+    assert not kernel_names(lower("rgcn_mean", Size(), "float32", Options(backend="xla")))
+    # And float64, which no kernel does, is seen as left to XLA.
+    with jax.enable_x64(True):
+        assert not kernel_names(lower("rgcn_mean", Size(), "float64", options(None)))
+    assert left_to_xla and "no kernel for float64" in left_to_xla[0]
