@@ -63,21 +63,29 @@ def edge_list(
     *,
     senders: int = 0,
     receivers: int = 0,
+    hub: int = 0,
+    duplicates: int = 0,
     empty: int = -1,
 ) -> EdgeList:
     """Random edges.
 
     Args:
       senders: the first so many nodes have outgoing edges (0: all); receivers: likewise incoming edges.
+      hub: so many edges arrive at node 0, besides its share of the others.
+      duplicates: the last so many edges are the first ones again.
       empty: an edge type without edges.
     """
     rng = np.random.default_rng(seed)
     kinds = rng.integers(0, types, edges)
     kinds[kinds == empty] = (empty + 1) % types
     node_type = rng.integers(0, node_types, nodes).astype(np.int32) if node_types > 1 else None
+    from_nodes, to_nodes = rng.integers(0, senders or nodes, edges), rng.integers(0, receivers or nodes, edges)
+    to_nodes[:hub] = 0
+    for column in (from_nodes, to_nodes, kinds):
+        column[edges - duplicates :] = column[:duplicates]
     return EdgeList(
-        rng.integers(0, senders or nodes, edges).astype(np.int32),
-        rng.integers(0, receivers or nodes, edges).astype(np.int32),
+        from_nodes.astype(np.int32),
+        to_nodes.astype(np.int32),
         kinds.astype(np.int32),
         nodes,
         types,
@@ -87,8 +95,8 @@ def edge_list(
 
 
 GRAPHS: dict[str, EdgeList] = {
-    # Three edges of four come twice or more; two nodes have no incoming edge; type 1 is empty.
-    "typical": edge_list(0, nodes=11, edges=40, types=4, node_types=3, receivers=9, empty=1),
+    # Two nodes have no incoming edge; type 1 is empty.
+    "typical": edge_list(0, nodes=11, edges=40, types=4, node_types=3, receivers=9, duplicates=6, empty=1),
     # Few senders, many edges each: compaction by source; all edges arrive at two hubs.
     "hubs": edge_list(1, nodes=14, edges=90, types=3, node_types=2, senders=5, receivers=2),
     # Many senders, one receiver a type: aggregation before transformation.
@@ -97,13 +105,15 @@ GRAPHS: dict[str, EdgeList] = {
     "one_type": edge_list(4, nodes=9, edges=37, types=1),
     "one_node": edge_list(5, nodes=1, edges=3, types=2),
     "no_edges": edge_list(6, nodes=4, edges=0, types=2, node_types=2),
+    # For a real GPU: many programs, hubs of thousands of edges.
+    "large": edge_list(7, nodes=3000, edges=20_000, types=20, node_types=4, senders=2900, hub=4000, empty=3),
 }
 HUB_CHUNK = 16  # so small that `hubs` and `fan_in` have hubs
 
 
 @cache
 def graph_of(name: str) -> RelGraph:
-    return GRAPHS[name].build(hub_chunk=HUB_CHUNK)
+    return GRAPHS[name].build(**({} if name == "large" else {"hub_chunk": HUB_CHUNK}))
 
 
 # --- references ------------------------------------------------------------------------------------------------------
@@ -116,8 +126,7 @@ class Reference:
         self.s, self.d, self.t = edges.senders, edges.receivers, edges.edge_type
         self.nodes, self.types = edges.num_nodes, edges.num_edge_types
         self.nt = np.zeros(self.nodes, np.int32) if edges.node_type is None else edges.node_type
-        pairs = sorted(set(zip(self.t.tolist(), self.s.tolist(), strict=True)))
-        self.pair = np.array([pairs.index(p) for p in zip(self.t.tolist(), self.s.tolist(), strict=True)], np.int32)
+        self.pair = np.unique(self.t * self.nodes + self.s, return_inverse=True)[1]
 
     def sum(self, x: Any, rows: np.ndarray | None = None) -> Any:
         """Sums over the edges that share a row; by default a destination."""
@@ -745,7 +754,7 @@ def covering(names: tuple[str, ...], graphs: tuple[str, ...], each: int) -> list
     for i, name in enumerate(names):
         for j in range(each):
             at = i * each + j
-            size = Size(WIDTHS[at % 4], WIDTHS[(at // 4 + j) % 4], HEADS[(at // 2 + i) % 4])
+            size = Size(WIDTHS[at % 4], WIDTHS[(at // 4 + j) % 4], HEADS[(at + at // 3) % 4])
             if name.startswith("hgt") or size.k * size.n * size.h > 10_000:
                 size = replace(size, n=min(size.n, 17), h=min(size.h, 3) if size.n > 3 else size.h)
             found.append((name, graphs[at % len(graphs)], size))

@@ -159,13 +159,10 @@ def unpad(x: Any, mask: np.ndarray | None) -> np.ndarray:
     return x[mask]
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [*((n, "xla") for n in PADDED), ("rgat_relation", "pallas"), ("reductions", "pallas"), ("source_pairs", "pallas")],
-)
-def test_padding_has_no_effect(name: str, backend: str) -> None:
+def check_padding(name: str, options: Options, case: tuple) -> None:
+    """The contract on a padded graph that is made inside jit."""
     edges = GRAPHS["typical"]
-    arguments, arrays, cotangents, want, masks = padded_case(name, Size(3, 3, 2))
+    arguments, arrays, cotangents, want, masks = case
 
     @jax.jit
     def run(arguments: tuple, arrays: Any, cotangents: tuple) -> Any:
@@ -182,12 +179,24 @@ def test_padding_has_no_effect(name: str, backend: str) -> None:
             node_mask=node_mask,
             hub_chunk=HUB_CHUNK,
         )
-        return run_case(name, graph, arrays, cotangents, BACKENDS[backend], jit=False)
+        return run_case(name, graph, arrays, cotangents, options, jit=False)
 
-    plain, results, gradients = run(arguments, arrays, cotangents)
+    assert_padding_is_gone(run(arguments, arrays, cotangents), want, masks)
+
+
+def assert_padding_is_gone(got: tuple, want: Expected, masks: dict) -> None:
+    plain, results, gradients = got
     plain, results = (tuple(unpad(y, masks["rows"][len(y)]) for y in found) for found in (plain, results))
     gradients = {key: unpad(g, masks["gradients"][key]) for key, g in gradients.items()}
     assert_agrees((plain, results, gradients), want, F32)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*((n, "xla") for n in PADDED), ("rgat_relation", "pallas"), ("reductions", "pallas"), ("source_pairs", "pallas")],
+)
+def test_padding_has_no_effect(name: str, backend: str) -> None:
+    check_padding(name, BACKENDS[backend], padded_case(name, Size(3, 3, 2)))
 
 
 def test_masks_of_a_concrete_graph() -> None:
@@ -208,10 +217,31 @@ def test_masks_of_a_concrete_graph() -> None:
         edge_mask=edge_mask,
         node_mask=node_mask,
     )
-    plain, results, gradients = run_case(name, graph, jax.tree.map(jnp.asarray, arrays), cotangents, XLA)
-    plain, results = (tuple(unpad(y, masks["rows"][len(y)]) for y in found) for found in (plain, results))
-    gradients = {key: unpad(g, masks["gradients"][key]) for key, g in gradients.items()}
-    assert_agrees((plain, results, gradients), want, F32)
+    got = run_case(name, graph, jax.tree.map(jnp.asarray, arrays), cotangents, XLA)
+    assert_padding_is_gone(got, want, masks)
+
+
+def test_sums_by_atomic_addition() -> None:
+    """`deterministic=False`: product rows are added up in place."""
+    options = Options(
+        backend="pallas", precision="f32", interpret=True, deterministic=False, disable=("aggregate", "compact")
+    )
+    check("rgcn_sum_bare", "hubs", Size(3, 3), options, tolerance=F32)
+
+
+def test_what_the_graphs_cover() -> None:
+    """The cases mean little unless the graphs have what goes wrong."""
+    typical, hubs = GRAPHS["typical"], GRAPHS["hubs"]
+    rows = np.stack([typical.senders, typical.receivers, typical.edge_type])
+    assert np.unique(rows, axis=1).shape[1] < rows.shape[1], "no duplicate edge"
+    assert (typical.senders == typical.receivers).any(), "no self loop"
+    assert (np.bincount(typical.edge_type, minlength=typical.num_edge_types) == 0).any(), "no empty type"
+    assert (np.bincount(typical.receivers, minlength=typical.num_nodes) == 0).any(), "no node without incoming edges"
+    assert np.bincount(hubs.receivers).max() > 2 * HUB_CHUNK, "no hub of three chunks"
+    chosen = covering(tuple(CASES), ORDINARY, 2)
+    assert {c[0] for c in chosen} == set(CASES) and {c[1] for c in chosen} == set(ORDINARY)
+    assert {c[2].k for c in chosen} == {c[2].n for c in chosen} == {1, 3, 17, 100}
+    assert {c[2].h for c in chosen} >= {1, 2, 8}
 
 
 def test_the_references_can_be_missed() -> None:

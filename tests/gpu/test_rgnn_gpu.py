@@ -1,0 +1,132 @@
+"""The compiler's contract on a GPU: every operator and model through the Triton kernels, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from dejax.rgnn import Options, library
+from tests.rgnn.random_programs import Recipe, recipes
+from tests.rgnn.references import CASES, GRAPHS, MODELS, Size, check, covering, expected, graph_of, make_arrays
+from tests.rgnn.strategies import EdgeList, edge_lists
+from tests.rgnn.test_contract import ORDINARY, PADDED, padded_case
+from tests.rgnn.test_random_programs import PASS_SUBSETS, compare
+
+pytestmark = pytest.mark.gpu
+
+F32 = Options(backend="pallas", precision="f32")
+TF32 = Options(backend="pallas", precision="tf32")
+BF16 = Options(backend="pallas", precision="bf16")
+# TF32 keeps 10 bits of each operand: 1e-3 for one product, more where products feed products.
+ONE_PRODUCT, CHAIN, LOW = 1e-3, 3e-3, 2e-2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _needs_gpu() -> None:
+    if jax.default_backend() != "gpu":
+        pytest.skip("the default backend is no GPU")
+
+
+@pytest.mark.parametrize(("name", "graph", "size"), covering(tuple(CASES), ORDINARY, 3), ids=str)
+def test_float32(name: str, graph: str, size: Size) -> None:
+    check(name, graph, size, F32, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("name", ["linear_on_edges", "linear_by_edge_type_and_head", "linear_by_node_type", *MODELS])
+def test_tf32(name: str) -> None:
+    tolerance = ONE_PRODUCT if name.startswith("linear_on") else CHAIN
+    check(name, "typical", Size(100, 17, 3), TF32, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16_products(name: str) -> None:
+    check(name, "typical", Size(100, 17, 3), BF16, tolerance=LOW)
+
+
+@pytest.mark.parametrize(("name", "graph", "size"), covering((*MODELS, "reductions"), ORDINARY, 1), ids=str)
+def test_bfloat16_arrays(name: str, graph: str, size: Size) -> None:
+    check(name, graph, size, Options(backend="pallas"), "bfloat16", tolerance=LOW)
+
+
+@pytest.mark.parametrize("graph", ["one_node", "no_edges"])
+@pytest.mark.parametrize("name", ["rgcn_mean", "rgat", "rgat_relation", "hgt_skip", "reductions", "linear_on_edges"])
+def test_small_graphs(name: str, graph: str) -> None:
+    check(name, graph, Size(3, 3, 2), F32, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("size", [Size(32, 8, 4), Size(64, 32, 1), Size(16, 2, 8)], ids=str)
+@pytest.mark.parametrize("name", ["rgcn_mean", "rgcn_bases", "rgat", "rgat_relation", "hgt_skip"])
+def test_many_programs_and_hubs(name: str, size: Size) -> None:
+    check(name, "large", size, F32, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("name", ["softmax_over_incoming_edges", "softmax_within_relations"])
+@pytest.mark.parametrize("graph", ["hubs", "large"])
+def test_softmax_of_large_scores(name: str, graph: str) -> None:
+    check(name, graph, Size(), F32, tolerance=1e-5, scores=1e4)
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_has_no_effect(name: str) -> None:
+    from tests.rgnn import test_contract
+
+    test_contract.check_padding(name, F32, padded_case(name, Size(3, 3, 2)))
+
+
+def test_the_same_bits_again() -> None:
+    arrays = {
+        k: jnp.asarray(v, jnp.float32)
+        for k, v in make_arrays("rgat", GRAPHS["large"], Size(32, 8, 4), "float32").items()
+    }
+    x = arrays.pop("x")
+    loss = lambda x, p: jnp.sum(jnp.sin(library.rgat(graph_of("large"), x, p, options=TF32)))  # noqa: E731
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    first = jax.tree.map(np.asarray, step(x, arrays))
+    for _ in range(5):
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, step(x, arrays)), first)
+
+
+def test_sums_by_atomic_addition() -> None:
+    options = Options(backend="pallas", precision="f32", deterministic=False, disable=("aggregate", "compact"))
+    check("rgcn_sum_bare", "large", Size(32, 32), options, tolerance=2e-5)
+
+
+def test_auto_is_the_kernels_here() -> None:
+    """`backend="auto"` gives bit for bit what the kernels give, and XLA does not."""
+    want = expected("rgat", "hubs", Size(17, 17, 2), "float32")
+    arrays = {k: jnp.asarray(v, jnp.float32) for k, v in want.arrays.items()}
+    x = arrays.pop("x")
+    results = {
+        backend: np.asarray(
+            library.rgat(graph_of("hubs"), x, arrays, options=Options(backend=backend, precision="tf32"))
+        )
+        for backend in ("auto", "pallas", "xla")
+    }
+    np.testing.assert_array_equal(results["auto"], results["pallas"])
+    assert (results["auto"] != results["xla"]).any()
+
+
+@settings(max_examples=40)
+@given(recipe=recipes(), edges=edge_lists(), disable=PASS_SUBSETS)
+def test_random_programs(recipe: Recipe, edges: EdgeList, disable: tuple[str, ...]) -> None:
+    compare(recipe, edges, Options(backend="pallas", disable=disable, precision="f32"), "float32", 1e-3)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "scan", "checkpoint"])
+def test_transformations(transform: str) -> None:
+    from tests.rgnn import test_transforms
+
+    arrays: Any = {"vmap": ((0, 0),), "scan": (), "checkpoint": ()}[transform]
+    options = test_transforms.BACKENDS | {"pallas": F32}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_transforms, "BACKENDS", options)
+        {
+            "vmap": test_transforms.test_vmap,
+            "scan": test_transforms.test_scan_over_layers,
+            "checkpoint": test_transforms.test_checkpoint,
+        }[transform]("pallas", *arrays)
