@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--holdout", type=float, metavar="SHARE", help="training nodes to validate on, to choose settings by"
     )
+    p.add_argument("--fold", type=int, metavar="K", help="which share to hold out, 0, 1, .., for cross-validation")
     p.add_argument("--precision", choices=("f32", "tf32", "bf16"), help="of products of float32 matrices")
     p.add_argument("--eval-every", type=int, metavar="N", help="epochs between two points of the accuracy curves")
     p.add_argument(
@@ -61,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-_SETTINGS = "hidden layers heads bases epochs seeds lr l2 dropout featureless holdout precision eval_every".split()
+_SETTINGS = "hidden layers heads bases epochs seeds lr l2 dropout featureless holdout fold precision eval_every".split()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -31,15 +31,16 @@ def needs_reverse(data: EntityDataset) -> bool:
     return not data.name.startswith(_SYNTHETIC)
 
 
-def split_nodes(data: EntityDataset, holdout: float = 0.0) -> dict[str, np.ndarray]:
+def split_nodes(data: EntityDataset, holdout: float = 0.0, fold: int = 0) -> dict[str, np.ndarray]:
     """The nodes of each split, with a share of the training nodes moved to validation.
 
     Args:
         data: the data set.
         holdout: the share; the same nodes are drawn each time, so that seeds and settings are compared on the same.
+        fold: which share, for cross-validation: the shares of 0, 1, .. are disjoint.
 
     Raises:
-        ValueError: the data set has a validation split, or no training node is left.
+        ValueError: the data set has a validation split, no training node is left, or there is no such fold.
     """
     splits = {name: getattr(data, f"{name}_nodes") for name in SPLITS}
     if not holdout:
@@ -50,4 +51,8 @@ def split_nodes(data: EntityDataset, holdout: float = 0.0) -> dict[str, np.ndarr
     count = max(1, round(holdout * len(shuffled)))
     if count >= len(shuffled):
         raise ValueError(f"holdout={holdout} leaves none of the {len(shuffled)} training nodes; take a smaller share")
-    return {"train": shuffled[count:], "valid": shuffled[:count], "test": splits["test"]}
+    start = fold * count
+    if start + count > len(shuffled):
+        raise ValueError(f"fold must be less than {len(shuffled) // count} with holdout={holdout}, got {fold}")
+    train = np.concatenate([shuffled[:start], shuffled[start + count :]])
+    return {"train": train, "valid": shuffled[start : start + count], "test": splits["test"]}

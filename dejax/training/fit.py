@@ -100,7 +100,7 @@ class Trainer:
         # RGAT has no root weight: a node sees its own value through a self loop, a relation of its own.
         graph = data.graph(add_reverse=needs_reverse(data), add_self_loops=settings.model == "rgat")
         features = None if settings.featureless or data.features is None else jnp.asarray(data.features)
-        splits = split_nodes(data, settings.holdout)
+        splits = split_nodes(data, settings.holdout, settings.fold)
         self.batch = Batch(
             graph,
             features,

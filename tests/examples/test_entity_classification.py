@@ -182,6 +182,20 @@ def test_attention_models_learn_the_task(command, tmp_path, model):
     assert results(tmp_path / "run")["accuracy"]["test"]["mean"] >= 0.8
 
 
+@pytest.mark.slow
+def test_the_kernels_train_as_xla_does(data_folder):
+    """`--backend pallas`, interpreted where there is no GPU: the same losses and accuracies."""
+    data = datasets.load("aifb", data_folder)
+    curves = {}
+    for backend in ("xla", "pallas"):
+        trainer = Trainer(resolve("aifb", epochs=3, eval_every=3, precision="f32"), data, backend=backend)
+        *_, (_, last) = trainer.run(trainer.init(0), 3)
+        curves[backend] = last
+    np.testing.assert_allclose(curves["pallas"].loss, curves["xla"].loss, rtol=1e-4)
+    assert curves["pallas"].loss[-1] < curves["pallas"].loss[0]
+    assert curves["pallas"].accuracy == pytest.approx(curves["xla"].accuracy, abs=0.03)
+
+
 def test_the_graph_is_an_argument_of_the_step_and_no_constant(data_folder):
     data = datasets.load("aifb", data_folder)
     trainer = Trainer(resolve("aifb", epochs=2), data)
@@ -254,6 +268,11 @@ def test_held_out_nodes_come_from_the_training_nodes(data_folder):
     assert sorted([*splits["train"], *splits["valid"]]) == sorted(data.train_nodes)
     np.testing.assert_array_equal(splits["test"], data.test_nodes)
     np.testing.assert_array_equal(split_nodes(data, 0.25)["valid"], splits["valid"])
+    folds = [split_nodes(data, 0.25, fold) for fold in range(4)]
+    assert sorted(np.concatenate([fold["valid"] for fold in folds])) == sorted(data.train_nodes)
+    assert all(not set(fold["valid"]) & set(fold["train"]) for fold in folds)
+    with pytest.raises(ValueError, match="fold must be less than 4"):
+        split_nodes(data, 0.25, 4)
 
 
 def test_published_settings():
