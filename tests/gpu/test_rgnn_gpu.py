@@ -60,7 +60,9 @@ def test_small_graphs(name: str, graph: str) -> None:
 
 
 @pytest.mark.parametrize("size", [Size(32, 8, 4), Size(64, 32, 1), Size(16, 2, 8)], ids=str)
-@pytest.mark.parametrize("name", ["rgcn_mean", "rgcn_bases", "rgat", "rgat_relation", "hgt_skip"])
+@pytest.mark.parametrize(
+    "name", ["rgcn_mean", "rgcn_bases", "rgat", "rgat_relation", "hgt_skip", "largest_computed_message"]
+)
 def test_many_programs_and_hubs(name: str, size: Size) -> None:
     check(name, "large", size, F32, tolerance=2e-5)
 

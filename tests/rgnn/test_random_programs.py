@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from dejax.rgnn import Options, RelGraph
@@ -43,14 +43,44 @@ def compare(recipe: Recipe, edges: EdgeList, options: Options, dtype: str, toler
     note(f"{options}\n{edges}")
     graph, program = edges.build(hub_chunk=CHUNK), recipe.program()
     with jax.enable_x64(True):
-        arrays = [jnp.asarray(a) for a in recipe.arrays(edges)]
-        want = run(program, graph, arrays, PLAIN)
+        want = run(program, graph, [jnp.asarray(a) for a in recipe.arrays(edges)], PLAIN)
     with jax.enable_x64(dtype == "float64"):
         got = run(program, graph, [jnp.asarray(a, dtype) for a in recipe.arrays(edges)], options)
     assert_same(got, want, tolerance)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(recipe=recipes(), edges=edge_lists(), disable=PASS_SUBSETS)
 def test_xla_with_any_passes(recipe: Recipe, edges: EdgeList, disable: tuple[str, ...]) -> None:
     compare(recipe, edges, Options(backend="xla", disable=disable), "float64", 1e-10)
+
+
+@pytest.mark.slow
+@settings(max_examples=100)
+@given(recipe=recipes(), edges=edge_lists(), disable=PASS_SUBSETS)
+def test_xla_with_any_passes_many(recipe: Recipe, edges: EdgeList, disable: tuple[str, ...]) -> None:
+    compare(recipe, edges, Options(backend="xla", disable=disable), "float64", 1e-10)
+
+
+@settings(max_examples=6)
+@given(recipe=recipes(max_steps=8), edges=edge_lists(), disable=PASS_SUBSETS)
+def test_kernels_with_any_passes(recipe: Recipe, edges: EdgeList, disable: tuple[str, ...]) -> None:
+    options = Options(backend="pallas", precision="f32", disable=disable, interpret=True)
+    compare(recipe, edges, options, "float32", 1e-3)
+
+
+@settings(max_examples=10)
+@given(recipe=recipes(max_steps=6), edges=edge_lists(max_edges=12))
+def test_gradients_of_gradients(recipe: Recipe, edges: EdgeList) -> None:
+    """The gradient of the squares of a gradient, by the compiler's backward of its backward and by JAX's autodiff."""
+    graph, program = edges.build(hub_chunk=CHUNK), recipe.program()
+
+    def twice(options: Options) -> Any:
+        def penalty(arrays: list[Any]) -> Any:
+            inner = jax.grad(lambda a: sum(jnp.sum(jnp.sin(y)) for y in program(graph, a, options=options)))(arrays)
+            return sum(jnp.sum(g**2) for g in inner)
+
+        return jax.jit(jax.grad(penalty))([jnp.asarray(a) for a in recipe.arrays(edges)])
+
+    with jax.enable_x64(True):
+        assert_same(twice(Options(backend="xla")), twice(PLAIN), 1e-8)
