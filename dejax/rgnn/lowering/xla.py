@@ -232,15 +232,19 @@ class _Tiles:
         if group.order is None:
             rank = jnp.arange(group.num_items, dtype=jnp.int32)
         else:
-            rank = jnp.zeros((group.num_items,), jnp.int32).at[group.order].set(
-                jnp.arange(group.num_items, dtype=jnp.int32)
+            rank = (
+                jnp.zeros((group.num_items,), jnp.int32)
+                .at[group.order]
+                .set(jnp.arange(group.num_items, dtype=jnp.int32))
             )
         self.slot = first_tile[kind] * _TILE + rank - offsets[kind]
         self.padding = jnp.asarray(group.index) >= group.num_rows
 
     def split(self, x: jax.Array) -> jax.Array:
         """Rows to [tiles, rows a tile, ...], zeros where a tile is not full."""
-        return jnp.where(self.valid.reshape(*self.valid.shape, *(1,) * (x.ndim - 1)), x[self.item], jnp.zeros((), x.dtype))
+        return jnp.where(
+            self.valid.reshape(*self.valid.shape, *(1,) * (x.ndim - 1)), x[self.item], jnp.zeros((), x.dtype)
+        )
 
     def join(self, y: jax.Array) -> jax.Array:
         """[tiles, rows a tile, ...] back to rows; zeros for padding rows."""
