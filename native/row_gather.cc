@@ -1,5 +1,7 @@
 #include "row_gather.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -20,6 +22,21 @@ constexpr int64_t kBytesPerRange = 128 * 1024;
 // Rows are far apart, so the hardware does not guess the next one: ask for it some rows ahead, at most these many bytes.
 constexpr int64_t kPrefetchRows = 8;
 constexpr int64_t kPrefetchBytes = 256;
+
+// A large result is fresh memory, and to touch it first in pages of 4 KiB costs as much as the copy: 128 MiB took 105 ms
+// on two busy cores, with large pages 60.
+constexpr int64_t kHugePage = 2 << 20;
+
+void AskForHugePages(uint8_t* data, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / kHugePage * kHugePage;
+  // Advice: where the kernel declines, nothing is lost.
+  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)data, (void)bytes;
+#endif
+}
 
 struct Plan {
   const uint8_t* table;
@@ -146,6 +163,7 @@ ffi::Error RowGatherImpl(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::Result<f
   for (int64_t at = 0; at < plan.row_bytes; at += fill.size()) std::copy(fill.begin(), fill.end(), fill_row.begin() + at);
   plan.fill_row = fill_row.data();
 
+  AskForHugePages(plan.out, count * plan.row_bytes);
   const int64_t grain = std::max<int64_t>(1, kBytesPerRange / plan.row_bytes);
   switch (ids.element_type()) {
     case ffi::DataType::S32:
