@@ -238,7 +238,10 @@ def build(
         node_type_counts=node_type_counts,
     )
     graph = _to_device(graph)
-    return graph.with_loop_tables() if jax.default_backend() == "gpu" else graph
+    if jax.default_backend() != "gpu":
+        return graph
+    with jax.ensure_compile_time_eval():  # a graph of concrete arrays is concrete, also when it is made while tracing
+        return graph.with_loop_tables()
 
 
 def _to_device(graph: RelGraph) -> RelGraph:
