@@ -19,12 +19,12 @@ namespace {
 // Bytes of result that one thread takes at a time. Below it one thread does it all: waking another costs
 // some 10 us, in which one core copies about that much.
 constexpr int64_t kBytesPerRange = 128 * 1024;
-// Rows are far apart, so the hardware does not guess the next one: ask for it some rows ahead, at most these many bytes.
+// Rows are far apart, so the hardware does not guess the next one: ask for it some rows ahead, at most so many bytes.
 constexpr int64_t kPrefetchRows = 8;
 constexpr int64_t kPrefetchBytes = 256;
 
-// A large result is fresh memory, and to touch it first in pages of 4 KiB costs as much as the copy: 128 MiB took 105 ms
-// on two busy cores, with large pages 60.
+// A large result is fresh memory, and to touch it first in pages of 4 KiB costs as much as the copy: 128 MiB took
+// 105 ms on two busy cores, with large pages 60.
 constexpr int64_t kHugePage = 2 << 20;
 
 void AskForHugePages(uint8_t* data, int64_t bytes) {
@@ -129,7 +129,9 @@ ffi::Error RowGatherImpl(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::Result<f
   plan.row_bytes = static_cast<int64_t>(fill.size());
   for (int64_t d = 0; d < ids_rank; ++d) {
     plan.ids_per_batch *= ids_dims[batch_rank + d];
-    if (out_dims[batch_rank + d] != ids_dims[batch_rank + d]) return Invalid("an index dimension differs from the result's");
+    if (out_dims[batch_rank + d] != ids_dims[batch_rank + d]) {
+      return Invalid("an index dimension differs from the result's");
+    }
   }
   for (int64_t d = 0; d < row_rank; ++d) {
     plan.row_bytes *= table_dims[batch_rank + 1 + d];
@@ -160,7 +162,9 @@ ffi::Error RowGatherImpl(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::Result<f
   plan.ids = ids.untyped_data();
   plan.out = static_cast<uint8_t*>(out->untyped_data());
   std::vector<uint8_t> fill_row(plan.row_bytes);
-  for (int64_t at = 0; at < plan.row_bytes; at += fill.size()) std::copy(fill.begin(), fill.end(), fill_row.begin() + at);
+  for (int64_t at = 0; at < plan.row_bytes; at += fill.size()) {
+    std::copy(fill.begin(), fill.end(), fill_row.begin() + at);
+  }
   plan.fill_row = fill_row.data();
 
   AskForHugePages(plan.out, count * plan.row_bytes);
