@@ -251,7 +251,7 @@ class _TileProgram:
     def rows(self, totals: Sequence[Any], row_tiles: Sequence[Any]) -> tuple:
         row_operands = [o for o in self.t.operands if o.access in ("row", "shared")]
         env = dict(zip((o.name for o in row_operands), row_tiles, strict=True))
-        env.update((a.out, total) for a, total in zip(self.t.accumulators, totals, strict=True))
+        env.update((a.out, self.rounded(a.out, v)) for a, v in zip(self.t.accumulators, totals, strict=True))
         for i in self.t.epilogue:
             for a in self.program.ops[i].args:
                 if self.program.ops[a].name == "const" and a not in env:
@@ -290,8 +290,18 @@ class _TileProgram:
     def evaluate(self, env: dict[int, Any], body: Sequence[int], lead: int) -> dict[int, Any]:
         for i in body:
             op = self.program.ops[i]
-            env[i] = self.apply(op, [env[a] for a in op.args], lead)
+            env[i] = self.rounded(i, self.apply(op, [env[a] for a in op.args], lead))
         return env
+
+    def rounded(self, value: int, tile: Any) -> Any:
+        """What is written in a narrower dtype is used as it is written, so that all who read it see the same number.
+
+        The gradient of a softmax is a difference that cancels; with one side rounded it would not.
+        """
+        dtype = jnp.dtype(self.program.ops[value].dtype)
+        if value not in self.t.writes or dtype == jnp.float32:
+            return tile
+        return tile.astype(dtype).astype(jnp.float32)
 
     def apply(self, op: Op, args: list[Any], lead: int) -> Any:
         shapes = [self.program.ops[a].shape for a in op.args]

@@ -77,12 +77,17 @@ class Factor:
 
 
 def factors(program: Program, value: int) -> list[Factor]:
-    """The value as a product, looking through `mul`, `div` and reshapes that only insert axes."""
+    """The value as a product, looking through `mul`, `div`, rounding, and reshapes that only insert axes.
+
+    What is rebuilt from factors may be wider than the value: see `as_dtype`.
+    """
     op = program.ops[value]
     if op.name in ("mul", "div"):
         left, right = factors(program, op.args[0]), factors(program, op.args[1])
         sign = 1 if op.name == "mul" else -1
         return left + [Factor(f.value, sign * f.power, f.inserts) for f in right]
+    if op.name == "cast" and program.ops[op.args[0]].dtype == "float32" and op.dtype in ("bfloat16", "float16"):
+        return factors(program, op.args[0])  # the product is taken in float32 and rounded after
     if op.name == "reshape":
         axes = inserted_axes(op, program.ops[op.args[0]])
         if axes:
@@ -102,15 +107,20 @@ def insert_axes(builder: Builder, x: int, inserts: tuple[tuple[int, ...], ...]) 
     return x
 
 
-def multiply(builder: Builder, parts: list[tuple[int, int]]) -> int:
-    """The product of values with powers +1 or -1; at least one."""
+def as_dtype(builder: Builder, x: int, dtype: str) -> int:
+    """The value in a dtype."""
+    return x if builder.ops[x].dtype == dtype else builder.op("cast", x, dtype=dtype)
+
+
+def multiply(builder: Builder, parts: list[tuple[int, int]], dtype: str) -> int:
+    """The product of values with powers +1 or -1, at least one; a reciprocal is taken in `dtype`."""
     up = [v for v, power in parts if power > 0]
     down = [v for v, power in parts if power < 0]
     if up:
         result = up[0]
     else:
         op = builder.ops[down[0]]
-        result = builder.const(1.0, op.dtype, op.space)
+        result = builder.const(1.0, dtype, op.space)
     for v in up[1:]:
         result = builder.op("mul", result, v)
     for v in down:

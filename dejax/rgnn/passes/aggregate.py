@@ -9,7 +9,7 @@ each (source, type) pair. Numbers `c_e` that multiply a whole row commute with t
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program, Space
-from dejax.rgnn.passes._rewrite import Counts, Factor, factors, insert_axes, multiply, rebuild
+from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, insert_axes, multiply, rebuild
 
 _PAIR = {"dst": ("destination_pair", Space.DESTINATION_PAIR), "src": ("source_pair", Space.SOURCE_PAIR)}
 _SPECS = ("k,kn->n", "hk,hkn->hn", "hk,kn->hn")
@@ -46,12 +46,13 @@ def aggregate(program: Program, counts: Counts) -> Program:
             linear = program.ops[linear_factor.value]
             pair_via, pair_space = _PAIR[op.attr("via")]
             parts = [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in rest]
-            summed = multiply(builder, [(new[linear.args[0]], 1), *parts])
+            summed = multiply(builder, [(new[linear.args[0]], 1), *parts], op.dtype)
+            summed = as_dtype(builder, summed, program.ops[linear.args[0]].dtype)
             by_pair = builder.op("reduce", summed, via=pair_via, op="sum")
             by_pair = builder.op(
                 "linear", by_pair, new[linear.args[1]], spec=linear.attr("spec"), via=TYPE_VIA[pair_space]
             )
-            made = builder.op("reduce", by_pair, via=f"{pair_via}.node", op="sum")
+            made = as_dtype(builder, builder.op("reduce", by_pair, via=f"{pair_via}.node", op="sum"), op.dtype)
         new[index] = made
         return made
 

@@ -10,7 +10,7 @@ replaces reading a row for every edge (the same step as in FlashAttention's back
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import Builder, Op, Program
-from dejax.rgnn.passes._rewrite import Counts, Factor, factors, rebuild
+from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, rebuild
 
 
 def contract(program: Program, counts: Counts) -> Program:
@@ -41,7 +41,9 @@ def contract(program: Program, counts: Counts) -> Program:
             product = builder.op("mul", y, total)
             last = len(builder.ops[product].shape) - 1
             summed = builder.op("sum_features", product, axes=(last,), keepdims=False)
-            return summed if builder.ops[summed].shape == op.shape else builder.op("reshape", summed, shape=op.shape)
+            if builder.ops[summed].shape != op.shape:
+                summed = builder.op("reshape", summed, shape=op.shape)
+            return as_dtype(builder, summed, op.dtype)
         return None
 
     return rebuild(program, visit)

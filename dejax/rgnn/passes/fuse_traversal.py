@@ -332,7 +332,7 @@ class _Fusion:
             if v in self.program.outputs:
                 return False
             return bool(self.users[v]) and all(
-                u in weighted or (self.program.ops[u].name in ("exp", "mul", "div", "reshape") and ends(u))
+                u in weighted or (self.program.ops[u].name in ("exp", "mul", "div", "reshape", "cast") and ends(u))
                 for u in self.users[v]
             )
 

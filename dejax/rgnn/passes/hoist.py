@@ -7,7 +7,7 @@ a mean, or the sum of a softmax, is applied to one row instead of to every edge.
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import Builder, Op, Program
-from dejax.rgnn.passes._rewrite import Counts, Factor, factors, insert_axes, multiply, rebuild
+from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, insert_axes, multiply, rebuild
 
 
 def hoist(program: Program, counts: Counts) -> Program:
@@ -29,7 +29,7 @@ def hoist(program: Program, counts: Counts) -> Program:
             (shared if row else rest).append(f)
         if not shared or not rest:
             return None
-        inside = multiply(builder, [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in rest])
+        inside = multiply(builder, [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in rest], op.dtype)
         total = builder.op("reduce", inside, via=via, op="sum")
         # A row without items may hold anything, 0 / 0 included: it is replaced by 1.
         count = builder.op("count", via=via, dtype="float32")
@@ -41,12 +41,11 @@ def hoist(program: Program, counts: Counts) -> Program:
             if row_op.shape:
                 some = builder.op("reshape", count, shape=(1,) * len(row_op.shape))
             one = builder.const(1.0, row_op.dtype, row_op.space)
-            some = builder.op("cast", some, dtype=row_op.dtype) if row_op.dtype != "float32" else some
-            row = builder.op("select", some, row, one)
+            row = builder.op("select", as_dtype(builder, some, row_op.dtype), row, one)
             parts.append((insert_axes(builder, row, f.inserts), f.power))
-        made = multiply(builder, parts)
+        made = multiply(builder, parts, op.dtype)
         if builder.ops[made].shape != op.shape:
             made = builder.op("broadcast", made, shape=op.shape)
-        return made
+        return as_dtype(builder, made, op.dtype)
 
     return rebuild(program, visit)

@@ -40,13 +40,14 @@ def cut(joint: Program, num_inputs: int, num_outputs: int, *, save_all: bool = F
         if (op.name == "input" and op.attr("position") >= num_inputs) or late.intersection(op.args):
             late.add(i)
     gradients = joint.outputs[num_outputs:]
+    exact = _compared(joint)
     saved: dict[int, None] = {}
     recomputed: set[int] = set()
 
     def need(value: int) -> None:
         if value in saved or value in recomputed or ops[value].name == "input":
             return
-        if _keep(joint, value, save_all):
+        if _keep(joint, value, save_all or value in exact):
             saved[value] = None
             return
         recomputed.add(value)
@@ -64,6 +65,32 @@ def cut(joint: Program, num_inputs: int, num_outputs: int, *, save_all: bool = F
     backward, needed = _backward_program(joint, late, recomputed, tuple(saved), gradients, num_inputs)
     forward = _forward_program(joint, late, (*joint.outputs[:num_outputs], *saved))
     return Cut(forward, backward, needed, num_outputs)
+
+
+def _compared(program: Program) -> set[int]:
+    """Values that backward compares for equality, to find which one was the largest.
+
+    They are kept and not computed again: another kernel may round them differently, and then none would be equal.
+    """
+    ops = program.ops
+    found: set[int] = set()
+    stack: list[int] = []
+    for op in ops:
+        if op.name == "eq" and any(_reads_maximum(program, a) for a in op.args):
+            stack += op.args
+    while stack:
+        value = stack.pop()
+        if value not in found:
+            found.add(value)
+            if ops[value].name == "gather":
+                stack += ops[value].args
+    return found
+
+
+def _reads_maximum(program: Program, value: int) -> bool:
+    op = program.ops[value]
+    made = program.ops[op.args[0]] if op.name == "gather" else op
+    return made.name == "reduce" and made.attr("op") == "max"
 
 
 def _keep(program: Program, value: int, save_all: bool) -> bool:
