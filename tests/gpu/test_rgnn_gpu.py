@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 
 from dejax.rgnn import Options, library
+from tests.rgnn.cases import CASES, MODELS, Size
+from tests.rgnn.contract import check, covering, expected, make_arrays
 from tests.rgnn.random_programs import Recipe, recipes
-from tests.rgnn.references import CASES, GRAPHS, MODELS, Size, check, covering, expected, graph_of, make_arrays
+from tests.rgnn.references import GRAPHS, graph_of
 from tests.rgnn.strategies import EdgeList, edge_lists
 from tests.rgnn.test_contract import ORDINARY, PADDED, padded_case
 from tests.rgnn.test_random_programs import PASS_SUBSETS, compare

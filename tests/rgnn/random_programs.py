@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from dejax import rgnn
-from tests.rgnn.references import row_counts
+from tests.rgnn.contract import row_counts
 from tests.rgnn.strategies import EdgeList
 
 Shape = tuple[int, ...]
@@ -263,8 +263,8 @@ class _Drawing:
 
 
 _STEPS = (
-    "linear linear linear read read reduce reduce reduce attention attention dot binary binary unary features concatenate "
-    "softmax degree read_pair new_argument"
+    "linear linear linear read read reduce reduce reduce attention attention dot binary binary unary features "
+    "concatenate softmax degree read_pair new_argument"
 ).split()
 
 

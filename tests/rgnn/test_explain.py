@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import pytest
 
 from dejax.rgnn import Options, library
-from tests.rgnn.references import GRAPHS, Size, graph_of, make_arrays
+from tests.rgnn.cases import Size
+from tests.rgnn.contract import make_arrays
+from tests.rgnn.references import GRAPHS, graph_of
 
 
 def shapes(name: str, size: Size) -> tuple[jax.ShapeDtypeStruct, dict[str, jax.ShapeDtypeStruct]]:

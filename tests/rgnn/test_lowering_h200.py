@@ -1,4 +1,4 @@
-"""Whole models lowered to Triton kernels for an H200 on a machine without a GPU: forward and backward, nothing left to XLA."""
+"""Models lowered to Triton kernels for an H200 without a GPU: forward and backward, nothing left to XLA."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from jax.sharding import AbstractMesh
 
 from dejax.rgnn import Options, library
 from dejax.rgnn.lowering.pallas import PallasLowering
-from tests.rgnn.references import CASES, GRAPHS, OPERATORS, Size, graph_of, make_arrays
+from tests.rgnn.cases import CASES, OPERATORS, Size
+from tests.rgnn.contract import make_arrays
+from tests.rgnn.references import GRAPHS, graph_of
 
 try:
     from jax.sharding import AbstractDevice
@@ -46,10 +48,11 @@ def lower(name: str, size: Size, dtype: str, options: Options) -> str:
     arrays = {key: jnp.asarray(a, dtype) for key, a in make_arrays(name, GRAPHS["typical"], size, "float32").items()}
     graph = graph_of("typical")
 
+    def loss(arrays: Any) -> Any:
+        results = CASES[name].run(graph, arrays, options)
+        return sum(jnp.sum(y.astype(jnp.float32)) for y in jax.tree.leaves(results))
+
     def step(arrays: Any) -> Any:
-        loss = lambda a: sum(
-            jnp.sum(y.astype(jnp.float32)) for y in jax.tree.leaves(CASES[name].run(graph, a, options))
-        )  # noqa: E731
         return loss(arrays), jax.grad(loss)(arrays)
 
     with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():

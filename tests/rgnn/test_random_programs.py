@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.passes import PASSES
+from tests.rgnn.contract import error
 from tests.rgnn.random_programs import Recipe, recipes
-from tests.rgnn.references import error
 from tests.rgnn.strategies import CHUNK, EdgeList, edge_lists
 
 PLAIN = Options(backend="xla", disable=PASSES, precision="f32")
