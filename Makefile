@@ -70,8 +70,7 @@ doctest: venv-test
 	$(BIN)/python -m pytest -q -p no:cacheprovider --doctest-modules dejax
 
 lint: venv-test
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check . && checked=0 || checked=1; $(BIN)/ruff format --check . && exit $$checked
 
 format: venv-test
 	$(BIN)/ruff check --fix .
