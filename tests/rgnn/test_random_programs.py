@@ -49,7 +49,7 @@ def compare(recipe: Recipe, edges: EdgeList, options: Options, dtype: str, toler
     assert_same(got, want, tolerance)
 
 
-@settings(max_examples=15)
+@settings(max_examples=12)
 @given(recipe=recipes(), edges=edge_lists(), disable=PASS_SUBSETS)
 def test_xla_with_any_passes(recipe: Recipe, edges: EdgeList, disable: tuple[str, ...]) -> None:
     compare(recipe, edges, Options(backend="xla", disable=disable), "float64", 1e-10)
@@ -62,14 +62,14 @@ def test_xla_with_any_passes_many(recipe: Recipe, edges: EdgeList, disable: tupl
     compare(recipe, edges, Options(backend="xla", disable=disable), "float64", 1e-10)
 
 
-@settings(max_examples=6)
+@settings(max_examples=5)
 @given(recipe=recipes(max_steps=8), edges=edge_lists(), disable=PASS_SUBSETS)
 def test_kernels_with_any_passes(recipe: Recipe, edges: EdgeList, disable: tuple[str, ...]) -> None:
     options = Options(backend="pallas", precision="f32", disable=disable, interpret=True)
     compare(recipe, edges, options, "float32", 1e-3)
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(recipe=recipes(max_steps=6), edges=edge_lists(max_edges=12))
 def test_gradients_of_gradients(recipe: Recipe, edges: EdgeList) -> None:
     """The gradient of the squares of a gradient, by the compiler's backward of its backward and by JAX's autodiff."""
