@@ -146,7 +146,8 @@ class Symbol:
     def __pow__(self, exponent: float) -> Symbol:
         if not isinstance(exponent, numbers.Real):
             raise fail(f"x ** y needs a Python number as y, got {exponent!r}")
-        return self.trace.emit("pow", self, exponent=float(exponent))
+        whole = isinstance(exponent, numbers.Integral) and exponent >= 0
+        return self.trace.emit("pow", self if whole else self.trace.floating(self), exponent=float(exponent))
 
     def __matmul__(self, weight: Any) -> Symbol:
         return self.trace.matmul(self, weight)
@@ -262,13 +263,18 @@ class Trace:
         if isinstance(x, Argument):
             x._untyped()
         if isinstance(x, numbers.Real):
-            return self.symbol(self.builder.const(float(x), like.dtype, like.space))
+            exact = inter.is_float(like.dtype) or isinstance(x, numbers.Integral)
+            return self.symbol(self.builder.const(float(x), like.dtype if exact else "float32", like.space))
         if not isinstance(x, Symbol):
             raise fail(
                 f"arithmetic with {type(x).__name__} is not possible here; pass the array as an argument of the program"
             )
         self.own(x)
         return x
+
+    def floating(self, x: Symbol) -> Symbol:
+        """Integers as float32, for functions whose values are not whole numbers."""
+        return x if inter.is_float(x.dtype) else self.emit("cast", x, dtype="float32")
 
     def align(self, *xs: Symbol) -> list[Symbol]:
         """The same values in one space: constants by type and shared values are read where the others live."""
@@ -304,6 +310,8 @@ class Trace:
                 f"feature shapes {x.shape} and {y.shape} have different ranks; add the missing axis, for instance "
                 "x[..., None] to give one number a head to a (heads, width) value, or x[None, :] for a bias"
             )
+        if name == "div":
+            x, y = self.floating(x), self.floating(y)
         return self.emit(name, x, y)
 
     def matmul(self, x: Symbol, w: Any) -> Symbol:
@@ -440,6 +448,7 @@ class GraphSymbol:
         x = trace.declare(x, Space.EDGE, method)
         if how != "mean":
             return trace.emit("reduce", x, via=via, op=how)
+        x = trace.floating(x)
         total = trace.emit("reduce", x, via=via, op="sum")
         count = trace.emit("count", via=via, dtype=x.dtype)
         one = trace.symbol(trace.builder.const(1.0, x.dtype))

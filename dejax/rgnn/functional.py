@@ -18,9 +18,13 @@ def _symbol(x: Any, function: str) -> Symbol:
     return x
 
 
+_WHOLE = ("relu", "abs", "square", "stop_gradient")  # integers to integers
+
+
 def _unary(name: str, doc: str) -> Any:
     def function(x: Symbol) -> Symbol:
-        return _symbol(x, name).trace.emit(name, x)
+        trace = _symbol(x, name).trace
+        return trace.emit(name, x if name in _WHOLE else trace.floating(x))
 
     function.__name__, function.__qualname__, function.__doc__ = name, name, doc
     return function
@@ -42,7 +46,8 @@ stop_gradient = _unary("stop_gradient", "The value, through which no gradient fl
 
 def leaky_relu(x: Symbol, negative_slope: float = 0.2) -> Symbol:
     """x where x > 0, else `negative_slope` times x."""
-    return _symbol(x, "leaky_relu").trace.emit("leaky_relu", x, slope=float(negative_slope))
+    trace = _symbol(x, "leaky_relu").trace
+    return trace.emit("leaky_relu", trace.floating(x), slope=float(negative_slope))
 
 
 def elu(x: Symbol, alpha: float = 1.0) -> Symbol:
@@ -112,4 +117,5 @@ def edge_softmax(score: Symbol, within: str = "dst") -> Symbol:
     if within not in vias:
         raise fail(f"edge_softmax(within=...) is 'dst' or 'relation', got {within!r}")
     score = _symbol(score, "edge_softmax")
-    return score.trace.emit("softmax", score.trace.declare(score, Space.EDGE, "rgnn.edge_softmax"), via=vias[within])
+    score = score.trace.declare(score, Space.EDGE, "rgnn.edge_softmax")
+    return score.trace.emit("softmax", score.trace.floating(score), via=vias[within])

@@ -333,3 +333,64 @@ def test_a_program_keeps_its_name_and_documentation() -> None:
     assert library.rgat.__name__ == "rgat" and "ARGAT" in library.rgat.__doc__
     assert repr(library.rgat) == "<rgnn.program rgat>"
     assert library.rgat.with_options(backend="xla").options == Options(backend="xla")
+
+
+def test_integers_become_floats_where_results_are_not_whole() -> None:
+    """As in jax.numpy; a half of an integer is not 0."""
+
+    @rgnn.program
+    def layer(g: Any, n: Any) -> Any:
+        x = g.node(n)
+        halves = (
+            x * 0.5,
+            x / 2,
+            1.0 / (x + 1),
+            x**0.5,
+            x**-1.0,
+            rgnn.leaky_relu(-x),
+            rgnn.exp(-x),
+            x / x.astype("int32"),
+        )
+        whole = (x * 2, x + 1, x**2, -x, rgnn.abs(-x), rgnn.maximum(x, 3))
+        return halves, whole, g.mean_to_dst(g.src(x)), rgnn.edge_softmax(g.src(x))
+
+    n = np.arange(1, N + 1, dtype=np.int32)
+    halves, whole, mean, softmax = layer(GRAPH, n)
+    want = (n * 0.5, n / 2, 1 / (n + 1), n**0.5, 1 / n, -0.2 * n, np.exp(-n.astype(float)), np.ones(N))
+    for got, expected in zip(halves, want, strict=True):
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+    for got, expected in zip(whole, (n * 2, n + 1, n**2, -n, n, np.maximum(n, 3)), strict=True):
+        assert got.dtype == jnp.int32
+        np.testing.assert_array_equal(got, expected)
+    assert mean.dtype == softmax.dtype == jnp.float32
+    assert (np.asarray(mean) % 1 != 0).any()
+    receivers = np.asarray(GRAPH.to_edges()[1])
+    np.testing.assert_allclose(np.bincount(receivers, softmax, N)[np.unique(receivers)], 1, rtol=1e-6)
+
+
+def test_booleans_as_masks() -> None:
+    @rgnn.program
+    def layer(g: Any, x: Any, mask: Any, n: Any) -> Any:
+        return g.edge(mask) * g.src(x), rgnn.where_positive(g.edge(mask), g.src(x), 0.0), g.edge(mask) * g.src(n)
+
+    x, mask, n = np.arange(N, dtype=np.float32) + 1, np.arange(E) % 3 == 0, np.arange(N, dtype=np.int32)
+    senders = np.asarray(GRAPH.to_edges()[0])
+    product, chosen, whole = layer(GRAPH, x, mask, n)
+    np.testing.assert_array_equal(product, mask * x[senders])
+    np.testing.assert_array_equal(chosen, mask * x[senders])
+    assert whole.dtype == jnp.int32
+    np.testing.assert_array_equal(whole, mask * n[senders])
+
+
+def test_a_power_of_zero() -> None:
+    """x ** 0 is 1, and so is its neighbourhood: no gradient, at 0 neither."""
+
+    @rgnn.program
+    def layer(g: Any, x: Any) -> Any:
+        return g.node(x) ** 0, g.node(x) ** 1
+
+    x = jnp.zeros((N,))
+    for power, slope in ((0, 0.0), (1, 1.0)):
+        got = jax.grad(lambda x, power=power: layer(GRAPH, x)[power].sum())(x)
+        np.testing.assert_array_equal(got, np.full((N,), slope))

@@ -174,6 +174,7 @@ def test_every_operator_is_in_the_table() -> None:
     assert promote("bfloat16", "float32") == "float32"
     assert promote("bfloat16", "float16") == "float32"
     assert promote("int32", "bfloat16") == "bfloat16"
+    assert promote("bool", "int32") == promote("int32", "bool") == "int32"
 
 
 def test_printed_form_of_level_1() -> None:

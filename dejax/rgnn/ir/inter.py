@@ -164,14 +164,18 @@ def _need(condition: bool, message: str) -> None:
         raise IRError(message)
 
 
+def is_float(dtype: str) -> bool:
+    return dtype.startswith(("float", "bfloat"))
+
+
 def promote(*dtypes: str) -> str:
-    """The dtype of mixed arithmetic: the wider one, float32 for float16 with bfloat16."""
+    """The dtype of mixed arithmetic: floats over integers over booleans, then the wider; float32 for both 16-bit floats."""
     found = list(dict.fromkeys(dtypes))
     if len(found) == 1:
         return found[0]
     if {"bfloat16", "float16"} <= set(found) and "float64" not in found:
         return "float32"
-    return max(found, key=lambda d: (np.dtype(d).kind != "i", np.dtype(d).itemsize))
+    return max(found, key=lambda d: (is_float(d), d != "bool", np.dtype(d).itemsize))
 
 
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:

@@ -152,6 +152,8 @@ def _one_minus(b: Builder, x: int) -> int:
 
 def _pow(b: Builder, op: Op, x: int, out: int, g: int) -> int:
     e = op.attr("exponent")
+    if e == 0:  # 0 times x to the -1 would be 0 times infinity at 0
+        return b.op("mul", g, _const(b, g, 0.0))
     return b.op("mul", g, _scale(b, b.op("pow", x, exponent=e - 1.0), e))
 
 
