@@ -113,6 +113,8 @@ PADDED = (
     "softmax_over_incoming_edges",
     "source_pairs",
     "constants",
+    "degrees",
+    "dot_of_both_ends",
 )
 
 
