@@ -169,7 +169,7 @@ def is_float(dtype: str) -> bool:
 
 
 def promote(*dtypes: str) -> str:
-    """The dtype of mixed arithmetic: floats over integers over booleans, then the wider; float32 for both 16-bit floats."""
+    """The dtype of mixed arithmetic: float over integer over boolean, then the wider; 16-bit floats meet in float32."""
     found = list(dict.fromkeys(dtypes))
     if len(found) == 1:
         return found[0]
