@@ -1,10 +1,18 @@
-"""One relational layer on eight graphs times three models: forward, and forward with gradients, beside the row bound.
+"""One relational layer on eight graphs times three models, beside the row bound and beside other libraries.
 
-    python benchmarks/rgnn.py --graphs aifb,am --models rgcn,rgat,hgt --out benchmarks/results
+    python benchmarks/rgnn.py                                     # ours, all 24 cells
+    python benchmarks/rgnn.py --peers all --out benchmarks/results
+    python benchmarks/rgnn.py --graphs am --peers pyg,grouped --update benchmarks/results/FILE.json
+    python benchmarks/rgnn.py --graphs am,mag --sweep             # widths, heads and bfloat16 beside width 64
 
-Graphs are synthetic with the published counts and skewed degrees (`dejax.datasets.synthetic`). The row bound is one
-gathered
-input row for each edge over the memory bandwidth. Times are medians over repetitions of several dispatches in a row.
+Forward, and forward with gradients of features and weights. Graphs are synthetic with the published counts and skewed
+degrees (`dejax.datasets.synthetic`), or read from a file. Each implementation runs in a process of its own; all are
+given the same edges, features, parameters and cotangent, and what they give is compared with what we give.
+
+`ms` is the time of one call among many dispatched in a row, as a caller sees it. `device` is what the profiler saw of
+one call: from the first kernel's start to the last one's end, the sum of the kernels, and their number; under about
+0.1 ms a dispatch takes longer than the device. The row bound is the time to move a gathered row and two indices of each
+edge, the weights, and one row of each node that has incoming edges, at the bandwidth of a copy.
 """
 
 from __future__ import annotations
@@ -12,148 +20,186 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
+import re
+import shutil
+import sys
+import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from dejax import rgnn
-from dejax.rgnn import library
+import rgnn_report
+from peers import case, runner
+from peers.case import Settings
+from peers.timing import Limits
 
 GRAPHS = ("aifb", "mutag", "bgs", "fb15k", "biokg", "am", "mag", "wikikg2")
 MODELS = ("rgcn", "rgat", "hgt")
-BANDWIDTH = 4.3e12  # bytes per second, a device-to-device copy on an H200
+PEERS = tuple(name for name in runner.FRAMEWORKS if name != "dejax")
+SWEEP = (
+    *({"width": width} for width in (32, 100, 128, 256)),
+    *({"heads": heads} for heads in (4, 8)),
+    {"dtype": "bfloat16"},
+)
 
 
-def parameters(model: str, graph: rgnn.RelGraph, width: int, heads: int, dtype: Any, key: jax.Array) -> dict[str, Any]:
-    """Random parameters of one layer, `width` in and out."""
-    r, t, d = graph.num_edge_types, graph.num_node_types, width // heads
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {
-        "rgcn": {"weight": (r, width, width)},
-        "rgat": {"weight": (r, heads, width, d), "attention_src": (r, heads, d), "attention_dst": (r, heads, d)},
-        "hgt": {
-            **dict.fromkeys(("key", "query", "value"), (t, heads, width, d)),
-            "relation_attention": (r, heads, d, d),
-            "relation_message": (r, heads, d, d),
-            "prior": (r, heads),
-            "out": (t, width, width),
-        },
-    }
-    keys = iter(jax.random.split(key, 16))
-    return {name: jax.random.normal(next(keys), s, dtype) * width**-0.5 for name, s in shapes[model].items()}
+def names(text: str, known: tuple[str, ...], what: str) -> list[str]:
+    """The names in a comma-separated list; `all` and an empty text are what they say."""
+    chosen = list(known) if text == "all" else [name for name in text.split(",") if name]
+    unknown = [name for name in chosen if name not in known]
+    if unknown:
+        raise SystemExit(f"{what}: unknown {', '.join(unknown)}; known are {', '.join(known)}")
+    return chosen
 
 
-def seconds(function: Any, *args: Any, target: float = 0.2, repeats: int = 5) -> float:
-    """Median time of one call, dispatched many in a row so that only the device's time is left."""
-    jax.block_until_ready(function(*args))
-    start = time.perf_counter()
-    jax.block_until_ready(function(*args))
-    count = max(3, min(200, int(target / repeats / max(time.perf_counter() - start, 1e-6))))
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(count):
-            result = function(*args)
-        jax.block_until_ready(result)
-        found.append((time.perf_counter() - start) / count)
-    return statistics.median(found)
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--graphs", default="all", help=f"comma-separated, of {', '.join(GRAPHS)}")
+    p.add_argument("--graph-file", type=Path, help="a graph from an .npz file instead (see peers/case.py, read_graph)")
+    p.add_argument("--models", default="all", help=f"of {', '.join(MODELS)}")
+    p.add_argument("--peers", default="", help=f"all, or of {', '.join(PEERS)}")
+    p.add_argument("--no-ours", action="store_true", help="measure the peers only")
+    p.add_argument("--width", type=int, default=64)
+    p.add_argument("--heads", type=int, default=1)
+    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    p.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"), help="of float32 products")
+    p.add_argument("--sweep", action="store_true", help="further widths, heads and bfloat16")
+    p.add_argument("--compile", action="store_true", help="also the first call on the persistent compilation cache")
+    p.add_argument("--batch", type=int, default=0, help="also RelGraph.build_traced of so many edges, inside jit")
+    p.add_argument("--target", type=float, default=0.2, help="seconds of repetitions of one function")
+    p.add_argument("--cut", type=float, default=5.0, help="a function slower than this (seconds) is called once")
+    p.add_argument("--limit", type=float, default=120.0, help="an implementation is stopped after so long in a cell")
+    p.add_argument("--python", default=sys.executable, help="the interpreter that has PyTorch, for the peers")
+    p.add_argument("--out", type=Path, help="folder for the JSON and the plot")
+    p.add_argument("--update", type=Path, help="JSON of an earlier run, whose other results are kept")
+    args = p.parse_args(argv)
+    args.graphs = [] if args.graph_file else names(args.graphs, GRAPHS, "--graphs")
+    args.models = names(args.models, MODELS, "--models")
+    args.peers = names(args.peers, PEERS, "--peers")
+    if args.width % args.heads:
+        p.error(f"--width must be a multiple of --heads, got {args.width} and {args.heads}")
+    if args.update and not args.update.exists():
+        p.error(f"--update: {args.update} does not exist")
+    return args
 
 
-def run_cell(graph: rgnn.RelGraph, model: str, args: argparse.Namespace) -> dict[str, Any]:
-    dtype = jnp.dtype(args.dtype)
-    key = jax.random.key(0)
-    x = jax.random.normal(key, (graph.num_nodes, args.width), dtype)
-    params = parameters(model, graph, args.width, args.heads, dtype, key)
-    options = rgnn.Options(backend=args.backend, precision=args.precision)
-    layer = getattr(library, model)
-    forward = jax.jit(lambda g, x, p: layer(g, x, p, options=options))
+class Benchmark:
+    """Cells, their results so far, and one line of output for each."""
 
-    @jax.jit
-    def training(g: rgnn.RelGraph, x: jax.Array, p: Any, ct: jax.Array) -> Any:
-        y, pullback = jax.vjp(lambda x, p: layer(g, x, p, options=options), x, p)
-        return y, pullback(ct)
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args, self.folder = args, folder
+        self.limits = Limits(args.target, args.cut, args.limit)
+        self.base = Settings(args.width, args.heads, args.dtype, args.precision)
+        sweep = [Settings(**{**self.base_dict, **change}) for change in SWEEP] if args.sweep else []
+        self.settings = [self.base, *(s for s in sweep if s != self.base)]
+        self.graphs: dict[str, dict[str, Any]] = {}
+        self.results: list[dict[str, Any]] = []
+        self.done = self.total = 0
+        self.start = time.monotonic()
 
-    start = time.perf_counter()
-    y = jax.block_until_ready(forward(graph, x, params))
-    compile_forward = time.perf_counter() - start
-    cotangent = jax.random.normal(jax.random.key(1), y.shape, y.dtype)
-    start = time.perf_counter()
-    jax.block_until_ready(training(graph, x, params, cotangent))
-    compile_training = time.perf_counter() - start
-    cell = {
-        "compile_forward_s": compile_forward,
-        "compile_training_s": compile_training,
-        "forward_ms": seconds(forward, graph, x, params) * 1e3,
-        "training_ms": seconds(training, graph, x, params, cotangent) * 1e3,
-        "row_bound_ms": graph.num_edges * args.width * dtype.itemsize / BANDWIDTH * 1e3,
-        "temp_bytes": training.lower(graph, x, params, cotangent).compile().memory_analysis().temp_size_in_bytes,
-    }
-    if args.check:
-        reference = rgnn.Options(backend="xla", precision="f32")
-        want = jax.jit(lambda g, x, p: layer(g, x, p, options=reference))(graph, x, params)
-        cell["relative_difference_from_xla_f32"] = float(jnp.linalg.norm(y - want) / jnp.linalg.norm(want))
-    return cell
+    @property
+    def base_dict(self) -> dict[str, Any]:
+        return asdict(self.base)
 
+    def make_graphs(self) -> None:
+        for name in self.args.graphs or [None]:
+            start = time.perf_counter()
+            graph = case.make_graph(name) if name else case.read_graph(self.args.graph_file)
+            graph.save(self.folder / graph.name)
+            for width in {s.width for s in self.settings}:
+                case.features(graph, self.folder / graph.name, Settings(width))
+            bounds = {s.name: graph.row_bound_ms(s) for s in self.settings}
+            self.graphs[graph.name] = {
+                "nodes": graph.num_nodes,
+                "edges": graph.num_edges,
+                "edge_types": graph.num_edge_types,
+                "node_types": graph.num_node_types,
+                "row_bound_ms": bounds,
+            }
+            print(f"{graph.name}: {graph.num_edges:,} edges made in {time.perf_counter() - start:.1f} s", flush=True)
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--graphs", default=",".join(GRAPHS))
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--heads", type=int, default=1)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"))
-    parser.add_argument("--backend", default="auto", choices=("auto", "pallas", "xla"))
-    parser.add_argument("--check", action="store_true", help="compare with the XLA lowering in float32")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the JSON")
-    args = parser.parse_args()
-    from dejax.datasets import synthetic
+    def cells(self, implementations: list[str], **more: Any) -> list[dict[str, Any]]:
+        return [
+            {"graph": g, "model": m, "implementation": i, "settings": asdict(s), **more}
+            for g in self.graphs
+            for s in (self.settings if "dejax" in implementations else [self.base])
+            for m in self.args.models
+            for i in implementations
+        ]
 
-    results: dict[str, Any] = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "options": {k: str(v) for k, v in vars(args).items() if k != "out"},
-        "cells": {},
-    }
-    columns = ("forward ms", "+backward", "row bound", "x bound", "temp MiB", "compile s")
-    print(f"{'graph':<10}{'model':<7}" + "".join(f"{name:>11}" for name in columns))
-    for name in args.graphs.split(","):
-        start = time.perf_counter()
-        data = synthetic(name)
-        made = time.perf_counter()
-        graph = data.graph(add_reverse=False)
-        jax.block_until_ready(graph)
-        results["cells"].setdefault(name, {})["graph_s"] = time.perf_counter() - made
+    def run(self) -> dict[str, str]:
+        versions: dict[str, str] = {"python": platform.python_version()}
+        cache = str(self.folder / "cache")
+        stages: list[tuple[str, list[dict[str, Any]], str | None]] = []
+        if not self.args.no_ours:
+            stages.append(("jax", self.cells(["dejax"]), cache))
+            if self.args.batch:
+                stages.append(("jax", [self.batch_cell()], None))
+            if self.args.compile:
+                stages.append(("jax", self.cells(["dejax"], task="compile"), cache))
+        for framework in ("jax", "torch"):
+            chosen = [name for name in self.args.peers if runner.FRAMEWORKS[name] == framework]
+            if chosen:
+                stages.append((framework, self.cells(chosen), cache))
+        self.total = sum(len(cells) for _, cells, _ in stages)
+        print(rgnn_report.PROGRESS_HEADER)
+        for framework, cells, cache_folder in stages:
+            python = self.args.python if framework == "torch" else sys.executable
+            versions |= runner.run(framework, cells, self.folder, self.limits, self.report, cache_folder, python)
+        return versions
+
+    def batch_cell(self) -> dict[str, Any]:
+        graph = next(iter(self.graphs))
+        return {
+            "graph": graph, "model": "-", "implementation": "dejax", "settings": self.base_dict,
+            "task": "build", "edges": self.args.batch,
+        }  # fmt: skip
+
+    def report(self, cell: dict[str, Any], result: dict[str, Any]) -> None:
+        self.done += 1
+        if cell.get("task") == "compile":
+            self.add_warm_start(cell, result)
+        else:
+            self.results.append({**cell, **result})
+        seconds = time.monotonic() - self.start
+        bound = self.graphs[cell["graph"]]["row_bound_ms"][Settings(**cell["settings"]).name]
         print(
-            f"{name}: edges in {made - start:.1f} s, RelGraph in {time.perf_counter() - made:.1f} s; {graph!r}",
-            flush=True,
+            f"{self.done:>4}/{self.total} {seconds:>5.0f} s  " + rgnn_report.progress(cell, result, bound), flush=True
         )
-        graph = jax.device_put(graph)
-        for model in args.models.split(","):
-            try:
-                cell = run_cell(graph, model, args)
-            except Exception as error:  # a cell that fails is a result
-                cell = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-                print(f"{name:<10}{model:<7} {cell['error']}", flush=True)
-            else:
-                print(
-                    f"{name:<10}{model:<7}{cell['forward_ms']:>11.3f}{cell['training_ms']:>11.3f}"
-                    f"{cell['row_bound_ms']:>11.3f}{cell['forward_ms'] / cell['row_bound_ms']:>11.2f}"
-                    f"{cell['temp_bytes'] / 2**20:>11.0f}"
-                    f"{cell['compile_forward_s'] + cell['compile_training_s']:>11.1f}"
-                    + (f"  diff {cell['relative_difference_from_xla_f32']:.1e}" if args.check else ""),
-                    flush=True,
-                )
-            results["cells"][name][model] = cell
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        path = args.out / f"rgnn_{args.dtype}_{args.precision}_w{args.width}_h{args.heads}.json"
-        path.write_text(json.dumps(results, indent=1) + "\n")
-        print(path)
+
+    def add_warm_start(self, cell: dict[str, Any], result: dict[str, Any]) -> None:
+        for known in self.results:
+            if all(known[key] == cell[key] for key in rgnn_report.KEYS) and "forward" in known and "forward" in result:
+                for name in ("forward", "training"):
+                    known[name]["first_call_cached_s"] = result[name]["first_call_s"]
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    folder = Path(tempfile.mkdtemp(prefix="rgnn_benchmark_"))
+    try:
+        benchmark = Benchmark(args, folder)
+        benchmark.make_graphs()
+        versions = benchmark.run()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    run = {"versions": versions, "date": time.strftime("%Y-%m-%d")}
+    results = {"graphs": benchmark.graphs, "results": [{**r, "run": run} for r in benchmark.results]}
+    if args.update:
+        results = rgnn_report.merge(json.loads(args.update.read_text(encoding="utf-8")), results)
+    print("\n" + rgnn_report.text(results, benchmark.base))
+    if args.out or args.update:
+        device = re.sub(r"nvidia|geforce", "", versions.get("device", "unknown").lower()).strip().replace(" ", "_")
+        kind = "sweep" if args.sweep else f"w{args.width}_h{args.heads}"
+        out = args.out or args.update.parent
+        path = args.update or out / f"rgnn_{device}_{args.dtype}_{args.precision}_{kind}.json"
+        out.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        rgnn_report.plot(results, benchmark.base, path.with_suffix(".svg"))
+        print(f"\n{path}\n{path.with_suffix('.svg')}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,109 @@
+"""How long a call keeps the GPU: kernel records of the profilers of jax and of PyTorch, as span, sum and count.
+
+A layer of 20 us cannot be timed from Python, where one dispatch costs about 0.1 ms. The profilers give the start and
+the duration of each kernel, copy and fill on the device; several calls in a row are recorded and told apart by their
+number of records, which is the same for each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+Record = tuple[float, float]
+"""Start and duration on the device, ns."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTime:
+    """Of one call, the median over the recorded calls."""
+
+    span_ms: float
+    """From the start of the first kernel to the end of the last."""
+    kernels_ms: float
+    """Sum of the kernels, copies and fills."""
+    launches: float
+    """How many there are."""
+
+    def as_dict(self) -> dict[str, float]:
+        return {key: round(value, 6) for key, value in asdict(self).items()}
+
+
+def summarize(records: Sequence[Record], calls: int) -> DeviceTime | None:
+    """Splits the records of `calls` equal calls; None where there are no records (on a CPU).
+
+    Where the number of records is no multiple of the number of calls (a host that decides what to launch), the calls
+    are split at the longest pauses.
+    """
+    if not records:
+        return None
+    ordered = sorted(records)
+    if len(ordered) % calls == 0:
+        size = len(ordered) // calls
+        groups = [ordered[i * size : (i + 1) * size] for i in range(calls)]
+    else:
+        ends, latest = [], 0.0
+        for start, duration in ordered:
+            latest = max(latest, start + duration)
+            ends.append(latest)
+        pauses = sorted(range(1, len(ordered)), key=lambda i: ends[i - 1] - ordered[i][0])
+        cuts = [0, *sorted(pauses[: calls - 1]), len(ordered)]
+        groups = [ordered[a:b] for a, b in itertools.pairwise(cuts)]
+    spans = [max(start + duration for start, duration in group) - group[0][0] for group in groups]
+    sums = [sum(duration for _, duration in group) for group in groups]
+    return DeviceTime(statistics.median(spans) / 1e6, statistics.median(sums) / 1e6, len(ordered) / calls)
+
+
+def profile_jax(call: Callable[[], Any], calls: int) -> DeviceTime | None:
+    """Records `calls` calls, which must be compiled already, with jax's profiler."""
+    import jax
+
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # tracing Python would slow the dispatch between kernels
+    options.host_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready([call() for _ in range(calls)])
+        return summarize(list(_xplane_records(Path(folder))), calls)
+
+
+def _xplane_records(folder: Path) -> Iterator[Record]:
+    import jax
+
+    for path in folder.rglob("*.xplane.pb"):
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            if not plane.name.startswith("/device:GPU"):
+                continue
+            for line in plane.lines:
+                if line.name.startswith("Stream"):  # other lines repeat the kernels by operation or module
+                    for event in line.events:
+                        yield event.start_ns, event.duration_ns
+
+
+def profile_torch(call: Callable[[], Any], calls: int) -> DeviceTime | None:
+    """Records `calls` calls with PyTorch's profiler."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.redirect_stdout(None),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler,
+    ):
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+        profiler.stop()
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    kinds = {"kernel", "gpu_memcpy", "gpu_memset"}
+    return summarize([(1e3 * e["ts"], 1e3 * e["dur"]) for e in events if e.get("cat") in kinds], calls)

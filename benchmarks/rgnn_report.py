@@ -1,0 +1,450 @@
+"""What a run of `benchmarks/rgnn.py` says: tables as text and for README, ratios, the goals, a plot; all from its JSON.
+
+Results are `{"graphs": {name: counts and row bounds}, "results": [one for each cell and implementation]}`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+KEYS = ("graph", "model", "implementation", "settings")
+PHASES = ("forward", "training")
+MODELS = {"rgcn": "RGCN", "rgat": "RGAT", "hgt": "HGT"}
+PLAIN = ("pyg", "pyg_fast", "jax_ragged", "jax_dense")
+"""What people use today, PyTorch Geometric and plain JAX."""
+ROUNDED = ("grouped_bf16",)
+"""Peers that round float32 operands to bfloat16: reported, never the best where ours does not round."""
+BASE = {"width": 64, "heads": 1, "dtype": "float32", "precision": "tf32"}
+_HECTOR = Path(__file__).with_name("peers") / "hector.json"
+
+Result = dict[str, Any]
+Results = dict[str, Any]
+
+
+# --- reading results
+
+
+def settings_name(settings: dict[str, Any]) -> str:
+    return f"{settings['dtype']}_{settings['precision']}_w{settings['width']}_h{settings['heads']}"
+
+
+def select(results: Results, settings: dict[str, Any], **wanted: str) -> list[Result]:
+    """Results of these settings and these values of graph, model, implementation, status."""
+    return [
+        r
+        for r in results["results"]
+        if r["settings"] == settings and "task" not in r and all(r[key] == value for key, value in wanted.items())
+    ]
+
+
+def cells(results: Results, settings: dict[str, Any]) -> list[tuple[str, str]]:
+    """(graph, model) of every cell that has a result, in the order of the graphs and of the models."""
+    found = {(r["graph"], r["model"]) for r in select(results, settings)}
+    return [(g, m) for g in results["graphs"] for m in MODELS if (g, m) in found]
+
+
+def ours(results: Results, settings: dict[str, Any], graph: str, model: str) -> Result | None:
+    found = select(results, settings, graph=graph, model=model, implementation="dejax", status="ok")
+    return found[0] if found else None
+
+
+def milliseconds(result: Result, phase: str, clock: str) -> float:
+    """Time of one call by `"device"`, where a profiler saw it, or by `"caller"`."""
+    measured = result[phase]
+    device = measured.get("device")
+    return device["span_ms"] if clock == "device" and device else measured["ms"]
+
+
+def best_peer(
+    results: Results,
+    settings: dict[str, Any],
+    graph: str,
+    model: str,
+    phase: str,
+    clock: str = "caller",
+    among: Sequence[str] | None = None,
+) -> tuple[str, float] | None:
+    """Name and time of the fastest other implementation; None where none ran."""
+    found = [
+        (r["implementation"], milliseconds(r, phase, clock))
+        for r in select(results, settings, graph=graph, model=model, status="ok")
+        if r["implementation"] != "dejax"
+        and (among is None or r["implementation"] in among)
+        and (r["implementation"] not in ROUNDED or settings["dtype"] == "bfloat16")
+    ]
+    return min(found, key=lambda pair: pair[1]) if found else None
+
+
+def hector(graph: str, model: str, phase: str, settings: dict[str, Any]) -> float | None:
+    """Hector's time in ms, where there is a figure for it."""
+    reference = json.loads(_HECTOR.read_text(encoding="utf-8"))
+    if settings["width"] != reference["settings"]["width"] or settings["heads"] != reference["settings"]["heads"]:
+        return None
+    pair = reference["ms"].get(graph, {}).get(model)
+    return pair[PHASES.index(phase)] if pair and settings["dtype"] == "float32" else None
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return math.exp(sum(map(math.log, found)) / len(found)) if found else math.nan
+
+
+def merge(old: Results, new: Results) -> Results:
+    """The new results, and those of the old ones that were not measured again.
+
+    Raises:
+        ValueError: a graph of one name has other counts in both, so that they cannot stand in one table.
+    """
+    for name in set(old["graphs"]) & set(new["graphs"]):
+        counts = [{k: v for k, v in r["graphs"][name].items() if k != "row_bound_ms"} for r in (old, new)]
+        if counts[0] != counts[1]:
+            raise ValueError(f"graph {name} has counts {counts[1]}, in the earlier results {counts[0]}")
+    key = lambda r: json.dumps([r[k] for k in KEYS] + [r.get("task")], sort_keys=True)  # noqa: E731
+    measured = {key(r) for r in new["results"]}
+    graphs = {name: dict(entry) for name, entry in old["graphs"].items()}
+    for name, entry in new["graphs"].items():
+        bounds = graphs.get(name, {}).get("row_bound_ms", {}) | entry["row_bound_ms"]
+        graphs[name] = {**entry, "row_bound_ms": bounds}
+    return {"graphs": graphs, "results": [r for r in old["results"] if key(r) not in measured] + new["results"]}
+
+
+# --- text
+
+
+PROGRESS_HEADER = (
+    f"{'':<16}{'graph':<9}{'model':<6}{'implementation':<15}"
+    f"{'forward ms':>11}{'device':>9}{'launches':>9}{'x bound':>8}"
+    f"{'training':>10}{'device':>9}{'launches':>9}{'x fwd':>7}{'MiB':>9}  agreement"
+)
+
+
+def progress(cell: dict[str, Any], result: Result, bound: float) -> str:
+    """One line for a result that has just come."""
+    head = f"{cell['graph']:<9}{cell['model']:<6}{cell['implementation']:<15}"
+    different = {k: v for k, v in cell["settings"].items() if BASE[k] != v}
+    tail = "  " + ", ".join(f"{k} {v}" for k, v in different.items()) if different else ""
+    if result["status"] != "ok":
+        return f"{head}{result['status']}: {result.get('message', '')[:150]}{tail}"
+    if cell.get("task") == "compile":
+        seconds = ", ".join(f"{result[phase]['first_call_s']:.2f} s" for phase in PHASES)
+        return f"{head}first call, cached: {seconds}"
+    if cell.get("task") == "build":
+        return f"{head}RelGraph of {cell['edges']:,} edges inside jit: {_device(result['build'])} ms"
+    forward, training = result["forward"], result["training"]
+    spans = [milliseconds(result, phase, "device") for phase in PHASES]
+    return (
+        f"{head}{forward['ms']:>11.3f}{_device(forward):>9}{_launches(forward):>9}{spans[0] / bound:>8.2f}"
+        f"{training['ms']:>10.3f}{_device(training):>9}{_launches(training):>9}{spans[1] / spans[0]:>7.2f}"
+        f"{training.get('peak_bytes', math.nan) / 2**20:>9.0f}  {_agreement(result)}{tail}"
+    )
+
+
+def _device(measured: dict[str, Any]) -> str:
+    return f"{measured['device']['span_ms']:.3f}" if measured.get("device") else "-"
+
+
+def _launches(measured: dict[str, Any]) -> str:
+    return f"{measured['device']['launches']:.0f}" if measured.get("device") else "-"
+
+
+def _agreement(result: Result) -> str:
+    found = result.get("agreement")
+    return f"{found['forward']:.1e} {found['gradients']:.1e}" if found else ""
+
+
+def text(results: Results, settings: Any) -> str:
+    """All tables of these settings, and the goals."""
+    settings = settings if isinstance(settings, dict) else {k: getattr(settings, k) for k in BASE}
+    parts = [
+        "Ours; device ms of the profiler, memory of the training step.\n" + ours_table(results, settings),
+        "Others: forward / forward and backward, ms as a caller sees them.\n" + peers_table(results, settings),
+        "Against the best of them, and against Hector (its ms are device time, so ours are too).\n"
+        + ratios_table(results, settings),
+        sweep_table(results, settings),
+        "\n".join(extras(results)),
+        "Goals:\n" + "\n".join(goals(results, settings)),
+    ]
+    return "\n\n".join(part for part in parts if part.strip())
+
+
+def _table(rows: list[list[str]], left: int = 2) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            value.ljust(width) if i < left else value.rjust(width)
+            for i, (value, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _figure(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.{digits}g}"
+
+
+def ours_table(results: Results, settings: dict[str, Any]) -> str:
+    rows = [
+        ["graph", "model", "row bound", "forward", "device", "launches", "x bound", "training", "device", "launches",
+         "x fwd", "peak MiB", "x needed", "first s", "cached s", "graph s"]
+    ]  # fmt: skip
+    for graph, model in cells(results, settings):
+        r = ours(results, settings, graph, model)
+        bound = results["graphs"][graph]["row_bound_ms"].get(settings_name(settings))
+        if r is None:
+            status = select(results, settings, graph=graph, model=model, implementation="dejax")
+            rows.append([graph, model, _figure(bound), status[0]["status"] if status else "-", *["-"] * 12])
+            continue
+        f, t = r["forward"], r["training"]
+        spans = [milliseconds(r, phase, "device") for phase in PHASES]
+        needed = t["peak_bytes"] / t["needed_bytes"] if "needed_bytes" in t else None
+        cached = f["first_call_cached_s"] + t["first_call_cached_s"] if "first_call_cached_s" in f else None
+        rows.append(
+            [graph, model, _figure(bound), _figure(f["ms"]), _device(f), _launches(f), f"{spans[0] / bound:.2f}",
+             _figure(t["ms"]), _device(t), _launches(t), f"{spans[1] / spans[0]:.2f}",
+             f"{t['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in t else "-", _figure(needed),
+             _figure(f["first_call_s"] + t["first_call_s"]), _figure(cached), _figure(r.get("graph_s"))]
+        )  # fmt: skip
+    return _table(rows)
+
+
+def peers_table(results: Results, settings: dict[str, Any]) -> str:
+    used = {r["implementation"] for r in select(results, settings)} - {"dejax"}
+    if not used:
+        return ""
+    order = sorted(used)
+    rows = [["graph", "model", *order]]
+    for graph, model in cells(results, settings):
+        row = [graph, model]
+        for name in order:
+            found = select(results, settings, graph=graph, model=model, implementation=name)
+            row.append(_pair(found[0]) if found else "")
+        rows.append(row)
+    return _table(rows)
+
+
+def _pair(result: Result) -> str:
+    if result["status"] != "ok":
+        return {"does not apply": "-"}.get(result["status"], result["status"])
+    cut = "*" if any(result[phase].get("cut") for phase in PHASES) else ""
+    return " / ".join(_figure(result[phase]["ms"]) for phase in PHASES) + cut
+
+
+def ratio(results: Results, settings: dict[str, Any], cell: tuple[str, str], phase: str, against: str) -> float | None:
+    """How many times as long as ours another takes.
+
+    Args:
+        results: the run.
+        settings: of both.
+        cell: graph and model.
+        phase: `"forward"` or `"training"`.
+        against: `"hector"`; `"plain"`, the best of PLAIN; `"all"`, the best of all; `"device"`, that by the device's
+            clock and not the caller's.
+    """
+    r = ours(results, settings, *cell)
+    if r is None:
+        return None
+    if against == "hector":
+        other = hector(*cell, phase, settings)
+        return other / milliseconds(r, phase, "device") if other else None
+    clock = "device" if against == "device" else "caller"
+    found = best_peer(results, settings, *cell, phase, clock, PLAIN if against == "plain" else None)
+    return found[1] / milliseconds(r, phase, clock) if found else None
+
+
+def ratios_table(results: Results, settings: dict[str, Any]) -> str:
+    rows = [
+        ["graph", "model", "best forward", "x", "by device", "best training", "x", "by device", "Hector x", "training"]
+    ]
+    columns = [(p, a) for p in PHASES for a in ("all", "device")] + [(p, "hector") for p in PHASES]
+    found: dict[str, list[list[float | None]]] = {}
+    for cell in cells(results, settings):
+        values = [ratio(results, settings, cell, *column) for column in columns]
+        best = [best_peer(results, settings, *cell, phase) for phase in PHASES]
+        labels = [f"{b[0]} {_figure(b[1])}" if b else "-" for b in best]
+        figures = [_figure(v) for v in values]
+        rows.append([*cell, labels[0], *figures[:2], labels[1], *figures[2:4], *figures[4:]])
+        found.setdefault(cell[1], []).append(values)
+    for model, table in found.items():
+        means = [_figure(geometric_mean(v for v in column if v)) for column in zip(*table, strict=True)]
+        rows.append(["geometric mean", model, "", *means[:2], "", *means[2:4], *means[4:]])
+    return _table(rows)
+
+
+def sweep_table(results: Results, base: dict[str, Any]) -> str:
+    """Time over row bound of other widths, heads and dtypes, relative to the base settings'."""
+    rows = [["graph", "model", "width", "heads", "dtype", "forward", "training"]]
+    for r in results["results"]:
+        if r["implementation"] != "dejax" or r["settings"] == base or r["status"] != "ok" or "task" in r:
+            continue
+        first = ours(results, base, r["graph"], r["model"])
+        if first is None:
+            continue
+        bounds = results["graphs"][r["graph"]]["row_bound_ms"]
+        scale = bounds[settings_name(base)] / bounds[settings_name(r["settings"])]
+        s = r["settings"]
+        relative = [milliseconds(r, p, "device") / milliseconds(first, p, "device") * scale for p in PHASES]
+        rows.append([r["graph"], r["model"], str(s["width"]), str(s["heads"]), s["dtype"], *map(_figure, relative)])
+    return "Time for each byte of the row bound, relative to the first table.\n" + _table(rows) if len(rows) > 1 else ""
+
+
+def extras(results: Results) -> list[str]:
+    return [
+        f"RelGraph.build_traced of {r['edges']:,} edges of {r['graph']}: {_device(r['build'])} ms on the device, "
+        f"{r['build']['ms']:.2f} ms for the caller"
+        for r in results["results"]
+        if r.get("task") == "build" and r["status"] == "ok"
+    ]
+
+
+# --- goals
+
+_FORWARD_MS = {
+    ("mag", "rgcn"): 1.84, ("am", "rgcn"): 0.60, ("wikikg2", "rgcn"): 2.3, ("bgs", "rgcn"): 0.06,
+    ("fb15k", "rgcn"): 0.06, ("biokg", "rgcn"): 0.39, ("aifb", "rgcn"): 0.030, ("mutag", "rgcn"): 0.030,
+}  # fmt: skip
+_BOUNDS = {"rgat": 2.5, "hgt": 4.5}
+_TRAINING = {"rgcn": 3.0, "rgat": 3.5, "hgt": 3.5}
+_PLAIN_TRAINING = {"rgcn": 10.0, "rgat": 30.0, "hgt": 30.0}
+_LARGE = ("am", "mag", "wikikg2")
+
+
+def goals(results: Results, settings: dict[str, Any]) -> list[str]:
+    """Each figure that the project wants to reach on an H200, and whether this run does."""
+    lines = []
+
+    def line(what: str, value: float | None, limit: float, unit: str = "ms", at_least: bool = False) -> None:
+        if value is None or math.isnan(value):
+            return
+        reached = value >= limit if at_least else value <= limit
+        sign = ">=" if at_least else "<="
+        lines.append(f"  {'reached' if reached else 'MISSED ':<8} {what}: {_figure(value)} {unit} ({sign} {limit:g})")
+
+    present = cells(results, settings)
+    done = [c for c in present if ours(results, settings, *c)]
+    lines.append(f"  {len(done)} of {len(present)} cells ran, forward and training")
+    for graph, model in done:
+        r = ours(results, settings, graph, model)
+        assert r is not None
+        spans = [milliseconds(r, phase, "device") for phase in PHASES]
+        bound = results["graphs"][graph]["row_bound_ms"][settings_name(settings)]
+        if (graph, model) in _FORWARD_MS and settings == BASE:
+            line(f"{graph} {model} forward", spans[0], _FORWARD_MS[graph, model])
+        if model in _BOUNDS and graph in _LARGE:
+            line(f"{graph} {model} forward over row bound", spans[0] / bound, _BOUNDS[model], "x")
+        line(f"{graph} {model} training over forward", spans[1] / spans[0], _TRAINING[model], "x")
+        if graph in _LARGE and "needed_bytes" in r["training"] and model != "hgt":
+            used = r["training"]["peak_bytes"] / r["training"]["needed_bytes"]
+            line(f"{graph} {model} peak memory over needed", used, 1.5, "x")
+        if "first_call_cached_s" in r["forward"]:
+            for phase in PHASES:
+                line(f"{graph} {model} first {phase} call", r[phase]["first_call_s"], 10, "s")
+                line(f"{graph} {model} first {phase} call, cached", r[phase]["first_call_cached_s"], 1, "s")
+    least = 5.0 if settings["precision"] == "tf32" else 3.0
+    for model in MODELS:
+        of_model = [c for c in done if c[1] == model]
+        for phase in PHASES:
+            values = [v for c in of_model if (v := ratio(results, settings, c, phase, "hector"))]
+            line(f"{model} {phase}, Hector's time over ours, geometric mean", geometric_mean(values), least, "x", True)
+            line(f"{model} {phase}, Hector's time over ours, least", min(values, default=math.nan), 1, "x", True)
+        values = [v for c in of_model if (v := ratio(results, settings, c, "training", "plain"))]
+        what = f"{model} training, best of PyTorch Geometric and plain JAX over ours, geometric mean"
+        line(what, geometric_mean(values), _PLAIN_TRAINING[model], "x", True)
+    return lines
+
+
+# --- README and plot
+
+
+def markdown(results: Results, settings: dict[str, Any] = BASE) -> str:
+    """README's table: a row for each graph and model."""
+    lines = [
+        "| graph | model | row bound | forward, ms | training, ms | best other, forward | best other, training "
+        "| faster by | Hector over ours |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+
+    def pair(cell: tuple[str, str], against: str) -> str:
+        return " / ".join(_figure(ratio(results, settings, cell, phase, against), 2) for phase in PHASES)
+
+    def best(cell: tuple[str, str], phase: str) -> str:
+        found = best_peer(results, settings, *cell, phase)
+        if found:
+            return f"{_figure(found[1])} ({found[0]})"
+        tried = {r["status"] for r in select(results, settings, graph=cell[0], model=cell[1])} - {"ok"}
+        return "OOM" if "OOM" in tried else "-"
+
+    for cell in cells(results, settings):
+        r = ours(results, settings, *cell)
+        bound = _figure(results["graphs"][cell[0]]["row_bound_ms"][settings_name(settings)])
+        times = [_figure(milliseconds(r, phase, "device")) if r else "-" for phase in PHASES]
+        values = [cell[0], MODELS[cell[1]], bound, *times, *(best(cell, phase) for phase in PHASES)]
+        lines.append(f"| {' | '.join([*values, pair(cell, 'device'), pair(cell, 'hector')])} |")
+    for model, title in MODELS.items():
+        of_model = [c for c in cells(results, settings) if c[1] == model]
+        means = []
+        for against in ("device", "hector"):
+            both = [[v for c in of_model if (v := ratio(results, settings, c, p, against))] for p in PHASES]
+            means.append(" / ".join(_figure(geometric_mean(values), 2) for values in both))
+        if of_model:
+            lines.append(f"| geometric mean | {title} | | | | | | {means[0]} | {means[1]} |")
+    return "\n".join(lines)
+
+
+def plot(results: Results, settings: Any, path: Path) -> None:
+    """Writes times against the row bound, one panel for forward and one for training."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    settings = settings if isinstance(settings, dict) else {k: getattr(settings, k) for k in BASE}
+    figure, axes = plt.subplots(1, 2, figsize=(11, 5), sharey=True, layout="constrained")
+    colours = dict(zip(MODELS, ("tab:blue", "tab:orange", "tab:green"), strict=True))
+    bounds = {g: entry["row_bound_ms"].get(settings_name(settings)) for g, entry in results["graphs"].items()}
+    present = cells(results, settings)
+    for axis, phase in zip(axes, PHASES, strict=True):
+        for model, colour in colours.items():
+            points: dict[str, list[tuple[float, float]]] = {"ours": [], "best other": [], "Hector": []}
+            for cell in [c for c in present if c[1] == model]:
+                r = ours(results, settings, *cell)
+                other = best_peer(results, settings, *cell, phase, "device")
+                reference = hector(*cell, phase, settings)
+                for name, value in (
+                    ("ours", milliseconds(r, phase, "device") if r else None),
+                    ("best other", other and other[1]),
+                    ("Hector", reference),
+                ):
+                    if value:
+                        points[name].append((bounds[cell[0]], value))
+            for (name, found), marker in zip(points.items(), ("o", "^", "x"), strict=True):
+                if found:
+                    axis.plot(
+                        *zip(*sorted(found), strict=True),
+                        marker,
+                        color=colour,
+                        markerfacecolor=colour if name == "ours" else "none",
+                        label=f"{MODELS[model]}, {name}",
+                    )
+        known = sorted(b for g, b in bounds.items() if b and any(c[0] == g for c in present))
+        if known:
+            axis.plot([known[0], known[-1]], [known[0], known[-1]], color="grey", linewidth=1, label="row bound")
+        for graph, bound in bounds.items():
+            if bound and any(c[0] == graph for c in present):
+                axis.annotate(
+                    graph, (bound, 0), xycoords=("data", "axes fraction"), rotation=90, fontsize=7, color="grey",
+                    xytext=(2, 4), textcoords="offset points",
+                )  # fmt: skip
+        axis.set(
+            xscale="log",
+            yscale="log",
+            xlabel="row bound, ms",
+            title=phase if phase == "forward" else "forward and backward",
+        )
+    axes[0].set_ylabel("device time of one layer, ms")
+    axes[1].legend(fontsize=7)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
