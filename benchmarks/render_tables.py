@@ -4,7 +4,8 @@
     python benchmarks/render_tables.py --check    # exit status 1 where README differs from the JSON
 
 A table stands between `<!-- NAME: made by ... -->` and `<!-- end NAME -->`. `accuracy` comes from the files
-accuracy_*.json, each of which is the results.json of one run of examples/entity_classification.py.
+accuracy_*.json, each of which is the results.json of one run of examples/entity_classification.py; `performance` from
+what benchmarks/rgnn.py wrote on an H200.
 """
 
 from __future__ import annotations
@@ -17,9 +18,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import rgnn_report
+
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
+
+PERFORMANCE = "rgnn_h200_float32_tf32_w64_h1.json"
 
 _DATASETS = {"stdlib": "code graph of the standard library", "aifb": "AIFB", "mutag": "MUTAG", "bgs": "BGS", "am": "AM"}
 _MODELS = {"rgcn": "R-GCN", "rgat": "RGAT", "hgt": "HGT"}
@@ -52,7 +59,12 @@ def accuracy_table(results: Path) -> str:
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[Path], str]] = {"accuracy": accuracy_table}
+def performance_table(results: Path) -> str:
+    """One row for each graph and model."""
+    return rgnn_report.markdown(json.loads((results / PERFORMANCE).read_text(encoding="utf-8")))
+
+
+TABLES: dict[str, Callable[[Path], str]] = {"accuracy": accuracy_table, "performance": performance_table}
 
 
 def render(text: str, results: Path) -> str:

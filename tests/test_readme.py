@@ -49,8 +49,12 @@ def test_a_changed_result_changes_the_table(tmp_path):
     run = json.loads((tables.RESULTS / "accuracy_aifb_rgcn.json").read_text(encoding="utf-8"))
     run["accuracy"]["test"]["mean"] = 0.1234
     (tmp_path / "accuracy_x.json").write_text(json.dumps(run), encoding="utf-8")
+    speed = json.loads((tables.RESULTS / tables.PERFORMANCE).read_text(encoding="utf-8"))
+    cell = next(r for r in speed["results"] if (r["graph"], r["implementation"]) == ("am", "dejax"))
+    cell["training"] |= {"ms": 98.7, "device": None}
+    (tmp_path / tables.PERFORMANCE).write_text(json.dumps(speed), encoding="utf-8")
     changed = tables.render(README, tmp_path)
-    assert changed != README and "12.3 ±" in changed
+    assert changed != README and "12.3 ±" in changed and " 98.7 |" in changed
     assert tables.render(changed, tables.RESULTS) == README
 
 

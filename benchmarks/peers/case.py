@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 BANDWIDTH = 4.3e12  # bytes per second, read plus written, of a device-to-device copy on an H200
+LEARNING_RATE = 0.01
 _ARRAYS = ("senders", "receivers", "edge_type", "node_type")
 _SAMPLE = 16_384
 
@@ -182,6 +183,22 @@ def features(graph: Graph, folder: Path, settings: Settings, seed: int = 0) -> n
         rng = np.random.default_rng(seed)
         np.save(path, rng.standard_normal((graph.num_nodes, settings.width), np.float32))
     return np.load(path, mmap_mode="r")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A classification task on a graph: random classes of a tenth of the nodes, and a matrix from width to classes."""
+
+    nodes: np.ndarray
+    labels: np.ndarray
+    head: np.ndarray
+
+
+def classification(graph: Graph, settings: Settings, classes: int) -> Task:
+    rng = np.random.default_rng(2)
+    nodes = np.sort(rng.permutation(graph.num_nodes)[: max(1, graph.num_nodes // 10)]).astype(np.int32)
+    head = rng.standard_normal((settings.width, classes), np.float32) * settings.width**-0.5
+    return Task(nodes, rng.integers(0, classes, len(nodes)).astype(np.int32), head)
 
 
 def sampled_rows(num_nodes: int) -> np.ndarray:

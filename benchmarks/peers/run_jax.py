@@ -51,6 +51,10 @@ def run_cell(cell: dict[str, Any], folder: Path, limits: Limits) -> dict[str, An
     graph = Graph.load(folder)
     if cell.get("task") == "build":
         return {"build": _build(graph, cell["edges"], limits)}
+    if cell.get("task") == "train":
+        from peers import train_jax
+
+        return train_jax.run_cell(cell, graph, folder, settings, limits)
     with jax.default_matmul_precision(_PRECISIONS[settings.precision]):
         layer = LAYERS[cell["implementation"]](graph, cell["model"], settings)
         return _Cell(layer, graph, cell, settings, folder).run(limits)

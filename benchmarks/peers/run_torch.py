@@ -66,6 +66,10 @@ def run_cell(cell: dict[str, Any], folder: Path, limits: Limits) -> dict[str, An
     settings = Settings(**cell["settings"])
     torch.backends.cuda.matmul.allow_tf32 = settings.precision != "f32"
     graph = Graph.load(folder)
+    if cell.get("task") == "train":
+        from peers import train_torch
+
+        return train_torch.run_cell(cell, graph, folder, settings, limits, device())
     on_gpu = torch.cuda.is_available()
     before = torch.cuda.memory_allocated() if on_gpu else 0
     layer = make(cell, graph, settings, case.parameters(cell["model"], graph, settings))

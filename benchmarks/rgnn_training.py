@@ -1,0 +1,130 @@
+"""Full-batch training of two-layer models on the counts of am and mag: time of an epoch and peak memory, beside PyG's.
+
+    python benchmarks/rgnn_training.py --out benchmarks/results
+    python benchmarks/rgnn_training.py --graphs am --models rgcn --peers pyg,grouped
+
+Two layers of 64 with a ReLU between, a matrix to the classes, cross-entropy on a tenth of the nodes, Adam. All
+implementations begin with the same parameters, so the first loss is the same; the classes are random, so there is
+nothing to learn. (RGAT's attention vectors are one for each relation in ours and one for all in the others, so later
+losses differ.) Each implementation runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import re
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import rgnn
+from peers import case, runner
+from peers.case import Settings
+from peers.timing import Limits
+
+CLASSES = {"aifb": 4, "mutag": 2, "bgs": 2, "am": 11, "mag": 349}
+"""Of the real graphs; others get 16."""
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--graphs", default="am,mag", help=f"comma-separated, of {', '.join(rgnn.GRAPHS)}")
+    p.add_argument("--models", default="all", help=f"of {', '.join(rgnn.MODELS)}")
+    p.add_argument("--peers", default="pyg", help=f"of {', '.join(rgnn.PEERS)}")
+    p.add_argument("--width", type=int, default=64)
+    p.add_argument("--heads", type=int, default=1)
+    p.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"))
+    p.add_argument("--target", type=float, default=0.5, help="seconds of repetitions")
+    p.add_argument("--limit", type=float, default=180.0, help="an implementation is stopped after so long in a cell")
+    p.add_argument("--python", default=sys.executable, help="the interpreter that has PyTorch")
+    p.add_argument("--out", type=Path, help="folder for the JSON")
+    args = p.parse_args(argv)
+    args.graphs = rgnn.names(args.graphs, rgnn.GRAPHS, "--graphs")
+    args.models = rgnn.names(args.models, rgnn.MODELS, "--models")
+    args.peers = rgnn.names(args.peers, rgnn.PEERS, "--peers")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    settings = Settings(args.width, args.heads, "float32", args.precision)
+    results: list[dict[str, Any]] = []
+
+    def report(cell: dict[str, Any], result: dict[str, Any]) -> None:
+        results.append({**cell, **result})
+        print(line(results[-1]), flush=True)
+
+    versions: dict[str, str] = {"python": platform.python_version()}
+    folder = Path(tempfile.mkdtemp(prefix="rgnn_training_"))
+    try:
+        for name in args.graphs:
+            graph = case.make_graph(name)
+            graph.save(folder / name)
+            case.features(graph, folder / name, settings)
+        print(f"{'graph':<9}{'model':<6}{'implementation':<15}{'epoch ms':>10}{'device':>9}{'MiB':>9}  first losses")
+        for framework in ("jax", "torch"):
+            chosen = [n for n in ("dejax", *args.peers) if runner.FRAMEWORKS[n] == framework]
+            cells = [
+                {
+                    "task": "train", "graph": g, "model": m, "implementation": i, "settings": asdict(settings),
+                    "classes": CLASSES.get(g, 16),
+                }
+                for g in args.graphs for m in args.models for i in chosen
+            ]  # fmt: skip
+            python = args.python if framework == "torch" else sys.executable
+            limits = Limits(args.target, cell_s=args.limit)
+            versions |= runner.run(framework, cells, folder, limits, report, None, python)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print("\n" + table(results))
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        device = re.sub(r"nvidia|geforce", "", versions.get("device", "unknown").lower()).strip().replace(" ", "_")
+        path = args.out / f"rgnn_training_{device}_{args.precision}_w{args.width}_h{args.heads}.json"
+        document = {"versions": versions, "date": time.strftime("%Y-%m-%d"), "results": results}
+        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        print(path)
+
+
+def line(result: dict[str, Any]) -> str:
+    head = f"{result['graph']:<9}{result['model']:<6}{result['implementation']:<15}"
+    if result["status"] != "ok":
+        return f"{head}{result['status']}: {result.get('message', '')[:150]}"
+    epoch = result["epoch"]
+    device = f"{epoch['device']['span_ms']:.2f}" if epoch["device"] else "-"
+    losses = " ".join(f"{value:.5f}" for value in result["losses"])
+    return f"{head}{epoch['ms']:>10.2f}{device:>9}{epoch.get('peak_bytes', math.nan) / 2**20:>9.0f}  {losses}"
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """A Markdown table: a row for each graph and model, epoch ms and peak MiB of each implementation."""
+    names = list(dict.fromkeys(r["implementation"] for r in results))
+    lines = [f"| graph | model | {' | '.join(names)} |", f"| --- | --- |{' --- |' * len(names)}"]
+    for graph, model in dict.fromkeys((r["graph"], r["model"]) for r in results):
+        row = [graph, model]
+        for name in names:
+            found = [r for r in results if (r["graph"], r["model"], r["implementation"]) == (graph, model, name)]
+            row.append(_cell(found[0]) if found else "-")
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def _cell(result: dict[str, Any]) -> str:
+    if result["status"] != "ok":
+        return result["status"]
+    epoch = result["epoch"]
+    memory = f", {epoch['peak_bytes'] / 2**20:,.0f} MiB" if "peak_bytes" in epoch else ""
+    return f"{epoch['ms']:.3g} ms{memory}"
+
+
+if __name__ == "__main__":
+    main()
