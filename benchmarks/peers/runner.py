@@ -30,6 +30,7 @@ FRAMEWORKS = {
     "compiled": "torch",
 }
 _WORKER = Path(__file__).with_name("worker.py")
+_GRAPHS = "--xla_enable_command_buffers_during_profiling=true"  # see device_time.py
 _START_S = 180.0  # imports and the device's start
 Cell = dict[str, Any]
 
@@ -44,6 +45,8 @@ def run(
     python: str = sys.executable,
 ) -> dict[str, str]:
     """Measures the cells in a worker; a cell that hangs or kills it is a result, and a new worker does the others.
+
+    A cell that kills a JAX worker is tried once more with CUDA graphs left out of the profiles.
 
     Args:
         framework: `"jax"` or `"torch"`.
@@ -65,52 +68,61 @@ def run(
             known.append({**cell, **result})
         report(cell, result)
 
+    flags = _GRAPHS if framework == "jax" else ""
     while cells:
-        count = _follow(framework, cells, folder, limits, known, cache, python, versions, done)
+        environment = {
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94",
+            **os.environ,
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
+            "PYTHONUNBUFFERED": "1",
+        }
+        job = {"cells": cells, "folder": str(folder), "limits": asdict(limits), "cache": cache, "known": known}
+        count, dead = _follow([python, str(_WORKER), framework], job, environment, limits, versions, done)
         cells = cells[count:]
+        if dead and flags:
+            flags = ""
+        elif dead:
+            done(cells[0], {"status": "error", "message": dead})
+            cells = cells[1:]
     return versions
 
 
 def _follow(
-    framework: str,
-    cells: list[Cell],
-    folder: Path,
+    command: list[str],
+    job: dict[str, Any],
+    environment: dict[str, str],
     limits: Limits,
-    known: list[dict[str, Any]],
-    cache: str | None,
-    python: str,
     versions: dict[str, str],
     done: Callable[[Cell, dict[str, Any]], None],
-) -> int:
-    """One worker's life; how many cells are settled, at least one."""
-    job = {"cells": cells, "folder": str(folder), "limits": asdict(limits), "cache": cache, "known": known}
-    environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94", **os.environ, "PYTHONUNBUFFERED": "1"}
+) -> tuple[int, str]:
+    """One worker's life: how many cells are settled, and what killed it during the next one."""
+    cells = job["cells"]
     worker = subprocess.Popen(
-        [python, str(_WORKER), framework], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-        start_new_session=True,
-    )  # fmt: skip
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
     assert worker.stdin is not None
-    worker.stdin.write(json.dumps(job))
-    worker.stdin.close()
+    with contextlib.suppress(BrokenPipeError), worker.stdin:
+        worker.stdin.write(json.dumps(job))
     lines: queue.Queue[str | None] = queue.Queue()
     reader = threading.Thread(target=_read, args=(worker, lines), daemon=True)
     reader.start()
     settled, started, alive = 0, False, False
     deadline = time.monotonic() + _START_S
     try:
-        while True:
+        while settled < len(cells):
             try:
                 line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                what = "the cell" if started else f"the {framework} worker's start"
+                what = "the cell" if started else "the worker's start"
                 done(cells[settled], {"status": "timeout", "message": f"{what} took more than its time"})
-                return settled + 1
+                return settled + 1, ""
             if line is None:
-                message = f"the {framework} worker ended with status {worker.wait()}"
-                lost = cells[settled : settled + 1] if alive else cells[settled:]  # another would not start either
-                for cell in lost:
+                message = f"the worker {' '.join(command[2:])} ended with status {worker.wait()}"
+                if alive:
+                    return settled, message
+                for cell in cells[settled:]:  # another would not start either
                     done(cell, {"status": "error", "message": message})
-                return settled + len(lost)
+                return len(cells), ""
             if not line.startswith("@@"):
                 print(line, end="", file=sys.stderr)
                 continue
@@ -124,6 +136,7 @@ def _follow(
                 done(cells[settled], message["result"])
                 settled, started = settled + 1, False
                 deadline = time.monotonic() + _START_S
+        return settled, ""
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(worker.pid, signal.SIGKILL)  # torch.compile leaves processes of its own

@@ -58,6 +58,14 @@ def test_overlapping_kernels_are_one_span():
     assert found is not None and (found.span_ms, found.kernels_ms) == (5.0, 6.0)
 
 
+def test_a_profiler_that_fails_costs_the_device_time_only():
+    def profile(*_: Any) -> None:
+        raise RuntimeError("no counters")
+
+    found = measure(lambda: None, lambda _: None, profile, Limits(target_s=0.0))
+    assert found["device"] is None and found["device_error"] == "RuntimeError: no counters" and found["ms"] >= 0
+
+
 def test_a_slow_function_is_called_once():
     calls = []
     found = measure(lambda: calls.append(1), lambda _: None, lambda *_: None, Limits(cut_s=-1.0))
@@ -167,6 +175,8 @@ def test_every_peer_has_a_worker_and_a_package_that_is_missing_is_a_result():
 _WORKER = """
 import json, os, sys, time
 job = json.loads(sys.stdin.read())
+graphs = "command_buffers_during_profiling" in os.environ["XLA_FLAGS"]
+open(os.path.join(job["folder"], "flags"), "a").write("graphs " if graphs else "none ")
 print("@@" + json.dumps({"versions": {"fake": "1"}}), flush=True)
 for i, cell in enumerate(job["cells"]):
     print("@@" + json.dumps({"start": i}), flush=True)
@@ -188,6 +198,7 @@ def test_a_worker_that_hangs_or_dies_is_a_result_and_the_others_go_on(tmp_path, 
     note = lambda cell, result: found.append((cell["implementation"], result))  # noqa: E731
     versions = runner.run("jax", cells, tmp_path, Limits(cell_s=1.0), note)
     assert versions == {"fake": "1"}
+    assert (tmp_path / "flags").read_text(encoding="utf-8").split() == ["graphs", "graphs", "none", "none"]
     assert [(name, r["status"]) for name, r in found] == [
         ("a", "ok"), ("hangs", "timeout"), ("b", "ok"), ("dies", "error"), ("c", "ok"),
     ]  # fmt: skip
@@ -202,7 +213,7 @@ def test_a_worker_that_does_not_start_is_not_started_again(tmp_path, monkeypatch
     monkeypatch.setattr(runner, "_WORKER", worker)
     found: list[dict[str, Any]] = []
     runner.run("torch", [{"implementation": "a"}] * 3, tmp_path, Limits(), lambda _, result: found.append(result))
-    assert [r["status"] for r in found] == ["error"] * 3 and "torch worker ended" in found[0]["message"]
+    assert [r["status"] for r in found] == ["error"] * 3 and "worker torch ended" in found[0]["message"]
     assert (tmp_path / "starts").read_text(encoding="utf-8") == "x"
 
 
@@ -251,6 +262,10 @@ def test_ratios(results):
     assert ratio("training", "device") == pytest.approx(6.0)
     assert ratio("forward", "hector") == pytest.approx(4.15 / 0.5)
     assert ratio("training", "hector") == pytest.approx(14.4 / 1.5)
+    report.ours(results, report.BASE, "am", "rgcn")["training"]["device"]["span_ms"] = (
+        9.0  # profiled, launches are slow
+    )
+    assert ratio("training", "hector") == pytest.approx(14.4 / 3.0)
     assert report.ratio(results, report.BASE, ("am", "rgat"), "forward", "all") is None
     assert report.geometric_mean([2.0, 8.0]) == pytest.approx(4.0) and math.isnan(report.geometric_mean([]))
 

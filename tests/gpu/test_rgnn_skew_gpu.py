@@ -124,7 +124,7 @@ def graph_for_precision() -> tuple[Graph, RelGraph]:
     return graph, RelGraph.from_edges(graph.senders, graph.receivers, graph.edge_type, **types)
 
 
-def run(model: str, options: Options, dtype: Any, scale: float = 1.0) -> Any:
+def run(model: str, options: Options, dtype: Any, scale: float = 1.0, **keywords: Any) -> Any:
     """Result and gradients of a layer; all numbers are the same whatever the dtype."""
     graph, built = graph_for_precision()
     rng = np.random.default_rng(0)
@@ -135,17 +135,17 @@ def run(model: str, options: Options, dtype: Any, scale: float = 1.0) -> Any:
 
     @jax.jit
     def training(built: RelGraph, x: Any, params: Any, cotangent: Any) -> Any:
-        y, pull = jax.vjp(lambda x, p: program(built, x, p, options=options), x, params)
+        y, pull = jax.vjp(lambda x, p: program(built, x, p, options=options, **keywords), x, params)
         return {"result": y, **dict(zip(("x", "params"), pull(cotangent), strict=True))}
 
     return jax.tree_util.tree_flatten_with_path(jax.tree.map(np.asarray, training(built, x, params, cotangent)))[0]
 
 
 @cache
-def float64(model: str, scale: float = 1.0) -> Any:
+def float64(model: str, scale: float = 1.0, **keywords: Any) -> Any:
     """XLA's lowering in float64, which the tests on the CPU compare with plain `jax.numpy` to 1e-11."""
     with jax.enable_x64(True):
-        return run(model, Options(backend="xla", precision="f32"), jnp.float64, scale)
+        return run(model, Options(backend="xla", precision="f32"), jnp.float64, scale, **keywords)
 
 
 def relative(got: np.ndarray, want: np.ndarray) -> float:
@@ -156,8 +156,15 @@ def relative(got: np.ndarray, want: np.ndarray) -> float:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("model", MODELS)
 def test_precision(model, precision):
-    got = run(model, Options(precision=precision), jnp.float32)
-    found = {jax.tree_util.keystr(p): relative(a, b) for (p, a), (_, b) in zip(got, float64(model), strict=True)}
+    """Without the kink of RGAT's LeakyReLU, except in float32.
+
+    A score as small as the rounding changes its side of the kink, and four fifths of its gradient go or come: rounding
+    nothing but the inputs to TF32, and computing in float64, changes the gradients by 9e-3 of their norm; with slope 1
+    by 6e-4.
+    """
+    keywords = {"negative_slope": 1.0} if model == "rgat" and precision != "f32" else {}
+    got, want = run(model, Options(precision=precision), jnp.float32, **keywords), float64(model, **keywords)
+    found = {jax.tree_util.keystr(p): relative(a, b) for (p, a), (_, b) in zip(got, want, strict=True)}
     limits = {key: PRECISIONS[precision] * (1.0 if "result" in key else GRADIENTS) for key in found}
     wrong = {key: f"{value:.1e}" for key, value in found.items() if not value <= limits[key]}
     assert not wrong, f"above {PRECISIONS[precision]:g} (gradients {GRADIENTS:g} times that): {wrong}"
