@@ -277,20 +277,28 @@ def ratios_table(results: Results, settings: dict[str, Any]) -> str:
     return _table(rows)
 
 
-def sweep_table(results: Results, base: dict[str, Any]) -> str:
-    """Time over row bound of other widths, heads and dtypes, relative to the base settings'."""
-    rows = [["graph", "model", "width", "heads", "dtype", "forward", "training"]]
+def sweep(results: Results, base: dict[str, Any]) -> list[tuple[Result, list[float]]]:
+    """Our other widths, heads and dtypes, with their times over the row bound relative to the base settings'."""
+    found = []
     for r in results["results"]:
         if r["implementation"] != "dejax" or r["settings"] == base or r["status"] != "ok" or "task" in r:
             continue
         first = ours(results, base, r["graph"], r["model"])
-        if first is None:
-            continue
         bounds = results["graphs"][r["graph"]]["row_bound_ms"]
-        scale = bounds[settings_name(base)] / bounds[settings_name(r["settings"])]
+        names = [settings_name(base), settings_name(r["settings"])]
+        if first is not None and all(name in bounds for name in names):
+            scale = bounds[names[0]] / bounds[names[1]]
+            times = [milliseconds(r, p, "device") / milliseconds(first, p, "device") for p in PHASES]
+            found.append((r, [scale * time for time in times]))
+    return found
+
+
+def sweep_table(results: Results, base: dict[str, Any]) -> str:
+    rows = [["graph", "model", "width", "heads", "dtype", "precision", "forward", "training"]]
+    for r, relative in sweep(results, base):
         s = r["settings"]
-        relative = [milliseconds(r, p, "device") / milliseconds(first, p, "device") * scale for p in PHASES]
-        rows.append([r["graph"], r["model"], str(s["width"]), str(s["heads"]), s["dtype"], *map(_figure, relative)])
+        sizes = [str(s[key]) for key in ("width", "heads", "dtype", "precision")]
+        rows.append([r["graph"], r["model"], *sizes, *map(_figure, relative)])
     return "Time for each byte of the row bound, relative to the first table.\n" + _table(rows) if len(rows) > 1 else ""
 
 
@@ -346,6 +354,11 @@ def goals(results: Results, settings: dict[str, Any]) -> list[str]:
             for phase in PHASES:
                 line(f"{graph} {model} first {phase} call", r[phase]["first_call_s"], 10, "s")
                 line(f"{graph} {model} first {phase} call, cached", r[phase]["first_call_cached_s"], 1, "s")
+    for r, relative in sweep(results, settings):
+        s = r["settings"]
+        name = f"{r['graph']} {r['model']} width {s['width']}, {s['heads']} heads, {s['dtype']}"
+        if s["precision"] == settings["precision"]:
+            line(f"{name}: time for each byte, the larger", max(relative), 1.3, "x")
     least = 5.0 if settings["precision"] == "tf32" else 3.0
     for model in MODELS:
         of_model = [c for c in done if c[1] == model]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import rgnn as command
 import rgnn_report as report
+import rgnn_training
 from peers import case, runner
 from peers.case import Graph, Settings
 from peers.timing import Limits, measure
@@ -161,6 +162,40 @@ def test_torch_peers_agree_with_ours(model, tmp_path):
         assert max(result["agreement"].values()) < 1e-5, name
 
 
+def training_cell(tmp_path: Path, model: str, name: str) -> dict[str, Any]:
+    settings = {"width": 8, "heads": 2, "dtype": "float32", "precision": "f32"}
+    tiny().save(tmp_path / "tiny")
+    case.features(tiny(), tmp_path / "tiny", SMALL)
+    return {
+        "task": "train", "graph": "tiny", "model": model, "implementation": name, "settings": settings, "classes": 3
+    }  # fmt: skip
+
+
+def test_training_starts_from_the_same_loss_and_falls(tmp_path):
+    from peers import run_jax
+
+    cells = [training_cell(tmp_path, "rgcn", name) for name in ("dejax", "jax_dense")]
+    ours, dense = (run_jax.run_cell(c, tmp_path / "tiny", Limits(target_s=0.0)) for c in cells)
+    assert ours["losses"] == pytest.approx(dense["losses"], rel=1e-4) and ours["losses"][2] < ours["losses"][0]
+    assert ours["epoch"]["peak_bytes"] > 0
+    results = [{**cells[0], "status": "ok", **ours}, {**cells[1], "status": "OOM"}]
+    lines = rgnn_training.table(results).splitlines()
+    assert lines[0] == "| graph | model | dejax | jax_dense |" and lines[2].endswith("| OOM |")
+    assert "MiB" in lines[2] and rgnn_training.line(results[0]).startswith("tiny")
+
+
+@pytest.mark.parametrize("model", command.MODELS)
+def test_torch_trains_as_ours_does(model, tmp_path):
+    pytest.importorskip("torch_geometric")
+    from peers import run_jax, run_torch
+
+    cells = [training_cell(tmp_path, model, name) for name in ("dejax", "pyg")]
+    runs = zip((run_jax, run_torch), cells, strict=True)
+    ours, peer = (run.run_cell(c, tmp_path / "tiny", Limits(target_s=0.0))["losses"] for run, c in runs)
+    count = 1 if model == "rgat" else 3  # it shares its attention vectors among the relations
+    assert ours[:count] == pytest.approx(peer[:count], rel=1e-4)
+
+
 def test_every_peer_has_a_worker_and_a_package_that_is_missing_is_a_result():
     from peers import jax_layers, run_jax
 
@@ -279,6 +314,7 @@ def test_text_has_every_table_and_the_goals(results):
     # Twice the bytes in three times the time.
     line = next(line for line in text.splitlines() if " 128 " in line)
     assert line.split()[-2:] == ["1.5", "1"]
+    assert "MISSED   am rgcn width 128, 1 heads, float32: time for each byte, the larger: 1.5 x (<= 1.3)" in text
 
 
 def test_results_without_a_device_clock_are_taken_by_the_callers(results):
