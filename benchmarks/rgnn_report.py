@@ -150,6 +150,10 @@ def _device(measured: dict[str, Any]) -> str:
     return f"{measured['device']['span_ms']:.3f}" if measured.get("device") else "-"
 
 
+def _kernels(measured: dict[str, Any]) -> str:
+    return f"{measured['device']['kernels_ms']:.3f}" if measured.get("device") else "-"
+
+
 def _launches(measured: dict[str, Any]) -> str:
     return f"{measured['device']['launches']:.0f}" if measured.get("device") else "-"
 
@@ -163,7 +167,8 @@ def text(results: Results, settings: Any) -> str:
     """All tables of these settings, and the goals."""
     settings = settings if isinstance(settings, dict) else {k: getattr(settings, k) for k in BASE}
     parts = [
-        "Ours; device ms of the profiler, memory of the training step.\n" + ours_table(results, settings),
+        "Ours, ms: for a caller; on the device, first kernel to last; the sum of the kernels. Memory is training's.\n"
+        + ours_table(results, settings),
         "Others: forward / forward and backward, ms as a caller sees them.\n" + peers_table(results, settings),
         "Against the best of them, and against Hector (its ms are device time, so ours are too).\n"
         + ratios_table(results, settings),
@@ -191,23 +196,24 @@ def _figure(value: float | None, digits: int = 3) -> str:
 
 def ours_table(results: Results, settings: dict[str, Any]) -> str:
     rows = [
-        ["graph", "model", "row bound", "forward", "device", "launches", "x bound", "training", "device", "launches",
-         "x fwd", "peak MiB", "x needed", "first s", "cached s", "graph s"]
+        ["graph", "model", "row bound", "forward", "device", "kernels", "launches", "x bound", "training", "device",
+         "kernels", "launches", "x fwd", "peak MiB", "x needed", "first s", "cached s", "graph s"]
     ]  # fmt: skip
     for graph, model in cells(results, settings):
         r = ours(results, settings, graph, model)
         bound = results["graphs"][graph]["row_bound_ms"].get(settings_name(settings))
         if r is None:
             status = select(results, settings, graph=graph, model=model, implementation="dejax")
-            rows.append([graph, model, _figure(bound), status[0]["status"] if status else "-", *["-"] * 12])
+            rows.append([graph, model, _figure(bound), status[0]["status"] if status else "-", *["-"] * 14])
             continue
         f, t = r["forward"], r["training"]
         spans = [milliseconds(r, phase, "device") for phase in PHASES]
         needed = t["peak_bytes"] / t["needed_bytes"] if "needed_bytes" in t else None
         cached = f["first_call_cached_s"] + t["first_call_cached_s"] if "first_call_cached_s" in f else None
         rows.append(
-            [graph, model, _figure(bound), _figure(f["ms"]), _device(f), _launches(f), f"{spans[0] / bound:.2f}",
-             _figure(t["ms"]), _device(t), _launches(t), f"{spans[1] / spans[0]:.2f}",
+            [graph, model, _figure(bound),
+             _figure(f["ms"]), _device(f), _kernels(f), _launches(f), f"{spans[0] / bound:.2f}",
+             _figure(t["ms"]), _device(t), _kernels(t), _launches(t), f"{spans[1] / spans[0]:.2f}",
              f"{t['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in t else "-", _figure(needed),
              _figure(f["first_call_s"] + t["first_call_s"]), _figure(cached), _figure(r.get("graph_s"))]
         )  # fmt: skip
@@ -376,7 +382,7 @@ def goals(results: Results, settings: dict[str, Any]) -> list[str]:
 
 
 def markdown(results: Results, settings: dict[str, Any] = BASE) -> str:
-    """README's table: a row for each graph and model."""
+    """README's table: a row for each graph and model; a star marks a caller's time where the device's was not taken."""
     lines = [
         "| graph | model | row bound | forward, ms | training, ms | best other, forward | best other, training "
         "| faster by | Hector over ours |",
@@ -396,7 +402,8 @@ def markdown(results: Results, settings: dict[str, Any] = BASE) -> str:
     for cell in cells(results, settings):
         r = ours(results, settings, *cell)
         bound = _figure(results["graphs"][cell[0]]["row_bound_ms"][settings_name(settings)])
-        times = [_figure(milliseconds(r, phase, "device")) if r else "-" for phase in PHASES]
+        star = lambda phase, r=r: "" if r[phase].get("device") else "*"  # noqa: E731
+        times = [_figure(milliseconds(r, phase, "device")) + star(phase) if r else "-" for phase in PHASES]
         values = [cell[0], MODELS[cell[1]], bound, *times, *(best(cell, phase) for phase in PHASES)]
         lines.append(f"| {' | '.join([*values, pair(cell, 'device'), pair(cell, 'hector')])} |")
     for model, title in MODELS.items():

@@ -25,6 +25,8 @@ def prepare(cache: str | None) -> dict[str, str]:
     del cache  # it is jax's
     torch.zeros(1, device=device())
     found = {"torch": torch.__version__}
+    if torch.cuda.is_available():
+        found["device"] = torch.cuda.get_device_name()
     try:
         import torch_geometric
     except ImportError:
