@@ -141,7 +141,7 @@ def _follow(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(worker.pid, signal.SIGKILL)  # torch.compile leaves processes of its own
         worker.wait()
-        reader.join()
+        reader.join(timeout=10.0)
 
 
 def _read(worker: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
