@@ -1,13 +1,16 @@
 """Kernel templates for typed and irregular rows, on plain arrays: they know no graph, no IR and no module."""
 
 from dejax.pallas._shapes import feature_mask, next_power_of_two
+from dejax.pallas.encode import to_half_rows
 from dejax.pallas.gemm import typed_matmul
+from dejax.pallas.half_rows import HalfRows
 from dejax.pallas.outer import typed_outer
 from dejax.pallas.schedule import GemmSchedule, OuterSchedule, TraversalSchedule, gemm_block
 from dejax.pallas.traversal import Operand, Reduction, map_items, traverse
 
 __all__ = [
     "GemmSchedule",
+    "HalfRows",
     "Operand",
     "OuterSchedule",
     "Reduction",
@@ -16,6 +19,7 @@ __all__ = [
     "gemm_block",
     "map_items",
     "next_power_of_two",
+    "to_half_rows",
     "traverse",
     "typed_matmul",
     "typed_outer",

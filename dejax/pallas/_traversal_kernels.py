@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,8 @@ from jax import lax
 
 from dejax.pallas import _triton
 from dejax.pallas._accumulate import Reduction, initial, merge, results, update
-from dejax.pallas._shapes import feature_indices, feature_mask, lanes, padded
+from dejax.pallas._shapes import divide, feature_indices, feature_mask, lanes, padded
+from dejax.pallas.half_rows import exponents, power
 
 Output = tuple[tuple[int, ...], Any]
 
@@ -24,8 +26,9 @@ class Operand:
     Attributes:
       access: `item`, row i of the array for item i; `indexed`, row `index_tables[index][i]`; `positioned`, row
         `index_tables[index][p]` for position p of the order, which saves a load where the table could be permuted
-        beforehand; `row`, the row of the loop; `shared`, an array without a leading axis, the same everywhere.
-      index: which index table, for `indexed` and `positioned`.
+        beforehand; `position`, row p for position p; `row`, the row of the loop; `row_indexed`, row
+        `index_tables[index][r]` for row r of the loop; `shared`, an array without a leading axis, the same everywhere.
+      index: which index table, for `indexed`, `positioned` and `row_indexed`.
       columns: the operand is a part of each row of an array [length, columns]: (first column, feature shape of at most
         one
         axis). Narrow values that are read at the same rows share an array, and with it a memory sector.
@@ -52,7 +55,14 @@ class Plan:
     num_rows: int
     rows: int
     items: int
-    chunk: int | None
+    chunk: int | None = None
+    num_chunks: int = 0
+    combined: int = 1  # chunks of a hub that are merged in a step
+    parts: tuple[int, ...] = ()  # exponents a row of operands that come as `HalfRows`, 0 for the others
+    half: tuple[int, ...] = ()  # numbers of the row outputs that are written as `HalfRows`
+    num_tables: int = 0
+    has_order: bool = False
+    has_row_order: bool = False
 
     @property
     def needs_items(self) -> bool:
@@ -62,16 +72,26 @@ class Plan:
     @property
     def per_row(self) -> tuple[int, ...]:
         """Which operands have one tile for all items of a row."""
-        return tuple(i for i, o in enumerate(self.operands) if o.access in ("row", "shared"))
+        return tuple(i for i, o in enumerate(self.operands) if o.access in ("row", "row_indexed", "shared"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """An operand's references: the rows, and the exponents of `HalfRows`."""
+
+    rows: Any
+    exponent: Any = None
+    parts: int = 0
 
 
 def _load(
-    ref: Any, index: jax.Array, mask: jax.Array | None, shape: tuple[int, ...], column: int | None = None
+    array: _Array, index: jax.Array, mask: jax.Array | None, shape: tuple[int, ...], column: int | None = None
 ) -> jax.Array:
     """The tile [*index.shape, *padded shape] of rows `index`, floats as float32, zeros where masked and in padding.
 
     With `column`, the features start there in each row of a two-dimensional array.
     """
+    ref = array.rows
     lead = index.ndim
     ones = (1,) * len(shape)
     inside = feature_mask(shape, lead=lead)
@@ -81,8 +101,21 @@ def _load(
     features = feature_indices(shape, lead)
     if column is not None:
         features = (features[0] + column,) if shape else (jnp.full(index.shape, column, jnp.int32),)
-    tile = _triton.load(ref, (index.reshape(*index.shape, *ones), *features), inside)
-    return tile.astype(jnp.float32) if jnp.issubdtype(tile.dtype, jnp.floating) else tile
+    row = index.reshape(*index.shape, *ones)
+    tile = _triton.load(ref, (row, *features), inside)
+    tile = tile.astype(jnp.float32) if jnp.issubdtype(tile.dtype, jnp.floating) else tile
+    if array.exponent is None:
+        return tile
+    if array.parts == 1:
+        exponent = _triton.load(array.exponent, (index, jnp.zeros_like(index)), mask)
+        return tile * power(exponent.astype(jnp.int32)).reshape(*index.shape, *ones)
+    flat = jnp.zeros((), jnp.int32)
+    for size, feature in zip(shape, features, strict=True):
+        flat = flat * size + feature
+    part, _ = divide(flat, math.prod(shape) // array.parts)
+    # Lanes in the features' padding may point past the last part.
+    exponent = _triton.load(array.exponent, (row, part), inside)
+    return tile * power(exponent.astype(jnp.int32))
 
 
 def _store(ref: Any, index: jax.Array, mask: jax.Array, shape: tuple[int, ...], past: int, tile: jax.Array) -> None:
@@ -97,41 +130,60 @@ def _store(ref: Any, index: jax.Array, mask: jax.Array, shape: tuple[int, ...], 
     _triton.store(ref, (index, *feature_indices(shape, lead)), tile, inside)
 
 
-def _row_tiles(plan: Plan, arrays: Sequence[Any], row: jax.Array, mask: jax.Array) -> dict[int, jax.Array]:
+def _row_tiles(
+    plan: Plan, arrays: Sequence[Any], tables: Sequence[Any], row: jax.Array, mask: jax.Array
+) -> dict[int, jax.Array]:
     """[rows, 1, *padded] or, for shared operands, [1, 1, *padded] tiles; by operand number."""
     tiles = {}
     for i in plan.per_row:
         if plan.operands[i].access == "row":
             tiles[i] = _load(arrays[i], row[:, None], mask[:, None], plan.features[i])
+        elif plan.operands[i].access == "row_indexed":
+            index = _triton.load(tables[plan.operands[i].index], (row,), mask)
+            inside = mask & (index >= 0) & (index < plan.lengths[i])
+            tiles[i] = _load(arrays[i], index[:, None], inside[:, None], plan.features[i])
         else:
             tiles[i] = _load(arrays[i], jnp.zeros((1, 1), jnp.int32), None, plan.features[i])
     return tiles
 
 
+def _needed_tables(plan: Plan) -> tuple[tuple[int, str], ...]:
+    """Which index tables the body reads, and whether by position or by item."""
+    found = ((o.index, o.access) for o in plan.operands if o.access in ("indexed", "positioned"))
+    return tuple(dict.fromkeys((index, access) for index, access in found if index is not None))
+
+
+def _indices(
+    plan: Plan, tables: Sequence[Any], order: Any, position: jax.Array, mask: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Item ids, then the entries of `_needed_tables`, at [rows, items] positions."""
+    item = position if order is None or not plan.needs_items else _triton.load(order, (position,), mask)
+    read = {"positioned": position, "indexed": item}
+    return (item, *(_triton.load(tables[i], (read[access],), mask) for i, access in _needed_tables(plan)))
+
+
 def _evaluate(
     plan: Plan,
-    arrays: Sequence[Any],
-    tables: Sequence[Any],
+    arrays: Sequence[_Array],
     row_tiles: dict[int, jax.Array],
     position: jax.Array,
-    item: jax.Array,
+    indices: Sequence[jax.Array],
     mask: jax.Array,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """The body's reduction values and item outputs for [rows, items] item ids, broadcast to full tiles."""
-    indices: dict[tuple[int, str], jax.Array] = {}
+    """The body's reduction values and item outputs for [rows, items] items, broadcast to full tiles."""
+    item = indices[0]
+    by_table = dict(zip(_needed_tables(plan), indices[1:], strict=True))
     tiles = []
     for i, operand in enumerate(plan.operands):
         if i in row_tiles:
             tiles.append(row_tiles[i])
         elif operand.access == "item":
             tiles.append(_load(arrays[i], item, mask, plan.features[i]))
+        elif operand.access == "position":
+            tiles.append(_load(arrays[i], position, mask, plan.features[i]))
         else:
             assert operand.index is not None
-            key = (operand.index, operand.access)
-            if key not in indices:
-                at = position if operand.access == "positioned" else item
-                indices[key] = _triton.load(tables[operand.index], (at,), mask)
-            index = indices[key]
+            index = by_table[operand.index, operand.access]
             # An index out of range (a padding item's) reads zeros, never other memory.
             inside = mask & (index >= 0) & (index < plan.lengths[i])
             column = None if operand.columns is None else operand.columns[0]
@@ -149,30 +201,35 @@ def _evaluate(
 
 def _loop(
     plan: Plan,
-    arrays: Sequence[Any],
-    tables: Sequence[Any],
-    order: Any,
-    outputs: Sequence[Any],
+    refs: _Refs,
     row_tiles: dict[int, jax.Array],
     start: jax.Array,
     end: jax.Array,
     items: int,
 ) -> tuple[jax.Array, ...]:
-    """Accumulators [rows, *padded] over positions `start` to `end` of each row; stores item outputs on the way."""
+    """Accumulators [rows, *padded] over positions `start` to `end` of each row; stores item outputs on the way.
+
+    The indices of the next step are loaded before the rows of this one are used: the two wait for memory together.
+    """
     rows = start.shape[0]
     longest = jnp.max(end - start) if rows > 1 else (end - start).reshape(())
     steps = lax.div(longest + jnp.int32(items - 1), jnp.int32(items))
+    here = start[:, None] + lanes(items, 1, 2)
+    end = end[:, None]
 
-    def step(i: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        position = start[:, None] + (i * items + lanes(items, 1, 2))
-        mask = position < end[:, None]
-        item = position if order is None or not plan.needs_items else _triton.load(order, (position,), mask)
-        values, stored = _evaluate(plan, arrays, tables, row_tiles, position, item, mask)
-        for ref, (shape, _), value in zip(outputs, plan.item_outputs, stored, strict=True):
-            _store(ref, item, mask, shape, plan.num_items, value)
-        return update(plan.reductions, accs, values, mask)
+    def step(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        accs, indices = carry
+        position = here + i * items
+        mask = position < end
+        following = position + items
+        ahead = _indices(plan, refs.tables, refs.order, following, following < end)
+        values, stored = _evaluate(plan, refs.arrays, row_tiles, position, indices, mask)
+        for ref, (shape, _), value in zip(refs.item_outputs, plan.item_outputs, stored, strict=True):
+            _store(ref, indices[0], mask, shape, plan.num_items, value)
+        return update(plan.reductions, accs, values, mask), ahead
 
-    accs = lax.fori_loop(0, steps, step, initial(plan.reductions, rows, items))
+    first = _indices(plan, refs.tables, refs.order, here, here < end)
+    accs, _ = lax.fori_loop(0, steps, step, (initial(plan.reductions, rows, items), first))
     return merge(plan.reductions, accs)
 
 
@@ -184,59 +241,98 @@ def _write_rows(
     row: jax.Array,
     mask: jax.Array,
 ) -> None:
-    """Runs the epilogue on accumulators [rows, *padded] and stores what it gives."""
+    """Runs the epilogue on accumulators [rows, *padded] and stores what it gives.
+
+    `outputs` are the row outputs, then the exponents of those in `plan.half`.
+    """
     values: Sequence[jax.Array] = results(plan.reductions, merged)
     if plan.epilogue is not None:
         tiles = tuple(t.reshape(t.shape[0], *t.shape[2:]) for t in row_tiles.values())
         values = plan.epilogue(values, tiles)
     if len(values) != len(plan.row_outputs):
         raise ValueError(f"epilogue must return {len(plan.row_outputs)} row outputs, got {len(values)}")
-    for ref, (shape, _), value in zip(outputs, plan.row_outputs, values, strict=True):
-        _store(ref, row, mask, shape, plan.num_rows, value)
+    exponent_refs = dict(zip(plan.half, outputs[len(plan.row_outputs) :], strict=True))
+    for i, ((shape, _), value) in enumerate(zip(plan.row_outputs, values, strict=True)):
+        if i in exponent_refs:
+            value = jnp.broadcast_to(value, (*mask.shape, *padded(shape)))
+            inside = feature_mask(shape, lead=1)
+            value = value if inside is None else jnp.where(inside, value, 0.0)
+            exponent, inverse = exponents(value.reshape(*mask.shape, -1), 1)
+            value = value * inverse.reshape(*mask.shape, *(1,) * len(shape))
+            at = jnp.where(mask, row, plan.num_rows)
+            _triton.store(exponent_refs[i], (at, jnp.zeros_like(at)), exponent.reshape(-1), mask)
+        _store(outputs[i], row, mask, shape, plan.num_rows, value)
 
 
-def _row_range(offsets: Any, row: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _triton.load(offsets, (row,), mask), _triton.load(offsets, (row + 1,), mask)
+@dataclass(frozen=True, slots=True)
+class _Refs:
+    """A kernel's references by what they are."""
+
+    arrays: Sequence[_Array]
+    tables: Sequence[Any]
+    offsets: Any
+    order: Any
+    row_order: Any
+    bounds: Sequence[Any]
+    item_outputs: Sequence[Any]
+    outputs: Sequence[Any]
 
 
-def row_kernel(*refs: Any, plan: Plan, num_tables: int, has_order: bool, num_aliased: int) -> None:
-    """`plan.rows` rows side by side; hub rows are left to the other kernels."""
-    arrays, tables, offsets, order, outputs = _unpack(refs, plan, num_tables, has_order, num_aliased)
-    item_refs, row_refs = outputs[: len(plan.item_outputs)], outputs[len(plan.item_outputs) :]
+def _arrays(plan: Plan, refs: Sequence[Any]) -> tuple[list[_Array], Sequence[Any]]:
+    """The operands, whose exponents follow them, and the references after those."""
+    n = len(plan.operands)
+    exponent_refs = iter(refs[n:])
+    parts = plan.parts or (0,) * n
+    arrays = [_Array(r, next(exponent_refs) if p else None, p) for r, p in zip(refs[:n], parts, strict=True)]
+    return arrays, refs[n + sum(p > 0 for p in parts) :]
+
+
+def _unpack(refs: Sequence[Any], plan: Plan, num_aliased: int) -> _Refs:
+    """The references in the order in which `traverse` passes them."""
+    arrays, rest = _arrays(plan, refs)
+    tables, rest = rest[: plan.num_tables], rest[plan.num_tables :]
+    offsets, rest = rest[0], rest[1:]
+    order, rest = (rest[0], rest[1:]) if plan.has_order else (None, rest)
+    row_order, rest = (rest[0], rest[1:]) if plan.has_row_order else (None, rest)
+    bounds, rest = (rest[:3], rest[3:]) if plan.num_chunks else ((), rest)
+    outputs = rest[num_aliased:]
+    n = len(plan.item_outputs)
+    return _Refs(arrays, tables, offsets, order, row_order, bounds, outputs[:n], outputs[n:])
+
+
+def row_kernel(*refs: Any, plan: Plan, num_aliased: int) -> None:
+    """Chunks of hub rows, one a program and first, because they take longest; then `plan.rows` rows side by side."""
+    r = _unpack(refs, plan, num_aliased)
     (program,) = _triton.program_ids()
+    num_outputs = len(plan.row_outputs) + len(plan.half)
+    if not plan.num_chunks:
+        _rows(plan, r, program, r.outputs)
+        return
+    row_refs, partials = r.outputs[:num_outputs], r.outputs[num_outputs:]
+    _triton.when(program < plan.num_chunks, lambda: _chunk(plan, r, program, partials))
+    _triton.when(program >= plan.num_chunks, lambda: _rows(plan, r, program - plan.num_chunks, row_refs))
+
+
+def _rows(plan: Plan, r: _Refs, program: jax.Array, outputs: Sequence[Any]) -> None:
     row = program * plan.rows + lanes(plan.rows, 0, 1)
     mask = row < plan.num_rows
-    start, end = _row_range(offsets, row, mask)
+    start, end = _triton.load(r.offsets, (row,), mask), _triton.load(r.offsets, (row + 1,), mask)
+    if r.row_order is not None:
+        row = _triton.load(r.row_order, (row,), mask)
     if plan.chunk is not None:
         mask = mask & (end - start <= plan.chunk)
         end = jnp.where(mask, end, start)
-    tiles = _row_tiles(plan, arrays, row, mask)
-    merged = _loop(plan, arrays, tables, order, item_refs, tiles, start, end, plan.items)
-    _write_rows(plan, row_refs, merged, tiles, row, mask)
+    tiles = _row_tiles(plan, r.arrays, r.tables, row, mask)
+    merged = _loop(plan, r, tiles, start, end, plan.items)
+    _write_rows(plan, outputs, merged, tiles, row, mask)
 
 
-def _unpack(
-    refs: Sequence[Any], plan: Plan, num_tables: int, has_order: bool, num_aliased: int
-) -> tuple[Sequence[Any], Sequence[Any], Any, Any, Sequence[Any]]:
-    """Arrays, index tables, offsets, order and outputs, in the order in which `traverse` passes them."""
-    n = len(plan.operands)
-    arrays, rest = refs[:n], refs[n:]
-    tables, rest = rest[:num_tables], rest[num_tables:]
-    offsets, rest = rest[0], rest[1:]
-    order = rest[0] if has_order else None
-    return arrays, tables, offsets, order, rest[has_order + num_aliased :]
-
-
-def chunk_kernel(*refs: Any, plan: Plan, num_tables: int, has_order: bool, num_aliased: int) -> None:
+def _chunk(plan: Plan, r: _Refs, program: jax.Array, partials: Sequence[Any]) -> None:
     """One chunk of a hub row: its partial accumulators, maxima of nothing as -inf; and its item outputs."""
-    bounds, refs = refs[:3], refs[3:]
-    arrays, tables, _, order, outputs = _unpack((*refs,), plan, num_tables, has_order, num_aliased)
-    item_refs, partials = outputs[: len(plan.item_outputs)], outputs[len(plan.item_outputs) :]
-    (program,) = _triton.program_ids()
     chunk = program + lanes(1, 0, 1)
-    row, start, end = (_triton.load(b, (chunk,)) for b in bounds)
-    tiles = _row_tiles(plan, arrays, row, row < plan.num_rows)
-    merged = _loop(plan, arrays, tables, order, item_refs, tiles, start, end, plan.rows * plan.items)
+    row, start, end = (_triton.load(b, (chunk,)) for b in r.bounds)
+    tiles = _row_tiles(plan, r.arrays, r.tables, row, row < plan.num_rows)
+    merged = _loop(plan, r, tiles, start, end, plan.rows * plan.items)
     for ref, reduction, value in zip(partials, plan.reductions, merged, strict=True):
         _store(ref, chunk, chunk >= 0, reduction.shape, 0, value)
 
@@ -244,14 +340,15 @@ def chunk_kernel(*refs: Any, plan: Plan, num_tables: int, has_order: bool, num_a
 def combine_kernel(*refs: Any, plan: Plan) -> None:
     """The chunks of one hub row merged in their order, and the row's epilogue."""
     (hub_rows, hub_offsets), refs = refs[:2], refs[2:]
-    arrays, refs = refs[: len(plan.operands)], refs[len(plan.operands) :]
-    partials = refs[: len(plan.reductions)]
-    outputs = refs[len(plan.reductions) + len(plan.row_outputs) :]
+    arrays, refs = _arrays(plan, refs)
+    tables, refs = refs[: plan.num_tables], refs[plan.num_tables :]
+    partials = [_Array(p) for p in refs[: len(plan.reductions)]]
+    outputs = refs[len(plan.reductions) + len(plan.row_outputs) + len(plan.half) :]
     (program,) = _triton.program_ids()
     hub = program + lanes(1, 0, 1)
     row = _triton.load(hub_rows, (hub,))
     start, end = _triton.load(hub_offsets, (hub,)), _triton.load(hub_offsets, (hub + 1,))
-    items = plan.rows * plan.items
+    items = plan.combined
     steps = lax.div((end - start).reshape(()) + jnp.int32(items - 1), jnp.int32(items))
 
     def step(i: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -261,19 +358,19 @@ def combine_kernel(*refs: Any, plan: Plan) -> None:
         return update(plan.reductions, accs, values, mask)
 
     accs = lax.fori_loop(0, steps, step, initial(plan.reductions, 1, items))
-    tiles = _row_tiles(plan, arrays, row, row < plan.num_rows)
+    tiles = _row_tiles(plan, arrays, tables, row, row < plan.num_rows)
     _write_rows(plan, outputs, merge(plan.reductions, accs), tiles, row, row < plan.num_rows)
 
 
-def map_kernel(*refs: Any, plan: Plan, num_tables: int) -> None:
+def map_kernel(*refs: Any, plan: Plan) -> None:
     """`plan.items` items side by side; the axis of rows has size 1."""
-    n = len(plan.operands)
-    arrays, tables, outputs = refs[:n], refs[n : n + num_tables], refs[n + num_tables :]
+    arrays, rest = _arrays(plan, refs)
+    tables, outputs = rest[: plan.num_tables], rest[plan.num_tables :]
     (program,) = _triton.program_ids()
     item = program * plan.items + lanes(plan.items, 1, 2)
     mask = item < plan.num_items
     no_row = jnp.zeros((1,), jnp.int32)
-    tiles = _row_tiles(plan, arrays, no_row, no_row == 0)
-    _, stored = _evaluate(plan, arrays, tables, tiles, item, item, mask)
+    tiles = _row_tiles(plan, arrays, tables, no_row, no_row == 0)
+    _, stored = _evaluate(plan, arrays, tiles, item, _indices(plan, tables, None, item, mask), mask)
     for ref, (shape, _), value in zip(outputs, plan.item_outputs, stored, strict=True):
         _store(ref, item, mask, shape, plan.num_items, value)

@@ -84,6 +84,11 @@ def program_ids(*inner: int) -> tuple[jax.Array, ...]:
     return rest, *reversed(ids)
 
 
+def when(condition: jax.Array, do: Callable[[], None]) -> None:
+    """Runs `do`, which only stores, where `condition` holds for the whole program."""
+    pl.when(condition)(do)
+
+
 def load(ref: Any, indices: tuple[jax.Array, ...], mask: jax.Array | None = None, other: Any = None) -> jax.Array:
     """`ref[indices]`, `other` (0 by default) where `mask` is false."""
     if mask is None:

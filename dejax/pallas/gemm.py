@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax import lax
 from dejax.pallas import _triton
 from dejax.pallas._checks import as_index, check_float, check_precision
 from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
+from dejax.pallas.half_rows import HalfRows, encode, exponents, power
 from dejax.pallas.schedule import GemmSchedule, gemm_schedule, lookup, merged_groups
 
 # The widest result of which one program can hold all columns, as the product with a vector needs.
@@ -60,6 +62,20 @@ class _Config:
     x_rows: int
     out_rows: int
     interpret: bool
+    scaled: bool  # products in float16 with powers of two beside
+    x_part: int  # columns that share an exponent where x comes as `HalfRows`
+
+
+def _scaled_product(x: jax.Array, w: jax.Array, x_power: Any, w_power: Any) -> jax.Array:
+    """The product of two tiles in float16; powers of two that are not given are found here."""
+    if x_power is None:
+        exponent, inverse = exponents(x, 1)
+        x, x_power = x * inverse, power(exponent)
+    if w_power is None:
+        exponent, inverse = exponents(w, None)
+        w, w_power = w * inverse, power(exponent)
+    half = jnp.float16
+    return _triton.dot(x.astype(half), w.astype(half), "tf32") * (x_power * w_power)
 
 
 def _kernel(*refs: Any, c: _Config) -> None:
@@ -100,8 +116,18 @@ def _kernel(*refs: Any, c: _Config) -> None:
             group, same = g * c.merged + group_of_n, group_of_k == group_of_n
             w_mask = same if w_mask is None else w_mask & same
         w = _triton.load(ref["w"], (t, group, in_n, in_k) if c.transpose_w else (t, group, in_k, in_n), w_mask)
-        part = _triton.dot(x.astype(c.dtype), w.astype(c.dtype), c.precision)
-        return part if total is None else total + part
+        if c.scaled:
+            x_power = None
+            if "x_exponent" in ref:
+                part = lax.div(g * c.k + i * s.block_k, jnp.int32(c.x_part)) + jnp.zeros_like(row)
+                x_power = power(_triton.load(ref["x_exponent"], (row, part), valid_x).astype(jnp.int32))
+            w_power = ref["w_power"][t] if "w_power" in ref else None
+            if w_power is None:
+                w = w.astype(jnp.float32)
+            product = _scaled_product(x if x_power is not None else x.astype(jnp.float32), w, x_power, w_power)
+        else:
+            product = _triton.dot(x.astype(c.dtype), w.astype(c.dtype), c.precision)
+        return product if total is None else total + product
 
     if c.k <= s.block_k:
         y = step(0, None)
@@ -123,6 +149,11 @@ def _kernel(*refs: Any, c: _Config) -> None:
     if c.accumulate:
         safe = jnp.where(valid, out_row, 0)[:, None]
         _triton.atomic_add(ref["y"], (safe, g * c.n + n), y, jnp.broadcast_to(mask, y.shape), c.interpret)
+    elif "y_exponent" in ref:
+        exponent, inverse = exponents(y, 1)
+        _triton.store(ref["y"], (out_row[:, None], g * c.n + n), y * inverse, mask)
+        part = jnp.zeros_like(out_row) + (g * blocks_n + column)
+        _triton.store(ref["y_exponent"], (out_row, part), exponent.reshape(-1), valid)
     else:
         _triton.store(ref["y"], (out_row[:, None], g * c.n + n), y, mask)
     if "dot_vector" in ref:
@@ -131,8 +162,25 @@ def _kernel(*refs: Any, c: _Config) -> None:
         _triton.store(ref["dot"], (out_row, g), jnp.sum(product, axis=1), valid)
 
 
+# Below this many positions the matrices are scaled in every tile: it spares a launch or two.
+_SCALE_BEFOREHAND = 500_000
+
+
+def _as_scaled(w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """float16 matrices and the power of two of each type."""
+    exponent, inverse = exponents(w.reshape(w.shape[0], -1), 1)
+    return (w * inverse.reshape(-1, *(1,) * (w.ndim - 1))).astype(jnp.float16), power(exponent).reshape(-1)
+
+
+def _readable(x: HalfRows, k: int, block_k: int) -> bool:
+    """Whether each step of a product over `k` columns a group reads columns of one exponent."""
+    parts = x.exponent.shape[1]
+    width = math.prod(x.shape[1:]) // parts
+    return parts == 1 or (width % block_k == 0 and (k % width == 0 or width % k == 0))
+
+
 def typed_matmul(
-    x: jax.Array,
+    x: jax.Array | HalfRows,
     w: jax.Array,
     *,
     offsets: jax.Array,
@@ -151,6 +199,7 @@ def typed_matmul(
     covers_all: bool = False,
     precision: str = "tf32",
     out_dtype: Any = None,
+    half_out: bool = False,
     schedule: GemmSchedule | None = None,
     interpret: bool | None = None,
 ) -> Any:
@@ -160,7 +209,8 @@ def typed_matmul(
     row i(p) = `x_index[p]` and writes row o(p) = `out_index[p]`; without an index, row p.
 
     Args:
-      x: float[rows, groups, k], or float[rows, k] for one group, which the result then has no axis for either.
+      x: float[rows, groups, k], or float[rows, k] for one group, which the result then has no axis for either; or
+        `HalfRows` of such a shape.
       w: float[types, groups, k, n], or without the groups axis where `x` has none; with `transpose_w` n comes before k.
       offsets: int32[types + 1].
       tile_type: int32[tiles], the type of each tile.
@@ -180,9 +230,11 @@ def typed_matmul(
       accumulate: adds product rows up in float32 result rows, atomically: the order of additions, and so the last bits,
         differ from run to run. Its result is float32.
       covers_all: the caller's word that every result row is written, so that none need be set to zero beforehand.
-      precision: of float32 operands: `f32`, `tf32` or `bf16` (cast). bfloat16 and float16 are multiplied as they are.
+      precision: of float32 operands: `f32`, `tf32` (10-bit mantissa; done in float16 with powers of two for the rows of
+        `x` and the matrices of `w`, see `half_rows`) or `bf16` (cast). bfloat16 and float16 are multiplied as they are.
         Sums are float32.
       out_dtype: of the result; by default what `x` and `w` promote to.
+      half_out: asks for the result as `HalfRows`, in half the bytes; only with `precision="tf32"` and a float32 result.
       schedule: the tile; by default the heuristic's.
       interpret: run the kernel interpreted; by default where there is no GPU.
 
@@ -200,7 +252,7 @@ def typed_matmul(
     check_precision(precision)
     flat = x.ndim == 2
     if flat:
-        x, w = x[:, None], w[:, None]
+        x, w = x.reshape(x.shape[0], 1, x.shape[1]), w[:, None]
         dot_vector = dot_vector if dot_vector is None or dot_vector.ndim == 3 else dot_vector[:, None]
     if x.ndim != 3 or w.ndim != 4:
         raise ValueError(
@@ -234,6 +286,11 @@ def typed_matmul(
     if dot_vector is not None and next_power_of_two(n) > MAX_WHOLE_N:
         raise NotImplementedError(f"dot_vector needs a result of at most {MAX_WHOLE_N} columns, got {n}")
 
+    if half_out and (precision != "tf32" or accumulate or dtype != jnp.float32):
+        raise ValueError(
+            f"half_out is for float32 results of precision='tf32' without accumulate, got {dtype} and {precision!r}"
+        )
+
     # The kernel sees the groups of a row side by side.
     shapes = [jax.ShapeDtypeStruct((out_rows, groups * n), dtype)]
     outputs = ["y"]
@@ -244,6 +301,8 @@ def typed_matmul(
 
     if min(tiles, num_positions, out_rows, groups, n, rows) == 0:
         results = [jnp.zeros(s.shape, s.dtype) for s in shapes]
+        if half_out:
+            results[0] = encode(results[0])
     else:
         merged = merged_groups(groups, k, n, precision, x.dtype) if schedule is None and dot_vector is None else 1
         if schedule is None:
@@ -254,13 +313,24 @@ def typed_matmul(
                 if tuned
                 else gemm_schedule(merged * k, merged * n, block, precision, whole_n=dot_vector is not None)
             )
+        scaled = precision == "tf32" and jnp.float32 in (x.dtype, w.dtype)
+        if isinstance(x, HalfRows) and not (scaled and _readable(x, merged * k, schedule.block_k)):
+            x = x.decode()
+        mantissa = x.mantissa if isinstance(x, HalfRows) else x
+        w_power = None
+        if scaled and num_positions >= _SCALE_BEFOREHAND:
+            w, w_power = _as_scaled(w.astype(jnp.float32))
         operands = {
-            "x": x.reshape(rows, groups * k),
+            "x": mantissa.reshape(rows, groups * k),
             "w": w,
             "offsets": offsets,
             "tile_type": tile_type,
             "tile_start": tile_start,
         }
+        if isinstance(x, HalfRows):
+            operands["x_exponent"] = x.exponent
+        if w_power is not None:
+            operands["w_power"] = w_power
         if x_index is not None:
             operands["x_index"] = as_index(x_index, "x_index", num_positions)
         if out_index is not None:
@@ -274,6 +344,12 @@ def typed_matmul(
             if dot_vector.shape != (w.shape[0], groups, n):
                 raise ValueError(f"dot_vector must be [{w.shape[0]}, {groups}, {n}], got {dot_vector.shape}")
             operands["dot_vector"] = dot_vector
+        blocks_n = cdiv(merged * n, schedule.block_n)
+        half_out = half_out and (blocks_n == 1 or merged * n % schedule.block_n == 0)  # parts of one width
+        if half_out:
+            shapes[0] = jax.ShapeDtypeStruct(shapes[0].shape, jnp.dtype(jnp.float16))
+            shapes.append(jax.ShapeDtypeStruct((out_rows, groups // merged * blocks_n), jnp.dtype(jnp.uint8)))
+            outputs.append("y_exponent")
         aliases = {}
         if accumulate or not covers_all:
             for i, s in enumerate(shapes):
@@ -297,12 +373,14 @@ def typed_matmul(
             x_rows=rows,
             out_rows=out_rows,
             interpret=_triton.use_interpreter(interpret),
+            scaled=scaled,
+            x_part=groups * k // x.exponent.shape[1] if isinstance(x, HalfRows) else 1,
         )
         results = list(
             _triton.pallas_call(
                 functools.partial(_kernel, c=config),
                 name="typed_matmul",
-                num_programs=tiles * (groups // merged) * cdiv(merged * n, schedule.block_n),
+                num_programs=tiles * (groups // merged) * blocks_n,
                 out_shape=shapes,
                 num_warps=schedule.num_warps,
                 num_stages=schedule.num_stages,
@@ -310,6 +388,8 @@ def typed_matmul(
                 aliases=aliases,
             )(*operands.values())
         )
+        if half_out:
+            results[0] = HalfRows(results[0], results.pop())
     if not flat:
         results[0] = results[0].reshape(out_rows, groups, n)
     elif dot_vector is not None:

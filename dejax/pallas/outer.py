@@ -7,6 +7,7 @@ which sums its rows into a float32 partial; a second kernel adds the partials of
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from dejax.pallas import _triton
 from dejax.pallas import schedule as schedules
 from dejax.pallas._checks import as_index, check_float, check_precision
 from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
+from dejax.pallas.half_rows import HalfRows, exponents, power, whole_max
 from dejax.pallas.schedule import OuterSchedule
 
 
@@ -41,6 +43,29 @@ class _Config:
     dtype: jnp.dtype
     x_rows: int
     y_rows: int
+    scaled: bool  # products in float16 with powers of two beside
+    x_part: int  # columns that share an exponent where x comes as `HalfRows`
+    y_part: int
+
+
+def _normalized(tile: jax.Array, exponent: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """A tile's rows below 2 in magnitude, and the exponent of each row [rows, 1], biased."""
+    if exponent is not None:
+        return tile.astype(jnp.float32), exponent
+    tile = tile.astype(jnp.float32)
+    exponent, inverse = exponents(tile, 1)
+    return tile * inverse, exponent
+
+
+def _scaled_product(x: Any, y: Any, x_exponent: Any, y_exponent: Any) -> jax.Array:
+    """x^T y in float16. Row p's powers of two multiply y, relative to the largest such power of the tile."""
+    x, x_exponent = _normalized(x, x_exponent)
+    y, y_exponent = _normalized(y, y_exponent)
+    total = x_exponent + y_exponent - 127
+    largest = jnp.minimum(jnp.maximum(whole_max(total), 1), 254)
+    relative = jnp.maximum(total - largest + 127, 1)  # 2^-126 and less is 0 in float16
+    half = jnp.float16
+    return _triton.dot(x.astype(half), (y * power(relative)).astype(half), "tf32", transpose_x=True) * power(largest)
 
 
 def _partial_kernel(*refs: Any, c: _Config) -> None:
@@ -52,25 +77,38 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
     n = (block_n * s.block_n + lanes(s.block_n, 0, 1))[None, :]
 
     def rows_of(
-        name: str, position: jax.Array, valid: jax.Array, column: jax.Array, width: int, rows: int
-    ) -> jax.Array:
+        name: str,
+        position: jax.Array,
+        valid: jax.Array,
+        column: jax.Array,
+        first: jax.Array,
+        width: int,
+        rows: int,
+        part_width: int,
+    ) -> tuple[jax.Array, jax.Array | None]:
         row = position
         if f"{name}_index" in ref:
             row = _triton.load(ref[f"{name}_index"], (position,), valid)
-        mask = (valid & (row >= 0) & (row < rows))[:, None]
-        if width % column.shape[1]:
-            mask = mask & (column < width)
-        return _triton.load(ref[name], (row[:, None], g * width + column), mask)
+        row_mask = (valid & (row >= 0) & (row < rows))[:, None]
+        mask = row_mask & (column < width) if width % column.shape[1] else row_mask
+        tile = _triton.load(ref[name], (row[:, None], g * width + column), mask)
+        if f"{name}_exponent" not in ref:
+            return tile, None
+        # The first column's part is every column's: `typed_outer` sees to that.
+        part = lax.div(g * width + first, jnp.int32(part_width)) + jnp.zeros_like(row[:, None])
+        return tile, _triton.load(ref[f"{name}_exponent"], (row[:, None], part), row_mask).astype(jnp.int32)
 
     def step(i: jax.Array, total: jax.Array) -> jax.Array:
         position = start + i * s.block_rows + lanes(s.block_rows, 0, 1)
         valid = position < end
-        x = rows_of("x", position, valid, k, c.k, c.x_rows)
-        y = rows_of("y", position, valid, n, c.n, c.y_rows)
+        x, x_exponent = rows_of("x", position, valid, k, block_k * s.block_k, c.k, c.x_rows, c.x_part)
+        y, y_exponent = rows_of("y", position, valid, n, block_n * s.block_n, c.n, c.y_rows, c.y_part)
         if "scale" in ref:
             group = g * c.merged + divide(n, c.group_n)[0] if c.merged > 1 else g
             scale = _triton.load(ref["scale"], (position[:, None], group), valid[:, None])
             y = y.astype(jnp.float32) * scale.astype(jnp.float32)
+        if c.scaled:
+            return total + _scaled_product(x, y, x_exponent, y_exponent)
         return total + _triton.dot(x.astype(c.dtype), y.astype(c.dtype), c.precision, transpose_x=True)
 
     steps = lax.div(end - start + jnp.int32(s.block_rows - 1), jnp.int32(s.block_rows))
@@ -123,9 +161,16 @@ def split_table(offsets: jax.Array, rows_per_split: int, num_positions: int) -> 
     return start, jnp.where(number < first[-1], end, start), first
 
 
+def _readable(a: Any, width: int, block: int) -> bool:
+    """Whether each tile of `block` columns, of groups of `width` columns, has columns of one exponent."""
+    parts = a.exponent.shape[1]
+    part = math.prod(a.shape[1:]) // parts
+    return parts == 1 or (part % min(block, width) == 0 and (width % part == 0 or part % width == 0))
+
+
 def typed_outer(
-    x: jax.Array,
-    y: jax.Array,
+    x: jax.Array | HalfRows,
+    y: jax.Array | HalfRows,
     *,
     offsets: jax.Array,
     num_positions: int,
@@ -135,6 +180,7 @@ def typed_outer(
     precision: str = "tf32",
     out_dtype: Any = jnp.float32,
     rows_per_split: int | None = None,
+    splits: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     schedule: OuterSchedule | None = None,
     interpret: bool | None = None,
 ) -> jax.Array:
@@ -144,16 +190,19 @@ def typed_outer(
     `y_index[p]`, or p without an index. The order of additions is fixed, so the result is the same in every run.
 
     Args:
-      x: float[rows, groups, k], or float[rows, k] for one group, which the result then has no axis for either.
-      y: float[rows, groups, n], or float[rows, n] where `x` has no groups.
+      x: float[rows, groups, k], or float[rows, k] for one group, which the result then has no axis for either; or
+        `HalfRows` of such a shape.
+      y: float[rows, groups, n], or float[rows, n] where `x` has no groups; or `HalfRows`.
       offsets: int32[types + 1].
       num_positions: length of the indices, and of the range of positions.
       x_index: int32[num_positions], the row of `x` at each position; one out of range reads as zeros.
       y_index: int32[num_positions], likewise for `y`.
       scale: float[num_positions, groups] or float[num_positions], a factor of each product.
-      precision: of float32 operands: `f32`, `tf32` or `bf16` (cast). Sums are float32.
+      precision: of float32 operands: `f32`, `tf32` (10-bit mantissa; done in float16 with powers of two for each row,
+        see `half_rows`) or `bf16` (cast). Sums are float32.
       out_dtype: of the result.
       rows_per_split: positions that one program sums; about a thousandth of all by default.
+      splits: `split_table(offsets, rows_per_split, num_positions)` where it was made before.
       schedule: the tile; by default the heuristic's.
       interpret: run the kernels interpreted; by default where there is no GPU.
 
@@ -168,8 +217,8 @@ def typed_outer(
     check_float(x, "x")
     check_float(y, "y")
     flat = x.ndim == 2
-    if flat:
-        x, y = x[:, None], y[:, None]
+    if flat and x.ndim == y.ndim:
+        x, y = x.reshape(x.shape[0], 1, x.shape[1]), y.reshape(y.shape[0], 1, y.shape[1])
     if x.ndim != 3 or y.ndim != 3 or x.shape[1] != y.shape[1]:
         raise ValueError(
             "x and y must be [rows, groups, width] with the same groups, or both [rows, width]; "
@@ -187,14 +236,22 @@ def typed_outer(
         tuned = schedules.lookup("outer", key)
         merged = schedules.merged_groups(groups, k, n, precision, x.dtype)
         schedule = OuterSchedule(**tuned) if tuned else schedules.outer_schedule(merged * k, merged * n, precision)
+    scaled = precision == "tf32" and jnp.float32 in (x.dtype, y.dtype)
+    if isinstance(x, HalfRows) and not (scaled and _readable(x, merged * k, schedule.block_k)):
+        x = x.decode()
+    if isinstance(y, HalfRows) and not (scaled and scale is None and _readable(y, merged * n, schedule.block_n)):
+        y = y.decode()
     per_split = rows_per_split or schedules.rows_per_split(num_positions, types)
-    start, end, first = split_table(offsets, per_split, num_positions)
+    start, end, first = split_table(offsets, per_split, num_positions) if splits is None else splits
     operands = {
-        "x": x.reshape(x_rows, groups * k),
-        "y": y.reshape(y_rows, groups * n),
+        "x": (x.mantissa if isinstance(x, HalfRows) else x).reshape(x_rows, groups * k),
+        "y": (y.mantissa if isinstance(y, HalfRows) else y).reshape(y_rows, groups * n),
         "split_start": start,
         "split_end": end,
     }
+    for name, a in (("x", x), ("y", y)):
+        if isinstance(a, HalfRows):
+            operands[f"{name}_exponent"] = a.exponent
     if x_index is not None:
         operands["x_index"] = as_index(x_index, "x_index", num_positions)
     if y_index is not None:
@@ -219,6 +276,9 @@ def typed_outer(
         dtype=_triton.product_dtype(x.dtype, y.dtype, precision),
         x_rows=x_rows,
         y_rows=y_rows,
+        scaled=scaled,
+        x_part=groups * k // x.exponent.shape[1] if isinstance(x, HalfRows) else 1,
+        y_part=groups * n // y.exponent.shape[1] if isinstance(y, HalfRows) else 1,
     )
     splits = start.shape[0]
     (partial,) = _triton.pallas_call(

@@ -133,12 +133,15 @@ def rows_per_split(num_positions: int, num_types: int) -> int:
     return max(256, next_power_of_two(cdiv(num_positions, 1024)))
 
 
-def traversal_schedule(width: int, mean_degree: float, *, interpret: bool = False) -> TraversalSchedule:
+def traversal_schedule(
+    width: int, mean_degree: float, *, half: bool = False, interpret: bool = False
+) -> TraversalSchedule:
     """The heuristic schedule of a traversal.
 
     Args:
       width: padded features of the widest tile.
       mean_degree: items a row, on average.
+      half: whether the wide rows that items read are in 16 bits.
       interpret: large tiles, because the interpreter pays for each program and not for lanes.
     """
     if interpret:
@@ -151,9 +154,13 @@ def traversal_schedule(width: int, mean_degree: float, *, interpret: bool = Fals
     if width <= 8:  # one number an item: am (mean degree 2) (16, 4, 1) 0.24 ms, (32, 1, 1) 0.5; mag (10) (8, 8, 1) 0.38
         items = 4 if mean_degree < 4 else 8
         return TraversalSchedule(64 // items, items, 1, 1)
-    num_warps = min(4, max(1, width // 1024))
-    slots = max(512 // width, min(8, 2048 // width), 1)
-    items = min(previous_power_of_two(max(1, int(mean_degree / 1.5))), 8, slots)
+    # In 16 bits, sums of 64 features: am (8 rows, 2 items, 2 warps) 0.46 ms, (4, 2, 1) 0.51, (8, 1, 1) 0.53.
+    num_warps = min(4, max(2 if half else 1, width // 1024))
+    slots = max(512 // width, min(8, 2048 // width), 1) * (2 if half and width <= 128 else 1)
+    most = 8
+    if half:  # biokg forward (degree 51) (2, 4, 1) 0.173, (4, 4, 2) 0.176, (4, 2, 1) 0.188; backward (7) 0.29, 0.30, 0.23
+        most = 2 if mean_degree < 16 else 4
+    items = min(previous_power_of_two(max(1, int(mean_degree / 1.5))), most, slots)
     return TraversalSchedule(min(32, slots // items), items, num_warps, 1)
 
 

@@ -18,11 +18,11 @@ from dejax.pallas._traversal_kernels import (
     Operand,
     Output,
     Plan,
-    chunk_kernel,
     combine_kernel,
     map_kernel,
     row_kernel,
 )
+from dejax.pallas.half_rows import HalfRows, encode
 from dejax.pallas.schedule import TraversalSchedule, lookup, map_schedule, traversal_schedule
 
 __all__ = ["MAX_WIDTH", "Operand", "Reduction", "map_items", "traverse"]
@@ -47,12 +47,12 @@ def _check_width(shapes: Sequence[tuple[int, ...]]) -> int:
 
 
 def _check_operands(
-    arrays: Sequence[jax.Array],
+    arrays: Sequence[Any],
     operands: Sequence[Operand],
     index_tables: Sequence[jax.Array],
     num_items: int,
     num_rows: int | None,
-) -> tuple[list[jax.Array], tuple[tuple[int, ...], ...]]:
+) -> tuple[list[Any], tuple[tuple[int, ...], ...]]:
     """Arrays with a leading axis of at least 1, and the feature shape of each."""
     if len(arrays) != len(operands):
         raise ValueError(f"operands must have one entry for each array: {len(arrays)} arrays, {len(operands)} operands")
@@ -60,19 +60,21 @@ def _check_operands(
     for i, (array, operand) in enumerate(zip(arrays, operands, strict=True)):
         if jnp.issubdtype(array.dtype, jnp.floating) and array.dtype not in FLOATS:
             raise NotImplementedError(f"arrays[{i}] is {array.dtype}; the kernels compute in float32")
+        if isinstance(array, HalfRows) and (operand.access == "shared" or operand.columns is not None):
+            array = array.decode()
         if operand.access == "shared":
             array = array[None]
         elif operand.access == "row" and num_rows is not None:
             _check_length(array, num_rows, f"arrays[{i}]", "rows")
-        elif operand.access == "item":
+        elif operand.access in ("item", "position"):
             _check_length(array, num_items, f"arrays[{i}]", "items")
-        elif operand.access in ("indexed", "positioned"):
+        elif operand.access in ("indexed", "positioned") or (operand.access == "row_indexed" and num_rows is not None):
             if operand.index is None or not 0 <= operand.index < len(index_tables):
                 raise ValueError(
                     f"operands[{i}].index must name one of {len(index_tables)} index tables, got {operand.index}"
                 )
         else:
-            known = "item, indexed, positioned, shared" + ("" if num_rows is None else ", row")
+            known = "item, position, indexed, positioned, shared" + ("" if num_rows is None else ", row, row_indexed")
             raise ValueError(f"operands[{i}].access must be one of {known}, got {operand.access!r}")
         if operand.columns is not None:
             start, shape = operand.columns
@@ -92,8 +94,21 @@ def _check_length(array: jax.Array, length: int, name: str, what: str) -> None:
         raise ValueError(f"{name} must have {length} {what} on its first axis, got shape {array.shape}")
 
 
-def _not_empty(array: jax.Array) -> jax.Array:
+def _parts(arrays: Sequence[Any]) -> tuple[int, ...]:
+    """Exponents a row of those that are `HalfRows`, 0 for the others."""
+    return tuple(a.exponent.shape[1] if isinstance(a, HalfRows) else 0 for a in arrays)
+
+
+def _flat(arrays: Sequence[Any]) -> list[jax.Array]:
+    """The arrays, mantissas in place of `HalfRows`, and then the exponents of those."""
+    exponents = [a.exponent for a in arrays if isinstance(a, HalfRows)]
+    return [a.mantissa if isinstance(a, HalfRows) else a for a in arrays] + exponents
+
+
+def _not_empty(array: Any) -> Any:
     """A buffer that a kernel can be given: one row of zeros for none. Masks keep it from being read."""
+    if isinstance(array, HalfRows):
+        return HalfRows(_not_empty(array.mantissa), _not_empty(array.exponent))
     return jnp.zeros((1, *array.shape[1:]), array.dtype) if array.shape[0] == 0 else array
 
 
@@ -108,7 +123,7 @@ def _zeros(structs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
 def traverse(
     body: Callable[..., Any],
     epilogue: Callable[..., Any] | None,
-    arrays: Sequence[jax.Array],
+    arrays: Sequence[Any],
     operands: Sequence[Operand],
     *,
     offsets: jax.Array,
@@ -120,6 +135,8 @@ def traverse(
     item_outputs: Sequence[Output] = (),
     row_outputs: Sequence[Output] = (),
     hubs: tuple[Any, ...] | None = None,
+    row_order: jax.Array | None = None,
+    half_outputs: Sequence[int] = (),
     covers_all_items: bool = False,
     schedule: TraversalSchedule | None = None,
     interpret: bool | None = None,
@@ -127,7 +144,7 @@ def traverse(
     """Reduces over the items of each row, computing on tiles in registers.
 
     The items of row r are `order[offsets[r]:offsets[r + 1]]`. The body sees several rows and several items of each at
-    once: tiles of shape [rows, items, *features] for `item`, `indexed` and `positioned` operands, [rows, 1, *features]
+    once: tiles of shape [rows, items, *features] for `item`, `indexed`, `position` and `positioned` operands, [rows, 1, *features]
     for `row` and [1, 1, *features] for `shared` ones, each feature axis padded to the next power of two with zeros
     (`feature_mask` tells which lanes are padding). Floating tiles are float32. It must be elementwise over the two
     leading axes and may leave them at size 1. Results are the same in every run: there are no atomic additions.
@@ -136,15 +153,15 @@ def traverse(
       body: from tiles, in the order of `operands`, to (a value for each reduction, a value for each item output).
       epilogue: from (results of the reductions as a tuple of [rows, *features], tiles of the `row` and `shared`
         operands as [rows or 1, *features]) to the row outputs; None: the row outputs are the reductions.
-      arrays: [length, *features] with at most two feature axes; [*features] for `shared`; [length, columns] for
-        operands that name `columns`.
+      arrays: [length, *features] with at most two feature axes, or such `HalfRows`; [*features] for `shared`; [length,
+        columns] for operands that name `columns`.
       operands: how each array is read.
       offsets: int32[num_rows + 1].
       order: int32[num_items], item ids in the order of rows; None where item ids are the positions.
       num_items: number of items, those of no row included.
       num_rows: number of rows.
-      index_tables: int32[num_items] each, by item id for `indexed` operands and by position for `positioned` ones; an
-        index out of range reads as zeros.
+      index_tables: int32[num_items] each, by item id for `indexed` operands and by position for `positioned` ones, or
+        int32[num_rows] for `row_indexed` ones; an index out of range reads as zeros.
       reductions: what is accumulated over the items of a row, in float32.
       item_outputs: (feature shape, dtype) of each array to write at item ids.
       row_outputs: (feature shape, dtype) of each array to write by row; may be () where `epilogue` is None, for the
@@ -153,6 +170,10 @@ def traverse(
         offsets int32[hubs + 1], chunk_row, chunk_start, chunk_end int32[chunks]), where hub h has the chunks
         `offsets[h]` to `offsets[h + 1]` and a chunk the positions `chunk_start` to `chunk_end` of the order; unused
         hubs and chunks have the row `num_rows` and no positions. Every row of more than `chunk` items must be there.
+      row_order: int32[num_rows], a permutation: then `offsets`, `order` and positions are of the rows in this order, row
+        `row_order[0]` first, and so are the chunks of `hubs`, whose rows are true row numbers. Rows of like lengths side
+        by side do not wait for each other.
+      half_outputs: numbers of the row outputs, float32 each, that are to be returned as `HalfRows`.
       covers_all_items: the caller's word that every item belongs to a row, so that no item output need be set to zero.
       schedule: the tile; by default the heuristic's.
       interpret: run the kernels interpreted; by default where there is no GPU.
@@ -172,22 +193,39 @@ def traverse(
     item_outputs, row_outputs = _outputs(item_outputs), _outputs(row_outputs)
     if offsets.shape != (num_rows + 1,):
         raise ValueError(f"offsets must have num_rows + 1 = {num_rows + 1} entries, got shape {offsets.shape}")
-    index_tables = [as_index(t, f"index_tables[{i}]", num_items) for i, t in enumerate(index_tables)]
+    by_row = {o.index for o in operands if o.access == "row_indexed"}
+    index_tables = [
+        as_index(t, f"index_tables[{i}]", num_rows if i in by_row else num_items) for i, t in enumerate(index_tables)
+    ]
     lengths = tuple(1 if o.access == "shared" else a.shape[0] for a, o in zip(arrays, operands, strict=True))
     ready, features = _check_operands(arrays, operands, index_tables, num_items, num_rows)
     width = _check_width(
         [*features, *(r.shape for r in reductions), *(s for s, _ in item_outputs), *(s for s, _ in row_outputs)]
     )
+    half = tuple(half_outputs)
+    for i in half:
+        if row_outputs[i][1] != jnp.float32:
+            raise ValueError(f"half_outputs names row output {i}, which is {row_outputs[i][1]} and not float32")
     item_structs, row_structs = _structs(item_outputs, num_items), _structs(row_outputs, num_rows)
     if num_rows == 0 or not (item_outputs or row_outputs):
-        return tuple(_zeros(row_structs)), tuple(_zeros(item_structs))
+        empty = _zeros(row_structs)
+        return tuple(encode(r) if i in half else r for i, r in enumerate(empty)), tuple(_zeros(item_structs))
+    for i in half:
+        row_structs[i] = jax.ShapeDtypeStruct(row_structs[i].shape, jnp.dtype(jnp.float16))
+    row_structs += [jax.ShapeDtypeStruct((num_rows, 1), jnp.dtype(jnp.uint8)) for _ in half]
 
     interpreted = _triton.use_interpreter(interpret)
     if schedule is None:
         degree = num_items / num_rows
         tuned = lookup("traversal", f"{width}x{round(degree)}")
-        schedule = TraversalSchedule(**tuned) if tuned else traversal_schedule(width, degree, interpret=interpreted)
-    chunk = None if hubs is None or hubs[1].shape[0] == 0 or hubs[3].shape[0] == 0 else int(hubs[0])
+        wide = [a for a, f in zip(ready, features, strict=True) if math.prod(f) * 2 >= width]
+        half_in = len(wide) == 1 and isinstance(wide[0], HalfRows)  # more would not fit the registers
+        schedule = (
+            TraversalSchedule(**tuned)
+            if tuned
+            else traversal_schedule(width, degree, half=half_in, interpret=interpreted)
+        )
+    has_hubs = hubs is not None and hubs[1].shape[0] > 0 and hubs[3].shape[0] > 0
     plan = Plan(
         body=body,
         epilogue=epilogue,
@@ -201,18 +239,27 @@ def traverse(
         num_rows=num_rows,
         rows=schedule.rows_per_program,
         items=schedule.items_per_step,
-        chunk=chunk,
+        chunk=int(hubs[0]) if hubs is not None and has_hubs else None,
+        num_chunks=hubs[3].shape[0] if hubs is not None and has_hubs else 0,
+        combined=max(schedule.rows_per_program * schedule.items_per_step, min(64, 4096 // width)),
+        parts=_parts(ready),
+        half=half,
+        num_tables=len(index_tables),
+        has_order=order is not None,
+        has_row_order=row_order is not None,
     )
+    ready = _flat(ready)
     shared: list[jax.Array] = [*ready, *map(_not_empty, index_tables), offsets.astype(jnp.int32)]
     if order is not None:
         shared.append(_not_empty(as_index(order, "order", num_items)))
+    if row_order is not None:
+        shared.append(as_index(row_order, "row_order", num_rows))
     call = functools.partial(
         _triton.pallas_call,
         num_warps=schedule.num_warps,
         num_stages=schedule.num_stages,
         interpret=interpreted,
     )
-    static: dict[str, Any] = {"plan": plan, "num_tables": len(index_tables), "has_order": order is not None}
 
     # Zero-sized outputs cannot be given to a kernel: items that are none get no buffer of theirs.
     if num_items == 0 and item_outputs:
@@ -228,52 +275,50 @@ def traverse(
             index_tables=index_tables,
             reductions=reductions,
             row_outputs=row_outputs,
+            half_outputs=half,
             schedule=schedule,
             interpret=interpret,
         )
         return rows, tuple(_zeros(item_structs))
 
+    partial_structs = []
+    if plan.num_chunks:
+        assert hubs is not None
+        shared += hubs[3:]
+        partial_structs = _structs([(r.shape, jnp.float32) for r in reductions], plan.num_chunks)
     initial = [] if covers_all_items else _zeros(item_structs)
     outputs = call(
-        functools.partial(row_kernel, **static, num_aliased=len(initial)),
+        functools.partial(row_kernel, plan=plan, num_aliased=len(initial)),
         name="traverse",
-        num_programs=cdiv(num_rows, plan.rows),
-        out_shape=[*item_structs, *row_structs],
+        num_programs=plan.num_chunks + cdiv(num_rows, plan.rows),
+        out_shape=[*item_structs, *row_structs, *partial_structs],
         aliases={len(shared) + i: i for i in range(len(initial))},
     )(*shared, *initial)
-    items, rows = tuple(outputs[: len(item_structs)]), tuple(outputs[len(item_structs) :])
-    if hubs is None or chunk is None:
-        return rows, items
-
-    _, hub_rows, hub_offsets, *bounds = hubs
-    num_chunks = bounds[0].shape[0]
-    partial_structs = _structs([(r.shape, jnp.float32) for r in reductions], num_chunks)
-    operands_of_chunks = [*bounds, *shared]
-    outputs = call(
-        functools.partial(chunk_kernel, **static, num_aliased=len(items)),
-        name="traverse_chunks",
-        num_programs=num_chunks,
-        out_shape=[*item_structs, *partial_structs],
-        aliases={len(operands_of_chunks) + i: i for i in range(len(items))},
-    )(*operands_of_chunks, *items)
-    items, partials = tuple(outputs[: len(item_structs)]), tuple(outputs[len(item_structs) :])
-    if row_outputs:
-        operands_of_hubs = [hub_rows, hub_offsets, *ready, *partials]
-        rows = tuple(
-            call(
+    items, outputs = tuple(outputs[: len(item_structs)]), outputs[len(item_structs) :]
+    rows, partials = list(outputs[: len(row_structs)]), outputs[len(row_structs) :]
+    if plan.num_chunks and row_structs:
+        assert hubs is not None
+        operands_of_hubs = [hubs[1], hubs[2], *ready, *map(_not_empty, index_tables), *partials]
+        rows = list(
+            _triton.pallas_call(
                 functools.partial(combine_kernel, plan=plan),
                 name="traverse_hubs",
-                num_programs=hub_rows.shape[0],
+                num_programs=hubs[1].shape[0],
                 out_shape=row_structs,
                 aliases={len(operands_of_hubs) + i: i for i in range(len(rows))},
+                num_warps=4,
+                num_stages=1,
+                interpret=interpreted,
             )(*operands_of_hubs, *rows)
         )
-    return rows, items
+    for i, exponent in zip(half, rows[len(row_outputs) :], strict=True):
+        rows[i] = HalfRows(rows[i], exponent)
+    return tuple(rows[: len(row_outputs)]), items
 
 
 def map_items(
     body: Callable[..., Any],
-    arrays: Sequence[jax.Array],
+    arrays: Sequence[Any],
     operands: Sequence[Operand],
     *,
     num_items: int,
@@ -327,15 +372,16 @@ def map_items(
         num_rows=1,
         rows=1,
         items=block,
-        chunk=None,
+        parts=_parts(ready),
+        num_tables=len(index_tables),
     )
     results = _triton.pallas_call(
-        functools.partial(map_kernel, plan=plan, num_tables=len(index_tables)),
+        functools.partial(map_kernel, plan=plan),
         name="map_items",
         num_programs=cdiv(num_items, block),
         out_shape=structs,
         num_warps=schedule.num_warps,
         num_stages=schedule.num_stages,
         interpret=interpreted,
-    )(*ready, *index_tables)
+    )(*_flat(ready), *index_tables)
     return tuple(results)

@@ -5,6 +5,7 @@ No step loops over edges or types in Python, and none makes a nodes-by-types tab
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -15,7 +16,7 @@ import numpy as np
 
 from dejax.rgnn._segments import Segments, make_segments
 from dejax.rgnn._sorting import expand, offsets_of, offsets_of_sorted, runs_of, stable_argsort
-from dejax.rgnn.graph import RelGraph
+from dejax.rgnn.graph import LOOPS, RelGraph
 
 
 def add_relations(
@@ -237,9 +238,9 @@ def build(
         node_type_names=node_type_names,
         node_type_counts=node_type_counts,
     )
-    graph = _to_device(graph)
     if jax.default_backend() != "gpu":
-        return graph
+        return _to_device(graph)
+    graph = _to_device(dataclasses.replace(graph, **{name: getattr(graph, name).with_loop(hub_chunk) for name in LOOPS}))
     with jax.ensure_compile_time_eval():  # a graph of concrete arrays is concrete, also when it is made while tracing
         return graph.with_loop_tables()
 

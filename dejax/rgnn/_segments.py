@@ -6,6 +6,7 @@ jax.numpy (static upper bounds, whose unused entries cover no item).
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+
+from dejax.pallas.schedule import rows_per_split
+from dejax.rgnn._sorting import expand, stable_argsort
 
 TILE_BLOCKS = (32, 64, 128)
 """Rows a tile for which type segments keep a stored `TileTable`."""
@@ -78,6 +82,46 @@ class HubTable:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, eq=False)
+class SplitTable:
+    """Each type's items in splits that programs sum one by one (`dejax.pallas.outer.split_table`).
+
+    Attributes:
+        start: int32[splits], the first position of each split.
+        end: int32[splits], the position after its last one.
+        first: int32[types + 1]; type `t` has the splits `first[t]` to `first[t + 1]`.
+        rows_per_split: positions a split at most (static).
+    """
+
+    start: Array
+    end: Array
+    first: Array
+    rows_per_split: int = field(metadata=_STATIC)
+
+    @property
+    def tables(self) -> tuple[Array, Array, Array]:
+        return self.start, self.end, self.first
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, eq=False)
+class LoopOrder:
+    """The rows of a grouping in the order in which kernels take them: rows with many items side by side.
+
+    Attributes:
+        rows: int32[rows], a permutation.
+        offsets: int32[rows + 1]; the items of row `rows[i]` are `order[offsets[i]:offsets[i + 1]]`.
+        order: int32[items], item ids in that order.
+        hubs: hub rows by number, their chunks by positions in that order.
+    """
+
+    rows: Array
+    offsets: Array
+    order: Array
+    hubs: HubTable | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, eq=False)
 class Segments:
     """Items (edges, pairs or nodes) grouped by the row of a coarser space (nodes, pairs or types).
 
@@ -90,6 +134,8 @@ class Segments:
         offsets: int32[rows + 1]; `offsets[rows]` is the number of valid items.
         hubs: the rows that a kernel should split, or None when it is statically known that there is none.
         tiles: where the rows are types, one table for each of `TILE_BLOCKS`; otherwise empty.
+        splits: where the rows are types, how sums over the items of a type are split; None where it was traced.
+        loop: the rows as kernels take them; None where `RelGraph.with_loop_tables` was not called.
         num_rows: number of rows (static).
         num_items: number of items, padding included (static).
     """
@@ -101,10 +147,18 @@ class Segments:
     tiles: tuple[TileTable, ...]
     num_rows: int = field(metadata=_STATIC)
     num_items: int = field(metadata=_STATIC)
+    splits: SplitTable | None = None
+    loop: LoopOrder | None = None
 
     def counts(self) -> Array:
         """Number of items of each row: int32[rows]."""
         return self.offsets[1:] - self.offsets[:-1]
+
+    def with_loop(self, hub_chunk: int = HUB_CHUNK) -> Segments:
+        """The same with `loop`; without where items are sorted by row, whose tables are read in order as they are."""
+        if self.order is None or self.loop is not None:
+            return self
+        return dataclasses.replace(self, loop=loop_order(np.asarray(self.offsets), np.asarray(self.order), hub_chunk))
 
     def tiles_for(self, block: int) -> TileTable:
         """The tile table for `block` positions a tile: the stored one, or one made now."""
@@ -112,6 +166,32 @@ class Segments:
             if table.block == block:
                 return table
         return tile_table(self.offsets, block, self.num_items)
+
+
+# Rows are sorted by length within blocks of this many, so that what they read and write stays close together: on
+# 2.5 M rows of 6.4 items on average 1.36 ms, sorted throughout 1.50, unsorted 1.42.
+_SORTED_BLOCK = 4096
+
+
+def loop_order(offsets: np.ndarray, order: np.ndarray, hub_chunk: int) -> LoopOrder | None:
+    """The order in which kernels take rows, by numpy; None where there are too few rows or items for one."""
+    num_rows, num_items = offsets.shape[0] - 1, order.shape[0]
+    if num_rows < 2 or num_items == 0:
+        return None
+    counts = np.diff(offsets)
+    block = np.arange(num_rows, dtype=np.int32) // _SORTED_BLOCK
+    longest = int(counts.max())
+    rows = stable_argsort([block, longest - counts], [num_rows // _SORTED_BLOCK + 1, longest + 1])
+    positions, begins = expand(rows, offsets)
+    items = order[positions]
+    if items.shape[0] < num_items:  # padding items stay last
+        items = np.concatenate([items, order[items.shape[0] :]])
+    # Chunks that leave enough programs for the whole machine.
+    chunk = min(hub_chunk, 128 if num_items > 2_000_000 else 64 if num_items > 400_000 else 32)
+    hubs = hub_table(begins, chunk, num_items)
+    if hubs is not None:
+        hubs = dataclasses.replace(hubs, rows=rows[hubs.rows], chunk_row=rows[hubs.chunk_row])
+    return LoopOrder(rows, begins, items, hubs)
 
 
 def _namespace(offsets: Any, exact: bool | None) -> tuple[ModuleType, Any, bool]:
@@ -219,6 +299,20 @@ def make_segments(
         offsets=offsets,
         hubs=hub_table(offsets, TYPE_CHUNK if typed and hub_chunk == HUB_CHUNK else hub_chunk, num_items, exact=exact),
         tiles=tuple(tile_table(offsets, block, num_items, exact=exact) for block in blocks),
+        splits=_split_table(offsets, num_items) if typed and exact else None,
         num_rows=offsets.shape[0] - 1,
         num_items=num_items,
     )
+
+
+def _split_table(offsets: np.ndarray, num_items: int) -> SplitTable:
+    types = offsets.shape[0] - 1
+    size = rows_per_split(num_items, types)
+    if size >= num_items:  # one split a type
+        return SplitTable(offsets[:-1], offsets[1:], np.arange(types + 1, dtype=np.int32), size)
+    counts = np.diff(offsets)
+    splits = -(-counts // size)
+    first = np.concatenate([[0], np.cumsum(splits)]).astype(np.int32)
+    row = np.repeat(np.arange(counts.shape[0]), splits)
+    start = (offsets[row] + (np.arange(first[-1]) - first[row]) * size).astype(np.int32)
+    return SplitTable(start, np.minimum(start + size, offsets[row + 1]).astype(np.int32), first, size)

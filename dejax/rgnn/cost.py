@@ -34,7 +34,7 @@ def instance_cost(
 ) -> Cost:
     """The cost of one instance; a gathered row counts once for each item that reads it, caches left out."""
     ops = kernels.program.ops
-    moved = sum(counts.rows(ops[v].space) * ops[v].row_bytes for v in instance.writes)
+    moved = sum(counts.rows(ops[v].space) * kernels.row_bytes(v) for v in instance.writes)
     flops = 0
     if isinstance(instance, Gemm):
         product = ops[instance.product]
@@ -53,7 +53,7 @@ def instance_cost(
         indexed = {o.via for o in instance.operands if o.access == "gathered"}
         moved += 4 * items * (len(indexed) + (instance.via is not None)) + 4 * loop
         for o in instance.operands:
-            moved += _operand_bytes(kernels, o, loop if o.access == "row" else items, with_index=False)
+            moved += _operand_bytes(kernels, o, loop if o.access in ("row", "row_indexed") else items, with_index=False)
         flops = sum(items * ops[i].width for i in instance.body)
     else:
         moved += sum(counts.rows(ops[v].space) * ops[v].row_bytes for v in instance.reads)
@@ -69,7 +69,7 @@ def _operand_bytes(kernels: Kernels, operand: Operand, rows: int, *, with_index:
     if operand.access == "shared":
         return kernels.program.ops[operand.value].row_bytes
     index = 4 if operand.access == "gathered" and with_index else 0
-    return rows * (kernels.program.ops[operand.value].row_bytes + index)
+    return rows * (kernels.row_bytes(operand.value) + index)
 
 
 def _multiplications(spec: str, x: tuple[int, ...], w: tuple[int, ...]) -> int:

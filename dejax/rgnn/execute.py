@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from dejax.pallas.half_rows import HalfRows
 from dejax.rgnn.graph import RelGraph
 from dejax.rgnn.ir.inter import Program
 from dejax.rgnn.ir.intra import Fallback, Kernels
@@ -22,6 +23,7 @@ from dejax.rgnn.options import Options
 from dejax.rgnn.passes import LATE, Counts, Cut, differentiated, lower_to_kernels, optimise, run_passes
 
 Arrays = tuple[jax.Array, ...]
+Halves = tuple[HalfRows | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,16 @@ class Task:
     counts: Counts
     options: Options
     raw: bool = True  # not yet optimised
+    packed: tuple[int, ...] = ()  # numbers of the outputs whose rows may be kept in 16 bits
 
     @property
     def disable(self) -> frozenset[str]:
         return frozenset(self.options.disable)
+
+    @property
+    def half(self) -> bool:
+        """Whether products round to 10 bits, so that rows between kernels may."""
+        return self.options.precision in (None, "tf32")
 
     @property
     def deterministic(self) -> bool:
@@ -64,7 +72,9 @@ def inference_kernels(task: Task) -> Kernels:
     program = optimised(task)
     if task.raw:
         program = run_passes(program, LATE, task.counts, task.disable, lambda stage, what: None)
-    return lower_to_kernels(program, task.counts, task.disable, deterministic=task.deterministic)
+    return lower_to_kernels(
+        program, task.counts, task.disable, deterministic=task.deterministic, half=task.half, packed=task.packed
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -79,12 +89,33 @@ def differentiable_positions(task: Task) -> tuple[int, ...]:
     return tuple(op.attr("position") for op in ops if op.dtype.startswith(("float", "bfloat")))
 
 
-def run_kernels(kernels: Kernels, graph: RelGraph, inputs: Arrays, options: Options) -> Arrays:
-    """Executes the instances in order; an instance that the backend cannot do is evaluated by XLA."""
+def run_kernels(
+    kernels: Kernels,
+    graph: RelGraph,
+    inputs: Arrays,
+    options: Options,
+    halves: Halves = (),
+) -> tuple[Arrays, Halves]:
+    """Executes the instances in order; an instance that the backend cannot do is evaluated by XLA.
+
+    Args:
+      kernels: the level-2 program.
+      graph: the graph.
+      inputs: by position.
+      options: of the compiler.
+      halves: by position, an input's rows in 16 bits where they are there (then the input itself is not read).
+
+    Returns:
+      The outputs; and for each output its rows in 16 bits, where they were kept so.
+    """
     program = kernels.program
-    env = {i: inputs[program.ops[i].attr("position")] for i in program.inputs}
+    env: dict[int, Any] = {}
+    for i in program.inputs:
+        position = program.ops[i].attr("position")
+        half = halves[position] if position < len(halves) else None
+        env[i] = inputs[position] if half is None else half
     xla = Evaluator(program, graph, options.precision)
-    pallas = _pallas(program, graph, options)
+    pallas = _pallas(kernels, graph, options)
     remaining = [set(instance.reads) for instance in kernels.instances]
     for number, instance in enumerate(kernels.instances):
         done = False
@@ -96,13 +127,21 @@ def run_kernels(kernels: Kernels, graph: RelGraph, inputs: Arrays, options: Opti
                 done = False
         if not done:
             # XLA recomputes what a kernel would keep in registers; drop whatever the attempt left behind.
-            xla.compute(instance.writes, env)
+            whole = {i: _decoded(a) for i, a in env.items()}
+            xla.compute(instance.writes, whole)
+            env.update((w, whole[w]) for w in instance.writes)
         keep = set(program.outputs).union(*remaining[number + 1 :])
         env = {i: a for i, a in env.items() if i in keep or program.ops[i].name == "input"}
-    return tuple(env[o] for o in program.outputs)
+    results = tuple(env[o] for o in program.outputs)
+    return tuple(map(_decoded, results)), tuple(r if isinstance(r, HalfRows) else None for r in results)
 
 
-def _pallas(program: Program, graph: RelGraph, options: Options) -> Any:
+def _decoded(array: Any) -> jax.Array:
+    return array.decode() if isinstance(array, HalfRows) else array
+
+
+def _pallas(kernels: Kernels, graph: RelGraph, options: Options) -> Any:
+    program = kernels.program
     if options.backend == "xla" or "backward" in options.disable:
         return None
     if options.backend == "auto" and jax.default_backend() != "gpu" and options.interpret is not False:
@@ -111,12 +150,15 @@ def _pallas(program: Program, graph: RelGraph, options: Options) -> Any:
         return None
     from dejax.rgnn.lowering.pallas import PallasLowering
 
-    return PallasLowering(program, graph, options.precision, options.interpret)
+    return PallasLowering(kernels, graph, options.precision, options.interpret, frozenset(options.disable))
 
 
+# `halves` are other forms of some of the inputs, and the second result of some of the outputs: what is written in 16
+# bits goes from forward to backward so. Derivatives flow through the arrays themselves, which are otherwise not used (and
+# inside jit never made).
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(task: Task, graph: RelGraph, inputs: Arrays) -> Arrays:
-    return run_kernels(inference_kernels(task), graph, inputs, task.options)
+def _differentiable(task: Task, graph: RelGraph, inputs: Arrays, halves: Halves) -> tuple[Arrays, Halves]:
+    return run_kernels(inference_kernels(task), graph, inputs, task.options, halves)
 
 
 # JAX traces the forward rule once for each set of perturbed inputs, but keeps one tree of residuals, that of the last
@@ -140,28 +182,36 @@ def _positions_of_array(array: jax.Array, count: int) -> tuple[int, ...]:
     return tuple(p for p in range(count) if array.shape[1 + p // _BITS] >> (p % _BITS) & 1)
 
 
-def _forward(task: Task, graph: Any, inputs: Any) -> tuple[Arrays, Any]:
-    graph = jax.tree_util.tree_map(lambda p: p.value, graph)
+def _forward(task: Task, graph: Any, inputs: Any, halves: Any) -> tuple[tuple[Arrays, Halves], Any]:
+    graph, halves = jax.tree_util.tree_map(lambda p: p.value, (graph, halves))
     values = tuple(p.value for p in inputs)
     wrt = tuple(p for p in differentiable_positions(task) if inputs[p].perturbed)
     slots = _residual_slots(task)
     if training_cut(task, wrt).num_saved > slots:
         wrt = differentiable_positions(task)
-    halves = training_cut(task, wrt)
+    parts = training_cut(task, wrt)
     # Differentiable in its turn, for gradients of gradients.
-    forward = Task(halves.forward, task.counts, task.options, raw=False)
-    results = _differentiable(forward, graph, values)
-    outputs, saved = results[: halves.num_outputs], results[halves.num_outputs :]
-    unused = (jnp.zeros((0,), jnp.int8),) * (slots - len(saved))
-    return outputs, (graph, values, (*saved, *unused), _positions_as_array(wrt, len(values)))
+    count = parts.num_outputs
+    packed = (*task.packed, *range(count, count + parts.num_saved))
+    forward = Task(parts.forward, task.counts, task.options, raw=False, packed=packed)
+    results, kept = _differentiable(forward, graph, values, halves)
+    empty = jnp.zeros((0,), jnp.int8)
+    saved = [(a, *((empty, empty) if h is None else (h.mantissa, h.exponent))) for a, h in zip(results, kept)][count:]
+    unused = [(empty, empty, empty)] * (slots - len(saved))
+    residuals = (graph, values, halves, (*saved, *unused), _positions_as_array(wrt, len(values)))
+    return (results[:count], kept[:count]), residuals
 
 
-def _backward(task: Task, residuals: Any, cotangents: Any) -> tuple[None, tuple]:
-    graph, values, slots, chosen = residuals
+def _backward(task: Task, residuals: Any, cotangents: Any) -> tuple[None, tuple, None]:
+    graph, values, halves, slots, chosen = residuals
+    cotangents, _ = cotangents
     num_inputs = len(values)
     wrt = _positions_of_array(chosen, num_inputs)
-    halves = training_cut(task, wrt)
-    kept, saved = tuple(values[p] for p in halves.needed), slots[: halves.num_saved]
+    parts = training_cut(task, wrt)
+    saved = [s[0] for s in slots[: parts.num_saved]]
+    saved_halves = [HalfRows(s[1], s[2]) if s[1].size else None for s in slots[: parts.num_saved]]
+    kept = [values[p] for p in parts.needed]
+    kept_halves = [halves[p] if p < len(halves) else None for p in parts.needed]
     program = optimised(task)
     given = tuple(
         jnp.zeros((num_rows(graph, program.ops[o].space), *program.ops[o].shape), program.ops[o].dtype)
@@ -169,17 +219,22 @@ def _backward(task: Task, residuals: Any, cotangents: Any) -> tuple[None, tuple]
         else c
         for o, c in zip(program.outputs, cotangents, strict=True)
     )
-    backward = Task(halves.backward, task.counts, task.options, raw=False)
-    gradients = dict(zip(wrt, run(backward, graph, (*kept, *saved, *given)), strict=True))
-    return None, tuple(gradients.get(p) for p in range(num_inputs))
+    backward = Task(parts.backward, task.counts, task.options, raw=False)
+    found = _run(backward, graph, (*kept, *saved, *given), (*kept_halves, *saved_halves))
+    gradients = dict(zip(wrt, found, strict=True))
+    return None, tuple(gradients.get(p) for p in range(num_inputs)), None
 
 
 _differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-@partial(jax.jit, static_argnums=0)
 def run(task: Task, graph: RelGraph, inputs: Arrays) -> Arrays:
     """The outputs of a program on arrays in the compiler's form; differentiable in the floating-point inputs."""
+    return _run(task, graph, inputs, ())
+
+
+@partial(jax.jit, static_argnums=0)
+def _run(task: Task, graph: RelGraph, inputs: Arrays, halves: Halves) -> Arrays:
     if "backward" in task.disable:
-        return run_kernels(inference_kernels(task), graph, inputs, task.options)
-    return _differentiable(task, graph, inputs)
+        return run_kernels(inference_kernels(task), graph, inputs, task.options)[0]
+    return _differentiable(task, graph, inputs, halves)[0]

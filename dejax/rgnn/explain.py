@@ -33,7 +33,7 @@ def explain(task: Task, *, file: TextIO | None = None, svg: str | None = None) -
     watch("traced", program)
     optimised = optimise(program, counts, disable, watch)
     late = run_passes(optimised, LATE, counts, disable, watch)
-    forward = lower_to_kernels(late, counts, disable, deterministic=task.deterministic)
+    forward = lower_to_kernels(late, counts, disable, deterministic=task.deterministic, half=task.half)
     print("== forward, without gradients", file=out)
     _print_kernels(forward, task, out)
     drawn = [("traced", _program_nodes(program)), ("forward", _kernel_nodes(forward))]
@@ -43,8 +43,14 @@ def explain(task: Task, *, file: TextIO | None = None, svg: str | None = None) -
     if wrt and "backward" not in disable:
         print("== training: gradients of all floating-point inputs\n", file=out)
         halves = differentiated(optimised, wrt, counts, disable, watch)
-        for title, half in (("forward, with gradients", halves.forward), ("backward", halves.backward)):
-            kernels = lower_to_kernels(half, counts, disable, deterministic=task.deterministic)
+        saved = tuple(range(halves.num_outputs, len(halves.forward.outputs)))
+        for title, part, packed in (
+            ("forward, with gradients", halves.forward, saved),
+            ("backward", halves.backward, ()),
+        ):
+            kernels = lower_to_kernels(
+                part, counts, disable, deterministic=task.deterministic, half=task.half, packed=packed
+            )
             print(f"== {title}", file=out)
             _print_kernels(kernels, task, out)
             drawn.append((title, _kernel_nodes(kernels)))

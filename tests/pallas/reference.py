@@ -13,6 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dejax import pallas as kernels
+from dejax.pallas.half_rows import encode
+
+
+# Of the largest entry: products of TF32 precision round operands, and rows in 16 bits themselves, to 10 bits.
+TF32 = 2e-3
 
 
 def interpreted(function: Any) -> Any:
@@ -45,6 +50,8 @@ class Gemm:
     dtype: Any = jnp.float32
     out_dtype: Any = None
     block: int = 16
+    half_in: bool = False
+    half_out: bool = False
 
     @property
     def positions(self) -> int:
@@ -86,6 +93,10 @@ class Gemm:
         return a
 
     def run(self, a: dict[str, Any], interpret: bool | None = None, **options: Any) -> Any:
+        if self.half_in:
+            a = a | {"x": encode(jnp.asarray(a["x"]))}
+        if self.half_out:
+            options["half_out"] = True
         return kernels.typed_matmul(
             **a,
             block=self.block,
@@ -138,6 +149,10 @@ class Gemm:
     def check(self, result: Any, a: dict[str, np.ndarray], tolerance: float | None = None) -> None:
         y, dot = self.reference(a)
         got = result if self.dot_vector else (result, None)
+        if isinstance(got[0], kernels.HalfRows):
+            assert self.half_out and got[0].mantissa.dtype == jnp.float16
+            got = (got[0].decode(), got[1])
+        tolerance = TF32 if tolerance is None and self.precision == "tf32" and self.dtype == jnp.float32 else tolerance
         expected_dtype = jnp.float32 if self.accumulate else self.out_dtype or self.dtype
         assert got[0].dtype == expected_dtype
         low = self.precision == "bf16" or self.dtype != jnp.float32 or self.out_dtype not in (None, jnp.float32)
@@ -186,6 +201,11 @@ GEMMS = {
     "f32 products": Gemm(precision="f32"),
     "covers all": Gemm(covers_all=True),
     "block 32": Gemm(block=32, counts=(40, 0, 31)),
+    "half rows": Gemm(half_in=True, half_out=True, groups=1),
+    "half rows, groups side by side": Gemm(half_in=True, half_out=True, groups=4, k=5, n=7, counts=(9, 2), scale=True),
+    "half rows, columns in parts": Gemm(half_out=True, groups=2, k=16, n=128, counts=(5, 5)),
+    "half rows, columns uneven": Gemm(half_in=True, half_out=True, groups=1, k=16, n=130, counts=(5, 5)),
+    "half rows, transposed, dot": Gemm(half_in=True, half_out=True, groups=None, transpose_w=True, dot_vector=True),
 }
 
 
@@ -217,6 +237,7 @@ class Outer:
     out_dtype: Any = jnp.float32
     rows_per_split: int | None = 8
     rows: int = 13
+    half: tuple[str, ...] = ()
 
     @property
     def positions(self) -> int:
@@ -245,6 +266,7 @@ class Outer:
         return a
 
     def run(self, a: dict[str, Any], interpret: bool | None = None, **options: Any) -> jax.Array:
+        a = a | {name: encode(jnp.asarray(a[name])) for name in self.half}
         return kernels.typed_outer(
             **a,
             num_positions=self.positions,
@@ -272,6 +294,7 @@ class Outer:
 
     def check(self, result: Any, a: dict[str, np.ndarray], tolerance: float | None = None) -> None:
         assert result.dtype == self.out_dtype
+        tolerance = TF32 if tolerance is None and self.precision == "tf32" and self.dtype == jnp.float32 else tolerance
         low = self.precision == "bf16" or self.dtype != jnp.float32 or self.out_dtype != jnp.float32
         assert_close(result, self.reference(a), low, tolerance)
         empty = np.array(self.counts) == 0
@@ -297,6 +320,8 @@ OUTERS = {
     "bfloat16 result": Outer(dtype=jnp.bfloat16, out_dtype=jnp.bfloat16, scale=True),
     "bf16 products": Outer(precision="bf16"),
     "f32 products": Outer(precision="f32"),
+    "half rows": Outer(half=("x", "y"), groups=1),
+    "half rows and others": Outer(half=("y",), groups=4, k=5, n=7, counts=(9, 2)),
 }
 
 
@@ -328,6 +353,8 @@ class Traversal:
     schedule: tuple[int, int] | None = (2, 4)
     unused_hubs: int = 1
     nodes: int = 11
+    ordered: bool = False  # rows in an order of their own
+    half: bool = False  # rows read and written in 16 bits
 
     @property
     def items(self) -> int:
@@ -353,6 +380,8 @@ class Traversal:
         a["index"][order[sum(self.degrees) :]] = self.nodes  # padding items: out of range
         if self.chunk is not None:
             a.update(hub_table(a["offsets"], self.chunk, self.unused_hubs))
+        if self.ordered:
+            a["row_order"] = rng.permutation(rows).astype(np.int32)
         return a
 
     def run(self, a: dict[str, Any], interpret: bool | None = None) -> tuple[tuple, tuple]:
@@ -371,6 +400,10 @@ class Traversal:
             options["schedule"] = kernels.TraversalSchedule(*self.schedule, 1, 1)
         if self.chunk is not None:
             options["hubs"] = (self.chunk, *(a[n] for n in HUB_NAMES))
+        if self.ordered:
+            options["row_order"] = a["row_order"]
+        if self.half:
+            options["half_outputs"] = (0,)
         f32 = jnp.float32
         if kind == "attention":
 
@@ -397,8 +430,9 @@ class Traversal:
             )  # fmt: skip
         if kind == "positioned":
             options["index_tables"] = [a["index"][a["order"]]]
+            x = encode(jnp.asarray(a["x"])) if self.half else a["x"]
             return kernels.traverse(
-                lambda x, scalar: ((x * scalar,), ()), None, [a["x"], a["scalar"]],
+                lambda x, scalar: ((x * scalar,), ()), None, [x, a["scalar"]],
                 [kernels.Operand("positioned", 0), shared], reductions=[kernels.Reduction("sum", (d,))],
                 row_outputs=[((d,), self.dtype)], **options,
             )  # fmt: skip
@@ -461,7 +495,10 @@ class Traversal:
         for got, expected in zip(result, self.reference(a), strict=True):
             assert len(got) == len(expected)
             for g, e in zip(got, expected, strict=True):
-                assert_close(g, e, g.dtype != jnp.float32, tolerance)
+                if isinstance(g, kernels.HalfRows):
+                    assert_close(g.decode(), e, False, tolerance or TF32)
+                else:
+                    assert_close(g, e, g.dtype != jnp.float32, tolerance)
 
 
 HUB_NAMES = ("hub_rows", "hub_offsets", "chunk_row", "chunk_start", "chunk_end")
@@ -509,6 +546,9 @@ TRAVERSALS = {
     "scalars": Traversal(kind="scalars"),
     "scalars, hubs": Traversal(kind="scalars", chunk=3, sorted=True),
     "one row": Traversal(degrees=(7,), chunk=2, schedule=(4, 2)),
+    "attention, hubs, rows ordered": Traversal(chunk=4, ordered=True),
+    "attention, half rows written": Traversal(chunk=4, half=True, heads=3, width=5),
+    "positioned, half rows, hubs, rows ordered": Traversal(kind="positioned", width=17, chunk=4, ordered=True, half=True),
 }
 
 

@@ -38,7 +38,7 @@ class Operand:
       name: the level-1 value that the loaded row stands for inside the instance.
       value: the array.
       access: `dense`, row i of the array for item i; `gathered`, row index[i], by the map `via`; `row`, the row of the
-        loop; `shared`, one row for all.
+        loop; `row_indexed`, row index[r] for row r of the loop; `shared`, one row for all.
       via: the map of a gathered, row or shared access.
     """
 
@@ -48,7 +48,7 @@ class Operand:
     via: str | None = None
 
     def __str__(self) -> str:
-        by = f" by {self.via}" if self.access == "gathered" else ""
+        by = f" by {self.via}" if self.access in ("gathered", "row_indexed") else ""
         text = f"{self.access}(%{self.value}{by})"
         return text if self.name == self.value else f"{text} as %{self.name}"
 
@@ -193,10 +193,19 @@ Instance = Gemm | Outer | Traversal | Fallback
 
 @dataclass(frozen=True)
 class Kernels:
-    """A level-1 program and the instances that compute it, in the order of execution."""
+    """A level-1 program and the instances that compute it, in the order of execution.
+
+    `half` are the values that are stored in 16 bits (`dejax.pallas.half_rows`).
+    """
 
     program: Program
     instances: tuple[Instance, ...] = ()
+    half: frozenset[int] = frozenset()
+
+    def row_bytes(self, value: int) -> int:
+        """Bytes of one row of a value as it is stored."""
+        op = self.program.ops[value]
+        return 2 * op.width + 1 if value in self.half else op.row_bytes
 
     def __str__(self) -> str:
         return print_kernels(self)
@@ -265,4 +274,6 @@ def print_kernels(kernels: Kernels) -> str:
         elif isinstance(instance, Fallback):
             inner = instance.ops
         lines += [f"        {format_op(i, kernels.program.ops[i])}" for i in inner]
+    if kernels.half:
+        lines.append("  in 16 bits: " + " ".join(f"%{v}" for v in sorted(kernels.half)))
     return "\n".join(lines)

@@ -16,24 +16,31 @@ import numpy as np
 import dejax.pallas as kernels
 from dejax.rgnn.graph import RelGraph, Segments
 from dejax.rgnn.ir.inter import VIAS, Op, Program
-from dejax.rgnn.ir.intra import Accumulator, Gemm, Instance, Operand, Outer, Traversal
+from dejax.rgnn.ir.intra import Accumulator, Gemm, Instance, Kernels, Operand, Outer, Traversal
 from dejax.rgnn.lowering.xla import ELEMENTWISE, num_rows, segments, valid_rows
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # Values of at most this many numbers a row share an array where they are read at the same rows (a sector holds 8).
 _PACKED_WIDTH = 4
+# Rows to 16 bits: 6 bytes a number once, for 2 bytes a number at each read.
+_READS_A_ROW = 4
+_HALF_WIDTH = 32
 
 
 class PallasLowering:
     """Runs instances on arrays; `interpret` runs the kernels' own code on the CPU."""
 
-    def __init__(self, program: Program, graph: RelGraph, precision: str | None, interpret: bool | None) -> None:
-        self.program, self.graph = program, graph
+    def __init__(
+        self, kernels: Kernels, graph: RelGraph, precision: str | None, interpret: bool | None, disable: frozenset[str] = frozenset()
+    ) -> None:
+        self.program, self.half, self.graph = kernels.program, kernels.half, graph
         self.precision = precision or "tf32"
         self.interpret = interpret
+        self.disable = disable
+        self.encoded: dict[int, Any] = {}  # inputs in 16 bits
 
-    def run(self, instance: Instance, env: dict[int, jax.Array]) -> None:
-        """Adds what the instance writes to `env`."""
+    def run(self, instance: Instance, env: dict[int, Any]) -> None:
+        """Adds what the instance writes to `env`, whose values are arrays or `HalfRows`."""
         for v in (*instance.reads, *instance.writes):
             if self.program.ops[v].dtype not in _DTYPES:
                 raise NotImplementedError(f"no kernel for {self.program.ops[v].dtype}")
@@ -46,6 +53,18 @@ class PallasLowering:
         else:
             raise NotImplementedError("left to XLA")
 
+    def in_half(self, value: int, env: dict[int, Any], reads: int) -> Any:
+        """An array of which `reads` rows will be gathered, in 16 bits where that moves fewer bytes than it costs."""
+        array = env[value]
+        wide = array.ndim >= 2 and int(np.prod(array.shape[1:])) >= _HALF_WIDTH
+        if self.precision != "tf32" or not wide or not isinstance(array, jax.Array) or array.dtype != jnp.float32:
+            return array
+        if "storage" in self.disable or reads < _READS_A_ROW * array.shape[0] or array.shape[0] == 0:
+            return array
+        if value not in self.encoded:
+            self.encoded[value] = kernels.to_half_rows(array, interpret=self.interpret)
+        return self.encoded[value]
+
     # --- GEMM --------------------------------------------------------------------------------------------------------
 
     def row_index(self, operand: Operand, group: Segments) -> jax.Array | None:
@@ -57,11 +76,11 @@ class PallasLowering:
             return index
         return group.order if index is None else index[group.order]
 
-    def gemm(self, instance: Gemm, env: dict[int, jax.Array]) -> jax.Array:
+    def gemm(self, instance: Gemm, env: dict[int, Any]) -> jax.Array:
         op = self.program.ops[instance.out]
         product = self.program.ops[instance.product]
         group = segments(self.graph, instance.via)
-        x, w = env[instance.x.value], env[instance.w]
+        x, w = self.in_half(instance.x.value, env, group.num_items), env[instance.w]
         x, w, transpose, split = _as_typed_matmul(instance.spec, x, w)
         block = kernels.gemm_block(
             x.shape[-1], w.shape[-2 if transpose else -1], group.num_items, group.num_rows, self.precision
@@ -90,14 +109,15 @@ class PallasLowering:
             covers_all=not padded and instance.accumulate is None,
             precision=self.precision,
             out_dtype=jnp.dtype(op.dtype),
+            half_out=instance.out in self.half,
             interpret=self.interpret,
         )
         return result.reshape(rows, *op.shape) if split else result
 
-    def outer(self, instance: Outer, env: dict[int, jax.Array]) -> jax.Array:
+    def outer(self, instance: Outer, env: dict[int, Any]) -> jax.Array:
         op = self.program.ops[instance.out]
         group = segments(self.graph, instance.via)
-        x, y = env[instance.x.value], env[instance.y.value]
+        x, y = (self.in_half(o.value, env, group.num_items) for o in (instance.x, instance.y))
         left, right = instance.spec.split("->")[0].split(",")
         result = instance.spec.split("->")[1]
         heads = "h" in left and "h" in right
@@ -111,6 +131,8 @@ class PallasLowering:
             num_positions=group.num_items,
             x_index=self.row_index(instance.x, group),
             y_index=self.row_index(instance.y, group),
+            splits=None if group.splits is None else group.splits.tables,
+            rows_per_split=None if group.splits is None else group.splits.rows_per_split,
             precision=self.precision,
             out_dtype=jnp.float32 if summed else jnp.dtype(op.dtype),
             interpret=self.interpret,
@@ -127,28 +149,40 @@ class PallasLowering:
 
     # --- traversal ---------------------------------------------------------------------------------------------------
 
-    def traversal(self, t: Traversal, env: dict[int, jax.Array]) -> None:
+    def traversal(self, t: Traversal, env: dict[int, Any]) -> None:
         ops = self.program.ops
         tables: list[jax.Array] = []
         numbers: dict[str, int] = {}
         arrays, operands = [], []
         packed = self.packed(t, env)
+        items = num_rows(self.graph, t.space)
         for o in t.operands:
             array, columns = packed.get(o.name, (env[o.value], None))
             index = None
             access = {"dense": "item", "gathered": "indexed"}.get(o.access, o.access)
             if access == "shared":
-                array = array[0]
-            if access == "indexed":
+                array = (array.decode() if isinstance(array, kernels.HalfRows) else array)[0]
+            if access == "row_indexed":
                 assert o.via is not None
+                index = len(tables)
+                tables.append(segments(self.graph, o.via).index)
+            elif access == "indexed":
+                assert o.via is not None
+                counts = self.graph.loop_tables.get(f"{t.via}:#{o.via}")
+                if counts is not None and columns is None and self.is_count(o):
+                    arrays.append(counts)
+                    operands.append(kernels.Operand("position"))
+                    continue
                 by_position = self.graph.loop_tables.get(f"{t.via}:{o.via}")
                 if o.via not in numbers:
                     numbers[o.via] = len(tables)
                     tables.append(segments(self.graph, o.via).index if by_position is None else by_position)
                 access, index = "indexed" if by_position is None else "positioned", numbers[o.via]
+                # (An inner product may be compared with one of unrounded rows, as a softmax's gradient does.)
+                if columns is None and not any(ops[i].name in ("dot", "sum_features", "linear") for i in t.body):
+                    array = self.in_half(o.value, env, items)
             arrays.append(array)
             operands.append(kernels.Operand(access, index, columns))
-        items = num_rows(self.graph, t.space)
         item_outputs = tuple((ops[v].shape, jnp.dtype(ops[v].dtype)) for v in t.item_outputs)
         compute = _TileProgram(self.program, t)
         if t.via is None:
@@ -167,14 +201,15 @@ class PallasLowering:
             env.update(zip(t.item_outputs, results, strict=True))
             return
         group = segments(self.graph, t.via)
-        hubs = group.hubs
+        loop = group.loop or group
+        hubs = loop.hubs
         row_values, item_values = kernels.traverse(
             compute.body,
             compute.rows,
             arrays,
             operands,
-            offsets=group.offsets,
-            order=group.order,
+            offsets=loop.offsets,
+            order=loop.order,
             num_items=items,
             num_rows=num_rows(self.graph, VIAS[t.via].coarse),
             index_tables=tables,
@@ -184,13 +219,20 @@ class PallasLowering:
             hubs=None
             if hubs is None
             else (hubs.chunk, hubs.rows, hubs.offsets, hubs.chunk_row, hubs.chunk_start, hubs.chunk_end),
+            row_order=None if group.loop is None else group.loop.rows,
+            half_outputs=tuple(i for i, v in enumerate(t.row_outputs) if v in self.half),
             covers_all_items=valid_rows(self.graph, t.space) is None,
             interpret=self.interpret,
         )
         env.update(zip(t.row_outputs, row_values, strict=True))
         env.update(zip(t.item_outputs, item_values, strict=True))
 
-    def packed(self, t: Traversal, env: dict[int, jax.Array]) -> dict[int, tuple[jax.Array, Any]]:
+    def is_count(self, operand: Operand) -> bool:
+        """Whether an operand is the number of items of the rows that it is gathered from."""
+        op = self.program.ops[operand.value]
+        return op.name == "count" and op.attr("via") == operand.via and op.dtype == "float32"
+
+    def packed(self, t: Traversal, env: dict[int, Any]) -> dict[int, tuple[jax.Array, Any]]:
         """Narrow values that are gathered from the same rows, side by side in one array: one sector instead of several.
 
         Returns:
@@ -202,13 +244,16 @@ class PallasLowering:
             op = ops[o.value]
             if o.access == "gathered" and len(op.shape) <= 1 and op.width <= _PACKED_WIDTH and op.dtype == "float32":
                 assert o.via is not None
-                groups.setdefault(o.via, []).append(o)
+                if f"{t.via}:#{o.via}" not in self.graph.loop_tables or not self.is_count(o):
+                    groups.setdefault(o.via, []).append(o)
         found: dict[int, tuple[jax.Array, Any]] = {}
         for via, members in groups.items():
             rows = num_rows(self.graph, VIAS[via].coarse)
             if len(members) < 2 or num_rows(self.graph, t.space) < rows or rows == 0:
                 continue
-            array = jnp.concatenate([env[o.value].reshape(rows, -1) for o in members], axis=1)
+            # The barrier keeps XLA from computing the parts inside the concatenation, element by element.
+            parts = jax.lax.optimization_barrier([env[o.value].reshape(rows, -1) for o in members])
+            array = jnp.concatenate(parts, axis=1)
             column = 0
             for o in members:
                 found[o.name] = (array, (column, ops[o.value].shape))
@@ -216,7 +261,7 @@ class PallasLowering:
         return found
 
 
-def _as_typed_matmul(spec: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array, bool, bool]:
+def _as_typed_matmul(spec: str, x: Any, w: jax.Array) -> tuple[Any, jax.Array, bool, bool]:
     """A contraction as `typed_matmul` takes it: (x, w, w is transposed, the result must be reshaped)."""
     rows, types = x.shape[0], w.shape[0]
     if spec in ("k,kn->n", "hk,hkn->hn"):
@@ -249,7 +294,7 @@ class _TileProgram:
         return self.body(*tiles)[1]
 
     def rows(self, totals: Sequence[Any], row_tiles: Sequence[Any]) -> tuple:
-        row_operands = [o for o in self.t.operands if o.access in ("row", "shared")]
+        row_operands = [o for o in self.t.operands if o.access in ("row", "row_indexed", "shared")]
         env = dict(zip((o.name for o in row_operands), row_tiles, strict=True))
         env.update((a.out, self.rounded(a.out, v)) for a, v in zip(self.t.accumulators, totals, strict=True))
         for i in self.t.epilogue:

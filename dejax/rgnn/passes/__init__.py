@@ -25,6 +25,7 @@ from dejax.rgnn.passes.hoist import hoist
 from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.save import Cut, cut
 from dejax.rgnn.passes.softmax import expand_softmax
+from dejax.rgnn.passes.storage import storage
 
 __all__ = [
     "LATE",
@@ -72,6 +73,7 @@ PASSES = (
     "gemm",
     "traversal",
     "fallback",
+    "storage",
 )
 
 
@@ -122,14 +124,21 @@ def lower_to_kernels(
     disable: frozenset[str] = frozenset(),
     *,
     deterministic: bool = True,
+    half: bool = False,
+    packed: tuple[int, ...] = (),
     watch: Watch = _Silent(),
 ) -> Kernels:
-    """Level 1 to level 2: GEMM instances first, then traversals, then the fallback."""
+    """Level 1 to level 2: GEMM instances first, then traversals, then the fallback.
+
+    With `half`, wide rows between kernels are stored in 16 bits, and so may be the outputs with numbers in `packed`.
+    """
     kernels = Kernels(program)
     if "gemm" not in disable:
         kernels = fuse_gemm(kernels, accumulate=not deterministic)
     if "traversal" not in disable:
         kernels = fuse_traversal(kernels)
     kernels = verify_kernels(fallback(kernels, merge="fallback" not in disable))
+    if half and "storage" not in disable:
+        kernels = storage(kernels, packed)
     watch("kernels", kernels)
     return kernels

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dejax.rgnn.ir.inter import VIAS, Op, Space
+from dejax.rgnn.ir.inter import ROWWISE, VIAS, Op, Space
 from dejax.rgnn.ir.intra import (
     TILE_OPS,
     VECTOR_SPECS,
@@ -61,10 +61,9 @@ class _Fusion:
         for i, op in enumerate(program.ops):
             if op.name == "reduce" and op.attr("via") != "all" and i not in self.written and len(op.shape) <= _MAX_RANK:
                 self.place(i, op)
-        self.write_items()
         for loop in self.loops:
-            if loop.via is not None:
-                self.absorb(loop)
+            self.absorb(loop)
+        self.write_items()
         made: list[Instance] = [self.finish(loop) for loop in self.loops]
         return Kernels(program, (*self.kernels.instances, *made))
 
@@ -196,7 +195,8 @@ class _Fusion:
         """Item values that must reach memory are written by a loop that computes them, or by one of their own."""
         program = self.program
         wanted = [v for v in self.demanded() if program.ops[v].space in _ITEM_SPACES and self.on_tile(v)]
-        wanted = [v for v in dict.fromkeys([*self.narrow(), *wanted]) if program.ops[v].name != "const"]
+        done = {v for loop in self.loops for v in loop.results}
+        wanted = [v for v in dict.fromkeys([*self.narrow(), *wanted]) if program.ops[v].name != "const" and v not in done]
         for value in sorted(wanted):
             space = program.ops[value].space
             able = [loop for loop in self.loops if loop.space == space and self.computes(loop, value)]
@@ -259,17 +259,26 @@ class _Fusion:
             return
         taken = {v for other in self.loops for v in other.results}
         for i, op in enumerate(self.program.ops):
-            if op.space != rows or i in taken or op.name in ("linear", "const") or not self.on_tile(i):
+            if op.space != rows or i in taken or op.name == "const" or not self.on_tile(i):
                 continue
             mine = {a.out for a in loop.accumulators} | set(loop.epilogue)
             if not mine.intersection(op.args):
                 continue
-            outside = [self.program.ops[a] for a in op.args if a not in mine]
+            vector = op.name == "linear"  # times a vector of its type, which is read by the row's type
+            if vector and (op.args[0] not in mine or op.attr("via") == "all" or not self.stays_on_row(i)):
+                continue
+            outside = [] if vector else [self.program.ops[a] for a in op.args if a not in mine]
             if any((a.name == "gather" and a.attr("via") != "all") or a.width > 4 * op.width for a in outside):
                 continue
             loop.epilogue.append(i)
             if not self.acyclic(self.loops):
                 loop.epilogue.pop()
+
+    def stays_on_row(self, value: int) -> bool:
+        """Whether only elementwise operators of its rows read the value, so that it need not be written for others."""
+        ops = self.program.ops
+        readers = [ops[u] for u in self.users[value]]
+        return all(u.name in ROWWISE and u.space == ops[value].space for u in readers)
 
     def finish(self, loop: _Loop) -> Traversal:
         program = self.program
@@ -286,6 +295,10 @@ class _Fusion:
         results = {a.out for a in loop.accumulators}
         inside = results | set(loop.epilogue)
         for i in loop.epilogue:
+            if program.ops[i].name == "linear":
+                weight = program.ops[i].args[1]
+                operands.append(Operand(weight, weight, "row_indexed", program.ops[i].attr("via")))
+                continue
             outside = [a for a in program.ops[i].args if a not in inside and program.ops[a].name != "const"]
             operands += [self.row_operand(a, loop.via) for a in outside]
         unique = tuple({(o.name, o.access, o.via): o for o in operands}.values())

@@ -1,0 +1,92 @@
+"""Rows in 16 bits with an exponent of their own, and products of such operands: the `tf32` precision of the kernels.
+
+TF32 keeps 10 bits of an operand's mantissa and float32's exponent. float16 keeps the same 10 bits; what it lacks in range
+is made up by a power of two for each row (or tile), which multiplies exactly. So rows that only products and sums read can
+be stored in half the bytes, and tensor cores multiply float16 at twice the rate of TF32 and take it from shared memory by
+wider instructions. Elements below 2^-14 of their row's largest lose bits, those below 2^-24 vanish: no more than the
+rounding of that largest element in a sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+_ONE = 127  # the biased exponent of 1.0
+# Powers of two whose inverse is a normal number too.
+_LOW, _HIGH = 1, 253
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, eq=False)
+class HalfRows:
+    """An array of rows as float16 numbers and powers of two.
+
+    Attributes:
+      mantissa: float16[rows, *features].
+      exponent: uint8[rows, parts], biased by 127: part p of a row's features (they are cut in equal, contiguous parts)
+        is `mantissa * 2 ** (exponent - 127)`.
+    """
+
+    mantissa: Array
+    exponent: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.mantissa.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.mantissa.ndim
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the numbers that the rows stand for."""
+        return np.dtype(np.float32)
+
+    def reshape(self, *shape: Any) -> HalfRows:
+        """The same rows with other feature axes."""
+        return HalfRows(self.mantissa.reshape(*shape), self.exponent)
+
+    def decode(self) -> Array:
+        """float32[rows, *features]."""
+        rows, parts = self.exponent.shape
+        scale = lax.bitcast_convert_type(self.exponent.astype(jnp.int32) << 23, jnp.float32)
+        flat = self.mantissa.reshape(rows, parts, -1).astype(jnp.float32) * scale[:, :, None]
+        return flat.reshape(self.mantissa.shape)
+
+
+def encode(x: Array, parts: int = 1) -> HalfRows:
+    """float32[rows, *features] as `HalfRows`, by plain XLA."""
+    flat = x.reshape(x.shape[0], parts, -1)
+    exponent, inverse = exponents(flat, 2)
+    mantissa = (flat * inverse).astype(jnp.float16).reshape(x.shape)
+    return HalfRows(mantissa, exponent.reshape(x.shape[0], parts).astype(jnp.uint8))
+
+
+def power(exponent: Array) -> Array:
+    """2 ** (exponent - 127) as float32, for int32 exponents from 1 to 254."""
+    return lax.bitcast_convert_type(exponent << 23, jnp.float32)
+
+
+def exponents(x: Array, axis: int | None) -> tuple[Array, Array]:
+    """The biased exponent of the largest magnitude along an axis (kept, size 1), and the power of two that undoes it.
+
+    `x` times that power is below 2 in magnitude; infinities and NaN stay what they are. `axis` None: of all of `x`.
+    """
+    largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True) if axis is not None else whole_max(jnp.abs(x))
+    exponent = (lax.bitcast_convert_type(largest, jnp.int32) >> 23) & 0xFF
+    exponent = jnp.minimum(jnp.maximum(exponent, _LOW), _HIGH)
+    return exponent, power(2 * _ONE - exponent)
+
+
+def whole_max(x: Array) -> Array:
+    """The largest element, axis by axis: the Triton lowering of jax 0.12 reduces one axis at a time."""
+    while x.ndim:
+        x = jnp.max(x, axis=x.ndim - 1)
+    return x
