@@ -139,7 +139,9 @@ def _row_tiles(
         if plan.operands[i].access == "row":
             tiles[i] = _load(arrays[i], row[:, None], mask[:, None], plan.features[i])
         elif plan.operands[i].access == "row_indexed":
-            index = _triton.load(tables[plan.operands[i].index], (row,), mask)
+            number = plan.operands[i].index
+            assert number is not None
+            index = _triton.load(tables[number], (row,), mask)
             inside = mask & (index >= 0) & (index < plan.lengths[i])
             tiles[i] = _load(arrays[i], index[:, None], inside[:, None], plan.features[i])
         else:
@@ -340,10 +342,10 @@ def _chunk(plan: Plan, r: _Refs, program: jax.Array, partials: Sequence[Any]) ->
 def combine_kernel(*refs: Any, plan: Plan) -> None:
     """The chunks of one hub row merged in their order, and the row's epilogue."""
     (hub_rows, hub_offsets), refs = refs[:2], refs[2:]
-    arrays, refs = _arrays(plan, refs)
-    tables, refs = refs[: plan.num_tables], refs[plan.num_tables :]
-    partials = [_Array(p) for p in refs[: len(plan.reductions)]]
-    outputs = refs[len(plan.reductions) + len(plan.row_outputs) + len(plan.half) :]
+    arrays, rest = _arrays(plan, refs)
+    tables, rest = rest[: plan.num_tables], rest[plan.num_tables :]
+    partials = [_Array(p) for p in rest[: len(plan.reductions)]]
+    outputs = rest[len(plan.reductions) + len(plan.row_outputs) + len(plan.half) :]
     (program,) = _triton.program_ids()
     hub = program + lanes(1, 0, 1)
     row = _triton.load(hub_rows, (hub,))

@@ -300,7 +300,7 @@ def typed_matmul(
     tiles = tile_type.shape[0]
 
     if min(tiles, num_positions, out_rows, groups, n, rows) == 0:
-        results = [jnp.zeros(s.shape, s.dtype) for s in shapes]
+        results: list[Any] = [jnp.zeros(s.shape, s.dtype) for s in shapes]
         if half_out:
             results[0] = encode(results[0])
     else:

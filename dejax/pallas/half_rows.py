@@ -1,10 +1,10 @@
 """Rows in 16 bits with an exponent of their own, and products of such operands: the `tf32` precision of the kernels.
 
-TF32 keeps 10 bits of an operand's mantissa and float32's exponent. float16 keeps the same 10 bits; what it lacks in range
-is made up by a power of two for each row (or tile), which multiplies exactly. So rows that only products and sums read can
-be stored in half the bytes, and tensor cores multiply float16 at twice the rate of TF32 and take it from shared memory by
-wider instructions. Elements below 2^-14 of their row's largest lose bits, those below 2^-24 vanish: no more than the
-rounding of that largest element in a sum.
+TF32 keeps 10 bits of an operand's mantissa and float32's exponent. float16 keeps the same 10 bits; what it lacks in
+range is made up by a power of two for each row (or tile), which multiplies exactly. So rows that only products and sums
+read can be stored in half the bytes, and tensor cores multiply float16 at twice the rate of TF32 and take it from
+shared memory by wider instructions. Elements below 2^-14 of their row's largest lose bits, those below 2^-24 vanish: no
+more than the rounding of that largest element in a sum.
 """
 
 from __future__ import annotations

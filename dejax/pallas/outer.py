@@ -280,15 +280,15 @@ def typed_outer(
         x_part=groups * k // x.exponent.shape[1] if isinstance(x, HalfRows) else 1,
         y_part=groups * n // y.exponent.shape[1] if isinstance(y, HalfRows) else 1,
     )
-    splits = start.shape[0]
+    num_splits = start.shape[0]
     (partial,) = _triton.pallas_call(
         functools.partial(_partial_kernel, c=config),
         name="typed_outer",
-        num_programs=splits
+        num_programs=num_splits
         * (groups // merged)
         * cdiv(merged * k, schedule.block_k)
         * cdiv(merged * n, schedule.block_n),
-        out_shape=[jax.ShapeDtypeStruct((splits, groups, k, n), jnp.dtype(jnp.float32))],
+        out_shape=[jax.ShapeDtypeStruct((num_splits, groups, k, n), jnp.dtype(jnp.float32))],
         num_warps=schedule.num_warps,
         num_stages=schedule.num_stages,
         interpret=interpreted,

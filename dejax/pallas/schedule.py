@@ -158,7 +158,9 @@ def traversal_schedule(
     num_warps = min(4, max(2 if half else 1, width // 1024))
     slots = max(512 // width, min(8, 2048 // width), 1) * (2 if half and width <= 128 else 1)
     most = 8
-    if half:  # biokg forward (degree 51) (2, 4, 1) 0.173, (4, 4, 2) 0.176, (4, 2, 1) 0.188; backward (7) 0.29, 0.30, 0.23
+    if (
+        half
+    ):  # biokg forward (degree 51) (2, 4, 1) 0.173, (4, 4, 2) 0.176, (4, 2, 1) 0.188; backward (7) 0.29, 0.30, 0.23
         most = 2 if mean_degree < 16 else 4
     items = min(previous_power_of_two(max(1, int(mean_degree / 1.5))), most, slots)
     return TraversalSchedule(min(32, slots // items), items, num_warps, 1)

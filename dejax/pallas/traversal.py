@@ -144,10 +144,11 @@ def traverse(
     """Reduces over the items of each row, computing on tiles in registers.
 
     The items of row r are `order[offsets[r]:offsets[r + 1]]`. The body sees several rows and several items of each at
-    once: tiles of shape [rows, items, *features] for `item`, `indexed`, `position` and `positioned` operands, [rows, 1, *features]
-    for `row` and [1, 1, *features] for `shared` ones, each feature axis padded to the next power of two with zeros
-    (`feature_mask` tells which lanes are padding). Floating tiles are float32. It must be elementwise over the two
-    leading axes and may leave them at size 1. Results are the same in every run: there are no atomic additions.
+    once: tiles of shape [rows, items, *features] for `item`, `indexed`, `position` and `positioned` operands,
+    [rows, 1, *features] for `row` and `row_indexed` and [1, 1, *features] for `shared` ones, each feature axis padded to
+    the next power of two with zeros (`feature_mask` tells which lanes are padding). Floating tiles are float32. It must
+    be elementwise over the two leading axes and may leave them at size 1. Results are the same in every run: there are
+    no atomic additions.
 
     Args:
       body: from tiles, in the order of `operands`, to (a value for each reduction, a value for each item output).
@@ -170,9 +171,9 @@ def traverse(
         offsets int32[hubs + 1], chunk_row, chunk_start, chunk_end int32[chunks]), where hub h has the chunks
         `offsets[h]` to `offsets[h + 1]` and a chunk the positions `chunk_start` to `chunk_end` of the order; unused
         hubs and chunks have the row `num_rows` and no positions. Every row of more than `chunk` items must be there.
-      row_order: int32[num_rows], a permutation: then `offsets`, `order` and positions are of the rows in this order, row
-        `row_order[0]` first, and so are the chunks of `hubs`, whose rows are true row numbers. Rows of like lengths side
-        by side do not wait for each other.
+      row_order: int32[num_rows], a permutation: then `offsets`, `order` and positions are of the rows in this order,
+        row `row_order[0]` first, and so are the chunks of `hubs`, whose rows are true row numbers. Rows of like lengths
+        side by side do not wait for each other.
       half_outputs: numbers of the row outputs, float32 each, that are to be returned as `HalfRows`.
       covers_all_items: the caller's word that every item belongs to a row, so that no item output need be set to zero.
       schedule: the tile; by default the heuristic's.
@@ -208,8 +209,10 @@ def traverse(
             raise ValueError(f"half_outputs names row output {i}, which is {row_outputs[i][1]} and not float32")
     item_structs, row_structs = _structs(item_outputs, num_items), _structs(row_outputs, num_rows)
     if num_rows == 0 or not (item_outputs or row_outputs):
-        empty = _zeros(row_structs)
-        return tuple(encode(r) if i in half else r for i, r in enumerate(empty)), tuple(_zeros(item_structs))
+        empty: list[Any] = list(_zeros(row_structs))
+        for i in half:
+            empty[i] = encode(empty[i])
+        return tuple(empty), tuple(_zeros(item_structs))
     for i in half:
         row_structs[i] = jax.ShapeDtypeStruct(row_structs[i].shape, jnp.dtype(jnp.float16))
     row_structs += [jax.ShapeDtypeStruct((num_rows, 1), jnp.dtype(jnp.uint8)) for _ in half]
@@ -294,26 +297,28 @@ def traverse(
         out_shape=[*item_structs, *row_structs, *partial_structs],
         aliases={len(shared) + i: i for i in range(len(initial))},
     )(*shared, *initial)
-    items, outputs = tuple(outputs[: len(item_structs)]), outputs[len(item_structs) :]
-    rows, partials = list(outputs[: len(row_structs)]), outputs[len(row_structs) :]
+    n = len(item_structs)
+    items, found = tuple(outputs[:n]), list(outputs[n:])
+    results: list[Any] = found[: len(row_structs)]
+    partials = found[len(row_structs) :]
     if plan.num_chunks and row_structs:
         assert hubs is not None
         operands_of_hubs = [hubs[1], hubs[2], *ready, *map(_not_empty, index_tables), *partials]
-        rows = list(
+        results = list(
             _triton.pallas_call(
                 functools.partial(combine_kernel, plan=plan),
                 name="traverse_hubs",
                 num_programs=hubs[1].shape[0],
                 out_shape=row_structs,
-                aliases={len(operands_of_hubs) + i: i for i in range(len(rows))},
+                aliases={len(operands_of_hubs) + i: i for i in range(len(results))},
                 num_warps=4,
                 num_stages=1,
                 interpret=interpreted,
-            )(*operands_of_hubs, *rows)
+            )(*operands_of_hubs, *results)
         )
-    for i, exponent in zip(half, rows[len(row_outputs) :], strict=True):
-        rows[i] = HalfRows(rows[i], exponent)
-    return tuple(rows[: len(row_outputs)]), items
+    for i, exponent in zip(half, results[len(row_outputs) :], strict=True):
+        results[i] = HalfRows(results[i], exponent)
+    return tuple(results[: len(row_outputs)]), items
 
 
 def map_items(

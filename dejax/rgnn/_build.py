@@ -240,7 +240,9 @@ def build(
     )
     if jax.default_backend() != "gpu":
         return _to_device(graph)
-    graph = _to_device(dataclasses.replace(graph, **{name: getattr(graph, name).with_loop(hub_chunk) for name in LOOPS}))
+    graph = _to_device(
+        dataclasses.replace(graph, **{name: getattr(graph, name).with_loop(hub_chunk) for name in LOOPS})
+    )
     with jax.ensure_compile_time_eval():  # a graph of concrete arrays is concrete, also when it is made while tracing
         return graph.with_loop_tables()
 

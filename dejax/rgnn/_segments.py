@@ -92,9 +92,9 @@ class SplitTable:
         rows_per_split: positions a split at most (static).
     """
 
-    start: Array
-    end: Array
-    first: Array
+    start: Any
+    end: Any
+    first: Any
     rows_per_split: int = field(metadata=_STATIC)
 
     @property
@@ -114,9 +114,9 @@ class LoopOrder:
         hubs: hub rows by number, their chunks by positions in that order.
     """
 
-    rows: Array
-    offsets: Array
-    order: Array
+    rows: Any
+    offsets: Any
+    order: Any
     hubs: HubTable | None
 
 

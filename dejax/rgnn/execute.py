@@ -154,8 +154,8 @@ def _pallas(kernels: Kernels, graph: RelGraph, options: Options) -> Any:
 
 
 # `halves` are other forms of some of the inputs, and the second result of some of the outputs: what is written in 16
-# bits goes from forward to backward so. Derivatives flow through the arrays themselves, which are otherwise not used (and
-# inside jit never made).
+# bits goes from forward to backward so. Derivatives flow through the arrays themselves, which are otherwise not used
+# (and inside jit never made).
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(task: Task, graph: RelGraph, inputs: Arrays, halves: Halves) -> tuple[Arrays, Halves]:
     return run_kernels(inference_kernels(task), graph, inputs, task.options, halves)
@@ -196,7 +196,10 @@ def _forward(task: Task, graph: Any, inputs: Any, halves: Any) -> tuple[tuple[Ar
     forward = Task(parts.forward, task.counts, task.options, raw=False, packed=packed)
     results, kept = _differentiable(forward, graph, values, halves)
     empty = jnp.zeros((0,), jnp.int8)
-    saved = [(a, *((empty, empty) if h is None else (h.mantissa, h.exponent))) for a, h in zip(results, kept)][count:]
+    saved = [
+        (a, empty, empty) if h is None else (a, h.mantissa, h.exponent)
+        for a, h in zip(results[count:], kept[count:], strict=True)
+    ]
     unused = [(empty, empty, empty)] * (slots - len(saved))
     residuals = (graph, values, halves, (*saved, *unused), _positions_as_array(wrt, len(values)))
     return (results[:count], kept[:count]), residuals

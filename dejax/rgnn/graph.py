@@ -138,9 +138,9 @@ class RelGraph:
         `loop_tables["dst:source_pair"][p]`, which is read in order, instead of at
         `by_source_pair.index[by_receiver.order[p]]`, which is not: 4.6 ms became 2.5 in the backward pass of RGAT on
         21 M edges. And with each grouping goes the order in which kernels take its rows, those with many items side by
-        side (`Segments.loop`), and with each edge the number of edges of its destination pair, `"dst:#destination_pair"`,
-        float32[edges], which a mean divides by. All in all they take 44 bytes an edge. Graphs made where the default backend is a GPU have them; graphs of
-        `build_traced` do not.
+        side (`Segments.loop`), and with each edge the number of edges of its destination pair, which a mean divides by
+        (`"dst:#destination_pair"`, float32[edges]). All in all they take 44 bytes an edge. Graphs made where the
+        default backend is a GPU have them; graphs of `build_traced` do not.
         """
         changed = jax.device_put({name: getattr(self, name).with_loop() for name in LOOPS})
         groups = {

@@ -15,7 +15,6 @@ import numpy as np
 from dejax import pallas as kernels
 from dejax.pallas.half_rows import encode
 
-
 # Of the largest entry: products of TF32 precision round operands, and rows in 16 bits themselves, to 10 bits.
 TF32 = 2e-3
 
@@ -373,15 +372,21 @@ class Traversal:
             "scalar": rng.standard_normal(()),
         }
         a = {name: np.asarray(jnp.asarray(value, self.dtype)) for name, value in a.items()}
-        a["offsets"] = np.concatenate([[0], np.cumsum(self.degrees)]).astype(np.int32)
+        degrees = np.array(self.degrees)
+        if self.ordered:
+            a["row_order"] = rng.permutation(rows).astype(np.int32)
+            degrees = degrees[a["row_order"]]
+        a["offsets"] = np.concatenate([[0], np.cumsum(degrees)]).astype(np.int32)
         a["index"] = rng.integers(0, self.nodes, self.items).astype(np.int32)
         order = np.arange(self.items) if self.sorted else rng.permutation(self.items)
         a["order"] = order.astype(np.int32)
         a["index"][order[sum(self.degrees) :]] = self.nodes  # padding items: out of range
         if self.chunk is not None:
             a.update(hub_table(a["offsets"], self.chunk, self.unused_hubs))
-        if self.ordered:
-            a["row_order"] = rng.permutation(rows).astype(np.int32)
+        if self.ordered:  # positions are those of the permuted rows
+            for name in ("hub_rows", "chunk_row"):
+                if name in a:
+                    a[name] = np.append(a["row_order"], rows).astype(np.int32)[a[name]]
         return a
 
     def run(self, a: dict[str, Any], interpret: bool | None = None) -> tuple[tuple, tuple]:
@@ -460,7 +465,8 @@ class Traversal:
     def reference(self, a: dict[str, np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         kind, h, d, rows = self.kind, self.heads, self.width, len(self.degrees)
         f = {n: a[n].astype(np.float64) for n in ("score", "z", "bias", "gain", "x", "weight", "scalar")}
-        members = [a["order"][a["offsets"][r] : a["offsets"][r + 1]] for r in range(rows)]
+        place = np.argsort(a["row_order"]) if self.ordered else np.arange(rows)
+        members = [a["order"][a["offsets"][p] : a["offsets"][p + 1]] for p in place]
         source = np.minimum(a["index"], self.nodes - 1)
         if kind == "attention":
             mixed, top, total = np.zeros((rows, h, d)), np.zeros((rows, h)), np.zeros((rows, h))
@@ -548,7 +554,9 @@ TRAVERSALS = {
     "one row": Traversal(degrees=(7,), chunk=2, schedule=(4, 2)),
     "attention, hubs, rows ordered": Traversal(chunk=4, ordered=True),
     "attention, half rows written": Traversal(chunk=4, half=True, heads=3, width=5),
-    "positioned, half rows, hubs, rows ordered": Traversal(kind="positioned", width=17, chunk=4, ordered=True, half=True),
+    "positioned, half rows, hubs, rows ordered": Traversal(
+        kind="positioned", width=17, chunk=4, ordered=True, half=True
+    ),
 }
 
 

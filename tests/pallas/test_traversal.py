@@ -134,7 +134,7 @@ def test_errors_say_what_to_do():
         kernels.traverse(same, None, [x], item, offsets=offsets, num_items=3, num_rows=3)
     with pytest.raises(ValueError, match="index tables"):
         kernels.traverse(same, None, [x], [kernels.Operand("indexed", 0)], **common)
-    with pytest.raises(ValueError, match="access must be one of item, indexed, positioned, shared, row"):
+    with pytest.raises(ValueError, match="access must be one of item, position, indexed, positioned, shared, row"):
         kernels.traverse(same, None, [x], [kernels.Operand("column")], **common)
     with pytest.raises(ValueError, match="score must be the number of a max reduction"):
         kernels.traverse(same, None, [x], item, reductions=[kernels.Reduction("weighted", (2,))], **common)

@@ -133,13 +133,18 @@ def check(
     *,
     tolerance: float,
     scores: float = 1.0,
+    loop_tables: bool = False,
 ) -> None:
-    """The contract: a case's results and gradients on a backend are those of its float64 reference."""
+    """The contract: a case's results and gradients on a backend are those of its float64 reference.
+
+    `loop_tables`: on a graph with the tables that are otherwise made where there is a GPU.
+    """
     want = expected(name, graph, size, dtype, scores)
     with jax.enable_x64(dtype == "float64"):
         arrays = {key: jnp.asarray(value, dtype) for key, value in want.arrays.items()}
         cotangents = tuple(jnp.asarray(c, dtype) for c in want.cotangents)
-        got = run_case(name, graph_of(graph), arrays, cotangents, options)
+        tables = graph_of(graph).with_loop_tables() if loop_tables else graph_of(graph)
+        got = run_case(name, tables, arrays, cotangents, options)
     assert_agrees(got, want, tolerance, dtype)
 
 

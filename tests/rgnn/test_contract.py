@@ -19,7 +19,7 @@ XLA = Options(backend="xla", precision="f32")
 PALLAS = Options(backend="pallas", precision="f32", interpret=True)
 BACKENDS = {"xla": XLA, "pallas": PALLAS}
 ORDINARY = ("typical", "hubs", "fan_in", "sparse", "one_type")
-F32, BF16 = 1e-5, 2e-2
+F32, TF32, BF16 = 1e-5, 3e-3, 2e-2  # TF32 keeps 10 bits of each operand, and here products feed products
 # Interpreted kernels take seconds a case: the rest is left to `-m slow` and to the GPU.
 QUICK = (
     "linear_by_edge_type_and_head",
@@ -218,6 +218,20 @@ def test_masks_of_a_concrete_graph() -> None:
     )
     got = run_case(name, graph, jax.tree.map(jnp.asarray, arrays), cotangents, XLA)
     assert_padding_is_gone(got, want, masks)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    some(
+        [(name, precision) for name in ("rgcn_mean", "rgat", "hgt_skip") for precision in ("tf32", "f32")],
+        lambda i, name: i in (0, 2),
+    ),
+)
+def test_as_on_a_gpu(name: str, precision: str) -> None:
+    """With the graph's loop tables and, where products round to 10 bits, rows in 16 bits between kernels."""
+    options = Options(backend="pallas", precision=precision, interpret=True)
+    tolerance = F32 if precision == "f32" else TF32
+    check(name, "hubs", Size(20, 17, 2), options, tolerance=tolerance, loop_tables=True)
 
 
 def test_sums_by_atomic_addition() -> None:

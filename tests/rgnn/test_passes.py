@@ -24,6 +24,7 @@ from dejax.rgnn.passes.hoist import hoist
 from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.save import cut
 from dejax.rgnn.passes.softmax import expand_softmax
+from dejax.rgnn.passes.storage import storage
 
 # Ten edges for each source pair, and for each destination pair: everything that can pay does.
 COUNTS = Counts(nodes=50, edges=1000, source_pairs=100, destination_pairs=100, edge_types=4, node_types=2)
@@ -161,6 +162,14 @@ def what_no_template_does(b: Tiny) -> int:
     return b.op("erf", b.linear(y, v, via="all"))
 
 
+@program("storage")
+def products_of_products(b: Tiny) -> list[int]:
+    x, w = b.node("x", 16), b.weight("w", 16, 16)
+    z = b.linear(b.src(x), w)
+    total = b.sum(b.linear(z, w))
+    return [total, b.linear(b.src(total), w)]
+
+
 # --- golden texts ----------------------------------------------------------------------------------------------------
 
 Golden = Callable[[str, str], None]
@@ -233,8 +242,20 @@ def test_golden_fallback(golden: Golden) -> None:
     golden("pass_fallback.txt", before_after(what_no_template_does, ("instances", fused), *stages))
 
 
+def test_golden_storage(golden: Golden) -> None:
+    """Rows between kernels in 16 bits; an output only where it may be."""
+    fused = fallback(fuse_traversal(fuse_gemm(Kernels(products_of_products))))
+    golden(
+        "pass_storage.txt",
+        before_after(
+            products_of_products, ("instances", storage(fused)), ("output 1 may be, too", storage(fused, packed=(1,)))
+        ),
+    )
+    assert fused.program.outputs[0] not in storage(fused, packed=(1,)).half
+
+
 def test_every_pass_has_a_golden_text() -> None:
-    shown = {name for name, _, _ in GOLDEN} | {"backward", "recompute", "gemm", "traversal", "fallback"}
+    shown = {name for name, _, _ in GOLDEN} | {"backward", "recompute", "gemm", "traversal", "fallback", "storage"}
     assert shown == set(PASSES)
 
 

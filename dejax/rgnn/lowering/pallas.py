@@ -31,7 +31,12 @@ class PallasLowering:
     """Runs instances on arrays; `interpret` runs the kernels' own code on the CPU."""
 
     def __init__(
-        self, kernels: Kernels, graph: RelGraph, precision: str | None, interpret: bool | None, disable: frozenset[str] = frozenset()
+        self,
+        kernels: Kernels,
+        graph: RelGraph,
+        precision: str | None,
+        interpret: bool | None,
+        disable: frozenset[str] = frozenset(),
     ) -> None:
         self.program, self.half, self.graph = kernels.program, kernels.half, graph
         self.precision = precision or "tf32"

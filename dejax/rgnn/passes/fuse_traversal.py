@@ -196,7 +196,9 @@ class _Fusion:
         program = self.program
         wanted = [v for v in self.demanded() if program.ops[v].space in _ITEM_SPACES and self.on_tile(v)]
         done = {v for loop in self.loops for v in loop.results}
-        wanted = [v for v in dict.fromkeys([*self.narrow(), *wanted]) if program.ops[v].name != "const" and v not in done]
+        wanted = [
+            v for v in dict.fromkeys([*self.narrow(), *wanted]) if program.ops[v].name != "const" and v not in done
+        ]
         for value in sorted(wanted):
             space = program.ops[value].space
             able = [loop for loop in self.loops if loop.space == space and self.computes(loop, value)]
