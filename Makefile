@@ -19,8 +19,7 @@ comma := ,
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard native/*)
 PIP := -m pip --disable-pip-version-check --no-input install --quiet
 PYTEST := -m pytest -n $(JOBS) -q --durations=15
-# Most of the tests' time is XLA's compilation for the CPU, which this halves. The first leg goes without: it tests the code
-# that users run.
+# Most of the tests' time is XLA's compilation for the CPU, which this halves.
 QUICK_COMPILE := --xla_backend_optimization_level=0
 
 # A Python >= 3.12 gets the newest jax; pip gives 3.11 jax 0.10. The first that runs, of PATH, then of pyenv: a pyenv
@@ -61,7 +60,7 @@ test: venv-test
 	@echo "make test: all passed"
 
 check: venv-test
-	$(BIN)/python $(PYTEST) tests
+	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(BIN)/python $(PYTEST) tests
 
 test-fast: venv-test
 	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(BIN)/python $(PYTEST) -m "not slow" tests
