@@ -1,6 +1,7 @@
 """Kernel templates for typed and irregular rows, on plain arrays: they know no graph, no IR and no module."""
 
 from dejax.pallas._shapes import feature_mask, next_power_of_two
+from dejax.pallas._triton import label
 from dejax.pallas.encode import to_half_rows
 from dejax.pallas.gemm import typed_matmul
 from dejax.pallas.half_rows import HalfRows
@@ -17,6 +18,7 @@ __all__ = [
     "TraversalSchedule",
     "feature_mask",
     "gemm_block",
+    "label",
     "map_items",
     "next_power_of_two",
     "to_half_rows",

@@ -11,8 +11,10 @@ Kernels of this package keep to these rules, which make interpret mode run the s
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +28,19 @@ from dejax.pallas._shapes import divide
 # The warning comes when a jitted function is lowered, which is in the user's code and not in ours: a scope around our
 # calls would not catch it.
 warnings.filterwarnings("ignore", message=r"The Pallas Triton backend is deprecated", category=DeprecationWarning)
+
+
+_label: contextvars.ContextVar[str] = contextvars.ContextVar("dejax_kernel_label", default="")
+
+
+@contextlib.contextmanager
+def label(text: str) -> Iterator[None]:
+    """Kernels called inside are named `<text>_<kernel>`, which is how profiles show them."""
+    token = _label.set(text)
+    try:
+        yield
+    finally:
+        _label.reset(token)
 
 
 def use_interpreter(interpret: bool | None) -> bool:
@@ -57,7 +72,7 @@ def pallas_call(
             compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
             interpret=interpret,
             input_output_aliases=dict(aliases or {}),
-            name=name,
+            name=f"{_label.get()}_{name}" if _label.get() else name,
         )
     )
 

@@ -15,7 +15,7 @@ from dejax.pallas import _triton
 from dejax.pallas._checks import as_index, check_float, check_precision
 from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
 from dejax.pallas.half_rows import HalfRows, encode, exponents, power
-from dejax.pallas.schedule import GemmSchedule, gemm_schedule, lookup, merged_groups
+from dejax.pallas.schedule import GemmSchedule, gemm_schedule, merged_groups
 
 # The widest result of which one program can hold all columns, as the product with a vector needs.
 MAX_WHOLE_N = 512
@@ -306,13 +306,7 @@ def typed_matmul(
     else:
         merged = merged_groups(groups, k, n, precision, x.dtype) if schedule is None and dot_vector is None else 1
         if schedule is None:
-            key = f"{block}x{next_power_of_two(k)}x{next_power_of_two(n)}x{groups}-{precision}-{x.dtype}"
-            tuned = lookup("gemm", key) if dot_vector is None else None
-            schedule = (
-                GemmSchedule(**tuned)
-                if tuned
-                else gemm_schedule(merged * k, merged * n, block, precision, whole_n=dot_vector is not None)
-            )
+            schedule = gemm_schedule(merged * k, merged * n, block, precision, whole_n=dot_vector is not None)
         scaled = precision == "tf32" and jnp.float32 in (x.dtype, w.dtype)
         if isinstance(x, HalfRows) and not (scaled and _readable(x, merged * k, schedule.block_k)):
             x = x.decode()

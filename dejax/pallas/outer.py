@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -230,12 +230,25 @@ def typed_outer(
     if min(*shape, num_positions, x_rows, y_rows) == 0:
         total = jnp.zeros(shape, out_dtype)
         return total[:, 0] if flat else total
-    merged = 1
+    merged = schedules.merged_groups(groups, k, n, precision, x.dtype) if schedule is None else 1
     if schedule is None:
-        key = f"{next_power_of_two(k)}x{next_power_of_two(n)}x{groups}-{precision}-{x.dtype}"
-        tuned = schedules.lookup("outer", key)
-        merged = schedules.merged_groups(groups, k, n, precision, x.dtype)
-        schedule = OuterSchedule(**tuned) if tuned else schedules.outer_schedule(merged * k, merged * n, precision)
+        half = "".join("h" if isinstance(a, HalfRows) else "f" for a in (x, y))
+        heuristic = schedules.outer_schedule(merged * k, merged * n, precision)
+        call = functools.partial(
+            typed_outer, *((x, y) if not flat else (x.reshape(x_rows, k), y.reshape(y_rows, n))), offsets=offsets,
+            num_positions=num_positions, x_index=x_index, y_index=y_index, scale=scale, precision=precision,
+            out_dtype=out_dtype, rows_per_split=rows_per_split, splits=splits, interpret=interpret,
+        )  # fmt: skip
+        fields = schedules.choose(
+            "outer",
+            f"{next_power_of_two(k)}x{next_power_of_two(n)}x{groups}-{precision}-{x.dtype}-{half}"
+            f"-{schedules.bucket(num_positions)}",
+            asdict(heuristic),
+            # Groups side by side are the heuristic's choice; their tiles are not searched.
+            lambda: schedules.outer_candidates(k, n) if merged == 1 else [],
+            lambda fields: call(schedule=OuterSchedule(**fields)),
+        )
+        schedule = OuterSchedule(**fields)
     scaled = precision == "tf32" and jnp.float32 in (x.dtype, y.dtype)
     if isinstance(x, HalfRows) and not (scaled and _readable(x, merged * k, schedule.block_k)):
         x = x.decode()

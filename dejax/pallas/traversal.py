@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import jax
@@ -23,7 +24,14 @@ from dejax.pallas._traversal_kernels import (
     row_kernel,
 )
 from dejax.pallas.half_rows import HalfRows, encode
-from dejax.pallas.schedule import TraversalSchedule, lookup, map_schedule, traversal_schedule
+from dejax.pallas.schedule import (
+    TraversalSchedule,
+    bucket,
+    choose,
+    map_schedule,
+    traversal_candidates,
+    traversal_schedule,
+)
 
 __all__ = ["MAX_WIDTH", "Operand", "Reduction", "map_items", "traverse"]
 
@@ -145,7 +153,7 @@ def traverse(
 
     The items of row r are `order[offsets[r]:offsets[r + 1]]`. The body sees several rows and several items of each at
     once: tiles of shape [rows, items, *features] for `item`, `indexed`, `position` and `positioned` operands,
-    [rows, 1, *features] for `row` and `row_indexed` and [1, 1, *features] for `shared` ones, each feature axis padded to
+    [rows, 1, *features] for `row` and `row_indexed`, [1, 1, *features] for `shared` ones, each feature axis padded to
     the next power of two with zeros (`feature_mask` tells which lanes are padding). Floating tiles are float32. It must
     be elementwise over the two leading axes and may leave them at size 1. Results are the same in every run: there are
     no atomic additions.
@@ -220,14 +228,29 @@ def traverse(
     interpreted = _triton.use_interpreter(interpret)
     if schedule is None:
         degree = num_items / num_rows
-        tuned = lookup("traversal", f"{width}x{round(degree)}")
         wide = [a for a, f in zip(ready, features, strict=True) if math.prod(f) * 2 >= width]
         half_in = len(wide) == 1 and isinstance(wide[0], HalfRows)  # more would not fit the registers
-        schedule = (
-            TraversalSchedule(**tuned)
-            if tuned
-            else traversal_schedule(width, degree, half=half_in, interpret=interpreted)
+        heuristic = traversal_schedule(width, degree, half=half_in, interpret=interpreted)
+        loads = "+".join(
+            sorted(
+                f"{math.prod(f)}{'h' if isinstance(a, HalfRows) else ''}" for a, f in zip(ready, features, strict=True)
+            )
         )
+        sums = "+".join(sorted(str(math.prod(r.shape)) for r in reductions))
+        again = functools.partial(
+            traverse, body, epilogue, arrays, operands, offsets=offsets, order=order, num_items=num_items,
+            num_rows=num_rows, index_tables=index_tables, reductions=reductions, item_outputs=item_outputs,
+            row_outputs=row_outputs, hubs=hubs, row_order=row_order, half_outputs=half_outputs,
+            covers_all_items=covers_all_items, interpret=interpret,
+        )  # fmt: skip
+        fields = choose(
+            "traversal",
+            f"{loads}>{sums}-{bucket(degree)}-{bucket(num_items)}",
+            asdict(heuristic),
+            functools.partial(traversal_candidates, width),
+            lambda fields: again(schedule=TraversalSchedule(**fields)),
+        )
+        schedule = TraversalSchedule(**fields)
     has_hubs = hubs is not None and hubs[1].shape[0] > 0 and hubs[3].shape[0] > 0
     plan = Plan(
         body=body,

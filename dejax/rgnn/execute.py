@@ -121,7 +121,7 @@ def run_kernels(
         done = False
         if pallas is not None and not isinstance(instance, Fallback):
             try:
-                pallas.run(instance, env)
+                pallas.run(instance, env, label=f"{program.name}.{number}")
                 done = True
             except NotImplementedError:
                 done = False

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,10 @@ from dejax.rgnn.ir import inter
 from dejax.rgnn.ir.inter import Space
 from dejax.rgnn.lowering.xla import valid_rows
 from dejax.rgnn.options import Options
+
+if TYPE_CHECKING:
+    from dejax.pallas.tuner import Measure
+    from dejax.rgnn.tune import Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +79,7 @@ class Program:
           TypeError: `graph` is not a RelGraph.
         """
         task, tree, arrays = self._prepare(graph, options, args, kwargs)
-        inputs: list[Any] = [jnp.zeros((0,))] * len(arrays)  # arguments that the program never uses
-        for i in task.program.inputs:
-            op = task.program.ops[i]
-            inputs[op.attr("position")] = _to_rows(graph, op.space, arrays[op.attr("position")])
-        results = run(task, graph, tuple(inputs))
+        results = run(task, graph, _inputs(task, graph, arrays))
         ops = [task.program.ops[o] for o in task.program.outputs]
         found = [_from_rows(graph, op.space, r) for op, r in zip(ops, results, strict=True)]
         return jax.tree_util.tree_unflatten(tree, found)
@@ -104,6 +104,52 @@ class Program:
 
         task, _, _ = self._prepare(graph, options, args, kwargs)
         explain(task, file=file, svg=svg)
+
+    def tune(
+        self,
+        graph: RelGraph,
+        *args: Any,
+        options: Options | None = None,
+        gradients: bool = True,
+        save: bool = True,
+        measure: Measure | None = None,
+        progress: Callable[[str], None] | None = None,
+        **kwargs: Any,
+    ) -> Report:
+        """Finds the fastest schedules for the program's kernels on a graph, and keeps them for later runs.
+
+        Each kernel of the forward and backward pass is run with some dozens of tile sizes and numbers of warps, on the
+        arrays given; the fastest is kept by device, kernel and shape (sizes rounded to powers of two), in the file that
+        `$DEJAX_CACHE` or the user's cache folder holds. Programs compiled from then on use it. Results do not change
+        beyond the order of additions. It takes about a second for each kernel and candidate that must be compiled.
+
+        Args:
+          graph, *args, **kwargs: as for a call.
+          options: instead of the program's own.
+          gradients: whether to tune the backward pass, too.
+          save: whether to keep what was found.
+          measure: how candidates are timed; by default on the device, by the profiler.
+          progress: called with a line of text for each kernel done.
+
+        Returns:
+          What was found; `print` shows it as a table.
+
+        Raises:
+          RuntimeError: there is no GPU.
+          TypeError: called inside `jax.jit`.
+        """
+        from dejax.rgnn.tune import tune
+
+        task, _, arrays = self._prepare(graph, options, args, kwargs)
+        return tune(
+            task,
+            graph,
+            _inputs(task, graph, arrays),
+            gradients=gradients,
+            save=save,
+            measure=measure,
+            progress=progress or (lambda line: None),
+        )
 
     def _prepare(
         self, graph: RelGraph, options: Options | None, args: tuple, kwargs: dict
@@ -165,6 +211,15 @@ def _name(path: tuple, names: list[str]) -> str:
     else:
         name = str(first.key)
     return name + jax.tree_util.keystr(tuple(rest))
+
+
+def _inputs(task: Task, graph: RelGraph, arrays: list[Any]) -> tuple[Any, ...]:
+    """The arguments in the compiler's form, by position."""
+    inputs: list[Any] = [jnp.zeros((0,))] * len(arrays)  # arguments that the program never uses
+    for i in task.program.inputs:
+        op = task.program.ops[i]
+        inputs[op.attr("position")] = _to_rows(graph, op.space, arrays[op.attr("position")])
+    return tuple(inputs)
 
 
 def _to_rows(graph: RelGraph, space: Space, x: Any) -> jax.Array:

@@ -6,6 +6,7 @@ evaluates it with XLA.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dejax.pallas as kernels
+from dejax.pallas import schedule as schedules
 from dejax.rgnn.graph import RelGraph, Segments
 from dejax.rgnn.ir.inter import VIAS, Op, Program
 from dejax.rgnn.ir.intra import Accumulator, Gemm, Instance, Kernels, Operand, Outer, Traversal
@@ -44,19 +46,23 @@ class PallasLowering:
         self.disable = disable
         self.encoded: dict[int, Any] = {}  # inputs in 16 bits
 
-    def run(self, instance: Instance, env: dict[int, Any]) -> None:
-        """Adds what the instance writes to `env`, whose values are arrays or `HalfRows`."""
+    def run(self, instance: Instance, env: dict[int, Any], label: str = "") -> None:
+        """Adds what the instance writes to `env`, whose values are arrays or `HalfRows`.
+
+        With a label, such as `rgat.backward.3`, profiles show its kernels as `rgat_backward_3_traverse`.
+        """
         for v in (*instance.reads, *instance.writes):
             if self.program.ops[v].dtype not in _DTYPES:
                 raise NotImplementedError(f"no kernel for {self.program.ops[v].dtype}")
-        if isinstance(instance, Gemm):
-            env[instance.out] = self.gemm(instance, env)
-        elif isinstance(instance, Outer):
-            env[instance.out] = self.outer(instance, env)
-        elif isinstance(instance, Traversal):
-            self.traversal(instance, env)
-        else:
-            raise NotImplementedError("left to XLA")
+        with kernels.label(re.sub(r"\W", "_", label)):
+            if isinstance(instance, Gemm):
+                env[instance.out] = self.gemm(instance, env)
+            elif isinstance(instance, Outer):
+                env[instance.out] = self.outer(instance, env)
+            elif isinstance(instance, Traversal):
+                self.traversal(instance, env)
+            else:
+                raise NotImplementedError("left to XLA")
 
     def in_half(self, value: int, env: dict[int, Any], reads: int) -> Any:
         """An array of which `reads` rows will be gathered, in 16 bits where that moves fewer bytes than it costs."""
@@ -87,36 +93,52 @@ class PallasLowering:
         group = segments(self.graph, instance.via)
         x, w = self.in_half(instance.x.value, env, group.num_items), env[instance.w]
         x, w, transpose, split = _as_typed_matmul(instance.spec, x, w)
-        block = kernels.gemm_block(
-            x.shape[-1], w.shape[-2 if transpose else -1], group.num_items, group.num_rows, self.precision
-        )
-        tiles = group.tiles_for(block)
+        k, n = x.shape[-1], w.shape[-2 if transpose else -1]
+        block = kernels.gemm_block(k, n, group.num_items, group.num_rows, self.precision)
         out_index, rows = group.order, group.num_items
         if instance.accumulate is not None:
             onto = segments(self.graph, instance.accumulate)
             out_index = onto.index if group.order is None else onto.index[group.order]
             rows = onto.num_rows
         padded = valid_rows(self.graph, product.space) is not None
-        result = kernels.typed_matmul(
-            x,
-            w,
-            offsets=group.offsets,
-            tile_type=tiles.row_type,
-            tile_start=tiles.start,
-            block=block,
-            num_positions=group.num_items,
-            x_index=self.row_index(instance.x, group),
-            out_index=out_index,
-            num_out_rows=rows,
-            transpose_w=transpose,
-            activation=instance.activation,
-            accumulate=instance.accumulate is not None,
-            covers_all=not padded and instance.accumulate is None,
-            precision=self.precision,
-            out_dtype=jnp.dtype(op.dtype),
-            half_out=instance.out in self.half,
-            interpret=self.interpret,
+        half_out = instance.out in self.half
+
+        def call(fields: dict[str, Any]) -> Any:
+            tiles = group.tiles_for(fields["block"])
+            tile = {key: value for key, value in fields.items() if key != "block"}
+            return kernels.typed_matmul(
+                x,
+                w,
+                offsets=group.offsets,
+                tile_type=tiles.row_type,
+                tile_start=tiles.start,
+                block=tiles.block,
+                num_positions=group.num_items,
+                x_index=self.row_index(instance.x, group),
+                out_index=out_index,
+                num_out_rows=rows,
+                transpose_w=transpose,
+                activation=instance.activation,
+                accumulate=instance.accumulate is not None,
+                covers_all=not padded and instance.accumulate is None,
+                precision=self.precision,
+                out_dtype=jnp.dtype(op.dtype),
+                half_out=half_out,
+                schedule=kernels.GemmSchedule(**tile) if tile else None,
+                interpret=self.interpret,
+            )
+
+        groups = x.shape[1] if x.ndim == 3 else 1
+        form = ("h" if isinstance(x, kernels.HalfRows) else "f") + ("h" if half_out else "f") + "nt"[transpose]
+        fields = schedules.choose(
+            "gemm",
+            f"{k}x{n}x{groups}-{self.precision}-{x.dtype}-{form}"
+            f"-{schedules.bucket(group.num_items / group.num_rows)}-{schedules.bucket(group.num_items)}",
+            {"block": block},  # the rest by `typed_matmul`
+            lambda: schedules.gemm_candidates(k, n) if groups == 1 else [{"block": b} for b in (32, 64, 128)],
+            call,
         )
+        result = call(fields)
         return result.reshape(rows, *op.shape) if split else result
 
     def outer(self, instance: Outer, env: dict[int, Any]) -> jax.Array:
