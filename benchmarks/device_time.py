@@ -65,6 +65,18 @@ def summarize(records: Sequence[Record], calls: int) -> DeviceTime | None:
 
 def profile_jax(call: Callable[[], Any], calls: int) -> DeviceTime | None:
     """Records `calls` calls, which must be compiled already, with jax's profiler."""
+    return summarize([record for _, record in _jax_records(call, calls)], calls)
+
+
+def kernels_jax(call: Callable[[], Any], calls: int) -> dict[str, float]:
+    """Milliseconds that each kernel takes in one call, by name."""
+    found: dict[str, float] = {}
+    for name, (_, duration) in _jax_records(call, calls):
+        found[name] = found.get(name, 0.0) + duration / calls / 1e6
+    return found
+
+
+def _jax_records(call: Callable[[], Any], calls: int) -> list[tuple[str, Record]]:
     import jax
 
     options = jax.profiler.ProfileOptions()
@@ -73,10 +85,10 @@ def profile_jax(call: Callable[[], Any], calls: int) -> DeviceTime | None:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             jax.block_until_ready([call() for _ in range(calls)])
-        return summarize(list(_xplane_records(Path(folder))), calls)
+        return list(_xplane_records(Path(folder)))
 
 
-def _xplane_records(folder: Path) -> Iterator[Record]:
+def _xplane_records(folder: Path) -> Iterator[tuple[str, Record]]:
     import jax
 
     for path in folder.rglob("*.xplane.pb"):
@@ -86,7 +98,7 @@ def _xplane_records(folder: Path) -> Iterator[Record]:
             for line in plane.lines:
                 if line.name.startswith("Stream"):  # other lines repeat the kernels by operation or module
                     for event in line.events:
-                        yield event.start_ns, event.duration_ns
+                        yield event.name, (event.start_ns, event.duration_ns)
 
 
 def profile_torch(call: Callable[[], Any], calls: int) -> DeviceTime | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from dejax.rgnn import Options, execute, library
 from dejax.rgnn.ir import inter
 from dejax.rgnn.ir.inter import Builder, Program, Space, verify
 from dejax.rgnn.ir.intra import Fallback, Gemm, Kernels, Outer, Traversal, verify_kernels
@@ -25,6 +28,9 @@ from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.save import cut
 from dejax.rgnn.passes.softmax import expand_softmax
 from dejax.rgnn.passes.storage import storage
+from tests.rgnn.cases import Size
+from tests.rgnn.contract import make_arrays
+from tests.rgnn.references import GRAPHS, graph_of
 
 # Ten edges for each source pair, and for each destination pair: everything that can pay does.
 COUNTS = Counts(nodes=50, edges=1000, source_pairs=100, destination_pairs=100, edge_types=4, node_types=2)
@@ -423,3 +429,20 @@ def test_lines_survive_the_passes() -> None:
 def test_outer_products_are_gemm_instances() -> None:
     kernels = verify_kernels(fallback(fuse_gemm(Kernels(products))))
     assert [type(i) for i in kernels.instances] == [Gemm, Outer]
+
+
+@pytest.mark.parametrize("counts", [COUNTS, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("case", ["rgcn_mean", "rgat", "hgt_skip"])
+def test_models_become_kernels_whichever_passes_choose(case: str, counts: Counts) -> None:
+    """Every combination of the passes that decide: no instance waits for itself."""
+    arrays = {
+        key: a.astype("float32") for key, a in make_arrays(case, GRAPHS["typical"], Size(16, 8, 2), "float32").items()
+    }
+    layer, x = {"rgcn_mean": library.rgcn, "rgat": library.rgat, "hgt_skip": library.hgt}[case], arrays.pop("x")
+    choices = ("reorder", "aggregate", "compact", "hoist", "contract", "recompute")
+    for chosen in itertools.chain.from_iterable(itertools.combinations(choices, n) for n in range(len(choices) + 1)):
+        task, _, _ = layer._prepare(graph_of("typical"), Options(disable=chosen), (x, arrays), {})
+        task = replace(task, counts=counts)
+        parts = execute.training_cut(task, execute.differentiable_positions(task))
+        for part in (parts.forward, parts.backward):
+            execute.inference_kernels(execute.Task(part, counts, task.options, raw=False))

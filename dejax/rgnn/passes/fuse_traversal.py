@@ -57,15 +57,30 @@ class _Fusion:
         self.loops: list[_Loop] = []
 
     def run(self) -> Kernels:
-        program = self.program
-        for i, op in enumerate(program.ops):
+        self.plan(absorb_first=True)
+        if not self.acyclic(self.loops):
+            self.plan(absorb_first=False)
+        made: list[Instance] = [self.finish(loop) for loop in self.loops]
+        return Kernels(self.program, (*self.kernels.instances, *made))
+
+    def plan(self, *, absorb_first: bool) -> None:
+        """Makes the loops.
+
+        Epilogues first leave fewer item values to write; but what an epilogue took may need an item value that only a
+        later loop can write, and then they are taken last.
+        """
+        self.loops = []
+        for i, op in enumerate(self.program.ops):
             if op.name == "reduce" and op.attr("via") != "all" and i not in self.written and len(op.shape) <= _MAX_RANK:
                 self.place(i, op)
+        steps = [self.absorb_all, self.write_items]
+        for step in steps if absorb_first else reversed(steps):
+            step()
+
+    def absorb_all(self) -> None:
         for loop in self.loops:
-            self.absorb(loop)
-        self.write_items()
-        made: list[Instance] = [self.finish(loop) for loop in self.loops]
-        return Kernels(program, (*self.kernels.instances, *made))
+            if loop.via is not None:
+                self.absorb(loop)
 
     # --- what a kernel can do in registers ---------------------------------------------------------------------------
 
@@ -269,12 +284,27 @@ class _Fusion:
             vector = op.name == "linear"  # times a vector of its type, which is read by the row's type
             if vector and (op.args[0] not in mine or op.attr("via") == "all" or not self.stays_on_row(i)):
                 continue
-            outside = [] if vector else [self.program.ops[a] for a in op.args if a not in mine]
+            given = () if vector else tuple(a for a in op.args if a not in mine)
+            if self.follows(given, mine):  # an array that is made from what this loop gives
+                continue
+            outside = [self.program.ops[a] for a in given]
             if any((a.name == "gather" and a.attr("via") != "all") or a.width > 4 * op.width for a in outside):
                 continue
             loop.epilogue.append(i)
             if not self.acyclic(self.loops):
                 loop.epilogue.pop()
+
+    def follows(self, values: tuple[int, ...], results: set[int]) -> bool:
+        """Whether any of the values is computed from any of the results."""
+        stack, seen = list(values), set(values)
+        while stack:
+            value = stack.pop()
+            if value in results:
+                return True
+            new = [a for a in self.program.ops[value].args if a not in seen]
+            seen.update(new)
+            stack += new
+        return False
 
     def stays_on_row(self, value: int) -> bool:
         """Whether only elementwise operators of its rows read the value, so that it need not be written for others."""

@@ -1,0 +1,190 @@
+"""Does the compiler choose well, does it predict well, and how far are its schedules from tuned ones?
+
+    python benchmarks/rgnn_plan.py --graphs aifb,am --models rgcn --out benchmarks/results
+
+For each graph and model: the device time of every combination of the passes that choose (reordering, aggregation
+order, compaction, recomputation), with the one that the compiler takes; each kernel's time beside `explain`'s
+prediction; and, with `--tune`, the heuristic's schedules beside the tuned ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from device_time import kernels_jax, profile_jax
+from peers.case import Settings, make_graph, parameters
+
+from dejax import rgnn
+from dejax.rgnn import execute, library
+from dejax.rgnn.cost import instance_cost
+from dejax.rgnn.ir.intra import Fallback
+
+GRAPHS = ("aifb", "mutag", "bgs", "fb15k", "biokg", "am", "mag", "wikikg2")
+MODELS = ("rgcn", "rgat", "hgt")
+CHOICES = ("reorder", "aggregate", "compact", "recompute")
+CALLS = 3
+
+
+def device_ms(call: Any) -> float | None:
+    """Median device time of one call, or None where it does not run."""
+    try:
+        jax.block_until_ready(call())
+        found = profile_jax(call, CALLS)
+    except Exception as error:  # out of memory, most of all: edges-by-width tensors
+        print(f"    {type(error).__name__}: {str(error)[:100]}", flush=True)
+        return None
+    return None if found is None else found.span_ms
+
+
+class Cell:
+    """One layer on one graph."""
+
+    def __init__(self, model: str, graph: Any, settings: Settings) -> None:
+        made = parameters(model, graph, settings)
+        self.params = {key: jnp.asarray(value) for key, value in made.items()}
+        self.layer = getattr(library, model)
+        self.graph = jax.device_put(
+            rgnn.RelGraph.from_edges(
+                graph.senders,
+                graph.receivers,
+                graph.edge_type,
+                num_nodes=graph.num_nodes,
+                num_edge_types=graph.num_edge_types,
+                node_type=graph.node_type,
+                num_node_types=graph.num_node_types,
+                validate=False,
+            )
+        )
+        self.x = jax.random.normal(jax.random.key(0), (graph.num_nodes, settings.width))
+        self.precision = settings.precision
+
+    def options(self, disable: tuple[str, ...] = ()) -> rgnn.Options:
+        return rgnn.Options(precision=self.precision, disable=disable)
+
+    def calls(self, disable: tuple[str, ...] = ()) -> dict[str, Any]:
+        options = self.options(disable)
+
+        def forward(graph: Any, x: Any, params: Any) -> Any:
+            return self.layer(graph, x, params, options=options)
+
+        def training(graph: Any, x: Any, params: Any) -> Any:
+            y, pullback = jax.vjp(lambda x, p: self.layer(graph, x, p, options=options), x, params)
+            return y, pullback(jnp.ones_like(y))
+
+        jitted = {"forward": jax.jit(forward), "training": jax.jit(training)}
+        return {key: lambda f=f: f(self.graph, self.x, self.params) for key, f in jitted.items()}
+
+    def combinations(self) -> dict[str, dict[str, float | None]]:
+        """Times by what is left out: `""` is what the compiler does of its own."""
+        found = {}
+        for chosen in itertools.chain.from_iterable(
+            itertools.combinations(CHOICES, n) for n in range(len(CHOICES) + 1)
+        ):
+            found["+".join(chosen)] = {key: device_ms(call) for key, call in self.calls(chosen).items()}
+        return found
+
+    def predictions(self) -> list[dict[str, Any]]:
+        """Each kernel instance's predicted and measured time, ms."""
+        task, _, _ = self.layer._prepare(self.graph, self.options(), (self.x, self.params), {})
+        parts = execute.training_cut(task, execute.differentiable_positions(task))
+        saved = tuple(range(parts.num_outputs, parts.num_outputs + parts.num_saved))
+        forward = execute.Task(parts.forward, task.counts, task.options, raw=False, packed=saved)
+        backward = execute.Task(parts.backward, task.counts, task.options, raw=False)
+        call = self.calls()["training"]
+        jax.block_until_ready(call())
+        times = kernels_jax(call, CALLS)
+        rows = []
+        for part in (forward, backward):
+            kernels = execute.inference_kernels(part)
+            for number, instance in enumerate(kernels.instances):
+                if isinstance(instance, Fallback):
+                    continue  # XLA fuses these as it sees fit, across instances
+                label = re.sub(r"\W", "_", f"{part.program.name}.{number}") + "_"
+                measured = sum(ms for name, ms in times.items() if name.startswith(label))
+                cost = instance_cost(kernels, instance, task.counts, self.precision)
+                rows.append(
+                    {
+                        "kernel": f"{part.program.name}.{number}",
+                        "template": type(instance).__name__.lower(),
+                        "bytes": cost.bytes,
+                        "predicted_ms": cost.seconds * 1e3,
+                        "measured_ms": measured,
+                    }
+                )
+        return rows
+
+
+def report(name: str, model: str, cell: dict[str, Any]) -> None:
+    combos = cell["combinations"]
+    for key in ("forward", "training"):
+        ran = {disabled: t[key] for disabled, t in combos.items() if t[key] is not None}
+        if "" not in ran:
+            print(f"{name:<9}{model:<6}{key}: did not run")
+            continue
+        best = min(ran, key=lambda disabled: ran[disabled])
+        print(
+            f"{name:<9}{model:<6}{key:<10}chosen {ran['']:.3f} ms, best of {len(ran)} {ran[best]:.3f} ms "
+            f"({'as chosen' if best == '' else 'without ' + best}), ratio {ran[''] / ran[best]:.2f}"
+        )
+    for row in cell["kernels"]:
+        ratio = row["predicted_ms"] / row["measured_ms"] if row["measured_ms"] else float("nan")
+        print(
+            f"    {row['kernel']:<22}{row['template']:<11}{row['bytes'] / 2**20:>9.1f} MiB  predicted "
+            f"{row['predicted_ms']:.4f}  measured {row['measured_ms']:.4f}  ratio {ratio:.2f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--graphs", default=",".join(GRAPHS))
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"))
+    parser.add_argument("--no-combinations", action="store_true", help="predictions (and tuning) alone")
+    parser.add_argument("--tune", action="store_true", help="tune the schedules, too; the table goes to --out")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the JSON")
+    args = parser.parse_args()
+    results: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "cells": {}}
+    settings = Settings(width=args.width, precision=args.precision)
+    for name in args.graphs.split(","):
+        graph = make_graph(name)
+        for model in args.models.split(","):
+            cell = Cell(model, graph, settings)
+            found: dict[str, Any] = {
+                "combinations": {"": {k: device_ms(c) for k, c in cell.calls().items()}}
+                if args.no_combinations
+                else cell.combinations(),
+                "kernels": cell.predictions(),
+            }
+            if args.tune:
+                tuned = cell.layer.tune(cell.graph, cell.x, cell.params, options=cell.options(), progress=print)
+                found["tuned"] = [
+                    {
+                        "kernel": t.kernel,
+                        "key": t.key,
+                        "fields": t.fields,
+                        "ms": t.seconds * 1e3,
+                        "heuristic_ms": t.heuristic_seconds * 1e3,
+                    }
+                    for t in tuned.kernels
+                ]
+                found["tuned_total"] = {key: device_ms(call) for key, call in cell.calls().items()}
+                print(f"    tuned: {found['tuned_total']}", flush=True)
+            report(name, model, found)
+            results["cells"][f"{name} {model}"] = found
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        path = args.out / f"rgnn_plan_{settings.name}.json"
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
