@@ -1,0 +1,51 @@
+// Rows of a table in host memory, by ids: the CPU and the CUDA handler of one FFI target, with one interface.
+#pragma once
+
+#include "xla/ffi/api/ffi.h"
+
+// What both handlers bind, after the context.
+#define DEJAX_GATHER_SIGNATURE                              \
+  .Arg<xla::ffi::AnyBuffer>()                               \
+  .Arg<xla::ffi::AnyBuffer>()                               \
+  .Arg<xla::ffi::AnyBuffer>()                               \
+  .Arg<xla::ffi::AnyBuffer>()                               \
+  .Arg<xla::ffi::AnyBuffer>()                               \
+  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()                   \
+  .Ret<xla::ffi::AnyBuffer>()                               \
+  .Ret<xla::ffi::AnyBuffer>()                               \
+  .Attr<int64_t>("source")                                  \
+  .Attr<int64_t>("result")                                  \
+  .Attr<int64_t>("row_bytes")                               \
+  .Attr<int64_t>("fan_out")                                 \
+  .Attr<bool>("mean")                                       \
+  .Attr<bool>("clip")                                       \
+  .Attr<bool>("raises")                                     \
+  .Attr<float>("fill_value")                                \
+  .Attr<xla::ffi::Span<const uint8_t>>("fill")              \
+  .Attr<int64_t>("kernel")                                  \
+  .Attr<int64_t>("grid")                                    \
+  .Attr<int64_t>("align")
+
+namespace dejax {
+
+// FFI handlers.
+//   arguments:  table [rows, width] of unsigned integers; ids [n] int32 or int64; perm [n] int32, where the row of each id
+//               goes, or [0] (then ids are in order; the CPU handler looks at neither); slots [rows] int32 and cache
+//               [slots, width], or [0] (the CPU handler looks at neither); scale float32 [0], [1] or [rows].
+//   results:    out [n / fan_out, width'] ; scratch uint32[2], for the CUDA handler.
+//   attributes: source, result int64: element types of native/../convert.h, or -1 to move bytes; row_bytes, fan_out int64;
+//               mean, clip bool: 'fill' where clip is false; raises bool: an id out of range is an error; fill_value float32
+//               (with conversion); fill uint8[16] (without), repeated elements; kernel int64, grid int64 (blocks),
+//               align int64: of the CUDA kernel.
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherCuda);
+
+// The same, begun on a stream of its own into memory of its own; TableGatherDone waits and copies. A start and a done
+// of one execution with the same `site` meet in order. CUDA only: the CPU's start is a gather.
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherStart);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherDone);
+
+// What the last kernel with `raises` found: true once for each time, and the id.
+bool TakeGatherError(long long* id);
+
+}  // namespace dejax
