@@ -1,6 +1,42 @@
-"""Tables in host memory that compiled steps read and write in place."""
+"""Tables in host memory that compiled steps read and write in place.
 
+`HostTable` holds rows; `gather` reads them by ids inside `jax.jit`, with no copy of the table on the device and no host
+callback; `scatter`, `scatter_add` and the optimizers write them. `gather_start`, `gather_done` and `prefetched_scan` read
+beside compute. `CachedTable` keeps the most used rows on the device. `sample_graph` goes from seeds to a local graph.
+docs/host_gather.md has the rules and the measurements.
+"""
+
+from dejax.host_gather.cached import CachedTable, count_ids
 from dejax.host_gather.gather import check_errors, gather
+from dejax.host_gather.gradient import RowGradient, value_and_grad
+from dejax.host_gather.pipeline import PendingRows, gather_done, gather_start, prefetched_scan
+from dejax.host_gather.sampling import LocalGraph, Neighbors, Topology, sample_graph, sample_neighbors
 from dejax.host_gather.table import HostTable, TableClosedError
+from dejax.host_gather.update import Optimizer, OptimizerState, adagrad, adam, scatter, scatter_add, sgd
 
-__all__ = ["HostTable", "TableClosedError", "check_errors", "gather"]
+__all__ = [
+    "CachedTable",
+    "HostTable",
+    "LocalGraph",
+    "Neighbors",
+    "Optimizer",
+    "OptimizerState",
+    "PendingRows",
+    "RowGradient",
+    "TableClosedError",
+    "Topology",
+    "adagrad",
+    "adam",
+    "check_errors",
+    "count_ids",
+    "gather",
+    "gather_done",
+    "gather_start",
+    "prefetched_scan",
+    "sample_graph",
+    "sample_neighbors",
+    "scatter",
+    "scatter_add",
+    "sgd",
+    "value_and_grad",
+]

@@ -20,6 +20,11 @@ def record(table: Any, ids: Array, rows: Array) -> Array:
     return recorders[-1](table, ids, rows) if recorders else rows
 
 
+def recording_active() -> bool:
+    """Whether a gather on this thread would be noted."""
+    return bool(getattr(_state, "recorders", []))
+
+
 class recording:
     """While entered, `recorder` is told of gathers on this thread."""
 

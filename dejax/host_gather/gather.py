@@ -15,7 +15,8 @@ from jax.typing import ArrayLike
 
 from dejax import _native
 from dejax.host_gather import _cost, _kernels, _types
-from dejax.host_gather._recording import record
+from dejax.host_gather._recording import record, recording_active
+from dejax.host_gather.cached import CachedTable
 from dejax.host_gather.table import HostTable, TableSpec
 
 Mode = Literal["fill", "clip", "raise"]
@@ -45,7 +46,7 @@ class Call:
 
 
 def gather(
-    table: HostTable,
+    table: HostTable | CachedTable,
     ids: ArrayLike,
     *,
     mode: Mode = "fill",
@@ -62,7 +63,7 @@ def gather(
     `host_gather.value_and_grad` gives the gradient of the rows.
 
     Args:
-        table: HostTable [rows, *row].
+        table: HostTable or CachedTable [rows, *row].
         ids: int[...], any shape; int64 needs jax's 64-bit mode. There is no counting from the end: below 0 is out of range.
         mode: what an id out of range gives. "fill": a row of `fill_value`. "clip": the nearest row. "raise": an error, on
             the CPU from this call; on a GPU from a later gather of this mode, or from `check_errors`, and until
@@ -91,15 +92,21 @@ def gather(
            [0., 1.],
            [0., 0.]], dtype=float32)
     """
-    leaf, ids, call, scale = _prepared(
+    cached = table if isinstance(table, CachedTable) else None
+    table = cached.table if cached else table
+    if recording_active() and scale is not None:
+        raise ValueError("gather: the gradient of scaled rows is not defined; multiply the gathered rows instead")
+    leaf, ids, call, factor = prepared(
         "gather", table, ids, mode, fill_value, out_dtype, scale, reduce, order, num_sms
     )
-    fan_out = ids.shape[-1] if call.mean else 1
-    if call.mean and call.ordered:
-        rows = _run(dataclasses.replace(call, mean=False, fill_value=0.0), 1, leaf, ids, scale)
-        return _mean(call, rows, ids)
-    rows = _run(call, fan_out, leaf, ids, scale)
-    return record(table, ids, rows) if not call.mean else rows
+    slots = cached.slots if cached else jnp.zeros((0,), jnp.int32)
+    cache = cached.cache if cached else jnp.zeros((0,), leaf.dtype)
+    if call.mean and not (call.ordered or recording_active()):
+        return mapped_call(call, ids.shape[-1])(leaf, ids, factor, slots, cache)
+    plain = dataclasses.replace(call, mean=False, fill_value=0.0) if call.mean else call
+    rows = mapped_call(plain, 1)(leaf, ids, factor, slots, cache)
+    rows = record(table, jnp.clip(ids, 0, call.spec.rows - 1) if call.clip else ids, rows)
+    return _mean(call, rows, ids) if call.mean else rows
 
 
 def check_errors() -> None:
@@ -109,7 +116,7 @@ def check_errors() -> None:
         raise IndexError(f"dejax.host_gather.gather: id {found} was out of range")
 
 
-def _prepared(
+def prepared(
     what: str,
     table: Any,
     ids: Any,
@@ -230,13 +237,8 @@ def _mean(call: Call, rows: Array, ids: Array) -> Array:
     return jnp.where(count > 0, mean, call.fill_value).astype(call.out_dtype)
 
 
-def _run(call: Call, fan_out: int, leaf: Array, ids: Array, scale: Array) -> Array:
-    nothing = jnp.zeros((0,), jnp.int32)
-    return _mapped(call, fan_out)(leaf, ids, scale, nothing, jnp.zeros((0,), leaf.dtype))
-
-
 @functools.lru_cache(maxsize=1024)
-def _mapped(call: Call, fan_out: int) -> Any:
+def mapped_call(call: Call, fan_out: int) -> Any:
     """The native call as a function that `vmap` maps over ids, and over nothing else."""
 
     @custom_vmap

@@ -432,14 +432,14 @@ class HostTable:
         return leaf
 
     def _check_alive(self, what: str) -> None:
-        if self.is_closed():
-            raise TableClosedError(
-                f"{what}: the table was closed, or donated to a jitted function; use the table that the function returned"
-            )
-        if self._pid != os.getpid():
+        if self._pid != os.getpid():  # asked first: a child that calls jax hangs
             raise TableClosedError(
                 f"{what}: the table was made before this process was forked, and a child has neither the memory nor the "
                 "device; make the table in the child, or start it with multiprocessing's 'spawn'"
+            )
+        if self.is_closed():
+            raise TableClosedError(
+                f"{what}: the table was closed, or donated to a jitted function; use the table that the function returned"
             )
 
 
