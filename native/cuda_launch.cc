@@ -43,7 +43,11 @@ std::pair<std::unique_ptr<LaunchApi>, std::string> Load() {
       Find(library, "cuEventDestroy_v2", &api->event_destroy, &why) &&
       Find(library, "cuMemcpyDtoDAsync_v2", &api->memcpy_dtod_async, &why) &&
       Find(library, "cuMemAllocAsync", &api->mem_alloc_async, &why) &&
-      Find(library, "cuMemFreeAsync", &api->mem_free_async, &why);
+      Find(library, "cuMemFreeAsync", &api->mem_free_async, &why) &&
+      Find(library, "cuMemAlloc_v2", &api->mem_alloc, &why) &&
+      Find(library, "cuCtxGetDevice", &api->ctx_get_device, &why) &&
+      Find(library, "cuDeviceGetDefaultMemPool", &api->device_get_default_mem_pool, &why) &&
+      Find(library, "cuMemPoolSetAttribute", &api->mem_pool_set_attribute, &why);
   if (!complete) return {nullptr, why};
   return {std::move(api), ""};
 }
@@ -139,6 +143,20 @@ std::string AddKernel(int64_t key, std::string image, const std::string& name) {
     }
   }
   return "";
+}
+
+DevicePointer NextCounter(Context context) {
+  constexpr unsigned kCounters = 1024;
+  struct Ring {
+    DevicePointer base = 0;
+    unsigned next = 0;
+  };
+  static auto* const mutex = new std::mutex;
+  static auto* const rings = new std::map<Context, Ring>;
+  std::lock_guard<std::mutex> lock(*mutex);
+  Ring& ring = (*rings)[context];
+  if (ring.base == 0 && GetLaunchApi(nullptr)->mem_alloc(&ring.base, 8 * kCounters) != 0) return ring.base = 0;
+  return ring.base + 8 * (ring.next++ % kCounters);
 }
 
 bool HasKernel(int64_t key) {

@@ -11,12 +11,14 @@
 struct CUfunc_st;
 struct CUmod_st;
 struct CUevent_st;
+struct CUmemPoolHandle_st;
 
 namespace dejax::cuda {
 
 using Function = CUfunc_st*;
 using Module = CUmod_st*;
 using Event = CUevent_st*;
+using MemoryPool = CUmemPoolHandle_st*;
 
 struct LaunchApi {
   Result (*primary_ctx_retain)(Context* context, Device device);
@@ -42,6 +44,10 @@ struct LaunchApi {
   Result (*memcpy_dtod_async)(DevicePointer to, DevicePointer from, size_t bytes, Stream stream);
   Result (*mem_alloc_async)(DevicePointer* pointer, size_t bytes, Stream stream);
   Result (*mem_free_async)(DevicePointer pointer, Stream stream);
+  Result (*mem_alloc)(DevicePointer* pointer, size_t bytes);
+  Result (*ctx_get_device)(Device* device);
+  Result (*device_get_default_mem_pool)(MemoryPool* pool, Device device);
+  Result (*mem_pool_set_attribute)(MemoryPool pool, int attribute, void* value);
 };
 
 // The functions above; null, with a reason, where the driver is missing or lacks one.
@@ -69,5 +75,9 @@ bool HasKernel(int64_t key);
 
 // The kernel of `key` in the context of `stream`; null with a reason.
 Function FindKernel(int64_t key, Context context, std::string* why);
+
+// Eight bytes of device memory for a kernel's work counter, of the current context: one of a ring of 1,024, so that calls on
+// several streams do not meet. 0 where there is no memory.
+DevicePointer NextCounter(Context context);
 
 }  // namespace dejax::cuda

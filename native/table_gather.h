@@ -4,27 +4,30 @@
 #include "xla/ffi/api/ffi.h"
 
 // What both handlers bind, after the context.
-#define DEJAX_GATHER_SIGNATURE                              \
-  .Arg<xla::ffi::AnyBuffer>()                               \
-  .Arg<xla::ffi::AnyBuffer>()                               \
-  .Arg<xla::ffi::AnyBuffer>()                               \
-  .Arg<xla::ffi::AnyBuffer>()                               \
-  .Arg<xla::ffi::AnyBuffer>()                               \
-  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()                   \
-  .Ret<xla::ffi::AnyBuffer>()                               \
-  .Ret<xla::ffi::AnyBuffer>()                               \
-  .Attr<int64_t>("source")                                  \
-  .Attr<int64_t>("result")                                  \
-  .Attr<int64_t>("row_bytes")                               \
-  .Attr<int64_t>("fan_out")                                 \
-  .Attr<bool>("mean")                                       \
-  .Attr<bool>("clip")                                       \
-  .Attr<bool>("raises")                                     \
-  .Attr<float>("fill_value")                                \
-  .Attr<xla::ffi::Span<const uint8_t>>("fill")              \
-  .Attr<int64_t>("kernel")                                  \
-  .Attr<int64_t>("grid")                                    \
+#define DEJAX_GATHER_OPERANDS \
+  .Arg<xla::ffi::AnyBuffer>() \
+  .Arg<xla::ffi::AnyBuffer>() \
+  .Arg<xla::ffi::AnyBuffer>() \
+  .Arg<xla::ffi::AnyBuffer>() \
+  .Arg<xla::ffi::AnyBuffer>() \
+  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+#define DEJAX_GATHER_RESULTS \
+  .Ret<xla::ffi::AnyBuffer>() \
+  .Ret<xla::ffi::AnyBuffer>()
+#define DEJAX_GATHER_ATTRIBUTES \
+  .Attr<int64_t>("source") \
+  .Attr<int64_t>("result") \
+  .Attr<int64_t>("row_bytes") \
+  .Attr<int64_t>("fan_out") \
+  .Attr<bool>("mean") \
+  .Attr<bool>("clip") \
+  .Attr<bool>("raises") \
+  .Attr<float>("fill_value") \
+  .Attr<xla::ffi::Span<const uint8_t>>("fill") \
+  .Attr<int64_t>("kernel") \
+  .Attr<int64_t>("grid") \
   .Attr<int64_t>("align")
+#define DEJAX_GATHER_SIGNATURE DEJAX_GATHER_OPERANDS DEJAX_GATHER_RESULTS DEJAX_GATHER_ATTRIBUTES
 
 namespace dejax {
 
@@ -41,7 +44,8 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherCuda);
 
 // The same, begun on a stream of its own into memory of its own; TableGatherDone waits and copies. A start and a done
-// of one execution with the same `site` meet in order. CUDA only: the CPU's start is a gather.
+// of one execution with the same `site` meet in order. Start passes further operands through, so that what uses them runs
+// after it; done waits for its further operands. CUDA only: the CPU's start is a gather.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherStart);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherDone);
 

@@ -20,6 +20,7 @@ using cuda::DevicePointer;
 
 constexpr unsigned kThreads = 1024;
 constexpr int kUnroll = 4;  // as in gather.cu
+constexpr int kReleaseThreshold = 4;  // CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
 
 struct alignas(16) Vector4 {
   uint8_t bytes[16];
@@ -201,8 +202,8 @@ std::map<cuda::Context, Side>& Sides() {
 }
 
 ffi::Error Start(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer perm,
-                 ffi::AnyBuffer slots, ffi::AnyBuffer cache, ffi::Buffer<ffi::F32> scale, ffi::Result<ffi::AnyBuffer> ticket,
-                 ffi::Result<ffi::AnyBuffer> scratch, int64_t source, int64_t result, int64_t row_bytes, int64_t fan_out,
+                 ffi::AnyBuffer slots, ffi::AnyBuffer cache, ffi::Buffer<ffi::F32> scale, ffi::RemainingArgs,
+                 ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer>, ffi::RemainingRets, int64_t source, int64_t result, int64_t row_bytes, int64_t fan_out,
                  bool mean, bool clip, bool raises, float fill_value, ffi::Span<const uint8_t> fill, int64_t kernel,
                  int64_t grid, int64_t align, int64_t site, int64_t out_bytes) {
   cuda::Context context = nullptr;
@@ -210,7 +211,6 @@ ffi::Error Start(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table, ffi:
   cuda::CurrentContext current(context);
   const cuda::Api& api = *cuda::GetApi(nullptr);
   const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
-  (void)ticket;
   std::lock_guard<std::mutex> lock(SideMutex());
   Side& side = Sides()[context];
   cuda::Event ready = nullptr;
@@ -226,6 +226,13 @@ ffi::Error Start(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table, ffi:
     launch.ctx_get_stream_priority_range(&least, &greatest);
     // Non-blocking, and of the highest priority: its few blocks go first wherever a block of the compute stream ends.
     if (auto code = launch.stream_create_with_priority(&side.stream, 1, greatest)) return failed("cuStreamCreate", code);
+    // Freed memory stays in the pool, rather than go back to the driver whenever somebody synchronises.
+    cuda::Device device = 0;
+    cuda::MemoryPool pool = nullptr;
+    uint64_t everything = UINT64_MAX;
+    if (launch.ctx_get_device(&device) == 0 && launch.device_get_default_mem_pool(&pool, device) == 0) {
+      launch.mem_pool_set_attribute(pool, kReleaseThreshold, &everything);
+    }
   }
   // On the compute stream: allocate, and copy what XLA may overwrite. Then the side stream goes on from there.
   if (auto code = launch.mem_alloc_async(&pending.data, rows_bytes + ids_bytes + perm_bytes + 256, stream)) {
@@ -264,12 +271,11 @@ ffi::Error Start(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table, ffi:
                             side.stream);
   if (error.failure()) return error;
   if ((code = launch.event_record(pending.done, side.stream))) return failed("cuEventRecord", code);
-  (void)scratch;
   side.pending[{run.run_id, site}].push_back(pending);
   return ffi::Error::Success();
 }
 
-ffi::Error Done(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer> out, int64_t site) {
+ffi::Error Done(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> out, int64_t site) {
   cuda::Context context = nullptr;
   if (auto error = Context(stream, &context); error.failure()) return error;
   cuda::CurrentContext current(context);
@@ -313,7 +319,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(TableGatherCuda, OnCuda,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TableGatherStart, Start,
                               ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>().Ctx<ffi::RunId>()
-                                  DEJAX_GATHER_SIGNATURE.Attr<int64_t>("site")
+                                  DEJAX_GATHER_OPERANDS.RemainingArgs() DEJAX_GATHER_RESULTS.RemainingRets()
+                                  DEJAX_GATHER_ATTRIBUTES.Attr<int64_t>("site")
                                   .Attr<int64_t>("out_bytes"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TableGatherDone, Done,
@@ -321,6 +328,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(TableGatherDone, Done,
                                   .Ctx<ffi::PlatformStream<cuda::Stream>>()
                                   .Ctx<ffi::RunId>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("site"));
 

@@ -55,8 +55,8 @@ void ChangeRows(const Plan& plan, int64_t begin, int64_t end) {
       for (int64_t c = 0; c < width; ++c) sum[c] += V::Load(values[plan.perm[k] * width + c]);
     }
     auto* row = reinterpret_cast<typename T::Storage*>(plan.table) + id * width;
-    float* first = plan.first + id * width;
-    float* second = plan.second + id * width;
+    float* first = plan.op >= 3 ? plan.first + id * width : nullptr;
+    float* second = plan.op == 4 ? plan.second + id * width : nullptr;
     for (int64_t c = 0; c < width; ++c) {
       const float x = T::Load(row[c]);
       float y = x;
@@ -102,36 +102,32 @@ Body ForTypes(int64_t op, int64_t table_type, int64_t values_type) {
   }
 }
 
-ffi::Error OnCpu(ffi::AnyBuffer table, ffi::AnyBuffer first, ffi::AnyBuffer second, ffi::AnyBuffer ids, ffi::AnyBuffer perm,
-                 ffi::AnyBuffer values, ffi::AnyBuffer hyper, ffi::Result<ffi::AnyBuffer> table_out,
-                 ffi::Result<ffi::AnyBuffer> first_out, ffi::Result<ffi::AnyBuffer> second_out,
-                 ffi::Result<ffi::AnyBuffer>, int64_t op, int64_t table_type, int64_t values_type, int64_t row_bytes, int64_t,
-                 int64_t) {
+ffi::Error OnCpu(ffi::AnyBuffer ids, ffi::AnyBuffer perm, ffi::AnyBuffer values, ffi::AnyBuffer hyper,
+                 ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t op, int64_t table_type, int64_t values_type,
+                 int64_t row_bytes, int64_t, int64_t) {
   const auto invalid = [](const char* what) {
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("dejax.host_gather: ") + what);
   };
-  const int64_t rows = table.dimensions()[0], n = static_cast<int64_t>(ids.element_count());
-  if (static_cast<int64_t>(table.size_bytes()) != rows * row_bytes || static_cast<int64_t>(perm.element_count()) != n ||
-      hyper.element_count() < 7 || (op >= 3 && first_out->size_bytes() == 0) || (op == 4 && second_out->size_bytes() == 0)) {
+  UpdateTables tables;
+  const int64_t n = static_cast<int64_t>(ids.element_count());
+  if (!tables.Read(args, rets, op) || static_cast<int64_t>(tables.bytes[0]) != tables.rows * row_bytes ||
+      static_cast<int64_t>(perm.element_count()) != n || hyper.element_count() < 7) {
     return invalid("table, ids, values and state do not fit together");
   }
-  // XLA may have given the results other memory, where the arguments are still in use.
-  const auto keep = [](ffi::AnyBuffer from, ffi::Result<ffi::AnyBuffer>& to) {
-    if (from.untyped_data() != to->untyped_data() && from.size_bytes()) {
-      std::memcpy(to->untyped_data(), from.untyped_data(), from.size_bytes());
+  for (int k = 0; k < 3; ++k) {
+    // XLA may have given the results other memory, where the arguments are still in use.
+    if (tables.bytes[k] && tables.before[k] != tables.after[k]) {
+      std::memcpy(tables.after[k], tables.before[k], tables.bytes[k]);
     }
-  };
-  keep(table, table_out);
-  keep(first, first_out);
-  keep(second, second_out);
-  Plan plan = {static_cast<uint8_t*>(table_out->untyped_data()),
-               static_cast<float*>(first_out->untyped_data()),
-               static_cast<float*>(second_out->untyped_data()),
+  }
+  Plan plan = {static_cast<uint8_t*>(tables.after[0]),
+               static_cast<float*>(tables.after[1]),
+               static_cast<float*>(tables.after[2]),
                ids.untyped_data(),
                static_cast<const int32_t*>(perm.untyped_data()),
                static_cast<const uint8_t*>(values.untyped_data()),
                static_cast<const float*>(hyper.untyped_data()),
-               n, rows, row_bytes, op};
+               n, tables.rows, row_bytes, op};
   const Body body = ids.element_type() == ffi::DataType::S64 ? ForTypes<int64_t>(op, table_type, values_type)
                                                              : ForTypes<int32_t>(op, table_type, values_type);
   if (body == nullptr) return invalid("rows of this type cannot be added to");

@@ -5,10 +5,36 @@
 
 namespace dejax {
 
+// The tables of one update: where they are before and after, null where the operation has none.
+struct UpdateTables {
+  const void* before[3] = {};
+  void* after[3] = {};
+  size_t bytes[3] = {};
+  int64_t rows = 0;
+
+  // False where they do not fit the operation.
+  bool Read(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets, int64_t op) {
+    const size_t wanted = op < 3 ? 1 : op == 3 ? 2 : 3;
+    if (args.size() != wanted || rets.size() != wanted) return false;
+    for (size_t k = 0; k < wanted; ++k) {
+      const auto arg = args.get<xla::ffi::AnyBuffer>(k);
+      auto ret = rets.get<xla::ffi::AnyBuffer>(k);
+      if (arg.has_error() || ret.has_error() || arg->size_bytes() != (*ret)->size_bytes() || arg->dimensions().size() == 0) {
+        return false;
+      }
+      before[k] = arg->untyped_data();
+      after[k] = (*ret)->untyped_data();
+      bytes[k] = arg->size_bytes();
+      if (k == 0) rows = arg->dimensions()[0];
+    }
+    return true;
+  }
+};
+
 // FFI handlers.
-//   arguments:  table [rows, width]; first, second: float32 state of the table's shape, or [0]; ids [n] int32 or int64,
-//               ascending; perm [n] int32, the row of `values` of each; values [n, width']; hyper float32[7], see update.cu.
-//   results:    table, first, second: the arguments, aliased; scratch uint32[2], for the CUDA handler.
+//   arguments:  ids [n] int32 or int64, ascending; perm [n] int32, the row of `values` of each; values [n, width']; hyper
+//               float32[7], see update.cu; then the table [rows, width] and the float32 states that the operation has.
+//   results:    the table and the states, aliased. Nothing else: XLA gives all results of a call the memory of one.
 //   attributes: op int64: 0 set, 1 add, 2 SGD, 3 Adagrad, 4 Adam; table_type, values_type int64: element types, -1 to move
 //               bytes (set); row_bytes int64; kernel, grid int64: of the CUDA kernel.
 // An id out of range changes nothing.
@@ -23,13 +49,8 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(TableUpdateCuda);
   .Arg<xla::ffi::AnyBuffer>()        \
   .Arg<xla::ffi::AnyBuffer>()        \
   .Arg<xla::ffi::AnyBuffer>()        \
-  .Arg<xla::ffi::AnyBuffer>()        \
-  .Arg<xla::ffi::AnyBuffer>()        \
-  .Arg<xla::ffi::AnyBuffer>()        \
-  .Ret<xla::ffi::AnyBuffer>()        \
-  .Ret<xla::ffi::AnyBuffer>()        \
-  .Ret<xla::ffi::AnyBuffer>()        \
-  .Ret<xla::ffi::AnyBuffer>()        \
+  .RemainingArgs()                   \
+  .RemainingRets()                   \
   .Attr<int64_t>("op")               \
   .Attr<int64_t>("table_type")       \
   .Attr<int64_t>("values_type")      \

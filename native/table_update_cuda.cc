@@ -29,28 +29,26 @@ constexpr int kUnroll = 4;
 
 ffi::Error Failed(ffi::ErrorCode code, const std::string& what) { return ffi::Error(code, "dejax.host_gather: " + what); }
 
-ffi::Error OnCuda(cuda::Stream stream, ffi::AnyBuffer table, ffi::AnyBuffer first, ffi::AnyBuffer second, ffi::AnyBuffer ids,
-                  ffi::AnyBuffer perm, ffi::AnyBuffer values, ffi::AnyBuffer hyper, ffi::Result<ffi::AnyBuffer> table_out,
-                  ffi::Result<ffi::AnyBuffer> first_out, ffi::Result<ffi::AnyBuffer> second_out,
-                  ffi::Result<ffi::AnyBuffer> scratch, int64_t op, int64_t, int64_t, int64_t row_bytes, int64_t kernel_key,
-                  int64_t grid) {
+ffi::Error OnCuda(cuda::Stream stream, ffi::AnyBuffer ids, ffi::AnyBuffer perm, ffi::AnyBuffer values, ffi::AnyBuffer hyper,
+                  ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t op, int64_t, int64_t, int64_t row_bytes,
+                  int64_t kernel_key, int64_t grid) {
   std::string why;
   const cuda::LaunchApi* launch = cuda::GetLaunchApi(&why);
   if (launch == nullptr) return Failed(ffi::ErrorCode::kUnavailable, why);
   const cuda::Api& api = *cuda::GetApi(nullptr);
-  const int64_t rows = table.dimensions()[0], n = static_cast<int64_t>(ids.element_count());
-  if (static_cast<int64_t>(table.size_bytes()) != rows * row_bytes || static_cast<int64_t>(perm.element_count()) != n ||
-      hyper.element_count() < 7 || grid < 1 || (op >= 3 && first_out->size_bytes() == 0) ||
-      (op == 4 && second_out->size_bytes() == 0)) {
+  UpdateTables tables;
+  const int64_t n = static_cast<int64_t>(ids.element_count());
+  if (!tables.Read(args, rets, op) || static_cast<int64_t>(tables.bytes[0]) != tables.rows * row_bytes ||
+      static_cast<int64_t>(perm.element_count()) != n || hyper.element_count() < 7 || grid < 1) {
     return Failed(ffi::ErrorCode::kInvalidArgument, "table, ids, values and state do not fit together");
   }
-  // A copy of a table that lies in host memory is never wanted: it may be larger than the device.
-  if (table.untyped_data() != table_out->untyped_data() ||
-      (first.size_bytes() && first.untyped_data() != first_out->untyped_data()) ||
-      (second.size_bytes() && second.untyped_data() != second_out->untyped_data())) {
-    return Failed(ffi::ErrorCode::kFailedPrecondition,
-                  "the table is still used after it is written, or was not donated: donate it to the jitted function "
-                  "(donate_argnums) and use only what scatter or update returned");
+  for (int k = 0; k < 3; ++k) {
+    // A copy of a table that lies in host memory is never wanted: it may be larger than the device.
+    if (tables.bytes[k] && tables.before[k] != tables.after[k]) {
+      return Failed(ffi::ErrorCode::kFailedPrecondition,
+                    "the table is still used after it is written, or was not donated: donate it to the jitted function "
+                    "(donate_argnums) and use only what scatter or update returned");
+    }
   }
   if (n == 0 || row_bytes == 0) return ffi::Error::Success();
   cuda::Context context = nullptr;
@@ -60,10 +58,12 @@ ffi::Error OnCuda(cuda::Stream stream, ffi::AnyBuffer table, ffi::AnyBuffer firs
   cuda::CurrentContext current(context);
   cuda::Function kernel = cuda::FindKernel(kernel_key, context, &why);
   if (kernel == nullptr) return Failed(ffi::ErrorCode::kInternal, why);
-  Params p = {table_out->untyped_data(), first_out->untyped_data(), second_out->untyped_data(), ids.untyped_data(),
-              perm.untyped_data(), values.untyped_data(), hyper.untyped_data(), scratch->untyped_data(), n, rows,
+  const cuda::DevicePointer counter = cuda::NextCounter(context);
+  if (counter == 0) return Failed(ffi::ErrorCode::kResourceExhausted, "no device memory for a counter");
+  Params p = {tables.after[0], tables.after[1], tables.after[2], ids.untyped_data(), perm.untyped_data(),
+              values.untyped_data(), hyper.untyped_data(), reinterpret_cast<void*>(counter), n, tables.rows,
               static_cast<int>(row_bytes)};
-  if (auto result = launch->memset_d8_async(reinterpret_cast<cuda::DevicePointer>(p.ticket), 0, 8, stream)) {
+  if (auto result = launch->memset_d8_async(counter, 0, 8, stream)) {
     return Failed(ffi::ErrorCode::kInternal, "cuMemsetD8Async failed: " + cuda::ErrorName(api, result));
   }
   const int64_t steps = (n * ((row_bytes + 15) / 16) + 32 * kUnroll - 1) / (32 * kUnroll);

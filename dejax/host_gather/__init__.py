@@ -1,9 +1,9 @@
 """Tables in host memory that compiled steps read and write in place.
 
 `HostTable` holds rows; `gather` reads them by ids inside `jax.jit`, with no copy of the table on the device and no host
-callback; `scatter`, `scatter_add` and the optimizers write them. `gather_start`, `gather_done` and `prefetched_scan` read
-beside compute. `CachedTable` keeps the most used rows on the device. `sample_graph` goes from seeds to a local graph.
-docs/host_gather.md has the rules and the measurements.
+callback; `scatter`, `scatter_add` and the optimizers write them. `gather_start`, `gather_done` and `prefetched_scan`
+read beside compute. `CachedTable` keeps the most used rows on the device. `sample_graph` goes from seeds to a local
+graph. docs/host_gather.md has the rules and the measurements.
 """
 
 from dejax.host_gather.cached import CachedTable, count_ids

@@ -1,8 +1,9 @@
-"""Whether ids are sorted before a gather, from figures of one H200 on PCIe 5 (docs/host_gather.md has the measurements).
+"""Whether ids are sorted before a gather, from figures of one H200 on PCIe 5 (docs/host_gather.md has the
+measurements).
 
 Reading a large table at random is bound by address translation, not by the bus: each row pays for the page it lies in,
-where a page is about 64 KiB whatever the operating system's. Ascending ids that are read in strict order pay once for each
-page that has any of them.
+where a page is about 64 KiB whatever the operating system's. Ascending ids that are read in strict order pay once for
+each page that has any of them.
 """
 
 from __future__ import annotations

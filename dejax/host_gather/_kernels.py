@@ -1,7 +1,7 @@
 """CUDA kernels compiled when they are first needed, by NVRTC from the wheels that jax's CUDA plugin brings.
 
-The sources are in kernels/, specialised by definitions. What was compiled is kept on disk in `DEJAX_CACHE_DIR` (by default
-`~/.cache/dejax`), named by a digest of source, definitions, architecture and compiler.
+The sources are in kernels/, specialised by definitions. What was compiled is kept on disk in `DEJAX_CACHE_DIR` (by
+default `~/.cache/dejax`), named by a digest of source, definitions, architecture and compiler.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def _nvrtc() -> ctypes.CDLL:
         except OSError as error:
             tried.append(str(error))
     raise KernelError(
-        "dejax.host_gather needs NVRTC to compile its kernels and found none; pip install 'jax[cuda13]' (or cuda12) brings "
+        "dejax.host_gather needs NVRTC to compile its kernels and found none; pip install 'jax[cuda13]' (or cuda12) "
+        "brings "
         f"it as nvidia-cuda-nvrtc. Tried: {'; '.join(tried) or 'no library of that name'}"
     )
 

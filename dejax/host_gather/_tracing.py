@@ -7,7 +7,7 @@ from jax import Array
 
 
 def closed_over(array: Array) -> bool:
-    """Whether a concrete array is used inside a function that jax is compiling: it would become a constant of the program."""
+    """Whether a concrete array is used inside a function that jax compiles, where it would become a constant."""
     if isinstance(array, jax.core.Tracer):
         return False
     try:

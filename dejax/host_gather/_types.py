@@ -1,4 +1,4 @@
-"""Element types of table rows: their numbers in native/, the unsigned integers that carry them, and where they are whole bytes."""
+"""Element types of table rows: their numbers in native/, and the unsigned integers that carry them."""
 
 from __future__ import annotations
 

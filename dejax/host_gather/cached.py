@@ -28,7 +28,8 @@ class CachedTable:
     Attributes:
         table: the table.
         cache: uint[cached, words], the cached rows as the table carries them, on the device.
-        slots: int32[rows], the row of `cache` that holds a row of the table, -1 where none does. It takes 4 bytes a row.
+        slots: int32[rows], the row of `cache` that holds a row of the table, -1 where none does. It takes 4 bytes a
+            row.
     """
 
     table: HostTable

@@ -22,7 +22,8 @@ from dejax.host_gather.table import HostTable, TableSpec
 Mode = Literal["fill", "clip", "raise"]
 Order = Literal["auto", "given", "sorted"]
 
-# Four SMs saturate the bus with rows of 512 bytes; eight keep a margin, and more make sorted ids of large tables slower (24
+# Four SMs saturate the bus with rows of 512 bytes; eight keep a margin, and more make sorted ids of large tables
+# slower (24
 # GiB, 262,144 rows: 30.0 GB/s with 8, 20.5 with 132).
 SORTED_SMS = 8
 UNSORTED_SMS = 16
@@ -59,22 +60,24 @@ def gather(
 ) -> Array:
     """Rows of a table by ids, read in place: inside or outside `jax.jit`, `scan`, `cond`, `vmap` over ids, `shard_map`.
 
-    The table has no derivative: a loss that uses gathered rows can be differentiated with respect to everything else, and
-    `host_gather.value_and_grad` gives the gradient of the rows.
+    The table has no derivative: a loss that uses gathered rows can be differentiated with respect to everything else,
+    and `host_gather.value_and_grad` gives the gradient of the rows.
 
     Args:
         table: HostTable or CachedTable [rows, *row].
-        ids: int[...], any shape; int64 needs jax's 64-bit mode. There is no counting from the end: below 0 is out of range.
-        mode: what an id out of range gives. "fill": a row of `fill_value`. "clip": the nearest row. "raise": an error, on
-            the CPU from this call; on a GPU from a later gather of this mode, or from `check_errors`, and until
-            then a row of `fill_value`.
+        ids: int[...], any shape; int64 needs jax's 64-bit mode. There is no counting from the end: below 0 is out of
+            range.
+        mode: what an id out of range gives. "fill": a row of `fill_value`. "clip": the nearest row. "raise": an
+            error, on the CPU from this call; on a GPU from a later gather of this mode, or from `check_errors`, and
+            until then a row of `fill_value`.
         fill_value: a scalar of the result's dtype.
         out_dtype: float32, bfloat16 or float16: elements are converted as they are read. By default the table's own.
         scale: float, () or [rows]: multiplies the converted rows (for int8 and fp8 tables). Not differentiated.
         reduce: "mean" averages over the last axis of `ids` in float32, leaving ids out of range out (unless
             `mode="clip"`); `fill_value` where all are. Rows must be of floats or converted.
-        order: "given" reads rows in the order of `ids`; "sorted" sorts the ids inside the step, and reads equal ones once:
-            for large tables and for ids with many duplicates; "auto" lets a cost model decide from sizes. The result is
+        order: "given" reads rows in the order of `ids`; "sorted" sorts the ids inside the step, and reads equal ones
+            once: for large tables and for ids with many duplicates; "auto" lets a cost model decide from sizes. The
+                result is
             the same.
         num_sms: multiprocessors that the read may take, at most; by default 8 or 16, which saturate the bus.
 
@@ -96,9 +99,7 @@ def gather(
     table = cached.table if cached else table
     if recording_active() and scale is not None:
         raise ValueError("gather: the gradient of scaled rows is not defined; multiply the gathered rows instead")
-    leaf, ids, call, factor = prepared(
-        "gather", table, ids, mode, fill_value, out_dtype, scale, reduce, order, num_sms
-    )
+    leaf, ids, call, factor = prepared("gather", table, ids, mode, fill_value, out_dtype, scale, reduce, order, num_sms)
     slots = cached.slots if cached else jnp.zeros((0,), jnp.int32)
     cache = cached.cache if cached else jnp.zeros((0,), leaf.dtype)
     if call.mean and not (call.ordered or recording_active()):
@@ -130,7 +131,9 @@ def prepared(
 ) -> tuple[Any, Array, Call, Array]:
     """Checked arguments of a gather."""
     if not isinstance(table, HostTable):
-        raise TypeError(f"{what}: `table` must be a HostTable, {type(table).__name__} was given; see HostTable.from_numpy")
+        raise TypeError(
+            f"{what}: `table` must be a HostTable, {type(table).__name__} was given; see HostTable.from_numpy"
+        )
     _native.extension(f"dejax.host_gather.{what}")
     leaf = table._operand(what)
     spec = table._spec
@@ -146,7 +149,9 @@ def prepared(
         raise ValueError(f"{what}: `num_sms` must be at least 1, {num_sms} was given")
     mean = reduce == "mean"
     if mean and (ids.ndim == 0 or ids.shape[-1] == 0):
-        raise ValueError(f"{what}: with reduce='mean' `ids` must have a last axis to average over, its shape is {ids.shape}")
+        raise ValueError(
+            f"{what}: with reduce='mean' `ids` must have a last axis to average over, its shape is {ids.shape}"
+        )
     result = _result_dtype(what, spec, out_dtype, mean, scale is not None)
     convert = mean or scale is not None or result != spec.dtype
     if convert and spec.dtype.name not in _types.ELEMENT_CODES:
@@ -183,7 +188,7 @@ def checked_ids(what: str, ids: Any) -> Array:
     kind = np.dtype(ids.dtype)
     if not jnp.issubdtype(kind, jnp.integer):
         raise TypeError(f"{what}: `ids` must be integers, {kind} was given; use ids.astype(jnp.int32)")
-    if isinstance(ids, np.ndarray) and kind.itemsize == 8 and not jax.config.jax_enable_x64:
+    if isinstance(ids, np.ndarray) and kind.itemsize == 8 and not jax.config.values["jax_enable_x64"]:
         # jax would cut them to 32 bits, and an id out of range could become one inside.
         narrow = np.clip(ids, -1, np.iinfo(np.int32).max) if kind.kind == "i" else np.minimum(ids, 2**31 - 1)
         ids = narrow.astype(np.int32)
@@ -205,10 +210,13 @@ def _result_dtype(what: str, spec: TableSpec, out_dtype: Any, mean: bool, scaled
         result = np.dtype(out_dtype)
         if result != spec.dtype and result.name not in _types.RESULT_CODES:
             raise TypeError(
-                f"{what}: `out_dtype` must be float32, bfloat16, float16 or the table's {spec.dtype}; {result} was given"
+                f"{what}: `out_dtype` must be float32, bfloat16, float16 or the table's {spec.dtype}; {result} was "
+                f"given"
             )
     if (mean or scaled) and result.name not in _types.RESULT_CODES:
-        raise TypeError(f"{what}: with `reduce` or `scale` the result must be a float of 16 or 32 bits; give `out_dtype`")
+        raise TypeError(
+            f"{what}: with `reduce` or `scale` the result must be a float of 16 or 32 bits; give `out_dtype`"
+        )
     if jax.dtypes.canonicalize_dtype(result) != result:
         raise TypeError(
             f"{what}: rows of {result} need jax's 64-bit mode: jax.config.update('jax_enable_x64', True), or give "
@@ -254,7 +262,8 @@ def mapped_call(call: Call, fan_out: int) -> Any:
         table_batched, ids_batched, *others = batched
         if table_batched or any(others):
             raise ValueError(
-                "gather: jax.vmap maps over ids only; give the table (and scale or cache) with in_axes=None, since to map "
+                "gather: jax.vmap maps over ids only; give the table (and scale or cache) with in_axes=None, since "
+                "to map "
                 "over it would copy it to the device"
             )
         return rows_of(leaf, ids, scale, slots, cache), ids_batched
@@ -306,9 +315,7 @@ def flat_call(
     return flat, perm, attributes, shape
 
 
-def launch(
-    call: Call, fan_out: int, leaf: Array, ids: Array, scale: Array, slots: Array, cache: Array
-) -> Array:
+def launch(call: Call, fan_out: int, leaf: Array, ids: Array, scale: Array, slots: Array, cache: Array) -> Array:
     """The native call itself."""
     flat, perm, attributes, shape = flat_call(call, fan_out, leaf, ids, slots)
     out = jax.ShapeDtypeStruct(shape, call.out_dtype)

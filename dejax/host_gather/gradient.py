@@ -44,7 +44,8 @@ def value_and_grad(
     """As `jax.value_and_grad`, where the gradient of a `HostTable` argument is a `RowGradient`.
 
     Args:
-        loss: a function of tables and arrays that gives a scalar, or (scalar, aux). It must gather directly, not inside a
+        loss: a function of tables and arrays that gives a scalar, or (scalar, aux). It must gather directly, not
+            inside a
             function that it compiles, maps or scans itself: gather first and pass the rows on.
         argnums: positions of the arguments to differentiate by; tables and ordinary pytrees may be mixed.
         has_aux: whether `loss` gives aux beside the scalar.
@@ -54,8 +55,8 @@ def value_and_grad(
         outside of it.
 
     Raises:
-        ValueError: when called: a gather of a differentiated table inside another transformation; a table whose rows are
-            no floats.
+        ValueError: when called: a gather of a differentiated table inside another transformation; a table whose rows
+            are no floats.
 
     >>> table = HostTable.from_numpy(np.arange(6.0, dtype=np.float32).reshape(3, 2))
     >>> value, gradient = value_and_grad(lambda table: (table[np.array([1, 1])] ** 2).sum())(table)
@@ -71,9 +72,13 @@ def value_and_grad(
         others = [p for p in positions if p not in tables]
         for p in tables:
             if not jnp.issubdtype(args[p].dtype, jnp.floating):
-                raise ValueError(f"value_and_grad: argument {p} is a table of {args[p].dtype}; only rows of floats have one")
+                raise ValueError(
+                    f"value_and_grad: argument {p} is a table of {args[p].dtype}; only rows of floats have one"
+                )
 
-        def run(probes: list[Array] | None, given: list[Any], rest: tuple[Any, ...]) -> tuple[Any, tuple[Any, list[Any]]]:
+        def run(
+            probes: list[Array] | None, given: list[Any], rest: tuple[Any, ...]
+        ) -> tuple[Any, tuple[Any, list[Any]]]:
             """The loss with each gather noted, as (table position, ids, rows)."""
             full = list(rest)
             for p, value in zip(others, given, strict=True):
@@ -90,7 +95,8 @@ def value_and_grad(
                         return rows
                 if not any(table._leaf is leaf for leaf in known) and any(table._spec == args[p]._spec for p in tables):
                     raise ValueError(
-                        "value_and_grad: the loss gathers a differentiated table inside a function that it compiles, maps or "
+                        "value_and_grad: the loss gathers a differentiated table inside a function that it "
+                        "compiles, maps or "
                         "scans; gather outside of that and pass the rows on"
                     )
                 return rows
@@ -122,7 +128,9 @@ def value_and_grad(
             mine = [k for k, (q, _) in enumerate(shapes) if q == p]
             found[p] = RowGradient(
                 jnp.concatenate([ids[k].reshape(-1) for k in mine] or [jnp.zeros(0, jnp.int32)]),
-                jnp.concatenate([row_gradients[k].reshape(-1, *row) for k in mine] or [jnp.zeros((0, *row), np.float32)]),
+                jnp.concatenate(
+                    [row_gradients[k].reshape(-1, *row) for k in mine] or [jnp.zeros((0, *row), np.float32)]
+                ),
             )
         gradients = tuple(found[p] for p in positions)
         return ((value, aux) if has_aux else value), gradients[0] if single else gradients

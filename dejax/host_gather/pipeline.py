@@ -1,4 +1,4 @@
-"""Gathers that run beside compute: `gather_start`, `gather_done`, and `prefetched_scan`, which pairs them over a loop."""
+"""Gathers that run beside compute: `gather_start` and `gather_done`, and `prefetched_scan` over a loop."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from dejax.host_gather.table import HostTable
 
 Carry = TypeVar("Carry")
 _sites = itertools.count(1)
+
+BESIDE_SMS = 4
+"""Multiprocessors that a gather takes from the compute beside it: the fewest that saturate the bus."""
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +58,7 @@ def gather_start(table: HostTable, ids: ArrayLike, *, before: Any = None, **opti
     """
     if options.get("reduce") is not None:
         raise ValueError("gather_start: `reduce` is not supported; reduce the rows of gather_done")
-    rest = {"mode": "fill", "fill_value": 0, "out_dtype": None, "scale": None, "order": "auto", "num_sms": None}
+    rest = {"mode": "fill", "fill_value": 0, "out_dtype": None, "scale": None, "order": "auto", "num_sms": BESIDE_SMS}
     if unknown := set(options) - set(rest) - {"reduce"}:
         raise TypeError(f"gather_start: unknown options {sorted(unknown)}; it takes {sorted(rest)}")
     chosen = {**rest, **options}
@@ -63,11 +66,9 @@ def gather_start(table: HostTable, ids: ArrayLike, *, before: Any = None, **opti
         "gather_start", table, ids, chosen["mode"], chosen["fill_value"], chosen["out_dtype"], chosen["scale"], None,
         chosen["order"], chosen["num_sms"],
     )  # fmt: skip
-    pending = _start(call, next(_sites), leaf, ids, scale)
-    if before is None:
-        return pending
-    ticket, before = jax.lax.optimization_barrier((pending.ticket, before))
-    return dataclasses.replace(pending, ticket=ticket), before
+    through, tree = jax.tree.flatten(before)
+    pending, through = _start(call, next(_sites), leaf, ids, scale, [jnp.asarray(x) for x in through])
+    return pending if before is None else (pending, jax.tree.unflatten(tree, through))
 
 
 def gather_done(pending: PendingRows, *, after: Any = None) -> Any:
@@ -80,10 +81,11 @@ def gather_done(pending: PendingRows, *, after: Any = None) -> Any:
     Returns:
         [*ids.shape, *row]; with `after`, (rows, after).
     """
-    ticket = pending.ticket
-    if after is not None:
-        ticket, after = jax.lax.optimization_barrier((ticket, after))
-    rows = ticket if pending.there else _done(pending.site, pending.shape, pending.dtype, ticket)
+    if pending.there:
+        rows = pending.ticket
+    else:
+        last = [jnp.asarray(x) for x in jax.tree.leaves(after)]
+        rows = _done(pending.site, pending.shape, pending.dtype, pending.ticket, last)
     return rows if after is None else (rows, after)
 
 
@@ -112,7 +114,8 @@ def prefetched_scan(
         (last carry, stacked ys), as `jax.lax.scan`.
 
     >>> table = HostTable.from_numpy(np.arange(6.0, dtype=np.float32).reshape(3, 2))
-    >>> total, _ = prefetched_scan(lambda c, rows, _: (c + rows.sum(), None), jnp.zeros(()), table, np.array([[0], [2]]))
+    >>> ids = np.array([[0], [2]])
+    >>> total, _ = prefetched_scan(lambda c, rows, _: (c + rows.sum(), None), jnp.zeros(()), table, ids)
     >>> float(total)
     10.0
     """
@@ -130,7 +133,7 @@ def prefetched_scan(
     # What is started beyond the last step reads nothing: its ids are out of range.
     padded = jnp.concatenate([ids, jnp.full((depth, *ids.shape[1:]), -1, ids.dtype)])
     options = {"mode": "fill", **options}
-    rest = {"fill_value": 0, "out_dtype": None, "scale": None, "order": "auto", "num_sms": None, **options}
+    rest = {"fill_value": 0, "out_dtype": None, "scale": None, "order": "auto", "num_sms": BESIDE_SMS, **options}
     leaf, _, call, scale = prepared(
         "prefetched_scan", table, padded[0], rest["mode"], rest["fill_value"], rest["out_dtype"], rest["scale"], None,
         rest["order"], rest["num_sms"],
@@ -139,9 +142,8 @@ def prefetched_scan(
         raise ValueError("prefetched_scan: only mode='fill'; clip the ids beforehand")
 
     def start(ticket: Array, at: Array) -> Array:
-        # Tied to the ticket before, so that starts and dones come in the order of the loop.
-        at, ticket = jax.lax.optimization_barrier((at, ticket))
-        return _start(call, site, leaf, at, scale).ticket
+        # The ticket passes through, so that starts come in the order of the loop.
+        return _start(call, site, leaf, at, scale, [ticket])[1][0]
 
     ticket = jnp.zeros((2,), jnp.uint32)
     for k in range(depth):
@@ -157,35 +159,47 @@ def prefetched_scan(
         return (carry, ticket), y
 
     (carry, ticket), ys = jax.lax.scan(body, (init, ticket), (padded[depth : depth + steps], xs))
+    last: list[Array] = []
     for _ in range(depth):  # frees what was started beyond the end
-        rows = _done(site, shape, call.out_dtype, ticket)
-        ticket, _ = jax.lax.optimization_barrier((ticket, rows))
+        last = [_done(site, shape, call.out_dtype, ticket, last)]
     return carry, ys
 
 
-def _start(call: Call, site: int, leaf: Array, ids: Array, scale: Array) -> PendingRows:
+def _start(
+    call: Call, site: int, leaf: Array, ids: Array, scale: Array, through: list[Array]
+) -> tuple[PendingRows, list[Array]]:
+    """Begins a gather; `through` comes back as it was, from the call, so that what uses it runs after the start."""
     shape = ids.shape + call.spec.row
     if call.spec.platform != "cuda":
         nothing = jnp.zeros((0,), jnp.int32)
         rows = launch(call, 1, leaf, ids, scale, nothing, jnp.zeros((0,), leaf.dtype))
-        return PendingRows(rows, site, shape, call.out_dtype, True)
+        return PendingRows(rows, site, shape, call.out_dtype, True), through
     nothing = jnp.zeros((0,), jnp.int32)
     flat, perm, attributes, _ = flat_call(call, 1, leaf, ids, nothing)
     word = jax.ShapeDtypeStruct((2,), jnp.uint32)
-    ticket, _ = jax.ffi.ffi_call("dejax_table_gather_start", (word, word), has_side_effect=True)(
+    started = jax.ffi.ffi_call(
+        "dejax_table_gather_start",
+        (word, word, *(jax.typeof(x) for x in through)),
+        has_side_effect=True,
+        input_output_aliases={6 + k: 2 + k for k in range(len(through))},
+    )
+    ticket, _, *through = started(
         leaf,
         flat,
         perm,
         nothing,
         jnp.zeros((0,), leaf.dtype),
         scale,
+        *through,
         **attributes,
         site=np.int64(site),
         out_bytes=np.int64(math.prod(shape) * call.out_dtype.itemsize),
     )
-    return PendingRows(ticket, site, shape, call.out_dtype, False)
+    return PendingRows(ticket, site, shape, call.out_dtype, False), through
 
 
-def _done(site: int, shape: tuple[int, ...], dtype: np.dtype, ticket: Array) -> Array:
+def _done(site: int, shape: tuple[int, ...], dtype: np.dtype, ticket: Array, after: list[Array] | None = None) -> Array:
     out = jax.ShapeDtypeStruct(shape, dtype)
-    return jax.ffi.ffi_call("dejax_table_gather_done", out, has_side_effect=True)(ticket, site=np.int64(site))
+    return jax.ffi.ffi_call("dejax_table_gather_done", out, has_side_effect=True)(
+        ticket, *(after or ()), site=np.int64(site)
+    )

@@ -105,14 +105,18 @@ class Topology:
     ) -> Topology:
         """From lists that are sorted already; HostTables stay where they are."""
         if starts.shape != (num_nodes * num_relations + 1,):
-            raise ValueError(f"Topology: `starts` must have shape ({num_nodes * num_relations + 1},), not {starts.shape}")
+            raise ValueError(
+                f"Topology: `starts` must have shape ({num_nodes * num_relations + 1},), not {starts.shape}"
+            )
 
         def place(values: Any) -> Rows:
             if isinstance(values, HostTable):
                 return values
             return HostTable.from_numpy(np.asarray(values)) if on_host else jnp.asarray(values)
 
-        return cls(place(starts), place(senders), None if cumulative is None else place(cumulative), num_nodes, num_relations)
+        return cls(
+            place(starts), place(senders), None if cumulative is None else place(cumulative), num_nodes, num_relations
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -142,8 +146,8 @@ def sample_neighbors(
 ) -> Neighbors:
     """Draws up to `fan_out` incoming edges of each seed (and relation), uniformly or by weight.
 
-    Without replacement and weights each subset of `fan_out` edges is equally likely (Floyd's algorithm: `fan_out` draws,
-    whatever the degree), and a seed with no more edges than that gets all of them. With weights and without
+    Without replacement and weights each subset of `fan_out` edges is equally likely (Floyd's algorithm: `fan_out`
+    draws, whatever the degree), and a seed with no more edges than that gets all of them. With weights and without
     replacement edges are drawn one after the other in proportion to their weights among those left
     (Efraimidis and Spirakis, 2006), which reads all edges of a seed.
 
@@ -198,13 +202,13 @@ def sample_neighbors(
 class LocalGraph:
     """Sampled edges over a dense numbering of the nodes they touch.
 
-    Each hop has its own block of numbers, with padding at its end: the seeds, in order, then what the first hop found, and
-    so on. Padding nodes and edges
+    Each hop has its own block of numbers, with padding at its end: the seeds, in order, then what the first hop
+    found, and so on. Padding nodes and edges
     have no effect in anything that goes by the masks; padding edges run from and to `node_ids.shape[0]`.
 
     Attributes:
-        node_ids: int32[nodes], the graph's node of each local one; -1 for padding. `gather(features, node_ids)` gives rows
-            of zeros there.
+        node_ids: int32[nodes], the graph's node of each local one; -1 for padding. `gather(features, node_ids)` gives
+            rows of zeros there.
         senders: int32[edges], local.
         receivers: int32[edges], local.
         relation: int32[edges].
@@ -252,8 +256,8 @@ def sample_graph(
         replace, max_degree: as in `sample_neighbors`.
 
     Returns:
-        LocalGraph with max_nodes[-1] nodes and the sum over hops of frontier * relations * fan_out edges. Its arrays are what
-        `dejax.rgnn.RelGraph.build_traced` takes.
+        LocalGraph with max_nodes[-1] nodes and the sum over hops of frontier * relations * fan_out edges. Its arrays
+        are what `dejax.rgnn.RelGraph.build_traced` takes.
 
     >>> topology = Topology.from_edges([1, 2, 3], [0, 1, 1], num_nodes=4)
     >>> graph = sample_graph(jax.random.key(0), topology, np.array([0]), [2, 2])
@@ -264,10 +268,11 @@ def sample_graph(
     if not fan_outs:
         raise ValueError("sample_graph: `fan_outs` must have at least one hop")
     relations, num_seeds = topology.num_relations, seeds.shape[0]
-    limits, most = [], num_seeds
+    limits: list[int] = []
+    most = num_seeds
     for hop, fan_out in enumerate(fan_outs):
-        frontier = most - (limits[-2] if len(limits) > 1 else num_seeds if limits else 0)
-        natural = most + min(frontier * relations * fan_out, topology.num_nodes)
+        fresh = most - (limits[-2] if len(limits) > 1 else num_seeds if limits else 0)
+        natural = most + min(fresh * relations * fan_out, topology.num_nodes)
         given = max_nodes if max_nodes is None or isinstance(max_nodes, int) else max_nodes[hop]
         most = natural if given is None else max(most, min(natural, int(given)))
         limits.append(most)
@@ -310,6 +315,8 @@ def sample_graph(
 def _take(values: Rows, ids: Array) -> Array:
     if isinstance(values, HostTable):
         return gather(values, ids)
+    if values.shape[0] == 0:
+        return jnp.zeros(ids.shape, values.dtype)
     return values.at[jnp.where(ids < 0, values.shape[0], ids)].get(mode="fill", fill_value=0)
 
 
@@ -355,7 +362,9 @@ def _weighted_subset(
 ) -> tuple[Array, Array]:
     """Keys log(u) / weight; the `fan_out` largest are the sample."""
     if max_degree is None:
-        raise ValueError("sample_neighbors: weights without replacement need `max_degree`, the most edges that a seed has")
+        raise ValueError(
+            "sample_neighbors: weights without replacement need `max_degree`, the most edges that a seed has"
+        )
     assert topology.cumulative is not None
     position = jnp.arange(max_degree, dtype=start.dtype)
     there = position < degree[:, None]
@@ -391,7 +400,9 @@ def _number(known: Array, found: Array, limit: int) -> tuple[Array, Array, Array
     first = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
     group = jnp.cumsum(first) - 1
     representative = jnp.full((old + size,), old + size, jnp.int32).at[group].min(at)
-    leader = jnp.zeros(old + size, jnp.int32).at[at].set(representative[group])  # the earliest position of an equal node
+    leader = (
+        jnp.zeros(old + size, jnp.int32).at[at].set(representative[group])
+    )  # the earliest position of an equal node
     new = (everything >= 0) & (leader == positions) & (positions >= old)
     local = jnp.where(positions < old, positions, old + jnp.cumsum(new) - 1)
     fits = local < limit

@@ -56,16 +56,17 @@ class TableClosedError(RuntimeError):
 class HostTable:
     """A table [rows, *row] in host memory, which jitted functions read row by row without a copy of it.
 
-    On an NVIDIA GPU the memory is pinned and mapped, and kernels read it over the bus; elsewhere it is ordinary memory, and
-    the same calls run on the CPU's threads. Make one with `from_numpy`, `from_npy`, `from_file`, `zeros` or `empty`.
+    On an NVIDIA GPU the memory is pinned and mapped, and kernels read it over the bus; elsewhere it is ordinary
+    memory, and the same calls run on the CPU's threads. Make one with `from_numpy`, `from_npy`, `from_file`, `zeros`
+    or `empty`.
 
-    A pytree with one array, so pass it as an argument: to `jax.jit`, as the closed-over constant of `scan` and `cond` inside
-    it, through `jax.shard_map` (see `share`). Do not close over it in a jitted function (it would become a constant of the
-    program; dejax refuses), do not return it from one unless it is donated (XLA copies what it returns), and do not
-    give it as `xs` of a scan or map over it by `vmap`: both slice it.
+    A pytree with one array, so pass it as an argument: to `jax.jit`, as the closed-over constant of `scan` and `cond`
+    inside it, through `jax.shard_map` (see `share`). Do not close over it in a jitted function (it would become a
+    constant of the program; dejax refuses), do not return it from one unless it is donated (XLA copies what it
+    returns), and do not give it as `xs` of a scan or map over it by `vmap`: both slice it.
 
-    The memory lives as long as the table, an array made from it, or a step in flight that reads it. `close`, or leaving the
-    `with` block, gives it back earlier.
+    The memory lives as long as the table, an array made from it, or a step in flight that reads it. `close`, or
+    leaving the `with` block, gives it back earlier.
 
     Attributes:
         shape: (rows, *row).
@@ -101,9 +102,9 @@ class HostTable:
 
         Args:
             array: [rows, *row], any dtype of whole bytes.
-            copy: False pins the array's own memory, which stays the array's: what is written to one is seen in the other.
-                The array must be C-contiguous and begin at a multiple of 64 bytes (16 on a GPU); a read-only one gives
-                a read-only table.
+            copy: False pins the array's own memory, which stays the array's: what is written to one is seen in the
+                other. The array must be C-contiguous and begin at a multiple of 64 bytes (16 on a GPU); a read-only
+                one gives a read-only table.
             device: whose steps will read it; by default jax's default device.
 
         Raises:
@@ -187,8 +188,8 @@ class HostTable:
         wanted, there = spec.rows * spec.row_bytes, Path(path).stat().st_size
         if offset < 0 or there < offset + wanted:
             raise ValueError(
-                f"{what}: shape {tuple(shape)} of {spec.dtype} after {offset} bytes needs a file of {offset + wanted} bytes, "
-                f"this one has {there}"
+                f"{what}: shape {tuple(shape)} of {spec.dtype} after {offset} bytes needs a file of "
+                f"{offset + wanted} bytes, this one has {there}"
             )
         if not wanted:
             return HostTable(cls._allocate(spec, device, what)._leaf, spec)
@@ -237,7 +238,9 @@ class HostTable:
             memory = _pin(what, lambda module: module.HostMemory.allocate(spec.rows * spec.row_bytes, True))
             return cls(_array_of(memory, spec, _device(device)), spec)
         if spec.platform == "cuda":  # without an element there is no memory, and jax can have it as it likes
-            return cls(jax.device_put(np.zeros(spec.leaf.shape, spec.leaf.dtype), _host_sharding(_device(device))), spec)
+            return cls(
+                jax.device_put(np.zeros(spec.leaf.shape, spec.leaf.dtype), _host_sharding(_device(device))), spec
+            )
         # jax's own memory: it is the only kind that jax's CPU backend writes in place when it is donated.
         leaf = spec.leaf
         with jax.default_device(_device(device)):
@@ -311,7 +314,9 @@ class HostTable:
         leaf.block_until_ready()
         memory = _memory(leaf)
         words = np.asarray(leaf) if memory is None else _View(memory, leaf).array()
-        view = words.reshape(self._spec.rows, -1).view(self._spec.dtype) if self.size else np.empty(self.shape, self.dtype)
+        view = (
+            words.reshape(self._spec.rows, -1).view(self._spec.dtype) if self.size else np.empty(self.shape, self.dtype)
+        )
         view = view.reshape(self.shape)
         view.flags.writeable = False
         return view
@@ -341,7 +346,9 @@ class HostTable:
         leaf.block_until_ready()
         memory = _memory(leaf)
         if memory is None:
-            memory = _native.extension("HostTable.write").HostMemory.adopt(_address(leaf), self.nbytes, True, False, leaf)
+            memory = _native.extension("HostTable.write").HostMemory.adopt(
+                _address(leaf), self.nbytes, True, False, leaf
+            )
         memory.copy_in(start * self._spec.row_bytes, given.ctypes.data, given.nbytes)
 
     # -------------------------------------------------------------------------------------------- lifetime
@@ -413,14 +420,14 @@ class HostTable:
             self._check_alive(what)
         if not hasattr(leaf, "shape") or tuple(leaf.shape) != self._spec.leaf.shape:
             raise ValueError(
-                f"{what}: the table was sliced or reshaped on its way (its array has shape {getattr(leaf, 'shape', None)}, "
-                f"{self._spec.leaf.shape} is expected). Do not give it as `xs` of a scan or as a mapped argument; use it as "
-                "a constant inside"
+                f"{what}: the table was sliced or reshaped on its way (its array has shape "
+                f"{getattr(leaf, 'shape', None)}, {self._spec.leaf.shape} is expected). Do not give it as `xs` of a scan "
+                "or as a mapped argument; use it as a constant inside"
             )
         if closed_over(leaf):
             raise TypeError(
-                f"{what}: the table is closed over by a function that jax compiles, which would make it a constant of the "
-                "program. Pass it as an argument: jax.jit(lambda table, ids: table[ids])(table, ids)"
+                f"{what}: the table is closed over by a function that jax compiles, which would make it a constant "
+                "of the program. Pass it as an argument: jax.jit(lambda table, ids: table[ids])(table, ids)"
             )
         return leaf
 
@@ -434,12 +441,14 @@ class HostTable:
     def _check_alive(self, what: str) -> None:
         if self._pid != os.getpid():  # asked first: a child that calls jax hangs
             raise TableClosedError(
-                f"{what}: the table was made before this process was forked, and a child has neither the memory nor the "
+                f"{what}: the table was made before this process was forked, and a child has neither the memory nor "
+                f"the "
                 "device; make the table in the child, or start it with multiprocessing's 'spawn'"
             )
         if self.is_closed():
             raise TableClosedError(
-                f"{what}: the table was closed, or donated to a jitted function; use the table that the function returned"
+                f"{what}: the table was closed, or donated to a jitted function; use the table that the function "
+                f"returned"
             )
 
 
@@ -467,7 +476,7 @@ def _spec(shape: tuple[int, ...], dtype: Any, device: jax.Device | None, what: s
 def _device(device: jax.Device | None) -> Any:
     if device is not None:
         return device
-    default = jax.config.jax_default_device
+    default = jax.config.values["jax_default_device"]
     return default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
 
 
@@ -476,7 +485,9 @@ def _platform(device: jax.Device) -> str:
         return "cpu"
     if device.platform in ("gpu", "cuda") and "rocm" not in getattr(device.client, "platform_version", "").lower():
         return "cuda"
-    raise ValueError(f"HostTable: {device.platform} devices cannot read host memory in place; use a CPU or an NVIDIA GPU")
+    raise ValueError(
+        f"HostTable: {device.platform} devices cannot read host memory in place; use a CPU or an NVIDIA GPU"
+    )
 
 
 def _host_sharding(device: Any) -> jax.sharding.Sharding:
@@ -488,7 +499,8 @@ def _pin(what: str, make: Any) -> Any:
         return make(_native.extension(what))
     except RuntimeError as error:
         raise MemoryError(
-            f"{what}: {error}. Pinned memory cannot be swapped out: it must fit in the machine's free memory and under the "
+            f"{what}: {error}. Pinned memory cannot be swapped out: it must fit in the machine's free memory and "
+            f"under the "
             "limits of the process or container (ulimit -l, memory.max)"
         ) from error
 

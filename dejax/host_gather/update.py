@@ -28,8 +28,8 @@ Schedule = Callable[[Array], ArrayLike]
 def scatter(table: HostTable, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = UPDATE_SMS) -> HostTable:
     """The table with `rows` at `ids`, written in place.
 
-    Inside a jitted function, donate the table to it (`donate_argnums`) and return what comes out of here; what went in must
-    not be used afterwards. Outside of one it is donated here: the table given is closed.
+    Inside a jitted function, donate the table to it (`donate_argnums`) and return what comes out of here; what went
+    in must not be used afterwards. Outside of one it is donated here: the table given is closed.
 
     Args:
         table: HostTable [rows, *row], not read-only.
@@ -68,12 +68,12 @@ class OptimizerState(NamedTuple):
     """State of a row-sparse optimizer: a step counter on the device, and float32 tables beside the rows.
 
     Attributes:
-        count: int32 scalar, steps so far.
+        step: int32 scalar, steps so far.
         first: Adagrad's sum of squares, Adam's first moment; None for SGD.
         second: Adam's second moment; None otherwise.
     """
 
-    count: Array
+    step: Array
     first: HostTable | None
     second: HostTable | None
 
@@ -169,14 +169,14 @@ def _optimizer(
         )
 
     def update(gradient: RowGradient, state: OptimizerState, table: HostTable) -> tuple[HostTable, OptimizerState]:
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        step = (state.count + 1).astype(jnp.float32)
+        rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
+        step = (state.step + 1).astype(jnp.float32)
         values = (rate, b1, b2, eps, 1 - b1**step, 1 - b2**step, weight_decay)
         hyper = jnp.stack([jnp.asarray(value, jnp.float32) for value in values])
         new, first, second = _update(
             f"{name}.update", op, table, state.first, state.second, gradient.ids, gradient.values, hyper, num_sms
         )
-        return new, OptimizerState(state.count + 1, first, second)
+        return new, OptimizerState(state.step + 1, first, second)
 
     return Optimizer(init, update)
 
@@ -202,13 +202,19 @@ def _update(
     ids = checked_ids(what, ids)
     rows = jnp.asarray(rows)
     if rows.shape != ids.shape + spec.row:
-        raise ValueError(f"{what}: rows of shape {ids.shape + spec.row} are needed for these ids, {rows.shape} was given")
+        raise ValueError(
+            f"{what}: rows of shape {ids.shape + spec.row} are needed for these ids, {rows.shape} was given"
+        )
     if op == _SET:
         rows = rows.astype(spec.dtype)
         if rows.dtype != spec.dtype:
-            raise TypeError(f"{what}: rows of {spec.dtype} need jax's 64-bit mode: jax.config.update('jax_enable_x64', True)")
+            raise TypeError(
+                f"{what}: rows of {spec.dtype} need jax's 64-bit mode: jax.config.update('jax_enable_x64', True)"
+            )
     elif spec.dtype.name not in _types.RESULT_CODES:
-        raise TypeError(f"{what}: only tables of float32, bfloat16 or float16 can be added to, this one has {spec.dtype}")
+        raise TypeError(
+            f"{what}: only tables of float32, bfloat16 or float16 can be added to, this one has {spec.dtype}"
+        )
     elif rows.dtype.name not in _types.RESULT_CODES:
         rows = rows.astype(jnp.float32)
     hyper = jnp.zeros((7,), jnp.float32) if hyper is None else hyper
@@ -249,26 +255,24 @@ def _launch(
             TABLE=table_type,
             VALUES=values_type,
         )
-    none = jnp.zeros((0,), jnp.float32)
-    tables = (*leaves, *[none] * (3 - len(leaves)))
     # The results' types are the operands' own, memory space included: a host result must alias a host operand.
-    results = [jax.typeof(x) for x in tables]
     call = jax.ffi.ffi_call(
         "dejax_table_update",
-        (*results, jax.ShapeDtypeStruct((2,), jnp.uint32)),
-        input_output_aliases={0: 0, 1: 1, 2: 2},
+        tuple(jax.typeof(x) for x in leaves),
+        input_output_aliases={4 + k: k for k in range(len(leaves))},
     )
-    written = call(
-        *tables,
-        ids,
-        perm,
-        rows,
-        hyper,
-        op=np.int64(op),
-        table_type=np.int64(table_type),
-        values_type=np.int64(values_type),
-        row_bytes=np.int64(spec.row_bytes),
-        kernel=np.int64(kernel),
-        grid=np.int64(num_sms),
+    return tuple(
+        call(
+            ids,
+            perm,
+            rows,
+            hyper,
+            *leaves,
+            op=np.int64(op),
+            table_type=np.int64(table_type),
+            values_type=np.int64(values_type),
+            row_bytes=np.int64(spec.row_bytes),
+            kernel=np.int64(kernel),
+            grid=np.int64(num_sms),
+        )
     )
-    return tuple(written[: len(leaves)])

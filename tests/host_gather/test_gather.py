@@ -48,12 +48,12 @@ def same_bits(got: jax.Array, want: np.ndarray) -> None:
     ids_shape=st.lists(st.integers(0, 4), max_size=2).map(tuple),
     mode=st.sampled_from(["fill", "clip"]),
     order=st.sampled_from(["given", "sorted", "auto"]),
-    dtype=st.sampled_from(["bool", "int8", "uint16", "float32", "complex64", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]),
+    dtype=st.sampled_from(
+        ["bool", "int8", "uint16", "float32", "complex64", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
+    ),
     seed=st.integers(0, 99),
 )
-def test_any_shape(
-    rows: int, row: tuple, ids_shape: tuple, mode: str, order: str, dtype: object, seed: int
-) -> None:
+def test_any_shape(rows: int, row: tuple, ids_shape: tuple, mode: str, order: str, dtype: object, seed: int) -> None:
     values = random_rows((rows, *row), dtype, seed)
     ids = np.random.default_rng(seed).integers(-3, rows + 3, ids_shape, np.int32)
     got = gather(HostTable.from_numpy(values), ids, mode=mode, order=order, fill_value=3)
@@ -84,9 +84,7 @@ def test_wide_types_and_ids() -> None:
                 got = gather(table, ids, mode="clip" if clip else "fill", order=order)
                 same_bits(got, reference(values, ids, clip))
     # Without it jax would cut them to 32 bits, and 2**32 + 3 would be row 3.
-    same_bits(
-        gather(HostTable.from_numpy(values.astype(np.float32)), ids), reference(values.astype(np.float32), ids)
-    )
+    same_bits(gather(HostTable.from_numpy(values.astype(np.float32)), ids), reference(values.astype(np.float32), ids))
 
 
 @pytest.mark.parametrize("out", ["float32", "bfloat16", "float16"])
@@ -106,7 +104,9 @@ def test_conversion(dtype: object, out: str) -> None:
     same_bits(got, want)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2], ids=str
+)
 def test_conversion_of_every_value(dtype: object) -> None:
     kind = np.dtype(dtype)
     bits = np.arange(1 << 8 * kind.itemsize, dtype=np.uint32).astype(f"u{kind.itemsize}")

@@ -1,4 +1,4 @@
-"""`HostTable`: constructors, lifetime, and a readable error for every way of misusing one. On whatever device is the default."""
+"""`HostTable`: constructors, lifetime, and a readable error for every way of misusing one."""
 
 import os
 import subprocess
@@ -29,7 +29,9 @@ def aligned(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int64", "float16", "float64", "complex64", "bfloat16", "float8_e5m2"])
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "uint16", "int64", "float16", "float64", "complex64", "bfloat16", "float8_e5m2"]
+)
 def test_from_numpy_keeps_every_bit(dtype: str) -> None:
     kind = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
     array = np.random.default_rng(0).integers(0, 2, (7, 3, 2)).astype(kind)
@@ -196,7 +198,7 @@ def test_control_flow_and_pytrees() -> None:
     np.testing.assert_array_equal(rows, ROWS[np.asarray(blocks)])
     np.testing.assert_array_equal(other, ROWS[[0, 7]])
     assert jax.tree.structure(table) == jax.tree.structure(HostTable.from_numpy(ROWS))
-    (path, _), = jax.tree_util.tree_leaves_with_path({"features": table})
+    ((path, _),) = jax.tree_util.tree_leaves_with_path({"features": table})
     assert jax.tree_util.keystr(path) == "['features'].rows"
 
 
@@ -233,7 +235,9 @@ if child == 0:
     os._exit(9)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    ran = subprocess.run([sys.executable, "-c", code], env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, timeout=60
+    )
     assert ran.returncode == 7, ran.stderr.decode()
 
 
