@@ -11,7 +11,7 @@ from dejax.host_gather.gather import check_errors, gather
 from dejax.host_gather.gradient import RowGradient, value_and_grad
 from dejax.host_gather.pipeline import PendingRows, gather_done, gather_start, prefetched_scan
 from dejax.host_gather.sampling import LocalGraph, Neighbors, Topology, sample_graph, sample_neighbors
-from dejax.host_gather.table import HostTable, TableClosedError
+from dejax.host_gather.table import HostTable, TableClosedError, shardings
 from dejax.host_gather.update import Optimizer, OptimizerState, adagrad, adam, scatter, scatter_add, sgd
 
 __all__ = [
@@ -38,5 +38,6 @@ __all__ = [
     "scatter",
     "scatter_add",
     "sgd",
+    "shardings",
     "value_and_grad",
 ]

@@ -15,10 +15,11 @@ GIB = 1 << 30
 BUS = 51.4e9  # bytes per second that kernels read, 0.92 of the copy engine's rate
 PAGE = 64 << 10
 PAGES_PER_SECOND = 42.5e6  # 24 GiB: 191 k pages in 4.47 ms; 80 GiB: 238 k in 5.62 ms
-# Rows per second of random ids, by the table's size; up to 1 GiB the bus is the bound.
-RANDOM_ROWS = ((1, 1e12), (2, 56e6), (4, 40e6), (8, 33.6e6), (16, 30.5e6), (24, 29.3e6), (80, 27.9e6))
+# Rows per second of random ids, by the table's size in GiB.
+RANDOM_ROWS = ((1, 105e6), (2, 56e6), (4, 40e6), (8, 33.6e6), (16, 30.5e6), (24, 29.3e6), (80, 27.9e6))
 SORT_LATENCY = 60e-6  # jax.lax.sort of (id, position) pairs, in a jitted step
 SORT_PER_ID = 5.5e-11
+SORTED_ROWS = 6e8  # rows per second, however short
 
 
 def random_seconds(table_bytes: int, row_bytes: int, ids: int) -> float:
@@ -42,7 +43,7 @@ def sorted_seconds(table_bytes: int, row_bytes: int, ids: int) -> float:
     """Predicted time of sorting random ids and gathering in their order."""
     pages = max(1.0, table_bytes / PAGE)
     touched = pages * -math.expm1(-ids * max(1.0, row_bytes / PAGE) / pages)
-    return max(ids * row_bytes / BUS, touched / PAGES_PER_SECOND) + SORT_LATENCY + SORT_PER_ID * ids
+    return max(ids * row_bytes / BUS, ids / SORTED_ROWS, touched / PAGES_PER_SECOND) + SORT_LATENCY + SORT_PER_ID * ids
 
 
 def sorting_pays(table_bytes: int, row_bytes: int, ids: int) -> bool:

@@ -326,7 +326,7 @@ def _scaled(draws: Array, degree: Array) -> Array:
 
 
 def _subset(key: Array, degree: Array, fan_out: int) -> tuple[Array, Array]:
-    """Floyd's algorithm: a uniform subset of `fan_out` positions below `degree`, all of them where there are no more."""
+    """Floyd's algorithm: a uniform subset of `fan_out` positions below `degree`, all where there are no more."""
     draws = jax.random.uniform(key, (fan_out, degree.shape[0]))
     chosen: list[Array] = []
     for i in range(fan_out):
@@ -341,7 +341,7 @@ def _subset(key: Array, degree: Array, fan_out: int) -> tuple[Array, Array]:
 
 
 def _weighted(draws: Array, cumulative: Rows, start: Array, degree: Array) -> tuple[Array, Array]:
-    """Positions by inverting the running sums: the first whose sum is above draw * total. False where all weights are 0."""
+    """The first positions whose running sum is above draw * total; False where all weights are 0."""
     total = _take(cumulative, jnp.where(degree > 0, start + degree - 1, -1))
     goal = draws * total[:, None]
     low = jnp.zeros(draws.shape, start.dtype)

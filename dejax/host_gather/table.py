@@ -62,8 +62,8 @@ class HostTable:
 
     A pytree with one array, so pass it as an argument: to `jax.jit`, as the closed-over constant of `scan` and `cond`
     inside it, through `jax.shard_map` (see `share`). Do not close over it in a jitted function (it would become a
-    constant of the program; dejax refuses), do not return it from one unless it is donated (XLA copies what it
-    returns), and do not give it as `xs` of a scan or map over it by `vmap`: both slice it.
+    constant of the program; dejax refuses), do not return it from one unless it is donated (see `shardings`; XLA
+    copies what it returns), and do not give it as `xs` of a scan or map over it by `vmap`: both slice it.
 
     The memory lives as long as the table, an array made from it, or a step in flight that reads it. `close`, or
     leaving the `with` block, gives it back earlier.
@@ -272,6 +272,11 @@ class HostTable:
     def read_only(self) -> bool:
         return self._spec.read_only
 
+    @property
+    def sharding(self) -> jax.sharding.Sharding:
+        """Where the array inside lies: what `out_shardings` of a jitted function needs for a table that it returns."""
+        return self._concrete("sharding").sharding
+
     def __len__(self) -> int:
         return self._spec.rows
 
@@ -421,8 +426,8 @@ class HostTable:
         if not hasattr(leaf, "shape") or tuple(leaf.shape) != self._spec.leaf.shape:
             raise ValueError(
                 f"{what}: the table was sliced or reshaped on its way (its array has shape "
-                f"{getattr(leaf, 'shape', None)}, {self._spec.leaf.shape} is expected). Do not give it as `xs` of a scan "
-                "or as a mapped argument; use it as a constant inside"
+                f"{getattr(leaf, 'shape', None)}, {self._spec.leaf.shape} is expected). Do not give it as `xs` of a "
+                "scan or as a mapped argument; use it as a constant inside"
             )
         if closed_over(leaf):
             raise TypeError(
@@ -450,6 +455,27 @@ class HostTable:
                 f"{what}: the table was closed, or donated to a jitted function; use the table that the function "
                 f"returned"
             )
+
+
+def shardings(tree: Any) -> Any:
+    """What `jax.jit` needs as `out_shardings` to return a pytree with tables: XLA would look for them on the device.
+
+    Args:
+        tree: a pytree of the structure that the function returns, such as its arguments; leaves that are no table may
+            be anything.
+
+    Returns:
+        The tree with a sharding for each table and None, which leaves it to XLA, for everything else.
+
+    >>> table = HostTable.zeros((4, 2))
+    >>> step = jax.jit(lambda table, x: (table, x + 1), donate_argnums=0, out_shardings=shardings((table, 0)))
+    >>> table, x = step(table, 1)
+    """
+    return jax.tree.map(
+        lambda value: value.sharding if isinstance(value, HostTable) else None,
+        tree,
+        is_leaf=lambda value: isinstance(value, HostTable),
+    )
 
 
 class _View:

@@ -28,8 +28,9 @@ Schedule = Callable[[Array], ArrayLike]
 def scatter(table: HostTable, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = UPDATE_SMS) -> HostTable:
     """The table with `rows` at `ids`, written in place.
 
-    Inside a jitted function, donate the table to it (`donate_argnums`) and return what comes out of here; what went
-    in must not be used afterwards. Outside of one it is donated here: the table given is closed.
+    Inside a jitted function, donate the table to it (`donate_argnums`), say where it comes out (`out_shardings`, see
+    `shardings`; else XLA refuses with "output location mismatch"), and return what comes out of here; what went in must
+    not be used afterwards. Outside of one it is donated here: the table given is closed.
 
     Args:
         table: HostTable [rows, *row], not read-only.

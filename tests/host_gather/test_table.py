@@ -148,8 +148,8 @@ def test_misuse_is_a_readable_error(misuse: Callable, error: type[Exception], me
 
 
 def test_a_stack_of_tables_cannot_be_mapped_over() -> None:
-    tables = jax.tree.map(lambda x: jnp.stack([x, x]), HostTable.from_numpy(ROWS))
-    with pytest.raises(ValueError, match="sliced|in_axes=None"):
+    tables = jax.tree.map(lambda x: jnp.stack([np.asarray(x)] * 2), HostTable.from_numpy(ROWS))
+    with pytest.raises((ValueError, TypeError), match="sliced|in_axes=None"):
         jax.vmap(lambda t: t[jnp.array([0])])(tables)
 
 

@@ -20,6 +20,7 @@ from dejax.host_gather import (
     scatter,
     scatter_add,
     sgd,
+    shardings,
     value_and_grad,
 )
 
@@ -71,7 +72,7 @@ def test_in_a_jitted_function_the_memory_stays() -> None:
         table = scatter(table, ids[:1], table[ids[:1]] * 2)
         return table, table[ids].sum()
 
-    compiled = jax.jit(step, donate_argnums=0)
+    compiled = jax.jit(step, donate_argnums=0, out_shardings=shardings((table, 0)))
     for _ in range(3):
         table, total = compiled(table, jnp.array([1, 2]))
     assert table._leaf.unsafe_buffer_pointer() == address
@@ -86,11 +87,10 @@ def test_in_a_jitted_function_the_memory_stays() -> None:
 def test_in_a_scan() -> None:
     table = HostTable.from_numpy(ROWS)
 
-    @jax.jit
     def run(table: HostTable, blocks: jax.Array) -> HostTable:
         return jax.lax.scan(lambda t, ids: (scatter_add(t, ids, t[ids]), None), table, blocks)[0]
 
-    run = jax.jit(run, donate_argnums=0)
+    run = jax.jit(run, donate_argnums=0, out_shardings=shardings(table))
     want = ROWS.copy()
     want[[0, 1]] *= 2
     want[[1, 2]] *= 2
@@ -130,7 +130,7 @@ def test_optimizers_against_optax_when_every_row_is_touched(
 ) -> None:
     table, params = HostTable.from_numpy(ROWS), jnp.asarray(ROWS)
     state, other = ours.init(table), theirs.init(params)
-    step = jax.jit(ours.update, donate_argnums=(1, 2))
+    step = jax.jit(ours.update, donate_argnums=(1, 2), out_shardings=shardings((table, state)))
     for k in range(3):
         gradient = np.random.default_rng(k).standard_normal((12, 5)).astype(np.float32)
         half = np.concatenate([gradient * 0.25, gradient * 0.75])  # each row twice: duplicates are summed
