@@ -2,7 +2,7 @@
 
     python examples/graphsage_host_features.py                                   # small: seconds on a CPU
     python examples/graphsage_host_features.py --nodes 60000000 --edges 100000000 --batch 1024   # 24 GB of features
-    python examples/graphsage_host_features.py --pipeline cpu                    # rows gathered by numpy, for comparison
+    python examples/graphsage_host_features.py --pipeline cpu                    # numpy gathers the rows
 
 From plain JAX, with the features on the device, two lines change:
 
