@@ -3,6 +3,9 @@
 
 #include "xla/ffi/api/ffi.h"
 
+struct CUctx_st;
+struct CUstream_st;
+
 // What both handlers bind, after the context.
 #define DEJAX_GATHER_OPERANDS \
   .Arg<xla::ffi::AnyBuffer>() \
@@ -48,6 +51,10 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherCuda);
 // after it; done waits for its further operands. CUDA only: the CPU's start is a gather.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherStart);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherDone);
+
+// Makes `stream` wait for the gathers that were begun on the side and are not done: for whoever writes a table next. The
+// context is current. 0, or a CUresult.
+int WaitForStarted(CUctx_st* context, CUstream_st* stream);
 
 // What the last kernel with `raises` found: true once for each time, and the id.
 bool TakeGatherError(long long* id);

@@ -20,6 +20,7 @@ using cuda::DevicePointer;
 
 constexpr unsigned kThreads = 1024;
 constexpr int kUnroll = 4;  // as in gather.cu
+constexpr int64_t kMaxRowBytes = 1 << 30;  // the kernel counts bytes of a row in 32 bits
 constexpr int kReleaseThreshold = 4;  // CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
 
 struct alignas(16) Vector4 {
@@ -82,7 +83,7 @@ struct Gather {
 
 // Launches on `stream`, whose context is current.
 ffi::Error Launch(const Gather& g, void* out, int64_t out_bytes, void* ticket, cuda::Context context, cuda::Stream stream) {
-  if (g.fill.size() != 16 || g.fan_out < 1 || g.row_bytes < 0 || g.grid < 1 || (g.align & (g.align - 1)) != 0 || g.align < 16) {
+  if (g.fill.size() != 16 || g.fan_out < 1 || g.row_bytes < 0 || g.row_bytes > kMaxRowBytes || g.grid < 1 || (g.align & (g.align - 1)) != 0 || g.align < 16) {
     return Failed(ffi::ErrorCode::kInvalidArgument, "the attributes do not fit together");
   }
   const int64_t ids = static_cast<int64_t>(g.ids.element_count()), rows = g.table.dimensions()[0];
@@ -302,6 +303,18 @@ ffi::Error Done(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer, ffi::Remain
 }
 
 }  // namespace
+
+int WaitForStarted(cuda::Context context, cuda::Stream stream) {
+  std::lock_guard<std::mutex> lock(SideMutex());
+  const auto side = Sides().find(context);
+  if (side == Sides().end()) return 0;
+  for (const auto& [key, queue] : side->second.pending) {
+    for (const Pending& pending : queue) {
+      if (auto result = cuda::GetLaunchApi(nullptr)->stream_wait_event(stream, pending.done, 0)) return result;
+    }
+  }
+  return 0;
+}
 
 bool TakeGatherError(long long* id) {
   std::string why;

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "cuda_launch.h"
+#include "table_gather.h"
 #include "table_update.h"
 
 namespace ffi = xla::ffi;
@@ -58,6 +59,10 @@ ffi::Error OnCuda(cuda::Stream stream, ffi::AnyBuffer ids, ffi::AnyBuffer perm, 
   cuda::CurrentContext current(context);
   cuda::Function kernel = cuda::FindKernel(kernel_key, context, &why);
   if (kernel == nullptr) return Failed(ffi::ErrorCode::kInternal, why);
+  // A gather that was begun before may still read the rows that are written here.
+  if (auto result = WaitForStarted(context, stream)) {
+    return Failed(ffi::ErrorCode::kInternal, "cuStreamWaitEvent failed: " + cuda::ErrorName(api, result));
+  }
   const cuda::DevicePointer counter = cuda::NextCounter(context);
   if (counter == 0) return Failed(ffi::ErrorCode::kResourceExhausted, "no device memory for a counter");
   Params p = {tables.after[0], tables.after[1], tables.after[2], ids.untyped_data(), perm.untyped_data(),

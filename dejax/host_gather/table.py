@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
 _DLPACK_CPU, _DLPACK_CUDA_HOST = 1, 3
+_MAX_ROW_BYTES = 1 << 30  # kernels count bytes of a row in 32 bits
 _ALIGNMENT = 64  # bytes; what jax needs to take memory of the CPU as it is
 
 
@@ -102,9 +103,9 @@ class HostTable:
 
         Args:
             array: [rows, *row], any dtype of whole bytes.
-            copy: False pins the array's own memory, which stays the array's: what is written to one is seen in the
-                other. The array must be C-contiguous and begin at a multiple of 64 bytes (16 on a GPU); a read-only
-                one gives a read-only table.
+            copy: False pins the array's own memory, which stays the array's: what is written to it is seen in the
+                table. (On the CPU `scatter` moves such a table to memory of its own.) The array must be C-contiguous
+                and begin at a multiple of 64 bytes (16 on a GPU); a read-only one gives a read-only table.
             device: whose steps will read it; by default jax's default device.
 
         Raises:
@@ -329,6 +330,8 @@ class HostTable:
     def write(self, start: int, rows: ArrayLike) -> None:
         """Copies rows into the table, from the host, at once: for filling a table, not for use within a step.
 
+        Steps in flight that read the table are not waited for: they may see old rows or new ones.
+
         Args:
             start: the first row written.
             rows: [count, *row], converted to the table's dtype.
@@ -496,7 +499,10 @@ def _spec(shape: tuple[int, ...], dtype: Any, device: jax.Device | None, what: s
     shape = tuple(int(size) for size in shape)
     if not shape or min(shape) < 0:
         raise ValueError(f"{what}: a shape [rows, *row] is needed, {shape} was given")
-    return TableSpec(shape[0], shape[1:], _types.element_dtype(dtype, what), _platform(_device(device)))
+    spec = TableSpec(shape[0], shape[1:], _types.element_dtype(dtype, what), _platform(_device(device)))
+    if spec.row_bytes > _MAX_ROW_BYTES:
+        raise ValueError(f"{what}: a row may have {_MAX_ROW_BYTES} bytes, {spec.row_bytes} were given; split the rows")
+    return spec
 
 
 def _device(device: jax.Device | None) -> Any:
