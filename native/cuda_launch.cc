@@ -22,32 +22,31 @@ std::pair<std::unique_ptr<LaunchApi>, std::string> Load() {
   if (GetApi(&why) == nullptr) return {nullptr, why};
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);  // open already: a second reference
   auto api = std::make_unique<LaunchApi>();
-  const bool complete =
-      Find(library, "cuDevicePrimaryCtxRetain", &api->primary_ctx_retain, &why) &&
-      Find(library, "cuCtxGetCurrent", &api->ctx_get_current, &why) &&
-      Find(library, "cuCtxSynchronize", &api->ctx_synchronize, &why) &&
-      Find(library, "cuMemHostAlloc", &api->mem_host_alloc, &why) &&
-      Find(library, "cuMemFreeHost", &api->mem_free_host, &why) &&
-      Find(library, "cuMemHostRegister_v2", &api->mem_host_register, &why) &&
-      Find(library, "cuMemHostUnregister", &api->mem_host_unregister, &why) &&
-      Find(library, "cuMemHostGetDevicePointer_v2", &api->mem_host_get_device_pointer, &why) &&
-      Find(library, "cuModuleLoadData", &api->module_load_data, &why) &&
-      Find(library, "cuModuleGetFunction", &api->module_get_function, &why) &&
-      Find(library, "cuLaunchKernel", &api->launch_kernel, &why) &&
-      Find(library, "cuMemsetD8Async", &api->memset_d8_async, &why) &&
-      Find(library, "cuStreamCreateWithPriority", &api->stream_create_with_priority, &why) &&
-      Find(library, "cuCtxGetStreamPriorityRange", &api->ctx_get_stream_priority_range, &why) &&
-      Find(library, "cuStreamWaitEvent", &api->stream_wait_event, &why) &&
-      Find(library, "cuEventCreate", &api->event_create, &why) &&
-      Find(library, "cuEventRecord", &api->event_record, &why) &&
-      Find(library, "cuEventDestroy_v2", &api->event_destroy, &why) &&
-      Find(library, "cuMemcpyDtoDAsync_v2", &api->memcpy_dtod_async, &why) &&
-      Find(library, "cuMemAllocAsync", &api->mem_alloc_async, &why) &&
-      Find(library, "cuMemFreeAsync", &api->mem_free_async, &why) &&
-      Find(library, "cuMemAlloc_v2", &api->mem_alloc, &why) &&
-      Find(library, "cuCtxGetDevice", &api->ctx_get_device, &why) &&
-      Find(library, "cuDeviceGetDefaultMemPool", &api->device_get_default_mem_pool, &why) &&
-      Find(library, "cuMemPoolSetAttribute", &api->mem_pool_set_attribute, &why);
+  const bool complete = Find(library, "cuDevicePrimaryCtxRetain", &api->primary_ctx_retain, &why) &&
+                        Find(library, "cuCtxGetCurrent", &api->ctx_get_current, &why) &&
+                        Find(library, "cuCtxSynchronize", &api->ctx_synchronize, &why) &&
+                        Find(library, "cuMemHostAlloc", &api->mem_host_alloc, &why) &&
+                        Find(library, "cuMemFreeHost", &api->mem_free_host, &why) &&
+                        Find(library, "cuMemHostRegister_v2", &api->mem_host_register, &why) &&
+                        Find(library, "cuMemHostUnregister", &api->mem_host_unregister, &why) &&
+                        Find(library, "cuMemHostGetDevicePointer_v2", &api->mem_host_get_device_pointer, &why) &&
+                        Find(library, "cuModuleLoadData", &api->module_load_data, &why) &&
+                        Find(library, "cuModuleGetFunction", &api->module_get_function, &why) &&
+                        Find(library, "cuLaunchKernel", &api->launch_kernel, &why) &&
+                        Find(library, "cuMemsetD8Async", &api->memset_d8_async, &why) &&
+                        Find(library, "cuStreamCreateWithPriority", &api->stream_create_with_priority, &why) &&
+                        Find(library, "cuCtxGetStreamPriorityRange", &api->ctx_get_stream_priority_range, &why) &&
+                        Find(library, "cuStreamWaitEvent", &api->stream_wait_event, &why) &&
+                        Find(library, "cuEventCreate", &api->event_create, &why) &&
+                        Find(library, "cuEventRecord", &api->event_record, &why) &&
+                        Find(library, "cuEventDestroy_v2", &api->event_destroy, &why) &&
+                        Find(library, "cuMemcpyDtoDAsync_v2", &api->memcpy_dtod_async, &why) &&
+                        Find(library, "cuMemAllocAsync", &api->mem_alloc_async, &why) &&
+                        Find(library, "cuMemFreeAsync", &api->mem_free_async, &why) &&
+                        Find(library, "cuMemAlloc_v2", &api->mem_alloc, &why) &&
+                        Find(library, "cuCtxGetDevice", &api->ctx_get_device, &why) &&
+                        Find(library, "cuDeviceGetDefaultMemPool", &api->device_get_default_mem_pool, &why) &&
+                        Find(library, "cuMemPoolSetAttribute", &api->mem_pool_set_attribute, &why);
   if (!complete) return {nullptr, why};
   return {std::move(api), ""};
 }

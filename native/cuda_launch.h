@@ -1,5 +1,5 @@
-// Kernels that Python compiled with NVRTC, launched through the driver API, and the memory and stream calls beside them.
-// Kept apart from cuda_driver.h: probing a driver needs none of this.
+// Kernels that Python compiled with NVRTC, launched through the driver API, and the memory and stream calls beside
+// them. Kept apart from cuda_driver.h: probing a driver needs none of this.
 #pragma once
 
 #include <cstddef>
@@ -76,8 +76,8 @@ bool HasKernel(int64_t key);
 // The kernel of `key` in the context of `stream`; null with a reason.
 Function FindKernel(int64_t key, Context context, std::string* why);
 
-// Eight bytes of device memory for a kernel's work counter, of the current context: one of a ring of 1,024, so that calls on
-// several streams do not meet. 0 where there is no memory.
+// Eight bytes of device memory for a kernel's work counter, of the current context: one of a ring of 1,024, so that
+// calls on several streams do not meet. 0 where there is no memory.
 DevicePointer NextCounter(Context context);
 
 }  // namespace dejax::cuda

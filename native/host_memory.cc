@@ -35,7 +35,7 @@ constexpr int64_t kReadBytes = 8 << 20;  // of one read of a file by one thread
 struct Block {
   char* data = nullptr;
   int64_t bytes = 0;
-  bool pinned = false;      // kernels can read it
+  bool pinned = false;  // kernels can read it
   bool writable = true;
   enum { kAllocated, kMapped, kForeign } kind = kAllocated;
   void* map_begin = nullptr;  // what munmap takes
@@ -89,7 +89,8 @@ std::map<uintptr_t, std::weak_ptr<Block>>& Registry() {
 void Register(const Shared& block) {
   std::lock_guard<std::mutex> lock(RegistryMutex());
   auto& registry = Registry();
-  for (auto it = registry.begin(); it != registry.end();) it = it->second.expired() ? registry.erase(it) : std::next(it);
+  for (auto it = registry.begin(); it != registry.end();)
+    it = it->second.expired() ? registry.erase(it) : std::next(it);
   registry[reinterpret_cast<uintptr_t>(block->data)] = block;
 }
 
@@ -244,8 +245,11 @@ nb::object Export(const Shared& block, std::vector<int64_t> shape, int bits, int
   exported->shape = std::move(shape);
   exported->block = block;
   DLTensor& tensor = exported->managed.tensor;
-  tensor = {block->data, device_type, device_id, static_cast<int32_t>(exported->shape.size()), 1,
-            static_cast<uint8_t>(bits), 1, exported->shape.data(), nullptr, 0};
+  tensor = {block->data, device_type,
+            device_id,   static_cast<int32_t>(exported->shape.size()),
+            1,           static_cast<uint8_t>(bits),
+            1,           exported->shape.data(),
+            nullptr,     0};
   exported->managed.context = exported.get();
   exported->managed.deleter = [](DLManagedTensor* managed) { delete static_cast<Exported*>(managed->context); };
   PyObject* capsule = PyCapsule_New(&exported->managed, "dltensor", [](PyObject* self) {
@@ -268,13 +272,15 @@ struct HostMemory {
 
 void DefineHostMemory(nb::module_& m) {
   nb::class_<HostMemory>(m, "HostMemory")
-      .def_static("allocate", [](int64_t bytes, bool pinned) { return HostMemory{Allocate(bytes, pinned)}; },
-                  nb::call_guard<nb::gil_scoped_release>())
-      .def_static("map_file",
-                  [](const std::string& path, int64_t offset, int64_t bytes, bool pinned) {
-                    return HostMemory{MapFile(path, offset, bytes, pinned)};
-                  },
-                  nb::call_guard<nb::gil_scoped_release>())
+      .def_static(
+          "allocate", [](int64_t bytes, bool pinned) { return HostMemory{Allocate(bytes, pinned)}; },
+          nb::call_guard<nb::gil_scoped_release>())
+      .def_static(
+          "map_file",
+          [](const std::string& path, int64_t offset, int64_t bytes, bool pinned) {
+            return HostMemory{MapFile(path, offset, bytes, pinned)};
+          },
+          nb::call_guard<nb::gil_scoped_release>())
       .def_static("adopt",
                   [](uintptr_t address, int64_t bytes, bool writable, bool pinned, nb::object owner) {
                     return HostMemory{Adopt(address, bytes, writable, pinned, std::move(owner))};
@@ -293,15 +299,18 @@ void DefineHostMemory(nb::module_& m) {
       .def_prop_ro("nbytes", [](const HostMemory& m) { return m.block->bytes; })
       .def_prop_ro("pinned", [](const HostMemory& m) { return m.block->pinned; })
       .def_prop_ro("writable", [](const HostMemory& m) { return m.block->writable; })
-      .def("copy_in",
-           [](const HostMemory& m, int64_t offset, uintptr_t source, int64_t bytes) {
-             CopyIn(m.block, offset, source, bytes);
-           },
-           nb::call_guard<nb::gil_scoped_release>())
-      .def("zero", [](const HostMemory& m) { Zero(m.block); }, nb::call_guard<nb::gil_scoped_release>())
-      .def("read_file",
-           [](const HostMemory& m, const std::string& path, int64_t offset) { ReadFile(m.block, path, offset); },
-           nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "copy_in",
+          [](const HostMemory& m, int64_t offset, uintptr_t source, int64_t bytes) {
+            CopyIn(m.block, offset, source, bytes);
+          },
+          nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "zero", [](const HostMemory& m) { Zero(m.block); }, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "read_file",
+          [](const HostMemory& m, const std::string& path, int64_t offset) { ReadFile(m.block, path, offset); },
+          nb::call_guard<nb::gil_scoped_release>())
       .def("dlpack", [](const HostMemory& m, std::vector<int64_t> shape, int bits, int device_type, int device_id) {
         return Export(m.block, std::move(shape), bits, device_type, device_id);
       });

@@ -109,30 +109,48 @@ using Body = void (*)(const Plan&, int64_t, int64_t);
 template <typename Id, int source>
 Body ForResult(int64_t result) {
   switch (result) {
-    case kF32: return ConvertRows<Id, source, kF32>;
-    case kBF16: return ConvertRows<Id, source, kBF16>;
-    case kF16: return ConvertRows<Id, source, kF16>;
-    default: return nullptr;
+    case kF32:
+      return ConvertRows<Id, source, kF32>;
+    case kBF16:
+      return ConvertRows<Id, source, kBF16>;
+    case kF16:
+      return ConvertRows<Id, source, kF16>;
+    default:
+      return nullptr;
   }
 }
 
 template <typename Id>
 Body ForTypes(int64_t source, int64_t result) {
   switch (source) {
-    case -1: return CopyRows<Id>;
-    case kF32: return ForResult<Id, kF32>(result);
-    case kF64: return ForResult<Id, kF64>(result);
-    case kBF16: return ForResult<Id, kBF16>(result);
-    case kF16: return ForResult<Id, kF16>(result);
-    case kF8E4M3: return ForResult<Id, kF8E4M3>(result);
-    case kF8E5M2: return ForResult<Id, kF8E5M2>(result);
-    case kS8: return ForResult<Id, kS8>(result);
-    case kU8: return ForResult<Id, kU8>(result);
-    case kS16: return ForResult<Id, kS16>(result);
-    case kU16: return ForResult<Id, kU16>(result);
-    case kS32: return ForResult<Id, kS32>(result);
-    case kU32: return ForResult<Id, kU32>(result);
-    default: return nullptr;
+    case -1:
+      return CopyRows<Id>;
+    case kF32:
+      return ForResult<Id, kF32>(result);
+    case kF64:
+      return ForResult<Id, kF64>(result);
+    case kBF16:
+      return ForResult<Id, kBF16>(result);
+    case kF16:
+      return ForResult<Id, kF16>(result);
+    case kF8E4M3:
+      return ForResult<Id, kF8E4M3>(result);
+    case kF8E5M2:
+      return ForResult<Id, kF8E5M2>(result);
+    case kS8:
+      return ForResult<Id, kS8>(result);
+    case kU8:
+      return ForResult<Id, kU8>(result);
+    case kS16:
+      return ForResult<Id, kS16>(result);
+    case kU16:
+      return ForResult<Id, kU16>(result);
+    case kS32:
+      return ForResult<Id, kS32>(result);
+    case kU32:
+      return ForResult<Id, kU32>(result);
+    default:
+      return nullptr;
   }
 }
 
@@ -170,7 +188,8 @@ ffi::Error OnCpu(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer, ffi::
   plan.width = row_elements;
   if (plan.n == 0 || row_bytes == 0) return ffi::Error::Success();
   if (static_cast<int64_t>(table.size_bytes()) != plan.rows * row_bytes) return invalid("the table has other rows");
-  if (source < 0 && static_cast<int64_t>(out->size_bytes()) != plan.n * row_bytes) return invalid("the result has other rows");
+  if (source < 0 && static_cast<int64_t>(out->size_bytes()) != plan.n * row_bytes)
+    return invalid("the result has other rows");
   const int64_t grain = std::max<int64_t>(1, kBytesPerRange / (row_bytes * plan.fan_out));
   ThreadPool::Get().ParallelFor(plan.n, grain, [&](int64_t begin, int64_t end) { body(plan, begin, end); });
   if (raises && found) {

@@ -19,9 +19,9 @@ namespace {
 using cuda::DevicePointer;
 
 constexpr unsigned kThreads = 1024;
-constexpr int kUnroll = 4;  // as in gather.cu
+constexpr int kUnroll = 4;                 // as in gather.cu
 constexpr int64_t kMaxRowBytes = 1 << 30;  // the kernel counts bytes of a row in 32 bits
-constexpr int kReleaseThreshold = 4;  // CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+constexpr int kReleaseThreshold = 4;       // CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
 
 struct alignas(16) Vector4 {
   uint8_t bytes[16];
@@ -64,7 +64,8 @@ volatile long long* ErrorWords() {
     cuda::Context context = cuda::PrimaryContext(0, &why);
     if (context == nullptr) return static_cast<volatile long long*>(nullptr);
     cuda::CurrentContext current(context);
-    if (cuda::GetLaunchApi(nullptr)->mem_host_alloc(&data, 64, 3) != 0) return static_cast<volatile long long*>(nullptr);
+    if (cuda::GetLaunchApi(nullptr)->mem_host_alloc(&data, 64, 3) != 0)
+      return static_cast<volatile long long*>(nullptr);
     std::memset(data, 0, 64);
     return static_cast<volatile long long*>(data);
   }();
@@ -82,8 +83,10 @@ struct Gather {
 };
 
 // Launches on `stream`, whose context is current.
-ffi::Error Launch(const Gather& g, void* out, int64_t out_bytes, void* ticket, cuda::Context context, cuda::Stream stream) {
-  if (g.fill.size() != 16 || g.fan_out < 1 || g.row_bytes < 0 || g.row_bytes > kMaxRowBytes || g.grid < 1 || (g.align & (g.align - 1)) != 0 || g.align < 16) {
+ffi::Error Launch(const Gather& g, void* out, int64_t out_bytes, void* ticket, cuda::Context context,
+                  cuda::Stream stream) {
+  if (g.fill.size() != 16 || g.fan_out < 1 || g.row_bytes < 0 || g.row_bytes > kMaxRowBytes || g.grid < 1 ||
+      (g.align & (g.align - 1)) != 0 || g.align < 16) {
     return Failed(ffi::ErrorCode::kInvalidArgument, "the attributes do not fit together");
   }
   const int64_t ids = static_cast<int64_t>(g.ids.element_count()), rows = g.table.dimensions()[0];
@@ -112,7 +115,8 @@ ffi::Error Launch(const Gather& g, void* out, int64_t out_bytes, void* ticket, c
   p.scale_count = static_cast<long long>(g.scale.element_count());
   p.row_bytes = static_cast<int>(g.row_bytes);
   const uintptr_t address = reinterpret_cast<uintptr_t>(p.table);
-  if (address % 16 != 0) return Failed(ffi::ErrorCode::kInvalidArgument, "the table does not begin at a multiple of 16 bytes");
+  if (address % 16 != 0)
+    return Failed(ffi::ErrorCode::kInvalidArgument, "the table does not begin at a multiple of 16 bytes");
   // A row that begins `offset` bytes after a boundary of `align` touches this many chunks at most. Rows of whole lines
   // begin at one only where the table does.
   const int64_t unit = g.row_bytes & -g.row_bytes;
@@ -159,22 +163,23 @@ ffi::Error Context(cuda::Stream stream, cuda::Context* context) {
   // While a stream is captured into a graph it cannot be asked; XLA makes the context current before it captures.
   if (launch->ctx_get_current(context) != 0 || *context == nullptr) {
     if (auto result = cuda::GetApi(nullptr)->stream_get_ctx(stream, context)) {
-      return Failed(ffi::ErrorCode::kInternal, "cuStreamGetCtx failed: " + cuda::ErrorName(*cuda::GetApi(nullptr), result));
+      return Failed(ffi::ErrorCode::kInternal,
+                    "cuStreamGetCtx failed: " + cuda::ErrorName(*cuda::GetApi(nullptr), result));
     }
   }
   return ffi::Error::Success();
 }
 
-ffi::Error OnCuda(cuda::Stream stream, ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer perm, ffi::AnyBuffer slots,
-                  ffi::AnyBuffer cache, ffi::Buffer<ffi::F32> scale, ffi::Result<ffi::AnyBuffer> out,
-                  ffi::Result<ffi::AnyBuffer> scratch, int64_t source, int64_t result, int64_t row_bytes, int64_t fan_out,
-                  bool mean, bool clip, bool raises, float fill_value, ffi::Span<const uint8_t> fill, int64_t kernel,
-                  int64_t grid, int64_t align) {
+ffi::Error OnCuda(cuda::Stream stream, ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer perm,
+                  ffi::AnyBuffer slots, ffi::AnyBuffer cache, ffi::Buffer<ffi::F32> scale,
+                  ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> scratch, int64_t source, int64_t result,
+                  int64_t row_bytes, int64_t fan_out, bool mean, bool clip, bool raises, float fill_value,
+                  ffi::Span<const uint8_t> fill, int64_t kernel, int64_t grid, int64_t align) {
   cuda::Context context = nullptr;
   if (auto error = Context(stream, &context); error.failure()) return error;
   cuda::CurrentContext current(context);
-  return Launch({table, ids, perm, slots, cache, scale, source, result, row_bytes, fan_out, mean, clip, raises, fill_value,
-                 fill, kernel, grid, align},
+  return Launch({table, ids, perm, slots, cache, scale, source, result, row_bytes, fan_out, mean, clip, raises,
+                 fill_value, fill, kernel, grid, align},
                 out->untyped_data(), static_cast<int64_t>(out->size_bytes()), scratch->untyped_data(), context, stream);
 }
 
@@ -204,9 +209,10 @@ std::map<cuda::Context, Side>& Sides() {
 
 ffi::Error Start(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer perm,
                  ffi::AnyBuffer slots, ffi::AnyBuffer cache, ffi::Buffer<ffi::F32> scale, ffi::RemainingArgs,
-                 ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer>, ffi::RemainingRets, int64_t source, int64_t result, int64_t row_bytes, int64_t fan_out,
-                 bool mean, bool clip, bool raises, float fill_value, ffi::Span<const uint8_t> fill, int64_t kernel,
-                 int64_t grid, int64_t align, int64_t site, int64_t out_bytes) {
+                 ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer>, ffi::RemainingRets, int64_t source,
+                 int64_t result, int64_t row_bytes, int64_t fan_out, bool mean, bool clip, bool raises,
+                 float fill_value, ffi::Span<const uint8_t> fill, int64_t kernel, int64_t grid, int64_t align,
+                 int64_t site, int64_t out_bytes) {
   cuda::Context context = nullptr;
   if (auto error = Context(stream, &context); error.failure()) return error;
   cuda::CurrentContext current(context);
@@ -215,18 +221,21 @@ ffi::Error Start(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table, ffi:
   std::lock_guard<std::mutex> lock(SideMutex());
   Side& side = Sides()[context];
   cuda::Event ready = nullptr;
-  // One allocation: the rows, the ids and their order (XLA may reuse its own as soon as this call returns), the counter.
+  // One allocation: the rows, the ids and their order (XLA may reuse its own as soon as this call returns), the
+  // counter.
   const size_t ids_bytes = (ids.size_bytes() + 255) / 256 * 256, perm_bytes = (perm.size_bytes() + 255) / 256 * 256;
   const size_t rows_bytes = (static_cast<size_t>(out_bytes) + 255) / 256 * 256;
   Pending pending = {0, static_cast<size_t>(out_bytes), nullptr};
   const auto failed = [&](const char* call, cuda::Result code) {
-    return Failed(ffi::ErrorCode::kInternal, std::string(call) + " failed in gather_start: " + cuda::ErrorName(api, code));
+    return Failed(ffi::ErrorCode::kInternal,
+                  std::string(call) + " failed in gather_start: " + cuda::ErrorName(api, code));
   };
   if (side.stream == nullptr) {
     int least = 0, greatest = 0;
     launch.ctx_get_stream_priority_range(&least, &greatest);
     // Non-blocking, and of the highest priority: its few blocks go first wherever a block of the compute stream ends.
-    if (auto code = launch.stream_create_with_priority(&side.stream, 1, greatest)) return failed("cuStreamCreate", code);
+    if (auto code = launch.stream_create_with_priority(&side.stream, 1, greatest))
+      return failed("cuStreamCreate", code);
     // Freed memory stays in the pool, rather than go back to the driver whenever somebody synchronises.
     cuda::Device device = 0;
     cuda::MemoryPool pool = nullptr;
@@ -239,13 +248,16 @@ ffi::Error Start(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table, ffi:
   if (auto code = launch.mem_alloc_async(&pending.data, rows_bytes + ids_bytes + perm_bytes + 256, stream)) {
     return failed("cuMemAllocAsync", code);
   }
-  const DevicePointer own_ids = pending.data + rows_bytes, own_perm = own_ids + ids_bytes, counter = own_perm + perm_bytes;
+  const DevicePointer own_ids = pending.data + rows_bytes, own_perm = own_ids + ids_bytes,
+                      counter = own_perm + perm_bytes;
   cuda::Result code = 0;
   if (ids.size_bytes()) {
-    code = launch.memcpy_dtod_async(own_ids, reinterpret_cast<DevicePointer>(ids.untyped_data()), ids.size_bytes(), stream);
+    code = launch.memcpy_dtod_async(own_ids, reinterpret_cast<DevicePointer>(ids.untyped_data()), ids.size_bytes(),
+                                    stream);
   }
   if (code == 0 && perm.size_bytes()) {
-    code = launch.memcpy_dtod_async(own_perm, reinterpret_cast<DevicePointer>(perm.untyped_data()), perm.size_bytes(), stream);
+    code = launch.memcpy_dtod_async(own_perm, reinterpret_cast<DevicePointer>(perm.untyped_data()), perm.size_bytes(),
+                                    stream);
   }
   if (code == 0) code = launch.event_create(&ready, 2);  // without timing
   if (code == 0) code = launch.event_create(&pending.done, 2);
@@ -266,17 +278,18 @@ ffi::Error Start(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table, ffi:
     return raw;
   };
   XLA_FFI_Buffer raw_ids = moved(ids, own_ids, ids_dims), raw_perm = moved(perm, own_perm, perm_dims);
-  ffi::Error error = Launch({table, ffi::AnyBuffer(&raw_ids), ffi::AnyBuffer(&raw_perm), slots, cache, scale, source, result,
-                             row_bytes, fan_out, mean, clip, raises, fill_value, fill, kernel, grid, align},
-                            reinterpret_cast<void*>(pending.data), out_bytes, reinterpret_cast<void*>(counter), context,
-                            side.stream);
+  ffi::Error error =
+      Launch({table, ffi::AnyBuffer(&raw_ids), ffi::AnyBuffer(&raw_perm), slots, cache, scale, source, result,
+              row_bytes, fan_out, mean, clip, raises, fill_value, fill, kernel, grid, align},
+             reinterpret_cast<void*>(pending.data), out_bytes, reinterpret_cast<void*>(counter), context, side.stream);
   if (error.failure()) return error;
   if ((code = launch.event_record(pending.done, side.stream))) return failed("cuEventRecord", code);
   side.pending[{run.run_id, site}].push_back(pending);
   return ffi::Error::Success();
 }
 
-ffi::Error Done(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> out, int64_t site) {
+ffi::Error Done(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer, ffi::RemainingArgs,
+                ffi::Result<ffi::AnyBuffer> out, int64_t site) {
   cuda::Context context = nullptr;
   if (auto error = Context(stream, &context); error.failure()) return error;
   cuda::CurrentContext current(context);
@@ -286,15 +299,17 @@ ffi::Error Done(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer, ffi::Remain
   Side& side = Sides()[context];
   const auto found = side.pending.find({run.run_id, site});
   if (found == side.pending.end() || found->second.empty() || found->second.front().bytes != out->size_bytes()) {
-    return Failed(ffi::ErrorCode::kFailedPrecondition,
-                  "gather_done found no gather_start of its own in this execution; both must be in one jitted function");
+    return Failed(
+        ffi::ErrorCode::kFailedPrecondition,
+        "gather_done found no gather_start of its own in this execution; both must be in one jitted function");
   }
   const Pending pending = found->second.front();
   found->second.pop_front();
   if (found->second.empty()) side.pending.erase(found);
   cuda::Result code = launch.stream_wait_event(stream, pending.done, 0);
   if (code == 0 && pending.bytes) {
-    code = launch.memcpy_dtod_async(reinterpret_cast<DevicePointer>(out->untyped_data()), pending.data, pending.bytes, stream);
+    code = launch.memcpy_dtod_async(reinterpret_cast<DevicePointer>(out->untyped_data()), pending.data, pending.bytes,
+                                    stream);
   }
   if (code == 0) code = launch.mem_free_async(pending.data, stream);
   launch.event_destroy(pending.done);
@@ -331,9 +346,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(TableGatherCuda, OnCuda,
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TableGatherStart, Start,
-                              ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>().Ctx<ffi::RunId>()
-                                  DEJAX_GATHER_OPERANDS.RemainingArgs() DEJAX_GATHER_RESULTS.RemainingRets()
-                                  DEJAX_GATHER_ATTRIBUTES.Attr<int64_t>("site")
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cuda::Stream>>()
+                                  .Ctx<ffi::RunId>() DEJAX_GATHER_OPERANDS.RemainingArgs()
+                                      DEJAX_GATHER_RESULTS.RemainingRets() DEJAX_GATHER_ATTRIBUTES.Attr<int64_t>("site")
                                   .Attr<int64_t>("out_bytes"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TableGatherDone, Done,

@@ -84,10 +84,14 @@ using Body = void (*)(const Plan&, int64_t, int64_t);
 template <typename Id, int table_type>
 Body ForValues(int64_t values_type) {
   switch (values_type) {
-    case kF32: return ChangeRows<Id, table_type, kF32>;
-    case kBF16: return ChangeRows<Id, table_type, kBF16>;
-    case kF16: return ChangeRows<Id, table_type, kF16>;
-    default: return nullptr;
+    case kF32:
+      return ChangeRows<Id, table_type, kF32>;
+    case kBF16:
+      return ChangeRows<Id, table_type, kBF16>;
+    case kF16:
+      return ChangeRows<Id, table_type, kF16>;
+    default:
+      return nullptr;
   }
 }
 
@@ -95,10 +99,14 @@ template <typename Id>
 Body ForTypes(int64_t op, int64_t table_type, int64_t values_type) {
   if (op == 0) return SetRows<Id>;
   switch (table_type) {
-    case kF32: return ForValues<Id, kF32>(values_type);
-    case kBF16: return ForValues<Id, kBF16>(values_type);
-    case kF16: return ForValues<Id, kF16>(values_type);
-    default: return nullptr;
+    case kF32:
+      return ForValues<Id, kF32>(values_type);
+    case kBF16:
+      return ForValues<Id, kBF16>(values_type);
+    case kF16:
+      return ForValues<Id, kF16>(values_type);
+    default:
+      return nullptr;
   }
 }
 
@@ -127,7 +135,10 @@ ffi::Error OnCpu(ffi::AnyBuffer ids, ffi::AnyBuffer perm, ffi::AnyBuffer values,
                static_cast<const int32_t*>(perm.untyped_data()),
                static_cast<const uint8_t*>(values.untyped_data()),
                static_cast<const float*>(hyper.untyped_data()),
-               n, tables.rows, row_bytes, op};
+               n,
+               tables.rows,
+               row_bytes,
+               op};
   const Body body = ids.element_type() == ffi::DataType::S64 ? ForTypes<int64_t>(op, table_type, values_type)
                                                              : ForTypes<int32_t>(op, table_type, values_type);
   if (body == nullptr) return invalid("rows of this type cannot be added to");

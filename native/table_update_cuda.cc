@@ -28,11 +28,13 @@ struct Params {
 
 constexpr int kUnroll = 4;
 
-ffi::Error Failed(ffi::ErrorCode code, const std::string& what) { return ffi::Error(code, "dejax.host_gather: " + what); }
+ffi::Error Failed(ffi::ErrorCode code, const std::string& what) {
+  return ffi::Error(code, "dejax.host_gather: " + what);
+}
 
-ffi::Error OnCuda(cuda::Stream stream, ffi::AnyBuffer ids, ffi::AnyBuffer perm, ffi::AnyBuffer values, ffi::AnyBuffer hyper,
-                  ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t op, int64_t, int64_t, int64_t row_bytes,
-                  int64_t kernel_key, int64_t grid) {
+ffi::Error OnCuda(cuda::Stream stream, ffi::AnyBuffer ids, ffi::AnyBuffer perm, ffi::AnyBuffer values,
+                  ffi::AnyBuffer hyper, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t op, int64_t, int64_t,
+                  int64_t row_bytes, int64_t kernel_key, int64_t grid) {
   std::string why;
   const cuda::LaunchApi* launch = cuda::GetLaunchApi(&why);
   if (launch == nullptr) return Failed(ffi::ErrorCode::kUnavailable, why);
@@ -65,8 +67,16 @@ ffi::Error OnCuda(cuda::Stream stream, ffi::AnyBuffer ids, ffi::AnyBuffer perm, 
   }
   const cuda::DevicePointer counter = cuda::NextCounter(context);
   if (counter == 0) return Failed(ffi::ErrorCode::kResourceExhausted, "no device memory for a counter");
-  Params p = {tables.after[0], tables.after[1], tables.after[2], ids.untyped_data(), perm.untyped_data(),
-              values.untyped_data(), hyper.untyped_data(), reinterpret_cast<void*>(counter), n, tables.rows,
+  Params p = {tables.after[0],
+              tables.after[1],
+              tables.after[2],
+              ids.untyped_data(),
+              perm.untyped_data(),
+              values.untyped_data(),
+              hyper.untyped_data(),
+              reinterpret_cast<void*>(counter),
+              n,
+              tables.rows,
               static_cast<int>(row_bytes)};
   if (auto result = launch->memset_d8_async(counter, 0, 8, stream)) {
     return Failed(ffi::ErrorCode::kInternal, "cuMemsetD8Async failed: " + cuda::ErrorName(api, result));

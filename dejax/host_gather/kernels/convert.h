@@ -81,12 +81,12 @@ DEJAX_FN unsigned short FloatToF16(float x) {
 template <int type>
 struct Element;
 
-#define DEJAX_ELEMENT(type, storage, to_float, from_float)                    \
-  template <>                                                                 \
-  struct Element<type> {                                                      \
-    using Storage = storage;                                                  \
-    DEJAX_FN_MEMBER float Load(storage x) { return to_float; }                \
-    DEJAX_FN_MEMBER storage Store(float x) { return from_float; }             \
+#define DEJAX_ELEMENT(type, storage, to_float, from_float)        \
+  template <>                                                     \
+  struct Element<type> {                                          \
+    using Storage = storage;                                      \
+    DEJAX_FN_MEMBER float Load(storage x) { return to_float; }    \
+    DEJAX_FN_MEMBER storage Store(float x) { return from_float; } \
   };
 #ifdef __CUDACC_RTC__
 #define DEJAX_FN_MEMBER static __device__ __forceinline__

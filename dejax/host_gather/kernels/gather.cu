@@ -7,8 +7,8 @@
 //   MEAN          a result row is the mean of the rows of `fan_out` ids
 //
 // Reads go over the bus, so they decide the time: each lane reads an aligned 16-byte chunk, and neighbouring lanes
-// neighbouring chunks, starting at a boundary of `align` bytes at or below the row. With align = 128 a line of the bus is
-// read by one instruction, whatever the row's offset. Stores go to device memory, 80 times faster, as they come.
+// neighbouring chunks, starting at a boundary of `align` bytes at or below the row. With align = 128 a line of the bus
+// is read by one instruction, whatever the row's offset. Stores go to device memory, 80 times faster, as they come.
 
 struct Params {
   const char* table;
@@ -24,14 +24,14 @@ struct Params {
   volatile long long* error;  // mapped host memory: [0] set, [1] an id; null where nobody asks
   long long n;                // ids, or result rows with MEAN
   long long rows;
-  long long scale_count;      // 0, 1 or rows
+  long long scale_count;  // 0, 1 or rows
   int row_bytes;
-  int chunks;                 // 16-byte chunks that one row can touch
+  int chunks;  // 16-byte chunks that one row can touch
   int align;
   int fan_out;
   int clip;
   float fill_value;
-  uint4 fill;                 // 16 bytes of repeated fill elements
+  uint4 fill;  // 16 bytes of repeated fill elements
 };
 
 constexpr int kUnroll = 4;
@@ -52,7 +52,10 @@ __device__ __forceinline__ uint4 LoadStream(const char* p) {
 __device__ __forceinline__ uint4 LoadChunk(const char* p, const char* lo, const char* hi, const char* begin,
                                            const char* end) {
   if (p >= begin && p + 16 <= end) return LoadStream(p);
-  union { uint4 v; char bytes[16]; } u;
+  union {
+    uint4 v;
+    char bytes[16];
+  } u;
   u.v = make_uint4(0, 0, 0, 0);
   for (int i = 0; i < 16; ++i) {
     if (p + i >= lo && p + i < hi) u.bytes[i] = p[i];
@@ -60,15 +63,32 @@ __device__ __forceinline__ uint4 LoadChunk(const char* p, const char* lo, const 
   return u.v;
 }
 
-template <int bytes> struct Word;
-template <> struct Word<1> { using Type = unsigned char; };
-template <> struct Word<2> { using Type = unsigned short; };
-template <> struct Word<4> { using Type = unsigned; };
-template <> struct Word<8> { using Type = unsigned long long; };
-template <> struct Word<16> { using Type = uint4; };
+template <int bytes>
+struct Word;
+template <>
+struct Word<1> {
+  using Type = unsigned char;
+};
+template <>
+struct Word<2> {
+  using Type = unsigned short;
+};
+template <>
+struct Word<4> {
+  using Type = unsigned;
+};
+template <>
+struct Word<8> {
+  using Type = unsigned long long;
+};
+template <>
+struct Word<16> {
+  using Type = uint4;
+};
 
 // The row that an id means: its address, or null for a row of fill. `begin` and `end` bound the memory it lies in.
-__device__ __forceinline__ const char* Locate(const Params& p, ID id, const char** begin, const char** end, long long* row) {
+__device__ __forceinline__ const char* Locate(const Params& p, ID id, const char** begin, const char** end,
+                                              long long* row) {
   long long i = id;
   const bool inside = i >= 0 && i < p.rows;
   if (!inside && p.error) {
@@ -102,7 +122,10 @@ struct Item {
 };
 
 __device__ __forceinline__ void Write(const Params& p, const Item& item, long long to) {
-  union { uint4 v; char bytes[16]; } u;
+  union {
+    uint4 v;
+    char bytes[16];
+  } u;
   u.v = item.value;
 #if SOURCE < 0
   char* out = p.out + to * p.row_bytes + item.first;
@@ -215,7 +238,10 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const Params 
     for (int e = 0; e < kPer; ++e) sum[e] = 0;
     int count = 0;
     for (int k = 0; k < p.fan_out; k += kUnroll) {
-      union { uint4 v; char bytes[16]; } u[kUnroll];
+      union {
+        uint4 v;
+        char bytes[16];
+      } u[kUnroll];
       float scale[kUnroll];
       bool there[kUnroll];
 #pragma unroll

@@ -4,8 +4,8 @@
 //   OP            0 set, 1 add, 2 SGD, 3 Adagrad, 4 Adam
 //   TABLE, VALUES element types; -1 (set only) moves bytes
 //
-// Lanes work on (first occurrence of an id, 16 bytes of its row). Values of equal ids are added in the order in which they
-// were given, so the result does not depend on the schedule.
+// Lanes work on (first occurrence of an id, 16 bytes of its row). Values of equal ids are added in the order in which
+// they were given, so the result does not depend on the schedule.
 
 struct Params {
   char* table;
@@ -21,12 +21,28 @@ struct Params {
   int row_bytes;
 };
 
-template <int bytes> struct Word;
-template <> struct Word<1> { using Type = unsigned char; };
-template <> struct Word<2> { using Type = unsigned short; };
-template <> struct Word<4> { using Type = unsigned; };
-template <> struct Word<8> { using Type = unsigned long long; };
-template <> struct Word<16> { using Type = uint4; };
+template <int bytes>
+struct Word;
+template <>
+struct Word<1> {
+  using Type = unsigned char;
+};
+template <>
+struct Word<2> {
+  using Type = unsigned short;
+};
+template <>
+struct Word<4> {
+  using Type = unsigned;
+};
+template <>
+struct Word<8> {
+  using Type = unsigned long long;
+};
+template <>
+struct Word<16> {
+  using Type = uint4;
+};
 
 union Chunk {
   uint4 v;
@@ -75,7 +91,8 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_update(const Params 
       if (id < 0 || id >= p.rows || (r > 0 && p.ids[r - 1] == id)) continue;
       position[u] = r;
 #if OP != 0
-      old[u] = Read(p.table + static_cast<long long>(id) * p.row_bytes, static_cast<int>(i - r * chunks) * 16, p.row_bytes);
+      old[u] =
+          Read(p.table + static_cast<long long>(id) * p.row_bytes, static_cast<int>(i - r * chunks) * 16, p.row_bytes);
 #endif
     }
 #pragma unroll
@@ -101,7 +118,8 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_update(const Params 
 #pragma unroll
       for (int e = 0; e < kPer; ++e) sum[e] = 0;
       do {
-        const V::Storage* values = reinterpret_cast<const V::Storage*>(p.values) + p.perm[r] * (long long)width + column;
+        const V::Storage* values =
+            reinterpret_cast<const V::Storage*>(p.values) + p.perm[r] * (long long)width + column;
 #pragma unroll
         for (int e = 0; e < kPer; ++e) {
           if (column + e < width) sum[e] += V::Load(values[e]);
