@@ -33,16 +33,18 @@ struct CUstream_st;
 namespace dejax {
 
 // FFI handlers.
-//   arguments:  table [rows, width] of unsigned integers; ids [n] int32 or int64; perm [n] int32, where the row of each
-//   id
-//               goes, or [0] (then ids are in order; the CPU handler looks at neither); slots [rows] int32 and cache
-//               [slots, width], or [0] (the CPU handler looks at neither); scale float32 [0], [1] or [rows].
-//   results:    out [n / fan_out, width'] ; scratch uint32[2], for the CUDA handler.
-//   attributes: source, result int64: element types of native/../convert.h, or -1 to move bytes; row_bytes, fan_out
-//   int64;
-//               mean, clip bool: 'fill' where clip is false; raises bool: an id out of range is an error; fill_value
-//               float32 (with conversion); fill uint8[16] (without), repeated elements; kernel int64, grid int64
-//               (blocks), align int64: of the CUDA kernel.
+//   arguments:  table [rows, width] of unsigned integers;
+//               ids [n] int32 or int64;
+//               perm [n] int32, where the row of each id goes, or [0] for ids in order (not read on the CPU);
+//               slots [rows] int32 and cache [slots, width], or [0] (not read on the CPU);
+//               scale float32 [0], [1] or [rows].
+//   results:    out [n / fan_out, width'], scratch uint32[2] for the CUDA handler.
+//   attributes: source, result int64: element types of convert.h, or -1 to move bytes;
+//               row_bytes, fan_out int64; mean bool;
+//               clip bool: ids out of range mean the nearest row, otherwise a row of fill;
+//               raises bool: an id out of range is an error;
+//               fill_value float32 where elements are converted, fill uint8[16], repeated elements, where not;
+//               kernel, grid (blocks), align int64: of the CUDA kernel.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherCuda);
 

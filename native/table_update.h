@@ -34,12 +34,11 @@ struct UpdateTables {
 
 // FFI handlers.
 //   arguments:  ids [n] int32 or int64, ascending; perm [n] int32, the row of `values` of each; values [n, width'];
-//   hyper
-//               float32[7], see update.cu; then the table [rows, width] and the float32 states that the operation has.
+//               hyper float32[7], see update.cu; then the table [rows, width] and the float32 states of the operation.
 //   results:    the table and the states, aliased. Nothing else: XLA gives all results of a call the memory of one.
-//   attributes: op int64: 0 set, 1 add, 2 SGD, 3 Adagrad, 4 Adam; table_type, values_type int64: element types, -1 to
-//   move
-//               bytes (set); row_bytes int64; kernel, grid int64: of the CUDA kernel.
+//   attributes: op int64: 0 set, 1 add, 2 SGD, 3 Adagrad, 4 Adam;
+//               table_type, values_type int64: element types, -1 to move bytes (set);
+//               row_bytes int64; kernel, grid int64: of the CUDA kernel.
 // An id out of range changes nothing.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TableUpdateCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TableUpdateCuda);
