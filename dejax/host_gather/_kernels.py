@@ -67,7 +67,7 @@ def _compiled(file: str, definitions: tuple[tuple[str, str | int], ...], capabil
         if hashlib.sha256(image).digest() == digest:  # a file cut short is compiled again
             return image
     image = compile_source(library, _source(file), file, definitions, capability)
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs a second a process
+    with contextlib.suppress(OSError):  # without a cache each process compiles
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
             part.write(hashlib.sha256(image).digest() + image)
