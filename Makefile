@@ -5,6 +5,7 @@
 #   make demo CUDA=13      the same with jax's CUDA 13 wheels (or CUDA=12)
 #   make test              lint, format, types, doctests, tests; then the tests on jax 0.12 where Python >= 3.12 is found
 #   make test-fast         tests only, without the slow ones
+#   make asan              the CPU handlers of dejax.host_gather under AddressSanitizer
 #   make lint types venv clean
 
 PYTHON ?= python3
@@ -31,7 +32,7 @@ PYTHON_NEXT ?= $(shell for v in 3.12 3.13 3.14; do \
 # Where the first leg has the newest jax already, the second one takes the oldest that is supported.
 PINS_NEXT ?= $(shell $(PYTHON) -c 'import sys; print("jax==0.10.2 jaxlib==0.10.2" if sys.version_info >= (3, 12) else "")')
 
-.PHONY: venv venv-test demo test check test-fast test-next doctest lint types format clean
+.PHONY: venv venv-test demo test check test-fast test-next doctest lint types format asan clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -92,6 +93,10 @@ test-next: $(VENV_NEXT)/.installed-test
 	$(VENV_NEXT)/bin/python -c 'import jax, sys; print("leg on Python", sys.version.split()[0], "with jax", jax.__version__)'
 	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(VENV_NEXT)/bin/python $(PYTEST) -m "not slow" tests
 endif
+
+# A copy of the package with an instrumented extension, in build/asan. A forked child has no sanitizer runtime to speak to.
+asan: venv-test
+	PYTHON=$(abspath $(BIN))/python sh tests/native/asan.sh
 
 clean:
 	rm -rf $(VENV) $(VENV_NEXT) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

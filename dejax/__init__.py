@@ -3,7 +3,7 @@
 * `dejax.rgnn`: a compiler for relational graph neural networks.
 * `dejax.pallas`: the kernel templates beneath it, on plain arrays.
 * `dejax.datasets`: graphs to train on; `dejax.training`: the loop of the entity classification example.
-* `dejax.host_gather`: tables in host memory that compiled steps read and write in place (not in this release yet).
+* `dejax.host_gather`: tables in host memory that compiled steps read and write in place.
 * `dejax.offload`: activations on host memory and NVMe (not in this release yet).
 * `python -m dejax.info`: what this machine and this installation have.
 

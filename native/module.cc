@@ -5,8 +5,12 @@
 #include <nanobind/stl/vector.h>
 
 #include "cuda_driver.h"
+#include "cuda_launch.h"
+#include "host_memory.h"
 #include "pointer_kind.h"
 #include "row_gather.h"
+#include "table_gather.h"
+#include "table_update.h"
 #include "thread_pool.h"
 
 namespace nb = nanobind;
@@ -29,6 +33,12 @@ NB_MODULE(_dejax_native, m) {
         handlers.append(Handler("dejax_row_gather", "cpu", dejax::RowGather));
         handlers.append(Handler("dejax_pointer_kind", "cpu", dejax::PointerKindCpu));
         handlers.append(Handler("dejax_pointer_kind", "CUDA", dejax::PointerKindCuda));
+        handlers.append(Handler("dejax_table_gather", "cpu", dejax::TableGatherCpu));
+        handlers.append(Handler("dejax_table_gather", "CUDA", dejax::TableGatherCuda));
+        handlers.append(Handler("dejax_table_gather_start", "CUDA", dejax::TableGatherStart));
+        handlers.append(Handler("dejax_table_gather_done", "CUDA", dejax::TableGatherDone));
+        handlers.append(Handler("dejax_table_update", "cpu", dejax::TableUpdateCpu));
+        handlers.append(Handler("dejax_table_update", "CUDA", dejax::TableUpdateCuda));
         return handlers;
       },
       "(name, platform, capsule) of each handler, for jax.ffi.register_ffi_target.");
@@ -57,4 +67,18 @@ NB_MODULE(_dejax_native, m) {
       .def_ro("devices", &DriverInfo::devices);
   m.def("probe_cuda_driver", &dejax::cuda::Probe, nb::call_guard<nb::gil_scoped_release>(),
         "What the CUDA driver says of itself and of each device.");
+
+  dejax::DefineHostMemory(m);
+  m.def("add_kernel",
+        [](int64_t key, nb::bytes image, const std::string& name) {
+          return dejax::cuda::AddKernel(key, std::string(image.c_str(), image.size()), name);
+        },
+        "Keeps a kernel compiled for this machine's GPUs under a key; an empty string, or what failed.");
+  m.def("has_kernel", &dejax::cuda::HasKernel);
+  m.def("take_gather_error",
+        []() -> nb::object {
+          long long id = 0;
+          return dejax::TakeGatherError(&id) ? nb::cast(id) : nb::none();
+        },
+        "The id out of range that a gather of mode 'raise' met since the last call, or None.");
 }

@@ -1,18 +1,43 @@
-"""Tables in host memory that compiled steps read and write in place. Not in this release yet.
+"""Tables in host memory that compiled steps read and write in place.
 
-What it will be: a `HostTable` that wraps a `jax.Array` in pinned host memory, and `gather`, `scatter` and neighbour
-sampling on it inside `jax.jit`, without a copy of the table on the device and without a host callback.
+`HostTable` holds rows; `gather` reads them by ids inside `jax.jit`, with no copy of the table on the device and no host
+callback; `scatter`, `scatter_add` and the optimizers write them. `gather_start`, `gather_done` and `prefetched_scan`
+read beside compute. `CachedTable` keeps the most used rows on the device. `sample_graph` goes from seeds to a local
+graph. docs/host_gather.md has the rules and the measurements.
 """
 
-from typing import NoReturn
+from dejax.host_gather.cached import CachedTable, count_ids
+from dejax.host_gather.gather import check_errors, gather
+from dejax.host_gather.gradient import RowGradient, value_and_grad
+from dejax.host_gather.pipeline import PendingRows, gather_done, gather_start, prefetched_scan
+from dejax.host_gather.sampling import LocalGraph, Neighbors, Topology, sample_graph, sample_neighbors
+from dejax.host_gather.table import HostTable, TableClosedError, shardings
+from dejax.host_gather.update import Optimizer, OptimizerState, adagrad, adam, scatter, scatter_add, sgd
 
-_PLANNED = ("CachedTable", "HostTable", "gather", "prefetched_scan", "sample_neighbors", "scatter", "scatter_add")
-
-
-def __getattr__(name: str) -> NoReturn:
-    # ImportError for a planned name: `from dejax.host_gather import gather` would lose an AttributeError's message.
-    error = ImportError if name in _PLANNED else AttributeError
-    raise error(
-        f"dejax.host_gather.{name}: dejax.host_gather is not in this release yet. Until it is, keep the table in "
-        "device memory and index it with `table[ids]`."
-    )
+__all__ = [
+    "CachedTable",
+    "HostTable",
+    "LocalGraph",
+    "Neighbors",
+    "Optimizer",
+    "OptimizerState",
+    "PendingRows",
+    "RowGradient",
+    "TableClosedError",
+    "Topology",
+    "adagrad",
+    "adam",
+    "check_errors",
+    "count_ids",
+    "gather",
+    "gather_done",
+    "gather_start",
+    "prefetched_scan",
+    "sample_graph",
+    "sample_neighbors",
+    "scatter",
+    "scatter_add",
+    "sgd",
+    "shardings",
+    "value_and_grad",
+]

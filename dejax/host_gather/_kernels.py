@@ -1,0 +1,142 @@
+"""CUDA kernels compiled when they are first needed, by NVRTC from the wheels that jax's CUDA plugin brings.
+
+The sources are in kernels/, specialised by definitions. What was compiled is kept on disk in `DEJAX_CACHE_DIR` (by
+default `~/.cache/dejax`), named by a digest of source, definitions, architecture and compiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from dejax import _native
+
+_FOLDER = Path(__file__).parent / "kernels"
+_NAMES = {"gather.cu": "dejax_gather", "update.cu": "dejax_update"}
+
+
+class KernelError(RuntimeError):
+    """A CUDA kernel could not be compiled or loaded."""
+
+
+@functools.cache
+def _source(file: str) -> str:
+    return "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in ("convert.h", file))
+
+
+def key(file: str, definitions: tuple[tuple[str, str | int], ...]) -> int:
+    """The number under which the kernel of `file` with these definitions is known to the native handlers."""
+    digest = hashlib.sha256(repr((_source(file), definitions)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def prepare(file: str, **definitions: str | int) -> int:
+    """Compiles and loads a kernel unless that was done; without a CUDA device it only gives its key.
+
+    Raises:
+        KernelError: there is a device, but no NVRTC, or it refuses the source.
+    """
+    ordered = tuple(sorted(definitions.items()))
+    number = key(file, ordered)
+    module = _native.extension("dejax.host_gather")
+    if not module.has_kernel(number):
+        driver, _ = _native.cuda_driver()
+        if driver is not None and driver.devices:
+            image = _compiled(file, ordered, driver.devices[0].compute_capability)
+            if failed := module.add_kernel(number, image, _NAMES[file]):
+                raise KernelError(f"dejax.host_gather: {failed}")
+    return number
+
+
+def _compiled(file: str, definitions: tuple[tuple[str, str | int], ...], capability: tuple[int, int]) -> bytes:
+    library = _nvrtc()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    identity = repr((_source(file), definitions, capability, major.value, minor.value))
+    path = _cache_dir() / "kernels" / f"{hashlib.sha256(identity.encode()).hexdigest()}.cubin"
+    with contextlib.suppress(OSError):
+        kept = path.read_bytes()
+        digest, image = kept[:32], kept[32:]
+        if hashlib.sha256(image).digest() == digest:  # a file cut short is compiled again
+            return image
+    image = compile_source(library, _source(file), file, definitions, capability)
+    with contextlib.suppress(OSError):  # without a cache each process compiles
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
+            part.write(hashlib.sha256(image).digest() + image)
+        os.replace(part.name, path)
+    return image
+
+
+def _cache_dir() -> Path:
+    return Path(os.environ.get("DEJAX_CACHE_DIR") or Path.home() / ".cache" / "dejax")
+
+
+def compile_source(
+    library: ctypes.CDLL,
+    source: str,
+    name: str,
+    definitions: tuple[tuple[str, str | int], ...],
+    capability: tuple[int, int],
+) -> bytes:
+    """The machine code of `source`; KernelError with the compiler's log where it refuses."""
+    program = ctypes.c_void_p()
+
+    def check(code: int, call: str) -> None:
+        if code:
+            library.nvrtcGetErrorString.restype = ctypes.c_char_p
+            raise KernelError(f"{call} failed for {name}: {library.nvrtcGetErrorString(code).decode()}{log()}")
+
+    def log() -> str:
+        size = ctypes.c_size_t()
+        if not program or library.nvrtcGetProgramLogSize(program, ctypes.byref(size)):
+            return ""
+        text = ctypes.create_string_buffer(size.value)
+        library.nvrtcGetProgramLog(program, text)
+        return f"\n{text.value.decode(errors='replace')}"
+
+    created = library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
+    check(created, "nvrtcCreateProgram")
+    try:
+        options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17", "-default-device"]
+        options += [f"-D{key}={value}" for key, value in definitions]
+        encoded = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+        check(library.nvrtcCompileProgram(program, len(options), encoded), "nvrtcCompileProgram")
+        size = ctypes.c_size_t()
+        check(library.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
+        image = ctypes.create_string_buffer(size.value)
+        check(library.nvrtcGetCUBIN(program, image), "nvrtcGetCUBIN")
+        return image.raw
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    tried = []
+    for path in _nvrtc_paths():
+        try:
+            return ctypes.CDLL(path)
+        except OSError as error:
+            tried.append(str(error))
+    raise KernelError(
+        "dejax.host_gather needs NVRTC to compile its kernels and found none; pip install 'jax[cuda13]' (or cuda12) "
+        "brings "
+        f"it as nvidia-cuda-nvrtc. Tried: {'; '.join(tried) or 'no library of that name'}"
+    )
+
+
+def _nvrtc_paths() -> Iterator[str]:
+    # The wheels first: they fit the plugin. `nvidia` is a namespace package of many wheels.
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        found = [path for path in Path(folder).glob("*/lib/libnvrtc.so.*") if ".alt." not in path.name]
+        yield from map(str, sorted(found, reverse=True))
+    yield from ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")

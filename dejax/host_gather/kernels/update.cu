@@ -1,0 +1,159 @@
+// Rows of a table in mapped host memory, changed in place. Compiled by NVRTC with -D:
+//   ID            int or long long, the type of ids, which ascend; `perm` has the row of `values` that belongs to each
+//   UNIT          1, 2, 4, 8 or 16: bytes of an access; the largest power of two that divides the rows' bytes
+//   OP            0 set, 1 add, 2 SGD, 3 Adagrad, 4 Adam
+//   TABLE, VALUES element types; -1 (set only) moves bytes
+//
+// Lanes work on (first occurrence of an id, 16 bytes of its row). Values of equal ids are added in the order in which
+// they were given, so the result does not depend on the schedule.
+
+struct Params {
+  char* table;
+  float* first;   // Adagrad's sum of squares, Adam's first moment
+  float* second;  // Adam's second moment
+  const ID* ids;
+  const int* perm;
+  const char* values;
+  const float* hyper;  // learning rate, beta1, beta2, epsilon, 1 - beta1^t, 1 - beta2^t, weight decay
+  unsigned long long* ticket;
+  long long n;
+  long long rows;
+  int row_bytes;
+};
+
+template <int bytes>
+struct Word;
+template <>
+struct Word<1> {
+  using Type = unsigned char;
+};
+template <>
+struct Word<2> {
+  using Type = unsigned short;
+};
+template <>
+struct Word<4> {
+  using Type = unsigned;
+};
+template <>
+struct Word<8> {
+  using Type = unsigned long long;
+};
+template <>
+struct Word<16> {
+  using Type = uint4;
+};
+
+union Chunk {
+  uint4 v;
+  char bytes[16];
+};
+
+__device__ __forceinline__ Chunk Read(const char* row, int at, int row_bytes) {
+  Chunk chunk;
+  chunk.v = make_uint4(0, 0, 0, 0);
+  using T = Word<UNIT>::Type;
+#pragma unroll
+  for (int i = 0; i < 16; i += UNIT) {
+    if (at + i < row_bytes) *reinterpret_cast<T*>(chunk.bytes + i) = *reinterpret_cast<const T*>(row + at + i);
+  }
+  return chunk;
+}
+
+__device__ __forceinline__ void Put(char* row, int at, int row_bytes, const Chunk& chunk) {
+  using T = Word<UNIT>::Type;
+#pragma unroll
+  for (int i = 0; i < 16; i += UNIT) {
+    if (at + i < row_bytes) *reinterpret_cast<T*>(row + at + i) = *reinterpret_cast<const T*>(chunk.bytes + i);
+  }
+}
+
+constexpr int kUnroll = 4;
+
+extern "C" __global__ void __launch_bounds__(1024, 1) dejax_update(const Params p) {
+  const int chunks = (p.row_bytes + 15) / 16;
+  const long long total = p.n * chunks;
+  const int lane = threadIdx.x % 32;
+  while (true) {
+    unsigned long long next = 0;
+    if (lane == 0) next = atomicAdd(p.ticket, 1ull);
+    const long long base = static_cast<long long>(__shfl_sync(~0u, next, 0)) * 32 * kUnroll;
+    if (base >= total) return;
+    Chunk old[kUnroll];
+    long long position[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const long long i = base + u * 32 + lane;
+      position[u] = -1;
+      if (i >= total) continue;
+      const long long r = i / chunks;
+      const ID id = p.ids[r];
+      if (id < 0 || id >= p.rows || (r > 0 && p.ids[r - 1] == id)) continue;
+      position[u] = r;
+#if OP != 0
+      old[u] =
+          Read(p.table + static_cast<long long>(id) * p.row_bytes, static_cast<int>(i - r * chunks) * 16, p.row_bytes);
+#endif
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      long long r = position[u];
+      if (r < 0) continue;
+      const int at = static_cast<int>(base + u * 32 + lane - r * chunks) * 16;
+      const ID id = p.ids[r];
+      char* row = p.table + static_cast<long long>(id) * p.row_bytes;
+#if OP == 0
+      while (r + 1 < p.n && p.ids[r + 1] == id) ++r;  // the last one given stays
+      const long long from = p.perm[r];
+#if TABLE < 0
+      old[u] = Read(p.values + from * p.row_bytes, at, p.row_bytes);
+#endif
+      Put(row, at, p.row_bytes, old[u]);
+#else
+      using T = Element<TABLE>;
+      using V = Element<VALUES>;
+      constexpr int kSize = sizeof(T::Storage), kPer = 16 / kSize;
+      const int width = p.row_bytes / kSize, column = at / kSize;
+      float sum[kPer];
+#pragma unroll
+      for (int e = 0; e < kPer; ++e) sum[e] = 0;
+      do {
+        const V::Storage* values =
+            reinterpret_cast<const V::Storage*>(p.values) + p.perm[r] * (long long)width + column;
+#pragma unroll
+        for (int e = 0; e < kPer; ++e) {
+          if (column + e < width) sum[e] += V::Load(values[e]);
+        }
+        ++r;
+      } while (r < p.n && p.ids[r] == id);
+      const long long state = static_cast<long long>(id) * width + column;
+#pragma unroll
+      for (int e = 0; e < kPer; ++e) {
+        if (column + e >= width) break;
+        T::Storage* element = reinterpret_cast<T::Storage*>(old[u].bytes) + e;
+        const float x = T::Load(*element);
+        float y = x;
+#if OP == 1
+        y = x + sum[e];
+#elif OP == 2
+        y = x - p.hyper[0] * (sum[e] + p.hyper[6] * x);
+#elif OP == 3
+        const float g = sum[e] + p.hyper[6] * x;
+        const float a = p.first[state + e] + g * g;
+        p.first[state + e] = a;
+        y = x - p.hyper[0] * g / (sqrtf(a) + p.hyper[3]);
+#elif OP == 4
+        const float g = sum[e];
+        const float m = p.hyper[1] * p.first[state + e] + (1.0f - p.hyper[1]) * g;
+        const float v = p.hyper[2] * p.second[state + e] + (1.0f - p.hyper[2]) * g * g;
+        p.first[state + e] = m;
+        p.second[state + e] = v;
+        y = x - p.hyper[0] * (m / p.hyper[4] / (sqrtf(v / p.hyper[5]) + p.hyper[3]) + p.hyper[6] * x);
+#endif
+        *element = T::Store(y);
+      }
+      Put(row, at, p.row_bytes, old[u]);
+#endif
+    }
+  }
+}

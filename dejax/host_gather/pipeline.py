@@ -1,0 +1,205 @@
+"""Gathers that run beside compute: `gather_start` and `gather_done`, and `prefetched_scan` over a loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from dejax.host_gather.gather import Call, flat_call, gather, launch, prepared
+from dejax.host_gather.table import HostTable
+
+Carry = TypeVar("Carry")
+_sites = itertools.count(1)
+
+BESIDE_SMS = 4
+"""Multiprocessors that a gather takes from the compute beside it: the fewest that saturate the bus."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PendingRows:
+    """A gather under way. Give it to `gather_done`, once, in the same jitted function.
+
+    Attributes:
+        ticket: on a GPU a small array that orders start before done; elsewhere the rows themselves.
+    """
+
+    ticket: Array
+    site: int = dataclasses.field(metadata={"static": True})
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    there: bool = dataclasses.field(metadata={"static": True})  # the ticket is the rows: nothing runs ahead on the CPU
+
+
+def gather_start(table: HostTable, ids: ArrayLike, *, before: Any = None, **options: Any) -> Any:
+    """Begins a gather on a stream of its own, so that what comes before `gather_done` runs beside it.
+
+    Inside a jitted function. The rows go to memory outside of jax's pool until `gather_done` takes them.
+
+    Args:
+        table: HostTable [rows, *row].
+        ids: int[...].
+        before: a pytree of arrays on which the compute that is to overlap depends. XLA orders calls by data alone: it
+            comes back tied to the start, and compute that uses it runs after the start.
+        options: those of `gather`: mode, fill_value, out_dtype, scale, order, num_sms.
+
+    Returns:
+        PendingRows; with `before`, (PendingRows, before).
+    """
+    if options.get("reduce") is not None:
+        raise ValueError("gather_start: `reduce` is not supported; reduce the rows of gather_done")
+    rest = {"mode": "fill", "fill_value": 0, "out_dtype": None, "scale": None, "order": "auto", "num_sms": BESIDE_SMS}
+    if unknown := set(options) - set(rest) - {"reduce"}:
+        raise TypeError(f"gather_start: unknown options {sorted(unknown)}; it takes {sorted(rest)}")
+    chosen = {**rest, **options}
+    leaf, ids, call, scale = prepared(
+        "gather_start", table, ids, chosen["mode"], chosen["fill_value"], chosen["out_dtype"], chosen["scale"], None,
+        chosen["order"], chosen["num_sms"],
+    )  # fmt: skip
+    through, tree = jax.tree.flatten(before)
+    pending, through = _start(call, next(_sites), leaf, ids, scale, [jnp.asarray(x) for x in through])
+    return pending if before is None else (pending, jax.tree.unflatten(tree, through))
+
+
+def gather_done(pending: PendingRows, *, after: Any = None) -> Any:
+    """The rows of a gather that was begun.
+
+    Args:
+        pending: from `gather_start`.
+        after: a pytree of arrays, results of the overlapped compute: the wait comes after them.
+
+    Returns:
+        [*ids.shape, *row]; with `after`, (rows, after).
+    """
+    if pending.there:
+        rows = pending.ticket
+    else:
+        last = [jnp.asarray(x) for x in jax.tree.leaves(after)]
+        rows = _done(pending.site, pending.shape, pending.dtype, pending.ticket, last)
+    return rows if after is None else (rows, after)
+
+
+def prefetched_scan(
+    step: Callable[[Carry, Array, Any], tuple[Carry, Any]],
+    init: Carry,
+    table: HostTable,
+    ids: ArrayLike,
+    xs: Any = None,
+    *,
+    depth: int = 1,
+    **options: Any,
+) -> tuple[Carry, Any]:
+    """`jax.lax.scan` whose step gets the rows of its ids, read while earlier steps compute.
+
+    Args:
+        step: (carry, rows, x) -> (carry, y), with rows [*ids.shape[1:], *row].
+        init: the first carry.
+        table: HostTable [rows, *row]; the step must not write it.
+        ids: int[steps, ...], of all steps.
+        xs: a pytree of arrays [steps, ...], or None.
+        depth: how many steps ahead rows are read; each takes device memory for its rows.
+        options: those of `gather_start`.
+
+    Returns:
+        (last carry, stacked ys), as `jax.lax.scan`.
+
+    >>> table = HostTable.from_numpy(np.arange(6.0, dtype=np.float32).reshape(3, 2))
+    >>> ids = np.array([[0], [2]])
+    >>> total, _ = prefetched_scan(lambda c, rows, _: (c + rows.sum(), None), jnp.zeros(()), table, ids)
+    >>> float(total)
+    10.0
+    """
+    ids = jnp.asarray(ids)
+    if ids.ndim == 0:
+        raise ValueError("prefetched_scan: `ids` must have a leading axis of steps")
+    if depth < 1:
+        raise ValueError(f"prefetched_scan: `depth` must be at least 1, {depth} was given")
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((table, init, ids, xs))):
+        return jax.jit(functools.partial(prefetched_scan, step, depth=depth, **options))(init, table, ids, xs)
+    if table._spec.platform != "cuda":
+        return jax.lax.scan(lambda carry, x: step(carry, gather(table, x[0], **options), x[1]), init, (ids, xs))
+
+    steps, site = ids.shape[0], next(_sites)
+    # What is started beyond the last step reads nothing: its ids are out of range.
+    padded = jnp.concatenate([ids, jnp.full((depth, *ids.shape[1:]), -1, ids.dtype)])
+    options = {"mode": "fill", **options}
+    rest = {"fill_value": 0, "out_dtype": None, "scale": None, "order": "auto", "num_sms": BESIDE_SMS, **options}
+    leaf, _, call, scale = prepared(
+        "prefetched_scan", table, padded[0], rest["mode"], rest["fill_value"], rest["out_dtype"], rest["scale"], None,
+        rest["order"], rest["num_sms"],
+    )  # fmt: skip
+    if call.clip or call.raises:
+        raise ValueError("prefetched_scan: only mode='fill'; clip the ids beforehand")
+
+    def start(ticket: Array, at: Array) -> Array:
+        # The ticket passes through, so that starts come in the order of the loop.
+        return _start(call, site, leaf, at, scale, [ticket])[1][0]
+
+    ticket = jnp.zeros((2,), jnp.uint32)
+    for k in range(depth):
+        ticket = start(ticket, padded[k])
+    shape = ids.shape[1:] + table.shape[1:]
+
+    def body(state: tuple[Any, Array], x: Any) -> tuple[tuple[Any, Array], Any]:
+        carry, ticket = state
+        ahead, x = x
+        ticket = start(ticket, ahead)
+        rows = _done(site, shape, call.out_dtype, ticket)
+        carry, y = step(carry, rows, x)
+        return (carry, ticket), y
+
+    (carry, ticket), ys = jax.lax.scan(body, (init, ticket), (padded[depth : depth + steps], xs))
+    last: list[Array] = []
+    for _ in range(depth):  # frees what was started beyond the end
+        last = [_done(site, shape, call.out_dtype, ticket, last)]
+    return carry, ys
+
+
+def _start(
+    call: Call, site: int, leaf: Array, ids: Array, scale: Array, through: list[Array]
+) -> tuple[PendingRows, list[Array]]:
+    """Begins a gather; `through` comes back as it was, from the call, so that what uses it runs after the start."""
+    shape = ids.shape + call.spec.row
+    if call.spec.platform != "cuda":
+        nothing = jnp.zeros((0,), jnp.int32)
+        rows = launch(call, 1, leaf, ids, scale, nothing, jnp.zeros((0,), leaf.dtype))
+        return PendingRows(rows, site, shape, call.out_dtype, True), through
+    nothing = jnp.zeros((0,), jnp.int32)
+    flat, perm, attributes, _ = flat_call(call, 1, leaf, ids, nothing)
+    word = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    started = jax.ffi.ffi_call(
+        "dejax_table_gather_start",
+        (word, word, *(jax.typeof(x) for x in through)),
+        has_side_effect=True,
+        input_output_aliases={6 + k: 2 + k for k in range(len(through))},
+    )
+    ticket, _, *through = started(
+        leaf,
+        flat,
+        perm,
+        nothing,
+        jnp.zeros((0,), leaf.dtype),
+        scale,
+        *through,
+        **attributes,
+        site=np.int64(site),
+        out_bytes=np.int64(math.prod(shape) * call.out_dtype.itemsize),
+    )
+    return PendingRows(ticket, site, shape, call.out_dtype, False), through
+
+
+def _done(site: int, shape: tuple[int, ...], dtype: np.dtype, ticket: Array, after: list[Array] | None = None) -> Array:
+    out = jax.ShapeDtypeStruct(shape, dtype)
+    return jax.ffi.ffi_call("dejax_table_gather_done", out, has_side_effect=True)(
+        ticket, *(after or ()), site=np.int64(site)
+    )

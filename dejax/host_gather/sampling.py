@@ -1,0 +1,412 @@
+"""Neighbour sampling inside a compiled step: from seeds to a local graph, with static shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from dejax.host_gather.gather import gather
+from dejax.host_gather.table import HostTable
+
+Rows = HostTable | Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Topology:
+    """A graph's incoming edges, grouped by receiver (and relation): compressed sparse columns.
+
+    A pytree. The lists may lie in host memory (`HostTable`s) or on the device.
+
+    Attributes:
+        starts: int[groups + 1], where each group's edges begin; group `node * num_relations + relation`.
+        senders: int[edges], by group.
+        cumulative: float32[edges], running sums of edge weights within each group, or None where edges have no weights.
+        num_nodes: number of nodes.
+        num_relations: number of relations; 1 for a plain graph.
+    """
+
+    starts: Rows
+    senders: Rows
+    cumulative: Rows | None
+    num_nodes: int = dataclasses.field(metadata={"static": True})
+    num_relations: int = dataclasses.field(default=1, metadata={"static": True})
+
+    @classmethod
+    def from_edges(
+        cls,
+        senders: ArrayLike,
+        receivers: ArrayLike,
+        *,
+        num_nodes: int,
+        relation: ArrayLike | None = None,
+        num_relations: int = 1,
+        weights: ArrayLike | None = None,
+        on_host: bool = False,
+    ) -> Topology:
+        """Sorts edges by receiver and relation, with numpy.
+
+        Args:
+            senders: int[edges].
+            receivers: int[edges]: the nodes that sample.
+            num_nodes: number of nodes.
+            relation: int[edges], or None for one relation.
+            num_relations: number of relations.
+            weights: float[edges], not negative: edges are drawn with probabilities in proportion.
+            on_host: whether the lists lie in host memory.
+
+        Raises:
+            ValueError: lengths that differ, ids out of range, weights that are negative or not finite.
+        """
+        source, target = np.asarray(senders), np.asarray(receivers)
+        kind = np.zeros(len(source), np.int64) if relation is None else np.asarray(relation)
+        if source.shape != target.shape or source.shape != kind.shape or source.ndim != 1:
+            raise ValueError("Topology: `senders`, `receivers` and `relation` must be of one length")
+        for name, values, count in (
+            ("senders", source, num_nodes), ("receivers", target, num_nodes), ("relation", kind, num_relations)
+        ):  # fmt: skip
+            if values.size and (values.dtype.kind not in "iu" or values.min() < 0 or values.max() >= count):
+                raise ValueError(f"Topology: `{name}` must be integers from 0 to {count - 1}")
+        group = target.astype(np.int64) * num_relations + kind
+        order = np.argsort(group, kind="stable")
+        counts = np.bincount(group, minlength=num_nodes * num_relations)
+        wide = np.int64 if len(source) >= 2**31 else np.int32
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(wide)
+        cumulative = None
+        if weights is not None:
+            given = np.asarray(weights, np.float64)
+            if given.shape != source.shape or not np.isfinite(given).all() or (given < 0).any():
+                raise ValueError("Topology: `weights` must be finite and not negative, one for each edge")
+            running = np.cumsum(given[order])
+            before = np.concatenate([[0.0], running])[starts[:-1]]
+            cumulative = (running - np.repeat(before, counts)).astype(np.float32)
+        return cls.from_csc(
+            starts, source[order].astype(np.int32), cumulative, num_nodes=num_nodes, num_relations=num_relations,
+            on_host=on_host,
+        )  # fmt: skip
+
+    @classmethod
+    def from_csc(
+        cls,
+        starts: Any,
+        senders: Any,
+        cumulative: Any = None,
+        *,
+        num_nodes: int,
+        num_relations: int = 1,
+        on_host: bool = False,
+    ) -> Topology:
+        """From lists that are sorted already; HostTables stay where they are."""
+        if starts.shape != (num_nodes * num_relations + 1,):
+            raise ValueError(
+                f"Topology: `starts` must have shape ({num_nodes * num_relations + 1},), not {starts.shape}"
+            )
+
+        def place(values: Any) -> Rows:
+            if isinstance(values, HostTable):
+                return values
+            return HostTable.from_numpy(np.asarray(values)) if on_host else jnp.asarray(values)
+
+        return cls(
+            place(starts), place(senders), None if cumulative is None else place(cumulative), num_nodes, num_relations
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Neighbors:
+    """Sampled neighbours.
+
+    Attributes:
+        senders: int32[seeds, relations * fan_out]; -1 where there is none.
+        edges: int[seeds, relations * fan_out], positions in the topology's lists; -1 where there is none.
+        mask: bool[seeds, relations * fan_out].
+    """
+
+    senders: Array
+    edges: Array
+    mask: Array
+
+
+def sample_neighbors(
+    key: Array,
+    topology: Topology,
+    seeds: ArrayLike,
+    fan_out: int,
+    *,
+    replace: bool = False,
+    max_degree: int | None = None,
+) -> Neighbors:
+    """Draws up to `fan_out` incoming edges of each seed (and relation), uniformly or by weight.
+
+    Without replacement and weights each subset of `fan_out` edges is equally likely (Floyd's algorithm: `fan_out`
+    draws, whatever the degree), and a seed with no more edges than that gets all of them. With weights and without
+    replacement edges are drawn one after the other in proportion to their weights among those left
+    (Efraimidis and Spirakis, 2006), which reads all edges of a seed.
+
+    Args:
+        key: jax.random key; the same key gives the same sample.
+        topology: the graph.
+        seeds: int[seeds]; a seed out of range (for padding: -1) has no neighbours.
+        fan_out: edges to draw for each seed and relation.
+        replace: whether an edge may be drawn twice; then a seed with any edge has `fan_out` of them.
+        max_degree: for weights without replacement: no seed has more edges of one relation (others are cut off there).
+
+    Returns:
+        Neighbors.
+
+    Raises:
+        ValueError: fan_out below 1; weights without replacement without `max_degree`.
+        TypeError: seeds that are no integers.
+    """
+    if fan_out < 1:
+        raise ValueError(f"sample_neighbors: `fan_out` must be at least 1, {fan_out} was given")
+    seeds = jnp.asarray(seeds)
+    if seeds.ndim != 1 or not jnp.issubdtype(seeds.dtype, jnp.integer):
+        raise TypeError(f"sample_neighbors: `seeds` must be int[seeds], {seeds.dtype}{list(seeds.shape)} was given")
+    relations = topology.num_relations
+    inside = (seeds >= 0) & (seeds < topology.num_nodes)
+    node = jnp.where(inside, seeds, 0)
+    groups = (node[:, None] * relations + jnp.arange(relations, dtype=node.dtype)).reshape(-1)
+    bounds = _take(topology.starts, jnp.stack([groups, groups + 1], axis=-1))
+    start, degree = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
+    degree = jnp.where(jnp.repeat(inside, relations), degree, 0)
+    if topology.cumulative is not None and not replace:
+        chosen, mask = _weighted_subset(key, topology, start, degree, fan_out, max_degree)
+    else:
+        if replace:
+            draws = jax.random.uniform(key, (len(groups), fan_out))
+            mask = jnp.broadcast_to(degree[:, None] > 0, draws.shape)
+            if topology.cumulative is None:
+                chosen = _scaled(draws, degree[:, None])
+            else:
+                chosen, there = _weighted(draws, topology.cumulative, start, degree)
+                mask = mask & there
+        else:
+            chosen, mask = _subset(key, degree, fan_out)
+    edges = jnp.where(mask, start[:, None] + chosen.astype(start.dtype), -1)
+    senders = jnp.where(mask, _take(topology.senders, edges), -1).astype(jnp.int32)
+    shape = (len(seeds), relations * fan_out)
+    return Neighbors(senders.reshape(shape), edges.reshape(shape), mask.reshape(shape))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LocalGraph:
+    """Sampled edges over a dense numbering of the nodes they touch.
+
+    Each hop has its own block of numbers, with padding at its end: the seeds, in order, then what the first hop
+    found, and so on. Padding nodes and edges
+    have no effect in anything that goes by the masks; padding edges run from and to `node_ids.shape[0]`.
+
+    Attributes:
+        node_ids: int32[nodes], the graph's node of each local one; -1 for padding. `gather(features, node_ids)` gives
+            rows of zeros there.
+        senders: int32[edges], local.
+        receivers: int32[edges], local.
+        relation: int32[edges].
+        edges: int[edges], positions in the topology's lists; -1 for padding.
+        edge_mask: bool[edges].
+        node_mask: bool[nodes].
+        num_seeds: how many of the first nodes are seeds.
+        hop_edges: how many edges each hop has, padding included, the seeds' own first.
+        dropped: int32 scalar, nodes that were sampled and did not fit in `max_nodes`; their edges are padding.
+    """
+
+    node_ids: Array
+    senders: Array
+    receivers: Array
+    relation: Array
+    edges: Array
+    edge_mask: Array
+    node_mask: Array
+    dropped: Array
+    num_seeds: int = dataclasses.field(metadata={"static": True})
+    hop_edges: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+
+def sample_graph(
+    key: Array,
+    topology: Topology,
+    seeds: ArrayLike,
+    fan_outs: Sequence[int],
+    *,
+    max_nodes: Sequence[int] | int | None = None,
+    replace: bool = False,
+    max_degree: int | None = None,
+) -> LocalGraph:
+    """Samples neighbours of the seeds, neighbours of what is new, and so on, and numbers the nodes.
+
+    Each node is expanded once, at the hop where it first appears.
+
+    Args:
+        key: jax.random key.
+        topology: the graph.
+        seeds: int[seeds], distinct (of equal ones the later are padding); -1 for padding.
+        fan_outs: edges to draw at each hop, the seeds' own first.
+        max_nodes: bounds on the nodes known after each hop, one for each, or one for all; by default what cannot be
+            exceeded: seeds * (1 + fan_out * relations) and so on. What does not fit is counted in `dropped`.
+        replace, max_degree: as in `sample_neighbors`.
+
+    Returns:
+        LocalGraph with max_nodes[-1] nodes and the sum over hops of frontier * relations * fan_out edges. Its arrays
+        are what `dejax.rgnn.RelGraph.build_traced` takes.
+
+    >>> topology = Topology.from_edges([1, 2, 3], [0, 1, 1], num_nodes=4)
+    >>> graph = sample_graph(jax.random.key(0), topology, np.array([0]), [2, 2])
+    >>> graph.node_ids, graph.senders[graph.edge_mask], graph.receivers[graph.edge_mask]
+    (Array([ 0,  1, -1,  2,  3, -1, -1], dtype=int32), Array([1, 3, 4], dtype=int32), Array([0, 1, 1], dtype=int32))
+    """
+    seeds = jnp.asarray(seeds)
+    if not fan_outs:
+        raise ValueError("sample_graph: `fan_outs` must have at least one hop")
+    relations, num_seeds = topology.num_relations, seeds.shape[0]
+    limits: list[int] = []
+    most = num_seeds
+    for hop, fan_out in enumerate(fan_outs):
+        fresh = most - (limits[-2] if len(limits) > 1 else num_seeds if limits else 0)
+        natural = most + min(fresh * relations * fan_out, topology.num_nodes)
+        given = max_nodes if max_nodes is None or isinstance(max_nodes, int) else max_nodes[hop]
+        most = natural if given is None else max(most, min(natural, int(given)))
+        limits.append(most)
+    known = _unique_seeds(seeds, topology.num_nodes)
+    frontier, previous = known, num_seeds
+    all_senders, all_receivers, all_edges, all_relations, hop_edges = [], [], [], [], []
+    dropped = jnp.zeros((), jnp.int32)
+    receivers = jnp.arange(num_seeds, dtype=jnp.int32)
+    for hop, fan_out in enumerate(fan_outs):
+        key, now = jax.random.split(key)
+        found = sample_neighbors(now, topology, frontier, fan_out, replace=replace, max_degree=max_degree)
+        wide = found.senders.shape[1]
+        known, local, lost = _number(known, found.senders.reshape(-1), limits[hop])
+        dropped = dropped + lost
+        all_senders.append(local)
+        all_receivers.append(jnp.repeat(receivers, wide))
+        all_edges.append(found.edges.reshape(-1))
+        kinds = jnp.repeat(jnp.arange(relations, dtype=jnp.int32), fan_out)
+        all_relations.append(jnp.tile(kinds, frontier.shape[0]))
+        hop_edges.append(local.shape[0])
+        frontier, receivers = known[previous:], jnp.arange(previous, known.shape[0], dtype=jnp.int32)
+        previous = known.shape[0]
+    senders, targets = jnp.concatenate(all_senders), jnp.concatenate(all_receivers)
+    valid = senders >= 0
+    nodes = known.shape[0]
+    return LocalGraph(
+        node_ids=known,
+        senders=jnp.where(valid, senders, nodes),
+        receivers=jnp.where(valid, targets, nodes),
+        relation=jnp.where(valid, jnp.concatenate(all_relations), 0),
+        edges=jnp.where(valid, jnp.concatenate(all_edges), -1),
+        edge_mask=valid,
+        node_mask=known >= 0,
+        dropped=dropped,
+        num_seeds=num_seeds,
+        hop_edges=tuple(hop_edges),
+    )
+
+
+def _take(values: Rows, ids: Array) -> Array:
+    if isinstance(values, HostTable):
+        return gather(values, ids)
+    if values.shape[0] == 0:
+        return jnp.zeros(ids.shape, values.dtype)
+    return values.at[jnp.where(ids < 0, values.shape[0], ids)].get(mode="fill", fill_value=0)
+
+
+def _scaled(draws: Array, degree: Array) -> Array:
+    """Positions below `degree` from draws in [0, 1); a draw that rounds up to `degree` stays below it."""
+    return jnp.clip((draws * degree).astype(degree.dtype), 0, jnp.maximum(degree - 1, 0))
+
+
+def _subset(key: Array, degree: Array, fan_out: int) -> tuple[Array, Array]:
+    """Floyd's algorithm: a uniform subset of `fan_out` positions below `degree`, all where there are no more."""
+    draws = jax.random.uniform(key, (fan_out, degree.shape[0]))
+    chosen: list[Array] = []
+    for i in range(fan_out):
+        last = degree - fan_out + i  # the largest position that this draw may give
+        drawn = _scaled(draws[i], last + 1)
+        taken = jnp.zeros(degree.shape, bool)
+        for earlier in chosen:
+            taken = taken | (earlier == drawn)
+        chosen.append(jnp.where(degree <= fan_out, i, jnp.where(taken, last, drawn)))
+    positions = jnp.stack(chosen, axis=1)
+    return positions, jnp.arange(fan_out) < degree[:, None]
+
+
+def _weighted(draws: Array, cumulative: Rows, start: Array, degree: Array) -> tuple[Array, Array]:
+    """The first positions whose running sum is above draw * total; False where all weights are 0."""
+    total = _take(cumulative, jnp.where(degree > 0, start + degree - 1, -1))
+    goal = draws * total[:, None]
+    low = jnp.zeros(draws.shape, start.dtype)
+    high = jnp.broadcast_to(jnp.maximum(degree - 1, 0)[:, None], draws.shape)
+
+    def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = (low + high) // 2
+        above = _take(cumulative, start[:, None] + middle) > goal
+        return jnp.where(above, low, jnp.minimum(middle + 1, high)), jnp.where(above, middle, high)
+
+    low, _ = jax.lax.fori_loop(0, 32, halve, (low, high))
+    return low, jnp.broadcast_to((total > 0)[:, None], draws.shape)
+
+
+def _weighted_subset(
+    key: Array, topology: Topology, start: Array, degree: Array, fan_out: int, max_degree: int | None
+) -> tuple[Array, Array]:
+    """Keys log(u) / weight; the `fan_out` largest are the sample."""
+    if max_degree is None:
+        raise ValueError(
+            "sample_neighbors: weights without replacement need `max_degree`, the most edges that a seed has"
+        )
+    assert topology.cumulative is not None
+    position = jnp.arange(max_degree, dtype=start.dtype)
+    there = position < degree[:, None]
+    sums = _take(topology.cumulative, jnp.where(there, start[:, None] + position, -1))
+    weights = jnp.diff(sums, axis=1, prepend=0.0)
+    usable = there & (weights > 0)
+    draws = jnp.log1p(-jax.random.uniform(key, usable.shape)) / jnp.where(usable, weights, 1.0)
+    draws, chosen = jax.lax.top_k(jnp.where(usable, draws, -jnp.inf), min(fan_out, max_degree))
+    missing = ((0, 0), (0, fan_out - chosen.shape[1]))
+    return jnp.pad(chosen, missing).astype(start.dtype), jnp.pad(draws > -jnp.inf, missing)
+
+
+def _unique_seeds(seeds: Array, num_nodes: int) -> Array:
+    """Seeds in their order, with -1 for those out of range and for all but the first of equal ones."""
+    positions = jnp.arange(seeds.shape[0], dtype=jnp.int32)
+    inside = (seeds >= 0) & (seeds < num_nodes)
+    wanted = jnp.where(inside, seeds, -1).astype(jnp.int32)
+    ordered, at = jax.lax.sort((wanted, positions), num_keys=1)
+    again = jnp.concatenate([jnp.zeros(1, bool), ordered[1:] == ordered[:-1]])[: seeds.shape[0]]
+    return wanted.at[at].set(jnp.where(again, -1, ordered))
+
+
+def _number(known: Array, found: Array, limit: int) -> tuple[Array, Array, Array]:
+    """Local numbers of nodes, -1 for none: the known ones keep theirs, new ones follow in order of first appearance.
+
+    Returns:
+        The nodes known afterwards [limit]; the local number of each of `found`; how many nodes did not fit.
+    """
+    size, old = found.shape[0], known.shape[0]
+    everything = jnp.concatenate([known, found])
+    positions = jnp.arange(old + size, dtype=jnp.int32)
+    ordered, at = jax.lax.sort((everything, positions), num_keys=1)  # stable: the first of equal ones is the earliest
+    first = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
+    group = jnp.cumsum(first) - 1
+    representative = jnp.full((old + size,), old + size, jnp.int32).at[group].min(at)
+    leader = (
+        jnp.zeros(old + size, jnp.int32).at[at].set(representative[group])
+    )  # the earliest position of an equal node
+    new = (everything >= 0) & (leader == positions) & (positions >= old)
+    local = jnp.where(positions < old, positions, old + jnp.cumsum(new) - 1)
+    fits = local < limit
+    numbered = jnp.where(everything >= 0, jnp.where(fits, local, -1)[leader], -1)
+    slots = jnp.where(new & fits, local, limit)
+    grown = jnp.full((limit,), -1, jnp.int32).at[:old].set(known).at[slots].set(everything, mode="drop")
+    return grown, numbered[old:], (new & ~fits).sum().astype(jnp.int32)

@@ -1,0 +1,319 @@
+#include "host_memory.h"
+
+#include <fcntl.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cuda_launch.h"
+#include "thread_pool.h"
+
+namespace nb = nanobind;
+
+namespace dejax {
+namespace {
+
+constexpr unsigned kPortable = 1, kDeviceMap = 2;  // the same bits in cuMemHostAlloc and cuMemHostRegister
+constexpr unsigned kRegisterReadOnly = 8;
+constexpr int64_t kReadBytes = 8 << 20;  // of one read of a file by one thread
+
+// A block of host memory. The last owner's destructor gives it back.
+struct Block {
+  char* data = nullptr;
+  int64_t bytes = 0;
+  bool pinned = false;  // kernels can read it
+  bool writable = true;
+  enum { kAllocated, kMapped, kForeign } kind = kAllocated;
+  void* map_begin = nullptr;  // what munmap takes
+  size_t map_bytes = 0;
+  bool registered = false;
+  PyObject* owner = nullptr;  // of foreign memory
+  pid_t process = getpid();
+
+  Block() = default;
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+  ~Block() {
+    // A forked child has neither the driver nor the pinned pages.
+    if (pinned && process == getpid()) {
+      std::string why;
+      const cuda::LaunchApi* launch = cuda::GetLaunchApi(&why);
+      int count = 0;
+      cuda::GetApi(nullptr)->device_get_count(&count);
+      // A step in flight may still read it: jax drops its references when work is enqueued, not when it is done.
+      for (int ordinal = 0; ordinal < count; ++ordinal) {
+        if (cuda::Context context = cuda::PrimaryContext(ordinal, &why)) {
+          cuda::CurrentContext current(context);
+          launch->ctx_synchronize();
+          if (ordinal + 1 < count) continue;
+          if (registered) launch->mem_host_unregister(data);
+          if (kind == kAllocated && data != nullptr) launch->mem_free_host(data);
+        }
+      }
+    }
+    if (map_begin != nullptr) munmap(map_begin, map_bytes);
+    if (owner != nullptr && Py_IsInitialized()) {
+      nb::gil_scoped_acquire gil;
+      Py_DECREF(owner);
+    }
+  }
+};
+
+using Shared = std::shared_ptr<Block>;
+
+// Blocks by address, so that an array that came out of a jitted function finds the memory it lies in.
+std::mutex& RegistryMutex() {
+  static auto* const mutex = new std::mutex;
+  return *mutex;
+}
+std::map<uintptr_t, std::weak_ptr<Block>>& Registry() {
+  static auto* const registry = new std::map<uintptr_t, std::weak_ptr<Block>>;
+  return *registry;
+}
+
+void Register(const Shared& block) {
+  std::lock_guard<std::mutex> lock(RegistryMutex());
+  auto& registry = Registry();
+  for (auto it = registry.begin(); it != registry.end();)
+    it = it->second.expired() ? registry.erase(it) : std::next(it);
+  registry[reinterpret_cast<uintptr_t>(block->data)] = block;
+}
+
+cuda::Context AnyContext() {
+  std::string why;
+  cuda::Context context = cuda::PrimaryContext(0, &why);
+  if (context == nullptr) throw std::runtime_error(why);
+  return context;
+}
+
+std::string Reason(cuda::Result result) { return cuda::ErrorName(*cuda::GetApi(nullptr), result); }
+
+Shared Allocate(int64_t bytes, bool pinned) {
+  auto block = std::make_shared<Block>();
+  block->bytes = bytes;
+  const size_t size = static_cast<size_t>(std::max<int64_t>(bytes, 128));
+  if (pinned) {
+    cuda::CurrentContext current(AnyContext());
+    void* data = nullptr;
+    if (cuda::Result result = cuda::GetLaunchApi(nullptr)->mem_host_alloc(&data, size, kPortable | kDeviceMap)) {
+      throw std::runtime_error("cuMemHostAlloc of " + std::to_string(bytes) + " bytes failed: " + Reason(result));
+    }
+    block->data = static_cast<char*>(data);
+    block->pinned = true;
+  } else {
+    void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data == MAP_FAILED) throw std::bad_alloc();
+    block->data = static_cast<char*>(data);
+    block->map_begin = data;
+    block->map_bytes = size;
+  }
+  Register(block);
+  return block;
+}
+
+// A part of a file, read-only. Pinned where the driver can pin pages of a file; `*refused` says why where it cannot.
+Shared MapFile(const std::string& path, int64_t offset, int64_t bytes, bool pinned) {
+  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) throw std::runtime_error(path + ": " + std::strerror(errno));
+  const int64_t page = sysconf(_SC_PAGESIZE), begin = offset / page * page;
+  const size_t size = static_cast<size_t>(std::max<int64_t>(offset + bytes - begin, 1));
+  void* data = mmap(nullptr, size, PROT_READ, MAP_SHARED, file, begin);
+  const int error = errno;
+  close(file);  // the mapping holds the file
+  if (data == MAP_FAILED) throw std::runtime_error(path + ": mmap failed: " + std::strerror(error));
+  auto block = std::make_shared<Block>();
+  block->kind = Block::kMapped;
+  block->map_begin = data;
+  block->map_bytes = size;
+  block->data = static_cast<char*>(data) + (offset - begin);
+  block->bytes = bytes;
+  block->writable = false;
+  if (pinned) {
+    cuda::CurrentContext current(AnyContext());
+    const cuda::Result result = cuda::GetLaunchApi(nullptr)->mem_host_register(
+        block->data, static_cast<size_t>(bytes), kPortable | kDeviceMap | kRegisterReadOnly);
+    if (result != 0) throw std::runtime_error("cuMemHostRegister of " + path + " failed: " + Reason(result));
+    block->registered = block->pinned = true;
+  }
+  Register(block);
+  return block;
+}
+
+// A caller's memory, which `owner` keeps.
+Shared Adopt(uintptr_t address, int64_t bytes, bool writable, bool pinned, nb::object owner) {
+  auto block = std::make_shared<Block>();
+  block->kind = Block::kForeign;
+  block->data = reinterpret_cast<char*>(address);
+  block->bytes = bytes;
+  block->writable = writable;
+  if (pinned && bytes > 0) {
+    cuda::CurrentContext current(AnyContext());
+    const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
+    unsigned flags = kPortable | kDeviceMap | (writable ? 0 : kRegisterReadOnly);
+    if (cuda::Result result = launch.mem_host_register(block->data, static_cast<size_t>(bytes), flags)) {
+      throw std::runtime_error("cuMemHostRegister of " + std::to_string(bytes) + " bytes failed: " + Reason(result));
+    }
+    block->registered = block->pinned = true;
+    cuda::DevicePointer device = 0;
+    if (launch.mem_host_get_device_pointer(&device, block->data, 0) != 0 || device != address) {
+      throw std::runtime_error("this device reads registered memory at another address than the CPU");
+    }
+  }
+  block->owner = owner.inc_ref().ptr();
+  Register(block);
+  return block;
+}
+
+void CopyIn(const Shared& block, int64_t offset, uintptr_t source, int64_t bytes) {
+  if (offset < 0 || bytes < 0 || offset + bytes > block->bytes) throw std::out_of_range("copy beyond the memory");
+  const char* from = reinterpret_cast<const char*>(source);
+  ThreadPool::Get().ParallelFor(bytes, kReadBytes, [&](int64_t begin, int64_t end) {
+    std::memcpy(block->data + offset + begin, from + begin, static_cast<size_t>(end - begin));
+  });
+}
+
+void Zero(const Shared& block) {
+  ThreadPool::Get().ParallelFor(block->bytes, kReadBytes, [&](int64_t begin, int64_t end) {
+    std::memset(block->data + begin, 0, static_cast<size_t>(end - begin));
+  });
+}
+
+void ReadFile(const Shared& block, const std::string& path, int64_t offset) {
+  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) throw std::runtime_error(path + ": " + std::strerror(errno));
+  std::atomic<int> error{0};
+  ThreadPool::Get().ParallelFor(block->bytes, kReadBytes, [&](int64_t begin, int64_t end) {
+    while (begin < end && error == 0) {
+      const ssize_t got = pread(file, block->data + begin, static_cast<size_t>(end - begin), offset + begin);
+      if (got < 0 && errno == EINTR) continue;
+      if (got <= 0) error = got == 0 ? ENODATA : errno;  // the file became shorter, or the disk failed
+      if (got > 0) begin += got;
+    }
+  });
+  close(file);
+  if (error != 0) throw std::runtime_error(path + ": " + std::strerror(error));
+}
+
+// ------------------------------------------------------------------------------------------------ DLPack, version 0.8
+
+struct DLTensor {
+  void* data;
+  int32_t device_type;
+  int32_t device_id;
+  int32_t ndim;
+  uint8_t type_code;
+  uint8_t type_bits;
+  uint16_t type_lanes;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+};
+
+struct DLManagedTensor {
+  DLTensor tensor;
+  void* context;
+  void (*deleter)(DLManagedTensor*);
+};
+
+struct Exported {
+  DLManagedTensor managed;
+  std::vector<int64_t> shape;
+  Shared block;
+};
+
+// Unsigned integers of `bits` bits: a table's leaf. device_type: 1 CPU, 3 CUDA host memory.
+nb::object Export(const Shared& block, std::vector<int64_t> shape, int bits, int device_type, int device_id) {
+  int64_t bytes = bits / 8;
+  for (int64_t size : shape) bytes *= size;
+  if (bytes > block->bytes) throw std::out_of_range("the shape has more bytes than the memory");
+  auto exported = std::make_unique<Exported>();
+  exported->shape = std::move(shape);
+  exported->block = block;
+  DLTensor& tensor = exported->managed.tensor;
+  tensor = {block->data, device_type,
+            device_id,   static_cast<int32_t>(exported->shape.size()),
+            1,           static_cast<uint8_t>(bits),
+            1,           exported->shape.data(),
+            nullptr,     0};
+  exported->managed.context = exported.get();
+  exported->managed.deleter = [](DLManagedTensor* managed) { delete static_cast<Exported*>(managed->context); };
+  PyObject* capsule = PyCapsule_New(&exported->managed, "dltensor", [](PyObject* self) {
+    // Consumers rename what they take; what nobody took is given back here.
+    if (PyCapsule_IsValid(self, "dltensor")) {
+      auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(self, "dltensor"));
+      managed->deleter(managed);
+    }
+  });
+  if (capsule == nullptr) throw nb::python_error();
+  exported.release();
+  return nb::steal(capsule);
+}
+
+struct HostMemory {
+  Shared block;
+};
+
+}  // namespace
+
+void DefineHostMemory(nb::module_& m) {
+  nb::class_<HostMemory>(m, "HostMemory")
+      .def_static(
+          "allocate", [](int64_t bytes, bool pinned) { return HostMemory{Allocate(bytes, pinned)}; },
+          nb::call_guard<nb::gil_scoped_release>())
+      .def_static(
+          "map_file",
+          [](const std::string& path, int64_t offset, int64_t bytes, bool pinned) {
+            return HostMemory{MapFile(path, offset, bytes, pinned)};
+          },
+          nb::call_guard<nb::gil_scoped_release>())
+      .def_static("adopt",
+                  [](uintptr_t address, int64_t bytes, bool writable, bool pinned, nb::object owner) {
+                    return HostMemory{Adopt(address, bytes, writable, pinned, std::move(owner))};
+                  })
+      .def_static("find",
+                  [](uintptr_t address) -> nb::object {
+                    Shared block;
+                    {
+                      std::lock_guard<std::mutex> lock(RegistryMutex());
+                      const auto found = Registry().find(address);
+                      if (found != Registry().end()) block = found->second.lock();
+                    }
+                    return block ? nb::cast(HostMemory{block}) : nb::none();
+                  })
+      .def_prop_ro("address", [](const HostMemory& m) { return reinterpret_cast<uintptr_t>(m.block->data); })
+      .def_prop_ro("nbytes", [](const HostMemory& m) { return m.block->bytes; })
+      .def_prop_ro("pinned", [](const HostMemory& m) { return m.block->pinned; })
+      .def_prop_ro("writable", [](const HostMemory& m) { return m.block->writable; })
+      .def(
+          "copy_in",
+          [](const HostMemory& m, int64_t offset, uintptr_t source, int64_t bytes) {
+            CopyIn(m.block, offset, source, bytes);
+          },
+          nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "zero", [](const HostMemory& m) { Zero(m.block); }, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "read_file",
+          [](const HostMemory& m, const std::string& path, int64_t offset) { ReadFile(m.block, path, offset); },
+          nb::call_guard<nb::gil_scoped_release>())
+      .def("dlpack", [](const HostMemory& m, std::vector<int64_t> shape, int bits, int device_type, int device_id) {
+        return Export(m.block, std::move(shape), bits, device_type, device_id);
+      });
+}
+
+}  // namespace dejax

@@ -1,0 +1,207 @@
+#include "table_gather.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "convert.h"
+#include "thread_pool.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace dejax {
+namespace {
+
+constexpr int64_t kBytesPerRange = 128 * 1024;  // as in row_gather.cc
+constexpr int64_t kPrefetchRows = 8;
+constexpr int64_t kPrefetchBytes = 256;
+
+struct Plan {
+  const uint8_t* table;
+  const void* ids;
+  const float* scale;
+  uint8_t* out;
+  const uint8_t* fill;
+  int64_t n, rows, row_bytes, width, scale_count, fan_out;
+  bool mean, clip;
+  float fill_value;
+  std::atomic<int64_t>* outside;  // an id out of range, -1 for none yet
+  std::atomic<bool>* found;
+};
+
+// The row of an id; -1 for a row of fill.
+template <typename Id>
+int64_t Row(const Plan& plan, int64_t i) {
+  int64_t id = static_cast<const Id*>(plan.ids)[i];
+  if (id >= 0 && id < plan.rows) return id;
+  if (!plan.found->exchange(true)) *plan.outside = id;
+  if (!plan.clip || plan.rows == 0) return -1;
+  return std::clamp<int64_t>(id, 0, plan.rows - 1);
+}
+
+template <typename Id>
+void Prefetch(const Plan& plan, int64_t i, int64_t end) {
+  if (i >= end) return;
+  const int64_t id = static_cast<const Id*>(plan.ids)[i];
+  if (id < 0 || id >= plan.rows) return;
+  const uint8_t* row = plan.table + id * plan.row_bytes;
+  for (int64_t byte = 0; byte < std::min(plan.row_bytes, kPrefetchBytes); byte += 64) __builtin_prefetch(row + byte);
+}
+
+template <typename Id>
+void CopyRows(const Plan& plan, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) {
+    Prefetch<Id>(plan, i + kPrefetchRows, end);
+    const int64_t row = Row<Id>(plan, i);
+    uint8_t* out = plan.out + i * plan.row_bytes;
+    if (row >= 0) {
+      std::memcpy(out, plan.table + row * plan.row_bytes, plan.row_bytes);
+    } else {
+      for (int64_t at = 0; at < plan.row_bytes; ++at) out[at] = plan.fill[at % 16];
+    }
+  }
+}
+
+float Scale(const Plan& plan, int64_t row) {
+  return plan.scale_count == 0 ? 1.0f : plan.scale[plan.scale_count == 1 ? 0 : row];
+}
+
+template <typename Id, int source, int result>
+void ConvertRows(const Plan& plan, int64_t begin, int64_t end) {
+  using From = Element<source>;
+  using To = Element<result>;
+  const auto* table = reinterpret_cast<const typename From::Storage*>(plan.table);
+  auto* out = reinterpret_cast<typename To::Storage*>(plan.out);
+  std::vector<float> sum(plan.mean ? plan.width : 0);
+  for (int64_t i = begin; i < end; ++i) {
+    if (!plan.mean) {
+      Prefetch<Id>(plan, i + kPrefetchRows, end);
+      const int64_t row = Row<Id>(plan, i);
+      const float scale = row < 0 ? 0 : Scale(plan, row);
+      for (int64_t c = 0; c < plan.width; ++c) {
+        const float x = row < 0 ? plan.fill_value : From::Load(table[row * plan.width + c]) * scale;
+        out[i * plan.width + c] = To::Store(x);
+      }
+      continue;
+    }
+    std::fill(sum.begin(), sum.end(), 0.0f);
+    int64_t count = 0;
+    for (int64_t k = i * plan.fan_out; k < (i + 1) * plan.fan_out; ++k) {
+      Prefetch<Id>(plan, k + kPrefetchRows, end * plan.fan_out);
+      const int64_t row = Row<Id>(plan, k);
+      if (row < 0) continue;
+      ++count;
+      const float scale = Scale(plan, row);
+      for (int64_t c = 0; c < plan.width; ++c) sum[c] += scale * From::Load(table[row * plan.width + c]);
+    }
+    for (int64_t c = 0; c < plan.width; ++c) {
+      out[i * plan.width + c] = To::Store(count ? sum[c] / count : plan.fill_value);
+    }
+  }
+}
+
+using Body = void (*)(const Plan&, int64_t, int64_t);
+
+template <typename Id, int source>
+Body ForResult(int64_t result) {
+  switch (result) {
+    case kF32:
+      return ConvertRows<Id, source, kF32>;
+    case kBF16:
+      return ConvertRows<Id, source, kBF16>;
+    case kF16:
+      return ConvertRows<Id, source, kF16>;
+    default:
+      return nullptr;
+  }
+}
+
+template <typename Id>
+Body ForTypes(int64_t source, int64_t result) {
+  switch (source) {
+    case -1:
+      return CopyRows<Id>;
+    case kF32:
+      return ForResult<Id, kF32>(result);
+    case kF64:
+      return ForResult<Id, kF64>(result);
+    case kBF16:
+      return ForResult<Id, kBF16>(result);
+    case kF16:
+      return ForResult<Id, kF16>(result);
+    case kF8E4M3:
+      return ForResult<Id, kF8E4M3>(result);
+    case kF8E5M2:
+      return ForResult<Id, kF8E5M2>(result);
+    case kS8:
+      return ForResult<Id, kS8>(result);
+    case kU8:
+      return ForResult<Id, kU8>(result);
+    case kS16:
+      return ForResult<Id, kS16>(result);
+    case kU16:
+      return ForResult<Id, kU16>(result);
+    case kS32:
+      return ForResult<Id, kS32>(result);
+    case kU32:
+      return ForResult<Id, kU32>(result);
+    default:
+      return nullptr;
+  }
+}
+
+ffi::Error OnCpu(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer,
+                 ffi::Buffer<ffi::F32> scale, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer>,
+                 int64_t source, int64_t result, int64_t row_bytes, int64_t fan_out, bool mean, bool clip, bool raises,
+                 float fill_value, ffi::Span<const uint8_t> fill, int64_t, int64_t, int64_t) {
+  const auto invalid = [](const char* what) {
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("dejax.host_gather.gather: ") + what);
+  };
+  if (fill.size() != 16 || fan_out < 1 || row_bytes < 0) return invalid("the attributes do not fit together");
+  std::atomic<int64_t> outside{-1};
+  std::atomic<bool> found{false};
+  Plan plan;
+  plan.table = static_cast<const uint8_t*>(table.untyped_data());
+  plan.ids = ids.untyped_data();
+  plan.scale = scale.typed_data();
+  plan.out = static_cast<uint8_t*>(out->untyped_data());
+  plan.fill = fill.begin();
+  plan.n = static_cast<int64_t>(ids.element_count()) / fan_out;
+  plan.rows = table.dimensions()[0];
+  plan.row_bytes = row_bytes;
+  plan.scale_count = static_cast<int64_t>(scale.element_count());
+  plan.fan_out = mean ? fan_out : 1;
+  if (!mean) plan.n = static_cast<int64_t>(ids.element_count());
+  plan.mean = mean;
+  plan.clip = clip;
+  plan.fill_value = fill_value;
+  plan.outside = &outside;
+  plan.found = &found;
+  const bool wide = ids.element_type() == ffi::DataType::S64;
+  const Body body = wide ? ForTypes<int64_t>(source, result) : ForTypes<int32_t>(source, result);
+  if (body == nullptr || (mean && source < 0)) return invalid("no such conversion");
+  const int64_t row_elements = plan.n == 0 ? 0 : static_cast<int64_t>(out->element_count()) / plan.n;
+  plan.width = row_elements;
+  if (plan.n == 0 || row_bytes == 0) return ffi::Error::Success();
+  if (static_cast<int64_t>(table.size_bytes()) != plan.rows * row_bytes) return invalid("the table has other rows");
+  if (source < 0 && static_cast<int64_t>(out->size_bytes()) != plan.n * row_bytes)
+    return invalid("the result has other rows");
+  const int64_t grain = std::max<int64_t>(1, kBytesPerRange / (row_bytes * plan.fan_out));
+  ThreadPool::Get().ParallelFor(plan.n, grain, [&](int64_t begin, int64_t end) { body(plan, begin, end); });
+  if (raises && found) {
+    return ffi::Error(ffi::ErrorCode::kOutOfRange, "dejax.host_gather.gather: id " + std::to_string(outside.load()) +
+                                                       " is out of range for a table of " + std::to_string(plan.rows) +
+                                                       " rows");
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(TableGatherCpu, OnCpu, ffi::Ffi::Bind() DEJAX_GATHER_SIGNATURE);
+
+}  // namespace dejax

@@ -1,0 +1,64 @@
+// Rows of a table in host memory, by ids: the CPU and the CUDA handler of one FFI target, with one interface.
+#pragma once
+
+#include "xla/ffi/api/ffi.h"
+
+struct CUctx_st;
+struct CUstream_st;
+
+// What both handlers bind, after the context.
+#define DEJAX_GATHER_OPERANDS     \
+  .Arg<xla::ffi::AnyBuffer>()     \
+      .Arg<xla::ffi::AnyBuffer>() \
+      .Arg<xla::ffi::AnyBuffer>() \
+      .Arg<xla::ffi::AnyBuffer>() \
+      .Arg<xla::ffi::AnyBuffer>() \
+      .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+#define DEJAX_GATHER_RESULTS .Ret<xla::ffi::AnyBuffer>().Ret<xla::ffi::AnyBuffer>()
+#define DEJAX_GATHER_ATTRIBUTES                    \
+  .Attr<int64_t>("source")                         \
+      .Attr<int64_t>("result")                     \
+      .Attr<int64_t>("row_bytes")                  \
+      .Attr<int64_t>("fan_out")                    \
+      .Attr<bool>("mean")                          \
+      .Attr<bool>("clip")                          \
+      .Attr<bool>("raises")                        \
+      .Attr<float>("fill_value")                   \
+      .Attr<xla::ffi::Span<const uint8_t>>("fill") \
+      .Attr<int64_t>("kernel")                     \
+      .Attr<int64_t>("grid")                       \
+      .Attr<int64_t>("align")
+#define DEJAX_GATHER_SIGNATURE DEJAX_GATHER_OPERANDS DEJAX_GATHER_RESULTS DEJAX_GATHER_ATTRIBUTES
+
+namespace dejax {
+
+// FFI handlers.
+//   arguments:  table [rows, width] of unsigned integers;
+//               ids [n] int32 or int64;
+//               perm [n] int32, where the row of each id goes, or [0] for ids in order (not read on the CPU);
+//               slots [rows] int32 and cache [slots, width], or [0] (not read on the CPU);
+//               scale float32 [0], [1] or [rows].
+//   results:    out [n / fan_out, width'], scratch uint32[2] for the CUDA handler.
+//   attributes: source, result int64: element types of convert.h, or -1 to move bytes;
+//               row_bytes, fan_out int64; mean bool;
+//               clip bool: ids out of range mean the nearest row, otherwise a row of fill;
+//               raises bool: an id out of range is an error;
+//               fill_value float32 where elements are converted, fill uint8[16], repeated elements, where not;
+//               kernel, grid (blocks), align int64: of the CUDA kernel.
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherCuda);
+
+// The same, begun on a stream of its own into memory of its own; TableGatherDone waits and copies. A start and a done
+// of one execution with the same `site` meet in order. Start passes further operands through, so that what uses them
+// runs after it; done waits for its further operands. CUDA only: the CPU's start is a gather.
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherStart);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherDone);
+
+// Makes `stream` wait for the gathers that were begun on the side and are not done: for whoever writes a table next.
+// The context is current. 0, or a CUresult.
+int WaitForStarted(CUctx_st* context, CUstream_st* stream);
+
+// What the last kernel with `raises` found: true once for each time, and the id.
+bool TakeGatherError(long long* id);
+
+}  // namespace dejax

@@ -1,0 +1,47 @@
+"""host_gather and rgnn composed by a step: seeds, local graph, features from host memory, a relational layer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dejax import _native, rgnn
+from dejax.host_gather import HostTable, Topology, sample_graph
+
+
+@rgnn.program
+def relational_sum(g: rgnn.RelGraph, h: jax.Array, w: jax.Array) -> jax.Array:
+    return g.sum_to_dst(g.src(h) @ g.per_edge_type(w))
+
+
+@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+def test_a_layer_on_all_neighbours_is_the_layer_on_the_full_graph() -> None:
+    rng = np.random.default_rng(0)
+    nodes, edges, relations = 30, 120, 3
+    senders, receivers = rng.integers(0, nodes, edges), rng.integers(0, nodes, edges)
+    relation = rng.integers(0, relations, edges)
+    features = rng.standard_normal((nodes, 6)).astype(np.float32)
+    w = jnp.asarray(rng.standard_normal((relations, 6, 4)), jnp.float32)
+    topology = Topology.from_edges(
+        senders, receivers, num_nodes=nodes, relation=relation, num_relations=relations, on_host=True
+    )
+
+    @jax.jit
+    def layer(key: jax.Array, topology: Topology, table: HostTable, seeds: jax.Array, w: jax.Array) -> jax.Array:
+        local = sample_graph(key, topology, seeds, [20])  # no node has more edges of one relation
+        graph = rgnn.RelGraph.build_traced(
+            local.senders,
+            local.receivers,
+            local.relation,
+            num_nodes=local.node_ids.shape[0],
+            num_edge_types=relations,
+            edge_mask=local.edge_mask,
+            node_mask=local.node_mask,
+        )
+        return relational_sum(graph, table[local.node_ids], w)[: local.num_seeds]
+
+    seeds = jnp.array([4, 17, 0])
+    got = layer(jax.random.key(0), topology, HostTable.from_numpy(features), seeds, w)
+    full = rgnn.RelGraph.from_edges(senders, receivers, relation, num_nodes=nodes, num_edge_types=relations)
+    want = relational_sum(full, jnp.asarray(features), w)[seeds]
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

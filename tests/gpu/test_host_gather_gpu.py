@@ -1,0 +1,158 @@
+"""What only a GPU shows of `dejax.host_gather`; tests/host_gather runs there as well, on the CUDA kernels."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dejax import _native
+from dejax.host_gather import CachedTable, HostTable, gather, prefetched_scan, scatter_add, shardings
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _needs_gpu() -> None:
+    if jax.default_backend() != "gpu":
+        pytest.skip("the default backend is no GPU")
+
+
+def copies(text: str, shape: str) -> list[str]:
+    """Lines of a compiled program that make an array of the table's shape other than in place."""
+    made = re.compile(rf"= \(?u32\[{shape}\]\S* (copy|copy-start|dynamic-slice|fusion|gather)")
+    return [line for line in text.splitlines() if made.search(line)]
+
+
+def test_the_table_is_pinned_and_not_copied() -> None:
+    table = HostTable.zeros((1 << 16, 32))
+    assert table._leaf.sharding.memory_kind == "pinned_host"
+    assert _native.pointer_kind(table._leaf) == "pinned"
+    ids = jnp.zeros((3, 128), jnp.int32)
+
+    def step(table: HostTable, ids: jax.Array) -> jax.Array:
+        total = jax.lax.scan(lambda c, i: (c + table[i].sum(), None), 0.0, ids)[0]
+        return jax.lax.cond(total > 0, lambda t: t[ids[0]].sum(), lambda t: t[ids[1]].sum(), table)
+
+    compiled = jax.jit(step).lower(table, ids).compile()
+    assert copies(compiled.as_text(), "65536,32") == []
+    assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20
+
+
+def test_updates_are_in_place() -> None:
+    table = HostTable.zeros((1 << 16, 32))
+    address = table._leaf.unsafe_buffer_pointer()
+    ids = jnp.arange(64, dtype=jnp.int32).reshape(2, 32)
+
+    def run(table: HostTable, ids: jax.Array) -> HostTable:
+        return jax.lax.scan(lambda t, i: (scatter_add(t, i, t[i] + 1), None), table, ids)[0]
+
+    f = jax.jit(run, donate_argnums=0, out_shardings=shardings(table))
+    assert copies(f.lower(table, ids).compile().as_text(), "65536,32") == []
+    table = f(table, ids)
+    assert table._leaf.unsafe_buffer_pointer() == address
+    assert table.numpy()[:64].sum() == 64 * 32 and table.numpy()[64:].sum() == 0
+
+
+def test_a_table_that_is_not_donated_is_an_error_not_a_copy() -> None:
+    table = HostTable.zeros((1 << 10, 32))
+    with pytest.raises(Exception, match="donate|host"):
+        jax.block_until_ready(jax.jit(lambda t, i: scatter_add(t, i, t[i] + 1))(table, jnp.arange(4)))
+
+
+def test_command_buffers_repeat_the_gather() -> None:
+    rows = np.random.default_rng(0).random((1 << 12, 32), np.float32)
+    table = HostTable.from_numpy(rows)
+
+    @jax.jit
+    def f(table: HostTable, ids: jax.Array, w: jax.Array) -> jax.Array:
+        for _ in range(6):
+            ids = (ids * 5 + 3) % 4096
+            w = jnp.tanh(gather(table, ids, order="sorted") * w)
+        return w
+
+    w = jnp.ones((256, 32))
+    for seed in range(6):
+        ids = np.random.default_rng(seed).integers(0, 4096, 256, np.int32)
+        got, at, want = f(table, jnp.asarray(ids), w), ids, np.ones((256, 32))
+        for _ in range(6):
+            at = (at * 5 + 3) % 4096
+            want = np.tanh(rows[at] * want)
+        np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+def test_freed_memory_is_given_back() -> None:
+    for _ in range(3):  # three times 4 GiB pinned, one at a time
+        table = HostTable.empty((1 << 20, 1 << 10))
+        assert table[np.array([0])].shape == (1, 1024)
+        table.close()
+
+
+@pytest.mark.slow
+def test_rows_beyond_four_gib() -> None:
+    table = HostTable.empty((9 << 20, 128), np.float32)
+    marks = np.array([0, 1 << 22, (1 << 23) + 5, (9 << 20) - 1])
+    for k, row in enumerate(marks):
+        table.write(int(row), np.full((1, 128), k + 1))
+    for order in ("given", "sorted"):
+        np.testing.assert_array_equal(gather(table, marks, order=order)[:, 5], [1, 2, 3, 4])
+    table = scatter_add(table, marks, np.ones((4, 128)))
+    np.testing.assert_array_equal(table[marks][:, 127], [2, 3, 4, 5])
+    table.close()
+
+
+def test_cached_rows_come_from_the_device() -> None:
+    rows = np.random.default_rng(0).random((1 << 12, 100), np.float32)
+    table = HostTable.from_numpy(rows)
+    cached = CachedTable.from_ids(table, np.arange(64))
+    table.write(0, np.zeros((128, 100)))  # the copies on the device are stale now: it shows where rows come from
+    got = np.asarray(gather(cached, np.arange(128)))
+    np.testing.assert_array_equal(got[:64], rows[:64])
+    assert not got[64:].any()
+
+
+def test_overlap() -> None:
+    rows = HostTable.zeros((1 << 20, 128))
+    steps, count = 12, 1 << 16
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 1 << 20, (steps, count), np.int32))
+    w = jnp.full((4096, 4096), 1e-3, jnp.bfloat16)
+
+    def step(carry: jax.Array, got: jax.Array, _: None) -> tuple[jax.Array, None]:
+        for _ in range(4):
+            carry = (carry @ w).astype(jnp.bfloat16)
+        return carry + got[:1, :1].astype(jnp.bfloat16), None
+
+    ahead = jax.jit(lambda t, i, c: prefetched_scan(step, c, t, i)[0])
+    plain = jax.jit(lambda t, i, c: jax.lax.scan(lambda c, i: step(c, t[i], None), c, i)[0])
+    alone = jax.jit(lambda c: jax.lax.scan(lambda c, _: step(c, jnp.zeros((1, 1)), None), c, None, length=steps)[0])
+
+    def seconds(f: object, *args: object) -> float:
+        jax.block_until_ready(f(*args))  # type: ignore[operator]
+        best = 1e9
+        for _ in range(3):
+            start = time.perf_counter()
+            jax.block_until_ready(f(*args))  # type: ignore[operator]
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    compute, serial, overlapped = seconds(alone, w), seconds(plain, rows, ids, w), seconds(ahead, rows, ids, w)
+    print(f"compute {1e3 * compute:.2f} ms, serial {1e3 * serial:.2f} ms, overlapped {1e3 * overlapped:.2f} ms")
+    assert overlapped < 0.9 * serial
+
+
+def test_kernels_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dejax.host_gather import _kernels
+
+    monkeypatch.setenv("DEJAX_CACHE_DIR", str(tmp_path))
+    definitions = tuple(sorted({"ID": "int", "UNIT": 4, "OP": 0, "TABLE": -1, "VALUES": -1}.items()))
+    first = _kernels._compiled("update.cu", definitions, (9, 0))
+    (kept,) = (tmp_path / "kernels").iterdir()
+    kept.write_bytes(kept.read_bytes()[:-1])  # cut short: compiled again
+    assert _kernels._compiled("update.cu", definitions, (9, 0)) == first
+    with pytest.raises(_kernels.KernelError, match="error"):
+        _kernels.compile_source(_kernels._nvrtc(), "not C++", "x.cu", (), (9, 0))

@@ -1,0 +1,20 @@
+"""The benchmark runs and writes what its plot needs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.host_gather import main
+from dejax import _native
+
+
+@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+def test_quick(tmp_path: Path) -> None:
+    main(["--quick", "--sections", "sizes,update,cached,sampling", "--out", str(tmp_path), "--plot"])
+    (written,) = tmp_path.glob("*.json")
+    report = json.loads(written.read_text())
+    assert report["copy_engine"] > 0 and len(report["sections"]) == 4
+    (cell,) = report["sections"]["sizes"]
+    assert min(cell["given"], cell["sorted"], cell["auto"], cell["numpy"]) > 0
+    assert list(tmp_path.glob("*.png"))

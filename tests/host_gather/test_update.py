@@ -1,0 +1,220 @@
+"""Scatter, the row-sparse optimizers and the gradient of rows, against numpy and optax."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+from dejax import _native
+from dejax.host_gather import (
+    HostTable,
+    Optimizer,
+    RowGradient,
+    TableClosedError,
+    adagrad,
+    adam,
+    scatter,
+    scatter_add,
+    sgd,
+    shardings,
+    value_and_grad,
+)
+
+pytestmark = pytest.mark.skipif(
+    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
+)
+RNG = np.random.default_rng(0)
+ROWS = RNG.standard_normal((12, 5)).astype(np.float32)
+IDS = np.array([3, 11, 3, -1, 12, 0, 3], np.int32)
+NEW = RNG.standard_normal((7, 5)).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int8, np.bool_, ml_dtypes.bfloat16], ids=str)
+def test_scatter_keeps_the_last(dtype: object) -> None:
+    want, new = (ROWS * 9).astype(dtype), (NEW * 9).astype(dtype)
+    table = HostTable.from_numpy(want)
+    for i, row in zip(IDS, new, strict=True):
+        if 0 <= i < 12:
+            want[i] = row
+    written = scatter(table, IDS, new)
+    np.testing.assert_array_equal(written.numpy().astype(np.float32), want.astype(np.float32))
+    assert table.is_closed()
+    with pytest.raises(TableClosedError, match="donated"):
+        table[IDS]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [1, 3, 4, 40])
+def test_scatter_add(dtype: object, width: int) -> None:
+    rows = RNG.standard_normal((12, width)).astype(dtype)
+    new = RNG.standard_normal((7, width)).astype(np.float32)
+    want = rows.astype(np.float32)
+    for i, row in zip(IDS, new, strict=True):
+        if 0 <= i < 12:
+            want[i] += row
+    got = scatter_add(HostTable.from_numpy(rows), IDS, new).numpy().astype(np.float32)
+    np.testing.assert_allclose(
+        got, want, rtol=1e-6 if dtype is np.float32 else 1e-2, atol=1e-6 if dtype is np.float32 else 1e-2
+    )
+
+
+def test_in_a_jitted_function_the_memory_stays() -> None:
+    table = HostTable.from_numpy(ROWS)
+    address = table._leaf.unsafe_buffer_pointer()
+
+    def step(table: HostTable, ids: jax.Array) -> tuple[HostTable, jax.Array]:
+        rows = table[ids]
+        table = scatter_add(table, ids, jnp.ones_like(rows))
+        table = scatter(table, ids[:1], table[ids[:1]] * 2)
+        return table, table[ids].sum()
+
+    compiled = jax.jit(step, donate_argnums=0, out_shardings=shardings((table, 0)))
+    for _ in range(3):
+        table, total = compiled(table, jnp.array([1, 2]))
+    assert table._leaf.unsafe_buffer_pointer() == address
+    want = ROWS.copy()
+    for _ in range(3):
+        want[[1, 2]] += 1
+        want[1] *= 2
+    np.testing.assert_allclose(table.numpy(), want, rtol=1e-6)
+    np.testing.assert_allclose(total, want[[1, 2]].sum(), rtol=1e-5)
+
+
+def test_in_a_scan() -> None:
+    table = HostTable.from_numpy(ROWS)
+
+    def run(table: HostTable, blocks: jax.Array) -> HostTable:
+        return jax.lax.scan(lambda t, ids: (scatter_add(t, ids, t[ids]), None), table, blocks)[0]
+
+    run = jax.jit(run, donate_argnums=0, out_shardings=shardings(table))
+    want = ROWS.copy()
+    want[[0, 1]] *= 2
+    want[[1, 2]] *= 2
+    np.testing.assert_allclose(run(table, jnp.array([[0, 1], [1, 2]])).numpy(), want, rtol=1e-6)
+
+
+def test_bad_arguments() -> None:
+    table = HostTable.from_numpy(ROWS)
+    with pytest.raises(ValueError, match=r"rows of shape \(7, 5\) are needed"):
+        scatter(table, IDS, NEW[:, :4])
+    with pytest.raises(TypeError, match="must be integers"):
+        scatter(table, IDS * 1.0, NEW)
+    with pytest.raises(TypeError, match="only tables of float32"):
+        scatter_add(HostTable.zeros((3, 5), np.int32), IDS, NEW)
+    with pytest.raises(TypeError, match="must be a HostTable"):
+        scatter(ROWS, IDS, NEW)
+    with pytest.raises(ValueError, match="`state`|state must be"):
+        adam(0.1).update(RowGradient(IDS, NEW), adam(0.1).init(HostTable.zeros((3, 5))), table)
+    np.testing.assert_array_equal(table.numpy(), ROWS)
+    same = scatter(table, np.zeros(0, np.int32), np.zeros((0, 5)))
+    np.testing.assert_array_equal(same.numpy(), ROWS)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (sgd(0.1), optax.sgd(0.1)),
+        (sgd(lambda count: 0.1 / (count + 1)), optax.sgd(lambda count: 0.1 / (count + 1))),
+        (adagrad(0.1), optax.adagrad(0.1)),
+        (adam(0.1), optax.adam(0.1)),
+        (adam(0.1, weight_decay=0.01), optax.adamw(0.1, weight_decay=0.01)),
+    ],
+    ids=["sgd", "schedule", "adagrad", "adam", "adamw"],
+)
+def test_optimizers_against_optax_when_every_row_is_touched(
+    ours: Optimizer, theirs: optax.GradientTransformation
+) -> None:
+    table, params = HostTable.from_numpy(ROWS), jnp.asarray(ROWS)
+    state, other = ours.init(table), theirs.init(params)
+    step = jax.jit(ours.update, donate_argnums=(1, 2), out_shardings=shardings((table, state)))
+    for k in range(3):
+        gradient = np.random.default_rng(k).standard_normal((12, 5)).astype(np.float32)
+        half = np.concatenate([gradient * 0.25, gradient * 0.75])  # each row twice: duplicates are summed
+        order = np.random.default_rng(k).permutation(24)
+        ids = np.tile(np.arange(12), 2)[order]
+        table, state = step(RowGradient(jnp.asarray(ids, jnp.int32), jnp.asarray(half[order])), state, table)
+        updates, other = theirs.update(jnp.asarray(gradient), other, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(table.numpy(), params, rtol=2e-5, atol=2e-6)
+    assert int(state.step) == 3
+
+
+def test_untouched_rows_stay() -> None:
+    table = HostTable.from_numpy(ROWS)
+    optimizer = adam(0.1)
+    table, state = optimizer.update(RowGradient(jnp.array([2]), jnp.ones((1, 5))), optimizer.init(table), table)
+    changed = np.flatnonzero((table.numpy() != ROWS).any(1))
+    np.testing.assert_array_equal(changed, [2])
+    assert state.second is not None and np.flatnonzero(state.second.numpy().any(1)).tolist() == [2]
+
+
+def test_updates_are_deterministic() -> None:
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 4, 5000, np.int32))
+    values = jnp.asarray(np.random.default_rng(1).standard_normal((5000, 5)), jnp.float32)
+    results = [scatter_add(HostTable.from_numpy(ROWS), ids, values).numpy().tobytes() for _ in range(3)]
+    assert len(set(results)) == 1
+
+
+def test_value_and_grad() -> None:
+    first, second = HostTable.from_numpy(ROWS), HostTable.from_numpy(ROWS[:4] * 2)
+    w = jnp.asarray(RNG.standard_normal(5), jnp.float32)
+    ids = jnp.array([[1, 1], [3, -1]])
+
+    def loss(a: HostTable, w: jax.Array, b: HostTable) -> tuple[jax.Array, jax.Array]:
+        from dejax.host_gather import gather
+
+        x = a[ids].sum(1) + gather(b, jnp.array([9, 0]), mode="clip") * gather(a, ids, reduce="mean")
+        return jnp.tanh(x @ w).sum(), x
+
+    def dense(a: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+        rows = jnp.where((ids >= 0)[..., None], a[ids], 0)
+        mean = rows.sum(1) / (ids >= 0).sum(1)[:, None]
+        return jnp.tanh((rows.sum(1) + b[jnp.array([3, 0])] * mean) @ w).sum()
+
+    f = jax.jit(value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+    (value, aux), (ga, gw, gb) = f(first, w, second)
+    want = jax.grad(dense, argnums=(0, 1, 2))(jnp.asarray(ROWS), w, jnp.asarray(ROWS[:4] * 2))
+    assert aux.shape == (2, 5)
+    np.testing.assert_allclose(value, dense(jnp.asarray(ROWS), w, jnp.asarray(ROWS[:4] * 2)), rtol=1e-5)
+    np.testing.assert_allclose(gw, want[1], rtol=1e-5)
+    for got, reference in ((ga, want[0]), (gb, want[2])):
+        whole = np.zeros(reference.shape, np.float32)
+        inside = np.asarray(got.ids) >= 0
+        np.add.at(whole, np.asarray(got.ids)[inside], np.asarray(got.values)[inside])
+        np.testing.assert_allclose(whole, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_value_and_grad_refuses_what_would_be_wrong() -> None:
+    table = HostTable.from_numpy(ROWS)
+    with pytest.raises(ValueError, match="compiles, maps or scans"):
+        value_and_grad(lambda t: jax.jit(lambda t: t[IDS].sum())(t))(table)
+    with pytest.raises(ValueError, match="only rows of floats"):
+        value_and_grad(lambda t: 0.0)(HostTable.zeros((2, 2), np.int32))
+    with pytest.raises(ValueError, match="gradient of scaled rows"):
+        from dejax.host_gather import gather
+
+        value_and_grad(lambda t: gather(t, IDS, scale=2.0).sum())(table)
+
+
+def test_a_step_that_fails_loses_nothing() -> None:
+    table = HostTable.from_numpy(ROWS)
+
+    @jax.jit
+    def bad(table: HostTable) -> HostTable:
+        raise RuntimeError("while tracing")
+
+    with pytest.raises(RuntimeError, match="while tracing"):
+        jax.jit(bad, donate_argnums=0)(table)
+    np.testing.assert_array_equal(table.numpy(), ROWS)
+
+
+def test_checkpoint(tmp_path: Path) -> None:
+    # A table is saved as any array, from its view, and comes back by its file.
+    table = scatter(HostTable.from_numpy(ROWS), np.array([1]), np.zeros((1, 5)))
+    np.save(tmp_path / "table.npy", table.numpy())
+    again = HostTable.from_numpy(HostTable.from_npy(tmp_path / "table.npy").numpy())
+    np.testing.assert_array_equal(scatter_add(again, np.array([1]), np.ones((1, 5))).numpy()[1], np.ones(5))

@@ -1,0 +1,20 @@
+#!/bin/sh
+# The tests of dejax.host_gather's CPU handlers with the extension built under AddressSanitizer and UBSan.
+# PYTHON: an interpreter with dejax's test dependencies, nanobind, cmake; by default python3.
+set -eu
+python=${PYTHON:-python3}
+root=$(cd "$(dirname "$0")/../.." && pwd)
+build=$root/build/asan
+mkdir -p "$build"
+cmake -S "$root" -B "$build" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE="$python" \
+  -DCMAKE_CXX_FLAGS="-fsanitize=address,undefined -fno-omit-frame-pointer"
+cmake --build "$build"
+rm -rf "$build/run"
+mkdir "$build/run"
+cp -r "$root/dejax" "$root/tests" "$root/pyproject.toml" "$build/run/"
+rm -f "$build"/run/dejax/_dejax_native*.so
+cp "$build"/_dejax_native*.so "$build/run/dejax/"
+cd "$build/run"
+LD_PRELOAD="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file-name=libubsan.so)" \
+  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 JAX_PLATFORMS=cpu PYTHONPATH="$build/run" \
+  "$python" -m pytest -q -p no:cacheprovider tests/host_gather -k "not forked"
