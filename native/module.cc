@@ -5,6 +5,8 @@
 #include <nanobind/stl/vector.h>
 
 #include "cuda_driver.h"
+#include "offload/bindings.h"
+#include "offload/handlers.h"
 #include "pointer_kind.h"
 #include "row_gather.h"
 #include "thread_pool.h"
@@ -29,6 +31,10 @@ NB_MODULE(_dejax_native, m) {
         handlers.append(Handler("dejax_row_gather", "cpu", dejax::RowGather));
         handlers.append(Handler("dejax_pointer_kind", "cpu", dejax::PointerKindCpu));
         handlers.append(Handler("dejax_pointer_kind", "CUDA", dejax::PointerKindCuda));
+        handlers.append(Handler("dejax_offload_store", "cpu", dejax::offload::StoreCpu));
+        handlers.append(Handler("dejax_offload_store", "CUDA", dejax::offload::StoreCuda));
+        handlers.append(Handler("dejax_offload_fetch", "cpu", dejax::offload::FetchCpu));
+        handlers.append(Handler("dejax_offload_fetch", "CUDA", dejax::offload::FetchCuda));
         return handlers;
       },
       "(name, platform, capsule) of each handler, for jax.ffi.register_ffi_target.");
@@ -57,4 +63,6 @@ NB_MODULE(_dejax_native, m) {
       .def_ro("devices", &DriverInfo::devices);
   m.def("probe_cuda_driver", &dejax::cuda::Probe, nb::call_guard<nb::gil_scoped_release>(),
         "What the CUDA driver says of itself and of each device.");
+
+  dejax::offload::Bind(m);
 }
