@@ -122,7 +122,7 @@ def make_plan(
     outputs, residual_vars = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
     producer = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
     argument_of = {var: i for i, var in enumerate(jaxpr.invars)}
-    constants = set(jaxpr.constvars)
+    constants = _constants(jaxpr)
 
     chains = [None if isinstance(var, core.Literal) else _chain(var, producer) for var in residual_vars]
     sources: list[Source] = []
@@ -170,6 +170,15 @@ def make_plan(
     debug_info = jaxpr.debug_info.with_unknown_names()
     handed_over = jaxpr.replace(outvars=[*outputs, *computed], debug_info=debug_info)
     return Plan(core.ClosedJaxpr(handed_over, closed.consts), num_outputs, treedef, tuple(sources), residuals)
+
+
+def _constants(jaxpr: core.Jaxpr) -> set[Any]:
+    """Variables that depend on no argument. They are the same in each pass of a loop: nothing is gained by moving them."""
+    found = set(jaxpr.constvars)
+    for eqn in jaxpr.eqns:
+        if all(isinstance(v, core.Literal) or v in found for v in eqn.invars):
+            found.update(eqn.outvars)
+    return found
 
 
 def _chain(var: Any, producer: dict[Any, Any]) -> list[Any]:

@@ -59,6 +59,7 @@ class TensorStoreIO:
                 "filters": None,
                 "zarr_format": 2,
             },
+            "open": True,
             "create": True,
             "assume_metadata": True,
         }

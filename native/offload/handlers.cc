@@ -33,11 +33,11 @@ ffi::Error DoStoreCpu(ffi::RunId run, ffi::AnyBuffer x, ffi::Result<HandleBuffer
 }
 
 ffi::Error DoFetchCpu(ffi::RunId run, HandleBuffer handle, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> x,
-                      int64_t store, int64_t) {
+                      int64_t store, int64_t site) {
   return Guard([&] {
     uint64_t value = 0;
     std::memcpy(&value, handle.typed_data(), sizeof(value));
-    Store::Find(store)->FetchOnCpu(run.run_id, value, x->untyped_data(), x->size_bytes());
+    Store::Find(store)->FetchOnCpu(run.run_id, site, value, x->untyped_data(), x->size_bytes());
   });
 }
 

@@ -181,7 +181,7 @@ void Ring::Push(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, Dev
   }
   // The last entries of a forward pass are fetched from the ring: they need no copy on the host.
   const auto expected = store_->expected_.find(run->first_site);
-  const bool stays = expected != store_->expected_.end() && store_->fetched_again_.count(entry->site) == 0 &&
+  const bool stays = expected != store_->expected_.end() && store_->sites_[entry->site].uses == Site::Uses::kOne &&
                      expected->second - run->live_bytes + entry->bytes <= capacity_ - capacity_ / 16;
   if (!stays) {
     Slot* slot = store_->TakeSlot(lock, entry, /*pinned=*/true, /*may_wait=*/true, ~0ull);

@@ -208,8 +208,8 @@ void Store::CheckDevices() {
     if (expected == 0) continue;
     ++stats_.mismatches;
     const auto entry = entries_.find(expected & ((1ull << kSerialBits) - 1));
-    for (auto& [site, state] : site_state_) {  // one that is not known any more: none is trusted
-      if (entry == entries_.end() || site == entry->second->site) state = 2;
+    for (auto& [number, site] : sites_) {  // one that is not known any more: none is trusted
+      if (entry == entries_.end() || number == entry->second->site) site.order = Site::Order::kSurprising;
     }
     throw std::runtime_error(
         "offload: an earlier step fetched its tensors in another order than it did before (expected handle " +
@@ -278,7 +278,10 @@ EntryPtr Store::Add(const RunPtr& run, int64_t site, int64_t bytes) {
   entries_[entry->serial] = entry;
   if (run->stack.empty() && run->peak_bytes == 0) run->first_site = site;
   run->stack.push_back(entry);
-  run->by_site[site].push_back(entry->serial);
+  auto& serials = run->by_site[site];
+  Site& known = sites_[site];
+  if (known.uses == Site::Uses::kUnknown && known.fetched && serials.empty()) known.uses = Site::Uses::kOne;
+  serials.push_back(entry->serial);
   run->live_bytes += bytes;
   run->peak_bytes = std::max(run->peak_bytes, run->live_bytes);
   stats_.stored_bytes += bytes;
@@ -289,18 +292,20 @@ EntryPtr Store::Add(const RunPtr& run, int64_t site, int64_t bytes) {
   return entry;
 }
 
-EntryPtr Store::Find(uint64_t handle, int64_t bytes) {
+EntryPtr Store::Find(uint64_t handle, int64_t site, int64_t bytes) {
   const uint64_t serial = handle & ((1ull << kSerialBits) - 1);
   if (handle >> kSerialBits != static_cast<uint64_t>(id_)) {
     throw std::runtime_error("offload: handle " + std::to_string(handle) + " is not of this store (number " +
                              std::to_string(id_) + "); run backward with the store that forward used");
   }
   const auto found = entries_.find(serial);
+  if (found == entries_.end() || !found->second->live) sites_[site].uses = Site::Uses::kMany;
   if (found == entries_.end()) {
     throw std::runtime_error(
         "offload: the tensor of handle " + std::to_string(serial) + (serial < next_serial_
             ? " is gone: it was fetched before and its memory used again (backward ran twice), dropped by clear(), or "
-              "given up for newer ones when the store was full. Run forward again"
+              "given up for newer ones when the store was full. Run forward again: from now on this call's tensors stay "
+              "for a second fetch"
             : " was never stored: the handle is damaged"));
   }
   if (found->second->bytes != bytes) {
@@ -319,11 +324,9 @@ void Store::Retire(const EntryPtr& entry) {
 
 // Takes an entry out of its run: it was fetched, or is given up.
 void Store::Fetched(const EntryPtr& entry, const RunPtr& run) {
-  if (!entry->live) {
-    fetched_again_.insert(entry->site);
-    return;
-  }
+  if (!entry->live) return;
   entry->live = false;
+  sites_[entry->site].fetched = true;
   stats_.live_bytes -= entry->bytes;
   --stats_.live_count;
   written_.erase(entry->serial);
@@ -333,6 +336,7 @@ void Store::Fetched(const EntryPtr& entry, const RunPtr& run) {
     entry->chunks.clear();
   }
   if (entry->slot != nullptr) {
+    entry->slot->run = run ? run->number : stats_.runs;
     ReleaseSlot(entry->slot);
   } else {
     Retire(entry);
@@ -430,6 +434,20 @@ void Store::ReleaseSlot(Slot* slot) {
   free_.push_back(slot);
 }
 
+// Whether a free slot's former bytes may be fetched once more.
+Store::Reuse Store::MayReuse(const Slot& slot) const {
+  if (slot.serial == 0 || stats_.runs - slot.run > static_cast<int64_t>(kProtectedRuns)) return Reuse::kFree;
+  const auto entry = entries_.find(slot.serial);
+  if (entry == entries_.end()) return Reuse::kFree;
+  const auto site = sites_.find(entry->second->site);
+  if (site == sites_.end()) return Reuse::kFree;
+  switch (site->second.uses) {
+    case Site::Uses::kOne: return Reuse::kFree;
+    case Site::Uses::kMany: return Reuse::kNo;
+    default: return Reuse::kFetchedOnce;
+  }
+}
+
 Slot* Store::TryTakeSlot(int64_t bytes, bool pinned, uint64_t victims_below) {
   const int64_t capacity = RoundUp(bytes, kPage);
   const auto fits = [&](const Slot& slot) {
@@ -444,19 +462,26 @@ Slot* Store::TryTakeSlot(int64_t bytes, bool pinned, uint64_t victims_below) {
     slot->serial = 0;
     return slot;
   };
-  for (auto at = free_.begin(); at != free_.end(); ++at) {
-    Slot* slot = *at;
-    if (slot->pins > 0 || !fits(*slot)) continue;
-    free_.erase(at);
-    return take(slot);
-  }
+  const auto find_free = [&](bool fetched_once) -> Slot* {
+    for (auto at = free_.begin(); at != free_.end(); ++at) {
+      Slot* slot = *at;
+      if (slot->pins > 0 || !fits(*slot)) continue;
+      const Reuse reuse = MayReuse(*slot);
+      if (reuse == Reuse::kNo || (reuse == Reuse::kFetchedOnce && !fetched_once)) continue;
+      free_.erase(at);
+      return take(slot);
+    }
+    return nullptr;
+  };
+  if (Slot* slot = find_free(/*fetched_once=*/false)) return slot;
   if (host_allocated_ + capacity <= options_.host_bytes) {
     if (Slot* slot = Allocate(capacity, pinned)) return slot;
   }
+  if (Slot* slot = find_free(/*fetched_once=*/true)) return slot;
   // Memory of other sizes that nobody needs.
   for (auto at = free_.begin(); at != free_.end() && host_allocated_ + capacity > options_.host_bytes;) {
     Slot* slot = *at;
-    if (slot->pins > 0) {
+    if (slot->pins > 0 || MayReuse(*slot) == Reuse::kNo) {
       ++at;
       continue;
     }
@@ -539,6 +564,8 @@ Slot* Store::TakeSlot(Lock& lock, const EntryPtr& entry, bool pinned, bool may_w
 
 bool Store::ShouldWrite(const RunPtr& run, const Entry& entry) const {
   if (!disk_ || entry.slot == nullptr || entry.disk != Entry::Disk::kNone) return false;
+  const auto site = sites_.find(entry.site);
+  if (site != sites_.end() && site->second.uses == Site::Uses::kMany) return false;
   const auto expected = expected_.find(run->first_site);
   if (expected == expected_.end()) return true;  // the first run: what stays in memory is not known yet
   // The top of the stack that fits into memory is not written: it is fetched first.
@@ -818,11 +845,11 @@ uint64_t Store::StoreOnCpu(int64_t run_id, int64_t site, const void* data, int64
   return Handle(entry->serial);
 }
 
-void Store::FetchOnCpu(int64_t run_id, uint64_t handle, void* data, int64_t bytes) {
+void Store::FetchOnCpu(int64_t run_id, int64_t site, uint64_t handle, void* data, int64_t bytes) {
   Lock lock(mutex_);
   RequireOpen();
   const Stopwatch stopwatch(&stats_.launch_seconds);
-  const EntryPtr entry = Find(handle, bytes);
+  const EntryPtr entry = Find(handle, site, bytes);
   const RunPtr run = entry->run.lock();
   try {
     if (Injected("fetch")) throw std::runtime_error("offload: fetching failed: injected fault");
@@ -894,17 +921,17 @@ void Store::FetchOnCuda(int64_t run_id, int device, Stream stream, int64_t site,
       if (!stored.empty()) foreseen = Handle(stored.back());
     }
     const int mode = prediction_;
-    const bool predict = foreseen != 0 && (mode == 2 || (mode == 0 && site_state_[site] == 1));
+    const bool predict = foreseen != 0 && (mode == 2 || (mode == 0 && sites_[site].order == Site::Order::kForeseen));
     uint64_t value = foreseen;
     if (!predict) {
       ++stats_.value_reads;
       value = ring->ReadHandle(lock, handle, stream);
       if (own && value != foreseen) {
         own->surprising.insert(site);
-        site_state_[site] = 2;
+        sites_[site].order = Site::Order::kSurprising;
       }
     }
-    const EntryPtr entry = Find(value, bytes);
+    const EntryPtr entry = Find(value, site, bytes);
     run = entry->run.lock();
     if (run) {
       run->fetched |= run == own;
@@ -920,8 +947,9 @@ void Store::FetchOnCuda(int64_t run_id, int device, Stream stream, int64_t site,
     ring->Prefetch(run);
     if (predict) {
       ring->CheckHandle(handle, value, data, bytes, stream);
-    } else if (own && own->by_site[site].empty() && own->surprising.count(site) == 0 && site_state_[site] == 0) {
-      site_state_[site] = 1;  // a whole run came as foreseen: from now on nobody waits for handles
+    } else if (own && own->by_site[site].empty() && own->surprising.count(site) == 0 &&
+               sites_[site].order == Site::Order::kUnknown) {
+      sites_[site].order = Site::Order::kForeseen;  // a whole run came so: from now on nobody waits for handles
     }
   } catch (...) {
     FailRun(run);

@@ -69,10 +69,21 @@ struct Slot {
   int pins = 0;         // I/O jobs and CPU copies under way
   bool free = false;    // may be given away once pins == 0
   uint64_t serial = 0;  // whose bytes it holds, also after they were fetched
+  int64_t run = 0;      // the number of that entry's run
   Event last_read, last_write;  // work of the GPU that must end before others touch it
 };
 
 struct Run;
+
+// What is known of one call site of a program, from its earlier runs.
+struct Site {
+  enum class Order { kUnknown, kForeseen, kSurprising };
+  // How often a handle is fetched: more than once where XLA or JAX took the store out of a loop.
+  enum class Uses { kUnknown, kOne, kMany };
+  Order order = Order::kUnknown;
+  Uses uses = Uses::kUnknown;
+  bool fetched = false;
+};
 
 struct Entry {
   enum class Disk { kNone, kQueued, kWritten, kFailed };
@@ -146,7 +157,7 @@ class Store : public std::enable_shared_from_this<Store> {
   void Close();
 
   uint64_t StoreOnCpu(int64_t run, int64_t site, const void* data, int64_t bytes);
-  void FetchOnCpu(int64_t run, uint64_t handle, void* data, int64_t bytes);
+  void FetchOnCpu(int64_t run, int64_t site, uint64_t handle, void* data, int64_t bytes);
   void StoreOnCuda(int64_t run, int device, Stream stream, int64_t site, int64_t group_bytes, DevicePointer data,
                    int64_t bytes, DevicePointer handle);
   void FetchOnCuda(int64_t run, int device, Stream stream, int64_t site, DevicePointer handle, DevicePointer data,
@@ -183,7 +194,9 @@ class Store : public std::enable_shared_from_this<Store> {
 
   RunPtr FindRun(int64_t id, int device, bool create);
   EntryPtr Add(const RunPtr& run, int64_t site, int64_t bytes);
-  EntryPtr Find(uint64_t handle, int64_t bytes);
+  EntryPtr Find(uint64_t handle, int64_t site, int64_t bytes);
+  enum class Reuse { kFree, kFetchedOnce, kNo };
+  Reuse MayReuse(const Slot& slot) const;
   void Fetched(const EntryPtr& entry, const RunPtr& run);
   void Drop(const EntryPtr& entry);
   void Retire(const EntryPtr& entry);
@@ -223,8 +236,7 @@ class Store : public std::enable_shared_from_this<Store> {
   std::map<std::pair<int64_t, int>, RunPtr> runs_;
   std::deque<RunPtr> recent_;
   std::unordered_map<int64_t, int64_t> expected_;  // most bytes live, by a run's first site
-  std::unordered_map<int64_t, int> site_state_;    // 1: fetches come in the order foreseen, 2: they do not
-  std::unordered_set<int64_t> fetched_again_;      // sites whose handles were fetched more than once
+  std::unordered_map<int64_t, Site> sites_;
 
   std::list<Slot> slots_;
   std::deque<Slot*> free_;  // oldest first

@@ -1,0 +1,227 @@
+"""What offload costs and saves, with the peers, the ceilings and the machine in the same run.
+
+    python benchmarks/offload.py --cases layers24 layers12 --out out/offload.json
+
+Each case runs in a process of its own. Prints tables and writes JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+
+
+def say(*words: Any) -> None:
+    print(*words, flush=True)
+
+
+# ------------------------------------------------------------------------------------------------ measuring
+
+
+def time_step(step: Callable[..., Any], *args: Any, seconds: float = 1.5, fewest: int = 3, dispatched: int = 3) -> float:
+    """Seconds a step: the median of groups of steps dispatched together, after two that are not counted."""
+    import jax
+
+    for _ in range(3):
+        jax.block_until_ready(step(*args))
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < fewest or time.perf_counter() < end:
+        begin = time.perf_counter()
+        for _ in range(dispatched):
+            out = step(*args)
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - begin) / dispatched)
+    return statistics.median(times)
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    import jax
+
+    return all(bool((x == y).all()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def bandwidths(nbytes: int = 1 << 30) -> dict[str, float]:
+    """GB/s of the copy engine, device to pinned host and back."""
+    import jax
+    import jax.numpy as jnp
+
+    device = jax.devices()[0]
+    host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    near = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
+    x = jax.block_until_ready(jnp.ones(nbytes // 4, jnp.float32))
+    y = jax.block_until_ready(jax.device_put(x, host))
+    found = {}
+    for name, value, to in (("device_to_host", x, host), ("host_to_device", y, near)):
+        times = []
+        for _ in range(4):
+            begin = time.perf_counter()
+            jax.block_until_ready(jax.device_put(value, to))
+            times.append(time.perf_counter() - begin)
+        found[name] = nbytes / min(times) / 1e9
+    return found
+
+
+def measure(name: str, step: Any, args: tuple[Any, ...], store: Any = None, reference: Any = None, **how: Any) -> dict[str, Any]:
+    """Compiles, runs and times a jitted step; a row of the table."""
+    row: dict[str, Any] = {"name": name}
+    try:
+        compiled = step.lower(*args).compile()
+        row["temp_gib"] = compiled.memory_analysis().temp_size_in_bytes / GIB
+        out = compiled(*args)
+        before = store.stats() if store else None
+        row["ms"] = 1e3 * time_step(compiled, *args, **how)
+        if reference is not None:
+            row["same_bits"] = same_bits(compiled(*args), reference)
+        if store and before:
+            stats = store.stats()
+            runs = max(1, stats.runs - before.runs)
+            row["ring_gib"] = stats.ring_bytes / GIB
+            row["host_gib"] = stats.host_bytes / GIB
+            row["disk_gib"] = stats.disk_bytes / GIB
+            for key in ("stored", "copied_out", "ring_hit", "prefetched", "demand", "written", "read", "cancelled"):
+                row[f"{key}_gib"] = (getattr(stats, f"{key}_bytes") - getattr(before, f"{key}_bytes")) / runs / GIB
+            row["launch_us"] = 1e6 * (stats.launch_seconds - before.launch_seconds) / max(
+                1, stats.fetched_count + stats.stored_count - before.fetched_count - before.stored_count)
+            row["store_stall_ms"] = 1e3 * (stats.store_stall_seconds - before.store_stall_seconds) / runs
+            row["fetch_stall_ms"] = 1e3 * (stats.fetch_stall_seconds - before.fetch_stall_seconds) / runs
+            row["value_reads"] = stats.value_reads - before.value_reads
+        row["out"] = out
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+        traceback.print_exc()
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> None:
+    keys = ["name", "ms", "temp_gib", "ring_gib", "host_gib", "same_bits", "copied_out_gib", "ring_hit_gib", "prefetched_gib",
+            "demand_gib", "launch_us", "store_stall_ms", "fetch_stall_ms", "written_gib", "read_gib"]
+    keys = [key for key in keys if any(key in row for row in rows)]
+    say("| " + " | ".join(keys) + " |")
+    say("|" + " --- |" * len(keys))
+    for row in rows:
+        cells = []
+        for key in keys:
+            value = row.get(key, "")
+            cells.append(f"{value:.3f}" if isinstance(value, float) else str(value))
+        say("| " + " | ".join(cells) + (f" | {row['error']}" if "error" in row else " |"))
+
+
+# ------------------------------------------------------------------------------------------------ a stack of layers
+
+
+def layers(num: int, batch: int, width: int, variants: list[str], disk: str) -> dict[str, Any]:
+    """`value_and_grad` of a scan over residual layers, of which backward needs each one's input."""
+    import jax
+    import jax.numpy as jnp
+    from jax.ad_checkpoint import checkpoint_name
+
+    from dejax.offload import ActivationStore, offload
+
+    def layer(w: Any, x: Any) -> Any:
+        return x + (jax.nn.gelu(x @ w) @ w.T) * 0.1
+
+    key_w, key_x = jax.random.split(jax.random.key(0))
+    ws = (jax.random.normal(key_w, (num, width, width)) * (1.3 / width**0.5)).astype(jnp.bfloat16)
+    x = jax.random.normal(key_x, (batch, width)).astype(jnp.bfloat16)
+
+    def make(body: Callable[..., Any]) -> Any:
+        def loss(ws: Any, x: Any) -> Any:
+            out, _ = jax.lax.scan(lambda c, w: (body(w, c), None), x, ws)
+            return (out.astype(jnp.float32) ** 2).mean()
+
+        return jax.jit(jax.value_and_grad(loss))
+
+    def named(w: Any, x: Any) -> Any:
+        return layer(w, checkpoint_name(x, "input"))
+
+    own = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["input"], offload_src="device", offload_dst="pinned_host"
+    )
+    rows = []
+    saved = measure("inputs saved", make(jax.checkpoint(layer)), (ws, x))
+    reference = saved.pop("out", None)
+    rows.append(saved)
+    tensor = batch * width * 2
+    for variant in variants:
+        kind, _, size = variant.partition(":")
+        if kind == "jax":
+            rows.append(measure("JAX's own offload", make(jax.checkpoint(named, policy=own)), (ws, x), None, reference))
+        elif kind == "plain":
+            rows.append(measure("all residuals saved", make(layer), (ws, x), None, None))
+        elif kind == "host":
+            with ActivationStore(device_bytes=int(float(size) * tensor) if size else None) as store:
+                step = make(offload(jax.checkpoint(layer)))
+                rows.append(measure(f"offload, host, ring of {size or 'auto'}", step, (ws, x), store, reference))
+        elif kind == "value":
+            with ActivationStore(device_bytes=int(float(size) * tensor) if size else None) as store:
+                store._native.set_prediction(1)
+                step = make(offload(jax.checkpoint(layer)))
+                rows.append(measure(f"the same, handles read, ring of {size or 'auto'}", step, (ws, x), store, reference))
+        elif kind in ("shm", "disk"):
+            place = "/dev/shm" if kind == "shm" else disk
+            ring, host, engine = size.split(",")
+            with ActivationStore(
+                place, device_bytes=int(float(ring) * tensor), host_bytes=int(float(host) * tensor), engine=engine,
+                checksum=os.environ.get("CHECKSUM", "1") == "1", io_threads=int(os.environ.get("IO_THREADS", "12")),
+            ) as store:
+                step = make(offload(jax.checkpoint(layer)))
+                rows.append(measure(f"offload, {kind} ({variant})", step, (ws, x), store, reference))
+        rows[-1].pop("out", None)
+    table(rows)
+    return {"num": num, "batch": batch, "width": width, "tensor_bytes": tensor, "rows": rows}
+
+
+CASES: dict[str, Callable[[str], Any]] = {
+    "bandwidths": lambda disk: bandwidths(),
+    "layers24": lambda disk: layers(24, 16384, 4096, os.environ.get("VARIANTS", "host: host:2 host:4 host:6 value:4 jax").split(), disk),
+    "layers12": lambda disk: layers(12, 8192, 8192, os.environ.get("VARIANTS", "host: host:2 host:4 value:4 jax").split(), disk),
+    "nvme24": lambda disk: layers(24, 16384, 4096, os.environ.get("VARIANTS", "shm:4,12,direct shm:4,12,tensorstore disk:4,12,direct").split(), disk),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--out", type=Path, default=Path("out/offload.json"))
+    parser.add_argument("--disk", default="/tmp", help="folder on the drive that stands for the NVMe tier")
+    parser.add_argument("--limit", type=float, default=120, help="seconds for each case")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        result = CASES[options.cases[0]](options.disk)
+        options.out.write_text(json.dumps(result, default=str))
+        return 0
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {"machine": platform.platform(), "python": platform.python_version(), "cases": {}}
+    for case in options.cases:
+        say(f"== {case}")
+        part = options.out.with_suffix(f".{case}.json")
+        command = [sys.executable, __file__, "--child", "--cases", case, "--out", str(part), "--disk", options.disk]
+        try:
+            subprocess.run(command, timeout=options.limit, check=True)
+            report["cases"][case] = json.loads(part.read_text())
+            part.unlink()
+            say(json.dumps(report["cases"][case]) if case == "bandwidths" else "")
+        except (subprocess.SubprocessError, OSError) as error:
+            report["cases"][case] = {"error": str(error)}
+            say(f"{case}: {error}")
+        options.out.write_text(json.dumps(report, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
