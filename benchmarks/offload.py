@@ -30,7 +30,9 @@ def say(*words: Any) -> None:
 # ------------------------------------------------------------------------------------------------ measuring
 
 
-def time_step(step: Callable[..., Any], *args: Any, seconds: float = 1.5, fewest: int = 3, dispatched: int = 3) -> float:
+def time_step(
+    step: Callable[..., Any], *args: Any, seconds: float = 1.5, fewest: int = 3, dispatched: int = 3
+) -> float:
     """Seconds a step: the median of groups of steps dispatched together, after two that are not counted."""
     import jax
 
@@ -74,7 +76,9 @@ def bandwidths(nbytes: int = 1 << 30) -> dict[str, float]:
     return found
 
 
-def measure(name: str, step: Any, args: tuple[Any, ...], store: Any = None, reference: Any = None, **how: Any) -> dict[str, Any]:
+def measure(
+    name: str, step: Any, args: tuple[Any, ...], store: Any = None, reference: Any = None, **how: Any
+) -> dict[str, Any]:
     """Compiles, runs and times a jitted step; a row of the table."""
     row: dict[str, Any] = {"name": name}
     try:
@@ -93,8 +97,11 @@ def measure(name: str, step: Any, args: tuple[Any, ...], store: Any = None, refe
             row["disk_gib"] = stats.disk_bytes / GIB
             for key in ("stored", "copied_out", "ring_hit", "prefetched", "demand", "written", "read", "cancelled"):
                 row[f"{key}_gib"] = (getattr(stats, f"{key}_bytes") - getattr(before, f"{key}_bytes")) / runs / GIB
-            row["launch_us"] = 1e6 * (stats.launch_seconds - before.launch_seconds) / max(
-                1, stats.fetched_count + stats.stored_count - before.fetched_count - before.stored_count)
+            row["launch_us"] = (
+                1e6
+                * (stats.launch_seconds - before.launch_seconds)
+                / max(1, stats.fetched_count + stats.stored_count - before.fetched_count - before.stored_count)
+            )
             row["store_stall_ms"] = 1e3 * (stats.store_stall_seconds - before.store_stall_seconds) / runs
             row["fetch_stall_ms"] = 1e3 * (stats.fetch_stall_seconds - before.fetch_stall_seconds) / runs
             row["value_reads"] = stats.value_reads - before.value_reads
@@ -106,8 +113,23 @@ def measure(name: str, step: Any, args: tuple[Any, ...], store: Any = None, refe
 
 
 def table(rows: list[dict[str, Any]]) -> None:
-    keys = ["name", "ms", "temp_gib", "ring_gib", "host_gib", "same_bits", "copied_out_gib", "ring_hit_gib", "prefetched_gib",
-            "demand_gib", "launch_us", "store_stall_ms", "fetch_stall_ms", "written_gib", "read_gib"]
+    keys = [
+        "name",
+        "ms",
+        "temp_gib",
+        "ring_gib",
+        "host_gib",
+        "same_bits",
+        "copied_out_gib",
+        "ring_hit_gib",
+        "prefetched_gib",
+        "demand_gib",
+        "launch_us",
+        "store_stall_ms",
+        "fetch_stall_ms",
+        "written_gib",
+        "read_gib",
+    ]
     keys = [key for key in keys if any(key in row for row in rows)]
     say("| " + " | ".join(keys) + " |")
     say("|" + " --- |" * len(keys))
@@ -148,7 +170,10 @@ def layers(num: int, batch: int, width: int, variants: list[str], disk: str) -> 
         return layer(w, checkpoint_name(x, "input"))
 
     own = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=["input"], offload_src="device", offload_dst="pinned_host"
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["input"],
+        offload_src="device",
+        offload_dst="pinned_host",
     )
     rows = []
     saved = measure("inputs saved", make(jax.checkpoint(layer)), (ws, x))
@@ -169,13 +194,19 @@ def layers(num: int, batch: int, width: int, variants: list[str], disk: str) -> 
             with ActivationStore(device_bytes=int(float(size) * tensor) if size else None) as store:
                 store._native.set_prediction(1)
                 step = make(offload(jax.checkpoint(layer)))
-                rows.append(measure(f"the same, handles read, ring of {size or 'auto'}", step, (ws, x), store, reference))
+                rows.append(
+                    measure(f"the same, handles read, ring of {size or 'auto'}", step, (ws, x), store, reference)
+                )
         elif kind in ("shm", "disk"):
             place = "/dev/shm" if kind == "shm" else disk
             ring, host, engine = size.split(",")
             with ActivationStore(
-                place, device_bytes=int(float(ring) * tensor), host_bytes=int(float(host) * tensor), engine=engine,
-                checksum=os.environ.get("CHECKSUM", "1") == "1", io_threads=int(os.environ.get("IO_THREADS", "12")),
+                place,
+                device_bytes=int(float(ring) * tensor),
+                host_bytes=int(float(host) * tensor),
+                engine=engine,
+                checksum=os.environ.get("CHECKSUM", "1") == "1",
+                io_threads=int(os.environ.get("IO_THREADS", "12")),
             ) as store:
                 step = make(offload(jax.checkpoint(layer)))
                 rows.append(measure(f"offload, {kind} ({variant})", step, (ws, x), store, reference))
@@ -186,9 +217,19 @@ def layers(num: int, batch: int, width: int, variants: list[str], disk: str) -> 
 
 CASES: dict[str, Callable[[str], Any]] = {
     "bandwidths": lambda disk: bandwidths(),
-    "layers24": lambda disk: layers(24, 16384, 4096, os.environ.get("VARIANTS", "host: host:2 host:4 host:6 value:4 jax").split(), disk),
-    "layers12": lambda disk: layers(12, 8192, 8192, os.environ.get("VARIANTS", "host: host:2 host:4 value:4 jax").split(), disk),
-    "nvme24": lambda disk: layers(24, 16384, 4096, os.environ.get("VARIANTS", "shm:4,12,direct shm:4,12,tensorstore disk:4,12,direct").split(), disk),
+    "layers24": lambda disk: layers(
+        24, 16384, 4096, os.environ.get("VARIANTS", "host: host:2 host:4 host:6 value:4 jax").split(), disk
+    ),
+    "layers12": lambda disk: layers(
+        12, 8192, 8192, os.environ.get("VARIANTS", "host: host:2 host:4 value:4 jax").split(), disk
+    ),
+    "nvme24": lambda disk: layers(
+        24,
+        16384,
+        4096,
+        os.environ.get("VARIANTS", "shm:4,12,direct shm:4,12,tensorstore disk:4,12,direct").split(),
+        disk,
+    ),
 }
 
 

@@ -57,7 +57,7 @@ def collect() -> dict[str, Any]:
             "jax sees no GPU",
             'none needed for backend="auto" or "xla"; backend="pallas" runs the kernels interpreted, for tests',
         )
-    for package in ("dejax.host_gather", "dejax.offload"):
+    for package in ("dejax.host_gather",):
         missing(package, "it is not in this release yet", "its docstring says what to use until it is")
     return {
         "versions": versions,

@@ -1,7 +1,7 @@
 """Activations and optimizer state on host memory and NVMe.
 
-`offload(fn)` has the shape of `jax.checkpoint`: what `fn` keeps for its backward pass leaves the device after the forward
-pass and comes back ahead of its use. `ActivationStore` says where to. `docs/offload.md` says when it pays.
+`offload(fn)` has the shape of `jax.checkpoint`: what `fn` keeps for its backward pass leaves the device after the
+forward pass and comes back ahead of its use. `ActivationStore` says where to. `docs/offload.md` says when it pays.
 """
 
 from dejax.offload._residuals import Residual

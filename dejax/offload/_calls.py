@@ -19,14 +19,14 @@ from dejax import _native
 HANDLE = jax.ShapeDtypeStruct((2,), jnp.uint32)
 
 
-def store(x: Array, *, store_id: int, site: int, group_bytes: int) -> Array:
+def store(x: Array, *, store_id: int, site: int, ring_bytes: int) -> Array:
     """Takes a copy of `x` and gives its handle, uint32[2].
 
     Args:
         x: at least one element, of a dtype of whole bytes.
         store_id: of the store, 0 for the one that is current when the program runs.
         site: which call of the program this is.
-        group_bytes: stored together with `x`; the device's ring is sized by it.
+        ring_bytes: that the device's ring should have for this program, where the store was given no size.
     """
     _native.extension("offload")
 
@@ -34,7 +34,7 @@ def store(x: Array, *, store_id: int, site: int, group_bytes: int) -> Array:
     def call(x: Array) -> Array:
         with jax.named_scope("offload_store"):
             ffi = jax.ffi.ffi_call("dejax_offload_store", HANDLE, vmap_method="sequential")
-            return ffi(x, store=np.int64(store_id), site=np.int64(site), group=np.int64(group_bytes))
+            return ffi(x, store=np.int64(store_id), site=np.int64(site), ring=np.int64(ring_bytes))
 
     call.defjvp(_no_second_derivative)
     return call(x)

@@ -1,7 +1,7 @@
 """What a function's backward pass needs from its forward pass, and which of it leaves the device.
 
-`jax.vjp` gives the residuals as a flat list. Here its forward pass becomes a jaxpr, so that for each residual one can see
-where it comes from: an argument, a view of one, a cast, or something computed. A residual is kept or stored as its
+`jax.vjp` gives the residuals as a flat list. Here its forward pass becomes a jaxpr, so that for each residual one can
+see where it comes from: an argument, a view of one, a cast, or something computed. A residual is kept or stored as its
 *source*: the smallest tensor that it is a view of; backward makes the view again.
 """
 
@@ -17,7 +17,17 @@ from jax.extend import core
 
 # Operators of one operand whose result is the same numbers in another form, and cheap to make again.
 _VIEWS = frozenset(
-    ("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type", "copy", "name", "rev")
+    (
+        "reshape",
+        "transpose",
+        "squeeze",
+        "expand_dims",
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "name",
+        "rev",
+    )
 )
 _SUB_BYTE = ("int2", "uint2", "int4", "uint4", "int1", "uint1", "float4_e2m1fn")
 
@@ -173,9 +183,10 @@ def make_plan(
 
 
 def _constants(jaxpr: core.Jaxpr) -> set[Any]:
-    """Variables that depend on no argument. They are the same in each pass of a loop: nothing is gained by moving them."""
-    found = set(jaxpr.constvars)
-    for eqn in jaxpr.eqns:
+    """Variables that depend on no argument. They are the same in each pass of a loop: nothing is gained by moving
+    them."""
+    found = set(jaxpr.constvars) for eqn in
+    jaxpr.eqns:
         if all(isinstance(v, core.Literal) or v in found for v in eqn.invars):
             found.update(eqn.outvars)
     return found

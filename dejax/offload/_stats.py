@@ -79,13 +79,14 @@ class StoreStats:
         """Some lines for people."""
         gb = 1e9
         lines = [
-            f"offload: {self.stored_bytes / gb:.2f} GB stored in {self.runs} runs, at most {self.peak_live_bytes / gb:.2f} GB"
-            f" at a time; {self.fetched_bytes / gb:.2f} GB fetched: {self.ring_hit_bytes / gb:.2f} still on the device, "
+            f"offload: {self.stored_bytes / gb:.2f} GB stored in {self.runs} runs, at most "
+            f"{self.peak_live_bytes / gb:.2f} GB at a time",
+            f"  fetched {self.fetched_bytes / gb:.2f} GB: {self.ring_hit_bytes / gb:.2f} still on the device, "
             f"{self.prefetched_bytes / gb:.2f} ahead of time, {self.demand_bytes / gb:.2f} on demand",
             f"  held: {self.ring_bytes / gb:.2f} GB on devices, {self.host_bytes / gb:.2f} GB of host memory, "
             f"{self.disk_bytes / gb:.2f} GB of disk",
-            f"  launch threads waited {self.store_stall_seconds:.2f} s for room and {self.fetch_stall_seconds:.2f} s for data; "
-            f"{self.value_reads} handles read, {self.dropped_count} tensors dropped",
+            f"  launch threads waited {self.store_stall_seconds:.2f} s for room and {self.fetch_stall_seconds:.2f} s for "
+            f"data; {self.value_reads} handles read, {self.dropped_count} tensors dropped",
         ]
         if self.written_bytes or self.read_bytes or self.cancelled_bytes:
             lines.append(
@@ -94,6 +95,8 @@ class StoreStats:
                 f"{self.cancelled_bytes / gb:.2f} GB cancelled"
             )
             if endurance_bytes is not None:
-                lines.append(f"  at this rate a drive rated for {endurance_bytes / 1e12:.0f} TB lasts "
-                             f"{self.lifetime_years(endurance_bytes):.1f} years")
+                lines.append(
+                    f"  at this rate a drive rated for {endurance_bytes / 1e12:.0f} TB lasts "
+                    f"{self.lifetime_years(endurance_bytes):.1f} years"
+                )
         return "\n".join(lines)

@@ -27,16 +27,20 @@ _default: ActivationStore | None = None
 class ActivationStore:
     """Memory for what forward passes hand to backward passes: the device's ring, then pinned host memory, then disk.
 
-    A context manager: inside `with`, steps that were traced without a store of their own use it. Tensors move down a tier
-    only when the one above is full; the last ones of a forward pass, which backward wants first, stay highest.
+    A context manager: inside `with`, steps that were traced without a store of their own use it. Tensors move down a
+    tier only when the one above is full; the last ones of a forward pass, which backward wants first, stay highest.
 
     Args:
-        path: a folder, or several, for the disk tier; chunks are striped over them. None: no disk tier. In each, the store
+        path: a folder, or several, for the disk tier; chunks are striped over them. None: no disk tier. In each, the
+        store
             makes a folder of its own, which goes when the store closes; those of processes that died are removed first.
-        device_bytes: of the ring on each device. None: three times what one call of an offloaded function stores.
+        device_bytes: of the ring on each device. None: twice what one call of an offloaded function stores, at least
+        six of
+            its largest tensors. 0: no ring; the compute stream then waits for each copy.
         host_bytes: cap of pinned (on the CPU: ordinary) host memory. None: half of what the machine has available now.
         disk_bytes: cap of the disk tier. None: as much as there is.
-        engine: how files are written: "direct" (O_DIRECT where the file system takes it), "buffered" (the same through the
+        engine: how files are written: "direct" (O_DIRECT where the file system takes it), "buffered" (the same through
+        the
             page cache), "tensorstore", or "auto", which is "direct".
         checksum: verify what is read from disk. A damaged file then is an error and never a wrong gradient.
         chunk_bytes: unit of a read or write, a multiple of 4,096.
@@ -148,7 +152,8 @@ class ActivationStore:
             claim.release()
 
     def check(self) -> None:
-        """Raises what a device found wrong in an earlier step, if anything. Steps do so on their own when they next run."""
+        """Raises what a device found wrong in an earlier step, if anything. Steps do so on their own when they next
+        run."""
         self._native.check()
 
     def clear(self) -> None:

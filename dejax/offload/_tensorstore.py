@@ -1,7 +1,7 @@
 """The disk tier through TensorStore: threads that take chunks from the native queue and give them to it.
 
-A chunk is a file of its own, an array chunk of exactly the slot's bytes, so that a write copies nothing: TensorStore gets
-a view of the slot and the promise that it stays as it is until the write is done.
+A chunk is a file of its own, an array chunk of exactly the slot's bytes, so that a write copies nothing: TensorStore
+gets a view of the slot and the promise that it stays as it is until the write is done.
 """
 
 from __future__ import annotations

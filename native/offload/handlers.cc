@@ -42,9 +42,9 @@ ffi::Error DoFetchCpu(ffi::RunId run, HandleBuffer handle, ffi::RemainingArgs, f
 }
 
 ffi::Error DoStoreCuda(Stream stream, ffi::RunId run, int32_t device, ffi::AnyBuffer x,
-                       ffi::Result<HandleBuffer> handle, int64_t store, int64_t site, int64_t group) {
+                       ffi::Result<HandleBuffer> handle, int64_t store, int64_t site, int64_t ring) {
   return Guard([&] {
-    Store::Find(store)->StoreOnCuda(run.run_id, device, stream, site, group, Address(x.untyped_data()), x.size_bytes(),
+    Store::Find(store)->StoreOnCuda(run.run_id, device, stream, site, ring, Address(x.untyped_data()), x.size_bytes(),
                                     Address(handle->untyped_data()));
   });
 }
@@ -66,7 +66,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(StoreCpu, DoStoreCpu,
                                   .Ret<HandleBuffer>()
                                   .Attr<int64_t>("store")
                                   .Attr<int64_t>("site")
-                                  .Attr<int64_t>("group"));
+                                  .Attr<int64_t>("ring"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(FetchCpu, DoFetchCpu,
                               ffi::Ffi::Bind()
@@ -86,7 +86,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(StoreCuda, DoStoreCuda,
                                   .Ret<HandleBuffer>()
                                   .Attr<int64_t>("store")
                                   .Attr<int64_t>("site")
-                                  .Attr<int64_t>("group"));
+                                  .Attr<int64_t>("ring"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(FetchCuda, DoFetchCuda,
                               ffi::Ffi::Bind()

@@ -9,7 +9,7 @@ namespace dejax::offload {
 //   arguments:  tensor, of any whole-byte type and at least one element
 //   result:     handle uint32[2]
 //   attributes: store int64: the store's id, 0 for the current one; site int64: which call of the program this is;
-//               group int64: bytes that are stored together with this tensor, for the size of the ring
+//               ring int64: bytes that the device's ring should have, where the store was given no size
 XLA_FFI_DECLARE_HANDLER_SYMBOL(StoreCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(StoreCuda);
 

@@ -22,6 +22,9 @@ constexpr size_t kProtectedRuns = 4;
 // What a run that has fetched some of its entries left over is dropped when so many later runs have begun.
 constexpr size_t kLeftoverRuns = 8;
 
+// How long a full store waits for others to fetch before it gives up their tensors.
+constexpr double kPatienceSeconds = 0.3;
+
 struct Registry {
   std::mutex mutex;
   std::map<int64_t, std::shared_ptr<Store>> open;
@@ -379,9 +382,9 @@ void Store::FailRun(const RunPtr& run) {
   }
 }
 
-// Gives up what the oldest run left, if it is old enough.
-bool Store::DropOldest(const Run* current) {
-  for (size_t i = 0; i + kProtectedRuns < recent_.size(); ++i) {
+// Gives up what the oldest run left, other than the `spare` newest ones.
+bool Store::DropOldest(const Run* current, size_t spare) {
+  for (size_t i = 0; i + spare < recent_.size(); ++i) {
     const RunPtr run = recent_[i];
     if (run.get() == current || run->stack.empty()) continue;
     FailRun(run);
@@ -538,6 +541,7 @@ Slot* Store::TakeSlot(Lock& lock, const EntryPtr& entry, bool pinned, bool may_w
   Slot* slot = TryTakeSlot(bytes, pinned, victims_below);
   if (slot != nullptr || !may_wait) return slot;
   const Stopwatch stopwatch(&stats_.store_stall_seconds);
+  const double begin = Seconds();
   while (true) {
     RequireOpen();
     if (Slot* found = TryTakeSlot(bytes, pinned, victims_below)) return found;
@@ -545,7 +549,13 @@ Slot* Store::TakeSlot(Lock& lock, const EntryPtr& entry, bool pinned, bool may_w
                           std::any_of(free_.begin(), free_.end(), [](const Slot* free) { return free->pins > 0; }) ||
                           active_ > 0;
     if (!underway && !ForceWrites()) {
-      if (DropOldest(run.get())) continue;
+      if (DropOldest(run.get(), kProtectedRuns)) continue;
+      // Younger ones may still run, in other threads: what they fetch makes room too.
+      if (Seconds() - begin < kPatienceSeconds) {
+        changed_.wait_for(lock, std::chrono::milliseconds(20));
+        continue;
+      }
+      if (DropOldest(run.get(), 0)) continue;
       std::string why = "offload: the host tier is full: host_bytes=" + std::to_string(options_.host_bytes) + ", " +
                         std::to_string(stats_.live_count) + " tensors of " + Megabytes(stats_.live_bytes) +
                         " are stored";
@@ -878,7 +888,7 @@ void Store::FetchOnCpu(int64_t run_id, int64_t site, uint64_t handle, void* data
   }
 }
 
-void Store::StoreOnCuda(int64_t run_id, int device, Stream stream, int64_t site, int64_t group_bytes,
+void Store::StoreOnCuda(int64_t run_id, int device, Stream stream, int64_t site, int64_t ring_bytes,
                         DevicePointer data, int64_t bytes, DevicePointer handle) {
   Lock lock(mutex_);
   RequireOpen();
@@ -891,7 +901,7 @@ void Store::StoreOnCuda(int64_t run_id, int device, Stream stream, int64_t site,
   const EntryPtr entry = Add(run, site, bytes);
   try {
     if (Injected("store")) throw std::runtime_error("offload: storing failed: injected fault");
-    ring->Reserve(options_.device_bytes >= 0 ? options_.device_bytes : 3 * group_bytes, stream);
+    ring->Reserve(options_.device_bytes >= 0 ? options_.device_bytes : ring_bytes, stream);
     ring->Push(lock, run, entry, data, stream);
     if (!entry->live) throw std::runtime_error("offload: another tensor of this step could not be stored");
     ring->SetHandle(handle, Handle(entry->serial), stream);

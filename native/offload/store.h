@@ -31,7 +31,7 @@ namespace dejax::offload {
 class Ring;
 
 struct Options {
-  int64_t device_bytes = -1;  // of each device's ring; -1: three times the largest group of tensors stored together
+  int64_t device_bytes = -1;  // of each device's ring; -1: what the programs ask for
   int64_t host_bytes = 0;
   int64_t disk_bytes = 0;  // 0: no cap
   std::vector<std::string> folders;  // none: no disk tier
@@ -158,7 +158,7 @@ class Store : public std::enable_shared_from_this<Store> {
 
   uint64_t StoreOnCpu(int64_t run, int64_t site, const void* data, int64_t bytes);
   void FetchOnCpu(int64_t run, int64_t site, uint64_t handle, void* data, int64_t bytes);
-  void StoreOnCuda(int64_t run, int device, Stream stream, int64_t site, int64_t group_bytes, DevicePointer data,
+  void StoreOnCuda(int64_t run, int device, Stream stream, int64_t site, int64_t ring_bytes, DevicePointer data,
                    int64_t bytes, DevicePointer handle);
   void FetchOnCuda(int64_t run, int device, Stream stream, int64_t site, DevicePointer handle, DevicePointer data,
                    int64_t bytes);
@@ -208,7 +208,7 @@ class Store : public std::enable_shared_from_this<Store> {
   Slot* Allocate(int64_t capacity, bool pinned);
   void FreeMemory(Slot* slot);
   void ReleaseSlot(Slot* slot);
-  bool DropOldest(const Run* current);
+  bool DropOldest(const Run* current, size_t spare);
 
   void QueueWrite(const EntryPtr& entry);
   bool ShouldWrite(const RunPtr& run, const Entry& entry) const;

@@ -41,8 +41,13 @@ def operands(dtype=jnp.float32):
     return ws.astype(dtype), jax.random.normal(key_x, (BATCH, WIDTH)).astype(dtype)
 
 
+# Offload changes where fusions end, and with them which matrix product autotuning prefers: without it bits can be
+# compared.
+PLAIN = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+
+
 def gradient(body, scan: bool):
-    return jax.jit(jax.grad(loss_of(body, scan), argnums=(0, 1)))
+    return jax.jit(jax.grad(loss_of(body, scan), argnums=(0, 1)), compiler_options=PLAIN)
 
 
 def assert_same_bits(got, want) -> None:
@@ -84,7 +89,9 @@ def test_disk_tier(engine: str, tmp_path: Path) -> None:
     ws, x = operands()
     want = gradient(jax.checkpoint(layer), True)(ws, x)
     body = offload(jax.checkpoint(layer), min_bytes=1)
-    with ActivationStore(tmp_path, device_bytes=2 * TENSOR, host_bytes=4 * TENSOR, engine=engine, chunk_bytes=1 << 17) as s:
+    with ActivationStore(
+        tmp_path, device_bytes=2 * TENSOR, host_bytes=4 * TENSOR, engine=engine, chunk_bytes=1 << 17
+    ) as s:
         got = gradient(body, True)
         for _ in range(6):
             assert_same_bits(got(ws, x), want)
@@ -97,10 +104,10 @@ def test_disk_tier(engine: str, tmp_path: Path) -> None:
 def test_backward_in_another_jit_and_twice() -> None:
     ws, x = operands()
     body = offload(layer, min_bytes=1)
-    want = jax.jit(jax.grad(loss_of(layer, True), argnums=(0, 1)))(ws, x)
+    want = gradient(layer, True)(ws, x)
     with ActivationStore():
-        _, vjp = jax.jit(lambda ws, x: jax.vjp(loss_of(body, True), ws, x))(ws, x)
-        backward = jax.jit(lambda vjp, ct: vjp(ct))
+        _, vjp = jax.jit(lambda ws, x: jax.vjp(loss_of(body, True), ws, x), compiler_options=PLAIN)(ws, x)
+        backward = jax.jit(lambda vjp, ct: vjp(ct), compiler_options=PLAIN)
         assert_same_bits(backward(vjp, jnp.float32(1)), want)
         assert_same_bits(backward(vjp, jnp.float32(1)), want)  # the slots have not been used again
 
@@ -116,10 +123,10 @@ def test_steps_dispatched_ahead() -> None:
 
 
 def swapped(x, y, flag):
-    """Two stores of one site; their fetches come in an order that the data decides, as no forward and backward pass has."""
-    put = [_calls.store(v, store_id=0, site=10**6, group_bytes=v.nbytes) for v in (x, y)]
-    put[1], put[0] = jax.lax.optimization_barrier((put[1], put[0]))
-    first = jnp.where(flag, put[0], put[1])
+    """Two stores of one site; their fetches come in an order that the data decides, as no forward and backward pass
+    has.""" put = [_calls.store(v, store_id=0, site=10**6, ring_bytes=6 * v.nbytes) for v in
+    (x, y)] put[1], put[0] = jax.lax.optimization_barrier((put[1],
+    put[0])) first = jnp.where(flag, put[0], put[1])
     second = jnp.where(flag, put[1], put[0])
     a = _calls.fetch(second, x, (), store_id=0, site=10**6)
     b = _calls.fetch(first, x, (a[:1],), store_id=0, site=10**6)
@@ -141,8 +148,9 @@ def test_a_wrong_foresight_is_noticed_on_the_device() -> None:
                 failures += 1
                 assert "another order" in str(error)
         assert failures == 1  # one of the two orders is not the one foreseen
-        bad = [r for _, r in results if np.isnan(np.asarray(r[0])).any() or np.isnan(np.asarray(r[1])).any()]
-        assert len(bad) == 1 and all(np.isnan(np.asarray(part)).all() for part in bad[0])
+        if len(results) == 2:  # otherwise the second fetch of that very step saw it, and the step has no results
+            bad = [r for _, r in results if np.isnan(np.asarray(r[0])).any() or np.isnan(np.asarray(r[1])).any()]
+            assert len(bad) == 1 and all(np.isnan(np.asarray(part)).all() for part in bad[0])
         store._native.set_prediction(0)
         for flag in (True, False):  # and from then on handles are read
             a, b = run(x, y, flag)
