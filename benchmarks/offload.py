@@ -188,12 +188,12 @@ def layers(num: int, batch: int, width: int, variants: list[str], disk: str) -> 
             rows.append(measure("all residuals saved", make(layer), (ws, x), None, None))
         elif kind == "host":
             with ActivationStore(device_bytes=int(float(size) * tensor) if size else None) as store:
-                step = make(offload(jax.checkpoint(layer)))
+                step = make(offload(jax.checkpoint(layer), inputs=1))
                 rows.append(measure(f"offload, host, ring of {size or 'auto'}", step, (ws, x), store, reference))
         elif kind == "value":
             with ActivationStore(device_bytes=int(float(size) * tensor) if size else None) as store:
                 store._native.set_prediction(1)
-                step = make(offload(jax.checkpoint(layer)))
+                step = make(offload(jax.checkpoint(layer), inputs=1))
                 rows.append(
                     measure(f"the same, handles read, ring of {size or 'auto'}", step, (ws, x), store, reference)
                 )
@@ -208,28 +208,236 @@ def layers(num: int, batch: int, width: int, variants: list[str], disk: str) -> 
                 checksum=os.environ.get("CHECKSUM", "1") == "1",
                 io_threads=int(os.environ.get("IO_THREADS", "12")),
             ) as store:
-                step = make(offload(jax.checkpoint(layer)))
+                step = make(offload(jax.checkpoint(layer), inputs=1))
                 rows.append(measure(f"offload, {kind} ({variant})", step, (ws, x), store, reference))
         rows[-1].pop("out", None)
     table(rows)
     return {"num": num, "batch": batch, "width": width, "tensor_bytes": tensor, "rows": rows}
 
 
+# ------------------------------------------------------------------------------------------------ a GPT
+
+
+def gpt(num: int, batch: int, sequence: int, width: int, variants: list[str]) -> dict[str, Any]:
+    """`value_and_grad` of transformer blocks (bf16, cuDNN attention) under a scan."""
+    import jax
+    import jax.numpy as jnp
+    from jax.ad_checkpoint import checkpoint_name
+
+    from dejax.offload import ActivationStore, offload
+
+    heads = width // 128
+    attention = "cudnn" if jax.default_backend() == "gpu" else "xla"
+
+    def norm(x: Any) -> Any:
+        wide = x.astype(jnp.float32)
+        return (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+    def block(p: Any, x: Any) -> Any:
+        x = checkpoint_name(x, "input")
+        q, k, v = (checkpoint_name(part, "qkv") for part in jnp.split(norm(x) @ p["qkv"], 3, axis=-1))
+        q, k, v = (part.reshape(batch, sequence, heads, 128) for part in (q, k, v))
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention).reshape(x.shape)
+        x = x + checkpoint_name(mixed, "mixed") @ p["out"]
+        up = checkpoint_name(norm(x) @ p["up"], "up")
+        return x + jax.nn.gelu(up) @ p["down"]
+
+    def weights(key: Any, rows: int, columns: int) -> Any:
+        make = jax.jit(lambda key: jax.random.normal(key, (num, rows, columns), jnp.bfloat16) / rows**0.5)
+        return make(key)
+
+    keys = jax.random.split(jax.random.key(0), 5)
+    params = {
+        "qkv": weights(keys[0], width, 3 * width),
+        "out": weights(keys[1], width, width),
+        "up": weights(keys[2], width, 4 * width),
+        "down": weights(keys[3], 4 * width, width),
+    }
+    x = jax.random.normal(keys[4], (batch, sequence, width), jnp.bfloat16)
+
+    def make(body: Callable[..., Any]) -> Any:
+        def loss(params: Any, x: Any) -> Any:
+            out, _ = jax.lax.scan(lambda c, p: (body(p, c), None), x, params)
+            return (out.astype(jnp.float32) ** 2).mean()
+
+        return jax.jit(jax.value_and_grad(loss))
+
+    policies = jax.checkpoint_policies
+    own = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["input"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    own_all = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["input", "qkv", "mixed", "up"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    names = ("input", "qkv", "mixed", "up")
+    some = jax.checkpoint(block, policy=policies.save_only_these_names(*names))
+    bodies: dict[str, tuple[Callable[..., Any], bool]] = {
+        "saved": (block, False),
+        "remat": (jax.checkpoint(block), False),
+        "inputs": (offload(jax.checkpoint(block), inputs=1), True),
+        "all": (offload(block, inputs=1), True),
+        "names": (offload(some, inputs=1), True),
+        "saved-names": (some, False),
+        "jax-inputs": (jax.checkpoint(block, policy=own), False),
+        "jax-names": (jax.checkpoint(block, policy=own_all), False),
+    }
+    rows = []
+    reference = None
+    for variant in variants:
+        kind, _, ring = variant.partition(":")
+        body, stores = bodies[kind]
+        if stores:
+            with ActivationStore(device_bytes=int(float(ring) * GIB) if ring else None, host_bytes=100 * GIB) as store:
+                row = measure(variant, make(body), (params, x), store, reference, seconds=0.5, dispatched=1)
+        else:
+            row = measure(variant, make(body), (params, x), None, reference, seconds=0.5, dispatched=1)
+        out = row.pop("out", None)
+        reference = out if reference is None and kind == "remat" else reference
+        rows.append(row)
+    table(rows)
+    return {"num": num, "batch": batch, "sequence": sequence, "width": width, "rows": rows}
+
+
+# ------------------------------------------------------------------------------------------------ the drive
+
+
+def drive(disk: str, gib: float = 4.0) -> dict[str, Any]:
+    """Writing rate of the store on a drive, and of O_DIRECT on the same drive in the same minute."""
+    import mmap
+    from concurrent.futures import ThreadPoolExecutor
+
+    import jax
+    import jax.numpy as jnp
+
+    from dejax.offload import ActivationStore, _calls
+
+    chunk, count = 8 << 20, int(gib * GIB) // (8 << 20)
+    memory = mmap.mmap(-1, chunk)
+    memory.write(os.urandom(chunk))
+    path = os.path.join(disk, "raw-write-test")
+    found: dict[str, Any] = {"gib": gib}
+
+    def raw() -> float:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+        try:
+            os.posix_fallocate(descriptor, 0, chunk * count)
+            begin = time.perf_counter()
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(lambda i: os.pwrite(descriptor, memory, i * chunk), range(count)))
+            return chunk * count / (time.perf_counter() - begin) / 1e9
+        finally:
+            os.close(descriptor)
+            os.unlink(path)
+
+    tensor = 128 << 20
+    x = jax.random.bits(jax.random.key(0), (tensor // 4,), jnp.uint32)
+    put = jax.jit(lambda x: _calls.store(x, store_id=0, site=10**6, ring_bytes=2 * tensor))
+
+    def through_store(engine: Any) -> float:
+        with ActivationStore(disk, host_bytes=4 * tensor, engine=engine, io_threads=8) as store:
+            begin = time.perf_counter()
+            for _ in range(int(gib * GIB) // tensor):
+                handle = put(x)
+            jax.block_until_ready(handle)
+            store.drain()
+            stats = store.stats()
+            found[f"{engine}_drive_gib"] = stats.drive_written_bytes / GIB
+            return stats.written_bytes / (time.perf_counter() - begin) / 1e9
+
+    found["o_direct_gb_s"] = raw()
+    for engine in ("direct", "tensorstore"):
+        found[f"{engine}_gb_s"] = through_store(engine)
+    found["o_direct_again_gb_s"] = raw()
+    say(json.dumps(found))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ torch
+
+
+def torch_layers(num: int, batch: int, width: int) -> dict[str, Any]:
+    """The stack of layers in PyTorch: saved, checkpointed, `save_on_cpu` on pinned memory."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    ws = [
+        (torch.randn(width, width, device="cuda") * (1.3 / width**0.5)).bfloat16().requires_grad_() for _ in range(num)
+    ]
+    x = torch.randn(batch, width, device="cuda").bfloat16()
+
+    def layer(w: Any, x: Any) -> Any:
+        return x + (torch.nn.functional.gelu(x @ w, approximate="tanh") @ w.T) * 0.1
+
+    def saved(w: Any, x: Any) -> Any:
+        return layer(w, x)
+
+    def again(w: Any, x: Any) -> Any:
+        return checkpoint(layer, w, x, use_reentrant=False)
+
+    rows = []
+    for name, body, on_cpu in (
+        ("torch, all saved", saved, False),
+        ("torch, checkpoint", again, False),
+        ("torch, checkpoint, save_on_cpu", again, True),
+        ("torch, save_on_cpu", saved, True),
+    ):
+
+        def step(body: Any = body, on_cpu: bool = on_cpu) -> None:
+            import contextlib
+
+            hooks = torch.autograd.graph.save_on_cpu(pin_memory=True) if on_cpu else contextlib.nullcontext()
+            with hooks:
+                out = x
+                for w in ws:
+                    out = body(w, out)
+                loss = (out.float() ** 2).mean()
+            loss.backward()
+            for w in ws:
+                w.grad = None
+
+        row: dict[str, Any] = {"name": name}
+        try:
+            step()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            times = []
+            for _ in range(3):
+                begin = time.perf_counter()
+                step()
+                torch.cuda.synchronize()
+                times.append(time.perf_counter() - begin)
+            row["ms"] = 1e3 * statistics.median(times)
+            grads = num * width * width * 2  # jax counts gradients as outputs, not as temporaries
+            row["temp_gib"] = (torch.cuda.max_memory_allocated() - before - grads) / GIB
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
+        rows.append(row)
+    table(rows)
+    return {"rows": rows}
+
+
+def words(variable: str, default: str) -> list[str]:
+    return os.environ.get(variable, default).split()
+
+
 CASES: dict[str, Callable[[str], Any]] = {
     "bandwidths": lambda disk: bandwidths(),
-    "layers24": lambda disk: layers(
-        24, 16384, 4096, os.environ.get("VARIANTS", "host: host:2 host:4 host:6 value:4 jax").split(), disk
+    "layers24": lambda disk: layers(24, 16384, 4096, words("LAYERS24", "host: host:4 value:6 jax"), disk),
+    "layers12": lambda disk: layers(12, 8192, 8192, words("LAYERS12", "host: host:2 value:6 jax plain"), disk),
+    "gpt": lambda disk: gpt(6, 4, 2048, 8192, words("GPT", "saved remat inputs all names jax-inputs jax-names")),
+    "nvme": lambda disk: layers(
+        8, 8192, 16384, words("NVME", "host: shm:3,4,direct shm:3,4,buffered shm:3,4,tensorstore disk:3,6,direct"), disk
     ),
-    "layers12": lambda disk: layers(
-        12, 8192, 8192, os.environ.get("VARIANTS", "host: host:2 host:4 value:4 jax").split(), disk
-    ),
-    "nvme24": lambda disk: layers(
-        24,
-        16384,
-        4096,
-        os.environ.get("VARIANTS", "shm:4,12,direct shm:4,12,tensorstore disk:4,12,direct").split(),
-        disk,
-    ),
+    "drive": lambda disk: drive(disk),
+    "torch12": lambda disk: torch_layers(12, 8192, 8192),
 }
 
 

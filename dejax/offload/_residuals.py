@@ -183,10 +183,9 @@ def make_plan(
 
 
 def _constants(jaxpr: core.Jaxpr) -> set[Any]:
-    """Variables that depend on no argument. They are the same in each pass of a loop: nothing is gained by moving
-    them."""
-    found = set(jaxpr.constvars) for eqn in
-    jaxpr.eqns:
+    """Variables that depend on no argument: the same in each pass of a loop, so nothing is gained by moving them."""
+    found = set(jaxpr.constvars)
+    for eqn in jaxpr.eqns:
         if all(isinstance(v, core.Literal) or v in found for v in eqn.invars):
             found.update(eqn.outvars)
     return found

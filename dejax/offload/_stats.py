@@ -85,12 +85,12 @@ class StoreStats:
             f"{self.prefetched_bytes / gb:.2f} ahead of time, {self.demand_bytes / gb:.2f} on demand",
             f"  held: {self.ring_bytes / gb:.2f} GB on devices, {self.host_bytes / gb:.2f} GB of host memory, "
             f"{self.disk_bytes / gb:.2f} GB of disk",
-            f"  launch threads waited {self.store_stall_seconds:.2f} s for room and {self.fetch_stall_seconds:.2f} s for "
+            f"  launches waited {self.store_stall_seconds:.2f} s for room and {self.fetch_stall_seconds:.2f} s for "
             f"data; {self.value_reads} handles read, {self.dropped_count} tensors dropped",
         ]
         if self.written_bytes or self.read_bytes or self.cancelled_bytes:
             lines.append(
-                f"  disk: {self.written_bytes / gb:.2f} GB written ({self.drive_written_bytes / gb:.2f} GB by the drive), "
+                f"  disk: {self.written_bytes / gb:.2f} GB written ({self.drive_written_bytes / gb:.2f} by the drive), "
                 f"{self.read_bytes / gb:.2f} GB read, {self.forwarded_bytes / gb:.2f} GB served from memory, writes of "
                 f"{self.cancelled_bytes / gb:.2f} GB cancelled"
             )

@@ -32,15 +32,13 @@ class ActivationStore:
 
     Args:
         path: a folder, or several, for the disk tier; chunks are striped over them. None: no disk tier. In each, the
-        store
-            makes a folder of its own, which goes when the store closes; those of processes that died are removed first.
+            store makes a folder of its own, which goes when the store closes; those of processes that died are
+            removed first.
         device_bytes: of the ring on each device. None: twice what one call of an offloaded function stores, at least
-        six of
-            its largest tensors. 0: no ring; the compute stream then waits for each copy.
+            six of its largest tensors. 0: no ring; the compute stream then waits for each copy.
         host_bytes: cap of pinned (on the CPU: ordinary) host memory. None: half of what the machine has available now.
         disk_bytes: cap of the disk tier. None: as much as there is.
-        engine: how files are written: "direct" (O_DIRECT where the file system takes it), "buffered" (the same through
-        the
+        engine: how files are written: "direct" (O_DIRECT where the file system takes it), "buffered" (through the
             page cache), "tensorstore", or "auto", which is "direct".
         checksum: verify what is read from disk. A damaged file then is an error and never a wrong gradient.
         chunk_bytes: unit of a read or write, a multiple of 4,096.
@@ -152,8 +150,7 @@ class ActivationStore:
             claim.release()
 
     def check(self) -> None:
-        """Raises what a device found wrong in an earlier step, if anything. Steps do so on their own when they next
-        run."""
+        """Raises what a device found wrong in an earlier step, if anything; later steps do so themselves."""
         self._native.check()
 
     def clear(self) -> None:

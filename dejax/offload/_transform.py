@@ -39,11 +39,10 @@ def offload(
 
     The result computes what `fn` computes, and its gradients bit for bit. Between forward and backward the residuals of
     `min_bytes` or more are in the store: on the device's ring, in host memory or on disk. Parameters and other
-    arguments
-    stay where they are; equal tensors and views of one tensor are stored once; a tensor that is a cast or a view is
-    stored
-    in the form that is smallest. Works under `jit`, `scan`, `vmap`, `shard_map`, gradient accumulation, inside and
-    around `jax.checkpoint`: `offload(jax.checkpoint(fn))` stores only the inputs of `fn` and computes the rest again.
+    arguments stay where they are; equal tensors and views of one tensor are stored once; a tensor that is a cast or a
+    view is stored in the form that is smallest. Works under `jit`, `scan`, `vmap`, `shard_map`, gradient accumulation,
+    inside and around `jax.checkpoint`: `offload(jax.checkpoint(fn))` stores only the inputs of `fn` and computes the
+    rest again.
 
     Args:
         fn: a function of pytrees of arrays, to a pytree of arrays.
@@ -199,24 +198,12 @@ def _check_leaves(leaves: Sequence[Any]) -> None:
     for leaf in leaves:
         if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
             raise TypeError(
-                f"offload: an argument of type {type(leaf).__name__} is no array; name its
-                position in
-              
-               
-                static_argnums,
-             
-              
-               
-              
-               
-                or " "close over it"
-          
-           
+                f"offload: an argument of type {type(leaf).__name__} is no array; name its position in static_argnums, "
+                "or close over it"
             )
 
 
-def _as_function(policy: Policy | Iterable[str] | None) ->
-Policy:
+def _as_function(policy: Policy | Iterable[str] | None) -> Policy:
     if policy is None:
         return lambda _: True
     if callable(policy):
