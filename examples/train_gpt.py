@@ -1,9 +1,9 @@
 """Train a GPT on the source code of Python's standard library; one flag offloads its activations.
 
     python examples/train_gpt.py                             # a small model, a few minutes on a CPU
-    python examples/train_gpt.py --offload inputs            # each block's input in host memory, the rest computed again
+    python examples/train_gpt.py --offload inputs            # blocks' inputs in host memory, the rest computed again
     python examples/train_gpt.py --offload all               # everything that backward needs in host memory
-    python examples/train_gpt.py --offload all --store DIR --host-bytes 1000000000    # what does not fit, on disk
+    python examples/train_gpt.py --offload all --store DIR --host-bytes 1000000000  # what does not fit, on disk
     python examples/train_gpt.py --compare inputs            # with and without: the same losses, one plot
 
 Text: the bytes of the library's modules, which every machine has. Model: Flax nnx, `jax.lax.scan` over the blocks.
@@ -209,9 +209,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         losses = train(options, options.offload, options.out)
         plot({options.offload: losses}, options.out / "loss.svg")
         return 0
-    # Both programs shall take the same kernels: offload changes where fusions end, and autotuning may then choose
-    # others.
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+    # Both programs shall take the same kernels and round in the same places: offload changes where fusions end.
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
+        " --xla_gpu_autotune_level=0 --xla_gpu_deterministic_ops=true --xla_allow_excess_precision=false"
+    )
     names = {COUNTERPART[options.compare]: "without offload", options.compare: "with offload"}
     curves = {name: train(options, mode, options.out / mode) for mode, name in names.items()}
     plot(curves, options.out / "loss.svg")

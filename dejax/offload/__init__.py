@@ -4,9 +4,22 @@
 forward pass and comes back ahead of its use. `ActivationStore` says where to. `docs/offload.md` says when it pays.
 """
 
+from dejax.offload._optimizer import optimizer
+from dejax.offload._planner import CHOICES, Prediction, StackPlan, plan_stack
 from dejax.offload._residuals import Residual
 from dejax.offload._stats import StoreStats
 from dejax.offload._store import ActivationStore, default_store
 from dejax.offload._transform import offload
 
-__all__ = ["ActivationStore", "Residual", "StoreStats", "default_store", "offload"]
+__all__ = [
+    "CHOICES",
+    "ActivationStore",
+    "Prediction",
+    "Residual",
+    "StackPlan",
+    "StoreStats",
+    "default_store",
+    "offload",
+    "optimizer",
+    "plan_stack",
+]

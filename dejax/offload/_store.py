@@ -79,6 +79,7 @@ class ActivationStore:
                 f"ActivationStore: `engine` is 'auto', 'direct', 'buffered' or 'tensorstore'; {engine!r} was given"
             )
         paths = [] if path is None else [path] if isinstance(path, (str, os.PathLike)) else list(path)
+        self.device_bytes = device_bytes
         self.paths = tuple(Path(os.fspath(p)).absolute() for p in paths)
         self._claims: list[_files.Claim] = []
         self._io: Any = None

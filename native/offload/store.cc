@@ -17,13 +17,10 @@ namespace {
 constexpr uint64_t kSerialBits = 48;
 constexpr uint64_t kAnySerial = std::numeric_limits<uint64_t>::max();
 constexpr int64_t kCopyGrain = 4 << 20;
-// Runs that are surely still being launched, or whose backward pass may yet come: their entries are not given up.
-constexpr size_t kProtectedRuns = 4;
-// What a run that has fetched some of its entries left over is dropped when so many later runs have begun.
+// What a run that has fetched some of its entries left over is dropped when so many later runs have begun and nothing
+// was heard of it for a while: another thread's step may be slow.
 constexpr size_t kLeftoverRuns = 8;
-
-// How long a full store waits for others to fetch before it gives up their tensors.
-constexpr double kPatienceSeconds = 0.3;
+constexpr double kIdleSeconds = 2;
 
 struct Registry {
   std::mutex mutex;
@@ -245,17 +242,23 @@ void Store::Drain() {
 // ------------------------------------------------------------------------------------------------ entries and runs
 
 RunPtr Store::FindRun(int64_t id, int device, bool create) {
+  const double now = Seconds();
   const auto found = runs_.find({id, device});
-  if (found != runs_.end()) return found->second;
+  if (found != runs_.end()) {
+    found->second->last_used = now;
+    return found->second;
+  }
   if (!create) return nullptr;
   auto run = std::make_shared<Run>();
   run->id = id;
   run->device = device;
   run->number = stats_.runs++;
+  run->last_used = now;
   runs_[{id, device}] = run;
   recent_.push_back(run);
   for (size_t i = 0; i + kLeftoverRuns < recent_.size();) {
     const RunPtr old = recent_[i];
+    if (now - old->last_used <= kIdleSeconds) break;  // so are all later ones, or nearly
     if (old->fetched) {
       const std::vector<EntryPtr> left = old->stack;
       for (const EntryPtr& entry : left) {
@@ -339,7 +342,6 @@ void Store::Fetched(const EntryPtr& entry, const RunPtr& run) {
     entry->chunks.clear();
   }
   if (entry->slot != nullptr) {
-    entry->slot->run = run ? run->number : stats_.runs;
     ReleaseSlot(entry->slot);
   } else {
     Retire(entry);
@@ -382,11 +384,12 @@ void Store::FailRun(const RunPtr& run) {
   }
 }
 
-// Gives up what the oldest run left, other than the `spare` newest ones.
-bool Store::DropOldest(const Run* current, size_t spare) {
-  for (size_t i = 0; i + spare < recent_.size(); ++i) {
-    const RunPtr run = recent_[i];
-    if (run.get() == current || run->stack.empty()) continue;
+// Gives up what the oldest run left that was not heard of for a while.
+bool Store::DropOldest(const Run* current) {
+  const double now = Seconds();
+  for (const RunPtr& old : recent_) {
+    const RunPtr run = old;
+    if (run.get() == current || run->stack.empty() || now - run->last_used < kIdleSeconds) continue;
     FailRun(run);
     return true;
   }
@@ -439,9 +442,10 @@ void Store::ReleaseSlot(Slot* slot) {
 
 // Whether a free slot's former bytes may be fetched once more.
 Store::Reuse Store::MayReuse(const Slot& slot) const {
-  if (slot.serial == 0 || stats_.runs - slot.run > static_cast<int64_t>(kProtectedRuns)) return Reuse::kFree;
-  const auto entry = entries_.find(slot.serial);
+  const auto entry = slot.serial == 0 ? entries_.end() : entries_.find(slot.serial);
   if (entry == entries_.end()) return Reuse::kFree;
+  const RunPtr run = entry->second->run.lock();
+  if (!run || (stats_.runs - run->number > 4 && Seconds() - run->last_used > kIdleSeconds)) return Reuse::kFree;
   const auto site = sites_.find(entry->second->site);
   if (site == sites_.end()) return Reuse::kFree;
   switch (site->second.uses) {
@@ -549,13 +553,12 @@ Slot* Store::TakeSlot(Lock& lock, const EntryPtr& entry, bool pinned, bool may_w
                           std::any_of(free_.begin(), free_.end(), [](const Slot* free) { return free->pins > 0; }) ||
                           active_ > 0;
     if (!underway && !ForceWrites()) {
-      if (DropOldest(run.get(), kProtectedRuns)) continue;
-      // Younger ones may still run, in other threads: what they fetch makes room too.
-      if (Seconds() - begin < kPatienceSeconds) {
+      if (DropOldest(run.get())) continue;
+      // Younger runs may go on in other threads: what they fetch makes room too.
+      if (Seconds() - begin < kIdleSeconds + 0.1) {
         changed_.wait_for(lock, std::chrono::milliseconds(20));
         continue;
       }
-      if (DropOldest(run.get(), 0)) continue;
       std::string why = "offload: the host tier is full: host_bytes=" + std::to_string(options_.host_bytes) + ", " +
                         std::to_string(stats_.live_count) + " tensors of " + Megabytes(stats_.live_bytes) +
                         " are stored";
@@ -682,8 +685,8 @@ bool Store::PopJob(Job* job) {
     if (job->entry->live) {
       const Chunk& chunk = job->entry->chunks[job->chunk];
       const int64_t offset = job->chunk * options_.chunk_bytes;
-      job->path = chunk.path;
-      job->index = chunk.index;
+      job->path = disk_->path(chunk);
+      job->index = disk_->number(chunk);
       job->data = static_cast<char*>(job->slot->data) + offset;
       job->bytes = std::min(options_.chunk_bytes, RoundUp(job->entry->bytes, kPage) - offset);
       return true;
@@ -763,9 +766,9 @@ void Store::Work() {
         } else {
           disk_->Read(chunk, job.data, job.bytes);
           if (options_.checksum && Checksum(job.data, job.bytes) != chunk.checksum) {
-            throw std::runtime_error("offload: what was read from " + disk_->folder(chunk.path) +
-                                     "/chunks is not what was written there (its checksum differs): the file or the "
-                                     "drive is damaged");
+            throw std::runtime_error("offload: what was read from " + disk_->Name(chunk.file) +
+                                     " is not what was written there (its checksum differs): the file or the drive is "
+                                     "damaged");
           }
         }
       } catch (const std::exception& caught) {
@@ -810,7 +813,7 @@ void Store::FinishJob(int64_t id, const std::string& error) {
   if (why.empty() && !job.write && options_.checksum) {
     lock.unlock();
     if (Checksum(job.data, job.bytes) != job.entry->chunks[job.chunk].checksum) {
-      why = "offload: what was read from " + disk_->folder(job.path) + " is not what was written there (its checksum "
+      why = "offload: what was read from " + disk_->folder(job.entry->chunks[job.chunk]) + " is not what was written there (its checksum "
             "differs): the file or the drive is damaged";
     }
     lock.lock();
@@ -864,6 +867,7 @@ void Store::FetchOnCpu(int64_t run_id, int64_t site, uint64_t handle, void* data
   try {
     if (Injected("fetch")) throw std::runtime_error("offload: fetching failed: injected fault");
     if (run) {
+      run->last_used = Seconds();
       run->fetched |= run->id == run_id;
       run->reading_back = true;
     }
@@ -944,6 +948,7 @@ void Store::FetchOnCuda(int64_t run_id, int device, Stream stream, int64_t site,
     const EntryPtr entry = Find(value, site, bytes);
     run = entry->run.lock();
     if (run) {
+      run->last_used = Seconds();
       run->fetched |= run == own;
       run->reading_back = true;
     }

@@ -69,7 +69,6 @@ struct Slot {
   int pins = 0;         // I/O jobs and CPU copies under way
   bool free = false;    // may be given away once pins == 0
   uint64_t serial = 0;  // whose bytes it holds, also after they were fetched
-  int64_t run = 0;      // the number of that entry's run
   Event last_read, last_write;  // work of the GPU that must end before others touch it
 };
 
@@ -117,6 +116,7 @@ struct Run {
   int64_t id = 0;
   int device = -1;
   int64_t number = 0;
+  double last_used = 0;  // seconds of the steady clock
   std::vector<EntryPtr> stack;  // in order of creation; no fetched entries at its end
   std::unordered_map<int64_t, std::vector<uint64_t>> by_site;
   std::unordered_set<int64_t> surprising;  // sites whose fetches did not come in the order foreseen
@@ -208,7 +208,7 @@ class Store : public std::enable_shared_from_this<Store> {
   Slot* Allocate(int64_t capacity, bool pinned);
   void FreeMemory(Slot* slot);
   void ReleaseSlot(Slot* slot);
-  bool DropOldest(const Run* current, size_t spare);
+  bool DropOldest(const Run* current);
 
   void QueueWrite(const EntryPtr& entry);
   bool ShouldWrite(const RunPtr& run, const Entry& entry) const;
