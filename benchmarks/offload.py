@@ -424,6 +424,89 @@ def torch_layers(num: int, batch: int, width: int) -> dict[str, Any]:
     return {"rows": rows}
 
 
+# ------------------------------------------------------------------------------------------------ planner, optimizer
+
+
+def planned(num: int, batch: int, width: int, budget_gib: float, plot: str) -> dict[str, Any]:
+    """The planner's prediction beside what its choice then takes."""
+    import jax
+    import jax.numpy as jnp
+
+    from dejax.offload import ActivationStore, plan_stack
+
+    def layer(w: Any, x: Any) -> Any:
+        return x + (jax.nn.gelu(x @ w) @ w.T) * 0.1
+
+    key_w, key_x = jax.random.split(jax.random.key(0))
+    ws = (jax.random.normal(key_w, (num, width, width)) * (1.3 / width**0.5)).astype(jnp.bfloat16)
+    x = jax.random.normal(key_x, (batch, width)).astype(jnp.bfloat16)
+    rows = []
+    with ActivationStore() as store:
+        begin = time.perf_counter()
+        plan = plan_stack(layer, ws, x, budget_bytes=int(budget_gib * GIB), store=store)
+        took = time.perf_counter() - begin
+        for way in (plan.chosen, *[w for w in plan._ways if w.layers in ((num, 0, 0, 0), (0, num, 0, 0))]):
+            plan.chosen = way
+            peak, seconds = plan.measure(ws, x)
+            rows.append(
+                {
+                    "layers": way.layers,
+                    "predicted_gib": way.peak_bytes / GIB,
+                    "peak_gib": peak / GIB,
+                    "predicted_ms": 1e3 * way.seconds,
+                    "ms": 1e3 * seconds,
+                    "predicted_wait_ms": 1e3 * way.stall_seconds,
+                }
+            )
+            say(rows[-1])
+            if len(rows) == 1:
+                say(plan.table())
+                plan.plot(plot)
+    return {"rows": rows, "planning_seconds": took, "budget_gib": budget_gib}
+
+
+def optimizer_state(gib: float) -> dict[str, Any]:
+    """AdamW on parameters of so many GiB in float32, with its moments on the device and on the host."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from dejax.offload import optimizer
+
+    count = 16
+    rows = int(gib * GIB / count / 4 / 4096)
+    params = {f"w{i}": jnp.full((rows, 4096), 0.1 * i) for i in range(count)}
+    grads = jax.jit(lambda p: jax.tree.map(jnp.cos, p))(params)
+    found: dict[str, Any] = {"parameters_gib": gib}
+    results = []
+    for name, tx in (("device", optax.adamw(1e-3)), ("host", optimizer(optax.adamw(1e-3)))):
+        state = tx.init(params)
+
+        def step(params: Any, state: Any, grads: Any, tx: Any = tx) -> Any:
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        where = jax.tree.map(lambda leaf: leaf.sharding, (params, state, grads))
+        jitted = jax.jit(step, donate_argnums=(1,), in_shardings=where, out_shardings=where[:2])
+        compiled = jitted.lower(params, state, grads).compile()
+        memory = compiled.memory_analysis()
+        found[name] = {
+            "temp_gib": memory.temp_size_in_bytes / GIB,
+            "argument_gib": memory.argument_size_in_bytes / GIB,
+            "host_argument_gib": getattr(memory, "host_argument_size_in_bytes", 0) / GIB,
+        }
+        times = []
+        for _ in range(4):
+            begin = time.perf_counter()
+            out, state = jax.block_until_ready(compiled(params, state, grads))
+            times.append(time.perf_counter() - begin)
+        found[name]["ms"] = 1e3 * min(times)
+        results.append((out, jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device), state)))
+    found["same_bits"] = same_bits(*results)
+    say(json.dumps(found))
+    return found
+
+
 def words(variable: str, default: str) -> list[str]:
     return os.environ.get(variable, default).split()
 
@@ -437,6 +520,8 @@ CASES: dict[str, Callable[[str], Any]] = {
         8, 8192, 16384, words("NVME", "host: shm:3,4,direct shm:3,4,buffered shm:3,4,tensorstore disk:3,6,direct"), disk
     ),
     "drive": lambda disk: drive(disk),
+    "plan": lambda disk: planned(12, 8192, 8192, 2.5, os.environ.get("PLOT", "out/offload_plan.svg")),
+    "optimizer": lambda disk: optimizer_state(4.0),
     "torch12": lambda disk: torch_layers(12, 8192, 8192),
 }
 

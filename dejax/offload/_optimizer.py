@@ -18,6 +18,12 @@ def optimizer(tx: Any, *, min_bytes: int = 1 << 16) -> Any:
     state that this parameter needs copied to the device before it, and copied back after it. What all parameters share
     (a count, a norm of all gradients) is computed once. Copies are XLA's, which run beside what does not need them.
 
+    A jitted step that donates this state must say where its arguments and results lie: jax 0.10 to 0.12 may otherwise
+    pair a donated array on the host with a result on the device, and ends the process.
+
+        where = jax.tree.map(lambda x: x.sharding, (params, state))
+        step = jax.jit(step, donate_argnums=(0, 1), in_shardings=where, out_shardings=where)
+
     Args:
         tx: an `optax.GradientTransformation` whose `update` can be traced.
         min_bytes: smaller arrays of the state stay on the device.

@@ -1,5 +1,7 @@
 """Optimizer state on the host: the numbers of the transformation itself."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,6 +48,22 @@ def test_same_bits_as_the_transformation_itself(tx):
     large = [x for x in jax.tree.leaves(got_state) if x.nbytes >= 1024]
     assert all(x.sharding.memory_kind == "pinned_host" for x in large)
     assert all(x.sharding.memory_kind != "pinned_host" for x in jax.tree.leaves(got_state) if x.nbytes < 1024)
+
+
+def test_donated_state():
+    tx = optimizer(optax.adam(1e-2), min_bytes=1024)
+    state = tx.init(PARAMS)
+    where = jax.tree.map(lambda x: x.sharding, (PARAMS, state))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1), in_shardings=where, out_shardings=where)
+    def step(params, state):
+        updates, state = tx.update(jax.tree.map(jnp.cos, params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = jax.tree.map(jnp.copy, PARAMS)
+    for _ in range(3):
+        params, state = step(params, state)
+    assert np.isfinite(np.asarray(params["a"])).all()
 
 
 def test_in_an_nnx_optimizer():
