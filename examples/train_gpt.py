@@ -157,7 +157,7 @@ def train(options: argparse.Namespace, mode: str, out: Path) -> list[float]:
                 print(f"{mode:6} step {done:5}  loss {losses[-1]:.4f}  {rate:,.0f} tokens/s", flush=True)
                 pending = []
                 begin = time.perf_counter()
-            if not pending and (done % options.checkpoint == 0 or last_one) and options.checkpoint > 0:
+            if options.checkpoint and not pending and (done % options.checkpoint == 0 or last_one):
                 state = nnx.to_pure_dict(nnx.state((model, optimizer)))
                 items = ocp.args.Composite(state=ocp.args.StandardSave(state), losses=ocp.args.JsonSave(losses))
                 checkpoints.save(done, args=items, force=True)
@@ -200,7 +200,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--attention", choices=("xla", "cudnn"), default="xla")
     parser.add_argument("--out", type=Path, default=Path("out/gpt"))
     parser.add_argument("--report", type=int, default=20, help="steps between lines")
-    parser.add_argument("--checkpoint", type=int, default=100, help="steps between checkpoints, a multiple of --report")
+    parser.add_argument(
+        "--checkpoint", type=int, default=100, help="steps between checkpoints, a multiple of --report; 0: none"
+    )
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args(arguments)
     if options.width % options.heads:

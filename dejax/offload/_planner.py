@@ -7,6 +7,7 @@ are so short fit into the ring. It enters with the measured bandwidths.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import statistics
@@ -28,6 +29,8 @@ CHOICES = ("offload", "offload inputs", "recompute", "keep")
 """In the order in which layers get them: what is fetched last has the most time to travel."""
 
 _SHORT = (2, 4)  # layers of the profiled stacks
+_PROFILE_SECONDS = 0.3  # for each time taken
+_DEVICE_BANDWIDTH = 4e12  # bytes a second read and written; only the ring's copies, a percent of a layer, depend on it
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
@@ -227,6 +230,14 @@ def plan_stack(
             sum(sizes),
             ring,
         )
+    # The short stacks may wait for the bus already, which is predicted apart: an offloading layer takes the time of the
+    # one that keeps or computes again, and two copies on the device.
+    for choice, twin in (("offload", "keep"), ("offload inputs", "recompute")):
+        if on_gpu and choice in costs and twin in costs:
+            copies = 4 * costs[choice].stored_bytes / _DEVICE_BANDWIDTH
+            faster = min(costs[choice].layer_seconds, costs[twin].layer_seconds + copies)
+            base = costs[twin].base_seconds
+            costs[choice] = dataclasses.replace(costs[choice], layer_seconds=faster, base_seconds=base)
     forward = _forward_seconds(body, params, x)
     out_bandwidth, in_bandwidth = _bandwidths() if on_gpu else (float("inf"), float("inf"))
 
@@ -325,11 +336,11 @@ def _training_step(stack: Callable[[Any, Any], Any]) -> Any:
     return jax.jit(jax.value_and_grad(loss))
 
 
-def _time(run: Callable[[], Any], *, seconds: float = 0.3) -> float:
+def _time(run: Callable[[], Any], *, seconds: float | None = None) -> float:
     for _ in range(3):
         jax.block_until_ready(run())
     times: list[float] = []
-    end = time.perf_counter() + seconds
+    end = time.perf_counter() + (_PROFILE_SECONDS if seconds is None else seconds)
     while len(times) < 3 or time.perf_counter() < end:
         begin = time.perf_counter()
         jax.block_until_ready(run())
@@ -376,10 +387,14 @@ def _ring_bytes(store: ActivationStore | None, sizes: Sequence[int]) -> int:
     return max(2 * sum(sizes), 6 * max(sizes, default=0))
 
 
-def _bandwidths(nbytes: int = 1 << 28) -> tuple[float, float]:
-    device = jax.devices()[0]
-    near = jax.device_put(np.zeros(nbytes // 4, np.float32), device)
+def _bandwidths(nbytes: int = 1 << 28, count: int = 4) -> tuple[float, float]:
+    """Bytes a second, device to pinned host and back: of several copies less one, since a copy alone also allocates."""
+    near = [jax.device_put(np.full(nbytes // 4, i, np.float32), jax.devices()[0]) for i in range(count)]
     far = jax.block_until_ready(jax.device_put(near, _HOST))
-    out = _time(lambda: jax.device_put(near, _HOST), seconds=0.05)
-    back = _time(lambda: jax.device_put(far, _DEVICE), seconds=0.05)
-    return nbytes / out, nbytes / back
+
+    def rate(arrays: list[Any], to: Any) -> float:
+        several = _time(lambda: jax.device_put(arrays, to), seconds=0.05)
+        one = _time(lambda: jax.device_put(arrays[:1], to), seconds=0.05)
+        return (count - 1) * nbytes / max(1e-9, several - one)
+
+    return rate(near, _HOST), rate(far, _DEVICE)

@@ -305,7 +305,6 @@ def test_stats_and_summary(tmp_path):
     assert stats.as_dict()["stored_bytes"] == LAYERS * TENSOR
 
 
-@pytest.mark.slow
 def test_soak_with_random_faults(tmp_path, want):
     soak(tmp_path, want, int(os.environ.get("DEJAX_SOAK_STEPS", "300")))
 
