@@ -321,9 +321,9 @@ def soak(path, want, steps):
             if rng.random() < 0.2:
                 kind = str(rng.choice(["write", "read", "corrupt", "store", "fetch"]))
                 store._native.inject(kind, int(rng.integers(1, 4)))
-            if rng.random() < 0.05:
-                jax.block_until_ready(forward(ws, x)[0]) if rng.random() < 0.5 else store.clear()
             try:
+                if rng.random() < 0.05:
+                    jax.block_until_ready(forward(ws, x)[0]) if rng.random() < 0.5 else store.clear()
                 got = run()
             except Exception as error:
                 assert "offload" in str(error)
