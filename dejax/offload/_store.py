@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import time
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
+
+import jax
 
 from dejax import _native
 from dejax.offload import _files
@@ -135,6 +138,11 @@ class ActivationStore:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._native.pop()
+        if kind is None:
+            # Steps are dispatched ahead: what still runs may need the store. Errors show where the results are used.
+            for array in jax.live_arrays():
+                with contextlib.suppress(Exception):
+                    array.block_until_ready()
         self.close()
 
     def close(self) -> None:

@@ -42,6 +42,20 @@ void Bind(nb::module_& m) {
       .def("drain", &Store::Drain, Release())
       .def("inject", &Store::Inject, nb::arg("kind"), nb::arg("count"))
       .def("slow", &Store::Slow, nb::arg("seconds"))
+      .def(
+          "store_on_cuda",
+          [](Store& store, int64_t run, int device, uintptr_t stream, int64_t site, int64_t ring, uintptr_t data,
+             int64_t bytes, uintptr_t handle) {
+            store.StoreOnCuda(run, device, reinterpret_cast<Stream>(stream), site, ring, data, bytes, handle);
+          },
+          Release(), "The CUDA handler's work, by addresses: for tests with a driver made for them.")
+      .def(
+          "fetch_on_cuda",
+          [](Store& store, int64_t run, int device, uintptr_t stream, int64_t site, uintptr_t handle, uintptr_t data,
+             int64_t bytes) {
+            store.FetchOnCuda(run, device, reinterpret_cast<Stream>(stream), site, handle, data, bytes);
+          },
+          Release(), "Likewise.")
       .def("set_prediction", &Store::SetPrediction, nb::arg("mode"))
       .def(
           "next_job",

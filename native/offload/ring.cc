@@ -67,7 +67,7 @@ Ring::Ring(Store* store, int device, Stream compute)
   Check(calls_.host_alloc(&pinned, kPage, /*portable | device map*/ 3), "cuMemHostAlloc");
   mismatch_ = static_cast<volatile uint64_t*>(pinned);
   mismatch_[0] = mismatch_[1] = 0;
-  cell_ = static_cast<uint64_t*>(pinned) + 64;
+  for (int i = 64; i < 128; ++i) cells_.push_back(static_cast<uint64_t*>(pinned) + i);
   Check(calls_.module_load(&module_, kCheckKernel), "cuModuleLoadData of dejax_offload_check");
   Check(calls_.module_get_function(&check_, module_, "dejax_offload_check"), "cuModuleGetFunction");
 }
@@ -155,6 +155,7 @@ void Ring::CopyOut(Store::Lock& lock, const EntryPtr& entry) {
   }
   Wait(out_, entry->ready);
   Wait(out_, entry->slot->last_read);
+  Wait(out_, entry->slot->last_write);
   Pieces(entry->offset, entry->bytes, [&](DevicePointer ring, int64_t at, int64_t bytes) {
     Check(calls_.copy_device_to_host(static_cast<char*>(entry->slot->data) + at, ring, bytes, out_), "cuMemcpyDtoHAsync");
   });
@@ -173,6 +174,7 @@ void Ring::Push(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, Dev
     entry->slot = slot;
     slot->serial = entry->serial;
     Wait(compute, slot->last_read);
+    Wait(compute, slot->last_write);
     Check(calls_.copy_device_to_host(slot->data, data, entry->bytes, compute), "cuMemcpyDtoHAsync");
     entry->copied_out = events_->Record(compute);
     slot->last_write = entry->copied_out;
@@ -190,20 +192,18 @@ void Ring::Push(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, Dev
     slot->serial = entry->serial;
   }
   Own(lock, run, compute);
-  Event evicted;
   while (!window_.empty() && window_.front()->offset < entry->offset + span - capacity_) {
     const EntryPtr bottom = window_.front();
     if (!bottom->copied_out) {
       CopyOut(lock, bottom);
       continue;
     }
-    evicted = bottom->copied_out;
+    Wait(compute, bottom->copied_out);  // each: one that was to stay is copied later than those above it
     bottom->in_ring = false;
     window_.pop_front();
     if (store_->ShouldWrite(run, *bottom)) store_->QueueWrite(bottom);
   }
   if (!entry->live) return;
-  Wait(compute, evicted);
   Wait(compute, out_fence_);
   Wait(compute, last_in_);
   last_in_.reset();
@@ -323,8 +323,11 @@ std::pair<uint64_t, uint64_t> Ring::TakeMismatch() {
 }
 
 uint64_t Ring::ReadHandle(Store::Lock& lock, DevicePointer handle, Stream compute) {
-  // The cell is used by one launch thread of a device at a time: XLA runs one program after the other on it.
-  Check(calls_.copy_device_to_host(cell_, handle, 8, compute), "cuMemcpyDtoHAsync");
+  // A cell of its own: another thread may read another handle while this one waits.
+  if (cells_.empty()) throw std::runtime_error("offload: 64 threads fetch at a time on one device; use fewer");
+  uint64_t* const cell = cells_.back();
+  cells_.pop_back();
+  Check(calls_.copy_device_to_host(cell, handle, 8, compute), "cuMemcpyDtoHAsync");
   const Event event = events_->Record(compute);
   ++store_->active_;
   lock.unlock();
@@ -332,8 +335,10 @@ uint64_t Ring::ReadHandle(Store::Lock& lock, DevicePointer handle, Stream comput
   lock.lock();
   --store_->active_;
   store_->changed_.notify_all();
+  const uint64_t value = *cell;
+  cells_.push_back(cell);
   Check(result, "cuEventSynchronize");
-  return *cell_;
+  return value;
 }
 
 }  // namespace dejax::offload

@@ -64,7 +64,7 @@ class Ring {
   CUmod_st* module_ = nullptr;
   CUfunc_st* check_ = nullptr;
   volatile uint64_t* mismatch_ = nullptr;  // pinned
-  uint64_t* cell_ = nullptr;               // pinned
+  std::vector<uint64_t*> cells_;           // pinned; free ones
 };
 
 }  // namespace dejax::offload

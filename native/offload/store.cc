@@ -280,6 +280,7 @@ EntryPtr Store::Add(const RunPtr& run, int64_t site, int64_t bytes) {
   entry->serial = next_serial_++;
   entry->bytes = bytes;
   entry->site = site;
+  entry->device = run->device;
   entry->run = run;
   entries_[entry->serial] = entry;
   if (run->stack.empty() && run->peak_bytes == 0) run->first_site = site;
@@ -298,7 +299,7 @@ EntryPtr Store::Add(const RunPtr& run, int64_t site, int64_t bytes) {
   return entry;
 }
 
-EntryPtr Store::Find(uint64_t handle, int64_t site, int64_t bytes) {
+EntryPtr Store::Find(uint64_t handle, int64_t site, int64_t bytes, int device) {
   const uint64_t serial = handle & ((1ull << kSerialBits) - 1);
   if (handle >> kSerialBits != static_cast<uint64_t>(id_)) {
     throw std::runtime_error("offload: handle " + std::to_string(handle) + " is not of this store (number " +
@@ -319,7 +320,20 @@ EntryPtr Store::Find(uint64_t handle, int64_t site, int64_t bytes) {
                              std::to_string(found->second->bytes) + " bytes, " + std::to_string(bytes) +
                              " were asked for: the handles were mixed up on their way from forward to backward");
   }
+  if (found->second->device != device) {
+    throw std::runtime_error("offload: a tensor that was stored on device " + std::to_string(found->second->device) +
+                             " was to be fetched on device " + std::to_string(device) +
+                             " (-1 is the CPU); run backward where forward ran");
+  }
   return found->second;
+}
+
+// Made on first use; only a whole one is kept.
+Ring& Store::RingOf(int device, Stream compute) {
+  const auto found = rings_.find(device);
+  if (found != rings_.end()) return *found->second;
+  auto made = std::make_unique<Ring>(this, device, compute);
+  return *(rings_[device] = std::move(made));
 }
 
 void Store::Retire(const EntryPtr& entry) {
@@ -681,6 +695,7 @@ bool Store::PopJob(Job* job) {
     *job = std::move(queue.front());
     queue.pop_front();
     job->id = next_job_++;
+    job->context = rings_.empty() ? nullptr : rings_.begin()->second->context();
     ++running_jobs_;
     if (job->entry->live) {
       const Chunk& chunk = job->entry->chunks[job->chunk];
@@ -702,7 +717,7 @@ void Store::BeginJob(Job* job) {
                           job->write ? nullptr : job->slot->last_write};
   for (const Event& event : events) {
     if (!event) continue;
-    ContextScope scope(rings_.begin()->second->context());
+    ContextScope scope(job->context);
     Check(GetCalls().event_synchronize(event.get()), "cuEventSynchronize");
   }
   if (job->write && options_.checksum) {
@@ -862,7 +877,7 @@ void Store::FetchOnCpu(int64_t run_id, int64_t site, uint64_t handle, void* data
   Lock lock(mutex_);
   RequireOpen();
   const Stopwatch stopwatch(&stats_.launch_seconds);
-  const EntryPtr entry = Find(handle, site, bytes);
+  const EntryPtr entry = Find(handle, site, bytes, /*device=*/-1);
   const RunPtr run = entry->run.lock();
   try {
     if (Injected("fetch")) throw std::runtime_error("offload: fetching failed: injected fault");
@@ -898,8 +913,7 @@ void Store::StoreOnCuda(int64_t run_id, int device, Stream stream, int64_t site,
   RequireOpen();
   const Stopwatch stopwatch(&stats_.launch_seconds);
   CheckDevices();
-  auto& ring = rings_[device];
-  if (!ring) ring = std::make_unique<Ring>(this, device, stream);
+  Ring* const ring = &RingOf(device, stream);
   const ContextScope scope(ring->context());
   const RunPtr run = FindRun(run_id, device, /*create=*/true);
   const EntryPtr entry = Add(run, site, bytes);
@@ -922,8 +936,7 @@ void Store::FetchOnCuda(int64_t run_id, int device, Stream stream, int64_t site,
   RequireOpen();
   const Stopwatch stopwatch(&stats_.launch_seconds);
   CheckDevices();
-  auto& ring = rings_[device];
-  if (!ring) ring = std::make_unique<Ring>(this, device, stream);
+  Ring* const ring = &RingOf(device, stream);
   const ContextScope scope(ring->context());
   const RunPtr own = FindRun(run_id, device, /*create=*/false);
   RunPtr run = own;
@@ -945,7 +958,7 @@ void Store::FetchOnCuda(int64_t run_id, int device, Stream stream, int64_t site,
         sites_[site].order = Site::Order::kSurprising;
       }
     }
-    const EntryPtr entry = Find(value, site, bytes);
+    const EntryPtr entry = Find(value, site, bytes, device);
     run = entry->run.lock();
     if (run) {
       run->last_used = Seconds();

@@ -90,6 +90,7 @@ struct Entry {
   uint64_t serial = 0;
   int64_t bytes = 0;
   int64_t site = 0;
+  int device = -1;  // -1: the CPU
   std::weak_ptr<Run> run;
   bool live = true;     // stored and neither fetched nor dropped
   Slot* slot = nullptr;
@@ -133,6 +134,7 @@ struct Job {
   EntryPtr entry;
   Slot* slot = nullptr;
   int chunk = 0;
+  Context context = nullptr;  // of the events to wait for
   // For external engines.
   int64_t id = 0;
   int path = 0;
@@ -194,7 +196,8 @@ class Store : public std::enable_shared_from_this<Store> {
 
   RunPtr FindRun(int64_t id, int device, bool create);
   EntryPtr Add(const RunPtr& run, int64_t site, int64_t bytes);
-  EntryPtr Find(uint64_t handle, int64_t site, int64_t bytes);
+  EntryPtr Find(uint64_t handle, int64_t site, int64_t bytes, int device);
+  Ring& RingOf(int device, Stream compute);
   enum class Reuse { kFree, kFetchedOnce, kNo };
   Reuse MayReuse(const Slot& slot) const;
   void Fetched(const EntryPtr& entry, const RunPtr& run);
