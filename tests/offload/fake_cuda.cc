@@ -9,6 +9,7 @@
 #include <map>
 #include <mutex>
 #include <random>
+#include <vector>
 
 namespace {
 struct Event { uint64_t recorded = 0, done = 0; };
@@ -17,6 +18,7 @@ struct Stream { std::deque<Op> ops; };
 
 std::recursive_mutex mutex;
 std::map<Stream*, bool> streams;
+std::map<Stream*, unsigned> favourites;
 std::mt19937 rng(std::getenv("FAKE_CUDA_SEED") ? std::atoi(std::getenv("FAKE_CUDA_SEED")) : 0);
 int context, module, function;
 
@@ -30,7 +32,13 @@ bool RunUntil(const std::function<bool()>& finished) {
       }
     }
     if (ready.empty()) return false;
-    Stream* stream = ready[rng() % ready.size()];
+    // Some streams are far behind for a while, and each does what it can before another one does anything.
+    if (rng() % 200 == 0) favourites.clear();
+    Stream* stream = ready[0];
+    for (Stream* other : ready) {
+      if (!favourites.count(other)) favourites[other] = rng();
+      if (favourites[other] > favourites[stream]) stream = other;
+    }
     Op op = std::move(stream->ops.front());
     stream->ops.pop_front();
     if (op.run) op.run();
