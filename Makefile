@@ -6,6 +6,7 @@
 #   make test              lint, format, types, doctests, tests; then the tests on jax 0.12 where Python >= 3.12 is found
 #   make test-fast         tests only, without the slow ones
 #   make asan              the CPU handlers of dejax.host_gather under AddressSanitizer
+#   make soak              offload under random faults, 10,000 steps
 #   make lint types venv clean
 
 PYTHON ?= python3
@@ -32,7 +33,7 @@ PYTHON_NEXT ?= $(shell for v in 3.12 3.13 3.14; do \
 # Where the first leg has the newest jax already, the second one takes the oldest that is supported.
 PINS_NEXT ?= $(shell $(PYTHON) -c 'import sys; print("jax==0.10.2 jaxlib==0.10.2" if sys.version_info >= (3, 12) else "")')
 
-.PHONY: venv venv-test demo test check test-fast test-next doctest lint types format asan clean
+.PHONY: venv venv-test demo test check test-fast test-next doctest lint types format asan soak clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -65,6 +66,10 @@ check: venv-test
 
 test-fast: venv-test
 	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(BIN)/python $(PYTEST) -m "not slow" tests
+
+# Offload with random faults for many steps: each right or an exception, and in the end nothing left.
+soak: venv-test
+	DEJAX_SOAK_STEPS=10000 $(BIN)/python -m pytest -q -s -p no:cacheprovider tests/offload/test_store.py -k soak
 
 doctest: venv-test
 	$(BIN)/python -m pytest -q -p no:cacheprovider --doctest-modules dejax

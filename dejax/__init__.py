@@ -4,7 +4,7 @@
 * `dejax.pallas`: the kernel templates beneath it, on plain arrays.
 * `dejax.datasets`: graphs to train on; `dejax.training`: the loop of the entity classification example.
 * `dejax.host_gather`: tables in host memory that compiled steps read and write in place.
-* `dejax.offload`: activations on host memory and NVMe (not in this release yet).
+* `dejax.offload`: activations and optimizer state on host memory and NVMe.
 * `python -m dejax.info`: what this machine and this installation have.
 
 Each is imported when it is first used: `import dejax` alone loads nothing else.

@@ -57,8 +57,6 @@ def collect() -> dict[str, Any]:
             "jax sees no GPU",
             'none needed for backend="auto" or "xla"; backend="pallas" runs the kernels interpreted, for tests',
         )
-    for package in ("dejax.offload",):
-        missing(package, "it is not in this release yet", "its docstring says what to use until it is")
     return {
         "versions": versions,
         "machine": {"system": platform.platform(), "architecture": platform.machine(), "cores": _cores()},

@@ -7,6 +7,8 @@
 #include "cuda_driver.h"
 #include "cuda_launch.h"
 #include "host_memory.h"
+#include "offload/bindings.h"
+#include "offload/handlers.h"
 #include "pointer_kind.h"
 #include "row_gather.h"
 #include "table_gather.h"
@@ -39,6 +41,10 @@ NB_MODULE(_dejax_native, m) {
         handlers.append(Handler("dejax_table_gather_done", "CUDA", dejax::TableGatherDone));
         handlers.append(Handler("dejax_table_update", "cpu", dejax::TableUpdateCpu));
         handlers.append(Handler("dejax_table_update", "CUDA", dejax::TableUpdateCuda));
+        handlers.append(Handler("dejax_offload_store", "cpu", dejax::offload::StoreCpu));
+        handlers.append(Handler("dejax_offload_store", "CUDA", dejax::offload::StoreCuda));
+        handlers.append(Handler("dejax_offload_fetch", "cpu", dejax::offload::FetchCpu));
+        handlers.append(Handler("dejax_offload_fetch", "CUDA", dejax::offload::FetchCuda));
         return handlers;
       },
       "(name, platform, capsule) of each handler, for jax.ffi.register_ffi_target.");
@@ -81,4 +87,5 @@ NB_MODULE(_dejax_native, m) {
           return dejax::TakeGatherError(&id) ? nb::cast(id) : nb::none();
         },
         "The id out of range that a gather of mode 'raise' met since the last call, or None.");
+  dejax::offload::Bind(m);
 }

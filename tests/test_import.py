@@ -22,7 +22,7 @@ def python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
     return ran
 
 
-@pytest.mark.parametrize("module", ["dejax", "dejax.rgnn", "dejax.pallas", "dejax.host_gather"])
+@pytest.mark.parametrize("module", ["dejax", "dejax.rgnn", "dejax.pallas", "dejax.host_gather", "dejax.offload"])
 def test_nothing_heavy_is_imported(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{name.split('.')[0] for name in sys.modules}} & set({HEAVY!r})))"
     assert python(code).stdout.split() == []
@@ -53,14 +53,6 @@ def test_public_names_resolve() -> None:
 def test_an_unknown_name_is_an_error_that_lists_what_there_is() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'rgn'; it has .*rgnn"):
         _ = dejax.rgn
-
-
-@pytest.mark.parametrize(("package", "name"), [("offload", "offload")])
-def test_planned_packages_say_so(package: str, name: str) -> None:
-    with pytest.raises(ImportError, match=rf"dejax\.{package}\.{name}: .*not in this release yet. Until it is"):
-        exec(f"from dejax.{package} import {name}")
-    with pytest.raises(AttributeError, match="not in this release yet"):
-        _ = getattr(dejax, package).something_else
 
 
 def test_without_the_extension_the_error_has_the_remedy() -> None:

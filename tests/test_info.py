@@ -38,7 +38,6 @@ def test_json_says_what_is_here() -> None:
     assert all(set(entry) == {"what", "why", "remedy"} and all(entry.values()) for entry in report["unavailable"])
     assert (report["driver"] is None) == ("CUDA driver" in reasons(report))
     assert report["native"]["loaded"] == ("native extension" not in reasons(report))
-    assert {"dejax.offload"} <= set(reasons(report))
 
 
 def test_text_has_every_section() -> None:

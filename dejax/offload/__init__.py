@@ -1,18 +1,25 @@
-"""Activations and optimizer state on host memory and NVMe. Not in this release yet.
+"""Activations and optimizer state on host memory and NVMe.
 
-What it will be: `offload(fn, policy=..., store=...)`, of the shape of `jax.checkpoint`, whose residuals leave the
-device after the forward pass and come back, ahead of their use, in the backward pass.
+`offload(fn)` has the shape of `jax.checkpoint`: what `fn` keeps for its backward pass leaves the device after the
+forward pass and comes back ahead of its use. `ActivationStore` says where to. `docs/offload.md` says when it pays.
 """
 
-from typing import NoReturn
+from dejax.offload._optimizer import optimizer
+from dejax.offload._planner import CHOICES, Prediction, StackPlan, plan_stack
+from dejax.offload._residuals import Residual
+from dejax.offload._stats import StoreStats
+from dejax.offload._store import ActivationStore, default_store
+from dejax.offload._transform import offload
 
-_PLANNED = ("Store", "offload", "plan")
-
-
-def __getattr__(name: str) -> NoReturn:
-    # ImportError for a planned name: `from dejax.offload import offload` would lose an AttributeError's message.
-    error = ImportError if name in _PLANNED else AttributeError
-    raise error(
-        f"dejax.offload.{name}: dejax.offload is not in this release yet. Until it is, use `jax.checkpoint`, with "
-        "`jax.checkpoint_policies.save_and_offload_only_these_names` for host memory."
-    )
+__all__ = [
+    "CHOICES",
+    "ActivationStore",
+    "Prediction",
+    "Residual",
+    "StackPlan",
+    "StoreStats",
+    "default_store",
+    "offload",
+    "optimizer",
+    "plan_stack",
+]

@@ -1,0 +1,69 @@
+"""The two FFI calls of `dejax.offload`: store a tensor for a handle, fetch a handle's tensor.
+
+Neither has a side effect in XLA's eyes. What nobody fetches is then never stored, `jax.checkpoint` may go around, and
+order follows from data: a handle comes from its store, and a fetch takes a handle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dejax import _native
+
+HANDLE = jax.ShapeDtypeStruct((2,), jnp.uint32)
+
+
+def store(x: Array, *, store_id: int, site: int, ring_bytes: int) -> Array:
+    """Takes a copy of `x` and gives its handle, uint32[2].
+
+    Args:
+        x: at least one element, of a dtype of whole bytes.
+        store_id: of the store, 0 for the one that is current when the program runs.
+        site: which call of the program this is.
+        ring_bytes: that the device's ring should have for this program, where the store was given no size.
+    """
+    _native.extension("offload")
+
+    @jax.custom_jvp
+    def call(x: Array) -> Array:
+        with jax.named_scope("offload_store"):
+            ffi = jax.ffi.ffi_call("dejax_offload_store", HANDLE, vmap_method="sequential")
+            return ffi(x, store=np.int64(store_id), site=np.int64(site), ring=np.int64(ring_bytes))
+
+    call.defjvp(_no_second_derivative)
+    return call(x)
+
+
+def fetch(handle: Array, like: Any, after: Sequence[Array], *, store_id: int, site: int) -> Array:
+    """The tensor of a handle.
+
+    Args:
+        handle: uint32[2], from `store`.
+        like: its shape and dtype.
+        after: the fetch comes after these are computed.
+        store_id: as it was stored with.
+        site: as it was stored with.
+    """
+
+    @jax.custom_jvp
+    def call(handle: Array, *after: Array) -> Array:
+        with jax.named_scope("offload_fetch"):
+            out = jax.ShapeDtypeStruct(like.shape, like.dtype)
+            ffi = jax.ffi.ffi_call("dejax_offload_fetch", out, vmap_method="sequential")
+            return ffi(handle, *after, store=np.int64(store_id), site=np.int64(site))
+
+    call.defjvp(_no_second_derivative)
+    return call(handle, *after)
+
+
+def _no_second_derivative(primals: Any, tangents: Any) -> NoReturn:
+    raise NotImplementedError(
+        "offload: a second derivative was asked for. What is offloaded comes back as a number without history, so only "
+        "first derivatives are right. Use the function without offload there, or take jax.checkpoint"
+    )

@@ -1,0 +1,230 @@
+"""What a function's backward pass needs from its forward pass, and which of it leaves the device.
+
+`jax.vjp` gives the residuals as a flat list. Here its forward pass becomes a jaxpr, so that for each residual one can
+see where it comes from: an argument, a view of one, a cast, or something computed. A residual is kept or stored as its
+*source*: the smallest tensor that it is a view of; backward makes the view again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+# Operators of one operand whose result is the same numbers in another form, and cheap to make again.
+_VIEWS = frozenset(
+    (
+        "reshape",
+        "transpose",
+        "squeeze",
+        "expand_dims",
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "name",
+        "rev",
+    )
+)
+_SUB_BYTE = ("int2", "uint2", "int4", "uint4", "int1", "uint1", "float4_e2m1fn")
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """A tensor that could leave the device, as a policy sees it.
+
+    Attributes:
+        shape: of the tensor.
+        dtype: likewise.
+        names: given with `jax.ad_checkpoint.checkpoint_name` to it or to a view of it.
+        is_input: it is an argument of the function (an activation that came in), not computed inside.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    names: frozenset[str]
+    is_input: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor that forward hands to backward.
+
+    Attributes:
+        var: in the forward jaxpr.
+        argument: which argument of the function it is; None where it is computed.
+        stored: it goes through the store; otherwise it stays on the device.
+        info: its description.
+    """
+
+    var: Any
+    argument: int | None
+    stored: bool
+    info: Residual
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How forward and backward of one function go.
+
+    Attributes:
+        jaxpr: forward: arguments -> outputs, then the sources that are computed inside.
+        num_outputs: of the function.
+        treedef: of the `jax.vjp` function, whose leaves are the residuals.
+        sources: what is handed over.
+        residuals: for each residual the number of its source and the operators that make it again; or a constant.
+    """
+
+    jaxpr: core.ClosedJaxpr
+    num_outputs: int
+    treedef: Any
+    sources: tuple[Source, ...]
+    residuals: tuple[tuple[int, tuple[Any, ...]] | np.ndarray, ...]
+
+    def rebuild(self, values: Sequence[Any]) -> Any:
+        """The `jax.vjp` function, from the values of the sources."""
+        leaves = []
+        for residual in self.residuals:
+            if isinstance(residual, np.ndarray):
+                leaves.append(residual)
+                continue
+            number, views = residual
+            value = values[number]
+            for eqn in views:
+                value = eqn.primitive.bind(value, **eqn.params)
+            leaves.append(value)
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def make_plan(
+    fn: Callable[..., Sequence[Any]],
+    avals: Sequence[Any],
+    is_activation: Sequence[bool],
+    wanted: Callable[[Residual], bool],
+) -> Plan:
+    """Traces `jax.vjp(fn, *avals)` and decides about each residual.
+
+    Args:
+        fn: from arrays to a list of arrays.
+        avals: of its arguments.
+        is_activation: for each argument, whether it may leave the device.
+        wanted: whether a tensor is to be stored.
+    """
+    treedef = None
+
+    def forward(*args: Any) -> tuple[list[Any], list[Any]]:
+        nonlocal treedef
+        out, vjp = jax.vjp(lambda *a: list(fn(*a)), *args)
+        leaves, treedef = jax.tree.flatten(vjp)
+        return out, leaves
+
+    closed, shapes = jax.make_jaxpr(forward, return_shape=True)(*avals)
+    jaxpr = closed.jaxpr
+    num_outputs = len(shapes[0])
+    outputs, residual_vars = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
+    producer = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    argument_of = {var: i for i, var in enumerate(jaxpr.invars)}
+    constants = _constants(jaxpr)
+
+    chains = [None if isinstance(var, core.Literal) else _chain(var, producer) for var in residual_vars]
+    sources: list[Source] = []
+    number: dict[Any, int] = {}
+
+    def add(var: Any, stored: bool, info: Residual) -> int:
+        if var not in number:
+            number[var] = len(sources)
+            sources.append(Source(var, argument_of.get(var), stored, info))
+        return number[var]
+
+    chosen: dict[int, tuple[int, tuple[Any, ...]]] = {}
+    # Short chains first: what they force to be stored serves the longer ones.
+    for i in sorted((i for i, chain in enumerate(chains) if chain is not None), key=lambda i: len(chains[i] or ())):
+        chain = chains[i] or []
+        steps = [residual_vars[i], *[eqn.invars[0] for eqn in chain]]  # from the residual to its base
+        names = frozenset(str(e.params["name"]) for e in chain if e.primitive.name == "name")
+        base = steps[-1]
+        argument = argument_of.get(base)
+        info = _describe(base, names, argument is not None)
+        stays = (argument is not None and not is_activation[argument]) or base in constants or not _storable(base)
+        taken = next((k for k in range(len(steps) - 1, -1, -1) if steps[k] in number), None)
+        if taken is not None:
+            at = taken
+        elif stays:
+            at = len(steps) - 1
+        elif argument is not None:
+            at = len(steps) - 1
+            stays = not wanted(info)
+        else:
+            # The smallest on the way; of equals the one next to the base, which others may share.
+            at = min(range(len(steps)), key=lambda k: (_nbytes(steps[k]), -k))
+            info = _describe(steps[at], names, False)
+            stays = not _storable(steps[at]) or not wanted(info)
+            if stays:
+                at = 0  # nothing is gained by making it again
+                info = _describe(steps[at], names, False)
+        chosen[i] = (add(steps[at], not stays, info), tuple(reversed(chain[:at])))
+
+    residuals = tuple(
+        chosen[i] if chain is not None else np.asarray(getattr(residual_vars[i], "val", 0), residual_vars[i].aval.dtype)
+        for i, chain in enumerate(chains)
+    )
+    computed = [source.var for source in sources if source.argument is None]
+    debug_info = jaxpr.debug_info.with_unknown_names()
+    handed_over = jaxpr.replace(outvars=[*outputs, *computed], debug_info=debug_info)
+    return Plan(core.ClosedJaxpr(handed_over, closed.consts), num_outputs, treedef, tuple(sources), residuals)
+
+
+def _constants(jaxpr: core.Jaxpr) -> set[Any]:
+    """Variables that depend on no argument: the same in each pass of a loop, so nothing is gained by moving them."""
+    found = set(jaxpr.constvars)
+    for eqn in jaxpr.eqns:
+        if all(isinstance(v, core.Literal) or v in found for v in eqn.invars):
+            found.update(eqn.outvars)
+    return found
+
+
+def _chain(var: Any, producer: dict[Any, Any]) -> list[Any]:
+    """The views that lead to `var`, the last one first."""
+    chain = []
+    while (eqn := producer.get(var)) is not None and eqn.primitive.name in _VIEWS:
+        arrays = [v for v in eqn.invars if not isinstance(v, core.Literal)]
+        if len(eqn.invars) != 1 or len(arrays) != 1:
+            break
+        if eqn.primitive.name == "convert_element_type" and _rounds_in_ways(eqn):
+            break
+        chain.append(eqn)
+        var = eqn.invars[0]
+    return chain
+
+
+def _rounds_in_ways(eqn: Any) -> bool:
+    # Keys and the like have no bytes of their own.
+    return any(jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in (*eqn.invars, *eqn.outvars))
+
+
+def _nbytes(var: Any) -> int:
+    aval = var.aval
+    return int(np.prod(aval.shape, dtype=np.int64)) * np.dtype(aval.dtype).itemsize if _storable(var) else 0
+
+
+def _storable(var: Any) -> bool:
+    aval = var.aval
+    if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
+        return False
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) or aval.dtype == jax.dtypes.float0:
+        return False
+    return aval.dtype.name not in _SUB_BYTE and 0 not in aval.shape
+
+
+def _describe(var: Any, names: frozenset[str], is_input: bool) -> Residual:
+    aval = var.aval
+    dtype = np.dtype(aval.dtype) if _storable(var) else np.dtype(np.uint8)
+    return Residual(tuple(getattr(aval, "shape", ())), dtype, names, is_input)

@@ -1,0 +1,102 @@
+"""What a store did, in numbers and in words."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Counters of an `ActivationStore`, bytes and seconds since it was opened unless said otherwise.
+
+    Attributes:
+        stored_bytes, stored_count: that forward passes stored.
+        fetched_bytes, fetched_count: that backward passes fetched.
+        ring_hit_bytes: of those, still on the device: no transfer back.
+        prefetched_bytes: brought back to the device ahead of the fetch.
+        demand_bytes: brought back by the fetch itself (on the CPU: all).
+        copied_out_bytes: copied from device to host memory.
+        forwarded_bytes: with a disk tier: fetched from host memory and never read back from disk.
+        written_bytes, read_bytes: of the disk tier.
+        cancelled_bytes: whose write was under way or to come when they were fetched.
+        dropped_count: tensors given up unfetched (a failed step, `clear`, a full store).
+        value_reads: fetches for which the launch thread had to read the handle.
+        mismatches: fetches that were foreseen wrongly and noticed on the device.
+        store_stall_seconds, fetch_stall_seconds: launch threads waiting for room, or for the disk.
+        launch_seconds: launch threads inside the store, stalls included.
+        live_bytes, live_count: stored and not fetched, now.
+        peak_live_bytes: the most of it.
+        host_bytes, disk_bytes, ring_bytes: memory and files held now.
+        peak_host_bytes: the most of host memory.
+        runs: executions that stored something.
+        drive_written_bytes: that the drives under the paths really wrote, by anyone; 0 where the system does not tell.
+        open_seconds: since the store was opened.
+    """
+
+    stored_bytes: int
+    stored_count: int
+    fetched_bytes: int
+    fetched_count: int
+    ring_hit_bytes: int
+    prefetched_bytes: int
+    demand_bytes: int
+    copied_out_bytes: int
+    forwarded_bytes: int
+    written_bytes: int
+    read_bytes: int
+    cancelled_bytes: int
+    dropped_count: int
+    value_reads: int
+    mismatches: int
+    store_stall_seconds: float
+    fetch_stall_seconds: float
+    launch_seconds: float
+    live_bytes: int
+    live_count: int
+    peak_live_bytes: int
+    host_bytes: int
+    peak_host_bytes: int
+    disk_bytes: int
+    ring_bytes: int
+    runs: int
+    drive_written_bytes: int
+    open_seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return dataclasses.asdict(self)
+
+    def lifetime_years(self, endurance_bytes: float) -> float:
+        """How long a drive of this rated endurance lasts at the rate of writing so far."""
+        written = max(self.drive_written_bytes, self.written_bytes)
+        if written == 0:
+            return float("inf")
+        return endurance_bytes / (written / self.open_seconds) / (365.25 * 86400)
+
+    def summary(self, *, endurance_bytes: float | None = None) -> str:
+        """Some lines for people."""
+        gb = 1e9
+        lines = [
+            f"offload: {self.stored_bytes / gb:.2f} GB stored in {self.runs} runs, at most "
+            f"{self.peak_live_bytes / gb:.2f} GB at a time",
+            f"  fetched {self.fetched_bytes / gb:.2f} GB: {self.ring_hit_bytes / gb:.2f} still on the device, "
+            f"{self.prefetched_bytes / gb:.2f} ahead of time, {self.demand_bytes / gb:.2f} on demand",
+            f"  held: {self.ring_bytes / gb:.2f} GB on devices, {self.host_bytes / gb:.2f} GB of host memory, "
+            f"{self.disk_bytes / gb:.2f} GB of disk",
+            f"  launches waited {self.store_stall_seconds:.2f} s for room and {self.fetch_stall_seconds:.2f} s for "
+            f"data; {self.value_reads} handles read, {self.dropped_count} tensors dropped",
+        ]
+        if self.written_bytes or self.read_bytes or self.cancelled_bytes:
+            lines.append(
+                f"  disk: {self.written_bytes / gb:.2f} GB written ({self.drive_written_bytes / gb:.2f} by the drive), "
+                f"{self.read_bytes / gb:.2f} GB read, {self.forwarded_bytes / gb:.2f} GB served from memory, writes of "
+                f"{self.cancelled_bytes / gb:.2f} GB cancelled"
+            )
+            if endurance_bytes is not None:
+                lines.append(
+                    f"  at this rate a drive rated for {endurance_bytes / 1e12:.0f} TB lasts "
+                    f"{self.lifetime_years(endurance_bytes):.1f} years"
+                )
+        return "\n".join(lines)

@@ -1,0 +1,52 @@
+"""`offload` for Flax linen: a module class (or a method's function) in, the same with its residuals offloaded out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import flax.linen as nn
+from flax.core import lift
+
+from dejax.offload._store import ActivationStore
+from dejax.offload._transform import MIN_BYTES, Inputs, Policy, _offload
+
+
+def offload(
+    target: Any,
+    *,
+    policy: Policy | Iterable[str] | None = None,
+    store: ActivationStore | None = None,
+    inputs: Inputs = "auto",
+    min_bytes: int = MIN_BYTES,
+    methods: Iterable[str] | None = None,
+) -> Any:
+    """`dejax.offload.offload` as a lifted transformation, used like `nn.remat`.
+
+    Variables stay on the device.
+
+    Args:
+        target: a module class, or a function of a module.
+        policy: see `dejax.offload.offload`; so too `store` and `min_bytes`.
+        store: where to.
+        inputs: which of the call's arrays may be stored: "auto", "all" or "none".
+        min_bytes: smaller tensors stay.
+        methods: of the class to transform; None: `__call__`.
+
+    >>> Block = offload(nn.Dense)
+    >>> issubclass(Block, nn.Module)
+    True
+    """
+
+    def lifted(fn: Callable[..., Any]) -> Any:
+        def inner(scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+            def pure(variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+                scope = scope_fn(variables, rngs)
+                return fn(scope, *args, **kwargs), repack(scope)
+
+            run = _offload(pure, policy, store, inputs, min_bytes, (), kept_argnums=(0, 1))
+            return run(variables, rngs, *args, **kwargs)
+
+        return lift.pack(inner, (True,), (True,), (True,), name="offload", enable_kwargs=True)
+
+    return nn.transforms.lift_transform(lifted, target, methods=methods)

@@ -1,0 +1,10 @@
+// The offload store's face to Python.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace dejax::offload {
+
+void Bind(nanobind::module_& m);
+
+}  // namespace dejax::offload

@@ -1,0 +1,97 @@
+// What the offload service asks of the CUDA driver: streams, events, copies, pinned memory and one small kernel. Found
+// at run time like the calls of cuda_driver.h, and apart from them: a driver without one of these still serves the rest.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../cuda_driver.h"
+
+struct CUevent_st;
+struct CUmod_st;
+struct CUfunc_st;
+
+namespace dejax::offload {
+
+using cuda::Context;
+using cuda::DevicePointer;
+using cuda::Result;
+using cuda::Stream;
+using RawEvent = CUevent_st*;
+
+struct Calls {
+  Result (*stream_get_ctx)(Stream, Context*);
+  Result (*ctx_push)(Context);
+  Result (*ctx_pop)(Context*);
+  Result (*stream_create)(Stream*, unsigned flags);
+  Result (*stream_destroy)(Stream);
+  Result (*stream_synchronize)(Stream);
+  Result (*stream_wait_event)(Stream, RawEvent, unsigned flags);
+  Result (*event_create)(RawEvent*, unsigned flags);
+  Result (*event_destroy)(RawEvent);
+  Result (*event_record)(RawEvent, Stream);
+  Result (*event_synchronize)(RawEvent);
+  Result (*event_query)(RawEvent);
+  Result (*mem_alloc)(DevicePointer*, size_t);
+  Result (*mem_free)(DevicePointer);
+  Result (*host_alloc)(void**, size_t, unsigned flags);
+  Result (*host_free)(void*);
+  Result (*copy_device_to_device)(DevicePointer, DevicePointer, size_t, Stream);
+  Result (*copy_device_to_host)(void*, DevicePointer, size_t, Stream);
+  Result (*copy_host_to_device)(DevicePointer, const void*, size_t, Stream);
+  Result (*memset_d32)(DevicePointer, unsigned value, size_t count, Stream);
+  Result (*module_load)(CUmod_st**, const void* image);
+  Result (*module_unload)(CUmod_st*);
+  Result (*module_get_function)(CUfunc_st**, CUmod_st*, const char* name);
+  Result (*launch_kernel)(CUfunc_st*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned shared_bytes,
+                          Stream, void** arguments, void** extra);
+  Result (*get_error_name)(Result, const char**);
+};
+
+// Throws std::runtime_error where there is no driver or it lacks a call.
+const Calls& GetCalls();
+
+// Throws std::runtime_error with the call's name and the driver's name of the error, where there is one.
+void Check(Result result, const char* call);
+
+// Makes a context current on this thread while it lives.
+class ContextScope {
+ public:
+  explicit ContextScope(Context context) : active_(context != nullptr) {
+    if (active_) Check(GetCalls().ctx_push(context), "cuCtxPushCurrent");
+  }
+  ~ContextScope() {
+    Context context = nullptr;
+    if (active_) GetCalls().ctx_pop(&context);
+  }
+  ContextScope(const ContextScope&) = delete;
+  ContextScope& operator=(const ContextScope&) = delete;
+
+ private:
+  const bool active_;
+};
+
+// Events without timing, used again: to make one costs as much as a small launch.
+class EventPool : public std::enable_shared_from_this<EventPool> {
+ public:
+  ~EventPool();
+  // Recorded on `stream` already. Goes back to the pool with its last owner; waits on it that were submitted before stay
+  // as they were.
+  std::shared_ptr<CUevent_st> Record(Stream stream);
+
+ private:
+  std::mutex mutex_;
+  std::vector<RawEvent> free_;
+};
+using Event = std::shared_ptr<CUevent_st>;
+
+inline void Wait(Stream stream, const Event& event) {
+  if (event) Check(GetCalls().stream_wait_event(stream, event.get(), 0), "cuStreamWaitEvent");
+}
+
+}  // namespace dejax::offload

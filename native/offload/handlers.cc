@@ -1,0 +1,102 @@
+#include "handlers.h"
+
+#include <cstring>
+
+#include "store.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace dejax::offload {
+namespace {
+
+using HandleBuffer = ffi::BufferR1<ffi::DataType::U32>;
+
+template <typename Body>
+ffi::Error Guard(Body body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    return ffi::Error(ffi::ErrorCode::kFailedPrecondition, error.what());
+  }
+  return ffi::Error::Success();
+}
+
+DevicePointer Address(const void* data) { return reinterpret_cast<DevicePointer>(data); }
+
+ffi::Error DoStoreCpu(ffi::RunId run, ffi::AnyBuffer x, ffi::Result<HandleBuffer> handle, int64_t store, int64_t site,
+                      int64_t) {
+  return Guard([&] {
+    const uint64_t value = Store::Find(store)->StoreOnCpu(run.run_id, site, x.untyped_data(), x.size_bytes());
+    std::memcpy(handle->typed_data(), &value, sizeof(value));
+  });
+}
+
+ffi::Error DoFetchCpu(ffi::RunId run, HandleBuffer handle, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> x,
+                      int64_t store, int64_t site) {
+  return Guard([&] {
+    uint64_t value = 0;
+    std::memcpy(&value, handle.typed_data(), sizeof(value));
+    Store::Find(store)->FetchOnCpu(run.run_id, site, value, x->untyped_data(), x->size_bytes());
+  });
+}
+
+ffi::Error DoStoreCuda(Stream stream, ffi::RunId run, int32_t device, ffi::AnyBuffer x,
+                       ffi::Result<HandleBuffer> handle, int64_t store, int64_t site, int64_t ring) {
+  return Guard([&] {
+    Store::Find(store)->StoreOnCuda(run.run_id, device, stream, site, ring, Address(x.untyped_data()), x.size_bytes(),
+                                    Address(handle->untyped_data()));
+  });
+}
+
+ffi::Error DoFetchCuda(Stream stream, ffi::RunId run, int32_t device, HandleBuffer handle, ffi::RemainingArgs,
+                       ffi::Result<ffi::AnyBuffer> x, int64_t store, int64_t site) {
+  return Guard([&] {
+    Store::Find(store)->FetchOnCuda(run.run_id, device, stream, site, Address(handle.untyped_data()),
+                                    Address(x->untyped_data()), x->size_bytes());
+  });
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(StoreCpu, DoStoreCpu,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::RunId>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<HandleBuffer>()
+                                  .Attr<int64_t>("store")
+                                  .Attr<int64_t>("site")
+                                  .Attr<int64_t>("ring"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(FetchCpu, DoFetchCpu,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::RunId>()
+                                  .Arg<HandleBuffer>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("store")
+                                  .Attr<int64_t>("site"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(StoreCuda, DoStoreCuda,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<Stream>>()
+                                  .Ctx<ffi::RunId>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<HandleBuffer>()
+                                  .Attr<int64_t>("store")
+                                  .Attr<int64_t>("site")
+                                  .Attr<int64_t>("ring"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(FetchCuda, DoFetchCuda,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<Stream>>()
+                                  .Ctx<ffi::RunId>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<HandleBuffer>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("store")
+                                  .Attr<int64_t>("site"));
+
+}  // namespace dejax::offload

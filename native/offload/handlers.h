@@ -1,0 +1,23 @@
+// FFI handlers of dejax.offload.
+#pragma once
+
+#include "xla/ffi/api/api.h"
+
+namespace dejax::offload {
+
+// Store.
+//   arguments:  tensor, of any whole-byte type and at least one element
+//   result:     handle uint32[2]
+//   attributes: store int64: the store's id, 0 for the current one; site int64: which call of the program this is;
+//               ring int64: bytes that the device's ring should have, where the store was given no size
+XLA_FFI_DECLARE_HANDLER_SYMBOL(StoreCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(StoreCuda);
+
+// Fetch.
+//   arguments:  handle uint32[2]; anything: only there so that the fetch comes after it
+//   result:     tensor
+//   attributes: store, site as above
+XLA_FFI_DECLARE_HANDLER_SYMBOL(FetchCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(FetchCuda);
+
+}  // namespace dejax::offload

@@ -1,0 +1,344 @@
+#include "ring.h"
+
+#include <algorithm>
+
+namespace dejax::offload {
+namespace {
+
+constexpr int64_t kAlign = 512;
+constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
+
+// Compares a handle with what the launch thread foresaw. Where they differ: flag = {foreseen, found}, data = all ones,
+// which is NaN in every floating-point format.
+constexpr char kCheckKernel[] = R"(
+.version 6.4
+.target sm_50
+.address_size 64
+.visible .entry dejax_offload_check(
+  .param .u64 handle, .param .u64 foreseen, .param .u64 data, .param .u64 bytes, .param .u64 flag)
+{
+  .reg .pred %p<4>;
+  .reg .b16 %h<2>;
+  .reg .b32 %r<8>;
+  .reg .b64 %d<16>;
+  ld.param.u64 %d1, [handle];
+  ld.param.u64 %d2, [foreseen];
+  ld.u32 %r1, [%d1];
+  ld.u32 %r2, [%d1+4];
+  mov.b64 %d3, {%r1, %r2};
+  setp.eq.u64 %p1, %d2, %d3;
+  @%p1 bra DONE;
+  ld.param.u64 %d4, [data];
+  ld.param.u64 %d5, [bytes];
+  ld.param.u64 %d6, [flag];
+  st.u64 [%d6+8], %d3;
+  st.u64 [%d6], %d2;
+  mov.u32 %r3, %ctaid.x;
+  mov.u32 %r4, %ntid.x;
+  mov.u32 %r5, %tid.x;
+  mad.lo.u32 %r3, %r3, %r4, %r5;
+  cvt.u64.u32 %d7, %r3;
+  mov.u32 %r5, %nctaid.x;
+  mul.lo.u32 %r4, %r4, %r5;
+  cvt.u64.u32 %d8, %r4;
+  mov.u16 %h1, 255;
+LOOP:
+  setp.ge.u64 %p2, %d7, %d5;
+  @%p2 bra DONE;
+  add.u64 %d9, %d4, %d7;
+  st.u8 [%d9], %h1;
+  add.u64 %d7, %d7, %d8;
+  bra LOOP;
+DONE:
+  ret;
+}
+)";
+
+}  // namespace
+
+Ring::Ring(Store* store, int device, Stream compute)
+    : store_(store), calls_(GetCalls()), events_(std::make_shared<EventPool>()) {
+  (void)device;
+  Check(calls_.stream_get_ctx(compute, &context_), "cuStreamGetCtx");
+  const ContextScope scope(context_);
+  Check(calls_.stream_create(&out_, kNonBlocking), "cuStreamCreate");
+  Check(calls_.stream_create(&in_, kNonBlocking), "cuStreamCreate");
+  void* pinned = nullptr;
+  Check(calls_.host_alloc(&pinned, kPage, /*portable | device map*/ 3), "cuMemHostAlloc");
+  mismatch_ = static_cast<volatile uint64_t*>(pinned);
+  mismatch_[0] = mismatch_[1] = 0;
+  for (int i = 64; i < 128; ++i) cells_.push_back(static_cast<uint64_t*>(pinned) + i);
+  Check(calls_.module_load(&module_, kCheckKernel), "cuModuleLoadData of dejax_offload_check");
+  Check(calls_.module_get_function(&check_, module_, "dejax_offload_check"), "cuModuleGetFunction");
+}
+
+Ring::~Ring() {
+  const ContextScope scope(context_);
+  for (Event* event : {&consumed_, &consumed_seen_by_in_, &out_fence_, &last_in_, &last_out_}) event->reset();
+  window_.clear();
+  if (memory_ != 0) calls_.mem_free(memory_);
+  if (module_ != nullptr) calls_.module_unload(module_);
+  calls_.host_free(const_cast<uint64_t*>(mismatch_));
+  calls_.stream_destroy(out_);
+  calls_.stream_destroy(in_);
+}
+
+void Ring::Synchronize() {
+  const ContextScope scope(context_);
+  calls_.stream_synchronize(out_);
+  calls_.stream_synchronize(in_);
+  if (consumed_) calls_.event_synchronize(consumed_.get());
+}
+
+void Ring::Reserve(int64_t bytes, Stream compute) {
+  bytes = bytes / kAlign * kAlign;
+  if (bytes <= capacity_ || bytes == refused_) return;
+  // Only while sizes are new: everything in flight ends first, and the window's entries go to the host.
+  for (const EntryPtr& entry : window_) {
+    if (!entry->copied_out) return;  // next time: nothing is lost by a smaller ring
+  }
+  calls_.stream_synchronize(compute);
+  Synchronize();
+  for (const EntryPtr& entry : window_) entry->in_ring = false;
+  window_.clear();
+  owner_.reset();
+  if (memory_ != 0) calls_.mem_free(memory_);
+  memory_ = 0;
+  const int64_t before = capacity_;
+  capacity_ = 0;
+  for (int64_t size : {bytes, before}) {
+    if (size > 0 && calls_.mem_alloc(&memory_, static_cast<size_t>(size)) == 0) {
+      capacity_ = size;
+      break;
+    }
+    refused_ = bytes;
+  }
+}
+
+template <typename Copy>
+void Ring::Pieces(int64_t offset, int64_t bytes, Copy copy) {
+  const int64_t begin = offset % capacity_;
+  const int64_t first = std::min(bytes, capacity_ - begin);
+  copy(memory_ + begin, int64_t{0}, first);
+  if (first < bytes) copy(memory_, first, bytes - first);
+}
+
+// Makes the window this run's. What the former one has in it goes to the host first.
+void Ring::Own(Store::Lock& lock, const RunPtr& run, Stream compute) {
+  while (owner_.lock() != run) {
+    const auto only_here = std::find_if(window_.begin(), window_.end(), [](const EntryPtr& e) { return !e->copied_out; });
+    if (only_here != window_.end()) {
+      CopyOut(lock, EntryPtr(*only_here));  // may let go of the mutex: look again
+      continue;
+    }
+    for (const EntryPtr& entry : window_) entry->in_ring = false;
+    window_.clear();
+    owner_ = run;
+    Wait(compute, last_out_);
+    Wait(compute, last_in_);
+    consumed_ = events_->Record(compute);
+    out_fence_ = last_out_;
+    last_in_.reset();
+  }
+}
+
+// Submits the copy of an entry of the window to a slot.
+void Ring::CopyOut(Store::Lock& lock, const EntryPtr& entry) {
+  if (entry->slot == nullptr) {
+    Slot* slot = store_->TakeSlot(lock, entry, /*pinned=*/true, /*may_wait=*/true, ~0ull);
+    if (!entry->live || !entry->in_ring || entry->slot != nullptr) {
+      store_->ReleaseSlot(slot);
+      return;
+    }
+    entry->slot = slot;
+    slot->serial = entry->serial;
+  }
+  Wait(out_, entry->ready);
+  Wait(out_, entry->slot->last_read);
+  Wait(out_, entry->slot->last_write);
+  Pieces(entry->offset, entry->bytes, [&](DevicePointer ring, int64_t at, int64_t bytes) {
+    Check(calls_.copy_device_to_host(static_cast<char*>(entry->slot->data) + at, ring, bytes, out_), "cuMemcpyDtoHAsync");
+  });
+  entry->copied_out = events_->Record(out_);
+  entry->slot->last_write = entry->copied_out;
+  last_out_ = entry->copied_out;
+  store_->stats_.copied_out_bytes += entry->bytes;
+}
+
+void Ring::Push(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, DevicePointer data, Stream compute) {
+  const int64_t span = (entry->bytes + kAlign - 1) / kAlign * kAlign;
+  entry->offset = run->top;
+  if (span > capacity_) {  // larger than the ring: straight to the host, and the compute stream waits for it
+    Slot* slot = store_->TakeSlot(lock, entry, /*pinned=*/true, /*may_wait=*/true, ~0ull);
+    if (!entry->live) return store_->ReleaseSlot(slot);
+    entry->slot = slot;
+    slot->serial = entry->serial;
+    Wait(compute, slot->last_read);
+    Wait(compute, slot->last_write);
+    Check(calls_.copy_device_to_host(slot->data, data, entry->bytes, compute), "cuMemcpyDtoHAsync");
+    entry->copied_out = events_->Record(compute);
+    slot->last_write = entry->copied_out;
+    store_->stats_.copied_out_bytes += entry->bytes;
+    return;
+  }
+  // The last entries of a forward pass are fetched from the ring: they need no copy on the host.
+  const auto expected = store_->expected_.find(run->first_site);
+  const bool stays = expected != store_->expected_.end() && store_->sites_[entry->site].uses == Site::Uses::kOne &&
+                     expected->second - run->live_bytes + entry->bytes <= capacity_ - capacity_ / 16;
+  if (!stays) {
+    Slot* slot = store_->TakeSlot(lock, entry, /*pinned=*/true, /*may_wait=*/true, ~0ull);
+    if (!entry->live) return store_->ReleaseSlot(slot);
+    entry->slot = slot;
+    slot->serial = entry->serial;
+  }
+  Own(lock, run, compute);
+  while (!window_.empty() && window_.front()->offset < entry->offset + span - capacity_) {
+    const EntryPtr bottom = window_.front();
+    if (!bottom->copied_out) {
+      CopyOut(lock, bottom);
+      continue;
+    }
+    Wait(compute, bottom->copied_out);  // each: one that was to stay is copied later than those above it
+    bottom->in_ring = false;
+    window_.pop_front();
+    if (store_->ShouldWrite(run, *bottom)) store_->QueueWrite(bottom);
+  }
+  if (!entry->live) return;
+  Wait(compute, out_fence_);
+  Wait(compute, last_in_);
+  last_in_.reset();
+  Pieces(entry->offset, entry->bytes, [&](DevicePointer ring, int64_t at, int64_t bytes) {
+    Check(calls_.copy_device_to_device(ring, data + at, bytes, compute), "cuMemcpyDtoDAsync");
+  });
+  entry->ready = events_->Record(compute);
+  entry->span = span;
+  entry->in_ring = true;
+  entry->prefetched = false;
+  run->top = entry->offset + span;
+  window_.push_back(entry);
+  if (!stays) CopyOut(lock, entry);
+}
+
+// Brings an entry that lies right below the window back into it.
+void Ring::Load(const EntryPtr& entry) {
+  if (consumed_ != consumed_seen_by_in_) Wait(in_, consumed_);
+  consumed_seen_by_in_ = consumed_;
+  Wait(in_, out_fence_);
+  Wait(in_, entry->copied_out);
+  Wait(in_, entry->slot->last_write);
+  Pieces(entry->offset, entry->bytes, [&](DevicePointer ring, int64_t at, int64_t bytes) {
+    Check(calls_.copy_host_to_device(ring, static_cast<char*>(entry->slot->data) + at, bytes, in_), "cuMemcpyHtoDAsync");
+  });
+  entry->ready = events_->Record(in_);
+  entry->slot->last_read = entry->ready;
+  last_in_ = entry->ready;
+  entry->in_ring = true;
+  entry->prefetched = true;
+  window_.push_front(entry);
+}
+
+void Ring::Pop(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, DevicePointer data, Stream compute) {
+  bool loaded_now = false;
+  if (!entry->in_ring) {
+    store_->AwaitHost(lock, entry, /*pinned=*/true);
+    if (run && entry->live) Own(lock, run, compute);
+    const bool below = window_.empty() || (entry->offset + entry->span == window_.front()->offset);
+    if (!entry->in_ring && run && entry->live && entry->slot != nullptr && !entry->reading && entry->span > 0 && below &&
+        run->top - entry->offset <= capacity_) {
+      // Through the ring all the same: the launch thread is ahead of the GPU, so the copy can overlap what it still does.
+      consumed_ = events_->Record(compute);
+      Load(entry);
+      loaded_now = true;
+    }
+  }
+  if (entry->in_ring) {
+    Wait(compute, entry->ready);
+    Pieces(entry->offset, entry->bytes, [&](DevicePointer ring, int64_t at, int64_t bytes) {
+      Check(calls_.copy_device_to_device(data + at, ring, bytes, compute), "cuMemcpyDtoDAsync");
+    });
+    auto& counter = loaded_now ? store_->stats_.demand_bytes
+                               : (entry->prefetched ? store_->stats_.prefetched_bytes : store_->stats_.ring_hit_bytes);
+    counter += entry->bytes;
+    consumed_ = events_->Record(compute);
+    return;
+  }
+  store_->AwaitHost(lock, entry, /*pinned=*/true);
+  Wait(compute, entry->copied_out);
+  Wait(compute, entry->slot->last_write);
+  Check(calls_.copy_host_to_device(data, entry->slot->data, entry->bytes, compute), "cuMemcpyHtoDAsync");
+  consumed_ = events_->Record(compute);
+  entry->slot->last_read = consumed_;
+  store_->stats_.demand_bytes += entry->bytes;
+}
+
+void Ring::Leave(const EntryPtr& entry) {
+  if (!entry->in_ring) return;
+  const auto at = std::find(window_.rbegin(), window_.rend(), entry);
+  if (at == window_.rend()) return;  // of another device
+  window_.erase(std::next(at).base());
+  entry->in_ring = false;
+  if (entry->copied_out) out_fence_ = last_out_;
+}
+
+void Ring::Prefetch(const RunPtr& run) {
+  if (!run || owner_.lock() != run || capacity_ == 0) return;
+  while (true) {
+    auto at = run->stack.end();
+    if (!window_.empty()) {
+      at = std::lower_bound(run->stack.begin(), run->stack.end(), window_.front()->serial,
+                            [](const EntryPtr& e, uint64_t serial) { return e->serial < serial; });
+    }
+    EntryPtr next;
+    while (at != run->stack.begin()) {
+      --at;
+      if ((*at)->live && (*at)->span > 0) {
+        next = *at;
+        break;
+      }
+    }
+    if (!next || next->in_ring || next->slot == nullptr || next->reading) return;
+    if (run->top - next->offset > capacity_) return;
+    Load(next);
+  }
+}
+
+void Ring::SetHandle(DevicePointer handle, uint64_t value, Stream compute) {
+  Check(calls_.memset_d32(handle, static_cast<unsigned>(value), 1, compute), "cuMemsetD32Async");
+  Check(calls_.memset_d32(handle + 4, static_cast<unsigned>(value >> 32), 1, compute), "cuMemsetD32Async");
+}
+
+void Ring::CheckHandle(DevicePointer handle, uint64_t expected, DevicePointer data, int64_t bytes, Stream compute) {
+  uint64_t count = static_cast<uint64_t>(bytes);
+  uint64_t flag = reinterpret_cast<uint64_t>(const_cast<uint64_t*>(mismatch_));
+  void* arguments[] = {&handle, &expected, &data, &count, &flag};
+  Check(calls_.launch_kernel(check_, 64, 1, 1, 256, 1, 1, 0, compute, arguments, nullptr), "cuLaunchKernel");
+}
+
+std::pair<uint64_t, uint64_t> Ring::TakeMismatch() {
+  const uint64_t expected = mismatch_[0];
+  if (expected == 0) return {0, 0};
+  const uint64_t found = mismatch_[1];
+  mismatch_[0] = mismatch_[1] = 0;
+  return {expected, found};
+}
+
+uint64_t Ring::ReadHandle(Store::Lock& lock, DevicePointer handle, Stream compute) {
+  // A cell of its own: another thread may read another handle while this one waits.
+  if (cells_.empty()) throw std::runtime_error("offload: 64 threads fetch at a time on one device; use fewer");
+  uint64_t* const cell = cells_.back();
+  cells_.pop_back();
+  Check(calls_.copy_device_to_host(cell, handle, 8, compute), "cuMemcpyDtoHAsync");
+  const Event event = events_->Record(compute);
+  ++store_->active_;
+  lock.unlock();
+  const Result result = calls_.event_synchronize(event.get());
+  lock.lock();
+  --store_->active_;
+  store_->changed_.notify_all();
+  const uint64_t value = *cell;
+  cells_.push_back(cell);
+  Check(result, "cuEventSynchronize");
+  return value;
+}
+
+}  // namespace dejax::offload

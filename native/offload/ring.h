@@ -1,0 +1,70 @@
+// Device memory between XLA's buffers and the host: a window over the top of a run's stack of entries.
+//
+// Forward pushes entries at the top: a copy into the ring on the compute stream, after which XLA may use its buffer
+// again, and a copy to the host on a side stream. Entries at the bottom of the window make room. Backward pops at the top,
+// and what lies below the window is brought back to its bottom on another side stream. So the last entries of a forward
+// pass never leave, and the place of an entry follows from its place in the stack: offset modulo capacity.
+//
+// Streams wait only for events that were recorded before: nothing here depends on work that is submitted later.
+#pragma once
+
+#include <deque>
+#include <memory>
+
+#include "store.h"
+
+namespace dejax::offload {
+
+class Ring {
+ public:
+  Ring(Store* store, int device, Stream compute);
+  ~Ring();
+
+  // Called with the store's mutex held.
+  void Reserve(int64_t bytes, Stream compute);
+  void Push(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, DevicePointer data, Stream compute);
+  // Copies the entry's bytes to `data`. The caller then calls Leave and Prefetch.
+  void Pop(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, DevicePointer data, Stream compute);
+  void Leave(const EntryPtr& entry);
+  void Prefetch(const RunPtr& run);
+  void SetHandle(DevicePointer handle, uint64_t value, Stream compute);
+  // A kernel that compares and, where they differ, fills `data` with ones (NaN) and raises the flag.
+  void CheckHandle(DevicePointer handle, uint64_t expected, DevicePointer data, int64_t bytes, Stream compute);
+  // What the kernel found: {expected, found}, {0, 0} where nothing. Resets it.
+  std::pair<uint64_t, uint64_t> TakeMismatch();
+  // The handle's value, by waiting for the compute stream. Lets go of the mutex meanwhile.
+  uint64_t ReadHandle(Store::Lock& lock, DevicePointer handle, Stream compute);
+  void Synchronize();
+
+  int64_t capacity() const { return capacity_; }
+  Context context() const { return context_; }
+
+ private:
+  void Own(Store::Lock& lock, const RunPtr& run, Stream compute);
+  void CopyOut(Store::Lock& lock, const EntryPtr& entry);
+  void Load(const EntryPtr& entry);
+  template <typename Copy>
+  void Pieces(int64_t offset, int64_t bytes, Copy copy);
+
+  Store* const store_;
+  const Calls& calls_;
+  Context context_ = nullptr;
+  Stream out_ = nullptr, in_ = nullptr;
+  std::shared_ptr<EventPool> events_;
+  DevicePointer memory_ = 0;
+  int64_t capacity_ = 0;
+  int64_t refused_ = 0;  // a size that could not be allocated
+  std::weak_ptr<Run> owner_;
+  std::deque<EntryPtr> window_;  // bottom first
+  Event consumed_;     // last copy from the ring on the compute stream
+  Event consumed_seen_by_in_;
+  Event out_fence_;    // copies out of entries that have left the window already
+  Event last_in_;      // null where the compute stream has waited for it
+  Event last_out_;
+  CUmod_st* module_ = nullptr;
+  CUfunc_st* check_ = nullptr;
+  volatile uint64_t* mismatch_ = nullptr;  // pinned
+  std::vector<uint64_t*> cells_;           // pinned; free ones
+};
+
+}  // namespace dejax::offload

@@ -1,0 +1,263 @@
+// The offload service: what a forward pass stores and a backward pass fetches, on three tiers.
+//
+// An entry is one stored tensor. Its handle, a 64-bit number that the program carries as data, says which. On a GPU an
+// entry passes through the device's ring (ring.h) into a slot of pinned host memory; on the CPU it is copied to a slot of
+// ordinary memory. Where host memory is too small, I/O threads write slots to disk, oldest first, and read them back in
+// reverse order of creation, ahead of their use.
+//
+// One mutex guards a store. It is not held while a thread copies, waits for the GPU, reads or writes.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "cuda_calls.h"
+#include "disk.h"
+
+namespace dejax::offload {
+
+class Ring;
+
+struct Options {
+  int64_t device_bytes = -1;  // of each device's ring; -1: what the programs ask for
+  int64_t host_bytes = 0;
+  int64_t disk_bytes = 0;  // 0: no cap
+  std::vector<std::string> folders;  // none: no disk tier
+  int64_t chunk_bytes = 8 << 20;
+  int num_threads = 8;
+  bool direct = true;
+  bool checksum = true;
+  bool external = false;
+};
+
+// Numbers for people; bytes and counts since the store was opened, unless said otherwise.
+struct Stats {
+  int64_t stored_bytes = 0, stored_count = 0;
+  int64_t fetched_bytes = 0, fetched_count = 0;
+  int64_t ring_hit_bytes = 0;    // fetched from the device's ring where they still lay, no transfer back
+  int64_t prefetched_bytes = 0;  // fetched from the ring, transferred ahead of the call
+  int64_t demand_bytes = 0;      // transferred by the fetch itself
+  int64_t copied_out_bytes = 0;  // device to host
+  int64_t forwarded_bytes = 0;   // disk tier: fetched while still in host memory
+  int64_t written_bytes = 0, read_bytes = 0, cancelled_bytes = 0;  // disk tier
+  int64_t dropped_count = 0;     // entries given up unfetched
+  int64_t value_reads = 0;       // fetches whose handle the launch thread had to read
+  int64_t mismatches = 0;
+  double store_stall_seconds = 0, fetch_stall_seconds = 0;  // launch threads waiting for room, for reads
+  double launch_seconds = 0;     // launch threads in store and fetch, stalls included
+  int64_t live_bytes = 0, live_count = 0, peak_live_bytes = 0;      // now; most
+  int64_t host_bytes = 0, peak_host_bytes = 0, disk_bytes = 0, ring_bytes = 0;  // allocated now
+  int64_t runs = 0;
+};
+
+struct Slot {
+  void* data = nullptr;
+  int64_t capacity = 0;
+  bool pinned = false;
+  int pins = 0;         // I/O jobs and CPU copies under way
+  bool free = false;    // may be given away once pins == 0
+  uint64_t serial = 0;  // whose bytes it holds, also after they were fetched
+  Event last_read, last_write;  // work of the GPU that must end before others touch it
+};
+
+struct Run;
+
+// What is known of one call site of a program, from its earlier runs.
+struct Site {
+  enum class Order { kUnknown, kForeseen, kSurprising };
+  // How often a handle is fetched: more than once where XLA or JAX took the store out of a loop.
+  enum class Uses { kUnknown, kOne, kMany };
+  Order order = Order::kUnknown;
+  Uses uses = Uses::kUnknown;
+  bool fetched = false;
+};
+
+struct Entry {
+  enum class Disk { kNone, kQueued, kWritten, kFailed };
+
+  uint64_t serial = 0;
+  int64_t bytes = 0;
+  int64_t site = 0;
+  int device = -1;  // -1: the CPU
+  std::weak_ptr<Run> run;
+  bool live = true;     // stored and neither fetched nor dropped
+  Slot* slot = nullptr;
+
+  // Ring.
+  int64_t offset = 0;   // in its run's stack
+  int64_t span = 0;     // bytes of the ring, rounded up; 0 where it is larger than the ring
+  bool in_ring = false;
+  bool prefetched = false;
+  Event ready;       // the ring holds its bytes
+  Event copied_out;  // the slot holds its bytes; null where it was never copied to the host
+
+  // Disk.
+  Disk disk = Disk::kNone;
+  bool reading = false;
+  int pending = 0;  // jobs not done
+  std::vector<Chunk> chunks;
+  std::string error;
+};
+using EntryPtr = std::shared_ptr<Entry>;
+
+// One execution of a program on one device.
+struct Run {
+  int64_t id = 0;
+  int device = -1;
+  int64_t number = 0;
+  double last_used = 0;  // seconds of the steady clock
+  std::vector<EntryPtr> stack;  // in order of creation; no fetched entries at its end
+  std::unordered_map<int64_t, std::vector<uint64_t>> by_site;
+  std::unordered_set<int64_t> surprising;  // sites whose fetches did not come in the order foreseen
+  int64_t first_site = 0;
+  int64_t top = 0;          // of the stack in ring bytes
+  int64_t live_bytes = 0, peak_bytes = 0;
+  bool fetched = false;     // something was fetched in the run that stored it
+  bool reading_back = false;
+};
+using RunPtr = std::shared_ptr<Run>;
+
+struct Job {
+  bool write = false;
+  EntryPtr entry;
+  Slot* slot = nullptr;
+  int chunk = 0;
+  Context context = nullptr;  // of the events to wait for
+  // For external engines.
+  int64_t id = 0;
+  int path = 0;
+  int64_t index = 0;
+  void* data = nullptr;
+  int64_t bytes = 0;
+};
+
+class Store : public std::enable_shared_from_this<Store> {
+ public:
+  static std::shared_ptr<Store> Open(const Options& options);
+  // The open store with this id; id 0 means the one that was made current last. Throws std::runtime_error.
+  static std::shared_ptr<Store> Find(int64_t id);
+  static void Push(int64_t id);
+  static void PushDefault(int64_t id);  // current where no other is
+  static void Pop(int64_t id);
+
+  ~Store();
+  int64_t id() const { return id_; }
+  // Ends waits, jobs and new calls; external engines then get no more jobs. Close does this too.
+  void BeginClose();
+  void Close();
+
+  uint64_t StoreOnCpu(int64_t run, int64_t site, const void* data, int64_t bytes);
+  void FetchOnCpu(int64_t run, int64_t site, uint64_t handle, void* data, int64_t bytes);
+  void StoreOnCuda(int64_t run, int device, Stream stream, int64_t site, int64_t ring_bytes, DevicePointer data,
+                   int64_t bytes, DevicePointer handle);
+  void FetchOnCuda(int64_t run, int device, Stream stream, int64_t site, DevicePointer handle, DevicePointer data,
+                   int64_t bytes);
+
+  Stats GetStats();
+  // Throws what a device found wrong since the last call, if anything.
+  void RaisePending();
+  // Drops every entry that is not fetched yet. Not while a program that uses them runs.
+  void Clear();
+  // Waits until no I/O is under way.
+  void Drain();
+
+  // External engines: the next job, or id 0 where `seconds` went by or the store closes (then *closed).
+  Job NextJob(double seconds, bool* closed);
+  void FinishJob(int64_t id, const std::string& error);
+
+  // For tests: the next `count` operations of a kind ("write", "read", "corrupt", "store", "fetch") go wrong; each I/O
+  // operation takes `seconds` longer.
+  void Inject(const std::string& kind, int count);
+  void Slow(double seconds) { slow_seconds_ = seconds; }
+  // 0: as learned, 1: always by the handle's value, 2: always as foreseen (for tests).
+  void SetPrediction(int mode) { prediction_ = mode; }
+
+ private:
+  friend class Ring;
+  using Lock = std::unique_lock<std::mutex>;
+
+  explicit Store(const Options& options);
+  uint64_t Handle(uint64_t serial) const { return static_cast<uint64_t>(id_) << 48 | serial; }
+  void RequireOpen() const;
+  bool Injected(const std::string& kind);
+  void CheckDevices();
+
+  RunPtr FindRun(int64_t id, int device, bool create);
+  EntryPtr Add(const RunPtr& run, int64_t site, int64_t bytes);
+  EntryPtr Find(uint64_t handle, int64_t site, int64_t bytes, int device);
+  Ring& RingOf(int device, Stream compute);
+  enum class Reuse { kFree, kFetchedOnce, kNo };
+  Reuse MayReuse(const Slot& slot) const;
+  void Fetched(const EntryPtr& entry, const RunPtr& run);
+  void Drop(const EntryPtr& entry);
+  void Retire(const EntryPtr& entry);
+  void FailRun(const RunPtr& run);
+  int64_t BytesAbove(const Run& run, const Entry& entry) const;
+
+  Slot* TakeSlot(Lock& lock, const EntryPtr& entry, bool pinned, bool may_wait, uint64_t victims_below);
+  Slot* TryTakeSlot(int64_t bytes, bool pinned, uint64_t victims_below);
+  Slot* Allocate(int64_t capacity, bool pinned);
+  void FreeMemory(Slot* slot);
+  void ReleaseSlot(Slot* slot);
+  bool DropOldest(const Run* current);
+
+  void QueueWrite(const EntryPtr& entry);
+  bool ShouldWrite(const RunPtr& run, const Entry& entry) const;
+  bool ForceWrites();
+  void StartRead(const EntryPtr& entry, Slot* slot);
+  void ReadAhead(const RunPtr& run, Lock& lock);
+  void AwaitHost(Lock& lock, const EntryPtr& entry, bool pinned);
+  void BeginJob(Job* job);
+  void EndJob(const Job& job, const std::string& error);
+  void Work();
+  bool PopJob(Job* job);
+
+  const int64_t id_;
+  const Options options_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::condition_variable jobs_ready_;
+  bool closing_ = false;
+  bool closed_ = false;
+  int active_ = 0;  // calls inside the store that let go of the mutex
+
+  uint64_t next_serial_ = 1;
+  std::unordered_map<uint64_t, EntryPtr> entries_;
+  std::map<uint64_t, EntryPtr> written_;  // on disk and in a slot: the slot can be taken
+  std::map<std::pair<int64_t, int>, RunPtr> runs_;
+  std::deque<RunPtr> recent_;
+  std::unordered_map<int64_t, int64_t> expected_;  // most bytes live, by a run's first site
+  std::unordered_map<int64_t, Site> sites_;
+
+  std::list<Slot> slots_;
+  std::deque<Slot*> free_;  // oldest first
+  int64_t host_allocated_ = 0;
+
+  std::unique_ptr<Disk> disk_;
+  std::string disk_error_;
+  std::deque<Job> writes_, reads_;
+  std::unordered_map<int64_t, Job> external_jobs_;
+  int64_t next_job_ = 1;
+  int running_jobs_ = 0;
+  std::vector<std::thread> threads_;
+
+  std::map<int, std::unique_ptr<Ring>> rings_;
+  std::map<std::string, int> injected_;
+  std::atomic<double> slow_seconds_{0};
+  std::atomic<int> prediction_{0};
+  Stats stats_;
+};
+
+}  // namespace dejax::offload

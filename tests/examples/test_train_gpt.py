@@ -1,0 +1,46 @@
+"""The GPT example: with and without offload the same losses, and a resumed run goes on where it was."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from dejax import _native
+
+pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+PATH = Path(__file__).parents[2] / "examples/train_gpt.py"
+TINY = "--layers 2 --width 32 --heads 2 --sequence 32 --batch 2 --report 2 --checkpoint 4 --min-bytes 1".split()
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("train_gpt", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def losses(path: Path) -> list[float]:
+    return json.loads((path / "losses.json").read_text())["losses"]
+
+
+def test_same_losses_and_resume(example, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(example, "read_text", lambda: bytes(range(256)) * 64)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    assert example.main([*TINY, "--compare", "inputs", "--steps", "4", "--out", str(tmp_path)]) == 0
+    assert "4 steps, losses that differ: 0" in capsys.readouterr().out
+    assert (tmp_path / "loss.svg").exists()
+    before = losses(tmp_path / "inputs")
+    again = [*TINY, "--offload", "inputs", "--out", str(tmp_path / "inputs"), "--steps", "6", "--resume"]
+    assert example.main(again) == 0
+    assert len(losses(tmp_path / "inputs")) == 6 and losses(tmp_path / "inputs")[:4] == before
+
+
+def test_text_is_there(example):
+    assert len(example.read_text(1 << 20)) == 1 << 20
+
+
+def test_bad_width(example):
+    with pytest.raises(SystemExit):
+        example.main(["--width", "30", "--heads", "4"])

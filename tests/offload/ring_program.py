@@ -1,0 +1,103 @@
+"""Random programs on the CUDA side of the store, with the driver of fake_cuda.cc: run by test_ring.py."""
+
+import ctypes
+import sys
+
+import numpy as np
+
+from dejax import _native
+from dejax.offload import ActivationStore
+
+cuda = ctypes.CDLL("libcuda.so.1")
+for name in ("cuMemsetD32Async", "cuMemcpyDtoDAsync_v2"):
+    getattr(cuda, name).argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+cuda.cuMemsetD32Async.argtypes = [ctypes.c_uint64, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p]
+cuda.cuStreamSynchronize.argtypes = [ctypes.c_void_p]
+
+
+def address(array):
+    return array.ctypes.data
+
+
+def program(rng, store, stream, run, order):
+    """One step: random stores, then fetches in an order; XLA's buffers are reused as soon as the stream allows."""
+    sizes = rng.choice([1024, 4096, 5000 * 4, 2048, 65536], size=int(rng.integers(1, 30)))
+    scratch = np.empty(65536 // 4, np.uint32)  # "XLA's buffer", used for every tensor
+    handles = np.zeros((len(sizes), 2), np.uint32)
+    outs = [np.empty(size // 4, np.uint32) for size in sizes]
+    values = rng.integers(1, 2**31, size=len(sizes), dtype=np.uint32)
+    native = store._native
+    # In reverse order several tensors share a site, whose order is foreseen; in random order that would be a mismatch.
+    sites = [1000 + i if order == "random" else i % 3 for i in range(len(sizes))]
+
+    def put(i):
+        cuda.cuMemsetD32Async(address(scratch), int(values[i]), len(outs[i]), stream)
+        native.store_on_cuda(run, 0, stream, sites[i], 1 << 17, address(scratch), outs[i].nbytes, address(handles[i]))
+        cuda.cuMemsetD32Async(address(scratch), 0xDEAD, len(outs[i]), stream)
+
+    def get(i):
+        native.fetch_on_cuda(run, 0, stream, sites[i], address(handles[i]), address(scratch), outs[i].nbytes)
+        cuda.cuMemcpyDtoDAsync_v2(address(outs[i]), address(scratch), outs[i].nbytes, stream)
+        cuda.cuMemsetD32Async(address(scratch), 0xBEEF, len(outs[i]), stream)
+
+    if order == "twice":  # as unknown sites, whose tensors stay for a second fetch
+        sites = [10**6 + 100 * run + i for i in range(len(sizes))]
+    half = len(sizes) // 2
+    for i in range(half):
+        put(i)
+    if order in ("nested", "twice"):  # a part goes back, then more comes, as with accumulation in pieces
+        back = list(range(half // 2, half))[::-1]
+        for i in back:
+            get(i)
+    for i in range(half, len(sizes)):
+        put(i)
+    left = [i for i in range(len(sizes)) if not (order == "nested" and half // 2 <= i < half)][::-1]
+    if order == "random":
+        left = list(rng.permutation(left))
+    for i in left:
+        get(i)
+    if order == "twice":
+        put_more = rng.integers(0, len(sizes))
+        for i in [*left, *left[:put_more]]:
+            get(i)
+    keep.append((scratch, handles, outs))
+    return outs, values
+
+
+keep = []  # queued work names these buffers
+
+
+def main(seed: int, path: str | None) -> None:
+    assert _native.unavailable_reason() is None
+    rng = np.random.default_rng(seed)
+    stream = ctypes.c_void_p()
+    cuda.cuStreamCreate(ctypes.byref(stream), 0)
+    stream = stream.value
+    run = 0
+    for ring in (0, 1024, 70000, 1 << 17, 1 << 20):
+        with ActivationStore(
+            path, device_bytes=ring, host_bytes=(1 << 18) if path else (1 << 24), chunk_bytes=1 << 14, io_threads=2
+        ) as store:
+            for mode in (0, 1):
+                store._native.set_prediction(mode)
+                for order in ("reverse", "nested", "random", *(() if path else ("twice",))):
+                    results = []
+                    for _ in range(6):
+                        run += 1
+                        results.append(program(rng, store, stream, run, order))
+                        if rng.random() < 0.3:
+                            assert cuda.cuStreamSynchronize(stream) == 0
+                    assert cuda.cuStreamSynchronize(stream) == 0
+                    store.check()
+                    for outs, values in results:
+                        for out, value in zip(outs, values, strict=True):
+                            assert (out == value).all(), (ring, mode, order, out[:4], value)
+            store.drain()
+            stats = store.stats()
+            assert stats.live_count == 0 and stats.disk_bytes == 0, stats
+            assert stats.stored_count <= stats.fetched_count
+    print("right", run, "programs")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None)

@@ -1,0 +1,69 @@
+"""The planner's arithmetic, and a plan made, run and drawn on the CPU."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dejax import _native
+from dejax.offload import CHOICES, ActivationStore, _planner, plan_stack
+from dejax.offload._planner import Cost, _compositions, _predict
+
+COSTS = {
+    "offload": Cost(10, 1, 0.0, 3.0, stored_bytes=100, ring_bytes=50),
+    "offload inputs": Cost(10, 2, 0.0, 4.0, stored_bytes=10, ring_bytes=60),
+    "recompute": Cost(10, 12, 0.0, 4.0, stored_bytes=0, ring_bytes=0),
+    "keep": Cost(20, 101, 0.0, 3.0, stored_bytes=0, ring_bytes=0),
+}
+
+
+def test_prediction():
+    keep = _predict((0, 0, 0, 4), COSTS, 1.0, 100.0, 100.0)
+    assert (keep.peak_bytes, keep.seconds, keep.stall_seconds) == (20 + 4 * 101, 12.0, 0.0)
+    fast = _predict((4, 0, 0, 0), COSTS, 1.0, 100.0, 100.0)
+    assert (fast.peak_bytes, fast.seconds) == (10 + 4 + 50, 12.0)  # 350 to move in 4 s forward, in 8 s backward
+    slow = _predict((4, 0, 0, 0), COSTS, 1.0, 50.0, 25.0)
+    assert slow.stall_seconds == (350 / 50 - 4) + (350 / 25 - 8)
+    mixed = _predict((1, 1, 1, 1), COSTS, 1.0, 100.0, 100.0)
+    assert mixed.peak_bytes == 20 + 1 + 2 + 12 + 101 + 60
+
+
+def test_compositions():
+    ways = _compositions(3, [True, False, True, True])
+    assert all(sum(way) == 3 and way[1] == 0 for way in ways)
+    assert len(set(ways)) == len(ways) == 10
+    assert all(sum(way) == 100 for way in _compositions(100, [True] * 4))
+
+
+@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+def test_a_plan(tmp_path, monkeypatch):
+    monkeypatch.setattr(_planner, "_PROFILE_SECONDS", 0.0)
+    ws = jax.random.normal(jax.random.key(0), (6, 64, 64)) / 8
+    x = jax.random.normal(jax.random.key(1), (512, 64))
+
+    def body(w, x):
+        return x + jnp.tanh(x @ w) @ w.T
+
+    with ActivationStore() as store:
+        with pytest.raises(ValueError, match="nothing fits budget_bytes=1000; the least is"):
+            plan_stack(body, ws, x, budget_bytes=1000, store=store, choices=("keep",))
+        plan = plan_stack(body, ws, x, budget_bytes=1 << 40, store=store, min_bytes=1, choices=("offload", "keep"))
+        least = min(plan._ways, key=lambda way: way.peak_bytes)
+        assert plan.costs["keep"].layer_bytes > plan.costs["offload"].layer_bytes
+        plan.chosen = least
+
+        def grad(stack):
+            return jax.jit(jax.grad(lambda ws: (stack(ws, x) ** 2).mean()))(ws)
+
+        want = grad(lambda ws, x: jax.lax.scan(lambda x, w: (body(w, x), None), x, ws)[0])
+        np.testing.assert_allclose(grad(plan.apply), want, rtol=1e-5, atol=1e-7)
+        peak, seconds = plan.measure(ws, x)
+        assert abs(peak / least.peak_bytes - 1) < 0.25 and seconds > 0
+    assert "measured" in plan.table() and "off by" in plan.table()
+    curve = plan.curve()
+    assert all(a.peak_bytes <= b.peak_bytes and a.seconds > b.seconds for a, b in itertools.pairwise(curve))
+    plan.plot(tmp_path / "curve.svg")
+    assert (tmp_path / "curve.svg").stat().st_size > 1000
+    assert sum(plan.chosen.layers) == 6 and len(plan.chosen.layers) == len(CHOICES)

@@ -1,0 +1,42 @@
+"""The CUDA side of the store, on a driver that does queued work as late and in as unlucky an order as it may."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dejax import _native
+
+pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler, so no driver can be made for the test")
+    folder = tmp_path_factory.mktemp("driver")
+    source = Path(__file__).with_name("fake_cuda.cc")
+    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", str(source), "-o", str(folder / "libcuda.so.1")]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+@pytest.mark.parametrize("seed", [1])
+@pytest.mark.parametrize("disk", [False, True])
+def test_random_programs(driver, seed, disk, tmp_path):
+    environment = {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(driver),
+        "JAX_PLATFORMS": "cpu",
+        "FAKE_CUDA_SEED": str(seed),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    program = Path(__file__).with_name("ring_program.py")
+    command = [sys.executable, str(program), str(seed), *([str(tmp_path)] if disk else [])]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "right" in ran.stdout

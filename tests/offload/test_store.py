@@ -1,0 +1,343 @@
+"""Tiers, caps, files and faults of `ActivationStore`, on the CPU handlers."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dejax import _native
+from dejax.offload import ActivationStore, default_store
+from tests.offload.layers import LAYERS, TENSOR, assert_same_bits, loss_of, offloaded_inputs, operands, step
+
+pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+
+SMALL = {"host_bytes": 3 * TENSOR, "chunk_bytes": 4096, "io_threads": 2}
+
+
+@pytest.fixture(scope="module")
+def want():
+    return step("checkpoint")(*operands())
+
+
+def run():
+    return jax.block_until_ready(step("inputs")(*operands()))
+
+
+def chunk_files(path: Path) -> list[Path]:
+    return [file for file in path.glob("dejax-offload-*/chunks*") if file.stat().st_size]
+
+
+@pytest.mark.parametrize("engine", ["direct", "buffered", "tensorstore"])
+@pytest.mark.parametrize("paths", [1, 2])
+def test_disk_tier(engine, paths, tmp_path, want):
+    folders = [tmp_path / str(i) for i in range(paths)]
+    for folder in folders:
+        folder.mkdir()
+    with ActivationStore(folders, engine=engine, **SMALL) as store:
+        for _ in range(5):
+            assert_same_bits(run(), want)
+        store.drain()
+        stats = store.stats()
+        assert stats.read_bytes > 0 and stats.written_bytes >= stats.read_bytes
+        assert stats.peak_host_bytes <= 3 * TENSOR
+        assert stats.live_count == 0 and stats.disk_bytes == 0
+    assert not any(list(folder.iterdir()) for folder in folders)
+
+
+def test_what_fits_into_memory_is_not_written(tmp_path, want):
+    with ActivationStore(tmp_path, host_bytes=100 * TENSOR) as store:
+        run()  # the first run does not know yet how much will come
+        store.drain()
+        written = store.stats().written_bytes
+        for _ in range(3):
+            assert_same_bits(run(), want)
+        store.drain()
+        stats = store.stats()
+    assert stats.written_bytes == written and stats.read_bytes == 0
+    assert stats.forwarded_bytes > 0
+
+
+def test_a_slow_disk_makes_forward_wait_and_memory_stays_bounded(tmp_path, want):
+    with ActivationStore(tmp_path, **SMALL) as store:
+        run()
+        store._native.slow(0.003)
+        assert_same_bits(run(), want)
+        stats = store.stats()
+    assert stats.peak_host_bytes <= 3 * TENSOR
+    assert stats.store_stall_seconds + stats.fetch_stall_seconds > 0
+
+
+def test_host_memory_too_small_without_a_disk(want):
+    with ActivationStore(host_bytes=2 * TENSOR) as store:
+        with pytest.raises(Exception, match="host tier is full: host_bytes=16384.*raise host_bytes"):
+            run()
+        assert store.stats().live_count == 0  # the failed step left nothing
+    with ActivationStore(host_bytes=TENSOR // 2), pytest.raises(Exception, match="larger than host_bytes"):
+        run()
+    with ActivationStore(host_bytes=LAYERS * TENSOR):
+        for _ in range(3):
+            assert_same_bits(run(), want)
+
+
+def test_disk_cap(tmp_path):
+    with ActivationStore(tmp_path, disk_bytes=4096, **SMALL) as store:
+        with pytest.raises(Exception, match="disk tier is full: disk_bytes=4096"):
+            run()
+        assert store.stats().live_count == 0
+
+
+FULL_DISK = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))  # as a full disk: writing beyond fails
+from tests.offload.test_store import *
+with ActivationStore(sys.argv[1], **SMALL) as store:
+    try:
+        run()
+    except Exception as error:
+        print("FAILED", error)
+    print("live", store.stats().live_count)
+"""
+
+
+def python(code: str, *arguments: str, **kwargs):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, cwd=Path(__file__).parents[2], **kwargs,
+    )  # fmt: skip
+
+
+def test_full_disk(tmp_path):
+    out, err = python(FULL_DISK, str(tmp_path)).communicate(timeout=60)
+    assert "disk tier failed" in out and "File too large" in out and "live 0" in out, out + err
+
+
+def test_paths_that_do_not_serve(tmp_path):
+    with pytest.raises(FileNotFoundError, match="does not exist; create it"):
+        ActivationStore(tmp_path / "missing")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match="not a folder"):
+        ActivationStore(tmp_path / "file")
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    if os.access(locked, os.W_OK):
+        pytest.skip("this user may write anywhere")
+    with pytest.raises(PermissionError, match="cannot be written to"):
+        ActivationStore(locked)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"host_bytes": -1}, "`host_bytes` is a number of bytes"),
+        ({"chunk_bytes": 1000}, "multiple of 4096"),
+        ({"engine": "fast"}, "'direct', 'buffered' or 'tensorstore'"),
+        ({"io_threads": 0}, "at least 1"),
+    ],
+)
+def test_bad_sizes(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ActivationStore(**arguments)
+
+
+def damage_between_forward_and_backward(store, damage):
+    """Forward in one program, backward in another, so that files can be damaged in between."""
+    ws, x = operands()
+    _, vjp = forward(ws, x)
+    jax.block_until_ready(vjp)
+    store.drain()
+    damage()
+    return jax.block_until_ready(backward(vjp))
+
+
+forward = jax.jit(lambda ws, x: jax.vjp(loss_of(offloaded_inputs), ws, x))
+backward = jax.jit(lambda vjp: vjp(jnp.float32(1)))
+
+
+def test_a_truncated_file_is_an_error(tmp_path):
+    with ActivationStore(tmp_path, **SMALL) as store:
+        with pytest.raises(Exception, match="truncated"):
+            damage_between_forward_and_backward(store, lambda: [os.truncate(f, 0) for f in chunk_files(tmp_path)])
+
+
+def test_a_flipped_bit_is_an_error(tmp_path, want):
+    def flip():
+        for path in chunk_files(tmp_path):
+            with path.open("r+b") as file:
+                for offset in range(100, 3 * 4096, 4096):
+                    file.seek(offset)
+                    byte = file.read(1)
+                    file.seek(offset)
+                    file.write(bytes([byte[0] ^ 1]))
+
+    with ActivationStore(tmp_path, engine="buffered", **SMALL) as store:
+        with pytest.raises(Exception, match="checksum"):
+            damage_between_forward_and_backward(store, flip)
+        assert_same_bits(run(), want)  # and the next step is right
+
+
+@pytest.mark.parametrize("kind", ["write", "read", "corrupt", "store", "fetch"])
+def test_injected_faults(kind, tmp_path, want):
+    with ActivationStore(tmp_path, **SMALL) as store:
+        run()
+        store._native.inject(kind, 2)
+        failed = 0
+        for _ in range(4):
+            try:
+                assert_same_bits(run(), want)  # right, or an exception
+            except Exception as error:
+                assert "offload" in str(error) and not isinstance(error, AssertionError)
+                failed += 1
+        assert failed >= (kind != "write")  # a failed write may be served from memory
+        store._native.inject(kind, 0)
+        assert_same_bits(run(), want)
+        store.drain()
+        stats = store.stats()
+        assert stats.live_count == 0 and stats.disk_bytes == 0
+
+
+def test_interrupted_step_then_retry(want):
+    """Forward ran, backward never did: what it stored goes with time, at the latest when room is needed."""
+    ws, x = operands()
+    with ActivationStore(host_bytes=8 * TENSOR) as store:
+        for _ in range(3):
+            jax.block_until_ready(forward(ws, x))
+        assert store.stats().live_bytes <= 8 * TENSOR
+        assert_same_bits(run(), want)
+        store.clear()
+        assert store.stats().live_count == 0
+
+
+def test_closed_too_early(want):
+    store = ActivationStore()
+    with store:
+        run()
+    with pytest.raises(RuntimeError, match="closed; make another"), store:
+        pass
+    assert_same_bits(run(), want)  # the process's own store takes over
+    assert default_store().is_open
+    body = jax.jit(jax.grad(lambda x: _explicit(x)))
+    with pytest.raises(Exception, match="was closed before this step ran"):
+        jax.block_until_ready(body(operands()[1]))
+
+
+def _explicit(x):
+    from dejax.offload import offload
+
+    with ActivationStore() as store:
+        return offload(lambda x: jnp.sin(x) * x, store=store, min_bytes=1)(x).sum()
+
+
+def test_two_threads_and_many_stores(want, tmp_path):
+    _ws, _x = operands()
+    errors = []
+
+    def work():
+        try:
+            for _ in range(10):
+                assert_same_bits(run(), want)
+        except Exception as error:
+            errors.append(error)
+
+    with ActivationStore(tmp_path, host_bytes=8 * TENSOR, chunk_bytes=4096, io_threads=2) as store:
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        assert store.stats().live_count == 0
+    for _ in range(20):
+        with ActivationStore(tmp_path, host_bytes=8 * TENSOR):
+            pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_steps_dispatched_ahead(want, tmp_path):
+    with ActivationStore(tmp_path, **SMALL):
+        for got in [step("inputs")(*operands()) for _ in range(10)]:
+            assert_same_bits(got, want)
+
+
+KILLED = """
+import sys, time
+from tests.offload.test_store import *
+store = ActivationStore(sys.argv[1], **SMALL)
+store.__enter__()
+forward(*operands())[0].block_until_ready()
+store.drain()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_next_run_cleans_up_after_a_dead_owner_and_only_then(tmp_path):
+    child = python(KILLED, str(tmp_path))
+    assert child.stdout.readline().strip() == "ready", child.stderr.read()
+    (left,) = tmp_path.iterdir()
+    with ActivationStore(tmp_path):
+        assert left.exists()  # its owner lives
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert left.exists()
+    with ActivationStore(tmp_path):
+        assert not left.exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_stats_and_summary(tmp_path):
+    with ActivationStore(tmp_path, **SMALL) as store:
+        run()
+        store.drain()
+        text = store.summary(endurance_bytes=1e15)
+        stats = store.stats()
+    assert "disk:" in text and "rated for 1000 TB lasts" in text
+    assert 0 < stats.lifetime_years(1e15) < float("inf")
+    assert store.stats() == stats or store.stats().stored_count == stats.stored_count
+    assert stats.as_dict()["stored_bytes"] == LAYERS * TENSOR
+
+
+def test_soak_with_random_faults(tmp_path, want):
+    soak(tmp_path, want, int(os.environ.get("DEJAX_SOAK_STEPS", "300")))
+
+
+def soak(path, want, steps):
+    """Random faults for many steps: right or an exception each time, and in the end nothing is left."""
+    rng = np.random.default_rng(0)
+    ws, x = operands()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with ActivationStore(path, **SMALL) as store:
+        wrong = failed = 0
+        begin = time.monotonic()
+        for _ in range(steps):
+            if rng.random() < 0.2:
+                kind = str(rng.choice(["write", "read", "corrupt", "store", "fetch"]))
+                store._native.inject(kind, int(rng.integers(1, 4)))
+            try:
+                if rng.random() < 0.05:
+                    jax.block_until_ready(forward(ws, x)[0]) if rng.random() < 0.5 else store.clear()
+                got = run()
+            except Exception as error:
+                assert "offload" in str(error)
+                failed += 1
+                continue
+            wrong += not all(bool((a == b).all()) for a, b in zip(got, want, strict=True))
+        for kind in ("write", "read", "corrupt", "store", "fetch"):
+            store._native.inject(kind, 0)
+        assert wrong == 0 and failed > 0
+        store.clear()
+        assert_same_bits(run(), want)
+        store.drain()
+        stats = store.stats()
+        assert stats.live_count == 0 and stats.disk_bytes == 0 and stats.host_bytes <= 3 * TENSOR
+        print(f"{steps} steps, {failed} failed, {time.monotonic() - begin:.1f} s")
+    assert not list(path.iterdir())
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 2

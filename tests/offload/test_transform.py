@@ -1,0 +1,265 @@
+"""`offload` computes what the function computes, under every transformation, or says at trace time why not."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from dejax import _native
+from dejax.offload import ActivationStore, offload
+from tests.offload.layers import (
+    LAYERS,
+    TENSOR,
+    assert_same_bits,
+    layer,
+    loss_of,
+    offloaded,
+    operands,
+    step,
+)
+
+pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+
+
+@pytest.fixture
+def store():
+    with ActivationStore() as store:
+        yield store
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(("kind", "reference"), [("all", "plain"), ("inputs", "checkpoint")])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_have_the_same_bits(store, dtype, kind, reference, scan):
+    ws, x = operands(dtype)
+    for _ in range(2):
+        assert_same_bits(step(kind, scan)(ws, x), step(reference, scan)(ws, x))
+    stats = store.stats()
+    assert stats.stored_count == stats.fetched_count and stats.live_count == 0
+    if kind == "inputs":
+        assert stats.stored_bytes == 2 * LAYERS * x.nbytes  # the inputs, no parameter
+
+
+def test_a_value_alone_stores_nothing(store):
+    ws, x = operands()
+    jax.block_until_ready(jax.jit(loss_of(offloaded))(ws, x))
+    assert store.stats().stored_count == 0
+
+
+def test_equal_tensors_views_and_parameters(store):
+    """y is needed by three products, once as it is, once transposed, once cast; w and its transpose stay."""
+    w, x = operands()[0][0], operands()[1]
+
+    def fn(w, x):
+        y = jnp.sin(x @ w)
+        wide = y.astype(jnp.bfloat16).astype(jnp.float32)
+        return (y @ w.T) * (y.T @ y).sum() + wide * y
+
+    want = jax.jit(jax.grad(lambda w, x: fn(w, x).sum(), argnums=(0, 1)))(w, x)
+    got = jax.jit(jax.grad(lambda w, x: offload(fn, min_bytes=TENSOR // 2)(w, x).sum(), argnums=(0, 1)))(w, x)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
+    stats = store.stats()
+    assert stats.stored_bytes <= 6 * TENSOR  # not w; y once, although six operations keep it or a view of it
+    assert stats.live_count == 0
+
+
+def test_names_and_functions_choose(store):
+    w, x = operands()[0][0], operands()[1]
+
+    def fn(w, x):
+        return x + checkpoint_name(jax.nn.gelu(checkpoint_name(x @ w, "product")), "act") @ w.T
+
+    def stored(**how):
+        before = store.stats().stored_bytes
+        jax.block_until_ready(jax.jit(jax.grad(lambda w: offload(fn, min_bytes=1, **how)(w, x).sum()))(w))
+        return store.stats().stored_bytes - before
+
+    assert stored(policy=["act"], inputs="none") == TENSOR
+    assert stored(policy=["no such name"]) == 0
+    assert stored(policy=lambda residual: residual.is_input) == TENSOR
+    assert stored(policy=lambda residual: residual.is_input, inputs="none") == 0
+    assert stored(policy=lambda residual: residual.is_input, inputs=(0, 1)) == 2 * TENSOR + WIDTH_EXTRA
+    assert stored(policy=lambda residual: residual.shape == ()) < 64
+
+
+WIDTH_EXTRA = 64 * 64 * 4 - TENSOR  # w is 64 x 64, x 32 x 64
+
+
+def test_small_tensors_stay(store):
+    ws, x = operands()
+    jax.block_until_ready(jax.grad(loss_of(offload(layer)))(ws, x))  # 8 KiB each
+    assert store.stats().stored_count == 0
+
+
+def test_around_and_inside_checkpoint(store):
+    ws, x = operands()
+    want = step("checkpoint")(ws, x)
+    assert_same_bits(jax.jit(jax.grad(loss_of(jax.checkpoint(offloaded)), argnums=(0, 1)))(ws, x), want)
+    assert store.stats().live_count == 0
+
+
+def test_accumulation_and_loops(store):
+    ws, x = operands()
+    xs = jnp.stack([x, 2 * x, 3 * x])
+
+    def accumulate(body):
+        grad = jax.grad(loss_of(body))
+
+        def run(ws, xs):
+            return jax.lax.scan(lambda total, x: (total + grad(ws, x), None), jnp.zeros_like(ws), xs)[0]
+
+        return jax.jit(run)
+
+    want = accumulate(layer)(ws, xs)
+    for _ in range(2):
+        assert_same_bits(accumulate(offloaded)(ws, xs), want)
+    stats = store.stats()
+    assert stats.live_count == 0 and stats.peak_live_bytes < 4 * 16 * TENSOR
+
+
+def test_what_a_loop_does_not_change_is_stored_once_and_fetched_often(store):
+    ws, x = operands()
+    w = ws[0]
+
+    def gradient(body):
+        def loss(w, x):
+            out, _ = jax.lax.scan(lambda c, scale: (c + scale * body(w, x), None), x, jnp.arange(1.0, 6.0))
+            return (out**2).sum()
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))
+
+    want = gradient(layer)(w, x)
+    got = gradient(offloaded)
+    for _ in range(8):
+        for a, b in zip(got(w, x), want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
+    assert store.stats().fetched_count >= store.stats().stored_count
+
+
+def test_vmap(store):
+    ws, x = operands()
+    xs = jnp.stack([x, 2 * x])
+    for transform in (
+        lambda body: jax.vmap(jax.grad(loss_of(body)), (None, 0)),
+        lambda body: jax.grad(lambda ws, xs: jax.vmap(loss_of(body), (None, 0))(ws, xs).sum()),
+    ):
+        want, got = jax.jit(transform(layer))(ws, xs), jax.jit(transform(offloaded))(ws, xs)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    assert store.stats().stored_count == store.stats().fetched_count > 0
+
+
+def test_shard_map(store):
+    if len(jax.devices()) < 4:
+        pytest.skip("four devices")
+    ws, x = operands()
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def gradient(body):
+        @jax.jit
+        @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+        def run(ws, x):
+            return jax.lax.pmean(jax.grad(loss_of(body))(ws, x), "data")
+
+        return run
+
+    want = gradient(layer)(ws, x)
+    got = gradient(offloaded)
+    for _ in range(3):
+        assert_same_bits(got(ws, x), want)
+
+
+def test_cond_and_closures_and_static_arguments(store):
+    ws, x = operands()
+
+    def through(wrap):
+        def fn(name, x):
+            return {"sin": jnp.sin, "cos": jnp.cos}[name](x @ ws[0]) @ ws[0].T  # closes over an array
+
+        body = wrap(fn)
+
+        def loss(x):
+            return jax.lax.cond(x.sum() > 0, lambda: body("sin", x).sum(), lambda: body("cos", 2 * x).sum())
+
+        return jax.jit(jax.grad(loss))
+
+    want = through(lambda fn: fn)(x)
+    got = through(lambda fn: offload(fn, min_bytes=1, static_argnums=0))(x)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_closed_over_tracers_get_gradients(store):
+    ws, x = operands()
+
+    def loss(wrap, ws):
+        body = wrap(lambda c: layer(ws[0], c))
+        return (jax.lax.scan(lambda c, _: (body(c), None), x, None, length=3)[0] ** 2).sum()
+
+    want = jax.jit(jax.grad(functools.partial(loss, lambda fn: fn)))(ws)
+    got = jax.jit(jax.grad(functools.partial(loss, lambda fn: offload(fn, min_bytes=1))))(ws)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_donated_inputs(store):
+    ws, x = operands()
+    update = jax.jit(lambda ws, x: ws - 0.1 * jax.grad(loss_of(offloaded))(ws, x), donate_argnums=0)
+    want = ws - 0.1 * step("plain")(ws, x)[0]
+    np.testing.assert_allclose(update(ws + 0, x), want, rtol=1e-6, atol=1e-7)
+
+
+def test_backward_in_another_jit_and_twice(store):
+    ws, x = operands()
+    want = step("plain")(ws, x)
+    _, vjp = jax.jit(lambda ws, x: jax.vjp(loss_of(offloaded), ws, x))(ws, x)
+    backward = jax.jit(lambda vjp, ct: vjp(ct))
+    assert_same_bits(backward(vjp, jnp.float32(1)), want)
+    assert store.stats().live_count == 0
+    assert_same_bits(backward(vjp, jnp.float32(1)), want)
+
+
+def test_two_backward_passes_in_one_program(store):
+    ws, x = operands()
+
+    def both(ws, x):
+        _, vjp = jax.vjp(loss_of(offloaded), ws, x)
+        return vjp(jnp.float32(1)), vjp(jnp.float32(2))
+
+    for _ in range(4):
+        one, two = jax.jit(both)(ws, x)
+        assert_same_bits(one, step("plain")(ws, x))
+        np.testing.assert_allclose(two[0], 2 * one[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("transform", [jax.hessian, lambda f: jax.jacfwd(jax.grad(f))])
+def test_second_derivatives_are_an_error_at_trace_time(store, transform):
+    w, x = operands()[0][0], operands()[1]
+    with pytest.raises((NotImplementedError, ValueError), match="offload"):
+        jax.make_jaxpr(transform(lambda x: offloaded(w, x).sum()))(x)
+
+
+def test_forward_mode_is_an_error(store):
+    ws, x = operands()
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(loss_of(offloaded), (ws, x), (ws, x))
+
+
+def test_bad_arguments():
+    x = jnp.ones((4, 4))
+    with pytest.raises(ValueError, match="`inputs` is 'auto', 'all', 'none' or positions of arguments; 'some'"):
+        offload(jnp.sin, inputs="some")(x)
+    with pytest.raises(ValueError, match="names argument 3"):
+        offload(jnp.sin, inputs=3)(x)
+    with pytest.raises(ValueError, match=r"policy=\['act'\]"):
+        offload(jnp.sin, policy="act")
+    with pytest.raises(TypeError, match="static_argnums"):
+        offload(lambda name, x: x)("sin", x)
+
+
+def test_lowering_for_cuda_needs_no_gpu():
+    ws, x = operands()
+    text = step("inputs").trace(ws, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@dejax_offload_store" in text and "@dejax_offload_fetch" in text
