@@ -185,8 +185,8 @@ def map_schedule(width: int, *, interpret: bool = False) -> TraversalSchedule:
 
 
 def cache_file() -> Path:
-    """Where schedules tuned on this machine's device are kept: `$DEJAX_CACHE`, or the user's cache folder."""
-    folder = os.environ.get("DEJAX_CACHE")
+    """Where schedules tuned on this machine's device are kept: `$DEJAX_CACHE_DIR`, or the user's cache folder."""
+    folder = os.environ.get("DEJAX_CACHE_DIR")
     if folder is None:
         folder = str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "dejax")
     return Path(folder) / f"schedules_{device_name()}.json"

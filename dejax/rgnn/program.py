@@ -120,7 +120,7 @@ class Program:
 
         Each kernel of the forward and backward pass is run with some dozens of tile sizes and numbers of warps, on the
         arrays given; the fastest is kept by device, kernel and shape (sizes rounded to powers of two), in the file that
-        `$DEJAX_CACHE` or the user's cache folder holds. Programs compiled from then on use it. Results do not change
+        `$DEJAX_CACHE_DIR` or the user's cache folder holds. Programs compiled from then on use it. Results do not change
         beyond the order of additions. It takes about a second for each kernel and candidate that must be compiled.
 
         Args:

@@ -41,7 +41,7 @@ def test_merged_groups(groups, k, n, precision, expected):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """A cache folder of its own, read as where there is a GPU."""
-    monkeypatch.setenv("DEJAX_CACHE", str(tmp_path))
+    monkeypatch.setenv("DEJAX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(schedule, "TUNED", tmp_path / "shipped")
     monkeypatch.setattr(schedule.jax, "default_backend", lambda: "gpu")
     schedule.forget_tables()

@@ -14,7 +14,7 @@ OPTIONS = Options(backend="pallas", precision="f32", interpret=True)
 
 @pytest.fixture
 def case(tmp_path, monkeypatch):
-    monkeypatch.setenv("DEJAX_CACHE", str(tmp_path))
+    monkeypatch.setenv("DEJAX_CACHE_DIR", str(tmp_path))
     rng = np.random.default_rng(0)
     graph = RelGraph.from_edges(
         rng.integers(0, 9, 40), rng.integers(0, 9, 40), rng.integers(0, 2, 40), num_nodes=9, num_edge_types=2
