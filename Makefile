@@ -4,7 +4,8 @@
 #   make demo              install into .venv and train on the standard library's code graph
 #   make demo CUDA=13      the same with jax's CUDA 13 wheels (or CUDA=12)
 #   make test              lint, format, types, doctests, tests; then the tests on jax 0.12 where Python >= 3.12 is found
-#   make test-fast         tests only, without the slow ones
+#   make test-fast         the tests alone, on one jax
+#   make test-slow         the tests that take long: the same contracts over more cases
 #   make asan              the CPU handlers of dejax.host_gather under AddressSanitizer
 #   make soak              offload under random faults, 10,000 steps
 #   make lint types venv clean
@@ -33,7 +34,7 @@ PYTHON_NEXT ?= $(shell for v in 3.12 3.13 3.14; do \
 # Where the first leg has the newest jax already, the second one takes the oldest that is supported.
 PINS_NEXT ?= $(shell $(PYTHON) -c 'import sys; print("jax==0.10.2 jaxlib==0.10.2" if sys.version_info >= (3, 12) else "")')
 
-.PHONY: venv venv-test demo test check test-fast test-next doctest lint types format asan soak clean
+.PHONY: venv venv-test demo test test-fast test-slow test-next doctest lint types format asan soak clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -58,14 +59,14 @@ demo: venv
 # --keep-going: a long line does not hide whether the tests pass.
 test: venv-test
 	@$(BIN)/python -c 'import jax, sys; print("leg on Python", sys.version.split()[0], "with jax", jax.__version__)'
-	@$(MAKE) --no-print-directory --keep-going lint types doctest check test-next
+	@$(MAKE) --no-print-directory --keep-going lint types doctest test-fast test-next
 	@echo "make test: all passed"
-
-check: venv-test
-	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(BIN)/python $(PYTEST) tests
 
 test-fast: venv-test
 	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(BIN)/python $(PYTEST) -m "not slow" tests
+
+test-slow: venv-test
+	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(BIN)/python $(PYTEST) -m slow tests
 
 # Offload with random faults for many steps: each right or an exception, and in the end nothing left.
 soak: venv-test
