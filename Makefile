@@ -85,7 +85,8 @@ format: venv-test
 types: venv-test
 	$(BIN)/mypy
 
-# The second leg: the other end of the declared range of jax.
+# The second leg: the other end of the declared range of jax. What does not depend on jax was tested by the first.
+ONLY_ONCE := --ignore=tests/datasets --ignore=tests/benchmarks --ignore=tests/test_readme.py
 ifeq ($(strip $(PYTHON_NEXT)),)
 test-next:
 	@echo "make test: no Python >= 3.12 found, so there is no second leg, on another jax (give one: make test PYTHON_NEXT=...)"
@@ -97,7 +98,7 @@ $(VENV_NEXT)/.installed-test: $(BUILD_INPUTS)
 
 test-next: $(VENV_NEXT)/.installed-test
 	$(VENV_NEXT)/bin/python -c 'import jax, sys; print("leg on Python", sys.version.split()[0], "with jax", jax.__version__)'
-	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(VENV_NEXT)/bin/python $(PYTEST) -m "not slow" tests
+	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(VENV_NEXT)/bin/python $(PYTEST) -m "not slow" $(ONLY_ONCE) tests
 endif
 
 # A copy of the package with an instrumented extension, in build/asan. A forked child has no sanitizer runtime to speak to.

@@ -119,8 +119,8 @@ class Program:
         """Finds the fastest schedules for the program's kernels on a graph, and keeps them for later runs.
 
         Each kernel of the forward and backward pass is run with some dozens of tile sizes and numbers of warps, on the
-        arrays given; the fastest is kept by device, kernel and shape (sizes rounded to powers of two), in the file that
-        `$DEJAX_CACHE_DIR` or the user's cache folder holds. Programs compiled from then on use it. Results do not change
+        arrays given; the fastest is kept by device, kernel and shape (sizes rounded to powers of two), in a file in
+        `$DEJAX_CACHE_DIR` or the user's cache folder. Programs compiled from then on use it. Results do not change
         beyond the order of additions. It takes about a second for each kernel and candidate that must be compiled.
 
         Args:
