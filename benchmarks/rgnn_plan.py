@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from device_time import kernels_jax, profile_jax
 from peers.case import Settings, make_graph, parameters
+from peers.jax_layers import rel_graph
 
 from dejax import rgnn
 from dejax.rgnn import execute, library
@@ -50,18 +51,7 @@ class Cell:
         made = parameters(model, graph, settings)
         self.params = {key: jnp.asarray(value) for key, value in made.items()}
         self.layer = getattr(library, model)
-        self.graph = jax.device_put(
-            rgnn.RelGraph.from_edges(
-                graph.senders,
-                graph.receivers,
-                graph.edge_type,
-                num_nodes=graph.num_nodes,
-                num_edge_types=graph.num_edge_types,
-                node_type=graph.node_type,
-                num_node_types=graph.num_node_types,
-                validate=False,
-            )
-        )
+        self.graph, _ = rel_graph(graph)
         self.x = jax.random.normal(jax.random.key(0), (graph.num_nodes, settings.width))
         self.precision = settings.precision
 
@@ -93,10 +83,7 @@ class Cell:
     def predictions(self) -> list[dict[str, Any]]:
         """Each kernel instance's predicted and measured time, ms."""
         task, _, _ = self.layer._prepare(self.graph, self.options(), (self.x, self.params), {})
-        parts = execute.training_cut(task, execute.differentiable_positions(task))
-        saved = tuple(range(parts.num_outputs, parts.num_outputs + parts.num_saved))
-        forward = execute.Task(parts.forward, task.counts, task.options, raw=False, packed=saved)
-        backward = execute.Task(parts.backward, task.counts, task.options, raw=False)
+        _, forward, backward = execute.training_tasks(task, execute.differentiable_positions(task))
         call = self.calls()["training"]
         jax.block_until_ready(call())
         times = kernels_jax(call, CALLS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,13 +171,6 @@ def _as_scaled(w: jax.Array) -> tuple[jax.Array, jax.Array]:
     return (w * inverse.reshape(-1, *(1,) * (w.ndim - 1))).astype(jnp.float16), power(exponent).reshape(-1)
 
 
-def _readable(x: HalfRows, k: int, block_k: int) -> bool:
-    """Whether each step of a product over `k` columns a group reads columns of one exponent."""
-    parts = x.exponent.shape[1]
-    width = math.prod(x.shape[1:]) // parts
-    return parts == 1 or (width % block_k == 0 and (k % width == 0 or width % k == 0))
-
-
 def typed_matmul(
     x: jax.Array | HalfRows,
     w: jax.Array,
@@ -308,7 +300,7 @@ def typed_matmul(
         if schedule is None:
             schedule = gemm_schedule(merged * k, merged * n, block, precision, whole_n=dot_vector is not None)
         scaled = precision == "tf32" and jnp.float32 in (x.dtype, w.dtype)
-        if isinstance(x, HalfRows) and not (scaled and _readable(x, merged * k, schedule.block_k)):
+        if isinstance(x, HalfRows) and not (scaled and x.one_exponent(merged * k, schedule.block_k)):
             x = x.decode()
         mantissa = x.mantissa if isinstance(x, HalfRows) else x
         w_power = None
@@ -368,7 +360,7 @@ def typed_matmul(
             out_rows=out_rows,
             interpret=_triton.use_interpreter(interpret),
             scaled=scaled,
-            x_part=groups * k // x.exponent.shape[1] if isinstance(x, HalfRows) else 1,
+            x_part=x.part_width if isinstance(x, HalfRows) else 1,
         )
         results = list(
             _triton.pallas_call(

@@ -9,6 +9,7 @@ more than the rounding of that largest element in a sum.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,18 @@ class HalfRows:
     def dtype(self) -> np.dtype:
         """Of the numbers that the rows stand for."""
         return np.dtype(np.float32)
+
+    @property
+    def part_width(self) -> int:
+        """Columns that share an exponent, of a row's features side by side."""
+        return math.prod(self.shape[1:]) // self.exponent.shape[1]
+
+    def one_exponent(self, width: int, block: int) -> bool:
+        """Whether each tile of `block` columns, of groups of `width` columns, has columns of one exponent."""
+        part = self.part_width
+        return self.exponent.shape[1] == 1 or (
+            part % min(block, width) == 0 and (width % part == 0 or part % width == 0)
+        )
 
     def reshape(self, *shape: Any) -> HalfRows:
         """The same rows with other feature axes."""

@@ -7,7 +7,6 @@ which sums its rows into a float32 partial; a second kernel adds the partials of
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -161,13 +160,6 @@ def split_table(offsets: jax.Array, rows_per_split: int, num_positions: int) -> 
     return start, jnp.where(number < first[-1], end, start), first
 
 
-def _readable(a: Any, width: int, block: int) -> bool:
-    """Whether each tile of `block` columns, of groups of `width` columns, has columns of one exponent."""
-    parts = a.exponent.shape[1]
-    part = math.prod(a.shape[1:]) // parts
-    return parts == 1 or (part % min(block, width) == 0 and (width % part == 0 or part % width == 0))
-
-
 def typed_outer(
     x: jax.Array | HalfRows,
     y: jax.Array | HalfRows,
@@ -250,9 +242,9 @@ def typed_outer(
         )
         schedule = OuterSchedule(**fields)
     scaled = precision == "tf32" and jnp.float32 in (x.dtype, y.dtype)
-    if isinstance(x, HalfRows) and not (scaled and _readable(x, merged * k, schedule.block_k)):
+    if isinstance(x, HalfRows) and not (scaled and x.one_exponent(merged * k, schedule.block_k)):
         x = x.decode()
-    if isinstance(y, HalfRows) and not (scaled and scale is None and _readable(y, merged * n, schedule.block_n)):
+    if isinstance(y, HalfRows) and not (scaled and scale is None and y.one_exponent(merged * n, schedule.block_n)):
         y = y.decode()
     per_split = rows_per_split or schedules.rows_per_split(num_positions, types)
     start, end, first = split_table(offsets, per_split, num_positions) if splits is None else splits
@@ -290,8 +282,8 @@ def typed_outer(
         x_rows=x_rows,
         y_rows=y_rows,
         scaled=scaled,
-        x_part=groups * k // x.exponent.shape[1] if isinstance(x, HalfRows) else 1,
-        y_part=groups * n // y.exponent.shape[1] if isinstance(y, HalfRows) else 1,
+        x_part=x.part_width if isinstance(x, HalfRows) else 1,
+        y_part=y.part_width if isinstance(y, HalfRows) else 1,
     )
     num_splits = start.shape[0]
     (partial,) = _triton.pallas_call(

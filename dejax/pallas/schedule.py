@@ -263,28 +263,32 @@ def bucket(count: float) -> int:
     return next_power_of_two(max(1, round(count)))
 
 
+def _sides(width: int) -> list[int]:
+    """Sides of a tile to try for an axis of `width`."""
+    padded = max(16, next_power_of_two(width))
+    return sorted({min(padded, 64), min(padded, 128)})
+
+
 def gemm_candidates(k: int, n: int) -> list[dict[str, Any]]:
     """Tiles, warps and stages to try for a typed product; `block` is the rows of a tile."""
-    wide_k, wide_n = max(16, next_power_of_two(k)), max(16, next_power_of_two(n))
     return [
         {"block": block, "block_k": block_k, "block_n": block_n, "num_warps": warps, "num_stages": stages}
         for block in (32, 64, 128)
-        for block_k in sorted({min(wide_k, 64), min(wide_k, 128)})
-        for block_n in sorted({min(wide_n, 64), min(wide_n, 128)})
+        for block_k in _sides(k)
+        for block_n in _sides(n)
         for warps in (2, 4, 8)
-        for stages in ((1, 2) if wide_k > block_k else (1,))
+        for stages in ((1, 2) if next_power_of_two(k) > block_k else (1,))
         if block * block_n // (32 * warps) <= 128
     ]
 
 
 def outer_candidates(k: int, n: int) -> list[dict[str, Any]]:
     """Tiles, warps and stages to try for sums of outer products."""
-    wide_k, wide_n = max(16, next_power_of_two(k)), max(16, next_power_of_two(n))
     return [
         {"block_rows": rows, "block_k": block_k, "block_n": block_n, "num_warps": warps, "num_stages": stages}
         for rows in (32, 64, 128)
-        for block_k in sorted({min(wide_k, 64), min(wide_k, 128)})
-        for block_n in sorted({min(wide_n, 64), min(wide_n, 128)})
+        for block_k in _sides(k)
+        for block_n in _sides(n)
         for warps in (4, 8)
         for stages in (1, 2)
         if block_k * block_n // (32 * warps) <= 128

@@ -310,9 +310,7 @@ def _split_table(offsets: np.ndarray, num_items: int) -> SplitTable:
     size = rows_per_split(num_items, types)
     if size >= num_items:  # one split a type
         return SplitTable(offsets[:-1], offsets[1:], np.arange(types + 1, dtype=np.int32), size)
-    counts = np.diff(offsets)
-    splits = -(-counts // size)
-    first = np.concatenate([[0], np.cumsum(splits)]).astype(np.int32)
-    row = np.repeat(np.arange(counts.shape[0]), splits)
-    start = (offsets[row] + (np.arange(first[-1]) - first[row]) * size).astype(np.int32)
+    tiles = tile_table(offsets, size, num_items, exact=True)
+    start, row = np.asarray(tiles.start), np.asarray(tiles.row_type)
+    first = np.searchsorted(row, np.arange(types + 1)).astype(np.int32)
     return SplitTable(start, np.minimum(start + size, offsets[row + 1]).astype(np.int32), first, size)

@@ -83,6 +83,14 @@ def training_cut(task: Task, wrt: tuple[int, ...]) -> Cut:
     return differentiated(optimised(task), wrt, task.counts, task.disable)
 
 
+def training_tasks(task: Task, wrt: tuple[int, ...]) -> tuple[Cut, Task, Task]:
+    """The cut for gradients of the inputs at `wrt`, and its halves as tasks; what is saved may be kept in 16 bits."""
+    parts = training_cut(task, wrt)
+    saved = range(parts.num_outputs, parts.num_outputs + parts.num_saved)
+    forward = Task(parts.forward, task.counts, task.options, raw=False, packed=(*task.packed, *saved))
+    return parts, forward, Task(parts.backward, task.counts, task.options, raw=False)
+
+
 def differentiable_positions(task: Task) -> tuple[int, ...]:
     """Positions of the floating-point inputs."""
     ops = [optimised(task).ops[i] for i in optimised(task).inputs]
@@ -189,11 +197,9 @@ def _forward(task: Task, graph: Any, inputs: Any, halves: Any) -> tuple[tuple[Ar
     slots = _residual_slots(task)
     if training_cut(task, wrt).num_saved > slots:
         wrt = differentiable_positions(task)
-    parts = training_cut(task, wrt)
-    # Differentiable in its turn, for gradients of gradients.
+    parts, forward, _ = training_tasks(task, wrt)
     count = parts.num_outputs
-    packed = (*task.packed, *range(count, count + parts.num_saved))
-    forward = Task(parts.forward, task.counts, task.options, raw=False, packed=packed)
+    # Differentiable in its turn, for gradients of gradients.
     results, kept = _differentiable(forward, graph, values, halves)
     empty = jnp.zeros((0,), jnp.int8)
     saved = [
@@ -210,7 +216,7 @@ def _backward(task: Task, residuals: Any, cotangents: Any) -> tuple[None, tuple,
     cotangents, _ = cotangents
     num_inputs = len(values)
     wrt = _positions_of_array(chosen, num_inputs)
-    parts = training_cut(task, wrt)
+    parts, _, backward = training_tasks(task, wrt)
     saved = [s[0] for s in slots[: parts.num_saved]]
     saved_halves = [HalfRows(s[1], s[2]) if s[1].size else None for s in slots[: parts.num_saved]]
     kept = [values[p] for p in parts.needed]
@@ -222,7 +228,6 @@ def _backward(task: Task, residuals: Any, cotangents: Any) -> tuple[None, tuple,
         else c
         for o, c in zip(program.outputs, cotangents, strict=True)
     )
-    backward = Task(parts.backward, task.counts, task.options, raw=False)
     found = _run(backward, graph, (*kept, *saved, *given), (*kept_halves, *saved_halves))
     gradients = dict(zip(wrt, found, strict=True))
     return None, tuple(gradients.get(p) for p in range(num_inputs)), None

@@ -70,15 +70,12 @@ def tune(
 
 
 def _training(task: Task, graph: RelGraph, inputs: tuple[jax.Array, ...]) -> None:
-    wrt = execute.differentiable_positions(task)
-    parts = execute.training_cut(task, wrt)
+    parts, forward, backward = execute.training_tasks(task, execute.differentiable_positions(task))
     saved = range(parts.num_outputs, parts.num_outputs + parts.num_saved)
-    forward = Task(parts.forward, task.counts, task.options, raw=False, packed=tuple(saved))
     results, halves = execute.run_kernels(execute.inference_kernels(forward), graph, inputs, task.options)
     program = execute.optimised(task)
     ops = [program.ops[o] for o in program.outputs]
     cotangents = tuple(jnp.ones((num_rows(graph, op.space), *op.shape), op.dtype) for op in ops)
-    backward = Task(parts.backward, task.counts, task.options, raw=False)
     given = (*(inputs[p] for p in parts.needed), *(results[i] for i in saved), *cotangents)
     given_halves = (*(None for _ in parts.needed), *(halves[i] for i in saved))
     execute.run_kernels(execute.inference_kernels(backward), graph, given, task.options, given_halves)
