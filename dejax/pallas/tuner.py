@@ -7,11 +7,13 @@ candidates of a kernel, told apart by the names that they are given.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import json
 import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ Call = Callable[[Fields], Any]
 Measure = Callable[[Sequence[Fields], Call], list[float | None]]
 
 _REPEATS = 3
+_COMPILERS = 8  # candidates compiled at once
 # A schedule must be faster than the heuristic's by this much to be kept: less is noise.
 _GAIN = 0.03
 
@@ -120,23 +123,21 @@ def measure_on_device(candidates: Sequence[Fields], call: Call) -> list[float | 
     Raises:
       RuntimeError: the profiler recorded no kernel at all (there is no GPU, or another profiler is at work).
     """
-    able = []
-    for number, fields in enumerate(candidates):
-        try:
-            with _triton.label(_name(number)):
-                jax.block_until_ready(call(fields))
-            able.append(number)
-        except Exception:  # too many registers, too much shared memory: not this one
-            continue
+    with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool:
+        futures = [
+            pool.submit(contextvars.copy_context().run, _compiled, number, fields, call)
+            for number, fields in enumerate(candidates)
+        ]
+        ready = [future.result() for future in futures]
+    able = [number for number, run in enumerate(ready) if run is not None]
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     options.host_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             for number in able:
-                with _triton.label(_name(number)):
-                    for _ in range(_REPEATS):
-                        jax.block_until_ready(call(candidates[number]))
+                for _ in range(_REPEATS):
+                    jax.block_until_ready(ready[number]())
         records = dict(_kernel_records(Path(folder)))
     if able and not records:
         raise RuntimeError(
@@ -149,6 +150,19 @@ def measure_on_device(candidates: Sequence[Fields], call: Call) -> list[float | 
         if mine:
             times[number] = sum(statistics.median(d) * (len(d) / _REPEATS) for d in mine) / 1e9
     return times
+
+
+def _compiled(number: int, fields: Fields, call: Call) -> Callable[[], Any] | None:
+    """The candidate as one compiled program, run once; None where it needs too many registers or too much memory."""
+    try:
+        with _triton.label(_name(number)):
+            jaxpr = jax.make_jaxpr(lambda: call(fields))()
+        # The arrays that `call` holds are given as arguments: as constants they would be copied into the program.
+        run = jax.jit(lambda arrays: jax.core.eval_jaxpr(jaxpr.jaxpr, arrays)).lower(jaxpr.consts).compile()
+        jax.block_until_ready(run(jaxpr.consts))
+    except Exception:  # whatever the compiler or the driver says: this one is out
+        return None
+    return lambda: run(jaxpr.consts)
 
 
 def _name(number: int) -> str:
