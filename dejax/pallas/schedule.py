@@ -24,6 +24,10 @@ from dejax.pallas._shapes import cdiv, next_power_of_two, previous_power_of_two
 
 TUNED = Path(__file__).parent / "tuned"
 
+# Of a loop: aifb's longest rows of 32 items, one a step, took 21 us; rows of 64 features came at 2.5 TB/s on am.
+_STEP_SECONDS = 0.6e-6
+_LOOP_BYTES_PER_SECOND = 2.5e12
+
 
 @dataclass(frozen=True, slots=True)
 class GemmSchedule:
@@ -141,7 +145,14 @@ def rows_per_split(num_positions: int, num_types: int) -> int:
 
 
 def traversal_schedule(
-    width: int, mean_degree: float, *, half: bool = False, interpret: bool = False
+    width: int,
+    mean_degree: float,
+    *,
+    half: bool = False,
+    wide: int = 1,
+    num_items: int | None = None,
+    longest: int = 32,
+    interpret: bool = False,
 ) -> TraversalSchedule:
     """The heuristic schedule of a traversal.
 
@@ -149,27 +160,40 @@ def traversal_schedule(
       width: padded features of the widest tile.
       mean_degree: items a row, on average.
       half: whether the wide rows that items read are in 16 bits.
+      wide: how many operands are about as wide as `width`; each holds registers for every slot.
+      num_items: number of items; None for many.
+      longest: the most items of a row that is not split.
       interpret: large tiles, because the interpreter pays for each program and not for lanes.
     """
     if interpret:
         items = min(8, next_power_of_two(int(mean_degree)))
         return TraversalSchedule(max(1, previous_power_of_two(8192 // (items * width))), items, 1, 1)
-    # Softmax-weighted sums of 64 features: on am (mean degree 3) (4 rows, 2 items, 1 warp) 1.15 ms, (2, 4, 1) 1.17,
-    # (8, 2, 4) 1.60, (1, 16, 4) 3.4; on biokg (mean degree 51) (1, 8, 1) 0.37, (4, 2, 1) 0.44, (1, 16, 4) 0.48.
-    # Wide rows need slots more than registers: 4 heads of 32 on biokg (1, 8, 1) 0.50, (1, 4, 1) 0.77; 8 heads of 64
-    # (1, 4, 1) 2.2, (1, 1, 1) 3.0, (1, 8, 1) 3.7.
-    if width <= 8:  # one number an item: am (mean degree 2) (16, 4, 1) 0.24 ms, (32, 1, 1) 0.5; mag (10) (8, 8, 1) 0.38
-        items = 4 if mean_degree < 4 else 8
+    # One number an item: am (mean degree 2) (16 rows, 4 items, 1 warp) 0.24 ms, (32, 1, 1) 0.5; mag (10) (8, 8, 1)
+    # 0.38. Rows of hundreds of items, which are types: with (8, 8, 1) 0.09 ms on 49,000 edges of 104 types.
+    if width <= 8:
+        items = 4 if mean_degree < 4 else 8 if mean_degree < 64 else 64
         return TraversalSchedule(64 // items, items, 1, 1)
-    # In 16 bits, sums of 64 features: am (8 rows, 2 items, 2 warps) 0.46 ms, (4, 2, 1) 0.51, (8, 1, 1) 0.53.
+    # A slot is one item of one row. Softmax-weighted sums of 64 features: on am (mean degree 3) (4 rows, 2 items,
+    # 1 warp) 1.15 ms, (2, 4, 1) 1.17, (8, 2, 4) 1.60, (1, 16, 4) 3.4; on biokg (mean degree 51) (1, 8, 1) 0.37,
+    # (4, 2, 1) 0.44, (1, 16, 4) 0.48. Wide rows need slots more than registers: 4 heads of 32 on biokg (1, 8, 1) 0.50,
+    # (1, 4, 1) 0.77; 8 heads of 64 (1, 4, 1) 2.2, (1, 1, 1) 3.0, (1, 8, 1) 3.7. In 16 bits, sums of 64 features: am
+    # (8, 2, 2) 0.46 ms, (4, 2, 1) 0.51, (8, 1, 1) 0.53. Sums of 64 over am's pairs: (16, 1, 2) 0.55, (8, 1, 1) 0.67.
+    # With two or three wide operands registers spill: am's gradients of RGAT (4, 1, 1) 0.83, (8, 1, 1) 1.36; of HGT
+    # (8, 1, 2) 1.38, (8, 1, 1) 2.24.
+    slots = max(512 // width, min(8, 2048 // width), 1)
     num_warps = min(4, max(2 if half else 1, width // 1024))
-    slots = max(512 // width, min(8, 2048 // width), 1) * (2 if half and width <= 128 else 1)
+    if wide == 1 and width <= 128 and (half or (width >= 64 and mean_degree < 4)):
+        num_warps, slots = 2, 2 * slots
+    while wide > 1 and num_warps < 4 and slots * width * wide >= 32 * 32 * num_warps:
+        num_warps *= 2
     most = 8
-    if (
-        half
-    ):  # biokg forward (degree 51) (2, 4, 1) 0.173, (4, 4, 2) 0.176, (4, 2, 1) 0.188; backward (7) 0.29, 0.30, 0.23
+    if half:  # biokg forward (degree 51) (2, 4, 1) 0.173, (4, 4, 2) 0.176, (4, 2, 1) 0.188; backward (7) 0.29, 0.30, 0.23
         most = 2 if mean_degree < 16 else 4
     items = min(previous_power_of_two(max(1, int(mean_degree / 1.5))), most, slots)
+    # A step waits for memory twice, so the longest row of a small graph takes longer than all rows' bytes do.
+    if num_items is not None:
+        while items < min(8, slots) and longest / items * _STEP_SECONDS > num_items * width * 4 / _LOOP_BYTES_PER_SECOND:
+            items *= 2
     return TraversalSchedule(min(32, slots // items), items, num_warps, 1)
 
 

@@ -230,7 +230,10 @@ def traverse(
         degree = num_items / num_rows
         wide = [a for a, f in zip(ready, features, strict=True) if math.prod(f) * 2 >= width]
         half_in = len(wide) == 1 and isinstance(wide[0], HalfRows)  # more would not fit the registers
-        heuristic = traversal_schedule(width, degree, half=half_in, interpret=interpreted)
+        heuristic = traversal_schedule(
+            width, degree, half=half_in, wide=len(wide), num_items=num_items,
+            longest=32 if hubs is None else int(hubs[0]), interpret=interpreted,
+        )  # fmt: skip
         loads = "+".join(
             sorted(
                 f"{math.prod(f)}{'h' if isinstance(a, HalfRows) else ''}" for a, f in zip(ready, features, strict=True)
