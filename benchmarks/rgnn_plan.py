@@ -3,7 +3,7 @@
     python benchmarks/rgnn_plan.py --graphs aifb,am --models rgcn --out benchmarks/results
 
 For each graph and model: the device time of every combination of the passes that choose (reordering, aggregation
-order, compaction, recomputation), with the one that the compiler takes; each kernel's time beside `explain`'s
+order, folding, compaction, recomputation), with the one that the compiler takes; each kernel's time beside `explain`'s
 prediction; and, with `--tune`, the heuristic's schedules beside the tuned ones.
 """
 
@@ -30,7 +30,7 @@ from dejax.rgnn.ir.intra import Fallback, print_kernels
 
 GRAPHS = ("aifb", "mutag", "bgs", "fb15k", "biokg", "am", "mag", "wikikg2")
 MODELS = ("rgcn", "rgat", "hgt")
-CHOICES = ("reorder", "aggregate", "compact", "recompute")
+CHOICES = ("reorder", "aggregate", "fold", "compact", "recompute")
 CALLS = 3
 COMPILERS = 8
 

@@ -187,12 +187,14 @@ def traversal_schedule(
     while wide > 1 and num_warps < 4 and slots * width * wide >= 32 * 32 * num_warps:
         num_warps *= 2
     most = 8
-    if half:  # biokg forward (degree 51) (2, 4, 1) 0.173, (4, 4, 2) 0.176, (4, 2, 1) 0.188; backward (7) 0.29, 0.30, 0.23
+    if half:
+        # biokg forward (degree 51) (2, 4, 1) 0.173, (4, 4, 2) 0.176, (4, 2, 1) 0.188; backward (7) 0.29, 0.30, 0.23
         most = 2 if mean_degree < 16 else 4
     items = min(previous_power_of_two(max(1, int(mean_degree / 1.5))), most, slots)
     # A step waits for memory twice, so the longest row of a small graph takes longer than all rows' bytes do.
     if num_items is not None:
-        while items < min(8, slots) and longest / items * _STEP_SECONDS > num_items * width * 4 / _LOOP_BYTES_PER_SECOND:
+        bytes_seconds = num_items * width * 4 / _LOOP_BYTES_PER_SECOND
+        while items < min(8, slots) and longest / items * _STEP_SECONDS > bytes_seconds:
             items *= 2
     return TraversalSchedule(min(32, slots // items), items, num_warps, 1)
 

@@ -128,23 +128,22 @@ def measure_on_device(candidates: Sequence[Fields], call: Call) -> list[float | 
             pool.submit(contextvars.copy_context().run, _compiled, number, fields, call)
             for number, fields in enumerate(candidates)
         ]
-        ready = [future.result() for future in futures]
-    able = [number for number, run in enumerate(ready) if run is not None]
+        runs = {number: run for number, future in enumerate(futures) if (run := future.result()) is not None}
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     options.host_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
-            for number in able:
+            for number in runs:
                 for _ in range(_REPEATS):
-                    jax.block_until_ready(ready[number]())
+                    jax.block_until_ready(runs[number]())
         records = dict(_kernel_records(Path(folder)))
-    if able and not records:
+    if runs and not records:
         raise RuntimeError(
             "the profiler recorded no kernels: tuning needs a GPU, and no other profiler may be at work in the process"
         )
     times: list[float | None] = [None] * len(candidates)
-    for number in able:
+    for number in runs:
         # A candidate's kernels run the same number of times each: their medians add up to one call.
         mine = [durations for name, durations in records.items() if name.startswith(_name(number) + "_")]
         if mine:

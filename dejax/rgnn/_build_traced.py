@@ -160,6 +160,9 @@ def build(
             _offsets(node_type, num_node_types),
             typed=True,
         ),
+        edge_type_by_source=None
+        if num_node_types > 1
+        else make(jnp.zeros(num_edge_types, jnp.int32), None, jnp.array([0, num_edge_types], jnp.int32)),
         node_mask=node_mask,
         edge_mask=valid,
         num_nodes=num_nodes,

@@ -58,6 +58,7 @@ def counts_of(graph: RelGraph) -> Counts:
         destination_pairs=graph.num_destination_pairs,
         edge_types=graph.num_edge_types,
         node_types=graph.num_node_types,
+        typed_sources=graph.edge_type_by_source is not None,
     )
 
 

@@ -87,6 +87,8 @@ class RelGraph:
         source_pair_by_type: source pairs grouped by edge type; sorted already, with tiles.
         destination_pair_by_type: destination pairs grouped by edge type; sorted already, with tiles.
         by_node_type: nodes grouped by node type, with tiles; `order` is None where nodes are sorted by type.
+        edge_type_by_source: edge types grouped by the node type of their sources, where every edge type has sources of
+            one node type; None where one has several, and in a graph of `build_traced` with more than one node type.
         node_mask: bool[nodes], False for padding nodes; None where there is none.
         edge_mask: bool[edges], canonical, False for padding edges; None where there is none.
         loop_tables: what `with_loop_tables` adds: `"dst:source_pair"` and the like, int32[edges], for each position of
@@ -129,6 +131,7 @@ class RelGraph:
     edge_type_names: tuple[str, ...] | None = field(default=None, metadata=_STATIC)
     node_type_names: tuple[str, ...] | None = field(default=None, metadata=_STATIC)
     node_type_counts: tuple[int, ...] | None = field(default=None, metadata=_STATIC)
+    edge_type_by_source: Segments | None = None
     loop_tables: dict[str, Array] = field(default_factory=dict)
 
     def with_loop_tables(self) -> RelGraph:

@@ -82,6 +82,11 @@ def test_padding_has_no_effect(name: str) -> None:
     test_contract.check_padding(name, F32, padded_case(name, Size(3, 3, 2)))
 
 
+@pytest.mark.parametrize(("options", "tolerance"), [(F32, 1e-5), (TF32, CHAIN)], ids=["f32", "tf32"])
+def test_typed_sources(options: Options, tolerance: float) -> None:
+    check("hgt", "typed", Size(32, 32, 2), options, tolerance=tolerance)
+
+
 def test_the_same_bits_again() -> None:
     arrays = {
         k: jnp.asarray(v, jnp.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 from typing import Any
 
@@ -57,6 +58,15 @@ def edge_list(
     )
 
 
+def typed_sources(edges: EdgeList) -> EdgeList:
+    """The same with node types such that all edges of a type come from nodes of one type."""
+    node_type = np.arange(edges.num_nodes, dtype=np.int32) % edges.num_node_types
+    kind = edges.edge_type % edges.num_node_types
+    senders = edges.senders - edges.senders % edges.num_node_types + kind
+    assert senders.max() < edges.num_nodes
+    return dataclasses.replace(edges, senders=senders.astype(np.int32), node_type=node_type)
+
+
 GRAPHS: dict[str, EdgeList] = {
     # Two nodes have no incoming edge; type 1 is empty.
     "typical": edge_list(0, nodes=11, edges=40, types=4, node_types=3, receivers=9, duplicates=6, empty=1),
@@ -66,6 +76,7 @@ GRAPHS: dict[str, EdgeList] = {
     "fan_in": edge_list(2, nodes=40, edges=120, types=2, node_types=2, receivers=3),
     "sparse": edge_list(3, nodes=30, edges=9, types=12, node_types=5),
     "one_type": edge_list(4, nodes=9, edges=37, types=1),
+    "typed": typed_sources(edge_list(8, nodes=15, edges=80, types=5, node_types=3, empty=2)),
     "one_node": edge_list(5, nodes=1, edges=3, types=2),
     "no_edges": edge_list(6, nodes=4, edges=0, types=2, node_types=2),
     # For a real GPU: many programs, hubs of thousands of edges.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 
 from dejax.rgnn import Options, RelGraph
+from dejax.rgnn.execute import counts_of
 from tests.rgnn.cases import CASES, MODELS, Size
 from tests.rgnn.contract import Expected, assert_agrees, check, covering, expected, row_counts, run_case
-from tests.rgnn.references import GRAPHS, HUB_CHUNK
+from tests.rgnn.references import GRAPHS, HUB_CHUNK, graph_of
 
 XLA = Options(backend="xla", precision="f32")
 PALLAS = Options(backend="pallas", precision="f32", interpret=True)
@@ -255,6 +257,14 @@ def test_what_the_graphs_cover() -> None:
     assert {c[0] for c in chosen} == set(CASES) and {c[1] for c in chosen} == set(ORDINARY)
     assert {c[2].k for c in chosen} == {c[2].n for c in chosen} == {1, 3, 17, 100}
     assert {c[2].h for c in chosen} >= {1, 2, 8}
+
+
+@pytest.mark.parametrize("disable", [(), ("fold",)], ids=["folded", "not"])
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+def test_typed_sources(backend: str, disable: tuple[str, ...]) -> None:
+    """Where all edges of a type come from nodes of one type, keys and messages are one product each."""
+    assert counts_of(graph_of("typed")).typed_sources and not counts_of(graph_of("typical")).typed_sources
+    check("hgt", "typed", Size(8, 4, 2), dataclasses.replace(BACKENDS[backend], disable=disable), tolerance=1e-5)
 
 
 def test_the_references_can_be_missed() -> None:

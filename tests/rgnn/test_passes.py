@@ -21,6 +21,7 @@ from dejax.rgnn.passes.contract import contract
 from dejax.rgnn.passes.cse import cse
 from dejax.rgnn.passes.dce import dce
 from dejax.rgnn.passes.fallback import fallback
+from dejax.rgnn.passes.fold import fold
 from dejax.rgnn.passes.fuse_gemm import fuse_gemm
 from dejax.rgnn.passes.fuse_traversal import fuse_traversal
 from dejax.rgnn.passes.hoist import hoist
@@ -33,7 +34,9 @@ from tests.rgnn.contract import make_arrays
 from tests.rgnn.references import GRAPHS, graph_of
 
 # Ten edges for each source pair, and for each destination pair: everything that can pay does.
-COUNTS = Counts(nodes=50, edges=1000, source_pairs=100, destination_pairs=100, edge_types=4, node_types=2)
+COUNTS = Counts(
+    nodes=50, edges=1000, source_pairs=100, destination_pairs=100, edge_types=4, node_types=2, typed_sources=True
+)
 # Every edge has a source pair and a destination pair of its own: nothing that saves rows does.
 SPARSE = Counts(nodes=1000, edges=1000, source_pairs=1000, destination_pairs=1000, edge_types=4, node_types=2)
 
@@ -111,6 +114,14 @@ def scaled_sum(b: Tiny) -> int:
     return b.sum(b.op("mul", b.linear(b.src(x), w), e))
 
 
+@program("fold")
+def keys(b: Tiny) -> list[int]:
+    x, v = b.node("x", 4), b.given("v", Space.NODE_TYPE, 2, 4, 3)
+    w = b.weight("w", 2, 3, 3)
+    key = b.linear(x, v, "k,hkn->hn", via="ntype")
+    return [b.linear(b.src(key), w, "hk,hkn->hn")]
+
+
 @program("compact")
 def by_pair(b: Tiny) -> list[int]:
     x, w, c = b.node("x", 4), b.weight("w", 4, 3), b.weight("c", 3)
@@ -185,6 +196,7 @@ GOLDEN: list[tuple[str, Program, Callable[[Program, Counts], Program]]] = [
     ("dce", unused, dce),
     ("reorder", dot_after_linear, reorder),
     ("aggregate", scaled_sum, aggregate),
+    ("fold", keys, fold),
     ("compact", by_pair, compact),
     ("softmax", attention, expand_softmax),
     ("hoist", mean, hoist),
@@ -363,6 +375,19 @@ def test_no_reordering_of_a_product_that_others_read() -> None:
     assert not any(op.attr("via") == "self" for op in after.ops)
 
 
+def test_no_folding_where_it_would_change_or_cost_something() -> None:
+    @program("others")
+    def others(b: Tiny) -> list[int]:
+        x, v, w = b.node("x", 4), b.given("v", Space.NODE_TYPE, 4, 3), b.weight("w", 3, 3)
+        key = b.linear(x, v, via="ntype")
+        return [b.linear(b.src(key), w), key]
+
+    assert str(fold(others, COUNTS)) == str(others)  # the rows are wanted themselves
+    assert str(fold(keys, replace(COUNTS, typed_sources=False))) == str(keys)
+    many = replace(COUNTS, nodes=1, edge_types=1000)  # the weights' product is more work than the rows'
+    assert str(fold(keys, many)) == str(keys)
+
+
 def test_rows_without_edges_after_hoisting() -> None:
     """0 / 0 at a node without edges is replaced before it can be."""
     select = [op for op in hoist(mean, COUNTS).ops if op.name == "select"]
@@ -439,7 +464,7 @@ def test_models_become_kernels_whichever_passes_choose(case: str, counts: Counts
         key: a.astype("float32") for key, a in make_arrays(case, GRAPHS["typical"], Size(16, 8, 2), "float32").items()
     }
     layer, x = {"rgcn_mean": library.rgcn, "rgat": library.rgat, "hgt_skip": library.hgt}[case], arrays.pop("x")
-    choices = ("reorder", "aggregate", "compact", "hoist", "contract", "recompute")
+    choices = ("reorder", "aggregate", "fold", "compact", "hoist", "contract", "recompute")
     for chosen in itertools.chain.from_iterable(itertools.combinations(choices, n) for n in range(len(choices) + 1)):
         task, _, _ = layer._prepare(graph_of("typical"), Options(disable=chosen), (x, arrays), {})
         task = replace(task, counts=counts)

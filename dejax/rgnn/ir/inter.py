@@ -61,6 +61,7 @@ VIAS: dict[str, Via] = {
     "destination_pair.node": Via(Space.DESTINATION_PAIR, Space.NODE),
     "destination_pair.etype": Via(Space.DESTINATION_PAIR, Space.EDGE_TYPE),
     "ntype": Via(Space.NODE, Space.NODE_TYPE),
+    "source_type": Via(Space.EDGE_TYPE, Space.NODE_TYPE),  # where all sources of an edge type have one node type
     "all": Via(None, Space.GRAPH),
 }
 # Two steps that are one: (outer map, then inner map) -> map.

@@ -45,6 +45,7 @@ class PallasLowering:
         self.interpret = interpret
         self.disable = disable
         self.encoded: dict[int, Any] = {}  # inputs in 16 bits
+        self.reads = self.row_reads(kernels)
 
     def run(self, instance: Instance, env: dict[int, Any], label: str = "") -> None:
         """Adds what the instance writes to `env`, whose values are arrays or `HalfRows`.
@@ -64,13 +65,38 @@ class PallasLowering:
             else:
                 raise NotImplementedError("left to XLA")
 
-    def in_half(self, value: int, env: dict[int, Any], reads: int) -> Any:
-        """An array of which `reads` rows will be gathered, in 16 bits where that moves fewer bytes than it costs."""
+    def row_reads(self, kernels: Kernels) -> dict[int, int]:
+        """How many rows of each value all instances together read through `in_half`."""
+        reads: dict[int, int] = {}
+        for instance in kernels.instances:
+            if isinstance(instance, Gemm):
+                values, rows = [instance.x.value], num_rows(self.graph, self.program.ops[instance.product].space)
+            elif isinstance(instance, Outer):
+                values = [instance.x.value, instance.y.value]
+                rows = segments(self.graph, instance.via).num_items
+            elif isinstance(instance, Traversal) and self.may_round(instance):
+                values = [o.value for o in instance.operands if o.access == "gathered"]
+                rows = num_rows(self.graph, instance.space)
+            else:
+                continue
+            for v in values:
+                reads[v] = reads.get(v, 0) + rows
+        return reads
+
+    def may_round(self, t: Traversal) -> bool:
+        """Whether a traversal may read rows rounded.
+
+        An inner product may be compared with one of unrounded rows, as a softmax's gradient does.
+        """
+        return not any(self.program.ops[i].name in ("dot", "sum_features", "linear") for i in t.body)
+
+    def in_half(self, value: int, env: dict[int, Any]) -> Any:
+        """An array whose rows kernels read, in 16 bits where that moves fewer bytes in all than it costs."""
         array = env[value]
         wide = array.ndim >= 2 and int(np.prod(array.shape[1:])) >= _HALF_WIDTH
         if self.precision != "tf32" or not wide or not isinstance(array, jax.Array) or array.dtype != jnp.float32:
             return array
-        if "storage" in self.disable or reads < _READS_A_ROW * array.shape[0] or array.shape[0] == 0:
+        if "storage" in self.disable or self.reads[value] < _READS_A_ROW * array.shape[0] or array.shape[0] == 0:
             return array
         if value not in self.encoded:
             self.encoded[value] = kernels.to_half_rows(array, interpret=self.interpret)
@@ -91,7 +117,7 @@ class PallasLowering:
         op = self.program.ops[instance.out]
         product = self.program.ops[instance.product]
         group = segments(self.graph, instance.via)
-        x, w = self.in_half(instance.x.value, env, group.num_items), env[instance.w]
+        x, w = self.in_half(instance.x.value, env), env[instance.w]
         x, w, transpose, split = _as_typed_matmul(instance.spec, x, w)
         k, n = x.shape[-1], w.shape[-2 if transpose else -1]
         block = kernels.gemm_block(k, n, group.num_items, group.num_rows, self.precision)
@@ -144,7 +170,7 @@ class PallasLowering:
     def outer(self, instance: Outer, env: dict[int, Any]) -> jax.Array:
         op = self.program.ops[instance.out]
         group = segments(self.graph, instance.via)
-        x, y = (self.in_half(o.value, env, group.num_items) for o in (instance.x, instance.y))
+        x, y = (self.in_half(o.value, env) for o in (instance.x, instance.y))
         left, right = instance.spec.split("->")[0].split(",")
         result = instance.spec.split("->")[1]
         heads = "h" in left and "h" in right
@@ -205,9 +231,8 @@ class PallasLowering:
                     numbers[o.via] = len(tables)
                     tables.append(segments(self.graph, o.via).index if by_position is None else by_position)
                 access, index = "indexed" if by_position is None else "positioned", numbers[o.via]
-                # (An inner product may be compared with one of unrounded rows, as a softmax's gradient does.)
-                if columns is None and not any(ops[i].name in ("dot", "sum_features", "linear") for i in t.body):
-                    array = self.in_half(o.value, env, items)
+                if columns is None and self.may_round(t):
+                    array = self.in_half(o.value, env)
             arrays.append(array)
             operands.append(kernels.Operand(access, index, columns))
         item_outputs = tuple((ops[v].shape, jnp.dtype(ops[v].dtype)) for v in t.item_outputs)

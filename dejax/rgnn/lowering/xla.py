@@ -21,7 +21,7 @@ _TILE = 32
 
 def segments(graph: RelGraph, via: str) -> Segments:
     """The grouping of the graph that a map stands for."""
-    return {
+    found = {
         "src": lambda: graph.by_sender,
         "dst": lambda: graph.by_receiver,
         "source_pair": lambda: graph.by_source_pair,
@@ -32,7 +32,11 @@ def segments(graph: RelGraph, via: str) -> Segments:
         "destination_pair.node": lambda: graph.destination_pair_by_node,
         "destination_pair.etype": lambda: graph.destination_pair_by_type,
         "ntype": lambda: graph.by_node_type,
+        "source_type": lambda: graph.edge_type_by_source,
     }[via]()
+    if found is None:
+        raise ValueError(f"the graph has no grouping {via!r}: its edge types have sources of several node types")
+    return found
 
 
 def num_rows(graph: RelGraph, space: Space) -> int:

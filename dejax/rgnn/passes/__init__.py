@@ -19,6 +19,7 @@ from dejax.rgnn.passes.contract import contract
 from dejax.rgnn.passes.cse import cse
 from dejax.rgnn.passes.dce import dce
 from dejax.rgnn.passes.fallback import fallback
+from dejax.rgnn.passes.fold import fold
 from dejax.rgnn.passes.fuse_gemm import fuse_gemm
 from dejax.rgnn.passes.fuse_traversal import fuse_traversal
 from dejax.rgnn.passes.hoist import hoist
@@ -47,6 +48,7 @@ OPTIMISE: tuple[tuple[str, Pass], ...] = (
     ("cse", cse),
     ("reorder", reorder),
     ("aggregate", aggregate),
+    ("fold", fold),
     ("compact", compact),
     ("dce", dce),
 )
@@ -64,6 +66,7 @@ PASSES = (
     "dce",
     "reorder",
     "aggregate",
+    "fold",
     "compact",
     "softmax",
     "hoist",

@@ -14,7 +14,7 @@ Visit = Callable[[Builder, Op, tuple[int, ...], int], int | None]
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many rows each space has, which is all that the cost decisions look at."""
+    """What the passes know of a graph: how many rows each space has, which is all that cost decisions look at."""
 
     nodes: int
     edges: int
@@ -22,6 +22,7 @@ class Counts:
     destination_pairs: int
     edge_types: int
     node_types: int
+    typed_sources: bool = False  # whether all sources of an edge type have one node type, known to the graph
 
     def rows(self, space: Space) -> int:
         return {
