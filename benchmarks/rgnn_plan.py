@@ -25,7 +25,7 @@ from peers.jax_layers import rel_graph
 
 from dejax import rgnn
 from dejax.rgnn import execute, library
-from dejax.rgnn.cost import instance_cost
+from dejax.rgnn.cost import CostModel, kept_in_half
 from dejax.rgnn.ir.intra import Fallback, print_kernels
 
 GRAPHS = ("aifb", "mutag", "bgs", "fb15k", "biokg", "am", "mag", "wikikg2")
@@ -100,22 +100,26 @@ class Cell:
     def predictions(self) -> list[dict[str, Any]]:
         """Each kernel instance's predicted and measured time, ms."""
         task, _, _ = self.layer._prepare(self.graph, self.options(), (self.x, self.params), {})
-        _, forward, backward = execute.training_tasks(task, execute.differentiable_positions(task))
+        cut, *tasks = execute.training_tasks(task, execute.differentiable_positions(task))
+        forward, backward = (execute.inference_kernels(part) for part in tasks)
+        costs = [
+            CostModel(forward, task.counts, self.precision),
+            CostModel(backward, task.counts, self.precision, kept_in_half(cut, forward, backward)),
+        ]
         call = self.calls()["training"]
         jax.block_until_ready(call())
         times = kernels_jax(call, CALLS)
         rows = []
-        for part in (forward, backward):
-            kernels = execute.inference_kernels(part)
-            for number, instance in enumerate(kernels.instances):
+        for kernels, model in zip((forward, backward), costs, strict=True):
+            name = kernels.program.name
+            for number, (instance, cost) in enumerate(zip(kernels.instances, model.costs(), strict=True)):
                 if isinstance(instance, Fallback):
                     continue  # XLA fuses these as it sees fit, across instances
-                label = re.sub(r"\W", "_", f"{part.program.name}.{number}") + "_"
+                label = re.sub(r"\W", "_", f"{name}.{number}") + "_"
                 measured = sum(ms for name, ms in times.items() if name.startswith(label))
-                cost = instance_cost(kernels, instance, task.counts, self.precision)
                 rows.append(
                     {
-                        "kernel": f"{part.program.name}.{number}",
+                        "kernel": f"{name}.{number}",
                         "template": type(instance).__name__.lower(),
                         "bytes": cost.bytes,
                         "predicted_ms": cost.seconds * 1e3,

@@ -178,19 +178,19 @@ def traversal_schedule(
     # (4, 2, 1) 0.44, (1, 16, 4) 0.48. Wide rows need slots more than registers: 4 heads of 32 on biokg (1, 8, 1) 0.50,
     # (1, 4, 1) 0.77; 8 heads of 64 (1, 4, 1) 2.2, (1, 1, 1) 3.0, (1, 8, 1) 3.7. In 16 bits, sums of 64 features: am
     # (8, 2, 2) 0.46 ms, (4, 2, 1) 0.51, (8, 1, 1) 0.53. Sums of 64 over am's pairs: (16, 1, 2) 0.55, (8, 1, 1) 0.67.
-    # With two or three wide operands registers spill: am's gradients of RGAT (4, 1, 1) 0.83, (8, 1, 1) 1.36; of HGT
-    # (8, 1, 2) 1.38, (8, 1, 1) 2.24.
+    # Two or three wide operands leave registers for one item a step: gradients of RGAT on am (degree 2) (4, 1, 1) 0.83,
+    # (8, 1, 2) 1.08, (8, 1, 1) 1.36; on mag (degree 10) (4, 1, 1) 2.57, (2, 4, 1) 3.4, (2, 4, 2) 4.0.
     slots = max(512 // width, min(8, 2048 // width), 1)
     num_warps = min(4, max(2 if half else 1, width // 1024))
     if wide == 1 and width <= 128 and (half or (width >= 64 and mean_degree < 4)):
         num_warps, slots = 2, 2 * slots
-    while wide > 1 and num_warps < 4 and slots * width * wide >= 32 * 32 * num_warps:
-        num_warps *= 2
+    if wide > 1:
+        slots = max(1, min(slots, 256 // width))
     most = 8
     if half:
         # biokg forward (degree 51) (2, 4, 1) 0.173, (4, 4, 2) 0.176, (4, 2, 1) 0.188; backward (7) 0.29, 0.30, 0.23
         most = 2 if mean_degree < 16 else 4
-    items = min(previous_power_of_two(max(1, int(mean_degree / 1.5))), most, slots)
+    items = 1 if wide > 1 else min(previous_power_of_two(max(1, int(mean_degree / 1.5))), most, slots)
     # A step waits for memory twice, so the longest row of a small graph takes longer than all rows' bytes do.
     if num_items is not None:
         bytes_seconds = num_items * width * 4 / _LOOP_BYTES_PER_SECOND

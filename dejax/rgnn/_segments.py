@@ -174,6 +174,16 @@ class Segments:
 _SORTED_BLOCK = 4096
 
 
+def hub_chunk_of(num_items: int) -> int:
+    """Items of a chunk that leave enough programs for the whole machine."""
+    return HUB_CHUNK if num_items > 2_000_000 else 64 if num_items > 400_000 else 32
+
+
+def type_chunk_of(num_items: int) -> int:
+    """The same where rows are types."""
+    return next(chunk for most, chunk in TYPE_CHUNKS if most is None or num_items <= most)
+
+
 def loop_order(offsets: np.ndarray, order: np.ndarray, hub_chunk: int) -> LoopOrder | None:
     """The order in which kernels take rows, by numpy; None where there are too few rows or items for one."""
     num_rows, num_items = offsets.shape[0] - 1, order.shape[0]
@@ -187,8 +197,7 @@ def loop_order(offsets: np.ndarray, order: np.ndarray, hub_chunk: int) -> LoopOr
     items = order[positions]
     if items.shape[0] < num_items:  # padding items stay last
         items = np.concatenate([items, order[items.shape[0] :]])
-    # Chunks that leave enough programs for the whole machine.
-    chunk = min(hub_chunk, 128 if num_items > 2_000_000 else 64 if num_items > 400_000 else 32)
+    chunk = min(hub_chunk, hub_chunk_of(num_items))
     hubs = hub_table(begins, chunk, num_items)
     if hubs is not None:
         hubs = dataclasses.replace(hubs, rows=rows[hubs.rows], chunk_row=rows[hubs.chunk_row])
@@ -295,7 +304,7 @@ def make_segments(
     num_items = index.shape[0]
     blocks = TILE_BLOCKS if typed else ()
     if typed and hub_chunk == HUB_CHUNK:
-        hub_chunk = next(chunk for most, chunk in TYPE_CHUNKS if most is None or num_items <= most)
+        hub_chunk = type_chunk_of(num_items)
     return Segments(
         index=index,
         order=order,

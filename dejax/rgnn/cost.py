@@ -1,4 +1,9 @@
-"""What each kernel instance moves and computes, and how long that takes at the machine's ceilings."""
+"""What each kernel instance moves and computes, and how long that takes: bytes, by how they are read, over bandwidths.
+
+The model knows counts and not the graph: how often a gathered row is found in a cache is as on graphs with skewed
+degrees, and a loop's longest row is as long as rows may be before they are split. Its constants were fitted to kernels
+of eight graphs and three models on an H200; docs/performance.md says how well.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,44 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dejax.rgnn.ir.inter import VIAS
+from dejax.pallas.schedule import rows_per_split, traversal_schedule
+from dejax.rgnn._segments import hub_chunk_of, type_chunk_of
+from dejax.rgnn.ir.inter import VIAS, Space
 from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, Operand, Outer, Traversal
-from dejax.rgnn.passes import Counts
+from dejax.rgnn.passes import Counts, Cut
+from dejax.rgnn.passes.storage import encoded_values
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Ceilings; the defaults were measured on an H200 (docs/performance.md)."""
+    """Ceilings, and what kernels reach of them; measured on an H200.
+
+    Attributes:
+      bytes_per_second: of a copy, bytes read plus written.
+      cache_bytes_per_second: at which rows come that are found in the cache.
+      kept_bytes: of a gathered table, so much is found in the cache.
+      near_bytes: a narrow value gathered from a larger table than this moves 64 bytes, not 32.
+      flops: of products, by precision.
+      launch_seconds: of a kernel without work.
+      gemm, outer, loop: the share of the copy bandwidth that each template reaches.
+      gemm_seconds, outer_seconds, loop_seconds, hubs_seconds: what each adds to its bytes.
+      step_seconds: of one step of a loop, which waits for memory.
+    """
 
     bytes_per_second: float = 4.3e12
+    cache_bytes_per_second: float = 3.4e12
+    kept_bytes: float = 55e6
+    near_bytes: float = 37e6
     flops: tuple[tuple[str, float], ...] = (("f32", 55e12), ("tf32", 350e12), ("bf16", 700e12))
-    launch_seconds: float = 2.5e-6
+    launch_seconds: float = 0.9e-6
+    gemm: float = 0.76
+    outer: float = 0.70
+    loop: float = 0.72
+    gemm_seconds: float = 2.6e-6
+    outer_seconds: float = 7.7e-6
+    loop_seconds: float = 2.6e-6
+    hubs_seconds: float = 1.5e-6
+    step_seconds: float = 0.37e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,47 +60,206 @@ class Cost:
     seconds: float
 
 
-def instance_cost(
-    kernels: Kernels, instance: Instance, counts: Counts, precision: str = "tf32", machine: Machine = Machine()
-) -> Cost:
-    """The cost of one instance; a gathered row counts once for each item that reads it, caches left out."""
-    ops = kernels.program.ops
-    moved = sum(counts.rows(ops[v].space) * kernels.row_bytes(v) for v in instance.writes)
-    flops = 0
-    if isinstance(instance, Gemm):
-        product = ops[instance.product]
-        rows = counts.rows(product.space)
-        moved += (
-            _operand_bytes(kernels, instance.x, rows) + counts.rows(ops[instance.w].space) * ops[instance.w].row_bytes
-        )
-        flops = 2 * rows * _multiplications(instance.spec, ops[instance.x.name].shape, ops[instance.w].shape)
-    elif isinstance(instance, Outer):
-        rows = counts.rows(ops[instance.x.name].space)
-        moved += _operand_bytes(kernels, instance.x, rows) + _operand_bytes(kernels, instance.y, rows)
-        flops = 2 * rows * ops[instance.out].width
-    elif isinstance(instance, Traversal):
-        items = counts.rows(instance.space)
-        loop = counts.rows(VIAS[instance.via].coarse) if instance.via else 0
-        indexed = {o.via for o in instance.operands if o.access == "gathered"}
-        moved += 4 * items * (len(indexed) + (instance.via is not None)) + 4 * loop
-        for o in instance.operands:
-            moved += _operand_bytes(kernels, o, loop if o.access in ("row", "row_indexed") else items, with_index=False)
-        flops = sum(items * ops[i].width for i in instance.body)
-    else:
-        moved += sum(counts.rows(ops[v].space) * ops[v].row_bytes for v in instance.reads)
-        flops = sum(
-            2 * counts.rows(ops[i].space) * ops[ops[i].args[1]].width for i in instance.ops if ops[i].name == "linear"
-        )
-    rate = dict(machine.flops)[precision if isinstance(instance, (Gemm, Outer)) else "f32"]
-    seconds = machine.launch_seconds + max(moved / machine.bytes_per_second, flops / rate)
-    return Cost(int(moved), int(flops), seconds)
+@dataclass(slots=True)
+class _Traffic:
+    """Bytes of device memory, and bytes that the cache has."""
+
+    memory: float = 0.0
+    cache: float = 0.0
 
 
-def _operand_bytes(kernels: Kernels, operand: Operand, rows: int, *, with_index: bool = True) -> int:
-    if operand.access == "shared":
-        return kernels.program.ops[operand.value].row_bytes
-    index = 4 if operand.access == "gathered" and with_index else 0
-    return rows * (kernels.row_bytes(operand.value) + index)
+class CostModel:
+    """Costs of the instances of one level-2 program.
+
+    Args:
+      kernels: the program.
+      counts: of the graph.
+      precision: of products.
+      half_inputs: numbers of the program's values, inputs, that come in 16 bits.
+      machine: its ceilings.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        counts: Counts,
+        precision: str = "tf32",
+        half_inputs: frozenset[int] = frozenset(),
+        machine: Machine = Machine(),
+    ) -> None:
+        self.kernels, self.counts, self.precision, self.machine = kernels, counts, precision, machine
+        self.half = kernels.half | half_inputs
+        rounds = precision == "tf32"
+        self.encoded = encoded_values(kernels, counts.rows, self.half) if rounds else frozenset()
+        first: dict[int, int] = {}
+        for number, instance in enumerate(kernels.instances):
+            for v in instance.reads:
+                first.setdefault(v, number)
+        # The instance that first reads a value that is read in 16 bits makes it so.
+        self.encodes = {number: [v for v in self.encoded if first[v] == number] for number in first.values()}
+
+    def costs(self) -> list[Cost]:
+        """The cost of each instance, in order."""
+        return [self._cost(number, instance) for number, instance in enumerate(self.kernels.instances)]
+
+    def _cost(self, number: int, instance: Instance) -> Cost:
+        if isinstance(instance, Gemm):
+            traffic, flops, seconds = self._gemm(instance)
+        elif isinstance(instance, Outer):
+            traffic, flops, seconds = self._outer(instance)
+        elif isinstance(instance, Traversal):
+            traffic, flops, seconds = self._traversal(instance)
+        else:
+            ops, rows = self.kernels.program.ops, self.counts.rows
+            moved = sum(rows(ops[v].space) * ops[v].row_bytes for v in (*instance.reads, *instance.writes))
+            products = [ops[i] for i in instance.ops if ops[i].name == "linear"]
+            flops = sum(2 * rows(op.space) * ops[op.args[1]].width for op in products)
+            traffic = _Traffic(moved)
+            seconds = self.machine.launch_seconds + max(
+                moved / self.machine.bytes_per_second, flops / dict(self.machine.flops)["f32"]
+            )
+        for v in self.encodes.get(number, []):
+            op = self.kernels.program.ops[v]
+            moved = self.counts.rows(op.space) * (op.row_bytes + 2 * op.width)
+            traffic.memory += moved
+            seconds += self.machine.launch_seconds + moved / (self.machine.bytes_per_second * self.machine.loop)
+        return Cost(int(traffic.memory), int(flops), seconds)
+
+    # --- templates ---------------------------------------------------------------------------------------------------
+
+    def _gemm(self, g: Gemm) -> tuple[_Traffic, float, float]:
+        ops = self.kernels.program.ops
+        rows = self.counts.rows(ops[g.product].space)
+        traffic = _Traffic()
+        self._rows_of(traffic, g.x, rows)
+        weights = self.counts.rows(ops[g.w].space) * ops[g.w].row_bytes
+        traffic.memory += weights + self.counts.rows(ops[g.out].space) * self.row_bytes(g.out)
+        flops = 2 * rows * _multiplications(g.spec, ops[g.x.name].shape, ops[g.w].shape)
+        return traffic, flops, self.machine.gemm_seconds + self._time(traffic, self.machine.gemm, flops, self.precision)
+
+    def _outer(self, o: Outer) -> tuple[_Traffic, float, float]:
+        ops = self.kernels.program.ops
+        rows, types = self.counts.rows(ops[o.x.name].space), self.counts.rows(ops[o.out].space)
+        traffic = _Traffic()
+        self._rows_of(traffic, o.x, rows)
+        self._rows_of(traffic, o.y, rows)
+        splits = rows / rows_per_split(rows, types) + types
+        traffic.memory += 2 * splits * ops[o.out].width * 4 + types * ops[o.out].row_bytes
+        flops = 2 * rows * ops[o.out].width
+        seconds = self.machine.outer_seconds + self._time(traffic, self.machine.outer, flops, self.precision)
+        return traffic, flops, seconds
+
+    def _traversal(self, t: Traversal) -> tuple[_Traffic, float, float]:
+        ops, rows = self.kernels.program.ops, self.counts.rows
+        items, loop = rows(t.space), rows(VIAS[t.via].coarse) if t.via else 0
+        in_order = t.via is None or "type" in t.via or t.via == "destination_pair"
+        traffic = _Traffic(8 * loop)
+        packed: set[str] = set()
+        tables: set[str] = set()
+        for o in t.operands:
+            op, table = ops[o.value], self.table_bytes(o.value)
+            if o.access in ("row", "row_indexed"):
+                traffic.memory += min(loop * self.row_bytes(o.value), table)
+            elif o.access == "gathered":
+                assert o.via is not None
+                if op.name == "count" and op.attr("via") == o.via:
+                    traffic.memory += 4 * items  # a table by item
+                    continue
+                tables.add(o.via)
+                if op.width >= 16:
+                    self._gathered(traffic, items, self.row_bytes(o.value), table)
+                    if o.value in self.half | self.encoded:
+                        self._gathered(traffic, items, self.sector(table), table)
+                elif in_order and t.space == Space.EDGE and o.via in ("dst", "destination_pair"):
+                    traffic.memory += items * self.row_bytes(o.value)  # edges of a type are sorted by receiver
+                elif o.via not in packed:  # narrow values of the same rows share a sector
+                    packed.add(o.via)
+                    self._gathered(traffic, items, self.sector(table), table)
+            elif o.access == "shared":
+                traffic.memory += self.row_bytes(o.value)
+            else:
+                scattered = not in_order and op.width < 8
+                traffic.memory += items * (self.sector(table) if scattered else self.row_bytes(o.value))
+        traffic.memory += 4 * items * len(tables)
+        for v in t.item_outputs:
+            traffic.memory += items * (self.row_bytes(v) if in_order or ops[v].width >= 8 else 32)
+        traffic.memory += sum(loop * self.row_bytes(v) for v in t.row_outputs)
+        flops = sum(items * ops[i].width for i in t.body)
+        m = self.machine
+        seconds = self._time(traffic, m.loop, flops, "f32")
+        if t.via is None:
+            return traffic, flops, m.launch_seconds + seconds
+        return traffic, flops, m.loop_seconds + m.hubs_seconds + self._longest(t, items, loop) + seconds
+
+    def _longest(self, t: Traversal, items: int, loop: int) -> float:
+        """Seconds of the longest row, whose steps wait for each other."""
+        assert t.via is not None
+        ops = self.kernels.program.ops
+        widths = [ops[o.value].width for o in t.operands if o.access != "shared"]
+        widths += [ops[a.out].width for a in t.accumulators]
+        width = max(widths, default=1)
+        chunk = type_chunk_of(items) if "type" in t.via else hub_chunk_of(items)
+        wide = [o.value for o in t.operands if 2 * ops[o.value].width >= width]
+        schedule = traversal_schedule(
+            width,
+            items / max(loop, 1),
+            half=len(wide) == 1 and wide[0] in self.half | self.encoded,
+            wide=len(wide),
+            num_items=items,
+            longest=chunk,
+        )
+        return chunk / schedule.items_per_step * self.machine.step_seconds
+
+    # --- bytes -------------------------------------------------------------------------------------------------------
+
+    def row_bytes(self, value: int) -> int:
+        op = self.kernels.program.ops[value]
+        return 2 * op.width + 1 if value in self.half | self.encoded else op.row_bytes
+
+    def table_bytes(self, value: int) -> int:
+        return self.counts.rows(self.kernels.program.ops[value].space) * self.row_bytes(value)
+
+    def sector(self, table: float) -> int:
+        return 32 if table < self.machine.near_bytes else 64
+
+    def _rows_of(self, traffic: _Traffic, o: Operand, rows: int) -> None:
+        """Rows that a product reads."""
+        if o.access == "gathered":
+            traffic.memory += 4 * rows
+            self._gathered(traffic, rows, self.row_bytes(o.value), self.table_bytes(o.value))
+        elif o.access == "shared":
+            traffic.memory += self.row_bytes(o.value)
+        else:
+            traffic.memory += rows * self.row_bytes(o.value)
+
+    def _gathered(self, traffic: _Traffic, reads: int, row: int, table: float) -> None:
+        """`reads` rows of `row` bytes from a table: what is read again is partly in the cache."""
+        total = reads * row
+        if table < _REGISTER_LIKE:
+            traffic.memory += table
+            return
+        again = max(0.0, total - table)
+        missed = min(total, table) + again * max(0.0, 1 - self.machine.kept_bytes / table)
+        traffic.memory += missed
+        traffic.cache += total - missed
+
+    def _time(self, traffic: _Traffic, share: float, flops: float, precision: str) -> float:
+        m = self.machine
+        memory = traffic.memory / (m.bytes_per_second * share)
+        cache = (traffic.memory + traffic.cache) / m.cache_bytes_per_second
+        return max(memory, cache, flops / dict(m.flops)[precision])
+
+
+def kept_in_half(parts: Cut, forward: Kernels, backward: Kernels) -> frozenset[int]:
+    """Which inputs of the backward kernels the forward ones have written in 16 bits."""
+    saved = forward.program.outputs[parts.num_outputs :][: parts.num_saved]
+    positions = {len(parts.needed) + i for i, v in enumerate(saved) if v in forward.half}
+    ops = backward.program.ops
+    return frozenset(i for i in backward.program.inputs if ops[i].attr("position") in positions)
+
+
+# A table by type stays in the caches of each multiprocessor.
+_REGISTER_LIKE = 1 << 20
 
 
 def _multiplications(spec: str, x: tuple[int, ...], w: tuple[int, ...]) -> int:

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import TextIO
 
-from dejax.rgnn.cost import instance_cost
+from dejax.rgnn.cost import CostModel, kept_in_half
 from dejax.rgnn.execute import Task
 from dejax.rgnn.ir.inter import Op, Program, Space, format_op
 from dejax.rgnn.ir.intra import Fallback, Kernels, Traversal
@@ -44,6 +44,7 @@ def explain(task: Task, *, file: TextIO | None = None, svg: str | None = None) -
         print("== training: gradients of all floating-point inputs\n", file=out)
         halves = differentiated(optimised, wrt, counts, disable, watch)
         saved = tuple(range(halves.num_outputs, len(halves.forward.outputs)))
+        made: list[Kernels] = []
         for title, part, packed in (
             ("forward, with gradients", halves.forward, saved),
             ("backward", halves.backward, ()),
@@ -51,8 +52,9 @@ def explain(task: Task, *, file: TextIO | None = None, svg: str | None = None) -
             kernels = lower_to_kernels(
                 part, counts, disable, deterministic=task.deterministic, half=task.half, packed=packed
             )
+            made.append(kernels)
             print(f"== {title}", file=out)
-            _print_kernels(kernels, task, out)
+            _print_kernels(kernels, task, out, kept_in_half(halves, *made) if len(made) == 2 else frozenset())
             drawn.append((title, _kernel_nodes(kernels)))
         kept = halves.forward.outputs[halves.num_outputs :]
         kept_bytes = sum(counts.rows(halves.forward.ops[v].space) * halves.forward.ops[v].row_bytes for v in kept)
@@ -61,12 +63,12 @@ def explain(task: Task, *, file: TextIO | None = None, svg: str | None = None) -
         Path(svg).write_text(draw(drawn), encoding="utf-8")
 
 
-def _print_kernels(kernels: Kernels, task: Task, out: TextIO) -> None:
+def _print_kernels(kernels: Kernels, task: Task, out: TextIO, half_inputs: frozenset[int] = frozenset()) -> None:
     print(kernels, file=out)
     header = f"{'kernel':<8}{'template':<12}{'bytes':>12}{'FLOPs':>12}{'predicted':>12}"
     print(f"\n{header}", file=out)
     precision = task.options.precision or "tf32"
-    costs = [instance_cost(kernels, i, task.counts, precision) for i in kernels.instances]
+    costs = CostModel(kernels, task.counts, precision, half_inputs).costs()
     for number, (instance, c) in enumerate(zip(kernels.instances, costs, strict=True)):
         name = type(instance).__name__.lower() if not isinstance(instance, Fallback) else "xla"
         print(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,13 +21,11 @@ from dejax.rgnn.graph import RelGraph, Segments
 from dejax.rgnn.ir.inter import VIAS, Op, Program
 from dejax.rgnn.ir.intra import Accumulator, Gemm, Instance, Kernels, Operand, Outer, Traversal
 from dejax.rgnn.lowering.xla import ELEMENTWISE, num_rows, segments, valid_rows
+from dejax.rgnn.passes.storage import encoded_values, may_round
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # Values of at most this many numbers a row share an array where they are read at the same rows (a sector holds 8).
 _PACKED_WIDTH = 4
-# Rows to 16 bits: 6 bytes a number once, for 2 bytes a number at each read.
-_READS_A_ROW = 4
-_HALF_WIDTH = 32
 
 
 class PallasLowering:
@@ -40,12 +39,13 @@ class PallasLowering:
         interpret: bool | None,
         disable: frozenset[str] = frozenset(),
     ) -> None:
-        self.program, self.half, self.graph = kernels.program, kernels.half, graph
+        self.kernels, self.program, self.half, self.graph = kernels, kernels.program, kernels.half, graph
         self.precision = precision or "tf32"
         self.interpret = interpret
         self.disable = disable
         self.encoded: dict[int, Any] = {}  # inputs in 16 bits
-        self.reads = self.row_reads(kernels)
+        rounds = self.precision == "tf32" and "storage" not in disable
+        self.often_read = encoded_values(kernels, partial(num_rows, graph)) if rounds else frozenset()
 
     def run(self, instance: Instance, env: dict[int, Any], label: str = "") -> None:
         """Adds what the instance writes to `env`, whose values are arrays or `HalfRows`.
@@ -65,38 +65,10 @@ class PallasLowering:
             else:
                 raise NotImplementedError("left to XLA")
 
-    def row_reads(self, kernels: Kernels) -> dict[int, int]:
-        """How many rows of each value all instances together read through `in_half`."""
-        reads: dict[int, int] = {}
-        for instance in kernels.instances:
-            if isinstance(instance, Gemm):
-                values, rows = [instance.x.value], num_rows(self.graph, self.program.ops[instance.product].space)
-            elif isinstance(instance, Outer):
-                values = [instance.x.value, instance.y.value]
-                rows = segments(self.graph, instance.via).num_items
-            elif isinstance(instance, Traversal) and self.may_round(instance):
-                values = [o.value for o in instance.operands if o.access == "gathered"]
-                rows = num_rows(self.graph, instance.space)
-            else:
-                continue
-            for v in values:
-                reads[v] = reads.get(v, 0) + rows
-        return reads
-
-    def may_round(self, t: Traversal) -> bool:
-        """Whether a traversal may read rows rounded.
-
-        An inner product may be compared with one of unrounded rows, as a softmax's gradient does.
-        """
-        return not any(self.program.ops[i].name in ("dot", "sum_features", "linear") for i in t.body)
-
     def in_half(self, value: int, env: dict[int, Any]) -> Any:
         """An array whose rows kernels read, in 16 bits where that moves fewer bytes in all than it costs."""
         array = env[value]
-        wide = array.ndim >= 2 and int(np.prod(array.shape[1:])) >= _HALF_WIDTH
-        if self.precision != "tf32" or not wide or not isinstance(array, jax.Array) or array.dtype != jnp.float32:
-            return array
-        if "storage" in self.disable or self.reads[value] < _READS_A_ROW * array.shape[0] or array.shape[0] == 0:
+        if value not in self.often_read or not isinstance(array, jax.Array):
             return array
         if value not in self.encoded:
             self.encoded[value] = kernels.to_half_rows(array, interpret=self.interpret)
@@ -231,7 +203,7 @@ class PallasLowering:
                     numbers[o.via] = len(tables)
                     tables.append(segments(self.graph, o.via).index if by_position is None else by_position)
                 access, index = "indexed" if by_position is None else "positioned", numbers[o.via]
-                if columns is None and self.may_round(t):
+                if columns is None and may_round(self.kernels, t):
                     array = self.in_half(o.value, env)
             arrays.append(array)
             operands.append(kernels.Operand(access, index, columns))

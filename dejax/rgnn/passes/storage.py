@@ -6,10 +6,60 @@ stored so, and the loops that read one such row for each edge move half the byte
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from dejax.rgnn.ir.inter import Space
 from dejax.rgnn.ir.intra import Fallback, Gemm, Instance, Kernels, Outer, Traversal
 
 # Narrower rows share a memory sector anyway.
 _MIN_WIDTH = 16
+
+
+# Rows to 16 bits: 6 bytes a number once, for 2 bytes less at each read.
+_READS_A_ROW = 4
+_ENCODED_WIDTH = 32
+
+
+def encoded_values(
+    kernels: Kernels, num_rows: Callable[[Space], int], half: frozenset[int] | None = None
+) -> frozenset[int]:
+    """Values in float32 that are worth putting in 16 bits first, because instances read their rows many times.
+
+    Args:
+      kernels: a level-2 program.
+      num_rows: rows of each space.
+      half: the values that are in 16 bits already; by default what the kernels write so.
+    """
+    ops = kernels.program.ops
+    half = kernels.half if half is None else half
+    reads: dict[int, int] = {}
+    for instance in kernels.instances:
+        if isinstance(instance, Gemm):
+            values, rows = [instance.x.value], num_rows(ops[instance.product].space)
+        elif isinstance(instance, Outer):
+            values, rows = [instance.x.value, instance.y.value], num_rows(ops[instance.x.name].space)
+        elif isinstance(instance, Traversal) and may_round(kernels, instance):
+            values, rows = [o.value for o in instance.operands if o.access == "gathered"], num_rows(instance.space)
+        else:
+            continue
+        for v in values:
+            reads[v] = reads.get(v, 0) + rows
+    return frozenset(
+        v
+        for v, count in reads.items()
+        if v not in half
+        and ops[v].dtype == "float32"
+        and ops[v].width >= _ENCODED_WIDTH
+        and count >= _READS_A_ROW * num_rows(ops[v].space) > 0
+    )
+
+
+def may_round(kernels: Kernels, t: Traversal) -> bool:
+    """Whether a traversal may read rows rounded.
+
+    An inner product may be compared with one of unrounded rows, as a softmax's gradient does.
+    """
+    return not any(kernels.program.ops[i].name in ("dot", "sum_features", "linear") for i in t.body)
 
 
 def storage(kernels: Kernels, packed: tuple[int, ...] = ()) -> Kernels:
