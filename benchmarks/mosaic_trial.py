@@ -160,8 +160,9 @@ def mosaic_product(
     group_rows = shape.rows // 2 if by_rows else shape.rows
     group_columns = shape.columns // 2 if by_columns else shape.columns
     groups = 2 if shape.specialized else 1
-    # Copies are waited for by the number of groups; the specialized pipeline closes an empty one of its own each step.
-    groups_of_step = 2 if shape.specialized else 1
+    # Copies are waited for by the number of groups; the specialized pipeline closes an empty one of its own each step,
+    # which the interpreter does not count.
+    groups_of_step = 2 if shape.specialized and interpret is None else 1
 
     def body(x_gmem: Any, w_gmem: Any, type_gmem: Any, y_gmem: Any, w_smem: Any, y_smem: Any, loaded: Any) -> None:
         block = lax.axis_index("block")
