@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 PRODUCTS = [(width, shape) for width, shapes in trial.PRODUCTS.items() for shape in shapes]
-SUMS = [(width, shape) for width, shapes in trial.SUMS.items() for shape in shapes]
+SUMS = [(width, shapes[0]) for width, shapes in trial.SUMS.items()]
 
 
 def lower(function, *shapes) -> None:
@@ -48,10 +48,10 @@ def mosaic_only(case: trial.Case, *numbers: int) -> trial.Case:
 
 @pytest.mark.parametrize("number", [0, pytest.param(2, marks=pytest.mark.slow)], ids=["plain", "specialized"])
 def test_a_block_goes_through_tiles_of_several_types(monkeypatch, capfd, number):
-    monkeypatch.setattr(trial, "SMS", 2)  # blocks of several tiles each
-    case = mosaic_only(trial.product_case(64, 2048), number)
+    monkeypatch.setattr(trial, "SMS", 1)  # blocks of several tiles each
+    case = mosaic_only(trial.product_case(64, 1280), number)
     types = case.tables[f"type of {trial.UNIT} rows"]
-    assert len(set(types)) > 2 and len(types) == 8
+    assert len(set(types)) > 2 and len(types) == 5
     (row,) = (trial.run_job(job) for job in trial.prepare([case]))
     assert "failed" not in row and 0 < row["error"] < 0.01
     assert "RACE" not in capfd.readouterr().out  # which the interpreter reports from jax 0.11 on
