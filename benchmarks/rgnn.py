@@ -91,6 +91,7 @@ class Benchmark:
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args, self.folder = args, folder
+        self.earlier = json.loads(args.update.read_text(encoding="utf-8")) if args.update else None
         self.limits = Limits(args.target, args.cut, args.limit)
         self.base = Settings(args.width, args.heads, args.dtype, args.precision)
         sweep = [Settings(**{**self.base_dict, **change}) for change in SWEEP] if args.sweep else []
@@ -165,10 +166,20 @@ class Benchmark:
         else:
             self.results.append({**cell, **result})
         seconds = time.monotonic() - self.start
+        if self.args.out:
+            self.args.out.mkdir(parents=True, exist_ok=True)
+            path = self.args.out / "unfinished.json"
+            path.write_text(json.dumps(self.merged({}), indent=1) + "\n", encoding="utf-8")
         bound = self.graphs[cell["graph"]]["row_bound_ms"][Settings(**cell["settings"]).name]
         print(
             f"{self.done:>4}/{self.total} {seconds:>5.0f} s  " + rgnn_report.progress(cell, result, bound), flush=True
         )
+
+    def merged(self, versions: dict[str, str]) -> dict[str, Any]:
+        """What was measured so far, with the other results of the file that is brought up to date."""
+        run = {"versions": versions, "date": time.strftime("%Y-%m-%d")}
+        results = {"graphs": self.graphs, "results": [{**r, "run": run} for r in self.results]}
+        return rgnn_report.merge(self.earlier, results) if self.earlier else results
 
     def add_warm_start(self, cell: dict[str, Any], result: dict[str, Any]) -> None:
         for known in self.results:
@@ -186,10 +197,7 @@ def main(argv: list[str] | None = None) -> None:
         versions = benchmark.run()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    run = {"versions": versions, "date": time.strftime("%Y-%m-%d")}
-    results = {"graphs": benchmark.graphs, "results": [{**r, "run": run} for r in benchmark.results]}
-    if args.update:
-        results = rgnn_report.merge(json.loads(args.update.read_text(encoding="utf-8")), results)
+    results = benchmark.merged(versions)
     print("\n" + rgnn_report.text(results, benchmark.base))
     if args.out or args.update:
         device = re.sub(r"nvidia|geforce", "", versions.get("device", "unknown").lower()).strip().replace(" ", "_")
@@ -199,6 +207,8 @@ def main(argv: list[str] | None = None) -> None:
         out.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         rgnn_report.plot(results, benchmark.base, path.with_suffix(".svg"))
+        if args.out:
+            (args.out / "unfinished.json").unlink(missing_ok=True)
         print(f"\n{path}\n{path.with_suffix('.svg')}")
 
 

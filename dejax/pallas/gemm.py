@@ -298,7 +298,14 @@ def typed_matmul(
     else:
         merged = merged_groups(groups, k, n, precision, x.dtype) if schedule is None and dot_vector is None else 1
         if schedule is None:
-            schedule = gemm_schedule(merged * k, merged * n, block, precision, whole_n=dot_vector is not None)
+            schedule = gemm_schedule(
+                merged * k,
+                merged * n,
+                block,
+                precision,
+                whole_n=dot_vector is not None,
+                half=x.dtype == w.dtype and x.dtype in (jnp.bfloat16, jnp.float16),
+            )
         scaled = precision == "tf32" and jnp.float32 in (x.dtype, w.dtype)
         if isinstance(x, HalfRows) and not (scaled and x.one_exponent(merged * k, schedule.block_k)):
             x = x.decode()
