@@ -133,7 +133,7 @@ class CostModel:
         traffic = _Traffic()
         self._rows_of(traffic, g.x, rows)
         weights = self.counts.rows(ops[g.w].space) * ops[g.w].row_bytes
-        traffic.memory += weights + self.counts.rows(ops[g.out].space) * self.row_bytes(g.out)
+        traffic.memory += weights + sum(self.counts.rows(ops[v].space) * self.row_bytes(v) for v in g.writes)
         flops = 2 * rows * _multiplications(g.spec, ops[g.x.name].shape, ops[g.w].shape)
         return traffic, flops, self.machine.gemm_seconds + self._time(traffic, self.machine.gemm, flops, self.precision)
 

@@ -87,6 +87,12 @@ def test_typed_sources(options: Options, tolerance: float) -> None:
     check("hgt", "typed", Size(32, 32, 2), options, tolerance=tolerance)
 
 
+@pytest.mark.parametrize(("options", "tolerance"), [(F32, 1e-5), (TF32, CHAIN)], ids=["f32", "tf32"])
+@pytest.mark.parametrize("width", [17, 64])
+def test_scores_by_the_product(width: int, options: Options, tolerance: float) -> None:
+    check("rgat", "large", Size(width, width, 1), options, tolerance=tolerance)
+
+
 def test_the_same_bits_again() -> None:
     arrays = {
         k: jnp.asarray(v, jnp.float32)

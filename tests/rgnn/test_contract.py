@@ -259,6 +259,12 @@ def test_what_the_graphs_cover() -> None:
     assert {c[2].h for c in chosen} >= {1, 2, 8}
 
 
+@pytest.mark.parametrize(("precision", "tolerance"), [("f32", F32), ("tf32", TF32)])
+def test_scores_by_the_product(precision: str, tolerance: float) -> None:
+    """One head, so that the kernel of the product makes the scores, too; the rows in 16 bits with `tf32`."""
+    check("rgat", "typical", Size(16, 16, 1), dataclasses.replace(PALLAS, precision=precision), tolerance=tolerance)
+
+
 @pytest.mark.parametrize("disable", [(), ("fold",)], ids=["folded", "not"])
 @pytest.mark.parametrize("backend", ["xla", "pallas"])
 def test_typed_sources(backend: str, disable: tuple[str, ...]) -> None:

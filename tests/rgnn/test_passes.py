@@ -375,6 +375,22 @@ def test_no_reordering_of_a_product_that_others_read() -> None:
     assert not any(op.attr("via") == "self" for op in after.ops)
 
 
+def test_scores_of_one_head_are_made_by_the_product() -> None:
+    """The template has a row's columns in one tile; those of several heads lie in one row of it, and are left apart."""
+    for heads, made in ((1, True), (2, False)):
+
+        @program("scores")
+        def scores(b: Tiny, heads: int = heads) -> list[int]:
+            x, w, a = b.node("x", 4), b.weight("w", heads, 4, 3), b.weight("a", heads, 3)
+            z = b.linear(b.src(x), w, "k,hkn->hn")
+            return [z, b.linear(z, a, "hk,hk->h")]
+
+        (gemm,) = fuse_gemm(Kernels(scores)).instances
+        assert isinstance(gemm, Gemm)
+        assert (gemm.dot is not None) == made and (set(gemm.writes) == set(scores.outputs)) == made
+        verify_kernels(fallback(fuse_traversal(fuse_gemm(Kernels(scores)))))
+
+
 def test_no_folding_where_it_would_change_or_cost_something() -> None:
     @program("others")
     def others(b: Tiny) -> list[int]:

@@ -58,7 +58,8 @@ class Gemm:
     """Rows times the matrix of their type: `out = x @ w[type]`, with gathered, scattered or accumulated rows.
 
     `activation` names a level-1 elementwise operator folded in as an epilogue (then `out` is its value); `accumulate`
-    names the map by which product rows are added up in place (then `out` is the reduction's value).
+    names the map by which product rows are added up in place (then `out` is the reduction's value); `dot` names a value
+    that is the inner product of each product row with the vector of its type, `vector`.
     """
 
     out: int
@@ -69,18 +70,21 @@ class Gemm:
     via: str
     activation: str | None = None
     accumulate: str | None = None
+    dot: int | None = None
+    vector: int | None = None
 
     @property
     def writes(self) -> tuple[int, ...]:
-        return (self.out,)
+        return (self.out,) if self.dot is None else (self.out, self.dot)
 
     @property
     def reads(self) -> tuple[int, ...]:
-        return (self.x.value, self.w)
+        return (self.x.value, self.w) if self.vector is None else (self.x.value, self.w, self.vector)
 
     def __str__(self) -> str:
         extra = f", then {self.activation}" if self.activation else ""
         extra += f", added up by {self.accumulate}" if self.accumulate else ""
+        extra += f", %{self.dot} = its inner product with %{self.vector}" if self.dot is not None else ""
         return f"gemm %{self.out} = {self.x} x %{self.w}, types by {self.via}, {self.spec}{extra}"
 
 

@@ -57,7 +57,7 @@ class PallasLowering:
                 raise NotImplementedError(f"no kernel for {self.program.ops[v].dtype}")
         with kernels.label(re.sub(r"\W", "_", label)):
             if isinstance(instance, Gemm):
-                env[instance.out] = self.gemm(instance, env)
+                env.update(zip(instance.writes, self.gemm(instance, env), strict=True))
             elif isinstance(instance, Outer):
                 env[instance.out] = self.outer(instance, env)
             elif isinstance(instance, Traversal):
@@ -85,7 +85,7 @@ class PallasLowering:
             return index
         return group.order if index is None else index[group.order]
 
-    def gemm(self, instance: Gemm, env: dict[int, Any]) -> jax.Array:
+    def gemm(self, instance: Gemm, env: dict[int, Any]) -> tuple[Any, ...]:
         op = self.program.ops[instance.out]
         product = self.program.ops[instance.product]
         group = segments(self.graph, instance.via)
@@ -100,6 +100,9 @@ class PallasLowering:
             rows = onto.num_rows
         padded = valid_rows(self.graph, product.space) is not None
         half_out = instance.out in self.half
+        vector = None
+        if instance.vector is not None:
+            vector = env[instance.vector].reshape(w.shape[0], *(1,) * (x.ndim - 2), n)
 
         def call(fields: dict[str, Any]) -> Any:
             tiles = group.tiles_for(fields["block"])
@@ -117,6 +120,7 @@ class PallasLowering:
                 num_out_rows=rows,
                 transpose_w=transpose,
                 activation=instance.activation,
+                dot_vector=vector,
                 accumulate=instance.accumulate is not None,
                 covers_all=not padded and instance.accumulate is None,
                 precision=self.precision,
@@ -128,6 +132,7 @@ class PallasLowering:
 
         groups = x.shape[1] if x.ndim == 3 else 1
         form = ("h" if isinstance(x, kernels.HalfRows) else "f") + ("h" if half_out else "f") + "nt"[transpose]
+        form += "" if vector is None else "d"
         fields = schedules.choose(
             "gemm",
             f"{k}x{n}x{groups}-{self.precision}-{x.dtype}-{form}"
@@ -137,7 +142,12 @@ class PallasLowering:
             call,
         )
         result = call(fields)
-        return result.reshape(rows, *op.shape) if split else result
+        found = [result] if instance.dot is None else list(result)
+        if split:
+            found[0] = found[0].reshape(rows, *op.shape)
+        if instance.dot is not None:
+            found[1] = found[1].reshape(rows, *self.program.ops[instance.dot].shape)
+        return tuple(found)
 
     def outer(self, instance: Outer, env: dict[int, Any]) -> jax.Array:
         op = self.program.ops[instance.out]
