@@ -14,7 +14,7 @@ import itertools
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -79,26 +79,10 @@ def kernels_jax(call: Callable[[], Any], calls: int) -> dict[str, float]:
 def _jax_records(call: Callable[[], Any], calls: int) -> list[tuple[str, Record]]:
     import jax
 
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # tracing Python would slow the dispatch between kernels
-    options.host_tracer_level = 0
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            jax.block_until_ready([call() for _ in range(calls)])
-        return list(_xplane_records(Path(folder)))
+    from dejax.pallas.profile import record
 
-
-def _xplane_records(folder: Path) -> Iterator[tuple[str, Record]]:
-    import jax
-
-    for path in folder.rglob("*.xplane.pb"):
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-            if not plane.name.startswith("/device:GPU"):
-                continue
-            for line in plane.lines:
-                if line.name.startswith("Stream"):  # other lines repeat the kernels by operation or module
-                    for event in line.events:
-                        yield event.name, (event.start_ns, event.duration_ns)
+    found = record(lambda: jax.block_until_ready([call() for _ in range(calls)]))
+    return [(r.name, (r.start_ns, r.duration_ns)) for r in found]
 
 
 def profile_torch(call: Callable[[], Any], calls: int) -> DeviceTime | None:

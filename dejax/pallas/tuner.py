@@ -12,7 +12,7 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ import jax
 
 from dejax.pallas import _triton
 from dejax.pallas import schedule as schedules
+from dejax.pallas.profile import record
 
 Fields = dict[str, Any]
 Call = Callable[[Fields], Any]
@@ -129,15 +130,9 @@ def measure_on_device(candidates: Sequence[Fields], call: Call) -> list[float | 
             for number, fields in enumerate(candidates)
         ]
         runs = {number: run for number, future in enumerate(futures) if (run := future.result()) is not None}
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
-    options.host_tracer_level = 0
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            for number in runs:
-                for _ in range(_REPEATS):
-                    jax.block_until_ready(runs[number]())
-        records = dict(_kernel_records(Path(folder)))
+    records: dict[str, list[float]] = {}
+    for kernel in record(lambda: _repeat(runs.values())):
+        records.setdefault(kernel.name, []).append(kernel.duration_ns)
     if runs and not records:
         raise RuntimeError(
             "the profiler recorded no kernels: tuning needs a GPU, and no other profiler may be at work in the process"
@@ -164,19 +159,11 @@ def _compiled(number: int, fields: Fields, call: Call) -> Callable[[], Any] | No
     return lambda: run(jaxpr.consts)
 
 
+def _repeat(runs: Iterable[Callable[[], Any]]) -> None:
+    for run in runs:
+        for _ in range(_REPEATS):
+            jax.block_until_ready(run())
+
+
 def _name(number: int) -> str:
     return f"candidate{number}"
-
-
-def _kernel_records(folder: Path) -> Iterator[tuple[str, list[float]]]:
-    """Durations in ns of each kernel on the device, by name."""
-    found: dict[str, list[float]] = {}
-    for path in folder.rglob("*.xplane.pb"):
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-            if not plane.name.startswith("/device:GPU"):
-                continue
-            for line in plane.lines:
-                if line.name.startswith("Stream"):
-                    for event in line.events:
-                        found.setdefault(event.name, []).append(event.duration_ns)
-    yield from found.items()
