@@ -137,6 +137,8 @@ def _kernel(*refs: Any, c: _Config) -> None:
     if "scale" in ref:
         group = g * c.merged + divide(n, c.group_n)[0] if c.merged > 1 else g
         y = y * _triton.load(ref["scale"], (position[:, None], group), valid[:, None]).astype(jnp.float32)
+    if "bias" in ref:
+        y = y + _triton.load(ref["bias"], (t, g * c.n + n), None if even_n else n < c.n).astype(jnp.float32)
     y = apply_activation(c.activation, y)
 
     out_row = position
@@ -185,6 +187,7 @@ def typed_matmul(
     num_out_rows: int | None = None,
     transpose_w: bool = False,
     scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
     activation: str | None = None,
     dot_vector: jax.Array | None = None,
     accumulate: bool = False,
@@ -195,7 +198,9 @@ def typed_matmul(
     schedule: GemmSchedule | None = None,
     interpret: bool | None = None,
 ) -> Any:
-    """Each row times the matrix of its type: `out[o(p), g] = act(scale[p, g] * (x[i(p), g] @ w[type(p), g]))`.
+    """Each row times the matrix of its type.
+
+        out[o(p), g] = activation(scale[p, g] * (x[i(p), g] @ w[type(p), g]) + bias[type(p), g])
 
     Positions p = 0, 1, ... are sorted by type; those of type t are `offsets[t]` to `offsets[t + 1]`. Position p reads
     row i(p) = `x_index[p]` and writes row o(p) = `out_index[p]`; without an index, row p.
@@ -216,7 +221,8 @@ def typed_matmul(
       num_out_rows: rows of the result; `num_positions` by default.
       transpose_w: multiply by the transposed matrices.
       scale: float[num_positions, groups] or float[num_positions], a factor of each product row.
-      activation: `relu`, `tanh`, `sigmoid` or `leaky_relu:<slope>`, after `scale`.
+      bias: float[types, groups, n] or, without the groups axis, float[types, n]; added after `scale`.
+      activation: `relu`, `tanh`, `sigmoid` or `leaky_relu:<slope>`, after `bias`.
       dot_vector: float[types, groups, n]; asks for a second result `sum_n out[o(p), g, n] * dot_vector[type(p), g, n]`
         (before rounding to `out_dtype`).
       accumulate: adds product rows up in float32 result rows, atomically: the order of additions, and so the last bits,
@@ -245,7 +251,7 @@ def typed_matmul(
     flat = x.ndim == 2
     if flat:
         x, w = x.reshape(x.shape[0], 1, x.shape[1]), w[:, None]
-        dot_vector = dot_vector if dot_vector is None or dot_vector.ndim == 3 else dot_vector[:, None]
+        bias, dot_vector = (a if a is None or a.ndim == 3 else a[:, None] for a in (bias, dot_vector))
     if x.ndim != 3 or w.ndim != 4:
         raise ValueError(
             "x must be [rows, groups, k] with w [types, groups, k, n], or [rows, k] with [types, k, n]; "
@@ -262,9 +268,9 @@ def typed_matmul(
         raise ValueError(f"offsets must have types + 1 = {w.shape[0] + 1} entries, got shape {offsets.shape}")
     if block < 16 or next_power_of_two(block) != block:
         raise ValueError(f"block must be a power of two of at least 16, got {block}")
-    if accumulate and (dot_vector is not None or activation is not None):
-        raise ValueError("accumulate adds up product rows; it goes with no activation and no dot_vector")
-    for name, a in (("x", x), ("w", w), ("scale", scale), ("dot_vector", dot_vector)):
+    if accumulate and any(a is not None for a in (bias, dot_vector, activation)):
+        raise ValueError("accumulate adds up product rows; it goes with no bias, no activation and no dot_vector")
+    for name, a in (("x", x), ("w", w), ("scale", scale), ("bias", bias), ("dot_vector", dot_vector)):
         if a is not None:
             check_float(a, name)
     out_rows = num_positions if num_out_rows is None else num_out_rows
@@ -333,6 +339,10 @@ def typed_matmul(
             if scale.shape not in ((num_positions, groups), (num_positions, 1)):
                 raise ValueError(f"scale must be [{num_positions}, {groups}] or [{num_positions}], got {scale.shape}")
             operands["scale"] = jnp.broadcast_to(scale, (num_positions, groups))
+        if bias is not None:
+            if bias.shape != (w.shape[0], groups, n):
+                raise ValueError(f"bias must be [{w.shape[0]}, {groups}, {n}], got {bias.shape}")
+            operands["bias"] = bias.reshape(w.shape[0], groups * n)
         if dot_vector is not None:
             if dot_vector.shape != (w.shape[0], groups, n):
                 raise ValueError(f"dot_vector must be [{w.shape[0]}, {groups}, {n}], got {dot_vector.shape}")

@@ -83,8 +83,9 @@ def test_padding_has_no_effect(name: str) -> None:
 
 
 @pytest.mark.parametrize(("options", "tolerance"), [(F32, 1e-5), (TF32, CHAIN)], ids=["f32", "tf32"])
-def test_typed_sources(options: Options, tolerance: float) -> None:
-    check("hgt", "typed", Size(32, 32, 2), options, tolerance=tolerance)
+@pytest.mark.parametrize("name", ["hgt", "hgt_skip"])
+def test_typed_sources(name: str, options: Options, tolerance: float) -> None:
+    check(name, "typed", Size(32, 32, 2), options, tolerance=tolerance)
 
 
 @pytest.mark.parametrize(("options", "tolerance"), [(F32, 1e-5), (TF32, CHAIN)], ids=["f32", "tf32"])

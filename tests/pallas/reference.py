@@ -41,6 +41,7 @@ class Gemm:
     scatter: bool = True
     transpose_w: bool = False
     scale: bool = False
+    bias: bool = False
     activation: str | None = None
     dot_vector: bool = False
     accumulate: bool = False
@@ -81,9 +82,11 @@ class Gemm:
                 a["out_index"] = rng.integers(0, self.out_rows, self.positions).astype(np.int32)
         if self.scale:
             a["scale"] = rng.standard_normal((self.positions, groups))
+        if self.bias:
+            a["bias"] = rng.standard_normal((types, groups, self.n))
         if self.dot_vector:
             a["dot_vector"] = rng.standard_normal((types, groups, self.n))
-        for name in ("x", "w", "scale", "dot_vector"):
+        for name in ("x", "w", "scale", "bias", "dot_vector"):
             if name in a:
                 a[name] = np.asarray(jnp.asarray(a[name], self.dtype))
                 if self.groups is None:
@@ -125,6 +128,8 @@ class Gemm:
             y[types == t] = np.einsum("pgk,gkn->pgn", x[index[types == t]], w[t])
         if self.scale:
             y = y * a["scale"].astype(np.float64).reshape(self.positions, -1)[:valid, :, None]
+        if self.bias:
+            y = y + a["bias"].astype(np.float64).reshape(len(self.counts), -1, self.n)[types]
         kind, _, slope = (self.activation or "").partition(":")
         y = {
             "": lambda y: y,
@@ -189,6 +194,9 @@ GEMMS = {
     "all types empty": Gemm(counts=(0, 0), padding=3),
     "scale, leaky relu, dot": Gemm(scale=True, activation="leaky_relu:0.2", dot_vector=True),
     "relu": Gemm(activation="relu"),
+    "bias": Gemm(bias=True),
+    "bias, groups side by side": Gemm(groups=4, k=5, n=7, counts=(9, 2), scale=True, bias=True, activation="relu"),
+    "bias, half rows, dot": Gemm(half_in=True, half_out=True, groups=None, bias=True, dot_vector=True),
     "tanh": Gemm(activation="tanh", groups=1),
     "sigmoid": Gemm(activation="sigmoid", groups=1),
     "accumulate": Gemm(accumulate=True, scale=True),

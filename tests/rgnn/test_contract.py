@@ -265,12 +265,13 @@ def test_scores_by_the_product(precision: str, tolerance: float) -> None:
     check("rgat", "typical", Size(16, 16, 1), dataclasses.replace(PALLAS, precision=precision), tolerance=tolerance)
 
 
+@pytest.mark.parametrize("name", ["hgt", "hgt_skip"])
 @pytest.mark.parametrize("disable", [(), ("fold",)], ids=["folded", "not"])
 @pytest.mark.parametrize("backend", ["xla", "pallas"])
-def test_typed_sources(backend: str, disable: tuple[str, ...]) -> None:
+def test_typed_sources(name: str, backend: str, disable: tuple[str, ...]) -> None:
     """Where all edges of a type come from nodes of one type, keys and messages are one product each."""
     assert counts_of(graph_of("typed")).typed_sources and not counts_of(graph_of("typical")).typed_sources
-    check("hgt", "typed", Size(8, 4, 2), dataclasses.replace(BACKENDS[backend], disable=disable), tolerance=1e-5)
+    check(name, "typed", Size(8, 4, 2), dataclasses.replace(BACKENDS[backend], disable=disable), tolerance=1e-5)
 
 
 def test_the_references_can_be_missed() -> None:

@@ -57,7 +57,8 @@ class Operand:
 class Gemm:
     """Rows times the matrix of their type: `out = x @ w[type]`, with gathered, scattered or accumulated rows.
 
-    `activation` names a level-1 elementwise operator folded in as an epilogue (then `out` is its value); `accumulate`
+    `bias` names a row for each type that is added to the product's; `activation` names a level-1 elementwise operator
+    folded in as an epilogue (either way `out` is the value after it); `accumulate`
     names the map by which product rows are added up in place (then `out` is the reduction's value); `dot` names a value
     that is the inner product of each product row with the vector of its type, `vector`.
     """
@@ -68,6 +69,7 @@ class Gemm:
     w: int
     spec: str
     via: str
+    bias: int | None = None
     activation: str | None = None
     accumulate: str | None = None
     dot: int | None = None
@@ -79,10 +81,11 @@ class Gemm:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        return (self.x.value, self.w) if self.vector is None else (self.x.value, self.w, self.vector)
+        return (self.x.value, self.w, *(v for v in (self.bias, self.vector) if v is not None))
 
     def __str__(self) -> str:
-        extra = f", then {self.activation}" if self.activation else ""
+        extra = f", plus %{self.bias}" if self.bias is not None else ""
+        extra += f", then {self.activation}" if self.activation else ""
         extra += f", added up by {self.accumulate}" if self.accumulate else ""
         extra += f", %{self.dot} = its inner product with %{self.vector}" if self.dot is not None else ""
         return f"gemm %{self.out} = {self.x} x %{self.w}, types by {self.via}, {self.spec}{extra}"

@@ -100,9 +100,8 @@ class PallasLowering:
             rows = onto.num_rows
         padded = valid_rows(self.graph, product.space) is not None
         half_out = instance.out in self.half
-        vector = None
-        if instance.vector is not None:
-            vector = env[instance.vector].reshape(w.shape[0], *(1,) * (x.ndim - 2), n)
+        by_type = lambda v: None if v is None else env[v].reshape(w.shape[0], *x.shape[1:-1], n)  # noqa: E731
+        bias, vector = by_type(instance.bias), by_type(instance.vector)
 
         def call(fields: dict[str, Any]) -> Any:
             tiles = group.tiles_for(fields["block"])
@@ -119,6 +118,7 @@ class PallasLowering:
                 out_index=out_index,
                 num_out_rows=rows,
                 transpose_w=transpose,
+                bias=bias,
                 activation=instance.activation,
                 dot_vector=vector,
                 accumulate=instance.accumulate is not None,
@@ -132,7 +132,7 @@ class PallasLowering:
 
         groups = x.shape[1] if x.ndim == 3 else 1
         form = ("h" if isinstance(x, kernels.HalfRows) else "f") + ("h" if half_out else "f") + "nt"[transpose]
-        form += "" if vector is None else "d"
+        form += ("" if bias is None else "b") + ("" if vector is None else "d")
         fields = schedules.choose(
             "gemm",
             f"{k}x{n}x{groups}-{self.precision}-{x.dtype}-{form}"

@@ -1,40 +1,64 @@
 """Two typed linears in a row become one: the rest of linear operator reordering (Hector, section 3.2.3).
 
-    (x_j W_t(j)) V_r   =   x_j (W_t(r) V_r)   where all edges of type r come from nodes of one type t(r)
+    (x_j W_t(j) + b_t(j)) V_r   =   x_j (W_t(r) V_r) + b_t(r) V_r
 
-as the keys and messages of a heterogeneous graph transformer do on a graph with typed relations. The product of weights
-is made once for each edge type, and the node-wise product is not made at all.
+where all edges of type r come from nodes of one type t(r), as the keys and messages of a heterogeneous graph
+transformer do on a graph with typed relations. The products of weights are made once for each edge type, and the
+node-wise product is not made at all.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from dejax.rgnn.ir.inter import Builder, Op, Program
 from dejax.rgnn.passes._rewrite import Counts, rebuild
 
-# (spec of x W, spec of (x W) V) -> (spec of W V, spec of x (W V)).
+# (spec of x W, spec of (x W) V) -> (spec of W V, spec of x (W V)); a bias is multiplied as rows are, by the second.
 _FOLDED = {
     ("k,kn->n", "k,kn->n"): ("jk,kn->jn", "k,kn->n"),
     ("k,hkn->hn", "hk,hkn->hn"): ("hjk,hkn->hjn", "k,hkn->hn"),
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Inner:
+    """The node-wise product whose rows are multiplied again: `x @ w`, and `bias` (by node type) where one is added."""
+
+    linear: Op
+    bias: int | None
+
+
 def fold(program: Program, counts: Counts) -> Program:
     users = program.users()
     new: dict[int, int] = {}
 
-    def inner(op: Op) -> Op | None:
-        """The node-wise linear whose rows a typed linear on edges takes, where the two are better made one."""
+    def inner(op: Op) -> _Inner | None:
+        """The node-wise product whose rows a typed linear on edges takes, where the two are better made one."""
         if not counts.typed_sources or op.name != "linear" or op.attr("via") != "etype":
             return None
         read = program.ops[op.args[0]]
         if read.name != "gather" or read.attr("via") != "src":
             return None
-        first = program.ops[read.args[0]]
-        if first.name != "linear" or first.attr("via") != "ntype":
+        first = node_wise(read.args[0])
+        if first is None or (first.linear.attr("spec"), op.attr("spec")) not in _FOLDED:
             return None
-        if (first.attr("spec"), op.attr("spec")) not in _FOLDED or not _only_read_so(read.args[0]):
+        if not _only_read_so(read.args[0]):
             return None
-        return first if _is_cheaper(program, first, op, counts) else None
+        return first if _is_cheaper(program, first.linear, op, counts) else None
+
+    def node_wise(value: int) -> _Inner | None:
+        op = program.ops[value]
+        if op.name == "linear" and op.attr("via") == "ntype":
+            return _Inner(op, None)
+        if op.name != "add":
+            return None
+        for product, bias in (op.args, op.args[::-1]):
+            linear, read = program.ops[product], program.ops[bias]
+            typed = all(o.attr("via") == "ntype" and o.shape == op.shape for o in (linear, read))
+            if typed and linear.name == "linear" and read.name == "gather" and users[product] == [value]:
+                return None if product in program.outputs else _Inner(linear, read.args[0])
+        return None
 
     def _only_read_so(value: int) -> bool:
         """Whether a value is read at the sources of typed linears alone, so that it need not be made."""
@@ -54,11 +78,17 @@ def fold(program: Program, counts: Counts) -> Program:
         if first is None:
             made = builder.copy(op, args, builder.line)
         else:
-            of_weights, of_rows = _FOLDED[first.attr("spec"), op.attr("spec")]
-            by_edge_type = builder.op("gather", new[first.args[1]], via="source_type")
+            of_weights, of_rows = _FOLDED[first.linear.attr("spec"), op.attr("spec")]
+            x, w = (new[a] for a in first.linear.args)
+            by_edge_type = builder.op("gather", w, via="source_type")
             product = builder.op("linear", by_edge_type, args[1], spec=of_weights, via="self")
-            row = builder.op("gather", new[first.args[0]], via="src")
-            made = builder.op("linear", row, product, spec=of_rows, via="etype")
+            bias = None
+            if first.bias is not None:  # made before the product, whose kernel can add it then
+                bias = builder.op("gather", new[first.bias], via="source_type")
+                bias = builder.op("linear", bias, args[1], spec=op.attr("spec"), via="self")
+            made = builder.op("linear", builder.op("gather", x, via="src"), product, spec=of_rows, via="etype")
+            if bias is not None:
+                made = builder.op("add", made, builder.op("gather", bias, via="etype"))
         new[index] = made
         return made
 

@@ -41,19 +41,47 @@ def fuse_gemm(kernels: Kernels, *, accumulate: bool = False) -> Kernels:
 def _with_epilogue(program: Program, users: list[list[int]], i: int, accumulate: bool) -> Gemm:
     op = program.ops[i]
     x, w, spec, via = access_operand(program, op.args[0]), op.args[1], op.attr("spec"), op.attr("via")
-    if len(users[i]) == 1 and i not in program.outputs:
-        (u,) = users[i]
+    out, bias, activation = i, None, None
+    u = _only_user(program, users, out)
+    if u is not None:
+        bias = _bias(program, i, u)
+        if bias is not None:
+            out, u = u, _only_user(program, users, u)
+    if u is not None:
         user = program.ops[u]
         if user.name in _ACTIVATIONS:
             slope = f":{user.attr('slope')}" if user.name == "leaky_relu" else ""
-            return Gemm(u, i, x, w, spec, via, activation=_ACTIVATIONS[user.name] + slope)
-        if accumulate and user.name == "reduce" and user.attr("op") == "sum" and user.dtype == "float32":
-            return Gemm(u, i, x, w, spec, via, accumulate=user.attr("via"))
-    dot = _inner_product(program, users[i], i)
-    return Gemm(i, i, x, w, spec, via, dot=dot, vector=None if dot is None else program.ops[dot].args[1])
+            out, activation = u, _ACTIVATIONS[user.name] + slope
+        elif bias is None and accumulate and user.name == "reduce" and user.attr("op") == "sum":
+            if user.dtype == "float32":
+                return Gemm(u, i, x, w, spec, via, accumulate=user.attr("via"))
+    dot = None if activation else _inner_product(program, users[out], out, via)
+    vector = None if dot is None else program.ops[dot].args[1]
+    return Gemm(out, i, x, w, spec, via, bias=bias, activation=activation, dot=dot, vector=vector)
 
 
-def _inner_product(program: Program, users: list[int], i: int) -> int | None:
+def _only_user(program: Program, users: list[list[int]], value: int) -> int | None:
+    return users[value][0] if len(users[value]) == 1 and value not in program.outputs else None
+
+
+def _bias(program: Program, product: int, u: int) -> int | None:
+    """The rows by type that `u` adds to a product, if that is what it does."""
+    user, op = program.ops[u], program.ops[product]
+    if user.name != "add" or user.shape != op.shape or user.dtype != op.dtype:
+        return None
+    (other,) = [a for a in user.args if a != product] or [product]
+    read = program.ops[other]
+    if read.name != "gather" or read.attr("via") != op.attr("via") or read.shape != op.shape:
+        return None
+    return read.args[0] if _apart(program, read.args[0], product) else None
+
+
+def _apart(program: Program, value: int, product: int) -> bool:
+    """Whether a value does not wait for the product."""
+    return value < product or program.ops[value].name == "input"
+
+
+def _inner_product(program: Program, users: list[int], i: int, via: str) -> int | None:
     """A user of product `i` that takes the inner product of each row with the vector of its type."""
     op = program.ops[i]
     if op.dtype != "float32" or op.width != op.shape[-1] or op.width > _WHOLE_WIDTH:  # rows of one head, unrounded
@@ -61,9 +89,6 @@ def _inner_product(program: Program, users: list[int], i: int) -> int | None:
     for u in users:
         user = program.ops[u]
         inner = user.name == "linear" and user.attr("spec") in ("k,k->", "hk,hk->h") and user.args[0] == i
-        vector = user.args[-1]
-        # The vector does not wait for the product.
-        apart = vector < i or program.ops[vector].name == "input"
-        if inner and apart and user.attr("via") == op.attr("via") and user.dtype == "float32":
+        if inner and user.attr("via") == via and user.dtype == "float32" and _apart(program, user.args[1], i):
             return u
     return None

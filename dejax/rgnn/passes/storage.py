@@ -93,7 +93,7 @@ def _candidates(kernels: Kernels, instance: Instance) -> list[int]:
 def _needs_whole(instance: Instance) -> set[int]:
     """Values that the instance cannot read as `HalfRows`."""
     if isinstance(instance, Gemm):
-        return {instance.w} if instance.vector is None else {instance.w, instance.vector}
+        return set(instance.reads) - {instance.x.value}
     if isinstance(instance, Outer):
         return set()
     if isinstance(instance, Traversal):
