@@ -203,8 +203,9 @@ class LocalGraph:
     """Sampled edges over a dense numbering of the nodes they touch.
 
     Each hop has its own block of numbers, with padding at its end: the seeds, in order, then what the first hop
-    found, and so on. Padding nodes and edges
-    have no effect in anything that goes by the masks; padding edges run from and to `node_ids.shape[0]`.
+    found, by ascending node, and so on. Edges come hop by hop, those of one receiver side by side: those of hop k are
+    [nodes of block k, relations * fan_outs[k]]. Padding nodes and edges have no effect in anything that goes by the
+    masks; padding edges run from and to `node_ids.shape[0]`.
 
     Attributes:
         node_ids: int32[nodes], the graph's node of each local one; -1 for padding. `gather(features, node_ids)` gives
@@ -252,7 +253,8 @@ def sample_graph(
         seeds: int[seeds], distinct (of equal ones the later are padding); -1 for padding.
         fan_outs: edges to draw at each hop, the seeds' own first.
         max_nodes: bounds on the nodes known after each hop, one for each, or one for all; by default what cannot be
-            exceeded: seeds * (1 + fan_out * relations) and so on. What does not fit is counted in `dropped`.
+            exceeded: seeds * (1 + fan_out * relations) and so on. What does not fit, the highest ids of the hop, is
+            counted in `dropped`.
         replace, max_degree: as in `sample_neighbors`.
 
     Returns:
@@ -285,7 +287,7 @@ def sample_graph(
         key, now = jax.random.split(key)
         found = sample_neighbors(now, topology, frontier, fan_out, replace=replace, max_degree=max_degree)
         wide = found.senders.shape[1]
-        known, local, lost = _number(known, found.senders.reshape(-1), limits[hop])
+        known, local, lost = _number(known, found.senders.reshape(-1), limits[hop], topology.num_nodes)
         dropped = dropped + lost
         all_senders.append(local)
         all_receivers.append(jnp.repeat(receivers, wide))
@@ -312,9 +314,14 @@ def sample_graph(
     )
 
 
+# Lists are read as they come, which is in order but for the seeds' own. Four bytes an id: more multiprocessors than rows
+# of features need.
+_LIST_SMS = 64
+
+
 def _take(values: Rows, ids: Array) -> Array:
     if isinstance(values, HostTable):
-        return gather(values, ids)
+        return gather(values, ids, order="given", num_sms=_LIST_SMS)
     if values.shape[0] == 0:
         return jnp.zeros(ids.shape, values.dtype)
     return values.at[jnp.where(ids < 0, values.shape[0], ids)].get(mode="fill", fill_value=0)
@@ -387,26 +394,48 @@ def _unique_seeds(seeds: Array, num_nodes: int) -> Array:
     return wanted.at[at].set(jnp.where(again, -1, ordered))
 
 
-def _number(known: Array, found: Array, limit: int) -> tuple[Array, Array, Array]:
-    """Local numbers of nodes, -1 for none: the known ones keep theirs, new ones follow in order of first appearance.
+# Numbering by a table of all nodes takes some 20 bytes of traffic a node, by sorting some 100 an edge.
+_DENSE_NODES_PER_EDGE = 4
+
+
+def _number(known: Array, found: Array, limit: int, num_nodes: int) -> tuple[Array, Array, Array]:
+    """Local numbers of nodes, -1 for none: the known ones keep theirs, new ones follow by ascending node.
+
+    Ascending, so that the next hop reads its lists in the order in which they lie in memory.
 
     Returns:
         The nodes known afterwards [limit]; the local number of each of `found`; how many nodes did not fit.
     """
-    size, old = found.shape[0], known.shape[0]
+    dense = num_nodes <= _DENSE_NODES_PER_EDGE * found.shape[0]
+    grown, local, count = (_number_by_table if dense else _number_by_sort)(known, found, limit, num_nodes)
+    return grown, jnp.where(local < limit, local, -1), jnp.maximum(count - limit, 0).astype(jnp.int32)
+
+
+def _number_by_table(known: Array, found: Array, limit: int, num_nodes: int) -> tuple[Array, Array, Array]:
+    old = known.shape[0]
+    at = jnp.where(found >= 0, found, num_nodes)
+    own = jnp.where(known >= 0, known, num_nodes)
+    new = jnp.zeros(num_nodes, bool).at[at].set(True, mode="drop").at[own].set(False, mode="drop")
+    number = old - 1 + jnp.cumsum(new, dtype=jnp.int32)
+    count = number[-1] + 1 if num_nodes else jnp.int32(old)
+    slots = jnp.where(new & (number < limit), number, limit)
+    grown = jnp.full((limit,), -1, jnp.int32).at[:old].set(known)
+    grown = grown.at[slots].set(jnp.arange(num_nodes, dtype=jnp.int32), mode="drop")
+    number = number.at[own].set(jnp.arange(old, dtype=jnp.int32), mode="drop")
+    return grown, number.at[at].get(mode="fill", fill_value=-1), count
+
+
+def _number_by_sort(known: Array, found: Array, limit: int, num_nodes: int) -> tuple[Array, Array, Array]:
+    del num_nodes
+    old = known.shape[0]
     everything = jnp.concatenate([known, found])
-    positions = jnp.arange(old + size, dtype=jnp.int32)
-    ordered, at = jax.lax.sort((everything, positions), num_keys=1)  # stable: the first of equal ones is the earliest
+    positions = jnp.arange(everything.shape[0], dtype=jnp.int32)
+    ordered, at = jax.lax.sort((everything, positions), num_keys=1)  # stable: of equal nodes the known one is first
     first = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
-    group = jnp.cumsum(first) - 1
-    representative = jnp.full((old + size,), old + size, jnp.int32).at[group].min(at)
-    leader = (
-        jnp.zeros(old + size, jnp.int32).at[at].set(representative[group])
-    )  # the earliest position of an equal node
-    new = (everything >= 0) & (leader == positions) & (positions >= old)
-    local = jnp.where(positions < old, positions, old + jnp.cumsum(new) - 1)
-    fits = local < limit
-    numbered = jnp.where(everything >= 0, jnp.where(fits, local, -1)[leader], -1)
-    slots = jnp.where(new & fits, local, limit)
-    grown = jnp.full((limit,), -1, jnp.int32).at[:old].set(known).at[slots].set(everything, mode="drop")
-    return grown, numbered[old:], (new & ~fits).sum().astype(jnp.int32)
+    new = first & (at >= old) & (ordered >= 0)
+    number = jnp.where(new, old - 1 + jnp.cumsum(new, dtype=jnp.int32), at)
+    number = number[jax.lax.cummax(jnp.where(first, positions, 0))]  # of the first of equal nodes
+    slots = jnp.where(new & (number < limit), number, limit)
+    grown = jnp.full((limit,), -1, jnp.int32).at[:old].set(known).at[slots].set(ordered, mode="drop")
+    local = jnp.zeros_like(positions).at[at].set(jnp.where(ordered >= 0, number, -1), unique_indices=True)
+    return grown, local[old:], old + new.sum()
