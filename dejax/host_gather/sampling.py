@@ -314,8 +314,8 @@ def sample_graph(
     )
 
 
-# Lists are read as they come, which is in order but for the seeds' own. Four bytes an id: more multiprocessors than rows
-# of features need.
+# Lists are read as they come, which is in order but for the seeds' own. Four bytes an id: more multiprocessors than
+# rows of features need.
 _LIST_SMS = 64
 
 

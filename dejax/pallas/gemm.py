@@ -63,6 +63,7 @@ class _Config:
     interpret: bool
     scaled: bool  # products in float16 with powers of two beside
     x_part: int  # columns that share an exponent where x comes as `HalfRows`
+    x_bits_of: jnp.dtype | None  # what the unsigned integers of x carry, or None where x is of floats
 
 
 def _scaled_product(x: jax.Array, w: jax.Array, x_power: Any, w_power: Any) -> jax.Array:
@@ -103,6 +104,8 @@ def _kernel(*refs: Any, c: _Config) -> None:
         k = i * s.block_k + lanes(s.block_k, 0, 1)
         x_mask = valid_x if even_k else valid_x & (k < c.k)[None, :]
         x = _triton.load(ref["x"], (row, (g * c.k + k)[None, :]), x_mask)
+        if c.x_bits_of is not None:
+            x = lax.bitcast_convert_type(x, c.x_bits_of)
         k = k[:, None]
         w_mask = None
         if not even_k:
@@ -192,6 +195,7 @@ def typed_matmul(
     precision: str = "tf32",
     out_dtype: Any = None,
     half_out: bool = False,
+    x_bits_of: Any = None,
     schedule: GemmSchedule | None = None,
     interpret: bool | None = None,
 ) -> Any:
@@ -227,6 +231,8 @@ def typed_matmul(
         Sums are float32.
       out_dtype: of the result; by default what `x` and `w` promote to.
       half_out: asks for the result as `HalfRows`, in half the bytes; only with `precision="tf32"` and a float32 result.
+      x_bits_of: the float dtype whose bits `x`, [rows, k] of unsigned integers, carries: rows of a table in host
+        memory, which the kernel reads in place.
       schedule: the tile; by default the heuristic's.
       interpret: run the kernel interpreted; by default where there is no GPU.
 
@@ -243,6 +249,9 @@ def typed_matmul(
     """
     check_precision(precision)
     flat = x.ndim == 2
+    given, x_dtype = x, jnp.dtype(x_bits_of or x.dtype)
+    if x_bits_of is not None and (not flat or x.dtype.kind != "u" or x.dtype.itemsize != x_dtype.itemsize):
+        raise ValueError(f"x must be [rows, k] of unsigned integers as wide as {x_dtype}, got {x.dtype}{list(x.shape)}")
     if flat:
         x, w = x.reshape(x.shape[0], 1, x.shape[1]), w[:, None]
         dot_vector = dot_vector if dot_vector is None or dot_vector.ndim == 3 else dot_vector[:, None]
@@ -264,11 +273,12 @@ def typed_matmul(
         raise ValueError(f"block must be a power of two of at least 16, got {block}")
     if accumulate and (dot_vector is not None or activation is not None):
         raise ValueError("accumulate adds up product rows; it goes with no activation and no dot_vector")
-    for name, a in (("x", x), ("w", w), ("scale", scale), ("dot_vector", dot_vector)):
+    x_like = x if x_bits_of is None else jax.ShapeDtypeStruct(x.shape, x_dtype)
+    for name, a in (("x", x_like), ("w", w), ("scale", scale), ("dot_vector", dot_vector)):
         if a is not None:
             check_float(a, name)
     out_rows = num_positions if num_out_rows is None else num_out_rows
-    dtype = jnp.dtype(jnp.float32 if accumulate else out_dtype or jnp.promote_types(x.dtype, w.dtype))
+    dtype = jnp.dtype(jnp.float32 if accumulate else out_dtype or jnp.promote_types(x_dtype, w.dtype))
     if schedule is not None and dot_vector is not None and schedule.block_n < n:
         raise ValueError(
             f"dot_vector needs all {n} columns in one tile, got a schedule with block_n={schedule.block_n}"
@@ -296,10 +306,10 @@ def typed_matmul(
         if half_out:
             results[0] = encode(results[0])
     else:
-        merged = merged_groups(groups, k, n, precision, x.dtype) if schedule is None and dot_vector is None else 1
+        merged = merged_groups(groups, k, n, precision, x_dtype) if schedule is None and dot_vector is None else 1
         if schedule is None:
             schedule = gemm_schedule(merged * k, merged * n, block, precision, whole_n=dot_vector is not None)
-        scaled = precision == "tf32" and jnp.float32 in (x.dtype, w.dtype)
+        scaled = precision == "tf32" and jnp.float32 in (x_dtype, w.dtype)
         if isinstance(x, HalfRows) and not (scaled and x.one_exponent(merged * k, schedule.block_k)):
             x = x.decode()
         mantissa = x.mantissa if isinstance(x, HalfRows) else x
@@ -307,7 +317,7 @@ def typed_matmul(
         if scaled and num_positions >= _SCALE_BEFOREHAND:
             w, w_power = _as_scaled(w.astype(jnp.float32))
         operands = {
-            "x": mantissa.reshape(rows, groups * k),
+            "x": given if x_bits_of is not None else mantissa.reshape(rows, groups * k),
             "w": w,
             "offsets": offsets,
             "tile_type": tile_type,
@@ -355,12 +365,13 @@ def typed_matmul(
             activation=activation,
             accumulate=accumulate,
             precision=precision,
-            dtype=_triton.product_dtype(x.dtype, w.dtype, precision),
+            dtype=_triton.product_dtype(x_dtype, w.dtype, precision),
             x_rows=rows,
             out_rows=out_rows,
             interpret=_triton.use_interpreter(interpret),
             scaled=scaled,
             x_part=x.part_width if isinstance(x, HalfRows) else 1,
+            x_bits_of=None if x_bits_of is None else x_dtype,
         )
         results = list(
             _triton.pallas_call(
