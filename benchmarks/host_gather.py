@@ -3,10 +3,10 @@
     python -m benchmarks.host_gather --gib 1,8,24,48,80 --out benchmarks/results --plot
     python -m benchmarks.host_gather --quick                # small sizes, for a machine without a GPU
 
-Sections: `small` (latency in a loop), `sizes` (table size by number of ids), `host_compute` (a peer), `widths` (row
-width at 1 GiB), `sms` (multiprocessors needed), `update` (scatter_add), `cached` (power-law ids), `overlap`
-(prefetched_scan beside matrix products), `linear` (typed_linear beside gather and product), `sampling` (10^5 seeds;
-fan-out 15, 10, 5) and `epoch` (GraphSAGE). Peers: the zero-copy kernel with ids as given; torch's gather with all threads into pinned memory and a
+Sections: `small` (latency), `sizes` (table size by number of ids), `host_compute` (a peer), `widths` (row width at 1
+GiB), `sms` (multiprocessors needed), `update` (scatter_add), `cached` (power-law ids), `overlap` (prefetched_scan beside
+matrix products), `linear` (typed_linear beside a gather), `sampling` (10^5 seeds; fan-out 15, 10, 5) and `epoch`
+(GraphSAGE). Peers: the zero-copy kernel with ids as given; torch's gather with all threads into pinned memory and a
 copy; numpy.take and device_put; jnp.take under compute_on("device_host"), and of the pinned memory seen as device
 memory. All tables of a run lie in one block of host memory.
 
@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import host_gather_graphs
+from benchmarks.device_time import profile_jax
 from benchmarks.peers import cpu_gather
 from dejax import host_gather as hg
 
@@ -224,9 +225,14 @@ def small(args: argparse.Namespace) -> Cells:
 
         return jax.lax.scan(body, jnp.int32(0), None, length=200)[0]
 
+    alone = gather(order="given")
     for count in (1, 1000):
-        elapsed = seconds(jax.jit(loop), table, jnp.asarray(random_ids(rows, count)), calls=2) / 200
-        yield {"ids": count, "row_bytes": 1024, "microseconds": elapsed * 1e6}
+        ids = jnp.asarray(random_ids(rows, count))
+        elapsed = seconds(jax.jit(loop), table, ids, calls=2) / 200
+        cell = {"ids": count, "row_bytes": 1024, "loop_microseconds": elapsed * 1e6}
+        jax.block_until_ready(alone(table, ids))
+        found = profile_jax(lambda ids=ids: alone(table, ids), 20)
+        yield {**cell, "device_microseconds": found and 1e3 * found.span_ms}
     table.close()
 
 
@@ -249,7 +255,7 @@ def overlap(args: argparse.Namespace) -> Cells:
         "transfer": lambda t, i, c: jax.lax.scan(lambda s, i: (s + t[i][0, 0], None), 0.0, i)[0],
         "serial": lambda t, i, c: jax.lax.scan(lambda c, i: step(c, t[i], None), c, i)[0],
     }
-    for number in (3, 4, 5, 6, 8):
+    for number in (4, 8):
         programs[f"prefetched_{number}_sms"] = lambda t, i, c, n=number: hg.prefetched_scan(step, c, t, i, num_sms=n)[0]
     cell = {name: 1e3 * seconds(jax.jit(f), table, ids, w, calls=2) for name, f in programs.items()}
     yield {"steps": steps, **cell}
@@ -354,6 +360,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--name", help="of the files, by default host_gather_ and the device")
     parser.add_argument("--out", type=Path, help="folder for the JSON and the plot")
     parser.add_argument("--plot", action="store_true")
+    parser.add_argument("--keep", action="store_true", help="keep the other sections of the file that is there")
     parser.add_argument("--quick", action="store_true", help="small sizes")
     args = parser.parse_args(arguments)
     args.width_bytes, args.graph, args.fan_outs = GIB, (10_000_000, 100_000_000, 100_000), [15, 10, 5]
@@ -377,10 +384,17 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     print(f"{report['device']}, jax {report['jax']}; copy engine {report['copy_engine']:.1f} GB/s", flush=True)
     stem = args.name or f"host_gather_{report['device'].replace(' ', '_').lower()}"
 
+    path = args.out / f"{stem}.json" if args.out else None
+    if args.keep and path and path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        report["sections"] = before["sections"]
+        report["notes"] = [note for note in before["notes"] if note.split(":")[0] not in wanted]
+        report["earlier"] = [*before.get("earlier", []), {"copy_engine": before["copy_engine"]}]
+
     def save() -> None:
-        if args.out:
-            args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / f"{stem}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
     run(args, report, save)
     if args.out and args.plot:

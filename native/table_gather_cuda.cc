@@ -93,7 +93,7 @@ ffi::Error LaunchGather(const GatherCall& g, void* out, int64_t out_bytes, void*
   }
   const cuda::Api& api = *cuda::GetApi(nullptr);
   const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
-  if (sorted) {
+  if (ticket != nullptr) {
     if (auto result = launch.memset_d8_async(reinterpret_cast<DevicePointer>(ticket), 0, 8, stream)) {
       return Failed(ffi::ErrorCode::kInternal, "cuMemsetD8Async failed: " + cuda::ErrorName(api, result));
     }
@@ -136,7 +136,8 @@ ffi::Error OnCuda(cuda::Stream stream, ffi::AnyBuffer table, ffi::AnyBuffer ids,
   return LaunchGather(
       {table, ids, perm, slots, cache, scale, source, result, row_bytes, fan_out, mean, clip, raises, fill_value, fill,
        kernel, grid, align},
-      out->untyped_data(), static_cast<int64_t>(out->size_bytes()), scratch->untyped_data(), context, stream);
+      out->untyped_data(), static_cast<int64_t>(out->size_bytes()),
+      perm.element_count() > 0 ? scratch->untyped_data() : nullptr, context, stream);
 }
 
 }  // namespace

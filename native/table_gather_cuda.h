@@ -26,7 +26,8 @@ inline xla::ffi::Error GatherError(xla::ffi::ErrorCode code, const std::string& 
   return xla::ffi::Error(code, "dejax.host_gather.gather: " + what);
 }
 
-// Launches on `stream`, whose context is current. `ticket` is eight bytes of device memory, used for sorted ids.
+// Launches on `stream`, whose context is current. `ticket` is eight bytes of device memory for kernels that take their
+// work by ticket, null for others.
 xla::ffi::Error LaunchGather(const GatherCall& call, void* out, int64_t out_bytes, void* ticket, cuda::Context context,
                              cuda::Stream stream);
 

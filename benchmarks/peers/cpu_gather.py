@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -45,11 +46,17 @@ def host_compute(leaf: jax.Array) -> Rows:
     host = leaf.sharding
     device = jax.sharding.SingleDeviceSharding(next(iter(leaf.devices())), memory_kind="device")
 
+    def found(table: jax.Array, ids: jax.Array) -> jax.Array:
+        return jnp.take(table, ids, axis=0)
+
     @jax.jit
     def take(table: jax.Array, ids: jax.Array) -> jax.Array:
+        if "compute_type" in inspect.signature(compute_on).parameters and jax.__version_info__ >= (0, 11):
+            on_host = compute_on(found, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
+            return jax.device_put(on_host(table, ids), device)
         with compute_on("device_host"):
-            found = jnp.take(table, ids, axis=0)
-        return jax.device_put(found, device)
+            rows = found(table, ids)
+        return jax.device_put(rows, device)
 
     return lambda ids: jax.block_until_ready(take(leaf, jax.device_put(ids, host)))
 

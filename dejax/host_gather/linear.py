@@ -82,10 +82,12 @@ def typed_linear(
     key, row, order = jax.lax.sort((key, row, jnp.arange(ids.size, dtype=jnp.int32)), num_keys=2)
     offsets = jnp.searchsorted(key, jnp.arange(w.shape[0] + 1, dtype=jnp.int32)).astype(jnp.int32)
     if spec.platform == "cuda" and not recording_active() and min(ids.size, spec.rows, *w.shape):
-        return _in_kernel(spec, precision, dtype, leaf, row, order, offsets, w)
+        # Compiled as one also outside of jit, where jax would take the kernel's operands for arrays of the device.
+        return _compiled(spec, precision, dtype, leaf, row, order, offsets, w)
     rows = gather(table, row)
     wide = jnp.promote_types(rows.dtype, w.dtype)
-    product = jax.lax.ragged_dot(rows.astype(wide), w.astype(wide), jnp.diff(offsets))
+    exact = jax.lax.Precision.HIGHEST if precision == "f32" else None
+    product = jax.lax.ragged_dot(rows.astype(wide), w.astype(wide), jnp.diff(offsets), precision=exact)
     product = jnp.where((row >= 0)[:, None], product, 0).astype(dtype)
     return jnp.zeros_like(product).at[order].set(product, unique_indices=True)
 
@@ -135,3 +137,4 @@ def _backward(spec: TableSpec, precision: str, dtype: Any, kept: Any, cotangent:
 
 
 _in_kernel.defvjp(_forward, _backward)
+_compiled = jax.jit(_in_kernel, static_argnums=(0, 1, 2))

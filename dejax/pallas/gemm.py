@@ -253,7 +253,10 @@ def typed_matmul(
     if x_bits_of is not None and (not flat or x.dtype.kind != "u" or x.dtype.itemsize != x_dtype.itemsize):
         raise ValueError(f"x must be [rows, k] of unsigned integers as wide as {x_dtype}, got {x.dtype}{list(x.shape)}")
     if flat:
-        x, w = x.reshape(x.shape[0], 1, x.shape[1]), w[:, None]
+        shape = (x.shape[0], 1, x.shape[1])
+        # Bits stay as they are: an array of host memory cannot be reshaped.
+        x = x.reshape(*shape) if x_bits_of is None else jax.ShapeDtypeStruct(shape, x_dtype)
+        w = w[:, None]
         dot_vector = dot_vector if dot_vector is None or dot_vector.ndim == 3 else dot_vector[:, None]
     if x.ndim != 3 or w.ndim != 4:
         raise ValueError(
@@ -273,8 +276,7 @@ def typed_matmul(
         raise ValueError(f"block must be a power of two of at least 16, got {block}")
     if accumulate and (dot_vector is not None or activation is not None):
         raise ValueError("accumulate adds up product rows; it goes with no activation and no dot_vector")
-    x_like = x if x_bits_of is None else jax.ShapeDtypeStruct(x.shape, x_dtype)
-    for name, a in (("x", x_like), ("w", w), ("scale", scale), ("dot_vector", dot_vector)):
+    for name, a in (("x", x), ("w", w), ("scale", scale), ("dot_vector", dot_vector)):
         if a is not None:
             check_float(a, name)
     out_rows = num_positions if num_out_rows is None else num_out_rows

@@ -1,7 +1,8 @@
 // Rows of a table in mapped host memory to a dense result on the device. Compiled by NVRTC with -D:
 //   ID            int or long long, the type of ids
 //   UNIT          1, 2, 4, 8 or 16: bytes of a store; the largest power of two that divides the row's bytes
-//   SORTED        ids ascend, `perm` says where each row goes, equal ids are read once; warps take work in strict order
+//   SORTED        ids ascend, `perm` says where each row goes, equal ids are read once
+//   TICKET        warps take their work in strict order, by a counter, rather than each its own share
 //   CACHED        `slots` says which rows lie on the device, in `cache`
 //   SOURCE, RESULT  element types: -1 moves bytes
 //   MEAN          a result row is the mean of the rows of `fan_out` ids
@@ -108,9 +109,10 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const GatherP
   const long long warps = static_cast<long long>(gridDim.x) * blockDim.x / 32;
   long long step = (blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x) / 32;
   while (true) {
-#if SORTED
-    // Strict order keeps the rows in flight close together, so that they share translations of few pages: 24 GiB,
-    // 262,144 rows of 512 bytes: 30 GB/s, where warps that keep their own stride reach 20, and unsorted ids 15.
+#if TICKET
+    // For sorted ids it keeps the rows in flight close together, so that they share translations of few pages: 24 GiB,
+    // 262,144 rows of 512 bytes: 30 GB/s, where warps that keep their own stride reach 20, and unsorted ids 15. Beside
+    // compute a block may find its multiprocessor late: the others go on with what there is.
     unsigned long long next = 0;
     if (lane == 0) next = atomicAdd(p.ticket, 1ull);
     step = __shfl_sync(~0u, next, 0);
@@ -128,7 +130,9 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const GatherP
       const int c = static_cast<int>(i - r * p.chunks);
       const ID id = ids[r];
 #if SORTED
-      if (r % kRun != 0 && ids[r - 1] == id) continue;
+      // A row of fill costs no read: each is written by its own lane.
+      const bool read = p.rows > 0 && (p.clip || (id >= 0 && id < p.rows));
+      if (read && r % kRun != 0 && ids[r - 1] == id) continue;
 #endif
       const char *begin, *end;
       long long index;
@@ -159,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const GatherP
       do {
         Write(p, items[u], p.perm[r]);
         ++r;
-      } while (r < p.n && r % kRun != 0 && ids[r] == id);
+      } while (r < p.n && r % kRun != 0 && ids[r] == id && !items[u].filled);
 #else
       Write(p, items[u], r);
 #endif
