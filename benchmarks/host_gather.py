@@ -4,8 +4,8 @@
     python -m benchmarks.host_gather --quick                # small sizes, for a machine without a GPU
 
 Sections: `small` (latency), `sizes` (table size by number of ids), `host_compute` (a peer), `widths` (row width at 1
-GiB), `sms` (multiprocessors needed), `update` (scatter_add), `cached` (power-law ids), `overlap` (prefetched_scan beside
-matrix products), `linear` (typed_linear beside a gather), `sampling` (10^5 seeds; fan-out 15, 10, 5) and `epoch`
+GiB), `sms` (multiprocessors needed), `update` (scatter_add), `cached` (power-law ids), `overlap` (prefetched_scan
+beside matrix products), `linear` (typed_linear beside a gather), `sampling` (10^5 seeds; fan-out 15, 10, 5) and `epoch`
 (GraphSAGE). Peers: the zero-copy kernel with ids as given; torch's gather with all threads into pinned memory and a
 copy; numpy.take and device_put; jnp.take under compute_on("device_host"), and of the pinned memory seen as device
 memory. All tables of a run lie in one block of host memory.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -255,7 +255,7 @@ def typed_matmul(
     if flat:
         shape = (x.shape[0], 1, x.shape[1])
         # Bits stay as they are: an array of host memory cannot be reshaped.
-        x = x.reshape(*shape) if x_bits_of is None else jax.ShapeDtypeStruct(shape, x_dtype)
+        x = x.reshape(*shape) if x_bits_of is None else cast(jax.Array, jax.ShapeDtypeStruct(shape, x_dtype))
         w = w[:, None]
         dot_vector = dot_vector if dot_vector is None or dot_vector.ndim == 3 else dot_vector[:, None]
     if x.ndim != 3 or w.ndim != 4:
