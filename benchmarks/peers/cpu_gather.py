@@ -63,10 +63,9 @@ def host_compute(leaf: jax.Array) -> Rows:
 
 def device_view(table: Any) -> Rows:
     """`jnp.take` of the pinned memory, given to jax as if it were device memory (`kDLCUDA`)."""
-    from dejax.host_gather import _types
-    from dejax.host_gather import table as tables
+    from dejax.host_gather import _memory, _types
 
-    memory, spec = tables._memory(table._leaf), table._spec
+    memory, spec = _memory.memory_of(table._leaf), table._spec
 
     class Exporter:
         def __dlpack_device__(self) -> tuple[int, int]:

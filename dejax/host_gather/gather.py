@@ -16,8 +16,9 @@ from jax.typing import ArrayLike
 from dejax import _native
 from dejax.host_gather import _cost, _kernels, _types
 from dejax.host_gather._recording import record, recording_active
+from dejax.host_gather._spec import TableSpec
 from dejax.host_gather.cached import CachedTable
-from dejax.host_gather.table import HostTable, TableSpec
+from dejax.host_gather.table import HostTable
 
 Mode = Literal["fill", "clip", "raise"]
 Order = Literal["auto", "given", "sorted"]

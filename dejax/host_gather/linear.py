@@ -13,8 +13,9 @@ from jax.typing import ArrayLike
 
 from dejax.host_gather import _types
 from dejax.host_gather._recording import recording_active
+from dejax.host_gather._spec import TableSpec
 from dejax.host_gather.gather import checked_ids, gather
-from dejax.host_gather.table import HostTable, TableSpec
+from dejax.host_gather.table import HostTable
 
 
 def typed_linear(

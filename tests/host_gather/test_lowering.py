@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 
 from dejax import _native
 from dejax.host_gather import HostTable, _cost, gather, prefetched_scan, scatter_add
-from dejax.host_gather.table import TableSpec
+from dejax.host_gather._spec import TableSpec
 
 pytestmark = pytest.mark.skipif(
     _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"

@@ -146,11 +146,11 @@ def test_a_bound_on_nodes_drops_and_counts() -> None:
 
 
 def test_both_ways_to_number_agree() -> None:
-    from dejax.host_gather import sampling
+    from dejax.host_gather import _numbering
 
     rng = np.random.default_rng(0)
     by_table, by_sort = (
-        jax.jit(f, static_argnums=(2, 3)) for f in (sampling._number_by_table, sampling._number_by_sort)
+        jax.jit(f, static_argnums=(2, 3)) for f in (_numbering.number_by_table, _numbering.number_by_sort)
     )
     for limit in (12, 30, 400):
         known = np.where(rng.random(12) < 0.3, -1, rng.permutation(50)[:12]).astype(np.int32)
