@@ -178,6 +178,7 @@ def test_typed_linear_reads_the_table_in_its_kernel(dtype: object) -> None:
     assert np.abs(np.asarray(gradient) - dense).max() < 2e-3 * np.abs(dense).max()
 
 
+@pytest.mark.xfail(reason="depends on the hardware queues that streams got: docs/host_gather.md", strict=False)
 def test_overlap() -> None:
     rows = HostTable.zeros((1 << 20, 128))
     steps, count = 12, 1 << 16
