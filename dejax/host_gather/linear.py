@@ -109,9 +109,9 @@ def _in_kernel(
     # A tile beyond the last one begins where its type has ended, and is unused.
     tile_start = offsets[tile_type] + (number - (end - tiles)[tile_type]) * block
     return pallas.typed_matmul(
-        leaf, w, offsets=offsets, tile_type=tile_type, tile_start=tile_start.astype(jnp.int32), block=block,
-        num_positions=n, x_index=row, out_index=order, precision=precision, out_dtype=dtype,
-        x_bits_of=None if leaf.dtype == spec.dtype else spec.dtype, interpret=False,
+        pallas.FloatBits.of(leaf, spec.dtype), w, offsets=offsets, tile_type=tile_type,
+        tile_start=tile_start.astype(jnp.int32), block=block, num_positions=n, x_index=row, out_index=order,
+        precision=precision, out_dtype=dtype, interpret=False,
     )  # fmt: skip
 
 

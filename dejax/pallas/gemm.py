@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax import lax
 from dejax.pallas import _triton
 from dejax.pallas._checks import as_index, check_float, check_precision
 from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
+from dejax.pallas.float_bits import FloatBits
 from dejax.pallas.half_rows import HalfRows, encode, exponents, power
 from dejax.pallas.schedule import GemmSchedule, gemm_schedule, merged_groups
 
@@ -63,7 +64,7 @@ class _Config:
     interpret: bool
     scaled: bool  # products in float16 with powers of two beside
     x_part: int  # columns that share an exponent where x comes as `HalfRows`
-    x_bits_of: jnp.dtype | None  # what the unsigned integers of x carry, or None where x is of floats
+    x_bits_of: jnp.dtype | None  # what the integers of x carry where it comes as `FloatBits`
 
 
 def _scaled_product(x: jax.Array, w: jax.Array, x_power: Any, w_power: Any) -> jax.Array:
@@ -175,7 +176,7 @@ def _as_scaled(w: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def typed_matmul(
-    x: jax.Array | HalfRows,
+    x: jax.Array | HalfRows | FloatBits,
     w: jax.Array,
     *,
     offsets: jax.Array,
@@ -195,7 +196,6 @@ def typed_matmul(
     precision: str = "tf32",
     out_dtype: Any = None,
     half_out: bool = False,
-    x_bits_of: Any = None,
     schedule: GemmSchedule | None = None,
     interpret: bool | None = None,
 ) -> Any:
@@ -206,7 +206,7 @@ def typed_matmul(
 
     Args:
       x: float[rows, groups, k], or float[rows, k] for one group, which the result then has no axis for either; or
-        `HalfRows` of such a shape.
+        `HalfRows` of such a shape; or `FloatBits`, [rows, k].
       w: float[types, groups, k, n], or without the groups axis where `x` has none; with `transpose_w` n comes before k.
       offsets: int32[types + 1].
       tile_type: int32[tiles], the type of each tile.
@@ -231,8 +231,6 @@ def typed_matmul(
         Sums are float32.
       out_dtype: of the result; by default what `x` and `w` promote to.
       half_out: asks for the result as `HalfRows`, in half the bytes; only with `precision="tf32"` and a float32 result.
-      x_bits_of: the float dtype whose bits `x`, [rows, k] of unsigned integers, carries: rows of a table in host
-        memory, which the kernel reads in place.
       schedule: the tile; by default the heuristic's.
       interpret: run the kernel interpreted; by default where there is no GPU.
 
@@ -249,14 +247,8 @@ def typed_matmul(
     """
     check_precision(precision)
     flat = x.ndim == 2
-    given, x_dtype = x, jnp.dtype(x_bits_of or x.dtype)
-    if x_bits_of is not None and (not flat or x.dtype.kind != "u" or x.dtype.itemsize != x_dtype.itemsize):
-        raise ValueError(f"x must be [rows, k] of unsigned integers as wide as {x_dtype}, got {x.dtype}{list(x.shape)}")
     if flat:
-        shape = (x.shape[0], 1, x.shape[1])
-        # Bits stay as they are: an array of host memory cannot be reshaped.
-        x = x.reshape(*shape) if x_bits_of is None else cast(jax.Array, jax.ShapeDtypeStruct(shape, x_dtype))
-        w = w[:, None]
+        x, w = x.reshape(x.shape[0], 1, x.shape[1]), w[:, None]
         dot_vector = dot_vector if dot_vector is None or dot_vector.ndim == 3 else dot_vector[:, None]
     if x.ndim != 3 or w.ndim != 4:
         raise ValueError(
@@ -280,7 +272,7 @@ def typed_matmul(
         if a is not None:
             check_float(a, name)
     out_rows = num_positions if num_out_rows is None else num_out_rows
-    dtype = jnp.dtype(jnp.float32 if accumulate else out_dtype or jnp.promote_types(x_dtype, w.dtype))
+    dtype = jnp.dtype(jnp.float32 if accumulate else out_dtype or jnp.promote_types(x.dtype, w.dtype))
     if schedule is not None and dot_vector is not None and schedule.block_n < n:
         raise ValueError(
             f"dot_vector needs all {n} columns in one tile, got a schedule with block_n={schedule.block_n}"
@@ -308,10 +300,10 @@ def typed_matmul(
         if half_out:
             results[0] = encode(results[0])
     else:
-        merged = merged_groups(groups, k, n, precision, x_dtype) if schedule is None and dot_vector is None else 1
+        merged = merged_groups(groups, k, n, precision, x.dtype) if schedule is None and dot_vector is None else 1
         if schedule is None:
             schedule = gemm_schedule(merged * k, merged * n, block, precision, whole_n=dot_vector is not None)
-        scaled = precision == "tf32" and jnp.float32 in (x_dtype, w.dtype)
+        scaled = precision == "tf32" and jnp.float32 in (x.dtype, w.dtype)
         if isinstance(x, HalfRows) and not (scaled and x.one_exponent(merged * k, schedule.block_k)):
             x = x.decode()
         mantissa = x.mantissa if isinstance(x, HalfRows) else x
@@ -319,7 +311,7 @@ def typed_matmul(
         if scaled and num_positions >= _SCALE_BEFOREHAND:
             w, w_power = _as_scaled(w.astype(jnp.float32))
         operands = {
-            "x": given if x_bits_of is not None else mantissa.reshape(rows, groups * k),
+            "x": x.bits if isinstance(x, FloatBits) else mantissa.reshape(rows, groups * k),
             "w": w,
             "offsets": offsets,
             "tile_type": tile_type,
@@ -367,13 +359,13 @@ def typed_matmul(
             activation=activation,
             accumulate=accumulate,
             precision=precision,
-            dtype=_triton.product_dtype(x_dtype, w.dtype, precision),
+            dtype=_triton.product_dtype(x.dtype, w.dtype, precision),
             x_rows=rows,
             out_rows=out_rows,
             interpret=_triton.use_interpreter(interpret),
             scaled=scaled,
             x_part=x.part_width if isinstance(x, HalfRows) else 1,
-            x_bits_of=None if x_bits_of is None else x_dtype,
+            x_bits_of=x.dtype if isinstance(x, FloatBits) else None,
         )
         results = list(
             _triton.pallas_call(

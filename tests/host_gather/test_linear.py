@@ -63,10 +63,11 @@ def test_bits_of_floats_in_the_kernel() -> None:
     options = {"offsets": offsets, "tile_type": jnp.array([0, 1]), "tile_start": jnp.array([0, 5]), "block": 16}
     want = kernels.typed_matmul(jnp.asarray(x), W[:2, :16], num_positions=16, interpret=True, **options)
     bits = jnp.asarray(np.ascontiguousarray(x).view(np.uint32))
-    got = kernels.typed_matmul(bits, W[:2, :16], num_positions=16, x_bits_of=jnp.float32, interpret=True, **options)
+    floats = kernels.FloatBits.of(bits, jnp.float32)
+    got = kernels.typed_matmul(floats, W[:2, :16], num_positions=16, interpret=True, **options)
     np.testing.assert_array_equal(got, want)
     with pytest.raises(ValueError, match="unsigned integers as wide as bfloat16"):
-        kernels.typed_matmul(bits, W[:2, :16], num_positions=16, x_bits_of=jnp.bfloat16, **options)
+        kernels.FloatBits.of(bits, jnp.bfloat16)
 
 
 def test_lowered_for_a_gpu_the_table_is_an_operand() -> None:
