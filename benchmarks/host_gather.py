@@ -333,11 +333,13 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 def run(args: argparse.Namespace, report: dict[str, Any], save: Callable[[], None]) -> None:
     for name in args.sections.split(","):
-        cells = report["sections"][name] = []
+        cells: list[dict[str, Any]] = []
         begun = time.perf_counter()
         try:
             for cell in SECTIONS[name](args):
                 cells.append(cell)
+                report["sections"][name] = cells  # not before there is one: what was kept stays until then
+                report["copy_engine_of"][name] = report["copy_engine"]
                 show(name, cell)
                 save()
                 if time.perf_counter() - begun > args.limit:
@@ -379,6 +381,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "copy_engine": copy_engine(args),
+        "copy_engine_of": {},  # of the run that measured a section
         "sections": {},
         "notes": [],
     }
@@ -388,9 +391,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     path = args.out / f"{stem}.json" if args.out else None
     if args.keep and path and path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
-        report["sections"] = before["sections"]
+        report["sections"], report["copy_engine_of"] = before["sections"], before["copy_engine_of"]
         report["notes"] = [note for note in before["notes"] if note.split(":")[0] not in wanted]
-        report["earlier"] = [*before.get("earlier", []), {"copy_engine": before["copy_engine"]}]
 
     def save() -> None:
         if path:

@@ -73,8 +73,8 @@ def host_gather_table(results: Path) -> str:
     ]
     path = results / HOST_GATHER
     report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"sections": {}}
-    engine = (report.get("earlier") or [report])[0].get("copy_engine", 0)  # of the run that measured the sizes
     for cell in report["sections"].get("sizes", []):
+        engine = report["copy_engine_of"]["sizes"]
         rates = [f"{cell[name]:.1f}" if cell.get(name) else "-" for name in ("given", "torch", "numpy")]
         cells = [f"{cell['gib']:g}", f"{cell['ids']:,}", f"{cell['auto']:.1f}", f"{cell['auto'] / engine:.2f}", *rates]
         lines.append(f"| {' | '.join(cells)} |")

@@ -18,6 +18,10 @@ def test_quick(tmp_path: Path) -> None:
     for cell in report["sections"]["sizes"]:
         assert min(cell["given"], cell["sorted"], cell["auto"], cell["numpy"]) > 0
     assert list(tmp_path.glob("*.png"))
+    main(["--quick", "--sections", "small", "--out", str(tmp_path), "--keep"])
+    kept = json.loads(written.read_text())
+    assert kept["sections"]["sizes"] == report["sections"]["sizes"] and len(kept["sections"]["small"]) == 2
+    assert kept["copy_engine_of"]["sizes"] == report["copy_engine"]
 
 
 @pytest.mark.slow
