@@ -5,10 +5,10 @@
 
 Sections: `small` (latency), `sizes` (table size by number of ids), `host_compute` (a peer), `widths` (row width at 1
 GiB), `sms` (multiprocessors needed), `update` (scatter_add), `cached` (power-law ids), `overlap` (prefetched_scan
-beside matrix products), `linear` (typed_linear beside a gather), `sampling` (10^5 seeds; fan-out 15, 10, 5) and `epoch`
-(GraphSAGE). Peers: the zero-copy kernel with ids as given; torch's gather with all threads into pinned memory and a
-copy; numpy.take and device_put; jnp.take under compute_on("device_host"), and of the pinned memory seen as device
-memory. All tables of a run lie in one block of host memory.
+beside matrix products), `linear` (typed_linear beside a gather), `devices` (GPUs that share a table), `sampling`
+(10^5 seeds; fan-out 15, 10, 5) and `epoch` (GraphSAGE). Peers: the zero-copy kernel with ids as given; torch's gather
+with all threads into pinned memory and a copy; numpy.take and device_put; jnp.take under compute_on("device_host"),
+and of the pinned memory seen as device memory. All tables of a run lie in one block of host memory.
 
 Rates count rows asked for over the time of a jitted call, sorting included: medians over repetitions of several calls.
 The JSON is written after each cell. A section that fails or outlasts its limit is noted in it, and the next one runs.
@@ -286,6 +286,26 @@ def linear(args: argparse.Namespace) -> Cells:
     table.close()
 
 
+def devices(args: argparse.Namespace) -> Cells:
+    """GB/s in all: the devices of the host read one table, each its own ids."""
+    rows, spec = args.width_bytes // 512, jax.sharding.PartitionSpec
+    table = args.arena.table(rows, 128)
+    for count in sorted({1, len(jax.devices())}):
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:count]), ("device",))
+        shared, own = table.share(mesh), jax.sharding.NamedSharding(mesh, spec("device"))
+        ids = jax.device_put(random_ids(rows, count * args.ids[0]).reshape(count, -1), own)
+        each = jax.shard_map(
+            lambda t, i: hg.gather(t, i, order="given"),
+            mesh=mesh,
+            in_specs=(spec(), spec("device")),
+            out_specs=spec("device"),
+            check_vma=False,
+        )
+        elapsed = seconds(jax.jit(each), shared, ids, calls=args.calls)
+        yield {"devices": count, "gather": ids.size * 512 / 1e9 / elapsed}
+    table.close()
+
+
 SECTIONS: dict[str, Callable[[argparse.Namespace], Cells]] = {
     f.__name__: f
     for f in (
@@ -298,6 +318,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], Cells]] = {
         cached,
         overlap,
         linear,
+        devices,
         host_gather_graphs.sampling,
         host_gather_graphs.epoch,
     )
