@@ -1,23 +1,29 @@
 """Gathers from a table in host memory: GB/s of useful rows beside the copy engine's rate and beside peers, in one run.
 
-    python benchmarks/host_gather.py --gib 1,8,24 --ids 262144,2097152 --out benchmarks/results
-    python benchmarks/host_gather.py --quick                # small sizes, for a machine without a GPU
+    python -m benchmarks.host_gather --gib 1,8,24,48,80 --out benchmarks/results --plot
+    python -m benchmarks.host_gather --quick                # small sizes, for a machine without a GPU
 
-Sections: `sizes` (table size by number of ids), `widths` (row width at 1 GiB), `sms` (multiprocessors needed),
-`update` (scatter_add), `cached` (power-law ids), `small` (latency in a loop), `overlap` (prefetched_scan beside matrix
-products), `sampling` (10^5 seeds; fan-out 15, 10, 5). Peers: the zero-copy kernel with ids as given; numpy.take and
-device_put; torch's CPU gather into pinned memory and a copy, where torch is there. Writes JSON and, with --plot, a PNG.
+Sections: `small` (latency), `sizes` (table size by number of ids), `host_compute` (a peer), `widths` (row width at 1
+GiB), `sms` (multiprocessors needed), `update` (scatter_add), `cached` (power-law ids), `overlap` (prefetched_scan
+beside matrix products), `linear` (typed_linear beside a gather), `devices` (GPUs that share a table), `sampling`
+(10^5 seeds; fan-out 15, 10, 5) and `epoch` (GraphSAGE). Peers: the zero-copy kernel with ids as given; torch's gather
+with all threads into pinned memory and a copy; numpy.take and device_put; jnp.take under compute_on("device_host"),
+and of the pinned memory seen as device memory. All tables of a run lie in one block of host memory.
+
 Rates count rows asked for over the time of a jitted call, sorting included: medians over repetitions of several calls.
+The JSON is written after each cell. A section that fails or outlasts its limit is noted in it, and the next one runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import platform
 import statistics
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +31,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import host_gather_graphs
+from benchmarks.device_time import profile_jax
+from benchmarks.peers import cpu_gather
 from dejax import host_gather as hg
 
-WIDTHS = (48, 100, 256, 400, 512, 516, 640, 1000, 1024, 1028, 1152, 2048, 2052, 2176)  # bytes
+WIDTHS = (48, 100, 128, 256, 400, 512, 516, 640, 1000, 1024, 1028, 1152, 2048, 2052, 2176)  # bytes
+GIB = 1 << 30
 RNG = np.random.default_rng(0)
+Cells = Iterator[dict[str, Any]]
+
+
+class Arena:
+    """One block of host memory, filled by all threads, that the tables of a run share: pinning is slow at 80 GiB."""
+
+    def __init__(self, size: int) -> None:
+        room = np.empty(size + 4096, np.uint8)
+        start = -room.ctypes.data % 4096
+        self._memory = room[start : start + size]
+        block = RNG.standard_normal(1 << 22).astype(np.float32).view(np.uint8)
+
+        def fill(begin: int) -> None:
+            part = self._memory[begin : begin + len(block)]
+            part[:] = block[: len(part)]
+
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(fill, range(0, size, len(block))))
+
+    def table(self, rows: int, width: int) -> hg.HostTable:
+        """A float32 table [rows, width]; one at a time, since each pins the memory."""
+        return hg.HostTable.from_numpy(
+            self._memory[: rows * width * 4].view(np.float32).reshape(rows, width), copy=False
+        )
 
 
 def seconds(function: Callable[..., Any], *args: Any, calls: int = 10, repeats: int = 3) -> float:
@@ -43,6 +77,17 @@ def seconds(function: Callable[..., Any], *args: Any, calls: int = 10, repeats: 
     return statistics.median(found)
 
 
+def once(function: Callable[[np.ndarray], Any], ids: np.ndarray, repeats: int = 3) -> float:
+    """Seconds of a peer, which waits for its result; the best of a few."""
+    function(ids)
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function(ids)
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
 def random_ids(rows: int, count: int) -> np.ndarray:
     return RNG.integers(0, rows, count).astype(np.int32)
 
@@ -51,9 +96,9 @@ def gather(**options: Any) -> Callable[..., Any]:
     return jax.jit(lambda table, ids: hg.gather(table, ids, **options))
 
 
-def copy_engine(megabytes: int) -> float:
+def copy_engine(args: argparse.Namespace) -> float:
     """GB/s of a copy from pinned memory to the device: B."""
-    table = hg.HostTable.zeros((megabytes << 10, 256))
+    table = args.arena.table(args.width_bytes // 1024, 256)
     device = jax.devices()[0]
     target = jax.sharding.SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
     rate = table.nbytes / seconds(lambda: jax.device_put(table._leaf, target), calls=4) / 1e9
@@ -61,86 +106,75 @@ def copy_engine(megabytes: int) -> float:
     return rate
 
 
-def torch_gather(view: np.ndarray, ids: np.ndarray) -> float | None:
-    """Seconds of torch's CPU gather into pinned memory and a copy to the device; None without torch."""
-    try:
-        import torch
-    except ImportError:
-        return None
-    source, index = torch.from_numpy(view), torch.from_numpy(ids.astype(np.int64))
-    on_gpu = torch.cuda.is_available() and jax.default_backend() == "gpu"
-    staging = torch.empty((len(ids), view.shape[1]), pin_memory=on_gpu)
-
-    def run() -> None:
-        torch.index_select(source, 0, index, out=staging)
-        if on_gpu:
-            staging.to("cuda", non_blocking=True)
-            torch.cuda.synchronize()
-
-    run()
-    start = time.perf_counter()
-    for _ in range(4):
-        run()
-    return (time.perf_counter() - start) / 4
-
-
-def sizes(args: argparse.Namespace) -> list[dict[str, Any]]:
-    found = []
+def sizes(args: argparse.Namespace) -> Cells:
+    """Ids from the first so many GiB of one table: what decides is how many pages they touch."""
+    row = 512
+    whole = args.arena.table(int(max(args.gib) * GIB) // row, row // 4)
+    view = whole.numpy()
     for gib in args.gib:
-        rows = int(gib * (1 << 30)) // 512
-        table = hg.HostTable.empty((rows, 128))
-        for count in args.ids:
+        rows = int(gib * GIB) // row
+        for count in args.ids if gib > 1 else (args.ids[0] * 3 // 8, args.ids[0], args.ids[0] * 4):
             ids = random_ids(rows, count)
-            useful = count * 512 / 1e9
+            useful, calls = count * row / 1e9, max(2, args.calls * args.ids[0] // count)
             cell: dict[str, Any] = {"gib": gib, "ids": count}
             for order in ("given", "sorted", "auto"):
-                cell[order] = useful / seconds(gather(order=order), table, jnp.asarray(ids), calls=args.calls)
-            view = table.numpy()
-            start = time.perf_counter()
-            jax.block_until_ready(jax.device_put(np.take(view, ids, axis=0)))
-            cell["numpy"] = useful / (time.perf_counter() - start)
-            elapsed = torch_gather(view, ids)
-            cell["torch"] = useful / elapsed if elapsed else None
-            found.append(cell)
-            show("sizes", cell)
-        table.close()
-    return found
+                cell[order] = useful / seconds(gather(order=order), whole, jnp.asarray(ids), calls=calls)
+            peers: dict[str, Callable[[], Any]] = {
+                "torch": functools.partial(cpu_gather.torch_select, view, count),
+                "numpy": functools.partial(cpu_gather.numpy_take, view),
+            }
+            if count == args.ids[0]:
+                peers["device_view"] = functools.partial(cpu_gather.device_view, whole)
+            for name, make in peers.items():
+                try:
+                    peer = make()
+                    cell[name] = useful / once(peer, ids) if peer else None
+                except Exception as error:  # a peer that fails is a result
+                    cell[name], cell[f"{name}_failed"] = None, str(error).splitlines()[0][:200]
+            yield cell
+    whole.close()
 
 
-def widths(args: argparse.Namespace) -> list[dict[str, Any]]:
-    found = []
+def host_compute(args: argparse.Namespace) -> Cells:
+    """The peer that XLA has for this, on a table of 1 GiB."""
+    rows = args.width_bytes // 512
+    table = args.arena.table(rows, 128)
+    elapsed = once(cpu_gather.host_compute(table._leaf), random_ids(rows, args.ids[0]))
+    yield {"ids": args.ids[0], "compute_on": args.ids[0] * 512 / 1e9 / elapsed}
+    table.close()
+
+
+def widths(args: argparse.Namespace) -> Cells:
+    """Distinct ids, so that nothing is gained by reading equal ones once."""
     for width in WIDTHS:
         rows = args.width_bytes // width
-        table = hg.HostTable.empty((rows, width // 4))
+        table = args.arena.table(rows, width // 4)
         count = min(rows, args.width_bytes // 8 // width)
         ids = jnp.asarray(RNG.permutation(rows)[:count].astype(np.int32))
         cell: dict[str, Any] = {"row_bytes": width, "ids": count}
         for order in ("given", "sorted", "auto"):
             cell[order] = count * width / 1e9 / seconds(gather(order=order), table, ids, calls=args.calls)
-        found.append(cell)
-        show("widths", cell)
+        yield cell
         table.close()
-    return found
 
 
-def sms(args: argparse.Namespace) -> list[dict[str, Any]]:
+def sms(args: argparse.Namespace) -> Cells:
     rows = args.width_bytes // 512
-    table, found = hg.HostTable.empty((rows, 128)), []
+    table = args.arena.table(rows, 128)
     ids = jnp.asarray(random_ids(rows, args.ids[0]))
-    for count in (1, 2, 4, 8, 16, 64):
+    for count in (1, 2, 3, 4, 8, 16, 64):
         cell = {"sms": count}
         for order in ("given", "sorted"):
             elapsed = seconds(gather(order=order, num_sms=count), table, ids, calls=args.calls)
             cell[order] = len(ids) * 512 / 1e9 / elapsed
-        found.append(cell)
-        show("sms", cell)
+        yield cell
     table.close()
-    return found
 
 
-def update(args: argparse.Namespace) -> list[dict[str, Any]]:
+def update(args: argparse.Namespace) -> Cells:
+    """GB/s each way: a row is read and written."""
     rows, count = args.width_bytes // 512, args.ids[0]
-    table, found = hg.HostTable.zeros((rows, 128)), []
+    table = args.arena.table(rows, 128)
     ids = jnp.asarray(RNG.permutation(rows)[:count].astype(np.int32))
     values = jnp.ones((len(ids), 128))
     for number in (4, 8, 16, 32):
@@ -151,38 +185,38 @@ def update(args: argparse.Namespace) -> list[dict[str, Any]]:
         )
         table = jax.block_until_ready(step(table, ids, values))
         start = time.perf_counter()
-        for _ in range(args.calls):
+        for _ in range(2 * args.calls):
             table = step(table, ids, values)
         jax.block_until_ready(table)
-        elapsed = (time.perf_counter() - start) / args.calls
-        found.append({"sms": number, "scatter_add": len(ids) * 512 / 1e9 / elapsed})
-        show("update", found[-1])
+        elapsed = (time.perf_counter() - start) / args.calls / 2
+        yield {"sms": number, "scatter_add": len(ids) * 512 / 1e9 / elapsed}
     table.close()
-    return found
 
 
-def cached(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Ids by a power law, rank to the -0.8; the fifth of the rows that it makes the most frequent is cached."""
+def cached(args: argparse.Namespace) -> Cells:
+    """Ids by a power law, rank to the -0.8; cached is the fifth that other ids of that law named most often."""
     rows, count = args.width_bytes // 512, args.ids[0]
-    table = hg.HostTable.empty((rows, 128))
-    weights = np.arange(1, rows + 1) ** -0.8
+    table = args.arena.table(rows, 128)
+    cumulative = np.cumsum(np.arange(1, rows + 1) ** -0.8)
     order = RNG.permutation(rows)
-    cumulative = np.cumsum(weights)
-    ids = order[np.searchsorted(cumulative, RNG.random(count) * cumulative[-1])].astype(np.int32)
-    with_cache = hg.CachedTable.from_ids(table, order[: rows // 5])
+
+    def draw(number: int) -> np.ndarray:
+        return order[np.searchsorted(cumulative, RNG.random(number) * cumulative[-1])].astype(np.int32)
+
+    counts = np.bincount(draw(10 * count), minlength=rows)
+    with_cache, ids = hg.CachedTable.from_counts(table, counts, rows // 5), draw(count)
     cell: dict[str, Any] = {"hit_rate": float(with_cache.hit_rate(ids)), "distinct": len(np.unique(ids)) / count}
     for kind in ("given", "sorted"):
         for name, source in (("uncached", table), ("cached", with_cache)):
             elapsed = seconds(gather(order=kind), source, jnp.asarray(ids), calls=args.calls)
             cell[f"{name}_{kind}"] = count * 512 / 1e9 / elapsed
-    show("cached", cell)
+    yield cell
     table.close()
-    return [cell]
 
 
-def small(args: argparse.Namespace) -> list[dict[str, Any]]:
+def small(args: argparse.Namespace) -> Cells:
     rows = args.width_bytes // 1024
-    table, found = hg.HostTable.zeros((rows, 256)), []
+    table = args.arena.table(rows, 256)
 
     def loop(table: Any, ids: jax.Array) -> jax.Array:
         def body(shift: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -191,17 +225,22 @@ def small(args: argparse.Namespace) -> list[dict[str, Any]]:
 
         return jax.lax.scan(body, jnp.int32(0), None, length=200)[0]
 
+    alone = gather(order="given")
     for count in (1, 1000):
-        elapsed = seconds(jax.jit(loop), table, jnp.asarray(random_ids(rows, count)), calls=2) / 200
-        found.append({"ids": count, "microseconds": elapsed * 1e6})
-        show("small", found[-1])
+        ids = jnp.asarray(random_ids(rows, count))
+        elapsed = seconds(jax.jit(loop), table, ids, calls=2) / 200
+        cell = {"ids": count, "row_bytes": 1024, "loop_microseconds": elapsed * 1e6}
+        jax.block_until_ready(alone(table, ids))
+        found = profile_jax(lambda ids=ids: alone(table, ids), 20)
+        yield {**cell, "device_microseconds": found and 1e3 * found.span_ms}
     table.close()
-    return found
 
 
-def overlap(args: argparse.Namespace) -> list[dict[str, Any]]:
-    rows, steps, size = args.width_bytes // 512, 12, 4096 if jax.default_backend() == "gpu" else 256
-    table = hg.HostTable.zeros((rows, 128))
+def overlap(args: argparse.Namespace) -> Cells:
+    """Milliseconds of a loop: a layer's matrix products beside the rows of the next step."""
+    on_gpu = jax.default_backend() == "gpu"
+    rows, steps, size = args.width_bytes // 512, 48 if on_gpu else 4, 4096 if on_gpu else 256
+    table = args.arena.table(rows, 128)
     ids = jnp.asarray(random_ids(rows, steps * args.ids[0] // 4).reshape(steps, -1))
     w = jnp.full((size, size), 1e-3, jnp.bfloat16)
 
@@ -211,38 +250,84 @@ def overlap(args: argparse.Namespace) -> list[dict[str, Any]]:
         return carry + got[:1, :1].astype(jnp.bfloat16), None
 
     none = jnp.zeros((1, 1))
-    programs = {
-        "compute": (lambda t, i, c: jax.lax.scan(lambda c, _: step(c, none, None), c, None, length=steps)[0]),
-        "transfer": (lambda t, i, c: jax.lax.scan(lambda s, i: (s + t[i][0, 0], None), 0.0, i)[0]),
-        "serial": (lambda t, i, c: jax.lax.scan(lambda c, i: step(c, t[i], None), c, i)[0]),
-        "prefetched": (lambda t, i, c: hg.prefetched_scan(step, c, t, i)[0]),
+    programs: dict[str, Callable[..., Any]] = {
+        "compute": lambda t, i, c: jax.lax.scan(lambda c, _: step(c, none, None), c, None, length=steps)[0],
+        "transfer": lambda t, i, c: jax.lax.scan(lambda s, i: (s + t[i][0, 0], None), 0.0, i)[0],
+        "serial": lambda t, i, c: jax.lax.scan(lambda c, i: step(c, t[i], None), c, i)[0],
     }
+    for number in (4, 8):
+        programs[f"prefetched_{number}_sms"] = lambda t, i, c, n=number: hg.prefetched_scan(step, c, t, i, num_sms=n)[0]
     cell = {name: 1e3 * seconds(jax.jit(f), table, ids, w, calls=2) for name, f in programs.items()}
-    show("overlap", cell)  # milliseconds
+    yield {"steps": steps, **cell}
     table.close()
-    return [cell]
 
 
-def sampling(args: argparse.Namespace) -> list[dict[str, Any]]:
-    nodes, edges, seeds = args.graph
-    degrees = np.bincount((RNG.random(edges) ** 2 * nodes).astype(np.int64), minlength=nodes)
-    starts = np.concatenate([[0], np.cumsum(degrees)]).astype(np.int32)
-    senders = RNG.integers(0, nodes, edges, dtype=np.int32)
-    topology = hg.Topology.from_csc(starts, senders, num_nodes=nodes, on_host=True)
-    chosen = jnp.asarray(RNG.permutation(nodes)[:seeds].astype(np.int32))
-    sample = jax.jit(lambda key, topology, seeds: hg.sample_graph(key, topology, seeds, args.fan_outs))
-    elapsed = seconds(sample, jax.random.key(0), topology, chosen, calls=1)
-    cell = {"nodes": nodes, "edges": edges, "seeds": seeds, "fan_outs": args.fan_outs, "milliseconds": 1e3 * elapsed}
-    show("sampling", cell)
-    return [cell]
+def linear(args: argparse.Namespace) -> Cells:
+    """A relational layer's first product, rows read by its kernel, beside a gather and the same product."""
+    rows, width, types = args.width_bytes // 512, 128, 16
+    table = args.arena.table(rows, width)
+    ids = jnp.asarray(RNG.permutation(rows)[: args.ids[0]].astype(np.int32))
+    kinds = jnp.asarray(RNG.integers(0, types, len(ids)).astype(np.int32))
+    w = jnp.asarray(RNG.standard_normal((types, width, 64)), jnp.float32)
+    product = jax.jit(hg.typed_linear)
+    alone = jax.jit(lambda t, i: t[i])
+    gradient = jax.jit(jax.grad(lambda w, t, i, k: (hg.typed_linear(t, i, k, w) ** 2).sum()))
+    compiled = product.lower(table, ids, kinds, w).compile()
+    memory = compiled.memory_analysis()
+    yield {
+        "ids": len(ids),
+        "types": types,
+        "gather_ms": 1e3 * seconds(alone, table, ids, calls=args.calls),
+        "typed_linear_ms": 1e3 * seconds(product, table, ids, kinds, w, calls=args.calls),
+        "with_gradient_ms": 1e3 * seconds(gradient, w, table, ids, kinds, calls=args.calls),
+        "device_temporaries_mib": (memory.temp_size_in_bytes if memory else 0) / 2**20,
+        "gathered_copy_mib": len(ids) * width * 4 / 2**20,
+    }
+    table.close()
 
 
-SECTIONS = {f.__name__: f for f in (sizes, widths, sms, update, cached, small, overlap, sampling)}
+def devices(args: argparse.Namespace) -> Cells:
+    """GB/s in all: the devices of the host read one table, each its own ids."""
+    rows, spec = args.width_bytes // 512, jax.sharding.PartitionSpec
+    table = args.arena.table(rows, 128)
+    for count in sorted({1, len(jax.devices())}):
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:count]), ("device",))
+        shared, own = table.share(mesh), jax.sharding.NamedSharding(mesh, spec("device"))
+        ids = jax.device_put(random_ids(rows, count * args.ids[0]).reshape(count, -1), own)
+        each = jax.shard_map(
+            lambda t, i: hg.gather(t, i, order="given"),
+            mesh=mesh,
+            in_specs=(spec(), spec("device")),
+            out_specs=spec("device"),
+            check_vma=False,
+        )
+        elapsed = seconds(jax.jit(each), shared, ids, calls=args.calls)
+        yield {"devices": count, "gather": ids.size * 512 / 1e9 / elapsed}
+    table.close()
+
+
+SECTIONS: dict[str, Callable[[argparse.Namespace], Cells]] = {
+    f.__name__: f
+    for f in (
+        small,
+        sizes,
+        host_compute,
+        widths,
+        sms,
+        update,
+        cached,
+        overlap,
+        linear,
+        devices,
+        host_gather_graphs.sampling,
+        host_gather_graphs.epoch,
+    )
+}
 
 
 def show(section: str, cell: dict[str, Any]) -> None:
     shown = (f"{name} {value:.1f}" if isinstance(value, float) else f"{name} {value}" for name, value in cell.items())
-    print(f"{section:9}", ", ".join(shown), flush=True)
+    print(f"{section:8}", ", ".join(shown), flush=True)
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
@@ -253,8 +338,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
     for axes, section, x in ((left, "widths", "row_bytes"), (right, "sizes", "gib")):
         cells = report["sections"].get(section, [])
         if section == "sizes" and cells:
-            cells = [cell for cell in cells if cell["ids"] == cells[0]["ids"]]
-        for name in ("auto", "given", "torch", "numpy"):
+            cells = [cell for cell in cells if cell["ids"] == 262_144] or cells
+        for name in ("auto", "given", "torch", "numpy", "device_view"):
             points = [(cell[x], cell[name]) for cell in cells if cell.get(name)]
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", label=name)
@@ -263,40 +348,81 @@ def plot(report: dict[str, Any], path: Path) -> None:
     left.set_xlabel("bytes of a row, 1 GiB table")
     right.set_xlabel("GiB of the table, rows of 512 bytes")
     right.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    nameless = dict.fromkeys(("Creator", "Date", "Format", "Type")) if path.suffix == ".svg" else None
+    figure.savefig(path, dpi=120, bbox_inches="tight", metadata=nameless)
+
+
+def run(args: argparse.Namespace, report: dict[str, Any], save: Callable[[], None]) -> None:
+    for name in args.sections.split(","):
+        cells: list[dict[str, Any]] = []
+        begun = time.perf_counter()
+        try:
+            for cell in SECTIONS[name](args):
+                cells.append(cell)
+                report["sections"][name] = cells  # not before there is one: what was kept stays until then
+                report["copy_engine_of"][name] = report["copy_engine"]
+                show(name, cell)
+                save()
+                if time.perf_counter() - begun > args.limit:
+                    report["notes"].append(f"{name}: stopped after {args.limit} s")
+                    break
+        except Exception as error:
+            traceback.print_exc()
+            report["notes"].append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:300]}")
+        save()
+        print(f"{name}: {time.perf_counter() - begun:.1f} s", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     numbers = lambda text: [float(x) if "." in x else int(x) for x in text.split(",")]  # noqa: E731
-    parser.add_argument("--gib", type=numbers, default=[1, 8, 24])
+    parser.add_argument("--gib", type=numbers, default=[1, 8, 24], help="table sizes; the memory must hold the largest")
     parser.add_argument("--ids", type=numbers, default=[262_144, 2_097_152])
     parser.add_argument("--sections", default=",".join(SECTIONS))
-    parser.add_argument("--calls", type=int, default=10, help="calls in one repetition")
+    parser.add_argument("--calls", type=int, default=20, help="calls in one repetition")
+    parser.add_argument("--limit", type=float, default=60, help="seconds for a section")
+    parser.add_argument("--name", help="of the files, by default host_gather_ and the device")
     parser.add_argument("--out", type=Path, help="folder for the JSON and the plot")
     parser.add_argument("--plot", action="store_true")
+    parser.add_argument("--keep", action="store_true", help="keep the other sections of the file that is there")
     parser.add_argument("--quick", action="store_true", help="small sizes")
     args = parser.parse_args(arguments)
-    args.width_bytes, args.graph, args.fan_outs = 1 << 30, (10_000_000, 100_000_000, 100_000), [15, 10, 5]
+    args.width_bytes, args.graph, args.fan_outs = GIB, (10_000_000, 100_000_000, 100_000), [15, 10, 5]
+    args.epoch = (65_000_000, 100_000_000, 4_000_000, 1024, 40)  # nodes, edges, nodes with edges, batch, steps
     if args.quick:
         args.gib, args.ids, args.calls = [1 / 64], [4096], 2
         args.width_bytes, args.graph, args.fan_outs = 1 << 23, (2_000, 20_000, 50), [3, 2]
+        args.epoch = (3_000, 30_000, 500, 32, 4)
+    wanted = args.sections.split(",")
+    tables = [max(args.gib) * GIB] * ("sizes" in wanted) + [args.epoch[0] * 400] * ("epoch" in wanted)
+    begun = time.perf_counter()
+    args.arena = Arena(int(max([args.width_bytes, *tables])))
+    print(f"host memory filled in {time.perf_counter() - begun:.1f} s", flush=True)
     report: dict[str, Any] = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
-        "machine": platform.platform(),
-        "copy_engine": copy_engine(16 if args.quick else 1024),
+        "copy_engine": copy_engine(args),
+        "copy_engine_of": {},  # of the run that measured a section
         "sections": {},
+        "notes": [],
     }
-    print(f"{report['device']}, jax {report['jax']}; copy engine {report['copy_engine']:.1f} GB/s")
-    for name in args.sections.split(","):
-        report["sections"][name] = SECTIONS[name](args)
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        stem = f"host_gather_{report['device'].replace(' ', '_').lower()}"
-        (args.out / f"{stem}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        if args.plot:
-            plot(report, args.out / f"{stem}.png")
+    print(f"{report['device']}, jax {report['jax']}; copy engine {report['copy_engine']:.1f} GB/s", flush=True)
+    stem = args.name or f"host_gather_{report['device'].replace(' ', '_').lower()}"
+
+    path = args.out / f"{stem}.json" if args.out else None
+    if args.keep and path and path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        report["sections"], report["copy_engine_of"] = before["sections"], before["copy_engine_of"]
+        report["notes"] = [note for note in before["notes"] if note.split(":")[0] not in wanted]
+
+    def save() -> None:
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+    run(args, report, save)
+    if args.out and args.plot:
+        plot(report, args.out / f"{stem}.png")
     return report
 
 

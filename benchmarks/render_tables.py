@@ -5,7 +5,7 @@
 
 A table stands between `<!-- NAME: made by ... -->` and `<!-- end NAME -->`. `accuracy` comes from the files
 accuracy_*.json, each of which is the results.json of one run of examples/entity_classification.py; `performance` from
-what benchmarks/rgnn.py wrote on an H200.
+what benchmarks/rgnn.py wrote on an H200, `tables` from what benchmarks/host_gather.py wrote there.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 PERFORMANCE = "rgnn_h200_float32_tf32_w64_h1.json"
+HOST_GATHER = "host_gather_h200.json"
 
 _DATASETS = {"stdlib": "code graph of the standard library", "aifb": "AIFB", "mutag": "MUTAG", "bgs": "BGS", "am": "AM"}
 _MODELS = {"rgcn": "R-GCN", "rgat": "RGAT", "hgt": "HGT"}
@@ -64,7 +65,27 @@ def performance_table(results: Path) -> str:
     return rgnn_report.markdown(json.loads((results / PERFORMANCE).read_text(encoding="utf-8")))
 
 
-TABLES: dict[str, Callable[[Path], str]] = {"accuracy": accuracy_table, "performance": performance_table}
+def host_gather_table(results: Path) -> str:
+    """One row for each table size and number of ids."""
+    lines = [
+        "| table, GiB | rows of 512 bytes | GB/s | of the copy engine | ids as they come | torch, 16 threads | numpy |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    path = results / HOST_GATHER
+    report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"sections": {}}
+    for cell in report["sections"].get("sizes", []):
+        engine = report["copy_engine_of"]["sizes"]
+        rates = [f"{cell[name]:.1f}" if cell.get(name) else "-" for name in ("given", "torch", "numpy")]
+        cells = [f"{cell['gib']:g}", f"{cell['ids']:,}", f"{cell['auto']:.1f}", f"{cell['auto'] / engine:.2f}", *rates]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "accuracy": accuracy_table,
+    "performance": performance_table,
+    "tables": host_gather_table,
+}
 
 
 def render(text: str, results: Path) -> str:

@@ -81,6 +81,8 @@ NB_MODULE(_dejax_native, m) {
         },
         "Keeps a kernel compiled for this machine's GPUs under a key; an empty string, or what failed.");
   m.def("has_kernel", &dejax::cuda::HasKernel);
+  m.def("gathers_under_way", &dejax::GathersUnderWay,
+        "How many gathers were begun by gather_start and neither taken by gather_done nor given up.");
   m.def("take_gather_error",
         []() -> nb::object {
           long long id = 0;

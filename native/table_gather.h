@@ -58,6 +58,9 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherDone);
 // The context is current. 0, or a CUresult.
 int WaitForStarted(CUctx_st* context, CUstream_st* stream);
 
+// How many gathers were begun and neither taken by their done nor given up.
+int64_t GathersUnderWay();
+
 // What the last kernel with `raises` found: true once for each time, and the id.
 bool TakeGatherError(long long* id);
 

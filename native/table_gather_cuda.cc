@@ -2,14 +2,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <deque>
-#include <map>
-#include <mutex>
 #include <string>
-#include <utility>
 
 #include "cuda_launch.h"
-#include "table_gather.h"
+#include "table_gather_cuda.h"
 
 namespace ffi = xla::ffi;
 
@@ -19,42 +15,9 @@ namespace {
 using cuda::DevicePointer;
 
 constexpr unsigned kThreads = 1024;
-constexpr int kUnroll = 4;                 // as in gather.cu
 constexpr int64_t kMaxRowBytes = 1 << 30;  // the kernel counts bytes of a row in 32 bits
-constexpr int kReleaseThreshold = 4;       // CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
 
-struct alignas(16) Vector4 {
-  uint8_t bytes[16];
-};
-
-// As in gather.cu, member by member.
-struct Params {
-  const void* table;
-  const void* table_end;
-  const void* ids;
-  const void* perm;
-  const void* slots;
-  const void* cache;
-  const void* cache_end;
-  const void* scale;
-  void* out;
-  void* ticket;
-  void* error;
-  long long n;
-  long long rows;
-  long long scale_count;
-  int row_bytes;
-  int chunks;
-  int align;
-  int fan_out;
-  int clip;
-  float fill_value;
-  Vector4 fill;
-};
-
-ffi::Error Failed(ffi::ErrorCode code, const std::string& what) {
-  return ffi::Error(code, "dejax.host_gather.gather: " + what);
-}
+ffi::Error Failed(ffi::ErrorCode code, const std::string& what) { return GatherError(code, what); }
 
 // Two words of pinned memory into which kernels report an id out of range; made on first use.
 volatile long long* ErrorWords() {
@@ -72,19 +35,10 @@ volatile long long* ErrorWords() {
   return words;
 }
 
-struct Gather {
-  ffi::AnyBuffer table, ids, perm, slots, cache;
-  ffi::Buffer<ffi::F32> scale;
-  int64_t source, result, row_bytes, fan_out;
-  bool mean, clip, raises;
-  float fill_value;
-  ffi::Span<const uint8_t> fill;
-  int64_t kernel, grid, align;
-};
+}  // namespace
 
-// Launches on `stream`, whose context is current.
-ffi::Error Launch(const Gather& g, void* out, int64_t out_bytes, void* ticket, cuda::Context context,
-                  cuda::Stream stream) {
+ffi::Error LaunchGather(const GatherCall& g, void* out, int64_t out_bytes, void* ticket, cuda::Context context,
+                        cuda::Stream stream) {
   if (g.fill.size() != 16 || g.fan_out < 1 || g.row_bytes < 0 || g.row_bytes > kMaxRowBytes || g.grid < 1 ||
       (g.align & (g.align - 1)) != 0 || g.align < 16) {
     return Failed(ffi::ErrorCode::kInvalidArgument, "the attributes do not fit together");
@@ -98,18 +52,18 @@ ffi::Error Launch(const Gather& g, void* out, int64_t out_bytes, void* ticket, c
   std::string why;
   cuda::Function kernel = cuda::FindKernel(g.kernel, context, &why);
   if (kernel == nullptr) return Failed(ffi::ErrorCode::kInternal, why);
-  Params p = {};
-  p.table = g.table.untyped_data();
-  p.table_end = static_cast<const char*>(p.table) + g.table.size_bytes();
+  GatherParams p = {};
+  p.table = static_cast<const char*>(g.table.untyped_data());
+  p.table_end = p.table + g.table.size_bytes();
   p.ids = g.ids.untyped_data();
   const bool sorted = g.perm.element_count() > 0;
-  p.perm = sorted ? g.perm.untyped_data() : nullptr;
-  p.slots = g.slots.untyped_data();
-  p.cache = g.cache.untyped_data();
-  p.cache_end = static_cast<const char*>(p.cache) + g.cache.size_bytes();
-  p.scale = g.scale.untyped_data();
-  p.out = out;
-  p.ticket = ticket;
+  p.perm = sorted ? static_cast<const int*>(g.perm.untyped_data()) : nullptr;
+  p.slots = static_cast<const int*>(g.slots.untyped_data());
+  p.cache = static_cast<const char*>(g.cache.untyped_data());
+  p.cache_end = p.cache + g.cache.size_bytes();
+  p.scale = g.scale.typed_data();
+  p.out = static_cast<char*>(out);
+  p.ticket = static_cast<unsigned long long*>(ticket);
   p.n = g.mean ? ids / g.fan_out : ids;
   p.rows = rows;
   p.scale_count = static_cast<long long>(g.scale.element_count());
@@ -130,7 +84,7 @@ ffi::Error Launch(const Gather& g, void* out, int64_t out_bytes, void* ticket, c
   std::memcpy(p.fill.bytes, g.fill.begin(), 16);
   if (g.raises) {
     volatile long long* words = ErrorWords();
-    p.error = const_cast<long long*>(words);
+    p.error = words;
     if (words != nullptr && words[0] != 0) {
       const long long id = words[1];
       words[0] = 0;
@@ -139,7 +93,7 @@ ffi::Error Launch(const Gather& g, void* out, int64_t out_bytes, void* ticket, c
   }
   const cuda::Api& api = *cuda::GetApi(nullptr);
   const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
-  if (sorted) {
+  if (ticket != nullptr) {
     if (auto result = launch.memset_d8_async(reinterpret_cast<DevicePointer>(ticket), 0, 8, stream)) {
       return Failed(ffi::ErrorCode::kInternal, "cuMemsetD8Async failed: " + cuda::ErrorName(api, result));
     }
@@ -155,8 +109,7 @@ ffi::Error Launch(const Gather& g, void* out, int64_t out_bytes, void* ticket, c
   return ffi::Error::Success();
 }
 
-// The context of a stream, and whether everything that a launch needs is there.
-ffi::Error Context(cuda::Stream stream, cuda::Context* context) {
+ffi::Error StreamContext(cuda::Stream stream, cuda::Context* context) {
   std::string why;
   const cuda::LaunchApi* launch = cuda::GetLaunchApi(&why);
   if (launch == nullptr) return Failed(ffi::ErrorCode::kUnavailable, why);
@@ -170,166 +123,24 @@ ffi::Error Context(cuda::Stream stream, cuda::Context* context) {
   return ffi::Error::Success();
 }
 
+namespace {
+
 ffi::Error OnCuda(cuda::Stream stream, ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer perm,
                   ffi::AnyBuffer slots, ffi::AnyBuffer cache, ffi::Buffer<ffi::F32> scale,
                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> scratch, int64_t source, int64_t result,
                   int64_t row_bytes, int64_t fan_out, bool mean, bool clip, bool raises, float fill_value,
                   ffi::Span<const uint8_t> fill, int64_t kernel, int64_t grid, int64_t align) {
   cuda::Context context = nullptr;
-  if (auto error = Context(stream, &context); error.failure()) return error;
+  if (auto error = StreamContext(stream, &context); error.failure()) return error;
   cuda::CurrentContext current(context);
-  return Launch({table, ids, perm, slots, cache, scale, source, result, row_bytes, fan_out, mean, clip, raises,
-                 fill_value, fill, kernel, grid, align},
-                out->untyped_data(), static_cast<int64_t>(out->size_bytes()), scratch->untyped_data(), context, stream);
-}
-
-// ------------------------------------------------------------------------------------------------ start and done
-
-// A gather under way: its memory, which XLA knows nothing of, and the event that says it is done.
-struct Pending {
-  DevicePointer data;
-  size_t bytes;
-  cuda::Event done;
-};
-
-struct Side {
-  cuda::Stream stream = nullptr;
-  std::map<std::pair<int64_t, int64_t>, std::deque<Pending>> pending;  // by run and site
-};
-
-std::mutex& SideMutex() {
-  static auto* const mutex = new std::mutex;
-  return *mutex;
-}
-
-std::map<cuda::Context, Side>& Sides() {
-  static auto* const sides = new std::map<cuda::Context, Side>;
-  return *sides;
-}
-
-ffi::Error Start(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer perm,
-                 ffi::AnyBuffer slots, ffi::AnyBuffer cache, ffi::Buffer<ffi::F32> scale, ffi::RemainingArgs,
-                 ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer>, ffi::RemainingRets, int64_t source,
-                 int64_t result, int64_t row_bytes, int64_t fan_out, bool mean, bool clip, bool raises,
-                 float fill_value, ffi::Span<const uint8_t> fill, int64_t kernel, int64_t grid, int64_t align,
-                 int64_t site, int64_t out_bytes) {
-  cuda::Context context = nullptr;
-  if (auto error = Context(stream, &context); error.failure()) return error;
-  cuda::CurrentContext current(context);
-  const cuda::Api& api = *cuda::GetApi(nullptr);
-  const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
-  std::lock_guard<std::mutex> lock(SideMutex());
-  Side& side = Sides()[context];
-  cuda::Event ready = nullptr;
-  // One allocation: the rows, the ids and their order (XLA may reuse its own as soon as this call returns), the
-  // counter.
-  const size_t ids_bytes = (ids.size_bytes() + 255) / 256 * 256, perm_bytes = (perm.size_bytes() + 255) / 256 * 256;
-  const size_t rows_bytes = (static_cast<size_t>(out_bytes) + 255) / 256 * 256;
-  Pending pending = {0, static_cast<size_t>(out_bytes), nullptr};
-  const auto failed = [&](const char* call, cuda::Result code) {
-    return Failed(ffi::ErrorCode::kInternal,
-                  std::string(call) + " failed in gather_start: " + cuda::ErrorName(api, code));
-  };
-  if (side.stream == nullptr) {
-    int least = 0, greatest = 0;
-    launch.ctx_get_stream_priority_range(&least, &greatest);
-    // Non-blocking, and of the highest priority: its few blocks go first wherever a block of the compute stream ends.
-    if (auto code = launch.stream_create_with_priority(&side.stream, 1, greatest))
-      return failed("cuStreamCreate", code);
-    // Freed memory stays in the pool, rather than go back to the driver whenever somebody synchronises.
-    cuda::Device device = 0;
-    cuda::MemoryPool pool = nullptr;
-    uint64_t everything = UINT64_MAX;
-    if (launch.ctx_get_device(&device) == 0 && launch.device_get_default_mem_pool(&pool, device) == 0) {
-      launch.mem_pool_set_attribute(pool, kReleaseThreshold, &everything);
-    }
-  }
-  // On the compute stream: allocate, and copy what XLA may overwrite. Then the side stream goes on from there.
-  if (auto code = launch.mem_alloc_async(&pending.data, rows_bytes + ids_bytes + perm_bytes + 256, stream)) {
-    return failed("cuMemAllocAsync", code);
-  }
-  const DevicePointer own_ids = pending.data + rows_bytes, own_perm = own_ids + ids_bytes,
-                      counter = own_perm + perm_bytes;
-  cuda::Result code = 0;
-  if (ids.size_bytes()) {
-    code = launch.memcpy_dtod_async(own_ids, reinterpret_cast<DevicePointer>(ids.untyped_data()), ids.size_bytes(),
-                                    stream);
-  }
-  if (code == 0 && perm.size_bytes()) {
-    code = launch.memcpy_dtod_async(own_perm, reinterpret_cast<DevicePointer>(perm.untyped_data()), perm.size_bytes(),
-                                    stream);
-  }
-  if (code == 0) code = launch.event_create(&ready, 2);  // without timing
-  if (code == 0) code = launch.event_create(&pending.done, 2);
-  if (code == 0) code = launch.event_record(ready, stream);
-  if (code == 0) code = launch.stream_wait_event(side.stream, ready, 0);
-  if (code != 0) return failed("cuMemcpyDtoDAsync or an event", code);
-  launch.event_destroy(ready);
-  // The same arrays at their new places.
-  int64_t ids_dims[1], perm_dims[1];
-  const auto moved = [](ffi::AnyBuffer from, DevicePointer to, int64_t* dims) {
-    XLA_FFI_Buffer raw = {};
-    raw.struct_size = XLA_FFI_Buffer_STRUCT_SIZE;
-    raw.dtype = static_cast<XLA_FFI_DataType>(from.element_type());
-    raw.data = reinterpret_cast<void*>(to);
-    raw.rank = 1;
-    dims[0] = static_cast<int64_t>(from.element_count());
-    raw.dims = dims;
-    return raw;
-  };
-  XLA_FFI_Buffer raw_ids = moved(ids, own_ids, ids_dims), raw_perm = moved(perm, own_perm, perm_dims);
-  ffi::Error error =
-      Launch({table, ffi::AnyBuffer(&raw_ids), ffi::AnyBuffer(&raw_perm), slots, cache, scale, source, result,
-              row_bytes, fan_out, mean, clip, raises, fill_value, fill, kernel, grid, align},
-             reinterpret_cast<void*>(pending.data), out_bytes, reinterpret_cast<void*>(counter), context, side.stream);
-  if (error.failure()) return error;
-  if ((code = launch.event_record(pending.done, side.stream))) return failed("cuEventRecord", code);
-  side.pending[{run.run_id, site}].push_back(pending);
-  return ffi::Error::Success();
-}
-
-ffi::Error Done(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer, ffi::RemainingArgs,
-                ffi::Result<ffi::AnyBuffer> out, int64_t site) {
-  cuda::Context context = nullptr;
-  if (auto error = Context(stream, &context); error.failure()) return error;
-  cuda::CurrentContext current(context);
-  const cuda::Api& api = *cuda::GetApi(nullptr);
-  const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
-  std::lock_guard<std::mutex> lock(SideMutex());
-  Side& side = Sides()[context];
-  const auto found = side.pending.find({run.run_id, site});
-  if (found == side.pending.end() || found->second.empty() || found->second.front().bytes != out->size_bytes()) {
-    return Failed(
-        ffi::ErrorCode::kFailedPrecondition,
-        "gather_done found no gather_start of its own in this execution; both must be in one jitted function");
-  }
-  const Pending pending = found->second.front();
-  found->second.pop_front();
-  if (found->second.empty()) side.pending.erase(found);
-  cuda::Result code = launch.stream_wait_event(stream, pending.done, 0);
-  if (code == 0 && pending.bytes) {
-    code = launch.memcpy_dtod_async(reinterpret_cast<DevicePointer>(out->untyped_data()), pending.data, pending.bytes,
-                                    stream);
-  }
-  if (code == 0) code = launch.mem_free_async(pending.data, stream);
-  launch.event_destroy(pending.done);
-  if (code != 0) return Failed(ffi::ErrorCode::kInternal, "gather_done failed: " + cuda::ErrorName(api, code));
-  return ffi::Error::Success();
+  return LaunchGather(
+      {table, ids, perm, slots, cache, scale, source, result, row_bytes, fan_out, mean, clip, raises, fill_value, fill,
+       kernel, grid, align},
+      out->untyped_data(), static_cast<int64_t>(out->size_bytes()),
+      perm.element_count() > 0 ? scratch->untyped_data() : nullptr, context, stream);
 }
 
 }  // namespace
-
-int WaitForStarted(cuda::Context context, cuda::Stream stream) {
-  std::lock_guard<std::mutex> lock(SideMutex());
-  const auto side = Sides().find(context);
-  if (side == Sides().end()) return 0;
-  for (const auto& [key, queue] : side->second.pending) {
-    for (const Pending& pending : queue) {
-      if (auto result = cuda::GetLaunchApi(nullptr)->stream_wait_event(stream, pending.done, 0)) return result;
-    }
-  }
-  return 0;
-}
 
 bool TakeGatherError(long long* id) {
   std::string why;
@@ -344,21 +155,5 @@ bool TakeGatherError(long long* id) {
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TableGatherCuda, OnCuda,
                               ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>() DEJAX_GATHER_SIGNATURE,
                               {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(TableGatherStart, Start,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cuda::Stream>>()
-                                  .Ctx<ffi::RunId>() DEJAX_GATHER_OPERANDS.RemainingArgs()
-                                      DEJAX_GATHER_RESULTS.RemainingRets() DEJAX_GATHER_ATTRIBUTES.Attr<int64_t>("site")
-                                  .Attr<int64_t>("out_bytes"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(TableGatherDone, Done,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cuda::Stream>>()
-                                  .Ctx<ffi::RunId>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("site"));
 
 }  // namespace dejax

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "cuda_launch.h"
+#include "params.h"
 #include "table_gather.h"
 #include "table_update.h"
 
@@ -10,23 +11,6 @@ namespace ffi = xla::ffi;
 
 namespace dejax {
 namespace {
-
-// As in update.cu, member by member.
-struct Params {
-  void* table;
-  void* first;
-  void* second;
-  const void* ids;
-  const void* perm;
-  const void* values;
-  const void* hyper;
-  void* ticket;
-  long long n;
-  long long rows;
-  int row_bytes;
-};
-
-constexpr int kUnroll = 4;
 
 ffi::Error Failed(ffi::ErrorCode code, const std::string& what) {
   return ffi::Error(code, "dejax.host_gather: " + what);
@@ -67,17 +51,17 @@ ffi::Error OnCuda(cuda::Stream stream, ffi::AnyBuffer ids, ffi::AnyBuffer perm, 
   }
   const cuda::DevicePointer counter = cuda::NextCounter(context);
   if (counter == 0) return Failed(ffi::ErrorCode::kResourceExhausted, "no device memory for a counter");
-  Params p = {tables.after[0],
-              tables.after[1],
-              tables.after[2],
-              ids.untyped_data(),
-              perm.untyped_data(),
-              values.untyped_data(),
-              hyper.untyped_data(),
-              reinterpret_cast<void*>(counter),
-              n,
-              tables.rows,
-              static_cast<int>(row_bytes)};
+  UpdateParams p = {static_cast<char*>(tables.after[0]),
+                    static_cast<float*>(tables.after[1]),
+                    static_cast<float*>(tables.after[2]),
+                    ids.untyped_data(),
+                    static_cast<const int*>(perm.untyped_data()),
+                    static_cast<const char*>(values.untyped_data()),
+                    static_cast<const float*>(hyper.untyped_data()),
+                    reinterpret_cast<unsigned long long*>(counter),
+                    n,
+                    tables.rows,
+                    static_cast<int>(row_bytes)};
   if (auto result = launch->memset_d8_async(counter, 0, 8, stream)) {
     return Failed(ffi::ErrorCode::kInternal, "cuMemsetD8Async failed: " + cuda::ErrorName(api, result));
   }

@@ -3,12 +3,14 @@
 `HostTable` holds rows; `gather` reads them by ids inside `jax.jit`, with no copy of the table on the device and no host
 callback; `scatter`, `scatter_add` and the optimizers write them. `gather_start`, `gather_done` and `prefetched_scan`
 read beside compute. `CachedTable` keeps the most used rows on the device. `sample_graph` goes from seeds to a local
-graph. docs/host_gather.md has the rules and the measurements.
+graph. `typed_linear` multiplies rows in the kernel that reads them. docs/host_gather.md has the rules and the
+measurements.
 """
 
 from dejax.host_gather.cached import CachedTable, count_ids
 from dejax.host_gather.gather import check_errors, gather
 from dejax.host_gather.gradient import RowGradient, value_and_grad
+from dejax.host_gather.linear import typed_linear
 from dejax.host_gather.pipeline import PendingRows, gather_done, gather_start, prefetched_scan
 from dejax.host_gather.sampling import LocalGraph, Neighbors, Topology, sample_graph, sample_neighbors
 from dejax.host_gather.table import HostTable, TableClosedError, shardings
@@ -39,5 +41,6 @@ __all__ = [
     "scatter_add",
     "sgd",
     "shardings",
+    "typed_linear",
     "value_and_grad",
 ]

@@ -19,6 +19,7 @@ from pathlib import Path
 from dejax import _native
 
 _FOLDER = Path(__file__).parent / "kernels"
+_HEADERS = ("convert.h", "params.h", "words.h")
 _NAMES = {"gather.cu": "dejax_gather", "update.cu": "dejax_update"}
 
 
@@ -28,7 +29,7 @@ class KernelError(RuntimeError):
 
 @functools.cache
 def _source(file: str) -> str:
-    return "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in ("convert.h", file))
+    return "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in (*_HEADERS, file))
 
 
 def key(file: str, definitions: tuple[tuple[str, str | int], ...]) -> int:

@@ -46,14 +46,18 @@ class CachedTable:
         hot = np.asarray(ids).reshape(-1)
         if hot.size and (hot.dtype.kind not in "iu" or hot.min() < 0 or hot.max() >= len(table)):
             raise ValueError(f"CachedTable: `ids` must be integers from 0 to {len(table) - 1}")
-        if np.unique(hot).size != hot.size:
-            raise ValueError("CachedTable: `ids` must be distinct")
+        from dejax.host_gather.gather import gather
+
+        hot = hot.astype(np.int64)
         slots = np.full(len(table), -1, np.int32)
-        slots[hot] = np.arange(hot.size, dtype=np.int32)
-        words = table._operand("CachedTable").shape[1]
-        rows = table.numpy().reshape(len(table), -1)[hot] if table.size else np.zeros((hot.size, 0), table.dtype)
-        cache = np.ascontiguousarray(rows).view(table._spec.leaf.dtype).reshape(hot.size, words)
-        return cls(table, jnp.asarray(cache), jnp.asarray(slots))
+        order = np.arange(hot.size, dtype=np.int32)
+        slots[hot] = order
+        if not np.array_equal(slots[hot], order):
+            raise ValueError("CachedTable: `ids` must be distinct")
+        leaf = table._operand("CachedTable")
+        words = dataclasses.replace(table._spec, row=leaf.shape[1:], dtype=np.dtype(leaf.dtype))
+        cache = gather(HostTable(leaf, words), hot)  # the bits of the rows, as the table carries them
+        return cls(table, cache, jnp.asarray(slots))
 
     @classmethod
     def from_counts(cls, table: HostTable, counts: ArrayLike, cached_rows: int) -> CachedTable:

@@ -16,15 +16,14 @@ from jax.typing import ArrayLike
 from dejax import _native
 from dejax.host_gather import _cost, _kernels, _types
 from dejax.host_gather._recording import record, recording_active
+from dejax.host_gather._spec import TableSpec
 from dejax.host_gather.cached import CachedTable
-from dejax.host_gather.table import HostTable, TableSpec
+from dejax.host_gather.table import HostTable
 
 Mode = Literal["fill", "clip", "raise"]
 Order = Literal["auto", "given", "sorted"]
 
-# Four SMs saturate the bus with rows of 512 bytes; eight keep a margin, and more make sorted ids of large tables
-# slower (24
-# GiB, 262,144 rows: 30.0 GB/s with 8, 20.5 with 132).
+# Four SMs saturate the bus with rows of 512 bytes; eight keep a margin.
 SORTED_SMS = 8
 UNSORTED_SMS = 16
 _LINE = 128  # bytes of one request over the bus
@@ -77,8 +76,7 @@ def gather(
             `mode="clip"`); `fill_value` where all are. Rows must be of floats or converted.
         order: "given" reads rows in the order of `ids`; "sorted" sorts the ids inside the step, and reads equal ones
             once: for large tables and for ids with many duplicates; "auto" lets a cost model decide from sizes. The
-                result is
-            the same.
+            result is the same.
         num_sms: multiprocessors that the read may take, at most; by default 8 or 16, which saturate the bus.
 
     Returns:
@@ -263,8 +261,7 @@ def mapped_call(call: Call, fan_out: int) -> Any:
         if table_batched or any(others):
             raise ValueError(
                 "gather: jax.vmap maps over ids only; give the table (and scale or cache) with in_axes=None, since "
-                "to map "
-                "over it would copy it to the device"
+                "to map over it would copy it to the device"
             )
         return rows_of(leaf, ids, scale, slots, cache), ids_batched
 
@@ -272,9 +269,12 @@ def mapped_call(call: Call, fan_out: int) -> Any:
 
 
 def flat_call(
-    call: Call, fan_out: int, leaf: Array, ids: Array, slots: Array
+    call: Call, fan_out: int, leaf: Array, ids: Array, slots: Array, *, ticket: bool = False
 ) -> tuple[Array, Array, dict[str, Any], tuple[int, ...]]:
-    """Flat ids, their order, the attributes of the native call and the shape of its result."""
+    """Flat ids, their order, the attributes of the native call and the shape of its result.
+
+    Sorted ids are taken by ticket; others where `ticket` says so.
+    """
     spec = call.spec
     flat = ids.reshape(-1)
     ordered = call.ordered and flat.size > 1
@@ -291,6 +291,7 @@ def flat_call(
             ID="int" if flat.dtype == jnp.int32 else "long long",
             UNIT=unit,
             SORTED=int(ordered),
+            TICKET=int(ordered or ticket),
             CACHED=int(slots.size > 0),
             SOURCE=source,
             RESULT=result,

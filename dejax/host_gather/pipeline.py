@@ -175,7 +175,7 @@ def _start(
         rows = launch(call, 1, leaf, ids, scale, nothing, jnp.zeros((0,), leaf.dtype))
         return PendingRows(rows, site, shape, call.out_dtype, True), through
     nothing = jnp.zeros((0,), jnp.int32)
-    flat, perm, attributes, _ = flat_call(call, 1, leaf, ids, nothing)
+    flat, perm, attributes, _ = flat_call(call, 1, leaf, ids, nothing, ticket=True)
     word = jax.ShapeDtypeStruct((2,), jnp.uint32)
     started = jax.ffi.ffi_call(
         "dejax_table_gather_start",

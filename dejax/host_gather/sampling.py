@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax.host_gather._numbering import number_nodes, unique_seeds
 from dejax.host_gather.gather import gather
 from dejax.host_gather.table import HostTable
 
@@ -173,16 +174,22 @@ def sample_neighbors(
         raise TypeError(f"sample_neighbors: `seeds` must be int[seeds], {seeds.dtype}{list(seeds.shape)} was given")
     relations = topology.num_relations
     inside = (seeds >= 0) & (seeds < topology.num_nodes)
-    node = jnp.where(inside, seeds, 0)
-    groups = (node[:, None] * relations + jnp.arange(relations, dtype=node.dtype)).reshape(-1)
-    bounds = _take(topology.starts, jnp.stack([groups, groups + 1], axis=-1))
+    if topology.num_nodes * relations >= 2**31 and seeds.dtype.itemsize < 8:
+        raise ValueError(
+            f"sample_neighbors: {topology.num_nodes} nodes of {relations} relations need seeds of int64, in jax's "
+            f"64-bit mode; {seeds.dtype} was given"
+        )
+    groups = seeds[:, None] * relations + jnp.arange(relations, dtype=seeds.dtype)
+    # Nothing is read for padding. Were it read as node 0, each warp would ask for one and the same line of host memory,
+    # which took 0.12 us each time: 40 ms for five million seeds of padding.
+    wanted = jnp.where(inside[:, None, None], jnp.stack([groups, groups + 1], axis=-1), -1).reshape(-1, 2)
+    bounds = _take(topology.starts, wanted)
     start, degree = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
-    degree = jnp.where(jnp.repeat(inside, relations), degree, 0)
     if topology.cumulative is not None and not replace:
         chosen, mask = _weighted_subset(key, topology, start, degree, fan_out, max_degree)
     else:
         if replace:
-            draws = jax.random.uniform(key, (len(groups), fan_out))
+            draws = jax.random.uniform(key, (len(start), fan_out))
             mask = jnp.broadcast_to(degree[:, None] > 0, draws.shape)
             if topology.cumulative is None:
                 chosen = _scaled(draws, degree[:, None])
@@ -203,8 +210,9 @@ class LocalGraph:
     """Sampled edges over a dense numbering of the nodes they touch.
 
     Each hop has its own block of numbers, with padding at its end: the seeds, in order, then what the first hop
-    found, and so on. Padding nodes and edges
-    have no effect in anything that goes by the masks; padding edges run from and to `node_ids.shape[0]`.
+    found, by ascending node, and so on. Edges come hop by hop, those of one receiver side by side: those of hop k are
+    [nodes of block k, relations * fan_outs[k]]. Padding nodes and edges have no effect in anything that goes by the
+    masks; padding edges run from and to `node_ids.shape[0]`.
 
     Attributes:
         node_ids: int32[nodes], the graph's node of each local one; -1 for padding. `gather(features, node_ids)` gives
@@ -252,7 +260,8 @@ def sample_graph(
         seeds: int[seeds], distinct (of equal ones the later are padding); -1 for padding.
         fan_outs: edges to draw at each hop, the seeds' own first.
         max_nodes: bounds on the nodes known after each hop, one for each, or one for all; by default what cannot be
-            exceeded: seeds * (1 + fan_out * relations) and so on. What does not fit is counted in `dropped`.
+            exceeded: seeds * (1 + fan_out * relations) and so on. What does not fit, the highest ids of the hop, is
+            counted in `dropped`.
         replace, max_degree: as in `sample_neighbors`.
 
     Returns:
@@ -276,7 +285,7 @@ def sample_graph(
         given = max_nodes if max_nodes is None or isinstance(max_nodes, int) else max_nodes[hop]
         most = natural if given is None else max(most, min(natural, int(given)))
         limits.append(most)
-    known = _unique_seeds(seeds, topology.num_nodes)
+    known = unique_seeds(seeds, topology.num_nodes)
     frontier, previous = known, num_seeds
     all_senders, all_receivers, all_edges, all_relations, hop_edges = [], [], [], [], []
     dropped = jnp.zeros((), jnp.int32)
@@ -285,7 +294,7 @@ def sample_graph(
         key, now = jax.random.split(key)
         found = sample_neighbors(now, topology, frontier, fan_out, replace=replace, max_degree=max_degree)
         wide = found.senders.shape[1]
-        known, local, lost = _number(known, found.senders.reshape(-1), limits[hop])
+        known, local, lost = number_nodes(known, found.senders.reshape(-1), limits[hop], topology.num_nodes)
         dropped = dropped + lost
         all_senders.append(local)
         all_receivers.append(jnp.repeat(receivers, wide))
@@ -312,9 +321,14 @@ def sample_graph(
     )
 
 
+# Lists are read as they come, which is in order but for the seeds' own. Four bytes an id: more multiprocessors than
+# rows of features need.
+_LIST_SMS = 64
+
+
 def _take(values: Rows, ids: Array) -> Array:
     if isinstance(values, HostTable):
-        return gather(values, ids)
+        return gather(values, ids, order="given", num_sms=_LIST_SMS)
     if values.shape[0] == 0:
         return jnp.zeros(ids.shape, values.dtype)
     return values.at[jnp.where(ids < 0, values.shape[0], ids)].get(mode="fill", fill_value=0)
@@ -375,38 +389,3 @@ def _weighted_subset(
     draws, chosen = jax.lax.top_k(jnp.where(usable, draws, -jnp.inf), min(fan_out, max_degree))
     missing = ((0, 0), (0, fan_out - chosen.shape[1]))
     return jnp.pad(chosen, missing).astype(start.dtype), jnp.pad(draws > -jnp.inf, missing)
-
-
-def _unique_seeds(seeds: Array, num_nodes: int) -> Array:
-    """Seeds in their order, with -1 for those out of range and for all but the first of equal ones."""
-    positions = jnp.arange(seeds.shape[0], dtype=jnp.int32)
-    inside = (seeds >= 0) & (seeds < num_nodes)
-    wanted = jnp.where(inside, seeds, -1).astype(jnp.int32)
-    ordered, at = jax.lax.sort((wanted, positions), num_keys=1)
-    again = jnp.concatenate([jnp.zeros(1, bool), ordered[1:] == ordered[:-1]])[: seeds.shape[0]]
-    return wanted.at[at].set(jnp.where(again, -1, ordered))
-
-
-def _number(known: Array, found: Array, limit: int) -> tuple[Array, Array, Array]:
-    """Local numbers of nodes, -1 for none: the known ones keep theirs, new ones follow in order of first appearance.
-
-    Returns:
-        The nodes known afterwards [limit]; the local number of each of `found`; how many nodes did not fit.
-    """
-    size, old = found.shape[0], known.shape[0]
-    everything = jnp.concatenate([known, found])
-    positions = jnp.arange(old + size, dtype=jnp.int32)
-    ordered, at = jax.lax.sort((everything, positions), num_keys=1)  # stable: the first of equal ones is the earliest
-    first = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
-    group = jnp.cumsum(first) - 1
-    representative = jnp.full((old + size,), old + size, jnp.int32).at[group].min(at)
-    leader = (
-        jnp.zeros(old + size, jnp.int32).at[at].set(representative[group])
-    )  # the earliest position of an equal node
-    new = (everything >= 0) & (leader == positions) & (positions >= old)
-    local = jnp.where(positions < old, positions, old + jnp.cumsum(new) - 1)
-    fits = local < limit
-    numbered = jnp.where(everything >= 0, jnp.where(fits, local, -1)[leader], -1)
-    slots = jnp.where(new & fits, local, limit)
-    grown = jnp.full((limit,), -1, jnp.int32).at[:old].set(known).at[slots].set(everything, mode="drop")
-    return grown, numbered[old:], (new & ~fits).sum().astype(jnp.int32)

@@ -16,37 +16,14 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dejax import _native
-from dejax.host_gather import _types
+from dejax.host_gather._memory import View, address_of, array_of, host_sharding, memory_of, pin
+from dejax.host_gather._spec import TableSpec, device_or_default, platform_of, table_spec
 from dejax.host_gather._tracing import closed_over
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
-_DLPACK_CPU, _DLPACK_CUDA_HOST = 1, 3
-_MAX_ROW_BYTES = 1 << 30  # kernels count bytes of a row in 32 bits
 _ALIGNMENT = 64  # bytes; what jax needs to take memory of the CPU as it is
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TableSpec:
-    """What is static about a table: part of the jit cache key."""
-
-    rows: int
-    row: tuple[int, ...]
-    dtype: np.dtype
-    platform: str  # "cpu" or "cuda": which handlers read it
-    read_only: bool = False
-    shared: bool = False  # by several devices: read only inside shard_map
-
-    @property
-    def row_bytes(self) -> int:
-        return math.prod(self.row) * self.dtype.itemsize
-
-    @property
-    def leaf(self) -> jax.ShapeDtypeStruct:
-        """The array inside: rows as unsigned integers, so that no derivative of a table is ever asked for."""
-        words = _types.words_per_row(self.row, self.dtype)
-        return jax.ShapeDtypeStruct((self.rows, words), np.dtype(f"uint{_types.word_bits(self.dtype)}"))
 
 
 class TableClosedError(RuntimeError):
@@ -115,7 +92,7 @@ class HostTable:
         """
         what = "HostTable.from_numpy"
         given = np.asarray(array)
-        spec = _spec(given.shape, given.dtype, device, what)
+        spec = table_spec(given.shape, given.dtype, device, what)
         if copy:
             table = cls._allocate(spec, device, what)
             table.write(0, given)
@@ -129,13 +106,13 @@ class HostTable:
                 f"{given.ctypes.data % needed} after one; use copy=True"
             )
         spec = dataclasses.replace(spec, read_only=not given.flags.writeable)
-        memory = _pin(
+        memory = pin(
             what,
             lambda module: module.HostMemory.adopt(
                 given.ctypes.data, given.nbytes, given.flags.writeable, spec.platform == "cuda", given
             ),
         )
-        return cls(_array_of(memory, spec, _device(device)), spec)
+        return cls(array_of(memory, spec, device_or_default(device)), spec)
 
     @classmethod
     def from_npy(cls, path: str | os.PathLike[str], *, device: jax.Device | None = None) -> HostTable:
@@ -185,7 +162,7 @@ class HostTable:
             MemoryError: the memory cannot be pinned.
         """
         what = f"HostTable.from_file({os.fspath(path)!r})"
-        spec = dataclasses.replace(_spec(tuple(shape), dtype, device, what), read_only=True)
+        spec = dataclasses.replace(table_spec(tuple(shape), dtype, device, what), read_only=True)
         wanted, there = spec.rows * spec.row_bytes, Path(path).stat().st_size
         if offset < 0 or there < offset + wanted:
             raise ValueError(
@@ -201,18 +178,18 @@ class HostTable:
                 raise RuntimeError("the rows do not begin at a multiple of 16 bytes of the file")
             memory = module.HostMemory.map_file(os.fspath(path), offset, wanted, pinned)
         except RuntimeError:
-            memory = _pin(what, lambda module: module.HostMemory.allocate(wanted, pinned))
+            memory = pin(what, lambda module: module.HostMemory.allocate(wanted, pinned))
             try:
                 memory.read_file(os.fspath(path), offset)
             except RuntimeError as error:
                 raise OSError(f"{what}: {error}") from error
-        return cls(_array_of(memory, spec, _device(device)), spec)
+        return cls(array_of(memory, spec, device_or_default(device)), spec)
 
     @classmethod
     def zeros(cls, shape: Sequence[int], dtype: Any = np.float32, *, device: jax.Device | None = None) -> HostTable:
         """A table of zeros. Raises as `empty`."""
-        table = cls._allocate(_spec(tuple(shape), dtype, device, "HostTable.zeros"), device, "HostTable.zeros")
-        memory = _memory(table._leaf)
+        table = cls._allocate(table_spec(tuple(shape), dtype, device, "HostTable.zeros"), device, "HostTable.zeros")
+        memory = memory_of(table._leaf)
         if memory is not None:
             memory.zero()
         return table
@@ -231,20 +208,21 @@ class HostTable:
             TypeError: a dtype that is not of whole bytes.
             MemoryError: the memory cannot be pinned.
         """
-        return cls._allocate(_spec(tuple(shape), dtype, device, "HostTable.empty"), device, "HostTable.empty")
+        return cls._allocate(table_spec(tuple(shape), dtype, device, "HostTable.empty"), device, "HostTable.empty")
 
     @classmethod
     def _allocate(cls, spec: TableSpec, device: jax.Device | None, what: str) -> HostTable:
         if spec.platform == "cuda" and spec.rows * spec.row_bytes:
-            memory = _pin(what, lambda module: module.HostMemory.allocate(spec.rows * spec.row_bytes, True))
-            return cls(_array_of(memory, spec, _device(device)), spec)
+            memory = pin(what, lambda module: module.HostMemory.allocate(spec.rows * spec.row_bytes, True))
+            return cls(array_of(memory, spec, device_or_default(device)), spec)
         if spec.platform == "cuda":  # without an element there is no memory, and jax can have it as it likes
             return cls(
-                jax.device_put(np.zeros(spec.leaf.shape, spec.leaf.dtype), _host_sharding(_device(device))), spec
+                jax.device_put(np.zeros(spec.leaf.shape, spec.leaf.dtype), host_sharding(device_or_default(device))),
+                spec,
             )
         # jax's own memory: it is the only kind that jax's CPU backend writes in place when it is donated.
         leaf = spec.leaf
-        with jax.default_device(_device(device)):
+        with jax.default_device(device_or_default(device)):
             return cls(jax.jit(lambda: jax.numpy.zeros(leaf.shape, leaf.dtype))(), spec)
 
     # -------------------------------------------------------------------------------------------- what it is
@@ -318,8 +296,8 @@ class HostTable:
         """
         leaf = self._concrete("numpy")
         leaf.block_until_ready()
-        memory = _memory(leaf)
-        words = np.asarray(leaf) if memory is None else _View(memory, leaf).array()
+        memory = memory_of(leaf)
+        words = np.asarray(leaf) if memory is None else View(memory, leaf).array()
         view = (
             words.reshape(self._spec.rows, -1).view(self._spec.dtype) if self.size else np.empty(self.shape, self.dtype)
         )
@@ -352,10 +330,10 @@ class HostTable:
         if not given.nbytes:
             return
         leaf.block_until_ready()
-        memory = _memory(leaf)
+        memory = memory_of(leaf)
         if memory is None:
             memory = _native.extension("HostTable.write").HostMemory.adopt(
-                _address(leaf), self.nbytes, True, False, leaf
+                address_of(leaf), self.nbytes, True, False, leaf
             )
         memory.copy_in(start * self._spec.row_bytes, given.ctypes.data, given.nbytes)
 
@@ -394,11 +372,11 @@ class HostTable:
         devices = list(mesh.devices.flat)
         if any(device.process_index != jax.process_index() for device in devices):
             raise ValueError("HostTable.share: the mesh must have devices of this process only")
-        if any(_platform(device) != self._spec.platform for device in devices):
+        if any(platform_of(device) != self._spec.platform for device in devices):
             raise ValueError(f"HostTable.share: the mesh must have {self._spec.platform} devices")
-        memory = _memory(leaf)
+        memory = memory_of(leaf)
         if self._spec.platform == "cuda" and memory is not None:
-            parts = [_array_of(memory, self._spec, device) for device in devices]
+            parts = [array_of(memory, self._spec, device) for device in devices]
             kind = "pinned_host"
         else:
             parts = [jax.device_put(np.asarray(leaf), device) for device in devices]
@@ -450,8 +428,7 @@ class HostTable:
         if self._pid != os.getpid():  # asked first: a child that calls jax hangs
             raise TableClosedError(
                 f"{what}: the table was made before this process was forked, and a child has neither the memory nor "
-                f"the "
-                "device; make the table in the child, or start it with multiprocessing's 'spawn'"
+                "the device; make the table in the child, or start it with multiprocessing's 'spawn'"
             )
         if self.is_closed():
             raise TableClosedError(
@@ -479,90 +456,3 @@ def shardings(tree: Any) -> Any:
         tree,
         is_leaf=lambda value: isinstance(value, HostTable),
     )
-
-
-class _View:
-    """What numpy keeps as the base of a view: the memory."""
-
-    def __init__(self, memory: Any, leaf: Array) -> None:
-        self._memory, self._shape, self._type = memory, leaf.shape, np.dtype(leaf.dtype).str
-
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        return {"version": 3, "shape": self._shape, "typestr": self._type, "data": (self._memory.address, True)}
-
-    def array(self) -> np.ndarray:
-        return np.asarray(self)
-
-
-def _spec(shape: tuple[int, ...], dtype: Any, device: jax.Device | None, what: str) -> TableSpec:
-    shape = tuple(int(size) for size in shape)
-    if not shape or min(shape) < 0:
-        raise ValueError(f"{what}: a shape [rows, *row] is needed, {shape} was given")
-    spec = TableSpec(shape[0], shape[1:], _types.element_dtype(dtype, what), _platform(_device(device)))
-    if spec.row_bytes > _MAX_ROW_BYTES:
-        raise ValueError(f"{what}: a row may have {_MAX_ROW_BYTES} bytes, {spec.row_bytes} were given; split the rows")
-    return spec
-
-
-def _device(device: jax.Device | None) -> Any:
-    if device is not None:
-        return device
-    default = jax.config.values["jax_default_device"]
-    return default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
-
-
-def _platform(device: jax.Device) -> str:
-    if device.platform == "cpu":
-        return "cpu"
-    if device.platform in ("gpu", "cuda") and "rocm" not in getattr(device.client, "platform_version", "").lower():
-        return "cuda"
-    raise ValueError(
-        f"HostTable: {device.platform} devices cannot read host memory in place; use a CPU or an NVIDIA GPU"
-    )
-
-
-def _host_sharding(device: Any) -> jax.sharding.Sharding:
-    return jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-
-
-def _pin(what: str, make: Any) -> Any:
-    try:
-        return make(_native.extension(what))
-    except RuntimeError as error:
-        raise MemoryError(
-            f"{what}: {error}. Pinned memory cannot be swapped out: it must fit in the machine's free memory and "
-            f"under the "
-            "limits of the process or container (ulimit -l, memory.max)"
-        ) from error
-
-
-class _Exporter:
-    def __init__(self, memory: Any, spec: TableSpec, device: Any) -> None:
-        self._memory, self._spec = memory, spec
-        self._device = (_DLPACK_CUDA_HOST, device.local_hardware_id) if spec.platform == "cuda" else (_DLPACK_CPU, 0)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self._device
-
-    def __dlpack__(self, **_: Any) -> Any:
-        shape = list(self._spec.leaf.shape)
-        return self._memory.dlpack(shape, _types.word_bits(self._spec.dtype), *self._device)
-
-
-def _array_of(memory: Any, spec: TableSpec, device: Any) -> Array:
-    """The memory as a jax.Array of `device`, without a copy."""
-    array = jax.dlpack.from_dlpack(_Exporter(memory, spec, device))
-    # jax takes memory of the CPU for its first CPU device only; another one gets a copy.
-    return array if device in array.devices() else jax.device_put(array, device)
-
-
-def _address(leaf: Array) -> int:
-    return leaf.addressable_data(0).unsafe_buffer_pointer()
-
-
-def _memory(leaf: Array) -> Any:
-    """The memory of ours that an array lies in, whichever function it came out of; None for memory of jax."""
-    if not leaf.size:
-        return None
-    return _native.extension("HostTable").HostMemory.find(_address(leaf))

@@ -3,6 +3,7 @@
 from dejax.pallas._shapes import feature_mask, next_power_of_two
 from dejax.pallas._triton import label
 from dejax.pallas.encode import to_half_rows
+from dejax.pallas.float_bits import FloatBits
 from dejax.pallas.gemm import typed_matmul
 from dejax.pallas.half_rows import HalfRows
 from dejax.pallas.outer import typed_outer
@@ -10,6 +11,7 @@ from dejax.pallas.schedule import GemmSchedule, OuterSchedule, TraversalSchedule
 from dejax.pallas.traversal import Operand, Reduction, map_items, traverse
 
 __all__ = [
+    "FloatBits",
     "GemmSchedule",
     "HalfRows",
     "Operand",

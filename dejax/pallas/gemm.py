@@ -13,6 +13,7 @@ from jax import lax
 from dejax.pallas import _triton
 from dejax.pallas._checks import as_index, check_float, check_precision
 from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
+from dejax.pallas.float_bits import FloatBits
 from dejax.pallas.half_rows import HalfRows, encode, exponents, power
 from dejax.pallas.schedule import GemmSchedule, gemm_schedule, merged_groups
 
@@ -63,6 +64,7 @@ class _Config:
     interpret: bool
     scaled: bool  # products in float16 with powers of two beside
     x_part: int  # columns that share an exponent where x comes as `HalfRows`
+    x_bits_of: jnp.dtype | None  # what the integers of x carry where it comes as `FloatBits`
 
 
 def _scaled_product(x: jax.Array, w: jax.Array, x_power: Any, w_power: Any) -> jax.Array:
@@ -103,6 +105,8 @@ def _kernel(*refs: Any, c: _Config) -> None:
         k = i * s.block_k + lanes(s.block_k, 0, 1)
         x_mask = valid_x if even_k else valid_x & (k < c.k)[None, :]
         x = _triton.load(ref["x"], (row, (g * c.k + k)[None, :]), x_mask)
+        if c.x_bits_of is not None:
+            x = lax.bitcast_convert_type(x, c.x_bits_of)
         k = k[:, None]
         w_mask = None
         if not even_k:
@@ -174,7 +178,7 @@ def _as_scaled(w: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def typed_matmul(
-    x: jax.Array | HalfRows,
+    x: jax.Array | HalfRows | FloatBits,
     w: jax.Array,
     *,
     offsets: jax.Array,
@@ -207,7 +211,7 @@ def typed_matmul(
 
     Args:
       x: float[rows, groups, k], or float[rows, k] for one group, which the result then has no axis for either; or
-        `HalfRows` of such a shape.
+        `HalfRows` of such a shape; or `FloatBits`, [rows, k].
       w: float[types, groups, k, n], or without the groups axis where `x` has none; with `transpose_w` n comes before k.
       offsets: int32[types + 1].
       tile_type: int32[tiles], the type of each tile.
@@ -320,7 +324,7 @@ def typed_matmul(
         if scaled and num_positions >= _SCALE_BEFOREHAND:
             w, w_power = _as_scaled(w.astype(jnp.float32))
         operands = {
-            "x": mantissa.reshape(rows, groups * k),
+            "x": x.bits if isinstance(x, FloatBits) else mantissa.reshape(rows, groups * k),
             "w": w,
             "offsets": offsets,
             "tile_type": tile_type,
@@ -378,6 +382,7 @@ def typed_matmul(
             interpret=_triton.use_interpreter(interpret),
             scaled=scaled,
             x_part=x.part_width if isinstance(x, HalfRows) else 1,
+            x_bits_of=x.dtype if isinstance(x, FloatBits) else None,
         )
         results = list(
             _triton.pallas_call(

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 
 from dejax import _native
 from dejax.host_gather import HostTable, _cost, gather, prefetched_scan, scatter_add
-from dejax.host_gather.table import TableSpec
+from dejax.host_gather._spec import TableSpec
 
 pytestmark = pytest.mark.skipif(
     _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
@@ -44,14 +44,16 @@ def of_the_table(text: str, shape: str) -> list[str]:
     return [line for line in lines if not meant.search(line)]
 
 
-@pytest.mark.parametrize(("gib", "sorts"), [(0.5, False), (1, False), (8, True), (80, True)])
+@pytest.mark.parametrize(("gib", "sorts"), [(1 / 64, True), (1, True), (8, True), (80, True)])
 def test_large_tables_are_read_in_order(gib: float, sorts: bool) -> None:
     rows = int(gib * 2**21)
     text = lowered(lambda t, i: gather(t, i), table(rows), IDS)
     assert text.count("custom_call @dejax_table_gather") == 1
     assert ("stablehlo.sort" in text) == sorts
     assert of_the_table(text, f"{rows}x128") == []
-    assert "stablehlo.sort" in lowered(lambda t, i: gather(t, i, order="sorted"), table(rows), IDS)
+    few = jax.ShapeDtypeStruct((1024,), jnp.int32)
+    assert "stablehlo.sort" not in lowered(lambda t, i: gather(t, i), table(rows), few)
+    assert "stablehlo.sort" in lowered(lambda t, i: gather(t, i, order="sorted"), table(rows), few)
 
 
 def test_loops_and_updates_touch_the_table_by_their_calls_alone() -> None:
@@ -78,7 +80,7 @@ def test_a_prefetched_scan_starts_before_it_is_done() -> None:
 
 def test_the_cost_model_follows_the_measurements() -> None:
     # Whole calls on an H200, in ms: 262,144 rows of 512 bytes, as given and in order.
-    for gib, given, ordered in ((1, 2.72, 2.72), (8, 8.1, 2.8), (24, 9.2, 4.8)):
+    for gib, given, ordered in ((1, 2.65, 2.56), (8, 8.1, 2.83), (24, 9.2, 4.8)):
         size = int(gib * 2**30)
         assert _cost.random_seconds(size, 512, 262_144) * 1e3 == pytest.approx(given, rel=0.15)
         assert _cost.sorted_seconds(size, 512, 262_144) * 1e3 == pytest.approx(ordered, rel=0.15)

@@ -242,7 +242,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_memory_that_cannot_be_pinned_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dejax.host_gather import table as module
+    from dejax.host_gather import _spec
 
     class Refuses:
         class HostMemory:
@@ -250,7 +250,7 @@ def test_memory_that_cannot_be_pinned_is_a_memory_error(monkeypatch: pytest.Monk
             def allocate(*_: object) -> None:
                 raise RuntimeError("cuMemHostAlloc of 160 bytes failed: CUDA_ERROR_OUT_OF_MEMORY")
 
-    monkeypatch.setattr(module._native, "extension", lambda what: Refuses)
-    monkeypatch.setattr(module, "_platform", lambda device: "cuda")
+    monkeypatch.setattr(_native, "extension", lambda what: Refuses)
+    monkeypatch.setattr(_spec, "platform_of", lambda device: "cuda")
     with pytest.raises(MemoryError, match="OUT_OF_MEMORY.*cannot be swapped out"):
         HostTable.from_numpy(ROWS)

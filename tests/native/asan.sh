@@ -11,10 +11,10 @@ cmake -S "$root" -B "$build" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTAB
 cmake --build "$build"
 rm -rf "$build/run"
 mkdir "$build/run"
-cp -r "$root/dejax" "$root/tests" "$root/pyproject.toml" "$build/run/"
+cp -r "$root/dejax" "$root/tests" "$root/benchmarks" "$root/pyproject.toml" "$build/run/"
 rm -f "$build"/run/dejax/_dejax_native*.so
 cp "$build"/_dejax_native*.so "$build/run/dejax/"
 cd "$build/run"
 LD_PRELOAD="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file-name=libubsan.so)" \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 JAX_PLATFORMS=cpu PYTHONPATH="$build/run" \
-  "$python" -m pytest -q -p no:cacheprovider tests/host_gather -k "not forked"
+  "$python" -m pytest -q -p no:cacheprovider -m "not slow" tests/host_gather -k "not forked"

@@ -1,7 +1,8 @@
 // Rows of a table in mapped host memory to a dense result on the device. Compiled by NVRTC with -D:
 //   ID            int or long long, the type of ids
 //   UNIT          1, 2, 4, 8 or 16: bytes of a store; the largest power of two that divides the row's bytes
-//   SORTED        ids ascend, `perm` says where each row goes, equal ids are read once; warps take work in strict order
+//   SORTED        ids ascend, `perm` says where each row goes, equal ids are read once
+//   TICKET        warps take their work in strict order, by a counter, rather than each its own share
 //   CACHED        `slots` says which rows lie on the device, in `cache`
 //   SOURCE, RESULT  element types: -1 moves bytes
 //   MEAN          a result row is the mean of the rows of `fan_out` ids
@@ -10,52 +11,28 @@
 // neighbouring chunks, starting at a boundary of `align` bytes at or below the row. With align = 128 a line of the bus
 // is read by one instruction, whatever the row's offset. Stores go to device memory, 80 times faster, as they come.
 
-struct Params {
-  const char* table;
-  const char* table_end;
-  const ID* ids;
-  const int* perm;
-  const int* slots;
-  const char* cache;
-  const char* cache_end;
-  const float* scale;
-  char* out;
-  unsigned long long* ticket;
-  volatile long long* error;  // mapped host memory: [0] set, [1] an id; null where nobody asks
-  long long n;                // ids, or result rows with MEAN
-  long long rows;
-  long long scale_count;  // 0, 1 or rows
-  int row_bytes;
-  int chunks;  // 16-byte chunks that one row can touch
-  int align;
-  int fan_out;
-  int clip;
-  float fill_value;
-  uint4 fill;  // 16 bytes of repeated fill elements
-};
-
-constexpr int kUnroll = 4;
 // Equal ids in a row are written by one warp, at most so many: a hub's row is read again after 64 copies rather than
 // copied a million times by one warp.
 constexpr int kRun = 64;
 
 __device__ __forceinline__ uint4 LoadStream(const char* p) {
+#ifdef __CUDACC_RTC__
   uint4 v;
   // No line of the table is kept in L1: it is read once.
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(p));
   return v;
+#else  // tests/host_gather/kernels_on_cpu.h
+  return *reinterpret_cast<const uint4*>(p);
+#endif
 }
 
 // 16 bytes at p of which [lo, hi) are wanted: whole where the table has them all, else byte by byte.
 __device__ __forceinline__ uint4 LoadChunk(const char* p, const char* lo, const char* hi, const char* begin,
                                            const char* end) {
   if (p >= begin && p + 16 <= end) return LoadStream(p);
-  union {
-    uint4 v;
-    char bytes[16];
-  } u;
+  Chunk u;
   u.v = make_uint4(0, 0, 0, 0);
   for (int i = 0; i < 16; ++i) {
     if (p + i >= lo && p + i < hi) u.bytes[i] = p[i];
@@ -63,31 +40,8 @@ __device__ __forceinline__ uint4 LoadChunk(const char* p, const char* lo, const 
   return u.v;
 }
 
-template <int bytes>
-struct Word;
-template <>
-struct Word<1> {
-  using Type = unsigned char;
-};
-template <>
-struct Word<2> {
-  using Type = unsigned short;
-};
-template <>
-struct Word<4> {
-  using Type = unsigned;
-};
-template <>
-struct Word<8> {
-  using Type = unsigned long long;
-};
-template <>
-struct Word<16> {
-  using Type = uint4;
-};
-
 // The row that an id means: its address, or null for a row of fill. `begin` and `end` bound the memory it lies in.
-__device__ __forceinline__ const char* Locate(const Params& p, ID id, const char** begin, const char** end,
+__device__ __forceinline__ const char* Locate(const GatherParams& p, ID id, const char** begin, const char** end,
                                               long long* row) {
   long long i = id;
   const bool inside = i >= 0 && i < p.rows;
@@ -121,11 +75,8 @@ struct Item {
   float scale;
 };
 
-__device__ __forceinline__ void Write(const Params& p, const Item& item, long long to) {
-  union {
-    uint4 v;
-    char bytes[16];
-  } u;
+__device__ __forceinline__ void Write(const GatherParams& p, const Item& item, long long to) {
+  Chunk u;
   u.v = item.value;
 #if SOURCE < 0
   char* out = p.out + to * p.row_bytes + item.first;
@@ -155,15 +106,17 @@ __device__ __forceinline__ void Write(const Params& p, const Item& item, long lo
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const Params p) {
+extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const GatherParams p) {
+  const ID* ids = static_cast<const ID*>(p.ids);
   const long long total = p.n * p.chunks;
   const int lane = threadIdx.x % 32;
   const long long warps = static_cast<long long>(gridDim.x) * blockDim.x / 32;
   long long step = (blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x) / 32;
   while (true) {
-#if SORTED
-    // Strict order keeps the rows in flight close together, so that they share translations of few pages: 24 GiB,
-    // 262,144 rows of 512 bytes: 30 GB/s, where warps that keep their own stride reach 20, and unsorted ids 15.
+#if TICKET
+    // For sorted ids it keeps the rows in flight close together, so that they share translations of few pages: 24 GiB,
+    // 262,144 rows of 512 bytes: 30 GB/s, where warps that keep their own stride reach 20, and unsorted ids 15. Beside
+    // compute a block may find its multiprocessor late: the others go on with what there is.
     unsigned long long next = 0;
     if (lane == 0) next = atomicAdd(p.ticket, 1ull);
     step = __shfl_sync(~0u, next, 0);
@@ -179,15 +132,17 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const Params 
       if (i >= total) continue;
       const long long r = i / p.chunks;
       const int c = static_cast<int>(i - r * p.chunks);
-      const ID id = p.ids[r];
+      const ID id = ids[r];
 #if SORTED
-      if (r % kRun != 0 && p.ids[r - 1] == id) continue;
+      // A row of fill costs no read: each is written by its own lane.
+      const bool read = p.rows > 0 && (p.clip || (id >= 0 && id < p.rows));
+      if (read && r % kRun != 0 && ids[r - 1] == id) continue;
 #endif
       const char *begin, *end;
       long long index;
       const char* row = Locate(p, id, &begin, &end, &index);
       if (row == nullptr) {
-        item.value = p.fill;
+        item.value = reinterpret_cast<const uint4&>(p.fill);
         item.first = c * 16;
         item.filled = true;
         if (item.first >= p.row_bytes) continue;
@@ -208,11 +163,11 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const Params 
       long long r = items[u].position;
       if (r < 0) continue;
 #if SORTED
-      const ID id = p.ids[r];
+      const ID id = ids[r];
       do {
         Write(p, items[u], p.perm[r]);
         ++r;
-      } while (r < p.n && r % kRun != 0 && p.ids[r] == id);
+      } while (r < p.n && r % kRun != 0 && ids[r] == id && !items[u].filled);
 #else
       Write(p, items[u], r);
 #endif
@@ -224,10 +179,11 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const Params 
 #else  // MEAN
 
 // One lane computes `16 / size` elements of a result row from the same bytes of each of its rows.
-extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const Params p) {
+extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const GatherParams p) {
   using From = Element<SOURCE>;
   using To = Element<RESULT>;
   constexpr int kSize = sizeof(From::Storage), kPer = 16 / kSize;
+  const ID* ids = static_cast<const ID*>(p.ids);
   const int chunks = (p.row_bytes + 15) / 16, width = p.row_bytes / kSize;
   const long long total = p.n * chunks, stride = static_cast<long long>(gridDim.x) * blockDim.x;
   for (long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x; i < total; i += stride) {
@@ -238,10 +194,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const Params 
     for (int e = 0; e < kPer; ++e) sum[e] = 0;
     int count = 0;
     for (int k = 0; k < p.fan_out; k += kUnroll) {
-      union {
-        uint4 v;
-        char bytes[16];
-      } u[kUnroll];
+      Chunk u[kUnroll];
       float scale[kUnroll];
       bool there[kUnroll];
 #pragma unroll
@@ -251,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const Params 
         if (k + j >= p.fan_out) continue;
         const char *begin, *end;
         long long index;
-        const char* row = Locate(p, p.ids[r * p.fan_out + k + j], &begin, &end, &index);
+        const char* row = Locate(p, ids[r * p.fan_out + k + j], &begin, &end, &index);
         if (row == nullptr) continue;
         ++count;
         there[j] = true;

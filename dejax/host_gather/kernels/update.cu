@@ -7,48 +7,6 @@
 // Lanes work on (first occurrence of an id, 16 bytes of its row). Values of equal ids are added in the order in which
 // they were given, so the result does not depend on the schedule.
 
-struct Params {
-  char* table;
-  float* first;   // Adagrad's sum of squares, Adam's first moment
-  float* second;  // Adam's second moment
-  const ID* ids;
-  const int* perm;
-  const char* values;
-  const float* hyper;  // learning rate, beta1, beta2, epsilon, 1 - beta1^t, 1 - beta2^t, weight decay
-  unsigned long long* ticket;
-  long long n;
-  long long rows;
-  int row_bytes;
-};
-
-template <int bytes>
-struct Word;
-template <>
-struct Word<1> {
-  using Type = unsigned char;
-};
-template <>
-struct Word<2> {
-  using Type = unsigned short;
-};
-template <>
-struct Word<4> {
-  using Type = unsigned;
-};
-template <>
-struct Word<8> {
-  using Type = unsigned long long;
-};
-template <>
-struct Word<16> {
-  using Type = uint4;
-};
-
-union Chunk {
-  uint4 v;
-  char bytes[16];
-};
-
 __device__ __forceinline__ Chunk Read(const char* row, int at, int row_bytes) {
   Chunk chunk;
   chunk.v = make_uint4(0, 0, 0, 0);
@@ -68,9 +26,8 @@ __device__ __forceinline__ void Put(char* row, int at, int row_bytes, const Chun
   }
 }
 
-constexpr int kUnroll = 4;
-
-extern "C" __global__ void __launch_bounds__(1024, 1) dejax_update(const Params p) {
+extern "C" __global__ void __launch_bounds__(1024, 1) dejax_update(const UpdateParams p) {
+  const ID* ids = static_cast<const ID*>(p.ids);
   const int chunks = (p.row_bytes + 15) / 16;
   const long long total = p.n * chunks;
   const int lane = threadIdx.x % 32;
@@ -87,8 +44,8 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_update(const Params 
       position[u] = -1;
       if (i >= total) continue;
       const long long r = i / chunks;
-      const ID id = p.ids[r];
-      if (id < 0 || id >= p.rows || (r > 0 && p.ids[r - 1] == id)) continue;
+      const ID id = ids[r];
+      if (id < 0 || id >= p.rows || (r > 0 && ids[r - 1] == id)) continue;
       position[u] = r;
 #if OP != 0
       old[u] =
@@ -100,10 +57,10 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_update(const Params 
       long long r = position[u];
       if (r < 0) continue;
       const int at = static_cast<int>(base + u * 32 + lane - r * chunks) * 16;
-      const ID id = p.ids[r];
+      const ID id = ids[r];
       char* row = p.table + static_cast<long long>(id) * p.row_bytes;
 #if OP == 0
-      while (r + 1 < p.n && p.ids[r + 1] == id) ++r;  // the last one given stays
+      while (r + 1 < p.n && ids[r + 1] == id) ++r;  // the last one given stays
       const long long from = p.perm[r];
 #if TABLE < 0
       old[u] = Read(p.values + from * p.row_bytes, at, p.row_bytes);
@@ -125,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_update(const Params 
           if (column + e < width) sum[e] += V::Load(values[e]);
         }
         ++r;
-      } while (r < p.n && p.ids[r] == id);
+      } while (r < p.n && ids[r] == id);
       const long long state = static_cast<long long>(id) * width + column;
 #pragma unroll
       for (int e = 0; e < kPer; ++e) {

@@ -1,0 +1,249 @@
+"""Sections of benchmarks/host_gather.py about graphs: neighbour sampling, and mini-batch training of GraphSAGE.
+
+The training is the same model by the same samples, with its features from a table in host memory four ways: read by the
+step itself, ahead of their use or not, with a cache of a fifth of the rows, or gathered by the CPU's threads (torch or
+numpy) into pinned memory while the device trains on the batch before, and copied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks.peers.cpu_gather import numpy_take, torch_select
+from benchmarks.peers.neighbor_sampler import NeighborSampler
+from dejax import host_gather as hg
+
+_SCATTER = 2_654_435_761  # a prime: rank -> node spreads what is popular over the whole table
+
+
+def _in_parts(count: int, fill: Callable[[int, int, np.random.Generator], None], parts: int = 64) -> None:
+    """Calls fill(begin, end, generator) for parts of [0, count) on all threads; numpy lets go of the interpreter."""
+    bounds = np.linspace(0, count, parts + 1).astype(np.int64)
+    seeds = np.random.SeedSequence(0).spawn(parts)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda b, e, s: fill(int(b), int(e), np.random.default_rng(s)), bounds[:-1], bounds[1:], seeds))
+
+
+def power_law_graph(nodes: int, edges: int, active: int) -> tuple[np.ndarray, np.ndarray]:
+    """starts and senders of a graph whose `active` most popular nodes share the edges, and send by a power law.
+
+    The sender of an edge has rank nodes * u^3 (the fifth that sends most sends 58 % of the edges); the nodes that edges
+    go to are those of rank below `active`, with Poisson degrees.
+    """
+    degrees = np.zeros(nodes, np.int32)
+    drawn = np.random.default_rng(1).poisson(edges / active, active).astype(np.int32)
+    degrees[np.arange(active, dtype=np.int64) * _SCATTER % nodes] = drawn
+    starts = np.concatenate([[0], np.cumsum(degrees, dtype=np.int64)]).astype(np.int32)
+    senders = np.empty(int(starts[-1]), np.int32)
+
+    def fill(begin: int, end: int, rng: np.random.Generator) -> None:
+        rank = (nodes * rng.random(end - begin) ** 3).astype(np.int64)
+        senders[begin:end] = rank * _SCATTER % nodes
+
+    _in_parts(len(senders), fill)
+    return starts, senders
+
+
+def sampling(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Sampling and numbering, beside a sampler on the CPU's threads."""
+    nodes, edges, seeds = args.graph
+    starts, senders = power_law_graph(nodes, edges, nodes)
+    topology = hg.Topology.from_csc(starts, senders, num_nodes=nodes, on_host=True)
+    chosen = np.random.default_rng(2).permutation(nodes)[:seeds].astype(np.int32)
+
+    @jax.jit
+    def sample(key: jax.Array, topology: hg.Topology, seeds: jax.Array) -> hg.LocalGraph:
+        return hg.sample_graph(key, topology, seeds, args.fan_outs)
+
+    def timed(call: Callable[[int], Any], repeats: int = 5) -> float:
+        jax.block_until_ready(call(0))
+        start = time.perf_counter()
+        for k in range(repeats):
+            result = call(k + 1)
+        jax.block_until_ready(result)
+        return 1e3 * (time.perf_counter() - start) / repeats
+
+    seeds_there = jnp.asarray(chosen)
+    graph = sample(jax.random.key(0), topology, seeds_there)
+    cell: dict[str, Any] = {"nodes": nodes, "edges": len(senders), "seeds": seeds, "fan_outs": args.fan_outs}
+    cell |= {"sampled_nodes": int(graph.node_mask.sum()), "sampled_edges": int(graph.edge_mask.sum())}
+    del graph
+    cell["milliseconds"] = timed(lambda k: sample(jax.random.key(k), topology, seeds_there))
+    peer = NeighborSampler(starts, senders)
+    node_ids, peer_edges, _ = peer(chosen, args.fan_outs, 0)
+    cell |= {"cpu_nodes": len(node_ids), "cpu_edges": len(peer_edges), "cpu_threads": peer.threads}
+    cell["cpu_milliseconds"] = timed(lambda k: peer(chosen, args.fan_outs, k)[0].sum())
+    yield cell
+    on_device = hg.Topology.from_csc(starts, senders, num_nodes=nodes)
+    milliseconds = timed(lambda k: sample(jax.random.key(k), on_device, seeds_there))
+    yield {"nodes": nodes, "lists": "on the device", "milliseconds": milliseconds}
+
+
+# ---------------------------------------------------------------------------------------------------- GraphSAGE
+
+
+def _init(key: jax.Array, sizes: list[int]) -> list[dict[str, jax.Array]]:
+    normal = jax.nn.initializers.glorot_normal()
+    return [
+        {name: normal(jax.random.fold_in(key, 2 * k + i), shape) for i, name in enumerate(("own", "other"))}
+        for k, shape in enumerate(itertools.pairwise(sizes))
+    ]
+
+
+def _graphsage(
+    layers: list[dict[str, jax.Array]], graph: hg.LocalGraph, x: jax.Array, fan_outs: list[int]
+) -> jax.Array:
+    """Each layer computes what later layers need; edges of a hop are [its nodes, fan_out], so their mean is dense."""
+    blocks = [edges // fan_out for edges, fan_out in zip(graph.hop_edges, fan_outs, strict=True)]
+    for k, layer in enumerate(layers):
+        hops, means, first = len(fan_outs) - k, [], 0
+        for block, fan_out in zip(blocks[:hops], fan_outs[:hops], strict=True):
+            here = slice(first, first + block * fan_out)
+            messages = x.at[graph.senders[here].reshape(block, fan_out)].get(mode="fill", fill_value=0)
+            count = graph.edge_mask[here].reshape(block, fan_out, 1).sum(1)
+            means.append(messages.sum(1) / jnp.maximum(count, 1))
+            first += block * fan_out
+        x = x[: sum(blocks[:hops])] @ layer["own"] + jnp.concatenate(means) @ layer["other"]
+        x = jax.nn.relu(x) if k + 1 < len(layers) else x
+    return x
+
+
+def epoch(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Steps a second of GraphSAGE, three layers, features of 100 floats, by where its features are gathered."""
+    nodes, edges, active, batch, steps = args.epoch
+    width, classes, fan_outs = 100, 64, args.fan_outs
+    starts, senders = power_law_graph(nodes, edges, active)
+    topology = hg.Topology.from_csc(starts, senders, num_nodes=nodes, on_host=True)
+    features = args.arena.table(nodes, width)
+    labels = jnp.asarray(np.random.default_rng(3).integers(0, classes, nodes, np.int32))
+    layers = _init(jax.random.key(0), [width, *[128] * (len(fan_outs) - 1), classes])
+    optimizer = optax.adam(1e-3)
+    carry = (layers, optimizer.init(layers))
+
+    def sample(key: jax.Array, topology: hg.Topology, most: int | None) -> hg.LocalGraph:
+        rank = jax.random.randint(key, (batch,), 0, active)
+        seeds = _modular_product(rank, nodes)
+        return hg.sample_graph(key, topology, seeds, fan_outs, max_nodes=most)
+
+    def train(carry: Any, graph: hg.LocalGraph, x: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
+        layers, state = carry
+        target = labels[jnp.maximum(graph.node_ids[:batch], 0)]
+
+        def loss(layers: Any) -> jax.Array:
+            logits = _graphsage(layers, graph, x, fan_outs)[:batch]
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, target)
+            return jnp.where(graph.node_mask[:batch], losses, 0).mean()
+
+        value, gradient = jax.value_and_grad(loss)(layers)
+        updates, state = optimizer.update(gradient, state)
+        return (optax.apply_updates(layers, updates), state), value
+
+    keys = jax.random.split(jax.random.key(7), steps)
+    sample_only, train_only = jax.jit(sample, static_argnums=2), jax.jit(train)
+    # Rows beyond what batches have are bounded once, as a user would: a tenth more than the largest of a few.
+    probe = [sample_only(key, topology, None) for key in keys[:4]]
+    valid = [int(graph.node_mask.sum()) for graph in probe]
+    bound = min(-(-max(valid) * 11 // 10 // 1024) * 1024, probe[0].node_ids.shape[0])
+    del probe
+    dropped = int(sample_only(keys[0], topology, bound).dropped)
+    common = {"nodes": nodes, "edges": len(senders), "table_gib": features.nbytes / 2**30, "batch": batch,
+              "fan_outs": fan_outs, "rows_a_step": float(np.mean(valid)), "padded_rows": bound, "dropped": dropped,
+              "hot_rows": None}  # fmt: skip
+
+    @jax.jit
+    def plain(carry: Any, key: jax.Array, topology: Any, features: Any, labels: jax.Array) -> Any:
+        graph = sample(key, topology, bound)
+        return train(carry, graph, features[graph.node_ids], labels)
+
+    @jax.jit
+    def ahead(carry: Any, keys: jax.Array, topology: Any, features: Any, labels: jax.Array) -> Any:
+        """Many steps in one: the next batch's rows are read while this one's layers run."""
+
+        def body(state: Any, key: jax.Array) -> Any:
+            carry, graph, x = state
+            following = sample(key, topology, bound)
+            pending, carry = hg.gather_start(features, following.node_ids, before=carry)
+            carry, value = train(carry, graph, x, labels)
+            rows, carry = hg.gather_done(pending, after=carry)
+            return (carry, following, rows), value
+
+        graph = sample(keys[0], topology, bound)
+        (carry, graph, x), _ = jax.lax.scan(body, (carry, graph, features[graph.node_ids]), keys[1:])
+        return train(carry, graph, x, labels)
+
+    @jax.jit
+    def packed(graph: hg.LocalGraph) -> tuple[jax.Array, jax.Array]:
+        """Ids that are there and their places, up to `bound`: what a CPU has to gather."""
+        places = jnp.nonzero(graph.node_mask, size=bound, fill_value=graph.node_ids.shape[0])[0]
+        return graph.node_ids.at[places].get(mode="fill", fill_value=0), places
+
+    @jax.jit
+    def placed(rows: jax.Array, places: jax.Array, graph: hg.LocalGraph) -> jax.Array:
+        return jnp.zeros((graph.node_ids.shape[0], width)).at[places].set(rows, mode="drop")
+
+    def by_cpu(rows_of: Callable[[np.ndarray], Any]) -> Callable[[Any, jax.Array], Any]:
+        def run(carry: Any, keys: jax.Array) -> Any:
+            def fetch(graph: Any, ids: jax.Array, places: jax.Array) -> jax.Array:
+                rows = rows_of(np.asarray(ids))
+                return placed(rows if isinstance(rows, jax.Array) else jnp.from_dlpack(rows), places, graph)
+
+            graph = sample_only(keys[0], topology, bound)
+            x = fetch(graph, *packed(graph))
+            value = None
+            for key in [*keys[1:], None]:
+                following = None if key is None else sample_only(key, topology, bound)
+                wanted = None if following is None else packed(following)
+                carry, value = train_only(carry, graph, x, labels)  # the device works while the CPU gathers
+                if following is not None:
+                    graph, x = following, fetch(following, *wanted)
+            return carry, value
+
+        return run
+
+    def one_by_one(features: Any) -> Callable[[Any, jax.Array], Any]:
+        def run(carry: Any, keys: jax.Array) -> Any:
+            for key in keys:
+                carry, value = plain(carry, key, topology, features, labels)
+            return carry, value
+
+        return run
+
+    def timed(name: str, run: Callable[[Any, jax.Array], Any], keys: jax.Array) -> dict[str, Any]:
+        jax.block_until_ready(run(carry, keys))
+        start, busy = time.perf_counter(), time.process_time()
+        _, value = jax.block_until_ready(run(carry, keys))
+        elapsed, busy = time.perf_counter() - start, time.process_time() - busy
+        return {**common, "pipeline": name, "steps_per_second": len(keys) / elapsed, "cores_busy": busy / elapsed,
+                "loss": float(value)}  # fmt: skip
+
+    yield timed("table in host memory", one_by_one(features), keys)
+    yield timed("the same, rows read ahead", lambda c, k: ahead(c, k, topology, features, labels), keys)
+    by_torch = torch_select(features.numpy(), bound)
+    if by_torch is not None:
+        yield timed("torch gathers", by_cpu(by_torch), keys)
+    yield timed("numpy gathers", by_cpu(numpy_take(features.numpy())), keys[: max(2, steps // 4)])
+    hot = nodes // 5
+    common["hot_rows"] = hot
+    rows = np.arange(hot, dtype=np.int64) * _SCATTER % nodes  # those that send most
+    cached = hg.CachedTable.from_ids(features, rows)
+    yield timed("table in host memory, a fifth cached", one_by_one(cached), keys)
+
+
+def _modular_product(rank: jax.Array, nodes: int) -> jax.Array:
+    """rank * _SCATTER % nodes in 32 bits: by halves of the factor, doubling."""
+    factor, total, power = _SCATTER % nodes, jnp.zeros_like(rank, jnp.uint32), rank.astype(jnp.uint32) % nodes
+    while factor:
+        if factor & 1:
+            total = (total + power) % nodes
+        power, factor = (power * 2) % nodes, factor >> 1
+    return total.astype(jnp.int32)

@@ -1,0 +1,63 @@
+"""What is static about a table: shape, dtype and the platform whose handlers read it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from dejax.host_gather import _types
+
+_MAX_ROW_BYTES = 1 << 30  # kernels count bytes of a row in 32 bits
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TableSpec:
+    """What is static about a table: part of the jit cache key."""
+
+    rows: int
+    row: tuple[int, ...]
+    dtype: np.dtype
+    platform: str  # "cpu" or "cuda": which handlers read it
+    read_only: bool = False
+    shared: bool = False  # by several devices: read only inside shard_map
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.row) * self.dtype.itemsize
+
+    @property
+    def leaf(self) -> jax.ShapeDtypeStruct:
+        """The array inside: rows as unsigned integers, so that no derivative of a table is ever asked for."""
+        words = _types.words_per_row(self.row, self.dtype)
+        return jax.ShapeDtypeStruct((self.rows, words), np.dtype(f"uint{_types.word_bits(self.dtype)}"))
+
+
+def table_spec(shape: tuple[int, ...], dtype: Any, device: jax.Device | None, what: str) -> TableSpec:
+    shape = tuple(int(size) for size in shape)
+    if not shape or min(shape) < 0:
+        raise ValueError(f"{what}: a shape [rows, *row] is needed, {shape} was given")
+    spec = TableSpec(shape[0], shape[1:], _types.element_dtype(dtype, what), platform_of(device_or_default(device)))
+    if spec.row_bytes > _MAX_ROW_BYTES:
+        raise ValueError(f"{what}: a row may have {_MAX_ROW_BYTES} bytes, {spec.row_bytes} were given; split the rows")
+    return spec
+
+
+def device_or_default(device: jax.Device | None) -> Any:
+    if device is not None:
+        return device
+    default = jax.config.values["jax_default_device"]
+    return default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
+
+
+def platform_of(device: jax.Device) -> str:
+    if device.platform == "cpu":
+        return "cpu"
+    if device.platform in ("gpu", "cuda") and "rocm" not in getattr(device.client, "platform_version", "").lower():
+        return "cuda"
+    raise ValueError(
+        f"HostTable: {device.platform} devices cannot read host memory in place; use a CPU or an NVIDIA GPU"
+    )

@@ -1,0 +1,37 @@
+// One launch of a gather kernel, for the synchronous handler and for the one that works on a stream of its own.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "cuda_launch.h"
+#include "params.h"
+#include "table_gather.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace dejax {
+
+// Operands and attributes of table_gather.h.
+struct GatherCall {
+  xla::ffi::AnyBuffer table, ids, perm, slots, cache;
+  xla::ffi::Buffer<xla::ffi::F32> scale;
+  int64_t source, result, row_bytes, fan_out;
+  bool mean, clip, raises;
+  float fill_value;
+  xla::ffi::Span<const uint8_t> fill;
+  int64_t kernel, grid, align;
+};
+
+inline xla::ffi::Error GatherError(xla::ffi::ErrorCode code, const std::string& what) {
+  return xla::ffi::Error(code, "dejax.host_gather.gather: " + what);
+}
+
+// Launches on `stream`, whose context is current. `ticket` is eight bytes of device memory for kernels that take their
+// work by ticket, null for others.
+xla::ffi::Error LaunchGather(const GatherCall& call, void* out, int64_t out_bytes, void* ticket, cuda::Context context,
+                             cuda::Stream stream);
+
+// The context of a stream, and whether everything that a launch needs is there.
+xla::ffi::Error StreamContext(cuda::Stream stream, cuda::Context* context);
+
+}  // namespace dejax

@@ -1,0 +1,243 @@
+// Gathers on a stream of their own: the start and done handlers of table_gather.h.
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "table_gather_cuda.h"
+
+namespace ffi = xla::ffi;
+
+namespace dejax {
+namespace {
+
+using cuda::DevicePointer;
+
+constexpr int kReleaseThreshold = 4;    // CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+constexpr unsigned kWithoutTiming = 2;  // CU_EVENT_DISABLE_TIMING
+constexpr unsigned kNonBlocking = 1;    // CU_STREAM_NON_BLOCKING
+
+// A gather under way: its memory, which XLA knows nothing of, and the event that says it is done.
+struct Pending {
+  DevicePointer data = 0;
+  size_t bytes = 0;
+  cuda::Event done = nullptr;
+};
+
+// The gathers of one site in one execution, in their order, and the thread that launches that execution.
+struct Queue {
+  std::thread::id thread;
+  std::deque<Pending> gathers;
+};
+
+struct Side {
+  cuda::Stream stream = nullptr;
+  std::map<std::pair<int64_t, int64_t>, Queue> pending;  // by run and site
+};
+
+std::mutex& SideMutex() {
+  static auto* const mutex = new std::mutex;
+  return *mutex;
+}
+
+std::map<cuda::Context, Side>& Sides() {
+  static auto* const sides = new std::map<cuda::Context, Side>;
+  return *sides;
+}
+
+ffi::Error Failed(const char* call, cuda::Result code) {
+  return GatherError(ffi::ErrorCode::kInternal,
+                     std::string(call) + " failed: " + cuda::ErrorName(*cuda::GetApi(nullptr), code));
+}
+
+ffi::Error MakeStream(Side& side) {
+  const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
+  int least = 0, greatest = 0;
+  launch.ctx_get_stream_priority_range(&least, &greatest);
+  // Of the highest priority: its few blocks go first wherever a block of the compute stream ends.
+  if (auto code = launch.stream_create_with_priority(&side.stream, kNonBlocking, greatest)) {
+    return Failed("cuStreamCreateWithPriority", code);
+  }
+  // Freed memory stays in the pool, rather than go back to the driver whenever somebody synchronises.
+  cuda::Device device = 0;
+  cuda::MemoryPool pool = nullptr;
+  uint64_t everything = UINT64_MAX;
+  if (launch.ctx_get_device(&device) == 0 && launch.device_get_default_mem_pool(&pool, device) == 0) {
+    launch.mem_pool_set_attribute(pool, kReleaseThreshold, &everything);
+  }
+  return ffi::Error::Success();
+}
+
+// Gives back what a gather holds, once `stream` has come so far.
+cuda::Result Free(const Pending& pending, cuda::Stream stream) {
+  const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
+  const cuda::Result result = pending.data ? launch.mem_free_async(pending.data, stream) : 0;
+  if (pending.done != nullptr) launch.event_destroy(pending.done);
+  return result;
+}
+
+// A thread launches one execution after the other, so what this one began for another execution will never be asked
+// for: a call between start and done failed.
+void FreeAbandoned(Side& side, int64_t run) {
+  for (auto it = side.pending.begin(); it != side.pending.end();) {
+    if (it->first.first == run || it->second.thread != std::this_thread::get_id()) {
+      ++it;
+      continue;
+    }
+    for (const Pending& pending : it->second.gathers) Free(pending, side.stream);
+    it = side.pending.erase(it);
+  }
+}
+
+// An array of one axis at another place.
+struct Moved {
+  Moved(ffi::AnyBuffer from, DevicePointer to) : dims{static_cast<int64_t>(from.element_count())} {
+    raw.struct_size = XLA_FFI_Buffer_STRUCT_SIZE;
+    raw.dtype = static_cast<XLA_FFI_DataType>(from.element_type());
+    raw.data = reinterpret_cast<void*>(to);
+    raw.rank = 1;
+    raw.dims = dims;
+  }
+  int64_t dims[1];
+  XLA_FFI_Buffer raw = {};
+};
+
+size_t RoundUp(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+// Enqueues the gather; what `pending` holds is the caller's to give back where this fails.
+ffi::Error Begin(const GatherCall& call, cuda::Context context, cuda::Stream stream, cuda::Stream side,
+                 Pending* pending) {
+  const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
+  const size_t ids_bytes = call.ids.size_bytes(), perm_bytes = call.perm.size_bytes();
+  // One allocation: the rows, the ids and their order (XLA may reuse its own as soon as this call returns), the
+  // counter.
+  const size_t rows = RoundUp(pending->bytes), ids = RoundUp(ids_bytes), perm = RoundUp(perm_bytes);
+  if (auto code = launch.mem_alloc_async(&pending->data, rows + ids + perm + 256, stream)) {
+    pending->data = 0;
+    return Failed("cuMemAllocAsync", code);
+  }
+  const DevicePointer own_ids = pending->data + rows, own_perm = own_ids + ids, counter = own_perm + perm;
+  const auto copy = [&](DevicePointer to, const void* from, size_t bytes) {
+    return bytes ? launch.memcpy_dtod_async(to, reinterpret_cast<DevicePointer>(from), bytes, stream) : 0;
+  };
+  if (auto code = copy(own_ids, call.ids.untyped_data(), ids_bytes)) return Failed("cuMemcpyDtoDAsync", code);
+  if (auto code = copy(own_perm, call.perm.untyped_data(), perm_bytes)) return Failed("cuMemcpyDtoDAsync", code);
+  // The side stream goes on from here.
+  cuda::Event ready = nullptr;
+  if (auto code = launch.event_create(&ready, kWithoutTiming)) return Failed("cuEventCreate", code);
+  cuda::Result code = launch.event_record(ready, stream);
+  if (code == 0) code = launch.stream_wait_event(side, ready, 0);
+  launch.event_destroy(ready);
+  if (code == 0) code = launch.event_create(&pending->done, kWithoutTiming);
+  if (code != 0) return Failed("an event of gather_start", code);
+  Moved moved_ids(call.ids, own_ids), moved_perm(call.perm, own_perm);
+  GatherCall own = call;
+  own.ids = ffi::AnyBuffer(&moved_ids.raw);
+  own.perm = ffi::AnyBuffer(&moved_perm.raw);
+  ffi::Error error = LaunchGather(own, reinterpret_cast<void*>(pending->data), static_cast<int64_t>(pending->bytes),
+                                  reinterpret_cast<void*>(counter), context, side);
+  if (error.failure()) return error;
+  if (auto code = launch.event_record(pending->done, side)) return Failed("cuEventRecord", code);
+  return ffi::Error::Success();
+}
+
+ffi::Error Start(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer perm,
+                 ffi::AnyBuffer slots, ffi::AnyBuffer cache, ffi::Buffer<ffi::F32> scale, ffi::RemainingArgs,
+                 ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer>, ffi::RemainingRets, int64_t source,
+                 int64_t result, int64_t row_bytes, int64_t fan_out, bool mean, bool clip, bool raises,
+                 float fill_value, ffi::Span<const uint8_t> fill, int64_t kernel, int64_t grid, int64_t align,
+                 int64_t site, int64_t out_bytes) {
+  cuda::Context context = nullptr;
+  if (auto error = StreamContext(stream, &context); error.failure()) return error;
+  cuda::CurrentContext current(context);
+  std::lock_guard<std::mutex> lock(SideMutex());
+  Side& side = Sides()[context];
+  if (side.stream == nullptr) {
+    if (auto error = MakeStream(side); error.failure()) return error;
+  }
+  FreeAbandoned(side, run.run_id);
+  Pending pending;
+  pending.bytes = static_cast<size_t>(out_bytes);
+  ffi::Error error = Begin({table, ids, perm, slots, cache, scale, source, result, row_bytes, fan_out, mean, clip,
+                            raises, fill_value, fill, kernel, grid, align},
+                           context, stream, side.stream, &pending);
+  if (error.failure()) {
+    Free(pending, side.stream);
+    return error;
+  }
+  Queue& queue = side.pending[{run.run_id, site}];
+  queue.thread = std::this_thread::get_id();
+  queue.gathers.push_back(pending);
+  return error;
+}
+
+ffi::Error Done(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer, ffi::RemainingArgs,
+                ffi::Result<ffi::AnyBuffer> out, int64_t site) {
+  cuda::Context context = nullptr;
+  if (auto error = StreamContext(stream, &context); error.failure()) return error;
+  cuda::CurrentContext current(context);
+  const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
+  std::lock_guard<std::mutex> lock(SideMutex());
+  Side& side = Sides()[context];
+  const auto found = side.pending.find({run.run_id, site});
+  if (found == side.pending.end() || found->second.gathers.front().bytes != out->size_bytes()) {
+    return GatherError(
+        ffi::ErrorCode::kFailedPrecondition,
+        "gather_done found no gather_start of its own in this execution; both must be in one jitted function");
+  }
+  const Pending pending = found->second.gathers.front();
+  found->second.gathers.pop_front();
+  if (found->second.gathers.empty()) side.pending.erase(found);
+  cuda::Result code = launch.stream_wait_event(stream, pending.done, 0);
+  if (code == 0 && pending.bytes) {
+    code = launch.memcpy_dtod_async(reinterpret_cast<DevicePointer>(out->untyped_data()), pending.data, pending.bytes,
+                                    stream);
+  }
+  const cuda::Result freed = Free(pending, stream);
+  if (code == 0) code = freed;
+  return code == 0 ? ffi::Error::Success() : Failed("gather_done", code);
+}
+
+}  // namespace
+
+int WaitForStarted(cuda::Context context, cuda::Stream stream) {
+  std::lock_guard<std::mutex> lock(SideMutex());
+  const auto side = Sides().find(context);
+  if (side == Sides().end()) return 0;
+  for (const auto& [key, queue] : side->second.pending) {
+    for (const Pending& pending : queue.gathers) {
+      if (auto result = cuda::GetLaunchApi(nullptr)->stream_wait_event(stream, pending.done, 0)) return result;
+    }
+  }
+  return 0;
+}
+
+int64_t GathersUnderWay() {
+  std::lock_guard<std::mutex> lock(SideMutex());
+  int64_t count = 0;
+  for (const auto& [context, side] : Sides()) {
+    for (const auto& [key, queue] : side.pending) count += static_cast<int64_t>(queue.gathers.size());
+  }
+  return count;
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(TableGatherStart, Start,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cuda::Stream>>()
+                                  .Ctx<ffi::RunId>() DEJAX_GATHER_OPERANDS.RemainingArgs()
+                                      DEJAX_GATHER_RESULTS.RemainingRets() DEJAX_GATHER_ATTRIBUTES.Attr<int64_t>("site")
+                                  .Attr<int64_t>("out_bytes"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(TableGatherDone, Done,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cuda::Stream>>()
+                                  .Ctx<ffi::RunId>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("site"));
+
+}  // namespace dejax

@@ -1,0 +1,227 @@
+"""The CUDA kernels' own text, compiled by g++ and run thread by thread: what they read and write, without a GPU."""
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dejax.host_gather import _kernels, _types
+
+CXX = shutil.which("g++")
+pytestmark = pytest.mark.skipif(CXX is None, reason="no g++")
+HERE = Path(__file__).parent
+RNG = np.random.default_rng(0)
+IDS = np.concatenate([RNG.integers(-3, 40, 300), np.full(200, 7), np.full(90, -1), [36, 0, 37]]).astype(np.int32)
+
+# Fills the parameters as the handlers in native/ do.
+GATHER = """
+extern "C" void run(const char* table, long long rows, int row_bytes, const int* ids, const int* perm, long long n,
+                    int fan_out, const int* slots, const char* cache, long long cache_bytes, const float* scale,
+                    long long scale_count, int align, int clip, float fill_value, const unsigned char* fill,
+                    char* out) {
+  GatherParams p = {};
+  unsigned long long ticket = 0;
+  p.table = table, p.table_end = table + rows * row_bytes, p.ids = ids, p.perm = perm, p.slots = slots;
+  p.cache = cache, p.cache_end = cache + cache_bytes, p.scale = scale, p.scale_count = scale_count, p.out = out;
+  p.ticket = &ticket, p.n = n, p.rows = rows, p.row_bytes = row_bytes, p.fan_out = fan_out, p.clip = clip;
+  p.fill_value = fill_value;
+  std::memcpy(p.fill.bytes, fill, 16);
+  const int unit = row_bytes & -row_bytes;
+  p.align = align;
+  p.chunks = (row_bytes + (unit >= align ? 0 : align - (unit < 16 ? unit : 16)) + 15) / 16;
+  RunGrid(dejax_gather, p, 3);
+}
+"""
+UPDATE = """
+extern "C" void run(char* table, long long rows, int row_bytes, float* first, float* second, const int* ids,
+                    const int* perm, long long n, const char* values, const float* hyper) {
+  unsigned long long ticket = 0;
+  UpdateParams p = {table, first, second, ids, perm, values, hyper, &ticket, n, rows, row_bytes};
+  RunGrid(dejax_update, p, 3);
+}
+"""
+
+
+def compiled(folder: Path, file: str, call: str, **definitions: int | str) -> Callable[..., None]:
+    source = '#include "kernels_on_cpu.h"\n' + _kernels._source(file).replace("#pragma once", "") + call
+    (folder / "kernel.cc").write_text(source)
+    options = [f"-D{name}={value}" for name, value in definitions.items()]
+    library = folder / f"kernel{abs(hash(tuple(options)))}.so"
+    command = [
+        CXX,
+        "-std=c++17",
+        "-shared",
+        "-fPIC",
+        "-w",
+        "-fsanitize=undefined",
+        "-fno-sanitize-recover=undefined",
+        "-fno-sanitize=alignment",
+        f"-I{HERE}",
+        *options,
+        str(folder / "kernel.cc"),
+        "-o",
+        str(library),
+    ]
+    subprocess.run(command, check=True)
+    function = ctypes.CDLL(str(library)).run
+
+    def run(*args: object) -> None:
+        function(*(ctypes.c_void_p(a.ctypes.data) if isinstance(a, np.ndarray) else a for a in args))
+
+    return run
+
+
+def aligned(array: np.ndarray, after: int = 0) -> np.ndarray:
+    """At a multiple of 4096 bytes, with as many bytes of 0xEE behind it."""
+    room = np.full(array.nbytes + 8192, 0xEE, np.uint8)
+    start = -room.ctypes.data % 4096
+    found = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    found[...] = array
+    return found
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "out", "sort", "ticket", "cached", "clip"),
+    [
+        (128, np.float32, None, False, False, False, False),
+        (100, np.float32, None, True, True, False, False),
+        (129, np.float32, None, True, True, True, True),
+        (33, np.int8, None, False, True, True, False),
+        (37, np.int8, ml_dtypes.bfloat16, True, True, False, False),
+        (1, np.float32, np.float16, False, False, False, True),
+    ],
+)
+def test_gather(
+    tmp_path: Path, width: int, dtype: type, out: type | None, sort: bool, ticket: bool, cached: bool, clip: bool
+) -> None:
+    rows = aligned(RNG.integers(-100, 100, (37, width)).astype(dtype))
+    result = np.dtype(out or dtype)
+    run = compiled(
+        tmp_path,
+        "gather.cu",
+        GATHER,
+        ID="int",
+        UNIT=_types.store_unit(rows[0].nbytes),
+        SORTED=int(sort),
+        TICKET=int(ticket),
+        CACHED=int(cached),
+        MEAN=0,
+        SOURCE=_types.ELEMENT_CODES[rows.dtype.name] if out else -1,
+        RESULT=_types.RESULT_CODES[result.name] if out else -1,
+    )
+    order = np.argsort(IDS, kind="stable").astype(np.int32) if sort else np.arange(len(IDS), dtype=np.int32)
+    slots = np.full(37, -1, np.int32)
+    slots[[0, 7, 36]] = [2, 0, 1]
+    cache = aligned(rows[[7, 36, 0]])
+    got = np.full((len(IDS) + 1, width), 111, result)  # a row behind the last one stays as it is
+    fill, nothing = np.full(16, 9, np.uint8), np.zeros(1, np.float32)
+    align = 128 if rows[0].nbytes >= 256 and rows[0].nbytes % 128 else 16
+    run(
+        rows,
+        ctypes.c_longlong(37),
+        rows[0].nbytes,
+        IDS[order],
+        order,
+        ctypes.c_longlong(len(IDS)),
+        1,
+        slots,
+        cache,
+        ctypes.c_longlong(cache.nbytes),
+        nothing,
+        ctypes.c_longlong(0),
+        align,
+        int(clip),
+        ctypes.c_float(3),
+        fill,
+        got,
+    )
+    inside = (IDS >= 0) & (IDS < 37) | clip
+    filler = np.asarray(3).astype(result) if out else np.frombuffer(fill.tobytes(), result)[0]
+    want = np.where(inside[:, None], rows[np.clip(IDS, 0, 36)].astype(result), filler)
+    np.testing.assert_array_equal(got[:-1].astype(np.float64), want.astype(np.float64))
+    assert (got[-1].astype(np.float64) == 111).all()
+
+
+@pytest.mark.parametrize("width", [5, 32])
+def test_mean(tmp_path: Path, width: int) -> None:
+    rows = aligned(RNG.integers(-100, 100, (37, width)).astype(np.float32))
+    run = compiled(
+        tmp_path,
+        "gather.cu",
+        GATHER,
+        ID="int",
+        UNIT=_types.store_unit(rows[0].nbytes),
+        SORTED=0,
+        TICKET=0,
+        CACHED=0,
+        MEAN=1,
+        SOURCE=0,
+        RESULT=0,
+    )
+    ids = IDS[:300].reshape(50, 6).copy()
+    ids[3] = -1
+    got, nothing = np.full((51, width), 111, np.float32), np.zeros(4, np.float32)
+    run(
+        rows,
+        ctypes.c_longlong(37),
+        rows[0].nbytes,
+        ids,
+        nothing,
+        ctypes.c_longlong(50),
+        6,
+        nothing,
+        nothing,
+        ctypes.c_longlong(0),
+        nothing,
+        ctypes.c_longlong(0),
+        16,
+        0,
+        ctypes.c_float(3),
+        np.zeros(16, np.uint8),
+        got,
+    )
+    inside = ((ids >= 0) & (ids < 37))[..., None]
+    count = inside.sum(1)
+    want = np.where(count > 0, (rows[np.clip(ids, 0, 36)] * inside).sum(1) / np.maximum(count, 1), 3)
+    np.testing.assert_allclose(got[:-1], want, rtol=1e-5)
+    assert (got[-1] == 111).all()
+
+
+@pytest.mark.parametrize(("op", "width"), [(0, 7), (1, 100), (3, 32)])
+def test_update(tmp_path: Path, op: int, width: int) -> None:
+    rows = aligned(RNG.standard_normal((37, width)).astype(np.float32))
+    before, first = rows.copy(), np.full((37, width), 0.5, np.float32)
+    kind = -1 if op == 0 else 0
+    run = compiled(
+        tmp_path, "update.cu", UPDATE, ID="int", UNIT=_types.store_unit(rows[0].nbytes), OP=op, TABLE=kind, VALUES=kind
+    )
+    values = RNG.standard_normal((len(IDS), width)).astype(np.float32)
+    order = np.argsort(IDS, kind="stable").astype(np.int32)
+    hyper = np.array([0.1, 0, 0, 1e-3, 1, 1, 0], np.float32)
+    run(
+        rows,
+        ctypes.c_longlong(37),
+        rows[0].nbytes,
+        first,
+        first,
+        IDS[order],
+        order,
+        ctypes.c_longlong(len(IDS)),
+        values,
+        hyper,
+    )
+    want, inside = before.copy(), (IDS >= 0) & (IDS < 37)
+    if op == 0:
+        for i in np.flatnonzero(inside):
+            want[IDS[i]] = values[i]
+    else:
+        sums = np.zeros_like(want)
+        np.add.at(sums, IDS[inside], values[inside])
+        squares = 0.5 + sums**2
+        want = want + sums if op == 1 else want - 0.1 * sums / (np.sqrt(squares) + 1e-3) * (sums != 0)
+    np.testing.assert_allclose(rows, want, rtol=1e-4, atol=1e-4)
