@@ -25,6 +25,13 @@ CASES: list[dict[str, Any]] = [
     {"name": "1 hardware queue", "connections": "1"},
     {"name": "torch at work before", "torch": True},
     {"name": "without preallocation", "preallocate": "false"},
+    # Products of cuBLAS have as many blocks as there are multiprocessors, each with its fixed share: where a gather holds
+    # four of these, four blocks wait for the others' end, and the product takes twice as long, however well it overlaps.
+    {
+        "name": "products by Triton, not cuBLAS",
+        "flags": "--xla_gpu_triton_gemm_any=true --xla_gpu_cublas_fallback=false",
+    },
+    {"name": "compute in many small blocks", "compute": "elementwise"},
 ]
 
 
@@ -68,7 +75,10 @@ def trial(case: dict[str, Any]) -> dict[str, Any]:
     options = {"order": case["order"]} if "order" in case else {}
 
     def step(carry: jax.Array, got: jax.Array, _: Any) -> tuple[jax.Array, None]:
-        for _ in range(4):
+        if case.get("compute") == "elementwise":
+            for _ in range(300):
+                carry = jnp.sin(carry + 1)
+        for _ in range(0 if "compute" in case else 4):
             carry = (carry @ w).astype(jnp.bfloat16)
         return carry + got[:1, :1].astype(jnp.bfloat16), None
 
@@ -100,6 +110,7 @@ def main() -> None:
     for case in CASES:
         environment = dict(os.environ)
         for key, name in (
+            ("flags", "XLA_FLAGS"),
             ("connections", "CUDA_DEVICE_MAX_CONNECTIONS"),
             ("preallocate", "XLA_PYTHON_CLIENT_PREALLOCATE"),
         ):
