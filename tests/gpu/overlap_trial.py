@@ -25,8 +25,8 @@ CASES: list[dict[str, Any]] = [
     {"name": "1 hardware queue", "connections": "1"},
     {"name": "torch at work before", "torch": True},
     {"name": "without preallocation", "preallocate": "false"},
-    # cuBLAS gives a product as many blocks as there are multiprocessors, each with its fixed share: where a gather holds
-    # four of these, four blocks wait for the others' end, and the product takes twice as long, well as it overlaps.
+    # cuBLAS gives a product one block for each multiprocessor, each with its fixed share: where a gather holds four of
+    # these, four blocks wait for the others, and the product takes twice as long, well as it overlaps.
     {"name": "Triton's products", "flags": "--xla_gpu_triton_gemm_any=true --xla_gpu_cublas_fallback=false"},
     {"name": "compute in many small blocks", "compute": "elementwise"},
 ]
