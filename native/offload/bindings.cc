@@ -99,6 +99,8 @@ void Bind(nb::module_& m) {
         DEJAX_STAT(store_stall_seconds);
         DEJAX_STAT(fetch_stall_seconds);
         DEJAX_STAT(launch_seconds);
+        DEJAX_STAT(device_store_stall_seconds);
+        DEJAX_STAT(device_fetch_stall_seconds);
         DEJAX_STAT(live_bytes);
         DEJAX_STAT(live_count);
         DEJAX_STAT(peak_live_bytes);

@@ -1,0 +1,24 @@
+// Arrays in host memory that travel through the device piece by piece: the state of an optimizer.
+//
+// A program works on the pieces one after the other. The calls of one program form a chain, each passing the host arrays
+// on, so their order is XLA's data flow. A piece is copied to the device's staging memory while earlier ones are worked
+// on, and what comes out of it is copied back from staging memory while later ones are: one side stream for each
+// direction, both busy at once. XLA's buffers are touched on the compute stream alone, so their lifetime is XLA's affair.
+#pragma once
+
+#include "xla/ffi/api/api.h"
+
+namespace dejax::offload {
+
+// One call of the chain. It takes pieces that earlier calls began to bring, begins to bring others, and begins to take
+// results back.
+//   arguments:  host arrays, whose memory the first results alias; pieces to take back; anything, to come after it
+//   results:    the host arrays; pieces
+//   attributes: site: of the program; arrays: numbers of the host arrays; pull_array (a position in `arrays`),
+//               pull_offset, pull_bytes: pieces to begin to bring; push_array, push_offset: where to take pieces back;
+//               first_tag: how many pieces the earlier calls have given; staging_bytes: of the device, if it can be;
+//               finish: 1 for the last call, which waits for everything
+XLA_FFI_DECLARE_HANDLER_SYMBOL(PiecesCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(PiecesCuda);
+
+}  // namespace dejax::offload
