@@ -27,8 +27,8 @@ def optimizer(
     The update is `tx`'s own, bit for bit. It is traced once and evaluated in pieces: the state that a piece of a
     parameter needs is copied to the device ahead of it and copied back after it, both directions at once on streams of
     their own. A parameter is cut where its update is elementwise; otherwise it is one piece. What all parameters share
-    (a count, a norm of all gradients) is computed once. Each float32 of state takes 4 bytes over the bus each way: AdamW
-    on N parameters takes 8 N bytes over the bus's rate at least.
+    (a count, a norm of all gradients) is computed once. The bus sets the least time: AdamW on N parameters in float32
+    moves 8 N bytes each way.
 
     A jitted step that donates this state must say where its arguments and results lie: jax 0.10 to 0.12 may otherwise
     pair a donated array on the host with a result on the device, and ends the process. One that does not donate it

@@ -146,9 +146,7 @@ def _groups(jaxpr: core.Jaxpr, streamed: list[int], num_updates: int, num_state:
     return list(groups.values())
 
 
-def _cut(
-    evaluation: Demand, group: Group, state: Sequence[Any], num_updates: int, piece_bytes: int
-) -> list[Piece]:
+def _cut(evaluation: Demand, group: Group, state: Sequence[Any], num_updates: int, piece_bytes: int) -> list[Piece]:
     shape = state[group.state[0]].shape
     itemsize = max(np.dtype(state[i].dtype).itemsize for i in group.state)
     row = int(np.prod(shape[1:], dtype=np.int64)) * itemsize
