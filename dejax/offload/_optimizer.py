@@ -93,7 +93,7 @@ def optimizer(
         closed, out_shape = jax.make_jaxpr(flat, return_shape=True)(*map(shape, (*state_leaves, *others)))
         jaxpr = closed.jaxpr
         num_updates = len(jax.tree.leaves(out_shape[0]))
-        streamed = [own and far and _is_on_host(x) for x, far in zip(state_leaves, on_host, strict=True)]
+        streamed = [own and far and x.ndim > 0 and _is_on_host(x) for x, far in zip(state_leaves, on_host, strict=True)]
         evaluation = Demand(closed)
         for var, leaf, far, own_stream in zip(jaxpr.invars, state_leaves, on_host, streamed, strict=False):
             if not own_stream:

@@ -101,11 +101,12 @@ def stream_state(
         if number + ahead < len(pieces):
             chain.pull(pieces[number + ahead])
         taken = dict(zip(piece.group.state, chain.call(take=piece), strict=True))
-        for output, value in zip(piece.group.outputs, _evaluate(evaluation, piece, taken), strict=True):
+        values = _evaluate(evaluation, piece, taken, alone=len(groups) == 1)
+        for output, value in zip(piece.group.outputs, values, strict=True):
             if output >= num_updates and output - num_updates in arrays:
                 chain.push(output - num_updates, piece, value)
             else:
-                parts.setdefault(output, []).append(value)
+                parts.setdefault(output, []).append(chain.wait_for(value))
     chain.call(finish=True)
     for group in groups:
         for output in group.outputs:
@@ -219,8 +220,12 @@ def _walk(
     return True
 
 
-def _evaluate(evaluation: Demand, piece: Piece, taken: dict[int, Any]) -> list[Any]:
-    """A piece of each of the group's outputs, updates without their tails."""
+def _evaluate(evaluation: Demand, piece: Piece, taken: dict[int, Any], alone: bool) -> list[Any]:
+    """A piece of each of the group's outputs, updates without their tails.
+
+    `alone`: there is no other group. XLA makes a division by a number that is used once a product with its reciprocal,
+    which rounds otherwise: then each piece has a number of its own.
+    """
     jaxpr, group = evaluation.jaxpr, piece.group
     if piece.whole:
         for i, value in taken.items():
@@ -234,6 +239,8 @@ def _evaluate(evaluation: Demand, piece: Piece, taken: dict[int, Any]) -> list[A
             return known[var]
         value = evaluation.value(var)
         if var.aval.shape == ():
+            if alone and not isinstance(var, core.Literal):
+                value = known[var] = jax.lax.optimization_barrier(value)
             return value
         known[var] = jax.lax.slice_in_dim(value.reshape(group.shape), piece.begin, piece.end)
         return known[var]
@@ -273,6 +280,7 @@ class _Chain:
         self._given = 0
         self._pulls: list[tuple[int, int, int]] = []
         self._pushes: list[tuple[int, int, Any]] = []
+        self._after: list[Any] = []
 
     def pull(self, piece: Piece) -> None:
         """To begin with the next call."""
@@ -281,6 +289,12 @@ class _Chain:
     def push(self, i: int, piece: Piece, value: Any) -> None:
         """A piece of array i's new value; to begin with the next call."""
         self._pushes.append((i, piece.span(self.arrays[i])[0], value))
+
+    def wait_for(self, value: Any) -> Any:
+        """`value`, computed before the next call: else XLA may keep all it is made from until the end."""
+        value = jax.lax.optimization_barrier(value)
+        self._after.append(value)
+        return value
 
     def call(self, take: Piece | None = None, finish: bool = False) -> list[Any]:
         """The next call; gives the arrays of the piece to take, which was pulled `ahead` calls before."""
@@ -304,6 +318,7 @@ class _Chain:
             out = ffi(
                 *through,
                 *(value for *_, value in self._pushes),
+                *self._after,
                 site=np.int64(self._site),
                 first_tag=np.int64(self._given),
                 staging_bytes=np.int64(self._staging_bytes),
@@ -315,7 +330,7 @@ class _Chain:
                 push_array=np.array([at[i] for i, *_ in self._pushes], np.int64),
                 push_offset=np.array([offset for _, offset, _ in self._pushes], np.int64),
             )
-        self._pulls, self._pushes = [], []
+        self._pulls, self._pushes, self._after = [], [], []
         self._ticket = out[0]
         self.arrays.update(zip(numbers, out[1 : 1 + len(numbers)], strict=True))
         taken = list(out[1 + len(numbers) :])
