@@ -661,7 +661,7 @@ def optimizer_state(gib: float) -> dict[str, Any]:
     found: dict[str, Any] = {"parameters_gib": gib}
     want: Any = None
     ways = {"device": optax.adamw(1e-3), "xla": optimizer(optax.adamw(1e-3), streams=False)}
-    for mib, ahead in ((16, 2), (32, 2), (64, 2), (32, 4)):
+    for mib, ahead in ((32, 2), (64, 2), (32, 4)):
         ways[f"pieces of {mib}, {ahead} ahead"] = optimizer(optax.adamw(1e-3), piece_bytes=mib << 20, ahead=ahead)
     found["floor_ms"] = 1e3 * 2 * gib * GIB / 49e9  # the moments, each way, both ways at once
     for name, tx in ways.items():

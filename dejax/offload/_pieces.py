@@ -27,6 +27,7 @@ _ELEMENTWISE = frozenset(
     integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision rem round
     rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor""".split()
 )
+_BETWEEN, _BEGIN, _FINISH = 0, 1, 2  # native/offload/pieces.h
 _sites = itertools.count(1)
 
 
@@ -94,6 +95,7 @@ def stream_state(
     largest = max(sum(piece.span(state[i])[1] for i in piece.group.state) for piece in pieces)
     chain = _Chain(arrays, staging_bytes=2 * (ahead + 1) * largest)
     parts: dict[int, list[Any]] = {}
+    chain.begin()
     for piece in pieces[:ahead]:
         chain.pull(piece)
     chain.call()
@@ -107,7 +109,7 @@ def stream_state(
                 chain.push(output - num_updates, piece, value)
             else:
                 parts.setdefault(output, []).append(chain.wait_for(value))
-    chain.call(finish=True)
+    chain.finish()
     for group in groups:
         for output in group.outputs:
             if output in parts:
@@ -296,46 +298,66 @@ class _Chain:
         self._after.append(value)
         return value
 
-    def call(self, take: Piece | None = None, finish: bool = False) -> list[Any]:
+    def begin(self) -> None:
+        """Makes the host arrays the program's own."""
+        numbers = sorted(self.arrays)
+        mine = self._ffi(_BEGIN, numbers, [jax.typeof(self.arrays[i]) for i in numbers])(
+            *(self.arrays[i] for i in numbers)
+        )
+        self.arrays.update(zip(numbers, mine, strict=True))
+
+    def call(self, take: Piece | None = None) -> list[Any]:
         """The next call; gives the arrays of the piece to take, which was pulled `ahead` calls before."""
-        used = {i for i, *_ in (*self._pulls, *self._pushes)}
-        numbers = sorted(self.arrays) if finish else sorted(used)
-        at = {number: position + 1 for position, number in enumerate(numbers)}  # the ticket is first
-        through = [self._ticket, *(self.arrays[i] for i in numbers)]
-        results = [jax.typeof(x) for x in through]
-        if take is not None:
-            for i in take.group.state:
-                array, group = self.arrays[i], take.group
-                shape = array.shape if take.whole else (take.end - take.begin, *group.shape[1:])
-                results.append(jax.ShapeDtypeStruct(shape, array.dtype))
+        numbers = sorted({i for i, *_ in (*self._pulls, *self._pushes)})
+        results = [jax.typeof(self._ticket)]
+        for i in take.group.state if take else ():
+            array, group = self.arrays[i], take.group
+            shape = array.shape if take.whole else (take.end - take.begin, *group.shape[1:])
+            results.append(jax.ShapeDtypeStruct(shape, array.dtype))
+        ffi = self._ffi(_BETWEEN, numbers, results)
+        self._ticket, *taken = ffi(self._ticket, *(self.arrays[i] for i in numbers), *self._operands())
+        self._given += len(taken)
+        return taken
+
+    def finish(self) -> None:
+        """The last call: everything is where it belongs."""
+        numbers = sorted(self.arrays)
+        ffi = self._ffi(_FINISH, numbers, [jax.typeof(self.arrays[i]) for i in numbers])
+        done = ffi(*(self.arrays[i] for i in numbers), self._ticket, *self._operands())
+        self.arrays.update(zip(numbers, done, strict=True))
+
+    def _operands(self) -> list[Any]:
+        values = [*(value for *_, value in self._pushes), *self._after]
+        self._pulls, self._pushes, self._after = [], [], []
+        return values
+
+    def _ffi(self, mode: int, numbers: list[int], results: list[Any]) -> Any:
+        at = {number: position for position, number in enumerate(numbers)}
+        through = 1 if mode == _BETWEEN else len(numbers)
         ffi = jax.ffi.ffi_call(
             "dejax_offload_pieces",
             tuple(results),
             has_side_effect=True,
-            input_output_aliases={k: k for k in range(len(through))},
+            input_output_aliases={k: k for k in range(through)},
         )
-        with jax.named_scope("offload_pieces"):
-            out = ffi(
-                *through,
-                *(value for *_, value in self._pushes),
-                *self._after,
-                site=np.int64(self._site),
-                first_tag=np.int64(self._given),
-                staging_bytes=np.int64(self._staging_bytes),
-                finish=np.int64(finish),
-                arrays=np.array([-1, *numbers], np.int64),
-                pull_array=np.array([at[i] for i, *_ in self._pulls], np.int64),
-                pull_offset=np.array([offset for _, offset, _ in self._pulls], np.int64),
-                pull_bytes=np.array([nbytes for *_, nbytes in self._pulls], np.int64),
-                push_array=np.array([at[i] for i, *_ in self._pushes], np.int64),
-                push_offset=np.array([offset for _, offset, _ in self._pushes], np.int64),
-            )
-        self._pulls, self._pushes, self._after = [], [], []
-        self._ticket = out[0]
-        self.arrays.update(zip(numbers, out[1 : 1 + len(numbers)], strict=True))
-        taken = list(out[1 + len(numbers) :])
-        self._given += len(taken)
-        return taken
+        attributes = {
+            "site": np.int64(self._site),
+            "mode": np.int64(mode),
+            "first_tag": np.int64(self._given),
+            "staging_bytes": np.int64(self._staging_bytes),
+            "arrays": np.array(numbers, np.int64),
+            "pull_array": np.array([at[i] for i, *_ in self._pulls], np.int64),
+            "pull_offset": np.array([offset for _, offset, _ in self._pulls], np.int64),
+            "pull_bytes": np.array([nbytes for *_, nbytes in self._pulls], np.int64),
+            "push_array": np.array([at[i] for i, *_ in self._pushes], np.int64),
+            "push_offset": np.array([offset for _, offset, _ in self._pushes], np.int64),
+        }
+
+        def call(*operands: Any) -> Any:
+            with jax.named_scope("offload_pieces"):
+                return ffi(*operands, **attributes)
+
+        return call
 
 
 class Demand:

@@ -119,7 +119,6 @@ class Pieces {
 
   void Run(const Request& request, Chain* chain, Stream compute) {
     for (size_t i = 0; i < request.arrays.size(); ++i) {
-      if (request.arrays[i] < 0) continue;  // the ticket, which only keeps the calls in order
       void*& known = chain->addresses[request.arrays[i]];
       // A copy that XLA makes in the middle would not have what is still on its way.
       Require(known == nullptr || known == request.addresses[i],
@@ -280,8 +279,19 @@ Pieces& PiecesOf(int device) {
 
 using Numbers = ffi::Span<const int64_t>;
 
+constexpr int64_t kBetween = 0, kBegin = 1, kFinish = 2;
+
+// The CPU's backend may give a result memory of its own.
+void CopyArrays(const Request& request, const ffi::RemainingRets& rets) {
+  for (size_t i = 0; i < request.arrays.size(); ++i) {
+    auto out = rets.get<ffi::AnyBuffer>(i);
+    void* const to = (*out)->untyped_data();
+    if (to != request.addresses[i]) std::memcpy(to, request.addresses[i], request.sizes[i]);
+  }
+}
+
 ffi::Error Do(int device, Stream compute, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets,
-              int64_t site, int64_t first_tag, int64_t staging_bytes, int64_t finish, Numbers arrays, Numbers pull_array,
+              int64_t site, int64_t first_tag, int64_t staging_bytes, int64_t mode, Numbers arrays, Numbers pull_array,
               Numbers pull_offset, Numbers pull_bytes, Numbers push_array, Numbers push_offset) {
   try {
     Request request;
@@ -289,24 +299,31 @@ ffi::Error Do(int device, Stream compute, ffi::RunId run, ffi::RemainingArgs arg
     request.site = site;
     request.first_tag = first_tag;
     request.staging_bytes = staging_bytes;
-    request.finish = finish != 0;
+    request.finish = mode == kFinish;
     const size_t count = arrays.size();
-    Require(args.size() >= count + push_array.size() && rets.size() >= count, "a call has too few operands");
+    const size_t tickets = mode == kBegin ? 0 : 1;
+    const size_t first_array = mode == kBetween ? 1 : 0;
+    Require(args.size() >= count + tickets + push_array.size() && rets.size() >= (mode == kBetween ? 1 : count),
+            "a call has too few operands");
     for (size_t i = 0; i < count; ++i) {
-      const auto in = args.get<ffi::AnyBuffer>(i);
-      auto out = rets.get<ffi::AnyBuffer>(i);
-      Require(in.has_value() && out.has_value(), "an operand is no array");
-      void* const to = (*out)->untyped_data();
-      if (to != in->untyped_data() && arrays[i] >= 0) {
-        Require(device < 0, "XLA did not update the state in place; use optimizer(tx, streams=False)");
-        std::memcpy(to, in->untyped_data(), in->size_bytes());
-      }
+      const auto in = args.get<ffi::AnyBuffer>(first_array + i);
+      Require(in.has_value(), "an operand is no array");
+      void* const from = in->untyped_data();
       request.arrays.push_back(arrays[i]);
-      request.addresses.push_back(static_cast<char*>(to));
+      request.addresses.push_back(static_cast<char*>(from));
       request.sizes.push_back(in->size_bytes());
+      if (mode == kBetween) continue;
+      auto out = rets.get<ffi::AnyBuffer>(i);
+      Require(out.has_value(), "a result is no array");
+      Require((*out)->untyped_data() == from || device < 0,
+              "XLA did not update the state in place; use optimizer(tx, streams=False)");
+    }
+    if (mode == kBegin) {
+      CopyArrays(request, rets);
+      return ffi::Error::Success();
     }
     for (size_t i = 0; i < push_array.size(); ++i) {
-      const auto in = args.get<ffi::AnyBuffer>(count + i);
+      const auto in = args.get<ffi::AnyBuffer>(count + 1 + i);
       Require(in.has_value(), "an operand is no array");
       request.pushes.push_back({push_array[i], push_offset[i], static_cast<int64_t>(in->size_bytes())});
       request.pushed.push_back(in->untyped_data());
@@ -314,12 +331,13 @@ ffi::Error Do(int device, Stream compute, ffi::RunId run, ffi::RemainingArgs arg
     for (size_t i = 0; i < pull_array.size(); ++i) {
       request.pulls.push_back({pull_array[i], pull_offset[i], pull_bytes[i]});
     }
-    for (size_t i = count; i < rets.size(); ++i) {
+    for (size_t i = 1; mode == kBetween && i < rets.size(); ++i) {
       auto out = rets.get<ffi::AnyBuffer>(i);
       Require(out.has_value(), "a result is no array");
       request.taken.push_back({(*out)->untyped_data(), (*out)->size_bytes()});
     }
     PiecesOf(device).Call(request, compute);
+    if (mode == kFinish) CopyArrays(request, rets);
   } catch (const std::exception& error) {
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition, error.what());
   }
@@ -327,17 +345,17 @@ ffi::Error Do(int device, Stream compute, ffi::RunId run, ffi::RemainingArgs arg
 }
 
 ffi::Error DoCpu(ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t site, int64_t first_tag,
-                 int64_t staging_bytes, int64_t finish, Numbers arrays, Numbers pull_array, Numbers pull_offset,
+                 int64_t staging_bytes, int64_t mode, Numbers arrays, Numbers pull_array, Numbers pull_offset,
                  Numbers pull_bytes, Numbers push_array, Numbers push_offset) {
-  return Do(-1, nullptr, run, args, rets, site, first_tag, staging_bytes, finish, arrays, pull_array, pull_offset,
+  return Do(-1, nullptr, run, args, rets, site, first_tag, staging_bytes, mode, arrays, pull_array, pull_offset,
             pull_bytes, push_array, push_offset);
 }
 
 ffi::Error DoCuda(Stream compute, int32_t device, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                  int64_t site, int64_t first_tag, int64_t staging_bytes, int64_t finish, Numbers arrays,
+                  int64_t site, int64_t first_tag, int64_t staging_bytes, int64_t mode, Numbers arrays,
                   Numbers pull_array, Numbers pull_offset, Numbers pull_bytes, Numbers push_array,
                   Numbers push_offset) {
-  return Do(device, compute, run, args, rets, site, first_tag, staging_bytes, finish, arrays, pull_array, pull_offset,
+  return Do(device, compute, run, args, rets, site, first_tag, staging_bytes, mode, arrays, pull_array, pull_offset,
             pull_bytes, push_array, push_offset);
 }
 
@@ -351,7 +369,7 @@ ffi::Error DoCuda(Stream compute, int32_t device, ffi::RunId run, ffi::Remaining
       .Attr<int64_t>("site")            \
       .Attr<int64_t>("first_tag")       \
       .Attr<int64_t>("staging_bytes")   \
-      .Attr<int64_t>("finish")          \
+      .Attr<int64_t>("mode")            \
       .Attr<Numbers>("arrays")          \
       .Attr<Numbers>("pull_array")      \
       .Attr<Numbers>("pull_offset")     \

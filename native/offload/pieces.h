@@ -10,14 +10,18 @@
 
 namespace dejax::offload {
 
-// One call of the chain. It takes pieces that earlier calls began to bring, begins to bring others, and begins to take
-// results back.
-//   arguments:  host arrays, whose memory the first results alias; pieces to take back; anything, to come after it
-//   results:    the host arrays; pieces
-//   attributes: site: of the program; arrays: numbers of the host arrays; pull_array (a position in `arrays`),
-//               pull_offset, pull_bytes: pieces to begin to bring; push_array, push_offset: where to take pieces back;
-//               first_tag: how many pieces the earlier calls have given; staging_bytes: of the device, if it can be;
-//               finish: 1 for the last call, which waits for everything
+// A call of the chain. `mode`:
+//   0, between: host arrays are arguments only, although the call writes to them: a result in host memory beside one on the
+//      device makes XLA take both for host memory. The first and the last call see to it that nobody else has them.
+//        arguments:  ticket; host arrays; pieces to take back; anything, to come after it
+//        results:    ticket; pieces
+//   1, begin: makes the host arrays the program's own (XLA copies what was not donated), and does nothing.
+//   2, finish: waits for everything.
+//        arguments:  host arrays; of finish: ticket, pieces to take back, anything
+//        results:    the host arrays, whose memory is the arguments'
+// Other attributes: site: of the program; arrays: numbers of the host arrays; pull_array (a position in `arrays`),
+// pull_offset, pull_bytes: pieces to begin to bring; push_array, push_offset: where to take pieces back; first_tag: how
+// many pieces the earlier calls have given; staging_bytes: of the device, if it can be.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(PiecesCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(PiecesCuda);
 

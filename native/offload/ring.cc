@@ -184,13 +184,15 @@ void Ring::CopyOut(Store::Lock& lock, const EntryPtr& entry) {
   store_->stats_.copied_out_bytes += entry->bytes;
 }
 
-// Makes the compute stream wait, and adds how long it then did to a counter once that is known.
-void Ring::WaitCounted(Stream compute, const Event& event, double* total) {
-  if (!event || calls_.event_query(event.get()) == 0) return;
-  if (total == nullptr || stalls_.size() >= kMostStalls) return Wait(compute, event);
+// Makes the compute stream wait, for all of `events`, and adds how long it then did to a counter once that is known.
+void Ring::WaitCounted(Stream compute, std::initializer_list<const Event*> events, double* total) {
   Stall stall;
-  stall.begin = timers_->Record(compute);
-  Wait(compute, event);
+  for (const Event* event : events) {
+    if (!*event || calls_.event_query(event->get()) == 0) continue;
+    if (!stall.begin && stalls_.size() < kMostStalls) stall.begin = timers_->Record(compute);
+    Wait(compute, *event);
+  }
+  if (!stall.begin) return;
   stall.end = timers_->Record(compute);
   stall.total = total;
   stalls_.push_back(std::move(stall));
@@ -241,14 +243,13 @@ void Ring::Push(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, Dev
       continue;
     }
     // Each: one that was to stay is copied later than those above it.
-    WaitCounted(compute, bottom->copied_out, &store_->stats_.device_store_stall_seconds);
+    WaitCounted(compute, {&bottom->copied_out}, &store_->stats_.device_store_stall_seconds);
     bottom->in_ring = false;
     window_.pop_front();
     if (store_->ShouldWrite(run, *bottom)) store_->QueueWrite(bottom);
   }
   if (!entry->live) return;
-  WaitCounted(compute, out_fence_, &store_->stats_.device_store_stall_seconds);
-  WaitCounted(compute, last_in_, &store_->stats_.device_store_stall_seconds);
+  WaitCounted(compute, {&out_fence_, &last_in_}, &store_->stats_.device_store_stall_seconds);
   last_in_.reset();
   Pieces(entry->offset, entry->bytes, [&](DevicePointer ring, int64_t at, int64_t bytes) {
     Check(calls_.copy_device_to_device(ring, data + at, bytes, compute), "cuMemcpyDtoDAsync");
@@ -295,7 +296,11 @@ void Ring::Pop(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, Devi
     }
   }
   if (entry->in_ring) {
-    WaitCounted(compute, entry->ready, entry->prefetched ? &store_->stats_.device_fetch_stall_seconds : nullptr);
+    if (entry->prefetched) {
+      WaitCounted(compute, {&entry->ready}, &store_->stats_.device_fetch_stall_seconds);
+    } else {
+      Wait(compute, entry->ready);
+    }
     Pieces(entry->offset, entry->bytes, [&](DevicePointer ring, int64_t at, int64_t bytes) {
       Check(calls_.copy_device_to_device(data + at, ring, bytes, compute), "cuMemcpyDtoDAsync");
     });

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <deque>
+#include <initializer_list>
 #include <memory>
 
 #include "store.h"
@@ -55,7 +56,7 @@ class Ring {
   void Own(Store::Lock& lock, const RunPtr& run, Stream compute);
   void CopyOut(Store::Lock& lock, const EntryPtr& entry);
   void Load(const EntryPtr& entry);
-  void WaitCounted(Stream compute, const Event& event, double* total);
+  void WaitCounted(Stream compute, std::initializer_list<const Event*> events, double* total);
   template <typename Copy>
   void Pieces(int64_t offset, int64_t bytes, Copy copy);
 

@@ -225,16 +225,16 @@ def test_optimizer_state_in_pieces(donated, piece_bytes) -> None:
     params = {"a": jnp.linspace(-1, 1, 1 << 20).reshape(1024, 1024), "b": jnp.linspace(1, 2, 3 << 18).reshape(3, -1)}
 
     def run(tx):
-        def step(params, state):
-            grads = jax.tree.map(lambda x: jnp.roll(x, 1) - 0.5, params)
+        def step(params, state, grads):
             updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
         now, state = jax.tree.map(jnp.copy, params), tx.init(params)
         where = jax.tree.map(lambda leaf: leaf.sharding, (now, state))
-        step = jax.jit(step, donate_argnums=(0, 1) if donated else (), in_shardings=where, out_shardings=where)
+        places = (*where, where[0])
+        step = jax.jit(step, donate_argnums=(0, 1) if donated else (), in_shardings=places, out_shardings=where)
         for _ in range(3):
-            now, state = step(now, state)
+            now, state = step(now, state, jax.tree.map(lambda x: jnp.roll(x, 1) - 0.5, now))
         return now, state
 
     want = run(optax.adamw(1e-2))

@@ -36,14 +36,13 @@ def test_same_bits_as_the_transformation_itself(tx, streams, piece_bytes):
 
     def run(tx):
         @jax.jit
-        def step(params, state):
-            grads = jax.tree.map(lambda x: jnp.roll(x, 1) - 0.5, params)
+        def step(params, state, grads):
             updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
         params, state = PARAMS, tx.init(PARAMS)
-        for _ in range(4):
-            params, state = step(params, state)
+        for _ in range(4):  # gradients from outside: nothing that makes them is fused in
+            params, state = step(params, state, jax.tree.map(lambda x: jnp.roll(x, 1) - 0.5, params))
         return params, state
 
     (want, want_state), (got, got_state) = run(tx), run(far)
@@ -115,7 +114,7 @@ def test_pieces_travel_in_order_and_within_their_arrays():
     state = tx.init(PARAMS)
     jaxpr = jax.make_jaxpr(lambda g, s: tx.update(g, s))(PARAMS, state)
     calls = [eqn for eqn in jaxpr.eqns if "pieces" in str(eqn.params.get("target_name", ""))]
-    taken = [v.aval for eqn in calls for v in eqn.outvars[len(eqn.params["input_output_aliases"]) :]]
+    taken = [v.aval for eqn in calls[1:-1] for v in eqn.outvars[1:]]
     large = sum(x.nbytes for x in jax.tree.leaves(state) if x.nbytes >= 1024)
     assert sum(aval.size * 4 for aval in taken) == large  # everything once
     assert all(aval.size * 4 <= 4096 for aval in taken) and len(taken) == large // 4096
