@@ -8,8 +8,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from dejax import _native
-from dejax.offload._pieces import PIECE_BYTES, Demand, stream_state
+from dejax.offload._pieces import PIECE_BYTES, Demand, inlined, stream_state
 
 _HOST = jax.memory.Space.Host
 
@@ -18,15 +17,14 @@ def optimizer(
     tx: Any,
     *,
     min_bytes: int = 1 << 16,
-    streams: bool | None = None,
+    streams: bool = False,
     piece_bytes: int = PIECE_BYTES,
     ahead: int = 2,
 ) -> Any:
     """Keeps the state of an Optax transformation (Adam's moments) in pinned host memory between steps.
 
-    The update is `tx`'s own, bit for bit. It is traced once and evaluated in pieces: the state that a piece of a
-    parameter needs is copied to the device ahead of it and copied back after it, both directions at once on streams of
-    their own. A parameter is cut where its update is elementwise; otherwise it is one piece. What all parameters share
+    The update is `tx`'s own, bit for bit. It is traced once and evaluated in pieces, one parameter after the other: the
+    state that it needs is copied to the device before it and copied back after it. What all parameters share
     (a count, a norm of all gradients) is computed once. The bus sets the least time: AdamW on N parameters in float32
     moves 8 N bytes each way.
 
@@ -40,11 +38,12 @@ def optimizer(
     Args:
         tx: an `optax.GradientTransformation` whose `update` can be traced.
         min_bytes: smaller arrays of the state stay on the device.
-        streams: copy through dejax's own streams; False: through XLA's copies, parameter by parameter, which works with
-            sharded state too and overlaps little. None: where there is one device and the native extension.
-        piece_bytes: of one array that travels at a time. Device memory for staging: `2 * (ahead + 1)` pieces of each
-            array of state that a parameter has (of two for Adam).
-        ahead: pieces that are brought before the one that is worked on.
+        streams: False: XLA copies, parameter by parameter; works with sharded state. True: dejax copies, on a stream
+            for each direction and ahead of need, in pieces of a parameter where its update is elementwise: less device
+            memory. For state on one device.
+        piece_bytes: with `streams`: of one array that travels at a time. Device memory for staging: `2 * (ahead + 1)`
+            pieces of each array of state that a parameter has (of two for Adam), outside of XLA's pool.
+        ahead: with `streams`: pieces that are brought before the one that is worked on.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with the same `init` and `update`; its state is a pytree like `tx`'s,
@@ -53,6 +52,7 @@ def optimizer(
     Raises:
         TypeError: `tx` has no `init` and `update`.
         ValueError: `piece_bytes` or `ahead` is not positive.
+        NativeExtensionError: with `streams`, the extension is not there.
     """
     import optax
 
@@ -76,9 +76,8 @@ def optimizer(
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         state_leaves, state_tree = jax.tree.flatten(state)
         others, others_tree = jax.tree.flatten((updates, params, extra))
-        own = streams if streams is not None else jax.local_device_count() == 1 and not _native.unavailable_reason()
-        if own and not any(isinstance(x, jax.core.Tracer) for x in (*state_leaves, *others)):
-            own = False  # one operation after the other: nothing could overlap
+        # Outside of jit one operation follows the other: nothing could overlap.
+        own = streams and any(isinstance(x, jax.core.Tracer) for x in (*state_leaves, *others))
         on_host = [moves(x) for x in state_leaves]
 
         def flat(*leaves: Any) -> tuple[Any, Any]:
@@ -91,6 +90,7 @@ def optimizer(
             return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
         closed, out_shape = jax.make_jaxpr(flat, return_shape=True)(*map(shape, (*state_leaves, *others)))
+        closed = inlined(closed)
         jaxpr = closed.jaxpr
         num_updates = len(jax.tree.leaves(out_shape[0]))
         streamed = [own and far and x.ndim > 0 and _is_on_host(x) for x, far in zip(state_leaves, on_host, strict=True)]

@@ -8,7 +8,7 @@ is elementwise, into runs of elements.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,6 +116,43 @@ def stream_state(
                 outputs[output] = _join(evaluation, parts[output], group.tails.get(output, ()), jaxpr.outvars[output])
     for i, array in chain.arrays.items():
         outputs[num_updates + i] = array
+
+
+def inlined(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same without calls of jitted functions: Optax corrects the bias of all moments in one, which ties them up."""
+
+    def run(jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
+        known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        known.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(var: Any) -> Any:
+            return var.val if isinstance(var, core.Literal) else known[var]
+
+        for eqn in jaxpr.eqns:
+            inner = eqn.params.get("jaxpr")
+            if eqn.primitive.name in ("jit", "pjit", "closed_call") and isinstance(inner, core.ClosedJaxpr):
+                out = run(inner.jaxpr, inner.consts, *map(read, eqn.invars))
+            else:
+                out = _equation(jaxpr, eqn, read)
+            known.update(zip(eqn.outvars, out, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def flat(*args: Any) -> list[Any]:
+        return run(closed.jaxpr, closed.consts, *args)
+
+    avals = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
+        for v in closed.jaxpr.invars
+    ]
+    return jax.make_jaxpr(flat)(*avals)
+
+
+def _equation(jaxpr: core.Jaxpr, eqn: Any, read: Callable[[Any], Any]) -> list[Any]:
+    """Evaluates one equation, of whatever kind."""
+    inputs = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, core.Literal)))
+    debug_info = jaxpr.debug_info.with_unknown_names()
+    one = jaxpr.replace(constvars=[], invars=inputs, eqns=[eqn], outvars=eqn.outvars, debug_info=debug_info)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(one, ()))(*map(read, inputs))
 
 
 def _groups(jaxpr: core.Jaxpr, streamed: list[int], num_updates: int, num_state: int) -> list[Group]:
@@ -366,7 +403,6 @@ class Demand:
     def __init__(self, closed: core.ClosedJaxpr) -> None:
         self.jaxpr = closed.jaxpr
         self._known: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        self._debug_info = closed.jaxpr.debug_info.with_unknown_names()
         self._far: dict[Any, Any] = {}
         self.producer = {var: eqn for eqn in closed.jaxpr.eqns for var in eqn.outvars}
 
@@ -389,11 +425,7 @@ class Demand:
                 if missing:
                     stack.extend(missing)
                     continue
-                inputs = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, core.Literal)))
-                one = self.jaxpr.replace(
-                    constvars=[], invars=inputs, eqns=[eqn], outvars=eqn.outvars, debug_info=self._debug_info
-                )
-                out = core.jaxpr_as_fun(core.ClosedJaxpr(one, ()))(*map(self._read, inputs))
+                out = _equation(self.jaxpr, eqn, self._read)
                 self._known.update(zip(eqn.outvars, out, strict=True))
         return self._read(var)
 

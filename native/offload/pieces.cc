@@ -42,23 +42,6 @@ struct Chain {
   std::map<int64_t, void*> addresses;   // of the host arrays
 };
 
-struct Transfer {
-  int64_t array, offset, bytes;
-};
-
-// What one call asks for.
-struct Request {
-  int64_t run, site, first_tag, staging_bytes;
-  bool finish;
-  std::vector<int64_t> arrays;           // numbers of the host arrays that the call has
-  std::vector<char*> addresses;          // of these
-  std::vector<size_t> sizes;
-  std::vector<Transfer> pulls;           // to begin; `array` is a position in `arrays`
-  std::vector<Transfer> pushes;          // to begin
-  std::vector<const void*> pushed;       // whose bytes
-  std::vector<std::pair<void*, size_t>> taken;  // where the pieces go that were begun first
-};
-
 void Require(bool condition, const std::string& what) {
   if (!condition) throw std::runtime_error("offload.optimizer: " + what);
 }
@@ -67,7 +50,7 @@ class Pieces {
  public:
   explicit Pieces(int device) : device_(device) {}
 
-  void Call(const Request& request, Stream compute) {
+  void Call(const PiecesRequest& request, Stream compute) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto key = std::make_pair(request.run, request.site);
     try {
@@ -117,7 +100,7 @@ class Pieces {
     context_ = context;
   }
 
-  void Run(const Request& request, Chain* chain, Stream compute) {
+  void Run(const PiecesRequest& request, Chain* chain, Stream compute) {
     for (size_t i = 0; i < request.arrays.size(); ++i) {
       void*& known = chain->addresses[request.arrays[i]];
       // A copy that XLA makes in the middle would not have what is still on its way.
@@ -282,7 +265,7 @@ using Numbers = ffi::Span<const int64_t>;
 constexpr int64_t kBetween = 0, kBegin = 1, kFinish = 2;
 
 // The CPU's backend may give a result memory of its own.
-void CopyArrays(const Request& request, const ffi::RemainingRets& rets) {
+void CopyArrays(const PiecesRequest& request, const ffi::RemainingRets& rets) {
   for (size_t i = 0; i < request.arrays.size(); ++i) {
     auto out = rets.get<ffi::AnyBuffer>(i);
     void* const to = (*out)->untyped_data();
@@ -294,7 +277,7 @@ ffi::Error Do(int device, Stream compute, ffi::RunId run, ffi::RemainingArgs arg
               int64_t site, int64_t first_tag, int64_t staging_bytes, int64_t mode, Numbers arrays, Numbers pull_array,
               Numbers pull_offset, Numbers pull_bytes, Numbers push_array, Numbers push_offset) {
   try {
-    Request request;
+    PiecesRequest request;
     request.run = run.run_id;
     request.site = site;
     request.first_tag = first_tag;
@@ -336,7 +319,7 @@ ffi::Error Do(int device, Stream compute, ffi::RunId run, ffi::RemainingArgs arg
       Require(out.has_value(), "a result is no array");
       request.taken.push_back({(*out)->untyped_data(), (*out)->size_bytes()});
     }
-    PiecesOf(device).Call(request, compute);
+    CallPieces(device, request, compute);
     if (mode == kFinish) CopyArrays(request, rets);
   } catch (const std::exception& error) {
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition, error.what());
@@ -360,6 +343,8 @@ ffi::Error DoCuda(Stream compute, int32_t device, ffi::RunId run, ffi::Remaining
 }
 
 }  // namespace
+
+void CallPieces(int device, const PiecesRequest& request, Stream compute) { PiecesOf(device).Call(request, compute); }
 
 #define DEJAX_PIECES_BINDING(bind)      \
   (bind)                                \

@@ -6,9 +6,34 @@
 // direction, both busy at once. XLA's buffers are touched on the compute stream alone, so their lifetime is XLA's affair.
 #pragma once
 
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "../cuda_driver.h"
 #include "xla/ffi/api/api.h"
 
 namespace dejax::offload {
+
+struct Transfer {
+  int64_t array, offset, bytes;  // `array` is a position in the call's arrays
+};
+
+// What one call of the chain asks for.
+struct PiecesRequest {
+  int64_t run = 0, site = 0, first_tag = 0, staging_bytes = 0;
+  bool finish = false;
+  std::vector<int64_t> arrays;  // numbers of the host arrays that the call has
+  std::vector<char*> addresses;
+  std::vector<size_t> sizes;
+  std::vector<Transfer> pulls;                  // to begin
+  std::vector<Transfer> pushes;                 // to begin
+  std::vector<const void*> pushed;              // whose bytes
+  std::vector<std::pair<void*, size_t>> taken;  // where the pieces go that were begun first
+};
+
+// device: -1 is the CPU. Throws std::runtime_error.
+void CallPieces(int device, const PiecesRequest& request, cuda::Stream compute);
 
 // A call of the chain. `mode`:
 //   0, between: host arrays are arguments only, although the call writes to them: a result in host memory beside one on the
