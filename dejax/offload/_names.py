@@ -193,9 +193,9 @@ def plan_names(
         for offloaded in itertools.chain.from_iterable(
             itertools.combinations(can_go, count) for count in range(len(can_go) + 1)
         ):
-            sizes = cost.of(offloaded)
-            stored = sum(sizes)
-            ring = ring_of(store, sizes, cost.flops)
+            going = cost.of(offloaded)
+            stored = sum(going)
+            ring = ring_of(store, going, cost.flops)
             backward = num_layers * (cost.layer_seconds - forward)
             placement = place(num_layers * stored, ring, num_layers * forward, backward, tiers)
             if placement is None:

@@ -346,11 +346,12 @@ class _Chain:
     def call(self, take: Piece | None = None) -> list[Any]:
         """The next call; gives the arrays of the piece to take, which was pulled `ahead` calls before."""
         numbers = sorted({i for i, *_ in (*self._pulls, *self._pushes)})
-        results = [jax.typeof(self._ticket)]
-        for i in take.group.state if take else ():
-            array, group = self.arrays[i], take.group
-            shape = array.shape if take.whole else (take.end - take.begin, *group.shape[1:])
-            results.append(jax.ShapeDtypeStruct(shape, array.dtype))
+        results: list[Any] = [jax.typeof(self._ticket)]
+        if take is not None:
+            for i in take.group.state:
+                array = self.arrays[i]
+                shape = array.shape if take.whole else (take.end - take.begin, *take.group.shape[1:])
+                results.append(jax.ShapeDtypeStruct(shape, array.dtype))
         ffi = self._ffi(_BETWEEN, numbers, results)
         self._ticket, *taken = ffi(self._ticket, *(self.arrays[i] for i in numbers), *self._operands())
         self._given += len(taken)

@@ -143,7 +143,9 @@ def part(params: Any, begin: int, count: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[begin : begin + count], params)
 
 
-def short_stacks(body: Callable[[Any, Any], Any], params: Any, x: Any, *, run: bool = True) -> tuple[float, ...]:
+def short_stacks(
+    body: Callable[[Any, Any], Any], params: Any, x: Any, *, run: bool = True
+) -> tuple[float, float, float, float]:
     """(base bytes, bytes a layer, base seconds, seconds a layer) of a training step, from two short stacks."""
     temps, seconds = [], []
     for count in SHORT:
