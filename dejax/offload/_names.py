@@ -178,7 +178,7 @@ def plan_names(
         variant = _saving(body, saved)
         residuals, flops = residuals_of(variant, params, x, min_bytes)
         sizes = {name: [r.nbytes for r in residuals if _named(r, names) == name] for name in (INPUT, *names)}
-        if saved == frozenset(names) and (missing := [name for name in names if not sizes[name]]):
+        if not profiled and (missing := [name for name in names if not sizes[name]]):  # the first saves them all
             raise ValueError(
                 f"plan_names: no tensor of {min_bytes} bytes or more that backward needs is named {missing[0]!r}; give "
                 "names that checkpoint_name gives inside `body`, outside of functions that are jitted by themselves"
@@ -247,7 +247,7 @@ def _named(residual: Residual, names: Sequence[str]) -> str:
 def _candidates(names: Sequence[str]) -> list[frozenset[str] | None]:
     everything = frozenset(names)
     some = [everything - {name} for name in names] if len(names) > 1 else []
-    return [None, everything, *some, frozenset()]
+    return [everything, *some, frozenset(), None]
 
 
 def _saving(body: Callable[[Any, Any], Any], saved: frozenset[str] | None) -> Callable[[Any, Any], Any]:
