@@ -100,9 +100,9 @@ void Store::AwaitHost(Lock& lock, const EntryPtr& entry, bool pinned) {
       }
       StartRead(entry, slot);
     }
-    ++active_;
+    ++waiting_;  // not active: two that wait for room must not take each other for work under way
     changed_.wait_for(lock, std::chrono::milliseconds(200));
-    --active_;
+    --waiting_;
     changed_.notify_all();
   }
   if (!entry->error.empty()) throw std::runtime_error(entry->error);

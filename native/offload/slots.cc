@@ -180,9 +180,9 @@ Slot* Store::TakeSlot(Lock& lock, const EntryPtr& entry, bool pinned, bool may_w
                    : "; raise host_bytes, or give the store a path for a disk tier";
       throw std::runtime_error(why);
     }
-    ++active_;
+    ++waiting_;  // not active: two that wait for room must not take each other for work under way
     changed_.wait_for(lock, std::chrono::milliseconds(200));
-    --active_;
+    --waiting_;
     changed_.notify_all();
   }
 }
