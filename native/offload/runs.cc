@@ -109,7 +109,8 @@ Ring& Store::RingOf(int device, Stream compute) {
   return *(rings_[device] = std::move(made));
 }
 
-void Store::Retire(const EntryPtr& entry) {
+// By value: the caller may name it by the very map that it leaves.
+void Store::Retire(EntryPtr entry) {
   entries_.erase(entry->serial);
   if (entry->slot != nullptr && entry->slot->serial == entry->serial) entry->slot->serial = 0;
   entry->slot = nullptr;

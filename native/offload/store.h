@@ -205,7 +205,7 @@ class Store : public std::enable_shared_from_this<Store> {
   Reuse MayReuse(const Slot& slot) const;
   void Fetched(const EntryPtr& entry, const RunPtr& run);
   void Drop(const EntryPtr& entry);
-  void Retire(const EntryPtr& entry);
+  void Retire(EntryPtr entry);
   void FailRun(const RunPtr& run);
   int64_t BytesAbove(const Run& run, const Entry& entry) const;
 
