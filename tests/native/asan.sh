@@ -18,4 +18,4 @@ cd "$build/run"
 LD_PRELOAD="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file-name=libubsan.so)" \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 JAX_PLATFORMS=cpu PYTHONPATH="$build/run" \
   "$python" -m pytest -q -p no:cacheprovider tests/host_gather tests/offload/test_store.py tests/offload/test_optimizer.py \
-  -k "not forked and not two_threads"
+  -k "not forked and not full_disk and not next_run"
