@@ -6,7 +6,7 @@
 #   make test              lint, format, types, doctests, tests; then the tests on jax 0.12 where Python >= 3.12 is found
 #   make test-fast         the tests alone, on one jax
 #   make test-slow         the tests that take long: the same contracts over more cases
-#   make asan              the CPU handlers of dejax.host_gather under AddressSanitizer
+#   make asan              the CPU handlers under AddressSanitizer
 #   make soak              offload under random faults, 10,000 steps
 #   make lint types venv clean
 

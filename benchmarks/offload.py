@@ -8,6 +8,7 @@ Each case runs in a process of its own. Prints tables and writes JSON.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -104,6 +105,16 @@ def measure(
             )
             row["store_stall_ms"] = 1e3 * (stats.store_stall_seconds - before.store_stall_seconds) / runs
             row["fetch_stall_ms"] = 1e3 * (stats.fetch_stall_seconds - before.fetch_stall_seconds) / runs
+            row["device_stall_ms"] = (
+                1e3
+                * (
+                    stats.device_store_stall_seconds
+                    + stats.device_fetch_stall_seconds
+                    - before.device_store_stall_seconds
+                    - before.device_fetch_stall_seconds
+                )
+                / runs
+            )
             row["value_reads"] = stats.value_reads - before.value_reads
         row["out"] = out
     except Exception as error:
@@ -127,6 +138,7 @@ def table(rows: list[dict[str, Any]]) -> None:
         "launch_us",
         "store_stall_ms",
         "fetch_stall_ms",
+        "device_stall_ms",
         "written_gib",
         "read_gib",
     ]
@@ -218,13 +230,13 @@ def layers(num: int, batch: int, width: int, variants: list[str], disk: str) -> 
 # ------------------------------------------------------------------------------------------------ a GPT
 
 
-def gpt(num: int, batch: int, sequence: int, width: int, variants: list[str]) -> dict[str, Any]:
-    """`value_and_grad` of transformer blocks (bf16, cuDNN attention) under a scan."""
+def gpt_model(num: int, batch: int, sequence: int, width: int) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """(block, params, x, bodies): transformer blocks in bf16, cuDNN attention, and the ways to run one by name."""
     import jax
     import jax.numpy as jnp
     from jax.ad_checkpoint import checkpoint_name
 
-    from dejax.offload import ActivationStore, offload
+    from dejax.offload import offload
 
     heads = width // 128
     attention = "cudnn" if jax.default_backend() == "gpu" else "xla"
@@ -234,10 +246,11 @@ def gpt(num: int, batch: int, sequence: int, width: int, variants: list[str]) ->
         return (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-6)).astype(x.dtype)
 
     def block(p: Any, x: Any) -> Any:
+        shape = x.shape
         x = checkpoint_name(x, "input")
         q, k, v = (checkpoint_name(part, "qkv") for part in jnp.split(norm(x) @ p["qkv"], 3, axis=-1))
-        q, k, v = (part.reshape(batch, sequence, heads, 128) for part in (q, k, v))
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention).reshape(x.shape)
+        q, k, v = (part.reshape(*shape[:2], heads, 128) for part in (q, k, v))
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention).reshape(shape)
         x = x + checkpoint_name(mixed, "mixed") @ p["out"]
         up = checkpoint_name(norm(x) @ p["up"], "up")
         return x + jax.nn.gelu(up) @ p["down"]
@@ -254,54 +267,211 @@ def gpt(num: int, batch: int, sequence: int, width: int, variants: list[str]) ->
         "down": weights(keys[3], 4 * width, width),
     }
     x = jax.random.normal(keys[4], (batch, sequence, width), jnp.bfloat16)
-
-    def make(body: Callable[..., Any]) -> Any:
-        def loss(params: Any, x: Any) -> Any:
-            out, _ = jax.lax.scan(lambda c, p: (body(p, c), None), x, params)
-            return (out.astype(jnp.float32) ** 2).mean()
-
-        return jax.jit(jax.value_and_grad(loss))
-
     policies = jax.checkpoint_policies
-    own = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["input"],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-    own_all = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["input", "qkv", "mixed", "up"],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-    names = ("input", "qkv", "mixed", "up")
-    some = jax.checkpoint(block, policy=policies.save_only_these_names(*names))
-    bodies: dict[str, tuple[Callable[..., Any], bool]] = {
-        "saved": (block, False),
-        "remat": (jax.checkpoint(block), False),
-        "inputs": (offload(jax.checkpoint(block), inputs=1), True),
-        "all": (offload(block, inputs=1), True),
-        "names": (offload(some, inputs=1), True),
-        "saved-names": (some, False),
-        "jax-inputs": (jax.checkpoint(block, policy=own), False),
-        "jax-names": (jax.checkpoint(block, policy=own_all), False),
+
+    def own(*names: str) -> Any:
+        return policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=list(names),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+
+    some = jax.checkpoint(block, policy=policies.save_only_these_names(*NAMES))
+    bodies = {
+        "saved": block,
+        "remat": jax.checkpoint(block),
+        "inputs": offload(jax.checkpoint(block), inputs=1),
+        "inputs-cut": offload(jax.checkpoint(block), inputs=1, store="device"),
+        "all": offload(block, inputs=1),
+        "names": offload(some, inputs=1),
+        "saved-names": some,
+        "jax-inputs": jax.checkpoint(block, policy=own("input")),
+        "jax-names": jax.checkpoint(block, policy=own(*NAMES)),
     }
+    return block, params, x, bodies
+
+
+NAMES = ("input", "qkv", "mixed", "up")
+STORING = ("inputs", "all", "names")
+
+
+def gradient_step(body: Callable[..., Any], **options: Any) -> Any:
+    """A jitted `value_and_grad` of a scan over blocks."""
+    import jax
+    import jax.numpy as jnp
+
+    def loss(params: Any, x: Any) -> Any:
+        out, _ = jax.lax.scan(lambda c, p: (body(p, c), None), x, params)
+        return (out.astype(jnp.float32) ** 2).mean()
+
+    return jax.jit(jax.value_and_grad(loss), **options)
+
+
+def gpt(num: int, batch: int, sequence: int, width: int, variants: list[str]) -> dict[str, Any]:
+    """`value_and_grad` of transformer blocks under a scan; "NAME:GIB" gives the ring's size."""
+    from dejax.offload import ActivationStore
+
+    _, params, x, bodies = gpt_model(num, batch, sequence, width)
     rows = []
     reference = None
     for variant in variants:
         kind, _, ring = variant.partition(":")
-        body, stores = bodies[kind]
-        if stores:
+        how: dict[str, Any] = {"seconds": 0.5, "dispatched": 1}
+        if kind in STORING:
             with ActivationStore(device_bytes=int(float(ring) * GIB) if ring else None, host_bytes=100 * GIB) as store:
-                row = measure(variant, make(body), (params, x), store, reference, seconds=0.5, dispatched=1)
+                row = measure(variant, gradient_step(bodies[kind]), (params, x), store, reference, **how)
         else:
-            row = measure(variant, make(body), (params, x), None, reference, seconds=0.5, dispatched=1)
+            row = measure(variant, gradient_step(bodies[kind]), (params, x), None, reference, **how)
         out = row.pop("out", None)
         reference = out if reference is None and kind == "remat" else reference
         rows.append(row)
     table(rows)
     return {"num": num, "batch": batch, "sequence": sequence, "width": width, "rows": rows}
+
+
+def gpt_plan(num: int, batch: int, sequence: int, width: int, share: float) -> dict[str, Any]:
+    """Named tensors of GPT blocks as the planner chooses within a share of what saving everything takes."""
+    from dejax.offload import ActivationStore, plan_names
+
+    block, params, x, _ = gpt_model(num, batch, sequence, width)
+    saved = measure("saved", gradient_step(block), (params, x), seconds=0.5, dispatched=1)
+    saved.pop("out", None)
+    say(json.dumps(saved))
+    with ActivationStore(host_bytes=100 * GIB) as store:
+        begin = time.perf_counter()
+        budget = int(share * saved["temp_gib"] * GIB)
+        plan = plan_names(block, params, x, names=NAMES[1:], budget_bytes=budget, store=store)
+        took = time.perf_counter() - begin
+        peak, seconds = plan.measure(params, x)
+        say(plan.table())
+        ways = [
+            {
+                "saved": None if way.saved is None else sorted(way.saved),
+                "offloaded": sorted(way.offloaded),
+                "peak_gib": way.peak_bytes / GIB,
+                "ms": 1e3 * way.seconds,
+                "wait_ms": 1e3 * way.stall_seconds,
+            }
+            for way in plan.ways
+        ]
+    return {
+        "saved": saved,
+        "share": share,
+        "choices": {name: plan.chosen.choice(name) for name in plan.bytes_of},
+        "bytes_of": plan.bytes_of,
+        "predicted_gib": plan.chosen.peak_bytes / GIB,
+        "peak_gib": peak / GIB,
+        "predicted_ms": 1e3 * plan.chosen.seconds,
+        "ms": 1e3 * seconds,
+        "planning_seconds": took,
+        "table": plan.table(),
+        "ways": ways,
+    }
+
+
+def largest_batch(num: int, batch: int, sequence: int, width: int) -> dict[str, Any]:
+    """The batch that offloading named tensors allows in the memory that saving everything takes at `batch`."""
+    import jax
+    import jax.numpy as jnp
+
+    from dejax.offload import ActivationStore
+    from dejax.offload._profile import residuals_of, ring_of
+
+    _, params, x, bodies = gpt_model(num, batch, sequence, width)
+    limit = gradient_step(bodies["saved"]).lower(params, x).compile().memory_analysis().temp_size_in_bytes
+
+    def compiled(size: int) -> tuple[Any, int]:
+        wider = jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
+        made = gradient_step(bodies["names"]).lower(params, wider).compile()
+        residuals, flops = residuals_of(bodies["saved-names"], params, wider, 1 << 20)
+        ring = ring_of(None, [residual.nbytes for residual in residuals], flops)
+        return made, made.memory_analysis().temp_size_in_bytes + ring
+
+    found: dict[str, Any] = {"batch": batch, "limit_gib": limit / GIB}
+    with ActivationStore(host_bytes=100 * GIB) as store:
+        sizes = {size: compiled(size)[1] for size in (batch, 3 * batch)}
+        slope = (sizes[3 * batch] - sizes[batch]) / (2 * batch)
+        size = int(batch + (limit - sizes[batch]) / slope)
+        while True:
+            step, peak = compiled(size)
+            if peak <= limit:
+                break
+            size -= 1
+        wide = jnp.broadcast_to(x[:1], (size, *x.shape[1:])) + 0
+        found |= {"largest": size, "peak_gib": peak / GIB}
+        found["ms"] = 1e3 * time_step(step, params, wide, seconds=0.5, dispatched=1)
+        found["ring_gib"] = store.stats().ring_bytes / GIB
+    say(json.dumps(found))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ bits
+
+
+def bits(dump: str | None) -> dict[str, Any]:
+    """Which programs give the same bits as which, and under which of the compiler's freedoms."""
+    import jax
+    import jax.numpy as jnp
+
+    from dejax.offload import ActivationStore, offload
+
+    free: dict[str, Any] = {
+        "default": {},
+        "deterministic": {"xla_gpu_exclude_nondeterministic_ops": True},
+        "fixed": {
+            "xla_gpu_exclude_nondeterministic_ops": True,
+            "xla_gpu_autotune_level": 0,
+            "xla_gpu_enable_triton_gemm": False,
+            "xla_allow_excess_precision": False,
+        },
+    }
+    found: dict[str, Any] = {}
+    _, params, x, bodies = gpt_model(4, 2, 1024, 2048)
+    for name, flags in free.items():
+        try:
+            run = {k: gradient_step(bodies[k], compiler_options=flags) for k in ("remat", "inputs", "inputs-cut")}
+            with ActivationStore():
+                once, again = run["remat"](params, x), run["remat"](params, x)
+                fresh = gradient_step(jax.checkpoint(bodies["saved"]), compiler_options=flags)(params, x)
+                away, away_again, cut = run["inputs"](params, x), run["inputs"](params, x), run["inputs-cut"](params, x)
+                found[f"gpt {name}"] = {
+                    "remat twice": same_bits(once, again),
+                    "remat compiled twice": same_bits(once, fresh),
+                    "offload twice": same_bits(away, away_again),
+                    "offload and remat": same_bits(away, once),
+                    "offload and its cuts alone": same_bits(away, cut),
+                }
+        except Exception as error:
+            found[f"gpt {name}"] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+        say(name, json.dumps(found[f"gpt {name}"]))
+
+    def layer(w: Any, x: Any) -> Any:
+        return x + 0.1 * (jax.nn.gelu(x @ w) @ w.T)
+
+    key_w, key_x = jax.random.split(jax.random.key(0))
+    ws = (jax.random.normal(key_w, (12, 512, 512)) / 512**0.5).astype(jnp.bfloat16)
+    x = jax.random.normal(key_x, (256, 512)).astype(jnp.bfloat16)
+    free["no fusion"] = {**free["fixed"], "xla_disable_hlo_passes": "priority-fusion,multi_output_fusion,gemm-rewriter"}
+    for name, flags in free.items():
+        try:
+            variants = {"saved": layer, "offload": offload(layer, min_bytes=1)}
+            variants["cut"] = offload(layer, min_bytes=1, store="device")
+            results = {}
+            with ActivationStore():
+                for key, body in variants.items():
+                    step = gradient_step(body, compiler_options=flags).lower(ws, x).compile()
+                    results[key] = step(ws, x)
+                    if dump and name == "fixed":
+                        Path(f"{dump}.{key}.hlo.txt").write_text(step.as_text())
+            found[f"layer {name}"] = {
+                "offload and saved": same_bits(results["offload"], results["saved"]),
+                "offload and its cuts alone": same_bits(results["offload"], results["cut"]),
+            }
+        except Exception as error:
+            found[f"layer {name}"] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+        say(name, json.dumps(found[f"layer {name}"]))
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ the drive
@@ -427,7 +597,9 @@ def torch_layers(num: int, batch: int, width: int) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ planner, optimizer
 
 
-def planned(num: int, batch: int, width: int, budget_gib: float, plot: str) -> dict[str, Any]:
+def planned(
+    num: int, batch: int, width: int, budget_gib: float, plot: str, others: list[tuple[int, ...]], **tiers: Any
+) -> dict[str, Any]:
     """The planner's prediction beside what its choice then takes."""
     import jax
     import jax.numpy as jnp
@@ -441,11 +613,11 @@ def planned(num: int, batch: int, width: int, budget_gib: float, plot: str) -> d
     ws = (jax.random.normal(key_w, (num, width, width)) * (1.3 / width**0.5)).astype(jnp.bfloat16)
     x = jax.random.normal(key_x, (batch, width)).astype(jnp.bfloat16)
     rows = []
-    with ActivationStore() as store:
+    with ActivationStore(**tiers) as store:
         begin = time.perf_counter()
         plan = plan_stack(layer, ws, x, budget_bytes=int(budget_gib * GIB), store=store)
         took = time.perf_counter() - begin
-        for way in (plan.chosen, *[w for w in plan._ways if w.layers in ((num, 0, 0, 0), (0, num, 0, 0))]):
+        for way in (plan.chosen, *[w for w in plan._ways if w.layers in others]):
             plan.chosen = way
             peak, seconds = plan.measure(ws, x)
             rows.append(
@@ -456,13 +628,22 @@ def planned(num: int, batch: int, width: int, budget_gib: float, plot: str) -> d
                     "predicted_ms": 1e3 * way.seconds,
                     "ms": 1e3 * seconds,
                     "predicted_wait_ms": 1e3 * way.stall_seconds,
+                    "predicted_disk_gib": way.placement.disk_bytes / GIB,
                 }
             )
             say(rows[-1])
             if len(rows) == 1:
                 say(plan.table())
                 plan.plot(plot)
-    return {"rows": rows, "planning_seconds": took, "budget_gib": budget_gib}
+        stats = store.stats()
+        tiers_found = dataclasses.asdict(plan.tiers)
+    return {
+        "rows": rows,
+        "tiers": tiers_found,
+        "written_gib": stats.written_bytes / GIB,
+        "planning_seconds": took,
+        "budget_gib": budget_gib,
+    }
 
 
 def optimizer_state(gib: float) -> dict[str, Any]:
@@ -478,8 +659,12 @@ def optimizer_state(gib: float) -> dict[str, Any]:
     params = {f"w{i}": jnp.full((rows, 4096), 0.1 * i) for i in range(count)}
     grads = jax.jit(lambda p: jax.tree.map(jnp.cos, p))(params)
     found: dict[str, Any] = {"parameters_gib": gib}
-    results = []
-    for name, tx in (("device", optax.adamw(1e-3)), ("host", optimizer(optax.adamw(1e-3)))):
+    want: Any = None
+    ways = {"device": optax.adamw(1e-3), "xla": optimizer(optax.adamw(1e-3), streams=False)}
+    for mib, ahead in ((32, 2), (64, 2), (32, 4)):
+        ways[f"pieces of {mib}, {ahead} ahead"] = optimizer(optax.adamw(1e-3), piece_bytes=mib << 20, ahead=ahead)
+    found["floor_ms"] = 1e3 * 2 * gib * GIB / 49e9  # the moments, each way, both ways at once
+    for name, tx in ways.items():
         state = tx.init(params)
 
         def step(params: Any, state: Any, grads: Any, tx: Any = tx) -> Any:
@@ -501,8 +686,13 @@ def optimizer_state(gib: float) -> dict[str, Any]:
             out, state = jax.block_until_ready(compiled(params, state, grads))
             times.append(time.perf_counter() - begin)
         found[name]["ms"] = 1e3 * min(times)
-        results.append((out, jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device), state)))
-    found["same_bits"] = same_bits(*results)
+        if name == "device":
+            want = out, state
+        else:
+            state = jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device), state)
+            found[name]["same_bits"] = same_bits((out, state), want)
+        say(name, json.dumps(found[name]))
+        del out, state
     say(json.dumps(found))
     return found
 
@@ -513,14 +703,29 @@ def words(variable: str, default: str) -> list[str]:
 
 CASES: dict[str, Callable[[str], Any]] = {
     "bandwidths": lambda disk: bandwidths(),
-    "layers24": lambda disk: layers(24, 16384, 4096, words("LAYERS24", "host: host:4 value:6 jax"), disk),
-    "layers12": lambda disk: layers(12, 8192, 8192, words("LAYERS12", "host: host:2 value:6 jax plain"), disk),
+    "layers24": lambda disk: layers(24, 16384, 4096, words("LAYERS24", "host: host:8 value:6 jax"), disk),
+    "layers12": lambda disk: layers(12, 8192, 8192, words("LAYERS12", "host: host:6 value:2 jax plain"), disk),
     "gpt": lambda disk: gpt(6, 4, 2048, 8192, words("GPT", "saved remat inputs all names jax-inputs jax-names")),
+    "gpt_plan": lambda disk: gpt_plan(6, 4, 2048, 8192, 0.4),
+    "batch": lambda disk: largest_batch(6, 4, 2048, 8192),
+    "bits": lambda disk: bits(os.environ.get("DUMP")),
     "nvme": lambda disk: layers(
-        8, 8192, 16384, words("NVME", "host: shm:3,4,direct shm:3,4,buffered shm:3,4,tensorstore disk:3,6,direct"), disk
+        8, 8192, 16384, words("NVME", "host: shm:3,4,direct shm:3,4,tensorstore disk:3,6,direct"), disk
     ),
     "drive": lambda disk: drive(disk),
-    "plan": lambda disk: planned(12, 8192, 8192, 2.5, os.environ.get("PLOT", "out/offload_plan.svg")),
+    "plan": lambda disk: planned(
+        12, 8192, 8192, 2.5, os.environ.get("PLOT", "out/offload_plan.svg"), [(12, 0, 0, 0), (0, 12, 0, 0)]
+    ),
+    "plan_disk": lambda disk: planned(
+        16,
+        8192,
+        16384,
+        4.0,
+        os.environ.get("PLOT_DISK", "out/offload_plan_disk.svg"),
+        [(0, 16, 0, 0), (0, 0, 16, 0)],
+        path=disk,
+        host_bytes=GIB,
+    ),
     "optimizer": lambda disk: optimizer_state(4.0),
     "torch12": lambda disk: torch_layers(12, 8192, 8192),
 }

@@ -4,8 +4,8 @@
     python benchmarks/render_tables.py --check    # exit status 1 where README differs from the JSON
 
 A table stands between `<!-- NAME: made by ... -->` and `<!-- end NAME -->`. `accuracy` comes from the files
-accuracy_*.json, each of which is the results.json of one run of examples/entity_classification.py; `performance` from
-what benchmarks/rgnn.py wrote on an H200, `tables` from what benchmarks/host_gather.py wrote there.
+accuracy_*.json, each of which is the results.json of one run of examples/entity_classification.py; `performance`,
+`host_gather` and `offload` from what benchmarks/rgnn.py, host_gather.py and offload.py wrote on an H200.
 """
 
 from __future__ import annotations
@@ -28,6 +28,19 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 PERFORMANCE = "rgnn_h200_float32_tf32_w64_h1.json"
 HOST_GATHER = "host_gather_h200.json"
+OFFLOAD = "offload_h200.json"
+
+_GPT = {
+    "saved": "everything saved",
+    "remat": "`jax.checkpoint` around each block",
+    "inputs": "`offload(jax.checkpoint(block))`",
+    "names": "`offload`, named tensors",
+}
+_LAYERS = {
+    "inputs saved": "`jax.checkpoint` around each layer",
+    "offload, host, ring of auto": "`offload(jax.checkpoint(layer))`",
+    "JAX's own offload": "JAX's `save_and_offload_only_these_names`",
+}
 
 _DATASETS = {"stdlib": "code graph of the standard library", "aifb": "AIFB", "mutag": "MUTAG", "bgs": "BGS", "am": "AM"}
 _MODELS = {"rgcn": "R-GCN", "rgat": "RGAT", "hgt": "HGT"}
@@ -81,10 +94,29 @@ def host_gather_table(results: Path) -> str:
     return "\n".join(lines)
 
 
+def offload_table(results: Path) -> str:
+    """One row for each way to train that offload was measured against."""
+    cases = json.loads((results / OFFLOAD).read_text(encoding="utf-8"))["cases"]
+    lines = ["| program | how | step, ms | activation memory, GiB |", "| --- | --- | --- | --- |"]
+    for case, title, names in (
+        ("gpt", "6 GPT blocks, width 8,192", _GPT),
+        ("layers24", "24 layers, width 4,096", _LAYERS),
+        ("layers12", "12 layers, width 8,192", _LAYERS),
+    ):
+        rows = {row["name"]: row for row in cases[case]["rows"]}
+        for name, words in names.items():
+            if name in rows and "error" not in rows[name]:
+                row = rows[name]
+                memory = row["temp_gib"] + row.get("ring_gib", 0)
+                lines.append(f"| {title} | {words} | {row['ms']:.1f} | {memory:.2f} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "accuracy": accuracy_table,
     "performance": performance_table,
-    "tables": host_gather_table,
+    "host_gather": host_gather_table,
+    "offload": offload_table,
 }
 
 

@@ -9,6 +9,7 @@
 #include "host_memory.h"
 #include "offload/bindings.h"
 #include "offload/handlers.h"
+#include "offload/pieces.h"
 #include "pointer_kind.h"
 #include "row_gather.h"
 #include "table_gather.h"
@@ -45,6 +46,10 @@ NB_MODULE(_dejax_native, m) {
         handlers.append(Handler("dejax_offload_store", "CUDA", dejax::offload::StoreCuda));
         handlers.append(Handler("dejax_offload_fetch", "cpu", dejax::offload::FetchCpu));
         handlers.append(Handler("dejax_offload_fetch", "CUDA", dejax::offload::FetchCuda));
+        handlers.append(Handler("dejax_offload_guard", "cpu", dejax::offload::GuardCpu));
+        handlers.append(Handler("dejax_offload_guard", "CUDA", dejax::offload::GuardCuda));
+        handlers.append(Handler("dejax_offload_pieces", "cpu", dejax::offload::PiecesCpu));
+        handlers.append(Handler("dejax_offload_pieces", "CUDA", dejax::offload::PiecesCuda));
         return handlers;
       },
       "(name, platform, capsule) of each handler, for jax.ffi.register_ffi_target.");

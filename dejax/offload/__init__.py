@@ -4,6 +4,7 @@
 forward pass and comes back ahead of its use. `ActivationStore` says where to. `docs/offload.md` says when it pays.
 """
 
+from dejax.offload._names import NamesPlan, NamesWay, plan_names
 from dejax.offload._optimizer import optimizer
 from dejax.offload._planner import CHOICES, Prediction, StackPlan, plan_stack
 from dejax.offload._residuals import Residual
@@ -14,6 +15,8 @@ from dejax.offload._transform import offload
 __all__ = [
     "CHOICES",
     "ActivationStore",
+    "NamesPlan",
+    "NamesWay",
     "Prediction",
     "Residual",
     "StackPlan",
@@ -21,5 +24,6 @@ __all__ = [
     "default_store",
     "offload",
     "optimizer",
+    "plan_names",
     "plan_stack",
 ]

@@ -1,4 +1,4 @@
-"""The two FFI calls of `dejax.offload`: store a tensor for a handle, fetch a handle's tensor.
+"""The FFI calls of `dejax.offload`: store a tensor for a handle, fetch a handle's tensor, guard what depends on it.
 
 Neither has a side effect in XLA's eyes. What nobody fetches is then never stored, `jax.checkpoint` may go around, and
 order follows from data: a handle comes from its store, and a fetch takes a handle.
@@ -17,6 +17,8 @@ from jax import Array
 from dejax import _native
 
 HANDLE = jax.ShapeDtypeStruct((2,), jnp.uint32)
+DEVICE = -1
+"""In place of a store's number: the tensor is its own handle and stays, between the same cuts in the program."""
 
 
 def store(x: Array, *, store_id: int, site: int, ring_bytes: int) -> Array:
@@ -28,6 +30,8 @@ def store(x: Array, *, store_id: int, site: int, ring_bytes: int) -> Array:
         site: which call of the program this is.
         ring_bytes: that the device's ring should have for this program, where the store was given no size.
     """
+    if store_id == DEVICE:
+        return jax.lax.optimization_barrier(x)
     _native.extension("offload")
 
     @jax.custom_jvp
@@ -50,6 +54,8 @@ def fetch(handle: Array, like: Any, after: Sequence[Array], *, store_id: int, si
         store_id: as it was stored with.
         site: as it was stored with.
     """
+    if store_id == DEVICE:
+        return jax.lax.optimization_barrier(handle)
 
     @jax.custom_jvp
     def call(handle: Array, *after: Array) -> Array:
@@ -60,6 +66,35 @@ def fetch(handle: Array, like: Any, after: Sequence[Array], *, store_id: int, si
 
     call.defjvp(_no_second_derivative)
     return call(handle, *after)
+
+
+def guard(x: Array, after: Sequence[Array], *, store_id: int) -> Array:
+    """`x`, or NaN where a fetch of this run was foreseen wrongly.
+
+    A tensor that was fetched wrongly is NaN itself, unless its dtype has none: then this goes around what it is used
+    with.
+
+    Args:
+        x: floating-point; its memory is used again.
+        after: fetched tensors of a dtype without NaN.
+        store_id: as they were stored with.
+    """
+    if store_id == DEVICE:
+        return x
+
+    @jax.custom_jvp
+    def call(x: Array, *after: Array) -> Array:
+        out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        ffi = jax.ffi.ffi_call("dejax_offload_guard", out, input_output_aliases={0: 0}, vmap_method="sequential")
+        return ffi(x, *after, store=np.int64(store_id))
+
+    call.defjvp(_no_second_derivative)
+    return call(x, *after)
+
+
+def has_nan(dtype: Any) -> bool:
+    """Whether a value with all bits set is NaN."""
+    return bool(jnp.issubdtype(dtype, jnp.inexact)) and "fnuz" not in np.dtype(dtype).name
 
 
 def _no_second_derivative(primals: Any, tangents: Any) -> NoReturn:

@@ -8,30 +8,35 @@ are so short fit into the ring. It enters with the measured bandwidths.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from dejax.offload._residuals import Residual, make_plan
+from dejax.offload._profile import (
+    DEVICE_BANDWIDTH,
+    SHORT,
+    Placement,
+    Tiers,
+    forward_seconds,
+    part,
+    place,
+    profile,
+    residuals_of,
+    ring_of,
+    scan_layers,
+    short_stacks,
+    tiers_of,
+    training_step,
+)
 from dejax.offload._store import ActivationStore
 from dejax.offload._transform import MIN_BYTES, offload
 
 CHOICES = ("offload", "offload inputs", "recompute", "keep")
 """In the order in which layers get them: what is fetched last has the most time to travel."""
-
-_SHORT = (2, 4)  # layers of the profiled stacks
-_PROFILE_SECONDS = 0.3  # for each time taken
-_DEVICE_BANDWIDTH = 4e12  # bytes a second read and written; only the ring's copies, a percent of a layer, depend on it
-_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +66,15 @@ class Prediction:
         layers: how many layers for each of `CHOICES`.
         peak_bytes: temporaries of the program and the device's ring.
         seconds: a step.
-        stall_seconds: of those, waiting for the bus.
+        stall_seconds: of those, waiting for the bus or the drive.
+        placement: where what is stored lies.
     """
 
     layers: tuple[int, ...]
     peak_bytes: float
     seconds: float
     stall_seconds: float
+    placement: Placement
 
 
 @dataclass(slots=True)
@@ -80,7 +87,7 @@ class StackPlan:
         num_layers: of the stack.
         costs: by choice.
         forward_seconds: of one layer.
-        out_bandwidth, in_bandwidth: bytes a second, device to host and back.
+        tiers: bandwidths and sizes of the bus, host memory and the drive.
         measured: (peak bytes, seconds) of the chosen way, after `measure`.
     """
 
@@ -89,8 +96,7 @@ class StackPlan:
     num_layers: int
     costs: dict[str, Cost]
     forward_seconds: float
-    out_bandwidth: float
-    in_bandwidth: float
+    tiers: Tiers
     _body: Callable[[Any, Any], Any]
     _store: ActivationStore | None
     _min_bytes: int
@@ -108,8 +114,8 @@ class StackPlan:
 
     def measure(self, params: Any, x: Any) -> tuple[float, float]:
         """Compiles and times the chosen way; gives (peak bytes, seconds) and keeps it for `table`."""
-        step = _training_step(lambda params, x: self.apply(params, x))
-        temp, seconds = _profile(step, params, x)
+        step = training_step(lambda params, x: self.apply(params, x))
+        temp, seconds = profile(step, params, x)
         ring = max((self.costs[c].ring_bytes for c, n in zip(CHOICES, self.chosen.layers, strict=True) if n), default=0)
         self.measured = (temp + ring, seconds)
         return self.measured
@@ -124,21 +130,25 @@ class StackPlan:
 
     def table(self) -> str:
         """Markdown: what each choice alone would cost, the way chosen, and what was measured beside it."""
-        lines = ["| layers | peak, GiB | step, ms | of it waiting, ms |", "| --- | --- | --- | --- |"]
+        lines = [
+            "| layers | peak, GiB | step, ms | of it waiting, ms | in host memory, on disk, GiB |",
+            "| --- | --- | --- | --- | --- |",
+        ]
         alone = [way for way in self._ways if sum(n > 0 for n in way.layers) == 1]
         for way in [*alone, self.chosen]:
             name = ", ".join(f"{n} {choice}" for n, choice in zip(way.layers, CHOICES, strict=True) if n)
             mark = "**" if way is self.chosen else ""
             lines.append(
                 f"| {mark}{name}{mark} | {way.peak_bytes / 2**30:.3f} | {way.seconds * 1e3:.2f} | "
-                f"{way.stall_seconds * 1e3:.2f} |"
+                f"{way.stall_seconds * 1e3:.2f} | {way.placement.host_bytes / 2**30:.2f}, "
+                f"{way.placement.disk_bytes / 2**30:.2f} |"
             )
         if self.measured:
             peak, seconds = self.measured
-            lines.append(f"| measured | {peak / 2**30:.3f} | {seconds * 1e3:.2f} | |")
+            lines.append(f"| measured | {peak / 2**30:.3f} | {seconds * 1e3:.2f} | | |")
             lines.append(
                 f"| off by | {100 * (self.chosen.peak_bytes / peak - 1):+.1f} % | "
-                f"{100 * (self.chosen.seconds / seconds - 1):+.1f} % | |"
+                f"{100 * (self.chosen.seconds / seconds - 1):+.1f} % | | |"
             )
         return "\n".join(lines)
 
@@ -191,7 +201,8 @@ def plan_stack(
         params: pytree of arrays [layers, ...], at least four layers.
         x: the first layer's input.
         budget_bytes: for temporaries of a training step (value and gradient of the stack) and the device's ring.
-        store: where offloaded tensors go; None: the current store. The plan assumes that it has the host memory.
+        store: where offloaded tensors go. Its host memory counts, and its drive, which is measured: what the drive
+            cannot take in time is not offloaded. None: the current store, of which the plan assumes host memory enough.
         min_bytes: smaller tensors stay.
         choices: of `CHOICES`, those to consider.
 
@@ -202,49 +213,42 @@ def plan_stack(
         ValueError: the stack has fewer than four layers, or no way fits the budget; the message says the least.
     """
     num_layers = jax.tree.leaves(params)[0].shape[0]
-    if num_layers < max(_SHORT):
-        raise ValueError(f"plan_stack: `params` has {num_layers} layers, at least {max(_SHORT)} are needed to profile")
+    if num_layers < max(SHORT):
+        raise ValueError(f"plan_stack: `params` has {num_layers} layers, at least {max(SHORT)} are needed to profile")
     if unknown := set(choices) - set(CHOICES):
         raise ValueError(f"plan_stack: `choices` are of {CHOICES}; {sorted(unknown)} were given")
     variants = _variants(body, store, min_bytes)
-    on_gpu = jax.default_backend() == "gpu"
     costs = {}
     for choice in CHOICES:
         if choice not in choices:
             continue
-        sizes = _stored_sizes(body, params, x, min_bytes, choice)
-        ring = _ring_bytes(store, sizes) if on_gpu else 0
-        temps, seconds = [], []
-        for count in _SHORT:
-            step = _training_step(functools.partial(_scan, variants[choice]))
-            temp, took = _profile(step, _part(params, 0, count), x)
-            temps.append(temp)
-            seconds.append(took)
-        per_layer = (temps[1] - temps[0]) / (_SHORT[1] - _SHORT[0])
-        layer_seconds = (seconds[1] - seconds[0]) / (_SHORT[1] - _SHORT[0])
-        costs[choice] = Cost(
-            temps[0] - _SHORT[0] * per_layer,
-            per_layer,
-            max(0.0, seconds[0] - _SHORT[0] * layer_seconds),
-            layer_seconds,
-            sum(sizes),
-            ring,
-        )
+        sizes: list[int] = []
+        flops = 0.0
+        if choice in ("offload", "offload inputs"):
+            fn = body if choice == "offload" else jax.checkpoint(body)
+            residuals, flops = residuals_of(fn, params, x, min_bytes)
+            sizes = [residual.nbytes for residual in residuals]
+        costs[choice] = Cost(*short_stacks(variants[choice], params, x), sum(sizes), ring_of(store, sizes, flops))
     # The short stacks may wait for the bus already, which is predicted apart: an offloading layer takes the time of the
     # one that keeps or computes again, and two copies on the device.
     for choice, twin in (("offload", "keep"), ("offload inputs", "recompute")):
-        if on_gpu and choice in costs and twin in costs:
-            copies = 4 * costs[choice].stored_bytes / _DEVICE_BANDWIDTH
+        if jax.default_backend() == "gpu" and choice in costs and twin in costs:
+            copies = 4 * costs[choice].stored_bytes / DEVICE_BANDWIDTH
             faster = min(costs[choice].layer_seconds, costs[twin].layer_seconds + copies)
             base = costs[twin].base_seconds
             costs[choice] = dataclasses.replace(costs[choice], layer_seconds=faster, base_seconds=base)
-    forward = _forward_seconds(body, params, x)
-    out_bandwidth, in_bandwidth = _bandwidths() if on_gpu else (float("inf"), float("inf"))
+    forward = forward_seconds(body, params, x)
+    tiers = tiers_of(store)
 
-    ways = [
-        _predict(layers, costs, forward, out_bandwidth, in_bandwidth)
+    found = [
+        _predict(layers, costs, forward, tiers)
         for layers in _compositions(num_layers, [choice in costs for choice in CHOICES])
     ]
+    ways = [way for way in found if way is not None]
+    if not ways:
+        raise ValueError(
+            "plan_stack: nothing fits the store's tiers; raise host_bytes, give the store a path, or allow 'recompute'"
+        )
     fitting = [way for way in ways if way.peak_bytes <= budget_bytes]
     if not fitting:
         least = min(ways, key=lambda way: way.peak_bytes)
@@ -261,8 +265,7 @@ def plan_stack(
         num_layers=num_layers,
         costs=costs,
         forward_seconds=forward,
-        out_bandwidth=out_bandwidth,
-        in_bandwidth=in_bandwidth,
+        tiers=tiers,
         _body=body,
         _store=store,
         _min_bytes=min_bytes,
@@ -270,22 +273,22 @@ def plan_stack(
     )
 
 
-def _predict(
-    layers: tuple[int, ...], costs: dict[str, Cost], forward: float, out_bandwidth: float, in_bandwidth: float
-) -> Prediction:
+def _predict(layers: tuple[int, ...], costs: dict[str, Cost], forward: float, tiers: Tiers) -> Prediction | None:
     used = [(costs[choice], n) for choice, n in zip(CHOICES, layers, strict=True) if n]
+    storing = [(cost, n) for cost, n in used if cost.stored_bytes]
     ring = max((cost.ring_bytes for cost, _ in used), default=0)
     peak = max(cost.base_bytes for cost, _ in used) + sum(n * cost.layer_bytes for cost, n in used) + ring
     seconds = max(cost.base_seconds for cost, _ in used) + sum(n * cost.layer_seconds for cost, n in used)
-    # What is stored leaves while the stack runs forward, but for what stays in the ring; what is not out when the ring
-    # is full makes the compute stream wait. Backward likewise, over the time of the layers that fetch.
-    moved = sum(n * cost.stored_bytes for cost, n in used)
-    count = sum(layers)
-    travel = max(0, moved - ring)
-    waiting = max(0.0, travel / out_bandwidth - count * forward)
-    backward = sum(n * (cost.layer_seconds - forward) for cost, n in used if cost.stored_bytes)
-    waiting += max(0.0, travel / in_bandwidth - backward)
-    return Prediction(layers, peak, seconds + waiting, waiting)
+    placement = place(
+        sum(n * cost.stored_bytes for cost, n in storing),
+        ring,
+        sum(n for _, n in storing) * forward,
+        sum(n * (cost.layer_seconds - forward) for cost, n in storing),
+        tiers,
+    )
+    if placement is None:
+        return None
+    return Prediction(layers, peak, seconds + placement.stall_seconds, placement.stall_seconds, placement)
 
 
 def _compositions(total: int, allowed: Sequence[bool]) -> list[tuple[int, ...]]:
@@ -312,89 +315,10 @@ def _variants(
     }
 
 
-def _scan(body: Callable[[Any, Any], Any], params: Any, x: Any) -> Any:
-    return jax.lax.scan(lambda x, p: (body(p, x), None), x, params)[0]
-
-
-def _part(params: Any, begin: int, count: int) -> Any:
-    return jax.tree.map(lambda leaf: leaf[begin : begin + count], params)
-
-
 def _run(variants: dict[str, Callable[[Any, Any], Any]], layers: tuple[int, ...], params: Any, x: Any) -> Any:
     begin = 0
     for choice, count in zip(CHOICES, layers, strict=True):
         if count:
-            x = _scan(variants[choice], _part(params, begin, count), x)
+            x = scan_layers(variants[choice], part(params, begin, count), x)
             begin += count
     return x
-
-
-def _training_step(stack: Callable[[Any, Any], Any]) -> Any:
-    def loss(params: Any, x: Any) -> Any:
-        return sum((leaf.astype(jnp.float32) ** 2).mean() for leaf in jax.tree.leaves(stack(params, x)))
-
-    return jax.jit(jax.value_and_grad(loss))
-
-
-def _time(run: Callable[[], Any], *, seconds: float | None = None) -> float:
-    for _ in range(3):
-        jax.block_until_ready(run())
-    times: list[float] = []
-    end = time.perf_counter() + (_PROFILE_SECONDS if seconds is None else seconds)
-    while len(times) < 3 or time.perf_counter() < end:
-        begin = time.perf_counter()
-        jax.block_until_ready(run())
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
-
-
-def _profile(step: Any, params: Any, x: Any) -> tuple[float, float]:
-    compiled = step.lower(params, x).compile()
-    temp = float(compiled.memory_analysis().temp_size_in_bytes)
-    return temp, _time(lambda: compiled(params, x))
-
-
-def _forward_seconds(body: Callable[[Any, Any], Any], params: Any, x: Any) -> float:
-    took = []
-    for count in _SHORT:
-        part = _part(params, 0, count)
-        took.append(_time(functools.partial(jax.jit(functools.partial(_scan, body)), part, x)))
-    return max(0.0, (took[1] - took[0]) / (_SHORT[1] - _SHORT[0]))
-
-
-def _stored_sizes(body: Callable[[Any, Any], Any], params: Any, x: Any, min_bytes: int, choice: str) -> list[int]:
-    if choice not in ("offload", "offload inputs"):
-        return []
-    fn = body if choice == "offload" else jax.checkpoint(body)
-    layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params)
-    leaves, treedef = jax.tree.flatten((layer, x))
-
-    def flat(*leaves: Any) -> list[Any]:
-        return jax.tree.leaves(fn(*jax.tree.unflatten(treedef, leaves)))
-
-    def wanted(residual: Residual) -> bool:
-        return residual.nbytes >= max(1, min_bytes)
-
-    is_activation = [False] * len(jax.tree.leaves(layer)) + [True] * len(jax.tree.leaves(x))
-    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    plan = make_plan(flat, shapes, is_activation, wanted)
-    return [source.info.nbytes for source in plan.sources if source.stored]
-
-
-def _ring_bytes(store: ActivationStore | None, sizes: Sequence[int]) -> int:
-    if store is not None and store.device_bytes is not None:
-        return store.device_bytes
-    return max(2 * sum(sizes), 6 * max(sizes, default=0))
-
-
-def _bandwidths(nbytes: int = 1 << 28, count: int = 4) -> tuple[float, float]:
-    """Bytes a second, device to pinned host and back: of several copies less one, since a copy alone also allocates."""
-    near = [jax.device_put(np.full(nbytes // 4, i, np.float32), jax.devices()[0]) for i in range(count)]
-    far = jax.block_until_ready(jax.device_put(near, _HOST))
-
-    def rate(arrays: list[Any], to: Any) -> float:
-        several = _time(lambda: jax.device_put(arrays, to), seconds=0.05)
-        one = _time(lambda: jax.device_put(arrays[:1], to), seconds=0.05)
-        return (count - 1) * nbytes / max(1e-9, several - one)
-
-    return rate(near, _HOST), rate(far, _DEVICE)

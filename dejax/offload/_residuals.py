@@ -27,6 +27,7 @@ _VIEWS = frozenset(
         "copy",
         "name",
         "rev",
+        "reduce_precision",  # jax.checkpoint puts one that changes nothing after each tensor that it saves
     )
 )
 _SUB_BYTE = ("int2", "uint2", "int4", "uint4", "int1", "uint1", "float4_e2m1fn")
@@ -81,6 +82,7 @@ class Plan:
         treedef: of the `jax.vjp` function, whose leaves are the residuals.
         sources: what is handed over.
         residuals: for each residual the number of its source and the operators that make it again; or a constant.
+        flops: of the matrix products and convolutions of the forward pass, as far as they can be seen.
     """
 
     jaxpr: core.ClosedJaxpr
@@ -88,6 +90,7 @@ class Plan:
     treedef: Any
     sources: tuple[Source, ...]
     residuals: tuple[tuple[int, tuple[Any, ...]] | np.ndarray, ...]
+    flops: float
 
     def rebuild(self, values: Sequence[Any]) -> Any:
         """The `jax.vjp` function, from the values of the sources."""
@@ -133,6 +136,12 @@ def make_plan(
     producer = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
     argument_of = {var: i for i, var in enumerate(jaxpr.invars)}
     constants = _constants(jaxpr)
+    names_of: dict[Any, frozenset[str]] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name":
+            named = [eqn, *_chain(eqn.invars[0], producer)]
+            base = named[-1].invars[0]
+            names_of[base] = names_of.get(base, frozenset()) | {str(eqn.params["name"])}
 
     chains = [None if isinstance(var, core.Literal) else _chain(var, producer) for var in residual_vars]
     sources: list[Source] = []
@@ -149,8 +158,8 @@ def make_plan(
     for i in sorted((i for i, chain in enumerate(chains) if chain is not None), key=lambda i: len(chains[i] or ())):
         chain = chains[i] or []
         steps = [residual_vars[i], *[eqn.invars[0] for eqn in chain]]  # from the residual to its base
-        names = frozenset(str(e.params["name"]) for e in chain if e.primitive.name == "name")
         base = steps[-1]
+        names = names_of.get(base, frozenset())
         argument = argument_of.get(base)
         info = _describe(base, names, argument is not None)
         stays = (argument is not None and not is_activation[argument]) or base in constants or not _storable(base)
@@ -167,7 +176,7 @@ def make_plan(
             at = min(range(len(steps)), key=lambda k: (_nbytes(steps[k]), -k))
             info = _describe(steps[at], names, False)
             stays = not _storable(steps[at]) or not wanted(info)
-            if stays:
+            if stays and _nbytes(steps[at]) == _nbytes(steps[0]):
                 at = 0  # nothing is gained by making it again
                 info = _describe(steps[at], names, False)
         chosen[i] = (add(steps[at], not stays, info), tuple(reversed(chain[:at])))
@@ -179,7 +188,28 @@ def make_plan(
     computed = [source.var for source in sources if source.argument is None]
     debug_info = jaxpr.debug_info.with_unknown_names()
     handed_over = jaxpr.replace(outvars=[*outputs, *computed], debug_info=debug_info)
-    return Plan(core.ClosedJaxpr(handed_over, closed.consts), num_outputs, treedef, tuple(sources), residuals)
+    return Plan(
+        core.ClosedJaxpr(handed_over, closed.consts), num_outputs, treedef, tuple(sources), residuals, _flops(jaxpr)
+    )
+
+
+def _flops(jaxpr: Any) -> float:
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            depth = np.prod([eqn.invars[0].aval.shape[d] for d in contracted], dtype=np.float64)
+            total += 2 * depth * np.prod(eqn.outvars[0].aval.shape, dtype=np.float64)
+        elif eqn.primitive.name == "conv_general_dilated":
+            kernel, out = eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
+            features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+            total += 2 * np.prod(kernel, dtype=np.float64) / features * np.prod(out, dtype=np.float64)
+        else:
+            for value in eqn.params.values():
+                inner = getattr(value, "jaxpr", value)
+                if hasattr(inner, "eqns"):
+                    total += eqn.params.get("length", 1) * _flops(inner)
+    return float(total)
 
 
 def _constants(jaxpr: core.Jaxpr) -> set[Any]:
@@ -200,6 +230,8 @@ def _chain(var: Any, producer: dict[Any, Any]) -> list[Any]:
             break
         if eqn.primitive.name == "convert_element_type" and _rounds_in_ways(eqn):
             break
+        if eqn.primitive.name == "reduce_precision" and not _keeps_all_bits(eqn):
+            break
         chain.append(eqn)
         var = eqn.invars[0]
     return chain
@@ -208,6 +240,11 @@ def _chain(var: Any, producer: dict[Any, Any]) -> list[Any]:
 def _rounds_in_ways(eqn: Any) -> bool:
     # Keys and the like have no bytes of their own.
     return any(jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in (*eqn.invars, *eqn.outvars))
+
+
+def _keeps_all_bits(eqn: Any) -> bool:
+    info = jax.numpy.finfo(eqn.invars[0].aval.dtype)
+    return eqn.params["exponent_bits"] >= info.nexp and eqn.params["mantissa_bits"] >= info.nmant
 
 
 def _nbytes(var: Any) -> int:

@@ -26,6 +26,8 @@ class StoreStats:
         mismatches: fetches that were foreseen wrongly and noticed on the device.
         store_stall_seconds, fetch_stall_seconds: launch threads waiting for room, or for the disk.
         launch_seconds: launch threads inside the store, stalls included.
+        device_store_stall_seconds, device_fetch_stall_seconds: compute streams waiting for copies, in forward and in
+            backward.
         live_bytes, live_count: stored and not fetched, now.
         peak_live_bytes: the most of it.
         host_bytes, disk_bytes, ring_bytes: memory and files held now.
@@ -53,6 +55,8 @@ class StoreStats:
     store_stall_seconds: float
     fetch_stall_seconds: float
     launch_seconds: float
+    device_store_stall_seconds: float
+    device_fetch_stall_seconds: float
     live_bytes: int
     live_count: int
     peak_live_bytes: int
@@ -67,6 +71,11 @@ class StoreStats:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return dataclasses.asdict(self)
+
+    @property
+    def saving(self) -> float:
+        """Achieved over theoretical memory saving: what was not in the ring, of what was stored at the peak."""
+        return max(0.0, 1 - self.ring_bytes / self.peak_live_bytes) if self.peak_live_bytes else 0.0
 
     def lifetime_years(self, endurance_bytes: float) -> float:
         """How long a drive of this rated endurance lasts at the rate of writing so far."""
@@ -86,7 +95,9 @@ class StoreStats:
             f"  held: {self.ring_bytes / gb:.2f} GB on devices, {self.host_bytes / gb:.2f} GB of host memory, "
             f"{self.disk_bytes / gb:.2f} GB of disk",
             f"  launches waited {self.store_stall_seconds:.2f} s for room and {self.fetch_stall_seconds:.2f} s for "
-            f"data; {self.value_reads} handles read, {self.dropped_count} tensors dropped",
+            f"data, devices {self.device_store_stall_seconds:.2f} and {self.device_fetch_stall_seconds:.2f} s; "
+            f"{self.value_reads} handles read, {self.dropped_count} tensors dropped",
+            f"  off the device at the peak: {100 * self.saving:.0f} % of what was stored",
         ]
         if self.written_bytes or self.read_bytes or self.cancelled_bytes:
             lines.append(

@@ -17,6 +17,7 @@ import jax
 
 from dejax import _native
 from dejax.offload import _files
+from dejax.offload._calls import DEVICE
 from dejax.offload._stats import StoreStats
 
 Engine = Literal["auto", "direct", "buffered", "tensorstore"]
@@ -37,8 +38,9 @@ class ActivationStore:
         path: a folder, or several, for the disk tier; chunks are striped over them. None: no disk tier. In each, the
             store makes a folder of its own, which goes when the store closes; those of processes that died are
             removed first.
-        device_bytes: of the ring on each device. None: twice what one call of an offloaded function stores, at least
-            six of its largest tensors. 0: no ring; the compute stream then waits for each copy.
+        device_bytes: of the ring on each device. None: what one call of an offloaded function stores, at least two of
+            its largest tensors; where its arithmetic takes less time than the bus, twice that, at least six (see
+            `ring_bytes` in `_transform.py` for the figures). 0: no ring; the compute stream then waits for each copy.
         host_bytes: cap of pinned (on the CPU: ordinary) host memory. None: half of what the machine has available now.
         disk_bytes: cap of the disk tier. None: as much as there is.
         engine: how files are written: "direct" (O_DIRECT where the file system takes it), "buffered" (through the
@@ -83,6 +85,9 @@ class ActivationStore:
             )
         paths = [] if path is None else [path] if isinstance(path, (str, os.PathLike)) else list(path)
         self.device_bytes = device_bytes
+        self.host_bytes = _available_memory() // 2 if host_bytes is None else host_bytes
+        self.disk_bytes = disk_bytes
+        self.engine = engine
         self.paths = tuple(Path(os.fspath(p)).absolute() for p in paths)
         self._claims: list[_files.Claim] = []
         self._io: Any = None
@@ -93,7 +98,7 @@ class ActivationStore:
                 self._claims.append(_files.claim(place))
             self._native = extension.OffloadStore.open(
                 device_bytes=-1 if device_bytes is None else device_bytes,
-                host_bytes=_available_memory() // 2 if host_bytes is None else host_bytes,
+                host_bytes=self.host_bytes,
                 disk_bytes=disk_bytes or 0,
                 folders=[str(claim.folder) for claim in self._claims],
                 chunk_bytes=chunk_bytes,
@@ -187,8 +192,12 @@ class ActivationStore:
         return self.stats().summary(endurance_bytes=endurance_bytes)
 
 
-def store_id(store: ActivationStore | None) -> int:
+def store_id(store: ActivationStore | Literal["device"] | None) -> int:
     """What a program carries for a store: its number, or 0 for the current one, of which there is then always one."""
+    if isinstance(store, str):
+        if store != "device":
+            raise ValueError(f"offload: `store` is an ActivationStore, 'device' or None; {store!r} was given")
+        return DEVICE
     if store is not None:
         if not store.is_open:
             raise RuntimeError("offload: `store` is closed; make another")

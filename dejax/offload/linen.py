@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 from flax.core import lift
@@ -16,7 +16,7 @@ def offload(
     target: Any,
     *,
     policy: Policy | Iterable[str] | None = None,
-    store: ActivationStore | None = None,
+    store: ActivationStore | Literal["device"] | None = None,
     inputs: Inputs = "auto",
     min_bytes: int = MIN_BYTES,
     methods: Iterable[str] | None = None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 from flax import nnx
 
@@ -21,7 +21,7 @@ def offload(
     fn: Callable[..., Any],
     *,
     policy: Policy | Iterable[str] | None = None,
-    store: ActivationStore | None = None,
+    store: ActivationStore | Literal["device"] | None = None,
     inputs: Inputs = "auto",
     min_bytes: int = MIN_BYTES,
 ) -> Callable[..., Any]:

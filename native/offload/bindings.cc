@@ -1,9 +1,12 @@
 #include "bindings.h"
 
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "pieces.h"
 #include "store.h"
 
 namespace nb = nanobind;
@@ -99,6 +102,8 @@ void Bind(nb::module_& m) {
         DEJAX_STAT(store_stall_seconds);
         DEJAX_STAT(fetch_stall_seconds);
         DEJAX_STAT(launch_seconds);
+        DEJAX_STAT(device_store_stall_seconds);
+        DEJAX_STAT(device_fetch_stall_seconds);
         DEJAX_STAT(live_bytes);
         DEJAX_STAT(live_count);
         DEJAX_STAT(peak_live_bytes);
@@ -110,6 +115,31 @@ void Bind(nb::module_& m) {
 #undef DEJAX_STAT
         return d;
       });
+  using Address = std::pair<uintptr_t, size_t>;
+  using Place = std::tuple<int64_t, int64_t, int64_t>;
+  m.def(
+      "call_pieces_on_cuda",
+      [](int64_t run, int64_t site, uintptr_t stream, int64_t first_tag, int64_t staging_bytes, bool finish,
+         const std::vector<Address>& arrays, const std::vector<Place>& pulls, const std::vector<Place>& pushes,
+         const std::vector<uintptr_t>& pushed, const std::vector<Address>& taken) {
+        PiecesRequest request;
+        request.run = run;
+        request.site = site;
+        request.first_tag = first_tag;
+        request.staging_bytes = staging_bytes;
+        request.finish = finish;
+        for (const auto& [address, bytes] : arrays) {
+          request.arrays.push_back(static_cast<int64_t>(request.arrays.size()));
+          request.addresses.push_back(reinterpret_cast<char*>(address));
+          request.sizes.push_back(bytes);
+        }
+        for (const auto& [array, offset, bytes] : pulls) request.pulls.push_back({array, offset, bytes});
+        for (const auto& [array, offset, bytes] : pushes) request.pushes.push_back({array, offset, bytes});
+        for (uintptr_t address : pushed) request.pushed.push_back(reinterpret_cast<void*>(address));
+        for (const auto& [address, bytes] : taken) request.taken.push_back({reinterpret_cast<void*>(address), bytes});
+        CallPieces(0, request, reinterpret_cast<Stream>(stream));
+      },
+      Release(), "The CUDA handler's work on pieces of an optimizer's state, by addresses: for tests.");
 }
 
 }  // namespace dejax::offload

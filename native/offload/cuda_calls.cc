@@ -31,6 +31,7 @@ Loaded Load() {
   find(&c.event_record, "cuEventRecord");
   find(&c.event_synchronize, "cuEventSynchronize");
   find(&c.event_query, "cuEventQuery");
+  find(&c.event_elapsed_time, "cuEventElapsedTime");
   find(&c.mem_alloc, "cuMemAlloc_v2");
   find(&c.mem_free, "cuMemFree_v2");
   find(&c.host_alloc, "cuMemHostAlloc");
@@ -77,7 +78,7 @@ Event EventPool::Record(Stream stream) {
       free_.pop_back();
     }
   }
-  if (event == nullptr) Check(GetCalls().event_create(&event, kDisableTiming), "cuEventCreate");
+  if (event == nullptr) Check(GetCalls().event_create(&event, timed_ ? 0 : kDisableTiming), "cuEventCreate");
   Event owned(event, [pool = weak_from_this()](RawEvent raw) {
     if (auto alive = pool.lock()) {
       std::lock_guard<std::mutex> lock(alive->mutex_);

@@ -37,6 +37,7 @@ struct Calls {
   Result (*event_record)(RawEvent, Stream);
   Result (*event_synchronize)(RawEvent);
   Result (*event_query)(RawEvent);
+  Result (*event_elapsed_time)(float* milliseconds, RawEvent, RawEvent);
   Result (*mem_alloc)(DevicePointer*, size_t);
   Result (*mem_free)(DevicePointer);
   Result (*host_alloc)(void**, size_t, unsigned flags);
@@ -76,15 +77,17 @@ class ContextScope {
   const bool active_;
 };
 
-// Events without timing, used again: to make one costs as much as a small launch.
+// Events, used again: to make one costs as much as a small launch.
 class EventPool : public std::enable_shared_from_this<EventPool> {
  public:
+  explicit EventPool(bool timed = false) : timed_(timed) {}
   ~EventPool();
   // Recorded on `stream` already. Goes back to the pool with its last owner; waits on it that were submitted before stay
   // as they were.
   std::shared_ptr<CUevent_st> Record(Stream stream);
 
  private:
+  const bool timed_;
   std::mutex mutex_;
   std::vector<RawEvent> free_;
 };

@@ -57,7 +57,42 @@ ffi::Error DoFetchCuda(Stream stream, ffi::RunId run, int32_t device, HandleBuff
   });
 }
 
+// The CPU reads each handle before it fetches: no fetch is foreseen there.
+ffi::Error DoGuardCpu(ffi::AnyBuffer x, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> out, int64_t) {
+  if (out->untyped_data() != x.untyped_data()) std::memcpy(out->untyped_data(), x.untyped_data(), x.size_bytes());
+  return ffi::Error::Success();
+}
+
+ffi::Error DoGuardCuda(Stream stream, ffi::RunId run, int32_t device, ffi::AnyBuffer x, ffi::RemainingArgs,
+                       ffi::Result<ffi::AnyBuffer> out, int64_t store) {
+  return Guard([&] {
+    if (out->untyped_data() != x.untyped_data()) {
+      Check(GetCalls().copy_device_to_device(Address(out->untyped_data()), Address(x.untyped_data()), x.size_bytes(),
+                                             stream),
+            "cuMemcpyDtoDAsync");
+    }
+    Store::Find(store)->GuardOnCuda(run.run_id, device, stream, Address(out->untyped_data()), out->size_bytes());
+  });
+}
+
 }  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GuardCpu, DoGuardCpu,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("store"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GuardCuda, DoGuardCuda,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<Stream>>()
+                                  .Ctx<ffi::RunId>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("store"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(StoreCpu, DoStoreCpu,
                               ffi::Ffi::Bind()

@@ -20,4 +20,11 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(StoreCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(FetchCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(FetchCuda);
 
+// Guard: NaN instead of its argument where this run's fetches were foreseen wrongly. In place.
+//   arguments:  tensor; anything: only there so that it comes after it
+//   result:     the tensor, which aliases the argument
+//   attributes: store as above
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GuardCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GuardCuda);
+
 }  // namespace dejax::offload

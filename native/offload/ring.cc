@@ -7,15 +7,18 @@ namespace {
 
 constexpr int64_t kAlign = 512;
 constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
+constexpr size_t kMostStalls = 4096;     // waits whose time is not known yet
+constexpr float kLeastStall = 0.01f;     // ms: two events with nothing to wait for between them are some 5 us apart
 
-// Compares a handle with what the launch thread foresaw. Where they differ: flag = {foreseen, found}, data = all ones,
-// which is NaN in every floating-point format.
+// Compares a handle with what the launch thread foresaw. Where they differ: flag = {foreseen, found}, *failed = run, and
+// data = all ones, which is NaN in the floating-point formats; data too where the run has failed so before.
 constexpr char kCheckKernel[] = R"(
 .version 6.4
 .target sm_50
 .address_size 64
 .visible .entry dejax_offload_check(
-  .param .u64 handle, .param .u64 foreseen, .param .u64 data, .param .u64 bytes, .param .u64 flag)
+  .param .u64 handle, .param .u64 foreseen, .param .u64 data, .param .u64 bytes, .param .u64 flag,
+  .param .u64 failed, .param .u64 run)
 {
   .reg .pred %p<4>;
   .reg .b16 %h<2>;
@@ -26,13 +29,23 @@ constexpr char kCheckKernel[] = R"(
   ld.u32 %r1, [%d1];
   ld.u32 %r2, [%d1+4];
   mov.b64 %d3, {%r1, %r2};
+  ld.param.u64 %d10, [failed];
+  ld.param.u64 %d11, [run];
   setp.eq.u64 %p1, %d2, %d3;
-  @%p1 bra DONE;
-  ld.param.u64 %d4, [data];
-  ld.param.u64 %d5, [bytes];
+  @%p1 bra SAME;
   ld.param.u64 %d6, [flag];
+  st.u64 [%d6+16], %d11;
   st.u64 [%d6+8], %d3;
   st.u64 [%d6], %d2;
+  st.u64 [%d10], %d11;
+  bra FILL;
+SAME:
+  ld.volatile.u64 %d12, [%d10];
+  setp.ne.u64 %p3, %d12, %d11;
+  @%p3 bra DONE;
+FILL:
+  ld.param.u64 %d4, [data];
+  ld.param.u64 %d5, [bytes];
   mov.u32 %r3, %ctaid.x;
   mov.u32 %r4, %ntid.x;
   mov.u32 %r5, %tid.x;
@@ -57,7 +70,8 @@ DONE:
 }  // namespace
 
 Ring::Ring(Store* store, int device, Stream compute)
-    : store_(store), calls_(GetCalls()), events_(std::make_shared<EventPool>()) {
+    : store_(store), calls_(GetCalls()), events_(std::make_shared<EventPool>()),
+      timers_(std::make_shared<EventPool>(/*timed=*/true)) {
   (void)device;
   Check(calls_.stream_get_ctx(compute, &context_), "cuStreamGetCtx");
   const ContextScope scope(context_);
@@ -66,7 +80,10 @@ Ring::Ring(Store* store, int device, Stream compute)
   void* pinned = nullptr;
   Check(calls_.host_alloc(&pinned, kPage, /*portable | device map*/ 3), "cuMemHostAlloc");
   mismatch_ = static_cast<volatile uint64_t*>(pinned);
-  mismatch_[0] = mismatch_[1] = 0;
+  mismatch_[0] = mismatch_[1] = mismatch_[2] = 0;
+  Check(calls_.mem_alloc(&cells_on_device_, 64), "cuMemAlloc");
+  Check(calls_.memset_d32(cells_on_device_, 0, 16, out_), "cuMemsetD32Async");
+  Check(calls_.stream_synchronize(out_), "cuStreamSynchronize");
   for (int i = 64; i < 128; ++i) cells_.push_back(static_cast<uint64_t*>(pinned) + i);
   Check(calls_.module_load(&module_, kCheckKernel), "cuModuleLoadData of dejax_offload_check");
   Check(calls_.module_get_function(&check_, module_, "dejax_offload_check"), "cuModuleGetFunction");
@@ -76,7 +93,9 @@ Ring::~Ring() {
   const ContextScope scope(context_);
   for (Event* event : {&consumed_, &consumed_seen_by_in_, &out_fence_, &last_in_, &last_out_}) event->reset();
   window_.clear();
+  stalls_.clear();
   if (memory_ != 0) calls_.mem_free(memory_);
+  if (cells_on_device_ != 0) calls_.mem_free(cells_on_device_);
   if (module_ != nullptr) calls_.module_unload(module_);
   calls_.host_free(const_cast<uint64_t*>(mismatch_));
   calls_.stream_destroy(out_);
@@ -165,6 +184,30 @@ void Ring::CopyOut(Store::Lock& lock, const EntryPtr& entry) {
   store_->stats_.copied_out_bytes += entry->bytes;
 }
 
+// Makes the compute stream wait, for all of `events`, and adds how long it then did to a counter once that is known.
+void Ring::WaitCounted(Stream compute, std::initializer_list<const Event*> events, double* total) {
+  Stall stall;
+  for (const Event* event : events) {
+    if (!*event || calls_.event_query(event->get()) == 0) continue;
+    if (!stall.begin && stalls_.size() < kMostStalls) stall.begin = timers_->Record(compute);
+    Wait(compute, *event);
+  }
+  if (!stall.begin) return;
+  stall.end = timers_->Record(compute);
+  stall.total = total;
+  stalls_.push_back(std::move(stall));
+}
+
+void Ring::CountStalls() {
+  while (!stalls_.empty() && calls_.event_query(stalls_.front().end.get()) == 0) {
+    const Stall& stall = stalls_.front();
+    float milliseconds = 0;
+    const bool known = calls_.event_elapsed_time(&milliseconds, stall.begin.get(), stall.end.get()) == 0;
+    if (known && milliseconds > kLeastStall) *stall.total += 1e-3 * milliseconds;
+    stalls_.pop_front();
+  }
+}
+
 void Ring::Push(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, DevicePointer data, Stream compute) {
   const int64_t span = (entry->bytes + kAlign - 1) / kAlign * kAlign;
   entry->offset = run->top;
@@ -191,21 +234,22 @@ void Ring::Push(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, Dev
     entry->slot = slot;
     slot->serial = entry->serial;
   }
-  Own(lock, run, compute);
-  while (!window_.empty() && window_.front()->offset < entry->offset + span - capacity_) {
+  while (true) {
+    Own(lock, run, compute);  // each time: CopyOut may let go of the mutex, and another run take the window
+    if (window_.empty() || window_.front()->offset >= entry->offset + span - capacity_) break;
     const EntryPtr bottom = window_.front();
     if (!bottom->copied_out) {
       CopyOut(lock, bottom);
       continue;
     }
-    Wait(compute, bottom->copied_out);  // each: one that was to stay is copied later than those above it
+    // Each: one that was to stay is copied later than those above it.
+    WaitCounted(compute, {&bottom->copied_out}, &store_->stats_.device_store_stall_seconds);
     bottom->in_ring = false;
     window_.pop_front();
     if (store_->ShouldWrite(run, *bottom)) store_->QueueWrite(bottom);
   }
   if (!entry->live) return;
-  Wait(compute, out_fence_);
-  Wait(compute, last_in_);
+  WaitCounted(compute, {&out_fence_, &last_in_}, &store_->stats_.device_store_stall_seconds);
   last_in_.reset();
   Pieces(entry->offset, entry->bytes, [&](DevicePointer ring, int64_t at, int64_t bytes) {
     Check(calls_.copy_device_to_device(ring, data + at, bytes, compute), "cuMemcpyDtoDAsync");
@@ -252,7 +296,11 @@ void Ring::Pop(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, Devi
     }
   }
   if (entry->in_ring) {
-    Wait(compute, entry->ready);
+    if (entry->prefetched) {
+      WaitCounted(compute, {&entry->ready}, &store_->stats_.device_fetch_stall_seconds);
+    } else {
+      Wait(compute, entry->ready);
+    }
     Pieces(entry->offset, entry->bytes, [&](DevicePointer ring, int64_t at, int64_t bytes) {
       Check(calls_.copy_device_to_device(data + at, ring, bytes, compute), "cuMemcpyDtoDAsync");
     });
@@ -307,19 +355,28 @@ void Ring::SetHandle(DevicePointer handle, uint64_t value, Stream compute) {
   Check(calls_.memset_d32(handle + 4, static_cast<unsigned>(value >> 32), 1, compute), "cuMemsetD32Async");
 }
 
-void Ring::CheckHandle(DevicePointer handle, uint64_t expected, DevicePointer data, int64_t bytes, Stream compute) {
+void Ring::CheckHandle(int64_t run, DevicePointer handle, uint64_t expected, DevicePointer data, int64_t bytes,
+                       Stream compute) {
   uint64_t count = static_cast<uint64_t>(bytes);
   uint64_t flag = reinterpret_cast<uint64_t>(const_cast<uint64_t*>(mismatch_));
-  void* arguments[] = {&handle, &expected, &data, &count, &flag};
+  uint64_t failed = cells_on_device_;
+  uint64_t number = static_cast<uint64_t>(run) + 1;  // no run is 0
+  void* arguments[] = {&handle, &expected, &data, &count, &flag, &failed, &number};
   Check(calls_.launch_kernel(check_, 64, 1, 1, 256, 1, 1, 0, compute, arguments, nullptr), "cuLaunchKernel");
 }
 
-std::pair<uint64_t, uint64_t> Ring::TakeMismatch() {
-  const uint64_t expected = mismatch_[0];
-  if (expected == 0) return {0, 0};
-  const uint64_t found = mismatch_[1];
-  mismatch_[0] = mismatch_[1] = 0;
-  return {expected, found};
+void Ring::Guard(int64_t run, DevicePointer data, int64_t bytes, Stream compute) {
+  CheckHandle(run, cells_on_device_ + 8, 0, data, bytes, compute);  // a cell that is always 0: only a failed run is found
+}
+
+Mismatch Ring::TakeMismatch() {
+  Mismatch mismatch;
+  mismatch.expected = mismatch_[0];
+  if (mismatch.expected == 0) return mismatch;
+  mismatch.found = mismatch_[1];
+  mismatch.run = static_cast<int64_t>(mismatch_[2]) - 1;
+  mismatch_[0] = mismatch_[1] = mismatch_[2] = 0;
+  return mismatch;
 }
 
 uint64_t Ring::ReadHandle(Store::Lock& lock, DevicePointer handle, Stream compute) {

@@ -9,11 +9,18 @@
 #pragma once
 
 #include <deque>
+#include <initializer_list>
 #include <memory>
 
 #include "store.h"
 
 namespace dejax::offload {
+
+struct Mismatch {
+  uint64_t expected = 0;  // a handle; 0: there was none
+  uint64_t found = 0;
+  int64_t run = 0;
+};
 
 class Ring {
  public:
@@ -28,13 +35,19 @@ class Ring {
   void Leave(const EntryPtr& entry);
   void Prefetch(const RunPtr& run);
   void SetHandle(DevicePointer handle, uint64_t value, Stream compute);
-  // A kernel that compares and, where they differ, fills `data` with ones (NaN) and raises the flag.
-  void CheckHandle(DevicePointer handle, uint64_t expected, DevicePointer data, int64_t bytes, Stream compute);
-  // What the kernel found: {expected, found}, {0, 0} where nothing. Resets it.
-  std::pair<uint64_t, uint64_t> TakeMismatch();
+  // A kernel that compares and, where they differ, fills `data` with ones (NaN) and raises the flag. From then on every
+  // tensor that this run still fetches is filled too.
+  void CheckHandle(int64_t run, DevicePointer handle, uint64_t expected, DevicePointer data, int64_t bytes,
+                   Stream compute);
+  // Fills `data` with ones where the run has failed.
+  void Guard(int64_t run, DevicePointer data, int64_t bytes, Stream compute);
+  // What the kernel found, and forgets it.
+  Mismatch TakeMismatch();
   // The handle's value, by waiting for the compute stream. Lets go of the mutex meanwhile.
   uint64_t ReadHandle(Store::Lock& lock, DevicePointer handle, Stream compute);
   void Synchronize();
+  // Adds to the store's counters the waits of the compute stream that have ended.
+  void CountStalls();
 
   int64_t capacity() const { return capacity_; }
   Context context() const { return context_; }
@@ -43,6 +56,7 @@ class Ring {
   void Own(Store::Lock& lock, const RunPtr& run, Stream compute);
   void CopyOut(Store::Lock& lock, const EntryPtr& entry);
   void Load(const EntryPtr& entry);
+  void WaitCounted(Stream compute, std::initializer_list<const Event*> events, double* total);
   template <typename Copy>
   void Pieces(int64_t offset, int64_t bytes, Copy copy);
 
@@ -50,7 +64,13 @@ class Ring {
   const Calls& calls_;
   Context context_ = nullptr;
   Stream out_ = nullptr, in_ = nullptr;
+  struct Stall {
+    Event begin, end;
+    double* total = nullptr;
+  };
   std::shared_ptr<EventPool> events_;
+  std::shared_ptr<EventPool> timers_;
+  std::deque<Stall> stalls_;
   DevicePointer memory_ = 0;
   int64_t capacity_ = 0;
   int64_t refused_ = 0;  // a size that could not be allocated
@@ -64,6 +84,7 @@ class Ring {
   CUmod_st* module_ = nullptr;
   CUfunc_st* check_ = nullptr;
   volatile uint64_t* mismatch_ = nullptr;  // pinned
+  DevicePointer cells_on_device_ = 0;      // [0]: the run that failed last, [1]: 0
   std::vector<uint64_t*> cells_;           // pinned; free ones
 };
 

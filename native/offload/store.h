@@ -57,6 +57,7 @@ struct Stats {
   int64_t mismatches = 0;
   double store_stall_seconds = 0, fetch_stall_seconds = 0;  // launch threads waiting for room, for reads
   double launch_seconds = 0;     // launch threads in store and fetch, stalls included
+  double device_store_stall_seconds = 0, device_fetch_stall_seconds = 0;  // compute streams waiting for copies
   int64_t live_bytes = 0, live_count = 0, peak_live_bytes = 0;      // now; most
   int64_t host_bytes = 0, peak_host_bytes = 0, disk_bytes = 0, ring_bytes = 0;  // allocated now
   int64_t runs = 0;
@@ -164,6 +165,8 @@ class Store : public std::enable_shared_from_this<Store> {
                    int64_t bytes, DevicePointer handle);
   void FetchOnCuda(int64_t run, int device, Stream stream, int64_t site, DevicePointer handle, DevicePointer data,
                    int64_t bytes);
+  // Fills `data` with NaN where a fetch of this run was foreseen wrongly: for what else must not look right then.
+  void GuardOnCuda(int64_t run, int device, Stream stream, DevicePointer data, int64_t bytes);
 
   Stats GetStats();
   // Throws what a device found wrong since the last call, if anything.
@@ -202,7 +205,7 @@ class Store : public std::enable_shared_from_this<Store> {
   Reuse MayReuse(const Slot& slot) const;
   void Fetched(const EntryPtr& entry, const RunPtr& run);
   void Drop(const EntryPtr& entry);
-  void Retire(const EntryPtr& entry);
+  void Retire(EntryPtr entry);
   void FailRun(const RunPtr& run);
   int64_t BytesAbove(const Run& run, const Entry& entry) const;
 
@@ -231,7 +234,8 @@ class Store : public std::enable_shared_from_this<Store> {
   std::condition_variable jobs_ready_;
   bool closing_ = false;
   bool closed_ = false;
-  int active_ = 0;  // calls inside the store that let go of the mutex
+  int active_ = 0;   // calls inside the store that let go of the mutex and go on by themselves
+  int waiting_ = 0;  // those that wait for others to make room
 
   uint64_t next_serial_ = 1;
   std::unordered_map<uint64_t, EntryPtr> entries_;

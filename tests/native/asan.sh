@@ -1,5 +1,5 @@
 #!/bin/sh
-# The tests of dejax.host_gather's CPU handlers with the extension built under AddressSanitizer and UBSan.
+# The tests of the CPU handlers of dejax.host_gather and dejax.offload with the extension built under AddressSanitizer and UBSan.
 # PYTHON: an interpreter with dejax's test dependencies, nanobind, cmake; by default python3.
 set -eu
 python=${PYTHON:-python3}
@@ -17,4 +17,5 @@ cp "$build"/_dejax_native*.so "$build/run/dejax/"
 cd "$build/run"
 LD_PRELOAD="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file-name=libubsan.so)" \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 JAX_PLATFORMS=cpu PYTHONPATH="$build/run" \
-  "$python" -m pytest -q -p no:cacheprovider -m "not slow" tests/host_gather -k "not forked"
+  "$python" -m pytest -q -p no:cacheprovider -m "not slow" tests/host_gather tests/offload/test_store.py \
+  tests/offload/test_optimizer.py -k "not forked and not full_disk and not next_run"

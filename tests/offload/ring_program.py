@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+import threading
 
 import numpy as np
 
@@ -96,7 +97,37 @@ def main(seed: int, path: str | None) -> None:
             stats = store.stats()
             assert stats.live_count == 0 and stats.disk_bytes == 0, stats
             assert stats.stored_count <= stats.fetched_count
+    if path:
+        two_threads(rng, stream, path, run)
     print("right", run, "programs")
+
+
+def two_threads(rng, stream, path, run):
+    """Steps of two threads take the ring from each other while either waits for room."""
+    errors = []
+
+    def work(first, rng):
+        try:
+            for number in range(first, first + 40):
+                outs, values = program(rng, store, stream, number, "reverse")
+                assert cuda.cuStreamSynchronize(stream) == 0
+                assert all((out == value).all() for out, value in zip(outs, values, strict=True)), number
+        except Exception as error:
+            errors.append(error)
+
+    for ring in (70000, 1 << 17):
+        with ActivationStore(path, device_bytes=ring, host_bytes=1 << 19, chunk_bytes=1 << 14, io_threads=2) as store:
+            threads = [
+                threading.Thread(target=work, args=(run + 1 + 1000 * k, np.random.default_rng(k))) for k in range(2)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if errors:
+                raise errors[0]
+            store.check()
+            assert store.stats().live_count == 0
 
 
 if __name__ == "__main__":

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from dejax import _native
-from dejax.offload import CHOICES, ActivationStore, _planner, plan_stack
+from dejax.offload import CHOICES, ActivationStore, _names, _profile, plan_names, plan_stack
 from dejax.offload._planner import Cost, _compositions, _predict
+from dejax.offload._profile import Tiers, place
 
 COSTS = {
     "offload": Cost(10, 1, 0.0, 3.0, stored_bytes=100, ring_bytes=50),
@@ -20,14 +22,27 @@ COSTS = {
 
 
 def test_prediction():
-    keep = _predict((0, 0, 0, 4), COSTS, 1.0, 100.0, 100.0)
+    bus = Tiers(100.0, 100.0)
+    keep = _predict((0, 0, 0, 4), COSTS, 1.0, bus)
     assert (keep.peak_bytes, keep.seconds, keep.stall_seconds) == (20 + 4 * 101, 12.0, 0.0)
-    fast = _predict((4, 0, 0, 0), COSTS, 1.0, 100.0, 100.0)
+    fast = _predict((4, 0, 0, 0), COSTS, 1.0, bus)
     assert (fast.peak_bytes, fast.seconds) == (10 + 4 + 50, 12.0)  # 350 to move in 4 s forward, in 8 s backward
-    slow = _predict((4, 0, 0, 0), COSTS, 1.0, 50.0, 25.0)
+    slow = _predict((4, 0, 0, 0), COSTS, 1.0, Tiers(50.0, 25.0))
     assert slow.stall_seconds == (350 / 50 - 4) + (350 / 25 - 8)
-    mixed = _predict((1, 1, 1, 1), COSTS, 1.0, 100.0, 100.0)
+    mixed = _predict((1, 1, 1, 1), COSTS, 1.0, bus)
     assert mixed.peak_bytes == 20 + 1 + 2 + 12 + 101 + 60
+
+
+def test_the_drive_counts():
+    # 350 bytes travel, host memory takes 7/8 of 160, so 210 go on to disk: 4 s to write, 8 s to read.
+    where = place(400, 50, 4.0, 8.0, Tiers(1e9, 1e9, 160, 1000, 210 / 4, 210 / 8))
+    assert (where.ring_bytes, where.host_bytes, where.disk_bytes, where.stall_seconds) == (50, 140, 210, 0.0)
+    assert place(400, 50, 3.0, 6.0, Tiers(1e9, 1e9, 160, 1000, 210 / 4, 210 / 8)).stall_seconds == 3.0
+    assert place(400, 50, 4.0, 8.0, Tiers(1e9, 1e9, 160, 200, 1, 1)) is None  # larger than the drive's share
+    assert place(400, 50, 4.0, 8.0, Tiers(1e9, 1e9, 160)) is None  # no drive
+    assert _predict((4, 0, 0, 0), COSTS, 1.0, Tiers(1e9, 1e9, 160)) is None
+    slow = _predict((4, 0, 0, 0), COSTS, 1.0, Tiers(1e9, 1e9, 160, 1000, 1.0, 1.0))
+    assert slow.seconds > _predict((0, 0, 4, 0), COSTS, 1.0, Tiers(1e9, 1e9)).seconds  # so it computes again
 
 
 def test_compositions():
@@ -39,7 +54,7 @@ def test_compositions():
 
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_a_plan(tmp_path, monkeypatch):
-    monkeypatch.setattr(_planner, "_PROFILE_SECONDS", 0.0)
+    monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
     ws = jax.random.normal(jax.random.key(0), (6, 64, 64)) / 8
     x = jax.random.normal(jax.random.key(1), (512, 64))
 
@@ -67,3 +82,41 @@ def test_a_plan(tmp_path, monkeypatch):
     plan.plot(tmp_path / "curve.svg")
     assert (tmp_path / "curve.svg").stat().st_size > 1000
     assert sum(plan.chosen.layers) == 6 and len(plan.chosen.layers) == len(CHOICES)
+
+
+@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+def test_a_plan_by_names_with_a_drive(tmp_path, monkeypatch):
+    monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
+    monkeypatch.setattr(_profile.drive_bandwidths, "__defaults__", (1 << 22,))
+    ws = jax.random.normal(jax.random.key(0), (6, 64, 64)) / 8
+    x = jax.random.normal(jax.random.key(1), (512, 64))
+    tensor = x.nbytes
+
+    def body(w, x):
+        return x + checkpoint_name(jnp.tanh(checkpoint_name(x @ w, "product")), "act") @ w.T
+
+    def grad(stack):
+        return jax.jit(jax.grad(lambda ws: (stack(ws, x) ** 2).mean()))(ws)
+
+    how = {"names": ["product", "act"], "min_bytes": 1}
+    with ActivationStore(tmp_path, host_bytes=4 * tensor) as store:
+        plan = plan_names(body, ws, x, budget_bytes=1 << 40, store=store, **how)
+        assert 0 < plan.tiers.write_bandwidth < float("inf") and 0 < plan.tiers.read_bandwidth < float("inf")
+        assert plan.bytes_of == {"(input)": tensor, "product": tensor, "act": tensor}
+        everything = max(plan.ways, key=lambda way: len(way.offloaded))
+        assert everything.placement.disk_bytes == 6 * 3 * tensor - 3.5 * tensor  # 7/8 of host memory
+        least = min(plan.ways, key=lambda way: way.peak_bytes)
+        plan.budget_bytes = 1000
+        with pytest.raises(ValueError, match="nothing fits budget_bytes=1000; the least is about"):
+            _names._choose(plan, ws, x)
+        plan.chosen = everything
+        np.testing.assert_allclose(
+            grad(plan.apply), grad(lambda ws, x: _profile.scan_layers(body, ws, x)), rtol=1e-5, atol=1e-6
+        )
+        assert store.stats().stored_bytes == 6 * 3 * tensor
+        plan.chosen = least
+        peak, _ = plan.measure(ws, x)
+        assert abs(peak / least.peak_bytes - 1) < 0.25
+        assert "| product | 0 |" in plan.table() and "off by" in plan.table()
+        with pytest.raises(ValueError, match="is named 'nothing'"):
+            plan_names(body, ws, x, names=["nothing"], budget_bytes=1 << 40, store=store)

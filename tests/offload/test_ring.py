@@ -28,15 +28,22 @@ def driver(tmp_path_factory):
 @pytest.mark.parametrize("seed", [1])
 @pytest.mark.parametrize("disk", [False, True])
 def test_random_programs(driver, seed, disk, tmp_path):
+    run("ring_program.py", driver, seed, *([str(tmp_path)] if disk else []))
+
+
+def test_pieces_of_an_optimizers_state(driver):
+    run("pieces_program.py", driver, 1)
+
+
+def run(program, driver, seed, *arguments):
     environment = {
         **os.environ,
         "LD_LIBRARY_PATH": str(driver),
         "JAX_PLATFORMS": "cpu",
         "FAKE_CUDA_SEED": str(seed),
-        "PYTHONPATH": os.pathsep.join(sys.path),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
     }
-    program = Path(__file__).with_name("ring_program.py")
-    command = [sys.executable, str(program), str(seed), *([str(tmp_path)] if disk else [])]
+    command = [sys.executable, str(Path(__file__).with_name(program)), str(seed), *arguments]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "right" in ran.stdout

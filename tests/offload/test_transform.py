@@ -44,6 +44,47 @@ def test_gradients_have_the_same_bits(store, dtype, kind, reference, scan):
         assert stats.stored_bytes == 2 * LAYERS * x.nbytes  # the inputs, no parameter
 
 
+@pytest.mark.parametrize("inner", [lambda f: f, jax.checkpoint], ids=["residuals", "inputs"])
+def test_cuts_alone_give_the_same_bits(store, inner):
+    ws, x = operands(jnp.bfloat16)
+    cut = jax.jit(jax.grad(loss_of(offload(inner(layer), store="device", min_bytes=1)), argnums=(0, 1)))(ws, x)
+    assert store.stats().stored_count == 0
+    assert_same_bits(step("inputs" if inner is jax.checkpoint else "all")(ws, x), cut)
+    with pytest.raises(ValueError, match="an ActivationStore, 'device' or None; 'disc' was given"):
+        offload(layer, store="disc")(ws[0], x)
+
+
+def test_what_has_no_nan_is_guarded(store):
+    """A stored mask cannot be made NaN: what it is used with goes through a guard."""
+    w, x = operands()[0][0], operands()[1]
+
+    def fn(w, x):
+        y = x @ w
+        return jnp.where(y > 0, y, 0.1 * y)
+
+    def gradient(body):
+        return jax.jit(jax.grad(lambda w, x: (body(w, x) ** 2).sum(), argnums=(0, 1)))
+
+    got = gradient(offload(fn, min_bytes=1))
+    assert_same_bits(got(w, x), gradient(fn)(w, x))
+    text = got.trace(w, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert "dejax_offload_guard" in text
+    assert "dejax_offload_guard" not in step("all").trace(*operands()).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_a_small_base_stays_small(store):
+    """What is not stored is kept in its smallest form: here a row, not what it was broadcast to."""
+
+    def fn(x):
+        row = jnp.sin(x[0])
+        return x * jnp.broadcast_to(row, x.shape)
+
+    x = operands()[1]
+    _, vjp = jax.vjp(lambda x: offload(fn, policy=[], min_bytes=1, inputs="none")(x), x)
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(vjp))
+    assert kept < 1.5 * x.nbytes
+
+
 def test_a_value_alone_stores_nothing(store):
     ws, x = operands()
     jax.block_until_ready(jax.jit(loss_of(offloaded))(ws, x))

@@ -1,0 +1,434 @@
+"""An optimizer's update evaluated piece by piece, its state on the way between host and device meanwhile.
+
+`native/offload/pieces.h` says how the copies run. Here the update's jaxpr is cut: into groups of state arrays that are
+needed together (Adam's two moments of one parameter), and each group, where everything between its inputs and outputs
+is elementwise, into runs of elements.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from dejax import _native
+
+# 32 MiB take 0.65 ms over the bus: long against the launch of a piece, short against a step.
+PIECE_BYTES = 32 << 20
+_DEVICE = jax.memory.Space.Device
+_ELEMENTWISE = frozenset(
+    """abs add and atan2 cbrt ceil clamp convert_element_type copy cos cosh div eq erf exp exp2 expm1 floor ge gt
+    integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision rem round
+    rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor""".split()
+)
+_BETWEEN, _BEGIN, _FINISH = 0, 1, 2  # native/offload/pieces.h
+_sites = itertools.count(1)
+
+
+@dataclass(slots=True)
+class Group:
+    """State that is needed together.
+
+    Attributes:
+        state: numbers of the state arrays.
+        outputs: numbers of the update's outputs that depend on them.
+        equations: that make these outputs, all elementwise; of no use where the group is one piece.
+        tails: for outputs that are updates: the last equations, which are evaluated for all pieces at once.
+        shape: of its arrays as they are cut, along the first axis.
+    """
+
+    state: list[int]
+    outputs: list[int]
+    equations: list[Any] = field(default_factory=list)
+    tails: dict[int, list[Any]] = field(default_factory=dict)
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows `begin` to `end` of a group's arrays, or all of them (`whole`)."""
+
+    group: Group
+    begin: int
+    end: int
+    whole: bool
+
+    def span(self, array: Any) -> tuple[int, int]:
+        """Offset and size in bytes of the piece of one of the group's arrays."""
+        itemsize = np.dtype(array.dtype).itemsize
+        if self.whole:
+            return 0, array.size * itemsize
+        row = int(np.prod(self.group.shape[1:], dtype=np.int64)) * itemsize
+        return self.begin * row, (self.end - self.begin) * row
+
+
+def stream_state(
+    evaluation: Demand,
+    state: Sequence[Any],
+    streamed: Sequence[bool],
+    num_updates: int,
+    outputs: list[Any],
+    piece_bytes: int,
+    ahead: int,
+) -> None:
+    """Computes the outputs that depend on streamed state, and the state's new values, into `outputs`.
+
+    Args:
+        evaluation: of the update, with every input but the streamed ones given.
+        state: the state's arrays, the update's first inputs.
+        streamed: which of them travel.
+        num_updates: outputs before the state's new values.
+        outputs: one place for each output; filled in.
+        piece_bytes: see `optimizer`.
+        ahead: likewise.
+    """
+    jaxpr = evaluation.jaxpr
+    groups = _groups(jaxpr, [i for i, yes in enumerate(streamed) if yes], num_updates, len(state))
+    pieces = [piece for group in groups for piece in _cut(evaluation, group, state, num_updates, piece_bytes)]
+    arrays = {i: state[i] for group in groups for i in group.state}
+    largest = max(sum(piece.span(state[i])[1] for i in piece.group.state) for piece in pieces)
+    chain = _Chain(arrays, staging_bytes=2 * (ahead + 1) * largest)
+    parts: dict[int, list[Any]] = {}
+    chain.begin()
+    for piece in pieces[:ahead]:
+        chain.pull(piece)
+    chain.call()
+    for number, piece in enumerate(pieces):
+        if number + ahead < len(pieces):
+            chain.pull(pieces[number + ahead])
+        taken = dict(zip(piece.group.state, chain.call(take=piece), strict=True))
+        values = _evaluate(evaluation, piece, taken, alone=len(groups) == 1)
+        for output, value in zip(piece.group.outputs, values, strict=True):
+            if output >= num_updates and output - num_updates in arrays:
+                chain.push(output - num_updates, piece, value)
+            else:
+                parts.setdefault(output, []).append(chain.wait_for(value))
+    chain.finish()
+    for group in groups:
+        for output in group.outputs:
+            if output in parts:
+                outputs[output] = _join(evaluation, parts[output], group.tails.get(output, ()), jaxpr.outvars[output])
+    for i, array in chain.arrays.items():
+        outputs[num_updates + i] = array
+
+
+def inlined(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same without calls of jitted functions: Optax corrects the bias of all moments in one, which ties them up."""
+
+    def run(jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
+        known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        known.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(var: Any) -> Any:
+            return var.val if isinstance(var, core.Literal) else known[var]
+
+        for eqn in jaxpr.eqns:
+            inner = eqn.params.get("jaxpr")
+            if eqn.primitive.name in ("jit", "pjit", "closed_call") and isinstance(inner, core.ClosedJaxpr):
+                out = run(inner.jaxpr, inner.consts, *map(read, eqn.invars))
+            else:
+                out = _equation(jaxpr, eqn, read)
+            known.update(zip(eqn.outvars, out, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def flat(*args: Any) -> list[Any]:
+        return run(closed.jaxpr, closed.consts, *args)
+
+    avals = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
+        for v in closed.jaxpr.invars
+    ]
+    return jax.make_jaxpr(flat)(*avals)
+
+
+def _equation(jaxpr: core.Jaxpr, eqn: Any, read: Callable[[Any], Any]) -> list[Any]:
+    """Evaluates one equation, of whatever kind."""
+    inputs = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, core.Literal)))
+    debug_info = jaxpr.debug_info.with_unknown_names()
+    one = jaxpr.replace(constvars=[], invars=inputs, eqns=[eqn], outvars=eqn.outvars, debug_info=debug_info)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(one, ()))(*map(read, inputs))
+
+
+def _groups(jaxpr: core.Jaxpr, streamed: list[int], num_updates: int, num_state: int) -> list[Group]:
+    needs: dict[Any, frozenset[int]] = {jaxpr.invars[i]: frozenset((i,)) for i in streamed}
+    for eqn in jaxpr.eqns:
+        found = frozenset().union(*(needs.get(v, frozenset()) for v in eqn.invars if not isinstance(v, core.Literal)))
+        needs.update(dict.fromkeys(eqn.outvars, found))
+    owner = {i: i for i in streamed}
+
+    def root(i: int) -> int:
+        while owner[i] != i:
+            i = owner[i]
+        return i
+
+    wanted: dict[int, frozenset[int]] = {}
+    for output, var in enumerate(jaxpr.outvars):
+        need = frozenset() if isinstance(var, core.Literal) else needs.get(var, frozenset())
+        at = output - num_updates
+        if 0 <= at < num_state and at in owner:
+            need |= {at}  # its new value goes where it came from
+        if need:
+            wanted[output] = need
+            first, *rest = sorted(root(i) for i in need)
+            for other in rest:
+                owner[root(other)] = root(first)
+    groups: dict[int, Group] = {}
+    for i in streamed:
+        groups.setdefault(root(i), Group([], [])).state.append(i)
+    for output, need in wanted.items():
+        groups[root(min(need))].outputs.append(output)
+    return list(groups.values())
+
+
+def _cut(evaluation: Demand, group: Group, state: Sequence[Any], num_updates: int, piece_bytes: int) -> list[Piece]:
+    shape = state[group.state[0]].shape
+    itemsize = max(np.dtype(state[i].dtype).itemsize for i in group.state)
+    row = int(np.prod(shape[1:], dtype=np.int64)) * itemsize
+    group.shape = shape if row <= piece_bytes else (int(np.prod(shape, dtype=np.int64)),)
+    rows = max(1, piece_bytes // (row if row <= piece_bytes else itemsize))
+    length = group.shape[0]
+    if rows >= length or not _elementwise(evaluation, group, num_updates):
+        return [Piece(group, 0, length, whole=True)]
+    return [Piece(group, at, min(length, at + rows), whole=False) for at in range(0, length, rows)]
+
+
+def _elementwise(evaluation: Demand, group: Group, num_updates: int) -> bool:
+    """Whether a group's outputs are elementwise in arrays of one shape; finds its equations and tails."""
+    jaxpr = evaluation.jaxpr
+    shape = jaxpr.invars[group.state[0]].aval.shape
+    inputs = {jaxpr.invars[i] for i in group.state}
+    if any(var.aval.shape != shape for var in inputs):
+        return False
+    if any(getattr(jaxpr.outvars[o].aval, "shape", None) != shape for o in group.outputs):
+        return False
+    depends: dict[Any, bool] = {}  # variables seen, and whether they depend on the group's state
+    for output in group.outputs:
+        root = jaxpr.outvars[output]
+        if output < num_updates:
+            # An update is added to its parameter, and XLA rounds a product and the sum after it once where one kernel
+            # does both. So that it still can, products with a number wait until the pieces are together again.
+            tail: list[Any] = []
+            while (eqn := evaluation.producer.get(root)) is not None and eqn.primitive.name in _ELEMENTWISE:
+                wide = [v for v in eqn.invars if not isinstance(v, core.Literal) and v.aval.shape == shape]
+                if len(wide) != 1 or len(eqn.outvars) != 1:
+                    break
+                tail.append(eqn)
+                root = wide[0]
+            if eqn is not None and eqn.primitive.name == "mul" and eqn not in tail:
+                return False  # of two arrays
+            group.tails[output] = tail[::-1]
+        if not _walk(evaluation, root, shape, inputs, depends, group.equations):
+            return False
+    return True
+
+
+def _walk(
+    evaluation: Demand, root: Any, shape: tuple[int, ...], inputs: set[Any], depends: dict[Any, bool], found: list[Any]
+) -> bool:
+    """Adds the equations between `inputs` and `root`; False where one of them is not elementwise."""
+    stack = [(root, False)]
+    while stack:
+        var, done = stack.pop()
+        if isinstance(var, core.Literal) or (var in depends and not done):
+            continue
+        eqn = evaluation.producer.get(var)
+        if eqn is None:
+            depends[var] = var in inputs
+            continue
+        if not done:
+            depends[var] = False
+            stack.append((var, True))
+            stack.extend((v, False) for v in eqn.invars)
+            continue
+        depends[var] = any(depends[v] for v in eqn.invars if not isinstance(v, core.Literal))
+        if (
+            eqn.primitive.name in _ELEMENTWISE
+            and len(eqn.outvars) == 1
+            and var.aval.shape == shape
+            and all(v.aval.shape in (shape, ()) for v in eqn.invars)
+        ):
+            found.append(eqn)
+        elif depends[var]:
+            return False
+    return True
+
+
+def _evaluate(evaluation: Demand, piece: Piece, taken: dict[int, Any], alone: bool) -> list[Any]:
+    """A piece of each of the group's outputs, updates without their tails.
+
+    `alone`: there is no other group. XLA makes a division by a number that is used once a product with its reciprocal,
+    which rounds otherwise: then each piece has a number of its own.
+    """
+    jaxpr, group = evaluation.jaxpr, piece.group
+    if piece.whole:
+        for i, value in taken.items():
+            evaluation.give(jaxpr.invars[i], value, False)
+        return [evaluation.value(jaxpr.outvars[o]) for o in group.outputs]
+    known = {jaxpr.invars[i]: value for i, value in taken.items()}
+    shape = (piece.end - piece.begin, *group.shape[1:])
+
+    def read(var: Any) -> Any:
+        if not isinstance(var, core.Literal) and var in known:
+            return known[var]
+        value = evaluation.value(var)
+        if var.aval.shape == ():
+            if alone and not isinstance(var, core.Literal):
+                value = known[var] = jax.lax.optimization_barrier(value)
+            return value
+        known[var] = jax.lax.slice_in_dim(value.reshape(group.shape), piece.begin, piece.end)
+        return known[var]
+
+    for eqn in group.equations:
+        known[eqn.outvars[0]] = eqn.primitive.bind(*map(read, eqn.invars), **eqn.params)
+    roots = []
+    for output in group.outputs:
+        tail = group.tails.get(output)
+        roots.append(_wide(tail[0]) if tail else jaxpr.outvars[output])
+    return [jnp.broadcast_to(read(var), shape) for var in roots]
+
+
+def _wide(eqn: Any) -> Any:
+    return next(v for v in eqn.invars if not isinstance(v, core.Literal) and v.aval.shape == eqn.outvars[0].aval.shape)
+
+
+def _join(evaluation: Demand, parts: list[Any], tail: Sequence[Any], var: Any) -> Any:
+    if len(parts) == 1 and not tail:
+        return parts[0].reshape(var.aval.shape)
+    value = jnp.concatenate(parts).reshape(var.aval.shape)
+    for eqn in tail:
+        wide = _wide(eqn)
+        value = eqn.primitive.bind(*(value if v is wide else evaluation.value(v) for v in eqn.invars), **eqn.params)
+    return value
+
+
+class _Chain:
+    """The calls of one update, one after the other."""
+
+    def __init__(self, arrays: dict[int, Any], staging_bytes: int) -> None:
+        _native.extension("offload.optimizer")
+        self.arrays = dict(arrays)
+        self._staging_bytes = staging_bytes
+        self._site = next(_sites)
+        self._ticket: Any = jnp.zeros((2,), jnp.uint32)
+        self._given = 0
+        self._pulls: list[tuple[int, int, int]] = []
+        self._pushes: list[tuple[int, int, Any]] = []
+        self._after: list[Any] = []
+
+    def pull(self, piece: Piece) -> None:
+        """To begin with the next call."""
+        self._pulls += [(i, *piece.span(self.arrays[i])) for i in piece.group.state]
+
+    def push(self, i: int, piece: Piece, value: Any) -> None:
+        """A piece of array i's new value; to begin with the next call."""
+        self._pushes.append((i, piece.span(self.arrays[i])[0], value))
+
+    def wait_for(self, value: Any) -> Any:
+        """`value`, computed before the next call: else XLA may keep all it is made from until the end."""
+        value = jax.lax.optimization_barrier(value)
+        self._after.append(value)
+        return value
+
+    def begin(self) -> None:
+        """Makes the host arrays the program's own."""
+        numbers = sorted(self.arrays)
+        mine = self._ffi(_BEGIN, numbers, [jax.typeof(self.arrays[i]) for i in numbers])(
+            *(self.arrays[i] for i in numbers)
+        )
+        self.arrays.update(zip(numbers, mine, strict=True))
+
+    def call(self, take: Piece | None = None) -> list[Any]:
+        """The next call; gives the arrays of the piece to take, which was pulled `ahead` calls before."""
+        numbers = sorted({i for i, *_ in (*self._pulls, *self._pushes)})
+        results: list[Any] = [jax.typeof(self._ticket)]
+        if take is not None:
+            for i in take.group.state:
+                array = self.arrays[i]
+                shape = array.shape if take.whole else (take.end - take.begin, *take.group.shape[1:])
+                results.append(jax.ShapeDtypeStruct(shape, array.dtype))
+        ffi = self._ffi(_BETWEEN, numbers, results)
+        self._ticket, *taken = ffi(self._ticket, *(self.arrays[i] for i in numbers), *self._operands())
+        self._given += len(taken)
+        return taken
+
+    def finish(self) -> None:
+        """The last call: everything is where it belongs."""
+        numbers = sorted(self.arrays)
+        ffi = self._ffi(_FINISH, numbers, [jax.typeof(self.arrays[i]) for i in numbers])
+        done = ffi(*(self.arrays[i] for i in numbers), self._ticket, *self._operands())
+        self.arrays.update(zip(numbers, done, strict=True))
+
+    def _operands(self) -> list[Any]:
+        values = [*(value for *_, value in self._pushes), *self._after]
+        self._pulls, self._pushes, self._after = [], [], []
+        return values
+
+    def _ffi(self, mode: int, numbers: list[int], results: list[Any]) -> Any:
+        at = {number: position for position, number in enumerate(numbers)}
+        through = 1 if mode == _BETWEEN else len(numbers)
+        ffi = jax.ffi.ffi_call(
+            "dejax_offload_pieces",
+            tuple(results),
+            has_side_effect=True,
+            input_output_aliases={k: k for k in range(through)},
+        )
+        attributes = {
+            "site": np.int64(self._site),
+            "mode": np.int64(mode),
+            "first_tag": np.int64(self._given),
+            "staging_bytes": np.int64(self._staging_bytes),
+            "arrays": np.array(numbers, np.int64),
+            "pull_array": np.array([at[i] for i, *_ in self._pulls], np.int64),
+            "pull_offset": np.array([offset for _, offset, _ in self._pulls], np.int64),
+            "pull_bytes": np.array([nbytes for *_, nbytes in self._pulls], np.int64),
+            "push_array": np.array([at[i] for i, *_ in self._pushes], np.int64),
+            "push_offset": np.array([offset for _, offset, _ in self._pushes], np.int64),
+        }
+
+        def call(*operands: Any) -> Any:
+            with jax.named_scope("offload_pieces"):
+                return ffi(*operands, **attributes)
+
+        return call
+
+
+class Demand:
+    """Evaluates a jaxpr's variables when they are asked for, each once."""
+
+    def __init__(self, closed: core.ClosedJaxpr) -> None:
+        self.jaxpr = closed.jaxpr
+        self._known: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        self._far: dict[Any, Any] = {}
+        self.producer = {var: eqn for eqn in closed.jaxpr.eqns for var in eqn.outvars}
+
+    def give(self, var: Any, value: Any, far: bool) -> None:
+        """An input. One that is far, on the host, comes to the device when it is first asked for."""
+        (self._far if far else self._known)[var] = value
+
+    def value(self, var: Any) -> Any:
+        stack = [var]
+        while stack:
+            at = stack[-1]
+            if isinstance(at, core.Literal) or at in self._known:
+                stack.pop()
+            elif at in self._far:
+                self._known[at] = jax.device_put(self._far[at], _DEVICE)
+                stack.pop()
+            else:
+                eqn = self.producer[at]
+                missing = [v for v in eqn.invars if not isinstance(v, core.Literal) and v not in self._known]
+                if missing:
+                    stack.extend(missing)
+                    continue
+                out = _equation(self.jaxpr, eqn, self._read)
+                self._known.update(zip(eqn.outvars, out, strict=True))
+        return self._read(var)
+
+    def _read(self, var: Any) -> Any:
+        return var.val if isinstance(var, core.Literal) else self._known[var]

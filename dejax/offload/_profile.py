@@ -1,0 +1,238 @@
+"""Measuring for the planner: short stacks of layers, the bus, the drive, and how long one waits for them."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dejax.offload import _calls
+from dejax.offload._residuals import Residual, make_plan
+from dejax.offload._store import ActivationStore
+from dejax.offload._transform import ring_bytes
+
+SHORT = (2, 4)  # layers of the profiled stacks
+DEVICE_BANDWIDTH = 4e12  # bytes a second read and written; only the ring's copies, a percent of a layer, depend on it
+_PROFILE_SECONDS = 0.3  # for each time taken
+_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+_KEPT_FREE = 1 / 8  # of host memory, by the store, where there is a disk tier
+_drives: dict[tuple[Any, ...], tuple[float, float]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Where offloaded tensors can go, and how fast.
+
+    Attributes:
+        out_bandwidth, in_bandwidth: bytes a second, device to pinned host memory and back.
+        host_bytes: of host memory.
+        disk_bytes: of disk; 0 where there is no disk tier.
+        write_bandwidth, read_bandwidth: bytes a second of the disk tier.
+    """
+
+    out_bandwidth: float
+    in_bandwidth: float
+    host_bytes: float = float("inf")
+    disk_bytes: float = 0.0
+    write_bandwidth: float = float("inf")
+    read_bandwidth: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What a step's stored bytes mean for the tiers.
+
+    Attributes:
+        ring_bytes, host_bytes, disk_bytes: where they are when forward ends.
+        stall_seconds: that the step waits for copies.
+    """
+
+    ring_bytes: float
+    host_bytes: float
+    disk_bytes: float
+    stall_seconds: float
+
+
+def place(stored: float, ring: float, forward: float, backward: float, tiers: Tiers) -> Placement | None:
+    """Where stored bytes lie, and the wait for them.
+
+    They leave while forward runs, but for what stays in the ring; what is not out when the ring is full makes the
+    compute stream wait. Likewise back. What host memory does not hold goes on to disk in the same time, beside it.
+
+    Args:
+        stored: bytes of a step.
+        ring: bytes of the ring.
+        forward: seconds of the layers that store.
+        backward: seconds of the layers that fetch.
+        tiers: to go to.
+
+    Returns:
+        None where the tiers do not hold it.
+    """
+    if stored <= 0:
+        return Placement(0.0, 0.0, 0.0, 0.0)
+    travels = max(0.0, stored - ring)
+    on_disk = 0.0
+    if tiers.disk_bytes > 0:
+        on_disk = max(0.0, travels - tiers.host_bytes * (1 - _KEPT_FREE))
+    if on_disk > tiers.disk_bytes or travels - on_disk > tiers.host_bytes:
+        return None
+    waiting = max(0.0, travels / tiers.out_bandwidth - forward, on_disk / tiers.write_bandwidth - forward)
+    waiting += max(0.0, travels / tiers.in_bandwidth - backward, on_disk / tiers.read_bandwidth - backward)
+    return Placement(min(ring, stored), travels - on_disk, on_disk, waiting)
+
+
+def tiers_of(store: ActivationStore | None) -> Tiers:
+    """Measures the bus and the store's drive."""
+    out, back = bandwidths() if jax.default_backend() == "gpu" else (float("inf"), float("inf"))
+    if store is None:
+        return Tiers(out, back)
+    if not store.paths:
+        return Tiers(out, back, store.host_bytes)
+    write, read = drive_bandwidths(store)
+    disk = float("inf") if store.disk_bytes is None else store.disk_bytes
+    return Tiers(out, back, store.host_bytes, disk, write, read)
+
+
+def drive_bandwidths(store: ActivationStore, nbytes: int = 1 << 30) -> tuple[float, float]:
+    """Bytes a second written and read by another store like this one, on the same paths; measured once a process."""
+    key = (store.paths, store.engine, nbytes)
+    if key in _drives:
+        return _drives[key]
+    tensor, sites = nbytes // 16, [(1 << 40) + k for k in range(16)]
+    x = jax.random.bits(jax.random.key(0), (tensor // 4,), jnp.uint32)
+
+    @jax.jit
+    def put(x: Any) -> list[Any]:
+        return [_calls.store(x, store_id=0, site=site, ring_bytes=2 * tensor) for site in sites]
+
+    @jax.jit
+    def fetch(handles: list[Any]) -> Any:
+        total = jnp.zeros((), jnp.uint32)
+        for site, handle in zip(reversed(sites), reversed(handles), strict=True):
+            total += _calls.fetch(handle, x, (total,), store_id=0, site=site)[0]
+        return total
+
+    with ActivationStore(store.paths, host_bytes=3 * tensor, engine=store.engine) as probe:
+        for _ in range(2):  # the first time makes the files and the memory
+            before, begin = probe.stats(), time.perf_counter()
+            handles = jax.block_until_ready(put(x))
+            probe.drain()
+            written, middle = probe.stats(), time.perf_counter()
+            write = (written.written_bytes - before.written_bytes) / (middle - begin)
+            jax.block_until_ready(fetch(handles))
+            read = (probe.stats().read_bytes - before.read_bytes) / (time.perf_counter() - middle)
+    _drives[key] = (max(write, 1.0), max(read, 1.0))
+    return _drives[key]
+
+
+def scan_layers(body: Callable[[Any, Any], Any], params: Any, x: Any) -> Any:
+    """`body` over the leading axis of `params`."""
+    return jax.lax.scan(lambda x, p: (body(p, x), None), x, params)[0]
+
+
+def part(params: Any, begin: int, count: int) -> Any:
+    """Some of the layers' parameters."""
+    return jax.tree.map(lambda leaf: leaf[begin : begin + count], params)
+
+
+def short_stacks(
+    body: Callable[[Any, Any], Any], params: Any, x: Any, *, run: bool = True
+) -> tuple[float, float, float, float]:
+    """(base bytes, bytes a layer, base seconds, seconds a layer) of a training step, from two short stacks."""
+    temps, seconds = [], []
+    for count in SHORT:
+        step = training_step(functools.partial(scan_layers, body))
+        if run:
+            temp, took = profile(step, part(params, 0, count), x)
+        else:
+            compiled = step.lower(part(params, 0, count), x).compile()
+            temp, took = float(compiled.memory_analysis().temp_size_in_bytes), 0.0
+        temps.append(temp)
+        seconds.append(took)
+    between = SHORT[1] - SHORT[0]
+    layer_bytes, layer_seconds = (temps[1] - temps[0]) / between, (seconds[1] - seconds[0]) / between
+    base_seconds = max(0.0, seconds[0] - SHORT[0] * layer_seconds)
+    return temps[0] - SHORT[0] * layer_bytes, layer_bytes, base_seconds, layer_seconds
+
+
+def training_step(stack: Callable[[Any, Any], Any]) -> Any:
+    """`value_and_grad` of a stack, jitted."""
+
+    def loss(params: Any, x: Any) -> Any:
+        return sum((leaf.astype(jnp.float32) ** 2).mean() for leaf in jax.tree.leaves(stack(params, x)))
+
+    return jax.jit(jax.value_and_grad(loss))
+
+
+def timed(run: Callable[[], Any], *, seconds: float | None = None) -> float:
+    """Seconds of a run: the median, after three that are not counted."""
+    for _ in range(3):
+        jax.block_until_ready(run())
+    times: list[float] = []
+    end = time.perf_counter() + (_PROFILE_SECONDS if seconds is None else seconds)
+    while len(times) < 3 or time.perf_counter() < end:
+        begin = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def profile(step: Any, params: Any, x: Any) -> tuple[float, float]:
+    """(bytes of temporaries, seconds) of a step, as compiled."""
+    compiled = step.lower(params, x).compile()
+    temp = float(compiled.memory_analysis().temp_size_in_bytes)
+    return temp, timed(lambda: compiled(params, x))
+
+
+def forward_seconds(body: Callable[[Any, Any], Any], params: Any, x: Any) -> float:
+    """Seconds of a layer's forward pass."""
+    took = []
+    for count in SHORT:
+        stack = jax.jit(functools.partial(scan_layers, body))
+        took.append(timed(functools.partial(stack, part(params, 0, count), x)))
+    return max(0.0, (took[1] - took[0]) / (SHORT[1] - SHORT[0]))
+
+
+def residuals_of(fn: Callable[[Any, Any], Any], params: Any, x: Any, min_bytes: int) -> tuple[list[Residual], float]:
+    """What one layer would store, and the arithmetic of its forward pass in FLOP."""
+    layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params)
+    leaves, treedef = jax.tree.flatten((layer, x))
+
+    def flat(*leaves: Any) -> list[Any]:
+        return jax.tree.leaves(fn(*jax.tree.unflatten(treedef, leaves)))
+
+    def wanted(residual: Residual) -> bool:
+        return residual.nbytes >= max(1, min_bytes)
+
+    is_activation = [False] * len(jax.tree.leaves(layer)) + [True] * len(jax.tree.leaves(x))
+    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    plan = make_plan(flat, shapes, is_activation, wanted)
+    return [source.info for source in plan.sources if source.stored], plan.flops
+
+
+def ring_of(store: ActivationStore | None, sizes: Sequence[int], flops: float) -> int:
+    """Bytes of the device's ring for a layer that stores tensors of these sizes; 0 on the CPU."""
+    if jax.default_backend() != "gpu" or not sizes:
+        return 0
+    return store.device_bytes if store is not None and store.device_bytes is not None else ring_bytes(sizes, flops)
+
+
+def bandwidths(nbytes: int = 1 << 28, count: int = 4) -> tuple[float, float]:
+    """Bytes a second, device to pinned host and back: of several copies less one, since a copy alone also allocates."""
+    near = [jax.device_put(np.full(nbytes // 4, i, np.float32), jax.devices()[0]) for i in range(count)]
+    far = jax.block_until_ready(jax.device_put(near, _HOST))
+
+    def rate(arrays: list[Any], to: Any) -> float:
+        several = timed(lambda: jax.device_put(arrays, to), seconds=0.05)
+        one = timed(lambda: jax.device_put(arrays[:1], to), seconds=0.05)
+        return (count - 1) * nbytes / max(1e-9, several - one)
+
+    return rate(near, _HOST), rate(far, _DEVICE)

@@ -1,0 +1,372 @@
+#include "pieces.h"
+
+#include <cstring>
+#include <deque>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "cuda_calls.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace dejax::offload {
+namespace {
+
+constexpr int kMostChains = 64;  // of runs that ended early: their staging memory is taken back then
+
+struct Staging {
+  DevicePointer memory = 0;
+  size_t capacity = 0;
+  bool in_use = false;  // a piece waits in it to be taken
+  Event free;           // once this has happened others may use it
+};
+
+struct Waiting {
+  int64_t tag = 0;
+  size_t bytes = 0;
+  Staging* staging = nullptr;  // on a GPU
+  Event ready;
+  std::vector<char> memory;  // on the CPU
+};
+
+// The calls of one program in one execution.
+struct Chain {
+  int64_t number = 0;
+  std::deque<Waiting> waiting;          // pieces on their way to the device, in the order of their tags
+  std::map<int64_t, void*> addresses;   // of the host arrays
+};
+
+void Require(bool condition, const std::string& what) {
+  if (!condition) throw std::runtime_error("offload.optimizer: " + what);
+}
+
+class Pieces {
+ public:
+  explicit Pieces(int device) : device_(device) {}
+
+  void Call(const PiecesRequest& request, Stream compute) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto key = std::make_pair(request.run, request.site);
+    try {
+      if (device_ >= 0 && context_ == nullptr) Open(compute);
+      const ContextScope scope(context_);
+      const bool first = chains_.find(key) == chains_.end();
+      Chain& chain = chains_[key];
+      if (first) {
+        chain.number = ++chains_begun_;
+        ForgetOldChains();
+        // What the host arrays hold is there when the compute stream has come so far.
+        if (device_ >= 0) {
+          const Event here = events_->Record(compute);
+          Wait(in_, here);
+          Wait(out_, here);
+        }
+      }
+      Run(request, &chain, compute);
+      if (request.finish) {
+        Require(chain.waiting.empty(), "pieces of the state were left over; this is a defect of dejax");
+        if (device_ >= 0) Wait(compute, last_out_);
+        chains_.erase(key);
+      }
+    } catch (...) {
+      // XLA gives the memory of a failed step to others: nothing may still write to it.
+      if (context_ != nullptr) {
+        const ContextScope scope(context_);
+        GetCalls().stream_synchronize(in_);
+        GetCalls().stream_synchronize(out_);
+      }
+      const auto found = chains_.find(key);
+      if (found != chains_.end()) Forget(found->second);
+      chains_.erase(key);
+      throw;
+    }
+  }
+
+ private:
+  void Open(Stream compute) {
+    const Calls& calls = GetCalls();
+    Context context = nullptr;
+    Check(calls.stream_get_ctx(compute, &context), "cuStreamGetCtx");
+    const ContextScope scope(context);
+    Check(calls.stream_create(&in_, /*non-blocking*/ 1), "cuStreamCreate");
+    Check(calls.stream_create(&out_, /*non-blocking*/ 1), "cuStreamCreate");
+    events_ = std::make_shared<EventPool>();
+    context_ = context;
+  }
+
+  void Run(const PiecesRequest& request, Chain* chain, Stream compute) {
+    for (size_t i = 0; i < request.arrays.size(); ++i) {
+      void*& known = chain->addresses[request.arrays[i]];
+      // A copy that XLA makes in the middle would not have what is still on its way.
+      Require(known == nullptr || known == request.addresses[i],
+              "XLA copied the state in the middle of the update; use optimizer(tx, streams=False)");
+      known = request.addresses[i];
+    }
+    for (const auto* transfers : {&request.pulls, &request.pushes}) {
+      for (const Transfer& t : *transfers) {
+        Require(t.array >= 0 && static_cast<size_t>(t.array) < request.arrays.size() && t.offset >= 0 && t.bytes > 0 &&
+                    static_cast<size_t>(t.offset + t.bytes) <= request.sizes[t.array],
+                "a piece lies outside of its array; this is a defect of dejax");
+      }
+    }
+    int64_t tag = request.first_tag;
+    for (const auto& [to, bytes] : request.taken) {
+      Require(!chain->waiting.empty() && chain->waiting.front().tag == tag && chain->waiting.front().bytes == bytes,
+              "XLA ran the pieces of an update in another order than written; use optimizer(tx, streams=False)");
+      Take(chain->waiting.front(), to, compute);
+      chain->waiting.pop_front();
+      ++tag;
+    }
+    for (size_t i = 0; i < request.pushes.size(); ++i) {
+      const Transfer& t = request.pushes[i];
+      Push(request.pushed[i], request.addresses[t.array] + t.offset, t.bytes, request.staging_bytes, compute);
+    }
+    tag += static_cast<int64_t>(chain->waiting.size());
+    for (const Transfer& t : request.pulls) {
+      chain->waiting.emplace_back();
+      Waiting& piece = chain->waiting.back();
+      piece.tag = tag++;
+      piece.bytes = t.bytes;
+      Pull(request.addresses[t.array] + t.offset, t.bytes, request.staging_bytes, &piece);
+    }
+  }
+
+  void Pull(const char* from, size_t bytes, int64_t staging_bytes, Waiting* piece) {
+    if (device_ < 0) {
+      piece->memory.assign(from, from + bytes);
+      return;
+    }
+    Staging* staging = TakeStaging(bytes, staging_bytes);
+    piece->staging = staging;
+    staging->in_use = true;
+    Wait(in_, staging->free);
+    Check(GetCalls().copy_host_to_device(staging->memory, from, bytes, in_), "cuMemcpyHtoDAsync");
+    piece->ready = staging->free = events_->Record(in_);
+  }
+
+  void Take(const Waiting& piece, void* to, Stream compute) {
+    if (device_ < 0) {
+      std::memcpy(to, piece.memory.data(), piece.bytes);
+      return;
+    }
+    Wait(compute, piece.ready);
+    Check(GetCalls().copy_device_to_device(reinterpret_cast<DevicePointer>(to), piece.staging->memory, piece.bytes,
+                                           compute),
+          "cuMemcpyDtoDAsync");
+    piece.staging->free = events_->Record(compute);
+    piece.staging->in_use = false;
+  }
+
+  void Push(const void* from, char* to, size_t bytes, int64_t staging_bytes, Stream compute) {
+    if (device_ < 0) {
+      std::memcpy(to, from, bytes);
+      return;
+    }
+    Staging* staging = TakeStaging(bytes, staging_bytes);
+    Wait(compute, staging->free);
+    Check(GetCalls().copy_device_to_device(staging->memory, reinterpret_cast<DevicePointer>(from), bytes, compute),
+          "cuMemcpyDtoDAsync");
+    Wait(out_, events_->Record(compute));
+    Check(GetCalls().copy_device_to_host(to, staging->memory, bytes, out_), "cuMemcpyDtoHAsync");
+    last_out_ = staging->free = events_->Record(out_);
+  }
+
+  // One that is free now; else a new one, as far as memory is meant for it; else the one that is free soonest.
+  Staging* TakeStaging(size_t bytes, int64_t staging_bytes) {
+    const auto fits = [&](const Staging& s) {
+      return !s.in_use && s.capacity >= bytes && s.capacity <= bytes + bytes / 2 + (1 << 16);
+    };
+    Staging* oldest = nullptr;
+    size_t total = 0;
+    for (auto at = staging_.begin(); at != staging_.end(); ++at) {
+      total += at->capacity;
+      if (!fits(*at)) continue;
+      if (!at->free || GetCalls().event_query(at->free.get()) == 0) {
+        staging_.splice(staging_.end(), staging_, at);
+        return &staging_.back();
+      }
+      if (oldest == nullptr) oldest = &*at;
+    }
+    if (oldest == nullptr || total + bytes <= static_cast<size_t>(staging_bytes)) {
+      // Of another model, perhaps, and free: its memory first.
+      for (auto at = staging_.begin(); at != staging_.end() && total + bytes > static_cast<size_t>(staging_bytes);) {
+        if (at->in_use || fits(*at)) {
+          ++at;
+          continue;
+        }
+        if (at->free) Check(GetCalls().event_synchronize(at->free.get()), "cuEventSynchronize");
+        GetCalls().mem_free(at->memory);
+        total -= at->capacity;
+        at = staging_.erase(at);
+      }
+      Staging made;
+      if (GetCalls().mem_alloc(&made.memory, bytes) == 0) {
+        made.capacity = bytes;
+        staging_.push_back(made);
+        return &staging_.back();
+      }
+      Require(oldest != nullptr, "no device memory is left for staging " + std::to_string(bytes) +
+                                     " bytes; leave some to other users than XLA (XLA_PYTHON_CLIENT_MEM_FRACTION), or "
+                                     "give optimizer a smaller piece_bytes");
+    }
+    for (auto at = staging_.begin(); at != staging_.end(); ++at) {
+      if (&*at != oldest) continue;
+      staging_.splice(staging_.end(), staging_, at);
+      break;
+    }
+    return oldest;
+  }
+
+  void Forget(const Chain& chain) {
+    for (const Waiting& piece : chain.waiting) {
+      if (piece.staging != nullptr) piece.staging->in_use = false;
+    }
+  }
+
+  void ForgetOldChains() {
+    for (auto at = chains_.begin(); at != chains_.end();) {
+      if (chains_begun_ - at->second.number > kMostChains) {
+        Forget(at->second);
+        at = chains_.erase(at);
+      } else {
+        ++at;
+      }
+    }
+  }
+
+  const int device_;
+  std::mutex mutex_;
+  Context context_ = nullptr;
+  Stream in_ = nullptr, out_ = nullptr;
+  std::shared_ptr<EventPool> events_;
+  Event last_out_;
+  std::list<Staging> staging_;  // used longest ago first
+  std::map<std::pair<int64_t, int64_t>, Chain> chains_;  // by run and site
+  int64_t chains_begun_ = 0;
+};
+
+Pieces& PiecesOf(int device) {
+  static std::mutex* const mutex = new std::mutex;
+  static auto* const all = new std::map<int, std::unique_ptr<Pieces>>;  // never destroyed, like the driver
+  std::lock_guard<std::mutex> lock(*mutex);
+  auto& pieces = (*all)[device];
+  if (!pieces) pieces = std::make_unique<Pieces>(device);
+  return *pieces;
+}
+
+using Numbers = ffi::Span<const int64_t>;
+
+constexpr int64_t kBetween = 0, kBegin = 1, kFinish = 2;
+
+// The CPU's backend may give a result memory of its own.
+void CopyArrays(const PiecesRequest& request, const ffi::RemainingRets& rets) {
+  for (size_t i = 0; i < request.arrays.size(); ++i) {
+    auto out = rets.get<ffi::AnyBuffer>(i);
+    void* const to = (*out)->untyped_data();
+    if (to != request.addresses[i]) std::memcpy(to, request.addresses[i], request.sizes[i]);
+  }
+}
+
+ffi::Error Do(int device, Stream compute, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets,
+              int64_t site, int64_t first_tag, int64_t staging_bytes, int64_t mode, Numbers arrays, Numbers pull_array,
+              Numbers pull_offset, Numbers pull_bytes, Numbers push_array, Numbers push_offset) {
+  try {
+    PiecesRequest request;
+    request.run = run.run_id;
+    request.site = site;
+    request.first_tag = first_tag;
+    request.staging_bytes = staging_bytes;
+    request.finish = mode == kFinish;
+    const size_t count = arrays.size();
+    const size_t tickets = mode == kBegin ? 0 : 1;
+    const size_t first_array = mode == kBetween ? 1 : 0;
+    Require(args.size() >= count + tickets + push_array.size() && rets.size() >= (mode == kBetween ? 1 : count),
+            "a call has too few operands");
+    for (size_t i = 0; i < count; ++i) {
+      const auto in = args.get<ffi::AnyBuffer>(first_array + i);
+      Require(in.has_value(), "an operand is no array");
+      void* const from = in->untyped_data();
+      request.arrays.push_back(arrays[i]);
+      request.addresses.push_back(static_cast<char*>(from));
+      request.sizes.push_back(in->size_bytes());
+      if (mode == kBetween) continue;
+      auto out = rets.get<ffi::AnyBuffer>(i);
+      Require(out.has_value(), "a result is no array");
+      Require((*out)->untyped_data() == from || device < 0,
+              "XLA did not update the state in place; use optimizer(tx, streams=False)");
+    }
+    if (mode == kBegin) {
+      CopyArrays(request, rets);
+      return ffi::Error::Success();
+    }
+    for (size_t i = 0; i < push_array.size(); ++i) {
+      const auto in = args.get<ffi::AnyBuffer>(count + 1 + i);
+      Require(in.has_value(), "an operand is no array");
+      request.pushes.push_back({push_array[i], push_offset[i], static_cast<int64_t>(in->size_bytes())});
+      request.pushed.push_back(in->untyped_data());
+    }
+    for (size_t i = 0; i < pull_array.size(); ++i) {
+      request.pulls.push_back({pull_array[i], pull_offset[i], pull_bytes[i]});
+    }
+    for (size_t i = 1; mode == kBetween && i < rets.size(); ++i) {
+      auto out = rets.get<ffi::AnyBuffer>(i);
+      Require(out.has_value(), "a result is no array");
+      request.taken.push_back({(*out)->untyped_data(), (*out)->size_bytes()});
+    }
+    CallPieces(device, request, compute);
+    if (mode == kFinish) CopyArrays(request, rets);
+  } catch (const std::exception& error) {
+    return ffi::Error(ffi::ErrorCode::kFailedPrecondition, error.what());
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error DoCpu(ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t site, int64_t first_tag,
+                 int64_t staging_bytes, int64_t mode, Numbers arrays, Numbers pull_array, Numbers pull_offset,
+                 Numbers pull_bytes, Numbers push_array, Numbers push_offset) {
+  return Do(-1, nullptr, run, args, rets, site, first_tag, staging_bytes, mode, arrays, pull_array, pull_offset,
+            pull_bytes, push_array, push_offset);
+}
+
+ffi::Error DoCuda(Stream compute, int32_t device, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                  int64_t site, int64_t first_tag, int64_t staging_bytes, int64_t mode, Numbers arrays,
+                  Numbers pull_array, Numbers pull_offset, Numbers pull_bytes, Numbers push_array,
+                  Numbers push_offset) {
+  return Do(device, compute, run, args, rets, site, first_tag, staging_bytes, mode, arrays, pull_array, pull_offset,
+            pull_bytes, push_array, push_offset);
+}
+
+}  // namespace
+
+void CallPieces(int device, const PiecesRequest& request, Stream compute) { PiecesOf(device).Call(request, compute); }
+
+#define DEJAX_PIECES_BINDING(bind)      \
+  (bind)                                \
+      .Ctx<ffi::RunId>()                \
+      .RemainingArgs()                  \
+      .RemainingRets()                  \
+      .Attr<int64_t>("site")            \
+      .Attr<int64_t>("first_tag")       \
+      .Attr<int64_t>("staging_bytes")   \
+      .Attr<int64_t>("mode")            \
+      .Attr<Numbers>("arrays")          \
+      .Attr<Numbers>("pull_array")      \
+      .Attr<Numbers>("pull_offset")     \
+      .Attr<Numbers>("pull_bytes")      \
+      .Attr<Numbers>("push_array")      \
+      .Attr<Numbers>("push_offset")
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PiecesCpu, DoCpu, DEJAX_PIECES_BINDING(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PiecesCuda, DoCuda,
+                              DEJAX_PIECES_BINDING(
+                                  ffi::Ffi::Bind().Ctx<ffi::PlatformStream<Stream>>().Ctx<ffi::DeviceOrdinal>()));
+
+#undef DEJAX_PIECES_BINDING
+
+}  // namespace dejax::offload

@@ -1,0 +1,187 @@
+// Entries of a store and the runs that stored them: who is live, what a run is expected to store, what is given up.
+#include <algorithm>
+
+#include "ring.h"
+#include "store.h"
+#include "store_internal.h"
+
+namespace dejax::offload {
+namespace {
+
+// What a run that has fetched some of its entries left over is dropped when so many later runs have begun and nothing
+// was heard of it for a while.
+constexpr size_t kLeftoverRuns = 8;
+
+}  // namespace
+
+RunPtr Store::FindRun(int64_t id, int device, bool create) {
+  const double now = Seconds();
+  const auto found = runs_.find({id, device});
+  if (found != runs_.end()) {
+    found->second->last_used = now;
+    return found->second;
+  }
+  if (!create) return nullptr;
+  auto run = std::make_shared<Run>();
+  run->id = id;
+  run->device = device;
+  run->number = stats_.runs++;
+  run->last_used = now;
+  runs_[{id, device}] = run;
+  recent_.push_back(run);
+  for (size_t i = 0; i + kLeftoverRuns < recent_.size();) {
+    const RunPtr old = recent_[i];
+    if (now - old->last_used <= kIdleSeconds) break;  // so are all later ones, or nearly
+    if (old->fetched) {
+      const std::vector<EntryPtr> left = old->stack;
+      for (const EntryPtr& entry : left) {
+        if (entry->live) Drop(entry);
+      }
+    }
+    if (old->stack.empty()) {
+      runs_.erase({old->id, old->device});
+      recent_.erase(recent_.begin() + i);
+    } else {
+      ++i;
+    }
+  }
+  return run;
+}
+
+EntryPtr Store::Add(const RunPtr& run, int64_t site, int64_t bytes) {
+  auto entry = std::make_shared<Entry>();
+  entry->serial = next_serial_++;
+  entry->bytes = bytes;
+  entry->site = site;
+  entry->device = run->device;
+  entry->run = run;
+  entries_[entry->serial] = entry;
+  if (run->stack.empty() && run->peak_bytes == 0) run->first_site = site;
+  run->stack.push_back(entry);
+  auto& serials = run->by_site[site];
+  Site& known = sites_[site];
+  if (known.uses == Site::Uses::kUnknown && known.fetched && serials.empty()) known.uses = Site::Uses::kOne;
+  serials.push_back(entry->serial);
+  run->live_bytes += bytes;
+  run->peak_bytes = std::max(run->peak_bytes, run->live_bytes);
+  stats_.stored_bytes += bytes;
+  ++stats_.stored_count;
+  stats_.live_bytes += bytes;
+  ++stats_.live_count;
+  stats_.peak_live_bytes = std::max(stats_.peak_live_bytes, stats_.live_bytes);
+  return entry;
+}
+
+EntryPtr Store::Find(uint64_t handle, int64_t site, int64_t bytes, int device) {
+  const uint64_t serial = handle & ((1ull << kSerialBits) - 1);
+  if (handle >> kSerialBits != static_cast<uint64_t>(id_)) {
+    throw std::runtime_error("offload: handle " + std::to_string(handle) + " is not of this store (number " +
+                             std::to_string(id_) + "); run backward with the store that forward used");
+  }
+  const auto found = entries_.find(serial);
+  if (found == entries_.end() || !found->second->live) sites_[site].uses = Site::Uses::kMany;
+  if (found == entries_.end()) {
+    throw std::runtime_error(
+        "offload: the tensor of handle " + std::to_string(serial) + (serial < next_serial_
+            ? " is gone: it was fetched before and its memory used again (backward ran twice), dropped by clear(), or "
+              "given up for newer ones when the store was full. Run forward again: from now on this call's tensors stay "
+              "for a second fetch"
+            : " was never stored: the handle is damaged"));
+  }
+  if (found->second->bytes != bytes) {
+    throw std::runtime_error("offload: handle " + std::to_string(serial) + " stands for " +
+                             std::to_string(found->second->bytes) + " bytes, " + std::to_string(bytes) +
+                             " were asked for: the handles were mixed up on their way from forward to backward");
+  }
+  if (found->second->device != device) {
+    throw std::runtime_error("offload: a tensor that was stored on device " + std::to_string(found->second->device) +
+                             " was to be fetched on device " + std::to_string(device) +
+                             " (-1 is the CPU); run backward where forward ran");
+  }
+  return found->second;
+}
+
+// Made on first use; only a whole one is kept.
+Ring& Store::RingOf(int device, Stream compute) {
+  const auto found = rings_.find(device);
+  if (found != rings_.end()) return *found->second;
+  auto made = std::make_unique<Ring>(this, device, compute);
+  return *(rings_[device] = std::move(made));
+}
+
+// By value: the caller may name it by the very map that it leaves.
+void Store::Retire(EntryPtr entry) {
+  entries_.erase(entry->serial);
+  if (entry->slot != nullptr && entry->slot->serial == entry->serial) entry->slot->serial = 0;
+  entry->slot = nullptr;
+}
+
+// Takes an entry out of its run: it was fetched, or is given up.
+void Store::Fetched(const EntryPtr& entry, const RunPtr& run) {
+  if (!entry->live) return;
+  entry->live = false;
+  sites_[entry->site].fetched = true;
+  stats_.live_bytes -= entry->bytes;
+  --stats_.live_count;
+  written_.erase(entry->serial);
+  if (entry->disk == Entry::Disk::kQueued && entry->pending > 0) stats_.cancelled_bytes += entry->bytes;
+  if (entry->pending == 0 && disk_) {
+    for (const Chunk& chunk : entry->chunks) disk_->Free(chunk);
+    entry->chunks.clear();
+  }
+  if (entry->slot != nullptr) {
+    ReleaseSlot(entry->slot);
+  } else {
+    Retire(entry);
+  }
+  if (run) {
+    run->live_bytes -= entry->bytes;
+    expected_[run->first_site] = run->peak_bytes;
+    auto& serials = run->by_site[entry->site];
+    const auto at = std::find(serials.rbegin(), serials.rend(), entry->serial);
+    if (at != serials.rend()) serials.erase(std::next(at).base());
+    while (!run->stack.empty() && !run->stack.back()->live) run->stack.pop_back();
+    run->top = run->stack.empty() ? 0 : run->stack.back()->offset + run->stack.back()->span;
+  }
+  changed_.notify_all();
+}
+
+void Store::Drop(const EntryPtr& entry) {
+  const RunPtr run = entry->run.lock();
+  for (auto& [device, ring] : rings_) ring->Leave(entry);
+  const int64_t peak = run ? run->peak_bytes : 0;
+  const auto known = run ? expected_.find(run->first_site) : expected_.end();
+  const int64_t before = known != expected_.end() ? known->second : -1;
+  Fetched(entry, run);
+  if (run && peak > 0) {  // what was dropped says nothing about how much a whole run stores
+    if (before < 0) {
+      expected_.erase(run->first_site);
+    } else {
+      expected_[run->first_site] = before;
+    }
+  }
+  ++stats_.dropped_count;
+  Retire(entry);
+}
+
+void Store::FailRun(const RunPtr& run) {
+  if (!run) return;
+  const std::vector<EntryPtr> left = run->stack;
+  for (const EntryPtr& entry : left) {
+    if (entry->live) Drop(entry);
+  }
+}
+
+// Gives up what the oldest run left that was not heard of for a while.
+bool Store::DropOldest(const Run* current) {
+  const double now = Seconds();
+  for (const RunPtr& old : recent_) {
+    const RunPtr run = old;
+    if (run.get() == current || run->stack.empty() || now - run->last_used < kIdleSeconds) continue;
+    FailRun(run);
+    return true;
+  }
+  return false;
+}
+
+}  // namespace dejax::offload

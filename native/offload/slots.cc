@@ -1,0 +1,190 @@
+// The host tier: slots of pinned or ordinary memory within the cap, and who makes room.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "store.h"
+#include "store_internal.h"
+
+namespace dejax::offload {
+
+Slot* Store::Allocate(int64_t capacity, bool pinned) {
+  void* data = nullptr;
+  if (pinned) {
+    constexpr unsigned kPortable = 1, kDeviceMap = 2;
+    const Result result = GetCalls().host_alloc(&data, static_cast<size_t>(capacity), kPortable | kDeviceMap);
+    if (result != 0) return nullptr;
+  } else {
+    data = mmap(nullptr, capacity, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data == MAP_FAILED) return nullptr;
+#ifdef MADV_HUGEPAGE
+    if (capacity >= 4 << 20) madvise(data, capacity, MADV_HUGEPAGE);
+#endif
+  }
+  slots_.emplace_back();
+  Slot* slot = &slots_.back();
+  slot->data = data;
+  slot->capacity = capacity;
+  slot->pinned = pinned;
+  host_allocated_ += capacity;
+  stats_.peak_host_bytes = std::max(stats_.peak_host_bytes, host_allocated_);
+  return slot;
+}
+
+void Store::FreeMemory(Slot* slot) {
+  for (Event* event : {&slot->last_read, &slot->last_write}) {
+    if (*event) Check(GetCalls().event_synchronize(event->get()), "cuEventSynchronize");
+    event->reset();
+  }
+  host_allocated_ -= slot->capacity;
+  if (slot->pinned) {
+    GetCalls().host_free(slot->data);
+  } else {
+    munmap(slot->data, slot->capacity);
+  }
+  slots_.remove_if([&](const Slot& other) { return &other == slot; });
+}
+
+void Store::ReleaseSlot(Slot* slot) {
+  slot->free = true;
+  free_.push_back(slot);
+}
+
+// Whether a free slot's former bytes may be fetched once more.
+Store::Reuse Store::MayReuse(const Slot& slot) const {
+  const auto entry = slot.serial == 0 ? entries_.end() : entries_.find(slot.serial);
+  if (entry == entries_.end()) return Reuse::kFree;
+  const RunPtr run = entry->second->run.lock();
+  if (!run || (stats_.runs - run->number > 4 && Seconds() - run->last_used > kIdleSeconds)) return Reuse::kFree;
+  const auto site = sites_.find(entry->second->site);
+  if (site == sites_.end()) return Reuse::kFree;
+  switch (site->second.uses) {
+    case Site::Uses::kOne: return Reuse::kFree;
+    case Site::Uses::kMany: return Reuse::kNo;
+    default: return Reuse::kFetchedOnce;
+  }
+}
+
+Slot* Store::TryTakeSlot(int64_t bytes, bool pinned, uint64_t victims_below) {
+  const int64_t capacity = RoundUp(bytes, kPage);
+  const auto fits = [&](const Slot& slot) {
+    return slot.pinned == pinned && slot.capacity >= capacity && slot.capacity <= capacity + capacity / 4 + (64 << 10);
+  };
+  const auto take = [&](Slot* slot) {
+    if (slot->serial != 0) {
+      const auto former = entries_.find(slot->serial);
+      if (former != entries_.end()) Retire(former->second);
+    }
+    slot->free = false;
+    slot->serial = 0;
+    return slot;
+  };
+  const auto find_free = [&](bool fetched_once) -> Slot* {
+    for (auto at = free_.begin(); at != free_.end(); ++at) {
+      Slot* slot = *at;
+      if (slot->pins > 0 || !fits(*slot)) continue;
+      const Reuse reuse = MayReuse(*slot);
+      if (reuse == Reuse::kNo || (reuse == Reuse::kFetchedOnce && !fetched_once)) continue;
+      free_.erase(at);
+      return take(slot);
+    }
+    return nullptr;
+  };
+  if (Slot* slot = find_free(/*fetched_once=*/false)) return slot;
+  if (host_allocated_ + capacity <= options_.host_bytes) {
+    if (Slot* slot = Allocate(capacity, pinned)) return slot;
+  }
+  if (Slot* slot = find_free(/*fetched_once=*/true)) return slot;
+  // Memory of other sizes that nobody needs.
+  for (auto at = free_.begin(); at != free_.end() && host_allocated_ + capacity > options_.host_bytes;) {
+    Slot* slot = *at;
+    if (slot->pins > 0 || MayReuse(*slot) == Reuse::kNo) {
+      ++at;
+      continue;
+    }
+    at = free_.erase(at);
+    FreeMemory(take(slot));
+  }
+  // Memory whose bytes are on disk too: the oldest, which is fetched last.
+  for (auto at = written_.begin(); at != written_.end() && at->first < victims_below;) {
+    const EntryPtr entry = at->second;
+    Slot* slot = entry->slot;
+    if (slot == nullptr || slot->pins > 0 || host_allocated_ + capacity <= options_.host_bytes) {
+      if (host_allocated_ + capacity <= options_.host_bytes) break;
+      ++at;
+      continue;
+    }
+    at = written_.erase(at);
+    entry->slot = nullptr;
+    slot->serial = 0;
+    if (fits(*slot)) return slot;
+    FreeMemory(slot);
+  }
+  if (host_allocated_ + capacity <= options_.host_bytes) return Allocate(capacity, pinned);
+  return nullptr;
+}
+
+// Writes that nobody foresaw: the oldest entries that are nowhere but in host memory.
+bool Store::ForceWrites() {
+  if (!disk_) return false;
+  std::vector<EntryPtr> candidates;
+  for (const auto& [serial, entry] : entries_) {
+    if (entry->live && entry->disk == Entry::Disk::kNone && entry->slot != nullptr && entry->slot->pins == 0 &&
+        (!entry->slot->pinned || entry->copied_out)) {
+      candidates.push_back(entry);
+    }
+  }
+  std::sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) { return a->serial < b->serial; });
+  if (candidates.size() > 4) candidates.resize(4);
+  bool any = false;
+  for (const EntryPtr& entry : candidates) {
+    QueueWrite(entry);
+    any |= entry->disk == Entry::Disk::kQueued;
+  }
+  return any;
+}
+
+Slot* Store::TakeSlot(Lock& lock, const EntryPtr& entry, bool pinned, bool may_wait, uint64_t victims_below) {
+  const int64_t bytes = entry->bytes;
+  const int64_t capacity = RoundUp(bytes, kPage);
+  if (capacity > options_.host_bytes) {
+    throw std::runtime_error("offload: a tensor of " + Megabytes(bytes) + " is larger than host_bytes=" +
+                             std::to_string(options_.host_bytes) + "; raise host_bytes");
+  }
+  const RunPtr run = entry->run.lock();
+  Slot* slot = TryTakeSlot(bytes, pinned, victims_below);
+  if (slot != nullptr || !may_wait) return slot;
+  const Stopwatch stopwatch(&stats_.store_stall_seconds);
+  const double begin = Seconds();
+  while (true) {
+    RequireOpen();
+    if (Slot* found = TryTakeSlot(bytes, pinned, victims_below)) return found;
+    const bool underway = running_jobs_ > 0 || !writes_.empty() || !reads_.empty() || !external_jobs_.empty() ||
+                          std::any_of(free_.begin(), free_.end(), [](const Slot* free) { return free->pins > 0; }) ||
+                          active_ > 0;
+    if (!underway && !ForceWrites()) {
+      if (DropOldest(run.get())) continue;
+      // Younger runs may go on in other threads: what they fetch makes room too.
+      if (Seconds() - begin < kIdleSeconds + 0.1) {
+        ++waiting_;
+        changed_.wait_for(lock, std::chrono::milliseconds(20));
+        --waiting_;
+        if (closing_) changed_.notify_all();
+        continue;
+      }
+      std::string why = "offload: the host tier is full: host_bytes=" + std::to_string(options_.host_bytes) + ", " +
+                        std::to_string(stats_.live_count) + " tensors of " + Megabytes(stats_.live_bytes) +
+                        " are stored";
+      why += disk_ ? (disk_error_.empty() ? "" : "; the disk tier failed: " + disk_error_)
+                   : "; raise host_bytes, or give the store a path for a disk tier";
+      throw std::runtime_error(why);
+    }
+    ++waiting_;  // not active: two that wait for room must not take each other for work under way
+    changed_.wait_for(lock, std::chrono::milliseconds(200));
+    --waiting_;
+    changed_.notify_all();
+  }
+}
+
+}  // namespace dejax::offload

@@ -1,0 +1,180 @@
+// What the FFI handlers call: store and fetch, on the CPU and on a GPU.
+#include <cstring>
+
+#include "../thread_pool.h"
+#include "ring.h"
+#include "store.h"
+#include "store_internal.h"
+
+namespace dejax::offload {
+namespace {
+
+constexpr int64_t kCopyGrain = 4 << 20;
+
+void Copy(void* to, const void* from, int64_t bytes) {
+  ThreadPool::Get().ParallelFor(bytes, kCopyGrain, [&](int64_t begin, int64_t end) {
+    std::memcpy(static_cast<char*>(to) + begin, static_cast<const char*>(from) + begin, end - begin);
+  });
+}
+
+}  // namespace
+
+uint64_t Store::StoreOnCpu(int64_t run_id, int64_t site, const void* data, int64_t bytes) {
+  Lock lock(mutex_);
+  RequireOpen();
+  const Stopwatch stopwatch(&stats_.launch_seconds);
+  const RunPtr run = FindRun(run_id, -1, /*create=*/true);
+  const EntryPtr entry = Add(run, site, bytes);
+  try {
+    if (Injected("store")) throw std::runtime_error("offload: storing failed: injected fault");
+    Slot* slot = TakeSlot(lock, entry, /*pinned=*/false, /*may_wait=*/true, kAnySerial);
+    if (!entry->live) {
+      ReleaseSlot(slot);
+      throw std::runtime_error("offload: another tensor of this step could not be stored");
+    }
+    entry->slot = slot;
+    slot->serial = entry->serial;
+    ++slot->pins;
+    ++active_;
+    lock.unlock();
+    Copy(slot->data, data, bytes);
+    if (const int64_t rest = RoundUp(bytes, kPage) - bytes) {
+      std::memset(static_cast<char*>(slot->data) + bytes, 0, rest);  // checksums cover whole pages
+    }
+    lock.lock();
+    --active_;
+    --slot->pins;
+    changed_.notify_all();
+    if (!entry->live) throw std::runtime_error("offload: another tensor of this step could not be stored");
+    if (ShouldWrite(run, *entry)) QueueWrite(entry);
+  } catch (...) {
+    FailRun(run);
+    throw;
+  }
+  return Handle(entry->serial);
+}
+
+void Store::FetchOnCpu(int64_t run_id, int64_t site, uint64_t handle, void* data, int64_t bytes) {
+  Lock lock(mutex_);
+  RequireOpen();
+  const Stopwatch stopwatch(&stats_.launch_seconds);
+  const EntryPtr entry = Find(handle, site, bytes, /*device=*/-1);
+  const RunPtr run = entry->run.lock();
+  try {
+    if (Injected("fetch")) throw std::runtime_error("offload: fetching failed: injected fault");
+    if (run) {
+      run->last_used = Seconds();
+      run->fetched |= run->id == run_id;
+      run->reading_back = true;
+    }
+    ReadAhead(run, lock);
+    AwaitHost(lock, entry, /*pinned=*/false);
+    Slot* slot = entry->slot;
+    ++slot->pins;
+    ++active_;
+    lock.unlock();
+    Copy(data, slot->data, bytes);
+    lock.lock();
+    --active_;
+    --slot->pins;
+    stats_.demand_bytes += bytes;
+    stats_.fetched_bytes += bytes;
+    ++stats_.fetched_count;
+    Fetched(entry, run);
+    ReadAhead(run, lock);
+  } catch (...) {
+    FailRun(run);
+    throw;
+  }
+}
+
+void Store::StoreOnCuda(int64_t run_id, int device, Stream stream, int64_t site, int64_t ring_bytes,
+                        DevicePointer data, int64_t bytes, DevicePointer handle) {
+  Lock lock(mutex_);
+  RequireOpen();
+  const Stopwatch stopwatch(&stats_.launch_seconds);
+  CheckDevices();
+  Ring* const ring = &RingOf(device, stream);
+  const ContextScope scope(ring->context());
+  const RunPtr run = FindRun(run_id, device, /*create=*/true);
+  const EntryPtr entry = Add(run, site, bytes);
+  try {
+    if (Injected("store")) throw std::runtime_error("offload: storing failed: injected fault");
+    ring->Reserve(options_.device_bytes >= 0 ? options_.device_bytes : ring_bytes, stream);
+    ring->Push(lock, run, entry, data, stream);
+    if (!entry->live) throw std::runtime_error("offload: another tensor of this step could not be stored");
+    ring->SetHandle(handle, Handle(entry->serial), stream);
+    if (ShouldWrite(run, *entry)) QueueWrite(entry);
+  } catch (...) {
+    FailRun(run);
+    throw;
+  }
+}
+
+void Store::FetchOnCuda(int64_t run_id, int device, Stream stream, int64_t site, DevicePointer handle,
+                        DevicePointer data, int64_t bytes) {
+  Lock lock(mutex_);
+  RequireOpen();
+  const Stopwatch stopwatch(&stats_.launch_seconds);
+  CheckDevices();
+  Ring* const ring = &RingOf(device, stream);
+  const ContextScope scope(ring->context());
+  const RunPtr own = FindRun(run_id, device, /*create=*/false);
+  RunPtr run = own;
+  try {
+    if (Injected("fetch")) throw std::runtime_error("offload: fetching failed: injected fault");
+    uint64_t foreseen = 0;
+    if (own) {
+      const std::vector<uint64_t>& stored = own->by_site[site];
+      if (!stored.empty()) foreseen = Handle(stored.back());
+    }
+    const int mode = prediction_;
+    const bool predict = foreseen != 0 && (mode == 2 || (mode == 0 && sites_[site].order == Site::Order::kForeseen));
+    uint64_t value = foreseen;
+    if (!predict) {
+      ++stats_.value_reads;
+      value = ring->ReadHandle(lock, handle, stream);
+      if (own && value != foreseen) {
+        own->surprising.insert(site);
+        sites_[site].order = Site::Order::kSurprising;
+      }
+    }
+    const EntryPtr entry = Find(value, site, bytes, device);
+    run = entry->run.lock();
+    if (run) {
+      run->last_used = Seconds();
+      run->fetched |= run == own;
+      run->reading_back = true;
+    }
+    ReadAhead(run, lock);
+    ring->Pop(lock, run, entry, data, stream);
+    ring->Leave(entry);
+    stats_.fetched_bytes += bytes;
+    ++stats_.fetched_count;
+    Fetched(entry, run);
+    ReadAhead(run, lock);
+    ring->Prefetch(run);
+    if (predict) {
+      ring->CheckHandle(run_id, handle, value, data, bytes, stream);
+      return;
+    }
+    ring->Guard(run_id, data, bytes, stream);
+    if (own && own->by_site[site].empty() && own->surprising.count(site) == 0 &&
+               sites_[site].order == Site::Order::kUnknown) {
+      sites_[site].order = Site::Order::kForeseen;  // a whole run came so: from now on nobody waits for handles
+    }
+  } catch (...) {
+    FailRun(run);
+    throw;
+  }
+}
+
+void Store::GuardOnCuda(int64_t run_id, int device, Stream stream, DevicePointer data, int64_t bytes) {
+  Lock lock(mutex_);
+  RequireOpen();
+  Ring* const ring = &RingOf(device, stream);
+  const ContextScope scope(ring->context());
+  ring->Guard(run_id, data, bytes, stream);
+}
+
+}  // namespace dejax::offload
