@@ -411,7 +411,9 @@ def markdown(results: Results, settings: dict[str, Any] = BASE) -> str:
         means = []
         for against in ("device", "hector"):
             both = [[v for c in of_model if (v := ratio(results, settings, c, p, against))] for p in PHASES]
-            means.append(" / ".join(_figure(geometric_mean(values), 2) for values in both))
+            known = min(map(len, both))
+            of = f" (of {known})" if 0 < known < len(of_model) else ""
+            means.append(" / ".join(_figure(geometric_mean(values), 2) for values in both) + of)
         if of_model:
             lines.append(f"| geometric mean | {title} | | | | | | {means[0]} | {means[1]} |")
     return "\n".join(lines)
