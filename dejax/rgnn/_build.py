@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dejax.rgnn._segments import HUB_CHUNK, Segments, make_segments
+from dejax.rgnn._segments import Segments, make_segments
 from dejax.rgnn._sorting import expand, offsets_of, offsets_of_sorted, runs_of, stable_argsort
 from dejax.rgnn.graph import LOOPS, RelGraph
 
@@ -229,7 +229,7 @@ def build(
             node_type, node_order, offsets_of(node_type, num_node_types), hub_chunk=hub_chunk, typed=True
         ),
         edge_type_by_source=source_types(
-            node_type, source.pairs_by_node, source.pairs_by_type, num_edge_types, num_node_types
+            node_type, source.pairs_by_node, source.pairs_by_type, num_edge_types, num_node_types, hub_chunk
         ),
         num_nodes=num_nodes,
         num_edges=num_edges,
@@ -251,7 +251,12 @@ def build(
 
 
 def source_types(
-    node_type: np.ndarray, pairs_by_node: Segments, pairs_by_type: Segments, num_edge_types: int, num_node_types: int
+    node_type: np.ndarray,
+    pairs_by_node: Segments,
+    pairs_by_type: Segments,
+    num_edge_types: int,
+    num_node_types: int,
+    hub_chunk: int,
 ) -> Segments | None:
     """Edge types by the node type of their sources; None where some edge type has sources of several."""
     found = np.zeros(num_edge_types, np.int32)  # type 0 for edge types without edges
@@ -264,7 +269,7 @@ def source_types(
             if (np.maximum.reduceat(of_pair, offsets[some]) != found[some]).any():
                 return None
     order = stable_argsort([found], [max(num_node_types, 1)])
-    return make_segments(found, order, offsets_of(found, num_node_types), hub_chunk=HUB_CHUNK)
+    return make_segments(found, order, offsets_of(found, num_node_types), hub_chunk=hub_chunk)
 
 
 def _to_device(graph: RelGraph) -> RelGraph:

@@ -206,6 +206,18 @@ def check_tables(graph: RelGraph, edges: EdgeList, *, exact: bool, chunk: int = 
         ordered=ordered,
     )
 
+    of_type = [
+        {int(node_type[s]) for s, k in zip(senders[:valid], kinds[:valid], strict=True) if k == t} for t in range(types)
+    ]
+    if all(len(found) <= 1 for found in of_type) and (exact or edges.num_node_types == 1):
+        assert graph.edge_type_by_source is not None
+        source_types = [next(iter(found), 0) for found in of_type]
+        check_segments(
+            graph.edge_type_by_source, source_types, edges.num_node_types, exact=exact, chunk=chunk, ordered=not exact
+        )
+    else:
+        assert graph.edge_type_by_source is None
+
 
 def assert_equal(actual: Any, expected: Any) -> None:
     """Same numbers, and a bool or int32 array."""
