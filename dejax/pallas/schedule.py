@@ -111,7 +111,7 @@ def gemm_schedule(
     if half and wide_k >= 128 and wide_n >= 128 and not whole_n:
         # 2 million rows in bfloat16, 128 to 128: 0.33 ms, where (128, 128, 8 warps, 2 stages) takes 0.40; 256 to 256
         # 0.83, where (64, 128, 8, 2) takes 0.94.
-        return GemmSchedule(64, min(wide_n, 256), 8, 3)
+        return GemmSchedule(64, min(wide_n, 256), 8 if block >= 128 else 4, 3)
     block_k = wide_k if wide_k <= 128 else 64
     limit_n = 128
     if precision == "f32":

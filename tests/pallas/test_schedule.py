@@ -29,6 +29,12 @@ def test_product_schedules_are_powers_of_two_of_at_least_16(precision):
             for side in (g.block_k, g.block_n, o.block_rows, o.block_k, o.block_n):
                 assert side >= 16 and next_power_of_two(side) == side
             assert schedule.gemm_schedule(k, n, 64, precision, whole_n=True).block_n >= n
+            for block in (32, 64, 128):
+                h = schedule.gemm_schedule(k, n, block, precision, half=True)
+                assert all(next_power_of_two(side) == side >= 16 for side in (h.block_k, h.block_n))
+                # Shared memory for every stage's tiles, and at most 128 sums a thread.
+                assert h.num_stages * h.block_k * (block + h.block_n) * 2 <= 227 * 1024
+                assert block * h.block_n <= 128 * 32 * h.num_warps
 
 
 @pytest.mark.parametrize("groups, k, n, precision, expected",
