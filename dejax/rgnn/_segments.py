@@ -26,11 +26,6 @@ TILE_BLOCKS = (32, 64, 128)
 HUB_CHUNK = 128
 """Rows with more items than this are split in chunks of this many items."""
 
-# Types are few and large: with chunks of 128 the second reduction would have as much to do as the first. On small
-# graphs the longest chunk decides: aifb's edges summed by type in chunks of up to 2,048 took 91 us.
-TYPE_CHUNKS = ((400_000, 256), (2_000_000, 512), (None, 2048))
-"""The same for rows that are types, where `hub_chunk` is left at its default: (up to so many items, chunk)."""
-
 _STATIC: dict[str, Any] = {"static": True}
 
 
@@ -180,8 +175,10 @@ def hub_chunk_of(num_items: int) -> int:
 
 
 def type_chunk_of(num_items: int) -> int:
-    """The same where rows are types."""
-    return next(chunk for most, chunk in TYPE_CHUNKS if most is None or num_items <= most)
+    """The same where rows are types, and `hub_chunk` is left at its default."""
+    # Types are few and large: with chunks of 128 the second reduction would have as much to do as the first. On small
+    # graphs the longest chunk decides: aifb's edges summed by type in chunks of up to 2,048 took 91 us.
+    return 2048 if num_items > 2_000_000 else 512 if num_items > 400_000 else 256
 
 
 def loop_order(offsets: np.ndarray, order: np.ndarray, hub_chunk: int) -> LoopOrder | None:

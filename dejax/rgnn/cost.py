@@ -7,13 +7,12 @@ of eight graphs and three models on an H200; docs/performance.md says how well.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-
-import numpy as np
 
 from dejax.pallas.schedule import rows_per_split, traversal_schedule
 from dejax.rgnn._segments import hub_chunk_of, type_chunk_of
-from dejax.rgnn.ir.inter import VIAS, Space
+from dejax.rgnn.ir.inter import VIAS, Space, spec_sizes
 from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, Operand, Outer, Traversal
 from dejax.rgnn.passes import Counts, Cut
 from dejax.rgnn.passes.storage import encoded_values
@@ -88,9 +87,9 @@ class CostModel:
         machine: Machine = Machine(),
     ) -> None:
         self.kernels, self.counts, self.precision, self.machine = kernels, counts, precision, machine
-        self.half = kernels.half | half_inputs
-        rounds = precision == "tf32"
-        self.encoded = encoded_values(kernels, counts.rows, self.half) if rounds else frozenset()
+        written = kernels.half | half_inputs
+        encoded = encoded_values(kernels, counts.rows, written) if precision == "tf32" else frozenset()
+        self.encoded, self.half = encoded, written | encoded
         first: dict[int, int] = {}
         for number, instance in enumerate(kernels.instances):
             for v in instance.reads:
@@ -134,7 +133,7 @@ class CostModel:
         self._rows_of(traffic, g.x, rows)
         weights = self.counts.rows(ops[g.w].space) * ops[g.w].row_bytes
         traffic.memory += weights + sum(self.counts.rows(ops[v].space) * self.row_bytes(v) for v in g.writes)
-        flops = 2 * rows * _multiplications(g.spec, ops[g.x.name].shape, ops[g.w].shape)
+        flops = 2 * rows * math.prod(spec_sizes(g.spec, ops[g.x.name].shape, ops[g.w].shape).values())
         return traffic, flops, self.machine.gemm_seconds + self._time(traffic, self.machine.gemm, flops, self.precision)
 
     def _outer(self, o: Outer) -> tuple[_Traffic, float, float]:
@@ -168,7 +167,7 @@ class CostModel:
                 tables.add(o.via)
                 if op.width >= 16:
                     self._gathered(traffic, items, self.row_bytes(o.value), table)
-                    if o.value in self.half | self.encoded:
+                    if o.value in self.half:
                         self._gathered(traffic, items, self.sector(table), table)
                 elif in_order and t.space == Space.EDGE and o.via in ("dst", "destination_pair"):
                     traffic.memory += items * self.row_bytes(o.value)  # edges of a type are sorted by receiver
@@ -203,7 +202,7 @@ class CostModel:
         schedule = traversal_schedule(
             width,
             items / max(loop, 1),
-            half=len(wide) == 1 and wide[0] in self.half | self.encoded,
+            half=len(wide) == 1 and wide[0] in self.half,
             wide=len(wide),
             num_items=items,
             longest=chunk,
@@ -214,7 +213,7 @@ class CostModel:
 
     def row_bytes(self, value: int) -> int:
         op = self.kernels.program.ops[value]
-        return 2 * op.width + 1 if value in self.half | self.encoded else op.row_bytes
+        return 2 * op.width + 1 if value in self.half else op.row_bytes
 
     def table_bytes(self, value: int) -> int:
         return self.counts.rows(self.kernels.program.ops[value].space) * self.row_bytes(value)
@@ -260,9 +259,3 @@ def kept_in_half(parts: Cut, forward: Kernels, backward: Kernels) -> frozenset[i
 
 # A table by type stays in the caches of each multiprocessor.
 _REGISTER_LIKE = 1 << 20
-
-
-def _multiplications(spec: str, x: tuple[int, ...], w: tuple[int, ...]) -> int:
-    left, right = spec.split("->")[0].split(",")
-    sizes = dict(zip(left, x, strict=True)) | dict(zip(right, w, strict=True))
-    return int(np.prod(list(sizes.values())))

@@ -44,17 +44,16 @@ def explain(task: Task, *, file: TextIO | None = None, svg: str | None = None) -
         print("== training: gradients of all floating-point inputs\n", file=out)
         halves = differentiated(optimised, wrt, counts, disable, watch)
         saved = tuple(range(halves.num_outputs, len(halves.forward.outputs)))
-        made: list[Kernels] = []
-        for title, part, packed in (
-            ("forward, with gradients", halves.forward, saved),
-            ("backward", halves.backward, ()),
+        first, second = (
+            lower_to_kernels(part, counts, disable, deterministic=task.deterministic, half=task.half, packed=packed)
+            for part, packed in ((halves.forward, saved), (halves.backward, ()))
+        )
+        for title, kernels, half_inputs in (
+            ("forward, with gradients", first, frozenset()),
+            ("backward", second, kept_in_half(halves, first, second)),
         ):
-            kernels = lower_to_kernels(
-                part, counts, disable, deterministic=task.deterministic, half=task.half, packed=packed
-            )
-            made.append(kernels)
             print(f"== {title}", file=out)
-            _print_kernels(kernels, task, out, kept_in_half(halves, *made) if len(made) == 2 else frozenset())
+            _print_kernels(kernels, task, out, half_inputs)
             drawn.append((title, _kernel_nodes(kernels)))
         kept = halves.forward.outputs[halves.num_outputs :]
         kept_bytes = sum(counts.rows(halves.forward.ops[v].space) * halves.forward.ops[v].row_bytes for v in kept)

@@ -36,10 +36,17 @@ class Counts:
         }[space]
 
 
-def rebuild(program: Program, visit: Visit) -> Program:
-    """A new program, each operator replaced by what `visit` makes of it."""
+def rebuild(program: Program, visit: Visit, new: dict[int, int] | None = None) -> Program:
+    """A new program, each operator replaced by what `visit` makes of it.
+
+    Args:
+      program: the old one.
+      visit: see `Visit`.
+      new: an empty map, filled with each old value's new one as they are made; for patterns that reach past an
+        operator's own arguments.
+    """
     builder = Builder(program.name)
-    new: dict[int, int] = {}
+    new = {} if new is None else new
     for i, op in enumerate(program.ops):
         args = tuple(new[a] for a in op.args)
         builder.line = program.lines[i] if program.lines else None

@@ -37,26 +37,21 @@ def aggregate(program: Program, counts: Counts) -> Program:
             return None
         return (linears[0], rest) if _aggregate_is_cheaper(program, linear, op, counts) else None
 
-    def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int:
+    def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         planned = plan(op)
         if planned is None:
-            made = builder.copy(op, args, builder.line)
-        else:
-            linear_factor, rest = planned
-            linear = program.ops[linear_factor.value]
-            pair_via, pair_space = _PAIR[op.attr("via")]
-            parts = [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in rest]
-            summed = multiply(builder, [(new[linear.args[0]], 1), *parts], op.dtype)
-            summed = as_dtype(builder, summed, program.ops[linear.args[0]].dtype)
-            by_pair = builder.op("reduce", summed, via=pair_via, op="sum")
-            by_pair = builder.op(
-                "linear", by_pair, new[linear.args[1]], spec=linear.attr("spec"), via=TYPE_VIA[pair_space]
-            )
-            made = as_dtype(builder, builder.op("reduce", by_pair, via=f"{pair_via}.node", op="sum"), op.dtype)
-        new[index] = made
-        return made
+            return None
+        linear_factor, rest = planned
+        linear = program.ops[linear_factor.value]
+        pair_via, pair_space = _PAIR[op.attr("via")]
+        parts = [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in rest]
+        summed = multiply(builder, [(new[linear.args[0]], 1), *parts], op.dtype)
+        summed = as_dtype(builder, summed, program.ops[linear.args[0]].dtype)
+        by_pair = builder.op("reduce", summed, via=pair_via, op="sum")
+        by_pair = builder.op("linear", by_pair, new[linear.args[1]], spec=linear.attr("spec"), via=TYPE_VIA[pair_space])
+        return as_dtype(builder, builder.op("reduce", by_pair, via=f"{pair_via}.node", op="sum"), op.dtype)
 
-    return rebuild(program, visit)
+    return rebuild(program, visit, new)
 
 
 def _inserted_width(program: Program, factor: Factor) -> int:

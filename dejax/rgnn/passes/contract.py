@@ -17,11 +17,7 @@ def contract(program: Program, counts: Counts) -> Program:
     sums = _sums(program)
     new: dict[int, int] = {}
 
-    def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int:
-        new[index] = _contracted(builder, op, index) or builder.copy(op, args, builder.line)
-        return new[index]
-
-    def _contracted(builder: Builder, op: Op, index: int) -> int | None:
+    def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         if op.name != "reduce" or op.attr("op") != "sum":
             return None
         found = factors(program, op.args[0])
@@ -46,7 +42,7 @@ def contract(program: Program, counts: Counts) -> Program:
             return as_dtype(builder, summed, op.dtype)
         return None
 
-    return rebuild(program, visit)
+    return rebuild(program, visit, new)
 
 
 def _sums(program: Program) -> dict[tuple, int]:

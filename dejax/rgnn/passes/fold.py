@@ -73,26 +73,22 @@ def fold(program: Program, counts: Counts) -> Program:
                     return False
         return True
 
-    def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int:
+    def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         first = inner(op)
         if first is None:
-            made = builder.copy(op, args, builder.line)
-        else:
-            of_weights, of_rows = _FOLDED[first.linear.attr("spec"), op.attr("spec")]
-            x, w = (new[a] for a in first.linear.args)
-            by_edge_type = builder.op("gather", w, via="source_type")
-            product = builder.op("linear", by_edge_type, args[1], spec=of_weights, via="self")
-            bias = None
-            if first.bias is not None:  # made before the product, whose kernel can add it then
-                bias = builder.op("gather", new[first.bias], via="source_type")
-                bias = builder.op("linear", bias, args[1], spec=op.attr("spec"), via="self")
-            made = builder.op("linear", builder.op("gather", x, via="src"), product, spec=of_rows, via="etype")
-            if bias is not None:
-                made = builder.op("add", made, builder.op("gather", bias, via="etype"))
-        new[index] = made
-        return made
+            return None
+        of_weights, of_rows = _FOLDED[first.linear.attr("spec"), op.attr("spec")]
+        x, w = (new[a] for a in first.linear.args)
+        by_edge_type = builder.op("gather", w, via="source_type")
+        product = builder.op("linear", by_edge_type, args[1], spec=of_weights, via="self")
+        bias = None
+        if first.bias is not None:  # made before the product, whose kernel can add it then
+            bias = builder.op("gather", new[first.bias], via="source_type")
+            bias = builder.op("linear", bias, args[1], spec=op.attr("spec"), via="self")
+        made = builder.op("linear", builder.op("gather", x, via="src"), product, spec=of_rows, via="etype")
+        return made if bias is None else builder.op("add", made, builder.op("gather", bias, via="etype"))
 
-    return rebuild(program, visit)
+    return rebuild(program, visit, new)
 
 
 def _is_cheaper(program: Program, first: Op, op: Op, counts: Counts) -> bool:

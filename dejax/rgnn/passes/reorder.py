@@ -38,13 +38,6 @@ def reorder(program: Program, counts: Counts) -> Program:
     new: dict[int, int] = {}  # old -> new, for what a pattern reaches past its own arguments
 
     def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
-        made = _visit(builder, op, args)
-        if made is None:
-            made = builder.copy(op, args, builder.line)
-        new[index] = made
-        return made
-
-    def _visit(builder: Builder, op: Op, args: tuple[int, ...]) -> int | None:
         if op.name == "dot":
             for at in (0, 1):
                 constant = typed_constant(op.args[at], op.space)
@@ -70,4 +63,4 @@ def reorder(program: Program, counts: Counts) -> Program:
                     return builder.op("linear", new[inner.args[0]], product, spec="k,kn->n", via=op.attr("via"))
         return None
 
-    return rebuild(program, visit)
+    return rebuild(program, visit, new)
