@@ -27,7 +27,7 @@ OUTER_SPECS = frozenset(
 # Contractions of a row with one or a few vectors for its type: done in registers by the traversal template.
 VECTOR_SPECS = frozenset("k,k-> hk,hk->h k,hk->h ,k->k h,hk->k h,hk->hk".split())
 # Row-by-row operators that a kernel can do on a tile in registers.
-TILE_OPS = (ROWWISE - {"erf", "concat", "slice", "pad", "transpose", "reshape"}) | {"const"}
+TILE_OPS = (ROWWISE - {"concat", "slice", "pad", "transpose", "reshape"}) | {"const"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -387,6 +387,8 @@ class _TileProgram:
         name = op.name
         if name == "const":
             return jnp.full((1,) * lead, op.attr("value"), jnp.float32)
+        if name == "erf":
+            return kernels.erf(args[0])
         if name in ELEMENTWISE:
             rank = len(op.shape)
             aligned = [

@@ -1,0 +1,22 @@
+"""The error function beside the standard library's."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dejax import pallas as kernels
+
+
+def test_erf():
+    x = np.concatenate([np.linspace(-6, 6, 20_001), np.logspace(-30, 0, 2_000), [0.0]]).astype(np.float32)
+    exact = np.array([math.erf(v) for v in x.astype(np.float64)])
+    found = np.asarray(jax.jit(kernels.erf)(x), np.float64)
+    assert np.max(np.abs(found - exact) / np.maximum(np.abs(exact), 1e-37)) < 4e-7
+    assert np.abs(found).max() <= 1
+
+
+def test_erf_beyond_numbers():
+    found = kernels.erf(jnp.array([jnp.inf, -jnp.inf, jnp.nan, 3e38]))
+    assert found[0] == 1 and found[1] == -1 and jnp.isnan(found[2]) and found[3] == 1
