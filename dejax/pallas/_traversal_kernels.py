@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from jax import lax
 from dejax.pallas import _triton
 from dejax.pallas._accumulate import Reduction, initial, merge, results, update
 from dejax.pallas._shapes import divide, feature_indices, feature_mask, lanes, padded
-from dejax.pallas.half_rows import exponents, power
+from dejax.pallas.half_rows import exponents, inverse_power, power
 
 Output = tuple[tuple[int, ...], Any]
 
@@ -30,13 +31,14 @@ class Operand:
         `index_tables[index][r]` for row r of the loop; `shared`, an array without a leading axis, the same everywhere.
       index: which index table, for `indexed`, `positioned` and `row_indexed`.
       columns: the operand is a part of each row of an array [length, columns]: (first column, feature shape of at most
-        one
-        axis). Narrow values that are read at the same rows share an array, and with it a memory sector.
+        one axis). Narrow values that are read at the same rows share an array, and with it a memory sector.
+      part: the operand is a part of an array [length, m, n]: (first, count) on the axis of m.
     """
 
     access: str
     index: int | None = None
     columns: tuple[int, tuple[int, ...]] | None = None
+    part: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +87,17 @@ class _Array:
 
 
 def _load(
-    array: _Array, index: jax.Array, mask: jax.Array | None, shape: tuple[int, ...], column: int | None = None
+    array: _Array,
+    index: jax.Array,
+    mask: jax.Array | None,
+    shape: tuple[int, ...],
+    column: int | None = None,
+    first: int = 0,
 ) -> jax.Array:
     """The tile [*index.shape, *padded shape] of rows `index`, floats as float32, zeros where masked and in padding.
 
-    With `column`, the features start there in each row of a two-dimensional array.
+    With `column`, the features start there in each row of a two-dimensional array; they start at `first` on their
+    first axis.
     """
     ref = array.rows
     lead = index.ndim
@@ -101,6 +109,8 @@ def _load(
     features = feature_indices(shape, lead)
     if column is not None:
         features = (features[0] + column,) if shape else (jnp.full(index.shape, column, jnp.int32),)
+    if first:
+        features = (features[0] + first, *features[1:])
     row = index.reshape(*index.shape, *ones)
     tile = _triton.load(ref, (row, *features), inside)
     tile = tile.astype(jnp.float32) if jnp.issubdtype(tile.dtype, jnp.floating) else tile
@@ -112,14 +122,27 @@ def _load(
     flat = jnp.zeros((), jnp.int32)
     for size, feature in zip(shape, features, strict=True):
         flat = flat * size + feature
-    part, _ = divide(flat, math.prod(shape) // array.parts)
+    part, _ = divide(flat, math.prod(ref.shape[1:]) // array.parts)
     # Lanes in the features' padding may point past the last part.
     exponent = _triton.load(array.exponent, (row, part), inside)
     return tile * power(exponent.astype(jnp.int32))
 
 
-def _store(ref: Any, index: jax.Array, mask: jax.Array, shape: tuple[int, ...], past: int, tile: jax.Array) -> None:
-    """Stores the tile to rows `index`; `past` is the row past the end, which masked lanes name."""
+def _tile(plan: Plan, arrays: Sequence[_Array], i: int, index: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Operand `i` at rows `index` of its array."""
+    operand = plan.operands[i]
+    column = None if operand.columns is None else operand.columns[0]
+    first = 0 if operand.part is None else operand.part[0]
+    return _load(arrays[i], index, mask, plan.features[i], column, first)
+
+
+def _store(
+    ref: Any, index: jax.Array, mask: jax.Array, shape: tuple[int, ...], past: int, tile: jax.Array, first: int = 0
+) -> None:
+    """Stores the tile to rows `index`, from `first` on of their first feature axis.
+
+    `past` is the row past the end, which masked lanes name.
+    """
     lead = index.ndim
     ones = (1,) * len(shape)
     index = jnp.where(mask, index, past).reshape(*index.shape, *ones)
@@ -127,7 +150,10 @@ def _store(ref: Any, index: jax.Array, mask: jax.Array, shape: tuple[int, ...], 
     wide = mask.reshape(*mask.shape, *ones)
     inside = wide if inside is None else wide & inside
     tile = jnp.broadcast_to(tile, (*mask.shape, *padded(shape)))
-    _triton.store(ref, (index, *feature_indices(shape, lead)), tile, inside)
+    features = feature_indices(shape, lead)
+    if first:
+        features = (features[0] + first, *features[1:])
+    _triton.store(ref, (index, *features), tile, inside)
 
 
 def _row_tiles(
@@ -137,13 +163,13 @@ def _row_tiles(
     tiles = {}
     for i in plan.per_row:
         if plan.operands[i].access == "row":
-            tiles[i] = _load(arrays[i], row[:, None], mask[:, None], plan.features[i])
+            tiles[i] = _tile(plan, arrays, i, row[:, None], mask[:, None])
         elif plan.operands[i].access == "row_indexed":
             number = plan.operands[i].index
             assert number is not None
             index = _triton.load(tables[number], (row,), mask)
             inside = mask & (index >= 0) & (index < plan.lengths[i])
-            tiles[i] = _load(arrays[i], index[:, None], inside[:, None], plan.features[i])
+            tiles[i] = _tile(plan, arrays, i, index[:, None], inside[:, None])
         else:
             tiles[i] = _load(arrays[i], jnp.zeros((1, 1), jnp.int32), None, plan.features[i])
     return tiles
@@ -180,16 +206,15 @@ def _evaluate(
         if i in row_tiles:
             tiles.append(row_tiles[i])
         elif operand.access == "item":
-            tiles.append(_load(arrays[i], item, mask, plan.features[i]))
+            tiles.append(_tile(plan, arrays, i, item, mask))
         elif operand.access == "position":
-            tiles.append(_load(arrays[i], position, mask, plan.features[i]))
+            tiles.append(_tile(plan, arrays, i, position, mask))
         else:
             assert operand.index is not None
             index = by_table[operand.index, operand.access]
             # An index out of range (a padding item's) reads zeros, never other memory.
             inside = mask & (index >= 0) & (index < plan.lengths[i])
-            column = None if operand.columns is None else operand.columns[0]
-            tiles.append(_load(arrays[i], index, inside, plan.features[i], column))
+            tiles.append(_tile(plan, arrays, i, index, inside))
     values, outputs = plan.body(*tiles)
     if len(values) != len(plan.reductions) or len(outputs) != len(plan.item_outputs):
         raise ValueError(
@@ -243,7 +268,7 @@ def _write_rows(
     row: jax.Array,
     mask: jax.Array,
 ) -> None:
-    """Runs the epilogue on accumulators [rows, *padded] and stores what it gives.
+    """Runs the epilogue on accumulators [rows, *padded] and stores what it gives; tuples side by side in each row.
 
     `outputs` are the row outputs, then the exponents of those in `plan.half`.
     """
@@ -254,16 +279,20 @@ def _write_rows(
     if len(values) != len(plan.row_outputs):
         raise ValueError(f"epilogue must return {len(plan.row_outputs)} row outputs, got {len(values)}")
     exponent_refs = dict(zip(plan.half, outputs[len(plan.row_outputs) :], strict=True))
-    for i, ((shape, _), value) in enumerate(zip(plan.row_outputs, values, strict=True)):
+    for i, ((whole, _), value) in enumerate(zip(plan.row_outputs, values, strict=True)):
+        parts = value if isinstance(value, tuple) else (value,)
+        shape = (whole[0] // len(parts), *whole[1:]) if len(parts) > 1 else whole
         if i in exponent_refs:
-            value = jnp.broadcast_to(value, (*mask.shape, *padded(shape)))
+            parts = tuple(jnp.broadcast_to(part, (*mask.shape, *padded(shape))) for part in parts)
             inside = feature_mask(shape, lead=1)
-            value = value if inside is None else jnp.where(inside, value, 0.0)
-            exponent, inverse = exponents(value.reshape(*mask.shape, -1), 1)
-            value = value * inverse.reshape(*mask.shape, *(1,) * len(shape))
+            parts = tuple(part if inside is None else jnp.where(inside, part, 0.0) for part in parts)
+            exponent = functools.reduce(jnp.maximum, (exponents(part.reshape(*mask.shape, -1), 1)[0] for part in parts))
+            inverse = inverse_power(exponent).reshape(*mask.shape, *(1,) * len(shape))
+            parts = tuple(part * inverse for part in parts)
             at = jnp.where(mask, row, plan.num_rows)
             _triton.store(exponent_refs[i], (at, jnp.zeros_like(at)), exponent.reshape(-1), mask)
-        _store(outputs[i], row, mask, shape, plan.num_rows, value)
+        for number, part in enumerate(parts):
+            _store(outputs[i], row, mask, shape, plan.num_rows, part, number * shape[0] if number else 0)
 
 
 @dataclass(frozen=True, slots=True)

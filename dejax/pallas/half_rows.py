@@ -87,6 +87,11 @@ def power(exponent: Array) -> Array:
     return lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
 
+def inverse_power(exponent: Array) -> Array:
+    """The power of two that undoes `power(exponent)`, for exponents as `exponents` gives them."""
+    return power(2 * _ONE - exponent)
+
+
 def exponents(x: Array, axis: int | None) -> tuple[Array, Array]:
     """The biased exponent of the largest magnitude along an axis (kept, size 1), and the power of two that undoes it.
 
@@ -95,7 +100,7 @@ def exponents(x: Array, axis: int | None) -> tuple[Array, Array]:
     largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True) if axis is not None else whole_max(jnp.abs(x))
     exponent = (lax.bitcast_convert_type(largest, jnp.int32) >> 23) & 0xFF
     exponent = jnp.minimum(jnp.maximum(exponent, _LOW), _HIGH)
-    return exponent, power(2 * _ONE - exponent)
+    return exponent, inverse_power(exponent)
 
 
 def whole_max(x: Array) -> Array:

@@ -92,7 +92,16 @@ def _check_operands(
                     f"operands[{i}].columns must name columns of a 2-dimensional indexed array, got {operand.columns} "
                     f"for access {operand.access!r} of shape {array.shape}"
                 )
-        features.append(array.shape[1:] if operand.columns is None else operand.columns[1])
+        shape = array.shape[1:] if operand.columns is None else operand.columns[1]
+        if operand.part is not None:
+            first, count = operand.part
+            if array.ndim != 3 or not 0 <= first < first + count <= array.shape[1] or operand.access == "shared":
+                raise ValueError(
+                    f"operands[{i}].part must name a range of the second axis of a 3-dimensional array, got "
+                    f"{operand.part} for access {operand.access!r} of shape {array.shape}"
+                )
+            shape = (count, array.shape[2])
+        features.append(shape)
         ready.append(_not_empty(array))
     return ready, tuple(features)
 
@@ -161,7 +170,8 @@ def traverse(
     Args:
       body: from tiles, in the order of `operands`, to (a value for each reduction, a value for each item output).
       epilogue: from (results of the reductions as a tuple of [rows, *features], tiles of the `row` and `shared`
-        operands as [rows or 1, *features]) to the row outputs; None: the row outputs are the reductions.
+        operands as [rows or 1, *features]) to the row outputs; None: the row outputs are the reductions. A tuple of
+        tiles of one shape in place of an output is stored side by side along the first feature axis.
       arrays: [length, *features] with at most two feature axes, or such `HalfRows`; [*features] for `shared`; [length,
         columns] for operands that name `columns`.
       operands: how each array is read.

@@ -156,9 +156,12 @@ class CostModel:
         packed: set[str] = set()
         tables: set[str] = set()
         for o in t.operands:
-            op, table = ops[o.value], self.table_bytes(o.value)
+            op, row = ops[o.value], self.row_bytes(o.value)
+            if o.part is not None:
+                row = row * o.part[1] // op.shape[0]
+            table = rows(op.space) * row
             if o.access in ("row", "row_indexed"):
-                traffic.memory += min(loop * self.row_bytes(o.value), table)
+                traffic.memory += min(loop * row, table)
             elif o.access == "gathered":
                 assert o.via is not None
                 if op.name == "count" and op.attr("via") == o.via:
@@ -166,19 +169,19 @@ class CostModel:
                     continue
                 tables.add(o.via)
                 if op.width >= 16:
-                    self._gathered(traffic, items, self.row_bytes(o.value), table)
+                    self._gathered(traffic, items, row, table)
                     if o.value in self.half:
                         self._gathered(traffic, items, self.sector(table), table)
                 elif in_order and t.space == Space.EDGE and o.via in ("dst", "destination_pair"):
-                    traffic.memory += items * self.row_bytes(o.value)  # edges of a type are sorted by receiver
+                    traffic.memory += items * row  # edges of a type are sorted by receiver
                 elif o.via not in packed:  # narrow values of the same rows share a sector
                     packed.add(o.via)
                     self._gathered(traffic, items, self.sector(table), table)
             elif o.access == "shared":
-                traffic.memory += self.row_bytes(o.value)
+                traffic.memory += row
             else:
                 scattered = not in_order and op.width < 8
-                traffic.memory += items * (self.sector(table) if scattered else self.row_bytes(o.value))
+                traffic.memory += items * (self.sector(table) if scattered else row)
         traffic.memory += 4 * items * len(tables)
         for v in t.item_outputs:
             traffic.memory += items * (self.row_bytes(v) if in_order or ops[v].width >= 8 else 32)
@@ -194,11 +197,11 @@ class CostModel:
         """Seconds of the longest row, whose steps wait for each other."""
         assert t.via is not None
         ops = self.kernels.program.ops
-        widths = [ops[o.value].width for o in t.operands if o.access != "shared"]
+        widths = [ops[o.name].width for o in t.operands if o.access != "shared"]
         widths += [ops[a.out].width for a in t.accumulators]
         width = max(widths, default=1)
         chunk = type_chunk_of(items) if "type" in t.via else hub_chunk_of(items)
-        wide = [o.value for o in t.operands if 2 * ops[o.value].width >= width]
+        wide = [o.value for o in t.operands if 2 * ops[o.name].width >= width]
         schedule = traversal_schedule(
             width,
             items / max(loop, 1),

@@ -274,6 +274,13 @@ def test_typed_sources(name: str, backend: str, disable: tuple[str, ...]) -> Non
     check(name, "typed", Size(8, 4, 2), dataclasses.replace(BACKENDS[backend], disable=disable), tolerance=1e-5)
 
 
+@pytest.mark.parametrize("size", [Size(16, 16, 1), Size(20, 18, 2)], ids=str)
+def test_keys_and_messages_in_one_array(size: Size) -> None:
+    """As on a GPU: both in 16 bits with their powers of two, of widths that are and are not powers of two."""
+    options = dataclasses.replace(PALLAS, precision="tf32")
+    check("hgt_skip", "typed", size, options, tolerance=TF32, loop_tables=True)
+
+
 def test_the_references_can_be_missed() -> None:
     """A wrong graph or a wrong gradient is seen: the contract would fail."""
     want = expected("rgat", "typical", Size(), "float32")

@@ -25,6 +25,8 @@ from dejax.rgnn.passes.fold import fold
 from dejax.rgnn.passes.fuse_gemm import fuse_gemm
 from dejax.rgnn.passes.fuse_traversal import fuse_traversal
 from dejax.rgnn.passes.hoist import hoist
+from dejax.rgnn.passes.join import join
+from dejax.rgnn.passes.merge import merge
 from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.save import cut
 from dejax.rgnn.passes.softmax import expand_softmax
@@ -122,6 +124,22 @@ def keys(b: Tiny) -> list[int]:
     return [b.linear(b.src(key), w, "hk,hkn->hn")]
 
 
+@program("merge")
+def keys_and_messages(b: Tiny) -> int:
+    x, u, v, c = b.node("x", 4), b.weight("u", 2, 4, 8), b.weight("v", 2, 4, 8), b.weight("c", 2, 8)
+    row, bias = b.src(x), b.op("gather", c, via="etype")
+    key = b.op("add", b.linear(row, u, "k,hkn->hn"), bias)
+    message = b.op("add", b.linear(row, v, "k,hkn->hn"), bias)
+    return b.sum(b.op("dot", key, message))
+
+
+@program("join")
+def two_halves(b: Tiny) -> int:
+    x, y = b.given("x", Space.NODE, 2, 3), b.given("y", Space.NODE, 2, 3)
+    low, high = b.op("pad", x, axis=0, before=0, after=2), b.op("pad", y, axis=0, before=2, after=0)
+    return b.op("add", high, low)
+
+
 @program("compact")
 def by_pair(b: Tiny) -> list[int]:
     x, w, c = b.node("x", 4), b.weight("w", 4, 3), b.weight("c", 3)
@@ -198,9 +216,11 @@ GOLDEN: list[tuple[str, Program, Callable[[Program, Counts], Program]]] = [
     ("aggregate", scaled_sum, aggregate),
     ("fold", keys, fold),
     ("compact", by_pair, compact),
+    ("merge", keys_and_messages, merge),
     ("softmax", attention, expand_softmax),
     ("hoist", mean, hoist),
     ("contract", inner_product_of_a_sum, contract),
+    ("join", two_halves, join),
 ]
 
 
@@ -275,6 +295,37 @@ def test_golden_storage(golden: Golden) -> None:
 def test_every_pass_has_a_golden_text() -> None:
     shown = {name for name, _, _ in GOLDEN} | {"backward", "recompute", "gemm", "traversal", "fallback", "storage"}
     assert shown == set(PASSES)
+
+
+def test_parts_are_read_and_written_where_they_are() -> None:
+    """Keys and messages of one product are read from one array; their gradients are written to one, in 16 bits."""
+    pairs = Counts(nodes=50, edges=1000, source_pairs=90, destination_pairs=90, edge_types=8, node_types=3)
+    joint = differentiate(dce(merge(compact(keys_and_messages, pairs), pairs), pairs), wrt=(0, 1, 2, 3))
+    late = run_passes(joint, LATE, pairs, frozenset(), lambda *_: None)
+    kernels = storage(fallback(fuse_traversal(fuse_gemm(Kernels(late)))))
+    loops = [i for i in kernels.instances if isinstance(i, Traversal)]
+    read = {o.part for t in loops for o in t.operands}
+    assert {(0, 2), (2, 2)} <= read
+    (written,) = [v for t in loops for v in t.row_outputs if late.ops[v].name == "concat"]
+    assert written in kernels.half
+    assert not any(
+        late.ops[i].name in ("slice", "pad")
+        for f in kernels.instances
+        if isinstance(f, Fallback)
+        for i in f.ops
+        if late.ops[i].space == Space.SOURCE_PAIR
+    )
+
+
+def test_no_merging_where_a_kernel_reads_the_product_in_place() -> None:
+    @program("activated")
+    def activated(b: Tiny) -> int:
+        x, u, v = b.node("x", 4), b.weight("u", 2, 4, 3), b.weight("v", 2, 4, 3)
+        row = b.src(x)
+        first, second = (b.linear(row, w, "k,hkn->hn") for w in (u, v))
+        return b.sum(b.op("mul", b.op("relu", first), second))
+
+    assert str(merge(activated, COUNTS)) == str(activated)
 
 
 # --- decisions -------------------------------------------------------------------------------------------------------

@@ -40,16 +40,19 @@ class Operand:
       access: `dense`, row i of the array for item i; `gathered`, row index[i], by the map `via`; `row`, the row of the
         loop; `row_indexed`, row index[r] for row r of the loop; `shared`, one row for all.
       via: the map of a gathered, row or shared access.
+      part: of the first feature axis, (first index, how many): the rest of each row is not read.
     """
 
     name: int
     value: int
     access: str
     via: str | None = None
+    part: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         by = f" by {self.via}" if self.access in ("gathered", "row_indexed") else ""
-        text = f"{self.access}(%{self.value}{by})"
+        part = "" if self.part is None else f"[{self.part[0]}:{sum(self.part)}]"
+        text = f"{self.access}(%{self.value}{part}{by})"
         return text if self.name == self.value else f"{text} as %{self.name}"
 
 
@@ -218,14 +221,29 @@ class Kernels:
         return print_kernels(self)
 
 
-def access_operand(program: Program, value: int, loop: str | None = None) -> Operand:
-    """How an instance reads a value: through the gather that makes it, if one does."""
+def access_operand(program: Program, value: int, loop: str | None = None, *, parts: bool = False) -> Operand:
+    """How an instance reads a value: through the gather that makes it, if one does.
+
+    With `parts`, what is a slice of an array's first feature axis is read as part of that array.
+    """
     op = program.ops[value]
+    whole = part_of if parts else (lambda program, value: (value, None))
     if op.name != "gather":
-        return Operand(value, value, "dense")
+        array, part = whole(program, value)
+        return Operand(value, array, "dense", part=part)
     via = op.attr("via")
-    access = "shared" if via == "all" else "row" if via == loop else "gathered"
-    return Operand(value, op.args[0], access, via)
+    if via == "all":
+        return Operand(value, op.args[0], "shared", via)
+    array, part = whole(program, op.args[0])
+    return Operand(value, array, "row" if via == loop else "gathered", via, part)
+
+
+def part_of(program: Program, value: int) -> tuple[int, tuple[int, int] | None]:
+    """The array that a slice of the first of two feature axes is of, and which part; or the value itself and None."""
+    op = program.ops[value]
+    if op.name != "slice" or op.attr("axis") != 0 or len(op.shape) != 2:
+        return value, None
+    return op.args[0], (op.attr("start"), op.attr("stop") - op.attr("start"))
 
 
 def verify_kernels(kernels: Kernels) -> Kernels:

@@ -216,7 +216,7 @@ class PallasLowering:
                 if columns is None and may_round(self.kernels, t):
                     array = self.in_half(o.value, env)
             arrays.append(array)
-            operands.append(kernels.Operand(access, index, columns))
+            operands.append(kernels.Operand(access, index, columns, o.part))
         item_outputs = tuple((ops[v].shape, jnp.dtype(ops[v].dtype)) for v in t.item_outputs)
         compute = _TileProgram(self.program, t)
         if t.via is None:
@@ -336,7 +336,14 @@ class _TileProgram:
                 if self.program.ops[a].name == "const" and a not in env:
                     env[a] = jnp.full((1,), self.program.ops[a].attr("value"), jnp.float32)
         env = self.evaluate(env, self.t.epilogue, 1)
-        return tuple(self.shaped(env[v], self.program.ops[v].shape, 1) for v in self.t.row_outputs)
+        return tuple(self.row_output(v, env[v]) for v in self.t.row_outputs)
+
+    def row_output(self, value: int, tile: Any) -> Any:
+        """A row output in its padded form, or a tuple of them to be stored side by side."""
+        op = self.program.ops[value]
+        if op.name == "concat":
+            return tuple(self.shaped(part, self.program.ops[a].shape, 1) for part, a in zip(tile, op.args, strict=True))
+        return self.shaped(tile, op.shape, 1)
 
     def accumulated(self, a: Accumulator, env: dict[int, Any]) -> Any:
         ops = self.program.ops
@@ -369,6 +376,9 @@ class _TileProgram:
     def evaluate(self, env: dict[int, Any], body: Sequence[int], lead: int) -> dict[int, Any]:
         for i in body:
             op = self.program.ops[i]
+            if op.name == "concat":  # written side by side, and read by nothing here
+                env[i] = tuple(env[a] for a in op.args)
+                continue
             env[i] = self.rounded(i, self.apply(op, [env[a] for a in op.args], lead))
         return env
 

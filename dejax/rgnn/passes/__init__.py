@@ -23,6 +23,8 @@ from dejax.rgnn.passes.fold import fold
 from dejax.rgnn.passes.fuse_gemm import fuse_gemm
 from dejax.rgnn.passes.fuse_traversal import fuse_traversal
 from dejax.rgnn.passes.hoist import hoist
+from dejax.rgnn.passes.join import join
+from dejax.rgnn.passes.merge import merge
 from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.save import Cut, cut
 from dejax.rgnn.passes.softmax import expand_softmax
@@ -51,6 +53,8 @@ OPTIMISE: tuple[tuple[str, Pass], ...] = (
     ("fold", fold),
     ("compact", compact),
     ("dce", dce),
+    ("merge", merge),
+    ("dce", dce),
 )
 # After the backward operators are there (or, without gradients, right after the others).
 LATE: tuple[tuple[str, Pass], ...] = (
@@ -58,6 +62,7 @@ LATE: tuple[tuple[str, Pass], ...] = (
     ("hoist", hoist),
     ("cse", cse),
     ("contract", contract),
+    ("join", join),
     ("dce", dce),
 )
 # What `Options(disable=...)` takes. `backward` off: gradients by JAX's autodiff of the XLA lowering.
@@ -68,9 +73,11 @@ PASSES = (
     "aggregate",
     "fold",
     "compact",
+    "merge",
     "softmax",
     "hoist",
     "contract",
+    "join",
     "backward",
     "recompute",
     "gemm",

@@ -21,6 +21,7 @@ from dejax.rgnn.ir.intra import (
     Term,
     Traversal,
     access_operand,
+    part_of,
 )
 from dejax.rgnn.passes._rewrite import factors, moves_unit_axes
 
@@ -276,10 +277,15 @@ class _Fusion:
             return
         taken = {v for other in self.loops for v in other.results}
         for i, op in enumerate(self.program.ops):
-            if op.space != rows or i in taken or op.name == "const" or not self.on_tile(i):
-                continue
             mine = {a.out for a in loop.accumulators} | set(loop.epilogue)
-            if not mine.intersection(op.args):
+            if op.space != rows or i in taken or not mine.intersection(op.args):
+                continue
+            if self.joins(op, mine):
+                loop.epilogue.append(i)
+                if not self.acyclic(self.loops):
+                    loop.epilogue.pop()
+                continue
+            if not self.on_tile(i) or any(self.program.ops[a].name == "concat" for a in op.args):
                 continue
             vector = op.name == "linear"  # times a vector of its type, which is read by the row's type
             if vector and (op.args[0] not in mine or op.attr("via") == "all" or not self.stays_on_row(i)):
@@ -293,6 +299,13 @@ class _Fusion:
             loop.epilogue.append(i)
             if not self.acyclic(self.loops):
                 loop.epilogue.pop()
+
+    def joins(self, op: Op, mine: set[int]) -> bool:
+        """Whether an operator only puts rows of the loop side by side, of one shape along the first of two axes."""
+        if op.name != "concat" or op.attr("axis") != 0 or len(op.shape) != 2 or not mine.issuperset(op.args):
+            return False
+        shapes = {self.program.ops[a].shape for a in op.args}
+        return len(shapes) == 1 and not any(self.program.ops[a].name == "concat" for a in op.args)
 
     def follows(self, values: tuple[int, ...], results: set[int]) -> bool:
         """Whether any of the values is computed from any of the results."""
@@ -317,7 +330,7 @@ class _Fusion:
         elsewhere = {v for other in self.loops if other is not loop for v in (*other.items, *other.epilogue)}
         roots = [v for a in loop.accumulators for v in self.needs(a)] + loop.items
         body, leaves = self.cone(roots, elsewhere)
-        operands = [access_operand(program, v, loop.via) for v in leaves]
+        operands = [access_operand(program, v, loop.via, parts=True) for v in leaves]
         for i in body:  # vectors by type are read as operands of their own
             op = program.ops[i]
             if op.name == "linear":
@@ -351,7 +364,10 @@ class _Fusion:
     def row_operand(self, value: int, via: str | None) -> Operand:
         """How an epilogue reads a value of the row."""
         operand = access_operand(self.program, value)
-        return operand if operand.access == "shared" else Operand(value, value, "row", via)
+        if operand.access == "shared":
+            return operand
+        array, part = part_of(self.program, value)
+        return Operand(value, array, "row", via, part)
 
     def read_outside(self, value: int, loop: _Loop, results: set[int], body: list[int]) -> bool:
         """Whether anything but the loop itself needs a row value."""

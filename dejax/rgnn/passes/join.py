@@ -1,0 +1,28 @@
+"""What is put together from parts by adding them, each with zeros around it, is put together: a + b is [a b].
+
+The gradient of a value that is read in parts (`merge`) comes so, and a loop that makes both parts can then write them
+side by side.
+"""
+
+from __future__ import annotations
+
+from dejax.rgnn.ir.inter import Builder, Op, Program
+from dejax.rgnn.passes._rewrite import Counts, rebuild
+
+
+def join(program: Program, counts: Counts) -> Program:
+    def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
+        if op.name != "add":
+            return None
+        left, right = (builder.ops[a] for a in args)
+        if left.name != "pad" or right.name != "pad" or left.attr("axis") != right.attr("axis"):
+            return None
+        axis = left.attr("axis")
+        for first, second in ((left, right), (right, left)):
+            sizes = [builder.ops[o.args[0]].shape[axis] for o in (first, second)]
+            if first.attr("before") == 0 and second.attr("after") == 0 and second.attr("before") == sizes[0]:
+                if first.attr("after") == sizes[1]:
+                    return builder.op("concat", first.args[0], second.args[0], axis=axis)
+        return None
+
+    return rebuild(program, visit)
