@@ -280,7 +280,7 @@ def _write_rows(
         raise ValueError(f"epilogue must return {len(plan.row_outputs)} row outputs, got {len(values)}")
     exponent_refs = dict(zip(plan.half, outputs[len(plan.row_outputs) :], strict=True))
     for i, ((whole, _), value) in enumerate(zip(plan.row_outputs, values, strict=True)):
-        parts = value if isinstance(value, tuple) else (value,)
+        parts: tuple[jax.Array, ...] = value if isinstance(value, tuple) else (value,)
         shape = (whole[0] // len(parts), *whole[1:]) if len(parts) > 1 else whole
         if i in exponent_refs:
             parts = tuple(jnp.broadcast_to(part, (*mask.shape, *padded(shape))) for part in parts)

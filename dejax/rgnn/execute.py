@@ -125,6 +125,8 @@ def run_kernels(
         env[i] = inputs[position] if half is None else half
     xla = Evaluator(program, graph, options.precision)
     pallas = _pallas(kernels, graph, options)
+    if pallas is not None:
+        env.update((i, pallas.rounded(a)) for i, a in env.items() if i in kernels.half)
     remaining = [set(instance.reads) for instance in kernels.instances]
     for number, instance in enumerate(kernels.instances):
         done = False
@@ -138,7 +140,10 @@ def run_kernels(
             # XLA recomputes what a kernel would keep in registers; drop whatever the attempt left behind.
             whole = {i: _decoded(a) for i, a in env.items()}
             xla.compute(instance.writes, whole)
-            env.update((w, whole[w]) for w in instance.writes)
+            rounds = pallas is not None and isinstance(instance, Fallback)
+            env.update(
+                (w, pallas.rounded(whole[w]) if rounds and w in kernels.half else whole[w]) for w in instance.writes
+            )
         keep = set(program.outputs).union(*remaining[number + 1 :])
         env = {i: a for i, a in env.items() if i in keep or program.ops[i].name == "input"}
     results = tuple(env[o] for o in program.outputs)

@@ -96,7 +96,8 @@ def _weights_first(program: Program) -> Program:
         if op.name == "input" or (op.space in _TYPES and early.issuperset(op.args)):
             early.add(i)
     order = sorted(range(len(program.ops)), key=lambda i: i not in early)
-    builder, new = Builder(program.name), {}
+    builder = Builder(program.name)
+    new: dict[int, int] = {}
     for i in order:
         line = program.lines[i] if program.lines else None
         new[i] = builder.copy(program.ops[i], (new[a] for a in program.ops[i].args), line)

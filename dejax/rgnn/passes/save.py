@@ -1,8 +1,9 @@
 """Save or recompute: the joint program is cut into a forward and a backward program.
 
 What crosses the cut is kept in memory between the two. Kept: results of typed linears and reductions, which are at most
-as many rows as there are pairs or nodes, and edge values that shrank a feature axis (one number a head). Recomputed:
-reads of rows, elementwise functions, and every edge-by-width tensor.
+as many rows as there are pairs or nodes, edge values that shrank a feature axis (one number a head), and node values
+that a typed linear of forward reads, so that they are arrays anyway. Recomputed: reads of rows, other elementwise
+functions, and every edge-by-width tensor.
 """
 
 from __future__ import annotations
@@ -40,14 +41,16 @@ def cut(joint: Program, num_inputs: int, num_outputs: int, *, save_all: bool = F
         if (op.name == "input" and op.attr("position") >= num_inputs) or late.intersection(op.args):
             late.add(i)
     gradients = joint.outputs[num_outputs:]
-    exact = _compared(joint)
+    kept = _compared(joint) | {
+        op.args[0] for i, op in enumerate(ops) if op.name == "linear" and i not in late and op.space == Space.NODE
+    }
     saved: dict[int, None] = {}
     recomputed: set[int] = set()
 
     def need(value: int) -> None:
         if value in saved or value in recomputed or ops[value].name == "input":
             return
-        if _keep(joint, value, save_all or value in exact):
+        if _keep(joint, value, save_all or value in kept):
             saved[value] = None
             return
         recomputed.add(value)
