@@ -14,16 +14,31 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from dejax.pallas.encode import to_half_rows
 from dejax.pallas.half_rows import HalfRows
 from dejax.rgnn.graph import RelGraph
 from dejax.rgnn.ir.inter import Program
 from dejax.rgnn.ir.intra import Fallback, Kernels
+from dejax.rgnn.lowering.pallas import PallasLowering
 from dejax.rgnn.lowering.xla import Evaluator, num_rows
 from dejax.rgnn.options import Options
 from dejax.rgnn.passes import LATE, Counts, Cut, differentiated, lower_to_kernels, optimise, run_passes
+from dejax.rgnn.passes.storage import shared_encodings
 
 Arrays = tuple[jax.Array, ...]
-Halves = tuple[HalfRows | None, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, eq=False)
+class Beside:
+    """An input's rows in 16 bits, for instances that may read them rounded; the others read the input itself."""
+
+    rows: HalfRows
+
+
+# By position: `HalfRows` are there instead of the array, which is then not read.
+Halves = tuple[HalfRows | Beside | None, ...]
+Kept = tuple[HalfRows | None, ...]  # by output
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +119,7 @@ def run_kernels(
     inputs: Arrays,
     options: Options,
     halves: Halves = (),
-) -> tuple[Arrays, Halves]:
+) -> tuple[Arrays, Kept]:
     """Executes the instances in order; an instance that the backend cannot do is evaluated by XLA.
 
     Args:
@@ -112,19 +127,22 @@ def run_kernels(
       graph: the graph.
       inputs: by position.
       options: of the compiler.
-      halves: by position, an input's rows in 16 bits where they are there (then the input itself is not read).
+      halves: by position, an input's rows in 16 bits where they are there.
 
     Returns:
       The outputs; and for each output its rows in 16 bits, where they were kept so.
     """
     program = kernels.program
     env: dict[int, Any] = {}
+    encoded: dict[int, HalfRows] = {}
     for i in program.inputs:
         position = program.ops[i].attr("position")
         half = halves[position] if position < len(halves) else None
-        env[i] = inputs[position] if half is None else half
+        env[i] = half if isinstance(half, HalfRows) else inputs[position]
+        if isinstance(half, Beside):
+            encoded[i] = half.rows
     xla = Evaluator(program, graph, options.precision)
-    pallas = _pallas(kernels, graph, options)
+    pallas = PallasLowering(kernels, graph, options, encoded) if uses_kernels(graph, options) else None
     if pallas is not None:
         env.update((i, pallas.rounded(a)) for i, a in env.items() if i in kernels.half)
     remaining = [set(instance.reads) for instance in kernels.instances]
@@ -140,10 +158,9 @@ def run_kernels(
             # XLA recomputes what a kernel would keep in registers; drop whatever the attempt left behind.
             whole = {i: _decoded(a) for i, a in env.items()}
             xla.compute(instance.writes, whole)
-            rounds = pallas is not None and isinstance(instance, Fallback)
-            env.update(
-                (w, pallas.rounded(whole[w]) if rounds and w in kernels.half else whole[w]) for w in instance.writes
-            )
+            env.update((w, whole[w]) for w in instance.writes)
+            if pallas is not None and isinstance(instance, Fallback):
+                env.update((w, pallas.rounded(env[w])) for w in kernels.half.intersection(instance.writes))
         keep = set(program.outputs).union(*remaining[number + 1 :])
         env = {i: a for i, a in env.items() if i in keep or program.ops[i].name == "input"}
     results = tuple(env[o] for o in program.outputs)
@@ -154,24 +171,20 @@ def _decoded(array: Any) -> jax.Array:
     return array.decode() if isinstance(array, HalfRows) else array
 
 
-def _pallas(kernels: Kernels, graph: RelGraph, options: Options) -> Any:
-    program = kernels.program
+def uses_kernels(graph: RelGraph, options: Options) -> bool:
+    """Whether the instances run as Pallas kernels; otherwise XLA does everything."""
     if options.backend == "xla" or "backward" in options.disable:
-        return None
+        return False
     if options.backend == "auto" and jax.default_backend() != "gpu" and options.interpret is not False:
-        return None
-    if num_rows(graph, program.ops[0].space) == 0 and graph.num_nodes == 0:
-        return None
-    from dejax.rgnn.lowering.pallas import PallasLowering
-
-    return PallasLowering(kernels, graph, options.precision, options.interpret, frozenset(options.disable))
+        return False
+    return graph.num_nodes > 0
 
 
 # `halves` are other forms of some of the inputs, and the second result of some of the outputs: what is written in 16
 # bits goes from forward to backward so. Derivatives flow through the arrays themselves, which are otherwise not used
 # (and inside jit never made).
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(task: Task, graph: RelGraph, inputs: Arrays, halves: Halves) -> tuple[Arrays, Halves]:
+def _differentiable(task: Task, graph: RelGraph, inputs: Arrays, halves: Halves) -> tuple[Arrays, Kept]:
     return run_kernels(inference_kernels(task), graph, inputs, task.options, halves)
 
 
@@ -196,7 +209,16 @@ def _positions_of_array(array: jax.Array, count: int) -> tuple[int, ...]:
     return tuple(p for p in range(count) if array.shape[1 + p // _BITS] >> (p % _BITS) & 1)
 
 
-def _forward(task: Task, graph: Any, inputs: Any, halves: Any) -> tuple[tuple[Arrays, Halves], Any]:
+def _shared_encodings(task: Task) -> frozenset[int]:
+    """Which inputs forward puts in 16 bits for backward, too: the same for all sets of perturbed inputs."""
+    if not task.half or "storage" in task.disable:
+        return frozenset()
+    parts, *halves = training_tasks(task, differentiable_positions(task))
+    forward, backward = (inference_kernels(half) for half in halves)
+    return shared_encodings(parts, forward, backward, task.counts.rows)
+
+
+def _forward(task: Task, graph: Any, inputs: Any, halves: Any) -> tuple[tuple[Arrays, Kept], Any]:
     graph, halves = jax.tree_util.tree_map(lambda p: p.value, (graph, halves))
     values = tuple(p.value for p in inputs)
     wrt = tuple(p for p in differentiable_positions(task) if inputs[p].perturbed)
@@ -205,6 +227,13 @@ def _forward(task: Task, graph: Any, inputs: Any, halves: Any) -> tuple[tuple[Ar
         wrt = differentiable_positions(task)
     parts, forward, _ = training_tasks(task, wrt)
     count = parts.num_outputs
+    if uses_kernels(graph, task.options):
+        shared = _shared_encodings(task)
+        given = (*halves, *(None,) * (len(values) - len(halves)))
+        halves = tuple(
+            Beside(to_half_rows(x, interpret=task.options.interpret)) if p in shared and half is None else half
+            for p, (x, half) in enumerate(zip(values, given, strict=True))
+        )
     # Differentiable in its turn, for gradients of gradients.
     results, kept = _differentiable(forward, graph, values, halves)
     empty = jnp.zeros((0,), jnp.int8)

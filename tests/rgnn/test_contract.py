@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax.rgnn import Options, RelGraph
+from dejax.rgnn import Options, RelGraph, execute
 from dejax.rgnn.execute import counts_of
 from tests.rgnn.cases import CASES, MODELS, Size
 from tests.rgnn.contract import Expected, assert_agrees, check, covering, expected, row_counts, run_case
@@ -222,6 +223,20 @@ def test_masks_of_a_concrete_graph() -> None:
     assert_padding_is_gone(got, want, masks)
 
 
+@pytest.fixture
+def rows_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Rows that are read often are put in 16 bits on small graphs, too, where it does not pay."""
+    caches = (execute.inference_kernels, execute.training_cut)
+    for cache in caches:
+        cache.cache_clear()
+    execute._run.clear_cache()
+    monkeypatch.setattr(importlib.import_module("dejax.rgnn.passes.storage"), "_LAUNCH_BYTES", -(10**9))
+    yield
+    for cache in caches:
+        cache.cache_clear()
+    execute._run.clear_cache()
+
+
 @pytest.mark.parametrize(
     ("name", "precision"),
     some(
@@ -229,6 +244,7 @@ def test_masks_of_a_concrete_graph() -> None:
         lambda i, name: i in (0, 2),
     ),
 )
+@pytest.mark.usefixtures("rows_in_16_bits")
 def test_as_on_a_gpu(name: str, precision: str) -> None:
     """With the graph's loop tables and, where products round to 10 bits, rows in 16 bits between kernels."""
     options = Options(backend="pallas", precision=precision, interpret=True)
@@ -275,6 +291,7 @@ def test_typed_sources(name: str, backend: str, disable: tuple[str, ...]) -> Non
 
 
 @pytest.mark.parametrize("size", [Size(16, 16, 1), Size(20, 18, 2)], ids=str)
+@pytest.mark.usefixtures("rows_in_16_bits")
 def test_keys_and_messages_in_one_array(size: Size) -> None:
     """As on a GPU: both in 16 bits with their powers of two, of widths that are and are not powers of two."""
     options = dataclasses.replace(PALLAS, precision="tf32")

@@ -21,6 +21,7 @@ from dejax.rgnn.graph import RelGraph, Segments
 from dejax.rgnn.ir.inter import VIAS, Op, Program
 from dejax.rgnn.ir.intra import Accumulator, Gemm, Instance, Kernels, Operand, Outer, Traversal
 from dejax.rgnn.lowering.xla import ELEMENTWISE, num_rows, segments, valid_rows
+from dejax.rgnn.options import Options
 from dejax.rgnn.passes.storage import encoded_values, may_round
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -35,16 +36,13 @@ class PallasLowering:
         self,
         kernels: Kernels,
         graph: RelGraph,
-        precision: str | None,
-        interpret: bool | None,
-        disable: frozenset[str] = frozenset(),
+        options: Options,
+        encoded: dict[int, Any],
     ) -> None:
         self.kernels, self.program, self.half, self.graph = kernels, kernels.program, kernels.half, graph
-        self.precision = precision or "tf32"
-        self.interpret = interpret
-        self.disable = disable
-        self.encoded: dict[int, Any] = {}  # inputs in 16 bits
-        rounds = self.precision == "tf32" and "storage" not in disable
+        self.precision, self.interpret = options.precision or "tf32", options.interpret
+        self.encoded = dict(encoded)  # arrays that are there in 16 bits, too
+        rounds = self.precision == "tf32" and "storage" not in options.disable
         self.often_read = encoded_values(kernels, partial(num_rows, graph)) if rounds else frozenset()
 
     def run(self, instance: Instance, env: dict[int, Any], label: str = "") -> None:
@@ -68,7 +66,7 @@ class PallasLowering:
     def in_half(self, value: int, env: dict[int, Any]) -> Any:
         """An array whose rows kernels read, in 16 bits where that moves fewer bytes in all than it costs."""
         array = env[value]
-        if value not in self.often_read or not isinstance(array, jax.Array):
+        if not isinstance(array, jax.Array) or not (value in self.encoded or value in self.often_read):
             return array
         if value not in self.encoded:
             self.encoded[value] = kernels.to_half_rows(array, interpret=self.interpret)

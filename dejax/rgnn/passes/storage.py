@@ -13,14 +13,21 @@ from collections.abc import Callable
 
 from dejax.rgnn.ir.inter import Space
 from dejax.rgnn.ir.intra import Fallback, Gemm, Instance, Kernels, Outer, Traversal
+from dejax.rgnn.passes.save import Cut
 
 # Narrower rows share a memory sector anyway.
 _MIN_WIDTH = 16
 
 
-# Rows to 16 bits: 6 bytes a number once, for 2 bytes less at each read.
+# Rows to 16 bits: 6 bytes a number once, for 2 bytes less at each read, and what a launch takes, in bytes.
 _READS_A_ROW = 4
 _ENCODED_WIDTH = 32
+_LAUNCH_BYTES = 13_000_000
+
+
+def _pays(reads: int, rows: int, width: int) -> bool:
+    """Whether rows that are read so often are better put in 16 bits first."""
+    return reads >= _READS_A_ROW * rows > 0 and (2 * reads - 6 * rows) * width >= _LAUNCH_BYTES
 
 
 def encoded_values(
@@ -35,6 +42,30 @@ def encoded_values(
     """
     ops = kernels.program.ops
     half = kernels.half if half is None else half
+    reads = _rounded_reads(kernels, num_rows)
+    return frozenset(v for v, n in reads.items() if v not in half and _pays(n, num_rows(ops[v].space), ops[v].width))
+
+
+def shared_encodings(
+    parts: Cut, forward: Kernels, backward: Kernels, num_rows: Callable[[Space], int]
+) -> frozenset[int]:
+    """Positions of the inputs that forward puts in 16 bits for backward, too: both together read them many times."""
+    first, second = _rounded_reads(forward, num_rows), _rounded_reads(backward, num_rows)
+    ops = forward.program.ops
+    at = {backward.program.ops[i].attr("position"): i for i in backward.program.inputs}
+    again = {p: at[number] for number, p in enumerate(parts.needed) if number in at}
+    found = set()
+    for i in forward.program.inputs:
+        position = ops[i].attr("position")
+        counts = first.get(i, 0), second.get(again.get(position, -1), 0)
+        if min(counts) > 0 and _pays(sum(counts), num_rows(ops[i].space), ops[i].width):
+            found.add(position)
+    return frozenset(found)
+
+
+def _rounded_reads(kernels: Kernels, num_rows: Callable[[Space], int]) -> dict[int, int]:
+    """For each value in wide float32 rows, how many rows are read by instances that may read them rounded."""
+    ops = kernels.program.ops
     reads: dict[int, int] = {}
     for instance in kernels.instances:
         if isinstance(instance, Gemm):
@@ -47,14 +78,7 @@ def encoded_values(
             continue
         for v in values:
             reads[v] = reads.get(v, 0) + rows
-    return frozenset(
-        v
-        for v, count in reads.items()
-        if v not in half
-        and ops[v].dtype == "float32"
-        and ops[v].width >= _ENCODED_WIDTH
-        and count >= _READS_A_ROW * num_rows(ops[v].space) > 0
-    )
+    return {v: n for v, n in reads.items() if ops[v].dtype == "float32" and ops[v].width >= _ENCODED_WIDTH}
 
 
 def may_round(kernels: Kernels, t: Traversal) -> bool:
@@ -108,7 +132,7 @@ def _gradients_read_often(kernels: Kernels, num_rows: Callable[[Space], int]) ->
         and v not in whole.union(kernels.program.outputs)
         and ops[v].dtype == "float32"
         and ops[v].width >= _ENCODED_WIDTH
-        and count >= _READS_A_ROW * num_rows(ops[v].space) > 0
+        and _pays(count, num_rows(ops[v].space), ops[v].width)
     }
 
 
