@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -76,13 +77,19 @@ CASES: dict[str, Callable[[str], Any]] = {
     "plan": lambda disk: plan("plan", 40.0 if QUICK else 2.5, "oi"),
     # Half a GiB of host memory: what the drive takes in forward decides how many layers' inputs can go.
     "plan_disk": lambda disk: plan(
-        "plan_disk", 40.0 if QUICK else 4.05, "ir", path=disk, host_bytes=GIB // 2 if not QUICK else 4 * GIB
+        "plan_disk",
+        40.0 if QUICK else 4.05,
+        "r",
+        choices=("offload inputs", "recompute"),
+        path=disk,
+        host_bytes=GIB // 2 if not QUICK else 4 * GIB,
     ),
     "torch12": lambda disk: torch_layers(*SIZES["layers12"]),
 }
 
 
-def child(case: str, disk: str, part: str) -> None:
+def child(case: str, disk: str, part: str, limit: float) -> None:
+    faulthandler.dump_traceback_later(max(1.0, limit - 1), exit=True)  # says where the time went
     os.environ["DEJAX_BENCHMARK_PART"] = part
     keep(CASES[case](disk))
 
@@ -107,7 +114,7 @@ def main() -> int:
         say(f"== {case}")
         part = options.out.with_suffix(f".{case}.json")
         begin = time.perf_counter()
-        process = processes.Process(target=child, args=(case, options.disk, str(part)))
+        process = processes.Process(target=child, args=(case, options.disk, str(part), options.limit))
         process.start()
         process.join(options.limit)
         found: dict[str, Any] = {}
@@ -116,7 +123,8 @@ def main() -> int:
             process.kill()
             process.join()
         elif process.exitcode:
-            found["error"] = f"exit status {process.exitcode}"
+            over = time.perf_counter() - begin > options.limit - 1
+            found["error"] = f"its {options.limit:.0f} s were over" if over else f"exit status {process.exitcode}"
         with contextlib.suppress(OSError, ValueError):
             found = json.loads(part.read_text()) | found
             part.unlink()

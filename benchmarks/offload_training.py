@@ -240,24 +240,24 @@ def largest_batch(num: int, batch: int, sequence: int, width: int) -> dict[str, 
     from dejax.offload._profile import residuals_of, ring_of
 
     _, params, x, bodies = gpt_model(num, batch, sequence, width)
-    # Trying a size needs its memory only: choosing matrix products by the clock would take most of the time.
+    # To choose matrix products by the clock, for every size that is tried, would take most of the time.
     untuned = {"compiler_options": {"xla_gpu_autotune_level": 0}} if jax.default_backend() == "gpu" else {}
 
-    def compiled(size: int, **options: Any) -> tuple[Any, int]:
+    def compiled(size: int) -> tuple[Any, int]:
         wider = jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
-        made = gradient_step(bodies["names"], **options).lower(params, wider).compile()
+        made = gradient_step(bodies["names"], **untuned).lower(params, wider).compile()
         residuals, flops = residuals_of(bodies["saved-names"], params, wider, 1 << 20)
         ring = ring_of(None, [residual.nbytes for residual in residuals], flops)
         return made, made.memory_analysis().temp_size_in_bytes + ring
 
     how: dict[str, Any] = {"seconds": 0.0, "fewest": 2, "dispatched": 1, "unseen": 1}
-    saved = gradient_step(bodies["saved"]).lower(params, x).compile()
+    saved = gradient_step(bodies["saved"], **untuned).lower(params, x).compile()
     limit = saved.memory_analysis().temp_size_in_bytes
     found: dict[str, Any] = {"batch": batch, "limit_gib": limit / GIB}
     found["saved_ms"] = 1e3 * time_step(saved, params, x, **how)
     keep(found)
     with ActivationStore(host_bytes=100 << 30) as store:
-        sizes = {size: compiled(size, **untuned)[1] for size in (batch, 2 * batch)}
+        sizes = {size: compiled(size)[1] for size in (batch, 2 * batch)}
         found["tried_gib"] = {size: peak / GIB for size, peak in sizes.items()}
         slope = (sizes[2 * batch] - sizes[batch]) / batch
         size = int(batch + (limit - sizes[batch]) / slope)
