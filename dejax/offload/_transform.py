@@ -24,6 +24,7 @@ Inputs = Literal["auto", "all", "none"] | int | Sequence[int]
 MIN_BYTES = 1 << 20
 # What a fast GPU computes (600 TFLOP/s in bfloat16) while the bus moves a byte (50 GB/s), and a quarter more.
 _FLOPS_PER_BYTE = 15_000
+_RING_ALIGN = 512  # kAlign of native/offload/ring.cc
 # One number for each tensor that a trace stores: forward and backward of it share the number.
 _sites = itertools.count(1)
 
@@ -204,6 +205,7 @@ def ring_bytes(sizes: Sequence[int], flops: float) -> int:
     layers whose forward pass wants more than the bus has took 1.07 times their compute with a ring of three and 1.03
     with six. A layer that stores several needs no more than two layers' worth.
     """
+    sizes = [-(-size // _RING_ALIGN) * _RING_ALIGN for size in sizes]
     total = sum(sizes)
     if flops >= 2 * _FLOPS_PER_BYTE * total:
         return total
