@@ -190,6 +190,7 @@ def _cut(evaluation: Demand, group: Group, state: Sequence[Any], num_updates: in
     shape = state[group.state[0]].shape
     itemsize = max(np.dtype(state[i].dtype).itemsize for i in group.state)
     row = int(np.prod(shape[1:], dtype=np.int64)) * itemsize
+    group.tails = {o: _tail(evaluation, evaluation.jaxpr.outvars[o]) for o in group.outputs if o < num_updates}
     group.shape = shape if row <= piece_bytes else (int(np.prod(shape, dtype=np.int64)),)
     rows = max(1, piece_bytes // (row if row <= piece_bytes else itemsize))
     length = group.shape[0]
@@ -198,8 +199,24 @@ def _cut(evaluation: Demand, group: Group, state: Sequence[Any], num_updates: in
     return [Piece(group, at, min(length, at + rows), whole=False) for at in range(0, length, rows)]
 
 
+def _tail(evaluation: Demand, root: Any) -> list[Any]:
+    """The last equations of an update: elementwise, each of one array and numbers.
+
+    An update is added to its parameter, and XLA rounds a product and the sum after it once where one kernel does both.
+    So that it still can, products with a number wait until the pieces are together again.
+    """
+    shape, tail = root.aval.shape, []
+    while (eqn := evaluation.producer.get(root)) is not None and eqn.primitive.name in _ELEMENTWISE:
+        wide = [v for v in eqn.invars if not isinstance(v, core.Literal) and v.aval.shape == shape]
+        if len(wide) != 1 or len(eqn.outvars) != 1:
+            break
+        tail.append(eqn)
+        root = wide[0]
+    return tail[::-1]
+
+
 def _elementwise(evaluation: Demand, group: Group, num_updates: int) -> bool:
-    """Whether a group's outputs are elementwise in arrays of one shape; finds its equations and tails."""
+    """Whether a group's outputs are elementwise in arrays of one shape; finds its equations."""
     jaxpr = evaluation.jaxpr
     shape = jaxpr.invars[group.state[0]].aval.shape
     inputs = {jaxpr.invars[i] for i in group.state}
@@ -210,19 +227,12 @@ def _elementwise(evaluation: Demand, group: Group, num_updates: int) -> bool:
     depends: dict[Any, bool] = {}  # variables seen, and whether they depend on the group's state
     for output in group.outputs:
         root = jaxpr.outvars[output]
+        if tail := group.tails.get(output):
+            root = _wide(tail[0])
         if output < num_updates:
-            # An update is added to its parameter, and XLA rounds a product and the sum after it once where one kernel
-            # does both. So that it still can, products with a number wait until the pieces are together again.
-            tail: list[Any] = []
-            while (eqn := evaluation.producer.get(root)) is not None and eqn.primitive.name in _ELEMENTWISE:
-                wide = [v for v in eqn.invars if not isinstance(v, core.Literal) and v.aval.shape == shape]
-                if len(wide) != 1 or len(eqn.outvars) != 1:
-                    break
-                tail.append(eqn)
-                root = wide[0]
-            if eqn is not None and eqn.primitive.name == "mul" and eqn not in tail:
+            eqn = evaluation.producer.get(root)
+            if eqn is not None and eqn.primitive.name == "mul":
                 return False  # of two arrays
-            group.tails[output] = tail[::-1]
         if not _walk(evaluation, root, shape, inputs, depends, group.equations):
             return False
     return True
@@ -266,10 +276,12 @@ def _evaluate(evaluation: Demand, piece: Piece, taken: dict[int, Any], alone: bo
     which rounds otherwise: then each piece has a number of its own.
     """
     jaxpr, group = evaluation.jaxpr, piece.group
+    tails = [group.tails.get(output) for output in group.outputs]
+    roots = [_wide(tail[0]) if tail else jaxpr.outvars[o] for o, tail in zip(group.outputs, tails, strict=True)]
     if piece.whole:
         for i, value in taken.items():
             evaluation.give(jaxpr.invars[i], value, False)
-        return [evaluation.value(jaxpr.outvars[o]) for o in group.outputs]
+        return [evaluation.value(root) for root in roots]
     known = {jaxpr.invars[i]: value for i, value in taken.items()}
     shape = (piece.end - piece.begin, *group.shape[1:])
 
@@ -286,10 +298,6 @@ def _evaluate(evaluation: Demand, piece: Piece, taken: dict[int, Any], alone: bo
 
     for eqn in group.equations:
         known[eqn.outvars[0]] = eqn.primitive.bind(*map(read, eqn.invars), **eqn.params)
-    roots = []
-    for output in group.outputs:
-        tail = group.tails.get(output)
-        roots.append(_wide(tail[0]) if tail else jaxpr.outvars[output])
     return [jnp.broadcast_to(read(var), shape) for var in roots]
 
 
