@@ -9,7 +9,8 @@ import numpy as np
 from jax.extend import core
 
 from dejax import _native
-from dejax.offload._pieces import PIECE_BYTES, Demand, inlined, stream_state
+from dejax.offload._evaluation import Demand, inlined
+from dejax.offload._pieces import PIECE_BYTES, stream_state
 
 _HOST = jax.memory.Space.Host
 

@@ -8,7 +8,7 @@ is elementwise, into runs of elements.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +18,10 @@ import numpy as np
 from jax.extend import core
 
 from dejax import _native
+from dejax.offload._evaluation import Demand
 
 # 32 MiB take 0.65 ms over the bus: long against the launch of a piece, short against a step.
 PIECE_BYTES = 32 << 20
-_DEVICE = jax.memory.Space.Device
 _ELEMENTWISE = frozenset(
     """abs add and atan2 cbrt ceil clamp convert_element_type copy cos cosh div eq erf exp exp2 expm1 floor ge gt
     integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision rem round
@@ -116,43 +116,6 @@ def stream_state(
                 outputs[output] = _join(evaluation, parts[output], group.tails.get(output, ()), jaxpr.outvars[output])
     for i, array in chain.arrays.items():
         outputs[num_updates + i] = array
-
-
-def inlined(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same without calls of jitted functions: Optax corrects the bias of all moments in one, which ties them up."""
-
-    def run(jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
-        known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        known.update(zip(jaxpr.invars, args, strict=True))
-
-        def read(var: Any) -> Any:
-            return var.val if isinstance(var, core.Literal) else known[var]
-
-        for eqn in jaxpr.eqns:
-            inner = eqn.params.get("jaxpr")
-            if eqn.primitive.name in ("jit", "pjit", "closed_call") and isinstance(inner, core.ClosedJaxpr):
-                out = run(inner.jaxpr, inner.consts, *map(read, eqn.invars))
-            else:
-                out = _equation(jaxpr, eqn, read)
-            known.update(zip(eqn.outvars, out, strict=True))
-        return list(map(read, jaxpr.outvars))
-
-    def flat(*args: Any) -> list[Any]:
-        return run(closed.jaxpr, closed.consts, *args)
-
-    avals = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
-        for v in closed.jaxpr.invars
-    ]
-    return jax.make_jaxpr(flat)(*avals)
-
-
-def _equation(jaxpr: core.Jaxpr, eqn: Any, read: Callable[[Any], Any]) -> list[Any]:
-    """Evaluates one equation, of whatever kind."""
-    inputs = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, core.Literal)))
-    debug_info = jaxpr.debug_info.with_unknown_names()
-    one = jaxpr.replace(constvars=[], invars=inputs, eqns=[eqn], outvars=eqn.outvars, debug_info=debug_info)
-    return core.jaxpr_as_fun(core.ClosedJaxpr(one, ()))(*map(read, inputs))
 
 
 def _groups(jaxpr: core.Jaxpr, streamed: list[int], num_updates: int, num_state: int) -> list[Group]:
@@ -404,39 +367,3 @@ class _Chain:
                 return ffi(*operands, **attributes)
 
         return call
-
-
-class Demand:
-    """Evaluates a jaxpr's variables when they are asked for, each once."""
-
-    def __init__(self, closed: core.ClosedJaxpr) -> None:
-        self.jaxpr = closed.jaxpr
-        self._known: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        self._far: dict[Any, Any] = {}
-        self.producer = {var: eqn for eqn in closed.jaxpr.eqns for var in eqn.outvars}
-
-    def give(self, var: Any, value: Any, far: bool) -> None:
-        """An input. One that is far, on the host, comes to the device when it is first asked for."""
-        (self._far if far else self._known)[var] = value
-
-    def value(self, var: Any) -> Any:
-        stack = [var]
-        while stack:
-            at = stack[-1]
-            if isinstance(at, core.Literal) or at in self._known:
-                stack.pop()
-            elif at in self._far:
-                self._known[at] = jax.device_put(self._far[at], _DEVICE)
-                stack.pop()
-            else:
-                eqn = self.producer[at]
-                missing = [v for v in eqn.invars if not isinstance(v, core.Literal) and v not in self._known]
-                if missing:
-                    stack.extend(missing)
-                    continue
-                out = _equation(self.jaxpr, eqn, self._read)
-                self._known.update(zip(eqn.outvars, out, strict=True))
-        return self._read(var)
-
-    def _read(self, var: Any) -> Any:
-        return var.val if isinstance(var, core.Literal) else self._known[var]
