@@ -10,10 +10,12 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from dejax.offload._curve import Point, draw
 from dejax.offload._profile import (
     DEVICE_BANDWIDTH,
     SHORT,
@@ -138,6 +140,22 @@ class NamesPlan:
             off = [f"{100 * (a / b - 1):+.1f} %" for a, b in ((way.peak_bytes, peak), (way.seconds, seconds))]
             lines.append(f"| off by | {off[0]} | {off[1]} | | |")
         return "\n".join(lines)
+
+    def plot(self, path: str | Path) -> None:
+        """Draws throughput against activation memory: every way, the curve, the choice and what was measured."""
+        alone: dict[str, list[Point]] = {}
+        for way in self.ways:
+            does = {way.choice(name) for name in self.bytes_of if name != INPUT}
+            if len(does) == 1:
+                alone.setdefault(f"{does.pop()} all", []).append((way.peak_bytes, way.seconds))
+        draw(
+            path,
+            [(way.peak_bytes, way.seconds) for way in self.ways],
+            chosen=(self.chosen.peak_bytes, self.chosen.seconds),
+            budget_bytes=self.budget_bytes,
+            marked=alone,
+            measured=[self.measured] if self.measured else [],
+        )
 
 
 def plan_names(

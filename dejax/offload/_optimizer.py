@@ -8,7 +8,9 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from dejax.offload._pieces import PIECE_BYTES, Demand, inlined, stream_state
+from dejax import _native
+from dejax.offload._evaluation import Demand, inlined
+from dejax.offload._pieces import PIECE_BYTES, stream_state
 
 _HOST = jax.memory.Space.Host
 
@@ -17,7 +19,7 @@ def optimizer(
     tx: Any,
     *,
     min_bytes: int = 1 << 16,
-    streams: bool = False,
+    streams: bool | None = None,
     piece_bytes: int = PIECE_BYTES,
     ahead: int = 2,
 ) -> Any:
@@ -38,9 +40,11 @@ def optimizer(
     Args:
         tx: an `optax.GradientTransformation` whose `update` can be traced.
         min_bytes: smaller arrays of the state stay on the device.
-        streams: False: XLA copies, parameter by parameter; works with sharded state. True: dejax copies, on a stream
-            for each direction and ahead of need, in pieces of a parameter where its update is elementwise: less device
-            memory. For state on one device.
+        streams: True: dejax copies, on a stream for each direction and ahead of need, in pieces of a parameter where
+            its update is elementwise: both directions of the bus are busy at once, and no array of state is on the
+            device as a whole. For state on one device, and not under `jax.vmap`. False: XLA copies, parameter by
+            parameter, one direction after the other; works with sharded state. None: True where a GPU is jax's only
+            device and dejax's native extension is there.
         piece_bytes: with `streams`: of one array that travels at a time. Device memory for staging: `2 * (ahead + 1)`
             pieces of each array of state that a parameter has (of two for Adam), outside of XLA's pool.
         ahead: with `streams`: pieces that are brought before the one that is worked on.
@@ -52,7 +56,7 @@ def optimizer(
     Raises:
         TypeError: `tx` has no `init` and `update`.
         ValueError: `piece_bytes` or `ahead` is not positive.
-        NativeExtensionError: with `streams`, the extension is not there.
+        NativeExtensionError: with `streams=True`, the extension is not there.
     """
     import optax
 
@@ -77,7 +81,7 @@ def optimizer(
         state_leaves, state_tree = jax.tree.flatten(state)
         others, others_tree = jax.tree.flatten((updates, params, extra))
         # Outside of jit one operation follows the other: nothing could overlap.
-        own = streams and any(isinstance(x, jax.core.Tracer) for x in (*state_leaves, *others))
+        own = _streams(streams) and any(isinstance(x, jax.core.Tracer) for x in (*state_leaves, *others))
         on_host = [moves(x) for x in state_leaves]
 
         def flat(*leaves: Any) -> tuple[Any, Any]:
@@ -111,6 +115,13 @@ def optimizer(
         return jax.tree.unflatten(jax.tree.structure(out_shape), outputs)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _streams(wanted: bool | None) -> bool:
+    if wanted is not None:
+        return wanted
+    # Two GiB of parameters under AdamW on an H200: 89.8 ms and 0.25 GiB of temporaries, by XLA's copies 154.6 and 4.25.
+    return jax.default_backend() == "gpu" and jax.device_count() == 1 and _native.unavailable_reason() is None
 
 
 def _is_on_host(x: Any) -> bool:

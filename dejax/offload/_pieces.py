@@ -8,7 +8,7 @@ is elementwise, into runs of elements.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +18,10 @@ import numpy as np
 from jax.extend import core
 
 from dejax import _native
+from dejax.offload._evaluation import Demand
 
 # 32 MiB take 0.65 ms over the bus: long against the launch of a piece, short against a step.
 PIECE_BYTES = 32 << 20
-_DEVICE = jax.memory.Space.Device
 _ELEMENTWISE = frozenset(
     """abs add and atan2 cbrt ceil clamp convert_element_type copy cos cosh div eq erf exp exp2 expm1 floor ge gt
     integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision rem round
@@ -118,43 +118,6 @@ def stream_state(
         outputs[num_updates + i] = array
 
 
-def inlined(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same without calls of jitted functions: Optax corrects the bias of all moments in one, which ties them up."""
-
-    def run(jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
-        known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        known.update(zip(jaxpr.invars, args, strict=True))
-
-        def read(var: Any) -> Any:
-            return var.val if isinstance(var, core.Literal) else known[var]
-
-        for eqn in jaxpr.eqns:
-            inner = eqn.params.get("jaxpr")
-            if eqn.primitive.name in ("jit", "pjit", "closed_call") and isinstance(inner, core.ClosedJaxpr):
-                out = run(inner.jaxpr, inner.consts, *map(read, eqn.invars))
-            else:
-                out = _equation(jaxpr, eqn, read)
-            known.update(zip(eqn.outvars, out, strict=True))
-        return list(map(read, jaxpr.outvars))
-
-    def flat(*args: Any) -> list[Any]:
-        return run(closed.jaxpr, closed.consts, *args)
-
-    avals = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
-        for v in closed.jaxpr.invars
-    ]
-    return jax.make_jaxpr(flat)(*avals)
-
-
-def _equation(jaxpr: core.Jaxpr, eqn: Any, read: Callable[[Any], Any]) -> list[Any]:
-    """Evaluates one equation, of whatever kind."""
-    inputs = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, core.Literal)))
-    debug_info = jaxpr.debug_info.with_unknown_names()
-    one = jaxpr.replace(constvars=[], invars=inputs, eqns=[eqn], outvars=eqn.outvars, debug_info=debug_info)
-    return core.jaxpr_as_fun(core.ClosedJaxpr(one, ()))(*map(read, inputs))
-
-
 def _groups(jaxpr: core.Jaxpr, streamed: list[int], num_updates: int, num_state: int) -> list[Group]:
     needs: dict[Any, frozenset[int]] = {jaxpr.invars[i]: frozenset((i,)) for i in streamed}
     for eqn in jaxpr.eqns:
@@ -190,6 +153,7 @@ def _cut(evaluation: Demand, group: Group, state: Sequence[Any], num_updates: in
     shape = state[group.state[0]].shape
     itemsize = max(np.dtype(state[i].dtype).itemsize for i in group.state)
     row = int(np.prod(shape[1:], dtype=np.int64)) * itemsize
+    group.tails = {o: _tail(evaluation, evaluation.jaxpr.outvars[o]) for o in group.outputs if o < num_updates}
     group.shape = shape if row <= piece_bytes else (int(np.prod(shape, dtype=np.int64)),)
     rows = max(1, piece_bytes // (row if row <= piece_bytes else itemsize))
     length = group.shape[0]
@@ -198,8 +162,24 @@ def _cut(evaluation: Demand, group: Group, state: Sequence[Any], num_updates: in
     return [Piece(group, at, min(length, at + rows), whole=False) for at in range(0, length, rows)]
 
 
+def _tail(evaluation: Demand, root: Any) -> list[Any]:
+    """The last equations of an update: elementwise, each of one array and numbers.
+
+    An update is added to its parameter, and XLA rounds a product and the sum after it once where one kernel does both.
+    So that it still can, products with a number wait until the pieces are together again.
+    """
+    shape, tail = root.aval.shape, []
+    while (eqn := evaluation.producer.get(root)) is not None and eqn.primitive.name in _ELEMENTWISE:
+        wide = [v for v in eqn.invars if not isinstance(v, core.Literal) and v.aval.shape == shape]
+        if len(wide) != 1 or len(eqn.outvars) != 1:
+            break
+        tail.append(eqn)
+        root = wide[0]
+    return tail[::-1]
+
+
 def _elementwise(evaluation: Demand, group: Group, num_updates: int) -> bool:
-    """Whether a group's outputs are elementwise in arrays of one shape; finds its equations and tails."""
+    """Whether a group's outputs are elementwise in arrays of one shape; finds its equations."""
     jaxpr = evaluation.jaxpr
     shape = jaxpr.invars[group.state[0]].aval.shape
     inputs = {jaxpr.invars[i] for i in group.state}
@@ -210,19 +190,12 @@ def _elementwise(evaluation: Demand, group: Group, num_updates: int) -> bool:
     depends: dict[Any, bool] = {}  # variables seen, and whether they depend on the group's state
     for output in group.outputs:
         root = jaxpr.outvars[output]
+        if tail := group.tails.get(output):
+            root = _wide(tail[0])
         if output < num_updates:
-            # An update is added to its parameter, and XLA rounds a product and the sum after it once where one kernel
-            # does both. So that it still can, products with a number wait until the pieces are together again.
-            tail: list[Any] = []
-            while (eqn := evaluation.producer.get(root)) is not None and eqn.primitive.name in _ELEMENTWISE:
-                wide = [v for v in eqn.invars if not isinstance(v, core.Literal) and v.aval.shape == shape]
-                if len(wide) != 1 or len(eqn.outvars) != 1:
-                    break
-                tail.append(eqn)
-                root = wide[0]
-            if eqn is not None and eqn.primitive.name == "mul" and eqn not in tail:
+            eqn = evaluation.producer.get(root)
+            if eqn is not None and eqn.primitive.name == "mul":
                 return False  # of two arrays
-            group.tails[output] = tail[::-1]
         if not _walk(evaluation, root, shape, inputs, depends, group.equations):
             return False
     return True
@@ -266,10 +239,12 @@ def _evaluate(evaluation: Demand, piece: Piece, taken: dict[int, Any], alone: bo
     which rounds otherwise: then each piece has a number of its own.
     """
     jaxpr, group = evaluation.jaxpr, piece.group
+    tails = [group.tails.get(output) for output in group.outputs]
+    roots = [_wide(tail[0]) if tail else jaxpr.outvars[o] for o, tail in zip(group.outputs, tails, strict=True)]
     if piece.whole:
         for i, value in taken.items():
             evaluation.give(jaxpr.invars[i], value, False)
-        return [evaluation.value(jaxpr.outvars[o]) for o in group.outputs]
+        return [evaluation.value(root) for root in roots]
     known = {jaxpr.invars[i]: value for i, value in taken.items()}
     shape = (piece.end - piece.begin, *group.shape[1:])
 
@@ -286,10 +261,6 @@ def _evaluate(evaluation: Demand, piece: Piece, taken: dict[int, Any], alone: bo
 
     for eqn in group.equations:
         known[eqn.outvars[0]] = eqn.primitive.bind(*map(read, eqn.invars), **eqn.params)
-    roots = []
-    for output in group.outputs:
-        tail = group.tails.get(output)
-        roots.append(_wide(tail[0]) if tail else jaxpr.outvars[output])
     return [jnp.broadcast_to(read(var), shape) for var in roots]
 
 
@@ -396,39 +367,3 @@ class _Chain:
                 return ffi(*operands, **attributes)
 
         return call
-
-
-class Demand:
-    """Evaluates a jaxpr's variables when they are asked for, each once."""
-
-    def __init__(self, closed: core.ClosedJaxpr) -> None:
-        self.jaxpr = closed.jaxpr
-        self._known: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        self._far: dict[Any, Any] = {}
-        self.producer = {var: eqn for eqn in closed.jaxpr.eqns for var in eqn.outvars}
-
-    def give(self, var: Any, value: Any, far: bool) -> None:
-        """An input. One that is far, on the host, comes to the device when it is first asked for."""
-        (self._far if far else self._known)[var] = value
-
-    def value(self, var: Any) -> Any:
-        stack = [var]
-        while stack:
-            at = stack[-1]
-            if isinstance(at, core.Literal) or at in self._known:
-                stack.pop()
-            elif at in self._far:
-                self._known[at] = jax.device_put(self._far[at], _DEVICE)
-                stack.pop()
-            else:
-                eqn = self.producer[at]
-                missing = [v for v in eqn.invars if not isinstance(v, core.Literal) and v not in self._known]
-                if missing:
-                    stack.extend(missing)
-                    continue
-                out = _equation(self.jaxpr, eqn, self._read)
-                self._known.update(zip(eqn.outvars, out, strict=True))
-        return self._read(var)
-
-    def _read(self, var: Any) -> Any:
-        return var.val if isinstance(var, core.Literal) else self._known[var]

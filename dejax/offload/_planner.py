@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from dejax.offload._curve import best, draw
 from dejax.offload._profile import (
     DEVICE_BANDWIDTH,
     SHORT,
@@ -37,6 +38,7 @@ from dejax.offload._transform import MIN_BYTES, offload
 
 CHOICES = ("offload", "offload inputs", "recompute", "keep")
 """In the order in which layers get them: what is fetched last has the most time to travel."""
+_TWIN = {"offload": "keep", "offload inputs": "recompute"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +124,9 @@ class StackPlan:
 
     def curve(self) -> list[Prediction]:
         """The recompute-offload-keep curve: the ways that no other beats in both time and memory, by memory."""
-        best: list[Prediction] = []
-        for way in sorted(self._ways, key=lambda way: (way.peak_bytes, way.seconds)):
-            if not best or way.seconds < best[-1].seconds:
-                best.append(way)
-        return best
+        wanted = best([(way.peak_bytes, way.seconds) for way in self._ways])
+        found = {(way.peak_bytes, way.seconds): way for way in self._ways}
+        return [found[point] for point in wanted]
 
     def table(self) -> str:
         """Markdown: what each choice alone would cost, the way chosen, and what was measured beside it."""
@@ -154,29 +154,19 @@ class StackPlan:
 
     def plot(self, path: str | Path) -> None:
         """Draws throughput against activation memory: every way, the curve, the choice and what was measured."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
-        figure, axes = plt.subplots(figsize=(6, 4))
-        gib = 2**30
-        axes.plot([w.peak_bytes / gib for w in self._ways], [1 / w.seconds for w in self._ways], ".", ms=2, color="0.8")
-        curve = self.curve()
-        axes.plot([w.peak_bytes / gib for w in curve], [1 / w.seconds for w in curve], "-", label="best for its memory")
-        for choice, marker in zip(CHOICES, "vs^o", strict=True):
-            for way in self._ways:
-                if way.layers[CHOICES.index(choice)] == self.num_layers:
-                    axes.plot(way.peak_bytes / gib, 1 / way.seconds, marker, label=f"all {choice}")
-        axes.plot(self.chosen.peak_bytes / gib, 1 / self.chosen.seconds, "*", ms=12, label="chosen")
-        if self.measured:
-            axes.plot(self.measured[0] / gib, 1 / self.measured[1], "x", ms=9, label="measured")
-        axes.axvline(self.budget_bytes / gib, color="0.6", lw=0.8, ls=":")
-        axes.set_xlabel("activation memory, GiB")
-        axes.set_ylabel("steps a second")
-        axes.legend(fontsize=7)
-        figure.savefig(path, bbox_inches="tight")
-        plt.close(figure)
+        points = {way.layers: (way.peak_bytes, way.seconds) for way in self._ways}
+        alone = {
+            f"all {choice}": [point for layers, point in points.items() if layers[at] == self.num_layers]
+            for at, choice in enumerate(CHOICES)
+        }
+        draw(
+            path,
+            list(points.values()),
+            chosen=(self.chosen.peak_bytes, self.chosen.seconds),
+            budget_bytes=self.budget_bytes,
+            marked={name: some for name, some in alone.items() if some},
+            measured=[self.measured] if self.measured else [],
+        )
 
     def _bodies(self) -> dict[str, Callable[[Any, Any], Any]]:
         return _variants(self._body, self._store, self._min_bytes)
@@ -194,7 +184,8 @@ def plan_stack(
 ) -> StackPlan:
     """Decides what each layer of a stack does with what its backward pass needs.
 
-    Profiles on the device that holds `x`: two short stacks for each choice, forward alone, and the bus.
+    Profiles on the device that holds `x`: two short stacks for each choice (those that offload are compiled only, where
+    those that do not are run), forward alone, and the bus.
 
     Args:
         body: (params of one layer, x) -> x, as in `jax.lax.scan` over layers.
@@ -218,25 +209,26 @@ def plan_stack(
     if unknown := set(choices) - set(CHOICES):
         raise ValueError(f"plan_stack: `choices` are of {CHOICES}; {sorted(unknown)} were given")
     variants = _variants(body, store, min_bytes)
-    costs = {}
-    for choice in CHOICES:
+    costs: dict[str, Cost] = {}
+    for choice in reversed(CHOICES):  # those that store nothing first
         if choice not in choices:
             continue
         sizes: list[int] = []
         flops = 0.0
-        if choice in ("offload", "offload inputs"):
+        if choice in _TWIN:
             fn = body if choice == "offload" else jax.checkpoint(body)
             residuals, flops = residuals_of(fn, params, x, min_bytes)
             sizes = [residual.nbytes for residual in residuals]
-        costs[choice] = Cost(*short_stacks(variants[choice], params, x), sum(sizes), ring_of(store, sizes, flops))
-    # The short stacks may wait for the bus already, which is predicted apart: an offloading layer takes the time of the
-    # one that keeps or computes again, and two copies on the device.
-    for choice, twin in (("offload", "keep"), ("offload inputs", "recompute")):
-        if jax.default_backend() == "gpu" and choice in costs and twin in costs:
-            copies = 4 * costs[choice].stored_bytes / DEVICE_BANDWIDTH
-            faster = min(costs[choice].layer_seconds, costs[twin].layer_seconds + copies)
-            base = costs[twin].base_seconds
-            costs[choice] = dataclasses.replace(costs[choice], layer_seconds=faster, base_seconds=base)
+        # Short stacks would wait for the bus, which is predicted apart, and for a slow drive half a minute: an
+        # offloading layer takes the time of the one that keeps or computes again, and two copies on the device.
+        twin = costs.get(_TWIN.get(choice, "")) if jax.default_backend() == "gpu" else None
+        cost = Cost(
+            *short_stacks(variants[choice], params, x, run=twin is None), sum(sizes), ring_of(store, sizes, flops)
+        )
+        if twin is not None:
+            copies = 4 * cost.stored_bytes / DEVICE_BANDWIDTH
+            cost = dataclasses.replace(cost, base_seconds=twin.base_seconds, layer_seconds=twin.layer_seconds + copies)
+        costs[choice] = cost
     forward = forward_seconds(body, params, x)
     tiers = tiers_of(store)
 

@@ -24,6 +24,7 @@ Inputs = Literal["auto", "all", "none"] | int | Sequence[int]
 MIN_BYTES = 1 << 20
 # What a fast GPU computes (600 TFLOP/s in bfloat16) while the bus moves a byte (50 GB/s), and a quarter more.
 _FLOPS_PER_BYTE = 15_000
+_RING_ALIGN = 512  # kAlign of native/offload/ring.cc
 # One number for each tensor that a trace stores: forward and backward of it share the number.
 _sites = itertools.count(1)
 
@@ -197,14 +198,20 @@ def _call(
 def ring_bytes(sizes: Sequence[int], flops: float) -> int:
     """What the device's ring should have for a function that stores tensors of these sizes while it computes so much.
 
-    Where the bus is faster than the arithmetic, two tensors are enough: one is copied out while the next one comes
-    (twelve layers of width 8,192: 147.9 ms with two, 148.1 with six). Where it is slower, forward waits for the bus as
-    soon as the ring is full: 24 layers whose forward pass wants more than the bus has took 1.07 times their compute
-    with a ring of three and 1.03 with six. A layer that stores several needs no more than two layers' worth.
+    A tensor leaves XLA's memory through the ring, so the ring has room for one at least: of N layers that store one
+    each, a share of 1 - 1 / N leaves the device. One is enough where the bus is twice as fast as the arithmetic. Near
+    balance a second one keeps forward from waiting for a copy that has a little to go (twelve layers of width 8,192:
+    143.9 ms with two, 144.4 with one). Where the bus is slower, forward waits for it as soon as the ring is full: 24
+    layers whose forward pass wants more than the bus has took 1.07 times their compute with a ring of three and 1.03
+    with six. A layer that stores several needs no more than two layers' worth.
     """
-    if flops >= _FLOPS_PER_BYTE * sum(sizes):
-        return max(sum(sizes), 2 * max(sizes, default=0))
-    return max(2 * sum(sizes), 6 * sum(sizes) // max(1, len(sizes)))
+    sizes = [-(-size // _RING_ALIGN) * _RING_ALIGN for size in sizes]
+    total = sum(sizes)
+    if flops >= 2 * _FLOPS_PER_BYTE * total:
+        return total
+    if flops >= _FLOPS_PER_BYTE * total:
+        return max(total, 2 * max(sizes, default=0))
+    return max(2 * total, 6 * total // max(1, len(sizes)))
 
 
 def _is_array(ct: Any) -> bool:

@@ -19,6 +19,24 @@ void Copy(void* to, const void* from, int64_t bytes) {
 
 }  // namespace
 
+struct Store::DeviceCall {
+  DeviceCall(Store* store, int device, Stream stream)
+      : lock(store->mutex_), stopwatch(&store->stats_.launch_seconds), ring(Begin(store, device, stream)),
+        scope(ring.context()) {}
+
+  Lock lock;
+  const Stopwatch stopwatch;
+  Ring& ring;
+  const ContextScope scope;
+
+ private:
+  static Ring& Begin(Store* store, int device, Stream stream) {
+    store->RequireOpen();
+    store->CheckDevices();
+    return store->RingOf(device, stream);
+  }
+};
+
 uint64_t Store::StoreOnCpu(int64_t run_id, int64_t site, const void* data, int64_t bytes) {
   Lock lock(mutex_);
   RequireOpen();
@@ -90,20 +108,15 @@ void Store::FetchOnCpu(int64_t run_id, int64_t site, uint64_t handle, void* data
 
 void Store::StoreOnCuda(int64_t run_id, int device, Stream stream, int64_t site, int64_t ring_bytes,
                         DevicePointer data, int64_t bytes, DevicePointer handle) {
-  Lock lock(mutex_);
-  RequireOpen();
-  const Stopwatch stopwatch(&stats_.launch_seconds);
-  CheckDevices();
-  Ring* const ring = &RingOf(device, stream);
-  const ContextScope scope(ring->context());
+  DeviceCall call(this, device, stream);
   const RunPtr run = FindRun(run_id, device, /*create=*/true);
   const EntryPtr entry = Add(run, site, bytes);
   try {
     if (Injected("store")) throw std::runtime_error("offload: storing failed: injected fault");
-    ring->Reserve(options_.device_bytes >= 0 ? options_.device_bytes : ring_bytes, stream);
-    ring->Push(lock, run, entry, data, stream);
+    call.ring.Reserve(options_.device_bytes >= 0 ? options_.device_bytes : ring_bytes, stream);
+    call.ring.Push(call.lock, run, entry, data, stream);
     if (!entry->live) throw std::runtime_error("offload: another tensor of this step could not be stored");
-    ring->SetHandle(handle, Handle(entry->serial), stream);
+    call.ring.SetHandle(handle, Handle(entry->serial), stream);
     if (ShouldWrite(run, *entry)) QueueWrite(entry);
   } catch (...) {
     FailRun(run);
@@ -113,12 +126,7 @@ void Store::StoreOnCuda(int64_t run_id, int device, Stream stream, int64_t site,
 
 void Store::FetchOnCuda(int64_t run_id, int device, Stream stream, int64_t site, DevicePointer handle,
                         DevicePointer data, int64_t bytes) {
-  Lock lock(mutex_);
-  RequireOpen();
-  const Stopwatch stopwatch(&stats_.launch_seconds);
-  CheckDevices();
-  Ring* const ring = &RingOf(device, stream);
-  const ContextScope scope(ring->context());
+  DeviceCall call(this, device, stream);
   const RunPtr own = FindRun(run_id, device, /*create=*/false);
   RunPtr run = own;
   try {
@@ -133,7 +141,7 @@ void Store::FetchOnCuda(int64_t run_id, int device, Stream stream, int64_t site,
     uint64_t value = foreseen;
     if (!predict) {
       ++stats_.value_reads;
-      value = ring->ReadHandle(lock, handle, stream);
+      value = call.ring.ReadHandle(call.lock, handle, stream);
       if (own && value != foreseen) {
         own->surprising.insert(site);
         sites_[site].order = Site::Order::kSurprising;
@@ -146,19 +154,19 @@ void Store::FetchOnCuda(int64_t run_id, int device, Stream stream, int64_t site,
       run->fetched |= run == own;
       run->reading_back = true;
     }
-    ReadAhead(run, lock);
-    ring->Pop(lock, run, entry, data, stream);
-    ring->Leave(entry);
+    ReadAhead(run, call.lock);
+    call.ring.Pop(call.lock, run, entry, data, stream);
+    call.ring.Leave(entry);
     stats_.fetched_bytes += bytes;
     ++stats_.fetched_count;
     Fetched(entry, run);
-    ReadAhead(run, lock);
-    ring->Prefetch(run);
+    ReadAhead(run, call.lock);
+    call.ring.Prefetch(run);
     if (predict) {
-      ring->CheckHandle(run_id, handle, value, data, bytes, stream);
+      call.ring.CheckHandle(run_id, handle, value, data, bytes, stream);
       return;
     }
-    ring->Guard(run_id, data, bytes, stream);
+    call.ring.Guard(run_id, data, bytes, stream);
     if (own && own->by_site[site].empty() && own->surprising.count(site) == 0 &&
                sites_[site].order == Site::Order::kUnknown) {
       sites_[site].order = Site::Order::kForeseen;  // a whole run came so: from now on nobody waits for handles

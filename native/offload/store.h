@@ -191,6 +191,8 @@ class Store : public std::enable_shared_from_this<Store> {
   friend class Ring;
   using Lock = std::unique_lock<std::mutex>;
 
+  struct DeviceCall;  // what a store or a fetch on a GPU holds while it runs: steps.cc
+
   explicit Store(const Options& options);
   uint64_t Handle(uint64_t serial) const { return static_cast<uint64_t>(id_) << 48 | serial; }
   void RequireOpen() const;

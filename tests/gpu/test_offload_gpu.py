@@ -243,6 +243,31 @@ def test_optimizer_state_in_pieces(donated, piece_bytes) -> None:
     assert_same_bits(got, want)
 
 
+@pytest.mark.skipif(jax.device_count() > 1, reason="streams are the default on one device")
+def test_optimizer_by_default_in_an_nnx_model() -> None:
+    """No shardings are given, nothing is donated: state stays on the host and travels in pieces."""
+    from flax import nnx
+
+    def run(tx):
+        model = nnx.Linear(1024, 1024, rngs=nnx.Rngs(0))
+        state = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, state, x):
+            state.update(model, nnx.grad(lambda m: (m(x) ** 2).mean())(model))
+
+        for i in range(4):
+            step(model, state, jax.random.normal(jax.random.key(i), (64, 1024)))
+        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(nnx.state(state)) if leaf.size > 1 << 16}
+        return nnx.state(model, nnx.Param), kinds
+
+    want, _ = run(optax.adam(1e-2))
+    got, kinds = run(optimizer(optax.adam(1e-2), piece_bytes=1 << 20))
+    assert "pinned_host" in kinds
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)  # the gradient may be fused into either program
+
+
 def test_a_failing_store_fails_the_step_and_the_next_one_works() -> None:
     ws, x = operands()
     step = gradient(offload(jax.checkpoint(layer), min_bytes=1), True)

@@ -118,5 +118,7 @@ def test_a_plan_by_names_with_a_drive(tmp_path, monkeypatch):
         peak, _ = plan.measure(ws, x)
         assert abs(peak / least.peak_bytes - 1) < 0.25
         assert "| product | 0 |" in plan.table() and "off by" in plan.table()
+        plan.plot(tmp_path / "curve.svg")
+        assert "all" in (tmp_path / "curve.svg").read_text()
         with pytest.raises(ValueError, match="is named 'nothing'"):
             plan_names(body, ws, x, names=["nothing"], budget_bytes=1 << 40, store=store)

@@ -1,0 +1,184 @@
+"""Measuring for benchmarks/offload.py: steps, the bus, what ran beside what, and a table of rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+QUICK = "DEJAX_BENCHMARK_QUICK" in os.environ
+"""Every case in a small form: to see that it runs, on a CPU too. GiB are then MiB."""
+GIB = 2**20 if QUICK else 2**30
+
+
+def say(*words: Any) -> None:
+    print(*words, flush=True)
+
+
+def keep(found: Any) -> None:
+    """Writes what a case has found so far: that is left of it if its time runs out."""
+    if "DEJAX_BENCHMARK_PART" in os.environ:
+        Path(os.environ["DEJAX_BENCHMARK_PART"]).write_text(json.dumps(found, default=str))
+
+
+def time_step(
+    step: Callable[..., Any], *args: Any, seconds: float = 0.6, fewest: int = 3, dispatched: int = 3, unseen: int = 2
+) -> float:
+    """Seconds a step: the median of groups of steps dispatched together, after some that are not counted."""
+    import jax
+
+    for _ in range(unseen):
+        jax.block_until_ready(step(*args))
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < fewest or time.perf_counter() < end:
+        begin = time.perf_counter()
+        for _ in range(dispatched):
+            out = step(*args)
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - begin) / dispatched)
+    return statistics.median(times)
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    import jax
+
+    return all(bool((x == y).all()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def bandwidths(nbytes: int = GIB, count: int = 4) -> dict[str, float]:
+    """GB/s of the copy engine, device to pinned host and back, one after the other: jax does not run both at once."""
+    import jax
+    import jax.numpy as jnp
+
+    host, near = jax.memory.Space.Host, jax.memory.Space.Device
+    x = jax.block_until_ready([jnp.full(nbytes // 4 // count, k, jnp.float32) for k in range(count)])
+    y = jax.block_until_ready(jax.device_put(x, host))
+    found = {}
+    ways: dict[str, Callable[[], Any]] = {
+        "device_to_host": lambda: jax.device_put(x, host),
+        "host_to_device": lambda: jax.device_put(y, near),
+    }
+    for name, run in ways.items():
+        times = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            jax.block_until_ready(run())
+            times.append(time.perf_counter() - begin)
+        found[name] = nbytes / min(times) / 1e9
+    return found
+
+
+def overlap(run: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds in which the device copied in, copied out and computed during a run, and two of these at once."""
+    from dejax.pallas.profile import record
+
+    spans: dict[str, list[tuple[float, float]]] = {"in": [], "out": [], "kernels": []}
+    for r in record(run):
+        kind = "in" if "H2D" in r.name else "out" if "D2H" in r.name else "kernels"
+        spans[kind].append((r.start_ns, r.start_ns + r.duration_ns))
+    if not any(spans.values()):
+        return {}
+    union = {kind: _union(some) for kind, some in spans.items()}
+    found = {f"{kind}_ms": _length(some) / 1e6 for kind, some in union.items()}
+    for a, b in (("in", "out"), ("in", "kernels"), ("out", "kernels")):
+        either = _length(_union([*union[a], *union[b]]))
+        found[f"{a}_and_{b}_ms"] = (_length(union[a]) + _length(union[b]) - either) / 1e6
+    everything = [span for some in union.values() for span in some]
+    found["span_ms"] = (max(end for _, end in everything) - min(begin for begin, _ in everything)) / 1e6
+    return found
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _length(spans: Iterable[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+def measure(
+    name: str, step: Any, args: tuple[Any, ...], store: Any = None, reference: Any = None, **how: Any
+) -> dict[str, Any]:
+    """Compiles, runs and times a jitted step; a row of the table."""
+    row: dict[str, Any] = {"name": name}
+    try:
+        compiled = step.lower(*args).compile()
+        row["temp_gib"] = compiled.memory_analysis().temp_size_in_bytes / GIB
+        out = compiled(*args)
+        before = store.stats() if store else None
+        row["ms"] = 1e3 * time_step(compiled, *args, **how)
+        if reference is not None:
+            row["same_bits"] = same_bits(compiled(*args), reference)
+        if store and before:
+            stats = store.stats()
+            runs = max(1, stats.runs - before.runs)
+            row["ring_gib"] = stats.ring_bytes / GIB
+            row["host_gib"] = stats.host_bytes / GIB
+            row["disk_gib"] = stats.disk_bytes / GIB
+            for key in ("stored", "copied_out", "ring_hit", "prefetched", "demand", "written", "read", "cancelled"):
+                row[f"{key}_gib"] = (getattr(stats, f"{key}_bytes") - getattr(before, f"{key}_bytes")) / runs / GIB
+            row["launch_us"] = (
+                1e6
+                * (stats.launch_seconds - before.launch_seconds)
+                / max(1, stats.fetched_count + stats.stored_count - before.fetched_count - before.stored_count)
+            )
+            row["store_stall_ms"] = 1e3 * (stats.store_stall_seconds - before.store_stall_seconds) / runs
+            row["fetch_stall_ms"] = 1e3 * (stats.fetch_stall_seconds - before.fetch_stall_seconds) / runs
+            row["device_stall_ms"] = (
+                1e3
+                * (
+                    stats.device_store_stall_seconds
+                    + stats.device_fetch_stall_seconds
+                    - before.device_store_stall_seconds
+                    - before.device_fetch_stall_seconds
+                )
+                / runs
+            )
+            row["value_reads"] = stats.value_reads - before.value_reads
+        row["out"] = out
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+        traceback.print_exc()
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> None:
+    keys = [
+        "name",
+        "ms",
+        "temp_gib",
+        "ring_gib",
+        "host_gib",
+        "same_bits",
+        "copied_out_gib",
+        "ring_hit_gib",
+        "prefetched_gib",
+        "demand_gib",
+        "launch_us",
+        "store_stall_ms",
+        "fetch_stall_ms",
+        "device_stall_ms",
+        "written_gib",
+        "read_gib",
+    ]
+    keys = [key for key in keys if any(key in row for row in rows)]
+    say("| " + " | ".join(keys) + " |")
+    say("|" + " --- |" * len(keys))
+    for row in rows:
+        cells = []
+        for key in keys:
+            value = row.get(key, "")
+            cells.append(f"{value:.3f}" if isinstance(value, float) else str(value))
+        say("| " + " | ".join(cells) + (f" | {row['error']}" if "error" in row else " |"))

@@ -1,0 +1,414 @@
+"""Training steps with offload and without, for benchmarks/offload.py: stacks of layers, GPT blocks, PyTorch."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from offload_measuring import GIB, keep, measure, same_bits, say, table, time_step
+
+
+def layers(num: int, batch: int, width: int, variants: list[str], disk: str) -> dict[str, Any]:
+    """`value_and_grad` of a scan over residual layers, of which backward needs each one's input."""
+    import jax
+    import jax.numpy as jnp
+    from jax.ad_checkpoint import checkpoint_name
+
+    from dejax.offload import ActivationStore, offload
+
+    def layer(w: Any, x: Any) -> Any:
+        return x + (jax.nn.gelu(x @ w) @ w.T) * 0.1
+
+    key_w, key_x = jax.random.split(jax.random.key(0))
+    ws = (jax.random.normal(key_w, (num, width, width)) * (1.3 / width**0.5)).astype(jnp.bfloat16)
+    x = jax.random.normal(key_x, (batch, width)).astype(jnp.bfloat16)
+
+    def make(body: Callable[..., Any]) -> Any:
+        def loss(ws: Any, x: Any) -> Any:
+            out, _ = jax.lax.scan(lambda c, w: (body(w, c), None), x, ws)
+            return (out.astype(jnp.float32) ** 2).mean()
+
+        return jax.jit(jax.value_and_grad(loss))
+
+    def named(w: Any, x: Any) -> Any:
+        return layer(w, checkpoint_name(x, "input"))
+
+    own = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["input"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    rows: list[dict[str, Any]] = []
+    tensor = batch * width * 2
+    found = {"num": num, "batch": batch, "width": width, "tensor_bytes": tensor, "rows": rows}
+    saved = measure("inputs saved", make(jax.checkpoint(layer)), (ws, x))
+    reference = saved.pop("out", None)
+    rows.append(saved)
+    for variant in variants:
+        kind, _, size = variant.partition(":")
+        if kind == "jax":
+            rows.append(measure("JAX's own offload", make(jax.checkpoint(named, policy=own)), (ws, x), None, reference))
+        elif kind == "plain":
+            rows.append(measure("all residuals saved", make(layer), (ws, x), None, None))
+        elif kind == "host":
+            with ActivationStore(device_bytes=int(float(size) * tensor) if size else None) as store:
+                step = make(offload(jax.checkpoint(layer), inputs=1))
+                rows.append(measure(f"offload, host, ring of {size or 'auto'}", step, (ws, x), store, reference))
+        elif kind == "value":
+            with ActivationStore(device_bytes=int(float(size) * tensor) if size else None) as store:
+                store._native.set_prediction(1)
+                step = make(offload(jax.checkpoint(layer), inputs=1))
+                rows.append(
+                    measure(f"the same, handles read, ring of {size or 'auto'}", step, (ws, x), store, reference)
+                )
+        elif kind in ("shm", "disk"):
+            place = "/dev/shm" if kind == "shm" else disk
+            ring, host, engine = size.split(",")
+            with ActivationStore(
+                place,
+                device_bytes=int(float(ring) * tensor),
+                host_bytes=int(float(host) * tensor),
+                engine=engine,
+                checksum=os.environ.get("CHECKSUM", "1") == "1",
+                io_threads=int(os.environ.get("IO_THREADS", "12")),
+            ) as store:
+                step = make(offload(jax.checkpoint(layer), inputs=1))
+                rows.append(measure(f"offload, {kind} ({variant})", step, (ws, x), store, reference))
+        rows[-1].pop("out", None)
+        keep(found)
+    table(rows)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ a GPT
+
+
+def gpt_model(num: int, batch: int, sequence: int, width: int) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """(block, params, x, bodies): transformer blocks in bf16, cuDNN attention, and the ways to run one by name."""
+    import jax
+    import jax.numpy as jnp
+    from jax.ad_checkpoint import checkpoint_name
+
+    from dejax.offload import offload
+
+    heads = width // 128
+    attention = "cudnn" if jax.default_backend() == "gpu" else "xla"
+
+    def norm(x: Any) -> Any:
+        wide = x.astype(jnp.float32)
+        return (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+    def block(p: Any, x: Any) -> Any:
+        shape = x.shape
+        x = checkpoint_name(x, "input")
+        q, k, v = (checkpoint_name(part, "qkv") for part in jnp.split(norm(x) @ p["qkv"], 3, axis=-1))
+        q, k, v = (part.reshape(*shape[:2], heads, 128) for part in (q, k, v))
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention).reshape(shape)
+        x = x + checkpoint_name(mixed, "mixed") @ p["out"]
+        up = checkpoint_name(norm(x) @ p["up"], "up")
+        return x + jax.nn.gelu(up) @ p["down"]
+
+    def weights(key: Any, rows: int, columns: int) -> Any:
+        make = jax.jit(lambda key: jax.random.normal(key, (num, rows, columns), jnp.bfloat16) / rows**0.5)
+        return make(key)
+
+    keys = jax.random.split(jax.random.key(0), 5)
+    params = {
+        "qkv": weights(keys[0], width, 3 * width),
+        "out": weights(keys[1], width, width),
+        "up": weights(keys[2], width, 4 * width),
+        "down": weights(keys[3], 4 * width, width),
+    }
+    x = jax.random.normal(keys[4], (batch, sequence, width), jnp.bfloat16)
+    policies = jax.checkpoint_policies
+
+    def own(*names: str) -> Any:
+        return policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=list(names),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+
+    some = jax.checkpoint(block, policy=policies.save_only_these_names(*NAMES))
+    bodies = {
+        "saved": block,
+        "remat": jax.checkpoint(block),
+        "inputs": offload(jax.checkpoint(block), inputs=1),
+        "inputs-cut": offload(jax.checkpoint(block), inputs=1, store="device"),
+        "all": offload(block, inputs=1),
+        "names": offload(some, inputs=1),
+        "saved-names": some,
+        "jax-inputs": jax.checkpoint(block, policy=own("input")),
+        "jax-names": jax.checkpoint(block, policy=own(*NAMES)),
+    }
+    return block, params, x, bodies
+
+
+NAMES = ("input", "qkv", "mixed", "up")
+STORING = ("inputs", "all", "names")
+
+
+def gradient_step(body: Callable[..., Any], **options: Any) -> Any:
+    """A jitted `value_and_grad` of a scan over blocks."""
+    import jax
+    import jax.numpy as jnp
+
+    def loss(params: Any, x: Any) -> Any:
+        out, _ = jax.lax.scan(lambda c, p: (body(p, c), None), x, params)
+        return (out.astype(jnp.float32) ** 2).mean()
+
+    return jax.jit(jax.value_and_grad(loss), **options)
+
+
+def gpt(num: int, batch: int, sequence: int, width: int, variants: list[str]) -> dict[str, Any]:
+    """`value_and_grad` of transformer blocks under a scan; "NAME:GIB" gives the ring's size."""
+    from dejax.offload import ActivationStore
+
+    _, params, x, bodies = gpt_model(num, batch, sequence, width)
+    rows: list[dict[str, Any]] = []
+    found = {"num": num, "batch": batch, "sequence": sequence, "width": width, "rows": rows}
+    reference = None
+    for variant in variants:
+        kind, _, ring = variant.partition(":")
+        how: dict[str, Any] = {"seconds": 0.5, "dispatched": 1}
+        if kind in STORING:
+            with ActivationStore(device_bytes=int(float(ring) * GIB) if ring else None, host_bytes=100 << 30) as store:
+                row = measure(variant, gradient_step(bodies[kind]), (params, x), store, reference, **how)
+        else:
+            row = measure(variant, gradient_step(bodies[kind]), (params, x), None, reference, **how)
+        out = row.pop("out", None)
+        reference = out if reference is None and kind == "remat" else reference
+        rows.append(row)
+        keep(found)
+    table(rows)
+    return found
+
+
+def gpt_plan(num: int, batch: int, sequence: int, width: int, share: float) -> dict[str, Any]:
+    """Named tensors of GPT blocks as the planner chooses within a share of what saving everything takes."""
+    from dejax.offload import ActivationStore, plan_names
+
+    block, params, x, _ = gpt_model(num, batch, sequence, width)
+    saved = measure("saved", gradient_step(block), (params, x), seconds=0.5, dispatched=1)
+    saved.pop("out", None)
+    say(json.dumps(saved))
+    with ActivationStore(host_bytes=100 << 30) as store:
+        begin = time.perf_counter()
+        budget = int(share * saved["temp_gib"] * GIB)
+        plan = plan_names(block, params, x, names=NAMES[1:], budget_bytes=budget, store=store)
+        took = time.perf_counter() - begin
+        peak, seconds = plan.measure(params, x)
+        say(plan.table())
+        ways = [
+            {
+                "saved": None if way.saved is None else sorted(way.saved),
+                "offloaded": sorted(way.offloaded),
+                "peak_gib": way.peak_bytes / GIB,
+                "ms": 1e3 * way.seconds,
+                "wait_ms": 1e3 * way.stall_seconds,
+            }
+            for way in plan.ways
+        ]
+    return {
+        "saved": saved,
+        "share": share,
+        "choices": {name: plan.chosen.choice(name) for name in plan.bytes_of},
+        "bytes_of": plan.bytes_of,
+        "predicted_gib": plan.chosen.peak_bytes / GIB,
+        "peak_gib": peak / GIB,
+        "predicted_ms": 1e3 * plan.chosen.seconds,
+        "ms": 1e3 * seconds,
+        "planning_seconds": took,
+        "table": plan.table(),
+        "ways": ways,
+    }
+
+
+def largest_batch(num: int, batch: int, sequence: int, width: int) -> dict[str, Any]:
+    """The batch that offloading named tensors allows in the memory that saving everything takes at `batch`."""
+    import jax
+    import jax.numpy as jnp
+
+    from dejax.offload import ActivationStore
+    from dejax.offload._profile import residuals_of, ring_of
+
+    _, params, x, bodies = gpt_model(num, batch, sequence, width)
+    # To choose matrix products by the clock, for every size that is tried, would take most of the time.
+    untuned = {"compiler_options": {"xla_gpu_autotune_level": 0}} if jax.default_backend() == "gpu" else {}
+
+    def compiled(size: int) -> tuple[Any, int]:
+        wider = jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
+        made = gradient_step(bodies["names"], **untuned).lower(params, wider).compile()
+        residuals, flops = residuals_of(bodies["saved-names"], params, wider, 1 << 20)
+        ring = ring_of(None, [residual.nbytes for residual in residuals], flops)
+        return made, made.memory_analysis().temp_size_in_bytes + ring
+
+    how: dict[str, Any] = {"seconds": 0.0, "fewest": 2, "dispatched": 1, "unseen": 1}
+    saved = gradient_step(bodies["saved"], **untuned).lower(params, x).compile()
+    limit = saved.memory_analysis().temp_size_in_bytes
+    found: dict[str, Any] = {"batch": batch, "limit_gib": limit / GIB}
+    found["saved_ms"] = 1e3 * time_step(saved, params, x, **how)
+    keep(found)
+    with ActivationStore(host_bytes=100 << 30) as store:
+        sizes = {size: compiled(size)[1] for size in (batch, 2 * batch)}
+        found["tried_gib"] = {size: peak / GIB for size, peak in sizes.items()}
+        slope = (sizes[2 * batch] - sizes[batch]) / batch
+        size = int(batch + (limit - sizes[batch]) / slope)
+        say(json.dumps(found), "trying", size)
+        while True:
+            step, peak = compiled(size)
+            if peak <= limit:
+                break
+            size -= 1
+        found |= {"largest": size, "peak_gib": peak / GIB}
+        keep(found)
+        wide = jnp.broadcast_to(x[:1], (size, *x.shape[1:])) + 0
+        found["ms"] = 1e3 * time_step(step, params, wide, **how)
+        found["ring_gib"] = store.stats().ring_bytes / GIB
+    tokens = sequence * 1e3
+    found["saved_tokens_a_second"] = batch * tokens / found["saved_ms"]
+    found["tokens_a_second"] = size * tokens / found["ms"]
+    say(json.dumps(found))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ bits
+
+
+def bits(dump: str | None) -> dict[str, Any]:
+    """Which programs give the same bits as which, and under which of the compiler's freedoms."""
+    import jax
+    import jax.numpy as jnp
+
+    from dejax.offload import ActivationStore, offload
+
+    free: dict[str, Any] = {
+        "default": {},
+        "deterministic": {"xla_gpu_exclude_nondeterministic_ops": True},
+        "fixed": {
+            "xla_gpu_exclude_nondeterministic_ops": True,
+            "xla_gpu_autotune_level": 0,
+            "xla_gpu_enable_triton_gemm": False,
+            "xla_allow_excess_precision": False,
+        },
+    }
+    found: dict[str, Any] = {}
+    _, params, x, bodies = gpt_model(4, 2, 1024, 2048)
+    for name, flags in free.items():
+        try:
+            run = {k: gradient_step(bodies[k], compiler_options=flags) for k in ("remat", "inputs", "inputs-cut")}
+            with ActivationStore():
+                once, again = run["remat"](params, x), run["remat"](params, x)
+                fresh = gradient_step(jax.checkpoint(bodies["saved"]), compiler_options=flags)(params, x)
+                away, away_again, cut = run["inputs"](params, x), run["inputs"](params, x), run["inputs-cut"](params, x)
+                found[f"gpt {name}"] = {
+                    "remat twice": same_bits(once, again),
+                    "remat compiled twice": same_bits(once, fresh),
+                    "offload twice": same_bits(away, away_again),
+                    "offload and remat": same_bits(away, once),
+                    "offload and its cuts alone": same_bits(away, cut),
+                }
+        except Exception as error:
+            found[f"gpt {name}"] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+        say(name, json.dumps(found[f"gpt {name}"]))
+
+    def layer(w: Any, x: Any) -> Any:
+        return x + 0.1 * (jax.nn.gelu(x @ w) @ w.T)
+
+    key_w, key_x = jax.random.split(jax.random.key(0))
+    ws = (jax.random.normal(key_w, (12, 512, 512)) / 512**0.5).astype(jnp.bfloat16)
+    x = jax.random.normal(key_x, (256, 512)).astype(jnp.bfloat16)
+    free["no fusion"] = {**free["fixed"], "xla_disable_hlo_passes": "priority-fusion,multi_output_fusion,gemm-rewriter"}
+    for name, flags in free.items():
+        try:
+            variants = {"saved": layer, "offload": offload(layer, min_bytes=1)}
+            variants["cut"] = offload(layer, min_bytes=1, store="device")
+            results = {}
+            with ActivationStore():
+                for key, body in variants.items():
+                    step = gradient_step(body, compiler_options=flags).lower(ws, x).compile()
+                    results[key] = step(ws, x)
+                    if dump and name == "fixed":
+                        Path(f"{dump}.{key}.hlo.txt").write_text(step.as_text())
+            found[f"layer {name}"] = {
+                "offload and saved": same_bits(results["offload"], results["saved"]),
+                "offload and its cuts alone": same_bits(results["offload"], results["cut"]),
+            }
+        except Exception as error:
+            found[f"layer {name}"] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+        say(name, json.dumps(found[f"layer {name}"]))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ torch
+
+
+def torch_layers(num: int, batch: int, width: int) -> dict[str, Any]:
+    """The stack of layers in PyTorch: saved, checkpointed, `save_on_cpu` on pinned memory."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    ws = [
+        (torch.randn(width, width, device="cuda") * (1.3 / width**0.5)).bfloat16().requires_grad_() for _ in range(num)
+    ]
+    x = torch.randn(batch, width, device="cuda").bfloat16()
+
+    def layer(w: Any, x: Any) -> Any:
+        return x + (torch.nn.functional.gelu(x @ w, approximate="tanh") @ w.T) * 0.1
+
+    def saved(w: Any, x: Any) -> Any:
+        return layer(w, x)
+
+    def again(w: Any, x: Any) -> Any:
+        return checkpoint(layer, w, x, use_reentrant=False)
+
+    rows = []
+    for name, body, on_cpu in (
+        ("torch, all saved", saved, False),
+        ("torch, checkpoint", again, False),
+        ("torch, checkpoint, save_on_cpu", again, True),
+        ("torch, save_on_cpu", saved, True),
+    ):
+
+        def step(body: Any = body, on_cpu: bool = on_cpu) -> None:
+            import contextlib
+
+            hooks = torch.autograd.graph.save_on_cpu(pin_memory=True) if on_cpu else contextlib.nullcontext()
+            with hooks:
+                out = x
+                for w in ws:
+                    out = body(w, out)
+                loss = (out.float() ** 2).mean()
+            loss.backward()
+            for w in ws:
+                w.grad = None
+
+        row: dict[str, Any] = {"name": name}
+        try:
+            step()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            times = []
+            for _ in range(3):
+                begin = time.perf_counter()
+                step()
+                torch.cuda.synchronize()
+                times.append(time.perf_counter() - begin)
+            row["ms"] = 1e3 * statistics.median(times)
+            grads = num * width * width * 2  # jax counts gradients as outputs, not as temporaries
+            row["temp_gib"] = (torch.cuda.max_memory_allocated() - before - grads) / GIB
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
+        rows.append(row)
+        keep({"rows": rows})
+    table(rows)
+    return {"rows": rows}

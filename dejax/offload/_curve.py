@@ -1,0 +1,55 @@
+"""The recompute-offload-keep curve: throughput against activation memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+Point = tuple[float, float]
+"""Bytes at the peak and seconds a step."""
+
+_GIB = 2**30
+
+
+def best(ways: Sequence[Point]) -> list[Point]:
+    """Those that no other beats in both memory and time, by memory."""
+    found: list[Point] = []
+    for way in sorted(ways):
+        if not found or way[1] < found[-1][1]:
+            found.append(way)
+    return found
+
+
+def draw(
+    path: str | Path,
+    ways: Sequence[Point],
+    *,
+    chosen: Point,
+    budget_bytes: float,
+    marked: Mapping[str, Sequence[Point]],
+    measured: Sequence[Point] = (),
+) -> None:
+    """Draws every way, the curve, the choice and its budget, some ways by name, and what was measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4))
+
+    def points(some: Sequence[Point], style: str, **options: object) -> None:
+        axes.plot([peak / _GIB for peak, _ in some], [1 / seconds for _, seconds in some], style, **options)
+
+    points(ways, ".", ms=2, color="0.8")
+    points(best(ways), "-", label="best for its memory")
+    for (name, some), marker in zip(marked.items(), "vs^oD", strict=False):
+        points(some, marker, label=name)
+    points([chosen], "*", ms=12, label="chosen")
+    if measured:
+        points(measured, "x", ms=9, label="measured")
+    axes.axvline(budget_bytes / _GIB, color="0.6", lw=0.8, ls=":")
+    axes.set_xlabel("activation memory, GiB")
+    axes.set_ylabel("steps a second")
+    axes.legend(fontsize=7)
+    figure.savefig(path, bbox_inches="tight")
+    plt.close(figure)

@@ -1,0 +1,84 @@
+"""A jaxpr evaluated variable by variable, as they are asked for: what cuts an optimizer's update into pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+_DEVICE = jax.memory.Space.Device
+
+
+class Demand:
+    """Evaluates a jaxpr's variables when they are asked for, each once."""
+
+    def __init__(self, closed: core.ClosedJaxpr) -> None:
+        self.jaxpr = closed.jaxpr
+        self._known: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        self._far: dict[Any, Any] = {}
+        self.producer = {var: eqn for eqn in closed.jaxpr.eqns for var in eqn.outvars}
+
+    def give(self, var: Any, value: Any, far: bool) -> None:
+        """An input. One that is far, on the host, comes to the device when it is first asked for."""
+        (self._far if far else self._known)[var] = value
+
+    def value(self, var: Any) -> Any:
+        stack = [var]
+        while stack:
+            at = stack[-1]
+            if isinstance(at, core.Literal) or at in self._known:
+                stack.pop()
+            elif at in self._far:
+                self._known[at] = jax.device_put(self._far[at], _DEVICE)
+                stack.pop()
+            else:
+                eqn = self.producer[at]
+                missing = [v for v in eqn.invars if not isinstance(v, core.Literal) and v not in self._known]
+                if missing:
+                    stack.extend(missing)
+                    continue
+                out = _equation(self.jaxpr, eqn, self._read)
+                self._known.update(zip(eqn.outvars, out, strict=True))
+        return self._read(var)
+
+    def _read(self, var: Any) -> Any:
+        return var.val if isinstance(var, core.Literal) else self._known[var]
+
+
+def inlined(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same without calls of jitted functions: Optax corrects the bias of all moments in one, which ties them up."""
+
+    def run(jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
+        known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        known.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(var: Any) -> Any:
+            return var.val if isinstance(var, core.Literal) else known[var]
+
+        for eqn in jaxpr.eqns:
+            inner = eqn.params.get("jaxpr")
+            if eqn.primitive.name in ("jit", "pjit", "closed_call") and isinstance(inner, core.ClosedJaxpr):
+                out = run(inner.jaxpr, inner.consts, *map(read, eqn.invars))
+            else:
+                out = _equation(jaxpr, eqn, read)
+            known.update(zip(eqn.outvars, out, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def flat(*args: Any) -> list[Any]:
+        return run(closed.jaxpr, closed.consts, *args)
+
+    avals = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
+        for v in closed.jaxpr.invars
+    ]
+    return jax.make_jaxpr(flat)(*avals)
+
+
+def _equation(jaxpr: core.Jaxpr, eqn: Any, read: Callable[[Any], Any]) -> list[Any]:
+    """Evaluates one equation, of whatever kind."""
+    inputs = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, core.Literal)))
+    debug_info = jaxpr.debug_info.with_unknown_names()
+    one = jaxpr.replace(constvars=[], invars=inputs, eqns=[eqn], outvars=eqn.outvars, debug_info=debug_info)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(one, ()))(*map(read, inputs))
