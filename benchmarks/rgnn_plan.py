@@ -25,7 +25,7 @@ from peers.jax_layers import rel_graph
 
 from dejax import rgnn
 from dejax.rgnn import execute, library
-from dejax.rgnn.cost import CostModel, kept_in_half
+from dejax.rgnn.cost import training_models
 from dejax.rgnn.ir.intra import Fallback, print_kernels
 
 GRAPHS = ("aifb", "mutag", "bgs", "fb15k", "biokg", "am", "mag", "wikikg2")
@@ -102,10 +102,7 @@ class Cell:
         task, _, _ = self.layer._prepare(self.graph, self.options(), (self.x, self.params), {})
         cut, *tasks = execute.training_tasks(task, execute.differentiable_positions(task))
         forward, backward = (execute.inference_kernels(part) for part in tasks)
-        costs = [
-            CostModel(forward, task.counts, self.precision),
-            CostModel(backward, task.counts, self.precision, kept_in_half(cut, forward, backward)),
-        ]
+        costs = training_models(cut, forward, backward, task.counts, self.precision)
         call = self.calls()["training"]
         jax.block_until_ready(call())
         times = kernels_jax(call, CALLS)

@@ -15,7 +15,7 @@ from dejax.rgnn._segments import hub_chunk_of, type_chunk_of
 from dejax.rgnn.ir.inter import VIAS, Space, spec_sizes
 from dejax.rgnn.ir.intra import Fallback, Gemm, Instance, Kernels, Operand, Outer, Traversal
 from dejax.rgnn.passes import Counts, Cut
-from dejax.rgnn.passes.storage import encoded_values
+from dejax.rgnn.passes.storage import encoded_values, shared_encodings
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,7 @@ class CostModel:
       counts: of the graph.
       precision: of products.
       half_inputs: numbers of the program's values, inputs, that come in 16 bits.
+      encoded: inputs that are put in 16 bits here because others read them so, too.
       machine: its ceilings.
     """
 
@@ -84,19 +85,17 @@ class CostModel:
         counts: Counts,
         precision: str = "tf32",
         half_inputs: frozenset[int] = frozenset(),
+        encoded: frozenset[int] = frozenset(),
         machine: Machine = Machine(),
     ) -> None:
         self.kernels, self.counts, self.precision, self.machine = kernels, counts, precision, machine
         written = kernels.half | half_inputs
-        encoded = encoded_values(kernels, counts.rows, written) if precision == "tf32" else frozenset()
+        encoded |= encoded_values(kernels, counts.rows, written) if precision == "tf32" else frozenset()
         # Gradients that are given or that XLA makes are put in 16 bits where they are first read.
         made = {v for i in kernels.instances if not isinstance(i, Fallback) for v in i.writes}
         encoded |= kernels.half - made
         self.encoded, self.half = encoded, written | encoded
-        first: dict[int, int] = {}
-        for number, instance in enumerate(kernels.instances):
-            for v in instance.reads:
-                first.setdefault(v, number)
+        first = kernels.first_readers()
         # The instance that first reads a value that is read in 16 bits makes it so.
         self.encodes = {number: [v for v in self.encoded if first[v] == number] for number in first.values()}
 
@@ -255,12 +254,20 @@ class CostModel:
         return max(memory, cache, flops / dict(m.flops)[precision])
 
 
-def kept_in_half(parts: Cut, forward: Kernels, backward: Kernels) -> frozenset[int]:
-    """Which inputs of the backward kernels the forward ones have written in 16 bits."""
+def training_models(
+    parts: Cut, forward: Kernels, backward: Kernels, counts: Counts, precision: str
+) -> tuple[CostModel, CostModel]:
+    """Models of both halves of a training step: what forward has in 16 bits comes to backward so."""
+    rounds = precision == "tf32"
+    shared = shared_encodings(parts, forward, backward, counts.rows) if rounds else frozenset()
+    at = {forward.program.ops[i].attr("position"): i for i in forward.program.inputs}
     saved = forward.program.outputs[parts.num_outputs :][: parts.num_saved]
-    positions = {len(parts.needed) + i for i, v in enumerate(saved) if v in forward.half}
+    positions = {number for number, p in enumerate(parts.needed) if p in shared}
+    positions |= {len(parts.needed) + i for i, v in enumerate(saved) if v in forward.half}
     ops = backward.program.ops
-    return frozenset(i for i in backward.program.inputs if ops[i].attr("position") in positions)
+    kept = frozenset(i for i in backward.program.inputs if ops[i].attr("position") in positions)
+    first = CostModel(forward, counts, precision, encoded=frozenset(at[p] for p in shared))
+    return first, CostModel(backward, counts, precision, kept)
 
 
 # A table by type stays in the caches of each multiprocessor.

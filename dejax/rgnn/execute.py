@@ -6,6 +6,9 @@ in the graph's canonical order.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -14,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from dejax.pallas import label
 from dejax.pallas.encode import to_half_rows
 from dejax.pallas.half_rows import HalfRows
 from dejax.rgnn.graph import RelGraph
@@ -143,14 +147,22 @@ def run_kernels(
             encoded[i] = half.rows
     xla = Evaluator(program, graph, options.precision)
     pallas = PallasLowering(kernels, graph, options, encoded) if uses_kernels(graph, options) else None
-    if pallas is not None:
-        env.update((i, pallas.rounded(a)) for i, a in env.items() if i in kernels.half)
+    readers = kernels.first_readers()
+
+    def round_for_all(values: Iterable[int]) -> None:
+        if pallas is not None:
+            for v in kernels.half.intersection(values):
+                with kernel_label(program.name, readers[v]):
+                    env[v] = pallas.rounded(env[v])
+
+    round_for_all(program.inputs)
     remaining = [set(instance.reads) for instance in kernels.instances]
     for number, instance in enumerate(kernels.instances):
         done = False
         if pallas is not None and not isinstance(instance, Fallback):
             try:
-                pallas.run(instance, env, label=f"{program.name}.{number}")
+                with kernel_label(program.name, number):
+                    pallas.run(instance, env)
                 done = True
             except NotImplementedError:
                 done = False
@@ -159,12 +171,17 @@ def run_kernels(
             whole = {i: _decoded(a) for i, a in env.items()}
             xla.compute(instance.writes, whole)
             env.update((w, whole[w]) for w in instance.writes)
-            if pallas is not None and isinstance(instance, Fallback):
-                env.update((w, pallas.rounded(env[w])) for w in kernels.half.intersection(instance.writes))
+            if isinstance(instance, Fallback):
+                round_for_all(instance.writes)
         keep = set(program.outputs).union(*remaining[number + 1 :])
         env = {i: a for i, a in env.items() if i in keep or program.ops[i].name == "input"}
     results = tuple(env[o] for o in program.outputs)
     return tuple(map(_decoded, results)), tuple(r if isinstance(r, HalfRows) else None for r in results)
+
+
+def kernel_label(name: str, number: int) -> AbstractContextManager[None]:
+    """Profiles show the kernels of an instance as `rgat_backward_3_traverse`."""
+    return label(re.sub(r"\W", "_", f"{name}.{number}"))
 
 
 def _decoded(array: Any) -> jax.Array:
@@ -209,13 +226,25 @@ def _positions_of_array(array: jax.Array, count: int) -> tuple[int, ...]:
     return tuple(p for p in range(count) if array.shape[1 + p // _BITS] >> (p % _BITS) & 1)
 
 
-def _shared_encodings(task: Task) -> frozenset[int]:
-    """Which inputs forward puts in 16 bits for backward, too: the same for all sets of perturbed inputs."""
-    if not task.half or "storage" in task.disable:
-        return frozenset()
-    parts, *halves = training_tasks(task, differentiable_positions(task))
-    forward, backward = (inference_kernels(half) for half in halves)
-    return shared_encodings(parts, forward, backward, task.counts.rows)
+def encode_shared(task: Task, graph: RelGraph, values: Arrays, halves: Halves) -> Halves:
+    """`halves` with the inputs that forward and backward both read in 16 bits.
+
+    They are the same for all sets of perturbed inputs, as the tree of residuals must be.
+    """
+    given = (*halves, *(None,) * (len(values) - len(halves)))
+    if not (task.half and uses_kernels(graph, task.options)) or "storage" in task.disable:
+        return given
+    parts, *tasks = training_tasks(task, differentiable_positions(task))
+    forward, backward = (inference_kernels(half) for half in tasks)
+    shared = shared_encodings(parts, forward, backward, task.counts.rows)
+    readers = forward.first_readers()
+
+    def encoded(position: int) -> Beside:
+        value = next(i for i in forward.program.inputs if forward.program.ops[i].attr("position") == position)
+        with kernel_label(forward.program.name, readers[value]):
+            return Beside(to_half_rows(values[position], interpret=task.options.interpret))
+
+    return tuple(encoded(p) if p in shared and half is None else half for p, half in enumerate(given))
 
 
 def _forward(task: Task, graph: Any, inputs: Any, halves: Any) -> tuple[tuple[Arrays, Kept], Any]:
@@ -227,13 +256,7 @@ def _forward(task: Task, graph: Any, inputs: Any, halves: Any) -> tuple[tuple[Ar
         wrt = differentiable_positions(task)
     parts, forward, _ = training_tasks(task, wrt)
     count = parts.num_outputs
-    if uses_kernels(graph, task.options):
-        shared = _shared_encodings(task)
-        given = (*halves, *(None,) * (len(values) - len(halves)))
-        halves = tuple(
-            Beside(to_half_rows(x, interpret=task.options.interpret)) if p in shared and half is None else half
-            for p, (x, half) in enumerate(zip(values, given, strict=True))
-        )
+    halves = encode_shared(task, graph, values, halves)
     # Differentiable in its turn, for gradients of gradients.
     results, kept = _differentiable(forward, graph, values, halves)
     empty = jnp.zeros((0,), jnp.int8)

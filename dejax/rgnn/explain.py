@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import TextIO
 
-from dejax.rgnn.cost import CostModel, kept_in_half
+from dejax.rgnn.cost import CostModel, training_models
 from dejax.rgnn.execute import Task
 from dejax.rgnn.ir.inter import Op, Program, Space, format_op
 from dejax.rgnn.ir.intra import Fallback, Kernels, Traversal
@@ -35,7 +35,8 @@ def explain(task: Task, *, file: TextIO | None = None, svg: str | None = None) -
     late = run_passes(optimised, LATE, counts, disable, watch)
     forward = lower_to_kernels(late, counts, disable, deterministic=task.deterministic, half=task.half)
     print("== forward, without gradients", file=out)
-    _print_kernels(forward, task, out)
+    precision = task.options.precision or "tf32"
+    _print_kernels(CostModel(forward, counts, precision), out)
     drawn = [("traced", _program_nodes(program)), ("forward", _kernel_nodes(forward))]
     wrt = tuple(
         program.ops[i].attr("position") for i in program.inputs if program.ops[i].dtype.startswith(("float", "bfloat"))
@@ -48,13 +49,11 @@ def explain(task: Task, *, file: TextIO | None = None, svg: str | None = None) -
             lower_to_kernels(part, counts, disable, deterministic=task.deterministic, half=task.half, packed=packed)
             for part, packed in ((halves.forward, saved), (halves.backward, ()))
         )
-        for title, kernels, half_inputs in (
-            ("forward, with gradients", first, frozenset()),
-            ("backward", second, kept_in_half(halves, first, second)),
-        ):
+        models = training_models(halves, first, second, counts, precision)
+        for title, model in zip(("forward, with gradients", "backward"), models, strict=True):
             print(f"== {title}", file=out)
-            _print_kernels(kernels, task, out, half_inputs)
-            drawn.append((title, _kernel_nodes(kernels)))
+            _print_kernels(model, out)
+            drawn.append((title, _kernel_nodes(model.kernels)))
         kept = halves.forward.outputs[halves.num_outputs :]
         kept_bytes = sum(counts.rows(halves.forward.ops[v].space) * halves.forward.ops[v].row_bytes for v in kept)
         print(f"kept for backward: {len(kept)} values, {_bytes(kept_bytes)}", file=out)
@@ -62,13 +61,12 @@ def explain(task: Task, *, file: TextIO | None = None, svg: str | None = None) -
         Path(svg).write_text(draw(drawn), encoding="utf-8")
 
 
-def _print_kernels(kernels: Kernels, task: Task, out: TextIO, half_inputs: frozenset[int] = frozenset()) -> None:
-    print(kernels, file=out)
+def _print_kernels(model: CostModel, out: TextIO) -> None:
+    print(model.kernels, file=out)
     header = f"{'kernel':<8}{'template':<12}{'bytes':>12}{'FLOPs':>12}{'predicted':>12}"
     print(f"\n{header}", file=out)
-    precision = task.options.precision or "tf32"
-    costs = CostModel(kernels, task.counts, precision, half_inputs).costs()
-    for number, (instance, c) in enumerate(zip(kernels.instances, costs, strict=True)):
+    costs = model.costs()
+    for number, (instance, c) in enumerate(zip(model.kernels.instances, costs, strict=True)):
         name = type(instance).__name__.lower() if not isinstance(instance, Fallback) else "xla"
         print(
             f"[{number}]".ljust(8) + f"{name:<12}{_bytes(c.bytes):>12}{_count(c.flops):>12}{c.seconds * 1e6:>9.1f} us",

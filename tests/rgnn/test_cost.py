@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dejax.rgnn import Options, execute, library
-from dejax.rgnn.cost import CostModel, Machine, kept_in_half
+from dejax.rgnn.cost import CostModel, Machine, training_models
 from dejax.rgnn.ir.intra import Gemm, Kernels, Traversal
 from dejax.rgnn.passes import Counts
 from dejax.rgnn.passes.storage import encoded_values
@@ -58,10 +58,11 @@ def test_what_forward_writes_in_16_bits_backward_reads_so() -> None:
     task = task_of("rgat", MANY)
     cut, *tasks = execute.training_tasks(task, execute.differentiable_positions(task))
     forward_kernels, backward = (execute.inference_kernels(t) for t in tasks)
-    kept = kept_in_half(cut, forward_kernels, backward)
+    _, model = training_models(cut, forward_kernels, backward, MANY, "tf32")
+    kept = model.half - backward.half - model.encoded
     assert kept and all(backward.program.ops[v].name == "input" for v in kept)
     without = sum(c.bytes for c in CostModel(backward, MANY).costs())
-    assert sum(c.bytes for c in CostModel(backward, MANY, half_inputs=kept).costs()) < without
+    assert sum(c.bytes for c in model.costs()) < without
 
 
 def test_inputs_that_are_read_often_come_in_16_bits_and_that_costs_once() -> None:

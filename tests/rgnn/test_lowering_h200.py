@@ -31,9 +31,9 @@ def left_to_xla(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     original = PallasLowering.run
 
-    def run(self: PallasLowering, instance: Any, env: Any, label: str = "") -> None:
+    def run(self: PallasLowering, instance: Any, env: Any) -> None:
         try:
-            original(self, instance, env, label)
+            original(self, instance, env)
         except NotImplementedError as error:
             found.append(f"{instance}: {error}")
             raise

@@ -212,6 +212,14 @@ class Kernels:
     instances: tuple[Instance, ...] = ()
     half: frozenset[int] = frozenset()
 
+    def first_readers(self) -> dict[int, int]:
+        """For each value that an instance reads, the number of the first such instance."""
+        first: dict[int, int] = {}
+        for number, instance in enumerate(self.instances):
+            for v in instance.reads:
+                first.setdefault(v, number)
+        return first
+
     def row_bytes(self, value: int) -> int:
         """Bytes of one row of a value as it is stored."""
         op = self.program.ops[value]

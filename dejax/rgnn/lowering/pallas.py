@@ -6,7 +6,6 @@ evaluates it with XLA.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -45,23 +44,19 @@ class PallasLowering:
         rounds = self.precision == "tf32" and "storage" not in options.disable
         self.often_read = encoded_values(kernels, partial(num_rows, graph)) if rounds else frozenset()
 
-    def run(self, instance: Instance, env: dict[int, Any], label: str = "") -> None:
-        """Adds what the instance writes to `env`, whose values are arrays or `HalfRows`.
-
-        With a label, such as `rgat.backward.3`, profiles show its kernels as `rgat_backward_3_traverse`.
-        """
+    def run(self, instance: Instance, env: dict[int, Any]) -> None:
+        """Adds what the instance writes to `env`, whose values are arrays or `HalfRows`."""
         for v in (*instance.reads, *instance.writes):
             if self.program.ops[v].dtype not in _DTYPES:
                 raise NotImplementedError(f"no kernel for {self.program.ops[v].dtype}")
-        with kernels.label(re.sub(r"\W", "_", label)):
-            if isinstance(instance, Gemm):
-                env.update(zip(instance.writes, self.gemm(instance, env), strict=True))
-            elif isinstance(instance, Outer):
-                env[instance.out] = self.outer(instance, env)
-            elif isinstance(instance, Traversal):
-                self.traversal(instance, env)
-            else:
-                raise NotImplementedError("left to XLA")
+        if isinstance(instance, Gemm):
+            env.update(zip(instance.writes, self.gemm(instance, env), strict=True))
+        elif isinstance(instance, Outer):
+            env[instance.out] = self.outer(instance, env)
+        elif isinstance(instance, Traversal):
+            self.traversal(instance, env)
+        else:
+            raise NotImplementedError("left to XLA")
 
     def in_half(self, value: int, env: dict[int, Any]) -> Any:
         """An array whose rows kernels read, in 16 bits where that moves fewer bytes in all than it costs."""
