@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from dejax.pallas.schedule import rows_per_split, traversal_schedule
 from dejax.rgnn._segments import hub_chunk_of, type_chunk_of
 from dejax.rgnn.ir.inter import VIAS, Space, spec_sizes
-from dejax.rgnn.ir.intra import Fallback, Gemm, Instance, Kernels, Operand, Outer, Traversal
+from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, Operand, Outer, Traversal
 from dejax.rgnn.passes import Counts, Cut
 from dejax.rgnn.passes.storage import encoded_values, shared_encodings
 
@@ -91,9 +91,6 @@ class CostModel:
         self.kernels, self.counts, self.precision, self.machine = kernels, counts, precision, machine
         written = kernels.half | half_inputs
         encoded |= encoded_values(kernels, counts.rows, written) if precision == "tf32" else frozenset()
-        # Gradients that are given or that XLA makes are put in 16 bits where they are first read.
-        made = {v for i in kernels.instances if not isinstance(i, Fallback) for v in i.writes}
-        encoded |= kernels.half - made
         self.encoded, self.half = encoded, written | encoded
         first = kernels.first_readers()
         # The instance that first reads a value that is read in 16 bits makes it so.

@@ -7,7 +7,6 @@ in the graph's canonical order.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -147,15 +146,6 @@ def run_kernels(
             encoded[i] = half.rows
     xla = Evaluator(program, graph, options.precision)
     pallas = PallasLowering(kernels, graph, options, encoded) if uses_kernels(graph, options) else None
-    readers = kernels.first_readers()
-
-    def round_for_all(values: Iterable[int]) -> None:
-        if pallas is not None:
-            for v in kernels.half.intersection(values):
-                with kernel_label(program.name, readers[v]):
-                    env[v] = pallas.rounded(env[v])
-
-    round_for_all(program.inputs)
     remaining = [set(instance.reads) for instance in kernels.instances]
     for number, instance in enumerate(kernels.instances):
         done = False
@@ -171,8 +161,6 @@ def run_kernels(
             whole = {i: _decoded(a) for i, a in env.items()}
             xla.compute(instance.writes, whole)
             env.update((w, whole[w]) for w in instance.writes)
-            if isinstance(instance, Fallback):
-                round_for_all(instance.writes)
         keep = set(program.outputs).union(*remaining[number + 1 :])
         env = {i: a for i, a in env.items() if i in keep or program.ops[i].name == "input"}
     results = tuple(env[o] for o in program.outputs)

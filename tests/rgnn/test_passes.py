@@ -317,27 +317,6 @@ def test_parts_are_read_and_written_where_they_are() -> None:
     )
 
 
-def test_gradients_that_many_edges_read_are_rounded_for_all() -> None:
-    """What is compared with an inner product of rounded rows is made of the same rounded rows."""
-    many = Counts(nodes=50_000, edges=10**6, source_pairs=90, destination_pairs=90, edge_types=8, node_types=3)
-
-    @program("weighted")
-    def weighted(b: Tiny) -> int:
-        s, x, w = b.edge("s"), b.node("x", 32), b.weight("w", 32, 32)
-        return b.sum(b.op("mul", b.op("softmax", s, via="dst"), b.linear(b.src(x), w)))
-
-    backward = differentiated(optimise(weighted, many), (0, 1, 2), many).backward
-    few = replace(many, edges=150_000)
-    assert not lower_to_kernels(backward, few, half=True).half.intersection(backward.inputs)
-    kernels = lower_to_kernels(backward, many, half=True)
-    (cotangent,) = [i for i in backward.inputs if backward.ops[i].attr("name") == "cotangent0"]
-    assert cotangent in kernels.half
-    for instance in kernels.instances:
-        if isinstance(instance, Fallback):
-            made = kernels.half.intersection(instance.ops)
-            assert not any(made.intersection(backward.ops[i].args) for i in instance.ops)
-
-
 def test_no_merging_where_a_kernel_reads_the_product_in_place() -> None:
     @program("activated")
     def activated(b: Tiny) -> int:

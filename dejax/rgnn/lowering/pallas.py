@@ -67,10 +67,6 @@ class PallasLowering:
             self.encoded[value] = kernels.to_half_rows(array, interpret=self.interpret)
         return self.encoded[value]
 
-    def rounded(self, array: Any) -> Any:
-        """An array in 16 bits, for all who read it."""
-        return kernels.to_half_rows(array, interpret=self.interpret) if isinstance(array, jax.Array) else array
-
     # --- GEMM --------------------------------------------------------------------------------------------------------
 
     def row_index(self, operand: Operand, group: Segments) -> jax.Array | None:

@@ -149,6 +149,6 @@ def lower_to_kernels(
         kernels = fuse_traversal(kernels)
     kernels = verify_kernels(fallback(kernels, merge="fallback" not in disable))
     if half and "storage" not in disable:
-        kernels = verify_kernels(storage(kernels, packed, counts.rows))
+        kernels = storage(kernels, packed)
     watch("kernels", kernels)
     return kernels

@@ -2,9 +2,6 @@
 
 Where products round their operands to 10 bits (TF32), rows that are written to be read again lose nothing by being
 stored so, and the loops that read one such row for each edge move half the bytes.
-
-Gradients of rows that loops gather beside an inner product are rounded where they are made, for all who read them: the
-gradient of a softmax is a difference that cancels only if both sides are made of the same numbers.
 """
 
 from __future__ import annotations
@@ -89,15 +86,12 @@ def may_round(kernels: Kernels, t: Traversal) -> bool:
     return not any(kernels.program.ops[i].name in ("dot", "sum_features", "linear") for i in t.body)
 
 
-def storage(
-    kernels: Kernels, packed: tuple[int, ...] = (), num_rows: Callable[[Space], int] = lambda space: 0
-) -> Kernels:
+def storage(kernels: Kernels, packed: tuple[int, ...] = ()) -> Kernels:
     """Names the values to store in 16 bits.
 
     Args:
       kernels: a level-2 program.
       packed: numbers of the program's outputs that may be stored so too; others may not.
-      num_rows: rows of each space.
     """
     outputs = {v for i, v in enumerate(kernels.program.outputs) if i not in packed}
     found: set[int] = set()
@@ -105,54 +99,7 @@ def storage(
         found.update(v for v in _candidates(kernels, instance) if v not in outputs)
     for instance in kernels.instances:
         found -= _needs_whole(instance)
-    rounded = _gradients_read_often(kernels, num_rows)
-    instances = tuple(part for instance in kernels.instances for part in _split(kernels, instance, rounded))
-    return Kernels(kernels.program, instances, frozenset(found | rounded))
-
-
-def _gradients_read_often(kernels: Kernels, num_rows: Callable[[Space], int]) -> set[int]:
-    """Gradients of rows, given or made by XLA, that loops with inner products gather several times."""
-    ops = kernels.program.ops
-    gradients: set[int] = set()
-    for i, op in enumerate(ops):
-        if (op.name == "input" and op.attr("name").startswith("cotangent")) or gradients.intersection(op.args):
-            gradients.add(i)
-    by_xla = {v for i in kernels.instances if isinstance(i, Fallback) for v in i.writes} | set(kernels.program.inputs)
-    reads: dict[int, int] = {}
-    for t in kernels.instances:
-        if isinstance(t, Traversal) and not may_round(kernels, t):
-            for o in t.operands:
-                if o.access == "gathered" and o.part is None:
-                    reads[o.value] = reads.get(o.value, 0) + num_rows(t.space)
-    whole = {v for i in kernels.instances if not isinstance(i, Fallback) for v in _needs_whole(i)}
-    return {
-        v
-        for v, count in reads.items()
-        if v in gradients & by_xla
-        and v not in whole.union(kernels.program.outputs)
-        and ops[v].dtype == "float32"
-        and ops[v].width >= _ENCODED_WIDTH
-        and _pays(count, num_rows(ops[v].space), ops[v].width)
-    }
-
-
-def _split(kernels: Kernels, instance: Instance, rounded: set[int]) -> list[Instance]:
-    """A fallback that makes a rounded value ends there; what it makes of that value is another."""
-    made = rounded.intersection(instance.ops) if isinstance(instance, Fallback) else set()
-    if not isinstance(instance, Fallback) or not made:
-        return [instance]
-    ops = kernels.program.ops
-    late: set[int] = set()
-    for i in instance.ops:
-        if (made | late).intersection(ops[i].args):
-            late.add(i)
-
-    def part(chosen: list[int]) -> Fallback:
-        reads = dict.fromkeys(a for i in chosen for a in ops[i].args if a not in chosen)
-        return Fallback(tuple(chosen), tuple(reads), tuple(chosen))
-
-    before, after = [i for i in instance.ops if i not in late], [i for i in instance.ops if i in late]
-    return [part(before), *(_split(kernels, part(after), rounded) if after else [])]
+    return Kernels(kernels.program, kernels.instances, frozenset(found))
 
 
 def _candidates(kernels: Kernels, instance: Instance) -> list[int]:
