@@ -15,14 +15,11 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from dejax.host_gather.gather import Call, flat_call, gather, launch, prepared
+from dejax.host_gather.gather import BESIDE, Call, flat_call, gather, launch, prepared
 from dejax.host_gather.table import HostTable
 
 Carry = TypeVar("Carry")
 _sites = itertools.count(1)
-
-BESIDE_SMS = 4
-"""Multiprocessors that a gather takes from the compute beside it: the fewest that saturate the bus."""
 
 
 @jax.tree_util.register_dataclass
@@ -58,7 +55,7 @@ def gather_start(table: HostTable, ids: ArrayLike, *, before: Any = None, **opti
     """
     if options.get("reduce") is not None:
         raise ValueError("gather_start: `reduce` is not supported; reduce the rows of gather_done")
-    rest = {"mode": "fill", "fill_value": 0, "out_dtype": None, "scale": None, "order": "auto", "num_sms": BESIDE_SMS}
+    rest = {"mode": "fill", "fill_value": 0, "out_dtype": None, "scale": None, "order": "auto", "num_sms": None}
     if unknown := set(options) - set(rest) - {"reduce"}:
         raise TypeError(f"gather_start: unknown options {sorted(unknown)}; it takes {sorted(rest)}")
     chosen = {**rest, **options}
@@ -66,6 +63,7 @@ def gather_start(table: HostTable, ids: ArrayLike, *, before: Any = None, **opti
         "gather_start", table, ids, chosen["mode"], chosen["fill_value"], chosen["out_dtype"], chosen["scale"], None,
         chosen["order"], chosen["num_sms"],
     )  # fmt: skip
+    call = _beside(call, chosen["num_sms"])
     through, tree = jax.tree.flatten(before)
     pending, through = _start(call, next(_sites), leaf, ids, scale, [jnp.asarray(x) for x in through])
     return pending if before is None else (pending, jax.tree.unflatten(tree, through))
@@ -133,11 +131,12 @@ def prefetched_scan(
     # What is started beyond the last step reads nothing: its ids are out of range.
     padded = jnp.concatenate([ids, jnp.full((depth, *ids.shape[1:]), -1, ids.dtype)])
     options = {"mode": "fill", **options}
-    rest = {"fill_value": 0, "out_dtype": None, "scale": None, "order": "auto", "num_sms": BESIDE_SMS, **options}
+    rest = {"fill_value": 0, "out_dtype": None, "scale": None, "order": "auto", "num_sms": None, **options}
     leaf, _, call, scale = prepared(
         "prefetched_scan", table, padded[0], rest["mode"], rest["fill_value"], rest["out_dtype"], rest["scale"], None,
         rest["order"], rest["num_sms"],
     )  # fmt: skip
+    call = _beside(call, rest["num_sms"])
     if call.clip or call.raises:
         raise ValueError("prefetched_scan: only mode='fill'; clip the ids beforehand")
 
@@ -163,6 +162,10 @@ def prefetched_scan(
     for _ in range(depth):  # frees what was started beyond the end
         last = [_done(site, shape, call.out_dtype, ticket, last)]
     return carry, ys
+
+
+def _beside(call: Call, num_sms: int | None) -> Call:
+    return dataclasses.replace(call, num_sms=num_sms or BESIDE)
 
 
 def _start(
