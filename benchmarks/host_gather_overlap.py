@@ -1,7 +1,7 @@
 """Gathers beside compute: what `prefetched_scan` takes, and what each kernel takes alone and beside a gather.
 
     python -m benchmarks.host_gather_overlap                # all cases, about 30 s on a GPU
-    python -m benchmarks.host_gather_overlap --cases "as it is,triton"
+    python -m benchmarks.host_gather_overlap --cases "as it is;triton"
 
 Each case prints milliseconds of compute alone, gathers alone, one after the other, and prefetched, and their ratio to
 the longer of the two; then, of a profile, the gathers' mean duration, the part of it in which a kernel of another
@@ -28,14 +28,18 @@ from dejax.pallas.profile import Record, record
 
 Program = Callable[[HostTable, jax.Array, jax.Array], jax.Array]
 
+TRITON = {"xla_gpu_triton_gemm_any": True, "xla_gpu_cublas_fallback": False}
+"""Compiler options for products in one block for each tile: cuBLAS' are persistent, one block a multiprocessor."""
+
 CASES: dict[str, dict[str, Any]] = {
     "as it is": {},
-    "4 multiprocessors": {"options": {"num_sms": 4}},
     "8 multiprocessors": {"options": {"num_sms": 8}},
+    "16 multiprocessors": {"options": {"num_sms": 16}},
+    "two steps ahead": {"options": {"depth": 2}},
     "sorted ids": {"options": {"order": "sorted"}},
-    "no graphs": {"compiler": {"xla_gpu_graph_min_graph_size": 1_000_000}},
-    "triton": {"compiler": {"xla_gpu_triton_gemm_any": True, "xla_gpu_cublas_fallback": False}},
-    "small blocks": {"elementwise": True},
+    "triton": {"compiler": TRITON},
+    "triton, 8 multiprocessors": {"compiler": TRITON, "options": {"num_sms": 8}},
+    "elementwise": {"elementwise": True},
 }
 
 
@@ -43,7 +47,7 @@ def layer(elementwise: bool = False) -> Callable[..., tuple[jax.Array, None]]:
     """A scan's step: four products with the carry, or elementwise work, and a look at the gathered rows."""
 
     def step(carry: jax.Array, rows: jax.Array, matrix: jax.Array) -> tuple[jax.Array, None]:
-        for _ in range(300 if elementwise else 0):
+        for _ in range(40 if elementwise else 0):
             carry = jnp.sin(carry + 1)
         for _ in range(0 if elementwise else 4):
             carry = (carry @ matrix).astype(carry.dtype)
@@ -139,12 +143,12 @@ def inputs(steps: int, count: int, rows: int, size: int) -> tuple[HostTable, jax
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--cases", default=";".join(CASES))
     args = parser.parse_args(arguments)
     on_gpu = jax.default_backend() == "gpu"
     given = inputs(*((24, 1 << 16, 1 << 20, 4096) if on_gpu else (3, 64, 1 << 10, 64)))
     report = {}
-    for name in args.cases.split(","):
+    for name in args.cases.split(";"):
         case = CASES[name] if on_gpu else {key: x for key, x in CASES[name].items() if key != "compiler"}
         try:
             report[name] = trial(case, *given)

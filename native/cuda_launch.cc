@@ -32,7 +32,6 @@ std::pair<std::unique_ptr<LaunchApi>, std::string> Load() {
                         Find(library, "cuMemHostGetDevicePointer_v2", &api->mem_host_get_device_pointer, &why) &&
                         Find(library, "cuModuleLoadData", &api->module_load_data, &why) &&
                         Find(library, "cuModuleGetFunction", &api->module_get_function, &why) &&
-                        Find(library, "cuFuncSetAttribute", &api->func_set_attribute, &why) &&
                         Find(library, "cuLaunchKernel", &api->launch_kernel, &why) &&
                         Find(library, "cuMemsetD8Async", &api->memset_d8_async, &why) &&
                         Find(library, "cuStreamCreateWithPriority", &api->stream_create_with_priority, &why) &&

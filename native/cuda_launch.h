@@ -31,7 +31,6 @@ struct LaunchApi {
   Result (*mem_host_get_device_pointer)(DevicePointer* device, void* host, unsigned flags);
   Result (*module_load_data)(Module* module, const void* image);
   Result (*module_get_function)(Function* function, Module module, const char* name);
-  Result (*func_set_attribute)(Function function, int attribute, int value);
   Result (*launch_kernel)(Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                           unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream stream, void** parameters,
                           void** extra);

@@ -44,7 +44,7 @@ namespace dejax {
 //               clip bool: ids out of range mean the nearest row, otherwise a row of fill;
 //               raises bool: an id out of range is an error;
 //               fill_value float32 where elements are converted, fill uint8[16], repeated elements, where not;
-//               kernel, grid (blocks; 0: a warp on each multiprocessor), align int64: of the CUDA kernel.
+//               kernel, grid (blocks), align int64: of the CUDA kernel.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherCuda);
 

@@ -15,8 +15,6 @@ namespace {
 using cuda::DevicePointer;
 
 constexpr unsigned kThreads = 1024;
-constexpr unsigned kWarp = 32;
-constexpr int kSharedMemoryCarveout = 9;  // CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 constexpr int64_t kMaxRowBytes = 1 << 30;  // the kernel counts bytes of a row in 32 bits
 
 ffi::Error Failed(ffi::ErrorCode code, const std::string& what) { return GatherError(code, what); }
@@ -37,26 +35,11 @@ volatile long long* ErrorWords() {
   return words;
 }
 
-// One warp for each multiprocessor of the current context, and these set up for as much shared memory as the kernels
-// beside it may ask for: what it is while a warp is there, it stays.
-ffi::Error BesideCompute(cuda::Function kernel, int64_t* multiprocessors) {
-  const cuda::Api& api = *cuda::GetApi(nullptr);
-  const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
-  cuda::Device device = 0;
-  int count = 0;
-  cuda::Result result = launch.func_set_attribute(kernel, kSharedMemoryCarveout, 100);
-  if (result == 0) result = launch.ctx_get_device(&device);
-  if (result == 0) result = api.device_get_attribute(&count, cuda::kMultiprocessorCount, device);
-  if (result != 0) return Failed(ffi::ErrorCode::kInternal, "setting up failed: " + cuda::ErrorName(api, result));
-  *multiprocessors = std::max(1, count);
-  return ffi::Error::Success();
-}
-
 }  // namespace
 
 ffi::Error LaunchGather(const GatherCall& g, void* out, int64_t out_bytes, void* ticket, cuda::Context context,
                         cuda::Stream stream) {
-  if (g.fill.size() != 16 || g.fan_out < 1 || g.row_bytes < 0 || g.row_bytes > kMaxRowBytes || g.grid < 0 ||
+  if (g.fill.size() != 16 || g.fan_out < 1 || g.row_bytes < 0 || g.row_bytes > kMaxRowBytes || g.grid < 1 ||
       (g.align & (g.align - 1)) != 0 || g.align < 16) {
     return Failed(ffi::ErrorCode::kInvalidArgument, "the attributes do not fit together");
   }
@@ -94,8 +77,6 @@ ffi::Error LaunchGather(const GatherCall& g, void* out, int64_t out_bytes, void*
   const int64_t align = address % static_cast<uintptr_t>(g.align) == 0 ? g.align : 16;
   const int64_t offset = unit >= align ? 0 : align - std::min<int64_t>(unit, 16);
   p.chunks = static_cast<int>((g.row_bytes + offset + 15) / 16);
-  p.lane_rows = static_cast<int>(kWarp) / p.chunks;
-  p.lane_chunks = static_cast<int>(kWarp) % p.chunks;
   p.align = static_cast<int>(align);
   p.fan_out = static_cast<int>(g.fan_out);
   p.clip = g.clip;
@@ -114,13 +95,8 @@ ffi::Error LaunchGather(const GatherCall& g, void* out, int64_t out_bytes, void*
   const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
   // No more warps than there is work.
   const int64_t steps = (p.n * p.chunks + 32 * kUnroll - 1) / (32 * kUnroll);
-  int64_t wanted = g.grid;
-  if (g.grid == 0) {
-    if (auto error = BesideCompute(kernel, &wanted); error.failure()) return error;
-  }
-  const int64_t most = g.grid == 0 ? kWarp : kThreads;
-  const unsigned threads = static_cast<unsigned>(std::clamp<int64_t>((steps + wanted - 1) / wanted * 32, 32, most));
-  const unsigned grid = static_cast<unsigned>(std::min<int64_t>(wanted, std::max<int64_t>(1, steps)));
+  const unsigned threads = static_cast<unsigned>(std::clamp<int64_t>((steps + g.grid - 1) / g.grid * 32, 32, kThreads));
+  const unsigned grid = static_cast<unsigned>(std::min<int64_t>(g.grid, std::max<int64_t>(1, steps)));
   void* arguments[] = {&p};
   if (auto result = launch.launch_kernel(kernel, grid, 1, 1, threads, 1, 1, 0, stream, arguments, nullptr)) {
     return Failed(ffi::ErrorCode::kInternal, "cuLaunchKernel failed: " + cuda::ErrorName(api, result));

@@ -26,8 +26,6 @@ Order = Literal["auto", "given", "sorted"]
 # Four SMs saturate the bus with rows of 512 bytes; eight keep a margin.
 SORTED_SMS = 8
 UNSORTED_SMS = 16
-BESIDE = 0
-"""Of `Call.num_sms`: a warp on each multiprocessor, in what kernels beside it leave."""
 _LINE = 128  # bytes of one request over the bus
 
 
@@ -298,8 +296,6 @@ def flat_call(
             SOURCE=source,
             RESULT=result,
             MEAN=int(call.mean),
-            BESIDE=int(call.num_sms == BESIDE),
-            WIDE=int(flat.size * (spec.row_bytes // 16 + 9) >= 2**31),
         )
     attributes = {
         "source": np.int64(source),

@@ -15,11 +15,14 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from dejax.host_gather.gather import BESIDE, Call, flat_call, gather, launch, prepared
+from dejax.host_gather.gather import Call, flat_call, gather, launch, prepared
 from dejax.host_gather.table import HostTable
 
 Carry = TypeVar("Carry")
 _sites = itertools.count(1)
+
+BESIDE_SMS = 4
+"""Multiprocessors that a gather takes from the compute beside it: the fewest that saturate the bus."""
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +58,7 @@ def gather_start(table: HostTable, ids: ArrayLike, *, before: Any = None, **opti
     """
     if options.get("reduce") is not None:
         raise ValueError("gather_start: `reduce` is not supported; reduce the rows of gather_done")
-    rest = {"mode": "fill", "fill_value": 0, "out_dtype": None, "scale": None, "order": "auto", "num_sms": None}
+    rest = {"mode": "fill", "fill_value": 0, "out_dtype": None, "scale": None, "order": "auto", "num_sms": BESIDE_SMS}
     if unknown := set(options) - set(rest) - {"reduce"}:
         raise TypeError(f"gather_start: unknown options {sorted(unknown)}; it takes {sorted(rest)}")
     chosen = {**rest, **options}
@@ -63,7 +66,6 @@ def gather_start(table: HostTable, ids: ArrayLike, *, before: Any = None, **opti
         "gather_start", table, ids, chosen["mode"], chosen["fill_value"], chosen["out_dtype"], chosen["scale"], None,
         chosen["order"], chosen["num_sms"],
     )  # fmt: skip
-    call = _beside(call, chosen["num_sms"])
     through, tree = jax.tree.flatten(before)
     pending, through = _start(call, next(_sites), leaf, ids, scale, [jnp.asarray(x) for x in through])
     return pending if before is None else (pending, jax.tree.unflatten(tree, through))
@@ -131,12 +133,11 @@ def prefetched_scan(
     # What is started beyond the last step reads nothing: its ids are out of range.
     padded = jnp.concatenate([ids, jnp.full((depth, *ids.shape[1:]), -1, ids.dtype)])
     options = {"mode": "fill", **options}
-    rest = {"fill_value": 0, "out_dtype": None, "scale": None, "order": "auto", "num_sms": None, **options}
+    rest = {"fill_value": 0, "out_dtype": None, "scale": None, "order": "auto", "num_sms": BESIDE_SMS, **options}
     leaf, _, call, scale = prepared(
         "prefetched_scan", table, padded[0], rest["mode"], rest["fill_value"], rest["out_dtype"], rest["scale"], None,
         rest["order"], rest["num_sms"],
     )  # fmt: skip
-    call = _beside(call, rest["num_sms"])
     if call.clip or call.raises:
         raise ValueError("prefetched_scan: only mode='fill'; clip the ids beforehand")
 
@@ -164,10 +165,6 @@ def prefetched_scan(
     return carry, ys
 
 
-def _beside(call: Call, num_sms: int | None) -> Call:
-    return dataclasses.replace(call, num_sms=num_sms or BESIDE)
-
-
 def _start(
     call: Call, site: int, leaf: Array, ids: Array, scale: Array, through: list[Array]
 ) -> tuple[PendingRows, list[Array]]:
@@ -180,6 +177,10 @@ def _start(
     nothing = jnp.zeros((0,), jnp.int32)
     flat, perm, attributes, _ = flat_call(call, 1, leaf, ids, nothing, ticket=True)
     word = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    # XLA folds slices into the calls that they are operands or results of, and in jax 0.11 keeps the call that it
+    # replaces where that has side effects: every gather of a loop ran twice, and a done found the wrong one. It does
+    # not look through barriers, which cost nothing.
+    flat, scale, *through = jax.lax.optimization_barrier((flat, scale, *through))
     started = jax.ffi.ffi_call(
         "dejax_table_gather_start",
         (word, word, *(jax.typeof(x) for x in through)),
@@ -203,6 +204,6 @@ def _start(
 
 def _done(site: int, shape: tuple[int, ...], dtype: np.dtype, ticket: Array, after: list[Array] | None = None) -> Array:
     out = jax.ShapeDtypeStruct(shape, dtype)
-    return jax.ffi.ffi_call("dejax_table_gather_done", out, has_side_effect=True)(
-        ticket, *(after or ()), site=np.int64(site)
-    )
+    done = jax.ffi.ffi_call("dejax_table_gather_done", out, has_side_effect=True)
+    last = jax.lax.optimization_barrier(tuple(after or ()))  # as in _start
+    return jax.lax.optimization_barrier(done(ticket, *last, site=np.int64(site)))

@@ -34,7 +34,6 @@ extern "C" void run(const char* table, long long rows, int row_bytes, const int*
   const int unit = row_bytes & -row_bytes;
   p.align = align;
   p.chunks = (row_bytes + (unit >= align ? 0 : align - (unit < 16 ? unit : 16)) + 15) / 16;
-  p.lane_rows = 32 / p.chunks, p.lane_chunks = 32 % p.chunks;
   RunGrid(dejax_gather, p, 3);
 }
 """
@@ -112,8 +111,6 @@ def test_gather(
         TICKET=int(ticket),
         CACHED=int(cached),
         MEAN=0,
-        BESIDE=int(ticket),
-        WIDE=int(cached),
         SOURCE=_types.ELEMENT_CODES[rows.dtype.name] if out else -1,
         RESULT=_types.RESULT_CODES[result.name] if out else -1,
     )

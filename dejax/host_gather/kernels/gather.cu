@@ -6,8 +6,6 @@
 //   CACHED        `slots` says which rows lie on the device, in `cache`
 //   SOURCE, RESULT  element types: -1 moves bytes
 //   MEAN          a result row is the mean of the rows of `fan_out` ids
-//   BESIDE        one warp on each multiprocessor, in what a matrix product leaves of its registers
-//   WIDE          the chunks of all rows are 2^31 or more
 //
 // Reads go over the bus, so they decide the time: each lane reads an aligned 16-byte chunk, and neighbouring lanes
 // neighbouring chunks, starting at a boundary of `align` bytes at or below the row. With align = 128 a line of the bus
@@ -42,11 +40,6 @@ __device__ __forceinline__ uint4 LoadChunk(const char* p, const char* lo, const 
   return u.v;
 }
 
-// Whether an id means a row of the table.
-__device__ __forceinline__ bool IsRead(const GatherParams& p, ID id) {
-  return p.rows > 0 && (p.clip || (id >= 0 && id < p.rows));
-}
-
 // The row that an id means: its address, or null for a row of fill. `begin` and `end` bound the memory it lies in.
 __device__ __forceinline__ const char* Locate(const GatherParams& p, ID id, const char** begin, const char** end,
                                               long long* row) {
@@ -74,44 +67,12 @@ __device__ __forceinline__ const char* Locate(const GatherParams& p, ID id, cons
 }
 
 #if !MEAN
-// Where work is counted: chunks of all rows. 32 bits where they suffice, since 64-bit divisions take registers.
-#if WIDE
-using Count = long long;
-#else
-using Count = unsigned;
-#endif
-
-#if BESIDE
-// At most 32 registers, so that a warp finds room beside a matrix product that leaves 1,024 of a multiprocessor's.
-#define BOUNDS 64, 32
-#else
-#define BOUNDS 1024, 1
-#endif
-
-constexpr int kNothing = -(1 << 30);
-
 struct Item {
   uint4 value;
-  int first;  // bytes of the row before the chunk; negative where the chunk begins before the row; or kNothing
-#if SOURCE >= 0
-  bool filled;  // a row of fill, which is not scaled
+  long long position;  // in ids; -1 for nothing to do
+  int first;           // bytes of the row before the chunk; negative where the chunk begins before the row
+  bool filled;         // a row of fill, which is not scaled
   float scale;
-#endif
-};
-
-// A chunk's row, in ids, and its number within the row. The chunk that a lane takes next is 32 further.
-struct Place {
-  Count row;
-  int chunk;
-
-  __device__ __forceinline__ void Advance(const GatherParams& p) {
-    row += p.lane_rows;
-    chunk += p.lane_chunks;
-    if (chunk >= p.chunks) {
-      chunk -= p.chunks;
-      ++row;
-    }
-  }
 };
 
 __device__ __forceinline__ void Write(const GatherParams& p, const Item& item, long long to) {
@@ -145,38 +106,12 @@ __device__ __forceinline__ void Write(const GatherParams& p, const Item& item, l
 #endif
 }
 
-// Reads a chunk of the row that `id` means.
-__device__ __forceinline__ void Read(const GatherParams& p, ID id, int c, Item* item) {
-  const char *begin, *end;
-  long long index;
-  const char* row = Locate(p, id, &begin, &end, &index);
-  if (row == nullptr) {
-    item->value = reinterpret_cast<const uint4&>(p.fill);
-    if (c * 16 < p.row_bytes) item->first = c * 16;
-  } else {
-    const int shift = static_cast<int>(reinterpret_cast<unsigned long long>(row) & (p.align - 1));
-    const int first = c * 16 - shift;
-    if (first > -16 && first < p.row_bytes) {
-#if UNIT == 16
-      item->value = LoadStream(row + first);
-#else
-      item->value = LoadChunk(row + first, row, row + p.row_bytes, begin, end);
-#endif
-      item->first = first;
-    }
-  }
-#if SOURCE >= 0
-  item->filled = row == nullptr;
-  item->scale = row == nullptr || p.scale_count == 0 ? 1.0f : p.scale[p.scale_count == 1 ? 0 : index];
-#endif
-}
-
-extern "C" __global__ void __launch_bounds__(BOUNDS) dejax_gather(const GatherParams p) {
+extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const GatherParams p) {
   const ID* ids = static_cast<const ID*>(p.ids);
-  const Count n = static_cast<Count>(p.n), total = n * p.chunks;
+  const long long total = p.n * p.chunks;
   const int lane = threadIdx.x % 32;
-  const Count warps = static_cast<Count>(gridDim.x) * blockDim.x / 32;
-  Count step = (blockIdx.x * static_cast<Count>(blockDim.x) + threadIdx.x) / 32;
+  const long long warps = static_cast<long long>(gridDim.x) * blockDim.x / 32;
+  long long step = (blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x) / 32;
   while (true) {
 #if TICKET
     // For sorted ids it keeps the rows in flight close together, so that they share translations of few pages: 24 GiB,
@@ -184,51 +119,57 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) dejax_gather(const GatherPa
     // compute a block may find its multiprocessor late: the others go on with what there is.
     unsigned long long next = 0;
     if (lane == 0) next = atomicAdd(p.ticket, 1ull);
-    step = static_cast<Count>(__shfl_sync(~0u, next, 0));
+    step = __shfl_sync(~0u, next, 0);
 #endif
-    const Count base = step * (32 * kUnroll);
+    const long long base = step * 32 * kUnroll;
     if (base >= total) return;
-    Place first;
-    first.row = (base + lane) / p.chunks;
-    first.chunk = static_cast<int>(base + lane - first.row * p.chunks);
-    // Ids first, all at once: each waits for memory as long as a quarter of a row on the bus.
-    ID id[kUnroll];
-#if SORTED
-    ID before[kUnroll];
-#endif
-    Place at = first;
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u, at.Advance(p)) {
-      id[u] = at.row < n ? ids[at.row] : -1;
-#if SORTED
-      before[u] = at.row < n && at.row % kRun != 0 ? ids[at.row - 1] : ~id[u];
-#endif
-    }
     Item items[kUnroll];
-    at = first;
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u, at.Advance(p)) {
-      items[u].first = kNothing;
-      if (at.row >= n) continue;
+    for (int u = 0; u < kUnroll; ++u) {
+      Item& item = items[u];
+      item.position = -1;
+      const long long i = base + u * 32 + lane;
+      if (i >= total) continue;
+      const long long r = i / p.chunks;
+      const int c = static_cast<int>(i - r * p.chunks);
+      const ID id = ids[r];
 #if SORTED
       // A row of fill costs no read: each is written by its own lane.
-      if (before[u] == id[u] && IsRead(p, id[u])) continue;
+      const bool read = p.rows > 0 && (p.clip || (id >= 0 && id < p.rows));
+      if (read && r % kRun != 0 && ids[r - 1] == id) continue;
 #endif
-      Read(p, id[u], at.chunk, &items[u]);
+      const char *begin, *end;
+      long long index;
+      const char* row = Locate(p, id, &begin, &end, &index);
+      if (row == nullptr) {
+        item.value = reinterpret_cast<const uint4&>(p.fill);
+        item.first = c * 16;
+        item.filled = true;
+        if (item.first >= p.row_bytes) continue;
+      } else {
+        const unsigned long long address = reinterpret_cast<unsigned long long>(row);
+        const char* chunk = row - (address & (p.align - 1)) + c * 16;
+        const char* row_end = row + p.row_bytes;
+        if (chunk + 16 <= row || chunk >= row_end) continue;
+        item.value = LoadChunk(chunk, row, row_end, begin, end);
+        item.first = static_cast<int>(chunk - row);
+        item.filled = false;
+        item.scale = p.scale_count == 0 ? 1.0f : p.scale[p.scale_count == 1 ? 0 : index];
+      }
+      item.position = r;
     }
-    at = first;
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u, at.Advance(p)) {
-      if (items[u].first == kNothing) continue;
+    for (int u = 0; u < kUnroll; ++u) {
+      long long r = items[u].position;
+      if (r < 0) continue;
 #if SORTED
-      Count r = at.row;
-      const ID same = ids[r];
+      const ID id = ids[r];
       do {
         Write(p, items[u], p.perm[r]);
         ++r;
-      } while (r < n && r % kRun != 0 && ids[r] == same && IsRead(p, same));
+      } while (r < p.n && r % kRun != 0 && ids[r] == id && !items[u].filled);
 #else
-      Write(p, items[u], at.row);
+      Write(p, items[u], r);
 #endif
     }
     step += warps;

@@ -26,7 +26,6 @@ struct GatherParams {
   long long scale_count;  // 0, 1 or rows
   int row_bytes;
   int chunks;  // 16-byte chunks that one row can touch
-  int lane_rows, lane_chunks;  // 32 chunks further: so many rows and chunks
   int align;   // bytes; lanes begin at such a boundary
   int fan_out;
   int clip;
