@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import host_gather_graphs
+from benchmarks import host_gather_graphs, host_gather_overlap
 from benchmarks.device_time import profile_jax
 from benchmarks.peers import cpu_gather
 from dejax import host_gather as hg
@@ -242,23 +242,11 @@ def overlap(args: argparse.Namespace) -> Cells:
     rows, steps, size = args.width_bytes // 512, 48 if on_gpu else 4, 4096 if on_gpu else 256
     table = args.arena.table(rows, 128)
     ids = jnp.asarray(random_ids(rows, steps * args.ids[0] // 4).reshape(steps, -1))
-    w = jnp.full((size, size), 1e-3, jnp.bfloat16)
-
-    def step(carry: jax.Array, got: jax.Array, _: Any) -> tuple[jax.Array, None]:
-        for _ in range(4):
-            carry = (carry @ w).astype(jnp.bfloat16)
-        return carry + got[:1, :1].astype(jnp.bfloat16), None
-
-    none = jnp.zeros((1, 1))
-    programs: dict[str, Callable[..., Any]] = {
-        "compute": lambda t, i, c: jax.lax.scan(lambda c, _: step(c, none, None), c, None, length=steps)[0],
-        "transfer": lambda t, i, c: jax.lax.scan(lambda s, i: (s + t[i][0, 0], None), 0.0, i)[0],
-        "serial": lambda t, i, c: jax.lax.scan(lambda c, i: step(c, t[i], None), c, i)[0],
-    }
-    for number in (4, 8):
-        programs[f"prefetched_{number}_sms"] = lambda t, i, c, n=number: hg.prefetched_scan(step, c, t, i, num_sms=n)[0]
-    cell = {name: 1e3 * seconds(jax.jit(f), table, ids, w, calls=2) for name, f in programs.items()}
-    yield {"steps": steps, **cell}
+    w = jnp.asarray(RNG.standard_normal((size, size)) / size**0.5, jnp.bfloat16)
+    step = host_gather_overlap.layer()
+    wanted = host_gather_overlap.programs(step, steps)
+    wanted["prefetched_8_sms"] = host_gather_overlap.programs(step, steps, num_sms=8)["prefetched"]
+    yield {"steps": steps} | {name: 1e3 * seconds(jax.jit(f), table, ids, w, calls=2) for name, f in wanted.items()}
     table.close()
 
 

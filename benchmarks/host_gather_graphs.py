@@ -118,6 +118,17 @@ def _graphsage(
     return x
 
 
+def _bounds(masks: list[np.ndarray], seeds: int, fan_outs: list[int]) -> tuple[int, ...]:
+    """`max_nodes` of each hop: new nodes follow the place that earlier hops have, whether they fill it or not."""
+    found, start, end, frontier = [seeds], 0, seeds, seeds
+    for fan_out in fan_outs:
+        start, frontier = end, frontier * fan_out
+        end = min(end + frontier, masks[0].shape[0])
+        new = max(int(mask[start:end].sum()) for mask in masks)
+        found.append(found[-1] + min(-(-new * 11 // 10 // 1024) * 1024, end - start))
+    return tuple(found[1:])
+
+
 def epoch(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Steps a second of GraphSAGE, three layers, features of 100 floats, by where its features are gathered."""
     nodes, edges, active, batch, steps = args.epoch
@@ -130,7 +141,7 @@ def epoch(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     optimizer = optax.adam(1e-3)
     carry = (layers, optimizer.init(layers))
 
-    def sample(key: jax.Array, topology: hg.Topology, most: int | None) -> hg.LocalGraph:
+    def sample(key: jax.Array, topology: hg.Topology, most: tuple[int, ...] | None) -> hg.LocalGraph:
         rank = jax.random.randint(key, (batch,), 0, active)
         seeds = _modular_product(rank, nodes)
         return hg.sample_graph(key, topology, seeds, fan_outs, max_nodes=most)
@@ -150,19 +161,20 @@ def epoch(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     keys = jax.random.split(jax.random.key(7), steps)
     sample_only, train_only = jax.jit(sample, static_argnums=2), jax.jit(train)
-    # Rows beyond what batches have are bounded once, as a user would: a tenth more than the largest of a few.
-    probe = [sample_only(key, topology, None) for key in keys[:4]]
-    valid = [int(graph.node_mask.sum()) for graph in probe]
-    bound = min(-(-max(valid) * 11 // 10 // 1024) * 1024, probe[0].node_ids.shape[0])
-    del probe
-    dropped = int(sample_only(keys[0], topology, bound).dropped)
+    # Rows beyond what batches have are bounded once, as a user would: hop by hop, a tenth more than the most of a few.
+    probe = [np.asarray(sample_only(key, topology, None).node_mask) for key in keys[:4]]
+    valid = [int(mask.sum()) for mask in probe]
+    bounds = _bounds(probe, batch, fan_outs)
+    graph = sample_only(keys[0], topology, bounds)
+    bound, dropped = graph.node_ids.shape[0], int(graph.dropped)
+    del probe, graph
     common = {"nodes": nodes, "edges": len(senders), "table_gib": features.nbytes / 2**30, "batch": batch,
               "fan_outs": fan_outs, "rows_a_step": float(np.mean(valid)), "padded_rows": bound, "dropped": dropped,
               "hot_rows": None}  # fmt: skip
 
     @jax.jit
     def plain(carry: Any, key: jax.Array, topology: Any, features: Any, labels: jax.Array) -> Any:
-        graph = sample(key, topology, bound)
+        graph = sample(key, topology, bounds)
         return train(carry, graph, features[graph.node_ids], labels)
 
     @jax.jit
@@ -171,13 +183,13 @@ def epoch(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
         def body(state: Any, key: jax.Array) -> Any:
             carry, graph, x = state
-            following = sample(key, topology, bound)
+            following = sample(key, topology, bounds)
             pending, carry = hg.gather_start(features, following.node_ids, before=carry)
             carry, value = train(carry, graph, x, labels)
             rows, carry = hg.gather_done(pending, after=carry)
             return (carry, following, rows), value
 
-        graph = sample(keys[0], topology, bound)
+        graph = sample(keys[0], topology, bounds)
         (carry, graph, x), _ = jax.lax.scan(body, (carry, graph, features[graph.node_ids]), keys[1:])
         return train(carry, graph, x, labels)
 
@@ -197,11 +209,11 @@ def epoch(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 rows = rows_of(np.asarray(ids))
                 return placed(rows if isinstance(rows, jax.Array) else jnp.from_dlpack(rows), places, graph)
 
-            graph = sample_only(keys[0], topology, bound)
+            graph = sample_only(keys[0], topology, bounds)
             x = fetch(graph, *packed(graph))
             value = None
             for key in [*keys[1:], None]:
-                following = None if key is None else sample_only(key, topology, bound)
+                following = None if key is None else sample_only(key, topology, bounds)
                 wanted = None if following is None else packed(following)
                 carry, value = train_only(carry, graph, x, labels)  # the device works while the CPU gathers
                 if following is not None:

@@ -93,11 +93,6 @@ ffi::Error LaunchGather(const GatherCall& g, void* out, int64_t out_bytes, void*
   }
   const cuda::Api& api = *cuda::GetApi(nullptr);
   const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
-  if (ticket != nullptr) {
-    if (auto result = launch.memset_d8_async(reinterpret_cast<DevicePointer>(ticket), 0, 8, stream)) {
-      return Failed(ffi::ErrorCode::kInternal, "cuMemsetD8Async failed: " + cuda::ErrorName(api, result));
-    }
-  }
   // No more warps than there is work.
   const int64_t steps = (p.n * p.chunks + 32 * kUnroll - 1) / (32 * kUnroll);
   const unsigned threads = static_cast<unsigned>(std::clamp<int64_t>((steps + g.grid - 1) / g.grid * 32, 32, kThreads));
@@ -105,6 +100,15 @@ ffi::Error LaunchGather(const GatherCall& g, void* out, int64_t out_bytes, void*
   void* arguments[] = {&p};
   if (auto result = launch.launch_kernel(kernel, grid, 1, 1, threads, 1, 1, 0, stream, arguments, nullptr)) {
     return Failed(ffi::ErrorCode::kInternal, "cuLaunchKernel failed: " + cuda::ErrorName(api, result));
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error ZeroTicket(void* ticket, cuda::Stream stream) {
+  const auto at = reinterpret_cast<DevicePointer>(ticket);
+  if (auto result = cuda::GetLaunchApi(nullptr)->memset_d8_async(at, 0, 8, stream)) {
+    return Failed(ffi::ErrorCode::kInternal,
+                  "cuMemsetD8Async failed: " + cuda::ErrorName(*cuda::GetApi(nullptr), result));
   }
   return ffi::Error::Success();
 }
@@ -133,11 +137,13 @@ ffi::Error OnCuda(cuda::Stream stream, ffi::AnyBuffer table, ffi::AnyBuffer ids,
   cuda::Context context = nullptr;
   if (auto error = StreamContext(stream, &context); error.failure()) return error;
   cuda::CurrentContext current(context);
-  return LaunchGather(
-      {table, ids, perm, slots, cache, scale, source, result, row_bytes, fan_out, mean, clip, raises, fill_value, fill,
-       kernel, grid, align},
-      out->untyped_data(), static_cast<int64_t>(out->size_bytes()),
-      perm.element_count() > 0 ? scratch->untyped_data() : nullptr, context, stream);
+  void* ticket = perm.element_count() > 0 ? scratch->untyped_data() : nullptr;
+  if (ticket != nullptr) {
+    if (auto error = ZeroTicket(ticket, stream); error.failure()) return error;
+  }
+  return LaunchGather({table, ids, perm, slots, cache, scale, source, result, row_bytes, fan_out, mean, clip, raises,
+                       fill_value, fill, kernel, grid, align},
+                      out->untyped_data(), static_cast<int64_t>(out->size_bytes()), ticket, context, stream);
 }
 
 }  // namespace

@@ -26,10 +26,12 @@ inline xla::ffi::Error GatherError(xla::ffi::ErrorCode code, const std::string& 
   return xla::ffi::Error(code, "dejax.host_gather.gather: " + what);
 }
 
-// Launches on `stream`, whose context is current. `ticket` is eight bytes of device memory for kernels that take their
-// work by ticket, null for others.
+// Launches on `stream`, whose context is current. `ticket` is eight bytes of device memory, zero by then, for
+// kernels that take their work by ticket, null for others.
 xla::ffi::Error LaunchGather(const GatherCall& call, void* out, int64_t out_bytes, void* ticket, cuda::Context context,
                              cuda::Stream stream);
+
+xla::ffi::Error ZeroTicket(void* ticket, cuda::Stream stream);
 
 // The context of a stream, and whether everything that a launch needs is there.
 xla::ffi::Error StreamContext(cuda::Stream stream, cuda::Context* context);

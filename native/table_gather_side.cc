@@ -125,6 +125,9 @@ ffi::Error Begin(const GatherCall& call, cuda::Context context, cuda::Stream str
   };
   if (auto code = copy(own_ids, call.ids.untyped_data(), ids_bytes)) return Failed("cuMemcpyDtoDAsync", code);
   if (auto code = copy(own_perm, call.perm.untyped_data(), perm_bytes)) return Failed("cuMemcpyDtoDAsync", code);
+  // On this stream, as all else that the gather needs first: a fill is a kernel, and on the side stream it would wait
+  // for room beside the compute of this one.
+  if (auto error = ZeroTicket(reinterpret_cast<void*>(counter), stream); error.failure()) return error;
   // The side stream goes on from here.
   cuda::Event ready = nullptr;
   if (auto code = launch.event_create(&ready, kWithoutTiming)) return Failed("cuEventCreate", code);

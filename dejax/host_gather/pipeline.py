@@ -177,6 +177,10 @@ def _start(
     nothing = jnp.zeros((0,), jnp.int32)
     flat, perm, attributes, _ = flat_call(call, 1, leaf, ids, nothing, ticket=True)
     word = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    # XLA folds slices into the calls that they are operands or results of, and in jax 0.11 keeps the call that it
+    # replaces where that has side effects: every gather of a loop ran twice, and a done found the wrong one. It does
+    # not look through barriers, which cost nothing.
+    flat, scale, *through = jax.lax.optimization_barrier((flat, scale, *through))
     started = jax.ffi.ffi_call(
         "dejax_table_gather_start",
         (word, word, *(jax.typeof(x) for x in through)),
@@ -200,6 +204,6 @@ def _start(
 
 def _done(site: int, shape: tuple[int, ...], dtype: np.dtype, ticket: Array, after: list[Array] | None = None) -> Array:
     out = jax.ShapeDtypeStruct(shape, dtype)
-    return jax.ffi.ffi_call("dejax_table_gather_done", out, has_side_effect=True)(
-        ticket, *(after or ()), site=np.int64(site)
-    )
+    done = jax.ffi.ffi_call("dejax_table_gather_done", out, has_side_effect=True)
+    last = jax.lax.optimization_barrier(tuple(after or ()))  # as in _start
+    return jax.lax.optimization_barrier(done(ticket, *last, site=np.int64(site)))

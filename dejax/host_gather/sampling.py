@@ -261,7 +261,8 @@ def sample_graph(
         fan_outs: edges to draw at each hop, the seeds' own first.
         max_nodes: bounds on the nodes known after each hop, one for each, or one for all; by default what cannot be
             exceeded: seeds * (1 + fan_out * relations) and so on. What does not fit, the highest ids of the hop, is
-            counted in `dropped`.
+            counted in `dropped`. Places that a hop leaves empty stay empty, so give each hop what it needs: one bound
+            for all lets the hops before fill it with padding.
         replace, max_degree: as in `sample_neighbors`.
 
     Returns:

@@ -18,6 +18,8 @@ class Record:
     name: str
     start_ns: float
     duration_ns: float
+    details: str = ""
+    """Of a kernel: its registers, shared memory, grid and block, as the profiler writes them."""
 
 
 def record(run: Callable[[], Any]) -> list[Record]:
@@ -33,7 +35,7 @@ def record(run: Callable[[], Any]) -> list[Record]:
         with jax.profiler.trace(folder, profiler_options=options):
             run()
         return [
-            Record(event.name, event.start_ns, event.duration_ns)
+            Record(event.name, event.start_ns, event.duration_ns, str(dict(event.stats).get("kernel_details", "")))
             for path in Path(folder).rglob("*.xplane.pb")
             for plane in jax.profiler.ProfileData.from_file(str(path)).planes
             if plane.name.startswith("/device:GPU")

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import host_gather_overlap
 from benchmarks.host_gather import main
 from dejax import _native
+from dejax.pallas.profile import Record
 
 
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
@@ -22,6 +24,18 @@ def test_quick(tmp_path: Path) -> None:
     kept = json.loads(written.read_text())
     assert kept["sections"]["sizes"] == report["sections"]["sizes"] and len(kept["sections"]["small"]) == 2
     assert kept["copy_engine_of"]["sizes"] == report["copy_engine"]
+
+
+def test_what_a_profile_says_of_overlap() -> None:
+    product = [Record("product", start, 500e3, "regs:168") for start in (100e3, 1200e3)]
+    found = host_gather_overlap.beside([Record("dejax_gather", 0.0, 1000e3, "grid:4"), *product])
+    assert (found["span_ms"], found["gather_microseconds"], found["gathers_beside_others"]) == (1.7, 1000.0, 0.5)
+    (kernel,) = found["kernels"]
+    assert (kernel["calls"], kernel["details"]) == (2, "regs:168")
+    assert kernel["alone_microseconds"] == kernel["beside_microseconds"] == 500.0
+    product[0] = Record("product", 100e3, 800e3, "regs:168")
+    (kernel,) = host_gather_overlap.beside([Record("dejax_gather", 0.0, 1000e3, "grid:4"), *product])["kernels"]
+    assert (kernel["alone_microseconds"], kernel["beside_microseconds"]) == (500.0, 800.0)
 
 
 @pytest.mark.slow

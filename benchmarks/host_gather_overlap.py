@@ -1,0 +1,150 @@
+"""Gathers beside compute: what `prefetched_scan` takes, and what each kernel takes alone and beside a gather.
+
+    python -m benchmarks.host_gather_overlap                     # all cases, about 20 s on a GPU
+    python -m benchmarks.host_gather_overlap --cases "as it is"
+    XLA_FLAGS="--xla_gpu_triton_gemm_any=true --xla_gpu_cublas_fallback=false" python -m benchmarks.host_gather_overlap
+
+The last one is for Triton's products, one block for each tile. XLA keeps in a process what its autotuner picked for a
+product first, whatever the options of later compilations; and it picks anew in each process.
+
+Each case prints milliseconds of compute alone, gathers alone, one after the other, and prefetched, and their ratio to
+the longer of the two; then, of a profile, the gathers' mean duration, the part of it in which a kernel of another
+stream was at work, and the kernels that took longest, with what a block of theirs takes from a multiprocessor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dejax.host_gather import HostTable, prefetched_scan
+from dejax.pallas.profile import Record, record
+
+Program = Callable[[HostTable, jax.Array, jax.Array], jax.Array]
+
+CASES: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "8 multiprocessors": {"options": {"num_sms": 8}},
+    "16 multiprocessors": {"options": {"num_sms": 16}},
+    "two steps ahead": {"options": {"depth": 2}},
+    "sorted ids": {"options": {"order": "sorted"}},
+    "elementwise": {"elementwise": True},
+}
+
+
+def layer(elementwise: bool = False) -> Callable[..., tuple[jax.Array, None]]:
+    """A scan's step: four products with the carry, or elementwise work, and a look at the gathered rows."""
+
+    def step(carry: jax.Array, rows: jax.Array, matrix: jax.Array) -> tuple[jax.Array, None]:
+        for _ in range(40 if elementwise else 0):
+            carry = jnp.sin(carry + 1)
+        for _ in range(0 if elementwise else 4):
+            carry = (carry @ matrix).astype(carry.dtype)
+        return carry + rows[:1, :1].astype(carry.dtype), None
+
+    return step
+
+
+def programs(step: Callable[..., Any], steps: int, **options: Any) -> dict[str, Program]:
+    """Functions of a table, ids [steps, n] and a matrix: a part each, one after the other, and side by side."""
+    none = jnp.zeros((1, 1))
+
+    def scan(body: Callable[..., Any], carry: Any, ids: jax.Array | None) -> Any:
+        return jax.lax.scan(body, carry, ids, length=steps)[0]
+
+    return {
+        "compute": lambda t, i, w: scan(lambda c, _: step(c, none, w), w, None),
+        "transfer": lambda t, i, w: scan(lambda s, i: (s + t[i][0, 0], None), 0.0, i),
+        "serial": lambda t, i, w: scan(lambda c, i: step(c, t[i], w), w, i),
+        "prefetched": lambda t, i, w: prefetched_scan(lambda c, rows, _: step(c, rows, w), w, t, i, **options)[0],
+    }
+
+
+def beside(records: Sequence[Record]) -> dict[str, Any]:
+    """Of a profile: how long gathers and other kernels took, these alone and beside a gather."""
+    gathers = [r for r in records if "dejax_gather" in r.name]
+    others: dict[tuple[str, str], list[tuple[float, float]]] = {}  # (duration, part of it beside a gather)
+    covered = 0.0
+    for r in records:
+        if "dejax_gather" in r.name:
+            continue
+        shared = sum(
+            max(0.0, min(r.start_ns + r.duration_ns, g.start_ns + g.duration_ns) - max(r.start_ns, g.start_ns))
+            for g in gathers
+        )
+        covered += shared
+        others.setdefault((r.name, r.details), []).append((r.duration_ns, shared / max(1.0, r.duration_ns)))
+
+    def mean(found: list[float]) -> float | None:
+        return round(statistics.mean(found) / 1e3, 1) if found else None
+
+    longest = sorted(others.items(), key=lambda item: -sum(duration for duration, _ in item[1]))[:4]
+    ends = [r.start_ns + r.duration_ns for r in records]
+    return {
+        "span_ms": round((max(ends) - min(r.start_ns for r in records)) / 1e6, 2) if records else None,
+        "gather_microseconds": mean([r.duration_ns for r in gathers]),
+        "gather": gathers[0].details if gathers else None,
+        "gathers_beside_others": round(covered / max(1.0, sum(r.duration_ns for r in gathers)), 2),
+        "kernels": [
+            {
+                "name": name[:90],
+                "details": details,
+                "calls": len(found),
+                "alone_microseconds": mean([duration for duration, part in found if part < 0.1]),
+                "beside_microseconds": mean([duration for duration, part in found if part > 0.9]),
+            }
+            for (name, details), found in longest
+        ],
+    }
+
+
+def milliseconds(compiled: Callable[..., Any], *args: Any, repeats: int = 3) -> float:
+    """The best of a few."""
+    jax.block_until_ready(compiled(*args))
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(*args))
+        found.append(time.perf_counter() - start)
+    return round(1e3 * min(found), 2)
+
+
+def trial(case: dict[str, Any], table: HostTable, ids: jax.Array, matrix: jax.Array) -> dict[str, Any]:
+    """The figures of one case."""
+    step, found = layer(case.get("elementwise", False)), {}
+    for name, program in programs(step, ids.shape[0], **case.get("options", {})).items():
+        compiled = jax.jit(program)
+        found[name] = milliseconds(compiled, table, ids, matrix)
+    found["ratio"] = round(found["prefetched"] / max(found["compute"], found["transfer"]), 3)
+    return found | beside(record(lambda: jax.block_until_ready(compiled(table, ids, matrix))))
+
+
+def inputs(steps: int, count: int, rows: int, size: int) -> tuple[HostTable, jax.Array, jax.Array]:
+    ids = np.random.default_rng(0).integers(0, rows, (steps, count), np.int32)
+    matrix = np.random.default_rng(1).standard_normal((size, size)) / size**0.5
+    return HostTable.zeros((rows, 128)), jnp.asarray(ids), jnp.asarray(matrix, jnp.bfloat16)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=";".join(CASES))
+    args = parser.parse_args(arguments)
+    on_gpu = jax.default_backend() == "gpu"
+    given = inputs(*((24, 1 << 16, 1 << 20, 4096) if on_gpu else (3, 64, 1 << 10, 64)))
+    report = {}
+    for name in args.cases.split(";"):
+        report[name] = trial(CASES[name], *given)
+        print(json.dumps({"case": name, **report[name]}), flush=True)
+    return report
+
+
+if __name__ == "__main__":
+    main()
