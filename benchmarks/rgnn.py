@@ -38,6 +38,7 @@ from peers.timing import Limits
 
 GRAPHS = ("aifb", "mutag", "bgs", "fb15k", "biokg", "am", "mag", "wikikg2")
 MODELS = ("rgcn", "rgat", "hgt")
+UNFINISHED = "unfinished.json"
 PEERS = tuple(name for name in runner.FRAMEWORKS if name != "dejax")
 SWEEP = (
     *({"width": width} for width in (32, 100, 128, 256)),
@@ -166,9 +167,9 @@ class Benchmark:
         else:
             self.results.append({**cell, **result})
         seconds = time.monotonic() - self.start
-        if self.args.out:
-            self.args.out.mkdir(parents=True, exist_ok=True)
-            path = self.args.out / "unfinished.json"
+        if (folder := results_folder(self.args)) is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / UNFINISHED
             path.write_text(json.dumps(self.merged({}), indent=1) + "\n", encoding="utf-8")
         bound = self.graphs[cell["graph"]]["row_bound_ms"][Settings(**cell["settings"]).name]
         print(
@@ -188,6 +189,11 @@ class Benchmark:
                     known[name]["first_call_cached_s"] = result[name]["first_call_s"]
 
 
+def results_folder(args: argparse.Namespace) -> Path | None:
+    """Where the JSON and the plot go, and what there is of a run that is cut short; None to keep nothing."""
+    return args.out or (args.update.parent if args.update else None)
+
+
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     folder = Path(tempfile.mkdtemp(prefix="rgnn_benchmark_"))
@@ -199,16 +205,15 @@ def main(argv: list[str] | None = None) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     results = benchmark.merged(versions)
     print("\n" + rgnn_report.text(results, benchmark.base))
-    if args.out or args.update:
+    out = results_folder(args)
+    if out is not None:
         device = re.sub(r"nvidia|geforce", "", versions.get("device", "unknown").lower()).strip().replace(" ", "_")
         kind = "sweep" if args.sweep else f"w{args.width}_h{args.heads}"
-        out = args.out or args.update.parent
         path = args.update or out / f"rgnn_{device}_{args.dtype}_{args.precision}_{kind}.json"
         out.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         rgnn_report.plot(results, benchmark.base, path.with_suffix(".svg"))
-        if args.out:
-            (args.out / "unfinished.json").unlink(missing_ok=True)
+        (out / UNFINISHED).unlink(missing_ok=True)
         print(f"\n{path}\n{path.with_suffix('.svg')}")
 
 

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,8 +154,7 @@ def traversal_schedule(
     width: int,
     mean_degree: float,
     *,
-    half: bool = False,
-    wide: int = 1,
+    loads: Sequence[tuple[int, bool]] = (),
     num_items: int | None = None,
     longest: int = 32,
     interpret: bool = False,
@@ -165,12 +164,14 @@ def traversal_schedule(
     Args:
       width: padded features of the widest tile.
       mean_degree: items a row, on average.
-      half: whether the wide rows that items read are in 16 bits.
-      wide: how many operands are about as wide as `width`; each holds registers for every slot.
+      loads: for each operand its features, and whether its rows are in 16 bits.
       num_items: number of items; None for many.
       longest: the most items of a row that is not split.
       interpret: large tiles, because the interpreter pays for each program and not for lanes.
     """
+    # Operands about as wide as the widest tile hold registers for every slot.
+    of_wide = [in_half for features, in_half in loads if 2 * features >= width]
+    wide, half = len(of_wide) if loads else 1, of_wide == [True]
     if interpret:
         items = min(8, next_power_of_two(int(mean_degree)))
         return TraversalSchedule(max(1, previous_power_of_two(8192 // (items * width))), items, 1, 1)

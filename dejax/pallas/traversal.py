@@ -238,17 +238,12 @@ def traverse(
     interpreted = _triton.use_interpreter(interpret)
     if schedule is None:
         degree = num_items / num_rows
-        wide = [a for a, f in zip(ready, features, strict=True) if math.prod(f) * 2 >= width]
-        half_in = len(wide) == 1 and isinstance(wide[0], HalfRows)  # more would not fit the registers
+        loads = [(math.prod(f), isinstance(a, HalfRows)) for a, f in zip(ready, features, strict=True)]
         heuristic = traversal_schedule(
-            width, degree, half=half_in, wide=len(wide), num_items=num_items,
+            width, degree, loads=loads, num_items=num_items,
             longest=32 if hubs is None else int(hubs[0]), interpret=interpreted,
         )  # fmt: skip
-        loads = "+".join(
-            sorted(
-                f"{math.prod(f)}{'h' if isinstance(a, HalfRows) else ''}" for a, f in zip(ready, features, strict=True)
-            )
-        )
+        shapes = "+".join(sorted(f"{count}{'h' if in_half else ''}" for count, in_half in loads))
         sums = "+".join(sorted(str(math.prod(r.shape)) for r in reductions))
         again = functools.partial(
             traverse, body, epilogue, arrays, operands, offsets=offsets, order=order, num_items=num_items,
@@ -258,7 +253,7 @@ def traverse(
         )  # fmt: skip
         fields = choose(
             "traversal",
-            f"{loads}>{sums}-{bucket(degree)}-{bucket(num_items)}",
+            f"{shapes}>{sums}-{bucket(degree)}-{bucket(num_items)}",
             asdict(heuristic),
             functools.partial(traversal_candidates, width),
             lambda fields: again(schedule=TraversalSchedule(**fields)),

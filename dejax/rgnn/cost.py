@@ -200,15 +200,8 @@ class CostModel:
         widths += [ops[a.out].width for a in t.accumulators]
         width = max(widths, default=1)
         chunk = type_chunk_of(items) if "type" in t.via else hub_chunk_of(items)
-        wide = [o.value for o in t.operands if 2 * ops[o.name].width >= width]
-        schedule = traversal_schedule(
-            width,
-            items / max(loop, 1),
-            half=len(wide) == 1 and wide[0] in self.half,
-            wide=len(wide),
-            num_items=items,
-            longest=chunk,
-        )
+        loads = [(ops[o.name].width, o.value in self.half) for o in t.operands]
+        schedule = traversal_schedule(width, items / max(loop, 1), loads=loads, num_items=items, longest=chunk)
         return chunk / schedule.items_per_step * self.machine.step_seconds
 
     # --- bytes -------------------------------------------------------------------------------------------------------
