@@ -7,6 +7,7 @@ and stands in no row, so kernels that walk rows never meet it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -15,49 +16,73 @@ from jax import Array
 
 from dejax.rgnn._build import add_relations
 from dejax.rgnn._segments import Segments, make_segments
+from dejax.rgnn._sorting_traced import (
+    begins_run,
+    count_before,
+    inverse,
+    put_where,
+    row_offsets,
+    sort_pairs,
+    stable_sort,
+)
 from dejax.rgnn.graph import RelGraph
 
 
-def _offsets(index: Array, num_rows: int) -> Array:
-    """int32[rows + 1]: where each row begins once items are sorted by `index`; rows of `num_rows` are padding."""
-    counts = jnp.zeros(num_rows + 1, jnp.int32).at[index + 1].add(1, mode="drop")
-    return jnp.cumsum(counts, dtype=jnp.int32)
+@dataclass(frozen=True, slots=True)
+class _Grouped:
+    """Edges sorted by some row, with padding last: their order, and where each row begins."""
 
-
-def _argsort(*keys: Array) -> Array:
-    """The stable order by `keys`, the most significant first: int32[items]."""
-    position = jnp.arange(keys[0].shape[0], dtype=jnp.int32)
-    return jax.lax.sort((*keys, position), num_keys=len(keys), is_stable=True)[-1]
-
-
-def _take(values: Array, order: Array | None) -> Array:
-    return values if order is None else values[order]
+    order: Array
+    offsets: Array
 
 
 def _pair_tables(
-    node: Array, edge_type: Array, valid: Array, order: Array | None, *, num_nodes: int, num_edge_types: int, chunk: int
+    node: Array,
+    edge_type: Array,
+    order: Array | None,
+    *,
+    by_node: _Grouped,
+    type_offsets: Array,
+    num_nodes: int,
+    num_edge_types: int,
+    chunk: int,
 ) -> tuple[Segments, Segments, Segments]:
-    """Edges by pair, pairs by node, pairs by type; `order` (None: as they are) sorts edges by type and node.
-
-    Padding edges come last in that order. Pairs that do not occur have the node `num_nodes`, the type
+    """Edges by pair, pairs by node, pairs by type. Pairs that do not occur have the node `num_nodes`, the type
     `num_edge_types` and no edges.
+
+    Args:
+        node: the end of each edge, canonical; `num_nodes` for padding edges.
+        edge_type: the type of each edge, canonical.
+        order: sorts edges by type and node, padding last; None where they are. It leaves the types as they are.
+        by_node: the edges by that end.
+        type_offsets: where each type begins.
+        num_nodes: number of nodes.
+        num_edge_types: number of edge types.
+        chunk: the hub chunk.
     """
     size = node.shape[0]
-    sorted_node, sorted_type = _take(node, order), _take(edge_type, order)
-    differs = (sorted_node[1:] != sorted_node[:-1]) | (sorted_type[1:] != sorted_type[:-1])
-    # Padding is last whatever the order, so that `valid` serves for both; the pair that it would begin is dropped.
-    new = jnp.concatenate([jnp.ones(min(size, 1), bool), differs])
-    run = jnp.where(valid, jnp.cumsum(new, dtype=jnp.int32) - 1, size)
-    index = run if order is None else jnp.zeros(size, jnp.int32).at[order].set(run, unique_indices=True)
-    # One edge a pair writes (its first), so that the scatter has no duplicates beside those that it drops.
-    target = jnp.where(new, run, size)
-    pair_node = jnp.full(size, num_nodes, jnp.int32).at[target].set(sorted_node, mode="drop")
-    pair_type = jnp.full(size, num_edge_types, jnp.int32).at[target].set(sorted_type, mode="drop")
+    position = jnp.arange(size, dtype=jnp.int32)
+    num_valid = type_offsets[-1]
+    valid = position < num_valid
+    sorted_node = node if order is None else node[order]
+    first = begins_run(edge_type, sorted_node)
+    pairs_before = count_before(first)
+    run = jnp.where(valid, pairs_before[1:] - 1, size)
+    index = run if order is None else jnp.zeros_like(run).at[order].set(run, unique_indices=True)
+    offsets = put_where(jnp.full(size + 1, num_valid, jnp.int32), first & valid, run, position)
+    # Where pairs are unused, their edges would begin at the padding, which has the right numbers, or at the end.
+    pair_node = sorted_node.at[offsets[:-1]].get(mode="fill", fill_value=num_nodes)
+    pair_type = edge_type.at[offsets[:-1]].get(mode="fill", fill_value=num_edge_types)
+    # Edges by node are sorted by type within a node, and so are pairs: the pairs' order is that of their first edges.
+    pair_there = index[by_node.order]
+    first_there = begins_run(pair_there)
+    pairs_before_there = count_before(first_there)
+    pair_order = put_where(position, first_there & valid, pairs_before_there[:-1], pair_there)
     make = partial(make_segments, hub_chunk=chunk, exact=False)
     return (
-        make(index, order, _offsets(index, size)),
-        make(pair_node, _argsort(pair_node), _offsets(pair_node, num_nodes)),
-        make(pair_type, None, _offsets(pair_type, num_edge_types), typed=True),
+        make(index, order, offsets),
+        make(pair_node, pair_order, pairs_before_there[by_node.offsets]),
+        make(pair_type, None, pairs_before[type_offsets], typed=True),
     )
 
 
@@ -125,18 +150,36 @@ def build(
     receivers = jnp.where(edge_mask, receivers, num_nodes)
     edge_type = jnp.where(edge_mask, edge_type, num_edge_types)
 
-    position = jnp.arange(num_edges, dtype=jnp.int32)
-    edge_type, receivers, senders, edge_ids = jax.lax.sort(
-        (edge_type, receivers, senders, position), num_keys=3, is_stable=True
+    # Each order is a sort of another one by a single key: by receiver (receiver, type, sender), canonical (type,
+    # receiver, sender), by sender (sender, type, receiver), by source pair (type, sender, receiver).
+    node_bound, type_bound = num_nodes + 1, num_edge_types + 1
+    (receiver_there, type_there, _), ids = stable_sort(
+        (receivers, edge_type, senders), (node_bound, type_bound, node_bound)
     )
-    edge_positions = jnp.zeros(num_edges, jnp.int32).at[edge_ids].set(position, unique_indices=True)
-    valid = edge_type < num_edge_types
+    edge_type, edge_ids = sort_pairs(type_there, type_bound, ids)
+    edge_type = edge_type.astype(jnp.int32)
+    senders, receivers = senders[edge_ids], receivers[edge_ids]
+    edge_positions = inverse(edge_ids)
+    by_receiver = _Grouped(edge_positions[ids], row_offsets(receiver_there, num_nodes))
+    sender_there, order = sort_pairs(senders, node_bound, jnp.arange(num_edges, dtype=jnp.int32))
+    by_sender = _Grouped(order, row_offsets(sender_there.astype(jnp.int32), num_nodes))
+    _, source_order = sort_pairs(edge_type[order], type_bound, order)
+    type_offsets = row_offsets(edge_type, num_edge_types)
 
-    tables = partial(_pair_tables, num_nodes=num_nodes, num_edge_types=num_edge_types, chunk=hub_chunk)
-    by_source_pair, source_pair_by_node, source_pair_by_type = tables(
-        senders, edge_type, valid, _argsort(edge_type, senders)
+    tables = partial(
+        _pair_tables,
+        edge_type=edge_type,
+        type_offsets=type_offsets,
+        num_nodes=num_nodes,
+        num_edge_types=num_edge_types,
+        chunk=hub_chunk,
     )
-    by_destination_pair, destination_pair_by_node, destination_pair_by_type = tables(receivers, edge_type, valid, None)
+    by_source_pair, source_pair_by_node, source_pair_by_type = tables(senders, order=source_order, by_node=by_sender)
+    by_destination_pair, destination_pair_by_node, destination_pair_by_type = tables(
+        receivers, order=None, by_node=by_receiver
+    )
+    # The index of nodes by type is not sorted, and a sort is needed for where types begin even if not for the order.
+    type_of_sorted_node, node_order = sort_pairs(node_type, num_node_types + 1, jnp.arange(num_nodes, dtype=jnp.int32))
     make = partial(make_segments, hub_chunk=hub_chunk, exact=False)
     return RelGraph(
         senders=senders,
@@ -145,26 +188,26 @@ def build(
         edge_ids=edge_ids,
         edge_positions=edge_positions,
         node_type=node_type,
-        by_sender=make(senders, _argsort(senders), _offsets(senders, num_nodes)),
-        by_receiver=make(receivers, _argsort(receivers), _offsets(receivers, num_nodes)),
+        by_sender=make(senders, by_sender.order, by_sender.offsets),
+        by_receiver=make(receivers, by_receiver.order, by_receiver.offsets),
         by_source_pair=by_source_pair,
         by_destination_pair=by_destination_pair,
-        by_edge_type=make(edge_type, None, _offsets(edge_type, num_edge_types), typed=True),
+        by_edge_type=make(edge_type, None, type_offsets, typed=True),
         source_pair_by_node=source_pair_by_node,
         destination_pair_by_node=destination_pair_by_node,
         source_pair_by_type=source_pair_by_type,
         destination_pair_by_type=destination_pair_by_type,
         by_node_type=make(
             node_type,
-            None if nodes_sorted else _argsort(node_type),
-            _offsets(node_type, num_node_types),
+            None if nodes_sorted else node_order,
+            row_offsets(type_of_sorted_node.astype(jnp.int32), num_node_types),
             typed=True,
         ),
         edge_type_by_source=None
         if num_node_types > 1
         else make(jnp.zeros(num_edge_types, jnp.int32), None, jnp.array([0, num_edge_types], jnp.int32)),
         node_mask=node_mask,
-        edge_mask=valid,
+        edge_mask=edge_type < num_edge_types,
         num_nodes=num_nodes,
         num_edges=num_edges,
         num_edge_types=num_edge_types,

@@ -7,7 +7,9 @@ jax.numpy (static upper bounds, whose unused entries cover no item).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +20,7 @@ from jax import Array
 
 from dejax.pallas.schedule import rows_per_split
 from dejax.rgnn._sorting import expand, stable_argsort
+from dejax.rgnn._sorting_traced import begins_run, count_before, put_where, row_of_positions
 
 TILE_BLOCKS = (32, 64, 128)
 """Rows a tile for which type segments keep a stored `TileTable`."""
@@ -243,13 +246,44 @@ def tile_table(offsets: Any, block: int, num_items: int, *, exact: bool | None =
     first_tile = _exclusive_sum(xp, -(-(off[1:] - off[:-1]) // block))
     tiles = int(first_tile[-1]) if exact else num_items // block + num_types
     tile = xp.arange(tiles, dtype=np.int32)
-    row = xp.searchsorted(first_tile, tile, side="right").astype(np.int32) - 1
+    row = _row_of(xp, first_tile, tiles)
     used = row < num_types
     start = xp.where(used, off[row] + (tile - first_tile[row]) * block, off[-1])
     return TileTable(_like(offsets, xp.where(used, row, 0)), _like(offsets, start), block)
 
 
-def hub_table(offsets: Any, chunk: int, num_items: int, *, exact: bool | None = None) -> HubTable | None:
+def _row_of(xp: ModuleType, offsets: Any, size: int) -> Any:
+    """int32[size]: for each position the last row that begins at or before it."""
+    if xp is jnp:
+        return row_of_positions(offsets, size)
+    return np.searchsorted(offsets, np.arange(size, dtype=np.int32), side="right").astype(np.int32) - 1
+
+
+def _bounded_hubs(offsets: Array, chunk: int, num_items: int, row_at: Callable[[Array], Array] | None) -> Array:
+    """int32[h], the rows with more than `chunk` items; unused ones are `num_rows`, whose items `offsets` ends with."""
+    num_rows = offsets.shape[0] - 2
+    bound = min(num_rows, num_items // (chunk + 1))
+    positions = np.arange(0, num_items, chunk + 1, dtype=np.int32)
+    # A row of more than `chunk` items has one at a multiple of `chunk + 1`: so many rows to look at, and not all.
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    if num_rows > positions.shape[0]:
+        rows = (row_at or partial(_search, offsets[:-1]))(jnp.asarray(positions))
+    is_hub = (offsets[rows + 1] - offsets[rows] > chunk) & begins_run(rows)
+    return put_where(jnp.full(bound, num_rows, jnp.int32), is_hub, count_before(is_hub)[:-1], rows)
+
+
+def _search(offsets: Array, positions: Array) -> Array:
+    return jnp.searchsorted(offsets, positions, side="right", method="scan_unrolled").astype(jnp.int32) - 1
+
+
+def hub_table(
+    offsets: Any,
+    chunk: int,
+    num_items: int,
+    *,
+    exact: bool | None = None,
+    row_at: Callable[[Array], Array] | None = None,
+) -> HubTable | None:
     """Lists the rows with more than `chunk` items, in chunks of `chunk` items.
 
     Args:
@@ -257,6 +291,8 @@ def hub_table(offsets: Any, chunk: int, num_items: int, *, exact: bool | None = 
         chunk: the most items that a row may have without being a hub, at least 1.
         num_items: number of items, padding included; bounds the table where it is not exact.
         exact: whether to size the table by the numbers in `offsets` or by a static bound; None: exact unless traced.
+        row_at: gives the row of each of some positions (the number of rows for padding), where that is known faster
+            than by a search in `offsets`. Read where the table is not exact.
 
     Returns:
         None where no row can be a hub; otherwise the exact table, or one with room for
@@ -269,23 +305,21 @@ def hub_table(offsets: Any, chunk: int, num_items: int, *, exact: bool | None = 
         raise ValueError(f"hub_chunk must be at least 1 item a chunk, got {chunk}")
     xp, off, exact = _namespace(offsets, exact)
     num_rows = off.shape[0] - 1
-    counts = off[1:] - off[:-1]
+    # A last row without items answers for unused hubs.
+    off = xp.concatenate([off, off[-1:]])
     rows: Any
     if exact:
-        rows = np.flatnonzero(counts > chunk).astype(np.int32)
+        rows = np.flatnonzero(off[1:] - off[:-1] > chunk).astype(np.int32)
     else:
-        bound = min(num_rows, num_items // (chunk + 1))
-        rows = jnp.nonzero(counts > chunk, size=bound, fill_value=num_rows)[0].astype(np.int32)
+        rows = _bounded_hubs(off, chunk, num_items, row_at)
     hubs = rows.shape[0]
     if hubs == 0:
         return None
-    # A last row without items answers for unused hubs.
-    off = xp.concatenate([off, off[-1:]])
     chunks_of_hub = -(-(off[rows + 1] - off[rows]) // chunk)
     first_chunk = _exclusive_sum(xp, chunks_of_hub)
     chunks = int(first_chunk[-1]) if exact else num_items // chunk + hubs
     ids = xp.arange(chunks, dtype=np.int32)
-    hub = xp.searchsorted(first_chunk, ids, side="right").astype(np.int32) - 1
+    hub = _row_of(xp, first_chunk, chunks)
     used = hub < hubs
     row = xp.where(used, xp.concatenate([rows, xp.full(1, num_rows, np.int32)])[hub], num_rows)
     start = xp.where(used, off[row] + (ids - first_chunk[hub]) * chunk, off[-1])
@@ -302,11 +336,15 @@ def make_segments(
     blocks = TILE_BLOCKS if typed else ()
     if typed and hub_chunk == HUB_CHUNK:
         hub_chunk = type_chunk_of(num_items)
+
+    def row_at(positions: Array) -> Array:
+        return index[positions if order is None else order[positions]]
+
     return Segments(
         index=index,
         order=order,
         offsets=offsets,
-        hubs=hub_table(offsets, hub_chunk, num_items, exact=exact),
+        hubs=hub_table(offsets, hub_chunk, num_items, exact=exact, row_at=row_at),
         tiles=tuple(tile_table(offsets, block, num_items, exact=exact) for block in blocks),
         splits=_split_table(offsets, num_items) if typed and exact else None,
         num_rows=offsets.shape[0] - 1,
