@@ -7,7 +7,6 @@ and stands in no row, so kernels that walk rows never meet it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dejax.rgnn._build import add_relations
-from dejax.rgnn._segments import Segments, make_segments
+from dejax.rgnn._segments import Segments, bounded_segments
 from dejax.rgnn._sorting_traced import (
     begins_run,
     count_before,
@@ -28,37 +27,36 @@ from dejax.rgnn._sorting_traced import (
 from dejax.rgnn.graph import RelGraph
 
 
-@dataclass(frozen=True, slots=True)
-class _Grouped:
-    """Edges sorted by some row, with padding last: their order, and where each row begins."""
-
-    order: Array
-    offsets: Array
-
-
-def _pair_tables(
+def _end_tables(
     node: Array,
     edge_type: Array,
     order: Array | None,
     *,
-    by_node: _Grouped,
+    node_order: Array,
+    node_offsets: Array,
     type_offsets: Array,
     num_nodes: int,
     num_edge_types: int,
     chunk: int,
-) -> tuple[Segments, Segments, Segments]:
-    """Edges by pair, pairs by node, pairs by type. Pairs that do not occur have the node `num_nodes`, the type
-    `num_edge_types` and no edges.
+) -> dict[str, Segments]:
+    """Groups canonical edges by one end (sender or receiver) and by pairs of it and their type.
+
+    Pairs that do not occur have the node `num_nodes`, the type `num_edge_types` and no edges.
 
     Args:
-        node: the end of each edge, canonical; `num_nodes` for padding edges.
-        edge_type: the type of each edge, canonical.
-        order: sorts edges by type and node, padding last; None where they are. It leaves the types as they are.
-        by_node: the edges by that end.
-        type_offsets: where each type begins.
+        node: the end of each edge, `num_nodes` for padding edges.
+        edge_type: the type of each edge.
+        order: sorts edges by type and node; None where they are. It leaves the types as they are.
+        node_order: sorts edges by node and type.
+        node_offsets: where the edges of each node begin in that order.
+        type_offsets: where the edges of each type begin.
         num_nodes: number of nodes.
         num_edge_types: number of edge types.
         chunk: the hub chunk.
+
+    Returns:
+        `edges_by_node`, `edges_by_pair`, `pairs_by_node`, `pairs_by_type`, and `edges_by_type` with those whose `order`
+        is None, so that nobody who reads it waits for another sort.
     """
     size = node.shape[0]
     position = jnp.arange(size, dtype=jnp.int32)
@@ -70,20 +68,23 @@ def _pair_tables(
     run = jnp.where(valid, pairs_before[1:] - 1, size)
     index = run if order is None else jnp.zeros_like(run).at[order].set(run, unique_indices=True)
     offsets = put_where(jnp.full(size + 1, num_valid, jnp.int32), first & valid, run, position)
-    # Where pairs are unused, their edges would begin at the padding, which has the right numbers, or at the end.
+    # The edges of a pair that does not occur begin at the padding, whose node and type are right, or past the end.
     pair_node = sorted_node.at[offsets[:-1]].get(mode="fill", fill_value=num_nodes)
     pair_type = edge_type.at[offsets[:-1]].get(mode="fill", fill_value=num_edge_types)
-    # Edges by node are sorted by type within a node, and so are pairs: the pairs' order is that of their first edges.
-    pair_there = index[by_node.order]
+    # Edges by node ascend by type within a node, and so do pairs: pairs by node are in the order of their first edges.
+    pair_there = index[node_order]
     first_there = begins_run(pair_there)
     pairs_before_there = count_before(first_there)
     pair_order = put_where(position, first_there & valid, pairs_before_there[:-1], pair_there)
-    make = partial(make_segments, hub_chunk=chunk, exact=False)
-    return (
-        make(index, order, offsets),
-        make(pair_node, pair_order, pairs_before_there[by_node.offsets]),
-        make(pair_type, None, pairs_before[type_offsets], typed=True),
-    )
+    by_rows = {
+        "edges_by_node": (node, node_order, node_offsets),
+        "edges_by_pair": (index, order, offsets),
+        "pairs_by_node": (pair_node, pair_order, pairs_before_there[node_offsets]),
+    }
+    by_types = {"pairs_by_type": (pair_type, None, pairs_before[type_offsets])}
+    if order is None:
+        by_types["edges_by_type"] = (edge_type, None, type_offsets)
+    return bounded_segments(by_rows, hub_chunk=chunk) | bounded_segments(by_types, hub_chunk=chunk, typed=True)
 
 
 @partial(
@@ -160,27 +161,34 @@ def build(
     edge_type = edge_type.astype(jnp.int32)
     senders, receivers = senders[edge_ids], receivers[edge_ids]
     edge_positions = inverse(edge_ids)
-    by_receiver = _Grouped(edge_positions[ids], row_offsets(receiver_there, num_nodes))
-    sender_there, order = sort_pairs(senders, node_bound, jnp.arange(num_edges, dtype=jnp.int32))
-    by_sender = _Grouped(order, row_offsets(sender_there.astype(jnp.int32), num_nodes))
-    _, source_order = sort_pairs(edge_type[order], type_bound, order)
-    type_offsets = row_offsets(edge_type, num_edge_types)
+    sender_there, sender_order = sort_pairs(senders, node_bound, jnp.arange(num_edges, dtype=jnp.int32))
+    _, source_order = sort_pairs(edge_type[sender_order], type_bound, sender_order)
 
     tables = partial(
-        _pair_tables,
+        _end_tables,
         edge_type=edge_type,
-        type_offsets=type_offsets,
+        type_offsets=row_offsets(edge_type, num_edge_types),
         num_nodes=num_nodes,
         num_edge_types=num_edge_types,
         chunk=hub_chunk,
     )
-    by_source_pair, source_pair_by_node, source_pair_by_type = tables(senders, order=source_order, by_node=by_sender)
-    by_destination_pair, destination_pair_by_node, destination_pair_by_type = tables(
-        receivers, order=None, by_node=by_receiver
+    source = tables(
+        senders,
+        order=source_order,
+        node_order=sender_order,
+        node_offsets=row_offsets(sender_there.astype(jnp.int32), num_nodes),
     )
-    # The index of nodes by type is not sorted, and a sort is needed for where types begin even if not for the order.
-    type_of_sorted_node, node_order = sort_pairs(node_type, num_node_types + 1, jnp.arange(num_nodes, dtype=jnp.int32))
-    make = partial(make_segments, hub_chunk=hub_chunk, exact=False)
+    destination = tables(
+        receivers,
+        order=None,
+        node_order=edge_positions[ids],
+        node_offsets=row_offsets(receiver_there, num_nodes),
+    )
+    type_there, node_order = sort_pairs(node_type, num_node_types + 1, jnp.arange(num_nodes, dtype=jnp.int32))
+    type_offsets = row_offsets(type_there.astype(jnp.int32), num_node_types)
+    nodes = {"by_type": (node_type, None if nodes_sorted else node_order, type_offsets)}
+    all_types = jnp.array([0, num_edge_types], jnp.int32)
+    types = {"by_source": (jnp.zeros(num_edge_types, jnp.int32), None, all_types)}
     return RelGraph(
         senders=senders,
         receivers=receivers,
@@ -188,24 +196,17 @@ def build(
         edge_ids=edge_ids,
         edge_positions=edge_positions,
         node_type=node_type,
-        by_sender=make(senders, by_sender.order, by_sender.offsets),
-        by_receiver=make(receivers, by_receiver.order, by_receiver.offsets),
-        by_source_pair=by_source_pair,
-        by_destination_pair=by_destination_pair,
-        by_edge_type=make(edge_type, None, type_offsets, typed=True),
-        source_pair_by_node=source_pair_by_node,
-        destination_pair_by_node=destination_pair_by_node,
-        source_pair_by_type=source_pair_by_type,
-        destination_pair_by_type=destination_pair_by_type,
-        by_node_type=make(
-            node_type,
-            None if nodes_sorted else node_order,
-            row_offsets(type_of_sorted_node.astype(jnp.int32), num_node_types),
-            typed=True,
-        ),
-        edge_type_by_source=None
-        if num_node_types > 1
-        else make(jnp.zeros(num_edge_types, jnp.int32), None, jnp.array([0, num_edge_types], jnp.int32)),
+        by_sender=source["edges_by_node"],
+        by_receiver=destination["edges_by_node"],
+        by_source_pair=source["edges_by_pair"],
+        by_destination_pair=destination["edges_by_pair"],
+        by_edge_type=destination["edges_by_type"],
+        source_pair_by_node=source["pairs_by_node"],
+        destination_pair_by_node=destination["pairs_by_node"],
+        source_pair_by_type=source["pairs_by_type"],
+        destination_pair_by_type=destination["pairs_by_type"],
+        by_node_type=bounded_segments(nodes, hub_chunk=hub_chunk, typed=True)["by_type"],
+        edge_type_by_source=None if num_node_types > 1 else bounded_segments(types, hub_chunk=hub_chunk)["by_source"],
         node_mask=node_mask,
         edge_mask=edge_type < num_edge_types,
         num_nodes=num_nodes,

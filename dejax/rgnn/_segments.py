@@ -7,7 +7,7 @@ jax.numpy (static upper bounds, whose unused entries cover no item).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
@@ -20,7 +20,7 @@ from jax import Array
 
 from dejax.pallas.schedule import rows_per_split
 from dejax.rgnn._sorting import expand, stable_argsort
-from dejax.rgnn._sorting_traced import begins_run, count_before, put_where, row_of_positions
+from dejax.rgnn._sorting_traced import begins_run, put_where, row_of_positions
 
 TILE_BLOCKS = (32, 64, 128)
 """Rows a tile for which type segments keep a stored `TileTable`."""
@@ -259,31 +259,7 @@ def _row_of(xp: ModuleType, offsets: Any, size: int) -> Any:
     return np.searchsorted(offsets, np.arange(size, dtype=np.int32), side="right").astype(np.int32) - 1
 
 
-def _bounded_hubs(offsets: Array, chunk: int, num_items: int, row_at: Callable[[Array], Array] | None) -> Array:
-    """int32[h], the rows with more than `chunk` items; unused ones are `num_rows`, whose items `offsets` ends with."""
-    num_rows = offsets.shape[0] - 2
-    bound = min(num_rows, num_items // (chunk + 1))
-    positions = np.arange(0, num_items, chunk + 1, dtype=np.int32)
-    # A row of more than `chunk` items has one at a multiple of `chunk + 1`: so many rows to look at, and not all.
-    rows = jnp.arange(num_rows, dtype=jnp.int32)
-    if num_rows > positions.shape[0]:
-        rows = (row_at or partial(_search, offsets[:-1]))(jnp.asarray(positions))
-    is_hub = (offsets[rows + 1] - offsets[rows] > chunk) & begins_run(rows)
-    return put_where(jnp.full(bound, num_rows, jnp.int32), is_hub, count_before(is_hub)[:-1], rows)
-
-
-def _search(offsets: Array, positions: Array) -> Array:
-    return jnp.searchsorted(offsets, positions, side="right", method="scan_unrolled").astype(jnp.int32) - 1
-
-
-def hub_table(
-    offsets: Any,
-    chunk: int,
-    num_items: int,
-    *,
-    exact: bool | None = None,
-    row_at: Callable[[Array], Array] | None = None,
-) -> HubTable | None:
+def hub_table(offsets: Any, chunk: int, num_items: int, *, exact: bool | None = None) -> HubTable | None:
     """Lists the rows with more than `chunk` items, in chunks of `chunk` items.
 
     Args:
@@ -291,8 +267,6 @@ def hub_table(
         chunk: the most items that a row may have without being a hub, at least 1.
         num_items: number of items, padding included; bounds the table where it is not exact.
         exact: whether to size the table by the numbers in `offsets` or by a static bound; None: exact unless traced.
-        row_at: gives the row of each of some positions (the number of rows for padding), where that is known faster
-            than by a search in `offsets`. Read where the table is not exact.
 
     Returns:
         None where no row can be a hub; otherwise the exact table, or one with room for
@@ -304,52 +278,154 @@ def hub_table(
     if chunk < 1:
         raise ValueError(f"hub_chunk must be at least 1 item a chunk, got {chunk}")
     xp, off, exact = _namespace(offsets, exact)
-    num_rows = off.shape[0] - 1
-    # A last row without items answers for unused hubs.
-    off = xp.concatenate([off, off[-1:]])
-    rows: Any
-    if exact:
-        rows = np.flatnonzero(off[1:] - off[:-1] > chunk).astype(np.int32)
-    else:
-        rows = _bounded_hubs(off, chunk, num_items, row_at)
-    hubs = rows.shape[0]
-    if hubs == 0:
+    if xp is jnp:
+        return bounded_hub_tables([(off, None)], chunk, num_items)[0]
+    rows = np.flatnonzero(off[1:] - off[:-1] > chunk).astype(np.int32)
+    if rows.shape[0] == 0:
         return None
-    chunks_of_hub = -(-(off[rows + 1] - off[rows]) // chunk)
-    first_chunk = _exclusive_sum(xp, chunks_of_hub)
-    chunks = int(first_chunk[-1]) if exact else num_items // chunk + hubs
-    ids = xp.arange(chunks, dtype=np.int32)
-    hub = _row_of(xp, first_chunk, chunks)
-    used = hub < hubs
-    row = xp.where(used, xp.concatenate([rows, xp.full(1, num_rows, np.int32)])[hub], num_rows)
-    start = xp.where(used, off[row] + (ids - first_chunk[hub]) * chunk, off[-1])
-    end = xp.minimum(start + chunk, off[row + 1])
+    first_chunk = _exclusive_sum(np, -(-(off[rows + 1] - off[rows]) // chunk))
+    ids = np.arange(first_chunk[-1], dtype=np.int32)
+    hub = _row_of(np, first_chunk, ids.shape[0])
+    row = rows[hub]
+    start = off[row] + (ids - first_chunk[hub]) * chunk
+    end = np.minimum(start + chunk, off[row + 1])
     rows, first_chunk, row, start, end = (_like(offsets, array) for array in (rows, first_chunk, row, start, end))
     return HubTable(rows, first_chunk, row, start, end, chunk)
 
 
-def make_segments(
-    index: Any, order: Any, offsets: Any, *, hub_chunk: int, typed: bool = False, exact: bool = True
-) -> Segments:
-    """A `Segments` with its hub table and, where its rows are types (`typed`), its tile tables."""
+def bounded_hub_tables(
+    groupings: Sequence[tuple[Array, Callable[[Array], Array] | None]], chunk: int, num_items: int
+) -> list[HubTable | None]:
+    """The hub tables of several groupings of as many items, sized by static bounds as `hub_table` says.
+
+    They are made at once: each would be some 15 kernels of 2 us on a GPU.
+
+    Args:
+        groupings: the offsets of each, and what gives the row of each of some positions (the number of rows for
+            padding), where that is known faster than by a search in the offsets.
+        chunk: the hub chunk.
+        num_items: number of items, padding included.
+    """
+    # A row of more than `chunk` items has one at a multiple of `chunk + 1`: so many rows to look at, and not all.
+    positions = np.arange(0, num_items, chunk + 1, dtype=np.int32)
+    bounds = [min(offsets.shape[0] - 1, num_items // (chunk + 1)) for offsets, _ in groupings]
+    most = max(bounds)
+    if most == 0:
+        return [None] * len(groupings)
+    size = min(positions.shape[0], max(offsets.shape[0] - 1 for offsets, _ in groupings))
+    rows, starts, counts = [], [], []
+    for offsets, row_at in groupings:
+        num_rows = offsets.shape[0] - 1
+        row = jnp.arange(size, dtype=jnp.int32)
+        if num_rows > size:
+            row = (row_at or partial(_search, offsets))(jnp.asarray(positions))
+        rows.append(jnp.minimum(row, num_rows))
+        starts.append(offsets.at[row].get(mode="clip"))
+        counts.append(offsets.at[row + 1].get(mode="clip") - starts[-1])
+    fill = jnp.asarray([offsets.shape[0] - 1 for offsets, _ in groupings], jnp.int32)
+    end = jnp.stack([offsets[-1] for offsets, _ in groupings])
+    table = jax.vmap(partial(_hubs_among, chunk=chunk, hubs=most, chunks=num_items // chunk + most))(
+        jnp.stack(rows), jnp.stack(starts), jnp.stack(counts), fill, end
+    )
+    found: list[HubTable | None] = []
+    for i, bound in enumerate(bounds):
+        sizes = (bound, bound + 1, *(num_items // chunk + bound,) * 3)
+        parts = [array[i, :size] for array, size in zip(table, sizes, strict=True)]
+        found.append(HubTable(*parts, chunk) if bound else None)
+    return found
+
+
+def _search(offsets: Array, positions: Array) -> Array:
+    return jnp.searchsorted(offsets, positions, side="right", method="scan_unrolled").astype(jnp.int32) - 1
+
+
+def _hubs_among(
+    rows: Array, starts: Array, counts: Array, fill: Array, end: Array, *, chunk: int, hubs: int, chunks: int
+) -> tuple[Array, Array, Array, Array, Array]:
+    """The arrays of a `HubTable` with room for so many hubs and chunks.
+
+    Args:
+        rows: int32[candidates], ascending: all hubs are among them, and some may stand there several times.
+        starts: the first position of each.
+        counts: the number of items of each.
+        fill: the row of unused hubs and chunks.
+        end: the position of unused chunks.
+        chunk: the hub chunk.
+        hubs: room for hubs.
+        chunks: room for chunks.
+    """
+    is_hub = (counts > chunk) & begins_run(rows)
+    pieces = jnp.where(is_hub, -(-counts // chunk), 0)
+    hub, last_chunk = jnp.cumsum(jnp.stack([is_hub.astype(jnp.int32), pieces]), axis=1, dtype=jnp.int32)
+    hub, first_chunk, total = hub - is_hub, last_chunk - pieces, last_chunk[-1]
+    position = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    # Which candidate each chunk belongs to: that of the last hub to begin at or before it.
+    of_chunk = jax.lax.cummax(put_where(jnp.zeros(chunks, jnp.int32), is_hub, first_chunk, position))
+    ids = jnp.arange(chunks, dtype=jnp.int32)
+    used = ids < total
+    start = jnp.where(used, starts[of_chunk] + (ids - first_chunk[of_chunk]) * chunk, end)
+    return (
+        put_where(jnp.full(hubs, fill), is_hub, hub, rows),
+        put_where(jnp.full(hubs + 1, total), is_hub, hub, first_chunk),
+        jnp.where(used, rows[of_chunk], fill),
+        start,
+        jnp.where(used, jnp.minimum(start + chunk, (starts + counts)[of_chunk]), end),
+    )
+
+
+def make_segments(index: Any, order: Any, offsets: Any, *, hub_chunk: int, typed: bool = False) -> Segments:
+    """A `Segments` of numpy arrays with its hub table and, where its rows are types (`typed`), its tile tables."""
     num_items = index.shape[0]
-    blocks = TILE_BLOCKS if typed else ()
-    if typed and hub_chunk == HUB_CHUNK:
-        hub_chunk = type_chunk_of(num_items)
-
-    def row_at(positions: Array) -> Array:
-        return index[positions if order is None else order[positions]]
-
+    chunk = _chunk_of(hub_chunk, num_items, typed)
     return Segments(
         index=index,
         order=order,
         offsets=offsets,
-        hubs=hub_table(offsets, hub_chunk, num_items, exact=exact, row_at=row_at),
-        tiles=tuple(tile_table(offsets, block, num_items, exact=exact) for block in blocks),
-        splits=_split_table(offsets, num_items) if typed and exact else None,
+        hubs=hub_table(offsets, chunk, num_items),
+        tiles=tuple(tile_table(offsets, block, num_items) for block in TILE_BLOCKS) if typed else (),
+        splits=_split_table(offsets, num_items) if typed else None,
         num_rows=offsets.shape[0] - 1,
         num_items=num_items,
     )
+
+
+def bounded_segments(
+    groupings: Mapping[str, tuple[Array, Array | None, Array]], *, hub_chunk: int, typed: bool = False
+) -> dict[str, Segments]:
+    """As `make_segments`, inside jit: tables are sized by static bounds, and made for all of the groupings at once.
+
+    Args:
+        groupings: index, order (or None) and offsets of each. All have as many items; if `typed`, as many rows, too.
+        hub_chunk: the hub chunk.
+        typed: whether rows are types.
+    """
+
+    def row_at(index: Array, order: Array | None, positions: Array) -> Array:
+        return index[positions if order is None else order[positions]]
+
+    num_items = next(iter(groupings.values()))[0].shape[0]
+    chunk = _chunk_of(hub_chunk, num_items, typed)
+    pairs = [(offsets, partial(row_at, index, order)) for index, order, offsets in groupings.values()]
+    hubs = bounded_hub_tables(pairs, chunk, num_items)
+    blocks = TILE_BLOCKS if typed else ()
+    stacked = jnp.stack([offsets for offsets, _ in pairs]) if typed else None
+    tables = [jax.vmap(partial(tile_table, block=b, num_items=num_items, exact=False))(stacked) for b in blocks]
+    return {
+        name: Segments(
+            index=index,
+            order=order,
+            offsets=offsets,
+            hubs=hubs[i],
+            tiles=tuple(TileTable(t.row_type[i], t.start[i], t.block) for t in tables),
+            num_rows=offsets.shape[0] - 1,
+            num_items=num_items,
+        )
+        for i, (name, (index, order, offsets)) in enumerate(groupings.items())
+    }
+
+
+def _chunk_of(hub_chunk: int, num_items: int, typed: bool) -> int:
+    return type_chunk_of(num_items) if typed and hub_chunk == HUB_CHUNK else hub_chunk
 
 
 def _split_table(offsets: np.ndarray, num_items: int) -> SplitTable:
