@@ -33,7 +33,7 @@ def _end_tables(
     order: Array | None,
     *,
     node_order: Array,
-    node_offsets: Array,
+    there: tuple[Array, Array],
     type_offsets: Array,
     num_nodes: int,
     num_edge_types: int,
@@ -48,7 +48,7 @@ def _end_tables(
         edge_type: the type of each edge.
         order: sorts edges by type and node; None where they are. It leaves the types as they are.
         node_order: sorts edges by node and type.
-        node_offsets: where the edges of each node begin in that order.
+        there: the nodes and the types in that order.
         type_offsets: where the edges of each type begin.
         num_nodes: number of nodes.
         num_edge_types: number of edge types.
@@ -62,9 +62,10 @@ def _end_tables(
     position = jnp.arange(size, dtype=jnp.int32)
     num_valid = type_offsets[-1]
     valid = position < num_valid
+    node_offsets = row_offsets(there[0], num_nodes)
     sorted_node = node if order is None else node[order]
-    first = begins_run(edge_type, sorted_node)
-    pairs_before = count_before(first)
+    first, first_there = begins_run(edge_type, sorted_node), begins_run(*there)
+    pairs_before, pairs_before_there = count_before(jnp.stack([first, first_there]))
     run = jnp.where(valid, pairs_before[1:] - 1, size)
     index = run if order is None else jnp.zeros_like(run).at[order].set(run, unique_indices=True)
     offsets = put_where(jnp.full(size + 1, num_valid, jnp.int32), first & valid, run, position)
@@ -72,19 +73,16 @@ def _end_tables(
     pair_node = sorted_node.at[offsets[:-1]].get(mode="fill", fill_value=num_nodes)
     pair_type = edge_type.at[offsets[:-1]].get(mode="fill", fill_value=num_edge_types)
     # Edges by node ascend by type within a node, and so do pairs: pairs by node are in the order of their first edges.
-    pair_there = index[node_order]
-    first_there = begins_run(pair_there)
-    pairs_before_there = count_before(first_there)
-    pair_order = put_where(position, first_there & valid, pairs_before_there[:-1], pair_there)
-    by_rows = {
+    pair_order = put_where(position, first_there & valid, pairs_before_there[:-1], index[node_order])
+    groupings = {
         "edges_by_node": (node, node_order, node_offsets),
         "edges_by_pair": (index, order, offsets),
         "pairs_by_node": (pair_node, pair_order, pairs_before_there[node_offsets]),
+        "pairs_by_type": (pair_type, None, pairs_before[type_offsets]),
     }
-    by_types = {"pairs_by_type": (pair_type, None, pairs_before[type_offsets])}
     if order is None:
-        by_types["edges_by_type"] = (edge_type, None, type_offsets)
-    return bounded_segments(by_rows, hub_chunk=chunk) | bounded_segments(by_types, hub_chunk=chunk, typed=True)
+        groupings["edges_by_type"] = (edge_type, None, type_offsets)
+    return bounded_segments(groupings, hub_chunk=chunk, typed=[name for name in groupings if name.endswith("by_type")])
 
 
 @partial(
@@ -162,7 +160,8 @@ def build(
     senders, receivers = senders[edge_ids], receivers[edge_ids]
     edge_positions = inverse(edge_ids)
     sender_there, sender_order = sort_pairs(senders, node_bound, jnp.arange(num_edges, dtype=jnp.int32))
-    _, source_order = sort_pairs(edge_type[sender_order], type_bound, sender_order)
+    sender_type_there = edge_type[sender_order]
+    _, source_order = sort_pairs(sender_type_there, type_bound, sender_order)
 
     tables = partial(
         _end_tables,
@@ -176,17 +175,20 @@ def build(
         senders,
         order=source_order,
         node_order=sender_order,
-        node_offsets=row_offsets(sender_there.astype(jnp.int32), num_nodes),
+        there=(sender_there.astype(jnp.int32), sender_type_there),
     )
     destination = tables(
         receivers,
         order=None,
         node_order=edge_positions[ids],
-        node_offsets=row_offsets(receiver_there, num_nodes),
+        there=(receiver_there, type_there),
     )
-    type_there, node_order = sort_pairs(node_type, num_node_types + 1, jnp.arange(num_nodes, dtype=jnp.int32))
-    type_offsets = row_offsets(type_there.astype(jnp.int32), num_node_types)
-    nodes = {"by_type": (node_type, None if nodes_sorted else node_order, type_offsets)}
+    node_order, sorted_node_type = None, node_type
+    if not nodes_sorted:
+        node_position = jnp.arange(num_nodes, dtype=jnp.int32)
+        sorted_node_type, node_order = sort_pairs(node_type, num_node_types + 1, node_position)
+    type_offsets = row_offsets(sorted_node_type.astype(jnp.int32), num_node_types)
+    nodes = {"by_type": (node_type, node_order, type_offsets)}
     all_types = jnp.array([0, num_edge_types], jnp.int32)
     types = {"by_source": (jnp.zeros(num_edge_types, jnp.int32), None, all_types)}
     return RelGraph(
@@ -205,7 +207,7 @@ def build(
         destination_pair_by_node=destination["pairs_by_node"],
         source_pair_by_type=source["pairs_by_type"],
         destination_pair_by_type=destination["pairs_by_type"],
-        by_node_type=bounded_segments(nodes, hub_chunk=hub_chunk, typed=True)["by_type"],
+        by_node_type=bounded_segments(nodes, hub_chunk=hub_chunk, typed=["by_type"])["by_type"],
         edge_type_by_source=None if num_node_types > 1 else bounded_segments(types, hub_chunk=hub_chunk)["by_source"],
         node_mask=node_mask,
         edge_mask=edge_type < num_edge_types,

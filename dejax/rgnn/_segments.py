@@ -7,10 +7,9 @@ jax.numpy (static upper bounds, whose unused entries cover no item).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -19,8 +18,8 @@ import numpy as np
 from jax import Array
 
 from dejax.pallas.schedule import rows_per_split
+from dejax.rgnn._pieces_traced import Rows, hub_arrays, tile_arrays
 from dejax.rgnn._sorting import expand, stable_argsort
-from dejax.rgnn._sorting_traced import begins_run, put_where, row_of_positions
 
 TILE_BLOCKS = (32, 64, 128)
 """Rows a tile for which type segments keep a stored `TileTable`."""
@@ -204,10 +203,10 @@ def loop_order(offsets: np.ndarray, order: np.ndarray, hub_chunk: int) -> LoopOr
     return LoopOrder(rows, begins, items, hubs)
 
 
-def _namespace(offsets: Any, exact: bool | None) -> tuple[ModuleType, Any, bool]:
-    """The array module for `offsets`, the offsets as its array, and whether to size the table exactly."""
+def _exactly(offsets: Any, exact: bool | None) -> tuple[Any, bool]:
+    """Offsets as an array of numpy where the table is to be exact, of jax otherwise, and which of the two."""
     exact = not is_traced(offsets) if exact is None else exact
-    return (np, np.asarray(offsets), True) if exact else (jnp, jnp.asarray(offsets), False)
+    return (np.asarray(offsets), True) if exact else (jnp.asarray(offsets), False)
 
 
 def _like(offsets: Any, array: Any) -> Any:
@@ -215,8 +214,8 @@ def _like(offsets: Any, array: Any) -> Any:
     return array.astype(np.int32) if isinstance(offsets, np.ndarray) else jnp.asarray(array, jnp.int32)
 
 
-def _exclusive_sum(xp: ModuleType, counts: Any) -> Any:
-    return xp.concatenate([xp.zeros(1, np.int32), xp.cumsum(counts, dtype=np.int32)])
+def _exclusive_sum(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
 
 
 def tile_table(offsets: Any, block: int, num_items: int, *, exact: bool | None = None) -> TileTable:
@@ -241,22 +240,14 @@ def tile_table(offsets: Any, block: int, num_items: int, *, exact: bool | None =
     """
     if block < 1:
         raise ValueError(f"block must be at least 1 position a tile, got {block}")
-    xp, off, exact = _namespace(offsets, exact)
-    num_types = off.shape[0] - 1
-    first_tile = _exclusive_sum(xp, -(-(off[1:] - off[:-1]) // block))
-    tiles = int(first_tile[-1]) if exact else num_items // block + num_types
-    tile = xp.arange(tiles, dtype=np.int32)
-    row = _row_of(xp, first_tile, tiles)
-    used = row < num_types
-    start = xp.where(used, off[row] + (tile - first_tile[row]) * block, off[-1])
-    return TileTable(_like(offsets, xp.where(used, row, 0)), _like(offsets, start), block)
-
-
-def _row_of(xp: ModuleType, offsets: Any, size: int) -> Any:
-    """int32[size]: for each position the last row that begins at or before it."""
-    if xp is jnp:
-        return row_of_positions(offsets, size)
-    return np.searchsorted(offsets, np.arange(size, dtype=np.int32), side="right").astype(np.int32) - 1
+    off, exact = _exactly(offsets, exact)
+    if not exact:
+        return TileTable(*tile_arrays([off], [block], num_items)[0][0], block)
+    first_tile = _exclusive_sum(-(-(off[1:] - off[:-1]) // block))
+    tile = np.arange(first_tile[-1], dtype=np.int32)
+    row = np.searchsorted(first_tile, tile, side="right") - 1
+    start = off[row] + (tile - first_tile[row]) * block
+    return TileTable(_like(offsets, row), _like(offsets, start), block)
 
 
 def hub_table(offsets: Any, chunk: int, num_items: int, *, exact: bool | None = None) -> HubTable | None:
@@ -277,100 +268,20 @@ def hub_table(offsets: Any, chunk: int, num_items: int, *, exact: bool | None = 
     """
     if chunk < 1:
         raise ValueError(f"hub_chunk must be at least 1 item a chunk, got {chunk}")
-    xp, off, exact = _namespace(offsets, exact)
-    if xp is jnp:
-        return bounded_hub_tables([(off, None)], chunk, num_items)[0]
+    off, exact = _exactly(offsets, exact)
+    if not exact:
+        arrays = hub_arrays([Rows(off, chunk)], num_items)[0]
+        return None if arrays is None else HubTable(*arrays, chunk)
     rows = np.flatnonzero(off[1:] - off[:-1] > chunk).astype(np.int32)
     if rows.shape[0] == 0:
         return None
-    first_chunk = _exclusive_sum(np, -(-(off[rows + 1] - off[rows]) // chunk))
+    first_chunk = _exclusive_sum(-(-(off[rows + 1] - off[rows]) // chunk))
     ids = np.arange(first_chunk[-1], dtype=np.int32)
-    hub = _row_of(np, first_chunk, ids.shape[0])
+    hub = np.searchsorted(first_chunk, ids, side="right") - 1
     row = rows[hub]
     start = off[row] + (ids - first_chunk[hub]) * chunk
     end = np.minimum(start + chunk, off[row + 1])
-    rows, first_chunk, row, start, end = (_like(offsets, array) for array in (rows, first_chunk, row, start, end))
-    return HubTable(rows, first_chunk, row, start, end, chunk)
-
-
-def bounded_hub_tables(
-    groupings: Sequence[tuple[Array, Callable[[Array], Array] | None]], chunk: int, num_items: int
-) -> list[HubTable | None]:
-    """The hub tables of several groupings of as many items, sized by static bounds as `hub_table` says.
-
-    They are made at once: each would be some 15 kernels of 2 us on a GPU.
-
-    Args:
-        groupings: the offsets of each, and what gives the row of each of some positions (the number of rows for
-            padding), where that is known faster than by a search in the offsets.
-        chunk: the hub chunk.
-        num_items: number of items, padding included.
-    """
-    # A row of more than `chunk` items has one at a multiple of `chunk + 1`: so many rows to look at, and not all.
-    positions = np.arange(0, num_items, chunk + 1, dtype=np.int32)
-    bounds = [min(offsets.shape[0] - 1, num_items // (chunk + 1)) for offsets, _ in groupings]
-    most = max(bounds)
-    if most == 0:
-        return [None] * len(groupings)
-    size = min(positions.shape[0], max(offsets.shape[0] - 1 for offsets, _ in groupings))
-    rows, starts, counts = [], [], []
-    for offsets, row_at in groupings:
-        num_rows = offsets.shape[0] - 1
-        row = jnp.arange(size, dtype=jnp.int32)
-        if num_rows > size:
-            row = (row_at or partial(_search, offsets))(jnp.asarray(positions))
-        rows.append(jnp.minimum(row, num_rows))
-        starts.append(offsets.at[row].get(mode="clip"))
-        counts.append(offsets.at[row + 1].get(mode="clip") - starts[-1])
-    fill = jnp.asarray([offsets.shape[0] - 1 for offsets, _ in groupings], jnp.int32)
-    end = jnp.stack([offsets[-1] for offsets, _ in groupings])
-    table = jax.vmap(partial(_hubs_among, chunk=chunk, hubs=most, chunks=num_items // chunk + most))(
-        jnp.stack(rows), jnp.stack(starts), jnp.stack(counts), fill, end
-    )
-    found: list[HubTable | None] = []
-    for i, bound in enumerate(bounds):
-        sizes = (bound, bound + 1, *(num_items // chunk + bound,) * 3)
-        parts = [array[i, :size] for array, size in zip(table, sizes, strict=True)]
-        found.append(HubTable(*parts, chunk) if bound else None)
-    return found
-
-
-def _search(offsets: Array, positions: Array) -> Array:
-    return jnp.searchsorted(offsets, positions, side="right", method="scan_unrolled").astype(jnp.int32) - 1
-
-
-def _hubs_among(
-    rows: Array, starts: Array, counts: Array, fill: Array, end: Array, *, chunk: int, hubs: int, chunks: int
-) -> tuple[Array, Array, Array, Array, Array]:
-    """The arrays of a `HubTable` with room for so many hubs and chunks.
-
-    Args:
-        rows: int32[candidates], ascending: all hubs are among them, and some may stand there several times.
-        starts: the first position of each.
-        counts: the number of items of each.
-        fill: the row of unused hubs and chunks.
-        end: the position of unused chunks.
-        chunk: the hub chunk.
-        hubs: room for hubs.
-        chunks: room for chunks.
-    """
-    is_hub = (counts > chunk) & begins_run(rows)
-    pieces = jnp.where(is_hub, -(-counts // chunk), 0)
-    hub, last_chunk = jnp.cumsum(jnp.stack([is_hub.astype(jnp.int32), pieces]), axis=1, dtype=jnp.int32)
-    hub, first_chunk, total = hub - is_hub, last_chunk - pieces, last_chunk[-1]
-    position = jnp.arange(rows.shape[0], dtype=jnp.int32)
-    # Which candidate each chunk belongs to: that of the last hub to begin at or before it.
-    of_chunk = jax.lax.cummax(put_where(jnp.zeros(chunks, jnp.int32), is_hub, first_chunk, position))
-    ids = jnp.arange(chunks, dtype=jnp.int32)
-    used = ids < total
-    start = jnp.where(used, starts[of_chunk] + (ids - first_chunk[of_chunk]) * chunk, end)
-    return (
-        put_where(jnp.full(hubs, fill), is_hub, hub, rows),
-        put_where(jnp.full(hubs + 1, total), is_hub, hub, first_chunk),
-        jnp.where(used, rows[of_chunk], fill),
-        start,
-        jnp.where(used, jnp.minimum(start + chunk, (starts + counts)[of_chunk]), end),
-    )
+    return HubTable(*(_like(offsets, array) for array in (rows, first_chunk, row, start, end)), chunk)
 
 
 def make_segments(index: Any, order: Any, offsets: Any, *, hub_chunk: int, typed: bool = False) -> Segments:
@@ -390,37 +301,43 @@ def make_segments(index: Any, order: Any, offsets: Any, *, hub_chunk: int, typed
 
 
 def bounded_segments(
-    groupings: Mapping[str, tuple[Array, Array | None, Array]], *, hub_chunk: int, typed: bool = False
+    groupings: Mapping[str, tuple[Array, Array | None, Array]], *, hub_chunk: int, typed: Collection[str] = ()
 ) -> dict[str, Segments]:
     """As `make_segments`, inside jit: tables are sized by static bounds, and made for all of the groupings at once.
 
     Args:
-        groupings: index, order (or None) and offsets of each. All have as many items; if `typed`, as many rows, too.
+        groupings: index, order (or None) and offsets of each, of as many items.
         hub_chunk: the hub chunk.
-        typed: whether rows are types.
+        typed: the groupings whose rows are types; they have as many rows.
     """
 
     def row_at(index: Array, order: Array | None, positions: Array) -> Array:
         return index[positions if order is None else order[positions]]
 
     num_items = next(iter(groupings.values()))[0].shape[0]
-    chunk = _chunk_of(hub_chunk, num_items, typed)
-    pairs = [(offsets, partial(row_at, index, order)) for index, order, offsets in groupings.values()]
-    hubs = bounded_hub_tables(pairs, chunk, num_items)
-    blocks = TILE_BLOCKS if typed else ()
-    stacked = jnp.stack([offsets for offsets, _ in pairs]) if typed else None
-    tables = [jax.vmap(partial(tile_table, block=b, num_items=num_items, exact=False))(stacked) for b in blocks]
+    rows = {
+        name: Rows(offsets, _chunk_of(hub_chunk, num_items, name in typed), partial(row_at, index, order))
+        for name, (index, order, offsets) in groupings.items()
+    }
+    hubs = dict(zip(rows, hub_arrays(list(rows.values()), num_items), strict=True))
+    tiles = {}
+    if typed:
+        tiles = dict(
+            zip(typed, tile_arrays([rows[name].offsets for name in typed], TILE_BLOCKS, num_items), strict=True)
+        )
     return {
         name: Segments(
             index=index,
             order=order,
             offsets=offsets,
-            hubs=hubs[i],
-            tiles=tuple(TileTable(t.row_type[i], t.start[i], t.block) for t in tables),
+            hubs=None if (arrays := hubs[name]) is None else HubTable(*arrays, rows[name].chunk),
+            tiles=tuple(TileTable(*t, block) for t, block in zip(tiles[name], TILE_BLOCKS, strict=True))
+            if name in typed
+            else (),
             num_rows=offsets.shape[0] - 1,
             num_items=num_items,
         )
-        for i, (name, (index, order, offsets)) in enumerate(groupings.items())
+        for name, (index, order, offsets) in groupings.items()
     }
 
 

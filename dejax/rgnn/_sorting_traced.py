@@ -78,9 +78,10 @@ def begins_run(*columns: Array) -> Array:
     return jnp.concatenate([first, jnp.any(jnp.stack(differs), axis=0) if len(differs) > 1 else differs[0]])
 
 
-def count_before(flags: Array) -> Array:
-    """int32[items + 1]: how many of `flags` before each item are set, and last how many in all."""
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(flags, dtype=jnp.int32)])
+def count_before(counts: Array) -> Array:
+    """int32[..., items + 1]: the sum of `counts` (or flags) before each item, and last of all."""
+    sums = jnp.cumsum(counts, axis=-1, dtype=jnp.int32)
+    return jnp.concatenate([jnp.zeros((*counts.shape[:-1], 1), jnp.int32), sums], axis=-1)
 
 
 def put_where(base: Array, flags: Array, place: Array, values: Array) -> Array:

@@ -1,0 +1,140 @@
+"""Rows cut in pieces inside `jax.jit`: the arrays of hub and tile tables, sized by static bounds.
+
+Tables are made for several groupings at once: it takes ten or twenty kernels of 2 us on a GPU, for however many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dejax.rgnn._sorting_traced import begins_run, count_before, put_where, row_of_positions
+
+HubArrays = tuple[Array, Array, Array, Array, Array]
+"""The arrays of a `HubTable`, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A grouping whose hubs are asked for.
+
+    Attributes:
+        offsets: int32[rows + 1], where the items of each row begin.
+        chunk: the most items that a row may have without being a hub, and of a chunk.
+        row_at: gives the row of each of some positions (the number of rows for padding), where that is known faster
+            than by a search in `offsets`.
+    """
+
+    offsets: Array
+    chunk: int
+    row_at: Callable[[Array], Array] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    def most_hubs(self, num_items: int) -> int:
+        return min(self.num_rows, num_items // (self.chunk + 1))
+
+    def candidates(self, num_items: int) -> Array:
+        """int32[candidates], ascending: all hubs are among them, and a row may stand there several times."""
+        # A row of more than `chunk` items has one at a multiple of `chunk + 1`: so many rows to look at, and not all.
+        positions = np.arange(0, num_items, self.chunk + 1, dtype=np.int32)
+        if self.num_rows <= positions.shape[0]:
+            return jnp.arange(self.num_rows, dtype=jnp.int32)
+        if self.row_at is not None:
+            return self.row_at(jnp.asarray(positions))
+        found = jnp.searchsorted(self.offsets, positions, side="right", method="scan_unrolled")
+        return found.astype(jnp.int32) - 1
+
+
+def hub_arrays(groupings: Sequence[Rows], num_items: int) -> list[HubArrays | None]:
+    """The hub tables of groupings of as many items (padding included); None where there can be no hub."""
+    bounds = [rows.most_hubs(num_items) for rows in groupings]
+    if max(bounds) == 0:
+        return [None] * len(groupings)
+    chunks = [num_items // rows.chunk + bound for rows, bound in zip(groupings, bounds, strict=True)]
+    candidates = [rows.candidates(num_items) for rows in groupings]
+    size = max(row.shape[0] for row in candidates)
+    candidates = [
+        jnp.pad(row, (0, size - row.shape[0]), constant_values=rows.num_rows)
+        for rows, row in zip(groupings, candidates, strict=True)
+    ]
+    starts = [r.offsets.at[row].get(mode="clip") for r, row in zip(groupings, candidates, strict=True)]
+    ends = [r.offsets.at[row + 1].get(mode="clip") for r, row in zip(groupings, candidates, strict=True)]
+    table = jax.vmap(partial(_hubs_among, max_hubs=max(bounds), max_chunks=max(chunks)))(
+        jnp.stack(candidates),
+        jnp.stack(starts),
+        jnp.stack(ends),
+        jnp.array([rows.chunk for rows in groupings], jnp.int32),
+        jnp.array([rows.num_rows for rows in groupings], jnp.int32),
+        jnp.stack([rows.offsets[-1] for rows in groupings]),
+    )
+    found: list[HubArrays | None] = []
+    for i, (bound, count) in enumerate(zip(bounds, chunks, strict=True)):
+        rows, offsets, row, start, end = (array[i] for array in table)
+        arrays = rows[:bound], offsets[: bound + 1], row[:count], start[:count], end[:count]
+        found.append(arrays if bound else None)
+    return found
+
+
+def _hubs_among(
+    rows: Array,
+    starts: Array,
+    ends: Array,
+    chunk: Array,
+    num_rows: Array,
+    num_valid: Array,
+    *,
+    max_hubs: int,
+    max_chunks: int,
+) -> HubArrays:
+    """The hubs among candidate `rows`, whose items stand from `starts` to `ends`.
+
+    Unused room has the row `num_rows`; chunks there begin and end at `num_valid`.
+    """
+    counts = ends - starts
+    is_hub = (counts > chunk) & begins_run(rows)
+    pieces = jnp.where(is_hub, (counts + chunk - 1) // chunk, 0)
+    before = jnp.cumsum(jnp.stack([is_hub.astype(jnp.int32), pieces]), axis=1, dtype=jnp.int32)
+    hub, first_chunk, total = before[0] - is_hub, before[1] - pieces, before[1, -1]
+    position = jnp.arange(rows.shape[0], dtype=jnp.int32)
+
+    # Which candidate each hub is.
+    of_hub = put_where(jnp.full(max_hubs + 1, -1, jnp.int32), is_hub, hub, position)
+    used = of_hub >= 0
+    hub_rows = jnp.where(used, rows[of_hub], num_rows)[:max_hubs]
+    hub_offsets = jnp.where(used, first_chunk[of_hub], total)
+
+    # And each chunk: that of the last hub to begin at or before it.
+    of_chunk = jax.lax.cummax(put_where(jnp.zeros(max_chunks, jnp.int32), is_hub, first_chunk, position))
+    ids = jnp.arange(max_chunks, dtype=jnp.int32)
+    used = ids < total
+    start = jnp.where(used, starts[of_chunk] + (ids - first_chunk[of_chunk]) * chunk, num_valid)
+    end = jnp.where(used, jnp.minimum(start + chunk, ends[of_chunk]), num_valid)
+    return hub_rows, hub_offsets, jnp.where(used, rows[of_chunk], num_rows), start, end
+
+
+def tile_arrays(offsets: Sequence[Array], blocks: Sequence[int], num_items: int) -> list[list[tuple[Array, Array]]]:
+    """`row_type` and `start` of a `TileTable` for each of `offsets`, int32[types + 1], and for each of `blocks`."""
+    num_types = offsets[0].shape[0] - 1
+    sizes = [num_items // block + num_types for block in blocks]
+    of_block = jax.vmap(partial(_tiles_of, size=max(sizes)), (None, 0))
+    row_type, start = jax.vmap(of_block, (0, None))(jnp.stack(offsets), jnp.array(blocks, jnp.int32))
+    return [[(row_type[i, b, :size], start[i, b, :size]) for b, size in enumerate(sizes)] for i in range(len(offsets))]
+
+
+def _tiles_of(offsets: Array, block: Array, *, size: int) -> tuple[Array, Array]:
+    counts = offsets[1:] - offsets[:-1]
+    first_tile = count_before((counts + block - 1) // block)
+    tile = jnp.arange(size, dtype=jnp.int32)
+    row = row_of_positions(first_tile, size)
+    used = tile < first_tile[-1]
+    start = jnp.where(used, offsets[row] + (tile - first_tile[row]) * block, offsets[-1])
+    return jnp.where(used, row, 0), start
