@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dejax.rgnn._build import add_relations
-from dejax.rgnn._segments import Segments, bounded_segments
+from dejax.rgnn._segments import bounded_segments
 from dejax.rgnn._sorting_traced import (
     begins_run,
     count_before,
@@ -26,20 +26,22 @@ from dejax.rgnn._sorting_traced import (
 )
 from dejax.rgnn.graph import RelGraph
 
+_Grouping = tuple[Array, Array | None, Array]
+"""Index, order and offsets of a `Segments`."""
 
-def _end_tables(
+
+def _pair_groupings(
     node: Array,
     edge_type: Array,
     order: Array | None,
     *,
-    node_order: Array,
-    there: tuple[Array, Array],
+    by_node: _Grouping,
+    nodes_there: tuple[Array, Array],
     type_offsets: Array,
     num_nodes: int,
     num_edge_types: int,
-    chunk: int,
-) -> dict[str, Segments]:
-    """Groups canonical edges by one end (sender or receiver) and by pairs of it and their type.
+) -> tuple[_Grouping, _Grouping, _Grouping]:
+    """Canonical edges by pair (of one end and the type), pairs by node, pairs by type.
 
     Pairs that do not occur have the node `num_nodes`, the type `num_edge_types` and no edges.
 
@@ -47,24 +49,18 @@ def _end_tables(
         node: the end of each edge, `num_nodes` for padding edges.
         edge_type: the type of each edge.
         order: sorts edges by type and node; None where they are. It leaves the types as they are.
-        node_order: sorts edges by node and type.
-        there: the nodes and the types in that order.
+        by_node: the edges by node and type.
+        nodes_there: the node and the type of each edge in that order.
         type_offsets: where the edges of each type begin.
         num_nodes: number of nodes.
         num_edge_types: number of edge types.
-        chunk: the hub chunk.
-
-    Returns:
-        `edges_by_node`, `edges_by_pair`, `pairs_by_node`, `pairs_by_type`, and `edges_by_type` with those whose `order`
-        is None, so that nobody who reads it waits for another sort.
     """
     size = node.shape[0]
     position = jnp.arange(size, dtype=jnp.int32)
     num_valid = type_offsets[-1]
     valid = position < num_valid
-    node_offsets = row_offsets(there[0], num_nodes)
     sorted_node = node if order is None else node[order]
-    first, first_there = begins_run(edge_type, sorted_node), begins_run(*there)
+    first, first_there = begins_run(edge_type, sorted_node), begins_run(*nodes_there)
     pairs_before, pairs_before_there = count_before(jnp.stack([first, first_there]))
     run = jnp.where(valid, pairs_before[1:] - 1, size)
     index = run if order is None else jnp.zeros_like(run).at[order].set(run, unique_indices=True)
@@ -73,16 +69,13 @@ def _end_tables(
     pair_node = sorted_node.at[offsets[:-1]].get(mode="fill", fill_value=num_nodes)
     pair_type = edge_type.at[offsets[:-1]].get(mode="fill", fill_value=num_edge_types)
     # Edges by node ascend by type within a node, and so do pairs: pairs by node are in the order of their first edges.
+    _, node_order, node_offsets = by_node
     pair_order = put_where(position, first_there & valid, pairs_before_there[:-1], index[node_order])
-    groupings = {
-        "edges_by_node": (node, node_order, node_offsets),
-        "edges_by_pair": (index, order, offsets),
-        "pairs_by_node": (pair_node, pair_order, pairs_before_there[node_offsets]),
-        "pairs_by_type": (pair_type, None, pairs_before[type_offsets]),
-    }
-    if order is None:
-        groupings["edges_by_type"] = (edge_type, None, type_offsets)
-    return bounded_segments(groupings, hub_chunk=chunk, typed=[name for name in groupings if name.endswith("by_type")])
+    return (
+        (index, order, offsets),
+        (pair_node, pair_order, pairs_before_there[node_offsets]),
+        (pair_type, None, pairs_before[type_offsets]),
+    )
 
 
 @partial(
@@ -163,34 +156,47 @@ def build(
     sender_type_there = edge_type[sender_order]
     _, source_order = sort_pairs(sender_type_there, type_bound, sender_order)
 
-    tables = partial(
-        _end_tables,
+    type_offsets = row_offsets(edge_type, num_edge_types)
+    by_sender = (senders, sender_order, row_offsets(sender_there.astype(jnp.int32), num_nodes))
+    by_receiver = (receivers, edge_positions[ids], row_offsets(receiver_there, num_nodes))
+    by_edge_type = (edge_type, None, type_offsets)
+    pairs = partial(
+        _pair_groupings,
         edge_type=edge_type,
-        type_offsets=row_offsets(edge_type, num_edge_types),
+        type_offsets=type_offsets,
         num_nodes=num_nodes,
         num_edge_types=num_edge_types,
-        chunk=hub_chunk,
     )
-    source = tables(
-        senders,
-        order=source_order,
-        node_order=sender_order,
-        there=(sender_there.astype(jnp.int32), sender_type_there),
-    )
-    destination = tables(
-        receivers,
-        order=None,
-        node_order=edge_positions[ids],
-        there=(receiver_there, type_there),
-    )
+    there = sender_there.astype(jnp.int32), sender_type_there
+    source = pairs(senders, order=source_order, by_node=by_sender, nodes_there=there)
+    there = receiver_there, type_there
+    destination = pairs(receivers, order=None, by_node=by_receiver, nodes_there=there)
+
     node_order, sorted_node_type = None, node_type
     if not nodes_sorted:
         node_position = jnp.arange(num_nodes, dtype=jnp.int32)
         sorted_node_type, node_order = sort_pairs(node_type, num_node_types + 1, node_position)
-    type_offsets = row_offsets(sorted_node_type.astype(jnp.int32), num_node_types)
-    nodes = {"by_type": (node_type, node_order, type_offsets)}
+    by_node_type = (node_type, node_order, row_offsets(sorted_node_type.astype(jnp.int32), num_node_types))
+    segments = partial(bounded_segments, hub_chunk=hub_chunk)
+    # What one pass over a graph reads is made apart from what it does not read: forward, then backward too, then pairs.
+    tables = segments(
+        {"by_receiver": by_receiver, "by_edge_type": by_edge_type, "by_node_type": by_node_type},
+        typed=("by_edge_type", "by_node_type"),
+    )
+    tables |= segments({"by_sender": by_sender})
+    tables |= segments(
+        {
+            "by_source_pair": source[0],
+            "source_pair_by_node": source[1],
+            "source_pair_by_type": source[2],
+            "by_destination_pair": destination[0],
+            "destination_pair_by_node": destination[1],
+            "destination_pair_by_type": destination[2],
+        },
+        typed=("source_pair_by_type", "destination_pair_by_type"),
+    )
     all_types = jnp.array([0, num_edge_types], jnp.int32)
-    types = {"by_source": (jnp.zeros(num_edge_types, jnp.int32), None, all_types)}
+    by_source = (jnp.zeros(num_edge_types, jnp.int32), None, all_types)
     return RelGraph(
         senders=senders,
         receivers=receivers,
@@ -198,17 +204,8 @@ def build(
         edge_ids=edge_ids,
         edge_positions=edge_positions,
         node_type=node_type,
-        by_sender=source["edges_by_node"],
-        by_receiver=destination["edges_by_node"],
-        by_source_pair=source["edges_by_pair"],
-        by_destination_pair=destination["edges_by_pair"],
-        by_edge_type=destination["edges_by_type"],
-        source_pair_by_node=source["pairs_by_node"],
-        destination_pair_by_node=destination["pairs_by_node"],
-        source_pair_by_type=source["pairs_by_type"],
-        destination_pair_by_type=destination["pairs_by_type"],
-        by_node_type=bounded_segments(nodes, hub_chunk=hub_chunk, typed=["by_type"])["by_type"],
-        edge_type_by_source=None if num_node_types > 1 else bounded_segments(types, hub_chunk=hub_chunk)["by_source"],
+        **tables,
+        edge_type_by_source=None if num_node_types > 1 else segments({"by_source": by_source})["by_source"],
         node_mask=node_mask,
         edge_mask=edge_type < num_edge_types,
         num_nodes=num_nodes,

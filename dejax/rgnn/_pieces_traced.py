@@ -26,12 +26,14 @@ class Rows:
 
     Attributes:
         offsets: int32[rows + 1], where the items of each row begin.
+        num_items: number of items, padding included.
         chunk: the most items that a row may have without being a hub, and of a chunk.
         row_at: gives the row of each of some positions (the number of rows for padding), where that is known faster
             than by a search in `offsets`.
     """
 
     offsets: Array
+    num_items: int
     chunk: int
     row_at: Callable[[Array], Array] | None = None
 
@@ -39,13 +41,18 @@ class Rows:
     def num_rows(self) -> int:
         return self.offsets.shape[0] - 1
 
-    def most_hubs(self, num_items: int) -> int:
-        return min(self.num_rows, num_items // (self.chunk + 1))
+    @property
+    def most_hubs(self) -> int:
+        return min(self.num_rows, self.num_items // (self.chunk + 1))
 
-    def candidates(self, num_items: int) -> Array:
+    @property
+    def most_chunks(self) -> int:
+        return self.num_items // self.chunk + self.most_hubs
+
+    def candidates(self) -> Array:
         """int32[candidates], ascending: all hubs are among them, and a row may stand there several times."""
         # A row of more than `chunk` items has one at a multiple of `chunk + 1`: so many rows to look at, and not all.
-        positions = np.arange(0, num_items, self.chunk + 1, dtype=np.int32)
+        positions = np.arange(0, self.num_items, self.chunk + 1, dtype=np.int32)
         if self.num_rows <= positions.shape[0]:
             return jnp.arange(self.num_rows, dtype=jnp.int32)
         if self.row_at is not None:
@@ -54,13 +61,11 @@ class Rows:
         return found.astype(jnp.int32) - 1
 
 
-def hub_arrays(groupings: Sequence[Rows], num_items: int) -> list[HubArrays | None]:
-    """The hub tables of groupings of as many items (padding included); None where there can be no hub."""
-    bounds = [rows.most_hubs(num_items) for rows in groupings]
-    if max(bounds) == 0:
+def hub_arrays(groupings: Sequence[Rows]) -> list[HubArrays | None]:
+    """The arrays of each grouping's hub table; None where it can have no hub."""
+    if not any(rows.most_hubs for rows in groupings):
         return [None] * len(groupings)
-    chunks = [num_items // rows.chunk + bound for rows, bound in zip(groupings, bounds, strict=True)]
-    candidates = [rows.candidates(num_items) for rows in groupings]
+    candidates = [rows.candidates() for rows in groupings]
     size = max(row.shape[0] for row in candidates)
     candidates = [
         jnp.pad(row, (0, size - row.shape[0]), constant_values=rows.num_rows)
@@ -68,7 +73,10 @@ def hub_arrays(groupings: Sequence[Rows], num_items: int) -> list[HubArrays | No
     ]
     starts = [r.offsets.at[row].get(mode="clip") for r, row in zip(groupings, candidates, strict=True)]
     ends = [r.offsets.at[row + 1].get(mode="clip") for r, row in zip(groupings, candidates, strict=True)]
-    table = jax.vmap(partial(_hubs_among, max_hubs=max(bounds), max_chunks=max(chunks)))(
+    max_hubs, max_chunks = (
+        max(sizes) for sizes in zip(*((r.most_hubs, r.most_chunks) for r in groupings), strict=True)
+    )
+    table = jax.vmap(partial(_hubs_among, max_hubs=max_hubs, max_chunks=max_chunks))(
         jnp.stack(candidates),
         jnp.stack(starts),
         jnp.stack(ends),
@@ -77,10 +85,11 @@ def hub_arrays(groupings: Sequence[Rows], num_items: int) -> list[HubArrays | No
         jnp.stack([rows.offsets[-1] for rows in groupings]),
     )
     found: list[HubArrays | None] = []
-    for i, (bound, count) in enumerate(zip(bounds, chunks, strict=True)):
-        rows, offsets, row, start, end = (array[i] for array in table)
-        arrays = rows[:bound], offsets[: bound + 1], row[:count], start[:count], end[:count]
-        found.append(arrays if bound else None)
+    for i, rows in enumerate(groupings):
+        hubs, chunks = rows.most_hubs, rows.most_chunks
+        sizes = (hubs, hubs + 1, chunks, chunks, chunks)
+        hub_rows, offsets, row, start, end = (array[i, :size] for array, size in zip(table, sizes, strict=True))
+        found.append((hub_rows, offsets, row, start, end) if hubs else None)
     return found
 
 
@@ -121,13 +130,22 @@ def _hubs_among(
     return hub_rows, hub_offsets, jnp.where(used, rows[of_chunk], num_rows), start, end
 
 
-def tile_arrays(offsets: Sequence[Array], blocks: Sequence[int], num_items: int) -> list[list[tuple[Array, Array]]]:
-    """`row_type` and `start` of a `TileTable` for each of `offsets`, int32[types + 1], and for each of `blocks`."""
-    num_types = offsets[0].shape[0] - 1
-    sizes = [num_items // block + num_types for block in blocks]
-    of_block = jax.vmap(partial(_tiles_of, size=max(sizes)), (None, 0))
-    row_type, start = jax.vmap(of_block, (0, None))(jnp.stack(offsets), jnp.array(blocks, jnp.int32))
-    return [[(row_type[i, b, :size], start[i, b, :size]) for b, size in enumerate(sizes)] for i in range(len(offsets))]
+def tile_arrays(groupings: Sequence[tuple[Array, int]], blocks: Sequence[int]) -> list[list[tuple[Array, Array]]]:
+    """`row_type` and `start` of a `TileTable` for each grouping and each of `blocks`.
+
+    Args:
+        groupings: offsets, int32[types + 1], and number of items, padding included.
+        blocks: positions a tile.
+    """
+    most_types = max(offsets.shape[0] for offsets, _ in groupings)
+    # Types that a grouping lacks begin where it ends.
+    stacked = jnp.stack([jnp.pad(offsets, (0, most_types - offsets.shape[0]), mode="edge") for offsets, _ in groupings])
+    sizes = [[items // block + offsets.shape[0] - 1 for block in blocks] for offsets, items in groupings]
+    of_block = jax.vmap(partial(_tiles_of, size=max(max(some) for some in sizes)), (None, 0))
+    row_type, start = jax.vmap(of_block, (0, None))(stacked, jnp.array(blocks, jnp.int32))
+    return [
+        [(row_type[i, b, :size], start[i, b, :size]) for b, size in enumerate(some)] for i, some in enumerate(sizes)
+    ]
 
 
 def _tiles_of(offsets: Array, block: Array, *, size: int) -> tuple[Array, Array]:

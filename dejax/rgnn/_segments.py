@@ -242,7 +242,7 @@ def tile_table(offsets: Any, block: int, num_items: int, *, exact: bool | None =
         raise ValueError(f"block must be at least 1 position a tile, got {block}")
     off, exact = _exactly(offsets, exact)
     if not exact:
-        return TileTable(*tile_arrays([off], [block], num_items)[0][0], block)
+        return TileTable(*tile_arrays([(off, num_items)], [block])[0][0], block)
     first_tile = _exclusive_sum(-(-(off[1:] - off[:-1]) // block))
     tile = np.arange(first_tile[-1], dtype=np.int32)
     row = np.searchsorted(first_tile, tile, side="right") - 1
@@ -270,7 +270,7 @@ def hub_table(offsets: Any, chunk: int, num_items: int, *, exact: bool | None = 
         raise ValueError(f"hub_chunk must be at least 1 item a chunk, got {chunk}")
     off, exact = _exactly(offsets, exact)
     if not exact:
-        arrays = hub_arrays([Rows(off, chunk)], num_items)[0]
+        arrays = hub_arrays([Rows(off, num_items, chunk)])[0]
         return None if arrays is None else HubTable(*arrays, chunk)
     rows = np.flatnonzero(off[1:] - off[:-1] > chunk).astype(np.int32)
     if rows.shape[0] == 0:
@@ -306,36 +306,32 @@ def bounded_segments(
     """As `make_segments`, inside jit: tables are sized by static bounds, and made for all of the groupings at once.
 
     Args:
-        groupings: index, order (or None) and offsets of each, of as many items.
+        groupings: index, order (or None) and offsets of each.
         hub_chunk: the hub chunk.
-        typed: the groupings whose rows are types; they have as many rows.
+        typed: the groupings whose rows are types.
     """
 
     def row_at(index: Array, order: Array | None, positions: Array) -> Array:
         return index[positions if order is None else order[positions]]
 
-    num_items = next(iter(groupings.values()))[0].shape[0]
-    rows = {
-        name: Rows(offsets, _chunk_of(hub_chunk, num_items, name in typed), partial(row_at, index, order))
-        for name, (index, order, offsets) in groupings.items()
-    }
-    hubs = dict(zip(rows, hub_arrays(list(rows.values()), num_items), strict=True))
-    tiles = {}
+    rows, tiles = {}, {}
+    for name, (index, order, offsets) in groupings.items():
+        chunk = _chunk_of(hub_chunk, index.shape[0], name in typed)
+        rows[name] = Rows(offsets, index.shape[0], chunk, partial(row_at, index, order))
+    hubs = dict(zip(rows, hub_arrays(list(rows.values())), strict=True))
     if typed:
-        tiles = dict(
-            zip(typed, tile_arrays([rows[name].offsets for name in typed], TILE_BLOCKS, num_items), strict=True)
-        )
+        arrays = tile_arrays([(rows[name].offsets, rows[name].num_items) for name in typed], TILE_BLOCKS)
+        for name, tables in zip(typed, arrays, strict=True):
+            tiles[name] = tuple(TileTable(*t, block) for t, block in zip(tables, TILE_BLOCKS, strict=True))
     return {
         name: Segments(
             index=index,
             order=order,
             offsets=offsets,
-            hubs=None if (arrays := hubs[name]) is None else HubTable(*arrays, rows[name].chunk),
-            tiles=tuple(TileTable(*t, block) for t, block in zip(tiles[name], TILE_BLOCKS, strict=True))
-            if name in typed
-            else (),
-            num_rows=offsets.shape[0] - 1,
-            num_items=num_items,
+            hubs=None if (table := hubs[name]) is None else HubTable(*table, rows[name].chunk),
+            tiles=tiles.get(name, ()),
+            num_rows=rows[name].num_rows,
+            num_items=rows[name].num_items,
         )
         for name, (index, order, offsets) in groupings.items()
     }
