@@ -73,61 +73,66 @@ def hub_arrays(groupings: Sequence[Rows]) -> list[HubArrays | None]:
     ]
     starts = [r.offsets.at[row].get(mode="clip") for r, row in zip(groupings, candidates, strict=True)]
     ends = [r.offsets.at[row + 1].get(mode="clip") for r, row in zip(groupings, candidates, strict=True)]
-    max_hubs, max_chunks = (
-        max(sizes) for sizes in zip(*((r.most_hubs, r.most_chunks) for r in groupings), strict=True)
-    )
-    table = jax.vmap(partial(_hubs_among, max_hubs=max_hubs, max_chunks=max_chunks))(
+    placed = jax.vmap(
+        partial(
+            _place_hubs,
+            max_hubs=max(r.most_hubs for r in groupings),
+            max_chunks=max(r.most_chunks for r in groupings),
+        )
+    )(
         jnp.stack(candidates),
-        jnp.stack(starts),
-        jnp.stack(ends),
+        jnp.stack(ends) - jnp.stack(starts),
         jnp.array([rows.chunk for rows in groupings], jnp.int32),
-        jnp.array([rows.num_rows for rows in groupings], jnp.int32),
-        jnp.stack([rows.offsets[-1] for rows in groupings]),
     )
-    found: list[HubArrays | None] = []
-    for i, rows in enumerate(groupings):
-        hubs, chunks = rows.most_hubs, rows.most_chunks
-        sizes = (hubs, hubs + 1, chunks, chunks, chunks)
-        hub_rows, offsets, row, start, end = (array[i, :size] for array, size in zip(table, sizes, strict=True))
-        found.append((hub_rows, offsets, row, start, end) if hubs else None)
-    return found
+    return [
+        _hub_arrays(grouping, candidates[i], starts[i], ends[i], *(array[i] for array in placed))
+        if grouping.most_hubs
+        else None
+        for i, grouping in enumerate(groupings)
+    ]
 
 
-def _hubs_among(
-    rows: Array,
-    starts: Array,
-    ends: Array,
-    chunk: Array,
-    num_rows: Array,
-    num_valid: Array,
-    *,
-    max_hubs: int,
-    max_chunks: int,
-) -> HubArrays:
-    """The hubs among candidate `rows`, whose items stand from `starts` to `ends`.
+def _place_hubs(
+    rows: Array, counts: Array, chunk: Array, *, max_hubs: int, max_chunks: int
+) -> tuple[Array, Array, Array, Array]:
+    """Finds the hubs among candidate `rows` with so many items each.
 
-    Unused room has the row `num_rows`; chunks there begin and end at `num_valid`.
+    Returns:
+        The candidate that each hub is, -1 for unused room, int32[max_hubs + 1]; the candidate that each chunk belongs
+        to, int32[max_chunks]; the first chunk of each candidate; the number of chunks.
     """
-    counts = ends - starts
     is_hub = (counts > chunk) & begins_run(rows)
     pieces = jnp.where(is_hub, (counts + chunk - 1) // chunk, 0)
     before = jnp.cumsum(jnp.stack([is_hub.astype(jnp.int32), pieces]), axis=1, dtype=jnp.int32)
     hub, first_chunk, total = before[0] - is_hub, before[1] - pieces, before[1, -1]
     position = jnp.arange(rows.shape[0], dtype=jnp.int32)
-
-    # Which candidate each hub is.
     of_hub = put_where(jnp.full(max_hubs + 1, -1, jnp.int32), is_hub, hub, position)
-    used = of_hub >= 0
-    hub_rows = jnp.where(used, rows[of_hub], num_rows)[:max_hubs]
-    hub_offsets = jnp.where(used, first_chunk[of_hub], total)
-
-    # And each chunk: that of the last hub to begin at or before it.
+    # A chunk belongs to the last hub to begin at or before it.
     of_chunk = jax.lax.cummax(put_where(jnp.zeros(max_chunks, jnp.int32), is_hub, first_chunk, position))
-    ids = jnp.arange(max_chunks, dtype=jnp.int32)
-    used = ids < total
-    start = jnp.where(used, starts[of_chunk] + (ids - first_chunk[of_chunk]) * chunk, num_valid)
-    end = jnp.where(used, jnp.minimum(start + chunk, ends[of_chunk]), num_valid)
-    return hub_rows, hub_offsets, jnp.where(used, rows[of_chunk], num_rows), start, end
+    return of_hub, of_chunk, first_chunk, total
+
+
+def _hub_arrays(
+    grouping: Rows,
+    rows: Array,
+    starts: Array,
+    ends: Array,
+    of_hub: Array,
+    of_chunk: Array,
+    first_chunk: Array,
+    total: Array,
+) -> HubArrays:
+    """The table of one grouping: `rows`, `starts` and `ends` are those of the candidates, the rest is as placed."""
+    of_hub, of_chunk = of_hub[: grouping.most_hubs + 1], of_chunk[: grouping.most_chunks]
+    hub_offsets = jnp.where(of_hub >= 0, first_chunk[of_hub], total)
+    of_hub = of_hub[:-1]
+    hub_rows = jnp.where(of_hub >= 0, rows[of_hub], grouping.num_rows)
+    number = jnp.arange(grouping.most_chunks, dtype=jnp.int32)
+    used = number < total
+    num_valid = grouping.offsets[-1]
+    start = jnp.where(used, starts[of_chunk] + (number - first_chunk[of_chunk]) * grouping.chunk, num_valid)
+    end = jnp.where(used, jnp.minimum(start + grouping.chunk, ends[of_chunk]), num_valid)
+    return hub_rows, hub_offsets, jnp.where(used, rows[of_chunk], grouping.num_rows), start, end
 
 
 def tile_arrays(groupings: Sequence[tuple[Array, int]], blocks: Sequence[int]) -> list[list[tuple[Array, Array]]]:

@@ -73,9 +73,11 @@ def inverse(order: Array) -> Array:
 
 def begins_run(*columns: Array) -> Array:
     """bool[items]: where a run of items begins that are equal in all columns."""
-    differs = [column[1:] != column[:-1] for column in columns]
-    first = jnp.ones(min(columns[0].shape[0], 1), bool)
-    return jnp.concatenate([first, jnp.any(jnp.stack(differs), axis=0) if len(differs) > 1 else differs[0]])
+    position = jnp.arange(columns[0].shape[0], dtype=jnp.int32)
+    begins = position == 0
+    for column in columns:
+        begins |= column != jnp.roll(column, 1)
+    return begins
 
 
 def count_before(counts: Array) -> Array:
