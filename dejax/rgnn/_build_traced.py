@@ -31,12 +31,13 @@ _Grouping = tuple[Array, Array | None, Array]
 
 
 def _pair_groupings(
-    node: Array,
+    sorted_node: Array,
     edge_type: Array,
     order: Array | None,
     *,
     by_node: _Grouping,
-    nodes_there: tuple[Array, Array],
+    pairs_before: Array,
+    pairs_before_by_node: Array,
     type_offsets: Array,
     num_nodes: int,
     num_edge_types: int,
@@ -46,34 +47,34 @@ def _pair_groupings(
     Pairs that do not occur have the node `num_nodes`, the type `num_edge_types` and no edges.
 
     Args:
-        node: the end of each edge, `num_nodes` for padding edges.
-        edge_type: the type of each edge.
-        order: sorts edges by type and node; None where they are. It leaves the types as they are.
-        by_node: the edges by node and type.
-        nodes_there: the node and the type of each edge in that order.
+        sorted_node: that end of the edges sorted by type and node, `num_nodes` for padding edges.
+        edge_type: the type of the edges so sorted, and of canonical ones.
+        order: sorts canonical edges by type and node; None where they are.
+        by_node: canonical edges by node and type.
+        pairs_before: how many pairs begin before each edge sorted by type and node, and in all.
+        pairs_before_by_node: the same where edges are sorted by node and type.
         type_offsets: where the edges of each type begin.
         num_nodes: number of nodes.
         num_edge_types: number of edge types.
     """
-    size = node.shape[0]
+    size = sorted_node.shape[0]
     position = jnp.arange(size, dtype=jnp.int32)
     num_valid = type_offsets[-1]
     valid = position < num_valid
-    sorted_node = node if order is None else node[order]
-    first, first_there = begins_run(edge_type, sorted_node), begins_run(*nodes_there)
-    pairs_before, pairs_before_there = count_before(jnp.stack([first, first_there]))
-    run = jnp.where(valid, pairs_before[1:] - 1, size)
-    index = run if order is None else jnp.zeros_like(run).at[order].set(run, unique_indices=True)
-    offsets = put_where(jnp.full(size + 1, num_valid, jnp.int32), first & valid, run, position)
+    pair = jnp.where(valid, pairs_before[1:] - 1, size)
+    index = pair if order is None else jnp.zeros_like(pair).at[order].set(pair, unique_indices=True)
+    first = pairs_before[1:] > pairs_before[:-1]
+    offsets = put_where(jnp.full(size + 1, num_valid, jnp.int32), first & valid, pair, position)
     # The edges of a pair that does not occur begin at the padding, whose node and type are right, or past the end.
     pair_node = sorted_node.at[offsets[:-1]].get(mode="fill", fill_value=num_nodes)
     pair_type = edge_type.at[offsets[:-1]].get(mode="fill", fill_value=num_edge_types)
     # Edges by node ascend by type within a node, and so do pairs: pairs by node are in the order of their first edges.
     _, node_order, node_offsets = by_node
-    pair_order = put_where(position, first_there & valid, pairs_before_there[:-1], index[node_order])
+    first = pairs_before_by_node[1:] > pairs_before_by_node[:-1]
+    pair_order = put_where(position, first & valid, pairs_before_by_node[:-1], index[node_order])
     return (
         (index, order, offsets),
-        (pair_node, pair_order, pairs_before_there[node_offsets]),
+        (pair_node, pair_order, pairs_before_by_node[node_offsets]),
         (pair_type, None, pairs_before[type_offsets]),
     )
 
@@ -167,10 +168,20 @@ def build(
         num_nodes=num_nodes,
         num_edge_types=num_edge_types,
     )
-    there = sender_there.astype(jnp.int32), sender_type_there
-    source = pairs(senders, order=source_order, by_node=by_sender, nodes_there=there)
-    there = receiver_there, type_there
-    destination = pairs(receivers, order=None, by_node=by_receiver, nodes_there=there)
+    sorted_senders = senders[source_order]
+    begins = [
+        begins_run(edge_type, sorted_senders),
+        begins_run(sender_there, sender_type_there),
+        begins_run(edge_type, receivers),
+        begins_run(receiver_there, type_there),
+    ]
+    before = count_before(jnp.stack(begins))  # at once: six kernels, however many there are
+    source = pairs(
+        sorted_senders, order=source_order, by_node=by_sender, pairs_before=before[0], pairs_before_by_node=before[1]
+    )
+    destination = pairs(
+        receivers, order=None, by_node=by_receiver, pairs_before=before[2], pairs_before_by_node=before[3]
+    )
 
     node_order, sorted_node_type = None, node_type
     if not nodes_sorted:

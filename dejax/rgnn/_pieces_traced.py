@@ -83,6 +83,7 @@ def hub_arrays(groupings: Sequence[Rows]) -> list[HubArrays | None]:
         jnp.stack(candidates),
         jnp.stack(ends) - jnp.stack(starts),
         jnp.array([rows.chunk for rows in groupings], jnp.int32),
+        jnp.array([rows.num_rows for rows in groupings], jnp.int32),
     )
     return [
         _hub_arrays(grouping, candidates[i], starts[i], ends[i], *(array[i] for array in placed))
@@ -93,23 +94,28 @@ def hub_arrays(groupings: Sequence[Rows]) -> list[HubArrays | None]:
 
 
 def _place_hubs(
-    rows: Array, counts: Array, chunk: Array, *, max_hubs: int, max_chunks: int
+    rows: Array, counts: Array, chunk: Array, num_rows: Array, *, max_hubs: int, max_chunks: int
 ) -> tuple[Array, Array, Array, Array]:
     """Finds the hubs among candidate `rows` with so many items each.
 
     Returns:
-        The candidate that each hub is, -1 for unused room, int32[max_hubs + 1]; the candidate that each chunk belongs
-        to, int32[max_chunks]; the first chunk of each candidate; the number of chunks.
+        The row of each hub, `num_rows` where unused; the first chunk of each hub, the number of chunks where unused
+        (both int32[max_hubs + 1]); the candidate that each chunk belongs to, int32[max_chunks]; the first chunk of each
+        candidate.
     """
     is_hub = (counts > chunk) & begins_run(rows)
     pieces = jnp.where(is_hub, (counts + chunk - 1) // chunk, 0)
     before = jnp.cumsum(jnp.stack([is_hub.astype(jnp.int32), pieces]), axis=1, dtype=jnp.int32)
     hub, first_chunk, total = before[0] - is_hub, before[1] - pieces, before[1, -1]
     position = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    # Read by gathers, not cut first: XLA (of jax 0.11 and 0.12) fails on a scatter that is only read by two slices of
+    # different lengths.
     of_hub = put_where(jnp.full(max_hubs + 1, -1, jnp.int32), is_hub, hub, position)
+    hub_rows = jnp.where(of_hub >= 0, rows[of_hub], num_rows)
+    hub_offsets = jnp.where(of_hub >= 0, first_chunk[of_hub], total)
     # A chunk belongs to the last hub to begin at or before it.
     of_chunk = jax.lax.cummax(put_where(jnp.zeros(max_chunks, jnp.int32), is_hub, first_chunk, position))
-    return of_hub, of_chunk, first_chunk, total
+    return hub_rows, hub_offsets, of_chunk, first_chunk
 
 
 def _hub_arrays(
@@ -117,22 +123,20 @@ def _hub_arrays(
     rows: Array,
     starts: Array,
     ends: Array,
-    of_hub: Array,
+    hub_rows: Array,
+    hub_offsets: Array,
     of_chunk: Array,
     first_chunk: Array,
-    total: Array,
 ) -> HubArrays:
     """The table of one grouping: `rows`, `starts` and `ends` are those of the candidates, the rest is as placed."""
-    of_hub, of_chunk = of_hub[: grouping.most_hubs + 1], of_chunk[: grouping.most_chunks]
-    hub_offsets = jnp.where(of_hub >= 0, first_chunk[of_hub], total)
-    of_hub = of_hub[:-1]
-    hub_rows = jnp.where(of_hub >= 0, rows[of_hub], grouping.num_rows)
-    number = jnp.arange(grouping.most_chunks, dtype=jnp.int32)
-    used = number < total
+    hubs, chunks = grouping.most_hubs, grouping.most_chunks
+    hub_offsets, of_chunk = hub_offsets[: hubs + 1], of_chunk[:chunks]
+    number = jnp.arange(chunks, dtype=jnp.int32)
+    used = number < hub_offsets[-1]
     num_valid = grouping.offsets[-1]
     start = jnp.where(used, starts[of_chunk] + (number - first_chunk[of_chunk]) * grouping.chunk, num_valid)
     end = jnp.where(used, jnp.minimum(start + grouping.chunk, ends[of_chunk]), num_valid)
-    return hub_rows, hub_offsets, jnp.where(used, rows[of_chunk], grouping.num_rows), start, end
+    return hub_rows[:hubs], hub_offsets, jnp.where(used, rows[of_chunk], grouping.num_rows), start, end
 
 
 def tile_arrays(groupings: Sequence[tuple[Array, int]], blocks: Sequence[int]) -> list[list[tuple[Array, Array]]]:
