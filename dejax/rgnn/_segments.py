@@ -281,7 +281,8 @@ def hub_table(offsets: Any, chunk: int, num_items: int, *, exact: bool | None = 
     row = rows[hub]
     start = off[row] + (ids - first_chunk[hub]) * chunk
     end = np.minimum(start + chunk, off[row + 1])
-    return HubTable(*(_like(offsets, array) for array in (rows, first_chunk, row, start, end)), chunk)
+    rows, first_chunk, row, start, end = (_like(offsets, array) for array in (rows, first_chunk, row, start, end))
+    return HubTable(rows, first_chunk, row, start, end, chunk)
 
 
 def make_segments(index: Any, order: Any, offsets: Any, *, hub_chunk: int, typed: bool = False) -> Segments:
