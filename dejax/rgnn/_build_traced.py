@@ -36,8 +36,7 @@ def _pair_groupings(
     order: Array | None,
     *,
     by_node: _Grouping,
-    pairs_before: Array,
-    pairs_before_by_node: Array,
+    before: Array,
     type_offsets: Array,
     num_nodes: int,
     num_edge_types: int,
@@ -51,8 +50,8 @@ def _pair_groupings(
         edge_type: the type of the edges so sorted, and of canonical ones.
         order: sorts canonical edges by type and node; None where they are.
         by_node: canonical edges by node and type.
-        pairs_before: how many pairs begin before each edge sorted by type and node, and in all.
-        pairs_before_by_node: the same where edges are sorted by node and type.
+        before: int32[2, edges + 1], how many pairs begin before each edge and in all: of edges sorted by type and node,
+            and of edges sorted by node and type.
         type_offsets: where the edges of each type begin.
         num_nodes: number of nodes.
         num_edge_types: number of edge types.
@@ -61,6 +60,7 @@ def _pair_groupings(
     position = jnp.arange(size, dtype=jnp.int32)
     num_valid = type_offsets[-1]
     valid = position < num_valid
+    pairs_before, pairs_before_by_node = before
     pair = jnp.where(valid, pairs_before[1:] - 1, size)
     index = pair if order is None else jnp.zeros_like(pair).at[order].set(pair, unique_indices=True)
     first = pairs_before[1:] > pairs_before[:-1]
@@ -169,19 +169,11 @@ def build(
         num_edge_types=num_edge_types,
     )
     sorted_senders = senders[source_order]
-    begins = [
-        begins_run(edge_type, sorted_senders),
-        begins_run(sender_there, sender_type_there),
-        begins_run(edge_type, receivers),
-        begins_run(receiver_there, type_there),
-    ]
-    before = count_before(jnp.stack(begins))  # at once: six kernels, however many there are
-    source = pairs(
-        sorted_senders, order=source_order, by_node=by_sender, pairs_before=before[0], pairs_before_by_node=before[1]
-    )
-    destination = pairs(
-        receivers, order=None, by_node=by_receiver, pairs_before=before[2], pairs_before_by_node=before[3]
-    )
+    # Both sums of an end at once, as six kernels, but not those of both ends: many programs read the receivers alone.
+    begins = begins_run(edge_type, sorted_senders), begins_run(sender_there, sender_type_there)
+    source = pairs(sorted_senders, order=source_order, by_node=by_sender, before=count_before(jnp.stack(begins)))
+    begins = begins_run(edge_type, receivers), begins_run(receiver_there, type_there)
+    destination = pairs(receivers, order=None, by_node=by_receiver, before=count_before(jnp.stack(begins)))
 
     node_order, sorted_node_type = None, node_type
     if not nodes_sorted:
