@@ -105,8 +105,9 @@ def _place_hubs(
     """
     is_hub = (counts > chunk) & begins_run(rows)
     pieces = jnp.where(is_hub, (counts + chunk - 1) // chunk, 0)
-    before = jnp.cumsum(jnp.stack([is_hub.astype(jnp.int32), pieces]), axis=1, dtype=jnp.int32)
-    hub, first_chunk, total = before[0] - is_hub, before[1] - pieces, before[1, -1]
+    counted = jnp.stack([is_hub.astype(jnp.int32), pieces])
+    last = jnp.cumsum(counted, axis=1, dtype=jnp.int32)
+    (hub, first_chunk), total = last - counted, last[1, -1]
     position = jnp.arange(rows.shape[0], dtype=jnp.int32)
     # Read by gathers, not cut first: XLA (of jax 0.11 and 0.12) fails on a scatter that is only read by two slices of
     # different lengths.

@@ -105,6 +105,6 @@ def row_of_positions(offsets: Array, size: int) -> Array:
     rows = offsets.shape[0]
     if rows * size <= 1 << 22:  # one kernel, if one that compares all with all
         position = jnp.arange(size, dtype=jnp.int32)
-        return jnp.sum(offsets[1:, None] <= position, axis=0, dtype=jnp.int32)
+        return jnp.sum(offsets[1:, None] <= position[None], axis=0, dtype=jnp.int32)
     begun = jnp.zeros(size, jnp.int32).at[offsets[1:]].add(1, mode="drop")
     return jnp.cumsum(begun, dtype=jnp.int32)

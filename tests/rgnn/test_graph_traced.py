@@ -256,11 +256,12 @@ def test_smallest_graphs(num_edges: int, num_nodes: int) -> None:
     np.testing.assert_array_equal(graph.by_edge_type.counts(), [valid, num_nodes])
 
 
-def test_works_outside_jit_with_the_same_bounds() -> None:
+def test_works_outside_jit_and_under_strict_promotion() -> None:
     arguments: dict[str, Any] = {"num_nodes": 4, "num_edge_types": 2, "num_valid_edges": 2}
     ids = np.array([0, 1, 3]), np.array([1, 1, 1]), np.array([1, 0, 0])
     eager = RelGraph.build_traced(*ids, hub_chunk=CHUNK, **arguments)
-    traced = jax.jit(lambda *ids: RelGraph.build_traced(*ids, hub_chunk=CHUNK, **arguments))(*ids)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        traced = jax.jit(lambda *ids: RelGraph.build_traced(*ids, hub_chunk=CHUNK, **arguments))(*ids)
     assert jax.tree.structure(eager) == jax.tree.structure(traced)
     jax.tree.map(np.testing.assert_array_equal, eager, traced)
 
