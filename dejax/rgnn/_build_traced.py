@@ -14,50 +14,68 @@ import jax.numpy as jnp
 from jax import Array
 
 from dejax.rgnn._build import add_relations
-from dejax.rgnn._segments import Segments, make_segments
+from dejax.rgnn._segments import bounded_segments
+from dejax.rgnn._sorting_traced import (
+    begins_run,
+    count_before,
+    inverse,
+    put_where,
+    row_offsets,
+    sort_pairs,
+    stable_sort,
+)
 from dejax.rgnn.graph import RelGraph
 
-
-def _offsets(index: Array, num_rows: int) -> Array:
-    """int32[rows + 1]: where each row begins once items are sorted by `index`; rows of `num_rows` are padding."""
-    counts = jnp.zeros(num_rows + 1, jnp.int32).at[index + 1].add(1, mode="drop")
-    return jnp.cumsum(counts, dtype=jnp.int32)
+_Grouping = tuple[Array, Array | None, Array]
+"""Index, order and offsets of a `Segments`."""
 
 
-def _argsort(*keys: Array) -> Array:
-    """The stable order by `keys`, the most significant first: int32[items]."""
-    position = jnp.arange(keys[0].shape[0], dtype=jnp.int32)
-    return jax.lax.sort((*keys, position), num_keys=len(keys), is_stable=True)[-1]
+def _pair_groupings(
+    sorted_node: Array,
+    edge_type: Array,
+    order: Array | None,
+    *,
+    by_node: _Grouping,
+    before: Array,
+    type_offsets: Array,
+    num_nodes: int,
+    num_edge_types: int,
+) -> tuple[_Grouping, _Grouping, _Grouping]:
+    """Canonical edges by pair (of one end and the type), pairs by node, pairs by type.
 
+    Pairs that do not occur have the node `num_nodes`, the type `num_edge_types` and no edges.
 
-def _take(values: Array, order: Array | None) -> Array:
-    return values if order is None else values[order]
-
-
-def _pair_tables(
-    node: Array, edge_type: Array, valid: Array, order: Array | None, *, num_nodes: int, num_edge_types: int, chunk: int
-) -> tuple[Segments, Segments, Segments]:
-    """Edges by pair, pairs by node, pairs by type; `order` (None: as they are) sorts edges by type and node.
-
-    Padding edges come last in that order. Pairs that do not occur have the node `num_nodes`, the type
-    `num_edge_types` and no edges.
+    Args:
+        sorted_node: that end of the edges sorted by type and node, `num_nodes` for padding edges.
+        edge_type: the type of the edges so sorted, and of canonical ones.
+        order: sorts canonical edges by type and node; None where they are.
+        by_node: canonical edges by node and type.
+        before: int32[2, edges + 1], how many pairs begin before each edge and in all: of edges sorted by type and node,
+            and of edges sorted by node and type.
+        type_offsets: where the edges of each type begin.
+        num_nodes: number of nodes.
+        num_edge_types: number of edge types.
     """
-    size = node.shape[0]
-    sorted_node, sorted_type = _take(node, order), _take(edge_type, order)
-    differs = (sorted_node[1:] != sorted_node[:-1]) | (sorted_type[1:] != sorted_type[:-1])
-    # Padding is last whatever the order, so that `valid` serves for both; the pair that it would begin is dropped.
-    new = jnp.concatenate([jnp.ones(min(size, 1), bool), differs])
-    run = jnp.where(valid, jnp.cumsum(new, dtype=jnp.int32) - 1, size)
-    index = run if order is None else jnp.zeros(size, jnp.int32).at[order].set(run, unique_indices=True)
-    # One edge a pair writes (its first), so that the scatter has no duplicates beside those that it drops.
-    target = jnp.where(new, run, size)
-    pair_node = jnp.full(size, num_nodes, jnp.int32).at[target].set(sorted_node, mode="drop")
-    pair_type = jnp.full(size, num_edge_types, jnp.int32).at[target].set(sorted_type, mode="drop")
-    make = partial(make_segments, hub_chunk=chunk, exact=False)
+    size = sorted_node.shape[0]
+    position = jnp.arange(size, dtype=jnp.int32)
+    num_valid = type_offsets[-1]
+    valid = position < num_valid
+    pairs_before, pairs_before_by_node = before
+    pair = jnp.where(valid, pairs_before[1:] - 1, size)
+    index = pair if order is None else jnp.zeros_like(pair).at[order].set(pair, unique_indices=True)
+    first = pairs_before[1:] > pairs_before[:-1]
+    offsets = put_where(jnp.full(size + 1, num_valid, jnp.int32), first & valid, pair, position)
+    # The edges of a pair that does not occur begin at the padding, whose node and type are right, or past the end.
+    pair_node = sorted_node.at[offsets[:-1]].get(mode="fill", fill_value=num_nodes)
+    pair_type = edge_type.at[offsets[:-1]].get(mode="fill", fill_value=num_edge_types)
+    # Edges by node ascend by type within a node, and so do pairs: pairs by node are in the order of their first edges.
+    _, node_order, node_offsets = by_node
+    first = pairs_before_by_node[1:] > pairs_before_by_node[:-1]
+    pair_order = put_where(position, first & valid, pairs_before_by_node[:-1], index[node_order])
     return (
-        make(index, order, _offsets(index, size)),
-        make(pair_node, _argsort(pair_node), _offsets(pair_node, num_nodes)),
-        make(pair_type, None, _offsets(pair_type, num_edge_types), typed=True),
+        (index, order, offsets),
+        (pair_node, pair_order, pairs_before_by_node[node_offsets]),
+        (pair_type, None, pairs_before[type_offsets]),
     )
 
 
@@ -125,19 +143,63 @@ def build(
     receivers = jnp.where(edge_mask, receivers, num_nodes)
     edge_type = jnp.where(edge_mask, edge_type, num_edge_types)
 
-    position = jnp.arange(num_edges, dtype=jnp.int32)
-    edge_type, receivers, senders, edge_ids = jax.lax.sort(
-        (edge_type, receivers, senders, position), num_keys=3, is_stable=True
+    # Each order is a sort of another one by a single key: by receiver (receiver, type, sender), canonical (type,
+    # receiver, sender), by sender (sender, type, receiver), by source pair (type, sender, receiver).
+    node_bound, type_bound = num_nodes + 1, num_edge_types + 1
+    (receiver_there, type_there, _), ids = stable_sort(
+        (receivers, edge_type, senders), (node_bound, type_bound, node_bound)
     )
-    edge_positions = jnp.zeros(num_edges, jnp.int32).at[edge_ids].set(position, unique_indices=True)
-    valid = edge_type < num_edge_types
+    edge_type, edge_ids = sort_pairs(type_there, type_bound, ids)
+    edge_type = edge_type.astype(jnp.int32)
+    senders, receivers = senders[edge_ids], receivers[edge_ids]
+    edge_positions = inverse(edge_ids)
+    sender_there, sender_order = sort_pairs(senders, node_bound, jnp.arange(num_edges, dtype=jnp.int32))
+    sender_type_there = edge_type[sender_order]
+    _, source_order = sort_pairs(sender_type_there, type_bound, sender_order)
 
-    tables = partial(_pair_tables, num_nodes=num_nodes, num_edge_types=num_edge_types, chunk=hub_chunk)
-    by_source_pair, source_pair_by_node, source_pair_by_type = tables(
-        senders, edge_type, valid, _argsort(edge_type, senders)
+    type_offsets = row_offsets(edge_type, num_edge_types)
+    by_sender = (senders, sender_order, row_offsets(sender_there.astype(jnp.int32), num_nodes))
+    by_receiver = (receivers, edge_positions[ids], row_offsets(receiver_there, num_nodes))
+    by_edge_type = (edge_type, None, type_offsets)
+    pairs = partial(
+        _pair_groupings,
+        edge_type=edge_type,
+        type_offsets=type_offsets,
+        num_nodes=num_nodes,
+        num_edge_types=num_edge_types,
     )
-    by_destination_pair, destination_pair_by_node, destination_pair_by_type = tables(receivers, edge_type, valid, None)
-    make = partial(make_segments, hub_chunk=hub_chunk, exact=False)
+    sorted_senders = senders[source_order]
+    # Both sums of an end at once, as six kernels, but not those of both ends: many programs read the receivers alone.
+    begins = begins_run(edge_type, sorted_senders), begins_run(sender_there, sender_type_there)
+    source = pairs(sorted_senders, order=source_order, by_node=by_sender, before=count_before(jnp.stack(begins)))
+    begins = begins_run(edge_type, receivers), begins_run(receiver_there, type_there)
+    destination = pairs(receivers, order=None, by_node=by_receiver, before=count_before(jnp.stack(begins)))
+
+    node_order, sorted_node_type = None, node_type
+    if not nodes_sorted:
+        node_position = jnp.arange(num_nodes, dtype=jnp.int32)
+        sorted_node_type, node_order = sort_pairs(node_type, num_node_types + 1, node_position)
+    by_node_type = (node_type, node_order, row_offsets(sorted_node_type.astype(jnp.int32), num_node_types))
+    segments = partial(bounded_segments, hub_chunk=hub_chunk)
+    # What one pass over a graph reads is made apart from what it does not read: forward, then backward too, then pairs.
+    tables = segments(
+        {"by_receiver": by_receiver, "by_edge_type": by_edge_type, "by_node_type": by_node_type},
+        typed=("by_edge_type", "by_node_type"),
+    )
+    tables |= segments({"by_sender": by_sender})
+    tables |= segments(
+        {
+            "by_source_pair": source[0],
+            "source_pair_by_node": source[1],
+            "source_pair_by_type": source[2],
+            "by_destination_pair": destination[0],
+            "destination_pair_by_node": destination[1],
+            "destination_pair_by_type": destination[2],
+        },
+        typed=("source_pair_by_type", "destination_pair_by_type"),
+    )
+    all_types = jnp.array([0, num_edge_types], jnp.int32)
+    by_source = (jnp.zeros(num_edge_types, jnp.int32), None, all_types)
     return RelGraph(
         senders=senders,
         receivers=receivers,
@@ -145,26 +207,19 @@ def build(
         edge_ids=edge_ids,
         edge_positions=edge_positions,
         node_type=node_type,
-        by_sender=make(senders, _argsort(senders), _offsets(senders, num_nodes)),
-        by_receiver=make(receivers, _argsort(receivers), _offsets(receivers, num_nodes)),
-        by_source_pair=by_source_pair,
-        by_destination_pair=by_destination_pair,
-        by_edge_type=make(edge_type, None, _offsets(edge_type, num_edge_types), typed=True),
-        source_pair_by_node=source_pair_by_node,
-        destination_pair_by_node=destination_pair_by_node,
-        source_pair_by_type=source_pair_by_type,
-        destination_pair_by_type=destination_pair_by_type,
-        by_node_type=make(
-            node_type,
-            None if nodes_sorted else _argsort(node_type),
-            _offsets(node_type, num_node_types),
-            typed=True,
-        ),
-        edge_type_by_source=None
-        if num_node_types > 1
-        else make(jnp.zeros(num_edge_types, jnp.int32), None, jnp.array([0, num_edge_types], jnp.int32)),
+        by_sender=tables["by_sender"],
+        by_receiver=tables["by_receiver"],
+        by_source_pair=tables["by_source_pair"],
+        by_destination_pair=tables["by_destination_pair"],
+        by_edge_type=tables["by_edge_type"],
+        source_pair_by_node=tables["source_pair_by_node"],
+        destination_pair_by_node=tables["destination_pair_by_node"],
+        source_pair_by_type=tables["source_pair_by_type"],
+        destination_pair_by_type=tables["destination_pair_by_type"],
+        by_node_type=tables["by_node_type"],
+        edge_type_by_source=None if num_node_types > 1 else segments({"by_source": by_source})["by_source"],
         node_mask=node_mask,
-        edge_mask=valid,
+        edge_mask=edge_type < num_edge_types,
         num_nodes=num_nodes,
         num_edges=num_edges,
         num_edge_types=num_edge_types,

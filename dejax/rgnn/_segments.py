@@ -7,8 +7,9 @@ jax.numpy (static upper bounds, whose unused entries cover no item).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import numpy as np
 from jax import Array
 
 from dejax.pallas.schedule import rows_per_split
+from dejax.rgnn._pieces_traced import Rows, hub_arrays, tile_arrays
 from dejax.rgnn._sorting import expand, stable_argsort
 
 TILE_BLOCKS = (32, 64, 128)
@@ -201,10 +203,10 @@ def loop_order(offsets: np.ndarray, order: np.ndarray, hub_chunk: int) -> LoopOr
     return LoopOrder(rows, begins, items, hubs)
 
 
-def _namespace(offsets: Any, exact: bool | None) -> tuple[ModuleType, Any, bool]:
-    """The array module for `offsets`, the offsets as its array, and whether to size the table exactly."""
+def _exactly(offsets: Any, exact: bool | None) -> tuple[Any, bool]:
+    """Offsets as an array of numpy where the table is to be exact, of jax otherwise, and which of the two."""
     exact = not is_traced(offsets) if exact is None else exact
-    return (np, np.asarray(offsets), True) if exact else (jnp, jnp.asarray(offsets), False)
+    return (np.asarray(offsets), True) if exact else (jnp.asarray(offsets), False)
 
 
 def _like(offsets: Any, array: Any) -> Any:
@@ -212,8 +214,8 @@ def _like(offsets: Any, array: Any) -> Any:
     return array.astype(np.int32) if isinstance(offsets, np.ndarray) else jnp.asarray(array, jnp.int32)
 
 
-def _exclusive_sum(xp: ModuleType, counts: Any) -> Any:
-    return xp.concatenate([xp.zeros(1, np.int32), xp.cumsum(counts, dtype=np.int32)])
+def _exclusive_sum(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
 
 
 def tile_table(offsets: Any, block: int, num_items: int, *, exact: bool | None = None) -> TileTable:
@@ -238,15 +240,14 @@ def tile_table(offsets: Any, block: int, num_items: int, *, exact: bool | None =
     """
     if block < 1:
         raise ValueError(f"block must be at least 1 position a tile, got {block}")
-    xp, off, exact = _namespace(offsets, exact)
-    num_types = off.shape[0] - 1
-    first_tile = _exclusive_sum(xp, -(-(off[1:] - off[:-1]) // block))
-    tiles = int(first_tile[-1]) if exact else num_items // block + num_types
-    tile = xp.arange(tiles, dtype=np.int32)
-    row = xp.searchsorted(first_tile, tile, side="right").astype(np.int32) - 1
-    used = row < num_types
-    start = xp.where(used, off[row] + (tile - first_tile[row]) * block, off[-1])
-    return TileTable(_like(offsets, xp.where(used, row, 0)), _like(offsets, start), block)
+    off, exact = _exactly(offsets, exact)
+    if not exact:
+        return TileTable(*tile_arrays([(off, num_items)], [block])[0][0], block)
+    first_tile = _exclusive_sum(-(-(off[1:] - off[:-1]) // block))
+    tile = np.arange(first_tile[-1], dtype=np.int32)
+    row = np.searchsorted(first_tile, tile, side="right") - 1
+    start = off[row] + (tile - first_tile[row]) * block
+    return TileTable(_like(offsets, row), _like(offsets, start), block)
 
 
 def hub_table(offsets: Any, chunk: int, num_items: int, *, exact: bool | None = None) -> HubTable | None:
@@ -267,51 +268,78 @@ def hub_table(offsets: Any, chunk: int, num_items: int, *, exact: bool | None = 
     """
     if chunk < 1:
         raise ValueError(f"hub_chunk must be at least 1 item a chunk, got {chunk}")
-    xp, off, exact = _namespace(offsets, exact)
-    num_rows = off.shape[0] - 1
-    counts = off[1:] - off[:-1]
-    rows: Any
-    if exact:
-        rows = np.flatnonzero(counts > chunk).astype(np.int32)
-    else:
-        bound = min(num_rows, num_items // (chunk + 1))
-        rows = jnp.nonzero(counts > chunk, size=bound, fill_value=num_rows)[0].astype(np.int32)
-    hubs = rows.shape[0]
-    if hubs == 0:
+    off, exact = _exactly(offsets, exact)
+    if not exact:
+        arrays = hub_arrays([Rows(off, num_items, chunk)])[0]
+        return None if arrays is None else HubTable(*arrays, chunk)
+    rows = np.flatnonzero(off[1:] - off[:-1] > chunk).astype(np.int32)
+    if rows.shape[0] == 0:
         return None
-    # A last row without items answers for unused hubs.
-    off = xp.concatenate([off, off[-1:]])
-    chunks_of_hub = -(-(off[rows + 1] - off[rows]) // chunk)
-    first_chunk = _exclusive_sum(xp, chunks_of_hub)
-    chunks = int(first_chunk[-1]) if exact else num_items // chunk + hubs
-    ids = xp.arange(chunks, dtype=np.int32)
-    hub = xp.searchsorted(first_chunk, ids, side="right").astype(np.int32) - 1
-    used = hub < hubs
-    row = xp.where(used, xp.concatenate([rows, xp.full(1, num_rows, np.int32)])[hub], num_rows)
-    start = xp.where(used, off[row] + (ids - first_chunk[hub]) * chunk, off[-1])
-    end = xp.minimum(start + chunk, off[row + 1])
+    first_chunk = _exclusive_sum(-(-(off[rows + 1] - off[rows]) // chunk))
+    ids = np.arange(first_chunk[-1], dtype=np.int32)
+    hub = np.searchsorted(first_chunk, ids, side="right") - 1
+    row = rows[hub]
+    start = off[row] + (ids - first_chunk[hub]) * chunk
+    end = np.minimum(start + chunk, off[row + 1])
     rows, first_chunk, row, start, end = (_like(offsets, array) for array in (rows, first_chunk, row, start, end))
     return HubTable(rows, first_chunk, row, start, end, chunk)
 
 
-def make_segments(
-    index: Any, order: Any, offsets: Any, *, hub_chunk: int, typed: bool = False, exact: bool = True
-) -> Segments:
-    """A `Segments` with its hub table and, where its rows are types (`typed`), its tile tables."""
+def make_segments(index: Any, order: Any, offsets: Any, *, hub_chunk: int, typed: bool = False) -> Segments:
+    """A `Segments` of numpy arrays with its hub table and, where its rows are types (`typed`), its tile tables."""
     num_items = index.shape[0]
-    blocks = TILE_BLOCKS if typed else ()
-    if typed and hub_chunk == HUB_CHUNK:
-        hub_chunk = type_chunk_of(num_items)
+    chunk = _chunk_of(hub_chunk, num_items, typed)
     return Segments(
         index=index,
         order=order,
         offsets=offsets,
-        hubs=hub_table(offsets, hub_chunk, num_items, exact=exact),
-        tiles=tuple(tile_table(offsets, block, num_items, exact=exact) for block in blocks),
-        splits=_split_table(offsets, num_items) if typed and exact else None,
+        hubs=hub_table(offsets, chunk, num_items),
+        tiles=tuple(tile_table(offsets, block, num_items) for block in TILE_BLOCKS) if typed else (),
+        splits=_split_table(offsets, num_items) if typed else None,
         num_rows=offsets.shape[0] - 1,
         num_items=num_items,
     )
+
+
+def bounded_segments(
+    groupings: Mapping[str, tuple[Array, Array | None, Array]], *, hub_chunk: int, typed: Collection[str] = ()
+) -> dict[str, Segments]:
+    """As `make_segments`, inside jit: tables are sized by static bounds, and made for all of the groupings at once.
+
+    Args:
+        groupings: index, order (or None) and offsets of each.
+        hub_chunk: the hub chunk.
+        typed: the groupings whose rows are types.
+    """
+
+    def row_at(index: Array, order: Array | None, positions: Array) -> Array:
+        return index[positions if order is None else order[positions]]
+
+    rows, tiles = {}, {}
+    for name, (index, order, offsets) in groupings.items():
+        chunk = _chunk_of(hub_chunk, index.shape[0], name in typed)
+        rows[name] = Rows(offsets, index.shape[0], chunk, partial(row_at, index, order))
+    hubs = dict(zip(rows, hub_arrays(list(rows.values())), strict=True))
+    if typed:
+        arrays = tile_arrays([(rows[name].offsets, rows[name].num_items) for name in typed], TILE_BLOCKS)
+        for name, tables in zip(typed, arrays, strict=True):
+            tiles[name] = tuple(TileTable(*t, block) for t, block in zip(tables, TILE_BLOCKS, strict=True))
+    return {
+        name: Segments(
+            index=index,
+            order=order,
+            offsets=offsets,
+            hubs=None if (table := hubs[name]) is None else HubTable(*table, rows[name].chunk),
+            tiles=tiles.get(name, ()),
+            num_rows=rows[name].num_rows,
+            num_items=rows[name].num_items,
+        )
+        for name, (index, order, offsets) in groupings.items()
+    }
+
+
+def _chunk_of(hub_chunk: int, num_items: int, typed: bool) -> int:
+    return type_chunk_of(num_items) if typed and hub_chunk == HUB_CHUNK else hub_chunk
 
 
 def _split_table(offsets: np.ndarray, num_items: int) -> SplitTable:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from dejax.rgnn import _sorting_traced
 from dejax.rgnn.graph import RelGraph, Segments
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
 
@@ -44,12 +45,8 @@ def test_every_table_agrees_with_the_reference(edges: EdgeList, add_reverse: boo
     check_tables(graph, edges.added(add_reverse, add_self_loops), exact=False)
 
 
-@SETTINGS
-@hypothesis.given(padded_lists(), st.booleans())
-def test_agrees_with_the_numpy_builder(edges: EdgeList, added: bool) -> None:
-    positional, keywords = edges.arguments()
-    traced = build(*positional, **keywords, add_reverse=added, add_self_loops=added)
-    graph = edges.build(hub_chunk=CHUNK, add_reverse=added, add_self_loops=added)
+def check_agreement(traced: RelGraph, graph: RelGraph) -> None:
+    """The valid part of each table of `traced` is that of the numpy builder's `graph`."""
     for name in ("senders", "receivers", "edge_type", "edge_ids", "edge_positions", "node_type"):
         np.testing.assert_array_equal(getattr(traced, name), getattr(graph, name))
     for actual, expected in zip(traced.to_edges(), graph.to_edges(), strict=True):
@@ -63,8 +60,41 @@ def test_agrees_with_the_numpy_builder(edges: EdgeList, added: bool) -> None:
             np.testing.assert_array_equal(ours.index[:valid], theirs.index[:valid])
             if theirs.order is not None and ours.order is not None:
                 np.testing.assert_array_equal(ours.order[:valid], theirs.order[:valid])
+                # Padding items come last, in their own order; pairs that do not occur are no items of the exact table.
+                same = ours.num_items == theirs.num_items
+                rest = theirs.order[valid:] if same else np.arange(valid, ours.num_items)
+                np.testing.assert_array_equal(ours.order[valid:], rest)
             np.testing.assert_array_equal(ours.offsets[: theirs.num_rows + 1], theirs.offsets)
             assert (np.asarray(ours.offsets[theirs.num_rows :]) == valid).all()
+            check_pieces(ours, theirs)
+
+
+def check_pieces(ours: Segments, theirs: Segments) -> None:
+    """Hubs and tiles: the same ones, and unused ones without items."""
+    for table, exact in zip(ours.tiles, theirs.tiles, strict=True):
+        used = len(exact.start)
+        np.testing.assert_array_equal(table.row_type[:used], exact.row_type)
+        np.testing.assert_array_equal(table.start[:used], exact.start)
+        assert (np.asarray(table.start[used:]) == int(theirs.offsets[-1])).all()
+    if ours.hubs is None or theirs.hubs is None:
+        assert theirs.hubs is None and (ours.hubs is None or int(ours.hubs.offsets[-1]) == 0)
+        return
+    hubs, chunks = len(theirs.hubs.rows), len(theirs.hubs.chunk_row)
+    np.testing.assert_array_equal(ours.hubs.rows[:hubs], theirs.hubs.rows)
+    np.testing.assert_array_equal(ours.hubs.offsets[: hubs + 1], theirs.hubs.offsets)
+    for name in ("chunk_row", "chunk_start", "chunk_end"):
+        np.testing.assert_array_equal(getattr(ours.hubs, name)[:chunks], getattr(theirs.hubs, name))
+    np.testing.assert_array_equal(ours.hubs.chunk_start[chunks:], ours.hubs.chunk_end[chunks:])
+    assert (np.asarray(ours.hubs.rows[hubs:]) == ours.num_rows).all()
+
+
+@SETTINGS
+@hypothesis.given(padded_lists(), st.booleans())
+def test_agrees_with_the_numpy_builder(edges: EdgeList, added: bool) -> None:
+    positional, keywords = edges.arguments()
+    traced = build(*positional, **keywords, add_reverse=added, add_self_loops=added)
+    graph = edges.build(hub_chunk=CHUNK, add_reverse=added, add_self_loops=added)
+    check_agreement(traced, graph)
 
 
 @SETTINGS
@@ -79,6 +109,45 @@ def test_what_padding_holds_has_no_effect(edges: EdgeList, seed: int) -> None:
     other = build(*others, **{**keywords, "node_type": other_nodes})
     assert jax.tree.structure(graph) == jax.tree.structure(other)
     jax.tree.map(np.testing.assert_array_equal, graph, other)
+
+
+# Sizes at which sums have several levels, and the ends and types of an edge are two or three sort keys.
+LARGE = {
+    "two words": (20_000, 30_000, 300, 0.1),
+    "three words, most types empty": (20_000, 70_000, 70_000, 0.0),
+    "one type, all padding": (20_000, 500, 1, 1.0),
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_large_graphs_agree_with_the_numpy_builder(case: str) -> None:
+    size, nodes, types, padding = LARGE[case]
+    rng = np.random.default_rng(0)
+    ends = np.minimum((nodes * rng.random((2, size)) ** 3).astype(np.int32), nodes - 1)  # hubs first
+    edge_type = np.minimum((types * rng.random(size) ** 6).astype(np.int32), types - 1)
+    mask = rng.random(size) >= padding
+    node_type = rng.integers(0, NODE_TYPES, nodes).astype(np.int32)
+    edges = EdgeList(*ends, edge_type, nodes, types, node_type, NODE_TYPES, edge_mask=mask)
+    positional, keywords = edges.arguments()
+    check_agreement(build(*positional, **keywords), edges.build(hub_chunk=CHUNK))
+
+
+@pytest.mark.parametrize("bounds", [(5, 7, 9), (70_000, 300, 60_000), (1 << 31, 3), (1,)])
+def test_stable_sort(bounds: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    columns = [np.append(rng.integers(0, bound, 300), [bound - 1, 0, 0]).astype(np.int32) for bound in bounds]
+    found, order = _sorting_traced.stable_sort([jnp.asarray(column) for column in columns], bounds)
+    expected = np.lexsort(columns[::-1])
+    np.testing.assert_array_equal(order, expected)
+    for column, sorted_column in zip(columns, found, strict=True):
+        np.testing.assert_array_equal(sorted_column, column[expected])
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000])
+def test_row_of_positions(size: int) -> None:
+    offsets = np.append(0, np.sort(np.random.default_rng(0).integers(0, size + 9, 2000))).astype(np.int32)
+    expected = np.searchsorted(offsets, np.arange(size), side="right") - 1
+    np.testing.assert_array_equal(_sorting_traced.row_of_positions(jnp.asarray(offsets), size), expected)
 
 
 def aggregate(graph: RelGraph, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -187,11 +256,12 @@ def test_smallest_graphs(num_edges: int, num_nodes: int) -> None:
     np.testing.assert_array_equal(graph.by_edge_type.counts(), [valid, num_nodes])
 
 
-def test_works_outside_jit_with_the_same_bounds() -> None:
+def test_works_outside_jit_and_under_strict_promotion() -> None:
     arguments: dict[str, Any] = {"num_nodes": 4, "num_edge_types": 2, "num_valid_edges": 2}
     ids = np.array([0, 1, 3]), np.array([1, 1, 1]), np.array([1, 0, 0])
     eager = RelGraph.build_traced(*ids, hub_chunk=CHUNK, **arguments)
-    traced = jax.jit(lambda *ids: RelGraph.build_traced(*ids, hub_chunk=CHUNK, **arguments))(*ids)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        traced = jax.jit(lambda *ids: RelGraph.build_traced(*ids, hub_chunk=CHUNK, **arguments))(*ids)
     assert jax.tree.structure(eager) == jax.tree.structure(traced)
     jax.tree.map(np.testing.assert_array_equal, eager, traced)
 
