@@ -321,8 +321,13 @@ def launch(call: Call, fan_out: int, leaf: Array, ids: Array, scale: Array, slot
     flat, perm, attributes, shape = flat_call(call, fan_out, leaf, ids, slots)
     out = jax.ShapeDtypeStruct(shape, call.out_dtype)
     scratch = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    # XLA folds slices into the calls that they are operands or results of, and in jax 0.11 keeps the call that it
+    # replaces where its rows are used elsewhere too, as in a loop that saves them for its backward pass: they crossed
+    # the bus twice. It does not look through barriers.
+    flat, slots, cache, scale = jax.lax.optimization_barrier((flat, slots, cache, scale))
     rows, _ = jax.ffi.ffi_call("dejax_table_gather", (out, scratch))(
         leaf, flat, perm, slots, cache, scale, **attributes
     )
+    rows = jax.lax.optimization_barrier(rows)
     lead = ids.shape[:-1] if call.mean else ids.shape
     return rows.reshape(lead + call.spec.row)

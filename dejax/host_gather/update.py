@@ -258,6 +258,9 @@ def _launch(
             TABLE=table_type,
             VALUES=values_type,
         )
+    # XLA folds slices into the calls that they are operands of, and forgets that the tables are written in place: it
+    # may then put the results elsewhere. It does not look through barriers.
+    ids, perm, rows, hyper = jax.lax.optimization_barrier((ids, perm, rows, hyper))
     # The results' types are the operands' own, memory space included: a host result must alias a host operand.
     call = jax.ffi.ffi_call(
         "dejax_table_update",

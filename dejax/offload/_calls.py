@@ -2,6 +2,11 @@
 
 Neither has a side effect in XLA's eyes. What nobody fetches is then never stored, `jax.checkpoint` may go around, and
 order follows from data: a handle comes from its store, and a fetch takes a handle.
+
+XLA on GPUs folds slices into the calls that they are operands or results of. jax 0.11 then kept the call that it
+replaced where its result was used elsewhere too: a tensor was fetched twice, which fails where its memory was used
+again. It does not look through barriers, so each call has one on both sides; a batch of calls has them inside of its
+loop.
 """
 
 from __future__ import annotations
@@ -35,9 +40,11 @@ def store(x: Array, *, store_id: int, site: int, ring_bytes: int) -> Array:
     _native.extension("offload")
 
     @jax.custom_jvp
+    @jax.custom_batching.sequential_vmap
     def call(x: Array) -> Array:
+        x = jax.lax.optimization_barrier(x)
         with jax.named_scope("offload_store"):
-            ffi = jax.ffi.ffi_call("dejax_offload_store", HANDLE, vmap_method="sequential")
+            ffi = jax.ffi.ffi_call("dejax_offload_store", HANDLE)
             return ffi(x, store=np.int64(store_id), site=np.int64(site), ring=np.int64(ring_bytes))
 
     call.defjvp(_no_second_derivative)
@@ -58,11 +65,14 @@ def fetch(handle: Array, like: Any, after: Sequence[Array], *, store_id: int, si
         return jax.lax.optimization_barrier(handle)
 
     @jax.custom_jvp
+    @jax.custom_batching.sequential_vmap
     def call(handle: Array, *after: Array) -> Array:
+        handle, *after = jax.lax.optimization_barrier((handle, *after))
         with jax.named_scope("offload_fetch"):
             out = jax.ShapeDtypeStruct(like.shape, like.dtype)
-            ffi = jax.ffi.ffi_call("dejax_offload_fetch", out, vmap_method="sequential")
-            return ffi(handle, *after, store=np.int64(store_id), site=np.int64(site))
+            ffi = jax.ffi.ffi_call("dejax_offload_fetch", out)
+            x = ffi(handle, *after, store=np.int64(store_id), site=np.int64(site))
+        return jax.lax.optimization_barrier(x)
 
     call.defjvp(_no_second_derivative)
     return call(handle, *after)
@@ -83,10 +93,12 @@ def guard(x: Array, after: Sequence[Array], *, store_id: int) -> Array:
         return x
 
     @jax.custom_jvp
+    @jax.custom_batching.sequential_vmap
     def call(x: Array, *after: Array) -> Array:
+        x, *after = jax.lax.optimization_barrier((x, *after))
         out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        ffi = jax.ffi.ffi_call("dejax_offload_guard", out, input_output_aliases={0: 0}, vmap_method="sequential")
-        return ffi(x, *after, store=np.int64(store_id))
+        ffi = jax.ffi.ffi_call("dejax_offload_guard", out, input_output_aliases={0: 0})
+        return jax.lax.optimization_barrier(ffi(x, *after, store=np.int64(store_id)))
 
     call.defjvp(_no_second_derivative)
     return call(x, *after)

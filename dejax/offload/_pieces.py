@@ -326,7 +326,7 @@ class _Chain:
         ffi = self._ffi(_BETWEEN, numbers, results)
         self._ticket, *taken = ffi(self._ticket, *(self.arrays[i] for i in numbers), *self._operands())
         self._given += len(taken)
-        return taken
+        return list(jax.lax.optimization_barrier(taken))  # as in _operands
 
     def finish(self) -> None:
         """The last call: everything is where it belongs."""
@@ -338,7 +338,9 @@ class _Chain:
     def _operands(self) -> list[Any]:
         values = [*(value for *_, value in self._pushes), *self._after]
         self._pulls, self._pushes, self._after = [], [], []
-        return values
+        # XLA folds slices into the calls that they are operands or results of, and jax 0.11 keeps the call that it
+        # replaces where that has side effects: it would run twice. It does not look through barriers.
+        return list(jax.lax.optimization_barrier(values))
 
     def _ffi(self, mode: int, numbers: list[int], results: list[Any]) -> Any:
         at = {number: position for position, number in enumerate(numbers)}

@@ -208,6 +208,35 @@ def test_prefetched_rows_that_are_slices(depth: int) -> None:
     assert _native.extension("a test").gathers_under_way() == 0
 
 
+def test_rows_and_updates_that_are_slices() -> None:
+    """As above, of whole gathers, which then crossed the bus twice, and of updates."""
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((1 << 12, 64)).astype(np.float32)
+    table, ids = HostTable.from_numpy(rows), rng.integers(0, 1 << 12, (7, 256), np.int32)
+
+    @jax.jit
+    def both(table: HostTable, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.scan(lambda c, i: (c + jnp.sin(got := table[i]).sum(), got), jnp.zeros(()), ids)
+
+    np.testing.assert_array_equal(both(table, ids)[1], rows[ids])
+    assert both.lower(table, ids).compile().as_text().count('custom_call_target="dejax_table_gather"') == 1
+
+    values = jnp.asarray(rng.integers(-8, 8, (7, 256, 64)), jnp.float32)
+
+    def update(table: HostTable, ids: jax.Array, values: jax.Array) -> HostTable:
+        table = jax.lax.scan(lambda t, x: (scatter_add(t, *x), None), table, (ids, values))[0]
+        return scatter_add(table, ids[3], values[5])
+
+    want = rows.copy()
+    for i, v in [*zip(ids, np.asarray(values), strict=True), (ids[3], np.asarray(values[5]))]:
+        np.add.at(want, i, v)
+    step = jax.jit(update, donate_argnums=0, out_shardings=shardings(table))
+    compiled = step.lower(table, ids, values).compile()
+    assert compiled.as_text().count('custom_call_target="dejax_table_update"') == 2
+    assert copies(compiled.as_text(), "4096,64") == []
+    np.testing.assert_allclose(step(table, ids, values).numpy(), want, rtol=1e-5, atol=1e-5)
+
+
 def test_overlap() -> None:
     rows = HostTable.zeros((1 << 20, 128))
     steps, count = 12, 1 << 16

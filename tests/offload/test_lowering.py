@@ -1,0 +1,86 @@
+"""Programs for a GPU, lowered without one: what XLA must leave alone.
+
+XLA on GPUs folds slices whose size is a multiple of 128 bytes into the FFI calls that they are operands or results of.
+In jax 0.11 a call could then run twice.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from dejax import _native
+from dejax.offload import offload, optimizer
+from tests.barriers import without_barrier
+
+pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+W = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+XS = jax.ShapeDtypeStruct((3, 32, 64), jnp.float32)
+WS = jax.ShapeDtypeStruct((3, 64, 64), jnp.float32)
+kept = functools.partial(offload, min_bytes=1, inputs="all")
+
+
+def lowered(function, *args, **options):
+    return jax.jit(function, **options).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@jax.custom_vjp
+def residuals_are_gradients(a, x):
+    return (x @ a).sum()
+
+
+residuals_are_gradients.defvjp(
+    lambda a, x: (residuals_are_gradients(a, x), (a, x)), lambda kept, ct: (kept[0], ct * kept[1] + kept[1] @ kept[0])
+)
+
+
+def sum_of(body):
+    return lambda *xs: jax.lax.scan(lambda c, x: (c + body(*x), None), 0.0, xs)[0]
+
+
+PROGRAMS = {
+    "inputs that are slices": (sum_of(kept(lambda w, x: jnp.tanh(x @ w).sum())), WS, XS),
+    "of a constant": (lambda ws, xs: kept(lambda w, x: jnp.tanh(x @ w).sum())(ws[1], xs[2]), WS, XS),
+    "a slice inside": (sum_of(kept(lambda w, x: (jnp.sin(x)[:16] @ jnp.sin(w)).sum())), WS, XS),
+    "fetched into a stack": (sum_of(kept(residuals_are_gradients)), WS, XS),
+    "vmap": (lambda w, xs: jax.vmap(kept(lambda w, x: jnp.sin(x @ w).sum()), (None, 0))(w, xs).sum(), W, XS),
+    "vmap of all": (lambda ws, xs: jax.vmap(kept(residuals_are_gradients))(ws, xs).sum(), WS, XS),
+    "guards": (sum_of(kept(lambda x, m: jnp.where(m @ m.T > 0, x, 0).sum())), WS, WS),
+    "guards under vmap": (
+        lambda xs, ms: jax.vmap(kept(lambda x, m: jnp.where(m > 0, x, 0)))(xs, ms).sum(),
+        XS,
+        jax.ShapeDtypeStruct(XS.shape, jnp.int32),
+    ),
+    "checkpoint": (sum_of(jax.checkpoint(kept(lambda w, x: jnp.tanh(jnp.sin(x) @ w).sum()))), WS, XS),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_slices_are_kept_apart_from_stores_and_fetches(name):
+    function, *args = PROGRAMS[name]
+    differentiable = tuple(i for i, x in enumerate(args) if x.dtype == jnp.float32)
+    text = lowered(jax.grad(function, argnums=differentiable), *args)
+    assert len(re.findall("@dejax_offload_store", text)) >= 1
+    assert ("@dejax_offload_guard" in text) == ("guards" in name)
+    assert without_barrier(text) == []
+
+
+def test_slices_are_kept_apart_from_pieces_of_state():
+    """The state's new values are slices of the gradient as it is, and the updates rows of a stack."""
+    previous = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params), lambda updates, state, params=None: (state, updates)
+    )
+    tx = optimizer(previous, min_bytes=1, streams=True, piece_bytes=16 * 64 * 4)
+    state = jax.core.ShapedArray((64, 64), jnp.dtype("float32"), memory_space=jax.memory.Space.Host)
+    text = lowered(lambda g, s: tx.update(g[1], s), WS, state, donate_argnums=1)
+    assert text.count("@dejax_offload_pieces") == 7
+    assert without_barrier(text, whole=("64x64xf32",)) == []
+    assert "tf.aliasing_output" in text
+    assert len(re.findall(r"@dejax_offload_pieces.*output_operand_alias", text)) == 7
+    # A piece that is a leaf of its own.
+    tx = optimizer(previous, min_bytes=1, streams=True)
+    text = lowered(lambda g, s: tx.update(g[1].astype(jnp.bfloat16).astype(jnp.float32), s), WS, state)
+    assert re.search(r"optimization_barrier %\w+ : tensor<64x64xf32>", text)
