@@ -37,6 +37,9 @@ def optimizer(
         where = jax.tree.map(lambda x: x.sharding, (params, state))
         step = jax.jit(step, donate_argnums=(0, 1), in_shardings=where, out_shardings=where)
 
+    It goes around what accumulates gradients, `optimizer(optax.MultiSteps(tx, 4))`: inside, `MultiSteps` would choose
+    between state on the host and state on the device, which XLA refuses.
+
     Args:
         tx: an `optax.GradientTransformation` whose `update` can be traced.
         min_bytes: smaller arrays of the state stay on the device.

@@ -22,12 +22,16 @@ TRANSFORMATIONS = {
     "momentum": optax.sgd(1e-2, momentum=0.9, nesterov=True),
     "lion": optax.lion(1e-3),
     "adafactor": optax.adafactor(1e-2),
+    "accumulated": optax.MultiSteps(optax.adam(1e-2), 2),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "streams", "piece_bytes"),
-    [*((name, True, 3000) for name in TRANSFORMATIONS), *((n, False, 1) for n in ("adamw", "clipped", "adafactor"))],
+    [
+        *((name, True, 3000) for name in TRANSFORMATIONS),
+        *((name, False, 1) for name in ("adamw", "clipped", "adafactor", "accumulated")),
+    ],
 )
 def test_same_bits_as_the_transformation_itself(name, streams, piece_bytes):
     if streams and _native.unavailable_reason() is not None:
