@@ -49,10 +49,11 @@ def divide(x: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     return lax.div(x, sizes), lax.rem(x, sizes)
 
 
-def feature_indices(shape: tuple[int, ...], lead: int) -> tuple[jax.Array, ...]:
-    """A lane index for each feature axis of a tile with `lead` leading axes."""
+def feature_indices(shape: tuple[int, ...], lead: int, first: int = 0) -> tuple[jax.Array, ...]:
+    """A lane index for each feature axis of a tile with `lead` leading axes; the first axis counts from `first`."""
     rank = lead + len(shape)
-    return tuple(lanes(next_power_of_two(s), lead + i, rank) for i, s in enumerate(shape))
+    found = [lanes(next_power_of_two(s), lead + i, rank) for i, s in enumerate(shape)]
+    return (found[0] + first, *found[1:]) if first else tuple(found)
 
 
 def feature_mask(shape: tuple[int, ...], axis: int | None = None, lead: int = 2) -> jax.Array | None:

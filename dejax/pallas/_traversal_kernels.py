@@ -106,11 +106,9 @@ def _load(
     if mask is not None:
         wide = mask.reshape(*mask.shape, *ones)
         inside = wide if inside is None else wide & inside
-    features = feature_indices(shape, lead)
+    features = feature_indices(shape, lead, first)
     if column is not None:
         features = (features[0] + column,) if shape else (jnp.full(index.shape, column, jnp.int32),)
-    if first:
-        features = (features[0] + first, *features[1:])
     row = index.reshape(*index.shape, *ones)
     tile = _triton.load(ref, (row, *features), inside)
     tile = tile.astype(jnp.float32) if jnp.issubdtype(tile.dtype, jnp.floating) else tile
@@ -150,10 +148,7 @@ def _store(
     wide = mask.reshape(*mask.shape, *ones)
     inside = wide if inside is None else wide & inside
     tile = jnp.broadcast_to(tile, (*mask.shape, *padded(shape)))
-    features = feature_indices(shape, lead)
-    if first:
-        features = (features[0] + first, *features[1:])
-    _triton.store(ref, (index, *features), tile, inside)
+    _triton.store(ref, (index, *feature_indices(shape, lead, first)), tile, inside)
 
 
 def _row_tiles(

@@ -250,7 +250,7 @@ def training_models(
     """Models of both halves of a training step: what forward has in 16 bits comes to backward so."""
     rounds = precision == "tf32"
     shared = shared_encodings(parts, forward, backward, counts.rows) if rounds else frozenset()
-    at = {forward.program.ops[i].attr("position"): i for i in forward.program.inputs}
+    at = forward.program.by_position()
     saved = forward.program.outputs[parts.num_outputs :][: parts.num_saved]
     positions = {number for number, p in enumerate(parts.needed) if p in shared}
     positions |= {len(parts.needed) + i for i, v in enumerate(saved) if v in forward.half}

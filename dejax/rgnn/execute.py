@@ -225,11 +225,10 @@ def encode_shared(task: Task, graph: RelGraph, values: Arrays, halves: Halves) -
     parts, *tasks = training_tasks(task, differentiable_positions(task))
     forward, backward = (inference_kernels(half) for half in tasks)
     shared = shared_encodings(parts, forward, backward, task.counts.rows)
-    readers = forward.first_readers()
+    readers, at = forward.first_readers(), forward.program.by_position()
 
     def encoded(position: int) -> Beside:
-        value = next(i for i in forward.program.inputs if forward.program.ops[i].attr("position") == position)
-        with kernel_label(forward.program.name, readers[value]):
+        with kernel_label(forward.program.name, readers[at[position]]):
             return Beside(to_half_rows(values[position], interpret=task.options.interpret))
 
     return tuple(encoded(p) if p in shared and half is None else half for p, half in enumerate(given))

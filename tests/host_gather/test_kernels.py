@@ -76,6 +76,13 @@ def compiled(folder: Path, file: str, call: str, **definitions: int | str) -> Ca
     return run
 
 
+def gather_kernel(folder: Path, rows: np.ndarray, codes: tuple[int, int], **macros: int) -> Callable[..., None]:
+    """`gather.cu` for such rows, with the codes of their elements and of the result's; macros not named are 0."""
+    off = dict.fromkeys(("SORTED", "TICKET", "CACHED", "MEAN"), 0)
+    forms = {"ID": "int", "UNIT": _types.store_unit(rows[0].nbytes), "SOURCE": codes[0], "RESULT": codes[1]}
+    return compiled(folder, "gather.cu", GATHER, **forms, **{**off, **macros})
+
+
 def aligned(array: np.ndarray, after: int = 0) -> np.ndarray:
     """At a multiple of 4096 bytes, with as many bytes of 0xEE behind it."""
     room = np.full(array.nbytes + 8192, 0xEE, np.uint8)
@@ -101,19 +108,8 @@ def test_gather(
 ) -> None:
     rows = aligned(RNG.integers(-100, 100, (37, width)).astype(dtype))
     result = np.dtype(out or dtype)
-    run = compiled(
-        tmp_path,
-        "gather.cu",
-        GATHER,
-        ID="int",
-        UNIT=_types.store_unit(rows[0].nbytes),
-        SORTED=int(sort),
-        TICKET=int(ticket),
-        CACHED=int(cached),
-        MEAN=0,
-        SOURCE=_types.ELEMENT_CODES[rows.dtype.name] if out else -1,
-        RESULT=_types.RESULT_CODES[result.name] if out else -1,
-    )
+    codes = (_types.ELEMENT_CODES[rows.dtype.name], _types.RESULT_CODES[result.name]) if out else (-1, -1)
+    run = gather_kernel(tmp_path, rows, codes, SORTED=int(sort), TICKET=int(ticket), CACHED=int(cached))
     order = np.argsort(IDS, kind="stable").astype(np.int32) if sort else np.arange(len(IDS), dtype=np.int32)
     slots = np.full(37, -1, np.int32)
     slots[[0, 7, 36]] = [2, 0, 1]
@@ -150,19 +146,7 @@ def test_gather(
 @pytest.mark.parametrize("width", [5, 32])
 def test_mean(tmp_path: Path, width: int) -> None:
     rows = aligned(RNG.integers(-100, 100, (37, width)).astype(np.float32))
-    run = compiled(
-        tmp_path,
-        "gather.cu",
-        GATHER,
-        ID="int",
-        UNIT=_types.store_unit(rows[0].nbytes),
-        SORTED=0,
-        TICKET=0,
-        CACHED=0,
-        MEAN=1,
-        SOURCE=0,
-        RESULT=0,
-    )
+    run = gather_kernel(tmp_path, rows, (0, 0), MEAN=1)
     ids = IDS[:300].reshape(50, 6).copy()
     ids[3] = -1
     got, nothing = np.full((51, width), 111, np.float32), np.zeros(4, np.float32)

@@ -15,7 +15,7 @@ Values are the level-1 values. What no instance writes never reaches memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dejax.rgnn.ir.inter import ROWWISE, VIAS, IRError, Op, Program, Space, format_op
 
@@ -229,29 +229,22 @@ class Kernels:
         return print_kernels(self)
 
 
-def access_operand(program: Program, value: int, loop: str | None = None, *, parts: bool = False) -> Operand:
-    """How an instance reads a value: through the gather that makes it, if one does.
-
-    With `parts`, what is a slice of an array's first feature axis is read as part of that array.
-    """
+def access_operand(program: Program, value: int, loop: str | None = None) -> Operand:
+    """How an instance reads a value: through the gather that makes it, if one does."""
     op = program.ops[value]
-    whole = part_of if parts else (lambda program, value: (value, None))
     if op.name != "gather":
-        array, part = whole(program, value)
-        return Operand(value, array, "dense", part=part)
+        return Operand(value, value, "dense")
     via = op.attr("via")
-    if via == "all":
-        return Operand(value, op.args[0], "shared", via)
-    array, part = whole(program, op.args[0])
-    return Operand(value, array, "row" if via == loop else "gathered", via, part)
+    access = "shared" if via == "all" else "row" if via == loop else "gathered"
+    return Operand(value, op.args[0], access, via)
 
 
-def part_of(program: Program, value: int) -> tuple[int, tuple[int, int] | None]:
-    """The array that a slice of the first of two feature axes is of, and which part; or the value itself and None."""
-    op = program.ops[value]
-    if op.name != "slice" or op.attr("axis") != 0 or len(op.shape) != 2:
-        return value, None
-    return op.args[0], (op.attr("start"), op.attr("stop") - op.attr("start"))
+def as_part(program: Program, operand: Operand) -> Operand:
+    """The operand as part of the array that its own is a slice of, along the first of two feature axes."""
+    op = program.ops[operand.value]
+    if operand.access == "shared" or op.name != "slice" or op.attr("axis") != 0 or len(op.shape) != 2:
+        return operand
+    return replace(operand, value=op.args[0], part=(op.attr("start"), op.attr("stop") - op.attr("start")))
 
 
 def verify_kernels(kernels: Kernels) -> Kernels:

@@ -59,7 +59,7 @@ class _Differentiation:
                 for arg, part in zip(op.args, RULES[op.name](b, op, i, g), strict=True):
                     if part is not None and arg in needed:
                         self.parts.setdefault(arg, []).append(self.fit(part, forward.ops[arg]))
-        by_position = {forward.ops[i].attr("position"): i for i in forward.inputs}
+        by_position = forward.by_position()
         gradients = [self.gradient(by_position[p]) for p in self.wrt]
         return b.build([*forward.outputs, *gradients])
 

@@ -21,7 +21,7 @@ from dejax.rgnn.ir.intra import (
     Term,
     Traversal,
     access_operand,
-    part_of,
+    as_part,
 )
 from dejax.rgnn.passes._rewrite import factors, moves_unit_axes
 
@@ -280,25 +280,23 @@ class _Fusion:
             mine = {a.out for a in loop.accumulators} | set(loop.epilogue)
             if op.space != rows or i in taken or not mine.intersection(op.args):
                 continue
-            if self.joins(op, mine):
+            if self.joins(op, mine) or self.computable(i, op, mine):
                 loop.epilogue.append(i)
                 if not self.acyclic(self.loops):
                     loop.epilogue.pop()
-                continue
-            if not self.on_tile(i) or any(self.program.ops[a].name == "concat" for a in op.args):
-                continue
-            vector = op.name == "linear"  # times a vector of its type, which is read by the row's type
-            if vector and (op.args[0] not in mine or op.attr("via") == "all" or not self.stays_on_row(i)):
-                continue
-            given = () if vector else tuple(a for a in op.args if a not in mine)
-            if self.follows(given, mine):  # an array that is made from what this loop gives
-                continue
-            outside = [self.program.ops[a] for a in given]
-            if any((a.name == "gather" and a.attr("via") != "all") or a.width > 4 * op.width for a in outside):
-                continue
-            loop.epilogue.append(i)
-            if not self.acyclic(self.loops):
-                loop.epilogue.pop()
+
+    def computable(self, value: int, op: Op, mine: set[int]) -> bool:
+        """Whether an operator can be done on the rows of a loop that has the results `mine`."""
+        if not self.on_tile(value) or any(self.program.ops[a].name == "concat" for a in op.args):
+            return False
+        vector = op.name == "linear"  # times a vector of its type, which is read by the row's type
+        if vector and (op.args[0] not in mine or op.attr("via") == "all" or not self.stays_on_row(value)):
+            return False
+        given = () if vector else tuple(a for a in op.args if a not in mine)
+        if self.follows(given, mine):  # an array that is made from what this loop gives
+            return False
+        outside = [self.program.ops[a] for a in given]
+        return not any((a.name == "gather" and a.attr("via") != "all") or a.width > 4 * op.width for a in outside)
 
     def joins(self, op: Op, mine: set[int]) -> bool:
         """Whether an operator only puts rows of the loop side by side, of one shape along the first of two axes."""
@@ -330,7 +328,7 @@ class _Fusion:
         elsewhere = {v for other in self.loops if other is not loop for v in (*other.items, *other.epilogue)}
         roots = [v for a in loop.accumulators for v in self.needs(a)] + loop.items
         body, leaves = self.cone(roots, elsewhere)
-        operands = [access_operand(program, v, loop.via, parts=True) for v in leaves]
+        operands = [as_part(program, access_operand(program, v, loop.via)) for v in leaves]
         for i in body:  # vectors by type are read as operands of their own
             op = program.ops[i]
             if op.name == "linear":
@@ -364,10 +362,7 @@ class _Fusion:
     def row_operand(self, value: int, via: str | None) -> Operand:
         """How an epilogue reads a value of the row."""
         operand = access_operand(self.program, value)
-        if operand.access == "shared":
-            return operand
-        array, part = part_of(self.program, value)
-        return Operand(value, array, "row", via, part)
+        return operand if operand.access == "shared" else as_part(self.program, Operand(value, value, "row", via))
 
     def read_outside(self, value: int, loop: _Loop, results: set[int], body: list[int]) -> bool:
         """Whether anything but the loop itself needs a row value."""

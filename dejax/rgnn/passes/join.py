@@ -19,10 +19,10 @@ def join(program: Program, counts: Counts) -> Program:
             return None
         axis = left.attr("axis")
         for first, second in ((left, right), (right, left)):
+            zeros = [o.attr(side) for o in (first, second) for side in ("before", "after")]
             sizes = [builder.ops[o.args[0]].shape[axis] for o in (first, second)]
-            if first.attr("before") == 0 and second.attr("after") == 0 and second.attr("before") == sizes[0]:
-                if first.attr("after") == sizes[1]:
-                    return builder.op("concat", first.args[0], second.args[0], axis=axis)
+            if zeros == [0, sizes[1], sizes[0], 0]:
+                return builder.op("concat", first.args[0], second.args[0], axis=axis)
         return None
 
     return rebuild(program, visit)

@@ -48,14 +48,12 @@ def shared_encodings(
 ) -> frozenset[int]:
     """Positions of the inputs that forward puts in 16 bits for backward, too: both together read them many times."""
     first, second = _rounded_reads(forward, num_rows), _rounded_reads(backward, num_rows)
-    ops = forward.program.ops
-    at = {backward.program.ops[i].attr("position"): i for i in backward.program.inputs}
-    again = {p: at[number] for number, p in enumerate(parts.needed) if number in at}
+    here, there = forward.program.by_position(), backward.program.by_position()
     found = set()
-    for i in forward.program.inputs:
-        position = ops[i].attr("position")
-        counts = first.get(i, 0), second.get(again.get(position, -1), 0)
-        if min(counts) > 0 and _pays(sum(counts), num_rows(ops[i].space), ops[i].width):
+    for number, position in enumerate(parts.needed):
+        counts = first.get(here[position], 0), second.get(there[number], 0)
+        op = forward.program.ops[here[position]]
+        if min(counts) > 0 and _pays(sum(counts), num_rows(op.space), op.width):
             found.add(position)
     return frozenset(found)
 
