@@ -131,11 +131,12 @@ class Program:
     @property
     def inputs(self) -> tuple[int, ...]:
         """The `input` operators, in the order of their positions."""
-        return tuple(value for _, value in sorted(self.by_position().items()))
+        found = [i for i, op in enumerate(self.ops) if op.name == "input"]
+        return tuple(sorted(found, key=lambda i: self.ops[i].attr("position")))
 
     def by_position(self) -> dict[int, int]:
-        """The `input` operator at each position."""
-        return {op.attr("position"): i for i, op in enumerate(self.ops) if op.name == "input"}
+        """The `input` operator at each position, of a program that is verified: two have not the same."""
+        return {self.ops[i].attr("position"): i for i in self.inputs}
 
     def users(self) -> list[list[int]]:
         """For each value, the operators that read it."""
