@@ -12,7 +12,7 @@ import pytest
 from dejax.rgnn import Options, execute, library
 from dejax.rgnn.ir import inter
 from dejax.rgnn.ir.inter import Builder, Program, Space, verify
-from dejax.rgnn.ir.intra import Fallback, Gemm, Kernels, Outer, Traversal, verify_kernels
+from dejax.rgnn.ir.intra import Fallback, Gemm, Kernels, Outer, Traversal, access_by, verify_kernels
 from dejax.rgnn.passes import LATE, PASSES, Counts, differentiated, lower_to_kernels, optimise, run_passes
 from dejax.rgnn.passes.aggregate import aggregate
 from dejax.rgnn.passes.backward import differentiate
@@ -424,6 +424,40 @@ def test_no_reordering_of_a_product_that_others_read() -> None:
     after = reorder(others, COUNTS)
     # The inner product is with a constant by type either way, but x W stays as it is.
     assert not any(op.attr("via") == "self" for op in after.ops)
+
+
+def scaled_scores(b: Tiny, *, heads: int = 2, width: int = 3, kept: bool = False) -> list[int]:
+    """((x W_r) . y) c_r on edges, by head."""
+    x, y = b.node("x", 4), b.node("y", heads, width)
+    w, c = b.weight("w", heads, 4, width), b.weight("c", heads)
+    z = b.op("linear", b.src(x), w, spec="k,hkn->hn", via="etype")
+    score = b.op("dot", z, b.op("gather", y, via="dst"))
+    found = b.op("reduce", b.op("mul", b.op("gather", c, via="etype"), score), via="dst", op="sum")
+    return [found, b.op("reduce", z, via="dst", op="sum")] if kept else [found]
+
+
+def test_a_number_by_type_goes_into_the_weight_of_a_score() -> None:
+    after = dce(reorder(program("scaled")(scaled_scores), COUNTS), COUNTS)
+    scaled = next(op for op in after.ops if op.name == "mul")
+    assert scaled.space == Space.EDGE_TYPE and scaled.shape == (2, 4, 3)
+    assert not any(op.name == "gather" and op.attr("via") == "etype" for op in after.ops)
+
+
+@pytest.mark.parametrize("why", ["the product is read elsewhere, too", "few edges for such weights"])
+def test_a_number_by_type_stays_where(why: str) -> None:
+    before = program("scaled")(lambda b: scaled_scores(b, width=64 if "few" in why else 3, kept="read" in why))
+    after = dce(reorder(before, replace(COUNTS, edges=10) if "few" in why else COUNTS), COUNTS)
+    assert not any(op.name == "mul" and op.space == Space.EDGE_TYPE for op in after.ops)
+
+
+@pytest.mark.parametrize(("loop", "via", "inner"), [
+    ("source_pair", "etype", "source_pair.etype"),
+    ("source_pair", "src", "source_pair.node"),
+    ("destination_pair", "dst", "destination_pair.node"),
+])  # fmt: skip
+def test_what_all_items_of_a_row_read_alike_is_read_once_for_the_row(loop: str, via: str, inner: str) -> None:
+    assert access_by(via, loop) == ("row_indexed", inner)
+    assert access_by(via, "dst" if via != "dst" else "src") == ("gathered", via)
 
 
 def test_scores_of_one_head_are_made_by_the_product() -> None:

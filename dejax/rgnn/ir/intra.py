@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dejax.rgnn.ir.inter import ROWWISE, VIAS, IRError, Op, Program, Space, format_op
+from dejax.rgnn.ir.inter import COMPOSED_VIAS, ROWWISE, VIAS, IRError, Op, Program, Space, format_op
 
 # Contractions of a row with a matrix for its type, and of two rows into one: the GEMM template.
 MATRIX_SPECS = frozenset("k,kn->n hk,hkn->hn k,hkn->hn hk,kn->hn n,kn->k hn,hkn->hk hn,hkn->k hn,kn->hk".split())
@@ -234,9 +234,19 @@ def access_operand(program: Program, value: int, loop: str | None = None) -> Ope
     op = program.ops[value]
     if op.name != "gather":
         return Operand(value, value, "dense")
-    via = op.attr("via")
-    access = "shared" if via == "all" else "row" if via == loop else "gathered"
-    return Operand(value, op.args[0], access, via)
+    return Operand(value, op.args[0], *access_by(op.attr("via"), loop))
+
+
+def access_by(via: str, loop: str | None) -> tuple[str, str]:
+    """How an instance that loops over the rows of the map `loop` reads by the map `via`: the access and its map."""
+    if via == "all":
+        return "shared", via
+    if via == loop:
+        return "row", via
+    for (outer, inner), whole in COMPOSED_VIAS.items():
+        if (outer, whole) == (loop, via):  # all items of a row read the same
+            return "row_indexed", inner
+    return "gathered", via
 
 
 def as_part(program: Program, operand: Operand) -> Operand:

@@ -20,6 +20,7 @@ from dejax.rgnn.ir.intra import (
     Operand,
     Term,
     Traversal,
+    access_by,
     access_operand,
     as_part,
 )
@@ -332,9 +333,9 @@ class _Fusion:
         for i in body:  # vectors by type are read as operands of their own
             op = program.ops[i]
             if op.name == "linear":
-                weight, via = op.args[1], op.attr("via")
-                access = "shared" if via == "all" else "row" if via == loop.via else "gathered"
-                operands = [o for o in operands if o.name != weight] + [Operand(weight, weight, access, via)]
+                weight = op.args[1]
+                read = Operand(weight, weight, *access_by(op.attr("via"), loop.via))
+                operands = [o for o in operands if o.name != weight] + [read]
         results = {a.out for a in loop.accumulators}
         inside = results | set(loop.epilogue)
         for i in loop.epilogue:

@@ -1,7 +1,8 @@
 """Linear operator reordering (Hector, section 3.2.3): weights meet weights before they meet rows.
 
 `(x W_r) . a_r` becomes `x . (W_r a_r)`, and `(x W_r) V_r` becomes `x (W_r V_r)` where that is less work: the product of
-two weights is made once for each type, the product with a row once for each row.
+two weights is made once for each type, the product with a row once for each row. `((x W_r) . y) c_r` becomes
+`(x (c_r W_r)) . y`, so that no edge reads a number of its type.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ _DOT_AFTER_LINEAR = {
     "hk,hkn->hn": ("hn,hkn->hk", "hk,hk->h"),
     "hk,kn->hn": ("hn,kn->hk", "hk,hk->h"),
 }
+
+
+# Products whose weight, [k, n] or [heads, k, n], a number by type (and head) can be multiplied into.
+_SCALED = frozenset(("k,kn->n", "k,hkn->hn", "hk,hkn->hn"))
+# What reading a number by type costs an edge, whose types need not be in the order of the loop: a memory burst.
+_TYPED_READ_BYTES = 64
 
 
 def reorder(program: Program, counts: Counts) -> Program:
@@ -35,9 +42,38 @@ def reorder(program: Program, counts: Counts) -> Program:
             for u in users[value]
         )
 
+    def read_once(value: int) -> bool:
+        return value not in program.outputs and len(users[value]) == 1
+
+    def scaled_dot(op: Op) -> tuple[int, int, Op, int] | None:
+        """Of `((x W_r) . y) c_r` the values c, y, the product's operator and W; None where `op` is nothing such."""
+        for value, factor in (op.args, op.args[::-1]):
+            dot, scale = program.ops[value], typed_constant(factor, op.space)
+            if dot.name != "dot" or scale is None or not read_once(value):
+                continue
+            for product, other in (dot.args, dot.args[::-1]):
+                linear = program.ops[product]
+                if linear.name != "linear" or linear.attr("spec") not in _SCALED or not read_once(product):
+                    continue
+                weight = program.ops[linear.args[1]]
+                typed = linear.attr("via") == TYPE_VIA.get(op.space) and weight.dtype == program.ops[scale].dtype
+                heads = program.ops[scale].shape in ((), weight.shape[:-2])
+                moved = 3 * counts.rows(weight.space) * weight.row_bytes
+                if typed and heads and moved < counts.rows(op.space) * _TYPED_READ_BYTES:
+                    return scale, other, linear, linear.args[1]
+        return None
+
     new: dict[int, int] = {}  # old -> new, for what a pattern reaches past its own arguments
 
     def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
+        if op.name == "mul" and (found := scaled_dot(op)) is not None:
+            scale, other, linear, w = found
+            by_type = new[scale]
+            if program.ops[scale].shape:
+                by_type = builder.op("reshape", by_type, shape=(*program.ops[scale].shape, 1, 1))
+            weight = builder.op("mul", new[w], by_type)
+            product = builder.op("linear", new[linear.args[0]], weight, spec=linear.attr("spec"), via=linear.attr("via"))
+            return builder.op("dot", product, new[other])
         if op.name == "dot":
             for at in (0, 1):
                 constant = typed_constant(op.args[at], op.space)
