@@ -72,8 +72,8 @@ def reorder(program: Program, counts: Counts) -> Program:
             if program.ops[scale].shape:
                 by_type = builder.op("reshape", by_type, shape=(*program.ops[scale].shape, 1, 1))
             weight = builder.op("mul", new[w], by_type)
-            product = builder.op("linear", new[linear.args[0]], weight, spec=linear.attr("spec"), via=linear.attr("via"))
-            return builder.op("dot", product, new[other])
+            attributes = {"spec": linear.attr("spec"), "via": linear.attr("via")}
+            return builder.op("dot", builder.op("linear", new[linear.args[0]], weight, **attributes), new[other])
         if op.name == "dot":
             for at in (0, 1):
                 constant = typed_constant(op.args[at], op.space)
