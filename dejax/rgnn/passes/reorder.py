@@ -68,10 +68,10 @@ def reorder(program: Program, counts: Counts) -> Program:
     def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         if op.name == "mul" and (found := scaled_dot(op)) is not None:
             scale, other, linear, w = found
-            by_type = new[scale]
+            factor = new[scale]
             if program.ops[scale].shape:
-                by_type = builder.op("reshape", by_type, shape=(*program.ops[scale].shape, 1, 1))
-            weight = builder.op("mul", new[w], by_type)
+                factor = builder.op("reshape", factor, shape=(*program.ops[scale].shape, 1, 1))
+            weight = builder.op("mul", new[w], factor)
             attributes = {"spec": linear.attr("spec"), "via": linear.attr("via")}
             return builder.op("dot", builder.op("linear", new[linear.args[0]], weight, **attributes), new[other])
         if op.name == "dot":
