@@ -67,13 +67,13 @@ def reorder(program: Program, counts: Counts) -> Program:
 
     def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         if op.name == "mul" and (found := scaled_dot(op)) is not None:
-            scale, other, linear, w = found
+            scale, other, made, w = found
             factor = new[scale]
             if program.ops[scale].shape:
                 factor = builder.op("reshape", factor, shape=(*program.ops[scale].shape, 1, 1))
             weight = builder.op("mul", new[w], factor)
-            attributes = {"spec": linear.attr("spec"), "via": linear.attr("via")}
-            return builder.op("dot", builder.op("linear", new[linear.args[0]], weight, **attributes), new[other])
+            attributes = {"spec": made.attr("spec"), "via": made.attr("via")}
+            return builder.op("dot", builder.op("linear", new[made.args[0]], weight, **attributes), new[other])
         if op.name == "dot":
             for at in (0, 1):
                 constant = typed_constant(op.args[at], op.space)
