@@ -28,6 +28,7 @@ from dejax.rgnn.passes._rewrite import factors, moves_unit_axes
 
 _ITEM_SPACES = (Space.EDGE, Space.SOURCE_PAIR, Space.DESTINATION_PAIR)
 _MAX_RANK = 2  # (heads, width)
+_BY_ROW = ("row", "row_indexed", "shared")  # read once for all items of a row
 
 
 @dataclass
@@ -250,19 +251,28 @@ class _Fusion:
         return found
 
     def narrow(self) -> list[int]:
-        """Values much narrower than what they are made from, needed by more than one loop."""
-        uses: dict[int, int] = {}
+        """Values much narrower than what they are made from, needed by more than one loop, and not at hand in all."""
+        uses: dict[int, list[_Loop]] = {}
         for loop in self.loops:
             body, _ = self.cone([v for a in loop.accumulators for v in self.needs(a)], set())
             for v in body:
-                uses[v] = uses.get(v, 0) + 1
+                uses.setdefault(v, []).append(loop)
         ops = self.program.ops
         shrinks = ("dot", "sum_features", "linear")
         return [
             v
-            for v, n in uses.items()
-            if n > 1 and ops[v].name in shrinks and ops[v].width * 4 <= max(ops[a].width for a in ops[v].args)
+            for v, loops in uses.items()
+            if len(loops) > 1
+            and ops[v].name in shrinks
+            and ops[v].width * 4 <= max(ops[a].width for a in ops[v].args)
+            and not all(self.at_hand(v, loop) for loop in loops)
         ]
+
+    def at_hand(self, value: int, loop: _Loop) -> bool:
+        """Whether a loop needs no more rows of its items to make the value: what it is made from is read anyway."""
+        rest = self.cone([v for a in loop.accumulators for v in self.needs(a)], {value})[1]
+        made_from = self.cone([value], set())[1]
+        return all(v in rest or access_operand(self.program, v, loop.via).access in _BY_ROW for v in made_from)
 
     def computes(self, loop: _Loop, value: int) -> bool:
         roots = [v for a in loop.accumulators for v in self.needs(a)] + loop.items

@@ -2,8 +2,8 @@
 
 What crosses the cut is kept in memory between the two. Kept: results of typed linears and reductions, which are at most
 as many rows as there are pairs or nodes, edge values that shrank a feature axis (one number a head), and node values
-that a typed linear of forward reads, so that they are arrays anyway. Recomputed: reads of rows, other elementwise
-functions, and every edge-by-width tensor.
+that a typed linear of forward reads, so that they are arrays anyway. Recomputed: reads of rows, inner products of two
+rows, other elementwise functions, and every edge-by-width tensor.
 """
 
 from __future__ import annotations
@@ -104,9 +104,17 @@ def _keep(program: Program, value: int, save_all: bool) -> bool:
         return True
     widest = max((program.ops[a].width for a in op.args if program.ops[a].space == op.space), default=0)
     if op.space == Space.EDGE:
-        return op.width * 4 <= widest
+        return op.width * 4 <= widest and not _dot_of_rows(program, op)
     # Elementwise on what is kept: read again, computed again.
     return op.name not in ROWWISE or op.name in ("dot", "sum_features")
+
+
+def _dot_of_rows(program: Program, op: Op) -> bool:
+    """Whether an edge value is the inner product of two rows.
+
+    The loops of its gradient read both: the one as the row that they loop over, the other for each item.
+    """
+    return op.name == "dot" and all(program.ops[a].name == "gather" for a in op.args)
 
 
 def _forward_program(joint: Program, late: set[int], outputs: tuple[int, ...]) -> Program:
