@@ -14,6 +14,7 @@ import pytest
 
 from dejax.rgnn import Options, RelGraph, execute
 from dejax.rgnn.execute import counts_of
+from dejax.rgnn.passes import save
 from tests.rgnn.cases import CASES, MODELS, Size
 from tests.rgnn.contract import Expected, assert_agrees, check, covering, expected, row_counts, run_case
 from tests.rgnn.references import GRAPHS, HUB_CHUNK, graph_of
@@ -224,17 +225,29 @@ def test_masks_of_a_concrete_graph() -> None:
 
 
 @pytest.fixture
-def rows_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Rows that are read often are put in 16 bits on small graphs, too, where it does not pay."""
-    caches = (execute.inference_kernels, execute.training_cut)
-    for cache in caches:
-        cache.cache_clear()
-    execute._run.clear_cache()
-    monkeypatch.setattr(importlib.import_module("dejax.rgnn.passes.storage"), "_LAUNCH_BYTES", -(10**9))
+def fresh_plans() -> Iterator[None]:
+    """Programs are planned and compiled anew, and forgotten after the test."""
+
+    def forget() -> None:
+        for cache in (execute.inference_kernels, execute.training_cut):
+            cache.cache_clear()
+        execute._run.clear_cache()
+
+    forget()
     yield
-    for cache in caches:
-        cache.cache_clear()
-    execute._run.clear_cache()
+    forget()
+
+
+@pytest.fixture
+def rows_in_16_bits(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
+    """Rows that are read often are put in 16 bits on small graphs, too, where it does not pay."""
+    monkeypatch.setattr(importlib.import_module("dejax.rgnn.passes.storage"), "_LAUNCH_BYTES", -(10**9))
+
+
+@pytest.fixture
+def scores_made_again(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
+    """As on a graph with many edges, where backward keeps no score."""
+    monkeypatch.setattr(save, "_CACHED_BYTES", 0)
 
 
 @pytest.mark.parametrize(
@@ -288,6 +301,12 @@ def test_typed_sources(name: str, backend: str, disable: tuple[str, ...]) -> Non
     """Where all edges of a type come from nodes of one type, keys and messages are one product each."""
     assert counts_of(graph_of("typed")).typed_sources and not counts_of(graph_of("typical")).typed_sources
     check(name, "typed", Size(8, 4, 2), dataclasses.replace(BACKENDS[backend], disable=disable), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+@pytest.mark.usefixtures("scores_made_again")
+def test_scores_made_again(backend: str) -> None:
+    check("hgt", "hubs", Size(8, 4, 2), BACKENDS[backend], tolerance=F32, loop_tables=backend == "pallas")
 
 
 @pytest.mark.parametrize("size", [Size(16, 16, 1), Size(20, 18, 2)], ids=str)

@@ -252,7 +252,7 @@ def test_golden_cut(golden: Golden) -> None:
     joint = dce(cse(differentiate(message_passing, wrt=(0, 1)), COUNTS), COUNTS)
     stages = []
     for title, save_all in (("recompute", False), ("recompute off", True)):
-        halves = cut(joint, num_inputs=2, num_outputs=1, save_all=save_all)
+        halves = cut(joint, 2, 1, COUNTS, save_all=save_all)
         stages += [
             (f"{title}: forward, the output and what is saved", halves.forward),
             (f"{title}: backward", halves.backward),
@@ -458,6 +458,21 @@ def test_a_number_by_type_stays_where(why: str) -> None:
 def test_what_all_items_of_a_row_read_alike_is_read_once_for_the_row(loop: str, via: str, inner: str) -> None:
     assert access_by(via, loop) == ("row_indexed", inner)
     assert access_by(via, "dst" if via != "dst" else "src") == ("gathered", via)
+
+
+@pytest.mark.parametrize(("edges", "kept"), [(1_000_000, True), (100_000_000, False)])
+def test_scores_of_many_edges_are_made_again(edges: int, kept: bool) -> None:
+    """The loops over destinations and over source pairs read keys and queries anyway: no score reaches memory."""
+    counts = Counts(edges // 10, edges, edges // 9, edges // 5, 4, 4, typed_sources=True)
+    arrays = {k: a.astype("float32") for k, a in make_arrays("hgt", GRAPHS["typed"], Size(16, 8, 2), "float32").items()}
+    task, _, _ = library.hgt._prepare(graph_of("typed"), Options(), (arrays.pop("x"), arrays), {})
+    task = replace(task, counts=counts)
+    halves = execute.training_cut(task, execute.differentiable_positions(task))
+    assert any(halves.forward.ops[v].space == Space.EDGE for v in halves.forward.outputs) == kept
+    kernels = execute.inference_kernels(execute.Task(halves.backward, counts, task.options, raw=False))
+    loops = [t for t in kernels.instances if isinstance(t, Traversal) and t.space == Space.EDGE]
+    dots = [kernels.program.ops[i].name for t in loops for i in t.body].count("dot")
+    assert dots == (0 if kept else 2)
 
 
 def test_scores_of_one_head_are_made_by_the_product() -> None:

@@ -122,7 +122,8 @@ def differentiated(
     watch("backward", joint)
     joint = run_passes(joint, LATE, counts, disable, watch)
     positions = [program.ops[i].attr("position") for i in program.inputs]
-    halves = cut(joint, 1 + max(positions, default=-1), len(program.outputs), save_all="recompute" in disable)
+    num_inputs = 1 + max(positions, default=-1)
+    halves = cut(joint, num_inputs, len(program.outputs), counts, save_all="recompute" in disable)
     watch("recompute, forward half", halves.forward)
     watch("recompute, backward half", halves.backward)
     return halves
