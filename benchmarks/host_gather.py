@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import statistics
 import time
 import traceback
@@ -244,9 +245,14 @@ def overlap(args: argparse.Namespace) -> Cells:
     ids = jnp.asarray(random_ids(rows, steps * args.ids[0] // 4).reshape(steps, -1))
     w = jnp.asarray(RNG.standard_normal((size, size)) / size**0.5, jnp.bfloat16)
     step = host_gather_overlap.layer()
-    wanted = host_gather_overlap.programs(step, steps)
-    wanted["prefetched_8_sms"] = host_gather_overlap.programs(step, steps, num_sms=8)["prefetched"]
-    yield {"steps": steps} | {name: 1e3 * seconds(jax.jit(f), table, ids, w, calls=2) for name, f in wanted.items()}
+    wanted = host_gather_overlap.programs(step)
+    wanted["prefetched_8_sms"] = host_gather_overlap.programs(step, num_sms=8)["prefetched"]
+
+    def timed(program: Callable[..., Any], *args: Any) -> float:
+        return 1e3 * seconds(program, *args, calls=2)
+
+    cell = {"steps": steps} | {name: timed(jax.jit(f), table, ids, w) for name, f in wanted.items()}
+    yield cell | host_gather_overlap.one_more_step(timed, step, table, ids, w)
     table.close()
 
 
@@ -275,23 +281,40 @@ def linear(args: argparse.Namespace) -> Cells:
 
 
 def devices(args: argparse.Namespace) -> Cells:
-    """GB/s in all: the devices of the host read one table, each its own ids."""
+    """GB/s in all: the devices of the host read one table, each its own ids; and what sharing takes of host memory."""
     rows, spec = args.width_bytes // 512, jax.sharding.PartitionSpec
     table = args.arena.table(rows, 128)
+    alone = None
     for count in sorted({1, len(jax.devices())}):
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:count]), ("device",))
-        shared, own = table.share(mesh), jax.sharding.NamedSharding(mesh, spec("device"))
+        before = resident_bytes()
+        shared, taken = table.share(mesh), resident_bytes() - before
+        own = jax.sharding.NamedSharding(mesh, spec("device"))
         ids = jax.device_put(random_ids(rows, count * args.ids[0]).reshape(count, -1), own)
-        each = jax.shard_map(
-            lambda t, i: hg.gather(t, i, order="given"),
-            mesh=mesh,
-            in_specs=(spec(), spec("device")),
-            out_specs=spec("device"),
-            check_vma=False,
-        )
-        elapsed = seconds(jax.jit(each), shared, ids, calls=args.calls)
-        yield {"devices": count, "gather": ids.size * 512 / 1e9 / elapsed}
+        cell: dict[str, Any] = {"devices": count, "ids_a_device": args.ids[0]}
+        for order in ("given", "sorted"):
+            each = jax.jit(
+                jax.shard_map(
+                    lambda t, i, order=order: hg.gather(t, i, order=order),
+                    mesh=mesh,
+                    in_specs=(spec(), spec("device")),
+                    out_specs=spec("device"),
+                    check_vma=False,
+                )
+            )
+            got = np.asarray(each(shared, ids)[-1, :100])
+            if not (got == table.numpy()[np.asarray(ids[-1, :100])]).all():
+                raise AssertionError(f"rows of {count} devices differ from the table's")
+            cell[order] = ids.size * 512 / 1e9 / seconds(each, shared, ids, calls=args.calls)
+        cell["host_mib_for_sharing"] = taken / 2**20
+        alone = alone or cell
+        yield cell | {"of_one_device": cell["given"] / alone["given"]}
     table.close()
+
+
+def resident_bytes() -> int:
+    """Of this process, in memory."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], Cells]] = {

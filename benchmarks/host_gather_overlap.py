@@ -8,8 +8,9 @@ The last one is for Triton's products, one block for each tile. XLA keeps in a p
 product first, whatever the options of later compilations; and it picks anew in each process.
 
 Each case prints milliseconds of compute alone, gathers alone, one after the other, and prefetched, and their ratio to
-the longer of the two; then, of a profile, the gathers' mean duration, the part of it in which a kernel of another
-stream was at work, and the kernels that took longest, with what a block of theirs takes from a multiprocessor.
+the longer of the two, for the loop and for what one more step adds to it; then, of a profile, the gathers' mean
+duration, the part of it in which a kernel of another stream was at work, and the kernels that took longest, with what a
+block of theirs takes from a multiprocessor.
 """
 
 from __future__ import annotations
@@ -53,19 +54,37 @@ def layer(elementwise: bool = False) -> Callable[..., tuple[jax.Array, None]]:
     return step
 
 
-def programs(step: Callable[..., Any], steps: int, **options: Any) -> dict[str, Program]:
+def programs(step: Callable[..., Any], **options: Any) -> dict[str, Program]:
     """Functions of a table, ids [steps, n] and a matrix: a part each, one after the other, and side by side."""
     none = jnp.zeros((1, 1))
 
-    def scan(body: Callable[..., Any], carry: Any, ids: jax.Array | None) -> Any:
-        return jax.lax.scan(body, carry, ids, length=steps)[0]
+    def scan(body: Callable[..., Any], carry: Any, xs: Any) -> Any:
+        return jax.lax.scan(body, carry, xs)[0]
 
     return {
-        "compute": lambda t, i, w: scan(lambda c, _: step(c, none, w), w, None),
+        "compute": lambda t, i, w: scan(lambda c, _: step(c, none, w), w, i[:, 0]),
         "transfer": lambda t, i, w: scan(lambda s, i: (s + t[i][0, 0], None), 0.0, i),
         "serial": lambda t, i, w: scan(lambda c, i: step(c, t[i], w), w, i),
         "prefetched": lambda t, i, w: prefetched_scan(lambda c, rows, _: step(c, rows, w), w, t, i, **options)[0],
     }
+
+
+def one_more_step(
+    timed: Callable[..., float],
+    step: Callable[..., Any],
+    table: HostTable,
+    ids: jax.Array,
+    matrix: jax.Array,
+    **options: Any,
+) -> dict[str, float]:
+    """What a step adds to a long loop: without what comes once, as the first gather, which nothing runs beside."""
+    found, half = {}, ids.shape[0] // 2
+    for name in ("compute", "transfer", "prefetched"):
+        program = programs(step, **options)[name]
+        whole, part = (timed(jax.jit(program), table, some, matrix) for some in (ids, ids[half:]))
+        found[f"{name}_a_step"] = (whole - part) / half
+    longer = max(found["compute_a_step"], found["transfer_a_step"])
+    return found | {"ratio_a_step": found["prefetched_a_step"] / longer}
 
 
 def beside(records: Sequence[Record]) -> dict[str, Any]:
@@ -120,10 +139,12 @@ def milliseconds(compiled: Callable[..., Any], *args: Any, repeats: int = 3) -> 
 def trial(case: dict[str, Any], table: HostTable, ids: jax.Array, matrix: jax.Array) -> dict[str, Any]:
     """The figures of one case."""
     step, found = layer(case.get("elementwise", False)), {}
-    for name, program in programs(step, ids.shape[0], **case.get("options", {})).items():
+    for name, program in programs(step, **case.get("options", {})).items():
         compiled = jax.jit(program)
         found[name] = milliseconds(compiled, table, ids, matrix)
     found["ratio"] = round(found["prefetched"] / max(found["compute"], found["transfer"]), 3)
+    more = one_more_step(milliseconds, step, table, ids, matrix, **case.get("options", {}))
+    found |= {name: round(value, 3) for name, value in more.items()}
     return found | beside(record(lambda: jax.block_until_ready(compiled(table, ids, matrix))))
 
 

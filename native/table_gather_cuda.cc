@@ -35,6 +35,15 @@ volatile long long* ErrorWords() {
   return words;
 }
 
+// Which lanes of a warp read which chunks of rows that touch `touched` bytes: no line is read by two instructions.
+void SetLanes(int64_t touched, int64_t align, GatherParams* p) {
+  int64_t chunks = (touched + 15) / 16;
+  if (align == 128) chunks = (chunks + 7) / 8 * 8;
+  p->chunks = static_cast<int>(chunks);
+  p->lanes = static_cast<int>(chunks % 8 == 0 || chunks > 32 ? 32 : 32 / chunks * chunks);
+  p->align = static_cast<int>(align);
+}
+
 }  // namespace
 
 ffi::Error LaunchGather(const GatherCall& g, void* out, int64_t out_bytes, void* ticket, cuda::Context context,
@@ -76,8 +85,7 @@ ffi::Error LaunchGather(const GatherCall& g, void* out, int64_t out_bytes, void*
   const int64_t unit = g.row_bytes & -g.row_bytes;
   const int64_t align = address % static_cast<uintptr_t>(g.align) == 0 ? g.align : 16;
   const int64_t offset = unit >= align ? 0 : align - std::min<int64_t>(unit, 16);
-  p.chunks = static_cast<int>((g.row_bytes + offset + 15) / 16);
-  p.align = static_cast<int>(align);
+  SetLanes(g.row_bytes + offset, align, &p);
   p.fan_out = static_cast<int>(g.fan_out);
   p.clip = g.clip;
   p.fill_value = g.fill_value;
@@ -94,7 +102,7 @@ ffi::Error LaunchGather(const GatherCall& g, void* out, int64_t out_bytes, void*
   const cuda::Api& api = *cuda::GetApi(nullptr);
   const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
   // No more warps than there is work.
-  const int64_t steps = (p.n * p.chunks + 32 * kUnroll - 1) / (32 * kUnroll);
+  const int64_t steps = (p.n * p.chunks + p.lanes * kUnroll - 1) / (p.lanes * kUnroll);
   const unsigned threads = static_cast<unsigned>(std::clamp<int64_t>((steps + g.grid - 1) / g.grid * 32, 32, kThreads));
   const unsigned grid = static_cast<unsigned>(std::min<int64_t>(g.grid, std::max<int64_t>(1, steps)));
   void* arguments[] = {&p};

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from typing import Any
 
 import jax
@@ -36,8 +37,11 @@ class TableSpec:
         return jax.ShapeDtypeStruct((self.rows, words), np.dtype(f"uint{_types.word_bits(self.dtype)}"))
 
 
-def table_spec(shape: tuple[int, ...], dtype: Any, device: jax.Device | None, what: str) -> TableSpec:
-    shape = tuple(int(size) for size in shape)
+def table_spec(shape: Any, dtype: Any, device: jax.Device | None, what: str) -> TableSpec:
+    try:
+        shape = tuple(operator.index(size) for size in (shape if np.iterable(shape) else [shape]))
+    except TypeError:
+        raise TypeError(f"{what}: a shape [rows, *row] of integers is needed, {shape!r} was given") from None
     if not shape or min(shape) < 0:
         raise ValueError(f"{what}: a shape [rows, *row] is needed, {shape} was given")
     spec = TableSpec(shape[0], shape[1:], _types.element_dtype(dtype, what), platform_of(device_or_default(device)))
@@ -48,6 +52,8 @@ def table_spec(shape: tuple[int, ...], dtype: Any, device: jax.Device | None, wh
 
 def device_or_default(device: jax.Device | None) -> Any:
     if device is not None:
+        if not hasattr(device, "platform"):
+            raise TypeError(f"HostTable: `device` must be one of jax.devices(), {device!r} was given")
         return device
     default = jax.config.values["jax_default_device"]
     return default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]

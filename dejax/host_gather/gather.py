@@ -184,6 +184,8 @@ def checked_ids(what: str, ids: Any) -> Array:
         if ids.size == 0:
             ids = ids.astype(np.int32)
     kind = np.dtype(ids.dtype)
+    if kind == np.bool_:
+        raise TypeError(f"{what}: `ids` is a mask; give jnp.nonzero(mask, size=..., fill_value=-1)[0], its ids")
     if not jnp.issubdtype(kind, jnp.integer):
         raise TypeError(f"{what}: `ids` must be integers, {kind} was given; use ids.astype(jnp.int32)")
     if isinstance(ids, np.ndarray) and kind.itemsize == 8 and not jax.config.values["jax_enable_x64"]:

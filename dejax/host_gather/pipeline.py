@@ -56,12 +56,7 @@ def gather_start(table: HostTable, ids: ArrayLike, *, before: Any = None, **opti
     Returns:
         PendingRows; with `before`, (PendingRows, before).
     """
-    if options.get("reduce") is not None:
-        raise ValueError("gather_start: `reduce` is not supported; reduce the rows of gather_done")
-    rest = {"mode": "fill", "fill_value": 0, "out_dtype": None, "scale": None, "order": "auto", "num_sms": BESIDE_SMS}
-    if unknown := set(options) - set(rest) - {"reduce"}:
-        raise TypeError(f"gather_start: unknown options {sorted(unknown)}; it takes {sorted(rest)}")
-    chosen = {**rest, **options}
+    chosen = _checked_options("gather_start", options)
     leaf, ids, call, scale = prepared(
         "gather_start", table, ids, chosen["mode"], chosen["fill_value"], chosen["out_dtype"], chosen["scale"], None,
         chosen["order"], chosen["num_sms"],
@@ -119,11 +114,16 @@ def prefetched_scan(
     >>> float(total)
     10.0
     """
+    if not isinstance(table, HostTable):
+        raise TypeError(f"prefetched_scan: `table` must be a HostTable, {type(table).__name__} was given")
     ids = jnp.asarray(ids)
     if ids.ndim == 0:
         raise ValueError("prefetched_scan: `ids` must have a leading axis of steps")
     if depth < 1:
         raise ValueError(f"prefetched_scan: `depth` must be at least 1, {depth} was given")
+    chosen = _checked_options("prefetched_scan", options)
+    if chosen["mode"] != "fill":
+        raise ValueError("prefetched_scan: only mode='fill'; clip the ids beforehand")
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((table, init, ids, xs))):
         return jax.jit(functools.partial(prefetched_scan, step, depth=depth, **options))(init, table, ids, xs)
     if table._spec.platform != "cuda":
@@ -132,14 +132,10 @@ def prefetched_scan(
     steps, site = ids.shape[0], next(_sites)
     # What is started beyond the last step reads nothing: its ids are out of range.
     padded = jnp.concatenate([ids, jnp.full((depth, *ids.shape[1:]), -1, ids.dtype)])
-    options = {"mode": "fill", **options}
-    rest = {"fill_value": 0, "out_dtype": None, "scale": None, "order": "auto", "num_sms": BESIDE_SMS, **options}
     leaf, _, call, scale = prepared(
-        "prefetched_scan", table, padded[0], rest["mode"], rest["fill_value"], rest["out_dtype"], rest["scale"], None,
-        rest["order"], rest["num_sms"],
+        "prefetched_scan", table, padded[0], "fill", chosen["fill_value"], chosen["out_dtype"], chosen["scale"], None,
+        chosen["order"], chosen["num_sms"],
     )  # fmt: skip
-    if call.clip or call.raises:
-        raise ValueError("prefetched_scan: only mode='fill'; clip the ids beforehand")
 
     def start(ticket: Array, at: Array) -> Array:
         # The ticket passes through, so that starts come in the order of the loop.
@@ -163,6 +159,16 @@ def prefetched_scan(
     for _ in range(depth):  # frees what was started beyond the end
         last = [_done(site, shape, call.out_dtype, ticket, last)]
     return carry, ys
+
+
+def _checked_options(what: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a gather that is begun, with their defaults."""
+    if options.get("reduce") is not None:
+        raise ValueError(f"{what}: `reduce` is not supported; reduce the rows that come back")
+    rest = {"mode": "fill", "fill_value": 0, "out_dtype": None, "scale": None, "order": "auto", "num_sms": BESIDE_SMS}
+    if unknown := set(options) - set(rest) - {"reduce"}:
+        raise TypeError(f"{what}: unknown options {sorted(unknown)}; it takes {sorted(rest)}")
+    return {**rest, **options}
 
 
 def _start(

@@ -104,11 +104,24 @@ class Topology:
         num_relations: int = 1,
         on_host: bool = False,
     ) -> Topology:
-        """From lists that are sorted already; HostTables stay where they are."""
+        """From lists that are sorted already; HostTables stay where they are, and arrays of jax are not looked into.
+
+        Raises:
+            ValueError: `starts` of another length than its groups need or not ascending from 0 to the number of
+                edges, senders out of range.
+        """
+        if not hasattr(starts, "shape") or not hasattr(senders, "shape"):
+            starts, senders = np.asarray(starts), np.asarray(senders)
         if starts.shape != (num_nodes * num_relations + 1,):
             raise ValueError(
                 f"Topology: `starts` must have shape ({num_nodes * num_relations + 1},), not {starts.shape}"
             )
+
+        ascends = not isinstance(starts, np.ndarray) or (starts[0] == 0 and (starts[1:] >= starts[:-1]).all())
+        if not ascends or (isinstance(starts, np.ndarray) and starts[-1] != len(senders)):
+            raise ValueError(f"Topology: `starts` must ascend from 0 to the number of `senders`, {len(senders)}")
+        if isinstance(senders, np.ndarray) and senders.size and (senders.min() < 0 or senders.max() >= num_nodes):
+            raise ValueError(f"Topology: `senders` must be integers from 0 to {num_nodes - 1}")
 
         def place(values: Any) -> Rows:
             if isinstance(values, HostTable):

@@ -162,11 +162,11 @@ class HostTable:
             MemoryError: the memory cannot be pinned.
         """
         what = f"HostTable.from_file({os.fspath(path)!r})"
-        spec = dataclasses.replace(table_spec(tuple(shape), dtype, device, what), read_only=True)
+        spec = dataclasses.replace(table_spec(shape, dtype, device, what), read_only=True)
         wanted, there = spec.rows * spec.row_bytes, Path(path).stat().st_size
         if offset < 0 or there < offset + wanted:
             raise ValueError(
-                f"{what}: shape {tuple(shape)} of {spec.dtype} after {offset} bytes needs a file of "
+                f"{what}: shape {(spec.rows, *spec.row)} of {spec.dtype} after {offset} bytes needs a file of "
                 f"{offset + wanted} bytes, this one has {there}"
             )
         if not wanted:
@@ -188,7 +188,7 @@ class HostTable:
     @classmethod
     def zeros(cls, shape: Sequence[int], dtype: Any = np.float32, *, device: jax.Device | None = None) -> HostTable:
         """A table of zeros. Raises as `empty`."""
-        table = cls._allocate(table_spec(tuple(shape), dtype, device, "HostTable.zeros"), device, "HostTable.zeros")
+        table = cls._allocate(table_spec(shape, dtype, device, "HostTable.zeros"), device, "HostTable.zeros")
         memory = memory_of(table._leaf)
         if memory is not None:
             memory.zero()
@@ -208,7 +208,7 @@ class HostTable:
             TypeError: a dtype that is not of whole bytes.
             MemoryError: the memory cannot be pinned.
         """
-        return cls._allocate(table_spec(tuple(shape), dtype, device, "HostTable.empty"), device, "HostTable.empty")
+        return cls._allocate(table_spec(shape, dtype, device, "HostTable.empty"), device, "HostTable.empty")
 
     @classmethod
     def _allocate(cls, spec: TableSpec, device: jax.Device | None, what: str) -> HostTable:

@@ -208,6 +208,35 @@ def test_prefetched_rows_that_are_slices(depth: int) -> None:
     assert _native.extension("a test").gathers_under_way() == 0
 
 
+def test_devices_of_a_host_share_a_table() -> None:
+    count = len(jax.devices())
+    if count < 2:
+        pytest.skip("one device")
+    rng, spec = np.random.default_rng(0), jax.sharding.PartitionSpec
+    rows = rng.standard_normal((1 << 12, 64)).astype(np.float32)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("device",))
+    table = HostTable.from_numpy(rows)
+    shared = table.share(mesh)
+    places = {shard.data.unsafe_buffer_pointer() for shard in shared._leaf.addressable_shards}
+    assert places == {table._leaf.unsafe_buffer_pointer()}
+    ids = rng.integers(-9, 4200, (count, 6, 500), np.int32)
+    want = np.where(((ids >= 0) & (ids < 1 << 12))[..., None], rows[np.clip(ids, 0, 4095)], 0)
+
+    def whole(t: HostTable, i: jax.Array) -> jax.Array:
+        return jnp.concatenate([gather(t, i[:, :3], order="given"), gather(t, i[:, 3:], order="sorted")], 1)
+
+    def ahead(t: HostTable, i: jax.Array) -> jax.Array:
+        return prefetched_scan(lambda c, got, _: (c, got), 0, t, i[0])[1][None]
+
+    for each in (whole, ahead):
+        over = jax.shard_map(
+            each, mesh=mesh, in_specs=(spec(), spec("device")), out_specs=spec("device"), check_vma=False
+        )
+        got = jax.jit(over)(shared, ids)
+        assert len(got.sharding.device_set) == count
+        np.testing.assert_array_equal(got, want)
+
+
 def test_rows_and_updates_that_are_slices() -> None:
     """As above, of whole gathers, which then crossed the bus twice, and of updates."""
     rng = np.random.default_rng(0)

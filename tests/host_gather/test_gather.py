@@ -173,7 +173,7 @@ def test_bad_arguments() -> None:
     ids = np.array([0])
     with pytest.raises(TypeError, match="`ids` must be integers, float32"):
         gather(table, np.zeros(2, np.float32))
-    with pytest.raises(TypeError, match="must be integers, bool"):
+    with pytest.raises(TypeError, match="`ids` is a mask; give jnp.nonzero"):
         gather(table, np.zeros(2, bool))
     with pytest.raises(TypeError, match="signed integers, uint32"):
         gather(table, np.zeros(2, np.uint32))

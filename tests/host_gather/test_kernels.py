@@ -34,6 +34,8 @@ extern "C" void run(const char* table, long long rows, int row_bytes, const int*
   const int unit = row_bytes & -row_bytes;
   p.align = align;
   p.chunks = (row_bytes + (unit >= align ? 0 : align - (unit < 16 ? unit : 16)) + 15) / 16;
+  if (align == 128) p.chunks = (p.chunks + 7) / 8 * 8;
+  p.lanes = p.chunks % 8 == 0 || p.chunks > 32 ? 32 : 32 / p.chunks * p.chunks;
   RunGrid(dejax_gather, p, 3);
 }
 """
@@ -97,6 +99,9 @@ def aligned(array: np.ndarray, after: int = 0) -> np.ndarray:
     [
         (128, np.float32, None, False, False, False, False),
         (100, np.float32, None, True, True, False, False),
+        (12, np.float32, None, True, True, False, False),
+        (250, np.float32, None, False, False, False, False),
+        (25, np.float32, None, True, True, False, True),
         (129, np.float32, None, True, True, True, True),
         (33, np.int8, None, False, True, True, False),
         (37, np.int8, ml_dtypes.bfloat16, True, True, False, False),

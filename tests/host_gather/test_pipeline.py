@@ -63,5 +63,14 @@ def test_bad_arguments() -> None:
         gather_start(table, IDS, reduce="mean")
     with pytest.raises(ValueError, match="`depth` must be at least 1"):
         prefetched_scan(lambda c, rows, x: (c, None), 0, table, IDS, depth=0)
+    for options, match in (
+        ({"mood": 1}, "unknown options"),
+        ({"reduce": "mean"}, "not supported"),
+        ({"mode": "clip"}, "only"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=match):
+            prefetched_scan(lambda c, rows, x: (c, None), 0, table, IDS, **options)
+    with pytest.raises(TypeError, match="must be a HostTable, ndarray"):
+        prefetched_scan(lambda c, rows, x: (c, None), 0, ROWS, IDS)
     with pytest.raises(ValueError, match="leading axis"):
         prefetched_scan(lambda c, rows, x: (c, None), 0, table, np.int32(1))

@@ -178,6 +178,9 @@ def test_bad_arguments() -> None:
         Topology.from_edges([1, 2], [0], num_nodes=3)
     with pytest.raises(ValueError, match="finite and not negative"):
         Topology.from_edges([1], [0], num_nodes=3, weights=[-1.0])
+    for starts, senders in (([0, 1, 1], [0]), ([0, 2, 1, 1], [0]), ([0, 1, 1, 2], [0]), ([0, 1, 1, 1], [3])):
+        with pytest.raises(ValueError, match="`starts` must|`senders` must"):
+            Topology.from_csc(starts, senders, num_nodes=3)
     topology = Topology.from_edges([1], [0], num_nodes=3)
     with pytest.raises(ValueError, match="`fan_out` must be at least 1"):
         sample_neighbors(jax.random.key(0), topology, jnp.array([0]), fan_out=0)

@@ -117,6 +117,11 @@ def test_files_that_are_no_table(tmp_path: Path) -> None:
 
 
 def test_arguments_of_the_wrong_kind() -> None:
+    assert HostTable.zeros(3).shape == (3,)
+    with pytest.raises(TypeError, match=r"a shape \[rows, \*row\] of integers is needed"):
+        HostTable.zeros((3, 2.5))
+    with pytest.raises(TypeError, match=r"one of jax.devices\(\), 'gpu'"):
+        HostTable.zeros((3, 2), device="gpu")
     with pytest.raises(ValueError, match=r"a shape \[rows, \*row\] is needed, \(\)"):
         HostTable.from_numpy(np.float32(1))
     with pytest.raises(ValueError, match="shape"):

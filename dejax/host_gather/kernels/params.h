@@ -25,7 +25,8 @@ struct GatherParams {
   long long rows;
   long long scale_count;  // 0, 1 or rows
   int row_bytes;
-  int chunks;  // 16-byte chunks that one row can touch
+  int chunks;  // 16-byte chunks that one row can touch, or is given
+  int lanes;   // of a warp: those that take chunks
   int align;   // bytes; lanes begin at such a boundary
   int fan_out;
   int clip;
