@@ -18,6 +18,8 @@ from dejax.pallas._shapes import divide, feature_indices, feature_mask, lanes, p
 from dejax.pallas.half_rows import exponents, inverse_power, power
 
 Output = tuple[tuple[int, ...], Any]
+# Chunks of a hub that are merged at once where they are fewer than `Plan.combined`.
+_FEW_CHUNKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +366,10 @@ def _chunk(plan: Plan, r: _Refs, program: jax.Array, partials: Sequence[Any]) ->
 
 
 def combine_kernel(*refs: Any, plan: Plan) -> None:
-    """The chunks of one hub row merged in their order, and the row's epilogue."""
+    """The chunks of one hub row merged in their order, and the row's epilogue.
+
+    Most hubs have a few chunks and some have hundreds: the whole of large tiles first, then the rest in small ones.
+    """
     (hub_rows, hub_offsets), refs = refs[:2], refs[2:]
     arrays, rest = _arrays(plan, refs)
     tables, rest = rest[: plan.num_tables], rest[plan.num_tables :]
@@ -374,16 +379,30 @@ def combine_kernel(*refs: Any, plan: Plan) -> None:
     hub = program + lanes(1, 0, 1)
     row = _triton.load(hub_rows, (hub,))
     start, end = _triton.load(hub_offsets, (hub,)), _triton.load(hub_offsets, (hub + 1,))
-    items = plan.combined
-    steps = lax.div((end - start).reshape(()) + jnp.int32(items - 1), jnp.int32(items))
 
-    def step(i: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        chunk = start[:, None] + (i * items + lanes(items, 1, 2))
-        mask = chunk < end[:, None]
-        values = tuple(_load(p, chunk, mask, r.shape) for p, r in zip(partials, plan.reductions, strict=True))
-        return update(plan.reductions, accs, values, mask)
+    def combined(accs: tuple[jax.Array, ...], items: int, first: jax.Array, last: jax.Array) -> tuple[jax.Array, ...]:
+        """The accumulators after the chunks from `first` to `last`, `items` at a time."""
 
-    accs = lax.fori_loop(0, steps, step, initial(plan.reductions, 1, items))
+        def step(i: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            chunk = first[:, None] + (i * items + lanes(items, 1, 2))
+            mask = chunk < last[:, None]
+            values = tuple(_load(p, chunk, mask, r.shape) for p, r in zip(partials, plan.reductions, strict=True))
+            return update(plan.reductions, accs, values, mask)
+
+        steps = lax.div((last - first).reshape(()) + jnp.int32(items - 1), jnp.int32(items))
+        return lax.fori_loop(0, steps, step, accs)
+
+    few = min(plan.combined, _FEW_CHUNKS)
+    accs = initial(plan.reductions, 1, few)
+    if few < plan.combined:
+        many = start + lax.div(end - start, jnp.int32(plan.combined)) * jnp.int32(plan.combined)
+        found = combined(initial(plan.reductions, 1, plan.combined), plan.combined, start, many)
+        start = many
+        whole = tuple(
+            jnp.broadcast_to(f[:, None], a.shape) for f, a in zip(merge(plan.reductions, found), accs, strict=True)
+        )
+        accs = update(plan.reductions, accs, whole, lanes(few, 1, 2) == 0)
+    accs = combined(accs, few, start, end)
     tiles = _row_tiles(plan, arrays, tables, row, row < plan.num_rows)
     _write_rows(plan, outputs, merge(plan.reductions, accs), tiles, row, row < plan.num_rows)
 

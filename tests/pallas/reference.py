@@ -543,6 +543,8 @@ TRAVERSALS = {
     "attention, hubs, sorted": Traversal(chunk=2, sorted=True, unused_hubs=0),
     "attention, large scores": Traversal(spread=1e4),
     "attention, large scores, hubs": Traversal(spread=1e4, chunk=4),
+    "attention, large scores, hubs of many chunks": Traversal(spread=1e4, degrees=(3, 150, 9, 128, 0, 275), chunk=2),
+    "max, hubs of many chunks": Traversal(kind="max", width=3, degrees=(3, 150, 9, 128, 0, 275), chunk=2),
     "attention, bfloat16, hubs": Traversal(dtype=jnp.bfloat16, chunk=4),
     "attention, one head": Traversal(heads=1, width=17),
     "attention, eight heads": Traversal(heads=8, width=3, schedule=None),
