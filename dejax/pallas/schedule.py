@@ -191,15 +191,18 @@ def traversal_schedule(
     num_warps = min(4, max(2 if half else 1, width // 1024))
     if wide == 1 and width <= 128 and (half or (width >= 64 and mean_degree < 4)):
         num_warps, slots = 2, 2 * slots
-    # Long rows wait for their steps: with this for all degrees HGT on biokg (51) went from 0.58 to 0.65 ms.
-    crowded = wide > 1 and mean_degree < 16
+    # Long rows wait for their steps: with one item for all degrees HGT on biokg (51) went from 0.58 to 0.65 ms; its
+    # loop takes 0.37 with (2, 2, 1), 0.38 with (1, 4, 1) and 0.44 with (1, 8, 1).
+    crowded = wide > 1
     if crowded:
         slots = max(1, min(slots, 256 // width))
     most = 8
     if half:
         # biokg forward (degree 51) (2, 4, 1) 0.173, (4, 4, 2) 0.176, (4, 2, 1) 0.188; backward (7) 0.29, 0.30, 0.23
         most = 2 if mean_degree < 16 else 4
-    items = 1 if crowded else min(previous_power_of_two(max(1, int(mean_degree / 1.5))), most, slots)
+    items = min(previous_power_of_two(max(1, int(mean_degree / 1.5))), most, slots)
+    if crowded:
+        items = min(2 if mean_degree >= 16 else 1, slots)
     # A step waits for memory twice, so the longest row of a small graph takes longer than all rows' bytes do.
     if num_items is not None:
         bytes_seconds = num_items * width * 4 / _LOOP_BYTES_PER_SECOND
