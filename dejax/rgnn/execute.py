@@ -190,6 +190,11 @@ def uses_kernels(graph: RelGraph, options: Options) -> bool:
 # (and inside jit never made).
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(task: Task, graph: RelGraph, inputs: Arrays, halves: Halves) -> tuple[Arrays, Kept]:
+    return _run_inference(task, graph, inputs, halves)
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def _run_inference(task: Task, graph: RelGraph, inputs: Arrays, halves: Halves) -> tuple[Arrays, Kept]:
     return run_kernels(inference_kernels(task), graph, inputs, task.options, halves)
 
 
@@ -241,11 +246,8 @@ def _forward(task: Task, graph: Any, inputs: Any, halves: Any) -> tuple[tuple[Ar
     slots = _residual_slots(task)
     if training_cut(task, wrt).num_saved > slots:
         wrt = differentiable_positions(task)
-    parts, forward, _ = training_tasks(task, wrt)
-    count = parts.num_outputs
-    halves = encode_shared(task, graph, values, halves)
-    # Differentiable in its turn, for gradients of gradients.
-    results, kept = _differentiable(forward, graph, values, halves)
+    results, kept, halves = _run_forward(task, wrt, graph, values, halves)
+    count = len(optimised(task).outputs)
     empty = jnp.zeros((0,), jnp.int8)
     saved = [
         (a, empty, empty) if h is None else (a, h.mantissa, h.exponent)
@@ -254,6 +256,17 @@ def _forward(task: Task, graph: Any, inputs: Any, halves: Any) -> tuple[tuple[Ar
     unused = [(empty, empty, empty)] * (slots - len(saved))
     residuals = (graph, values, halves, (*saved, *unused), _positions_as_array(wrt, len(values)))
     return (results[:count], kept[:count]), residuals
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _run_forward(
+    task: Task, wrt: tuple[int, ...], graph: RelGraph, values: Arrays, halves: Halves
+) -> tuple[Arrays, Kept, Halves]:
+    """Outputs and what is saved, and `halves` with what backward reads of them."""
+    _, forward, _ = training_tasks(task, wrt)
+    halves = encode_shared(task, graph, values, halves)
+    # Differentiable in its turn, for gradients of gradients.
+    return *_differentiable(forward, graph, values, halves), halves
 
 
 def _backward(task: Task, residuals: Any, cotangents: Any) -> tuple[None, tuple, None]:
@@ -282,8 +295,14 @@ _differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def run(task: Task, graph: RelGraph, inputs: Arrays) -> Arrays:
-    """The outputs of a program on arrays in the compiler's form; differentiable in the floating-point inputs."""
-    return _run(task, graph, inputs, ())
+    """The outputs of a program on arrays in the compiler's form; differentiable in the floating-point inputs.
+
+    What is being traced is not jitted as a whole: inside `jit` JAX traces the kernels of inference, too, and throws
+    them away where gradients are asked for.
+    """
+    if "backward" in task.disable or not any(isinstance(array, jax.core.Tracer) for array in inputs):
+        return _run(task, graph, inputs, ())
+    return _differentiable(task, graph, inputs, ())[0]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -291,3 +310,9 @@ def _run(task: Task, graph: RelGraph, inputs: Arrays, halves: Halves) -> Arrays:
     if "backward" in task.disable:
         return run_kernels(inference_kernels(task), graph, inputs, task.options)[0]
     return _differentiable(task, graph, inputs, halves)[0]
+
+
+def forget_compiled() -> None:
+    """Programs are compiled anew when they run next: with other schedules, that is."""
+    for function in (_run, _run_forward, _run_inference):
+        function.clear_cache()  # type: ignore[attr-defined]
