@@ -54,7 +54,7 @@ def _name_dialect() -> None:
 _name_dialect()
 
 
-def _one_place() -> Any:
+def _traceback_of_nothing() -> Any:
     """A traceback of this function alone, taken in a thread that has nothing else on its stack."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(source_info_util.current().traceback))
@@ -63,20 +63,30 @@ def _one_place() -> Any:
     return found[0]
 
 
-_place = _one_place()
+_nowhere = _traceback_of_nothing()
+
+
+@contextlib.contextmanager
+def _from_nowhere() -> Iterator[None]:
+    """Operations do not tell from which lines of Python they come.
+
+    Those lines would be part of a kernel's text, and so of its program's key in the compilation cache: a program would
+    be compiled again after an edit above its call.
+    """
+    place = source_info_util.user_context(_nowhere)
+    place.__enter__()
+    try:
+        yield
+    finally:
+        place.__exit__(None, None, None)  # errors keep the traceback that they have
 
 
 def _traced_in_place(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel as it is best traced.
-
-    `jax.numpy`'s functions run as Python instead of being jitted, each for its own shapes (see `_tiles`). And all
-    operations come from one place: places are part of a kernel's text, and with it of the key of the compilation cache,
-    so that a program would be compiled again after an edit of the lines around its call.
-    """
+    """The kernel, in which functions of `jax.numpy` are run and not jitted, each for its own shapes (see `_tiles`)."""
 
     @functools.wraps(kernel)
     def trace(*args: Any) -> Any:
-        with jax.disable_jit(), source_info_util.user_context(_place):
+        with jax.disable_jit(), _from_nowhere():
             return kernel(*args)
 
     return trace

@@ -243,30 +243,29 @@ def _forward(task: Task, graph: Any, inputs: Any, halves: Any) -> tuple[tuple[Ar
     graph, halves = jax.tree_util.tree_map(lambda p: p.value, (graph, halves))
     values = tuple(p.value for p in inputs)
     wrt = tuple(p for p in differentiable_positions(task) if inputs[p].perturbed)
-    slots = _residual_slots(task)
-    if training_cut(task, wrt).num_saved > slots:
+    if training_cut(task, wrt).num_saved > _residual_slots(task):
         wrt = differentiable_positions(task)
-    results, kept, halves = _run_forward(task, wrt, graph, values, halves)
-    count = len(optimised(task).outputs)
-    empty = jnp.zeros((0,), jnp.int8)
-    saved = [
-        (a, empty, empty) if h is None else (a, h.mantissa, h.exponent)
-        for a, h in zip(results[count:], kept[count:], strict=True)
-    ]
-    unused = [(empty, empty, empty)] * (slots - len(saved))
-    residuals = (graph, values, halves, (*saved, *unused), _positions_as_array(wrt, len(values)))
-    return (results[:count], kept[:count]), residuals
+    found, kept = _run_forward(task, wrt, graph, values, halves)
+    return found, (graph, values, *kept)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _run_forward(
     task: Task, wrt: tuple[int, ...], graph: RelGraph, values: Arrays, halves: Halves
-) -> tuple[Arrays, Kept, Halves]:
-    """Outputs and what is saved, and `halves` with what backward reads of them."""
-    _, forward, _ = training_tasks(task, wrt)
+) -> tuple[tuple[Arrays, Kept], tuple[Halves, Any, jax.Array]]:
+    parts, forward, _ = training_tasks(task, wrt)
+    count = parts.num_outputs
     halves = encode_shared(task, graph, values, halves)
     # Differentiable in its turn, for gradients of gradients.
-    return *_differentiable(forward, graph, values, halves), halves
+    results, kept = _differentiable(forward, graph, values, halves)
+    empty = jnp.zeros((0,), jnp.int8)
+    saved = [
+        (a, empty, empty) if h is None else (a, h.mantissa, h.exponent)
+        for a, h in zip(results[count:], kept[count:], strict=True)
+    ]
+    unused = [(empty, empty, empty)] * (_residual_slots(task) - len(saved))
+    slots = (*saved, *unused)
+    return (results[:count], kept[:count]), (halves, slots, _positions_as_array(wrt, len(values)))
 
 
 def _backward(task: Task, residuals: Any, cotangents: Any) -> tuple[None, tuple, None]:
