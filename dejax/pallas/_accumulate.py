@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from dejax.pallas._shapes import padded
@@ -60,7 +61,7 @@ def _expand(x: jax.Array, rank: int) -> jax.Array:
 
 def _finite(maximum: jax.Array) -> jax.Array:
     """A maximum to subtract: 0 in place of -inf, whose difference with itself is not a number."""
-    return where(lax.eq(maximum, -jnp.inf), 0.0, maximum)
+    return where(lax.eq(maximum, np.float32(-np.inf)), 0.0, maximum)
 
 
 def initial(reductions: Sequence[Reduction], rows: int, items: int) -> tuple[jax.Array, ...]:

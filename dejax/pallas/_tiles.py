@@ -36,8 +36,8 @@ def both(mask: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def within(index: jax.Array, length: int, mask: jax.Array) -> jax.Array:
-    """Where `mask` holds and an index of the same shape is one of 0, 1, ... `length - 1`."""
-    return lax.bitwise_and(lax.bitwise_and(mask, lax.ge(index, 0)), lax.lt(index, length))
+    """Where `mask` holds and an int32 index of the same shape is one of 0, 1, ... `length - 1`."""
+    return lax.bitwise_and(lax.bitwise_and(mask, lax.ge(index, np.int32(0))), lax.lt(index, np.int32(length)))
 
 
 def steps(count: jax.Array, size: int) -> jax.Array:

@@ -97,7 +97,7 @@ def _kernel(*refs: Any, c: _Config) -> None:
         # An index out of range reads zeros, never other memory.
         valid_x = within(row, c.x_rows, valid)
     else:
-        valid_x = lax.bitwise_and(valid, lax.lt(row, c.x_rows))
+        valid_x = valid & (row < c.x_rows)
     row, valid_x = row[:, None], valid_x[:, None]
     n = (column * s.block_n + lanes(s.block_n, 0, 1))[None, :]
     even_k, even_n = c.k % s.block_k == 0, c.n % s.block_n == 0

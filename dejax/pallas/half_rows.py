@@ -20,7 +20,8 @@ from jax import Array, lax
 
 _ONE = 127  # the biased exponent of 1.0
 # Powers of two whose inverse is a normal number too.
-_LOW, _HIGH = 1, 253
+_LOW, _HIGH = np.int32(1), np.int32(253)
+_MANTISSA, _EXPONENT = np.int32(23), np.int32(0xFF)  # bits of a float32: how many, and which after those
 
 
 @jax.tree_util.register_dataclass
@@ -84,12 +85,12 @@ def encode(x: Array, parts: int = 1) -> HalfRows:
 
 def power(exponent: Array) -> Array:
     """2 ** (exponent - 127) as float32, for int32 exponents from 1 to 254."""
-    return lax.bitcast_convert_type(lax.shift_left(exponent, 23), jnp.float32)
+    return lax.bitcast_convert_type(lax.shift_left(exponent, _MANTISSA), jnp.float32)
 
 
 def inverse_power(exponent: Array) -> Array:
     """The power of two that undoes `power(exponent)`, for exponents as `exponents` gives them."""
-    return power(lax.sub(2 * _ONE, exponent))
+    return power(lax.sub(np.int32(2 * _ONE), exponent))
 
 
 def exponents(x: Array, axis: int | None) -> tuple[Array, Array]:
@@ -97,11 +98,10 @@ def exponents(x: Array, axis: int | None) -> tuple[Array, Array]:
 
     `x` times that power is below 2 in magnitude; infinities and NaN stay what they are. `axis` None: of all of `x`.
     """
-    # In `lax`: jax.numpy's functions are traced one by one for each shape, and every kernel calls this.
     x = lax.abs(x)
     largest = whole_max(x) if axis is None else lax.expand_dims(lax.reduce_max(x, (axis,)), (axis,))
     bits = lax.bitcast_convert_type(largest, jnp.int32)
-    exponent = lax.bitwise_and(lax.shift_right_arithmetic(bits, 23), 0xFF)
+    exponent = lax.bitwise_and(lax.shift_right_arithmetic(bits, _MANTISSA), _EXPONENT)
     exponent = lax.min(lax.max(exponent, _LOW), _HIGH)
     return exponent, inverse_power(exponent)
 

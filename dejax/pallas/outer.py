@@ -62,8 +62,8 @@ def _scaled_product(x: Any, y: Any, x_exponent: Any, y_exponent: Any) -> jax.Arr
     x, x_exponent = _normalized(x, x_exponent)
     y, y_exponent = _normalized(y, y_exponent)
     total = x_exponent + y_exponent - 127
-    largest = lax.min(lax.max(whole_max(total), 1), 254)
-    relative = lax.max(total - largest + 127, 1)  # 2^-126 and less is 0 in float16
+    largest = jnp.minimum(jnp.maximum(whole_max(total), 1), 254)
+    relative = jnp.maximum(total - largest + 127, 1)  # 2^-126 and less is 0 in float16
     half = jnp.float16
     return _triton.dot(x.astype(half), (y * power(relative)).astype(half), "tf32", transpose_x=True) * power(largest)
 

@@ -85,6 +85,13 @@ def test_traverse(name):
     assert text.count("custom_call") >= expected
 
 
+@pytest.mark.parametrize("case", [GEMMS["scale, leaky relu, dot"], OUTERS["plain"], TRAVERSALS["attention, hubs"]])
+def test_with_numbers_of_64_bits_about(case):
+    arrays = case.arrays()
+    with jax.enable_x64(True):
+        assert "custom_call" in lower(functools.partial(case.run, interpret=False), arrays)
+
+
 def test_the_dialect_is_not_looked_for_at_each_operation(monkeypatch):
     class Finder:
         missed: list[str] = []
