@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from dejax.pallas._shapes import padded
+from dejax.pallas._tiles import stretched, where
 
 KINDS = ("sum", "max", "weighted")
 
@@ -58,7 +61,7 @@ def _expand(x: jax.Array, rank: int) -> jax.Array:
 
 def _finite(maximum: jax.Array) -> jax.Array:
     """A maximum to subtract: 0 in place of -inf, whose difference with itself is not a number."""
-    return jnp.where(maximum == -jnp.inf, jnp.zeros_like(maximum), maximum)
+    return where(lax.eq(maximum, np.float32(-np.inf)), 0.0, maximum)
 
 
 def initial(reductions: Sequence[Reduction], rows: int, items: int) -> tuple[jax.Array, ...]:
@@ -82,20 +85,21 @@ def update(
     new = list(accs)
     for i, r in enumerate(reductions):
         if r.kind == "max":
-            new[i] = jnp.maximum(accs[i], jnp.where(_expand(mask, accs[i].ndim), values[i], -jnp.inf))
+            new[i] = lax.max(accs[i], where(_expand(mask, accs[i].ndim), values[i], -jnp.inf))
     factors: dict[int, tuple[jax.Array, jax.Array]] = {}
     for i, r in enumerate(reductions):
         inside = _expand(mask, accs[i].ndim)
         if r.kind == "sum":
-            new[i] = accs[i] + jnp.where(inside, values[i], 0.0)
+            new[i] = lax.add(accs[i], where(inside, values[i], 0.0))
         elif r.kind == "weighted":
             assert r.score is not None
             if r.score not in factors:
                 top = _finite(new[r.score])
-                factors[r.score] = (jnp.exp(accs[r.score] - top), jnp.exp(values[r.score] - top))
-            rescale, weight = (_expand(f, accs[i].ndim) for f in factors[r.score])
+                factors[r.score] = (lax.exp(lax.sub(accs[r.score], top)), lax.exp(lax.sub(values[r.score], top)))
+            shape = accs[i].shape
+            rescale, weight = (stretched(_expand(f, len(shape)), shape) for f in factors[r.score])
             # The select is on the product: a slot without an item may hold any value, infinities included.
-            new[i] = accs[i] * rescale + jnp.where(inside, weight * values[i], 0.0)
+            new[i] = lax.add(lax.mul(accs[i], rescale), where(inside, lax.mul(weight, values[i]), 0.0))
     return tuple(new)
 
 
@@ -105,14 +109,14 @@ def merge(reductions: Sequence[Reduction], accs: Sequence[jax.Array]) -> tuple[j
         return ()
     if accs[0].shape[1] == 1:
         return tuple(a.reshape(a.shape[0], *a.shape[2:]) for a in accs)
-    merged = [jnp.max(a, axis=1) if r.kind == "max" else a for r, a in zip(reductions, accs, strict=True)]
+    merged = [lax.reduce_max(a, (1,)) if r.kind == "max" else a for r, a in zip(reductions, accs, strict=True)]
     for i, r in enumerate(reductions):
         if r.kind == "weighted":
             assert r.score is not None
             top = jnp.expand_dims(_finite(merged[r.score]), 1)
-            merged[i] = jnp.sum(accs[i] * _expand(jnp.exp(accs[r.score] - top), accs[i].ndim), axis=1)
+            merged[i] = lax.reduce_sum(accs[i] * _expand(jnp.exp(accs[r.score] - top), accs[i].ndim), (1,))
         elif r.kind == "sum":
-            merged[i] = jnp.sum(accs[i], axis=1)
+            merged[i] = lax.reduce_sum(accs[i], (1,))
     return tuple(merged)
 
 

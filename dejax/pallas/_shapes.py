@@ -6,6 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -43,10 +44,7 @@ def lanes(size: int, axis: int, rank: int) -> jax.Array:
 
 def divide(x: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Quotient and remainder of an int32 tensor without negative entries (`//` spends instructions on their signs)."""
-    if x.ndim == 0:
-        return lax.div(x, jnp.int32(size)), lax.rem(x, jnp.int32(size))
-    sizes = jnp.full(x.shape, size, x.dtype)
-    return lax.div(x, sizes), lax.rem(x, sizes)
+    return lax.div(x, np.int32(size)), lax.rem(x, np.int32(size))
 
 
 def feature_indices(shape: tuple[int, ...], lead: int, first: int = 0) -> tuple[jax.Array, ...]:

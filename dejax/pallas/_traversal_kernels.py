@@ -15,6 +15,7 @@ from jax import lax
 from dejax.pallas import _triton
 from dejax.pallas._accumulate import Reduction, initial, merge, results, update
 from dejax.pallas._shapes import divide, feature_indices, feature_mask, lanes, padded
+from dejax.pallas._tiles import both, steps, stretched, where, within
 from dejax.pallas.half_rows import exponents, inverse_power, power
 
 Output = tuple[tuple[int, ...], Any]
@@ -107,7 +108,7 @@ def _load(
     inside = feature_mask(shape, lead=lead)
     if mask is not None:
         wide = mask.reshape(*mask.shape, *ones)
-        inside = wide if inside is None else wide & inside
+        inside = wide if inside is None else both(wide, inside)
     features = feature_indices(shape, lead, first)
     if column is not None:
         features = (features[0] + column,) if shape else (jnp.full(index.shape, column, jnp.int32),)
@@ -145,10 +146,10 @@ def _store(
     """
     lead = index.ndim
     ones = (1,) * len(shape)
-    index = jnp.where(mask, index, past).reshape(*index.shape, *ones)
+    index = where(mask, index, past).reshape(*index.shape, *ones)
     inside = feature_mask(shape, lead=lead)
     wide = mask.reshape(*mask.shape, *ones)
-    inside = wide if inside is None else wide & inside
+    inside = wide if inside is None else both(wide, inside)
     tile = jnp.broadcast_to(tile, (*mask.shape, *padded(shape)))
     _triton.store(ref, (index, *feature_indices(shape, lead, first)), tile, inside)
 
@@ -165,7 +166,7 @@ def _row_tiles(
             number = plan.operands[i].index
             assert number is not None
             index = _triton.load(tables[number], (row,), mask)
-            inside = mask & (index >= 0) & (index < plan.lengths[i])
+            inside = within(index, plan.lengths[i], mask)
             tiles[i] = _tile(plan, arrays, i, index[:, None], inside[:, None])
         else:
             tiles[i] = _load(arrays[i], jnp.zeros((1, 1), jnp.int32), None, plan.features[i])
@@ -210,7 +211,7 @@ def _evaluate(
             assert operand.index is not None
             index = by_table[operand.index, operand.access]
             # An index out of range (a padding item's) reads zeros, never other memory.
-            inside = mask & (index >= 0) & (index < plan.lengths[i])
+            inside = within(index, plan.lengths[i], mask)
             tiles.append(_tile(plan, arrays, i, index, inside))
     values, outputs = plan.body(*tiles)
     if len(values) != len(plan.reductions) or len(outputs) != len(plan.item_outputs):
@@ -236,8 +237,8 @@ def _loop(
     The indices of the next step are loaded before the rows of this one are used: the two wait for memory together.
     """
     rows = start.shape[0]
-    longest = jnp.max(end - start) if rows > 1 else (end - start).reshape(())
-    steps = lax.div(longest + jnp.int32(items - 1), jnp.int32(items))
+    count = lax.sub(end, start)
+    longest = lax.reduce_max(count, (0,)) if rows > 1 else count.reshape(())
     here = start[:, None] + lanes(items, 1, 2)
     end = end[:, None]
 
@@ -253,7 +254,7 @@ def _loop(
         return update(plan.reductions, accs, values, mask), ahead
 
     first = _indices(plan, refs.tables, refs.order, here, here < end)
-    accs, _ = lax.fori_loop(0, steps, step, (initial(plan.reductions, rows, items), first))
+    accs, _ = _triton.fori_loop(0, steps(longest, items), step, (initial(plan.reductions, rows, items), first))
     return merge(plan.reductions, accs)
 
 
@@ -282,11 +283,11 @@ def _write_rows(
         if i in exponent_refs:
             parts = tuple(jnp.broadcast_to(part, (*mask.shape, *padded(shape))) for part in parts)
             inside = feature_mask(shape, lead=1)
-            parts = tuple(part if inside is None else jnp.where(inside, part, 0.0) for part in parts)
-            exponent = functools.reduce(jnp.maximum, (exponents(part.reshape(*mask.shape, -1), 1)[0] for part in parts))
+            parts = tuple(part if inside is None else where(inside, part, 0.0) for part in parts)
+            exponent = functools.reduce(lax.max, (exponents(part.reshape(*mask.shape, -1), 1)[0] for part in parts))
             inverse = inverse_power(exponent).reshape(*mask.shape, *(1,) * len(shape))
             parts = tuple(part * inverse for part in parts)
-            at = jnp.where(mask, row, plan.num_rows)
+            at = where(mask, row, plan.num_rows)
             _triton.store(exponent_refs[i], (at, jnp.zeros_like(at)), exponent.reshape(-1), mask)
         for number, part in enumerate(parts):
             _store(outputs[i], row, mask, shape, plan.num_rows, part, number * shape[0] if number else 0)
@@ -349,7 +350,7 @@ def _rows(plan: Plan, r: _Refs, program: jax.Array, outputs: Sequence[Any]) -> N
         row = _triton.load(r.row_order, (row,), mask)
     if plan.chunk is not None:
         mask = mask & (end - start <= plan.chunk)
-        end = jnp.where(mask, end, start)
+        end = where(mask, end, start)
     tiles = _row_tiles(plan, r.arrays, r.tables, row, mask)
     merged = _loop(plan, r, tiles, start, end, plan.items)
     _write_rows(plan, outputs, merged, tiles, row, mask)
@@ -389,8 +390,7 @@ def combine_kernel(*refs: Any, plan: Plan) -> None:
             values = tuple(_load(p, chunk, mask, r.shape) for p, r in zip(partials, plan.reductions, strict=True))
             return update(plan.reductions, accs, values, mask)
 
-        steps = lax.div((last - first).reshape(()) + jnp.int32(items - 1), jnp.int32(items))
-        return lax.fori_loop(0, steps, step, accs)
+        return _triton.fori_loop(0, steps((last - first).reshape(()), items), step, accs)
 
     few = min(plan.combined, _FEW_CHUNKS)
     accs = initial(plan.reductions, 1, few)
@@ -398,9 +398,8 @@ def combine_kernel(*refs: Any, plan: Plan) -> None:
         many = start + lax.div(end - start, jnp.int32(plan.combined)) * jnp.int32(plan.combined)
         found = combined(initial(plan.reductions, 1, plan.combined), plan.combined, start, many)
         start = many
-        whole = tuple(
-            jnp.broadcast_to(f[:, None], a.shape) for f, a in zip(merge(plan.reductions, found), accs, strict=True)
-        )
+        merged = merge(plan.reductions, found)
+        whole = tuple(stretched(m[:, None], a.shape) for m, a in zip(merged, accs, strict=True))
         accs = update(plan.reductions, accs, whole, lanes(few, 1, 2) == 0)
     accs = combined(accs, few, start, end)
     tiles = _row_tiles(plan, arrays, tables, row, row < plan.num_rows)

@@ -14,6 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import importlib.util
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,13 +26,70 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.extend import source_info_util
 
 from dejax.pallas._shapes import divide
+from dejax.pallas._tiles import where
 
 # The warning comes when a jitted function is lowered, which is in the user's code and not in ours: a scope around our
 # calls would not catch it.
 warnings.filterwarnings("ignore", message=r"The Pallas Triton backend is deprecated", category=DeprecationWarning)
+
+
+def _name_dialect() -> None:
+    """Lets MLIR's Python bindings find the operations of Triton's dialect, `tt`.
+
+    For each operation they import a module of the dialect's name from among the dialects; jaxlib has it elsewhere, and
+    what was not found is looked for again. Lowering the 30 kernels of a training step of HGT takes 0.24 s with this,
+    0.53 with those 7,200 imports that fail.
+    """
+    name = "jaxlib.mlir.dialects.tt"
+    with contextlib.suppress(ImportError):  # a jaxlib without Triton says so when a kernel is lowered
+        if importlib.util.find_spec(name) is None:
+            sys.modules[name] = importlib.import_module("jaxlib.triton.dialect")
+
+
+_name_dialect()
+
+
+def _traceback_of_nothing() -> Any:
+    """A traceback of this function alone, taken in a thread that has nothing else on its stack."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(source_info_util.current().traceback))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+_nowhere = _traceback_of_nothing()
+
+
+@contextlib.contextmanager
+def _from_nowhere() -> Iterator[None]:
+    """Operations do not tell from which lines of Python they come.
+
+    Those lines would be part of a kernel's text, and so of its program's key in the compilation cache: a program would
+    be compiled again after an edit above its call.
+    """
+    place = source_info_util.user_context(_nowhere)
+    place.__enter__()
+    try:
+        yield
+    finally:
+        place.__exit__(None, None, None)  # errors keep the traceback that they have
+
+
+def _traced_in_place(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, in which functions of `jax.numpy` are run and not jitted, each for its own shapes (see `_tiles`)."""
+
+    @functools.wraps(kernel)
+    def trace(*args: Any) -> Any:
+        with jax.disable_jit(), _from_nowhere():
+            return kernel(*args)
+
+    return trace
 
 
 _label: contextvars.ContextVar[str] = contextvars.ContextVar("dejax_kernel_label", default="")
@@ -67,7 +128,7 @@ def pallas_call(
     """
     call = jax.custom_jvp(
         pl.pallas_call(
-            kernel,
+            _traced_in_place(kernel),
             out_shape=list(out_shape),
             grid=(num_programs,),
             compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
@@ -93,7 +154,7 @@ def program_ids(*inner: int) -> tuple[jax.Array, ...]:
     ids: list[jax.Array] = []
     for size in reversed(inner):
         if size == 1:
-            ids.append(jnp.zeros((), jnp.int32))
+            ids.append(lax.full((), 0, jnp.int32))
         else:
             rest, here = divide(rest, size)
             ids.append(here)
@@ -105,11 +166,17 @@ def when(condition: jax.Array, do: Callable[[], None]) -> None:
     pl.when(condition)(do)
 
 
+def fori_loop(lower: Any, upper: Any, step: Callable[[Any, Any], Any], init: Any) -> Any:
+    """`lax.fori_loop`, which would not stay a loop where `jit` is disabled."""
+    with jax.disable_jit(False):
+        return lax.fori_loop(lower, upper, _traced_in_place(step), init)
+
+
 def load(ref: Any, indices: tuple[jax.Array, ...], mask: jax.Array | None = None, other: Any = None) -> jax.Array:
     """`ref[indices]`, `other` (0 by default) where `mask` is false."""
     if mask is None:
         return plt.load(ref.at[indices])
-    return plt.load(ref.at[indices], mask=mask, other=jnp.zeros((), ref.dtype) if other is None else other)
+    return plt.load(ref.at[indices], mask=mask, other=np.zeros((), ref.dtype) if other is None else other)
 
 
 def store(ref: Any, indices: tuple[jax.Array, ...], value: jax.Array, mask: jax.Array | None = None) -> None:
@@ -121,7 +188,7 @@ def atomic_add(ref: Any, indices: tuple[jax.Array, ...], value: jax.Array, mask:
     """`ref[indices] += value` where `mask` is true; additions to one element are all kept, in no fixed order."""
     value = value.astype(ref.dtype)
     if interpret:  # the interpreter's atomic_add keeps the last of duplicates and knows no mask
-        jax.ref.addupdate(ref, indices, jnp.where(mask, value, jnp.zeros_like(value)))
+        jax.ref.addupdate(ref, indices, where(mask, value, 0))
     else:
         plt.atomic_add(ref, indices, value, mask=mask)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from dejax.pallas import _triton
 from dejax.pallas._shapes import cdiv, lanes, next_power_of_two
+from dejax.pallas._tiles import where
 from dejax.pallas.half_rows import HalfRows, encode, exponents
 
 # A program holds a whole row.
@@ -26,7 +27,7 @@ def _kernel(x: Any, mantissa: Any, exponent: Any, *, rows: int, width: int, bloc
     mask = inside[:, None] & (columns < width)
     tile = _triton.load(x, (row[:, None], columns), mask)
     found, inverse = exponents(tile, 1)
-    row = jnp.where(inside, row, rows)
+    row = where(inside, row, rows)
     _triton.store(mantissa, (row[:, None], columns), tile * inverse, mask)
     _triton.store(exponent, (row, jnp.zeros_like(row)), found.reshape(-1), inside)
 

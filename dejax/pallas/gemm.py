@@ -13,6 +13,7 @@ from jax import lax
 from dejax.pallas import _triton
 from dejax.pallas._checks import as_index, check_float, check_precision
 from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
+from dejax.pallas._tiles import where, within
 from dejax.pallas.float_bits import FloatBits
 from dejax.pallas.half_rows import HalfRows, encode, exponents, power
 from dejax.pallas.schedule import GemmSchedule, gemm_schedule, merged_groups
@@ -27,9 +28,9 @@ def apply_activation(name: str | None, y: jax.Array) -> jax.Array:
     if kind == "":
         return y
     if kind == "relu":
-        return jnp.where(y > 0, y, jnp.zeros_like(y))
+        return where(y > 0, y, 0.0)
     if kind == "leaky_relu":
-        return jnp.where(y > 0, y, float(argument or 0.01) * y)
+        return where(y > 0, y, float(argument or 0.01) * y)
     if kind == "tanh":
         return jnp.tanh(y)
     if kind == "sigmoid":
@@ -94,7 +95,7 @@ def _kernel(*refs: Any, c: _Config) -> None:
     if "x_index" in ref:
         row = _triton.load(ref["x_index"], (position,), valid)
         # An index out of range reads zeros, never other memory.
-        valid_x = valid & (row >= 0) & (row < c.x_rows)
+        valid_x = within(row, c.x_rows, valid)
     else:
         valid_x = valid & (row < c.x_rows)
     row, valid_x = row[:, None], valid_x[:, None]
@@ -136,7 +137,7 @@ def _kernel(*refs: Any, c: _Config) -> None:
         y = step(0, None)
     else:
         zeros = jnp.zeros((c.block, s.block_n), jnp.float32)
-        y = lax.fori_loop(0, cdiv(c.k, s.block_k), step, zeros)
+        y = _triton.fori_loop(0, cdiv(c.k, s.block_k), step, zeros)
 
     if "scale" in ref:
         group = g * c.merged + divide(n, c.group_n)[0] if c.merged > 1 else g
@@ -148,11 +149,11 @@ def _kernel(*refs: Any, c: _Config) -> None:
     out_row = position
     if "out_index" in ref:
         out_row = _triton.load(ref["out_index"], (position,), valid)
-        valid = valid & (out_row >= 0) & (out_row < c.out_rows)
-    out_row = jnp.where(valid, out_row, c.out_rows)
+        valid = within(out_row, c.out_rows, valid)
+    out_row = where(valid, out_row, c.out_rows)
     mask = valid[:, None] if even_n else valid[:, None] & (n < c.n)
     if c.accumulate:
-        safe = jnp.where(valid, out_row, 0)[:, None]
+        safe = where(valid, out_row, 0)[:, None]
         _triton.atomic_add(ref["y"], (safe, g * c.n + n), y, jnp.broadcast_to(mask, y.shape), c.interpret)
     elif "y_exponent" in ref:
         exponent, inverse = exponents(y, 1)
@@ -163,8 +164,8 @@ def _kernel(*refs: Any, c: _Config) -> None:
         _triton.store(ref["y"], (out_row[:, None], g * c.n + n), y, mask)
     if "dot_vector" in ref:
         vector = _triton.load(ref["dot_vector"], (t, g, n), None if even_n else n < c.n).astype(jnp.float32)
-        product = y * vector if even_n else jnp.where(n < c.n, y * vector, 0.0)
-        _triton.store(ref["dot"], (out_row, g), jnp.sum(product, axis=1), valid)
+        product = y * vector if even_n else where(n < c.n, y * vector, 0.0)
+        _triton.store(ref["dot"], (out_row, g), lax.reduce_sum(product, (1,)), valid)
 
 
 # Below this many positions the matrices are scaled in every tile: it spares a launch or two.

@@ -20,7 +20,8 @@ from jax import Array, lax
 
 _ONE = 127  # the biased exponent of 1.0
 # Powers of two whose inverse is a normal number too.
-_LOW, _HIGH = 1, 253
+_LOW, _HIGH = np.int32(1), np.int32(253)
+_MANTISSA, _EXPONENT = np.int32(23), np.int32(0xFF)  # bits of a float32: how many, and which after those
 
 
 @jax.tree_util.register_dataclass
@@ -69,7 +70,7 @@ class HalfRows:
     def decode(self) -> Array:
         """float32[rows, *features]."""
         rows, parts = self.exponent.shape
-        scale = lax.bitcast_convert_type(self.exponent.astype(jnp.int32) << 23, jnp.float32)
+        scale = power(self.exponent.astype(jnp.int32))
         flat = self.mantissa.reshape(rows, parts, -1).astype(jnp.float32) * scale[:, :, None]
         return flat.reshape(self.mantissa.shape)
 
@@ -84,12 +85,12 @@ def encode(x: Array, parts: int = 1) -> HalfRows:
 
 def power(exponent: Array) -> Array:
     """2 ** (exponent - 127) as float32, for int32 exponents from 1 to 254."""
-    return lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    return lax.bitcast_convert_type(lax.shift_left(exponent, _MANTISSA), jnp.float32)
 
 
 def inverse_power(exponent: Array) -> Array:
     """The power of two that undoes `power(exponent)`, for exponents as `exponents` gives them."""
-    return power(2 * _ONE - exponent)
+    return power(lax.sub(np.int32(2 * _ONE), exponent))
 
 
 def exponents(x: Array, axis: int | None) -> tuple[Array, Array]:
@@ -97,14 +98,16 @@ def exponents(x: Array, axis: int | None) -> tuple[Array, Array]:
 
     `x` times that power is below 2 in magnitude; infinities and NaN stay what they are. `axis` None: of all of `x`.
     """
-    largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True) if axis is not None else whole_max(jnp.abs(x))
-    exponent = (lax.bitcast_convert_type(largest, jnp.int32) >> 23) & 0xFF
-    exponent = jnp.minimum(jnp.maximum(exponent, _LOW), _HIGH)
+    x = lax.abs(x)
+    largest = whole_max(x) if axis is None else lax.expand_dims(lax.reduce_max(x, (axis,)), (axis,))
+    bits = lax.bitcast_convert_type(largest, jnp.int32)
+    exponent = lax.bitwise_and(lax.shift_right_arithmetic(bits, _MANTISSA), _EXPONENT)
+    exponent = lax.min(lax.max(exponent, _LOW), _HIGH)
     return exponent, inverse_power(exponent)
 
 
 def whole_max(x: Array) -> Array:
     """The largest element, axis by axis: the Triton lowering of jax 0.12 reduces one axis at a time."""
     while x.ndim:
-        x = jnp.max(x, axis=x.ndim - 1)
+        x = lax.reduce_max(x, (x.ndim - 1,))
     return x

@@ -18,6 +18,7 @@ from dejax.pallas import _triton
 from dejax.pallas import schedule as schedules
 from dejax.pallas._checks import as_index, check_float, check_precision
 from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
+from dejax.pallas._tiles import steps, where, within
 from dejax.pallas.half_rows import HalfRows, exponents, power, whole_max
 from dejax.pallas.schedule import OuterSchedule
 
@@ -88,7 +89,7 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
         row = position
         if f"{name}_index" in ref:
             row = _triton.load(ref[f"{name}_index"], (position,), valid)
-        row_mask = (valid & (row >= 0) & (row < rows))[:, None]
+        row_mask = within(row, rows, valid)[:, None]
         mask = row_mask & (column < width) if width % column.shape[1] else row_mask
         tile = _triton.load(ref[name], (row[:, None], g * width + column), mask)
         if f"{name}_exponent" not in ref:
@@ -110,14 +111,13 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
             return total + _scaled_product(x, y, x_exponent, y_exponent)
         return total + _triton.dot(x.astype(c.dtype), y.astype(c.dtype), c.precision, transpose_x=True)
 
-    steps = lax.div(end - start + jnp.int32(s.block_rows - 1), jnp.int32(s.block_rows))
-    total = lax.fori_loop(0, steps, step, jnp.zeros((s.block_k, s.block_n), jnp.float32))
+    total = _triton.fori_loop(0, steps(end - start, s.block_rows), step, jnp.zeros((s.block_k, s.block_n), jnp.float32))
     k = k.reshape(-1, 1)
     inside, group = (k < c.k) & (n < c.n), g
     if c.merged > 1:
         (group_of_k, k), (group_of_n, n) = divide(k, c.group_k), divide(n, c.group_n)
         inside = inside & (group_of_k == group_of_n)
-        group = jnp.where(inside, g * c.merged + group_of_n, c.blocks * c.merged)
+        group = where(inside, g * c.merged + group_of_n, c.blocks * c.merged)
     _triton.store(ref["partial"], (split, group, k, n), total, inside)
 
 
@@ -134,10 +134,9 @@ def _sum_kernel(
         mask = (split < end) & (columns < n)
         return total + _triton.load(partial, (split, g, row, columns), mask)
 
-    steps = lax.div(end - start + jnp.int32(depth - 1), jnp.int32(depth))
-    total = lax.fori_loop(0, steps, step, jnp.zeros((depth, block), jnp.float32))
+    total = _triton.fori_loop(0, steps(end - start, depth), step, jnp.zeros((depth, block), jnp.float32))
     columns = columns.reshape(-1)
-    _triton.store(out, (t, g, row, columns), jnp.sum(total, axis=0), columns < n)
+    _triton.store(out, (t, g, row, columns), lax.reduce_sum(total, (0,)), columns < n)
 
 
 def split_table(offsets: jax.Array, rows_per_split: int, num_positions: int) -> tuple[jax.Array, jax.Array, jax.Array]:

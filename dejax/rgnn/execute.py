@@ -190,6 +190,11 @@ def uses_kernels(graph: RelGraph, options: Options) -> bool:
 # (and inside jit never made).
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(task: Task, graph: RelGraph, inputs: Arrays, halves: Halves) -> tuple[Arrays, Kept]:
+    return _run_inference(task, graph, inputs, halves)
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def _run_inference(task: Task, graph: RelGraph, inputs: Arrays, halves: Halves) -> tuple[Arrays, Kept]:
     return run_kernels(inference_kernels(task), graph, inputs, task.options, halves)
 
 
@@ -238,9 +243,16 @@ def _forward(task: Task, graph: Any, inputs: Any, halves: Any) -> tuple[tuple[Ar
     graph, halves = jax.tree_util.tree_map(lambda p: p.value, (graph, halves))
     values = tuple(p.value for p in inputs)
     wrt = tuple(p for p in differentiable_positions(task) if inputs[p].perturbed)
-    slots = _residual_slots(task)
-    if training_cut(task, wrt).num_saved > slots:
+    if training_cut(task, wrt).num_saved > _residual_slots(task):
         wrt = differentiable_positions(task)
+    found, kept = _run_forward(task, wrt, graph, values, halves)
+    return found, (graph, values, *kept)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _run_forward(
+    task: Task, wrt: tuple[int, ...], graph: RelGraph, values: Arrays, halves: Halves
+) -> tuple[tuple[Arrays, Kept], tuple[Halves, Any, jax.Array]]:
     parts, forward, _ = training_tasks(task, wrt)
     count = parts.num_outputs
     halves = encode_shared(task, graph, values, halves)
@@ -251,9 +263,9 @@ def _forward(task: Task, graph: Any, inputs: Any, halves: Any) -> tuple[tuple[Ar
         (a, empty, empty) if h is None else (a, h.mantissa, h.exponent)
         for a, h in zip(results[count:], kept[count:], strict=True)
     ]
-    unused = [(empty, empty, empty)] * (slots - len(saved))
-    residuals = (graph, values, halves, (*saved, *unused), _positions_as_array(wrt, len(values)))
-    return (results[:count], kept[:count]), residuals
+    unused = [(empty, empty, empty)] * (_residual_slots(task) - len(saved))
+    slots = (*saved, *unused)
+    return (results[:count], kept[:count]), (halves, slots, _positions_as_array(wrt, len(values)))
 
 
 def _backward(task: Task, residuals: Any, cotangents: Any) -> tuple[None, tuple, None]:
@@ -282,8 +294,14 @@ _differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def run(task: Task, graph: RelGraph, inputs: Arrays) -> Arrays:
-    """The outputs of a program on arrays in the compiler's form; differentiable in the floating-point inputs."""
-    return _run(task, graph, inputs, ())
+    """The outputs of a program on arrays in the compiler's form; differentiable in the floating-point inputs.
+
+    What is being traced is not jitted as a whole: inside `jit` JAX traces the kernels of inference, too, and throws
+    them away where gradients are asked for.
+    """
+    if "backward" in task.disable or not any(isinstance(array, jax.core.Tracer) for array in inputs):
+        return _run(task, graph, inputs, ())
+    return _differentiable(task, graph, inputs, ())[0]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -291,3 +309,9 @@ def _run(task: Task, graph: RelGraph, inputs: Arrays, halves: Halves) -> Arrays:
     if "backward" in task.disable:
         return run_kernels(inference_kernels(task), graph, inputs, task.options)[0]
     return _differentiable(task, graph, inputs, halves)[0]
+
+
+def forget_compiled() -> None:
+    """Programs are compiled anew when they run next: with other schedules, that is."""
+    for function in (_run, _run_forward, _run_inference):
+        function.clear_cache()  # type: ignore[attr-defined]

@@ -65,7 +65,7 @@ def tune(
     if save and tuner.found:
         path = schedules.cache_file()
         tuner.save(path)
-        execute._run.clear_cache()  # type: ignore[attr-defined]  # what was compiled before has the schedules of before
+        execute.forget_compiled()
     return Report(tuple(tuner.found.values()), path)
 
 

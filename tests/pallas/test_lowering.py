@@ -1,6 +1,7 @@
 """Every kernel configuration lowered to Triton for an H200 on a machine without a GPU."""
 
 import functools
+import sys
 import warnings
 
 import jax
@@ -82,6 +83,27 @@ def test_traverse(name):
     # Rows and chunks of hubs; and (where there are row outputs) the combination of chunks.
     expected = 1 if case.chunk is None or case.kind == "edges" else 2
     assert text.count("custom_call") >= expected
+
+
+@pytest.mark.parametrize("case", [GEMMS["scale, leaky relu, dot"], OUTERS["plain"], TRAVERSALS["attention, hubs"]])
+def test_with_numbers_of_64_bits_about(case):
+    arrays = case.arrays()
+    with jax.enable_x64(True):
+        assert "custom_call" in lower(functools.partial(case.run, interpret=False), arrays)
+
+
+def test_the_dialect_is_not_looked_for_at_each_operation(monkeypatch):
+    class Finder:
+        missed: list[str] = []
+
+        @classmethod
+        def find_spec(cls, name, path=None, target=None):
+            cls.missed.append(name)
+
+    case = TRAVERSALS["sum"]
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    assert "custom_call" in lower(functools.partial(case.run, interpret=False), case.arrays())
+    assert [name for name in Finder.missed if name.endswith(".tt")] == []
 
 
 @pytest.mark.parametrize("case", [GEMMS["scale, leaky relu, dot"], OUTERS["plain"], TRAVERSALS["attention, hubs"]])

@@ -42,9 +42,16 @@ def left_to_xla(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def lower(name: str, size: Size, dtype: str, options: Options, graph_name: str = "typical") -> str:
-    """The StableHLO of forward and backward for CUDA; its custom calls hold the kernels' Triton IR."""
+def stablehlo(step: Any, *arguments: Any) -> str:
+    """A function for CUDA; its custom calls hold the kernels' Triton IR."""
     mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Triton.*", category=DeprecationWarning)
+        return jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def lower(name: str, size: Size, dtype: str, options: Options, graph_name: str = "typical") -> str:
+    """The StableHLO of forward and backward."""
     arrays = {key: jnp.asarray(a, dtype) for key, a in make_arrays(name, GRAPHS[graph_name], size, "float32").items()}
     graph = graph_of(graph_name).with_loop_tables()  # as where there is a GPU
 
@@ -55,9 +62,7 @@ def lower(name: str, size: Size, dtype: str, options: Options, graph_name: str =
     def step(arrays: Any) -> Any:
         return loss(arrays), jax.grad(loss)(arrays)
 
-    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*Triton.*", category=DeprecationWarning)
-        return jax.jit(step).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+    return stablehlo(step, arrays)
 
 
 def kernel_names(text: str) -> list[str]:
@@ -106,6 +111,43 @@ def test_operators(name: str, left_to_xla: list[str]) -> None:
     text = lower(name, Size(17, 3, 2), "float32", options("tf32"))
     assert not left_to_xla
     assert kernel_names(text)
+
+
+def gradient(file: str, line: int) -> str:
+    """The StableHLO of a gradient that is taken at that line of that file, traced anew."""
+    jax.clear_caches()
+    scope = {
+        "jax": jax,
+        "rgat": library.rgat,
+        "graph": graph_of("typical").with_loop_tables(),
+        "options": options("tf32"),
+    }
+    source = "\n" * line + "step = jax.grad(lambda x, p: rgat(graph, x, p, options=options).sum())"
+    exec(compile(source, file, "exec"), scope)
+    arrays = make_arrays("rgat", GRAPHS["typical"], Size(16, 16, 1), "float32")
+    x = jnp.asarray(arrays.pop("x"))
+    return stablehlo(scope["step"], x, {key: jnp.asarray(a) for key, a in arrays.items()})
+
+
+def test_kernels_are_the_same_wherever_they_are_called() -> None:
+    """Else an edit above a call would change the program's key in the compilation cache."""
+    text = gradient("of_the_caller.py", 1)
+    assert kernel_names(text) and "of_the_caller" not in text
+    assert text == gradient("of_another.py", 30)
+
+
+def test_gradients_trace_each_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of inference are not traced to be thrown away."""
+    traced: list[str] = []
+    original = PallasLowering.run
+
+    def run(self: PallasLowering, instance: Any, env: Any) -> None:
+        traced.append(f"{self.program.name} {instance}")
+        original(self, instance, env)
+
+    monkeypatch.setattr(PallasLowering, "run", run)
+    gradient("of_the_caller.py", 1)
+    assert traced and len(traced) == len(set(traced))
 
 
 def test_the_count_can_be_missed(left_to_xla: list[str]) -> None:

@@ -426,7 +426,7 @@ def _sum_axis(x: Any, axis: int, size: int, keepdims: bool = False) -> Any:
     if x.shape[axis] != size:
         lanes = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
         x = jnp.where(lanes < size, x, jnp.zeros_like(x))
-    total = jnp.sum(x, axis=axis)
+    total = jax.lax.reduce_sum(x, (axis,))
     return jnp.expand_dims(total, axis) if keepdims else total
 
 

@@ -1,0 +1,79 @@
+"""How long Python takes before a layer first runs: tracing it and lowering it for an H200, where there is no GPU.
+
+    python benchmarks/rgnn_first_call.py --graphs aifb,mutag --models rgat,hgt
+
+Of a first call that finds its program in the compilation cache, this is the larger part. Seconds of CPU time, the least
+of some new processes; what compiling and running take is in `benchmarks/rgnn.py --compile`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import time
+from typing import Any
+
+PROCESSES = 3
+MODELS = ("rgcn", "rgat", "hgt")
+
+
+def measure(name: str, model: str, gradients: bool) -> tuple[float, float, int]:
+    """Seconds of tracing and of lowering, in a process that did neither before, and the number of kernels."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+    from jax.sharding import AbstractMesh
+    from peers.case import Settings, make_graph, parameters
+    from peers.jax_layers import rel_graph
+
+    from dejax import rgnn
+    from dejax.rgnn import library
+
+    try:
+        from jax.sharding import AbstractDevice
+    except ImportError:
+        from jax._src.mesh import AbstractDevice
+
+    graph, settings = make_graph(name), Settings()
+    options = rgnn.Options(precision=settings.precision, backend="pallas", interpret=False)
+    tables = rel_graph(graph)[0].with_loop_tables()  # as where there is a GPU
+    x = jax.ShapeDtypeStruct((graph.num_nodes, settings.width), "float32")
+    shapes = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (tables, parameters(model, graph, settings))
+    )
+
+    def forward(x: Any, tables: Any, params: Any) -> Any:
+        return getattr(library, model)(tables, x, params, options=options)
+
+    def training(x: Any, tables: Any, params: Any) -> Any:
+        y, pullback = jax.vjp(lambda x, p: forward(x, tables, p), x, params)
+        return y, pullback(y)
+
+    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        jax.jit(lambda x: x + 1).trace(x).lower(lowering_platforms=("cuda",))
+        start = time.process_time()
+        traced = jax.jit(training if gradients else forward).trace(x, *shapes)
+        middle = time.process_time()
+        lowered = traced.lower(lowering_platforms=("cuda",))
+        end = time.process_time()
+    return middle - start, end - middle, lowered.as_text().count("__gpu$xla.gpu.triton")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--graphs", default="aifb,mutag")
+    parser.add_argument("--models", default=",".join(MODELS))
+    args = parser.parse_args()
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        for name in args.graphs.split(","):
+            for model in args.models.split(","):
+                for gradients in (False, True):
+                    found = pool.starmap(measure, [(name, model, gradients)] * PROCESSES, chunksize=1)
+                    trace, lower, kernels = min(found, key=lambda f: f[0] + f[1])
+                    what = "forward and gradients" if gradients else "forward"
+                    print(f"{name:<9}{model:<6}{what:<23}{kernels:>3} kernels  {trace:.2f} + {lower:.2f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
