@@ -136,7 +136,7 @@ void Store::Fetched(const EntryPtr& entry, const RunPtr& run) {
   }
   if (run) {
     run->live_bytes -= entry->bytes;
-    expected_[run->first_site] = run->peak_bytes;
+    expected_[run->first_site] = {run->peak_bytes, run->peak_top};
     auto& serials = run->by_site[entry->site];
     const auto at = std::find(serials.rbegin(), serials.rend(), entry->serial);
     if (at != serials.rend()) serials.erase(std::next(at).base());
@@ -151,10 +151,10 @@ void Store::Drop(const EntryPtr& entry) {
   for (auto& [device, ring] : rings_) ring->Leave(entry);
   const int64_t peak = run ? run->peak_bytes : 0;
   const auto known = run ? expected_.find(run->first_site) : expected_.end();
-  const int64_t before = known != expected_.end() ? known->second : -1;
+  const Expected before = known != expected_.end() ? known->second : Expected{-1, 0};
   Fetched(entry, run);
   if (run && peak > 0) {  // what was dropped says nothing about how much a whole run stores
-    if (before < 0) {
+    if (before.bytes < 0) {
       expected_.erase(run->first_site);
     } else {
       expected_[run->first_site] = before;

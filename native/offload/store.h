@@ -123,12 +123,18 @@ struct Run {
   std::unordered_map<int64_t, std::vector<uint64_t>> by_site;
   std::unordered_set<int64_t> surprising;  // sites whose fetches did not come in the order foreseen
   int64_t first_site = 0;
-  int64_t top = 0;          // of the stack in ring bytes
+  int64_t top = 0, peak_top = 0;  // of the stack in ring bytes
   int64_t live_bytes = 0, peak_bytes = 0;
   bool fetched = false;     // something was fetched in the run that stored it
   bool reading_back = false;
 };
 using RunPtr = std::shared_ptr<Run>;
+
+// How much earlier runs of a program had stored at a time.
+struct Expected {
+  int64_t bytes = 0;
+  int64_t top = 0;  // in ring bytes
+};
 
 struct Job {
   bool write = false;
@@ -226,6 +232,7 @@ class Store : public std::enable_shared_from_this<Store> {
   void AwaitHost(Lock& lock, const EntryPtr& entry, bool pinned);
   void BeginJob(Job* job);
   void EndJob(const Job& job, const std::string& error);
+  void Prefetch(const RunPtr& run);
   void Work();
   bool PopJob(Job* job);
 
@@ -244,7 +251,7 @@ class Store : public std::enable_shared_from_this<Store> {
   std::map<uint64_t, EntryPtr> written_;  // on disk and in a slot: the slot can be taken
   std::map<std::pair<int64_t, int>, RunPtr> runs_;
   std::deque<RunPtr> recent_;
-  std::unordered_map<int64_t, int64_t> expected_;  // most bytes live, by a run's first site
+  std::unordered_map<int64_t, Expected> expected_;  // by a run's first site
   std::unordered_map<int64_t, Site> sites_;
 
   std::list<Slot> slots_;
