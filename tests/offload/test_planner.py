@@ -34,10 +34,10 @@ def test_prediction():
 
 
 def test_the_drive_counts():
-    # 350 bytes travel, host memory takes 7/8 of 160, so 210 go on to disk: 4 s to write, 8 s to read.
-    where = place(400, 50, 4.0, 8.0, Tiers(1e9, 1e9, 160, 1000, 210 / 4, 210 / 8))
+    # 350 bytes travel, host memory takes 7/8 of 160, so 210 go on to disk: 3.5 s to write, 7 s to read.
+    where = place(400, 50, 4.0, 8.0, Tiers(1e9, 1e9, 160, 1000, 60, 30))
     assert (where.ring_bytes, where.host_bytes, where.disk_bytes, where.stall_seconds) == (50, 140, 210, 0.0)
-    assert place(400, 50, 3.0, 6.0, Tiers(1e9, 1e9, 160, 1000, 210 / 4, 210 / 8)).stall_seconds == 3.0
+    assert place(400, 50, 3.0, 6.0, Tiers(1e9, 1e9, 160, 1000, 60, 30)).stall_seconds == 0.875 + 1.75
     assert place(400, 50, 4.0, 8.0, Tiers(1e9, 1e9, 160, 200, 1, 1)) is None  # larger than the drive's share
     assert place(400, 50, 4.0, 8.0, Tiers(1e9, 1e9, 160)) is None  # no drive
     assert _predict((4, 0, 0, 0), COSTS, 1.0, Tiers(1e9, 1e9, 160)) is None

@@ -207,14 +207,14 @@ def test_vmap_takes_what_is_not_batched_once(store):
     everything = offload(f, inputs="all", min_bytes=1)
     # Sine and cosine of each, and the mask.
     for axes, stored in ((None, None, 0), 5), ((None, 0, None), 9), ((0, 0, 0), 13):
-        args = [leaf if axis == 0 else leaf[0] for leaf, axis in zip((ws[:3], xs, signs), axes, strict=True)]
+        operands_now = [leaf if axis == 0 else leaf[0] for leaf, axis in zip((ws[:3], xs, signs), axes, strict=True)]
         for grad in (
             lambda f, axes=axes: jax.vmap(jax.grad(loss(f), (0, 1)), axes),
-            lambda f, axes=axes: jax.grad(lambda *args: jax.vmap(loss(f), axes)(*args).sum(), (0, 1)),
+            lambda f, axes=axes: jax.grad(lambda *a, axes=axes: jax.vmap(loss(f), axes)(*a).sum(), (0, 1)),
         ):
             before = store.stats()
-            got = jax.jit(grad(everything))(*args)
-            for a, b in zip(got, jax.jit(grad(f))(*args), strict=True):
+            got = jax.jit(grad(everything))(*operands_now)
+            for a, b in zip(got, jax.jit(grad(f))(*operands_now), strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
             after = store.stats()
             counts = after.stored_count - before.stored_count, after.fetched_count - before.fetched_count
