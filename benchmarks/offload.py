@@ -77,8 +77,8 @@ CASES: dict[str, Callable[[str], Any]] = {
     ),
     "drive": lambda disk: drive(disk, 16 if QUICK else 4),
     "plan": lambda disk: plan("plan", "oi", budget_gib=40.0 if QUICK else 2.5),
-    # Layers that give a drive time (5.5 GB/s in forward), inputs of which host memory holds four: how many go depends on
-    # the drive.
+    # Layers that give a drive time (5.5 GB/s in forward), and host memory for four of their inputs: how many go depends
+    # on the drive.
     "plan_disk": lambda disk: plan(
         "plan_disk",
         "ir",

@@ -84,7 +84,7 @@ def fetch(handle: Array, like: Any, after: Sequence[Array], *, store_id: int, si
     def rule(_: int, batched: Sequence[bool], handle: Array, *after: Array) -> tuple[Array, bool]:
         if not batched[0]:  # not before any example is where this may begin
             return batchable(handle, *after), False
-        _, xs = jax.lax.scan(lambda _, handle: (None, batchable(handle, *after)), None, handle, reverse=True)
+        _, xs = jax.lax.scan(lambda count, handle: (count + 1, batchable(handle, *after)), 0, handle, reverse=True)
         return xs, True
 
     call = jax.custom_jvp(batchable)

@@ -1,9 +1,9 @@
 """The disk tier through TensorStore: threads that take chunks from the native queue and give them to it.
 
 A chunk is a file of its own, an array chunk of exactly the slot's bytes, so that a write copies nothing: TensorStore
-refers to the slot until the write is done, which the thread waits for. It writes a new file each time and renames it, so
-that each write pays for new pages: on tmpfs one core writes 2.0 GB/s (such files by hand 2.2, into pages that are there
-7.1). A read goes straight from TensorStore's buffer to the slot.
+refers to the slot until the write is done, which the thread waits for. It writes a new file each time and renames it,
+so that each write pays for new pages: on tmpfs one core writes 2.0 GB/s (such files by hand 2.2, into pages that are
+there 7.1). A read goes straight from TensorStore's buffer to the slot.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def main(seed: int, path: str | None) -> None:
 
 
 def disk_in_time(stream, path, run):
-    """What stays in the ring is not copied out, what memory holds not written, and what is read moves without a fetch."""
+    """What stays in the ring is not copied out, what memory holds not written, what is read moves without a fetch."""
     size, count, ring, host = 4096, 20, 4, 8
     scratch, out = np.empty(size // 4, np.uint32), np.empty((count, size // 4), np.uint32)
     handles = np.zeros((count, 2), np.uint32)

@@ -208,10 +208,14 @@ def test_vmap_takes_what_is_not_batched_once(store):
     # Sine and cosine of each, and the mask.
     for axes, stored in ((None, None, 0), 5), ((None, 0, None), 9), ((0, 0, 0), 13):
         operands_now = [leaf if axis == 0 else leaf[0] for leaf, axis in zip((ws[:3], xs, signs), axes, strict=True)]
-        for grad in (
-            lambda f, axes=axes: jax.vmap(jax.grad(loss(f), (0, 1)), axes),
-            lambda f, axes=axes: jax.grad(lambda *a, axes=axes: jax.vmap(loss(f), axes)(*a).sum(), (0, 1)),
-        ):
+
+        def of_each(f, axes=axes):
+            return jax.vmap(jax.grad(loss(f), (0, 1)), axes)
+
+        def of_all(f, axes=axes):
+            return jax.grad(lambda *args: jax.vmap(loss(f), axes)(*args).sum(), (0, 1))
+
+        for grad in of_each, of_all:
             before = store.stats()
             got = jax.jit(grad(everything))(*operands_now)
             for a, b in zip(got, jax.jit(grad(f))(*operands_now), strict=True):
