@@ -7,13 +7,16 @@ see where it comes from: an argument, a view of one, a cast, or something comput
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 # Operators of one operand whose result is the same numbers in another form, and cheap to make again.
 _VIEWS = frozenset(
@@ -81,7 +84,8 @@ class Plan:
         num_outputs: of the function.
         treedef: of the `jax.vjp` function, whose leaves are the residuals.
         sources: what is handed over.
-        residuals: for each residual the number of its source and the operators that make it again; or a constant.
+        residuals: for each residual the number of its source and the operators that make it again; or a constant; or
+            its shape and dtype, where backward has no use for it.
         flops: of the matrix products and convolutions of the forward pass, as far as they can be seen.
     """
 
@@ -89,15 +93,18 @@ class Plan:
     num_outputs: int
     treedef: Any
     sources: tuple[Source, ...]
-    residuals: tuple[tuple[int, tuple[Any, ...]] | np.ndarray, ...]
+    residuals: tuple[tuple[int, tuple[Any, ...]] | np.ndarray | jax.ShapeDtypeStruct, ...]
     flops: float
 
     def rebuild(self, values: Sequence[Any]) -> Any:
         """The `jax.vjp` function, from the values of the sources."""
-        leaves = []
+        leaves: list[Any] = []
         for residual in self.residuals:
             if isinstance(residual, np.ndarray):
                 leaves.append(residual)
+                continue
+            if isinstance(residual, jax.ShapeDtypeStruct):
+                leaves.append(jnp.zeros(residual.shape, residual.dtype))
                 continue
             number, views = residual
             value = values[number]
@@ -185,12 +192,45 @@ def make_plan(
         chosen[i] if chain is not None else np.asarray(getattr(residual_vars[i], "val", 0), residual_vars[i].aval.dtype)
         for i, chain in enumerate(chains)
     )
-    computed = [source.var for source in sources if source.argument is None]
-    debug_info = jaxpr.debug_info.with_unknown_names()
-    handed_over = jaxpr.replace(outvars=[*outputs, *computed], debug_info=debug_info)
-    return Plan(
-        core.ClosedJaxpr(handed_over, closed.consts), num_outputs, treedef, tuple(sources), residuals, _flops(jaxpr)
+
+    def plan(sources: Sequence[Source], residuals: Sequence[Any]) -> Plan:
+        computed = [source.var for source in sources if source.argument is None]
+        debug_info = jaxpr.debug_info.with_unknown_names()
+        handed_over = core.ClosedJaxpr(
+            jaxpr.replace(outvars=[*outputs, *computed], debug_info=debug_info), closed.consts
+        )
+        return Plan(handed_over, num_outputs, treedef, tuple(sources), tuple(residuals), _flops(jaxpr))
+
+    everything = plan(sources, residuals)
+    used = _used(everything, [var.aval for var in outputs])
+    if all(used):
+        return everything
+    place = list(itertools.accumulate(used, initial=0))
+    return plan(
+        [source for source, needed in zip(sources, used, strict=True) if needed],
+        [
+            residual
+            if isinstance(residual, np.ndarray)
+            else (place[residual[0]], residual[1])
+            if used[residual[0]]
+            else jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+            for residual, var in zip(residuals, residual_vars, strict=True)
+        ],
     )
+
+
+def _used(plan: Plan, outputs: Sequence[Any]) -> list[bool]:
+    """Which sources backward uses: `jax.vjp` keeps some that no cotangent depends on."""
+
+    def backward(values: Sequence[Any], outputs: Sequence[Any]) -> Any:
+        # Cotangents are as their outputs are, as far as types go.
+        zeros = [x if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0) for x in outputs]
+        return plan.rebuild(values)(zeros)
+
+    jaxpr = jax.make_jaxpr(backward)([source.var.aval for source in plan.sources], outputs).jaxpr
+    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    kept = [not _storable(source.var) for source in plan.sources]
+    return [a or b for a, b in zip(used, kept, strict=False)]
 
 
 def _flops(jaxpr: Any) -> float:

@@ -58,6 +58,7 @@ EntryPtr Store::Add(const RunPtr& run, int64_t site, int64_t bytes) {
   entries_[entry->serial] = entry;
   if (run->stack.empty() && run->peak_bytes == 0) run->first_site = site;
   run->stack.push_back(entry);
+  if (++run->stored_by_site[site] > 1) run->loops = true;
   auto& serials = run->by_site[site];
   Site& known = sites_[site];
   if (known.uses == Site::Uses::kUnknown && known.fetched && serials.empty()) known.uses = Site::Uses::kOne;

@@ -120,7 +120,9 @@ struct Run {
   int64_t number = 0;
   double last_used = 0;  // seconds of the steady clock
   std::vector<EntryPtr> stack;  // in order of creation; no fetched entries at its end
-  std::unordered_map<int64_t, std::vector<uint64_t>> by_site;
+  std::unordered_map<int64_t, std::vector<uint64_t>> by_site;  // not fetched yet
+  std::unordered_map<int64_t, int64_t> stored_by_site;
+  bool loops = false;       // a site stored several
   std::unordered_set<int64_t> surprising;  // sites whose fetches did not come in the order foreseen
   int64_t first_site = 0;
   int64_t top = 0, peak_top = 0;  // of the stack in ring bytes
@@ -209,7 +211,7 @@ class Store : public std::enable_shared_from_this<Store> {
   EntryPtr Add(const RunPtr& run, int64_t site, int64_t bytes);
   EntryPtr Find(uint64_t handle, int64_t site, int64_t bytes, int device);
   Ring& RingOf(int device, Stream compute);
-  enum class Reuse { kFree, kFetchedOnce, kNo };
+  enum class Reuse { kFree, kFetchedOnce, kLikelyShared, kNo };
   Reuse MayReuse(const Slot& slot) const;
   void Fetched(const EntryPtr& entry, const RunPtr& run);
   void Drop(const EntryPtr& entry);
@@ -218,7 +220,7 @@ class Store : public std::enable_shared_from_this<Store> {
   int64_t BytesAbove(const Run& run, const Entry& entry) const;
 
   Slot* TakeSlot(Lock& lock, const EntryPtr& entry, bool pinned, bool may_wait, uint64_t victims_below);
-  Slot* TryTakeSlot(int64_t bytes, bool pinned, uint64_t victims_below);
+  Slot* TryTakeSlot(int64_t bytes, bool pinned, uint64_t victims_below, bool last_resort = false);
   Slot* Allocate(int64_t capacity, bool pinned);
   void FreeMemory(Slot* slot);
   void ReleaseSlot(Slot* slot);
