@@ -38,9 +38,9 @@ class ActivationStore:
         path: a folder, or several, for the disk tier; chunks are striped over them. None: no disk tier. In each, the
             store makes a folder of its own, which goes when the store closes; those of processes that died are
             removed first.
-        device_bytes: of the ring on each device. None: what one call of an offloaded function stores, at least two of
-            its largest tensors; where its arithmetic takes less time than the bus, twice that, at least six (see
-            `ring_bytes` in `_transform.py` for the figures). 0: no ring; the compute stream then waits for each copy.
+        device_bytes: of the ring on each device. None: what one call of an offloaded function stores; where its
+            arithmetic takes less time than the bus, twice that, at least six tensors (see `ring_bytes` in
+            `_transform.py` for the figures). 0: no ring; the compute stream then waits for each copy.
         host_bytes: cap of pinned (on the CPU: ordinary) host memory. None: half of what the machine has available now.
         disk_bytes: cap of the disk tier. None: as much as there is.
         engine: how files are written: "direct" (O_DIRECT where the file system takes it), "buffered" (through the

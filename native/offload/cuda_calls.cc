@@ -48,9 +48,7 @@ Loaded Load() {
   return loaded;
 }
 
-// CU_EVENT_BLOCKING_SYNC and CU_EVENT_DISABLE_TIMING: I/O threads that wait for copies sleep. Otherwise each takes a core,
-// which those that read and write need.
-constexpr unsigned kBlocking = 1, kDisableTiming = 2;
+constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
 
 }  // namespace
 
@@ -80,7 +78,7 @@ Event EventPool::Record(Stream stream) {
       free_.pop_back();
     }
   }
-  if (event == nullptr) Check(GetCalls().event_create(&event, timed_ ? 0 : kBlocking | kDisableTiming), "cuEventCreate");
+  if (event == nullptr) Check(GetCalls().event_create(&event, timed_ ? 0 : kDisableTiming), "cuEventCreate");
   Event owned(event, [pool = weak_from_this()](RawEvent raw) {
     if (auto alive = pool.lock()) {
       std::lock_guard<std::mutex> lock(alive->mutex_);

@@ -77,8 +77,7 @@ class ContextScope {
   const bool active_;
 };
 
-// Events, used again: to make one costs as much as a small launch. Threads sleep while they wait for one, or spin if it is
-// timed.
+// Events, used again: to make one costs as much as a small launch.
 class EventPool : public std::enable_shared_from_this<EventPool> {
  public:
   explicit EventPool(bool timed = false) : timed_(timed) {}

@@ -7,6 +7,12 @@
 #include "store_internal.h"
 
 namespace dejax::offload {
+namespace {
+
+constexpr Result kNotReady = 600;  // CUDA_ERROR_NOT_READY
+constexpr auto kPoll = std::chrono::microseconds(100);
+
+}  // namespace
 
 bool Store::ShouldWrite(const RunPtr& run, const Entry& entry) const {
   if (!disk_ || entry.slot == nullptr || entry.disk != Entry::Disk::kNone) return false;
@@ -143,6 +149,9 @@ void Store::BeginJob(Job* job) {
   for (const Event& event : events) {
     if (!event) continue;
     ContextScope scope(job->context);
+    // Not cuEventSynchronize, which takes a core for each thread that waits: reading and writing need them. (Events that
+    // make it sleep cost the launch thread a millisecond a call.)
+    while (GetCalls().event_query(event.get()) == kNotReady) std::this_thread::sleep_for(kPoll);
     Check(GetCalls().event_synchronize(event.get()), "cuEventSynchronize");
   }
   if (job->write && options_.checksum) {

@@ -385,7 +385,7 @@ uint64_t Ring::ReadHandle(Store::Lock& lock, DevicePointer handle, Stream comput
   uint64_t* const cell = cells_.back();
   cells_.pop_back();
   Check(calls_.copy_device_to_host(cell, handle, 8, compute), "cuMemcpyDtoHAsync");
-  const Event event = timers_->Record(compute);  // spins: each microsecond is one of the step
+  const Event event = events_->Record(compute);
   ++store_->active_;
   lock.unlock();
   const Result result = calls_.event_synchronize(event.get());
