@@ -53,8 +53,8 @@ def scan_pieces(pieces: Sequence[tuple[Body, int]], params: Any, x: Any) -> Any:
     def stack(weights: list[Any], state: list[Any]) -> list[Any]:
         for number, (body, _) in enumerate(pieces):
 
-            def step(state: list[Any], i: Any, run: Callable[..., list[Any]] = flat(body)) -> tuple[list[Any], None]:
-                return run(*layer(weights, i), *state), None
+            def step(state: list[Any], i: Any, body: Body = body) -> tuple[list[Any], None]:
+                return flat(body)(*layer(weights, i), *state), None
 
             state, _ = jax.lax.scan(step, state, indices(number))
         return state
