@@ -8,7 +8,7 @@ see where it comes from: an argument, a view of one, a cast, or something comput
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,7 @@ class Plan:
         treedef: of the `jax.vjp` function, whose leaves are the residuals.
         sources: what is handed over.
         residuals: for each residual the number of its source and the operators that make it again; or a constant; or
-            its shape and dtype, where backward has no use for it.
+            what makes it, where that depends on no argument; or its shape and dtype, where backward has no use for it.
         flops: of the matrix products and convolutions of the forward pass, as far as they can be seen.
     """
 
@@ -93,7 +93,7 @@ class Plan:
     num_outputs: int
     treedef: Any
     sources: tuple[Source, ...]
-    residuals: tuple[tuple[int, tuple[Any, ...]] | np.ndarray | jax.ShapeDtypeStruct, ...]
+    residuals: tuple[tuple[int, tuple[Any, ...]] | np.ndarray | core.ClosedJaxpr | jax.ShapeDtypeStruct, ...]
     flops: float
 
     def rebuild(self, values: Sequence[Any]) -> Any:
@@ -102,6 +102,9 @@ class Plan:
         for residual in self.residuals:
             if isinstance(residual, np.ndarray):
                 leaves.append(residual)
+                continue
+            if isinstance(residual, core.ClosedJaxpr):
+                leaves += core.jaxpr_as_fun(residual)()
                 continue
             if isinstance(residual, jax.ShapeDtypeStruct):
                 leaves.append(jnp.zeros(residual.shape, residual.dtype))
@@ -142,7 +145,7 @@ def make_plan(
     outputs, residual_vars = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
     producer = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
     argument_of = {var: i for i, var in enumerate(jaxpr.invars)}
-    constants = _constants(jaxpr)
+    constants = _constants(jaxpr, jaxpr.constvars)
     names_of: dict[Any, frozenset[str]] = {}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name":
@@ -151,6 +154,11 @@ def make_plan(
             names_of[base] = names_of.get(base, frozenset()) | {str(eqn.params["name"])}
 
     chains = [None if isinstance(var, core.Literal) else _chain(var, producer) for var in residual_vars]
+    made_again: dict[int, core.ClosedJaxpr] = {}
+    for i, var in enumerate(residual_vars):
+        if chains[i] is not None and var in constants and var not in jaxpr.constvars:
+            made_again[i] = _maker(closed, var)
+            chains[i] = None
     sources: list[Source] = []
     number: dict[Any, int] = {}
 
@@ -189,7 +197,11 @@ def make_plan(
         chosen[i] = (add(steps[at], not stays, info), tuple(reversed(chain[:at])))
 
     residuals = tuple(
-        chosen[i] if chain is not None else np.asarray(getattr(residual_vars[i], "val", 0), residual_vars[i].aval.dtype)
+        made_again[i]
+        if i in made_again
+        else chosen[i]
+        if chain is not None
+        else np.asarray(getattr(residual_vars[i], "val", 0), residual_vars[i].aval.dtype)
         for i, chain in enumerate(chains)
     )
 
@@ -210,7 +222,7 @@ def make_plan(
         [source for source, needed in zip(sources, used, strict=True) if needed],
         [
             residual
-            if isinstance(residual, np.ndarray)
+            if not isinstance(residual, tuple)
             else (place[residual[0]], residual[1])
             if used[residual[0]]
             else jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
@@ -252,13 +264,34 @@ def _flops(jaxpr: Any) -> float:
     return float(total)
 
 
-def _constants(jaxpr: core.Jaxpr) -> set[Any]:
-    """Variables that depend on no argument: the same in each pass of a loop, so nothing is gained by moving them."""
-    found = set(jaxpr.constvars)
+def _constants(jaxpr: core.Jaxpr, known: Iterable[Any]) -> set[Any]:
+    """Variables that depend on known ones alone, and so on no argument: masks of attention, say.
+
+    They are the same in each turn of a loop. XLA would store them once, before the loop, and fetch them in each turn.
+    """
+    found = set(known)
+
+    def is_known(var: Any) -> bool:
+        return isinstance(var, core.Literal) or var in found
+
     for eqn in jaxpr.eqns:
-        if all(isinstance(v, core.Literal) or v in found for v in eqn.invars):
+        if all(is_known(v) for v in eqn.invars):
             found.update(eqn.outvars)
+        elif eqn.primitive.name in ("jit", "pjit"):
+            inner = eqn.params["jaxpr"].jaxpr
+            pairs = zip(inner.invars, eqn.invars, strict=True)
+            inside = _constants(inner, [*inner.constvars, *(own for own, given in pairs if is_known(given))])
+            results = zip(eqn.outvars, inner.outvars, strict=True)
+            found.update(out for out, own in results if isinstance(own, core.Literal) or own in inside)
     return found
+
+
+def _maker(closed: core.ClosedJaxpr, var: Any) -> core.ClosedJaxpr:
+    """What computes a variable that depends on no argument."""
+    jaxpr = closed.jaxpr.replace(outvars=[var], debug_info=closed.jaxpr.debug_info.with_unknown_names())
+    needed, used = partial_eval.dce_jaxpr(jaxpr, [True])
+    assert not any(used)
+    return core.ClosedJaxpr(needed, closed.consts)
 
 
 def _chain(var: Any, producer: dict[Any, Any]) -> list[Any]:

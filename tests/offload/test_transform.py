@@ -225,6 +225,38 @@ def test_vmap_takes_what_is_not_batched_once(store):
             assert counts == (stored, stored), axes
 
 
+def test_what_depends_on_no_argument_is_made_again(store):
+    x = operands()[1]
+    seen = []
+
+    def f(x):  # jax.nn functions have a jit of their own around such masks
+        mask = jnp.tril(jnp.ones((x.shape[0],) * 2, bool))
+        return jax.jit(lambda x: jnp.where(mask, jnp.sin(x @ x.T), 0) @ x)(x) + jax.nn.silu(x)
+
+    def wanted(residual):
+        seen.append(residual.dtype)
+        return True
+
+    got = jax.jit(jax.grad(lambda x: offload(f, policy=wanted, min_bytes=1)(x).sum()))(x)
+    np.testing.assert_allclose(got, jax.jit(jax.grad(lambda x: f(x).sum()))(x), rtol=1e-5, atol=1e-5)
+    assert set(seen) == {np.dtype("float32")} and store.stats().stored_count == store.stats().fetched_count > 0
+
+
+def test_what_backward_has_no_use_for_is_not_stored(store):
+    x = operands()[1]
+
+    @jax.custom_vjp
+    def f(x):
+        return jnp.sin(x)
+
+    f.defvjp(lambda x: (f(x), (jnp.cos(x), jnp.exp(x))), lambda kept, ct: (kept[0] * ct,))
+    for run in jax.jit, lambda f: f:
+        got = run(jax.grad(lambda x: offload(f, min_bytes=1)(x).sum()))(x)
+        np.testing.assert_allclose(got, jnp.cos(x), rtol=1e-6)
+    stats = store.stats()
+    assert stats.stored_count == stats.fetched_count == 2 and stats.live_count == 0
+
+
 def test_shard_map(store):
     if len(jax.devices()) < 4:
         pytest.skip("four devices")
