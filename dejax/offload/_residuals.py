@@ -30,6 +30,7 @@ _VIEWS = frozenset(
         "copy",
         "name",
         "rev",
+        "pvary",  # the same number on each device, in shard_map
         "reduce_precision",  # jax.checkpoint puts one that changes nothing after each tensor that it saves
     )
 )
@@ -156,7 +157,8 @@ def make_plan(
     chains = [None if isinstance(var, core.Literal) else _chain(var, producer) for var in residual_vars]
     made_again: dict[int, core.ClosedJaxpr] = {}
     for i, var in enumerate(residual_vars):
-        if chains[i] is not None and var in constants and var not in jaxpr.constvars:
+        # Not scalars: compilers reassociate what they know, and plain autodiff hands them over.
+        if chains[i] is not None and var in constants and var not in jaxpr.constvars and var.aval.size > 1:
             made_again[i] = _maker(closed, var)
             chains[i] = None
     sources: list[Source] = []
