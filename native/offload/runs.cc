@@ -26,6 +26,7 @@ RunPtr Store::FindRun(int64_t id, int device, bool create) {
   run->id = id;
   run->device = device;
   run->number = stats_.runs++;
+  for (auto& [site, known] : sites_) known.known_fetches = known.fetches;
   run->last_used = now;
   runs_[{id, device}] = run;
   recent_.push_back(run);
@@ -119,9 +120,11 @@ void Store::Retire(EntryPtr entry) {
 
 // Takes an entry out of its run: it was fetched, or is given up.
 void Store::Fetched(const EntryPtr& entry, const RunPtr& run) {
+  Site& site = sites_[entry->site];
+  site.fetches = std::max(site.fetches, ++entry->fetches);
   if (!entry->live) return;
   entry->live = false;
-  sites_[entry->site].fetched = true;
+  site.fetched = true;
   stats_.live_bytes -= entry->bytes;
   --stats_.live_count;
   written_.erase(entry->serial);

@@ -51,8 +51,9 @@ void Store::ReleaseSlot(Slot* slot) {
   free_.push_back(slot);
 }
 
-// Whether a free slot's former bytes may be fetched once more. In a program's first run nobody knows: what one call stored
-// where others stored several was taken out of a loop, most likely, each turn of which fetches it.
+// Whether a free slot's former bytes may be fetched once more. In a program's first run nobody knows: what one call
+// stored where others stored several was taken out of a loop, most likely, each turn of which fetches it. Later one knows
+// how often that was, and needs not rely on it while there is other memory.
 Store::Reuse Store::MayReuse(const Slot& slot) const {
   const auto entry = slot.serial == 0 ? entries_.end() : entries_.find(slot.serial);
   if (entry == entries_.end()) return Reuse::kFree;
@@ -62,10 +63,13 @@ Store::Reuse Store::MayReuse(const Slot& slot) const {
   if (site == sites_.end()) return Reuse::kFree;
   switch (site->second.uses) {
     case Site::Uses::kOne: return Reuse::kFree;
-    case Site::Uses::kMany: return Reuse::kNo;
+    case Site::Uses::kMany: {
+      const int known = site->second.known_fetches;
+      return known > 0 && entry->second->fetches >= known ? Reuse::kLikelyFree : Reuse::kNo;
+    }
     default: break;
   }
-  return run->loops && run->stored_by_site[entry->second->site] == 1 ? Reuse::kLikelyShared : Reuse::kFetchedOnce;
+  return run->loops && run->stored_by_site[entry->second->site] == 1 ? Reuse::kLikelyShared : Reuse::kLikelyFree;
 }
 
 Slot* Store::TryTakeSlot(int64_t bytes, bool pinned, uint64_t victims_below, bool last_resort) {
@@ -107,8 +111,8 @@ Slot* Store::TryTakeSlot(int64_t bytes, bool pinned, uint64_t victims_below, boo
   if (host_allocated_ + capacity <= options_.host_bytes) {
     if (Slot* slot = Allocate(capacity, pinned)) return slot;
   }
-  if (Slot* slot = find_free(Reuse::kFetchedOnce)) return slot;
-  shrink(Reuse::kFetchedOnce);
+  if (Slot* slot = find_free(Reuse::kLikelyFree)) return slot;
+  shrink(Reuse::kLikelyFree);
   // Memory whose bytes are on disk too: the oldest, which is fetched last.
   for (auto at = written_.begin(); at != written_.end() && at->first < victims_below;) {
     const EntryPtr entry = at->second;

@@ -83,6 +83,8 @@ struct Site {
   Order order = Order::kUnknown;
   Uses uses = Uses::kUnknown;
   bool fetched = false;
+  int fetches = 0;        // of one handle, the most so far
+  int known_fetches = 0;  // the most when the last run began
 };
 
 struct Entry {
@@ -94,6 +96,7 @@ struct Entry {
   int device = -1;  // -1: the CPU
   std::weak_ptr<Run> run;
   bool live = true;     // stored and neither fetched nor dropped
+  int fetches = 0;
   Slot* slot = nullptr;
 
   // Ring.
@@ -211,7 +214,7 @@ class Store : public std::enable_shared_from_this<Store> {
   EntryPtr Add(const RunPtr& run, int64_t site, int64_t bytes);
   EntryPtr Find(uint64_t handle, int64_t site, int64_t bytes, int device);
   Ring& RingOf(int device, Stream compute);
-  enum class Reuse { kFree, kFetchedOnce, kLikelyShared, kNo };
+  enum class Reuse { kFree, kLikelyFree, kLikelyShared, kNo };
   Reuse MayReuse(const Slot& slot) const;
   void Fetched(const EntryPtr& entry, const RunPtr& run);
   void Drop(const EntryPtr& entry);
