@@ -44,7 +44,7 @@ class ActivationStore:
         host_bytes: cap of pinned (on the CPU: ordinary) host memory. None: half of what the machine has available now.
         disk_bytes: cap of the disk tier. None: as much as there is.
         engine: how files are written: "direct" (O_DIRECT where the file system takes it), "buffered" (through the
-            page cache), "tensorstore", or "auto", which is "direct".
+            page cache), "tensorstore", or "auto", which is "direct": it takes least of the processor.
         checksum: verify what is read from disk. A damaged file then is an error and never a wrong gradient.
         chunk_bytes: unit of a read or write, a multiple of 4,096.
         io_threads: that read and write at a time.
