@@ -113,7 +113,7 @@ int cuEventQuery(Event* event) {
   if (event->Done(event->recorded)) return 0;
   if (++asked % 8 == 0) {  // who asks again and again is to get an answer
     int done = 0;
-    RunUntil([&] { return done++ > 0; });
+    RunUntil([&] { return done++ > 100; });
   }
   return 600;
 }
