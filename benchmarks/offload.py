@@ -39,10 +39,10 @@ def words(variable: str, default: str) -> list[str]:
 SIZES: dict[str, tuple[int, ...]] = {
     "layers24": (24, 16384, 4096),
     "layers12": (12, 8192, 8192),
-    "deep": (100, 8192, 8192),
+    "deep": (128, 4096, 8192),
     "nvme": (8, 8192, 16384),
     "plan": (12, 8192, 8192),
-    "plan_disk": (8, 8192, 16384),
+    "plan_disk": (8, 4096, 16384),
     "gpt": (6, 4, 2048, 8192),
     "batch": (4, 4, 2048, 8192),
 }
@@ -55,11 +55,11 @@ def stack(case: str, default: str, disk: str) -> dict[str, Any]:
     return layers(num, batch, width, words(case.upper(), default), disk)
 
 
-def plan(case: str, budget_gib: float, others: str, **tiers: Any) -> dict[str, Any]:
+def plan(case: str, others: str, **how: Any) -> dict[str, Any]:
     num, batch, width = SIZES[case]
     ways = [tuple(num if choice == other else 0 for choice in "oirk") for other in others]
     plot = Path(os.environ["DEJAX_BENCHMARK_PART"]).with_suffix(".svg")
-    return planned(num, batch, width, budget_gib, str(plot), ways, **tiers)
+    return planned(num, batch, width, str(plot), ways, **how)
 
 
 CASES: dict[str, Callable[[str], Any]] = {
@@ -72,17 +72,21 @@ CASES: dict[str, Callable[[str], Any]] = {
     "gpt_plan": lambda disk: gpt_plan(*SIZES["gpt"], 0.6 if QUICK else 0.4),
     "batch": lambda disk: largest_batch(*SIZES["batch"]),
     "bits": lambda disk: bits(os.environ.get("DUMP")),
-    "nvme": lambda disk: stack("nvme", "shm:3,4,direct shm:3,4,tensorstore disk:3,6,direct", disk),
+    "nvme": lambda disk: stack(
+        "nvme", "shm:3,4,direct shm:3,4,tensorstore shm:2,3,direct shm:2,3,tensorstore host:2", disk
+    ),
     "drive": lambda disk: drive(disk, 16 if QUICK else 4),
-    "plan": lambda disk: plan("plan", 40.0 if QUICK else 2.5, "oi"),
-    # Half a GiB of host memory: what the drive takes in forward decides how many layers' inputs can go.
+    "plan": lambda disk: plan("plan", "oi", budget_gib=40.0 if QUICK else 2.5),
+    # Layers that give a drive time (5.5 GB/s in forward), and host memory for four of their inputs: how many go depends
+    # on the drive.
     "plan_disk": lambda disk: plan(
         "plan_disk",
-        40.0 if QUICK else 4.05,
-        "r",
+        "ir",
+        fewer_tensors=(1 if QUICK else 6) - 0.1,
+        passes=4,
         choices=("offload inputs", "recompute"),
         path=disk,
-        host_bytes=GIB // 2 if not QUICK else 4 * GIB,
+        host_bytes=4 * GIB if QUICK else GIB // 2,
     ),
     "torch12": lambda disk: torch_layers(*SIZES["layers12"]),
 }

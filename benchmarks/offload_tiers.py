@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import time
@@ -70,26 +71,40 @@ def planned(
     num: int,
     batch: int,
     width: int,
-    budget_gib: float,
     plot: str,
     others: list[tuple[int, ...]],
+    budget_gib: float = 0.0,
+    fewer_tensors: float = 0.0,
+    passes: int = 1,
     choices: Sequence[str] = CHOICES,
     **tiers: Any,
 ) -> dict[str, Any]:
-    """The planner's prediction beside what its choice then takes, and other ways beside it."""
+    """The planner's prediction beside what its choice then takes, and other ways beside it.
+
+    The budget is given, or what `jax.checkpoint` takes less so many of the layers' inputs. With more passes a layer
+    computes more for each byte of its input.
+    """
     import jax
     import jax.numpy as jnp
 
     from dejax.offload import ActivationStore, plan_stack
+    from dejax.offload._profile import scan_layers, training_step
 
     def layer(w: Any, x: Any) -> Any:
-        return x + (jax.nn.gelu(x @ w) @ w.T) * 0.1
+        for _ in range(passes):
+            x = x + (jax.nn.gelu(x @ w) @ w.T) * 0.1
+        return x
 
     key_w, key_x = jax.random.split(jax.random.key(0))
     ws = (jax.random.normal(key_w, (num, width, width)) * (1.3 / width**0.5)).astype(jnp.bfloat16)
     x = jax.random.normal(key_x, (batch, width)).astype(jnp.bfloat16)
+    if not budget_gib:
+        step = training_step(functools.partial(scan_layers, jax.checkpoint(layer)))
+        saved = step.lower(ws, x).compile().memory_analysis().temp_size_in_bytes
+        budget_gib = (saved - fewer_tensors * x.nbytes) / GIB
     rows: list[dict[str, Any]] = []
-    found: dict[str, Any] = {"num": num, "batch": batch, "width": width, "budget_gib": budget_gib, "rows": rows}
+    found: dict[str, Any] = {"num": num, "batch": batch, "width": width, "passes": passes, "rows": rows}
+    found["budget_gib"] = budget_gib
     with ActivationStore(**tiers) as store:
         begin = time.perf_counter()
         plan = plan_stack(layer, ws, x, budget_bytes=int(budget_gib * GIB), store=store, choices=choices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import statistics
@@ -44,29 +45,40 @@ def layers(num: int, batch: int, width: int, variants: list[str], disk: str) -> 
         offload_src="device",
         offload_dst="pinned_host",
     )
+    bodies = {
+        "saved": jax.checkpoint(layer),
+        "offload": offload(jax.checkpoint(layer), inputs=1),
+        "jax": jax.checkpoint(named, policy=own),
+        "plain": layer,
+    }
+
+    @functools.cache  # one program for all stores: they differ in what happens when it runs
+    def compiled(kind: str) -> Any:
+        return make(bodies[kind]).lower(ws, x).compile()
+
+    def run(name: str, kind: str, store: Any = None, reference: Any = None) -> dict[str, Any]:
+        # Deep stacks take a second a step.
+        how = {} if num * batch * width < 1 << 32 else {"seconds": 0.0, "dispatched": 1}
+        return measure(name, functools.partial(compiled, kind), (ws, x), store, reference, **how)
+
     rows: list[dict[str, Any]] = []
     tensor = batch * width * 2
     found = {"num": num, "batch": batch, "width": width, "tensor_bytes": tensor, "rows": rows}
-    saved = measure("inputs saved", make(jax.checkpoint(layer)), (ws, x))
+    saved = run("inputs saved", "saved")
     reference = saved.pop("out", None)
     rows.append(saved)
     for variant in variants:
         kind, _, size = variant.partition(":")
         if kind == "jax":
-            rows.append(measure("JAX's own offload", make(jax.checkpoint(named, policy=own)), (ws, x), None, reference))
+            rows.append(run("JAX's own offload", "jax", None, reference))
         elif kind == "plain":
-            rows.append(measure("all residuals saved", make(layer), (ws, x), None, None))
-        elif kind == "host":
+            rows.append(run("all residuals saved", "plain"))
+        elif kind in ("host", "value"):
             with ActivationStore(device_bytes=int(float(size) * tensor) if size else None) as store:
-                step = make(offload(jax.checkpoint(layer), inputs=1))
-                rows.append(measure(f"offload, host, ring of {size or 'auto'}", step, (ws, x), store, reference))
-        elif kind == "value":
-            with ActivationStore(device_bytes=int(float(size) * tensor) if size else None) as store:
-                store._native.set_prediction(1)
-                step = make(offload(jax.checkpoint(layer), inputs=1))
-                rows.append(
-                    measure(f"the same, handles read, ring of {size or 'auto'}", step, (ws, x), store, reference)
-                )
+                if kind == "value":
+                    store._native.set_prediction(1)
+                name = "the same, handles read" if kind == "value" else "offload, host"
+                rows.append(run(f"{name}, ring of {size or 'auto'}", "offload", store, reference))
         elif kind in ("shm", "disk"):
             place = "/dev/shm" if kind == "shm" else disk
             ring, host, engine = size.split(",")
@@ -78,8 +90,7 @@ def layers(num: int, batch: int, width: int, variants: list[str], disk: str) -> 
                 checksum=os.environ.get("CHECKSUM", "1") == "1",
                 io_threads=int(os.environ.get("IO_THREADS", "12")),
             ) as store:
-                step = make(offload(jax.checkpoint(layer), inputs=1))
-                rows.append(measure(f"offload, {kind} ({variant})", step, (ws, x), store, reference))
+                rows.append(run(f"offload, {kind} ({variant})", "offload", store, reference))
         rows[-1].pop("out", None)
         keep(found)
     table(rows)
@@ -175,14 +186,19 @@ def gpt(num: int, batch: int, sequence: int, width: int, variants: list[str]) ->
     rows: list[dict[str, Any]] = []
     found = {"num": num, "batch": batch, "sequence": sequence, "width": width, "rows": rows}
     reference = None
+
+    @functools.cache  # one program for rings of any size
+    def compiled(kind: str) -> Any:
+        return gradient_step(bodies[kind]).lower(params, x).compile()
+
     for variant in variants:
         kind, _, ring = variant.partition(":")
         how: dict[str, Any] = {"seconds": 0.5, "dispatched": 1}
         if kind in STORING:
             with ActivationStore(device_bytes=int(float(ring) * GIB) if ring else None, host_bytes=100 << 30) as store:
-                row = measure(variant, gradient_step(bodies[kind]), (params, x), store, reference, **how)
+                row = measure(variant, functools.partial(compiled, kind), (params, x), store, reference, **how)
         else:
-            row = measure(variant, gradient_step(bodies[kind]), (params, x), None, reference, **how)
+            row = measure(variant, functools.partial(compiled, kind), (params, x), None, reference, **how)
         out = row.pop("out", None)
         reference = out if reference is None and kind == "remat" else reference
         rows.append(row)
@@ -196,7 +212,9 @@ def gpt_plan(num: int, batch: int, sequence: int, width: int, share: float) -> d
     from dejax.offload import ActivationStore, plan_names
 
     block, params, x, _ = gpt_model(num, batch, sequence, width)
-    saved = measure("saved", gradient_step(block), (params, x), seconds=0.5, dispatched=1)
+    saved = measure(
+        "saved", lambda: gradient_step(block).lower(params, x).compile(), (params, x), seconds=0.5, dispatched=1
+    )
     saved.pop("out", None)
     say(json.dumps(saved))
     with ActivationStore(host_bytes=100 << 30) as store:

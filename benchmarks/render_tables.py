@@ -108,7 +108,8 @@ def offload_table(results: Path) -> str:
             if name in rows and "error" not in rows[name]:
                 row = rows[name]
                 memory = row["temp_gib"] + row.get("ring_gib", 0)
-                lines.append(f"| {title} | {words} | {row['ms']:.1f} | {memory:.2f} |")
+                when = " (earlier run)" if "note" in row else ""
+                lines.append(f"| {title} | {words}{when} | {row['ms']:.1f} | {memory:.2f} |")
     return "\n".join(lines)
 
 

@@ -143,6 +143,7 @@ def train(options: argparse.Namespace, mode: str, out: Path) -> list[float]:
             nnx.replace_by_pure_dict(state, found["state"])
             nnx.update((model, optimizer), state)
             losses = list(found["losses"])
+            print(f"{mode:6} goes on after step {len(losses)}", flush=True)
         if mode in ("inputs", "all"):
             store = stack.enter_context(ActivationStore(options.store, host_bytes=options.host_bytes))
         pending: list[Any] = []
@@ -207,6 +208,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.width % options.heads:
         parser.error(f"--width {options.width} must be a multiple of --heads {options.heads}")
+    if options.checkpoint % options.report:
+        parser.error(f"--checkpoint {options.checkpoint} must be a multiple of --report {options.report}")
+    stores = options.offload in ("inputs", "all") or options.compare is not None
+    if (options.store or options.host_bytes) and not stores:
+        parser.error("--store and --host-bytes need --offload inputs or --offload all")
+    if options.store and not options.store.is_dir():
+        parser.error(f"--store {options.store} is no folder; create it")
     if options.compare is None:
         losses = train(options, options.offload, options.out)
         plot({options.offload: losses}, options.out / "loss.svg")

@@ -7,6 +7,9 @@ XLA on GPUs folds slices into the calls that they are operands or results of. ja
 replaced where its result was used elsewhere too: a tensor was fetched twice, which fails where its memory was used
 again. It does not look through barriers, so each call has one on both sides; a batch of calls has them inside of its
 loop.
+
+Under `vmap`, what is not batched is stored and fetched once. A batch is stored one example at a time and fetched in
+reverse, the order that a store serves best.
 """
 
 from __future__ import annotations
@@ -39,14 +42,18 @@ def store(x: Array, *, store_id: int, site: int, ring_bytes: int) -> Array:
         return jax.lax.optimization_barrier(x)
     _native.extension("offload")
 
-    @jax.custom_jvp
-    @jax.custom_batching.sequential_vmap
-    def call(x: Array) -> Array:
+    @jax.custom_batching.custom_vmap
+    def batchable(x: Array) -> Array:
         x = jax.lax.optimization_barrier(x)
         with jax.named_scope("offload_store"):
             ffi = jax.ffi.ffi_call("dejax_offload_store", HANDLE)
             return ffi(x, store=np.int64(store_id), site=np.int64(site), ring=np.int64(ring_bytes))
 
+    @batchable.def_vmap
+    def rule(_: int, batched: Sequence[bool], x: Array) -> tuple[Array, bool]:
+        return jax.lax.map(batchable, x), True
+
+    call = jax.custom_jvp(batchable)
     call.defjvp(_no_second_derivative)
     return call(x)
 
@@ -64,9 +71,8 @@ def fetch(handle: Array, like: Any, after: Sequence[Array], *, store_id: int, si
     if store_id == DEVICE:
         return jax.lax.optimization_barrier(handle)
 
-    @jax.custom_jvp
-    @jax.custom_batching.sequential_vmap
-    def call(handle: Array, *after: Array) -> Array:
+    @jax.custom_batching.custom_vmap
+    def batchable(handle: Array, *after: Array) -> Array:
         handle, *after = jax.lax.optimization_barrier((handle, *after))
         with jax.named_scope("offload_fetch"):
             out = jax.ShapeDtypeStruct(like.shape, like.dtype)
@@ -74,6 +80,14 @@ def fetch(handle: Array, like: Any, after: Sequence[Array], *, store_id: int, si
             x = ffi(handle, *after, store=np.int64(store_id), site=np.int64(site))
         return jax.lax.optimization_barrier(x)
 
+    @batchable.def_vmap
+    def rule(_: int, batched: Sequence[bool], handle: Array, *after: Array) -> tuple[Array, bool]:
+        if not batched[0]:  # not before any example is where this may begin
+            return batchable(handle, *after), False
+        _, xs = jax.lax.scan(lambda count, handle: (count + 1, batchable(handle, *after)), 0, handle, reverse=True)
+        return xs, True
+
+    call = jax.custom_jvp(batchable)
     call.defjvp(_no_second_derivative)
     return call(handle, *after)
 
@@ -92,14 +106,18 @@ def guard(x: Array, after: Sequence[Array], *, store_id: int) -> Array:
     if store_id == DEVICE:
         return x
 
-    @jax.custom_jvp
-    @jax.custom_batching.sequential_vmap
-    def call(x: Array, *after: Array) -> Array:
+    @jax.custom_batching.custom_vmap
+    def batchable(x: Array, *after: Array) -> Array:
         x, *after = jax.lax.optimization_barrier((x, *after))
         out = jax.ShapeDtypeStruct(x.shape, x.dtype)
         ffi = jax.ffi.ffi_call("dejax_offload_guard", out, input_output_aliases={0: 0})
         return jax.lax.optimization_barrier(ffi(x, *after, store=np.int64(store_id)))
 
+    @batchable.def_vmap
+    def rule(_: int, batched: Sequence[bool], x: Array, *after: Array) -> tuple[Array, bool]:
+        return batchable(x, *after), batched[0]  # a run has failed for all examples
+
+    call = jax.custom_jvp(batchable)
     call.defjvp(_no_second_derivative)
     return call(x, *after)
 

@@ -23,7 +23,6 @@ from dejax.offload._profile import (
     Placement,
     Tiers,
     forward_seconds,
-    part,
     place,
     profile,
     residuals_of,
@@ -33,6 +32,7 @@ from dejax.offload._profile import (
     tiers_of,
     training_step,
 )
+from dejax.offload._stack import scan_pieces
 from dejax.offload._store import ActivationStore
 from dejax.offload._transform import MIN_BYTES, offload
 
@@ -106,7 +106,7 @@ class StackPlan:
     _ways: list[Prediction] = field(default_factory=list)
 
     def apply(self, params: Any, x: Any) -> Any:
-        """Runs the stack as planned: `scan(body, params, x)`, in one piece for each choice.
+        """Runs the stack as planned: `scan(body, params, x)`, in one loop for each choice.
 
         Args:
             params: pytree of arrays [layers, ...].
@@ -308,9 +308,5 @@ def _variants(
 
 
 def _run(variants: dict[str, Callable[[Any, Any], Any]], layers: tuple[int, ...], params: Any, x: Any) -> Any:
-    begin = 0
-    for choice, count in zip(CHOICES, layers, strict=True):
-        if count:
-            x = scan_layers(variants[choice], part(params, begin, count), x)
-            begin += count
-    return x
+    pieces = [(variants[choice], count) for choice, count in zip(CHOICES, layers, strict=True) if count]
+    return scan_layers(pieces[0][0], params, x) if len(pieces) == 1 else scan_pieces(pieces, params, x)

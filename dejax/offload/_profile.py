@@ -64,7 +64,8 @@ def place(stored: float, ring: float, forward: float, backward: float, tiers: Ti
     """Where stored bytes lie, and the wait for them.
 
     They leave while forward runs, but for what stays in the ring; what is not out when the ring is full makes the
-    compute stream wait. Likewise back. What host memory does not hold goes on to disk in the same time, beside it.
+    compute stream wait. Likewise back. What host memory does not hold goes on to disk beside it, before the last tensor
+    that needs its room: what stays in the ring comes after that.
 
     Args:
         stored: bytes of a step.
@@ -84,8 +85,9 @@ def place(stored: float, ring: float, forward: float, backward: float, tiers: Ti
         on_disk = max(0.0, travels - tiers.host_bytes * (1 - _KEPT_FREE))
     if on_disk > tiers.disk_bytes or travels - on_disk > tiers.host_bytes:
         return None
-    waiting = max(0.0, travels / tiers.out_bandwidth - forward, on_disk / tiers.write_bandwidth - forward)
-    waiting += max(0.0, travels / tiers.in_bandwidth - backward, on_disk / tiers.read_bandwidth - backward)
+    share = travels / stored
+    waiting = max(0.0, travels / tiers.out_bandwidth - forward, on_disk / tiers.write_bandwidth - share * forward)
+    waiting += max(0.0, travels / tiers.in_bandwidth - backward, on_disk / tiers.read_bandwidth - share * backward)
     return Placement(min(ring, stored), travels - on_disk, on_disk, waiting)
 
 

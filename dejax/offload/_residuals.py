@@ -7,13 +7,16 @@ see where it comes from: an argument, a view of one, a cast, or something comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 # Operators of one operand whose result is the same numbers in another form, and cheap to make again.
 _VIEWS = frozenset(
@@ -27,6 +30,7 @@ _VIEWS = frozenset(
         "copy",
         "name",
         "rev",
+        "pvary",  # the same number on each device, in shard_map
         "reduce_precision",  # jax.checkpoint puts one that changes nothing after each tensor that it saves
     )
 )
@@ -81,7 +85,8 @@ class Plan:
         num_outputs: of the function.
         treedef: of the `jax.vjp` function, whose leaves are the residuals.
         sources: what is handed over.
-        residuals: for each residual the number of its source and the operators that make it again; or a constant.
+        residuals: for each residual the number of its source and the operators that make it again; or a constant; or
+            what makes it, where that depends on no argument; or its shape and dtype, where backward has no use for it.
         flops: of the matrix products and convolutions of the forward pass, as far as they can be seen.
     """
 
@@ -89,15 +94,21 @@ class Plan:
     num_outputs: int
     treedef: Any
     sources: tuple[Source, ...]
-    residuals: tuple[tuple[int, tuple[Any, ...]] | np.ndarray, ...]
+    residuals: tuple[tuple[int, tuple[Any, ...]] | np.ndarray | core.ClosedJaxpr | jax.ShapeDtypeStruct, ...]
     flops: float
 
     def rebuild(self, values: Sequence[Any]) -> Any:
         """The `jax.vjp` function, from the values of the sources."""
-        leaves = []
+        leaves: list[Any] = []
         for residual in self.residuals:
             if isinstance(residual, np.ndarray):
                 leaves.append(residual)
+                continue
+            if isinstance(residual, core.ClosedJaxpr):
+                leaves += core.jaxpr_as_fun(residual)()
+                continue
+            if isinstance(residual, jax.ShapeDtypeStruct):
+                leaves.append(jnp.zeros(residual.shape, residual.dtype))
                 continue
             number, views = residual
             value = values[number]
@@ -135,7 +146,7 @@ def make_plan(
     outputs, residual_vars = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
     producer = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
     argument_of = {var: i for i, var in enumerate(jaxpr.invars)}
-    constants = _constants(jaxpr)
+    constants = _constants(jaxpr, jaxpr.constvars)
     names_of: dict[Any, frozenset[str]] = {}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name":
@@ -144,6 +155,12 @@ def make_plan(
             names_of[base] = names_of.get(base, frozenset()) | {str(eqn.params["name"])}
 
     chains = [None if isinstance(var, core.Literal) else _chain(var, producer) for var in residual_vars]
+    made_again: dict[int, core.ClosedJaxpr] = {}
+    for i, var in enumerate(residual_vars):
+        # Not scalars: compilers reassociate what they know, and plain autodiff hands them over.
+        if chains[i] is not None and var in constants and var not in jaxpr.constvars and var.aval.size > 1:
+            made_again[i] = _maker(closed, var)
+            chains[i] = None
     sources: list[Source] = []
     number: dict[Any, int] = {}
 
@@ -182,15 +199,52 @@ def make_plan(
         chosen[i] = (add(steps[at], not stays, info), tuple(reversed(chain[:at])))
 
     residuals = tuple(
-        chosen[i] if chain is not None else np.asarray(getattr(residual_vars[i], "val", 0), residual_vars[i].aval.dtype)
+        made_again[i]
+        if i in made_again
+        else chosen[i]
+        if chain is not None
+        else np.asarray(getattr(residual_vars[i], "val", 0), residual_vars[i].aval.dtype)
         for i, chain in enumerate(chains)
     )
-    computed = [source.var for source in sources if source.argument is None]
-    debug_info = jaxpr.debug_info.with_unknown_names()
-    handed_over = jaxpr.replace(outvars=[*outputs, *computed], debug_info=debug_info)
-    return Plan(
-        core.ClosedJaxpr(handed_over, closed.consts), num_outputs, treedef, tuple(sources), residuals, _flops(jaxpr)
+
+    def plan(sources: Sequence[Source], residuals: Sequence[Any]) -> Plan:
+        computed = [source.var for source in sources if source.argument is None]
+        debug_info = jaxpr.debug_info.with_unknown_names()
+        handed_over = core.ClosedJaxpr(
+            jaxpr.replace(outvars=[*outputs, *computed], debug_info=debug_info), closed.consts
+        )
+        return Plan(handed_over, num_outputs, treedef, tuple(sources), tuple(residuals), _flops(jaxpr))
+
+    everything = plan(sources, residuals)
+    used = _used(everything, [var.aval for var in outputs])
+    if all(used):
+        return everything
+    place = list(itertools.accumulate(used, initial=0))
+    return plan(
+        [source for source, needed in zip(sources, used, strict=True) if needed],
+        [
+            residual
+            if not isinstance(residual, tuple)
+            else (place[residual[0]], residual[1])
+            if used[residual[0]]
+            else jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+            for residual, var in zip(residuals, residual_vars, strict=True)
+        ],
     )
+
+
+def _used(plan: Plan, outputs: Sequence[Any]) -> list[bool]:
+    """Which sources backward uses: `jax.vjp` keeps some that no cotangent depends on."""
+
+    def backward(values: Sequence[Any], outputs: Sequence[Any]) -> Any:
+        # Cotangents are as their outputs are, as far as types go.
+        zeros = [x if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0) for x in outputs]
+        return plan.rebuild(values)(zeros)
+
+    jaxpr = jax.make_jaxpr(backward)([source.var.aval for source in plan.sources], outputs).jaxpr
+    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    kept = [not _storable(source.var) for source in plan.sources]
+    return [a or b for a, b in zip(used, kept, strict=False)]
 
 
 def _flops(jaxpr: Any) -> float:
@@ -212,13 +266,34 @@ def _flops(jaxpr: Any) -> float:
     return float(total)
 
 
-def _constants(jaxpr: core.Jaxpr) -> set[Any]:
-    """Variables that depend on no argument: the same in each pass of a loop, so nothing is gained by moving them."""
-    found = set(jaxpr.constvars)
+def _constants(jaxpr: core.Jaxpr, known: Iterable[Any]) -> set[Any]:
+    """Variables that depend on known ones alone, and so on no argument: masks of attention, say.
+
+    They are the same in each turn of a loop. XLA would store them once, before the loop, and fetch them in each turn.
+    """
+    found = set(known)
+
+    def is_known(var: Any) -> bool:
+        return isinstance(var, core.Literal) or var in found
+
     for eqn in jaxpr.eqns:
-        if all(isinstance(v, core.Literal) or v in found for v in eqn.invars):
+        if all(is_known(v) for v in eqn.invars):
             found.update(eqn.outvars)
+        elif eqn.primitive.name in ("jit", "pjit"):
+            inner = eqn.params["jaxpr"].jaxpr
+            pairs = zip(inner.invars, eqn.invars, strict=True)
+            inside = _constants(inner, [*inner.constvars, *(own for own, given in pairs if is_known(given))])
+            results = zip(eqn.outvars, inner.outvars, strict=True)
+            found.update(out for out, own in results if isinstance(own, core.Literal) or own in inside)
     return found
+
+
+def _maker(closed: core.ClosedJaxpr, var: Any) -> core.ClosedJaxpr:
+    """What computes a variable that depends on no argument."""
+    jaxpr = closed.jaxpr.replace(outvars=[var], debug_info=closed.jaxpr.debug_info.with_unknown_names())
+    needed, used = partial_eval.dce_jaxpr(jaxpr, [True])
+    assert not any(used)
+    return core.ClosedJaxpr(needed, closed.consts)
 
 
 def _chain(var: Any, producer: dict[Any, Any]) -> list[Any]:

@@ -86,14 +86,13 @@ class StoreStats:
 
     def summary(self, *, endurance_bytes: float | None = None) -> str:
         """Some lines for people."""
-        gb = 1e9
         lines = [
-            f"offload: {self.stored_bytes / gb:.2f} GB stored in {self.runs} runs, at most "
-            f"{self.peak_live_bytes / gb:.2f} GB at a time",
-            f"  fetched {self.fetched_bytes / gb:.2f} GB: {self.ring_hit_bytes / gb:.2f} still on the device, "
-            f"{self.prefetched_bytes / gb:.2f} ahead of time, {self.demand_bytes / gb:.2f} on demand",
-            f"  held: {self.ring_bytes / gb:.2f} GB on devices, {self.host_bytes / gb:.2f} GB of host memory, "
-            f"{self.disk_bytes / gb:.2f} GB of disk",
+            f"offload: {_size(self.stored_bytes)} stored in {self.runs} runs, at most "
+            f"{_size(self.peak_live_bytes)} at a time",
+            f"  fetched {_size(self.fetched_bytes)}: {_size(self.ring_hit_bytes)} still on the device, "
+            f"{_size(self.prefetched_bytes)} ahead of time, {_size(self.demand_bytes)} on demand",
+            f"  held: {_size(self.ring_bytes)} on devices, {_size(self.host_bytes)} of host memory, "
+            f"{_size(self.disk_bytes)} of disk",
             f"  launches waited {self.store_stall_seconds:.2f} s for room and {self.fetch_stall_seconds:.2f} s for "
             f"data, devices {self.device_store_stall_seconds:.2f} and {self.device_fetch_stall_seconds:.2f} s; "
             f"{self.value_reads} handles read, {self.dropped_count} tensors dropped",
@@ -101,9 +100,9 @@ class StoreStats:
         ]
         if self.written_bytes or self.read_bytes or self.cancelled_bytes:
             lines.append(
-                f"  disk: {self.written_bytes / gb:.2f} GB written ({self.drive_written_bytes / gb:.2f} by the drive), "
-                f"{self.read_bytes / gb:.2f} GB read, {self.forwarded_bytes / gb:.2f} GB served from memory, writes of "
-                f"{self.cancelled_bytes / gb:.2f} GB cancelled"
+                f"  disk: {_size(self.written_bytes)} written ({_size(self.drive_written_bytes)} by the drive), "
+                f"{_size(self.read_bytes)} read, {_size(self.forwarded_bytes)} served from memory, writes of "
+                f"{_size(self.cancelled_bytes)} cancelled"
             )
             if endurance_bytes is not None:
                 lines.append(
@@ -111,3 +110,10 @@ class StoreStats:
                     f"{self.lifetime_years(endurance_bytes):.1f} years"
                 )
         return "\n".join(lines)
+
+
+def _size(nbytes: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes / 1e3:.2f} kB" if nbytes else "0 bytes"

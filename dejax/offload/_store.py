@@ -38,13 +38,13 @@ class ActivationStore:
         path: a folder, or several, for the disk tier; chunks are striped over them. None: no disk tier. In each, the
             store makes a folder of its own, which goes when the store closes; those of processes that died are
             removed first.
-        device_bytes: of the ring on each device. None: what one call of an offloaded function stores, at least two of
-            its largest tensors; where its arithmetic takes less time than the bus, twice that, at least six (see
-            `ring_bytes` in `_transform.py` for the figures). 0: no ring; the compute stream then waits for each copy.
+        device_bytes: of the ring on each device. None: what one call of an offloaded function stores; where its
+            arithmetic takes less time than the bus, twice that, at least six tensors (see `ring_bytes` in
+            `_transform.py` for the figures). 0: no ring; the compute stream then waits for each copy.
         host_bytes: cap of pinned (on the CPU: ordinary) host memory. None: half of what the machine has available now.
         disk_bytes: cap of the disk tier. None: as much as there is.
         engine: how files are written: "direct" (O_DIRECT where the file system takes it), "buffered" (through the
-            page cache), "tensorstore", or "auto", which is "direct".
+            page cache), "tensorstore", or "auto", which is "direct": it takes least of the processor.
         checksum: verify what is read from disk. A damaged file then is an error and never a wrong gradient.
         chunk_bytes: unit of a read or write, a multiple of 4,096.
         io_threads: that read and write at a time.

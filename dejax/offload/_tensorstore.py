@@ -1,7 +1,9 @@
 """The disk tier through TensorStore: threads that take chunks from the native queue and give them to it.
 
 A chunk is a file of its own, an array chunk of exactly the slot's bytes, so that a write copies nothing: TensorStore
-gets a view of the slot and the promise that it stays as it is until the write is done.
+refers to the slot until the write is done, which the thread waits for. It writes a new file each time and renames it,
+so that each write pays for new pages: on tmpfs one core writes 2.0 GB/s (such files by hand 2.2, into pages that are
+there 7.1). A read goes straight from TensorStore's buffer to the slot.
 """
 
 from __future__ import annotations
@@ -72,13 +74,10 @@ class TensorStoreIO:
                 continue
             error = ""
             try:
-                memory = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-                array = self._arrays[path]
-                if write:
-                    row = array[index, :nbytes]
-                    row.write(memory, can_reference_source_data_indefinitely=True).result()
-                else:
-                    memory[:] = array[index, :nbytes].read().result()
+                memory = self._ts.array(np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)))
+                row = self._arrays[path][index, :nbytes]
+                # Not can_reference_source_data_indefinitely: with it a NumPy array is copied.
+                (row.write(memory) if write else memory.write(row)).result()
             except Exception as caught:
                 what = "writing" if write else "reading"
                 error = f"offload: {what} chunk {index} of {self._arrays[path].kvstore.path} failed: {caught}"

@@ -7,6 +7,12 @@
 #include "store_internal.h"
 
 namespace dejax::offload {
+namespace {
+
+constexpr Result kNotReady = 600;  // CUDA_ERROR_NOT_READY
+constexpr auto kPoll = std::chrono::microseconds(100);
+
+}  // namespace
 
 bool Store::ShouldWrite(const RunPtr& run, const Entry& entry) const {
   if (!disk_ || entry.slot == nullptr || entry.disk != Entry::Disk::kNone) return false;
@@ -14,8 +20,14 @@ bool Store::ShouldWrite(const RunPtr& run, const Entry& entry) const {
   if (site != sites_.end() && site->second.uses == Site::Uses::kMany) return false;
   const auto expected = expected_.find(run->first_site);
   if (expected == expected_.end()) return true;  // the first run: what stays in memory is not known yet
-  // The top of the stack that fits into memory is not written: it is fetched first.
-  return expected->second - run->live_bytes + entry.bytes > options_.host_bytes - options_.host_bytes / 8;
+  // The top of the stack that fits into memory is not written: it is fetched first. The very top stays in the ring.
+  int64_t on_device = 0;
+  const auto ring = rings_.find(run->device);
+  if (ring != rings_.end() && entry.span > 0 && site != sites_.end() && site->second.uses == Site::Uses::kOne) {
+    on_device = ring->second->capacity() / entry.span * entry.bytes;
+  }
+  return expected->second.bytes - run->live_bytes + entry.bytes - on_device >
+         options_.host_bytes - options_.host_bytes / 8;
 }
 
 void Store::QueueWrite(const EntryPtr& entry) {
@@ -137,6 +149,9 @@ void Store::BeginJob(Job* job) {
   for (const Event& event : events) {
     if (!event) continue;
     ContextScope scope(job->context);
+    // Not cuEventSynchronize, which takes a core for each thread that waits: reading and writing need them. (Events that
+    // make it sleep cost the launch thread a millisecond a call.)
+    while (GetCalls().event_query(event.get()) == kNotReady) std::this_thread::sleep_for(kPoll);
     Check(GetCalls().event_synchronize(event.get()), "cuEventSynchronize");
   }
   if (job->write && options_.checksum) {
@@ -175,8 +190,22 @@ void Store::EndJob(const Job& job, const std::string& error) {
       entry.slot->serial = 0;
       entry.slot = nullptr;
     }
+    if (!job.write && entry.error.empty()) Prefetch(entry.run.lock());
   }
   changed_.notify_all();
+}
+
+// What was read goes on to the device's ring now, as far as there is room: the launch thread may be far ahead, and not
+// come by before the GPU needs it.
+void Store::Prefetch(const RunPtr& run) {
+  const auto ring = run && !closing_ ? rings_.find(run->device) : rings_.end();
+  if (ring == rings_.end()) return;
+  try {
+    const ContextScope scope(ring->second->context());
+    ring->second->Prefetch(run);
+  } catch (const std::runtime_error&) {
+    // The fetch will meet the same error, and can say so.
+  }
 }
 
 void Store::Work() {

@@ -227,7 +227,7 @@ void Ring::Push(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, Dev
   // The last entries of a forward pass are fetched from the ring: they need no copy on the host.
   const auto expected = store_->expected_.find(run->first_site);
   const bool stays = expected != store_->expected_.end() && store_->sites_[entry->site].uses == Site::Uses::kOne &&
-                     expected->second - run->live_bytes + entry->bytes <= capacity_ - capacity_ / 16;
+                     expected->second.top >= entry->offset + span && expected->second.top - entry->offset <= capacity_;
   if (!stays) {
     Slot* slot = store_->TakeSlot(lock, entry, /*pinned=*/true, /*may_wait=*/true, ~0ull);
     if (!entry->live) return store_->ReleaseSlot(slot);
@@ -259,6 +259,7 @@ void Ring::Push(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, Dev
   entry->in_ring = true;
   entry->prefetched = false;
   run->top = entry->offset + span;
+  run->peak_top = std::max(run->peak_top, run->top);
   window_.push_back(entry);
   if (!stays) CopyOut(lock, entry);
 }
@@ -290,7 +291,6 @@ void Ring::Pop(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, Devi
     if (!entry->in_ring && run && entry->live && entry->slot != nullptr && !entry->reading && entry->span > 0 && below &&
         run->top - entry->offset <= capacity_) {
       // Through the ring all the same: the launch thread is ahead of the GPU, so the copy can overlap what it still does.
-      consumed_ = events_->Record(compute);
       Load(entry);
       loaded_now = true;
     }

@@ -26,6 +26,7 @@ RunPtr Store::FindRun(int64_t id, int device, bool create) {
   run->id = id;
   run->device = device;
   run->number = stats_.runs++;
+  for (auto& [site, known] : sites_) known.known_fetches = known.fetches;
   run->last_used = now;
   runs_[{id, device}] = run;
   recent_.push_back(run);
@@ -58,6 +59,7 @@ EntryPtr Store::Add(const RunPtr& run, int64_t site, int64_t bytes) {
   entries_[entry->serial] = entry;
   if (run->stack.empty() && run->peak_bytes == 0) run->first_site = site;
   run->stack.push_back(entry);
+  if (++run->stored_by_site[site] > 1) run->loops = true;
   auto& serials = run->by_site[site];
   Site& known = sites_[site];
   if (known.uses == Site::Uses::kUnknown && known.fetched && serials.empty()) known.uses = Site::Uses::kOne;
@@ -118,9 +120,11 @@ void Store::Retire(EntryPtr entry) {
 
 // Takes an entry out of its run: it was fetched, or is given up.
 void Store::Fetched(const EntryPtr& entry, const RunPtr& run) {
+  Site& site = sites_[entry->site];
+  site.fetches = std::max(site.fetches, ++entry->fetches);
   if (!entry->live) return;
   entry->live = false;
-  sites_[entry->site].fetched = true;
+  site.fetched = true;
   stats_.live_bytes -= entry->bytes;
   --stats_.live_count;
   written_.erase(entry->serial);
@@ -136,7 +140,7 @@ void Store::Fetched(const EntryPtr& entry, const RunPtr& run) {
   }
   if (run) {
     run->live_bytes -= entry->bytes;
-    expected_[run->first_site] = run->peak_bytes;
+    expected_[run->first_site] = {run->peak_bytes, run->peak_top};
     auto& serials = run->by_site[entry->site];
     const auto at = std::find(serials.rbegin(), serials.rend(), entry->serial);
     if (at != serials.rend()) serials.erase(std::next(at).base());
@@ -151,10 +155,10 @@ void Store::Drop(const EntryPtr& entry) {
   for (auto& [device, ring] : rings_) ring->Leave(entry);
   const int64_t peak = run ? run->peak_bytes : 0;
   const auto known = run ? expected_.find(run->first_site) : expected_.end();
-  const int64_t before = known != expected_.end() ? known->second : -1;
+  const Expected before = known != expected_.end() ? known->second : Expected{-1, 0};
   Fetched(entry, run);
   if (run && peak > 0) {  // what was dropped says nothing about how much a whole run stores
-    if (before < 0) {
+    if (before.bytes < 0) {
       expected_.erase(run->first_site);
     } else {
       expected_[run->first_site] = before;

@@ -51,7 +51,9 @@ void Store::ReleaseSlot(Slot* slot) {
   free_.push_back(slot);
 }
 
-// Whether a free slot's former bytes may be fetched once more.
+// Whether a free slot's former bytes may be fetched once more. In a program's first run nobody knows: what one call
+// stored where others stored several was taken out of a loop, most likely, each turn of which fetches it. Later one knows
+// how often that was, and needs not rely on it while there is other memory.
 Store::Reuse Store::MayReuse(const Slot& slot) const {
   const auto entry = slot.serial == 0 ? entries_.end() : entries_.find(slot.serial);
   if (entry == entries_.end()) return Reuse::kFree;
@@ -61,12 +63,16 @@ Store::Reuse Store::MayReuse(const Slot& slot) const {
   if (site == sites_.end()) return Reuse::kFree;
   switch (site->second.uses) {
     case Site::Uses::kOne: return Reuse::kFree;
-    case Site::Uses::kMany: return Reuse::kNo;
-    default: return Reuse::kFetchedOnce;
+    case Site::Uses::kMany: {
+      const int known = site->second.known_fetches;
+      return known > 0 && entry->second->fetches >= known ? Reuse::kLikelyFree : Reuse::kNo;
+    }
+    default: break;
   }
+  return run->loops && run->stored_by_site[entry->second->site] == 1 ? Reuse::kLikelyShared : Reuse::kLikelyFree;
 }
 
-Slot* Store::TryTakeSlot(int64_t bytes, bool pinned, uint64_t victims_below) {
+Slot* Store::TryTakeSlot(int64_t bytes, bool pinned, uint64_t victims_below, bool last_resort) {
   const int64_t capacity = RoundUp(bytes, kPage);
   const auto fits = [&](const Slot& slot) {
     return slot.pinned == pinned && slot.capacity >= capacity && slot.capacity <= capacity + capacity / 4 + (64 << 10);
@@ -80,32 +86,33 @@ Slot* Store::TryTakeSlot(int64_t bytes, bool pinned, uint64_t victims_below) {
     slot->serial = 0;
     return slot;
   };
-  const auto find_free = [&](bool fetched_once) -> Slot* {
+  const auto find_free = [&](Reuse at_most) -> Slot* {
     for (auto at = free_.begin(); at != free_.end(); ++at) {
       Slot* slot = *at;
-      if (slot->pins > 0 || !fits(*slot)) continue;
-      const Reuse reuse = MayReuse(*slot);
-      if (reuse == Reuse::kNo || (reuse == Reuse::kFetchedOnce && !fetched_once)) continue;
+      if (slot->pins > 0 || !fits(*slot) || MayReuse(*slot) > at_most) continue;
       free_.erase(at);
       return take(slot);
     }
     return nullptr;
   };
-  if (Slot* slot = find_free(/*fetched_once=*/false)) return slot;
+  // Memory of other sizes that nobody needs.
+  const auto shrink = [&](Reuse at_most) {
+    for (auto at = free_.begin(); at != free_.end() && host_allocated_ + capacity > options_.host_bytes;) {
+      Slot* slot = *at;
+      if (slot->pins > 0 || MayReuse(*slot) > at_most) {
+        ++at;
+        continue;
+      }
+      at = free_.erase(at);
+      FreeMemory(take(slot));
+    }
+  };
+  if (Slot* slot = find_free(Reuse::kFree)) return slot;
   if (host_allocated_ + capacity <= options_.host_bytes) {
     if (Slot* slot = Allocate(capacity, pinned)) return slot;
   }
-  if (Slot* slot = find_free(/*fetched_once=*/true)) return slot;
-  // Memory of other sizes that nobody needs.
-  for (auto at = free_.begin(); at != free_.end() && host_allocated_ + capacity > options_.host_bytes;) {
-    Slot* slot = *at;
-    if (slot->pins > 0 || MayReuse(*slot) == Reuse::kNo) {
-      ++at;
-      continue;
-    }
-    at = free_.erase(at);
-    FreeMemory(take(slot));
-  }
+  if (Slot* slot = find_free(Reuse::kLikelyFree)) return slot;
+  shrink(Reuse::kLikelyFree);
   // Memory whose bytes are on disk too: the oldest, which is fetched last.
   for (auto at = written_.begin(); at != written_.end() && at->first < victims_below;) {
     const EntryPtr entry = at->second;
@@ -120,6 +127,10 @@ Slot* Store::TryTakeSlot(int64_t bytes, bool pinned, uint64_t victims_below) {
     slot->serial = 0;
     if (fits(*slot)) return slot;
     FreeMemory(slot);
+  }
+  if (host_allocated_ + capacity > options_.host_bytes && last_resort) {
+    if (Slot* slot = find_free(Reuse::kLikelyShared)) return slot;
+    shrink(Reuse::kLikelyShared);
   }
   if (host_allocated_ + capacity <= options_.host_bytes) return Allocate(capacity, pinned);
   return nullptr;
@@ -164,6 +175,7 @@ Slot* Store::TakeSlot(Lock& lock, const EntryPtr& entry, bool pinned, bool may_w
                           std::any_of(free_.begin(), free_.end(), [](const Slot* free) { return free->pins > 0; }) ||
                           active_ > 0;
     if (!underway && !ForceWrites()) {
+      if (Slot* found = TryTakeSlot(bytes, pinned, victims_below, /*last_resort=*/true)) return found;
       if (DropOldest(run.get())) continue;
       // Younger runs may go on in other threads: what they fetch makes room too.
       if (Seconds() - begin < kIdleSeconds + 0.1) {

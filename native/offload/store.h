@@ -83,6 +83,8 @@ struct Site {
   Order order = Order::kUnknown;
   Uses uses = Uses::kUnknown;
   bool fetched = false;
+  int fetches = 0;        // of one handle, the most so far
+  int known_fetches = 0;  // the most when the last run began
 };
 
 struct Entry {
@@ -94,6 +96,7 @@ struct Entry {
   int device = -1;  // -1: the CPU
   std::weak_ptr<Run> run;
   bool live = true;     // stored and neither fetched nor dropped
+  int fetches = 0;
   Slot* slot = nullptr;
 
   // Ring.
@@ -120,15 +123,23 @@ struct Run {
   int64_t number = 0;
   double last_used = 0;  // seconds of the steady clock
   std::vector<EntryPtr> stack;  // in order of creation; no fetched entries at its end
-  std::unordered_map<int64_t, std::vector<uint64_t>> by_site;
+  std::unordered_map<int64_t, std::vector<uint64_t>> by_site;  // not fetched yet
+  std::unordered_map<int64_t, int64_t> stored_by_site;
+  bool loops = false;       // a site stored several
   std::unordered_set<int64_t> surprising;  // sites whose fetches did not come in the order foreseen
   int64_t first_site = 0;
-  int64_t top = 0;          // of the stack in ring bytes
+  int64_t top = 0, peak_top = 0;  // of the stack in ring bytes
   int64_t live_bytes = 0, peak_bytes = 0;
   bool fetched = false;     // something was fetched in the run that stored it
   bool reading_back = false;
 };
 using RunPtr = std::shared_ptr<Run>;
+
+// How much earlier runs of a program had stored at a time.
+struct Expected {
+  int64_t bytes = 0;
+  int64_t top = 0;  // in ring bytes
+};
 
 struct Job {
   bool write = false;
@@ -203,7 +214,7 @@ class Store : public std::enable_shared_from_this<Store> {
   EntryPtr Add(const RunPtr& run, int64_t site, int64_t bytes);
   EntryPtr Find(uint64_t handle, int64_t site, int64_t bytes, int device);
   Ring& RingOf(int device, Stream compute);
-  enum class Reuse { kFree, kFetchedOnce, kNo };
+  enum class Reuse { kFree, kLikelyFree, kLikelyShared, kNo };
   Reuse MayReuse(const Slot& slot) const;
   void Fetched(const EntryPtr& entry, const RunPtr& run);
   void Drop(const EntryPtr& entry);
@@ -212,7 +223,7 @@ class Store : public std::enable_shared_from_this<Store> {
   int64_t BytesAbove(const Run& run, const Entry& entry) const;
 
   Slot* TakeSlot(Lock& lock, const EntryPtr& entry, bool pinned, bool may_wait, uint64_t victims_below);
-  Slot* TryTakeSlot(int64_t bytes, bool pinned, uint64_t victims_below);
+  Slot* TryTakeSlot(int64_t bytes, bool pinned, uint64_t victims_below, bool last_resort = false);
   Slot* Allocate(int64_t capacity, bool pinned);
   void FreeMemory(Slot* slot);
   void ReleaseSlot(Slot* slot);
@@ -226,6 +237,7 @@ class Store : public std::enable_shared_from_this<Store> {
   void AwaitHost(Lock& lock, const EntryPtr& entry, bool pinned);
   void BeginJob(Job* job);
   void EndJob(const Job& job, const std::string& error);
+  void Prefetch(const RunPtr& run);
   void Work();
   bool PopJob(Job* job);
 
@@ -244,7 +256,7 @@ class Store : public std::enable_shared_from_this<Store> {
   std::map<uint64_t, EntryPtr> written_;  // on disk and in a slot: the slot can be taken
   std::map<std::pair<int64_t, int>, RunPtr> runs_;
   std::deque<RunPtr> recent_;
-  std::unordered_map<int64_t, int64_t> expected_;  // most bytes live, by a run's first site
+  std::unordered_map<int64_t, Expected> expected_;  // by a run's first site
   std::unordered_map<int64_t, Site> sites_;
 
   std::list<Slot> slots_;

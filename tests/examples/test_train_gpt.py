@@ -34,6 +34,7 @@ def test_same_losses_and_resume(example, tmp_path, monkeypatch, capsys):
     before = losses(tmp_path / "inputs")
     again = [*TINY, "--offload", "inputs", "--out", str(tmp_path / "inputs"), "--steps", "6", "--resume"]
     assert example.main(again) == 0
+    assert "goes on after step 4" in capsys.readouterr().out
     assert len(losses(tmp_path / "inputs")) == 6 and losses(tmp_path / "inputs")[:4] == before
 
 
@@ -41,6 +42,16 @@ def test_text_is_there(example):
     assert len(example.read_text(1 << 20)) == 1 << 20
 
 
-def test_bad_width(example):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--width 30 --heads 4", "--width 30 must be a multiple of --heads 4"),
+        ("--checkpoint 15 --report 10", "--checkpoint 15 must be a multiple of --report 10"),
+        ("--host-bytes 1000", "need --offload"),
+        ("--offload all --store nowhere", "nowhere is no folder; create it"),
+    ],
+)
+def test_bad_arguments(example, arguments, words, capsys):
     with pytest.raises(SystemExit):
-        example.main(["--width", "30", "--heads", "4"])
+        example.main(arguments.split())
+    assert words in capsys.readouterr().err

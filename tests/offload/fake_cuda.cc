@@ -107,7 +107,16 @@ int cuEventSynchronize(Event* event) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
   return RunUntil([&] { return event->Done(event->recorded); }) ? 0 : 999;
 }
-int cuEventQuery(Event* event) { return event->Done(event->recorded) ? 0 : 600; }
+int cuEventQuery(Event* event) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  static int asked = 0;
+  if (event->Done(event->recorded)) return 0;
+  if (++asked % 8 == 0) {  // who asks again and again is to get an answer
+    int done = 0;
+    RunUntil([&] { return done++ > 100; });
+  }
+  return 600;
+}
 int cuEventElapsedTime(float* ms, Event*, Event*) { return *ms = 0, 0; }
 int cuMemAlloc_v2(unsigned long long* out, size_t bytes) {
   void* memory = std::malloc(bytes);

@@ -98,8 +98,37 @@ def main(seed: int, path: str | None) -> None:
             assert stats.live_count == 0 and stats.disk_bytes == 0, stats
             assert stats.stored_count <= stats.fetched_count
     if path:
+        disk_in_time(stream, path, run)
+        run += 10
         two_threads(rng, stream, path, run)
     print("right", run, "programs")
+
+
+def disk_in_time(stream, path, run):
+    """What stays in the ring is not copied out, what memory holds not written, what is read moves without a fetch."""
+    size, count, ring, host = 4096, 20, 4, 8
+    scratch, out = np.empty(size // 4, np.uint32), np.empty((count, size // 4), np.uint32)
+    handles = np.zeros((count, 2), np.uint32)
+    keep.append((scratch, out, handles))
+    options = {"device_bytes": ring * size, "host_bytes": host * size, "chunk_bytes": size, "io_threads": 2}
+    with ActivationStore(path, **options) as store:
+        for number in range(run + 1, run + 5):
+            before = store.stats()
+            for i in range(count):
+                cuda.cuMemsetD32Async(address(scratch), i + 1, size // 4, stream)
+                store._native.store_on_cuda(number, 0, stream, 1, 0, address(scratch), size, address(handles[i]))
+            for i in reversed(range(count)):
+                store._native.fetch_on_cuda(number, 0, stream, 1, address(handles[i]), address(scratch), size)
+                cuda.cuMemcpyDtoDAsync_v2(address(out[i]), address(scratch), size, stream)
+            assert cuda.cuStreamSynchronize(stream) == 0
+            assert (out == np.arange(1, count + 1)[:, None]).all()
+        after = store.stats()
+        bytes_done = {key: value for key, value in after.as_dict().items() if key.endswith("_bytes")}
+        done = {key: (value - getattr(before, key)) // size for key, value in bytes_done.items()}
+        assert done["ring_hit_bytes"] == ring and done["copied_out_bytes"] == count - ring, done
+        # An eighth of host memory is kept free: one more may be written, and then perhaps read.
+        least, most = count - ring - host, count - ring - host + host // 8
+        assert least <= done["read_bytes"] <= done["written_bytes"] <= most and done["demand_bytes"] == 0, done
 
 
 def two_threads(rng, stream, path, run):

@@ -14,7 +14,7 @@ PAGE = (Path(__file__).parents[2] / "docs/offload.md").read_text(encoding="utf-8
 def test_the_example_runs(capsys):
     code = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL).group(1)
     exec(code, {})
-    assert capsys.readouterr().out.startswith("offload: 0.01 GB stored in 1 runs")
+    assert capsys.readouterr().out.startswith("offload: 8.39 MB stored in 1 runs")
 
 
 def test_links_lead_somewhere():
