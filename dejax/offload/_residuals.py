@@ -277,6 +277,8 @@ def _constants(jaxpr: core.Jaxpr, known: Iterable[Any]) -> set[Any]:
         return isinstance(var, core.Literal) or var in found
 
     for eqn in jaxpr.eqns:
+        if eqn.effects:  # a callback or a read of a reference may give something else the next time
+            continue
         if all(is_known(v) for v in eqn.invars):
             found.update(eqn.outvars)
         elif eqn.primitive.name in ("jit", "pjit"):

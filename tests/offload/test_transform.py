@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 from dejax import _native
@@ -265,6 +266,23 @@ def test_what_depends_on_no_argument_is_made_again(store):
     got = jax.jit(jax.grad(lambda x: offload(f, policy=wanted, min_bytes=1)(x).sum()))(x)
     np.testing.assert_allclose(got, jax.jit(jax.grad(lambda x: f(x).sum()))(x), rtol=1e-5, atol=1e-5)
     assert set(seen) == {np.dtype("float32")} and store.stats().stored_count == store.stats().fetched_count > 0
+
+
+def test_what_a_callback_gives_is_not_asked_for_again(store):
+    """It depends on no argument, and would be another number the next time."""
+    calls = []
+
+    def number():
+        calls.append(1)
+        return np.full((64,), len(calls), np.float32)
+
+    def scaled(x):
+        return jnp.sin(x * io_callback(number, jax.ShapeDtypeStruct((64,), jnp.float32)))
+
+    y, pull = jax.vjp(offload(scaled, min_bytes=0), jnp.ones((32, 64)))
+    (gradient,) = pull(jnp.ones_like(y))
+    assert len(calls) == 1
+    np.testing.assert_allclose(gradient, np.cos(1.0) * np.ones((32, 64)), rtol=1e-6)
 
 
 def test_what_backward_has_no_use_for_is_not_stored(store):
