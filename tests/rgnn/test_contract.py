@@ -231,7 +231,7 @@ def fresh_plans() -> Iterator[None]:
     def forget() -> None:
         for cache in (execute.inference_kernels, execute.training_cut):
             cache.cache_clear()
-        execute._run.clear_cache()
+        execute.forget_compiled()
 
     forget()
     yield
