@@ -116,10 +116,10 @@ class Topology:
             raise ValueError(
                 f"Topology: `starts` must have shape ({num_nodes * num_relations + 1},), not {starts.shape}"
             )
-
-        ascends = not isinstance(starts, np.ndarray) or (starts[0] == 0 and (starts[1:] >= starts[:-1]).all())
-        if not ascends or (isinstance(starts, np.ndarray) and starts[-1] != len(senders)):
-            raise ValueError(f"Topology: `starts` must ascend from 0 to the number of `senders`, {len(senders)}")
+        if isinstance(starts, np.ndarray):
+            ascends = (starts[1:] >= starts[:-1]).all()
+            if not ascends or starts[0] != 0 or starts[-1] != len(senders):
+                raise ValueError(f"Topology: `starts` must ascend from 0 to the number of `senders`, {len(senders)}")
         if isinstance(senders, np.ndarray) and senders.size and (senders.min() < 0 or senders.max() >= num_nodes):
             raise ValueError(f"Topology: `senders` must be integers from 0 to {num_nodes - 1}")
 

@@ -124,6 +124,10 @@ class _Fusion:
             return [accumulator.value, *(t.value for t in accumulator.terms)]
         return [accumulator.value]
 
+    def roots(self, loop: _Loop) -> list[int]:
+        """What the accumulators of a loop need."""
+        return [v for a in loop.accumulators for v in self.needs(a)]
+
     def acyclic(self, loops: list[_Loop]) -> bool:
         """Whether the loops, each done at once, can be put in some order."""
         owner = {v: loop for loop in loops for v in loop.results}
@@ -148,7 +152,7 @@ class _Fusion:
     def dependencies(self, loop: _Loop, owner: dict[int, _Loop]) -> list[int]:
         """Values that a loop needs from outside; what it computes in registers leads on to its arguments."""
         ops, own = self.program.ops, loop.results
-        stack = [v for a in loop.accumulators for v in self.needs(a)]
+        stack = self.roots(loop)
         stack += [v for i in (*loop.epilogue, *loop.items) for v in ops[i].args]
         found: dict[int, None] = {}
         seen: set[int] = set()
@@ -183,7 +187,7 @@ class _Fusion:
     def share(self, accumulator: Accumulator, loop: _Loop) -> bool:
         """Whether a reduction loads an array that the loop loads already."""
         mine = set(self.cone(self.needs(accumulator), set())[1])
-        theirs = set(self.cone([v for a in loop.accumulators for v in self.needs(a)], set())[1])
+        theirs = set(self.cone(self.roots(loop), set())[1])
         return bool({self.program.ops[v].args or v for v in mine} & {self.program.ops[v].args or v for v in theirs})
 
     def weighted(self, i: int, op: Op, loop: _Loop) -> Accumulator | None:
@@ -230,7 +234,7 @@ class _Fusion:
 
     def extra_width(self, loop: _Loop, value: int) -> int:
         """Numbers that a loop loads for each item only because it computes the value."""
-        roots = [v for a in loop.accumulators for v in self.needs(a)]
+        roots = self.roots(loop)
         without = set(self.cone(roots, {value})[1])
         return sum(
             self.program.ops[v].width
@@ -254,7 +258,7 @@ class _Fusion:
         """Values much narrower than what they are made from, needed by more than one loop, and not at hand in all."""
         uses: dict[int, list[_Loop]] = {}
         for loop in self.loops:
-            body, _ = self.cone([v for a in loop.accumulators for v in self.needs(a)], set())
+            body, _ = self.cone(self.roots(loop), set())
             for v in body:
                 uses.setdefault(v, []).append(loop)
         ops = self.program.ops
@@ -270,12 +274,12 @@ class _Fusion:
 
     def at_hand(self, value: int, loop: _Loop) -> bool:
         """Whether a loop needs no more rows of its items to make the value: what it is made from is read anyway."""
-        rest = self.cone([v for a in loop.accumulators for v in self.needs(a)], {value})[1]
+        rest = self.cone(self.roots(loop), {value})[1]
         made_from = self.cone([value], set())[1]
         return all(v in rest or access_operand(self.program, v, loop.via).access in _BY_ROW for v in made_from)
 
     def computes(self, loop: _Loop, value: int) -> bool:
-        roots = [v for a in loop.accumulators for v in self.needs(a)] + loop.items
+        roots = self.roots(loop) + loop.items
         return value in self.cone(roots, set())[0]
 
     # --- rows --------------------------------------------------------------------------------------------------------
@@ -337,7 +341,7 @@ class _Fusion:
     def finish(self, loop: _Loop) -> Traversal:
         program = self.program
         elsewhere = {v for other in self.loops if other is not loop for v in (*other.items, *other.epilogue)}
-        roots = [v for a in loop.accumulators for v in self.needs(a)] + loop.items
+        roots = self.roots(loop) + loop.items
         body, leaves = self.cone(roots, elsewhere)
         operands = [as_part(program, access_operand(program, v, loop.via)) for v in leaves]
         for i in body:  # vectors by type are read as operands of their own

@@ -45,8 +45,8 @@ def reorder(program: Program, counts: Counts) -> Program:
     def read_once(value: int) -> bool:
         return value not in program.outputs and len(users[value]) == 1
 
-    def scaled_dot(op: Op) -> tuple[int, int, Op, int] | None:
-        """Of `((x W_r) . y) c_r` the values c, y, the product's operator and W; None where `op` is nothing such."""
+    def scaled_dot(op: Op) -> tuple[int, int, Op] | None:
+        """Of `((x W_r) . y) c_r` the values c and y, and the product's operator; None where `op` is nothing such."""
         for value, factor in (op.args, op.args[::-1]):
             dot, scale = program.ops[value], typed_constant(factor, op.space)
             if dot.name != "dot" or scale is None or not read_once(value):
@@ -60,20 +60,21 @@ def reorder(program: Program, counts: Counts) -> Program:
                 heads = program.ops[scale].shape in ((), weight.shape[:-2])
                 moved = 3 * counts.rows(weight.space) * weight.row_bytes
                 if typed and heads and moved < counts.rows(op.space) * _TYPED_READ_BYTES:
-                    return scale, other, linear, linear.args[1]
+                    return scale, other, linear
         return None
 
     new: dict[int, int] = {}  # old -> new, for what a pattern reaches past its own arguments
 
     def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         if op.name == "mul" and (found := scaled_dot(op)) is not None:
-            scale, other, made, w = found
+            scale, other, made = found
+            x, w = (new[a] for a in made.args)
             factor = new[scale]
             if program.ops[scale].shape:
                 factor = builder.op("reshape", factor, shape=(*program.ops[scale].shape, 1, 1))
-            weight = builder.op("mul", new[w], factor)
-            attributes = {"spec": made.attr("spec"), "via": made.attr("via")}
-            return builder.op("dot", builder.op("linear", new[made.args[0]], weight, **attributes), new[other])
+            weight = builder.op("mul", w, factor)
+            product = builder.op("linear", x, weight, spec=made.attr("spec"), via=made.attr("via"))
+            return builder.op("dot", product, new[other])
         if op.name == "dot":
             for at in (0, 1):
                 constant = typed_constant(op.args[at], op.space)
