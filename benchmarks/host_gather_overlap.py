@@ -19,7 +19,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -71,18 +71,25 @@ def programs(step: Callable[..., Any], **options: Any) -> dict[str, Program]:
 
 def one_more_step(
     timed: Callable[..., float],
-    step: Callable[..., Any],
+    loops: Mapping[str, Program],
+    whole: Mapping[str, float],
     table: HostTable,
     ids: jax.Array,
     matrix: jax.Array,
-    **options: Any,
 ) -> dict[str, float]:
-    """What a step adds to a long loop: without what comes once, as the first gather, which nothing runs beside."""
-    found, half = {}, ids.shape[0] // 2
-    for name in ("compute", "transfer", "prefetched"):
-        program = programs(step, **options)[name]
-        whole, part = (timed(jax.jit(program), table, some, matrix) for some in (ids, ids[half:]))
-        found[f"{name}_a_step"] = (whole - part) / half
+    """What a step adds to a long loop: without what comes once, as the first gather, which nothing runs beside.
+
+    Args:
+        timed: of a program and its arguments.
+        loops: jitted programs, as of `programs`.
+        whole: what `timed` found for each with all ids.
+        table, ids, matrix: the arguments.
+    """
+    half = ids.shape[0] // 2
+    found = {
+        f"{name}_a_step": (whole[name] - timed(loops[name], table, ids[half:], matrix)) / half
+        for name in ("compute", "transfer", "prefetched")
+    }
     longer = max(found["compute_a_step"], found["transfer_a_step"])
     return found | {"ratio_a_step": found["prefetched_a_step"] / longer}
 
@@ -138,14 +145,13 @@ def milliseconds(compiled: Callable[..., Any], *args: Any, repeats: int = 3) -> 
 
 def trial(case: dict[str, Any], table: HostTable, ids: jax.Array, matrix: jax.Array) -> dict[str, Any]:
     """The figures of one case."""
-    step, found = layer(case.get("elementwise", False)), {}
-    for name, program in programs(step, **case.get("options", {})).items():
-        compiled = jax.jit(program)
-        found[name] = milliseconds(compiled, table, ids, matrix)
+    step = layer(case.get("elementwise", False))
+    loops = {name: jax.jit(program) for name, program in programs(step, **case.get("options", {})).items()}
+    found: dict[str, Any] = {name: milliseconds(loop, table, ids, matrix) for name, loop in loops.items()}
+    more = one_more_step(milliseconds, loops, found, table, ids, matrix)
     found["ratio"] = round(found["prefetched"] / max(found["compute"], found["transfer"]), 3)
-    more = one_more_step(milliseconds, step, table, ids, matrix, **case.get("options", {}))
     found |= {name: round(value, 3) for name, value in more.items()}
-    return found | beside(record(lambda: jax.block_until_ready(compiled(table, ids, matrix))))
+    return found | beside(record(lambda: jax.block_until_ready(loops["prefetched"](table, ids, matrix))))
 
 
 def inputs(steps: int, count: int, rows: int, size: int) -> tuple[HostTable, jax.Array, jax.Array]:
