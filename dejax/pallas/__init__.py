@@ -3,6 +3,7 @@
 from dejax.pallas._shapes import feature_mask, next_power_of_two
 from dejax.pallas._triton import label
 from dejax.pallas.encode import to_half_rows
+from dejax.pallas.factored import Factored, whole
 from dejax.pallas.float_bits import FloatBits
 from dejax.pallas.gemm import typed_matmul
 from dejax.pallas.half_rows import HalfRows
@@ -12,6 +13,7 @@ from dejax.pallas.special import erf
 from dejax.pallas.traversal import Operand, Reduction, map_items, traverse
 
 __all__ = [
+    "Factored",
     "FloatBits",
     "GemmSchedule",
     "HalfRows",
@@ -29,4 +31,5 @@ __all__ = [
     "traverse",
     "typed_matmul",
     "typed_outer",
+    "whole",
 ]

@@ -17,6 +17,7 @@ from jax import lax
 
 from dejax.pallas._shapes import padded
 from dejax.pallas._tiles import stretched, where
+from dejax.pallas.factored import add, whole
 
 KINDS = ("sum", "max", "weighted")
 
@@ -79,27 +80,26 @@ def update(
     Args:
       reductions: what is accumulated.
       accs: float32[rows, items, *padded shape] each.
-      values: of the same shapes.
+      values: of the same shapes; sums take them as `Factored`, too.
       mask: bool[rows, items], which slots hold an item.
     """
     new = list(accs)
     for i, r in enumerate(reductions):
         if r.kind == "max":
-            new[i] = lax.max(accs[i], where(_expand(mask, accs[i].ndim), values[i], -jnp.inf))
+            new[i] = lax.max(accs[i], where(_expand(mask, accs[i].ndim), whole(values[i]), -jnp.inf))
     factors: dict[int, tuple[jax.Array, jax.Array]] = {}
     for i, r in enumerate(reductions):
         inside = _expand(mask, accs[i].ndim)
         if r.kind == "sum":
-            new[i] = lax.add(accs[i], where(inside, values[i], 0.0))
+            new[i] = add(accs[i], values[i], inside)
         elif r.kind == "weighted":
             assert r.score is not None
             if r.score not in factors:
                 top = _finite(new[r.score])
-                factors[r.score] = (lax.exp(lax.sub(accs[r.score], top)), lax.exp(lax.sub(values[r.score], top)))
-            shape = accs[i].shape
-            rescale, weight = (stretched(_expand(f, len(shape)), shape) for f in factors[r.score])
-            # The select is on the product: a slot without an item may hold any value, infinities included.
-            new[i] = lax.add(lax.mul(accs[i], rescale), where(inside, lax.mul(weight, values[i]), 0.0))
+                score = whole(values[r.score])
+                factors[r.score] = (lax.exp(lax.sub(accs[r.score], top)), lax.exp(lax.sub(score, top)))
+            rescale, weight = (_expand(f, accs[i].ndim) for f in factors[r.score])
+            new[i] = add(lax.mul(accs[i], stretched(rescale, accs[i].shape)), values[i], inside, weight)
     return tuple(new)
 
 

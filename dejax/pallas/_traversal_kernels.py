@@ -16,9 +16,12 @@ from dejax.pallas import _triton
 from dejax.pallas._accumulate import Reduction, initial, merge, results, update
 from dejax.pallas._shapes import divide, feature_indices, feature_mask, lanes, padded
 from dejax.pallas._tiles import both, steps, stretched, where, within
+from dejax.pallas.factored import Factored
 from dejax.pallas.half_rows import exponents, inverse_power, power
 
 Output = tuple[tuple[int, ...], Any]
+# Features from which on a tile comes as `Factored`.
+_WIDE = 16
 # Chunks of a hub that are merged at once where they are fewer than `Plan.combined`.
 _FEW_CHUNKS = 8
 
@@ -65,6 +68,7 @@ class Plan:
     combined: int = 1  # chunks of a hub that are merged in a step
     parts: tuple[int, ...] = ()  # exponents a row of operands that come as `HalfRows`, 0 for the others
     half: tuple[int, ...] = ()  # numbers of the row outputs that are written as `HalfRows`
+    factored: bool = False  # the body takes wide tiles of items as `Factored`
     num_tables: int = 0
     has_order: bool = False
     has_row_order: bool = False
@@ -96,8 +100,11 @@ def _load(
     shape: tuple[int, ...],
     column: int | None = None,
     first: int = 0,
-) -> jax.Array:
+    factored: bool = False,
+) -> Any:
     """The tile [*index.shape, *padded shape] of rows `index`, floats as float32, zeros where masked and in padding.
+
+    With `factored`, a wide tile of floats comes as `Factored`.
 
     With `column`, the features start there in each row of a two-dimensional array; they start at `first` on their
     first axis.
@@ -115,11 +122,13 @@ def _load(
     row = index.reshape(*index.shape, *ones)
     tile = _triton.load(ref, (row, *features), inside)
     tile = tile.astype(jnp.float32) if jnp.issubdtype(tile.dtype, jnp.floating) else tile
+    factored = factored and math.prod(shape) >= _WIDE and tile.dtype == jnp.float32
     if array.exponent is None:
-        return tile
+        return Factored(tile, None, True) if factored else tile
     if array.parts == 1:
         exponent = _triton.load(array.exponent, (index, jnp.zeros_like(index)), mask)
-        return tile * power(exponent.astype(jnp.int32)).reshape(*index.shape, *ones)
+        product = Factored(tile, power(exponent.astype(jnp.int32)).reshape(*index.shape, *ones), True)
+        return product if factored else product.whole()
     flat = jnp.zeros((), jnp.int32)
     for size, feature in zip(shape, features, strict=True):
         flat = flat * size + feature
@@ -129,12 +138,14 @@ def _load(
     return tile * power(exponent.astype(jnp.int32))
 
 
-def _tile(plan: Plan, arrays: Sequence[_Array], i: int, index: jax.Array, mask: jax.Array | None) -> jax.Array:
+def _tile(
+    plan: Plan, arrays: Sequence[_Array], i: int, index: jax.Array, mask: jax.Array | None, factored: bool = False
+) -> Any:
     """Operand `i` at rows `index` of its array."""
     operand = plan.operands[i]
     column = None if operand.columns is None else operand.columns[0]
     first = 0 if operand.part is None else operand.part[0]
-    return _load(arrays[i], index, mask, plan.features[i], column, first)
+    return _load(arrays[i], index, mask, plan.features[i], column, first, factored)
 
 
 def _store(
@@ -204,24 +215,30 @@ def _evaluate(
         if i in row_tiles:
             tiles.append(row_tiles[i])
         elif operand.access == "item":
-            tiles.append(_tile(plan, arrays, i, item, mask))
+            tiles.append(_tile(plan, arrays, i, item, mask, plan.factored))
         elif operand.access == "position":
-            tiles.append(_tile(plan, arrays, i, position, mask))
+            tiles.append(_tile(plan, arrays, i, position, mask, plan.factored))
         else:
             assert operand.index is not None
             index = by_table[operand.index, operand.access]
             # An index out of range (a padding item's) reads zeros, never other memory.
             inside = within(index, plan.lengths[i], mask)
-            tiles.append(_tile(plan, arrays, i, index, inside))
+            tiles.append(_tile(plan, arrays, i, index, inside, plan.factored))
     values, outputs = plan.body(*tiles)
     if len(values) != len(plan.reductions) or len(outputs) != len(plan.item_outputs):
         raise ValueError(
             f"body must return {len(plan.reductions)} reduction values and {len(plan.item_outputs)} item outputs, "
             f"got {len(values)} and {len(outputs)}"
         )
-    wide = lambda v, shape: jnp.broadcast_to(v, (*item.shape, *padded(shape)))  # noqa: E731
-    values = tuple(wide(v.astype(jnp.float32), r.shape) for v, r in zip(values, plan.reductions, strict=True))
-    return values, tuple(wide(o, shape) for o, (shape, _) in zip(outputs, plan.item_outputs, strict=True))
+    full = lambda v, shape: jnp.broadcast_to(v, (*item.shape, *padded(shape)))  # noqa: E731
+
+    def value(v: Any, shape: tuple[int, ...]) -> Any:
+        if isinstance(v, Factored):
+            return Factored(full(v.tile, shape), v.factor, v.zeros)
+        return full(v.astype(jnp.float32), shape)
+
+    found = tuple(value(v, r.shape) for v, r in zip(values, plan.reductions, strict=True))
+    return found, tuple(full(o, shape) for o, (shape, _) in zip(outputs, plan.item_outputs, strict=True))
 
 
 def _loop(

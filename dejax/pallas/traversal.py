@@ -155,6 +155,7 @@ def traverse(
     row_order: jax.Array | None = None,
     half_outputs: Sequence[int] = (),
     covers_all_items: bool = False,
+    factored: bool = False,
     schedule: TraversalSchedule | None = None,
     interpret: bool | None = None,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
@@ -194,6 +195,7 @@ def traverse(
         side by side do not wait for each other.
       half_outputs: numbers of the row outputs, float32 each, that are to be returned as `HalfRows`.
       covers_all_items: the caller's word that every item belongs to a row, so that no item output need be set to zero.
+      factored: the body is given wide tiles of items as `Factored`, and may give such as values of the reductions.
       schedule: the tile; by default the heuristic's.
       interpret: run the kernels interpreted; by default where there is no GPU.
 
@@ -249,7 +251,7 @@ def traverse(
             traverse, body, epilogue, arrays, operands, offsets=offsets, order=order, num_items=num_items,
             num_rows=num_rows, index_tables=index_tables, reductions=reductions, item_outputs=item_outputs,
             row_outputs=row_outputs, hubs=hubs, row_order=row_order, half_outputs=half_outputs,
-            covers_all_items=covers_all_items, interpret=interpret,
+            covers_all_items=covers_all_items, factored=factored, interpret=interpret,
         )  # fmt: skip
         fields = choose(
             "traversal",
@@ -278,6 +280,7 @@ def traverse(
         combined=max(schedule.rows_per_program * schedule.items_per_step, min(64, 4096 // width)),
         parts=_parts(ready),
         half=half,
+        factored=factored,
         num_tables=len(index_tables),
         has_order=order is not None,
         has_row_order=row_order is not None,
@@ -310,6 +313,7 @@ def traverse(
             reductions=reductions,
             row_outputs=row_outputs,
             half_outputs=half,
+            factored=factored,
             schedule=schedule,
             interpret=interpret,
         )

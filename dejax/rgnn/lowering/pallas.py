@@ -6,6 +6,7 @@ evaluates it with XLA.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -249,6 +250,7 @@ class PallasLowering:
             row_order=None if group.loop is None else group.loop.rows,
             half_outputs=tuple(i for i, v in enumerate(t.row_outputs) if v in self.half),
             covers_all_items=valid_rows(self.graph, t.space) is None,
+            factored=True,
             interpret=self.interpret,
         )
         env.update(zip(t.row_outputs, row_values, strict=True))
@@ -315,7 +317,7 @@ class _TileProgram:
     def body(self, *tiles: Any) -> tuple[tuple, tuple]:
         env = self.evaluate(dict(zip((o.name for o in self.t.operands), tiles, strict=True)), self.t.body, 2)
         values = tuple(self.accumulated(a, env) for a in self.t.accumulators)
-        return values, tuple(self.shaped(env[v], self.program.ops[v].shape, 2) for v in self.t.item_outputs)
+        return values, tuple(self.shaped(_whole(env[v]), self.program.ops[v].shape, 2) for v in self.t.item_outputs)
 
     def items(self, *tiles: Any) -> tuple:
         return self.body(*tiles)[1]
@@ -341,21 +343,21 @@ class _TileProgram:
     def accumulated(self, a: Accumulator, env: dict[int, Any]) -> Any:
         ops = self.program.ops
         if a.kind != "weighted":
-            return self.shaped(env[a.value], ops[a.out].shape, 2)
+            return self.shaped(env[a.value] if a.kind == "sum" else _whole(env[a.value]), ops[a.out].shape, 2)
         score, shape = ops[a.value].shape, ops[a.out].shape
         if score != shape[: len(score)]:
             raise NotImplementedError(f"a score of shape {score} that weighs a value of shape {shape}")
-        result = jnp.ones((1, 1), jnp.float32)
+        result: Any = jnp.ones((1, 1), jnp.float32)
         rank = 0
         for t in a.terms:
             factor = env[t.value]
             term_shape = ops[t.value].shape
             for axes in t.inserts if term_shape else ():
                 for axis in axes:
-                    factor = jnp.expand_dims(factor, 2 + axis)
+                    factor = factor.reshape(*factor.shape[: 2 + axis], 1, *factor.shape[2 + axis :])
                     term_shape = (*term_shape[:axis], 1, *term_shape[axis:])
             left, right = _align(result, rank, factor, len(term_shape), 2)
-            result = left * right if t.power > 0 else left / right
+            result = _product(left, right) if t.power > 0 else _quotient(left, right)
             rank = max(rank, len(term_shape))
         return self.shaped(result, shape, 2)
 
@@ -364,7 +366,7 @@ class _TileProgram:
         if tile.ndim == lead and shape:
             tile = tile.reshape(*tile.shape, *(1,) * len(shape))
         padded = tuple(kernels.next_power_of_two(s) for s in shape)
-        return tile if tile.shape[lead:] == padded else jnp.broadcast_to(tile, (*tile.shape[:lead], *padded))
+        return tile if tile.shape[lead:] == padded else jnp.broadcast_to(_whole(tile), (*tile.shape[:lead], *padded))
 
     def evaluate(self, env: dict[int, Any], body: Sequence[int], lead: int) -> dict[int, Any]:
         for i in body:
@@ -383,11 +385,15 @@ class _TileProgram:
         dtype = jnp.dtype(self.program.ops[value].dtype)
         if value not in self.t.writes or dtype == jnp.float32:
             return tile
+        tile = _whole(tile)
         return tile.astype(dtype).astype(jnp.float32)
 
     def apply(self, op: Op, args: list[Any], lead: int) -> Any:
         shapes = [self.program.ops[a].shape for a in op.args]
         name = op.name
+        factored = any(isinstance(a, kernels.Factored) for a in args)
+        if factored and name not in ("mul", "div", "dot", "sum_features", "reshape"):
+            args = [_whole(a) for a in args]
         if name == "const":
             return jnp.full((1,) * lead, op.attr("value"), jnp.float32)
         if name == "erf":
@@ -398,10 +404,14 @@ class _TileProgram:
                 a.reshape(*a.shape, *(1,) * (rank - len(s))) if s == () and rank else a
                 for a, s in zip(args, shapes, strict=True)
             ]
+            if name == "mul":
+                return _product(*aligned)
+            if name == "div":
+                return _quotient(*aligned)
             return ELEMENTWISE[name](op, *aligned)
         x = args[0]
         if name == "dot":
-            return _sum_axis(x * args[1], lead + len(shapes[0]) - 1, shapes[0][-1])
+            return _sum_axis(_product(x, args[1]), lead + len(shapes[0]) - 1, shapes[0][-1])
         if name == "sum_features":
             for axis in sorted(op.attr("axes"), reverse=True):
                 x = _sum_axis(x, lead + axis, shapes[0][axis], keepdims=op.attr("keepdims"))
@@ -421,8 +431,46 @@ def _align(x: Any, x_rank: int, y: Any, y_rank: int, lead: int) -> tuple[Any, An
     return expand(x, x_rank), expand(y, y_rank)
 
 
+_whole = kernels.whole
+# Sides by which a tile must be smaller than another for a product with it to be one with its rows' factor.
+_NARROWER = 4
+
+
+def _is_factor(x: Any, of: Any) -> bool:
+    """Whether a tile has one number for many of another's."""
+    sides = zip(x.shape[2:], of.shape[2:], strict=True) if x.ndim == of.ndim else ()
+    return (
+        not isinstance(x, kernels.Factored)
+        and x.ndim == of.ndim
+        and all(a in (1, b) for a, b in sides)
+        and math.prod(x.shape[2:]) * _NARROWER <= math.prod(of.shape[2:])
+    )
+
+
+def _product(x: Any, y: Any) -> Any:
+    """`x * y` of one rank, of which either may be `Factored`: a number for many goes to the factor."""
+    for left, right in ((x, y), (y, x)):
+        if isinstance(left, kernels.Factored):
+            if _is_factor(right, left):
+                return left.times(right)
+            other = _whole(right)
+            return kernels.Factored(left.tile * other, left.factor)
+    return x * y
+
+
+def _quotient(x: Any, y: Any) -> Any:
+    """`x / y` of one rank; for many numbers over one, times its inverse."""
+    y = _whole(y)
+    return _product(x, 1.0 / y) if x.ndim == y.ndim and _is_factor(y, x) else _whole(x) / y
+
+
 def _sum_axis(x: Any, axis: int, size: int, keepdims: bool = False) -> Any:
     """The sum over a feature axis of a tile, padded lanes left out whatever they hold."""
+    if isinstance(x, kernels.Factored):
+        if x.factor is None or x.factor.shape[axis] != 1:
+            return _sum_axis(x.whole(), axis, size, keepdims)
+        total = _sum_axis(x.tile, axis, size, True) * x.factor
+        return total if keepdims else total.reshape(*total.shape[:axis], *total.shape[axis + 1 :])
     if x.shape[axis] != size:
         lanes = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
         x = jnp.where(lanes < size, x, jnp.zeros_like(x))
