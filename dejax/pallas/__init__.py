@@ -9,7 +9,7 @@ from dejax.pallas.gemm import typed_matmul
 from dejax.pallas.half_rows import HalfRows
 from dejax.pallas.outer import typed_outer
 from dejax.pallas.schedule import GemmSchedule, OuterSchedule, TraversalSchedule, gemm_block
-from dejax.pallas.special import erf
+from dejax.pallas.special import erf, exp
 from dejax.pallas.traversal import Operand, Reduction, map_items, traverse
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Reduction",
     "TraversalSchedule",
     "erf",
+    "exp",
     "feature_mask",
     "gemm_block",
     "label",

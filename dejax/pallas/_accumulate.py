@@ -18,6 +18,7 @@ from jax import lax
 from dejax.pallas._shapes import padded
 from dejax.pallas._tiles import stretched, where
 from dejax.pallas.factored import add, whole
+from dejax.pallas.special import exp
 
 KINDS = ("sum", "max", "weighted")
 
@@ -97,7 +98,7 @@ def update(
             if r.score not in factors:
                 top = _finite(new[r.score])
                 score = whole(values[r.score])
-                factors[r.score] = (lax.exp(lax.sub(accs[r.score], top)), lax.exp(lax.sub(score, top)))
+                factors[r.score] = (exp(lax.sub(accs[r.score], top)), exp(lax.sub(score, top)))
             rescale, weight = (_expand(f, accs[i].ndim) for f in factors[r.score])
             new[i] = add(lax.mul(accs[i], stretched(rescale, accs[i].shape)), values[i], inside, weight)
     return tuple(new)
@@ -114,7 +115,7 @@ def merge(reductions: Sequence[Reduction], accs: Sequence[jax.Array]) -> tuple[j
         if r.kind == "weighted":
             assert r.score is not None
             top = jnp.expand_dims(_finite(merged[r.score]), 1)
-            merged[i] = lax.reduce_sum(accs[i] * _expand(jnp.exp(accs[r.score] - top), accs[i].ndim), (1,))
+            merged[i] = lax.reduce_sum(accs[i] * _expand(exp(accs[r.score] - top), accs[i].ndim), (1,))
         elif r.kind == "sum":
             merged[i] = lax.reduce_sum(accs[i], (1,))
     return tuple(merged)

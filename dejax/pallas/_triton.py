@@ -214,11 +214,21 @@ def multiply_add(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
     """`x * y + z` of float32 tiles of one shape, in one instruction a number: Triton here does not fuse the two."""
     if _interpreted.get():
         return lax.add(lax.mul(x, y), z)
-    (total,) = plt.elementwise_inline_asm(
-        "fma.rn.f32 $0, $1, $2, $3;", args=(x, y, z), constraints="=f,f,f,f", pack=1,
-        result_shape_dtypes=(jax.ShapeDtypeStruct(z.shape, jnp.float32),),
+    return _instruction("fma.rn.f32 $0, $1, $2, $3;", x, y, z)
+
+
+def exp2(x: jax.Array) -> jax.Array:
+    """2 to the power of a float32 tile, within 2 units in the last place; denormal results are 0."""
+    return lax.exp2(x) if _interpreted.get() else _instruction("ex2.approx.ftz.f32 $0, $1;", x)
+
+
+def _instruction(text: str, *args: jax.Array) -> jax.Array:
+    """One instruction of PTX on each number of float32 tiles of one shape."""
+    (result,) = plt.elementwise_inline_asm(
+        text, args=args, constraints=",".join(["=f", *"f" * len(args)]), pack=1,
+        result_shape_dtypes=(jax.ShapeDtypeStruct(args[0].shape, jnp.float32),),
     )  # fmt: skip
-    return total
+    return result
 
 
 # How operands of a product are rounded; sums are float32 always.

@@ -1,4 +1,4 @@
-"""Functions that the Triton lowering of Pallas has not, in float32 arithmetic that it has."""
+"""Functions that the Triton lowering of Pallas has not, or has in more instructions than kernels can spare."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import jax
 import numpy as np
 from jax import lax
 
+from dejax.pallas import _triton
 from dejax.pallas._tiles import where
 
 # erf(x) = x P(x^2) / Q(x^2) for |x| <= 4, lowest power first: our own fit, of 2.5e-8 relative error, by least squares
 # with weights that are raised where the error is largest (Lawson's method). All positive, so that nothing cancels.
 _ERF_P = (1.1283791, 0.19354354, 0.053101536, 0.0038832759, 0.00028456398, 1.9867894e-06)
 _ERF_Q = (1.0, 0.50485606, 0.11534936, 0.015207116, 0.0011855538, 3.7420145e-05)
+
+
+def exp(x: jax.Array) -> jax.Array:
+    """The exponential of a float32 tile, in two instructions for nine: within 2e-7 and 6e-8 `|x|`, relative."""
+    return _triton.exp2(lax.mul(x, np.float32(1.4426950408889634)))
 
 
 def erf(x: jax.Array) -> jax.Array:

@@ -398,6 +398,8 @@ class _TileProgram:
             return jnp.full((1,) * lead, op.attr("value"), jnp.float32)
         if name == "erf":
             return kernels.erf(args[0])
+        if name == "exp":
+            return kernels.exp(args[0])
         if name in ELEMENTWISE:
             rank = len(op.shape)
             aligned = [
