@@ -26,6 +26,6 @@ def test_exp():
     x = np.linspace(-87, 88, 20_001).astype(np.float32)
     exact = np.exp(x.astype(np.float64))
     error = np.abs(np.asarray(jax.jit(kernels.exp)(x), np.float64) - exact) / exact
-    assert np.max(error - 6e-8 * np.abs(x)) < 2e-7
+    assert np.max(error - 8e-8 * np.abs(x)) < 4e-7
     found = kernels.exp(jnp.array([0.0, -jnp.inf, -1e4, jnp.inf, jnp.nan]))
     assert found[0] == 1 and found[1] == found[2] == 0 and found[3] == jnp.inf and jnp.isnan(found[4])
