@@ -118,7 +118,8 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
         (group_of_k, k), (group_of_n, n) = divide(k, c.group_k), divide(n, c.group_n)
         inside = inside & (group_of_k == group_of_n)
         group = where(inside, g * c.merged + group_of_n, c.blocks * c.merged)
-    _triton.store(ref["partial"], (split, group, k, n), total, inside)
+    number = ref["split_number"][split] if "split_number" in ref else split
+    _triton.store(ref["partial"], (number, group, k, n), total, inside)
 
 
 def _sum_kernel(
@@ -171,7 +172,7 @@ def typed_outer(
     precision: str = "tf32",
     out_dtype: Any = jnp.float32,
     rows_per_split: int | None = None,
-    splits: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+    splits: tuple[jax.Array | None, ...] | None = None,
     schedule: OuterSchedule | None = None,
     interpret: bool | None = None,
 ) -> jax.Array:
@@ -193,7 +194,8 @@ def typed_outer(
         see `half_rows`) or `bf16` (cast). Sums are float32.
       out_dtype: of the result.
       rows_per_split: positions that one program sums; about a thousandth of all by default.
-      splits: `split_table(offsets, rows_per_split, num_positions)` where it was made before.
+      splits: `split_table(offsets, rows_per_split, num_positions)` where it was made before, and perhaps an int32[splits]
+        of the splits' numbers: then starts and ends may be in any order.
       schedule: the tile; by default the heuristic's.
       interpret: run the kernels interpreted; by default where there is no GPU.
 
@@ -246,13 +248,15 @@ def typed_outer(
     if isinstance(y, HalfRows) and not (scaled and scale is None and y.one_exponent(merged * n, schedule.block_n)):
         y = y.decode()
     per_split = rows_per_split or schedules.rows_per_split(num_positions, types)
-    start, end, first = split_table(offsets, per_split, num_positions) if splits is None else splits
+    start, end, first, *number = split_table(offsets, per_split, num_positions) if splits is None else splits
     operands = {
         "x": (x.mantissa if isinstance(x, HalfRows) else x).reshape(x_rows, groups * k),
         "y": (y.mantissa if isinstance(y, HalfRows) else y).reshape(y_rows, groups * n),
         "split_start": start,
         "split_end": end,
     }
+    if number and number[0] is not None:
+        operands["split_number"] = number[0]
     for name, a in (("x", x), ("y", y)):
         if isinstance(a, HalfRows):
             operands[f"{name}_exponent"] = a.exponent

@@ -16,7 +16,7 @@ import numpy as np
 
 from dejax.rgnn._segments import Segments, make_segments
 from dejax.rgnn._sorting import expand, offsets_of, offsets_of_sorted, runs_of, stable_argsort
-from dejax.rgnn.graph import LOOPS, RelGraph
+from dejax.rgnn.graph import RelGraph
 
 
 def add_relations(
@@ -243,9 +243,7 @@ def build(
     )
     if jax.default_backend() != "gpu":
         return _to_device(graph)
-    graph = _to_device(
-        dataclasses.replace(graph, **{name: getattr(graph, name).with_loop(hub_chunk) for name in LOOPS})
-    )
+    graph = _to_device(dataclasses.replace(graph, **graph.kernel_order(hub_chunk)))
     with jax.ensure_compile_time_eval():  # a graph of concrete arrays is concrete, also when it is made while tracing
         return graph.with_loop_tables()
 

@@ -254,7 +254,9 @@ class _Tiles:
                 .at[group.order]
                 .set(jnp.arange(group.num_items, dtype=jnp.int32))
             )
-        self.slot = first_tile[kind] * _TILE + rank - offsets[kind]
+        in_type = rank - offsets[kind]
+        tile = first_tile[kind] + in_type // _TILE
+        self.slot = (tile if table.place is None else jnp.asarray(table.place)[tile]) * _TILE + in_type % _TILE
         self.padding = jnp.asarray(group.index) >= group.num_rows
 
     def split(self, x: jax.Array) -> jax.Array:
