@@ -76,9 +76,14 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
     k = (block_k * s.block_k + lanes(s.block_k, 0, 1))[None, :]
     n = (block_n * s.block_n + lanes(s.block_n, 0, 1))[None, :]
 
-    def rows_of(
+    def indices(position: jax.Array) -> tuple[jax.Array, ...]:
+        """The rows of x and of y at positions, as far as they are not the positions."""
+        found = (ref[f"{name}_index"] for name in "xy" if f"{name}_index" in ref)
+        return tuple(_triton.load(index, (position,), position < end) for index in found)
+
+    def load(
         name: str,
-        position: jax.Array,
+        row: jax.Array,
         valid: jax.Array,
         column: jax.Array,
         first: jax.Array,
@@ -86,9 +91,6 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
         rows: int,
         part_width: int,
     ) -> tuple[jax.Array, jax.Array | None]:
-        row = position
-        if f"{name}_index" in ref:
-            row = _triton.load(ref[f"{name}_index"], (position,), valid)
         row_mask = within(row, rows, valid)[:, None]
         mask = row_mask & (column < width) if width % column.shape[1] else row_mask
         tile = _triton.load(ref[name], (row[:, None], g * width + column), mask)
@@ -98,20 +100,28 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
         part = lax.div(g * width + first, jnp.int32(part_width)) + jnp.zeros_like(row[:, None])
         return tile, _triton.load(ref[f"{name}_exponent"], (row[:, None], part), row_mask).astype(jnp.int32)
 
-    def step(i: jax.Array, total: jax.Array) -> jax.Array:
-        position = start + i * s.block_rows + lanes(s.block_rows, 0, 1)
+    first = start + lanes(s.block_rows, 0, 1)
+
+    def step(i: jax.Array, carry: tuple[jax.Array, tuple[jax.Array, ...]]) -> Any:
+        total, here = carry
+        position = first + i * s.block_rows
         valid = position < end
-        x, x_exponent = rows_of("x", position, valid, k, block_k * s.block_k, c.k, c.x_rows, c.x_part)
-        y, y_exponent = rows_of("y", position, valid, n, block_n * s.block_n, c.n, c.y_rows, c.y_part)
+        ahead = indices(position + s.block_rows)  # waits for memory together with this step's rows
+        found = iter(here)
+        x_row, y_row = (next(found) if f"{name}_index" in ref else position for name in "xy")
+        x, x_exponent = load("x", x_row, valid, k, block_k * s.block_k, c.k, c.x_rows, c.x_part)
+        y, y_exponent = load("y", y_row, valid, n, block_n * s.block_n, c.n, c.y_rows, c.y_part)
         if "scale" in ref:
             group = g * c.merged + divide(n, c.group_n)[0] if c.merged > 1 else g
             scale = _triton.load(ref["scale"], (position[:, None], group), valid[:, None])
             y = y.astype(jnp.float32) * scale.astype(jnp.float32)
         if c.scaled:
-            return total + _scaled_product(x, y, x_exponent, y_exponent)
-        return total + _triton.dot(x.astype(c.dtype), y.astype(c.dtype), c.precision, transpose_x=True)
+            return total + _scaled_product(x, y, x_exponent, y_exponent), ahead
+        product = _triton.dot(x.astype(c.dtype), y.astype(c.dtype), c.precision, transpose_x=True)
+        return total + product, ahead
 
-    total = _triton.fori_loop(0, steps(end - start, s.block_rows), step, jnp.zeros((s.block_k, s.block_n), jnp.float32))
+    zeros = jnp.zeros((s.block_k, s.block_n), jnp.float32)
+    total, _ = _triton.fori_loop(0, steps(end - start, s.block_rows), step, (zeros, indices(first)))
     k = k.reshape(-1, 1)
     inside, group = (k < c.k) & (n < c.n), g
     if c.merged > 1:

@@ -38,12 +38,14 @@ class GemmSchedule:
       block_n: columns of a tile; a power of two, at least 16.
       num_warps: warps a program.
       num_stages: depth of the software pipeline over `block_k`.
+      tiles_per_program: tiles of rows that a program multiplies one after the other.
     """
 
     block_k: int
     block_n: int
     num_warps: int
     num_stages: int
+    tiles_per_program: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,7 @@ class PallasLowering:
         group = segments(self.graph, instance.via)
         x, w = self.in_half(instance.x.value, env), env[instance.w]
         x, w, transpose, split = _as_typed_matmul(instance.spec, x, w)
+        x_index = self.row_index(instance.x, group)
         k, n = x.shape[-1], w.shape[-2 if transpose else -1]
         block = kernels.gemm_block(k, n, group.num_items, group.num_rows, self.precision)
         out_index, rows = group.order, group.num_items
@@ -98,7 +99,7 @@ class PallasLowering:
         bias, vector = by_type(instance.bias), by_type(instance.vector)
 
         def call(fields: dict[str, Any]) -> Any:
-            tiles = group.tiles_for(fields["block"])
+            tiles = group.tiles_for(fields["block"], near=x_index is not None)
             tile = {key: value for key, value in fields.items() if key != "block"}
             return kernels.typed_matmul(
                 x,
@@ -108,7 +109,7 @@ class PallasLowering:
                 tile_start=tiles.start,
                 block=tiles.block,
                 num_positions=group.num_items,
-                x_index=self.row_index(instance.x, group),
+                x_index=x_index,
                 out_index=out_index,
                 num_out_rows=rows,
                 transpose_w=transpose,
@@ -153,15 +154,18 @@ class PallasLowering:
         summed = heads and "h" not in result  # one weight for all heads: a product for each, then their sum
         # [rows, groups, width] on both sides; what is not a group is a width.
         shape = lambda a: (a.shape[0], a.shape[1] if heads else 1, int(np.prod(a.shape[2 if heads else 1 :])))  # noqa: E731
+        x_index, y_index = self.row_index(instance.x, group), self.row_index(instance.y, group)
+        gathered = x_index is not None or y_index is not None
+        splits = group.near_splits if gathered and group.near_splits is not None else group.splits
         total = kernels.typed_outer(
             x.reshape(shape(x)),
             y.reshape(shape(y)),
             offsets=group.offsets,
             num_positions=group.num_items,
-            x_index=self.row_index(instance.x, group),
-            y_index=self.row_index(instance.y, group),
-            splits=None if group.splits is None else group.splits.tables,
-            rows_per_split=None if group.splits is None else group.splits.rows_per_split,
+            x_index=x_index,
+            y_index=y_index,
+            splits=None if splits is None else splits.tables,
+            rows_per_split=None if splits is None else splits.rows_per_split,
             precision=self.precision,
             out_dtype=jnp.float32 if summed else jnp.dtype(op.dtype),
             interpret=self.interpret,

@@ -254,9 +254,7 @@ class _Tiles:
                 .at[group.order]
                 .set(jnp.arange(group.num_items, dtype=jnp.int32))
             )
-        in_type = rank - offsets[kind]
-        tile = first_tile[kind] + in_type // _TILE
-        self.slot = (tile if table.place is None else jnp.asarray(table.place)[tile]) * _TILE + in_type % _TILE
+        self.slot = first_tile[kind] * _TILE + rank - offsets[kind]
         self.padding = jnp.asarray(group.index) >= group.num_rows
 
     def split(self, x: jax.Array) -> jax.Array:
