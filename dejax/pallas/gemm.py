@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -63,8 +63,6 @@ class _Config:
     x_rows: int
     out_rows: int
     interpret: bool
-    tiles: int
-    num_positions: int
     scaled: bool  # products in float16 with powers of two beside
     x_part: int  # columns that share an exponent where x comes as `HalfRows`
     x_bits_of: jnp.dtype | None  # what the integers of x carry where it comes as `FloatBits`
@@ -85,57 +83,21 @@ def _scaled_product(x: jax.Array, w: jax.Array, x_power: Any, w_power: Any) -> j
 def _kernel(*refs: Any, c: _Config) -> None:
     ref = dict(zip(c.names, refs, strict=True))
     s = c.schedule
-    # Neighbouring programs share rows of x: columns are innermost, then groups.
-    program, g, column = _triton.program_ids(c.blocks, cdiv(c.n, s.block_n))
-    if s.tiles_per_program == 1:
-        t, start = ref["tile_type"][program], ref["tile_start"][program]
-        end = ref["offsets"][t + 1]
-        position = start + lanes(c.block, 0, 1)
-        row = _triton.load(ref["x_index"], (position,), position < end) if "x_index" in ref else position
-        _multiply(ref, c, g, column, t, position, end, row)
-        return
-
-    # What leads to the rows of a tile, load by load, is loaded while the tiles before it are multiplied.
-    first = program * s.tiles_per_program
-
-    def find(i: Any) -> tuple[jax.Array, jax.Array]:
-        """A tile's type and start; past the last tile, a start that leaves none of its positions valid."""
-        tile = lax.min(first + i, jnp.int32(c.tiles - 1))
-        return ref["tile_type"][tile], where(first + i < c.tiles, ref["tile_start"][tile], c.num_positions)
-
-    def rows_of(start: jax.Array) -> jax.Array:
-        position = start + lanes(c.block, 0, 1)
-        return _triton.load(ref["x_index"], (position,), position < c.num_positions)
-
-    def step(i: jax.Array, carry: Any) -> Any:
-        (t, start, end, *row), (next_t, next_start) = carry
-        following = (next_t, next_start, ref["offsets"][next_t + 1], *(rows_of(next_start) for _ in row))
-        later = find(i + 2)
-        position = start + lanes(c.block, 0, 1)
-        _multiply(ref, c, g, column, t, position, end, row[0] if row else position)
-        return following, later
-
-    t, start = find(0)
-    init = (t, start, ref["offsets"][t + 1], *((rows_of(start),) if "x_index" in ref else ()))
-    _triton.fori_loop(0, s.tiles_per_program, step, (init, find(1)))
-
-
-def _multiply(
-    ref: dict[str, Any],
-    c: _Config,
-    g: jax.Array,
-    column: jax.Array,
-    t: jax.Array,
-    position: jax.Array,
-    end: jax.Array,
-    row: jax.Array,
-) -> None:
-    """One tile: positions `position` of type `t`, those before `end`, which read rows `row` of x."""
-    s = c.schedule
     blocks_n = cdiv(c.n, s.block_n)
+    # Neighbouring programs share rows of x: columns are innermost, then groups.
+    tile, g, column = _triton.program_ids(c.blocks, blocks_n)
+    t, start = ref["tile_type"][tile], ref["tile_start"][tile]
+    end = ref["offsets"][t + 1]
+
+    position = start + lanes(c.block, 0, 1)
     valid = position < end
-    # An index out of range reads zeros, never other memory.
-    valid_x = within(row, c.x_rows, valid)
+    row = position
+    if "x_index" in ref:
+        row = _triton.load(ref["x_index"], (position,), valid)
+        # An index out of range reads zeros, never other memory.
+        valid_x = within(row, c.x_rows, valid)
+    else:
+        valid_x = valid & (row < c.x_rows)
     row, valid_x = row[:, None], valid_x[:, None]
     n = (column * s.block_n + lanes(s.block_n, 0, 1))[None, :]
     even_k, even_n = c.k % s.block_k == 0, c.n % s.block_n == 0
@@ -358,12 +320,6 @@ def typed_matmul(
         scaled = precision == "tf32" and jnp.float32 in (x.dtype, w.dtype)
         if isinstance(x, HalfRows) and not (scaled and x.one_exponent(merged * k, schedule.block_k)):
             x = x.decode()
-        if schedule.tiles_per_program == 1 and merged * k <= schedule.block_k and not accumulate:
-            import os
-
-            T = int(os.environ.get("TPP", "1"))
-            if tiles >= 4096 * T:
-                schedule = replace(schedule, tiles_per_program=T, num_stages=int(os.environ.get("TPS", "1")))
         mantissa = x.mantissa if isinstance(x, HalfRows) else x
         w_power = None
         if scaled and num_positions >= _SCALE_BEFOREHAND:
@@ -425,8 +381,6 @@ def typed_matmul(
             x_rows=rows,
             out_rows=out_rows,
             interpret=_triton.use_interpreter(interpret),
-            tiles=tiles,
-            num_positions=num_positions,
             scaled=scaled,
             x_part=x.part_width if isinstance(x, HalfRows) else 1,
             x_bits_of=x.dtype if isinstance(x, FloatBits) else None,
@@ -435,7 +389,7 @@ def typed_matmul(
             _triton.pallas_call(
                 functools.partial(_kernel, c=config),
                 name="typed_matmul",
-                num_programs=cdiv(tiles, schedule.tiles_per_program) * (groups // merged) * blocks_n,
+                num_programs=tiles * (groups // merged) * blocks_n,
                 out_shape=shapes,
                 num_warps=schedule.num_warps,
                 num_stages=schedule.num_stages,

@@ -204,8 +204,8 @@ def typed_outer(
         see `half_rows`) or `bf16` (cast). Sums are float32.
       out_dtype: of the result.
       rows_per_split: positions that one program sums; about a thousandth of all by default.
-      splits: `split_table(offsets, rows_per_split, num_positions)` where it was made before, and perhaps an int32[splits]
-        of the splits' numbers: then starts and ends may be in any order.
+      splits: `split_table(offsets, rows_per_split, num_positions)` where it was made before; perhaps with the number of
+        each split, int32[splits], for starts and ends in any order.
       schedule: the tile; by default the heuristic's.
       interpret: run the kernels interpreted; by default where there is no GPU.
 

@@ -136,8 +136,8 @@ class Segments:
         tiles: where the rows are types, one table for each of `TILE_BLOCKS`; otherwise empty.
         splits: where the rows are types, how sums over the items of a type are split; None where it was traced.
         loop: the rows as kernels take them; None where `RelGraph.with_loop_tables` was not called.
-        near_tiles: the tiles for products that gather rows of nodes, ordered by the node that their first position reads;
-            empty where `RelGraph.with_loop_tables` was not called.
+        near_tiles: the tiles for products that gather rows of nodes, by the node that their first position reads; empty
+            where `RelGraph.with_loop_tables` was not called.
         near_splits: the splits likewise.
         num_rows: number of rows (static).
         num_items: number of items, padding included (static).
@@ -201,7 +201,7 @@ class Segments:
 
 
 # Positions of a split that gathers rows of nodes, at most. Several times as many programs as run at once: RGCN's weight
-# gradient on 12.7 M pairs of 2.5 M nodes 1.29 ms by type, 1.10 with this, 1.18 with 1,024.
+# gradient on 12.7 M pairs of 2.5 M nodes took 1.29 ms by type, 1.10 with this and 1.18 with 1,024.
 _NEAR_SPLIT = 2048
 
 # Rows are sorted by length within blocks of this many, so that what they read and write stays close together: on

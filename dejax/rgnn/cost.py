@@ -220,7 +220,12 @@ class CostModel:
         """Rows that a product reads."""
         if o.access == "gathered":
             traffic.memory += 4 * rows
-            self._gathered(traffic, rows, self.row_bytes(o.value), self.table_bytes(o.value))
+            row, table = self.row_bytes(o.value), self.table_bytes(o.value)
+            if o.via in _NEAR:  # tiles that read the same rows run together
+                traffic.memory += min(rows * row, table)
+                traffic.cache += max(0, rows * row - table)
+            else:
+                self._gathered(traffic, rows, row, table)
         elif o.access == "shared":
             traffic.memory += self.row_bytes(o.value)
         else:
@@ -260,5 +265,7 @@ def training_models(
     return first, CostModel(backward, counts, precision, kept)
 
 
+# How products gather rows of nodes in an order of tiles that was made for it (`Segments.with_near_tiles`).
+_NEAR = ("source_pair.node", "destination_pair.node")
 # A table by type stays in the caches of each multiprocessor.
 _REGISTER_LIKE = 1 << 20

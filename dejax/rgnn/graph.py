@@ -171,7 +171,7 @@ class RelGraph:
                 tables[f"{loop}:#destination_pair"] = counts[tables[f"{loop}:destination_pair"]]
         return dataclasses.replace(self, loop_tables=tables, **changed)
 
-    def kernel_order(self, hub_chunk: int = HUB_CHUNK) -> dict[str, Segments]:
+    def kernel_order(self, hub_chunk: int = HUB_CHUNK) -> dict[str, Any]:
         """The groupings that GPU kernels walk, by name, with the order in which kernels take their rows or tiles."""
         found = {name: getattr(self, name).with_loop(hub_chunk) for name in LOOPS}
         for name, node in _NEAR:

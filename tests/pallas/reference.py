@@ -14,6 +14,7 @@ import numpy as np
 
 from dejax import pallas as kernels
 from dejax.pallas.half_rows import encode
+from dejax.pallas.outer import split_table
 
 # Of the largest entry: products of TF32 precision round operands, and rows in 16 bits themselves, to 10 bits.
 TF32 = 2e-3
@@ -245,6 +246,7 @@ class Outer:
     rows_per_split: int | None = 8
     rows: int = 13
     half: tuple[str, ...] = ()
+    shuffled: bool = False
 
     @property
     def positions(self) -> int:
@@ -274,6 +276,11 @@ class Outer:
 
     def run(self, a: dict[str, Any], interpret: bool | None = None, **options: Any) -> jax.Array:
         a = a | {name: encode(jnp.asarray(a[name])) for name in self.half}
+        if self.shuffled:
+            assert self.rows_per_split is not None
+            start, end, first = split_table(jnp.asarray(a["offsets"]), self.rows_per_split, self.positions)
+            number = np.random.default_rng(1).permutation(start.shape[0]).astype(np.int32)
+            options["splits"] = start[number], end[number], first, jnp.asarray(number)
         return kernels.typed_outer(
             **a,
             num_positions=self.positions,
@@ -322,6 +329,8 @@ OUTERS = {
     "padding, scale": Outer(padding=5, scale=True),
     "one split a type": Outer(rows_per_split=64),
     "default splits": Outer(rows_per_split=None),
+    "splits in any order": Outer(shuffled=True, padding=5),
+    "one split a type, in any order": Outer(shuffled=True, rows_per_split=64),
     "all types empty": Outer(counts=(0, 0), padding=9),
     "bfloat16": Outer(dtype=jnp.bfloat16),
     "bfloat16 result": Outer(dtype=jnp.bfloat16, out_dtype=jnp.bfloat16, scale=True),

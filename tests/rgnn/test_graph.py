@@ -318,3 +318,31 @@ def test_node_slice_needs_relations() -> None:
 def test_tile_table_refuses_empty_tiles() -> None:
     with pytest.raises(ValueError, match="block must be at least 1"):
         tile_table(np.array([0, 1]), 0, 1)
+
+
+def test_near_tiles_are_the_tiles_by_the_nodes_that_they_read() -> None:
+    rng = np.random.default_rng(0)
+    senders, receivers = rng.integers(0, 500, (2, 6000))
+    graph = RelGraph.from_edges(senders, receivers, rng.integers(0, 3, 6000), num_nodes=500).with_loop_tables()
+    for group, node in (
+        (graph.source_pair_by_type, graph.source_pair_by_node.index),
+        (graph.destination_pair_by_type, graph.destination_pair_by_node.index),
+        (graph.by_edge_type, graph.receivers),
+    ):
+        assert [t.block for t in group.near_tiles] == [t.block for t in group.tiles]
+        for near, by_type in zip(group.near_tiles, group.tiles, strict=True):
+            back = np.argsort(np.asarray(near.start))
+            np.testing.assert_array_equal(np.asarray(near.start)[back], by_type.start)
+            np.testing.assert_array_equal(np.asarray(near.row_type)[back], by_type.row_type)
+            assert (np.diff(np.asarray(node)[np.asarray(near.start)]) >= 0).all()
+            assert group.tiles_for(near.block, near=True) is near
+        splits, by_type = group.near_splits, group.splits
+        assert splits is not None and by_type is not None and splits.rows_per_split == by_type.rows_per_split
+        np.testing.assert_array_equal(np.asarray(splits.start), np.asarray(by_type.start)[np.asarray(splits.number)])
+        np.testing.assert_array_equal(np.asarray(splits.end), np.asarray(by_type.end)[np.asarray(splits.number)])
+        assert (np.diff(np.asarray(node)[np.asarray(splits.start)]) >= 0).all()
+
+
+def test_near_tiles_of_a_graph_without_edges() -> None:
+    graph = RelGraph.from_edges([], [], [], num_nodes=3, num_edge_types=2).with_loop_tables()
+    assert graph.by_edge_type.near_tiles == () and graph.by_edge_type.near_splits is None
