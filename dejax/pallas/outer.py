@@ -182,7 +182,7 @@ def typed_outer(
     precision: str = "tf32",
     out_dtype: Any = jnp.float32,
     rows_per_split: int | None = None,
-    splits: tuple[jax.Array | None, ...] | None = None,
+    splits: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None] | None = None,
     schedule: OuterSchedule | None = None,
     interpret: bool | None = None,
 ) -> jax.Array:
@@ -204,8 +204,8 @@ def typed_outer(
         see `half_rows`) or `bf16` (cast). Sums are float32.
       out_dtype: of the result.
       rows_per_split: positions that one program sums; about a thousandth of all by default.
-      splits: `split_table(offsets, rows_per_split, num_positions)` where it was made before; perhaps with the number of
-        each split, int32[splits], for starts and ends in any order.
+      splits: `split_table(offsets, rows_per_split, num_positions)` where it was made before, and then None or, where
+        starts and ends are in another order, the number of each split, int32[splits].
       schedule: the tile; by default the heuristic's.
       interpret: run the kernels interpreted; by default where there is no GPU.
 
@@ -258,15 +258,17 @@ def typed_outer(
     if isinstance(y, HalfRows) and not (scaled and scale is None and y.one_exponent(merged * n, schedule.block_n)):
         y = y.decode()
     per_split = rows_per_split or schedules.rows_per_split(num_positions, types)
-    start, end, first, *number = split_table(offsets, per_split, num_positions) if splits is None else splits
+    if splits is None:
+        splits = (*split_table(offsets, per_split, num_positions), None)
+    start, end, first, number = splits
     operands = {
         "x": (x.mantissa if isinstance(x, HalfRows) else x).reshape(x_rows, groups * k),
         "y": (y.mantissa if isinstance(y, HalfRows) else y).reshape(y_rows, groups * n),
         "split_start": start,
         "split_end": end,
     }
-    if number and number[0] is not None:
-        operands["split_number"] = number[0]
+    if number is not None:
+        operands["split_number"] = number
     for name, a in (("x", x), ("y", y)):
         if isinstance(a, HalfRows):
             operands[f"{name}_exponent"] = a.exponent
