@@ -30,7 +30,8 @@ FRAMEWORKS = {
     "compiled": "torch",
 }
 _WORKER = Path(__file__).with_name("worker.py")
-_GRAPHS = "--xla_enable_command_buffers_during_profiling=true"  # see device_time.py
+# CUDA graphs, and of fewer than five kernels, too; see device_time.py.
+_GRAPHS = "--xla_enable_command_buffers_during_profiling=true --xla_gpu_graph_min_graph_size=1"
 _START_S = 180.0  # imports and the device's start
 Cell = dict[str, Any]
 
