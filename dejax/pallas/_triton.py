@@ -261,3 +261,13 @@ def dot(x: jax.Array, y: jax.Array, precision: str, *, transpose_x: bool = False
         precision=how,
         preferred_element_type=jnp.float32,
     )
+
+
+Halves = tuple[jax.Array, jax.Array]
+
+
+def exact_dot(x: Halves, y: Halves, *, transpose_x: bool = False) -> jax.Array:
+    """The product of two tiles that come as `half_rows.halves`, to 22 bits of each; smallest terms first."""
+    pairs = ((x[1], y[0]), (x[0], y[1]), (x[0], y[0]))
+    small, mixed, large = (dot(left, right, "tf32", transpose_x=transpose_x) for left, right in pairs)
+    return small + mixed + large

@@ -15,11 +15,12 @@ from dejax.pallas._checks import as_index, check_float, check_precision
 from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
 from dejax.pallas._tiles import where, within
 from dejax.pallas.float_bits import FloatBits
-from dejax.pallas.half_rows import HalfRows, encode, exponents, power
+from dejax.pallas.half_rows import HalfRows, encode, exponents, halves, inverse_power, power, raised
 from dejax.pallas.schedule import GemmSchedule, gemm_schedule, merged_groups
 
-# The widest result of which one program can hold all columns, as the product with a vector needs.
-MAX_WHOLE_N = 512
+# The widest result of which one program can hold all columns, as the product with a vector needs; and of which it
+# should, so that a row has one exponent.
+MAX_WHOLE_N, MAX_HALF_N = 512, 256
 
 
 def apply_activation(name: str | None, y: jax.Array) -> jax.Array:
@@ -64,6 +65,7 @@ class _Config:
     out_rows: int
     interpret: bool
     scaled: bool  # products in float16 with powers of two beside
+    exact: bool  # the same of float16 numbers in two parts
     x_part: int  # columns that share an exponent where x comes as `HalfRows`
     x_bits_of: jnp.dtype | None  # what the integers of x carry where it comes as `FloatBits`
 
@@ -78,6 +80,21 @@ def _scaled_product(x: jax.Array, w: jax.Array, x_power: Any, w_power: Any) -> j
         w, w_power = w * inverse, power(exponent)
     half = jnp.float16
     return _triton.dot(x.astype(half), w.astype(half), "tf32") * (x_power * w_power)
+
+
+# What `raised` adds to the exponents of both operands.
+_LOWER = 2.0**-28
+
+
+def _exact_product(x: jax.Array, w: jax.Array, w_low: jax.Array | None, w_power: Any) -> jax.Array:
+    """The product of two tiles in float32; without `w_low` the power of two of `w` is found here."""
+    exponent, _ = exponents(x, 1)
+    x = x * inverse_power(raised(exponent))
+    if w_low is None:
+        w_exponent, _ = exponents(w, None)
+        w, w_low = halves(w * inverse_power(raised(w_exponent)))
+        w_power = power(raised(w_exponent) + 14)
+    return _triton.exact_dot(halves(x), (w, w_low)) * _LOWER * (power(raised(exponent) + 14) * w_power)
 
 
 def _kernel(*refs: Any, c: _Config) -> None:
@@ -119,8 +136,15 @@ def _kernel(*refs: Any, c: _Config) -> None:
             (group_of_k, in_k), (group_of_n, in_n) = divide(k, c.group_k), divide(n, c.group_n)
             group, same = g * c.merged + group_of_n, group_of_k == group_of_n
             w_mask = same if w_mask is None else w_mask & same
-        w = _triton.load(ref["w"], (t, group, in_n, in_k) if c.transpose_w else (t, group, in_k, in_n), w_mask)
-        if c.scaled:
+        at = (t, group, in_n, in_k) if c.transpose_w else (t, group, in_k, in_n)
+        w = _triton.load(ref["w"], at, w_mask)
+        if c.exact:
+            w_low = _triton.load(ref["w_low"], at, w_mask) if "w_low" in ref else None
+            w_power = ref["w_power"][t] if "w_power" in ref else None
+            product = _exact_product(
+                x.astype(jnp.float32), w if w_low is not None else w.astype(jnp.float32), w_low, w_power
+            )
+        elif c.scaled:
             x_power = None
             if "x_exponent" in ref:
                 part = lax.div(g * c.k + i * s.block_k, jnp.int32(c.x_part)) + jnp.zeros_like(row)
@@ -172,10 +196,14 @@ def _kernel(*refs: Any, c: _Config) -> None:
 _SCALE_BEFOREHAND = 500_000
 
 
-def _as_scaled(w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """float16 matrices and the power of two of each type."""
+def _as_scaled(w: jax.Array, exact: bool) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """float16 matrices, the rest of them where products are to be exact, and the power of two of each type."""
     exponent, inverse = exponents(w.reshape(w.shape[0], -1), 1)
-    return (w * inverse.reshape(-1, *(1,) * (w.ndim - 1))).astype(jnp.float16), power(exponent).reshape(-1)
+    by_type = lambda a: a.reshape(-1, *(1,) * (w.ndim - 1))  # noqa: E731
+    if not exact:
+        return (w * by_type(inverse)).astype(jnp.float16), None, power(exponent).reshape(-1)
+    exponent = raised(exponent)
+    return *halves(w * by_type(inverse_power(exponent))), power(exponent + 14).reshape(-1)
 
 
 def typed_matmul(
@@ -233,9 +261,9 @@ def typed_matmul(
       accumulate: adds product rows up in float32 result rows, atomically: the order of additions, and so the last bits,
         differ from run to run. Its result is float32.
       covers_all: the caller's word that every result row is written, so that none need be set to zero beforehand.
-      precision: of float32 operands: `f32`, `tf32` (10-bit mantissa; done in float16 with powers of two for the rows of
-        `x` and the matrices of `w`, see `half_rows`) or `bf16` (cast). bfloat16 and float16 are multiplied as they are.
-        Sums are float32.
+      precision: of float32 operands: `tf32` (10-bit mantissa; done in float16 with powers of two for the rows of `x`
+        and the matrices of `w`, see `half_rows`), `f32` (22 bits; three such products) or `bf16` (cast). bfloat16 and
+        float16 are multiplied as they are. Sums are float32.
       out_dtype: of the result; by default what `x` and `w` promote to.
       half_out: asks for the result as `HalfRows`, in half the bytes; only with `precision="tf32"` and a float32 result.
       schedule: the tile; by default the heuristic's.
@@ -314,16 +342,18 @@ def typed_matmul(
                 merged * n,
                 block,
                 precision,
-                whole_n=dot_vector is not None,
+                # One exponent for a row, which loops read with it.
+                whole_n=dot_vector is not None or (half_out and next_power_of_two(merged * n) <= MAX_HALF_N),
                 half=x.dtype == w.dtype and x.dtype in (jnp.bfloat16, jnp.float16),
             )
         scaled = precision == "tf32" and jnp.float32 in (x.dtype, w.dtype)
+        exact = precision == "f32" and jnp.float32 in (x.dtype, w.dtype)
         if isinstance(x, HalfRows) and not (scaled and x.one_exponent(merged * k, schedule.block_k)):
             x = x.decode()
         mantissa = x.mantissa if isinstance(x, HalfRows) else x
-        w_power = None
-        if scaled and num_positions >= _SCALE_BEFOREHAND:
-            w, w_power = _as_scaled(w.astype(jnp.float32))
+        w_low = w_power = None
+        if (scaled or exact) and num_positions >= _SCALE_BEFOREHAND:
+            w, w_low, w_power = _as_scaled(w.astype(jnp.float32), exact)
         operands = {
             "x": x.bits if isinstance(x, FloatBits) else mantissa.reshape(rows, groups * k),
             "w": w,
@@ -335,6 +365,8 @@ def typed_matmul(
             operands["x_exponent"] = x.exponent
         if w_power is not None:
             operands["w_power"] = w_power
+        if w_low is not None:
+            operands["w_low"] = w_low
         if x_index is not None:
             operands["x_index"] = as_index(x_index, "x_index", num_positions)
         if out_index is not None:
@@ -382,6 +414,7 @@ def typed_matmul(
             out_rows=out_rows,
             interpret=_triton.use_interpreter(interpret),
             scaled=scaled,
+            exact=exact,
             x_part=x.part_width if isinstance(x, HalfRows) else 1,
             x_bits_of=x.dtype if isinstance(x, FloatBits) else None,
         )

@@ -1,10 +1,15 @@
-"""Rows in 16 bits with an exponent of their own, and products of such operands: the `tf32` precision of the kernels.
+"""Rows in 16 bits with an exponent of their own, and products of such operands: `tf32` and `f32` of the kernels.
 
 TF32 keeps 10 bits of an operand's mantissa and float32's exponent. float16 keeps the same 10 bits; what it lacks in
 range is made up by a power of two for each row (or tile), which multiplies exactly. So rows that only products and sums
 read can be stored in half the bytes, and tensor cores multiply float16 at twice the rate of TF32 and take it from
 shared memory by wider instructions. Elements below 2^-14 of their row's largest lose bits, those below 2^-24 vanish: no
 more than the rounding of that largest element in a sum.
+
+`f32` products are three of float16: an operand is the sum of two float16 numbers, which keep 22 bits of it, and the
+product of the two small parts, 2^-22 of the whole, is left out. (Ootomo and Yokota, 2022, recover single precision so.)
+Tensor cores do that in a fraction of the time that products of float32 take without them. Operands are scaled to just
+below float16's largest number, so that small parts stay normal numbers.
 """
 
 from __future__ import annotations
@@ -104,6 +109,23 @@ def exponents(x: Array, axis: int | None) -> tuple[Array, Array]:
     exponent = lax.bitwise_and(lax.shift_right_arithmetic(bits, _MANTISSA), _EXPONENT)
     exponent = lax.min(lax.max(exponent, _LOW), _HIGH)
     return exponent, inverse_power(exponent)
+
+
+# float16 numbers below 2^(1 + _RAISED) are finite, and products of 2^16 such pairs add up in float32.
+_RAISED = np.int32(14)
+
+
+def raised(exponent: Array) -> Array:
+    """The exponent, 1 to 253, whose `inverse_power` brings what had `exponent` below 2^15 and not below 2."""
+    return lax.max(lax.sub(exponent, _RAISED), _LOW)
+
+
+def halves(x: Array) -> tuple[Array, Array]:
+    """Two float16 tiles whose sum is `x`, of magnitudes below 2^15, to 22 bits; for infinities the second is 0."""
+    high = x.astype(jnp.float16)
+    low = lax.sub(x, high.astype(jnp.float32))
+    low = lax.select(lax.eq(low, low), low, lax.full_like(low, 0))  # infinity less infinity
+    return high, low.astype(jnp.float16)
 
 
 def whole_max(x: Array) -> Array:

@@ -19,7 +19,7 @@ from dejax.pallas import schedule as schedules
 from dejax.pallas._checks import as_index, check_float, check_precision
 from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
 from dejax.pallas._tiles import steps, where, within
-from dejax.pallas.half_rows import HalfRows, exponents, power, whole_max
+from dejax.pallas.half_rows import HalfRows, exponents, halves, inverse_power, power, raised, whole_max
 from dejax.pallas.schedule import OuterSchedule
 
 
@@ -44,6 +44,7 @@ class _Config:
     x_rows: int
     y_rows: int
     scaled: bool  # products in float16 with powers of two beside
+    exact: bool  # the same of float16 numbers in two parts
     x_part: int  # columns that share an exponent where x comes as `HalfRows`
     y_part: int
 
@@ -66,6 +67,18 @@ def _scaled_product(x: Any, y: Any, x_exponent: Any, y_exponent: Any) -> jax.Arr
     relative = jnp.maximum(total - largest + 127, 1)  # 2^-126 and less is 0 in float16
     half = jnp.float16
     return _triton.dot(x.astype(half), (y * power(relative)).astype(half), "tf32", transpose_x=True) * power(largest)
+
+
+def _exact_product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x^T y in float32. Row p's powers of two multiply y, as in `_scaled_product`."""
+    x_exponent, _ = exponents(x, 1)
+    x_exponent = raised(x_exponent)
+    y, y_exponent = _normalized(y, None)
+    total = x_exponent + y_exponent - 127
+    largest = jnp.minimum(jnp.maximum(whole_max(total), 1), 254)
+    y = y * power(jnp.maximum(total - largest + 127 + 14, 1))
+    x = x * inverse_power(x_exponent)
+    return _triton.exact_dot(halves(x), halves(y), transpose_x=True) * 2.0**-14 * power(largest)
 
 
 def _partial_kernel(*refs: Any, c: _Config) -> None:
@@ -115,6 +128,8 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
             group = g * c.merged + divide(n, c.group_n)[0] if c.merged > 1 else g
             scale = _triton.load(ref["scale"], (position[:, None], group), valid[:, None])
             y = y.astype(jnp.float32) * scale.astype(jnp.float32)
+        if c.exact:
+            return total + _exact_product(x.astype(jnp.float32), y.astype(jnp.float32)), ahead
         if c.scaled:
             return total + _scaled_product(x, y, x_exponent, y_exponent), ahead
         product = _triton.dot(x.astype(c.dtype), y.astype(c.dtype), c.precision, transpose_x=True)
@@ -200,8 +215,8 @@ def typed_outer(
       x_index: int32[num_positions], the row of `x` at each position; one out of range reads as zeros.
       y_index: int32[num_positions], likewise for `y`.
       scale: float[num_positions, groups] or float[num_positions], a factor of each product.
-      precision: of float32 operands: `f32`, `tf32` (10-bit mantissa; done in float16 with powers of two for each row,
-        see `half_rows`) or `bf16` (cast). Sums are float32.
+      precision: of float32 operands: `tf32` (10-bit mantissa; done in float16 with powers of two for each row, see
+        `half_rows`), `f32` (22 bits; three such products) or `bf16` (cast). Sums are float32.
       out_dtype: of the result.
       rows_per_split: positions that one program sums; about a thousandth of all by default.
       splits: `split_table(offsets, rows_per_split, num_positions)` where it was made before, and then None or, where
@@ -297,6 +312,7 @@ def typed_outer(
         x_rows=x_rows,
         y_rows=y_rows,
         scaled=scaled,
+        exact=precision == "f32" and jnp.float32 in (x.dtype, y.dtype),
         x_part=x.part_width if isinstance(x, HalfRows) else 1,
         y_part=y.part_width if isinstance(y, HalfRows) else 1,
     )

@@ -82,6 +82,10 @@ class TraversalSchedule:
     num_stages: int
 
 
+# Width times width of matrices that fill a multiprocessor's registers and shared memory.
+_WIDE = 128 * 128
+
+
 def gemm_block(k: int, n: int, num_positions: int, num_types: int, precision: str = "tf32") -> int:
     """Rows of a tile of a typed product: the `block` for which to make the tile table.
 
@@ -96,9 +100,11 @@ def gemm_block(k: int, n: int, num_positions: int, num_types: int, precision: st
       32, 64 or 128.
     """
     mean = num_positions / max(num_types, 1)
-    # Without tensor cores a thread holds its whole share of the tile: 32 rows were fastest in first tries on the H200.
-    if precision == "f32" or mean < 64:
+    if mean < 64:
         return 32
+    # Operands come as two numbers each, or a row's whole result is to be in one tile: 128 rows take 190 registers.
+    if precision == "f32" or (precision == "tf32" and next_power_of_two(k) * next_power_of_two(n) >= _WIDE):
+        return 64
     # 64 to 64, 2 million rows of 64 types: 128 rows 0.39 ms, 64 rows 0.42; 128 to 64: 0.64 and 0.72.
     return 128 if mean >= 512 else 64
 
@@ -115,11 +121,11 @@ def gemm_schedule(
     block_k = wide_k if wide_k <= 128 else 64
     limit_n = 128
     if precision == "f32":
-        block_k = min(block_k, 32)  # 128 to 128, 2 million rows: 2.0 ms, where steps of 64 spill to 46 ms
+        block_k = limit_n = 64
     elif precision == "tf32" and wide_k == 128:
         limit_n = 64  # 128 to 64 takes 0.64 ms with this, 128 to 128 in one tile 1.74
     block_n = wide_n if whole_n else min(wide_n, limit_n)
-    num_warps = 8 if block * block_n >= 128 * 128 else 4
+    num_warps = 8 if block * block_n >= 128 * 128 or (block >= 64 and block_n > 64 and wide_k * wide_n >= _WIDE) else 4
     return GemmSchedule(block_k, block_n, num_warps, 2)
 
 
@@ -127,7 +133,7 @@ def merged_groups(groups: int, k: int, n: int, precision: str, dtype: Any) -> in
     """How many groups a product with tensor cores takes at once, as blocks on the diagonal of one matrix.
 
     On 2 million rows eight groups of 8 by 8 took 0.71 ms one by one and take 0.42 ms like this, as long as a dense 64
-    by 64: the zeros cost nothing where memory is the bound. Products without tensor cores are left alone.
+    by 64: the zeros cost nothing where memory is the bound. With `f32` an infinity stays in its group.
     """
     if precision == "f32" and jnp.dtype(dtype) == jnp.float32:
         return 1
@@ -141,7 +147,9 @@ def outer_schedule(k: int, n: int, precision: str) -> OuterSchedule:
     # 128 by 128: tiles of 128 by 64 1.23 ms, 64 by 64 1.36, 128 by 128 1.76, 64 by 128 1.97.
     block_k = min(max(16, next_power_of_two(k)), 128)
     block_n = min(max(16, next_power_of_two(n)), 64)
-    return OuterSchedule(64, block_k, block_n, 4, 1)
+    # Operands in two parts: 254 registers a thread with 4 warps, of which an H200 then has 8 a multiprocessor.
+    num_warps = 8 if precision == "f32" and block_k == 128 else 4
+    return OuterSchedule(64, block_k, block_n, num_warps, 1)
 
 
 def rows_per_split(num_positions: int, num_types: int) -> int:

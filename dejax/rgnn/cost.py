@@ -27,7 +27,8 @@ class Machine:
       cache_bytes_per_second: at which rows come that are found in the cache.
       kept_bytes: of a gathered table, so much is found in the cache.
       near_bytes: a narrow value gathered from a larger table than this moves 64 bytes, not 32.
-      flops: of products, by precision.
+      flops: of products, by precision; of `f32` a third of what products in float16 reach.
+      scalar_flops: without tensor cores.
       launch_seconds: of a kernel without work.
       gemm, outer, loop: the share of the copy bandwidth that each template reaches.
       gemm_seconds, outer_seconds, loop_seconds, hubs_seconds: what each adds to its bytes.
@@ -38,7 +39,8 @@ class Machine:
     cache_bytes_per_second: float = 3.4e12
     kept_bytes: float = 55e6
     near_bytes: float = 37e6
-    flops: tuple[tuple[str, float], ...] = (("f32", 55e12), ("tf32", 350e12), ("bf16", 700e12))
+    flops: tuple[tuple[str, float], ...] = (("f32", 120e12), ("tf32", 350e12), ("bf16", 700e12))
+    scalar_flops: float = 55e12
     launch_seconds: float = 0.9e-6
     gemm: float = 0.76
     outer: float = 0.70
@@ -114,7 +116,7 @@ class CostModel:
             flops = sum(2 * rows(op.space) * ops[op.args[1]].width for op in products)
             traffic = _Traffic(moved)
             seconds = self.machine.launch_seconds + max(
-                moved / self.machine.bytes_per_second, flops / dict(self.machine.flops)["f32"]
+                moved / self.machine.bytes_per_second, flops / self.machine.scalar_flops
             )
         for v in self.encodes.get(number, []):
             op = self.kernels.program.ops[v]
@@ -133,7 +135,8 @@ class CostModel:
         weights = self.counts.rows(ops[g.w].space) * ops[g.w].row_bytes
         traffic.memory += weights + sum(self.counts.rows(ops[v].space) * self.row_bytes(v) for v in g.writes)
         flops = 2 * rows * math.prod(spec_sizes(g.spec, ops[g.x.name].shape, ops[g.w].shape).values())
-        return traffic, flops, self.machine.gemm_seconds + self._time(traffic, self.machine.gemm, flops, self.precision)
+        products = flops / dict(self.machine.flops)[self.precision]
+        return traffic, flops, self.machine.gemm_seconds + self._time(traffic, self.machine.gemm, products)
 
     def _outer(self, o: Outer) -> tuple[_Traffic, float, float]:
         ops = self.kernels.program.ops
@@ -144,7 +147,8 @@ class CostModel:
         splits = rows / rows_per_split(rows, types) + types
         traffic.memory += 2 * splits * ops[o.out].width * 4 + types * ops[o.out].row_bytes
         flops = 2 * rows * ops[o.out].width
-        seconds = self.machine.outer_seconds + self._time(traffic, self.machine.outer, flops, self.precision)
+        products = flops / dict(self.machine.flops)[self.precision]
+        seconds = self.machine.outer_seconds + self._time(traffic, self.machine.outer, products)
         return traffic, flops, seconds
 
     def _traversal(self, t: Traversal) -> tuple[_Traffic, float, float]:
@@ -187,7 +191,7 @@ class CostModel:
         traffic.memory += sum(loop * self.row_bytes(v) for v in t.row_outputs)
         flops = sum(items * ops[i].width for i in t.body)
         m = self.machine
-        seconds = self._time(traffic, m.loop, flops, "f32")
+        seconds = self._time(traffic, m.loop, flops / m.scalar_flops)
         if t.via is None:
             return traffic, flops, m.launch_seconds + seconds
         return traffic, flops, m.loop_seconds + m.hubs_seconds + self._longest(t, items, loop) + seconds
@@ -242,11 +246,12 @@ class CostModel:
         traffic.memory += missed
         traffic.cache += total - missed
 
-    def _time(self, traffic: _Traffic, share: float, flops: float, precision: str) -> float:
+    def _time(self, traffic: _Traffic, share: float, arithmetic: float) -> float:
+        """Seconds, of which those of the arithmetic are known."""
         m = self.machine
         memory = traffic.memory / (m.bytes_per_second * share)
         cache = (traffic.memory + traffic.cache) / m.cache_bytes_per_second
-        return max(memory, cache, flops / dict(m.flops)[precision])
+        return max(memory, cache, arithmetic)
 
 
 def training_models(

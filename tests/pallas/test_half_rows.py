@@ -1,0 +1,84 @@
+"""float32 from two float16 numbers: `halves`, and products of `precision="f32"` beside float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dejax import pallas as kernels
+from dejax.pallas import gemm
+from dejax.pallas.half_rows import halves
+from tests.pallas.reference import tile_table
+
+# Of a row's result: 2^-22 of each operand, and the rounding of sums.
+EXACT = 1e-6
+COUNTS = (40, 0, 35, 125)
+
+
+def test_halves_keep_22_bits():
+    x = np.random.default_rng(0).uniform(-(2**15), 2**15, 20_000).astype(np.float32)
+    x[:10_000] *= np.logspace(-9, 0, 10_000, dtype=np.float32)
+    high, low = (np.asarray(a, np.float64) for a in halves(jnp.asarray(x)))
+    assert np.max(np.abs(high + low - x) / np.maximum(np.abs(x), 2.0**-2)) <= 2.0**-22
+
+
+def test_halves_of_what_is_not_finite():
+    high, low = halves(jnp.array([jnp.inf, -jnp.inf, jnp.nan, 0.0]))
+    np.testing.assert_array_equal(high, np.array([np.inf, -np.inf, np.nan, 0], np.float16))
+    np.testing.assert_array_equal(low, np.zeros(4, np.float16))
+
+
+def operands(k: int, n: int, scales: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of magnitudes from e^-scales to e^scales, half of whose elements are much smaller than the others."""
+    rng = np.random.default_rng(1)
+    rows = sum(COUNTS)
+    x, y = rng.standard_normal((rows, k)), rng.standard_normal((rows, n))
+    x *= np.exp(rng.uniform(-scales, scales, (rows, 1)))
+    x[:, ::2] *= 1e-4
+    w = rng.standard_normal((len(COUNTS), k, n))
+    offsets = np.concatenate([[0], np.cumsum(COUNTS)]).astype(np.int32)
+    return x.astype(np.float32), y.astype(np.float32), w.astype(np.float32), offsets
+
+
+def multiply(x: np.ndarray, w: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    tile_type, tile_start = tile_table(offsets, 16, x.shape[0])
+    return np.asarray(
+        kernels.typed_matmul(
+            jnp.asarray(x), jnp.asarray(w), offsets=jnp.asarray(offsets), tile_type=jnp.asarray(tile_type),
+            tile_start=jnp.asarray(tile_start), block=16, num_positions=x.shape[0], precision="f32",
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("beforehand", [0, 10**9], ids=["scaled before", "scaled in tiles"])
+@pytest.mark.parametrize("k, n, scales", [(64, 64, 0), (20, 17, 60), (100, 130, 60)])
+def test_products_of_float32(k, n, scales, beforehand, monkeypatch):
+    monkeypatch.setattr(gemm, "_SCALE_BEFOREHAND", beforehand)
+    x, _, w, offsets = operands(k, n, scales)
+    types = np.repeat(np.arange(len(COUNTS)), COUNTS)
+    expected = np.einsum("pk,pkn->pn", x.astype(np.float64), w[types].astype(np.float64))
+    error = np.linalg.norm(multiply(x, w, offsets) - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    assert error.max() < EXACT
+
+
+@pytest.mark.parametrize("k, n, scales", [(64, 64, 0), (20, 17, 20)])
+def test_sums_of_outer_products_of_float32(k, n, scales):
+    x, y, _, offsets = operands(k, n, scales)
+    parts = zip(
+        np.split(x.astype(np.float64), offsets[1:-1]), np.split(y.astype(np.float64), offsets[1:-1]), strict=True
+    )
+    expected = np.stack([a.T @ b for a, b in parts])
+    found = kernels.typed_outer(
+        jnp.asarray(x), jnp.asarray(y), offsets=jnp.asarray(offsets), num_positions=x.shape[0], precision="f32"
+    )
+    error = np.linalg.norm(np.asarray(found, np.float64) - expected, axis=(1, 2))
+    assert np.all(error <= EXACT * np.linalg.norm(expected, axis=(1, 2)))
+
+
+def test_a_row_that_is_not_finite_stays_alone():
+    x, _, w, offsets = operands(20, 17, 0)
+    clean = multiply(x, w, offsets)
+    x[3, 5], x[7, 1] = np.inf, np.nan
+    found = multiply(x, w, offsets)
+    others = np.setdiff1d(np.arange(len(x)), [3, 7])
+    assert not np.isfinite(found[[3, 7]]).any()
+    np.testing.assert_array_equal(found[others], clean[others])
