@@ -15,7 +15,7 @@ from dejax.pallas._checks import as_index, check_float, check_precision
 from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
 from dejax.pallas._tiles import where, within
 from dejax.pallas.float_bits import FloatBits
-from dejax.pallas.half_rows import HalfRows, encode, exponents, halves, inverse_power, power, raised
+from dejax.pallas.half_rows import RAISED, HalfRows, encode, exponents, halves, inverse_power, power, raised
 from dejax.pallas.schedule import GemmSchedule, gemm_schedule, merged_groups
 
 # The widest result of which one program can hold all columns, as the product with a vector needs; and of which it
@@ -82,10 +82,6 @@ def _scaled_product(x: jax.Array, w: jax.Array, x_power: Any, w_power: Any) -> j
     return _triton.dot(x.astype(half), w.astype(half), "tf32") * (x_power * w_power)
 
 
-# What `raised` adds to the exponents of both operands.
-_LOWER = 2.0**-28
-
-
 def _exact_product(x: jax.Array, w: jax.Array, w_low: jax.Array | None, w_power: Any) -> jax.Array:
     """The product of two tiles in float32; without `w_low` the power of two of `w` is found here."""
     exponent, _ = exponents(x, 1)
@@ -93,8 +89,10 @@ def _exact_product(x: jax.Array, w: jax.Array, w_low: jax.Array | None, w_power:
     if w_low is None:
         w_exponent, _ = exponents(w, None)
         w, w_low = halves(w * inverse_power(raised(w_exponent)))
-        w_power = power(raised(w_exponent) + 14)
-    return _triton.exact_dot(halves(x), (w, w_low)) * _LOWER * (power(raised(exponent) + 14) * w_power)
+        w_power = power(raised(w_exponent) + RAISED)
+    # Both are raised; their powers of two are not, and so do not vanish where the product does not.
+    lower = 2.0 ** (-2 * RAISED)
+    return _triton.exact_dot(halves(x), (w, w_low)) * lower * (power(raised(exponent) + RAISED) * w_power)
 
 
 def _kernel(*refs: Any, c: _Config) -> None:
@@ -203,7 +201,7 @@ def _as_scaled(w: jax.Array, exact: bool) -> tuple[jax.Array, jax.Array | None, 
     if not exact:
         return (w * by_type(inverse)).astype(jnp.float16), None, power(exponent).reshape(-1)
     exponent = raised(exponent)
-    return *halves(w * by_type(inverse_power(exponent))), power(exponent + 14).reshape(-1)
+    return *halves(w * by_type(inverse_power(exponent))), power(exponent + RAISED).reshape(-1)
 
 
 def typed_matmul(

@@ -111,13 +111,13 @@ def exponents(x: Array, axis: int | None) -> tuple[Array, Array]:
     return exponent, inverse_power(exponent)
 
 
-# float16 numbers below 2^(1 + _RAISED) are finite, and products of 2^16 such pairs add up in float32.
-_RAISED = np.int32(14)
+# float16 numbers below 2^(1 + RAISED) are finite, and so are sums of their products in float32.
+RAISED = 14
 
 
 def raised(exponent: Array) -> Array:
-    """The exponent, 1 to 253, whose `inverse_power` brings what had `exponent` below 2^15 and not below 2."""
-    return lax.max(lax.sub(exponent, _RAISED), _LOW)
+    """The exponent whose `inverse_power` brings rows of `exponent` below 2^15, and not just below 2."""
+    return lax.max(lax.sub(exponent, np.int32(RAISED)), _LOW)
 
 
 def halves(x: Array) -> tuple[Array, Array]:

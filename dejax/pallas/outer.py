@@ -19,7 +19,7 @@ from dejax.pallas import schedule as schedules
 from dejax.pallas._checks import as_index, check_float, check_precision
 from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
 from dejax.pallas._tiles import steps, where, within
-from dejax.pallas.half_rows import HalfRows, exponents, halves, inverse_power, power, raised, whole_max
+from dejax.pallas.half_rows import RAISED, HalfRows, exponents, halves, inverse_power, power, raised, whole_max
 from dejax.pallas.schedule import OuterSchedule
 
 
@@ -76,9 +76,9 @@ def _exact_product(x: jax.Array, y: jax.Array) -> jax.Array:
     y, y_exponent = _normalized(y, None)
     total = x_exponent + y_exponent - 127
     largest = jnp.minimum(jnp.maximum(whole_max(total), 1), 254)
-    y = y * power(jnp.maximum(total - largest + 127 + 14, 1))
+    y = y * power(jnp.maximum(total - largest + 127 + RAISED, 1))
     x = x * inverse_power(x_exponent)
-    return _triton.exact_dot(halves(x), halves(y), transpose_x=True) * 2.0**-14 * power(largest)
+    return _triton.exact_dot(halves(x), halves(y), transpose_x=True) * 2.0**-RAISED * power(largest)
 
 
 def _partial_kernel(*refs: Any, c: _Config) -> None:
