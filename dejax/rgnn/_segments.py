@@ -174,9 +174,9 @@ class Segments:
         Args:
             node: int32[items], the node that each position reads.
         """
-        nodes, valid = np.asarray(node), int(self.offsets[-1])
-        if valid == 0 or self.near_tiles:
+        if self.near_tiles or (valid := int(self.offsets[-1])) == 0:
             return self
+        nodes = np.asarray(node)
 
         def order(start: Any) -> np.ndarray:
             read = nodes[np.minimum(start, valid - 1)]  # unused tiles start past the last position
