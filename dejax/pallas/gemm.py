@@ -63,7 +63,6 @@ class _Config:
     dtype: jnp.dtype
     x_rows: int
     out_rows: int
-    interpret: bool
     scaled: bool  # products in float16 with powers of two beside
     exact: bool  # the same of float16 numbers in two parts
     x_part: int  # columns that share an exponent where x comes as `HalfRows`
@@ -87,6 +86,7 @@ def _exact_product(x: jax.Array, w: jax.Array, w_low: jax.Array | None, w_power:
     exponent, _ = exponents(x, 1)
     x = x * inverse_power(raised(exponent))
     if w_low is None:
+        w = w.astype(jnp.float32)
         w_exponent, _ = exponents(w, None)
         w, w_low = halves(w * inverse_power(raised(w_exponent)))
         w_power = power(raised(w_exponent) + RAISED)
@@ -139,9 +139,7 @@ def _kernel(*refs: Any, c: _Config) -> None:
         if c.exact:
             w_low = _triton.load(ref["w_low"], at, w_mask) if "w_low" in ref else None
             w_power = ref["w_power"][t] if "w_power" in ref else None
-            product = _exact_product(
-                x.astype(jnp.float32), w if w_low is not None else w.astype(jnp.float32), w_low, w_power
-            )
+            product = _exact_product(x.astype(jnp.float32), w, w_low, w_power)
         elif c.scaled:
             x_power = None
             if "x_exponent" in ref:
@@ -176,7 +174,7 @@ def _kernel(*refs: Any, c: _Config) -> None:
     mask = valid[:, None] if even_n else valid[:, None] & (n < c.n)
     if c.accumulate:
         safe = where(valid, out_row, 0)[:, None]
-        _triton.atomic_add(ref["y"], (safe, g * c.n + n), y, jnp.broadcast_to(mask, y.shape), c.interpret)
+        _triton.atomic_add(ref["y"], (safe, g * c.n + n), y, jnp.broadcast_to(mask, y.shape))
     elif "y_exponent" in ref:
         exponent, inverse = exponents(y, 1)
         _triton.store(ref["y"], (out_row[:, None], g * c.n + n), y * inverse, mask)
@@ -410,7 +408,6 @@ def typed_matmul(
             dtype=_triton.product_dtype(x.dtype, w.dtype, precision),
             x_rows=rows,
             out_rows=out_rows,
-            interpret=_triton.use_interpreter(interpret),
             scaled=scaled,
             exact=exact,
             x_part=x.part_width if isinstance(x, HalfRows) else 1,
@@ -424,7 +421,7 @@ def typed_matmul(
                 out_shape=shapes,
                 num_warps=schedule.num_warps,
                 num_stages=schedule.num_stages,
-                interpret=config.interpret,
+                interpret=_triton.use_interpreter(interpret),
                 aliases=aliases,
             )(*operands.values())
         )
