@@ -37,13 +37,15 @@ class GemmSchedule:
       block_k: length of a step over the contracted axis; a power of two, at least 16.
       block_n: columns of a tile; a power of two, at least 16.
       num_warps: warps a program.
-      num_stages: depth of the software pipeline over `block_k`.
+      num_stages: depth of the software pipeline over `block_k`, and over the tiles of a program.
+      tiles_per_program: tiles that a program multiplies one after the other.
     """
 
     block_k: int
     block_n: int
     num_warps: int
     num_stages: int
+    tiles_per_program: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +84,9 @@ class TraversalSchedule:
     num_stages: int
 
 
-# Width times width of matrices that fill a multiprocessor's registers and shared memory.
-_WIDE = 128 * 128
-
-
-def gemm_block(k: int, n: int, num_positions: int, num_types: int, precision: str = "tf32") -> int:
+def gemm_block(
+    k: int, n: int, num_positions: int, num_types: int, precision: str = "tf32", *, half_rows: bool = False
+) -> int:
     """Rows of a tile of a typed product: the `block` for which to make the tile table.
 
     Args:
@@ -95,6 +95,7 @@ def gemm_block(k: int, n: int, num_positions: int, num_types: int, precision: st
       num_positions: rows of the product.
       num_types: matrices that they are spread over.
       precision: `f32`, `tf32` or `bf16`.
+      half_rows: whether the rows come as `HalfRows`.
 
     Returns:
       32, 64 or 128.
@@ -102,17 +103,51 @@ def gemm_block(k: int, n: int, num_positions: int, num_types: int, precision: st
     mean = num_positions / max(num_types, 1)
     if mean < 64:
         return 32
-    # Operands come as two numbers each, or a row's whole result is to be in one tile: 128 rows take 190 registers.
-    if precision == "f32" or (precision == "tf32" and next_power_of_two(k) * next_power_of_two(n) >= _WIDE):
+    # Operands come as two numbers each.
+    if precision == "f32":
         return 64
-    # 64 to 64, 2 million rows of 64 types: 128 rows 0.39 ms, 64 rows 0.42; 128 to 64: 0.64 and 0.72.
+    # A row's whole result is to be in one tile, and a program converts rows of float32: 3 million rows, 256 to 256, 64
+    # rows 2.8 ms. In 16 bits 128 rows 1.47 ms, 64 rows 1.55.
+    if precision == "tf32" and max(next_power_of_two(k), next_power_of_two(n)) > 128 and not half_rows:
+        return 64
+    # 64 to 64, 2 million rows of 64 types: 128 rows 0.39 ms, 64 rows 0.42; 128 to 64: 0.64 and 0.72. 3 million rows,
+    # 128 to 128, 128 rows 0.73, 64 rows 0.85.
     return 128 if mean >= 512 else 64
 
 
+# Of a multiprocessor's 227 KB of shared memory, for the tiles of a pipeline's stages.
+_SHARED_BYTES = 200 * 1024
+# Below this many positions matrices are scaled in every tile, and come in float32: it spares a launch or two.
+SCALE_BEFOREHAND = 500_000
+# Positions from which a program of several tiles leaves enough programs for all multiprocessors.
+_MANY_POSITIONS = 1 << 20
+
+
 def gemm_schedule(
-    k: int, n: int, block: int, precision: str, *, whole_n: bool = False, half: bool = False
+    k: int,
+    n: int,
+    block: int,
+    precision: str,
+    *,
+    num_positions: int = 0,
+    whole_n: bool = False,
+    half: bool = False,
+    half_rows: bool = False,
+    transposed: bool = False,
 ) -> GemmSchedule:
-    """The heuristic schedule of a typed product; `whole_n` keeps all columns in one tile, `half`: arrays of 16 bits."""
+    """The heuristic schedule of a typed product.
+
+    Args:
+      k: contracted width.
+      n: width of the result.
+      block: rows of a tile.
+      precision: `f32`, `tf32` or `bf16`.
+      num_positions: rows of the product; 0 for few.
+      whole_n: keeps all columns in one tile.
+      half: rows and matrices are arrays of 16 bits.
+      half_rows: rows come as `HalfRows`.
+      transposed: matrices are transposed.
+    """
     wide_k, wide_n = max(16, next_power_of_two(k)), max(16, next_power_of_two(n))
     if half and wide_k >= 128 and wide_n >= 128 and not whole_n:
         # 2 million rows in bfloat16, 128 to 128: 0.33 ms, where (128, 128, 8 warps, 2 stages) takes 0.40; 256 to 256
@@ -125,8 +160,21 @@ def gemm_schedule(
     elif precision == "tf32" and wide_k == 128:
         limit_n = 64  # 128 to 64 takes 0.64 ms with this, 128 to 128 in one tile 1.74
     block_n = wide_n if whole_n else min(wide_n, limit_n)
-    num_warps = 8 if block * block_n >= 128 * 128 or (block >= 64 and block_n > 64 and wide_k * wide_n >= _WIDE) else 4
-    return GemmSchedule(block_k, block_n, num_warps, 2)
+    # 3 million rows, 128 to 128, 128 rows a tile: 4 warps 0.73 ms. 256 to 512 in float32, 64 rows and 128 columns: 4
+    # warps 5.4, 8 warps 6.0; in 16 bits, 128 rows: 8 warps 2.8, 4 warps 3.1.
+    large = block * block_n >= 128 * 128
+    num_warps = 8 if large and (block_n > 128 or wide_k != 128 or precision != "tf32") else 4
+    tiles, num_stages = 1, 2
+    if block_k < wide_k:
+        num_stages = 3  # 256 to 256 in float32 2.78 ms, 2 stages 3.25
+    elif half_rows and num_positions >= _MANY_POSITIONS:
+        # A program of one tile waits for its rows. 12.7 million in 16 bits: 1.03 -> 0.85 ms, 64 to 128 1.97 -> 1.54,
+        # transposed 0.97 -> 0.89 (with 8 tiles 0.94). Rows in float32 gain nothing.
+        tiles, num_stages = (4, 2) if transposed and wide_k < 128 else (8, 4)
+    stage = block_k * (block * (2 if half_rows else 4) + block_n * (2 if num_positions >= SCALE_BEFOREHAND else 4))
+    num_stages = min(num_stages, max(1, _SHARED_BYTES // stage))
+
+    return GemmSchedule(block_k, block_n, num_warps, num_stages, tiles)
 
 
 def merged_groups(groups: int, k: int, n: int, precision: str, dtype: Any) -> int:
@@ -144,9 +192,11 @@ def merged_groups(groups: int, k: int, n: int, precision: str, dtype: Any) -> in
 def outer_schedule(k: int, n: int, precision: str) -> OuterSchedule:
     """The heuristic schedule of sums of outer products."""
     # 64 by 64 on 2 million rows: 64 rows a step 0.46 ms, 32 rows 0.49; a pipeline of two stages only slows (0.63).
-    # 128 by 128: tiles of 128 by 64 1.23 ms, 64 by 64 1.36, 128 by 128 1.76, 64 by 128 1.97.
-    block_k = min(max(16, next_power_of_two(k)), 128)
-    block_n = min(max(16, next_power_of_two(n)), 64)
+    wide_k, wide_n = max(16, next_power_of_two(k)), max(16, next_power_of_two(n))
+    if precision == "tf32" and wide_k >= 128 and wide_n >= 128:
+        # 3 million rows, 100 by 100: 0.91 ms, tiles of 128 by 64 with 4 warps 1.26; 256 by 256: 3.24 and 4.56.
+        return OuterSchedule(128, 128, 128, 8, 1)
+    block_k, block_n = min(wide_k, 128), min(wide_n, 64)
     # Operands in two parts: 254 registers a thread with 4 warps, of which an H200 then has 8 a multiprocessor.
     num_warps = 8 if precision == "f32" and block_k == 128 else 4
     return OuterSchedule(64, block_k, block_n, num_warps, 1)
@@ -199,6 +249,11 @@ def traversal_schedule(
     num_warps = min(4, max(2 if half else 1, width // 1024))
     if wide == 1 and width <= 128 and (half or (width >= 64 and mean_degree < 4)):
         num_warps, slots = 2, 2 * slots
+    # From 100 features on a warp has as many numbers as fit, am: 100 (4, 1, 1) 0.74 ms, (2, 2, 1) 0.85, (8, 2, 2) 1.30;
+    # 256 (2, 1, 1) 1.31, (4, 2, 2) 1.93; RGAT's softmax and sum at 256 1.38 and 2.45; on mag (10) at 128 (4, 1, 1)
+    # 1.67, (2, 2, 1) 2.17. On biokg (51) the rule's (1, 4, 1) and (1, 2, 1) are the best.
+    if half and width >= 128:
+        num_warps, slots = 1, max(1, 512 // width)
     # Long rows wait for their steps: with one item for all degrees HGT on biokg (51) went from 0.58 to 0.65 ms; its
     # loop takes 0.37 with (2, 2, 1), 0.38 with (1, 4, 1) and 0.44 with (1, 8, 1).
     crowded = wide > 1
@@ -208,7 +263,7 @@ def traversal_schedule(
     most = 8
     if half:
         # biokg forward (degree 51) (2, 4, 1) 0.173, (4, 4, 2) 0.176, (4, 2, 1) 0.188; backward (7) 0.29, 0.30, 0.23
-        most = 2 if mean_degree < 16 else 4
+        most = 4 if mean_degree >= 16 else 1 if width >= 128 else 2
     items = min(previous_power_of_two(max(1, int(mean_degree / 1.5))), most, slots)
     if crowded:
         items = min(2 if mean_degree >= 16 else 1, slots)
@@ -318,15 +373,24 @@ def _sides(width: int) -> list[int]:
 
 def gemm_candidates(k: int, n: int) -> list[dict[str, Any]]:
     """Tiles, warps and stages to try for a typed product; `block` is the rows of a tile."""
-    return [
-        {"block": block, "block_k": block_k, "block_n": block_n, "num_warps": warps, "num_stages": stages}
-        for block in (32, 64, 128)
-        for block_k in _sides(k)
-        for block_n in _sides(n)
-        for warps in (2, 4, 8)
-        for stages in ((1, 2) if next_power_of_two(k) > block_k else (1,))
-        if block * block_n // (32 * warps) <= 128
-    ]
+    found = []
+    for block in (32, 64, 128):
+        for block_k in _sides(k):
+            for block_n in _sides(n):
+                for warps in (2, 4, 8):
+                    if block * block_n // (32 * warps) > 128:
+                        continue
+                    tile = {"block": block, "block_k": block_k, "block_n": block_n, "num_warps": warps}
+                    if next_power_of_two(k) > block_k:  # what the pipeline loads ahead: steps, or else tiles
+                        found += [tile | {"num_stages": stages} for stages in (1, 2, 3)]
+                        continue
+                    found.append(tile | {"num_stages": 1})
+                    if warps > 2:
+                        found += [
+                            tile | {"num_stages": stages, "tiles_per_program": tiles}
+                            for tiles, stages in ((4, 2), (4, 3), (8, 4))
+                        ]
+    return found
 
 
 def outer_candidates(k: int, n: int) -> list[dict[str, Any]]:

@@ -53,6 +53,7 @@ class Gemm:
     block: int = 16
     half_in: bool = False
     half_out: bool = False
+    schedule: kernels.GemmSchedule | None = None
 
     @property
     def positions(self) -> int:
@@ -100,6 +101,8 @@ class Gemm:
             a = a | {"x": encode(jnp.asarray(a["x"]))}
         if self.half_out:
             options["half_out"] = True
+        if self.schedule is not None:
+            options["schedule"] = self.schedule
         return kernels.typed_matmul(
             **a,
             block=self.block,
@@ -213,6 +216,10 @@ GEMMS = {
     "half rows, groups side by side": Gemm(half_in=True, half_out=True, groups=4, k=5, n=7, counts=(9, 2), scale=True),
     "half rows, columns in parts": Gemm(half_out=True, groups=2, k=16, n=128, counts=(5, 5)),
     "half rows, columns uneven": Gemm(half_in=True, half_out=True, groups=1, k=16, n=130, counts=(5, 5)),
+    "three tiles a program": Gemm(groups=1, padding=6, schedule=kernels.GemmSchedule(32, 16, 4, 3, 3)),
+    "four tiles a program, half rows, dot": Gemm(
+        groups=None, half_in=True, half_out=True, dot_vector=True, schedule=kernels.GemmSchedule(32, 16, 4, 2, 4)
+    ),
     "half rows, transposed, dot": Gemm(half_in=True, half_out=True, groups=None, transpose_w=True, dot_vector=True),
 }
 

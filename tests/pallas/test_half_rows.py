@@ -52,7 +52,7 @@ def multiply(x: np.ndarray, w: np.ndarray, offsets: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("beforehand", [0, 10**9], ids=["scaled before", "scaled in tiles"])
 @pytest.mark.parametrize("k, n, scales", [(64, 64, 0), (20, 17, 60), (100, 130, 60)])
 def test_products_of_float32(k, n, scales, beforehand, monkeypatch):
-    monkeypatch.setattr(gemm, "_SCALE_BEFOREHAND", beforehand)
+    monkeypatch.setattr(gemm, "SCALE_BEFOREHAND", beforehand)
     x, _, w, offsets = operands(k, n, scales)
     types = np.repeat(np.arange(len(COUNTS)), COUNTS)
     expected = np.einsum("pk,pkn->pn", x.astype(np.float64), w[types].astype(np.float64))

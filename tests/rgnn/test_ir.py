@@ -208,8 +208,8 @@ LEVEL_2: dict[str, tuple[tuple, str]] = {
     "writes twice": ((GEMM, GEMM, LOOP), r"instance 1 \(gemm\) writes %3 again"),
     "an output that nobody writes": ((GEMM,), r"output %4 is written by no instance"),
     "a contraction that is no product with a matrix": (
-        (replace(GEMM, spec="k,k->"), LOOP),
-        "contraction k,k-> is not a product",
+        (replace(GEMM, spec="hk,hk->h"), LOOP),
+        "contraction hk,hk->h is not a product",
     ),
     "a body of other items": (
         (GEMM, replace(LOOP, body=(4,))),

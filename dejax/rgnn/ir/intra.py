@@ -21,6 +21,8 @@ from dejax.rgnn.ir.inter import COMPOSED_VIAS, ROWWISE, VIAS, IRError, Op, Progr
 
 # Contractions of a row with a matrix for its type, and of two rows into one: the GEMM template.
 MATRIX_SPECS = frozenset("k,kn->n hk,hkn->hn k,hkn->hn hk,kn->hn n,kn->k hn,hkn->hk hn,hkn->k hn,kn->hk".split())
+# What that template can do besides: a matrix of one column.
+PRODUCT_SPECS = MATRIX_SPECS | {"k,k->"}
 OUTER_SPECS = frozenset(
     "k,n->kn hk,hn->hkn k,hn->hkn hk,hn->kn n,k->kn hn,hk->hkn hn,k->hkn hn,hk->kn k,->k hk,h->hk k,h->hk".split()
 )
@@ -271,7 +273,7 @@ def verify_kernels(kernels: Kernels) -> Kernels:
             raise IRError(f"{where} writes %{twice[0]} again")
         if isinstance(instance, Traversal):
             _verify_traversal(program, instance, where)
-        if isinstance(instance, Gemm) and instance.spec not in MATRIX_SPECS:
+        if isinstance(instance, Gemm) and instance.spec not in PRODUCT_SPECS:
             raise IRError(f"{where}: contraction {instance.spec} is not a product with a matrix")
         have.update(instance.writes)
     lost = [o for o in program.outputs if o not in have]

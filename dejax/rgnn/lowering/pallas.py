@@ -87,7 +87,8 @@ class PallasLowering:
         x, w, transpose, split = _as_typed_matmul(instance.spec, x, w)
         x_index = self.row_index(instance.x, group)
         k, n = x.shape[-1], w.shape[-2 if transpose else -1]
-        block = kernels.gemm_block(k, n, group.num_items, group.num_rows, self.precision)
+        halves = isinstance(x, kernels.HalfRows)
+        block = kernels.gemm_block(k, n, group.num_items, group.num_rows, self.precision, half_rows=halves)
         out_index, rows = group.order, group.num_items
         if instance.accumulate is not None:
             onto = segments(self.graph, instance.accumulate)
@@ -126,7 +127,7 @@ class PallasLowering:
             )
 
         groups = x.shape[1] if x.ndim == 3 else 1
-        form = ("h" if isinstance(x, kernels.HalfRows) else "f") + ("h" if half_out else "f") + "nt"[transpose]
+        form = ("h" if halves else "f") + ("h" if half_out else "f") + "nt"[transpose]
         form += ("" if bias is None else "b") + ("" if vector is None else "d")
         fields = schedules.choose(
             "gemm",
@@ -299,6 +300,8 @@ def _as_typed_matmul(spec: str, x: Any, w: jax.Array) -> tuple[Any, jax.Array, b
     rows, types = x.shape[0], w.shape[0]
     if spec in ("k,kn->n", "hk,hkn->hn"):
         return x, w, False, False
+    if spec == "k,k->":
+        return x, w[:, :, None], False, True
     if spec in ("n,kn->k", "hn,hkn->hk"):
         return x, w, True, False
     if spec == "k,hkn->hn":
