@@ -37,7 +37,8 @@ class Operand:
         `index_tables[index][r]` for row r of the loop; `shared`, an array without a leading axis, the same everywhere.
       index: which index table, for `indexed`, `positioned` and `row_indexed`.
       columns: the operand is a part of each row of an array [length, columns]: (first column, feature shape of at most
-        one axis). Narrow values that are read at the same rows share an array, and with it a memory sector.
+        one axis). Narrow values that are read at the same rows share an array, and with it a memory sector; not for
+        what is read by row.
       part: the operand is a part of an array [length, m, n]: (first, count) on the axis of m.
     """
 
@@ -232,13 +233,28 @@ def _evaluate(
         )
     full = lambda v, shape: jnp.broadcast_to(v, (*item.shape, *padded(shape)))  # noqa: E731
 
+    def output(v: Any, shape: tuple[int, ...]) -> Any:
+        return tuple(full(part, _part(shape, v)) for part in v) if isinstance(v, tuple) else full(v, shape)
+
     def value(v: Any, shape: tuple[int, ...]) -> Any:
         if isinstance(v, Factored):
             return Factored(full(v.tile, shape), v.factor, v.zeros)
         return full(v.astype(jnp.float32), shape)
 
     found = tuple(value(v, r.shape) for v, r in zip(values, plan.reductions, strict=True))
-    return found, tuple(full(o, shape) for o, (shape, _) in zip(outputs, plan.item_outputs, strict=True))
+    return found, tuple(output(o, shape) for o, (shape, _) in zip(outputs, plan.item_outputs, strict=True))
+
+
+def _part(whole: tuple[int, ...], parts: Any) -> tuple[int, ...]:
+    """The feature shape of each of the tiles that are stored side by side in place of one."""
+    return (whole[0] // len(parts), *whole[1:]) if isinstance(parts, tuple) and len(parts) > 1 else whole
+
+
+def _store_parts(ref: Any, index: jax.Array, mask: jax.Array, whole: tuple[int, ...], past: int, value: Any) -> None:
+    """Stores a tile to rows `index`, or a tuple of them side by side along the first feature axis."""
+    shape = _part(whole, value)
+    for number, part in enumerate(value if isinstance(value, tuple) else (value,)):
+        _store(ref, index, mask, shape, past, part, number * shape[0] if number else 0)
 
 
 def _loop(
@@ -267,7 +283,7 @@ def _loop(
         ahead = _indices(plan, refs.tables, refs.order, following, following < end)
         values, stored = _evaluate(plan, refs.arrays, row_tiles, position, indices, mask)
         for ref, (shape, _), value in zip(refs.item_outputs, plan.item_outputs, stored, strict=True):
-            _store(ref, indices[0], mask, shape, plan.num_items, value)
+            _store_parts(ref, indices[0], mask, shape, plan.num_items, value)
         return update(plan.reductions, accs, values, mask), ahead
 
     first = _indices(plan, refs.tables, refs.order, here, here < end)
@@ -295,9 +311,9 @@ def _write_rows(
         raise ValueError(f"epilogue must return {len(plan.row_outputs)} row outputs, got {len(values)}")
     exponent_refs = dict(zip(plan.half, outputs[len(plan.row_outputs) :], strict=True))
     for i, ((whole, _), value) in enumerate(zip(plan.row_outputs, values, strict=True)):
-        parts: tuple[jax.Array, ...] = value if isinstance(value, tuple) else (value,)
-        shape = (whole[0] // len(parts), *whole[1:]) if len(parts) > 1 else whole
         if i in exponent_refs:
+            parts: tuple[jax.Array, ...] = value if isinstance(value, tuple) else (value,)
+            shape = _part(whole, value)
             parts = tuple(jnp.broadcast_to(part, (*mask.shape, *padded(shape))) for part in parts)
             inside = feature_mask(shape, lead=1)
             parts = tuple(part if inside is None else where(inside, part, 0.0) for part in parts)
@@ -306,8 +322,8 @@ def _write_rows(
             parts = tuple(part * inverse for part in parts)
             at = where(mask, row, plan.num_rows)
             _triton.store(exponent_refs[i], (at, jnp.zeros_like(at)), exponent.reshape(-1), mask)
-        for number, part in enumerate(parts):
-            _store(outputs[i], row, mask, shape, plan.num_rows, part, number * shape[0] if number else 0)
+            value = parts
+        _store_parts(outputs[i], row, mask, whole, plan.num_rows, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,4 +450,4 @@ def map_kernel(*refs: Any, plan: Plan) -> None:
     tiles = _row_tiles(plan, arrays, tables, no_row, no_row == 0)
     _, stored = _evaluate(plan, arrays, tiles, item, _indices(plan, tables, None, item, mask), mask)
     for ref, (shape, _), value in zip(outputs, plan.item_outputs, stored, strict=True):
-        _store(ref, item, mask, shape, plan.num_items, value)
+        _store_parts(ref, item, mask, shape, plan.num_items, value)

@@ -87,9 +87,9 @@ def _check_operands(
         if operand.columns is not None:
             start, shape = operand.columns
             fits = array.ndim == 2 and len(shape) <= 1 and start + math.prod(shape) <= array.shape[1]
-            if operand.access not in ("indexed", "positioned") or not fits:
+            if operand.access in ("row", "row_indexed", "shared") or not fits:
                 raise ValueError(
-                    f"operands[{i}].columns must name columns of a 2-dimensional indexed array, got {operand.columns} "
+                    f"operands[{i}].columns must name columns of a 2-dimensional array by item, got {operand.columns} "
                     f"for access {operand.access!r} of shape {array.shape}"
                 )
         shape = array.shape[1:] if operand.columns is None else operand.columns[1]
@@ -169,7 +169,8 @@ def traverse(
     no atomic additions.
 
     Args:
-      body: from tiles, in the order of `operands`, to (a value for each reduction, a value for each item output).
+      body: from tiles, in the order of `operands`, to (a value for each reduction, a value for each item output). A
+        tuple of tiles of one shape in place of an item output is stored side by side along the first feature axis.
       epilogue: from (results of the reductions as a tuple of [rows, *features], tiles of the `row` and `shared`
         operands as [rows or 1, *features]) to the row outputs; None: the row outputs are the reductions. A tuple of
         tiles of one shape in place of an output is stored side by side along the first feature axis.

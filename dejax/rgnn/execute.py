@@ -22,7 +22,7 @@ from dejax.pallas.half_rows import HalfRows
 from dejax.rgnn.graph import RelGraph
 from dejax.rgnn.ir.inter import Program
 from dejax.rgnn.ir.intra import Fallback, Kernels
-from dejax.rgnn.lowering.pallas import PallasLowering
+from dejax.rgnn.lowering.pallas import Columns, PallasLowering
 from dejax.rgnn.lowering.xla import Evaluator, num_rows
 from dejax.rgnn.options import Options
 from dejax.rgnn.passes import LATE, Counts, Cut, differentiated, lower_to_kernels, optimise, run_passes
@@ -173,6 +173,8 @@ def kernel_label(name: str, number: int) -> AbstractContextManager[None]:
 
 
 def _decoded(array: Any) -> jax.Array:
+    if isinstance(array, Columns):
+        return array.whole()
     return array.decode() if isinstance(array, HalfRows) else array
 
 

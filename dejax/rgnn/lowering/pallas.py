@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,19 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _PACKED_WIDTH = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A narrow value as columns of an array that others share, [rows, columns]."""
+
+    array: jax.Array
+    first: int
+    shape: tuple[int, ...]
+
+    def whole(self) -> jax.Array:
+        width = math.prod(self.shape)
+        return self.array[:, self.first : self.first + width].reshape(-1, *self.shape)
+
+
 class PallasLowering:
     """Runs instances on arrays; `interpret` runs the kernels' own code on the CPU."""
 
@@ -46,7 +60,7 @@ class PallasLowering:
         self.often_read = encoded_values(kernels, partial(num_rows, graph)) if rounds else frozenset()
 
     def run(self, instance: Instance, env: dict[int, Any]) -> None:
-        """Adds what the instance writes to `env`, whose values are arrays or `HalfRows`."""
+        """Adds what the instance writes to `env`, whose values are arrays, `HalfRows` or `Columns`."""
         for v in (*instance.reads, *instance.writes):
             if self.program.ops[v].dtype not in _DTYPES:
                 raise NotImplementedError(f"no kernel for {self.program.ops[v].dtype}")
@@ -192,6 +206,8 @@ class PallasLowering:
         items = num_rows(self.graph, t.space)
         for o in t.operands:
             array, columns = packed.get(o.name, (env[o.value], None))
+            if isinstance(array, Columns):
+                array, columns = array.array, (array.first, array.shape)
             index = None
             access = {"dense": "item", "gathered": "indexed"}.get(o.access, o.access)
             if access == "shared":
@@ -216,8 +232,12 @@ class PallasLowering:
                     array = self.in_half(o.value, env)
             arrays.append(array)
             operands.append(kernels.Operand(access, index, columns, o.part))
-        item_outputs = tuple((ops[v].shape, jnp.dtype(ops[v].dtype)) for v in t.item_outputs)
-        compute = _TileProgram(self.program, t)
+        together = self.together(t)
+        item_outputs = tuple(
+            (ops[v].shape if not rest else ((1 + len(rest)) * ops[v].width,), jnp.dtype(ops[v].dtype))
+            for v, *rest in together
+        )
+        compute = _TileProgram(self.program, t, together)
         if t.via is None:
             results = kernels.map_items(
                 compute.items,
@@ -259,7 +279,34 @@ class PallasLowering:
             interpret=self.interpret,
         )
         env.update(zip(t.row_outputs, row_values, strict=True))
-        env.update(zip(t.item_outputs, item_values, strict=True))
+        for values, array in zip(together, item_values, strict=True):
+            width = ops[values[0]].width
+            shared = len(values) > 1
+            env.update((v, Columns(array, i * width, ops[v].shape) if shared else array) for i, v in enumerate(values))
+
+    def together(self, t: Traversal) -> list[tuple[int, ...]]:
+        """The item outputs of a loop; those that go side by side into one array in one tuple.
+
+        They are narrow values that loops alone read, and by item: one sector for all of them.
+        """
+        ops = self.program.ops
+        found: dict[Any, tuple[int, ...]] = {}
+        for v in t.item_outputs:
+            op = ops[v]
+            narrow = t.via is not None and len(op.shape) <= 1 and op.width <= _PACKED_WIDTH and op.dtype == "float32"
+            key = op.shape if narrow and self.read_by_item(v) else v
+            found[key] = (*found.get(key, ()), v)
+        return list(found.values())
+
+    def read_by_item(self, value: int) -> bool:
+        """Whether all that reads a value is loops over its items, each its own."""
+        if value in self.program.outputs:
+            return False
+        readers = [instance for instance in self.kernels.instances if value in instance.reads]
+        loops = [t for t in readers if isinstance(t, Traversal)]
+        return len(loops) == len(readers) and all(
+            o.access == "dense" and o.name == value for t in loops for o in t.operands if o.value == value
+        )
 
     def is_count(self, operand: Operand) -> bool:
         """Whether an operand is the number of items of the rows that it is gathered from."""
@@ -318,13 +365,20 @@ def _as_typed_matmul(spec: str, x: Any, w: jax.Array) -> tuple[Any, jax.Array, b
 class _TileProgram:
     """The level-1 operators of a traversal on tiles: [rows, items, *features], features padded to powers of two."""
 
-    def __init__(self, program: Program, t: Traversal) -> None:
-        self.program, self.t = program, t
+    def __init__(self, program: Program, t: Traversal, together: Sequence[tuple[int, ...]]) -> None:
+        self.program, self.t, self.together = program, t, together
 
     def body(self, *tiles: Any) -> tuple[tuple, tuple]:
         env = self.evaluate(dict(zip((o.name for o in self.t.operands), tiles, strict=True)), self.t.body, 2)
         values = tuple(self.accumulated(a, env) for a in self.t.accumulators)
-        return values, tuple(self.shaped(_whole(env[v]), self.program.ops[v].shape, 2) for v in self.t.item_outputs)
+        return values, tuple(self.item_output(found, env) for found in self.together)
+
+    def item_output(self, values: tuple[int, ...], env: dict[int, Any]) -> Any:
+        """An item output in its padded form, or a tuple of them to be stored side by side."""
+        shapes = [self.program.ops[v].shape for v in values]
+        if len(values) == 1:
+            return self.shaped(_whole(env[values[0]]), shapes[0], 2)
+        return tuple(self.shaped(_whole(env[v]), shape or (1,), 2) for v, shape in zip(values, shapes, strict=True))
 
     def items(self, *tiles: Any) -> tuple:
         return self.body(*tiles)[1]

@@ -24,6 +24,7 @@ from dejax.rgnn.ir.intra import (
     access_operand,
     as_part,
 )
+from dejax.rgnn.passes._lead import lead
 from dejax.rgnn.passes._rewrite import factors, moves_unit_axes
 
 _ITEM_SPACES = (Space.EDGE, Space.SOURCE_PAIR, Space.DESTINATION_PAIR)
@@ -32,7 +33,7 @@ _BY_ROW = ("row", "row_indexed", "shared")  # read once for all items of a row
 
 
 @dataclass
-class _Loop:
+class Loop:
     """A traversal in the making."""
 
     via: str | None
@@ -46,18 +47,21 @@ class _Loop:
         return {a.out for a in self.accumulators} | set(self.epilogue) | set(self.items)
 
 
-def fuse_traversal(kernels: Kernels) -> Kernels:
-    return _Fusion(kernels).run()
+def fuse_traversal(kernels: Kernels, *, leading: bool = True) -> Kernels:
+    """Adds the traversals; with `leading`, one of them may make what others multiply rows by (`passes/_lead.py`)."""
+    return Fusion(kernels, leading).run()
 
 
-class _Fusion:
-    def __init__(self, kernels: Kernels) -> None:
-        self.kernels, self.program = kernels, kernels.program
+class Fusion:
+    """The loops of one program, and what it takes to tell what each can do."""
+
+    def __init__(self, kernels: Kernels, leading: bool) -> None:
+        self.kernels, self.program, self.leading = kernels, kernels.program, leading
         self.users = self.program.users()
         self.written = {v for instance in kernels.instances for v in instance.writes}
         # A product inside an instance whose value never reaches memory (it has an epilogue).
         self.inner = {i.product for i in kernels.instances if hasattr(i, "product")} - self.written
-        self.loops: list[_Loop] = []
+        self.loops: list[Loop] = []
 
     def run(self) -> Kernels:
         self.plan(absorb_first=True)
@@ -76,6 +80,8 @@ class _Fusion:
         for i, op in enumerate(self.program.ops):
             if op.name == "reduce" and op.attr("via") != "all" and i not in self.written and len(op.shape) <= _MAX_RANK:
                 self.place(i, op)
+        if self.leading:
+            lead(self)
         steps = [self.absorb_all, self.write_items]
         for step in steps if absorb_first else reversed(steps):
             step()
@@ -124,23 +130,23 @@ class _Fusion:
             return [accumulator.value, *(t.value for t in accumulator.terms)]
         return [accumulator.value]
 
-    def roots(self, loop: _Loop) -> list[int]:
+    def roots(self, loop: Loop) -> list[int]:
         """What the accumulators of a loop need."""
         return [v for a in loop.accumulators for v in self.needs(a)]
 
-    def acyclic(self, loops: list[_Loop]) -> bool:
+    def acyclic(self, loops: list[Loop]) -> bool:
         """Whether the loops, each done at once, can be put in some order."""
         owner = {v: loop for loop in loops for v in loop.results}
         colour: dict[int, int] = {}  # by id of a loop, or value
 
-        def reach(node: _Loop | int) -> bool:
-            key = id(node) if isinstance(node, _Loop) else ~node
+        def reach(node: Loop | int) -> bool:
+            key = id(node) if isinstance(node, Loop) else ~node
             if colour.get(key) == 2:
                 return True
             if colour.get(key) == 1:
                 return False
             colour[key] = 1
-            following = self.dependencies(node, owner) if isinstance(node, _Loop) else list(self.program.ops[node].args)
+            following = self.dependencies(node, owner) if isinstance(node, Loop) else list(self.program.ops[node].args)
             for v in following:
                 if not reach(owner.get(v, v)):
                     return False
@@ -149,7 +155,7 @@ class _Fusion:
 
         return all(reach(loop) for loop in loops)
 
-    def dependencies(self, loop: _Loop, owner: dict[int, _Loop]) -> list[int]:
+    def dependencies(self, loop: Loop, owner: dict[int, Loop]) -> list[int]:
         """Values that a loop needs from outside; what it computes in registers leads on to its arguments."""
         ops, own = self.program.ops, loop.results
         stack = self.roots(loop)
@@ -182,15 +188,15 @@ class _Fusion:
             if self.acyclic(self.loops):
                 return
             loop.accumulators.pop()
-        self.loops.append(_Loop(via, space, [Accumulator(op.attr("op"), i, op.args[0])]))
+        self.loops.append(Loop(via, space, [Accumulator(op.attr("op"), i, op.args[0])]))
 
-    def share(self, accumulator: Accumulator, loop: _Loop) -> bool:
+    def share(self, accumulator: Accumulator, loop: Loop) -> bool:
         """Whether a reduction loads an array that the loop loads already."""
         mine = set(self.cone(self.needs(accumulator), set())[1])
         theirs = set(self.cone(self.roots(loop), set())[1])
         return bool({self.program.ops[v].args or v for v in mine} & {self.program.ops[v].args or v for v in theirs})
 
-    def weighted(self, i: int, op: Op, loop: _Loop) -> Accumulator | None:
+    def weighted(self, i: int, op: Op, loop: Loop) -> Accumulator | None:
         """The reduction as a sum weighted by exp(score - largest), if the loop has that largest score."""
         if op.attr("op") != "sum":
             return None
@@ -230,9 +236,9 @@ class _Fusion:
                     break
                 loop.items.pop()
             else:
-                self.loops.append(_Loop(None, space, items=[value]))
+                self.loops.append(Loop(None, space, items=[value]))
 
-    def extra_width(self, loop: _Loop, value: int) -> int:
+    def extra_width(self, loop: Loop, value: int) -> int:
         """Numbers that a loop loads for each item only because it computes the value."""
         roots = self.roots(loop)
         without = set(self.cone(roots, {value})[1])
@@ -256,35 +262,39 @@ class _Fusion:
 
     def narrow(self) -> list[int]:
         """Values much narrower than what they are made from, needed by more than one loop, and not at hand in all."""
-        uses: dict[int, list[_Loop]] = {}
+        uses: dict[int, list[Loop]] = {}
         for loop in self.loops:
-            body, _ = self.cone(self.roots(loop), set())
+            body, _ = self.cone(self.roots(loop) + loop.items, self.led(loop))
             for v in body:
                 uses.setdefault(v, []).append(loop)
-        ops = self.program.ops
-        shrinks = ("dot", "sum_features", "linear")
         return [
             v
             for v, loops in uses.items()
-            if len(loops) > 1
-            and ops[v].name in shrinks
-            and ops[v].width * 4 <= max(ops[a].width for a in ops[v].args)
-            and not all(self.at_hand(v, loop) for loop in loops)
+            if len(loops) > 1 and self.shrinks(v) and not all(self.at_hand(v, loop) for loop in loops)
         ]
 
-    def at_hand(self, value: int, loop: _Loop) -> bool:
+    def shrinks(self, value: int) -> bool:
+        """Whether an operator leaves much less of its rows: an inner product."""
+        ops = self.program.ops
+        op = ops[value]
+        return op.name in ("dot", "sum_features", "linear") and op.width * 4 <= max(ops[a].width for a in op.args)
+
+    def led(self, loop: Loop) -> set[int]:
+        """Item values that other loops write."""
+        return {v for other in self.loops if other is not loop for v in other.items}
+
+    def at_hand(self, value: int, loop: Loop) -> bool:
         """Whether a loop needs no more rows of its items to make the value: what it is made from is read anyway."""
-        rest = self.cone(self.roots(loop), {value})[1]
+        rest = self.cone(self.roots(loop) + loop.items, {value, *self.led(loop)})[1]
         made_from = self.cone([value], set())[1]
         return all(v in rest or access_operand(self.program, v, loop.via).access in _BY_ROW for v in made_from)
 
-    def computes(self, loop: _Loop, value: int) -> bool:
-        roots = self.roots(loop) + loop.items
-        return value in self.cone(roots, set())[0]
+    def computes(self, loop: Loop, value: int) -> bool:
+        return value in self.cone(self.roots(loop) + loop.items, self.led(loop))[0]
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
-    def absorb(self, loop: _Loop) -> None:
+    def absorb(self, loop: Loop) -> None:
         """Takes the elementwise operators that follow on the rows into the loop's epilogue."""
         assert loop.via is not None
         rows = VIAS[loop.via].coarse
@@ -338,7 +348,7 @@ class _Fusion:
         readers = [ops[u] for u in self.users[value]]
         return all(u.name in ROWWISE and u.space == ops[value].space for u in readers)
 
-    def finish(self, loop: _Loop) -> Traversal:
+    def finish(self, loop: Loop) -> Traversal:
         program = self.program
         elsewhere = {v for other in self.loops if other is not loop for v in (*other.items, *other.epilogue)}
         roots = self.roots(loop) + loop.items
@@ -379,7 +389,7 @@ class _Fusion:
         operand = access_operand(self.program, value)
         return operand if operand.access == "shared" else as_part(self.program, Operand(value, value, "row", via))
 
-    def read_outside(self, value: int, loop: _Loop, results: set[int], body: list[int]) -> bool:
+    def read_outside(self, value: int, loop: Loop, results: set[int], body: list[int]) -> bool:
         """Whether anything but the loop itself needs a row value."""
         inside = set(loop.epilogue)
         for u in self.users[value]:
@@ -391,7 +401,7 @@ class _Fusion:
             return True
         return False
 
-    def softmax_only(self, value: int, loop: _Loop, read: int) -> bool:
+    def softmax_only(self, value: int, loop: Loop, read: int) -> bool:
         """Whether score - largest is used for nothing but this loop's weighted sums."""
         op = self.program.ops[value]
         scores = {a.value for a in loop.accumulators if a.kind == "weighted"}
