@@ -28,7 +28,7 @@ from dejax.rgnn.passes.hoist import hoist
 from dejax.rgnn.passes.join import join
 from dejax.rgnn.passes.merge import merge
 from dejax.rgnn.passes.reorder import reorder
-from dejax.rgnn.passes.save import cut
+from dejax.rgnn.passes.save import Cut, cut
 from dejax.rgnn.passes.softmax import expand_softmax
 from dejax.rgnn.passes.storage import storage
 from tests.rgnn.cases import Size
@@ -190,6 +190,17 @@ def attention_and_epilogue(b: Tiny) -> int:
     return b.op("tanh", b.op("add", y, b.lift(bias, Space.NODE)))
 
 
+@program("lead")
+def gradients_of_scores(b: Tiny) -> list[int]:
+    """Of a sum of values weighted by keys times queries: by destination the gradient of queries, by source the rest."""
+    rows, q, dy = b.node("rows", 2, 8), b.node("q", 1, 8), b.node("dy", 1, 8)
+    key, value = (b.src(b.op("slice", rows, axis=0, start=i, stop=i + 1)) for i in (0, 1))
+    score, change = b.op("dot", key, b.dst(q)), b.op("dot", b.dst(dy), value)
+    by = lambda number, row: b.op("mul", b.op("reshape", number, shape=(1, 1)), row)  # noqa: E731
+    to_queries = b.sum(by(change, key))
+    return [to_queries, b.sum(by(change, b.dst(q)), "src"), b.sum(by(score, b.dst(dy)), "src")]
+
+
 @program("fallback")
 def what_no_template_does(b: Tiny) -> int:
     x, w, v = b.node("x", 4), b.weight("w", 4, 3), b.given("v", Space.GRAPH, 3, 2)
@@ -271,6 +282,11 @@ def test_golden_traversal(golden: Golden) -> None:
     golden("pass_traversal.txt", before_after(late, ("traversal instances", fuse_traversal(Kernels(late)))))
 
 
+def test_golden_lead(golden: Golden) -> None:
+    each, led = (fuse_traversal(Kernels(gradients_of_scores), leading=leading) for leading in (False, True))
+    golden("pass_lead.txt", before_after(gradients_of_scores, ("each loop for itself", each), ("one leads", led)))
+
+
 def test_golden_fallback(golden: Golden) -> None:
     fused = fuse_traversal(fuse_gemm(Kernels(what_no_template_does)))
     stages = [
@@ -293,7 +309,8 @@ def test_golden_storage(golden: Golden) -> None:
 
 
 def test_every_pass_has_a_golden_text() -> None:
-    shown = {name for name, _, _ in GOLDEN} | {"backward", "recompute", "gemm", "traversal", "fallback", "storage"}
+    shown = {name for name, _, _ in GOLDEN}
+    shown |= {"backward", "recompute", "gemm", "traversal", "lead", "fallback", "storage"}
     assert shown == set(PASSES)
 
 
@@ -460,19 +477,41 @@ def test_what_all_items_of_a_row_read_alike_is_read_once_for_the_row(loop: str, 
     assert access_by(via, "dst" if via != "dst" else "src") == ("gathered", via)
 
 
-@pytest.mark.parametrize(("edges", "kept"), [(1_000_000, True), (100_000_000, False)])
-def test_scores_of_many_edges_are_made_again(edges: int, kept: bool) -> None:
-    """The loops over destinations and over source pairs read keys and queries anyway: no score reaches memory."""
+def hgt_training(edges: int, heads: int, *disable: str) -> tuple[Cut, Kernels]:
+    """The halves of HGT's training on a graph of so many edges, and the kernels of the second."""
     counts = Counts(edges // 10, edges, edges // 9, edges // 5, 4, 4, typed_sources=True)
-    arrays = {k: a.astype("float32") for k, a in make_arrays("hgt", GRAPHS["typed"], Size(16, 8, 2), "float32").items()}
-    task, _, _ = library.hgt._prepare(graph_of("typed"), Options(), (arrays.pop("x"), arrays), {})
+    size = Size(8 * heads, 8, heads)
+    arrays = {k: a.astype("float32") for k, a in make_arrays("hgt", GRAPHS["typed"], size, "float32").items()}
+    task, _, _ = library.hgt._prepare(graph_of("typed"), Options(disable=disable), (arrays.pop("x"), arrays), {})
     task = replace(task, counts=counts)
     halves = execute.training_cut(task, execute.differentiable_positions(task))
+    return halves, execute.inference_kernels(execute.Task(halves.backward, counts, task.options, raw=False))
+
+
+@pytest.mark.parametrize(("edges", "kept"), [(1_000_000, True), (100_000_000, False)])
+def test_scores_of_many_edges_are_made_again(edges: int, kept: bool) -> None:
+    """The loop over destinations reads keys and queries anyway: forward writes no score."""
+    halves, kernels = hgt_training(edges, 2)
     assert any(halves.forward.ops[v].space == Space.EDGE for v in halves.forward.outputs) == kept
-    kernels = execute.inference_kernels(execute.Task(halves.backward, counts, task.options, raw=False))
     loops = [t for t in kernels.instances if isinstance(t, Traversal) and t.space == Space.EDGE]
     dots = [kernels.program.ops[i].name for t in loops for i in t.body].count("dot")
-    assert dots == (0 if kept else 2)
+    assert dots == (0 if kept else 1)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_one_loop_of_attention_makes_the_numbers_by_which_others_multiply_rows(heads: int) -> None:
+    """HGT's loop over destinations reads the rows of keys and messages; that over source pairs two numbers a head."""
+    _, kernels = hgt_training(10_000_000, heads)
+    by_destination, by_pair = (t for t in kernels.instances if isinstance(t, Traversal) and t.space == Space.EDGE)
+    ops = kernels.program.ops
+    assert (by_destination.via, by_pair.via) == ("dst", "source_pair")
+    assert len(by_destination.item_outputs) == 2 and not by_pair.item_outputs
+    assert {ops[i].name for i in by_pair.body} == {"reshape", "mul"}
+    by_item = [o.value for o in by_pair.operands if o.access == "dense"]
+    assert by_item == list(by_destination.item_outputs) and all(ops[v].shape == (heads,) for v in by_item)
+    assert {o.via for o in by_pair.operands if o.access != "dense"} == {"dst"} and len(by_pair.operands) == 4
+    _, apart = hgt_training(10_000_000, heads, "lead")
+    assert [t.via for t in apart.instances if isinstance(t, Traversal)] == ["source_pair", "dst", "source_pair.node"]
 
 
 def test_scores_of_one_head_are_made_by_the_product() -> None:
