@@ -303,7 +303,7 @@ def _write_rows(
 
     `outputs` are the row outputs, then the exponents of those in `plan.half`.
     """
-    values: Sequence[jax.Array] = results(plan.reductions, merged)
+    values: Sequence[Any] = results(plan.reductions, merged)
     if plan.epilogue is not None:
         tiles = tuple(t.reshape(t.shape[0], *t.shape[2:]) for t in row_tiles.values())
         values = plan.epilogue(values, tiles)

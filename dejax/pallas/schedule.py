@@ -213,6 +213,8 @@ def traversal_schedule(
     mean_degree: float,
     *,
     loads: Sequence[tuple[int, bool]] = (),
+    row_loads: Sequence[int] | None = None,
+    writes_items: bool = False,
     num_items: int | None = None,
     longest: int = 32,
     interpret: bool = False,
@@ -223,6 +225,8 @@ def traversal_schedule(
       width: padded features of the widest tile.
       mean_degree: items a row, on average.
       loads: for each operand its features, and whether its rows are in 16 bits.
+      row_loads: features of those that are read once for a row; None where that is not known.
+      writes_items: whether numbers of items are written.
       num_items: number of items; None for many.
       longest: the most items of a row that is not split.
       interpret: large tiles, because the interpreter pays for each program and not for lanes.
@@ -230,6 +234,7 @@ def traversal_schedule(
     # Operands about as wide as the widest tile hold registers for every slot.
     of_wide = [in_half for features, in_half in loads if 2 * features >= width]
     wide, half = len(of_wide) if loads else 1, of_wide == [True]
+    multiplied_rows = sum(2 * features >= width for features in row_loads or ())
     if interpret:
         items = min(8, next_power_of_two(int(mean_degree)))
         return TraversalSchedule(max(1, previous_power_of_two(8192 // (items * width))), items, 1, 1)
@@ -259,14 +264,21 @@ def traversal_schedule(
     crowded = wide > 1
     # Sums of two operands in 16 bits over a few items: am's pairs (8, 1, 1) 0.30 ms, (4, 1, 1) 0.35; mag's 0.26, 0.32.
     if crowded and not (of_wide == [True, True] and len(loads) == 2 and mean_degree < 4):
-        slots = max(1, min(slots, 256 // width))
+        # With no row of its own a loop only multiplies and sums: for two rows of 64 features 54 registers and 24
+        # instructions an item with (4, 1, 1), 56 and 36 with (2, 1, 1), however wide the sums are together.
+        held = width if row_loads is None or multiplied_rows else max(features for features, _ in loads)
+        slots = max(1, min(slots, 256 // held))
     most = 8
     if half:
         # biokg forward (degree 51) (2, 4, 1) 0.173, (4, 4, 2) 0.176, (4, 2, 1) 0.188; backward (7) 0.29, 0.30, 0.23
         most = 4 if mean_degree >= 16 else 1 if width >= 128 else 2
     items = min(previous_power_of_two(max(1, int(mean_degree / 1.5))), most, slots)
     if crowded:
-        items = min(2 if mean_degree >= 16 else 1, slots)
+        # Two inner products of rows in 16 bits with rows of the loop, whose numbers are written: the compiler keeps one
+        # layout with (2, 2, 1), 36 instructions an item and 64 registers, where (4, 1, 1) has three, 59 and 96.
+        in_one_layout = writes_items and 2 * sum(of_wide) > wide and mean_degree >= 2
+        only_sums = row_loads is not None and not multiplied_rows and mean_degree >= 4
+        items = min(2 if mean_degree >= 16 or in_one_layout or only_sums else 1, slots)
     # A step waits for memory twice, so the longest row of a small graph takes longer than all rows' bytes do.
     if num_items is not None:
         bytes_seconds = num_items * width * 4 / _LOOP_BYTES_PER_SECOND

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from dejax.pallas.schedule import rows_per_split, traversal_schedule
 from dejax.rgnn._segments import hub_chunk_of, type_chunk_of
@@ -95,6 +96,9 @@ class CostModel:
         encoded |= encoded_values(kernels, counts.rows, written) if precision == "tf32" else frozenset()
         self.encoded, self.half = encoded, written | encoded
         first = kernels.first_readers()
+        # Narrow values of items that one loop writes lie side by side.
+        loops = [t for t in kernels.instances if isinstance(t, Traversal)]
+        self.array_of = {v: t.item_outputs[0] for t in loops for v in t.item_outputs}
         # The instance that first reads a value that is read in 16 bits makes it so.
         self.encodes = {number: [v for v in self.encoded if first[v] == number] for number in first.values()}
 
@@ -156,7 +160,7 @@ class CostModel:
         items, loop = rows(t.space), rows(VIAS[t.via].coarse) if t.via else 0
         in_order = t.via is None or "type" in t.via or t.via == "destination_pair"
         traffic = _Traffic(8 * loop)
-        packed: set[str] = set()
+        packed: set[Any] = set()  # maps and loops whose narrow values share a sector, and arrays whose parts do
         tables: set[str] = set()
         for o in t.operands:
             op, row = ops[o.value], self.row_bytes(o.value)
@@ -173,7 +177,8 @@ class CostModel:
                 tables.add(o.via)
                 if op.width >= 16:
                     self._gathered(traffic, items, row, table)
-                    if o.value in self.half:
+                    if o.value in self.half and (o.value, o.via) not in packed:  # parts of a row share its exponent
+                        packed.add((o.value, o.via))
                         self._gathered(traffic, items, self.sector(table), table)
                 elif in_order and t.space == Space.EDGE and o.via in ("dst", "destination_pair"):
                     traffic.memory += items * row  # edges of a type are sorted by receiver
@@ -182,12 +187,15 @@ class CostModel:
                     self._gathered(traffic, items, self.sector(table), table)
             elif o.access == "shared":
                 traffic.memory += row
-            else:
-                scattered = not in_order and op.width < 8
-                traffic.memory += items * (self.sector(table) if scattered else row)
+            elif in_order or op.width >= 8:
+                traffic.memory += items * row
+            elif self.array_of.get(o.value, o.value) not in packed:
+                packed.add(self.array_of.get(o.value, o.value))
+                traffic.memory += items * self.sector(table)
         traffic.memory += 4 * items * len(tables)
-        for v in t.item_outputs:
-            traffic.memory += items * (self.row_bytes(v) if in_order or ops[v].width >= 8 else 32)
+        narrow = [v for v in t.item_outputs if not in_order and ops[v].width < 8]
+        traffic.memory += sum(items * self.row_bytes(v) for v in t.item_outputs if v not in narrow)
+        traffic.memory += 32 * items * bool(narrow)
         traffic.memory += sum(loop * self.row_bytes(v) for v in t.row_outputs)
         flops = sum(items * ops[i].width for i in t.body)
         m = self.machine
@@ -205,7 +213,11 @@ class CostModel:
         width = max(widths, default=1)
         chunk = type_chunk_of(items) if "type" in t.via else hub_chunk_of(items)
         loads = [(ops[o.name].width, o.value in self.half) for o in t.operands]
-        schedule = traversal_schedule(width, items / max(loop, 1), loads=loads, num_items=items, longest=chunk)
+        by_row = [ops[o.name].width for o in t.operands if o.access in ("row", "row_indexed")]
+        schedule = traversal_schedule(
+            width, items / max(loop, 1), loads=loads, row_loads=by_row, writes_items=bool(t.item_outputs),
+            num_items=items, longest=chunk,
+        )  # fmt: skip
         return chunk / schedule.items_per_step * self.machine.step_seconds
 
     # --- bytes -------------------------------------------------------------------------------------------------------

@@ -361,6 +361,8 @@ class Traversal:
     sum, max: of gathered rows times an item value, no epilogue.
     positioned: sum of rows gathered by a table in the order of rows; no item id is needed.
     edges: item outputs alone.
+    columns: sum of gathered rows times a number that one array has for each item beside others; writes two numbers of
+      the item side by side.
     scalars: features of rank 0 and a shared scalar.
     """
 
@@ -477,6 +479,15 @@ class Traversal:
                 edge_body, None, [a["x"], a["score"], a["bias"]], [indexed, item, row],
                 item_outputs=[((), f32), ((h,), self.dtype)], **options,
             )  # fmt: skip
+        if kind == "columns":
+            beside = jnp.concatenate([jnp.asarray(a["weight"])[:, None], jnp.asarray(a["score"])], axis=1)
+            number, scores = (kernels.Operand("item", columns=columns) for columns in ((0, ()), (1, (h,))))
+            return kernels.traverse(
+                lambda x, w, s: ((x * w[:, :, None],), ((w[:, :, None], 2 * w[:, :, None]), (s, s + w[:, :, None]))),
+                None, [a["x"], beside, beside], [indexed, number, scores],
+                reductions=[kernels.Reduction("sum", (d,))], row_outputs=[((d,), self.dtype)],
+                item_outputs=[((2,), f32), ((2 * h,), self.dtype)], **options,
+            )  # fmt: skip
         if kind == "scalars":
             return kernels.traverse(
                 lambda w, c: ((w * c, w), (w + c,)), lambda accs, tiles: (accs[0] + tiles[0], accs[1]),
@@ -517,6 +528,10 @@ class Traversal:
         if kind == "edges":
             norm = (f["x"][source] ** 2).sum(1) + d
             return [], [np.where(valid, norm, 0), np.where(valid[:, None], f["score"] + f["bias"][owner], 0)]
+        if kind == "columns":
+            value, weight = f["x"][source] * f["weight"][:, None], f["weight"][:, None]
+            found = weight * [1, 2], np.concatenate([f["score"], f["score"] + weight], axis=1)
+            return [np.stack([value[m].sum(0) for m in members])], [np.where(valid[:, None], v, 0) for v in found]
         sums = np.array([f["weight"][m].sum() for m in members]) * f["scalar"] + f["scalar"]
         tops = np.array([f["weight"][m].max() if len(m) else 0 for m in members])
         return [sums, tops], [np.where(valid, f["weight"] + f["scalar"], 0)]
@@ -575,6 +590,9 @@ TRAVERSALS = {
     "edges": Traversal(kind="edges"),
     "edges, width 16, hubs": Traversal(kind="edges", width=16, chunk=4),
     "edges, bfloat16": Traversal(kind="edges", dtype=jnp.bfloat16),
+    "columns": Traversal(kind="columns"),
+    "columns, hubs, rows ordered": Traversal(kind="columns", heads=1, width=17, chunk=4, ordered=True),
+    "columns, bfloat16": Traversal(kind="columns", heads=4, dtype=jnp.bfloat16),
     "scalars": Traversal(kind="scalars"),
     "scalars, hubs": Traversal(kind="scalars", chunk=3, sorted=True),
     "one row": Traversal(degrees=(7,), chunk=2, schedule=(4, 2)),

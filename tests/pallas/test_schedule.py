@@ -1,5 +1,6 @@
 """Schedules: powers of two within what a kernel can do, and tuned tables that overrule the heuristics."""
 
+import functools
 import json
 
 import pytest
@@ -18,6 +19,24 @@ def test_traversal_schedules_are_powers_of_two_and_fit(degree, interpret):
             assert n >= 1 and next_power_of_two(n) == n
         if not interpret:  # at most 64 elements of a tile a thread
             assert s.rows_per_program * s.items_per_step * width <= 64 * 32 * s.num_warps
+
+
+@pytest.mark.parametrize("degree, rows, items", [(1.8, 4, 1), (10, 2, 2)])
+def test_loops_that_only_multiply_and_sum_have_room_for_more_rows(degree, rows, items):
+    """However wide their sums are side by side; with a row of their own they hold it and an inner product, too."""
+    loads = [(1, False), (1, False), (64, True), (64, True)]
+    find = functools.partial(schedule.traversal_schedule, 128, degree, num_items=10**7)
+    s = find(loads=loads, row_loads=[])
+    assert (s.rows_per_program, s.items_per_step) == (rows, items)
+    assert find(loads=[*loads, (64, True)], row_loads=[64]) == find(loads=[*loads, (64, True)])
+    assert find(loads=[*loads, (64, True)], row_loads=[64]).rows_per_program == 2
+
+
+@pytest.mark.parametrize("in_half, writes, items", [(True, True, 2), (True, False, 1), (False, True, 1)])
+def test_items_of_a_step_where_numbers_of_items_are_written(in_half, writes, items):
+    loads = [(1, False), (64, False), (64, in_half), (64, in_half), (64, True)]
+    s = schedule.traversal_schedule(64, 10, loads=loads, row_loads=[1, 64, 64], writes_items=writes, num_items=10**7)
+    assert (s.rows_per_program, s.items_per_step) == (4 // items, items)
 
 
 @pytest.mark.parametrize("precision", ["f32", "tf32", "bf16"])

@@ -136,6 +136,9 @@ def test_errors_say_what_to_do():
         kernels.traverse(same, None, [x], [kernels.Operand("indexed", 0)], **common)
     with pytest.raises(ValueError, match="access must be one of item, position, indexed, positioned, shared, row"):
         kernels.traverse(same, None, [x], [kernels.Operand("column")], **common)
+    columns = kernels.Operand("row", columns=(0, (2,)))
+    with pytest.raises(ValueError, match=r"operands\[0\].columns must name columns of a 2-dimensional array by item"):
+        kernels.traverse(same, None, [jnp.zeros((1, 2))], [columns], **common)
     with pytest.raises(ValueError, match="score must be the number of a max reduction"):
         kernels.traverse(same, None, [x], item, reductions=[kernels.Reduction("weighted", (2,))], **common)
     with pytest.raises(ValueError, match="body must return 1 reduction values and 0 item outputs, got 0 and 0"):

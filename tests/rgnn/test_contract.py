@@ -14,7 +14,10 @@ import pytest
 
 from dejax.rgnn import Options, RelGraph, execute
 from dejax.rgnn.execute import counts_of
-from dejax.rgnn.passes import save
+from dejax.rgnn.ir.inter import Program
+from dejax.rgnn.ir.intra import Traversal
+from dejax.rgnn.lowering.pallas import Columns, PallasLowering
+from dejax.rgnn.passes import Counts, save
 from tests.rgnn.cases import CASES, MODELS, Size
 from tests.rgnn.contract import Expected, assert_agrees, check, covering, expected, row_counts, run_case
 from tests.rgnn.references import GRAPHS, HUB_CHUNK, graph_of
@@ -315,6 +318,64 @@ def test_keys_and_messages_in_one_array(size: Size) -> None:
     """As on a GPU: both in 16 bits with their powers of two, of widths that are and are not powers of two."""
     options = dataclasses.replace(PALLAS, precision="tf32")
     check("hgt_skip", "typed", size, options, tolerance=TF32, loop_tables=True)
+
+
+@pytest.fixture
+def as_on_a_large_graph(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
+    """The compiler is told of 100,000 times the nodes, edges and pairs."""
+
+    def task(program: Program, counts: Counts, *rest: Any) -> execute.Task:
+        grown = ("nodes", "edges", "source_pairs", "destination_pairs")
+        counts = dataclasses.replace(counts, **{name: 10**5 * getattr(counts, name) for name in grown})
+        return execute.Task(program, counts, *rest)
+
+    monkeypatch.setattr(importlib.import_module("dejax.rgnn.program"), "Task", task)
+
+
+@pytest.fixture
+def side_by_side(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many item values each array holds that loops write for others."""
+    found: list[int] = []
+    original = PallasLowering.together
+
+    def together(self: PallasLowering, t: Traversal) -> list[tuple[int, ...]]:
+        values = original(self, t)
+        found.extend(map(len, values))
+        return values
+
+    monkeypatch.setattr(PallasLowering, "together", together)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "precision", "tolerance"),
+    [(Size(16, 16, 1), "float32", "tf32", TF32), (Size(20, 17, 2), "float32", "f32", F32),
+     (Size(8, 8, 2), "bfloat16", None, BF16)],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.usefixtures("rows_in_16_bits", "as_on_a_large_graph")
+def test_numbers_that_one_loop_makes_for_others(
+    size: Size, dtype: str, precision: str | None, tolerance: float, side_by_side: list[int]
+) -> None:
+    """Two an edge and head, which lie side by side, in float32 whatever dtype they have."""
+    options = dataclasses.replace(PALLAS, precision=precision)
+    check("hgt", "typed", size, options, dtype, tolerance=tolerance, loop_tables=True)
+    assert 2 in side_by_side
+
+
+@pytest.mark.usefixtures("as_on_a_large_graph")
+def test_numbers_of_others_in_xla(side_by_side: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no kernel does the loop that reads them."""
+    original = PallasLowering.traversal
+
+    def traversal(self: PallasLowering, t: Traversal, env: dict[int, Any]) -> None:
+        if any(isinstance(env[v], Columns) for v in t.reads):
+            raise NotImplementedError("as if it were too wide")
+        original(self, t, env)
+
+    monkeypatch.setattr(PallasLowering, "traversal", traversal)
+    check("hgt", "typed", Size(8, 8, 2), PALLAS, tolerance=F32)
+    assert 2 in side_by_side
 
 
 def test_the_references_can_be_missed() -> None:

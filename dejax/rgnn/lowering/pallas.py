@@ -32,15 +32,16 @@ _PACKED_WIDTH = 4
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """A narrow value as columns of an array that others share, [rows, columns]."""
+    """A narrow value as columns of an array that others share, float32[rows, columns]."""
 
     array: jax.Array
     first: int
     shape: tuple[int, ...]
+    dtype: str  # of the value: it is kept as it was computed
 
     def whole(self) -> jax.Array:
-        width = math.prod(self.shape)
-        return self.array[:, self.first : self.first + width].reshape(-1, *self.shape)
+        columns = self.array[:, self.first : self.first + math.prod(self.shape)]
+        return columns.reshape(-1, *self.shape).astype(self.dtype)
 
 
 class PallasLowering:
@@ -206,8 +207,9 @@ class PallasLowering:
         items = num_rows(self.graph, t.space)
         for o in t.operands:
             array, columns = packed.get(o.name, (env[o.value], None))
-            if isinstance(array, Columns):
-                array, columns = array.array, (array.first, array.shape)
+            beside = env[o.value]
+            if isinstance(beside, Columns):
+                array, columns = beside.array, (beside.first, beside.shape)
             index = None
             access = {"dense": "item", "gathered": "indexed"}.get(o.access, o.access)
             if access == "shared":
@@ -234,8 +236,10 @@ class PallasLowering:
             operands.append(kernels.Operand(access, index, columns, o.part))
         together = self.together(t)
         item_outputs = tuple(
-            (ops[v].shape if not rest else ((1 + len(rest)) * ops[v].width,), jnp.dtype(ops[v].dtype))
-            for v, *rest in together
+            ((len(values) * ops[values[0]].width,), jnp.dtype("float32"))
+            if len(values) > 1
+            else (ops[values[0]].shape, jnp.dtype(ops[values[0]].dtype))
+            for values in together
         )
         compute = _TileProgram(self.program, t, together)
         if t.via is None:
@@ -280,20 +284,21 @@ class PallasLowering:
         )
         env.update(zip(t.row_outputs, row_values, strict=True))
         for values, array in zip(together, item_values, strict=True):
-            width = ops[values[0]].width
-            shared = len(values) > 1
-            env.update((v, Columns(array, i * width, ops[v].shape) if shared else array) for i, v in enumerate(values))
+            for i, v in enumerate(values):
+                op = ops[v]
+                env[v] = Columns(array, i * op.width, op.shape, op.dtype) if len(values) > 1 else array
 
     def together(self, t: Traversal) -> list[tuple[int, ...]]:
         """The item outputs of a loop; those that go side by side into one array in one tuple.
 
-        They are narrow values that loops alone read, and by item: one sector for all of them.
+        They are narrow values that loops alone read, and by item: one sector for all of them, so that float32 costs
+        nothing where they are narrower.
         """
         ops = self.program.ops
         found: dict[Any, tuple[int, ...]] = {}
         for v in t.item_outputs:
             op = ops[v]
-            narrow = t.via is not None and len(op.shape) <= 1 and op.width <= _PACKED_WIDTH and op.dtype == "float32"
+            narrow = t.via is not None and len(op.shape) <= 1 and op.width <= _PACKED_WIDTH
             key = op.shape if narrow and self.read_by_item(v) else v
             found[key] = (*found.get(key, ()), v)
         return list(found.values())
@@ -367,6 +372,7 @@ class _TileProgram:
 
     def __init__(self, program: Program, t: Traversal, together: Sequence[tuple[int, ...]]) -> None:
         self.program, self.t, self.together = program, t, together
+        self.kept = {v for values in together if len(values) > 1 for v in values}  # in float32, whatever their dtype
 
     def body(self, *tiles: Any) -> tuple[tuple, tuple]:
         env = self.evaluate(dict(zip((o.name for o in self.t.operands), tiles, strict=True)), self.t.body, 2)
@@ -444,7 +450,7 @@ class _TileProgram:
         The gradient of a softmax is a difference that cancels; with one side rounded it would not.
         """
         dtype = jnp.dtype(self.program.ops[value].dtype)
-        if value not in self.t.writes or dtype == jnp.float32:
+        if value not in self.t.writes or value in self.kept or dtype == jnp.float32:
             return tile
         tile = _whole(tile)
         return tile.astype(dtype).astype(jnp.float32)

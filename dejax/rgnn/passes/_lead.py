@@ -71,10 +71,13 @@ def multipliers(fusion: Fusion, loop: Loop) -> list[int]:
 
 
 def plain(fusion: Fusion, value: int) -> int:
-    """The value before reshapes and rounding: what is written is the number itself, in the dtype that it was made in."""
+    """The value before reshapes, and before it is rounded: none of its digits are lost in memory."""
     ops = fusion.program.ops
     while ops[value].name in ("reshape", "cast") and fusion.on_tile(ops[value].args[0]):
-        value = ops[value].args[0]
+        (before,) = ops[value].args
+        if ops[value].name == "cast" and ops[before].dtype != "float32":
+            break
+        value = before
     return value
 
 
