@@ -2,8 +2,9 @@
 
 Reductions over the same rows share one loop when neither needs the other's result. The elementwise operators that lead
 to them are computed edge by edge in registers, again in every loop that needs them; what shrank a feature axis and is
-needed twice is written once. A maximum, the sum of exp(score - maximum) and sums weighted by it are one pass with a
-running maximum. Operators on the rows that follow a reduction become its epilogue.
+needed twice is written once, and so are the numbers that one loop can make for others (`_lead.py`). A maximum, the sum
+of exp(score - maximum) and sums weighted by it are one pass with a running maximum. Operators on the rows that follow a
+reduction become its epilogue.
 """
 
 from __future__ import annotations
@@ -64,13 +65,18 @@ class Fusion:
         self.loops: list[Loop] = []
 
     def run(self) -> Kernels:
-        self.plan(absorb_first=True)
-        if not self.acyclic(self.loops):
-            self.plan(absorb_first=False)
+        for leading in (True, False) if self.leading else (False,):
+            for absorb_first in (True, False):
+                self.plan(leading=leading, absorb_first=absorb_first)
+                if self.acyclic(self.loops):
+                    return self.finished()
+        return self.finished()
+
+    def finished(self) -> Kernels:
         made: list[Instance] = [self.finish(loop) for loop in self.loops]
         return Kernels(self.program, (*self.kernels.instances, *made))
 
-    def plan(self, *, absorb_first: bool) -> None:
+    def plan(self, *, leading: bool, absorb_first: bool) -> None:
         """Makes the loops.
 
         Epilogues first leave fewer item values to write; but what an epilogue took may need an item value that only a
@@ -80,7 +86,7 @@ class Fusion:
         for i, op in enumerate(self.program.ops):
             if op.name == "reduce" and op.attr("via") != "all" and i not in self.written and len(op.shape) <= _MAX_RANK:
                 self.place(i, op)
-        if self.leading:
+        if leading:
             lead(self)
         steps = [self.absorb_all, self.write_items]
         for step in steps if absorb_first else reversed(steps):
