@@ -385,7 +385,7 @@ def typed_matmul(
             if merged == 1:  # matrices of whole tiles need no mask
                 sides = tuple((0, -a % b) for a, b in zip((k, n), (schedule.block_k, schedule.block_n), strict=True))
                 sides = (0, 0), (0, 0), *(sides[::-1] if transpose_w else sides)
-                w, w_low = (a if a is None else jnp.pad(a, sides) for a in (w, w_low))
+                w, w_low = jnp.pad(w, sides), None if w_low is None else jnp.pad(w_low, sides)
         operands = {
             "x": x.bits if isinstance(x, FloatBits) else mantissa.reshape(rows, groups * k),
             "w": w,

@@ -148,7 +148,7 @@ def lower_to_kernels(
     if "gemm" not in disable:
         kernels = fuse_gemm(kernels, accumulate=not deterministic)
     if "traversal" not in disable:
-        kernels = fuse_traversal(kernels, leading="lead" not in disable)
+        kernels = fuse_traversal(kernels, counts, leading="lead" not in disable)
     kernels = verify_kernels(fallback(kernels, merge="fallback" not in disable))
     if half and "storage" not in disable:
         kernels = storage(kernels, packed)

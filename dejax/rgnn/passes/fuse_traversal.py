@@ -26,7 +26,7 @@ from dejax.rgnn.ir.intra import (
     as_part,
 )
 from dejax.rgnn.passes._lead import lead
-from dejax.rgnn.passes._rewrite import factors, moves_unit_axes
+from dejax.rgnn.passes._rewrite import Counts, factors, moves_unit_axes
 
 _ITEM_SPACES = (Space.EDGE, Space.SOURCE_PAIR, Space.DESTINATION_PAIR)
 _MAX_RANK = 2  # (heads, width)
@@ -48,16 +48,16 @@ class Loop:
         return {a.out for a in self.accumulators} | set(self.epilogue) | set(self.items)
 
 
-def fuse_traversal(kernels: Kernels, *, leading: bool = True) -> Kernels:
+def fuse_traversal(kernels: Kernels, counts: Counts, *, leading: bool = True) -> Kernels:
     """Adds the traversals; with `leading`, one of them may make what others multiply rows by (`passes/_lead.py`)."""
-    return Fusion(kernels, leading).run()
+    return Fusion(kernels, counts, leading).run()
 
 
 class Fusion:
     """The loops of one program, and what it takes to tell what each can do."""
 
-    def __init__(self, kernels: Kernels, leading: bool) -> None:
-        self.kernels, self.program, self.leading = kernels, kernels.program, leading
+    def __init__(self, kernels: Kernels, counts: Counts, leading: bool) -> None:
+        self.kernels, self.program, self.counts, self.leading = kernels, kernels.program, counts, leading
         self.users = self.program.users()
         self.written = {v for instance in kernels.instances for v in instance.writes}
         # A product inside an instance whose value never reaches memory (it has an epilogue).
