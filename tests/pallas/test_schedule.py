@@ -1,6 +1,7 @@
 """Schedules: powers of two within what a kernel can do, and tuned tables that overrule the heuristics."""
 
 import functools
+import itertools
 import json
 
 import pytest
@@ -19,6 +20,19 @@ def test_traversal_schedules_are_powers_of_two_and_fit(degree, interpret):
             assert n >= 1 and next_power_of_two(n) == n
         if not interpret:  # at most 64 elements of a tile a thread
             assert s.rows_per_program * s.items_per_step * width <= 64 * 32 * s.num_warps
+
+
+@pytest.mark.parametrize("features", [3, 17, 34, 64, 100, 300])
+@pytest.mark.parametrize("halves", [(False,), (True,), (True, True), (False, True, True)])
+def test_schedules_of_operands_of_any_width(features, halves):
+    """What reads no row of its own, what reads one, and what does not know, on few and many items."""
+    loads = [(1, False), *((features, half) for half in halves)]
+    rows, degrees, counts = (None, [], [features]), (0.3, 1.0, 3.0, 11.0, 80.0), (None, 30, 10_000, 10**7)
+    for row_loads, degree, num_items, times in itertools.product(rows, degrees, counts, (1, 2)):
+        width = times * next_power_of_two(features)
+        s = schedule.traversal_schedule(width, degree, loads=loads, row_loads=row_loads, num_items=num_items)
+        for n in (s.rows_per_program, s.items_per_step, s.num_warps):
+            assert n >= 1 and next_power_of_two(n) == n
 
 
 @pytest.mark.parametrize("degree, rows, items", [(1.8, 4, 1), (10, 2, 2)])

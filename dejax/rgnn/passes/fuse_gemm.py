@@ -103,7 +103,7 @@ def _apart(program: Program, value: int, product: int) -> bool:
 def _inner_product(program: Program, users: list[int], i: int, via: str) -> int | None:
     """A user of product `i` that takes the inner product of each row with the vector of its type."""
     op = program.ops[i]
-    if op.dtype != "float32" or op.width != op.shape[-1] or op.width > _WHOLE_WIDTH:  # rows of one head, unrounded
+    if op.dtype != "float32" or op.shape[-1:] != (op.width,) or op.width > _WHOLE_WIDTH:  # rows of one head, unrounded
         return None
     for u in users:
         user = program.ops[u]
