@@ -3,7 +3,7 @@
     python benchmarks/rgnn.py                                     # ours, all 24 cells
     python benchmarks/rgnn.py --peers all --out benchmarks/results
     python benchmarks/rgnn.py --graphs am --peers pyg,grouped --update benchmarks/results/FILE.json
-    python benchmarks/rgnn.py --graphs am,mag --sweep             # widths, heads and bfloat16 beside width 64
+    python benchmarks/rgnn.py --graphs am,mag --sweep             # and other widths, heads, bfloat16, float32 products
 
 Forward, and forward with gradients of features and weights. Graphs are synthetic with the published counts and skewed
 degrees (`dejax.datasets.synthetic`), or read from a file. Each implementation runs in a process of its own; all are
@@ -40,11 +40,13 @@ GRAPHS = ("aifb", "mutag", "bgs", "fb15k", "biokg", "am", "mag", "wikikg2")
 MODELS = ("rgcn", "rgat", "hgt")
 UNFINISHED = "unfinished.json"
 PEERS = tuple(name for name in runner.FRAMEWORKS if name != "dejax")
-SWEEP = (
-    *({"width": width} for width in (32, 100, 128, 256)),
-    *({"heads": heads} for heads in (4, 8)),
-    {"dtype": "bfloat16"},
-)
+SWEEP: dict[str, dict[str, Any]] = {
+    **{f"width{width}": {"width": width} for width in (32, 100, 128, 256)},
+    **{f"heads{heads}": {"heads": heads} for heads in (4, 8)},
+    "bfloat16": {"dtype": "bfloat16"},
+    "f32": {"precision": "f32"},
+}
+"""Settings beside the base ones, by the names that `--sweep` takes."""
 
 
 def names(text: str, known: tuple[str, ...], what: str) -> list[str]:
@@ -67,7 +69,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--heads", type=int, default=1)
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     p.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"), help="of float32 products")
-    p.add_argument("--sweep", action="store_true", help="further widths, heads and bfloat16")
+    p.add_argument(
+        "--sweep", nargs="?", const="all", default="", help=f"other settings, too: all, or {', '.join(SWEEP)}"
+    )
     p.add_argument("--compile", action="store_true", help="also the first call on the persistent compilation cache")
     p.add_argument("--batch", type=int, default=0, help="also RelGraph.build_traced of so many edges, inside jit")
     p.add_argument("--target", type=float, default=0.2, help="seconds of repetitions of one function")
@@ -80,6 +84,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args.graphs = [] if args.graph_file else names(args.graphs, GRAPHS, "--graphs")
     args.models = names(args.models, MODELS, "--models")
     args.peers = names(args.peers, PEERS, "--peers")
+    args.sweep = names(args.sweep, tuple(SWEEP), "--sweep")
     if args.width % args.heads:
         p.error(f"--width must be a multiple of --heads, got {args.width} and {args.heads}")
     if args.update and not args.update.exists():
@@ -95,7 +100,7 @@ class Benchmark:
         self.earlier = json.loads(args.update.read_text(encoding="utf-8")) if args.update else None
         self.limits = Limits(args.target, args.cut, args.limit)
         self.base = Settings(args.width, args.heads, args.dtype, args.precision)
-        sweep = [Settings(**{**self.base_dict, **change}) for change in SWEEP] if args.sweep else []
+        sweep = [Settings(**{**self.base_dict, **SWEEP[name]}) for name in args.sweep]
         self.settings = [self.base, *(s for s in sweep if s != self.base)]
         self.graphs: dict[str, dict[str, Any]] = {}
         self.results: list[dict[str, Any]] = []

@@ -365,13 +365,16 @@ def goals(results: Results, settings: dict[str, Any]) -> list[str]:
         name = f"{r['graph']} {r['model']} width {s['width']}, {s['heads']} heads, {s['dtype']}"
         if s["precision"] == settings["precision"]:
             line(f"{name}: time for each byte, the larger", max(relative), 1.3, "x")
-    least = 5.0 if settings["precision"] == "tf32" else 3.0
     for model in MODELS:
         of_model = [c for c in done if c[1] == model]
-        for phase in PHASES:
-            values = [v for c in of_model if (v := ratio(results, settings, c, phase, "hector"))]
-            line(f"{model} {phase}, Hector's time over ours, geometric mean", geometric_mean(values), least, "x", True)
-            line(f"{model} {phase}, Hector's time over ours, least", min(values, default=math.nan), 1, "x", True)
+        for precision in dict.fromkeys((settings["precision"], "f32")):
+            least = 5.0 if precision == "tf32" else 3.0
+            for phase in PHASES:
+                these = {**settings, "precision": precision}
+                values = [v for c in of_model if (v := ratio(results, these, c, phase, "hector"))]
+                what = f"{model} {phase}, {precision}, Hector's time over ours, {len(values)} graphs"
+                line(f"{what}, geometric mean", geometric_mean(values), least, "x", True)
+                line(f"{what}, least", min(values, default=math.nan), 1, "x", True)
         values = [v for c in of_model if (v := ratio(results, settings, c, "training", "plain"))]
         what = f"{model} training, best of PyTorch Geometric and plain JAX over ours, geometric mean"
         line(what, geometric_mean(values), _PLAIN_TRAINING[model], "x", True)
@@ -416,6 +419,15 @@ def markdown(results: Results, settings: dict[str, Any] = BASE) -> str:
             means.append(" / ".join(_figure(geometric_mean(values), 2) for values in both) + of)
         if of_model:
             lines.append(f"| geometric mean | {title} | | | | | | {means[0]} | {means[1]} |")
+        exact = {**settings, "precision": "f32"}
+        both = [[v for c in of_model if (v := ratio(results, exact, c, p, "hector"))] for p in PHASES]
+        if known := min(map(len, both)):
+            of = f" (of {known})" if known < len(of_model) else ""
+            lines.append(
+                f"| with float32 products | {title} | | | | | | | "
+                + " / ".join(_figure(geometric_mean(values), 2) for values in both)
+                + f"{of} |"
+            )
     return "\n".join(lines)
 
 
