@@ -364,6 +364,16 @@ def test_numbers_that_one_loop_makes_for_others(
     assert 2 in side_by_side
 
 
+@pytest.mark.parametrize(
+    ("name", "size"), [("rgat_one_head", Size(16, 16, 1)), ("rgat", Size(20, 17, 2)), ("rgat", Size(8, 3, 5))], ids=str
+)
+@pytest.mark.parametrize(("precision", "tolerance"), [("f32", F32), ("tf32", TF32)])
+@pytest.mark.usefixtures("as_on_a_large_graph")
+def test_scores_by_products_with_narrow_matrices(name: str, size: Size, precision: str, tolerance: float) -> None:
+    """As where rows of nodes come from memory; and with many heads the way back, too."""
+    check(name, "typical", size, dataclasses.replace(PALLAS, precision=precision), tolerance=tolerance)
+
+
 @pytest.mark.usefixtures("as_on_a_large_graph")
 def test_numbers_of_others_in_xla(side_by_side: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no kernel does the loop that reads them."""

@@ -274,7 +274,7 @@ def test_golden_cut(golden: Golden) -> None:
 
 
 def test_golden_gemm(golden: Golden) -> None:
-    golden("pass_gemm.txt", before_after(products, ("gemm instances", fuse_gemm(Kernels(products)))))
+    golden("pass_gemm.txt", before_after(products, ("gemm instances", fuse_gemm(Kernels(products), COUNTS))))
 
 
 def test_golden_traversal(golden: Golden) -> None:
@@ -288,7 +288,7 @@ def test_golden_lead(golden: Golden) -> None:
 
 
 def test_golden_fallback(golden: Golden) -> None:
-    fused = fuse_traversal(fuse_gemm(Kernels(what_no_template_does)), COUNTS)
+    fused = fuse_traversal(fuse_gemm(Kernels(what_no_template_does), COUNTS), COUNTS)
     stages = [
         ("in order, with the rest left to XLA", fallback(fused)),
         ("one operator each", fallback(fused, merge=False)),
@@ -298,7 +298,7 @@ def test_golden_fallback(golden: Golden) -> None:
 
 def test_golden_storage(golden: Golden) -> None:
     """Rows between kernels in 16 bits; an output only where it may be."""
-    fused = fallback(fuse_traversal(fuse_gemm(Kernels(products_of_products)), COUNTS))
+    fused = fallback(fuse_traversal(fuse_gemm(Kernels(products_of_products), COUNTS), COUNTS))
     golden(
         "pass_storage.txt",
         before_after(
@@ -319,7 +319,7 @@ def test_parts_are_read_and_written_where_they_are() -> None:
     pairs = Counts(nodes=50, edges=1000, source_pairs=90, destination_pairs=90, edge_types=8, node_types=3)
     joint = differentiate(dce(merge(compact(keys_and_messages, pairs), pairs), pairs), wrt=(0, 1, 2, 3))
     late = run_passes(joint, LATE, pairs, frozenset(), lambda *_: None)
-    kernels = storage(fallback(fuse_traversal(fuse_gemm(Kernels(late)), COUNTS)))
+    kernels = storage(fallback(fuse_traversal(fuse_gemm(Kernels(late), COUNTS), COUNTS)))
     loops = [i for i in kernels.instances if isinstance(i, Traversal)]
     read = {o.part for t in loops for o in t.operands}
     assert {(0, 2), (2, 2)} <= read
@@ -518,6 +518,21 @@ def test_one_loop_of_attention_makes_the_numbers_by_which_others_multiply_rows(h
         ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("nodes", "heads", "forward", "backward"), [(100, 1, 0, 0), (100, 4, 1, 1), (10**7, 1, 1, 0)])
+def test_a_few_vectors_by_type_are_a_narrow_product(nodes: int, heads: int, forward: int, backward: int) -> None:
+    """RGAT's scores of destinations with many heads, or where rows of nodes come from memory; their gradient."""
+    counts = replace(COUNTS, nodes=nodes)
+    size = Size(8, 4, heads)
+    arrays = {k: a.astype("float32") for k, a in make_arrays("rgat", GRAPHS["typical"], size, "float32").items()}
+    task, _, _ = library.rgat._prepare(graph_of("typical"), Options(), (arrays.pop("x"), arrays), {})
+    task = replace(task, counts=counts)
+    _, *halves = execute.training_tasks(task, execute.differentiable_positions(task))
+    for half, expected in zip(halves, (forward, backward), strict=True):
+        kernels = execute.inference_kernels(half)
+        narrow = [g for g in kernels.instances if isinstance(g, Gemm) and g.via == "destination_pair.etype"]
+        assert len(narrow) == expected
+
+
 def test_scores_of_one_head_are_made_by_the_product() -> None:
     """The template has a row's columns in one tile; those of several heads lie in one row of it, and are left apart."""
     for heads, made in ((1, True), (2, False)):
@@ -528,10 +543,10 @@ def test_scores_of_one_head_are_made_by_the_product() -> None:
             z = b.linear(b.src(x), w, "k,hkn->hn")
             return [z, b.linear(z, a, "hk,hk->h")]
 
-        (gemm,) = fuse_gemm(Kernels(scores)).instances
+        (gemm,) = fuse_gemm(Kernels(scores), COUNTS).instances
         assert isinstance(gemm, Gemm)
         assert (gemm.dot is not None) == made and (set(gemm.writes) == set(scores.outputs)) == made
-        verify_kernels(fallback(fuse_traversal(fuse_gemm(Kernels(scores)), COUNTS)))
+        verify_kernels(fallback(fuse_traversal(fuse_gemm(Kernels(scores), COUNTS), COUNTS)))
 
 
 def test_no_folding_where_it_would_change_or_cost_something() -> None:
@@ -611,7 +626,7 @@ def test_lines_survive_the_passes() -> None:
 
 
 def test_outer_products_are_gemm_instances() -> None:
-    kernels = verify_kernels(fallback(fuse_gemm(Kernels(products))))
+    kernels = verify_kernels(fallback(fuse_gemm(Kernels(products), COUNTS)))
     assert [type(i) for i in kernels.instances] == [Gemm, Outer]
 
 

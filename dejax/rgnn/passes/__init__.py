@@ -146,7 +146,7 @@ def lower_to_kernels(
     """
     kernels = Kernels(program)
     if "gemm" not in disable:
-        kernels = fuse_gemm(kernels, accumulate=not deterministic)
+        kernels = fuse_gemm(kernels, counts, accumulate=not deterministic)
     if "traversal" not in disable:
         kernels = fuse_traversal(kernels, counts, leading="lead" not in disable)
     kernels = verify_kernels(fallback(kernels, merge="fallback" not in disable))

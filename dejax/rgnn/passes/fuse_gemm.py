@@ -7,24 +7,33 @@ type, which is what attention scores are made of.
 
 from __future__ import annotations
 
+import math
+
 from dejax.rgnn.ir.inter import TYPE_VIA, Program, Space
 from dejax.rgnn.ir.intra import MATRIX_SPECS, OUTER_SPECS, Gemm, Instance, Kernels, Outer, access_operand
+from dejax.rgnn.passes._rewrite import Counts
 
 # A tile that holds whole rows: wider ones would not fit the registers.
 _WHOLE_WIDTH = 64
-# Contractions with one or a few vectors for each type that are better products with a narrow matrix -> how the template
-# says them. Of gathered rows: RGAT's 8 heads on 3 million pairs: 0.85 ms in registers, 0.19 so; one vector, too, as a
-# product takes its tiles by node and finds rows in the cache that a loop over types would fetch anew.
+# Contractions with one or a few vectors for each type, which can be products with a narrow matrix -> how the template
+# says them: of rows that are gathered, and sums of vectors.
 _GATHERED = {"k,k->": "k,k->", "k,hk->h": "n,kn->k"}
-# A sum of vectors, from so many on: 8 for each pair 0.96 ms in a loop, 0.16 and 0.30 as a product and a loop.
-_SUM, _MIN_VECTORS = {"h,hk->k": "k,kn->n"}, 4
+_SUMS = {"h,hk->k": "k,kn->n"}
+# From so many vectors on a product is better: RGAT's 8 heads on 3 million pairs 0.85 ms in registers, 0.19 so; a sum of
+# 8 for each pair 0.96 in a loop, 0.16 and 0.30 as a product and a loop.
+_MIN_VECTORS = 4
+# With fewer where rows of more bytes are gathered, which an H200's cache does not have: a product takes its tiles by
+# node and fetches a row once, a loop over types for each type. RGAT on wikikg2 0.86 -> 0.41 ms; bgs was 7 us slower.
+_CACHED_BYTES = 60e6
 _ACTIVATIONS = {"relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid", "leaky_relu": "leaky_relu"}
 
 
-def fuse_gemm(kernels: Kernels, *, accumulate: bool = False) -> Kernels:
+def fuse_gemm(kernels: Kernels, counts: Counts, *, accumulate: bool = False) -> Kernels:
     """Adds the GEMM instances.
 
     Args:
+      kernels: a level-2 program without any.
+      counts: of the graph.
       accumulate: a product whose rows are only summed by node is added up in place (atomically, so the order of
         additions
         and the last bits vary from run to run).
@@ -36,7 +45,7 @@ def fuse_gemm(kernels: Kernels, *, accumulate: bool = False) -> Kernels:
         if not typed:
             continue
         x = access_operand(program, op.args[0])
-        if op.name == "linear" and (spec := _as_matrix(program, i)) is not None:
+        if op.name == "linear" and (spec := _as_matrix(program, counts, i)) is not None:
             made.append(_with_epilogue(program, users, i, spec, accumulate))
         elif op.name == "outer" and op.attr("spec") in OUTER_SPECS:
             y = access_operand(program, op.args[1])
@@ -44,7 +53,7 @@ def fuse_gemm(kernels: Kernels, *, accumulate: bool = False) -> Kernels:
     return Kernels(program, (*kernels.instances, *made))
 
 
-def _as_matrix(program: Program, i: int) -> str | None:
+def _as_matrix(program: Program, counts: Counts, i: int) -> str | None:
     """The contraction of a typed linear as a product with a matrix; None where it is better done in registers."""
     op = program.ops[i]
     spec = op.attr("spec")
@@ -52,9 +61,12 @@ def _as_matrix(program: Program, i: int) -> str | None:
         return spec
     if op.space == Space.EDGE:
         return None
-    if program.ops[op.args[0]].name == "gather":
-        return _GATHERED.get(spec)
-    return _SUM.get(spec) if program.ops[op.args[1]].shape[0] >= _MIN_VECTORS else None
+    x, vectors = program.ops[op.args[0]], math.prod(program.ops[op.args[1]].shape[:-1])
+    if x.name == "gather":
+        table = program.ops[x.args[0]]
+        many = vectors >= _MIN_VECTORS or counts.rows(table.space) * table.row_bytes > _CACHED_BYTES
+        return _GATHERED.get(spec) if many else None
+    return _SUMS.get(spec) if vectors >= _MIN_VECTORS else None
 
 
 def _with_epilogue(program: Program, users: list[list[int]], i: int, spec: str, accumulate: bool) -> Gemm:
