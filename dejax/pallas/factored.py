@@ -6,10 +6,12 @@ power of two, times a weight, over a degree, and zero where a slot has no item: 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from dejax.pallas import _triton
@@ -59,6 +61,52 @@ class Factored:
 def whole(value: Any) -> Any:
     """A tile as it is, or the product of a `Factored`."""
     return value.whole() if isinstance(value, Factored) else value
+
+
+# Sides by which a tile must be smaller than another for a product with it to be one with its rows' factor.
+_NARROWER = 4
+
+
+def _is_factor(x: Any, of: Any) -> bool:
+    """Whether a tile has one number for many of another's."""
+    sides = zip(x.shape[2:], of.shape[2:], strict=True) if x.ndim == of.ndim else ()
+    return (
+        not isinstance(x, Factored)
+        and x.ndim == of.ndim
+        and all(a in (1, b) for a, b in sides)
+        and math.prod(x.shape[2:]) * _NARROWER <= math.prod(of.shape[2:])
+    )
+
+
+def product(x: Any, y: Any) -> Any:
+    """`x * y` of one rank, of which either may be `Factored`: a number for many goes to the factor."""
+    for left, right in ((x, y), (y, x)):
+        if isinstance(left, Factored):
+            if _is_factor(right, left):
+                return left.times(right)
+            other = whole(right)
+            return Factored(left.tile * other, left.factor)
+    return x * y
+
+
+def quotient(x: Any, y: Any) -> Any:
+    """`x / y` of one rank; for many numbers over one, times its inverse."""
+    y = whole(y)
+    return product(x, 1.0 / y) if x.ndim == y.ndim and _is_factor(y, x) else whole(x) / y
+
+
+def sum_axis(x: Any, axis: int, size: int, keepdims: bool = False) -> Any:
+    """The sum over a feature axis of a tile, padded lanes left out whatever they hold."""
+    if isinstance(x, Factored):
+        if x.factor is None or x.factor.shape[axis] != 1:
+            return sum_axis(x.whole(), axis, size, keepdims)
+        total = sum_axis(x.tile, axis, size, True) * x.factor
+        return total if keepdims else total.reshape(*total.shape[:axis], *total.shape[axis + 1 :])
+    if x.shape[axis] != size:
+        lanes = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+        x = jnp.where(lanes < size, x, jnp.zeros_like(x))
+    total = lax.reduce_sum(x, (axis,))
+    return jnp.expand_dims(total, axis) if keepdims else total
 
 
 def add(total: jax.Array, value: Any, inside: jax.Array, weight: jax.Array | None = None) -> jax.Array:

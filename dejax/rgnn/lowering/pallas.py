@@ -7,7 +7,6 @@ evaluates it with XLA.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,9 +18,10 @@ import numpy as np
 import dejax.pallas as kernels
 from dejax.pallas import schedule as schedules
 from dejax.rgnn.graph import RelGraph, Segments
-from dejax.rgnn.ir.inter import VIAS, Op, Program
-from dejax.rgnn.ir.intra import Accumulator, Gemm, Instance, Kernels, Operand, Outer, Traversal
-from dejax.rgnn.lowering.xla import ELEMENTWISE, num_rows, segments, valid_rows
+from dejax.rgnn.ir.inter import VIAS
+from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, Operand, Outer, Traversal
+from dejax.rgnn.lowering.tiles import TileProgram
+from dejax.rgnn.lowering.xla import num_rows, segments, valid_rows
 from dejax.rgnn.options import Options
 from dejax.rgnn.passes.storage import encoded_values, may_round
 
@@ -241,7 +241,7 @@ class PallasLowering:
             else (ops[values[0]].shape, jnp.dtype(ops[values[0]].dtype))
             for values in together
         )
-        compute = _TileProgram(self.program, t, together)
+        compute = TileProgram(self.program, t, together)
         if t.via is None:
             results = kernels.map_items(
                 compute.items,
@@ -365,193 +365,3 @@ def _as_typed_matmul(spec: str, x: Any, w: jax.Array) -> tuple[Any, jax.Array, b
     heads = x.shape[1]
     wide = jnp.broadcast_to(w[:, None], (types, heads, *w.shape[1:]))
     return x, wide, spec == "hn,kn->hk", False
-
-
-class _TileProgram:
-    """The level-1 operators of a traversal on tiles: [rows, items, *features], features padded to powers of two."""
-
-    def __init__(self, program: Program, t: Traversal, together: Sequence[tuple[int, ...]]) -> None:
-        self.program, self.t, self.together = program, t, together
-        self.kept = {v for values in together if len(values) > 1 for v in values}  # in float32, whatever their dtype
-
-    def body(self, *tiles: Any) -> tuple[tuple, tuple]:
-        env = self.evaluate(dict(zip((o.name for o in self.t.operands), tiles, strict=True)), self.t.body, 2)
-        values = tuple(self.accumulated(a, env) for a in self.t.accumulators)
-        return values, tuple(self.item_output(found, env) for found in self.together)
-
-    def item_output(self, values: tuple[int, ...], env: dict[int, Any]) -> Any:
-        """An item output in its padded form, or a tuple of them to be stored side by side."""
-        shapes = [self.program.ops[v].shape for v in values]
-        if len(values) == 1:
-            return self.shaped(_whole(env[values[0]]), shapes[0], 2)
-        return tuple(self.shaped(_whole(env[v]), shape or (1,), 2) for v, shape in zip(values, shapes, strict=True))
-
-    def items(self, *tiles: Any) -> tuple:
-        return self.body(*tiles)[1]
-
-    def rows(self, totals: Sequence[Any], row_tiles: Sequence[Any]) -> tuple:
-        row_operands = [o for o in self.t.operands if o.access in ("row", "row_indexed", "shared")]
-        env = dict(zip((o.name for o in row_operands), row_tiles, strict=True))
-        env.update((a.out, self.rounded(a.out, v)) for a, v in zip(self.t.accumulators, totals, strict=True))
-        for i in self.t.epilogue:
-            for a in self.program.ops[i].args:
-                if self.program.ops[a].name == "const" and a not in env:
-                    env[a] = jnp.full((1,), self.program.ops[a].attr("value"), jnp.float32)
-        env = self.evaluate(env, self.t.epilogue, 1)
-        return tuple(self.row_output(v, env[v]) for v in self.t.row_outputs)
-
-    def row_output(self, value: int, tile: Any) -> Any:
-        """A row output in its padded form, or a tuple of them to be stored side by side."""
-        op = self.program.ops[value]
-        if op.name == "concat":
-            return tuple(self.shaped(part, self.program.ops[a].shape, 1) for part, a in zip(tile, op.args, strict=True))
-        return self.shaped(tile, op.shape, 1)
-
-    def accumulated(self, a: Accumulator, env: dict[int, Any]) -> Any:
-        ops = self.program.ops
-        if a.kind != "weighted":
-            return self.shaped(env[a.value] if a.kind == "sum" else _whole(env[a.value]), ops[a.out].shape, 2)
-        score, shape = ops[a.value].shape, ops[a.out].shape
-        if score != shape[: len(score)]:
-            raise NotImplementedError(f"a score of shape {score} that weighs a value of shape {shape}")
-        result: Any = jnp.ones((1, 1), jnp.float32)
-        rank = 0
-        for t in a.terms:
-            factor = env[t.value]
-            term_shape = ops[t.value].shape
-            for axes in t.inserts if term_shape else ():
-                for axis in axes:
-                    factor = factor.reshape(*factor.shape[: 2 + axis], 1, *factor.shape[2 + axis :])
-                    term_shape = (*term_shape[:axis], 1, *term_shape[axis:])
-            left, right = _align(result, rank, factor, len(term_shape), 2)
-            result = _product(left, right) if t.power > 0 else _quotient(left, right)
-            rank = max(rank, len(term_shape))
-        return self.shaped(result, shape, 2)
-
-    def shaped(self, tile: Any, shape: tuple[int, ...], lead: int) -> Any:
-        """A tile in the padded form of a feature shape; leading axes of size 1 stay."""
-        if tile.ndim == lead and shape:
-            tile = tile.reshape(*tile.shape, *(1,) * len(shape))
-        padded = tuple(kernels.next_power_of_two(s) for s in shape)
-        return tile if tile.shape[lead:] == padded else jnp.broadcast_to(_whole(tile), (*tile.shape[:lead], *padded))
-
-    def evaluate(self, env: dict[int, Any], body: Sequence[int], lead: int) -> dict[int, Any]:
-        for i in body:
-            op = self.program.ops[i]
-            if op.name == "concat":  # written side by side, and read by nothing here
-                env[i] = tuple(env[a] for a in op.args)
-                continue
-            env[i] = self.rounded(i, self.apply(op, [env[a] for a in op.args], lead))
-        return env
-
-    def rounded(self, value: int, tile: Any) -> Any:
-        """What is written in a narrower dtype is used as it is written, so that all who read it see the same number.
-
-        The gradient of a softmax is a difference that cancels; with one side rounded it would not.
-        """
-        dtype = jnp.dtype(self.program.ops[value].dtype)
-        if value not in self.t.writes or value in self.kept or dtype == jnp.float32:
-            return tile
-        tile = _whole(tile)
-        return tile.astype(dtype).astype(jnp.float32)
-
-    def apply(self, op: Op, args: list[Any], lead: int) -> Any:
-        shapes = [self.program.ops[a].shape for a in op.args]
-        name = op.name
-        factored = any(isinstance(a, kernels.Factored) for a in args)
-        if factored and name not in ("mul", "div", "dot", "sum_features", "reshape"):
-            args = [_whole(a) for a in args]
-        if name == "const":
-            return jnp.full((1,) * lead, op.attr("value"), jnp.float32)
-        if name == "erf":
-            return kernels.erf(args[0])
-        if name == "exp":
-            return kernels.exp(args[0])
-        if name in ELEMENTWISE:
-            rank = len(op.shape)
-            aligned = [
-                a.reshape(*a.shape, *(1,) * (rank - len(s))) if s == () and rank else a
-                for a, s in zip(args, shapes, strict=True)
-            ]
-            if name == "mul":
-                return _product(*aligned)
-            if name == "div":
-                return _quotient(*aligned)
-            return ELEMENTWISE[name](op, *aligned)
-        x = args[0]
-        if name == "dot":
-            return _sum_axis(_product(x, args[1]), lead + len(shapes[0]) - 1, shapes[0][-1])
-        if name == "sum_features":
-            for axis in sorted(op.attr("axes"), reverse=True):
-                x = _sum_axis(x, lead + axis, shapes[0][axis], keepdims=op.attr("keepdims"))
-            return x
-        if name == "reshape":
-            return x.reshape(*x.shape[:lead], *(kernels.next_power_of_two(s) for s in op.shape))
-        if name == "broadcast":
-            return self.shaped(x, op.shape, lead)
-        if name == "linear":
-            return _vector_linear(op.attr("spec"), x, args[1], shapes[1], lead)
-        raise NotImplementedError(f"operator {name!r} has no tile form")
-
-
-def _align(x: Any, x_rank: int, y: Any, y_rank: int, lead: int) -> tuple[Any, Any]:
-    rank = max(x_rank, y_rank)
-    expand = lambda a, r: a.reshape(*a.shape, *(1,) * (rank - r)) if r == 0 and rank else a  # noqa: E731
-    return expand(x, x_rank), expand(y, y_rank)
-
-
-_whole = kernels.whole
-# Sides by which a tile must be smaller than another for a product with it to be one with its rows' factor.
-_NARROWER = 4
-
-
-def _is_factor(x: Any, of: Any) -> bool:
-    """Whether a tile has one number for many of another's."""
-    sides = zip(x.shape[2:], of.shape[2:], strict=True) if x.ndim == of.ndim else ()
-    return (
-        not isinstance(x, kernels.Factored)
-        and x.ndim == of.ndim
-        and all(a in (1, b) for a, b in sides)
-        and math.prod(x.shape[2:]) * _NARROWER <= math.prod(of.shape[2:])
-    )
-
-
-def _product(x: Any, y: Any) -> Any:
-    """`x * y` of one rank, of which either may be `Factored`: a number for many goes to the factor."""
-    for left, right in ((x, y), (y, x)):
-        if isinstance(left, kernels.Factored):
-            if _is_factor(right, left):
-                return left.times(right)
-            other = _whole(right)
-            return kernels.Factored(left.tile * other, left.factor)
-    return x * y
-
-
-def _quotient(x: Any, y: Any) -> Any:
-    """`x / y` of one rank; for many numbers over one, times its inverse."""
-    y = _whole(y)
-    return _product(x, 1.0 / y) if x.ndim == y.ndim and _is_factor(y, x) else _whole(x) / y
-
-
-def _sum_axis(x: Any, axis: int, size: int, keepdims: bool = False) -> Any:
-    """The sum over a feature axis of a tile, padded lanes left out whatever they hold."""
-    if isinstance(x, kernels.Factored):
-        if x.factor is None or x.factor.shape[axis] != 1:
-            return _sum_axis(x.whole(), axis, size, keepdims)
-        total = _sum_axis(x.tile, axis, size, True) * x.factor
-        return total if keepdims else total.reshape(*total.shape[:axis], *total.shape[axis + 1 :])
-    if x.shape[axis] != size:
-        lanes = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
-        x = jnp.where(lanes < size, x, jnp.zeros_like(x))
-    total = jax.lax.reduce_sum(x, (axis,))
-    return jnp.expand_dims(total, axis) if keepdims else total
-
-
-def _vector_linear(spec: str, x: Any, w: Any, w_shape: tuple[int, ...], lead: int) -> Any:
-    last = lead + len(w_shape) - 1
-    if spec in ("k,k->", "hk,hk->h"):
-        return _sum_axis(x * w, last, w_shape[-1])
-    if spec == "k,hk->h":
-        return _sum_axis(jnp.expand_dims(x, lead) * w, last, w_shape[-1])
-    product = jnp.expand_dims(x, x.ndim) * w  # ",k->k", "h,hk->hk"
-    return _sum_axis(product, lead, w_shape[0]) if spec == "h,hk->k" else product
