@@ -117,12 +117,23 @@ def gemm_block(
     return 128 if mean >= 512 else 64
 
 
-# Of a multiprocessor's 227 KB of shared memory, for the tiles of a pipeline's stages.
-_SHARED_BYTES = 200 * 1024
+# Shared memory that a program may have, by the device's compute capability; of others the least that there is.
+_SHARED_BYTES = {"8.0": 163 * 1024, "8.7": 163 * 1024, "9.0": 227 * 1024, "10.0": 227 * 1024, "10.3": 227 * 1024}
+_LEAST_SHARED_BYTES = 99 * 1024
+# Of that, for the tiles of a pipeline's stages: the rest is for sums on their way to memory.
+_FOR_STAGES = 0.88
 # Below this many positions matrices are scaled in every tile, and come in float32: it spares a launch or two.
 SCALE_BEFOREHAND = 500_000
 # Positions from which a program of several tiles leaves enough programs for all multiprocessors.
 _MANY_POSITIONS = 1 << 20
+
+
+@functools.cache
+def shared_bytes() -> int:
+    """Shared memory that a program may have on the default device; an H200's where that is no GPU."""
+    if jax.default_backend() not in ("gpu", "cuda"):
+        return _SHARED_BYTES["9.0"]
+    return _SHARED_BYTES.get(getattr(jax.devices()[0], "compute_capability", ""), _LEAST_SHARED_BYTES)
 
 
 def _joined(wide_k: int, wide_n: int, num_positions: int) -> bool:
@@ -130,7 +141,8 @@ def _joined(wide_k: int, wide_n: int, num_positions: int) -> bool:
 
     3 million rows in float32, 128 to 256: 1.32 ms, a tile of 64 rows a program 1.36; 100 to 200: 1.30 and 2.20.
     """
-    return (wide_k, wide_n) == (128, 256) and num_positions >= _MANY_POSITIONS
+    large = num_positions >= _MANY_POSITIONS and shared_bytes() >= _SHARED_BYTES["9.0"]
+    return large and (wide_k, wide_n) == (128, 256)
 
 
 def gemm_schedule(
@@ -186,7 +198,7 @@ def gemm_schedule(
         # transposed 0.97 -> 0.89 (with 8 tiles 0.94). Rows in float32 gain nothing.
         tiles, num_stages = (4, 2) if transposed and wide_k < 128 else (8, 4)
     stage = block_k * (block * (2 if half_rows else 4) + block_n * (2 if num_positions >= SCALE_BEFOREHAND else 4))
-    num_stages = min(num_stages, max(1, _SHARED_BYTES // stage))
+    num_stages = min(num_stages, max(1, int(_FOR_STAGES * shared_bytes()) // stage))
 
     return GemmSchedule(block_k, block_n, num_warps, num_stages, tiles)
 
