@@ -250,7 +250,7 @@ def rows_in_16_bits(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
 @pytest.fixture
 def scores_made_again(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
     """As on a graph with many edges, where backward keeps no score."""
-    monkeypatch.setattr(save, "_CACHED_BYTES", 0)
+    monkeypatch.setattr(save, "CACHED_BYTES", 0)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def as_on_a_large_graph(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> N
         return execute.Task(program, counts, *rest)
 
     monkeypatch.setattr(importlib.import_module("dejax.rgnn.program"), "Task", task)
-    monkeypatch.setattr(_lead, "_CACHED_BYTES", float("inf"))
+    monkeypatch.setattr(_lead, "CACHED_BYTES", float("inf"))
 
 
 @pytest.fixture

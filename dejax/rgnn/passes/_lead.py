@@ -11,16 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dejax.rgnn.ir.intra import access_operand, as_part
+from dejax.rgnn.passes._rewrite import CACHED_BYTES
 
 if TYPE_CHECKING:
     from dejax.rgnn.passes.fuse_traversal import Fusion, Loop
 
 _NARROWER = 4  # times that a number of an item must be narrower than what it multiplies or is made from
 _BY_ROW = ("row", "row_indexed", "shared")  # read once for all items of a row
-# Rows of so many bytes, in 16 bits, are found in an H200's cache of 60 MB however often they are read. There fewer
-# instructions are less time: HGT's training on mutag 0.26 -> 0.23 ms, bgs 0.63 -> 0.59. Where rows come from memory a
-# loop takes as long as they do: am 6.26 -> 6.72, mag 10.7 -> 11.1, wikikg2 17.3 -> 17.4, biokg as long as without.
-_CACHED_BYTES = 60e6
 
 
 def lead(fusion: Fusion) -> None:
@@ -96,7 +93,9 @@ def pays(fusion: Fusion, leader: Loop, follower: Loop, values: list[int]) -> boo
     """Whether the leader needs nothing more; or no more wide rows of items, which the cache has, and less in all.
 
     HGT's loop over destinations holds rows of keys and messages, two of its own and one sum, where the loop over source
-    pairs held four rows and two sums: 140 instructions for two edges of that one become 71.
+    pairs held four rows and two sums: 140 instructions for two edges of that one become 71. Where the cache has the
+    rows, that is time: HGT's training on mutag 0.26 -> 0.23 ms, bgs 0.63 -> 0.59. Where they come from memory loops
+    take as long as they do: am 6.26 -> 6.72, mag 10.7 -> 11.1, wikikg2 17.3 -> 17.4.
     """
     if any(a.kind != "sum" for a in leader.accumulators):
         return False
@@ -120,4 +119,4 @@ def pays(fusion: Fusion, leader: Loop, follower: Loop, values: list[int]) -> boo
     if not rows <= others or held(fusion, leader, values) >= held(fusion, follower, []):
         return False
     arrays = [ops[v] for v in {value for value, _ in rows}]
-    return sum(2 * op.width * fusion.counts.rows(op.space) for op in arrays) <= _CACHED_BYTES
+    return sum(2 * op.width * fusion.counts.rows(op.space) for op in arrays) <= CACHED_BYTES

@@ -11,7 +11,7 @@ import math
 
 from dejax.rgnn.ir.inter import TYPE_VIA, Program, Space
 from dejax.rgnn.ir.intra import MATRIX_SPECS, OUTER_SPECS, Gemm, Instance, Kernels, Outer, access_operand
-from dejax.rgnn.passes._rewrite import Counts
+from dejax.rgnn.passes._rewrite import CACHED_BYTES, Counts
 
 # A tile that holds whole rows: wider ones would not fit the registers.
 _WHOLE_WIDTH = 64
@@ -22,9 +22,6 @@ _SUMS = {"h,hk->k": "k,kn->n"}
 # From so many vectors on a product is better: RGAT's 8 heads on 3 million pairs 0.85 ms in registers, 0.19 so; a sum of
 # 8 for each pair 0.96 in a loop, 0.16 and 0.30 as a product and a loop.
 _MIN_VECTORS = 4
-# With fewer where rows of more bytes are gathered, which an H200's cache does not have: a product takes its tiles by
-# node and fetches a row once, a loop over types for each type. RGAT on wikikg2 0.86 -> 0.41 ms; bgs was 7 us slower.
-_CACHED_BYTES = 60e6
 _ACTIVATIONS = {"relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid", "leaky_relu": "leaky_relu"}
 
 
@@ -63,8 +60,10 @@ def _as_matrix(program: Program, counts: Counts, i: int) -> str | None:
         return None
     x, vectors = program.ops[op.args[0]], math.prod(program.ops[op.args[1]].shape[:-1])
     if x.name == "gather":
+        # With one vector, too, where the cache does not have the rows: a product takes its tiles by node and fetches a
+        # row once, a loop over types for each type. RGAT on wikikg2 0.86 -> 0.41 ms; on bgs it was 7 us slower.
         table = program.ops[x.args[0]]
-        many = vectors >= _MIN_VECTORS or counts.rows(table.space) * table.row_bytes > _CACHED_BYTES
+        many = vectors >= _MIN_VECTORS or counts.rows(table.space) * table.row_bytes > CACHED_BYTES
         return _GATHERED.get(spec) if many else None
     return _SUMS.get(spec) if vectors >= _MIN_VECTORS else None
 
