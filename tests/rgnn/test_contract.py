@@ -250,7 +250,7 @@ def rows_in_16_bits(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
 @pytest.fixture
 def scores_made_again(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
     """As on a graph with many edges, where backward keeps no score."""
-    monkeypatch.setattr(save, "CACHED_BYTES", 0)
+    monkeypatch.setattr(save, "_CACHED_BYTES", 0)
 
 
 @pytest.mark.parametrize(
