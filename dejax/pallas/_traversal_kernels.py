@@ -20,6 +20,8 @@ from dejax.pallas.factored import Factored
 from dejax.pallas.half_rows import exponents, inverse_power, power
 
 Output = tuple[tuple[int, ...], Any]
+# Accesses by which an operand is read once for all items of a row.
+BY_ROW = ("row", "row_indexed", "shared")
 # Features from which on a tile comes as `Factored`.
 _WIDE = 16
 # Chunks of a hub that are merged at once where they are fewer than `Plan.combined`.
@@ -82,7 +84,7 @@ class Plan:
     @property
     def per_row(self) -> tuple[int, ...]:
         """Which operands have one tile for all items of a row."""
-        return tuple(i for i, o in enumerate(self.operands) if o.access in ("row", "row_indexed", "shared"))
+        return tuple(i for i, o in enumerate(self.operands) if o.access in BY_ROW)
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,7 +199,6 @@ def gemm_schedule(
         tiles, num_stages = (4, 2) if transposed and wide_k < 128 else (8, 4)
     stage = block_k * (block * (2 if half_rows else 4) + block_n * (2 if num_positions >= SCALE_BEFOREHAND else 4))
     num_stages = min(num_stages, max(1, int(_FOR_STAGES * shared_bytes()) // stage))
-
     return GemmSchedule(block_k, block_n, num_warps, num_stages, tiles)
 
 

@@ -16,6 +16,7 @@ from dejax.pallas._accumulate import Reduction, check_reductions
 from dejax.pallas._checks import FLOATS, as_index
 from dejax.pallas._shapes import cdiv, padded_size
 from dejax.pallas._traversal_kernels import (
+    BY_ROW,
     Operand,
     Output,
     Plan,
@@ -87,7 +88,7 @@ def _check_operands(
         if operand.columns is not None:
             start, shape = operand.columns
             fits = array.ndim == 2 and len(shape) <= 1 and start + math.prod(shape) <= array.shape[1]
-            if operand.access in ("row", "row_indexed", "shared") or not fits:
+            if operand.access in BY_ROW or not fits:
                 raise ValueError(
                     f"operands[{i}].columns must name columns of a 2-dimensional array by item, got {operand.columns} "
                     f"for access {operand.access!r} of shape {array.shape}"

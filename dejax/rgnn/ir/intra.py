@@ -30,6 +30,8 @@ OUTER_SPECS = frozenset(
 VECTOR_SPECS = frozenset("k,k-> hk,hk->h k,hk->h ,k->k h,hk->k h,hk->hk".split())
 # Row-by-row operators that a kernel can do on a tile in registers.
 TILE_OPS = (ROWWISE - {"concat", "slice", "pad", "transpose", "reshape"}) | {"const"}
+# Accesses by which a loop reads once for all items of a row.
+BY_ROW = ("row", "row_indexed", "shared")
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,8 +206,8 @@ class PallasLowering:
         packed = self.packed(t, env)
         items = num_rows(self.graph, t.space)
         for o in t.operands:
-            array, columns = packed.get(o.name, (env[o.value], None))
-            beside = env[o.value]
+            array, columns = env[o.value], None
+            beside = packed.get(o.name, array)
             if isinstance(beside, Columns):
                 array, columns = beside.array, (beside.first, beside.shape)
             index = None
@@ -318,11 +318,11 @@ class PallasLowering:
         op = self.program.ops[operand.value]
         return op.name == "count" and op.attr("via") == operand.via and op.dtype == "float32"
 
-    def packed(self, t: Traversal, env: dict[int, Any]) -> dict[int, tuple[jax.Array, Any]]:
+    def packed(self, t: Traversal, env: dict[int, Any]) -> dict[int, Columns]:
         """Narrow values that are gathered from the same rows, side by side in one array: one sector instead of several.
 
         Returns:
-          For each such operand's name, the array and (first column, feature shape).
+          For each such operand's name, its columns.
         """
         ops = self.program.ops
         groups: dict[str, list[Operand]] = {}
@@ -332,7 +332,7 @@ class PallasLowering:
                 assert o.via is not None
                 if f"{t.via}:#{o.via}" not in self.graph.loop_tables or not self.is_count(o):
                     groups.setdefault(o.via, []).append(o)
-        found: dict[int, tuple[jax.Array, Any]] = {}
+        found: dict[int, Columns] = {}
         for via, members in groups.items():
             rows = num_rows(self.graph, VIAS[via].coarse)
             if len(members) < 2 or num_rows(self.graph, t.space) < rows or rows == 0:
@@ -342,8 +342,9 @@ class PallasLowering:
             array = jnp.concatenate(parts, axis=1)
             column = 0
             for o in members:
-                found[o.name] = (array, (column, ops[o.value].shape))
-                column += ops[o.value].width
+                op = ops[o.value]
+                found[o.name] = Columns(array, column, op.shape, op.dtype)
+                column += op.width
         return found
 
 

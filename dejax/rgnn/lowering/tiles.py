@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import dejax.pallas as kernels
 from dejax.pallas.factored import product, quotient, sum_axis, whole
 from dejax.rgnn.ir.inter import Op, Program
-from dejax.rgnn.ir.intra import Accumulator, Traversal
+from dejax.rgnn.ir.intra import BY_ROW, Accumulator, Traversal
 from dejax.rgnn.lowering.xla import ELEMENTWISE
 
 
@@ -37,7 +37,7 @@ class TileProgram:
         return self.body(*tiles)[1]
 
     def rows(self, totals: Sequence[Any], row_tiles: Sequence[Any]) -> tuple:
-        row_operands = [o for o in self.t.operands if o.access in ("row", "row_indexed", "shared")]
+        row_operands = [o for o in self.t.operands if o.access in BY_ROW]
         env = dict(zip((o.name for o in row_operands), row_tiles, strict=True))
         env.update((a.out, self.rounded(a.out, v)) for a, v in zip(self.t.accumulators, totals, strict=True))
         for i in self.t.epilogue:
@@ -153,5 +153,5 @@ def _vector_linear(spec: str, x: Any, w: Any, w_shape: tuple[int, ...], lead: in
         return sum_axis(x * w, last, w_shape[-1])
     if spec == "k,hk->h":
         return sum_axis(jnp.expand_dims(x, lead) * w, last, w_shape[-1])
-    product = jnp.expand_dims(x, x.ndim) * w  # ",k->k", "h,hk->hk"
-    return sum_axis(product, lead, w_shape[0]) if spec == "h,hk->k" else product
+    vectors = jnp.expand_dims(x, x.ndim) * w  # ",k->k", "h,hk->hk"
+    return sum_axis(vectors, lead, w_shape[0]) if spec == "h,hk->k" else vectors

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dejax.rgnn.ir.intra import access_operand, as_part
+from dejax.rgnn.ir.intra import BY_ROW, access_operand, as_part
 from dejax.rgnn.passes._rewrite import CACHED_BYTES
 
 if TYPE_CHECKING:
     from dejax.rgnn.passes.fuse_traversal import Fusion, Loop
 
 _NARROWER = 4  # times that a number of an item must be narrower than what it multiplies or is made from
-_BY_ROW = ("row", "row_indexed", "shared")  # read once for all items of a row
 
 
 def lead(fusion: Fusion) -> None:
@@ -104,7 +103,7 @@ def pays(fusion: Fusion, leader: Loop, follower: Loop, values: list[int]) -> boo
     def by_item(values: list[int], width: int) -> set[tuple]:
         """The rows, so wide, that the leader reads for each item to have the values: array, map and part."""
         operands = [as_part(program, access_operand(program, v, leader.via)) for v in values if ops[v].width >= width]
-        return {(o.value, o.via, o.part) for o in operands if o.access not in _BY_ROW}
+        return {(o.value, o.via, o.part) for o in operands if o.access not in BY_ROW}
 
     ops = program.ops
     body, _ = fusion.cone(fusion.roots(leader), set())

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from dejax.rgnn.ir.inter import ROWWISE, VIAS, Op, Space
 from dejax.rgnn.ir.intra import (
+    BY_ROW,
     TILE_OPS,
     VECTOR_SPECS,
     Accumulator,
@@ -30,7 +31,6 @@ from dejax.rgnn.passes._rewrite import Counts, factors, moves_unit_axes
 
 _ITEM_SPACES = (Space.EDGE, Space.SOURCE_PAIR, Space.DESTINATION_PAIR)
 _MAX_RANK = 2  # (heads, width)
-_BY_ROW = ("row", "row_indexed", "shared")  # read once for all items of a row
 
 
 @dataclass
@@ -293,7 +293,7 @@ class Fusion:
         """Whether a loop needs no more rows of its items to make the value: what it is made from is read anyway."""
         rest = self.cone(self.roots(loop) + loop.items, {value, *self.led(loop)})[1]
         made_from = self.cone([value], set())[1]
-        return all(v in rest or access_operand(self.program, v, loop.via).access in _BY_ROW for v in made_from)
+        return all(v in rest or access_operand(self.program, v, loop.via).access in BY_ROW for v in made_from)
 
     def computes(self, loop: Loop, value: int) -> bool:
         return value in self.cone(self.roots(loop) + loop.items, self.led(loop))[0]
