@@ -21,7 +21,6 @@ import tempfile
 import warnings
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 _H200 = """
 gpu_device_info {
@@ -53,7 +52,7 @@ exit $status
 _SHOWN = 12  # kinds of instructions of a loop, the most frequent
 
 
-def cuda_folder(where: Path) -> Path | None:
+def cuda_folder() -> Path | None:
     """The folder `bin` of the CUDA compiler that comes with jax's plugin."""
     for package in ("nvidia.cu13", "nvidia.cuda_nvcc"):
         try:
@@ -88,44 +87,24 @@ def compile_layer(args: argparse.Namespace, folder: Path) -> int:
     """Compiles the layer; bytes of its temporaries."""
     import jax
     import jax._src.lib
+    from described import H200, layer
     from jax.experimental import topologies
-    from jax.sharding import AbstractMesh, SingleDeviceSharding
-    from peers.case import Settings, make_graph, parameters
-    from peers.jax_layers import rel_graph
-
-    from dejax import rgnn
-    from dejax.rgnn import library
-
-    try:
-        from jax.sharding import AbstractDevice
-    except ImportError:
-        from jax._src.mesh import AbstractDevice
+    from jax.sharding import SingleDeviceSharding
+    from peers.case import Settings
 
     jax._src.lib.cuda_path = str(folder)
     jax.config.update("jax_platforms", "cpu")
-    graph = make_graph(args.graph)
-    settings = Settings(args.width, args.heads, args.dtype, args.precision)
-    options = rgnn.Options(precision=args.precision, backend="pallas", interpret=False, disable=tuple(args.disable))
-    tables = rel_graph(graph)[0].with_loop_tables()  # as where there is a GPU
-
-    def layer(x: Any, tables: Any, params: Any) -> Any:
-        return getattr(library, args.model)(tables, x, params, options=options)
-
-    def training(x: Any, tables: Any, params: Any) -> Any:
-        y, pullback = jax.vjp(lambda x, p: layer(x, tables, p), x, params)
-        return y, pullback(y)
-
+    found = layer(
+        args.graph, args.model, Settings(args.width, args.heads, args.dtype, args.precision), tuple(args.disable)
+    )
     # jax knows its plugins once it has made an array.
     topology = topologies.get_topology_desc("", platform="cuda", target_config=_H200, topology="1x1x1")
     there = SingleDeviceSharding(topology.devices[0])
-    x = jax.ShapeDtypeStruct((graph.num_nodes, args.width), args.dtype, sharding=there)
-    params = {key: value.astype(args.dtype) for key, value in parameters(args.model, graph, settings).items()}
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there), (tables, params))
-    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
-    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there), found.args)
+    with jax.sharding.use_abstract_mesh(H200), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        function = layer if args.phase == "forward" else training
-        compiled = jax.jit(function).trace(x, *shapes).lower(lowering_platforms=("cuda",)).compile()
+        function = found.forward if args.phase == "forward" else found.training
+        compiled = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -178,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     args = p.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tools = cuda_folder(folder)
+        tools = cuda_folder()
         if tools is None:
             print("no ptxas: pip install 'dejax[cuda13]'", file=sys.stderr)
             return 1

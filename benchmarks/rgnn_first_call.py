@@ -12,7 +12,6 @@ import argparse
 import multiprocessing
 import os
 import time
-from typing import Any
 
 PROCESSES = 3
 MODELS = ("rgcn", "rgat", "hgt")
@@ -22,38 +21,14 @@ def measure(name: str, model: str, gradients: bool) -> tuple[float, float, int]:
     """Seconds of tracing and of lowering, in a process that did neither before, and the number of kernels."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
-    from jax.sharding import AbstractMesh
-    from peers.case import Settings, make_graph, parameters
-    from peers.jax_layers import rel_graph
+    from described import H200, layer
+    from peers.case import Settings
 
-    from dejax import rgnn
-    from dejax.rgnn import library
-
-    try:
-        from jax.sharding import AbstractDevice
-    except ImportError:
-        from jax._src.mesh import AbstractDevice
-
-    graph, settings = make_graph(name), Settings()
-    options = rgnn.Options(precision=settings.precision, backend="pallas", interpret=False)
-    tables = rel_graph(graph)[0].with_loop_tables()  # as where there is a GPU
-    x = jax.ShapeDtypeStruct((graph.num_nodes, settings.width), "float32")
-    shapes = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (tables, parameters(model, graph, settings))
-    )
-
-    def forward(x: Any, tables: Any, params: Any) -> Any:
-        return getattr(library, model)(tables, x, params, options=options)
-
-    def training(x: Any, tables: Any, params: Any) -> Any:
-        y, pullback = jax.vjp(lambda x, p: forward(x, tables, p), x, params)
-        return y, pullback(y)
-
-    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
-    with jax.sharding.use_abstract_mesh(mesh):
-        jax.jit(lambda x: x + 1).trace(x).lower(lowering_platforms=("cuda",))
+    found = layer(name, model, Settings())
+    with jax.sharding.use_abstract_mesh(H200):
+        jax.jit(lambda x: x + 1).trace(found.args[0]).lower(lowering_platforms=("cuda",))
         start = time.process_time()
-        traced = jax.jit(training if gradients else forward).trace(x, *shapes)
+        traced = jax.jit(found.training if gradients else found.forward).trace(*found.args)
         middle = time.process_time()
         lowered = traced.lower(lowering_platforms=("cuda",))
         end = time.process_time()
