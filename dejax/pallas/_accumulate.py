@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from dejax.pallas._shapes import padded
-from dejax.pallas._tiles import stretched, where
+from dejax.pallas._tiles import resized, stretched, where, with_axes
 from dejax.pallas.factored import add, whole
 from dejax.pallas.special import exp
 
@@ -58,7 +58,7 @@ def check_reductions(reductions: Sequence[Reduction]) -> None:
 
 
 def _expand(x: jax.Array, rank: int) -> jax.Array:
-    return x.reshape(*x.shape, *(1,) * (rank - x.ndim)) if x.ndim < rank else x
+    return with_axes(x, max(0, rank - x.ndim))
 
 
 def _finite(maximum: jax.Array) -> jax.Array:
@@ -109,7 +109,7 @@ def merge(reductions: Sequence[Reduction], accs: Sequence[jax.Array]) -> tuple[j
     if not accs:
         return ()
     if accs[0].shape[1] == 1:
-        return tuple(a.reshape(a.shape[0], *a.shape[2:]) for a in accs)
+        return tuple(resized(a, (a.shape[0], *a.shape[2:])) for a in accs)
     merged = [lax.reduce_max(a, (1,)) if r.kind == "max" else a for r, a in zip(reductions, accs, strict=True)]
     for i, r in enumerate(reductions):
         if r.kind == "weighted":

@@ -21,6 +21,39 @@ def stretched(x: Any, shape: tuple[int, ...]) -> jax.Array:
     return x if x.shape == shape else lax.broadcast_in_dim(x, shape, tuple(range(x.ndim)))
 
 
+def resized(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A tile in another shape, which where it can be has sides of 1 inserted and removed.
+
+    Triton's compiler knows which threads hold a tile that it broadcasts or reduces along an axis, be it of size 1. What
+    comes out of a reshape it lays out anew: each of its numbers then goes from one thread to another, by shuffles or
+    through shared memory, and what is computed of it may be in yet another layout.
+    """
+    if x.shape == shape:
+        return x
+    inserted, removed, axis = [], [], 0
+    for number, side in enumerate(shape):
+        while axis < x.ndim and x.shape[axis] == 1 != side:
+            removed.append(axis)
+            axis += 1
+        if axis < x.ndim and x.shape[axis] == side:
+            axis += 1
+        elif side == 1:
+            inserted.append(number)
+        else:
+            return lax.reshape(x, shape)
+    removed += range(axis, x.ndim)
+    if not shape or any(x.shape[a] != 1 for a in removed) or (removed and x.dtype == jnp.bool_):
+        return lax.reshape(x, shape)
+    for a in reversed(removed):
+        x = lax.reduce_max(x, (a,))
+    return lax.expand_dims(x, inserted)
+
+
+def with_axes(x: jax.Array, count: int) -> jax.Array:
+    """A tile with so many axes of size 1 after its own."""
+    return resized(x, (*x.shape, *(1,) * count))
+
+
 def where(mask: jax.Array, x: Any, y: Any) -> jax.Array:
     """`x` where `mask` holds, else `y`: tiles of one rank, sides of 1 stretched, or numbers."""
     dtype = jnp.result_type(x, y)

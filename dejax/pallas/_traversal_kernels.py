@@ -14,8 +14,8 @@ from jax import lax
 
 from dejax.pallas import _triton
 from dejax.pallas._accumulate import Reduction, initial, merge, results, update
-from dejax.pallas._shapes import divide, feature_indices, feature_mask, lanes, padded
-from dejax.pallas._tiles import both, steps, stretched, where, within
+from dejax.pallas._shapes import divide, feature_indices, feature_mask, lanes, padded, padded_size
+from dejax.pallas._tiles import both, resized, steps, stretched, where, with_axes, within
 from dejax.pallas.factored import Factored
 from dejax.pallas.half_rows import exponents, inverse_power, power
 
@@ -114,15 +114,14 @@ def _load(
     """
     ref = array.rows
     lead = index.ndim
-    ones = (1,) * len(shape)
     inside = feature_mask(shape, lead=lead)
     if mask is not None:
-        wide = mask.reshape(*mask.shape, *ones)
+        wide = with_axes(mask, len(shape))
         inside = wide if inside is None else both(wide, inside)
     features = feature_indices(shape, lead, first)
     if column is not None:
         features = (features[0] + column,) if shape else (jnp.full(index.shape, column, jnp.int32),)
-    row = index.reshape(*index.shape, *ones)
+    row = with_axes(index, len(shape))
     tile = _triton.load(ref, (row, *features), inside)
     tile = tile.astype(jnp.float32) if jnp.issubdtype(tile.dtype, jnp.floating) else tile
     factored = factored and math.prod(shape) >= _WIDE and tile.dtype == jnp.float32
@@ -130,7 +129,7 @@ def _load(
         return Factored(tile, None, True) if factored else tile
     if array.parts == 1:
         exponent = _triton.load(array.exponent, (index, jnp.zeros_like(index)), mask)
-        product = Factored(tile, power(exponent.astype(jnp.int32)).reshape(*index.shape, *ones), True)
+        product = Factored(tile, with_axes(power(exponent.astype(jnp.int32)), len(shape)), True)
         return product if factored else product.whole()
     flat = jnp.zeros((), jnp.int32)
     for size, feature in zip(shape, features, strict=True):
@@ -159,10 +158,9 @@ def _store(
     `past` is the row past the end, which masked lanes name.
     """
     lead = index.ndim
-    ones = (1,) * len(shape)
-    index = where(mask, index, past).reshape(*index.shape, *ones)
+    index = with_axes(where(mask, index, past), len(shape))
     inside = feature_mask(shape, lead=lead)
-    wide = mask.reshape(*mask.shape, *ones)
+    wide = with_axes(mask, len(shape))
     inside = wide if inside is None else both(wide, inside)
     tile = jnp.broadcast_to(tile, (*mask.shape, *padded(shape)))
     _triton.store(ref, (index, *feature_indices(shape, lead, first)), tile, inside)
@@ -307,7 +305,7 @@ def _write_rows(
     """
     values: Sequence[Any] = results(plan.reductions, merged)
     if plan.epilogue is not None:
-        tiles = tuple(t.reshape(t.shape[0], *t.shape[2:]) for t in row_tiles.values())
+        tiles = tuple(resized(t, (t.shape[0], *t.shape[2:])) for t in row_tiles.values())
         values = plan.epilogue(values, tiles)
     if len(values) != len(plan.row_outputs):
         raise ValueError(f"epilogue must return {len(plan.row_outputs)} row outputs, got {len(values)}")
@@ -319,11 +317,12 @@ def _write_rows(
             parts = tuple(jnp.broadcast_to(part, (*mask.shape, *padded(shape))) for part in parts)
             inside = feature_mask(shape, lead=1)
             parts = tuple(part if inside is None else where(inside, part, 0.0) for part in parts)
-            exponent = functools.reduce(lax.max, (exponents(part.reshape(*mask.shape, -1), 1)[0] for part in parts))
-            inverse = inverse_power(exponent).reshape(*mask.shape, *(1,) * len(shape))
+            flat = (resized(part, (*mask.shape, padded_size(shape))) for part in parts)
+            exponent = functools.reduce(lax.max, (exponents(part, 1)[0] for part in flat))
+            inverse = resized(inverse_power(exponent), (*mask.shape, *(1,) * len(shape)))
             parts = tuple(part * inverse for part in parts)
             at = where(mask, row, plan.num_rows)
-            _triton.store(exponent_refs[i], (at, jnp.zeros_like(at)), exponent.reshape(-1), mask)
+            _triton.store(exponent_refs[i], (at, jnp.zeros_like(at)), resized(exponent, mask.shape), mask)
             value = parts
         _store_parts(outputs[i], row, mask, whole, plan.num_rows, value)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from dejax.pallas import _triton
 from dejax.pallas._shapes import cdiv, lanes, next_power_of_two
-from dejax.pallas._tiles import where
+from dejax.pallas._tiles import resized, where
 from dejax.pallas.half_rows import HalfRows, encode, exponents
 
 # A program holds a whole row.
@@ -29,7 +29,7 @@ def _kernel(x: Any, mantissa: Any, exponent: Any, *, rows: int, width: int, bloc
     found, inverse = exponents(tile, 1)
     row = where(inside, row, rows)
     _triton.store(mantissa, (row[:, None], columns), tile * inverse, mask)
-    _triton.store(exponent, (row, jnp.zeros_like(row)), found.reshape(-1), inside)
+    _triton.store(exponent, (row, jnp.zeros_like(row)), resized(found, row.shape), inside)
 
 
 def to_half_rows(x: jax.Array, *, interpret: bool | None = None) -> HalfRows:

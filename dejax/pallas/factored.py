@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dejax.pallas import _triton
-from dejax.pallas._tiles import stretched, where
+from dejax.pallas._tiles import resized, stretched, where
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +51,21 @@ class Factored:
     def reshape(self, *shape: int) -> Factored:
         """With axes of size 1 inserted or removed, where the factor is one number for all features; else whole."""
         if self.factor is None:
-            return Factored(self.tile.reshape(*shape), None, self.zeros)
+            return Factored(resized(self.tile, shape), None, self.zeros)
         lead = self.factor.shape[:2]
         if any(side != 1 for side in self.factor.shape[2:]):
-            return Factored(self.whole().reshape(*shape))
-        return Factored(self.tile.reshape(*shape), self.factor.reshape(*lead, *(1,) * (len(shape) - 2)), self.zeros)
+            return Factored(resized(self.whole(), shape))
+        return Factored(resized(self.tile, shape), resized(self.factor, (*lead, *(1,) * (len(shape) - 2))), self.zeros)
 
 
 def whole(value: Any) -> Any:
     """A tile as it is, or the product of a `Factored`."""
     return value.whole() if isinstance(value, Factored) else value
+
+
+def reshaped(value: Any, shape: tuple[int, ...]) -> Any:
+    """A tile or a `Factored` with axes of size 1 inserted or removed."""
+    return value.reshape(*shape) if isinstance(value, Factored) else resized(value, shape)
 
 
 # Sides by which a tile must be smaller than another for a product with it to be one with its rows' factor.
@@ -101,7 +106,7 @@ def sum_axis(x: Any, axis: int, size: int, keepdims: bool = False) -> Any:
         if x.factor is None or x.factor.shape[axis] != 1:
             return sum_axis(x.whole(), axis, size, keepdims)
         total = sum_axis(x.tile, axis, size, True) * x.factor
-        return total if keepdims else total.reshape(*total.shape[:axis], *total.shape[axis + 1 :])
+        return total if keepdims else resized(total, (*total.shape[:axis], *total.shape[axis + 1 :]))
     if x.shape[axis] != size:
         lanes = lax.broadcasted_iota(jnp.int32, x.shape, axis)
         x = jnp.where(lanes < size, x, jnp.zeros_like(x))

@@ -13,7 +13,7 @@ from jax import lax
 from dejax.pallas import _triton
 from dejax.pallas._checks import as_index, check_float, check_precision
 from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
-from dejax.pallas._tiles import where, within
+from dejax.pallas._tiles import resized, where, within
 from dejax.pallas.float_bits import FloatBits
 from dejax.pallas.half_rows import RAISED, HalfRows, encode, exponents, halves, inverse_power, power, raised
 from dejax.pallas.schedule import SCALE_BEFOREHAND, GemmSchedule, gemm_schedule, merged_groups
@@ -212,7 +212,7 @@ def _multiply_tile(ref: dict[str, Any], c: _Config, tile: Any, g: Any, column: A
         exponent, inverse = exponents(y, 1)
         _triton.store(ref["y"], (out_row[:, None], g * c.n + n), y * inverse, mask)
         part = jnp.zeros_like(out_row) + (g * blocks_n + column)
-        _triton.store(ref["y_exponent"], (out_row, part), exponent.reshape(-1), valid)
+        _triton.store(ref["y_exponent"], (out_row, part), resized(exponent, out_row.shape), valid)
     else:
         _triton.store(ref["y"], (out_row[:, None], g * c.n + n), y, mask)
     if "dot_vector" in ref:

@@ -24,9 +24,12 @@ from dejax.pallas._shapes import cdiv, next_power_of_two, previous_power_of_two
 
 TUNED = Path(__file__).parent / "tuned"
 
-# Of a loop: aifb's longest rows of 32 items, one a step, took 21 us; rows of 64 features came at 2.5 TB/s on am.
-_STEP_SECONDS = 0.6e-6
+# Of a loop: as mutag's backward has it, where 0.6 made its steps too large (RGAT's training 175 us, so 149); rows of 64
+# features came at 2.5 TB/s on am.
+_STEP_SECONDS = 0.37e-6
 _LOOP_BYTES_PER_SECOND = 2.5e12
+# From so many items on rows of 64 features come from memory, whatever the graph.
+_MANY_ITEMS = 8e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +240,8 @@ def traversal_schedule(
     width: int,
     mean_degree: float,
     *,
-    loads: Sequence[tuple[int, bool]] = (),
-    row_loads: Sequence[int] | None = None,
+    loads: Sequence[tuple[int, bool]] | None = None,
+    row_loads: Sequence[tuple[int, bool]] = (),
     writes_items: bool = False,
     num_items: int | None = None,
     longest: int = 32,
@@ -249,61 +252,68 @@ def traversal_schedule(
     Args:
       width: padded features of the widest tile.
       mean_degree: items a row, on average.
-      loads: for each operand its features, and whether its rows are in 16 bits.
-      row_loads: features of those that are read once for a row; None where that is not known.
+      loads: for each operand that is read for an item its features, and whether its rows are in 16 bits; None where
+        that is not known.
+      row_loads: the same for those that are read once for a row.
       writes_items: whether numbers of items are written.
       num_items: number of items; None for many.
       longest: the most items of a row that is not split.
       interpret: large tiles, because the interpreter pays for each program and not for lanes.
     """
-    # Operands about as wide as the widest tile hold registers for every slot.
-    of_wide = [in_half for features, in_half in loads if 2 * features >= width]
-    wide, half = len(of_wide) if loads else 1, of_wide == [True]
-    multiplied_rows = sum(2 * features >= width for features in row_loads or ())
     if interpret:
         items = min(8, next_power_of_two(int(mean_degree)))
         return TraversalSchedule(max(1, previous_power_of_two(8192 // (items * width))), items, 1, 1)
-    # One number an item: am (mean degree 2) (16 rows, 4 items, 1 warp) 0.24 ms, (32, 1, 1) 0.5; mag (10) (8, 8, 1)
-    # 0.38. Rows of hundreds of items, which are types: with (8, 8, 1) 0.09 ms on 49,000 edges of 104 types.
+    # One number an item: am (mean degree 2) (64 rows, 4 items, 4 warps) 49 us, (32, 1, 1) 61, (16, 4, 1) 118; mag (14)
+    # (32, 4, 2) 78, (64, 4, 4) 89, (8, 8, 1) 146; biokg (8) 23, 26, 62. Rows of hundreds of items are types.
     if width <= 8:
-        items = 4 if mean_degree < 4 else 8 if mean_degree < 64 else 64
-        return TraversalSchedule(64 // items, items, 1, 1)
-    # A slot is one item of one row. Softmax-weighted sums of 64 features: on am (mean degree 3) (4 rows, 2 items,
-    # 1 warp) 1.15 ms, (2, 4, 1) 1.17, (8, 2, 4) 1.60, (1, 16, 4) 3.4; on biokg (mean degree 51) (1, 8, 1) 0.37,
-    # (4, 2, 1) 0.44, (1, 16, 4) 0.48. Wide rows need slots more than registers: 4 heads of 32 on biokg (1, 8, 1) 0.50,
-    # (1, 4, 1) 0.77; 8 heads of 64 (1, 4, 1) 2.2, (1, 1, 1) 3.0, (1, 8, 1) 3.7. In 16 bits, sums of 64 features: am
-    # (8, 2, 2) 0.46 ms, (4, 2, 1) 0.51, (8, 1, 1) 0.53. Sums of 64 over am's pairs: (16, 1, 2) 0.55, (8, 1, 1) 0.67.
-    # Two or three wide operands leave registers for one item a step: gradients of RGAT on am (degree 2) (4, 1, 1) 0.83,
-    # (8, 1, 2) 1.08, (8, 1, 1) 1.36; on mag (degree 10) (4, 1, 1) 2.57, (2, 4, 1) 3.4, (2, 4, 2) 4.0.
+        if mean_degree < 4:
+            return TraversalSchedule(64, 4, 4, 1)
+        return TraversalSchedule(32, 4, 2, 1) if mean_degree < 64 else TraversalSchedule(1, 64, 1, 1)
+    # Rows that are read for an item, and for a row; numbers for an item.
+    known = loads if loads is not None else [(width, False)]
+    widest = next_power_of_two(max((n for n, _ in (*known, *row_loads)), default=width))
+    rows = [in_half for n, in_half in known if 2 * n >= widest]
+    of_row = [in_half for n, in_half in row_loads if 2 * n >= widest]
+    numbers = len(known) - len(rows)
+    crowded, half = len(rows) + len(of_row) > 1, rows == [True] and not of_row
+    # A slot is one item of one row.
     slots = max(512 // width, min(8, 2048 // width), 1)
-    num_warps = min(4, max(2 if half else 1, width // 1024))
-    if wide == 1 and width <= 128 and (half or (width >= 64 and mean_degree < 4)):
-        num_warps, slots = 2, 2 * slots
-    # From 100 features on a warp has as many numbers as fit, am: 100 (4, 1, 1) 0.74 ms, (2, 2, 1) 0.85, (8, 2, 2) 1.30;
-    # 256 (2, 1, 1) 1.31, (4, 2, 2) 1.93; RGAT's softmax and sum at 256 1.38 and 2.45; on mag (10) at 128 (4, 1, 1)
-    # 1.67, (2, 2, 1) 2.17. On biokg (51) the rule's (1, 4, 1) and (1, 2, 1) are the best.
-    if half and width >= 128:
-        num_warps, slots = 1, max(1, 512 // width)
-    # Long rows wait for their steps: with one item for all degrees HGT on biokg (51) went from 0.58 to 0.65 ms; its
-    # loop takes 0.37 with (2, 2, 1), 0.38 with (1, 4, 1) and 0.44 with (1, 8, 1).
-    crowded = wide > 1
-    # Sums of two operands in 16 bits over a few items: am's pairs (8, 1, 1) 0.30 ms, (4, 1, 1) 0.35; mag's 0.26, 0.32.
-    if crowded and not (of_wide == [True, True] and len(loads) == 2 and mean_degree < 4):
-        # With no row of its own a loop only multiplies and sums: for two rows of 64 features 54 registers and 24
-        # instructions an item with (4, 1, 1), 56 and 36 with (2, 1, 1), however wide the sums are together.
-        held = width if row_loads is None or multiplied_rows else max(features for features, _ in loads)
-        slots = max(1, min(slots, 256 // next_power_of_two(held)))
+    num_warps = min(4, max(1, width // 1024))
     most = 8
     if half:
-        # biokg forward (degree 51) (2, 4, 1) 0.173, (4, 4, 2) 0.176, (4, 2, 1) 0.188; backward (7) 0.29, 0.30, 0.23
-        most = 4 if mean_degree >= 16 else 1 if width >= 128 else 2
+        # In 16 bits, sums of 64 features with a number an item: am (mean degree 3) (8 rows, 2 items, 2 warps) 419 us,
+        # (4, 2, 1) 490; biokg (51) (4, 4, 2) 166, (2, 4, 1) 168, (4, 2, 1) 185; its backward (7) (8, 2, 2) 203,
+        # (8, 1, 2) 195. Weighted by a softmax, which reads and computes more numbers: am (4, 2, 1) 591, (8, 2, 2) 634;
+        # mag (11) (2, 4, 1) 1.64 ms, (4, 2, 1) 1.68, (8, 2, 2) 1.87; biokg (2, 4, 1) 237, (4, 4, 2) 270.
+        long = 8 if numbers > 1 else 16
+        most = 4 if mean_degree >= long else 2
+        if width >= 128:
+            # A warp has as many numbers as fit, am: 100 (4, 1, 1) 0.74 ms, (2, 2, 1) 0.85, (8, 2, 2) 1.30; 256
+            # (2, 1, 1) 1.31, (4, 2, 2) 1.93; RGAT's softmax and sum at 256 1.38 and 2.45; on mag at 128 (4, 1, 1) 1.67,
+            # (2, 2, 1) 2.17. On biokg the rule's (1, 4, 1) and (1, 2, 1) are the best.
+            slots = max(1, 512 // width)
+            most = 4 if mean_degree >= 16 else 1
+        elif numbers <= 1:
+            num_warps, slots = 2, 2 * slots
+    elif not crowded and 64 <= width <= 128 and mean_degree < 4:
+        num_warps = 2  # sums of float32 rows over am's pairs (2): (8, 1, 2) 0.47 ms, (8, 1, 1) 0.52, (16, 1, 2) 0.53
+    # Several rows leave registers for four slots of 64 features. Where rows of pairs are multiplied and summed over a
+    # few items they do not: mag (1) (8, 1, 1) 0.24, (4, 1, 1) 0.32; am (2) 0.25, 0.33, another one 0.30, 0.35.
+    if crowded and not (len(rows) == len(of_row) == 1 and not writes_items and mean_degree < 4):
+        slots = max(1, min(slots, 256 // widest))
+        # With many items loops wait for memory, and threads of fewer registers are more: two rows for each item, one of
+        # their own, mag (11) (4, 1, 2) 1.76 ms, (4, 1, 1) 1.95; backward 3.51 and 3.74. In a cache they do not: bgs (7)
+        # (4, 1, 1) 75 us, (4, 1, 2) 87. One row for each item, mag (4, 1, 1) 2.24 ms, (4, 1, 2) 2.90.
+        if len(rows) > 1 and widest <= 64 and mean_degree >= 4 and (num_items is None or num_items >= _MANY_ITEMS):
+            num_warps = 2
     items = min(previous_power_of_two(max(1, int(mean_degree / 1.5))), most, slots)
     if crowded:
-        # Two inner products of rows in 16 bits with rows of the loop, whose numbers are written: the compiler keeps one
-        # layout with (2, 2, 1), 36 instructions an item and 64 registers, where (4, 1, 1) has three, 59 and 96.
-        in_one_layout = writes_items and 2 * sum(of_wide) > wide and mean_degree >= 2
-        only_sums = row_loads is not None and not multiplied_rows and mean_degree >= 4
-        items = min(2 if mean_degree >= 16 or in_one_layout or only_sums else 1, slots)
+        # Long rows wait for their steps: HGT on biokg (2, 2, 1) 277 us, (4, 1, 1) 302. So do sums of rows alone, and
+        # two inner products whose numbers are written, all in 16 bits but one: bgs (2, 2, 1) 83, (4, 1, 1) 93.
+        in_half = sum(rows) + sum(of_row)
+        products = writes_items and width <= widest and 2 * in_half > len(rows) + len(of_row) and mean_degree >= 2
+        only_sums = loads is not None and not of_row and mean_degree >= 4
+        items = min(2 if mean_degree >= 16 or products or only_sums else 1, slots)
     # A step waits for memory twice, so the longest row of a small graph takes longer than all rows' bytes do.
     if num_items is not None:
         bytes_seconds = num_items * width * 4 / _LOOP_BYTES_PER_SECOND

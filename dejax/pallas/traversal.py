@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -243,9 +244,10 @@ def traverse(
     if schedule is None:
         degree = num_items / num_rows
         loads = [(math.prod(f), isinstance(a, HalfRows)) for a, f in zip(ready, features, strict=True)]
-        of_rows = [n for (n, _), o in zip(loads, operands, strict=True) if o.access in ("row", "row_indexed")]
+        for_row = [o.access in BY_ROW for o in operands]
         heuristic = traversal_schedule(
-            width, degree, loads=loads, row_loads=of_rows, writes_items=bool(item_outputs), num_items=num_items,
+            width, degree, loads=[n for n, once in zip(loads, for_row, strict=True) if not once],
+            row_loads=list(itertools.compress(loads, for_row)), writes_items=bool(item_outputs), num_items=num_items,
             longest=32 if hubs is None else int(hubs[0]), interpret=interpreted,
         )  # fmt: skip
         shapes = "+".join(sorted(f"{count}{'h' if in_half else ''}" for count, in_half in loads))

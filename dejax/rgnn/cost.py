@@ -14,7 +14,7 @@ from typing import Any
 from dejax.pallas.schedule import rows_per_split, traversal_schedule
 from dejax.rgnn._segments import hub_chunk_of, type_chunk_of
 from dejax.rgnn.ir.inter import VIAS, Space, spec_sizes
-from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, Operand, Outer, Traversal
+from dejax.rgnn.ir.intra import BY_ROW, Gemm, Instance, Kernels, Operand, Outer, Traversal
 from dejax.rgnn.passes import Counts, Cut
 from dejax.rgnn.passes.storage import encoded_values, shared_encodings
 
@@ -212,10 +212,11 @@ class CostModel:
         widths += [ops[a.out].width for a in t.accumulators]
         width = max(widths, default=1)
         chunk = type_chunk_of(items) if "type" in t.via else hub_chunk_of(items)
-        loads = [(ops[o.name].width, o.value in self.half) for o in t.operands]
-        by_row = [ops[o.name].width for o in t.operands if o.access in ("row", "row_indexed")]
+        loads: tuple[list[tuple[int, bool]], list[tuple[int, bool]]] = [], []
+        for o in t.operands:
+            loads[o.access in BY_ROW].append((ops[o.name].width, o.value in self.half))
         schedule = traversal_schedule(
-            width, items / max(loop, 1), loads=loads, row_loads=by_row, writes_items=bool(t.item_outputs),
+            width, items / max(loop, 1), loads=loads[0], row_loads=loads[1], writes_items=bool(t.item_outputs),
             num_items=items, longest=chunk,
         )  # fmt: skip
         return chunk / schedule.items_per_step * self.machine.step_seconds

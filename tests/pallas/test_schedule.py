@@ -27,7 +27,11 @@ def test_traversal_schedules_are_powers_of_two_and_fit(degree, interpret):
 def test_schedules_of_operands_of_any_width(features, halves):
     """What reads no row of its own, what reads one, and what does not know, on few and many items."""
     loads = [(1, False), *((features, half) for half in halves)]
-    rows, degrees, counts = (None, [], [features]), (0.3, 1.0, 3.0, 11.0, 80.0), (None, 30, 10_000, 10**7)
+    rows, degrees, counts = (
+        ([], [(features, True)], [(features, False)]),
+        (0.3, 1.0, 3.0, 11.0, 80.0),
+        (None, 30, 10_000, 10**7),
+    )
     for row_loads, degree, num_items, times in itertools.product(rows, degrees, counts, (1, 2)):
         width = times * next_power_of_two(features)
         s = schedule.traversal_schedule(width, degree, loads=loads, row_loads=row_loads, num_items=num_items)
@@ -35,21 +39,28 @@ def test_schedules_of_operands_of_any_width(features, halves):
             assert n >= 1 and next_power_of_two(n) == n
 
 
-@pytest.mark.parametrize("degree, rows, items", [(1.8, 4, 1), (10, 2, 2)])
-def test_loops_that_only_multiply_and_sum_have_room_for_more_rows(degree, rows, items):
-    """However wide their sums are side by side; with a row of their own they hold it and an inner product, too."""
+@pytest.mark.parametrize("degree, rows, items, warps", [(1.8, 4, 1, 1), (10, 2, 2, 2)])
+def test_loops_that_only_multiply_and_sum(degree, rows, items, warps):
+    """Four slots however wide their sums are side by side; with a row of their own they take one item a step."""
     loads = [(1, False), (1, False), (64, True), (64, True)]
-    find = functools.partial(schedule.traversal_schedule, 128, degree, num_items=10**7)
-    s = find(loads=loads, row_loads=[])
-    assert (s.rows_per_program, s.items_per_step) == (rows, items)
-    assert find(loads=[*loads, (64, True)], row_loads=[64]) == find(loads=[*loads, (64, True)])
-    assert find(loads=[*loads, (64, True)], row_loads=[64]).rows_per_program == 2
+    find = functools.partial(schedule.traversal_schedule, 128, degree, loads=loads, num_items=10**7)
+    assert find() == schedule.TraversalSchedule(rows, items, warps, 1)
+    assert find(row_loads=[(64, True)]) == schedule.TraversalSchedule(4, 1, warps, 1)
+
+
+def test_threads_of_fewer_registers_where_rows_come_from_memory():
+    find = functools.partial(schedule.traversal_schedule, 64, 10, row_loads=[(64, True)])
+    two, one = [(64, True), (64, True)], [(1, False), (64, True)]
+    assert [find(loads=two, num_items=n).num_warps for n in (10**5, 10**7, None)] == [1, 2, 2]
+    assert find(loads=one, num_items=10**7).num_warps == 1
 
 
 @pytest.mark.parametrize("in_half, writes, items", [(True, True, 2), (True, False, 1), (False, True, 1)])
 def test_items_of_a_step_where_numbers_of_items_are_written(in_half, writes, items):
-    loads = [(1, False), (64, False), (64, in_half), (64, in_half), (64, True)]
-    s = schedule.traversal_schedule(64, 10, loads=loads, row_loads=[1, 64, 64], writes_items=writes, num_items=10**7)
+    s = schedule.traversal_schedule(
+        64, 10, loads=[(64, in_half), (64, True)], row_loads=[(1, False), (64, False), (64, in_half)],
+        writes_items=writes, num_items=10**7,
+    )  # fmt: skip
     assert (s.rows_per_program, s.items_per_step) == (4 // items, items)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 import dejax.pallas as kernels
-from dejax.pallas.factored import product, quotient, sum_axis, whole
+from dejax.pallas.factored import product, quotient, reshaped, sum_axis, whole
 from dejax.rgnn.ir.inter import Op, Program
 from dejax.rgnn.ir.intra import BY_ROW, Accumulator, Traversal
 from dejax.rgnn.lowering.xla import ELEMENTWISE
@@ -68,7 +68,7 @@ class TileProgram:
             term_shape = ops[t.value].shape
             for axes in t.inserts if term_shape else ():
                 for axis in axes:
-                    factor = factor.reshape(*factor.shape[: 2 + axis], 1, *factor.shape[2 + axis :])
+                    factor = reshaped(factor, (*factor.shape[: 2 + axis], 1, *factor.shape[2 + axis :]))
                     term_shape = (*term_shape[:axis], 1, *term_shape[axis:])
             left, right = _align(result, rank, factor, len(term_shape), 2)
             result = product(left, right) if t.power > 0 else quotient(left, right)
@@ -78,7 +78,7 @@ class TileProgram:
     def shaped(self, tile: Any, shape: tuple[int, ...], lead: int) -> Any:
         """A tile in the padded form of a feature shape; leading axes of size 1 stay."""
         if tile.ndim == lead and shape:
-            tile = tile.reshape(*tile.shape, *(1,) * len(shape))
+            tile = reshaped(tile, (*tile.shape, *(1,) * len(shape)))
         padded = tuple(kernels.next_power_of_two(s) for s in shape)
         return tile if tile.shape[lead:] == padded else jnp.broadcast_to(whole(tile), (*tile.shape[:lead], *padded))
 
@@ -117,7 +117,7 @@ class TileProgram:
         if name in ELEMENTWISE:
             rank = len(op.shape)
             aligned = [
-                a.reshape(*a.shape, *(1,) * (rank - len(s))) if s == () and rank else a
+                reshaped(a, (*a.shape, *(1,) * (rank - len(s)))) if s == () and rank else a
                 for a, s in zip(args, shapes, strict=True)
             ]
             if name == "mul":
@@ -133,7 +133,7 @@ class TileProgram:
                 x = sum_axis(x, lead + axis, shapes[0][axis], keepdims=op.attr("keepdims"))
             return x
         if name == "reshape":
-            return x.reshape(*x.shape[:lead], *(kernels.next_power_of_two(s) for s in op.shape))
+            return reshaped(x, (*x.shape[:lead], *(kernels.next_power_of_two(s) for s in op.shape)))
         if name == "broadcast":
             return self.shaped(x, op.shape, lead)
         if name == "linear":
@@ -143,7 +143,7 @@ class TileProgram:
 
 def _align(x: Any, x_rank: int, y: Any, y_rank: int, lead: int) -> tuple[Any, Any]:
     rank = max(x_rank, y_rank)
-    expand = lambda a, r: a.reshape(*a.shape, *(1,) * (rank - r)) if r == 0 and rank else a  # noqa: E731
+    expand = lambda a, r: reshaped(a, (*a.shape, *(1,) * (rank - r))) if r == 0 and rank else a  # noqa: E731
     return expand(x, x_rank), expand(y, y_rank)
 
 

@@ -15,19 +15,18 @@ from dejax.rgnn.passes.save import Cut
 # Narrower rows share a memory sector anyway.
 _MIN_WIDTH = 16
 
-
 # Rows to 16 bits: 6 bytes a number once, for 2 bytes less at each read, and what a launch takes, in bytes.
-_READS_A_ROW = 4
 _ENCODED_WIDTH = 32
 _LAUNCH_BYTES = 13_000_000
-# A product of rows of so many float32 numbers is bound by their conversion, so it counts as that many reads. 3 million
-# rows of 1.9 million, 256 to 256: 1.47 ms and 0.68 for putting them in 16 bits, 2.78 without.
+# A product of rows of so many float32 numbers is bound by their conversion, and counts as several reads. 3 million rows
+# of 1.9 million, 256 to 256: 1.47 ms and 0.68 for putting them in 16 bits, 2.78 without.
 _WIDE_PRODUCT = 256
+_READS_OF_WIDE = 4
 
 
 def _pays(reads: int, rows: int, width: int) -> bool:
     """Whether rows that are read so often are better put in 16 bits first."""
-    return reads >= _READS_A_ROW * rows > 0 and (2 * reads - 6 * rows) * width >= _LAUNCH_BYTES
+    return rows > 0 and (2 * reads - 6 * rows) * width >= _LAUNCH_BYTES
 
 
 def encoded_values(
@@ -69,7 +68,7 @@ def _rounded_reads(kernels: Kernels, num_rows: Callable[[Space], int]) -> dict[i
         if isinstance(instance, Gemm):
             values, rows = [instance.x.value], num_rows(ops[instance.product].space)
             if ops[instance.x.value].width >= _WIDE_PRODUCT:
-                rows *= _READS_A_ROW
+                rows *= _READS_OF_WIDE
         elif isinstance(instance, Outer):
             values, rows = [instance.x.value, instance.y.value], num_rows(ops[instance.x.name].space)
         elif isinstance(instance, Traversal) and may_round(kernels, instance):
