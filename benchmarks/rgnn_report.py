@@ -399,8 +399,8 @@ def markdown(results: Results, settings: dict[str, Any] = BASE) -> str:
         found = best_peer(results, settings, *cell, phase)
         if found:
             return f"{_figure(found[1])} ({found[0]})"
-        tried = {r["status"] for r in select(results, settings, graph=cell[0], model=cell[1])} - {"ok"}
-        return "OOM" if "OOM" in tried else "-"
+        full = [r["implementation"] for r in select(results, settings, graph=cell[0], model=cell[1], status="OOM")]
+        return f"OOM ({', '.join(full)})" if full else "-"
 
     for cell in cells(results, settings):
         r = ours(results, settings, *cell)

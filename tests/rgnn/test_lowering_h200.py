@@ -150,6 +150,32 @@ def test_gradients_trace_each_kernel_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert traced and len(traced) == len(set(traced))
 
 
+def reshapes(jaxpr: Any, kernel: str | None = None) -> set[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Kernels in which a tile is reshaped or squeezed, its shape and the new one."""
+    found = set()
+    for e in jaxpr.eqns:
+        name = str(e.params.get("name", kernel)) if e.primitive.name == "pallas_call" else kernel
+        if kernel and e.primitive.name in ("reshape", "squeeze"):
+            found.add((kernel, e.invars[0].aval.shape, e.outvars[0].aval.shape))
+        inner = jax.tree.leaves(list(e.params.values()), is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr"))
+        for part in (getattr(p, "jaxpr", p) for p in inner):
+            found |= reshapes(part, name) if hasattr(part, "eqns") else set()
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_loops_change_no_tile_by_a_reshape(model: str) -> None:
+    """What comes out of one Triton's compiler lays out anew, through shared memory at every step of a loop."""
+    name, _ = MODELS[model]
+    arrays = {
+        key: jnp.asarray(a) for key, a in make_arrays(name, GRAPHS["typical"], Size(64, 64, 1), "float32").items()
+    }
+    graph = graph_of("typical").with_loop_tables()
+    loss = lambda arrays: jnp.sum(CASES[name].run(graph, arrays, options("tf32")))  # noqa: E731
+    found = reshapes(jax.make_jaxpr(jax.grad(loss))(arrays).jaxpr)
+    assert found and {new for kernel, _, new in found if "traverse" in kernel} == {()}
+
+
 def test_the_count_can_be_missed(left_to_xla: list[str]) -> None:
     """Plain XLA lowers to no kernel at all."""
     assert not kernel_names(lower("rgcn_mean", Size(), "float32", Options(backend="xla")))

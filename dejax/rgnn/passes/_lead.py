@@ -94,7 +94,7 @@ def pays(fusion: Fusion, leader: Loop, follower: Loop, values: list[int]) -> boo
     HGT's loop over destinations holds rows of keys and messages, two of its own and one sum, where the loop over source
     pairs held four rows and two sums: 140 instructions for two edges of that one become 71. Where the cache has the
     rows, that is time: HGT's training on mutag 0.26 -> 0.23 ms, bgs 0.63 -> 0.59. Where they come from memory loops
-    take as long as they do: am 6.26 -> 6.72, mag 10.7 -> 11.1, wikikg2 17.3 -> 17.4.
+    take as long as they do: am 5.90 -> 6.06, mag 9.57 -> 10.16.
     """
     if any(a.kind != "sum" for a in leader.accumulators):
         return False
