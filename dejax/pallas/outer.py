@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dejax.pallas import _triton
+from dejax.pallas import _triton, tuned_tables
 from dejax.pallas import schedule as schedules
 from dejax.pallas._checks import as_index, check_float, check_precision
 from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
 from dejax.pallas._tiles import steps, where, within
 from dejax.pallas.half_rows import RAISED, HalfRows, exponents, halves, inverse_power, power, raised, whole_max
-from dejax.pallas.schedule import OuterSchedule
+from dejax.pallas.schedule import OuterSchedule, merged_groups, outer_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,22 +248,22 @@ def typed_outer(
     if min(*shape, num_positions, x_rows, y_rows) == 0:
         total = jnp.zeros(shape, out_dtype)
         return total[:, 0] if flat else total
-    merged = schedules.merged_groups(groups, k, n, precision, x.dtype) if schedule is None else 1
+    merged = merged_groups(groups, k, n, precision, x.dtype) if schedule is None else 1
     if schedule is None:
         half = "".join("h" if isinstance(a, HalfRows) else "f" for a in (x, y))
-        heuristic = schedules.outer_schedule(merged * k, merged * n, precision)
+        heuristic = outer_schedule(merged * k, merged * n, precision)
         call = functools.partial(
             typed_outer, *((x, y) if not flat else (x.reshape(x_rows, k), y.reshape(y_rows, n))), offsets=offsets,
             num_positions=num_positions, x_index=x_index, y_index=y_index, scale=scale, precision=precision,
             out_dtype=out_dtype, rows_per_split=rows_per_split, splits=splits, interpret=interpret,
         )  # fmt: skip
-        fields = schedules.choose(
+        fields = tuned_tables.choose(
             "outer",
             f"{next_power_of_two(k)}x{next_power_of_two(n)}x{groups}-{precision}-{x.dtype}-{half}"
-            f"-{schedules.bucket(num_positions)}",
+            f"-{tuned_tables.bucket(num_positions)}",
             asdict(heuristic),
             # Groups side by side are the heuristic's choice; their tiles are not searched.
-            lambda: schedules.outer_candidates(k, n) if merged == 1 else [],
+            lambda: tuned_tables.outer_candidates(k, n) if merged == 1 else [],
             lambda fields: call(schedule=OuterSchedule(**fields)),
         )
         schedule = OuterSchedule(**fields)

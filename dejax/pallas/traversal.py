@@ -26,14 +26,8 @@ from dejax.pallas._traversal_kernels import (
     row_kernel,
 )
 from dejax.pallas.half_rows import HalfRows, encode
-from dejax.pallas.schedule import (
-    TraversalSchedule,
-    bucket,
-    choose,
-    map_schedule,
-    traversal_candidates,
-    traversal_schedule,
-)
+from dejax.pallas.schedule import TraversalSchedule, map_schedule, traversal_schedule
+from dejax.pallas.tuned_tables import bucket, choose, traversal_candidates
 
 __all__ = ["MAX_WIDTH", "Operand", "Reduction", "map_items", "traverse"]
 

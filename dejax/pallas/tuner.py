@@ -20,8 +20,7 @@ from typing import Any
 
 import jax
 
-from dejax.pallas import _triton
-from dejax.pallas import schedule as schedules
+from dejax.pallas import _triton, tuned_tables
 from dejax.pallas.profile import record
 
 Fields = dict[str, Any]
@@ -66,23 +65,23 @@ class Tuner:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[Tuner]:
-        token = schedules.chooser.set(self.choose)
+        token = tuned_tables.chooser.set(self.choose)
         try:
             yield self
         finally:
-            schedules.chooser.reset(token)
+            tuned_tables.chooser.reset(token)
 
     def choose(self, kernel: str, key: str, heuristic: Fields, candidates: list[Fields], call: Call) -> Fields:
         """The fastest of the heuristic's schedule and the candidates."""
         known = self.found.get((kernel, key))
         if known is not None:
             return dict(known.fields)
-        token = schedules.chooser.set(None)  # what the kernel calls in its turn is not tuned inside
+        token = tuned_tables.chooser.set(None)  # what the kernel calls in its turn is not tuned inside
         try:
             tries = [heuristic, *(c for c in candidates if c != heuristic)]
             times = (self.measure or measure_on_device)(tries, call)
         finally:
-            schedules.chooser.reset(token)
+            tuned_tables.chooser.reset(token)
         if times[0] is None:
             return heuristic
         best = min((i for i, t in enumerate(times) if t is not None), key=lambda i: times[i])  # type: ignore[arg-type, return-value]
@@ -106,7 +105,7 @@ class Tuner:
 
     def save(self, path: Path) -> None:
         """Adds what was found to a table on disk; others' entries stay. The file is replaced as a whole."""
-        table = schedules.read_table(path)
+        table = tuned_tables.read_table(path)
         for kernel, entries in self.table().items():
             table.setdefault(kernel, {}).update(entries)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +114,7 @@ class Tuner:
             json.dump({k: dict(sorted(v.items())) for k, v in sorted(table.items())}, file, indent=1)
             file.write("\n")
         Path(temporary).replace(path)
-        schedules.forget_tables()
+        tuned_tables.forget_tables()
 
 
 def measure_on_device(candidates: Sequence[Fields], call: Call) -> list[float | None]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from dejax.pallas import schedule as schedules
+from dejax.pallas import tuned_tables
 from dejax.pallas.tuner import Measure, Tuned, Tuner
 from dejax.rgnn import execute
 from dejax.rgnn.execute import Task
@@ -63,7 +63,7 @@ def tune(
             _training(task, graph, inputs)
     path = None
     if save and tuner.found:
-        path = schedules.cache_file()
+        path = tuned_tables.cache_file()
         tuner.save(path)
         execute.forget_compiled()
     return Report(tuple(tuner.found.values()), path)

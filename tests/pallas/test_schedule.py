@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dejax.pallas import schedule
+from dejax.pallas import schedule, tuned_tables
 from dejax.pallas._shapes import next_power_of_two
 from dejax.pallas.tuner import Tuner
 
@@ -105,36 +105,36 @@ def test_merged_groups(groups, k, n, precision, expected):
 def cache(tmp_path, monkeypatch):
     """A cache folder of its own, read as where there is a GPU."""
     monkeypatch.setenv("DEJAX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(schedule, "TUNED", tmp_path / "shipped")
-    monkeypatch.setattr(schedule.jax, "default_backend", lambda: "gpu")
-    schedule.forget_tables()
-    yield schedule.cache_file()
-    schedule.forget_tables()
+    monkeypatch.setattr(tuned_tables, "TUNED", tmp_path / "shipped")
+    monkeypatch.setattr(tuned_tables.jax, "default_backend", lambda: "gpu")
+    tuned_tables.forget_tables()
+    yield tuned_tables.cache_file()
+    tuned_tables.forget_tables()
 
 
 def test_a_tuned_table_is_read(cache):
-    shipped = schedule.TUNED / f"{schedule.device_name()}.json"
+    shipped = tuned_tables.TUNED / f"{tuned_tables.device_name()}.json"
     shipped.parent.mkdir()
     shipped.write_text(json.dumps({"gemm": {"a": {"block_k": 16}, "b": {"block_k": 64}}}))
     cache.write_text(json.dumps({"gemm": {"a": {"block_k": 32}}}))
-    assert schedule.lookup("gemm", "a") == {"block_k": 32}, "the user's table comes first"
-    assert schedule.lookup("gemm", "b") == {"block_k": 64}
-    assert schedule.lookup("gemm", "c") is None
-    assert schedule.lookup("outer", "a") is None
-    assert schedule.choose("gemm", "c", {"block_k": 1}, list, print) == {"block_k": 1}
+    assert tuned_tables.lookup("gemm", "a") == {"block_k": 32}, "the user's table comes first"
+    assert tuned_tables.lookup("gemm", "b") == {"block_k": 64}
+    assert tuned_tables.lookup("gemm", "c") is None
+    assert tuned_tables.lookup("outer", "a") is None
+    assert tuned_tables.choose("gemm", "c", {"block_k": 1}, list, print) == {"block_k": 1}
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"gemm": 3}'])
 def test_a_damaged_table_is_ignored_with_a_warning(cache, text):
     cache.write_text(text)
     with pytest.warns(UserWarning, match="holds no table of schedules"):
-        assert schedule.lookup("gemm", "a") is None
+        assert tuned_tables.lookup("gemm", "a") is None
 
 
 def test_no_table_is_read_without_a_gpu(cache, monkeypatch):
     cache.write_text(json.dumps({"gemm": {"a": {"block_k": 32}}}))
-    monkeypatch.setattr(schedule.jax, "default_backend", lambda: "cpu")
-    assert schedule.lookup("gemm", "a") is None
+    monkeypatch.setattr(tuned_tables.jax, "default_backend", lambda: "cpu")
+    assert tuned_tables.lookup("gemm", "a") is None
 
 
 def test_a_tuner_keeps_the_fastest_and_adds_to_the_table(cache):
@@ -148,27 +148,27 @@ def test_a_tuner_keeps_the_fastest_and_adds_to_the_table(cache):
     fields = [{"block": b} for b in (32, 64, 128, 16)]
     tuner = Tuner(measure)
     with tuner.at_work():
-        assert schedule.choose("gemm", "key", fields[0], lambda: fields, print) == {"block": 128}
-        assert schedule.choose("gemm", "key", fields[0], lambda: fields, print) == {"block": 128}
+        assert tuned_tables.choose("gemm", "key", fields[0], lambda: fields, print) == {"block": 128}
+        assert tuned_tables.choose("gemm", "key", fields[0], lambda: fields, print) == {"block": 128}
     assert len(calls) == 1, "a shape that was met before is not timed again"
     assert tuner.found["gemm", "key"].tried == 3
     tuner.save(cache)
     assert json.loads(cache.read_text()) == {"gemm": {"key": {"block": 128}, "other": {"block": 1}}}
-    assert schedule.lookup("gemm", "key") == {"block": 128}
+    assert tuned_tables.lookup("gemm", "key") == {"block": 128}
 
 
 def test_a_tuner_keeps_the_heuristic_where_nothing_is_clearly_faster(cache):
     for times in ([10.0, 9.9], [None, 1.0], [1.0, None]):
         tuner = Tuner(lambda candidates, call, times=times: times)
         with tuner.at_work():
-            assert schedule.choose("outer", "key", {"a": 1}, lambda: [{"a": 2}], print) == {"a": 1}
+            assert tuned_tables.choose("outer", "key", {"a": 1}, lambda: [{"a": 2}], print) == {"a": 1}
 
 
 @pytest.mark.parametrize("k, n", [(1, 1), (64, 64), (100, 300), (256, 64)])
 def test_candidates_are_schedules(k, n):
-    for fields in schedule.gemm_candidates(k, n):
+    for fields in tuned_tables.gemm_candidates(k, n):
         block = fields.pop("block")
         assert block in (32, 64, 128)
         schedule.GemmSchedule(**fields)
-    assert [schedule.OuterSchedule(**f) for f in schedule.outer_candidates(k, n)]
-    assert [schedule.TraversalSchedule(**f) for f in schedule.traversal_candidates(next_power_of_two(n))]
+    assert [schedule.OuterSchedule(**f) for f in tuned_tables.outer_candidates(k, n)]
+    assert [schedule.TraversalSchedule(**f) for f in tuned_tables.traversal_candidates(next_power_of_two(n))]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dejax.pallas as kernels
-from dejax.pallas import schedule as schedules
+from dejax.pallas import tuned_tables
 from dejax.rgnn.graph import RelGraph, Segments
 from dejax.rgnn.ir.inter import VIAS
 from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, Operand, Outer, Traversal
@@ -144,12 +144,12 @@ class PallasLowering:
         groups = x.shape[1] if x.ndim == 3 else 1
         form = ("h" if halves else "f") + ("h" if half_out else "f") + "nt"[transpose]
         form += ("" if bias is None else "b") + ("" if vector is None else "d")
-        fields = schedules.choose(
+        fields = tuned_tables.choose(
             "gemm",
             f"{k}x{n}x{groups}-{self.precision}-{x.dtype}-{form}"
-            f"-{schedules.bucket(group.num_items / group.num_rows)}-{schedules.bucket(group.num_items)}",
+            f"-{tuned_tables.bucket(group.num_items / group.num_rows)}-{tuned_tables.bucket(group.num_items)}",
             {"block": block},  # the rest by `typed_matmul`
-            lambda: schedules.gemm_candidates(k, n) if groups == 1 else [{"block": b} for b in (32, 64, 128)],
+            lambda: tuned_tables.gemm_candidates(k, n) if groups == 1 else [{"block": b} for b in (32, 64, 128)],
             call,
         )
         result = call(fields)
