@@ -144,10 +144,11 @@ def outer_candidates(k: int, n: int) -> list[dict[str, Any]]:
 
 def traversal_candidates(width: int) -> list[dict[str, Any]]:
     """Rows and items of a step, and warps, to try for a traversal with tiles of `width`."""
+    least = 4 if width > 8 else 1  # numbers a thread; loops over numbers alone were the fastest with two
     return [
         {"rows_per_program": rows, "items_per_step": items, "num_warps": warps, "num_stages": 1}
         for warps in (1, 2, 4)
         for rows in (1, 2, 4, 8, 16, 32, 64)
         for items in (1, 2, 4, 8)
-        if 4 <= rows * items * width // (32 * warps) <= 32
+        if least <= rows * items * width // (32 * warps) <= 32
     ]
