@@ -85,7 +85,8 @@ format: venv-test
 types: venv-test
 	$(BIN)/mypy
 
-# The second leg: the other end of the declared range of jax. What does not depend on jax was tested by the first.
+# The second leg: the other end of the declared range of jax. What does not depend on jax was tested by the first, and of
+# the interpreted kernels by themselves and the passes' variants one jax is enough: models run them here, too.
 ONLY_ONCE := --ignore=tests/datasets --ignore=tests/benchmarks --ignore=tests/test_readme.py --ignore=tests/native \
 	--ignore=tests/rgnn/test_passes.py --ignore=tests/rgnn/test_pyg_agreement.py --ignore=tests/rgnn/test_random_programs.py \
 	--ignore=tests/pallas/test_traversal.py --ignore=tests/pallas/test_gemm.py \
