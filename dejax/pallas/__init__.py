@@ -10,6 +10,7 @@ from dejax.pallas.half_rows import HalfRows
 from dejax.pallas.outer import typed_outer
 from dejax.pallas.schedule import GemmSchedule, OuterSchedule, TraversalSchedule, gemm_block
 from dejax.pallas.special import erf, exp
+from dejax.pallas.table_slice import TableSlice
 from dejax.pallas.traversal import Operand, Reduction, map_items, traverse
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Operand",
     "OuterSchedule",
     "Reduction",
+    "TableSlice",
     "TraversalSchedule",
     "erf",
     "exp",

@@ -32,6 +32,7 @@ from jax.extend import source_info_util
 
 from dejax.pallas._shapes import divide
 from dejax.pallas._tiles import where
+from dejax.pallas.table_slice import SliceRef, TableSlice
 
 # The warning comes when a jitted function is lowered, which is in the user's code and not in ours: a scope around our
 # calls would not catch it.
@@ -141,28 +142,43 @@ def pallas_call(
     """A call of `kernel` on whole arrays, for each program id of a one-dimensional grid.
 
     One axis, because CUDA's other two end at 65,535 and because a kernel that splits the id itself settles which of its
-    blocks run next to each other, whatever `vmap` adds.
+    blocks run next to each other, whatever `vmap` adds. Operands may be `TableSlice`s.
     """
-    call = jax.custom_jvp(
-        pl.pallas_call(
-            _traced_in_place(_for(kernel, interpret)),
-            out_shape=list(out_shape),
-            grid=(num_programs,),
-            compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-            interpret=interpret,
-            input_output_aliases=dict(aliases or {}),
-            name=f"{_label.get()}_{name}" if _label.get() else name,
-        )
-    )
 
-    @call.defjvp
-    def no_derivative(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(
-            f"the kernel {name} has no derivative of its own; differentiate a dejax.rgnn program, which makes its own "
-            "backward kernels, or give the function that calls the kernel a jax.custom_vjp"
+    def run(*operands: Any) -> Sequence[jax.Array]:
+        starts = {i: o.start for i, o in enumerate(operands) if isinstance(o, TableSlice)}
+        call = jax.custom_jvp(
+            pl.pallas_call(
+                _traced_in_place(_for(_from_starts(kernel, starts) if starts else kernel, interpret)),
+                out_shape=list(out_shape),
+                grid=(num_programs,),
+                compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+                interpret=interpret,
+                input_output_aliases=dict(aliases or {}),
+                name=f"{_label.get()}_{name}" if _label.get() else name,
+            )
         )
 
-    return call
+        @call.defjvp
+        def no_derivative(primals: Any, tangents: Any) -> Any:
+            raise NotImplementedError(
+                f"the kernel {name} has no derivative of its own; differentiate a dejax.rgnn program, which makes its "
+                "own backward kernels, or give the function that calls the kernel a jax.custom_vjp"
+            )
+
+        return call(*(o.table if isinstance(o, TableSlice) else o for o in operands))
+
+    return run
+
+
+def _from_starts(kernel: Callable[..., Any], starts: Mapping[int, int]) -> Callable[..., Any]:
+    """The kernel, whose references with the given numbers begin at these places."""
+
+    @functools.wraps(kernel)
+    def shifted(*refs: Any) -> Any:
+        return kernel(*(SliceRef(ref, starts[i]) if i in starts else ref for i, ref in enumerate(refs)))
+
+    return shifted
 
 
 def program_ids(*inner: int) -> tuple[jax.Array, ...]:
@@ -191,6 +207,8 @@ def fori_loop(lower: Any, upper: Any, step: Callable[[Any, Any], Any], init: Any
 
 def load(ref: Any, indices: tuple[jax.Array, ...], mask: jax.Array | None = None, other: Any = None) -> jax.Array:
     """`ref[indices]`, `other` (0 by default) where `mask` is false."""
+    if isinstance(ref, SliceRef):
+        ref, indices = ref.ref, (indices[0] + ref.start,)
     if mask is None:
         return plt.load(ref.at[indices])
     return plt.load(ref.at[indices], mask=mask, other=np.zeros((), ref.dtype) if other is None else other)

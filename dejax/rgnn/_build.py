@@ -5,7 +5,6 @@ No step loops over edges or types in Python, and none makes a nodes-by-types tab
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -243,9 +242,9 @@ def build(
     )
     if jax.default_backend() != "gpu":
         return _to_device(graph)
-    graph = _to_device(dataclasses.replace(graph, **graph.kernel_order(hub_chunk)))
+    graph = _to_device(graph.with_kernel_order(hub_chunk))
     with jax.ensure_compile_time_eval():  # a graph of concrete arrays is concrete, also when it is made while tracing
-        return graph.with_loop_tables()
+        return graph.with_positions()
 
 
 def source_types(

@@ -11,7 +11,9 @@ import jax
 import numpy as np
 from jax import Array
 
+from dejax.pallas import TableSlice
 from dejax.rgnn import _checks
+from dejax.rgnn._packed import PackedTables, pack
 from dejax.rgnn._segments import (
     HUB_CHUNK,
     TILE_BLOCKS,
@@ -97,6 +99,8 @@ class RelGraph:
             one node type; None where one has several, and in a graph of `build_traced` with more than one node type.
         node_mask: bool[nodes], False for padding nodes; None where there is none.
         edge_mask: bool[edges], canonical, False for padding edges; None where there is none.
+        packed: tables of the groupings that kernels alone read, in one array, where `with_loop_tables` was called: the
+            groupings are then without (`grouping` has them).
         loop_tables: what `with_loop_tables` adds: `"dst:source_pair"` and the like, int32[edges], for each position of
             one grouping's order the row in another grouping.
         num_nodes: number of nodes, padding included (static, as are all that follow).
@@ -139,6 +143,12 @@ class RelGraph:
     node_type_counts: tuple[int, ...] | None = field(default=None, metadata=_STATIC)
     edge_type_by_source: Segments | None = None
     loop_tables: dict[str, Array] = field(default_factory=dict)
+    packed: PackedTables | None = None
+
+    def grouping(self, name: str) -> Segments:
+        """The attribute of that name with all its tables, those in `packed` as `dejax.pallas.TableSlice`."""
+        group: Segments = getattr(self, name)
+        return group if self.packed is None else self.packed.onto(name, group)
 
     def with_loop_tables(self) -> RelGraph:
         """The graph with the tables that let GPU kernels walk a node's or a pair's edges without reading the order.
@@ -149,34 +159,45 @@ class RelGraph:
         21 M edges. And with each grouping goes the order in which kernels take its rows, those with many items side by
         side (`Segments.loop`), and with each edge the number of edges of its destination pair, which a mean divides by
         (`"dst:#destination_pair"`, float32[edges]). All in all they take 44 bytes an edge. Tiles of the typed groupings
-        are ordered by the nodes that they read (`Segments.with_near_tiles`). Graphs made where the default backend is a
-        GPU have all this; graphs of `build_traced` do not.
+        are ordered by the nodes that they read (`Segments.with_near_tiles`). Small tables that kernels alone read are
+        put in one array (`packed`). Graphs made where the default backend is a GPU have all this; graphs of
+        `build_traced` do not.
         """
-        changed = jax.device_put(self.kernel_order())
+        return jax.device_put(self.with_kernel_order()).with_positions()
+
+    def with_kernel_order(self, hub_chunk: int = HUB_CHUNK) -> RelGraph:
+        """The first half of `with_loop_tables`, by numpy: the orders of rows and tiles, and `packed`."""
+        if self.packed is not None:
+            return self
+        groups: dict[str, Segments] = {name: getattr(self, name).with_loop(hub_chunk) for name in LOOPS}
+        for name, node in _NEAR:
+            groups[name] = getattr(self, name).with_near_tiles(node(self))
+        groups["by_node_type"] = self.by_node_type
+        if self.edge_type_by_source is not None:
+            groups["edge_type_by_source"] = self.edge_type_by_source
+        rest, packed = pack(groups)
+        return dataclasses.replace(self, packed=packed, **rest)
+
+    def with_positions(self) -> RelGraph:
+        """The second half, where the graph's arrays are: `loop_tables`."""
         groups = {
-            "src": changed["by_sender"],
-            "dst": changed["by_receiver"],
-            "source_pair": changed["by_source_pair"],
-            "destination_pair": changed["by_destination_pair"],
+            "src": self.grouping("by_sender"),
+            "dst": self.grouping("by_receiver"),
+            "source_pair": self.grouping("by_source_pair"),
+            "destination_pair": self.grouping("by_destination_pair"),
         }
         tables = {}
         for loop, via in _LOOP_TABLES:
             order = (groups[loop].loop or groups[loop]).order
             if order is not None:
+                order = order.array() if isinstance(order, TableSlice) else order
                 tables[f"{loop}:{via}"] = groups[via].index[order]
         pairs = self.by_destination_pair
         counts = pairs.counts().astype(np.float32)
         for loop in ("dst", "source_pair"):
             if f"{loop}:destination_pair" in tables:
                 tables[f"{loop}:#destination_pair"] = counts[tables[f"{loop}:destination_pair"]]
-        return dataclasses.replace(self, loop_tables=tables, **changed)
-
-    def kernel_order(self, hub_chunk: int = HUB_CHUNK) -> dict[str, Any]:
-        """The groupings that GPU kernels walk, by name, with the order in which kernels take their rows or tiles."""
-        found = {name: getattr(self, name).with_loop(hub_chunk) for name in LOOPS}
-        for name, node in _NEAR:
-            found[name] = getattr(self, name).with_near_tiles(node(self))
-        return found
+        return dataclasses.replace(self, loop_tables=tables)
 
     @classmethod
     def from_edges(

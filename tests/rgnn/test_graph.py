@@ -324,16 +324,17 @@ def test_near_tiles_are_the_tiles_by_the_nodes_that_they_read() -> None:
     rng = np.random.default_rng(0)
     senders, receivers = rng.integers(0, 500, (2, 6000))
     graph = RelGraph.from_edges(senders, receivers, rng.integers(0, 3, 6000), num_nodes=500).with_loop_tables()
-    for group, node in (
-        (graph.source_pair_by_type, graph.source_pair_by_node.index),
-        (graph.destination_pair_by_type, graph.destination_pair_by_node.index),
-        (graph.by_edge_type, graph.receivers),
+    for name, node in (
+        ("source_pair_by_type", graph.source_pair_by_node.index),
+        ("destination_pair_by_type", graph.destination_pair_by_node.index),
+        ("by_edge_type", graph.receivers),
     ):
+        group = graph.grouping(name)
         assert [t.block for t in group.near_tiles] == [t.block for t in group.tiles]
         for near, by_type in zip(group.near_tiles, group.tiles, strict=True):
             back = np.argsort(np.asarray(near.start))
-            np.testing.assert_array_equal(np.asarray(near.start)[back], by_type.start)
-            np.testing.assert_array_equal(np.asarray(near.row_type)[back], by_type.row_type)
+            np.testing.assert_array_equal(np.asarray(near.start)[back], np.asarray(by_type.start))
+            np.testing.assert_array_equal(np.asarray(near.row_type)[back], np.asarray(by_type.row_type))
             assert (np.diff(np.asarray(node)[np.asarray(near.start)]) >= 0).all()
             assert group.tiles_for(near.block, near=True) is near
         splits, by_type = group.near_splits, group.splits
@@ -345,4 +346,5 @@ def test_near_tiles_are_the_tiles_by_the_nodes_that_they_read() -> None:
 
 def test_near_tiles_of_a_graph_without_edges() -> None:
     graph = RelGraph.from_edges([], [], [], num_nodes=3, num_edge_types=2).with_loop_tables()
-    assert graph.by_edge_type.near_tiles == () and graph.by_edge_type.near_splits is None
+    group = graph.grouping("by_edge_type")
+    assert group.near_tiles == () and group.near_splits is None

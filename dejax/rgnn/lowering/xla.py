@@ -17,26 +17,27 @@ from dejax.rgnn.ir.inter import TYPE_VIA, VIAS, Op, Program, Space, parse_spec
 
 # Rows a tile of a typed product on the CPU: a batched matrix product over tiles costs O(rows + types) and no more.
 _TILE = 32
+_GROUPINGS = {
+    "src": "by_sender",
+    "dst": "by_receiver",
+    "source_pair": "by_source_pair",
+    "destination_pair": "by_destination_pair",
+    "etype": "by_edge_type",
+    "source_pair.node": "source_pair_by_node",
+    "source_pair.etype": "source_pair_by_type",
+    "destination_pair.node": "destination_pair_by_node",
+    "destination_pair.etype": "destination_pair_by_type",
+    "ntype": "by_node_type",
+    "source_type": "edge_type_by_source",
+}
 
 
 def segments(graph: RelGraph, via: str) -> Segments:
     """The grouping of the graph that a map stands for."""
-    found = {
-        "src": lambda: graph.by_sender,
-        "dst": lambda: graph.by_receiver,
-        "source_pair": lambda: graph.by_source_pair,
-        "destination_pair": lambda: graph.by_destination_pair,
-        "etype": lambda: graph.by_edge_type,
-        "source_pair.node": lambda: graph.source_pair_by_node,
-        "source_pair.etype": lambda: graph.source_pair_by_type,
-        "destination_pair.node": lambda: graph.destination_pair_by_node,
-        "destination_pair.etype": lambda: graph.destination_pair_by_type,
-        "ntype": lambda: graph.by_node_type,
-        "source_type": lambda: graph.edge_type_by_source,
-    }[via]()
-    if found is None:
+    name = _GROUPINGS[via]
+    if getattr(graph, name) is None:
         raise ValueError(f"the graph has no grouping {via!r}: its edge types have sources of several node types")
-    return found
+    return graph.grouping(name)
 
 
 def num_rows(graph: RelGraph, space: Space) -> int:
@@ -238,7 +239,7 @@ class _Tiles:
         table = group.tiles_for(_TILE)
         self.group, self.row_type = group, jnp.asarray(table.row_type)
         offsets = jnp.asarray(group.offsets)
-        position = table.start[:, None] + jnp.arange(_TILE, dtype=jnp.int32)
+        position = jnp.asarray(table.start)[:, None] + jnp.arange(_TILE, dtype=jnp.int32)
         self.valid = position < offsets[self.row_type + 1][:, None]
         item = jnp.minimum(position, max(group.num_items - 1, 0))
         self.item = item if group.order is None else jnp.asarray(group.order)[item]
