@@ -274,7 +274,7 @@ def typed_outer(
         y = y.decode()
     per_split = rows_per_split or schedules.rows_per_split(num_positions, types)
     if splits is None:
-        splits = (*split_table(offsets, per_split, num_positions), None)
+        splits = (*split_table(jnp.asarray(offsets), per_split, num_positions), None)
     start, end, first, number = splits
     operands = {
         "x": (x.mantissa if isinstance(x, HalfRows) else x).reshape(x_rows, groups * k),

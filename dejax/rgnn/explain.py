@@ -11,7 +11,7 @@ from dejax.rgnn.cost import CostModel, training_models
 from dejax.rgnn.execute import Task
 from dejax.rgnn.ir.inter import Op, Program, Space, format_op
 from dejax.rgnn.ir.intra import Fallback, Kernels, Traversal
-from dejax.rgnn.passes import LATE, differentiated, lower_to_kernels, optimise, run_passes
+from dejax.rgnn.passes import FORWARD_ALONE, differentiated, lower_to_kernels, optimise, run_passes
 
 
 def explain(task: Task, *, file: TextIO | None = None, svg: str | None = None) -> None:
@@ -32,8 +32,8 @@ def explain(task: Task, *, file: TextIO | None = None, svg: str | None = None) -
     print(f"{program.name} on {rows}\n", file=out)
     watch("traced", program)
     optimised = optimise(program, counts, disable, watch)
-    late = run_passes(optimised, LATE, counts, disable, watch)
-    forward = lower_to_kernels(late, counts, disable, deterministic=task.deterministic, half=task.half)
+    late = run_passes(optimised, FORWARD_ALONE, counts, disable, watch)
+    forward = lower_to_kernels(late, counts, disable, deterministic=task.deterministic, half=task.half, alone=True)
     print("== forward, without gradients", file=out)
     precision = task.options.precision or "tf32"
     _print_kernels(CostModel(forward, counts, precision), out)

@@ -163,12 +163,10 @@ class RelGraph:
         put in one array (`packed`). Graphs made where the default backend is a GPU have all this; graphs of
         `build_traced` do not.
         """
-        return jax.device_put(self.with_kernel_order()).with_positions()
+        return self if self.packed is not None else jax.device_put(self.with_kernel_order()).with_positions()
 
     def with_kernel_order(self, hub_chunk: int = HUB_CHUNK) -> RelGraph:
         """The first half of `with_loop_tables`, by numpy: the orders of rows and tiles, and `packed`."""
-        if self.packed is not None:
-            return self
         groups: dict[str, Segments] = {name: getattr(self, name).with_loop(hub_chunk) for name in LOOPS}
         for name, node in _NEAR:
             groups[name] = getattr(self, name).with_near_tiles(node(self))

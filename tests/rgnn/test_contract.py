@@ -374,6 +374,36 @@ def test_scores_by_products_with_narrow_matrices(name: str, size: Size, precisio
     check(name, "typical", size, dataclasses.replace(PALLAS, precision=precision), tolerance=tolerance)
 
 
+@pytest.mark.parametrize(
+    ("name", "size"), [("rgat_one_head", Size(32, 32, 1)), ("rgat", Size(40, 33, 1)), ("rgat", Size(3, 17, 1))], ids=str
+)
+@pytest.mark.parametrize(
+    ("dtype", "precision", "tolerance"),
+    [("float32", "f32", F32), ("float32", "tf32", TF32), ("bfloat16", None, BF16)],
+    ids=["f32", "tf32", "bf16"],
+)
+@pytest.mark.usefixtures("fresh_plans")
+def test_scores_in_the_loop(
+    name: str, size: Size, dtype: str, precision: str | None, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where there are as many pairs as edges, whose rows come from memory; vectors of types and rows rounded."""
+    sunk: list[Traversal] = []
+    original = PallasLowering.traversal
+
+    def traversal(self: PallasLowering, t: Traversal, env: dict[int, Any]) -> None:
+        if t.via == "dst" and any(self.program.ops[i].name == "sum_features" for i in t.body):
+            sunk.append(t)
+        original(self, t, env)
+
+    monkeypatch.setattr(PallasLowering, "traversal", traversal)
+    sink = importlib.import_module("dejax.rgnn.passes.sink")
+    monkeypatch.setattr(sink, "CACHED_BYTES", 0)
+    monkeypatch.setattr(sink, "_MOST_EDGES", 1000)
+    options = dataclasses.replace(PALLAS, precision=precision)
+    check(name, "typical", size, options, dtype, tolerance=tolerance, loop_tables=True)
+    assert sunk
+
+
 @pytest.mark.usefixtures("as_on_a_large_graph")
 def test_numbers_of_others_in_xla(side_by_side: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no kernel does the loop that reads them."""

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from dejax.rgnn import _sorting
-from dejax.rgnn.graph import HUB_CHUNK, RelGraph, tile_table
+from dejax.rgnn.graph import HUB_CHUNK, LOOPS, RelGraph, tile_table
 from dejax.rgnn.interop import to_relations
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
 
@@ -348,3 +348,38 @@ def test_near_tiles_of_a_graph_without_edges() -> None:
     graph = RelGraph.from_edges([], [], [], num_nodes=3, num_edge_types=2).with_loop_tables()
     group = graph.grouping("by_edge_type")
     assert group.near_tiles == () and group.near_splits is None
+
+
+def test_tables_in_one_array() -> None:
+    rng = np.random.default_rng(0)
+    senders, receivers = rng.integers(0, 60, (2, 3000))
+    types, nodes = rng.integers(0, 3, 3000), rng.integers(0, 2, 60)
+    graph = RelGraph.from_edges(senders, receivers, types, num_nodes=60, node_type=nodes, hub_chunk=16)
+    packed = graph.with_loop_tables()
+    assert packed.packed is not None and packed.with_loop_tables() is packed
+    # What a call of a compiled step is given: a microsecond for each.
+    assert len(jax.tree.leaves(packed)) <= 45
+    for name in LOOPS:
+        apart, together = getattr(graph, name).with_loop(), packed.grouping(name)
+        jax.tree.map(np.testing.assert_array_equal, together, jax.tree.map(np.asarray, apart))
+        assert getattr(packed, name).hubs is None
+    for name in ("by_edge_type", "source_pair_by_type", "by_node_type"):
+        group = packed.grouping(name)
+        for table, apart in zip(group.tiles, getattr(graph, name).tiles, strict=True):
+            np.testing.assert_array_equal(table.row_type, apart.row_type)
+            np.testing.assert_array_equal(table.start, apart.start)
+    # The same tree, so that a graph of the same sizes is no reason to compile again.
+    again = RelGraph.from_edges(senders, receivers, types, num_nodes=60, node_type=nodes, hub_chunk=16)
+    assert jax.tree.structure(again.with_loop_tables()) == jax.tree.structure(packed)
+
+
+def test_tables_of_many_edges_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dejax.rgnn._packed._SMALL", 100)
+    rng = np.random.default_rng(0)
+    senders, receivers = rng.integers(0, 60, (2, 3000))
+    graph = RelGraph.from_edges(senders, receivers, rng.integers(0, 3, 3000), num_nodes=60, hub_chunk=16)
+    packed = graph.with_loop_tables()
+    loop = packed.by_sender.loop
+    assert loop is not None and loop.hubs is None and loop.order.shape == (3000,)
+    expected = graph.by_sender.with_loop()
+    jax.tree.map(np.testing.assert_array_equal, packed.grouping("by_sender"), jax.tree.map(np.asarray, expected))

@@ -29,6 +29,7 @@ from dejax.rgnn.passes.join import join
 from dejax.rgnn.passes.merge import merge
 from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.save import Cut, cut
+from dejax.rgnn.passes.sink import sink
 from dejax.rgnn.passes.softmax import expand_softmax
 from dejax.rgnn.passes.storage import storage
 from tests.rgnn.cases import Size
@@ -146,6 +147,19 @@ def by_pair(b: Tiny) -> list[int]:
     z = b.linear(b.src(x), w)
     score = b.op("dot", z, b.op("gather", c, via="etype"))
     return [b.sum(z), b.op("add", score, b.op("tanh", b.op("dot", b.dst(x), b.dst(x))))]
+
+
+@program("sink")
+def scores_by_pair(b: Tiny) -> int:
+    """RGAT's score after compaction, and what it multiplies."""
+    x, w, a, c = b.node("x", 64), b.weight("w", 64, 64), b.weight("a", 64), b.weight("c", 64)
+    z = b.linear(b.op("gather", x, via="source_pair.node"), w, via="source_pair.etype")
+    to = b.op("gather", x, via="destination_pair.node")
+    of_source = b.linear(z, a, "k,k->", via="source_pair.etype")
+    of_destination = b.linear(to, c, "k,k->", via="destination_pair.etype")
+    by = lambda value, via: b.op("gather", value, via=via)  # noqa: E731
+    score = b.op("add", by(of_source, "source_pair"), by(of_destination, "destination_pair"))
+    return b.sum(b.op("mul", b.op("reshape", score, shape=(1,)), by(z, "source_pair")))
 
 
 @program("softmax")
@@ -273,6 +287,24 @@ def test_golden_cut(golden: Golden) -> None:
     golden("pass_recompute.txt", before_after(joint, *stages))
 
 
+# Rows of source pairs come from memory, and edges are not many for each destination pair.
+MANY_PAIRS = replace(COUNTS, nodes=10**6, edges=4 * 10**6, source_pairs=10**6, destination_pairs=10**6)
+
+
+def test_golden_sink(golden: Golden) -> None:
+    after = dce(sink(scores_by_pair, MANY_PAIRS), MANY_PAIRS)
+    kernels = fallback(fuse_traversal(fuse_gemm(Kernels(after), MANY_PAIRS), MANY_PAIRS))
+    stages = [("after sink and dce", verify(after)), ("kernels, without gradients", storage(kernels, alone=True))]
+    golden("pass_sink.txt", before_after(scores_by_pair, *stages))
+    assert storage(kernels).rounded == frozenset()
+
+
+@pytest.mark.parametrize("changed", [{"edges": 4 * 10**6 + 1}, {"source_pairs": 10**5}], ids=str)
+def test_scores_by_pair_stay_where_that_is_less_work(changed: dict[str, int]) -> None:
+    counts = replace(MANY_PAIRS, **changed)
+    assert sink(scores_by_pair, counts) == scores_by_pair
+
+
 def test_golden_gemm(golden: Golden) -> None:
     golden("pass_gemm.txt", before_after(products, ("gemm instances", fuse_gemm(Kernels(products), COUNTS))))
 
@@ -310,7 +342,7 @@ def test_golden_storage(golden: Golden) -> None:
 
 def test_every_pass_has_a_golden_text() -> None:
     shown = {name for name, _, _ in GOLDEN}
-    shown |= {"backward", "recompute", "gemm", "traversal", "lead", "fallback", "storage"}
+    shown |= {"backward", "recompute", "sink", "gemm", "traversal", "lead", "fallback", "storage"}
     assert shown == set(PASSES)
 
 

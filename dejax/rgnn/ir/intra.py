@@ -209,12 +209,14 @@ Instance = Gemm | Outer | Traversal | Fallback
 class Kernels:
     """A level-1 program and the instances that compute it, in the order of execution.
 
-    `half` are the values that are stored in 16 bits (`dejax.pallas.half_rows`).
+    `half` are the values that are stored in 16 bits (`dejax.pallas.half_rows`), `rounded` the operands of loops, by
+    name, that may be read so where there is such a form of their arrays, or it costs next to nothing to make.
     """
 
     program: Program
     instances: tuple[Instance, ...] = ()
     half: frozenset[int] = frozenset()
+    rounded: frozenset[int] = frozenset()
 
     def first_readers(self) -> dict[int, int]:
         """For each value that an instance reads, the number of the first such instance."""
@@ -316,4 +318,6 @@ def print_kernels(kernels: Kernels) -> str:
         lines += [f"        {format_op(i, kernels.program.ops[i])}" for i in inner]
     if kernels.half:
         lines.append("  in 16 bits: " + " ".join(f"%{v}" for v in sorted(kernels.half)))
+    if kernels.rounded:
+        lines.append("  read in 16 bits: " + " ".join(f"%{v}" for v in sorted(kernels.rounded)))
     return "\n".join(lines)

@@ -232,6 +232,10 @@ class PallasLowering:
                 access, index = "indexed" if by_position is None else "positioned", numbers[o.via]
                 if columns is None and may_round(self.kernels, t):
                     array = self.in_half(o.value, env)
+            if o.name in self.kernels.rounded and isinstance(array, jax.Array):
+                if access != "row" and o.value not in self.encoded:  # the vectors of types, which are few
+                    self.encoded[o.value] = kernels.to_half_rows(array, interpret=self.interpret)
+                array = self.encoded.get(o.value, array)
             arrays.append(array)
             operands.append(kernels.Operand(access, index, columns, o.part))
         together = self.together(t)

@@ -27,10 +27,12 @@ from dejax.rgnn.passes.join import join
 from dejax.rgnn.passes.merge import merge
 from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.save import Cut, cut
+from dejax.rgnn.passes.sink import sink
 from dejax.rgnn.passes.softmax import expand_softmax
 from dejax.rgnn.passes.storage import storage
 
 __all__ = [
+    "FORWARD_ALONE",
     "LATE",
     "OPTIMISE",
     "PASSES",
@@ -65,6 +67,8 @@ LATE: tuple[tuple[str, Pass], ...] = (
     ("join", join),
     ("dce", dce),
 )
+# What runs in place of `LATE` where there are no gradients.
+FORWARD_ALONE: tuple[tuple[str, Pass], ...] = (("sink", sink), ("dce", dce), *LATE)
 # What `Options(disable=...)` takes. `backward` off: gradients by JAX's autodiff of the XLA lowering.
 PASSES = (
     "cse",
@@ -74,6 +78,7 @@ PASSES = (
     "fold",
     "compact",
     "merge",
+    "sink",
     "softmax",
     "hoist",
     "contract",
@@ -138,11 +143,13 @@ def lower_to_kernels(
     deterministic: bool = True,
     half: bool = False,
     packed: tuple[int, ...] = (),
+    alone: bool = False,
     watch: Watch = _Silent(),
 ) -> Kernels:
     """Level 1 to level 2: GEMM instances first, then traversals, then the fallback.
 
     With `half`, wide rows between kernels are stored in 16 bits, and so may be the outputs with numbers in `packed`.
+    With `alone`, there are no gradients of the program.
     """
     kernels = Kernels(program)
     if "gemm" not in disable:
@@ -151,6 +158,6 @@ def lower_to_kernels(
         kernels = fuse_traversal(kernels, counts, leading="lead" not in disable)
     kernels = verify_kernels(fallback(kernels, merge="fallback" not in disable))
     if half and "storage" not in disable:
-        kernels = storage(kernels, packed)
+        kernels = storage(kernels, packed, alone=alone)
     watch("kernels", kernels)
     return kernels

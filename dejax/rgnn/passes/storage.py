@@ -88,12 +88,14 @@ def may_round(kernels: Kernels, t: Traversal) -> bool:
     return not any(kernels.program.ops[i].name in ("dot", "sum_features", "linear") for i in t.body)
 
 
-def storage(kernels: Kernels, packed: tuple[int, ...] = ()) -> Kernels:
+def storage(kernels: Kernels, packed: tuple[int, ...] = (), *, alone: bool = False) -> Kernels:
     """Names the values to store in 16 bits.
 
     Args:
       kernels: a level-2 program.
       packed: numbers of the program's outputs that may be stored so too; others may not.
+      alone: whether no gradients are made of the program, so that inner products are compared with none of theirs: they
+        may then be of rounded rows, as those that are products of matrices are.
     """
     outputs = {v for i, v in enumerate(kernels.program.outputs) if i not in packed}
     found: set[int] = set()
@@ -101,7 +103,32 @@ def storage(kernels: Kernels, packed: tuple[int, ...] = ()) -> Kernels:
         found.update(v for v in _candidates(kernels, instance) if v not in outputs)
     for instance in kernels.instances:
         found -= _needs_whole(instance)
-    return Kernels(kernels.program, kernels.instances, frozenset(found))
+    loops = [t for t in kernels.instances if isinstance(t, Traversal)] if alone else []
+    rounded = [v for t in loops for v in _in_inner_products(kernels, t)]
+    return Kernels(kernels.program, kernels.instances, frozenset(found), frozenset(rounded))
+
+
+def _in_inner_products(kernels: Kernels, t: Traversal) -> list[int]:
+    """Operands in wide float32 rows, of the loop's row or of a type, that are used in inner products alone."""
+    ops, users = kernels.program.ops, kernels.program.users()
+    body = set(t.body)
+    reduced = {v for a in t.accumulators for v in (a.value, *(term.value for term in a.terms))} | set(t.item_outputs)
+
+    def summed(value: int) -> bool:
+        """Whether all that reads a value is a sum over its features, perhaps after products, additions and reshapes."""
+        readers = [u for u in users[value] if u in body]
+        return (
+            bool(readers)
+            and value not in reduced
+            and all(
+                ops[u].name in ("dot", "sum_features") or (ops[u].name in ("mul", "add", "reshape") and summed(u))
+                for u in readers
+            )
+        )
+
+    wide = [o for o in t.operands if ops[o.name].dtype == "float32" and ops[o.name].width >= _ENCODED_WIDTH]
+    read = [o for o in wide if o.access == "row" or (o.access == "gathered" and ops[o.value].space == Space.EDGE_TYPE)]
+    return [o.name for o in read if o.part is None and summed(o.name)]
 
 
 def _candidates(kernels: Kernels, instance: Instance) -> list[int]:
