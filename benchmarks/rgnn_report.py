@@ -411,23 +411,22 @@ def markdown(results: Results, settings: dict[str, Any] = BASE) -> str:
         lines.append(f"| {' | '.join([*values, pair(cell, 'device'), pair(cell, 'hector')])} |")
     for model, title in MODELS.items():
         of_model = [c for c in cells(results, settings) if c[1] == model]
-        means = []
-        for against in ("device", "hector"):
+        if not of_model:
+            continue
+
+        def mean(against: str, of_model: Any = of_model, settings: Any = settings) -> str:
+            """Forward / training, and of how many graphs where not of all; nothing where of none."""
             both = [[v for c in of_model if (v := ratio(results, settings, c, p, against))] for p in PHASES]
-            known = min(map(len, both))
-            of = f" (of {known})" if 0 < known < len(of_model) else ""
-            means.append(" / ".join(_figure(geometric_mean(values), 2) for values in both) + of)
-        if of_model:
-            lines.append(f"| geometric mean | {title} | | | | | | {means[0]} | {means[1]} |")
-        exact = {**settings, "precision": "f32"}
-        both = [[v for c in of_model if (v := ratio(results, exact, c, p, "hector"))] for p in PHASES]
-        if known := min(map(len, both)):
+            if not (known := min(map(len, both))):
+                return ""
             of = f" (of {known})" if known < len(of_model) else ""
-            lines.append(
-                f"| with float32 products | {title} | | | | | | | "
-                + " / ".join(_figure(geometric_mean(values), 2) for values in both)
-                + f"{of} |"
-            )
+            return " / ".join(_figure(geometric_mean(values), 2) for values in both) + of
+
+        lines.append(f"| geometric mean | {title} | | | | | | {mean('device')} | {mean('hector')} |")
+        if plain := mean("plain"):
+            lines.append(f"| for a caller, over PyG and plain JAX alone | {title} | | | | | | {plain} | |")
+        if exact := mean("hector", settings={**settings, "precision": "f32"}):
+            lines.append(f"| with float32 products | {title} | | | | | | | {exact} |")
     return "\n".join(lines)
 
 

@@ -331,6 +331,7 @@ def test_markdown(results):
     assert lines[2] == "| am | RGCN | 0.4 | 0.5 | 1.5 | 5 (grouped) | 30 (jax_dense) | 9 / 6 | 8.3 / 9.6 |"
     assert lines[3].startswith("| am | RGAT | 0.4 | 1 | 4 | OOM (pyg) | OOM (pyg) | - / - |")
     assert lines[4].startswith("| geometric mean | RGCN |") and len({line.count("|") for line in lines}) == 1
+    assert lines[5].startswith("| for a caller, over PyG and plain JAX alone | RGCN | | | | | | ")
 
 
 def test_plot(results, tmp_path):

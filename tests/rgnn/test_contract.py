@@ -386,7 +386,7 @@ def test_scores_by_products_with_narrow_matrices(name: str, size: Size, precisio
 def test_scores_in_the_loop(
     name: str, size: Size, dtype: str, precision: str | None, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where there are as many pairs as edges, whose rows come from memory; vectors of types and rows rounded."""
+    """As where there are as many pairs as edges; vectors of types and rows rounded."""
     sunk: list[Traversal] = []
     original = PallasLowering.traversal
 
@@ -396,9 +396,7 @@ def test_scores_in_the_loop(
         original(self, t, env)
 
     monkeypatch.setattr(PallasLowering, "traversal", traversal)
-    sink = importlib.import_module("dejax.rgnn.passes.sink")
-    monkeypatch.setattr(sink, "CACHED_BYTES", 0)
-    monkeypatch.setattr(sink, "_MOST_EDGES", 1000)
+    monkeypatch.setattr(importlib.import_module("dejax.rgnn.passes.sink"), "_MOST_EDGES", 1000)
     options = dataclasses.replace(PALLAS, precision=precision)
     check(name, "typical", size, options, dtype, tolerance=tolerance, loop_tables=True)
     assert sunk

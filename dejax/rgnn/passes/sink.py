@@ -1,19 +1,19 @@
 """Scores of edges back into the loop that reads their rows anyway: compaction taken back where it does not pay.
 
 Of a score that is the sum of an inner product by (source, type) pair and one by (destination, type) pair, compaction
-makes two arrays of numbers. Where there are about as many pairs as edges, and their rows come from memory, the loop
-over destinations computes both as fast as it reads them: it has the rows of both ends, and the vectors of types stay in
-the cache of its multiprocessor. A product over the destination pairs is spared, and a burst of memory for each edge.
-RGAT's forward pass took 1.13 ms on am and 3.55 on wikikg2, and takes 1.03 and 2.89 so.
+makes two arrays of numbers. Where there are about as many pairs as edges, the loop over destinations computes both as
+fast as it reads them: it has the rows of both ends, the types of its edges come in order, and the vectors of types stay
+in the cache of its multiprocessor. A product over the destination pairs is spared, and a burst of memory for each edge.
+RGAT's forward pass took 1.15 ms on am, 3.60 on wikikg2 and 0.116 on fb15k; so it takes 1.00, 2.81 and 0.107.
 
-For programs without gradients alone: backward reads the scores again, by edge then, and training was no faster (am 3.55
-and 3.67 ms).
+For programs without gradients alone: backward reads the scores again, by edge then, and training was no faster (am 3.59
+and 3.70 ms, wikikg2 11.65 and 11.75).
 """
 
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import COMPOSED_VIAS, Builder, Op, Program
-from dejax.rgnn.passes._rewrite import CACHED_BYTES, Counts, rebuild
+from dejax.rgnn.passes._rewrite import Counts, rebuild
 
 _PAIRS = ("source_pair", "destination_pair")
 # Inner products of a row with one vector for each type; with several, a row would meet many vectors on each edge (8
@@ -21,9 +21,10 @@ _PAIRS = ("source_pair", "destination_pair")
 _SPECS = ("k,k->", "hk,hk->h", "k,hk->h")
 # Wider rows and vectors are more to read than a number is: at 256 on am 4.27 ms and 4.50.
 _WIDEST = 64
-# Edges for each destination pair, from which on a number for each pair is less work: on mag (14) 2.04 and 1.99 ms, on
-# biokg (7) 0.34 and 0.38.
-_MOST_EDGES = 4
+# Edges for each destination pair, beyond which a number for each pair is less work. With 1.3 on wikikg2, 1.8 on fb15k
+# and 1.9 on am the loop wins; with 2.3 on mutag 0.039 ms became 0.042, with 4 on bgs 0.107 0.118, with 7 on biokg 0.34
+# 0.38 and with 14 on mag 2.08 2.18.
+_MOST_EDGES = 2
 
 
 def sink(program: Program, counts: Counts) -> Program:
@@ -62,11 +63,10 @@ def _by_pair(program: Program, value: int) -> Op | None:
 
 
 def _pays(program: Program, rows: int, counts: Counts) -> bool:
-    """Whether edges read the rows by source pair anyway, from memory, and not many share a destination pair."""
+    """Whether edges read the rows by source pair anyway, and not many share a destination pair."""
     read = any(op.name == "gather" and op.args == (rows,) and op.attr("via") == "source_pair" for op in program.ops)
-    row = program.ops[rows]
-    from_memory = counts.source_pairs * row.row_bytes / 2 > CACHED_BYTES  # in 16 bits
-    return read and row.width <= _WIDEST and from_memory and counts.edges <= _MOST_EDGES * counts.destination_pairs
+    few = counts.edges <= _MOST_EDGES * counts.destination_pairs
+    return read and few and program.ops[rows].width <= _WIDEST
 
 
 def _products(builder: Builder, program: Program, new: dict[int, int], made: Op, pair: str) -> int:
