@@ -299,6 +299,24 @@ def test_golden_sink(golden: Golden) -> None:
     assert storage(kernels).rounded == frozenset()
 
 
+@program("rounded")
+def vectors_in_two_loops(b: Tiny) -> list[int]:
+    x, c, d = b.node("x", 64), b.weight("c", 64), b.weight("d", 64)
+    vector, other, row = b.op("gather", c, via="etype"), b.op("gather", d, via="etype"), b.dst(x)
+    score = b.op("dot", b.op("add", vector, other), row)
+    return [b.sum(score), b.sum(b.op("mul", vector, b.src(x)), "src")]
+
+
+def test_rows_are_rounded_for_inner_products_alone() -> None:
+    """What another loop multiplies by is read as it is, by all."""
+    kernels = fallback(fuse_traversal(Kernels(vectors_in_two_loops), COUNTS))
+    assert sum(isinstance(i, Traversal) for i in kernels.instances) == 2
+    ops = vectors_in_two_loops.ops
+    found = storage(kernels, alone=True).rounded
+    assert {(ops[ops[v].args[0]].attr("name"), ops[v].attr("via")) for v in found} == {("d", "etype"), ("x", "dst")}
+    assert storage(kernels).rounded == frozenset()
+
+
 def test_scores_by_pair_stay_where_edges_share_them() -> None:
     assert sink(scores_by_pair, replace(MANY_PAIRS, edges=1001)) == scores_by_pair
 

@@ -103,12 +103,17 @@ def storage(kernels: Kernels, packed: tuple[int, ...] = (), *, alone: bool = Fal
         found.update(v for v in _candidates(kernels, instance) if v not in outputs)
     for instance in kernels.instances:
         found -= _needs_whole(instance)
-    loops = [t for t in kernels.instances if isinstance(t, Traversal)] if alone else []
-    rounded = [v for t in loops for v in _in_inner_products(kernels, t)]
-    return Kernels(kernels.program, kernels.instances, frozenset(found), frozenset(rounded))
+    rounded: set[int] = set()
+    elsewhere: set[int] = set()  # names that a loop reads for something else
+    for t in kernels.instances if alone else ():
+        if isinstance(t, Traversal):
+            names = _in_inner_products(kernels, t)
+            rounded |= names
+            elsewhere |= {o.name for o in t.operands} - names
+    return Kernels(kernels.program, kernels.instances, frozenset(found), frozenset(rounded - elsewhere))
 
 
-def _in_inner_products(kernels: Kernels, t: Traversal) -> list[int]:
+def _in_inner_products(kernels: Kernels, t: Traversal) -> set[int]:
     """Operands in wide float32 rows, of the loop's row or of a type, that are used in inner products alone."""
     ops, users = kernels.program.ops, kernels.program.users()
     body = set(t.body)
@@ -128,7 +133,7 @@ def _in_inner_products(kernels: Kernels, t: Traversal) -> list[int]:
 
     wide = [o for o in t.operands if ops[o.name].dtype == "float32" and ops[o.name].width >= _ENCODED_WIDTH]
     read = [o for o in wide if o.access == "row" or (o.access == "gathered" and ops[o.value].space == Space.EDGE_TYPE)]
-    return [o.name for o in read if o.part is None and summed(o.name)]
+    return {o.name for o in read if o.part is None and summed(o.name)}
 
 
 def _candidates(kernels: Kernels, instance: Instance) -> list[int]:
