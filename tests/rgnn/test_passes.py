@@ -149,10 +149,9 @@ def by_pair(b: Tiny) -> list[int]:
     return [b.sum(z), b.op("add", score, b.op("tanh", b.op("dot", b.dst(x), b.dst(x))))]
 
 
-@program("sink")
-def scores_by_pair(b: Tiny) -> int:
-    """RGAT's score after compaction, and what it multiplies."""
-    x, w, a, c = b.node("x", 64), b.weight("w", 64, 64), b.weight("a", 64), b.weight("c", 64)
+def rgat_after_compaction(b: Tiny, width: int = 64) -> int:
+    """RGAT's score, and what it multiplies."""
+    x, w, a, c = b.node("x", width), b.weight("w", width, 64), b.weight("a", 64), b.weight("c", width)
     z = b.linear(b.op("gather", x, via="source_pair.node"), w, via="source_pair.etype")
     to = b.op("gather", x, via="destination_pair.node")
     of_source = b.linear(z, a, "k,k->", via="source_pair.etype")
@@ -160,6 +159,10 @@ def scores_by_pair(b: Tiny) -> int:
     by = lambda value, via: b.op("gather", value, via=via)  # noqa: E731
     score = b.op("add", by(of_source, "source_pair"), by(of_destination, "destination_pair"))
     return b.sum(b.op("mul", b.op("reshape", score, shape=(1,)), by(z, "source_pair")))
+
+
+scores_by_pair = program("sink")(rgat_after_compaction)
+scores_of_wide_rows = program("sink")(lambda b: rgat_after_compaction(b, 512))
 
 
 @program("softmax")
@@ -319,6 +322,7 @@ def test_rows_are_rounded_for_inner_products_alone() -> None:
 
 def test_scores_by_pair_stay_where_edges_share_them() -> None:
     assert sink(scores_by_pair, replace(MANY_PAIRS, edges=1001)) == scores_by_pair
+    assert sink(scores_of_wide_rows, MANY_PAIRS) == scores_of_wide_rows
 
 
 def test_golden_gemm(golden: Golden) -> None:

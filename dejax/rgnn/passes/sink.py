@@ -34,7 +34,7 @@ def sink(program: Program, counts: Counts) -> Program:
         if op.name != "add":
             return None
         pairs = {via: made for a in op.args if (made := _by_pair(program, a)) is not None for via in [_via(program, a)]}
-        if set(pairs) != set(_PAIRS) or not _pays(program, pairs["source_pair"].args[0], counts):
+        if set(pairs) != set(_PAIRS) or not _pays(program, [pairs[via].args[0] for via in _PAIRS], counts):
             return None
         # In the order of the arguments, so that the sum is what it was.
         terms = [_products(builder, program, new, pairs[_via(program, a)], _via(program, a)) for a in op.args]
@@ -62,11 +62,18 @@ def _by_pair(program: Program, value: int) -> Op | None:
     return made if known and made.attr("via") == f"{read.attr('via')}.etype" else None
 
 
-def _pays(program: Program, rows: int, counts: Counts) -> bool:
-    """Whether edges read the rows by source pair anyway, and not many share a destination pair."""
-    read = any(op.name == "gather" and op.args == (rows,) and op.attr("via") == "source_pair" for op in program.ops)
+def _pays(program: Program, rows: list[int], counts: Counts) -> bool:
+    """Whether edges read the rows of their sources anyway, not many share a destination pair, and no row is wide.
+
+    Args:
+      program: the program.
+      rows: what the inner products by source pair and by destination pair are of.
+      counts: of the graph.
+    """
+    source = (rows[0],)
+    read = any(op.name == "gather" and op.args == source and op.attr("via") == "source_pair" for op in program.ops)
     few = counts.edges <= _MOST_EDGES * counts.destination_pairs
-    return read and few and program.ops[rows].width <= _WIDEST
+    return read and few and all(program.ops[v].width <= _WIDEST for v in rows)
 
 
 def _products(builder: Builder, program: Program, new: dict[int, int], made: Op, pair: str) -> int:
