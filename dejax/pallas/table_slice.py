@@ -65,7 +65,3 @@ class SliceRef:
 
     def __getitem__(self, index: Any) -> Any:
         return self.ref[index + self.start]
-
-    @property
-    def dtype(self) -> Any:
-        return self.ref.dtype

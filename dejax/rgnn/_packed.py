@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from dejax.pallas import TableSlice
-from dejax.rgnn._segments import HubTable, Segments
+from dejax.rgnn._segments import Segments
 
 # Slices begin at multiples of this many numbers, 256 bytes, as arrays do: kernels load several numbers at once.
 _ALIGNED = 64
@@ -54,18 +54,9 @@ class PackedTables:
             return group
         slices = [TableSlice(self.numbers, *place) for place in layout.places]
         tables = jax.tree_util.tree_unflatten(layout.tree, slices)
-        if isinstance(tables["loop"], HubsAlone):
-            assert group.loop is not None
+        if group.loop is not None:  # of many rows: its hubs alone are packed
             tables["loop"] = dataclasses.replace(group.loop, hubs=tables["loop"].hubs)
         return dataclasses.replace(group, **tables)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True, eq=False)
-class HubsAlone:
-    """What is packed of the order of many rows."""
-
-    hubs: HubTable | None
 
 
 def pack(groups: Mapping[str, Segments]) -> tuple[dict[str, Any], PackedTables]:
@@ -85,7 +76,7 @@ def pack(groups: Mapping[str, Segments]) -> tuple[dict[str, Any], PackedTables]:
         tables, left = {key: getattr(group, key) for key in _FIELDS}, dict(_FIELDS)
         tables["loop"], left["loop"] = group.loop, None
         if group.loop is not None and group.num_items > _SMALL:
-            tables["loop"] = HubsAlone(group.loop.hubs)
+            tables["loop"] = dataclasses.replace(group.loop, rows=None, offsets=None, order=None)
             left["loop"] = dataclasses.replace(group.loop, hubs=None)
         leaves, tree = jax.tree_util.tree_flatten(tables)
         for leaf in leaves:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax.pallas import TableSlice
 from dejax.rgnn import _checks
 from dejax.rgnn._packed import PackedTables, pack
 from dejax.rgnn._segments import (
@@ -26,6 +26,21 @@ from dejax.rgnn._segments import (
 )
 
 __all__ = ["HUB_CHUNK", "TILE_BLOCKS", "HubTable", "RelGraph", "Segments", "TileTable", "hub_table", "tile_table"]
+
+GROUPINGS = {
+    "src": "by_sender",
+    "dst": "by_receiver",
+    "source_pair": "by_source_pair",
+    "destination_pair": "by_destination_pair",
+    "etype": "by_edge_type",
+    "source_pair.node": "source_pair_by_node",
+    "source_pair.etype": "source_pair_by_type",
+    "destination_pair.node": "destination_pair_by_node",
+    "destination_pair.etype": "destination_pair_by_type",
+    "ntype": "by_node_type",
+    "source_type": "edge_type_by_source",
+}
+"""Maps from rows to rows, as the IR names them (`ir.inter.VIAS`): the attribute that is the grouping by each."""
 
 # Which (loop, map) pairs the models' kernels walk.
 _LOOP_TABLES = (
@@ -179,19 +194,12 @@ class RelGraph:
 
     def with_positions(self) -> RelGraph:
         """The second half, where the graph's arrays are: `loop_tables`."""
-        groups = {
-            "src": self.grouping("by_sender"),
-            "dst": self.grouping("by_receiver"),
-            "source_pair": self.grouping("by_source_pair"),
-            "destination_pair": self.grouping("by_destination_pair"),
-            "etype": self.by_edge_type,
-        }
         tables = {}
         for loop, via in _LOOP_TABLES:
-            order = (groups[loop].loop or groups[loop]).order
+            group, target = (self.grouping(GROUPINGS[name]) for name in (loop, via))
+            order = (group.loop or group).order
             if order is not None:
-                order = order.array() if isinstance(order, TableSlice) else order
-                tables[f"{loop}:{via}"] = groups[via].index[order]
+                tables[f"{loop}:{via}"] = target.index[jnp.asarray(order)]
         pairs = self.by_destination_pair
         counts = pairs.counts().astype(np.float32)
         for loop in ("dst", "source_pair"):

@@ -12,29 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dejax.rgnn.graph import RelGraph, Segments
+from dejax.rgnn.graph import GROUPINGS, RelGraph, Segments
 from dejax.rgnn.ir.inter import TYPE_VIA, VIAS, Op, Program, Space, parse_spec
 
 # Rows a tile of a typed product on the CPU: a batched matrix product over tiles costs O(rows + types) and no more.
 _TILE = 32
-_GROUPINGS = {
-    "src": "by_sender",
-    "dst": "by_receiver",
-    "source_pair": "by_source_pair",
-    "destination_pair": "by_destination_pair",
-    "etype": "by_edge_type",
-    "source_pair.node": "source_pair_by_node",
-    "source_pair.etype": "source_pair_by_type",
-    "destination_pair.node": "destination_pair_by_node",
-    "destination_pair.etype": "destination_pair_by_type",
-    "ntype": "by_node_type",
-    "source_type": "edge_type_by_source",
-}
 
 
 def segments(graph: RelGraph, via: str) -> Segments:
     """The grouping of the graph that a map stands for."""
-    name = _GROUPINGS[via]
+    name = GROUPINGS[via]
     if getattr(graph, name) is None:
         raise ValueError(f"the graph has no grouping {via!r}: its edge types have sources of several node types")
     return graph.grouping(name)

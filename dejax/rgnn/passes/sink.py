@@ -33,11 +33,11 @@ def sink(program: Program, counts: Counts) -> Program:
     def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         if op.name != "add":
             return None
-        pairs = {via: made for a in op.args if (made := _by_pair(program, a)) is not None for via in [_via(program, a)]}
-        if set(pairs) != set(_PAIRS) or not _pays(program, [pairs[via].args[0] for via in _PAIRS], counts):
-            return None
         # In the order of the arguments, so that the sum is what it was.
-        terms = [_products(builder, program, new, pairs[_via(program, a)], _via(program, a)) for a in op.args]
+        made = dict(found for a in op.args if (found := _by_pair(program, a)) is not None)
+        if set(made) != set(_PAIRS) or not _pays(program, made, counts):
+            return None
+        terms = [_products(builder, program, new, product, pair) for pair, product in made.items()]
         if len({builder.ops[t].shape for t in terms}) == 1:
             return _summed(builder, builder.op("add", *terms))
         return builder.op("add", *(_summed(builder, t) for t in terms))
@@ -45,35 +45,25 @@ def sink(program: Program, counts: Counts) -> Program:
     return rebuild(program, visit, new)
 
 
-def _via(program: Program, value: int) -> str:
-    return str(program.ops[value].attr("via"))
-
-
-def _by_pair(program: Program, value: int) -> Op | None:
-    """The inner product by pair that an edge value reads, if it is one."""
+def _by_pair(program: Program, value: int) -> tuple[str, Op] | None:
+    """The pair, and the inner product by it, that an edge value reads, if it does."""
     read = program.ops[value]
     if read.name != "gather" or read.attr("via") not in _PAIRS:
         return None
-    made = program.ops[read.args[0]]
+    pair, made = str(read.attr("via")), program.ops[read.args[0]]
     if made.name != "linear" or made.attr("spec") not in _SPECS or made.width != 1 or made.dtype == "float64":
         return None
     x = program.ops[made.args[0]]
-    known = x.name != "gather" or (read.attr("via"), x.attr("via")) in COMPOSED_VIAS
-    return made if known and made.attr("via") == f"{read.attr('via')}.etype" else None
+    known = x.name != "gather" or (pair, x.attr("via")) in COMPOSED_VIAS
+    return (pair, made) if known and made.attr("via") == f"{pair}.etype" else None
 
 
-def _pays(program: Program, rows: list[int], counts: Counts) -> bool:
-    """Whether edges read the rows of their sources anyway, not many share a destination pair, and no row is wide.
-
-    Args:
-      program: the program.
-      rows: what the inner products by source pair and by destination pair are of.
-      counts: of the graph.
-    """
-    source = (rows[0],)
+def _pays(program: Program, made: dict[str, Op], counts: Counts) -> bool:
+    """Whether edges read the rows of their sources anyway, not many share a destination pair, and no row is wide."""
+    source = (made["source_pair"].args[0],)
     read = any(op.name == "gather" and op.args == source and op.attr("via") == "source_pair" for op in program.ops)
     few = counts.edges <= _MOST_EDGES * counts.destination_pairs
-    return read and few and all(program.ops[v].width <= _WIDEST for v in rows)
+    return read and few and all(program.ops[product.args[0]].width <= _WIDEST for product in made.values())
 
 
 def _products(builder: Builder, program: Program, new: dict[int, int], made: Op, pair: str) -> int:
