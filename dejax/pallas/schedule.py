@@ -101,8 +101,10 @@ def gemm_block(
     if precision == "f32":
         return 64
     # A row's whole result is to be in one tile, and a program converts rows of float32: 3 million rows, 256 to 256, 64
-    # rows 2.8 ms. In 16 bits 128 rows 1.47 ms, 64 rows 1.55.
+    # rows 2.8 ms.
     wide_k, wide_n = next_power_of_two(k), next_power_of_two(n)
+    if precision == "tf32" and half_rows and _wide_half(wide_k, wide_n):
+        return 64
     large_tiles = half_rows or _joined(wide_k, wide_n, num_positions)
     if precision == "tf32" and max(wide_k, wide_n) > 128 and not large_tiles:
         return 64
@@ -139,6 +141,14 @@ def _joined(wide_k: int, wide_n: int, num_positions: int) -> bool:
     return large and (wide_k, wide_n) == (128, 256)
 
 
+def _wide_half(wide_k: int, wide_n: int) -> bool:
+    """Whether a product of `HalfRows` takes tiles of 64 rows in several steps: more programs, which wait side by side.
+
+    3 million rows, 128 to 128: 0.55 ms, transposed 0.52; tiles of 128 rows in one step, eight a program, 0.67 and 0.69.
+    """
+    return 128 <= wide_k <= wide_n <= 256
+
+
 def gemm_schedule(
     k: int,
     n: int,
@@ -169,10 +179,17 @@ def gemm_schedule(
         # 2 million rows in bfloat16, 128 to 128: 0.33 ms, where (128, 128, 8 warps, 2 stages) takes 0.40; 256 to 256
         # 0.83, where (64, 128, 8, 2) takes 0.94.
         return GemmSchedule(64, min(wide_n, 256), 8 if block >= 128 else 4, 3)
+    if precision == "tf32" and half_rows and block <= 64 and _wide_half(wide_k, wide_n):
+        # 100 to 100 0.57 ms, (32, 128, 4 warps, 3 stages) 0.63; 100 to 200 0.99, 256 to 256 1.28, with (64, 256, 4, 2)
+        # 1.12 and 1.53.
+        return GemmSchedule(64, 128, 4, 2) if wide_n == 128 else GemmSchedule(32, 256, 4, 3)
     block_k = wide_k if wide_k <= 128 else 64
     limit_n = 128
     if precision == "f32":
         block_k = limit_n = 64
+    elif precision == "tf32" and wide_k == wide_n == block == 128 and num_positions >= SCALE_BEFOREHAND:
+        # 1.9 million rows in float32, 100 to 100, transposed, one tile and one stage 0.52 ms; tiles of 64 columns 0.78.
+        return GemmSchedule(128, 128, 4, 1)
     elif precision == "tf32" and wide_k == 128 and half_rows and wide_n >= 128 and not whole_n:
         block_k = 64  # 2 million rows, 128 to 128: 0.40 ms, (128, 64) 0.48
     elif precision == "tf32" and wide_k == 128:
@@ -286,7 +303,10 @@ def traversal_schedule(
             most = 4 if mean_degree >= 16 else 1
         elif numbers <= 1:
             num_warps, slots = 2, 2 * slots
-    elif not crowded and 64 <= width <= 128 and mean_degree < 4:
+    elif not crowded and width >= 128:
+        slots = max(1, 512 // width)  # sums of float32 rows, am: 100 (4, 1, 1) 0.87 ms, (8, 1, 2) 0.95; 256 (2, 1, 1)
+        # 1.59, (8, 1, 1) 2.28
+    elif not crowded and width >= 64 and mean_degree < 4:
         num_warps = 2  # sums of float32 rows over am's pairs (2): (8, 1, 2) 0.47 ms, (8, 1, 1) 0.52, (16, 1, 2) 0.53
     # Several rows leave registers for four slots of 64 features. Where rows of pairs are multiplied and summed over a
     # few items they do not: mag (1) (8, 1, 1) 0.24, (4, 1, 1) 0.32; am (2) 0.25, 0.33, another one 0.30, 0.35.

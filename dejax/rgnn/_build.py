@@ -15,7 +15,7 @@ import numpy as np
 
 from dejax.rgnn._segments import Segments, make_segments
 from dejax.rgnn._sorting import expand, offsets_of, offsets_of_sorted, runs_of, stable_argsort
-from dejax.rgnn.graph import RelGraph
+from dejax.rgnn.graph import RelGraph, on_device
 
 
 def add_relations(
@@ -240,11 +240,7 @@ def build(
         node_type_names=node_type_names,
         node_type_counts=node_type_counts,
     )
-    if jax.default_backend() != "gpu":
-        return _to_device(graph)
-    graph = _to_device(graph.with_kernel_order(hub_chunk))
-    with jax.ensure_compile_time_eval():  # a graph of concrete arrays is concrete, also when it is made while tracing
-        return graph.with_positions()
+    return graph.with_loop_tables(hub_chunk) if jax.default_backend() == "gpu" else on_device(graph)
 
 
 def source_types(
@@ -267,10 +263,3 @@ def source_types(
                 return None
     order = stable_argsort([found], [max(num_node_types, 1)])
     return make_segments(found, order, offsets_of(found, num_node_types), hub_chunk=hub_chunk)
-
-
-def _to_device(graph: RelGraph) -> RelGraph:
-    """The graph with jax arrays for its numpy ones, all moved at once; one that stands in two tables is moved once."""
-    unique = {id(leaf): leaf for leaf in jax.tree.leaves(graph)}
-    moved = dict(zip(unique, jax.device_put(list(unique.values())), strict=True))
-    return jax.tree.map(lambda leaf: moved[id(leaf)], graph)

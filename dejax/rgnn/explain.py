@@ -11,7 +11,7 @@ from dejax.rgnn.cost import CostModel, training_models
 from dejax.rgnn.execute import Task
 from dejax.rgnn.ir.inter import Op, Program, Space, format_op
 from dejax.rgnn.ir.intra import Fallback, Kernels, Traversal
-from dejax.rgnn.passes import FORWARD_ALONE, differentiated, lower_to_kernels, optimise, run_passes
+from dejax.rgnn.passes import differentiated, forward_kernels, lower_to_kernels, optimise
 
 
 def explain(task: Task, *, file: TextIO | None = None, svg: str | None = None) -> None:
@@ -32,8 +32,8 @@ def explain(task: Task, *, file: TextIO | None = None, svg: str | None = None) -
     print(f"{program.name} on {rows}\n", file=out)
     watch("traced", program)
     optimised = optimise(program, counts, disable, watch)
-    late = run_passes(optimised, FORWARD_ALONE, counts, disable, watch)
-    forward = lower_to_kernels(late, counts, disable, deterministic=task.deterministic, half=task.half, alone=True)
+    deterministic, half = task.deterministic, task.half
+    forward = forward_kernels(optimised, counts, disable, deterministic=deterministic, half=half, watch=watch)
     print("== forward, without gradients", file=out)
     precision = task.options.precision or "tf32"
     _print_kernels(CostModel(forward, counts, precision), out)
@@ -46,7 +46,7 @@ def explain(task: Task, *, file: TextIO | None = None, svg: str | None = None) -
         halves = differentiated(optimised, wrt, counts, disable, watch)
         saved = tuple(range(halves.num_outputs, len(halves.forward.outputs)))
         first, second = (
-            lower_to_kernels(part, counts, disable, deterministic=task.deterministic, half=task.half, packed=packed)
+            lower_to_kernels(part, counts, disable, deterministic=deterministic, half=half, packed=packed)
             for part, packed in ((halves.forward, saved), (halves.backward, ()))
         )
         models = training_models(halves, first, second, counts, precision)

@@ -166,7 +166,7 @@ class RelGraph:
         group: Segments = getattr(self, name)
         return group if self.packed is None else self.packed.onto(name, group)
 
-    def with_loop_tables(self) -> RelGraph:
+    def with_loop_tables(self, hub_chunk: int = HUB_CHUNK) -> RelGraph:
         """The graph with the tables that let GPU kernels walk a node's or a pair's edges without reading the order.
 
         A kernel that loops over destinations finds the source pair of its p-th edge at
@@ -178,11 +178,12 @@ class RelGraph:
         are ordered by the nodes that they read (`Segments.with_near_tiles`). Small tables that kernels alone read are
         put in one array (`packed`). Graphs made where the default backend is a GPU have all this; graphs of
         `build_traced` do not.
-        """
-        return self if self.packed is not None else jax.device_put(self.with_kernel_order()).with_positions()
 
-    def with_kernel_order(self, hub_chunk: int = HUB_CHUNK) -> RelGraph:
-        """The first half of `with_loop_tables`, by numpy: the orders of rows and tiles, and `packed`."""
+        Args:
+            hub_chunk: as in `from_edges`, with the value that the graph was made with.
+        """
+        if self.packed is not None:
+            return self
         groups: dict[str, Segments] = {name: getattr(self, name).with_loop(hub_chunk) for name in LOOPS}
         for name, node in _NEAR:
             groups[name] = getattr(self, name).with_near_tiles(node(self))
@@ -190,22 +191,23 @@ class RelGraph:
         if self.edge_type_by_source is not None:
             groups["edge_type_by_source"] = self.edge_type_by_source
         rest, packed = pack(groups)
-        return dataclasses.replace(self, packed=packed, **rest)
+        graph = on_device(dataclasses.replace(self, packed=packed, **rest))
+        with jax.ensure_compile_time_eval():
+            return dataclasses.replace(graph, loop_tables=graph._loop_tables())
 
-    def with_positions(self) -> RelGraph:
-        """The second half, where the graph's arrays are: `loop_tables`."""
+    def _loop_tables(self) -> dict[str, Array]:
+        """`loop_tables`, computed where the graph's arrays are."""
         tables = {}
         for loop, via in _LOOP_TABLES:
             group, target = (self.grouping(GROUPINGS[name]) for name in (loop, via))
             order = (group.loop or group).order
             if order is not None:
                 tables[f"{loop}:{via}"] = target.index[jnp.asarray(order)]
-        pairs = self.by_destination_pair
-        counts = pairs.counts().astype(np.float32)
+        counts = self.by_destination_pair.counts().astype(np.float32)
         for loop in ("dst", "source_pair"):
             if f"{loop}:destination_pair" in tables:
                 tables[f"{loop}:#destination_pair"] = counts[tables[f"{loop}:destination_pair"]]
-        return dataclasses.replace(self, loop_tables=tables)
+        return tables
 
     @classmethod
     def from_edges(
@@ -497,6 +499,17 @@ class RelGraph:
             f"node_types={self.num_node_types}, source_pairs={self.num_source_pairs}, "
             f"destination_pairs={self.num_destination_pairs}{padded})"
         )
+
+
+def on_device(graph: RelGraph) -> RelGraph:
+    """The graph with jax arrays for its numpy ones, all moved at once; one that stands in two tables is moved once.
+
+    They are concrete, also where the graph is made while tracing.
+    """
+    unique = {id(leaf): leaf for leaf in jax.tree.leaves(graph)}
+    with jax.ensure_compile_time_eval():
+        moved = dict(zip(unique, jax.device_put(list(unique.values())), strict=True))
+    return jax.tree.map(lambda leaf: moved[id(leaf)], graph)
 
 
 def _count_types(types: np.ndarray | None, names: Sequence[str] | None, mask: np.ndarray | None) -> int:

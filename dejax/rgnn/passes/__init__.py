@@ -32,13 +32,13 @@ from dejax.rgnn.passes.softmax import expand_softmax
 from dejax.rgnn.passes.storage import storage
 
 __all__ = [
-    "FORWARD_ALONE",
     "LATE",
     "OPTIMISE",
     "PASSES",
     "Counts",
     "Cut",
     "differentiated",
+    "forward_kernels",
     "lower_to_kernels",
     "optimise",
     "run_passes",
@@ -135,6 +135,21 @@ def differentiated(
     return halves
 
 
+def forward_kernels(
+    program: Program,
+    counts: Counts,
+    disable: frozenset[str] = frozenset(),
+    *,
+    deterministic: bool = True,
+    half: bool = False,
+    packed: tuple[int, ...] = (),
+    watch: Watch = _Silent(),
+) -> Kernels:
+    """The kernels of an optimised program without gradients; other arguments as in `lower_to_kernels`."""
+    late = run_passes(program, FORWARD_ALONE, counts, disable, watch)
+    return lower_to_kernels(late, counts, disable, deterministic=deterministic, half=half, packed=packed, alone=True)
+
+
 def lower_to_kernels(
     program: Program,
     counts: Counts,
@@ -144,7 +159,6 @@ def lower_to_kernels(
     half: bool = False,
     packed: tuple[int, ...] = (),
     alone: bool = False,
-    watch: Watch = _Silent(),
 ) -> Kernels:
     """Level 1 to level 2: GEMM instances first, then traversals, then the fallback.
 
@@ -159,5 +173,4 @@ def lower_to_kernels(
     kernels = verify_kernels(fallback(kernels, merge="fallback" not in disable))
     if half and "storage" not in disable:
         kernels = storage(kernels, packed, alone=alone)
-    watch("kernels", kernels)
     return kernels

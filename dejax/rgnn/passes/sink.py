@@ -19,8 +19,9 @@ _PAIRS = ("source_pair", "destination_pair")
 # Inner products of a row with one vector for each type; with several, a row would meet many vectors on each edge (8
 # heads on am 1.44 ms and 4.96).
 _SPECS = ("k,k->", "hk,hk->h", "k,hk->h")
-# Wider rows and vectors are more to read than a number is: at 256 on am 4.27 ms and 4.50.
-_WIDEST = 64
+# Wider rows and vectors are more to read than a number is: on am at 100 2.68 ms and 2.10, at 128 2.29 and 1.97, but at
+# 256 4.27 and 4.50.
+_WIDEST = 128
 # Edges for each destination pair, beyond which a number for each pair is less work. With 1.3 on wikikg2, 1.8 on fb15k
 # and 1.9 on am the loop wins; with 2.3 on mutag 0.039 ms became 0.042, with 4 on bgs 0.107 0.118, with 7 on biokg 0.34
 # 0.38 and with 14 on mag 2.08 2.18.
