@@ -6,7 +6,7 @@ from dejax.pallas.encode import to_half_rows
 from dejax.pallas.factored import Factored, whole
 from dejax.pallas.float_bits import FloatBits
 from dejax.pallas.gemm import typed_matmul
-from dejax.pallas.half_rows import HalfRows
+from dejax.pallas.half_rows import HalfRows, rounded
 from dejax.pallas.outer import typed_outer
 from dejax.pallas.schedule import GemmSchedule, OuterSchedule, TraversalSchedule, gemm_block
 from dejax.pallas.special import erf, exp
@@ -30,6 +30,7 @@ __all__ = [
     "label",
     "map_items",
     "next_power_of_two",
+    "rounded",
     "to_half_rows",
     "traverse",
     "typed_matmul",

@@ -14,7 +14,7 @@ from jax import lax
 
 from dejax.pallas import _triton
 from dejax.pallas._accumulate import Reduction, initial, merge, results, update
-from dejax.pallas._shapes import divide, feature_indices, feature_mask, lanes, padded, padded_size
+from dejax.pallas._shapes import divide, feature_indices, feature_mask, lanes, padded
 from dejax.pallas._tiles import both, resized, steps, stretched, where, with_axes, within
 from dejax.pallas.factored import Factored
 from dejax.pallas.half_rows import exponents, inverse_power, power
@@ -70,7 +70,7 @@ class Plan:
     num_chunks: int = 0
     combined: int = 1  # chunks of a hub that are merged in a step
     parts: tuple[int, ...] = ()  # exponents a row of operands that come as `HalfRows`, 0 for the others
-    half: tuple[int, ...] = ()  # numbers of the row outputs that are written as `HalfRows`
+    half: tuple[int, ...] = ()  # numbers of the row outputs, or a map's outputs, that are written as `HalfRows`
     factored: bool = False  # the body takes wide tiles of items as `Factored`
     num_tables: int = 0
     has_order: bool = False
@@ -312,19 +312,26 @@ def _write_rows(
     exponent_refs = dict(zip(plan.half, outputs[len(plan.row_outputs) :], strict=True))
     for i, ((whole, _), value) in enumerate(zip(plan.row_outputs, values, strict=True)):
         if i in exponent_refs:
-            parts: tuple[jax.Array, ...] = value if isinstance(value, tuple) else (value,)
-            shape = _part(whole, value)
-            parts = tuple(jnp.broadcast_to(part, (*mask.shape, *padded(shape))) for part in parts)
-            inside = feature_mask(shape, lead=1)
-            parts = tuple(part if inside is None else where(inside, part, 0.0) for part in parts)
-            flat = (resized(part, (*mask.shape, padded_size(shape))) for part in parts)
-            exponent = functools.reduce(lax.max, (exponents(part, 1)[0] for part in flat))
-            inverse = resized(inverse_power(exponent), (*mask.shape, *(1,) * len(shape)))
-            parts = tuple(part * inverse for part in parts)
-            at = where(mask, row, plan.num_rows)
-            _triton.store(exponent_refs[i], (at, jnp.zeros_like(at)), resized(exponent, mask.shape), mask)
-            value = parts
+            value = _scaled(exponent_refs[i], row, mask, whole, plan.num_rows, value)
         _store_parts(outputs[i], row, mask, whole, plan.num_rows, value)
+
+
+def _scaled(
+    exponent_ref: Any, index: jax.Array, mask: jax.Array, whole: tuple[int, ...], past: int, value: Any
+) -> tuple[jax.Array, ...]:
+    """Tiles that are stored side by side, below 2 in magnitude; the exponents of their rows are stored."""
+    parts: tuple[jax.Array, ...] = value if isinstance(value, tuple) else (value,)
+    shape = _part(whole, value)
+    lead = mask.ndim
+    parts = tuple(jnp.broadcast_to(part, (*mask.shape, *padded(shape))) for part in parts)
+    inside = feature_mask(shape, lead=lead)
+    parts = tuple(part if inside is None else where(inside, part, 0.0) for part in parts)
+    axes = tuple(range(lead, lead + len(shape)))
+    exponent = functools.reduce(lax.max, (exponents(part, axes)[0] for part in parts))
+    inverse = inverse_power(exponent)
+    at = where(mask, index, past)
+    _triton.store(exponent_ref, (at, jnp.zeros_like(at)), resized(exponent, mask.shape), mask)
+    return tuple(part * inverse for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,5 +457,9 @@ def map_kernel(*refs: Any, plan: Plan) -> None:
     no_row = jnp.zeros((1,), jnp.int32)
     tiles = _row_tiles(plan, arrays, tables, no_row, no_row == 0)
     _, stored = _evaluate(plan, arrays, tiles, item, _indices(plan, tables, None, item, mask), mask)
-    for ref, (shape, _), value in zip(outputs, plan.item_outputs, stored, strict=True):
-        _store_parts(ref, item, mask, shape, plan.num_items, value)
+    exponent_refs = dict(zip(plan.half, outputs[len(plan.item_outputs) :], strict=True))
+    for i, (shape, _) in enumerate(plan.item_outputs):
+        value: Any = stored[i]
+        if i in exponent_refs:
+            value = _scaled(exponent_refs[i], item, mask, shape, plan.num_items, value)
+        _store_parts(outputs[i], item, mask, shape, plan.num_items, value)

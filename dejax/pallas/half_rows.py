@@ -23,6 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from dejax.pallas._shapes import feature_mask
+from dejax.pallas._tiles import where
+
 _ONE = 127  # the biased exponent of 1.0
 # Powers of two whose inverse is a normal number too.
 _LOW, _HIGH = np.int32(1), np.int32(253)
@@ -98,17 +101,31 @@ def inverse_power(exponent: Array) -> Array:
     return power(lax.sub(np.int32(2 * _ONE), exponent))
 
 
-def exponents(x: Array, axis: int | None) -> tuple[Array, Array]:
-    """The biased exponent of the largest magnitude along an axis (kept, size 1), and the power of two that undoes it.
+def exponents(x: Array, axis: int | tuple[int, ...] | None) -> tuple[Array, Array]:
+    """The biased exponent of the largest magnitude along axes (kept, size 1), and the power of two that undoes it.
 
     `x` times that power is below 2 in magnitude; infinities and NaN stay what they are. `axis` None: of all of `x`.
     """
-    x = lax.abs(x)
-    largest = whole_max(x) if axis is None else lax.expand_dims(lax.reduce_max(x, (axis,)), (axis,))
+    largest = lax.abs(x)
+    if axis is None:
+        largest = whole_max(largest)
+    else:
+        for a in axis if isinstance(axis, tuple) else (axis,):
+            largest = lax.expand_dims(lax.reduce_max(largest, (a,)), (a,))
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     exponent = lax.bitwise_and(lax.shift_right_arithmetic(bits, _MANTISSA), _EXPONENT)
     exponent = lax.min(lax.max(exponent, _LOW), _HIGH)
     return exponent, inverse_power(exponent)
+
+
+def rounded(x: Array, shape: tuple[int, ...]) -> Array:
+    """A tile of float32 rows, of `shape` padded to powers of two, as `HalfRows` with one exponent a row keep them."""
+    lead = x.ndim - len(shape)
+    inside = feature_mask(shape, lead=lead)
+    if inside is not None:
+        x = where(inside, x, 0.0)
+    exponent, inverse = exponents(x, tuple(range(lead, x.ndim)))
+    return (x * inverse).astype(jnp.float16).astype(jnp.float32) * power(exponent)
 
 
 # float16 numbers below 2^(1 + RAISED) are finite, and so are sums of their products in float32.

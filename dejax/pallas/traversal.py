@@ -133,6 +133,30 @@ def _zeros(structs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
     return [jnp.zeros(s.shape, s.dtype) for s in structs]
 
 
+def _check_half(half: Sequence[int], outputs: Sequence[Output], what: str) -> None:
+    for i in half:
+        if outputs[i][1] != jnp.float32:
+            raise ValueError(f"half_outputs names {what} {i}, which is {outputs[i][1]} and not float32")
+
+
+def _encoded(arrays: Sequence[jax.Array], half: Sequence[int]) -> list[Any]:
+    return [encode(a) if i in half else a for i, a in enumerate(arrays)]
+
+
+def _in_half(structs: Sequence[jax.ShapeDtypeStruct], half: Sequence[int], length: int) -> list[jax.ShapeDtypeStruct]:
+    """What the kernel writes: mantissas in place of the outputs `half`, and after all outputs their exponents."""
+    narrow = [jax.ShapeDtypeStruct(s.shape, jnp.dtype(jnp.float16)) if i in half else s for i, s in enumerate(structs)]
+    return narrow + [jax.ShapeDtypeStruct((length, 1), jnp.dtype(jnp.uint8)) for _ in half]
+
+
+def _joined(written: Sequence[jax.Array], half: Sequence[int], count: int) -> list[Any]:
+    """The outputs, of what the kernel wrote."""
+    found: list[Any] = list(written[:count])
+    for i, exponent in zip(half, written[count:], strict=True):
+        found[i] = HalfRows(found[i], exponent)
+    return found
+
+
 def traverse(
     body: Callable[..., Any],
     epilogue: Callable[..., Any] | None,
@@ -221,18 +245,11 @@ def traverse(
         [*features, *(r.shape for r in reductions), *(s for s, _ in item_outputs), *(s for s, _ in row_outputs)]
     )
     half = tuple(half_outputs)
-    for i in half:
-        if row_outputs[i][1] != jnp.float32:
-            raise ValueError(f"half_outputs names row output {i}, which is {row_outputs[i][1]} and not float32")
+    _check_half(half, row_outputs, "row output")
     item_structs, row_structs = _structs(item_outputs, num_items), _structs(row_outputs, num_rows)
     if num_rows == 0 or not (item_outputs or row_outputs):
-        empty: list[Any] = list(_zeros(row_structs))
-        for i in half:
-            empty[i] = encode(empty[i])
-        return tuple(empty), tuple(_zeros(item_structs))
-    for i in half:
-        row_structs[i] = jax.ShapeDtypeStruct(row_structs[i].shape, jnp.dtype(jnp.float16))
-    row_structs += [jax.ShapeDtypeStruct((num_rows, 1), jnp.dtype(jnp.uint8)) for _ in half]
+        return tuple(_encoded(_zeros(row_structs), half)), tuple(_zeros(item_structs))
+    row_structs = _in_half(row_structs, half, num_rows)
 
     interpreted = _triton.use_interpreter(interpret)
     if schedule is None:
@@ -350,9 +367,7 @@ def traverse(
                 interpret=interpreted,
             )(*operands_of_hubs, *results)
         )
-    for i, exponent in zip(half, results[len(row_outputs) :], strict=True):
-        results[i] = HalfRows(results[i], exponent)
-    return tuple(results[: len(row_outputs)]), items
+    return tuple(_joined(results, half, len(row_outputs))), items
 
 
 def map_items(
@@ -363,9 +378,10 @@ def map_items(
     num_items: int,
     index_tables: Sequence[jax.Array] = (),
     outputs: Sequence[Output],
+    half_outputs: Sequence[int] = (),
     schedule: TraversalSchedule | None = None,
     interpret: bool | None = None,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Any, ...]:
     """Computes on the tiles of each item, without rows.
 
     Args:
@@ -377,6 +393,7 @@ def map_items(
       num_items: number of items.
       index_tables: int32[num_items] each; an index out of range reads as zeros.
       outputs: (feature shape, dtype) of each result.
+      half_outputs: numbers of the outputs, float32 each, that are to be returned as `HalfRows`.
       schedule: `items_per_step` times `rows_per_program` items a program; by default the heuristic's.
       interpret: run the kernel interpreted; by default where there is no GPU.
 
@@ -392,9 +409,12 @@ def map_items(
     lengths = tuple(1 if o.access == "shared" else a.shape[0] for a, o in zip(arrays, operands, strict=True))
     ready, features = _check_operands(arrays, operands, index_tables, num_items, None)
     width = _check_width([*features, *(s for s, _ in outputs)])
+    half = tuple(half_outputs)
+    _check_half(half, outputs, "output")
     structs = _structs(outputs, num_items)
     if num_items == 0 or not outputs:
-        return tuple(_zeros(structs))
+        return tuple(_encoded(_zeros(structs), half))
+    structs = _in_half(structs, half, num_items)
     interpreted = _triton.use_interpreter(interpret)
     schedule = schedule or map_schedule(width, interpret=interpreted)
     block = schedule.rows_per_program * schedule.items_per_step
@@ -412,6 +432,7 @@ def map_items(
         rows=1,
         items=block,
         parts=_parts(ready),
+        half=half,
         num_tables=len(index_tables),
     )
     results = _triton.pallas_call(
@@ -423,4 +444,4 @@ def map_items(
         num_stages=schedule.num_stages,
         interpret=interpreted,
     )(*_flat(ready), *index_tables)
-    return tuple(results)
+    return tuple(_joined(results, half, len(outputs)))

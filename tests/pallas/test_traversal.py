@@ -123,6 +123,35 @@ def test_map_items(shape, dtype):
     np.testing.assert_allclose(batched[1], 2 * np.asarray(product), rtol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(16,), (20,), (3, 17)])
+def test_a_map_uses_rows_as_it_writes_them(shape):
+    """Rows written in 16 bits: what is computed of them is of the rounded numbers, in which padding has no part."""
+    x = np.random.default_rng(0).standard_normal((37, *shape)).astype(np.float32)
+
+    def body(a):
+        rows = total = kernels.rounded(a + 3, shape)
+        for axis in reversed(range(2, rows.ndim)):
+            total = jax.lax.reduce_sum(total, (axis,))
+        return rows, total
+
+    def run(x):
+        return kernels.map_items(
+            body, [x], [kernels.Operand("item")], num_items=37, outputs=[(shape, jnp.float32), ((), jnp.float32)],
+            half_outputs=(0,),
+        )  # fmt: skip
+
+    rows, total = interpreted(run)(x)
+    assert isinstance(rows, kernels.HalfRows) and rows.shape == x.shape and rows.exponent.shape == (37, 1)
+    found = np.asarray(rows.decode(), np.float64)
+    np.testing.assert_allclose(found, x + 3, atol=2.0**-11 * np.abs(x + 3).max())
+    np.testing.assert_allclose(total, found.reshape(37, -1).sum(1), rtol=1e-6)
+    with pytest.raises(ValueError, match="half_outputs names output 1, which is bfloat16"):
+        kernels.map_items(
+            lambda a: (a, a), [x], [kernels.Operand("item")], num_items=37,
+            outputs=[(shape, jnp.float32), (shape, jnp.bfloat16)], half_outputs=(1,), interpret=True,
+        )  # fmt: skip
+
+
 def test_errors_say_what_to_do():
     x, offsets = jnp.zeros((3, 2)), jnp.array([0, 3], jnp.int32)
     item = [kernels.Operand("item")]

@@ -529,12 +529,13 @@ def test_what_all_items_of_a_row_read_alike_is_read_once_for_the_row(loop: str, 
     assert access_by(via, "dst" if via != "dst" else "src") == ("gathered", via)
 
 
-def hgt_training(edges: int, heads: int, *disable: str) -> tuple[Cut, Kernels]:
-    """The halves of HGT's training on a graph of so many edges, and the kernels of the second."""
+def hgt_training(edges: int, heads: int, *disable: str, model: str = "hgt") -> tuple[Cut, Kernels]:
+    """The halves of the training of HGT, or another model, on a graph of so many edges, and the second's kernels."""
     counts = Counts(edges // 10, edges, edges // 9, edges // 5, 4, 4, typed_sources=True)
     size = Size(8 * heads, 8, heads)
-    arrays = {k: a.astype("float32") for k, a in make_arrays("hgt", GRAPHS["typed"], size, "float32").items()}
-    task, _, _ = library.hgt._prepare(graph_of("typed"), Options(disable=disable), (arrays.pop("x"), arrays), {})
+    arrays = {k: a.astype("float32") for k, a in make_arrays(model, GRAPHS["typed"], size, "float32").items()}
+    layer = getattr(library, model)
+    task, _, _ = layer._prepare(graph_of("typed"), Options(disable=disable), (arrays.pop("x"), arrays), {})
     task = replace(task, counts=counts)
     halves = execute.training_cut(task, execute.differentiable_positions(task))
     return halves, execute.inference_kernels(execute.Task(halves.backward, counts, task.options, raw=False))
@@ -568,6 +569,20 @@ def test_one_loop_of_attention_makes_the_numbers_by_which_others_multiply_rows(h
         assert [t.via for t in apart.instances if isinstance(t, Traversal)] == [
             "source_pair", "dst", "source_pair.node",
         ]  # fmt: skip
+
+
+def test_gradients_of_nodes_are_made_by_a_kernel_in_16_bits() -> None:
+    """HGT's, of its activation, with their inner products, which the loop's must cancel with; RGAT's are there."""
+    _, kernels = hgt_training(60_000_000, 4)
+    ops = kernels.program.ops
+    (made,) = (t for t in kernels.instances if isinstance(t, Traversal) and t.space == Space.NODE)
+    (rows,) = kernels.half.intersection(made.item_outputs)
+    (total,) = (v for v in made.body if ops[v].name == "sum_features" and rows in ops[ops[v].args[0]].args)
+    (loop,) = (t for t in kernels.instances if isinstance(t, Traversal) and t.via == "source_pair")
+    gathered = {o.value for o in loop.operands if o.access == "gathered"}
+    assert rows in gathered and any(total in (v, *ops[v].args) for v in gathered.intersection(made.item_outputs))
+    _, kernels = hgt_training(60_000_000, 4, model="rgat")
+    assert not any(isinstance(t, Traversal) and t.space == Space.NODE for t in kernels.instances)
 
 
 @pytest.mark.parametrize(("nodes", "heads", "forward", "backward"), [(100, 1, 0, 0), (100, 4, 1, 1), (10**7, 1, 1, 0)])

@@ -245,7 +245,7 @@ class PallasLowering:
             else (ops[values[0]].shape, jnp.dtype(ops[values[0]].dtype))
             for values in together
         )
-        compute = TileProgram(self.program, t, together)
+        compute = TileProgram(self.program, t, together, self.half)
         if t.via is None:
             results = kernels.map_items(
                 compute.items,
@@ -254,11 +254,13 @@ class PallasLowering:
                 num_items=items,
                 index_tables=tables,
                 outputs=item_outputs,
+                half_outputs=tuple(i for i, v in enumerate(t.item_outputs) if v in self.half),
                 interpret=self.interpret,
             )
             mask = valid_rows(self.graph, t.space)
             if mask is not None:
-                results = tuple(jnp.where(mask.reshape(-1, *(1,) * (r.ndim - 1)), r, 0) for r in results)
+                clear = lambda a: jnp.where(mask.reshape(-1, *(1,) * (a.ndim - 1)), a, 0)  # noqa: E731
+                results = tuple(jax.tree.map(clear, results))
             env.update(zip(t.item_outputs, results, strict=True))
             return
         group = segments(self.graph, t.via)

@@ -17,8 +17,11 @@ from dejax.rgnn.lowering.xla import ELEMENTWISE
 class TileProgram:
     """The level-1 operators of a traversal on tiles: [rows, items, *features], features padded to powers of two."""
 
-    def __init__(self, program: Program, t: Traversal, together: Sequence[tuple[int, ...]]) -> None:
+    def __init__(
+        self, program: Program, t: Traversal, together: Sequence[tuple[int, ...]], half: frozenset[int] = frozenset()
+    ) -> None:
         self.program, self.t, self.together = program, t, together
+        self.half = half.intersection(t.item_outputs)  # kept in 16 bits
         self.kept = {v for values in together if len(values) > 1 for v in values}  # in float32, whatever their dtype
 
     def body(self, *tiles: Any) -> tuple[tuple, tuple]:
@@ -92,11 +95,14 @@ class TileProgram:
         return env
 
     def rounded(self, value: int, tile: Any) -> Any:
-        """What is written in a narrower dtype is used as it is written, so that all who read it see the same number.
+        """What is written in fewer bits is used as it is written, so that all who read it see the same number.
 
         The gradient of a softmax is a difference that cancels; with one side rounded it would not.
         """
         dtype = jnp.dtype(self.program.ops[value].dtype)
+        if value in self.half:
+            shape = self.program.ops[value].shape
+            return kernels.rounded(self.shaped(whole(tile), shape, tile.ndim - len(shape)), shape)
         if value not in self.t.writes or value in self.kept or dtype == jnp.float32:
             return tile
         tile = whole(tile)

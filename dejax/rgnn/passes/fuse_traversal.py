@@ -31,6 +31,7 @@ from dejax.rgnn.passes._rewrite import Counts, factors, moves_unit_axes
 
 _ITEM_SPACES = (Space.EDGE, Space.SOURCE_PAIR, Space.DESTINATION_PAIR)
 _MAX_RANK = 2  # (heads, width)
+_WIDE = 16  # features from which on rows may be in 16 bits
 
 
 @dataclass
@@ -91,6 +92,7 @@ class Fusion:
         steps = [self.absorb_all, self.write_items]
         for step in steps if absorb_first else reversed(steps):
             step()
+        self.write_nodes()
 
     def absorb_all(self) -> None:
         for loop in self.loops:
@@ -107,7 +109,10 @@ class Fusion:
         if op.name == "linear":
             return op.attr("spec") in VECTOR_SPECS and op.attr("via") != "self"
         if op.name == "reshape":
-            return moves_unit_axes(op, self.program.ops[op.args[0]])
+            before = self.program.ops[op.args[0]].shape
+            # Once for a row of nodes a tile may be laid out anew, where it has no padding.
+            whole = op.space == Space.NODE and all(n & (n - 1) == 0 for n in (*before, *op.shape))
+            return whole or moves_unit_axes(op, self.program.ops[op.args[0]])
         return op.name in TILE_OPS
 
     def cone(self, roots: list[int], cut: set[int]) -> tuple[list[int], list[int]]:
@@ -243,6 +248,52 @@ class Fusion:
                 loop.items.pop()
             else:
                 self.loops.append(Loop(None, space, items=[value]))
+
+    def write_nodes(self) -> None:
+        """Wide rows of nodes that loops gather are made by a kernel where they can be, which may store them in 16 bits.
+
+        With them goes what is computed of them and must be an array: an inner product of such a row is then of the row
+        as it was stored, and cancels with those that a loop makes of it. And narrow arrays that they are computed of.
+        """
+        ops, arrays = self.program.ops, self.arrays()
+        able = [v for v in arrays if ops[v].space == Space.NODE and self.on_tile(v) and ops[v].name != "const"]
+        done = {v for loop in self.loops for v in loop.results}
+        for value in able:
+            made_from = self.cone([value], done)[0]
+            computed = any(ops[v].name not in ("const", "reshape", "broadcast", "cast") for v in made_from)
+            if value in done or ops[value].width < _WIDE or not computed or not self.is_gathered(value):
+                continue
+            of_it = [v for v in able if value in self.cone([v], done)[0]]
+            narrow = [v for v in able if v in made_from and 4 * ops[v].width <= ops[value].width]
+            self.loops.append(Loop(None, Space.NODE, items=sorted({*narrow, *of_it} - done)))
+            if not self.acyclic(self.loops):
+                self.loops.pop()
+            done |= self.loops[-1].results
+
+    def arrays(self) -> list[int]:
+        """Values that must reach memory, whatever is computed in registers."""
+        ops, found = self.program.ops, list(self.program.outputs)
+        for instance in self.kernels.instances:
+            found += instance.reads
+        results = {v for loop in self.loops for v in loop.results}
+        for i, op in enumerate(ops):
+            if i in results or not (i in self.written or i in self.inner or self.on_tile(i)):
+                found += op.args
+        for loop in self.loops:
+            for v in self.cone(self.roots(loop) + loop.items, self.led(loop))[1]:
+                found.append(ops[v].args[0] if ops[v].name == "gather" else v)
+        return sorted(set(found))
+
+    def is_gathered(self, value: int) -> bool:
+        """Whether a loop reads the rows of a value by an index."""
+        ops = self.program.ops
+        return any(
+            ops[v].name == "gather"
+            and ops[v].args == (value,)
+            and access_by(ops[v].attr("via"), loop.via)[0] == "gathered"
+            for loop in self.loops
+            for v in self.cone(self.roots(loop) + loop.items, self.led(loop))[1]
+        )
 
     def extra_width(self, loop: Loop, value: int) -> int:
         """Numbers that a loop loads for each item only because it computes the value."""

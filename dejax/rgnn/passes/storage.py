@@ -145,6 +145,8 @@ def _candidates(kernels: Kernels, instance: Instance) -> list[int]:
         # What the epilogue uses again must be what was written.
         used = {a for i in instance.epilogue for a in ops[i].args}
         written = tuple(v for v in instance.row_outputs if v not in used)
+        if instance.via is None:  # uses itself what it writes as it writes it
+            written = instance.item_outputs
     return [v for v in written if ops[v].dtype == "float32" and ops[v].width >= _MIN_WIDTH]
 
 
