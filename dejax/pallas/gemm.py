@@ -69,6 +69,7 @@ class _Config:
     whole_w: bool  # matrices are padded to whole tiles
     x_part: int  # columns that share an exponent where x comes as `HalfRows`
     x_bits_of: jnp.dtype | None  # what the integers of x carry where it comes as `FloatBits`
+    dot_parts: int  # inner products with `dot_vector` that each row has
 
 
 def _scaled_product(x: jax.Array, w: jax.Array, x_power: Any, w_power: Any) -> jax.Array:
@@ -218,7 +219,12 @@ def _multiply_tile(ref: dict[str, Any], c: _Config, tile: Any, g: Any, column: A
     if "dot_vector" in ref:
         vector = _triton.load(ref["dot_vector"], (t, g, n), None if even_n else n < c.n).astype(jnp.float32)
         product = y * vector if even_n else where(n < c.n, y * vector, 0.0)
-        _triton.store(ref["dot"], (out_row, g), lax.reduce_sum(product, (1,)), valid)
+        if c.dot_parts == 1:
+            _triton.store(ref["dot"], (out_row, g), lax.reduce_sum(product, (1,)), valid)
+        else:
+            parts = lax.reshape(product, (c.block, c.dot_parts, c.n // c.dot_parts))
+            at = out_row[:, None], g * c.dot_parts + lanes(c.dot_parts, 1, 2)
+            _triton.store(ref["dot"], at, lax.reduce_sum(parts, (2,)), valid[:, None])
 
 
 def _as_scaled(w: jax.Array, exact: bool) -> tuple[jax.Array, jax.Array | None, jax.Array]:
@@ -248,6 +254,7 @@ def typed_matmul(
     bias: jax.Array | None = None,
     activation: str | None = None,
     dot_vector: jax.Array | None = None,
+    dot_parts: int = 1,
     accumulate: bool = False,
     covers_all: bool = False,
     precision: str = "tf32",
@@ -283,6 +290,7 @@ def typed_matmul(
       activation: `relu`, `tanh`, `sigmoid` or `leaky_relu:<slope>`, after `bias`.
       dot_vector: float[types, groups, n]; asks for a second result `sum_n out[o(p), g, n] * dot_vector[type(p), g, n]`
         (before rounding to `out_dtype`).
+      dot_parts: takes that inner product of so many equal parts of each row; more than one, and n, are powers of two.
       accumulate: adds product rows up in float32 result rows, atomically: the order of additions, and so the last bits,
         differ from run to run. Its result is float32.
       covers_all: the caller's word that every result row is written, so that none need be set to zero beforehand.
@@ -296,7 +304,7 @@ def typed_matmul(
 
     Returns:
       [num_out_rows, groups, n], zeros in rows that no position writes; with `dot_vector` a pair of that and
-      [num_out_rows, groups].
+      [num_out_rows, groups], with `dot_parts` of more than one [num_out_rows, groups * dot_parts].
 
     Narrow groups are multiplied several at a time, by a block-diagonal matrix (not with `precision="f32"`): infinities
     and NaN in one group of a row then reach its other groups.
@@ -339,6 +347,8 @@ def typed_matmul(
         )
     if k == 0:
         raise NotImplementedError("x has no columns: its product is all zeros, which needs no kernel")
+    if dot_parts > 1 and any(next_power_of_two(a) != a for a in (dot_parts, n)):
+        raise NotImplementedError(f"dot_parts and columns must be powers of two, got {dot_parts} of {n} columns")
     if dot_vector is not None and next_power_of_two(n) > MAX_WHOLE_N:
         raise NotImplementedError(f"dot_vector needs a result of at most {MAX_WHOLE_N} columns, got {n}")
 
@@ -351,7 +361,7 @@ def typed_matmul(
     shapes = [jax.ShapeDtypeStruct((out_rows, groups * n), dtype)]
     outputs = ["y"]
     if dot_vector is not None:
-        shapes.append(jax.ShapeDtypeStruct((out_rows, groups), jnp.dtype(jnp.float32)))
+        shapes.append(jax.ShapeDtypeStruct((out_rows, groups * dot_parts), jnp.dtype(jnp.float32)))
         outputs.append("dot")
     tiles = tile_type.shape[0]
 
@@ -450,6 +460,7 @@ def typed_matmul(
             whole_w=w_power is not None and merged == 1,
             x_part=x.part_width if isinstance(x, HalfRows) else 1,
             x_bits_of=x.dtype if isinstance(x, FloatBits) else None,
+            dot_parts=dot_parts,
         )
         results = list(
             _triton.pallas_call(
@@ -467,6 +478,6 @@ def typed_matmul(
             results[0] = HalfRows(results[0], results.pop())
     if not flat:
         results[0] = results[0].reshape(out_rows, groups, n)
-    elif dot_vector is not None:
+    elif dot_vector is not None and dot_parts == 1:
         results[1] = results[1].reshape(out_rows)
     return results[0] if dot_vector is None else tuple(results)

@@ -45,6 +45,7 @@ class Gemm:
     bias: bool = False
     activation: str | None = None
     dot_vector: bool = False
+    dot_parts: int = 1
     accumulate: bool = False
     covers_all: bool = False
     precision: str = "tf32"
@@ -110,6 +111,7 @@ class Gemm:
             num_out_rows=self.out_rows,
             transpose_w=self.transpose_w,
             activation=self.activation,
+            dot_parts=self.dot_parts,
             accumulate=self.accumulate,
             covers_all=self.covers_all,
             precision=self.precision,
@@ -148,10 +150,11 @@ class Gemm:
         dot = None
         if self.dot_vector:
             vector = a["dot_vector"].astype(np.float64).reshape(len(self.counts), -1, self.n)
-            dot = np.zeros(result.shape[:2])
-            dot[out] = np.einsum("pgn,pgn->pg", y, vector[types])
+            products = (y * vector[types]).reshape(valid, vector.shape[1] * self.dot_parts, -1)
+            dot = np.zeros((self.out_rows, products.shape[1]))
+            dot[out] = products.sum(2)
         if self.groups is None:
-            return result[:, 0], None if dot is None else dot[:, 0]
+            return result[:, 0], dot[:, 0] if dot is not None and self.dot_parts == 1 else dot
         return result, dot
 
     def check(self, result: Any, a: dict[str, np.ndarray], tolerance: float | None = None) -> None:
@@ -220,6 +223,8 @@ GEMMS = {
     "four tiles a program, half rows, dot": Gemm(
         groups=None, half_in=True, half_out=True, dot_vector=True, schedule=kernels.GemmSchedule(32, 16, 4, 2, 4)
     ),
+    "dot of four parts": Gemm(groups=None, n=32, dot_vector=True, dot_parts=4, half_out=True, padding=6),
+    "groups, dot of two parts": Gemm(groups=3, n=16, dot_vector=True, dot_parts=2, bias=True, counts=(9, 2)),
     "half rows, transposed, dot": Gemm(half_in=True, half_out=True, groups=None, transpose_w=True, dot_vector=True),
 }
 

@@ -566,7 +566,7 @@ def test_one_loop_of_attention_makes_the_numbers_by_which_others_multiply_rows(h
     _, asked = hgt_training(6_000_000 // heads, heads, "lead")
     _, large = hgt_training(60_000_000, heads)  # whose rows come from memory
     for apart in (asked, large):
-        assert [t.via for t in apart.instances if isinstance(t, Traversal)] == [
+        assert [t.via for t in apart.instances if isinstance(t, Traversal) and t.space != Space.NODE] == [
             "source_pair", "dst", "source_pair.node",
         ]  # fmt: skip
 
@@ -600,13 +600,13 @@ def test_a_few_vectors_by_type_are_a_narrow_product(nodes: int, heads: int, forw
         assert len(narrow) == expected
 
 
-def test_scores_of_one_head_are_made_by_the_product() -> None:
-    """The template has a row's columns in one tile; those of several heads lie in one row of it, and are left apart."""
-    for heads, made in ((1, True), (2, False)):
+def test_scores_are_made_by_the_product() -> None:
+    """Heads lie side by side in a row of a tile, which is cut in them where all widths are powers of two."""
+    for heads, width, made in ((1, 3, True), (2, 3, False), (2, 4, True), (3, 4, False)):
 
         @program("scores")
-        def scores(b: Tiny, heads: int = heads) -> list[int]:
-            x, w, a = b.node("x", 4), b.weight("w", heads, 4, 3), b.weight("a", heads, 3)
+        def scores(b: Tiny, heads: int = heads, width: int = width) -> list[int]:
+            x, w, a = b.node("x", 4), b.weight("w", heads, 4, width), b.weight("a", heads, width)
             z = b.linear(b.src(x), w, "k,hkn->hn")
             return [z, b.linear(z, a, "hk,hk->h")]
 

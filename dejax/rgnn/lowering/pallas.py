@@ -113,6 +113,7 @@ class PallasLowering:
         half_out = instance.out in self.half
         by_type = lambda v: None if v is None else env[v].reshape(w.shape[0], *x.shape[1:-1], n)  # noqa: E731
         bias, vector = by_type(instance.bias), by_type(instance.vector)
+        heads = 1 if instance.dot is None else self.program.ops[instance.dot].width // math.prod(x.shape[1:-1])
 
         def call(fields: dict[str, Any]) -> Any:
             tiles = group.tiles_for(fields["block"], near=x_index is not None)
@@ -132,6 +133,7 @@ class PallasLowering:
                 bias=bias,
                 activation=instance.activation,
                 dot_vector=vector,
+                dot_parts=heads,
                 accumulate=instance.accumulate is not None,
                 covers_all=not padded and instance.accumulate is None,
                 precision=self.precision,

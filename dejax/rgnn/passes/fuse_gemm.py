@@ -13,7 +13,7 @@ from dejax.rgnn.ir.inter import TYPE_VIA, Program, Space
 from dejax.rgnn.ir.intra import MATRIX_SPECS, OUTER_SPECS, Gemm, Instance, Kernels, Outer, access_operand
 from dejax.rgnn.passes._rewrite import CACHED_BYTES, Counts
 
-# A tile that holds whole rows: wider ones would not fit the registers.
+# A tile that holds whole rows. Of wider ones Triton's compiler lays out the numbers such that 450 shuffles add them up.
 _WHOLE_WIDTH = 64
 # Contractions with one or a few vectors for each type, which can be products with a narrow matrix -> how the template
 # says them: of rows that are gathered, and sums of vectors.
@@ -112,9 +112,13 @@ def _apart(program: Program, value: int, product: int) -> bool:
 
 
 def _inner_product(program: Program, users: list[int], i: int, via: str) -> int | None:
-    """A user of product `i` that takes the inner product of each row with the vector of its type."""
+    """A user of product `i` that takes the inner product of each row, or of each head, with the vector of its type."""
     op = program.ops[i]
-    if op.dtype != "float32" or op.shape[-1:] != (op.width,) or op.width > _WHOLE_WIDTH:  # rows of one head, unrounded
+    if (
+        op.dtype != "float32"
+        or op.width > _WHOLE_WIDTH
+        or not (op.shape[-1:] == (op.width,) or _heads_in_row(program, i))
+    ):
         return None
     for u in users:
         user = program.ops[u]
@@ -122,3 +126,10 @@ def _inner_product(program: Program, users: list[int], i: int, via: str) -> int 
         if inner and user.attr("via") == via and user.dtype == "float32" and _apart(program, user.args[1], i):
             return u
     return None
+
+
+def _heads_in_row(program: Program, i: int) -> bool:
+    """Whether the heads of a product lie side by side in a row of one tile, which can be cut in them."""
+    op = program.ops[i]
+    powers = all(n & (n - 1) == 0 for n in op.shape)
+    return op.name == "linear" and op.attr("spec") == "k,hkn->hn" and powers
