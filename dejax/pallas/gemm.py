@@ -222,9 +222,11 @@ def _multiply_tile(ref: dict[str, Any], c: _Config, tile: Any, g: Any, column: A
         if c.dot_parts == 1:
             _triton.store(ref["dot"], (out_row, g), lax.reduce_sum(product, (1,)), valid)
         else:
-            parts = lax.reshape(product, (c.block, c.dot_parts, c.n // c.dot_parts))
-            at = out_row[:, None], g * c.dot_parts + lanes(c.dot_parts, 1, 2)
-            _triton.store(ref["dot"], at, lax.reduce_sum(parts, (2,)), valid[:, None])
+            width = c.n // c.dot_parts
+            parts = lax.reduce_sum(lax.reshape(product, (c.block, s.block_n // width, width)), (2,))
+            part = lanes(s.block_n // width, 1, 2)
+            inside = valid[:, None] if even_n else valid[:, None] & (part < c.dot_parts)
+            _triton.store(ref["dot"], (out_row[:, None], g * c.dot_parts + part), parts, inside)
 
 
 def _as_scaled(w: jax.Array, exact: bool) -> tuple[jax.Array, jax.Array | None, jax.Array]:

@@ -224,6 +224,7 @@ GEMMS = {
         groups=None, half_in=True, half_out=True, dot_vector=True, schedule=kernels.GemmSchedule(32, 16, 4, 2, 4)
     ),
     "dot of four parts": Gemm(groups=None, n=32, dot_vector=True, dot_parts=4, half_out=True, padding=6),
+    "dot of eight parts, padded": Gemm(groups=None, n=8, dot_vector=True, dot_parts=8),
     "groups, dot of two parts": Gemm(groups=3, n=16, dot_vector=True, dot_parts=2, bias=True, counts=(9, 2)),
     "half rows, transposed, dot": Gemm(half_in=True, half_out=True, groups=None, transpose_w=True, dot_vector=True),
 }
