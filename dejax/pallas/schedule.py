@@ -303,6 +303,8 @@ def traversal_schedule(
             most = 4 if mean_degree >= 16 else 1
         elif numbers <= 1:
             num_warps, slots = 2, 2 * slots
+            if mean_degree < 3:
+                slots //= 2  # one item a step: fb15k (2) (8, 1, 2) 37 us, (16, 1, 2) 41
     elif not crowded and width >= 128:
         slots = max(1, 512 // width)  # sums of float32 rows, am: 100 (4, 1, 1) 0.87 ms, (8, 1, 2) 0.95; 256 (2, 1, 1)
         # 1.59, (8, 1, 1) 2.28
