@@ -1,8 +1,8 @@
 """What each kernel instance moves and computes, and how long that takes: bytes, by how they are read, over bandwidths.
 
 The model knows counts and not the graph: how often a gathered row is found in a cache is as on graphs with skewed
-degrees, and a loop's longest row is as long as rows may be before they are split. Its constants were fitted to kernels
-of eight graphs and three models on an H200; docs/performance.md says how well.
+degrees, and loops whose rows may be edges are taken to have hubs. Its constants were fitted to kernels of eight graphs
+and three models on an H200; docs/performance.md says how well.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from dejax.pallas.schedule import rows_per_split, traversal_schedule
-from dejax.rgnn._segments import hub_chunk_of, type_chunk_of
+from dejax.pallas.schedule import rows_per_split
 from dejax.rgnn.ir.inter import VIAS, Space, spec_sizes
-from dejax.rgnn.ir.intra import BY_ROW, Gemm, Instance, Kernels, Operand, Outer, Traversal
+from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, Operand, Outer, Traversal
 from dejax.rgnn.passes import Counts, Cut
 from dejax.rgnn.passes.storage import encoded_values, shared_encodings
 
@@ -26,18 +25,21 @@ class Machine:
     Attributes:
       bytes_per_second: of a copy, bytes read plus written.
       cache_bytes_per_second: at which rows come that are found in the cache.
+      loop_cache_bytes_per_second: the same for loops, whose rows are in 16 bits, most of them.
       kept_bytes: of a gathered table, so much is found in the cache.
       near_bytes: a narrow value gathered from a larger table than this moves 64 bytes, not 32.
       flops: of products, by precision; of `f32` a third of what products in float16 reach.
       scalar_flops: without tensor cores.
       launch_seconds: of a kernel without work.
-      gemm, outer, loop: the share of the copy bandwidth that each template reaches.
+      gemm, outer, loop, map: the share of the copy bandwidth that each template reaches.
       gemm_seconds, outer_seconds, loop_seconds, hubs_seconds: what each adds to its bytes.
-      step_seconds: of one step of a loop, which waits for memory.
+      numbers_per_second: of tiles in a loop's body, by one operator.
+      numbers_of_item: as many as one item takes besides.
     """
 
     bytes_per_second: float = 4.3e12
     cache_bytes_per_second: float = 3.4e12
+    loop_cache_bytes_per_second: float = 4.2e12
     kept_bytes: float = 55e6
     near_bytes: float = 37e6
     flops: tuple[tuple[str, float], ...] = (("f32", 120e12), ("tf32", 350e12), ("bf16", 700e12))
@@ -45,12 +47,14 @@ class Machine:
     launch_seconds: float = 0.9e-6
     gemm: float = 0.76
     outer: float = 0.70
-    loop: float = 0.72
+    loop: float = 0.83
+    map: float = 0.72
     gemm_seconds: float = 2.6e-6
     outer_seconds: float = 7.7e-6
-    loop_seconds: float = 2.6e-6
-    hubs_seconds: float = 1.5e-6
-    step_seconds: float = 0.37e-6
+    loop_seconds: float = 4.0e-6
+    hubs_seconds: float = 3.7e-6
+    numbers_per_second: float = 5.0e12
+    numbers_of_item: int = 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,7 @@ class CostModel:
         self.encoded, self.half = encoded, written | encoded
         first = kernels.first_readers()
         # Narrow values of items that one loop writes lie side by side.
-        loops = [t for t in kernels.instances if isinstance(t, Traversal)]
+        loops = [t for t in kernels.instances if isinstance(t, Traversal) and t.via is not None]
         self.array_of = {v: t.item_outputs[0] for t in loops for v in t.item_outputs}
         # The instance that first reads a value that is read in 16 bits makes it so.
         self.encodes = {number: [v for v in self.encoded if first[v] == number] for number in first.values()}
@@ -126,7 +130,7 @@ class CostModel:
             op = self.kernels.program.ops[v]
             moved = self.counts.rows(op.space) * (op.row_bytes + 2 * op.width)
             traffic.memory += moved
-            seconds += self.machine.launch_seconds + moved / (self.machine.bytes_per_second * self.machine.loop)
+            seconds += self.machine.launch_seconds + moved / (self.machine.bytes_per_second * self.machine.map)
         return Cost(int(traffic.memory), int(flops), seconds)
 
     # --- templates ---------------------------------------------------------------------------------------------------
@@ -199,27 +203,13 @@ class CostModel:
         traffic.memory += sum(loop * self.row_bytes(v) for v in t.row_outputs)
         flops = sum(items * ops[i].width for i in t.body)
         m = self.machine
-        seconds = self._time(traffic, m.loop, flops / m.scalar_flops)
         if t.via is None:
-            return traffic, flops, m.launch_seconds + seconds
-        return traffic, flops, m.loop_seconds + m.hubs_seconds + self._longest(t, items, loop) + seconds
-
-    def _longest(self, t: Traversal, items: int, loop: int) -> float:
-        """Seconds of the longest row, whose steps wait for each other."""
-        assert t.via is not None
-        ops = self.kernels.program.ops
-        widths = [ops[o.name].width for o in t.operands if o.access != "shared"]
-        widths += [ops[a.out].width for a in t.accumulators]
-        width = max(widths, default=1)
-        chunk = type_chunk_of(items) if "type" in t.via else hub_chunk_of(items)
-        loads: tuple[list[tuple[int, bool]], list[tuple[int, bool]]] = [], []
-        for o in t.operands:
-            loads[o.access in BY_ROW].append((ops[o.name].width, o.value in self.half))
-        schedule = traversal_schedule(
-            width, items / max(loop, 1), loads=loads[0], row_loads=loads[1], writes_items=bool(t.item_outputs),
-            num_items=items, longest=chunk,
-        )  # fmt: skip
-        return chunk / schedule.items_per_step * self.machine.step_seconds
+            return traffic, flops, m.launch_seconds + self._time(traffic, m.map, flops / m.scalar_flops)
+        numbers = m.numbers_of_item + sum(max(ops[v].width for v in (i, *ops[i].args)) for i in t.body)
+        numbers += sum(ops[a.out].width * (2 if a.kind == "weighted" else 1) for a in t.accumulators)
+        work = items * numbers / m.numbers_per_second
+        seconds = m.loop_seconds + self._time(traffic, m.loop, work, m.loop_cache_bytes_per_second)
+        return traffic, flops, seconds + m.hubs_seconds * (not t.via.endswith(".node"))
 
     # --- bytes -------------------------------------------------------------------------------------------------------
 
@@ -259,11 +249,13 @@ class CostModel:
         traffic.memory += missed
         traffic.cache += total - missed
 
-    def _time(self, traffic: _Traffic, share: float, arithmetic: float) -> float:
+    def _time(
+        self, traffic: _Traffic, share: float, arithmetic: float, cache_bytes_per_second: float | None = None
+    ) -> float:
         """Seconds, of which those of the arithmetic are known."""
         m = self.machine
         memory = traffic.memory / (m.bytes_per_second * share)
-        cache = (traffic.memory + traffic.cache) / m.cache_bytes_per_second
+        cache = (traffic.memory + traffic.cache) / (cache_bytes_per_second or m.cache_bytes_per_second)
         return max(memory, cache, arithmetic)
 
 
