@@ -6,10 +6,17 @@ Sorting is by int64 words that carry the position in their low bits: `np.sort` o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 
+_T = TypeVar("_T")
+
+# From so many items on tables are made side by side: numpy sorts and copies without Python's lock.
+_MANY_ITEMS = 1 << 20
 # Items at once in element-wise steps: temporaries then stay in the cache, where whole arrays would be fresh pages.
 _BLOCK = 1 << 17
 
@@ -52,6 +59,17 @@ def stable_argsort(keys: Sequence[np.ndarray], bounds: Sequence[int]) -> np.ndar
         order = step if order is None else order[step]
     assert order is not None
     return order
+
+
+def side_by_side(makers: Sequence[Callable[[], _T]], num_items: int) -> list[_T]:
+    """What each function makes, by numpy alone; in threads where there are many items.
+
+    `RelGraph.with_loop_tables` of 21 million edges on two cores: 4.9 s one after the other, 3.6 so.
+    """
+    if num_items < _MANY_ITEMS:
+        return [make() for make in makers]
+    with ThreadPoolExecutor(min(len(makers), os.cpu_count() or 1)) as pool:
+        return [future.result() for future in [pool.submit(make) for make in makers]]
 
 
 def offsets_of(index: np.ndarray, num_rows: int) -> np.ndarray:

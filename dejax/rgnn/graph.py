@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from dejax.rgnn._segments import (
     is_traced,
     tile_table,
 )
+from dejax.rgnn._sorting import side_by_side
 
 __all__ = ["HUB_CHUNK", "TILE_BLOCKS", "HubTable", "RelGraph", "Segments", "TileTable", "hub_table", "tile_table"]
 
@@ -184,9 +186,9 @@ class RelGraph:
         """
         if self.packed is not None:
             return self
-        groups: dict[str, Segments] = {name: getattr(self, name).with_loop(hub_chunk) for name in LOOPS}
-        for name, node in _NEAR:
-            groups[name] = getattr(self, name).with_near_tiles(node(self))
+        makers = {name: partial(getattr(self, name).with_loop, hub_chunk) for name in LOOPS}
+        makers |= {name: partial(getattr(self, name).with_near_tiles, node(self)) for name, node in _NEAR}
+        groups: dict[str, Segments] = dict(zip(makers, side_by_side([*makers.values()], self.num_edges), strict=True))
         groups["by_node_type"] = self.by_node_type
         if self.edge_type_by_source is not None:
             groups["edge_type_by_source"] = self.edge_type_by_source

@@ -373,6 +373,23 @@ def test_tables_in_one_array() -> None:
     assert jax.tree.structure(again.with_loop_tables()) == jax.tree.structure(packed)
 
 
+def test_a_graph_that_is_made_while_tracing_is_concrete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all tables, made side by side as those of a large graph are."""
+    rng = np.random.default_rng(0)
+    senders, receivers = rng.integers(0, 60, (2, 3000))
+
+    def made() -> RelGraph:
+        return RelGraph.from_edges(senders, receivers, rng.integers(0, 3, 3000), num_nodes=60).with_loop_tables()
+
+    rng, inside = np.random.default_rng(1), []
+    expected = made()
+    monkeypatch.setattr(_sorting, "_MANY_ITEMS", 1)
+    rng = np.random.default_rng(1)
+    jax.jit(lambda x: inside.append(made()) or x)(0.0)
+    assert not inside[0].is_traced
+    jax.tree.map(np.testing.assert_array_equal, inside[0], expected)
+
+
 def test_tables_of_many_edges_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dejax.rgnn._packed._SMALL", 100)
     rng = np.random.default_rng(0)
