@@ -384,6 +384,7 @@ def test_a_graph_that_is_made_while_tracing_is_concrete(monkeypatch: pytest.Monk
     rng, inside = np.random.default_rng(1), []
     expected = made()
     monkeypatch.setattr(_sorting, "_MANY_ITEMS", 1)
+    monkeypatch.setattr(_sorting, "_BLOCK", 1000)
     rng = np.random.default_rng(1)
     jax.jit(lambda x: inside.append(made()) or x)(0.0)
     assert not inside[0].is_traced
