@@ -17,7 +17,7 @@ from dejax.pallas._accumulate import Reduction, initial, merge, results, update
 from dejax.pallas._shapes import divide, feature_indices, feature_mask, lanes, padded
 from dejax.pallas._tiles import both, resized, steps, stretched, where, with_axes, within
 from dejax.pallas.factored import Factored
-from dejax.pallas.half_rows import exponents, inverse_power, power
+from dejax.pallas.half_rows import exponents, inverse_power, power, without_padding
 
 Output = tuple[tuple[int, ...], Any]
 # Accesses by which an operand is read once for all items of a row.
@@ -309,11 +309,24 @@ def _write_rows(
         values = plan.epilogue(values, tiles)
     if len(values) != len(plan.row_outputs):
         raise ValueError(f"epilogue must return {len(plan.row_outputs)} row outputs, got {len(values)}")
-    exponent_refs = dict(zip(plan.half, outputs[len(plan.row_outputs) :], strict=True))
-    for i, ((whole, _), value) in enumerate(zip(plan.row_outputs, values, strict=True)):
+    _store_outputs(plan.half, plan.row_outputs, outputs, row, mask, plan.num_rows, values)
+
+
+def _store_outputs(
+    half: Sequence[int],
+    declared: Sequence[Output],
+    refs: Sequence[Any],
+    index: jax.Array,
+    mask: jax.Array,
+    past: int,
+    values: Sequence[Any],
+) -> None:
+    """Stores all outputs; `refs` are theirs, then those of the exponents of the outputs `half`."""
+    exponent_refs = dict(zip(half, refs[len(declared) :], strict=True))
+    for i, ((whole, _), value) in enumerate(zip(declared, values, strict=True)):
         if i in exponent_refs:
-            value = _scaled(exponent_refs[i], row, mask, whole, plan.num_rows, value)
-        _store_parts(outputs[i], row, mask, whole, plan.num_rows, value)
+            value = _scaled(exponent_refs[i], index, mask, whole, past, value)
+        _store_parts(refs[i], index, mask, whole, past, value)
 
 
 def _scaled(
@@ -324,8 +337,7 @@ def _scaled(
     shape = _part(whole, value)
     lead = mask.ndim
     parts = tuple(jnp.broadcast_to(part, (*mask.shape, *padded(shape))) for part in parts)
-    inside = feature_mask(shape, lead=lead)
-    parts = tuple(part if inside is None else where(inside, part, 0.0) for part in parts)
+    parts = tuple(without_padding(part, shape) for part in parts)
     axes = tuple(range(lead, lead + len(shape)))
     exponent = functools.reduce(lax.max, (exponents(part, axes)[0] for part in parts))
     inverse = inverse_power(exponent)
@@ -457,9 +469,4 @@ def map_kernel(*refs: Any, plan: Plan) -> None:
     no_row = jnp.zeros((1,), jnp.int32)
     tiles = _row_tiles(plan, arrays, tables, no_row, no_row == 0)
     _, stored = _evaluate(plan, arrays, tiles, item, _indices(plan, tables, None, item, mask), mask)
-    exponent_refs = dict(zip(plan.half, outputs[len(plan.item_outputs) :], strict=True))
-    for i, (shape, _) in enumerate(plan.item_outputs):
-        value: Any = stored[i]
-        if i in exponent_refs:
-            value = _scaled(exponent_refs[i], item, mask, shape, plan.num_items, value)
-        _store_parts(outputs[i], item, mask, shape, plan.num_items, value)
+    _store_outputs(plan.half, plan.item_outputs, outputs, item, mask, plan.num_items, stored)

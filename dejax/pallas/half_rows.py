@@ -118,13 +118,16 @@ def exponents(x: Array, axis: int | tuple[int, ...] | None) -> tuple[Array, Arra
     return exponent, inverse_power(exponent)
 
 
+def without_padding(x: Array, shape: tuple[int, ...]) -> Array:
+    """A tile of `shape` padded to powers of two, zeros in its padding."""
+    inside = feature_mask(shape, lead=x.ndim - len(shape))
+    return x if inside is None else where(inside, x, 0.0)
+
+
 def rounded(x: Array, shape: tuple[int, ...]) -> Array:
     """A tile of float32 rows, of `shape` padded to powers of two, as `HalfRows` with one exponent a row keep them."""
-    lead = x.ndim - len(shape)
-    inside = feature_mask(shape, lead=lead)
-    if inside is not None:
-        x = where(inside, x, 0.0)
-    exponent, inverse = exponents(x, tuple(range(lead, x.ndim)))
+    x = without_padding(x, shape)
+    exponent, inverse = exponents(x, tuple(range(x.ndim - len(shape), x.ndim)))
     return (x * inverse).astype(jnp.float16).astype(jnp.float32) * power(exponent)
 
 

@@ -306,8 +306,8 @@ def traversal_schedule(
             if mean_degree < 3:
                 slots //= 2  # one item a step: fb15k (2) (8, 1, 2) 37 us, (16, 1, 2) 41
     elif not crowded and width >= 128:
-        slots = max(1, 512 // width)  # sums of float32 rows, am: 100 (4, 1, 1) 0.87 ms, (8, 1, 2) 0.95; 256 (2, 1, 1)
-        # 1.59, (8, 1, 1) 2.28
+        # Sums of float32 rows, am: 100 (4, 1, 1) 0.87 ms, (8, 1, 2) 0.95; 256 (2, 1, 1) 1.59, (8, 1, 1) 2.28.
+        slots = max(1, 512 // width)
     elif not crowded and width >= 64 and mean_degree < 4:
         num_warps = 2  # sums of float32 rows over am's pairs (2): (8, 1, 2) 0.47 ms, (8, 1, 1) 0.52, (16, 1, 2) 0.53
     # Several rows leave registers for four slots of 64 features. Where rows of pairs are multiplied and summed over a
@@ -319,10 +319,8 @@ def traversal_schedule(
         # (4, 1, 1) 75 us, (4, 1, 2) 87. One row for each item, mag (4, 1, 1) 2.24 ms, (4, 1, 2) 2.90.
         if len(rows) > 1 and widest <= 64 and mean_degree >= 4 and (num_items is None or num_items >= _MANY_ITEMS):
             num_warps = 2
-            if len(of_row) > 1 and all(
-                rows + of_row
-            ):  # gradients in 16 bits, too: mag (2, 1, 1) 2.87 ms, (4, 1, 2) 3.15
-                num_warps, slots = 1, 2
+            if len(of_row) > 1 and all(rows + of_row):
+                num_warps, slots = 1, 2  # gradients in 16 bits, too: mag (2, 1, 1) 2.87 ms, (4, 1, 2) 3.15
     items = min(previous_power_of_two(max(1, int(mean_degree / 1.5))), most, slots)
     if crowded:
         # Long rows wait for their steps: HGT on biokg (2, 2, 1) 277 us, (4, 1, 1) 302. So do sums of rows alone, and

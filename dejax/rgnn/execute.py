@@ -25,7 +25,7 @@ from dejax.rgnn.ir.intra import Fallback, Kernels
 from dejax.rgnn.lowering.pallas import Columns, PallasLowering
 from dejax.rgnn.lowering.xla import Evaluator, num_rows
 from dejax.rgnn.options import Options
-from dejax.rgnn.passes import Counts, Cut, differentiated, forward_kernels, lower_to_kernels, optimise
+from dejax.rgnn.passes import Counts, Cut, differentiated, lower_to_kernels, optimise
 from dejax.rgnn.passes.storage import shared_encodings
 
 Arrays = tuple[jax.Array, ...]
@@ -88,14 +88,14 @@ def optimised(task: Task) -> Program:
 @lru_cache(maxsize=1024)
 def inference_kernels(task: Task) -> Kernels:
     """Kernels of the forward program alone."""
-    lower = forward_kernels if task.raw else lower_to_kernels
-    return lower(
+    return lower_to_kernels(
         optimised(task),
         task.counts,
         task.disable,
         deterministic=task.deterministic,
         half=task.half,
         packed=task.packed,
+        alone=task.raw,
     )
 
 

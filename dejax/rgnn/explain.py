@@ -11,7 +11,7 @@ from dejax.rgnn.cost import CostModel, training_models
 from dejax.rgnn.execute import Task
 from dejax.rgnn.ir.inter import Op, Program, Space, format_op
 from dejax.rgnn.ir.intra import Fallback, Kernels, Traversal
-from dejax.rgnn.passes import differentiated, forward_kernels, lower_to_kernels, optimise
+from dejax.rgnn.passes import differentiated, lower_to_kernels, optimise
 
 
 def explain(task: Task, *, file: TextIO | None = None, svg: str | None = None) -> None:
@@ -33,7 +33,9 @@ def explain(task: Task, *, file: TextIO | None = None, svg: str | None = None) -
     watch("traced", program)
     optimised = optimise(program, counts, disable, watch)
     deterministic, half = task.deterministic, task.half
-    forward = forward_kernels(optimised, counts, disable, deterministic=deterministic, half=half, watch=watch)
+    forward = lower_to_kernels(
+        optimised, counts, disable, deterministic=deterministic, half=half, alone=True, watch=watch
+    )
     print("== forward, without gradients", file=out)
     precision = task.options.precision or "tf32"
     _print_kernels(CostModel(forward, counts, precision), out)

@@ -38,7 +38,6 @@ __all__ = [
     "Counts",
     "Cut",
     "differentiated",
-    "forward_kernels",
     "lower_to_kernels",
     "optimise",
     "run_passes",
@@ -135,21 +134,6 @@ def differentiated(
     return halves
 
 
-def forward_kernels(
-    program: Program,
-    counts: Counts,
-    disable: frozenset[str] = frozenset(),
-    *,
-    deterministic: bool = True,
-    half: bool = False,
-    packed: tuple[int, ...] = (),
-    watch: Watch = _Silent(),
-) -> Kernels:
-    """The kernels of an optimised program without gradients; other arguments as in `lower_to_kernels`."""
-    late = run_passes(program, FORWARD_ALONE, counts, disable, watch)
-    return lower_to_kernels(late, counts, disable, deterministic=deterministic, half=half, packed=packed, alone=True)
-
-
 def lower_to_kernels(
     program: Program,
     counts: Counts,
@@ -159,12 +143,15 @@ def lower_to_kernels(
     half: bool = False,
     packed: tuple[int, ...] = (),
     alone: bool = False,
+    watch: Watch = _Silent(),
 ) -> Kernels:
     """Level 1 to level 2: GEMM instances first, then traversals, then the fallback.
 
     With `half`, wide rows between kernels are stored in 16 bits, and so may be the outputs with numbers in `packed`.
-    With `alone`, there are no gradients of the program.
+    With `alone`, the program is an optimised one of which there are no gradients, and its last passes run first.
     """
+    if alone:
+        program = run_passes(program, FORWARD_ALONE, counts, disable, watch)
     kernels = Kernels(program)
     if "gemm" not in disable:
         kernels = fuse_gemm(kernels, counts, accumulate=not deterministic)

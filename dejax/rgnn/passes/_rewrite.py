@@ -77,6 +77,11 @@ def moves_unit_axes(op: Op, source: Op) -> bool:
     return [s for s in op.shape if s != 1] == [s for s in source.shape if s != 1]
 
 
+def powers_of_two(*sides: int) -> bool:
+    """Whether tiles of these sides have no padding."""
+    return all(n & (n - 1) == 0 for n in sides)
+
+
 @dataclass(frozen=True, slots=True)
 class Factor:
     """One factor of a product: a value, to the power +1 or -1, with axes of size 1 inserted one step after another."""

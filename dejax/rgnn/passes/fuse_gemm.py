@@ -11,7 +11,7 @@ import math
 
 from dejax.rgnn.ir.inter import TYPE_VIA, Program, Space
 from dejax.rgnn.ir.intra import MATRIX_SPECS, OUTER_SPECS, Gemm, Instance, Kernels, Outer, access_operand
-from dejax.rgnn.passes._rewrite import CACHED_BYTES, Counts
+from dejax.rgnn.passes._rewrite import CACHED_BYTES, Counts, powers_of_two
 
 # A tile that holds whole rows. Of wider ones Triton's compiler lays out the numbers such that 450 shuffles add them up.
 _WHOLE_WIDTH = 64
@@ -131,5 +131,4 @@ def _inner_product(program: Program, users: list[int], i: int, via: str) -> int 
 def _heads_in_row(program: Program, i: int) -> bool:
     """Whether the heads of a product lie side by side in a row of one tile, which can be cut in them."""
     op = program.ops[i]
-    powers = all(n & (n - 1) == 0 for n in op.shape)
-    return op.name == "linear" and op.attr("spec") == "k,hkn->hn" and powers
+    return op.name == "linear" and op.attr("spec") == "k,hkn->hn" and powers_of_two(*op.shape)

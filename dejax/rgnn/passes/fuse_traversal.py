@@ -27,11 +27,11 @@ from dejax.rgnn.ir.intra import (
     as_part,
 )
 from dejax.rgnn.passes._lead import lead
-from dejax.rgnn.passes._rewrite import Counts, factors, moves_unit_axes
+from dejax.rgnn.passes._rewrite import Counts, factors, moves_unit_axes, powers_of_two
+from dejax.rgnn.passes.storage import MIN_WIDTH
 
 _ITEM_SPACES = (Space.EDGE, Space.SOURCE_PAIR, Space.DESTINATION_PAIR)
 _MAX_RANK = 2  # (heads, width)
-_WIDE = 16  # features from which on rows may be in 16 bits
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Fusion:
         if op.name == "reshape":
             before = self.program.ops[op.args[0]].shape
             # Once for a row of nodes a tile may be laid out anew, where it has no padding.
-            whole = op.space == Space.NODE and all(n & (n - 1) == 0 for n in (*before, *op.shape))
+            whole = op.space == Space.NODE and powers_of_two(*before, *op.shape)
             return whole or moves_unit_axes(op, self.program.ops[op.args[0]])
         return op.name in TILE_OPS
 
@@ -255,45 +255,28 @@ class Fusion:
         With them goes what is computed of them and must be an array: an inner product of such a row is then of the row
         as it was stored, and cancels with those that a loop makes of it. And narrow arrays that they are computed of.
         """
-        ops, arrays = self.program.ops, self.arrays()
-        able = [v for v in arrays if ops[v].space == Space.NODE and self.on_tile(v) and ops[v].name != "const"]
+        ops = self.program.ops
+        arrays = {*self.demanded(Space.NODE), *(a for loop in self.loops for i in loop.epilogue for a in ops[i].args)}
+        able = sorted(v for v in arrays if ops[v].space == Space.NODE and self.on_tile(v) and ops[v].name != "const")
+        gathered = {
+            ops[v].args[0]
+            for loop in self.loops
+            for v in self.cone(self.roots(loop) + loop.items, self.led(loop))[1]
+            if ops[v].name == "gather" and access_by(ops[v].attr("via"), loop.via)[0] == "gathered"
+        }
         done = {v for loop in self.loops for v in loop.results}
         for value in able:
-            made_from = self.cone([value], done)[0]
-            computed = any(ops[v].name not in ("const", "reshape", "broadcast", "cast") for v in made_from)
-            if value in done or ops[value].width < _WIDE or not computed or not self.is_gathered(value):
+            if value in done or value not in gathered or ops[value].width < MIN_WIDTH:
                 continue
+            made_from = self.cone([value], done)[0]
+            if all(ops[v].name in ("const", "reshape", "broadcast", "cast") for v in made_from):
+                continue  # nothing is computed
             of_it = [v for v in able if value in self.cone([v], done)[0]]
             narrow = [v for v in able if v in made_from and 4 * ops[v].width <= ops[value].width]
             self.loops.append(Loop(None, Space.NODE, items=sorted({*narrow, *of_it} - done)))
             if not self.acyclic(self.loops):
                 self.loops.pop()
             done |= self.loops[-1].results
-
-    def arrays(self) -> list[int]:
-        """Values that must reach memory, whatever is computed in registers."""
-        ops, found = self.program.ops, list(self.program.outputs)
-        for instance in self.kernels.instances:
-            found += instance.reads
-        results = {v for loop in self.loops for v in loop.results}
-        for i, op in enumerate(ops):
-            if i in results or not (i in self.written or i in self.inner or self.on_tile(i)):
-                found += op.args
-        for loop in self.loops:
-            for v in self.cone(self.roots(loop) + loop.items, self.led(loop))[1]:
-                found.append(ops[v].args[0] if ops[v].name == "gather" else v)
-        return sorted(set(found))
-
-    def is_gathered(self, value: int) -> bool:
-        """Whether a loop reads the rows of a value by an index."""
-        ops = self.program.ops
-        return any(
-            ops[v].name == "gather"
-            and ops[v].args == (value,)
-            and access_by(ops[v].attr("via"), loop.via)[0] == "gathered"
-            for loop in self.loops
-            for v in self.cone(self.roots(loop) + loop.items, self.led(loop))[1]
-        )
 
     def extra_width(self, loop: Loop, value: int) -> int:
         """Numbers that a loop loads for each item only because it computes the value."""
@@ -305,15 +288,18 @@ class Fusion:
             if v not in without and self.program.ops[v].attr("via") != loop.via
         )
 
-    def demanded(self) -> list[int]:
-        """Values that must be arrays: outputs, and what GEMM instances and XLA operators read."""
+    def demanded(self, *tiled: Space) -> list[int]:
+        """Values that must be arrays: outputs, and what GEMM instances and XLA operators read.
+
+        XLA's are not those of items, or of the spaces `tiled`, that can be done in registers.
+        """
         program, found = self.program, list(self.program.outputs)
         for instance in self.kernels.instances:
             found += instance.reads
         results = {v for loop in self.loops for v in loop.results}
         for i, op in enumerate(program.ops):
             by_template = i in self.written or i in self.inner or i in results
-            if op.name == "gather" or not (by_template or (op.space in _ITEM_SPACES and self.on_tile(i))):
+            if op.name == "gather" or not (by_template or (op.space in (*_ITEM_SPACES, *tiled) and self.on_tile(i))):
                 found += op.args
         return found
 

@@ -13,7 +13,7 @@ from dejax.rgnn.ir.intra import Fallback, Gemm, Instance, Kernels, Outer, Traver
 from dejax.rgnn.passes.save import Cut
 
 # Narrower rows share a memory sector anyway.
-_MIN_WIDTH = 16
+MIN_WIDTH = 16
 
 # Rows to 16 bits: 6 bytes a number once, for 2 bytes less at each read, and what a launch takes, in bytes.
 _ENCODED_WIDTH = 32
@@ -141,13 +141,13 @@ def _candidates(kernels: Kernels, instance: Instance) -> list[int]:
     written: tuple[int, ...] = ()
     if isinstance(instance, Gemm) and instance.accumulate is None:
         written = (instance.out,)
+    elif isinstance(instance, Traversal) and instance.via is None:
+        written = instance.item_outputs  # which it uses itself as it writes them
     elif isinstance(instance, Traversal):
         # What the epilogue uses again must be what was written.
         used = {a for i in instance.epilogue for a in ops[i].args}
         written = tuple(v for v in instance.row_outputs if v not in used)
-        if instance.via is None:  # uses itself what it writes as it writes it
-            written = instance.item_outputs
-    return [v for v in written if ops[v].dtype == "float32" and ops[v].width >= _MIN_WIDTH]
+    return [v for v in written if ops[v].dtype == "float32" and ops[v].width >= MIN_WIDTH]
 
 
 def _needs_whole(instance: Instance) -> set[int]:
