@@ -11,9 +11,10 @@ from dejax.pallas.outer import typed_outer
 from dejax.pallas.schedule import GemmSchedule, OuterSchedule, TraversalSchedule, gemm_block
 from dejax.pallas.special import erf, exp
 from dejax.pallas.table_slice import TableSlice
-from dejax.pallas.traversal import Operand, Reduction, map_items, traverse
+from dejax.pallas.traversal import Beside, Operand, Reduction, map_items, traverse
 
 __all__ = [
+    "Beside",
     "Factored",
     "FloatBits",
     "GemmSchedule",

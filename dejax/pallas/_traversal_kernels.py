@@ -75,6 +75,7 @@ class Plan:
     num_tables: int = 0
     has_order: bool = False
     has_row_order: bool = False
+    beside: Plan | None = None  # of the sums over other items of the same rows
 
     @property
     def needs_items(self) -> bool:
@@ -298,12 +299,13 @@ def _write_rows(
     row_tiles: dict[int, jax.Array],
     row: jax.Array,
     mask: jax.Array,
+    beside: tuple[jax.Array, ...],
 ) -> None:
     """Runs the epilogue on accumulators [rows, *padded] and stores what it gives; tuples side by side in each row.
 
-    `outputs` are the row outputs, then the exponents of those in `plan.half`.
+    `outputs` are the row outputs, then the exponents of those in `plan.half`; `beside` what `_beside` gave.
     """
-    values: Sequence[Any] = results(plan.reductions, merged)
+    values: Sequence[Any] = (*results(plan.reductions, merged), *beside)
     if plan.epilogue is not None:
         tiles = tuple(resized(t, (t.shape[0], *t.shape[2:])) for t in row_tiles.values())
         values = plan.epilogue(values, tiles)
@@ -346,6 +348,16 @@ def _scaled(
     return tuple(part * inverse for part in parts)
 
 
+def _beside(plan: Plan, refs: _Refs | None, row: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
+    """The sums over the other items of each row: [rows, *padded] each."""
+    if plan.beside is None or refs is None:
+        return ()
+    start, end = _triton.load(refs.offsets, (row,), mask), _triton.load(refs.offsets, (row + 1,), mask)
+    # A hub has the lanes of its program to itself.
+    items = plan.beside.items * plan.rows // row.shape[0]
+    return tuple(results(plan.beside.reductions, _loop(plan.beside, refs, {}, start, end, items)))
+
+
 @dataclass(frozen=True, slots=True)
 class _Refs:
     """A kernel's references by what they are."""
@@ -354,10 +366,11 @@ class _Refs:
     tables: Sequence[Any]
     offsets: Any
     order: Any
-    row_order: Any
-    bounds: Sequence[Any]
-    item_outputs: Sequence[Any]
-    outputs: Sequence[Any]
+    row_order: Any = None
+    beside: _Refs | None = None
+    bounds: Sequence[Any] = ()
+    item_outputs: Sequence[Any] = ()
+    outputs: Sequence[Any] = ()
 
 
 def _arrays(plan: Plan, refs: Sequence[Any]) -> tuple[list[_Array], Sequence[Any]]:
@@ -376,10 +389,21 @@ def _unpack(refs: Sequence[Any], plan: Plan, num_aliased: int) -> _Refs:
     offsets, rest = rest[0], rest[1:]
     order, rest = (rest[0], rest[1:]) if plan.has_order else (None, rest)
     row_order, rest = (rest[0], rest[1:]) if plan.has_row_order else (None, rest)
+    beside, rest = _unpack_beside(plan, rest)
     bounds, rest = (rest[:3], rest[3:]) if plan.num_chunks else ((), rest)
     outputs = rest[num_aliased:]
     n = len(plan.item_outputs)
-    return _Refs(arrays, tables, offsets, order, row_order, bounds, outputs[:n], outputs[n:])
+    return _Refs(arrays, tables, offsets, order, row_order, beside, bounds, outputs[:n], outputs[n:])
+
+
+def _unpack_beside(plan: Plan, refs: Sequence[Any]) -> tuple[_Refs | None, Sequence[Any]]:
+    if plan.beside is None:
+        return None, refs
+    arrays, rest = _arrays(plan.beside, refs)
+    tables, rest = rest[: plan.beside.num_tables], rest[plan.beside.num_tables :]
+    offsets, rest = rest[0], rest[1:]
+    order, rest = (rest[0], rest[1:]) if plan.beside.has_order else (None, rest)
+    return _Refs(arrays, tables, offsets, order), rest
 
 
 def row_kernel(*refs: Any, plan: Plan, num_aliased: int) -> None:
@@ -406,7 +430,7 @@ def _rows(plan: Plan, r: _Refs, program: jax.Array, outputs: Sequence[Any]) -> N
         end = where(mask, end, start)
     tiles = _row_tiles(plan, r.arrays, r.tables, row, mask)
     merged = _loop(plan, r, tiles, start, end, plan.items)
-    _write_rows(plan, outputs, merged, tiles, row, mask)
+    _write_rows(plan, outputs, merged, tiles, row, mask, _beside(plan, r.beside, row, mask))
 
 
 def _chunk(plan: Plan, r: _Refs, program: jax.Array, partials: Sequence[Any]) -> None:
@@ -427,6 +451,7 @@ def combine_kernel(*refs: Any, plan: Plan) -> None:
     (hub_rows, hub_offsets), refs = refs[:2], refs[2:]
     arrays, rest = _arrays(plan, refs)
     tables, rest = rest[: plan.num_tables], rest[plan.num_tables :]
+    beside, rest = _unpack_beside(plan, rest)
     partials = [_Array(p) for p in rest[: len(plan.reductions)]]
     outputs = rest[len(plan.reductions) + len(plan.row_outputs) + len(plan.half) :]
     (program,) = _triton.program_ids()
@@ -456,7 +481,8 @@ def combine_kernel(*refs: Any, plan: Plan) -> None:
         accs = update(plan.reductions, accs, whole, lanes(few, 1, 2) == 0)
     accs = combined(accs, few, start, end)
     tiles = _row_tiles(plan, arrays, tables, row, row < plan.num_rows)
-    _write_rows(plan, outputs, merge(plan.reductions, accs), tiles, row, row < plan.num_rows)
+    mask = row < plan.num_rows
+    _write_rows(plan, outputs, merge(plan.reductions, accs), tiles, row, mask, _beside(plan, beside, row, mask))
 
 
 def map_kernel(*refs: Any, plan: Plan) -> None:

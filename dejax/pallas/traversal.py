@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -29,10 +29,73 @@ from dejax.pallas.half_rows import HalfRows, encode
 from dejax.pallas.schedule import TraversalSchedule, map_schedule, traversal_schedule
 from dejax.pallas.tuned_tables import bucket, choose, traversal_candidates
 
-__all__ = ["MAX_WIDTH", "Operand", "Reduction", "map_items", "traverse"]
+__all__ = ["MAX_WIDTH", "Beside", "Operand", "Reduction", "map_items", "traverse"]
 
 # Padded features of one row that a program can hold: 8 warps of 32 threads with 16 elements each.
 MAX_WIDTH = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Beside:
+    """Sums over other items of the rows of a traversal, made by the program that writes a row, before the epilogue.
+
+    One program takes all of a row's items: they should be few. Fields are as in `traverse`, offsets and order by true
+    row numbers; no operand is read by row.
+
+    Attributes:
+      body: from tiles to a value for each reduction.
+      arrays: as in `traverse`.
+      operands: how each array is read.
+      offsets: int32[num_rows + 1].
+      order: int32[num_items], or None.
+      num_items: number of items.
+      index_tables: int32[num_items] each.
+      reductions: sums.
+    """
+
+    body: Callable[..., Any]
+    arrays: Sequence[Any]
+    operands: Sequence[Operand]
+    offsets: jax.Array
+    order: jax.Array | None
+    num_items: int
+    index_tables: Sequence[jax.Array]
+    reductions: Sequence[Reduction]
+
+    def planned(self, num_rows: int, items: int) -> tuple[Plan, list[jax.Array]]:
+        """What its loop is, with `items` at a time, and the arrays that a kernel is given for it."""
+        check_reductions(self.reductions)
+        wrong = [f"operand {i} by row" for i, o in enumerate(self.operands) if o.access in BY_ROW]
+        wrong += [f"reduction {i}, a {r.kind}" for i, r in enumerate(self.reductions) if r.kind != "sum"]
+        if wrong:
+            raise ValueError(f"beside must have sums of what is read by item, got {', '.join(wrong)}")
+        if self.offsets.shape != (num_rows + 1,):
+            raise ValueError(f"beside.offsets must have {num_rows + 1} entries, got shape {self.offsets.shape}")
+        tables = [as_index(t, f"beside.index_tables[{i}]", self.num_items) for i, t in enumerate(self.index_tables)]
+        ready, features = _check_operands(self.arrays, self.operands, tables, self.num_items, None)
+        _check_width([*features, *(r.shape for r in self.reductions)])
+        plan = Plan(
+            body=lambda *tiles: (tuple(self.body(*tiles)), ()),
+            epilogue=None,
+            operands=tuple(self.operands),
+            features=features,
+            lengths=tuple(a.shape[0] for a in self.arrays),
+            reductions=tuple(self.reductions),
+            item_outputs=(),
+            row_outputs=(),
+            num_items=self.num_items,
+            num_rows=num_rows,
+            rows=1,
+            items=items,
+            parts=_parts(ready),
+            factored=True,
+            num_tables=len(tables),
+            has_order=self.order is not None,
+        )
+        given = [*_flat(ready), *map(_not_empty, tables), self.offsets.astype(jnp.int32)]
+        if self.order is not None:
+            given.append(_not_empty(as_index(self.order, "beside.order", self.num_items)))
+        return plan, given
 
 
 def _outputs(outputs: Sequence[Output]) -> tuple[Output, ...]:
@@ -176,6 +239,7 @@ def traverse(
     half_outputs: Sequence[int] = (),
     covers_all_items: bool = False,
     factored: bool = False,
+    beside: Beside | None = None,
     schedule: TraversalSchedule | None = None,
     interpret: bool | None = None,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
@@ -191,9 +255,10 @@ def traverse(
     Args:
       body: from tiles, in the order of `operands`, to (a value for each reduction, a value for each item output). A
         tuple of tiles of one shape in place of an item output is stored side by side along the first feature axis.
-      epilogue: from (results of the reductions as a tuple of [rows, *features], tiles of the `row` and `shared`
-        operands as [rows or 1, *features]) to the row outputs; None: the row outputs are the reductions. A tuple of
-        tiles of one shape in place of an output is stored side by side along the first feature axis.
+      epilogue: from (results of the reductions, and then of those of `beside`, as a tuple of [rows, *features], tiles
+        of the `row` and `shared` operands as [rows or 1, *features]) to the row outputs; None: the row outputs are the
+        reductions. A tuple of tiles of one shape in place of an output is stored side by side along the first feature
+        axis.
       arrays: [length, *features] with at most two feature axes, or such `HalfRows`; [*features] for `shared`; [length,
         columns] for operands that name `columns`.
       operands: how each array is read.
@@ -217,6 +282,7 @@ def traverse(
       half_outputs: numbers of the row outputs, float32 each, that are to be returned as `HalfRows`.
       covers_all_items: the caller's word that every item belongs to a row, so that no item output need be set to zero.
       factored: the body is given wide tiles of items as `Factored`, and may give such as values of the reductions.
+      beside: sums over other items of the same rows.
       schedule: the tile; by default the heuristic's.
       interpret: run the kernels interpreted; by default where there is no GPU.
 
@@ -231,7 +297,7 @@ def traverse(
     reductions = tuple(reductions)
     check_reductions(reductions)
     if epilogue is None and not row_outputs:
-        row_outputs = tuple((r.shape, jnp.float32) for r in reductions)
+        row_outputs = tuple((r.shape, jnp.float32) for r in (*reductions, *(beside.reductions if beside else ())))
     item_outputs, row_outputs = _outputs(item_outputs), _outputs(row_outputs)
     if offsets.shape != (num_rows + 1,):
         raise ValueError(f"offsets must have num_rows + 1 = {num_rows + 1} entries, got shape {offsets.shape}")
@@ -262,12 +328,12 @@ def traverse(
             longest=32 if hubs is None else int(hubs[0]), interpret=interpreted,
         )  # fmt: skip
         shapes = "+".join(sorted(f"{count}{'h' if in_half else ''}" for count, in_half in loads))
-        sums = "+".join(sorted(str(math.prod(r.shape)) for r in reductions))
+        sums = "+".join(sorted(str(math.prod(r.shape)) for r in reductions)) + ("b" if beside is not None else "")
         again = functools.partial(
             traverse, body, epilogue, arrays, operands, offsets=offsets, order=order, num_items=num_items,
             num_rows=num_rows, index_tables=index_tables, reductions=reductions, item_outputs=item_outputs,
             row_outputs=row_outputs, hubs=hubs, row_order=row_order, half_outputs=half_outputs,
-            covers_all_items=covers_all_items, factored=factored, interpret=interpret,
+            covers_all_items=covers_all_items, factored=factored, beside=beside, interpret=interpret,
         )  # fmt: skip
         fields = choose(
             "traversal",
@@ -277,6 +343,7 @@ def traverse(
             lambda fields: again(schedule=TraversalSchedule(**fields)),
         )
         schedule = TraversalSchedule(**fields)
+    other, given = (None, []) if beside is None else beside.planned(num_rows, schedule.items_per_step)
     has_hubs = hubs is not None and hubs[1].shape[0] > 0 and hubs[3].shape[0] > 0
     plan = Plan(
         body=body,
@@ -300,6 +367,7 @@ def traverse(
         num_tables=len(index_tables),
         has_order=order is not None,
         has_row_order=row_order is not None,
+        beside=other,
     )
     ready = _flat(ready)
     shared: list[jax.Array] = [*ready, *map(_not_empty, index_tables), offsets.astype(jnp.int32)]
@@ -307,6 +375,7 @@ def traverse(
         shared.append(_not_empty(as_index(order, "order", num_items)))
     if row_order is not None:
         shared.append(as_index(row_order, "row_order", num_rows))
+    shared += given
     call = functools.partial(
         _triton.pallas_call,
         num_warps=schedule.num_warps,
@@ -330,6 +399,7 @@ def traverse(
             row_outputs=row_outputs,
             half_outputs=half,
             factored=factored,
+            beside=beside,
             schedule=schedule,
             interpret=interpret,
         )
@@ -354,7 +424,7 @@ def traverse(
     partials = found[len(row_structs) :]
     if plan.num_chunks and row_structs:
         assert hubs is not None
-        operands_of_hubs = [hubs[1], hubs[2], *ready, *map(_not_empty, index_tables), *partials]
+        operands_of_hubs = [hubs[1], hubs[2], *ready, *map(_not_empty, index_tables), *given, *partials]
         results = list(
             _triton.pallas_call(
                 functools.partial(combine_kernel, plan=plan),

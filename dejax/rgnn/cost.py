@@ -162,8 +162,38 @@ class CostModel:
     def _traversal(self, t: Traversal) -> tuple[_Traffic, float, float]:
         ops, rows = self.kernels.program.ops, self.counts.rows
         items, loop = rows(t.space), rows(VIAS[t.via].coarse) if t.via else 0
-        in_order = t.via is None or "type" in t.via or t.via == "destination_pair"
         traffic = _Traffic(8 * loop)
+        self._read_by(traffic, t)
+        narrow = [v for v in t.item_outputs if not _in_order(t) and ops[v].width < 8]
+        traffic.memory += sum(items * self.row_bytes(v) for v in t.item_outputs if v not in narrow)
+        traffic.memory += 32 * items * bool(narrow)
+        traffic.memory += sum(loop * self.row_bytes(v) for v in t.row_outputs)
+        flops = sum(items * ops[i].width for i in t.body)
+        m = self.machine
+        if t.via is None:
+            return traffic, flops, m.launch_seconds + self._time(traffic, m.map, flops / m.scalar_flops)
+        work = self._numbers(t)
+        if t.beside is not None:
+            traffic.memory += 8 * loop
+            self._read_by(traffic, t.beside)
+            work += self._numbers(t.beside)
+        seconds = m.loop_seconds + self._time(
+            traffic, m.loop, work / m.numbers_per_second, m.loop_cache_bytes_per_second
+        )
+        return traffic, flops, seconds + m.hubs_seconds * (not t.via.endswith(".node"))
+
+    def _numbers(self, t: Traversal) -> float:
+        """Numbers of the tiles of a loop's body."""
+        ops = self.kernels.program.ops
+        numbers = self.machine.numbers_of_item + sum(max(ops[v].width for v in (i, *ops[i].args)) for i in t.body)
+        numbers += sum(ops[a.out].width * (2 if a.kind == "weighted" else 1) for a in t.accumulators)
+        return self.counts.rows(t.space) * numbers
+
+    def _read_by(self, traffic: _Traffic, t: Traversal) -> None:
+        """What a loop reads for its rows and items."""
+        ops, rows = self.kernels.program.ops, self.counts.rows
+        items, loop = rows(t.space), rows(VIAS[t.via].coarse) if t.via else 0
+        in_order = _in_order(t)
         packed: set[Any] = set()  # maps and loops whose narrow values share a sector, and arrays whose parts do
         tables: set[str] = set()
         for o in t.operands:
@@ -197,19 +227,6 @@ class CostModel:
                 packed.add(self.array_of.get(o.value, o.value))
                 traffic.memory += items * self.sector(table)
         traffic.memory += 4 * items * len(tables)
-        narrow = [v for v in t.item_outputs if not in_order and ops[v].width < 8]
-        traffic.memory += sum(items * self.row_bytes(v) for v in t.item_outputs if v not in narrow)
-        traffic.memory += 32 * items * bool(narrow)
-        traffic.memory += sum(loop * self.row_bytes(v) for v in t.row_outputs)
-        flops = sum(items * ops[i].width for i in t.body)
-        m = self.machine
-        if t.via is None:
-            return traffic, flops, m.launch_seconds + self._time(traffic, m.map, flops / m.scalar_flops)
-        numbers = m.numbers_of_item + sum(max(ops[v].width for v in (i, *ops[i].args)) for i in t.body)
-        numbers += sum(ops[a.out].width * (2 if a.kind == "weighted" else 1) for a in t.accumulators)
-        work = items * numbers / m.numbers_per_second
-        seconds = m.loop_seconds + self._time(traffic, m.loop, work, m.loop_cache_bytes_per_second)
-        return traffic, flops, seconds + m.hubs_seconds * (not t.via.endswith(".node"))
 
     # --- bytes -------------------------------------------------------------------------------------------------------
 
@@ -273,6 +290,11 @@ def training_models(
     kept = frozenset(i for i in backward.program.inputs if ops[i].attr("position") in positions)
     first = CostModel(forward, counts, precision, encoded=frozenset(at[p] for p in shared))
     return first, CostModel(backward, counts, precision, kept)
+
+
+def _in_order(t: Traversal) -> bool:
+    """Whether a loop's items are read in order."""
+    return t.via is None or "type" in t.via or t.via == "destination_pair"
 
 
 # How products gather rows of nodes in an order of tiles that was made for it (`Segments.with_near_tiles`).

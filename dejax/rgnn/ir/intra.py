@@ -158,7 +158,10 @@ class Accumulator:
 
 @dataclass(frozen=True, slots=True)
 class Traversal:
-    """A loop over the rows of a coarse space and the items of each, or over items alone (`via` None)."""
+    """A loop over the rows of a coarse space and the items of each, or over items alone (`via` None).
+
+    `beside` has sums over other items of the same rows, which the epilogue may read: a traversal without outputs.
+    """
 
     via: str | None
     space: Space  # of the items
@@ -168,6 +171,16 @@ class Traversal:
     epilogue: tuple[int, ...]
     item_outputs: tuple[int, ...]
     row_outputs: tuple[int, ...]
+    beside: Traversal | None = None
+
+    @property
+    def loaded(self) -> tuple[Operand, ...]:
+        return self.operands if self.beside is None else (*self.operands, *self.beside.operands)
+
+    @property
+    def sums(self) -> tuple[Accumulator, ...]:
+        """The accumulators, and those of the loop beside."""
+        return self.accumulators if self.beside is None else (*self.accumulators, *self.beside.accumulators)
 
     @property
     def writes(self) -> tuple[int, ...]:
@@ -175,19 +188,24 @@ class Traversal:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(o.value for o in self.operands))
+        return tuple(dict.fromkeys(o.value for o in self.loaded))
 
     def __str__(self) -> str:
-        lines = [f"traversal over {self.via}" if self.via else f"traversal of each {self.space}"]
-        if self.operands:
-            lines.append("reads " + ", ".join(map(str, self.operands)))
-        for title, items in (("body", self.body), ("epilogue", self.epilogue)):
-            if items:
-                lines.append(f"{title} " + " ".join(f"%{i}" for i in items))
-            if title == "body" and self.accumulators:
-                lines.append(" ; ".join(map(str, self.accumulators)))
+        lines = [f"traversal over {self.via}" if self.via else f"traversal of each {self.space}", *self._loop_lines()]
+        if self.beside is not None:
+            lines += [f"beside it over {self.beside.via}", *self.beside._loop_lines()]
+        if self.epilogue:
+            lines.append("epilogue " + " ".join(f"%{i}" for i in self.epilogue))
         lines.append("writes " + " ".join(f"%{i}" for i in self.writes))
         return "\n      ".join(lines)
+
+    def _loop_lines(self) -> list[str]:
+        lines = ["reads " + ", ".join(map(str, self.operands))] if self.operands else []
+        if self.body:
+            lines.append("body " + " ".join(f"%{i}" for i in self.body))
+        if self.accumulators:
+            lines.append(" ; ".join(map(str, self.accumulators)))
+        return lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +305,12 @@ def verify_kernels(kernels: Kernels) -> Kernels:
 
 
 def _verify_traversal(program: Program, t: Traversal, where: str) -> None:
+    if t.beside is not None:
+        if t.via is None or t.beside.via is None or VIAS[t.beside.via].coarse != VIAS[t.via].coarse:
+            raise IRError(f"{where}: the loop beside it is over other rows")
+        if t.beside.writes or t.beside.epilogue:
+            raise IRError(f"{where}: the loop beside it writes")
+        _verify_traversal(program, t.beside, where)
     loaded = {o.name for o in t.operands}
     for i in t.body:
         op: Op = program.ops[i]
@@ -297,7 +321,7 @@ def _verify_traversal(program: Program, t: Traversal, where: str) -> None:
         loaded.add(i)
     if t.via is not None:
         rows = VIAS[t.via].coarse
-        done = loaded | {a.out for a in t.accumulators}
+        done = loaded | {a.out for a in t.sums}
         for i in t.epilogue:
             unknown = [a for a in program.ops[i].args if a not in done and program.ops[a].name != "const"]
             if program.ops[i].space != rows or unknown:
@@ -312,7 +336,8 @@ def print_kernels(kernels: Kernels) -> str:
         lines.append(f"  [{number}] {instance}")
         inner: tuple[int, ...] = ()
         if isinstance(instance, Traversal):
-            inner = (*instance.body, *instance.epilogue)
+            beside = () if instance.beside is None else instance.beside.body
+            inner = (*instance.body, *beside, *instance.epilogue)
         elif isinstance(instance, Fallback):
             inner = instance.ops
         lines += [f"        {format_op(i, kernels.program.ops[i])}" for i in inner]

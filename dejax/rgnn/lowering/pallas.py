@@ -202,44 +202,8 @@ class PallasLowering:
 
     def traversal(self, t: Traversal, env: dict[int, Any]) -> None:
         ops = self.program.ops
-        tables: list[jax.Array] = []
-        numbers: dict[str, int] = {}
-        arrays, operands = [], []
-        packed = self.packed(t, env)
         items = num_rows(self.graph, t.space)
-        for o in t.operands:
-            array, columns = env[o.value], None
-            beside = packed.get(o.name, array)
-            if isinstance(beside, Columns):
-                array, columns = beside.array, (beside.first, beside.shape)
-            index = None
-            access = {"dense": "item", "gathered": "indexed"}.get(o.access, o.access)
-            if access == "shared":
-                array = (array.decode() if isinstance(array, kernels.HalfRows) else array)[0]
-            if access == "row_indexed":
-                assert o.via is not None
-                index = len(tables)
-                tables.append(segments(self.graph, o.via).index)
-            elif access == "indexed":
-                assert o.via is not None
-                counts = self.graph.loop_tables.get(f"{t.via}:#{o.via}")
-                if counts is not None and columns is None and self.is_count(o):
-                    arrays.append(counts)
-                    operands.append(kernels.Operand("position"))
-                    continue
-                by_position = self.graph.loop_tables.get(f"{t.via}:{o.via}")
-                if o.via not in numbers:
-                    numbers[o.via] = len(tables)
-                    tables.append(segments(self.graph, o.via).index if by_position is None else by_position)
-                access, index = "indexed" if by_position is None else "positioned", numbers[o.via]
-                if columns is None and may_round(self.kernels, t):
-                    array = self.in_half(o.value, env)
-            if o.name in self.kernels.rounded and isinstance(array, jax.Array):
-                if access != "row" and o.value not in self.encoded:  # the vectors of types, which are few
-                    self.encoded[o.value] = kernels.to_half_rows(array, interpret=self.interpret)
-                array = self.encoded.get(o.value, array)
-            arrays.append(array)
-            operands.append(kernels.Operand(access, index, columns, o.part))
+        arrays, operands, tables = self.loaded(t, env)
         together = self.together(t)
         item_outputs = tuple(
             ((len(values) * ops[values[0]].width,), jnp.dtype("float32"))
@@ -288,6 +252,7 @@ class PallasLowering:
             half_outputs=tuple(i for i, v in enumerate(t.row_outputs) if v in self.half),
             covers_all_items=valid_rows(self.graph, t.space) is None,
             factored=True,
+            beside=self.beside(t.beside, env),
             interpret=self.interpret,
         )
         env.update(zip(t.row_outputs, row_values, strict=True))
@@ -295,6 +260,66 @@ class PallasLowering:
             for i, v in enumerate(values):
                 op = ops[v]
                 env[v] = Columns(array, i * op.width, op.shape, op.dtype) if len(values) > 1 else array
+
+    def loaded(self, t: Traversal, env: dict[int, Any]) -> tuple[list[Any], list[kernels.Operand], list[jax.Array]]:
+        """The arrays that a loop reads, how it reads each, and the index tables by which it does."""
+        tables: list[jax.Array] = []
+        numbers: dict[str, int] = {}
+        arrays: list[Any] = []
+        operands: list[kernels.Operand] = []
+        packed = self.packed(t, env)
+        for o in t.operands:
+            array, columns = env[o.value], None
+            beside = packed.get(o.name, array)
+            if isinstance(beside, Columns):
+                array, columns = beside.array, (beside.first, beside.shape)
+            index = None
+            access = {"dense": "item", "gathered": "indexed"}.get(o.access, o.access)
+            if access == "shared":
+                array = (array.decode() if isinstance(array, kernels.HalfRows) else array)[0]
+            if access == "row_indexed":
+                assert o.via is not None
+                index = len(tables)
+                tables.append(segments(self.graph, o.via).index)
+            elif access == "indexed":
+                assert o.via is not None
+                counts = self.graph.loop_tables.get(f"{t.via}:#{o.via}")
+                if counts is not None and columns is None and self.is_count(o):
+                    arrays.append(counts)
+                    operands.append(kernels.Operand("position"))
+                    continue
+                by_position = self.graph.loop_tables.get(f"{t.via}:{o.via}")
+                if o.via not in numbers:
+                    numbers[o.via] = len(tables)
+                    tables.append(segments(self.graph, o.via).index if by_position is None else by_position)
+                access, index = "indexed" if by_position is None else "positioned", numbers[o.via]
+                if columns is None and may_round(self.kernels, t):
+                    array = self.in_half(o.value, env)
+            if o.name in self.kernels.rounded and isinstance(array, jax.Array):
+                if access != "row" and o.value not in self.encoded:  # the vectors of types, which are few
+                    self.encoded[o.value] = kernels.to_half_rows(array, interpret=self.interpret)
+                array = self.encoded.get(o.value, array)
+            arrays.append(array)
+            operands.append(kernels.Operand(access, index, columns, o.part))
+        return arrays, operands, tables
+
+    def beside(self, t: Traversal | None, env: dict[int, Any]) -> kernels.Beside | None:
+        if t is None:
+            return None
+        assert t.via is not None
+        group = segments(self.graph, t.via)
+        arrays, operands, tables = self.loaded(t, env)
+        body = TileProgram(self.program, t, []).body
+        return kernels.Beside(
+            body=lambda *tiles: body(*tiles)[0],
+            arrays=arrays,
+            operands=operands,
+            offsets=group.offsets,
+            order=group.order,
+            num_items=group.num_items,
+            index_tables=tables,
+            reductions=[kernels.Reduction(a.kind, self.program.ops[a.out].shape) for a in t.accumulators],
+        )
 
     def together(self, t: Traversal) -> list[tuple[int, ...]]:
         """The item outputs of a loop; those that go side by side into one array in one tuple.
@@ -318,7 +343,7 @@ class PallasLowering:
         readers = [instance for instance in self.kernels.instances if value in instance.reads]
         loops = [t for t in readers if isinstance(t, Traversal)]
         return len(loops) == len(readers) and all(
-            o.access == "dense" and o.name == value for t in loops for o in t.operands if o.value == value
+            o.access == "dense" and o.name == value for t in loops for o in t.loaded if o.value == value
         )
 
     def is_count(self, operand: Operand) -> bool:

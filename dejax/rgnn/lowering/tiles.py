@@ -42,7 +42,7 @@ class TileProgram:
     def rows(self, totals: Sequence[Any], row_tiles: Sequence[Any]) -> tuple:
         row_operands = [o for o in self.t.operands if o.access in BY_ROW]
         env = dict(zip((o.name for o in row_operands), row_tiles, strict=True))
-        env.update((a.out, self.rounded(a.out, v)) for a, v in zip(self.t.accumulators, totals, strict=True))
+        env.update((a.out, self.rounded(a.out, v)) for a, v in zip(self.t.sums, totals, strict=True))
         for i in self.t.epilogue:
             for a in self.program.ops[i].args:
                 if self.program.ops[a].name == "const" and a not in env:

@@ -109,7 +109,7 @@ def storage(kernels: Kernels, packed: tuple[int, ...] = (), *, alone: bool = Fal
         if isinstance(t, Traversal):
             names = _in_inner_products(kernels, t)
             rounded |= names
-            elsewhere |= {o.name for o in t.operands} - names
+            elsewhere |= {o.name for o in t.loaded} - names
     return Kernels(kernels.program, kernels.instances, frozenset(found), frozenset(rounded - elsewhere))
 
 
