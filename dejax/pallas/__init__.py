@@ -10,6 +10,7 @@ from dejax.pallas.half_rows import HalfRows, rounded
 from dejax.pallas.outer import typed_outer
 from dejax.pallas.schedule import GemmSchedule, OuterSchedule, TraversalSchedule, gemm_block
 from dejax.pallas.special import erf, exp
+from dejax.pallas.sums import sum_rows
 from dejax.pallas.table_slice import TableSlice
 from dejax.pallas.traversal import Beside, Operand, Reduction, map_items, traverse
 
@@ -32,6 +33,7 @@ __all__ = [
     "map_items",
     "next_power_of_two",
     "rounded",
+    "sum_rows",
     "to_half_rows",
     "traverse",
     "typed_matmul",

@@ -21,10 +21,7 @@ from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
 from dejax.pallas._tiles import steps, where, within
 from dejax.pallas.half_rows import RAISED, HalfRows, exponents, halves, inverse_power, power, raised, whole_max
 from dejax.pallas.schedule import OuterSchedule, merged_groups, outer_schedule
-
-# Partials of a type that are added at once, and numbers of its matrices that a program takes. Where a program took one
-# row of a matrix, fb15k's 474 types of 64 by 64 took 20 us.
-_SUMMED, _SUM_BLOCK = 8, 512
+from dejax.pallas.sums import sum_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,22 +146,6 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
         group = where(inside, g * c.merged + group_of_n, c.blocks * c.merged)
     number = ref["split_number"][split] if "split_number" in ref else split
     _triton.store(ref["partial"], (number, group, k, n), total, inside)
-
-
-def _sum_kernel(partial: Any, split_offsets: Any, out: Any, *, numbers: int, block: int) -> None:
-    """Adds up the partials of a type for `block` of the `numbers` in its matrices, `_SUMMED` partials a step."""
-    t, column = _triton.program_ids(cdiv(numbers, block))
-    start, end = split_offsets[t], split_offsets[t + 1]
-    columns = (column * block + lanes(block, 0, 1))[None, :]
-
-    def step(i: jax.Array, total: jax.Array) -> jax.Array:
-        split = (start + i * _SUMMED + lanes(_SUMMED, 0, 1))[:, None]
-        mask = (split < end) & (columns < numbers)
-        return total + _triton.load(partial, (split, columns), mask)
-
-    total = _triton.fori_loop(0, steps(end - start, _SUMMED), step, jnp.zeros((_SUMMED, block), jnp.float32))
-    columns = columns.reshape(-1)
-    _triton.store(out, (t, columns), lax.reduce_sum(total, (0,)), columns < numbers)
 
 
 def split_table(offsets: jax.Array, rows_per_split: int, num_positions: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -334,16 +315,5 @@ def typed_outer(
     if per_split >= num_positions:  # one split a type: its partial is the sum
         total = partial.astype(out_dtype)
     else:
-        numbers = groups * k * n
-        block = min(next_power_of_two(numbers), _SUM_BLOCK)
-        (total,) = _triton.pallas_call(
-            functools.partial(_sum_kernel, numbers=numbers, block=block),
-            name="typed_outer_sum",
-            num_programs=types * cdiv(numbers, block),
-            out_shape=[jax.ShapeDtypeStruct((types, numbers), jnp.dtype(out_dtype))],
-            num_warps=4 if block == _SUM_BLOCK else 1,
-            num_stages=2,
-            interpret=interpreted,
-        )(partial.reshape(num_splits, numbers), first)
-        total = total.reshape(shape)
+        total = sum_rows(partial, first, dtype=out_dtype, name="typed_outer_sum", interpret=interpret)
     return total[:, 0] if flat else total

@@ -159,11 +159,17 @@ class Segments:
         """Number of items of each row: int32[rows]."""
         return self.offsets[1:] - self.offsets[:-1]
 
-    def with_loop(self, hub_chunk: int = HUB_CHUNK) -> Segments:
-        """The same with `loop`; without where items are sorted by row, whose tables are read in order as they are."""
+    def with_loop(self, hub_chunk: int = HUB_CHUNK, beside: Segments | None = None) -> Segments:
+        """The same with `loop`; without where items are sorted by row, whose tables are read in order as they are.
+
+        `beside` groups other items by the same rows: rows of as many items are sorted by how many of those they have,
+        because a loop may take both.
+        """
         if self.order is None or self.loop is not None:
             return self
-        return dataclasses.replace(self, loop=loop_order(np.asarray(self.offsets), np.asarray(self.order), hub_chunk))
+        others = None if beside is None else np.diff(np.asarray(beside.offsets))
+        loop = loop_order(np.asarray(self.offsets), np.asarray(self.order), hub_chunk, others)
+        return dataclasses.replace(self, loop=loop)
 
     def with_near_tiles(self, node: Any) -> Segments:
         """The same with `near_tiles` and `near_splits`, for positions that are sorted by type and node.
@@ -221,15 +227,24 @@ def type_chunk_of(num_items: int) -> int:
     return 2048 if num_items > 2_000_000 else 512 if num_items > 400_000 else 256
 
 
-def loop_order(offsets: np.ndarray, order: np.ndarray, hub_chunk: int) -> LoopOrder | None:
-    """The order in which kernels take rows, by numpy; None where there are too few rows or items for one."""
+def loop_order(
+    offsets: np.ndarray, order: np.ndarray, hub_chunk: int, others: np.ndarray | None = None
+) -> LoopOrder | None:
+    """The order in which kernels take rows, by numpy; None where there are too few rows or items for one.
+
+    `others` are counts by which rows of as many items are sorted.
+    """
     num_rows, num_items = offsets.shape[0] - 1, order.shape[0]
     if num_rows < 2 or num_items == 0:
         return None
     counts = np.diff(offsets)
     block = np.arange(num_rows, dtype=np.int32) // _SORTED_BLOCK
     longest = int(counts.max())
-    rows = stable_argsort([block, longest - counts], [num_rows // _SORTED_BLOCK + 1, longest + 1])
+    keys, bounds = [block, longest - counts], [num_rows // _SORTED_BLOCK + 1, longest + 1]
+    if others is not None:
+        most = int(others.max())
+        keys, bounds = [*keys, most - others], [*bounds, most + 1]
+    rows = stable_argsort(keys, bounds)
     positions, begins = expand(rows, offsets)
     items = order[positions]
     if items.shape[0] < num_items:  # padding items stay last

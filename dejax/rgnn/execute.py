@@ -147,8 +147,9 @@ def run_kernels(
         env[i] = half if isinstance(half, HalfRows) else inputs[position]
         if isinstance(half, Beside):
             encoded[i] = half.rows
-    xla = Evaluator(program, graph, options.precision)
     pallas = PallasLowering(kernels, graph, options, encoded) if uses_kernels(graph, options) else None
+    sums = () if pallas is None else (pallas.sum_types,)
+    xla = Evaluator(program, graph, options.precision, *sums)
     remaining = [set(instance.reads) for instance in kernels.instances]
     for number, instance in enumerate(kernels.instances):
         done = False

@@ -62,6 +62,11 @@ LOOPS = (
     "source_pair_by_node",
     "destination_pair_by_node",
 )
+# Their rows' other items, which a loop may take, too.
+_BESIDE = {
+    "source_pair_by_node": "destination_pair_by_node",
+    "destination_pair_by_node": "source_pair_by_node",
+}
 # Groupings by type whose items are sorted by type and node, and that node.
 _NEAR: tuple[tuple[str, Callable[[RelGraph], Array]], ...] = (
     ("by_edge_type", lambda graph: graph.receivers),
@@ -186,7 +191,8 @@ class RelGraph:
         """
         if self.packed is not None:
             return self
-        makers = {name: partial(getattr(self, name).with_loop, hub_chunk) for name in LOOPS}
+        beside = {name: getattr(self, other) for name, other in _BESIDE.items()}
+        makers = {name: partial(getattr(self, name).with_loop, hub_chunk, beside.get(name)) for name in LOOPS}
         makers |= {name: partial(getattr(self, name).with_near_tiles, node(self)) for name, node in _NEAR}
         groups: dict[str, Segments] = dict(zip(makers, side_by_side([*makers.values()], self.num_edges), strict=True))
         groups["by_node_type"] = self.by_node_type

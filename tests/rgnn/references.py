@@ -76,7 +76,7 @@ GRAPHS: dict[str, EdgeList] = {
     "fan_in": edge_list(2, nodes=40, edges=120, types=2, node_types=2, receivers=3),
     "sparse": edge_list(3, nodes=30, edges=9, types=12, node_types=5),
     "one_type": edge_list(4, nodes=9, edges=37, types=1),
-    "typed": typed_sources(edge_list(8, nodes=15, edges=80, types=5, node_types=3, empty=2)),
+    "typed": typed_sources(edge_list(8, nodes=16, edges=80, types=5, node_types=4, empty=2)),
     "one_node": edge_list(5, nodes=1, edges=3, types=2),
     "no_edges": edge_list(6, nodes=4, edges=0, types=2, node_types=2),
     # For a real GPU: many programs, hubs of thousands of edges.

@@ -82,6 +82,9 @@ def segment_sum(x: jax.Array, group: Segments) -> jax.Array:
     return total.astype(x.dtype)
 
 
+SegmentSum = Callable[[jax.Array, Segments], jax.Array]
+
+
 def _lowest(dtype: jnp.dtype) -> float:
     return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
 
@@ -103,10 +106,13 @@ class Evaluator:
 
     Attributes:
       precision: of matrix products: "f32", "tf32", "bf16" or None for JAX's default.
+      sum_types: sums weights of edge types by a grouping of those; `segment_sum` by default.
     """
 
-    def __init__(self, program: Program, graph: RelGraph, precision: str | None) -> None:
-        self.program, self.graph, self.precision = program, graph, precision
+    def __init__(
+        self, program: Program, graph: RelGraph, precision: str | None, sum_types: SegmentSum = segment_sum
+    ) -> None:
+        self.program, self.graph, self.precision, self.sum_types = program, graph, precision, sum_types
 
     def compute(self, wanted: tuple[int, ...], env: dict[int, jax.Array]) -> None:
         """Adds the wanted values to `env`, computed from what is there; intermediates are not kept."""
@@ -159,7 +165,9 @@ class Evaluator:
             masked = _where_rows(valid_rows(self.graph, space), x, _lowest(x.dtype))
             return masked.max(0, keepdims=True) if x.shape[0] else jnp.zeros((1, *x.shape[1:]), x.dtype)
         group = segments(self.graph, via)
-        return segment_sum(x, group) if op.attr("op") == "sum" else segment_max(x, group)
+        if op.attr("op") != "sum":
+            return segment_max(x, group)
+        return (self.sum_types if self._space_of(op) == Space.EDGE_TYPE else segment_sum)(x, group)
 
     def _space_of(self, op: Op) -> Space:
         return self.program.ops[op.args[0]].space
