@@ -71,7 +71,7 @@ def sum_rows(
     numbers = math.prod(shape)
     if rows == 0 or x.size == 0:
         return jnp.zeros((rows, *shape), dtype)
-    given = [x.reshape(x.shape[0], numbers), jnp.asarray(offsets)]
+    given = [x.reshape(x.shape[0], numbers), offsets]
     if order is not None:
         given.append(as_index(order, "order", x.shape[0]))
     block = min(next_power_of_two(numbers), _BLOCK)
