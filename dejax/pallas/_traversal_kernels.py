@@ -258,31 +258,23 @@ def _store_parts(ref: Any, index: jax.Array, mask: jax.Array, whole: tuple[int, 
         _store(ref, index, mask, shape, past, part, number * shape[0] if number else 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Positions of items of each row that a loop takes, and the indices of its first step, which are on their way."""
-
-    start: jax.Array
-    end: jax.Array
-    items: int
-    first: tuple[jax.Array, ...]
-
-
-def _span(plan: Plan, refs: _Refs, start: jax.Array, end: jax.Array, items: int) -> _Span:
-    here = start[:, None] + lanes(items, 1, 2)
-    return _Span(start, end, items, _indices(plan, refs.tables, refs.order, here, here < end[:, None]))
-
-
-def _loop(plan: Plan, refs: _Refs, row_tiles: dict[int, jax.Array], span: _Span) -> tuple[jax.Array, ...]:
-    """Accumulators [rows, *padded] over the positions of each row; stores item outputs on the way.
+def _loop(
+    plan: Plan,
+    refs: _Refs,
+    row_tiles: dict[int, jax.Array],
+    start: jax.Array,
+    end: jax.Array,
+    items: int,
+) -> tuple[jax.Array, ...]:
+    """Accumulators [rows, *padded] over positions `start` to `end` of each row; stores item outputs on the way.
 
     The indices of the next step are loaded before the rows of this one are used: the two wait for memory together.
     """
-    items, rows = span.items, span.start.shape[0]
-    count = lax.sub(span.end, span.start)
+    rows = start.shape[0]
+    count = lax.sub(end, start)
     longest = lax.reduce_max(count, (0,)) if rows > 1 else count.reshape(())
-    here = span.start[:, None] + lanes(items, 1, 2)
-    end = span.end[:, None]
+    here = start[:, None] + lanes(items, 1, 2)
+    end = end[:, None]
 
     def step(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         accs, indices = carry
@@ -295,7 +287,8 @@ def _loop(plan: Plan, refs: _Refs, row_tiles: dict[int, jax.Array], span: _Span)
             _store_parts(ref, indices[0], mask, shape, plan.num_items, value)
         return update(plan.reductions, accs, values, mask), ahead
 
-    accs, _ = _triton.fori_loop(0, steps(longest, items), step, (initial(plan.reductions, rows, items), span.first))
+    first = _indices(plan, refs.tables, refs.order, here, here < end)
+    accs, _ = _triton.fori_loop(0, steps(longest, items), step, (initial(plan.reductions, rows, items), first))
     return merge(plan.reductions, accs)
 
 
@@ -306,16 +299,13 @@ def _write_rows(
     row_tiles: dict[int, jax.Array],
     row: jax.Array,
     mask: jax.Array,
-    beside: tuple[_Refs, _Span] | None,
+    beside: tuple[jax.Array, ...],
 ) -> None:
     """Runs the epilogue on accumulators [rows, *padded] and stores what it gives; tuples side by side in each row.
 
-    `outputs` are the row outputs, then the exponents of those in `plan.half`; `beside` is of the sums over other items.
+    `outputs` are the row outputs, then the exponents of those in `plan.half`; `beside` what `_beside` gave.
     """
-    values: Sequence[Any] = results(plan.reductions, merged)
-    if beside is not None:
-        assert plan.beside is not None
-        values = *values, *results(plan.beside.reductions, _loop(plan.beside, beside[0], {}, beside[1]))
+    values: Sequence[Any] = (*results(plan.reductions, merged), *beside)
     if plan.epilogue is not None:
         tiles = tuple(resized(t, (t.shape[0], *t.shape[2:])) for t in row_tiles.values())
         values = plan.epilogue(values, tiles)
@@ -358,13 +348,14 @@ def _scaled(
     return tuple(part * inverse for part in parts)
 
 
-def _beside(plan: Plan, refs: _Refs | None, row: jax.Array, mask: jax.Array) -> tuple[_Refs, _Span] | None:
-    """The other items of each row: begun before the loop over the row's own, so that both wait for memory together."""
+def _beside(plan: Plan, refs: _Refs | None, row: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
+    """The sums over the other items of each row: [rows, *padded] each."""
     if plan.beside is None or refs is None:
-        return None
+        return ()
     start, end = _triton.load(refs.offsets, (row,), mask), _triton.load(refs.offsets, (row + 1,), mask)
     # A hub has the lanes of its program to itself.
-    return refs, _span(plan.beside, refs, start, end, plan.beside.items * plan.rows // row.shape[0])
+    items = plan.beside.items * plan.rows // row.shape[0]
+    return tuple(results(plan.beside.reductions, _loop(plan.beside, refs, {}, start, end, items)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,9 +429,8 @@ def _rows(plan: Plan, r: _Refs, program: jax.Array, outputs: Sequence[Any]) -> N
         mask = mask & (end - start <= plan.chunk)
         end = where(mask, end, start)
     tiles = _row_tiles(plan, r.arrays, r.tables, row, mask)
-    beside = _beside(plan, r.beside, row, mask)
-    merged = _loop(plan, r, tiles, _span(plan, r, start, end, plan.items))
-    _write_rows(plan, outputs, merged, tiles, row, mask, beside)
+    merged = _loop(plan, r, tiles, start, end, plan.items)
+    _write_rows(plan, outputs, merged, tiles, row, mask, _beside(plan, r.beside, row, mask))
 
 
 def _chunk(plan: Plan, r: _Refs, program: jax.Array, partials: Sequence[Any]) -> None:
@@ -448,7 +438,7 @@ def _chunk(plan: Plan, r: _Refs, program: jax.Array, partials: Sequence[Any]) ->
     chunk = program + lanes(1, 0, 1)
     row, start, end = (_triton.load(b, (chunk,)) for b in r.bounds)
     tiles = _row_tiles(plan, r.arrays, r.tables, row, row < plan.num_rows)
-    merged = _loop(plan, r, tiles, _span(plan, r, start, end, plan.rows * plan.items))
+    merged = _loop(plan, r, tiles, start, end, plan.rows * plan.items)
     for ref, reduction, value in zip(partials, plan.reductions, merged, strict=True):
         _store(ref, chunk, chunk >= 0, reduction.shape, 0, value)
 

@@ -253,6 +253,7 @@ def traversal_schedule(
     writes_items: bool = False,
     num_items: int | None = None,
     longest: int = 32,
+    beside: bool = False,
     interpret: bool = False,
 ) -> TraversalSchedule:
     """The heuristic schedule of a traversal.
@@ -266,6 +267,7 @@ def traversal_schedule(
       writes_items: whether numbers of items are written.
       num_items: number of items; None for many.
       longest: the most items of a row that is not split.
+      beside: whether there are sums over other items of the same rows.
       interpret: large tiles, because the interpreter pays for each program and not for lanes.
     """
     if interpret:
@@ -277,6 +279,10 @@ def traversal_schedule(
         if mean_degree < 4:
             return TraversalSchedule(64, 4, 4, 1)
         return TraversalSchedule(32, 4, 2, 1) if mean_degree < 64 else TraversalSchedule(1, 64, 1, 1)
+    # Sums over pairs of both kinds: biokg (7) (4, 1, 1) 56 us, (8, 1, 2) 68, (8, 2, 2) 82; those of few items are as
+    # without: am (2) (8, 1, 2) 404, (4, 1, 1) 440.
+    if beside and mean_degree >= 3:
+        return TraversalSchedule(max(1, 256 // width), 1, 1, 1)
     # Rows that are read for an item, and for a row; numbers for an item.
     known = loads if loads is not None else [(width, False)]
     widest = next_power_of_two(max((n for n, _ in (*known, *row_loads)), default=width))
