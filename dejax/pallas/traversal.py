@@ -51,6 +51,7 @@ class Beside:
       num_items: number of items.
       index_tables: int32[num_items] each.
       reductions: sums.
+      factored: the body is given wide tiles as `Factored`.
     """
 
     body: Callable[..., Any]
@@ -61,6 +62,7 @@ class Beside:
     num_items: int
     index_tables: Sequence[jax.Array]
     reductions: Sequence[Reduction]
+    factored: bool = False
 
     def planned(self, num_rows: int, items: int) -> tuple[Plan, list[jax.Array]]:
         """What its loop is, with `items` at a time, and the arrays that a kernel is given for it."""
@@ -88,7 +90,7 @@ class Beside:
             rows=1,
             items=items,
             parts=_parts(ready),
-            factored=True,
+            factored=self.factored,
             num_tables=len(tables),
             has_order=self.order is not None,
         )

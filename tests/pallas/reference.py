@@ -5,6 +5,7 @@ Used interpreted (tests/pallas), lowered for a GPU that is not there (test_lower
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -370,6 +371,7 @@ class Traversal:
     columns: sum of gathered rows times a number that one array has for each item beside others; writes two numbers of
       the item side by side.
     scalars: features of rank 0 and a shared scalar.
+    beside: sum of gathered rows times an item value, less twice the same over other items of the row.
     """
 
     kind: str = "attention"
@@ -415,6 +417,9 @@ class Traversal:
         a["index"][order[sum(self.degrees) :]] = self.nodes  # padding items: out of range
         if self.chunk is not None:
             a.update(hub_table(a["offsets"], self.chunk, self.unused_hubs))
+        if self.kind == "beside":
+            a["others"] = np.concatenate([[0], np.cumsum(self.degrees[::-1])]).astype(np.int32)
+            a["other_order"] = rng.permutation(self.items).astype(np.int32)
         if self.ordered:  # positions are those of the permuted rows
             for name in ("hub_rows", "chunk_row"):
                 if name in a:
@@ -501,6 +506,18 @@ class Traversal:
                 reductions=[kernels.Reduction("sum", ()), kernels.Reduction("max", ())],
                 item_outputs=[((), f32)], row_outputs=[((), f32), ((), f32)], **options,
             )  # fmt: skip
+        if kind == "beside":
+            x = encode(jnp.asarray(a["x"])) if self.half else a["x"]
+            sums = kernels.Reduction("sum", (d,))
+            beside = kernels.Beside(
+                lambda x, weight: (x * weight[:, :, None],), [x, a["weight"]], [indexed, item], a["others"],
+                a["other_order"], self.items, [a["index"]], [sums],
+            )  # fmt: skip
+            return kernels.traverse(
+                lambda x, weight: ((x * weight[:, :, None],), ()), lambda sums, tiles: (sums[0] - 2 * sums[1],),
+                [x, a["weight"]], [indexed, item], reductions=[sums], row_outputs=[((d,), self.dtype)], beside=beside,
+                **options,
+            )  # fmt: skip
         raise AssertionError(kind)
 
     def reference(self, a: dict[str, np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -527,6 +544,10 @@ class Traversal:
             return [np.stack([reduce(value[m], axis=0) if len(m) else np.zeros(d) for m in members])], []
         if kind == "positioned":
             return [np.stack([f["x"][source[m]].sum(0) * f["scalar"] for m in members])], []
+        if kind == "beside":
+            value = f["x"][source] * np.where(a["index"] < self.nodes, f["weight"], 0)[:, None]
+            others = [a["other_order"][s:e] for s, e in itertools.pairwise(a["others"])]
+            return [np.stack([value[m].sum(0) - 2 * value[o].sum(0) for m, o in zip(members, others, strict=True)])], []
         valid = np.zeros(self.items, bool)
         owner = np.zeros(self.items, int)
         for r, m in enumerate(members):
@@ -599,6 +620,10 @@ TRAVERSALS = {
     "columns": Traversal(kind="columns"),
     "columns, hubs, rows ordered": Traversal(kind="columns", heads=1, width=17, chunk=4, ordered=True),
     "columns, bfloat16": Traversal(kind="columns", heads=4, dtype=jnp.bfloat16),
+    "beside": Traversal(kind="beside", width=17, schedule=None),
+    "beside, hubs": Traversal(kind="beside", chunk=4),
+    "beside, half rows, hubs, rows ordered": Traversal(kind="beside", width=64, chunk=4, ordered=True, half=True),
+    "beside, bfloat16, rows ordered": Traversal(kind="beside", width=16, ordered=True, dtype=jnp.bfloat16),
     "scalars": Traversal(kind="scalars"),
     "scalars, hubs": Traversal(kind="scalars", chunk=3, sorted=True),
     "one row": Traversal(degrees=(7,), chunk=2, schedule=(4, 2)),

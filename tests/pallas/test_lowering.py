@@ -127,6 +127,15 @@ def test_map_items(shape):
     assert "custom_call" in text
 
 
+def test_sum_rows():
+    def run(x, offsets, order):
+        return kernels.sum_rows(x, offsets, order=order, interpret=False)
+
+    assert "custom_call" in lower(
+        run, jnp.zeros((122, 2, 64, 64)), jnp.zeros((28,), jnp.int32), jnp.zeros(122, jnp.int32)
+    )
+
+
 def test_tables_past_2_to_the_32_bytes_use_64_bit_offsets():
     case = scaled(TRAVERSALS["sum"], width=64)
     arrays = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), case.arrays())

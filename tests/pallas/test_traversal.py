@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from dejax import pallas as kernels
-from dejax.pallas.half_rows import encode
 from tests.pallas.reference import HUB_NAMES, TRAVERSALS, Traversal, hub_table, interpreted
 
 
@@ -174,57 +173,6 @@ def test_errors_say_what_to_do():
     with pytest.raises(NotImplementedError, match="at most 4096 elements"):
         kernels.traverse(same, None, [jnp.zeros((3, 5000))], item, reductions=[kernels.Reduction("sum", (5000,))],
                          **common)  # fmt: skip
-
-
-@pytest.mark.parametrize("chunk", [None, 3])
-@pytest.mark.parametrize("permuted", [False, True], ids=["rows in order", "rows permuted"])
-def test_sums_beside(permuted, chunk):
-    """Over other items of the same rows: scaled vectors of types; for hubs too, and rows with items of one kind."""
-    rng = np.random.default_rng(0)
-    degrees, others = np.array([2, 7, 0, 1, 0, 11]), np.array([1, 4, 3, 0, 0, 2])
-    rows, width, types = len(degrees), 12, 3
-    x = rng.standard_normal((degrees.sum(), width)).astype(np.float32)
-    scale = rng.standard_normal(others.sum()).astype(np.float32)
-    vector = rng.standard_normal((types, width)).astype(np.float32)
-    kind = rng.integers(0, types, others.sum()).astype(np.int32)
-    order = rng.permutation(others.sum()).astype(np.int32)
-    offsets, begins = (np.concatenate([[0], np.cumsum(c)]).astype(np.int32) for c in (degrees, others))
-
-    row_order = rng.permutation(rows).astype(np.int32) if permuted else np.arange(rows, dtype=np.int32)
-    taken = np.concatenate([[0], np.cumsum(degrees[row_order])]).astype(np.int32)
-    items = np.concatenate([np.arange(offsets[r], offsets[r + 1]) for r in row_order]).astype(np.int32)
-    hubs = None
-    if chunk is not None:
-        table = hub_table(taken, chunk, 0)
-        table["hub_rows"], table["chunk_row"] = row_order[table["hub_rows"]], row_order[table["chunk_row"]]
-        hubs = (chunk, *(table[name] for name in HUB_NAMES))
-
-    def run(x, scale, vector):
-        beside = kernels.Beside(
-            body=lambda s, v: (s[..., None] * v,),
-            arrays=[scale, vector],
-            operands=[kernels.Operand("item"), kernels.Operand("indexed", 0)],
-            offsets=jnp.asarray(begins),
-            order=jnp.asarray(order),
-            num_items=len(order),
-            index_tables=[jnp.asarray(kind)],
-            reductions=[kernels.Reduction("sum", (width,))],
-        )
-        (total,), _ = kernels.traverse(
-            lambda v: ((v,), ()), lambda sums, tiles: (sums[0] - sums[1],), [encode(x)], [kernels.Operand("item")],
-            offsets=jnp.asarray(taken), order=jnp.asarray(items), num_items=len(x), num_rows=rows,
-            reductions=[kernels.Reduction("sum", (width,))], row_outputs=[((width,), jnp.float32)], hubs=hubs,
-            row_order=jnp.asarray(row_order) if permuted else None, beside=beside,
-            schedule=kernels.TraversalSchedule(4, 2, 1, 1),
-        )  # fmt: skip
-        return total
-
-    expected = np.zeros((rows, width))
-    np.add.at(expected, np.repeat(np.arange(rows), degrees), x.astype(float))
-    owner = np.repeat(np.arange(rows), others)
-    np.subtract.at(expected, owner, scale[order][:, None].astype(float) * vector[kind[order]])
-    found = interpreted(run)(jnp.asarray(x), jnp.asarray(scale), jnp.asarray(vector))
-    np.testing.assert_allclose(np.asarray(found), expected, atol=2e-3)
 
 
 def test_beside_is_of_sums_by_item():

@@ -280,9 +280,9 @@ class PallasLowering:
         packed = self.packed(t, env)
         for o in t.operands:
             array, columns = env[o.value], None
-            beside = packed.get(o.name, array)
-            if isinstance(beside, Columns):
-                array, columns = beside.array, (beside.first, beside.shape)
+            part = packed.get(o.name, array)
+            if isinstance(part, Columns):
+                array, columns = part.array, (part.first, part.shape)
             index = None
             access = {"dense": "item", "gathered": "indexed"}.get(o.access, o.access)
             if access == "shared":
@@ -329,6 +329,7 @@ class PallasLowering:
             num_items=group.num_items,
             index_tables=tables,
             reductions=[kernels.Reduction(a.kind, self.program.ops[a.out].shape) for a in t.accumulators],
+            factored=True,
         )
 
     def together(self, t: Traversal) -> list[tuple[int, ...]]:
