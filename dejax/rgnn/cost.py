@@ -1,8 +1,8 @@
 """What each kernel instance moves and computes, and how long that takes: bytes, by how they are read, over bandwidths.
 
 The model knows counts and not the graph: how often a gathered row is found in a cache is as on graphs with skewed
-degrees, and loops whose rows may be edges are taken to have hubs. Its constants were fitted to kernels of eight graphs
-and three models on an H200; docs/performance.md says how well.
+degrees, and loops whose items are edges, or many pairs of each node, are taken to have hubs. Its constants were fitted
+to kernels of eight graphs and three models on an H200; docs/performance.md says how well.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Machine:
     near_bytes: float = 37e6
     flops: tuple[tuple[str, float], ...] = (("f32", 120e12), ("tf32", 350e12), ("bf16", 700e12))
     scalar_flops: float = 55e12
-    launch_seconds: float = 0.9e-6
+    launch_seconds: float = 1.5e-6
     gemm: float = 0.76
     outer: float = 0.70
     loop: float = 0.83
     map: float = 0.72
     gemm_seconds: float = 2.6e-6
-    outer_seconds: float = 7.7e-6
+    outer_seconds: float = 9.0e-6
     loop_seconds: float = 4.0e-6
-    hubs_seconds: float = 3.7e-6
+    hubs_seconds: float = 4.3e-6
     numbers_per_second: float = 5.0e12
     numbers_of_item: int = 25
 
@@ -180,7 +180,8 @@ class CostModel:
         seconds = m.loop_seconds + self._time(
             traffic, m.loop, work / m.numbers_per_second, m.loop_cache_bytes_per_second
         )
-        return traffic, flops, seconds + m.hubs_seconds * (not t.via.endswith(".node"))
+        hubs = not t.via.endswith(".node") or items >= _PAIRS_OF_HUBS * loop
+        return traffic, flops, seconds + m.hubs_seconds * hubs
 
     def _numbers(self, t: Traversal) -> float:
         """Numbers of the tiles of a loop's body."""
@@ -299,5 +300,7 @@ def _in_order(t: Traversal) -> bool:
 
 # How products gather rows of nodes in an order of tiles that was made for it (`Segments.with_near_tiles`).
 _NEAR = ("source_pair.node", "destination_pair.node")
+# Some nodes have hundreds of pairs where all have so many on average.
+_PAIRS_OF_HUBS = 16
 # A table by type stays in the caches of each multiprocessor.
 _REGISTER_LIKE = 1 << 20
