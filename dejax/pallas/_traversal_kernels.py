@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -384,26 +384,28 @@ def _arrays(plan: Plan, refs: Sequence[Any]) -> tuple[list[_Array], Sequence[Any
 
 def _unpack(refs: Sequence[Any], plan: Plan, num_aliased: int) -> _Refs:
     """The references in the order in which `traverse` passes them."""
+    read, rest = _read_refs(plan, refs)
+    row_order, rest = (rest[0], rest[1:]) if plan.has_row_order else (None, rest)
+    beside, rest = _beside_refs(plan, rest)
+    bounds, rest = (rest[:3], rest[3:]) if plan.num_chunks else ((), rest)
+    outputs = rest[num_aliased:]
+    n = len(plan.item_outputs)
+    return replace(
+        read, row_order=row_order, beside=beside, bounds=bounds, item_outputs=outputs[:n], outputs=outputs[n:]
+    )
+
+
+def _read_refs(plan: Plan, refs: Sequence[Any]) -> tuple[_Refs, Sequence[Any]]:
+    """What a loop over items reads, and the references after it."""
     arrays, rest = _arrays(plan, refs)
     tables, rest = rest[: plan.num_tables], rest[plan.num_tables :]
     offsets, rest = rest[0], rest[1:]
     order, rest = (rest[0], rest[1:]) if plan.has_order else (None, rest)
-    row_order, rest = (rest[0], rest[1:]) if plan.has_row_order else (None, rest)
-    beside, rest = _unpack_beside(plan, rest)
-    bounds, rest = (rest[:3], rest[3:]) if plan.num_chunks else ((), rest)
-    outputs = rest[num_aliased:]
-    n = len(plan.item_outputs)
-    return _Refs(arrays, tables, offsets, order, row_order, beside, bounds, outputs[:n], outputs[n:])
-
-
-def _unpack_beside(plan: Plan, refs: Sequence[Any]) -> tuple[_Refs | None, Sequence[Any]]:
-    if plan.beside is None:
-        return None, refs
-    arrays, rest = _arrays(plan.beside, refs)
-    tables, rest = rest[: plan.beside.num_tables], rest[plan.beside.num_tables :]
-    offsets, rest = rest[0], rest[1:]
-    order, rest = (rest[0], rest[1:]) if plan.beside.has_order else (None, rest)
     return _Refs(arrays, tables, offsets, order), rest
+
+
+def _beside_refs(plan: Plan, refs: Sequence[Any]) -> tuple[_Refs | None, Sequence[Any]]:
+    return (None, refs) if plan.beside is None else _read_refs(plan.beside, refs)
 
 
 def row_kernel(*refs: Any, plan: Plan, num_aliased: int) -> None:
@@ -451,7 +453,7 @@ def combine_kernel(*refs: Any, plan: Plan) -> None:
     (hub_rows, hub_offsets), refs = refs[:2], refs[2:]
     arrays, rest = _arrays(plan, refs)
     tables, rest = rest[: plan.num_tables], rest[plan.num_tables :]
-    beside, rest = _unpack_beside(plan, rest)
+    beside, rest = _beside_refs(plan, rest)
     partials = [_Array(p) for p in rest[: len(plan.reductions)]]
     outputs = rest[len(plan.reductions) + len(plan.row_outputs) + len(plan.half) :]
     (program,) = _triton.program_ids()

@@ -94,10 +94,7 @@ class Beside:
             num_tables=len(tables),
             has_order=self.order is not None,
         )
-        given = [*_flat(ready), *map(_not_empty, tables), self.offsets.astype(jnp.int32)]
-        if self.order is not None:
-            given.append(_not_empty(as_index(self.order, "beside.order", self.num_items)))
-        return plan, given
+        return plan, _given(_flat(ready), tables, self.offsets, self.order, self.num_items, "beside.order")
 
 
 def _outputs(outputs: Sequence[Output]) -> tuple[Output, ...]:
@@ -181,6 +178,19 @@ def _flat(arrays: Sequence[Any]) -> list[jax.Array]:
     """The arrays, mantissas in place of `HalfRows`, and then the exponents of those."""
     exponents = [a.exponent for a in arrays if isinstance(a, HalfRows)]
     return [a.mantissa if isinstance(a, HalfRows) else a for a in arrays] + exponents
+
+
+def _given(
+    arrays: Sequence[jax.Array],
+    tables: Sequence[jax.Array],
+    offsets: jax.Array,
+    order: jax.Array | None,
+    num_items: int,
+    name: str,
+) -> list[jax.Array]:
+    """What a loop over items reads, in the order in which kernels take it; `name` is the order's in errors."""
+    given = [*arrays, *map(_not_empty, tables), offsets.astype(jnp.int32)]
+    return given if order is None else [*given, _not_empty(as_index(order, name, num_items))]
 
 
 def _not_empty(array: Any) -> Any:
@@ -372,9 +382,7 @@ def traverse(
         beside=other,
     )
     ready = _flat(ready)
-    shared: list[jax.Array] = [*ready, *map(_not_empty, index_tables), offsets.astype(jnp.int32)]
-    if order is not None:
-        shared.append(_not_empty(as_index(order, "order", num_items)))
+    shared = _given(ready, index_tables, offsets, order, num_items, "order")
     if row_order is not None:
         shared.append(as_index(row_order, "row_order", num_rows))
     shared += given

@@ -167,7 +167,7 @@ class Segments:
         """
         if self.order is None or self.loop is not None:
             return self
-        others = None if beside is None else np.diff(np.asarray(beside.offsets))
+        others = None if beside is None else np.asarray(beside.counts())
         loop = loop_order(np.asarray(self.offsets), np.asarray(self.order), hub_chunk, others)
         return dataclasses.replace(self, loop=loop)
 

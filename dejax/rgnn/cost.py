@@ -162,8 +162,9 @@ class CostModel:
     def _traversal(self, t: Traversal) -> tuple[_Traffic, float, float]:
         ops, rows = self.kernels.program.ops, self.counts.rows
         items, loop = rows(t.space), rows(VIAS[t.via].coarse) if t.via else 0
-        traffic = _Traffic(8 * loop)
-        self._read_by(traffic, t)
+        traffic = _Traffic()
+        for each in t.loops:
+            self._read_by(traffic, each)
         narrow = [v for v in t.item_outputs if not _in_order(t) and ops[v].width < 8]
         traffic.memory += sum(items * self.row_bytes(v) for v in t.item_outputs if v not in narrow)
         traffic.memory += 32 * items * bool(narrow)
@@ -172,14 +173,8 @@ class CostModel:
         m = self.machine
         if t.via is None:
             return traffic, flops, m.launch_seconds + self._time(traffic, m.map, flops / m.scalar_flops)
-        work = self._numbers(t)
-        if t.beside is not None:
-            traffic.memory += 8 * loop
-            self._read_by(traffic, t.beside)
-            work += self._numbers(t.beside)
-        seconds = m.loop_seconds + self._time(
-            traffic, m.loop, work / m.numbers_per_second, m.loop_cache_bytes_per_second
-        )
+        work = sum(map(self._numbers, t.loops)) / m.numbers_per_second
+        seconds = m.loop_seconds + self._time(traffic, m.loop, work, m.loop_cache_bytes_per_second)
         hubs = not t.via.endswith(".node") or items >= _PAIRS_OF_HUBS * loop
         return traffic, flops, seconds + m.hubs_seconds * hubs
 
@@ -195,6 +190,7 @@ class CostModel:
         ops, rows = self.kernels.program.ops, self.counts.rows
         items, loop = rows(t.space), rows(VIAS[t.via].coarse) if t.via else 0
         in_order = _in_order(t)
+        traffic.memory += 8 * loop
         packed: set[Any] = set()  # maps and loops whose narrow values share a sector, and arrays whose parts do
         tables: set[str] = set()
         for o in t.operands:

@@ -23,7 +23,7 @@ from dejax.rgnn.graph import RelGraph
 from dejax.rgnn.ir.inter import Program
 from dejax.rgnn.ir.intra import Fallback, Kernels
 from dejax.rgnn.lowering.pallas import Columns, PallasLowering
-from dejax.rgnn.lowering.xla import Evaluator, num_rows
+from dejax.rgnn.lowering.xla import Evaluator, num_rows, segment_sum
 from dejax.rgnn.options import Options
 from dejax.rgnn.passes import Counts, Cut, differentiated, lower_to_kernels, optimise
 from dejax.rgnn.passes.storage import shared_encodings
@@ -148,8 +148,7 @@ def run_kernels(
         if isinstance(half, Beside):
             encoded[i] = half.rows
     pallas = PallasLowering(kernels, graph, options, encoded) if uses_kernels(graph, options) else None
-    sums = () if pallas is None else (pallas.sum_types,)
-    xla = Evaluator(program, graph, options.precision, *sums)
+    xla = Evaluator(program, graph, options.precision, segment_sum if pallas is None else pallas.sum_types)
     remaining = [set(instance.reads) for instance in kernels.instances]
     for number, instance in enumerate(kernels.instances):
         done = False

@@ -174,13 +174,17 @@ class Traversal:
     beside: Traversal | None = None
 
     @property
+    def loops(self) -> tuple[Traversal, ...]:
+        """Itself, and the loop beside it."""
+        return (self,) if self.beside is None else (self, self.beside)
+
+    @property
     def loaded(self) -> tuple[Operand, ...]:
-        return self.operands if self.beside is None else (*self.operands, *self.beside.operands)
+        return tuple(o for loop in self.loops for o in loop.operands)
 
     @property
     def sums(self) -> tuple[Accumulator, ...]:
-        """The accumulators, and those of the loop beside."""
-        return self.accumulators if self.beside is None else (*self.accumulators, *self.beside.accumulators)
+        return tuple(a for loop in self.loops for a in loop.accumulators)
 
     @property
     def writes(self) -> tuple[int, ...]:
@@ -336,8 +340,7 @@ def print_kernels(kernels: Kernels) -> str:
         lines.append(f"  [{number}] {instance}")
         inner: tuple[int, ...] = ()
         if isinstance(instance, Traversal):
-            beside = () if instance.beside is None else instance.beside.body
-            inner = (*instance.body, *beside, *instance.epilogue)
+            inner = (*(i for loop in instance.loops for i in loop.body), *instance.epilogue)
         elif isinstance(instance, Fallback):
             inner = instance.ops
         lines += [f"        {format_op(i, kernels.program.ops[i])}" for i in inner]

@@ -89,7 +89,7 @@ class PallasLowering:
     def sum_types(self, x: jax.Array, group: Segments) -> jax.Array:
         """Sums matrices of edge types by node type: XLA would read all of them for each node type."""
         few = group.num_items <= _SUMMED_MATRICES * group.num_rows
-        if group.num_rows < _SUMS_AT_ONCE or not few or x.ndim < 3 or x.dtype not in map(jnp.dtype, _DTYPES):
+        if group.num_rows < _SUMS_AT_ONCE or not few or x.ndim < 3 or str(x.dtype) not in _DTYPES:
             return segment_sum(x, group)
         return kernels.sum_rows(x, group.offsets, order=group.order, interpret=self.interpret)
 

@@ -4,8 +4,7 @@ Reductions over the same rows share one loop when neither needs the other's resu
 to them are computed edge by edge in registers, again in every loop that needs them; what shrank a feature axis and is
 needed twice is written once, and so are the numbers that one loop can make for others (`_lead.py`). A maximum, the sum
 of exp(score - maximum) and sums weighted by it are one pass with a running maximum. Operators on the rows that follow a
-reduction become its epilogue. Sums over the pairs of a node, of both kinds, are one instance where the one's epilogue
-adds the other's: gradients of nodes come from both ends of their edges.
+reduction become its epilogue. Sums over the pairs of a node, of both kinds, are one instance (`_beside.py`).
 """
 
 from __future__ import annotations
@@ -27,16 +26,13 @@ from dejax.rgnn.ir.intra import (
     access_operand,
     as_part,
 )
+from dejax.rgnn.passes._beside import put_beside
 from dejax.rgnn.passes._lead import lead
 from dejax.rgnn.passes._rewrite import Counts, factors, moves_unit_axes, powers_of_two
 from dejax.rgnn.passes.storage import MIN_WIDTH
 
 _ITEM_SPACES = (Space.EDGE, Space.SOURCE_PAIR, Space.DESTINATION_PAIR)
 _MAX_RANK = 2  # (heads, width)
-_PAIRS_OF_NODES = ("source_pair.node", "destination_pair.node")
-# A node has at most one pair for each type of edges. Sums that an epilogue makes are not split: with hundreds of types
-# one node would take longer than all others.
-_FEW_TYPES = 256
 
 
 @dataclass
@@ -84,7 +80,7 @@ class Fusion:
         return self.finished()
 
     def finished(self) -> Kernels:
-        self.put_beside()
+        put_beside(self)
         made: list[Instance] = [self.finish(loop) for loop in self.loops]
         return Kernels(self.program, (*self.kernels.instances, *made))
 
@@ -109,39 +105,6 @@ class Fusion:
         for loop in self.loops:
             if loop.via is not None:
                 self.absorb(loop)
-
-    def put_beside(self) -> None:
-        """Makes one of two sums over a node's pairs where all that reads the one is the other's epilogue."""
-        if self.counts.edge_types > _FEW_TYPES:
-            return
-        for loop in list(self.loops):
-            plain = loop.via in _PAIRS_OF_NODES and not (loop.epilogue or loop.items)
-            other = next((o for o in self.loops if plain and self.reads_all(o, loop)), None)
-            if other is None:
-                continue
-            # The one that reads more for each item leads: its rows are sorted by length, and its hubs are split.
-            lead, beside = sorted((loop, other), key=self.item_width, reverse=True)
-            sums = Loop(beside.via, beside.space, beside.accumulators)
-            if all(o.access in ("dense", "gathered") for o in self.operands(sums, set())[1]):
-                self.loops.remove(loop)
-                at = self.loops.index(other)
-                self.loops[at] = replace(lead, epilogue=other.epilogue, beside=sums)
-
-    def reads_all(self, reader: Loop, loop: Loop) -> bool:
-        """Whether the loop's sums are read by an epilogue over the same nodes alone, of another loop of sums."""
-        results = loop.sums
-        fits = reader.via in _PAIRS_OF_NODES and reader.via != loop.via and not (reader.items or reader.beside)
-        return (
-            fits
-            and all(a.kind == "sum" for a in (*loop.accumulators, *reader.accumulators))
-            and results.isdisjoint(self.program.outputs)
-            and all(set(self.users[v]) <= set(reader.epilogue) for v in results)
-        )
-
-    def item_width(self, loop: Loop) -> int:
-        """Numbers of items that a loop loads."""
-        ops = self.program.ops
-        return sum(ops[v].width for v in self.cone(self.roots(loop), set())[1] if ops[v].space == loop.space)
 
     # --- what a kernel can do in registers ---------------------------------------------------------------------------
 
@@ -449,7 +412,8 @@ class Fusion:
             outside = [a for a in program.ops[i].args if a not in inside and program.ops[a].name != "const"]
             operands += [self.row_operand(a, loop.via) for a in outside]
         unique = tuple({(o.name, o.access, o.via): o for o in operands}.values())
-        beside = None if loop.beside is None else self.finish_beside(loop.beside, elsewhere)
+        # What it sums goes to the epilogue.
+        beside = None if loop.beside is None else replace(self.finish(loop.beside), row_outputs=())
         produced = sorted(results) + loop.epilogue
         outputs = set(program.outputs)
         row_outputs = tuple(v for v in produced if v in outputs or self.read_outside(v, loop, results, body))
@@ -464,11 +428,6 @@ class Fusion:
             row_outputs=row_outputs,
             beside=beside,
         )
-
-    def finish_beside(self, loop: Loop, elsewhere: set[int]) -> Traversal:
-        body, operands = self.operands(loop, elsewhere)
-        unique = tuple({(o.name, o.access, o.via): o for o in operands}.values())
-        return Traversal(loop.via, loop.space, unique, tuple(body), tuple(loop.accumulators), (), (), ())
 
     def operands(self, loop: Loop, elsewhere: set[int]) -> tuple[list[int], list[Operand]]:
         """What a loop computes item by item, and what it reads for that; `elsewhere` are values that others write."""

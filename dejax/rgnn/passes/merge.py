@@ -45,11 +45,11 @@ def merge(program: Program, counts: Counts) -> Program:
             return new[index]
         both = [m.linear for m in pair]
         via, heads = both[0].attr("via"), both[0].shape[0]
-        w = _beside(builder, *(new[o.args[1]] for o in both))
+        w = _stacked(builder, *(new[o.args[1]] for o in both))
         y = builder.op("linear", new[both[0].args[0]], w, spec=_SPEC, via=via)
         biases = [new[m.bias] for m in pair if m.bias is not None]
         if biases:
-            y = builder.op("add", y, builder.op("gather", _beside(builder, *biases), via=via))
+            y = builder.op("add", y, builder.op("gather", _stacked(builder, *biases), via=via))
         parts = [builder.op("slice", y, axis=0, start=i * heads, stop=(i + 1) * heads) for i in range(2)]
         new[pair[1].value] = parts[1]
         return parts[0]
@@ -57,14 +57,14 @@ def merge(program: Program, counts: Counts) -> Program:
     return rebuild(ordered, visit, new)
 
 
-def _beside(builder: Builder, x: int, y: int) -> int:
+def _stacked(builder: Builder, x: int, y: int) -> int:
     """Two values of types side by side along the axis of heads; where both are made alike, what they are made of is."""
     first, second = builder.ops[x], builder.ops[y]
     shapes = [tuple(builder.ops[a].shape for a in op.args) for op in (first, second)]
     if shapes[0] == shapes[1] and (first.name, first.attrs, first.dtype) == (second.name, second.attrs, second.dtype):
         by_head = first.name == "linear" and first.attr("via") == "self" and first.attr("spec") in _BY_HEAD
         if by_head or first.name == "gather":
-            args = (_beside(builder, a, b) for a, b in zip(first.args, second.args, strict=True))
+            args = (_stacked(builder, a, b) for a, b in zip(first.args, second.args, strict=True))
             return builder.op(first.name, *args, **dict(first.attrs))
     return builder.op("concat", x, y, axis=0)
 
