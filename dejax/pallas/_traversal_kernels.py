@@ -482,8 +482,8 @@ def combine_kernel(*refs: Any, plan: Plan) -> None:
         whole = tuple(stretched(m[:, None], a.shape) for m, a in zip(merged, accs, strict=True))
         accs = update(plan.reductions, accs, whole, lanes(few, 1, 2) == 0)
     accs = combined(accs, few, start, end)
-    tiles = _row_tiles(plan, arrays, tables, row, row < plan.num_rows)
     mask = row < plan.num_rows
+    tiles = _row_tiles(plan, arrays, tables, row, mask)
     _write_rows(plan, outputs, merge(plan.reductions, accs), tiles, row, mask, _beside(plan, beside, row, mask))
 
 

@@ -17,8 +17,13 @@ from dejax.pallas._shapes import cdiv, next_power_of_two, previous_power_of_two
 
 # Of a loop: as mutag's backward has it, where 0.6 made its steps too large (RGAT's training 175 us, so 149); rows of 64
 # features came at 2.5 TB/s on am.
-_STEP_SECONDS = 0.37e-6
+_STEP_SECONDS = 0.45e-6
 _LOOP_BYTES_PER_SECOND = 2.5e12
+# The machine starts 1.5 programs a nanosecond: 27,163 of one row take 18 us, whatever they do.
+_MANY_PROGRAMS = 6000
+# Below so many programs multiprocessors are left with few.
+_FEW_PROGRAMS = 3500
+_MULTIPROCESSORS = 132
 # From so many items on rows of 64 features come from memory, whatever the graph.
 _MANY_ITEMS = 8e6
 
@@ -97,8 +102,9 @@ def gemm_block(
     mean = num_positions / max(num_types, 1)
     if mean < 64:
         return 32
-    # Operands come as two numbers each.
-    if precision == "f32":
+    # Operands come as two numbers each. And of few rows, tiles of 128 would leave multiprocessors without one: 7,262
+    # rows, 64 to 64, 3.36 us, so 2.72; 128 to 64 4.5 and 3.5.
+    if precision == "f32" or num_positions < 128 * _MULTIPROCESSORS:
         return 64
     # A row's whole result is to be in one tile, and a program converts rows of float32: 3 million rows, 256 to 256, 64
     # rows 2.8 ms.
@@ -235,13 +241,19 @@ def outer_schedule(k: int, n: int, precision: str) -> OuterSchedule:
     block_k, block_n = min(wide_k, 128), min(wide_n, 64)
     # Operands in two parts: 254 registers a thread with 4 warps, of which an H200 then has 8 a multiprocessor.
     num_warps = 8 if precision == "f32" and block_k == 128 else 4
-    return OuterSchedule(64, block_k, block_n, num_warps, 1)
+    # 64 by 1 on 3 million rows: 128 rows a step 116 us, 64 rows 142; on 65,536 6.5 and 7.4.
+    block_rows = 128 if block_n == 16 else 64
+    return OuterSchedule(block_rows, block_k, block_n, num_warps, 1)
 
 
 def rows_per_split(num_positions: int, num_types: int) -> int:
-    """Positions that one program of the first pass of `typed_outer` sums: about 1,000 programs in all, 256 at least."""
+    """Positions that one program of the first pass of `typed_outer` sums.
+
+    About 1,000 programs in all and 256 positions each at least; of few positions about 256 programs, 64 each at least.
+    """
     del num_types
-    return max(256, next_power_of_two(cdiv(num_positions, 1024)))
+    few = min(256, max(64, next_power_of_two(cdiv(num_positions, 256))))
+    return max(few, next_power_of_two(cdiv(num_positions, 1024)))
 
 
 def traversal_schedule(
@@ -252,7 +264,7 @@ def traversal_schedule(
     row_loads: Sequence[tuple[int, bool]] = (),
     writes_items: bool = False,
     num_items: int | None = None,
-    longest: int = 32,
+    longest: int = 16,
     beside: bool = False,
     interpret: bool = False,
 ) -> TraversalSchedule:
@@ -275,14 +287,14 @@ def traversal_schedule(
         return TraversalSchedule(max(1, previous_power_of_two(8192 // (items * width))), items, 1, 1)
     # One number an item: am (mean degree 2) (64 rows, 4 items, 4 warps) 49 us, (32, 1, 1) 61, (16, 4, 1) 118; mag (14)
     # (32, 4, 2) 78, (64, 4, 4) 89, (8, 8, 1) 146; biokg (8) 23, 26, 62. Rows of hundreds of items are types.
+    num_rows = float("inf") if num_items is None else num_items / max(mean_degree, 1e-9)
     if width <= 8:
         if mean_degree < 4:
-            return TraversalSchedule(64, 4, 4, 1)
+            # mutag (2) (32, 8, 4) 4.2 us, (64, 4, 4) 5.3; aifb 3.5 and 4.6; fb15k 9.6 and 7.6.
+            return TraversalSchedule(64, 4, 4, 1) if num_rows > 100_000 else TraversalSchedule(32, 8, 4, 1)
         return TraversalSchedule(32, 4, 2, 1) if mean_degree < 64 else TraversalSchedule(1, 64, 1, 1)
-    # Sums over pairs of both kinds: biokg (7) (4, 1, 1) 56 us, (8, 1, 2) 68, (8, 2, 2) 82; those of few items are as
-    # without: am (2) (8, 1, 2) 404, (4, 1, 1) 440.
-    if beside and mean_degree >= 3:
-        return TraversalSchedule(max(1, 256 // width), 1, 1, 1)
+    if beside:
+        return _beside_schedule(width, mean_degree, num_rows)
     # Rows that are read for an item, and for a row; numbers for an item.
     known = loads if loads is not None else [(width, False)]
     widest = next_power_of_two(max((n for n, _ in (*known, *row_loads)), default=width))
@@ -309,8 +321,8 @@ def traversal_schedule(
             most = 4 if mean_degree >= 16 else 1
         elif numbers <= 1:
             num_warps, slots = 2, 2 * slots
-            if mean_degree < 3:
-                slots //= 2  # one item a step: fb15k (2) (8, 1, 2) 37 us, (16, 1, 2) 41
+            if mean_degree < 3 and (num_items is None or num_items > 100_000):
+                slots //= 2  # fb15k (2) (8, 1, 2) 37 us, (16, 1, 2) 41; mutag (8, 2, 2) 4.5, (8, 1, 2) 6.2
     elif not crowded and width >= 128:
         # Sums of float32 rows, am: 100 (4, 1, 1) 0.87 ms, (8, 1, 2) 0.95; 256 (2, 1, 1) 1.59, (8, 1, 1) 2.28.
         slots = max(1, 512 // width)
@@ -335,12 +347,29 @@ def traversal_schedule(
         products = writes_items and width <= widest and 2 * in_half > len(rows) + len(of_row) and mean_degree >= 2
         only_sums = loads is not None and not of_row and mean_degree >= 4
         items = min(2 if mean_degree >= 16 or products or only_sums else 1, slots)
-    # A step waits for memory twice, so the longest row of a small graph takes longer than all rows' bytes do.
+    # A step waits for memory twice, so the longest row of a small graph takes longer than all rows' bytes do. But more
+    # programs take longer to start: aifb's (3) (1, 8, 2) 6.4 us, (2, 4, 2) 3.9, (4, 2, 2) 3.5.
     if num_items is not None:
         bytes_seconds = num_items * width * 4 / _LOOP_BYTES_PER_SECOND
         while items < min(8, slots) and longest / items * _STEP_SECONDS > bytes_seconds:
+            if num_rows * 2 * items / slots > _MANY_PROGRAMS:
+                break
             items *= 2
     return TraversalSchedule(min(32, slots // items), items, num_warps, 1)
+
+
+def _beside_schedule(width: int, mean_degree: float, num_rows: float) -> TraversalSchedule:
+    """Of sums over other items of the same rows, too: few rows a program where there are few in all.
+
+    Pairs of both kinds: am (2) (8, 1, 1) 402 us, (4, 1, 1) 432, with 8 heads (8, 1, 1) 393, (8, 1, 2) 434; bgs (2)
+    (8, 1, 2) 20.7, (8, 1, 1) 23.0; mutag (2) (4, 1, 2) 7.8, (8, 1, 2) 9.9; aifb (3) (2, 1, 1) 5.8, (4, 1, 1) 10.8;
+    biokg (7) (4, 1, 1) 56, (8, 1, 2) 68.
+    """
+    rows = max(1, (256 if mean_degree >= 3 else 512) // width)
+    while rows > 1 and num_rows / rows < _FEW_PROGRAMS:
+        rows //= 2
+    large = num_rows > 1_000_000 or mean_degree >= 3
+    return TraversalSchedule(rows, 1, 1 if large or rows * width < 256 else 2, 1)
 
 
 def map_schedule(width: int, *, interpret: bool = False) -> TraversalSchedule:

@@ -16,25 +16,26 @@ from dejax.pallas._shapes import cdiv, lanes, next_power_of_two
 from dejax.pallas._tiles import steps
 
 # Rows that are added at once, and numbers of them that a program takes. Where a program took one row of a matrix,
-# fb15k's 474 types of 64 by 64 took 20 us.
-_SUMMED, _BLOCK = 8, 512
+# fb15k's 474 types of 64 by 64 took 20 us. Few sums are of many rows: more at once, and more programs.
+_TILE, _TILE_OF_FEW = (8, 512), (32, 128)
+_FEW_PROGRAMS = 264
 
 
-def _kernel(*refs: Any, numbers: int, block: int) -> None:
+def _kernel(*refs: Any, numbers: int, summed: int, block: int) -> None:
     x, offsets, *order, out = refs
     row, column = _triton.program_ids(cdiv(numbers, block))
     start, end = offsets[row], offsets[row + 1]
     columns = (column * block + lanes(block, 0, 1))[None, :]
 
     def step(i: jax.Array, total: jax.Array) -> jax.Array:
-        item = start + i * _SUMMED + lanes(_SUMMED, 0, 1)
+        item = start + i * summed + lanes(summed, 0, 1)
         valid = item < end
         if order:
             item = _triton.load(order[0], (item,), valid)
         mask = valid[:, None] & (columns < numbers)
         return total + _triton.load(x, (item[:, None], columns), mask).astype(jnp.float32)
 
-    total = _triton.fori_loop(0, steps(end - start, _SUMMED), step, jnp.zeros((_SUMMED, block), jnp.float32))
+    total = _triton.fori_loop(0, steps(end - start, summed), step, jnp.zeros((summed, block), jnp.float32))
     columns = columns.reshape(-1)
     _triton.store(out, (row, columns), lax.reduce_sum(total, (0,)), columns < numbers)
 
@@ -74,13 +75,14 @@ def sum_rows(
     given = [x.reshape(x.shape[0], numbers), offsets]
     if order is not None:
         given.append(as_index(order, "order", x.shape[0]))
-    block = min(next_power_of_two(numbers), _BLOCK)
+    summed, most = _TILE if rows * cdiv(numbers, _TILE[1]) >= _FEW_PROGRAMS else _TILE_OF_FEW
+    block = min(next_power_of_two(numbers), most)
     (total,) = _triton.pallas_call(
-        functools.partial(_kernel, numbers=numbers, block=block),
+        functools.partial(_kernel, numbers=numbers, summed=summed, block=block),
         name=name,
         num_programs=rows * cdiv(numbers, block),
         out_shape=[jax.ShapeDtypeStruct((rows, numbers), dtype)],
-        num_warps=4 if block == _BLOCK else 1,
+        num_warps=4 if block == most else 1,
         num_stages=2,
         interpret=_triton.use_interpreter(interpret),
     )(*given)

@@ -337,7 +337,7 @@ def traverse(
         heuristic = traversal_schedule(
             width, degree, loads=[n for n, once in zip(loads, for_row, strict=True) if not once],
             row_loads=list(itertools.compress(loads, for_row)), writes_items=bool(item_outputs), num_items=num_items,
-            longest=32 if hubs is None else int(hubs[0]), beside=beside is not None, interpret=interpreted,
+            longest=16 if hubs is None else int(hubs[0]), beside=beside is not None, interpret=interpreted,
         )  # fmt: skip
         shapes = "+".join(sorted(f"{count}{'h' if in_half else ''}" for count, in_half in loads))
         sums = "+".join(sorted(str(math.prod(r.shape)) for r in reductions)) + ("b" if beside is not None else "")

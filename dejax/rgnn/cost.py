@@ -33,27 +33,29 @@ class Machine:
       launch_seconds: of a kernel without work.
       gemm, outer, loop, map: the share of the copy bandwidth that each template reaches.
       gemm_seconds, outer_seconds, loop_seconds, hubs_seconds: what each adds to its bytes.
+      position_seconds: what outer sums add for each of the first 256 positions of a split.
       numbers_per_second: of tiles in a loop's body, by one operator.
       numbers_of_item: as many as one item takes besides.
     """
 
     bytes_per_second: float = 4.3e12
     cache_bytes_per_second: float = 3.4e12
-    loop_cache_bytes_per_second: float = 4.2e12
+    loop_cache_bytes_per_second: float = 4.7e12
     kept_bytes: float = 55e6
     near_bytes: float = 37e6
     flops: tuple[tuple[str, float], ...] = (("f32", 120e12), ("tf32", 350e12), ("bf16", 700e12))
     scalar_flops: float = 55e12
-    launch_seconds: float = 1.5e-6
-    gemm: float = 0.76
-    outer: float = 0.70
-    loop: float = 0.83
-    map: float = 0.72
-    gemm_seconds: float = 2.6e-6
-    outer_seconds: float = 9.0e-6
-    loop_seconds: float = 4.0e-6
-    hubs_seconds: float = 4.3e-6
-    numbers_per_second: float = 5.0e12
+    launch_seconds: float = 2.8e-6
+    gemm: float = 0.72
+    outer: float = 0.61
+    loop: float = 0.72
+    map: float = 0.94
+    gemm_seconds: float = 2.4e-6
+    outer_seconds: float = 2.9e-6
+    loop_seconds: float = 1.7e-6
+    hubs_seconds: float = 3.8e-6
+    position_seconds: float = 5.8e-9
+    numbers_per_second: float = 4.4e12
     numbers_of_item: int = 25
 
 
@@ -152,11 +154,13 @@ class CostModel:
         traffic = _Traffic()
         self._rows_of(traffic, o.x, rows)
         self._rows_of(traffic, o.y, rows)
-        splits = rows / rows_per_split(rows, types) + types
+        split = rows_per_split(rows, types)
+        splits = rows / split + types
         traffic.memory += 2 * splits * ops[o.out].width * 4 + types * ops[o.out].row_bytes
         flops = 2 * rows * ops[o.out].width
-        products = flops / dict(self.machine.flops)[self.precision]
-        seconds = self.machine.outer_seconds + self._time(traffic, self.machine.outer, products)
+        m = self.machine
+        products = flops / dict(m.flops)[self.precision]
+        seconds = m.outer_seconds + min(split, 256) * m.position_seconds + self._time(traffic, m.outer, products)
         return traffic, flops, seconds
 
     def _traversal(self, t: Traversal) -> tuple[_Traffic, float, float]:
@@ -169,7 +173,7 @@ class CostModel:
         traffic.memory += sum(items * self.row_bytes(v) for v in t.item_outputs if v not in narrow)
         traffic.memory += 32 * items * bool(narrow)
         traffic.memory += sum(loop * self.row_bytes(v) for v in t.row_outputs)
-        flops = sum(items * ops[i].width for i in t.body)
+        flops = sum(rows(each.space) * ops[i].width for each in t.loops for i in each.body)
         m = self.machine
         if t.via is None:
             return traffic, flops, m.launch_seconds + self._time(traffic, m.map, flops / m.scalar_flops)

@@ -102,7 +102,7 @@ def test_gradient_through_a_template_is_an_error():
         jax.grad(lambda x: jnp.sum(case.run(a | {"x": x})))(jnp.asarray(a["x"]))
 
 
-@pytest.mark.parametrize("positions, types, expected", [(10, 3, 32), (300, 3, 64), (10_000, 3, 128)])
+@pytest.mark.parametrize("positions, types, expected", [(10, 3, 32), (300, 3, 64), (10_000, 3, 64), (100_000, 3, 128)])
 def test_gemm_block(positions, types, expected):
     assert kernels.gemm_block(64, 64, positions, types) == expected
     assert kernels.gemm_block(64, 64, positions, types, "f32") == min(expected, 64)

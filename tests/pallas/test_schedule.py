@@ -55,6 +55,26 @@ def test_threads_of_fewer_registers_where_rows_come_from_memory():
     assert find(loads=one, num_items=10**7).num_warps == 1
 
 
+@pytest.mark.parametrize("degree, items, expected", [(2.9, 20_851, (4, 4, 2)), (2.4, 65_139, (8, 2, 2)),
+                                                     (1.7, 156_328, (8, 1, 2)), (24, 342_297, (4, 4, 2))])  # fmt: skip
+def test_small_graphs_take_several_items_a_step_in_few_programs(degree, items, expected):
+    s = schedule.traversal_schedule(64, degree, loads=[(64, True)], num_items=items)
+    assert (s.rows_per_program, s.items_per_step, s.num_warps) == expected
+
+
+@pytest.mark.parametrize("degree, items, expected", [(2.9, 20_851, (2, 1, 1)), (2.4, 65_139, (4, 1, 2)),
+                                                     (1.7, 156_328, (8, 1, 2)), (1.7, 3_152_503, (8, 1, 1)),
+                                                     (7.0, 657_558, (4, 1, 1)), (1.0, None, (8, 1, 1))])  # fmt: skip
+def test_sums_beside_others_take_rows_by_how_many_there_are(degree, items, expected):
+    s = schedule.traversal_schedule(64, degree, loads=[(64, True)], num_items=items, beside=True)
+    assert (s.rows_per_program, s.items_per_step, s.num_warps) == expected
+
+
+@pytest.mark.parametrize("positions, expected", [(10, 64), (8_192, 64), (30_000, 128), (10**5, 256), (3 * 10**6, 4096)])
+def test_positions_of_a_split(positions, expected):
+    assert schedule.rows_per_split(positions, 7) == expected
+
+
 @pytest.mark.parametrize("in_half, writes, items", [(True, True, 2), (True, False, 1), (False, True, 1)])
 def test_items_of_a_step_where_numbers_of_items_are_written(in_half, writes, items):
     s = schedule.traversal_schedule(

@@ -9,7 +9,7 @@ from tests.pallas.reference import interpreted
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", [(2, 16, 33), (7,)])
+@pytest.mark.parametrize("shape", [(2, 16, 33), (7,), (70_000,)], ids=str)
 @pytest.mark.parametrize("ordered", [False, True])
 def test_sum_rows(ordered, shape, dtype):
     rng = np.random.default_rng(0)

@@ -85,3 +85,13 @@ def test_loops_wait_for_their_longest_row() -> None:
     for instance, cost in zip(kernels.instances, CostModel(kernels, few).costs(), strict=True):
         if isinstance(instance, Traversal) and instance.via == "dst":
             assert 3e-6 < cost.seconds < 20e-6
+
+
+def test_operations_of_a_loop_beside_another_count() -> None:
+    task = task_of("rgat", MANY)
+    _, _, backward = execute.training_tasks(task, execute.differentiable_positions(task))
+    kernels = execute.inference_kernels(backward)
+    ((number, loop),) = ((n, t) for n, t in enumerate(kernels.instances) if isinstance(t, Traversal) and t.beside)
+    body = lambda t: MANY.rows(t.space) * sum(kernels.program.ops[i].width for i in t.body)  # noqa: E731
+    assert body(loop.beside) > 0
+    assert CostModel(kernels, MANY).costs()[number].flops == body(loop) + body(loop.beside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from dejax.rgnn import _sorting
+from dejax.rgnn import _segments, _sorting
 from dejax.rgnn.graph import HUB_CHUNK, LOOPS, RelGraph, tile_table
 from dejax.rgnn.interop import to_relations
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
@@ -389,6 +390,24 @@ def test_a_graph_that_is_made_while_tracing_is_concrete(monkeypatch: pytest.Monk
     jax.jit(lambda x: inside.append(made()) or x)(0.0)
     assert not inside[0].is_traced
     jax.tree.map(np.testing.assert_array_equal, inside[0], expected)
+
+
+@pytest.mark.parametrize("throughout", [True, False])
+def test_kernels_take_long_rows_first(throughout: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows of a small graph by length; those of a large one within blocks."""
+    monkeypatch.setattr(_segments, "_SORTED_BLOCK", 16)
+    monkeypatch.setattr(_segments, "_SORTED_THROUGHOUT", 3000 if throughout else 2999)
+    offsets = np.concatenate([[0], np.sort(np.random.default_rng(0).integers(0, 3001, 59)), [3000]])
+    loop = _segments.loop_order(offsets, np.arange(3000), 128)
+    assert loop is not None
+    counts = np.diff(offsets)[loop.rows]
+    for first in range(0, 60, 60 if throughout else 16):
+        block = slice(first, first + (60 if throughout else 16))
+        assert (np.diff(counts[block]) <= 0).all()
+        np.testing.assert_array_equal(np.sort(loop.rows[block]), np.arange(60)[block])
+    items = [loop.order[a:b] for a, b in itertools.pairwise(loop.offsets)]
+    for row, found in zip(loop.rows, items, strict=True):
+        np.testing.assert_array_equal(found, np.arange(offsets[row], offsets[row + 1]))
 
 
 def test_tables_of_many_edges_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
