@@ -448,7 +448,8 @@ def _chunk(plan: Plan, r: _Refs, program: jax.Array, partials: Sequence[Any]) ->
 def combine_kernel(*refs: Any, plan: Plan) -> None:
     """The chunks of one hub row merged in their order, and the row's epilogue.
 
-    Most hubs have a few chunks and some have hundreds: the whole of large tiles first, then the rest in small ones.
+    Most hubs have a few chunks and some have hundreds: large tiles first, then what is left where a small one holds it.
+    A step waits for memory: of 149 chunks two large steps and three small ones would take longer than three large ones.
     """
     (hub_rows, hub_offsets), refs = refs[:2], refs[2:]
     arrays, rest = _arrays(plan, refs)
@@ -475,7 +476,8 @@ def combine_kernel(*refs: Any, plan: Plan) -> None:
     few = min(plan.combined, _FEW_CHUNKS)
     accs = initial(plan.reductions, 1, few)
     if few < plan.combined:
-        many = start + lax.div(end - start, jnp.int32(plan.combined)) * jnp.int32(plan.combined)
+        large = lax.div(end - start + (plan.combined - few - 1), jnp.int32(plan.combined))
+        many = lax.min(start + large * plan.combined, end)
         found = combined(initial(plan.reductions, 1, plan.combined), plan.combined, start, many)
         start = many
         merged = merge(plan.reductions, found)
