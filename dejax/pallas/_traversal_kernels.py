@@ -348,13 +348,20 @@ def _scaled(
     return tuple(part * inverse for part in parts)
 
 
-def _beside(plan: Plan, refs: _Refs | None, row: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
+def _beside_bounds(refs: _Refs | None, row: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
+    """Where the other items of each row begin and end: loaded before the loop that `_beside` comes after."""
+    if refs is None:
+        return ()
+    return _triton.load(refs.offsets, (row,), mask), _triton.load(refs.offsets, (row + 1,), mask)
+
+
+def _beside(plan: Plan, refs: _Refs | None, bounds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """The sums over the other items of each row: [rows, *padded] each."""
     if plan.beside is None or refs is None:
         return ()
-    start, end = _triton.load(refs.offsets, (row,), mask), _triton.load(refs.offsets, (row + 1,), mask)
+    start, end = bounds
     # A hub has the lanes of its program to itself.
-    items = plan.beside.items * plan.rows // row.shape[0]
+    items = plan.beside.items * plan.rows // start.shape[0]
     return tuple(results(plan.beside.reductions, _loop(plan.beside, refs, {}, start, end, items)))
 
 
@@ -431,8 +438,9 @@ def _rows(plan: Plan, r: _Refs, program: jax.Array, outputs: Sequence[Any]) -> N
         mask = mask & (end - start <= plan.chunk)
         end = where(mask, end, start)
     tiles = _row_tiles(plan, r.arrays, r.tables, row, mask)
+    bounds = _beside_bounds(r.beside, row, mask)
     merged = _loop(plan, r, tiles, start, end, plan.items)
-    _write_rows(plan, outputs, merged, tiles, row, mask, _beside(plan, r.beside, row, mask))
+    _write_rows(plan, outputs, merged, tiles, row, mask, _beside(plan, r.beside, bounds))
 
 
 def _chunk(plan: Plan, r: _Refs, program: jax.Array, partials: Sequence[Any]) -> None:
@@ -461,15 +469,19 @@ def combine_kernel(*refs: Any, plan: Plan) -> None:
     hub = program + lanes(1, 0, 1)
     row = _triton.load(hub_rows, (hub,))
     start, end = _triton.load(hub_offsets, (hub,)), _triton.load(hub_offsets, (hub + 1,))
+    # What the epilogue reads comes while chunks are merged.
+    mask = row < plan.num_rows
+    tiles = _row_tiles(plan, arrays, tables, row, mask)
+    bounds = _beside_bounds(beside, row, mask)
 
     def combined(accs: tuple[jax.Array, ...], items: int, first: jax.Array, last: jax.Array) -> tuple[jax.Array, ...]:
         """The accumulators after the chunks from `first` to `last`, `items` at a time."""
 
         def step(i: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             chunk = first[:, None] + (i * items + lanes(items, 1, 2))
-            mask = chunk < last[:, None]
-            values = tuple(_load(p, chunk, mask, r.shape) for p, r in zip(partials, plan.reductions, strict=True))
-            return update(plan.reductions, accs, values, mask)
+            valid = chunk < last[:, None]
+            values = tuple(_load(p, chunk, valid, r.shape) for p, r in zip(partials, plan.reductions, strict=True))
+            return update(plan.reductions, accs, values, valid)
 
         return _triton.fori_loop(0, steps((last - first).reshape(()), items), step, accs)
 
@@ -484,9 +496,7 @@ def combine_kernel(*refs: Any, plan: Plan) -> None:
         whole = tuple(stretched(m[:, None], a.shape) for m, a in zip(merged, accs, strict=True))
         accs = update(plan.reductions, accs, whole, lanes(few, 1, 2) == 0)
     accs = combined(accs, few, start, end)
-    mask = row < plan.num_rows
-    tiles = _row_tiles(plan, arrays, tables, row, mask)
-    _write_rows(plan, outputs, merge(plan.reductions, accs), tiles, row, mask, _beside(plan, beside, row, mask))
+    _write_rows(plan, outputs, merge(plan.reductions, accs), tiles, row, mask, _beside(plan, beside, bounds))
 
 
 def map_kernel(*refs: Any, plan: Plan) -> None:

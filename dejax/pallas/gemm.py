@@ -62,6 +62,7 @@ class _Config:
     accumulate: bool
     precision: str
     dtype: jnp.dtype
+    positions: int
     x_rows: int
     out_rows: int
     scaled: bool  # products in float16 with powers of two beside
@@ -126,11 +127,13 @@ def _multiply_tile(ref: dict[str, Any], c: _Config, tile: Any, g: Any, column: A
     if last is not None:
         end = jnp.where(last, end, start)
 
+    # Indices are loaded beside the tile's end and not behind it: a program waits for memory once less.
     position = start + lanes(c.block, 0, 1)
-    valid = position < end
+    valid, inside = position < end, position < c.positions
+    out_row = _triton.load(ref["out_index"], (position,), inside) if "out_index" in ref else None
     row = position
     if "x_index" in ref:
-        row = _triton.load(ref["x_index"], (position,), valid)
+        row = _triton.load(ref["x_index"], (position,), inside)
         # An index out of range reads zeros, never other memory.
         valid_x = within(row, c.x_rows, valid)
     else:
@@ -200,9 +203,9 @@ def _multiply_tile(ref: dict[str, Any], c: _Config, tile: Any, g: Any, column: A
         y = y + _triton.load(ref["bias"], (t, g * c.n + n), None if even_n else n < c.n).astype(jnp.float32)
     y = apply_activation(c.activation, y)
 
-    out_row = position
-    if "out_index" in ref:
-        out_row = _triton.load(ref["out_index"], (position,), valid)
+    if out_row is None:
+        out_row = position
+    else:
         valid = within(out_row, c.out_rows, valid)
     out_row = where(valid, out_row, c.out_rows)
     mask = valid[:, None] if even_n else valid[:, None] & (n < c.n)
@@ -455,6 +458,7 @@ def typed_matmul(
             accumulate=accumulate,
             precision=precision,
             dtype=_triton.product_dtype(x.dtype, w.dtype, precision),
+            positions=num_positions,
             x_rows=rows,
             out_rows=out_rows,
             scaled=scaled,

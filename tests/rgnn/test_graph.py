@@ -410,6 +410,14 @@ def test_kernels_take_long_rows_first(throughout: bool, monkeypatch: pytest.Monk
         np.testing.assert_array_equal(found, np.arange(offsets[row], offsets[row + 1]))
 
 
+@pytest.mark.parametrize(
+    "items, rows, expected", [(20_851, 7262, 24), (148_100, 27_163, 24), (342_297, 14_541, 64), (620_232, 342_297, 64),
+                              (620_232, 14_541, 96), (4_762_678, 93_773, 128), (30, 1, 64), (10**6, 10, 128)]
+)  # fmt: skip
+def test_items_of_a_chunk_by_how_many_a_row_has(items: int, rows: int, expected: int) -> None:
+    assert _segments.hub_chunk_of(items, rows) == expected
+
+
 def test_tables_of_many_edges_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dejax.rgnn._packed._SMALL", 100)
     rng = np.random.default_rng(0)
