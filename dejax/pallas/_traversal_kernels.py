@@ -68,6 +68,7 @@ class Plan:
     items: int
     chunk: int | None = None
     num_chunks: int = 0
+    num_counters: int = 0  # hubs, where the last of a hub's chunks merges them all
     combined: int = 1  # chunks of a hub that are merged in a step
     parts: tuple[int, ...] = ()  # exponents a row of operands that come as `HalfRows`, 0 for the others
     half: tuple[int, ...] = ()  # numbers of the row outputs, or a map's outputs, that are written as `HalfRows`
@@ -394,12 +395,18 @@ def _unpack(refs: Sequence[Any], plan: Plan, num_aliased: int) -> _Refs:
     read, rest = _read_refs(plan, refs)
     row_order, rest = (rest[0], rest[1:]) if plan.has_row_order else (None, rest)
     beside, rest = _beside_refs(plan, rest)
-    bounds, rest = (rest[:3], rest[3:]) if plan.num_chunks else ((), rest)
+    bounds, rest = _bounds(plan, rest)
     outputs = rest[num_aliased:]
     n = len(plan.item_outputs)
     return replace(
         read, row_order=row_order, beside=beside, bounds=bounds, item_outputs=outputs[:n], outputs=outputs[n:]
     )
+
+
+def _bounds(plan: Plan, refs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Row, start and end of each chunk and, where they are counted, its hub and the chunks of each hub."""
+    size = (5 if plan.num_counters else 3) if plan.num_chunks else 0
+    return refs[:size], refs[size:]
 
 
 def _read_refs(plan: Plan, refs: Sequence[Any]) -> tuple[_Refs, Sequence[Any]]:
@@ -424,7 +431,7 @@ def row_kernel(*refs: Any, plan: Plan, num_aliased: int) -> None:
         _rows(plan, r, program, r.outputs)
         return
     row_refs, partials = r.outputs[:num_outputs], r.outputs[num_outputs:]
-    _triton.when(program < plan.num_chunks, lambda: _chunk(plan, r, program, partials))
+    _triton.when(program < plan.num_chunks, lambda: _chunk(plan, r, program, partials, row_refs))
     _triton.when(program >= plan.num_chunks, lambda: _rows(plan, r, program - plan.num_chunks, row_refs))
 
 
@@ -443,22 +450,50 @@ def _rows(plan: Plan, r: _Refs, program: jax.Array, outputs: Sequence[Any]) -> N
     _write_rows(plan, outputs, merged, tiles, row, mask, _beside(plan, r.beside, bounds))
 
 
-def _chunk(plan: Plan, r: _Refs, program: jax.Array, partials: Sequence[Any]) -> None:
-    """One chunk of a hub row: its partial accumulators, maxima of nothing as -inf; and its item outputs."""
+def _chunk(plan: Plan, r: _Refs, program: jax.Array, partials: Sequence[Any], row_refs: Sequence[Any]) -> None:
+    """One chunk of a hub row: its partial accumulators, maxima of nothing as -inf; and its item outputs.
+
+    With counters the last chunk of a hub to get here merges all of them.
+    """
     chunk = program + lanes(1, 0, 1)
-    row, start, end = (_triton.load(b, (chunk,)) for b in r.bounds)
+    row, start, end = (_triton.load(b, (chunk,)) for b in r.bounds[:3])
     tiles = _row_tiles(plan, r.arrays, r.tables, row, row < plan.num_rows)
+    if not plan.num_counters:
+        _accumulate(plan, r, chunk, tiles, start, end, partials)
+        return
+    hubs, offsets = r.bounds[3:]
+    *partials, counters = partials
+    hub = hubs[program]
+    used = hub < plan.num_counters
+    hub = lax.min(hub, jnp.int32(plan.num_counters - 1))
+    first, last = offsets[hub], offsets[hub + 1]
+    _accumulate(plan, r, chunk, tiles, start, end, partials)
+
+    def merge_if_last() -> None:
+        is_last = _triton.arrive(counters, hub) == last - first - 1
+        only, arrays = lanes(1, 0, 1), [_Array(p) for p in partials]
+        _triton.when(is_last, lambda: _merge_hub(plan, r, arrays, row_refs, row, first + only, last + only))
+
+    _triton.when(used, merge_if_last)
+
+
+def _accumulate(
+    plan: Plan,
+    r: _Refs,
+    chunk: jax.Array,
+    tiles: dict[int, jax.Array],
+    start: jax.Array,
+    end: jax.Array,
+    partials: Sequence[Any],
+) -> None:
+    """Stores the accumulators over the positions from `start` to `end`, of one chunk."""
     merged = _loop(plan, r, tiles, start, end, plan.rows * plan.items)
     for ref, reduction, value in zip(partials, plan.reductions, merged, strict=True):
         _store(ref, chunk, chunk >= 0, reduction.shape, 0, value)
 
 
 def combine_kernel(*refs: Any, plan: Plan) -> None:
-    """The chunks of one hub row merged in their order, and the row's epilogue.
-
-    Most hubs have a few chunks and some have hundreds: large tiles first, then what is left where a small one holds it.
-    A step waits for memory: of 149 chunks two large steps and three small ones would take longer than three large ones.
-    """
+    """The chunks of one hub row merged, and the row's epilogue."""
     (hub_rows, hub_offsets), refs = refs[:2], refs[2:]
     arrays, rest = _arrays(plan, refs)
     tables, rest = rest[: plan.num_tables], rest[plan.num_tables :]
@@ -469,10 +504,27 @@ def combine_kernel(*refs: Any, plan: Plan) -> None:
     hub = program + lanes(1, 0, 1)
     row = _triton.load(hub_rows, (hub,))
     start, end = _triton.load(hub_offsets, (hub,)), _triton.load(hub_offsets, (hub + 1,))
+    _merge_hub(plan, _Refs(arrays, tables, None, None, beside=beside), partials, outputs, row, start, end)
+
+
+def _merge_hub(
+    plan: Plan,
+    r: _Refs,
+    partials: Sequence[_Array],
+    outputs: Sequence[Any],
+    row: jax.Array,
+    start: jax.Array,
+    end: jax.Array,
+) -> None:
+    """Merges the chunks from `start` to `end` of one hub row in their order, and writes the row.
+
+    Most hubs have a few chunks and some have hundreds: large tiles first, then what is left where a small one holds it.
+    A step waits for memory: of 149 chunks two large steps and three small ones would take longer than three large ones.
+    """
     # What the epilogue reads comes while chunks are merged.
     mask = row < plan.num_rows
-    tiles = _row_tiles(plan, arrays, tables, row, mask)
-    bounds = _beside_bounds(beside, row, mask)
+    tiles = _row_tiles(plan, r.arrays, r.tables, row, mask)
+    bounds = _beside_bounds(r.beside, row, mask)
 
     def combined(accs: tuple[jax.Array, ...], items: int, first: jax.Array, last: jax.Array) -> tuple[jax.Array, ...]:
         """The accumulators after the chunks from `first` to `last`, `items` at a time."""
@@ -496,7 +548,7 @@ def combine_kernel(*refs: Any, plan: Plan) -> None:
         whole = tuple(stretched(m[:, None], a.shape) for m, a in zip(merged, accs, strict=True))
         accs = update(plan.reductions, accs, whole, lanes(few, 1, 2) == 0)
     accs = combined(accs, few, start, end)
-    _write_rows(plan, outputs, merge(plan.reductions, accs), tiles, row, mask, _beside(plan, beside, bounds))
+    _write_rows(plan, outputs, merge(plan.reductions, accs), tiles, row, mask, _beside(plan, r.beside, bounds))
 
 
 def map_kernel(*refs: Any, plan: Plan) -> None:

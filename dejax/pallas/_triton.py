@@ -228,6 +228,20 @@ def atomic_add(ref: Any, indices: tuple[jax.Array, ...], value: jax.Array, mask:
         plt.atomic_add(ref, indices, value, mask=mask)
 
 
+def arrive(ref: Any, index: jax.Array) -> jax.Array:
+    """Adds 1 to `ref[index]`, int32, and gives what was there before; `index` is a scalar.
+
+    Programs that arrive later see what this one has stored.
+    """
+    if _interpreted.get():  # one program after the other
+        at = (index[None],)
+        before = load(ref, at)
+        store(ref, at, before + 1)
+        return before.reshape(())
+    plt.debug_barrier()  # one thread counts, for what all threads have stored
+    return plt.atomic_add(ref, (index,), jnp.int32(1))
+
+
 def multiply_add(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
     """`x * y + z` of float32 tiles of one shape, in one instruction a number: Triton here does not fuse the two."""
     if _interpreted.get():

@@ -16,9 +16,12 @@ from dejax.pallas._shapes import cdiv, lanes, next_power_of_two
 from dejax.pallas._tiles import steps
 
 # Rows that are added at once, and numbers of them that a program takes. Where a program took one row of a matrix,
-# fb15k's 474 types of 64 by 64 took 20 us. Few sums are of many rows: more at once, and more programs.
-_TILE, _TILE_OF_FEW = (8, 512), (32, 128)
-_FEW_PROGRAMS = 264
+# fb15k's 474 types of 64 by 64 took 20 us.
+_TILE = (8, 512)
+# Of many rows each sum waits for its steps, and few sums leave few programs: three of mutag's, of 212 rows in 7 types,
+# took 10, 9 and 4 us with the other tile, and take 4 each.
+_TILE_OF_MANY = (32, 128)
+_MANY_ROWS, _FEW_PROGRAMS = 8, 264
 
 
 def _kernel(*refs: Any, numbers: int, summed: int, block: int) -> None:
@@ -75,7 +78,8 @@ def sum_rows(
     given = [x.reshape(x.shape[0], numbers), offsets]
     if order is not None:
         given.append(as_index(order, "order", x.shape[0]))
-    summed, most = _TILE if rows * cdiv(numbers, _TILE[1]) >= _FEW_PROGRAMS else _TILE_OF_FEW
+    many = x.shape[0] >= _MANY_ROWS * rows or rows * cdiv(numbers, _TILE[1]) < _FEW_PROGRAMS
+    summed, most = _TILE_OF_MANY if many else _TILE
     block = min(next_power_of_two(numbers), most)
     (total,) = _triton.pallas_call(
         functools.partial(_kernel, numbers=numbers, summed=summed, block=block),

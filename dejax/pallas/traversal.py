@@ -357,6 +357,8 @@ def traverse(
         schedule = TraversalSchedule(**fields)
     other, given = (None, []) if beside is None else beside.planned(num_rows, schedule.items_per_step)
     has_hubs = hubs is not None and hubs[1].shape[0] > 0 and hubs[3].shape[0] > 0
+    counted = hubs is not None and has_hubs and len(hubs) > 6 and bool(row_outputs)
+    slots = schedule.rows_per_program * schedule.items_per_step
     plan = Plan(
         body=body,
         epilogue=epilogue,
@@ -372,7 +374,8 @@ def traverse(
         items=schedule.items_per_step,
         chunk=int(hubs[0]) if hubs is not None and has_hubs else None,
         num_chunks=hubs[3].shape[0] if hubs is not None and has_hubs else 0,
-        combined=max(schedule.rows_per_program * schedule.items_per_step, min(64, 4096 // width)),
+        num_counters=hubs[1].shape[0] if hubs is not None and counted else 0,
+        combined=max(slots, min(8 if counted else 64, 4096 // width)),
         parts=_parts(ready),
         half=half,
         factored=factored,
@@ -418,21 +421,28 @@ def traverse(
     partial_structs = []
     if plan.num_chunks:
         assert hubs is not None
-        shared += hubs[3:]
+        shared += hubs[3:6]
         partial_structs = _structs([(r.shape, jnp.float32) for r in reductions], plan.num_chunks)
-    initial = [] if covers_all_items else _zeros(item_structs)
+    if counted:
+        assert hubs is not None
+        shared += [hubs[6], hubs[2]]
+        partial_structs.append(jax.ShapeDtypeStruct((plan.num_counters,), jnp.dtype(jnp.int32)))
+    structs = [*item_structs, *row_structs, *partial_structs]
+    # What is not written as a whole, and what is counted up, is zero beforehand.
+    zeroed = [*range(0 if covers_all_items else len(item_structs)), *([len(structs) - 1] if counted else [])]
+    initial = _zeros([structs[i] for i in zeroed])
     outputs = call(
         functools.partial(row_kernel, plan=plan, num_aliased=len(initial)),
         name="traverse",
         num_programs=plan.num_chunks + cdiv(num_rows, plan.rows),
-        out_shape=[*item_structs, *row_structs, *partial_structs],
-        aliases={len(shared) + i: i for i in range(len(initial))},
+        out_shape=structs,
+        aliases={len(shared) + i: output for i, output in enumerate(zeroed)},
     )(*shared, *initial)
     n = len(item_structs)
     items, found = tuple(outputs[:n]), list(outputs[n:])
     results: list[Any] = found[: len(row_structs)]
     partials = found[len(row_structs) :]
-    if plan.num_chunks and row_structs:
+    if plan.num_chunks and row_structs and not counted:
         assert hubs is not None
         operands_of_hubs = [hubs[1], hubs[2], *ready, *map(_not_empty, index_tables), *given, *partials]
         results = list(

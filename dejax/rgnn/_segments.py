@@ -69,6 +69,8 @@ class HubTable:
         chunk_start: int32[chunks], the first position (in the grouped order) of each chunk.
         chunk_end: int32[chunks], the position after the last one; equal to `chunk_start` where unused.
         chunk: the most items that a chunk, or a row that is no hub, has (static).
+        chunk_hub: int32[chunks], the hub of each chunk, where the last chunk of a hub is to merge them; else None, and
+            a kernel of its own does.
     """
 
     rows: Array
@@ -77,6 +79,13 @@ class HubTable:
     chunk_start: Array
     chunk_end: Array
     chunk: int = field(metadata=_STATIC)
+    chunk_hub: Any = None
+
+    @property
+    def tables(self) -> tuple[Any, ...]:
+        """As `dejax.pallas.traverse` takes them."""
+        found = (self.chunk, self.rows, self.offsets, self.chunk_row, self.chunk_start, self.chunk_end)
+        return found if self.chunk_hub is None else (*found, self.chunk_hub)
 
 
 @jax.tree_util.register_dataclass
@@ -219,6 +228,10 @@ _SORTED_BLOCK = 4096
 _SORTED_THROUGHOUT = 1 << 20
 
 
+# Whether loops merge a hub's chunks as the last of them is done: a launch less, and no more registers. Not measured.
+_COUNTED = False
+
+
 def hub_chunk_of(num_items: int, num_rows: int) -> int:
     """Items of a chunk that leave enough programs for the whole machine, and most rows in one piece."""
     # mutag's RGAT training 119 us, with chunks of 32 122, of 16 121 and of 48 131; bgs' 276 and, of 96, 293.
@@ -261,7 +274,7 @@ def loop_order(
     if items.shape[0] < num_items:  # padding items stay last
         items = np.concatenate([items, order[items.shape[0] :]])
     chunk = min(hub_chunk, hub_chunk_of(num_items, num_rows))
-    hubs = hub_table(begins, chunk, num_items)
+    hubs = hub_table(begins, chunk, num_items, counted=_COUNTED)
     if hubs is not None:
         hubs = dataclasses.replace(hubs, rows=rows[hubs.rows], chunk_row=rows[hubs.chunk_row])
     return LoopOrder(rows, begins, items, hubs)
@@ -314,7 +327,9 @@ def tile_table(offsets: Any, block: int, num_items: int, *, exact: bool | None =
     return TileTable(_like(offsets, row), _like(offsets, start), block)
 
 
-def hub_table(offsets: Any, chunk: int, num_items: int, *, exact: bool | None = None) -> HubTable | None:
+def hub_table(
+    offsets: Any, chunk: int, num_items: int, *, exact: bool | None = None, counted: bool = False
+) -> HubTable | None:
     """Lists the rows with more than `chunk` items, in chunks of `chunk` items.
 
     Args:
@@ -322,6 +337,7 @@ def hub_table(offsets: Any, chunk: int, num_items: int, *, exact: bool | None = 
         chunk: the most items that a row may have without being a hub, at least 1.
         num_items: number of items, padding included; bounds the table where it is not exact.
         exact: whether to size the table by the numbers in `offsets` or by a static bound; None: exact unless traced.
+        counted: whether an exact table says the hub of each chunk.
 
     Returns:
         None where no row can be a hub; otherwise the exact table, or one with room for
@@ -345,8 +361,10 @@ def hub_table(offsets: Any, chunk: int, num_items: int, *, exact: bool | None = 
     row = rows[hub]
     start = off[row] + (ids - first_chunk[hub]) * chunk
     end = np.minimum(start + chunk, off[row + 1])
-    rows, first_chunk, row, start, end = (_like(offsets, array) for array in (rows, first_chunk, row, start, end))
-    return HubTable(rows, first_chunk, row, start, end, chunk)
+    rows, first_chunk, row, start, end, hub = (
+        _like(offsets, array) for array in (rows, first_chunk, row, start, end, hub)
+    )
+    return HubTable(rows, first_chunk, row, start, end, chunk, hub if counted else None)
 
 
 def make_segments(index: Any, order: Any, offsets: Any, *, hub_chunk: int, typed: bool = False) -> Segments:

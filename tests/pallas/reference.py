@@ -388,6 +388,7 @@ class Traversal:
     nodes: int = 11
     ordered: bool = False  # rows in an order of their own
     half: bool = False  # rows read and written in 16 bits
+    counted: bool = False  # the last chunk of a hub merges them
 
     @property
     def items(self) -> int:
@@ -441,7 +442,8 @@ class Traversal:
         if self.schedule is not None:
             options["schedule"] = kernels.TraversalSchedule(*self.schedule, 1, 1)
         if self.chunk is not None:
-            options["hubs"] = (self.chunk, *(a[n] for n in HUB_NAMES))
+            names = (*HUB_NAMES, "chunk_hub") if self.counted else HUB_NAMES
+            options["hubs"] = (self.chunk, *(a[n] for n in names))
         if self.ordered:
             options["row_order"] = a["row_order"]
         if self.half:
@@ -591,6 +593,7 @@ def hub_table(offsets: np.ndarray, chunk: int, unused: int) -> dict[str, np.ndar
         "chunk_row": table[:, 0],
         "chunk_start": table[:, 1],
         "chunk_end": table[:, 2],
+        "chunk_hub": np.repeat([*range(len(hubs)), len(hubs) + unused], [*per_hub, unused]).astype(np.int32),
     }
 
 
@@ -632,6 +635,9 @@ TRAVERSALS = {
     "positioned, half rows, hubs, rows ordered": Traversal(
         kind="positioned", width=17, chunk=4, ordered=True, half=True
     ),
+}
+TRAVERSALS |= {
+    f"{name}, counted": replace(case, counted=True) for name, case in TRAVERSALS.items() if case.chunk is not None
 }
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax.rgnn import Options, RelGraph, execute
+from dejax.rgnn import Options, RelGraph, _segments, execute
 from dejax.rgnn.execute import counts_of
 from dejax.rgnn.ir.inter import Program
 from dejax.rgnn.ir.intra import Traversal
@@ -310,6 +310,13 @@ def test_typed_sources(name: str, backend: str, disable: tuple[str, ...]) -> Non
 @pytest.mark.usefixtures("scores_made_again")
 def test_scores_made_again(backend: str) -> None:
     check("hgt", "hubs", Size(8, 4, 2), BACKENDS[backend], tolerance=F32, loop_tables=backend == "pallas")
+
+
+@pytest.mark.parametrize("name", ["rgcn_mean", "rgat", "hgt"])
+def test_hubs_merged_in_the_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the last of their chunks, and not by a kernel of its own."""
+    monkeypatch.setattr(_segments, "_COUNTED", True)
+    check(name, "hubs", Size(8, 4, 2), PALLAS, tolerance=F32, loop_tables=True)
 
 
 @pytest.mark.parametrize("size", [Size(16, 16, 1), Size(20, 18, 2)], ids=str)

@@ -255,9 +255,7 @@ class PallasLowering:
             reductions=tuple(kernels.Reduction(a.kind, ops[a.out].shape, a.score) for a in t.accumulators),
             item_outputs=item_outputs,
             row_outputs=tuple((ops[v].shape, jnp.dtype(ops[v].dtype)) for v in t.row_outputs),
-            hubs=None
-            if hubs is None
-            else (hubs.chunk, hubs.rows, hubs.offsets, hubs.chunk_row, hubs.chunk_start, hubs.chunk_end),
+            hubs=None if hubs is None else hubs.tables,
             row_order=None if group.loop is None else group.loop.rows,
             half_outputs=tuple(i for i, v in enumerate(t.row_outputs) if v in self.half),
             covers_all_items=valid_rows(self.graph, t.space) is None,
