@@ -532,7 +532,8 @@ def _merge_hub(
         def step(i: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             chunk = first[:, None] + (i * items + lanes(items, 1, 2))
             valid = chunk < last[:, None]
-            values = tuple(_load(p, chunk, valid, r.shape) for p, r in zip(partials, plan.reductions, strict=True))
+            shapes = (reduction.shape for reduction in plan.reductions)
+            values = tuple(_load(p, chunk, valid, shape) for p, shape in zip(partials, shapes, strict=True))
             return update(plan.reductions, accs, values, valid)
 
         return _triton.fori_loop(0, steps((last - first).reshape(()), items), step, accs)

@@ -288,6 +288,8 @@ def traverse(
         offsets int32[hubs + 1], chunk_row, chunk_start, chunk_end int32[chunks]), where hub h has the chunks
         `offsets[h]` to `offsets[h + 1]` and a chunk the positions `chunk_start` to `chunk_end` of the order; unused
         hubs and chunks have the row `num_rows` and no positions. Every row of more than `chunk` items must be there.
+        With chunk_hub int32[chunks] besides, the hub of each chunk and the number of hubs for unused ones, the program
+        of a hub's last chunk to be done merges them; without it, a kernel of its own.
       row_order: int32[num_rows], a permutation: then `offsets`, `order` and positions are of the rows in this order,
         row `row_order[0]` first, and so are the chunks of `hubs`, whose rows are true row numbers. Rows of like lengths
         side by side do not wait for each other.
