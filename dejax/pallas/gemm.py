@@ -75,14 +75,15 @@ class _Config:
 
 def _scaled_product(x: jax.Array, w: jax.Array, x_power: Any, w_power: Any) -> jax.Array:
     """The product of two tiles in float16; powers of two that are not given are found here."""
-    if x_power is None:
-        exponent, inverse = exponents(x, 1)
-        x, x_power = x * inverse, power(exponent)
+    half = jnp.float16
     if w_power is None:
         exponent, inverse = exponents(w, None)
         w, w_power = w * inverse, power(exponent)
-    half = jnp.float16
-    return _triton.dot(x.astype(half), w.astype(half), "tf32") * (x_power * w_power)
+    w = w.astype(half)
+    if x_power is None:
+        exponent, inverse = exponents(x, 1)
+        x, x_power = x * inverse, power(exponent)
+    return _triton.dot(x.astype(half), w, "tf32") * (x_power * w_power)
 
 
 def _exact_product(x: jax.Array, w: jax.Array, w_low: jax.Array | None, w_power: Any) -> jax.Array:
@@ -155,9 +156,7 @@ def _multiply_tile(ref: dict[str, Any], c: _Config, tile: Any, g: Any, column: A
     def step(i: Any, total: jax.Array | None) -> jax.Array:
         k = i * s.block_k + lanes(s.block_k, 0, 1)
         x_mask = valid_x if even_k else valid_x & (k < c.k)[None, :]
-        x = _triton.load(ref["x"], (row, (g * c.k + k)[None, :]), x_mask)
-        if c.x_bits_of is not None:
-            x = lax.bitcast_convert_type(x, c.x_bits_of)
+        x_at = (row, (g * c.k + k)[None, :])
         k = k[:, None]
         w_mask = None
         if not even_k and not c.whole_w:
@@ -170,7 +169,11 @@ def _multiply_tile(ref: dict[str, Any], c: _Config, tile: Any, g: Any, column: A
             group, same = g * c.merged + group_of_n, group_of_k == group_of_n
             w_mask = same if w_mask is None else w_mask & same
         at = (t, group, in_n, in_k) if c.transpose_w else (t, group, in_k, in_n)
+        # The matrix first, which waits for no index: it is scaled while the rows are on their way.
         w = _triton.load(ref["w"], at, w_mask)
+        x = _triton.load(ref["x"], x_at, x_mask)
+        if c.x_bits_of is not None:
+            x = lax.bitcast_convert_type(x, c.x_bits_of)
         w_power = ref["w_power"][t] if "w_power" in ref else None
         if c.exact:
             w_low = _triton.load(ref["w_low"], at, w_mask) if "w_low" in ref else None
