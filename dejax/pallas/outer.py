@@ -87,6 +87,7 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
     s = c.schedule
     split, g, block_k, block_n = _triton.program_ids(c.blocks, cdiv(c.k, s.block_k), cdiv(c.n, s.block_n))
     start, end = ref["split_start"][split], ref["split_end"][split]
+    number = ref["split_number"][split] if "split_number" in ref else split
     k = (block_k * s.block_k + lanes(s.block_k, 0, 1))[None, :]
     n = (block_n * s.block_n + lanes(s.block_n, 0, 1))[None, :]
 
@@ -107,12 +108,12 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
     ) -> tuple[jax.Array, jax.Array | None]:
         row_mask = within(row, rows, valid)[:, None]
         mask = row_mask & (column < width) if width % column.shape[1] else row_mask
-        tile = _triton.load(ref[name], (row[:, None], g * width + column), mask)
-        if f"{name}_exponent" not in ref:
-            return tile, None
-        # The first column's part is every column's: `typed_outer` sees to that.
-        part = lax.div(g * width + first, jnp.int32(part_width)) + jnp.zeros_like(row[:, None])
-        return tile, _triton.load(ref[f"{name}_exponent"], (row[:, None], part), row_mask).astype(jnp.int32)
+        exponent = None
+        if f"{name}_exponent" in ref:
+            # The first column's part is every column's: `typed_outer` sees to that.
+            part = lax.div(g * width + first, jnp.int32(part_width)) + jnp.zeros_like(row[:, None])
+            exponent = _triton.load(ref[f"{name}_exponent"], (row[:, None], part), row_mask).astype(jnp.int32)
+        return _triton.load(ref[name], (row[:, None], g * width + column), mask), exponent
 
     first = start + lanes(s.block_rows, 0, 1)
 
@@ -123,8 +124,8 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
         ahead = indices(position + s.block_rows)  # waits for memory together with this step's rows
         found = iter(here)
         x_row, y_row = (next(found) if f"{name}_index" in ref else position for name in "xy")
-        x, x_exponent = load("x", x_row, valid, k, block_k * s.block_k, c.k, c.x_rows, c.x_part)
         y, y_exponent = load("y", y_row, valid, n, block_n * s.block_n, c.n, c.y_rows, c.y_part)
+        x, x_exponent = load("x", x_row, valid, k, block_k * s.block_k, c.k, c.x_rows, c.x_part)
         if "scale" in ref:
             group = g * c.merged + divide(n, c.group_n)[0] if c.merged > 1 else g
             scale = _triton.load(ref["scale"], (position[:, None], group), valid[:, None])
@@ -144,7 +145,6 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
         (group_of_k, k), (group_of_n, n) = divide(k, c.group_k), divide(n, c.group_n)
         inside = inside & (group_of_k == group_of_n)
         group = where(inside, g * c.merged + group_of_n, c.blocks * c.merged)
-    number = ref["split_number"][split] if "split_number" in ref else split
     _triton.store(ref["partial"], (number, group, k, n), total, inside)
 
 
