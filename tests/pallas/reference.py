@@ -637,7 +637,16 @@ TRAVERSALS = {
     ),
 }
 TRAVERSALS |= {
-    f"{name}, counted": replace(case, counted=True) for name, case in TRAVERSALS.items() if case.chunk is not None
+    f"{name}, counted": replace(TRAVERSALS[name], counted=True)
+    for name in (
+        "attention, hubs",
+        "attention, large scores, hubs of many chunks",
+        "edges, width 16, hubs",
+        "columns, hubs, rows ordered",
+        "beside, half rows, hubs, rows ordered",
+        "scalars, hubs",
+        "one row",
+    )
 }
 
 
