@@ -25,7 +25,7 @@ BY_ROW = ("row", "row_indexed", "shared")
 # Features from which on a tile comes as `Factored`.
 _WIDE = 16
 # Chunks of a hub that are merged at once where they are fewer than `Plan.combined`.
-_FEW_CHUNKS = 8
+FEW_CHUNKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,16 +458,18 @@ def _chunk(plan: Plan, r: _Refs, program: jax.Array, partials: Sequence[Any], ro
     chunk = program + lanes(1, 0, 1)
     row, start, end = (_triton.load(b, (chunk,)) for b in r.bounds[:3])
     tiles = _row_tiles(plan, r.arrays, r.tables, row, row < plan.num_rows)
+    if plan.num_counters:  # loaded before the loop, on which it does not depend
+        *partials, counters = partials
+        hubs, offsets = r.bounds[3:]
+        hub = hubs[program]
+        used = hub < plan.num_counters
+        hub = lax.min(hub, jnp.int32(plan.num_counters - 1))
+        first, last = offsets[hub], offsets[hub + 1]
+    merged = _loop(plan, r, tiles, start, end, plan.rows * plan.items)
+    for ref, reduction, value in zip(partials, plan.reductions, merged, strict=True):
+        _store(ref, chunk, chunk >= 0, reduction.shape, 0, value)
     if not plan.num_counters:
-        _accumulate(plan, r, chunk, tiles, start, end, partials)
         return
-    hubs, offsets = r.bounds[3:]
-    *partials, counters = partials
-    hub = hubs[program]
-    used = hub < plan.num_counters
-    hub = lax.min(hub, jnp.int32(plan.num_counters - 1))
-    first, last = offsets[hub], offsets[hub + 1]
-    _accumulate(plan, r, chunk, tiles, start, end, partials)
 
     def merge_if_last() -> None:
         is_last = _triton.arrive(counters, hub) == last - first - 1
@@ -475,21 +477,6 @@ def _chunk(plan: Plan, r: _Refs, program: jax.Array, partials: Sequence[Any], ro
         _triton.when(is_last, lambda: _merge_hub(plan, r, arrays, row_refs, row, first + only, last + only))
 
     _triton.when(used, merge_if_last)
-
-
-def _accumulate(
-    plan: Plan,
-    r: _Refs,
-    chunk: jax.Array,
-    tiles: dict[int, jax.Array],
-    start: jax.Array,
-    end: jax.Array,
-    partials: Sequence[Any],
-) -> None:
-    """Stores the accumulators over the positions from `start` to `end`, of one chunk."""
-    merged = _loop(plan, r, tiles, start, end, plan.rows * plan.items)
-    for ref, reduction, value in zip(partials, plan.reductions, merged, strict=True):
-        _store(ref, chunk, chunk >= 0, reduction.shape, 0, value)
 
 
 def combine_kernel(*refs: Any, plan: Plan) -> None:
@@ -538,7 +525,7 @@ def _merge_hub(
 
         return _triton.fori_loop(0, steps((last - first).reshape(()), items), step, accs)
 
-    few = min(plan.combined, _FEW_CHUNKS)
+    few = min(plan.combined, FEW_CHUNKS)
     accs = initial(plan.reductions, 1, few)
     if few < plan.combined:
         large = lax.div(end - start + (plan.combined - few - 1), jnp.int32(plan.combined))

@@ -18,6 +18,7 @@ from dejax.pallas._checks import FLOATS, as_index
 from dejax.pallas._shapes import cdiv, padded_size
 from dejax.pallas._traversal_kernels import (
     BY_ROW,
+    FEW_CHUNKS,
     Operand,
     Output,
     Plan,
@@ -377,7 +378,7 @@ def traverse(
         chunk=int(hubs[0]) if hubs is not None and has_hubs else None,
         num_chunks=hubs[3].shape[0] if hubs is not None and has_hubs else 0,
         num_counters=hubs[1].shape[0] if hubs is not None and counted else 0,
-        combined=max(slots, min(8 if counted else 64, 4096 // width)),
+        combined=max(slots, min(FEW_CHUNKS if counted else 64, 4096 // width)),
         parts=_parts(ready),
         half=half,
         factored=factored,
@@ -425,10 +426,9 @@ def traverse(
         assert hubs is not None
         shared += hubs[3:6]
         partial_structs = _structs([(r.shape, jnp.float32) for r in reductions], plan.num_chunks)
-    if counted:
-        assert hubs is not None
-        shared += [hubs[6], hubs[2]]
-        partial_structs.append(jax.ShapeDtypeStruct((plan.num_counters,), jnp.dtype(jnp.int32)))
+        if counted:
+            shared += [hubs[6], hubs[2]]
+            partial_structs.append(jax.ShapeDtypeStruct((plan.num_counters,), jnp.dtype(jnp.int32)))
     structs = [*item_structs, *row_structs, *partial_structs]
     # What is not written as a whole, and what is counted up, is zero beforehand.
     zeroed = [*range(0 if covers_all_items else len(item_structs)), *([len(structs) - 1] if counted else [])]

@@ -361,10 +361,8 @@ def hub_table(
     row = rows[hub]
     start = off[row] + (ids - first_chunk[hub]) * chunk
     end = np.minimum(start + chunk, off[row + 1])
-    rows, first_chunk, row, start, end, hub = (
-        _like(offsets, array) for array in (rows, first_chunk, row, start, end, hub)
-    )
-    return HubTable(rows, first_chunk, row, start, end, chunk, hub if counted else None)
+    rows, first_chunk, row, start, end = (_like(offsets, array) for array in (rows, first_chunk, row, start, end))
+    return HubTable(rows, first_chunk, row, start, end, chunk, _like(offsets, hub) if counted else None)
 
 
 def make_segments(index: Any, order: Any, offsets: Any, *, hub_chunk: int, typed: bool = False) -> Segments:
