@@ -229,17 +229,24 @@ def atomic_add(ref: Any, indices: tuple[jax.Array, ...], value: jax.Array, mask:
 
 
 def arrive(ref: Any, index: jax.Array) -> jax.Array:
-    """Adds 1 to `ref[index]`, int32, and gives what was there before; `index` is a scalar.
+    """Adds 1 to `ref[index]` and gives what was there before; `index` is a scalar.
 
-    Programs that arrive later see what this one has stored.
+    Programs that arrive later see what this one has stored. `ref` is float32, exact up to 2^24: Pallas lowers additions
+    to tiles of integers as such of floats.
     """
     if _interpreted.get():  # one program after the other
         at = (index[None],)
         before = load(ref, at)
         store(ref, at, before + 1)
         return before.reshape(())
-    plt.debug_barrier()  # one thread counts, for what all threads have stored
-    return plt.atomic_add(ref, (index,), jnp.int32(1))
+    # One thread counts, for what all threads have stored, and tells the others by a sum: as a number that is no tile it
+    # would go through shared memory, and a loop whose program takes any of that is slower, by up to a quarter.
+    lane = lax.iota(jnp.int32, 32)
+    first = lax.eq(lane, np.int32(0))
+    plt.debug_barrier()
+    before = plt.atomic_add(ref, (lane * 0 + index,), lax.full((32,), np.float32(1)), mask=first)
+    plt.debug_barrier()
+    return lax.reduce_sum(where(first, before, 0.0), (0,))
 
 
 def multiply_add(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:

@@ -24,8 +24,6 @@ _MANY_PROGRAMS = 6000
 # Below so many programs multiprocessors are left with few.
 _FEW_PROGRAMS = 3500
 _MULTIPROCESSORS = 132
-# From so many items on rows of 64 features come from memory, whatever the graph.
-_MANY_ITEMS = 8e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,46 +305,34 @@ def traversal_schedule(
     num_warps = min(4, max(1, width // 1024))
     most = 8
     if half:
-        # In 16 bits, sums of 64 features with a number an item: am (mean degree 3) (8 rows, 2 items, 2 warps) 419 us,
-        # (4, 2, 1) 490; biokg (51) (4, 4, 2) 166, (2, 4, 1) 168, (4, 2, 1) 185; its backward (7) (8, 2, 2) 203,
-        # (8, 1, 2) 195. Weighted by a softmax, which reads and computes more numbers: am (4, 2, 1) 591, (8, 2, 2) 634;
-        # mag (11) (2, 4, 1) 1.64 ms, (4, 2, 1) 1.68, (8, 2, 2) 1.87; biokg (2, 4, 1) 237, (4, 4, 2) 270.
-        long = 8 if numbers > 1 else 16
-        most = 4 if mean_degree >= long else 2
+        # In 16 bits, sums of 64 features with a number an item: am (mean degree 3) (8 rows, 1 item, 1 warp) 382 us,
+        # (8, 2, 2) 403; mag (11) 783 and 898; biokg (51) (2, 4, 1) 137, (4, 2, 1) 146, (4, 4, 2) 184; its backward (7)
+        # (8, 1, 1) 161, (4, 2, 1) 183; fb15k (43) (2, 4, 1) 22.0, (1, 4, 1) 26.7. Weighted by a softmax, which reads
+        # and computes more numbers: am (4, 2, 1) 635, (8, 1, 1) 764; mag (4, 2, 1) 1.10 ms, (2, 4, 1) 1.32, (8, 2, 2)
+        # 1.87; fb15k (2, 4, 1) 32.7, (1, 4, 1) 40.5.
+        most = 4 if mean_degree >= 16 else 2 if numbers > 1 else 1
         if width >= 128:
             # A warp has as many numbers as fit, am: 100 (4, 1, 1) 0.74 ms, (2, 2, 1) 0.85, (8, 2, 2) 1.30; 256
             # (2, 1, 1) 1.31, (4, 2, 2) 1.93; RGAT's softmax and sum at 256 1.38 and 2.45; on mag at 128 (4, 1, 1) 1.67,
             # (2, 2, 1) 2.17. On biokg the rule's (1, 4, 1) and (1, 2, 1) are the best.
             slots = max(1, 512 // width)
             most = 4 if mean_degree >= 16 else 1
-        elif numbers <= 1:
-            num_warps, slots = 2, 2 * slots
-            if mean_degree < 3 and (num_items is None or num_items > 100_000):
-                slots //= 2  # fb15k (2) (8, 1, 2) 37 us, (16, 1, 2) 41; mutag (8, 2, 2) 4.5, (8, 1, 2) 6.2
+        elif most == 1 and mean_degree >= 6 and longest > 16 and num_items is not None and num_items <= 1_000_000:
+            most = 2  # bgs (7) (4, 2, 1) 30.6 us, (4, 1, 1) 37.1
     elif not crowded and width >= 128:
         # Sums of float32 rows, am: 100 (4, 1, 1) 0.87 ms, (8, 1, 2) 0.95; 256 (2, 1, 1) 1.59, (8, 1, 1) 2.28.
         slots = max(1, 512 // width)
     elif not crowded and width >= 64 and mean_degree < 4:
-        num_warps = 2  # sums of float32 rows over am's pairs (2): (8, 1, 2) 0.47 ms, (8, 1, 1) 0.52, (16, 1, 2) 0.53
-    # Several rows leave registers for four slots of 64 features. Where rows of pairs are multiplied and summed over a
-    # few items they do not: mag (1) (8, 1, 1) 0.24, (4, 1, 1) 0.32; am (2) 0.25, 0.33, another one 0.30, 0.35.
-    if crowded and not (len(rows) == len(of_row) == 1 and not writes_items and mean_degree < 4):
+        num_warps = 2  # sums of float32 rows over am's pairs (2): (8, 1, 2) 0.48 ms, (8, 1, 1) 0.52, (4, 2, 1) 0.54
+    # Several rows leave registers for four slots of 64 features: HGT's backward on mag (11) (4, 1, 1) 2.53 ms, with
+    # eight 2.83. Where rows of pairs are multiplied and summed over a few items they leave room for eight: am (2) 0.30,
+    # with four 0.35; biokg (7) 32.7 us and 34.8.
+    if crowded and not (len(rows) == len(of_row) == 1 and not writes_items and mean_degree < 8):
         slots = max(1, min(slots, 256 // widest))
-        # With many items loops wait for memory, and threads of fewer registers are more: two rows for each item, one of
-        # their own, mag (11) (4, 1, 2) 1.76 ms, (4, 1, 1) 1.95; backward 3.51 and 3.74. In a cache they do not: bgs (7)
-        # (4, 1, 1) 75 us, (4, 1, 2) 87. One row for each item, mag (4, 1, 1) 2.24 ms, (4, 1, 2) 2.90.
-        if len(rows) > 1 and widest <= 64 and mean_degree >= 4 and (num_items is None or num_items >= _MANY_ITEMS):
-            num_warps = 2
-            if len(of_row) > 1 and all(rows + of_row):
-                num_warps, slots = 1, 2  # gradients in 16 bits, too: mag (2, 1, 1) 2.87 ms, (4, 1, 2) 3.15
     items = min(previous_power_of_two(max(1, int(mean_degree / 1.5))), most, slots)
     if crowded:
-        # Long rows wait for their steps: HGT on biokg (2, 2, 1) 277 us, (4, 1, 1) 302. So do sums of rows alone, and
-        # two inner products whose numbers are written, all in 16 bits but one: bgs (2, 2, 1) 83, (4, 1, 1) 93.
-        in_half = sum(rows) + sum(of_row)
-        products = writes_items and width <= widest and 2 * in_half > len(rows) + len(of_row) and mean_degree >= 2
-        only_sums = loads is not None and not of_row and mean_degree >= 4
-        items = min(2 if mean_degree >= 16 or products or only_sums else 1, slots)
+        # Long rows wait for their steps: HGT on biokg (51) (2, 2, 1) 252 us, (4, 1, 1) 257; fb15k (43) 47 and over 55.
+        items = min(2 if mean_degree >= 16 else 1, slots)
     # A step waits for memory twice, so the longest row of a small graph takes longer than all rows' bytes do. But more
     # programs take longer to start: aifb's (3) (1, 8, 2) 6.4 us, (2, 4, 2) 3.9, (4, 2, 2) 3.5.
     if num_items is not None:

@@ -386,6 +386,7 @@ def traverse(
         has_order=order is not None,
         has_row_order=row_order is not None,
         beside=other,
+        warps=schedule.num_warps,
     )
     ready = _flat(ready)
     shared = _given(ready, index_tables, offsets, order, num_items, "order")
@@ -425,10 +426,10 @@ def traverse(
     if plan.num_chunks:
         assert hubs is not None
         shared += hubs[3:6]
-        partial_structs = _structs([(r.shape, jnp.float32) for r in reductions], plan.num_chunks)
+        partial_structs = _structs([(r.shape, jnp.float32) for r in reductions], plan.num_chunks * plan.pieces)
         if counted:
             shared += [hubs[6], hubs[2]]
-            partial_structs.append(jax.ShapeDtypeStruct((plan.num_counters,), jnp.dtype(jnp.int32)))
+            partial_structs.append(jax.ShapeDtypeStruct((plan.num_counters,), jnp.dtype(jnp.float32)))
     structs = [*item_structs, *row_structs, *partial_structs]
     # What is not written as a whole, and what is counted up, is zero beforehand.
     zeroed = [*range(0 if covers_all_items else len(item_structs)), *([len(structs) - 1] if counted else [])]

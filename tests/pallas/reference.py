@@ -383,7 +383,7 @@ class Traversal:
     sorted: bool = False
     chunk: int | None = None
     spread: float = 1.0
-    schedule: tuple[int, int] | None = (2, 4)
+    schedule: tuple[int, int, int] | None = (2, 4, 1)  # rows, items, warps
     unused_hubs: int = 1
     nodes: int = 11
     ordered: bool = False  # rows in an order of their own
@@ -440,7 +440,7 @@ class Traversal:
             "interpret": interpret,
         }
         if self.schedule is not None:
-            options["schedule"] = kernels.TraversalSchedule(*self.schedule, 1, 1)
+            options["schedule"] = kernels.TraversalSchedule(*self.schedule, 1)
         if self.chunk is not None:
             names = (*HUB_NAMES, "chunk_hub") if self.counted else HUB_NAMES
             options["hubs"] = (self.chunk, *(a[n] for n in names))
@@ -599,8 +599,9 @@ def hub_table(offsets: np.ndarray, chunk: int, unused: int) -> dict[str, np.ndar
 
 TRAVERSALS = {
     "attention": Traversal(),
-    "attention, one row a program": Traversal(schedule=(1, 1)),
+    "attention, one row a program": Traversal(schedule=(1, 1, 1)),
     "attention, hubs": Traversal(chunk=4),
+    "attention, hubs, two warps": Traversal(heads=2, width=32, chunk=4, schedule=(4, 2, 2)),
     "attention, hubs, sorted": Traversal(chunk=2, sorted=True, unused_hubs=0),
     "attention, large scores": Traversal(spread=1e4),
     "attention, large scores, hubs": Traversal(spread=1e4, chunk=4),
@@ -629,7 +630,7 @@ TRAVERSALS = {
     "beside, bfloat16, rows ordered": Traversal(kind="beside", width=16, ordered=True, dtype=jnp.bfloat16),
     "scalars": Traversal(kind="scalars"),
     "scalars, hubs": Traversal(kind="scalars", chunk=3, sorted=True),
-    "one row": Traversal(degrees=(7,), chunk=2, schedule=(4, 2)),
+    "one row": Traversal(degrees=(7,), chunk=2, schedule=(4, 2, 1)),
     "attention, hubs, rows ordered": Traversal(chunk=4, ordered=True),
     "attention, half rows written": Traversal(chunk=4, half=True, heads=3, width=5),
     "positioned, half rows, hubs, rows ordered": Traversal(
@@ -640,6 +641,7 @@ TRAVERSALS |= {
     f"{name}, counted": replace(TRAVERSALS[name], counted=True)
     for name in (
         "attention, hubs",
+        "attention, hubs, two warps",
         "attention, large scores, hubs of many chunks",
         "edges, width 16, hubs",
         "columns, hubs, rows ordered",
