@@ -4,8 +4,8 @@
 
 It needs jax's CUDA plugin (`pip install 'dejax[cuda13]'`), whose `ptxas` it runs, and for instructions `nvdisasm`
 (`pip install nvidia-cuda-nvdisasm`). Of each kernel it prints the registers of a thread, bytes spilled, instructions,
-and for each innermost loop how many there are of which kind. Schedules are the heuristic's, since tuned ones are read
-where there is a device.
+how many of them store to shared memory, which a loop over items should not, and for each innermost loop how many there
+are of which kind. Schedules are the heuristic's, since tuned ones are read where there is a device.
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ def main(argv: list[str] | None = None) -> int:
             if disassembler is not None:
                 done = subprocess.run([disassembler, "-c", cubin], capture_output=True, text=True, check=False)
                 total, loops = instructions(done.stdout)
-                line += f", {total} instructions"
+                stores = len(re.findall(r"\bSTS", done.stdout))
+                line += f", {total} instructions" + (f", {stores} stores to shared memory" if stores else "")
             print(line)
             for loop in loops:
                 kinds = " ".join(f"{kind} {n}" for kind, n in loop.most_common(_SHOWN))

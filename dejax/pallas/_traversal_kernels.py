@@ -69,7 +69,7 @@ class Plan:
     chunk: int | None = None
     num_chunks: int = 0
     num_counters: int = 0  # hubs, where the last of a hub's chunks merges them all
-    combined: int = 1  # partial accumulators of a hub that are merged in a step
+    combined: int = 1  # chunks of a hub that are merged in a step
     warps: int = 1
     parts: tuple[int, ...] = ()  # exponents a row of operands that come as `HalfRows`, 0 for the others
     half: tuple[int, ...] = ()  # numbers of the row outputs, or a map's outputs, that are written as `HalfRows`
@@ -83,12 +83,6 @@ class Plan:
     def needs_items(self) -> bool:
         """Whether anything is read or written by item id, so that the order must be read."""
         return bool(self.item_outputs) or any(o.access in ("item", "indexed") for o in self.operands)
-
-    @property
-    def pieces(self) -> int:
-        """Partial accumulators of a chunk: wide ones are not merged where rows are in different warps."""
-        wide = any(math.prod(r.shape) >= _WIDE for r in self.reductions)
-        return self.rows if self.warps > 1 and wide else 1
 
     @property
     def per_row(self) -> tuple[int, ...]:
@@ -514,13 +508,7 @@ def _chunk(plan: Plan, r: _Refs, program: jax.Array, partials: Sequence[Any], ro
 
 
 def _store_partials(plan: Plan, partials: Sequence[Any], program: jax.Array, accs: Sequence[jax.Array]) -> None:
-    """Stores a chunk's accumulators [rows, *padded], merged or one by one."""
-    past = plan.num_chunks * plan.pieces
-    if plan.pieces > 1:
-        at = program * plan.rows + lanes(plan.rows, 0, 1)
-        for ref, reduction, acc in zip(partials, plan.reductions, accs, strict=True):
-            _store(ref, at, at >= 0, reduction.shape, past, acc)
-        return
+    """Stores a chunk's accumulators: those of the program's rows, [rows, *padded], merged."""
     merged = merge(plan.reductions, tuple(a[None] for a in accs))
     for ref, reduction, value in zip(partials, plan.reductions, merged, strict=True):
         # From a tile of all rows, and items where rows are few: see `_store_outputs`.
@@ -528,7 +516,7 @@ def _store_partials(plan: Plan, partials: Sequence[Any], program: jax.Array, acc
         sides = (1, plan.rows, items)
         first = both(lanes(plan.rows, 1, 3) == 0, lanes(items, 2, 3) == 0)
         spread = stretched(value[:, None, None], (*sides, *value.shape[1:]))
-        _store(ref, lax.broadcast(program, sides), first, reduction.shape, past, spread)
+        _store(ref, lax.broadcast(program, sides), first, reduction.shape, plan.num_chunks, spread)
 
 
 def combine_kernel(*refs: Any, plan: Plan) -> None:
@@ -564,7 +552,6 @@ def _merge_hub(
     mask = row < plan.num_rows
     tiles = _row_tiles(plan, r.arrays, r.tables, row, mask)
     bounds = _beside_bounds(r.beside, row, mask)
-    start, end = start * plan.pieces, end * plan.pieces
 
     def combined(accs: tuple[jax.Array, ...], items: int, first: jax.Array, last: jax.Array) -> tuple[jax.Array, ...]:
         """The accumulators after the chunks from `first` to `last`, `items` at a time."""

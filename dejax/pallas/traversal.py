@@ -426,7 +426,7 @@ def traverse(
     if plan.num_chunks:
         assert hubs is not None
         shared += hubs[3:6]
-        partial_structs = _structs([(r.shape, jnp.float32) for r in reductions], plan.num_chunks * plan.pieces)
+        partial_structs = _structs([(r.shape, jnp.float32) for r in reductions], plan.num_chunks)
         if counted:
             shared += [hubs[6], hubs[2]]
             partial_structs.append(jax.ShapeDtypeStruct((plan.num_counters,), jnp.dtype(jnp.float32)))

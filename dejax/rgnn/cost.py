@@ -40,23 +40,23 @@ class Machine:
 
     bytes_per_second: float = 4.3e12
     cache_bytes_per_second: float = 3.4e12
-    loop_cache_bytes_per_second: float = 4.7e12
+    loop_cache_bytes_per_second: float = 4.9e12
     kept_bytes: float = 55e6
-    near_bytes: float = 37e6
+    near_bytes: float = 44e6
     flops: tuple[tuple[str, float], ...] = (("f32", 120e12), ("tf32", 350e12), ("bf16", 700e12))
     scalar_flops: float = 55e12
     launch_seconds: float = 2.8e-6
     gemm: float = 0.72
     outer: float = 0.61
-    loop: float = 0.72
+    loop: float = 0.85
     map: float = 0.94
     gemm_seconds: float = 2.4e-6
     outer_seconds: float = 2.9e-6
-    loop_seconds: float = 1.7e-6
-    hubs_seconds: float = 3.8e-6
+    loop_seconds: float = 2.7e-6
+    hubs_seconds: float = 1.4e-6
     position_seconds: float = 5.8e-9
     numbers_per_second: float = 4.4e12
-    numbers_of_item: int = 25
+    numbers_of_item: int = 30
 
 
 @dataclass(frozen=True, slots=True)

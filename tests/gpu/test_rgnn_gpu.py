@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from dejax.pallas.profile import record
 from dejax.rgnn import Options, library
 from tests.rgnn.cases import CASES, MODELS, Size
 from tests.rgnn.contract import check, covering, expected, make_arrays
@@ -106,21 +105,6 @@ def test_the_same_bits_again() -> None:
     first = jax.tree.map(np.asarray, step(x, arrays))
     for _ in range(5):
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, step(x, arrays)), first)
-
-
-@pytest.mark.parametrize("name", ["rgat", "hgt"])
-def test_loops_of_one_warp_take_no_shared_memory(name: str) -> None:
-    """A program that takes any leaves its multiprocessor less of the L1, and its loop is slower, by up to a quarter."""
-    made = make_arrays(name, GRAPHS["large"], Size(64, 64), "float32")
-    arrays = {k: jnp.asarray(v, jnp.float32) for k, v in made.items()}
-    x = arrays.pop("x")
-    loss = lambda x, p: jnp.sum(jnp.sin(getattr(library, name)(graph_of("large"), x, p, options=TF32)))  # noqa: E731
-    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-    jax.block_until_ready(step(x, arrays))
-    found = {r.name: r.details for r in record(lambda: jax.block_until_ready(step(x, arrays)))}
-    loops = {k: v for k, v in found.items() if k.endswith("_traverse") and "block:32," in v}
-    assert len(loops) >= 2, found
-    assert {k: v for k, v in loops.items() if "dynamic_shared:0 " not in v} == {}
 
 
 def test_sums_by_atomic_addition() -> None:
