@@ -339,8 +339,8 @@ def _store_outputs(
 
     With `items`, from tiles [*index.shape, items, *padded shape] of which the first item is stored. Threads of all
     items have what was reduced over them, and what several threads have goes through shared memory to where it is
-    stored; what each has for itself is shuffled. A program that takes any shared memory leaves its multiprocessor less
-    of the L1, and loops over items need that: biokg's with 544 us took 396 without.
+    stored; what each has for itself is shuffled. Loops whose programs take any shared memory are slower, presumably
+    for what the L1 has less: one of biokg's took 544 us with it and 396 without.
     """
     exponent_refs = dict(zip(half, refs[len(declared) :], strict=True))
     for i, ((whole, _), value) in enumerate(zip(declared, values, strict=True)):

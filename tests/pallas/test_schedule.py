@@ -50,7 +50,7 @@ def test_loops_that_only_multiply_and_sum(degree, rows, items):
 @pytest.mark.parametrize("degree", [2, 10, 50])
 @pytest.mark.parametrize("loads", [[(64, True)], [(1, False), (64, True)], [(64, True), (64, True)]])
 def test_loops_over_rows_in_16_bits_take_one_warp(loads, degree):
-    """Several exchange numbers through shared memory, and programs that take some leave less of the L1."""
+    """Several exchange numbers through shared memory, and loops whose programs take some are slower."""
     for items in (10**5, 10**7, None):
         assert schedule.traversal_schedule(64, degree, loads=loads, num_items=items).num_warps == 1
 
