@@ -42,12 +42,15 @@ class Operand:
         one axis). Narrow values that are read at the same rows share an array, and with it a memory sector; not for
         what is read by row.
       part: the operand is a part of an array [length, m, n]: (first, count) on the axis of m.
+      when: for `item`, the number of an operand before this one, a number an item: where that is 0 the row is not read,
+        and is zeros.
     """
 
     access: str
     index: int | None = None
     columns: tuple[int, tuple[int, ...]] | None = None
     part: tuple[int, int] | None = None
+    when: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +222,8 @@ def _evaluate(
         if i in row_tiles:
             tiles.append(row_tiles[i])
         elif operand.access == "item":
-            tiles.append(_tile(plan, arrays, i, item, mask, plan.factored))
+            read = mask if operand.when is None else both(mask, tiles[operand.when] != 0)
+            tiles.append(_tile(plan, arrays, i, item, read, plan.factored))
         elif operand.access == "position":
             tiles.append(_tile(plan, arrays, i, position, mask, plan.factored))
         else:

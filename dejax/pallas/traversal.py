@@ -123,7 +123,8 @@ def _check_operands(
     """Arrays with a leading axis of at least 1, and the feature shape of each."""
     if len(arrays) != len(operands):
         raise ValueError(f"operands must have one entry for each array: {len(arrays)} arrays, {len(operands)} operands")
-    ready, features = [], []
+    ready: list[Any] = []
+    features: list[tuple[int, ...]] = []
     for i, (array, operand) in enumerate(zip(arrays, operands, strict=True)):
         if jnp.issubdtype(array.dtype, jnp.floating) and array.dtype not in FLOATS:
             raise NotImplementedError(f"arrays[{i}] is {array.dtype}; the kernels compute in float32")
@@ -150,6 +151,13 @@ def _check_operands(
                 raise ValueError(
                     f"operands[{i}].columns must name columns of a 2-dimensional array by item, got {operand.columns} "
                     f"for access {operand.access!r} of shape {array.shape}"
+                )
+        if operand.when is not None:
+            numbers = 0 <= operand.when < i and features[operand.when] == () and operands[operand.when].access == "item"
+            if operand.access != "item" or not numbers:
+                raise ValueError(
+                    f"operands[{i}].when must name an operand before it, one number an item, and its own access be "
+                    f"item; got {operand.when} for access {operand.access!r}"
                 )
         shape = array.shape[1:] if operand.columns is None else operand.columns[1]
         if operand.part is not None:
@@ -509,7 +517,7 @@ def map_items(
         return tuple(_encoded(_zeros(structs), half))
     structs = _in_half(structs, half, num_items)
     interpreted = _triton.use_interpreter(interpret)
-    schedule = schedule or map_schedule(width, interpret=interpreted)
+    schedule = schedule or map_schedule(width, half=bool(half), interpret=interpreted)
     block = schedule.rows_per_program * schedule.items_per_step
     plan = Plan(
         body=lambda *tiles: ((), tuple(body(*tiles))),

@@ -1,5 +1,7 @@
 """Traversals and maps over items, interpreted, against float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -148,6 +150,22 @@ def test_a_map_uses_rows_as_it_writes_them(shape):
             lambda a: (a, a), [x], [kernels.Operand("item")], num_items=37,
             outputs=[(shape, jnp.float32), (shape, jnp.bfloat16)], half_outputs=(1,), interpret=True,
         )  # fmt: skip
+
+
+def test_a_map_reads_rows_where_a_count_is_not_zero():
+    x = np.random.default_rng(0).standard_normal((37, 16)).astype(np.float32)
+    count = (np.arange(37) % 3).astype(np.float32)
+    x[::3] = np.nan
+    access = [kernels.Operand("item"), kernels.Operand("item", when=0)]
+
+    def run(x, access=access):
+        body = lambda c, a: (a + c[..., None],)  # noqa: E731
+        return kernels.map_items(body, [count, x], access, num_items=37, outputs=[((16,), jnp.float32)])
+
+    np.testing.assert_array_equal(interpreted(run)(x)[0], np.where(count[:, None] > 0, x + count[:, None], 0))
+    for wrong in (kernels.Operand("item", when=1), kernels.Operand("shared", when=0)):
+        with pytest.raises(ValueError, match=r"operands\[1\].when must name an operand before it"):
+            interpreted(functools.partial(run, access=[access[0], wrong]))(x)
 
 
 def test_errors_say_what_to_do():

@@ -529,9 +529,11 @@ def test_what_all_items_of_a_row_read_alike_is_read_once_for_the_row(loop: str, 
     assert access_by(via, "dst" if via != "dst" else "src") == ("gathered", via)
 
 
-def hgt_training(edges: int, heads: int, *disable: str, model: str = "hgt") -> tuple[Cut, Kernels]:
+def hgt_training(
+    edges: int, heads: int, *disable: str, model: str = "hgt", degree: int = 10, types: int = 4
+) -> tuple[Cut, Kernels]:
     """The halves of the training of HGT, or another model, on a graph of so many edges, and the second's kernels."""
-    counts = Counts(edges // 10, edges, edges // 9, edges // 5, 4, 4, typed_sources=True)
+    counts = Counts(edges // degree, edges, edges // 9, edges // 5, types, 4, typed_sources=True)
     size = Size(8 * heads, 8, heads)
     arrays = {k: a.astype("float32") for k, a in make_arrays(model, GRAPHS["typed"], size, "float32").items()}
     layer = getattr(library, model)
@@ -572,8 +574,13 @@ def test_one_loop_of_attention_makes_the_numbers_by_which_others_multiply_rows(h
 
 
 def test_gradients_of_nodes_are_made_by_a_kernel_in_16_bits() -> None:
-    """HGT's, of its activation, with their inner products, which the loop's must cancel with; RGAT's are there."""
-    _, kernels = hgt_training(60_000_000, 4)
+    """HGT's, of its activation, with their inner products, which the loop's must cancel with; a copy of RGAT's."""
+    for model in ("hgt", "rgat"):
+        _, kernels = hgt_training(60_000_000, 4, model=model)
+        check_gradients_of_nodes(kernels)
+
+
+def check_gradients_of_nodes(kernels: Kernels) -> None:
     ops = kernels.program.ops
     (made,) = (t for t in kernels.instances if isinstance(t, Traversal) and t.space == Space.NODE)
     (rows,) = kernels.half.intersection(made.item_outputs)
@@ -581,8 +588,61 @@ def test_gradients_of_nodes_are_made_by_a_kernel_in_16_bits() -> None:
     (loop,) = (t for t in kernels.instances if isinstance(t, Traversal) and t.via == "source_pair")
     gathered = {o.value for o in loop.operands if o.access == "gathered"}
     assert rows in gathered and any(total in (v, *ops[v].args) for v in gathered.intersection(made.item_outputs))
-    _, kernels = hgt_training(60_000_000, 4, model="rgat")
-    assert not any(isinstance(t, Traversal) and t.space == Space.NODE for t in kernels.instances)
+    (count,) = (o.name for o in made.operands if ops[o.value].name == "count")
+    assert {o.when for o in made.operands if ops[o.name].width >= 16} == {count}
+    assert {o.when for o in made.operands if ops[o.name].width < 16} == {None}
+
+
+@pytest.mark.parametrize(("edges", "degree", "disable", "copied"), [
+    (60_000_000, 10, (), True),
+    (60_000_000, 5, (), False),  # rows are not read often enough
+    (60_000_000, 10, ("storage",), False),
+    (600_000, 10, (), None),  # or come from the cache, and so do the inner products'
+])  # fmt: skip
+def test_gradients_are_copied_where_loops_read_them_often(
+    edges: int, degree: int, disable: tuple[str, ...], copied: bool | None
+) -> None:
+    _, kernels = hgt_training(edges, 4, *disable, model="rgat", degree=degree)
+    made = [t for t in kernels.instances if isinstance(t, Traversal) and t.space == Space.NODE]
+    assert len(made) == (copied is not None)
+    for t in made:
+        wide = [v for v in t.item_outputs if kernels.program.ops[v].width >= 16]
+        assert len(wide) == copied and kernels.half.issuperset(wide)
+
+
+def test_a_loop_reads_all_rows_of_nodes_where_what_it_makes_goes_elsewhere() -> None:
+    """Rows of nodes without items are needed where they are given back, or gathered by another map."""
+    for elsewhere in ("output", "src", "nowhere"):
+
+        @program("inner products")
+        def products(b: Tiny, elsewhere: str = elsewhere) -> list[int]:
+            y, z, s = b.node("y", 32), b.node("z", 32), b.given("s", Space.EDGE)
+            total = b.op("sum_features", b.op("mul", b.op("square", y), z), axes=(0,), keepdims=False)
+            total = b.op("div", total, b.op("count", via="dst", dtype="float32"))
+            inner = b.op("sum_features", b.op("mul", b.dst(y), b.src(z)), axes=(0,), keepdims=False)
+            loss = b.op("mul", b.op("sub", inner, b.dst(total)), s)
+            found = [b.op("reduce", loss, via="src", op="sum")]
+            if elsewhere == "output":
+                found.append(total)
+            if elsewhere == "src":
+                found.append(b.op("reduce", b.src(total), via="dst", op="sum"))
+            return found
+
+        kernels = fuse_traversal(Kernels(products), replace(COUNTS, nodes=10**7, edges=10**8), half=True)
+        read = [o for t in kernels.instances if isinstance(t, Traversal) for o in t.operands if o.when is not None]
+        assert len(read) == (2 if elsewhere == "nowhere" else 0)
+
+
+@pytest.mark.parametrize(("edges", "types", "beside", "rounded"), [
+    (60_000_000, 4, True, True), (60_000_000, 600, True, True), (600_000, 4, True, False), (600_000, 600, False, False),
+])  # fmt: skip
+def test_sums_of_both_kinds_of_pairs(edges: int, types: int, beside: bool, rounded: bool) -> None:
+    """In one loop, unless a node may have pairs of hundreds of types; of vectors in 16 bits where they are many."""
+    _, kernels = hgt_training(edges, 4, model="rgat", types=types)
+    loops = [t for t in kernels.instances if isinstance(t, Traversal) and t.via is not None and ".node" in t.via]
+    assert [t.beside is not None for t in loops] == ([True] if beside else [False, False])
+    vectors = {o.name for t in loops for o in t.loaded if o.via == "destination_pair.etype"}
+    assert kernels.rounded == (vectors if rounded else set())
 
 
 @pytest.mark.parametrize(("nodes", "heads", "forward", "backward"), [(100, 1, 0, 0), (100, 4, 1, 1), (10**7, 1, 1, 0)])

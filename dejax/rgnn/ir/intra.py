@@ -45,6 +45,8 @@ class Operand:
         loop; `row_indexed`, row index[r] for row r of the loop; `shared`, one row for all.
       via: the map of a gathered, row or shared access.
       part: of the first feature axis, (first index, how many): the rest of each row is not read.
+      when: of a dense access, a count that the instance reads before it: where that is 0 the row is not read, and is
+        zeros.
     """
 
     name: int
@@ -52,9 +54,11 @@ class Operand:
     access: str
     via: str | None = None
     part: tuple[int, int] | None = None
+    when: int | None = None
 
     def __str__(self) -> str:
         by = f" by {self.via}" if self.access in ("gathered", "row_indexed") else ""
+        by += "" if self.when is None else f" where %{self.when}"
         part = "" if self.part is None else f"[{self.part[0]}:{sum(self.part)}]"
         text = f"{self.access}(%{self.value}{part}{by})"
         return text if self.name == self.value else f"{text} as %{self.name}"
@@ -315,7 +319,11 @@ def _verify_traversal(program: Program, t: Traversal, where: str) -> None:
         if t.beside.writes or t.beside.epilogue:
             raise IRError(f"{where}: the loop beside it writes")
         _verify_traversal(program, t.beside, where)
-    loaded = {o.name for o in t.operands}
+    loaded: set[int] = set()
+    for o in t.operands:
+        if o.when is not None and (o.access != "dense" or o.when not in loaded):
+            raise IRError(f"{where}: operand %{o.name} is read where %{o.when} is not 0, which is not read before it")
+        loaded.add(o.name)
     for i in t.body:
         op: Op = program.ops[i]
         if op.space != t.space:

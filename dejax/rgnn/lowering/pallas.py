@@ -308,7 +308,8 @@ class PallasLowering:
                     self.encoded[o.value] = kernels.to_half_rows(array, interpret=self.interpret)
                 array = self.encoded.get(o.value, array)
             arrays.append(array)
-            operands.append(kernels.Operand(access, index, columns, o.part))
+            when = None if o.when is None else [each.name for each in t.operands].index(o.when)
+            operands.append(kernels.Operand(access, index, columns, o.part, when))
         return arrays, operands, tables
 
     def beside(self, t: Traversal | None, env: dict[int, Any]) -> kernels.Beside | None:

@@ -155,9 +155,10 @@ def lower_to_kernels(
     kernels = Kernels(program)
     if "gemm" not in disable:
         kernels = fuse_gemm(kernels, counts, accumulate=not deterministic)
+    half = half and "storage" not in disable
     if "traversal" not in disable:
-        kernels = fuse_traversal(kernels, counts, leading="lead" not in disable)
+        kernels = fuse_traversal(kernels, counts, leading="lead" not in disable, half=half)
     kernels = verify_kernels(fallback(kernels, merge="fallback" not in disable))
-    if half and "storage" not in disable:
-        kernels = storage(kernels, packed, alone=alone)
+    if half:
+        kernels = storage(kernels, packed, alone=alone, counts=counts)
     return kernels

@@ -14,13 +14,16 @@ if TYPE_CHECKING:
 
 _PAIRS_OF_NODES = ("source_pair.node", "destination_pair.node")
 # A node has at most one pair for each type of edges. Sums that an epilogue makes are not split: with hundreds of types
-# one node would take longer than all others.
+# one node would take longer than all others, unless those take long, too. 535 types and 12.7 million pairs: 1.43 ms in
+# two loops, 1.23 in one; 474 types and 0.2 million pairs 34 and 63 us.
 _FEW_TYPES = 256
+_PAIRS_OF_TYPE = 10_000
 
 
 def put_beside(fusion: Fusion) -> None:
     """Makes one of two loops where all that reads the sums of the one is the other's epilogue."""
-    if fusion.counts.edge_types > _FEW_TYPES:
+    pairs = min(fusion.counts.source_pairs, fusion.counts.destination_pairs)
+    if fusion.counts.edge_types > max(_FEW_TYPES, pairs / _PAIRS_OF_TYPE):
         return
     for loop in list(fusion.loops):
         plain = loop.via in _PAIRS_OF_NODES and not (loop.epilogue or loop.items)
