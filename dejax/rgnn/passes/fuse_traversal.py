@@ -474,7 +474,7 @@ class Fusion:
         return body, operands
 
     def where_reached(self, loop: Loop, operands: list[Operand]) -> list[Operand]:
-        """The operands of a loop over nodes; wide rows are read only where a map leads to the node.
+        """The operands of a loop over nodes; wide rows in memory are read only where a map leads to the node.
 
         Those are enough where all that is made of them is gathered by that map, and the number of its items is read.
         """
@@ -486,7 +486,8 @@ class Fusion:
         body = set(self.cone(loop.items, set())[0])
 
         def when(o: Operand) -> int | None:
-            if o.access != "dense" or o.part is not None or ops[o.name].width < MIN_WIDTH:
+            wide = o.access == "dense" and o.part is None and ops[o.name].width >= MIN_WIDTH
+            if not wide or not self.from_memory(o.value):
                 return None
             made = [value for value, leaves in made_of.items() if o.name in leaves]
             users = {u for value in made for u in self.users[value] if u not in body}

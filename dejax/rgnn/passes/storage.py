@@ -98,9 +98,11 @@ def _rounded_reads(kernels: Kernels, num_rows: Callable[[Space], int]) -> dict[i
 def may_round(kernels: Kernels, t: Traversal) -> bool:
     """Whether a traversal may read rows rounded.
 
-    An inner product may be compared with one of unrounded rows, as a softmax's gradient does.
+    An inner product may be compared with one of unrounded rows, as a softmax's gradient does; not so one with the
+    vector of a type by itself, which is a product as those of matrices are.
     """
-    return not any(kernels.program.ops[i].name in ("dot", "sum_features", "linear") for i in t.body)
+    whole = ("dot", "sum_features") if t.via is None else ("dot", "sum_features", "linear")
+    return not any(kernels.program.ops[i].name in whole for i in t.body)
 
 
 def storage(
