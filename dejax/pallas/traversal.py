@@ -16,16 +16,8 @@ from dejax.pallas import _triton
 from dejax.pallas._accumulate import Reduction, check_reductions
 from dejax.pallas._checks import FLOATS, as_index
 from dejax.pallas._shapes import cdiv, padded_size
-from dejax.pallas._traversal_kernels import (
-    BY_ROW,
-    FEW_CHUNKS,
-    Operand,
-    Output,
-    Plan,
-    combine_kernel,
-    map_kernel,
-    row_kernel,
-)
+from dejax.pallas._traversal_kernels import FEW_CHUNKS, combine_kernel, map_kernel, row_kernel
+from dejax.pallas._traversal_plan import BY_ROW, Operand, Output, Plan
 from dejax.pallas.half_rows import HalfRows, encode
 from dejax.pallas.schedule import TraversalSchedule, map_schedule, traversal_schedule
 from dejax.pallas.tuned_tables import bucket, choose, traversal_candidates

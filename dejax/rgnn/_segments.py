@@ -231,7 +231,7 @@ _SORTED_THROUGHOUT = 1 << 20
 # Up to so many items loops merge a hub's chunks as the last of them is done, a launch less: two forward loops of bgs
 # 35.7 -> 33.0 us and 47.3 -> 39.4. Loops of larger graphs lose more than the launch: am's 766 + 5 -> 884, biokg's 335 +
 # 13 -> 384.
-_COUNTED = 1 << 20
+_COUNTED_ITEMS = 1 << 20
 
 
 def hub_chunk_of(num_items: int, num_rows: int) -> int:
@@ -276,7 +276,7 @@ def loop_order(
     if items.shape[0] < num_items:  # padding items stay last
         items = np.concatenate([items, order[items.shape[0] :]])
     chunk = min(hub_chunk, hub_chunk_of(num_items, num_rows))
-    hubs = hub_table(begins, chunk, num_items, counted=num_items <= _COUNTED)
+    hubs = hub_table(begins, chunk, num_items, counted=num_items <= _COUNTED_ITEMS)
     if hubs is not None:
         hubs = dataclasses.replace(hubs, rows=rows[hubs.rows], chunk_row=rows[hubs.chunk_row])
     return LoopOrder(rows, begins, items, hubs)

@@ -314,7 +314,7 @@ def test_scores_made_again(backend: str) -> None:
 
 def test_hubs_merged_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not by the last of their chunks."""
-    monkeypatch.setattr(_segments, "_COUNTED", 0)
+    monkeypatch.setattr(_segments, "_COUNTED_ITEMS", 0)
     check("rgat", "hubs", Size(8, 4, 2), PALLAS, tolerance=F32, loop_tables=True)
 
 
