@@ -144,6 +144,7 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
         return found
 
     first = start + lanes(s.block_rows, 0, 1)
+    held = _held(s)
 
     def step(i: jax.Array, carry: tuple[jax.Array, list[jax.Array], tuple[jax.Array, ...]]) -> Any:
         total, sums, here = carry
@@ -157,9 +158,10 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
         x, x_exponent = load("x", x_row, valid, k, block_k * s.block_k, c.k, c.x_rows, c.x_part)
         y = scaled_by(y, position, valid, groups_of(n, c.group_n))
         if narrow:
-            factor = [v if x_exponent is None else v * power(x_exponent) for v in narrow]
-            wide = x.astype(jnp.float32)
-            sums = [a + lax.reduce_sum(wide * v, (0,)) for a, v in zip(sums, factor, strict=True)]
+            whole = x.astype(jnp.float32)
+            by = narrow if x_exponent is None else [v * power(x_exponent) for v in narrow]
+            parts = [(whole * v).reshape(-1, *held) for v in by]
+            sums = [a + lax.reduce_sum(part, (0,)) for a, part in zip(sums, parts, strict=True)]
         if c.exact:
             product = _exact_product(x.astype(jnp.float32), y.astype(jnp.float32))
         elif c.scaled:
@@ -169,7 +171,7 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
         return total + product, sums, ahead
 
     zeros = jnp.zeros((s.block_k, s.block_n), jnp.float32)
-    no_sums = [jnp.zeros((s.block_k,), jnp.float32)] * c.narrow
+    no_sums = [jnp.zeros(held, jnp.float32)] * c.narrow
     total, sums, _ = _triton.fori_loop(0, steps(end - start, s.block_rows), step, (zeros, no_sums, indices(first)))
     if sums:
         mine = k.reshape(-1)
@@ -177,6 +179,7 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
         group = where(inside, groups_of(mine, c.group_k), c.blocks * c.merged)
         mine = divide(mine, c.group_k)[1] if c.merged > 1 else mine
         for j, a in enumerate(sums):
+            a = lax.reduce_sum(a, (0,)) if a.ndim == 2 else a
             _triton.store(ref["narrow_partial"], (number, group, mine, lax.full((), j, jnp.int32)), a, inside)
     k = k.reshape(-1, 1)
     inside, group = (k < c.k) & (n < c.n), g
@@ -185,6 +188,15 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
         inside = inside & (group_of_k == group_of_n)
         group = where(inside, g * c.merged + group_of_n, c.blocks * c.merged)
     _triton.store(ref["partial"], (number, group, k, n), total, inside)
+
+
+def _held(s: OuterSchedule) -> tuple[int, ...]:
+    """The tile in which products with narrow rows are added up over steps: some rows of numbers, or one.
+
+    With 8 numbers for each thread what a thread adds up is its own until the last step, and no step has a barrier for
+    it: 64 by 64, 466 instructions a step, 540 with one row. Of wider tiles of the result numbers would be spilled.
+    """
+    return (min(s.block_rows, 256 * s.num_warps // s.block_k), s.block_k) if s.block_k <= 64 else (s.block_k,)
 
 
 def split_table(offsets: jax.Array, rows_per_split: int, num_positions: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -27,9 +27,11 @@ PRODUCT_SPECS = MATRIX_SPECS | {"k,k->"}
 OUTER_SPECS = frozenset(
     "k,n->kn hk,hn->hkn k,hn->hkn hk,hn->kn n,k->kn hn,hk->hkn hn,k->hkn hn,hk->kn k,->k hk,h->hk k,h->hk".split()
 )
-# What the narrow side of such an instance may have: numbers for each head, of so many heads.
+# How the rows of such an instance meet narrow rows in the same pass, and how many numbers those may have, of each head
+# where the products are by head. 64 by 64 takes 121 registers a thread, 141 with one number and 180 with two, so that
+# two programs fit where four did.
 NARROW_SPECS = frozenset(("k,->k", "hk,h->hk", "k,h->hk"))
-MAX_NARROW = 4
+MAX_NARROW = 1
 # Contractions of a row with one or a few vectors for its type: done in registers by the traversal template.
 VECTOR_SPECS = frozenset("k,k-> hk,hk->h k,hk->h ,k->k h,hk->k h,hk->hk".split())
 # Row-by-row operators that a kernel can do on a tile in registers.
@@ -128,7 +130,7 @@ class Outer:
         return (self.x.value, self.y.value, *(() if self.narrow is None else (self.narrow.value,)))
 
     def __str__(self) -> str:
-        extra = "" if self.narrow is None else f"; %{self.narrow_out} = it x {self.narrow}, {self.narrow_spec}"
+        extra = "" if self.narrow is None else f"; %{self.narrow_out} = the same x {self.narrow}, {self.narrow_spec}"
         return f"outer %{self.out} = {self.x} x {self.y}, summed by {self.via}, {self.spec}{extra}"
 
 
