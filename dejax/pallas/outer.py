@@ -258,7 +258,7 @@ def typed_outer(
       rows_per_split: positions that one program sums; about a thousandth of all by default.
       splits: `split_table(offsets, rows_per_split, num_positions)` where it was made before, and then None or, where
         starts and ends are in another order, the number of each split, int32[splits].
-      schedule: the tile; by default the heuristic's.
+      schedule: the tile; by default the tuned one, with `narrow` the heuristic's.
       interpret: run the kernels interpreted; by default where there is no GPU.
 
     Returns:
@@ -294,13 +294,16 @@ def typed_outer(
     if min(types, groups, k, n, num_positions, x_rows, y_rows) == 0:
         return shaped(jnp.zeros(shape, out_dtype) for shape in shapes)
     merged = merged_groups(groups, k, n, precision, x.dtype) if schedule is None else 1
+    if schedule is None and narrow is not None:
+        # Tuned schedules are of sums without: with two stages and narrow rows numbers are spilled, 660 bytes a thread.
+        schedule = outer_schedule(merged * k, merged * n, precision)
     if schedule is None:
         half = "".join("h" if isinstance(a, HalfRows) else "f" for a in (x, y))
         heuristic = outer_schedule(merged * k, merged * n, precision)
         call = functools.partial(
             typed_outer, *((x, y) if not flat else (x.reshape(x_rows, k), y.reshape(y_rows, n))), offsets=offsets,
-            num_positions=num_positions, x_index=x_index, y_index=y_index, scale=scale, narrow=narrow,
-            precision=precision, out_dtype=out_dtype, rows_per_split=rows_per_split, splits=splits, interpret=interpret,
+            num_positions=num_positions, x_index=x_index, y_index=y_index, scale=scale, precision=precision,
+            out_dtype=out_dtype, rows_per_split=rows_per_split, splits=splits, interpret=interpret,
         )  # fmt: skip
         fields = tuned_tables.choose(
             "outer",
