@@ -2,6 +2,9 @@
 
 Two passes and no atomics, so that the result is the same in every run: rows of a type are split among programs, each of
 which sums its rows into a float32 partial; a second kernel adds the partials of each type up in their order.
+
+Rows of x that are multiplied with wide rows can be multiplied with a few numbers a row in the same pass: the gradient
+of a typed vector beside that of a typed weight.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
 from dejax.pallas._tiles import steps, where, within
 from dejax.pallas.half_rows import RAISED, HalfRows, exponents, halves, inverse_power, power, raised, whole_max
 from dejax.pallas.schedule import OuterSchedule, merged_groups, outer_schedule
-from dejax.pallas.sums import sum_rows
+from dejax.pallas.sums import sum_rows_of_all
+
+# Each number takes a sum over the rows of a tile, across its threads.
+MAX_NARROW = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +35,7 @@ class _Config:
     """Static facts of one call; `names` are the first kernel's references in order.
 
     A program takes `merged` groups at once and keeps the diagonal blocks, `group_k` by `group_n`, of their `k` by `n`
-    product; `blocks` such sets of groups make a row.
+    product; `blocks` such sets of groups make a row. `narrow` are the columns of the narrow rows, of each group.
     """
 
     names: tuple[str, ...]
@@ -39,6 +45,7 @@ class _Config:
     group_n: int
     k: int
     n: int
+    narrow: int
     schedule: OuterSchedule
     precision: str
     dtype: jnp.dtype
@@ -88,6 +95,7 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
     split, g, block_k, block_n = _triton.program_ids(c.blocks, cdiv(c.k, s.block_k), cdiv(c.n, s.block_n))
     start, end = ref["split_start"][split], ref["split_end"][split]
     number = ref["split_number"][split] if "split_number" in ref else split
+    leads = block_n == 0  # its rows are multiplied with the narrow ones
     k = (block_k * s.block_k + lanes(s.block_k, 0, 1))[None, :]
     n = (block_n * s.block_n + lanes(s.block_n, 0, 1))[None, :]
 
@@ -115,30 +123,64 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
             exponent = _triton.load(ref[f"{name}_exponent"], (row[:, None], part), row_mask).astype(jnp.int32)
         return _triton.load(ref[name], (row[:, None], g * width + column), mask), exponent
 
-    first = start + lanes(s.block_rows, 0, 1)
+    def groups_of(column: jax.Array, width: int) -> jax.Array:
+        return g * c.merged + divide(column, width)[0] if c.merged > 1 else g
 
-    def step(i: jax.Array, carry: tuple[jax.Array, tuple[jax.Array, ...]]) -> Any:
-        total, here = carry
+    def scaled_by(rows: jax.Array, position: jax.Array, valid: jax.Array, group: jax.Array) -> jax.Array:
+        if "scale" not in ref:
+            return rows
+        scale = _triton.load(ref["scale"], (position[:, None], group), valid[:, None])
+        return rows.astype(jnp.float32) * scale.astype(jnp.float32)
+
+    def load_narrow(row: jax.Array, position: jax.Array, valid: jax.Array) -> list[jax.Array]:
+        """The narrow columns, each [rows, 1], or [rows, k] where columns of x are of several groups."""
+        group = groups_of(k, c.group_k)
+        mask = within(row, c.y_rows, valid & leads if c.n > s.block_n else valid)[:, None]
+        mask = mask & (k < c.k) if c.merged > 1 else mask
+        found = []
+        for j in range(c.narrow):
+            rows = _triton.load(ref["narrow"], (row[:, None], group * c.narrow + j), mask).astype(jnp.float32)
+            found.append(scaled_by(rows, position, valid, group))
+        return found
+
+    first = start + lanes(s.block_rows, 0, 1)
+    held = _held(s)
+
+    def step(i: jax.Array, carry: tuple[jax.Array, list[jax.Array], tuple[jax.Array, ...]]) -> Any:
+        total, sums, here = carry
         position = first + i * s.block_rows
         valid = position < end
         ahead = indices(position + s.block_rows)  # waits for memory together with this step's rows
         found = iter(here)
         x_row, y_row = (next(found) if f"{name}_index" in ref else position for name in "xy")
+        narrow = load_narrow(y_row, position, valid)
         y, y_exponent = load("y", y_row, valid, n, block_n * s.block_n, c.n, c.y_rows, c.y_part)
         x, x_exponent = load("x", x_row, valid, k, block_k * s.block_k, c.k, c.x_rows, c.x_part)
-        if "scale" in ref:
-            group = g * c.merged + divide(n, c.group_n)[0] if c.merged > 1 else g
-            scale = _triton.load(ref["scale"], (position[:, None], group), valid[:, None])
-            y = y.astype(jnp.float32) * scale.astype(jnp.float32)
+        y = scaled_by(y, position, valid, groups_of(n, c.group_n))
+        if narrow:
+            whole = x.astype(jnp.float32)
+            by = narrow if x_exponent is None else [v * power(x_exponent) for v in narrow]
+            parts = [(whole * v).reshape(-1, *held) for v in by]
+            sums = [a + lax.reduce_sum(part, (0,)) for a, part in zip(sums, parts, strict=True)]
         if c.exact:
-            return total + _exact_product(x.astype(jnp.float32), y.astype(jnp.float32)), ahead
-        if c.scaled:
-            return total + _scaled_product(x, y, x_exponent, y_exponent), ahead
-        product = _triton.dot(x.astype(c.dtype), y.astype(c.dtype), c.precision, transpose_x=True)
-        return total + product, ahead
+            product = _exact_product(x.astype(jnp.float32), y.astype(jnp.float32))
+        elif c.scaled:
+            product = _scaled_product(x, y, x_exponent, y_exponent)
+        else:
+            product = _triton.dot(x.astype(c.dtype), y.astype(c.dtype), c.precision, transpose_x=True)
+        return total + product, sums, ahead
 
     zeros = jnp.zeros((s.block_k, s.block_n), jnp.float32)
-    total, _ = _triton.fori_loop(0, steps(end - start, s.block_rows), step, (zeros, indices(first)))
+    no_sums = [jnp.zeros(held, jnp.float32)] * c.narrow
+    total, sums, _ = _triton.fori_loop(0, steps(end - start, s.block_rows), step, (zeros, no_sums, indices(first)))
+    if sums:
+        mine = k.reshape(-1)
+        inside = (mine < c.k) & leads
+        group = where(inside, groups_of(mine, c.group_k), c.blocks * c.merged)
+        mine = divide(mine, c.group_k)[1] if c.merged > 1 else mine
+        for j, a in enumerate(sums):
+            a = lax.reduce_sum(a, (0,)) if a.ndim == 2 else a
+            _triton.store(ref["narrow_partial"], (number, group, mine, lax.full((), j, jnp.int32)), a, inside)
     k = k.reshape(-1, 1)
     inside, group = (k < c.k) & (n < c.n), g
     if c.merged > 1:
@@ -146,6 +188,15 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
         inside = inside & (group_of_k == group_of_n)
         group = where(inside, g * c.merged + group_of_n, c.blocks * c.merged)
     _triton.store(ref["partial"], (number, group, k, n), total, inside)
+
+
+def _held(s: OuterSchedule) -> tuple[int, ...]:
+    """The tile in which products with narrow rows are added up over steps: some rows of numbers, or one.
+
+    With 8 numbers for each thread what a thread adds up is its own until the last step, and no step has a barrier for
+    it: 64 by 64, 466 instructions a step, 540 with one row. Of wider tiles of the result numbers would be spilled.
+    """
+    return (min(s.block_rows, 256 * s.num_warps // s.block_k), s.block_k) if s.block_k <= 64 else (s.block_k,)
 
 
 def split_table(offsets: jax.Array, rows_per_split: int, num_positions: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -177,13 +228,14 @@ def typed_outer(
     x_index: jax.Array | None = None,
     y_index: jax.Array | None = None,
     scale: jax.Array | None = None,
+    narrow: jax.Array | HalfRows | None = None,
     precision: str = "tf32",
     out_dtype: Any = jnp.float32,
     rows_per_split: int | None = None,
     splits: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None] | None = None,
     schedule: OuterSchedule | None = None,
     interpret: bool | None = None,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """The sum of outer products of each type: `out[t, g] = sum_p scale[p, g] * x[i(p), g]^T y[j(p), g]`.
 
     The sum goes over positions p of type t, `offsets[t]` to `offsets[t + 1]`; i(p) = `x_index[p]` and j(p) =
@@ -198,20 +250,23 @@ def typed_outer(
       x_index: int32[num_positions], the row of `x` at each position; one out of range reads as zeros.
       y_index: int32[num_positions], likewise for `y`.
       scale: float[num_positions, groups] or float[num_positions], a factor of each product.
+      narrow: float[rows, groups, m], or float[rows, m], m up to `MAX_NARROW`: other rows by which those of `x` are
+        multiplied in the same pass, in float32; row j(p) at position p.
       precision: of float32 operands: `tf32` (10-bit mantissa; done in float16 with powers of two for each row, see
         `half_rows`), `f32` (22 bits; three such products) or `bf16` (cast). Sums are float32.
       out_dtype: of the result.
       rows_per_split: positions that one program sums; about a thousandth of all by default.
       splits: `split_table(offsets, rows_per_split, num_positions)` where it was made before, and then None or, where
         starts and ends are in another order, the number of each split, int32[splits].
-      schedule: the tile; by default the heuristic's.
+      schedule: the tile; by default the tuned one, with `narrow` the heuristic's.
       interpret: run the kernels interpreted; by default where there is no GPU.
 
     Returns:
-      out_dtype[types, groups, k, n], exact zeros for types without positions.
+      out_dtype[types, groups, k, n], exact zeros for types without positions; with `narrow` that and its own sum,
+      out_dtype[types, groups, k, m].
 
     Raises:
-      NotImplementedError: a dtype that the kernel does not have.
+      NotImplementedError: a dtype that the kernel does not have, or narrow rows of too many numbers.
       ValueError: shapes that do not fit each other.
     """
     check_precision(precision)
@@ -220,6 +275,7 @@ def typed_outer(
     flat = x.ndim == 2
     if flat and x.ndim == y.ndim:
         x, y = x.reshape(x.shape[0], 1, x.shape[1]), y.reshape(y.shape[0], 1, y.shape[1])
+        narrow = narrow.reshape(narrow.shape[0], 1, -1) if narrow is not None and narrow.ndim == 2 else narrow
     if x.ndim != 3 or y.ndim != 3 or x.shape[1] != y.shape[1]:
         raise ValueError(
             "x and y must be [rows, groups, width] with the same groups, or both [rows, width]; "
@@ -227,11 +283,20 @@ def typed_outer(
         )
     (x_rows, groups, k), (y_rows, _, n) = x.shape, y.shape
     types = offsets.shape[0] - 1
-    shape = (types, groups, k, n)
-    if min(*shape, num_positions, x_rows, y_rows) == 0:
-        total = jnp.zeros(shape, out_dtype)
-        return total[:, 0] if flat else total
+    numbers = _check_narrow(narrow, y_rows, groups)
+    shapes = [(types, groups, k, width) for width in (n, *numbers)]
+
+    def shaped(totals: Any) -> Any:
+        """The sums as they are returned."""
+        totals = tuple(total[:, 0] for total in totals) if flat else tuple(totals)
+        return totals if numbers else totals[0]
+
+    if min(types, groups, k, n, num_positions, x_rows, y_rows) == 0:
+        return shaped(jnp.zeros(shape, out_dtype) for shape in shapes)
     merged = merged_groups(groups, k, n, precision, x.dtype) if schedule is None else 1
+    if schedule is None and narrow is not None:
+        # Tuned schedules are of sums without: with two stages and narrow rows numbers are spilled, 660 bytes a thread.
+        schedule = outer_schedule(merged * k, merged * n, precision)
     if schedule is None:
         half = "".join("h" if isinstance(a, HalfRows) else "f" for a in (x, y))
         heuristic = outer_schedule(merged * k, merged * n, precision)
@@ -280,15 +345,20 @@ def typed_outer(
         if scale.shape not in ((num_positions, groups), (num_positions, 1)):
             raise ValueError(f"scale must be [{num_positions}, {groups}] or [{num_positions}], got {scale.shape}")
         operands["scale"] = jnp.broadcast_to(scale, (num_positions, groups))
+    if narrow is not None:
+        narrow = narrow.decode() if isinstance(narrow, HalfRows) else narrow
+        operands["narrow"] = narrow.reshape(y_rows, -1)
+    outs = ("partial", "narrow_partial")[: len(shapes)]
     interpreted = _triton.use_interpreter(interpret)
     config = _Config(
-        names=(*operands, "partial"),
+        names=(*operands, *outs),
         blocks=groups // merged,
         merged=merged,
         group_k=k,
         group_n=n,
         k=merged * k,
         n=merged * n,
+        narrow=sum(numbers),
         schedule=schedule,
         precision=precision,
         dtype=_triton.product_dtype(x.dtype, y.dtype, precision),
@@ -300,20 +370,30 @@ def typed_outer(
         y_part=y.part_width if isinstance(y, HalfRows) else 1,
     )
     num_splits = start.shape[0]
-    (partial,) = _triton.pallas_call(
+    partials = _triton.pallas_call(
         functools.partial(_partial_kernel, c=config),
         name="typed_outer",
         num_programs=num_splits
         * (groups // merged)
         * cdiv(merged * k, schedule.block_k)
         * cdiv(merged * n, schedule.block_n),
-        out_shape=[jax.ShapeDtypeStruct((num_splits, groups, k, n), jnp.dtype(jnp.float32))],
+        out_shape=[jax.ShapeDtypeStruct((num_splits, *shape[1:]), jnp.dtype(jnp.float32)) for shape in shapes],
         num_warps=schedule.num_warps,
         num_stages=schedule.num_stages,
         interpret=interpreted,
     )(*operands.values())
     if per_split >= num_positions:  # one split a type: its partial is the sum
-        total = partial.astype(out_dtype)
-    else:
-        total = sum_rows(partial, first, dtype=out_dtype, name="typed_outer_sum", interpret=interpret)
-    return total[:, 0] if flat else total
+        return shaped(partial.astype(out_dtype) for partial in partials)
+    return shaped(sum_rows_of_all(partials, first, dtype=out_dtype, name="typed_outer_sum", interpret=interpret))
+
+
+def _check_narrow(narrow: jax.Array | HalfRows | None, rows: int, groups: int) -> tuple[int, ...]:
+    """How many numbers narrow rows have for each group, if there are any."""
+    if narrow is None:
+        return ()
+    check_float(narrow, "narrow")
+    if narrow.ndim != 3 or narrow.shape[:2] != (rows, groups):
+        raise ValueError(f"narrow must be [{rows}, {groups}, numbers], rows and groups as of y; got {narrow.shape}")
+    if not 0 < narrow.shape[2] <= MAX_NARROW:
+        raise NotImplementedError(f"narrow must have 1 to {MAX_NARROW} numbers for each group, got {narrow.shape[2]}")
+    return (narrow.shape[2],)

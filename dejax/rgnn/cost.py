@@ -154,10 +154,13 @@ class CostModel:
         traffic = _Traffic()
         self._rows_of(traffic, o.x, rows)
         self._rows_of(traffic, o.y, rows)
+        if o.narrow is not None:
+            self._rows_of(traffic, o.narrow, rows)
         split = rows_per_split(rows, types)
         splits = rows / split + types
-        traffic.memory += 2 * splits * ops[o.out].width * 4 + types * ops[o.out].row_bytes
-        flops = 2 * rows * ops[o.out].width
+        numbers = sum(ops[v].width for v in o.writes)
+        traffic.memory += 2 * splits * numbers * 4 + types * sum(ops[v].row_bytes for v in o.writes)
+        flops = 2 * rows * numbers
         m = self.machine
         products = flops / dict(m.flops)[self.precision]
         seconds = m.outer_seconds + min(split, 256) * m.position_seconds + self._time(traffic, m.outer, products)

@@ -261,6 +261,7 @@ class Outer:
     rows: int = 13
     half: tuple[str, ...] = ()
     shuffled: bool = False
+    narrow: int = 0
 
     @property
     def positions(self) -> int:
@@ -281,7 +282,9 @@ class Outer:
                 a[name][self.positions - self.padding :] = rows
         if self.scale:
             a["scale"] = rng.standard_normal((self.positions, groups))
-        for name in ("x", "y", "scale"):
+        if self.narrow:
+            a["narrow"] = rng.standard_normal((rows, groups, self.narrow))
+        for name in ("x", "y", "scale", "narrow"):
             if name in a:
                 a[name] = np.asarray(jnp.asarray(a[name], self.dtype))
                 if self.groups is None:
@@ -305,8 +308,8 @@ class Outer:
             **options,
         )
 
-    def reference(self, a: dict[str, np.ndarray]) -> np.ndarray:
-        x, y = a["x"].astype(np.float64), a["y"].astype(np.float64)
+    def reference(self, a: dict[str, np.ndarray], side: str) -> np.ndarray:
+        x, y = a["x"].astype(np.float64), a[side].astype(np.float64)
         if self.groups is None:
             x, y = x[:, None], y[:, None]
         valid = self.positions - self.padding
@@ -314,19 +317,20 @@ class Outer:
         iy = a["y_index"][:valid] if self.gather else np.arange(valid)
         scale = a["scale"].astype(np.float64).reshape(self.positions, -1)[:valid] if self.scale else np.ones((valid, 1))
         types = np.repeat(np.arange(len(self.counts)), self.counts)
-        total = np.zeros((len(self.counts), x.shape[1], self.k, self.n))
+        total = np.zeros((len(self.counts), x.shape[1], self.k, y.shape[2]))
         for t in range(len(self.counts)):
             here = types == t
             total[t] = np.einsum("pgk,pgn->gkn", x[ix[here]] * scale[here][:, :, None], y[iy[here]])
         return total[:, 0] if self.groups is None else total
 
     def check(self, result: Any, a: dict[str, np.ndarray], tolerance: float | None = None) -> None:
-        assert result.dtype == self.out_dtype
         tolerance = TF32 if tolerance is None and self.precision == "tf32" and self.dtype == jnp.float32 else tolerance
         low = self.precision == "bf16" or self.dtype != jnp.float32 or self.out_dtype != jnp.float32
-        assert_close(result, self.reference(a), low, tolerance)
         empty = np.array(self.counts) == 0
-        assert not np.any(np.asarray(result, np.float32)[empty]), "a type without positions must give exact zeros"
+        for side, total in zip(("y", "narrow"), result, strict=True) if self.narrow else [("y", result)]:
+            assert total.dtype == self.out_dtype
+            assert_close(total, self.reference(a, side), low, tolerance)
+            assert not np.any(np.asarray(total, np.float32)[empty]), "a type without positions must give exact zeros"
 
 
 OUTERS = {
@@ -352,6 +356,15 @@ OUTERS = {
     "f32 products": Outer(precision="f32"),
     "half rows": Outer(half=("x", "y"), groups=1),
     "half rows and others": Outer(half=("y",), groups=4, k=5, n=7, counts=(9, 2)),
+}
+# Each with narrow rows, too: of one number, and of several where tiles and groups matter.
+OUTERS |= {f"{name}; narrow": replace(case, narrow=1) for name, case in OUTERS.items()} | {
+    "three narrow": Outer(groups=None, narrow=3),
+    "two narrow, groups side by side": Outer(groups=4, k=5, n=7, counts=(9, 2), padding=3, scale=True, narrow=2),
+    "four narrow, tiles of the result": Outer(k=70, n=130, groups=1, counts=(5, 4), narrow=4),
+    "narrow, half rows": Outer(half=("x", "narrow"), groups=1, narrow=2),
+    "narrow, 64 by 64": Outer(k=64, n=64, groups=1, counts=(70, 3), half=("x", "y"), rows_per_split=None, narrow=1),
+    "narrow, wider than it": Outer(k=256, n=100, groups=None, counts=(20,), padding=1, narrow=1),
 }
 
 

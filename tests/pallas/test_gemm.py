@@ -36,14 +36,15 @@ def test_typed_matmul_vmap(operand):
         case.check((y[i], dot[i]), {n: s[n] if n in batched else v for n, v in samples[0].items()})
 
 
-@pytest.mark.parametrize("operand", ["x", "y"])
+@pytest.mark.parametrize("operand", ["x", "y", "narrow"])
 def test_typed_outer_vmap(operand):
-    case = Outer(counts=(5, 3), k=3, n=2, rows_per_split=4)
+    case = Outer(counts=(5, 3), k=3, n=2, rows_per_split=4, narrow=1)
     samples = [case.arrays(seed) for seed in (0, 1)]
     stacked = {n: np.stack([s[n] for s in samples]) if n == operand else v for n, v in samples[0].items()}
     total = interpreted(jax.vmap(case.run, in_axes=({n: 0 if n == operand else None for n in stacked},)))(stacked)
     for i, s in enumerate(samples):
-        case.check(total[i], {n: s[n] if n == operand else v for n, v in samples[0].items()})
+        result = tuple(part[i] for part in total)
+        case.check(result, {n: s[n] if n == operand else v for n, v in samples[0].items()})
 
 
 def test_rows_out_of_range_are_neither_read_nor_written():
@@ -61,17 +62,34 @@ def test_no_positions(shape):
     case = Gemm(**shape)
     a = case.arrays()
     case.check(case.run(a), a)
-    outer = Outer(**shape)
-    b = outer.arrays()
-    outer.check(outer.run(b), b)
+    for outer in (Outer(**shape), Outer(**shape, narrow=1)):
+        b = outer.arrays()
+        outer.check(outer.run(b), b)
 
 
-def test_outer_sums_are_the_same_in_every_run():
-    case = OUTERS["plain"]
+@pytest.mark.parametrize("name", ["plain", "plain; narrow"])
+def test_outer_sums_are_the_same_in_every_run(name):
+    case = OUTERS[name]
     a = case.arrays()
     run = interpreted(case.run)
-    first, second = run(a), run(a)
-    assert np.array_equal(first, second)
+    jax.tree.map(np.testing.assert_array_equal, run(a), run(a))
+
+
+@pytest.mark.parametrize("name", ["plain", "tiles of the result", "half rows", "f32 products"])
+def test_narrow_rows_leave_the_other_sum_as_it_is(name):
+    alone, both = OUTERS[name], OUTERS[f"{name}; narrow"]
+    np.testing.assert_array_equal(interpreted(both.run)(both.arrays())[0], interpreted(alone.run)(alone.arrays()))
+
+
+def test_narrow_rows_are_checked():
+    case = Outer(narrow=5)
+    with pytest.raises(NotImplementedError, match="narrow must have 1 to 4 numbers for each group, got 5"):
+        case.run(case.arrays())
+    a = Outer(narrow=1).arrays()
+    with pytest.raises(
+        ValueError, match=r"narrow must be \[13, 2, numbers\], rows and groups as of y; got \(12, 2, 1\)"
+    ):
+        case.run(a | {"narrow": a["narrow"][1:]})
 
 
 def test_errors_say_what_to_do():

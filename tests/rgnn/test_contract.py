@@ -15,7 +15,7 @@ import pytest
 from dejax.rgnn import Options, RelGraph, _segments, execute
 from dejax.rgnn.execute import counts_of
 from dejax.rgnn.ir.inter import Program
-from dejax.rgnn.ir.intra import Traversal
+from dejax.rgnn.ir.intra import Outer, Traversal
 from dejax.rgnn.lowering.pallas import Columns, PallasLowering
 from dejax.rgnn.passes import Counts, _lead, save
 from tests.rgnn.cases import CASES, MODELS, Size
@@ -378,6 +378,41 @@ def test_numbers_that_one_loop_makes_for_others(
 def test_scores_by_products_with_narrow_matrices(name: str, size: Size, precision: str, tolerance: float) -> None:
     """As where rows of nodes come from memory; and with many heads the way back, too."""
     check(name, "typical", size, dataclasses.replace(PALLAS, precision=precision), tolerance=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("name", "graph", "size", "dtype", "precision", "tolerance"),
+    [
+        ("rgat_one_head", "typical", Size(16, 16, 1), "float32", "f32", F32),
+        ("rgat_one_head", "hubs", Size(32, 33, 1), "float32", "tf32", TF32),
+        ("rgat", "typical", Size(40, 33, 1), "float32", "tf32", TF32),
+        ("rgat", "no_edges", Size(3, 3, 1), "float32", "f32", F32),
+        ("rgat", "typical", Size(16, 16, 1), "bfloat16", None, BF16),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("fresh_plans")
+def test_gradients_of_vectors_beside_those_of_weights(
+    name: str,
+    graph: str,
+    size: Size,
+    dtype: str,
+    precision: str | None,
+    tolerance: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of one head: the attention vector's gradient is made in the pass over rows that makes the weight's."""
+    paired: list[Outer] = []
+    original = PallasLowering.outer
+
+    def outer(self: PallasLowering, instance: Outer, env: dict[int, Any]) -> Any:
+        if instance.narrow is not None:
+            paired.append(instance)
+        return original(self, instance, env)
+
+    monkeypatch.setattr(PallasLowering, "outer", outer)
+    check(name, graph, size, dataclasses.replace(PALLAS, precision=precision), dtype, tolerance=tolerance)
+    assert paired
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from dejax.rgnn.passes.compact import compact
 from dejax.rgnn.passes.contract import contract
 from dejax.rgnn.passes.cse import cse
 from dejax.rgnn.passes.dce import dce
+from dejax.rgnn.passes.extract import extract
 from dejax.rgnn.passes.fallback import fallback
 from dejax.rgnn.passes.fold import fold
 from dejax.rgnn.passes.fuse_gemm import fuse_gemm
@@ -27,6 +28,7 @@ from dejax.rgnn.passes.fuse_traversal import fuse_traversal
 from dejax.rgnn.passes.hoist import hoist
 from dejax.rgnn.passes.join import join
 from dejax.rgnn.passes.merge import merge
+from dejax.rgnn.passes.pair import pair
 from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.save import Cut, cut
 from dejax.rgnn.passes.sink import sink
@@ -186,6 +188,16 @@ def inner_product_of_a_sum(b: Tiny) -> list[int]:
     return [total, b.sum(b.op("mul", c, b.op("dot", b.dst(y), row)))]
 
 
+@program("extract")
+def vector_after_product(b: Tiny) -> list[int]:
+    """The gradients of a weight and of the vector that its product meets."""
+    x, w, to_score, to_row = b.node("x", 4), b.weight("w", 1, 4, 3), b.edge("ds", 1), b.edge("dy", 1, 3)
+    row = b.src(x)
+    z = b.linear(row, w, "k,hkn->hn")
+    of = lambda left, right, spec: b.op("outer", left, right, spec=spec, via="etype", dtype="float32")  # noqa: E731
+    return [of(z, to_score, "hk,h->hk"), of(row, to_row, "k,hn->hkn")]
+
+
 @program("backward")
 def message_passing(b: Tiny) -> int:
     x, w = b.node("x", 4), b.weight("w", 4, 3)
@@ -248,6 +260,7 @@ GOLDEN: list[tuple[str, Program, Callable[[Program, Counts], Program]]] = [
     ("softmax", attention, expand_softmax),
     ("hoist", mean, hoist),
     ("contract", inner_product_of_a_sum, contract),
+    ("extract", vector_after_product, extract),
     ("join", two_halves, join),
 ]
 
@@ -348,6 +361,46 @@ def test_golden_fallback(golden: Golden) -> None:
     golden("pass_fallback.txt", before_after(what_no_template_does, ("instances", fused), *stages))
 
 
+def test_golden_pair(golden: Golden) -> None:
+    """One pass over rows, once the vector's gradient is of the rows that the weight's is of."""
+    apart = fallback(fuse_gemm(Kernels(dce(extract(vector_after_product, COUNTS), COUNTS)), COUNTS))
+    paired = verify_kernels(pair(apart))
+    golden("pass_pair.txt", before_after(apart, ("pairs", paired)))
+    assert pair(paired) == paired
+    assert pair(fallback(fuse_gemm(Kernels(vector_after_product), COUNTS))).instances[-1].narrow is None
+
+
+def vector_and_weight(
+    b: Tiny, *, heads: int = 1, weight_too: bool = True, dtype: str = "float32", after: bool = False
+) -> list[int]:
+    """`vector_after_product` with other shapes; with `after`, the weight's gradient waits for the vector's."""
+    x, w, row_of = b.node("x", 4), b.weight("w", heads, 4, 3), b.edge("dy", heads, 3)
+    row, to_score = b.src(x), b.given("ds", Space.EDGE, heads, dtype=dtype)
+    of = lambda left, right, spec: b.op("outer", left, right, spec=spec, via="etype", dtype=dtype)  # noqa: E731
+    vector = of(b.linear(row, w, "k,hkn->hn"), to_score, "hk,h->hk")
+    if after:
+        row_of = b.op("add", row_of, b.op("gather", vector, via="etype"))
+    return [vector, *([of(row, row_of, "k,hn->hkn")] if weight_too else [])]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"heads": 8}, {"weight_too": False}, {"dtype": "bfloat16"}],
+    ids=["many heads", "no gradient of the weight", "another dtype"],
+)
+def test_sums_of_products_stay_where_no_other_sum_has_their_rows(options: dict[str, Any]) -> None:
+    p = program("extract")(lambda b: vector_and_weight(b, **options))
+    assert extract(p, COUNTS) == p
+
+
+def test_sums_that_wait_for_each_other_are_no_pair() -> None:
+    p = program("pair")(lambda b: vector_and_weight(b, after=True))
+    after = verify(extract(p, COUNTS))
+    assert after != p
+    apart = fallback(fuse_gemm(Kernels(dce(after, COUNTS)), COUNTS))
+    assert pair(apart) == apart and sum(isinstance(i, Outer) for i in apart.instances) == 2
+
+
 def test_golden_storage(golden: Golden) -> None:
     """Rows between kernels in 16 bits; an output only where it may be."""
     fused = fallback(fuse_traversal(fuse_gemm(Kernels(products_of_products), COUNTS), COUNTS))
@@ -362,7 +415,7 @@ def test_golden_storage(golden: Golden) -> None:
 
 def test_every_pass_has_a_golden_text() -> None:
     shown = {name for name, _, _ in GOLDEN}
-    shown |= {"backward", "recompute", "sink", "gemm", "traversal", "lead", "fallback", "storage"}
+    shown |= {"backward", "recompute", "sink", "gemm", "traversal", "lead", "fallback", "pair", "storage"}
     assert shown == set(PASSES)
 
 

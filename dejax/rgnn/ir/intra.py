@@ -15,6 +15,7 @@ Values are the level-1 values. What no instance writes never reaches memory.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from dejax.rgnn.ir.inter import COMPOSED_VIAS, ROWWISE, VIAS, IRError, Op, Program, Space, format_op
@@ -26,6 +27,11 @@ PRODUCT_SPECS = MATRIX_SPECS | {"k,k->"}
 OUTER_SPECS = frozenset(
     "k,n->kn hk,hn->hkn k,hn->hkn hk,hn->kn n,k->kn hn,hk->hkn hn,k->hkn hn,hk->kn k,->k hk,h->hk k,h->hk".split()
 )
+# How the rows of such an instance meet narrow rows in the same pass, and how many numbers those may have, of each head
+# where the products are by head. 64 by 64 takes 121 registers a thread, 141 with one number and 180 with two, so that
+# two programs fit where four did.
+NARROW_SPECS = frozenset(("k,->k", "hk,h->hk", "k,h->hk"))
+MAX_NARROW = 1
 # Contractions of a row with one or a few vectors for its type: done in registers by the traversal template.
 VECTOR_SPECS = frozenset("k,k-> hk,hk->h k,hk->h ,k->k h,hk->k h,hk->hk".split())
 # Row-by-row operators that a kernel can do on a tile in registers.
@@ -104,24 +110,32 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """Outer products of rows summed by type: the gradient of a typed weight."""
+    """Outer products of rows summed by type: the gradient of a typed weight.
+
+    `narrow` are other rows, of at most `MAX_NARROW` numbers, by which the rows of `x` are multiplied in the same pass;
+    the sum of those products is `narrow_out`, by `narrow_spec`.
+    """
 
     out: int
     x: Operand
     y: Operand
     spec: str
     via: str
+    narrow_out: int | None = None
+    narrow: Operand | None = None
+    narrow_spec: str = ""
 
     @property
     def writes(self) -> tuple[int, ...]:
-        return (self.out,)
+        return (self.out,) if self.narrow_out is None else (self.out, self.narrow_out)
 
     @property
     def reads(self) -> tuple[int, ...]:
-        return (self.x.value, self.y.value)
+        return (self.x.value, self.y.value, *(() if self.narrow is None else (self.narrow.value,)))
 
     def __str__(self) -> str:
-        return f"outer %{self.out} = {self.x} x {self.y}, summed by {self.via}, {self.spec}"
+        extra = "" if self.narrow is None else f"; %{self.narrow_out} = the same x {self.narrow}, {self.narrow_spec}"
+        return f"outer %{self.out} = {self.x} x {self.y}, summed by {self.via}, {self.spec}{extra}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +295,20 @@ def access_by(via: str, loop: str | None) -> tuple[str, str]:
     return "gathered", via
 
 
+def fits_beside(spec: str, narrow_spec: str, numbers: tuple[int, ...]) -> bool:
+    """Whether rows that an outer sum contracts by `spec` can meet narrow rows, of shape `numbers`, in the same pass."""
+    if spec not in OUTER_SPECS or narrow_spec not in NARROW_SPECS:
+        return False
+    each_head = by_head(narrow_spec)
+    return each_head == by_head(spec) and (1 if each_head else math.prod(numbers)) <= MAX_NARROW
+
+
+def by_head(spec: str) -> bool:
+    """Whether an outer product is one for each head of both sides."""
+    left, right = spec.split("->")[0].split(",")
+    return "h" in left and "h" in right
+
+
 def as_part(program: Program, operand: Operand) -> Operand:
     """The operand as part of the array that its own is a slice of, along the first of two feature axes."""
     op = program.ops[operand.value]
@@ -305,6 +333,8 @@ def verify_kernels(kernels: Kernels) -> Kernels:
             _verify_traversal(program, instance, where)
         if isinstance(instance, Gemm) and instance.spec not in PRODUCT_SPECS:
             raise IRError(f"{where}: contraction {instance.spec} is not a product with a matrix")
+        if isinstance(instance, Outer) and instance.narrow is not None and instance.narrow_spec not in NARROW_SPECS:
+            raise IRError(f"{where}: {instance.narrow_spec} is not a product with narrow rows")
         have.update(instance.writes)
     lost = [o for o in program.outputs if o not in have]
     if lost:

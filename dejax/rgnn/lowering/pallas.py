@@ -19,7 +19,7 @@ import dejax.pallas as kernels
 from dejax.pallas import tuned_tables
 from dejax.rgnn.graph import RelGraph, Segments
 from dejax.rgnn.ir.inter import VIAS
-from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, Operand, Outer, Traversal
+from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, Operand, Outer, Traversal, by_head
 from dejax.rgnn.lowering.tiles import TileProgram
 from dejax.rgnn.lowering.xla import num_rows, segment_sum, segments, valid_rows
 from dejax.rgnn.options import Options
@@ -71,7 +71,7 @@ class PallasLowering:
         if isinstance(instance, Gemm):
             env.update(zip(instance.writes, self.gemm(instance, env), strict=True))
         elif isinstance(instance, Outer):
-            env[instance.out] = self.outer(instance, env)
+            env.update(zip(instance.writes, self.outer(instance, env), strict=True))
         elif isinstance(instance, Traversal):
             self.traversal(instance, env)
         else:
@@ -172,40 +172,51 @@ class PallasLowering:
             found[1] = found[1].reshape(rows, *self.program.ops[instance.dot].shape)
         return tuple(found)
 
-    def outer(self, instance: Outer, env: dict[int, Any]) -> jax.Array:
-        op = self.program.ops[instance.out]
+    def outer(self, instance: Outer, env: dict[int, Any]) -> tuple[jax.Array, ...]:
         group = segments(self.graph, instance.via)
         x, y = (self.in_half(o.value, env) for o in (instance.x, instance.y))
-        left, right = instance.spec.split("->")[0].split(",")
-        result = instance.spec.split("->")[1]
-        heads = "h" in left and "h" in right
-        summed = heads and "h" not in result  # one weight for all heads: a product for each, then their sum
+        heads = by_head(instance.spec)
+        summed = heads and "h" not in instance.spec.split("->")[1]  # a product for each head, then their sum
         # [rows, groups, width] on both sides; what is not a group is a width.
         shape = lambda a: (a.shape[0], a.shape[1] if heads else 1, int(np.prod(a.shape[2 if heads else 1 :])))  # noqa: E731
         x_index, y_index = self.row_index(instance.x, group), self.row_index(instance.y, group)
         gathered = x_index is not None or y_index is not None
         splits = group.near_splits if gathered and group.near_splits is not None else group.splits
-        total = kernels.typed_outer(
+        narrow = None if instance.narrow is None else env[instance.narrow.value]
+        dtype = jnp.dtype(self.program.ops[instance.out].dtype)
+        found = kernels.typed_outer(
             x.reshape(shape(x)),
             y.reshape(shape(y)),
             offsets=group.offsets,
             num_positions=group.num_items,
             x_index=x_index,
             y_index=y_index,
+            narrow=None if narrow is None else narrow.reshape(shape(narrow)),
             splits=None if splits is None else splits.tables,
             rows_per_split=None if splits is None else splits.rows_per_split,
             precision=self.precision,
-            out_dtype=jnp.float32 if summed else jnp.dtype(op.dtype),
+            out_dtype=jnp.float32 if summed else dtype,
             interpret=self.interpret,
         )
-        letters = (
-            ("h" if heads else "") + left.replace("h", "" if heads else "h") + right.replace("h", "" if heads else "h")
+        totals = found if isinstance(found, tuple) else (found,)
+        sides = [(instance.spec, instance.y)]
+        if instance.narrow is not None:
+            sides.append((instance.narrow_spec, instance.narrow))
+        return tuple(
+            self.as_contracted(total, spec, instance.x, other).astype(dtype)
+            for total, (spec, other) in zip(totals, sides, strict=True)
         )
-        sizes = dict(zip(left, self.program.ops[instance.x.name].shape, strict=True))
-        sizes |= dict(zip(right, self.program.ops[instance.y.name].shape, strict=True))
+
+    def as_contracted(self, total: jax.Array, spec: str, x: Operand, y: Operand) -> jax.Array:
+        """Sums of outer products [types, groups, width of x, width of y] with the axes of the contraction's result."""
+        (left, right), result = spec.split("->")[0].split(","), spec.split("->")[1]
+        heads = "h" if by_head(spec) else ""
+        letters = heads + left.replace("h", "" if heads else "h") + right.replace("h", "" if heads else "h")
+        sizes = dict(zip(left, self.program.ops[x.name].shape, strict=True))
+        sizes |= dict(zip(right, self.program.ops[y.name].shape, strict=True))
         total = total.reshape(-1, *(sizes[c] for c in letters))
-        if summed:
-            total, letters = total.sum(1).astype(op.dtype), letters[1:]
+        if heads and "h" not in result:
+            total, letters = total.sum(1), letters[1:]
         return jnp.transpose(total, (0, *(1 + letters.index(c) for c in result)))
 
     # --- traversal ---------------------------------------------------------------------------------------------------

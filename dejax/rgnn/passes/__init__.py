@@ -18,6 +18,7 @@ from dejax.rgnn.passes.compact import compact
 from dejax.rgnn.passes.contract import contract
 from dejax.rgnn.passes.cse import cse
 from dejax.rgnn.passes.dce import dce
+from dejax.rgnn.passes.extract import extract
 from dejax.rgnn.passes.fallback import fallback
 from dejax.rgnn.passes.fold import fold
 from dejax.rgnn.passes.fuse_gemm import fuse_gemm
@@ -25,6 +26,7 @@ from dejax.rgnn.passes.fuse_traversal import fuse_traversal
 from dejax.rgnn.passes.hoist import hoist
 from dejax.rgnn.passes.join import join
 from dejax.rgnn.passes.merge import merge
+from dejax.rgnn.passes.pair import pair
 from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.save import Cut, cut
 from dejax.rgnn.passes.sink import sink
@@ -63,6 +65,7 @@ LATE: tuple[tuple[str, Pass], ...] = (
     ("hoist", hoist),
     ("cse", cse),
     ("contract", contract),
+    ("extract", extract),
     ("join", join),
     ("dce", dce),
 )
@@ -81,6 +84,7 @@ PASSES = (
     "softmax",
     "hoist",
     "contract",
+    "extract",
     "join",
     "backward",
     "recompute",
@@ -88,6 +92,7 @@ PASSES = (
     "traversal",
     "lead",
     "fallback",
+    "pair",
     "storage",
 )
 
@@ -145,7 +150,7 @@ def lower_to_kernels(
     alone: bool = False,
     watch: Watch = _Silent(),
 ) -> Kernels:
-    """Level 1 to level 2: GEMM instances first, then traversals, then the fallback.
+    """Level 1 to level 2: GEMM instances first, then traversals, then the fallback; then pairs of outer sums.
 
     With `half`, wide rows between kernels are stored in 16 bits, and so may be the outputs with numbers in `packed`.
     With `alone`, the program is an optimised one of which there are no gradients, and its last passes run first.
@@ -159,6 +164,8 @@ def lower_to_kernels(
     if "traversal" not in disable:
         kernels = fuse_traversal(kernels, counts, leading="lead" not in disable, half=half)
     kernels = verify_kernels(fallback(kernels, merge="fallback" not in disable))
+    if "pair" not in disable:
+        kernels = verify_kernels(pair(kernels))
     if half:
         kernels = storage(kernels, packed, alone=alone, counts=counts)
     return kernels
