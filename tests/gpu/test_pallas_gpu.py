@@ -123,7 +123,8 @@ def test_typed_outer(name):
     run = jax.jit(case.run)
     result = run(a)
     case.check(result, a, tolerance(case))
-    assert np.array_equal(np.asarray(result, np.float32), np.asarray(run(a), np.float32)), "two runs differ"
+    for first, second in zip(jax.tree.leaves(result), jax.tree.leaves(run(a)), strict=True):
+        assert np.array_equal(np.asarray(first, np.float32), np.asarray(second, np.float32)), "two runs differ"
 
 
 @pytest.mark.parametrize("name", [*TRAVERSALS, *LARGE_TRAVERSALS])

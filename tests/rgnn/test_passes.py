@@ -583,10 +583,17 @@ def test_what_all_items_of_a_row_read_alike_is_read_once_for_the_row(loop: str, 
 
 
 def hgt_training(
-    edges: int, heads: int, *disable: str, model: str = "hgt", degree: int = 10, types: int = 4
+    edges: int,
+    heads: int,
+    *disable: str,
+    model: str = "hgt",
+    degree: int = 10,
+    types: int = 4,
+    edges_of_pair: float = 9,
 ) -> tuple[Cut, Kernels]:
     """The halves of the training of HGT, or another model, on a graph of so many edges, and the second's kernels."""
-    counts = Counts(edges // degree, edges, edges // 9, edges // 5, types, 4, typed_sources=True)
+    pairs = int(edges / edges_of_pair)
+    counts = Counts(edges // degree, edges, pairs, max(edges // 5, pairs), types, 4, typed_sources=True)
     size = Size(8 * heads, 8, heads)
     arrays = {k: a.astype("float32") for k, a in make_arrays(model, GRAPHS["typed"], size, "float32").items()}
     layer = getattr(library, model)
@@ -624,6 +631,22 @@ def test_one_loop_of_attention_makes_the_numbers_by_which_others_multiply_rows(h
         assert [t.via for t in apart.instances if isinstance(t, Traversal) and t.space != Space.NODE] == [
             "source_pair", "dst", "source_pair.node",
         ]  # fmt: skip
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize(("edges_of_pair", "leads"), [(1.27, True), (1.8, False)], ids=["wikikg2", "am"])
+def test_keys_and_messages_are_read_by_one_loop_where_pairs_have_few_edges(
+    edges_of_pair: float, leads: bool, heads: int
+) -> None:
+    """The loop over destinations gathers messages, too, that over pairs reads neither: both are free by then."""
+    _, kernels = hgt_training(16_000_000, heads, edges_of_pair=edges_of_pair)
+    first, second = (t for t in kernels.instances if isinstance(t, Traversal) and t.space == Space.EDGE)
+    assert (first.via, second.via) == (("dst", "source_pair") if leads else ("source_pair", "dst"))
+    ops = kernels.program.ops
+    (rows,) = (i for i in kernels.program.inputs if ops[i].space == Space.SOURCE_PAIR)
+    assert rows in first.reads and (rows in second.reads) != leads
+    if leads:  # what the second writes in their stead
+        assert [(ops[v].space, ops[v].shape) for v in second.writes] == [(Space.SOURCE_PAIR, ops[rows].shape)]
 
 
 def test_gradients_of_nodes_are_made_by_a_kernel_in_16_bits() -> None:
