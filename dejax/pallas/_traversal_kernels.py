@@ -67,14 +67,15 @@ def _chunk(plan: Plan, r: Refs, program: jax.Array, partials: Sequence[Any], row
 
     The program's rows take the chunk's items in turns. With counters the last chunk of a hub to get here merges all.
     """
-    bounds = [b[program] for b in r.bounds[:3]]
-    row, start, end = (lax.broadcast(bound, (plan.rows,)) for bound in bounds)
-    the_row, count = bounds[0], bounds[2] - bounds[1]
+    chunk = lax.broadcast(program, (plan.rows,))
+    row, start, end = (_triton.load(b, (chunk,)) for b in r.bounds[:3])
+    # Loaded again: with `start` and `end` made of single numbers RGAT's loops take 70 registers a thread and not 64.
+    count = r.bounds[2][program] - r.bounds[1][program]
     tiles = tiles_of_rows(plan, r.arrays, r.tables, row, row < plan.num_rows)
     if plan.num_counters:  # loaded before the loop, on which it does not depend
         *partials, counters = partials
         hubs, offsets = r.bounds[3:]
-        hub = hubs[program]
+        hub, the_row = hubs[program], r.bounds[0][program]
         used = hub < plan.num_counters
         hub = lax.min(hub, jnp.int32(plan.num_counters - 1))
         first, last = offsets[hub], offsets[hub + 1]
