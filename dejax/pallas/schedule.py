@@ -358,13 +358,16 @@ def _beside_schedule(width: int, mean_degree: float, num_rows: float) -> Travers
     return TraversalSchedule(rows, 1, 1 if large or rows * width < 256 else 2, 1)
 
 
-def map_schedule(width: int, *, half: bool = False, interpret: bool = False) -> TraversalSchedule:
-    """The heuristic schedule of a map over items; arguments as in `traversal_schedule`, `half`: writes `HalfRows`."""
+def map_schedule(width: int, *, narrows: bool = False, interpret: bool = False) -> TraversalSchedule:
+    """The heuristic schedule of a map over items; arguments as in `traversal_schedule`.
+
+    With `narrows`, rows come in float32 alone, and are written as `HalfRows`.
+    """
     if interpret:
         return traversal_schedule(width, 1.0, interpret=True)
-    # Rows that are read as float32 change threads to be stored in 16 bits. A copy of 1.9 million rows of 64 with their
-    # inner products: 8 items and 1 warp 0.26 ms, 16 and 2 0.42, 32 and 4 0.41.
-    if half and width <= 512:
+    # Then they change threads to be stored. A copy of 1.9 million rows of 64 with their inner products: 8 items and 1
+    # warp 0.26 ms, 16 and 2 0.42, 32 and 4 0.41. Where some are read in 16 bits 0.32 with either.
+    if narrows and width <= 512:
         return TraversalSchedule(1, max(1, 512 // width), 1, 1)
     # Inner products of 64 features, 2 million: 32 items and 4 warps 0.25 ms, 8 items and 1 warp 0.29.
     return TraversalSchedule(1, min(256, max(1, 4 * 512 // width)), 4 if width <= 2048 else 8, 1)

@@ -509,7 +509,8 @@ def map_items(
         return tuple(_encoded(_zeros(structs), half))
     structs = _in_half(structs, half, num_items)
     interpreted = _triton.use_interpreter(interpret)
-    schedule = schedule or map_schedule(width, half=bool(half), interpret=interpreted)
+    narrows = bool(half) and not any(isinstance(a, HalfRows) for a in ready)
+    schedule = schedule or map_schedule(width, narrows=narrows, interpret=interpreted)
     block = schedule.rows_per_program * schedule.items_per_step
     plan = Plan(
         body=lambda *tiles: ((), tuple(body(*tiles))),

@@ -17,7 +17,7 @@ from dejax.rgnn.execute import counts_of
 from dejax.rgnn.ir.inter import Program
 from dejax.rgnn.ir.intra import Outer, Traversal
 from dejax.rgnn.lowering.pallas import Columns, PallasLowering
-from dejax.rgnn.passes import Counts, _lead, save
+from dejax.rgnn.passes import Counts, save
 from tests.rgnn.cases import CASES, MODELS, Size
 from tests.rgnn.contract import Expected, assert_agrees, check, covering, expected, row_counts, run_case
 from tests.rgnn.references import GRAPHS, HUB_CHUNK, graph_of
@@ -328,7 +328,7 @@ def test_keys_and_messages_in_one_array(size: Size) -> None:
 
 @pytest.fixture
 def as_on_a_large_graph(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
-    """The compiler is told of 100,000 times the nodes, edges and pairs, whose rows the cache has nevertheless."""
+    """The compiler is told of 100,000 times the nodes, edges and pairs."""
 
     def task(program: Program, counts: Counts, *rest: Any) -> execute.Task:
         grown = ("nodes", "edges", "source_pairs", "destination_pairs")
@@ -336,7 +336,6 @@ def as_on_a_large_graph(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> N
         return execute.Task(program, counts, *rest)
 
     monkeypatch.setattr(importlib.import_module("dejax.rgnn.program"), "Task", task)
-    monkeypatch.setattr(_lead, "CACHED_BYTES", float("inf"))
 
 
 @pytest.fixture

@@ -10,18 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dejax.rgnn.ir.inter import VIAS
 from dejax.rgnn.ir.intra import BY_ROW, access_operand, as_part
-from dejax.rgnn.passes._rewrite import CACHED_BYTES
 
 if TYPE_CHECKING:
     from dejax.rgnn.passes.fuse_traversal import Fusion, Loop
 
 _NARROWER = 4  # times that a number of an item must be narrower than what it multiplies or is made from
-# One byte gathered from memory costs as much as so many in order. On am HGT's loop over source pairs reads 1.11 times
-# the bytes, in order, that the one over destinations would gather in their stead: training took 6.26 ms, and 6.72 with
-# that one as the leader. On wikikg2 it is 1.57 times: 17.3 ms and 17.4.
-_GATHERED = 1.5
 
 
 def lead(fusion: Fusion) -> None:
@@ -96,45 +90,28 @@ def held(fusion: Fusion, loop: Loop, values: list[int]) -> int:
 def pays(fusion: Fusion, leader: Loop, follower: Loop, values: list[int]) -> bool:
     """Whether the leader needs nothing more; or other parts of the wide rows that it reads anyway, and less in all.
 
-    Those parts must come from the cache, or be fewer bytes than the follower then need not read. What the leader alone
-    reads is free when it is done: on wikikg2 HGT's keys and messages, 3.1 GiB, before as many bytes of their gradients
-    are written, and training holds 9.5 GiB at once instead of 11.7.
-
     HGT's loop over destinations holds rows of keys and messages, two of its own and one sum, where the loop over source
     pairs held four rows and two sums: 140 instructions for two edges of that one became 71. HGT's training with and
-    without: mutag 0.223 ms and 0.231; bgs, fb15k and biokg the same within 0.5 %; where rows come from memory it would
-    be longer, am 6.06 and 5.90, mag 10.16 and 9.57.
+    without: mutag 0.223 ms and 0.231; am 5.28 and 5.32, mag 7.63 and 7.73, wikikg2 13.8 and 14.3. What the leader alone
+    reads is free when it is done: on wikikg2 keys and messages, 3.1 GiB, before as many bytes of their gradients are
+    written, and training holds 9.5 GiB at once instead of 11.7.
     """
     if any(a.kind != "sum" for a in leader.accumulators):
         return False
-    program, ops, counts = fusion.program, fusion.program.ops, fusion.counts
+    program, ops = fusion.program, fusion.program.ops
 
-    def by_item(values: list[int], width: int) -> dict[tuple, int]:
-        """Widths of the rows, so wide or wider, that the leader reads for each item: by array, map and part."""
-        found = [(as_part(program, access_operand(program, v, leader.via)), ops[v].width) for v in values]
-        return {(o.value, o.via, o.part): w for o, w in found if o.access not in BY_ROW and w >= width}
-
-    def in_order(values: list[int]) -> int:
-        """Numbers of what the follower reads once for a row, of values that it reads."""
-        return sum(ops[v].width for v in values if access_operand(program, v, follower.via).access == "row")
+    def by_item(values: list[int], width: int) -> set[tuple]:
+        """The rows, so wide, that the leader reads for each item to have the values: array, map and part."""
+        operands = [as_part(program, access_operand(program, v, leader.via)) for v in values if ops[v].width >= width]
+        return {(o.value, o.via, o.part) for o in operands if o.access not in BY_ROW}
 
     body, _ = fusion.cone(fusion.roots(leader), set())
     # What is read for inner products alone, another loop might read in its place.
     anyhow = fusion.cone(fusion.roots(leader), {v for v in body if fusion.shrinks(v)})[1]
     needed = fusion.cone(values, set())[1]
-    at_hand = by_item(anyhow, 0)
-    more = [width for row, width in by_item(needed, 0).items() if row not in at_hand]
-    if not more:
+    if by_item(needed, 0) <= by_item(anyhow, 0):
         return True
     # Parts of one array lie side by side, and are as good as one row.
     wide = _NARROWER * max(ops[v].width for v in values)
     rows, others = ({row[:2] for row in by_item(found, wide)} for found in (needed, anyhow))
-    if not rows <= others or held(fusion, leader, values) >= held(fusion, follower, []):
-        return False
-    arrays = [ops[v] for v in {value for value, _ in rows}]
-    if sum(2 * op.width * counts.rows(op.space) for op in arrays) <= CACHED_BYTES:
-        return True
-    assert follower.via is not None
-    roots = fusion.roots(follower)
-    read, left = (in_order(fusion.cone(roots, cut)[1]) for cut in (set(), set(values)))
-    return _GATHERED * sum(more) * counts.rows(leader.space) <= (read - left) * counts.rows(VIAS[follower.via].coarse)
+    return rows <= others and held(fusion, leader, values) < held(fusion, follower, [])
