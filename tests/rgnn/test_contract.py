@@ -445,8 +445,11 @@ def test_scores_in_the_loop(
     assert sunk
 
 
-@pytest.mark.parametrize("size", [Size(16, 16, 1), Size(20, 32, 2)], ids=str)
-@pytest.mark.parametrize("name", ["rgat_one_head", "rgat", "hgt"])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("rgat_one_head", Size(16, 16, 1)), ("rgat", Size(16, 16, 1)), ("rgat", Size(20, 32, 2)), ("hgt", Size(20, 32, 2))],
+    ids=str,
+)
 @pytest.mark.usefixtures("as_on_a_large_graph")
 def test_rows_of_nodes_without_edges_are_not_read(name: str, size: Size, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where rows of nodes come from memory and loops read them often: RGAT's gradients are copied in 16 bits."""
