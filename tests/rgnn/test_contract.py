@@ -447,7 +447,12 @@ def test_scores_in_the_loop(
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("rgat_one_head", Size(16, 16, 1)), ("rgat", Size(16, 16, 1)), ("rgat", Size(20, 32, 2)), ("hgt", Size(20, 32, 2))],
+    [
+        ("rgat_one_head", Size(16, 16, 1)),
+        ("rgat", Size(16, 16, 1)),
+        ("rgat", Size(20, 32, 2)),
+        ("hgt", Size(20, 32, 2)),
+    ],
     ids=str,
 )
 @pytest.mark.usefixtures("as_on_a_large_graph")
