@@ -38,6 +38,11 @@ class Counts:
         }[space]
 
 
+def from_memory(op: Op, counts: Counts) -> bool:
+    """Whether the cache is too small for the rows of a value."""
+    return counts.rows(op.space) * op.row_bytes > CACHED_BYTES
+
+
 def rebuild(program: Program, visit: Visit, new: dict[int, int] | None = None) -> Program:
     """A new program, each operator replaced by what `visit` makes of it.
 

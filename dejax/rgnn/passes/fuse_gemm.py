@@ -11,7 +11,7 @@ import math
 
 from dejax.rgnn.ir.inter import TYPE_VIA, Program, Space
 from dejax.rgnn.ir.intra import MATRIX_SPECS, OUTER_SPECS, Gemm, Instance, Kernels, Outer, access_operand
-from dejax.rgnn.passes._rewrite import CACHED_BYTES, Counts, powers_of_two
+from dejax.rgnn.passes._rewrite import Counts, from_memory, powers_of_two
 
 # A tile that holds whole rows. Of wider ones Triton's compiler lays out the numbers such that 450 shuffles add them up.
 _WHOLE_WIDTH = 64
@@ -63,7 +63,7 @@ def _as_matrix(program: Program, counts: Counts, i: int) -> str | None:
         # With one vector, too, where the cache does not have the rows: a product takes its tiles by node and fetches a
         # row once, a loop over types for each type. RGAT on wikikg2 0.86 -> 0.41 ms; on bgs it was 7 us slower.
         table = program.ops[x.args[0]]
-        many = vectors >= _MIN_VECTORS or counts.rows(table.space) * table.row_bytes > CACHED_BYTES
+        many = vectors >= _MIN_VECTORS or from_memory(table, counts)
         return _GATHERED.get(spec) if many else None
     return _SUMS.get(spec) if vectors >= _MIN_VECTORS else None
 

@@ -28,7 +28,7 @@ from dejax.rgnn.ir.intra import (
 )
 from dejax.rgnn.passes._beside import put_beside
 from dejax.rgnn.passes._lead import lead
-from dejax.rgnn.passes._rewrite import CACHED_BYTES, Counts, factors, moves_unit_axes, powers_of_two
+from dejax.rgnn.passes._rewrite import Counts, factors, from_memory, moves_unit_axes, powers_of_two
 from dejax.rgnn.passes.storage import MIN_WIDTH
 
 _ITEM_SPACES = (Space.EDGE, Space.SOURCE_PAIR, Space.DESTINATION_PAIR)
@@ -294,9 +294,7 @@ class Fusion:
             if ops[value].width < MIN_WIDTH:
                 inner = any(self.shrinks(v) and self.from_memory(ops[v].args[0]) for v in made_from)
                 if inner and any(ops[v].name == "count" for v in leaves):  # of which it need not read all rows
-                    self.loops.append(Loop(None, Space.NODE, items=[value]))
-                    if not self.acyclic(self.loops):
-                        self.loops.pop()
+                    done |= self.added(Loop(None, Space.NODE, items=[value]))
                 continue
             of_it = [v for v in able if value in self.cone([v], done)[0]]
             if all(ops[v].name in ("const", "reshape", "broadcast", "cast") for v in made_from):
@@ -305,15 +303,18 @@ class Fusion:
                 if not (self.half and compared and self.from_memory(value) and often):
                     continue  # nothing is computed
             narrow = [v for v in able if v in made_from and 4 * ops[v].width <= ops[value].width]
-            self.loops.append(Loop(None, Space.NODE, items=sorted({*narrow, *of_it} - done)))
-            if not self.acyclic(self.loops):
-                self.loops.pop()
-            done |= self.loops[-1].results
+            done |= self.added(Loop(None, Space.NODE, items=sorted({*narrow, *of_it} - done)))
+
+    def added(self, loop: Loop) -> set[int]:
+        """Adds a loop, unless no order of all is possible then; what it gives."""
+        self.loops.append(loop)
+        if self.acyclic(self.loops):
+            return loop.results
+        self.loops.pop()
+        return set()
 
     def from_memory(self, value: int) -> bool:
-        """Whether the cache is too small for the rows of a value."""
-        op = self.program.ops[value]
-        return self.counts.rows(op.space) * op.row_bytes > CACHED_BYTES
+        return from_memory(self.program.ops[value], self.counts)
 
     def extra_width(self, loop: Loop, value: int) -> int:
         """Numbers that a loop loads for each item only because it computes the value."""
