@@ -160,7 +160,9 @@ def short_stacks(
         temps.append(temp)
         seconds.append(took)
     between = SHORT[1] - SHORT[0]
-    layer_bytes, layer_seconds = (temps[1] - temps[0]) / between, (seconds[1] - seconds[0]) / between
+    layer_bytes = (temps[1] - temps[0]) / between
+    # Where other work disturbed the shorter stack it took longer than the other.
+    layer_seconds = max(0.0, (seconds[1] - seconds[0]) / between)
     base_seconds = max(0.0, seconds[0] - SHORT[0] * layer_seconds)
     return temps[0] - SHORT[0] * layer_bytes, layer_bytes, base_seconds, layer_seconds
 

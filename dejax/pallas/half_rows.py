@@ -140,12 +140,15 @@ def raised(exponent: Array) -> Array:
     return lax.max(lax.sub(exponent, np.int32(RAISED)), _LOW)
 
 
-def halves(x: Array) -> tuple[Array, Array]:
-    """Two float16 tiles whose sum is `x`, of magnitudes below 2^15, to 22 bits; for infinities the second is 0."""
-    high = x.astype(jnp.float16)
+def halves(x: Array, dtype: Any = jnp.float16) -> tuple[Array, Array]:
+    """Two float16 tiles whose sum is `x`, of magnitudes below 2^15, to 22 bits; for infinities the second is 0.
+
+    Or two of another dtype of 16 bits, to twice its bits.
+    """
+    high = x.astype(dtype)
     low = lax.sub(x, high.astype(jnp.float32))
     low = lax.select(lax.eq(low, low), low, lax.full_like(low, 0))  # infinity less infinity
-    return high, low.astype(jnp.float16)
+    return high, low.astype(dtype)
 
 
 def whole_max(x: Array) -> Array:

@@ -3,8 +3,8 @@
 Two passes and no atomics, so that the result is the same in every run: rows of a type are split among programs, each of
 which sums its rows into a float32 partial; a second kernel adds the partials of each type up in their order.
 
-Rows of x that are multiplied with wide rows can be multiplied with a few numbers a row in the same pass: the gradient
-of a typed vector beside that of a typed weight.
+Rows of x that are multiplied with wide rows can be multiplied with a few numbers a row in the same pass, one number in
+registers and several by a second product of 16 columns: the gradient of a typed vector beside that of a typed weight.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from dejax.pallas.half_rows import RAISED, HalfRows, exponents, halves, inverse_
 from dejax.pallas.schedule import OuterSchedule, merged_groups, outer_schedule
 from dejax.pallas.sums import sum_rows_of_all
 
-# Each number takes a sum over the rows of a tile, across its threads.
-MAX_NARROW = 4
+# Numbers of narrow rows: the columns of the smallest product.
+MAX_NARROW = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,36 +57,102 @@ class _Config:
     y_part: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """A tile of x as the products take it: as it is, in 16 bits and below 2 in magnitude, or in two parts.
+
+    `exponent` [rows, 1] are the powers of two of its rows, biased.
+    """
+
+    tile: Any
+    exponent: jax.Array | None
+
+
 def _normalized(tile: jax.Array, exponent: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """A tile's rows below 2 in magnitude, and the exponent of each row [rows, 1], biased."""
     if exponent is not None:
-        return tile.astype(jnp.float32), exponent
+        return tile, exponent
     tile = tile.astype(jnp.float32)
     exponent, inverse = exponents(tile, 1)
     return tile * inverse, exponent
 
 
-def _scaled_product(x: Any, y: Any, x_exponent: Any, y_exponent: Any) -> jax.Array:
-    """x^T y in float16. Row p's powers of two multiply y, relative to the largest such power of the tile."""
-    x, x_exponent = _normalized(x, x_exponent)
+def _left(x: jax.Array, exponent: jax.Array | None, c: _Config) -> _Left:
+    if c.scaled:
+        x, exponent = _normalized(x, exponent)
+        return _Left(x.astype(jnp.float16), exponent)
+    if c.exact:
+        x = x.astype(jnp.float32)
+        exponent = raised(exponents(x, 1)[0])
+        return _Left(halves(x * inverse_power(exponent)), exponent)
+    return _Left(x.astype(c.dtype), None)
+
+
+Sum = tuple[jax.Array, jax.Array]
+"""Of products of tiles, float32; where they are scaled relative to a power of two that follows, biased."""
+
+_dot = functools.partial(_triton.dot, transpose_x=True)
+
+
+def _added(sum_: Sum, x: _Left, y: jax.Array, y_exponent: jax.Array | None, c: _Config) -> Sum:
+    """The sum and x^T y, y of wide rows."""
+    if c.exact:
+        return sum_[0] + _exact_product(x, y), sum_[1]
+    if not c.scaled:
+        return sum_[0] + _dot(x.tile, y.astype(c.dtype), c.precision), sum_[1]
+    assert x.exponent is not None
     y, y_exponent = _normalized(y, y_exponent)
-    total = x_exponent + y_exponent - 127
-    largest = jnp.minimum(jnp.maximum(whole_max(total), 1), 254)
-    relative = jnp.maximum(total - largest + 127, 1)  # 2^-126 and less is 0 in float16
-    half = jnp.float16
-    return _triton.dot(x.astype(half), (y * power(relative)).astype(half), "tf32", transpose_x=True) * power(largest)
+    of_row = x.exponent + y_exponent - 127
+    total, unit = _relative(sum_, whole_max(of_row))
+    relative = power(jnp.maximum(of_row - unit + 127, 1))  # a power of two in float16, too: it goes down to 2^-24
+    return total + _dot(x.tile, (y * relative.astype(y.dtype)).astype(jnp.float16), "tf32"), unit
 
 
-def _exact_product(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x^T y in float32. Row p's powers of two multiply y, as in `_scaled_product`."""
-    x_exponent, _ = exponents(x, 1)
-    x_exponent = raised(x_exponent)
-    y, y_exponent = _normalized(y, None)
-    total = x_exponent + y_exponent - 127
+def _several_added(sum_: Sum, x: _Left, y: jax.Array, c: _Config) -> Sum:
+    """The sum and x^T y, y of a few numbers a row: in two parts, so that x alone is rounded."""
+    if c.exact:
+        return _added(sum_, x, y, None, c)
+    y, (total, unit), dtype = y.astype(jnp.float32), sum_, c.dtype
+    if c.scaled:  # powers of two of x's rows multiply the numbers in float32
+        assert x.exponent is not None
+        y, dtype = y * power(x.exponent), jnp.dtype(jnp.float16)
+        total, unit = _relative(sum_, exponents(y, None)[0])
+        y = y * inverse_power(unit)
+    for part in reversed(halves(y, dtype)):
+        total = total + _dot(x.tile, part, c.precision)
+    return total, unit
+
+
+def _one_added(total: jax.Array, x: jax.Array, x_exponent: jax.Array | None, y: jax.Array) -> jax.Array:
+    """The sum, some rows of numbers, and the rows of x times y [rows, 1], in float32.
+
+    With 8 numbers for each thread what a thread adds up is its own until the last step, and no step has a barrier for
+    it. A product of which one column is not zero takes longer: am's RGAT 0.32 ms, so 0.26.
+    """
+    y = y.astype(jnp.float32)
+    y = y if x_exponent is None else y * power(x_exponent)
+    return total + lax.reduce_sum((x.astype(jnp.float32) * y).reshape(-1, *total.shape), (0,))
+
+
+def _relative(sum_: Sum, largest: jax.Array) -> Sum:
+    """The sum relative to where products with `largest`, biased, are below 2^(2 + RAISED), if they were not yet.
+
+    So what is much smaller than the largest has all its bits, too. What was added up is scaled, and not the product, so
+    that tensor cores add to it: 128 by 128 takes 64 registers a thread less.
+    """
+    total, unit = sum_
+    now = jnp.maximum(unit, jnp.minimum(largest, 254) - RAISED)
+    return total * power(jnp.maximum(unit - now + 127, 1)), now  # 2^-126 and less is 0
+
+
+def _exact_product(x: _Left, y: jax.Array) -> jax.Array:
+    """x^T y in float32. Row p's powers of two multiply y."""
+    assert x.exponent is not None
+    y, y_exponent = _normalized(y.astype(jnp.float32), None)
+    total = x.exponent + y_exponent - 127
     largest = jnp.minimum(jnp.maximum(whole_max(total), 1), 254)
     y = y * power(jnp.maximum(total - largest + 127 + RAISED, 1))
-    x = x * inverse_power(x_exponent)
-    return _triton.exact_dot(halves(x), halves(y), transpose_x=True) * 2.0**-RAISED * power(largest)
+    return _triton.exact_dot(x.tile, halves(y), transpose_x=True) * 2.0**-RAISED * power(largest)
 
 
 def _partial_kernel(*refs: Any, c: _Config) -> None:
@@ -98,6 +164,8 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
     leads = block_n == 0  # its rows are multiplied with the narrow ones
     k = (block_k * s.block_k + lanes(s.block_k, 0, 1))[None, :]
     n = (block_n * s.block_n + lanes(s.block_n, 0, 1))[None, :]
+    count = c.merged * c.narrow  # numbers of narrow rows
+    m = lanes(max(16, next_power_of_two(count)) if count > 1 else 1, 0, 1)[None, :]
 
     def indices(position: jax.Array) -> tuple[jax.Array, ...]:
         """The rows of x and of y at positions, as far as they are not the positions."""
@@ -109,7 +177,7 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
         row: jax.Array,
         valid: jax.Array,
         column: jax.Array,
-        first: jax.Array,
+        first: jax.Array | int,
         width: int,
         rows: int,
         part_width: int,
@@ -123,80 +191,59 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
             exponent = _triton.load(ref[f"{name}_exponent"], (row[:, None], part), row_mask).astype(jnp.int32)
         return _triton.load(ref[name], (row[:, None], g * width + column), mask), exponent
 
-    def groups_of(column: jax.Array, width: int) -> jax.Array:
-        return g * c.merged + divide(column, width)[0] if c.merged > 1 else g
-
-    def scaled_by(rows: jax.Array, position: jax.Array, valid: jax.Array, group: jax.Array) -> jax.Array:
+    def scaled_by(rows: jax.Array, position: jax.Array, valid: jax.Array, column: jax.Array, width: int) -> jax.Array:
         if "scale" not in ref:
             return rows
+        group = g * c.merged + divide(column, width)[0] if c.merged > 1 else g
         scale = _triton.load(ref["scale"], (position[:, None], group), valid[:, None])
         return rows.astype(jnp.float32) * scale.astype(jnp.float32)
 
-    def load_narrow(row: jax.Array, position: jax.Array, valid: jax.Array) -> list[jax.Array]:
-        """The narrow columns, each [rows, 1], or [rows, k] where columns of x are of several groups."""
-        group = groups_of(k, c.group_k)
-        mask = within(row, c.y_rows, valid & leads if c.n > s.block_n else valid)[:, None]
-        mask = mask & (k < c.k) if c.merged > 1 else mask
-        found = []
-        for j in range(c.narrow):
-            rows = _triton.load(ref["narrow"], (row[:, None], group * c.narrow + j), mask).astype(jnp.float32)
-            found.append(scaled_by(rows, position, valid, group))
-        return found
-
     first = start + lanes(s.block_rows, 0, 1)
-    held = _held(s)
 
-    def step(i: jax.Array, carry: tuple[jax.Array, list[jax.Array], tuple[jax.Array, ...]]) -> Any:
-        total, sums, here = carry
+    def step(i: jax.Array, carry: tuple[list[Sum], tuple[jax.Array, ...]]) -> Any:
+        sums, here = carry
         position = first + i * s.block_rows
         valid = position < end
         ahead = indices(position + s.block_rows)  # waits for memory together with this step's rows
-        found = iter(here)
-        x_row, y_row = (next(found) if f"{name}_index" in ref else position for name in "xy")
-        narrow = load_narrow(y_row, position, valid)
+        rows = iter(here)
+        x_row, y_row = (next(rows) if f"{name}_index" in ref else position for name in "xy")
         y, y_exponent = load("y", y_row, valid, n, block_n * s.block_n, c.n, c.y_rows, c.y_part)
         x, x_exponent = load("x", x_row, valid, k, block_k * s.block_k, c.k, c.x_rows, c.x_part)
-        y = scaled_by(y, position, valid, groups_of(n, c.group_n))
-        if narrow:
-            whole = x.astype(jnp.float32)
-            by = narrow if x_exponent is None else [v * power(x_exponent) for v in narrow]
-            parts = [(whole * v).reshape(-1, *held) for v in by]
-            sums = [a + lax.reduce_sum(part, (0,)) for a, part in zip(sums, parts, strict=True)]
-        if c.exact:
-            product = _exact_product(x.astype(jnp.float32), y.astype(jnp.float32))
-        elif c.scaled:
-            product = _scaled_product(x, y, x_exponent, y_exponent)
-        else:
-            product = _triton.dot(x.astype(c.dtype), y.astype(c.dtype), c.precision, transpose_x=True)
-        return total + product, sums, ahead
+        left = _left(x, x_exponent, c)
+        found = [_added(sums[0], left, scaled_by(y, position, valid, n, c.group_n), y_exponent, c)]
+        if count:
+            some = valid & leads if c.n > s.block_n else valid
+            numbers, _ = load("narrow", y_row, some, m, 0, count, c.y_rows, 1)
+            numbers = scaled_by(numbers, position, valid, m, c.narrow)
+            if count == 1:
+                found.append((_one_added(sums[1][0], x, x_exponent, numbers), sums[1][1]))
+            else:
+                found.append(_several_added(sums[1], left, numbers, c))
+        return found, ahead
 
-    zeros = jnp.zeros((s.block_k, s.block_n), jnp.float32)
-    no_sums = [jnp.zeros(held, jnp.float32)] * c.narrow
-    total, sums, _ = _triton.fori_loop(0, steps(end - start, s.block_rows), step, (zeros, no_sums, indices(first)))
-    if sums:
-        mine = k.reshape(-1)
-        inside = (mine < c.k) & leads
-        group = where(inside, groups_of(mine, c.group_k), c.blocks * c.merged)
-        mine = divide(mine, c.group_k)[1] if c.merged > 1 else mine
-        for j, a in enumerate(sums):
-            a = lax.reduce_sum(a, (0,)) if a.ndim == 2 else a
-            _triton.store(ref["narrow_partial"], (number, group, mine, lax.full((), j, jnp.int32)), a, inside)
+    empty = lambda shape, unit=1: (jnp.zeros(shape, jnp.float32), lax.full((), unit, jnp.int32))  # noqa: E731
+    nothing = [empty((s.block_k, s.block_n))]
+    if count == 1:
+        nothing.append(empty((min(s.block_rows, 256 * s.num_warps // s.block_k), s.block_k), 127))
+    elif count:
+        nothing.append(empty((s.block_k, m.shape[1])))
+    sums, _ = _triton.fori_loop(0, steps(end - start, s.block_rows), step, (nothing, indices(first)))
+    wide, *narrow = (total * power(unit) if c.scaled else total for total, unit in sums)
     k = k.reshape(-1, 1)
-    inside, group = (k < c.k) & (n < c.n), g
-    if c.merged > 1:
-        (group_of_k, k), (group_of_n, n) = divide(k, c.group_k), divide(n, c.group_n)
-        inside = inside & (group_of_k == group_of_n)
-        group = where(inside, g * c.merged + group_of_n, c.blocks * c.merged)
-    _triton.store(ref["partial"], (number, group, k, n), total, inside)
 
+    def store(name: str, total: jax.Array, column: jax.Array, width: int, inside: jax.Array) -> None:
+        """Stores the blocks on the diagonal, `group_k` by `width`, of a tile of the result."""
+        inside, row, group = inside & (k < c.k) & (column < c.merged * width), k, g
+        if c.merged > 1:
+            (group_of_row, row), (group_of_column, column) = divide(k, c.group_k), divide(column, width)
+            inside = inside & (group_of_row == group_of_column)
+            group = where(inside, g * c.merged + group_of_column, c.blocks * c.merged)
+        _triton.store(ref[name], (number, group, row, column), total, inside)
 
-def _held(s: OuterSchedule) -> tuple[int, ...]:
-    """The tile in which products with narrow rows are added up over steps: some rows of numbers, or one.
-
-    With 8 numbers for each thread what a thread adds up is its own until the last step, and no step has a barrier for
-    it: 64 by 64, 466 instructions a step, 540 with one row. Of wider tiles of the result numbers would be spilled.
-    """
-    return (min(s.block_rows, 256 * s.num_warps // s.block_k), s.block_k) if s.block_k <= 64 else (s.block_k,)
+    store("partial", wide, n, c.group_n, jnp.ones((1, 1), jnp.bool_))
+    for total in narrow:
+        total = lax.reduce_sum(total, (0,)).reshape(-1, 1) if count == 1 else total
+        store("narrow_partial", total, m, c.narrow, lax.broadcast(leads, (1, 1)))
 
 
 def split_table(offsets: jax.Array, rows_per_split: int, num_positions: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -251,14 +298,14 @@ def typed_outer(
       y_index: int32[num_positions], likewise for `y`.
       scale: float[num_positions, groups] or float[num_positions], a factor of each product.
       narrow: float[rows, groups, m], or float[rows, m], m up to `MAX_NARROW`: other rows by which those of `x` are
-        multiplied in the same pass, in float32; row j(p) at position p.
+        multiplied in the same pass; row j(p) at position p.
       precision: of float32 operands: `tf32` (10-bit mantissa; done in float16 with powers of two for each row, see
         `half_rows`), `f32` (22 bits; three such products) or `bf16` (cast). Sums are float32.
       out_dtype: of the result.
       rows_per_split: positions that one program sums; about a thousandth of all by default.
       splits: `split_table(offsets, rows_per_split, num_positions)` where it was made before, and then None or, where
         starts and ends are in another order, the number of each split, int32[splits].
-      schedule: the tile; by default the tuned one, with `narrow` the heuristic's.
+      schedule: the tile; by default the tuned one.
       interpret: run the kernels interpreted; by default where there is no GPU.
 
     Returns:
@@ -294,20 +341,21 @@ def typed_outer(
     if min(types, groups, k, n, num_positions, x_rows, y_rows) == 0:
         return shaped(jnp.zeros(shape, out_dtype) for shape in shapes)
     merged = merged_groups(groups, k, n, precision, x.dtype) if schedule is None else 1
-    if schedule is None and narrow is not None:
-        # Tuned schedules are of sums without: with two stages and narrow rows numbers are spilled, 660 bytes a thread.
-        schedule = outer_schedule(merged * k, merged * n, precision)
     if schedule is None:
         half = "".join("h" if isinstance(a, HalfRows) else "f" for a in (x, y))
-        heuristic = outer_schedule(merged * k, merged * n, precision)
+        beside = "".join(f"+{count}" for count in numbers)
+        heuristic = outer_schedule(
+            merged * k, merged * n, precision, half=(_in_16_bits(x), _in_16_bits(y)), narrow=narrow is not None,
+            num_positions=num_positions,
+        )  # fmt: skip
         call = functools.partial(
-            typed_outer, *((x, y) if not flat else (x.reshape(x_rows, k), y.reshape(y_rows, n))), offsets=offsets,
-            num_positions=num_positions, x_index=x_index, y_index=y_index, scale=scale, precision=precision,
-            out_dtype=out_dtype, rows_per_split=rows_per_split, splits=splits, interpret=interpret,
+            typed_outer, x, y, offsets=offsets, num_positions=num_positions, x_index=x_index, y_index=y_index,
+            scale=scale, narrow=narrow, precision=precision, out_dtype=out_dtype, rows_per_split=rows_per_split,
+            splits=splits, interpret=interpret,
         )  # fmt: skip
         fields = tuned_tables.choose(
             "outer",
-            f"{next_power_of_two(k)}x{next_power_of_two(n)}x{groups}-{precision}-{x.dtype}-{half}"
+            f"{next_power_of_two(k)}x{next_power_of_two(n)}{beside}x{groups}-{precision}-{x.dtype}-{half}"
             f"-{tuned_tables.bucket(num_positions)}",
             asdict(heuristic),
             # Groups side by side are the heuristic's choice; their tiles are not searched.
@@ -385,6 +433,10 @@ def typed_outer(
     if per_split >= num_positions:  # one split a type: its partial is the sum
         return shaped(partial.astype(out_dtype) for partial in partials)
     return shaped(sum_rows_of_all(partials, first, dtype=out_dtype, name="typed_outer_sum", interpret=interpret))
+
+
+def _in_16_bits(rows: jax.Array | HalfRows) -> bool:
+    return isinstance(rows, HalfRows) or rows.dtype.itemsize == 2
 
 
 def _check_narrow(narrow: jax.Array | HalfRows | None, rows: int, groups: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -126,6 +126,8 @@ _FOR_STAGES = 0.88
 SCALE_BEFOREHAND = 500_000
 # Positions from which a program of several tiles leaves enough programs for all multiprocessors.
 _MANY_POSITIONS = 1 << 20
+# Positions from which sums of outer products load steps ahead.
+_MANY_PRODUCTS = 200_000
 
 
 @functools.cache
@@ -229,19 +231,65 @@ def merged_groups(groups: int, k: int, n: int, precision: str, dtype: Any) -> in
     return next(fits, 1)
 
 
-def outer_schedule(k: int, n: int, precision: str) -> OuterSchedule:
-    """The heuristic schedule of sums of outer products."""
-    # 64 by 64 on 2 million rows: 64 rows a step 0.46 ms, 32 rows 0.49; a pipeline of two stages only slows (0.63).
+def outer_schedule(
+    k: int,
+    n: int,
+    precision: str,
+    *,
+    half: tuple[bool, bool] = (False, False),
+    narrow: bool = False,
+    num_positions: int = 0,
+) -> OuterSchedule:
+    """The heuristic schedule of sums of outer products.
+
+    Args:
+      k: width of x.
+      n: width of y.
+      precision: `f32`, `tf32` or `bf16`.
+      half: whether rows of x and of y come in 16 bits.
+      narrow: whether rows of x are multiplied with narrow rows, too.
+      num_positions: products that are summed; 0 for few.
+    """
     wide_k, wide_n = max(16, next_power_of_two(k)), max(16, next_power_of_two(n))
-    if precision == "tf32" and wide_k >= 128 and wide_n >= 128:
-        # 3 million rows, 100 by 100: 0.91 ms, tiles of 128 by 64 with 4 warps 1.26; 256 by 256: 3.24 and 4.56.
-        return OuterSchedule(128, 128, 128, 8, 1)
     block_k, block_n = min(wide_k, 128), min(wide_n, 64)
+    if precision == "tf32" and block_k >= 64 and block_n == 64:
+        found = _wide_outer_schedule(wide_k, wide_n, half, narrow, num_positions)
+        sides = (found.block_k, found.block_n)
+        stage = found.block_rows * sum(side * (2 if h else 4) for side, h in zip(sides, half, strict=True))
+        return replace(found, num_stages=min(found.num_stages, max(1, int(_FOR_STAGES * shared_bytes()) // stage)))
     # Operands in two parts: 254 registers a thread with 4 warps, of which an H200 then has 8 a multiprocessor.
     num_warps = 8 if precision == "f32" and block_k == 128 else 4
     # 64 by 1 on 3 million rows: 128 rows a step 116 us, 64 rows 142; on 65,536 6.5 and 7.4.
     block_rows = 128 if block_n == 16 else 64
     return OuterSchedule(block_rows, block_k, block_n, num_warps, 1)
+
+
+def _wide_outer_schedule(
+    wide_k: int, wide_n: int, half: tuple[bool, bool], narrow: bool, num_positions: int
+) -> OuterSchedule:
+    """Of products in 16 bits.
+
+    Rows in 16 bits go to shared memory as they come, and steps ahead. 128 by 128, 3 million rows, am: with 64 rows a
+    step and 3 stages 0.31 ms, 128 rows and one stage 0.40; 128 by 256 0.91 and 1.20; 256 by 256 1.69 and 2.11. With
+    narrow rows 128 rows and 2 stages 0.67, one stage 0.75, 64 rows and 3 stages 0.79. Rows of float32 are halved in
+    registers: their side of a tile is 64, 0.78 ms for 0.96 where x is, 0.43 for 0.57 where y is.
+    """
+    if wide_k >= 128 and wide_n >= 128:
+        if all(half):
+            return OuterSchedule(128, 128, 128, 8, 2) if narrow else OuterSchedule(64, 128, 128, 8, 3)
+        if any(half):
+            return OuterSchedule(64, 128 if half[0] else 64, 128 if half[1] else 64, 4, 2)
+        return OuterSchedule(128, 128, 128, 8, 1)  # 3 million rows, 100 by 100: 0.91 ms, (64, 128, 64, 4, 1) 1.26
+    block_k = min(wide_k, 128)
+    # Of few rows a pipeline is mostly its beginning: 131,072 rows 10.6 us, 2 stages 11.1; 16,384 11.1 and over 12.
+    if num_positions < _MANY_PRODUCTS or block_k > 64:
+        return OuterSchedule(64, block_k, 64, 4, 1)
+    # 64 by 64, 1.9 million rows, am: (32 rows, 3 stages) 132 us, (64, 3) 144, (64, 1) 166; 12.7 million 789, 841 and
+    # 970. With narrow rows (64, 3) 239, (64, 2) 246, (32, 3) 250, (64, 1) 267; x in float32 (64, 3) 305, (64, 1) 333;
+    # y in float32 (64, 2) 205, (64, 1) 228, (64, 3) 229. 64 by 128 (64, 2) 356, (64, 1) 416.
+    if all(half) and not narrow:
+        return OuterSchedule(32, 64, 64, 4, 3) if wide_n == 64 else OuterSchedule(64, 64, 64, 4, 2)
+    return OuterSchedule(64, 64, 64, 4, 3 if half[1] else 2 if half[0] else 1)
 
 
 def rows_per_split(num_positions: int, num_types: int) -> int:
@@ -289,7 +337,10 @@ def traversal_schedule(
     if width <= 8:
         if mean_degree < 4:
             # mutag (2) (32, 8, 4) 4.2 us, (64, 4, 4) 5.3; aifb 3.5 and 4.6; fb15k 9.6 and 7.6.
-            return TraversalSchedule(64, 4, 4, 1) if num_rows > 100_000 else TraversalSchedule(32, 8, 4, 1)
+            if num_rows <= 100_000:
+                return TraversalSchedule(32, 8, 4, 1)
+            # Four numbers, am: (32, 1, 1) 77 us, (64, 4, 4) 89; eight: (16, 1, 1) 138 and 166.
+            return TraversalSchedule(64, 4, 4, 1) if width < 4 else TraversalSchedule(128 // width, 1, 1, 1)
         return TraversalSchedule(32, 4, 2, 1) if mean_degree < 64 else TraversalSchedule(1, 64, 1, 1)
     if beside:
         return _beside_schedule(width, mean_degree, num_rows)
@@ -299,6 +350,7 @@ def traversal_schedule(
     rows = [in_half for n, in_half in known if 2 * n >= widest]
     of_row = [in_half for n, in_half in row_loads if 2 * n >= widest]
     numbers = len(known) - len(rows)
+    heads = max((n for n, _ in known if 2 * n < widest), default=1)  # the most numbers that are read together
     crowded, half = len(rows) + len(of_row) > 1, rows == [True] and not of_row
     # A slot is one item of one row.
     slots = max(512 // width, min(8, 2048 // width), 1)
@@ -310,12 +362,15 @@ def traversal_schedule(
         # (8, 1, 1) 161, (4, 2, 1) 183; fb15k (43) (2, 4, 1) 22.0, (1, 4, 1) 26.7. Weighted by a softmax, which reads
         # and computes more numbers: am (4, 2, 1) 635, (8, 1, 1) 764; mag (4, 2, 1) 1.10 ms, (2, 4, 1) 1.32, (8, 2, 2)
         # 1.87; fb15k (2, 4, 1) 32.7, (1, 4, 1) 40.5.
-        most = 4 if mean_degree >= 16 else 2 if numbers > 1 else 1
+        most = 4 if mean_degree >= 16 else 2 if numbers > 1 and heads < 8 else 1
+        if heads >= 8:  # weighted by a softmax of 8 heads: am (4, 1, 1) 585, (4, 2, 1) 637
+            slots = max(1, min(slots, 256 // width))
         if width >= 128:
             # A warp has as many numbers as fit, am: 100 (4, 1, 1) 0.74 ms, (2, 2, 1) 0.85, (8, 2, 2) 1.30; 256
             # (2, 1, 1) 1.31, (4, 2, 2) 1.93; RGAT's softmax and sum at 256 1.38 and 2.45; on mag at 128 (4, 1, 1) 1.67,
-            # (2, 2, 1) 2.17. On biokg the rule's (1, 4, 1) and (1, 2, 1) are the best.
-            slots = max(1, 512 // width)
+            # (2, 2, 1) 2.17. On biokg the rule's (1, 4, 1) and (1, 2, 1) are the best. Weighted by a softmax, am: 100
+            # (2, 1, 1) 1.15, (4, 1, 1) 1.26; 256 (2, 1, 1).
+            slots = max(1, 512 // width) if numbers < 2 else max(2, 256 // width)
             most = 4 if mean_degree >= 16 else 1
         elif most == 1 and mean_degree >= 6 and longest > 16 and num_items is not None and num_items <= 1_000_000:
             most = 2  # bgs (7) (4, 2, 1) 30.6 us, (4, 1, 1) 37.1
@@ -326,9 +381,14 @@ def traversal_schedule(
         num_warps = 2  # sums of float32 rows over am's pairs (2): (8, 1, 2) 0.48 ms, (8, 1, 1) 0.52, (4, 2, 1) 0.54
     # Several rows leave registers for four slots of 64 features: HGT's backward on mag (11) (4, 1, 1) 2.53 ms, with
     # eight 2.83. Where rows of pairs are multiplied and summed over a few items they leave room for eight: am (2) 0.30,
-    # with four 0.35; biokg (7) 32.7 us and 34.8.
-    if crowded and not (len(rows) == len(of_row) == 1 and not writes_items and mean_degree < 8):
-        slots = max(1, min(slots, 256 // widest))
+    # with four 0.35; biokg (7) 32.7 us and 34.8; of 128 features for four, am 0.56, with eight 0.67; of 256 for two,
+    # 1.10 and 1.24. So do two wider rows of an item: 128 (4, 1, 1) 1.19 ms, (2, 1, 1) 1.27; 256 (2, 1, 1) 2.34,
+    # (1, 1, 1) 2.65. And numbers of several heads, of which eight slots need fewer loads: am, RGAT's backward with 4
+    # (8, 1, 1) 0.99 ms, (4, 1, 1) 1.05; with 8 1.10 and 1.19.
+    if crowded:
+        products = len(rows) == len(of_row) == 1 and not writes_items and mean_degree < 8
+        two = len(rows) == 2 and not of_row and widest >= 128
+        slots = max(1, min(slots, (512 if products or two or heads >= 4 else 256) // widest))
     items = min(previous_power_of_two(max(1, int(mean_degree / 1.5))), most, slots)
     if crowded:
         # Long rows wait for their steps: HGT on biokg (51) (2, 2, 1) 252 us, (4, 1, 1) 257; fb15k (43) 47 and over 55.

@@ -121,6 +121,18 @@ def test_layers_run_in_several_ways_share_parameters_and_gradients():
     assert temps[0] < temps[1] + params["w"].nbytes // 4
 
 
+def test_a_plan_by_names_where_other_work_disturbed_the_shorter_stack(monkeypatch):
+    times = itertools.cycle((3.0, 1.0))
+    monkeypatch.setattr(_profile, "profile", lambda step, params, x: (1e6, next(times)))
+    monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
+    ws, x = jax.random.normal(jax.random.key(0), (6, 64, 64)) / 8, jnp.ones((512, 64))
+    body = lambda w, x: x + jnp.tanh(checkpoint_name(x @ w, "product")) @ w.T  # noqa: E731
+    with ActivationStore() as store:
+        plan = plan_names(body, ws, x, budget_bytes=1 << 40, store=store, names=["product"], min_bytes=1)
+    assert all(way.seconds >= 0 for way in plan.ways)
+    assert plan.chosen in plan.ways or plan.chosen.peak_bytes <= 1 << 40
+
+
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_a_plan_by_names_with_a_drive(tmp_path, monkeypatch):
     monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)

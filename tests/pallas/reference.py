@@ -360,6 +360,8 @@ OUTERS = {
 # Each with narrow rows, too: of one number, and of several where tiles and groups matter.
 OUTERS |= {f"{name}; narrow": replace(case, narrow=1) for name, case in OUTERS.items()} | {
     "three narrow": Outer(groups=None, narrow=3),
+    "sixteen narrow": Outer(groups=1, n=20, narrow=16),
+    "two narrow, bfloat16": Outer(narrow=2, dtype=jnp.bfloat16),
     "two narrow, groups side by side": Outer(groups=4, k=5, n=7, counts=(9, 2), padding=3, scale=True, narrow=2),
     "four narrow, tiles of the result": Outer(k=70, n=130, groups=1, counts=(5, 4), narrow=4),
     "narrow, half rows": Outer(half=("x", "narrow"), groups=1, narrow=2),

@@ -1,5 +1,6 @@
 """Schedules: powers of two within what a kernel can do, and tuned tables that overrule the heuristics."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -92,6 +93,31 @@ def test_product_schedules_are_powers_of_two_of_at_least_16(precision):
                 assert block * h.block_n <= 128 * 32 * h.num_warps
 
 
+@pytest.mark.parametrize("k, n, half, narrow, positions, expected", [
+    (64, 64, "hh", False, 10**6, (32, 64, 64, 4, 3)), (64, 64, "hh", True, 10**6, (64, 64, 64, 4, 3)),
+    (64, 64, "hf", False, 10**6, (64, 64, 64, 4, 2)), (64, 128, "hh", False, 10**6, (64, 64, 64, 4, 2)),
+    (64, 64, "hh", False, 10**4, (64, 64, 64, 4, 1)), (100, 200, "hh", False, 10**6, (64, 128, 128, 8, 3)),
+    (128, 128, "hh", True, 10**6, (128, 128, 128, 8, 2)), (128, 128, "fh", False, 10**6, (64, 64, 128, 4, 2)),
+    (128, 100, "hf", False, 10**6, (64, 128, 64, 4, 2)), (64, 1, "hf", False, 10**6, (128, 64, 16, 4, 1)),
+])  # fmt: skip
+def test_sums_of_outer_products_by_how_their_rows_come(k, n, half, narrow, positions, expected):
+    rows = tuple(letter == "h" for letter in half)
+    s = schedule.outer_schedule(k, n, "tf32", half=rows, narrow=narrow, num_positions=positions)
+    assert dataclasses.astuple(s) == expected
+
+
+@pytest.mark.parametrize("width, heads, expected", [(1, 1, (64, 4, 4)), (4, 4, (32, 1, 1)), (8, 8, (16, 1, 1))])
+def test_loops_over_numbers_of_many_rows(width, heads, expected):
+    s = schedule.traversal_schedule(width, 2.0, loads=[(heads, False)], num_items=10**7)
+    assert (s.rows_per_program, s.items_per_step, s.num_warps) == expected
+
+
+@pytest.mark.parametrize("width, rows", [(64, 4), (128, 4), (256, 2)])
+def test_wide_loops_over_two_rows_an_item_fill_a_warp(width, rows):
+    s = schedule.traversal_schedule(width, 2.0, loads=[(1, False), (width, True), (width, True)], num_items=10**7)
+    assert (s.rows_per_program, s.items_per_step, s.num_warps) == (rows, 1, 1)
+
+
 @pytest.mark.parametrize("shared", [99 * 1024, 163 * 1024, 227 * 1024])
 @pytest.mark.parametrize("half_rows", [False, True])
 def test_stages_fit_the_shared_memory_of_the_device(shared, half_rows, monkeypatch):
@@ -103,6 +129,8 @@ def test_stages_fit_the_shared_memory_of_the_device(shared, half_rows, monkeypat
         # Of 128 to 256 in float32 it is known from an H200 that less is taken: rows are converted in registers.
         if not (shared > 200 * 1024 and (next_power_of_two(k), n) == (128, 256) and not half_rows):
             assert s.num_stages == 1 or s.num_stages * tiles <= shared
+        o = schedule.outer_schedule(k, n, "tf32", half=(half_rows, half_rows), num_positions=10**7)
+        assert o.num_stages * o.block_rows * (o.block_k + o.block_n) * (2 if half_rows else 4) <= max(shared, 1 << 17)
 
 
 @pytest.mark.parametrize("groups, k, n, precision, expected",

@@ -387,6 +387,9 @@ def test_scores_by_products_with_narrow_matrices(name: str, size: Size, precisio
         ("rgat", "typical", Size(40, 33, 1), "float32", "tf32", TF32),
         ("rgat", "no_edges", Size(3, 3, 1), "float32", "f32", F32),
         ("rgat", "typical", Size(16, 16, 1), "bfloat16", None, BF16),
+        ("rgat", "typical", Size(20, 17, 2), "float32", "tf32", TF32),
+        ("rgat", "hubs", Size(8, 3, 5), "float32", "f32", F32),
+        ("rgat", "typical", Size(16, 16, 2), "bfloat16", None, BF16),
     ],
     ids=str,
 )
@@ -400,7 +403,7 @@ def test_gradients_of_vectors_beside_those_of_weights(
     tolerance: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of one head: the attention vector's gradient is made in the pass over rows that makes the weight's."""
+    """The attention vectors' gradient is made in the pass over rows that makes the weight's."""
     paired: list[Outer] = []
     original = PallasLowering.outer
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from dejax.pallas.outer import MAX_NARROW
 from dejax.rgnn.ir.inter import COMPOSED_VIAS, ROWWISE, VIAS, IRError, Op, Program, Space, format_op
 
 # Contractions of a row with a matrix for its type, and of two rows into one: the GEMM template.
@@ -27,11 +28,8 @@ PRODUCT_SPECS = MATRIX_SPECS | {"k,k->"}
 OUTER_SPECS = frozenset(
     "k,n->kn hk,hn->hkn k,hn->hkn hk,hn->kn n,k->kn hn,hk->hkn hn,k->hkn hn,hk->kn k,->k hk,h->hk k,h->hk".split()
 )
-# How the rows of such an instance meet narrow rows in the same pass, and how many numbers those may have, of each head
-# where the products are by head. 64 by 64 takes 121 registers a thread, 141 with one number and 180 with two, so that
-# two programs fit where four did.
+# How the rows of such an instance meet narrow rows in the same pass.
 NARROW_SPECS = frozenset(("k,->k", "hk,h->hk", "k,h->hk"))
-MAX_NARROW = 1
 # Contractions of a row with one or a few vectors for its type: done in registers by the traversal template.
 VECTOR_SPECS = frozenset("k,k-> hk,hk->h k,hk->h ,k->k h,hk->k h,hk->hk".split())
 # Row-by-row operators that a kernel can do on a tile in registers.
