@@ -25,6 +25,7 @@ class Machine:
     Attributes:
       bytes_per_second: of a copy, bytes read plus written.
       cache_bytes_per_second: at which rows come that are found in the cache.
+      outer_cache_bytes_per_second: the same for outer sums, which load rows ahead.
       loop_cache_bytes_per_second: the same for loops, whose rows are in 16 bits, most of them.
       kept_bytes: of a gathered table, so much is found in the cache.
       skew: the rows that are kept, a share s of the table, are read by s ** skew of the reads.
@@ -42,6 +43,7 @@ class Machine:
 
     bytes_per_second: float = 4.3e12
     cache_bytes_per_second: float = 3.4e12
+    outer_cache_bytes_per_second: float = 4.3e12
     loop_cache_bytes_per_second: float = 5.5e12
     kept_bytes: float = 55e6
     skew: float = 0.44
@@ -50,11 +52,11 @@ class Machine:
     scalar_flops: float = 55e12
     launch_seconds: float = 2.8e-6
     gemm: float = 0.72
-    outer: float = 0.61
+    outer: float = 0.74
     loop: float = 0.80
     map: float = 0.94
     gemm_seconds: float = 2.4e-6
-    outer_seconds: float = 2.9e-6
+    outer_seconds: float = 3.4e-6
     loop_seconds: float = 2.1e-6
     hubs_seconds: float = 2.3e-6
     position_seconds: float = 5.8e-9
@@ -168,8 +170,8 @@ class CostModel:
         flops = 2 * rows * numbers
         m = self.machine
         products = flops / dict(m.flops)[self.precision]
-        seconds = m.outer_seconds + min(split, 256) * m.position_seconds + self._time(traffic, m.outer, products)
-        return traffic, flops, seconds
+        moved = self._time(traffic, m.outer, products, m.outer_cache_bytes_per_second)
+        return traffic, flops, m.outer_seconds + min(split, 256) * m.position_seconds + moved
 
     def _traversal(self, t: Traversal) -> tuple[_Traffic, float, float]:
         ops, rows = self.kernels.program.ops, self.counts.rows

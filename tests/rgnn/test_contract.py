@@ -297,7 +297,7 @@ def test_scores_by_the_product(precision: str, tolerance: float) -> None:
     check("rgat", "typical", Size(16, 16, 1), dataclasses.replace(PALLAS, precision=precision), tolerance=tolerance)
 
 
-@pytest.mark.parametrize("name", ["hgt", "hgt_skip"])
+@pytest.mark.parametrize("name", [pytest.param("hgt", marks=pytest.mark.slow), "hgt_skip"])
 @pytest.mark.parametrize("disable", [(), ("fold",)], ids=["folded", "not"])
 @pytest.mark.parametrize("backend", ["xla", "pallas"])
 def test_typed_sources(name: str, backend: str, disable: tuple[str, ...]) -> None:
@@ -318,7 +318,7 @@ def test_hubs_merged_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     check("rgat", "hubs", Size(8, 4, 2), PALLAS, tolerance=F32, loop_tables=True)
 
 
-@pytest.mark.parametrize("size", [Size(16, 16, 1), Size(20, 18, 2)], ids=str)
+@pytest.mark.parametrize("size", [pytest.param(Size(16, 16, 1), marks=pytest.mark.slow), Size(20, 18, 2)], ids=str)
 @pytest.mark.usefixtures("rows_in_16_bits")
 def test_keys_and_messages_in_one_array(size: Size) -> None:
     """As on a GPU: both in 16 bits with their powers of two, of widths that are and are not powers of two."""
@@ -356,7 +356,7 @@ def side_by_side(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("size", "dtype", "precision", "tolerance"),
     [(Size(16, 16, 1), "float32", "tf32", TF32), (Size(20, 17, 2), "float32", "f32", F32),
-     (Size(8, 8, 2), "bfloat16", None, BF16)],
+     pytest.param(Size(8, 8, 2), "bfloat16", None, BF16, marks=pytest.mark.slow)],
     ids=str,
 )  # fmt: skip
 @pytest.mark.usefixtures("rows_in_16_bits", "as_on_a_large_graph")
@@ -384,9 +384,9 @@ def test_scores_by_products_with_narrow_matrices(name: str, size: Size, precisio
     [
         ("rgat_one_head", "typical", Size(16, 16, 1), "float32", "f32", F32),
         ("rgat_one_head", "hubs", Size(32, 33, 1), "float32", "tf32", TF32),
-        ("rgat", "typical", Size(40, 33, 1), "float32", "tf32", TF32),
+        pytest.param("rgat", "typical", Size(40, 33, 1), "float32", "tf32", TF32, marks=pytest.mark.slow),
         ("rgat", "no_edges", Size(3, 3, 1), "float32", "f32", F32),
-        ("rgat", "typical", Size(16, 16, 1), "bfloat16", None, BF16),
+        pytest.param("rgat", "typical", Size(16, 16, 1), "bfloat16", None, BF16, marks=pytest.mark.slow),
         ("rgat", "typical", Size(20, 17, 2), "float32", "tf32", TF32),
         ("rgat", "hubs", Size(8, 3, 5), "float32", "f32", F32),
         ("rgat", "typical", Size(16, 16, 2), "bfloat16", None, BF16),
@@ -422,9 +422,9 @@ def test_gradients_of_vectors_beside_those_of_weights(
     [
         ("rgat_one_head", Size(32, 32, 1), "float32", "tf32", TF32),
         ("rgat", Size(40, 33, 1), "float32", "tf32", TF32),
-        ("rgat", Size(40, 33, 1), "float32", "f32", F32),
+        pytest.param("rgat", Size(40, 33, 1), "float32", "f32", F32, marks=pytest.mark.slow),
         ("rgat", Size(3, 17, 1), "float32", "f32", F32),
-        ("rgat_one_head", Size(32, 32, 1), "bfloat16", None, BF16),
+        pytest.param("rgat_one_head", Size(32, 32, 1), "bfloat16", None, BF16, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -451,8 +451,8 @@ def test_scores_in_the_loop(
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        ("rgat_one_head", Size(16, 16, 1)),
-        ("rgat", Size(16, 16, 1)),
+        pytest.param("rgat_one_head", Size(16, 16, 1), marks=pytest.mark.slow),
+        pytest.param("rgat", Size(16, 16, 1), marks=pytest.mark.slow),
         ("rgat", Size(20, 32, 2)),
         ("hgt", Size(20, 32, 2)),
     ],

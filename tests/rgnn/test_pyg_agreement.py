@@ -36,7 +36,7 @@ def load(layer: str) -> dict[str, dict[str, np.ndarray]]:
 
 
 # Interpreted kernels take seconds each; the other cases compile to the same kernels, so they are left to a full run.
-QUICK = ("mean_full", "sum_bases", "mean_blocks", "mean_featureless", "dst_3_concat", "relation_2_mean", "skip")
+QUICK = ("mean_full", "sum_bases", "mean_blocks", "mean_featureless", "dst_3_concat", "skip")
 
 
 def runs(layer: str) -> list[Any]:

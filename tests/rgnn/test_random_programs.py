@@ -62,7 +62,7 @@ def test_xla_with_any_passes_many(recipe: Recipe, edges: EdgeList, disable: tupl
     compare(recipe, edges, Options(backend="xla", disable=disable), "float64", 1e-10)
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(recipe=recipes(max_steps=8), edges=edge_lists(), disable=PASS_SUBSETS)
 def test_kernels_with_any_passes(recipe: Recipe, edges: EdgeList, disable: tuple[str, ...]) -> None:
     options = Options(backend="pallas", precision="f32", disable=disable, interpret=True)
