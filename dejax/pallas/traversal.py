@@ -14,18 +14,31 @@ import jax.numpy as jnp
 
 from dejax.pallas import _triton
 from dejax.pallas._accumulate import Reduction, check_reductions
-from dejax.pallas._checks import FLOATS, as_index
-from dejax.pallas._shapes import cdiv, padded_size
+from dejax.pallas._checks import as_index
+from dejax.pallas._shapes import cdiv
+from dejax.pallas._traversal_arrays import (
+    MAX_WIDTH,
+    check_half,
+    check_operands,
+    check_width,
+    declared,
+    encoded,
+    exponents_of,
+    flat,
+    given_to_loop,
+    in_half_rows,
+    joined,
+    not_empty,
+    structs_of,
+    zeros,
+)
 from dejax.pallas._traversal_kernels import FEW_CHUNKS, combine_kernel, map_kernel, row_kernel
 from dejax.pallas._traversal_plan import BY_ROW, Operand, Output, Plan
-from dejax.pallas.half_rows import HalfRows, encode
+from dejax.pallas.half_rows import HalfRows
 from dejax.pallas.schedule import TraversalSchedule, map_schedule, traversal_schedule
 from dejax.pallas.tuned_tables import bucket, choose, traversal_candidates
 
 __all__ = ["MAX_WIDTH", "Beside", "Operand", "Reduction", "map_items", "traverse"]
-
-# Padded features of one row that a program can hold: 8 warps of 32 threads with 16 elements each.
-MAX_WIDTH = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,8 +80,8 @@ class Beside:
         if self.offsets.shape != (num_rows + 1,):
             raise ValueError(f"beside.offsets must have {num_rows + 1} entries, got shape {self.offsets.shape}")
         tables = [as_index(t, f"beside.index_tables[{i}]", self.num_items) for i, t in enumerate(self.index_tables)]
-        ready, features = _check_operands(self.arrays, self.operands, tables, self.num_items, None)
-        _check_width([*features, *(r.shape for r in self.reductions)])
+        ready, features = check_operands(self.arrays, self.operands, tables, self.num_items, None)
+        check_width([*features, *(r.shape for r in self.reductions)])
         plan = Plan(
             body=lambda *tiles: (tuple(self.body(*tiles)), ()),
             epilogue=None,
@@ -82,155 +95,12 @@ class Beside:
             num_rows=num_rows,
             rows=1,
             items=items,
-            parts=_parts(ready),
+            parts=exponents_of(ready),
             factored=self.factored,
             num_tables=len(tables),
             has_order=self.order is not None,
         )
-        return plan, _given(_flat(ready), tables, self.offsets, self.order, self.num_items, "beside.order")
-
-
-def _outputs(outputs: Sequence[Output]) -> tuple[Output, ...]:
-    return tuple((tuple(shape), jnp.dtype(dtype)) for shape, dtype in outputs)
-
-
-def _check_width(shapes: Sequence[tuple[int, ...]]) -> int:
-    """The widest padded feature shape."""
-    for shape in shapes:
-        if len(shape) > 2 or 0 in shape:
-            raise NotImplementedError(f"a feature shape has at most two axes, none empty; got {shape}")
-    width = max((padded_size(s) for s in shapes), default=1)
-    if width > MAX_WIDTH:
-        raise NotImplementedError(f"features padded to powers of two have at most {MAX_WIDTH} elements, got {width}")
-    return width
-
-
-def _check_operands(
-    arrays: Sequence[Any],
-    operands: Sequence[Operand],
-    index_tables: Sequence[jax.Array],
-    num_items: int,
-    num_rows: int | None,
-) -> tuple[list[Any], tuple[tuple[int, ...], ...]]:
-    """Arrays with a leading axis of at least 1, and the feature shape of each."""
-    if len(arrays) != len(operands):
-        raise ValueError(f"operands must have one entry for each array: {len(arrays)} arrays, {len(operands)} operands")
-    ready: list[Any] = []
-    features: list[tuple[int, ...]] = []
-    for i, (array, operand) in enumerate(zip(arrays, operands, strict=True)):
-        if jnp.issubdtype(array.dtype, jnp.floating) and array.dtype not in FLOATS:
-            raise NotImplementedError(f"arrays[{i}] is {array.dtype}; the kernels compute in float32")
-        if isinstance(array, HalfRows) and (operand.access == "shared" or operand.columns is not None):
-            array = array.decode()
-        if operand.access == "shared":
-            array = array[None]
-        elif operand.access == "row" and num_rows is not None:
-            _check_length(array, num_rows, f"arrays[{i}]", "rows")
-        elif operand.access in ("item", "position"):
-            _check_length(array, num_items, f"arrays[{i}]", "items")
-        elif operand.access in ("indexed", "positioned") or (operand.access == "row_indexed" and num_rows is not None):
-            if operand.index is None or not 0 <= operand.index < len(index_tables):
-                raise ValueError(
-                    f"operands[{i}].index must name one of {len(index_tables)} index tables, got {operand.index}"
-                )
-        else:
-            known = "item, position, indexed, positioned, shared" + ("" if num_rows is None else ", row, row_indexed")
-            raise ValueError(f"operands[{i}].access must be one of {known}, got {operand.access!r}")
-        if operand.columns is not None:
-            start, shape = operand.columns
-            fits = array.ndim == 2 and len(shape) <= 1 and start + math.prod(shape) <= array.shape[1]
-            if operand.access in BY_ROW or not fits:
-                raise ValueError(
-                    f"operands[{i}].columns must name columns of a 2-dimensional array by item, got {operand.columns} "
-                    f"for access {operand.access!r} of shape {array.shape}"
-                )
-        if operand.when is not None:
-            numbers = 0 <= operand.when < i and features[operand.when] == () and operands[operand.when].access == "item"
-            if operand.access != "item" or not numbers:
-                raise ValueError(
-                    f"operands[{i}].when must name an operand before it, one number an item, and its own access be "
-                    f"item; got {operand.when} for access {operand.access!r}"
-                )
-        shape = array.shape[1:] if operand.columns is None else operand.columns[1]
-        if operand.part is not None:
-            first, count = operand.part
-            if array.ndim != 3 or not 0 <= first < first + count <= array.shape[1] or operand.access == "shared":
-                raise ValueError(
-                    f"operands[{i}].part must name a range of the second axis of a 3-dimensional array, got "
-                    f"{operand.part} for access {operand.access!r} of shape {array.shape}"
-                )
-            shape = (count, array.shape[2])
-        features.append(shape)
-        ready.append(_not_empty(array))
-    return ready, tuple(features)
-
-
-def _check_length(array: jax.Array, length: int, name: str, what: str) -> None:
-    if array.ndim == 0 or array.shape[0] != length:
-        raise ValueError(f"{name} must have {length} {what} on its first axis, got shape {array.shape}")
-
-
-def _parts(arrays: Sequence[Any]) -> tuple[int, ...]:
-    """Exponents a row of those that are `HalfRows`, 0 for the others."""
-    return tuple(a.exponent.shape[1] if isinstance(a, HalfRows) else 0 for a in arrays)
-
-
-def _flat(arrays: Sequence[Any]) -> list[jax.Array]:
-    """The arrays, mantissas in place of `HalfRows`, and then the exponents of those."""
-    exponents = [a.exponent for a in arrays if isinstance(a, HalfRows)]
-    return [a.mantissa if isinstance(a, HalfRows) else a for a in arrays] + exponents
-
-
-def _given(
-    arrays: Sequence[jax.Array],
-    tables: Sequence[jax.Array],
-    offsets: jax.Array,
-    order: jax.Array | None,
-    num_items: int,
-    name: str,
-) -> list[jax.Array]:
-    """What a loop over items reads, in the order in which kernels take it; `name` is the order's in errors."""
-    given = [*arrays, *map(_not_empty, tables), offsets.astype(jnp.int32)]
-    return given if order is None else [*given, _not_empty(as_index(order, name, num_items))]
-
-
-def _not_empty(array: Any) -> Any:
-    """A buffer that a kernel can be given: one row of zeros for none. Masks keep it from being read."""
-    if isinstance(array, HalfRows):
-        return HalfRows(_not_empty(array.mantissa), _not_empty(array.exponent))
-    return jnp.zeros((1, *array.shape[1:]), array.dtype) if array.shape[0] == 0 else array
-
-
-def _structs(outputs: Sequence[Output], length: int) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct((length, *shape), dtype) for shape, dtype in outputs]
-
-
-def _zeros(structs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-    return [jnp.zeros(s.shape, s.dtype) for s in structs]
-
-
-def _check_half(half: Sequence[int], outputs: Sequence[Output], what: str) -> None:
-    for i in half:
-        if outputs[i][1] != jnp.float32:
-            raise ValueError(f"half_outputs names {what} {i}, which is {outputs[i][1]} and not float32")
-
-
-def _encoded(arrays: Sequence[jax.Array], half: Sequence[int]) -> list[Any]:
-    return [encode(a) if i in half else a for i, a in enumerate(arrays)]
-
-
-def _in_half(structs: Sequence[jax.ShapeDtypeStruct], half: Sequence[int], length: int) -> list[jax.ShapeDtypeStruct]:
-    """What the kernel writes: mantissas in place of the outputs `half`, and after all outputs their exponents."""
-    narrow = [jax.ShapeDtypeStruct(s.shape, jnp.dtype(jnp.float16)) if i in half else s for i, s in enumerate(structs)]
-    return narrow + [jax.ShapeDtypeStruct((length, 1), jnp.dtype(jnp.uint8)) for _ in half]
-
-
-def _joined(written: Sequence[jax.Array], half: Sequence[int], count: int) -> list[Any]:
-    """The outputs, of what the kernel wrote."""
-    found: list[Any] = list(written[:count])
-    for i, exponent in zip(half, written[count:], strict=True):
-        found[i] = HalfRows(found[i], exponent)
-    return found
+        return plan, given_to_loop(flat(ready), tables, self.offsets, self.order, self.num_items, "beside.order")
 
 
 def traverse(
@@ -313,7 +183,7 @@ def traverse(
     check_reductions(reductions)
     if epilogue is None and not row_outputs:
         row_outputs = tuple((r.shape, jnp.float32) for r in (*reductions, *(beside.reductions if beside else ())))
-    item_outputs, row_outputs = _outputs(item_outputs), _outputs(row_outputs)
+    item_outputs, row_outputs = declared(item_outputs), declared(row_outputs)
     if offsets.shape != (num_rows + 1,):
         raise ValueError(f"offsets must have num_rows + 1 = {num_rows + 1} entries, got shape {offsets.shape}")
     by_row = {o.index for o in operands if o.access == "row_indexed"}
@@ -321,16 +191,16 @@ def traverse(
         as_index(t, f"index_tables[{i}]", num_rows if i in by_row else num_items) for i, t in enumerate(index_tables)
     ]
     lengths = tuple(1 if o.access == "shared" else a.shape[0] for a, o in zip(arrays, operands, strict=True))
-    ready, features = _check_operands(arrays, operands, index_tables, num_items, num_rows)
-    width = _check_width(
+    ready, features = check_operands(arrays, operands, index_tables, num_items, num_rows)
+    width = check_width(
         [*features, *(r.shape for r in reductions), *(s for s, _ in item_outputs), *(s for s, _ in row_outputs)]
     )
     half = tuple(half_outputs)
-    _check_half(half, row_outputs, "row output")
-    item_structs, row_structs = _structs(item_outputs, num_items), _structs(row_outputs, num_rows)
+    check_half(half, row_outputs, "row output")
+    item_structs, row_structs = structs_of(item_outputs, num_items), structs_of(row_outputs, num_rows)
     if num_rows == 0 or not (item_outputs or row_outputs):
-        return tuple(_encoded(_zeros(row_structs), half)), tuple(_zeros(item_structs))
-    row_structs = _in_half(row_structs, half, num_rows)
+        return tuple(encoded(zeros(row_structs), half)), tuple(zeros(item_structs))
+    row_structs = in_half_rows(row_structs, half, num_rows)
 
     interpreted = _triton.use_interpreter(interpret)
     if schedule is None:
@@ -379,7 +249,7 @@ def traverse(
         num_chunks=hubs[3].shape[0] if hubs is not None and has_hubs else 0,
         num_counters=hubs[1].shape[0] if hubs is not None and counted else 0,
         combined=max(slots, min(FEW_CHUNKS if counted else 64, 4096 // width)),
-        parts=_parts(ready),
+        parts=exponents_of(ready),
         half=half,
         factored=factored,
         num_tables=len(index_tables),
@@ -388,8 +258,8 @@ def traverse(
         beside=other,
         warps=schedule.num_warps,
     )
-    ready = _flat(ready)
-    shared = _given(ready, index_tables, offsets, order, num_items, "order")
+    ready = flat(ready)
+    shared = given_to_loop(ready, index_tables, offsets, order, num_items, "order")
     if row_order is not None:
         shared.append(as_index(row_order, "row_order", num_rows))
     shared += given
@@ -420,20 +290,20 @@ def traverse(
             schedule=schedule,
             interpret=interpret,
         )
-        return rows, tuple(_zeros(item_structs))
+        return rows, tuple(zeros(item_structs))
 
     partial_structs = []
     if plan.num_chunks:
         assert hubs is not None
         shared += hubs[3:6]
-        partial_structs = _structs([(r.shape, jnp.float32) for r in reductions], plan.num_chunks)
+        partial_structs = structs_of([(r.shape, jnp.float32) for r in reductions], plan.num_chunks)
         if counted:
             shared += [hubs[6], hubs[2]]
             partial_structs.append(jax.ShapeDtypeStruct((plan.num_counters,), jnp.dtype(jnp.float32)))
     structs = [*item_structs, *row_structs, *partial_structs]
     # What is not written as a whole, and what is counted up, is zero beforehand.
     zeroed = [*range(0 if covers_all_items else len(item_structs)), *([len(structs) - 1] if counted else [])]
-    initial = _zeros([structs[i] for i in zeroed])
+    initial = zeros([structs[i] for i in zeroed])
     outputs = call(
         functools.partial(row_kernel, plan=plan, num_aliased=len(initial)),
         name="traverse",
@@ -447,7 +317,7 @@ def traverse(
     partials = found[len(row_structs) :]
     if plan.num_chunks and row_structs and not counted:
         assert hubs is not None
-        operands_of_hubs = [hubs[1], hubs[2], *ready, *map(_not_empty, index_tables), *given, *partials]
+        operands_of_hubs = [hubs[1], hubs[2], *ready, *map(not_empty, index_tables), *given, *partials]
         results = list(
             _triton.pallas_call(
                 functools.partial(combine_kernel, plan=plan),
@@ -460,7 +330,7 @@ def traverse(
                 interpret=interpreted,
             )(*operands_of_hubs, *results)
         )
-    return tuple(_joined(results, half, len(row_outputs))), items
+    return tuple(joined(results, half, len(row_outputs))), items
 
 
 def map_items(
@@ -497,17 +367,17 @@ def map_items(
       NotImplementedError: a dtype or a feature shape that the kernel does not have.
       ValueError: arguments that do not fit each other.
     """
-    outputs = _outputs(outputs)
+    outputs = declared(outputs)
     index_tables = [as_index(t, f"index_tables[{i}]", num_items) for i, t in enumerate(index_tables)]
     lengths = tuple(1 if o.access == "shared" else a.shape[0] for a, o in zip(arrays, operands, strict=True))
-    ready, features = _check_operands(arrays, operands, index_tables, num_items, None)
-    width = _check_width([*features, *(s for s, _ in outputs)])
+    ready, features = check_operands(arrays, operands, index_tables, num_items, None)
+    width = check_width([*features, *(s for s, _ in outputs)])
     half = tuple(half_outputs)
-    _check_half(half, outputs, "output")
-    structs = _structs(outputs, num_items)
+    check_half(half, outputs, "output")
+    structs = structs_of(outputs, num_items)
     if num_items == 0 or not outputs:
-        return tuple(_encoded(_zeros(structs), half))
-    structs = _in_half(structs, half, num_items)
+        return tuple(encoded(zeros(structs), half))
+    structs = in_half_rows(structs, half, num_items)
     interpreted = _triton.use_interpreter(interpret)
     narrows = bool(half) and not any(isinstance(a, HalfRows) for a in ready)
     schedule = schedule or map_schedule(width, narrows=narrows, interpret=interpreted)
@@ -525,7 +395,7 @@ def map_items(
         num_rows=1,
         rows=1,
         items=block,
-        parts=_parts(ready),
+        parts=exponents_of(ready),
         half=half,
         num_tables=len(index_tables),
     )
@@ -537,5 +407,5 @@ def map_items(
         num_warps=schedule.num_warps,
         num_stages=schedule.num_stages,
         interpret=interpreted,
-    )(*_flat(ready), *index_tables)
-    return tuple(_joined(results, half, len(outputs)))
+    )(*flat(ready), *index_tables)
+    return tuple(joined(results, half, len(outputs)))

@@ -4,7 +4,8 @@ Reductions over the same rows share one loop when neither needs the other's resu
 to them are computed edge by edge in registers, again in every loop that needs them; what shrank a feature axis and is
 needed twice is written once, and so are the numbers that one loop can make for others (`_lead.py`). A maximum, the sum
 of exp(score - maximum) and sums weighted by it are one pass with a running maximum. Operators on the rows that follow a
-reduction become its epilogue. Sums over the pairs of a node, of both kinds, are one instance (`_beside.py`).
+reduction become its epilogue. Sums over the pairs of a node, of both kinds, are one instance (`_beside.py`). Rows of
+nodes that loops gather, and inner products of them, are made by loops without a reduction (`_nodes.py`).
 """
 
 from __future__ import annotations
@@ -28,15 +29,11 @@ from dejax.rgnn.ir.intra import (
 )
 from dejax.rgnn.passes._beside import put_beside
 from dejax.rgnn.passes._lead import lead
+from dejax.rgnn.passes._nodes import where_reached, write_nodes
 from dejax.rgnn.passes._rewrite import Counts, factors, from_memory, moves_unit_axes, powers_of_two
-from dejax.rgnn.passes.storage import MIN_WIDTH
 
 _ITEM_SPACES = (Space.EDGE, Space.SOURCE_PAIR, Space.DESTINATION_PAIR)
 _MAX_RANK = 2  # (heads, width)
-# How often rows of nodes are read, on average, for which a copy in 16 bits is made. RGAT's backward loop on 10.9 reads
-# a row 2.29 -> 1.79 ms and the copy 0.02; on 6.4 2.89 -> 3.06, and on 3 0.77 -> 0.84: rows of few items wait more than
-# they move bytes, and wait for an exponent besides.
-_READS_OF_COPY = 8
 
 
 @dataclass
@@ -111,7 +108,7 @@ class Fusion:
         steps = [self.absorb_all, self.write_items]
         for step in steps if absorb_first else reversed(steps):
             step()
-        self.write_nodes()
+        write_nodes(self)
 
     def absorb_all(self) -> None:
         for loop in self.loops:
@@ -268,48 +265,11 @@ class Fusion:
             else:
                 self.loops.append(Loop(None, space, items=[value]))
 
-    def write_nodes(self) -> None:
-        """Wide rows of nodes that loops gather are made by a kernel where they can be, which may store them in 16 bits.
-
-        With them goes what is computed of them and must be an array: an inner product of such a row is then of the row
-        as it was stored, and cancels with those that a loop makes of it. And narrow arrays that they are computed of.
-        A row that is there already, but for its shape, is worth a copy in 16 bits where such a product keeps loops from
-        reading it rounded, as for a softmax's gradient, and they read it often and from memory.
-
-        Inner products of rows in memory are made so, too, where they are of nodes that a map leads to: `where_reached`.
-        """
-        ops = self.program.ops
-        arrays = {*self.demanded(Space.NODE), *(a for loop in self.loops for i in loop.epilogue for a in ops[i].args)}
-        able = sorted(v for v in arrays if ops[v].space == Space.NODE and self.on_tile(v) and ops[v].name != "const")
-        gathered: dict[int, int] = {}  # and how many rows loops read of it
-        for loop in self.loops:
-            for v in self.cone(self.roots(loop) + loop.items, self.led(loop))[1]:
-                if ops[v].name == "gather" and access_by(ops[v].attr("via"), loop.via)[0] == "gathered":
-                    gathered[ops[v].args[0]] = gathered.get(ops[v].args[0], 0) + self.counts.rows(loop.space)
-        done = {v for loop in self.loops for v in loop.results}
-        for value in able:
-            if value in done or value not in gathered:
-                continue
-            made_from, leaves = self.cone([value], done)
-            if ops[value].width < MIN_WIDTH:
-                inner = any(self.shrinks(v) and self.from_memory(ops[v].args[0]) for v in made_from)
-                if inner and any(ops[v].name == "count" for v in leaves):  # of which it need not read all rows
-                    done |= self.added(Loop(None, Space.NODE, items=[value]))
-                continue
-            of_it = [v for v in able if value in self.cone([v], done)[0]]
-            if all(ops[v].name in ("const", "reshape", "broadcast", "cast") for v in made_from):
-                compared = any(4 * ops[v].width <= ops[value].width for v in of_it)
-                often = gathered[value] >= _READS_OF_COPY * self.counts.nodes
-                if not (self.half and compared and self.from_memory(value) and often):
-                    continue  # nothing is computed
-            narrow = [v for v in able if v in made_from and 4 * ops[v].width <= ops[value].width]
-            done |= self.added(Loop(None, Space.NODE, items=sorted({*narrow, *of_it} - done)))
-
-    def added(self, loop: Loop) -> set[int]:
-        """Adds a loop, unless no order of all is possible then; what it gives."""
-        self.loops.append(loop)
+    def map_of_nodes(self, values: list[int]) -> set[int]:
+        """Adds a loop that makes the values of nodes, unless no order of all is possible then; what it gives."""
+        self.loops.append(Loop(None, Space.NODE, items=values))
         if self.acyclic(self.loops):
-            return loop.results
+            return set(values)
         self.loops.pop()
         return set()
 
@@ -433,7 +393,7 @@ class Fusion:
         program = self.program
         elsewhere = {v for other in self.loops if other is not loop for v in (*other.items, *other.epilogue)}
         body, operands = self.operands(loop, elsewhere)
-        operands = self.where_reached(loop, operands)
+        operands = where_reached(self, loop, operands)
         results = loop.sums
         inside = results | set(loop.epilogue)
         for i in loop.epilogue:
@@ -473,31 +433,6 @@ class Fusion:
                 read = Operand(weight, weight, *access_by(op.attr("via"), loop.via))
                 operands = [o for o in operands if o.name != weight] + [read]
         return body, operands
-
-    def where_reached(self, loop: Loop, operands: list[Operand]) -> list[Operand]:
-        """The operands of a loop over nodes; wide rows in memory are read only where a map leads to the node.
-
-        Those are enough where all that is made of them is gathered by that map, and the number of its items is read.
-        """
-        ops = self.program.ops
-        counted = {ops[o.value].attr("via"): o.name for o in operands if ops[o.value].name == "count"}
-        if loop.via is not None or loop.space != Space.NODE or not counted:
-            return operands
-        made_of = {value: set(self.cone([value], set())[1]) for value in loop.items}
-        body = set(self.cone(loop.items, set())[0])
-
-        def when(o: Operand) -> int | None:
-            wide = o.access == "dense" and o.part is None and ops[o.name].width >= MIN_WIDTH
-            if not wide or not self.from_memory(o.value):
-                return None
-            made = [value for value, leaves in made_of.items() if o.name in leaves]
-            users = {u for value in made for u in self.users[value] if u not in body}
-            maps = {ops[u].attr("via") if ops[u].name == "gather" else None for u in users}
-            via = maps.pop() if len(maps) == 1 and not set(self.program.outputs).intersection(made) else None
-            return counted.get(via)
-
-        found = [replace(o, when=when(o)) for o in operands]
-        return sorted(found, key=lambda o: o.when is not None)
 
     def row_operand(self, value: int, via: str | None) -> Operand:
         """How an epilogue reads a value of the row."""
