@@ -1,11 +1,14 @@
 """Typed products and sums of outer products, interpreted, against float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dejax import pallas as kernels
+from dejax.pallas.schedule import OuterSchedule
 from tests.pallas.reference import GEMMS, OUTERS, Gemm, Outer, interpreted
 
 
@@ -79,6 +82,30 @@ def test_outer_sums_are_the_same_in_every_run(name):
 def test_narrow_rows_leave_the_other_sum_as_it_is(name):
     alone, both = OUTERS[name], OUTERS[f"{name}; narrow"]
     np.testing.assert_array_equal(interpreted(both.run)(both.arrays())[0], interpreted(alone.run)(alone.arrays()))
+
+
+@pytest.mark.parametrize("powers", ["rising", "falling", "of both against each other", "random"])
+@pytest.mark.parametrize("half", [(), ("x", "y")], ids=["float32", "half rows"])
+def test_outer_sums_of_rows_of_all_magnitudes(powers, half):
+    """Sums are relative to the largest power of two so far, in steps of 16 positions: what is small keeps its bits."""
+    case = Outer(counts=(90, 0, 110), k=20, n=18, groups=None, gather=False, rows_per_split=64, narrow=3, half=half)
+    a, rng = case.arrays(), np.random.default_rng(0)
+    line = np.linspace(-60, 60, case.positions)
+    of_x, of_y = {
+        "rising": (line, 0 * line),
+        "falling": (line[::-1], 0 * line),
+        "of both against each other": (line * 1.6, line[::-1] * 1.6),
+        "random": rng.uniform(-20, 20, (2, case.positions)),
+    }[powers]
+    for name, power in (("x", of_x), ("y", of_y), ("narrow", of_y)):
+        a[name] = (a[name] * 2.0 ** power[:, None]).astype(np.float32)
+    schedule = OuterSchedule(16, 32, 32, 4, 1)
+    magnitudes = a | {name: np.abs(a[name]) for name in ("x", "y", "narrow")}
+    for side, total in zip(
+        ("y", "narrow"), interpreted(functools.partial(case.run, schedule=schedule))(a), strict=True
+    ):
+        error = np.abs(np.asarray(total, np.float64) - case.reference(a, side))
+        assert np.all(error <= 2e-3 * case.reference(magnitudes, side))
 
 
 def test_narrow_rows_are_checked():
