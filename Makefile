@@ -97,7 +97,7 @@ NOT_ON_BOTH := --ignore=tests/datasets --ignore=tests/benchmarks --ignore=tests/
 	--ignore=tests/rgnn/test_explain.py \
 	-k "not (test_contract and (xla or typed_sources or narrow_matrices or one_array or one_loop or by_a_kernel or made_again or without_edges or numbers or in_the_loop or beside_those or large_scores or bfloat16 or small_graphs or padding))"
 NEXT_IS_OLDEST := $(strip $(PINS_NEXT))
-HERE_TOO := $(if $(and $(strip $(PYTHON_NEXT)),$(if $(NEXT_IS_OLDEST),,newest)),$(NOT_ON_BOTH))
+HERE_TOO := $(if $(strip $(PYTHON_NEXT)),$(if $(NEXT_IS_OLDEST),,$(NOT_ON_BOTH)))
 NEXT_TOO := $(if $(NEXT_IS_OLDEST),$(NOT_ON_BOTH))
 
 test-here: venv-test

@@ -127,7 +127,7 @@ def _one_added(total: jax.Array, x: jax.Array, x_exponent: jax.Array | None, y: 
     """The sum, some rows of numbers, and the rows of x times y [rows, 1], in float32.
 
     With 8 numbers for each thread what a thread adds up is its own until the last step, and no step has a barrier for
-    it. A product of which one column is not zero takes longer: am's RGAT 0.32 ms, so 0.26.
+    it. A product of which one column is not zero takes longer: am's RGAT 0.32 ms, so 0.24.
     """
     y = y.astype(jnp.float32)
     y = y if x_exponent is None else y * power(x_exponent)
@@ -223,7 +223,7 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
 
     empty = lambda shape, unit=1: (jnp.zeros(shape, jnp.float32), lax.full((), unit, jnp.int32))  # noqa: E731
     nothing = [empty((s.block_k, s.block_n))]
-    if count == 1:
+    if count == 1:  # relative to 1
         nothing.append(empty((min(s.block_rows, 256 * s.num_warps // s.block_k), s.block_k), 127))
     elif count:
         nothing.append(empty((s.block_k, m.shape[1])))

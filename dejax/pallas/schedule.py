@@ -138,6 +138,11 @@ def shared_bytes() -> int:
     return _SHARED_BYTES.get(getattr(jax.devices()[0], "compute_capability", ""), _LEAST_SHARED_BYTES)
 
 
+def _fitting_stages(most: int, stage_bytes: int) -> int:
+    """As many stages of a pipeline as shared memory holds, one at least."""
+    return min(most, max(1, int(_FOR_STAGES * shared_bytes()) // stage_bytes))
+
+
 def _joined(wide_k: int, wide_n: int, num_positions: int) -> bool:
     """Whether a product has the widths of two of 128 that were joined: its programs do several tiles of 128 rows.
 
@@ -215,7 +220,7 @@ def gemm_schedule(
         # transposed 0.97 -> 0.89 (with 8 tiles 0.94). Rows in float32 gain nothing.
         tiles, num_stages = (4, 2) if transposed and wide_k < 128 else (8, 4)
     stage = block_k * (block * (2 if half_rows else 4) + block_n * (2 if num_positions >= SCALE_BEFOREHAND else 4))
-    num_stages = min(num_stages, max(1, int(_FOR_STAGES * shared_bytes()) // stage))
+    num_stages = _fitting_stages(num_stages, stage)
     return GemmSchedule(block_k, block_n, num_warps, num_stages, tiles)
 
 
@@ -256,7 +261,7 @@ def outer_schedule(
         found = _wide_outer_schedule(wide_k, wide_n, half, narrow, num_positions)
         sides = (found.block_k, found.block_n)
         stage = found.block_rows * sum(side * (2 if h else 4) for side, h in zip(sides, half, strict=True))
-        return replace(found, num_stages=min(found.num_stages, max(1, int(_FOR_STAGES * shared_bytes()) // stage)))
+        return replace(found, num_stages=_fitting_stages(found.num_stages, stage))
     # Operands in two parts: 254 registers a thread with 4 warps, of which an H200 then has 8 a multiprocessor.
     num_warps = 8 if precision == "f32" and block_k == 128 else 4
     # 64 by 1 on 3 million rows: 128 rows a step 116 us, 64 rows 142; on 65,536 6.5 and 7.4.

@@ -452,7 +452,9 @@ def test_scores_in_the_loop(
     ("name", "size"),
     [
         pytest.param("rgat_one_head", Size(16, 16, 1), marks=pytest.mark.slow),
+        pytest.param("rgat_one_head", Size(20, 32, 2), marks=pytest.mark.slow),
         pytest.param("rgat", Size(16, 16, 1), marks=pytest.mark.slow),
+        pytest.param("hgt", Size(16, 16, 1), marks=pytest.mark.slow),
         ("rgat", Size(20, 32, 2)),
         ("hgt", Size(20, 32, 2)),
     ],
