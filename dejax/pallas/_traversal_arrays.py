@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from dejax.pallas._checks import FLOATS, as_index
 from dejax.pallas._shapes import padded_size
 from dejax.pallas._traversal_plan import BY_ROW, Operand, Output
-from dejax.pallas.half_rows import HalfRows, encode
+from dejax.pallas.half_rows import HalfRows, encode, of_stored, stored
 
 # Padded features of one row that a program can hold: 8 warps of 32 threads with 16 elements each.
 MAX_WIDTH = 4096
@@ -40,7 +40,7 @@ def check_operands(
     num_items: int,
     num_rows: int | None,
 ) -> tuple[list[Any], tuple[tuple[int, ...], ...]]:
-    """Arrays with a leading axis of at least 1, and the feature shape of each."""
+    """Arrays with a leading axis of at least 1, and the feature shape of each; as stored, where they are `HalfRows`."""
     if len(arrays) != len(operands):
         raise ValueError(f"operands must have one entry for each array: {len(arrays)} arrays, {len(operands)} operands")
     ready: list[Any] = []
@@ -79,7 +79,8 @@ def check_operands(
                     f"operands[{i}].when must name an operand before it, one number an item, and its own access be "
                     f"item; got {operand.when} for access {operand.access!r}"
                 )
-        shape = array.shape[1:] if operand.columns is None else operand.columns[1]
+        rows = array.mantissa if isinstance(array, HalfRows) else array
+        shape = rows.shape[1:] if operand.columns is None else operand.columns[1]
         if operand.part is not None:
             first, count = operand.part
             if array.ndim != 3 or not 0 <= first < first + count <= array.shape[1] or operand.access == "shared":
@@ -125,7 +126,7 @@ def given_to_loop(
 def not_empty(array: Any) -> Any:
     """A buffer that a kernel can be given: one row of zeros for none. Masks keep it from being read."""
     if isinstance(array, HalfRows):
-        return HalfRows(not_empty(array.mantissa), not_empty(array.exponent))
+        return HalfRows(not_empty(array.mantissa), not_empty(array.exponent), array.width)
     return jnp.zeros((1, *array.shape[1:]), array.dtype) if array.shape[0] == 0 else array
 
 
@@ -151,13 +152,14 @@ def in_half_rows(
     structs: Sequence[jax.ShapeDtypeStruct], half: Sequence[int], length: int
 ) -> list[jax.ShapeDtypeStruct]:
     """What the kernel writes: mantissas in place of the outputs `half`, and after all outputs their exponents."""
-    narrow = [jax.ShapeDtypeStruct(s.shape, jnp.dtype(jnp.float16)) if i in half else s for i, s in enumerate(structs)]
+    mantissa = lambda s: jax.ShapeDtypeStruct((s.shape[0], *stored(s.shape[1:])), jnp.dtype(jnp.float16))  # noqa: E731
+    narrow = [mantissa(s) if i in half else s for i, s in enumerate(structs)]
     return narrow + [jax.ShapeDtypeStruct((length, 1), jnp.dtype(jnp.uint8)) for _ in half]
 
 
-def joined(written: Sequence[jax.Array], half: Sequence[int], count: int) -> list[Any]:
+def joined(written: Sequence[jax.Array], half: Sequence[int], outputs: Sequence[Output]) -> list[Any]:
     """The outputs, of what the kernel wrote."""
-    found: list[Any] = list(written[:count])
-    for i, exponent in zip(half, written[count:], strict=True):
-        found[i] = HalfRows(found[i], exponent)
+    found: list[Any] = list(written[: len(outputs)])
+    for i, exponent in zip(half, written[len(outputs) :], strict=True):
+        found[i] = of_stored(found[i], exponent, outputs[i][0])
     return found

@@ -13,7 +13,7 @@ from jax import lax
 
 from dejax.pallas import _triton
 from dejax.pallas._accumulate import initial, merge, results, update
-from dejax.pallas._shapes import divide, feature_indices, feature_mask, lanes, padded
+from dejax.pallas._shapes import divide, feature_indices, feature_mask, lanes, next_power_of_two, padded
 from dejax.pallas._tiles import both, resized, steps, stretched, where, with_axes, within
 from dejax.pallas._traversal_plan import Array, Output, Plan, Refs
 from dejax.pallas.factored import Factored
@@ -179,10 +179,20 @@ def _part(whole: tuple[int, ...], parts: Any) -> tuple[int, ...]:
 
 
 def _store_parts(ref: Any, index: jax.Array, mask: jax.Array, whole: tuple[int, ...], past: int, value: Any) -> None:
-    """Stores a tile to rows `index`, or a tuple of them side by side along the first feature axis."""
+    """Stores a tile to rows `index`, or a tuple of them side by side along the first feature axis.
+
+    Where rows are longer than `whole` zeros follow: those of the last tile's padding, where it has as many.
+    """
     shape = _part(whole, value)
-    for number, part in enumerate(value if isinstance(value, tuple) else (value,)):
-        store(ref, index, mask, shape, past, part, number * shape[0] if number else 0)
+    parts = value if isinstance(value, tuple) else (value,)
+    behind = ref.shape[1] - whole[0] if whole else 0
+    within = behind == 0 or shape[0] + behind <= next_power_of_two(shape[0])
+    for number, part in enumerate(parts):
+        last = number == len(parts) - 1 and behind and within
+        wide = (shape[0] + behind,) if last else shape
+        store(ref, index, mask, wide, past, part, number * shape[0] if number else 0)
+    if not within:
+        store(ref, index, mask, (behind,), past, jnp.zeros((1,) * (index.ndim + 1), jnp.float32), whole[0])
 
 
 def loop(

@@ -12,23 +12,22 @@ import jax.numpy as jnp
 from dejax.pallas import _triton
 from dejax.pallas._shapes import cdiv, lanes, next_power_of_two
 from dejax.pallas._tiles import resized, where
-from dejax.pallas.half_rows import HalfRows, encode, exponents
+from dejax.pallas.half_rows import HalfRows, encode, exponents, of_stored, stored
 
 # A program holds a whole row.
 MAX_WIDTH = 8192
 _ELEMENTS = 4096  # a program
 
 
-def _kernel(x: Any, mantissa: Any, exponent: Any, *, rows: int, width: int, block: int) -> None:
+def _kernel(x: Any, mantissa: Any, exponent: Any, *, rows: int, width: int, length: int, block: int) -> None:
     (program,) = _triton.program_ids()
     row = program * block + lanes(block, 0, 1)
     columns = lanes(next_power_of_two(width), 1, 2)
     inside = row < rows
-    mask = inside[:, None] & (columns < width)
-    tile = _triton.load(x, (row[:, None], columns), mask)
+    tile = _triton.load(x, (row[:, None], columns), inside[:, None] & (columns < width))
     found, inverse = exponents(tile, 1)
     row = where(inside, row, rows)
-    _triton.store(mantissa, (row[:, None], columns), tile * inverse, mask)
+    _triton.store(mantissa, (row[:, None], columns), tile * inverse, inside[:, None] & (columns < length))
     _triton.store(exponent, (row, jnp.zeros_like(row)), resized(found, row.shape), inside)
 
 
@@ -47,17 +46,19 @@ def to_half_rows(x: jax.Array, *, interpret: bool | None = None) -> HalfRows:
     rows, width = x.shape[0], math.prod(x.shape[1:])
     if rows == 0 or width == 0 or width > MAX_WIDTH:
         return encode(x)
+    features = stored(x.shape[1:])
+    length = math.prod(features)
     block = max(1, _ELEMENTS // next_power_of_two(width))
     mantissa, exponent = _triton.pallas_call(
-        functools.partial(_kernel, rows=rows, width=width, block=block),
+        functools.partial(_kernel, rows=rows, width=width, length=length, block=block),
         name="to_half_rows",
         num_programs=cdiv(rows, block),
         out_shape=[
-            jax.ShapeDtypeStruct((rows, width), jnp.dtype(jnp.float16)),
+            jax.ShapeDtypeStruct((rows, length), jnp.dtype(jnp.float16)),
             jax.ShapeDtypeStruct((rows, 1), jnp.dtype(jnp.uint8)),
         ],
         num_warps=4,
         num_stages=1,
         interpret=_triton.use_interpreter(interpret),
     )(x.reshape(rows, width))
-    return HalfRows(mantissa.reshape(x.shape), exponent)
+    return of_stored(mantissa.reshape(rows, *features), exponent, x.shape[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,18 @@ from dejax.pallas._checks import as_index, check_float, check_precision
 from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
 from dejax.pallas._tiles import resized, where, within
 from dejax.pallas.float_bits import FloatBits
-from dejax.pallas.half_rows import RAISED, HalfRows, encode, exponents, halves, inverse_power, power, raised
+from dejax.pallas.half_rows import (
+    RAISED,
+    HalfRows,
+    encode,
+    exponents,
+    halves,
+    inverse_power,
+    of_stored,
+    power,
+    raised,
+    stored,
+)
 from dejax.pallas.schedule import SCALE_BEFOREHAND, GemmSchedule, gemm_schedule, merged_groups
 
 # The widest result of which one program can hold all columns, as the product with a vector needs; and of which it
@@ -68,6 +80,8 @@ class _Config:
     scaled: bool  # products in float16 with powers of two beside
     exact: bool  # the same of float16 numbers in two parts
     whole_w: bool  # matrices are padded to whole tiles
+    x_behind: int  # zeros behind the features of a row of x
+    out_behind: int  # and of the result
     x_part: int  # columns that share an exponent where x comes as `HalfRows`
     x_bits_of: jnp.dtype | None  # what the integers of x carry where it comes as `FloatBits`
     dot_parts: int  # inner products with `dot_vector` that each row has
@@ -156,7 +170,7 @@ def _multiply_tile(ref: dict[str, Any], c: _Config, tile: Any, g: Any, column: A
 
     def step(i: Any, total: jax.Array | None) -> jax.Array:
         k = i * s.block_k + lanes(s.block_k, 0, 1)
-        x_mask = valid_x if even_k else valid_x & (k < c.k)[None, :]
+        x_mask = valid_x if even_k else valid_x & (k < c.k + c.x_behind)[None, :]
         x_at = (row, (g * c.k + k)[None, :])
         k = k[:, None]
         w_mask = None
@@ -212,7 +226,9 @@ def _multiply_tile(ref: dict[str, Any], c: _Config, tile: Any, g: Any, column: A
     else:
         valid = within(out_row, c.out_rows, valid)
     out_row = where(valid, out_row, c.out_rows)
-    mask = valid[:, None] if even_n else valid[:, None] & (n < c.n)
+    mask = valid[:, None] if even_n else valid[:, None] & (n < c.n + c.out_behind)
+    if c.out_behind:
+        y = where(n < c.n, y, 0.0)
     if c.accumulate:
         safe = where(valid, out_row, 0)[:, None]
         _triton.atomic_add(ref["y"], (safe, g * c.n + n), y, jnp.broadcast_to(mask, y.shape))
@@ -405,8 +421,9 @@ def typed_matmul(
                 sides = tuple((0, -a % b) for a, b in zip((k, n), (schedule.block_k, schedule.block_n), strict=True))
                 sides = (0, 0), (0, 0), *(sides[::-1] if transpose_w else sides)
                 w, w_low = jnp.pad(w, sides), None if w_low is None else jnp.pad(w_low, sides)
+        x_length = math.prod(mantissa.shape[1:])
         operands = {
-            "x": x.bits if isinstance(x, FloatBits) else mantissa.reshape(rows, groups * k),
+            "x": x.bits if isinstance(x, FloatBits) else mantissa.reshape(rows, x_length),
             "w": w,
             "offsets": offsets,
             "tile_type": tile_type,
@@ -437,8 +454,10 @@ def typed_matmul(
             operands["dot_vector"] = dot_vector
         blocks_n = cdiv(merged * n, schedule.block_n)
         half_out = half_out and (blocks_n == 1 or merged * n % schedule.block_n == 0)  # parts of one width
+        out_length = groups * n
         if half_out:
-            shapes[0] = jax.ShapeDtypeStruct(shapes[0].shape, jnp.dtype(jnp.float16))
+            out_length = stored((n,))[0] if groups == 1 else groups * n
+            shapes[0] = jax.ShapeDtypeStruct((out_rows, out_length), jnp.dtype(jnp.float16))
             shapes.append(jax.ShapeDtypeStruct((out_rows, groups // merged * blocks_n), jnp.dtype(jnp.uint8)))
             outputs.append("y_exponent")
         aliases = {}
@@ -468,6 +487,8 @@ def typed_matmul(
             scaled=scaled,
             exact=exact,
             whole_w=w_power is not None and merged == 1,
+            x_behind=x_length - groups * k,
+            out_behind=out_length - groups * n,
             x_part=x.part_width if isinstance(x, HalfRows) else 1,
             x_bits_of=x.dtype if isinstance(x, FloatBits) else None,
             dot_parts=dot_parts,
@@ -485,7 +506,7 @@ def typed_matmul(
             )(*operands.values())
         )
         if half_out:
-            results[0] = HalfRows(results[0], results.pop())
+            results[0] = of_stored(results[0], results.pop(), (groups * n,))
     if not flat:
         results[0] = results[0].reshape(out_rows, groups, n)
     elif dot_vector is not None and dot_parts == 1:

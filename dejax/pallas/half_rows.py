@@ -15,7 +15,7 @@ below float16's largest number, so that small parts stay normal numbers.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -23,13 +23,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dejax.pallas._shapes import feature_mask
+from dejax.pallas._shapes import cdiv, feature_mask
 from dejax.pallas._tiles import where
 
 _ONE = 127  # the biased exponent of 1.0
 # Powers of two whose inverse is a normal number too.
 _LOW, _HIGH = np.int32(1), np.int32(253)
 _MANTISSA, _EXPONENT = np.int32(23), np.int32(0xFF)  # bits of a float32: how many, and which after those
+# Kernels write rows of one axis, of at least so many features, at lengths that are multiples of `ROW_MULTIPLE`: a row
+# that begins at a multiple of 16 bytes is read 8 numbers at a time.
+_LEAST_WIDTH = 16
+ROW_MULTIPLE = 8
 
 
 @jax.tree_util.register_dataclass
@@ -38,17 +42,20 @@ class HalfRows:
     """An array of rows as float16 numbers and powers of two.
 
     Attributes:
-      mantissa: float16[rows, *features].
+      mantissa: float16[rows, *features]; or longer on its last axis, zeros behind the features, see `width`.
       exponent: uint8[rows, parts], biased by 127: part p of a row's features (they are cut in equal, contiguous parts)
         is `mantissa * 2 ** (exponent - 127)`.
+      width: the features of each row where they are stored in more, on one axis (and others of size 1); else None.
     """
 
     mantissa: Array
     exponent: Array
+    width: int | None = field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.mantissa.shape
+        shape = self.mantissa.shape
+        return shape if self.width is None else (*shape[:-1], self.width)
 
     @property
     def ndim(self) -> int:
@@ -73,22 +80,44 @@ class HalfRows:
 
     def reshape(self, *shape: Any) -> HalfRows:
         """The same rows with other feature axes."""
-        return HalfRows(self.mantissa.reshape(*shape), self.exponent)
+        if self.width is None:
+            return HalfRows(self.mantissa.reshape(*shape), self.exponent)
+        to = shape[0] if len(shape) == 1 else shape
+        if to[-1] in (-1, self.width) and all(side == 1 for side in to[1:-1]):
+            return HalfRows(self.mantissa.reshape(*to[:-1], self.mantissa.shape[-1]), self.exponent, self.width)
+        return HalfRows(self.mantissa[..., : self.width].reshape(to), self.exponent)
 
     def decode(self) -> Array:
         """float32[rows, *features]."""
         rows, parts = self.exponent.shape
         scale = power(self.exponent.astype(jnp.int32))
-        flat = self.mantissa.reshape(rows, parts, -1).astype(jnp.float32) * scale[:, :, None]
-        return flat.reshape(self.mantissa.shape)
+        flat = self.mantissa[..., : self.width].reshape(rows, parts, self.part_width)
+        return (flat.astype(jnp.float32) * scale[:, :, None]).reshape(self.shape)
+
+
+def stored(features: tuple[int, ...]) -> tuple[int, ...]:
+    """The feature axes of the array in which kernels write `HalfRows` of one exponent a row."""
+    if len(features) != 1 or features[0] < _LEAST_WIDTH:
+        return features
+    return (cdiv(features[0], ROW_MULTIPLE) * ROW_MULTIPLE,)
+
+
+def of_stored(mantissa: Array, exponent: Array, features: tuple[int, ...]) -> HalfRows:
+    """`HalfRows` of these feature axes, of what a kernel wrote."""
+    return HalfRows(mantissa, exponent, None if mantissa.shape[1:] == features else features[-1])
 
 
 def encode(x: Array, parts: int = 1) -> HalfRows:
     """float32[rows, *features] as `HalfRows`, by plain XLA."""
-    flat = x.reshape(x.shape[0], parts, -1)
+    width = math.prod(x.shape[1:])
+    flat = x.reshape(x.shape[0], parts, width // parts)
     exponent, inverse = exponents(flat, 2)
-    mantissa = (flat * inverse).astype(jnp.float16).reshape(x.shape)
-    return HalfRows(mantissa, exponent.reshape(x.shape[0], parts).astype(jnp.uint8))
+    mantissa = (flat * inverse).astype(jnp.float16)
+    exponent = exponent.reshape(x.shape[0], parts).astype(jnp.uint8)
+    if parts > 1 or width not in x.shape[1:]:
+        return HalfRows(mantissa.reshape(x.shape), exponent)
+    mantissa = jnp.pad(mantissa[:, 0], ((0, 0), (0, stored((width,))[0] - width)))
+    return of_stored(mantissa, exponent, (width,)).reshape(*x.shape)
 
 
 def power(exponent: Array) -> Array:

@@ -10,6 +10,7 @@ registers and several by a second product of 16 columns: the gradient of a typed
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -55,6 +56,8 @@ class _Config:
     exact: bool  # the same of float16 numbers in two parts
     x_part: int  # columns that share an exponent where x comes as `HalfRows`
     y_part: int
+    x_behind: int  # zeros behind the features of a row of x
+    y_behind: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +210,8 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
         ahead = indices(position + s.block_rows)  # waits for memory together with this step's rows
         rows = iter(here)
         x_row, y_row = (next(rows) if f"{name}_index" in ref else position for name in "xy")
-        y, y_exponent = load("y", y_row, valid, n, block_n * s.block_n, c.n, c.y_rows, c.y_part)
-        x, x_exponent = load("x", x_row, valid, k, block_k * s.block_k, c.k, c.x_rows, c.x_part)
+        y, y_exponent = load("y", y_row, valid, n, block_n * s.block_n, c.n + c.y_behind, c.y_rows, c.y_part)
+        x, x_exponent = load("x", x_row, valid, k, block_k * s.block_k, c.k + c.x_behind, c.x_rows, c.x_part)
         left = _left(x, x_exponent, c)
         found = [_added(sums[0], left, scaled_by(y, position, valid, n, c.group_n), y_exponent, c)]
         if count:
@@ -372,9 +375,11 @@ def typed_outer(
     if splits is None:
         splits = (*split_table(jnp.asarray(offsets), per_split, num_positions), None)
     start, end, first, number = splits
+    stored_x, stored_y = (a.mantissa if isinstance(a, HalfRows) else a for a in (x, y))
+    stored_x, stored_y = (a.reshape(a.shape[0], math.prod(a.shape[1:])) for a in (stored_x, stored_y))
     operands = {
-        "x": (x.mantissa if isinstance(x, HalfRows) else x).reshape(x_rows, groups * k),
-        "y": (y.mantissa if isinstance(y, HalfRows) else y).reshape(y_rows, groups * n),
+        "x": stored_x,
+        "y": stored_y,
         "split_start": start,
         "split_end": end,
     }
@@ -416,6 +421,8 @@ def typed_outer(
         exact=precision == "f32" and jnp.float32 in (x.dtype, y.dtype),
         x_part=x.part_width if isinstance(x, HalfRows) else 1,
         y_part=y.part_width if isinstance(y, HalfRows) else 1,
+        x_behind=stored_x.shape[1] - groups * k,
+        y_behind=stored_y.shape[1] - groups * n,
     )
     num_splits = start.shape[0]
     partials = _triton.pallas_call(

@@ -330,7 +330,7 @@ def traverse(
                 interpret=interpreted,
             )(*operands_of_hubs, *results)
         )
-    return tuple(joined(results, half, len(row_outputs))), items
+    return tuple(joined(results, half, row_outputs)), items
 
 
 def map_items(
@@ -408,4 +408,4 @@ def map_items(
         num_stages=schedule.num_stages,
         interpret=interpreted,
     )(*flat(ready), *index_tables)
-    return tuple(joined(results, half, len(outputs)))
+    return tuple(joined(results, half, outputs))

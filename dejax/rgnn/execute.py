@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from dejax.pallas import label
 from dejax.pallas.encode import to_half_rows
-from dejax.pallas.half_rows import HalfRows
+from dejax.pallas.half_rows import HalfRows, of_stored
 from dejax.rgnn.graph import RelGraph
 from dejax.rgnn.ir.inter import Program
 from dejax.rgnn.ir.intra import Fallback, Kernels
@@ -280,7 +280,7 @@ def _backward(task: Task, residuals: Any, cotangents: Any) -> tuple[None, tuple,
     wrt = _positions_of_array(chosen, num_inputs)
     parts, _, backward = training_tasks(task, wrt)
     saved = [s[0] for s in slots[: parts.num_saved]]
-    saved_halves = [HalfRows(s[1], s[2]) if s[1].size else None for s in slots[: parts.num_saved]]
+    saved_halves = [of_stored(m, e, a.shape[1:]) if m.size else None for a, m, e in slots[: parts.num_saved]]
     kept = [values[p] for p in parts.needed]
     kept_halves = [halves[p] if p < len(halves) else None for p in parts.needed]
     program = optimised(task)

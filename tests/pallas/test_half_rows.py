@@ -1,17 +1,38 @@
-"""float32 from two float16 numbers: `halves`, and products of `precision="f32"` beside float64."""
+"""Rows in 16 bits; float32 from two float16 numbers, and products of `precision="f32"` beside float64."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dejax import pallas as kernels
 from dejax.pallas import gemm
-from dejax.pallas.half_rows import halves
-from tests.pallas.reference import tile_table
+from dejax.pallas.half_rows import encode, halves
+from tests.pallas.reference import decoded, interpreted, tile_table
 
 # Of a row's result: 2^-22 of each operand, and the rounding of sums.
 EXACT = 1e-6
 COUNTS = (40, 0, 35, 125)
+
+
+@pytest.mark.parametrize("shape", [(37, 100), (5, 17), (5, 3), (5, 4, 5), (0, 20), (0, 4, 5)])
+@pytest.mark.parametrize("how", [encode, interpreted(kernels.to_half_rows)], ids=["XLA", "kernel"])
+def test_rows_in_16_bits(how, shape):
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    rows = how(jnp.asarray(x))
+    assert rows.shape == shape and rows.ndim == x.ndim
+    np.testing.assert_allclose(decoded(rows), x, atol=2.0**-11 * np.abs(x).max(initial=0))
+
+
+@pytest.mark.parametrize("shape", [(5, 1, 20), (5, 20), (5, 4, 5), (5, 2, 10, 1)])
+def test_rows_in_16_bits_take_other_axes(shape):
+    """Rows stored at a length of 24 keep it where there is one axis of more than 1, also as an argument of `jit`."""
+    x = np.random.default_rng(0).standard_normal((5, 20)).astype(np.float32)
+    rows = encode(jnp.asarray(x))
+    again = jax.jit(lambda rows: rows.reshape(shape))(rows)
+    assert again.shape == shape and again.mantissa.shape[-1] == (24 if shape[-1] == 20 else shape[-1])
+    np.testing.assert_array_equal(again.decode(), rows.decode().reshape(shape))
+    np.testing.assert_array_equal(again.reshape(5, 20).decode(), rows.decode())
 
 
 def test_halves_keep_22_bits():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dejax import pallas as kernels
-from tests.pallas.reference import HUB_NAMES, TRAVERSALS, Traversal, hub_table, interpreted
+from tests.pallas.reference import HUB_NAMES, TRAVERSALS, Traversal, decoded, hub_table, interpreted
 
 
 @pytest.mark.parametrize("name", TRAVERSALS)
@@ -150,6 +150,31 @@ def test_a_map_uses_rows_as_it_writes_them(shape):
             lambda a: (a, a), [x], [kernels.Operand("item")], num_items=37,
             outputs=[(shape, jnp.float32), (shape, jnp.bfloat16)], half_outputs=(1,), interpret=True,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize("warps", [1, 2])
+def test_tiles_side_by_side_in_rows_that_are_stored_longer(parts, warps):
+    """20 features in 24: the zeros behind them are the last tile's padding, or a tile of their own."""
+    case = Traversal(kind="sum", width=20 // parts, schedule=(2, 4, warps), chunk=4)
+    a = case.arrays()
+
+    def run(a):
+        return kernels.traverse(
+            lambda x, weight: ((x * weight[:, :, None],), ()),
+            lambda sums, tiles: (tuple(sums[0] * (i + 1) for i in range(parts)),),
+            [a["x"], a["weight"]], [kernels.Operand("indexed", 0), kernels.Operand("item")],
+            offsets=a["offsets"], order=a["order"], num_items=case.items, num_rows=len(case.degrees),
+            index_tables=[a["index"]], reductions=[kernels.Reduction("sum", (case.width,))],
+            row_outputs=[((20,), jnp.float32)], half_outputs=(0,),
+            hubs=(case.chunk, *(a[n] for n in HUB_NAMES)), schedule=kernels.TraversalSchedule(*case.schedule, 1),
+        )  # fmt: skip
+
+    (rows,), _ = interpreted(run)(a)
+    ((expected,), _) = case.reference(a)
+    assert rows.shape == (len(case.degrees), 20) and rows.mantissa.shape == (len(case.degrees), 24)
+    expected = np.concatenate([expected * (i + 1) for i in range(parts)], axis=1)
+    np.testing.assert_allclose(decoded(rows), expected, atol=2.0**-10 * np.abs(expected).max())
 
 
 def test_a_map_reads_rows_where_a_count_is_not_zero():
