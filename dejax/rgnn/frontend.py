@@ -12,7 +12,8 @@ import linecache
 import math
 import numbers
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,20 @@ def fail(message: str, line: str | None = None) -> ProgramError:
     return ProgramError(f"{line}: {message}" + (f"\n    {text}" if text else ""))
 
 
+def _float_of(dtype: str) -> str:
+    """The dtype of integers' quotients."""
+    return "float64" if dtype in ("int64", "uint64") else "float32"
+
+
+def _dtype_of(x: numbers.Real, like: str) -> str:
+    """The dtype of a Python number in arithmetic with a value of dtype `like`."""
+    if inter.is_float(like) or isinstance(x, bool):
+        return like
+    if not isinstance(x, numbers.Integral):
+        return _float_of(like)
+    return "int32" if like == "bool" else like
+
+
 class Argument:
     """An array argument of a program, before it is said what its rows stand for."""
 
@@ -84,7 +99,9 @@ class Argument:
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _untyped
-    __matmul__ = __rmatmul__ = __neg__ = __pow__ = __getitem__ = reshape = _untyped
+    __matmul__ = __rmatmul__ = __neg__ = __pow__ = __getitem__ = reshape = astype = sum = mean = _untyped
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __iter__ = _untyped
+    __hash__ = object.__hash__
 
 
 class Symbol:
@@ -141,7 +158,7 @@ class Symbol:
         return self.trace.binary("div", other, self)
 
     def __neg__(self) -> Symbol:
-        return self.trace.emit("neg", self)
+        return self.trace.emit("neg", self.trace.number(self, "-x"))
 
     def __pow__(self, exponent: float) -> Symbol:
         if not isinstance(exponent, numbers.Real):
@@ -151,6 +168,38 @@ class Symbol:
 
     def __matmul__(self, weight: Any) -> Symbol:
         return self.trace.matmul(self, weight)
+
+    # comparisons: 1 where they hold, else 0, in the dtype of what is compared; without gradient
+    def __eq__(self, other: Any) -> Symbol:  # type: ignore[override]
+        return self.trace.binary("eq", self, other)
+
+    def __ne__(self, other: Any) -> Symbol:  # type: ignore[override]
+        return 1 - self.trace.binary("eq", self, other)
+
+    def __gt__(self, other: Any) -> Symbol:
+        return self.trace.binary("gt", self, other)
+
+    def __lt__(self, other: Any) -> Symbol:
+        return self.trace.binary("gt", other, self)
+
+    def __ge__(self, other: Any) -> Symbol:
+        return (self > other) + (self == other)
+
+    def __le__(self, other: Any) -> Symbol:
+        return (self < other) + (self == other)
+
+    __hash__ = object.__hash__
+
+    def __bool__(self) -> bool:
+        raise fail(
+            "a value is not true or false while the program is traced: it has many rows. Choose row by row with "
+            "rgnn.where_positive(condition, x, y), or multiply masks for `and`"
+        )
+
+    def __iter__(self) -> Iterator[Symbol]:
+        if not self.shape:
+            raise fail("a value of one number a row has no feature axis to unpack; rows are never indexed")
+        return (self[i] for i in range(self.shape[0]))
 
     # features
     def reshape(self, *shape: Any) -> Symbol:
@@ -162,12 +211,16 @@ class Symbol:
         return self.trace.emit("reshape", self, shape=sizes)
 
     def sum(self, axis: int = -1, keepdims: bool = False) -> Symbol:
-        """The sum over a feature axis."""
-        return self.trace.emit("sum_features", self, axes=(self.trace.axis(self, axis),), keepdims=keepdims)
+        """The sum over a feature axis; of booleans their number."""
+        x = self.trace.counted(self)
+        return self.trace.emit("sum_features", x, axes=(self.trace.axis(self, axis),), keepdims=bool(keepdims))
 
     def mean(self, axis: int = -1, keepdims: bool = False) -> Symbol:
         """The mean over a feature axis."""
-        return self.sum(axis, keepdims) * (1.0 / self.shape[self.trace.axis(self, axis)])
+        size = self.shape[self.trace.axis(self, axis)]
+        if size == 0:
+            raise fail(f"a feature shape of {self.shape} has no mean over an axis of size 0")
+        return self.sum(axis, keepdims) * (1.0 / size)
 
     def astype(self, dtype: Any) -> Symbol:
         return self.trace.emit("cast", self, dtype=np.dtype(dtype).name)
@@ -236,6 +289,11 @@ class Trace:
 
     def _input(self, x: Argument, space: Space, method: str) -> Symbol:
         shape = x.shape
+        if x.dtype.startswith("complex"):
+            raise fail(
+                f"argument {x.name!r} is {x.dtype}; programs have no complex numbers: pass the real and the imaginary "
+                "part, side by side as features or as two arguments"
+            )
         if space != Space.GRAPH:
             rows = self.rows[space]
             if not shape or shape[0] != rows:
@@ -254,6 +312,8 @@ class Trace:
         return self.symbol(index)
 
     def axis(self, x: Symbol, axis: int) -> int:
+        if not isinstance(axis, int):
+            raise fail(f"axis must be one feature axis, a whole number, got {axis!r}")
         if not -len(x.shape) <= axis < len(x.shape):
             raise fail(f"axis {axis} is out of range for feature shape {x.shape}")
         return axis % len(x.shape)
@@ -263,8 +323,7 @@ class Trace:
         if isinstance(x, Argument):
             x._untyped()
         if isinstance(x, numbers.Real):
-            exact = inter.is_float(like.dtype) or isinstance(x, numbers.Integral)
-            return self.symbol(self.builder.const(float(x), like.dtype if exact else "float32", like.space))
+            return self.symbol(self.builder.const(float(x), _dtype_of(x, like.dtype), like.space))
         if not isinstance(x, Symbol):
             raise fail(
                 f"arithmetic with {type(x).__name__} is not possible here; pass the array as an argument of the program"
@@ -273,8 +332,17 @@ class Trace:
         return x
 
     def floating(self, x: Symbol) -> Symbol:
-        """Integers as float32, for functions whose values are not whole numbers."""
-        return x if inter.is_float(x.dtype) else self.emit("cast", x, dtype="float32")
+        """Integers as float32 (of 64 bits as float64), for functions whose values are not whole numbers."""
+        return x if inter.is_float(x.dtype) else self.emit("cast", x, dtype=_float_of(x.dtype))
+
+    def counted(self, x: Symbol) -> Symbol:
+        """Booleans as int32, for sums."""
+        return self.emit("cast", x, dtype="int32") if x.dtype == "bool" else x
+
+    def number(self, x: Symbol, what: str) -> Symbol:
+        if x.dtype == "bool":
+            raise fail(f"{what} has no meaning for booleans; use x.astype('float32') or, for `not`, 1 - x")
+        return x
 
     def align(self, *xs: Symbol) -> list[Symbol]:
         """The same values in one space: constants by type and shared values are read where the others live."""
@@ -312,6 +380,8 @@ class Trace:
             )
         if name == "div":
             x, y = self.floating(x), self.floating(y)
+        if name == "sub" and x.dtype == y.dtype:
+            x = self.number(x, "x - y")
         return self.emit(name, x, y)
 
     def matmul(self, x: Symbol, w: Any) -> Symbol:
@@ -447,12 +517,15 @@ class GraphSymbol:
             x = trace.emit("gather", x, via="etype")
         x = trace.declare(x, Space.EDGE, method)
         if how != "mean":
-            return trace.emit("reduce", x, via=via, op=how)
+            return trace.emit("reduce", trace.counted(x) if how == "sum" else x, via=via, op=how)
         x = trace.floating(x)
-        total = trace.emit("reduce", x, via=via, op="sum")
-        count = trace.emit("count", via=via, dtype=x.dtype)
-        one = trace.symbol(trace.builder.const(1.0, x.dtype))
-        return trace.binary("div", total, trace.binary("max", count, one))
+        # Sums and counts of many edges are beyond 16 bits, their quotients not.
+        wide = x if x.dtype in ("float32", "float64") else x.astype("float32")
+        total = trace.emit("reduce", wide, via=via, op="sum")
+        count = trace.emit("count", via=via, dtype=wide.dtype)
+        one = trace.symbol(trace.builder.const(1.0, wide.dtype))
+        mean = trace.binary("div", total, trace.binary("max", count, one))
+        return mean if mean.dtype == x.dtype else mean.astype(x.dtype)
 
     def sum_to_dst(self, x: Any) -> Symbol:
         """Each node's sum over its incoming edges; 0 where there is none."""
@@ -463,7 +536,10 @@ class GraphSymbol:
         return self._reduce(x, "dst", "mean", "g.mean_to_dst")
 
     def max_to_dst(self, x: Any) -> Symbol:
-        """Each node's maximum over its incoming edges; 0 where there is none. Ties share the gradient equally."""
+        """Each node's maximum over its incoming edges; 0 where there is none above -inf.
+
+        Ties share the gradient equally.
+        """
         return self._reduce(x, "dst", "max", "g.max_to_dst")
 
     def sum_to_src(self, x: Any) -> Symbol:
@@ -475,8 +551,17 @@ class GraphSymbol:
         return self._reduce(x, "src", "mean", "g.mean_to_src")
 
     def max_to_src(self, x: Any) -> Symbol:
-        """Each node's maximum over its outgoing edges; 0 where there is none."""
+        """Each node's maximum over its outgoing edges; 0 where there is none above -inf."""
         return self._reduce(x, "src", "max", "g.max_to_src")
+
+
+def _line_in(function: Callable, error: Exception) -> str | None:
+    """`file:line` of the last place in the function's file that an error came through."""
+    path = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
+    lines = [
+        f"{path}:{line}" for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == path
+    ]
+    return lines[-1] if lines else None
 
 
 def trace_program(
@@ -498,7 +583,16 @@ def trace_program(
     trace = Trace(name, rows)
     symbols = [Argument(trace, n, i, shape, dtype) for i, (n, shape, dtype) in enumerate(arguments)]
     args, kwargs = rebuild(symbols)
-    result = function(GraphSymbol(trace), *args, **kwargs)
+    try:
+        result = function(GraphSymbol(trace), *args, **kwargs)
+    except TypeError as error:
+        if not any(words in str(error) for words in ("not a valid JAX type", "as a JAX value")):
+            raise
+        raise fail(
+            "functions of jax.numpy and jax.nn do not take values of a program; use those of rgnn (rgnn.exp, "
+            "rgnn.relu, rgnn.maximum, ...), or call them before or after the program",
+            _line_in(function, error),
+        ) from error
     leaves, tree = jax.tree_util.tree_flatten(result, is_leaf=lambda x: isinstance(x, (Symbol, Argument)))
     code = getattr(inspect.unwrap(function), "__code__", None)
     here = (

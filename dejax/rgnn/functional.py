@@ -53,8 +53,11 @@ def leaky_relu(x: Symbol, negative_slope: float = 0.2) -> Symbol:
 def elu(x: Symbol, alpha: float = 1.0) -> Symbol:
     """x where x > 0, else alpha (exp(x) - 1)."""
     x = _symbol(x, "elu")
+    x = x.trace.floating(x)
     positive = x.trace.emit("relu", x)
-    return positive + alpha * (exp(x - positive) - 1.0)
+    negative = x - positive
+    # exp(x) - 1 without the difference, which near 0 has no correct digit.
+    return positive + alpha * (tanh(0.5 * negative) * (exp(negative) + 1.0))
 
 
 def gelu(x: Symbol) -> Symbol:

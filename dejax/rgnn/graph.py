@@ -534,4 +534,8 @@ def _all_names(names: tuple[str, ...] | None, add_reverse: bool, add_self_loops:
     if names is None:
         return None
     reverses = tuple(reverse_name(name) for name in names) if add_reverse else ()
-    return names + reverses + ((SELF_LOOP,) if add_self_loops else ())
+    added = reverses + ((SELF_LOOP,) if add_self_loops else ())
+    taken = sorted(set(names) & set(added))
+    if taken:
+        raise ValueError(f"edge_type_names has {', '.join(taken)}, the names of edge types that are added; rename")
+    return names + added

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dejax.rgnn.execute import Counts, Task, counts_of, run
-from dejax.rgnn.frontend import Argument, ProgramError, trace_program
+from dejax.rgnn.frontend import Argument, GraphSymbol, ProgramError, trace_program
 from dejax.rgnn.graph import RelGraph
 from dejax.rgnn.ir import inter
 from dejax.rgnn.ir.inter import Space
@@ -32,7 +32,15 @@ class _Signature:
 
     tree: Any
     arrays: tuple[tuple[str, tuple[int, ...], str] | None, ...]  # name, shape, dtype of each leaf; None: a static leaf
-    statics: tuple[Any, ...]
+    statics: tuple[_Static, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Static:
+    """A static leaf; unlike Python's numbers 1, 1.0 and True are three."""
+
+    kind: type
+    value: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +162,10 @@ class Program:
     def _prepare(
         self, graph: RelGraph, options: Options | None, args: tuple, kwargs: dict
     ) -> tuple[Task, Any, list[Any]]:
+        if isinstance(graph, GraphSymbol):
+            raise TypeError(f"{self!r} is called in another program; call its function there: {self.__name__}.function")  # type: ignore[attr-defined]
+        if not isinstance(options, Options | None):
+            raise TypeError(f"options must be rgnn.Options, got {type(options).__name__}")
         if not isinstance(graph, RelGraph):
             raise TypeError(
                 f"{self!r} takes a RelGraph first, got {type(graph).__name__}; make one with RelGraph.from_edges, "
@@ -175,22 +187,23 @@ class Program:
         arrays, statics = [], []
         for path, leaf in paths:
             if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-                described.append((_name(path, names), tuple(leaf.shape), np.dtype(leaf.dtype).name))
-                arrays.append(leaf)
+                dtype = jax.dtypes.canonicalize_dtype(np.dtype(leaf.dtype))  # numpy's float64 is float32 here
+                described.append((_name(path, names), tuple(leaf.shape), dtype.name))
+                arrays.append(np.asarray(leaf, dtype) if isinstance(leaf, np.ndarray) else leaf)
             else:
                 described.append(None)
-                statics.append(leaf)
+                statics.append(_Static(type(leaf), leaf))
         signature = _Signature(tree, tuple(described), tuple(statics))
         try:
             hash(signature)
         except TypeError:
-            bad = next(s for s in statics if getattr(type(s), "__hash__", None) is None)
-            raise TypeError(f"{self!r}: an argument is neither an array nor hashable: {type(bad).__name__}") from None
+            bad = next(s.kind for s in statics if getattr(s.kind, "__hash__", None) is None)
+            raise TypeError(f"{self!r}: an argument is neither an array nor hashable: {bad.__name__}") from None
         return signature, arrays
 
     def _trace_uncached(self, signature: _Signature, counts: Counts) -> _Traced:
         def rebuild(symbols: list[Argument]) -> tuple[tuple, dict]:
-            given, statics = iter(symbols), iter(signature.statics)
+            given, statics = iter(symbols), (s.value for s in signature.statics)
             leaves = [next(given) if a is not None else next(statics) for a in signature.arrays]
             return jax.tree_util.tree_unflatten(signature.tree, leaves)
 

@@ -159,7 +159,7 @@ class PallasLowering:
         fields = tuned_tables.choose(
             "gemm",
             f"{k}x{n}x{groups}-{self.precision}-{x.dtype}-{form}"
-            f"-{tuned_tables.bucket(group.num_items / group.num_rows)}-{tuned_tables.bucket(group.num_items)}",
+            f"-{tuned_tables.bucket(group.num_items / max(group.num_rows, 1))}-{tuned_tables.bucket(group.num_items)}",
             {"block": block},  # the rest by `typed_matmul`
             lambda: tuned_tables.gemm_candidates(k, n) if groups == 1 else [{"block": b} for b in (32, 64, 128)],
             call,
@@ -214,7 +214,7 @@ class PallasLowering:
         letters = heads + left.replace("h", "" if heads else "h") + right.replace("h", "" if heads else "h")
         sizes = dict(zip(left, self.program.ops[x.name].shape, strict=True))
         sizes |= dict(zip(right, self.program.ops[y.name].shape, strict=True))
-        total = total.reshape(-1, *(sizes[c] for c in letters))
+        total = total.reshape(total.shape[0], *(sizes[c] for c in letters))
         if heads and "h" not in result:
             total, letters = total.sum(1), letters[1:]
         return jnp.transpose(total, (0, *(1 + letters.index(c) for c in result)))

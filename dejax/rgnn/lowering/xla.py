@@ -86,6 +86,8 @@ SegmentSum = Callable[[jax.Array, Segments], jax.Array]
 
 
 def _lowest(dtype: jnp.dtype) -> float:
+    if dtype == jnp.bool_:
+        return False
     return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
 
 
@@ -93,6 +95,8 @@ def segment_max(x: jax.Array, group: Segments) -> jax.Array:
     low = jnp.full((group.num_rows, *x.shape[1:]), _lowest(x.dtype), x.dtype)
     largest = low.at[group.index].max(x, mode="drop")
     some = (group.offsets[1:] > group.offsets[:-1]).reshape(-1, *(1,) * (x.ndim - 1))
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        some = some & (largest != -jnp.inf)  # as in the kernels
     return jnp.where(some, largest, jnp.zeros((), x.dtype))
 
 
@@ -261,7 +265,7 @@ class _Tiles:
 
     def join(self, y: jax.Array) -> jax.Array:
         """[tiles, rows a tile, ...] back to rows; zeros for padding rows."""
-        rows = y.reshape(-1, *y.shape[2:]).at[self.slot].get(mode="fill", fill_value=0)
+        rows = y.reshape(y.shape[0] * y.shape[1], *y.shape[2:]).at[self.slot].get(mode="fill", fill_value=0)
         return jnp.where(self.padding.reshape(-1, *(1,) * (rows.ndim - 1)), jnp.zeros((), rows.dtype), rows)
 
 
@@ -341,4 +345,5 @@ def _power(x: jax.Array, exponent: float) -> jax.Array:
         for _ in range(int(exponent)):
             result = result * x
         return result
-    return x**exponent
+    whole = jnp.issubdtype(x.dtype, jnp.integer)  # a power by a float would be float32's
+    return jax.lax.integer_pow(x, int(exponent)) if whole else x**exponent

@@ -8,7 +8,7 @@ each (source, type) pair. Numbers `c_e` that multiply a whole row commute with t
 
 from __future__ import annotations
 
-from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program, Space
+from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program, Space, is_float
 from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, insert_axes, multiply, rebuild
 
 _PAIR = {"dst": ("destination_pair", Space.DESTINATION_PAIR), "src": ("source_pair", Space.SOURCE_PAIR)}
@@ -28,6 +28,8 @@ def aggregate(program: Program, counts: Counts) -> Program:
         if len(linears) != 1 or linears[0].power != 1 or linears[0].inserts:
             return None
         linear = program.ops[linears[0].value]
+        if not is_float(linear.dtype):
+            return None
         if linear.attr("via") != "etype" or linear.attr("spec") not in _SPECS or len(users[linears[0].value]) != 1:
             return None
         rest = [f for f in found if f is not linears[0]]
@@ -46,7 +48,8 @@ def aggregate(program: Program, counts: Counts) -> Program:
         pair_via, pair_space = _PAIR[op.attr("via")]
         parts = [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in rest]
         summed = multiply(builder, [(new[linear.args[0]], 1), *parts], op.dtype)
-        summed = as_dtype(builder, summed, program.ops[linear.args[0]].dtype)
+        # Rows may be integers, and what is summed of them fractions.
+        summed = as_dtype(builder, summed, linear.dtype)
         by_pair = builder.op("reduce", summed, via=pair_via, op="sum")
         by_pair = builder.op("linear", by_pair, new[linear.args[1]], spec=linear.attr("spec"), via=TYPE_VIA[pair_space])
         return as_dtype(builder, builder.op("reduce", by_pair, via=f"{pair_via}.node", op="sum"), op.dtype)

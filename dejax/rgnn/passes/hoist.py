@@ -6,7 +6,7 @@ a mean, or the sum of a softmax, is applied to one row instead of to every edge.
 
 from __future__ import annotations
 
-from dejax.rgnn.ir.inter import Builder, Op, Program
+from dejax.rgnn.ir.inter import Builder, Op, Program, promote
 from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, insert_axes, multiply, rebuild
 
 
@@ -30,6 +30,8 @@ def hoist(program: Program, counts: Counts) -> Program:
         if not shared or not rest:
             return None
         inside = multiply(builder, [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in rest], op.dtype)
+        # What is left may be narrower than the product: integers, booleans, or 16 bits, whose sums overflow.
+        inside = as_dtype(builder, inside, promote(builder.ops[inside].dtype, op.dtype))
         total = builder.op("reduce", inside, via=via, op="sum")
         # A row without items may hold anything, 0 / 0 included: it is replaced by 1.
         count = builder.op("count", via=via, dtype="float32")

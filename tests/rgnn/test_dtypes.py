@@ -1,0 +1,214 @@
+"""Programs on integers, booleans and 16 bits beside NumPy, and what of Python's does not reach a program."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dejax import rgnn
+from dejax.rgnn import library
+
+TRIANGLE = rgnn.RelGraph.from_edges([0, 1, 2], [1, 2, 0], [0, 0, 0], num_nodes=3)
+BACKENDS = {"xla": rgnn.Options(backend="xla"), "pallas": rgnn.Options(backend="pallas", interpret=True)}
+
+
+@pytest.fixture(params=BACKENDS)
+def options(request):
+    return BACKENDS[request.param]
+
+
+def few_destinations(edges=120, nodes=30):
+    """A graph in which it pays to add rows up before they are multiplied."""
+    rng = np.random.default_rng(0)
+    ends = rng.integers(0, nodes, edges), rng.integers(0, 6, edges), rng.integers(0, 2, edges)
+    return rgnn.RelGraph.from_edges(*ends, num_nodes=nodes), rng
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.int8, jnp.bool_])
+def test_features_that_are_no_floats(dtype, options):
+    """Means of whole numbers are fractions, also where they are taken before the product."""
+    graph, rng = few_destinations()
+    x = jnp.asarray(rng.integers(0, 2, (30, 4)), dtype)
+    w = jnp.asarray(rng.standard_normal((2, 4, 8)), jnp.float32)
+    edges = jnp.asarray(rng.standard_normal(120), jnp.float32)
+
+    def layer(g, x, w, e):
+        rows = g.src(x) @ g.per_edge_type(w)
+        return g.sum_to_dst(rows / g.in_degree(within_relation=True)), g.sum_to_dst(rows * g.edge(e))
+
+    program = rgnn.program(layer)
+    run = lambda x, w: program(graph, x, w, edges, options=options)  # noqa: E731
+    for found, expected in zip(run(x, w), run(x.astype(jnp.float32), w), strict=True):
+        assert found.dtype == jnp.float32 and np.abs(expected).max() > 0.1
+        np.testing.assert_allclose(found, expected, rtol=2e-3, atol=2e-3)
+    gradient = jax.grad(lambda w, x: sum((r**2).sum() for r in run(x, w)))
+    np.testing.assert_allclose(gradient(w, x), gradient(w, x.astype(jnp.float32)), rtol=5e-3, atol=5e-2)
+
+
+def test_rgcn_of_counts():
+    graph, rng = few_destinations()
+    x = jnp.asarray(rng.integers(0, 3, (30, 4)))
+    w = jnp.asarray(rng.standard_normal((2, 4, 8)), jnp.float32)
+    run = lambda x: library.rgcn(graph, x, {"weight": w})  # noqa: E731
+    np.testing.assert_allclose(run(x), run(x.astype(jnp.float32)), atol=1e-5)
+
+
+@pytest.mark.parametrize("value, dtype", [(1, jnp.int8), (True, jnp.bool_), (1000, jnp.float16), (1000, jnp.bfloat16)])
+def test_a_sum_is_of_the_products_dtype(value, dtype, options):
+    """300 messages times a float32 number of their destination, which the compiler multiplies after the sum."""
+    graph = rgnn.RelGraph.from_edges(np.arange(300) % 3, np.zeros(300, int), np.zeros(300, int), num_nodes=3)
+    program = rgnn.program(lambda g, m, z: g.sum_to_dst(g.edge(m) * g.dst(z)))
+    found = program(graph, jnp.full(300, value, dtype), jnp.ones(3), options=options)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, [300 * float(jnp.asarray(value, dtype)), 0, 0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("degree, value", [(1000, 100), (70_000, 1)])
+def test_means_of_many_rows_in_16_bits(degree, value, dtype, options):
+    none = np.zeros(degree, int)
+    graph = rgnn.RelGraph.from_edges(none, none, none, num_nodes=2)
+    x = jnp.full((2, 1), value, dtype)
+    for mean in (lambda g, x: g.mean_to_dst(g.src(x)), lambda g, x: g.sum_to_dst(g.src(x) / g.in_degree())):
+        found = rgnn.program(mean)(graph, x, options=options)
+        np.testing.assert_array_equal(np.asarray(found, np.float32), [[value], [0]])
+
+
+def test_booleans():
+    graph = rgnn.RelGraph.from_edges([0, 1], [1, 1], [0, 0], num_nodes=2)
+    mask, x = jnp.array([True, True]), jnp.array([2.0, 3.0])
+    run = lambda f, *args: np.asarray(rgnn.program(f)(graph, *args)).tolist()  # noqa: E731
+    assert run(lambda g, m: g.sum_to_dst(g.src(m)), mask) == [0, 2]
+    assert run(lambda g, m: g.max_to_dst(g.src(m)), mask) == [False, True]
+    assert run(lambda g, m: g.mean_to_dst(g.src(m)), mask) == [0, 1]
+    assert run(lambda g, m: g.node(m) * 3, mask) == [3, 3]
+    assert run(lambda g, m: g.node(m) * 0.5, mask) == [0.5, 0.5]
+    assert run(lambda g, m, x: (g.node(m) + 1) * g.node(x), mask, x) == [4, 6]
+    assert run(lambda g, m: 1 - g.node(m), mask) == [0, 0]
+    assert run(lambda g, m: g.node(m).sum(), jnp.ones((2, 3), bool)) == [3, 3]
+    assert run(lambda g, m: g.node(m).mean(), jnp.ones((2, 4), bool)) == [1, 1]
+    for wrong in (lambda g, m: -g.node(m), lambda g, m: g.node(m) - g.src(m)):
+        with pytest.raises(rgnn.ProgramError, match="has no meaning for booleans|must live in one space"):
+            rgnn.program(wrong)(graph, mask)
+
+
+def test_comparisons(options):
+    label, x = jnp.array([1, 2, 1]), jnp.array([0.5, jnp.nan, 2.0])
+    run = lambda f, *args: np.asarray(rgnn.program(f)(TRIANGLE, *args, options=options)).tolist()  # noqa: E731
+    same = lambda g, x, n: g.sum_to_dst((g.src(n) == g.dst(n)) * g.src(x))  # noqa: E731
+    assert run(same, jnp.array([3.0, 4.0, 5.0]), label) == [5, 0, 0]
+    assert run(lambda g, n: g.node(n) != 1, label) == [0, 1, 0]
+    assert run(lambda g, x: g.node(x) > 0.5, x) == [0, 0, 1]
+    assert run(lambda g, x: g.node(x) >= 0.5, x) == [1, 0, 1]
+    assert run(lambda g, x: g.node(x) < 2, x) == [1, 0, 0]
+    assert run(lambda g, x: 2 <= g.node(x), x) == [0, 0, 1]
+    assert run(lambda g, n: g.node(n) == 1.5, label) == [0, 0, 0]
+    slope = jax.grad(
+        lambda x: rgnn.program(lambda g, x: g.node(x) * (g.node(x) > 0))(TRIANGLE, x, options=options).sum()
+    )
+    np.testing.assert_array_equal(slope(jnp.array([-1.0, 0.0, 2.0])), [0, 0, 1])
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        (lambda g, x: g.node(x) if g.node(x) > 0 else 0, "is not true or false"),
+        (lambda g, x: x == 1, "without saying what its rows stand for"),
+        (lambda g, x: jnp.exp(g.node(x)), "functions of jax.numpy and jax.nn do not take values"),
+        (lambda g, x: jax.nn.relu(x), "functions of jax.numpy and jax.nn do not take values"),
+        (lambda g, x: list(g.node(x)), "no feature axis to unpack"),
+        (lambda g, x: g.node(x)[None].sum(axis=None), "axis must be one feature axis"),
+    ],
+)
+def test_what_a_program_cannot_say(body, message):
+    with pytest.raises(rgnn.ProgramError, match=message):
+        rgnn.program(body)(TRIANGLE, jnp.ones(3))
+
+
+def test_features_are_unpacked():
+    def swapped(g, x):
+        first, second = g.node(x)
+        return second - first
+
+    np.testing.assert_array_equal(rgnn.program(swapped)(TRIANGLE, jnp.array([[1.0, 3.0]] * 3)), [2, 2, 2])
+
+
+def test_complex_numbers_are_refused():
+    rotate = rgnn.program(lambda g, x, r: g.sum_to_dst(g.src(x) * g.per_edge_type(r)))
+    with pytest.raises(rgnn.ProgramError, match="argument 'x' is complex64; programs have no complex numbers"):
+        rotate(TRIANGLE, jnp.ones((3, 2)) + 1j, jnp.ones((1, 2)))
+
+
+def test_static_numbers_of_other_types_are_others():
+    first = rgnn.program(lambda g, x, top: g.node(x) if top is False else g.node(x)[:top])
+    x = jnp.ones((3, 4))
+    assert first(TRIANGLE, x, False).shape == (3, 4) and first(TRIANGLE, x, 0).shape == (3, 0)
+    times = rgnn.program(lambda g, x, k: g.node(x) * k)
+    dtypes = [times(TRIANGLE, jnp.arange(3), k).dtype for k in (2, 2.0, 2)]
+    assert dtypes == [jnp.int32, jnp.float32, jnp.int32]
+
+
+def test_numbers_of_numpy_are_those_of_jax():
+    """Arrays of 64 bits are taken as jax takes them, without a warning and by the kernels."""
+    program = rgnn.program(lambda g, x: g.sum_to_dst(g.src(x) * 2))
+    x = np.ones((3, 4))
+    found = program(TRIANGLE, x, options=BACKENDS["pallas"])
+    assert found.dtype == jnp.float32
+    run = functools.partial(program, options=BACKENDS["pallas"])
+    assert "pallas_call" in str(jax.make_jaxpr(lambda: run(TRIANGLE, x))())
+
+
+def test_whole_powers_of_integers():
+    found = rgnn.program(lambda g, m: g.node(m) ** 5)(TRIANGLE, jnp.array([31, 37, -3]))
+    assert found.tolist() == [31**5, 37**5, -(3**5)]
+
+
+def test_elu_near_zero(options):
+    x = jnp.array([-1e-6, -1e-8, -50.0])
+    found = rgnn.program(lambda g, x: rgnn.elu(g.node(x)))(TRIANGLE, x, options=options)
+    np.testing.assert_allclose(found, np.expm1(np.asarray(x, np.float64)), rtol=1e-5)
+
+
+def test_a_maximum_of_nothing_above_minus_infinity(options):
+    graph = rgnn.RelGraph.from_edges([0, 1, 0], [1, 1, 0], [0, 0, 0], num_nodes=3)
+    program = rgnn.program(lambda g, s: g.max_to_dst(g.edge(s)))
+    found = program(graph, jnp.array([-jnp.inf, -jnp.inf, -2.0]), options=options)
+    np.testing.assert_array_equal(found, [-2, 0, 0])
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_empty_weights(options, gradient):
+    def layer(g, x, w):
+        return g.sum_to_dst(g.src(x) @ g.per_edge_type(w))
+
+    graph = rgnn.RelGraph.from_edges([0, 1, 1], [1, 0, 1], [0, 1, 0], num_nodes=2)
+    empty = rgnn.RelGraph.from_relations({}, {"a": 2})
+    for g, x, w in (
+        (graph, (2, 2), (2, 2, 0)),
+        (graph, (2, 0), (2, 0, 3)),
+        (empty, (2, 20), (0, 20, 30)),
+    ):
+        run = lambda x, w, g=g: rgnn.program(layer)(g, x, w, options=options)  # noqa: E731
+        args = jnp.ones(x), jnp.ones(w)
+        if gradient:
+            found = jax.grad(lambda *a, run=run: run(*a).sum(), argnums=(0, 1))(*args)
+            assert [f.shape for f in found] == [x, w]
+        else:
+            np.testing.assert_array_equal(run(*args), np.zeros((2, w[2])))
+
+
+def test_names_of_added_edge_types():
+    with pytest.raises(ValueError, match="edge_type_names has rev_a"):
+        rgnn.RelGraph.from_edges(
+            [0], [1], [0], num_nodes=2, num_edge_types=2, edge_type_names=["a", "rev_a"], add_reverse=True
+        )
+
+
+def test_what_is_no_graph():
+    program = rgnn.program(lambda g, x: g.node(x))
+    with pytest.raises(TypeError, match="called in another program"):
+        rgnn.program(lambda g, x: program(g, x))(TRIANGLE, jnp.ones(3))
+    with pytest.raises(TypeError, match=r"options must be rgnn.Options, got dict"):
+        program(TRIANGLE, jnp.ones(3), options={"backend": "xla"})
