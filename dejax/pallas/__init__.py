@@ -7,7 +7,7 @@ from dejax.pallas.factored import Factored, whole
 from dejax.pallas.float_bits import FloatBits
 from dejax.pallas.gemm import typed_matmul
 from dejax.pallas.half_rows import HalfRows, rounded
-from dejax.pallas.outer import typed_outer
+from dejax.pallas.outer import split_table, typed_outer
 from dejax.pallas.schedule import GemmSchedule, OuterSchedule, TraversalSchedule, gemm_block
 from dejax.pallas.special import erf, exp
 from dejax.pallas.sums import sum_rows
@@ -33,6 +33,7 @@ __all__ = [
     "map_items",
     "next_power_of_two",
     "rounded",
+    "split_table",
     "sum_rows",
     "to_half_rows",
     "traverse",

@@ -88,7 +88,7 @@ def check_operands(
                     f"operands[{i}].part must name a range of the second axis of a 3-dimensional array, got "
                     f"{operand.part} for access {operand.access!r} of shape {array.shape}"
                 )
-            shape = (count, array.shape[2])
+            shape = (count, rows.shape[2])
         features.append(shape)
         ready.append(not_empty(array))
     return ready, tuple(features)

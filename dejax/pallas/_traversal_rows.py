@@ -185,7 +185,9 @@ def _store_parts(ref: Any, index: jax.Array, mask: jax.Array, whole: tuple[int, 
     """
     shape = _part(whole, value)
     parts = value if isinstance(value, tuple) else (value,)
-    behind = ref.shape[1] - whole[0] if whole else 0
+    behind = ref.shape[-1] - whole[-1] if whole else 0
+    if len(whole) > 1:  # not the axis of what is side by side
+        shape, behind = (*shape[:-1], shape[-1] + behind), 0
     within = behind == 0 or shape[0] + behind <= next_power_of_two(shape[0])
     for number, part in enumerate(parts):
         last = number == len(parts) - 1 and behind and within

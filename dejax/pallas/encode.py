@@ -46,7 +46,8 @@ def to_half_rows(x: jax.Array, *, interpret: bool | None = None) -> HalfRows:
     rows, width = x.shape[0], math.prod(x.shape[1:])
     if rows == 0 or width == 0 or width > MAX_WIDTH:
         return encode(x)
-    features = stored(x.shape[1:])
+    # A program stores a row as one axis.
+    features = stored(x.shape[1:]) if width in x.shape[1:] else x.shape[1:]
     length = math.prod(features)
     block = max(1, _ELEMENTS // next_power_of_two(width))
     mantissa, exponent = _triton.pallas_call(

@@ -80,8 +80,8 @@ class _Config:
     scaled: bool  # products in float16 with powers of two beside
     exact: bool  # the same of float16 numbers in two parts
     whole_w: bool  # matrices are padded to whole tiles
-    x_behind: int  # zeros behind the features of a row of x
-    out_behind: int  # and of the result
+    x_behind: int  # zeros behind the features of a row of x, which then has one group
+    out_behind: int  # and behind those of each group of the result
     x_part: int  # columns that share an exponent where x comes as `HalfRows`
     x_bits_of: jnp.dtype | None  # what the integers of x carry where it comes as `FloatBits`
     dot_parts: int  # inner products with `dot_vector` that each row has
@@ -229,16 +229,17 @@ def _multiply_tile(ref: dict[str, Any], c: _Config, tile: Any, g: Any, column: A
     mask = valid[:, None] if even_n else valid[:, None] & (n < c.n + c.out_behind)
     if c.out_behind:
         y = where(n < c.n, y, 0.0)
+    out_column = g * (c.n + c.out_behind) + n
     if c.accumulate:
         safe = where(valid, out_row, 0)[:, None]
-        _triton.atomic_add(ref["y"], (safe, g * c.n + n), y, jnp.broadcast_to(mask, y.shape))
+        _triton.atomic_add(ref["y"], (safe, out_column), y, jnp.broadcast_to(mask, y.shape))
     elif "y_exponent" in ref:
         exponent, inverse = exponents(y, 1)
-        _triton.store(ref["y"], (out_row[:, None], g * c.n + n), y * inverse, mask)
+        _triton.store(ref["y"], (out_row[:, None], out_column), y * inverse, mask)
         part = jnp.zeros_like(out_row) + (g * blocks_n + column)
         _triton.store(ref["y_exponent"], (out_row, part), resized(exponent, out_row.shape), valid)
     else:
-        _triton.store(ref["y"], (out_row[:, None], g * c.n + n), y, mask)
+        _triton.store(ref["y"], (out_row[:, None], out_column), y, mask)
     if "dot_vector" in ref:
         vector = _triton.load(ref["dot_vector"], (t, g, n), None if even_n else n < c.n).astype(jnp.float32)
         product = y * vector if even_n else where(n < c.n, y * vector, 0.0)
@@ -302,7 +303,8 @@ def typed_matmul(
       offsets: int32[types + 1].
       tile_type: int32[tiles], the type of each tile.
       tile_start: int32[tiles], the first position of each tile; a tile has `block` positions or ends with its type. A
-        tile that starts at or after its type's end is unused.
+        tile that starts at or after its type's end is unused. `dejax.rgnn.graph.tile_table(offsets, block,
+        num_positions)` makes both, as `row_type` and `start`, with numpy or inside `jax.jit`.
       block: positions a tile; a power of two, at least 16.
       num_positions: length of the indices, and of the range of positions.
       x_index: int32[num_positions], the row of `x` that a position reads; a row out of range reads as zeros.
@@ -348,6 +350,11 @@ def typed_matmul(
             "x must be [rows, groups, k] with w [types, groups, k, n], or [rows, k] with [types, k, n]; "
             f"got ranks {x.ndim - flat} and {w.ndim - flat}"
         )
+    if (
+        isinstance(x, HalfRows) and x.width is not None and x.shape[1] > 1
+    ):  # zeros behind the features of each group meet zeros
+        behind = (0, x.mantissa.shape[2] - x.shape[2])
+        x, w = x.whole(), jnp.pad(w, ((0, 0), (0, 0), *((0, 0), behind)[:: 1 if transpose_w else -1]))
     rows, groups, k = x.shape
     w_k, n = (w.shape[3], w.shape[2]) if transpose_w else w.shape[2:]
     if w.shape[1] != groups or w_k != k:
@@ -421,7 +428,7 @@ def typed_matmul(
                 sides = tuple((0, -a % b) for a, b in zip((k, n), (schedule.block_k, schedule.block_n), strict=True))
                 sides = (0, 0), (0, 0), *(sides[::-1] if transpose_w else sides)
                 w, w_low = jnp.pad(w, sides), None if w_low is None else jnp.pad(w_low, sides)
-        x_length = math.prod(mantissa.shape[1:])
+        x_length = math.prod(mantissa.shape[1:])  # one group may be stored longer
         operands = {
             "x": x.bits if isinstance(x, FloatBits) else mantissa.reshape(rows, x_length),
             "w": w,
@@ -454,10 +461,9 @@ def typed_matmul(
             operands["dot_vector"] = dot_vector
         blocks_n = cdiv(merged * n, schedule.block_n)
         half_out = half_out and (blocks_n == 1 or merged * n % schedule.block_n == 0)  # parts of one width
-        out_length = groups * n
+        out_length = stored((n,))[0] if half_out and merged == 1 and blocks_n == 1 else n
         if half_out:
-            out_length = stored((n,))[0] if groups == 1 else groups * n
-            shapes[0] = jax.ShapeDtypeStruct((out_rows, out_length), jnp.dtype(jnp.float16))
+            shapes[0] = jax.ShapeDtypeStruct((out_rows, groups * out_length), jnp.dtype(jnp.float16))
             shapes.append(jax.ShapeDtypeStruct((out_rows, groups // merged * blocks_n), jnp.dtype(jnp.uint8)))
             outputs.append("y_exponent")
         aliases = {}
@@ -488,7 +494,7 @@ def typed_matmul(
             exact=exact,
             whole_w=w_power is not None and merged == 1,
             x_behind=x_length - groups * k,
-            out_behind=out_length - groups * n,
+            out_behind=out_length - n,
             x_part=x.part_width if isinstance(x, HalfRows) else 1,
             x_bits_of=x.dtype if isinstance(x, FloatBits) else None,
             dot_parts=dot_parts,
@@ -506,7 +512,9 @@ def typed_matmul(
             )(*operands.values())
         )
         if half_out:
-            results[0] = of_stored(results[0], results.pop(), (groups * n,))
+            features = (n,) if groups == 1 else (groups, n)
+            mantissa = results[0].reshape(out_rows, *features[:-1], out_length)
+            results[0] = of_stored(mantissa, results.pop(), features)
     if not flat:
         results[0] = results[0].reshape(out_rows, groups, n)
     elif dot_vector is not None and dot_parts == 1:

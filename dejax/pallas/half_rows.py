@@ -30,8 +30,8 @@ _ONE = 127  # the biased exponent of 1.0
 # Powers of two whose inverse is a normal number too.
 _LOW, _HIGH = np.int32(1), np.int32(253)
 _MANTISSA, _EXPONENT = np.int32(23), np.int32(0xFF)  # bits of a float32: how many, and which after those
-# Kernels write rows of one axis, of at least so many features, at lengths that are multiples of `ROW_MULTIPLE`: a row
-# that begins at a multiple of 16 bytes is read 8 numbers at a time.
+# Kernels write rows whose last axis has at least so many features at lengths that are multiples of `ROW_MULTIPLE`: a
+# row that begins at a multiple of 16 bytes is read 8 numbers at a time.
 _LEAST_WIDTH = 16
 ROW_MULTIPLE = 8
 
@@ -45,7 +45,7 @@ class HalfRows:
       mantissa: float16[rows, *features]; or longer on its last axis, zeros behind the features, see `width`.
       exponent: uint8[rows, parts], biased by 127: part p of a row's features (they are cut in equal, contiguous parts)
         is `mantissa * 2 ** (exponent - 127)`.
-      width: the features of each row where they are stored in more, on one axis (and others of size 1); else None.
+      width: the size of the last axis where it is stored in more; else None.
     """
 
     mantissa: Array
@@ -83,9 +83,13 @@ class HalfRows:
         if self.width is None:
             return HalfRows(self.mantissa.reshape(*shape), self.exponent)
         to = shape[0] if len(shape) == 1 else shape
-        if to[-1] in (-1, self.width) and all(side == 1 for side in to[1:-1]):
+        if to[-1] == self.width:
             return HalfRows(self.mantissa.reshape(*to[:-1], self.mantissa.shape[-1]), self.exponent, self.width)
         return HalfRows(self.mantissa[..., : self.width].reshape(to), self.exponent)
+
+    def whole(self) -> HalfRows:
+        """The rows as they are stored, zeros among their features."""
+        return HalfRows(self.mantissa, self.exponent)
 
     def decode(self) -> Array:
         """float32[rows, *features]."""
@@ -96,10 +100,10 @@ class HalfRows:
 
 
 def stored(features: tuple[int, ...]) -> tuple[int, ...]:
-    """The feature axes of the array in which kernels write `HalfRows` of one exponent a row."""
-    if len(features) != 1 or features[0] < _LEAST_WIDTH:
+    """The feature axes of the array in which kernels write `HalfRows`."""
+    if not features or features[-1] < _LEAST_WIDTH:
         return features
-    return (cdiv(features[0], ROW_MULTIPLE) * ROW_MULTIPLE,)
+    return (*features[:-1], cdiv(features[-1], ROW_MULTIPLE) * ROW_MULTIPLE)
 
 
 def of_stored(mantissa: Array, exponent: Array, features: tuple[int, ...]) -> HalfRows:
@@ -112,12 +116,10 @@ def encode(x: Array, parts: int = 1) -> HalfRows:
     width = math.prod(x.shape[1:])
     flat = x.reshape(x.shape[0], parts, width // parts)
     exponent, inverse = exponents(flat, 2)
-    mantissa = (flat * inverse).astype(jnp.float16)
+    mantissa = (flat * inverse).astype(jnp.float16).reshape(x.shape)
+    behind = [(0, at - size) for at, size in zip(stored(x.shape[1:]), x.shape[1:], strict=True)]
     exponent = exponent.reshape(x.shape[0], parts).astype(jnp.uint8)
-    if parts > 1 or width not in x.shape[1:]:
-        return HalfRows(mantissa.reshape(x.shape), exponent)
-    mantissa = jnp.pad(mantissa[:, 0], ((0, 0), (0, stored((width,))[0] - width)))
-    return of_stored(mantissa, exponent, (width,)).reshape(*x.shape)
+    return of_stored(jnp.pad(mantissa, ((0, 0), *behind)), exponent, x.shape[1:])
 
 
 def power(exponent: Array) -> Array:

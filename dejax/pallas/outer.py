@@ -300,7 +300,7 @@ def typed_outer(
       x_index: int32[num_positions], the row of `x` at each position; one out of range reads as zeros.
       y_index: int32[num_positions], likewise for `y`.
       scale: float[num_positions, groups] or float[num_positions], a factor of each product.
-      narrow: float[rows, groups, m], or float[rows, m], m up to `MAX_NARROW`: other rows by which those of `x` are
+      narrow: float[rows, groups, m], or float[rows, m], m up to 16 (`MAX_NARROW`): other rows by which those of `x` are
         multiplied in the same pass; row j(p) at position p.
       precision: of float32 operands: `tf32` (10-bit mantissa; done in float16 with powers of two for each row, see
         `half_rows`), `f32` (22 bits; three such products) or `bf16` (cast). Sums are float32.
@@ -308,7 +308,7 @@ def typed_outer(
       rows_per_split: positions that one program sums; about a thousandth of all by default.
       splits: `split_table(offsets, rows_per_split, num_positions)` where it was made before, and then None or, where
         starts and ends are in another order, the number of each split, int32[splits].
-      schedule: the tile; by default the tuned one.
+      schedule: the tile; by default the tuned table's, else the heuristic's.
       interpret: run the kernels interpreted; by default where there is no GPU.
 
     Returns:
@@ -331,6 +331,9 @@ def typed_outer(
             "x and y must be [rows, groups, width] with the same groups, or both [rows, width]; "
             f"got ranks {x.ndim - flat} and {y.ndim - flat}, shapes {x.shape} and {y.shape}"
         )
+    sides = x.shape[2], y.shape[2]
+    if x.shape[1] > 1:  # products with zeros behind the features of each group are left out of the result
+        x, y = (a.whole() if isinstance(a, HalfRows) else a for a in (x, y))
     (x_rows, groups, k), (y_rows, _, n) = x.shape, y.shape
     types = offsets.shape[0] - 1
     numbers = _check_narrow(narrow, y_rows, groups)
@@ -338,6 +341,8 @@ def typed_outer(
 
     def shaped(totals: Any) -> Any:
         """The sums as they are returned."""
+        if (k, n) != sides:
+            totals = (t[:, :, : sides[0], :width] for t, width in zip(totals, (sides[1], *numbers), strict=True))
         totals = tuple(total[:, 0] for total in totals) if flat else tuple(totals)
         return totals if numbers else totals[0]
 

@@ -168,7 +168,7 @@ def traverse(
       covers_all_items: the caller's word that every item belongs to a row, so that no item output need be set to zero.
       factored: the body is given wide tiles of items as `Factored`, and may give such as values of the reductions.
       beside: sums over other items of the same rows.
-      schedule: the tile; by default the heuristic's.
+      schedule: the tile; by default the tuned table's, else the heuristic's.
       interpret: run the kernels interpreted; by default where there is no GPU.
 
     Returns:

@@ -231,6 +231,10 @@ GEMMS = {
     "half rows, stored longer": Gemm(
         k=20, n=36, half_in=True, half_out=True, groups=None, bias=True, activation="sigmoid", dot_vector=True
     ),
+    "half rows, groups stored longer": Gemm(k=60, n=100, half_in=True, half_out=True, groups=2, scale=True),
+    "half rows, groups stored longer, transposed": Gemm(
+        k=36, n=20, half_in=True, half_out=True, groups=3, transpose_w=True, counts=(9, 2)
+    ),
     "half rows, stored longer, transposed": Gemm(
         k=100, n=20, half_in=True, half_out=True, groups=1, transpose_w=True, padding=6
     ),
@@ -239,7 +243,7 @@ GEMMS = {
 
 def decoded(rows: kernels.HalfRows) -> jax.Array:
     """The rows in float32; what is stored behind them is zero."""
-    assert rows.mantissa.shape[-1] % 8 == 0 or rows.shape[-1] < 16 or rows.ndim == 3
+    assert rows.mantissa.shape[-1] % 8 == 0 or rows.shape[-1] < 16
     assert not np.any(rows.mantissa[..., rows.shape[-1] :])
     return rows.decode()
 
@@ -370,12 +374,15 @@ OUTERS = {
     "half rows": Outer(half=("x", "y"), groups=1),
     "half rows and others": Outer(half=("y",), groups=4, k=5, n=7, counts=(9, 2)),
     "half rows, stored longer": Outer(half=("x", "y"), groups=None, k=20, n=100, padding=5),
+    "half rows, groups stored longer": Outer(half=("x", "y"), groups=3, k=20, n=36, counts=(9, 2)),
+    "half rows of x, groups stored longer": Outer(half=("x",), groups=2, k=20, n=3, counts=(9, 2)),
 }
 # Each with narrow rows, too: of one number, and of several where tiles and groups matter.
 OUTERS |= {f"{name}; narrow": replace(case, narrow=1) for name, case in OUTERS.items()} | {
     "three narrow": Outer(groups=None, narrow=3),
     "sixteen narrow": Outer(groups=1, n=20, narrow=16),
     "two narrow, bfloat16": Outer(narrow=2, dtype=jnp.bfloat16),
+    "five narrow, groups stored longer": Outer(half=("x",), groups=2, k=20, n=3, counts=(9, 2), narrow=5),
     "two narrow, groups side by side": Outer(groups=4, k=5, n=7, counts=(9, 2), padding=3, scale=True, narrow=2),
     "four narrow, tiles of the result": Outer(k=70, n=130, groups=1, counts=(5, 4), narrow=4),
     "narrow, half rows": Outer(half=("x", "narrow"), groups=1, narrow=2),
@@ -662,6 +669,7 @@ TRAVERSALS = {
     "one row": Traversal(degrees=(7,), chunk=2, schedule=(4, 2, 1)),
     "attention, hubs, rows ordered": Traversal(chunk=4, ordered=True),
     "attention, half rows written": Traversal(chunk=4, half=True, heads=3, width=5),
+    "attention, half rows written longer": Traversal(chunk=4, half=True, heads=2, width=20),
     "positioned, half rows, hubs, rows ordered": Traversal(
         kind="positioned", width=17, chunk=4, ordered=True, half=True
     ),

@@ -318,7 +318,9 @@ def test_hubs_merged_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     check("rgat", "hubs", Size(8, 4, 2), PALLAS, tolerance=F32, loop_tables=True)
 
 
-@pytest.mark.parametrize("size", [pytest.param(Size(16, 16, 1), marks=pytest.mark.slow), Size(20, 18, 2)], ids=str)
+@pytest.mark.parametrize(
+    "size", [pytest.param(Size(16, 16, 1), marks=pytest.mark.slow), Size(20, 18, 2), Size(17, 20, 1)], ids=str
+)
 @pytest.mark.usefixtures("rows_in_16_bits")
 def test_keys_and_messages_in_one_array(size: Size) -> None:
     """As on a GPU: both in 16 bits with their powers of two, of widths that are and are not powers of two."""

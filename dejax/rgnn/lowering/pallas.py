@@ -17,6 +17,9 @@ import numpy as np
 
 import dejax.pallas as kernels
 from dejax.pallas import tuned_tables
+from dejax.pallas._shapes import next_power_of_two
+from dejax.pallas.gemm import MAX_HALF_N
+from dejax.pallas.half_rows import of_stored, stored
 from dejax.rgnn.graph import RelGraph, Segments
 from dejax.rgnn.ir.inter import VIAS
 from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, Operand, Outer, Traversal, by_head
@@ -109,6 +112,10 @@ class PallasLowering:
         product = self.program.ops[instance.product]
         group = segments(self.graph, instance.via)
         x, w = self.in_half(instance.x.value, env), env[instance.w]
+        # Rows of several heads in 16 bits are stored longer head by head: the matrices make the zeros behind each.
+        heads_of = stored(op.shape) if self.makes_heads_stored(instance) else op.shape
+        if heads_of != op.shape:
+            w = jnp.pad(w, ((0, 0), (0, 0), (0, 0), (0, heads_of[-1] - op.shape[-1])))
         x, w, transpose, split = _as_typed_matmul(instance.spec, x, w)
         x_index = self.row_index(instance.x, group)
         k, n = x.shape[-1], w.shape[-2 if transpose else -1]
@@ -167,16 +174,32 @@ class PallasLowering:
         result = call(fields)
         found = [result] if instance.dot is None else list(result)
         if split:
-            found[0] = found[0].reshape(rows, *op.shape)
+            found[0] = found[0].reshape(rows, *heads_of)
+            if heads_of != op.shape:
+                y = found[0]
+                halved = isinstance(y, kernels.HalfRows)
+                found[0] = of_stored(y.mantissa, y.exponent, op.shape) if halved else y[..., : op.shape[-1]]
         if instance.dot is not None:
             found[1] = found[1].reshape(rows, *self.program.ops[instance.dot].shape)
         return tuple(found)
+
+    def makes_heads_stored(self, instance: Gemm) -> bool:
+        """Whether the result of a product is rows of heads in 16 bits whose zeros a tile has columns for."""
+        shape = self.program.ops[instance.out].shape
+        linear = instance.bias is None and instance.vector is None and instance.activation is None
+        if not (linear and instance.out in self.half and instance.spec == "k,hkn->hn") or shape[0] == 1:
+            return False
+        n, longer = (next_power_of_two(math.prod(s)) for s in (shape, stored(shape)))
+        return n == longer <= MAX_HALF_N
 
     def outer(self, instance: Outer, env: dict[int, Any]) -> tuple[jax.Array, ...]:
         group = segments(self.graph, instance.via)
         x, y = (self.in_half(o.value, env) for o in (instance.x, instance.y))
         heads = by_head(instance.spec)
         summed = heads and "h" not in instance.spec.split("->")[1]  # a product for each head, then their sum
+        if not heads:  # zeros behind each head's features are features here
+            x, y = (a.whole() if isinstance(a, kernels.HalfRows) and a.ndim > 2 else a for a in (x, y))
+        lengths = x.shape[-1], y.shape[-1]
         # [rows, groups, width] on both sides; what is not a group is a width.
         shape = lambda a: (a.shape[0], a.shape[1] if heads else 1, int(np.prod(a.shape[2 if heads else 1 :])))  # noqa: E731
         x_index, y_index = self.row_index(instance.x, group), self.row_index(instance.y, group)
@@ -199,22 +222,28 @@ class PallasLowering:
             interpret=self.interpret,
         )
         totals = found if isinstance(found, tuple) else (found,)
-        sides = [(instance.spec, instance.y)]
-        if instance.narrow is not None:
-            sides.append((instance.narrow_spec, instance.narrow))
+        sides = [(instance.spec, instance.y, lengths)]
+        if instance.narrow is not None and narrow is not None:
+            sides.append((instance.narrow_spec, instance.narrow, (lengths[0], narrow.shape[-1])))
         return tuple(
-            self.as_contracted(total, spec, instance.x, other).astype(dtype)
-            for total, (spec, other) in zip(totals, sides, strict=True)
+            self.as_contracted(total, spec, instance.x, other, stored_as).astype(dtype)
+            for total, (spec, other, stored_as) in zip(totals, sides, strict=True)
         )
 
-    def as_contracted(self, total: jax.Array, spec: str, x: Operand, y: Operand) -> jax.Array:
-        """Sums of outer products [types, groups, width of x, width of y] with the axes of the contraction's result."""
+    def as_contracted(self, total: jax.Array, spec: str, x: Operand, y: Operand, lengths: tuple[int, int]) -> jax.Array:
+        """Sums of outer products [types, groups, width of x, width of y] with the axes of the contraction's result.
+
+        `lengths` are those of the last axes of x and y as they were multiplied, which may be longer.
+        """
         (left, right), result = spec.split("->")[0].split(","), spec.split("->")[1]
         heads = "h" if by_head(spec) else ""
         letters = heads + left.replace("h", "" if heads else "h") + right.replace("h", "" if heads else "h")
         sizes = dict(zip(left, self.program.ops[x.name].shape, strict=True))
         sizes |= dict(zip(right, self.program.ops[y.name].shape, strict=True))
-        total = total.reshape(total.shape[0], *(sizes[c] for c in letters))
+        longer = dict(sizes) | {side[-1]: length for side, length in zip((left, right), lengths, strict=True) if side}
+        total = total.reshape(total.shape[0], *(longer[c] for c in letters))
+        if longer != sizes:
+            total = total[:, *(slice(sizes[c]) for c in letters)]
         if heads and "h" not in result:
             total, letters = total.sum(1), letters[1:]
         return jnp.transpose(total, (0, *(1 + letters.index(c) for c in result)))
@@ -416,6 +445,10 @@ def _as_typed_matmul(spec: str, x: Any, w: jax.Array) -> tuple[Any, jax.Array, b
         return x, jnp.transpose(w, (0, 2, 1, 3)).reshape(types, k, h * n), False, True
     if spec == "hn,hkn->k":
         _, h, k, n = w.shape
+        if isinstance(x, kernels.HalfRows) and x.width is not None:  # zeros behind each head's features meet zeros
+            x = x.whole()
+            w = jnp.pad(w, ((0, 0), (0, 0), (0, 0), (0, x.shape[-1] - n)))
+            n = x.shape[-1]
         return x.reshape(rows, h * n), jnp.transpose(w, (0, 2, 1, 3)).reshape(types, k, h * n), True, False
     heads = x.shape[1]
     wide = jnp.broadcast_to(w[:, None], (types, heads, *w.shape[1:]))
