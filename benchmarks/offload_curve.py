@@ -5,6 +5,7 @@ python benchmarks/offload_curve.py        # from benchmarks/results/offload_h200
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -14,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
     cases = json.loads((ROOT / "benchmarks/results/offload_h200.json").read_text(encoding="utf-8"))["cases"]
     plan = cases["gpt_plan"]
     names = set(plan["bytes_of"]) - {"(input)"}

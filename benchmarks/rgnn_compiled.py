@@ -2,7 +2,7 @@
 
     python benchmarks/rgnn_compiled.py --graph am --model hgt --kernels backward_._traverse
 
-It needs jax's CUDA plugin (`pip install 'dejax[cuda13]'`), whose `ptxas` it runs, and for instructions `nvdisasm`
+It needs jax's CUDA plugin (`pip install '.[cuda13]'`), whose `ptxas` it runs, and for instructions `nvdisasm`
 (`pip install nvidia-cuda-nvdisasm`). Of each kernel it prints the registers of a thread, bytes spilled, instructions,
 how many of them store to shared memory, which a loop over items should not, and for each innermost loop how many there
 are of which kind. Schedules are the heuristic's, since tuned ones are read where there is a device.
@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
         folder = Path(name)
         tools = cuda_folder()
         if tools is None:
-            print("no ptxas: pip install 'dejax[cuda13]'", file=sys.stderr)
+            print("no ptxas: pip install '.[cuda13]' in the source tree", file=sys.stderr)
             return 1
         disassembler = shutil.which("nvdisasm") or shutil.which("nvdisasm", path=tools)
         prepare(folder, tools)

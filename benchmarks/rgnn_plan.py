@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,7 @@ def report(name: str, model: str, cell: dict[str, Any]) -> None:
         )
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graphs", default=",".join(GRAPHS))
     parser.add_argument("--models", default=",".join(MODELS))
@@ -156,6 +157,9 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="tune the schedules, too; the table goes to --out")
     parser.add_argument("--out", type=Path, default=None, help="folder for the JSON")
     args = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        print("rgnn_plan needs a GPU: device times come from its profiler", file=sys.stderr)
+        return 1
     results: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "cells": {}}
     settings = Settings(width=args.width, precision=args.precision)
     for name in args.graphs.split(","):
@@ -188,7 +192,8 @@ def main() -> None:
                 args.out.mkdir(parents=True, exist_ok=True)
                 path = args.out / f"rgnn_plan_{settings.name}.json"
                 path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -191,7 +191,11 @@ def _table(rows: list[list[str]], left: int = 2) -> str:
 
 
 def _figure(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.{digits}g}"
+    """A number with so many digits that count, never as a power of ten."""
+    if value is None or math.isnan(value):
+        return "-"
+    short = f"{value:.{digits}g}"
+    return f"{float(short):.0f}" if "e+" in short else short
 
 
 def ours_table(results: Results, settings: dict[str, Any]) -> str:

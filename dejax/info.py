@@ -16,6 +16,7 @@ from typing import Any
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "jraph", "tensorstore", "numpy", "rdflib")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+_JAX_RANGE = ">=0.10.2,<0.13"  # that of pyproject.toml
 # Called with what is unavailable, why, and the remedy.
 Missing = Callable[[str, str, str], None]
 
@@ -50,7 +51,7 @@ def collect() -> dict[str, Any]:
         if forced and not {"cuda", "gpu"} & set(forced.split(",")):
             missing("GPU in jax", f"{why}: JAX_PLATFORMS={forced}", "unset JAX_PLATFORMS")
         else:
-            missing("GPU in jax", why, f"pip install 'dejax[{extra}]'")
+            missing("GPU in jax", why, f"pip install 'jax[{extra}]{_JAX_RANGE}'")
     if not has_gpu:
         missing(
             "compiled Pallas kernels",
@@ -137,7 +138,7 @@ def _devices(missing: Missing) -> tuple[str | None, list[dict[str, Any]]]:
         devices = jax.devices()
         backend = jax.default_backend()
     except (ImportError, RuntimeError) as error:
-        missing("jax devices", f"{type(error).__name__}: {error}", "pip install 'jax>=0.10.2,<0.13'")
+        missing("jax devices", f"{type(error).__name__}: {error}", f"pip install 'jax{_JAX_RANGE}'")
         return None, []
     if (why := unsupported_jax()) is not None:
         missing("support of the installed jax", why, "install a version of the range")

@@ -1,13 +1,14 @@
 """Train a GPT on the source code of Python's standard library; one flag offloads its activations.
 
-    python examples/train_gpt.py                             # a small model, a few minutes on a CPU
-    python examples/train_gpt.py --offload inputs            # blocks' inputs in host memory, the rest computed again
-    python examples/train_gpt.py --offload all               # everything that backward needs in host memory
-    python examples/train_gpt.py --offload all --store DIR --host-bytes 1000000000  # what does not fit, on disk
-    python examples/train_gpt.py --compare inputs            # with and without: the same losses, one plot
+    python examples/train_gpt.py                                     # a small model, a few minutes on a CPU
+    python examples/train_gpt.py --offload inputs --out out/inputs   # blocks' inputs in host memory, the rest again
+    python examples/train_gpt.py --offload all --out out/all         # everything that backward needs in host memory
+    python examples/train_gpt.py --offload all --out out/disk --store DIR --host-bytes 1000000000  # the rest on disk
+    python examples/train_gpt.py --compare inputs --out out/compare  # with and without: the same losses, one plot
 
 Text: the bytes of the library's modules, which every machine has. Model: Flax nnx, `jax.lax.scan` over the blocks.
-Writes OUT/losses.json, OUT/loss.svg and checkpoints; `--resume` goes on from the last one.
+Writes OUT/losses.json, OUT/loss.svg, OUT/settings.json and checkpoints. `--resume` goes on from the last checkpoint;
+without it a run replaces the one that was in OUT.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import sys
 import sysconfig
 import time
@@ -116,6 +118,20 @@ def batches(text: bytes, options: argparse.Namespace, first: int) -> Iterator[An
         yield np.stack([data[b : b + options.sequence + 1] for b in begins]).astype(np.int32)
 
 
+def prepare(out: Path, options: argparse.Namespace) -> None:
+    """Makes the folder of a run; without `--resume`, empties it of the checkpoints of a former one."""
+    settings, checkpoints = out / "settings.json", out / "checkpoints"
+    if checkpoints.exists() and not options.resume:
+        if not settings.exists():  # not known to be ours
+            raise SystemExit(
+                f"train_gpt: {checkpoints} is there, without a settings.json beside it; give --resume to go on from "
+                "it, or another --out"
+            )
+        shutil.rmtree(checkpoints)
+    out.mkdir(parents=True, exist_ok=True)
+    settings.write_text(json.dumps(vars(options), default=str, indent=2) + "\n")
+
+
 def train(options: argparse.Namespace, mode: str, out: Path) -> list[float]:
     """Trains and gives the loss of each step."""
     import jax
@@ -129,7 +145,6 @@ def train(options: argparse.Namespace, mode: str, out: Path) -> list[float]:
     schedule = optax.warmup_cosine_decay_schedule(0.0, options.rate, 20, max(21, options.steps))
     optimizer = nnx.Optimizer(model, optax.adamw(schedule, weight_decay=0.1), wrt=nnx.Param)
     step = make_step(block, mode, options.min_bytes)
-    out.mkdir(parents=True, exist_ok=True)
     losses: list[float] = []
     settings = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
     with contextlib.ExitStack() as stack:
@@ -204,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--checkpoint", type=int, default=100, help="steps between checkpoints, a multiple of --report; 0: none"
     )
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
     options = parser.parse_args(arguments)
     if options.width % options.heads:
         parser.error(f"--width {options.width} must be a multiple of --heads {options.heads}")
@@ -216,6 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.store and not options.store.is_dir():
         parser.error(f"--store {options.store} is no folder; create it")
     if options.compare is None:
+        prepare(options.out, options)
         losses = train(options, options.offload, options.out)
         plot({options.offload: losses}, options.out / "loss.svg")
         return 0
@@ -224,6 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         " --xla_gpu_autotune_level=0 --xla_gpu_deterministic_ops=true --xla_allow_excess_precision=false"
     )
     names = {COUNTERPART[options.compare]: "without offload", options.compare: "with offload"}
+    for mode in names:
+        prepare(options.out / mode, options)
     curves = {name: train(options, mode, options.out / mode) for mode, name in names.items()}
     plot(curves, options.out / "loss.svg")
     without, with_offload = curves.values()

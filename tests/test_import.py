@@ -28,6 +28,14 @@ def test_nothing_heavy_is_imported(module: str) -> None:
     assert python(code).stdout.split() == []
 
 
+@pytest.mark.parametrize(
+    ("package", "name"), [("rgnn", "nnx"), ("rgnn", "linen"), ("offload", "nnx"), ("offload", "linen")]
+)
+def test_faces_of_flax_are_imported_when_named(package: str, name: str) -> None:
+    code = f"import sys, dejax.{package} as p; before = 'flax' in sys.modules; print(before, p.{name}.__name__)"
+    assert python(code).stdout.split() == ["False", f"dejax.{package}.{name}"]
+
+
 def test_import_of_dejax_loads_no_submodule() -> None:
     code = "import sys, dejax; print(*sorted(name for name in sys.modules if name.startswith('dejax')))"
     assert python(code).stdout.split() == ["dejax"]

@@ -94,11 +94,16 @@ def test_a_driver_that_jax_does_not_use(version: tuple[int, int], extra: str, mo
     monkeypatch.setattr(info, "_driver", lambda missing: {"version": list(version), "devices": [device]})
     report = info.collect()
     (remedy,) = [entry["remedy"] for entry in report["unavailable"] if entry["what"] == "GPU in jax"]
-    assert remedy == f"pip install 'dejax[{extra}]'"
+    assert remedy == f"pip install 'jax[{extra}]>=0.10.2,<0.13'"
     assert "Fake: compute capability 9.0, 64.0 GiB, 132 SMs, 32 MiB L2, can map host memory" in info.render(report)
 
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert "JAX_PLATFORMS=cpu" in reasons(info.collect())["GPU in jax"]
+
+
+def test_the_range_of_jax_is_that_of_the_package() -> None:
+    declared = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'"jax{info._JAX_RANGE}"' in declared and f'"jax[cuda13]{info._JAX_RANGE}"' in declared
 
 
 @pytest.mark.gpu

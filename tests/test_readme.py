@@ -35,8 +35,14 @@ def test_the_examples_run_as_shown(capsys):
     assert names["y"].shape == () and names["gradient"].shape == names["w"].shape
 
 
-def test_there_are_two_examples_and_the_first_is_short():
-    assert len(BLOCKS) == 2
+def test_a_graph_of_ones_own_is_made_as_shown():
+    names = {}
+    exec(compile(BLOCKS[2], "README.md, Python block 2", "exec"), names)
+    assert repr(names["mine"]).startswith("RelGraph(nodes=3, edges=3, edge_types=2,")
+
+
+def test_there_are_three_examples_and_the_first_is_short():
+    assert len(BLOCKS) == 3
     assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 26
 
 

@@ -28,44 +28,48 @@ class EntityDataset:
     The arrays are numpy's: nothing is on a device before `graph()` is called. Nodes are numbered 0 .. num_nodes - 1
     over all node types, classes 0 .. num_classes - 1. Only the relations of the source are here, in their own
     direction: the reverse relations and self loops that a model needs are options of `graph()`.
+
+    Attributes:
+        name: how `load` knows it, e.g. "aifb".
+        senders: int32 [edges]: the node that each edge leaves (the subject of an RDF triple).
+        receivers: int32 [edges]: the node that each edge enters (the object of an RDF triple).
+        edge_type: int32 [edges]: the relation of each edge, 0 .. num_edge_types - 1.
+        node_type: int32 [num_nodes]: the type of each node, 0 .. num_node_types - 1; all 0 where the source knows no
+            types.
+        num_nodes: number of nodes, those without any edge included.
+        num_edge_types: number of relations, without reverse relations and self loops.
+        num_node_types: number of node types.
+        edge_type_names: a name for each relation.
+        node_type_names: a name for each node type.
+        features: float32 [num_nodes, d]: input features; None where a node is known by its edges only (learn an
+            embedding).
+        labels: int32 [num_nodes]: the class of each node; -1 where it has none. Every node of a split has one.
+        train_nodes: int32 [train]: ids of the nodes to fit on.
+        valid_nodes: int32 [valid]: ids of the nodes to choose settings on; empty where the standard split has none.
+        test_nodes: int32 [test]: ids of the nodes to report on.
+        num_classes: number of classes; 0 for a graph without a task.
+        class_names: a name for each class.
+        description: a few sentences: what it is, from where, and which relations were left out.
     """
 
     name: str
-    """How `load` knows it, e.g. "aifb"."""
     senders: np.ndarray
-    """int32 [edges]: the node that each edge leaves (the subject of an RDF triple)."""
     receivers: np.ndarray
-    """int32 [edges]: the node that each edge enters (the object of an RDF triple)."""
     edge_type: np.ndarray
-    """int32 [edges]: the relation of each edge, 0 .. num_edge_types - 1."""
     node_type: np.ndarray
-    """int32 [num_nodes]: the type of each node, 0 .. num_node_types - 1; all 0 where the source knows no types."""
     num_nodes: int
-    """Number of nodes, those without any edge included."""
     num_edge_types: int
-    """Number of relations, without reverse relations and self loops."""
     num_node_types: int
-    """Number of node types."""
     edge_type_names: tuple[str, ...]
-    """A name for each relation."""
     node_type_names: tuple[str, ...]
-    """A name for each node type."""
     features: np.ndarray | None
-    """float32 [num_nodes, d]: input features; None where a node is known by its edges only (learn an embedding)."""
     labels: np.ndarray
-    """int32 [num_nodes]: the class of each node; -1 where it has none. Every node of a split has one."""
     train_nodes: np.ndarray
-    """int32 [train]: ids of the nodes to fit on."""
     valid_nodes: np.ndarray
-    """int32 [valid]: ids of the nodes to choose settings on; empty where the standard split has none."""
     test_nodes: np.ndarray
-    """int32 [test]: ids of the nodes to report on."""
     num_classes: int
-    """Number of classes; 0 for a graph without a task."""
     class_names: tuple[str, ...]
-    """A name for each class."""
     description: str = ""
-    """A few sentences: what it is, from where, and which relations were left out."""
 
     def __post_init__(self) -> None:
         for name in _ID_FIELDS:

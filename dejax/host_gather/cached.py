@@ -101,6 +101,14 @@ class CachedTable:
 
 
 def count_ids(counts: ArrayLike, ids: ArrayLike) -> Array:
-    """A profile: `counts`, int32[rows], with one added for each of `ids` in range. For jit or outside of it."""
+    """A profile: `counts`, int32[rows], with one added for each of `ids` in range. For jit or outside of it.
+
+    Args:
+        counts: int32[rows], the counts so far; begin with zeros.
+        ids: int[...], any shape; those out of range are not counted.
+
+    Returns:
+        int32[rows], for `CachedTable.from_counts`.
+    """
     counts, ids = jnp.asarray(counts), jnp.asarray(ids).reshape(-1)
     return counts.at[jnp.where(ids < 0, counts.shape[0], ids)].add(1, mode="drop")

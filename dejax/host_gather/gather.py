@@ -109,7 +109,14 @@ def gather(
 
 
 def check_errors() -> None:
-    """Raises IndexError if a gather of mode "raise" met an id out of range on a GPU; call it after the step is done."""
+    """Says whether a gather of mode "raise" met an id out of range on a GPU; call it after the step is done.
+
+    What it reports it forgets: the next call is about later gathers.
+
+    Raises:
+        IndexError: one did; the message names an id.
+        NativeExtensionError: the extension is not there.
+    """
     found = _native.extension("check_errors").take_gather_error()
     if found is not None:
         raise IndexError(f"dejax.host_gather.gather: id {found} was out of range")

@@ -51,10 +51,16 @@ def gather_start(table: HostTable, ids: ArrayLike, *, before: Any = None, **opti
         ids: int[...].
         before: a pytree of arrays on which the compute that is to overlap depends. XLA orders calls by data alone: it
             comes back tied to the start, and compute that uses it runs after the start.
-        options: those of `gather`: mode, fill_value, out_dtype, scale, order, num_sms.
+        options: those of `gather`: mode, fill_value, out_dtype, scale, order, num_sms, which is 4 by default
+            (`BESIDE_SMS`): the fewest multiprocessors that saturate the bus.
 
     Returns:
         PendingRows; with `before`, (PendingRows, before).
+
+    Raises:
+        TypeError: no HostTable, ids that are no integers, a dtype that cannot be had, an option that is none of these.
+        ValueError: an unknown mode or order, `num_sms` under 1, `reduce`, or a table that was sliced or mapped.
+        TableClosedError: the table was closed or donated.
     """
     chosen = _checked_options("gather_start", options)
     leaf, ids, call, scale = prepared(
@@ -103,10 +109,16 @@ def prefetched_scan(
         ids: int[steps, ...], of all steps.
         xs: a pytree of arrays [steps, ...], or None.
         depth: how many steps ahead rows are read; each takes device memory for its rows.
-        options: those of `gather_start`.
+        options: those of `gather_start`, with the same defaults, `num_sms` of 4 among them; `mode` must be "fill".
 
     Returns:
         (last carry, stacked ys), as `jax.lax.scan`.
+
+    Raises:
+        TypeError: no HostTable, ids that are no integers, a dtype that cannot be had, an option that is none of these.
+        ValueError: another mode than "fill", an unknown order, `depth` or `num_sms` under 1, ids without an axis of
+            steps, `reduce`, or a table that was sliced or mapped.
+        TableClosedError: the table was closed or donated.
 
     >>> table = HostTable.from_numpy(np.arange(6.0, dtype=np.float32).reshape(3, 2))
     >>> ids = np.array([[0], [2]])

@@ -106,6 +106,15 @@ class Topology:
     ) -> Topology:
         """From lists that are sorted already; HostTables stay where they are, and arrays of jax are not looked into.
 
+        Args:
+            starts: int[num_nodes * num_relations + 1], where each group's edges begin, and the number of edges; group
+                `node * num_relations + relation`.
+            senders: int[edges], by group.
+            cumulative: float32[edges], running sums of edge weights within each group; None: edges have no weights.
+            num_nodes: number of nodes.
+            num_relations: number of relations.
+            on_host: whether lists that are no HostTables are put in host memory; otherwise they go to the device.
+
         Raises:
             ValueError: `starts` of another length than its groups need or not ascending from 0 to the number of
                 edges, senders out of range.

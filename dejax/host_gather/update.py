@@ -61,7 +61,20 @@ def scatter(table: HostTable, ids: ArrayLike, rows: ArrayLike, *, num_sms: int =
 def scatter_add(table: HostTable, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = UPDATE_SMS) -> HostTable:
     """The table with `rows` added at `ids`, in place; rows of equal ids are summed in float32, in the order given.
 
-    Args and the rest are those of `scatter`; the table must be of float32, bfloat16 or float16.
+    Donate the table and name where it comes out, as for `scatter`.
+
+    Args:
+        table: HostTable [rows, *row] of float32, bfloat16 or float16, not read-only.
+        ids: int[...]; ids out of range are left out.
+        rows: [*ids.shape, *row], floats; other numbers are converted to float32.
+        num_sms: multiprocessors to take at most.
+
+    Returns:
+        The table, in the same memory.
+
+    Raises:
+        ValueError: a read-only or shared table, or rows of another shape.
+        TypeError: ids that are no integers, or a table of another dtype.
     """
     table, _, _ = _update("scatter_add", _ADD, table, None, None, ids, rows, None, num_sms)
     return table
@@ -120,7 +133,18 @@ def adagrad(
     weight_decay: float = 0.0,
     num_sms: int = UPDATE_SMS,
 ) -> Optimizer:
-    """a <- a + g^2, x <- x - rate g / (sqrt(a) + eps), for the rows that have a gradient."""
+    """a <- a + g^2, x <- x - rate g / (sqrt(a) + eps), for the rows that have a gradient.
+
+    Args:
+        learning_rate: a number, or a function of the step count (from 0).
+        initial_accumulator: of a, for all rows.
+        eps: added to the root.
+        weight_decay: added to the gradient of touched rows, as a multiple of the row.
+        num_sms: multiprocessors to take at most.
+
+    Returns:
+        The optimizer; its state is a float32 table of the table's shape.
+    """
     return _optimizer(
         "adagrad", _ADAGRAD, 1, initial_accumulator, learning_rate, (0.0, 0.0, eps), weight_decay, num_sms
     )
@@ -138,6 +162,17 @@ def adam(
     """Adam on the rows that have a gradient ("lazy": moments of other rows do not decay); decoupled weight decay.
 
     The bias correction goes by the count of all steps, as in Adam on the whole table.
+
+    Args:
+        learning_rate: a number, or a function of the step count (from 0).
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        eps: added to the root.
+        weight_decay: subtracts `rate * weight_decay` of a touched row from it, beside Adam's step.
+        num_sms: multiprocessors to take at most.
+
+    Returns:
+        The optimizer; its state are two float32 tables of the table's shape.
     """
     return _optimizer("adam", _ADAM, 2, 0.0, learning_rate, (b1, b2, eps), weight_decay, num_sms)
 

@@ -2,7 +2,13 @@
 
 `offload(fn)` has the shape of `jax.checkpoint`: what `fn` keeps for its backward pass leaves the device after the
 forward pass and comes back ahead of its use. `ActivationStore` says where to. `docs/offload.md` says when it pays.
+`dejax.offload.nnx` and `dejax.offload.linen` have it for Flax modules.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
 
 from dejax.offload._names import NamesPlan, NamesWay, plan_names
 from dejax.offload._optimizer import optimizer
@@ -11,6 +17,8 @@ from dejax.offload._residuals import Residual
 from dejax.offload._stats import StoreStats
 from dejax.offload._store import ActivationStore, default_store
 from dejax.offload._transform import offload
+
+_LAZY = ("linen", "nnx")  # these import flax
 
 __all__ = [
     "CHOICES",
@@ -27,3 +35,9 @@ __all__ = [
     "plan_names",
     "plan_stack",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f"dejax.offload.{name}")
+    raise AttributeError(f"module 'dejax.offload' has no attribute {name!r}")

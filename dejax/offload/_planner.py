@@ -185,7 +185,12 @@ def plan_stack(
     """Decides what each layer of a stack does with what its backward pass needs.
 
     Profiles on the device that holds `x`: two short stacks for each choice (those that offload are compiled only, where
-    those that do not are run), forward alone, and the bus.
+    those that do not are run), forward alone, and the bus. A layer does one of `CHOICES`:
+
+    - "offload": all that its backward pass needs is moved, `offload(body)`.
+    - "offload inputs": its input is moved and the rest computed again, `offload(jax.checkpoint(body))`.
+    - "recompute": its input stays and the rest is computed again, `jax.checkpoint(body)`.
+    - "keep": all stays.
 
     Args:
         body: (params of one layer, x) -> x, as in `jax.lax.scan` over layers.

@@ -40,12 +40,13 @@ def offload(
 ) -> F:
     """Offload what `fn` keeps for its backward pass: `jax.checkpoint`'s shape, but moved instead of computed again.
 
-    The result computes what `fn` computes, and its gradients bit for bit. Between forward and backward the residuals of
-    `min_bytes` or more are in the store: on the device's ring, in host memory or on disk. Parameters and other
-    arguments stay where they are; equal tensors and views of one tensor are stored once; a tensor that is a cast or a
-    view is stored in the form that is smallest. Works under `jit`, `scan`, `vmap`, `shard_map`, gradient accumulation,
-    inside and around `jax.checkpoint`: `offload(jax.checkpoint(fn))` stores only the inputs of `fn` and computes the
-    rest again.
+    The result computes what `fn` computes. Its gradients are those of the same program with the tensors left on the
+    device, `store="device"`, bit for bit, and those of `fn` to rounding: XLA may fuse, and so round, elsewhere. Between
+    forward and backward the residuals of `min_bytes` or more are in the store: on the device's ring, in host memory or
+    on disk. Parameters and other arguments stay where they are; equal tensors and views of one tensor are stored once;
+    a tensor that is a cast or a view is stored in the form that is smallest. Works under `jit`, `scan`, `vmap`,
+    `shard_map`, gradient accumulation, inside and around `jax.checkpoint`: `offload(jax.checkpoint(fn))` stores only
+    the inputs of `fn` and computes the rest again.
 
     Args:
         fn: a function of pytrees of arrays, to a pytree of arrays.

@@ -1,4 +1,4 @@
-"""What is trained and how, with the published settings of each data set as defaults."""
+"""What is trained and how, with published settings as defaults, or such as were chosen on validation nodes."""
 
 from __future__ import annotations
 
@@ -14,43 +14,46 @@ MODELS = ("rgcn", "rgat", "hgt")
 class Settings:
     """All that decides the numbers of a run, apart from the data's files and the machine.
 
+    Attributes:
+        dataset: a name of `dejax.datasets.NAMES`.
+        model: one of `MODELS`, or "mlp".
+        hidden: width of the hidden layers, all heads together.
+        layers: relational layers (for "mlp": dense layers).
+        heads: attention heads of RGAT and HGT; must divide `hidden`.
+        bases: basis matrices of R-GCN's weights; None for one matrix a relation.
+        epochs: steps: each sees the whole graph.
+        seeds: runs, with seeds 0 .. seeds - 1.
+        lr: Adam's step size.
+        l2: weight of the sum of squares of the first layer's matrices in the loss.
+        dropout: R-GCN: share of edges dropped, and half of it of self loops (the paper's 0.4 and 0.2); RGAT: of
+            attention coefficients; HGT: of a layer's result.
+        featureless: leave the data set's features out.
+        holdout: share of the training nodes held out for validation, so that settings can be chosen without the test
+            nodes.
+        fold: which share is held out, for cross-validation.
+        precision: of products of float32 matrices: "f32", "tf32", "bf16"; None as in `dejax.rgnn.Options`.
+        eval_every: epochs between two points of the accuracy curves, and between two updates of the progress bar.
+
     Raises:
         ValueError: a value out of range.
     """
 
     dataset: str
-    """A name of `dejax.datasets.NAMES`."""
     model: str = "rgcn"
-    """One of `MODELS`, or "mlp"."""
     hidden: int = 16
-    """Width of the hidden layers, all heads together."""
     layers: int = 2
-    """Relational layers (for "mlp": dense layers)."""
     heads: int = 1
-    """Attention heads of RGAT and HGT; must divide `hidden`."""
     bases: int | None = None
-    """Basis matrices of R-GCN's weights; None for one matrix a relation."""
     epochs: int = 50
-    """Steps: each sees the whole graph."""
     seeds: int = 10
-    """Runs, with seeds 0 .. seeds - 1."""
     lr: float = 0.01
-    """Adam's step size."""
     l2: float = 0.0
-    """Weight of the sum of squares of the first layer's matrices in the loss."""
     dropout: float = 0.0
-    """R-GCN: share of edges dropped, and half of it of self loops (the paper's 0.4 and 0.2); RGAT: of attention
-    coefficients; HGT: of a layer's result."""
     featureless: bool = False
-    """Leave the data set's features out."""
     holdout: float = 0.0
-    """Share of the training nodes held out for validation, so that settings can be chosen without the test nodes."""
     fold: int = 0
-    """Which share is held out, for cross-validation."""
     precision: str | None = None
-    """Of products of float32 matrices: "f32", "tf32", "bf16"; None as in `dejax.rgnn.Options`."""
     eval_every: int = 5
-    """Epochs between two points of the accuracy curves, and between two updates of the progress bar."""
 
     def __post_init__(self) -> None:
         if self.model not in (*MODELS, "mlp"):

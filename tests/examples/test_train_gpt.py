@@ -38,6 +38,23 @@ def test_same_losses_and_resume(example, tmp_path, monkeypatch, capsys):
     assert len(losses(tmp_path / "inputs")) == 6 and losses(tmp_path / "inputs")[:4] == before
 
 
+def test_a_second_run_replaces_the_first(example, tmp_path, monkeypatch):
+    monkeypatch.setattr(example, "read_text", lambda: bytes(range(256)) * 64)
+    command = [*TINY, "--out", str(tmp_path), "--steps"]
+    assert example.main([*command, "4"]) == 0
+    first = losses(tmp_path)
+    assert example.main([*command, "4"]) == 0
+    assert losses(tmp_path) == first
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["4"]
+
+
+def test_checkpoints_of_others_are_left(example, tmp_path):
+    (tmp_path / "checkpoints" / "4").mkdir(parents=True)
+    with pytest.raises(SystemExit, match=r"checkpoints is there.*--resume.*--out"):
+        example.main([*TINY, "--out", str(tmp_path)])
+    assert (tmp_path / "checkpoints" / "4").exists()
+
+
 def test_text_is_there(example):
     assert len(example.read_text(1 << 20)) == 1 << 20
 
