@@ -229,17 +229,17 @@ def _multiply_tile(ref: dict[str, Any], c: _Config, tile: Any, g: Any, column: A
     mask = valid[:, None] if even_n else valid[:, None] & (n < c.n + c.out_behind)
     if c.out_behind:
         y = where(n < c.n, y, 0.0)
-    out_column = g * (c.n + c.out_behind) + n
+    stride = c.n + c.out_behind
     if c.accumulate:
         safe = where(valid, out_row, 0)[:, None]
-        _triton.atomic_add(ref["y"], (safe, out_column), y, jnp.broadcast_to(mask, y.shape))
+        _triton.atomic_add(ref["y"], (safe, g * stride + n), y, jnp.broadcast_to(mask, y.shape))
     elif "y_exponent" in ref:
         exponent, inverse = exponents(y, 1)
-        _triton.store(ref["y"], (out_row[:, None], out_column), y * inverse, mask)
+        _triton.store(ref["y"], (out_row[:, None], g * stride + n), y * inverse, mask)
         part = jnp.zeros_like(out_row) + (g * blocks_n + column)
         _triton.store(ref["y_exponent"], (out_row, part), resized(exponent, out_row.shape), valid)
     else:
-        _triton.store(ref["y"], (out_row[:, None], out_column), y, mask)
+        _triton.store(ref["y"], (out_row[:, None], g * stride + n), y, mask)
     if "dot_vector" in ref:
         vector = _triton.load(ref["dot_vector"], (t, g, n), None if even_n else n < c.n).astype(jnp.float32)
         product = y * vector if even_n else where(n < c.n, y * vector, 0.0)
