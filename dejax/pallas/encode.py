@@ -24,10 +24,12 @@ def _kernel(x: Any, mantissa: Any, exponent: Any, *, rows: int, width: int, leng
     row = program * block + lanes(block, 0, 1)
     columns = lanes(next_power_of_two(width), 1, 2)
     inside = row < rows
-    tile = _triton.load(x, (row[:, None], columns), inside[:, None] & (columns < width))
+    mask = inside[:, None] & (columns < width)
+    tile = _triton.load(x, (row[:, None], columns), mask)
     found, inverse = exponents(tile, 1)
     row = where(inside, row, rows)
-    _triton.store(mantissa, (row[:, None], columns), tile * inverse, inside[:, None] & (columns < length))
+    mask = mask if length == width else inside[:, None] & (columns < length)
+    _triton.store(mantissa, (row[:, None], columns), tile * inverse, mask)
     _triton.store(exponent, (row, jnp.zeros_like(row)), resized(found, row.shape), inside)
 
 
