@@ -350,9 +350,8 @@ def typed_matmul(
             "x must be [rows, groups, k] with w [types, groups, k, n], or [rows, k] with [types, k, n]; "
             f"got ranks {x.ndim - flat} and {w.ndim - flat}"
         )
-    if (
-        isinstance(x, HalfRows) and x.width is not None and x.shape[1] > 1
-    ):  # zeros behind the features of each group meet zeros
+    if isinstance(x, HalfRows) and x.width is not None and x.shape[1] > 1:
+        # Zeros behind the features of each group are multiplied by zeros; those of one group the kernel leaves out.
         behind = (0, x.mantissa.shape[2] - x.shape[2])
         x, w = x.whole(), jnp.pad(w, ((0, 0), (0, 0), *((0, 0), behind)[:: 1 if transpose_w else -1]))
     rows, groups, k = x.shape

@@ -340,6 +340,7 @@ class Trace:
         return self.emit("cast", x, dtype="int32") if x.dtype == "bool" else x
 
     def number(self, x: Symbol, what: str) -> Symbol:
+        """The value, which `what` is done with, unless it is of booleans."""
         if x.dtype == "bool":
             raise fail(f"{what} has no meaning for booleans; use x.astype('float32') or, for `not`, 1 - x")
         return x
