@@ -351,7 +351,7 @@ def typed_matmul(
             f"got ranks {x.ndim - flat} and {w.ndim - flat}"
         )
     if isinstance(x, HalfRows) and x.width is not None and x.shape[1] > 1:
-        # Zeros behind the features of each group are multiplied by zeros; those of one group the kernel leaves out.
+        # Zeros behind the features of each group meet zeros of the matrices; one group has them by masks.
         behind = (0, x.mantissa.shape[2] - x.shape[2])
         x, w = x.whole(), jnp.pad(w, ((0, 0), (0, 0), *((0, 0), behind)[:: 1 if transpose_w else -1]))
     rows, groups, k = x.shape
