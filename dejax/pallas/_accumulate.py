@@ -32,11 +32,13 @@ class Reduction:
         exp(score - largest score of the row) * value, safe for scores of any size.
       shape: feature shape of the value and of the result: (), (width,) or (heads, width).
       score: for `weighted`, which reduction of the list (a `max`) is the score; its shape begins `shape`.
+      factor: number of a `late` operand of this shape by which the sum is multiplied.
     """
 
     kind: str
     shape: tuple[int, ...]
     score: int | None = None
+    factor: int | None = None
 
 
 def check_reductions(reductions: Sequence[Reduction]) -> None:

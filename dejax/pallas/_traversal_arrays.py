@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from dejax.pallas._checks import FLOATS, as_index
 from dejax.pallas._shapes import padded_size
-from dejax.pallas._traversal_plan import BY_ROW, Operand, Output
+from dejax.pallas._traversal_plan import BY_ROW, SHARED, Operand, Output
 from dejax.pallas.half_rows import HalfRows, encode, of_stored, stored
 
 # Padded features of one row that a program can hold: 8 warps of 32 threads with 16 elements each.
@@ -48,9 +48,9 @@ def check_operands(
     for i, (array, operand) in enumerate(zip(arrays, operands, strict=True)):
         if jnp.issubdtype(array.dtype, jnp.floating) and array.dtype not in FLOATS:
             raise NotImplementedError(f"arrays[{i}] is {array.dtype}; the kernels compute in float32")
-        if isinstance(array, HalfRows) and (operand.access == "shared" or operand.columns is not None):
+        if isinstance(array, HalfRows) and (operand.access in SHARED or operand.columns is not None):
             array = array.decode()
-        if operand.access == "shared":
+        if operand.access in SHARED:
             array = array[None]
         elif operand.access == "row" and num_rows is not None:
             _check_length(array, num_rows, f"arrays[{i}]", "rows")
@@ -62,7 +62,8 @@ def check_operands(
                     f"operands[{i}].index must name one of {len(index_tables)} index tables, got {operand.index}"
                 )
         else:
-            known = "item, position, indexed, positioned, shared" + ("" if num_rows is None else ", row, row_indexed")
+            known = "item, position, indexed, positioned, shared, each_row, each_slot"
+            known += "" if num_rows is None else ", row, row_indexed, late"
             raise ValueError(f"operands[{i}].access must be one of {known}, got {operand.access!r}")
         if operand.columns is not None:
             start, shape = operand.columns
@@ -83,7 +84,7 @@ def check_operands(
         shape = rows.shape[1:] if operand.columns is None else operand.columns[1]
         if operand.part is not None:
             first, count = operand.part
-            if array.ndim != 3 or not 0 <= first < first + count <= array.shape[1] or operand.access == "shared":
+            if array.ndim != 3 or not 0 <= first < first + count <= array.shape[1] or operand.access in SHARED:
                 raise ValueError(
                     f"operands[{i}].part must name a range of the second axis of a 3-dimensional array, got "
                     f"{operand.part} for access {operand.access!r} of shape {array.shape}"

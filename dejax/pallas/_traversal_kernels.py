@@ -59,7 +59,7 @@ def _rows(plan: Plan, r: Refs, program: jax.Array, outputs: Sequence[Any]) -> No
     tiles = tiles_of_rows(plan, r.arrays, r.tables, row, mask)
     bounds = beside_bounds(r.beside, row, mask)
     merged = loop(plan, r, tiles, start, end, plan.items)
-    write_rows(plan, outputs, merged, tiles, row, mask, sums_beside(plan, r.beside, bounds))
+    write_rows(plan, outputs, merged, tiles, row, mask, sums_beside(plan, r.beside, bounds), r.arrays)
 
 
 def _chunk(plan: Plan, r: Refs, program: jax.Array, partials: Sequence[Any], row_refs: Sequence[Any]) -> None:
@@ -162,7 +162,7 @@ def _merge_hub(
         whole = tuple(stretched(m[:, None], a.shape) for m, a in zip(merged, accs, strict=True))
         accs = update(plan.reductions, accs, whole, lanes(few, 1, 2) == 0)
     accs = combined(accs, few, start, end)
-    write_rows(plan, outputs, merge(plan.reductions, accs), tiles, row, mask, sums_beside(plan, r.beside, bounds))
+    write_rows(plan, outputs, merge(plan.reductions, accs), tiles, row, mask, sums_beside(plan, r.beside, bounds), r.arrays)
 
 
 def map_kernel(*refs: Any, plan: Plan) -> None:

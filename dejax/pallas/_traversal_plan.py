@@ -10,7 +10,9 @@ from dejax.pallas._accumulate import Reduction
 
 Output = tuple[tuple[int, ...], Any]
 # Accesses by which an operand is read once for all items of a row.
-BY_ROW = ("row", "row_indexed", "shared")
+BY_ROW = ("row", "row_indexed", "shared", "each_row", "each_slot", "late")
+# Accesses of arrays without a leading axis.
+SHARED = ("shared", "each_row", "each_slot", "late")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,10 @@ class Operand:
       access: `item`, row i of the array for item i; `indexed`, row `index_tables[index][i]`; `positioned`, row
         `index_tables[index][p]` for position p of the order, which saves a load where the table could be permuted
         beforehand; `position`, row p for position p; `row`, the row of the loop; `row_indexed`, row
-        `index_tables[index][r]` for row r of the loop; `shared`, an array without a leading axis, the same everywhere.
+        `index_tables[index][r]` for row r of the loop; `shared`, an array without a leading axis, the same everywhere;
+        `each_row` and `each_slot`, the same as a tile [rows, 1, *features] or [rows, items, *features], so that no
+        number moves between threads where it meets the rows of rows or of items; `late`, as `each_slot`, but after the
+        loop and for the epilogue alone.
       index: which index table, for `indexed`, `positioned` and `row_indexed`.
       columns: the operand is a part of each row of an array [length, columns]: (first column, feature shape of at most
         one axis). Narrow values that are read at the same rows share an array, and with it a memory sector; not for
@@ -74,7 +79,7 @@ class Plan:
 
     @property
     def per_row(self) -> tuple[int, ...]:
-        """Which operands have one tile for all items of a row."""
+        """Which operands have one tile for all items of a row, or the same in each slot of an item."""
         return tuple(i for i, o in enumerate(self.operands) if o.access in BY_ROW)
 
 

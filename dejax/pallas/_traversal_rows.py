@@ -107,9 +107,18 @@ def tiles_of_rows(
             index = _triton.load(tables[number], (row,), mask)
             inside = within(index, plan.lengths[i], mask)
             tiles[i] = _tile(plan, arrays, i, index[:, None], inside[:, None])
-        else:
+        elif plan.operands[i].access == "shared":
             tiles[i] = load(arrays[i], jnp.zeros((1, 1), jnp.int32), None, plan.features[i])
+        elif plan.operands[i].access != "late":
+            items = plan.items if plan.operands[i].access == "each_slot" else 1
+            tiles[i] = _spread(plan, arrays, i, row.shape[0], items)
     return tiles
+
+
+def _spread(plan: Plan, arrays: Sequence[Any], i: int, rows: int, items: int) -> jax.Array:
+    """An array without a leading axis as the tile [rows, items, *padded], each slot loaded by its own threads."""
+    index = lanes(rows, 0, 2) * 0 + lanes(items, 1, 2) * 0
+    return load(arrays[i], index, None, plan.features[i])
 
 
 def _needed_tables(plan: Plan) -> tuple[tuple[int, str], ...]:
@@ -142,6 +151,8 @@ def evaluate(
     for i, operand in enumerate(plan.operands):
         if i in row_tiles:
             tiles.append(row_tiles[i])
+        elif operand.access == "late":
+            tiles.append(None)
         elif operand.access == "item":
             read = mask if operand.when is None else both(mask, tiles[operand.when] != 0)
             tiles.append(_tile(plan, arrays, i, item, read, plan.factored))
@@ -236,7 +247,12 @@ def loop(
 
     first = indices_at(plan, refs.tables, refs.order, here, here < end)
     accs, _ = _triton.fori_loop(0, steps(longest, stride), step, (initial(plan.reductions, rows, items), first))
-    return merge(plan.reductions, accs)
+    # Before slots are merged: each thread multiplies its own numbers.
+    found = tuple(
+        a if r.factor is None else lax.mul(a, _spread(plan, refs.arrays, r.factor, rows, items))
+        for a, r in zip(accs, plan.reductions, strict=True)
+    )
+    return merge(plan.reductions, found)
 
 
 def write_rows(
@@ -247,6 +263,7 @@ def write_rows(
     row: jax.Array,
     mask: jax.Array,
     beside: tuple[jax.Array, ...],
+    arrays: Sequence[Any],
 ) -> None:
     """Runs the epilogue on accumulators [rows, *padded] and stores what it gives; tuples side by side in each row.
 
@@ -254,12 +271,22 @@ def write_rows(
     """
     values: Sequence[Any] = (*results(plan.reductions, merged), *beside)
     if plan.epilogue is not None:
-        tiles = tuple(resized(t, (t.shape[0], *t.shape[2:])) for t in row_tiles.values())
+        factors = {r.factor for r in plan.reductions}
+        late = [i for i in plan.per_row if plan.operands[i].access == "late" and i not in factors]
+        loaded = row_tiles | {i: _spread(plan, arrays, i, row.shape[0], plan.items) for i in late}
+        tiles = tuple(None if i in factors else _of_rows(loaded[i]) for i in plan.per_row)
         values = plan.epilogue(values, tiles)
     if len(values) != len(plan.row_outputs):
         raise ValueError(f"epilogue must return {len(plan.row_outputs)} row outputs, got {len(values)}")
     items = plan.items if plan.warps == 1 and row.shape[0] == plan.rows else 1
     store_outputs(plan.half, plan.row_outputs, outputs, row, mask, plan.num_rows, values, items)
+
+
+def _of_rows(tile: jax.Array) -> jax.Array:
+    """A tile [rows, items, *padded] of which all items are the same as [rows, *padded]."""
+    if tile.shape[1] > 1:
+        return lax.reduce_max(tile, (1,))
+    return resized(tile, (tile.shape[0], *tile.shape[2:]))
 
 
 def store_outputs(

@@ -306,7 +306,7 @@ Halves = tuple[jax.Array, jax.Array]
 
 
 def exact_dot(x: Halves, y: Halves, *, transpose_x: bool = False) -> jax.Array:
-    """The product of two tiles that come as `half_rows.halves`, to 22 bits of each; smallest terms first."""
+    """The product of two tiles that come as `half_rows.two_parts`, to 22 bits of each; smallest terms first."""
     pairs = ((x[1], y[0]), (x[0], y[1]), (x[0], y[0]))
     small, mixed, large = (dot(left, right, "tf32", transpose_x=transpose_x) for left, right in pairs)
-    return small + mixed + large
+    return (small + mixed) * np.float32(2.0**-11) + large

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from dejax.pallas import _triton
@@ -61,6 +62,14 @@ class Factored:
 def whole(value: Any) -> Any:
     """A tile as it is, or the product of a `Factored`."""
     return value.whole() if isinstance(value, Factored) else value
+
+
+def scaled(value: Any, columns: jax.Array) -> Any:
+    """A tile or a `Factored` times finite numbers of the same rank, one for each column."""
+    if isinstance(value, Factored):
+        return Factored(lax.mul(value.tile, stretched(columns, value.tile.shape)), value.factor, value.zeros)
+    shape = np.broadcast_shapes(value.shape, columns.shape)
+    return lax.mul(stretched(value, shape), stretched(columns, shape))
 
 
 def reshaped(value: Any, shape: tuple[int, ...]) -> Any:

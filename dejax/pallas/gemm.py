@@ -17,16 +17,14 @@ from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
 from dejax.pallas._tiles import resized, where, within
 from dejax.pallas.float_bits import FloatBits
 from dejax.pallas.half_rows import (
-    RAISED,
     HalfRows,
     encode,
-    exponents,
-    halves,
-    inverse_power,
+    inverse_of,
     of_stored,
     power,
-    raised,
+    raised_exponents,
     stored,
+    two_parts,
 )
 from dejax.pallas.schedule import SCALE_BEFOREHAND, GemmSchedule, gemm_schedule, merged_groups
 
@@ -83,35 +81,37 @@ class _Config:
     x_behind: int  # zeros behind the features of a row of x, which then has one group
     out_behind: int  # and behind those of each group of the result
     x_part: int  # columns that share an exponent where x comes as `HalfRows`
+    divided: bool  # rows of x are divided by the powers of two of their columns here
+    power_by_type: bool  # matrices have one power of two for each type
     x_bits_of: jnp.dtype | None  # what the integers of x carry where it comes as `FloatBits`
     dot_parts: int  # inner products with `dot_vector` that each row has
 
 
 def _scaled_product(x: jax.Array, w: jax.Array, x_power: Any, w_power: Any) -> jax.Array:
-    """The product of two tiles in float16; powers of two that are not given are found here."""
+    """The product of two tiles in float16; powers of two that are not given are found here.
+
+    `x_power` are those of rows, [rows, 1], and `w_power` those of columns, [1, columns].
+    """
     half = jnp.float16
     if w_power is None:
-        exponent, inverse = exponents(w, None)
+        exponent, inverse = raised_exponents(w, 0)
         w, w_power = w * inverse, power(exponent)
     w = w.astype(half)
     if x_power is None:
-        exponent, inverse = exponents(x, 1)
+        exponent, inverse = raised_exponents(x, 1)
         x, x_power = x * inverse, power(exponent)
-    return _triton.dot(x.astype(half), w, "tf32") * (x_power * w_power)
+    # One after the other: the product of both powers may vanish where the result does not.
+    return _triton.dot(x.astype(half), w, "tf32") * x_power * w_power
 
 
 def _exact_product(x: jax.Array, w: jax.Array, w_low: jax.Array | None, w_power: Any) -> jax.Array:
-    """The product of two tiles in float32; without `w_low` the power of two of `w` is found here."""
-    exponent, _ = exponents(x, 1)
-    x = x * inverse_power(raised(exponent))
+    """The product of two tiles in float32; without `w_low` the powers of two of `w` are found here."""
+    exponent, inverse = raised_exponents(x, 1)
     if w_low is None:
-        w = w.astype(jnp.float32)
-        w_exponent, _ = exponents(w, None)
-        w, w_low = halves(w * inverse_power(raised(w_exponent)))
-        w_power = power(raised(w_exponent) + RAISED)
-    # Both are raised; their powers of two are not, and so do not vanish where the product does not.
-    lower = 2.0 ** (-2 * RAISED)
-    return _triton.exact_dot(halves(x), (w, w_low)) * lower * (power(raised(exponent) + RAISED) * w_power)
+        w_exponent, w_inverse = raised_exponents(w, 0)
+        w, w_low = two_parts(w * w_inverse)
+        w_power = power(w_exponent)
+    return _triton.exact_dot(two_parts(x * inverse), (w, w_low)) * power(exponent) * w_power
 
 
 def _kernel(*refs: Any, c: _Config) -> None:
@@ -163,15 +163,24 @@ def _multiply_tile(ref: dict[str, Any], c: _Config, tile: Any, g: Any, column: A
 
     # Powers of two that are the same in all steps multiply their sum, which tensor cores then add up by themselves.
     # Loaded here they come with the rows: 12.7 million take 0.85 ms, loaded after the product 0.97.
-    powers = row_power = None
+    row_power = column_power = None
     if "x_exponent" in ref and c.x_part % c.k == 0:
         row_power = x_power(0)
-        powers = row_power * ref["w_power"][t] if "w_power" in ref else None
+    if "w_power" in ref and c.power_by_type:
+        column_power = ref["w_power"][t]
+    elif "w_power" in ref:
+        group_of_n, in_n = divide(n, c.group_n) if c.merged > 1 else (jnp.zeros_like(n), n)
+        column_power = _triton.load(ref["w_power"], (t, g * c.merged + group_of_n, in_n), None if even_n else n < c.n)
+    late = row_power is not None and column_power is not None
 
     def step(i: Any, total: jax.Array | None) -> jax.Array:
         k = i * s.block_k + lanes(s.block_k, 0, 1)
         x_mask = valid_x if even_k else valid_x & (k < c.k + c.x_behind)[None, :]
         x_at = (row, (g * c.k + k)[None, :])
+        columns = None
+        if "x_columns" in ref:
+            columns = _triton.load(ref["x_columns"], ((g * c.k + k)[None, :],), None if even_k else (k < c.k)[None, :])
+            columns = columns.astype(jnp.float32)
         k = k[:, None]
         w_mask = None
         if not even_k and not c.whole_w:
@@ -189,19 +198,21 @@ def _multiply_tile(ref: dict[str, Any], c: _Config, tile: Any, g: Any, column: A
         x = _triton.load(ref["x"], x_at, x_mask)
         if c.x_bits_of is not None:
             x = lax.bitcast_convert_type(x, c.x_bits_of)
-        w_power = ref["w_power"][t] if "w_power" in ref else None
+        if columns is not None and c.divided:
+            x = x.astype(jnp.float32) * inverse_of(columns)
+        if c.exact or c.scaled:
+            if column_power is None:
+                w = w.astype(jnp.float32)
+                w = w if columns is None else w * columns.reshape(-1, 1)
         if c.exact:
             w_low = _triton.load(ref["w_low"], at, w_mask) if "w_low" in ref else None
-            product = _exact_product(x.astype(jnp.float32), w, w_low, w_power)
-        elif powers is not None:
+            product = _exact_product(x.astype(jnp.float32), w, w_low, column_power)
+        elif late:
             product = _triton.dot(x, w, c.precision)
+        elif c.scaled and "x_exponent" in ref:
+            product = _scaled_product(x, w, x_power(i) if row_power is None else row_power, column_power)
         elif c.scaled:
-            if w_power is None:
-                w = w.astype(jnp.float32)
-            if "x_exponent" in ref:
-                product = _scaled_product(x, w, x_power(i) if row_power is None else row_power, w_power)
-            else:
-                product = _scaled_product(x.astype(jnp.float32), w, None, w_power)
+            product = _scaled_product(x.astype(jnp.float32), w, None, column_power)
         else:
             product = _triton.dot(x.astype(c.dtype), w.astype(c.dtype), c.precision)
         return product if total is None else total + product
@@ -211,8 +222,8 @@ def _multiply_tile(ref: dict[str, Any], c: _Config, tile: Any, g: Any, column: A
     else:
         zeros = jnp.zeros((c.block, s.block_n), jnp.float32)
         y = _triton.fori_loop(0, cdiv(c.k, s.block_k), step, zeros)
-    if powers is not None:
-        y = y * powers
+    if row_power is not None and column_power is not None:
+        y = y * row_power * column_power
 
     if "scale" in ref:
         group = g * c.merged + divide(n, c.group_n)[0] if c.merged > 1 else g
@@ -234,8 +245,12 @@ def _multiply_tile(ref: dict[str, Any], c: _Config, tile: Any, g: Any, column: A
         safe = where(valid, out_row, 0)[:, None]
         _triton.atomic_add(ref["y"], (safe, g * stride + n), y, jnp.broadcast_to(mask, y.shape))
     elif "y_exponent" in ref:
-        exponent, inverse = exponents(y, 1)
-        _triton.store(ref["y"], (out_row[:, None], g * stride + n), y * inverse, mask)
+        kept = y
+        if "out_columns" in ref:
+            columns = _triton.load(ref["out_columns"], (g * c.n + n,), None if even_n else n < c.n)
+            kept = y * inverse_of(columns)
+        exponent, inverse = raised_exponents(kept, 1)
+        _triton.store(ref["y"], (out_row[:, None], g * stride + n), kept * inverse, mask)
         part = jnp.zeros_like(out_row) + (g * blocks_n + column)
         _triton.store(ref["y_exponent"], (out_row, part), resized(exponent, out_row.shape), valid)
     else:
@@ -253,14 +268,18 @@ def _multiply_tile(ref: dict[str, Any], c: _Config, tile: Any, g: Any, column: A
             _triton.store(ref["dot"], (out_row[:, None], g * c.dot_parts + part), parts, inside)
 
 
-def _as_scaled(w: jax.Array, exact: bool) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """float16 matrices, the rest of them where products are to be exact, and the power of two of each type."""
-    exponent, inverse = exponents(w.reshape(w.shape[0], -1), 1)
-    by_type = lambda a: a.reshape(-1, *(1,) * (w.ndim - 1))  # noqa: E731
-    if not exact:
-        return (w * by_type(inverse)).astype(jnp.float16), None, power(exponent).reshape(-1)
-    exponent = raised(exponent)
-    return *halves(w * by_type(inverse_power(exponent))), power(exponent + RAISED).reshape(-1)
+def _as_scaled(
+    w: jax.Array, transposed: bool, exact: bool, by_type: bool
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """float16 matrices, the rest of them where products are to be exact, and the power of two of each column.
+
+    `w` is float32[types, groups, k, n], n before k where `transposed`; powers are float32[types, groups, n], or
+    `by_type` float32[types].
+    """
+    exponent, inverse = raised_exponents(w, (1, 2, 3) if by_type else 3 if transposed else 2)
+    powers = power(exponent).reshape((-1,) if by_type else (w.shape[0], w.shape[1], -1))
+    w = w * inverse
+    return (*two_parts(w), powers) if exact else (w.astype(jnp.float16), None, powers)
 
 
 def typed_matmul(
@@ -286,6 +305,8 @@ def typed_matmul(
     precision: str = "tf32",
     out_dtype: Any = None,
     half_out: bool = False,
+    x_columns: jax.Array | None = None,
+    out_columns: jax.Array | None = None,
     schedule: GemmSchedule | None = None,
     interpret: bool | None = None,
 ) -> Any:
@@ -326,6 +347,9 @@ def typed_matmul(
         float16 are multiplied as they are. Sums are float32.
       out_dtype: of the result; by default what `x` and `w` promote to.
       half_out: asks for the result as `HalfRows`, in half the bytes; only with `precision="tf32"` and a float32 result.
+      x_columns: float32[groups, k] or [k], powers of two near the largest elements of the columns of float32 rows `x`,
+        where those differ: `column_powers(x)`. `HalfRows` have their own.
+      out_columns: float32[groups, n] or [n], powers of two: the `columns` of the result as `HalfRows`.
       schedule: the tile; by default the heuristic's.
       interpret: run the kernel interpreted; by default where there is no GPU.
 
@@ -399,7 +423,7 @@ def typed_matmul(
     if min(tiles, num_positions, out_rows, groups, n, rows) == 0:
         results: list[Any] = [jnp.zeros(s.shape, s.dtype) for s in shapes]
         if half_out:
-            results[0] = encode(results[0])
+            results[0] = encode(results[0], columns=None if out_columns is None else out_columns.reshape(-1))
     else:
         merged = merged_groups(groups, k, n, precision, x.dtype) if schedule is None and dot_vector is None else 1
         if schedule is None:
@@ -418,11 +442,26 @@ def typed_matmul(
         scaled = precision == "tf32" and jnp.float32 in (x.dtype, w.dtype)
         exact = precision == "f32" and jnp.float32 in (x.dtype, w.dtype)
         if isinstance(x, HalfRows) and not (scaled and x.one_exponent(merged * k, schedule.block_k)):
-            x = x.decode()
+            x, x_columns = x.decode(), x.columns
         mantissa = x.mantissa if isinstance(x, HalfRows) else x
+        if isinstance(x, HalfRows):
+            x_columns = x.columns
+        x_columns = x_columns.reshape(groups, k) if x_columns is not None and (scaled or exact) else None
+        out_columns = out_columns.reshape(groups, n) if out_columns is not None and half_out else None
         w_low = w_power = None
-        if (scaled or exact) and num_positions >= SCALE_BEFOREHAND:
-            w, w_low, w_power = _as_scaled(w.astype(jnp.float32), exact)
+        beforehand = (scaled or exact) and num_positions >= SCALE_BEFOREHAND
+        # What is stored is divided by `out_columns`: the matrices are, where the epilogue is linear, and then all their
+        # columns have about one scale.
+        divided_w = beforehand and out_columns is not None and bias is None and activation is None
+        if beforehand:
+            w = w.astype(jnp.float32)
+            if x_columns is not None:
+                w = w * (x_columns[:, None] if transpose_w else x_columns[:, :, None])
+            if divided_w:
+                inverse = inverse_of(out_columns)
+                w = w * (inverse[:, :, None] if transpose_w else inverse[:, None])
+                dot_vector = None if dot_vector is None else dot_vector * out_columns
+            w, w_low, w_power = _as_scaled(w, transpose_w, exact, divided_w)
             if merged == 1:  # matrices of whole tiles need no mask
                 sides = tuple((0, -a % b) for a, b in zip((k, n), (schedule.block_k, schedule.block_n), strict=True))
                 sides = (0, 0), (0, 0), *(sides[::-1] if transpose_w else sides)
@@ -439,6 +478,8 @@ def typed_matmul(
             operands["x_exponent"] = x.exponent
         if w_power is not None:
             operands["w_power"] = w_power
+        if x_columns is not None and not (isinstance(x, HalfRows) and w_power is not None):
+            operands["x_columns"] = x_columns.reshape(groups * k)
         if w_low is not None:
             operands["w_low"] = w_low
         if x_index is not None:
@@ -461,6 +502,8 @@ def typed_matmul(
         blocks_n = cdiv(merged * n, schedule.block_n)
         half_out = half_out and (blocks_n == 1 or merged * n % schedule.block_n == 0)  # parts of one width
         out_length = stored((n,))[0] if half_out and merged == 1 and blocks_n == 1 else n
+        if half_out and out_columns is not None and not divided_w:
+            operands["out_columns"] = out_columns.reshape(groups * n)
         if half_out:
             shapes[0] = jax.ShapeDtypeStruct((out_rows, groups * out_length), jnp.dtype(jnp.float16))
             shapes.append(jax.ShapeDtypeStruct((out_rows, groups // merged * blocks_n), jnp.dtype(jnp.uint8)))
@@ -495,6 +538,8 @@ def typed_matmul(
             x_behind=x_length - groups * k,
             out_behind=out_length - n,
             x_part=x.part_width if isinstance(x, HalfRows) else 1,
+            divided=x_columns is not None and not isinstance(x, HalfRows),
+            power_by_type=divided_w,
             x_bits_of=x.dtype if isinstance(x, FloatBits) else None,
             dot_parts=dot_parts,
         )
@@ -513,7 +558,8 @@ def typed_matmul(
         if half_out:
             features = (n,) if groups == 1 else (groups, n)
             mantissa = results[0].reshape(out_rows, *features[:-1], out_length)
-            results[0] = of_stored(mantissa, results.pop(), features)
+            columns = None if out_columns is None else out_columns.reshape(features)
+            results[0] = of_stored(mantissa, results.pop(), features, columns)
     if not flat:
         results[0] = results[0].reshape(out_rows, groups, n)
     elif dot_vector is not None and dot_parts == 1:

@@ -1,15 +1,20 @@
 """Rows in 16 bits with an exponent of their own, and products of such operands: `tf32` and `f32` of the kernels.
 
-TF32 keeps 10 bits of an operand's mantissa and float32's exponent. float16 keeps the same 10 bits; what it lacks in
-range is made up by a power of two for each row (or tile), which multiplies exactly. So rows that only products and sums
-read can be stored in half the bytes, and tensor cores multiply float16 at twice the rate of TF32 and take it from
-shared memory by wider instructions. Elements below 2^-14 of their row's largest lose bits, those below 2^-24 vanish: no
-more than the rounding of that largest element in a sum.
+TF32 keeps 10 bits of an operand's mantissa and float32's exponent. float16 keeps the same 10 bits. Powers of two make
+up for the range that it lacks; they multiply exactly. So rows that only products and sums read can be stored in half
+the bytes, and tensor cores multiply float16 at twice the rate of TF32 and take it from shared memory by wider
+instructions.
+
+There are two kinds of powers. One belongs to each row: it brings the row's largest element just below 2^15. One belongs
+to each column of an array (`columns`): it brings columns of different scales to one scale first, so that a feature of
+10^9 beside features of 1, or a weight's column of 10^-9, costs no digits. The columns of a matrix of weights have powers
+of their own for each type. An element then keeps its 10 bits down to 2^-29 of the largest of its row, and vanishes
+below 2^-40 of it.
 
 `f32` products are three of float16: an operand is the sum of two float16 numbers, which keep 22 bits of it, and the
 product of the two small parts, 2^-22 of the whole, is left out. (Ootomo and Yokota, 2022, recover single precision so.)
-Tensor cores do that in a fraction of the time that products of float32 take without them. Operands are scaled to just
-below float16's largest number, so that small parts stay normal numbers.
+Tensor cores do that in a fraction of the time that products of float32 take without them. The small part is stored
+2^11 times larger, so that it has the range of the large one.
 """
 
 from __future__ import annotations
@@ -44,12 +49,14 @@ class HalfRows:
     Attributes:
       mantissa: float16[rows, *features]; or longer on its last axis, zeros behind the features, see `width`.
       exponent: uint8[rows, parts], biased by 127: part p of a row's features (they are cut in equal, contiguous parts)
-        is `mantissa * 2 ** (exponent - 127)`.
+        is `mantissa * 2 ** (exponent - 127) * columns`.
+      columns: bfloat16[*features], powers of two, which that dtype holds as they are; None where all are 1.
       width: the size of the last axis where it is stored in more; else None.
     """
 
     mantissa: Array
     exponent: Array
+    columns: Array | None = None
     width: int | None = field(default=None, metadata={"static": True})
 
     @property
@@ -80,23 +87,30 @@ class HalfRows:
 
     def reshape(self, *shape: Any) -> HalfRows:
         """The same rows with other feature axes."""
+        to = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        columns = None if self.columns is None else self.columns.reshape(to[1:])
         if self.width is None:
-            return HalfRows(self.mantissa.reshape(*shape), self.exponent)
-        to = shape[0] if len(shape) == 1 else shape
+            return HalfRows(self.mantissa.reshape(to), self.exponent, columns)
         if to[-1] == self.width:
-            return HalfRows(self.mantissa.reshape(*to[:-1], self.mantissa.shape[-1]), self.exponent, self.width)
-        return HalfRows(self.mantissa[..., : self.width].reshape(to), self.exponent)
+            mantissa = self.mantissa.reshape(*to[:-1], self.mantissa.shape[-1])
+            return HalfRows(mantissa, self.exponent, columns, self.width)
+        return HalfRows(self.mantissa[..., : self.width].reshape(to), self.exponent, columns)
 
     def whole(self) -> HalfRows:
         """The rows as they are stored, zeros among their features."""
-        return HalfRows(self.mantissa, self.exponent)
+        columns = self.columns
+        if columns is not None and self.width is not None:
+            behind = self.mantissa.shape[-1] - self.width
+            columns = jnp.pad(columns, [(0, 0)] * (columns.ndim - 1) + [(0, behind)], constant_values=1)
+        return HalfRows(self.mantissa, self.exponent, columns)
 
     def decode(self) -> Array:
         """float32[rows, *features]."""
         rows, parts = self.exponent.shape
         scale = power(self.exponent.astype(jnp.int32))
         flat = self.mantissa[..., : self.width].reshape(rows, parts, self.part_width)
-        return (flat.astype(jnp.float32) * scale[:, :, None]).reshape(self.shape)
+        found = (flat.astype(jnp.float32) * scale[:, :, None]).reshape(self.shape)
+        return found if self.columns is None else found * self.columns.astype(jnp.float32)
 
 
 def stored(features: tuple[int, ...]) -> tuple[int, ...]:
@@ -106,20 +120,45 @@ def stored(features: tuple[int, ...]) -> tuple[int, ...]:
     return (*features[:-1], cdiv(features[-1], ROW_MULTIPLE) * ROW_MULTIPLE)
 
 
-def of_stored(mantissa: Array, exponent: Array, features: tuple[int, ...]) -> HalfRows:
+def of_stored(
+    mantissa: Array, exponent: Array, features: tuple[int, ...], columns: Array | None = None
+) -> HalfRows:
     """`HalfRows` of these feature axes, of what a kernel wrote."""
-    return HalfRows(mantissa, exponent, None if mantissa.shape[1:] == features else features[-1])
+    return HalfRows(mantissa, exponent, columns, None if mantissa.shape[1:] == features else features[-1])
 
 
-def encode(x: Array, parts: int = 1) -> HalfRows:
-    """float32[rows, *features] as `HalfRows`, by plain XLA."""
+def encode(x: Array, parts: int = 1, columns: Array | None = None) -> HalfRows:
+    """float32[rows, *features] as `HalfRows`, by plain XLA; `columns` as in `HalfRows`."""
     width = math.prod(x.shape[1:])
+    if columns is not None:
+        x = x * inverse_of(columns)
     flat = x.reshape(x.shape[0], parts, width // parts)
-    exponent, inverse = exponents(flat, 2)
+    exponent, inverse = raised_exponents(flat, 2)
     mantissa = (flat * inverse).astype(jnp.float16).reshape(x.shape)
     behind = [(0, at - size) for at, size in zip(stored(x.shape[1:]), x.shape[1:], strict=True)]
     exponent = exponent.reshape(x.shape[0], parts).astype(jnp.uint8)
-    return of_stored(jnp.pad(mantissa, ((0, 0), *behind)), exponent, x.shape[1:])
+    return of_stored(jnp.pad(mantissa, ((0, 0), *behind)), exponent, x.shape[1:], columns)
+
+
+def powers_of(largest: Array) -> Array:
+    """The power of two at or below each magnitude, float32; for zeros that of the largest, or 1 where all are zeros."""
+    return powers_of_tile(largest, jnp.max(largest, initial=0))
+
+
+def powers_of_tile(largest: Array, of_all: Array) -> Array:
+    """As `powers_of`, with the largest of all magnitudes given."""
+    largest = where(largest > 0, largest, of_all)
+    bits = lax.bitcast_convert_type(largest, jnp.int32)
+    exponent = lax.shift_right_logical(bits, lax.full_like(bits, 23))
+    exponent = lax.min(lax.max(exponent, _LOW), _HIGH)
+    return where(largest > 0, power(exponent), 1.0)
+
+
+def inverse_of(powers: Array) -> Array:
+    """1 over powers of two from 2^-126 to 2^126, exactly, in float32."""
+    bits = lax.bitcast_convert_type(powers.astype(jnp.float32), jnp.int32)
+    exponent = lax.shift_right_logical(bits, lax.full_like(bits, 23))
+    return inverse_power(exponent)
 
 
 def power(exponent: Array) -> Array:
@@ -130,6 +169,13 @@ def power(exponent: Array) -> Array:
 def inverse_power(exponent: Array) -> Array:
     """The power of two that undoes `power(exponent)`, for exponents as `exponents` gives them."""
     return power(lax.sub(np.int32(2 * _ONE), exponent))
+
+
+def power_of_any(x: Array, exponent: Array) -> Array:
+    """`x * 2 ** (exponent - 127)` in float32, for a number `exponent` of any int32 value."""
+    near = lax.min(lax.max(exponent, np.int32(1)), np.int32(254))
+    rest = lax.min(lax.max(lax.sub(exponent, near) + _ONE, np.int32(1)), np.int32(254))
+    return x * power(near) * power(rest)
 
 
 def exponents(x: Array, axis: int | tuple[int, ...] | None) -> tuple[Array, Array]:
@@ -158,7 +204,7 @@ def without_padding(x: Array, shape: tuple[int, ...]) -> Array:
 def rounded(x: Array, shape: tuple[int, ...]) -> Array:
     """A tile of float32 rows, of `shape` padded to powers of two, as `HalfRows` with one exponent a row keep them."""
     x = without_padding(x, shape)
-    exponent, inverse = exponents(x, tuple(range(x.ndim - len(shape), x.ndim)))
+    exponent, inverse = raised_exponents(x, tuple(range(x.ndim - len(shape), x.ndim)))
     return (x * inverse).astype(jnp.float16).astype(jnp.float32) * power(exponent)
 
 
@@ -169,6 +215,24 @@ RAISED = 14
 def raised(exponent: Array) -> Array:
     """The exponent whose `inverse_power` brings rows of `exponent` below 2^15, and not just below 2."""
     return lax.max(lax.sub(exponent, np.int32(RAISED)), _LOW)
+
+
+def raised_exponents(x: Array, axis: int | tuple[int, ...] | None) -> tuple[Array, Array]:
+    """As `exponents`, but `x` times the power is below 2^15 in magnitude, and not below 2."""
+    exponent = raised(exponents(x, axis)[0])
+    return exponent, inverse_power(exponent)
+
+
+# How much larger than it is the small part of a float32 number is kept.
+LOW_RAISED = 11
+
+
+def two_parts(x: Array) -> tuple[Array, Array]:
+    """Two float16 tiles, `x` to 22 bits as their sum where the second counts 2^-11; `x` below 2^15 in magnitude."""
+    high = x.astype(jnp.float16)
+    low = lax.sub(x, high.astype(jnp.float32)) * np.float32(2.0**LOW_RAISED)
+    low = lax.select(lax.eq(low, low), low, lax.full_like(low, 0))  # infinity less infinity
+    return high, low.astype(jnp.float16)
 
 
 def halves(x: Array, dtype: Any = jnp.float16) -> tuple[Array, Array]:

@@ -23,12 +23,26 @@ from dejax.pallas import schedule as schedules
 from dejax.pallas._checks import as_index, check_float, check_precision
 from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
 from dejax.pallas._tiles import steps, where, within
-from dejax.pallas.half_rows import RAISED, HalfRows, exponents, halves, inverse_power, power, raised, whole_max
+from dejax.pallas.half_rows import (
+    RAISED,
+    HalfRows,
+    exponents,
+    halves,
+    inverse_of,
+    inverse_power,
+    power,
+    power_of_any,
+    raised_exponents,
+    two_parts,
+    whole_max,
+)
 from dejax.pallas.schedule import OuterSchedule, merged_groups, outer_schedule
 from dejax.pallas.sums import sum_rows_of_all
 
 # Numbers of narrow rows: the columns of the smallest product.
 MAX_NARROW = 16
+# A biased exponent below those of all products of two float32 numbers.
+_LEAST = -400
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +72,12 @@ class _Config:
     y_part: int
     x_behind: int  # zeros behind the features of a row of x
     y_behind: int
+    divided: tuple[str, ...]  # of x and y, which is divided by the powers of two of its columns here
 
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """A tile of x as the products take it: as it is, in 16 bits and below 2 in magnitude, or in two parts.
+    """A tile of x as the products take it: as it is, in 16 bits and below 2^15 in magnitude, or in two parts.
 
     `exponent` [rows, 1] are the powers of two of its rows, biased.
     """
@@ -72,11 +87,11 @@ class _Left:
 
 
 def _normalized(tile: jax.Array, exponent: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """A tile's rows below 2 in magnitude, and the exponent of each row [rows, 1], biased."""
+    """A tile's rows below 2^15 in magnitude, and the exponent of each row [rows, 1], biased."""
     if exponent is not None:
         return tile, exponent
     tile = tile.astype(jnp.float32)
-    exponent, inverse = exponents(tile, 1)
+    exponent, inverse = raised_exponents(tile, 1)
     return tile * inverse, exponent
 
 
@@ -86,8 +101,8 @@ def _left(x: jax.Array, exponent: jax.Array | None, c: _Config) -> _Left:
         return _Left(x.astype(jnp.float16), exponent)
     if c.exact:
         x = x.astype(jnp.float32)
-        exponent = raised(exponents(x, 1)[0])
-        return _Left(halves(x * inverse_power(exponent)), exponent)
+        exponent, inverse = raised_exponents(x, 1)
+        return _Left(two_parts(x * inverse), exponent)
     return _Left(x.astype(c.dtype), None)
 
 
@@ -107,7 +122,7 @@ def _added(sum_: Sum, x: _Left, y: jax.Array, y_exponent: jax.Array | None, c: _
     y, y_exponent = _normalized(y, y_exponent)
     of_row = x.exponent + y_exponent - 127
     total, unit = _relative(sum_, whole_max(of_row))
-    relative = power(jnp.maximum(of_row - unit + 127, 1))  # a power of two in float16, too: it goes down to 2^-24
+    relative = power(jnp.maximum(of_row - unit + 127, 1))  # at most 1, and in float16 at least 2^-24
     return total + _dot(x.tile, (y * relative.astype(y.dtype)).astype(jnp.float16), "tf32"), unit
 
 
@@ -119,7 +134,7 @@ def _several_added(sum_: Sum, x: _Left, y: jax.Array, c: _Config) -> Sum:
     if c.scaled:  # powers of two of x's rows multiply the numbers in float32
         assert x.exponent is not None
         y, dtype = y * power(x.exponent), jnp.dtype(jnp.float16)
-        total, unit = _relative(sum_, exponents(y, None)[0])
+        total, unit = _relative(sum_, exponents(y, None)[0] - RAISED)
         y = y * inverse_power(unit)
     for part in reversed(halves(y, dtype)):
         total = total + _dot(x.tile, part, c.precision)
@@ -138,13 +153,13 @@ def _one_added(total: jax.Array, x: jax.Array, x_exponent: jax.Array | None, y: 
 
 
 def _relative(sum_: Sum, largest: jax.Array) -> Sum:
-    """The sum relative to where products with `largest`, biased, are below 2^(2 + RAISED), if they were not yet.
+    """The sum relative to the power `largest`, biased, if it was relative to a smaller one.
 
-    So what is much smaller than the largest has all its bits, too. What was added up is scaled, and not the product, so
+    So rows much smaller than the largest keep their bits. What was added up is scaled, and not the product, so
     that tensor cores add to it: 128 by 128 takes 64 registers a thread less.
     """
     total, unit = sum_
-    now = jnp.maximum(unit, jnp.minimum(largest, 254) - RAISED)
+    now = jnp.maximum(unit, largest)
     return total * power(jnp.maximum(unit - now + 127, 1)), now  # 2^-126 and less is 0
 
 
@@ -152,10 +167,10 @@ def _exact_product(x: _Left, y: jax.Array) -> jax.Array:
     """x^T y in float32. Row p's powers of two multiply y."""
     assert x.exponent is not None
     y, y_exponent = _normalized(y.astype(jnp.float32), None)
-    total = x.exponent + y_exponent - 127
-    largest = jnp.minimum(jnp.maximum(whole_max(total), 1), 254)
-    y = y * power(jnp.maximum(total - largest + 127 + RAISED, 1))
-    return _triton.exact_dot(x.tile, halves(y), transpose_x=True) * 2.0**-RAISED * power(largest)
+    of_row = x.exponent + y_exponent - 127
+    largest = whole_max(of_row)
+    y = y * power(jnp.maximum(of_row - largest + 127, 1))
+    return power_of_any(_triton.exact_dot(x.tile, two_parts(y), transpose_x=True), largest)
 
 
 def _partial_kernel(*refs: Any, c: _Config) -> None:
@@ -201,6 +216,17 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
         scale = _triton.load(ref["scale"], (position[:, None], group), valid[:, None])
         return rows.astype(jnp.float32) * scale.astype(jnp.float32)
 
+    def columns_of(name: str, column: jax.Array, width: int) -> jax.Array:
+        return _triton.load(ref[f"{name}_columns"], (g * width + column,), column < width, 1.0).astype(jnp.float32)
+
+    inverses = {}
+    for name, column, width in (("x", k, c.k), ("y", n, c.n)):
+        if name in c.divided:
+            inverses[name] = inverse_of(columns_of(name, column, width))
+
+    def divided(name: str, rows: jax.Array) -> jax.Array:
+        return rows.astype(jnp.float32) * inverses[name] if name in inverses else rows
+
     first = start + lanes(s.block_rows, 0, 1)
 
     def step(i: jax.Array, carry: tuple[list[Sum], tuple[jax.Array, ...]]) -> Any:
@@ -212,6 +238,7 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
         x_row, y_row = (next(rows) if f"{name}_index" in ref else position for name in "xy")
         y, y_exponent = load("y", y_row, valid, n, block_n * s.block_n, c.n + c.y_behind, c.y_rows, c.y_part)
         x, x_exponent = load("x", x_row, valid, k, block_k * s.block_k, c.k + c.x_behind, c.x_rows, c.x_part)
+        x, y = (divided(name, rows) for name, rows in (("x", x), ("y", y)))
         left = _left(x, x_exponent, c)
         found = [_added(sums[0], left, scaled_by(y, position, valid, n, c.group_n), y_exponent, c)]
         if count:
@@ -224,15 +251,22 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
                 found.append(_several_added(sums[1], left, numbers, c))
         return found, ahead
 
-    empty = lambda shape, unit=1: (jnp.zeros(shape, jnp.float32), lax.full((), unit, jnp.int32))  # noqa: E731
+    empty = lambda shape, unit=_LEAST: (jnp.zeros(shape, jnp.float32), lax.full((), unit, jnp.int32))  # noqa: E731
     nothing = [empty((s.block_k, s.block_n))]
     if count == 1:  # relative to 1
         nothing.append(empty((min(s.block_rows, 256 * s.num_warps // s.block_k), s.block_k), 127))
     elif count:
         nothing.append(empty((s.block_k, m.shape[1])))
     sums, _ = _triton.fori_loop(0, steps(end - start, s.block_rows), step, (nothing, indices(first)))
-    wide, *narrow = (total * power(unit) if c.scaled else total for total, unit in sums)
+    wide, *narrow = (power_of_any(total, unit) if c.scaled else total for total, unit in sums)
+    if "y_columns" in ref:
+        wide = wide * columns_of("y", n, c.n)
+    if count == 1:
+        narrow = [lax.reduce_sum(narrow[0], (0,)).reshape(-1, 1)]
     k = k.reshape(-1, 1)
+    if "x_columns" in ref:
+        of_k = columns_of("x", k, c.k)
+        wide, *narrow = (total * of_k for total in (wide, *narrow))
 
     def store(name: str, total: jax.Array, column: jax.Array, width: int, inside: jax.Array) -> None:
         """Stores the blocks on the diagonal, `group_k` by `width`, of a tile of the result."""
@@ -245,7 +279,6 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
 
     store("partial", wide, n, c.group_n, jnp.ones((1, 1), jnp.bool_))
     for total in narrow:
-        total = lax.reduce_sum(total, (0,)).reshape(-1, 1) if count == 1 else total
         store("narrow_partial", total, m, c.narrow, lax.broadcast(leads, (1, 1)))
 
 
@@ -283,6 +316,8 @@ def typed_outer(
     out_dtype: Any = jnp.float32,
     rows_per_split: int | None = None,
     splits: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None] | None = None,
+    x_columns: jax.Array | None = None,
+    y_columns: jax.Array | None = None,
     schedule: OuterSchedule | None = None,
     interpret: bool | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -308,6 +343,9 @@ def typed_outer(
       rows_per_split: positions that one program sums; about a thousandth of all by default.
       splits: `split_table(offsets, rows_per_split, num_positions)` where it was made before, and then None or, where
         starts and ends are in another order, the number of each split, int32[splits].
+      x_columns: float32[groups, k] or [k], powers of two near the largest elements of the columns of float32 rows `x`,
+        where those differ: `column_powers(x)`. `HalfRows` have their own.
+      y_columns: float32[groups, n] or [n], likewise for `y`.
       schedule: the tile; by default the tuned table's, else the heuristic's.
       interpret: run the kernels interpreted; by default where there is no GPU.
 
@@ -359,7 +397,7 @@ def typed_outer(
         call = functools.partial(
             typed_outer, x, y, offsets=offsets, num_positions=num_positions, x_index=x_index, y_index=y_index,
             scale=scale, narrow=narrow, precision=precision, out_dtype=out_dtype, rows_per_split=rows_per_split,
-            splits=splits, interpret=interpret,
+            splits=splits, x_columns=x_columns, y_columns=y_columns, interpret=interpret,
         )  # fmt: skip
         fields = tuned_tables.choose(
             "outer",
@@ -373,9 +411,9 @@ def typed_outer(
         schedule = OuterSchedule(**fields)
     scaled = precision == "tf32" and jnp.float32 in (x.dtype, y.dtype)
     if isinstance(x, HalfRows) and not (scaled and x.one_exponent(merged * k, schedule.block_k)):
-        x = x.decode()
+        x, x_columns = x.decode(), x.columns
     if isinstance(y, HalfRows) and not (scaled and scale is None and y.one_exponent(merged * n, schedule.block_n)):
-        y = y.decode()
+        y, y_columns = y.decode(), y.columns
     per_split = rows_per_split or schedules.rows_per_split(num_positions, types)
     if splits is None:
         splits = (*split_table(jnp.asarray(offsets), per_split, num_positions), None)
@@ -390,9 +428,16 @@ def typed_outer(
     }
     if number is not None:
         operands["split_number"] = number
-    for name, a in (("x", x), ("y", y)):
+    exact = precision == "f32" and jnp.float32 in (x.dtype, y.dtype)
+    given = []  # what is divided by the powers of two of its columns in the kernel
+    for name, a, columns in (("x", x, x_columns), ("y", y, y_columns)):
         if isinstance(a, HalfRows):
             operands[f"{name}_exponent"] = a.exponent
+            columns = a.columns
+        elif columns is not None and (scaled or exact):
+            given.append(name)
+        if columns is not None and (scaled or exact):
+            operands[f"{name}_columns"] = columns.reshape(-1)
     if x_index is not None:
         operands["x_index"] = as_index(x_index, "x_index", num_positions)
     if y_index is not None:
@@ -423,11 +468,12 @@ def typed_outer(
         x_rows=x_rows,
         y_rows=y_rows,
         scaled=scaled,
-        exact=precision == "f32" and jnp.float32 in (x.dtype, y.dtype),
+        exact=exact,
         x_part=x.part_width if isinstance(x, HalfRows) else 1,
         y_part=y.part_width if isinstance(y, HalfRows) else 1,
         x_behind=stored_x.shape[1] - groups * k,
         y_behind=stored_y.shape[1] - groups * n,
+        divided=tuple(given),
     )
     num_splits = start.shape[0]
     partials = _triton.pallas_call(

@@ -33,7 +33,7 @@ from dejax.pallas._traversal_arrays import (
     zeros,
 )
 from dejax.pallas._traversal_kernels import FEW_CHUNKS, combine_kernel, map_kernel, row_kernel
-from dejax.pallas._traversal_plan import BY_ROW, Operand, Output, Plan
+from dejax.pallas._traversal_plan import BY_ROW, SHARED, Operand, Output, Plan
 from dejax.pallas.half_rows import HalfRows
 from dejax.pallas.schedule import TraversalSchedule, map_schedule, traversal_schedule
 from dejax.pallas.tuned_tables import bucket, choose, traversal_candidates
@@ -73,7 +73,7 @@ class Beside:
     def planned(self, num_rows: int, items: int) -> tuple[Plan, list[jax.Array]]:
         """What its loop is, with `items` at a time, and the arrays that a kernel is given for it."""
         check_reductions(self.reductions)
-        wrong = [f"operand {i} by row" for i, o in enumerate(self.operands) if o.access in BY_ROW]
+        wrong = [f"operand {i} by row" for i, o in enumerate(self.operands) if o.access in BY_ROW and o.access != "late"]
         wrong += [f"reduction {i}, a {r.kind}" for i, r in enumerate(self.reductions) if r.kind != "sum"]
         if wrong:
             raise ValueError(f"beside must have sums of what is read by item, got {', '.join(wrong)}")
@@ -87,7 +87,7 @@ class Beside:
             epilogue=None,
             operands=tuple(self.operands),
             features=features,
-            lengths=tuple(a.shape[0] for a in self.arrays),
+            lengths=_lengths(self.arrays, self.operands),
             reductions=tuple(self.reductions),
             item_outputs=(),
             row_outputs=(),
@@ -101,6 +101,10 @@ class Beside:
             has_order=self.order is not None,
         )
         return plan, given_to_loop(flat(ready), tables, self.offsets, self.order, self.num_items, "beside.order")
+
+
+def _lengths(arrays: Sequence[Any], operands: Sequence[Operand]) -> tuple[int, ...]:
+    return tuple(1 if o.access in SHARED else a.shape[0] for a, o in zip(arrays, operands, strict=True))
 
 
 def traverse(
@@ -130,7 +134,8 @@ def traverse(
 
     The items of row r are `order[offsets[r]:offsets[r + 1]]`. The body sees several rows and several items of each at
     once: tiles of shape [rows, items, *features] for `item`, `indexed`, `position` and `positioned` operands,
-    [rows, 1, *features] for `row` and `row_indexed`, [1, 1, *features] for `shared` ones, each feature axis padded to
+    [rows, 1, *features] for `row` and `row_indexed`, [1, 1, *features] for `shared` ones (`Operand` has what else there
+    is, and what comes as None), each feature axis padded to
     the next power of two with zeros (`feature_mask` tells which lanes are padding). Floating tiles are float32. It must
     be elementwise over the two leading axes and may leave them at size 1. Results are the same in every run: there are
     no atomic additions.
@@ -139,7 +144,7 @@ def traverse(
       body: from tiles, in the order of `operands`, to (a value for each reduction, a value for each item output). A
         tuple of tiles of one shape in place of an item output is stored side by side along the first feature axis.
       epilogue: from (results of the reductions, and then of those of `beside`, as a tuple of [rows, *features], tiles
-        of the `row` and `shared` operands as [rows or 1, *features]) to the row outputs; None: the row outputs are the
+        of the operands in `BY_ROW` as [rows or 1, *features]) to the row outputs; None: the row outputs are the
         reductions. A tuple of tiles of one shape in place of an output is stored side by side along the first feature
         axis.
       arrays: [length, *features] with at most two feature axes, or such `HalfRows`; [*features] for `shared`; [length,
@@ -190,7 +195,7 @@ def traverse(
     index_tables = [
         as_index(t, f"index_tables[{i}]", num_rows if i in by_row else num_items) for i, t in enumerate(index_tables)
     ]
-    lengths = tuple(1 if o.access == "shared" else a.shape[0] for a, o in zip(arrays, operands, strict=True))
+    lengths = _lengths(arrays, operands)
     ready, features = check_operands(arrays, operands, index_tables, num_items, num_rows)
     width = check_width(
         [*features, *(r.shape for r in reductions), *(s for s, _ in item_outputs), *(s for s, _ in row_outputs)]
@@ -205,8 +210,10 @@ def traverse(
     interpreted = _triton.use_interpreter(interpret)
     if schedule is None:
         degree = num_items / num_rows
+        counted_in = [o.access not in SHARED[1:] for o in operands]
         loads = [(math.prod(f), isinstance(a, HalfRows)) for a, f in zip(ready, features, strict=True)]
-        for_row = [o.access in BY_ROW for o in operands]
+        loads = list(itertools.compress(loads, counted_in))
+        for_row = list(itertools.compress([o.access in BY_ROW for o in operands], counted_in))
         heuristic = traversal_schedule(
             width, degree, loads=[n for n, once in zip(loads, for_row, strict=True) if not once],
             row_loads=list(itertools.compress(loads, for_row)), writes_items=bool(item_outputs), num_items=num_items,
@@ -369,7 +376,7 @@ def map_items(
     """
     outputs = declared(outputs)
     index_tables = [as_index(t, f"index_tables[{i}]", num_items) for i, t in enumerate(index_tables)]
-    lengths = tuple(1 if o.access == "shared" else a.shape[0] for a, o in zip(arrays, operands, strict=True))
+    lengths = _lengths(arrays, operands)
     ready, features = check_operands(arrays, operands, index_tables, num_items, None)
     width = check_width([*features, *(s for s, _ in outputs)])
     half = tuple(half_outputs)

@@ -18,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from dejax.pallas import label
 from dejax.pallas.encode import to_half_rows
+from dejax.pallas.column_powers import column_powers
 from dejax.pallas.half_rows import HalfRows, of_stored
 from dejax.rgnn.graph import RelGraph
 from dejax.rgnn.ir.inter import Program
@@ -26,7 +27,7 @@ from dejax.rgnn.lowering.pallas import Columns, PallasLowering
 from dejax.rgnn.lowering.xla import Evaluator, num_rows, segment_sum
 from dejax.rgnn.options import Options
 from dejax.rgnn.passes import Counts, Cut, differentiated, lower_to_kernels, optimise
-from dejax.rgnn.passes.storage import shared_encodings
+from dejax.rgnn.passes.storage import linear_in, shared_encodings
 
 Arrays = tuple[jax.Array, ...]
 
@@ -108,9 +109,16 @@ def training_cut(task: Task, wrt: tuple[int, ...]) -> Cut:
 def training_tasks(task: Task, wrt: tuple[int, ...]) -> tuple[Cut, Task, Task]:
     """The cut for gradients of the inputs at `wrt`, and its halves as tasks; what is saved may be kept in 16 bits."""
     parts = training_cut(task, wrt)
-    saved = range(parts.num_outputs, parts.num_outputs + parts.num_saved)
+    saved = [parts.num_outputs + n for n in range(parts.num_saved) if linear_in_saved(parts, n)]
     forward = Task(parts.forward, task.counts, task.options, raw=False, packed=(*task.packed, *saved))
     return parts, forward, Task(parts.backward, task.counts, task.options, raw=False)
+
+
+def linear_in_saved(parts: Cut, number: int) -> bool:
+    """Whether gradients are linear in a saved value, so that it may be kept in 16 bits."""
+    position = len(parts.needed) + number
+    inputs = parts.backward.by_position()
+    return position not in inputs or linear_in(parts.backward, inputs[position])
 
 
 def differentiable_positions(task: Task) -> tuple[int, ...]:
@@ -147,7 +155,8 @@ def run_kernels(
         env[i] = half if isinstance(half, HalfRows) else inputs[position]
         if isinstance(half, Beside):
             encoded[i] = half.rows
-    pallas = PallasLowering(kernels, graph, options, encoded) if uses_kernels(graph, options) else None
+    given = dict(env)
+    pallas = PallasLowering(kernels, graph, options, encoded, given) if uses_kernels(graph, options) else None
     xla = Evaluator(program, graph, options.precision, segment_sum if pallas is None else pallas.sum_types)
     remaining = [set(instance.reads) for instance in kernels.instances]
     for number, instance in enumerate(kernels.instances):
@@ -239,7 +248,10 @@ def encode_shared(task: Task, graph: RelGraph, values: Arrays, halves: Halves) -
 
     def encoded(position: int) -> Beside:
         with kernel_label(forward.program.name, readers[at[position]]):
-            return Beside(to_half_rows(values[position], interpret=task.options.interpret))
+            array = values[position]
+            request = array, tuple(range(1, array.ndim))
+            ((_, columns),) = column_powers([request], interpret=task.options.interpret)
+            return Beside(to_half_rows(array, columns.reshape(array.shape[1:]), interpret=task.options.interpret))
 
     return tuple(encoded(p) if p in shared and half is None else half for p, half in enumerate(given))
 
@@ -265,10 +277,10 @@ def _run_forward(
     results, kept = _differentiable(forward, graph, values, halves)
     empty = jnp.zeros((0,), jnp.int8)
     saved = [
-        (a, empty, empty) if h is None else (a, h.mantissa, h.exponent)
+        (a, empty, empty, empty) if h is None else (a, h.mantissa, h.exponent, empty if h.columns is None else h.columns)
         for a, h in zip(results[count:], kept[count:], strict=True)
     ]
-    unused = [(empty, empty, empty)] * (_residual_slots(task) - len(saved))
+    unused = [(empty, empty, empty, empty)] * (_residual_slots(task) - len(saved))
     slots = (*saved, *unused)
     return (results[:count], kept[:count]), (halves, slots, _positions_as_array(wrt, len(values)))
 
@@ -280,7 +292,10 @@ def _backward(task: Task, residuals: Any, cotangents: Any) -> tuple[None, tuple,
     wrt = _positions_of_array(chosen, num_inputs)
     parts, _, backward = training_tasks(task, wrt)
     saved = [s[0] for s in slots[: parts.num_saved]]
-    saved_halves = [of_stored(m, e, a.shape[1:]) if m.size else None for a, m, e in slots[: parts.num_saved]]
+    saved_halves = [
+        of_stored(m, e, a.shape[1:], c if c.size else None) if m.size else None
+        for a, m, e, c in slots[: parts.num_saved]
+    ]
     kept = [values[p] for p in parts.needed]
     kept_halves = [halves[p] if p < len(halves) else None for p in parts.needed]
     program = optimised(task)

@@ -7,7 +7,8 @@ evaluates it with XLA.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,11 +23,13 @@ from dejax.pallas.gemm import MAX_HALF_N
 from dejax.pallas.half_rows import of_stored, stored
 from dejax.rgnn.graph import RelGraph, Segments
 from dejax.rgnn.ir.inter import VIAS
-from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, Operand, Outer, Traversal, by_head
+from dejax.rgnn.ir.intra import BY_ROW, Gemm, Instance, Kernels, Operand, Outer, Traversal, by_head
+from dejax.rgnn.lowering.factors import WithoutFactors, without_factors
+from dejax.rgnn.lowering.scales import ColumnScales
 from dejax.rgnn.lowering.tiles import TileProgram
 from dejax.rgnn.lowering.xla import num_rows, segment_sum, segments, valid_rows
 from dejax.rgnn.options import Options
-from dejax.rgnn.passes.storage import encoded_values, may_round
+from dejax.rgnn.passes.storage import encoded_values, linear_in, may_round
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # Values of at most this many numbers a row share an array where they are read at the same rows (a sector holds 8).
@@ -59,12 +62,26 @@ class PallasLowering:
         graph: RelGraph,
         options: Options,
         encoded: dict[int, Any],
+        inputs: dict[int, Any],
     ) -> None:
         self.kernels, self.program, self.half, self.graph = kernels, kernels.program, kernels.half, graph
         self.precision, self.interpret = options.precision or "tf32", options.interpret
         self.encoded = dict(encoded)  # arrays that are there in 16 bits, too
         rounds = self.precision == "tf32" and "storage" not in options.disable
         self.often_read = encoded_values(kernels, partial(num_rows, graph)) if rounds else frozenset()
+        scaled = self.precision != "bf16"
+        self.scales = ColumnScales(self.program, inputs, self.scaled_values() if scaled else (), self.interpret)
+
+    def scaled_values(self) -> list[int]:
+        """The values whose columns are divided by powers of two, in products or where they are stored."""
+        found = [*self.half, *self.often_read]
+        found += [a for v in self.half if self.program.ops[v].name == "concat" for a in self.program.ops[v].args]
+        for instance in self.kernels.instances:
+            if isinstance(instance, Gemm):
+                found.append(instance.x.value)
+            elif isinstance(instance, Outer):
+                found += [instance.x.value, instance.y.value]
+        return [v for v in dict.fromkeys(found) if self.program.ops[v].dtype == "float32"]
 
     def run(self, instance: Instance, env: dict[int, Any]) -> None:
         """Adds what the instance writes to `env`, whose values are arrays, `HalfRows` or `Columns`."""
@@ -86,8 +103,17 @@ class PallasLowering:
         if not isinstance(array, jax.Array) or not (value in self.encoded or value in self.often_read):
             return array
         if value not in self.encoded:
-            self.encoded[value] = kernels.to_half_rows(array, interpret=self.interpret)
+            self.encoded[value] = self.in_16_bits(value, array)
         return self.encoded[value]
+
+    def in_16_bits(self, value: int, array: jax.Array) -> Any:
+        return kernels.to_half_rows(array, self.scales.powers(value), interpret=self.interpret)
+
+    def column_powers(self, value: int, array: Any) -> jax.Array | None:
+        """What products in float16 divide the columns of a float32 array by."""
+        if isinstance(array, kernels.HalfRows) or array.dtype != jnp.float32 or self.precision == "bf16":
+            return None
+        return self.scales.powers(value, jnp.float32)
 
     def sum_types(self, x: jax.Array, group: Segments) -> jax.Array:
         """Sums matrices of edge types by node type: XLA would read all of them for each node type."""
@@ -112,6 +138,7 @@ class PallasLowering:
         product = self.program.ops[instance.product]
         group = segments(self.graph, instance.via)
         x, w = self.in_half(instance.x.value, env), env[instance.w]
+        x_columns = self.column_powers(instance.x.value, x)
         # Rows of several heads in 16 bits are stored longer head by head: the matrices make the zeros behind each.
         heads_of = stored(op.shape) if self.makes_heads_stored(instance) else op.shape
         if heads_of != op.shape:
@@ -128,6 +155,10 @@ class PallasLowering:
             rows = onto.num_rows
         padded = valid_rows(self.graph, product.space) is not None
         half_out = instance.out in self.half
+        out_columns = self.scales.powers(instance.out) if half_out else None
+        if out_columns is not None and heads_of != op.shape:
+            behind = [(0, longer - size) for longer, size in zip(heads_of, op.shape, strict=True)]
+            out_columns = jnp.pad(out_columns, behind, constant_values=1)
         by_type = lambda v: None if v is None else env[v].reshape(w.shape[0], *x.shape[1:-1], n)  # noqa: E731
         bias, vector = by_type(instance.bias), by_type(instance.vector)
         heads = 1 if instance.dot is None else self.program.ops[instance.dot].width // math.prod(x.shape[1:-1])
@@ -156,6 +187,8 @@ class PallasLowering:
                 precision=self.precision,
                 out_dtype=jnp.dtype(op.dtype),
                 half_out=half_out,
+                x_columns=x_columns,
+                out_columns=out_columns,
                 schedule=kernels.GemmSchedule(**tile) if tile else None,
                 interpret=self.interpret,
             )
@@ -178,7 +211,8 @@ class PallasLowering:
             if heads_of != op.shape:
                 y = found[0]
                 halved = isinstance(y, kernels.HalfRows)
-                found[0] = of_stored(y.mantissa, y.exponent, op.shape) if halved else y[..., : op.shape[-1]]
+                columns = self.scales.powers(instance.out)
+                found[0] = of_stored(y.mantissa, y.exponent, op.shape, columns) if halved else y[..., : op.shape[-1]]
         if instance.dot is not None:
             found[1] = found[1].reshape(rows, *self.program.ops[instance.dot].shape)
         return tuple(found)
@@ -199,6 +233,7 @@ class PallasLowering:
         summed = heads and "h" not in instance.spec.split("->")[1]  # a product for each head, then their sum
         if not heads:  # zeros behind each head's features are features here
             x, y = (a.whole() if isinstance(a, kernels.HalfRows) and a.ndim > 2 else a for a in (x, y))
+        x_columns, y_columns = (self.column_powers(o.value, a) for o, a in ((instance.x, x), (instance.y, y)))
         lengths = x.shape[-1], y.shape[-1]
         # [rows, groups, width] on both sides; what is not a group is a width.
         shape = lambda a: (a.shape[0], a.shape[1] if heads else 1, int(np.prod(a.shape[2 if heads else 1 :])))  # noqa: E731
@@ -219,6 +254,8 @@ class PallasLowering:
             rows_per_split=None if splits is None else splits.rows_per_split,
             precision=self.precision,
             out_dtype=jnp.float32 if summed else dtype,
+            x_columns=x_columns,
+            y_columns=y_columns,
             interpret=self.interpret,
         )
         totals = found if isinstance(found, tuple) else (found,)
@@ -253,7 +290,7 @@ class PallasLowering:
     def traversal(self, t: Traversal, env: dict[int, Any]) -> None:
         ops = self.program.ops
         items = num_rows(self.graph, t.space)
-        arrays, operands, tables = self.loaded(t, env)
+        arrays, operands, tables, columns = self.loaded(t, env)
         together = self.together(t)
         item_outputs = tuple(
             ((len(values) * ops[values[0]].width,), jnp.dtype("float32"))
@@ -261,7 +298,25 @@ class PallasLowering:
             else (ops[values[0]].shape, jnp.dtype(ops[values[0]].dtype))
             for values in together
         )
-        compute = TileProgram(self.program, t, together, self.half)
+        beside = self.beside(t.beside, env)
+        reductions, without = self.reductions(t, arrays, operands, columns)
+        # Numbers of as many bits as those of the rows that they meet: threads have as many of each.
+        in_half = any(isinstance(a, kernels.HalfRows) for a in arrays)
+        divided, columns_of = self.stored_columns(t, jnp.bfloat16 if in_half else jnp.float32)
+        # The powers of two of columns are operands by themselves, after the others.
+        by_row = {o.name for o in t.operands if o.access in BY_ROW}
+        left = {name: p for name, p in columns.items() if name in by_row or name in without.used}
+        first = len(t.operands)  # those of sums are not given to the loop's body
+        numbers = {name: len(arrays) - first + i for i, name in enumerate(left)}
+        stored_at = {v: len(arrays) - first + len(left) + i for i, v in enumerate(divided)}
+        arrays += [*left.values(), *divided.values()]
+        operands += [kernels.Operand("each_row" if name in by_row else "each_slot") for name in left]
+        operands += [kernels.Operand("late")] * len(divided)
+        compute = TileProgram(self.program, t, together, self.half, numbers, without, stored_at)
+
+        def with_columns(values: Sequence[int], rows: Sequence[Any]) -> list[Any]:
+            return [replace(a, columns=columns_of[v]) if v in columns_of else a for v, a in zip(values, rows, strict=True)]
+
         if t.via is None:
             results = kernels.map_items(
                 compute.items,
@@ -292,7 +347,7 @@ class PallasLowering:
             num_items=items,
             num_rows=num_rows(self.graph, VIAS[t.via].coarse),
             index_tables=tables,
-            reductions=tuple(kernels.Reduction(a.kind, ops[a.out].shape, a.score) for a in t.accumulators),
+            reductions=reductions,
             item_outputs=item_outputs,
             row_outputs=tuple((ops[v].shape, jnp.dtype(ops[v].dtype)) for v in t.row_outputs),
             hubs=None if hubs is None else hubs.tables,
@@ -300,18 +355,57 @@ class PallasLowering:
             half_outputs=tuple(i for i, v in enumerate(t.row_outputs) if v in self.half),
             covers_all_items=valid_rows(self.graph, t.space) is None,
             factored=True,
-            beside=self.beside(t.beside, env),
+            beside=beside,
             interpret=self.interpret,
         )
-        env.update(zip(t.row_outputs, row_values, strict=True))
+        env.update(zip(t.row_outputs, with_columns(t.row_outputs, row_values), strict=True))
         for values, array in zip(together, item_values, strict=True):
             for i, v in enumerate(values):
                 op = ops[v]
                 env[v] = Columns(array, i * op.width, op.shape, op.dtype) if len(values) > 1 else array
 
-    def loaded(self, t: Traversal, env: dict[int, Any]) -> tuple[list[Any], list[kernels.Operand], list[jax.Array]]:
-        """The arrays that a loop reads, how it reads each, and the index tables by which it does."""
+    def reductions(
+        self, t: Traversal, arrays: list[Any], operands: list[kernels.Operand], powers: dict[int, jax.Array]
+    ) -> tuple[tuple[kernels.Reduction, ...], WithoutFactors]:
+        """The sums of a loop, and which of its values are computed without the powers of two of columns.
+
+        Powers by which sums are multiplied are added to the arrays.
+        """
+        without = without_factors(self.program, t, powers)
+        sums = without.sums
+        found = []
+        for a in t.accumulators:
+            shape, factor = self.program.ops[a.out].shape, None
+            if a.out in sums:
+                factor = len(arrays)
+                arrays.append(powers[sums[a.out]].reshape(shape))
+                operands.append(kernels.Operand("late"))
+            found.append(kernels.Reduction(a.kind, shape, a.score, factor))
+        return tuple(found), without
+
+    def stored_columns(self, t: Traversal, dtype: Any) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
+        """The powers of two of columns for what a loop stores in 16 bits: by value that it divides, and by output."""
+        divided: dict[int, jax.Array] = {}
+        columns: dict[int, jax.Array] = {}
+        for v in self.half.intersection(t.row_outputs):
+            op = self.program.ops[v]
+            parts = op.args if op.name == "concat" else (v,)  # rows side by side
+            powers = [self.scales.powers(a) for a in parts]
+            if any(p is None for p in powers):
+                continue
+            divided.update((a, self.scales.powers(a, dtype)) for a in parts)
+            columns[v] = powers[0] if len(parts) == 1 else jnp.concatenate(powers, axis=op.attr("axis"))
+        return divided, columns
+
+    def loaded(
+        self, t: Traversal, env: dict[int, Any]
+    ) -> tuple[list[Any], list[kernels.Operand], list[jax.Array], dict[int, jax.Array]]:
+        """The arrays that a loop reads, how it reads each, and the index tables by which it does.
+
+        Rows in 16 bits come without the powers of two of their columns, which are last, by operand.
+        """
         tables: list[jax.Array] = []
+        powers: dict[int, jax.Array] = {}
         numbers: dict[str, int] = {}
         arrays: list[Any] = []
         operands: list[kernels.Operand] = []
@@ -341,23 +435,32 @@ class PallasLowering:
                     numbers[o.via] = len(tables)
                     tables.append(segments(self.graph, o.via).index if by_position is None else by_position)
                 access, index = "indexed" if by_position is None else "positioned", numbers[o.via]
-                if columns is None and may_round(self.kernels, t):
+                if columns is None and may_round(self.kernels, t) and linear_in(self.program, o.value):
                     array = self.in_half(o.value, env)
             if o.name in self.kernels.rounded and isinstance(array, jax.Array):
                 if access != "row" and o.value not in self.encoded:  # the vectors of types, which are few
                     self.encoded[o.value] = kernels.to_half_rows(array, interpret=self.interpret)
                 array = self.encoded.get(o.value, array)
+            if isinstance(array, kernels.HalfRows) and array.columns is not None:
+                part = slice(None) if o.part is None else slice(o.part[0], sum(o.part))
+                powers[o.name] = array.columns[part]
+                array = replace(array, columns=None)
             arrays.append(array)
             when = None if o.when is None else [each.name for each in t.operands].index(o.when)
             operands.append(kernels.Operand(access, index, columns, o.part, when))
-        return arrays, operands, tables
+        return arrays, operands, tables, powers
 
     def beside(self, t: Traversal | None, env: dict[int, Any]) -> kernels.Beside | None:
         if t is None:
             return None
         assert t.via is not None
         group = segments(self.graph, t.via)
-        arrays, operands, tables = self.loaded(t, env)
+        arrays, operands, tables, powers = self.loaded(t, env)
+        used = without_factors(self.program, t, powers).used
+        for at, o in enumerate(t.operands):
+            if o.name in used:  # the loop has no tiles to multiply by
+                arrays[at] = replace(arrays[at], columns=powers.pop(o.name)).decode()
+        reductions, _ = self.reductions(t, arrays, operands, powers)
         body = TileProgram(self.program, t, []).body
         return kernels.Beside(
             body=lambda *tiles: body(*tiles)[0],
@@ -367,7 +470,7 @@ class PallasLowering:
             order=group.order,
             num_items=group.num_items,
             index_tables=tables,
-            reductions=[kernels.Reduction(a.kind, self.program.ops[a.out].shape) for a in t.accumulators],
+            reductions=reductions,
             factored=True,
         )
 

@@ -2,72 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 import dejax.pallas as kernels
-from dejax.pallas.factored import product, quotient, reshaped, sum_axis, whole
+from dejax.pallas.factored import product, quotient, reshaped, scaled, sum_axis, whole
+from dejax.pallas.half_rows import inverse_of
 from dejax.rgnn.ir.inter import Op, Program
 from dejax.rgnn.ir.intra import BY_ROW, Accumulator, Traversal
+from dejax.rgnn.lowering.factors import WithoutFactors
 from dejax.rgnn.lowering.xla import ELEMENTWISE
 
 
 class TileProgram:
-    """The level-1 operators of a traversal on tiles: [rows, items, *features], features padded to powers of two."""
+    """The level-1 operators of a traversal on tiles: [rows, items, *features], features padded to powers of two.
+
+    Rows in 16 bits come without the powers of two of their columns. Those are tiles by themselves, after the operands.
+
+    Attributes:
+      columns: operands that come so, by name -> the number of the tile.
+      without: values that are computed without those powers, and the sums that are multiplied by them.
+      stored: values that are stored so -> the number of the tile.
+    """
 
     def __init__(
-        self, program: Program, t: Traversal, together: Sequence[tuple[int, ...]], half: frozenset[int] = frozenset()
+        self,
+        program: Program,
+        t: Traversal,
+        together: Sequence[tuple[int, ...]],
+        half: frozenset[int] = frozenset(),
+        columns: Mapping[int, int] | None = None,
+        without: WithoutFactors | None = None,
+        stored: Mapping[int, int] | None = None,
     ) -> None:
         self.program, self.t, self.together = program, t, together
         self.half = half.intersection(t.item_outputs)  # kept in 16 bits
         self.kept = {v for values in together if len(values) > 1 for v in values}  # in float32, whatever their dtype
+        self.columns, self.stored = dict(columns or {}), dict(stored or {})
+        self.without = without or WithoutFactors({}, {}, frozenset())
+        self.tiles: Sequence[Any] = ()  # of powers of two, of the loop that is being traced
+
+    def divided(self, value: int, tile: Any, tiles: Sequence[Any], lead: int) -> Any:
+        """A value in its padded form, over the powers of two of its columns where it is stored so."""
+        if value not in self.stored:
+            return tile
+        powers = tiles[self.stored[value]]
+        return tile * inverse_of(reshaped(powers, (*powers.shape[:lead], *tile.shape[lead:])))
+
+    def multiplied(self, env: dict[int, Any], tiles: Sequence[Any], lead: int) -> dict[int, Any]:
+        """The operands by row times the powers of two of their columns."""
+        for name in env.keys() & self.columns.keys() - self.without.values.keys():
+            env[name] = scaled(env[name], self.powers(name, env[name], tiles, lead))
+        return env
+
+    def powers(self, name: int, tile: Any, tiles: Sequence[Any], lead: int) -> Any:
+        """The powers of two of an operand's columns as those of a tile that has the same features."""
+        powers = tiles[self.columns[name]]
+        return reshaped(powers, (*powers.shape[:lead], *tile.shape[lead:]))
+
+    def complete(self, value: int, env: dict[int, Any]) -> Any:
+        """A value of a loop's body times the powers of two that it lacks."""
+        name = self.without.values.get(value)
+        return env[value] if name is None else scaled(env[value], self.powers(name, env[value], self.tiles, 2))
+
+    def arguments(self, i: int, env: dict[int, Any]) -> list[Any]:
+        """An operator's arguments; powers of two that one lacks are the other's where that is a row's tile."""
+        args, values = self.program.ops[i].args, self.without.values
+        lacking = [a for a in args if a in values]
+        if not lacking or i in values:
+            return [env[a] for a in args]
+        if self.program.ops[i].name in ("dot", "mul") and len(lacking) == 1 and len(args) == 2:
+            (other,) = (a for a in args if a not in lacking)
+            tile, by_row = env[lacking[0]], env[other]
+            if not isinstance(by_row, kernels.Factored) and by_row.shape[1:2] == (1,) != tile.shape[1:2]:
+                if by_row.shape[2:] == tile.shape[2:]:
+                    by_row = scaled(by_row, self.powers(values[lacking[0]], tile, self.tiles, 2))
+                    return [tile if a in lacking else by_row for a in args]
+        return [self.complete(a, env) for a in args]
 
     def body(self, *tiles: Any) -> tuple[tuple, tuple]:
-        env = self.evaluate(dict(zip((o.name for o in self.t.operands), tiles, strict=True)), self.t.body, 2)
+        names = [o.name for o in self.t.operands]
+        self.tiles = tiles[len(names) :]
+        env = self.multiplied(dict(zip(names, tiles, strict=False)), self.tiles, 2)
+        env = self.evaluate(env, self.t.body, 2)
         values = tuple(self.accumulated(a, env) for a in self.t.accumulators)
         return values, tuple(self.item_output(found, env) for found in self.together)
 
     def item_output(self, values: tuple[int, ...], env: dict[int, Any]) -> Any:
         """An item output in its padded form, or a tuple of them to be stored side by side."""
         shapes = [self.program.ops[v].shape for v in values]
+        found = [whole(self.complete(v, env)) for v in values]
         if len(values) == 1:
-            return self.shaped(whole(env[values[0]]), shapes[0], 2)
-        return tuple(self.shaped(whole(env[v]), shape or (1,), 2) for v, shape in zip(values, shapes, strict=True))
+            return self.shaped(found[0], shapes[0], 2)
+        return tuple(self.shaped(tile, shape or (1,), 2) for tile, shape in zip(found, shapes, strict=True))
 
     def items(self, *tiles: Any) -> tuple:
         return self.body(*tiles)[1]
 
     def rows(self, totals: Sequence[Any], row_tiles: Sequence[Any]) -> tuple:
         row_operands = [o for o in self.t.operands if o.access in BY_ROW]
-        env = dict(zip((o.name for o in row_operands), row_tiles, strict=True))
+        tiles = row_tiles[len(row_operands) :]
+        env = self.multiplied(dict(zip((o.name for o in row_operands), row_tiles, strict=False)), tiles, 1)
         env.update((a.out, self.rounded(a.out, v)) for a, v in zip(self.t.sums, totals, strict=True))
         for i in self.t.epilogue:
             for a in self.program.ops[i].args:
                 if self.program.ops[a].name == "const" and a not in env:
                     env[a] = jnp.full((1,), self.program.ops[a].attr("value"), jnp.float32)
         env = self.evaluate(env, self.t.epilogue, 1)
-        return tuple(self.row_output(v, env[v]) for v in self.t.row_outputs)
+        return tuple(self.row_output(v, env[v], tiles) for v in self.t.row_outputs)
 
-    def row_output(self, value: int, tile: Any) -> Any:
+    def row_output(self, value: int, tile: Any, tiles: Sequence[Any]) -> Any:
         """A row output in its padded form, or a tuple of them to be stored side by side."""
         op = self.program.ops[value]
         if op.name == "concat":
-            return tuple(self.shaped(part, self.program.ops[a].shape, 1) for part, a in zip(tile, op.args, strict=True))
-        return self.shaped(tile, op.shape, 1)
+            shapes = [self.program.ops[a].shape for a in op.args]
+            parts = [self.shaped(part, shape, 1) for part, shape in zip(tile, shapes, strict=True)]
+            return tuple(self.divided(a, part, tiles, 1) for a, part in zip(op.args, parts, strict=True))
+        return self.divided(value, self.shaped(tile, op.shape, 1), tiles, 1)
 
     def accumulated(self, a: Accumulator, env: dict[int, Any]) -> Any:
         ops = self.program.ops
+        value = (lambda v: env[v]) if a.out in self.without.sums else (lambda v: self.complete(v, env))
         if a.kind != "weighted":
-            return self.shaped(env[a.value] if a.kind == "sum" else whole(env[a.value]), ops[a.out].shape, 2)
+            return self.shaped(value(a.value) if a.kind == "sum" else whole(value(a.value)), ops[a.out].shape, 2)
         score, shape = ops[a.value].shape, ops[a.out].shape
         if score != shape[: len(score)]:
             raise NotImplementedError(f"a score of shape {score} that weighs a value of shape {shape}")
         result: Any = jnp.ones((1, 1), jnp.float32)
         rank = 0
         for t in a.terms:
-            factor = env[t.value]
+            factor = value(t.value)
             term_shape = ops[t.value].shape
             for axes in t.inserts if term_shape else ():
                 for axis in axes:
@@ -91,7 +157,8 @@ class TileProgram:
             if op.name == "concat":  # written side by side, and read by nothing here
                 env[i] = tuple(env[a] for a in op.args)
                 continue
-            env[i] = self.rounded(i, self.apply(op, [env[a] for a in op.args], lead))
+            args = self.arguments(i, env) if lead == 2 else [env[a] for a in op.args]
+            env[i] = self.rounded(i, self.apply(op, args, lead))
         return env
 
     def rounded(self, value: int, tile: Any) -> Any:
@@ -102,7 +169,8 @@ class TileProgram:
         dtype = jnp.dtype(self.program.ops[value].dtype)
         if value in self.half:
             shape = self.program.ops[value].shape
-            return kernels.rounded(self.shaped(whole(tile), shape, tile.ndim - len(shape)), shape)
+            tile = self.shaped(whole(tile), shape, tile.ndim - len(shape))
+            return kernels.rounded(tile, shape)
         if value not in self.t.writes or value in self.kept or dtype == jnp.float32:
             return tile
         tile = whole(tile)

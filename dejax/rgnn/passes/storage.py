@@ -1,14 +1,16 @@
 """Which values kernels keep in 16 bits (`dejax.pallas.half_rows`): wide float32 rows that only kernels read.
 
-Where products round their operands to 10 bits (TF32), rows that are written to be read again lose nothing by being
-stored so, and the loops that read one such row for each edge move half the bytes.
+Where products round their operands to 10 bits (TF32), rows may be stored with 10 bits. The loops that read one such row
+for each edge then move half the bytes. `linear_in` says for which rows that is safe.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 
-from dejax.rgnn.ir.inter import Space
+from dejax.rgnn.ir.inter import Op, Program, Space
 from dejax.rgnn.ir.intra import Fallback, Gemm, Instance, Kernels, Outer, Traversal
 from dejax.rgnn.passes._rewrite import Counts
 from dejax.rgnn.passes.save import Cut
@@ -29,6 +31,106 @@ _WIDE_PRODUCT = 256
 _READS_OF_WIDE = 4
 # Vectors of types come from the L1, and in 16 bits in half the time: sums over 3 million pairs of nodes 0.40 -> 0.34 ms
 _MANY_ITEMS = 1_000_000
+
+
+# Linear, row by row or where rows are read.
+_MOVES = frozenset("neg cast gather reshape transpose broadcast concat slice pad stop_gradient".split())
+# A relative error of the argument is the same relative error of the result.
+_HOMOGENEOUS = frozenset("relu leaky_relu abs max min".split())
+# Constant but for jumps.
+_JUMPS = frozenset("step sign gt eq".split())
+_SUMS = frozenset("reduce linear outer dot sum_features".split())
+
+
+@dataclass(frozen=True, slots=True)
+class _Carries:
+    """That a value is made of a stored row.
+
+    Attributes:
+      summed: after a product or a sum, whose result is a row or a number of its own.
+      part: (axis, start, stop) where it is of some features alone.
+    """
+
+    summed: bool = False
+    part: tuple[int, int, int] | None = None
+
+    def apart(self, other: _Carries) -> bool:
+        """Whether the two are made of different features."""
+        if self.part is None or other.part is None or self.part[0] != other.part[0]:
+            return False
+        return self.part[2] <= other.part[1] or other.part[2] <= self.part[1]
+
+
+@lru_cache(maxsize=4096)
+def linear_in(program: Program, value: int) -> bool:
+    """Whether products and sums alone read the rows of a value, so that these may be stored in 16 bits.
+
+    Rounding to 10 bits changes a row by 2^-12 of itself, as a TF32 product does. Products and sums pass that on as it is.
+    Other functions may not: the mean of squares less the square of the mean is a small difference of large numbers. Where
+    the two means are computed in different ways, of rounded rows and of others, the rounding is all that is left. So up
+    to the first product or sum a stored row must not be multiplied by itself, subtracted from what is made of it, or go
+    through a function that is not linear. Nor may what is made of it be subtracted from what is made, of other rows, of the
+    same arguments.
+    """
+    carried = {value: _Carries()}
+    before = _ancestors(program, value)
+    arguments = {a for a in before if _is_made(program.ops[a])}
+    for i in range(value + 1, len(program.ops)):
+        op = program.ops[i]
+        found = [carried[a] for a in op.args if a in carried]
+        if not found or op.name in _JUMPS:
+            continue
+        if not _safe(op, found, carried) or (arguments and _meets(program, i, value, arguments, before)):
+            return False
+        part = found[0].part
+        if op.name == "slice" and op.args[0] == value:
+            part = (op.attr("axis"), op.attr("start"), op.attr("stop"))
+        elif any(c.part != part for c in found):
+            part = None
+        carried[i] = _Carries(op.name in _SUMS or all(c.summed for c in found), part)
+    return True
+
+
+@lru_cache(maxsize=65536)
+def _ancestors(program: Program, value: int, but: int = -1) -> frozenset[int]:
+    """A value and all that it is made of; not what it is made of by way of the value `but`."""
+    if value == but:
+        return frozenset()
+    return frozenset({value}).union(*(_ancestors(program, a, but) for a in program.ops[value].args))
+
+
+def _is_made(op: Op) -> bool:
+    """Whether an operator computes wide rows, and does not just read or move them."""
+    return op.width >= MIN_WIDTH and op.name not in _MOVES and op.name not in ("input", "const")
+
+
+def _meets(program: Program, i: int, value: int, arguments: set[int], before: frozenset[int]) -> bool:
+    """Whether operator `i` takes a difference of what is made of a stored row and of the row's arguments."""
+    op = program.ops[i]
+    if op.name not in ("add", "sub"):
+        return False
+    after = frozenset().union(*(_ancestors(program, a) for a in op.args)) - before
+    if op.name == "add" and not any(program.ops[a].name in ("neg", "sub") for a in after | {*arguments}):
+        return False
+    return any(
+        value not in _ancestors(program, a) and (arguments - {value}) & _ancestors(program, a, value) for a in op.args
+    )
+
+
+def _safe(op: Op, found: list[_Carries], carried: dict[int, _Carries]) -> bool:
+    """Whether an operator is linear in those of its arguments that are stored rows, and takes no difference of them."""
+    rows = [c for c in found if not c.summed]
+    if not rows or op.name in _MOVES or op.name in _HOMOGENEOUS or op.name == "add":
+        return True
+    if op.name == "select":
+        return carried.get(op.args[0], _Carries(summed=True)).summed
+    if op.name == "sub":
+        return len(found) == 1 or found[0].apart(found[1])
+    if op.name == "div" and not carried.get(op.args[1], _Carries(summed=True)).summed:
+        return False
+    if op.name not in _SUMS and op.name not in ("mul", "div"):
+        return False
+    return len(rows) == 1 or rows[0].apart(rows[1])
 
 
 def _pays(reads: float, rows: int, width: int) -> bool:
@@ -87,7 +189,8 @@ def _rounded_reads(kernels: Kernels, num_rows: Callable[[Space], int]) -> dict[i
             if from_memory and min(ops[v].width for v in values) >= _ENCODED_WIDTH:
                 rows *= _READ_OF_OUTER
         elif isinstance(instance, Traversal) and may_round(kernels, instance):
-            values, rows = [o.value for o in instance.operands if o.access == "gathered"], num_rows(instance.space)
+            gathered = [o.value for o in instance.operands if o.access == "gathered"]
+            values, rows = [v for v in gathered if linear_in(kernels.program, v)], num_rows(instance.space)
         else:
             continue
         for v in values:
@@ -120,7 +223,8 @@ def storage(
     outputs = {v for i, v in enumerate(kernels.program.outputs) if i not in packed}
     found: set[int] = set()
     for instance in kernels.instances:
-        found.update(v for v in _candidates(kernels, instance) if v not in outputs)
+        written = (v for v in _candidates(kernels, instance) if v not in outputs)
+        found.update(v for v in written if linear_in(kernels.program, v))
     for instance in kernels.instances:
         found -= _needs_whole(instance)
     rounded: set[int] = set()

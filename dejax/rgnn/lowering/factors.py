@@ -1,0 +1,81 @@
+"""Which values and sums of a loop are an operand times what does not depend on it, feature by feature.
+
+Such a value may be computed without a factor that each feature of the operand has. The factor multiplies the sum instead,
+or another operand that meets the value in an inner product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from dejax.rgnn.ir.inter import Op, Program
+from dejax.rgnn.ir.intra import BY_ROW, Accumulator, Traversal
+
+# Sides by which a value must be narrower than another for products with it to leave the features apart.
+_NARROWER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutFactors:
+    """What is computed without the factors of operands.
+
+    Attributes:
+      values: value -> name of the operand whose factors it lacks; the operands, too.
+      sums: result of an accumulator -> name of the operand by whose factors it is multiplied after the loop.
+      used: names of operands whose factors are used in the loop.
+    """
+
+    values: dict[int, int]
+    sums: dict[int, int]
+    used: frozenset[int]
+
+
+def without_factors(program: Program, loop: Traversal, names: Collection[int]) -> WithoutFactors:
+    """Leaves factors out as far as they can be.
+
+    Args:
+      program: the level-1 program.
+      loop: the traversal.
+      names: operands with a factor for each feature.
+    """
+    values = {o.name: o.name for o in loop.operands if o.name in names and o.access not in BY_ROW}
+    read = set(loop.item_outputs)
+    for i in loop.body:
+        found = [a for a in program.ops[i].args if a in values]
+        if len(found) == 1 and _passes(program, program.ops[i], found[0]):
+            values[i] = values[found[0]]
+        else:
+            read.update(found)
+    sums: dict[int, int] = {}
+    for a in loop.accumulators:
+        summand = _summand(a, values)
+        if summand is not None and _features(program, summand) == _features(program, a.out):
+            sums[a.out] = values[summand]
+        else:
+            read.update((a.value, *(t.value for t in a.terms)))
+    return WithoutFactors(values, sums, frozenset(values[v] for v in read if v in values))
+
+
+def _features(program: Program, value: int) -> tuple[int, ...]:
+    """The feature shape without axes of size 1."""
+    return tuple(s for s in program.ops[value].shape if s != 1)
+
+
+def _passes(program: Program, op: Op, arg: int) -> bool:
+    """Whether each feature of the result is the argument's times what does not depend on it."""
+    if op.name not in ("neg", "reshape", "mul", "div") or (op.name == "div" and op.args[0] != arg):
+        return False
+    others = [a for a in op.args if a != arg]
+    narrow = all(program.ops[a].width * _NARROWER <= op.width for a in others)
+    return narrow and tuple(s for s in op.shape if s != 1) == _features(program, arg)
+
+
+def _summand(a: Accumulator, values: Collection[int]) -> int | None:
+    """The one value that an accumulator adds up with weights."""
+    if a.kind == "sum":
+        return a.value if a.value in values else None
+    found = [t for t in a.terms if t.value in values]
+    if a.kind != "weighted" or a.value in values or len(found) != 1 or found[0].power < 0:
+        return None
+    return found[0].value
