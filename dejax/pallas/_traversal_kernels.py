@@ -162,7 +162,9 @@ def _merge_hub(
         whole = tuple(stretched(m[:, None], a.shape) for m, a in zip(merged, accs, strict=True))
         accs = update(plan.reductions, accs, whole, lanes(few, 1, 2) == 0)
     accs = combined(accs, few, start, end)
-    write_rows(plan, outputs, merge(plan.reductions, accs), tiles, row, mask, sums_beside(plan, r.beside, bounds), r.arrays)
+    write_rows(
+        plan, outputs, merge(plan.reductions, accs), tiles, row, mask, sums_beside(plan, r.beside, bounds), r.arrays
+    )
 
 
 def map_kernel(*refs: Any, plan: Plan) -> None:

@@ -120,9 +120,7 @@ def stored(features: tuple[int, ...]) -> tuple[int, ...]:
     return (*features[:-1], cdiv(features[-1], ROW_MULTIPLE) * ROW_MULTIPLE)
 
 
-def of_stored(
-    mantissa: Array, exponent: Array, features: tuple[int, ...], columns: Array | None = None
-) -> HalfRows:
+def of_stored(mantissa: Array, exponent: Array, features: tuple[int, ...], columns: Array | None = None) -> HalfRows:
     """`HalfRows` of these feature axes, of what a kernel wrote."""
     return HalfRows(mantissa, exponent, columns, None if mantissa.shape[1:] == features else features[-1])
 

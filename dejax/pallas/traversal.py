@@ -73,7 +73,9 @@ class Beside:
     def planned(self, num_rows: int, items: int) -> tuple[Plan, list[jax.Array]]:
         """What its loop is, with `items` at a time, and the arrays that a kernel is given for it."""
         check_reductions(self.reductions)
-        wrong = [f"operand {i} by row" for i, o in enumerate(self.operands) if o.access in BY_ROW and o.access != "late"]
+        wrong = [
+            f"operand {i} by row" for i, o in enumerate(self.operands) if o.access in BY_ROW and o.access != "late"
+        ]
         wrong += [f"reduction {i}, a {r.kind}" for i, r in enumerate(self.reductions) if r.kind != "sum"]
         if wrong:
             raise ValueError(f"beside must have sums of what is read by item, got {', '.join(wrong)}")

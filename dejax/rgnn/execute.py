@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from dejax.pallas import label
-from dejax.pallas.encode import to_half_rows
 from dejax.pallas.column_powers import column_powers
+from dejax.pallas.encode import to_half_rows
 from dejax.pallas.half_rows import HalfRows, of_stored
 from dejax.rgnn.graph import RelGraph
 from dejax.rgnn.ir.inter import Program
@@ -277,7 +277,9 @@ def _run_forward(
     results, kept = _differentiable(forward, graph, values, halves)
     empty = jnp.zeros((0,), jnp.int8)
     saved = [
-        (a, empty, empty, empty) if h is None else (a, h.mantissa, h.exponent, empty if h.columns is None else h.columns)
+        (a, empty, empty, empty)
+        if h is None
+        else (a, h.mantissa, h.exponent, empty if h.columns is None else h.columns)
         for a, h in zip(results[count:], kept[count:], strict=True)
     ]
     unused = [(empty, empty, empty, empty)] * (_residual_slots(task) - len(saved))

@@ -315,7 +315,9 @@ class PallasLowering:
         compute = TileProgram(self.program, t, together, self.half, numbers, without, stored_at)
 
         def with_columns(values: Sequence[int], rows: Sequence[Any]) -> list[Any]:
-            return [replace(a, columns=columns_of[v]) if v in columns_of else a for v, a in zip(values, rows, strict=True)]
+            return [
+                replace(a, columns=columns_of[v]) if v in columns_of else a for v, a in zip(values, rows, strict=True)
+            ]
 
         if t.via is None:
             results = kernels.map_items(

@@ -92,7 +92,9 @@ class ColumnScales:
         self._sources: dict[int, Source | None] = {}
         self._inputs = {i: inputs[i] for i in program.inputs if i in inputs}
         wanted = [m for v in values if (source := self._complete(v)) is not None for m in source.inputs]
-        measured = [m for m in dict.fromkeys(m.measured for m in wanted) if not isinstance(self._inputs[m.input], HalfRows)]
+        measured = [
+            m for m in dict.fromkeys(m.measured for m in wanted) if not isinstance(self._inputs[m.input], HalfRows)
+        ]
         requests = [(self._inputs[m.input], tuple(a + 1 for a in m.axes if a is not None)) for m in measured]
         found = column_powers(requests, interpret=interpret) if requests else []
         self._powers: dict[Marginal, tuple[jax.Array, jax.Array]] = dict(zip(measured, found, strict=True))
@@ -126,7 +128,12 @@ class ColumnScales:
     def _complete(self, value: int) -> Source | None:
         """The source of a value's columns, where all of them have one."""
         op, source = self.program.ops[value], self.source(value)
-        if source is None or op.width <= 1 or len(self._shape(source)) != len(op.shape) or self._shape(source) != op.shape:
+        if (
+            source is None
+            or op.width <= 1
+            or len(self._shape(source)) != len(op.shape)
+            or self._shape(source) != op.shape
+        ):
             return None
         return source
 
