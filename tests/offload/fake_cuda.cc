@@ -158,9 +158,12 @@ int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsi
     std::memset(reinterpret_cast<void*>(a[2]), 255, a[3]);
     if (found == a[1]) return;
     *failed = a[6];
+    if (failed[2] != 0) return;
+    failed[2] = 1;
     auto* flag = reinterpret_cast<volatile uint64_t*>(a[4]);
+    flag[2] = a[6];
     flag[1] = found;
-    flag[0] = a[1];
+    __atomic_store_n(&flag[0], a[1], __ATOMIC_RELEASE);
   });
 }
 int cuGetErrorName(int result, const char** name) { return *name = result == 999 ? "FAKE_DEADLOCK" : "FAKE", 0; }
