@@ -186,6 +186,7 @@ void Ring::Own(Store::Lock& lock, const RunPtr& run, Stream compute) {
     owner_ = run;
     Wait(compute, last_out_);
     Wait(compute, last_in_);
+    Wait(compute, consumed_);  // on the former run's stream, should it have had another
     consumed_ = events_->Record(compute);
     out_fence_ = last_out_;
     last_in_.reset();

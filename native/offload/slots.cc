@@ -53,18 +53,17 @@ void Store::FreeMemory(std::list<Slot>* slots) {
 Slot* Store::Exchange(Lock& lock, std::list<Slot>* leaving, int64_t capacity, bool pinned) {
   int64_t freed = 0;
   for (const Slot& slot : *leaving) freed += slot.capacity;
-  host_allocated_ += capacity;  // spoken for
+  // What comes may take the place of what leaves.
+  const int64_t more = std::max<int64_t>(0, capacity - freed);
+  host_allocated_ += more;
   void* data = nullptr;
   {
     const Unlocked unlocked(this, lock);
     FreeMemory(leaving);
     if (capacity > 0) data = GetMemory(capacity, pinned);
   }
-  host_allocated_ -= freed;
-  if (data == nullptr) {
-    host_allocated_ -= capacity;
-    return nullptr;
-  }
+  host_allocated_ += (data != nullptr ? capacity : 0) - freed - more;
+  if (data == nullptr) return nullptr;
   stats_.peak_host_bytes = std::max(stats_.peak_host_bytes, host_allocated_);
   slots_.emplace_back();
   Slot* slot = &slots_.back();
@@ -107,7 +106,7 @@ Slot* Store::TryTakeSlot(Lock& lock, int64_t bytes, bool pinned, uint64_t victim
   int64_t leaving_bytes = 0;
   const auto room = [&] { return host_allocated_ - leaving_bytes + capacity <= options_.host_bytes; };
   const auto fits = [&](const Slot& slot) {
-    return slot.pinned == pinned && slot.capacity >= capacity && slot.capacity <= capacity + capacity / 4 + (64 << 10);
+    return slot.pinned == pinned && slot.capacity >= capacity && slot.capacity <= capacity + capacity / 4;
   };
   const auto take = [&](Slot* slot) {
     if (slot->serial != 0) {
@@ -124,13 +123,16 @@ Slot* Store::TryTakeSlot(Lock& lock, int64_t bytes, bool pinned, uint64_t victim
     leaving.splice(leaving.end(), slots_, at);
   };
   const auto find_free = [&](Reuse at_most) -> Slot* {
+    auto best = free_.end();  // the smallest, of equal ones the oldest: a tight budget has none to waste
     for (auto at = free_.begin(); at != free_.end(); ++at) {
-      Slot* slot = *at;
-      if (slot->pins > 0 || !fits(*slot) || MayReuse(*slot) > at_most) continue;
-      free_.erase(at);
-      return take(slot);
+      const Slot& slot = **at;
+      if (slot.pins > 0 || !fits(slot) || (best != free_.end() && (*best)->capacity <= slot.capacity)) continue;
+      if (MayReuse(slot) <= at_most) best = at;
     }
-    return nullptr;
+    if (best == free_.end()) return nullptr;
+    Slot* slot = *best;
+    free_.erase(best);
+    return take(slot);
   };
   // Memory of other sizes that nobody needs.
   const auto shrink = [&](Reuse at_most) {
@@ -220,8 +222,11 @@ Slot* Store::TakeSlot(Lock& lock, const EntryPtr& entry, bool pinned) {
     if (!underway && !ForceWrites()) {
       if (Slot* found = TryTakeSlot(lock, bytes, pinned, kAnySerial, /*last_resort=*/true)) return found;
       if (DropOldest(run.get())) continue;
-      // Younger runs may go on in other threads: what they fetch makes room too.
-      if (Seconds() - begin < kIdleSeconds + 0.1) {
+      // Other runs may go on in other threads: what they fetch makes room too. So may this one, where it fetches already.
+      const bool others = !run || run->reading_back || std::any_of(recent_.begin(), recent_.end(), [&](const RunPtr& r) {
+        return r != run && !r->stack.empty();
+      });
+      if (others && Seconds() - begin < kIdleSeconds + 0.1) {
         ++waiting_;
         changed_.wait_for(lock, std::chrono::milliseconds(20));
         --waiting_;
