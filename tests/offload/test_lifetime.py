@@ -98,7 +98,7 @@ print(count)
 
 
 def test_processes_that_claim_at_once(tmp_path):
-    processes = [popen(CLAIMS, str(tmp_path), "4") for _ in range(4)]
+    processes = [popen(CLAIMS, str(tmp_path), "2") for _ in range(4)]
     for process in processes:
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
@@ -130,6 +130,47 @@ print("closed after", calls)
 """
 
 
+def killed_before_call(number, path):
+    """In a forked child: a folder is claimed and released, and the process killed before one of the calls."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        claim = _files.claim(path)
+        for name in ("chunks0", "chunks1", "array4096/0.0", "array4096/1.0", "array8192/0.0"):
+            (claim.folder / name).parent.mkdir(exist_ok=True)
+            (claim.folder / name).write_text("data")
+        calls = 0
+
+        def counted(call):
+            def wrapped(*args, **kwargs):
+                nonlocal calls
+                calls += 1
+                if calls == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return call(*args, **kwargs)
+
+            return wrapped
+
+        for name in ("unlink", "rmdir", "close", "listdir", "scandir", "open"):
+            setattr(os, name, counted(getattr(os, name)))
+        claim.release()
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.filterwarnings("ignore:os.fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
+def test_killed_at_each_point_of_a_release(tmp_path):
+    number = 0
+    while (ended := killed_before_call(number := number + 1, tmp_path)) == -signal.SIGKILL:
+        _files.claim(tmp_path).release()
+        assert not list(tmp_path.iterdir()), f"killed before call {number}"
+    assert ended == 0 and number > 10 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["tensorstore", "direct"])
 def test_killed_at_each_point_of_close(engine, tmp_path):
     """Whatever is left, the next store on that path removes."""
