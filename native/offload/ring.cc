@@ -15,9 +15,9 @@ constexpr float kLeastStall = 0.01f;     // ms: two events with nothing to wait 
 // Compares a handle with what the launch thread foresaw. Where they differ: *failed = run, data = all ones, which is NaN in
 // the floating-point formats, and flag = {foreseen, found, run}. Data too where the run has failed so before.
 //
-// The host reads the flag's three words together or not at all: only the first thread writes them, after it has taken
-// the claim (failed[2], which the host gives back once it has read), and the word that the host looks at comes after the
-// other two. Kernels of other streams that find something meanwhile leave the flag alone.
+// The host reads the flag's three words together or not at all. flag[3] counts what the host has read, failed[2] what
+// kernels have begun to tell: only where the two are equal may one thread of one kernel count on, and write. The word that
+// the host looks at comes after the other two. Kernels that find something meanwhile leave the flag alone.
 constexpr char kCheckKernel[] = R"(
 .version 6.4
 .target sm_50
@@ -45,12 +45,12 @@ constexpr char kCheckKernel[] = R"(
   or.b32 %r6, %r6, %r7;
   setp.ne.u32 %p4, %r6, 0;
   @%p4 bra FILL;
-  mov.u64 %d12, 0;
-  mov.u64 %d13, 1;
-  atom.cas.b64 %d14, [%d10+16], %d12, %d13;
-  setp.ne.u64 %p5, %d14, 0;
-  @%p5 bra FILL;
   ld.param.u64 %d6, [flag];
+  ld.volatile.u64 %d12, [%d6+24];
+  add.u64 %d13, %d12, 1;
+  atom.cas.b64 %d14, [%d10+16], %d12, %d13;
+  setp.ne.u64 %p5, %d14, %d12;
+  @%p5 bra FILL;
   st.volatile.u64 [%d6+16], %d11;
   st.volatile.u64 [%d6+8], %d3;
   membar.sys;
@@ -97,7 +97,7 @@ Ring::Ring(Store* store, int device, Stream compute)
   void* pinned = nullptr;
   Check(calls_.host_alloc(&pinned, kPage, /*portable | device map*/ 3), "cuMemHostAlloc");
   mismatch_ = static_cast<uint64_t*>(pinned);
-  mismatch_[0] = mismatch_[1] = mismatch_[2] = 0;
+  mismatch_[0] = mismatch_[1] = mismatch_[2] = mismatch_[3] = 0;
   Check(calls_.mem_alloc(&cells_on_device_, 64), "cuMemAlloc");
   Check(calls_.memset_d32(cells_on_device_, 0, 16, out_), "cuMemsetD32Async");
   Check(calls_.stream_synchronize(out_), "cuStreamSynchronize");
@@ -417,9 +417,8 @@ Mismatch Ring::TakeMismatch() {
   mismatch.found = mismatch_[1];
   mismatch.run = static_cast<int64_t>(mismatch_[2]) - 1;
   mismatch_[1] = mismatch_[2] = 0;
-  __atomic_store_n(&mismatch_[0], uint64_t{0}, __ATOMIC_RELEASE);
-  // From then on kernels may write the words again.
-  Check(calls_.memset_d32(cells_on_device_ + 16, 0, 2, out_), "cuMemsetD32Async");
+  mismatch_[0] = 0;
+  __atomic_store_n(&mismatch_[3], mismatch_[3] + 1, __ATOMIC_RELEASE);  // kernels may write the words again
   return mismatch;
 }
 

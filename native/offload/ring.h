@@ -84,10 +84,8 @@ class Ring {
   Event last_out_;
   CUmod_st* module_ = nullptr;
   CUfunc_st* check_ = nullptr;
-  // Pinned, written by the kernel: the foreseen handle, the one found, the run. One thread of one kernel has the right to
-  // write them until the host has read them (a cell on the device says who); the first word is written last.
-  uint64_t* mismatch_ = nullptr;
-  DevicePointer cells_on_device_ = 0;  // [0]: the run that failed last, [1]: 0, [2]: 1 while the words are taken
+  uint64_t* mismatch_ = nullptr;       // pinned; [0-2]: foreseen handle, the one found, the run; [3]: how many were read
+  DevicePointer cells_on_device_ = 0;  // [0]: the run that failed last, [1]: 0, [2]: how many mismatches were told
   std::vector<uint64_t*> cells_;           // pinned; free ones
 };
 

@@ -190,9 +190,9 @@ int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsi
     std::memset(reinterpret_cast<void*>(a[2]), 255, a[3]);
     if (found == a[1]) return;
     *failed = a[6];
-    if (failed[2] != 0) return;
-    failed[2] = 1;
-    auto* flag = reinterpret_cast<volatile uint64_t*>(a[4]);
+    auto* flag = reinterpret_cast<uint64_t*>(a[4]);
+    if (failed[2] != __atomic_load_n(&flag[3], __ATOMIC_ACQUIRE)) return;
+    ++failed[2];
     flag[2] = a[6];
     flag[1] = found;
     __atomic_store_n(&flag[0], a[1], __ATOMIC_RELEASE);
