@@ -7,6 +7,7 @@
 #   make test-fast         the tests alone, on one jax
 #   make test-slow         the tests that take long: the same contracts over more cases
 #   make asan              the CPU handlers under AddressSanitizer
+#   make tsan              the offload store under ThreadSanitizer, with many threads
 #   make soak              offload under random faults, 10,000 steps
 #   make lint types venv clean
 
@@ -34,7 +35,7 @@ PYTHON_NEXT ?= $(shell for v in 3.12 3.13 3.14; do \
 # Where the first leg has the newest jax already, the second one takes the oldest that is supported.
 PINS_NEXT ?= $(shell $(PYTHON) -c 'import sys; print("jax==0.10.2 jaxlib==0.10.2" if sys.version_info >= (3, 12) else "")')
 
-.PHONY: venv venv-test demo test test-fast test-slow test-here test-next doctest lint types format asan soak clean
+.PHONY: venv venv-test demo test test-fast test-slow test-here test-next doctest lint types format asan tsan soak clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -120,6 +121,9 @@ endif
 # A copy of the package with an instrumented extension, in build/asan. A forked child has no sanitizer runtime to speak to.
 asan: venv-test
 	PYTHON=$(abspath $(BIN))/python sh tests/native/asan.sh
+
+tsan:
+	sh tests/native/tsan.sh
 
 clean:
 	rm -rf $(VENV) $(VENV_NEXT) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,56 @@
+"""Handles that were foreseen wrongly, with the driver of fake_cuda.cc: run by test_ring.py.
+
+What the host reads of one is of one run: its foreseen handle, the one found there. Others leave it as it is.
+"""
+
+import ctypes
+import re
+
+import numpy as np
+
+from dejax.offload import ActivationStore
+from tests.offload.ring_program import address, cuda
+
+SIZE = 4096
+
+
+def wrong_run(native, stream, run, keep):
+    """Two tensors of one site, fetched in the order in which they were stored. Gives (first handle, second handle)."""
+    scratch, handles, out = np.empty(SIZE // 4, np.uint32), np.zeros((2, 2), np.uint32), np.empty(SIZE // 4, np.uint32)
+    keep.append((scratch, handles, out))
+    for i in range(2):
+        cuda.cuMemsetD32Async(address(scratch), i + 1, SIZE // 4, stream)
+        native.store_on_cuda(run, 0, stream, 7, 1 << 16, address(scratch), SIZE, address(handles[i]))
+    native.fetch_on_cuda(run, 0, stream, 7, address(handles[0]), address(out), SIZE)
+    assert cuda.cuStreamSynchronize(stream) == 0
+    assert (out == 0xFFFFFFFF).all()
+    return tuple(int(low) | int(high) << 32 for low, high in handles)
+
+
+def main():
+    streams = []
+    for _ in range(2):
+        stream = ctypes.c_void_p()
+        cuda.cuStreamCreate(ctypes.byref(stream), 0)
+        streams.append(stream.value)
+    keep, run = [], 0
+    with ActivationStore(host_bytes=1 << 20) as store:
+        native = store._native
+        native.set_prediction(2)
+        for _ in range(20):
+            run += 1
+            first, second = wrong_run(native, streams[run % 2], run, keep)
+            try:
+                store.check()
+            except RuntimeError as error:
+                assert (second, first) == tuple(map(int, re.findall(r"handle (\d+), found (\d+)", str(error))[0])), (
+                    error
+                )
+            else:
+                raise AssertionError("nothing was noticed")
+            store.check()  # it is told once
+    print("right", run, "runs")
+
+
+if __name__ == "__main__":
+    main()
