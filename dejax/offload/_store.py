@@ -8,16 +8,15 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import jax
-
 from dejax import _native
-from dejax.offload import _files
+from dejax.offload import _current, _files
 from dejax.offload._calls import DEVICE
+from dejax.offload._notes import notes
 from dejax.offload._stats import StoreStats
 
 Engine = Literal["auto", "direct", "buffered", "tensorstore"]
@@ -31,8 +30,10 @@ _default: ActivationStore | None = None
 class ActivationStore:
     """Memory for what forward passes hand to backward passes: the device's ring, then pinned host memory, then disk.
 
-    A context manager: inside `with`, steps that were traced without a store of their own use it. Tensors move down a
-    tier only when the one above is full; the last ones of a forward pass, which backward wants first, stay highest.
+    A context manager: steps that this thread dispatches inside `with` use it, unless they were traced with a store of
+    their own. Leaving waits for them and closes the store. Other threads enter it themselves, with `with` or `use`; the
+    last `with` to be left closes it. Tensors move down a tier only when the one above is full; the last ones of a
+    forward pass, which backward wants first, stay highest.
 
     Args:
         path: a folder, or several, for the disk tier; chunks are striped over them. None: no disk tier. In each, the
@@ -93,6 +94,17 @@ class ActivationStore:
         self._io: Any = None
         self._native: Any = None
         self._began = time.monotonic()
+        self._entered = 0
+        self._entered_lock = threading.Lock()
+        # As they were given: what is made of None differs between machines, and programs carry a name made of these.
+        options = (
+            tuple(os.fspath(place) for place in paths),
+            device_bytes,
+            host_bytes,
+            disk_bytes,
+            engine,
+            chunk_bytes,
+        )
         try:
             for place in self.paths:
                 self._claims.append(_files.claim(place))
@@ -118,6 +130,7 @@ class ActivationStore:
             raise
         self._sectors = [_files.sectors_written(place) for place in self.paths]
         _open.add(self)
+        self._binding = _current.own_binding(self, options)
 
     def __repr__(self) -> str:
         where = ", ".join(map(str, self.paths)) or "host memory"
@@ -130,31 +143,66 @@ class ActivationStore:
 
     @property
     def id(self) -> int:
-        """Its number, which compiled programs carry."""
+        """Its number among the stores that are open in this process."""
         return self._native.id
 
     def __enter__(self) -> ActivationStore:
-        if not self.is_open:
-            raise RuntimeError("ActivationStore: it is closed; make another")
-        self._native.push()
+        self._require_open()
+        _current.enter(self)
+        with self._entered_lock:
+            self._entered += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._native.pop()
-        if kind is None:
-            # Steps are dispatched ahead: what still runs may need the store. Errors show where the results are used.
-            for array in jax.live_arrays():
-                with contextlib.suppress(Exception):
-                    array.block_until_ready()
-        self.close()
+        try:
+            _current.wait_for_steps()
+        finally:
+            _current.leave(self)
+            with self._entered_lock:
+                self._entered -= 1
+                last = self._entered <= 0
+            if last:
+                self._close()
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[ActivationStore]:
+        """Like `with` on the store itself, for one thread of several: leaving waits, but does not close the store.
+
+        Raises:
+            RuntimeError: the store is closed.
+        """
+        self._require_open()
+        _current.enter(self)
+        try:
+            yield self
+        finally:
+            try:
+                _current.wait_for_steps()
+            finally:
+                _current.leave(self)
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            raise RuntimeError("ActivationStore: it is closed; make another")
 
     def close(self) -> None:
-        """Ends what is under way, gives the memory back and removes the files. Steps that still use it fail."""
+        """Waits for the steps that this thread has dispatched, gives the memory back and removes the files.
+
+        Steps of other threads that still use the store fail. A second call does nothing.
+        """
+        if not self.is_open:
+            return
+        _current.wait_for_steps()
+        self._close()
+
+    def _close(self) -> None:
         if not self.is_open:
             return
         _open.discard(self)
+        _current.forget(self)
+        _current.release_own(self._binding)
         self._final = self.stats()
         self._native.begin_close()
         if self._io is not None:
@@ -189,30 +237,40 @@ class ActivationStore:
 
     def summary(self, *, endurance_bytes: float | None = None) -> str:
         """Some lines about `stats()`; `endurance_bytes` is the drive's rated endurance (its TBW)."""
-        return self.stats().summary(endurance_bytes=endurance_bytes)
+        return "\n".join([self.stats().summary(endurance_bytes=endurance_bytes), *notes()])
 
 
-def store_id(store: ActivationStore | Literal["device"] | None) -> int:
-    """What a program carries for a store: its number, or 0 for the current one, of which there is then always one."""
+def binding_of(store: ActivationStore | Literal["device"] | None) -> int:
+    """What a program carries for a store: the store's name, or which of the current ones; of these there is always one.
+
+    Raises:
+        ValueError: another word.
+        RuntimeError: the store is closed.
+    """
     if isinstance(store, str):
         if store != "device":
-            raise ValueError(f"offload: `store` is an ActivationStore, 'device' or None; {store!r} was given")
+            raise ValueError(f"offload: `store` must be an ActivationStore, 'device' or None, got {store!r}")
         return DEVICE
-    if store is not None:
-        if not store.is_open:
-            raise RuntimeError("offload: `store` is closed; make another")
-        return store.id
-    default_store()
-    return 0
+    if store is None:
+        default_store()
+        return _current.current_binding()
+    if not isinstance(store, ActivationStore):
+        raise ValueError(
+            f"offload: `store` must be an ActivationStore, 'device' or None, got {type(store).__name__}; for a path "
+            "write store=ActivationStore(path)"
+        )
+    if not store.is_open:
+        raise RuntimeError("offload: `store` is closed; make another")
+    return store._binding
 
 
 def default_store() -> ActivationStore:
     """The store that steps use outside any `with`: host memory only, for the life of the process."""
     global _default
     with _default_lock:
-        if _default is None:
+        if _default is None or not _default.is_open:
             _default = ActivationStore()
-            _default._native.push_default()
+            _current.bind_default(_default)
         return _default
 
 
@@ -230,4 +288,4 @@ def _available_memory() -> int:
 @atexit.register
 def _close_all() -> None:
     for store in list(_open):
-        store.close()
+        store._close()

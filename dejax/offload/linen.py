@@ -9,7 +9,7 @@ import flax.linen as nn
 from flax.core import lift
 
 from dejax.offload._store import ActivationStore
-from dejax.offload._transform import MIN_BYTES, Inputs, Policy, _offload
+from dejax.offload._transform import MIN_BYTES, Inputs, Options, Policy, wrap
 
 
 def offload(
@@ -44,7 +44,7 @@ def offload(
                 scope = scope_fn(variables, rngs)
                 return fn(scope, *args, **kwargs), repack(scope)
 
-            run = _offload(pure, policy, store, inputs, min_bytes, (), kept_argnums=(0, 1))
+            run = wrap(pure, Options.of(policy, store, inputs, min_bytes, (0, 1)))
             return run(variables, rngs, *args, **kwargs)
 
         return lift.pack(inner, (True,), (True,), (True,), name="offload", enable_kwargs=True)

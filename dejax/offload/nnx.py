@@ -14,7 +14,7 @@ from typing import Any, Literal
 from flax import nnx
 
 from dejax.offload._store import ActivationStore
-from dejax.offload._transform import MIN_BYTES, Inputs, Policy, _offload
+from dejax.offload._transform import MIN_BYTES, Inputs, Options, Policy, wrap
 
 
 def offload(
@@ -48,7 +48,7 @@ def offload(
             out = fn(module, *args)
             return out, nnx.state(module, nnx.Not(nnx.Param))
 
-        out, changed = _offload(pure, policy, store, inputs, min_bytes, (), kept_argnums=(0,))((params, rest), *args)
+        out, changed = wrap(pure, Options.of(policy, store, inputs, min_bytes, (0,)))((params, rest), *args)
         nnx.update(module, changed)
         return out
 

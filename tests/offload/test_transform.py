@@ -11,7 +11,7 @@ from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 from dejax import _native
-from dejax.offload import ActivationStore, _transform, offload
+from dejax.offload import ActivationStore, _boundary, offload
 from tests.offload.layers import (
     LAYERS,
     TENSOR,
@@ -51,7 +51,7 @@ def test_cuts_alone_give_the_same_bits(store, inner):
     cut = jax.jit(jax.grad(loss_of(offload(inner(layer), store="device", min_bytes=1)), argnums=(0, 1)))(ws, x)
     assert store.stats().stored_count == 0
     assert_same_bits(step("inputs" if inner is jax.checkpoint else "all")(ws, x), cut)
-    with pytest.raises(ValueError, match="an ActivationStore, 'device' or None; 'disc' was given"):
+    with pytest.raises(ValueError, match="must be an ActivationStore, 'device' or None, got 'disc'"):
         offload(layer, store="disc")(ws[0], x)
 
 
@@ -134,8 +134,12 @@ WIDTH_EXTRA = 64 * 64 * 4 - TENSOR  # w is 64 x 64, x 32 x 64
 
 def test_small_tensors_stay(store):
     ws, x = operands()
-    jax.block_until_ready(jax.grad(loss_of(offload(layer)))(ws, x))  # 8 KiB each
+    gradient = jax.grad(loss_of(offload(layer)))  # 8 KiB each
+    with pytest.warns(UserWarning, match=r"`layer` stores nothing: .* 8,192 bytes, less than min_bytes=1,048,576"):
+        jax.block_until_ready(gradient(ws, x))
+    jax.block_until_ready(gradient(ws, 2 * x))  # once
     assert store.stats().stored_count == 0
+    assert "`layer` stores nothing" in store.summary()
 
 
 def test_around_and_inside_checkpoint(store):
@@ -392,8 +396,10 @@ def test_second_derivatives_are_an_error_at_trace_time(store, transform):
 
 def test_forward_mode_is_an_error(store):
     ws, x = operands()
-    with pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(loss_of(offloaded), (ws, x), (ws, x))
+    for run in (lambda f: f), jax.jit:
+        for scan in True, False:
+            with pytest.raises(NotImplementedError, match="offload: forward mode .* take jax.checkpoint"):
+                jax.jvp(run(loss_of(offloaded, scan)), (ws, x), (ws, x))
 
 
 def test_bad_arguments():
@@ -415,12 +421,12 @@ def test_lowering_for_cuda_needs_no_gpu():
 
 
 def test_the_ring_is_no_larger_than_the_bus_needs():
-    balance = _transform._FLOPS_PER_BYTE  # operations while the bus moves a byte
+    balance = _boundary._FLOPS_PER_BYTE  # operations while the bus moves a byte
     k = 512
     one, several = [100 * k], [60 * k, 30 * k, 10 * k]
-    assert _transform.ring_bytes(one, flops=balance * 100 * k) == 100 * k
-    assert _transform.ring_bytes(one, flops=0) == 600 * k
-    assert _transform.ring_bytes(several, flops=balance * 100 * k) == 100 * k  # a layer's worth
-    assert _transform.ring_bytes(several, flops=0) == 200 * k
-    assert _transform.ring_bytes([k + 1], flops=float("inf")) == 2 * k  # a tensor of odd size fits
-    assert _transform.ring_bytes([], flops=0) == 0
+    assert _boundary.ring_bytes(one, flops=balance * 100 * k) == 100 * k
+    assert _boundary.ring_bytes(one, flops=0) == 600 * k
+    assert _boundary.ring_bytes(several, flops=balance * 100 * k) == 100 * k  # a layer's worth
+    assert _boundary.ring_bytes(several, flops=0) == 200 * k
+    assert _boundary.ring_bytes([k + 1], flops=float("inf")) == 2 * k  # a tensor of odd size fits
+    assert _boundary.ring_bytes([], flops=0) == 0
