@@ -89,7 +89,7 @@ def fetch(handle: Array, like: Any, after: Sequence[Array], *, binding: int, sit
 
     call = jax.custom_jvp(batchable)
     call.defjvp(_no_second_derivative)
-    return call(handle, *after)
+    return _sharded_as(call(handle, *after), like)
 
 
 def guard(x: Array, after: Sequence[Array], *, binding: int) -> Array:
@@ -120,6 +120,13 @@ def guard(x: Array, after: Sequence[Array], *, binding: int) -> Array:
     call = jax.custom_jvp(batchable)
     call.defjvp(_no_second_derivative)
     return call(x, *after)
+
+
+def _sharded_as(x: Array, like: Any) -> Array:
+    """`x` with the sharding that is a part of its type on a mesh with explicit axes."""
+    sharding = getattr(like, "sharding", None)
+    explicit = sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+    return jax.sharding.reshard(x, sharding) if explicit and any(sharding.spec) else x
 
 
 def has_nan(dtype: Any) -> bool:

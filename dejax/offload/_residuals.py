@@ -339,6 +339,9 @@ def _storable(var: Any) -> bool:
         return False
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) or aval.dtype == jax.dtypes.float0:
         return False
+    spec = getattr(getattr(aval, "sharding", None), "spec", None)
+    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        return False  # parts of a sum that is still to be made: a copy of each would be summed once more
     return aval.dtype.name not in _SUB_BYTE and 0 not in aval.shape
 
 
