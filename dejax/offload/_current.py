@@ -87,6 +87,19 @@ def forget(store: Any) -> None:
         for seat in list(_seats.values()):
             while store in seat.stores:
                 _remove(seat, store)
+        for binding, owner in list(_own.items()):
+            if owner is store:
+                _own.pop(binding, None)  # natively it stands for nothing once its store is closed
+
+
+def after_fork() -> None:
+    """In a child: its parent's stores are not its own, and other threads' locks are held for good."""
+    global _lock
+    _lock = threading.RLock()
+    _seats.clear()
+    _own.clear()
+    _local.__dict__.clear()
+    _context.set_global(_HOME)
 
 
 def _remove(seat: _Seat, store: Any) -> None:
@@ -142,13 +155,6 @@ def own_binding(store: Any, options: Hashable) -> int:
         _own[binding] = store
         _native.extension("ActivationStore").bind_offload_store(binding, store.id)
         return binding
-
-
-def release_own(binding: int) -> None:
-    """Its store closes."""
-    with _lock:
-        _own.pop(binding, None)
-        _native.extension("ActivationStore").bind_offload_store(binding, 0)
 
 
 # ---------------------------------------------------------------------------------------------------------- waiting

@@ -1,4 +1,10 @@
-"""Folders of the disk tier: each store has its own in every path that it was given, locked while its process lives."""
+"""Folders of the disk tier: each store has its own in every path that it was given, locked while its process lives.
+
+A folder holds an owner file under an exclusive lock, which the kernel takes away when the process ends. Whoever gets
+that lock may remove the folder. Everything else in it goes before the owner file: anyone can finish a removal that was
+cut short. A new folder has no lock for a moment, in which another process may remove it. Its maker notices and makes
+another.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +19,7 @@ from pathlib import Path
 
 _PREFIX = "dejax-offload-"
 _OWNER = "owner"
+_ATTEMPTS = 100  # each is lost only to another process that cleans up at that very moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +28,21 @@ class Claim:
 
     Attributes:
         folder: where.
-        lock: descriptor of its owner file, under an exclusive lock that the kernel takes away when the process ends.
+        lock: descriptor of its owner file, locked.
+        device: number of the drive that it lies on.
     """
 
     folder: Path
     lock: int
+    device: int
 
     def release(self) -> None:
         """Removes the folder, then gives the lock up."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        _remove(self.folder)
+        self.forget()
+
+    def forget(self) -> None:
+        """Closes the descriptor alone, as in a forked child."""
         with contextlib.suppress(OSError):
             os.close(self.lock)
 
@@ -41,6 +54,7 @@ def claim(path: Path) -> Claim:
         FileNotFoundError: `path` is not there.
         NotADirectoryError: it is not a folder.
         PermissionError: it cannot be written to.
+        OSError: anything else, such as a full file system, or one without locks.
     """
     if not path.exists():
         raise FileNotFoundError(f"ActivationStore: path {path} does not exist; create it, or give another")
@@ -48,16 +62,26 @@ def claim(path: Path) -> Claim:
         raise NotADirectoryError(f"ActivationStore: path {path} is not a folder; give the folder to write into")
     remove_abandoned(path)
     try:
-        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=path))
-        lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        for _ in range(_ATTEMPTS):
+            folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=path))
+            try:
+                lock = _lock(folder / _OWNER)
+            except BaseException:
+                _remove(folder)
+                raise
+            if lock is not None:
+                return Claim(folder, lock, os.fstat(lock).st_dev)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise PermissionError(
                 f"ActivationStore: path {path} cannot be written to ({error.strerror}); give another"
             ) from error
-        raise
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return Claim(folder, lock)
+        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise OSError(
+                error.errno, f"ActivationStore: path {path} is on a file system without locks; give a local one"
+            ) from error
+        raise OSError(error.errno, f"ActivationStore: path {path} does not serve ({error.strerror})") from error
+    raise OSError(errno.EBUSY, f"ActivationStore: other processes keep removing new folders in {path}; give another")
 
 
 def remove_abandoned(path: Path) -> list[Path]:
@@ -66,25 +90,104 @@ def remove_abandoned(path: Path) -> list[Path]:
     for folder in path.glob(f"{_PREFIX}*"):
         try:
             lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            # Being made, or the last of a removal that was cut short: only an empty one goes.
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+            continue
         except OSError:
-            continue  # being made, or being removed, or not ours to touch
+            continue  # not ours to touch
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(lock, folder / _OWNER) and _remove(folder):
+                removed.append(folder)
         except OSError:
             continue  # its owner lives
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder)
         finally:
             os.close(lock)
     return removed
 
 
-def sectors_written(path: Path) -> int | None:
-    """Bytes that the drive under `path` has been asked to write since the machine started; None where nothing tells."""
-    device = os.stat(path).st_dev
+def lock_new_file(folder: Path, prefix: str) -> tuple[Path, int]:
+    """A new file in `folder` with a lock on it that ends with the process, and its descriptor."""
+    for _ in range(_ATTEMPTS):
+        descriptor, name = tempfile.mkstemp(prefix=prefix, dir=folder)
+        os.close(descriptor)
+        path = Path(name)
+        lock = _lock(path)
+        if lock is not None:
+            return path, lock
+    raise OSError(errno.EBUSY, f"other processes keep removing new files in {folder}")
+
+
+def is_locked(path: Path) -> bool:
+    """Whether the process that locked a file lives. One whose process is dead is removed."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_at(descriptor, path):
+            path.unlink(missing_ok=True)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def sectors_written(device: int) -> int | None:
+    """Bytes that a drive has been asked to write since the machine started; None where nothing tells."""
     try:
         fields = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat").read_text(encoding="ascii").split()
         return int(fields[6]) * 512  # that file counts in sectors of 512 bytes, whatever the drive's are
     except (OSError, IndexError, ValueError):
         return None
+
+
+def _lock(path: Path) -> int | None:
+    """Makes the file if need be and locks it. None where somebody removed it meanwhile."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:  # its folder
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if _is_at(descriptor, path):
+            return descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except OSError:
+        return False
+
+
+def _remove(folder: Path) -> bool:
+    """Removes a folder, its owner file last. False where something stays: then the owner file does too."""
+    try:
+        names = [name for name in os.listdir(folder) if name != _OWNER]
+    except OSError:
+        return not folder.exists()
+    for name in names:
+        place = folder / name
+        if place.is_dir() and not place.is_symlink():
+            shutil.rmtree(place, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                place.unlink()
+    try:
+        if set(os.listdir(folder)) - {_OWNER}:
+            return False
+        (folder / _OWNER).unlink(missing_ok=True)
+        folder.rmdir()
+    except OSError:
+        return not folder.exists()
+    return True

@@ -14,17 +14,72 @@ from types import TracebackType
 from typing import Any, Literal
 
 from dejax import _native
-from dejax.offload import _current, _files
+from dejax.offload import _current, _files, _memory
 from dejax.offload._calls import DEVICE
 from dejax.offload._notes import notes
 from dejax.offload._stats import StoreStats
 
-Engine = Literal["auto", "direct", "buffered", "tensorstore"]
+Engine = Literal["auto", "tensorstore", "direct", "buffered"]
 _PAGE = 4096
 
-_open: weakref.WeakSet[ActivationStore] = weakref.WeakSet()
+_open: dict[int, _Parts] = {}
+"""What open stores hold, by `id`, for the end of the process. Made and removed in one step of the interpreter each."""
+_entered: list[ActivationStore] = []
+"""Stores inside their `with`, which stay open though nobody may have them."""
 _default_lock = threading.Lock()
 _default: ActivationStore | None = None
+
+
+class _Parts:
+    """What a store holds. Released once: by `close`, when nobody has the store any more, or as the process ends."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.claims: list[_files.Claim] = []
+        self.io: Any = None
+        self.native: Any = None
+        self.shares_memory = False
+        self._to_close = [None]
+        _open[id(self)] = self
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._to_close) and self.process == os.getpid()
+
+    def close(self) -> None:
+        if self.process != os.getpid():
+            return  # a forked child: threads, memory and files are its parent's
+        try:
+            self._to_close.pop()
+        except IndexError:
+            return
+        try:
+            if self.native is not None:
+                self.native.begin_close()
+                if self.io is not None:
+                    self.io.join()
+                self.native.close()
+        finally:
+            for claim in self.claims:
+                claim.release()
+            if self.shares_memory:
+                _memory.presence.leave()
+            _open.pop(id(self), None)
+
+    def abandon(self) -> None:
+        """Nobody has the store any more. The garbage collector may say so in any thread."""
+        if not self.is_open:
+            return
+        if self.io is not None and self.io.is_worker():  # which cannot wait for itself
+            with contextlib.suppress(RuntimeError):  # no thread can be started: at the end of the process, then
+                threading.Thread(target=self.close, name="dejax-offload-close").start()
+            return
+        self.close()
+
+    def forget(self) -> None:
+        """In a forked child: locks of files end with the last process that has them open."""
+        for claim in self.claims:
+            claim.forget()
 
 
 class ActivationStore:
@@ -42,17 +97,22 @@ class ActivationStore:
         device_bytes: of the ring on each device. None: what one call of an offloaded function stores; where its
             arithmetic takes less time than the bus, twice that, at least six tensors (see `ring_bytes` in
             `_transform.py` for the figures). 0: no ring; the compute stream then waits for each copy.
-        host_bytes: cap of pinned (on the CPU: ordinary) host memory. None: half of what the machine has available now.
-        disk_bytes: cap of the disk tier. None: as much as there is.
-        engine: how files are written: "direct" (O_DIRECT where the file system takes it), "buffered" (through the
-            page cache), "tensorstore", or "auto", which is "direct": it takes least of the processor.
+        host_bytes: cap of pinned (on the CPU: ordinary) host memory. 0: none; then only what stays in the ring can be
+            stored. None: half of what the machine has available now and control groups leave, over the processes that
+            share it: those that the launcher says are here, or that have such a store already.
+        disk_bytes: cap of what the files hold, in use or not. 0: no disk tier, whatever the path. None: as much as
+            there is.
+        engine: how files are written: "tensorstore", "direct" (O_DIRECT where the file system takes it; takes least of
+            the processor), "buffered" (through the page cache), or "auto", which is "tensorstore".
         checksum: verify what is read from disk. A damaged file then is an error and never a wrong gradient.
         chunk_bytes: unit of a read or write, a multiple of 4,096.
         io_threads: that read and write at a time.
 
     Raises:
         FileNotFoundError, NotADirectoryError, PermissionError: a path does not serve; the message says which and why.
+        OSError: a path does not serve for another reason: a full file system, too many open files.
         ValueError: a size does not make sense.
+        RuntimeError: the files or the I/O threads cannot be made.
         NativeExtensionError: the extension is not there.
 
     >>> with ActivationStore(host_bytes=1 << 30) as store:
@@ -73,29 +133,19 @@ class ActivationStore:
         io_threads: int = 8,
     ) -> None:
         extension = _native.extension("ActivationStore")
-        for name, value in (("device_bytes", device_bytes), ("host_bytes", host_bytes), ("disk_bytes", disk_bytes)):
-            if value is not None and value < 0:
-                raise ValueError(f"ActivationStore: `{name}` is a number of bytes or None; {value} was given")
-        if chunk_bytes <= 0 or chunk_bytes % _PAGE:
-            raise ValueError(f"ActivationStore: `chunk_bytes` must be a multiple of {_PAGE}; {chunk_bytes} was given")
-        if io_threads < 1:
-            raise ValueError(f"ActivationStore: `io_threads` must be at least 1; {io_threads} was given")
+        _check_sizes(device_bytes, host_bytes, disk_bytes, chunk_bytes, io_threads)
         if engine not in ("auto", "direct", "buffered", "tensorstore"):
             raise ValueError(
                 f"ActivationStore: `engine` is 'auto', 'direct', 'buffered' or 'tensorstore'; {engine!r} was given"
             )
         paths = [] if path is None else [path] if isinstance(path, (str, os.PathLike)) else list(path)
         self.device_bytes = device_bytes
-        self.host_bytes = _available_memory() // 2 if host_bytes is None else host_bytes
         self.disk_bytes = disk_bytes
-        self.engine = engine
+        self.engine: Engine = "tensorstore" if engine == "auto" else engine
         self.paths = tuple(Path(os.fspath(p)).absolute() for p in paths)
-        self._claims: list[_files.Claim] = []
-        self._io: Any = None
-        self._native: Any = None
         self._began = time.monotonic()
-        self._entered = 0
-        self._entered_lock = threading.Lock()
+        self._depth = 0
+        self._depth_lock = threading.Lock()
         # As they were given: what is made of None differs between machines, and programs carry a name made of these.
         options = (
             tuple(os.fspath(place) for place in paths),
@@ -105,32 +155,46 @@ class ActivationStore:
             engine,
             chunk_bytes,
         )
+        self._parts = _Parts()
         try:
-            for place in self.paths:
-                self._claims.append(_files.claim(place))
-            self._native = extension.OffloadStore.open(
-                device_bytes=-1 if device_bytes is None else device_bytes,
-                host_bytes=self.host_bytes,
-                disk_bytes=disk_bytes or 0,
-                folders=[str(claim.folder) for claim in self._claims],
-                chunk_bytes=chunk_bytes,
-                num_threads=io_threads,
-                direct=engine in ("auto", "direct"),
-                checksum=checksum,
-                external=engine == "tensorstore",
-            )
-            if engine == "tensorstore" and self._claims:
-                from dejax.offload._tensorstore import TensorStoreIO
-
-                folders = [claim.folder for claim in self._claims]
-                self._io = TensorStoreIO(self._native, folders, chunk_bytes, io_threads)
+            for place in self.paths if disk_bytes != 0 else ():
+                self._parts.claims.append(_files.claim(place))
+            self.host_bytes = self._share_of_memory() if host_bytes is None else host_bytes
+            self._open_native(extension, chunk_bytes, io_threads, checksum)
         except BaseException:
-            for claim in self._claims:
-                claim.release()
+            self._parts.close()
             raise
-        self._sectors = [_files.sectors_written(place) for place in self.paths]
-        _open.add(self)
         self._binding = _current.own_binding(self, options)
+        self._sectors = [_files.sectors_written(claim.device) for claim in self._parts.claims]
+        # Not at the end of the process, when jax may be gone already: _close_all comes before.
+        weakref.finalize(self, self._parts.abandon).atexit = False
+
+    def _share_of_memory(self) -> int:
+        self._parts.shares_memory = True
+        processes = _memory.presence.enter()
+        return _memory.share(_memory.available_memory(), processes, _memory.launched_processes())
+
+    def _open_native(self, extension: Any, chunk_bytes: int, io_threads: int, checksum: bool) -> None:
+        folders = [claim.folder for claim in self._parts.claims]
+        self._parts.native = extension.OffloadStore.open(
+            device_bytes=-1 if self.device_bytes is None else self.device_bytes,
+            host_bytes=self.host_bytes,
+            disk_bytes=-1 if self.disk_bytes is None else self.disk_bytes,
+            folders=[str(folder) for folder in folders],
+            chunk_bytes=chunk_bytes,
+            num_threads=io_threads,
+            direct=self.engine == "direct",
+            checksum=checksum,
+            external=self.engine == "tensorstore",
+        )
+        if folders and self.engine == "tensorstore":
+            from dejax.offload._tensorstore import TensorStoreIO
+
+            self._parts.io = TensorStoreIO(self._parts.native, folders, io_threads)
+
+    @property
+    def _native(self) -> Any:
+        return self._parts.native
 
     def __repr__(self) -> str:
         where = ", ".join(map(str, self.paths)) or "host memory"
@@ -139,7 +203,7 @@ class ActivationStore:
     @property
     def is_open(self) -> bool:
         """Whether `close` was not called yet."""
-        return self in _open
+        return self._parts.is_open
 
     @property
     def id(self) -> int:
@@ -149,20 +213,25 @@ class ActivationStore:
     def __enter__(self) -> ActivationStore:
         self._require_open()
         _current.enter(self)
-        with self._entered_lock:
-            self._entered += 1
+        with self._depth_lock:
+            self._depth += 1
+        _entered.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        with contextlib.suppress(ValueError):
+            _entered.remove(self)
+        if self._parts.process != os.getpid():
+            return  # a forked child leaves its parent's block
         try:
             _current.wait_for_steps()
         finally:
             _current.leave(self)
-            with self._entered_lock:
-                self._entered -= 1
-                last = self._entered <= 0
+            with self._depth_lock:
+                self._depth -= 1
+                last = self._depth <= 0
             if last:
                 self._close()
 
@@ -192,24 +261,15 @@ class ActivationStore:
 
         Steps of other threads that still use the store fail. A second call does nothing.
         """
-        if not self.is_open:
-            return
-        _current.wait_for_steps()
+        if self.is_open:
+            _current.wait_for_steps()
         self._close()
 
     def _close(self) -> None:
-        if not self.is_open:
-            return
-        _open.discard(self)
-        _current.forget(self)
-        _current.release_own(self._binding)
-        self._final = self.stats()
-        self._native.begin_close()
-        if self._io is not None:
-            self._io.join()
-        self._native.close()
-        for claim in self._claims:
-            claim.release()
+        if self.is_open:
+            self._final = self.stats()
+            _current.forget(self)
+        self._parts.close()
 
     def check(self) -> None:
         """Raises what a device found wrong in an earlier step, if anything; later steps do so themselves."""
@@ -220,7 +280,7 @@ class ActivationStore:
         self._native.clear()
 
     def drain(self) -> None:
-        """Waits until nothing is being read or written."""
+        """Waits until nothing is being read or written, and gives back the disk room that no tensor uses."""
         self._native.drain()
 
     def stats(self) -> StoreStats:
@@ -228,8 +288,8 @@ class ActivationStore:
         if not self.is_open and hasattr(self, "_final"):
             return self._final
         sectors = 0
-        for place, before in zip(self.paths, self._sectors if self._claims else (), strict=True):
-            now = _files.sectors_written(place)
+        for claim, before in zip(self._parts.claims, self._sectors, strict=True):
+            now = _files.sectors_written(claim.device)
             sectors += now - before if now is not None and before is not None else 0
         return StoreStats(
             **self._native.stats(), drive_written_bytes=sectors, open_seconds=time.monotonic() - self._began
@@ -274,18 +334,34 @@ def default_store() -> ActivationStore:
         return _default
 
 
-def _available_memory() -> int:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+def _check_sizes(
+    device_bytes: int | None, host_bytes: int | None, disk_bytes: int | None, chunk_bytes: int, io_threads: int
+) -> None:
+    for name, value in (("device_bytes", device_bytes), ("host_bytes", host_bytes), ("disk_bytes", disk_bytes)):
+        if value is not None and value < 0:
+            raise ValueError(f"ActivationStore: `{name}` is a number of bytes or None; {value} was given")
+    if chunk_bytes <= 0 or chunk_bytes % _PAGE:
+        raise ValueError(f"ActivationStore: `chunk_bytes` must be a multiple of {_PAGE}; {chunk_bytes} was given")
+    if io_threads < 1:
+        raise ValueError(f"ActivationStore: `io_threads` must be at least 1; {io_threads} was given")
 
 
 @atexit.register
 def _close_all() -> None:
-    for store in list(_open):
-        store._close()
+    for parts in list(_open.values()):
+        parts.close()
+
+
+def _after_fork() -> None:
+    """In a child: its parent's stores are not its own, and locks may be held by threads that it does not have."""
+    global _default, _default_lock
+    _default, _default_lock = None, threading.Lock()
+    for parts in list(_open.values()):
+        parts.forget()
+    _open.clear()
+    _entered.clear()
+    _memory.presence.forget()
+    _current.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -57,6 +57,14 @@ void BindStore(int64_t binding, int64_t store) {
   }
 }
 
+void UnbindStore(int64_t store) {
+  Table& table = GetTable();
+  std::lock_guard<std::mutex> lock(table.mutex);
+  for (auto at = table.stores.begin(); at != table.stores.end();) {
+    at = at->second == store ? table.stores.erase(at) : std::next(at);
+  }
+}
+
 std::shared_ptr<Store> StoreOfRunIfAny(int64_t run, int device, int64_t binding) {
   Table& table = GetTable();
   std::lock_guard<std::mutex> lock(table.mutex);

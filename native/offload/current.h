@@ -17,6 +17,9 @@ constexpr int64_t kFirstOwnBinding = int64_t{1} << 32;
 // From now on the binding stands for the store with this id; 0: for none.
 void BindStore(int64_t binding, int64_t store);
 
+// A store closes: no binding stands for it any more, since its number is given again.
+void UnbindStore(int64_t store);
+
 // The store in which a run stores by this binding: the one that it stood for at the run's first call, also when it has
 // come to stand for another one since. Throws std::runtime_error.
 std::shared_ptr<Store> StoreOfRun(int64_t run, int device, int64_t binding);

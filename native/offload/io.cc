@@ -12,10 +12,15 @@ namespace {
 constexpr Result kNotReady = 600;  // CUDA_ERROR_NOT_READY
 constexpr auto kPoll = std::chrono::microseconds(100);
 
+std::string Damaged(const std::string& file) {
+  return "offload: what was read from " + file +
+         " is not what was written there (its checksum differs): the file or the drive is damaged";
+}
+
 }  // namespace
 
 bool Store::ShouldWrite(const RunPtr& run, const Entry& entry) const {
-  if (!disk_ || entry.slot == nullptr || entry.disk != Entry::Disk::kNone) return false;
+  if (!disk_ || entry.bytes == 0 || entry.slot == nullptr || entry.disk != Entry::Disk::kNone) return false;
   const auto site = sites_.find(entry.site);
   if (site != sites_.end() && site->second.uses == Site::Uses::kMany) return false;
   const auto expected = expected_.find(run->first_site);
@@ -34,7 +39,9 @@ void Store::QueueWrite(const EntryPtr& entry) {
   const int64_t bytes = RoundUp(entry->bytes, kPage);
   const int64_t count = (bytes + options_.chunk_bytes - 1) / options_.chunk_bytes;
   try {
-    for (int64_t i = 0; i < count; ++i) entry->chunks.push_back(disk_->Allocate());
+    for (int64_t i = 0; i < count; ++i) {
+      entry->chunks.push_back(disk_->Allocate(std::min(options_.chunk_bytes, bytes - i * options_.chunk_bytes)));
+    }
   } catch (const std::runtime_error& error) {
     // The tensor stays in host memory, where it is safe. Who needs its room later gets this error.
     for (const Chunk& chunk : entry->chunks) disk_->Free(chunk);
@@ -75,16 +82,21 @@ void Store::StartRead(const EntryPtr& entry, Slot* slot) {
 
 // Reads what a run will fetch next, in reverse order of creation, as far as there is memory for it.
 void Store::ReadAhead(const RunPtr& run, Lock& lock) {
-  (void)lock;
   if (!disk_ || !run) return;
-  for (auto at = run->stack.rbegin(); at != run->stack.rend(); ++at) {
-    const EntryPtr& entry = *at;
-    if (!entry->live || entry->slot != nullptr || entry->in_ring || entry->disk != Entry::Disk::kWritten ||
-        !entry->error.empty()) {
+  const auto only_on_disk = [](const EntryPtr& entry) {
+    return entry->live && entry->slot == nullptr && !entry->in_ring && entry->disk == Entry::Disk::kWritten &&
+           entry->error.empty();
+  };
+  while (!closing_) {
+    const auto next = std::find_if(run->stack.rbegin(), run->stack.rend(), only_on_disk);
+    if (next == run->stack.rend()) return;
+    const EntryPtr entry = *next;
+    Slot* slot = TryTakeSlot(lock, entry->bytes, run->device >= 0, entry->serial);
+    if (slot == nullptr) return;
+    if (closing_ || !only_on_disk(entry)) {  // while the mutex was free
+      ReleaseSlot(slot);
       continue;
     }
-    Slot* slot = TryTakeSlot(entry->bytes, run->device >= 0, entry->serial);
-    if (slot == nullptr) return;
     StartRead(entry, slot);
   }
 }
@@ -105,7 +117,7 @@ void Store::AwaitHost(Lock& lock, const EntryPtr& entry, bool pinned) {
         throw std::runtime_error("offload: the tensor of handle " + std::to_string(entry->serial) +
                                  " was given up before it was fetched; run forward again");
       }
-      Slot* slot = TakeSlot(lock, entry, pinned, /*may_wait=*/true, kAnySerial);
+      Slot* slot = TakeSlot(lock, entry, pinned);
       if (entry->slot != nullptr || !entry->live) {  // someone else was quicker while this waited
         ReleaseSlot(slot);
         continue;
@@ -131,10 +143,10 @@ bool Store::PopJob(Job* job) {
     if (job->entry->live) {
       const Chunk& chunk = job->entry->chunks[job->chunk];
       const int64_t offset = job->chunk * options_.chunk_bytes;
-      job->path = disk_->path(chunk);
-      job->index = disk_->number(chunk);
+      job->path = chunk.path;
+      job->index = chunk.offset;
       job->data = static_cast<char*>(job->slot->data) + offset;
-      job->bytes = std::min(options_.chunk_bytes, RoundUp(job->entry->bytes, kPage) - offset);
+      job->bytes = chunk.bytes;
       return true;
     }
     EndJob(*job, "");  // fetched or dropped before its turn: the write is cancelled
@@ -224,14 +236,12 @@ void Store::Work() {
         if (broken_read) throw std::runtime_error("offload: reading failed: injected fault");
         Chunk& chunk = job.entry->chunks[job.chunk];
         if (job.write) {
-          disk_->Write(chunk, job.data, job.bytes);
+          disk_->Write(chunk, job.data);
           if (corrupt) chunk.checksum ^= 1;
         } else {
-          disk_->Read(chunk, job.data, job.bytes);
+          disk_->Read(chunk, job.data);
           if (options_.checksum && Checksum(job.data, job.bytes) != chunk.checksum) {
-            throw std::runtime_error("offload: what was read from " + disk_->Name(chunk.file) +
-                                     " is not what was written there (its checksum differs): the file or the drive is "
-                                     "damaged");
+            throw std::runtime_error(Damaged(disk_->Name(chunk)));
           }
         }
       } catch (const std::exception& caught) {
@@ -255,14 +265,19 @@ Job Store::NextJob(double seconds, bool* closed) {
     if (closing_ || jobs_ready_.wait_until(lock, deadline) == std::cv_status::timeout) return Job();
   }
   external_jobs_[job.id] = job;
-  lock.unlock();
-  try {
-    BeginJob(&job);
-  } catch (const std::exception& error) {
-    FinishJob(job.id, error.what());
-    return Job();
+  std::string error;
+  {
+    const Unlocked unlocked(this, lock);
+    try {
+      BeginJob(&job);
+    } catch (const std::exception& caught) {
+      error = caught.what();
+    }
   }
-  return job;
+  if (error.empty()) return job;
+  lock.unlock();
+  FinishJob(job.id, error);
+  return Job();
 }
 
 void Store::FinishJob(int64_t id, const std::string& error) {
@@ -272,14 +287,13 @@ void Store::FinishJob(int64_t id, const std::string& error) {
   const Job job = found->second;
   external_jobs_.erase(found);
   std::string why = error;
+  const std::string kind = job.write ? "write" : "read";
+  if (why.empty() && Injected(kind)) why = "offload: a " + kind + " failed: injected fault";
   if (why.empty() && job.write && Injected("corrupt")) job.entry->chunks[job.chunk].checksum ^= 1;
   if (why.empty() && !job.write && options_.checksum) {
-    lock.unlock();
-    if (Checksum(job.data, job.bytes) != job.entry->chunks[job.chunk].checksum) {
-      why = "offload: what was read from " + disk_->folder(job.entry->chunks[job.chunk]) + " is not what was written there (its checksum "
-            "differs): the file or the drive is damaged";
-    }
-    lock.lock();
+    const Chunk& chunk = job.entry->chunks[job.chunk];
+    const Unlocked unlocked(this, lock);
+    if (Checksum(job.data, job.bytes) != chunk.checksum) why = Damaged(disk_->Name(chunk));
   }
   EndJob(job, why);
 }

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "store_internal.h"
+
 namespace dejax::offload {
 namespace {
 
@@ -10,8 +12,12 @@ constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
 constexpr size_t kMostStalls = 4096;     // waits whose time is not known yet
 constexpr float kLeastStall = 0.01f;     // ms: two events with nothing to wait for between them are some 5 us apart
 
-// Compares a handle with what the launch thread foresaw. Where they differ: flag = {foreseen, found}, *failed = run, and
-// data = all ones, which is NaN in the floating-point formats; data too where the run has failed so before.
+// Compares a handle with what the launch thread foresaw. Where they differ: *failed = run, data = all ones, which is NaN in
+// the floating-point formats, and flag = {foreseen, found, run}. Data too where the run has failed so before.
+//
+// The host reads the flag's three words together or not at all: only the first thread writes them, after it has taken
+// the claim (failed[2], which the host gives back once it has read), and the word that the host looks at comes after the
+// other two. Kernels of other streams that find something meanwhile leave the flag alone.
 constexpr char kCheckKernel[] = R"(
 .version 6.4
 .target sm_50
@@ -20,10 +26,10 @@ constexpr char kCheckKernel[] = R"(
   .param .u64 handle, .param .u64 foreseen, .param .u64 data, .param .u64 bytes, .param .u64 flag,
   .param .u64 failed, .param .u64 run)
 {
-  .reg .pred %p<4>;
+  .reg .pred %p<6>;
   .reg .b16 %h<2>;
-  .reg .b32 %r<8>;
-  .reg .b64 %d<16>;
+  .reg .b32 %r<10>;
+  .reg .b64 %d<20>;
   ld.param.u64 %d1, [handle];
   ld.param.u64 %d2, [foreseen];
   ld.u32 %r1, [%d1];
@@ -33,15 +39,26 @@ constexpr char kCheckKernel[] = R"(
   ld.param.u64 %d11, [run];
   setp.eq.u64 %p1, %d2, %d3;
   @%p1 bra SAME;
+  st.volatile.u64 [%d10], %d11;
+  mov.u32 %r6, %ctaid.x;
+  mov.u32 %r7, %tid.x;
+  or.b32 %r6, %r6, %r7;
+  setp.ne.u32 %p4, %r6, 0;
+  @%p4 bra FILL;
+  mov.u64 %d12, 0;
+  mov.u64 %d13, 1;
+  atom.cas.b64 %d14, [%d10+16], %d12, %d13;
+  setp.ne.u64 %p5, %d14, 0;
+  @%p5 bra FILL;
   ld.param.u64 %d6, [flag];
-  st.u64 [%d6+16], %d11;
-  st.u64 [%d6+8], %d3;
-  st.u64 [%d6], %d2;
-  st.u64 [%d10], %d11;
+  st.volatile.u64 [%d6+16], %d11;
+  st.volatile.u64 [%d6+8], %d3;
+  membar.sys;
+  st.volatile.u64 [%d6], %d2;
   bra FILL;
 SAME:
-  ld.volatile.u64 %d12, [%d10];
-  setp.ne.u64 %p3, %d12, %d11;
+  ld.volatile.u64 %d15, [%d10];
+  setp.ne.u64 %p3, %d15, %d11;
   @%p3 bra DONE;
 FILL:
   ld.param.u64 %d4, [data];
@@ -79,7 +96,7 @@ Ring::Ring(Store* store, int device, Stream compute)
   Check(calls_.stream_create(&in_, kNonBlocking), "cuStreamCreate");
   void* pinned = nullptr;
   Check(calls_.host_alloc(&pinned, kPage, /*portable | device map*/ 3), "cuMemHostAlloc");
-  mismatch_ = static_cast<volatile uint64_t*>(pinned);
+  mismatch_ = static_cast<uint64_t*>(pinned);
   mismatch_[0] = mismatch_[1] = mismatch_[2] = 0;
   Check(calls_.mem_alloc(&cells_on_device_, 64), "cuMemAlloc");
   Check(calls_.memset_d32(cells_on_device_, 0, 16, out_), "cuMemsetD32Async");
@@ -97,7 +114,7 @@ Ring::~Ring() {
   if (memory_ != 0) calls_.mem_free(memory_);
   if (cells_on_device_ != 0) calls_.mem_free(cells_on_device_);
   if (module_ != nullptr) calls_.module_unload(module_);
-  calls_.host_free(const_cast<uint64_t*>(mismatch_));
+  calls_.host_free(mismatch_);
   calls_.stream_destroy(out_);
   calls_.stream_destroy(in_);
 }
@@ -109,29 +126,43 @@ void Ring::Synchronize() {
   if (consumed_) calls_.event_synchronize(consumed_.get());
 }
 
-void Ring::Reserve(int64_t bytes, Stream compute) {
+// While memory is exchanged the ring has none: steps of other threads then work without.
+void Ring::Reserve(Store::Lock& lock, int64_t bytes, Stream compute) {
   bytes = bytes / kAlign * kAlign;
-  if (bytes <= capacity_ || bytes == refused_) return;
+  if (bytes <= capacity_ || bytes == refused_ || resizing_) return;
   // Only while sizes are new: everything in flight ends first, and the window's entries go to the host.
   for (const EntryPtr& entry : window_) {
     if (!entry->copied_out) return;  // next time: nothing is lost by a smaller ring
   }
-  calls_.stream_synchronize(compute);
-  Synchronize();
   for (const EntryPtr& entry : window_) entry->in_ring = false;
   window_.clear();
   owner_.reset();
-  if (memory_ != 0) calls_.mem_free(memory_);
-  memory_ = 0;
+  const Event last_use = consumed_;
   const int64_t before = capacity_;
+  DevicePointer memory = memory_;
+  int64_t capacity = 0;
+  memory_ = 0;
   capacity_ = 0;
-  for (int64_t size : {bytes, before}) {
-    if (size > 0 && calls_.mem_alloc(&memory_, static_cast<size_t>(size)) == 0) {
-      capacity_ = size;
-      break;
+  resizing_ = true;
+  {
+    const Store::Unlocked unlocked(store_, lock);
+    calls_.stream_synchronize(compute);
+    calls_.stream_synchronize(out_);
+    calls_.stream_synchronize(in_);
+    if (last_use) calls_.event_synchronize(last_use.get());
+    if (memory != 0) calls_.mem_free(memory);
+    memory = 0;
+    for (int64_t size : {bytes, before}) {
+      if (size > 0 && calls_.mem_alloc(&memory, static_cast<size_t>(size)) == 0) {
+        capacity = size;
+        break;
+      }
     }
-    refused_ = bytes;
   }
+  resizing_ = false;
+  memory_ = memory;
+  capacity_ = capacity;
+  if (capacity != bytes) refused_ = bytes;
 }
 
 template <typename Copy>
@@ -155,6 +186,7 @@ void Ring::Own(Store::Lock& lock, const RunPtr& run, Stream compute) {
     owner_ = run;
     Wait(compute, last_out_);
     Wait(compute, last_in_);
+    Wait(compute, consumed_);  // on the former run's stream, should it have had another
     consumed_ = events_->Record(compute);
     out_fence_ = last_out_;
     last_in_.reset();
@@ -164,7 +196,7 @@ void Ring::Own(Store::Lock& lock, const RunPtr& run, Stream compute) {
 // Submits the copy of an entry of the window to a slot.
 void Ring::CopyOut(Store::Lock& lock, const EntryPtr& entry) {
   if (entry->slot == nullptr) {
-    Slot* slot = store_->TakeSlot(lock, entry, /*pinned=*/true, /*may_wait=*/true, ~0ull);
+    Slot* slot = store_->TakeSlot(lock, entry, /*pinned=*/true);
     if (!entry->live || !entry->in_ring || entry->slot != nullptr) {
       store_->ReleaseSlot(slot);
       return;
@@ -211,25 +243,30 @@ void Ring::CountStalls() {
 void Ring::Push(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, DevicePointer data, Stream compute) {
   const int64_t span = (entry->bytes + kAlign - 1) / kAlign * kAlign;
   entry->offset = run->top;
-  if (span > capacity_) {  // larger than the ring: straight to the host, and the compute stream waits for it
-    Slot* slot = store_->TakeSlot(lock, entry, /*pinned=*/true, /*may_wait=*/true, ~0ull);
+  if (span > capacity_ || span == 0) {  // larger than the ring: straight to the host, and the compute stream waits for it
+    Slot* slot = store_->TakeSlot(lock, entry, /*pinned=*/true);
     if (!entry->live) return store_->ReleaseSlot(slot);
     entry->slot = slot;
     slot->serial = entry->serial;
     Wait(compute, slot->last_read);
     Wait(compute, slot->last_write);
-    Check(calls_.copy_device_to_host(slot->data, data, entry->bytes, compute), "cuMemcpyDtoHAsync");
+    if (entry->bytes > 0) {
+      Check(calls_.copy_device_to_host(slot->data, data, entry->bytes, compute), "cuMemcpyDtoHAsync");
+    }
     entry->copied_out = events_->Record(compute);
     slot->last_write = entry->copied_out;
     store_->stats_.copied_out_bytes += entry->bytes;
     return;
   }
-  // The last entries of a forward pass are fetched from the ring: they need no copy on the host.
+  // The last entries of a forward pass are fetched from the ring: they need no copy on the host. What the host cannot hold
+  // stays as long as it can.
   const auto expected = store_->expected_.find(run->first_site);
-  const bool stays = expected != store_->expected_.end() && store_->sites_[entry->site].uses == Site::Uses::kOne &&
-                     expected->second.top >= entry->offset + span && expected->second.top - entry->offset <= capacity_;
+  const bool on_top = expected != store_->expected_.end() && expected->second.top >= entry->offset + span &&
+                      expected->second.top - entry->offset <= capacity_;
+  const bool stays = store_->options_.host_bytes < entry->bytes ||
+                     (on_top && store_->sites_[entry->site].uses == Site::Uses::kOne);
   if (!stays) {
-    Slot* slot = store_->TakeSlot(lock, entry, /*pinned=*/true, /*may_wait=*/true, ~0ull);
+    Slot* slot = store_->TakeSlot(lock, entry, /*pinned=*/true);
     if (!entry->live) return store_->ReleaseSlot(slot);
     entry->slot = slot;
     slot->serial = entry->serial;
@@ -313,7 +350,9 @@ void Ring::Pop(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, Devi
   store_->AwaitHost(lock, entry, /*pinned=*/true);
   Wait(compute, entry->copied_out);
   Wait(compute, entry->slot->last_write);
-  Check(calls_.copy_host_to_device(data, entry->slot->data, entry->bytes, compute), "cuMemcpyHtoDAsync");
+  if (entry->bytes > 0) {
+    Check(calls_.copy_host_to_device(data, entry->slot->data, entry->bytes, compute), "cuMemcpyHtoDAsync");
+  }
   consumed_ = events_->Record(compute);
   entry->slot->last_read = consumed_;
   store_->stats_.demand_bytes += entry->bytes;
@@ -358,7 +397,7 @@ void Ring::SetHandle(DevicePointer handle, uint64_t value, Stream compute) {
 void Ring::CheckHandle(int64_t run, DevicePointer handle, uint64_t expected, DevicePointer data, int64_t bytes,
                        Stream compute) {
   uint64_t count = static_cast<uint64_t>(bytes);
-  uint64_t flag = reinterpret_cast<uint64_t>(const_cast<uint64_t*>(mismatch_));
+  uint64_t flag = reinterpret_cast<uint64_t>(mismatch_);
   uint64_t failed = cells_on_device_;
   uint64_t number = static_cast<uint64_t>(run) + 1;  // no run is 0
   void* arguments[] = {&handle, &expected, &data, &count, &flag, &failed, &number};
@@ -371,11 +410,14 @@ void Ring::Guard(int64_t run, DevicePointer data, int64_t bytes, Stream compute)
 
 Mismatch Ring::TakeMismatch() {
   Mismatch mismatch;
-  mismatch.expected = mismatch_[0];
+  mismatch.expected = __atomic_load_n(&mismatch_[0], __ATOMIC_ACQUIRE);
   if (mismatch.expected == 0) return mismatch;
   mismatch.found = mismatch_[1];
   mismatch.run = static_cast<int64_t>(mismatch_[2]) - 1;
-  mismatch_[0] = mismatch_[1] = mismatch_[2] = 0;
+  mismatch_[1] = mismatch_[2] = 0;
+  __atomic_store_n(&mismatch_[0], uint64_t{0}, __ATOMIC_RELEASE);
+  // From then on kernels may write the words again.
+  Check(calls_.memset_d32(cells_on_device_ + 16, 0, 2, out_), "cuMemsetD32Async");
   return mismatch;
 }
 
@@ -386,12 +428,11 @@ uint64_t Ring::ReadHandle(Store::Lock& lock, DevicePointer handle, Stream comput
   cells_.pop_back();
   Check(calls_.copy_device_to_host(cell, handle, 8, compute), "cuMemcpyDtoHAsync");
   const Event event = events_->Record(compute);
-  ++store_->active_;
-  lock.unlock();
-  const Result result = calls_.event_synchronize(event.get());
-  lock.lock();
-  --store_->active_;
-  store_->changed_.notify_all();
+  Result result = 0;
+  {
+    const Store::Unlocked unlocked(store_, lock);
+    result = calls_.event_synchronize(event.get());
+  }
   const uint64_t value = *cell;
   cells_.push_back(cell);
   Check(result, "cuEventSynchronize");

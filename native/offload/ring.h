@@ -27,8 +27,8 @@ class Ring {
   Ring(Store* store, int device, Stream compute);
   ~Ring();
 
-  // Called with the store's mutex held.
-  void Reserve(int64_t bytes, Stream compute);
+  // Called with the store's mutex held. Those that are given the lock let go of it.
+  void Reserve(Store::Lock& lock, int64_t bytes, Stream compute);  // lets go of the mutex
   void Push(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, DevicePointer data, Stream compute);
   // Copies the entry's bytes to `data`. The caller then calls Leave and Prefetch.
   void Pop(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, DevicePointer data, Stream compute);
@@ -73,7 +73,8 @@ class Ring {
   std::deque<Stall> stalls_;
   DevicePointer memory_ = 0;
   int64_t capacity_ = 0;
-  int64_t refused_ = 0;  // a size that could not be allocated
+  int64_t refused_ = 0;   // a size that could not be allocated
+  bool resizing_ = false;  // another thread makes the ring's memory: without the mutex, and there is none until then
   std::weak_ptr<Run> owner_;
   std::deque<EntryPtr> window_;  // bottom first
   Event consumed_;     // last copy from the ring on the compute stream
@@ -83,8 +84,10 @@ class Ring {
   Event last_out_;
   CUmod_st* module_ = nullptr;
   CUfunc_st* check_ = nullptr;
-  volatile uint64_t* mismatch_ = nullptr;  // pinned
-  DevicePointer cells_on_device_ = 0;      // [0]: the run that failed last, [1]: 0
+  // Pinned, written by the kernel: the foreseen handle, the one found, the run. One thread of one kernel has the right to
+  // write them until the host has read them (a cell on the device says who); the first word is written last.
+  uint64_t* mismatch_ = nullptr;
+  DevicePointer cells_on_device_ = 0;  // [0]: the run that failed last, [1]: 0, [2]: 1 while the words are taken
   std::vector<uint64_t*> cells_;           // pinned; free ones
 };
 

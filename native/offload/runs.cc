@@ -11,6 +11,7 @@ namespace {
 // What a run that has fetched some of its entries left over is dropped when so many later runs have begun and nothing
 // was heard of it for a while.
 constexpr size_t kLeftoverRuns = 8;
+constexpr double kPauseSeconds = 0.01;  // within which a forward pass that goes on stores again, mostly
 
 int64_t Mix(uint64_t before, uint64_t next) {
   uint64_t mixed = (before ^ next) * 0x9e3779b97f4a7c15ull;
@@ -132,11 +133,21 @@ EntryPtr Store::Find(uint64_t handle, int64_t call, int64_t bytes, int device) {
 }
 
 // Made on first use; only a whole one is kept.
-Ring& Store::RingOf(int device, Stream compute) {
+Ring& Store::RingOf(Lock& lock, int device, Stream compute) {
   const auto found = rings_.find(device);
   if (found != rings_.end()) return *found->second;
-  auto made = std::make_unique<Ring>(this, device, compute);
-  return *(rings_[device] = std::move(made));
+  std::unique_ptr<Ring> made;
+  {
+    const Unlocked unlocked(this, lock);
+    made = std::make_unique<Ring>(this, device, compute);
+  }
+  std::unique_ptr<Ring>& ring = rings_[device];
+  if (!ring) ring.swap(made);
+  if (made) {  // another thread was quicker
+    const Unlocked unlocked(this, lock);
+    made.reset();
+  }
+  return *rings_[device];
 }
 
 // By value: the caller may name it by the very map that it leaves.
@@ -178,6 +189,14 @@ void Store::Fetched(const EntryPtr& entry, const RunPtr& run) {
   changed_.notify_all();
 }
 
+// Something of the run is asked for.
+void Store::Asked(const RunPtr& run, bool by_itself) {
+  run->last_used = Seconds();
+  run->fetched |= by_itself;
+  run->reading_back = true;
+  forward_only_.erase(run->first_site);
+}
+
 void Store::Drop(const EntryPtr& entry) {
   const RunPtr run = entry->run.lock();
   for (auto& [device, ring] : rings_) ring->Leave(entry);
@@ -196,20 +215,29 @@ void Store::Drop(const EntryPtr& entry) {
   Retire(entry);
 }
 
-void Store::FailRun(const RunPtr& run) {
+void Store::FailRun(const RunPtr& run, const std::string& why) {
   if (!run) return;
+  if (run->failure.empty()) run->failure = why;
   const std::vector<EntryPtr> left = run->stack;
   for (const EntryPtr& entry : left) {
     if (entry->live) Drop(entry);
   }
 }
 
-// Gives up what the oldest run left that was not heard of for a while.
+// Gives up what the oldest run left that was not heard of for a while. Runs of a program of which an earlier one was given
+// up so, with nothing fetched, are forward passes alone: for the next one nobody waits again.
 bool Store::DropOldest(const Run* current) {
   const double now = Seconds();
+  const auto being_stored = [](const EntryPtr& entry) {
+    return entry->live && entry->slot == nullptr && !entry->in_ring && entry->disk != Entry::Disk::kWritten;
+  };
   for (const RunPtr& old : recent_) {
     const RunPtr run = old;
-    if (run.get() == current || run->stack.empty() || now - run->last_used < kIdleSeconds) continue;
+    if (run.get() == current || run->stack.empty()) continue;
+    const bool alone = forward_only_.count(run->first_site) > 0 && current != nullptr && run->number < current->number &&
+                       std::none_of(run->stack.begin(), run->stack.end(), being_stored);
+    if (now - run->last_used < (alone ? kPauseSeconds : kIdleSeconds)) continue;
+    if (!run->reading_back) forward_only_.insert(run->first_site);
     FailRun(run);
     return true;
   }

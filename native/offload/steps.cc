@@ -17,11 +17,16 @@ void Copy(void* to, const void* from, int64_t bytes) {
   });
 }
 
+std::runtime_error AnotherFailed(const Run& run) {
+  if (!run.failure.empty()) return std::runtime_error(run.failure);
+  return std::runtime_error("offload: a tensor was given up while it was stored: the store was cleared or was full");
+}
+
 }  // namespace
 
 struct Store::DeviceCall {
   DeviceCall(Store* store, int device, Stream stream)
-      : lock(store->mutex_), stopwatch(&store->stats_.launch_seconds), ring(Begin(store, device, stream)),
+      : lock(store->Enter()), stopwatch(&store->stats_.launch_seconds), ring(Begin(store, lock, device, stream)),
         scope(ring.context()) {}
 
   Lock lock;
@@ -30,78 +35,71 @@ struct Store::DeviceCall {
   const ContextScope scope;
 
  private:
-  static Ring& Begin(Store* store, int device, Stream stream) {
-    store->RequireOpen();
+  static Ring& Begin(Store* store, Lock& lock, int device, Stream stream) {
     store->CheckDevices();
-    return store->RingOf(device, stream);
+    Ring& ring = store->RingOf(lock, device, stream);
+    store->RequireOpen();
+    return ring;
   }
 };
 
 uint64_t Store::StoreOnCpu(int64_t run_id, int64_t site, const void* data, int64_t bytes) {
-  Lock lock(mutex_);
-  RequireOpen();
+  Lock lock = Enter();
   const Stopwatch stopwatch(&stats_.launch_seconds);
   const RunPtr run = FindRun(run_id, -1, /*create=*/true);
   const EntryPtr entry = Add(run, site, bytes);
   try {
     if (Injected("store")) throw std::runtime_error("offload: storing failed: injected fault");
-    Slot* slot = TakeSlot(lock, entry, /*pinned=*/false, /*may_wait=*/true, kAnySerial);
+    Slot* slot = TakeSlot(lock, entry, /*pinned=*/false);
     if (!entry->live) {
       ReleaseSlot(slot);
-      throw std::runtime_error("offload: another tensor of this step could not be stored");
+      throw AnotherFailed(*run);
     }
     entry->slot = slot;
     slot->serial = entry->serial;
     ++slot->pins;
-    ++active_;
-    lock.unlock();
-    Copy(slot->data, data, bytes);
-    if (const int64_t rest = RoundUp(bytes, kPage) - bytes) {
-      std::memset(static_cast<char*>(slot->data) + bytes, 0, rest);  // checksums cover whole pages
+    {
+      const Unlocked unlocked(this, lock);
+      Copy(slot->data, data, bytes);
+      if (const int64_t rest = RoundUp(bytes, kPage) - bytes) {
+        std::memset(static_cast<char*>(slot->data) + bytes, 0, rest);  // checksums cover whole pages
+      }
     }
-    lock.lock();
-    --active_;
     --slot->pins;
     changed_.notify_all();
-    if (!entry->live) throw std::runtime_error("offload: another tensor of this step could not be stored");
+    if (!entry->live) throw AnotherFailed(*run);
     if (ShouldWrite(run, *entry)) QueueWrite(entry);
-  } catch (...) {
-    FailRun(run);
+  } catch (const std::exception& error) {
+    FailRun(run, error.what());
     throw;
   }
   return Handle(entry->serial);
 }
 
 void Store::FetchOnCpu(int64_t run_id, int64_t site, uint64_t handle, void* data, int64_t bytes) {
-  Lock lock(mutex_);
-  RequireOpen();
+  Lock lock = Enter();
   const Stopwatch stopwatch(&stats_.launch_seconds);
   const EntryPtr entry = Find(handle, site, bytes, /*device=*/-1);
   const RunPtr run = entry->run.lock();
   try {
     if (Injected("fetch")) throw std::runtime_error("offload: fetching failed: injected fault");
-    if (run) {
-      run->last_used = Seconds();
-      run->fetched |= run->id == run_id;
-      run->reading_back = true;
-    }
+    if (run) Asked(run, run->id == run_id);
     ReadAhead(run, lock);
     AwaitHost(lock, entry, /*pinned=*/false);
     Slot* slot = entry->slot;
     ++slot->pins;
-    ++active_;
-    lock.unlock();
-    Copy(data, slot->data, bytes);
-    lock.lock();
-    --active_;
+    {
+      const Unlocked unlocked(this, lock);
+      Copy(data, slot->data, bytes);
+    }
     --slot->pins;
     stats_.demand_bytes += bytes;
     stats_.fetched_bytes += bytes;
     ++stats_.fetched_count;
     Fetched(entry, run);
     ReadAhead(run, lock);
-  } catch (...) {
-    FailRun(run);
+  } catch (const std::exception& error) {
+    FailRun(run, error.what());
     throw;
   }
 }
@@ -113,13 +111,14 @@ void Store::StoreOnCuda(int64_t run_id, int device, Stream stream, int64_t site,
   const EntryPtr entry = Add(run, site, bytes);
   try {
     if (Injected("store")) throw std::runtime_error("offload: storing failed: injected fault");
-    call.ring.Reserve(options_.device_bytes >= 0 ? options_.device_bytes : ring_bytes, stream);
+    call.ring.Reserve(call.lock, options_.device_bytes >= 0 ? options_.device_bytes : ring_bytes, stream);
+    RequireOpen();
     call.ring.Push(call.lock, run, entry, data, stream);
-    if (!entry->live) throw std::runtime_error("offload: another tensor of this step could not be stored");
+    if (!entry->live) throw AnotherFailed(*run);
     call.ring.SetHandle(handle, Handle(entry->serial), stream);
     if (ShouldWrite(run, *entry)) QueueWrite(entry);
-  } catch (...) {
-    FailRun(run);
+  } catch (const std::exception& error) {
+    FailRun(run, error.what());
     throw;
   }
 }
@@ -156,11 +155,7 @@ uint64_t Store::FetchOnCuda(int64_t run_id, int device, Stream stream, int64_t c
     }
     const EntryPtr entry = Find(value, call_number, bytes, device);
     run = entry->run.lock();
-    if (run) {
-      run->last_used = Seconds();
-      run->fetched |= run == own;
-      run->reading_back = true;
-    }
+    if (run) Asked(run, run == own);
     ReadAhead(run, call.lock);
     call.ring.Pop(call.lock, run, entry, data, stream);
     call.ring.Leave(entry);
@@ -178,17 +173,17 @@ uint64_t Store::FetchOnCuda(int64_t run_id, int device, Stream stream, int64_t c
                sites_[site].order == Site::Order::kUnknown) {
       sites_[site].order = Site::Order::kForeseen;  // a whole run came so: from now on nobody waits for handles
     }
-  } catch (...) {
-    FailRun(run);
+  } catch (const std::exception& error) {
+    FailRun(run, error.what());
     throw;
   }
   return 0;
 }
 
 void Store::GuardOnCuda(int64_t run_id, int device, Stream stream, DevicePointer data, int64_t bytes) {
-  Lock lock(mutex_);
+  Lock lock = Enter();
+  Ring* const ring = &RingOf(lock, device, stream);
   RequireOpen();
-  Ring* const ring = &RingOf(device, stream);
   const ContextScope scope(ring->context());
   ring->Guard(run_id, data, bytes, stream);
 }

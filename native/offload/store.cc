@@ -1,11 +1,13 @@
 // A store is opened, found by the calls of a step, and closed.
-#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <set>
+#include <system_error>
 
+#include "current.h"
 #include "ring.h"
 #include "store.h"
 #include "store_internal.h"
@@ -78,22 +80,41 @@ void StoreNumber::GiveBack() {
   taken_ = false;
 }
 
-Store::Store(const Options& options) : id_(number_.value()), options_(options) {
+Store::Store(const Options& options) : id_(number_.value()), options_(options), process_(getpid()) {
   if (options_.folders.empty()) return;
   disk_ = std::make_unique<Disk>(options_.folders, options_.chunk_bytes, options_.disk_bytes, options_.direct,
                                  options_.external);
-  if (options_.external) return;
-  for (int i = 0; i < options_.num_threads; ++i) threads_.emplace_back([this] { Work(); });
+  if (!options_.external) StartThreads();
+}
+
+void Store::StartThreads() {
+  try {
+    for (int i = 0; i < options_.num_threads; ++i) threads_.emplace_back([this] { Work(); });
+  } catch (const std::system_error& error) {
+    {
+      Lock lock(mutex_);
+      closing_ = true;
+      jobs_ready_.notify_all();
+    }
+    for (std::thread& thread : threads_) thread.join();
+    throw std::runtime_error("offload: I/O thread " + std::to_string(threads_.size() + 1) + " of " +
+                             std::to_string(options_.num_threads) + " cannot be started (" + error.what() +
+                             "); give a smaller io_threads, or raise the limits of the process");
+  }
 }
 
 Store::~Store() { Close(); }
 
 void Store::BeginClose() {
+  if (getpid() != process_) return;  // a forked child: the store is its parent's, and so are the threads and files
   {
     Registry& registry = GetRegistry();
     std::lock_guard<std::mutex> lock(registry.mutex);
     const auto found = registry.open.find(id_);
-    if (found != registry.open.end() && found->second.get() == this) registry.open.erase(found);  // its number is given again
+    if (found != registry.open.end() && found->second.get() == this) {  // another may have its number by now
+      UnbindStore(id_);
+      registry.open.erase(found);
+    }
   }
   Lock lock(mutex_);
   closing_ = true;
@@ -104,6 +125,7 @@ void Store::BeginClose() {
 }
 
 void Store::Close() {
+  if (getpid() != process_) return;
   BeginClose();
   Lock lock(mutex_);
   if (closed_) return;
@@ -121,27 +143,35 @@ void Store::Close() {
   external_jobs_.clear();
   Context context = rings_.empty() ? nullptr : rings_.begin()->second->context();
   free_.clear();
+  std::list<Slot> slots;
+  slots.swap(slots_);
+  std::map<int, std::unique_ptr<Ring>> rings;
+  rings.swap(rings_);
+  const std::unique_ptr<Disk> disk = std::move(disk_);
+  host_allocated_ = 0;
+  lock.unlock();
   {
-    ContextScope scope(context);
-    while (!slots_.empty()) {
-      Slot& slot = slots_.front();
-      slot.last_read.reset();
-      slot.last_write.reset();
-      if (slot.pinned) {
-        GetCalls().host_free(slot.data);
-      } else {
-        munmap(slot.data, slot.capacity);
-      }
-      slots_.pop_front();
-    }
+    const ContextScope scope(context);
+    FreeMemory(&slots);
   }
-  rings_.clear();
-  disk_.reset();
   number_.GiveBack();
 }
 
 void Store::RequireOpen() const {
   if (closing_) throw std::runtime_error("offload: the store was closed while a step was using it");
+}
+
+Store::Lock Store::Enter() {
+  RequireProcess();
+  Lock lock(mutex_);
+  RequireOpen();
+  return lock;
+}
+
+void Store::RequireProcess() const {
+  if (getpid() == process_) return;
+  throw std::runtime_error("offload: the store was made by process " + std::to_string(process_) +
+                           ", of which this one is a fork; make another store here");
 }
 
 bool Store::Injected(const std::string& kind) {
@@ -157,6 +187,7 @@ void Store::Inject(const std::string& kind, int count) {
 }
 
 Stats Store::GetStats() {
+  RequireProcess();
   Lock lock(mutex_);
   for (const auto& [device, ring] : rings_) {
     const ContextScope scope(ring->context());
@@ -164,7 +195,7 @@ Stats Store::GetStats() {
   }
   Stats stats = stats_;
   stats.host_bytes = host_allocated_;
-  stats.disk_bytes = disk_ ? disk_->bytes_in_use() : 0;
+  stats.disk_bytes = disk_ ? disk_->bytes_held() : 0;
   for (const auto& [device, ring] : rings_) stats.ring_bytes += ring->capacity();
   return stats;
 }
@@ -190,11 +221,13 @@ void Store::CheckDevices() {
 }
 
 void Store::RaisePending() {
+  RequireProcess();
   Lock lock(mutex_);
   CheckDevices();
 }
 
 void Store::Clear() {
+  RequireProcess();
   Lock lock(mutex_);
   std::vector<EntryPtr> live;
   for (const auto& [serial, entry] : entries_) {
@@ -204,10 +237,14 @@ void Store::Clear() {
 }
 
 void Store::Drain() {
+  RequireProcess();
   Lock lock(mutex_);
   changed_.wait(lock, [this] {
     return closing_ || (running_jobs_ == 0 && reads_.empty() && writes_.empty() && external_jobs_.empty());
   });
+  if (closing_ || !disk_) return;
+  const Unlocked unlocked(this, lock);
+  disk_->Trim();
 }
 
 }  // namespace dejax::offload

@@ -5,8 +5,11 @@
 // ordinary memory. Where host memory is too small, I/O threads write slots to disk, oldest first, and read them back in
 // reverse order of creation, ahead of their use.
 //
-// One mutex guards a store. It is not held while a thread copies, waits for the GPU, reads or writes.
+// One mutex guards a store. It is not held while a thread copies, waits for the GPU, asks for memory or gives it back,
+// reads or writes: `Unlocked` lets go of it for that. Work is submitted to the GPU with it held; that waits for nothing.
 #pragma once
+
+#include <sys/types.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -33,7 +36,7 @@ class Ring;
 struct Options {
   int64_t device_bytes = -1;  // of each device's ring; -1: what the programs ask for
   int64_t host_bytes = 0;
-  int64_t disk_bytes = 0;  // 0: no cap
+  int64_t disk_bytes = -1;  // of what the files hold; -1: no cap
   std::vector<std::string> folders;  // none: no disk tier
   int64_t chunk_bytes = 8 << 20;
   int num_threads = 8;
@@ -136,6 +139,7 @@ struct Run {
   int64_t live_bytes = 0, peak_bytes = 0;
   bool fetched = false;     // something was fetched in the run that stored it
   bool reading_back = false;
+  std::string failure;      // why a tensor of it could not be stored or fetched
 };
 using RunPtr = std::shared_ptr<Run>;
 
@@ -223,10 +227,14 @@ class Store : public std::enable_shared_from_this<Store> {
   using Lock = std::unique_lock<std::mutex>;
 
   struct DeviceCall;  // what a store or a fetch on a GPU holds while it runs: steps.cc
+  class Unlocked;     // lets go of the mutex while it lives: store_internal.h
 
   explicit Store(const Options& options);
   uint64_t Handle(uint64_t serial) const { return static_cast<uint64_t>(id_) << 48 | serial; }
   void RequireOpen() const;
+  Lock Enter();  // as every call from a step begins
+  // Throws in a forked child, where the mutex may be locked for good.
+  void RequireProcess() const;
   bool Injected(const std::string& kind);
   void CheckDevices();
 
@@ -235,27 +243,29 @@ class Store : public std::enable_shared_from_this<Store> {
   int64_t SiteIn(Run& run, int64_t call);
   int64_t SiteIn(const RunPtr& run, int64_t call) const;
   EntryPtr Find(uint64_t handle, int64_t call, int64_t bytes, int device);
-  Ring& RingOf(int device, Stream compute);
+  Ring& RingOf(Lock& lock, int device, Stream compute);
   enum class Reuse { kFree, kLikelyFree, kLikelyShared, kNo };
   Reuse MayReuse(const Slot& slot) const;
   void Fetched(const EntryPtr& entry, const RunPtr& run);
+  void Asked(const RunPtr& run, bool by_itself);
   void Drop(const EntryPtr& entry);
   void Retire(EntryPtr entry);
-  void FailRun(const RunPtr& run);
-  int64_t BytesAbove(const Run& run, const Entry& entry) const;
+  void FailRun(const RunPtr& run, const std::string& why = "");
 
-  Slot* TakeSlot(Lock& lock, const EntryPtr& entry, bool pinned, bool may_wait, uint64_t victims_below);
-  Slot* TryTakeSlot(int64_t bytes, bool pinned, uint64_t victims_below, bool last_resort = false);
-  Slot* Allocate(int64_t capacity, bool pinned);
-  void FreeMemory(Slot* slot);
+  // These let go of the mutex: what was known of entries before is to be looked at again.
+  Slot* TakeSlot(Lock& lock, const EntryPtr& entry, bool pinned);
+  Slot* TryTakeSlot(Lock& lock, int64_t bytes, bool pinned, uint64_t victims_below, bool last_resort = false);
+  Slot* Exchange(Lock& lock, std::list<Slot>* leaving, int64_t capacity, bool pinned);
+  static void FreeMemory(std::list<Slot>* slots);
   void ReleaseSlot(Slot* slot);
   bool DropOldest(const Run* current);
+  void StartThreads();
 
   void QueueWrite(const EntryPtr& entry);
   bool ShouldWrite(const RunPtr& run, const Entry& entry) const;
   bool ForceWrites();
   void StartRead(const EntryPtr& entry, Slot* slot);
-  void ReadAhead(const RunPtr& run, Lock& lock);
+  void ReadAhead(const RunPtr& run, Lock& lock);  // lets go of the mutex
   void AwaitHost(Lock& lock, const EntryPtr& entry, bool pinned);
   void BeginJob(Job* job);
   void EndJob(const Job& job, const std::string& error);
@@ -266,12 +276,13 @@ class Store : public std::enable_shared_from_this<Store> {
   StoreNumber number_;
   const int64_t id_;
   const Options options_;
+  const pid_t process_;  // that it was made in
   std::mutex mutex_;
   std::condition_variable changed_;
   std::condition_variable jobs_ready_;
   bool closing_ = false;
   bool closed_ = false;
-  int active_ = 0;   // calls inside the store that let go of the mutex and go on by themselves
+  int active_ = 0;   // calls inside the store that let go of the mutex and come back by themselves
   int waiting_ = 0;  // those that wait for others to make room
 
   // Of all stores of the process: a handle of a store that was closed never names another one's tensor.
@@ -283,6 +294,7 @@ class Store : public std::enable_shared_from_this<Store> {
   std::unordered_map<int64_t, Expected> expected_;  // by a run's first site
   std::unordered_map<int64_t, Site> sites_;
   std::unordered_map<int64_t, std::unordered_set<int64_t>> sites_of_call_;  // one for each program that has the call
+  std::unordered_set<int64_t> forward_only_;  // first sites of runs that were given up with nothing fetched
 
   std::list<Slot> slots_;
   std::deque<Slot*> free_;  // oldest first

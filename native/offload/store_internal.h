@@ -6,6 +6,8 @@
 #include <limits>
 #include <string>
 
+#include "store.h"
+
 namespace dejax::offload {
 
 constexpr uint64_t kSerialBits = 48;
@@ -19,7 +21,9 @@ inline double Seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-inline std::string Megabytes(int64_t bytes) { return std::to_string(bytes / 1000000) + " MB"; }
+inline std::string Megabytes(int64_t bytes) {
+  return bytes < 10000000 ? std::to_string(bytes) + " bytes" : std::to_string(bytes / 1000000) + " MB";
+}
 
 // Adds the time that it lives to a counter. The store's mutex is held when it begins and when it ends.
 class Stopwatch {
@@ -30,6 +34,25 @@ class Stopwatch {
  private:
   double* const total_;
   const double begin_;
+};
+
+// Lets go of the store's mutex while it lives. A store that closes waits until it is over.
+class Store::Unlocked {
+ public:
+  Unlocked(Store* store, Lock& lock) : store_(store), lock_(lock) {
+    ++store_->active_;
+    lock_.unlock();
+  }
+  ~Unlocked() {
+    lock_.lock();
+    --store_->active_;
+    store_->changed_.notify_all();
+  }
+  Unlocked(const Unlocked&) = delete;
+
+ private:
+  Store* const store_;
+  Lock& lock_;
 };
 
 }  // namespace dejax::offload

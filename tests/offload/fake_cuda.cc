@@ -1,6 +1,8 @@
 // A CUDA driver for tests on machines without one. Device memory is host memory. Work is queued, and done as late and in as
 // unlucky an order as streams and events allow: whoever forgets to wait for an event finds wrong bytes. FAKE_CUDA_SEED
 // chooses the order.
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -10,6 +12,7 @@
 #include <mutex>
 #include <random>
 #include <set>
+#include <thread>
 #include <vector>
 
 namespace {
@@ -52,6 +55,21 @@ bool RunUntil(const std::function<bool()>& finished) {
   return true;
 }
 
+// While a test holds the device, calls that wait for it do not come back, but for one each time the test lets one go.
+std::atomic<bool> held{false};
+std::atomic<int> waiting{0}, let_go{0};
+
+void WaitWhileHeld() {
+  if (!held) return;
+  ++waiting;
+  while (held) {
+    int some = let_go;
+    if (some > 0 && let_go.compare_exchange_strong(some, some - 1)) break;
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  --waiting;
+}
+
 Stream* Of(void* stream) {
   streams[static_cast<Stream*>(stream)] = true;
   return static_cast<Stream*>(stream);
@@ -65,6 +83,10 @@ int Queue(void* stream, std::function<void()> run) {
 }  // namespace
 
 extern "C" {
+void fake_hold(int on) { held = on != 0; }
+int fake_waiting() { return waiting; }
+void fake_let_go() { ++let_go; }
+
 int cuInit(unsigned) { return 0; }
 int cuDriverGetVersion(int* version) { return *version = 13000, 0; }
 int cuDeviceGetCount(int* count) { return *count = 1, 0; }
@@ -88,6 +110,7 @@ int cuStreamDestroy_v2(void* stream) {
   return 0;
 }
 int cuStreamSynchronize(void* stream) {
+  WaitWhileHeld();
   std::lock_guard<std::recursive_mutex> lock(mutex);
   return RunUntil([&] { return Of(stream)->ops.empty(); }) ? 0 : 999;
 }
@@ -104,6 +127,7 @@ int cuEventRecord(Event* event, void* stream) {
   return Queue(stream, [event, version] { event->happened.insert(version); });
 }
 int cuEventSynchronize(Event* event) {
+  WaitWhileHeld();
   std::lock_guard<std::recursive_mutex> lock(mutex);
   return RunUntil([&] { return event->Done(event->recorded); }) ? 0 : 999;
 }
@@ -119,17 +143,25 @@ int cuEventQuery(Event* event) {
 }
 int cuEventElapsedTime(float* ms, Event*, Event*) { return *ms = 0, 0; }
 int cuMemAlloc_v2(unsigned long long* out, size_t bytes) {
+  WaitWhileHeld();
   void* memory = std::malloc(bytes);
   std::memset(memory, 0xAB, bytes);
   return *out = reinterpret_cast<unsigned long long>(memory), 0;
 }
-int cuMemFree_v2(unsigned long long memory) { return std::free(reinterpret_cast<void*>(memory)), 0; }
+int cuMemFree_v2(unsigned long long memory) {
+  WaitWhileHeld();
+  return std::free(reinterpret_cast<void*>(memory)), 0;
+}
 int cuMemHostAlloc(void** out, size_t bytes, unsigned) {
+  WaitWhileHeld();
   *out = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   std::memset(*out, 0xCD, bytes);
   return 0;
 }
-int cuMemFreeHost(void* memory) { return std::free(memory), 0; }
+int cuMemFreeHost(void* memory) {
+  WaitWhileHeld();
+  return std::free(memory), 0;
+}
 int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t n, void* stream) {
   return Queue(stream, [=] { std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), n); });
 }
@@ -158,9 +190,12 @@ int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsi
     std::memset(reinterpret_cast<void*>(a[2]), 255, a[3]);
     if (found == a[1]) return;
     *failed = a[6];
+    if (failed[2] != 0) return;
+    failed[2] = 1;
     auto* flag = reinterpret_cast<volatile uint64_t*>(a[4]);
+    flag[2] = a[6];
     flag[1] = found;
-    flag[0] = a[1];
+    __atomic_store_n(&flag[0], a[1], __ATOMIC_RELEASE);
   });
 }
 int cuGetErrorName(int result, const char** name) { return *name = result == 999 ? "FAKE_DEADLOCK" : "FAKE", 0; }

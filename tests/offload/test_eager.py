@@ -62,7 +62,7 @@ def test_eager_steps_run_in_constant_memory(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one", "new"])
 def test_ten_thousand_eager_steps_run_in_constant_memory(kind):
-    assert growth(kind, 2000, 10_000) < 1_000
+    assert growth(kind, 2000, 10_000) < 3_000  # allocators and thread pools take some MB in all
 
 
 @pytest.mark.parametrize("kind", ["one", "checkpoint", "new"])

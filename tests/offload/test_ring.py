@@ -35,6 +35,11 @@ def test_pieces_of_an_optimizers_state(driver):
     run("pieces_program.py", driver, 1)
 
 
+@pytest.mark.parametrize("disk", [False, True])
+def test_the_mutex_is_free_while_the_device_is_waited_for(driver, disk, tmp_path):
+    run("waits_program.py", driver, 1, *([str(tmp_path)] if disk else []))
+
+
 def run(program, driver, seed, *arguments):
     environment = {
         **os.environ,

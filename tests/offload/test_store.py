@@ -32,7 +32,8 @@ def run():
 
 
 def chunk_files(path: Path) -> list[Path]:
-    return [file for file in path.glob("dejax-offload-*/chunks*") if file.stat().st_size]
+    files = [file for folder in path.glob("dejax-offload-*") for file in folder.rglob("*") if file.is_file()]
+    return [file for file in files if file.name != "owner" and file.stat().st_size]
 
 
 @pytest.mark.parametrize("engine", ["direct", "buffered", "tensorstore"])
@@ -162,31 +163,46 @@ forward = jax.jit(lambda ws, x: jax.vjp(loss_of(offloaded_inputs), ws, x))
 backward = jax.jit(lambda vjp: vjp(jnp.float32(1)))
 
 
-def test_a_truncated_file_is_an_error(tmp_path):
-    with ActivationStore(tmp_path, **SMALL) as store:
+ENGINES = ["tensorstore", "direct", "buffered"]
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_truncated_file_is_an_error(engine, checksum, tmp_path):
+    with ActivationStore(tmp_path, engine=engine, checksum=checksum, **SMALL) as store:
         with pytest.raises(Exception, match="truncated"):
             damage_between_forward_and_backward(store, lambda: [os.truncate(f, 0) for f in chunk_files(tmp_path)])
 
 
-def test_a_flipped_bit_is_an_error(tmp_path, want):
+@pytest.mark.parametrize("checksum", [True, False])
+def test_a_removed_file_is_an_error(checksum, tmp_path):
+    """The direct engine has its files open: removing them takes nothing from it."""
+    with ActivationStore(tmp_path, engine="tensorstore", checksum=checksum, **SMALL) as store:
+        with pytest.raises(Exception, match="removed"):
+            damage_between_forward_and_backward(store, lambda: [f.unlink() for f in chunk_files(tmp_path)])
+
+
+@pytest.mark.parametrize("engine", ["tensorstore", "buffered"])
+def test_a_flipped_bit_is_an_error(engine, tmp_path, want):
     def flip():
         for path in chunk_files(tmp_path):
             with path.open("r+b") as file:
-                for offset in range(100, 3 * 4096, 4096):
+                for offset in range(100, path.stat().st_size, 4096):
                     file.seek(offset)
                     byte = file.read(1)
                     file.seek(offset)
                     file.write(bytes([byte[0] ^ 1]))
 
-    with ActivationStore(tmp_path, engine="buffered", **SMALL) as store:
+    with ActivationStore(tmp_path, engine=engine, **SMALL) as store:
         with pytest.raises(Exception, match="checksum"):
             damage_between_forward_and_backward(store, flip)
         assert_same_bits(run(), want)  # and the next step is right
 
 
+@pytest.mark.parametrize("engine", ["tensorstore", "direct"])
 @pytest.mark.parametrize("kind", ["write", "read", "corrupt", "store", "fetch"])
-def test_injected_faults(kind, tmp_path, want):
-    with ActivationStore(tmp_path, **SMALL) as store:
+def test_injected_faults(kind, engine, tmp_path, want):
+    with ActivationStore(tmp_path, engine=engine, **SMALL) as store:
         run()
         store._native.inject(kind, 2)
         failed = 0
@@ -309,16 +325,17 @@ def test_stats_and_summary(tmp_path):
     assert stats.as_dict()["stored_bytes"] == LAYERS * TENSOR
 
 
-def test_soak_with_random_faults(tmp_path, want):
-    soak(tmp_path, want, int(os.environ.get("DEJAX_SOAK_STEPS", "300")))
+@pytest.mark.parametrize("engine", ["tensorstore", "direct"])
+def test_soak_with_random_faults(engine, tmp_path, want):
+    soak(tmp_path, want, int(os.environ.get("DEJAX_SOAK_STEPS", "300")), engine)
 
 
-def soak(path, want, steps):
+def soak(path, want, steps, engine):
     """Random faults for many steps: right or an exception each time, and in the end nothing is left."""
     rng = np.random.default_rng(0)
     ws, x = operands()
     descriptors = len(os.listdir("/proc/self/fd"))
-    with ActivationStore(path, **SMALL) as store:
+    with ActivationStore(path, engine=engine, **SMALL) as store:
         wrong = failed = 0
         begin = time.monotonic()
         for _ in range(steps):

@@ -1,0 +1,23 @@
+#!/bin/sh
+# The offload store under ThreadSanitizer: a program of many threads (tests/offload/hammer.cc), compiled with the store's
+# sources, on the CPU and on the driver of tests/offload/fake_cuda.cc. SECONDS_EACH: of each of its twelve parts.
+# SANITIZE: another of the compiler's sanitizers, such as address; empty for none.
+set -eu
+root=$(cd "$(dirname "$0")/../.." && pwd)
+build=${BUILD:-$root/build/tsan}
+sanitize=${SANITIZE-thread}
+flags="-std=c++17 -O1 -g -Wall -pthread ${sanitize:+-fsanitize=$sanitize}"
+mkdir -p "$build/files"
+for source in store runs slots io steps ring disk cuda_calls; do
+  ${CXX:-g++} $flags -c "$root/native/offload/$source.cc" -o "$build/$source.o"
+done
+for source in cuda_driver thread_pool; do
+  ${CXX:-g++} $flags -c "$root/native/$source.cc" -o "$build/$source.o"
+done
+${CXX:-g++} $flags "$root/tests/offload/hammer.cc" "$build"/*.o -ldl -o "$build/hammer"
+${CXX:-g++} $flags -shared -fPIC "$root/tests/offload/fake_cuda.cc" -o "$build/libcuda.so.1"
+export TSAN_OPTIONS="halt_on_error=1 second_deadlock_stack=1 suppressions=$root/tests/native/tsan.supp"
+export LD_LIBRARY_PATH="$build"
+"$build/hammer" "${SECONDS_EACH:-2}" "$build/files" cpu
+"$build/hammer" "${SECONDS_EACH:-2}" "$build/files" cuda
+echo "no race, no wrong tensor"
