@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.extend.backend
 import jax.extend.core
+from jax._src import effects as jax_effects
 from jax._src import xla_bridge
 
 JAX_VERSION: tuple[int, ...] = jax.__version_info__
@@ -48,3 +49,9 @@ def without_consts(closed: Any) -> Any:
         constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=jaxpr.debug_info.with_unknown_names()
     )
     return jax.extend.core.ClosedJaxpr(bare, [])
+
+
+def effects_refused_under_derivatives(effects: Any) -> list[Any]:
+    """Those that `custom_vjp` does not take."""
+    allowed = getattr(jax_effects, "custom_derivatives_allowed_effects", None)
+    return [] if allowed is None else list(allowed.filter_not_in(effects))

@@ -17,13 +17,12 @@ from jax.extend import core
 
 from dejax import _compat
 from dejax.offload import _calls, _notes
-from dejax.offload._forward_mode import refuse_forward_mode
+from dejax.offload._forward_mode import FORWARD_MODE, refuse_forward_mode
 from dejax.offload._residuals import Plan, Residual, make_plan
 
 # What a fast GPU computes (600 TFLOP/s in bfloat16) while the bus moves a byte (50 GB/s), and a quarter more.
 _FLOPS_PER_BYTE = 15_000
 _RING_ALIGN = 512  # kAlign of native/offload/ring.cc
-_EFFECTS_MESSAGE = "Effects not supported in `custom_vjp`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +78,10 @@ class Traced:
         boundary = self._boundary(binding, self._occurrence())
         try:
             return boundary(*operands)
-        except NotImplementedError as error:
-            if _EFFECTS_MESSAGE not in str(error):
+        except TypeError as error:  # under vmap JAX sees it before the operator that would say so
+            if "forward-mode" not in str(error) or "custom_vjp" not in str(error):
                 raise
-            raise NotImplementedError(
-                f"offload: `{self.name}` has side effects that JAX does not allow where a derivative is defined "
-                f"({error}). Move them out of the offloaded function: return what they need, and act on it outside"
-            ) from error
+            raise NotImplementedError(FORWARD_MODE) from error
 
     def evaluate(self, *operands: Any) -> list[Any]:
         """What the function computes."""

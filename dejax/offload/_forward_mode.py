@@ -16,12 +16,15 @@ from jax.interpreters import ad, batching, mlir
 _tangent = core.Primitive("offload_tangent")
 
 
+FORWARD_MODE = (
+    "offload: forward mode was asked for (jax.jvp, jacfwd, hessian, linearize, also through a while_loop). What is "
+    "stored comes back for reverse mode alone. Use the function without offload there, or take jax.checkpoint; for "
+    "reverse mode through a loop use scan, or fori_loop with fixed bounds"
+)
+
+
 def _refuse(*_: Any, **__: Any) -> NoReturn:
-    raise NotImplementedError(
-        "offload: forward mode (jax.jvp, jacfwd, hessian, linearize, or a while_loop that is differentiated) was asked "
-        "for. What is stored comes back for reverse mode alone. Use the function without offload there, or take "
-        "jax.checkpoint; for reverse mode through a loop use scan, or fori_loop with fixed bounds"
-    )
+    raise NotImplementedError(FORWARD_MODE)
 
 
 _tangent.def_impl(_refuse)

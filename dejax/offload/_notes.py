@@ -9,6 +9,7 @@ from typing import Any
 
 _lock = threading.Lock()
 _notes: dict[str, None] = {}
+_INSIDE = ("contextlib", "dejax", "flax", "functools", "jax")
 
 
 def note_stored(name: str, plan: Any, choice: Any) -> None:
@@ -32,9 +33,9 @@ def note_stored(name: str, plan: Any, choice: Any) -> None:
 
 
 def _depth_of_caller() -> int:
-    """Frames between `note_stored` and the first one outside of dejax and jax."""
+    """Frames between `note_stored` and the first one of a user."""
     depth, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("dejax", "jax"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
         depth, frame = depth + 1, frame.f_back
     return depth
 

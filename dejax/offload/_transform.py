@@ -232,6 +232,7 @@ def _trace(call: _Call) -> tuple[Any, Traced, list[Any]]:
 
 def _traced(call: _Call, closed: Any, shapes: Any, *, lasting: bool) -> Traced:
     _check_no_references(call, [*closed.consts, *call.leaves])
+    _check_effects(call, closed)
     options = call.options
     avals = [jax.typeof(x) for x in [*closed.consts, *call.leaves]]
     flags = _activations(
@@ -261,6 +262,16 @@ def _check_no_references(call: _Call, operands: Sequence[Any]) -> None:
         raise TypeError(
             f"offload: `{name}` must not be given or close over a jax.Ref: backward could not tell what was in it. "
             "Read it before, give the value as an argument, and write what the function returns after"
+        )
+
+
+def _check_effects(call: _Call, closed: Any) -> None:
+    if refused := _compat.effects_refused_under_derivatives(closed.effects):
+        name = getattr(call.fn, "__qualname__", type(call.fn).__name__)
+        raise NotImplementedError(
+            f"offload: `{name}` has side effects that JAX does not allow where a derivative is defined: "
+            f"{', '.join(map(str, refused))}. Move them out of the offloaded function: return what they need, and act "
+            "on it outside"
         )
 
 
