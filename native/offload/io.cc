@@ -43,10 +43,9 @@ void Store::QueueWrite(const EntryPtr& entry) {
       entry->chunks.push_back(disk_->Allocate(std::min(options_.chunk_bytes, bytes - i * options_.chunk_bytes)));
     }
   } catch (const std::runtime_error& error) {
-    // The tensor stays in host memory, where it is safe. Who needs its room later gets this error.
+    // The tensor stays in host memory, where it is safe. Who needs its room later tries again, or gets this error.
     for (const Chunk& chunk : entry->chunks) disk_->Free(chunk);
     entry->chunks.clear();
-    entry->disk = Entry::Disk::kFailed;
     disk_error_ = error.what();
     return;
   }

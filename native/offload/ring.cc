@@ -308,6 +308,7 @@ void Ring::Load(const EntryPtr& entry) {
   Wait(in_, out_fence_);
   Wait(in_, entry->copied_out);
   Wait(in_, entry->slot->last_write);
+  Wait(in_, entry->slot->last_read);  // whose memory is free once its last reader has ended: that one comes after all
   Pieces(entry->offset, entry->bytes, [&](DevicePointer ring, int64_t at, int64_t bytes) {
     Check(calls_.copy_host_to_device(ring, static_cast<char*>(entry->slot->data) + at, bytes, in_), "cuMemcpyHtoDAsync");
   });
@@ -350,6 +351,7 @@ void Ring::Pop(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, Devi
   store_->AwaitHost(lock, entry, /*pinned=*/true);
   Wait(compute, entry->copied_out);
   Wait(compute, entry->slot->last_write);
+  Wait(compute, entry->slot->last_read);
   if (entry->bytes > 0) {
     Check(calls_.copy_host_to_device(data, entry->slot->data, entry->bytes, compute), "cuMemcpyHtoDAsync");
   }

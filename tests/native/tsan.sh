@@ -16,7 +16,7 @@ for source in cuda_driver thread_pool; do
 done
 ${CXX:-g++} $flags "$root/tests/offload/hammer.cc" "$build"/*.o -ldl -o "$build/hammer"
 ${CXX:-g++} $flags -shared -fPIC "$root/tests/offload/fake_cuda.cc" -o "$build/libcuda.so.1"
-export TSAN_OPTIONS="halt_on_error=1 second_deadlock_stack=1 suppressions=$root/tests/native/tsan.supp"
+export TSAN_OPTIONS="halt_on_error=1 second_deadlock_stack=1"
 export LD_LIBRARY_PATH="$build"
 "$build/hammer" "${SECONDS_EACH:-2}" "$build/files" cpu
 "$build/hammer" "${SECONDS_EACH:-2}" "$build/files" cuda
