@@ -171,7 +171,7 @@ class Boundary:
         ring = ring_bytes(sizes, plan.flops)
 
         def put(x: Array, number: int) -> Array:
-            return _calls.store(x, binding=self.binding, site=self.sites[number], ring_bytes=ring)
+            return _calls.store(x, store_id=self.binding, site=self.sites[number], ring_bytes=ring)
 
         operands_now = list(operands)
         handed: dict[int, Any] = {}
@@ -214,10 +214,10 @@ class Boundary:
                 cotangents[i] = ct
             for number, handle in reversed(list(zip(stored, handles, strict=True))):
                 like = plan.sources[number].var.aval
-                values[number] = _calls.fetch(handle, like, waited[:1], binding=self.binding, site=self.sites[number])
+                values[number] = _calls.fetch(handle, like, waited[:1], store_id=self.binding, site=self.sites[number])
             if blind := [values[number] for number in stored if not _calls.has_nan(plan.sources[number].info.dtype)]:
                 for i in arrays:
-                    cotangents[i] = _calls.guard(cotangents[i], blind, binding=self.binding)
+                    cotangents[i] = _calls.guard(cotangents[i], blind, store_id=self.binding)
         return tuple(plan.rebuild(values)(cotangents))
 
 

@@ -29,16 +29,16 @@ DEVICE = -1
 """In place of a binding: the tensor is its own handle and stays, between the same cuts in the program."""
 
 
-def store(x: Array, *, binding: int, site: int, ring_bytes: int) -> Array:
+def store(x: Array, *, store_id: int, site: int, ring_bytes: int) -> Array:
     """Takes a copy of `x` and gives its handle, uint32[2].
 
     Args:
         x: at least one element, of a dtype of whole bytes.
-        binding: which store, as programs carry it; see `_current.py`.
+        store_id: which store, as programs carry it: a binding of `_current.py`. 0: the current one.
         site: which call of the program this is.
         ring_bytes: that the device's ring should have for this program, where the store was given no size.
     """
-    if binding == DEVICE:
+    if store_id == DEVICE:
         return jax.lax.optimization_barrier(x)
     _native.extension("offload")
 
@@ -47,7 +47,7 @@ def store(x: Array, *, binding: int, site: int, ring_bytes: int) -> Array:
         x = jax.lax.optimization_barrier(x)
         with jax.named_scope("offload_store"):
             ffi = jax.ffi.ffi_call("dejax_offload_store", HANDLE)
-            return ffi(x, store=np.int64(binding), site=np.int64(site), ring=np.int64(ring_bytes))
+            return ffi(x, store=np.int64(store_id), site=np.int64(site), ring=np.int64(ring_bytes))
 
     @batchable.def_vmap
     def rule(_: int, batched: Sequence[bool], x: Array) -> tuple[Array, bool]:
@@ -58,17 +58,17 @@ def store(x: Array, *, binding: int, site: int, ring_bytes: int) -> Array:
     return call(x)
 
 
-def fetch(handle: Array, like: Any, after: Sequence[Array], *, binding: int, site: int) -> Array:
+def fetch(handle: Array, like: Any, after: Sequence[Array], *, store_id: int, site: int) -> Array:
     """The tensor of a handle.
 
     Args:
         handle: uint32[2], from `store`.
         like: its shape and dtype.
         after: the fetch comes after these are computed.
-        binding: as it was stored with.
+        store_id: as it was stored with.
         site: as it was stored with.
     """
-    if binding == DEVICE:
+    if store_id == DEVICE:
         return jax.lax.optimization_barrier(handle)
 
     @jax.custom_batching.custom_vmap
@@ -77,7 +77,7 @@ def fetch(handle: Array, like: Any, after: Sequence[Array], *, binding: int, sit
         with jax.named_scope("offload_fetch"):
             out = jax.ShapeDtypeStruct(like.shape, like.dtype)
             ffi = jax.ffi.ffi_call("dejax_offload_fetch", out)
-            x = ffi(handle, *after, store=np.int64(binding), site=np.int64(site))
+            x = ffi(handle, *after, store=np.int64(store_id), site=np.int64(site))
         return jax.lax.optimization_barrier(x)
 
     @batchable.def_vmap
@@ -92,7 +92,7 @@ def fetch(handle: Array, like: Any, after: Sequence[Array], *, binding: int, sit
     return _sharded_as(call(handle, *after), like)
 
 
-def guard(x: Array, after: Sequence[Array], *, binding: int) -> Array:
+def guard(x: Array, after: Sequence[Array], *, store_id: int) -> Array:
     """`x`, or NaN where a fetch of this run was foreseen wrongly.
 
     A tensor that was fetched wrongly is NaN itself, unless its dtype has none: then this goes around what it is used
@@ -101,9 +101,9 @@ def guard(x: Array, after: Sequence[Array], *, binding: int) -> Array:
     Args:
         x: floating-point; its memory is used again.
         after: fetched tensors of a dtype without NaN.
-        binding: as they were stored with.
+        store_id: as they were stored with.
     """
-    if binding == DEVICE:
+    if store_id == DEVICE:
         return x
 
     @jax.custom_batching.custom_vmap
@@ -111,7 +111,7 @@ def guard(x: Array, after: Sequence[Array], *, binding: int) -> Array:
         x, *after = jax.lax.optimization_barrier((x, *after))
         out = jax.ShapeDtypeStruct(x.shape, x.dtype)
         ffi = jax.ffi.ffi_call("dejax_offload_guard", out, input_output_aliases={0: 0})
-        return jax.lax.optimization_barrier(ffi(x, *after, store=np.int64(binding)))
+        return jax.lax.optimization_barrier(ffi(x, *after, store=np.int64(store_id)))
 
     @batchable.def_vmap
     def rule(_: int, batched: Sequence[bool], x: Array, *after: Array) -> tuple[Array, bool]:
@@ -125,8 +125,9 @@ def guard(x: Array, after: Sequence[Array], *, binding: int) -> Array:
 def _sharded_as(x: Array, like: Any) -> Array:
     """`x` with the sharding that is a part of its type on a mesh with explicit axes."""
     sharding = getattr(like, "sharding", None)
-    explicit = sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
-    return jax.sharding.reshard(x, sharding) if explicit and any(sharding.spec) else x
+    if sharding is None or jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types or not any(sharding.spec):
+        return x
+    return jax.sharding.reshard(x, sharding)
 
 
 def has_nan(dtype: Any) -> bool:

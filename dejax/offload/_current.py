@@ -22,9 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dejax import _compat, _native
 
-DEFAULT = 0
+DEFAULT = 1
 """Stands for the process's own store (native/offload/current.h)."""
-_HOME = 1
+_HOME = 0
 """Of the thread that entered a `with` while no other was in one, and of all threads while none is in one."""
 _FIRST_OWN = 1 << 32  # kFirstOwnBinding of native/offload/current.h
 
@@ -114,7 +114,7 @@ def _remove(seat: _Seat, store: Any) -> None:
 
 
 def _take_seat() -> _Seat:
-    binding = next(number for number in range(_HOME, len(_seats) + _HOME + 1) if number not in _seats)
+    binding = next(number for number in range(len(_seats) + 2) if number not in _seats and number != DEFAULT)
     seat = _seats[binding] = _Seat(binding)
     seat.context = _context(binding)
     seat.context.__enter__()

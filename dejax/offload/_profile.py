@@ -113,13 +113,15 @@ def drive_bandwidths(store: ActivationStore, nbytes: int = 1 << 30) -> tuple[flo
 
     @jax.jit
     def put(x: Any) -> list[Any]:
-        return [_calls.store(x, binding=_current.current_binding(), site=site, ring_bytes=2 * tensor) for site in sites]
+        return [
+            _calls.store(x, store_id=_current.current_binding(), site=site, ring_bytes=2 * tensor) for site in sites
+        ]
 
     @jax.jit
     def fetch(handles: list[Any]) -> Any:
         total = jnp.zeros((), jnp.uint32)
         for site, handle in zip(reversed(sites), reversed(handles), strict=True):
-            total += _calls.fetch(handle, x, (total,), binding=_current.current_binding(), site=site)[0]
+            total += _calls.fetch(handle, x, (total,), store_id=here, site=site)[0]
         return total
 
     with ActivationStore(store.paths, host_bytes=3 * tensor, engine=store.engine) as probe:

@@ -10,7 +10,7 @@
 namespace dejax::offload {
 
 // Stands for the process's own store, and so does a binding that stands for nothing now.
-constexpr int64_t kDefaultBinding = 0;
+constexpr int64_t kDefaultBinding = 1;
 // From here on a binding is of one store, opened for it, and is an error while that store is not open.
 constexpr int64_t kFirstOwnBinding = int64_t{1} << 32;
 

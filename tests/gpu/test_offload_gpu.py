@@ -177,12 +177,12 @@ def test_steps_dispatched_ahead() -> None:
 
 def swapped(x, y, flag):
     """Two stores of one site, and fetches in an order that the data decides, as no backward pass has."""
-    put = [_calls.store(v, binding=1, site=10**6, ring_bytes=6 * v.nbytes) for v in (x, y)]
+    put = [_calls.store(v, store_id=0, site=10**6, ring_bytes=6 * v.nbytes) for v in (x, y)]
     put[1], put[0] = jax.lax.optimization_barrier((put[1], put[0]))
     first = jnp.where(flag, put[0], put[1])
     second = jnp.where(flag, put[1], put[0])
-    a = _calls.fetch(second, x, (), binding=1, site=10**6)
-    b = _calls.fetch(first, x, (a[:1],), binding=1, site=10**6)
+    a = _calls.fetch(second, x, (), store_id=0, site=10**6)
+    b = _calls.fetch(first, x, (a[:1],), store_id=0, site=10**6)
     return a, b
 
 
@@ -218,7 +218,7 @@ def test_a_wrong_foresight_of_numbers_without_nan_shows() -> None:
     @jax.jit
     def run(x, y, flag):
         fetched = swapped(x, y, flag)
-        return _calls.guard(jnp.ones(5000), fetched, binding=1), *fetched
+        return _calls.guard(jnp.ones(5000), fetched, store_id=0), *fetched
 
     with ActivationStore() as store:
         store._native.set_prediction(2)
@@ -246,8 +246,9 @@ def test_two_threads_with_one_store_and_little_memory() -> None:
 
         def work() -> None:
             try:
-                for _ in range(20):
-                    assert_same_bits(step(ws, x), want)
+                with store.use():
+                    for _ in range(20):
+                        assert_same_bits(step(ws, x), want)
             except Exception as error:
                 errors.append(error)
 
