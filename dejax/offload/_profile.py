@@ -113,13 +113,12 @@ def drive_bandwidths(store: ActivationStore, nbytes: int = 1 << 30) -> tuple[flo
 
     @jax.jit
     def put(x: Any) -> list[Any]:
-        return [
-            _calls.store(x, store_id=_current.current_binding(), site=site, ring_bytes=2 * tensor) for site in sites
-        ]
+        here = _current.current_binding()  # the probe's: it is traced inside of it
+        return [_calls.store(x, store_id=here, site=site, ring_bytes=2 * tensor) for site in sites]
 
     @jax.jit
     def fetch(handles: list[Any]) -> Any:
-        total = jnp.zeros((), jnp.uint32)
+        here, total = _current.current_binding(), jnp.zeros((), jnp.uint32)
         for site, handle in zip(reversed(sites), reversed(handles), strict=True):
             total += _calls.fetch(handle, x, (total,), store_id=here, site=site)[0]
         return total
