@@ -124,8 +124,10 @@ def guard(x: Array, after: Sequence[Array], *, store_id: int) -> Array:
 
 def _sharded_as(x: Array, like: Any) -> Array:
     """`x` with the sharding that is a part of its type on a mesh with explicit axes."""
-    sharding = getattr(like, "sharding", None)
-    if sharding is None or jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types or not any(sharding.spec):
+    sharding: Any = getattr(like, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding) or not any(sharding.spec):
+        return x
+    if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
         return x
     return jax.sharding.reshard(x, sharding)
 
