@@ -266,6 +266,8 @@ def _check_no_references(call: _Call, operands: Sequence[Any]) -> None:
 
 
 def _check_effects(call: _Call, closed: Any) -> None:
+    if _compat.staging_trace() is None:
+        return  # outside of `jit` they take place as they come
     if refused := _compat.effects_refused_under_derivatives(closed.effects):
         name = getattr(call.fn, "__qualname__", type(call.fn).__name__)
         raise NotImplementedError(
