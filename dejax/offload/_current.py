@@ -31,6 +31,7 @@ _FIRST_OWN = 1 << 32  # kFirstOwnBinding of native/offload/current.h
 _context = jax.make_user_context(_HOME)
 _lock = threading.RLock()
 _local = threading.local()
+_forked = False
 
 
 class _Seat:
@@ -94,8 +95,8 @@ def forget(store: Any) -> None:
 
 def after_fork() -> None:
     """In a child: its parent's stores are not its own, and other threads' locks are held for good."""
-    global _lock
-    _lock = threading.RLock()
+    global _lock, _forked
+    _lock, _forked = threading.RLock(), True
     _seats.clear()
     _own.clear()
     _local.__dict__.clear()
@@ -166,8 +167,8 @@ def wait_for_steps() -> None:
     A step whose results nobody kept has no array to wait for. A device runs what one thread dispatches in order, so a
     computation on all devices that is dispatched now ends after it.
     """
-    if not _compat.backends_are_initialized():
-        return
+    if _forked or not _compat.backends_are_initialized():
+        return  # a forked child has none of the threads that run steps
     with jax.ensure_compile_time_eval():
         for devices in _device_groups():
             try:
