@@ -26,7 +26,7 @@ from dejax import _native
 
 HANDLE = jax.ShapeDtypeStruct((2,), jnp.uint32)
 DEVICE = -1
-"""In place of a store's number: the tensor is its own handle and stays, between the same cuts in the program."""
+"""In place of a binding: the tensor is its own handle and stays, between the same cuts in the program."""
 
 
 def store(x: Array, *, store_id: int, site: int, ring_bytes: int) -> Array:
@@ -34,7 +34,7 @@ def store(x: Array, *, store_id: int, site: int, ring_bytes: int) -> Array:
 
     Args:
         x: at least one element, of a dtype of whole bytes.
-        store_id: of the store, 0 for the one that is current when the program runs.
+        store_id: which store, as programs carry it: a binding of `_current.py`. 0: the current one.
         site: which call of the program this is.
         ring_bytes: that the device's ring should have for this program, where the store was given no size.
     """
@@ -89,7 +89,7 @@ def fetch(handle: Array, like: Any, after: Sequence[Array], *, store_id: int, si
 
     call = jax.custom_jvp(batchable)
     call.defjvp(_no_second_derivative)
-    return call(handle, *after)
+    return _sharded_as(call(handle, *after), like)
 
 
 def guard(x: Array, after: Sequence[Array], *, store_id: int) -> Array:
@@ -120,6 +120,16 @@ def guard(x: Array, after: Sequence[Array], *, store_id: int) -> Array:
     call = jax.custom_jvp(batchable)
     call.defjvp(_no_second_derivative)
     return call(x, *after)
+
+
+def _sharded_as(x: Array, like: Any) -> Array:
+    """`x` with the sharding that is a part of its type on a mesh with explicit axes."""
+    sharding: Any = getattr(like, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding) or not any(sharding.spec):
+        return x
+    if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
+        return x
+    return jax.sharding.reshard(x, sharding)
 
 
 def has_nan(dtype: Any) -> bool:

@@ -25,7 +25,7 @@ def optimizer(
 ) -> Any:
     """Keeps the state of an Optax transformation (Adam's moments) in pinned host memory between steps.
 
-    The update is `tx`'s own, bit for bit. It is traced once and evaluated in pieces, one parameter after the other: the
+    The update is `tx`'s own, to rounding. It is traced once and evaluated in pieces, one parameter after the other: the
     state that it needs is copied to the device before it and copied back after it. What all parameters share
     (a count, a norm of all gradients) is computed once. The bus sets the least time: AdamW on N parameters in float32
     moves 8 N bytes each way.

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dejax.offload import _calls
+from dejax.offload import _calls, _current
+from dejax.offload._boundary import ring_bytes
 from dejax.offload._residuals import Residual, make_plan
 from dejax.offload._store import ActivationStore
-from dejax.offload._transform import ring_bytes
 
 SHORT = (2, 4)  # layers of the profiled stacks
 DEVICE_BANDWIDTH = 4e12  # bytes a second read and written; only the ring's copies, a percent of a layer, depend on it
@@ -113,13 +113,14 @@ def drive_bandwidths(store: ActivationStore, nbytes: int = 1 << 30) -> tuple[flo
 
     @jax.jit
     def put(x: Any) -> list[Any]:
-        return [_calls.store(x, store_id=0, site=site, ring_bytes=2 * tensor) for site in sites]
+        here = _current.current_binding()  # the probe's: it is traced inside of it
+        return [_calls.store(x, store_id=here, site=site, ring_bytes=2 * tensor) for site in sites]
 
     @jax.jit
     def fetch(handles: list[Any]) -> Any:
-        total = jnp.zeros((), jnp.uint32)
+        here, total = _current.current_binding(), jnp.zeros((), jnp.uint32)
         for site, handle in zip(reversed(sites), reversed(handles), strict=True):
-            total += _calls.fetch(handle, x, (total,), store_id=0, site=site)[0]
+            total += _calls.fetch(handle, x, (total,), store_id=here, site=site)[0]
         return total
 
     with ActivationStore(store.paths, host_bytes=3 * tensor, engine=store.engine) as probe:

@@ -67,12 +67,14 @@ class Source:
         var: in the forward jaxpr.
         argument: which argument of the function it is; None where it is computed.
         stored: it goes through the store; otherwise it stays on the device.
+        declined: it could be stored, and is not wanted.
         info: its description.
     """
 
     var: Any
     argument: int | None
     stored: bool
+    declined: bool
     info: Residual
 
 
@@ -164,10 +166,10 @@ def make_plan(
     sources: list[Source] = []
     number: dict[Any, int] = {}
 
-    def add(var: Any, stored: bool, info: Residual) -> int:
+    def add(var: Any, stored: bool, declined: bool, info: Residual) -> int:
         if var not in number:
             number[var] = len(sources)
-            sources.append(Source(var, argument_of.get(var), stored, info))
+            sources.append(Source(var, argument_of.get(var), stored, declined, info))
         return number[var]
 
     chosen: dict[int, tuple[int, tuple[Any, ...]]] = {}
@@ -180,6 +182,7 @@ def make_plan(
         argument = argument_of.get(base)
         info = _describe(base, names, argument is not None)
         stays = (argument is not None and not is_activation[argument]) or base in constants or not _storable(base)
+        declined = False
         taken = next((k for k in range(len(steps) - 1, -1, -1) if steps[k] in number), None)
         if taken is not None:
             at = taken
@@ -187,16 +190,17 @@ def make_plan(
             at = len(steps) - 1
         elif argument is not None:
             at = len(steps) - 1
-            stays = not wanted(info)
+            stays = declined = not wanted(info)
         else:
             # The smallest on the way; of equals the one next to the base, which others may share.
             at = min(range(len(steps)), key=lambda k: (_nbytes(steps[k]), -k))
             info = _describe(steps[at], names, False)
-            stays = not _storable(steps[at]) or not wanted(info)
+            declined = _storable(steps[at]) and not wanted(info)
+            stays = declined or not _storable(steps[at])
             if stays and _nbytes(steps[at]) == _nbytes(steps[0]):
                 at = 0  # nothing is gained by making it again
                 info = _describe(steps[at], names, False)
-        chosen[i] = (add(steps[at], not stays, info), tuple(reversed(chain[:at])))
+        chosen[i] = (add(steps[at], not stays, declined, info), tuple(reversed(chain[:at])))
 
     residuals = tuple(
         made_again[i]
@@ -335,6 +339,9 @@ def _storable(var: Any) -> bool:
         return False
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) or aval.dtype == jax.dtypes.float0:
         return False
+    spec = getattr(getattr(aval, "sharding", None), "spec", None)
+    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        return False  # parts of a sum that is still to be made: a copy of each would be summed once more
     return aval.dtype.name not in _SUB_BYTE and 0 not in aval.shape
 
 

@@ -8,16 +8,15 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import jax
-
 from dejax import _native
-from dejax.offload import _files, _memory
+from dejax.offload import _current, _files, _memory
 from dejax.offload._calls import DEVICE
+from dejax.offload._notes import notes
 from dejax.offload._stats import StoreStats
 
 Engine = Literal["auto", "tensorstore", "direct", "buffered"]
@@ -86,8 +85,10 @@ class _Parts:
 class ActivationStore:
     """Memory for what forward passes hand to backward passes: the device's ring, then pinned host memory, then disk.
 
-    A context manager: inside `with`, steps that were traced without a store of their own use it. Tensors move down a
-    tier only when the one above is full; the last ones of a forward pass, which backward wants first, stay highest.
+    A context manager: steps that this thread dispatches inside `with` use it, unless they were traced with a store of
+    their own. Leaving waits for them and closes the store. Other threads enter it themselves, with `with` or `use`; the
+    last `with` to be left closes it. Tensors move down a tier only when the one above is full; the last ones of a
+    forward pass, which backward wants first, stay highest.
 
     Args:
         path: a folder, or several, for the disk tier; chunks are striped over them. None: no disk tier. In each, the
@@ -143,6 +144,17 @@ class ActivationStore:
         self.engine: Engine = "tensorstore" if engine == "auto" else engine
         self.paths = tuple(Path(os.fspath(p)).absolute() for p in paths)
         self._began = time.monotonic()
+        self._depth = 0
+        self._depth_lock = threading.Lock()
+        # As they were given: what is made of None differs between machines, and programs carry a name made of these.
+        options = (
+            tuple(os.fspath(place) for place in paths),
+            device_bytes,
+            host_bytes,
+            disk_bytes,
+            engine,
+            chunk_bytes,
+        )
         self._parts = _Parts()
         try:
             for place in self.paths if disk_bytes != 0 else ():
@@ -152,6 +164,7 @@ class ActivationStore:
         except BaseException:
             self._parts.close()
             raise
+        self._binding = _current.own_binding(self, options)
         self._sectors = [_files.sectors_written(claim.device) for claim in self._parts.claims]
         # Not at the end of the process, when jax may be gone already: _close_all comes before.
         weakref.finalize(self, self._parts.abandon).atexit = False
@@ -194,13 +207,14 @@ class ActivationStore:
 
     @property
     def id(self) -> int:
-        """Its number, which compiled programs carry."""
+        """Its number among the stores that are open in this process."""
         return self._native.id
 
     def __enter__(self) -> ActivationStore:
-        if not self.is_open:
-            raise RuntimeError("ActivationStore: it is closed; make another")
-        self._native.push()
+        self._require_open()
+        _current.enter(self)
+        with self._depth_lock:
+            self._depth += 1
         _entered.append(self)
         return self
 
@@ -211,18 +225,50 @@ class ActivationStore:
             _entered.remove(self)
         if self._parts.process != os.getpid():
             return  # a forked child leaves its parent's block
-        self._native.pop()
-        if kind is None:
-            # Steps are dispatched ahead: what still runs may need the store. Errors show where the results are used.
-            for array in jax.live_arrays():
-                with contextlib.suppress(Exception):
-                    array.block_until_ready()
-        self.close()
+        try:
+            _current.wait_for_steps()
+        finally:
+            _current.leave(self)
+            with self._depth_lock:
+                self._depth -= 1
+                last = self._depth <= 0
+            if last:
+                self._close()
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[ActivationStore]:
+        """Like `with` on the store itself, for one thread of several: leaving waits, but does not close the store.
+
+        Raises:
+            RuntimeError: the store is closed.
+        """
+        self._require_open()
+        _current.enter(self)
+        try:
+            yield self
+        finally:
+            try:
+                _current.wait_for_steps()
+            finally:
+                _current.leave(self)
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            raise RuntimeError("ActivationStore: it is closed; make another")
 
     def close(self) -> None:
-        """Ends what is under way, gives the memory back and removes the files. Steps that still use it fail."""
+        """Waits for the steps that this thread has dispatched, gives the memory back and removes the files.
+
+        Steps of other threads that still use the store fail. A second call does nothing.
+        """
+        if self.is_open:
+            _current.wait_for_steps()
+        self._close()
+
+    def _close(self) -> None:
         if self.is_open:
             self._final = self.stats()
+            _current.forget(self)
         self._parts.close()
 
     def check(self) -> None:
@@ -251,30 +297,40 @@ class ActivationStore:
 
     def summary(self, *, endurance_bytes: float | None = None) -> str:
         """Some lines about `stats()`; `endurance_bytes` is the drive's rated endurance (its TBW)."""
-        return self.stats().summary(endurance_bytes=endurance_bytes)
+        return "\n".join([self.stats().summary(endurance_bytes=endurance_bytes), *notes()])
 
 
-def store_id(store: ActivationStore | Literal["device"] | None) -> int:
-    """What a program carries for a store: its number, or 0 for the current one, of which there is then always one."""
+def binding_of(store: ActivationStore | Literal["device"] | None) -> int:
+    """What a program carries for a store: the store's name, or which of the current ones; of these there is always one.
+
+    Raises:
+        ValueError: another word.
+        RuntimeError: the store is closed.
+    """
     if isinstance(store, str):
         if store != "device":
-            raise ValueError(f"offload: `store` is an ActivationStore, 'device' or None; {store!r} was given")
+            raise ValueError(f"offload: `store` must be an ActivationStore, 'device' or None, got {store!r}")
         return DEVICE
-    if store is not None:
-        if not store.is_open:
-            raise RuntimeError("offload: `store` is closed; make another")
-        return store.id
-    default_store()
-    return 0
+    if store is None:
+        default_store()
+        return _current.current_binding()
+    if not isinstance(store, ActivationStore):
+        raise ValueError(
+            f"offload: `store` must be an ActivationStore, 'device' or None, got {type(store).__name__}; for a path "
+            "write store=ActivationStore(path)"
+        )
+    if not store.is_open:
+        raise RuntimeError("offload: `store` is closed; make another")
+    return store._binding
 
 
 def default_store() -> ActivationStore:
     """The store that steps use outside any `with`: host memory only, for the life of the process."""
     global _default
     with _default_lock:
-        if _default is None:
+        if _default is None or not _default.is_open:
             _default = ActivationStore()
-            _default._native.push_default()
+            _current.bind_default(_default)
         return _default
 
 
@@ -305,6 +361,7 @@ def _after_fork() -> None:
     _open.clear()
     _entered.clear()
     _memory.presence.forget()
+    _current.after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)

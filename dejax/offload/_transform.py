@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
-from jax import Array
-from jax.extend import core
 
-from dejax.offload import _calls
-from dejax.offload._residuals import Plan, Residual, make_plan
-from dejax.offload._store import ActivationStore, store_id
+from dejax import _compat
+from dejax.offload._boundary import Choice, Traced
+from dejax.offload._identity import identity_of
+from dejax.offload._residuals import Residual
+from dejax.offload._store import ActivationStore, binding_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 Policy = Callable[[Residual], bool]
 Inputs = Literal["auto", "all", "none"] | int | Sequence[int]
 
 MIN_BYTES = 1 << 20
-# What a fast GPU computes (600 TFLOP/s in bfloat16) while the bus moves a byte (50 GB/s), and a quarter more.
-_FLOPS_PER_BYTE = 15_000
-_RING_ALIGN = 512  # kAlign of native/offload/ring.cc
-# One number for each tensor that a trace stores: forward and backward of it share the number.
-_sites = itertools.count(1)
+_MOST_TRACED = 128  # functions whose traces are kept
 
 
 def offload(
@@ -37,11 +35,12 @@ def offload(
     inputs: Inputs = "auto",
     min_bytes: int = MIN_BYTES,
     static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
 ) -> F:
     """Offload what `fn` keeps for its backward pass: `jax.checkpoint`'s shape, but moved instead of computed again.
 
     The result computes what `fn` computes. Its gradients are those of the same program with the tensors left on the
-    device, `store="device"`, bit for bit, and those of `fn` to rounding: XLA may fuse, and so round, elsewhere. Between
+    device, `store="device"`, and those of `fn` to rounding: XLA may fuse, and so round, elsewhere. Between
     forward and backward the residuals of `min_bytes` or more are in the store: on the device's ring, in host memory or
     on disk. Parameters and other arguments stay where they are; equal tensors and views of one tensor are stored once;
     a tensor that is a cast or a view is stored in the form that is smallest. Works under `jit`, `scan`, `vmap`,
@@ -52,17 +51,23 @@ def offload(
         fn: a function of pytrees of arrays, to a pytree of arrays.
         policy: which residuals to store: names given with `jax.ad_checkpoint.checkpoint_name`, or a function from a
             `Residual` to a bool. None: every one.
-        store: where to. None: the store that is current when the step runs (`with ActivationStore(...)`), or a store of
-            host memory that lives as long as the process. "device": nowhere, everything stays; the program is cut in
-            the same places, so that its numbers are those of the offloaded one, bit for bit.
+        store: where to. None: the store that is current in the thread that runs the step (`with ActivationStore(...)`),
+            or a store of host memory that lives as long as the process. "device": nowhere, everything stays; the
+            program is cut in the same places.
         inputs: which arguments are activations, so that they may be stored too, where backward needs them. "auto": each
             array with the shape and dtype of one of the outputs, as a layer's input has (of several, the last one);
             "all"; "none"; or positions. The others (parameters, tables) stay.
         min_bytes: smaller tensors stay on the device.
-        static_argnums: positions of arguments that are not arrays, as in `jax.jit`.
+        static_argnums, static_argnames: positions and names of arguments that are not arrays, as in `jax.jit`.
+
+    Outside of `jit` a function is traced once for arguments of some shapes, and what it computes is compiled. That
+    needs that it can be told to be the same function: it closes over numbers, strings and functions, and not over
+    arrays or objects with a state. Others are traced in each call.
 
     Raises:
-        NotImplementedError: at trace time, where a second derivative is taken through it.
+        NotImplementedError: a second derivative is taken through it, or one in forward mode, or `fn` has side effects
+            that JAX does not allow under derivatives.
+        TypeError: an argument is neither an array nor static, or a `jax.Ref`.
         ValueError: `inputs` names no argument, or is another word.
         NativeExtensionError: the extension is not there.
 
@@ -74,151 +79,208 @@ def offload(
     >>> gradient.shape
     (3, 3)
     """
-    return _offload(fn, policy, store, inputs, min_bytes, static_argnums, kept_argnums=())
+    return wrap(fn, Options.of(policy, store, inputs, min_bytes), static_argnums, static_argnames)
 
 
-def _offload(
-    fn: F,
-    policy: Policy | Iterable[str] | None,
-    store: ActivationStore | Literal["device"] | None,
-    inputs: Inputs,
-    min_bytes: int,
-    static_argnums: int | Sequence[int],
-    kept_argnums: Sequence[int],
-) -> F:
-    choose = _as_function(policy)
-    static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+@dataclass(frozen=True)
+class Options:
+    """What a call of `offload` was given.
 
-    def wanted(residual: Residual) -> bool:
-        return residual.nbytes >= max(1, min_bytes) and choose(residual)
+    Attributes:
+        policy, min_bytes: which residuals are stored.
+        store: where to.
+        inputs: which arguments may be stored.
+        kept_argnums: arguments that never are.
+    """
+
+    policy: Policy
+    min_bytes: int
+    store: ActivationStore | Literal["device"] | None
+    inputs: Inputs
+    kept_argnums: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(
+        policy: Policy | Iterable[str] | None,
+        store: ActivationStore | Literal["device"] | None,
+        inputs: Inputs,
+        min_bytes: int,
+        kept_argnums: tuple[int, ...] = (),
+    ) -> Options:
+        """Checks what can be checked before a call."""
+        return Options(_as_function(policy), min_bytes, store, inputs, kept_argnums)
+
+
+def wrap(
+    fn: Callable[..., Any],
+    options: Options,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+) -> Any:
+    """`offload` with its options in one; also for Flax's faces."""
+    static = _as_tuple(static_argnums)
+    static_names = _as_tuple(static_argnames)
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        fixed = {i % len(args): args[i] for i in static if -len(args) <= i < len(args)}
-        moving = [arg for i, arg in enumerate(args) if i not in fixed]
-        leaves, treedef = jax.tree.flatten((moving, kwargs))
-        _check_leaves(leaves)
-
-        def flat(*leaves: Any) -> Any:
-            moving, kwargs = jax.tree.unflatten(treedef, leaves)
-            rest = iter(moving)
-            return fn(*[fixed[i] if i in fixed else next(rest) for i in range(len(args))], **kwargs)
-
-        # Tracing makes what `fn` closes over (parameters of a model, say) arguments like the others.
-        closed, out_shape = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-        outputs, out_tree = jax.tree.flatten(out_shape)
-        positions = [i for i in range(len(args)) if i not in fixed]
-        owner = [
-            *itertools.chain.from_iterable(
-                [i] * len(jax.tree.leaves(arg)) for i, arg in zip(positions, moving, strict=True)
-            )
-        ]
-        owner += [-1] * (len(leaves) - len(owner))  # keyword arguments have no position
-        activation = _activations(inputs, len(args), closed.in_avals, owner, outputs, kept_argnums)
-        flags = [False] * len(closed.consts) + activation
-        out = _call(closed, flags, wanted, store_id(store), [*closed.consts, *leaves])
+        call = _Call.of(fn, options, args, kwargs, static, static_names)
+        _check_leaves(call.leaves)
+        out_tree, traced, consts = _trace(call)
+        out = traced(binding_of(options.store), [*consts, *call.leaves])
         return jax.tree.unflatten(out_tree, out)
 
-    return wrapped  # type: ignore[return-value]
+    return wrapped
 
 
-def _call(
-    closed: core.ClosedJaxpr, is_activation: list[bool], wanted: Policy, identity: int, operands: list[Any]
-) -> list[Any]:
-    """Evaluates a traced function, constants first among its operands, with a derivative that uses the store."""
-    num_consts = len(closed.consts)
+@dataclass(frozen=True)
+class _Call:
+    """A call of an offloaded function, with what is static apart from its arrays.
 
-    def evaluate(*operands: Any) -> list[Any]:
-        open_jaxpr = core.ClosedJaxpr(closed.jaxpr, operands[:num_consts])
-        return core.jaxpr_as_fun(open_jaxpr)(*operands[num_consts:])
-
-    @functools.cache  # forward may be traced more than once, backward takes the same plan and sites
-    def planned() -> tuple[Plan, list[int]]:
-        plan = make_plan(evaluate, [jax.typeof(x) for x in operands], is_activation, wanted)
-        return plan, [next(_sites) if source.stored else 0 for source in plan.sources]
-
-    def forward(*operands: Any) -> tuple[list[Any], list[Any]]:
-        plan, sites = planned()
-        sizes = [source.info.nbytes for source in plan.sources if source.stored]
-        ring = ring_bytes(sizes, plan.flops)
-
-        def put(x: Array, site: int) -> Array:
-            return _calls.store(x, store_id=identity, site=site, ring_bytes=ring)
-
-        operands_now = list(operands)
-        handed: dict[int, Any] = {}
-        for number, (source, site) in enumerate(zip(plan.sources, sites, strict=True)):
-            if source.argument is None:
-                continue
-            handed[number] = operands_now[source.argument]
-            if source.stored:
-                # The barrier lets the function's own work begin only when the input has been taken.
-                operands_now[source.argument], handed[number] = jax.lax.optimization_barrier(
-                    (handed[number], put(handed[number], site))
-                )
-        values = core.jaxpr_as_fun(plan.jaxpr)(*operands_now)
-        out, computed = values[: plan.num_outputs], iter(values[plan.num_outputs :])
-        handles = {}
-        for number, (source, site) in enumerate(zip(plan.sources, sites, strict=True)):
-            if source.argument is None:
-                handed[number] = next(computed)
-                if source.stored:
-                    handles[number] = put(handed[number], site)
-        if handles:
-            # What comes next waits until all is taken: XLA's scheduler would else be free to keep it all until the end.
-            out, handles = jax.lax.optimization_barrier((out, handles))
-            handed.update(handles)
-        return out, [handed[number] for number in range(len(plan.sources))]
-
-    def backward(handed: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-        plan, sites = planned()
-        stored = [number for number, source in enumerate(plan.sources) if source.stored]
-        arrays = [i for i, ct in enumerate(cotangents) if _is_array(ct)]
-        values = list(handed)
-        if stored:
-            # Not before the cotangent is there: otherwise all of it could come back at once.
-            waited, handles = jax.lax.optimization_barrier(
-                ([cotangents[i] for i in arrays], [handed[number] for number in stored])
-            )
-            cotangents = list(cotangents)
-            for i, ct in zip(arrays, waited, strict=True):
-                cotangents[i] = ct
-            for number, handle in reversed(list(zip(stored, handles, strict=True))):
-                like = plan.sources[number].var.aval
-                values[number] = _calls.fetch(handle, like, waited[:1], store_id=identity, site=sites[number])
-            if blind := [values[number] for number in stored if not _calls.has_nan(plan.sources[number].info.dtype)]:
-                for i in arrays:
-                    cotangents[i] = _calls.guard(cotangents[i], blind, store_id=identity)
-        return tuple(plan.rebuild(values)(cotangents))
-
-    call = jax.custom_vjp(lambda *operands: list(evaluate(*operands)))
-    call.defvjp(forward, backward)
-    return call(*operands)
-
-
-def ring_bytes(sizes: Sequence[int], flops: float) -> int:
-    """What the device's ring should have for a function that stores tensors of these sizes while it computes so much.
-
-    A tensor leaves XLA's memory through the ring, so the ring has room for one at least: of N layers that store one
-    each, a share of 1 - 1 / N leaves the device. One is enough where the bus is as fast as the arithmetic: twelve
-    layers of width 8,192 took 144.6 ms with one, 144.4 with two and 144.0 without offload. Where the bus is slower,
-    forward waits for it as soon as the ring is full: 24 layers whose forward pass wants more than the bus has took 1.07
-    times their compute with a ring of three and 1.03 with six. A layer that stores several needs no more than two
-    layers' worth.
+    Attributes:
+        fixed: static arguments by position, static keyword arguments by name.
+        num_args: how many positional arguments there are.
+        leaves, treedef: of the others, `(list of positional, dict of keyword)`.
+        owner: for each leaf its argument's position, -1 for keyword arguments.
     """
-    sizes = [-(-size // _RING_ALIGN) * _RING_ALIGN for size in sizes]
-    total = sum(sizes)
-    if flops >= _FLOPS_PER_BYTE * total:
-        return total
-    return max(2 * total, 6 * total // max(1, len(sizes)))
+
+    fn: Callable[..., Any]
+    options: Options
+    fixed: dict[int | str, Any]
+    num_args: int
+    leaves: list[Any]
+    treedef: Any
+    owner: tuple[int, ...]
+
+    @staticmethod
+    def of(
+        fn: Callable[..., Any],
+        options: Options,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        static: tuple[int, ...],
+        static_names: tuple[str, ...],
+    ) -> _Call:
+        fixed: dict[int | str, Any] = {i % len(args): args[i] for i in static if -len(args) <= i < len(args)}
+        fixed |= {name: kwargs[name] for name in static_names if name in kwargs}
+        moving = {i: arg for i, arg in enumerate(args) if i not in fixed}
+        named = {name: arg for name, arg in kwargs.items() if name not in fixed}
+        leaves, treedef = jax.tree.flatten((list(moving.values()), named))
+        owner = [i for i, arg in moving.items() for _ in jax.tree.leaves(arg)]
+        owner += [-1] * (len(leaves) - len(owner))
+        return _Call(fn, options, fixed, len(args), leaves, treedef, tuple(owner))
+
+    def flat(self) -> Callable[..., Any]:
+        """The function of the leaves alone; it holds none of them."""
+        fn, fixed, treedef, num_args = self.fn, self.fixed, self.treedef, self.num_args
+
+        def flat(*leaves: Any) -> Any:
+            moving, named = jax.tree.unflatten(treedef, leaves)
+            rest = iter(moving)
+            args = [fixed[i] if i in fixed else next(rest) for i in range(num_args)]
+            names = {name: value for name, value in fixed.items() if isinstance(name, str)}
+            return fn(*args, **named, **names)
+
+        return flat
+
+    def identity(self) -> Hashable | None:
+        """Equal for calls that trace alike for arrays of the same shapes; None where that cannot be told."""
+        options = self.options
+        known = identity_of((self.fn, self.fixed, options.policy, _inputs_identity(options.inputs)))
+        if known is None:
+            return None
+        return known, self.treedef, self.num_args, options.min_bytes, options.kept_argnums
 
 
-def _is_array(ct: Any) -> bool:
-    return getattr(ct, "dtype", jax.dtypes.float0) != jax.dtypes.float0
+@dataclass
+class _Kept:
+    """A function that was seen to be the same in several calls, and its traces by jaxpr."""
+
+    jitted: Any
+    traced: weakref.WeakKeyDictionary[Any, Traced] = field(default_factory=weakref.WeakKeyDictionary)
+
+
+_kept: collections.OrderedDict[Hashable, _Kept] = collections.OrderedDict()
+_kept_lock = threading.Lock()
+
+
+def _trace(call: _Call) -> tuple[Any, Traced, list[Any]]:
+    """The tree of the outputs, the traced function, and what it closes over: its first arguments."""
+    identity = call.identity()
+    if identity is None:
+        # Tracing makes what the function closes over (parameters of a model, say) arguments like the others.
+        closed, shapes = jax.make_jaxpr(call.flat(), return_shape=True)(*call.leaves)
+        return jax.tree.structure(shapes), _traced(call, closed, shapes, lasting=False), list(closed.consts)
+    with _kept_lock:
+        kept = _kept.get(identity)
+        if kept is None:
+            kept = _kept[identity] = _Kept(jax.jit(call.flat()))
+            if len(_kept) > _MOST_TRACED:
+                _kept.popitem(last=False)
+        _kept.move_to_end(identity)
+    # `jit` keeps traces by shapes, and by all of JAX's settings that a trace depends on.
+    staged = kept.jitted.trace(*call.leaves)
+    closed = staged.jaxpr
+    with _kept_lock:
+        traced = kept.traced.get(closed)
+    if traced is None:
+        traced = _traced(call, closed, staged.out_info, lasting=not closed.consts)
+        if traced.lasting:
+            with _kept_lock:
+                traced = kept.traced.setdefault(closed, traced)
+    return jax.tree.structure(staged.out_info), traced, list(closed.consts)
+
+
+def _traced(call: _Call, closed: Any, shapes: Any, *, lasting: bool) -> Traced:
+    _check_no_references(call, [*closed.consts, *call.leaves])
+    _check_effects(call, closed)
+    options = call.options
+    avals = [jax.typeof(x) for x in [*closed.consts, *call.leaves]]
+    flags = _activations(
+        options.inputs, call.num_args, closed.in_avals, call.owner, jax.tree.leaves(shapes), options.kept_argnums
+    )
+    name = getattr(call.fn, "__qualname__", type(call.fn).__name__)
+    choice = Choice(options.policy, options.min_bytes)
+    flags = [False] * len(closed.consts) + flags
+    return Traced(name, _compat.without_consts(closed), avals, flags, choice, lasting=lasting)
+
+
+def _inputs_identity(inputs: Inputs) -> Any:
+    return inputs if isinstance(inputs, (str, int)) else tuple(inputs)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, (int, str)) else tuple(value)
+
+
+def _is_reference(x: Any) -> bool:
+    return "AbstractRef" in type(jax.typeof(x)).__name__
+
+
+def _check_no_references(call: _Call, operands: Sequence[Any]) -> None:
+    if any(map(_is_reference, operands)):
+        name = getattr(call.fn, "__qualname__", type(call.fn).__name__)
+        raise TypeError(
+            f"offload: `{name}` must not be given or close over a jax.Ref: backward could not tell what was in it. "
+            "Read it before, give the value as an argument, and write what the function returns after"
+        )
+
+
+def _check_effects(call: _Call, closed: Any) -> None:
+    if _compat.staging_trace() is None:
+        return  # outside of `jit` they take place as they come
+    if refused := _compat.effects_refused_under_derivatives(closed.effects):
+        name = getattr(call.fn, "__qualname__", type(call.fn).__name__)
+        raise NotImplementedError(
+            f"offload: `{name}` has side effects that JAX does not allow where a derivative is defined: "
+            f"{', '.join(map(str, refused))}. Move them out of the offloaded function: return what they need, and act "
+            "on it outside"
+        )
 
 
 def _check_leaves(leaves: Sequence[Any]) -> None:
     for leaf in leaves:
+        if isinstance(leaf, jax.Ref):
+            continue  # refused below, as one that is closed over
         if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
             raise TypeError(
                 f"offload: an argument of type {type(leaf).__name__} is no array; name its position in static_argnums, "

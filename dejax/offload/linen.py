@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import flax.linen as nn
 from flax.core import lift
 
 from dejax.offload._store import ActivationStore
-from dejax.offload._transform import MIN_BYTES, Inputs, Policy, _offload
+from dejax.offload._transform import MIN_BYTES, Inputs, Options, Policy, wrap
 
 
 def offload(
@@ -20,6 +20,8 @@ def offload(
     inputs: Inputs = "auto",
     min_bytes: int = MIN_BYTES,
     methods: Iterable[str] | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
 ) -> Any:
     """`dejax.offload.offload` as a lifted transformation, used like `nn.remat`.
 
@@ -32,11 +34,23 @@ def offload(
         inputs: which of the call's arrays may be stored: "auto", "all" or "none".
         min_bytes: smaller tensors stay.
         methods: of the class to transform; None: `__call__`.
+        static_argnums: positions of arguments that are not arrays (flags, strings), as in `nn.remat`: the module counts
+            as 0.
+        static_argnames: likewise, names of keyword arguments.
+
+    Raises:
+        TypeError: in a call, where an argument is neither an array nor static.
+        ValueError: `static_argnums` names the module.
 
     >>> Block = offload(nn.Dense)
     >>> issubclass(Block, nn.Module)
     True
     """
+    static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    if 0 in static:
+        raise ValueError("offload: `static_argnums` must not name the module, which is argument 0; count from 1")
+    # `pure` gets the variables and the keys where the method gets the module.
+    shifted = tuple(i + 1 if i > 0 else i for i in static)
 
     def lifted(fn: Callable[..., Any]) -> Any:
         def inner(scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,7 +58,8 @@ def offload(
                 scope = scope_fn(variables, rngs)
                 return fn(scope, *args, **kwargs), repack(scope)
 
-            run = _offload(pure, policy, store, inputs, min_bytes, (), kept_argnums=(0, 1))
+            pure.__qualname__ = getattr(target, "__qualname__", pure.__qualname__)
+            run = wrap(pure, Options.of(policy, store, inputs, min_bytes, (0, 1)), shifted, static_argnames)
             return run(variables, rngs, *args, **kwargs)
 
         return lift.pack(inner, (True,), (True,), (True,), name="offload", enable_kwargs=True)

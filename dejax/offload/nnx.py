@@ -8,13 +8,13 @@ x = offload(Block.__call__)(self.block, x)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from flax import nnx
 
 from dejax.offload._store import ActivationStore
-from dejax.offload._transform import MIN_BYTES, Inputs, Policy, _offload
+from dejax.offload._transform import MIN_BYTES, Inputs, Options, Policy, wrap
 
 
 def offload(
@@ -24,32 +24,47 @@ def offload(
     store: ActivationStore | Literal["device"] | None = None,
     inputs: Inputs = "auto",
     min_bytes: int = MIN_BYTES,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """`dejax.offload.offload` for a function whose first argument is an nnx module, as `Block.__call__` is.
+    """`dejax.offload.offload` for a function whose first argument is an nnx module, as `Block.__call__` has.
 
     Parameters stay on the device. State that the call changes (batch statistics, dropout's counts) is updated in the
     module; parameters may not be changed by it. Works inside `nnx.jit`, `nnx.grad`, `nnx.scan` and `nnx.vmap`.
 
     Args:
-        fn: (module, *arrays) -> arrays.
+        fn: (module, *arrays, **arrays) -> arrays. The module may also be a variable, or a pytree of both.
         policy: see `dejax.offload.offload`; so too `store` and `min_bytes`.
         store: where to.
         inputs: which of the arrays after the module may be stored: "auto", "all", "none" or positions that count the
             module as 0.
         min_bytes: smaller tensors stay.
+        static_argnums: positions of arguments that are not arrays (flags, strings), as in `nnx.remat`: the module
+            counts as 0.
+        static_argnames: likewise, names of keyword arguments.
+
+    Raises:
+        TypeError: an argument is neither an array nor static.
+        ValueError: `static_argnums` names the module.
     """
+    static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    if 0 in static:
+        raise ValueError("offload: `static_argnums` must not name the module, which is argument 0; count from 1")
 
     @functools.wraps(fn)
-    def wrapped(module: Any, *args: Any) -> Any:
-        graph, params, rest = nnx.split(module, nnx.Param, ...)
+    def wrapped(module: Any, *args: Any, **kwargs: Any) -> Any:
+        # In a tuple: a variable alone is no graph.
+        graph, params, rest = nnx.split((module,), nnx.Param, ...)
 
-        def pure(state: Any, *args: Any) -> tuple[Any, Any]:
-            module = nnx.merge(graph, *state)
-            out = fn(module, *args)
-            return out, nnx.state(module, nnx.Not(nnx.Param))
+        def pure(state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            held = nnx.merge(graph, *state)
+            out = fn(held[0], *args, **kwargs)
+            return out, nnx.state(held, nnx.Not(nnx.Param))
 
-        out, changed = _offload(pure, policy, store, inputs, min_bytes, (), kept_argnums=(0,))((params, rest), *args)
-        nnx.update(module, changed)
+        pure.__qualname__ = getattr(fn, "__qualname__", pure.__qualname__)
+        options = Options.of(policy, store, inputs, min_bytes, (0,))
+        out, changed = wrap(pure, options, static, static_argnames)((params, rest), *args, **kwargs)
+        nnx.update((module,), changed)
         return out
 
     return wrapped

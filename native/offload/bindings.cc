@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "current.h"
 #include "pieces.h"
 #include "store.h"
 
@@ -35,9 +36,6 @@ void Bind(nb::module_& m) {
           nb::kw_only(), nb::arg("device_bytes"), nb::arg("host_bytes"), nb::arg("disk_bytes"), nb::arg("folders"),
           nb::arg("chunk_bytes"), nb::arg("num_threads"), nb::arg("direct"), nb::arg("checksum"), nb::arg("external"))
       .def_prop_ro("id", &Store::id)
-      .def("push", [](Store& store) { Store::Push(store.id()); })
-      .def("push_default", [](Store& store) { Store::PushDefault(store.id()); })
-      .def("pop", [](Store& store) { Store::Pop(store.id()); })
       .def("begin_close", &Store::BeginClose, Release())
       .def("close", &Store::Close, Release())
       .def("check", &Store::RaisePending, Release())
@@ -115,6 +113,23 @@ void Bind(nb::module_& m) {
 #undef DEJAX_STAT
         return d;
       });
+  m.def("bind_offload_store", &BindStore, nb::arg("binding"), nb::arg("store"),
+        "From now on calls with this binding mean the store with this id; 0: none.");
+  m.def(
+      "offload_store_on_cuda",
+      [](int64_t binding, int64_t run, int device, uintptr_t stream, int64_t site, int64_t ring, uintptr_t data,
+         int64_t bytes, uintptr_t handle) {
+        StoreOfRun(run, device, binding)
+            ->StoreOnCuda(run, device, reinterpret_cast<Stream>(stream), site, ring, data, bytes, handle);
+      },
+      Release(), "The CUDA handler's work in the store of a binding: for tests.");
+  m.def(
+      "offload_fetch_on_cuda",
+      [](int64_t binding, int64_t run, int device, uintptr_t stream, int64_t site, uintptr_t handle, uintptr_t data,
+         int64_t bytes) {
+        FetchFromItsStore(run, device, reinterpret_cast<Stream>(stream), binding, site, handle, data, bytes);
+      },
+      Release(), "Likewise.");
   using Address = std::pair<uintptr_t, size_t>;
   using Place = std::tuple<int64_t, int64_t, int64_t>;
   m.def(

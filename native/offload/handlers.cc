@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "current.h"
 #include "store.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -24,36 +25,40 @@ ffi::Error Guard(Body body) {
 
 DevicePointer Address(const void* data) { return reinterpret_cast<DevicePointer>(data); }
 
-ffi::Error DoStoreCpu(ffi::RunId run, ffi::AnyBuffer x, ffi::Result<HandleBuffer> handle, int64_t store, int64_t site,
+constexpr int kCpu = -1;
+
+ffi::Error DoStoreCpu(ffi::RunId run, ffi::AnyBuffer x, ffi::Result<HandleBuffer> handle, int64_t binding, int64_t site,
                       int64_t) {
   return Guard([&] {
-    const uint64_t value = Store::Find(store)->StoreOnCpu(run.run_id, site, x.untyped_data(), x.size_bytes());
+    const auto store = StoreOfRun(run.run_id, kCpu, binding);
+    const uint64_t value = store->StoreOnCpu(run.run_id, site, x.untyped_data(), x.size_bytes());
     std::memcpy(handle->typed_data(), &value, sizeof(value));
   });
 }
 
-ffi::Error DoFetchCpu(ffi::RunId run, HandleBuffer handle, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> x,
-                      int64_t store, int64_t site) {
+ffi::Error DoFetchCpu(ffi::RunId run, HandleBuffer handle, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> x, int64_t,
+                      int64_t site) {
   return Guard([&] {
     uint64_t value = 0;
     std::memcpy(&value, handle.typed_data(), sizeof(value));
-    Store::Find(store)->FetchOnCpu(run.run_id, site, value, x->untyped_data(), x->size_bytes());
+    Store::Find(Store::IdOfHandle(value))->FetchOnCpu(run.run_id, site, value, x->untyped_data(), x->size_bytes());
   });
 }
 
 ffi::Error DoStoreCuda(Stream stream, ffi::RunId run, int32_t device, ffi::AnyBuffer x,
-                       ffi::Result<HandleBuffer> handle, int64_t store, int64_t site, int64_t ring) {
+                       ffi::Result<HandleBuffer> handle, int64_t binding, int64_t site, int64_t ring) {
   return Guard([&] {
-    Store::Find(store)->StoreOnCuda(run.run_id, device, stream, site, ring, Address(x.untyped_data()), x.size_bytes(),
-                                    Address(handle->untyped_data()));
+    StoreOfRun(run.run_id, device, binding)
+        ->StoreOnCuda(run.run_id, device, stream, site, ring, Address(x.untyped_data()), x.size_bytes(),
+                      Address(handle->untyped_data()));
   });
 }
 
 ffi::Error DoFetchCuda(Stream stream, ffi::RunId run, int32_t device, HandleBuffer handle, ffi::RemainingArgs,
-                       ffi::Result<ffi::AnyBuffer> x, int64_t store, int64_t site) {
+                       ffi::Result<ffi::AnyBuffer> x, int64_t binding, int64_t site) {
   return Guard([&] {
-    Store::Find(store)->FetchOnCuda(run.run_id, device, stream, site, Address(handle.untyped_data()),
-                                    Address(x->untyped_data()), x->size_bytes());
+    FetchFromItsStore(run.run_id, device, stream, binding, site, Address(handle.untyped_data()),
+                      Address(x->untyped_data()), x->size_bytes());
   });
 }
 
@@ -64,14 +69,17 @@ ffi::Error DoGuardCpu(ffi::AnyBuffer x, ffi::RemainingArgs, ffi::Result<ffi::Any
 }
 
 ffi::Error DoGuardCuda(Stream stream, ffi::RunId run, int32_t device, ffi::AnyBuffer x, ffi::RemainingArgs,
-                       ffi::Result<ffi::AnyBuffer> out, int64_t store) {
+                       ffi::Result<ffi::AnyBuffer> out, int64_t binding) {
   return Guard([&] {
     if (out->untyped_data() != x.untyped_data()) {
       Check(GetCalls().copy_device_to_device(Address(out->untyped_data()), Address(x.untyped_data()), x.size_bytes(),
                                              stream),
             "cuMemcpyDtoDAsync");
     }
-    Store::Find(store)->GuardOnCuda(run.run_id, device, stream, Address(out->untyped_data()), out->size_bytes());
+    // A run that has stored nothing reads its handles: none was foreseen.
+    if (const auto store = StoreOfRunIfAny(run.run_id, device, binding)) {
+      store->GuardOnCuda(run.run_id, device, stream, Address(out->untyped_data()), out->size_bytes());
+    }
   });
 }
 

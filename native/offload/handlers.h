@@ -8,7 +8,7 @@ namespace dejax::offload {
 // Store.
 //   arguments:  tensor, of any whole-byte type and at least one element
 //   result:     handle uint32[2]
-//   attributes: store int64: the store's id, 0 for the current one; site int64: which call of the program this is;
+//   attributes: store int64: a binding, see current.h; site int64: which call of the program this is;
 //               ring int64: bytes that the device's ring should have, where the store was given no size
 XLA_FFI_DECLARE_HANDLER_SYMBOL(StoreCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(StoreCuda);

@@ -13,7 +13,31 @@ namespace {
 constexpr size_t kLeftoverRuns = 8;
 constexpr double kPauseSeconds = 0.01;  // within which a forward pass that goes on stores again, mostly
 
+int64_t Mix(uint64_t before, uint64_t next) {
+  uint64_t mixed = (before ^ next) * 0x9e3779b97f4a7c15ull;
+  mixed = (mixed ^ mixed >> 29) * 0xbf58476d1ce4e5b9ull;
+  return static_cast<int64_t>((mixed ^ mixed >> 32) >> 1);
+}
+
 }  // namespace
+
+// What is known of a call is known of it in one program. The first calls of all kinds in a run say which program it is: on
+// a GPU one thread makes them, always in the same order. The CPU makes independent calls in any order; there the call
+// alone counts, and nothing is foreseen.
+int64_t Store::SiteIn(Run& run, int64_t call) {
+  const auto [at, is_new] = run.site_of_call.emplace(call, call);
+  if (is_new && run.device >= 0) {
+    run.program = static_cast<uint64_t>(at->second = Mix(run.program, static_cast<uint64_t>(call)));
+    sites_of_call_[call].insert(at->second);
+  }
+  return at->second;
+}
+
+int64_t Store::SiteIn(const RunPtr& run, int64_t call) const {
+  if (!run) return call;
+  const auto found = run->site_of_call.find(call);
+  return found == run->site_of_call.end() ? call : found->second;
+}
 
 RunPtr Store::FindRun(int64_t id, int device, bool create) {
   const double now = Seconds();
@@ -50,7 +74,8 @@ RunPtr Store::FindRun(int64_t id, int device, bool create) {
   return run;
 }
 
-EntryPtr Store::Add(const RunPtr& run, int64_t site, int64_t bytes) {
+EntryPtr Store::Add(const RunPtr& run, int64_t call, int64_t bytes) {
+  const int64_t site = SiteIn(*run, call);
   auto entry = std::make_shared<Entry>();
   entry->serial = next_serial_++;
   entry->bytes = bytes;
@@ -75,14 +100,17 @@ EntryPtr Store::Add(const RunPtr& run, int64_t site, int64_t bytes) {
   return entry;
 }
 
-EntryPtr Store::Find(uint64_t handle, int64_t site, int64_t bytes, int device) {
+EntryPtr Store::Find(uint64_t handle, int64_t call, int64_t bytes, int device) {
   const uint64_t serial = handle & ((1ull << kSerialBits) - 1);
   if (handle >> kSerialBits != static_cast<uint64_t>(id_)) {
     throw std::runtime_error("offload: handle " + std::to_string(handle) + " is not of this store (number " +
                              std::to_string(id_) + "); run backward with the store that forward used");
   }
   const auto found = entries_.find(serial);
-  if (found == entries_.end() || !found->second->live) sites_[site].uses = Site::Uses::kMany;
+  if (found == entries_.end() || !found->second->live) {
+    sites_[call].uses = Site::Uses::kMany;
+    for (const int64_t site : sites_of_call_[call]) sites_[site].uses = Site::Uses::kMany;
+  }
   if (found == entries_.end()) {
     throw std::runtime_error(
         "offload: the tensor of handle " + std::to_string(serial) + (serial < next_serial_

@@ -123,10 +123,11 @@ void Store::StoreOnCuda(int64_t run_id, int device, Stream stream, int64_t site,
   }
 }
 
-void Store::FetchOnCuda(int64_t run_id, int device, Stream stream, int64_t site, DevicePointer handle,
-                        DevicePointer data, int64_t bytes) {
+uint64_t Store::FetchOnCuda(int64_t run_id, int device, Stream stream, int64_t call_number, DevicePointer handle,
+                            DevicePointer data, int64_t bytes, uint64_t known) {
   DeviceCall call(this, device, stream);
   const RunPtr own = FindRun(run_id, device, /*create=*/false);
+  const int64_t site = SiteIn(own, call_number);
   RunPtr run = own;
   try {
     if (Injected("fetch")) throw std::runtime_error("offload: fetching failed: injected fault");
@@ -136,17 +137,23 @@ void Store::FetchOnCuda(int64_t run_id, int device, Stream stream, int64_t site,
       if (!stored.empty()) foreseen = Handle(stored.back());
     }
     const int mode = prediction_;
-    const bool predict = foreseen != 0 && (mode == 2 || (mode == 0 && sites_[site].order == Site::Order::kForeseen));
+    const bool predict =
+        known == 0 && foreseen != 0 && (mode == 2 || (mode == 0 && sites_[site].order == Site::Order::kForeseen));
     uint64_t value = foreseen;
     if (!predict) {
-      ++stats_.value_reads;
-      value = call.ring.ReadHandle(call.lock, handle, stream);
+      value = known;
+      if (value == 0) {
+        ++stats_.value_reads;
+        value = call.ring.ReadHandle(call.lock, handle, stream);
+        RequireOpen();  // the mutex was let go of
+        if (IdOfHandle(value) != id_) return value;
+      }
       if (own && value != foreseen) {
         own->surprising.insert(site);
         sites_[site].order = Site::Order::kSurprising;
       }
     }
-    const EntryPtr entry = Find(value, site, bytes, device);
+    const EntryPtr entry = Find(value, call_number, bytes, device);
     run = entry->run.lock();
     if (run) Asked(run, run == own);
     ReadAhead(run, call.lock);
@@ -159,7 +166,7 @@ void Store::FetchOnCuda(int64_t run_id, int device, Stream stream, int64_t site,
     call.ring.Prefetch(run);
     if (predict) {
       call.ring.CheckHandle(run_id, handle, value, data, bytes, stream);
-      return;
+      return 0;
     }
     call.ring.Guard(run_id, data, bytes, stream);
     if (own && own->by_site[site].empty() && own->surprising.count(site) == 0 &&
@@ -170,6 +177,7 @@ void Store::FetchOnCuda(int64_t run_id, int device, Stream stream, int64_t site,
     FailRun(run, error.what());
     throw;
   }
+  return 0;
 }
 
 void Store::GuardOnCuda(int64_t run_id, int device, Stream stream, DevicePointer data, int64_t bytes) {

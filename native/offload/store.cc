@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <set>
 #include <system_error>
 
+#include "current.h"
 #include "ring.h"
 #include "store.h"
 #include "store_internal.h"
@@ -16,8 +18,7 @@ namespace {
 struct Registry {
   std::mutex mutex;
   std::map<int64_t, std::shared_ptr<Store>> open;
-  std::vector<int64_t> current;
-  int64_t next = 1;
+  std::set<int64_t> taken;
 };
 
 Registry& GetRegistry() {
@@ -38,49 +39,48 @@ std::shared_ptr<Store> Store::Open(const Options& options) {
 std::shared_ptr<Store> Store::Find(int64_t id) {
   Registry& registry = GetRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
-  if (id == 0) {
-    if (registry.current.empty()) {
-      throw std::runtime_error(
-          "offload: no store is current; run the step inside `with ActivationStore(...)`, or give offload a store=");
-    }
-    id = registry.current.back();
-  }
   const auto found = registry.open.find(id);
   if (found == registry.open.end()) {
     throw std::runtime_error("offload: the store was closed before this step ran; keep it open until the last step has "
-                             "ended (jax.block_until_ready), and trace again for another store");
+                             "ended (jax.block_until_ready)");
   }
   return found->second;
 }
 
-void Store::Push(int64_t id) {
+std::shared_ptr<Store> Store::FindOr(int64_t id) {
   Registry& registry = GetRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
-  registry.current.push_back(id);
+  const auto found = registry.open.find(id);
+  if (found != registry.open.end()) return found->second;
+  return registry.open.empty() ? nullptr : registry.open.begin()->second;
 }
 
-void Store::PushDefault(int64_t id) {
-  Registry& registry = GetRegistry();
-  std::lock_guard<std::mutex> lock(registry.mutex);
-  registry.current.insert(registry.current.begin(), id);
-}
+int64_t Store::IdOfHandle(uint64_t handle) { return static_cast<int64_t>(handle >> kSerialBits); }
 
-void Store::Pop(int64_t id) {
-  Registry& registry = GetRegistry();
-  std::lock_guard<std::mutex> lock(registry.mutex);
-  const auto at = std::find(registry.current.rbegin(), registry.current.rend(), id);
-  if (at != registry.current.rend()) registry.current.erase(std::next(at).base());
-}
-
-Store::Store(const Options& options)
-    : id_([] {
+StoreNumber::StoreNumber()
+    : value_([] {
         Registry& registry = GetRegistry();
         std::lock_guard<std::mutex> lock(registry.mutex);
-        const int64_t id = registry.next++;
-        if (registry.next >= 1 << (64 - kSerialBits)) registry.next = 1;
-        return id;
-      }()),
-      options_(options), process_(getpid()) {
+        int64_t number = 1;
+        for (const int64_t taken : registry.taken) {
+          if (taken != number) break;
+          ++number;
+        }
+        if (number >= int64_t{1} << (64 - kSerialBits)) {
+          throw std::runtime_error("offload: 65,535 stores are open; close those that are not needed");
+        }
+        registry.taken.insert(number);
+        return number;
+      }()) {}
+
+void StoreNumber::GiveBack() {
+  Registry& registry = GetRegistry();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  if (taken_) registry.taken.erase(value_);
+  taken_ = false;
+}
+
+Store::Store(const Options& options) : id_(number_.value()), options_(options), process_(getpid()) {
   if (options_.folders.empty()) return;
   disk_ = std::make_unique<Disk>(options_.folders, options_.chunk_bytes, options_.disk_bytes, options_.direct,
                                  options_.external);
@@ -110,8 +110,11 @@ void Store::BeginClose() {
   {
     Registry& registry = GetRegistry();
     std::lock_guard<std::mutex> lock(registry.mutex);
-    registry.open.erase(id_);
-    registry.current.erase(std::remove(registry.current.begin(), registry.current.end(), id_), registry.current.end());
+    const auto found = registry.open.find(id_);
+    if (found != registry.open.end() && found->second.get() == this) {  // another may have its number by now
+      UnbindStore(id_);
+      registry.open.erase(found);
+    }
   }
   Lock lock(mutex_);
   closing_ = true;
@@ -151,6 +154,7 @@ void Store::Close() {
     const ContextScope scope(context);
     FreeMemory(&slots);
   }
+  number_.GiveBack();
 }
 
 void Store::RequireOpen() const {

@@ -128,6 +128,10 @@ struct Run {
   std::vector<EntryPtr> stack;  // in order of creation; no fetched entries at its end
   std::unordered_map<int64_t, std::vector<uint64_t>> by_site;  // not fetched yet
   std::unordered_map<int64_t, int64_t> stored_by_site;
+  // Sites of this program. Programs number their calls alike, so what is known of a call is kept by what else its
+  // program has stored before it.
+  std::unordered_map<int64_t, int64_t> site_of_call;
+  uint64_t program = 0;
   bool loops = false;       // a site stored several
   std::unordered_set<int64_t> surprising;  // sites whose fetches did not come in the order foreseen
   int64_t first_site = 0;
@@ -159,14 +163,28 @@ struct Job {
   int64_t bytes = 0;
 };
 
+// A store's number, the lowest that no open store has: a process never runs out of them by opening stores one after
+// the other.
+class StoreNumber {
+ public:
+  StoreNumber();  // throws std::runtime_error
+  ~StoreNumber() { GiveBack(); }
+  void GiveBack();
+  int64_t value() const { return value_; }
+
+ private:
+  const int64_t value_;
+  bool taken_ = true;
+};
+
 class Store : public std::enable_shared_from_this<Store> {
  public:
   static std::shared_ptr<Store> Open(const Options& options);
-  // The open store with this id; id 0 means the one that was made current last. Throws std::runtime_error.
+  // The open store with this id. Throws std::runtime_error.
   static std::shared_ptr<Store> Find(int64_t id);
-  static void Push(int64_t id);
-  static void PushDefault(int64_t id);  // current where no other is
-  static void Pop(int64_t id);
+  // Likewise, or else any store that is open, or null.
+  static std::shared_ptr<Store> FindOr(int64_t id);
+  static int64_t IdOfHandle(uint64_t handle);
 
   ~Store();
   int64_t id() const { return id_; }
@@ -178,8 +196,10 @@ class Store : public std::enable_shared_from_this<Store> {
   void FetchOnCpu(int64_t run, int64_t site, uint64_t handle, void* data, int64_t bytes);
   void StoreOnCuda(int64_t run, int device, Stream stream, int64_t site, int64_t ring_bytes, DevicePointer data,
                    int64_t bytes, DevicePointer handle);
-  void FetchOnCuda(int64_t run, int device, Stream stream, int64_t site, DevicePointer handle, DevicePointer data,
-                   int64_t bytes);
+  // Gives 0, or the handle where it is another store's: then nothing was fetched, and that store is to be asked, with
+  // the handle as `known`.
+  uint64_t FetchOnCuda(int64_t run, int device, Stream stream, int64_t site, DevicePointer handle, DevicePointer data,
+                       int64_t bytes, uint64_t known = 0);
   // Fills `data` with NaN where a fetch of this run was foreseen wrongly: for what else must not look right then.
   void GuardOnCuda(int64_t run, int device, Stream stream, DevicePointer data, int64_t bytes);
 
@@ -219,8 +239,10 @@ class Store : public std::enable_shared_from_this<Store> {
   void CheckDevices();
 
   RunPtr FindRun(int64_t id, int device, bool create);
-  EntryPtr Add(const RunPtr& run, int64_t site, int64_t bytes);
-  EntryPtr Find(uint64_t handle, int64_t site, int64_t bytes, int device);
+  EntryPtr Add(const RunPtr& run, int64_t call, int64_t bytes);
+  int64_t SiteIn(Run& run, int64_t call);
+  int64_t SiteIn(const RunPtr& run, int64_t call) const;
+  EntryPtr Find(uint64_t handle, int64_t call, int64_t bytes, int device);
   Ring& RingOf(Lock& lock, int device, Stream compute);
   enum class Reuse { kFree, kLikelyFree, kLikelyShared, kNo };
   Reuse MayReuse(const Slot& slot) const;
@@ -251,6 +273,7 @@ class Store : public std::enable_shared_from_this<Store> {
   void Work();
   bool PopJob(Job* job);
 
+  StoreNumber number_;
   const int64_t id_;
   const Options options_;
   const pid_t process_;  // that it was made in
@@ -262,13 +285,15 @@ class Store : public std::enable_shared_from_this<Store> {
   int active_ = 0;   // calls inside the store that let go of the mutex and come back by themselves
   int waiting_ = 0;  // those that wait for others to make room
 
-  uint64_t next_serial_ = 1;
+  // Of all stores of the process: a handle of a store that was closed never names another one's tensor.
+  inline static std::atomic<uint64_t> next_serial_{1};
   std::unordered_map<uint64_t, EntryPtr> entries_;
   std::map<uint64_t, EntryPtr> written_;  // on disk and in a slot: the slot can be taken
   std::map<std::pair<int64_t, int>, RunPtr> runs_;
   std::deque<RunPtr> recent_;
   std::unordered_map<int64_t, Expected> expected_;  // by a run's first site
   std::unordered_map<int64_t, Site> sites_;
+  std::unordered_map<int64_t, std::unordered_set<int64_t>> sites_of_call_;  // one for each program that has the call
   std::unordered_set<int64_t> forward_only_;  // first sites of runs that were given up with nothing fetched
 
   std::list<Slot> slots_;

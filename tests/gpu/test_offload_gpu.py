@@ -246,8 +246,9 @@ def test_two_threads_with_one_store_and_little_memory() -> None:
 
         def work() -> None:
             try:
-                for _ in range(20):
-                    assert_same_bits(step(ws, x), want)
+                with store.use():
+                    for _ in range(20):
+                        assert_same_bits(step(ws, x), want)
             except Exception as error:
                 errors.append(error)
 

@@ -101,6 +101,8 @@ def main(seed: int, path: str | None) -> None:
         disk_in_time(stream, path, run)
         run += 10
         two_threads(rng, stream, path, run)
+    else:
+        a_run_keeps_its_store(stream, run + 1)
     print("right", run, "programs")
 
 
@@ -129,6 +131,56 @@ def disk_in_time(stream, path, run):
         # An eighth of host memory is kept free: one more may be written, and then perhaps read.
         least, most = count - ring - host, count - ring - host + host // 8
         assert least <= done["read_bytes"] <= done["written_bytes"] <= most and done["demand_bytes"] == 0, done
+
+
+def a_run_keeps_its_store(stream, run):
+    """A binding comes to stand for another store: a run goes on in its own, and fetches go where handles say."""
+    from dejax import _dejax_native as native
+
+    size, binding = 4096, 7
+    scratch, outs, handles = np.empty(size // 4, np.uint32), np.zeros((6, size // 4), np.uint32), np.zeros((6, 2), "u4")
+    keep.append((scratch, outs, handles))
+
+    def put(run, i):
+        cuda.cuMemsetD32Async(address(scratch), i + 1, size // 4, stream)
+        native.offload_store_on_cuda(binding, run, 0, stream, 1, 1 << 16, address(scratch), size, address(handles[i]))
+
+    def get(run, i):
+        native.offload_fetch_on_cuda(binding, run, 0, stream, 1, address(handles[i]), address(scratch), size)
+        cuda.cuMemcpyDtoDAsync_v2(address(outs[i]), address(scratch), size, stream)
+
+    with ActivationStore(device_bytes=2 * size) as one, ActivationStore(device_bytes=2 * size) as two:
+        native.bind_offload_store(binding, one.id)
+        put(run, 0), put(run, 1)
+        native.bind_offload_store(binding, two.id)
+        put(run, 2)
+        for i in (2, 1, 0):
+            get(run, i)
+        put(run + 1, 3)  # a new run
+        native.bind_offload_store(binding, one.id)
+        put(run + 2, 4)
+        native.bind_offload_store(binding, two.id)
+        put(run + 3, 5)
+        get(run + 2, 4)
+        get(run + 4, 3)  # backward in a program of its own, which has stored nothing
+        native.bind_offload_store(binding, 0)
+        get(run + 5, 5)
+        assert cuda.cuStreamSynchronize(stream) == 0
+        assert (outs == np.arange(1, 7)[:, None]).all(), outs[:, 0]
+        stats = one.stats(), two.stats()
+        assert [s.stored_count for s in stats] == [s.fetched_count for s in stats] == [4, 2], stats
+        put_by_a_closed_store(native, binding, lambda: put(run + 6, 0), two)
+
+
+def put_by_a_closed_store(native, binding, put, store):
+    native.bind_offload_store(binding, store.id)
+    store.close()
+    try:
+        put()  # by the default store, which there is not
+    except RuntimeError as error:
+        assert "no store is current" in str(error), error
+    else:
+        raise AssertionError("stored nowhere")
 
 
 def two_threads(rng, stream, path, run):

@@ -110,3 +110,83 @@ def test_linen():
         assert store.stats().stored_count == store.stats().fetched_count > 0
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+class Flagged(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(32, 32, rngs=rngs)
+
+    def __call__(self, x, act, scale=1.0, *, mask=None, flip=False):
+        y = {"sin": jnp.sin, "cos": jnp.cos}[act](self.inner(-x if flip else x)) * scale
+        return y if mask is None else jnp.where(mask, y, 0)
+
+
+class LinenFlagged(nn.Module):
+    @nn.compact
+    def __call__(self, x, act, scale=1.0, *, mask=None, flip=False):
+        y = {"sin": jnp.sin, "cos": jnp.cos}[act](nn.Dense(32)(-x if flip else x)) * scale
+        return y if mask is None else jnp.where(mask, y, 0)
+
+
+CALLS = [
+    (("sin",), {}),
+    (("cos", 2.0), {"mask": X > 0}),
+    (("cos",), {"scale": jnp.float32(3), "flip": True}),
+    (("sin",), {"mask": None, "flip": False}),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs"), CALLS)
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_static_and_keyword_arguments(run, args, kwargs):
+    """As `remat(static_argnums=)` has: the module counts as 0."""
+    how = {"static_argnums": (2,), "static_argnames": ("flip",), "min_bytes": 1}
+    block, call = Flagged(nnx.Rngs(0)), offload_nnx.offload(Flagged.__call__, **how)
+    split = nnx.split(block)
+
+    def of_nnx(call):
+        return run(jax.grad(lambda state, x: (call(nnx.merge(split[0], state), x, *args, **kwargs) ** 2).sum(), (0, 1)))
+
+    module = LinenFlagged()
+    variables = module.init(jax.random.key(0), X, *args, **kwargs)
+
+    def of_linen(module):
+        return run(jax.grad(lambda variables, x: (module.apply(variables, x, *args, **kwargs) ** 2).sum(), (0, 1)))
+
+    with ActivationStore() as store:
+        for got, want in (
+            (of_nnx(call)(split[1], X), of_nnx(Flagged.__call__)(split[1], X)),
+            (of_linen(offload_linen.offload(LinenFlagged, **how)())(variables, X), of_linen(module)(variables, X)),
+        ):
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        stats = store.stats()
+    assert stats.stored_count == stats.fetched_count > 0
+
+
+def test_static_arguments_that_are_not_named():
+    block = Flagged(nnx.Rngs(0))
+    with pytest.raises(TypeError, match="argument of type str is no array; name its position in static_argnums"):
+        offload_nnx.offload(Flagged.__call__, min_bytes=1)(block, X, "sin")
+    for face in offload_nnx, offload_linen:
+        with pytest.raises(ValueError, match="must not name the module"):
+            face.offload(Flagged, static_argnums=(0, 2))
+
+
+@pytest.mark.parametrize("kind", [nnx.Param, nnx.BatchStat])
+def test_a_variable_as_first_argument(kind):
+    variable = kind(jnp.linspace(0, 1, 32))
+
+    def fn(variable, x):
+        y = jnp.sin(x * variable[...])
+        if kind is nnx.BatchStat:
+            variable[...] = variable[...] + 1
+        return y
+
+    before = variable[...]
+    call = offload_nnx.offload(fn, min_bytes=1)
+    np.testing.assert_allclose(call(variable, X), jnp.sin(X * before), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(variable[...], before + (kind is nnx.BatchStat))
+    if kind is nnx.Param:
+        got = jax.grad(lambda x: call(variable, x).sum())(X)
+        np.testing.assert_allclose(got, jnp.cos(X * before) * before, rtol=1e-5, atol=1e-6)

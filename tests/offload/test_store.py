@@ -278,8 +278,9 @@ def test_two_threads_and_many_stores(want, tmp_path):
 
     def work():
         try:
-            for _ in range(10):
-                assert_same_bits(run(), want)
+            with store.use():
+                for _ in range(10):
+                    assert_same_bits(run(), want)
         except Exception as error:
             errors.append(error)
 

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 from dejax import _native
-from dejax.offload import ActivationStore, _transform, offload
+from dejax.offload import ActivationStore, _boundary, offload
 from tests.offload.layers import (
     LAYERS,
     TENSOR,
@@ -51,7 +52,7 @@ def test_cuts_alone_give_the_same_bits(store, inner):
     cut = jax.jit(jax.grad(loss_of(offload(inner(layer), store="device", min_bytes=1)), argnums=(0, 1)))(ws, x)
     assert store.stats().stored_count == 0
     assert_same_bits(step("inputs" if inner is jax.checkpoint else "all")(ws, x), cut)
-    with pytest.raises(ValueError, match="an ActivationStore, 'device' or None; 'disc' was given"):
+    with pytest.raises(ValueError, match="must be an ActivationStore, 'device' or None, got 'disc'"):
         offload(layer, store="disc")(ws[0], x)
 
 
@@ -134,8 +135,12 @@ WIDTH_EXTRA = 64 * 64 * 4 - TENSOR  # w is 64 x 64, x 32 x 64
 
 def test_small_tensors_stay(store):
     ws, x = operands()
-    jax.block_until_ready(jax.grad(loss_of(offload(layer)))(ws, x))  # 8 KiB each
+    gradient = jax.grad(loss_of(offload(layer)))  # 8 KiB each
+    with pytest.warns(UserWarning, match=r"`layer` stores nothing: .* 8,192 bytes, less than min_bytes=1,048,576"):
+        jax.block_until_ready(gradient(ws, x))
+    jax.block_until_ready(gradient(ws, 2 * x))  # once
     assert store.stats().stored_count == 0
+    assert "`layer` stores nothing" in store.summary()
 
 
 def test_around_and_inside_checkpoint(store):
@@ -392,8 +397,10 @@ def test_second_derivatives_are_an_error_at_trace_time(store, transform):
 
 def test_forward_mode_is_an_error(store):
     ws, x = operands()
-    with pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(loss_of(offloaded), (ws, x), (ws, x))
+    for run in (lambda f: f), jax.jit:
+        for scan in True, False:
+            with pytest.raises(NotImplementedError, match="offload: forward mode .* take jax.checkpoint"):
+                jax.jvp(run(loss_of(offloaded, scan)), (ws, x), (ws, x))
 
 
 def test_bad_arguments():
@@ -415,12 +422,154 @@ def test_lowering_for_cuda_needs_no_gpu():
 
 
 def test_the_ring_is_no_larger_than_the_bus_needs():
-    balance = _transform._FLOPS_PER_BYTE  # operations while the bus moves a byte
+    balance = _boundary._FLOPS_PER_BYTE  # operations while the bus moves a byte
     k = 512
     one, several = [100 * k], [60 * k, 30 * k, 10 * k]
-    assert _transform.ring_bytes(one, flops=balance * 100 * k) == 100 * k
-    assert _transform.ring_bytes(one, flops=0) == 600 * k
-    assert _transform.ring_bytes(several, flops=balance * 100 * k) == 100 * k  # a layer's worth
-    assert _transform.ring_bytes(several, flops=0) == 200 * k
-    assert _transform.ring_bytes([k + 1], flops=float("inf")) == 2 * k  # a tensor of odd size fits
-    assert _transform.ring_bytes([], flops=0) == 0
+    assert _boundary.ring_bytes(one, flops=balance * 100 * k) == 100 * k
+    assert _boundary.ring_bytes(one, flops=0) == 600 * k
+    assert _boundary.ring_bytes(several, flops=balance * 100 * k) == 100 * k  # a layer's worth
+    assert _boundary.ring_bytes(several, flops=0) == 200 * k
+    assert _boundary.ring_bytes([k + 1], flops=float("inf")) == 2 * k  # a tensor of odd size fits
+    assert _boundary.ring_bytes([], flops=0) == 0
+
+
+def test_no_tracer_leaks(store):
+    ws, x = operands()
+    w = ws[0]
+    bodies = {
+        "arguments": lambda w, x: offloaded(w, x),
+        "closure": lambda w, x: offload(lambda x: layer(w, x), min_bytes=1)(x),
+        "closure of a checkpoint": lambda w, x: offload(jax.checkpoint(lambda x: layer(w, x)), min_bytes=1)(x),
+        "in a loop": lambda w, x: jax.lax.scan(lambda c, _: (offloaded(w, c), None), x, None, length=2)[0],
+    }
+    for name, body in bodies.items():
+        for run in (lambda f: f), jax.jit:
+            with jax.checking_leaks():
+                got = run(jax.grad(lambda w, x, body=body: (body(w, x) ** 2).sum(), (0, 1)))(w, x)
+            assert all(bool(jnp.isfinite(leaf).all()) for leaf in got), name
+
+
+def test_references_have_one_error(store):
+    x, reference = operands()[1], jax.new_ref(jnp.zeros(()))
+
+    def fn(x, reference):
+        reference[...] = x.sum()
+        return jnp.sin(x)
+
+    for call in (
+        lambda x, r: offload(fn, min_bytes=1)(x, r),
+        lambda x, r: offload(fn, min_bytes=1, static_argnums=1)(x, r),
+        lambda x, r: offload(lambda x: fn(x, r), min_bytes=1)(x),
+        lambda x, r: offload(lambda x, s: fn(x, s["r"]), min_bytes=1)(x, {"r": r}),
+    ):
+        for run in call, jax.jit(call), jax.grad(lambda x, r, call=call: call(x, r).sum()):
+            with pytest.raises(TypeError, match=r"must not be given or close over a jax\.Ref: .* give the value"):
+                run(x, reference)
+
+    def local(x):  # one of its own is no matter
+        mine = jax.new_ref(x)
+        mine[...] = jnp.sin(mine[...])
+        return mine[...] * x
+
+    got = jax.jit(jax.grad(lambda x: offload(local, min_bytes=1)(x).sum()))(x)
+    np.testing.assert_allclose(got, jnp.cos(x) * x + jnp.sin(x), rtol=1e-5, atol=1e-5)
+
+
+class _Sound(jax.extend.core.Effect):
+    pass
+
+
+_sound = jax.extend.core.Primitive("sound")
+_sound.def_impl(lambda x: x)
+_sound.def_effectful_abstract_eval(lambda aval: (aval, {_Sound()}))
+
+
+def test_effects_that_custom_derivatives_cannot_have(store):
+    x = operands()[1]
+    body = offload(lambda x: jnp.sin(_sound.bind(x)), min_bytes=1)
+    for run in jax.jit(body), jax.jit(jax.grad(lambda x: body(x).sum())):
+        with pytest.raises(NotImplementedError, match="offload: `.*lambda.*` has side effects .* Move them out"):
+            run(x)
+    said = []
+
+    def allowed(x):
+        jax.debug.callback(lambda: said.append(1))
+        return jnp.sin(x)
+
+    jax.block_until_ready(jax.jit(jax.grad(lambda x: offload(allowed, min_bytes=1)(x).sum()))(x))
+    jax.effects_barrier()
+    assert said
+
+
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("inner", [lambda f: f, jax.checkpoint], ids=["residuals", "inputs"])
+def test_explicit_shardings(store, inner, run):
+    if len(jax.devices()) < 2:
+        pytest.skip("two devices")
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    w, x = operands()[0][0], operands()[1]
+
+    def fn(x, w):
+        y = x @ w
+        return jnp.sin(y) * y
+
+    want = jax.grad(lambda x, w: fn(x, w).sum(), (0, 1))(x, w)
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(x, P("d", None))
+        for spec in P(None, None), P(None, None, reduced={"d"}):
+            weights = jax.device_put(w, spec)
+            body = offload(inner(fn), min_bytes=1, inputs="all")
+            got = run(jax.grad(lambda x, w, body=body: body(x, w).sum(), (0, 1)))(rows, weights)
+            plain = run(jax.grad(lambda x, w: inner(fn)(x, w).sum(), (0, 1)))(rows, weights)
+            assert list(map(jax.typeof, got)) == list(map(jax.typeof, plain))
+            got = [jax.sharding.reshard(leaf, P(None, None)) for leaf in got]
+            for a, b in zip(got, want, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    stats = store.stats()
+    assert stats.stored_count == stats.fetched_count > 0
+
+
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_forward_mode_names_the_remedy(store, run):
+    x = operands()[1]
+    sine = offload(jnp.sin, min_bytes=1, inputs="all")
+
+    def loop(x):
+        return jax.lax.while_loop(lambda c: c[1] < 3, lambda c: (sine(c[0]), c[1] + 1), (x, 0))[0]
+
+    for forward in (
+        lambda x: jax.jvp(sine, (x,), (x,)),
+        lambda x: jax.jvp(loop, (x,), (x,)),
+        lambda x: jax.jacfwd(sine)(x),
+        lambda x: jax.vmap(lambda x: jax.jvp(sine, (x,), (x,))[1])(x),
+        lambda x: jax.linearize(sine, x)[1](x),
+        lambda x: jax.jvp(jax.checkpoint(sine), (x,), (x,)),
+    ):
+        with pytest.raises(NotImplementedError, match="offload: forward mode .* take jax.checkpoint"):
+            jax.block_until_ready(run(forward)(x))
+    fixed = run(jax.grad(lambda x: jax.lax.fori_loop(0, 3, lambda _, c: sine(c), x).sum()))(x)
+    plain = jax.grad(lambda x: jnp.sin(jnp.sin(jnp.sin(x))).sum())(x)
+    np.testing.assert_allclose(fixed, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_a_call_that_stores_nothing_says_so_once(store, recwarn):
+    w, x = operands()[0][0], operands()[1]
+
+    def small(w, x):
+        return jnp.tanh(x @ w)
+
+    def linear(w, x):
+        return x + 1
+
+    for body in offload(linear), offload(small, policy=[]), offload(small, min_bytes=1), offload(small, store="device"):
+        jax.grad(lambda x, body=body: body(w, x).sum())(x)
+        if body.__wrapped__ is small:
+            continue
+        assert not recwarn.list
+    offload(small)(w, x)  # without a derivative nothing is to be stored
+    before = [str(w.message) for w in recwarn.list]
+    with pytest.warns(UserWarning, match=r"`.*small` stores nothing: the largest of \d tensors .* 8,192 bytes") as seen:
+        for _ in range(3):
+            jax.grad(lambda x: offload(small, min_bytes=9000)(w, x).sum())(x)
+    assert len(seen) == 1 and seen[0].filename == __file__
+    assert store.summary().count("small` stores nothing") == 1 + any("small" in text for text in before)

@@ -1,0 +1,203 @@
+"""Which store a step uses: the one that was current in the thread that dispatched it.
+
+JAX binds nothing when it dispatches a compiled function but the function's arguments, and calls it without Python. So a
+program carries a *binding*: a small number that is the same in every process and stands for a store only while it runs.
+Threads that are inside `with` at the same time have bindings of their own, and `jax.make_user_context` makes each a
+part of `jax.jit`'s cache key: a function that two such threads share is compiled for each binding. Whenever a binding
+comes to stand for another store, steps that were dispatched before are waited for. `docs/offload.md` has the reasons.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dejax import _compat, _native
+
+DEFAULT = 1
+"""Stands for the process's own store (native/offload/current.h)."""
+_HOME = 0
+"""Of the thread that entered a `with` while no other was in one, and of all threads while none is in one."""
+_FIRST_OWN = 1 << 32  # kFirstOwnBinding of native/offload/current.h
+
+_context = jax.make_user_context(_HOME)
+_lock = threading.RLock()
+_local = threading.local()
+_forked = False
+
+
+class _Seat:
+    """A binding while a thread has it, and the stores that it stood for one inside the other."""
+
+    def __init__(self, binding: int) -> None:
+        self.binding = binding
+        self.stores: list[Any] = []
+        self.context: Any = None
+        self.abandoned: Any = None
+
+    def rebind(self) -> None:
+        _native.extension("ActivationStore").bind_offload_store(self.binding, self.stores[-1].id if self.stores else 0)
+
+
+_seats: weakref.WeakValueDictionary[int, _Seat] = weakref.WeakValueDictionary()
+
+
+def current_binding() -> int:
+    """What a program that is traced now carries."""
+    return _context.value
+
+
+def bind_default(store: Any) -> None:
+    """Makes a store the one that is current where no other is."""
+    _native.extension("ActivationStore").bind_offload_store(DEFAULT, store.id)
+
+
+def enter(store: Any) -> None:
+    """Makes a store current in this thread."""
+    wait_for_steps()
+    with _lock:
+        seat = getattr(_local, "seat", None)
+        if seat is None:
+            seat = _local.seat = _take_seat()
+        seat.stores.append(store)
+        seat.rebind()
+
+
+def leave(store: Any) -> None:
+    """Undoes the last `enter` of a store, by this thread if it was in it; steps are waited for before."""
+    with _lock:
+        own = getattr(_local, "seat", None)
+        # A generator or a task may be closed in another thread than it was begun in.
+        seats = [own, *_seats.values()] if own is not None else list(_seats.values())
+        seat = next((seat for seat in seats if store in seat.stores), None)
+        if seat is not None:
+            _remove(seat, store)
+
+
+def forget(store: Any) -> None:
+    """A closed store is current nowhere any more."""
+    with _lock:
+        for seat in list(_seats.values()):
+            while store in seat.stores:
+                _remove(seat, store)
+        for binding, owner in list(_own.items()):
+            if owner is store:
+                _own.pop(binding, None)  # natively it stands for nothing once its store is closed
+
+
+def after_fork() -> None:
+    """In a child: its parent's stores are not its own, and other threads' locks are held for good."""
+    global _lock, _forked
+    _lock, _forked = threading.RLock(), True
+    _seats.clear()
+    _own.clear()
+    _local.__dict__.clear()
+    _context.set_global(_HOME)
+
+
+def _remove(seat: _Seat, store: Any) -> None:
+    last = len(seat.stores) - 1 - seat.stores[::-1].index(store)
+    del seat.stores[last]
+    seat.rebind()
+    if not seat.stores and seat is getattr(_local, "seat", None):  # another thread's goes when that thread ends
+        seat.context.__exit__(None, None, None)
+        del _local.seat
+        seat.abandoned.detach()
+        _free_seat(seat.binding)
+
+
+def _take_seat() -> _Seat:
+    binding = next(number for number in range(len(_seats) + 2) if number not in _seats and number != DEFAULT)
+    seat = _seats[binding] = _Seat(binding)
+    seat.context = _context(binding)
+    seat.context.__enter__()
+    if binding == _HOME:
+        # Other threads' steps are not this store's. They are compiled once more, if they run beside it.
+        _context.set_global(DEFAULT)
+    seat.abandoned = weakref.finalize(seat, _free_seat, binding)  # a thread that ended inside `with`
+    seat.abandoned.atexit = False
+    return seat
+
+
+def _free_seat(binding: int) -> None:
+    with _lock:
+        _seats.pop(binding, None)
+        _native.extension("ActivationStore").bind_offload_store(binding, 0)
+        if binding == _HOME:
+            _context.set_global(_HOME)
+
+
+# ------------------------------------------------------------------------------------------ stores named by programs
+
+_own: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def own_binding(store: Any, options: Hashable) -> int:
+    """A binding for programs that were traced with `store=`, bound to the store.
+
+    It follows from the store's options, so that it is the same in every process, and a process that runs an exported
+    program finds the store that was opened for it and no stranger's. Of several open stores with equal options it says
+    which, in the order in which they were opened.
+    """
+    with _lock:
+        for count in range(len(_own) + 1):
+            digest = hashlib.blake2b(f"{options!r} {count}".encode(), digest_size=8).digest()
+            binding = _FIRST_OWN + int.from_bytes(digest, "little") % (2**62)
+            if binding not in _own:
+                break
+        _own[binding] = store
+        _native.extension("ActivationStore").bind_offload_store(binding, store.id)
+        return binding
+
+
+# ---------------------------------------------------------------------------------------------------------- waiting
+
+
+def wait_for_steps() -> None:
+    """Waits for the steps that this thread has dispatched, and for all whose results are there; errors show elsewhere.
+
+    A step whose results nobody kept has no array to wait for. A device runs what one thread dispatches in order, so a
+    computation on all devices that is dispatched now ends after it.
+    """
+    if _forked or not _compat.backends_are_initialized():
+        return  # a forked child has none of the threads that run steps
+    with jax.ensure_compile_time_eval():
+        for devices in _device_groups():
+            try:
+                jax.block_until_ready(_after_all(devices))
+            except Exception:  # a device that failed has no steps left to wait for
+                continue
+        for array in jax.live_arrays():
+            try:
+                array.block_until_ready()
+            except Exception:  # a failed step's: its error shows where the result is used; or deleted meanwhile
+                continue
+
+
+def _device_groups() -> list[tuple[Any, ...]]:
+    return [tuple(backend.local_devices()) for backend in _compat.backends().values() if backend.local_devices()]
+
+
+def _after_all(devices: tuple[Any, ...]) -> list[Any]:
+    # The CPU runs programs of one device and of several in lines of their own.
+    groups = [devices, *((device,) for device in devices if len(devices) > 1)]
+    results = []
+    for group in groups:
+        sharding, increment = _increment(group)
+        parts = [jax.device_put(np.ones(1, np.int32), device) for device in group]
+        results.append(increment(jax.make_array_from_single_device_arrays((len(group),), sharding, parts)))
+    return results
+
+
+@functools.cache
+def _increment(devices: tuple[Any, ...]) -> tuple[Any, Any]:
+    sharding = NamedSharding(Mesh(np.array(devices), ("device",)), PartitionSpec("device"))
+    return sharding, jax.jit(lambda x: x + 1, in_shardings=sharding, out_shardings=sharding)

@@ -1,0 +1,49 @@
+"""Forward mode through `offload` ends in an error of ours, with the remedy, and not in one about `custom_vjp`.
+
+Reverse mode in JAX is forward mode that is transposed before it runs. So the tangents of an offloaded function's
+arguments go through a linear operator that can be transposed, and raises where it would be run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+_tangent = core.Primitive("offload_tangent")
+
+
+FORWARD_MODE = (
+    "offload: forward mode was asked for (jax.jvp, jacfwd, hessian, linearize, also through a while_loop). What is "
+    "stored comes back for reverse mode alone. Use the function without offload there, or take jax.checkpoint; for "
+    "reverse mode through a loop use scan, or fori_loop with fixed bounds"
+)
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise NotImplementedError(FORWARD_MODE)
+
+
+_tangent.def_impl(_refuse)
+_tangent.def_abstract_eval(lambda aval: aval)
+mlir.register_lowering(_tangent, _refuse)
+ad.deflinear2(_tangent, lambda cotangent, _: [cotangent])
+batching.primitive_batchers[_tangent] = lambda args, dims: (_tangent.bind(*args), dims[0])
+
+
+@jax.custom_jvp
+def _marked(x: Any) -> Any:
+    return x
+
+
+@_marked.defjvp
+def _marked_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return primals[0], _tangent.bind(tangents[0])
+
+
+def refuse_forward_mode(x: Any) -> Any:
+    """`x`, whose tangent can be transposed but not computed."""
+    return _marked(x) if jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) else x
