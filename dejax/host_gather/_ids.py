@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dejax.host_gather._types import native_order
+
 _INT32_MAX = 2**31 - 1
 
 
@@ -35,7 +37,7 @@ def checked_ids(what: str, ids: Any, rows: int, name: str = "ids", form: str = "
         raise TypeError(f"{what}: `{name}` is a mask; give jnp.nonzero(mask, size=..., fill_value=-1)[0], its ids")
     if not jnp.issubdtype(kind, jnp.integer):
         raise TypeError(f"{what}: `{name}` must be {form}, {kind} was given; use {name}.astype(jnp.int32)")
-    kind = np.dtype(kind)
+    ids, kind = native_order(ids), np.dtype(kind)
     if isinstance(ids, np.ndarray | np.generic) and kind.itemsize == 8 and not jax.config.values["jax_enable_x64"]:
         ids = _narrowed(what, np.asarray(ids), rows, name)
     elif kind.itemsize < 4:
@@ -43,8 +45,6 @@ def checked_ids(what: str, ids: Any, rows: int, name: str = "ids", form: str = "
         ids = jnp.asarray(ids).astype(jnp.int32)
     elif jnp.issubdtype(kind, jnp.unsignedinteger):
         raise TypeError(f"{what}: `{name}` must be signed integers, {kind} was given; use {name}.astype(jnp.int32)")
-    elif isinstance(ids, np.ndarray | np.generic):
-        ids = np.asarray(ids, kind.newbyteorder("="))
     ids = jnp.asarray(ids)
     if ids.size > _INT32_MAX:
         raise ValueError(f"{what}: `{name}` has {ids.size} elements, 2**31 - 1 is the most")

@@ -18,10 +18,10 @@ _state = threading.local()
 Recorder = Callable[[int, Any, Array, Array], Array]
 
 
-def _recorders() -> list[Recorder]:
+def _recorders() -> list[Recorder | None]:
     if not hasattr(_state, "recorders"):
         _state.recorders = []
-    found: list[Recorder] = _state.recorders
+    found: list[Recorder | None] = _state.recorders
     return found
 
 
@@ -29,25 +29,34 @@ def record(table: Any, ids: Array, rows: Array) -> Array:
     """Tells the recorders that have marked the table of a gather, the outermost first."""
     recorders = _recorders()
     for level, number in table._spec.marks:
-        if level < len(recorders):
-            rows = recorders[level](number, table, ids, rows)
+        recorder = recorders[level] if level < len(recorders) else None
+        if recorder is not None:
+            rows = recorder(number, table, ids, rows)
     return rows
 
 
 def recorded(table: Any) -> bool:
     """Whether gathers of this table are noted now."""
-    return any(level < len(_recorders()) for level, _ in table._spec.marks)
+    recorders = _recorders()
+    return any(level < len(recorders) and recorders[level] is not None for level, _ in table._spec.marks)
 
 
 class recording:
-    """While entered, `recorder` is told of gathers of the tables that are marked with the level that this gives."""
+    """While entered, `recorder` is told of gathers of the tables that are marked with the level that this gives.
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    Args:
+        recorder: who is told.
+        alone: others are not told meanwhile: of a trial run, of which nothing is kept.
+    """
+
+    def __init__(self, recorder: Recorder, *, alone: bool = False) -> None:
+        self._recorder, self._alone = recorder, alone
 
     def __enter__(self) -> int:
-        _recorders().append(self._recorder)
-        return len(_recorders()) - 1
+        self._before = _recorders()
+        others = [None] * len(self._before) if self._alone else self._before
+        _state.recorders = [*others, self._recorder]
+        return len(others)
 
     def __exit__(self, *_: object) -> None:
-        _recorders().pop()
+        _state.recorders = self._before

@@ -86,7 +86,7 @@ def value_and_grad(
             now = jax.tree.flatten(tuple(everything[p] for p in positions), is_leaf=_is_table)[0]
             rest = iter(given)
             full = list(everything)
-            with recording(noter) as level:
+            with recording(noter, alone=noter.probes is None) as level:
                 noter.tables = {k: _marked(now[k], level, k) for k in tables}
                 chosen = [noter.tables[k] if k in tables else next(rest) for k in range(len(now))]
                 for p, value in zip(positions, jax.tree.unflatten(tree, chosen), strict=True):
@@ -133,7 +133,7 @@ class _Noter:
     def __init__(self, probes: list[Array] | None) -> None:
         self.tables: dict[int, HostTable | CachedTable] = {}
         self.noted: list[tuple[int, Array, Array]] = []
-        self._probes, self._trace = probes, current_trace()
+        self.probes, self._trace = probes, current_trace()
 
     def __call__(self, number: int, table: HostTable, ids: Array, rows: Array) -> Array:
         known = self.tables.get(number)
@@ -143,10 +143,10 @@ class _Noter:
                 "scans (jit, vmap, scan, cond, checkpoint), or after writing it; gather outside of that and pass the "
                 "rows on"
             )
-        if self._probes is not None:
-            if len(self.noted) == len(self._probes):
+        if self.probes is not None:
+            if len(self.noted) == len(self.probes):
                 raise ValueError("value_and_grad: the loss gathered more rows than before with the same arguments")
-            rows = _attach(rows, self._probes[len(self.noted)])
+            rows = _attach(rows, self.probes[len(self.noted)])
         self.noted.append((number, ids, rows))
         return rows
 

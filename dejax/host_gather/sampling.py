@@ -294,7 +294,7 @@ def sample_neighbors(
         logs = functools.partial(_take, weights.logs)
         chosen, mask = draw_weighted_subset(key, logs, start, degree, fan_out, max_degree)
     edges = jnp.where(mask, start[:, None] + chosen.astype(start.dtype), -1)
-    senders = jnp.where(mask, _take(topology.senders, edges), -1).astype(jnp.int32)
+    senders = jnp.where(mask, _take(topology.senders, edges).astype(jnp.int32), -1)
     shape = (len(seeds), relations * fan_out)
     return Neighbors(senders.reshape(shape), edges.reshape(shape), mask.reshape(shape))
 
