@@ -82,7 +82,8 @@ class TableLeaf:
         return self._shape[0]
 
     def __repr__(self) -> str:
-        return f"TableLeaf(shape={self._shape})"
+        # Errors of others show it: "accepts only arrays, got TableLeaf(...)".
+        return f"TableLeaf(shape={self._shape}, the bits of a HostTable: see host_gather.sgd, adagrad, adam)"
 
     def __getattr__(self, name: str) -> Any:
         if name in TableLeaf._FORWARDED:
@@ -101,11 +102,6 @@ class TableLeaf:
         # A property: jax asks whether there is such a method before it says that it knows no such type. It would hide a
         # TypeError behind its own.
         raise ValueError(_REMEDY)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        # Code that sorts leaves by isinstance(leaf, jax.Array) passes this one on as an array.
-        return Array
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("HostTable: pickling would copy all of it; save table.numpy()")

@@ -120,6 +120,10 @@ class CachedTable:
         iter(self.table)
         raise AssertionError
 
+    def __contains__(self, value: Any) -> NoReturn:
+        _ = value in self.table
+        raise AssertionError
+
     def __getitem__(self, ids: Any) -> Array:
         """Rows by integer ids of any shape: `gather(table, ids)`."""
         from dejax.host_gather.gather import gather
