@@ -100,9 +100,11 @@ def gather(
         raise ValueError("gather: the gradient of scaled rows is not defined; multiply the gathered rows instead")
     leaf, ids, call, factor = prepared("gather", host, ids, mode, fill_value, out_dtype, scale, reduce, order, num_sms)
     if call.mean and not (call.ordered or noted):
-        return mapped_call(call, ids.shape[-1])(leaf, ids, factor, slots, cache)
+        with host._alive("gather"):
+            return mapped_call(call, ids.shape[-1])(leaf, ids, factor, slots, cache)
     plain = dataclasses.replace(call, mean=False, fill_value=0.0) if call.mean else call
-    rows = mapped_call(plain, 1)(leaf, ids, factor, slots, cache)
+    with host._alive("gather"):
+        rows = mapped_call(plain, 1)(leaf, ids, factor, slots, cache)
     rows = record(host, nearest(ids, call.spec.rows) if call.clip else ids, rows)
     return _mean(call, rows, ids) if call.mean else rows
 

@@ -197,7 +197,7 @@ class HostTable:
         if not wanted:
             return HostTable(cls._allocate(spec, device, what)._leaf, spec)
         if not given.isnative:  # read and turned around, in parts
-            table = cls._allocate(spec, device, what)
+            table = cls._allocate(dataclasses.replace(spec, read_only=False), device, what)
             rows = np.memmap(path, given, "r", offset, (spec.rows, *spec.row))
             block = max(1, (64 << 20) // spec.row_bytes)
             for start in range(0, spec.rows, block):
@@ -510,8 +510,8 @@ class HostTable:
         """jax's error about an array that another thread has deleted, as ours."""
         try:
             yield
-        except RuntimeError as error:
-            if not self.is_closed():
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, TableClosedError) or not self.is_closed():
                 raise
             raise TableClosedError(f"{what}: {_CLOSED}") from error
 

@@ -271,7 +271,8 @@ def _update(
     if any(isinstance(x, jax.core.Tracer) for x in (*leaves, *operands)):
         written = _launch(op, spec, num_sms, leaves, *operands)
     else:
-        written = _eager(op, spec, num_sms, tuple(x.sharding for x in leaves))(leaves, *operands)
+        with table._alive(what):
+            written = _eager(op, spec, num_sms, tuple(x.sharding for x in leaves))(leaves, *operands)
     results = [HostTable(x, old._spec) for x, old in zip(written, (table, *states), strict=True)]
     return results[0], results[1] if len(results) > 1 else None, results[2] if len(results) > 2 else None
 
