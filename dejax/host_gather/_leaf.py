@@ -107,6 +107,23 @@ class TableLeaf:
         raise TypeError("HostTable: pickling would copy all of it; save table.numpy()")
 
 
+class GoneLeaf:
+    """The leaf of a table that is closed, for jax: it raises `error` when jax asks what it is.
+
+    Raising while jax flattens would leave a level of recursion behind in jaxlib for each container around the table,
+    until, some hundred errors later, the thread has none left.
+    """
+
+    __slots__ = ("array", "error")
+
+    def __init__(self, array: Any, error: Exception) -> None:
+        self.array, self.error = array, error
+
+    @property
+    def __jax_array__(self) -> NoReturn:
+        raise self.error
+
+
 _OPERATORS = (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift", "divmod",
 )  # fmt: skip

@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dejax import _native
-from dejax.host_gather._leaf import TableLeaf, asked_from_outside, process_of
+from dejax.host_gather._leaf import GoneLeaf, TableLeaf, asked_from_outside, process_of
 from dejax.host_gather._memory import View, array_of, hold, host_sharding, memory_of, on_cpu, pin
 from dejax.host_gather._spec import TableSpec, device_or_default, ordinal_of, platform_of, table_spec
 from dejax.host_gather._tracing import closed_over
@@ -448,7 +448,7 @@ class HostTable:
     @classmethod
     def tree_unflatten(cls, spec: TableSpec, leaves: tuple[Any]) -> HostTable:
         leaf = leaves[0]
-        return cls(leaf.array if isinstance(leaf, TableLeaf) else leaf, spec)
+        return cls(leaf.array if isinstance(leaf, TableLeaf | GoneLeaf) else leaf, spec)
 
     def _child(self, asker: FrameType) -> Any:
         """The leaf, for whoever asks: the array for jax, a `TableLeaf` for code that calls jax.tree."""
@@ -458,7 +458,10 @@ class HostTable:
         if asked_from_outside(asker):
             return TableLeaf(leaf, self._spec)
         if not isinstance(leaf, jax.core.Tracer):
-            self._check_alive("HostTable")
+            try:
+                self._check_alive("HostTable")
+            except (TableClosedError, OSError) as error:
+                return GoneLeaf(leaf, error)
         return leaf
 
     # -------------------------------------------------------------------------------------------- for dejax itself

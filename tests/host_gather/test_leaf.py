@@ -157,6 +157,16 @@ def test_closed_and_donated_tables_under_jit() -> None:
     assert given.is_closed() and "closed" in repr(given) and jax.tree.structure(given) == jax.tree.structure(new)
 
 
+def test_errors_leave_nothing_behind() -> None:
+    """jaxlib loses a level of recursion wherever flattening a container raises."""
+    given = CachedTable.from_ids(table(), [1])
+    given.close()
+    f = jax.jit(lambda tree: tree["a"][0][jnp.array([0])])
+    for _ in range(1500):
+        with pytest.raises(TableClosedError):
+            f({"a": [given]})
+
+
 def test_loops_and_membership() -> None:
     given = table()
     for each in (given, CachedTable.from_ids(given, [1])):
