@@ -101,10 +101,10 @@ def gather(
     leaf, ids, call, factor = prepared("gather", host, ids, mode, fill_value, out_dtype, scale, reduce, order, num_sms)
     if call.mean and not (call.ordered or noted):
         with host._alive("gather"):
-            return mapped_call(call, ids.shape[-1])(leaf, ids, factor, slots, cache)
+            return mapped_call(call, ids.shape[-1])(leaf, cache, slots, ids, factor)
     plain = dataclasses.replace(call, mean=False, fill_value=0.0) if call.mean else call
     with host._alive("gather"):
-        rows = mapped_call(plain, 1)(leaf, ids, factor, slots, cache)
+        rows = mapped_call(plain, 1)(leaf, cache, slots, ids, factor)
     rows = record(host, nearest(ids, call.spec.rows) if call.clip else ids, rows)
     return _mean(call, rows, ids) if call.mean else rows
 
@@ -246,23 +246,25 @@ def _mean(call: Call, rows: Array, ids: Array) -> Array:
 def mapped_call(call: Call, fan_out: int) -> Any:
     """The native call as a function that `vmap` maps over ids, and over nothing else."""
 
+    # In the order of a CachedTable's leaves: two threads that take its arrays in different orders, one of them to donate
+    # them, would wait for each other for ever.
     @custom_vmap
     @jax.jit
-    def rows_of(leaf: Array, ids: Array, scale: Array, slots: Array, cache: Array) -> Array:
+    def rows_of(leaf: Array, cache: Array, slots: Array, ids: Array, scale: Array) -> Array:
         return launch(call, fan_out, leaf, ids, scale, slots, cache)
 
     @rows_of.def_vmap
     def over_ids(
-        size: int, batched: Any, leaf: Array, ids: Array, scale: Array, slots: Array, cache: Array
+        size: int, batched: Any, leaf: Array, cache: Array, slots: Array, ids: Array, scale: Array
     ) -> tuple[Array, bool]:
         del size
-        table_batched, ids_batched, *others = batched
-        if table_batched or any(others):
+        *tables_batched, ids_batched, scale_batched = batched
+        if any(tables_batched) or scale_batched:
             raise ValueError(
                 "gather: jax.vmap maps over ids only; give the table (and scale or cache) with in_axes=None, since "
                 "to map over it would copy it to the device"
             )
-        return rows_of(leaf, ids, scale, slots, cache), ids_batched
+        return rows_of(leaf, cache, slots, ids, scale), ids_batched
 
     return rows_of
 

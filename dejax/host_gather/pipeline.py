@@ -215,9 +215,7 @@ def _checked_options(what: str, options: dict[str, Any]) -> dict[str, Any]:
     return {**rest, **options}
 
 
-def _start(
-    source: _Source, site: int, place: int, ids: Array, through: list[Array]
-) -> tuple[PendingRows, list[Array]]:
+def _start(source: _Source, site: int, place: int, ids: Array, through: list[Array]) -> tuple[PendingRows, list[Array]]:
     """Begins a gather; `through` comes back as it was, from the call, so that what uses it runs after the start."""
     call, scale, slots, cache = source.call, source.scale, source.slots, source.cache
     shape = ids.shape + call.spec.row

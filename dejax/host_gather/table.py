@@ -373,7 +373,9 @@ class HostTable:
             TypeError: inside a jitted function.
         """
         leaf = self._concrete("write")
-        given = np.ascontiguousarray(rows.numpy() if isinstance(rows, HostTable) else np.asarray(rows), dtype=self.dtype)
+        given = np.ascontiguousarray(
+            rows.numpy() if isinstance(rows, HostTable) else np.asarray(rows), dtype=self.dtype
+        )
         start = operator.index(start)
         if self.read_only:
             raise ValueError("HostTable.write: the table is read-only (made from a file or a read-only array)")
@@ -471,7 +473,10 @@ class HostTable:
         leaf = self._leaf
         if isinstance(leaf, Array) and not isinstance(leaf, jax.core.Tracer):
             self._check_alive(what)
-        if not hasattr(leaf, "shape") or (tuple(leaf.shape), leaf.dtype) != (self._spec.leaf.shape, self._spec.leaf.dtype):
+        if not hasattr(leaf, "shape") or (tuple(leaf.shape), leaf.dtype) != (
+            self._spec.leaf.shape,
+            self._spec.leaf.dtype,
+        ):
             raise ValueError(
                 f"{what}: the table was sliced or reshaped on its way (its array has shape "
                 f"{getattr(leaf, 'shape', None)}, {self._spec.leaf.shape} is expected). Do not give it as `xs` of a "

@@ -105,9 +105,7 @@ def test_written_rows_of_any_dtype(dtype: str) -> None:
         rows[[17, 3]] = rows[:2]
         np.testing.assert_array_equal(cached.numpy(), rows)
         np.testing.assert_array_equal(cached[np.array([17, 3, 0])], rows[[17, 3, 0]])
-    np.testing.assert_array_equal(
-        np.asarray(cached.cache)[int(cached.slots[17])].tobytes(), rows[17].tobytes()
-    )
+    np.testing.assert_array_equal(np.asarray(cached.cache)[int(cached.slots[17])].tobytes(), rows[17].tobytes())
 
 
 def test_lists_of_a_graph() -> None:
@@ -120,7 +118,9 @@ def test_lists_of_a_graph() -> None:
         assert [sorted(row) for row in got.senders.tolist()] == [[-1, 0, 1], [0, 1, 1]]
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64", "int8", "int64", "bool", "float32", "float16"])
+@pytest.mark.parametrize(
+    "dtype", ["uint8", "uint16", "uint32", "uint64", "int8", "int64", "bool", "float32", "float16"]
+)
 def test_counts_of_any_dtype(dtype: str) -> None:
     table = HostTable.from_numpy(ROWS)
     counts = np.zeros(50, dtype)

@@ -117,7 +117,9 @@ def test_tables_beside_optax() -> None:
     state = optimizer.init(w)
 
     def step(table: HostTable, w: jax.Array, state: optax.OptState) -> tuple:
-        _, (rows, gradient) = value_and_grad(lambda t, w: ((t[np.array([1, 2])] @ w) ** 2).sum(), argnums=(0, 1))(table, w)
+        _, (rows, gradient) = value_and_grad(lambda t, w: ((t[np.array([1, 2])] @ w) ** 2).sum(), argnums=(0, 1))(
+            table, w
+        )
         updates, state = optimizer.update(gradient, state, w)
         return scatter_add(table, rows.ids, -0.01 * rows.values), optax.apply_updates(w, updates), state
 
