@@ -25,9 +25,9 @@ def below(key: Array, shape: tuple[int, ...], bound: Array) -> Array:
 def draw_subset(key: Array, degree: Array, fan_out: int) -> tuple[Array, Array]:
     """Floyd's algorithm: a uniform subset of `fan_out` positions below `degree`, all where there are no more.
 
-    Draw i is below `last(i) + 1`, where last(i) = degree - fan_out + i, and counts as last(i) where it is taken already.
-    It is taken where an earlier draw was the same, or where it is last(j) of an earlier draw j that was taken itself. So
-    whether each is taken follows by pointers from i to j, without a loop over the draws.
+    Draw i is below `last(i) + 1`, where last(i) = degree - fan_out + i, and counts as last(i) where it is taken
+    already. It is taken where an earlier draw was the same, or where it is last(j) of an earlier draw j that was taken
+    itself. So whether each is taken follows by pointers from i to j, without a loop over the draws.
 
     Returns:
         int[seeds, fan_out] and bool[seeds, fan_out]: positions, and which of them there are.
@@ -72,7 +72,8 @@ def draw_weighted(
         fan_out: how many.
 
     Returns:
-        int[seeds, fan_out] and bool[seeds, fan_out]: positions, and which of them there are; none where all weights are 0.
+        int[seeds, fan_out] and bool[seeds, fan_out]: positions, and which of them there are: none where all
+        weights are 0.
     """
     for_cell, for_share = jax.random.split(key)
     cell = below(for_cell, (len(start), fan_out), degree[:, None])

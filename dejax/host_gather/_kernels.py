@@ -69,7 +69,9 @@ def _devices() -> list[tuple[tuple[int, int], list[int]]]:
     except RuntimeError:
         return []
     found: dict[tuple[int, int], list[int]] = {}
-    for device in used if driver is not None else []:
+    if driver is None:
+        return []
+    for device in used:
         ordinal = device.local_hardware_id
         found.setdefault(driver.devices[ordinal].compute_capability, []).append(ordinal)
     return sorted(found.items())

@@ -125,7 +125,8 @@ class GoneLeaf:
 
 
 _OPERATORS = (
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift", "divmod",
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift",
+    "divmod",
 )  # fmt: skip
 for _name in (
     *(f"__{side}{name}__" for name in _OPERATORS for side in ("", "r", "i") if (side, name) != ("i", "divmod")),

@@ -92,7 +92,7 @@ def hold(leaf: Array) -> Any:
         leaf.unsafe_buffer_pointer()  # an array that was deleted since might have left its address to another one
         return memory
     # By DLPack rather than numpy.asarray, which jax keeps beside the array: donating it would then copy it.
-    held = np.from_dlpack(leaf)
+    held = np.from_dlpack(leaf)  # type: ignore[arg-type]
     return _native.extension("HostTable.write").HostMemory.adopt(held.ctypes.data, held.nbytes, True, None, held)
 
 

@@ -246,8 +246,8 @@ def _mean(call: Call, rows: Array, ids: Array) -> Array:
 def mapped_call(call: Call, fan_out: int) -> Any:
     """The native call as a function that `vmap` maps over ids, and over nothing else."""
 
-    # In the order of a CachedTable's leaves: two threads that take its arrays in different orders, one of them to donate
-    # them, would wait for each other for ever.
+    # In the order of a CachedTable's leaves: two threads that take its arrays in different orders, one of them to
+    # donate them, would wait for each other for ever.
     @custom_vmap
     @jax.jit
     def rows_of(leaf: Array, cache: Array, slots: Array, ids: Array, scale: Array) -> Array:

@@ -128,7 +128,7 @@ def value_and_grad(
 
 
 class _Noter:
-    """Notes gathers of marked tables, as (number, ids, rows), and attaches the probes by whose gradients they have one."""
+    """Notes gathers of marked tables as (number, ids, rows), and attaches probes, whose gradients are those of rows."""
 
     def __init__(self, probes: list[Array] | None) -> None:
         self.tables: dict[int, HostTable | CachedTable] = {}

@@ -35,8 +35,8 @@ def typed_linear(
 
     On a GPU the kernel of `dejax.pallas.typed_matmul` reads its rows from host memory itself, type by type and within a
     type by ascending row. It reads a row once for each id: where several ids name a row, `gather` distinct rows and
-    multiply those. It reads rows that a `CachedTable` has on the device from host memory, too. Elsewhere rows are gathered
-    and multiplied by XLA.
+    multiply those. It reads rows that a `CachedTable` has on the device from host memory, too. Elsewhere rows are
+    gathered and multiplied by XLA.
 
     The gradient of `w` reads the rows a second time. The table has none, except under `host_gather.value_and_grad`,
     where rows are gathered and kept.

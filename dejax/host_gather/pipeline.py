@@ -65,8 +65,8 @@ def gather_start(table: HostTable | CachedTable, ids: ArrayLike, *, before: Any 
 
     Raises:
         TypeError: no HostTable, ids that are no integers, a dtype that cannot be had, an option that is none of these.
-        ValueError: an unknown mode or order, `num_sms` under 1, `reduce`, a table that was sliced or mapped, or one that
-            `value_and_grad` differentiates by.
+        ValueError: an unknown mode or order, `num_sms` under 1, `reduce`, a table that was sliced or mapped, or one
+            that `value_and_grad` differentiates by.
         TableClosedError: the table was closed or donated.
     """
     source, ids = _source("gather_start", table, ids, options)

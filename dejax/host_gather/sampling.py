@@ -126,8 +126,8 @@ class Topology:
             starts: int[num_nodes * num_relations + 1], where each group's edges begin, and the number of edges; group
                 `node * num_relations + relation`.
             senders: int[edges], by group.
-            cumulative: float[edges], running sums of edge weights within each group, in place of `weights`. What they have
-                lost, as sums in float32 lose small weights, is lost here.
+            cumulative: float[edges], running sums of edge weights within each group, in place of `weights`. Sums in
+                float32 have lost small weights, which cannot be had back.
             num_nodes: number of nodes.
             num_relations: number of relations.
             weights: float[edges], by group, as in `from_edges`, or None. Read here, wherever they lie.
@@ -136,8 +136,8 @@ class Topology:
         Raises:
             TypeError: lists that are no integers.
             ValueError: `starts` of another length than its groups need or not ascending from 0 to the number of
-                edges, senders out of range, weights that are negative or not finite; 2**31 nodes or, without jax's 64-bit
-                mode, edges.
+                edges, senders out of range, weights that are negative or not finite; 2**31 nodes or, without jax's
+                64-bit mode, edges.
         """
         if not 0 <= num_nodes < 2**31:
             raise ValueError(f"Topology: `num_nodes` must be from 0 to 2**31 - 1, {num_nodes} was given")
@@ -241,8 +241,8 @@ def sample_neighbors(
 
     Without replacement and weights each subset of `fan_out` edges is equally likely (Floyd's algorithm: `fan_out`
     draws, whatever the degree), and a seed with no more edges than that gets all of them. With weights and replacement
-    each draw is one read, of an alias table. With weights and without replacement edges are drawn one after the other in
-    proportion to their weights among those left (Efraimidis and Spirakis, 2006), which reads all edges of a seed.
+    each draw is one read, of an alias table. With weights and without replacement edges are drawn one after the other
+    in proportion to their weights among those left (Efraimidis and Spirakis, 2006), which reads all edges of a seed.
 
     Args:
         key: jax.random key; the same key gives the same sample.

@@ -109,13 +109,13 @@ class HostTable:
             return table
         if not given.dtype.isnative:
             raise ValueError(
-                f"{what}: with copy=False `array` must be in this machine's byte order, {given.dtype.str} was given; use "
-                "copy=True"
+                f"{what}: with copy=False `array` must be in this machine's byte order, {given.dtype.str} was given; "
+                "use copy=True"
             )
         if spec.platform == "cpu" and device_or_default(device) != jax.local_devices(backend="cpu")[0]:
             raise ValueError(
-                f"{what}: with copy=False `device` must be the first CPU device, {device_or_default(device)} was given; "
-                "use copy=True"
+                f"{what}: with copy=False `device` must be the first CPU device, {device_or_default(device)} was "
+                "given; use copy=True"
             )
         if not given.flags.c_contiguous:
             raise ValueError(f"{what}: with copy=False `array` must be C-contiguous; use copy=True")
@@ -312,8 +312,8 @@ class HostTable:
     def __iter__(self) -> NoReturn:
         # Without it Python would ask for rows 0, 1, ... until an IndexError, and ids out of range give rows of zeros.
         raise TypeError(
-            "HostTable: it cannot be iterated over, which would be a gather for each row. Use `for row in table.numpy()` "
-            "outside of jit, or table[jnp.arange(len(table))]"
+            "HostTable: it cannot be iterated over, which would be a gather for each row. Use `for row in "
+            "table.numpy()` outside of jit, or table[jnp.arange(len(table))]"
         )
 
     def __contains__(self, value: Any) -> NoReturn:

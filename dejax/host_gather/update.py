@@ -236,8 +236,8 @@ def _update(
     parts(what, table)
     if isinstance(table, CachedTable):
         ids = checked_ids(what, ids, len(table))
-        host, *states = _update(what, op, table.table, first, second, ids, rows, hyper, num_sms)
-        return table._written(host, ids), states[0], states[1]
+        host, *moments = _update(what, op, table.table, first, second, ids, rows, hyper, num_sms)
+        return table._written(host, ids), moments[0], moments[1]
     _native.extension(f"dejax.host_gather.{what}")
     leaf, spec = table._operand(what), table._spec.plain
     if spec.read_only:

@@ -128,7 +128,7 @@ def probabilities(starts: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 def assert_right(starts: np.ndarray, weights: np.ndarray) -> None:
     got, w = probabilities(starts, weights), weights.astype(np.longdouble)
-    for begin, end in zip(starts[:-1], starts[1:], strict=True):
+    for begin, end in itertools.pairwise(starts):
         largest = w[begin:end].max(initial=0)
         want = w[begin:end] / (largest or 1)
         want = want / (want.sum() or 1)
