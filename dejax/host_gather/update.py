@@ -250,11 +250,11 @@ def _update(
             f"{what}: rows of shape {ids.shape + spec.row} are needed for these ids, {rows.shape} was given"
         )
     if op == _SET:
-        rows = rows.astype(spec.dtype)
-        if rows.dtype != spec.dtype:
+        if jax.dtypes.canonicalize_dtype(spec.dtype) != spec.dtype:
             raise TypeError(
                 f"{what}: rows of {spec.dtype} need jax's 64-bit mode: jax.config.update('jax_enable_x64', True)"
             )
+        rows = rows.astype(spec.dtype)
     elif spec.dtype.name not in _types.RESULT_CODES:
         raise TypeError(
             f"{what}: only tables of float32, bfloat16 or float16 can be added to, this one has {spec.dtype}"
