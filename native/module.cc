@@ -88,6 +88,8 @@ NB_MODULE(_dejax_native, m) {
   m.def("has_kernel", &dejax::cuda::HasKernel);
   m.def("gathers_under_way", &dejax::GathersUnderWay,
         "How many gathers were begun by gather_start and neither taken by gather_done nor given up.");
+  m.def("prepare_gather_errors", &dejax::PrepareGatherErrors,
+        "Makes the memory into which gathers of mode 'raise' report, on a CUDA device; whether there is some.");
   m.def("take_gather_error",
         []() -> nb::object {
           long long id = 0;

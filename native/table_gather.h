@@ -118,6 +118,10 @@ int WaitForStarted(CUctx_st* context, CUstream_st* stream);
 // How many gathers were begun and neither taken by their done nor given up.
 int64_t GathersUnderWay();
 
+// Makes the memory into which kernels with `raises` report, in the context of a device: before a call that may be captured
+// into a graph, where memory is not to be had. False where there is none.
+bool PrepareGatherErrors(int ordinal);
+
 // What the last kernel with `raises` found: true once for each time, and the id.
 bool TakeGatherError(long long* id);
 

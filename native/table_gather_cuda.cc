@@ -175,6 +175,14 @@ ffi::Error OnCuda(cuda::Stream stream, ffi::AnyBuffer table, ffi::AnyBuffer ids,
 
 }  // namespace
 
+bool PrepareGatherErrors(int ordinal) {
+  std::string why;
+  cuda::Context context = cuda::PrimaryContext(ordinal, &why);
+  if (context == nullptr) return false;
+  cuda::CurrentContext current(context);
+  return ErrorWords() != nullptr;
+}
+
 bool TakeGatherError(long long* id) {
   volatile long long* words = error_words;  // none where no gather has asked for them
   if (words == nullptr || words[0] == 0) return false;

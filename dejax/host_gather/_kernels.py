@@ -57,6 +57,20 @@ def prepare(file: str, **definitions: str | int) -> int:
     return number
 
 
+def prepare_errors() -> None:
+    """Makes the memory into which kernels report ids out of range.
+
+    Raises:
+        MemoryError: there is a device, but no such memory.
+    """
+    for _, ordinals in _devices():
+        if not _native.extension("dejax.host_gather").prepare_gather_errors(ordinals[0]):
+            raise MemoryError(
+                "gather: no pinned memory for the 64 bytes into which mode='raise' reports ids out of range"
+            )
+        return  # one place serves all devices
+
+
 @functools.cache
 def _devices() -> list[tuple[tuple[int, int], list[int]]]:
     """The CUDA devices that jax uses in this process, by compute capability; none where it uses none.

@@ -91,9 +91,12 @@ def hold(leaf: Array) -> Any:
     if memory is not None:
         leaf.unsafe_buffer_pointer()  # an array that was deleted since might have left its address to another one
         return memory
+    module = _native.extension("HostTable.write")
+    if next(iter(leaf.devices())).platform != "cpu":  # a copy that XLA made in pinned memory of its own
+        return module.HostMemory.adopt(address_of(leaf), leaf.nbytes, True, None, leaf)
     # By DLPack rather than numpy.asarray, which jax keeps beside the array: donating it would then copy it.
     held = np.from_dlpack(leaf)  # type: ignore[arg-type]
-    return _native.extension("HostTable.write").HostMemory.adopt(held.ctypes.data, held.nbytes, True, None, held)
+    return module.HostMemory.adopt(held.ctypes.data, held.nbytes, True, None, held)
 
 
 class View:

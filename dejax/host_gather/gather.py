@@ -287,6 +287,8 @@ def flat_call(
     unit = _types.store_unit(spec.row_bytes)
     kernel = 0
     if spec.platform == "cuda":
+        if call.raises:
+            _kernels.prepare_errors()
         kernel = _kernels.prepare(
             "gather.cu",
             ID="int" if flat.dtype == jnp.int32 else "long long",

@@ -90,6 +90,14 @@ def test_nobody_is_asked_before_there_is_a_table(driver: Path) -> None:
     assert calls == ["None"]
 
 
+def test_words_for_errors_are_made_once(driver: Path) -> None:
+    code = "print(module.prepare_gather_errors(1), module.prepare_gather_errors(0), module.take_gather_error())"
+    calls, _ = ran(driver, code)
+    assert calls == ["retain 1", "alloc 1", "retain 0", "True True None"]
+    calls, _ = ran(driver, code, FAKE_CUDA_FAILS="alloc")  # each call tries again
+    assert calls == ["retain 1", "alloc 1", "retain 0", "alloc 0", "False False None"]
+
+
 def test_each_kind_of_device_has_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four devices that the driver shows jax uses three, of two kinds."""
     kinds = [SimpleNamespace(compute_capability=c) for c in ((8, 0), (9, 0), (9, 0), (8, 0))]
