@@ -23,6 +23,7 @@ std::pair<std::unique_ptr<LaunchApi>, std::string> Load() {
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);  // open already: a second reference
   auto api = std::make_unique<LaunchApi>();
   const bool complete = Find(library, "cuDevicePrimaryCtxRetain", &api->primary_ctx_retain, &why) &&
+                        Find(library, "cuDevicePrimaryCtxGetState", &api->primary_ctx_get_state, &why) &&
                         Find(library, "cuCtxGetCurrent", &api->ctx_get_current, &why) &&
                         Find(library, "cuCtxSynchronize", &api->ctx_synchronize, &why) &&
                         Find(library, "cuMemHostAlloc", &api->mem_host_alloc, &why) &&
@@ -52,8 +53,8 @@ std::pair<std::unique_ptr<LaunchApi>, std::string> Load() {
 }
 
 struct Kernel {
-  std::string image;
   std::string name;
+  std::map<Device, std::string> images;  // devices of one process may be of several kinds
   std::map<Context, Function> loaded;
 };
 
@@ -76,8 +77,15 @@ Function LoadInto(Kernel& kernel, Context context, std::string* why) {
   CurrentContext current(context);
   Module module = nullptr;
   Function function = nullptr;
+  Device device = 0;
+  Result result = launch.ctx_get_device(&device);
+  const auto image = kernel.images.find(device);
+  if (result == 0 && image == kernel.images.end()) {
+    *why = "the kernel " + kernel.name + " was not compiled for this device: trace the function again";
+    return nullptr;
+  }
   // The image stays in `by_key`, and the module for the life of the process.
-  Result result = launch.module_load_data(&module, kernel.image.data());
+  if (result == 0) result = launch.module_load_data(&module, image->second.data());
   if (result == 0) result = launch.module_get_function(&function, module, kernel.name.c_str());
   if (result != 0) {
     *why = "loading the kernel " + kernel.name + " failed: " + ErrorName(api, result);
@@ -122,26 +130,53 @@ CurrentContext::~CurrentContext() {
   if (pushed_) GetApi(nullptr)->ctx_pop_current(&context);
 }
 
-std::string AddKernel(int64_t key, std::string image, const std::string& name) {
+std::vector<Context> ActiveContexts() {
+  std::vector<Context> contexts;
   std::string why;
   const LaunchApi* launch = GetLaunchApi(&why);
-  if (launch == nullptr) return why;
   int count = 0;
-  if (Result result = GetApi(nullptr)->device_get_count(&count)) return ErrorName(*GetApi(nullptr), result);
+  if (launch == nullptr || GetApi(nullptr)->device_get_count(&count) != 0) return contexts;
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    Device device = 0;
+    unsigned flags = 0;
+    int active = 0;
+    if (GetApi(nullptr)->device_get(&device, ordinal) != 0) continue;
+    if (launch->primary_ctx_get_state(device, &flags, &active) != 0 || active == 0) continue;
+    if (Context context = PrimaryContext(ordinal, &why)) contexts.push_back(context);
+  }
+  return contexts;
+}
+
+std::string AddKernel(int64_t key, std::string image, const std::string& name, const std::vector<int>& ordinals) {
+  std::string why;
+  if (GetLaunchApi(&why) == nullptr) return why;
   Kernels& kernels = AllKernels();
   std::lock_guard<std::mutex> lock(kernels.mutex);
-  Kernel& kernel = kernels.by_key.try_emplace(key, Kernel{std::move(image), name, {}}).first->second;
+  Kernel& kernel = kernels.by_key.try_emplace(key, Kernel{name, {}, {}}).first->second;
   // Loaded now rather than by the first call: that one may be captured into a graph, where loading is not allowed.
-  for (int ordinal = 0; ordinal < count; ++ordinal) {
+  for (int ordinal : ordinals) {
+    Device device = 0;
+    if (Result result = GetApi(nullptr)->device_get(&device, ordinal)) return ErrorName(*GetApi(nullptr), result);
+    kernel.images.try_emplace(device, image);
     Context context = PrimaryContext(ordinal, &why);
     if (context == nullptr || LoadInto(kernel, context, &why) == nullptr) {
-      if (ordinal == 0) {
-        kernels.by_key.erase(key);
-        return why;
-      }
+      kernel.images.erase(device);
+      return why;
     }
   }
   return "";
+}
+
+bool HasKernel(int64_t key, const std::vector<int>& ordinals) {
+  Kernels& kernels = AllKernels();
+  std::lock_guard<std::mutex> lock(kernels.mutex);
+  const auto found = kernels.by_key.find(key);
+  if (found == kernels.by_key.end()) return false;
+  for (int ordinal : ordinals) {
+    Device device = 0;
+    if (GetApi(nullptr)->device_get(&device, ordinal) != 0 || found->second.images.count(device) == 0) return false;
+  }
+  return true;
 }
 
 DevicePointer NextCounter(Context context) {
@@ -156,12 +191,6 @@ DevicePointer NextCounter(Context context) {
   Ring& ring = (*rings)[context];
   if (ring.base == 0 && GetLaunchApi(nullptr)->mem_alloc(&ring.base, 8 * kCounters) != 0) return ring.base = 0;
   return ring.base + 8 * (ring.next++ % kCounters);
-}
-
-bool HasKernel(int64_t key) {
-  Kernels& kernels = AllKernels();
-  std::lock_guard<std::mutex> lock(kernels.mutex);
-  return kernels.by_key.count(key) != 0;
 }
 
 Function FindKernel(int64_t key, Context context, std::string* why) {

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "cuda_driver.h"
 
@@ -22,6 +23,7 @@ using MemoryPool = CUmemPoolHandle_st*;
 
 struct LaunchApi {
   Result (*primary_ctx_retain)(Context* context, Device device);
+  Result (*primary_ctx_get_state)(Device device, unsigned* flags, int* active);
   Result (*ctx_get_current)(Context* context);
   Result (*ctx_synchronize)();
   Result (*mem_host_alloc)(void** pointer, size_t bytes, unsigned flags);
@@ -53,8 +55,12 @@ struct LaunchApi {
 // The functions above; null, with a reason, where the driver is missing or lacks one.
 const LaunchApi* GetLaunchApi(std::string* why);
 
-// The context that jax uses on a device, kept for the life of the process; null with a reason.
+// The context that jax uses on a device, kept for the life of the process; null with a reason. Only for devices that jax
+// uses: on another one it would take some hundred MiB of its memory.
 Context PrimaryContext(int ordinal, std::string* why);
+
+// The contexts of the devices that this process uses already, whoever in it does.
+std::vector<Context> ActiveContexts();
 
 // Makes a context current on this thread while it lives.
 class CurrentContext {
@@ -69,9 +75,9 @@ class CurrentContext {
   bool pushed_ = false;
 };
 
-// Keeps a compiled kernel under `key` and loads it on every device. An empty string, or what failed.
-std::string AddKernel(int64_t key, std::string image, const std::string& name);
-bool HasKernel(int64_t key);
+// Keeps a kernel under `key`, compiled for these devices, and loads it on them. An empty string, or what failed.
+std::string AddKernel(int64_t key, std::string image, const std::string& name, const std::vector<int>& ordinals);
+bool HasKernel(int64_t key, const std::vector<int>& ordinals);
 
 // The kernel of `key` in the context of `stream`; null with a reason.
 Function FindKernel(int64_t key, Context context, std::string* why);

@@ -1,6 +1,7 @@
 #include "host_memory.h"
 
 #include <fcntl.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 #include <sys/mman.h>
@@ -11,10 +12,13 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -38,7 +42,10 @@ struct Block {
   bool pinned = false;  // kernels can read it
   bool writable = true;
   enum { kAllocated, kMapped, kForeign } kind = kAllocated;
-  void* map_begin = nullptr;  // what munmap takes
+  cuda::Context context = nullptr;  // in which it was pinned
+  int file = -1;                    // of a mapped file, to ask how long it is
+  int64_t file_end = 0;             // how long it must be
+  void* map_begin = nullptr;        // what munmap takes
   size_t map_bytes = 0;
   bool registered = false;
   PyObject* owner = nullptr;  // of foreign memory
@@ -50,27 +57,42 @@ struct Block {
 
   ~Block() {
     // A forked child has neither the driver nor the pinned pages.
-    if (pinned && process == getpid()) {
-      std::string why;
-      const cuda::LaunchApi* launch = cuda::GetLaunchApi(&why);
-      int count = 0;
-      cuda::GetApi(nullptr)->device_get_count(&count);
-      // A step in flight may still read it: jax drops its references when work is enqueued, not when it is done.
-      for (int ordinal = 0; ordinal < count; ++ordinal) {
-        if (cuda::Context context = cuda::PrimaryContext(ordinal, &why)) {
-          cuda::CurrentContext current(context);
-          launch->ctx_synchronize();
-          if (ordinal + 1 < count) continue;
-          if (registered) launch->mem_host_unregister(data);
-          if (kind == kAllocated && data != nullptr) launch->mem_free_host(data);
-        }
-      }
+    const bool unpinned = !pinned || (process == getpid() && Unpin());
+    if (file >= 0) close(file);
+    // Pages that the driver still holds stay mapped, and their owner alive: a kernel may read them.
+    if (unpinned && map_begin != nullptr && munmap(map_begin, map_bytes) != 0) {
+      Complain("munmap", std::strerror(errno));
     }
-    if (map_begin != nullptr) munmap(map_begin, map_bytes);
-    if (owner != nullptr && Py_IsInitialized()) {
+    if (unpinned && owner != nullptr && Py_IsInitialized()) {
       nb::gil_scoped_acquire gil;
       Py_DECREF(owner);
     }
+  }
+
+ private:
+  // A destructor cannot raise, and what it keeps must not go unnoticed.
+  void Complain(const char* call, const std::string& why) const {
+    std::fprintf(stderr, "dejax.host_gather: %s failed when %lld bytes of a table were given back: %s; they are kept\n",
+                 call, static_cast<long long>(bytes), why.c_str());
+  }
+
+  bool Unpin() {
+    const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
+    const auto done = [this](const char* call, cuda::Result result) {
+      if (result != 0) Complain(call, cuda::ErrorName(*cuda::GetApi(nullptr), result));
+      return result == 0;
+    };
+    // A step in flight may still read it: jax drops its references when work is enqueued, not when it is done. Only
+    // devices that this process uses have such steps.
+    bool idle = true;
+    for (cuda::Context each : cuda::ActiveContexts()) {
+      cuda::CurrentContext current(each);
+      idle = done("cuCtxSynchronize", launch.ctx_synchronize()) && idle;
+    }
+    if (!idle) return false;
+    cuda::CurrentContext current(context);
+    if (registered) return done("cuMemHostUnregister", launch.mem_host_unregister(data));
+    return kind != kAllocated || data == nullptr || done("cuMemFreeHost", launch.mem_free_host(data));
   }
 };
 
@@ -94,21 +116,23 @@ void Register(const Shared& block) {
   registry[reinterpret_cast<uintptr_t>(block->data)] = block;
 }
 
-cuda::Context AnyContext() {
+cuda::Context ContextOf(int ordinal) {
   std::string why;
-  cuda::Context context = cuda::PrimaryContext(0, &why);
+  cuda::Context context = cuda::PrimaryContext(ordinal, &why);
   if (context == nullptr) throw std::runtime_error(why);
   return context;
 }
 
 std::string Reason(cuda::Result result) { return cuda::ErrorName(*cuda::GetApi(nullptr), result); }
 
-Shared Allocate(int64_t bytes, bool pinned) {
+// `device`: the number of the CUDA device for which memory is pinned; none for memory that is not.
+Shared Allocate(int64_t bytes, std::optional<int> device) {
   auto block = std::make_shared<Block>();
   block->bytes = bytes;
   const size_t size = static_cast<size_t>(std::max<int64_t>(bytes, 128));
-  if (pinned) {
-    cuda::CurrentContext current(AnyContext());
+  if (device) {
+    block->context = ContextOf(*device);
+    cuda::CurrentContext current(block->context);
     void* data = nullptr;
     if (cuda::Result result = cuda::GetLaunchApi(nullptr)->mem_host_alloc(&data, size, kPortable | kDeviceMap)) {
       throw std::runtime_error("cuMemHostAlloc of " + std::to_string(bytes) + " bytes failed: " + Reason(result));
@@ -127,24 +151,24 @@ Shared Allocate(int64_t bytes, bool pinned) {
 }
 
 // A part of a file, read-only. Pinned where the driver can pin pages of a file; `*refused` says why where it cannot.
-Shared MapFile(const std::string& path, int64_t offset, int64_t bytes, bool pinned) {
-  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (file < 0) throw std::runtime_error(path + ": " + std::strerror(errno));
+Shared MapFile(const std::string& path, int64_t offset, int64_t bytes, std::optional<int> device) {
+  auto block = std::make_shared<Block>();
+  block->file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (block->file < 0) throw std::runtime_error(path + ": " + std::strerror(errno));
   const int64_t page = sysconf(_SC_PAGESIZE), begin = offset / page * page;
   const size_t size = static_cast<size_t>(std::max<int64_t>(offset + bytes - begin, 1));
-  void* data = mmap(nullptr, size, PROT_READ, MAP_SHARED, file, begin);
-  const int error = errno;
-  close(file);  // the mapping holds the file
-  if (data == MAP_FAILED) throw std::runtime_error(path + ": mmap failed: " + std::strerror(error));
-  auto block = std::make_shared<Block>();
+  void* data = mmap(nullptr, size, PROT_READ, MAP_SHARED, block->file, begin);
+  if (data == MAP_FAILED) throw std::runtime_error(path + ": mmap failed: " + std::strerror(errno));
   block->kind = Block::kMapped;
+  block->file_end = offset + bytes;
   block->map_begin = data;
   block->map_bytes = size;
   block->data = static_cast<char*>(data) + (offset - begin);
   block->bytes = bytes;
   block->writable = false;
-  if (pinned) {
-    cuda::CurrentContext current(AnyContext());
+  if (device) {
+    block->context = ContextOf(*device);
+    cuda::CurrentContext current(block->context);
     const cuda::Result result = cuda::GetLaunchApi(nullptr)->mem_host_register(
         block->data, static_cast<size_t>(bytes), kPortable | kDeviceMap | kRegisterReadOnly);
     if (result != 0) throw std::runtime_error("cuMemHostRegister of " + path + " failed: " + Reason(result));
@@ -155,22 +179,23 @@ Shared MapFile(const std::string& path, int64_t offset, int64_t bytes, bool pinn
 }
 
 // A caller's memory, which `owner` keeps.
-Shared Adopt(uintptr_t address, int64_t bytes, bool writable, bool pinned, nb::object owner) {
+Shared Adopt(uintptr_t address, int64_t bytes, bool writable, std::optional<int> device, nb::object owner) {
   auto block = std::make_shared<Block>();
   block->kind = Block::kForeign;
   block->data = reinterpret_cast<char*>(address);
   block->bytes = bytes;
   block->writable = writable;
-  if (pinned && bytes > 0) {
-    cuda::CurrentContext current(AnyContext());
+  if (device && bytes > 0) {
+    block->context = ContextOf(*device);
+    cuda::CurrentContext current(block->context);
     const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
     unsigned flags = kPortable | kDeviceMap | (writable ? 0 : kRegisterReadOnly);
     if (cuda::Result result = launch.mem_host_register(block->data, static_cast<size_t>(bytes), flags)) {
       throw std::runtime_error("cuMemHostRegister of " + std::to_string(bytes) + " bytes failed: " + Reason(result));
     }
     block->registered = block->pinned = true;
-    cuda::DevicePointer device = 0;
-    if (launch.mem_host_get_device_pointer(&device, block->data, 0) != 0 || device != address) {
+    cuda::DevicePointer seen = 0;
+    if (launch.mem_host_get_device_pointer(&seen, block->data, 0) != 0 || seen != address) {
       throw std::runtime_error("this device reads registered memory at another address than the CPU");
     }
   }
@@ -273,18 +298,22 @@ struct HostMemory {
 void DefineHostMemory(nb::module_& m) {
   nb::class_<HostMemory>(m, "HostMemory")
       .def_static(
-          "allocate", [](int64_t bytes, bool pinned) { return HostMemory{Allocate(bytes, pinned)}; },
-          nb::call_guard<nb::gil_scoped_release>())
+          "allocate",
+          [](int64_t bytes, std::optional<int> device) { return HostMemory{Allocate(bytes, device)}; },
+          nb::arg("bytes"), nb::arg("device").none(), nb::call_guard<nb::gil_scoped_release>())
       .def_static(
           "map_file",
-          [](const std::string& path, int64_t offset, int64_t bytes, bool pinned) {
-            return HostMemory{MapFile(path, offset, bytes, pinned)};
+          [](const std::string& path, int64_t offset, int64_t bytes, std::optional<int> device) {
+            return HostMemory{MapFile(path, offset, bytes, device)};
           },
+          nb::arg("path"), nb::arg("offset"), nb::arg("bytes"), nb::arg("device").none(),
           nb::call_guard<nb::gil_scoped_release>())
       .def_static("adopt",
-                  [](uintptr_t address, int64_t bytes, bool writable, bool pinned, nb::object owner) {
-                    return HostMemory{Adopt(address, bytes, writable, pinned, std::move(owner))};
-                  })
+                  [](uintptr_t address, int64_t bytes, bool writable, std::optional<int> device, nb::object owner) {
+                    return HostMemory{Adopt(address, bytes, writable, device, std::move(owner))};
+                  },
+                  nb::arg("address"), nb::arg("bytes"), nb::arg("writable"), nb::arg("device").none(),
+                  nb::arg("owner"))
       .def_static("find",
                   [](uintptr_t address) -> nb::object {
                     Shared block;
@@ -299,6 +328,12 @@ void DefineHostMemory(nb::module_& m) {
       .def_prop_ro("nbytes", [](const HostMemory& m) { return m.block->bytes; })
       .def_prop_ro("pinned", [](const HostMemory& m) { return m.block->pinned; })
       .def_prop_ro("writable", [](const HostMemory& m) { return m.block->writable; })
+      .def("truncated",
+           [](const HostMemory& m) {
+             struct stat now;
+             return m.block->file >= 0 && fstat(m.block->file, &now) == 0 && now.st_size < m.block->file_end;
+           },
+           "Whether the file that is mapped is shorter than what was mapped of it.")
       .def(
           "copy_in",
           [](const HostMemory& m, int64_t offset, uintptr_t source, int64_t bytes) {

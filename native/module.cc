@@ -81,13 +81,15 @@ NB_MODULE(_dejax_native, m) {
 
   dejax::DefineHostMemory(m);
   m.def("add_kernel",
-        [](int64_t key, nb::bytes image, const std::string& name) {
-          return dejax::cuda::AddKernel(key, std::string(image.c_str(), image.size()), name);
+        [](int64_t key, nb::bytes image, const std::string& name, const std::vector<int>& ordinals) {
+          return dejax::cuda::AddKernel(key, std::string(image.c_str(), image.size()), name, ordinals);
         },
-        "Keeps a kernel compiled for this machine's GPUs under a key; an empty string, or what failed.");
+        "Keeps a kernel compiled for these GPUs under a key; an empty string, or what failed.");
   m.def("has_kernel", &dejax::cuda::HasKernel);
   m.def("gathers_under_way", &dejax::GathersUnderWay,
         "How many gathers were begun by gather_start and neither taken by gather_done nor given up.");
+  m.def("prepare_gather_errors", &dejax::PrepareGatherErrors,
+        "Makes the memory into which gathers of mode 'raise' report, on a CUDA device; whether there is some.");
   m.def("take_gather_error",
         []() -> nb::object {
           long long id = 0;

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
-#include <vector>
 
 #include "convert.h"
 #include "thread_pool.h"
@@ -19,6 +18,7 @@ namespace {
 constexpr int64_t kBytesPerRange = 128 * 1024;  // as in row_gather.cc
 constexpr int64_t kPrefetchRows = 8;
 constexpr int64_t kPrefetchBytes = 256;
+constexpr int64_t kColumns = 1024;  // of a mean that are summed at once, on the stack: threads of the pool must not throw
 
 struct Plan {
   const uint8_t* table;
@@ -76,7 +76,7 @@ void ConvertRows(const Plan& plan, int64_t begin, int64_t end) {
   using To = Element<result>;
   const auto* table = reinterpret_cast<const typename From::Storage*>(plan.table);
   auto* out = reinterpret_cast<typename To::Storage*>(plan.out);
-  std::vector<float> sum(plan.mean ? plan.width : 0);
+  float sum[kColumns];
   for (int64_t i = begin; i < end; ++i) {
     if (!plan.mean) {
       Prefetch<Id>(plan, i + kPrefetchRows, end);
@@ -88,18 +88,22 @@ void ConvertRows(const Plan& plan, int64_t begin, int64_t end) {
       }
       continue;
     }
-    std::fill(sum.begin(), sum.end(), 0.0f);
-    int64_t count = 0;
-    for (int64_t k = i * plan.fan_out; k < (i + 1) * plan.fan_out; ++k) {
-      Prefetch<Id>(plan, k + kPrefetchRows, end * plan.fan_out);
-      const int64_t row = Row<Id>(plan, k);
-      if (row < 0) continue;
-      ++count;
-      const float scale = Scale(plan, row);
-      for (int64_t c = 0; c < plan.width; ++c) sum[c] += scale * From::Load(table[row * plan.width + c]);
-    }
-    for (int64_t c = 0; c < plan.width; ++c) {
-      out[i * plan.width + c] = To::Store(count ? sum[c] / count : plan.fill_value);
+    for (int64_t first = 0; first < plan.width; first += kColumns) {
+      const int64_t columns = std::min(kColumns, plan.width - first);
+      std::fill(sum, sum + columns, 0.0f);
+      int64_t count = 0;
+      for (int64_t k = i * plan.fan_out; k < (i + 1) * plan.fan_out; ++k) {
+        Prefetch<Id>(plan, k + kPrefetchRows, end * plan.fan_out);
+        const int64_t row = Row<Id>(plan, k);
+        if (row < 0) continue;
+        ++count;
+        const float scale = Scale(plan, row);
+        const auto* from = table + row * plan.width + first;
+        for (int64_t c = 0; c < columns; ++c) sum[c] += scale * From::Load(from[c]);
+      }
+      for (int64_t c = 0; c < columns; ++c) {
+        out[i * plan.width + first + c] = To::Store(count ? sum[c] / count : plan.fill_value);
+      }
     }
   }
 }
@@ -161,7 +165,21 @@ ffi::Error OnCpu(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer, ffi::
   const auto invalid = [](const char* what) {
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("dejax.host_gather.gather: ") + what);
   };
-  if (fill.size() != 16 || fan_out < 1 || row_bytes < 0) return invalid("the attributes do not fit together");
+  if (fill.size() != 16 || table.dimensions().size() == 0) return invalid("the attributes do not fit together");
+  const bool wide = ids.element_type() == ffi::DataType::S64;
+  GatherSizes sizes;
+  sizes.ids = static_cast<int64_t>(ids.element_count());
+  sizes.ids_are_integers = wide || ids.element_type() == ffi::DataType::S32;
+  sizes.scale = static_cast<int64_t>(scale.element_count());
+  sizes.rows = table.dimensions()[0];
+  sizes.table_bytes = static_cast<int64_t>(table.size_bytes());
+  sizes.out_bytes = static_cast<int64_t>(out->size_bytes());
+  sizes.source = source;
+  sizes.result = result;
+  sizes.row_bytes = row_bytes;
+  sizes.fan_out = fan_out;
+  sizes.mean = mean;
+  if (const char* misfit = sizes.Misfit()) return invalid(misfit);
   std::atomic<int64_t> outside{-1};
   std::atomic<bool> found{false};
   Plan plan;
@@ -170,26 +188,20 @@ ffi::Error OnCpu(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer, ffi::
   plan.scale = scale.typed_data();
   plan.out = static_cast<uint8_t*>(out->untyped_data());
   plan.fill = fill.begin();
-  plan.n = static_cast<int64_t>(ids.element_count()) / fan_out;
-  plan.rows = table.dimensions()[0];
+  plan.n = mean ? sizes.ids / fan_out : sizes.ids;
+  plan.rows = sizes.rows;
   plan.row_bytes = row_bytes;
-  plan.scale_count = static_cast<int64_t>(scale.element_count());
+  plan.scale_count = sizes.scale;
   plan.fan_out = mean ? fan_out : 1;
-  if (!mean) plan.n = static_cast<int64_t>(ids.element_count());
   plan.mean = mean;
   plan.clip = clip;
   plan.fill_value = fill_value;
   plan.outside = &outside;
   plan.found = &found;
-  const bool wide = ids.element_type() == ffi::DataType::S64;
   const Body body = wide ? ForTypes<int64_t>(source, result) : ForTypes<int32_t>(source, result);
-  if (body == nullptr || (mean && source < 0)) return invalid("no such conversion");
-  const int64_t row_elements = plan.n == 0 ? 0 : static_cast<int64_t>(out->element_count()) / plan.n;
-  plan.width = row_elements;
+  if (body == nullptr) return invalid("no such conversion");
+  plan.width = source < 0 ? 0 : row_bytes / ElementBytes(source);
   if (plan.n == 0 || row_bytes == 0) return ffi::Error::Success();
-  if (static_cast<int64_t>(table.size_bytes()) != plan.rows * row_bytes) return invalid("the table has other rows");
-  if (source < 0 && static_cast<int64_t>(out->size_bytes()) != plan.n * row_bytes)
-    return invalid("the result has other rows");
   const int64_t grain = std::max<int64_t>(1, kBytesPerRange / (row_bytes * plan.fan_out));
   ThreadPool::Get().ParallelFor(plan.n, grain, [&](int64_t begin, int64_t end) { body(plan, begin, end); });
   if (raises && found) {

@@ -1,6 +1,9 @@
 // Rows of a table in host memory, by ids: the CPU and the CUDA handler of one FFI target, with one interface.
 #pragma once
 
+#include <cstdint>
+
+#include "convert.h"
 #include "xla/ffi/api/ffi.h"
 
 struct CUctx_st;
@@ -54,12 +57,70 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherCuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherStart);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherDone);
 
+// Bytes of one element of a type of convert.h; 0 for none of them.
+inline int64_t ElementBytes(int64_t type) {
+  switch (type) {
+    case kF64:
+      return 8;
+    case kF32:
+    case kS32:
+    case kU32:
+      return 4;
+    case kBF16:
+    case kF16:
+    case kS16:
+    case kU16:
+      return 2;
+    case kF8E4M3:
+    case kF8E5M2:
+    case kS8:
+    case kU8:
+      return 1;
+    default:
+      return 0;
+  }
+}
+
+// What the sizes of a gather are checked by, before anything is read or written; the same for all handlers.
+struct GatherSizes {
+  int64_t ids = 0, perm = 0, slots = 0, cache_bytes = 0, scale = 0;  // elements, but for the last
+  int64_t rows = 0, table_bytes = 0, out_bytes = 0;
+  bool ids_are_integers = false;
+  int64_t source = 0, result = 0, row_bytes = 0, fan_out = 0;
+  bool mean = false;
+
+  // Null, or what does not fit. Result rows have `row_bytes` where bytes are moved, else one element for each of the
+  // table's.
+  const char* Misfit() const {
+    if (fan_out < 1 || row_bytes < 0 || (mean && source < 0)) return "the attributes do not fit together";
+    if (!ids_are_integers) return "ids must be int32 or int64";
+    int64_t out_row = row_bytes;
+    if (source >= 0) {
+      const int64_t from = ElementBytes(source), to = ElementBytes(result);
+      if (from == 0 || (result != kF32 && result != kBF16 && result != kF16)) return "no such conversion";
+      if (row_bytes % from != 0) return "a row must have whole elements";
+      out_row = row_bytes / from * to;
+    }
+    if (mean && ids % fan_out != 0) return "ids must be a multiple of the fan-out";
+    if (out_bytes != (mean ? ids / fan_out : ids) * out_row) return "the result has other rows";
+    if (table_bytes != rows * row_bytes) return "the table has other rows";
+    if (perm != 0 && perm != ids) return "each id needs a place";
+    if (scale > 1 && scale != rows) return "there must be a scale for each row, or one";
+    if (slots != 0 && (slots != rows || (row_bytes > 0 && cache_bytes % row_bytes != 0))) return "the cache does not fit";
+    return nullptr;
+  }
+};
+
 // Makes `stream` wait for the gathers that were begun on the side and are not done: for whoever writes a table next.
 // The context is current. 0, or a CUresult.
 int WaitForStarted(CUctx_st* context, CUstream_st* stream);
 
 // How many gathers were begun and neither taken by their done nor given up.
 int64_t GathersUnderWay();
+
+// Makes the memory into which kernels with `raises` report, in the context of a device: before a call that may be captured
+// into a graph, where memory is not to be had. False where there is none.
+bool PrepareGatherErrors(int ordinal);
 
 // What the last kernel with `raises` found: true once for each time, and the id.
 bool TakeGatherError(long long* id);

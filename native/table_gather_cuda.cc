@@ -1,7 +1,9 @@
 // The CUDA handlers of table_gather.h: they launch the kernels of dejax/host_gather/kernels/gather.cu.
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <mutex>
 #include <string>
 
 #include "cuda_launch.h"
@@ -19,20 +21,20 @@ constexpr int64_t kMaxRowBytes = 1 << 30;  // the kernel counts bytes of a row i
 
 ffi::Error Failed(ffi::ErrorCode code, const std::string& what) { return GatherError(code, what); }
 
-// Two words of pinned memory into which kernels report an id out of range; made on first use.
+std::atomic<volatile long long*> error_words{nullptr};
+
+// Two words of pinned memory into which kernels report an id out of range; made on first use, in the current context, and
+// seen by all devices. Null where there is no memory: the next call tries again.
 volatile long long* ErrorWords() {
-  static volatile long long* const words = [] {
-    std::string why;
+  static auto* const mutex = new std::mutex;
+  std::lock_guard<std::mutex> lock(*mutex);
+  if (error_words == nullptr) {
     void* data = nullptr;
-    cuda::Context context = cuda::PrimaryContext(0, &why);
-    if (context == nullptr) return static_cast<volatile long long*>(nullptr);
-    cuda::CurrentContext current(context);
-    if (cuda::GetLaunchApi(nullptr)->mem_host_alloc(&data, 64, 3) != 0)
-      return static_cast<volatile long long*>(nullptr);
+    if (cuda::GetLaunchApi(nullptr)->mem_host_alloc(&data, 64, 3) != 0) return nullptr;
     std::memset(data, 0, 64);
-    return static_cast<volatile long long*>(data);
-  }();
-  return words;
+    error_words = static_cast<volatile long long*>(data);
+  }
+  return error_words;
 }
 
 // Which lanes of a warp read which chunks of rows that touch `touched` bytes: no line is read by two instructions.
@@ -53,11 +55,24 @@ ffi::Error LaunchGather(const GatherCall& g, void* out, int64_t out_bytes, void*
     return Failed(ffi::ErrorCode::kInvalidArgument, "the attributes do not fit together");
   }
   const int64_t ids = static_cast<int64_t>(g.ids.element_count()), rows = g.table.dimensions()[0];
+  GatherSizes sizes;
+  sizes.ids = ids;
+  sizes.ids_are_integers =
+      g.ids.element_type() == ffi::DataType::S64 || g.ids.element_type() == ffi::DataType::S32;
+  sizes.perm = static_cast<int64_t>(g.perm.element_count());
+  sizes.slots = static_cast<int64_t>(g.slots.element_count());
+  sizes.cache_bytes = static_cast<int64_t>(g.cache.size_bytes());
+  sizes.scale = static_cast<int64_t>(g.scale.element_count());
+  sizes.rows = rows;
+  sizes.table_bytes = static_cast<int64_t>(g.table.size_bytes());
+  sizes.out_bytes = out_bytes;
+  sizes.source = g.source;
+  sizes.result = g.result;
+  sizes.row_bytes = g.row_bytes;
+  sizes.fan_out = g.fan_out;
+  sizes.mean = g.mean;
+  if (const char* misfit = sizes.Misfit()) return Failed(ffi::ErrorCode::kInvalidArgument, misfit);
   if (ids == 0 || g.row_bytes == 0) return ffi::Error::Success();
-  if (static_cast<int64_t>(g.table.size_bytes()) != rows * g.row_bytes ||
-      (g.source < 0 && out_bytes != ids * g.row_bytes)) {
-    return Failed(ffi::ErrorCode::kInvalidArgument, "table, rows and result do not fit together");
-  }
   std::string why;
   cuda::Function kernel = cuda::FindKernel(g.kernel, context, &why);
   if (kernel == nullptr) return Failed(ffi::ErrorCode::kInternal, why);
@@ -92,8 +107,12 @@ ffi::Error LaunchGather(const GatherCall& g, void* out, int64_t out_bytes, void*
   std::memcpy(p.fill.bytes, g.fill.begin(), 16);
   if (g.raises) {
     volatile long long* words = ErrorWords();
+    if (words == nullptr) {
+      return Failed(ffi::ErrorCode::kResourceExhausted,
+                    "no pinned memory for the 64 bytes into which mode='raise' reports ids out of range");
+    }
     p.error = words;
-    if (words != nullptr && words[0] != 0) {
+    if (words[0] != 0) {
       const long long id = words[1];
       words[0] = 0;
       return Failed(ffi::ErrorCode::kOutOfRange, "id " + std::to_string(id) + " was out of range in an earlier call");
@@ -156,10 +175,16 @@ ffi::Error OnCuda(cuda::Stream stream, ffi::AnyBuffer table, ffi::AnyBuffer ids,
 
 }  // namespace
 
-bool TakeGatherError(long long* id) {
+bool PrepareGatherErrors(int ordinal) {
   std::string why;
-  if (cuda::GetLaunchApi(&why) == nullptr) return false;
-  volatile long long* words = ErrorWords();
+  cuda::Context context = cuda::PrimaryContext(ordinal, &why);
+  if (context == nullptr) return false;
+  cuda::CurrentContext current(context);
+  return ErrorWords() != nullptr;
+}
+
+bool TakeGatherError(long long* id) {
+  volatile long long* words = error_words;  // none where no gather has asked for them
   if (words == nullptr || words[0] == 0) return false;
   *id = words[1];
   words[0] = 0;

@@ -1,12 +1,11 @@
 // Gathers on a stream of their own: the start and done handlers of table_gather.h.
 #include <cstdint>
-#include <deque>
+#include <cstdio>
 #include <map>
 #include <mutex>
 #include <string>
-#include <thread>
-#include <utility>
 
+#include "pending_sites.h"
 #include "table_gather_cuda.h"
 
 namespace ffi = xla::ffi;
@@ -27,15 +26,9 @@ struct Pending {
   cuda::Event done = nullptr;
 };
 
-// The gathers of one site in one execution, in their order, and the thread that launches that execution.
-struct Queue {
-  std::thread::id thread;
-  std::deque<Pending> gathers;
-};
-
 struct Side {
   cuda::Stream stream = nullptr;
-  std::map<std::pair<int64_t, int64_t>, Queue> pending;  // by run and site
+  PendingSites<Pending> pending;
 };
 
 std::mutex& SideMutex() {
@@ -56,7 +49,9 @@ ffi::Error Failed(const char* call, cuda::Result code) {
 ffi::Error MakeStream(Side& side) {
   const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
   int least = 0, greatest = 0;
-  launch.ctx_get_stream_priority_range(&least, &greatest);
+  if (auto code = launch.ctx_get_stream_priority_range(&least, &greatest)) {
+    return Failed("cuCtxGetStreamPriorityRange", code);
+  }
   // Of the highest priority: its few blocks go first wherever a block of the compute stream ends.
   if (auto code = launch.stream_create_with_priority(&side.stream, kNonBlocking, greatest)) {
     return Failed("cuStreamCreateWithPriority", code);
@@ -71,24 +66,19 @@ ffi::Error MakeStream(Side& side) {
   return ffi::Error::Success();
 }
 
-// Gives back what a gather holds, once `stream` has come so far.
+// Gives back what a gather holds, once `stream` has come so far. What fails first.
 cuda::Result Free(const Pending& pending, cuda::Stream stream) {
   const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
-  const cuda::Result result = pending.data ? launch.mem_free_async(pending.data, stream) : 0;
-  if (pending.done != nullptr) launch.event_destroy(pending.done);
-  return result;
+  const cuda::Result freed = pending.data ? launch.mem_free_async(pending.data, stream) : 0;
+  const cuda::Result destroyed = pending.done != nullptr ? launch.event_destroy(pending.done) : 0;
+  return freed != 0 ? freed : destroyed;
 }
 
-// A thread launches one execution after the other, so what this one began for another execution will never be asked
-// for: a call between start and done failed.
-void FreeAbandoned(Side& side, int64_t run) {
-  for (auto it = side.pending.begin(); it != side.pending.end();) {
-    if (it->first.first == run || it->second.thread != std::this_thread::get_id()) {
-      ++it;
-      continue;
-    }
-    for (const Pending& pending : it->second.gathers) Free(pending, side.stream);
-    it = side.pending.erase(it);
+// The same where an error is on its way already, or belongs to another execution: it is said, not returned.
+void FreeQuietly(const Pending& pending, cuda::Stream stream) {
+  if (const cuda::Result code = Free(pending, stream)) {
+    std::fprintf(stderr, "dejax.host_gather: memory of a gather that no step took was not given back: %s\n",
+                 cuda::ErrorName(*cuda::GetApi(nullptr), code).c_str());
   }
 }
 
@@ -133,7 +123,8 @@ ffi::Error Begin(const GatherCall& call, cuda::Context context, cuda::Stream str
   if (auto code = launch.event_create(&ready, kWithoutTiming)) return Failed("cuEventCreate", code);
   cuda::Result code = launch.event_record(ready, stream);
   if (code == 0) code = launch.stream_wait_event(side, ready, 0);
-  launch.event_destroy(ready);
+  const cuda::Result destroyed = launch.event_destroy(ready);
+  if (code == 0) code = destroyed;
   if (code == 0) code = launch.event_create(&pending->done, kWithoutTiming);
   if (code != 0) return Failed("an event of gather_start", code);
   Moved moved_ids(call.ids, own_ids), moved_perm(call.perm, own_perm);
@@ -147,37 +138,59 @@ ffi::Error Begin(const GatherCall& call, cuda::Context context, cuda::Stream str
   return ffi::Error::Success();
 }
 
+ffi::Error Unclear(Found found) {
+  if (found == Found::kNone) {
+    return GatherError(
+        ffi::ErrorCode::kFailedPrecondition,
+        "gather_done found no gather_start of its own in this execution; both must be in one jitted function");
+  }
+  return GatherError(ffi::ErrorCode::kFailedPrecondition,
+                     "several gathers that one call of gather_start or prefetched_scan has begun are under way and cannot "
+                     "be told apart: call it for each of them, rather than a jitted function that does");
+}
+
 ffi::Error Start(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer perm,
-                 ffi::AnyBuffer slots, ffi::AnyBuffer cache, ffi::Buffer<ffi::F32> scale, ffi::RemainingArgs,
-                 ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer>, ffi::RemainingRets, int64_t source,
+                 ffi::AnyBuffer slots, ffi::AnyBuffer cache, ffi::Buffer<ffi::F32> scale, ffi::RemainingArgs through,
+                 ffi::Result<ffi::AnyBuffer> ticket, ffi::Result<ffi::AnyBuffer>, ffi::RemainingRets passed, int64_t source,
                  int64_t result, int64_t row_bytes, int64_t fan_out, bool mean, bool clip, bool raises,
                  float fill_value, ffi::Span<const uint8_t> fill, int64_t kernel, int64_t grid, int64_t align,
-                 int64_t site, int64_t out_bytes) {
+                 int64_t site, int64_t place, int64_t out_bytes) {
   cuda::Context context = nullptr;
   if (auto error = StreamContext(stream, &context); error.failure()) return error;
+  // The ticket of a chain is what passes through first.
+  const void *from = nullptr, *to = ticket->untyped_data();
+  if (static_cast<Place>(place) != Place::kAlone) {
+    const auto in = through.get<ffi::AnyBuffer>(0);
+    auto out = passed.get<ffi::AnyBuffer>(0);
+    if (in.has_error() || out.has_error()) {
+      return GatherError(ffi::ErrorCode::kInvalidArgument, "a start in a loop needs its ticket");
+    }
+    from = in->untyped_data();
+    to = (*out)->untyped_data();
+  }
   cuda::CurrentContext current(context);
   std::lock_guard<std::mutex> lock(SideMutex());
   Side& side = Sides()[context];
   if (side.stream == nullptr) {
     if (auto error = MakeStream(side); error.failure()) return error;
   }
-  FreeAbandoned(side, run.run_id);
+  side.pending.GiveUpOthers(run.run_id, [&](const Pending& pending) { FreeQuietly(pending, side.stream); });
   Pending pending;
   pending.bytes = static_cast<size_t>(out_bytes);
   ffi::Error error = Begin({table, ids, perm, slots, cache, scale, source, result, row_bytes, fan_out, mean, clip,
                             raises, fill_value, fill, kernel, grid, align},
                            context, stream, side.stream, &pending);
   if (error.failure()) {
-    Free(pending, side.stream);
+    FreeQuietly(pending, side.stream);
     return error;
   }
-  Queue& queue = side.pending[{run.run_id, site}];
-  queue.thread = std::this_thread::get_id();
-  queue.gathers.push_back(pending);
-  return error;
+  const Found found = side.pending.Add(run.run_id, site, static_cast<Place>(place), from, to, pending);
+  if (found == Found::kYes) return error;
+  FreeQuietly(pending, side.stream);
+  return Unclear(found);
 }
 
-ffi::Error Done(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer, ffi::RemainingArgs,
+ffi::Error Done(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer ticket, ffi::RemainingArgs,
                 ffi::Result<ffi::AnyBuffer> out, int64_t site) {
   cuda::Context context = nullptr;
   if (auto error = StreamContext(stream, &context); error.failure()) return error;
@@ -185,15 +198,13 @@ ffi::Error Done(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer, ffi::Remain
   const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
   std::lock_guard<std::mutex> lock(SideMutex());
   Side& side = Sides()[context];
-  const auto found = side.pending.find({run.run_id, site});
-  if (found == side.pending.end() || found->second.gathers.front().bytes != out->size_bytes()) {
-    return GatherError(
-        ffi::ErrorCode::kFailedPrecondition,
-        "gather_done found no gather_start of its own in this execution; both must be in one jitted function");
+  Pending pending;
+  const Found found = side.pending.Take(run.run_id, site, ticket.untyped_data(), &pending);
+  if (found != Found::kYes) return Unclear(found);
+  if (pending.bytes != out->size_bytes()) {
+    FreeQuietly(pending, stream);
+    return GatherError(ffi::ErrorCode::kInternal, "the rows of gather_start are not those of gather_done");
   }
-  const Pending pending = found->second.gathers.front();
-  found->second.gathers.pop_front();
-  if (found->second.gathers.empty()) side.pending.erase(found);
   cuda::Result code = launch.stream_wait_event(stream, pending.done, 0);
   if (code == 0 && pending.bytes) {
     code = launch.memcpy_dtod_async(reinterpret_cast<DevicePointer>(out->untyped_data()), pending.data, pending.bytes,
@@ -210,20 +221,17 @@ int WaitForStarted(cuda::Context context, cuda::Stream stream) {
   std::lock_guard<std::mutex> lock(SideMutex());
   const auto side = Sides().find(context);
   if (side == Sides().end()) return 0;
-  for (const auto& [key, queue] : side->second.pending) {
-    for (const Pending& pending : queue.gathers) {
-      if (auto result = cuda::GetLaunchApi(nullptr)->stream_wait_event(stream, pending.done, 0)) return result;
-    }
-  }
-  return 0;
+  cuda::Result result = 0;
+  side->second.pending.ForEach([&](const Pending& pending) {
+    if (result == 0) result = cuda::GetLaunchApi(nullptr)->stream_wait_event(stream, pending.done, 0);
+  });
+  return result;
 }
 
 int64_t GathersUnderWay() {
   std::lock_guard<std::mutex> lock(SideMutex());
   int64_t count = 0;
-  for (const auto& [context, side] : Sides()) {
-    for (const auto& [key, queue] : side.pending) count += static_cast<int64_t>(queue.gathers.size());
-  }
+  for (const auto& [context, side] : Sides()) side.pending.ForEach([&](const Pending&) { ++count; });
   return count;
 }
 
@@ -232,6 +240,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(TableGatherStart, Start,
                                   .Ctx<ffi::PlatformStream<cuda::Stream>>()
                                   .Ctx<ffi::RunId>() DEJAX_GATHER_OPERANDS.RemainingArgs()
                                       DEJAX_GATHER_RESULTS.RemainingRets() DEJAX_GATHER_ATTRIBUTES.Attr<int64_t>("site")
+                                  .Attr<int64_t>("place")
                                   .Attr<int64_t>("out_bytes"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TableGatherDone, Done,

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
-#include <vector>
 
 #include "convert.h"
 #include "thread_pool.h"
@@ -16,6 +15,7 @@ namespace dejax {
 namespace {
 
 constexpr int64_t kBytesPerRange = 128 * 1024;
+constexpr int64_t kColumns = 1024;  // that are summed at once, on the stack: threads of the pool must not throw
 
 struct Plan {
   uint8_t* table;
@@ -45,36 +45,41 @@ void ChangeRows(const Plan& plan, int64_t begin, int64_t end) {
   const Id* ids = static_cast<const Id*>(plan.ids);
   const int64_t width = plan.row_bytes / static_cast<int64_t>(sizeof(typename T::Storage));
   const auto* values = reinterpret_cast<const typename V::Storage*>(plan.values);
-  std::vector<float> sum(width);
+  float sum[kColumns];
   const float* h = plan.hyper;
   for (int64_t r = begin; r < end; ++r) {
     const Id id = ids[r];
     if (id < 0 || id >= plan.rows || (r > 0 && ids[r - 1] == id)) continue;
-    std::fill(sum.begin(), sum.end(), 0.0f);
-    for (int64_t k = r; k < plan.n && ids[k] == id; ++k) {
-      for (int64_t c = 0; c < width; ++c) sum[c] += V::Load(values[plan.perm[k] * width + c]);
-    }
-    auto* row = reinterpret_cast<typename T::Storage*>(plan.table) + id * width;
-    float* first = plan.op >= 3 ? plan.first + id * width : nullptr;
-    float* second = plan.op == 4 ? plan.second + id * width : nullptr;
-    for (int64_t c = 0; c < width; ++c) {
-      const float x = T::Load(row[c]);
-      float y = x;
-      if (plan.op == 1) {
-        y = x + sum[c];
-      } else if (plan.op == 2) {
-        y = x - h[0] * (sum[c] + h[6] * x);
-      } else if (plan.op == 3) {
-        const float g = sum[c] + h[6] * x;
-        first[c] += g * g;
-        y = x - h[0] * g / (std::sqrt(first[c]) + h[3]);
-      } else {
-        const float g = sum[c];
-        first[c] = h[1] * first[c] + (1.0f - h[1]) * g;
-        second[c] = h[2] * second[c] + (1.0f - h[2]) * g * g;
-        y = x - h[0] * (first[c] / h[4] / (std::sqrt(second[c] / h[5]) + h[3]) + h[6] * x);
+    for (int64_t begin_column = 0; begin_column < width; begin_column += kColumns) {
+      const int64_t columns = std::min(kColumns, width - begin_column);
+      std::fill(sum, sum + columns, 0.0f);
+      for (int64_t k = r; k < plan.n && ids[k] == id; ++k) {
+        const auto* from = values + plan.perm[k] * width + begin_column;
+        for (int64_t c = 0; c < columns; ++c) sum[c] += V::Load(from[c]);
       }
-      row[c] = T::Store(y);
+      const int64_t at = id * width + begin_column;
+      auto* row = reinterpret_cast<typename T::Storage*>(plan.table) + at;
+      float* first = plan.op >= 3 ? plan.first + at : nullptr;
+      float* second = plan.op == 4 ? plan.second + at : nullptr;
+      for (int64_t c = 0; c < columns; ++c) {
+        const float x = T::Load(row[c]);
+        float y = x;
+        if (plan.op == 1) {
+          y = x + sum[c];
+        } else if (plan.op == 2) {
+          y = x - h[0] * (sum[c] + h[6] * x);
+        } else if (plan.op == 3) {
+          const float g = sum[c] + h[6] * x;
+          first[c] += g * g;
+          y = x - h[0] * g / (std::sqrt(first[c]) + h[3]);
+        } else {
+          const float g = sum[c];
+          first[c] = h[1] * first[c] + (1.0f - h[1]) * g;
+          second[c] = h[2] * second[c] + (1.0f - h[2]) * g * g;
+          y = x - h[0] * (first[c] / h[4] / (std::sqrt(second[c] / h[5]) + h[3]) + h[6] * x);
+        }
+        row[c] = T::Store(y);
+      }
     }
   }
 }
@@ -118,7 +123,8 @@ ffi::Error OnCpu(ffi::AnyBuffer ids, ffi::AnyBuffer perm, ffi::AnyBuffer values,
   };
   UpdateTables tables;
   const int64_t n = static_cast<int64_t>(ids.element_count());
-  if (!tables.Read(args, rets, op) || static_cast<int64_t>(tables.bytes[0]) != tables.rows * row_bytes ||
+  if (!tables.Read(args, rets, op, row_bytes, table_type) ||
+      !ValuesFit(values, n, op, row_bytes, table_type, values_type) ||
       static_cast<int64_t>(perm.element_count()) != n || hyper.element_count() < 7) {
     return invalid("table, ids, values and state do not fit together");
   }

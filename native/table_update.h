@@ -1,6 +1,7 @@
 // Rows of a table in host memory, set or changed in place: scatter, scatter_add and the row-sparse optimizers.
 #pragma once
 
+#include "table_gather.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace dejax {
@@ -12,9 +13,12 @@ struct UpdateTables {
   size_t bytes[3] = {};
   int64_t rows = 0;
 
-  // False where they do not fit the operation.
-  bool Read(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets, int64_t op) {
+  // False where they do not fit the operation, or each other: the states have a float32 for each element of the table.
+  bool Read(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets, int64_t op, int64_t row_bytes,
+            int64_t table_type) {
     const size_t wanted = op < 3 ? 1 : op == 3 ? 2 : 3;
+    const int64_t element = ElementBytes(table_type);
+    if (op < 0 || op > 4 || row_bytes < 0 || (op > 0 && (element == 0 || row_bytes % element != 0))) return false;
     if (args.size() != wanted || rets.size() != wanted) return false;
     for (size_t k = 0; k < wanted; ++k) {
       const auto arg = args.get<xla::ffi::AnyBuffer>(k);
@@ -27,10 +31,19 @@ struct UpdateTables {
       after[k] = (*ret)->untyped_data();
       bytes[k] = arg->size_bytes();
       if (k == 0) rows = arg->dimensions()[0];
+      const int64_t expected = k == 0 ? rows * row_bytes : rows * (row_bytes / element) * 4;
+      if (static_cast<int64_t>(bytes[k]) != expected) return false;
     }
     return true;
   }
 };
+
+// Whether there are as many rows of values as ids, each of as many elements as a row of the table.
+inline bool ValuesFit(xla::ffi::AnyBuffer values, int64_t n, int64_t op, int64_t row_bytes, int64_t table_type,
+                      int64_t values_type) {
+  const int64_t row = op == 0 ? row_bytes : row_bytes / ElementBytes(table_type) * ElementBytes(values_type);
+  return static_cast<int64_t>(values.size_bytes()) == n * row;
+}
 
 // FFI handlers.
 //   arguments:  ids [n] int32 or int64, ascending; perm [n] int32, the row of `values` of each; values [n, width'];

@@ -17,15 +17,16 @@ ffi::Error Failed(ffi::ErrorCode code, const std::string& what) {
 }
 
 ffi::Error OnCuda(cuda::Stream stream, ffi::AnyBuffer ids, ffi::AnyBuffer perm, ffi::AnyBuffer values,
-                  ffi::AnyBuffer hyper, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t op, int64_t, int64_t,
-                  int64_t row_bytes, int64_t kernel_key, int64_t grid) {
+                  ffi::AnyBuffer hyper, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t op,
+                  int64_t table_type, int64_t values_type, int64_t row_bytes, int64_t kernel_key, int64_t grid) {
   std::string why;
   const cuda::LaunchApi* launch = cuda::GetLaunchApi(&why);
   if (launch == nullptr) return Failed(ffi::ErrorCode::kUnavailable, why);
   const cuda::Api& api = *cuda::GetApi(nullptr);
   UpdateTables tables;
   const int64_t n = static_cast<int64_t>(ids.element_count());
-  if (!tables.Read(args, rets, op) || static_cast<int64_t>(tables.bytes[0]) != tables.rows * row_bytes ||
+  if (!tables.Read(args, rets, op, row_bytes, table_type) ||
+      !ValuesFit(values, n, op, row_bytes, table_type, values_type) ||
       static_cast<int64_t>(perm.element_count()) != n || hyper.element_count() < 7 || grid < 1) {
     return Failed(ffi::ErrorCode::kInvalidArgument, "table, ids, values and state do not fit together");
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <new>
 #include <system_error>
 #include <thread>
 
@@ -67,13 +68,17 @@ void ThreadPool::ParallelFor(int64_t count, int64_t grain, const std::function<v
     body(0, count);
     return;
   }
-  auto loop = std::make_shared<Loop>();
-  loop->body = &body;
-  loop->count = count;
-  loop->grain = std::max<int64_t>(1, grain);
-  {
+  std::shared_ptr<Loop> loop;
+  try {
+    loop = std::make_shared<Loop>();
+    loop->body = &body;
+    loop->count = count;
+    loop->grain = std::max<int64_t>(1, grain);
     std::lock_guard<std::mutex> lock(mutex_);
     loops_.push_back(loop);
+  } catch (const std::bad_alloc&) {
+    body(0, count);  // no memory to tell others of it: the caller does it all
+    return;
   }
   work_.notify_all();
   loop->Work();

@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+
 from dejax import _native
 
 _FOLDER = Path(__file__).parent / "kernels"
@@ -39,7 +41,7 @@ def key(file: str, definitions: tuple[tuple[str, str | int], ...]) -> int:
 
 
 def prepare(file: str, **definitions: str | int) -> int:
-    """Compiles and loads a kernel unless that was done; without a CUDA device it only gives its key.
+    """Compiles and loads a kernel on the devices that jax uses; without a CUDA device it only gives its key.
 
     Raises:
         KernelError: there is a device, but no NVRTC, or it refuses the source.
@@ -47,13 +49,46 @@ def prepare(file: str, **definitions: str | int) -> int:
     ordered = tuple(sorted(definitions.items()))
     number = key(file, ordered)
     module = _native.extension("dejax.host_gather")
-    if not module.has_kernel(number):
-        driver, _ = _native.cuda_driver()
-        if driver is not None and driver.devices:
-            image = _compiled(file, ordered, driver.devices[0].compute_capability)
-            if failed := module.add_kernel(number, image, _NAMES[file]):
+    for capability, ordinals in _devices():
+        if not module.has_kernel(number, ordinals):
+            image = _compiled(file, ordered, capability)
+            if failed := module.add_kernel(number, image, _NAMES[file], ordinals):
                 raise KernelError(f"dejax.host_gather: {failed}")
     return number
+
+
+def prepare_errors() -> None:
+    """Makes the memory into which kernels report ids out of range.
+
+    Raises:
+        MemoryError: there is a device, but no such memory.
+    """
+    for _, ordinals in _devices():
+        if not _native.extension("dejax.host_gather").prepare_gather_errors(ordinals[0]):
+            raise MemoryError(
+                "gather: no pinned memory for the 64 bytes into which mode='raise' reports ids out of range"
+            )
+        return  # one place serves all devices
+
+
+@functools.cache
+def _devices() -> list[tuple[tuple[int, int], list[int]]]:
+    """The CUDA devices that jax uses in this process, by compute capability; none where it uses none.
+
+    The driver may show more of them: with one process for each GPU, each would hold memory on all.
+    """
+    driver, _ = _native.cuda_driver()
+    try:
+        used = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return []
+    found: dict[tuple[int, int], list[int]] = {}
+    if driver is None:
+        return []
+    for device in used:
+        ordinal = device.local_hardware_id
+        found.setdefault(driver.devices[ordinal].compute_capability, []).append(ordinal)
+    return sorted(found.items())
 
 
 def _compiled(file: str, definitions: tuple[tuple[str, str | int], ...], capability: tuple[int, int]) -> bytes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -52,6 +54,26 @@ def array_of(memory: Any, spec: TableSpec, device: Any) -> Array:
     return array if device in array.devices() else jax.device_put(array, device)
 
 
+def on_cpu(spec: TableSpec, device: Any, what: str) -> Array:
+    """Zeros in jax's own memory: it is the only kind that jax's CPU backend writes in place when it is donated.
+
+    Raises:
+        MemoryError: there is not so much memory.
+    """
+    leaf, wanted = spec.leaf, spec.rows * spec.row_bytes
+    # Beyond the machine's memory the system may say yes, and kill the process when the pages are written.
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if wanted > there:
+        raise MemoryError(f"{what}: {wanted} bytes are asked for, and the machine has {there}")
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    try:
+        return jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=sharding)().block_until_ready()
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error) and "ut of memory" not in str(error):
+            raise
+        raise MemoryError(f"{what}: {wanted} bytes could not be had: {error}") from error
+
+
 def address_of(leaf: Array) -> int:
     return leaf.addressable_data(0).unsafe_buffer_pointer()
 
@@ -61,6 +83,20 @@ def memory_of(leaf: Array) -> Any:
     if not leaf.size:
         return None
     return _native.extension("HostTable").HostMemory.find(address_of(leaf))
+
+
+def hold(leaf: Array) -> Any:
+    """As `memory_of`, where memory of jax is held, too: until the result goes, whatever happens to the array."""
+    memory = memory_of(leaf)
+    if memory is not None:
+        leaf.unsafe_buffer_pointer()  # an array that was deleted since might have left its address to another one
+        return memory
+    module = _native.extension("HostTable.write")
+    if next(iter(leaf.devices())).platform != "cpu":  # a copy that XLA made in pinned memory of its own
+        return module.HostMemory.adopt(address_of(leaf), leaf.nbytes, True, None, leaf)
+    # By DLPack rather than numpy.asarray, which jax keeps beside the array: donating it would then copy it.
+    held = np.from_dlpack(leaf)  # type: ignore[arg-type]
+    return module.HostMemory.adopt(held.ctypes.data, held.nbytes, True, None, held)
 
 
 class View:

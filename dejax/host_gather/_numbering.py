@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from dejax.host_gather._ids import in_range
+
 
 def unique_seeds(seeds: Array, num_nodes: int) -> Array:
     """Seeds in their order, with -1 for those out of range and for all but the first of equal ones."""
     positions = jnp.arange(seeds.shape[0], dtype=jnp.int32)
-    inside = (seeds >= 0) & (seeds < num_nodes)
-    wanted = jnp.where(inside, seeds, -1).astype(jnp.int32)
+    wanted = jnp.where(in_range(seeds, num_nodes), seeds, -1).astype(jnp.int32)
     ordered, at = jax.lax.sort((wanted, positions), num_keys=1)
     again = jnp.concatenate([jnp.zeros(1, bool), ordered[1:] == ordered[:-1]])[: seeds.shape[0]]
     return wanted.at[at].set(jnp.where(again, -1, ordered))

@@ -25,6 +25,12 @@ class TableSpec:
     platform: str  # "cpu" or "cuda": which handlers read it
     read_only: bool = False
     shared: bool = False  # by several devices: read only inside shard_map
+    marks: tuple[tuple[int, int], ...] = ()  # of `value_and_grad`: who notes gathers, and under which number
+
+    @property
+    def plain(self) -> TableSpec:
+        """Without marks: what handlers and kernels go by."""
+        return dataclasses.replace(self, marks=()) if self.marks else self
 
     @property
     def row_bytes(self) -> int:
@@ -67,3 +73,8 @@ def platform_of(device: jax.Device) -> str:
     raise ValueError(
         f"HostTable: {device.platform} devices cannot read host memory in place; use a CPU or an NVIDIA GPU"
     )
+
+
+def ordinal_of(spec: TableSpec, device: jax.Device | None) -> int | None:
+    """The number by which the CUDA driver knows the table's device; None for a table that is not pinned."""
+    return device_or_default(device).local_hardware_id if spec.platform == "cuda" else None

@@ -29,7 +29,7 @@ MOVE_BYTES = -1
 
 
 def element_dtype(dtype: Any, what: str) -> np.dtype:
-    """`dtype` as numpy's, if its elements are whole bytes."""
+    """`dtype` as numpy's in this machine's byte order, if its elements are whole bytes."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         raise TypeError(f"{what}: a dtype of numbers is needed, {dtype} was given; use jax.random.key_data for keys")
     found = np.dtype(dtype)
@@ -37,7 +37,14 @@ def element_dtype(dtype: Any, what: str) -> np.dtype:
         raise TypeError(f"{what}: a dtype of numbers is needed, {found} was given")
     if found.name.endswith(("int4", "int2", "int1", "e2m1fn")):
         raise TypeError(f"{what}: a dtype of whole bytes is needed, {found} was given; use int8")
-    return found
+    return found.newbyteorder("=")
+
+
+def native_order(array: Any) -> Any:
+    """A numpy array whose elements have the bytes of this machine's order; others as they are."""
+    if isinstance(array, np.ndarray | np.generic) and not array.dtype.isnative:
+        return np.asarray(array, array.dtype.newbyteorder("="))
+    return array
 
 
 def word_bits(dtype: np.dtype) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +11,18 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax.host_gather._ids import checked_ids, in_range
 from dejax.host_gather.table import HostTable
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CachedTable:
-    """A `HostTable` and a copy of some of its rows in device memory; `gather` takes either.
+    """A `HostTable` and a copy of some of its rows in device memory; what takes the one takes the other.
 
     Which rows are cached is fixed when it is made. Hit or miss is settled inside the kernel, row by row: shapes are
-    static, nothing is synchronised, and results are those of the table. Writing to the table makes the copies
-    stale: make the cache again.
+    static, nothing is synchronised, and results are those of the table. `scatter`, `scatter_add` and the optimizers
+    write the copies, too, and give a CachedTable. Writing the table inside by itself makes them stale.
 
     A pytree. On the CPU, where there is one memory, the cache is kept but not read.
 
@@ -54,10 +55,10 @@ class CachedTable:
         slots[hot] = order
         if not np.array_equal(slots[hot], order):
             raise ValueError("CachedTable: `ids` must be distinct")
-        leaf = table._operand("CachedTable")
-        words = dataclasses.replace(table._spec, row=leaf.shape[1:], dtype=np.dtype(leaf.dtype))
-        cache = gather(HostTable(leaf, words), hot)  # the bits of the rows, as the table carries them
-        return cls(table, cache, jnp.asarray(slots))
+        leaf = table._concrete("CachedTable")
+        places = jnp.asarray(slots) if table._spec.shared else jax.device_put(slots, next(iter(leaf.devices())))
+        # The bits of the rows, as the table carries them.
+        return cls(table, gather(table._words(), hot), places)
 
     @classmethod
     def from_counts(cls, table: HostTable, counts: ArrayLike, cached_rows: int) -> CachedTable:
@@ -67,14 +68,25 @@ class CachedTable:
             table: the table.
             counts: number[rows]: out-degrees of a graph's nodes, given frequencies, or a profile (`count_ids`).
             cached_rows: how many rows to cache.
+
+        Raises:
+            TypeError: counts that are no real numbers.
+            ValueError: counts of another shape, or with NaN; more rows than there are.
         """
         weights = np.asarray(counts)
+        if weights.dtype.kind not in "biuf" and not jnp.issubdtype(weights.dtype, jnp.floating):
+            raise TypeError(f"CachedTable: `counts` must be numbers, {weights.dtype} was given")
         if weights.shape != (len(table),):
             raise ValueError(f"CachedTable: `counts` must have shape ({len(table)},), {weights.shape} was given")
         if not 0 <= cached_rows <= len(table):
             raise ValueError(f"CachedTable: `cached_rows` must be from 0 to {len(table)}, {cached_rows} was given")
-        hot = np.argpartition(-weights, cached_rows - 1)[:cached_rows] if cached_rows else np.zeros(0, np.int64)
-        return cls.from_ids(table, hot)
+        if np.isnan(weights).any():
+            raise ValueError("CachedTable: `counts` must not have NaN")
+        if not cached_rows:
+            return cls.from_ids(table, np.zeros(0, np.int64))
+        # Not by the negative of the counts, which wraps where they are unsigned.
+        cold = len(weights) - cached_rows
+        return cls.from_ids(table, np.argpartition(weights, cold)[cold:] if cold else np.arange(len(weights)))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -84,20 +96,87 @@ class CachedTable:
     def dtype(self) -> np.dtype:
         return self.table.dtype
 
+    @property
+    def ndim(self) -> int:
+        return self.table.ndim
+
+    @property
+    def size(self) -> int:
+        return self.table.size
+
+    @property
+    def nbytes(self) -> int:
+        """Of the table, without the copies."""
+        return self.table.nbytes
+
+    @property
+    def read_only(self) -> bool:
+        return self.table.read_only
+
     def __len__(self) -> int:
         return len(self.table)
 
+    def __iter__(self) -> NoReturn:
+        iter(self.table)
+        raise AssertionError
+
+    def __contains__(self, value: Any) -> NoReturn:
+        _ = value in self.table
+        raise AssertionError
+
     def __getitem__(self, ids: Any) -> Array:
+        """Rows by integer ids of any shape: `gather(table, ids)`."""
         from dejax.host_gather.gather import gather
 
+        self.table._checked_index(ids)
         return gather(self, ids)
 
+    def numpy(self) -> np.ndarray:
+        """As `HostTable.numpy`."""
+        return self.table.numpy()
+
+    def close(self) -> None:
+        """As `HostTable.close`; the copies on the device stay until nothing refers to them."""
+        self.table.close()
+
+    def is_closed(self) -> bool:
+        """As `HostTable.is_closed`."""
+        return self.table.is_closed()
+
+    def __enter__(self) -> CachedTable:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def hit_rate(self, ids: ArrayLike) -> Array:
-        """float32 scalar, on the device: the part of `ids` in range whose rows are cached. For jit or outside of it."""
-        ids = jnp.asarray(ids)
-        inside = (ids >= 0) & (ids < len(self))
-        hits = inside & (self.slots.at[jnp.where(inside, ids, 0)].get(mode="fill", fill_value=-1) >= 0)
-        return hits.sum() / jnp.maximum(inside.sum(), 1).astype(jnp.float32)
+        """float32 scalar, on the device: the part of `ids` in range whose rows are cached. For jit or outside of it.
+
+        Raises:
+            TypeError: ids that are no integers.
+        """
+        ids = checked_ids("CachedTable.hit_rate", ids, len(self))
+        hits = self._places(ids) >= 0
+        return hits.sum() / jnp.maximum(in_range(ids, len(self)).sum(), 1).astype(jnp.float32)
+
+    def _places(self, ids: Array) -> Array:
+        """The row of `cache` that holds each id, -1 where none does."""
+        if not len(self):
+            return jnp.full(ids.shape, -1, jnp.int32)
+        there = in_range(ids, len(self))
+        return jnp.where(there, self.slots[jnp.where(there, ids, 0)], -1)
+
+    def _written(self, table: HostTable, ids: Array) -> CachedTable:
+        """With `table`, in which the rows of `ids` were written; their copies are read again."""
+        from dejax.host_gather.gather import gather
+
+        if not self.cache.shape[0]:
+            return CachedTable(table, self.cache, self.slots)
+        ids = ids.reshape(-1)
+        places = self._places(ids)
+        rows = gather(table._words(), jnp.where(places >= 0, ids, -1))
+        cache = self.cache.at[jnp.where(places >= 0, places, self.cache.shape[0])].set(rows, mode="drop")
+        return CachedTable(table, cache, self.slots)
 
 
 def count_ids(counts: ArrayLike, ids: ArrayLike) -> Array:
@@ -109,6 +188,16 @@ def count_ids(counts: ArrayLike, ids: ArrayLike) -> Array:
 
     Returns:
         int32[rows], for `CachedTable.from_counts`.
+
+    Raises:
+        TypeError: ids that are no integers.
+        ValueError: counts that are not of one axis.
     """
-    counts, ids = jnp.asarray(counts), jnp.asarray(ids).reshape(-1)
-    return counts.at[jnp.where(ids < 0, counts.shape[0], ids)].add(1, mode="drop")
+    counts = jnp.asarray(counts)
+    if counts.ndim != 1:
+        raise ValueError(f"count_ids: `counts` must be [rows], {counts.shape} was given")
+    if not counts.size:
+        return counts
+    ids = checked_ids("count_ids", ids, counts.size).reshape(-1)
+    there = in_range(ids, counts.size)
+    return counts.at[jnp.where(there, ids, 0)].add(there.astype(counts.dtype))

@@ -15,7 +15,8 @@ from jax.typing import ArrayLike
 
 from dejax import _native
 from dejax.host_gather import _cost, _kernels, _types
-from dejax.host_gather._recording import record, recording_active
+from dejax.host_gather._ids import checked_ids, in_range, nearest
+from dejax.host_gather._recording import record, recorded
 from dejax.host_gather._spec import TableSpec
 from dejax.host_gather.cached import CachedTable
 from dejax.host_gather.table import HostTable
@@ -93,19 +94,37 @@ def gather(
            [0., 1.],
            [0., 0.]], dtype=float32)
     """
-    cached = table if isinstance(table, CachedTable) else None
-    table = cached.table if cached else table
-    if recording_active() and scale is not None:
+    host, slots, cache = parts("gather", table)
+    noted = recorded(host)
+    if noted and scale is not None:
         raise ValueError("gather: the gradient of scaled rows is not defined; multiply the gathered rows instead")
-    leaf, ids, call, factor = prepared("gather", table, ids, mode, fill_value, out_dtype, scale, reduce, order, num_sms)
-    slots = cached.slots if cached else jnp.zeros((0,), jnp.int32)
-    cache = cached.cache if cached else jnp.zeros((0,), leaf.dtype)
-    if call.mean and not (call.ordered or recording_active()):
-        return mapped_call(call, ids.shape[-1])(leaf, ids, factor, slots, cache)
+    leaf, ids, call, factor = prepared("gather", host, ids, mode, fill_value, out_dtype, scale, reduce, order, num_sms)
+    if call.mean and not (call.ordered or noted):
+        with host._alive("gather"):
+            return mapped_call(call, ids.shape[-1])(leaf, cache, slots, ids, factor)
     plain = dataclasses.replace(call, mean=False, fill_value=0.0) if call.mean else call
-    rows = mapped_call(plain, 1)(leaf, ids, factor, slots, cache)
-    rows = record(table, jnp.clip(ids, 0, call.spec.rows - 1) if call.clip else ids, rows)
+    with host._alive("gather"):
+        rows = mapped_call(plain, 1)(leaf, cache, slots, ids, factor)
+    rows = record(host, nearest(ids, call.spec.rows) if call.clip else ids, rows)
     return _mean(call, rows, ids) if call.mean else rows
+
+
+def parts(what: str, table: Any) -> tuple[HostTable, Array, Array]:
+    """The table in host memory, and what of it lies on the device: slots and cache, both empty for a HostTable.
+
+    Raises:
+        TypeError: neither a HostTable nor a CachedTable.
+        TableClosedError: the table was closed, donated, or inherited by a forked child.
+    """
+    host = table.table if isinstance(table, CachedTable) else table
+    if not isinstance(host, HostTable):
+        raise TypeError(
+            f"{what}: `table` must be a HostTable, {type(table).__name__} was given; see HostTable.from_numpy"
+        )
+    host._operand(what)  # before anything is asked of jax, on which a forked child hangs
+    if isinstance(table, CachedTable):
+        return host, table.slots, table.cache
+    return host, jnp.zeros((0,), jnp.int32), jnp.zeros((0,), table._spec.leaf.dtype)
 
 
 def check_errors() -> None:
@@ -124,7 +143,7 @@ def check_errors() -> None:
 
 def prepared(
     what: str,
-    table: Any,
+    table: HostTable,
     ids: Any,
     mode: str,
     fill_value: Any,
@@ -135,14 +154,10 @@ def prepared(
     num_sms: int | None,
 ) -> tuple[Any, Array, Call, Array]:
     """Checked arguments of a gather."""
-    if not isinstance(table, HostTable):
-        raise TypeError(
-            f"{what}: `table` must be a HostTable, {type(table).__name__} was given; see HostTable.from_numpy"
-        )
     _native.extension(f"dejax.host_gather.{what}")
     leaf = table._operand(what)
-    spec = table._spec
-    ids = checked_ids(what, ids)
+    spec = table._spec.plain
+    ids = checked_ids(what, ids, spec.rows)
     for name, value, known in (
         ("mode", mode, ("fill", "clip", "raise")),
         ("order", order, ("auto", "given", "sorted")),
@@ -184,31 +199,6 @@ def prepared(
     return leaf, ids, call, factor
 
 
-def checked_ids(what: str, ids: Any) -> Array:
-    """Ids as int32 or int64."""
-    if not hasattr(ids, "dtype"):
-        ids = np.asarray(ids)
-        if ids.size == 0:
-            ids = ids.astype(np.int32)
-    kind = np.dtype(ids.dtype)
-    if kind == np.bool_:
-        raise TypeError(f"{what}: `ids` is a mask; give jnp.nonzero(mask, size=..., fill_value=-1)[0], its ids")
-    if not jnp.issubdtype(kind, jnp.integer):
-        raise TypeError(f"{what}: `ids` must be integers, {kind} was given; use ids.astype(jnp.int32)")
-    if isinstance(ids, np.ndarray) and kind.itemsize == 8 and not jax.config.values["jax_enable_x64"]:
-        # jax would cut them to 32 bits, and an id out of range could become one inside.
-        narrow = np.clip(ids, -1, np.iinfo(np.int32).max) if kind.kind == "i" else np.minimum(ids, 2**31 - 1)
-        ids = narrow.astype(np.int32)
-    elif kind.itemsize < 4:
-        ids = jnp.asarray(ids).astype(jnp.int32)
-    elif kind.kind == "u":
-        raise TypeError(f"{what}: `ids` must be signed integers, {kind} was given; use ids.astype(jnp.int32)")
-    ids = jnp.asarray(ids)
-    if ids.size >= 2**31:
-        raise ValueError(f"{what}: `ids` has {ids.size} elements, 2**31 - 1 is the most")
-    return ids
-
-
 def _result_dtype(what: str, spec: TableSpec, out_dtype: Any, mean: bool, scaled: bool) -> np.dtype:
     if out_dtype is None:
         convertible = spec.dtype.name in _types.RESULT_CODES
@@ -247,7 +237,7 @@ def _mean(call: Call, rows: Array, ids: Array) -> Array:
     row = (1,) * (rows.ndim - ids.ndim)
     if call.clip:
         return (total / ids.shape[-1]).astype(call.out_dtype)
-    count = ((ids >= 0) & (ids < call.spec.rows)).sum(axis=-1).reshape(ids.shape[:-1] + row)
+    count = in_range(ids, call.spec.rows).sum(axis=-1).reshape(ids.shape[:-1] + row)
     mean = total / jnp.maximum(count, 1)
     return jnp.where(count > 0, mean, call.fill_value).astype(call.out_dtype)
 
@@ -256,23 +246,25 @@ def _mean(call: Call, rows: Array, ids: Array) -> Array:
 def mapped_call(call: Call, fan_out: int) -> Any:
     """The native call as a function that `vmap` maps over ids, and over nothing else."""
 
+    # In the order of a CachedTable's leaves: two threads that take its arrays in different orders, one of them to
+    # donate them, would wait for each other for ever.
     @custom_vmap
     @jax.jit
-    def rows_of(leaf: Array, ids: Array, scale: Array, slots: Array, cache: Array) -> Array:
+    def rows_of(leaf: Array, cache: Array, slots: Array, ids: Array, scale: Array) -> Array:
         return launch(call, fan_out, leaf, ids, scale, slots, cache)
 
     @rows_of.def_vmap
     def over_ids(
-        size: int, batched: Any, leaf: Array, ids: Array, scale: Array, slots: Array, cache: Array
+        size: int, batched: Any, leaf: Array, cache: Array, slots: Array, ids: Array, scale: Array
     ) -> tuple[Array, bool]:
         del size
-        table_batched, ids_batched, *others = batched
-        if table_batched or any(others):
+        *tables_batched, ids_batched, scale_batched = batched
+        if any(tables_batched) or scale_batched:
             raise ValueError(
                 "gather: jax.vmap maps over ids only; give the table (and scale or cache) with in_axes=None, since "
                 "to map over it would copy it to the device"
             )
-        return rows_of(leaf, ids, scale, slots, cache), ids_batched
+        return rows_of(leaf, cache, slots, ids, scale), ids_batched
 
     return rows_of
 
@@ -295,6 +287,8 @@ def flat_call(
     unit = _types.store_unit(spec.row_bytes)
     kernel = 0
     if spec.platform == "cuda":
+        if call.raises:
+            _kernels.prepare_errors()
         kernel = _kernels.prepare(
             "gather.cu",
             ID="int" if flat.dtype == jnp.int32 else "long long",

@@ -12,14 +12,18 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax.host_gather import _types
-from dejax.host_gather._recording import recording_active
+from dejax.host_gather._ids import checked_ids, in_range
+from dejax.host_gather._recording import recorded
 from dejax.host_gather._spec import TableSpec
-from dejax.host_gather.gather import checked_ids, gather
+from dejax.host_gather.cached import CachedTable
+from dejax.host_gather.gather import gather, parts
 from dejax.host_gather.table import HostTable
+
+_PRECISIONS = ("tf32", "f32", "bf16")
 
 
 def typed_linear(
-    table: HostTable,
+    table: HostTable | CachedTable,
     ids: ArrayLike,
     types: ArrayLike,
     w: Array,
@@ -31,13 +35,14 @@ def typed_linear(
 
     On a GPU the kernel of `dejax.pallas.typed_matmul` reads its rows from host memory itself, type by type and within a
     type by ascending row. It reads a row once for each id: where several ids name a row, `gather` distinct rows and
-    multiply those. Elsewhere rows are gathered and multiplied by XLA.
+    multiply those. It reads rows that a `CachedTable` has on the device from host memory, too. Elsewhere rows are
+    gathered and multiplied by XLA.
 
     The gradient of `w` reads the rows a second time. The table has none, except under `host_gather.value_and_grad`,
     where rows are gathered and kept.
 
     Args:
-        table: HostTable [rows, k] of float32, bfloat16 or float16.
+        table: HostTable or CachedTable [rows, k] of float32, bfloat16 or float16.
         ids: int[n]; one out of range is a row of zeros.
         types: int[n], the type of each id; one out of range gives zeros.
         w: float[types, k, m].
@@ -49,7 +54,7 @@ def typed_linear(
 
     Raises:
         TypeError: ids or types that are no integers, rows of another dtype.
-        ValueError: shapes that do not fit each other; more than 2^31 - 1 rows.
+        ValueError: an unknown precision; shapes that do not fit each other; more than 2^31 - 1 rows.
 
     >>> table = HostTable.from_numpy(np.array([[1.0, 2.0], [3.0, 4.0]], np.float32))
     >>> w = jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])
@@ -58,10 +63,11 @@ def typed_linear(
            [10., 20.],
            [30., 40.]], dtype=float32)
     """
-    if not isinstance(table, HostTable):
-        raise TypeError(f"typed_linear: `table` must be a HostTable, {type(table).__name__} was given")
-    leaf, spec = table._operand("typed_linear"), table._spec
-    ids, types, w = checked_ids("typed_linear", ids), jnp.asarray(types), jnp.asarray(w)
+    host, _, _ = parts("typed_linear", table)
+    leaf, spec = host._operand("typed_linear"), host._spec.plain
+    if precision not in _PRECISIONS:
+        raise ValueError(f"typed_linear: `precision` must be one of {_PRECISIONS}, {precision!r} was given")
+    w = jnp.asarray(w)
     if len(spec.row) != 1 or spec.dtype.name not in _types.RESULT_CODES:
         raise TypeError(
             f"typed_linear: a table [rows, k] of float32, bfloat16 or float16 is needed, not {table!r}; gather with "
@@ -69,20 +75,20 @@ def typed_linear(
         )
     if w.ndim != 3 or w.shape[1] != spec.row[0]:
         raise ValueError(f"typed_linear: `w` must be [types, {spec.row[0]}, m], {w.shape} was given")
+    ids = checked_ids("typed_linear", ids, spec.rows)
+    types = checked_ids("typed_linear", types, w.shape[0], "types")
     if ids.ndim != 1 or types.shape != ids.shape:
         raise ValueError(f"typed_linear: `ids` and `types` must be [n], {ids.shape} and {types.shape} were given")
-    if not jnp.issubdtype(types.dtype, jnp.integer):
-        raise TypeError(f"typed_linear: `types` must be integers, {types.dtype} was given")
     if spec.rows >= 2**31:
         raise ValueError(f"typed_linear: the table has {spec.rows} rows, 2^31 - 1 is the most; gather the rows")
     dtype = jnp.dtype(out_dtype or jnp.promote_types(spec.dtype, w.dtype))
     # Rows that are not there, and types that are not there, come last and are left out.
-    kept = (ids >= 0) & (ids < spec.rows) & (types >= 0) & (types < w.shape[0])
+    kept = in_range(ids, spec.rows) & in_range(types, w.shape[0])
     key = jnp.where(kept, types, w.shape[0]).astype(jnp.int32)
     row = jnp.where(kept, ids, -1).astype(jnp.int32)
     key, row, order = jax.lax.sort((key, row, jnp.arange(ids.size, dtype=jnp.int32)), num_keys=2)
     offsets = jnp.searchsorted(key, jnp.arange(w.shape[0] + 1, dtype=jnp.int32)).astype(jnp.int32)
-    if spec.platform == "cuda" and not recording_active() and min(ids.size, spec.rows, *w.shape):
+    if spec.platform == "cuda" and not recorded(host) and min(ids.size, spec.rows, *w.shape):
         # Compiled as one also outside of jit, where jax would take the kernel's operands for arrays of the device.
         return _compiled(spec, precision, dtype, leaf, row, order, offsets, w)
     rows = gather(table, row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +13,29 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax.host_gather._draws import below, draw_subset, draw_weighted, draw_weighted_subset
+from dejax.host_gather._ids import checked_ids, in_range
 from dejax.host_gather._numbering import number_nodes, unique_seeds
+from dejax.host_gather._weights import alias_tables
+from dejax.host_gather.cached import CachedTable
 from dejax.host_gather.gather import gather
 from dejax.host_gather.table import HostTable
 
-Rows = HostTable | Array
+Rows = HostTable | CachedTable | Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class EdgeWeights:
+    """Weights of a topology's edges, in the forms in which edges are drawn by them. A pytree.
+
+    Attributes:
+        alias: int32[edges, 2], an alias table for each group: the bits of a share as float32, and another edge.
+        logs: float32[edges], log(weight / the group's largest weight).
+    """
+
+    alias: Rows
+    logs: Rows
 
 
 @jax.tree_util.register_dataclass
@@ -29,14 +48,14 @@ class Topology:
     Attributes:
         starts: int[groups + 1], where each group's edges begin; group `node * num_relations + relation`.
         senders: int[edges], by group.
-        cumulative: float32[edges], running sums of edge weights within each group, or None where edges have no weights.
-        num_nodes: number of nodes.
+        weights: EdgeWeights, or None where edges have no weights.
+        num_nodes: number of nodes, below 2**31.
         num_relations: number of relations; 1 for a plain graph.
     """
 
     starts: Rows
     senders: Rows
-    cumulative: Rows | None
+    weights: EdgeWeights | None
     num_nodes: int = dataclasses.field(metadata={"static": True})
     num_relations: int = dataclasses.field(default=1, metadata={"static": True})
 
@@ -60,11 +79,13 @@ class Topology:
             num_nodes: number of nodes.
             relation: int[edges], or None for one relation.
             num_relations: number of relations.
-            weights: float[edges], not negative: edges are drawn with probabilities in proportion.
+            weights: float[edges], not negative: edges are drawn with probabilities in proportion, to seven digits
+                however small a weight is beside others. They take 12 bytes an edge.
             on_host: whether the lists lie in host memory.
 
         Raises:
-            ValueError: lengths that differ, ids out of range, weights that are negative or not finite.
+            ValueError: lengths that differ, ids out of range, weights that are negative or not finite; 2**31 nodes or,
+                without jax's 64-bit mode, edges.
         """
         source, target = np.asarray(senders), np.asarray(receivers)
         kind = np.zeros(len(source), np.int64) if relation is None else np.asarray(relation)
@@ -75,22 +96,16 @@ class Topology:
         ):  # fmt: skip
             if values.size and (values.dtype.kind not in "iu" or values.min() < 0 or values.max() >= count):
                 raise ValueError(f"Topology: `{name}` must be integers from 0 to {count - 1}")
-        group = target.astype(np.int64) * num_relations + kind
+        group = target.astype(np.int64) * num_relations + kind.astype(np.int64)
         order = np.argsort(group, kind="stable")
         counts = np.bincount(group, minlength=num_nodes * num_relations)
-        wide = np.int64 if len(source) >= 2**31 else np.int32
-        starts = np.concatenate([[0], np.cumsum(counts)]).astype(wide)
-        cumulative = None
-        if weights is not None:
-            given = np.asarray(weights, np.float64)
-            if given.shape != source.shape or not np.isfinite(given).all() or (given < 0).any():
-                raise ValueError("Topology: `weights` must be finite and not negative, one for each edge")
-            running = np.cumsum(given[order])
-            before = np.concatenate([[0.0], running])[starts[:-1]]
-            cumulative = (running - np.repeat(before, counts)).astype(np.float32)
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        given = None if weights is None else np.asarray(weights, np.float64)
+        if given is not None and given.shape != source.shape:
+            raise ValueError(_BAD_WEIGHTS)
         return cls.from_csc(
-            starts, source[order].astype(np.int32), cumulative, num_nodes=num_nodes, num_relations=num_relations,
-            on_host=on_host,
+            starts, source[order].astype(np.int32), weights=None if given is None else given[order],
+            num_nodes=num_nodes, num_relations=num_relations, on_host=on_host,
         )  # fmt: skip
 
     @classmethod
@@ -102,6 +117,7 @@ class Topology:
         *,
         num_nodes: int,
         num_relations: int = 1,
+        weights: Any = None,
         on_host: bool = False,
     ) -> Topology:
         """From lists that are sorted already; HostTables stay where they are, and arrays of jax are not looked into.
@@ -110,17 +126,22 @@ class Topology:
             starts: int[num_nodes * num_relations + 1], where each group's edges begin, and the number of edges; group
                 `node * num_relations + relation`.
             senders: int[edges], by group.
-            cumulative: float32[edges], running sums of edge weights within each group; None: edges have no weights.
+            cumulative: float[edges], running sums of edge weights within each group, in place of `weights`. Sums in
+                float32 have lost small weights, which cannot be had back.
             num_nodes: number of nodes.
             num_relations: number of relations.
+            weights: float[edges], by group, as in `from_edges`, or None. Read here, wherever they lie.
             on_host: whether lists that are no HostTables are put in host memory; otherwise they go to the device.
 
         Raises:
+            TypeError: lists that are no integers.
             ValueError: `starts` of another length than its groups need or not ascending from 0 to the number of
-                edges, senders out of range.
+                edges, senders out of range, weights that are negative or not finite; 2**31 nodes or, without jax's
+                64-bit mode, edges.
         """
-        if not hasattr(starts, "shape") or not hasattr(senders, "shape"):
-            starts, senders = np.asarray(starts), np.asarray(senders)
+        if not 0 <= num_nodes < 2**31:
+            raise ValueError(f"Topology: `num_nodes` must be from 0 to 2**31 - 1, {num_nodes} was given")
+        starts, senders = _index_list("starts", starts), _index_list("senders", senders)
         if starts.shape != (num_nodes * num_relations + 1,):
             raise ValueError(
                 f"Topology: `starts` must have shape ({num_nodes * num_relations + 1},), not {starts.shape}"
@@ -133,13 +154,62 @@ class Topology:
             raise ValueError(f"Topology: `senders` must be integers from 0 to {num_nodes - 1}")
 
         def place(values: Any) -> Rows:
-            if isinstance(values, HostTable):
+            if isinstance(values, HostTable | CachedTable):
                 return values
             return HostTable.from_numpy(np.asarray(values)) if on_host else jnp.asarray(values)
 
-        return cls(
-            place(starts), place(senders), None if cumulative is None else place(cumulative), num_nodes, num_relations
+        made = None
+        if weights is not None or cumulative is not None:
+            if weights is not None and cumulative is not None:
+                raise ValueError("Topology: give `weights` or `cumulative`, not both")
+            begins = _read("starts", starts).astype(np.int64)
+            given = _checked_weights(begins, weights, cumulative)
+            made = EdgeWeights(*map(place, alias_tables(begins, given)))
+        return cls(place(starts), place(senders), made, num_nodes, num_relations)
+
+
+_BAD_WEIGHTS = "Topology: `weights` must be finite and not negative, one for each edge"
+
+
+def _index_list(name: str, values: Any) -> Any:
+    """A list of integers: HostTables and arrays of jax as they are, others as numpy's int32, or int64 where needed."""
+    if isinstance(values, HostTable | CachedTable | Array):
+        wide = values.dtype.itemsize > 4
+    else:
+        values = np.asarray(values)
+        values = values.astype(np.int32) if not values.size else values
+        wide = values.dtype.kind in "iu" and values.size and int(values.max()) >= 2**31
+    if not jnp.issubdtype(values.dtype, jnp.integer):
+        raise TypeError(f"Topology: `{name}` must be integers, {values.dtype} was given")
+    if wide and not jax.config.values["jax_enable_x64"]:
+        raise ValueError(
+            f"Topology: `{name}` of 2**31 or more, or of int64 in a table, need jax's 64-bit mode: "
+            "jax.config.update('jax_enable_x64', True)"
         )
+    if isinstance(values, np.ndarray) and values.size and (int(values.min()) >= -(2**31)):
+        return values.astype(np.int64 if wide else np.int32, copy=False)
+    return values
+
+
+def _read(name: str, values: Any) -> np.ndarray:
+    """A list as numpy's, wherever it lies."""
+    if isinstance(values, jax.core.Tracer):
+        raise TypeError(f"Topology: with weights `{name}` must be there: make the topology outside of jitted functions")
+    return values.numpy() if isinstance(values, HostTable | CachedTable) else np.asarray(values)
+
+
+def _checked_weights(starts: np.ndarray, weights: Any, cumulative: Any) -> np.ndarray:
+    """Weights by group, of their own or as differences of running sums."""
+    given = _read("weights", cumulative if weights is None else weights).astype(np.float64)
+    if given.shape != (int(starts[-1]),):
+        raise ValueError(_BAD_WEIGHTS)
+    if weights is None:
+        first = np.zeros(len(given), bool)
+        first[starts[:-1][np.diff(starts) > 0]] = True
+        given = np.maximum(np.where(first, given, np.diff(given, prepend=0.0)), 0.0)
+    if not np.isfinite(given).all() or (given < 0).any():
+        raise ValueError(_BAD_WEIGHTS)
+    return given
 
 
 @jax.tree_util.register_dataclass
@@ -170,9 +240,9 @@ def sample_neighbors(
     """Draws up to `fan_out` incoming edges of each seed (and relation), uniformly or by weight.
 
     Without replacement and weights each subset of `fan_out` edges is equally likely (Floyd's algorithm: `fan_out`
-    draws, whatever the degree), and a seed with no more edges than that gets all of them. With weights and without
-    replacement edges are drawn one after the other in proportion to their weights among those left
-    (Efraimidis and Spirakis, 2006), which reads all edges of a seed.
+    draws, whatever the degree), and a seed with no more edges than that gets all of them. With weights and replacement
+    each draw is one read, of an alias table. With weights and without replacement edges are drawn one after the other
+    in proportion to their weights among those left (Efraimidis and Spirakis, 2006), which reads all edges of a seed.
 
     Args:
         key: jax.random key; the same key gives the same sample.
@@ -191,11 +261,11 @@ def sample_neighbors(
     """
     if fan_out < 1:
         raise ValueError(f"sample_neighbors: `fan_out` must be at least 1, {fan_out} was given")
-    seeds = jnp.asarray(seeds)
-    if seeds.ndim != 1 or not jnp.issubdtype(seeds.dtype, jnp.integer):
+    seeds = checked_ids("sample_neighbors", seeds, topology.num_nodes, "seeds", "int[seeds]")
+    if seeds.ndim != 1:
         raise TypeError(f"sample_neighbors: `seeds` must be int[seeds], {seeds.dtype}{list(seeds.shape)} was given")
     relations = topology.num_relations
-    inside = (seeds >= 0) & (seeds < topology.num_nodes)
+    inside = in_range(seeds, topology.num_nodes)
     if topology.num_nodes * relations >= 2**31 and seeds.dtype.itemsize < 8:
         raise ValueError(
             f"sample_neighbors: {topology.num_nodes} nodes of {relations} relations need seeds of int64, in jax's "
@@ -205,23 +275,26 @@ def sample_neighbors(
     # Nothing is read for padding. Were it read as node 0, each warp would ask for one and the same line of host memory,
     # which took 0.12 us each time: 40 ms for five million seeds of padding.
     wanted = jnp.where(inside[:, None, None], jnp.stack([groups, groups + 1], axis=-1), -1).reshape(-1, 2)
-    bounds = _take(topology.starts, wanted)
+    bounds = _signed(_take(topology.starts, wanted))
     start, degree = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
-    if topology.cumulative is not None and not replace:
-        chosen, mask = _weighted_subset(key, topology, start, degree, fan_out, max_degree)
-    else:
+    weights = topology.weights
+    if weights is None:
         if replace:
-            draws = jax.random.uniform(key, (len(start), fan_out))
-            mask = jnp.broadcast_to(degree[:, None] > 0, draws.shape)
-            if topology.cumulative is None:
-                chosen = _scaled(draws, degree[:, None])
-            else:
-                chosen, there = _weighted(draws, topology.cumulative, start, degree)
-                mask = mask & there
+            chosen = below(key, (len(start), fan_out), degree[:, None])
+            mask = jnp.broadcast_to(degree[:, None] > 0, chosen.shape)
         else:
-            chosen, mask = _subset(key, degree, fan_out)
+            chosen, mask = draw_subset(key, degree, fan_out)
+    elif replace:
+        chosen, mask = draw_weighted(key, functools.partial(_take, weights.alias), start, degree, fan_out)
+    elif max_degree is None:
+        raise ValueError(
+            "sample_neighbors: weights without replacement need `max_degree`, the most edges that a seed has"
+        )
+    else:
+        logs = functools.partial(_take, weights.logs)
+        chosen, mask = draw_weighted_subset(key, logs, start, degree, fan_out, max_degree)
     edges = jnp.where(mask, start[:, None] + chosen.astype(start.dtype), -1)
-    senders = jnp.where(mask, _take(topology.senders, edges), -1).astype(jnp.int32)
+    senders = jnp.where(mask, _take(topology.senders, edges).astype(jnp.int32), -1)
     shape = (len(seeds), relations * fan_out)
     return Neighbors(senders.reshape(shape), edges.reshape(shape), mask.reshape(shape))
 
@@ -296,9 +369,11 @@ def sample_graph(
     >>> graph.node_ids, graph.senders[graph.edge_mask], graph.receivers[graph.edge_mask]
     (Array([ 0,  1, -1,  2,  3, -1, -1], dtype=int32), Array([1, 3, 4], dtype=int32), Array([0, 1, 1], dtype=int32))
     """
-    seeds = jnp.asarray(seeds)
     if not fan_outs:
         raise ValueError("sample_graph: `fan_outs` must have at least one hop")
+    seeds = checked_ids("sample_graph", seeds, topology.num_nodes, "seeds", "int[seeds]")
+    if seeds.ndim != 1:
+        raise TypeError(f"sample_graph: `seeds` must be int[seeds], {seeds.dtype}{list(seeds.shape)} was given")
     relations, num_seeds = topology.num_relations, seeds.shape[0]
     limits: list[int] = []
     most = num_seeds
@@ -350,65 +425,17 @@ _LIST_SMS = 64
 
 
 def _take(values: Rows, ids: Array) -> Array:
-    if isinstance(values, HostTable):
+    if isinstance(values, HostTable | CachedTable):
         return gather(values, ids, order="given", num_sms=_LIST_SMS)
     if values.shape[0] == 0:
-        return jnp.zeros(ids.shape, values.dtype)
+        return jnp.zeros(ids.shape + values.shape[1:], values.dtype)
     return values.at[jnp.where(ids < 0, values.shape[0], ids)].get(mode="fill", fill_value=0)
 
 
-def _scaled(draws: Array, degree: Array) -> Array:
-    """Positions below `degree` from draws in [0, 1); a draw that rounds up to `degree` stays below it."""
-    return jnp.clip((draws * degree).astype(degree.dtype), 0, jnp.maximum(degree - 1, 0))
-
-
-def _subset(key: Array, degree: Array, fan_out: int) -> tuple[Array, Array]:
-    """Floyd's algorithm: a uniform subset of `fan_out` positions below `degree`, all where there are no more."""
-    draws = jax.random.uniform(key, (fan_out, degree.shape[0]))
-    chosen: list[Array] = []
-    for i in range(fan_out):
-        last = degree - fan_out + i  # the largest position that this draw may give
-        drawn = _scaled(draws[i], last + 1)
-        taken = jnp.zeros(degree.shape, bool)
-        for earlier in chosen:
-            taken = taken | (earlier == drawn)
-        chosen.append(jnp.where(degree <= fan_out, i, jnp.where(taken, last, drawn)))
-    positions = jnp.stack(chosen, axis=1)
-    return positions, jnp.arange(fan_out) < degree[:, None]
-
-
-def _weighted(draws: Array, cumulative: Rows, start: Array, degree: Array) -> tuple[Array, Array]:
-    """The first positions whose running sum is above draw * total; False where all weights are 0."""
-    total = _take(cumulative, jnp.where(degree > 0, start + degree - 1, -1))
-    goal = draws * total[:, None]
-    low = jnp.zeros(draws.shape, start.dtype)
-    high = jnp.broadcast_to(jnp.maximum(degree - 1, 0)[:, None], draws.shape)
-
-    def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds
-        middle = (low + high) // 2
-        above = _take(cumulative, start[:, None] + middle) > goal
-        return jnp.where(above, low, jnp.minimum(middle + 1, high)), jnp.where(above, middle, high)
-
-    low, _ = jax.lax.fori_loop(0, 32, halve, (low, high))
-    return low, jnp.broadcast_to((total > 0)[:, None], draws.shape)
-
-
-def _weighted_subset(
-    key: Array, topology: Topology, start: Array, degree: Array, fan_out: int, max_degree: int | None
-) -> tuple[Array, Array]:
-    """Keys log(u) / weight; the `fan_out` largest are the sample."""
-    if max_degree is None:
-        raise ValueError(
-            "sample_neighbors: weights without replacement need `max_degree`, the most edges that a seed has"
-        )
-    assert topology.cumulative is not None
-    position = jnp.arange(max_degree, dtype=start.dtype)
-    there = position < degree[:, None]
-    sums = _take(topology.cumulative, jnp.where(there, start[:, None] + position, -1))
-    weights = jnp.diff(sums, axis=1, prepend=0.0)
-    usable = there & (weights > 0)
-    draws = jnp.log1p(-jax.random.uniform(key, usable.shape)) / jnp.where(usable, weights, 1.0)
-    draws, chosen = jax.lax.top_k(jnp.where(usable, draws, -jnp.inf), min(fan_out, max_degree))
-    missing = ((0, 0), (0, fan_out - chosen.shape[1]))
-    return jnp.pad(chosen, missing).astype(start.dtype), jnp.pad(draws > -jnp.inf, missing)
+def _signed(values: Array) -> Array:
+    """Places in lists as int32 or int64, whatever the list's dtype: differences of others would wrap."""
+    if values.dtype in (jnp.int32, jnp.int64):
+        return values
+    if values.dtype.itemsize >= 4:
+        raise TypeError(f"sample_neighbors: `starts` must be signed integers, {values.dtype} was given")
+    return values.astype(jnp.int32)

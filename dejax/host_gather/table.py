@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import operator
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
@@ -16,8 +19,9 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dejax import _native
-from dejax.host_gather._memory import View, address_of, array_of, host_sharding, memory_of, pin
-from dejax.host_gather._spec import TableSpec, device_or_default, platform_of, table_spec
+from dejax.host_gather._leaf import GoneLeaf, TableLeaf, asked_from_outside, process_of
+from dejax.host_gather._memory import View, array_of, hold, host_sharding, memory_of, on_cpu, pin
+from dejax.host_gather._spec import TableSpec, device_or_default, ordinal_of, platform_of, table_spec
 from dejax.host_gather._tracing import closed_over
 
 if TYPE_CHECKING:
@@ -28,6 +32,9 @@ _ALIGNMENT = 64  # bytes; what jax needs to take memory of the CPU as it is
 
 class TableClosedError(RuntimeError):
     """A table was used after it was closed, donated or, in a forked process, inherited."""
+
+
+_CLOSED = "the table was closed, or donated to a jitted function; use the table that the function returned"
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -58,13 +65,15 @@ class HostTable:
            [ 0.,  1.]], dtype=float32)
     """
 
-    __slots__ = ("_leaf", "_pid", "_spec")
+    __slots__ = ("_leaf", "_spec")
     # jnp functions ask for it first, and get the error with the remedy rather than one about an unknown type.
     __array_priority__ = 1000
 
     def __init__(self, leaf: Any, spec: TableSpec) -> None:
         """For dejax itself: use the constructors named above."""
-        self._leaf, self._spec, self._pid = leaf, spec, os.getpid()
+        self._leaf, self._spec = leaf, spec
+        if isinstance(leaf, Array) and not isinstance(leaf, jax.core.Tracer):
+            process_of(leaf)
 
     # -------------------------------------------------------------------------------------------- constructors
 
@@ -79,10 +88,11 @@ class HostTable:
         """A table with the rows of a numpy array.
 
         Args:
-            array: [rows, *row], any dtype of whole bytes.
+            array: [rows, *row], any dtype of whole bytes, in any byte order.
             copy: False pins the array's own memory, which stays the array's: what is written to it is seen in the
                 table. (On the CPU `scatter` moves such a table to memory of its own.) The array must be C-contiguous
-                and begin at a multiple of 64 bytes (16 on a GPU); a read-only one gives a read-only table.
+                and begin at a multiple of 64 bytes (16 on a GPU); a read-only one gives a read-only table. Among
+                several CPU devices only the first one reads an array's own memory.
             device: whose steps will read it; by default jax's default device.
 
         Raises:
@@ -91,12 +101,22 @@ class HostTable:
             MemoryError: the memory cannot be pinned.
         """
         what = "HostTable.from_numpy"
-        given = np.asarray(array)
+        given = array.numpy() if isinstance(array, HostTable) else np.asarray(array)
         spec = table_spec(given.shape, given.dtype, device, what)
         if copy:
             table = cls._allocate(spec, device, what)
             table.write(0, given)
             return table
+        if not given.dtype.isnative:
+            raise ValueError(
+                f"{what}: with copy=False `array` must be in this machine's byte order, {given.dtype.str} was given; "
+                "use copy=True"
+            )
+        if spec.platform == "cpu" and device_or_default(device) != jax.local_devices(backend="cpu")[0]:
+            raise ValueError(
+                f"{what}: with copy=False `device` must be the first CPU device, {device_or_default(device)} was "
+                "given; use copy=True"
+            )
         if not given.flags.c_contiguous:
             raise ValueError(f"{what}: with copy=False `array` must be C-contiguous; use copy=True")
         needed = 16 if spec.platform == "cuda" else _ALIGNMENT
@@ -109,7 +129,7 @@ class HostTable:
         memory = pin(
             what,
             lambda module: module.HostMemory.adopt(
-                given.ctypes.data, given.nbytes, given.flags.writeable, spec.platform == "cuda", given
+                given.ctypes.data, given.nbytes, given.flags.writeable, ordinal_of(spec, device), given
             ),
         )
         return cls(array_of(memory, spec, device_or_default(device)), spec)
@@ -148,12 +168,16 @@ class HostTable:
         """A read-only table with the bytes of a file.
 
         On the CPU the file is mapped, and read when rows are. On a GPU it is mapped and pinned where the driver can pin
-        pages of files; where it cannot, the file is read into pinned memory, by all threads.
+        pages of files; where it cannot, the file is read into pinned memory, by all threads. A file of the other byte
+        order is read and turned around.
+
+        A file that is mapped must not become shorter while the table is used. A table whose file did is refused when it
+        is used next; a step that reads it at that moment ends the process (SIGBUS), which nothing can prevent.
 
         Args:
             path: the file.
             shape: (rows, *row).
-            dtype: of whole bytes.
+            dtype: of whole bytes, in any byte order.
             offset: bytes before the first row.
             device: whose steps will read it.
 
@@ -164,6 +188,7 @@ class HostTable:
         what = f"HostTable.from_file({os.fspath(path)!r})"
         spec = dataclasses.replace(table_spec(shape, dtype, device, what), read_only=True)
         wanted, there = spec.rows * spec.row_bytes, Path(path).stat().st_size
+        given = np.dtype(dtype)
         if offset < 0 or there < offset + wanted:
             raise ValueError(
                 f"{what}: shape {(spec.rows, *spec.row)} of {spec.dtype} after {offset} bytes needs a file of "
@@ -171,14 +196,20 @@ class HostTable:
             )
         if not wanted:
             return HostTable(cls._allocate(spec, device, what)._leaf, spec)
-        module = _native.extension(what)
-        pinned = spec.platform == "cuda"
+        if not given.isnative:  # read and turned around, in parts
+            table = cls._allocate(dataclasses.replace(spec, read_only=False), device, what)
+            rows = np.memmap(path, given, "r", offset, (spec.rows, *spec.row))
+            block = max(1, (64 << 20) // spec.row_bytes)
+            for start in range(0, spec.rows, block):
+                table.write(start, rows[start : start + block])
+            return HostTable(table._leaf, spec)
+        module, ordinal = _native.extension(what), ordinal_of(spec, device)
         try:
-            if offset % (16 if pinned else _ALIGNMENT):
+            if offset % (_ALIGNMENT if ordinal is None else 16):
                 raise RuntimeError("the rows do not begin at a multiple of 16 bytes of the file")
-            memory = module.HostMemory.map_file(os.fspath(path), offset, wanted, pinned)
+            memory = module.HostMemory.map_file(os.fspath(path), offset, wanted, ordinal)
         except RuntimeError:
-            memory = pin(what, lambda module: module.HostMemory.allocate(wanted, pinned))
+            memory = pin(what, lambda module: module.HostMemory.allocate(wanted, ordinal))
             try:
                 memory.read_file(os.fspath(path), offset)
             except RuntimeError as error:
@@ -213,17 +244,14 @@ class HostTable:
     @classmethod
     def _allocate(cls, spec: TableSpec, device: jax.Device | None, what: str) -> HostTable:
         if spec.platform == "cuda" and spec.rows * spec.row_bytes:
-            memory = pin(what, lambda module: module.HostMemory.allocate(spec.rows * spec.row_bytes, True))
+            ordinal = ordinal_of(spec, device)
+            memory = pin(what, lambda module: module.HostMemory.allocate(spec.rows * spec.row_bytes, ordinal))
             return cls(array_of(memory, spec, device_or_default(device)), spec)
         if spec.platform == "cuda":  # without an element there is no memory, and jax can have it as it likes
-            return cls(
-                jax.device_put(np.zeros(spec.leaf.shape, spec.leaf.dtype), host_sharding(device_or_default(device))),
-                spec,
-            )
+            nothing = np.zeros(spec.leaf.shape, spec.leaf.dtype)
+            return cls(jax.device_put(nothing, host_sharding(device_or_default(device))), spec)
         # jax's own memory: it is the only kind that jax's CPU backend writes in place when it is donated.
-        leaf = spec.leaf
-        with jax.default_device(device_or_default(device)):
-            return cls(jax.jit(lambda: jax.numpy.zeros(leaf.shape, leaf.dtype))(), spec)
+        return cls(on_cpu(spec, device_or_default(device), what), spec)
 
     # -------------------------------------------------------------------------------------------- what it is
 
@@ -270,12 +298,35 @@ class HostTable:
         """Rows by integer ids of any shape: `gather(table, ids)`."""
         from dejax.host_gather.gather import gather
 
+        self._checked_index(ids)
+        return gather(self, ids)
+
+    @staticmethod
+    def _checked_index(ids: Any) -> None:
         if isinstance(ids, slice | tuple) or ids is None or ids is Ellipsis:
             raise TypeError(
                 "HostTable: it is indexed by one array of row ids; a slice would be copied to the device. Use "
                 "table[jnp.arange(start, stop)] for those rows, or table.numpy()[...] outside of jit"
             )
-        return gather(self, ids)
+
+    def __iter__(self) -> NoReturn:
+        # Without it Python would ask for rows 0, 1, ... until an IndexError, and ids out of range give rows of zeros.
+        raise TypeError(
+            "HostTable: it cannot be iterated over, which would be a gather for each row. Use `for row in "
+            "table.numpy()` outside of jit, or table[jnp.arange(len(table))]"
+        )
+
+    def __contains__(self, value: Any) -> NoReturn:
+        raise TypeError("HostTable: `in` would read all of it; use `value in table.numpy()` outside of jit")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "HostTable: pickling or deep copying would copy all of it without a word. Save table.numpy(), and make "
+            "the table again by HostTable.from_npy or from_numpy; give it to other processes as a file"
+        )
+
+    def __copy__(self) -> HostTable:
+        return HostTable(self._leaf, self._spec)
 
     def __jax_array__(self) -> NoReturn:
         raise TypeError(
@@ -295,9 +346,10 @@ class HostTable:
             TypeError: inside a jitted function.
         """
         leaf = self._concrete("numpy")
-        leaf.block_until_ready()
-        memory = memory_of(leaf)
-        words = np.asarray(leaf) if memory is None else View(memory, leaf).array()
+        with self._alive("HostTable.numpy"):
+            leaf.block_until_ready()
+            memory = memory_of(leaf)
+            words = np.asarray(leaf) if memory is None else View(memory, leaf).array()
         view = (
             words.reshape(self._spec.rows, -1).view(self._spec.dtype) if self.size else np.empty(self.shape, self.dtype)
         )
@@ -308,7 +360,8 @@ class HostTable:
     def write(self, start: int, rows: ArrayLike) -> None:
         """Copies rows into the table, from the host, at once: for filling a table, not for use within a step.
 
-        Steps in flight that read the table are not waited for: they may see old rows or new ones.
+        Steps in flight that read the table are not waited for: they may see old rows or new ones. Nor is another thread
+        that closes the table or donates it: then the rows are lost with it.
 
         Args:
             start: the first row written.
@@ -320,7 +373,10 @@ class HostTable:
             TypeError: inside a jitted function.
         """
         leaf = self._concrete("write")
-        given = np.ascontiguousarray(np.asarray(rows), dtype=self.dtype)
+        given = np.ascontiguousarray(
+            rows.numpy() if isinstance(rows, HostTable) else np.asarray(rows), dtype=self.dtype
+        )
+        start = operator.index(start)
         if self.read_only:
             raise ValueError("HostTable.write: the table is read-only (made from a file or a read-only array)")
         if given.shape[1:] != self._spec.row or given.ndim != self.ndim:
@@ -329,12 +385,9 @@ class HostTable:
             raise ValueError(f"HostTable.write: rows {start} to {start + len(given)} do not fit in {len(self)} rows")
         if not given.nbytes:
             return
-        leaf.block_until_ready()
-        memory = memory_of(leaf)
-        if memory is None:
-            memory = _native.extension("HostTable.write").HostMemory.adopt(
-                address_of(leaf), self.nbytes, True, False, leaf
-            )
+        with self._alive("HostTable.write"):
+            leaf.block_until_ready()
+            memory = hold(leaf)  # until the rows are there, whoever closes the table meanwhile
         memory.copy_in(start * self._spec.row_bytes, given.ctypes.data, given.nbytes)
 
     # -------------------------------------------------------------------------------------------- lifetime
@@ -374,7 +427,8 @@ class HostTable:
             raise ValueError("HostTable.share: the mesh must have devices of this process only")
         if any(platform_of(device) != self._spec.platform for device in devices):
             raise ValueError(f"HostTable.share: the mesh must have {self._spec.platform} devices")
-        memory = memory_of(leaf)
+        with self._alive("HostTable.share"):
+            memory = memory_of(leaf)
         if self._spec.platform == "cuda" and memory is not None:
             parts = [array_of(memory, self._spec, device) for device in devices]
             kind = "pinned_host"
@@ -388,14 +442,29 @@ class HostTable:
     # -------------------------------------------------------------------------------------------- pytree
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], TableSpec]:
-        return ((jax.tree_util.GetAttrKey("rows"), self._leaf),), self._spec
+        return ((jax.tree_util.GetAttrKey("rows"), self._child(sys._getframe(1))),), self._spec
 
     def tree_flatten(self) -> tuple[tuple[Any], TableSpec]:
-        return (self._leaf,), self._spec
+        return (self._child(sys._getframe(1)),), self._spec
 
     @classmethod
     def tree_unflatten(cls, spec: TableSpec, leaves: tuple[Any]) -> HostTable:
-        return cls(leaves[0], spec)
+        leaf = leaves[0]
+        return cls(leaf.array if isinstance(leaf, TableLeaf | GoneLeaf) else leaf, spec)
+
+    def _child(self, asker: FrameType) -> Any:
+        """The leaf, for whoever asks: the array for jax, a `TableLeaf` for code that calls jax.tree."""
+        leaf = self._leaf
+        if not isinstance(leaf, Array):
+            return leaf
+        if asked_from_outside(asker):
+            return TableLeaf(leaf, self._spec)
+        if not isinstance(leaf, jax.core.Tracer):
+            try:
+                self._check_alive("HostTable")
+            except (TableClosedError, OSError) as error:
+                return GoneLeaf(leaf, error)
+        return leaf
 
     # -------------------------------------------------------------------------------------------- for dejax itself
 
@@ -404,7 +473,10 @@ class HostTable:
         leaf = self._leaf
         if isinstance(leaf, Array) and not isinstance(leaf, jax.core.Tracer):
             self._check_alive(what)
-        if not hasattr(leaf, "shape") or tuple(leaf.shape) != self._spec.leaf.shape:
+        if not hasattr(leaf, "shape") or (tuple(leaf.shape), leaf.dtype) != (
+            self._spec.leaf.shape,
+            self._spec.leaf.dtype,
+        ):
             raise ValueError(
                 f"{what}: the table was sliced or reshaped on its way (its array has shape "
                 f"{getattr(leaf, 'shape', None)}, {self._spec.leaf.shape} is expected). Do not give it as `xs` of a "
@@ -425,16 +497,36 @@ class HostTable:
         return leaf
 
     def _check_alive(self, what: str) -> None:
-        if self._pid != os.getpid():  # asked first: a child that calls jax hangs
+        if process_of(self._leaf) != os.getpid():  # asked first: a child that calls jax hangs
             raise TableClosedError(
                 f"{what}: the table was made before this process was forked, and a child has neither the memory nor "
                 "the device; make the table in the child, or start it with multiprocessing's 'spawn'"
             )
         if self.is_closed():
-            raise TableClosedError(
-                f"{what}: the table was closed, or donated to a jitted function; use the table that the function "
-                f"returned"
-            )
+            raise TableClosedError(f"{what}: {_CLOSED}")
+        if self._spec.read_only:
+            with self._alive(what):
+                memory = memory_of(self._leaf)
+            if memory is not None and memory.truncated():
+                raise OSError(
+                    f"{what}: the file of the table became shorter than the table while it was mapped; make the table "
+                    "again from the whole file"
+                )
+
+    @contextlib.contextmanager
+    def _alive(self, what: str) -> Iterator[None]:
+        """jax's error about an array that another thread has deleted, as ours."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, TableClosedError) or not self.is_closed():
+                raise
+            raise TableClosedError(f"{what}: {_CLOSED}") from error
+
+    def _words(self) -> HostTable:
+        """The table as one of the unsigned integers that carry its rows."""
+        words = dataclasses.replace(self._spec, row=self._spec.leaf.shape[1:], dtype=self._spec.leaf.dtype)
+        return HostTable(self._leaf, words)
 
 
 def shardings(tree: Any) -> Any:

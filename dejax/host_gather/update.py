@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,10 @@ from jax.typing import ArrayLike
 
 from dejax import _native
 from dejax.host_gather import _kernels, _types
+from dejax.host_gather._ids import checked_ids
 from dejax.host_gather._spec import TableSpec
-from dejax.host_gather.gather import checked_ids
+from dejax.host_gather.cached import CachedTable
+from dejax.host_gather.gather import parts
 from dejax.host_gather.gradient import RowGradient
 from dejax.host_gather.table import HostTable
 
@@ -25,9 +27,10 @@ UPDATE_SMS = 16
 _SET, _ADD, _SGD, _ADAGRAD, _ADAM = range(5)
 
 Schedule = Callable[[Array], ArrayLike]
+Table = TypeVar("Table", HostTable, CachedTable)
 
 
-def scatter(table: HostTable, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = UPDATE_SMS) -> HostTable:
+def scatter(table: Table, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = UPDATE_SMS) -> Table:
     """The table with `rows` at `ids`, written in place.
 
     Inside a jitted function, donate the table to it (`donate_argnums`), say where it comes out (`out_shardings`, see
@@ -35,7 +38,7 @@ def scatter(table: HostTable, ids: ArrayLike, rows: ArrayLike, *, num_sms: int =
     not be used afterwards. Outside of one it is donated here: the table given is closed.
 
     Args:
-        table: HostTable [rows, *row], not read-only.
+        table: HostTable or CachedTable [rows, *row], not read-only. Of a CachedTable the copies are written, too.
         ids: int[...]; ids out of range are left out. Of equal ids the last one counts.
         rows: [*ids.shape, *row], converted to the table's dtype.
         num_sms: multiprocessors to take at most.
@@ -58,13 +61,13 @@ def scatter(table: HostTable, ids: ArrayLike, rows: ArrayLike, *, num_sms: int =
     return table
 
 
-def scatter_add(table: HostTable, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = UPDATE_SMS) -> HostTable:
+def scatter_add(table: Table, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = UPDATE_SMS) -> Table:
     """The table with `rows` added at `ids`, in place; rows of equal ids are summed in float32, in the order given.
 
     Donate the table and name where it comes out, as for `scatter`.
 
     Args:
-        table: HostTable [rows, *row] of float32, bfloat16 or float16, not read-only.
+        table: HostTable or CachedTable [rows, *row] of float32, bfloat16 or float16, not read-only.
         ids: int[...]; ids out of range are left out.
         rows: [*ids.shape, *row], floats; other numbers are converted to float32.
         num_sms: multiprocessors to take at most.
@@ -98,12 +101,12 @@ class Optimizer(NamedTuple):
     """A pair of functions, as in Optax, for tables.
 
     Attributes:
-        init: table -> OptimizerState.
+        init: table -> OptimizerState; the table is a HostTable or a CachedTable.
         update: (RowGradient, OptimizerState, table) -> (table, OptimizerState), all in place: donate state and table.
     """
 
-    init: Callable[[HostTable], OptimizerState]
-    update: Callable[[RowGradient, OptimizerState, HostTable], tuple[HostTable, OptimizerState]]
+    init: Callable[[Any], OptimizerState]
+    update: Callable[[RowGradient, OptimizerState, Any], tuple[Any, OptimizerState]]
 
 
 def sgd(learning_rate: float | Schedule, *, weight_decay: float = 0.0, num_sms: int = UPDATE_SMS) -> Optimizer:
@@ -189,8 +192,8 @@ def _optimizer(
 ) -> Optimizer:
     b1, b2, eps = constants
 
-    def init(table: HostTable) -> OptimizerState:
-        leaf = table._concrete(f"{name}.init")
+    def init(table: HostTable | CachedTable) -> OptimizerState:
+        leaf = parts(f"{name}.init", table)[0]._concrete(f"{name}.init")
         (device,) = leaf.devices()
 
         def moment() -> HostTable:
@@ -206,7 +209,7 @@ def _optimizer(
             jnp.zeros((), jnp.int32), moment() if moments > 0 else None, moment() if moments > 1 else None
         )
 
-    def update(gradient: RowGradient, state: OptimizerState, table: HostTable) -> tuple[HostTable, OptimizerState]:
+    def update(gradient: RowGradient, state: OptimizerState, table: Any) -> tuple[Any, OptimizerState]:
         rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
         step = (state.step + 1).astype(jnp.float32)
         values = (rate, b1, b2, eps, 1 - b1**step, 1 - b2**step, weight_decay)
@@ -229,26 +232,29 @@ def _update(
     rows: Any,
     hyper: Array | None,
     num_sms: int,
-) -> tuple[HostTable, HostTable | None, HostTable | None]:
-    if not isinstance(table, HostTable):
-        raise TypeError(f"{what}: `table` must be a HostTable, {type(table).__name__} was given")
+) -> tuple[Any, HostTable | None, HostTable | None]:
+    parts(what, table)
+    if isinstance(table, CachedTable):
+        ids = checked_ids(what, ids, len(table))
+        host, *moments = _update(what, op, table.table, first, second, ids, rows, hyper, num_sms)
+        return table._written(host, ids), moments[0], moments[1]
     _native.extension(f"dejax.host_gather.{what}")
-    leaf, spec = table._operand(what), table._spec
+    leaf, spec = table._operand(what), table._spec.plain
     if spec.read_only:
         why = "shared by several devices" if spec.shared else "read-only (made from a file or a read-only array)"
         raise ValueError(f"{what}: the table is {why}; copy it with HostTable.from_numpy(table.numpy()) to write to it")
-    ids = checked_ids(what, ids)
-    rows = jnp.asarray(rows)
+    ids = checked_ids(what, ids, spec.rows)
+    rows = _rows(rows, spec)
     if rows.shape != ids.shape + spec.row:
         raise ValueError(
             f"{what}: rows of shape {ids.shape + spec.row} are needed for these ids, {rows.shape} was given"
         )
     if op == _SET:
-        rows = rows.astype(spec.dtype)
-        if rows.dtype != spec.dtype:
+        if jax.dtypes.canonicalize_dtype(spec.dtype) != spec.dtype:
             raise TypeError(
                 f"{what}: rows of {spec.dtype} need jax's 64-bit mode: jax.config.update('jax_enable_x64', True)"
             )
+        rows = rows.astype(spec.dtype)
     elif spec.dtype.name not in _types.RESULT_CODES:
         raise TypeError(
             f"{what}: only tables of float32, bfloat16 or float16 can be added to, this one has {spec.dtype}"
@@ -265,9 +271,17 @@ def _update(
     if any(isinstance(x, jax.core.Tracer) for x in (*leaves, *operands)):
         written = _launch(op, spec, num_sms, leaves, *operands)
     else:
-        written = _eager(op, spec, num_sms, tuple(x.sharding for x in leaves))(leaves, *operands)
+        with table._alive(what):
+            written = _eager(op, spec, num_sms, tuple(x.sharding for x in leaves))(leaves, *operands)
     results = [HostTable(x, old._spec) for x, old in zip(written, (table, *states), strict=True)]
     return results[0], results[1] if len(results) > 1 else None, results[2] if len(results) > 2 else None
+
+
+def _rows(rows: Any, spec: TableSpec) -> Array:
+    """Rows as a jax array. Integers of 64 bits become the table's elements before jax would cut them to 32 bits."""
+    rows = _types.native_order(rows)
+    wide = isinstance(rows, np.ndarray) and rows.dtype.kind in "iu" and rows.dtype.itemsize == 8
+    return jnp.asarray(rows.astype(spec.dtype) if wide and spec.dtype.itemsize <= 4 else rows)
 
 
 @functools.lru_cache(maxsize=256)

@@ -317,3 +317,98 @@ def test_compute_sanitizer_finds_nothing() -> None:
     script = Path(__file__).with_name("memory_check.py")
     ran = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0 and "ERROR SUMMARY: 0 errors" in ran.stdout, ran.stdout[-3000:] + ran.stderr[-2000:]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_two_starts_of_one_site_keep_their_rows(reverse: bool) -> None:
+    """A jitted function that starts a gather, called twice in one program: both starts were traced once."""
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((1 << 12, 64)).astype(np.float32)
+    table, ids = HostTable.from_numpy(rows), rng.integers(0, 1 << 12, (3, 256), np.int32)
+    begin = jax.jit(lambda t, i: gather_start(t, i))
+
+    @jax.jit
+    def step(table: HostTable, ids: jax.Array) -> list[jax.Array]:
+        pending = [begin(table, ids[k]) for k in range(3)]
+        order = (2, 0, 1) if reverse else (0, 1, 2)
+        got = {k: gather_done(pending[k]) for k in order}
+        return [got[k] for k in range(3)]
+
+    for _ in range(3):
+        for k, got in enumerate(step(table, ids)):
+            np.testing.assert_array_equal(got, rows[ids[k]])
+    assert _native.extension("a test").gathers_under_way() == 0
+
+
+def test_two_loops_of_one_site_keep_their_rows() -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((1 << 12, 64)).astype(np.float32)
+    table, ids = HostTable.from_numpy(rows), rng.integers(0, 1 << 12, (2, 5, 256), np.int32)
+    loop = jax.jit(lambda t, i: prefetched_scan(lambda c, got, _: (c, got), 0, t, i)[1])
+    both = jax.jit(lambda t, i: (loop(t, i[0]), loop(t, i[1])))
+    try:
+        got = jax.block_until_ready(both(table, ids))
+    except jax.errors.JaxRuntimeError as error:
+        assert "cannot be told apart" in str(error)  # an error is right, the other loop's rows are not
+    else:
+        np.testing.assert_array_equal(np.stack(got), rows[ids])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_cached_and_scaled_rows_are_read_ahead(depth: int) -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((1 << 12, 64)).astype(np.float32)
+    table, ids = HostTable.from_numpy(rows), rng.integers(-3, 1 << 12, (5, 256), np.int32)
+    cached, scale = CachedTable.from_ids(table, np.arange(0, 1 << 12, 3)), rng.random(1 << 12, np.float32)
+    want = np.where((ids >= 0)[..., None], rows[ids] * scale[ids][..., None], 0)
+
+    @jax.jit
+    def ahead(table: CachedTable, ids: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # The scale is made in the step: its memory must stay until the gathers have read it.
+        halves = jnp.sqrt(scale * scale)
+        looped = prefetched_scan(lambda c, got, _: (c, got), 0, table, ids, depth=depth, scale=halves)[1]
+        pending = gather_start(table, ids[0], scale=halves + 0)
+        busy = jnp.tanh(jnp.ones((1024, 1024)) @ jnp.ones((1024, 1024)))
+        return looped, gather_done(pending, after=busy)[0]
+
+    looped, alone = ahead(cached, ids, scale)
+    np.testing.assert_allclose(looped, want, rtol=1e-6)
+    np.testing.assert_allclose(alone, want[0], rtol=1e-6)
+
+
+def test_written_copies_on_the_device() -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((1 << 10, 100)).astype(np.float32)
+    cached = CachedTable.from_ids(HostTable.from_numpy(rows), np.arange(64))
+    ids, values = rng.integers(-3, 128, 300, np.int32), rng.integers(-8, 8, (300, 100)).astype(np.float32)
+    step = jax.jit(scatter_add, donate_argnums=0, out_shardings=shardings(cached))
+    np.add.at(rows, ids[ids >= 0], values[ids >= 0])
+    cached = step(cached, ids, values)
+    for order in ("given", "sorted"):
+        np.testing.assert_allclose(gather(cached, np.arange(1 << 10), order=order), rows, rtol=1e-5, atol=1e-5)
+
+
+def test_a_process_of_one_device_holds_memory_on_that_one_alone() -> None:
+    """The driver shows all devices of the machine, jax in this process one of them."""
+    driver, _ = _native.cuda_driver()
+    if driver is None or len(driver.devices) < 2:
+        pytest.skip("one device")
+    code = """
+import ctypes, jax, numpy as np
+jax.config.update("jax_cuda_visible_devices", "1")
+from dejax.host_gather import HostTable, scatter_add
+table = HostTable.from_numpy(np.ones((1 << 12, 64), np.float32))
+table[np.arange(9)].block_until_ready()
+table = scatter_add(table, np.arange(9), np.ones((9, 64), np.float32))
+table.close()
+cuda, active, flags = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_uint()
+for ordinal in range({count}):
+    device = ctypes.c_int()
+    cuda.cuDeviceGet(ctypes.byref(device), ordinal)
+    cuda.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
+    print(ordinal, active.value)
+"""
+    code = code.replace("{count}", str(len(driver.devices)))
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert [line.split()[0] for line in ran.stdout.splitlines() if line.endswith(" 1")] == ["1"]

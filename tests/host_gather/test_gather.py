@@ -261,3 +261,50 @@ def test_the_table_is_not_copied() -> None:
     f = jax.jit(lambda t, ids: jax.lax.scan(lambda c, i: (c + t[i].sum(), None), 0.0, ids)[0])
     text = f.lower(table, jnp.zeros((3, 4), jnp.int32)).compile().as_text()
     assert [line for line in text.splitlines() if re.search(r"= u32\[4096,16\]\S* copy", line)] == []
+
+
+@pytest.mark.parametrize("width", [1023, 1025, 2500])
+def test_means_of_wide_rows(width: int) -> None:
+    """The CPU sums 1,024 columns at a time."""
+    values = random_rows((9, width), np.float32)
+    ids = np.array([[3, -1, 8], [-1, -1, 9], [0, 0, 1]])
+    inside = ((ids >= 0) & (ids < 9))[..., None]
+    want = (values[np.clip(ids, 0, 8)] * inside).sum(1) / np.maximum(inside.sum(1), 1)
+    np.testing.assert_allclose(gather(HostTable.from_numpy(values), ids, reduce="mean"), want, rtol=1e-6)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the handler of the CPU is called")
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"out": (4, 9)}, "the result has other rows"),
+        ({"out": (3, 8)}, "the result has other rows"),
+        ({"out": (4, 8), "result": 2}, "the result has other rows"),
+        ({"source": 1}, "the result has other rows"),
+        ({"row_bytes": 30}, "a row must have whole elements"),
+        ({"row_bytes": 16}, "other rows"),
+        ({"result": 6}, "no such conversion"),
+        ({"source": 77}, "no such conversion"),
+        ({"scale": 3}, "a scale for each row, or one"),
+        ({"fan_out": 0}, "attributes do not fit"),
+        ({"fan_out": 3, "mean": True}, "multiple of the fan-out"),
+    ],
+)
+def test_sizes_are_checked_before_anything_is_read(changed: dict, message: str) -> None:
+    """As a program might have them that another version has written."""
+    _native.extension("a test")
+    out = jax.ShapeDtypeStruct(changed.get("out", (4, 8)), jnp.float32)
+    attributes = {
+        "source": np.int64(0), "result": np.int64(0), "row_bytes": np.int64(32), "fan_out": np.int64(1), "mean": False,
+        "clip": False, "raises": False, "fill_value": np.float32(0), "fill": np.zeros(16, np.uint8),
+        "kernel": np.int64(0), "grid": np.int64(1), "align": np.int64(16),
+    }  # fmt: skip
+    attributes |= {k: np.int64(v) if k != "mean" else v for k, v in changed.items() if k not in ("out", "scale")}
+    call = jax.ffi.ffi_call("dejax_table_gather", (out, jax.ShapeDtypeStruct((2,), jnp.uint32)))
+    nothing = jnp.zeros(0, jnp.int32)
+    scale = jnp.ones(changed.get("scale", 0))
+    with pytest.raises(Exception, match=message):
+        jax.block_until_ready(
+            call(jnp.zeros((6, 8), jnp.uint32), jnp.arange(4, dtype=jnp.int32), nothing, nothing, nothing, scale,
+                 **attributes)
+        )  # fmt: skip

@@ -91,3 +91,9 @@ def test_bad_arguments() -> None:
     with pytest.raises(TypeError, match="`types` must be integers"):
         typed_linear(table, IDS, TYPES * 1.0, W)
     assert typed_linear(table, [], np.zeros(0, np.int32), W).shape == (0, 24)
+
+
+def test_precision_is_checked() -> None:
+    for wrong in ("fp32", "highest", None, "TF32"):
+        with pytest.raises(ValueError, match=r"`precision` must be one of \('tf32', 'f32', 'bf16'\)"):
+            typed_linear(HostTable.from_numpy(ROWS), IDS, TYPES, W, precision=wrong)

@@ -259,3 +259,73 @@ def test_memory_that_cannot_be_pinned_is_a_memory_error(monkeypatch: pytest.Monk
     monkeypatch.setattr(_spec, "platform_of", lambda device: "cuda")
     with pytest.raises(MemoryError, match="OUT_OF_MEMORY.*cannot be swapped out"):
         HostTable.from_numpy(ROWS)
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">f2", ">i2", ">u4", ">c8", ">f8", "<f4"])
+def test_every_byte_order_gives_the_numbers(tmp_path: Path, dtype: str) -> None:
+    rows = (ROWS * 3).astype(dtype)
+    np.save(tmp_path / "rows.npy", rows)
+    (tmp_path / "rows.bin").write_bytes(bytes(24) + rows.tobytes())
+    with jax.enable_x64(True):
+        for table in (
+            HostTable.from_numpy(rows),
+            HostTable.from_npy(tmp_path / "rows.npy"),
+            HostTable.from_file(tmp_path / "rows.bin", rows.shape, dtype, offset=24),
+            scatter(HostTable.zeros(rows.shape, dtype), np.arange(8), rows),
+        ):
+            assert table.dtype.isnative and table.dtype == np.dtype(dtype).newbyteorder("=")
+            np.testing.assert_array_equal(table[np.array([7, 0])], rows[[7, 0]])
+            np.testing.assert_array_equal(table.numpy(), rows)
+        table = HostTable.empty(rows.shape, dtype)
+        table.write(0, rows)
+        np.testing.assert_array_equal(table[np.array([3])], rows[[3]])
+    if dtype != "<f4":
+        with pytest.raises(ValueError, match="byte order.*copy=True"):
+            HostTable.from_numpy(aligned(rows), copy=False)
+
+
+def test_results_land_on_the_device_that_was_asked_for() -> None:
+    from dejax.host_gather import CachedTable, RowGradient, adam, prefetched_scan, typed_linear
+
+    for device in jax.devices()[-1:]:
+        table = HostTable.from_numpy(ROWS, device=device)
+        with jax.default_device(device):
+            assert HostTable.zeros((2, 2))._leaf.devices() == {device}
+        ids = np.array([3, 1])
+        cached = CachedTable.from_ids(table, [3])
+        for got in (
+            table[ids],
+            jax.jit(gather)(table, ids),
+            cached[ids],
+            cached.cache,
+            cached.slots,
+            gather(table, ids, scale=np.ones(8, np.float32)),
+            typed_linear(table, ids, ids % 2, jnp.ones((2, 5, 3))),
+            prefetched_scan(lambda c, rows, _: (c + rows.sum(), None), 0.0, table, ids[:, None])[0],
+            HostTable.zeros((2, 2), device=device)[ids],
+        ):
+            assert got.devices() == {device}
+        optimizer = adam(0.1)
+        state = optimizer.init(table)
+        table, state = optimizer.update(RowGradient(ids, jnp.ones((2, 5))), state, table)
+        assert {d for x in (table, state.first, state.second) for d in x._leaf.devices()} == {device}
+        assert scatter(table, ids, jnp.ones((2, 5)))[ids].devices() == {device}
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU pins an array's own memory for any of its devices")
+def test_in_place_memory_is_for_the_first_cpu_device() -> None:
+    if len(jax.devices()) < 2:
+        pytest.skip("one device")
+    with pytest.raises(ValueError, match="must be the first CPU device.*copy=True"):
+        HostTable.from_numpy(aligned(ROWS), copy=False, device=jax.devices()[1])
+
+
+def test_memory_that_is_not_there_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for make in (HostTable.zeros, HostTable.empty):
+        with pytest.raises(MemoryError, match="bytes"):
+            make((1 << 40, 128))
+    from dejax.host_gather import _memory
+
+    monkeypatch.setattr(_memory.os, "sysconf", lambda name: 1 << 40)  # XLA is asked, and refuses
+    with pytest.raises(MemoryError, match="could not be had|are asked for"):
+        HostTable.zeros((1 << 40, 128))

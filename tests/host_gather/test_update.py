@@ -239,3 +239,29 @@ def test_checkpoint_by_orbax(tmp_path: Path) -> None:
     again, _ = optimizer.update(RowGradient(IDS, NEW), restored, HostTable.from_numpy(np.asarray(kept["table"])))
     table, _ = optimizer.update(RowGradient(IDS, NEW), state, table)
     np.testing.assert_array_equal(again.numpy(), table.numpy())
+
+
+@pytest.mark.parametrize("width", [1024, 1025, 3000])
+def test_wide_rows(width: int) -> None:
+    """The CPU adds up 1,024 columns at a time."""
+    rows, new = RNG.standard_normal((12, width)).astype(np.float32), RNG.standard_normal((7, width)).astype(np.float32)
+    optimizer, sums = adagrad(0.1), np.zeros_like(rows)
+    inside = (IDS >= 0) & (IDS < 12)
+    np.add.at(sums, IDS[inside], new[inside])
+    np.testing.assert_allclose(
+        scatter_add(HostTable.from_numpy(rows), IDS, new).numpy(), rows + sums, rtol=1e-5, atol=1e-5
+    )
+    table = HostTable.from_numpy(rows)
+    table, _ = optimizer.update(RowGradient(IDS, new), optimizer.init(table), table)
+    want = rows - np.where(sums != 0, 0.1 * sums / (np.sqrt(0.1 + sums**2) + 1e-7), 0)
+    np.testing.assert_allclose(table.numpy(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_wide_integers_are_not_cut() -> None:
+    rows = np.array([[2**40 + 3, -(2**40)]])
+    small = scatter(HostTable.zeros((2, 2), np.int8), np.array([1]), rows)
+    np.testing.assert_array_equal(small.numpy()[1], rows[0].astype(np.int8))
+    floats = scatter_add(HostTable.zeros((2, 2)), np.array([1]), rows)
+    np.testing.assert_allclose(floats.numpy()[1], rows[0], rtol=1e-6)
+    with pytest.raises(TypeError, match="64-bit mode"):
+        scatter(HostTable.zeros((2, 2), np.int64), np.array([1]), rows)

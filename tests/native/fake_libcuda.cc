@@ -1,8 +1,10 @@
 // A driver for tests on machines without one: two devices, or, with FAKE_CUDA_INIT set, a cuInit that fails with it.
 // It writes the calls it gets to no one; it exists to be found by dlopen("libcuda.so.1").
 #include <cstddef>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 extern "C" {
 int cuInit(unsigned) {
@@ -29,8 +31,52 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
 }
 int cuPointerGetAttribute(void*, int, unsigned long long) { return 1; }
 int cuStreamGetCtx(void*, void**) { return 1; }
+#ifndef WITH_CONTEXTS
 int cuCtxPushCurrent_v2(void*) { return 1; }
 int cuCtxPopCurrent_v2(void**) { return 1; }
+#else
+// Contexts, pinned memory and modules, each call written to standard output with the device of the current context.
+// A context is the address of its device's entry here. FAKE_CUDA_FAILS names a call that fails.
+static bool active[2] = {};
+static char devices[2] = {};
+static std::vector<void*> current;
+static int Call(const char* name, int device) {
+  std::printf("%s %d\n", name, device);
+  const char* fails = std::getenv("FAKE_CUDA_FAILS");
+  return fails && std::strcmp(fails, name) == 0 ? 999 : 0;
+}
+static int Current() { return current.empty() ? -1 : static_cast<int>(static_cast<char*>(current.back()) - devices); }
+int cuCtxPushCurrent_v2(void* context) { return current.push_back(context), 0; }
+int cuCtxPopCurrent_v2(void** context) { return *context = current.back(), current.pop_back(), 0; }
+int cuCtxGetCurrent(void** context) { return *context = current.empty() ? nullptr : current.back(), 0; }
+int cuCtxGetDevice(int* device) { return *device = 40 + Current(), 0; }
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  active[device - 40] = true;
+  return *context = &devices[device - 40], Call("retain", device - 40);
+}
+int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* is) { return *flags = 0, *is = active[device - 40], 0; }
+int cuCtxSynchronize() { return Call("synchronize", Current()); }
+int cuMemHostAlloc(void** out, size_t bytes, unsigned) { return *out = std::malloc(bytes), Call("alloc", Current()); }
+int cuMemFreeHost(void* memory) {
+  const int result = Call("free", Current());
+  if (result == 0) std::free(memory);
+  return result;
+}
+int cuMemHostRegister_v2(void*, size_t, unsigned) { return Call("register", Current()); }
+int cuMemHostUnregister(void*) { return Call("unregister", Current()); }
+int cuMemHostGetDevicePointer_v2(unsigned long long* out, void* host, unsigned) {
+  return *out = reinterpret_cast<unsigned long long>(host), 0;
+}
+int cuModuleLoadData(void** out, const void* image) {
+  return *out = nullptr, Call(static_cast<const char*>(image), Current());
+}
+int cuModuleGetFunction(void** out, void*, const char*) { return *out = devices, 0; }
+#define UNUSED(name) int name() { return 1; }
+UNUSED(cuLaunchKernel) UNUSED(cuMemsetD8Async) UNUSED(cuStreamCreateWithPriority) UNUSED(cuCtxGetStreamPriorityRange)
+UNUSED(cuStreamWaitEvent) UNUSED(cuEventCreate) UNUSED(cuEventRecord) UNUSED(cuEventDestroy_v2)
+UNUSED(cuMemcpyDtoDAsync_v2) UNUSED(cuMemAllocAsync) UNUSED(cuMemFreeAsync) UNUSED(cuMemAlloc_v2)
+UNUSED(cuDeviceGetDefaultMemPool) UNUSED(cuMemPoolSetAttribute)
+#endif
 #ifndef WITHOUT_MEMSET
 int cuMemsetD32Async(unsigned long long, unsigned, size_t, void*) { return 1; }
 #endif

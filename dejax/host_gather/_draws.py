@@ -1,0 +1,128 @@
+"""Random draws of edges: uniform or by weight, with and without replacement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+_PAIRWISE = 64  # draws that are compared each with each; beyond, sorting them is less work
+_FINE = 1 << 16  # edges from which keys need more than 32 random bits
+
+
+def below(key: Array, shape: tuple[int, ...], bound: Array) -> Array:
+    """Integers from 0 to `bound` - 1, of the bound's dtype; 0 where that is none.
+
+    Drawn as integers: floats in [0, 1) are multiples of 2^-23, so that scaled to 10^7 they leave a sixth of the numbers
+    out. The bias of `randint` is `bound` / 2^64 here.
+    """
+    return jax.random.randint(key, shape, 0, jnp.maximum(bound, 1), bound.dtype)
+
+
+def draw_subset(key: Array, degree: Array, fan_out: int) -> tuple[Array, Array]:
+    """Floyd's algorithm: a uniform subset of `fan_out` positions below `degree`, all where there are no more.
+
+    Draw i is below `last(i) + 1`, where last(i) = degree - fan_out + i, and counts as last(i) where it is taken
+    already. It is taken where an earlier draw was the same, or where it is last(j) of an earlier draw j that was taken
+    itself. So whether each is taken follows by pointers from i to j, without a loop over the draws.
+
+    Returns:
+        int[seeds, fan_out] and bool[seeds, fan_out]: positions, and which of them there are.
+    """
+    i = jnp.arange(fan_out, dtype=degree.dtype)
+    degree = degree[:, None]
+    last = degree - fan_out + i
+    drawn = below(key, last.shape, last + 1)
+    earlier = drawn - (degree - fan_out)  # j, where the draw is last(j)
+    pointer = jnp.where((earlier >= 0) & (earlier < i), earlier, i).astype(jnp.int32)
+    taken = again_pairwise(drawn) if fan_out <= _PAIRWISE else again_sorted(drawn)
+    for _ in range(math.ceil(math.log2(max(fan_out, 2)))):
+        taken = taken | jnp.take_along_axis(taken, pointer, axis=1)
+        pointer = jnp.take_along_axis(pointer, pointer, axis=1)
+    chosen = jnp.where(degree <= fan_out, i, jnp.where(taken, last, drawn))
+    return chosen, i < degree
+
+
+def again_pairwise(drawn: Array) -> Array:
+    """Which draws of a row are equal to an earlier one of it."""
+    before = jnp.tri(drawn.shape[1], k=-1, dtype=bool)
+    return ((drawn[:, :, None] == drawn[:, None, :]) & before).any(axis=2)
+
+
+def again_sorted(drawn: Array) -> Array:
+    """As `again_pairwise`, for long rows."""
+    place = jax.lax.broadcasted_iota(jnp.int32, drawn.shape, 1)
+    ordered, place = jax.lax.sort((drawn, place), dimension=1, num_keys=2)
+    same = jnp.concatenate([jnp.zeros_like(ordered[:, :1], bool), ordered[:, 1:] == ordered[:, :-1]], axis=1)
+    return jax.lax.sort((place, same), dimension=1, num_keys=1)[1]
+
+
+def draw_weighted(
+    key: Array, alias: Callable[[Array], Array], start: Array, degree: Array, fan_out: int
+) -> tuple[Array, Array]:
+    """Positions in proportion to the weights, by alias tables: a cell, then its own edge or its other one.
+
+    Args:
+        key: jax.random key.
+        alias: rows of `EdgeWeights.alias` by their numbers.
+        start, degree: int[seeds].
+        fan_out: how many.
+
+    Returns:
+        int[seeds, fan_out] and bool[seeds, fan_out]: positions, and which of them there are: none where all
+        weights are 0.
+    """
+    for_cell, for_share = jax.random.split(key)
+    cell = below(for_cell, (len(start), fan_out), degree[:, None])
+    found = alias(jnp.where(degree[:, None] > 0, start[:, None] + cell, -1))
+    share, other = jax.lax.bitcast_convert_type(found[..., 0], jnp.float32), found[..., 1]
+    own = _happens(for_share, share)
+    there = (degree[:, None] > 0) & (other >= 0)
+    return jnp.where(own, cell, jnp.maximum(other, 0).astype(cell.dtype)), there
+
+
+def _happens(key: Array, probability: Array) -> Array:
+    """True with this probability, float32, to 64 bits: one of 1e-12 is not rounded to a multiple of 2^-23."""
+    high, low = jax.random.bits(key, (2, *probability.shape), jnp.uint32)
+    scaled = probability * 2.0**32
+    whole = jnp.floor(scaled)
+    rest = jnp.floor((scaled - whole) * 2.0**32)
+    sure = probability >= 1
+    whole, rest = (jnp.where(sure, 0, x).astype(jnp.uint32) for x in (whole, rest))
+    return sure | (high < whole) | ((high == whole) & (low < rest))
+
+
+def draw_weighted_subset(
+    key: Array, logs: Callable[[Array], Array], start: Array, degree: Array, fan_out: int, max_degree: int
+) -> tuple[Array, Array]:
+    """Keys log(weight / Exp(1)); the edges of the `fan_out` largest are the sample.
+
+    Args:
+        key: jax.random key.
+        logs: elements of `EdgeWeights.logs` by their numbers.
+        start, degree: int[seeds].
+        fan_out: how many.
+        max_degree: edges beyond are left out.
+
+    Returns:
+        int[seeds, fan_out] and bool[seeds, fan_out]: positions, and which of them there are.
+    """
+    position = jnp.arange(max_degree, dtype=start.dtype)
+    there = position < degree[:, None]
+    weight = logs(jnp.where(there, start[:, None] + position, -1))
+    usable = there & (weight > -jnp.inf)
+    # The largest keys come of the smallest of `max_degree` uniform numbers: near 0 they must be fine.
+    words = 2 if max_degree > _FINE else 1
+    bits = jax.random.bits(key, (words, *usable.shape), jnp.uint32).astype(jnp.float32)
+    uniform = (bits[0] + 0.5) * 2.0**-32 if words == 1 else bits[0] * 2.0**-32 + (bits[1] + 0.5) * 2.0**-64
+    exponential = -jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24))
+    keys = jnp.where(usable, weight - jnp.log(exponential), -jnp.inf)
+    keys, chosen = jax.lax.top_k(keys, min(fan_out, max_degree))
+    missing = ((0, 0), (0, fan_out - chosen.shape[1]))
+    return (
+        jnp.pad(chosen, missing).astype(start.dtype),
+        jnp.pad(keys, missing, constant_values=-jnp.inf) > -jnp.inf,
+    )

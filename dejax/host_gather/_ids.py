@@ -1,0 +1,71 @@
+"""The one check of ids: every function that takes ids of rows, nodes or types calls it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dejax.host_gather._types import native_order
+
+_INT32_MAX = 2**31 - 1
+
+
+def checked_ids(what: str, ids: Any, rows: int, name: str = "ids", form: str = "integers") -> Array:
+    """Ids as int32 or int64, of whatever integers they are given as.
+
+    Args:
+        what: the caller's name, for the error.
+        ids: int[...]: a jax or numpy array, a list, a number.
+        rows: how many rows, nodes or types there are. What is out of range stays out of range.
+        name: the argument's name, for the error.
+        form: what it must be, for the error.
+
+    Raises:
+        TypeError: a mask, floats, or unsigned integers of 32 bits or more.
+        ValueError: 2**31 ids or more, or an id that needs jax's 64-bit mode.
+    """
+    if not hasattr(ids, "dtype"):
+        ids = np.asarray(ids)
+        if ids.size == 0:
+            ids = ids.astype(np.int32)
+    kind = ids.dtype
+    if kind == np.bool_:
+        raise TypeError(f"{what}: `{name}` is a mask; give jnp.nonzero(mask, size=..., fill_value=-1)[0], its ids")
+    if not jnp.issubdtype(kind, jnp.integer):
+        raise TypeError(f"{what}: `{name}` must be {form}, {kind} was given; use {name}.astype(jnp.int32)")
+    ids, kind = native_order(ids), np.dtype(kind)
+    if isinstance(ids, np.ndarray | np.generic) and kind.itemsize == 8 and not jax.config.values["jax_enable_x64"]:
+        ids = _narrowed(what, np.asarray(ids), rows, name)
+    elif kind.itemsize < 4:
+        # Before any arithmetic: `node * relations` of uint8 would wrap, and so would a comparison with a count.
+        ids = jnp.asarray(ids).astype(jnp.int32)
+    elif jnp.issubdtype(kind, jnp.unsignedinteger):
+        raise TypeError(f"{what}: `{name}` must be signed integers, {kind} was given; use {name}.astype(jnp.int32)")
+    ids = jnp.asarray(ids)
+    if ids.size > _INT32_MAX:
+        raise ValueError(f"{what}: `{name}` has {ids.size} elements, 2**31 - 1 is the most")
+    return ids
+
+
+def _narrowed(what: str, ids: np.ndarray, rows: int, name: str) -> np.ndarray:
+    """Ids of 64 bits as int32. jax would cut them, and an id out of range could become one inside."""
+    if rows > _INT32_MAX and ids.size and int(ids.max()) >= _INT32_MAX:
+        raise ValueError(
+            f"{what}: `{name}` beyond 2**31 - 2 need jax's 64-bit mode: jax.config.update('jax_enable_x64', True)"
+        )
+    narrow = np.clip(ids, -1, _INT32_MAX) if ids.dtype.kind == "i" else np.minimum(ids, _INT32_MAX)
+    return narrow.astype(np.int32)
+
+
+def in_range(ids: Array, rows: int) -> Array:
+    """Which ids are those of rows. The count may be beyond the ids' dtype."""
+    return (ids >= 0) & (ids < rows) if rows <= np.iinfo(ids.dtype).max else ids >= 0
+
+
+def nearest(ids: Array, rows: int) -> Array:
+    """Ids moved to the nearest row."""
+    return jnp.clip(ids, 0, min(rows - 1, int(np.iinfo(ids.dtype).max)))

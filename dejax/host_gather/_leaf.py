@@ -1,0 +1,158 @@
+"""What functions of `jax.tree` see of a table: a leaf that can be passed on, but not be computed with.
+
+The array inside a table holds the bits of its rows as unsigned integers, so that `jax.jit` takes it and `jax.grad`
+refuses it. `jax.tree.map` would compute with those bits: a moving average, `optax.global_norm` and
+`optax.adam(...).init` gave numbers without meaning. jax has no type of leaf that jit takes and arithmetic refuses, but
+for extended dtypes, which lose the memory space of an array. So it depends on who asks: jax itself, which is about to
+call a compiled function, gets the array; code that calls `jax.tree` gets a `TableLeaf`.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import jax
+import numpy as np
+from jax import Array
+from jax.flatten_util import ravel_pytree
+
+if TYPE_CHECKING:
+    from dejax.host_gather._spec import TableSpec
+
+_TREE_FILES = frozenset(
+    function.__code__.co_filename
+    for function in (jax.tree.map, jax.tree.leaves, jax.tree_util.tree_map, jax.tree_util.tree_leaves_with_path)
+)
+_RAVEL_FILE = ravel_pytree.__code__.co_filename  # the one file of jax that computes with what it flattens
+_TRUSTED = (str(Path(jax.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
+
+
+def asked_from_outside(frame: FrameType | None) -> bool:
+    """Whether `frame`, which flattens a table, is a function of `jax.tree` that code outside of jax has called."""
+    if frame is None or frame.f_code.co_filename not in _TREE_FILES:
+        return frame is not None and frame.f_code.co_filename == _RAVEL_FILE
+    while frame is not None and frame.f_code.co_filename in _TREE_FILES:
+        frame = frame.f_back
+    if frame is None:
+        return False
+    file = frame.f_code.co_filename
+    return file == _RAVEL_FILE or not file.startswith(_TRUSTED)
+
+
+_REMEDY = (
+    "HostTable: jax.tree and optax cannot compute with a table: it lies in host memory, as bits. Use "
+    "host_gather.scatter_add or host_gather.sgd, adagrad or adam for tables, and optax for the other parameters; or "
+    "table.numpy() outside of jit. jax.jit takes the table itself, not its leaf"
+)
+
+
+def _refused(*_: Any) -> NoReturn:
+    raise TypeError(_REMEDY)
+
+
+class TableLeaf:
+    """The one leaf of a `HostTable`: `jax.tree.map` and others may pass it on, look at its shape, or wait for it."""
+
+    __slots__ = ("_shape", "array")
+    __array_ufunc__ = None  # numpy's operators leave the refusal to those below
+    __hash__ = object.__hash__
+    # What it lies in, not what is in it.
+    _FORWARDED = frozenset({"sharding", "devices", "device", "is_deleted", "block_until_ready", "committed"})
+
+    def __init__(self, array: Any, spec: TableSpec) -> None:
+        self.array, self._shape = array, (spec.rows, *spec.row)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self._shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self._shape, dtype=object))
+
+    def __len__(self) -> int:
+        return self._shape[0]
+
+    def __repr__(self) -> str:
+        # Errors of others show it: "accepts only arrays, got TableLeaf(...)".
+        return f"TableLeaf(shape={self._shape}, the bits of a HostTable: see host_gather.sgd, adagrad, adam)"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in TableLeaf._FORWARDED:
+            return getattr(self.array, name)
+        if name.startswith("__") or not hasattr(Array, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        _refused()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The words that carry the rows: what a leaf of the table must be made of again."""
+        words = np.asarray(self.array)
+        return np.array(words, dtype=dtype) if copy or (dtype is not None and dtype != words.dtype) else words
+
+    @property
+    def __jax_array__(self) -> NoReturn:
+        # A property: jax asks whether there is such a method before it says that it knows no such type. It would hide a
+        # TypeError behind its own.
+        raise ValueError(_REMEDY)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("HostTable: pickling would copy all of it; save table.numpy()")
+
+
+class GoneLeaf:
+    """The leaf of a table that is closed, for jax: it raises `error` when jax asks what it is.
+
+    Raising while jax flattens would leave a level of recursion behind in jaxlib for each container around the table,
+    until, some hundred errors later, the thread has none left.
+    """
+
+    __slots__ = ("array", "error")
+
+    def __init__(self, array: Any, error: Exception) -> None:
+        self.array, self.error = array, error
+
+    @property
+    def __jax_array__(self) -> NoReturn:
+        raise self.error
+
+
+_OPERATORS = (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift",
+    "divmod",
+)  # fmt: skip
+for _name in (
+    *(f"__{side}{name}__" for name in _OPERATORS for side in ("", "r", "i") if (side, name) != ("i", "divmod")),
+    *("__neg__", "__pos__", "__abs__", "__invert__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__", "__float__"),
+    *("__int__", "__getitem__", "__iter__", "__round__"),
+):
+    setattr(TableLeaf, _name, _refused)
+
+
+# -------------------------------------------------------------------------------------------- processes
+
+_processes: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+
+def process_of(leaf: Array) -> int:
+    """The process that made an array, which goes with the array rather than with a table that is made of it later."""
+    key = id(leaf)
+    found = _processes.get(key)
+    if found is not None and found[0]() is leaf:
+        return found[1]
+    process = os.getpid()
+    _processes[key] = (weakref.ref(leaf, lambda gone: _forget(key, gone)), process)
+    return process
+
+
+def _forget(key: int, gone: Any) -> None:
+    found = _processes.get(key)
+    if found is not None and found[0] is gone:
+        del _processes[key]

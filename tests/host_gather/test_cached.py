@@ -1,0 +1,143 @@
+"""`CachedTable` works wherever a table does, and what is written through it is read from it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dejax import _native
+from dejax.host_gather import (
+    CachedTable,
+    HostTable,
+    RowGradient,
+    Topology,
+    adagrad,
+    adam,
+    gather,
+    gather_done,
+    gather_start,
+    prefetched_scan,
+    sample_neighbors,
+    scatter,
+    scatter_add,
+    sgd,
+    shardings,
+    typed_linear,
+)
+
+pytestmark = pytest.mark.skipif(
+    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
+)
+RNG = np.random.default_rng(0)
+ROWS = RNG.standard_normal((50, 6)).astype(np.float32)
+HOT = [4, 0, 49, 17]
+IDS = np.array([4, 17, 4, -1, 50, 3, 0])
+
+
+def both() -> tuple[HostTable, CachedTable]:
+    table = HostTable.from_numpy(ROWS)
+    return table, CachedTable.from_ids(HostTable.from_numpy(ROWS), HOT)
+
+
+def in_step(cached: CachedTable) -> None:
+    """The copies are those of the table."""
+    slots = np.asarray(cached.slots)
+    words = cached.numpy().view(np.uint32)
+    np.testing.assert_array_equal(np.asarray(cached.cache)[slots[slots >= 0]], words[slots >= 0])
+
+
+def test_reading() -> None:
+    table, cached = both()
+    for f in (
+        lambda t: t[IDS],
+        lambda t: gather(t, IDS, mode="clip", out_dtype=jnp.bfloat16),
+        lambda t: gather(t, IDS.reshape(1, -1), reduce="mean"),
+        lambda t: gather_done(gather_start(t, IDS)),
+        lambda t: prefetched_scan(lambda c, rows, _: (c + rows.sum(), rows), 0.0, t, IDS[:, None]),
+        lambda t: typed_linear(t, IDS, IDS % 3, jnp.ones((3, 6, 2))),
+        lambda t: jax.vmap(lambda i: t[i])(jnp.asarray(IDS)),
+        lambda t: jax.checkpoint(lambda t: t[IDS])(t),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(f)(cached), jax.jit(f)(table))
+    for name in ("shape", "dtype", "ndim", "size", "nbytes", "read_only"):
+        assert getattr(cached, name) == getattr(table, name)
+    assert len(cached) == 50
+    np.testing.assert_array_equal(cached.numpy(), ROWS)
+    with pytest.raises(TypeError, match="a slice would be copied"):
+        cached[1:3]
+    with cached:
+        pass
+    assert cached.is_closed()
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_writing_keeps_the_copies(jitted: bool) -> None:
+    values = RNG.standard_normal((7, 6)).astype(np.float32)
+    for f in (scatter, scatter_add):
+        table, cached = both()
+        step = jax.jit(f, donate_argnums=0, out_shardings=shardings(cached)) if jitted else f
+        plain = f(table, IDS, values).numpy()
+        for written in (step(cached, IDS, values),):
+            assert isinstance(written, CachedTable)
+            np.testing.assert_array_equal(written.numpy(), plain)
+            in_step(written)
+            np.testing.assert_array_equal(written[IDS], HostTable.from_numpy(plain)[IDS])
+
+
+@pytest.mark.parametrize("optimizer", [sgd(0.1), adagrad(0.1), adam(0.1)])
+def test_optimizers(optimizer: object) -> None:
+    gradient = RowGradient(IDS, RNG.standard_normal((7, 6)).astype(np.float32))
+    table, cached = both()
+    state, other = optimizer.init(table), optimizer.init(cached)
+    step = jax.jit(optimizer.update, donate_argnums=(1, 2), out_shardings=shardings((cached, other)))
+    for _ in range(2):
+        table, state = optimizer.update(gradient, state, table)
+        cached, other = step(gradient, other, cached)
+    np.testing.assert_allclose(cached.numpy(), table.numpy(), rtol=1e-6)
+    in_step(cached)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "float16", "float64", "complex64", "bool"])
+def test_written_rows_of_any_dtype(dtype: str) -> None:
+    rows = (ROWS * 9).astype(dtype)
+    with jax.enable_x64(True):
+        cached = scatter(CachedTable.from_ids(HostTable.from_numpy(rows), HOT), np.array([17, 3]), rows[:2])
+        rows[[17, 3]] = rows[:2]
+        np.testing.assert_array_equal(cached.numpy(), rows)
+        np.testing.assert_array_equal(cached[np.array([17, 3, 0])], rows[[17, 3, 0]])
+    np.testing.assert_array_equal(np.asarray(cached.cache)[int(cached.slots[17])].tobytes(), rows[17].tobytes())
+
+
+def test_lists_of_a_graph() -> None:
+    starts, senders = np.array([0, 2, 5], np.int32), np.array([1, 0, 0, 1, 1], np.int32)
+    lists = [CachedTable.from_ids(HostTable.from_numpy(x), [1]) for x in (starts, senders)]
+    weights = CachedTable.from_ids(HostTable.from_numpy(np.ones(5, np.float32)), [0])
+    for given in (None, weights):
+        topology = Topology.from_csc(*lists, weights=given, num_nodes=2)
+        got = sample_neighbors(jax.random.key(0), topology, np.array([0, 1]), 3, max_degree=3)
+        assert [sorted(row) for row in got.senders.tolist()] == [[-1, 0, 1], [0, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    "dtype", ["uint8", "uint16", "uint32", "uint64", "int8", "int64", "bool", "float32", "float16"]
+)
+def test_counts_of_any_dtype(dtype: str) -> None:
+    table = HostTable.from_numpy(ROWS)
+    counts = np.zeros(50, dtype)
+    counts[[3, 7, 11]] = [1, 1, 1] if dtype == "bool" else [5, 100, 1]
+    for k, want in ((3, {3, 7, 11}), (50, set(range(50))), (1, {3, 7, 11} if dtype == "bool" else {7})):
+        cached = CachedTable.from_counts(table, counts, k)
+        assert set(np.flatnonzero(np.asarray(cached.slots) >= 0)) <= want and cached.cache.shape[0] == k
+    if dtype in ("uint64", "int64"):
+        counts[20] = np.iinfo(dtype).max
+        assert int(CachedTable.from_counts(table, counts, 1).slots[20]) == 0
+        counts[20] = np.iinfo(dtype).min
+        assert int(CachedTable.from_counts(table, counts, 3).slots[20]) == -1
+
+
+def test_counts_that_are_none() -> None:
+    table = HostTable.from_numpy(ROWS)
+    with pytest.raises(ValueError, match="must not have NaN"):
+        CachedTable.from_counts(table, np.full(50, np.nan), 1)
+    with pytest.raises(TypeError, match="`counts` must be numbers"):
+        CachedTable.from_counts(table, np.full(50, 1j), 1)

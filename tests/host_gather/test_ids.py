@@ -1,0 +1,190 @@
+"""Ids of every integer dtype mean what they say, at every function that takes ids; what does not is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dejax import _native
+from dejax.host_gather import (
+    CachedTable,
+    HostTable,
+    RowGradient,
+    Topology,
+    adam,
+    count_ids,
+    gather,
+    gather_done,
+    gather_start,
+    prefetched_scan,
+    sample_graph,
+    sample_neighbors,
+    scatter,
+    scatter_add,
+    sgd,
+    typed_linear,
+)
+from dejax.host_gather._ids import checked_ids
+
+pytestmark = pytest.mark.skipif(
+    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
+)
+ROWS = np.random.default_rng(0).standard_normal((300, 4)).astype(np.float32)
+NODES, RELATIONS = 300, 7
+GRAPH = {
+    "senders": np.arange(NODES * RELATIONS) % NODES,
+    "receivers": np.arange(NODES * RELATIONS) // RELATIONS,
+    "relation": np.arange(NODES * RELATIONS) % RELATIONS,
+}
+
+
+def topology() -> Topology:
+    return Topology.from_edges(**GRAPH, num_nodes=NODES, num_relations=RELATIONS)
+
+
+def table() -> HostTable:
+    return HostTable.from_numpy(ROWS)
+
+
+def cached() -> CachedTable:
+    return CachedTable.from_ids(table(), np.arange(0, 300, 7))
+
+
+def scanned(ids: Any) -> jax.Array:
+    def step(carry: jax.Array, rows: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        return carry, rows
+
+    return prefetched_scan(step, jnp.zeros(()), table(), ids[:, None] if hasattr(ids, "shape") else ids)[1]
+
+
+def updated(optimizer: Any, ids: Any) -> np.ndarray:
+    made, values = table(), jnp.ones((len(ids), 4))
+    return optimizer.update(RowGradient(ids, values), optimizer.init(made), made)[0].numpy()
+
+
+ENTRIES: dict[str, Callable[[Any], Any]] = {
+    "gather": lambda ids: gather(table(), ids),
+    "gather clip": lambda ids: gather(table(), ids, mode="clip"),
+    "gather cached": lambda ids: gather(cached(), ids),
+    "gather_start": lambda ids: gather_done(gather_start(table(), ids)),
+    "prefetched_scan": scanned,
+    "scatter": lambda ids: scatter(table(), ids, jnp.ones((len(ids), 4))).numpy(),
+    "scatter_add": lambda ids: scatter_add(table(), ids, jnp.ones((len(ids), 4))).numpy(),
+    "sgd": lambda ids: updated(sgd(0.5), ids),
+    "adam": lambda ids: updated(adam(0.5), ids),
+    "typed_linear": lambda ids: typed_linear(table(), ids, np.zeros(len(ids), int), jnp.ones((1, 4, 2))),
+    "typed_linear types": lambda ids: typed_linear(table(), np.full(len(ids), 3), ids, jnp.ones((300, 4, 2))),
+    "sample_neighbors": lambda ids: sample_neighbors(jax.random.key(0), topology(), ids, 2).senders,
+    "sample_graph": lambda ids: sample_graph(jax.random.key(0), topology(), ids, (2,)).node_ids,
+    "count_ids": lambda ids: count_ids(jnp.zeros(300, jnp.int32), ids),
+    "hit_rate": lambda ids: cached().hit_rate(ids),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_dtypes_mean_the_same(name: str) -> None:
+    entry, small = ENTRIES[name], np.array([3, 37, 0, 119, 14, 5, 6, 7])
+    want = np.asarray(entry(small.astype(np.int32)))
+    for dtype in ("uint8", "int8", "uint16", "int16", "int64", "uint64", ">i4", ">i2", ">i8"):
+        np.testing.assert_array_equal(entry(small.astype(dtype)), want, err_msg=dtype)
+    for dtype in (jnp.uint8, jnp.int8, jnp.uint16, jnp.int16):
+        np.testing.assert_array_equal(entry(jnp.asarray(small, dtype)), want, err_msg=str(dtype))
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_wide_ids_do_not_wrap(name: str) -> None:
+    entry = ENTRIES[name]
+    wide = np.array([3, 2**32 + 5, -(2**32) + 7, 2**31, -(2**63), 2**63 - 1, 299, 300])
+    clipped = np.array([3, 2**31 - 1, -1, 2**31 - 1, -1, 2**31 - 1, 299, 300], np.int32)
+    want = np.asarray(entry(clipped))
+    np.testing.assert_array_equal(entry(wide), want)
+    if name.startswith("sample"):  # slow to compile once more; below with wide lists
+        return
+    with jax.enable_x64(True):
+        for given in (wide, jnp.asarray(wide)):
+            np.testing.assert_allclose(np.asarray(entry(given), np.float64), np.asarray(want, np.float64), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_what_is_no_id_is_refused(name: str) -> None:
+    for wrong, match in (
+        (np.array([1.5, 2.0]), r"must be (integers|int\[seeds\]), float64"),
+        (jnp.array([1.5, 2.0]), r"must be (integers|int\[seeds\]), float32"),
+        (jnp.array([1.0, 2.0], jnp.bfloat16), "bfloat16"),
+        (np.array([1 + 0j]), "complex"),
+        (np.array([True, False]), "is a mask"),
+        (jnp.array([1, 2], jnp.uint32), "signed integers, uint32"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            ENTRIES[name](wrong)
+
+
+neighbors = jax.jit(sample_neighbors, static_argnames=("fan_out", "replace"))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int16, np.int32])
+def test_narrow_seeds_beyond_nodes_times_relations(dtype: type) -> None:
+    """Seven relations of 300 nodes are 2,100 groups: beyond what ids of 8 bits count to."""
+    seeds = np.array([0, 1, 36, 37, 100, 127], dtype)
+    got = neighbors(jax.random.key(0), topology(), jnp.asarray(seeds), fan_out=2)
+    want = (seeds.astype(int)[:, None] * RELATIONS + np.arange(RELATIONS)) % NODES
+    np.testing.assert_array_equal(np.asarray(got.senders)[:, ::2], want)
+    assert np.asarray(got.mask)[:, ::2].all() and not np.asarray(got.mask)[:, 1::2].any()
+
+
+def test_narrow_ids_and_long_counts() -> None:
+    counts = count_ids(jnp.zeros(1000, jnp.int32), jnp.array([255, 255, 0], jnp.uint8))
+    assert counts[255] == 2 and counts[0] == 1 and counts.sum() == 3
+    big = CachedTable.from_ids(HostTable.zeros((1000, 1)), [255, 600])
+    assert float(big.hit_rate(jnp.array([255, 1], jnp.uint8))) == 0.5
+    types = typed_linear(table(), jnp.array([3, 4], jnp.uint8), jnp.array([1, 255], jnp.uint8), jnp.ones((300, 4, 2)))
+    np.testing.assert_allclose(types[:, 0], ROWS[[3, 4]].sum(1), rtol=1e-5)
+
+
+def test_tables_of_more_rows_than_int32_counts() -> None:
+    rows = 2**31 + 10
+    np.testing.assert_array_equal(checked_ids("f", np.array([5, -3, 2**31 - 2]), rows), [5, -1, 2**31 - 2])
+    with pytest.raises(ValueError, match="64-bit mode"):
+        checked_ids("f", np.array([2**31 + 3]), rows)
+    with pytest.raises(ValueError, match="64-bit mode"):  # the last one that int32 has, and row 2**31 - 1 at once
+        checked_ids("f", np.array([2**40]), rows)
+
+
+def test_starts_of_2_31_edges_need_64_bits() -> None:
+    starts, senders = np.array([0, 2**31]), np.broadcast_to(np.int32(0), 2**31)
+    for on_host in (False, True):
+        with pytest.raises(ValueError, match=r"`starts` of 2\*\*31 or more.*64-bit mode"):
+            Topology.from_csc(starts, senders, num_nodes=1, on_host=on_host)
+    wide = HostTable.from_numpy(np.array([0, 1, 2]))
+    with pytest.raises(ValueError, match="64-bit mode"):
+        Topology.from_csc(wide, np.array([0, 1], np.int32), num_nodes=2)
+    with pytest.raises(ValueError, match="`num_nodes` must be from 0 to"):
+        Topology.from_csc(starts, senders, num_nodes=2**31)
+    with jax.enable_x64(True):
+        made = Topology.from_csc(np.array([0, 1, 2]), np.array([1, 0]), num_nodes=2)
+        big = Topology(jnp.asarray([0, 1, 2], jnp.int64), made.senders, None, 2)
+        got = neighbors(jax.random.key(0), big, jnp.array([1, 0]), fan_out=1)
+        assert got.senders.tolist() == [[0], [1]] and got.edges.dtype == jnp.int64
+
+
+@pytest.mark.parametrize("dtype", ["int16", "uint16", "uint8", "int64", "uint64", ">i4", ">u2"])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_lists_of_any_integers(dtype: str, on_host: bool) -> None:
+    starts, senders = np.array([0, 2, 2, 5]).astype(dtype), np.array([1, 2, 0, 1, 2]).astype(dtype)
+    made = Topology.from_csc(starts, senders, num_nodes=3, on_host=on_host)
+    got = neighbors(jax.random.key(0), made, np.array([2, 1, 0]), fan_out=3)
+    assert [sorted(row) for row in got.senders.tolist()] == [[0, 1, 2], [-1, -1, -1], [-1, 1, 2]]
+    if dtype in ("int16", "uint16", "uint8"):
+        placed = Topology(HostTable.from_numpy(starts), HostTable.from_numpy(senders), None, 3)
+        again = neighbors(jax.random.key(0), placed, np.array([2, 1, 0]), fan_out=3)
+        np.testing.assert_array_equal(again.senders, got.senders)
+
+
+def test_lists_that_are_no_integers() -> None:
+    with pytest.raises(TypeError, match="`starts` must be integers, float64"):
+        Topology.from_csc(np.array([0.0, 1.0]), np.array([0]), num_nodes=1)
+    with pytest.raises(TypeError, match="`senders` must be integers, float64"):
+        Topology.from_csc(np.array([0, 1]), np.array([0.5]), num_nodes=1)

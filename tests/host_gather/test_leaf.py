@@ -1,0 +1,255 @@
+"""A table as a pytree: what jax.tree may do with it, what is refused, and what jit says of a table that is gone."""
+
+import copy
+import multiprocessing
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.flatten_util import ravel_pytree
+
+from dejax import _native
+from dejax.host_gather import CachedTable, HostTable, TableClosedError, scatter_add, shardings, value_and_grad
+
+pytestmark = pytest.mark.skipif(
+    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
+)
+ROWS = np.arange(40, dtype=np.float32).reshape(8, 5)
+
+
+def table() -> HostTable:
+    return HostTable.from_numpy(ROWS)
+
+
+ARITHMETIC: dict[str, Callable] = {
+    "moving average": lambda t: jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, t, t),
+    "sum": lambda t: jax.tree.map(lambda a, b: a + b, t, t),
+    "by a numpy number": lambda t: jax.tree.map(lambda a: np.float32(0.9) * a, t),
+    "by an array": lambda t: jax.tree.map(lambda a: jnp.ones((8, 5)) * a, t),
+    "square": lambda t: jax.tree.map(jnp.square, t),
+    "sum of elements": lambda t: sum(jnp.sum(x) for x in jax.tree.leaves(t)),
+    "numpy's sum": lambda t: [np.add(x, 1) for x in jax.tree.leaves(t)],
+    "a method": lambda t: [x.sum() for x in jax.tree.leaves(t)],
+    "an index": lambda t: [x[0] for x in jax.tree.leaves(t)],
+    "isfinite": lambda t: jax.tree.map(jnp.isfinite, t),
+    "where": lambda t: jax.tree.map(lambda x: jnp.where(True, x, x), t),
+    "zeros_like": lambda t: jax.tree.map(jnp.zeros_like, t),
+    "astype": lambda t: jax.tree.map(lambda x: x.astype(jnp.bfloat16), t),
+    "comparison": lambda t: jax.tree.map(lambda x: x > 0, t),
+    "reduce": lambda t: jax.tree.reduce(lambda a, b: a + b, t, 0.0),
+    "with path": lambda t: jax.tree_util.tree_map_with_path(lambda path, x: x * 2, t),
+    "jit of a leaf": lambda t: jax.tree.map(jax.jit(lambda x: x * 2), t),
+    "ravel": lambda t: ravel_pytree(t),
+    "global_norm": optax.global_norm,
+    "adam.init": lambda t: optax.adam(1e-3).init(t),
+    "sgd with momentum": lambda t: optax.sgd(1e-3, momentum=0.9).init(t),
+    "apply_updates": lambda t: optax.apply_updates(t, t),
+    "incremental_update": lambda t: optax.incremental_update(t, t, 0.1),
+    "clip": lambda t: optax.clip_by_global_norm(1.0).update(t, optax.EmptyState()),
+    "ema": lambda t: optax.ema(0.9).init(t),
+}
+
+
+@pytest.mark.filterwarnings("ignore:optax")
+@pytest.mark.parametrize("name", ARITHMETIC)
+@pytest.mark.parametrize("where", ["alone", "among parameters", "in jit", "cached"])
+def test_arithmetic_on_the_bits_is_refused(name: str, where: str) -> None:
+    given, act = table(), ARITHMETIC[name]
+    with pytest.raises((TypeError, ValueError), match="HostTable|ufuncs|TableLeaf"):
+        if where == "in jit":
+            jax.jit(lambda t: act(t) and 0)(given)
+        elif where == "among parameters":
+            act({"w": jnp.ones(3), "table": given})
+        else:
+            act(CachedTable.from_ids(given, [1]) if where == "cached" else given)
+    np.testing.assert_array_equal(given.numpy(), ROWS)
+
+
+def test_what_trees_are_for_still_works() -> None:
+    given = table()
+    tree = {"w": jnp.ones(3), "table": given}
+    leaves, structure = jax.tree.flatten(tree)
+    again = jax.tree.unflatten(structure, leaves)["table"]
+    assert again._leaf is given._leaf
+    assert jax.tree.map(lambda x: x, given)._leaf is given._leaf
+    (leaf,) = jax.tree.leaves(given)
+    assert leaf.shape == (8, 5) and leaf.size == 40 and leaf.ndim == 2
+    assert sum(x.size for x in leaves) == 43 and "8, 5" in repr(leaf)
+    assert leaf.sharding == given.sharding and not leaf.is_deleted()
+    jax.tree.map(lambda x: x.block_until_ready(), tree)
+    jax.block_until_ready(tree)
+    dynamic = jax.tree.map(lambda x: x if x.ndim else None, tree)  # parts of a tree
+    got = jax.jit(lambda d: d["table"][jnp.array([3])] * d["w"][0])(dynamic)
+    np.testing.assert_array_equal(got, ROWS[[3]])
+    by_path = jax.tree_util.tree_leaves_with_path(tree)
+    assert [jax.tree_util.keystr(path) for path, _ in by_path] == ["['table'].rows", "['w']"]
+    assert jax.eval_shape(lambda t: t[jnp.array([0])], given).shape == (1, 5)
+    moved = jax.device_put(tree, jax.devices()[0])
+    np.testing.assert_array_equal(moved["table"][np.array([7])], ROWS[[7]])
+
+
+def test_other_shapes_and_types_than_the_tables_are_refused() -> None:
+    for replace in (lambda x: jnp.zeros(x.shape), lambda x: np.zeros((8, 5), np.int32), lambda x: jnp.zeros((3, 5))):
+        with pytest.raises(ValueError, match="sliced or reshaped"):
+            jax.tree.map(replace, table())[np.array([0])]
+
+
+def test_flax_passes_tables_on() -> None:
+    given = table()
+
+    @flax.nnx.jit
+    def step(model: flax.nnx.Module, table: HostTable, ids: jax.Array) -> jax.Array:
+        return model(table[ids])
+
+    model = flax.nnx.Linear(5, 2, rngs=flax.nnx.Rngs(0))
+    np.testing.assert_allclose(step(model, given, jnp.array([3, 1])), model(jnp.asarray(ROWS[[3, 1]])), rtol=1e-5)
+
+
+def test_tables_beside_optax() -> None:
+    given, w = table(), jnp.ones(5)
+    optimizer = optax.adam(0.1)
+    state = optimizer.init(w)
+
+    def step(table: HostTable, w: jax.Array, state: optax.OptState) -> tuple:
+        _, (rows, gradient) = value_and_grad(lambda t, w: ((t[np.array([1, 2])] @ w) ** 2).sum(), argnums=(0, 1))(
+            table, w
+        )
+        updates, state = optimizer.update(gradient, state, w)
+        return scatter_add(table, rows.ids, -0.01 * rows.values), optax.apply_updates(w, updates), state
+
+    compiled = jax.jit(step, donate_argnums=0, out_shardings=shardings((given, w, state)))
+    for _ in range(2):
+        given, w, state = compiled(given, w, state)
+    assert np.isfinite(given.numpy()).all() and (given.numpy()[3:] == ROWS[3:]).all()
+
+
+# ------------------------------------------------------------------------------------------------ tables that are gone
+
+
+def test_closed_and_donated_tables_under_jit() -> None:
+    f = jax.jit(lambda table, ids: table[ids])
+    ids = jnp.array([3])
+    for make in (lambda: table(), lambda: CachedTable.from_ids(table(), [3])):
+        given = make()
+        f(given, ids)  # the second call goes by what jit has kept
+        given.close()
+        for use in (
+            lambda g=given: f(g, ids),
+            lambda g=given: jax.jit(lambda t: t[ids] + 1)(g),
+            lambda g=given: jax.vmap(lambda t, i: t[i], (None, 0))(g, ids),
+            lambda g=given: value_and_grad(lambda t: t[ids].sum())(g),
+            lambda g=given: jax.grad(lambda w, t: (t[ids] * w).sum())(1.0, g),
+            lambda g=given: jax.lax.scan(lambda t, _: (t, t[ids]), g, None, length=2),
+        ):
+            with pytest.raises(TableClosedError, match="closed, or donated"):
+                use()
+    given = table()
+    write = jax.jit(lambda t: scatter_add(t, ids, jnp.ones((1, 5))), donate_argnums=0, out_shardings=shardings(given))
+    new = write(given)
+    for use in (lambda: write(given), lambda: f(given, ids), given.numpy):
+        with pytest.raises(TableClosedError, match="use the table that the function returned"):
+            use()
+    np.testing.assert_array_equal(f(new, ids), ROWS[[3]] + 1)
+    assert given.is_closed() and "closed" in repr(given) and jax.tree.structure(given) == jax.tree.structure(new)
+
+
+def test_errors_leave_nothing_behind() -> None:
+    """jaxlib loses a level of recursion wherever flattening a container raises."""
+    given = CachedTable.from_ids(table(), [1])
+    given.close()
+    f = jax.jit(lambda tree: tree["a"][0][jnp.array([0])])
+    for _ in range(1500):
+        with pytest.raises(TableClosedError):
+            f({"a": [given]})
+
+
+def test_loops_and_membership() -> None:
+    given = table()
+    for each in (given, CachedTable.from_ids(given, [1])):
+        with pytest.raises(TypeError, match=r"table.numpy\(\)"):
+            for _ in each:
+                break
+        with pytest.raises(TypeError, match=r"table.numpy\(\)"):
+            list(each)
+        with pytest.raises(TypeError, match=r"table.numpy\(\)"):
+            _ = 3.0 in each
+
+
+def test_pickling_and_copies() -> None:
+    given = table()
+    for each in (given, CachedTable.from_ids(given, [1]), {"t": given}, jax.tree.leaves(given)):
+        for act in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(TypeError, match=r"pickling.*table.numpy\(\)"):
+                act(each)
+    same = copy.copy(given)
+    np.testing.assert_array_equal(same[np.array([2])], ROWS[[2]])
+    given.close()
+    assert same.is_closed()  # the same memory
+    pickle.dumps(jax.tree.structure(given).node_data()[1])  # its static part may travel
+
+
+def in_a_child(act: Callable[[], object]) -> str:
+    """The name of the exception that `act` raises in a forked child; "hangs" where it does not come back."""
+    receive, send = multiprocessing.Pipe(False)
+
+    def run() -> None:
+        try:
+            act()
+            send.send("ran")
+        except BaseException as error:
+            send.send(type(error).__name__ + ": " + str(error))
+
+    child = multiprocessing.get_context("fork").Process(target=run, daemon=True)
+    child.start()
+    found = receive.recv() if receive.poll(20) else "hangs"
+    child.kill()
+    child.join()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_forked_child_has_no_way_in() -> None:
+    given, f = table(), jax.jit(lambda table, ids: table[ids])
+    ids = jnp.array([3])
+    f(given, ids).block_until_ready()
+    cached, optimizer_state = CachedTable.from_ids(given, [1]), {"t": given}
+    view = given.numpy()
+    for act in (
+        lambda: f(given, ids),
+        lambda: f(jax.tree.map(lambda x: x, given), ids),  # another shell around the same memory
+        lambda: f(copy.copy(given), ids),
+        lambda: f(HostTable(given._leaf, given._spec), ids),
+        lambda: f(cached, ids),
+        lambda: jax.jit(lambda s: s["t"][ids])(optimizer_state),
+        lambda: given[ids],
+        lambda: cached[np.array([1])],
+        lambda: scatter_add(given, ids, np.ones((1, 5))),
+        lambda: value_and_grad(lambda t: t[ids].sum())(given),
+        given.numpy,
+        lambda: given.write(0, ROWS),
+    ):
+        assert in_a_child(act).startswith("TableClosedError: "), in_a_child(act)
+    assert in_a_child(lambda: view.sum()) == "ran"
+    np.testing.assert_array_equal(f(given, ids), ROWS[[3]])
+
+
+def test_a_file_that_became_shorter(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).random((4096, 64), np.float32)
+    np.save(tmp_path / "rows.npy", rows)
+    given, f = HostTable.from_npy(tmp_path / "rows.npy"), jax.jit(lambda table, ids: table[ids])
+    ids = np.array([0, 4095])
+    np.testing.assert_array_equal(f(given, ids), rows[ids])
+    with open(tmp_path / "rows.npy", "r+b") as file:
+        file.truncate(8192)
+    for use in (lambda: f(given, ids), lambda: given[ids], given.numpy):
+        with pytest.raises(OSError, match="became shorter"):
+            use()
+    with open(tmp_path / "rows.npy", "r+b") as file:
+        file.truncate(rows.nbytes + 4096)  # longer is no harm
+    assert f(given, ids).shape == (2, 64)

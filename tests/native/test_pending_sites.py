@@ -1,0 +1,86 @@
+"""Which started gather a done takes (native/pending_sites.h), compiled by itself."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CXX = shutil.which("g++")
+NATIVE = Path(__file__).parents[2] / "native"
+PROGRAM = r"""
+#include "pending_sites.h"
+#include <cassert>
+#include <cstdio>
+#include <thread>
+using namespace dejax;
+static char place[64];
+int main() {
+  PendingSites<int> sites;
+  int got = 0;
+  const auto alone = [&](int run, int site, int ticket, int gather) {
+    assert(sites.Add(run, site, Place::kAlone, nullptr, place + ticket, gather) == Found::kYes);
+  };
+  // Two starts of one site, done in the other order.
+  alone(1, 7, 1, 100), alone(1, 7, 2, 200);
+  assert(sites.Take(1, 7, place + 2, &got) == Found::kYes && got == 200);
+  assert(sites.Take(1, 7, place + 1, &got) == Found::kYes && got == 100);
+  assert(sites.Take(1, 7, place + 1, &got) == Found::kNone);
+  // A ticket that was moved: the only one of its site, but not one of several.
+  alone(1, 7, 1, 100);
+  assert(sites.Take(1, 7, place + 9, &got) == Found::kYes && got == 100);
+  alone(1, 7, 1, 100), alone(1, 7, 2, 200);
+  assert(sites.Take(1, 7, place + 9, &got) == Found::kSeveral);
+  assert(sites.Take(1, 7, place + 1, &got) == Found::kYes && got == 100);
+  assert(sites.Take(1, 7, place + 9, &got) == Found::kYes && got == 200);
+  // Other sites and other executions are others.
+  alone(1, 7, 1, 100), alone(1, 8, 1, 300), alone(2, 7, 1, 400);
+  assert(sites.Take(2, 7, place + 1, &got) == Found::kYes && got == 400);
+  assert(sites.Take(1, 8, place + 1, &got) == Found::kYes && got == 300);
+  assert(sites.Take(1, 7, place + 1, &got) == Found::kYes && got == 100);
+  // A place that is given again means the younger one.
+  alone(1, 7, 1, 100), alone(1, 7, 1, 200);
+  assert(sites.Take(1, 7, place + 1, &got) == Found::kYes && got == 200);
+  assert(sites.Take(1, 7, place + 5, &got) == Found::kYes && got == 100);
+  // Two loops of one site whose first starts both come before either loop; each ticket stays where it is.
+  for (int loop = 0; loop < 2; ++loop) {
+    assert(sites.Add(1, 9, Place::kFirst, place + 20, place + 30 + loop, 1000 * loop) == Found::kYes);
+  }
+  for (int loop = 0; loop < 2; ++loop) {
+    for (int step = 0; step < 5; ++step) {
+      const void* ticket = place + 30 + loop;
+      assert(sites.Add(1, 9, Place::kNext, ticket, ticket, 1000 * loop + step + 1) == Found::kYes);
+      assert(sites.Take(1, 9, ticket, &got) == Found::kYes && got == 1000 * loop + step);
+    }
+    assert(sites.Take(1, 9, place + 30 + loop, &got) == Found::kYes && got == 1000 * loop + 5);
+  }
+  // One loop whose ticket moves at its border and in each step.
+  assert(sites.Add(1, 9, Place::kFirst, place + 20, place + 30, 0) == Found::kYes);
+  for (int step = 0; step < 5; ++step) {
+    assert(sites.Add(1, 9, Place::kNext, place + 40, place + 41, step + 1) == Found::kYes);
+    assert(sites.Take(1, 9, place + (step % 2 ? 41 : 42), &got) == Found::kYes && got == step);
+  }
+  assert(sites.Take(1, 9, place + 43, &got) == Found::kYes && got == 5);
+  // Two that move cannot be told apart: an error, and nothing is lost.
+  assert(sites.Add(1, 9, Place::kFirst, place + 20, place + 30, 1) == Found::kYes);
+  assert(sites.Add(1, 9, Place::kFirst, place + 20, place + 31, 2) == Found::kYes);
+  assert(sites.Add(1, 9, Place::kNext, place + 40, place + 41, 3) == Found::kSeveral);
+  // What this thread left in other executions is given up; what another thread began is not.
+  std::thread([&] { alone(5, 7, 1, 500); }).join();
+  int given_up = 0, left = 0;
+  sites.GiveUpOthers(2, [&](int gather) { given_up += gather; });
+  sites.ForEach([&](int gather) { left += gather; });
+  assert(given_up == 3 && left == 500);
+  assert(sites.Add(6, 9, Place::kNext, place, place, 1) == Found::kNone);
+  std::puts("all");
+}
+"""
+
+
+@pytest.mark.skipif(CXX is None, reason="no g++")
+def test_dones_take_the_gather_of_their_start(tmp_path: Path) -> None:
+    (tmp_path / "sites.cc").write_text(PROGRAM)
+    flags = ["-std=c++17", "-Wall", "-Werror", "-fsanitize=address,undefined", "-pthread", f"-I{NATIVE}"]
+    subprocess.run([CXX, *flags, str(tmp_path / "sites.cc"), "-o", str(tmp_path / "sites")], check=True)
+    ran = subprocess.run([str(tmp_path / "sites")], capture_output=True, text=True)
+    assert ran.stdout == "all\n", ran.stderr
