@@ -164,6 +164,10 @@ FEATURE = frozenset("sum_features reshape transpose broadcast concat slice pad".
 ROWWISE = UNARY | BINARY | FEATURE | {"select", "dot"}
 
 
+# Dtypes that hold the number of any row's items: float16 ends at 65,504, bfloat16 is exact up to 256.
+COUNT_DTYPES = ("float32", "float64", "int32", "int64")
+
+
 def _need(condition: bool, message: str) -> None:
     if not condition:
         raise IRError(message)
@@ -231,6 +235,16 @@ def _reduce(args: list[Op], attrs: dict) -> tuple:
     via = _via_target(args[0], attrs, "coarse")
     _need(attrs["op"] in ("sum", "max"), f"unknown reduction {attrs['op']!r}")
     return via.coarse, args[0].shape, args[0].dtype
+
+
+def _count(args: list[Op], attrs: dict) -> tuple:
+    dtype = attrs["dtype"]
+    _need(
+        dtype in COUNT_DTYPES,
+        f"dtype of a count must be one of {', '.join(COUNT_DTYPES)}, got {dtype!r}, which does not hold the counts of "
+        "large graphs; cast the quotient, (x / count).astype(...)",
+    )
+    return VIAS[attrs["via"]].coarse, (), dtype
 
 
 def _softmax(args: list[Op], attrs: dict) -> tuple:
@@ -337,7 +351,7 @@ def _pad(args: list[Op], attrs: dict) -> tuple:
 RULES: dict[str, Callable[[list[Op], dict], tuple]] = {
     "input": lambda args, a: (Space(a["space"]), tuple(a["shape"]), a["dtype"]),
     "const": lambda args, a: (Space(a["space"]), (), a["dtype"]),
-    "count": lambda args, a: (VIAS[a["via"]].coarse, (), a["dtype"]),
+    "count": _count,
     "gather": _gather,
     "reduce": _reduce,
     "softmax": _softmax,
