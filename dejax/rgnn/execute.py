@@ -162,6 +162,8 @@ def run_kernels(
                 with kernel_label(program.name, number):
                     pallas.run(instance, env)
                 done = True
+            except jax.errors.JaxRuntimeError:  # of kernels that run at once, as in `tune`: memory, say
+                raise
             except Exception as error:  # whatever a template objects to, XLA can do it
                 record_failure(kernels, options, number, error)
         if not done:
