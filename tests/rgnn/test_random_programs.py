@@ -144,9 +144,7 @@ def test_lowering_for_a_gpu(recipe: Recipe, edges: EdgeList, narrow: str) -> Non
     """Triton takes every kernel of a program, which it is asked after it is traced: there no fallback is left."""
     graph, program = edges.build(hub_chunk=CHUNK).with_loop_tables(), recipe.program()
     options = Options(backend="pallas", interpret=False)
-    arrays = [
-        a.astype(narrow) if narrow and a.dtype == "float32" else a for a in recipe.cast(recipe.arrays(edges), "float32")
-    ]
+    arrays = recipe.cast(recipe.arrays(edges), narrow or "float32")
 
     def loss(arrays: list[Any]) -> Any:
         return sum(jnp.sum(jnp.sin(y.astype("float32"))) for y in program(graph, arrays, options=options))
