@@ -111,7 +111,7 @@ MISUSE: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     ),
     "widths that differ": (
         lambda g, a: g.src(a["x"]) + g.per_edge_type(a["w"])[0],
-        (r"feature shapes \(3,\), \(4,\) do not broadcast at axis 0",),
+        (r"feature shapes \(3,\) and \(4,\) do not broadcast at axis 0",),
     ),
     "an inner product of other widths": (
         lambda g, a: rgnn.dot(g.src(a["x"]), g.src(a["x"])[:2]),

@@ -195,10 +195,11 @@ def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     full = [s for s in shapes if s != ()]
     if not full:
         return ()
-    rank, found = len(full[0]), ", ".join(map(str, shapes))
+    rank = len(full[0])
+    found = " and ".join(map(str, shapes))
     _need(
         all(len(s) == rank for s in full),
-        f"feature shapes {' and '.join(map(str, shapes))} have different ranks; add the missing axis, for instance x[..., None] to give one "
+        f"feature shapes {found} have different ranks; add the missing axis, for instance x[..., None] to give one "
         "number a head to a (heads, width) value, or x[None, :] for a bias",
     )
     out = []
