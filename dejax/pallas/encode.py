@@ -26,7 +26,7 @@ def _kernel(x: Any, mantissa: Any, exponent: Any, *, rows: int, width: int, leng
     inside = row < rows
     mask = inside[:, None] & (columns < width)
     tile = _triton.load(x, (row[:, None], columns), mask)
-    found, inverse = exponents(tile, 1)
+    found, inverse = exponents(tile, 1, finite=True)
     row = where(inside, row, rows)
     mask = mask if length == width else inside[:, None] & (columns < length)
     _triton.store(mantissa, (row[:, None], columns), tile * inverse, mask)

@@ -234,7 +234,7 @@ def _multiply_tile(ref: dict[str, Any], c: _Config, tile: Any, g: Any, column: A
         safe = where(valid, out_row, 0)[:, None]
         _triton.atomic_add(ref["y"], (safe, g * stride + n), y, jnp.broadcast_to(mask, y.shape))
     elif "y_exponent" in ref:
-        exponent, inverse = exponents(y, 1)
+        exponent, inverse = exponents(y, 1, finite=True)
         _triton.store(ref["y"], (out_row[:, None], g * stride + n), y * inverse, mask)
         part = jnp.zeros_like(out_row) + (g * blocks_n + column)
         _triton.store(ref["y_exponent"], (out_row, part), resized(exponent, out_row.shape), valid)

@@ -115,7 +115,7 @@ def encode(x: Array, parts: int = 1) -> HalfRows:
     """float32[rows, *features] as `HalfRows`, by plain XLA."""
     width = math.prod(x.shape[1:])
     flat = x.reshape(x.shape[0], parts, width // parts)
-    exponent, inverse = exponents(flat, 2)
+    exponent, inverse = exponents(flat, 2, finite=True)
     mantissa = (flat * inverse).astype(jnp.float16).reshape(x.shape)
     behind = [(0, at - size) for at, size in zip(stored(x.shape[1:]), x.shape[1:], strict=True)]
     exponent = exponent.reshape(x.shape[0], parts).astype(jnp.uint8)
@@ -132,12 +132,16 @@ def inverse_power(exponent: Array) -> Array:
     return power(lax.sub(np.int32(2 * _ONE), exponent))
 
 
-def exponents(x: Array, axis: int | tuple[int, ...] | None) -> tuple[Array, Array]:
+def exponents(x: Array, axis: int | tuple[int, ...] | None, *, finite: bool = False) -> tuple[Array, Array]:
     """The biased exponent of the largest magnitude along axes (kept, size 1), and the power of two that undoes it.
 
     `x` times that power is below 2 in magnitude; infinities and NaN stay what they are. `axis` None: of all of `x`.
+    `finite`: of the largest finite magnitude. So rows are stored, of which a masked score may be -inf: its neighbours
+    in the row keep their digits.
     """
     largest = lax.abs(x)
+    if finite:
+        largest = where(lax.eq(largest, np.float32(np.inf)), 0.0, largest)
     if axis is None:
         largest = whole_max(largest)
     else:
@@ -158,7 +162,7 @@ def without_padding(x: Array, shape: tuple[int, ...]) -> Array:
 def rounded(x: Array, shape: tuple[int, ...]) -> Array:
     """A tile of float32 rows, of `shape` padded to powers of two, as `HalfRows` with one exponent a row keep them."""
     x = without_padding(x, shape)
-    exponent, inverse = exponents(x, tuple(range(x.ndim - len(shape), x.ndim)))
+    exponent, inverse = exponents(x, tuple(range(x.ndim - len(shape), x.ndim)), finite=True)
     return (x * inverse).astype(jnp.float16).astype(jnp.float32) * power(exponent)
 
 

@@ -139,3 +139,20 @@ def test_scores_that_are_no_numbers(backend: str, bad: float) -> None:
     program = rgnn.program(lambda g, s, x: attention(g, s, x, "dst"))
     _, share, _ = program(EDGES.build(hub_chunk=CHUNK), jnp.asarray(s), jnp.asarray(x), options=BACKENDS[backend])
     np.testing.assert_array_equal(np.isnan(share), EDGES.receivers == EDGES.receivers[at])
+
+
+def test_masked_features_beside_others_in_rows_of_16_bits() -> None:
+    """By default wide rows are stored in 16 bits: a feature of -inf takes no digit of the others of its row."""
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(EDGES.num_nodes, 16)), "float32")
+    mask = jnp.asarray(rng.random(x.shape) < 0.6, "float32")
+
+    @rgnn.program
+    def layer(g: Any, x: Any, mask: Any) -> tuple:
+        score = g.src(rgnn.where_positive(g.node(mask), rgnn.tanh(g.node(x)), -np.inf))
+        return g.sum_to_dst(rgnn.edge_softmax(score) * g.src(x)), g.max_to_dst(score)
+
+    graph = EDGES.build()
+    found = layer(graph, x, mask, options=rgnn.Options(backend="pallas", interpret=True))
+    for y, want in zip(found, layer(graph, x, mask, options=BACKENDS["xla"]), strict=True):
+        np.testing.assert_allclose(y, want, atol=5e-3)
