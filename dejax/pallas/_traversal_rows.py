@@ -17,7 +17,7 @@ from dejax.pallas._shapes import divide, feature_indices, feature_mask, lanes, n
 from dejax.pallas._tiles import both, resized, steps, stretched, where, with_axes, within
 from dejax.pallas._traversal_plan import Array, Output, Plan, Refs
 from dejax.pallas.factored import Factored
-from dejax.pallas.half_rows import exponents, inverse_power, power, without_padding
+from dejax.pallas.half_rows import exponents, inverse_power, power, raised, without_padding
 
 # Features from which on a tile comes as `Factored`, and is stored from threads of one item.
 WIDE = 16
@@ -326,14 +326,14 @@ def store_outputs(
 def _scaled(
     exponent_ref: Any, index: jax.Array, mask: jax.Array, whole: tuple[int, ...], past: int, value: Any
 ) -> tuple[jax.Array, ...]:
-    """Tiles that are stored side by side, below 2 in magnitude; the exponents of their rows are stored."""
+    """Tiles that are stored side by side, below 2^15 in magnitude; the exponents of their rows are stored."""
     parts: tuple[jax.Array, ...] = value if isinstance(value, tuple) else (value,)
     shape = _part(whole, value)
     lead = mask.ndim
     parts = tuple(jnp.broadcast_to(part, (*mask.shape, *padded(shape))) for part in parts)
     parts = tuple(without_padding(part, shape) for part in parts)
     axes = tuple(range(lead, lead + len(shape)))
-    exponent = functools.reduce(lax.max, (exponents(part, axes)[0] for part in parts))
+    exponent = raised(functools.reduce(lax.max, (exponents(part, axes, finite=True)[0] for part in parts)))
     inverse = inverse_power(exponent)
     at = where(mask, index, past)
     _triton.store(exponent_ref, (at, jnp.zeros_like(at)), resized(exponent, mask.shape), mask)

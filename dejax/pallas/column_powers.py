@@ -1,7 +1,7 @@
 """How large the columns of arrays are, as powers of two: one small kernel for all arrays of a program.
 
-Rows in 16 bits and products in float16 divide columns by these (`half_rows`). The powers are estimates, of some elements
-of each column. An estimate that is wrong by some thousands costs no digits.
+Rows in 16 bits and products in float16 divide columns by these (`half_rows`). The powers are estimates, of some
+elements of each column. An estimate that is wrong by some thousands costs no digits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dejax.pallas._shapes import divide, lanes, next_power_of_two
 from dejax.pallas._tiles import where
 from dejax.pallas.half_rows import powers_of, powers_of_tile, whole_max
 
-# Elements that a program looks at, and columns that it can hold. On an H200 16,384 elements in rows take 3 us. Elements of
-# which neighbours belong to one column take longer: 32,768, each at another place, took 20 to 90 us.
+# Elements that a program looks at, and columns that it can hold. On an H200 32,768 elements in rows take 3 to 5 us. Where
+# neighbours belong to one column it takes longer: 32,768 elements, each at another place, took 20 to 90 us.
 _ELEMENTS, _ELEMENTS_APART = 16384, 8192
 _TOGETHER = 8  # a memory sector
 MAX_COLUMNS = 4096
@@ -80,8 +80,9 @@ def column_powers(
       interpret: run the kernel interpreted; by default where there is no GPU.
 
     Returns:
-      For each request float32[columns] and the same as bfloat16, powers of two from 2^-126 to 2^126. Columns of which only
-      zeros were seen have the largest of all; where nothing else was seen all are 1. Infinities and NaN are not counted.
+      For each request float32[columns] and the same as bfloat16, powers of two from 2^-126 to 2^126. Columns of which
+      only zeros were seen have the largest of all; where nothing else was seen all are 1. Infinities and NaN are not
+      counted.
     """
     found: dict[int, tuple[jax.Array, jax.Array]] = {}
     kernel_ones: list[int] = []

@@ -249,7 +249,7 @@ def _multiply_tile(ref: dict[str, Any], c: _Config, tile: Any, g: Any, column: A
         if "out_columns" in ref:
             columns = _triton.load(ref["out_columns"], (g * c.n + n,), None if even_n else n < c.n)
             kept = y * inverse_of(columns)
-        exponent, inverse = raised_exponents(kept, 1)
+        exponent, inverse = raised_exponents(kept, 1, finite=True)
         _triton.store(ref["y"], (out_row[:, None], g * stride + n), kept * inverse, mask)
         part = jnp.zeros_like(out_row) + (g * blocks_n + column)
         _triton.store(ref["y_exponent"], (out_row, part), resized(exponent, out_row.shape), valid)

@@ -5,11 +5,11 @@ up for the range that it lacks; they multiply exactly. So rows that only product
 the bytes, and tensor cores multiply float16 at twice the rate of TF32 and take it from shared memory by wider
 instructions.
 
-There are two kinds of powers. One belongs to each row: it brings the row's largest element just below 2^15. One belongs
-to each column of an array (`columns`): it brings columns of different scales to one scale first, so that a feature of
-10^9 beside features of 1, or a weight's column of 10^-9, costs no digits. The columns of a matrix of weights have powers
-of their own for each type. An element then keeps its 10 bits down to 2^-29 of the largest of its row, and vanishes
-below 2^-40 of it.
+There are two kinds of powers. One belongs to each row: it brings the row's largest element just below 2^15. One
+belongs to each column of an array (`columns`): it brings columns of different scales to one scale first, so that a
+feature of 10^9 beside features of 1, or a weight's column of 10^-9, costs no digits. The columns of a matrix of weights
+have powers of their own for each type. An element then keeps its 10 bits down to 2^-29 of the largest of its row, and
+vanishes below 2^-40 of it.
 
 `f32` products are three of float16: an operand is the sum of two float16 numbers, which keep 22 bits of it, and the
 product of the two small parts, 2^-22 of the whole, is left out. (Ootomo and Yokota, 2022, recover single precision so.)
@@ -131,7 +131,7 @@ def encode(x: Array, parts: int = 1, columns: Array | None = None) -> HalfRows:
     if columns is not None:
         x = x * inverse_of(columns)
     flat = x.reshape(x.shape[0], parts, width // parts)
-    exponent, inverse = raised_exponents(flat, 2)
+    exponent, inverse = raised_exponents(flat, 2, finite=True)
     mantissa = (flat * inverse).astype(jnp.float16).reshape(x.shape)
     behind = [(0, at - size) for at, size in zip(stored(x.shape[1:]), x.shape[1:], strict=True)]
     exponent = exponent.reshape(x.shape[0], parts).astype(jnp.uint8)
@@ -176,12 +176,16 @@ def power_of_any(x: Array, exponent: Array) -> Array:
     return x * power(near) * power(rest)
 
 
-def exponents(x: Array, axis: int | tuple[int, ...] | None) -> tuple[Array, Array]:
+def exponents(x: Array, axis: int | tuple[int, ...] | None, *, finite: bool = False) -> tuple[Array, Array]:
     """The biased exponent of the largest magnitude along axes (kept, size 1), and the power of two that undoes it.
 
     `x` times that power is below 2 in magnitude; infinities and NaN stay what they are. `axis` None: of all of `x`.
+    `finite`: of the largest finite magnitude. So rows are stored, of which a masked score may be -inf: its neighbours
+    in the row keep their digits.
     """
     largest = lax.abs(x)
+    if finite:
+        largest = where(lax.eq(largest, np.float32(np.inf)), 0.0, largest)
     if axis is None:
         largest = whole_max(largest)
     else:
@@ -202,7 +206,7 @@ def without_padding(x: Array, shape: tuple[int, ...]) -> Array:
 def rounded(x: Array, shape: tuple[int, ...]) -> Array:
     """A tile of float32 rows, of `shape` padded to powers of two, as `HalfRows` with one exponent a row keep them."""
     x = without_padding(x, shape)
-    exponent, inverse = raised_exponents(x, tuple(range(x.ndim - len(shape), x.ndim)))
+    exponent, inverse = raised_exponents(x, tuple(range(x.ndim - len(shape), x.ndim)), finite=True)
     return (x * inverse).astype(jnp.float16).astype(jnp.float32) * power(exponent)
 
 
@@ -215,9 +219,9 @@ def raised(exponent: Array) -> Array:
     return lax.max(lax.sub(exponent, np.int32(RAISED)), _LOW)
 
 
-def raised_exponents(x: Array, axis: int | tuple[int, ...] | None) -> tuple[Array, Array]:
+def raised_exponents(x: Array, axis: int | tuple[int, ...] | None, *, finite: bool = False) -> tuple[Array, Array]:
     """As `exponents`, but `x` times the power is below 2^15 in magnitude, and not below 2."""
-    exponent = raised(exponents(x, axis)[0])
+    exponent = raised(exponents(x, axis, finite=finite)[0])
     return exponent, inverse_power(exponent)
 
 

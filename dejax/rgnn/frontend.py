@@ -220,7 +220,8 @@ class Symbol:
         size = self.shape[self.trace.axis(self, axis)]
         if size == 0:
             raise fail(f"a feature shape of {self.shape} has no mean over an axis of size 0")
-        return self.sum(axis, keepdims) * (1.0 / size)
+        mean = self.trace.wide(self).sum(axis, keepdims) * (1.0 / size)
+        return mean.astype(self.dtype) if inter.is_float(self.dtype) and mean.dtype != self.dtype else mean
 
     def astype(self, dtype: Any) -> Symbol:
         return self.trace.emit("cast", self, dtype=np.dtype(dtype).name)
@@ -335,6 +336,10 @@ class Trace:
         """Integers as float32 (of 64 bits as float64), for functions whose values are not whole numbers."""
         return x if inter.is_float(x.dtype) else self.emit("cast", x, dtype=_float_of(x.dtype))
 
+    def wide(self, x: Symbol) -> Symbol:
+        """Floats of 16 bits as float32, for sums that are divided."""
+        return x.astype("float32") if x.dtype in ("float16", "bfloat16") else x
+
     def counted(self, x: Symbol) -> Symbol:
         """Booleans as int32, for sums."""
         return self.emit("cast", x, dtype="int32") if x.dtype == "bool" else x
@@ -374,11 +379,6 @@ class Trace:
     def binary(self, name: str, a: Any, b: Any) -> Symbol:
         like = a if isinstance(a, Symbol) else b
         x, y = self.align(self.value(a, like), self.value(b, like))
-        if x.shape and y.shape and len(x.shape) != len(y.shape):
-            raise fail(
-                f"feature shapes {x.shape} and {y.shape} have different ranks; add the missing axis, for instance "
-                "x[..., None] to give one number a head to a (heads, width) value, or x[None, :] for a bias"
-            )
         if name == "div":
             x, y = self.floating(x), self.floating(y)
         if name == "sub" and x.dtype == y.dtype:
@@ -503,13 +503,17 @@ class GraphSymbol:
         return self._trace.emit("gather", self._trace.declare(x, Space.NODE, method), via=via)
 
     def in_degree(self, *, within_relation: bool = False, dtype: str = "float32") -> Symbol:
-        """On each edge, how many edges arrive at its destination (of the same edge type, `within_relation`)."""
+        """On each edge, how many edges arrive at its destination (of the same edge type, `within_relation`).
+
+        `dtype` is float32, float64, int32 or int64: 16 bits do not hold the counts of large graphs. A value in 16 bits
+        over a count is float32; `.astype` gives it in 16 bits.
+        """
         via = "destination_pair" if within_relation else "dst"
-        return self._trace.emit("gather", self._trace.emit("count", via=via, dtype=dtype), via=via)
+        return self._trace.emit("gather", self._trace.emit("count", via=via, dtype=np.dtype(dtype).name), via=via)
 
     def out_degree(self, *, dtype: str = "float32") -> Symbol:
-        """On each edge, how many edges leave its source."""
-        return self._trace.emit("gather", self._trace.emit("count", via="src", dtype=dtype), via="src")
+        """On each edge, how many edges leave its source; `dtype` as for `in_degree`."""
+        return self._trace.emit("gather", self._trace.emit("count", via="src", dtype=np.dtype(dtype).name), via="src")
 
     # bringing together
     def _reduce(self, x: Any, via: str, how: str, method: str) -> Symbol:
@@ -521,7 +525,7 @@ class GraphSymbol:
             return trace.emit("reduce", trace.counted(x) if how == "sum" else x, via=via, op=how)
         x = trace.floating(x)
         # Sums and counts of many edges are beyond 16 bits, their quotients not.
-        wide = x if x.dtype in ("float32", "float64") else x.astype("float32")
+        wide = trace.wide(x)
         total = trace.emit("reduce", wide, via=via, op="sum")
         count = trace.emit("count", via=via, dtype=wide.dtype)
         one = trace.symbol(trace.builder.const(1.0, wide.dtype))

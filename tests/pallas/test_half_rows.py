@@ -106,3 +106,14 @@ def test_a_row_that_is_not_finite_stays_alone():
     others = np.setdiff1d(np.arange(len(x)), [3, 7])
     assert not np.isfinite(found[[3, 7]]).any()
     np.testing.assert_array_equal(found[others], clean[others])
+
+
+@pytest.mark.parametrize("how", [encode, interpreted(kernels.to_half_rows)], ids=["XLA", "kernel"])
+@pytest.mark.parametrize("infinity", [np.inf, -np.inf])
+def test_infinities_take_no_digit_of_their_row(how, infinity):
+    x = np.random.default_rng(0).standard_normal((5, 16)).astype("float32")
+    x[1, 3] = x[2, :] = infinity
+    found = np.asarray(how(jnp.asarray(x)).decode())
+    finite = np.isfinite(x)
+    np.testing.assert_array_equal(found[~finite], x[~finite])
+    np.testing.assert_allclose(found[finite], x[finite], rtol=2**-10)

@@ -111,7 +111,7 @@ MISUSE: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     ),
     "widths that differ": (
         lambda g, a: g.src(a["x"]) + g.per_edge_type(a["w"])[0],
-        (r"feature shapes \(3,\), \(4,\) do not broadcast at axis 0",),
+        (r"feature shapes \(3,\) and \(4,\) do not broadcast at axis 0",),
     ),
     "an inner product of other widths": (
         lambda g, a: rgnn.dot(g.src(a["x"]), g.src(a["x"])[:2]),
@@ -248,7 +248,7 @@ def test_errors_of_calls() -> None:
     for options, message in (
         ({"backend": "cuda"}, "backend must be one of auto, pallas, xla, got 'cuda'"),
         ({"precision": "f16"}, "precision must be None or one of f32, tf32, bf16, got 'f16'"),
-        ({"disable": ("cse", "speed")}, "disable names no pass: speed; the passes are cse"),
+        ({"disable": ("cse", "speed")}, "disable names no pass: speed; the passes are units, cse"),
     ):
         with pytest.raises(ValueError, match=message):
             Options(**options)

@@ -164,6 +164,10 @@ FEATURE = frozenset("sum_features reshape transpose broadcast concat slice pad".
 ROWWISE = UNARY | BINARY | FEATURE | {"select", "dot"}
 
 
+# Dtypes that hold the number of any row's items: float16 ends at 65,504, bfloat16 is exact up to 256.
+COUNT_DTYPES = ("float32", "float64", "int32", "int64")
+
+
 def _need(condition: bool, message: str) -> None:
     if not condition:
         raise IRError(message)
@@ -184,16 +188,24 @@ def promote(*dtypes: str) -> str:
 
 
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """Feature shapes broadcast where an axis is 1 or the whole shape is (); ranks never align by guessing."""
+    """Feature shapes broadcast where an axis is 1 or the whole shape is (); ranks never align by guessing.
+
+    The one rule of every operator, of the front end and of every pass.
+    """
     full = [s for s in shapes if s != ()]
     if not full:
         return ()
     rank = len(full[0])
-    _need(all(len(s) == rank for s in full), f"feature shapes {', '.join(map(str, shapes))} have different ranks")
+    found = " and ".join(map(str, shapes))
+    _need(
+        all(len(s) == rank for s in full),
+        f"feature shapes {found} have different ranks; add the missing axis, for instance x[..., None] to give one "
+        "number a head to a (heads, width) value, or x[None, :] for a bias",
+    )
     out = []
     for axis in range(rank):
         sizes = {s[axis] for s in full} - {1}
-        _need(len(sizes) <= 1, f"feature shapes {', '.join(map(str, shapes))} do not broadcast at axis {axis}")
+        _need(len(sizes) <= 1, f"feature shapes {found} do not broadcast at axis {axis}")
         out.append(sizes.pop() if sizes else 1)
     return tuple(out)
 
@@ -231,6 +243,16 @@ def _reduce(args: list[Op], attrs: dict) -> tuple:
     via = _via_target(args[0], attrs, "coarse")
     _need(attrs["op"] in ("sum", "max"), f"unknown reduction {attrs['op']!r}")
     return via.coarse, args[0].shape, args[0].dtype
+
+
+def _count(args: list[Op], attrs: dict) -> tuple:
+    dtype = attrs["dtype"]
+    _need(
+        dtype in COUNT_DTYPES,
+        f"dtype of a count must be one of {', '.join(COUNT_DTYPES)}, got {dtype!r}, which does not hold the counts of "
+        "large graphs; cast the quotient, (x / count).astype(...)",
+    )
+    return VIAS[attrs["via"]].coarse, (), dtype
 
 
 def _softmax(args: list[Op], attrs: dict) -> tuple:
@@ -337,7 +359,7 @@ def _pad(args: list[Op], attrs: dict) -> tuple:
 RULES: dict[str, Callable[[list[Op], dict], tuple]] = {
     "input": lambda args, a: (Space(a["space"]), tuple(a["shape"]), a["dtype"]),
     "const": lambda args, a: (Space(a["space"]), (), a["dtype"]),
-    "count": lambda args, a: (VIAS[a["via"]].coarse, (), a["dtype"]),
+    "count": _count,
     "gather": _gather,
     "reduce": _reduce,
     "softmax": _softmax,

@@ -1,7 +1,7 @@
 """Which values and sums of a loop are an operand times what does not depend on it, feature by feature.
 
-Such a value may be computed without a factor that each feature of the operand has. The factor multiplies the sum instead,
-or another operand that meets the value in an inner product.
+Such a value may be computed without a factor that each feature of the operand has. The factor multiplies the sum
+instead, or another operand that meets the value in an inner product.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Level-2 instances as calls of the kernel templates in `dejax.pallas`.
 
-An instance that a template cannot do (a float64 value, a tile too wide) raises `NotImplementedError`; the caller then
-evaluates it with XLA.
+Fusion makes no instance of what a template refuses (`ir.intra.refusal`). Should a template raise an error all the same,
+the caller evaluates the instance with XLA and warns.
 """
 
 from __future__ import annotations

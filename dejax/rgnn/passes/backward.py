@@ -174,9 +174,10 @@ def _reduce(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
     fine = b.ops[x].space
     if op.attr("op") == "sum":
         return [_read_back(b, g, via, fine)]
-    # The rows that hold the maximum share the gradient equally.
+    # The rows that hold the maximum share the gradient equally; how many there are is a count, not kept in 16 bits.
     largest = b.op("eq", x, _read_back(b, out, via, fine))
-    ties = b.op("reduce", largest, via=via, op="sum")
+    one = b.op("cast", largest, dtype="float32") if b.ops[x].dtype in ("float16", "bfloat16") else largest
+    ties = b.op("reduce", one, via=via, op="sum")
     share = b.op("div", g, b.op("max", ties, _const(b, ties, 1.0)))
     return [b.op("mul", largest, _read_back(b, share, via, fine))]
 

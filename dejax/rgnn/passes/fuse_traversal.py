@@ -26,6 +26,8 @@ from dejax.rgnn.ir.intra import (
     access_by,
     access_operand,
     as_part,
+    can_weigh,
+    refusal,
 )
 from dejax.rgnn.passes._beside import put_beside
 from dejax.rgnn.passes._lead import lead
@@ -33,7 +35,6 @@ from dejax.rgnn.passes._nodes import where_reached, write_nodes
 from dejax.rgnn.passes._rewrite import Counts, factors, from_memory, moves_unit_axes, powers_of_two
 
 _ITEM_SPACES = (Space.EDGE, Space.SOURCE_PAIR, Space.DESTINATION_PAIR)
-_MAX_RANK = 2  # (heads, width)
 
 
 @dataclass
@@ -78,6 +79,7 @@ class Fusion:
         self.written = {v for instance in kernels.instances for v in instance.writes}
         # A product inside an instance whose value never reaches memory (it has an epilogue).
         self.inner = {i.product for i in kernels.instances if hasattr(i, "product")} - self.written
+        self.refused = {i for i, op in enumerate(self.program.ops) if refusal(op) is not None}
         self.loops: list[Loop] = []
 
     def run(self) -> Kernels:
@@ -101,7 +103,7 @@ class Fusion:
         """
         self.loops = []
         for i, op in enumerate(self.program.ops):
-            if op.name == "reduce" and op.attr("via") != "all" and i not in self.written and len(op.shape) <= _MAX_RANK:
+            if op.name == "reduce" and op.attr("via") != "all" and i not in self.written | self.refused:
                 self.place(i, op)
         if leading:
             lead(self)
@@ -120,7 +122,7 @@ class Fusion:
     def on_tile(self, value: int) -> bool:
         """Whether a row of the value can be computed in registers from rows of its arguments."""
         op = self.program.ops[value]
-        if value in self.written or value in self.inner or len(op.shape) > _MAX_RANK or op.dtype == "float64":
+        if value in self.written or value in self.inner or not self.refused.isdisjoint((value, *op.args)):
             return False
         if op.name == "linear":
             return op.attr("spec") in VECTOR_SPECS and op.attr("via") != "self"
@@ -143,7 +145,10 @@ class Fusion:
                 leaves[value] = None
                 return
             body.add(value)
-            for a in self.program.ops[value].args:
+            op = self.program.ops[value]
+            if op.name == "linear":  # the vectors of types are rows of another space: loaded, however they are made
+                leaves[op.args[1]] = None
+            for a in op.args[:1] if op.name == "linear" else op.args:
                 visit(a, False)
 
         for root in roots:
@@ -239,7 +244,8 @@ class Fusion:
             if read.name != "gather" or read.attr("via") != loop.via:
                 continue
             for number, a in enumerate(loop.accumulators):
-                if a.kind == "max" and a.out == read.args[0] and a.value == score:
+                same = a.kind == "max" and a.out == read.args[0] and a.value == score
+                if same and can_weigh(ops[score].shape, factor.inserts, op.shape):
                     rest = tuple(Term(f.value, f.power, f.inserts) for j, f in enumerate(found) if j != at)
                     return Accumulator("weighted", i, score, rest, number, factor.inserts)
         return None
@@ -366,7 +372,8 @@ class Fusion:
 
     def joins(self, op: Op, mine: set[int]) -> bool:
         """Whether an operator only puts rows of the loop side by side, of one shape along the first of two axes."""
-        if op.name != "concat" or op.attr("axis") != 0 or len(op.shape) != 2 or not mine.issuperset(op.args):
+        side_by_side = op.name == "concat" and op.attr("axis") == 0 and len(op.shape) == 2
+        if not side_by_side or not mine.issuperset(op.args) or refusal(op) is not None:
             return False
         shapes = {self.program.ops[a].shape for a in op.args}
         return len(shapes) == 1 and not any(self.program.ops[a].name == "concat" for a in op.args)

@@ -65,12 +65,13 @@ class _Carries:
 def linear_in(program: Program, value: int) -> bool:
     """Whether products and sums alone read the rows of a value, so that these may be stored in 16 bits.
 
-    Rounding to 10 bits changes a row by 2^-12 of itself, as a TF32 product does. Products and sums pass that on as it is.
-    Other functions may not: the mean of squares less the square of the mean is a small difference of large numbers. Where
-    the two means are computed in different ways, of rounded rows and of others, the rounding is all that is left. So up
-    to the first product or sum a stored row must not be multiplied by itself, subtracted from what is made of it, or go
-    through a function that is not linear. Nor may what is made of it be subtracted from what is made, of other rows, of the
-    same arguments.
+    Rounding to 10 bits changes a row by 2^-12 of itself, as a TF32 product does. Products and sums pass that on as it
+    is. Other functions may not. The mean of squares less the square of the mean is a small difference of large numbers.
+    Where one mean is of rounded rows and the other is not, the rounding is all that is left.
+
+    So up to the first product or sum, a stored row must not be multiplied by itself, subtracted from what is made of it,
+    or go through a function that is not linear. What is made of it must not be subtracted from another result of the
+    same arguments, either.
     """
     carried = {value: _Carries()}
     before = _ancestors(program, value)
