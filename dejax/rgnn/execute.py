@@ -23,7 +23,8 @@ from dejax.rgnn.graph import RelGraph
 from dejax.rgnn.ir.inter import Program
 from dejax.rgnn.ir.intra import Fallback, Kernels
 from dejax.rgnn.lowering.pallas import Columns, PallasLowering
-from dejax.rgnn.lowering.xla import Evaluator, num_rows, segment_sum
+from dejax.rgnn.lowering.segments import num_rows, segment_sum
+from dejax.rgnn.lowering.xla import Evaluator
 from dejax.rgnn.options import Options
 from dejax.rgnn.passes import Counts, Cut, differentiated, lower_to_kernels, optimise
 from dejax.rgnn.passes.storage import shared_encodings

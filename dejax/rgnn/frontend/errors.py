@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import linecache
 import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 from dejax.rgnn.ir import inter
@@ -36,12 +33,17 @@ class ProgramError(ValueError):
     """A relational program that makes no sense; the message begins with the line of the program at fault."""
 
 
+def is_internal(path: str) -> bool:
+    """Whether a file is of the front end, or of what calls it, and not the user's."""
+    return path in _FILES or path.startswith(_FOLDERS)
+
+
 def user_line() -> str | None:
     """`file:line` of the innermost frame that is not the front end's own."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if path not in _FILES and not path.startswith(_FOLDERS):
+        if not is_internal(path):
             return f"{path}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return None
@@ -55,12 +57,3 @@ def fail(message: str, line: str | None = None) -> ProgramError:
     path, number = line.rsplit(":", 1)
     text = linecache.getline(path, int(number)).strip()
     return ProgramError(f"{line}: {message}" + (f"\n    {text}" if text else ""))
-
-
-def line_in(function: Callable, error: Exception) -> str | None:
-    """`file:line` of the last place in the function's file that an error came through."""
-    path = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
-    lines = [
-        f"{path}:{line}" for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == path
-    ]
-    return lines[-1] if lines else None

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dejax.rgnn.frontend import features
 from dejax.rgnn.frontend.errors import fail
+from dejax.rgnn.frontend.features import Axis
+from dejax.rgnn.frontend.foreign_calls import instead_of
+from dejax.rgnn.frontend.indexing import indexed
+from dejax.rgnn.frontend.masks import both, either, negated
+from dejax.rgnn.frontend.products import matmul
 from dejax.rgnn.ir import inter
 from dejax.rgnn.ir.inter import Space
 
@@ -29,15 +35,26 @@ class Argument:
     def __repr__(self) -> str:
         return f"<argument {self.name}: {self.dtype}{list(self.shape)}>"
 
-    def _untyped(self, *_: Any) -> Any:
+    def _untyped(self, *_: Any, **__: Any) -> Any:
+        if self.shape == ():
+            raise fail(
+                f"argument {self.name!r} is one number, but an array: one that jax traces, or made by jax or numpy; "
+                "write g.shared(x) to compute with it. Where Python needs a number (a shape, an axis, a range, if), "
+                "pass one that is static: jax.jit(..., static_argnums=...), or a closure"
+            )
         raise fail(
             f"argument {self.name!r} of shape {self.shape} is used without saying what its rows stand for; write "
             "g.node(x), g.src(x), g.dst(x), g.edge(x), g.per_edge_type(x), g.per_node_type(x) or g.shared(x)"
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _untyped
-    __matmul__ = __rmatmul__ = __neg__ = __pow__ = __getitem__ = reshape = astype = sum = mean = _untyped
+    __matmul__ = __rmatmul__ = __neg__ = __pow__ = __rpow__ = __getitem__ = __abs__ = __invert__ = _untyped
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __round__ = __pos__ = _untyped
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _untyped
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __iter__ = _untyped
+    __float__ = __int__ = __index__ = __complex__ = __array__ = __array_function__ = _untyped
+    reshape = astype = sum = mean = max = min = softmax = logsumexp = _untyped
+    T = property(_untyped)
     __hash__ = object.__hash__
 
 
@@ -94,17 +111,29 @@ class Symbol:
     def __rtruediv__(self, other: Any) -> Symbol:
         return self.trace.binary("div", other, self)
 
+    def __pos__(self) -> Symbol:
+        return self
+
+    def __abs__(self) -> Symbol:
+        return self.trace.emit("abs", self.trace.number(self, "abs(x)"))
+
     def __neg__(self) -> Symbol:
         return self.trace.emit("neg", self.trace.number(self, "-x"))
 
-    def __pow__(self, exponent: float) -> Symbol:
+    def __pow__(self, exponent: Any) -> Symbol:
         if not isinstance(exponent, numbers.Real):
-            raise fail(f"x ** y needs a Python number as y, got {exponent!r}")
+            return self.trace.binary("power", self, exponent)
         whole = isinstance(exponent, numbers.Integral) and exponent >= 0
         return self.trace.emit("pow", self if whole else self.trace.floating(self), exponent=float(exponent))
 
+    def __rpow__(self, base: Any) -> Symbol:
+        return self.trace.binary("power", base, self)
+
     def __matmul__(self, weight: Any) -> Symbol:
-        return self.trace.matmul(self, weight)
+        return matmul(self, weight)
+
+    def __rmatmul__(self, weight: Any) -> Symbol:
+        raise fail("a weight stands on the right: x @ w, with w of shape (width, out), or its .T")
 
     # comparisons: 1 where they hold, else 0, in the dtype of what is compared; without gradient
     def __eq__(self, other: Any) -> Symbol:  # type: ignore[override]
@@ -120,18 +149,41 @@ class Symbol:
         return self.trace.binary("gt", other, self)
 
     def __ge__(self, other: Any) -> Symbol:
-        return (self > other) + (self == other)
+        return self.trace.binary("max", self > other, self == other)
 
     def __le__(self, other: Any) -> Symbol:
-        return (self < other) + (self == other)
+        return self.trace.binary("max", self < other, self == other)
 
     __hash__ = object.__hash__
+
+    # logic on masks: booleans, and what comparisons give
+    def __and__(self, other: Any) -> Symbol:
+        return both(self, other, self)
+
+    def __or__(self, other: Any) -> Symbol:
+        return either(self, other, self)
+
+    def __invert__(self) -> Symbol:
+        return negated(self)
+
+    __rand__, __ror__ = __and__, __or__
 
     def __bool__(self) -> bool:
         raise fail(
             "a value is not true or false while the program is traced: it has many rows. Choose row by row with "
-            "rgnn.where_positive(condition, x, y), or multiply masks for `and`"
+            "rgnn.where(condition, x, y), and write &, | and ~ for `and`, `or` and `not`"
         )
+
+    def _not_a_number(self, *_: Any, **__: Any) -> Any:
+        raise fail(
+            "a value is no number and no array while the program is traced: it has many rows. Use its methods and "
+            "the functions of rgnn, and Python numbers where shapes and axes are needed"
+        )
+
+    __float__ = __int__ = __index__ = __complex__ = __array__ = _not_a_number
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        raise fail(instead_of(getattr(function, "__name__", "")))
 
     def __iter__(self) -> Iterator[Symbol]:
         if not self.shape:
@@ -147,21 +199,45 @@ class Symbol:
             sizes = tuple(self.op.width // rest if s == -1 else s for s in sizes)
         return self.trace.emit("reshape", self, shape=sizes)
 
-    def sum(self, axis: int = -1, keepdims: bool = False) -> Symbol:
-        """The sum over a feature axis; of booleans their number."""
-        x = self.trace.counted(self)
-        return self.trace.emit("sum_features", x, axes=(self.trace.axis(self, axis),), keepdims=bool(keepdims))
+    @property
+    def T(self) -> Symbol:
+        """The feature axes in reverse order: those of a matrix swapped."""
+        if len(self.shape) < 2:
+            return self
+        return self.trace.emit("transpose", self, perm=tuple(reversed(range(len(self.shape)))))
 
-    def mean(self, axis: int = -1, keepdims: bool = False) -> Symbol:
-        """The mean over a feature axis."""
-        size = self.shape[self.trace.axis(self, axis)]
-        if size == 0:
-            raise fail(f"a feature shape of {self.shape} has no mean over an axis of size 0")
-        return self.sum(axis, keepdims) * (1.0 / size)
+    def sum(self, axis: Axis = -1, keepdims: bool = False) -> Symbol:
+        """The sum over a feature axis, several (a tuple) or all (None); of booleans their number."""
+        return features.total(self, axis, keepdims)
+
+    def mean(self, axis: Axis = -1, keepdims: bool = False) -> Symbol:
+        """The mean over feature axes, as `sum` names them."""
+        return features.mean(self, axis, keepdims)
+
+    def max(self, axis: Axis = -1, keepdims: bool = False) -> Symbol:
+        """The maximum over feature axes, as `sum` names them; ties share the gradient equally."""
+        return features.extremum(self, "max", axis, keepdims)
+
+    def min(self, axis: Axis = -1, keepdims: bool = False) -> Symbol:
+        """The minimum over feature axes, as `sum` names them; ties share the gradient equally."""
+        return features.extremum(self, "min", axis, keepdims)
+
+    def softmax(self, axis: Axis = -1) -> Symbol:
+        """The softmax over feature axes, as `sum` names them."""
+        return features.softmax(self, axis)
+
+    def logsumexp(self, axis: Axis = -1, keepdims: bool = False) -> Symbol:
+        """The logarithm of the sum of exponentials over feature axes, as `sum` names them."""
+        return features.logsumexp(self, axis, keepdims)
 
     def astype(self, dtype: Any) -> Symbol:
         return self.trace.emit("cast", self, dtype=np.dtype(dtype).name)
 
     def __getitem__(self, key: Any) -> Symbol:
-        """Slices and `None` over the feature axes: `x[..., None]`, `x[:, :8]`, `x[0]`."""
-        return self.trace.index(self, key if isinstance(key, tuple) else (key,))
+        """Slices and `None` over the feature axes, `x[..., None]`, `x[:, :8]`, `x[0]`; or rows of a table, `w[ids]`.
+
+        A value of integers looks up rows along the first feature axis: of a shared value of feature shape (num, *F)
+        the row of each integer, of a value by type that row of the integer's own type, else a number of its own row.
+        Negative integers count from the end, and others out of range are clipped, as in jax.numpy.
+        """
+        return indexed(self, key if isinstance(key, tuple) else (key,))

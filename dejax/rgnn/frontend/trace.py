@@ -5,6 +5,9 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
+import jax
+import numpy as np
+
 from dejax.rgnn.frontend.errors import REMEDY, SPACE_WORDS, fail, user_line
 from dejax.rgnn.frontend.symbols import Argument, Symbol
 from dejax.rgnn.ir import inter
@@ -25,13 +28,21 @@ def _dtype_of(x: numbers.Real, like: str) -> str:
     return "int32" if like == "bool" else like
 
 
+def is_array(x: Any) -> bool:
+    """Whether an object is an array of numpy's or jax's, traced ones included, and no number of Python's."""
+    return isinstance(x, np.ndarray | jax.Array) or (isinstance(x, np.generic) and not isinstance(x, numbers.Real))
+
+
 class Trace:
     """One run of the user's function: the builder and what has been said of each argument."""
 
-    def __init__(self, name: str, rows: dict[Space, int]) -> None:
+    def __init__(self, name: str, rows: dict[Space, int], num_arguments: int) -> None:
         self.builder = Builder(name)
         self.rows = rows
+        self.num_arguments = num_arguments
         self.declared: dict[int, Symbol] = {}
+        self.closed_over: list[Any] = []  # arrays that are no arguments; each is an input after those
+        self._known: dict[tuple[int, Space], Argument] = {}
 
     def symbol(self, index: int) -> Symbol:
         return Symbol(self, index)
@@ -51,7 +62,9 @@ class Trace:
             raise fail("a value of another program is used here; a program uses its own arguments only")
 
     def declare(self, x: Any, space: Space, method: str) -> Symbol:
-        """An argument becomes an input of `space`; a value is checked to be of that space."""
+        """An argument or array becomes an input of `space`; a value is checked to be of that space."""
+        if is_array(x):
+            x = self.closure(x, space)
         if isinstance(x, Argument | Symbol):
             self.own(x)
         if isinstance(x, Argument):
@@ -69,7 +82,7 @@ class Trace:
             x = self.symbol(self.builder.const(float(x), "float32"))
         if not isinstance(x, Symbol):
             raise fail(
-                f"{method} takes an array argument of the program or a value made from one, got {type(x).__name__}"
+                f"{method} takes an array, an argument of the program or a value made from one, got {type(x).__name__}"
             )
         if space != Space.GRAPH and (x.space == Space.GRAPH or x.op.name == "const"):
             return self.symbol(self.builder.lift(x.index, space))
@@ -81,6 +94,16 @@ class Trace:
                 f"{method} needs {SPACE_WORDS[space]}, got {SPACE_WORDS[x.space]}" + (f"; {remedy}" if remedy else "")
             )
         return x
+
+    def closure(self, x: Any, space: Space) -> Argument:
+        """An array that the program closes over, as an argument with rows of one kind."""
+        key = (id(x), space)
+        if key not in self._known:
+            dtype = jax.dtypes.canonicalize_dtype(np.dtype(x.dtype)).name
+            position = self.num_arguments + len(self.closed_over)
+            self.closed_over.append(x)  # which also keeps the identity its own
+            self._known[key] = Argument(self, f"array {len(self.closed_over)} closed over", position, x.shape, dtype)
+        return self._known[key]
 
     def _input(self, x: Argument, space: Space, method: str) -> Symbol:
         shape = x.shape
@@ -106,25 +129,42 @@ class Trace:
         )
         return self.symbol(index)
 
-    def axis(self, x: Symbol, axis: int) -> int:
-        if not isinstance(axis, int):
-            raise fail(f"axis must be one feature axis, a whole number, got {axis!r}")
-        if not -len(x.shape) <= axis < len(x.shape):
-            raise fail(f"axis {axis} is out of range for feature shape {x.shape}")
-        return axis % len(x.shape)
+    def is_operand(self, x: Any) -> bool:
+        """Whether an operand is a value or an array, not a Python number or anything else."""
+        return isinstance(x, Argument | Symbol) or is_array(x)
 
-    def value(self, x: Any, like: Symbol) -> Symbol:
-        """An operand of arithmetic with `like`: a number becomes a constant of its dtype."""
+    def operand(self, x: Any) -> Symbol:
+        """A value, or an array as a shared value."""
         if isinstance(x, Argument):
             x._untyped()
-        if isinstance(x, numbers.Real):
-            return self.symbol(self.builder.const(float(x), _dtype_of(x, like.dtype), like.space))
-        if not isinstance(x, Symbol):
-            raise fail(
-                f"arithmetic with {type(x).__name__} is not possible here; pass the array as an argument of the program"
-            )
+        if is_array(x):
+            return self.declare(x, Space.GRAPH, "an array")
         self.own(x)
         return x
+
+    def value(self, x: Any, like: Symbol) -> Symbol:
+        """An operand of arithmetic with `like`: a number becomes a constant of its dtype, an array a shared value."""
+        if isinstance(x, numbers.Real):
+            return self.symbol(self.builder.const(float(x), _dtype_of(x, like.dtype), like.space))
+        if not self.is_operand(x):
+            raise fail(
+                f"arithmetic with {type(x).__name__} is not possible here; use values, numbers and arrays "
+                "(an array that is no argument is a shared value)"
+            )
+        return self.operand(x)
+
+    def weight(self, w: Any) -> Symbol:
+        """The right side of `x @ w`."""
+        if isinstance(w, Argument):
+            raise fail(
+                f"the weight {w.name!r} of shape {w.shape} is not typed; write x @ g.per_edge_type(w), "
+                "x @ g.per_node_type(w) or x @ g.shared(w)"
+            )
+        if not self.is_operand(w):
+            raise fail(
+                f"x @ w needs a weight made by g.per_edge_type, g.per_node_type or g.shared, got {type(w).__name__}"
+            )
+        return self.operand(w)
 
     def floating(self, x: Symbol) -> Symbol:
         """Integers as float32 (of 64 bits as float64), for functions whose values are not whole numbers."""
@@ -174,79 +214,8 @@ class Trace:
                 f"feature shapes {x.shape} and {y.shape} have different ranks; add the missing axis, for instance "
                 "x[..., None] to give one number a head to a (heads, width) value, or x[None, :] for a bias"
             )
-        if name == "div":
+        if name in ("div", "power", "atan2"):
             x, y = self.floating(x), self.floating(y)
         if name == "sub" and x.dtype == y.dtype:
             x = self.number(x, "x - y")
         return self.emit(name, x, y)
-
-    def matmul(self, x: Symbol, w: Any) -> Symbol:
-        if isinstance(w, Argument):
-            raise fail(
-                f"the weight {w.name!r} of shape {w.shape} is not typed; write x @ g.per_edge_type(w), "
-                "x @ g.per_node_type(w) or x @ g.shared(w)"
-            )
-        if not isinstance(w, Symbol):
-            raise fail(
-                f"x @ w needs a weight made by g.per_edge_type, g.per_node_type or g.shared, got {type(w).__name__}"
-            )
-        self.own(w)
-        if w.space == x.space and w.space in (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH):
-            via = "self"
-        elif w.space == Space.GRAPH:
-            via = "all"
-        else:
-            via = inter.TYPE_VIA.get(x.space, "")
-            if not via or inter.VIAS[via].coarse != w.space:
-                hint = ""
-                if w.space == Space.NODE_TYPE:
-                    hint = (
-                        "; multiply on the nodes first, g.node(h) @ g.per_node_type(w), then g.src(...) or g.dst(...)"
-                    )
-                elif w.space == Space.EDGE_TYPE and x.space == Space.NODE:
-                    hint = "; read the node value on the edges first, g.src(h) @ g.per_edge_type(w)"
-                raise fail(f"{SPACE_WORDS[x.space]} cannot be multiplied by {SPACE_WORDS[w.space]}{hint}")
-        rank = (len(x.shape), len(w.shape))
-        spec = {(1, 2): "k,kn->n", (2, 3): "hk,hkn->hn", (1, 3): "k,hkn->hn", (2, 2): "hk,kn->hn"}.get(rank)
-        if via == "self" and rank == (2, 2):
-            spec = "jk,kn->jn"
-        if spec is None:
-            raise fail(
-                f"x @ w takes rows of shape (width,) or (heads, width) and a weight of shape (width, out) or "
-                f"(heads, width, out) for each type; got {x.shape} and {w.shape}"
-            )
-        if x.shape[-1] != w.shape[-2]:
-            raise fail(
-                f"wrong width: rows of {SPACE_WORDS[x.space]} are {x.shape[-1]} wide, the weight takes {w.shape[-2]}"
-            )
-        return self.emit("linear", x, w, spec=spec, via=via)
-
-    def index(self, x: Symbol, key: tuple) -> Symbol:
-        rank = len(x.shape)
-        used = sum(k is not None and k is not Ellipsis for k in key)
-        if used > rank:
-            raise fail(f"too many indices for feature shape {x.shape}; only features are indexed, never rows")
-        if Ellipsis not in key:
-            key = (*key, Ellipsis)
-        at = key.index(Ellipsis)
-        key = (*key[:at], *(slice(None),) * (rank - used), *key[at + 1 :])
-        axis, shape = 0, []
-        for k in key:
-            if k is None:
-                shape.append(1)
-                continue
-            size = x.shape[axis]
-            if isinstance(k, int):
-                if not -size <= k < size:
-                    raise fail(f"index {k} is out of range for feature axis {axis} of size {size}")
-                start, stop, drop = k % size, k % size + 1, True
-            elif isinstance(k, slice) and k.step in (None, 1):
-                (start, stop, _), drop = k.indices(size), False
-            else:
-                raise fail(f"features are indexed by integers, slices without a step, None and ...; got {k!r}")
-            if (start, stop) != (0, size):
-                x = self.emit("slice", x, axis=axis, start=start, stop=max(start, stop))
-            if not drop:
-                shape.append(x.shape[axis])
-            axis += 1
-        return x if tuple(shape) == x.shape else self.emit("reshape", x, shape=tuple(shape))

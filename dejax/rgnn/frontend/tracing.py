@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from dejax.rgnn.frontend.errors import fail, line_in
+from dejax.rgnn.frontend.errors import ProgramError, fail
+from dejax.rgnn.frontend.foreign_calls import as_program_error
 from dejax.rgnn.frontend.graph_symbol import GraphSymbol
 from dejax.rgnn.frontend.symbols import Argument, Symbol
 from dejax.rgnn.frontend.trace import Trace
@@ -20,8 +21,10 @@ def trace_program(
     rows: dict[Space, int],
     arguments: list[tuple[str, tuple[int, ...], str]],
     rebuild: Callable[[list[Argument]], tuple[tuple, dict]],
-) -> tuple[inter.Program, Any]:
-    """Runs `function` over symbols and returns its program with the structure of its result.
+) -> tuple[inter.Program, Any, tuple[Any, ...]]:
+    """Runs `function` over symbols; returns its program, the structure of its result, and arrays it closes over.
+
+    Those arrays are inputs of the program, too: their positions follow the arguments'.
 
     Args:
       rows: how many rows each space has.
@@ -30,19 +33,16 @@ def trace_program(
     """
     import jax
 
-    trace = Trace(name, rows)
+    trace = Trace(name, rows, len(arguments))
     symbols = [Argument(trace, n, i, shape, dtype) for i, (n, shape, dtype) in enumerate(arguments)]
     args, kwargs = rebuild(symbols)
     try:
         result = function(GraphSymbol(trace), *args, **kwargs)
-    except TypeError as error:
-        if not any(words in str(error) for words in ("not a valid JAX type", "as a JAX value")):
+    except (TypeError, ValueError, AttributeError) as error:
+        ours = None if isinstance(error, ProgramError) else as_program_error(error)
+        if ours is None:
             raise
-        raise fail(
-            "functions of jax.numpy and jax.nn do not take values of a program; use those of rgnn (rgnn.exp, "
-            "rgnn.relu, rgnn.maximum, ...), or call them before or after the program",
-            line_in(function, error),
-        ) from error
+        raise ours from error
     leaves, tree = jax.tree_util.tree_flatten(result, is_leaf=lambda x: isinstance(x, (Symbol, Argument)))
     code = getattr(inspect.unwrap(function), "__code__", None)
     here = (
@@ -55,4 +55,4 @@ def trace_program(
                 "an argument returned as it is needs g.node(x) or g.edge(x)",
                 here,
             )
-    return trace.builder.build(leaf.index for leaf in leaves), tree
+    return trace.builder.build(leaf.index for leaf in leaves), tree, tuple(trace.closed_over)

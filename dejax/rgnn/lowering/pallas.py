@@ -23,8 +23,8 @@ from dejax.pallas.half_rows import of_stored, stored
 from dejax.rgnn.graph import RelGraph, Segments
 from dejax.rgnn.ir.inter import VIAS
 from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, Operand, Outer, Traversal, by_head
+from dejax.rgnn.lowering.segments import num_rows, segment_sum, segments, valid_rows
 from dejax.rgnn.lowering.tiles import TileProgram
-from dejax.rgnn.lowering.xla import num_rows, segment_sum, segments, valid_rows
 from dejax.rgnn.options import Options
 from dejax.rgnn.passes.storage import encoded_values, may_round
 

@@ -101,7 +101,8 @@ class Fusion:
         """
         self.loops = []
         for i, op in enumerate(self.program.ops):
-            if op.name == "reduce" and op.attr("via") != "all" and i not in self.written and len(op.shape) <= _MAX_RANK:
+            loops = op.name == "reduce" and op.attr("via") != "all" and op.attr("op") in ("sum", "max")
+            if loops and i not in self.written and len(op.shape) <= _MAX_RANK:
                 self.place(i, op)
         if leading:
             lead(self)
