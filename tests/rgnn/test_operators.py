@@ -182,9 +182,7 @@ OPERATORS: dict[str, Operator] = {
             rgnn.softmax(g.mean_to_graph(rgnn.tanh(g.node(a["heads"])) @ g.shared(a["vector"])))[:, None]
             * g.node(a["heads"])
         ).sum(0),
-        lambda r, a: jnp.einsum(
-            "h,nhk->nk", jax.nn.softmax((jnp.tanh(a["heads"]) @ a["vector"]).mean(0)), a["heads"]
-        ),
+        lambda r, a: jnp.einsum("h,nhk->nk", jax.nn.softmax((jnp.tanh(a["heads"]) @ a["vector"]).mean(0)), a["heads"]),
     ),
     "lookup in a shared table": Operator(
         lambda g, a: (
@@ -192,7 +190,11 @@ OPERATORS: dict[str, Operator] = {
             g.shared(a["table"])[g.node(a["i_node"]), 1:3],
             g.shared(a["table"])[g.edge(a["i_far"])],
         ),
-        lambda r, a: (r.sum(a["table"][a["i_edge"]] * a["x"][r.s]), a["table"][a["i_node"], 1:3], a["table"][a["i_far"]]),
+        lambda r, a: (
+            r.sum(a["table"][a["i_edge"]] * a["x"][r.s]),
+            a["table"][a["i_node"], 1:3],
+            a["table"][a["i_far"]],
+        ),
     ),
     "lookup in tables by type": Operator(
         lambda g, a: (
@@ -222,10 +224,7 @@ OPERATORS: dict[str, Operator] = {
             + 2 ** g.dst(a["y"])
         ),
         lambda r, a: r.sum(
-            jax.nn.softplus(a["x"][r.s] * 9)
-            + jnp.expm1(a["y"][r.d])
-            + jnp.log1p(a["x"][r.s] ** 2)
-            + 2 ** a["y"][r.d]
+            jax.nn.softplus(a["x"][r.s] * 9) + jnp.expm1(a["y"][r.d]) + jnp.log1p(a["x"][r.s] ** 2) + 2 ** a["y"][r.d]
         ),
     ),
     "powers": Operator(
@@ -236,9 +235,7 @@ OPERATORS: dict[str, Operator] = {
         lambda g, a: g.sum_to_dst(
             rgnn.where((g.src(a["x"]) > 0) & (g.dst(a["y"]) >= 0.1) | ~(g.edge(a["e"]) < 0.5), g.src(a["x"]), 0.5)
         ),
-        lambda r, a: r.sum(
-            jnp.where((a["x"][r.s] > 0) & (a["y"][r.d] >= 0.1) | ~(a["e"] < 0.5), a["x"][r.s], 0.5)
-        ),
+        lambda r, a: r.sum(jnp.where((a["x"][r.s] > 0) & (a["y"][r.d] >= 0.1) | ~(a["e"] < 0.5), a["x"][r.s], 0.5)),
     ),
     "vectors and transposes": Operator(
         lambda g, a: (

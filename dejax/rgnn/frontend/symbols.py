@@ -238,6 +238,6 @@ class Symbol:
 
         A value of integers looks up rows along the first feature axis: of a shared value of feature shape (num, *F)
         the row of each integer, of a value by type that row of the integer's own type, else a number of its own row.
-        Negative integers count from the end, and others out of range are clipped, as in jax.numpy.
+        Negative integers count from the end, and others out of range are clipped, without gradient, as in jax.numpy.
         """
         return indexed(self, key if isinstance(key, tuple) else (key,))

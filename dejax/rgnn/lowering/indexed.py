@@ -63,8 +63,13 @@ def _row(op: Op, graph: RelGraph, index: jax.Array) -> jax.Array:
 
 
 def _inside(index: jax.Array, size: int, outside: str) -> jax.Array:
-    """Indices in range: negative ones from the end and others clipped, or (`drop`) all others out of range."""
+    """Indices in range, or `size` for those that go nowhere.
+
+    Negative ones count from the end, but with `drop`; those still out of range go nowhere, but with `clip`.
+    """
     index = index.astype(jnp.int64 if index.dtype in (jnp.int64, jnp.uint64) else jnp.int32)
-    if outside == "drop":
-        return jnp.where((index >= 0) & (index < size), index, size)
-    return jnp.clip(jnp.where(index < 0, index + size, index), 0, max(size - 1, 0))
+    if outside != "drop":
+        index = jnp.where(index < 0, index + size, index)
+    if outside == "clip":
+        return jnp.clip(index, 0, max(size - 1, 0))
+    return jnp.where((index >= 0) & (index < size), index, size)

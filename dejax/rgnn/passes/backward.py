@@ -198,7 +198,10 @@ def _extremum_features(b: Builder, op: Op, out: int, g: int) -> list[int | None]
 def _lookup(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
     table, index = op.args
     size = b.ops[table].shape[0]
-    return [b.op("place", g, index, via=op.attr("via"), size=size, op="sum", outside=op.attr("outside")), None]
+    outside = (
+        "wrap" if op.attr("outside") == "clip" else op.attr("outside")
+    )  # what was clipped has no gradient, as in JAX
+    return [b.op("place", g, index, via=op.attr("via"), size=size, op="sum", outside=outside), None]
 
 
 def _place(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
