@@ -1,12 +1,19 @@
-"""Programs drawn from the grammar of the front end, as Python source: what fails prints as a program to run by hand."""
+"""Programs drawn from the grammar of the front end, as Python source: what fails prints as a program to run by hand.
+
+The grammar is a table, `PRODUCTIONS`. A production is a function of a `Drawing` that adds lines to the program;
+`@production(weight=...)` puts it into the table. Patterns with holes for operands stand in `UNARY`, `BINARY` and
+`FEATURES`. To add an operator, add a pattern or write a production.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
@@ -15,7 +22,6 @@ from tests.rgnn.contract import row_counts
 from tests.rgnn.strategies import EdgeList
 
 Shape = tuple[int, ...]
-_SIZES = st.sampled_from((1, 2, 3))
 # The front end's word for an argument with rows of each kind, and the kind of constants that such rows may meet.
 _DECLARE = {
     "node": "node",
@@ -33,29 +39,78 @@ _TYPED_BY = {
     "ntype": "ntype",
     "shared": "shared",
 }
+# Feature shapes of new arguments: ranks 0 to 2, unit axes at every place.
+SHAPES: tuple[Shape, ...] = ((3,), (2, 3), (), (1,), (2, 1), (1, 3), (1, 1))
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Source with a hole for each operand.
+
+    `smooth` means that neither it nor its gradient jumps, so that runs in 16 bits can be compared.
+    """
+
+    text: str
+    smooth: bool = True
+
 
 # Functions whose values and slopes stay small. Functions with a kink are moved away from 0, which many rows hold.
-_UNARY = (
-    "rgnn.tanh({})",
-    "rgnn.sigmoid({})",
-    "rgnn.erf({})",
-    "rgnn.silu({})",
-    "rgnn.gelu({})",
-    "rgnn.exp(rgnn.tanh({}))",
-    "rgnn.log(1.5 + rgnn.square({}))",
-    "rgnn.sqrt(1.5 + rgnn.square({}))",
-    "rgnn.rsqrt(1.5 + rgnn.square({}))",
-    "rgnn.reciprocal(1.5 + rgnn.square({}))",
-    "rgnn.relu({} + 0.123)",
-    "rgnn.leaky_relu({} - 0.123)",
-    "rgnn.elu({} + 0.321)",
-    "rgnn.abs({} + 0.213)",
-    "rgnn.square(rgnn.tanh({}))",
-    "rgnn.tanh({}) ** 3",
-    "-{}",
-    "0.7 * {}",
-    "rgnn.stop_gradient({})",
-)
+UNARY: list[Pattern] = [
+    Pattern("rgnn.tanh({})"),
+    Pattern("rgnn.sigmoid({})"),
+    Pattern("rgnn.erf({})"),
+    Pattern("rgnn.silu({})"),
+    Pattern("rgnn.gelu({})"),
+    Pattern("rgnn.exp(rgnn.tanh({}))"),
+    Pattern("rgnn.log(1.5 + rgnn.square({}))"),
+    Pattern("rgnn.sqrt(1.5 + rgnn.square({}))"),
+    Pattern("rgnn.rsqrt(1.5 + rgnn.square({}))"),
+    Pattern("rgnn.reciprocal(1.5 + rgnn.square({}))"),
+    Pattern("rgnn.relu({} + 0.123)", smooth=False),
+    Pattern("rgnn.leaky_relu({} - 0.123)", smooth=False),
+    Pattern("rgnn.elu({} + 0.321)", smooth=False),
+    Pattern("rgnn.abs({} + 0.213)", smooth=False),
+    Pattern("rgnn.square(rgnn.tanh({}))"),
+    Pattern("rgnn.tanh({}) ** 3"),
+    Pattern("-{}"),
+    Pattern("0.7 * {}"),
+    Pattern("rgnn.stop_gradient({})"),
+]
+# Of two values that broadcast; the second has the shape of the first, or unit axes, or one number.
+BINARY: list[Pattern] = [
+    Pattern("{} * {}"),
+    Pattern("{} + {}"),
+    Pattern("{} - {}"),
+    Pattern("{} / (1.5 + rgnn.square({}))"),
+    Pattern("rgnn.maximum({}, {} + 0.123)", smooth=False),
+    Pattern("rgnn.minimum({} * 0.9, {})", smooth=False),
+    Pattern("rgnn.where_positive({0} + 0.123, {1}, {0})", smooth=False),
+]
+
+
+def _reshaped(shape: Shape) -> list[tuple[str, Shape]]:
+    width = math.prod(shape)
+    return [
+        ("{}.reshape(-1)", (width,)),
+        ("{}.reshape(-1, 1)", (width, 1)),
+        ("{}.reshape(1, -1)", (1, width)),
+        ("{}[None]", (1, *shape)),
+        ("{}[..., None]", (*shape, 1)),
+        ("{}[:, None]", (*shape[:1], 1, *shape[1:])),
+    ]
+
+
+def _summed(shape: Shape) -> list[tuple[str, Shape]]:
+    found: list[tuple[str, Shape]] = []
+    for axis in range(len(shape)):
+        rest, kept = (*shape[:axis], *shape[axis + 1 :]), (*shape[:axis], 1, *shape[axis + 1 :])
+        for how in ("sum", "mean"):
+            found += [(f"{{}}.{how}({axis})", rest), (f"{{}}.{how}({axis}, keepdims=True)", kept)]
+    return found
+
+
+# From a feature shape of one or two axes to (pattern, shape of the result). Results of more axes are left out.
+FEATURES: list[Callable[[Shape], list[tuple[str, Shape]]]] = [_reshaped, _summed]
 
 
 @dataclass(frozen=True)
@@ -63,219 +118,365 @@ class Value:
     name: str
     space: str
     shape: Shape
+    dtype: str = "float"
+
+
+@dataclass(frozen=True)
+class Input:
+    """An array argument.
+
+    Attributes:
+      kind: of its rows.
+      shape: of a row.
+      scale: standard deviation.
+      offset: mean.
+      spread: columns (the last axis) are multiplied by 10 to powers between plus and minus this.
+      values: "normal"; "mask", 1 or -1; or "below n", whole numbers.
+      dtype: of the array; "" for that of the run.
+    """
+
+    kind: str
+    shape: Shape
+    scale: float = 1.0
+    offset: float = 0.0
+    spread: float = 0.0
+    values: str = "normal"
+    dtype: str = ""
+
+    def __str__(self) -> str:
+        more = f" + {self.offset}" if self.offset else ""
+        more += f", columns x 10^+-{self.spread}" if self.spread else ""
+        return f"{self.kind} {self.shape} {self.values} x {self.scale:.3g}{more} {self.dtype}".rstrip()
+
+    def make(self, rng: np.random.Generator, rows: dict[str, int]) -> np.ndarray:
+        shape = self.shape if self.kind == "shared" else (rows[self.kind], *self.shape)
+        if self.values.startswith("below"):
+            return rng.integers(0, int(self.values.split()[1]), shape)
+        if self.values == "mask":
+            return np.where(rng.random(shape) < 0.5, 1.0, -1.0)
+        x = rng.normal(size=shape) * self.scale + self.offset
+        if self.spread and self.shape:
+            x = x * 10 ** rng.uniform(-self.spread, self.spread, self.shape[-1])
+        # As floating-point numbers of every dtype that is compared.
+        return x.astype(jnp.dtype(self.dtype)).astype(np.float64) if self.dtype else x
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A program as source, and the arrays that it takes: kind of rows, shape of a row, standard deviation."""
+    """A program as source, and the arrays that it takes."""
 
     lines: tuple[str, ...]
-    inputs: tuple[tuple[str, Shape, float], ...]
+    inputs: tuple[Input, ...]
     returns: tuple[str, ...]
 
     def __repr__(self) -> str:
-        shapes = ", ".join(f"a[{i}]: {kind} {shape}" for i, (kind, shape, _) in enumerate(self.inputs))
-        return f"\n# {shapes}\n{self.source}"
+        shapes = "".join(f"\n# a[{i}]: {spec}" for i, spec in enumerate(self.inputs))
+        return f"{shapes}\n{self.source}"
 
     @property
     def source(self) -> str:
         body = [*self.lines, f"return {', '.join(self.returns)},"]
         return "def drawn(g, a):\n" + "\n".join(f"    {line}" for line in body)
 
+    @property
+    def scaled(self) -> bool:
+        """Whether columns differ in scale, so that each is to be compared by itself."""
+        return any(i.spread for i in self.inputs)
+
     def program(self) -> Any:
-        scope: dict[str, Any] = {"rgnn": rgnn}
+        scope: dict[str, Any] = {"rgnn": rgnn, "inf": math.inf}
         exec(self.source, scope)
         return rgnn.program(scope["drawn"])
 
     def arrays(self, edges: EdgeList) -> list[np.ndarray]:
+        """In float64 (whole numbers in int64), rounded to the dtype of each."""
         rng, rows = np.random.default_rng(len(self.lines)), row_counts(edges)
-        shapes = [shape if kind == "shared" else (rows[kind], *shape) for kind, shape, _ in self.inputs]
-        return [rng.normal(size=shape) * scale for shape, (_, _, scale) in zip(shapes, self.inputs, strict=True)]
+        return [spec.make(rng, rows) for spec in self.inputs]
+
+    def cast(self, arrays: Sequence[np.ndarray], dtype: str) -> list[Any]:
+        """The arrays for a run in `dtype`; in float64 all floats are float64."""
+        found = []
+        for x, spec in zip(arrays, self.inputs, strict=True):
+            whole = spec.values.startswith("below")
+            narrow = spec.dtype if spec.dtype and dtype != "float64" else dtype
+            found.append(jnp.asarray(x, "int32" if whole else narrow))
+        return found
 
 
-class _Drawing:
-    """A program in the making."""
+class Drawing:
+    """A program in the making.
 
-    def __init__(self, draw: st.DrawFn) -> None:
-        self.draw = draw
+    Attributes:
+      draw: hypothesis' own; `one_of` draws an item of a sequence.
+      narrow: "float16" or "bfloat16" where some arguments are to be of 16 bits, else "". Only smooth patterns may then
+        be drawn, since a rounded operand may fall on the other side of a kink.
+      spread: of columns, see `Input`.
+      offset: whether arguments may have a mean.
+    """
+
+    def __init__(self, draw: st.DrawFn, narrow: str = "", spread: float = 0.0, offset: bool = False) -> None:
+        self.draw, self.narrow, self.spread, self.offset = draw, narrow, spread, offset
         self.lines: list[str] = []
-        self.inputs: list[tuple[str, Shape, float]] = []
+        self.inputs: list[Input] = []
         self.pool: list[Value] = []
 
-    def define(self, expression: str, space: str, shape: Shape) -> Value:
-        value = Value(f"v{len(self.pool)}", space, shape)
+    def one_of(self, items: Sequence[Any]) -> Any:
+        return self.draw(st.sampled_from(tuple(items)))
+
+    def maybe(self) -> bool:
+        return bool(self.draw(st.booleans()))
+
+    def pattern(self, table: Sequence[Pattern]) -> str:
+        """The text of a pattern; a smooth one where 16 bits are compared."""
+        return str(self.one_of([p for p in table if p.smooth or not self.narrow]).text)
+
+    def define(self, expression: str, space: str, shape: Shape, dtype: str = "float") -> Value:
+        value = Value(f"v{len(self.pool)}", space, shape, dtype)
         self.lines.append(f"{value.name} = {expression}")
         self.pool.append(value)
         return value
 
-    def argument(self, kind: str, shape: Shape, scale: float = 1.0) -> Value:
-        self.inputs.append((kind, shape, scale))
-        return self.define(f"g.{_DECLARE[kind]}(a[{len(self.inputs) - 1}])", kind, shape)
+    def argument(self, kind: str, shape: Shape, scale: float = 1.0, values: str = "normal") -> Value:
+        """A new argument, declared; of values "normal" it may be narrow, have scales by column and an offset."""
+        plain = values == "normal"
+        offset = self.one_of((0.0, 0.0, 1.0, 5.0)) if plain and self.offset else 0.0
+        spread = self.spread if plain and self.spread and self.maybe() else 0.0
+        dtype = self.narrow if plain and self.narrow and self.one_of((True, True, False)) else ""
+        self.inputs.append(Input(kind, shape, scale, offset * scale, spread, values, dtype))
+        number = "int" if values.startswith("below") else "float"
+        return self.define(f"g.{_DECLARE[kind]}(a[{len(self.inputs) - 1}])", kind, shape, number)
 
-    def pick(self, suits: Callable[[Value], bool]) -> Value | None:
+    def pick(self, suits: Callable[[Value], bool], dtype: str = "float") -> Value | None:
         # The latest first: hypothesis shrinks towards it, and long chains are what is looked for.
-        found = [v for v in reversed(self.pool) if suits(v)]
-        return self.draw(st.sampled_from(found)) if found else None
+        found = [v for v in reversed(self.pool) if v.dtype == dtype and suits(v)]
+        return self.one_of(found) if found else None
 
     def node(self) -> Value:
-        return self.pick(lambda v: v.space == "node") or self.argument(
-            "node", self.draw(st.sampled_from(((3,), (2, 3), ())))
-        )
+        return self.pick(lambda v: v.space == "node") or self.argument("node", self.one_of(((3,), (2, 3), ())))
 
     def edge(self) -> Value:
-        return self.pick(lambda v: v.space == "edge") or self.read()
+        return self.pick(lambda v: v.space == "edge") or read(self)
 
     def any(self) -> Value:
         return self.pick(lambda v: v.space in ("node", "edge")) or self.node()
 
-    # --- steps -------------------------------------------------------------------------------------------------------
+    def wide(self, shape: Shape = (3,)) -> Value:
+        """A value with a feature axis."""
+        return self.pick(lambda v: len(v.shape) in (1, 2)) or self.argument("node", shape)
 
-    def read(self) -> Value:
-        value = self.pick(lambda v: v.space in ("node", "ntype")) or self.node()
-        return self.define(f"g.{self.draw(st.sampled_from(('src', 'dst')))}({value.name})", "edge", value.shape)
-
-    def read_pair(self) -> Value:
-        value = self.pick(lambda v: v.space == "source_pair") or self.argument("source_pair", (3,))
-        return self.define(f"g.src({value.name})", "edge", value.shape)
-
-    def new_argument(self) -> Value:
-        kind = self.draw(st.sampled_from(tuple(_DECLARE)))
-        return self.argument(kind, self.draw(st.sampled_from(((3,), (2, 3), (), (1,), (2, 1)))))
-
-    def linear(self) -> Value:
-        x = self.pick(lambda v: len(v.shape) in (1, 2)) or self.argument("node", (3,))
-        kind = self.draw(st.sampled_from((_TYPED_BY[x.space], "shared")))
-        k, n = x.shape[-1], self.draw(_SIZES)
-        heads = x.shape[0] if len(x.shape) == 2 else self.draw(_SIZES)
-        same = kind == x.space  # rows of types times weights of types: no heads beside a matrix of two axes
-        shape = (heads, k, n) if self.draw(st.booleans()) and not (same and len(x.shape) == 2) else (k, n)
-        w = (
-            self.pick(lambda v: v.space == kind and v.shape == shape and v is not x)
-            if self.draw(st.booleans())
-            else None
-        )
-        w = w or self.argument(kind, shape, k**-0.5)
-        if len(shape) == 3 or len(x.shape) == 2:
-            out: Shape = (heads, n)
-        else:
-            out = (n,)
-        return self.define(f"{x.name} @ {w.name}", x.space, out)
-
-    def partner(self, x: Value, shapes: tuple[Shape, ...]) -> Value:
+    def partner(self, x: Value, shapes: Sequence[Shape]) -> Value:
         """Another value that may meet `x`: of its space, or a constant by type, or shared."""
         spaces = (x.space, *((_TYPED_BY[x.space], "shared") if x.space != "shared" else ()))
         suits = lambda v: v is not x and v.space in spaces and v.shape in shapes  # noqa: E731
-        found = self.pick(suits) if self.draw(st.booleans()) else None
-        return found or self.argument(self.draw(st.sampled_from(spaces)), self.draw(st.sampled_from(shapes)))
-
-    def dot(self) -> Value:
-        x = self.pick(lambda v: len(v.shape) in (1, 2)) or self.argument("node", (3,))
-        y = self.partner(x, (x.shape,))
-        return self.define(f"rgnn.dot({x.name}, {y.name})", x.space, x.shape[:-1])
-
-    def binary(self) -> Value:
-        x = self.any()
-        wide = tuple(2 if size == 1 else size for size in x.shape)
-        shapes = ((), x.shape, tuple(1 for _ in x.shape), (*x.shape[:-1], 1), (*x.shape[:-1], *wide[-1:]), wide)
-        y = self.partner(x, tuple(dict.fromkeys(s for s in shapes if len(s) in (0, len(x.shape)))))
-        pattern = self.draw(
-            st.sampled_from(
-                (
-                    "{} * {}",
-                    "{} + {}",
-                    "{} - {}",
-                    "{} / (1.5 + rgnn.square({}))",
-                    "rgnn.maximum({}, {} + 0.123)",
-                    "rgnn.minimum({} * 0.9, {})",
-                    "rgnn.where_positive({0} + 0.123, {1}, {0})",
-                )
-            )
-        )
-        names = (x.name, y.name)
-        if self.draw(st.booleans()) and y.space == x.space and y.shape == x.shape:
-            names = names[::-1]
-        shape = np.broadcast_shapes(x.shape, y.shape)
-        return self.define(pattern.format(*names), x.space, tuple(map(int, shape)))
-
-    def unary(self) -> Value:
-        x = self.any()
-        return self.define(self.draw(st.sampled_from(_UNARY)).format(x.name), x.space, x.shape)
-
-    def features(self) -> Value:
-        x = self.pick(lambda v: len(v.shape) in (1, 2)) or self.argument("node", (2, 3))
-        width = int(np.prod(x.shape))
-        axis = self.draw(st.integers(0, len(x.shape) - 1))
-        size, rest = x.shape[axis], (*x.shape[:axis], *x.shape[axis + 1 :])
-        start = self.draw(st.integers(0, size - 1))
-        stop = self.draw(st.integers(start + 1, size))
-        colons = ":, " * axis
-        choices: list[tuple[str, Shape]] = [
-            ("{}.reshape(-1)", (width,)),
-            ("{}.reshape(-1, 1)", (width, 1)),
-            ("{}.reshape(1, -1)", (1, width)),
-            ("{}[None]", (1, *x.shape)),
-            ("{}[..., None]", (*x.shape, 1)),
-            (f"{{}}[{colons}{start}:{stop}]", (*x.shape[:axis], stop - start, *x.shape[axis + 1 :])),
-            (f"{{}}[{colons}{start}]", rest),
-            (f"{{}}.sum({axis})", rest),
-            (f"{{}}.mean({axis}, keepdims=True)", (*x.shape[:axis], 1, *x.shape[axis + 1 :])),
-        ]
-        pattern, shape = self.draw(st.sampled_from([c for c in choices if len(c[1]) <= 2]))
-        return self.define(pattern.format(x.name), x.space, shape)
-
-    def concatenate(self) -> Value:
-        x = self.pick(lambda v: len(v.shape) in (1, 2)) or self.argument("node", (3,))
-        y = self.partner(x, (x.shape, (*x.shape[:-1], 2)))
-        shape = (*x.shape[:-1], x.shape[-1] + y.shape[-1])
-        return self.define(f"rgnn.concatenate([{x.name}, {y.name}])", x.space, shape)
-
-    def softmax(self) -> Value:
-        x = self.edge()
-        within = self.draw(st.sampled_from(("dst", "relation")))
-        return self.define(f"rgnn.edge_softmax({x.name}, within={within!r})", "edge", x.shape)
-
-    def reduce(self) -> Value:
-        x = self.edge()
-        how = self.draw(
-            st.sampled_from(("sum_to_dst", "mean_to_dst", "max_to_dst", "sum_to_src", "mean_to_src", "max_to_src"))
-        )
-        return self.define(f"g.{how}({x.name})", "node", x.shape)
-
-    def attention(self) -> Value:
-        """A sum weighted by a softmax, the pattern that the compiler makes one pass of."""
-        x = self.edge()
-        score = self.partner(x, (x.shape[:1],) if len(x.shape) == 2 else ((),))
-        if score.space != "edge":
-            score = (
-                self.define(f"{score.name} * g.in_degree()", "edge", score.shape) if score.space != "shared" else score
-            )
-        if score.space == "shared":
-            score = self.define(f"rgnn.rsqrt(g.out_degree()) * {score.name}", "edge", score.shape)
-        within = self.draw(st.sampled_from(("dst", "relation")))
-        axis = "[..., None]" if score.shape else ""
-        how = self.draw(st.sampled_from(("sum_to_dst", "sum_to_dst", "mean_to_dst", "sum_to_src")))
-        return self.define(f"g.{how}(rgnn.edge_softmax({score.name}, {within!r}){axis} * {x.name})", "node", x.shape)
-
-    def degree(self) -> Value:
-        x = self.edge()
-        pattern = ("{} / g.in_degree(within_relation=True)", "{} / g.in_degree()", "{} * rgnn.rsqrt(g.out_degree())")
-        return self.define(self.draw(st.sampled_from(pattern)).format(x.name), "edge", x.shape)
+        found = self.pick(suits) if self.maybe() else None
+        return found or self.argument(self.one_of(spaces), self.one_of(shapes))
 
 
-_STEPS = (
-    "linear linear linear read read reduce reduce reduce attention attention dot binary binary unary features "
-    "concatenate softmax degree read_pair new_argument"
-).split()
+# --- the table -------------------------------------------------------------------------------------------------------
+
+Step = Callable[[Drawing], Any]
+# How often each is drawn, relative to the others.
+PRODUCTIONS: dict[Step, int] = {}
+
+
+def production(weight: int = 1) -> Callable[[Step], Step]:
+    """Puts a function into the table."""
+
+    def put(step: Step) -> Step:
+        PRODUCTIONS[step] = weight
+        return step
+
+    return put
+
+
+@production(2)
+def read(d: Drawing) -> Value:
+    value = d.pick(lambda v: v.space in ("node", "ntype")) or d.node()
+    return d.define(f"g.{d.one_of(('src', 'dst'))}({value.name})", "edge", value.shape)
+
+
+@production()
+def read_pair(d: Drawing) -> Value:
+    value = d.pick(lambda v: v.space == "source_pair") or d.argument("source_pair", (3,))
+    return d.define(f"g.src({value.name})", "edge", value.shape)
+
+
+@production()
+def new_argument(d: Drawing) -> Value:
+    return d.argument(d.one_of(tuple(_DECLARE)), d.one_of(SHAPES))
+
+
+@production(3)
+def linear(d: Drawing) -> Value:
+    x = d.wide()
+    kind = d.one_of((_TYPED_BY[x.space], "shared"))
+    k, n = x.shape[-1], d.one_of((1, 2, 3))
+    heads = x.shape[0] if len(x.shape) == 2 else d.one_of((1, 2, 3))
+    same = kind == x.space  # rows of types times weights of types: no heads beside a matrix of two axes
+    shape = (heads, k, n) if d.maybe() and not (same and len(x.shape) == 2) else (k, n)
+    w = d.pick(lambda v: v.space == kind and v.shape == shape and v is not x) if d.maybe() else None
+    w = w or d.argument(kind, shape, k**-0.5)
+    out: Shape = (heads, n) if len(shape) == 3 or len(x.shape) == 2 else (n,)
+    return d.define(f"{x.name} @ {w.name}", x.space, out)
+
+
+@production()
+def dot(d: Drawing) -> Value:
+    x = d.wide()
+    y = d.partner(x, (x.shape,))
+    return d.define(f"rgnn.dot({x.name}, {y.name})", x.space, x.shape[:-1])
+
+
+@production(2)
+def binary(d: Drawing) -> Value:
+    x = d.any()
+    stretched = tuple(2 if size == 1 else size for size in x.shape)
+    units = [tuple(1 if i == axis else size for i, size in enumerate(x.shape)) for axis in range(len(x.shape))]
+    shapes = ((), x.shape, tuple(1 for _ in x.shape), *units, (*x.shape[:-1], *stretched[-1:]), stretched)
+    y = d.partner(x, tuple(dict.fromkeys(shapes)))
+    names = (x.name, y.name)
+    if d.maybe() and y.space == x.space and y.shape == x.shape:
+        names = names[::-1]
+    shape = np.broadcast_shapes(x.shape, y.shape)
+    return d.define(d.pattern(BINARY).format(*names), x.space, tuple(map(int, shape)))
+
+
+@production()
+def unary(d: Drawing) -> Value:
+    x = d.any()
+    return d.define(d.pattern(UNARY).format(x.name), x.space, x.shape)
+
+
+@production(2)
+def features(d: Drawing) -> Value:
+    x = d.wide((2, 3))
+    choices = [c for made in FEATURES for c in made(x.shape) if len(c[1]) <= 2]
+    pattern, shape = d.one_of(choices)
+    return d.define(pattern.format(x.name), x.space, shape)
+
+
+@production()
+def part(d: Drawing) -> Value:
+    """A slice, or one index, of a feature axis."""
+    x = d.wide((2, 3))
+    axis = d.draw(st.integers(0, len(x.shape) - 1))
+    start = d.draw(st.integers(0, x.shape[axis] - 1))
+    stop = d.draw(st.integers(start + 1, x.shape[axis]))
+    colons = ":, " * axis
+    if d.maybe():
+        return d.define(f"{x.name}[{colons}{start}]", x.space, (*x.shape[:axis], *x.shape[axis + 1 :]))
+    shape = (*x.shape[:axis], stop - start, *x.shape[axis + 1 :])
+    return d.define(f"{x.name}[{colons}{start}:{stop}]", x.space, shape)
+
+
+@production()
+def concatenate(d: Drawing) -> Value:
+    x = d.wide()
+    axis = d.draw(st.integers(0, len(x.shape) - 1))
+    sized = lambda n: (*x.shape[:axis], n, *x.shape[axis + 1 :])  # noqa: E731
+    y = d.partner(x, (x.shape, sized(2), sized(1)))
+    names = ", ".join(d.one_of(((x.name, y.name), (y.name, x.name))))
+    return d.define(f"rgnn.concatenate([{names}], {axis})", x.space, sized(x.shape[axis] + y.shape[axis]))
+
+
+@production()
+def softmax(d: Drawing) -> Value:
+    x = d.edge()
+    return d.define(f"rgnn.edge_softmax({x.name}, within={d.one_of(('dst', 'relation'))!r})", "edge", x.shape)
+
+
+def _masked(d: Drawing, x: Value) -> str:
+    """`x` with -inf at some of its rows, at all rows of some nodes and edge types."""
+    kind = d.one_of(("edge", "node", "etype"))
+    mask = d.argument(kind, d.one_of(((), x.shape)), values="mask")
+    read = f"g.{d.one_of(('src', 'dst'))}({mask.name})" if kind == "node" else mask.name
+    return f"rgnn.where_positive({read}, {x.name}, -inf)"
+
+
+@production()
+def masked_softmax(d: Drawing) -> Value:
+    x = d.edge()
+    return d.define(f"rgnn.edge_softmax({_masked(d, x)}, within={d.one_of(('dst', 'relation'))!r})", "edge", x.shape)
+
+
+@production()
+def masked_maximum(d: Drawing) -> Value:
+    x = d.edge()
+    largest = f"g.max_to_{d.one_of(('dst', 'src'))}({_masked(d, x)})"
+    return d.define(f"rgnn.stop_gradient({largest})" if d.narrow else largest, "node", x.shape)
+
+
+@production(3)
+def reduce(d: Drawing) -> Value:
+    x = d.edge()
+    how, to = d.one_of(("sum", "mean", "max")), d.one_of(("dst", "src"))
+    total = f"g.{how}_to_{to}({x.name})"
+    # Which of two close values is the larger, and has the gradient, is not to be told in 16 bits.
+    return d.define(f"rgnn.stop_gradient({total})" if how == "max" and d.narrow else total, "node", x.shape)
+
+
+@production(3)
+def attention(d: Drawing) -> Value:
+    """A sum weighted by a softmax, the pattern that the compiler makes one pass of; scores with unit axes anywhere."""
+    x = d.edge()
+    shapes: list[Shape] = [(), x.shape[:1], x.shape]
+    shapes += [tuple(1 if i == axis else size for i, size in enumerate(x.shape)) for axis in range(len(x.shape))]
+    score = d.partner(x, tuple(dict.fromkeys(shapes)))
+    if score.space == "shared":
+        score = d.define(f"rgnn.rsqrt(g.out_degree()) * {score.name}", "edge", score.shape)
+    elif score.space != "edge":
+        score = d.define(f"{score.name} * g.in_degree()", "edge", score.shape)
+    expression = _masked(d, score) if d.one_of((True, False, False)) else score.name
+    axis = "[..., None]" if len(score.shape) == 1 == len(x.shape) - 1 else ""
+    share = f"rgnn.edge_softmax({expression}, {d.one_of(('dst', 'relation'))!r}){axis}"
+    how = d.one_of(("sum_to_dst", "sum_to_dst", "mean_to_dst", "sum_to_src"))
+    return d.define(f"g.{how}({share} * {x.name})", "node", x.shape)
+
+
+@production(2)
+def scored(d: Drawing) -> Value:
+    """Attention as it is mostly written: a score by a product or a sum that leaves a unit axis."""
+    x = d.pick(lambda v: v.space == "edge" and len(v.shape) in (1, 2)) or d.define(
+        f"g.src({d.argument('node', (3,)).name})", "edge", (3,)
+    )
+    unit = (*x.shape[:-1], 1)
+    if d.maybe():
+        w = d.argument(d.one_of(("etype", "shared")), (*x.shape, 1), x.shape[-1] ** -0.5)
+        score = d.define(f"{x.name} @ {w.name}", "edge", unit)
+    else:
+        a = d.argument(d.one_of(("etype", "shared")), x.shape, x.shape[-1] ** -0.5)
+        score = d.define(f"({x.name} * {a.name}).sum(keepdims=True)", "edge", unit)
+    share = f"rgnn.edge_softmax(0.7 * {score.name}, {d.one_of(('dst', 'relation'))!r})"
+    if len(x.shape) == 1 and d.one_of((True, False, False)):
+        return d.define(f"g.sum_to_dst({share}[None, :] * {x.name}[None])", "node", (1, *x.shape))
+    return d.define(f"g.sum_to_dst({share} * {x.name})", "node", x.shape)
+
+
+@production()
+def degree(d: Drawing) -> Value:
+    x = d.edge()
+    pattern = ("{} / g.in_degree(within_relation=True)", "{} / g.in_degree()", "{} * rgnn.rsqrt(g.out_degree())")
+    return d.define(d.one_of(pattern).format(x.name), "edge", x.shape)
+
+
+# --- programs --------------------------------------------------------------------------------------------------------
 
 
 @st.composite
-def recipes(draw: st.DrawFn, max_steps: int = 12) -> Recipe:
-    """Programs of a few steps, each of which reads values made before; what no step reads is returned."""
-    drawing = _Drawing(draw)
-    drawing.argument("node", draw(st.sampled_from(((3,), (2, 3), (2, 2), ()))))
+def recipes(draw: st.DrawFn, max_steps: int = 12, narrow: str = "", scaled: bool = False) -> Recipe:
+    """Programs of a few steps, each of which reads values made before; what no step reads is returned.
+
+    Args:
+      max_steps: at most so many productions.
+      narrow: "float16" or "bfloat16": most arguments are of that dtype.
+      scaled: arguments may have offsets, and columns of scales that differ.
+    """
+    drawing = Drawing(draw, narrow, draw(st.sampled_from((0.0, 1.0, 3.0))) if scaled else 0.0, scaled)
+    drawing.argument("node", draw(st.sampled_from(((3,), (2, 3), (2, 2), (), (2, 1), (1, 3)))))
+    table = [step for step, weight in PRODUCTIONS.items() for _ in range(weight)]
     steps = draw(st.integers(2, max_steps))  # a list's own length would be short nearly always
-    for step in draw(st.lists(st.sampled_from(_STEPS), min_size=steps, max_size=steps)):
-        getattr(drawing, step)()
+    for step in draw(st.lists(st.sampled_from(table), min_size=steps, max_size=steps)):
+        step(drawing)
     text = "\n".join(drawing.lines)
     read = [len(re.findall(rf"\b{v.name}\b", text)) > 1 for v in drawing.pool]
     returned = [v.name for v, used in zip(drawing.pool, read, strict=True) if not used]

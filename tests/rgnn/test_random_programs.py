@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.passes import PASSES
-from tests.rgnn.contract import error
 from tests.rgnn.random_programs import Recipe, recipes
 from tests.rgnn.strategies import CHUNK, EdgeList, edge_lists
 
@@ -27,26 +26,59 @@ def run(program: Any, graph: RelGraph, arrays: list[Any], options: Options) -> t
     def all_of(graph: RelGraph, arrays: list[Any]) -> tuple[tuple, tuple, Any]:
         results, pull = jax.vjp(lambda a: program(graph, a, options=options), arrays)
         # Cotangents of many signs and sizes, without another random array.
-        cotangents = tuple(jnp.cos(jnp.arange(y.size, dtype=y.dtype) * 1.7).reshape(y.shape) for y in results)
+        cotangents = tuple(jnp.cos(jnp.arange(y.size) * 1.7).astype(y.dtype).reshape(y.shape) for y in results)
         return program(graph, arrays, options=options), results, pull(cotangents)[0]
 
     return jax.jit(all_of)(graph, arrays)
 
 
-def assert_same(got: Any, want: Any, tolerance: float) -> None:
-    for (path, w), g in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
-        found = error(g, np.asarray(w, np.float64))
-        assert found < tolerance, f"relative error {found:.1e} at {jax.tree_util.keystr(path)}"
+def column_norms(x: Any, by_column: bool) -> np.ndarray:
+    """The norm of each column (the last axis), or of everything at once."""
+    x = np.asarray(x).astype(np.float64)
+    return np.linalg.norm(x.reshape(-1, x.shape[-1]) if by_column and x.ndim > 1 else x.reshape(-1, 1), axis=0)
+
+
+def assert_same(got: Any, want: Any, tolerance: float, plain: Any = None, by_column: bool = False) -> None:
+    """Compares trees of arrays with those of float64.
+
+    Numbers here are of the order of 1 or more, so what is wanted counts as 0.1 at least: a gradient may cancel to
+    nothing. By column what is wanted counts as 0.03 at least, and as a hundredth of the largest column.
+
+    Args:
+      got: what is tested.
+      want: the same in float64.
+      tolerance: relative to the norm of what is wanted.
+      plain: the program as it is written, in the arithmetic of what is tested: eight times its own error is allowed, so
+        that what no arithmetic of that precision can compute is not counted.
+      by_column: columns are compared one by one.
+    """
+    plain = want if plain is None else plain
+    leaves = zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), jax.tree.leaves(plain), strict=True)
+    for (path, w), g, p in leaves:
+        if w.dtype == jax.dtypes.float0 or w.size == 0:
+            continue
+        w, g, p = (np.asarray(a).astype(np.float64) for a in (w, g, p))
+        assert g.shape == w.shape, f"shape {g.shape}, expected {w.shape} at {jax.tree_util.keystr(path)}"
+        norms = column_norms(w, by_column)
+        rows = w.size // len(norms)
+        least = max(0.01 * norms.max(), 0.03 * np.sqrt(rows)) if by_column else 0.1 * np.sqrt(rows)
+        allowed = tolerance * (norms + least + 1e-30) + 8 * column_norms(p - w, by_column)
+        wrong = column_norms(g - w, by_column) / allowed
+        assert np.all(wrong <= 1), f"{np.max(wrong):.1e} times the error allowed at {jax.tree_util.keystr(path)}"
 
 
 def compare(recipe: Recipe, edges: EdgeList, options: Options, dtype: str, tolerance: float) -> None:
     note(f"{options}\n{edges}")
-    graph, program = edges.build(hub_chunk=CHUNK), recipe.program()
+    graph, program, arrays = edges.build(hub_chunk=CHUNK), recipe.program(), recipe.arrays(edges)
+    narrow = any(spec.dtype for spec in recipe.inputs)
     with jax.enable_x64(True):
-        want = run(program, graph, [jnp.asarray(a) for a in recipe.arrays(edges)], PLAIN)
+        want = run(program, graph, recipe.cast(arrays, "float64"), PLAIN)
     with jax.enable_x64(dtype == "float64"):
-        got = run(program, graph, [jnp.asarray(a, dtype) for a in recipe.arrays(edges)], options)
-    assert_same(got, want, tolerance)
+        got = run(program, graph, recipe.cast(arrays, dtype), options)
+        plain = run(program, graph, recipe.cast(arrays, dtype), PLAIN) if narrow or recipe.scaled else None
+    if plain is not None:
+        assert [a.dtype for a in jax.tree.leaves(got)] == [a.dtype for a in jax.tree.leaves(plain)]
+    assert_same(got, want, tolerance, plain, recipe.scaled)
 
 
 @settings(max_examples=12)
@@ -80,7 +112,7 @@ def test_gradients_of_gradients(recipe: Recipe, edges: EdgeList) -> None:
             inner = jax.grad(lambda a: sum(jnp.sum(jnp.sin(y)) for y in program(graph, a, options=options)))(arrays)
             return sum(jnp.sum(g**2) for g in inner)
 
-        return jax.jit(jax.grad(penalty))([jnp.asarray(a) for a in recipe.arrays(edges)])
+        return jax.jit(jax.grad(penalty))(recipe.cast(recipe.arrays(edges), "float64"))
 
     with jax.enable_x64(True):
         assert_same(twice(Options(backend="xla")), twice(PLAIN), 1e-8)

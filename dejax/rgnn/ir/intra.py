@@ -307,6 +307,18 @@ def by_head(spec: str) -> bool:
     return "h" in left and "h" in right
 
 
+def can_weigh(score: tuple[int, ...], inserts: tuple[tuple[int, ...], ...], value: tuple[int, ...]) -> bool:
+    """Whether a weighted sum of rows of a feature shape can have a score of another: one number, or one a head.
+
+    The template takes scores whose shape begins that of the value; `inserts` are the axes of size 1 that align the two.
+    """
+    aligned = score
+    for axes in inserts if score else ():
+        for axis in axes:
+            aligned = (*aligned[:axis], 1, *aligned[axis:])
+    return score == value[: len(score)] and aligned in ((), score, (*score, *(1,) * (len(value) - len(score))))
+
+
 def as_part(program: Program, operand: Operand) -> Operand:
     """The operand as part of the array that its own is a slice of, along the first of two feature axes."""
     op = program.ops[operand.value]
@@ -359,6 +371,10 @@ def _verify_traversal(program: Program, t: Traversal, where: str) -> None:
         if any(a not in loaded for a in op.args):
             raise IRError(f"{where}: body operator %{i} reads what is neither loaded nor computed")
         loaded.add(i)
+    for a in t.accumulators:
+        score, shape = program.ops[a.value].shape, program.ops[a.out].shape
+        if a.kind == "weighted" and not can_weigh(score, a.score_inserts, shape):
+            raise IRError(f"{where}: %{a.out} is weighted by a score of another shape, %{a.value}")
     if t.via is not None:
         rows = VIAS[t.via].coarse
         done = loaded | {a.out for a in t.sums}

@@ -137,6 +137,21 @@ def as_dtype(builder: Builder, x: int, dtype: str) -> int:
     return x if builder.ops[x].dtype == dtype else builder.op("cast", x, dtype=dtype)
 
 
+def or_one(builder: Builder, x: int) -> int:
+    """The value where it is positive, else 1: a divisor."""
+    op = builder.ops[x]
+    return builder.op("select", x, x, builder.const(1.0, op.dtype, op.space))
+
+
+def divisor(program: Program | Builder, value: int) -> int | None:
+    """What a value made by `or_one` is made of; None for any other."""
+    op = program.ops[value]
+    if op.name != "select" or op.args[0] != op.args[1]:
+        return None
+    other = program.ops[op.args[2]]
+    return op.args[0] if other.name == "const" and other.attr("value") == 1.0 else None
+
+
 def multiply(builder: Builder, parts: list[tuple[int, int]], dtype: str) -> int:
     """The product of values with powers +1 or -1, at least one; a reciprocal is taken in `dtype`."""
     up = [v for v, power in parts if power > 0]

@@ -198,9 +198,8 @@ def _extremum_features(b: Builder, op: Op, out: int, g: int) -> list[int | None]
 def _lookup(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
     table, index = op.args
     size = b.ops[table].shape[0]
-    outside = (
-        "wrap" if op.attr("outside") == "clip" else op.attr("outside")
-    )  # what was clipped has no gradient, as in JAX
+    # As in JAX, what was clipped has no gradient.
+    outside = "wrap" if op.attr("outside") == "clip" else op.attr("outside")
     return [b.op("place", g, index, via=op.attr("via"), size=size, op="sum", outside=outside), None]
 
 

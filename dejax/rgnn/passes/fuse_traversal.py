@@ -26,6 +26,7 @@ from dejax.rgnn.ir.intra import (
     access_by,
     access_operand,
     as_part,
+    can_weigh,
 )
 from dejax.rgnn.passes._beside import put_beside
 from dejax.rgnn.passes._lead import lead
@@ -240,7 +241,8 @@ class Fusion:
             if read.name != "gather" or read.attr("via") != loop.via:
                 continue
             for number, a in enumerate(loop.accumulators):
-                if a.kind == "max" and a.out == read.args[0] and a.value == score:
+                same = a.kind == "max" and a.out == read.args[0] and a.value == score
+                if same and can_weigh(ops[score].shape, factor.inserts, op.shape):
                     rest = tuple(Term(f.value, f.power, f.inserts) for j, f in enumerate(found) if j != at)
                     return Accumulator("weighted", i, score, rest, number, factor.inserts)
         return None

@@ -30,20 +30,15 @@ def hoist(program: Program, counts: Counts) -> Program:
         if not shared or not rest:
             return None
         inside = multiply(builder, [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in rest], op.dtype)
-        # What is left may be narrower than the product: integers, booleans, or 16 bits, whose sums overflow.
-        inside = as_dtype(builder, inside, promote(builder.ops[inside].dtype, op.dtype))
+        # What is left may be narrower than the product: integers, booleans, or 16 bits. Without the factors that made
+        # them small, sums overflow in 16 bits.
+        wide = promote(builder.ops[inside].dtype, op.dtype)
+        inside = as_dtype(builder, inside, "float32" if wide in ("bfloat16", "float16") else wide)
         total = builder.op("reduce", inside, via=via, op="sum")
-        # A row without items may hold anything, 0 / 0 included: it is replaced by 1.
-        count = builder.op("count", via=via, dtype="float32")
         parts = [(total, 1)]
         for f in shared:
             row = new[program.ops[f.value].args[0]]
-            row_op = builder.ops[row]
-            some = count
-            if row_op.shape:
-                some = builder.op("reshape", count, shape=(1,) * len(row_op.shape))
-            one = builder.const(1.0, row_op.dtype, row_op.space)
-            row = builder.op("select", as_dtype(builder, some, row_op.dtype), row, one)
+            row = _some_or_one(builder, via, row)
             parts.append((insert_axes(builder, row, f.inserts), f.power))
         made = multiply(builder, parts, op.dtype)
         if builder.ops[made].shape != op.shape:
@@ -51,3 +46,11 @@ def hoist(program: Program, counts: Counts) -> Program:
         return as_dtype(builder, made, op.dtype)
 
     return rebuild(program, visit)
+
+
+def _some_or_one(builder: Builder, via: str, row: int) -> int:
+    """A row's value, or 1 where the row has no items: there it may be anything, 0 / 0 included."""
+    op, count = builder.ops[row], builder.op("count", via=via, dtype="float32")
+    some = builder.op("reshape", count, shape=(1,) * len(op.shape)) if op.shape else count
+    one = builder.const(1.0, op.dtype, op.space)
+    return builder.op("select", as_dtype(builder, some, op.dtype), row, one)

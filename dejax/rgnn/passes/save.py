@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dejax.rgnn.ir.inter import ROWWISE, Builder, Op, Program, Space
-from dejax.rgnn.passes._rewrite import Counts
+from dejax.rgnn.passes._rewrite import Counts, divisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,8 @@ def cut(joint: Program, num_inputs: int, num_outputs: int, counts: Counts, *, sa
     kept = _compared(joint) | {
         op.args[0] for i, op in enumerate(ops) if op.name == "linear" and i not in late and op.space == Space.NODE
     }
+    # A softmax's divisor itself and not the sum that it is made of: loops then read it as it is.
+    kept |= {i for i in range(len(ops)) if divisor(joint, i) is not None}
     saved: dict[int, None] = {}
     recomputed: set[int] = set()
 

@@ -2,6 +2,9 @@
 
     m_v = max over edges into v of s_e ;  x_e = exp(s_e - m_v) ;  l_v = sum of x_e ;  p_e = x_e / l_v
 
+Where all scores of a row are -inf, as after a mask, m_v is 0 (the maximum of nothing), and all x_e and l_v are 0. The
+divisor is then 1: shares and their gradients are 0, like those of a row without edges.
+
 Fusion turns the maximum, the sum and a weighted sum of the same edges into one pass with a running maximum (Milakov and
 Gimelshein, arXiv 1805.02867). It runs after backward generation, so the maximum needs no gradient.
 """
@@ -9,7 +12,7 @@ Gimelshein, arXiv 1805.02867). It runs after backward generation, so the maximum
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import Builder, Op, Program
-from dejax.rgnn.passes._rewrite import Counts, as_dtype, read_back, rebuild
+from dejax.rgnn.passes._rewrite import Counts, as_dtype, or_one, read_back, rebuild
 
 
 def expand_softmax(program: Program, counts: Counts) -> Program:
@@ -25,7 +28,7 @@ def expand_softmax(program: Program, counts: Counts) -> Program:
         shifted = builder.op("sub", score, read_back(builder, largest, via, op.space))
         exponential = builder.op("exp", shifted)
         total = builder.op("reduce", exponential, via=via, op="sum")
-        share = builder.op("div", exponential, read_back(builder, total, via, op.space))
+        share = builder.op("div", exponential, read_back(builder, or_one(builder, total), via, op.space))
         return as_dtype(builder, share, op.dtype)
 
     return rebuild(program, visit)
