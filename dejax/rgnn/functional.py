@@ -182,7 +182,7 @@ def concatenate(values: Sequence[Symbol], axis: int = -1) -> Symbol:
     aligned = first.trace.align(*(_symbol(v, "concatenate") for v in values))
     if not first.shape:
         raise fail("rgnn.concatenate needs values with a feature axis; x[None] makes a scalar one number wide")
-    return first.trace.emit("concat", *aligned, axis=first.trace.axis(first, axis))
+    return first.trace.emit("concat", *aligned, axis=features.axis_of(first, axis))
 
 
 def edge_softmax(score: Symbol, within: str = "dst") -> Symbol:

@@ -6,11 +6,15 @@ import linecache
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
+
 from dejax.rgnn.ir import inter
 from dejax.rgnn.ir.inter import Space
 
-# Frames of these are not the user's: the front end and the IR, and the files beside them that call it.
+# Frames of these are not the user's: the front end and the IR, and the files beside them that call it; JAX and NumPy.
 _FOLDERS = (str(Path(__file__).parent), str(Path(inter.__file__).parent))
+_LIBRARIES = (str(Path(jax.__file__).parent), str(Path(np.__file__).parent))
 _FILES = {str(Path(__file__).parent.parent / name) for name in ("program.py", "functional.py")}
 
 SPACE_WORDS = {
@@ -38,12 +42,17 @@ def is_internal(path: str) -> bool:
     return path in _FILES or path.startswith(_FOLDERS)
 
 
+def is_library(path: str) -> bool:
+    """Whether a file is JAX's or NumPy's."""
+    return path.startswith(_LIBRARIES)
+
+
 def user_line() -> str | None:
-    """`file:line` of the innermost frame that is not the front end's own."""
+    """`file:line` of the innermost frame that is neither the front end's own nor a library's."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not is_internal(path):
+        if not is_internal(path) and not is_library(path):
             return f"{path}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return None

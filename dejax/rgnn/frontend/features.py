@@ -30,6 +30,13 @@ def axes_of(x: Symbol, axis: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
+def axis_of(x: Symbol, axis: Any) -> int:
+    """The one feature axis that an `axis` argument names."""
+    if not isinstance(axis, int):
+        raise fail(f"axis must be one feature axis, a whole number, got {axis!r}")
+    return axes_of(x, axis)[0]
+
+
 def total(x: Symbol, axis: Axis, keepdims: bool) -> Symbol:
     axes = axes_of(x, axis)
     x = x.trace.counted(x)

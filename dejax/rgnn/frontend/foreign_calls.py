@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import linecache
 import re
+import sys
 import traceback
-from pathlib import Path
+from collections.abc import Iterable
 
-import jax
-import numpy as np
+from dejax.rgnn.frontend.errors import ProgramError, fail, is_internal, is_library
 
-from dejax.rgnn.frontend.errors import ProgramError, fail, is_internal
-
-_FOREIGN = (str(Path(jax.__file__).parent), str(Path(np.__file__).parent))
 # Functions that rgnn has by the same name.
 _SAME = frozenset(
     "abs arctan2 clip concatenate cos dot elu erf exp expm1 gelu leaky_relu log log1p log_softmax logsumexp max "
@@ -84,23 +81,39 @@ def instead_of(name: str) -> str:
     return f"functions of jax.numpy and jax.nn do not take values of a program; {remedy}"
 
 
+def _first_known(names: Iterable[str], path: str, line: int) -> str:
+    """The first of some names that there is something for, or of the functions on a line of the user's."""
+    on_line = re.findall(r"\.(\w+)\(", linecache.getline(path, line))
+    return next((name for name in (*names, *on_line) if _ours(name) is not None), "")
+
+
+def error_of_caller() -> ProgramError:
+    """The error for the function of JAX or NumPy that asks for a value as an array right now."""
+    names = []
+    frame = sys._getframe(1)
+    while frame is not None and (is_internal(frame.f_code.co_filename) or is_library(frame.f_code.co_filename)):
+        if is_library(frame.f_code.co_filename):
+            names.append(frame.f_code.co_name)
+        frame = frame.f_back  # type: ignore[assignment]
+    path, line = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    return fail(instead_of(_first_known(reversed(names), path, line)))
+
+
 def as_program_error(error: Exception) -> ProgramError | None:
     """The error of a function of JAX's or NumPy's that met a value of a program, as ours; None for any other error."""
     frames = list(traceback.walk_tb(error.__traceback__))
     paths = [frame.f_code.co_filename for frame, _ in frames]
-    # `@` and `+` of NumPy leave no frame of theirs.
-    ours = [at for at, path in enumerate(paths) if not path.startswith(_FOREIGN) and not is_internal(path)]
-    words = ("not a valid JAX type", "as a JAX value", "'Symbol'", "'Argument'", "Symbol ", "symbols.Symbol", "Symbol,")
-    if not ours or not any(word in f"{error} " for word in words):
+    users = [at for at, path in enumerate(paths) if not is_library(path) and not is_internal(path)]
+    words = ("not a valid JAX type", "as a JAX value", "frontend.symbols", "'Symbol'", "'Argument'")
+    named = any(word in str(error) for word in words) or re.search(r"\b(Symbol|Argument)\b", str(error))
+    if not users or not named:
         return None
-    foreign = any(path.startswith(_FOREIGN) for path in paths[ours[-1] + 1 :])
-    if not foreign and "ufunc" not in str(error):
+    # JAX may have removed its frames, and NumPy's operators leave none.
+    unmistakable = any(word in str(error) for word in (*words[:2], "ufunc"))
+    if not unmistakable and not any(is_library(path) for path in paths[users[-1] + 1 :]):
         return None
-    path, number = paths[ours[-1]], frames[ours[-1]][1]
-    called = [frame.f_code.co_name for frame, _ in frames[ours[-1] + 1 :]]
-    names = re.findall(r"<function (\w+)|(\w+) requires|function (\w+)", str(error))
-    names = [name for found in names for name in found if name] + called
-    line = linecache.getline(path, number)
-    names += re.findall(r"\.(\w+)\(", line)
-    name = next((name for name in names if _ours(name) is not None), "")
-    return fail(instead_of(name), f"{path}:{number}")
+    found = re.findall(r"<function (\w+)|(\w+) requires|function (\w+)", str(error))
+    names = [name for group in found for name in group if name]
+    names += [frame.f_code.co_name for frame, _ in frames[users[-1] + 1 :]]
+    path, line = paths[users[-1]], frames[users[-1]][1]
+    return fail(instead_of(_first_known(names, path, line)), f"{path}:{line}")

@@ -12,7 +12,7 @@ import numpy as np
 from dejax.rgnn.frontend import features
 from dejax.rgnn.frontend.errors import fail
 from dejax.rgnn.frontend.features import Axis
-from dejax.rgnn.frontend.foreign_calls import instead_of
+from dejax.rgnn.frontend.foreign_calls import error_of_caller, instead_of
 from dejax.rgnn.frontend.indexing import indexed
 from dejax.rgnn.frontend.masks import both, either, negated
 from dejax.rgnn.frontend.products import matmul
@@ -176,11 +176,14 @@ class Symbol:
 
     def _not_a_number(self, *_: Any, **__: Any) -> Any:
         raise fail(
-            "a value is no number and no array while the program is traced: it has many rows. Use its methods and "
-            "the functions of rgnn, and Python numbers where shapes and axes are needed"
+            "a value is no number while the program is traced: it has many rows. Use its methods and the functions of "
+            "rgnn, and Python numbers where shapes and axes are needed"
         )
 
-    __float__ = __int__ = __index__ = __complex__ = __array__ = _not_a_number
+    __float__ = __int__ = __index__ = __complex__ = _not_a_number
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise error_of_caller()
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         raise fail(instead_of(getattr(function, "__name__", "")))
