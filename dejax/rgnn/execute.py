@@ -28,6 +28,7 @@ from dejax.rgnn.lowering.xla import Evaluator
 from dejax.rgnn.options import Options
 from dejax.rgnn.passes import Counts, Cut, differentiated, lower_to_kernels, optimise
 from dejax.rgnn.passes.storage import shared_encodings
+from dejax.rgnn.reverse_only import reverse_only
 
 Arrays = tuple[jax.Array, ...]
 
@@ -307,7 +308,7 @@ def run(task: Task, graph: RelGraph, inputs: Arrays) -> Arrays:
     """
     if "backward" in task.disable or not any(isinstance(array, jax.core.Tracer) for array in inputs):
         return _run(task, graph, inputs, ())
-    return _differentiable(task, graph, inputs, ())[0]
+    return _differentiable(task, graph, tuple(map(reverse_only, inputs)), ())[0]
 
 
 @partial(jax.jit, static_argnums=0)
