@@ -55,9 +55,11 @@ def rgcn(g: GraphSymbol, x: Any, params: Params, normalization: str = "mean") ->
     required = (kind, "coefficients") if kind == "bases" else (kind,)
     _check(params, "rgcn", required, ("root", "bias"))
     message = _rgcn_messages(g, x, params, kind)
-    if normalization == "mean":
-        message = message / g.in_degree(within_relation=True, dtype=message.dtype)
+    dtype = message.dtype
+    if normalization == "mean":  # in 16 bits neither counts nor sums of many messages are kept
+        message = message / g.in_degree(within_relation=True, dtype="float64" if dtype == "float64" else "float32")
     y = g.sum_to_dst(message)
+    y = y if y.dtype == dtype else y.astype(dtype)
     if params.get("root") is not None:
         y = y + (g.node(params["root"]) if x is None else g.node(x) @ g.shared(params["root"]))
     if params.get("bias") is not None:

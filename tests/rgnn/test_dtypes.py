@@ -76,6 +76,47 @@ def test_means_of_many_rows_in_16_bits(degree, value, dtype, options):
         np.testing.assert_array_equal(np.asarray(found, np.float32), [[value], [0]])
 
 
+# Program, feature shape of an argument of nodes, how large its entries are, other arguments, and the result at node 1.
+MANY_EDGES = {
+    "relations": (library.rgcn, (2,), 1, {"weight": np.full((2, 2, 3), 0.5)}, 2),
+    "by_node": (lambda g, x, c: g.sum_to_dst(g.src(x) * g.dst(c)), (2,), 1, np.full(8, 1e-3), 70),
+    "products": (lambda g, x, w: g.sum_to_dst(g.src(x) @ g.per_edge_type(w)), (2,), 1, np.full((2, 2, 3), 5e-4), 70),
+    "features": (lambda g, x: g.node(x).mean(), (200,), 1000, None, 1000),
+}
+
+
+def hub(degree=70_010):
+    """All edges arrive at node 1, 70,000 of one relation: float16 ends at 65,504, bfloat16 counts by 1 up to 256."""
+    relation = (np.arange(degree) < 10).astype(int)
+    return rgnn.RelGraph.from_edges(np.arange(degree) % 7, np.ones(degree, int), relation, num_nodes=8)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("name", MANY_EDGES)
+def test_layers_in_16_bits_at_a_node_of_many_edges(name, dtype, options):
+    program, shape, value, other, expected = MANY_EDGES[name]
+    program = program if isinstance(program, rgnn.Program) else rgnn.program(program)
+    others = [] if other is None else [jax.tree.map(lambda a: jnp.asarray(a, dtype), other)]
+    found = program(hub(), jnp.full((8, *shape), value, dtype), *others, options=options)
+    assert found.dtype == dtype
+    np.testing.assert_allclose(np.asarray(found, np.float32)[1], expected, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_many_equal_maxima_share_a_gradient_in_16_bits(dtype, options):
+    largest, graph = rgnn.program(lambda g, e: g.max_to_dst(g.edge(e))), hub()
+    equal = jnp.ones(graph.num_edges, dtype)
+    gradient = jax.grad(lambda e: (3e4 * largest(graph, e, options=options)).sum())(equal)
+    np.testing.assert_allclose(np.asarray(gradient, np.float32), 3e4 / graph.num_edges, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int16", "uint8"])
+def test_counts_are_in_dtypes_that_hold_them(dtype):
+    for degree in (lambda g: g.in_degree(dtype=dtype), lambda g: g.out_degree(dtype=dtype)):
+        with pytest.raises(rgnn.ProgramError, match=r"dtype of a count must be one of float32, .* cast the quotient"):
+            rgnn.program(degree)(TRIANGLE)
+
+
 def test_booleans():
     graph = rgnn.RelGraph.from_edges([0, 1], [1, 1], [0, 0], num_nodes=2)
     mask, x = jnp.array([True, True]), jnp.array([2.0, 3.0])

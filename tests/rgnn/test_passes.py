@@ -34,6 +34,7 @@ from dejax.rgnn.passes.save import Cut, cut
 from dejax.rgnn.passes.sink import sink
 from dejax.rgnn.passes.softmax import expand_softmax
 from dejax.rgnn.passes.storage import storage
+from dejax.rgnn.passes.units import units
 from tests.rgnn.cases import Size
 from tests.rgnn.contract import make_arrays
 from tests.rgnn.references import GRAPHS, graph_of
@@ -117,6 +118,14 @@ def dot_after_linear(b: Tiny) -> list[int]:
 def scaled_sum(b: Tiny) -> int:
     x, w, e = b.node("x", 4), b.weight("w", 4, 8), b.edge("e")
     return b.sum(b.op("mul", b.linear(b.src(x), w), e))
+
+
+@program("units")
+def scored_by_one_column(b: Tiny) -> list[int]:
+    x, a = b.given("x", Space.EDGE, 2, 4), b.weight("a", 2, 4, 1)
+    score = b.op("add", b.linear(x, a, "hk,hkn->hn"), b.op("sum_features", x, axes=(1,), keepdims=True))
+    share = b.op("softmax", b.op("leaky_relu", score, slope=0.2), via="dst")
+    return [b.sum(b.op("mul", share, x)), share]
 
 
 @program("fold")
@@ -250,6 +259,7 @@ def products_of_products(b: Tiny) -> list[int]:
 Golden = Callable[[str, str], None]
 
 GOLDEN: list[tuple[str, Program, Callable[[Program, Counts], Program]]] = [
+    ("units", scored_by_one_column, units),
     ("cse", twice, cse),
     ("dce", unused, dce),
     ("reorder", dot_after_linear, reorder),

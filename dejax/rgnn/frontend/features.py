@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from dejax.rgnn.frontend.errors import fail
+from dejax.rgnn.ir import inter
 
 if TYPE_CHECKING:
     from dejax.rgnn.frontend.symbols import Symbol
@@ -45,7 +46,8 @@ def total(x: Symbol, axis: Axis, keepdims: bool) -> Symbol:
 
 def mean(x: Symbol, axis: Axis, keepdims: bool) -> Symbol:
     count = _counted(x, axis, "mean")
-    return total(x, axis, keepdims) * (1.0 / count)
+    result = total(x.trace.wide(x), axis, keepdims) * (1.0 / count)
+    return result if not inter.is_float(x.dtype) or result.dtype == x.dtype else result.astype(x.dtype)
 
 
 def extremum(x: Symbol, how: str, axis: Axis, keepdims: bool) -> Symbol:
@@ -65,8 +67,7 @@ def _counted(x: Symbol, axis: Axis, what: str) -> int:
 
 def _wide(x: Symbol) -> Symbol:
     """The value as floats of at least 32 bits, in which sums of exponentials are taken."""
-    x = x.trace.floating(x)
-    return x if x.dtype in ("float32", "float64") else x.astype("float32")
+    return x.trace.wide(x.trace.floating(x))
 
 
 def _narrowed(result: Symbol, like: Symbol) -> Symbol:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from dejax.rgnn.frontend.errors import SPACE_WORDS, fail
 from dejax.rgnn.frontend.symbols import Symbol
 from dejax.rgnn.frontend.trace import Trace
@@ -57,13 +59,17 @@ class GraphSymbol:
         return self._trace.emit("gather", self._trace.declare(x, Space.NODE, method), via=via)
 
     def in_degree(self, *, within_relation: bool = False, dtype: str = "float32") -> Symbol:
-        """On each edge, how many edges arrive at its destination (of the same edge type, `within_relation`)."""
+        """On each edge, how many edges arrive at its destination (of the same edge type, `within_relation`).
+
+        `dtype` is float32, float64, int32 or int64: 16 bits do not hold the counts of large graphs. A value in 16 bits
+        over a count is float32; `.astype` gives it in 16 bits.
+        """
         via = "destination_pair" if within_relation else "dst"
-        return self._trace.emit("gather", self._trace.emit("count", via=via, dtype=dtype), via=via)
+        return self._trace.emit("gather", self._trace.emit("count", via=via, dtype=np.dtype(dtype).name), via=via)
 
     def out_degree(self, *, dtype: str = "float32") -> Symbol:
-        """On each edge, how many edges leave its source."""
-        return self._trace.emit("gather", self._trace.emit("count", via="src", dtype=dtype), via="src")
+        """On each edge, how many edges leave its source; `dtype` as for `in_degree`."""
+        return self._trace.emit("gather", self._trace.emit("count", via="src", dtype=np.dtype(dtype).name), via="src")
 
     # bringing together
     def _reduce(self, x: Any, via: str, how: str, method: str) -> Symbol:
@@ -83,7 +89,7 @@ class GraphSymbol:
             return trace.emit("reduce", x, via=via, op=how)
         x = trace.floating(x)
         # Sums and counts of many edges are beyond 16 bits, their quotients not.
-        wide = x if x.dtype in ("float32", "float64") else x.astype("float32")
+        wide = trace.wide(x)
         total = trace.emit("reduce", wide, via=via, op="sum")
         space = {"space": str(x.space)} if inter.VIAS[via].fine is None else {}
         count = trace.emit("count", via=via, dtype=wide.dtype, **space)
@@ -214,7 +220,7 @@ class GraphSymbol:
         if how != "mean":
             return self._trace.emit("place", self._trace.counted(x) if how == "sum" else x, ids, op=how, **attrs)
         x = self._trace.floating(x)
-        wide = x if x.dtype in ("float32", "float64") else x.astype("float32")
+        wide = self._trace.wide(x)
         one = self._trace.symbol(self._trace.builder.const(1.0, wide.dtype, x.space))
         total, count = (self._trace.emit("place", v, ids, op="sum", **attrs) for v in (wide, one))
         count = self._trace.binary("max", count, 1.0).reshape(num, *(1,) * len(x.shape))

@@ -170,6 +170,10 @@ class Trace:
         """Integers as float32 (of 64 bits as float64), for functions whose values are not whole numbers."""
         return x if inter.is_float(x.dtype) else self.emit("cast", x, dtype=_float_of(x.dtype))
 
+    def wide(self, x: Symbol) -> Symbol:
+        """Floats of 16 bits as float32, for sums that are divided."""
+        return x.astype("float32") if x.dtype in ("float16", "bfloat16") else x
+
     def counted(self, x: Symbol) -> Symbol:
         """Booleans as int32, for sums."""
         return self.emit("cast", x, dtype="int32") if x.dtype == "bool" else x

@@ -167,6 +167,10 @@ REDUCTIONS = ("sum", "max", "min", "prod")
 ROWWISE = UNARY | BINARY | FEATURE | {"select", "dot"}
 
 
+# Dtypes that hold the number of any row's items: float16 ends at 65,504, bfloat16 is exact up to 256.
+COUNT_DTYPES = ("float32", "float64", "int32", "int64")
+
+
 def _need(condition: bool, message: str) -> None:
     if not condition:
         raise IRError(message)
@@ -243,9 +247,14 @@ def _product_of_others(args: list[Op], attrs: dict) -> tuple:
 
 
 def _count(args: list[Op], attrs: dict) -> tuple:
-    via = VIAS[attrs["via"]]
+    dtype, via = attrs["dtype"], VIAS[attrs["via"]]
+    _need(
+        dtype in COUNT_DTYPES,
+        f"dtype of a count must be one of {', '.join(COUNT_DTYPES)}, got {dtype!r}, which does not hold the counts of "
+        "large graphs; cast the quotient, (x / count).astype(...)",
+    )
     _need(via.fine is not None or "space" in attrs, "a count of all rows needs their space")
-    return via.coarse, (), attrs["dtype"]
+    return via.coarse, (), dtype
 
 
 def _softmax(args: list[Op], attrs: dict) -> tuple:

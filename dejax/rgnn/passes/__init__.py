@@ -32,6 +32,7 @@ from dejax.rgnn.passes.save import Cut, cut
 from dejax.rgnn.passes.sink import sink
 from dejax.rgnn.passes.softmax import expand_softmax
 from dejax.rgnn.passes.storage import storage
+from dejax.rgnn.passes.units import units
 
 __all__ = [
     "LATE",
@@ -50,6 +51,7 @@ Watch = Callable[[str, object], None]  # told of each stage by name, for `explai
 
 # On the forward program, as the user wrote it.
 OPTIMISE: tuple[tuple[str, Pass], ...] = (
+    ("units", units),
     ("cse", cse),
     ("reorder", reorder),
     ("aggregate", aggregate),
@@ -73,6 +75,7 @@ LATE: tuple[tuple[str, Pass], ...] = (
 FORWARD_ALONE: tuple[tuple[str, Pass], ...] = (("sink", sink), ("dce", dce), *LATE)
 # What `Options(disable=...)` takes. `backward` off: gradients by JAX's autodiff of the XLA lowering.
 PASSES = (
+    "units",
     "cse",
     "dce",
     "reorder",

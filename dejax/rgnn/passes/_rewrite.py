@@ -132,24 +132,30 @@ def insert_axes(builder: Builder, x: int, inserts: tuple[tuple[int, ...], ...]) 
     return x
 
 
+def in_range(dtype: str) -> str:
+    """The dtype for sums that a rewrite makes, whose terms may be many and larger than those of the program."""
+    return "float32" if dtype == "float16" else dtype
+
+
 def as_dtype(builder: Builder, x: int, dtype: str) -> int:
     """The value in a dtype."""
     return x if builder.ops[x].dtype == dtype else builder.op("cast", x, dtype=dtype)
 
 
 def or_one(builder: Builder, x: int) -> int:
-    """The value where it is positive, else 1: a divisor."""
+    """The value, or 1 where it is 0: a divisor. What is not a number stays so."""
     op = builder.ops[x]
-    return builder.op("select", x, x, builder.const(1.0, op.dtype, op.space))
+    return builder.op("add", x, builder.op("eq", x, builder.const(0.0, op.dtype, op.space)))
 
 
 def divisor(program: Program | Builder, value: int) -> int | None:
     """What a value made by `or_one` is made of; None for any other."""
     op = program.ops[value]
-    if op.name != "select" or op.args[0] != op.args[1]:
+    none = program.ops[op.args[1]] if op.name == "add" else op
+    if none.name != "eq" or none.args[0] != op.args[0]:
         return None
-    other = program.ops[op.args[2]]
-    return op.args[0] if other.name == "const" and other.attr("value") == 1.0 else None
+    zero = program.ops[none.args[1]]
+    return op.args[0] if zero.name == "const" and zero.attr("value") == 0.0 else None
 
 
 def multiply(builder: Builder, parts: list[tuple[int, int]], dtype: str) -> int:

@@ -9,7 +9,7 @@ each (source, type) pair. Numbers `c_e` that multiply a whole row commute with t
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program, Space, is_float
-from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, insert_axes, multiply, rebuild
+from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, in_range, insert_axes, multiply, rebuild
 
 _PAIR = {"dst": ("destination_pair", Space.DESTINATION_PAIR), "src": ("source_pair", Space.SOURCE_PAIR)}
 _SPECS = ("k,kn->n", "hk,hkn->hn", "hk,kn->hn")
@@ -48,10 +48,11 @@ def aggregate(program: Program, counts: Counts) -> Program:
         pair_via, pair_space = _PAIR[op.attr("via")]
         parts = [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in rest]
         summed = multiply(builder, [(new[linear.args[0]], 1), *parts], op.dtype)
-        # Rows may be integers, and what is summed of them fractions.
-        summed = as_dtype(builder, summed, linear.dtype)
-        by_pair = builder.op("reduce", summed, via=pair_via, op="sum")
-        by_pair = builder.op("linear", by_pair, new[linear.args[1]], spec=linear.attr("spec"), via=TYPE_VIA[pair_space])
+        # Rows may be integers, and what is summed of them fractions; and sums of many rows are beyond float16.
+        dtype = in_range(linear.dtype)
+        by_pair = builder.op("reduce", as_dtype(builder, summed, dtype), via=pair_via, op="sum")
+        w = as_dtype(builder, new[linear.args[1]], dtype)
+        by_pair = builder.op("linear", by_pair, w, spec=linear.attr("spec"), via=TYPE_VIA[pair_space])
         return as_dtype(builder, builder.op("reduce", by_pair, via=f"{pair_via}.node", op="sum"), op.dtype)
 
     return rebuild(program, visit, new)

@@ -166,6 +166,11 @@ def _gather(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
     return [b.op("reduce", g, via=op.attr("via"), op="sum")]
 
 
+def _counted(b: Builder, mask: int) -> int:
+    """Ones in a dtype that holds their number: counts are not kept in 16 bits."""
+    return b.op("cast", mask, dtype="float32") if b.ops[mask].dtype in ("float16", "bfloat16") else mask
+
+
 def _reduce(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
     (x,), via = op.args, op.attr("via")
     fine = b.ops[x].space
@@ -175,7 +180,7 @@ def _reduce(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
         return [b.op("mul", read_back(b, g, via, fine), b.op("product_of_others", x, via=via))]
     # The rows that hold the maximum share the gradient equally.
     largest = b.op("eq", x, read_back(b, out, via, fine))
-    ties = b.op("reduce", largest, via=via, op="sum")
+    ties = b.op("reduce", _counted(b, largest), via=via, op="sum")
     share = b.op("div", g, b.op("max", ties, _const(b, ties, 1.0)))
     return [b.op("mul", largest, read_back(b, share, via, fine))]
 
@@ -210,7 +215,7 @@ def _place(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
         return [b.op("lookup", g, index, **attrs), None]
     # As for a reduction: the rows that hold the extremum share the gradient equally.
     chosen = b.op("eq", x, b.op("lookup", out, index, **attrs))
-    ties = b.op("place", chosen, index, size=op.attr("size"), op="sum", **attrs)
+    ties = b.op("place", _counted(b, chosen), index, size=op.attr("size"), op="sum", **attrs)
     share = b.op("div", g, b.op("max", ties, _const(b, ties, 1.0)))
     return [b.op("mul", chosen, b.op("lookup", share, index, **attrs)), None]
 

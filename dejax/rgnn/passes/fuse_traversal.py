@@ -145,7 +145,10 @@ class Fusion:
                 leaves[value] = None
                 return
             body.add(value)
-            for a in self.program.ops[value].args:
+            op = self.program.ops[value]
+            if op.name == "linear":  # the vectors of types are rows of another space: loaded, however they are made
+                leaves[op.args[1]] = None
+            for a in op.args[:1] if op.name == "linear" else op.args:
                 visit(a, False)
 
         for root in roots:

@@ -7,7 +7,7 @@ a mean, or the sum of a softmax, is applied to one row instead of to every edge.
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import Builder, Op, Program, promote
-from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, insert_axes, multiply, rebuild
+from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, in_range, insert_axes, multiply, rebuild
 
 
 def hoist(program: Program, counts: Counts) -> Program:
@@ -30,10 +30,9 @@ def hoist(program: Program, counts: Counts) -> Program:
         if not shared or not rest:
             return None
         inside = multiply(builder, [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in rest], op.dtype)
-        # What is left may be narrower than the product: integers, booleans, or 16 bits. Without the factors that made
-        # them small, sums overflow in 16 bits.
-        wide = promote(builder.ops[inside].dtype, op.dtype)
-        inside = as_dtype(builder, inside, "float32" if wide in ("bfloat16", "float16") else wide)
+        # What is left may be narrower than the product: integers, booleans, or 16 bits. And without the factors that
+        # made its summands small a sum overflows in float16.
+        inside = as_dtype(builder, inside, in_range(promote(builder.ops[inside].dtype, op.dtype)))
         total = builder.op("reduce", inside, via=via, op="sum")
         parts = [(total, 1)]
         for f in shared:
@@ -50,7 +49,8 @@ def hoist(program: Program, counts: Counts) -> Program:
 
 def _some_or_one(builder: Builder, via: str, row: int) -> int:
     """A row's value, or 1 where the row has no items: there it may be anything, 0 / 0 included."""
+    dtype = in_range(builder.ops[row].dtype)
     op, count = builder.ops[row], builder.op("count", via=via, dtype="float32")
     some = builder.op("reshape", count, shape=(1,) * len(op.shape)) if op.shape else count
-    one = builder.const(1.0, op.dtype, op.space)
-    return builder.op("select", as_dtype(builder, some, op.dtype), row, one)
+    one = builder.const(1.0, dtype, op.space)
+    return builder.op("select", as_dtype(builder, some, dtype), as_dtype(builder, row, dtype), one)
