@@ -16,7 +16,12 @@ def lookup(op: Op, graph: RelGraph, table: jax.Array, index: jax.Array) -> jax.A
     if size == 0 or table.shape[0] == 0:
         return jnp.zeros((index.shape[0], *op.shape), table.dtype)
     row, column = _row(op, graph, index), _inside(index, size, op.attr("outside"))
-    return table.at[row, column].get(mode="fill", fill_value=0)
+    found = table.at[row, column].get(mode="fill", fill_value=0)
+    if op.attr("outside") != "clip":
+        return found
+    # As in jax.numpy, what was clipped has no gradient.
+    inside = (_inside(index, size, "wrap") < size).reshape(*index.shape, *(1,) * (found.ndim - index.ndim))
+    return jnp.where(inside, found, jax.lax.stop_gradient(found))
 
 
 def place(op: Op, graph: RelGraph, space: Space, x: jax.Array, index: jax.Array) -> jax.Array:
