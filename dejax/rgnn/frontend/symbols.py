@@ -123,7 +123,7 @@ class Symbol:
     def __pow__(self, exponent: Any) -> Symbol:
         if not isinstance(exponent, numbers.Real):
             return self.trace.binary("power", self, exponent)
-        whole = isinstance(exponent, numbers.Integral) and exponent >= 0
+        whole = isinstance(exponent, numbers.Integral) and float(exponent) >= 0
         return self.trace.emit("pow", self if whole else self.trace.floating(self), exponent=float(exponent))
 
     def __rpow__(self, base: Any) -> Symbol:

@@ -197,7 +197,9 @@ def _product_of_others(b: Builder, op: Op, out: int, g: int) -> list[int | None]
 
 def _extremum_features(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
     share = b.op("extremum_share", op.args[0], axes=op.attr("axes"), op=op.attr("op"))
-    return [b.op("mul", *_sum_features(b, op, out, g), share)]
+    (spread,) = _sum_features(b, op, out, g)
+    assert spread is not None
+    return [b.op("mul", spread, share)]
 
 
 def _lookup(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
