@@ -10,6 +10,7 @@ import importlib
 from typing import Any
 
 from dejax.rgnn import library
+from dejax.rgnn._failures import KernelFallbackWarning
 from dejax.rgnn.frontend import ProgramError
 from dejax.rgnn.functional import (
     abs_ as abs,
@@ -61,6 +62,7 @@ from dejax.rgnn.program import Program, program
 _LAZY = ("interop", "jraph_layers", "linen", "nnx")  # these import flax or jraph
 
 __all__ = [
+    "KernelFallbackWarning",
     "Options",
     "Program",
     "ProgramError",

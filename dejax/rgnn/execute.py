@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from dejax.pallas import label
 from dejax.pallas.encode import to_half_rows
 from dejax.pallas.half_rows import HalfRows, of_stored
+from dejax.rgnn._failures import record_failure
 from dejax.rgnn.graph import RelGraph
 from dejax.rgnn.ir.inter import Program
 from dejax.rgnn.ir.intra import Fallback, Kernels
@@ -26,7 +27,7 @@ from dejax.rgnn.lowering.pallas import Columns, PallasLowering
 from dejax.rgnn.lowering.segments import num_rows, segment_sum
 from dejax.rgnn.lowering.xla import Evaluator
 from dejax.rgnn.options import Options
-from dejax.rgnn.passes import Counts, Cut, differentiated, lower_to_kernels, optimise
+from dejax.rgnn.passes import Counts, Cut, Watch, differentiated, lower_to_kernels, optimise, silent
 from dejax.rgnn.passes.storage import shared_encodings
 from dejax.rgnn.reverse_only import reverse_only
 
@@ -82,13 +83,16 @@ def counts_of(graph: RelGraph) -> Counts:
     )
 
 
-@lru_cache(maxsize=1024)
-def optimised(task: Task) -> Program:
-    return optimise(task.program, task.counts, task.disable) if task.raw else task.program
+# `watch` is told of each stage (for `explain`): what is not cached is compiled by the same functions.
 
 
 @lru_cache(maxsize=1024)
-def inference_kernels(task: Task) -> Kernels:
+def optimised(task: Task, watch: Watch = silent) -> Program:
+    return optimise(task.program, task.counts, task.disable, watch) if task.raw else task.program
+
+
+@lru_cache(maxsize=1024)
+def inference_kernels(task: Task, watch: Watch = silent) -> Kernels:
     """Kernels of the forward program alone."""
     return lower_to_kernels(
         optimised(task),
@@ -98,13 +102,14 @@ def inference_kernels(task: Task) -> Kernels:
         half=task.half,
         packed=task.packed,
         alone=task.raw,
+        watch=watch,
     )
 
 
 @lru_cache(maxsize=1024)
-def training_cut(task: Task, wrt: tuple[int, ...]) -> Cut:
+def training_cut(task: Task, wrt: tuple[int, ...], watch: Watch = silent) -> Cut:
     """Forward and backward halves for gradients of the inputs at `wrt`."""
-    return differentiated(optimised(task), wrt, task.counts, task.disable)
+    return differentiated(optimised(task), wrt, task.counts, task.disable, watch)
 
 
 def training_tasks(task: Task, wrt: tuple[int, ...]) -> tuple[Cut, Task, Task]:
@@ -128,7 +133,7 @@ def run_kernels(
     options: Options,
     halves: Halves = (),
 ) -> tuple[Arrays, Kept]:
-    """Executes the instances in order; an instance that the backend cannot do is evaluated by XLA.
+    """Executes the instances in order; one whose kernel cannot be made is evaluated by XLA, with a warning.
 
     Args:
       kernels: the level-2 program.
@@ -159,8 +164,10 @@ def run_kernels(
                 with kernel_label(program.name, number):
                     pallas.run(instance, env)
                 done = True
-            except NotImplementedError:
-                done = False
+            except jax.errors.JaxRuntimeError:  # of kernels that run at once, as in `tune`: memory, say
+                raise
+            except Exception as error:  # whatever a template objects to, XLA can do it
+                record_failure(kernels, options, number, error)
         if not done:
             # XLA recomputes what a kernel would keep in registers; drop whatever the attempt left behind.
             whole = {i: _decoded(a) for i, a in env.items()}
@@ -185,11 +192,18 @@ def _decoded(array: Any) -> jax.Array:
 
 def uses_kernels(graph: RelGraph, options: Options) -> bool:
     """Whether the instances run as Pallas kernels; otherwise XLA does everything."""
-    if options.backend == "xla" or "backward" in options.disable:
-        return False
+    return why_no_kernels(graph, options) is None
+
+
+def why_no_kernels(graph: RelGraph, options: Options) -> str | None:
+    """Why XLA does everything; None where the instances run as Pallas kernels."""
+    if options.backend == "xla":
+        return 'the backend is "xla"'
+    if "backward" in options.disable:
+        return 'without the pass "backward" gradients are JAX\'s, of XLA operators'
     if options.backend == "auto" and jax.default_backend() != "gpu" and options.interpret is not False:
-        return False
-    return graph.num_nodes > 0
+        return f'the backend is "auto" and JAX\'s default device is a {jax.default_backend().upper()}'
+    return None if graph.num_nodes > 0 else "the graph has no nodes"
 
 
 # `halves` are other forms of some of the inputs, and the second result of some of the outputs: what is written in 16

@@ -2,59 +2,84 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dejax.rgnn._failures import failures
 from dejax.rgnn.cost import CostModel, training_models
-from dejax.rgnn.execute import Task
+from dejax.rgnn.execute import (
+    Task,
+    differentiable_positions,
+    inference_kernels,
+    optimised,
+    run,
+    training_cut,
+    training_tasks,
+    why_no_kernels,
+)
+from dejax.rgnn.graph import RelGraph
 from dejax.rgnn.ir.inter import Op, Program, Space, format_op
-from dejax.rgnn.ir.intra import Fallback, Kernels, Traversal
-from dejax.rgnn.passes import differentiated, lower_to_kernels, optimise
+from dejax.rgnn.ir.intra import Fallback, Kernels, Traversal, left_to_xla
+from dejax.rgnn.options import Options
+from dejax.rgnn.passes import Counts
+from dejax.rgnn.passes.cse import cse
+from dejax.rgnn.passes.dce import dce
+
+_NO_COUNTS = Counts(0, 0, 0, 0, 0, 0)  # of a graph: unused and repeated operators are so on any
 
 
-def explain(task: Task, *, file: TextIO | None = None, svg: str | None = None) -> None:
-    """Prints the stages of a task, forward and backward; see `Program.explain`."""
+def explain(
+    task: Task,
+    graph: RelGraph,
+    inputs: Sequence[Any],
+    *,
+    summary: bool = False,
+    file: TextIO | None = None,
+    svg: str | None = None,
+) -> None:
+    """Prints the stages of a task, forward and backward; see `Program.explain`.
+
+    The stages are those of a run: `execute` compiles both, and the program is traced as for a run, so that it is known
+    of which instances no kernel can be made.
+    """
     out = file or sys.stdout
-    program, counts, disable = task.program, task.counts, task.disable
-    previous: list[str] = []
-
-    def watch(stage: str, what: object) -> None:
-        text = str(what)
-        if previous and previous[-1] == text:
-            print(f"== {stage}: no change\n", file=out)
-        else:
-            print(f"== {stage}\n{text}\n", file=out)
-        previous.append(text)
-
+    program, counts = task.program, task.counts
     rows = ", ".join(f"{counts.rows(s):,} {s.replace('_', ' ')}s" for s in Space if s != Space.GRAPH)
-    print(f"{program.name} on {rows}\n", file=out)
+    print(f"{program.name} on {rows}", file=out)
+    why = why_no_kernels(graph, task.options)
+    print(_what_runs(why, task.options.interpret), end="\n\n", file=out)
+    watch = _Summary(out) if summary else _Stages(out)
     watch("traced", program)
-    optimised = optimise(program, counts, disable, watch)
-    deterministic, half = task.deterministic, task.half
-    forward = lower_to_kernels(
-        optimised, counts, disable, deterministic=deterministic, half=half, alone=True, watch=watch
-    )
-    print("== forward, without gradients", file=out)
+    optimised.__wrapped__(task, watch)
+    alone = inference_kernels.__wrapped__(task, watch)
+    wrt = differentiable_positions(task)
+    trains = bool(wrt) and "backward" not in task.disable
+    jax.eval_shape(lambda g, given: _traced(task, g, given, wrt if trains else ()), graph, tuple(inputs))
+    ran = lambda kernels: as_run(kernels, task.options, why)  # noqa: E731
     precision = task.options.precision or "tf32"
-    _print_kernels(CostModel(forward, counts, precision), out)
+    print("== forward, without gradients", file=out)
+    forward = ran(alone)
+    _print_kernels(CostModel(forward, counts, precision), out, timed=why is None)
     drawn = [("traced", _program_nodes(program)), ("forward", _kernel_nodes(forward))]
-    wrt = tuple(
-        program.ops[i].attr("position") for i in program.inputs if program.ops[i].dtype.startswith(("float", "bfloat"))
-    )
-    if wrt and "backward" not in disable:
+    if trains:
         print("== training: gradients of all floating-point inputs\n", file=out)
-        halves = differentiated(optimised, wrt, counts, disable, watch)
-        saved = tuple(range(halves.num_outputs, len(halves.forward.outputs)))
-        first, second = (
-            lower_to_kernels(part, counts, disable, deterministic=deterministic, half=half, packed=packed)
-            for part, packed in ((halves.forward, saved), (halves.backward, ()))
-        )
+        training_cut.__wrapped__(task, wrt, watch)
+        halves, *parts = training_tasks(task, wrt)
+        first, second = (ran(inference_kernels(part)) for part in parts)
         models = training_models(halves, first, second, counts, precision)
         for title, model in zip(("forward, with gradients", "backward"), models, strict=True):
             print(f"== {title}", file=out)
-            _print_kernels(model, out)
+            _print_kernels(model, out, timed=why is None)
             drawn.append((title, _kernel_nodes(model.kernels)))
         kept = halves.forward.outputs[halves.num_outputs :]
         kept_bytes = sum(counts.rows(halves.forward.ops[v].space) * halves.forward.ops[v].row_bytes for v in kept)
@@ -63,22 +88,111 @@ def explain(task: Task, *, file: TextIO | None = None, svg: str | None = None) -
         Path(svg).write_text(draw(drawn), encoding="utf-8")
 
 
-def _print_kernels(model: CostModel, out: TextIO) -> None:
+def _what_runs(why: str | None, interpret: bool | None) -> str:
+    """The backend, and whose figures the predictions are."""
+    device = jax.devices()[0].device_kind
+    if why is not None:
+        return f"everything runs in XLA on {device}: {why}"
+    interpreted = jax.default_backend() != "gpu" if interpret is None else interpret
+    runs = f"kernels run {'interpreted ' if interpreted else ''}on {device}"
+    return f"{runs}; predicted times are those of an NVIDIA H200"
+
+
+def _traced(task: Task, graph: RelGraph, inputs: tuple[Any, ...], wrt: tuple[int, ...]) -> Any:
+    """Inference and training as they are traced for a run; XLA's part in either is found on the way."""
+    results = run(task, graph, inputs)
+    if not wrt:
+        return results
+
+    def part(*given: Any) -> Any:
+        every = dict(enumerate(inputs)) | dict(zip(wrt, given, strict=True))
+        return run(task, graph, tuple(every[i] for i in range(len(inputs))))
+
+    found, pull = jax.vjp(part, *(inputs[p] for p in wrt))
+    ones = tuple(jnp.ones_like(y) if jnp.issubdtype(y.dtype, jnp.floating) else _no_cotangent(y) for y in found)
+    return results, pull(ones)
+
+
+def _no_cotangent(y: Any) -> Any:
+    return np.zeros(y.shape, jax.dtypes.float0)
+
+
+def as_run(kernels: Kernels, options: Options, why: str | None) -> Kernels:
+    """The kernels with XLA's part as such: everything, for the reason `why`, or what no kernel could be made of."""
+    failed = failures(kernels, options)
+    made = [
+        left_to_xla(kernels.program, instance, "" if why is not None else f"no kernel could be made ({failed[number]})")
+        if not isinstance(instance, Fallback) and (why is not None or number in failed)
+        else instance
+        for number, instance in enumerate(kernels.instances)
+    ]
+    # XLA keeps no rows in 16 bits.
+    half = frozenset() if why is not None else kernels.half
+    return replace(kernels, instances=tuple(made), half=half, rounded=kernels.rounded if why is None else frozenset())
+
+
+class _Stages:
+    """Prints each stage in full."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.out, self.previous = out, ""
+
+    def __call__(self, stage: str, what: object) -> None:
+        text = str(what)
+        print(f"== {stage}: no change\n" if text == self.previous else f"== {stage}\n{text}\n", file=self.out)
+        self.previous = text
+
+
+class _Summary:
+    """Prints, of each pass that changes something, the operators that are gone and those that are new.
+
+    Operators are told apart by what they compute and not by number, so that a new one does not make all after it new.
+    Unused and repeated ones are left out, so that a pass that replaces operators shows both sides.
+    """
+
+    def __init__(self, out: TextIO) -> None:
+        self.out = out
+        self.before: Counter[str] | None = None
+
+    def __call__(self, stage: str, what: object) -> None:
+        assert isinstance(what, Program)
+        live = dce(cse(what, _NO_COUNTS), _NO_COUNTS)
+        now = Counter(_described(live))
+        if self.before is None or stage == "backward" or stage.startswith("recompute"):
+            print(f"== {stage}: {len(live.ops)} operators", file=self.out)
+        elif now != self.before:
+            print(f"== {stage}", file=self.out)
+            for sign, found in (("-", self.before - now), ("+", now - self.before)):
+                for text, times in found.items():
+                    print(f"  {sign} {text}" + (f" ({times} times)" if times > 1 else ""), file=self.out)
+        self.before = now
+
+
+def _described(program: Program) -> list[str]:
+    """Each operator without numbers, its type, and the line of the user's program that it comes from."""
+    found = []
+    for i, op in enumerate(program.ops):
+        text = format_op(i, op).split(" = ", 1)[1]
+        text = re.sub(r"%(\d+)", lambda m: program.ops[int(m[1])].name, text)
+        line = program.lines[i] if program.lines else None
+        where = "" if line is None else f"   [{Path(line).name}]"
+        found.append(f"{text} : {op.type}{where}")
+    return found
+
+
+def _print_kernels(model: CostModel, out: TextIO, *, timed: bool) -> None:
+    """The instances and their figures; predicted times, which are of kernels, only where `timed`."""
     print(model.kernels, file=out)
-    header = f"{'kernel':<8}{'template':<12}{'bytes':>12}{'FLOPs':>12}{'predicted':>12}"
+    predicted = lambda seconds: f"{seconds * 1e6:>9.1f} us" if timed else ""  # noqa: E731
+    header = f"{'kernel':<8}{'template':<12}{'bytes':>12}{'FLOPs':>12}" + (f"{'predicted':>12}" if timed else "")
     print(f"\n{header}", file=out)
     costs = model.costs()
     for number, (instance, c) in enumerate(zip(model.kernels.instances, costs, strict=True)):
         name = type(instance).__name__.lower() if not isinstance(instance, Fallback) else "xla"
-        print(
-            f"[{number}]".ljust(8) + f"{name:<12}{_bytes(c.bytes):>12}{_count(c.flops):>12}{c.seconds * 1e6:>9.1f} us",
-            file=out,
-        )
-    total = sum(c.seconds for c in costs)
-    moved = sum(c.bytes for c in costs)
-    print(
-        f"{'total':<20}{_bytes(moved):>12}{_count(sum(c.flops for c in costs)):>12}{total * 1e6:>9.1f} us\n", file=out
-    )
+        figures = f"{_bytes(c.bytes):>12}{_count(c.flops):>12}{predicted(c.seconds)}"
+        print(f"[{number}]".ljust(8) + f"{name:<12}{figures}", file=out)
+    total = [sum(getattr(c, name) for c in costs) for name in ("bytes", "flops", "seconds")]
+    print(f"{'total':<20}{_bytes(total[0]):>12}{_count(total[1]):>12}{predicted(total[2])}\n", file=out)
 
 
 def _bytes(n: float) -> str:

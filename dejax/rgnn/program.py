@@ -122,21 +122,28 @@ class Program:
         graph: RelGraph,
         *args: Any,
         options: Options | None = None,
+        summary: bool = False,
         file: TextIO | None = None,
         svg: str | None = None,
         **kwargs: Any,
     ) -> None:
         """Prints every stage of the compilation: both IRs around each pass, the kernels, their bytes, FLOPs and time.
 
+        It shows what a call with these arguments and options runs here: the kernels where the backend has them (on a
+        CPU ask for `Options(backend="pallas")` to see them), and XLA's part, with the reason.
+
         Args:
           graph, *args, **kwargs: as for a call; arrays may be `jax.ShapeDtypeStruct`.
+          options: instead of the program's own.
+          summary: of each pass only the operators that it takes away and adds, with the lines that they come from.
           file: where to print; standard output by default.
           svg: a path: the data flow before and after fusion is drawn there.
         """
         from dejax.rgnn.explain import explain
 
-        task, _, _ = self._prepare(graph, options, args, kwargs)
-        explain(task, file=file, svg=svg)
+        task, _, arrays = self._prepare(graph, options, args, kwargs)
+        inputs = jax.eval_shape(lambda graph, given: _inputs(task, graph, given), graph, tuple(arrays))
+        explain(task, graph, inputs, summary=summary, file=file, svg=svg)
 
     def tune(
         self,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, seed, settings
 
 from dejax.rgnn import Options, library
 from tests.rgnn.cases import CASES, MODELS, Size
@@ -18,6 +19,7 @@ from tests.rgnn.references import GRAPHS, graph_of
 from tests.rgnn.strategies import EdgeList, edge_lists
 from tests.rgnn.test_contract import ORDINARY, PADDED, padded_case
 from tests.rgnn.test_random_programs import PASS_SUBSETS, compare
+from tests.rgnn.test_random_programs import check as check_program
 
 pytestmark = pytest.mark.gpu
 
@@ -146,3 +148,40 @@ def test_transformations(transform: str) -> None:
             "scan": test_transforms.test_scan_over_layers,
             "checkpoint": test_transforms.test_checkpoint,
         }[transform]("pallas", *arrays)
+
+
+# So many of each kind, small: compiling is most of the time, and is done by many threads.
+_KINDS: dict[str, tuple[dict[str, Any], float, int]] = {
+    "plain": ({}, 1e-3, 140),
+    "scaled": ({"scaled": True}, 1e-3, 60),
+    "float16": ({"narrow": "float16"}, 3e-2, 50),
+    "bfloat16": ({"narrow": "bfloat16"}, 3e-2, 50),
+}
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_random_programs_by_the_hundred(kind: str) -> None:
+    """300 programs in all, the same each time, against float64: results and gradients."""
+    asked, tolerance, programs = _KINDS[kind]
+    drawn: list[tuple[Recipe, EdgeList, tuple[str, ...]]] = []
+
+    @seed(7)
+    @settings(max_examples=programs, phases=[Phase.generate], database=None)
+    @given(recipe=recipes(max_steps=6, **asked), edges=edge_lists(), disable=PASS_SUBSETS)
+    def draw(recipe: Recipe, edges: EdgeList, disable: tuple[str, ...]) -> None:
+        drawn.append((recipe, edges, disable))
+
+    draw()
+
+    def failure(case: tuple[Recipe, EdgeList, tuple[str, ...]]) -> str | None:
+        recipe, edges, disable = case
+        options = Options(backend="pallas", disable=disable, precision="f32")
+        try:
+            check_program(recipe, edges, options, "float32", tolerance)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}\n{recipe!r}\n{options}\n{edges}"
+        return None
+
+    with ThreadPoolExecutor(16) as pool:
+        failures = [f for f in pool.map(failure, drawn) if f is not None]
+    assert not failures, f"{len(failures)} of {len(drawn)} programs fail\n" + "\n".join(failures[:5])

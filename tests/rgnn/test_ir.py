@@ -22,7 +22,7 @@ HEADS = op(Space.EDGE, 2, 4)
 BROKEN: dict[str, tuple[str, list[Op], dict[str, Any], str]] = {
     "unknown operator": ("convolve", [EDGE], {}, "unknown operator 'convolve'"),
     "two spaces": ("add", [EDGE, NODE], {}, "arguments are in different spaces: edge, node"),
-    "two ranks": ("mul", [EDGE, HEADS], {}, r"feature shapes \(4,\), \(2, 4\) have different ranks"),
+    "two ranks": ("mul", [EDGE, HEADS], {}, r"feature shapes \(4,\) and \(2, 4\) have different ranks"),
     "two widths": ("mul", [EDGE, op(Space.EDGE, 3)], {}, "do not broadcast at axis 0"),
     "unknown map": ("gather", [NODE], {"via": "sideways"}, "unknown map 'sideways'"),
     "gather of a fine value": ("gather", [EDGE], {"via": "src"}, "map src needs a node value, got a edge value"),

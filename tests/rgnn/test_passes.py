@@ -429,6 +429,16 @@ def test_every_pass_has_a_golden_text() -> None:
     assert shown == set(PASSES)
 
 
+def test_vectors_of_types_may_be_computed() -> None:
+    """A loop over edges loads them: the rows of another space are not computed edge by edge."""
+    b = Tiny("computed")
+    vector = b.op("exp", b.weight("a", 4))
+    score = b.linear(b.src(b.node("x", 4)), vector, "k,k->")
+    kernels = lower_to_kernels(b.build([b.sum(score)]), COUNTS)
+    (made,) = (i for i in kernels.instances if vector in i.writes)
+    assert isinstance(made, Fallback) and any(isinstance(i, Traversal) and vector in i.reads for i in kernels.instances)
+
+
 def test_parts_are_read_and_written_where_they_are() -> None:
     """Keys and messages of one product are read from one array; their gradients are written to one, in 16 bits."""
     pairs = Counts(nodes=50, edges=1000, source_pairs=90, destination_pairs=90, edge_types=8, node_types=3)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, note, settings
+from hypothesis import given, note, seed, settings
 from hypothesis import strategies as st
 
 from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.passes import PASSES
 from tests.rgnn.random_programs import Recipe, recipes
 from tests.rgnn.strategies import CHUNK, EdgeList, edge_lists
+from tests.rgnn.test_lowering_h200 import stablehlo
 
 PLAIN = Options(backend="xla", disable=PASSES, precision="f32")
 PASS_SUBSETS = st.one_of(st.just(()), st.lists(st.sampled_from(PASSES), unique=True).map(lambda p: tuple(sorted(p))))
@@ -67,8 +69,8 @@ def assert_same(got: Any, want: Any, tolerance: float, plain: Any = None, by_col
         assert np.all(wrong <= 1), f"{np.max(wrong):.1e} times the error allowed at {jax.tree_util.keystr(path)}"
 
 
-def compare(recipe: Recipe, edges: EdgeList, options: Options, dtype: str, tolerance: float) -> None:
-    note(f"{options}\n{edges}")
+def check(recipe: Recipe, edges: EdgeList, options: Options, dtype: str, tolerance: float) -> None:
+    """A program's results and gradients are those of float64, in the dtypes of the program as it is written."""
     graph, program, arrays = edges.build(hub_chunk=CHUNK), recipe.program(), recipe.arrays(edges)
     narrow = any(spec.dtype for spec in recipe.inputs)
     with jax.enable_x64(True):
@@ -81,24 +83,73 @@ def compare(recipe: Recipe, edges: EdgeList, options: Options, dtype: str, toler
     assert_same(got, want, tolerance, plain, recipe.scaled)
 
 
-@settings(max_examples=12)
-@given(recipe=recipes(), edges=edge_lists(), disable=PASS_SUBSETS)
-def test_xla_with_any_passes(recipe: Recipe, edges: EdgeList, disable: tuple[str, ...]) -> None:
-    compare(recipe, edges, Options(backend="xla", disable=disable), "float64", 1e-10)
+def compare(recipe: Recipe, edges: EdgeList, options: Options, dtype: str, tolerance: float) -> None:
+    """`check` inside a test of hypothesis."""
+    note(f"{options}\n{edges}")
+    check(recipe, edges, options, dtype, tolerance)
+
+
+KERNELS = Options(backend="pallas", precision="f32", interpret=True)
+XLA = Options(backend="xla", precision="f32")
+# Of a run: options, dtype, what the grammar is asked for, error allowed.
+RUNS: dict[str, tuple[Options, str, dict[str, Any], float]] = {
+    "xla": (XLA, "float64", {}, 1e-10),
+    "xla_scaled": (XLA, "float64", {"scaled": True}, 1e-8),
+    "xla_float32_scaled": (XLA, "float32", {"scaled": True}, 1e-4),
+    "xla_float16": (XLA, "float32", {"narrow": "float16", "max_steps": 8}, 3e-2),
+    "xla_bfloat16": (XLA, "float32", {"narrow": "bfloat16", "max_steps": 8}, 3e-2),
+    "kernels": (KERNELS, "float32", {"max_steps": 8}, 1e-3),
+    "kernels_scaled": (KERNELS, "float32", {"scaled": True, "max_steps": 8}, 1e-3),
+    "kernels_float16": (KERNELS, "float32", {"narrow": "float16", "max_steps": 8}, 3e-2),
+    "kernels_bfloat16": (KERNELS, "float32", {"narrow": "bfloat16", "max_steps": 8}, 3e-2),
+}
+# Of a hundred programs; interpreted kernels take some seconds each.
+SHARES = {"xla": 40, "xla_scaled": 15, "xla_float32_scaled": 15, "xla_float16": 10, "xla_bfloat16": 10}
+SHARES |= {"kernels": 4, "kernels_scaled": 2, "kernels_float16": 2, "kernels_bfloat16": 2}
+SHARDS = 20  # of a hundred programs each
+
+
+def random_runs(name: str, programs: int, shard: int | None = None) -> None:
+    """So many programs of one kind, each on a graph and with some passes off; those of a shard are always the same."""
+    options, dtype, asked, tolerance = RUNS[name]
+
+    @settings(max_examples=programs)
+    @given(recipe=recipes(**asked), edges=edge_lists(), disable=PASS_SUBSETS)
+    def test(recipe: Recipe, edges: EdgeList, disable: tuple[str, ...]) -> None:
+        compare(recipe, edges, replace(options, disable=disable), dtype, tolerance)
+
+    (test if shard is None else seed(shard)(test))()
+
+
+@pytest.mark.parametrize(
+    ("name", "programs"),
+    [("xla", 8), ("xla_scaled", 3), ("xla_float16", 3), ("xla_bfloat16", 3), ("kernels", 2)],
+)
+def test_some(name: str, programs: int) -> None:
+    random_runs(name, programs)
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
-@given(recipe=recipes(), edges=edge_lists(), disable=PASS_SUBSETS)
-def test_xla_with_any_passes_many(recipe: Recipe, edges: EdgeList, disable: tuple[str, ...]) -> None:
-    compare(recipe, edges, Options(backend="xla", disable=disable), "float64", 1e-10)
+@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize("name", RUNS)
+def test_many(name: str, shard: int) -> None:
+    """2,000 programs, the same each time; a shard of all kinds takes some minutes of one core."""
+    random_runs(name, SHARES[name], shard)
 
 
-@settings(max_examples=3)
-@given(recipe=recipes(max_steps=8), edges=edge_lists(), disable=PASS_SUBSETS)
-def test_kernels_with_any_passes(recipe: Recipe, edges: EdgeList, disable: tuple[str, ...]) -> None:
-    options = Options(backend="pallas", precision="f32", disable=disable, interpret=True)
-    compare(recipe, edges, options, "float32", 1e-3)
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(recipe=recipes(max_steps=8), edges=edge_lists(), narrow=st.sampled_from(("", "float16", "bfloat16")))
+def test_lowering_for_a_gpu(recipe: Recipe, edges: EdgeList, narrow: str) -> None:
+    """Triton takes every kernel of a program, which it is asked after it is traced: there no fallback is left."""
+    graph, program = edges.build(hub_chunk=CHUNK).with_loop_tables(), recipe.program()
+    options = Options(backend="pallas", interpret=False)
+    arrays = recipe.cast(recipe.arrays(edges), narrow or "float32")
+
+    def loss(arrays: list[Any]) -> Any:
+        return sum(jnp.sum(jnp.sin(y.astype("float32"))) for y in program(graph, arrays, options=options))
+
+    stablehlo(jax.value_and_grad(loss), arrays)
 
 
 @settings(max_examples=8)

@@ -213,11 +213,6 @@ class Trace:
     def binary(self, name: str, a: Any, b: Any) -> Symbol:
         like = a if isinstance(a, Symbol) else b
         x, y = self.align(self.value(a, like), self.value(b, like))
-        if x.shape and y.shape and len(x.shape) != len(y.shape):
-            raise fail(
-                f"feature shapes {x.shape} and {y.shape} have different ranks; add the missing axis, for instance "
-                "x[..., None] to give one number a head to a (heads, width) value, or x[None, :] for a bias"
-            )
         if name in ("div", "power", "atan2"):
             x, y = self.floating(x), self.floating(y)
         if name == "sub" and x.dtype == y.dtype:

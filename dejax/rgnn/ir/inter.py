@@ -191,16 +191,23 @@ def promote(*dtypes: str) -> str:
 
 
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """Feature shapes broadcast where an axis is 1 or the whole shape is (); ranks never align by guessing."""
+    """Feature shapes broadcast where an axis is 1 or the whole shape is (); ranks never align by guessing.
+
+    The one rule of every operator, of the front end and of every pass.
+    """
     full = [s for s in shapes if s != ()]
     if not full:
         return ()
-    rank = len(full[0])
-    _need(all(len(s) == rank for s in full), f"feature shapes {', '.join(map(str, shapes))} have different ranks")
+    rank, found = len(full[0]), ", ".join(map(str, shapes))
+    _need(
+        all(len(s) == rank for s in full),
+        f"feature shapes {' and '.join(map(str, shapes))} have different ranks; add the missing axis, for instance "
+        "x[..., None] to give one number a head to a (heads, width) value, or x[None, :] for a bias",
+    )
     out = []
     for axis in range(rank):
         sizes = {s[axis] for s in full} - {1}
-        _need(len(sizes) <= 1, f"feature shapes {', '.join(map(str, shapes))} do not broadcast at axis {axis}")
+        _need(len(sizes) <= 1, f"feature shapes {found} do not broadcast at axis {axis}")
         out.append(sizes.pop() if sizes else 1)
     return tuple(out)
 

@@ -18,7 +18,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from dejax.pallas._shapes import padded_size
 from dejax.pallas.outer import MAX_NARROW
+from dejax.pallas.traversal import MAX_WIDTH
 from dejax.rgnn.ir.inter import COMPOSED_VIAS, ROWWISE, VIAS, IRError, Op, Program, Space, format_op
 
 # Contractions of a row with a matrix for its type, and of two rows into one: the GEMM template.
@@ -34,6 +36,8 @@ NARROW_SPECS = frozenset(("k,->k", "hk,h->hk", "k,h->hk"))
 VECTOR_SPECS = frozenset("k,k-> hk,hk->h k,hk->h ,k->k h,hk->k h,hk->hk".split())
 # Row-by-row operators that a kernel can do on a tile in registers.
 TILE_OPS = (ROWWISE - {"concat", "slice", "pad", "transpose", "reshape"}) | {"const"}
+# What kernels read and write. They compute in float32.
+KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 # Accesses by which a loop reads once for all items of a row.
 BY_ROW = ("row", "row_indexed", "shared")
 
@@ -230,14 +234,15 @@ class Traversal:
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """Operators left to XLA, which fuses them as it sees fit."""
+    """Operators left to XLA, which fuses them as it sees fit; `why` says what keeps a template from doing them."""
 
     ops: tuple[int, ...]
     reads: tuple[int, ...]
     writes: tuple[int, ...]
+    why: str = ""
 
     def __str__(self) -> str:
-        return "xla " + " ".join(f"%{i}" for i in self.ops)
+        return "xla " + " ".join(f"%{i}" for i in self.ops) + (f": {self.why}" if self.why else "")
 
 
 Instance = Gemm | Outer | Traversal | Fallback
@@ -307,6 +312,22 @@ def by_head(spec: str) -> bool:
     return "h" in left and "h" in right
 
 
+def refusal(op: Op) -> str | None:
+    """Why no loop reads, computes or writes rows of a value; None where one can.
+
+    It is what the traversal template checks. Fusion asks first, so that only what is refused is left to XLA.
+    """
+    if op.dtype not in KERNEL_DTYPES:
+        return f"{op.dtype} values"
+    if len(op.shape) > 2:
+        return f"rows of {len(op.shape)} feature axes"
+    if 0 in op.shape:
+        return "rows without numbers"
+    if padded_size(op.shape) > MAX_WIDTH:
+        return f"rows of {op.width:,} numbers, more than {MAX_WIDTH:,}"
+    return None
+
+
 def can_weigh(score: tuple[int, ...], inserts: tuple[tuple[int, ...], ...], value: tuple[int, ...]) -> bool:
     """Whether a weighted sum of rows of a feature shape can have a score of another: one number, or one a head.
 
@@ -325,6 +346,23 @@ def as_part(program: Program, operand: Operand) -> Operand:
     if operand.access == "shared" or op.name != "slice" or op.attr("axis") != 0 or len(op.shape) != 2:
         return operand
     return replace(operand, value=op.args[0], part=(op.attr("start"), op.attr("stop") - op.attr("start")))
+
+
+def left_to_xla(program: Program, instance: Instance, why: str) -> Fallback:
+    """What XLA computes in place of an instance."""
+    reads, found, stack = set(instance.reads), set(), list(instance.writes)
+    while stack:
+        v = stack.pop()
+        if v not in found and v not in reads:
+            found.add(v)
+            stack += program.ops[v].args
+    return Fallback(tuple(sorted(found)), instance.reads, instance.writes, why)
+
+
+def user_lines(program: Program, instance: Instance) -> list[str]:
+    """The lines of the user's program that an instance computes, those of what it writes first."""
+    ops = [*instance.writes, *left_to_xla(program, instance, "").ops]
+    return list(dict.fromkeys(line for v in ops if program.lines and (line := program.lines[v]) is not None))
 
 
 def verify_kernels(kernels: Kernels) -> Kernels:

@@ -7,7 +7,6 @@ switched off one by one (`Options(disable=...)`); results agree whichever are of
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from dejax.rgnn.ir.inter import Program, verify
 from dejax.rgnn.ir.intra import Kernels, verify_kernels
@@ -40,10 +39,12 @@ __all__ = [
     "PASSES",
     "Counts",
     "Cut",
+    "Watch",
     "differentiated",
     "lower_to_kernels",
     "optimise",
     "run_passes",
+    "silent",
 ]
 
 Pass = Callable[[Program, Counts], Program]
@@ -100,10 +101,8 @@ PASSES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Silent:
-    def __call__(self, stage: str, what: object) -> None:
-        pass
+def silent(stage: str, what: object) -> None:
+    """Watches nothing."""
 
 
 def run_passes(
@@ -116,9 +115,7 @@ def run_passes(
     return program
 
 
-def optimise(
-    program: Program, counts: Counts, disable: frozenset[str] = frozenset(), watch: Watch = _Silent()
-) -> Program:
+def optimise(program: Program, counts: Counts, disable: frozenset[str] = frozenset(), watch: Watch = silent) -> Program:
     """The forward program after the passes of `OPTIMISE`."""
     return run_passes(program, OPTIMISE, counts, disable, watch)
 
@@ -128,7 +125,7 @@ def differentiated(
     wrt: tuple[int, ...],
     counts: Counts,
     disable: frozenset[str] = frozenset(),
-    watch: Watch = _Silent(),
+    watch: Watch = silent,
 ) -> Cut:
     """The forward and backward programs of an optimised program, for gradients of the inputs at positions `wrt`."""
     joint = differentiate(program, wrt)
@@ -151,7 +148,7 @@ def lower_to_kernels(
     half: bool = False,
     packed: tuple[int, ...] = (),
     alone: bool = False,
-    watch: Watch = _Silent(),
+    watch: Watch = silent,
 ) -> Kernels:
     """Level 1 to level 2: GEMM instances first, then traversals, then the fallback; then pairs of outer sums.
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dejax.rgnn.ir.intra import Fallback, Instance, Kernels, verify_kernels
+from dejax.rgnn.ir.inter import Program, Space
+from dejax.rgnn.ir.intra import Fallback, Instance, Kernels, refusal, verify_kernels
+
+_TYPES = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
 
 
 def fallback(kernels: Kernels, *, merge: bool = True) -> Kernels:
@@ -43,7 +46,7 @@ def fallback(kernels: Kernels, *, merge: bool = True) -> Kernels:
         if run:
             inside = set(run)
             reads = dict.fromkeys(a for i in run for a in program.ops[i].args if a not in inside)
-            ordered.append(Fallback(tuple(run), tuple(reads), tuple(run)))
+            ordered.append(Fallback(tuple(run), tuple(reads), tuple(run), _reasons(program, run)))
             run.clear()
 
     for item in schedule:
@@ -56,3 +59,13 @@ def fallback(kernels: Kernels, *, merge: bool = True) -> Kernels:
             ordered.append(item)
     close()
     return verify_kernels(Kernels(program, tuple(ordered)))
+
+
+def _reasons(program: Program, values: list[int]) -> str:
+    """What keeps kernels from values of items and nodes; work on types is XLA's anyway."""
+    found: dict[str, None] = {}
+    for v in values:
+        op = program.ops[v]
+        rows = [o for o in (op, *(program.ops[a] for a in op.args)) if o.space not in _TYPES and o.name != "const"]
+        found.update((why, None) for o in rows if (why := refusal(o)) is not None)
+    return ", ".join(found)

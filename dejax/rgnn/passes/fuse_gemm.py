@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 
-from dejax.rgnn.ir.inter import TYPE_VIA, Program, Space
-from dejax.rgnn.ir.intra import MATRIX_SPECS, OUTER_SPECS, Gemm, Instance, Kernels, Outer, access_operand
+from dejax.rgnn.ir.inter import TYPE_VIA, Op, Program, Space
+from dejax.rgnn.ir.intra import KERNEL_DTYPES, MATRIX_SPECS, OUTER_SPECS, Gemm, Instance, Kernels, Outer, access_operand
 from dejax.rgnn.passes._rewrite import Counts, from_memory, powers_of_two
 
 # A tile that holds whole rows. Of wider ones Triton's compiler lays out the numbers such that 450 shuffles add them up.
@@ -41,6 +41,8 @@ def fuse_gemm(kernels: Kernels, counts: Counts, *, accumulate: bool = False) -> 
         typed = op.name in ("linear", "outer") and op.attr("via") == TYPE_VIA.get(program.ops[op.args[0]].space)
         if not typed:
             continue
+        if not all(_multiplied(program.ops[v]) for v in (i, *op.args)):
+            continue
         x = access_operand(program, op.args[0])
         if op.name == "linear" and (spec := _as_matrix(program, counts, i)) is not None:
             made.append(_with_epilogue(program, users, i, spec, accumulate))
@@ -48,6 +50,11 @@ def fuse_gemm(kernels: Kernels, counts: Counts, *, accumulate: bool = False) -> 
             y = access_operand(program, op.args[1])
             made.append(Outer(i, x, y, op.attr("spec"), op.attr("via")))
     return Kernels(program, (*kernels.instances, *made))
+
+
+def _multiplied(op: Op) -> bool:
+    """Whether the template multiplies such rows: of any width, in the dtypes of kernels."""
+    return op.dtype in KERNEL_DTYPES and 0 not in op.shape
 
 
 def _as_matrix(program: Program, counts: Counts, i: int) -> str | None:

@@ -27,6 +27,7 @@ from dejax.rgnn.ir.intra import (
     access_operand,
     as_part,
     can_weigh,
+    refusal,
 )
 from dejax.rgnn.passes._beside import put_beside
 from dejax.rgnn.passes._lead import lead
@@ -34,7 +35,6 @@ from dejax.rgnn.passes._nodes import where_reached, write_nodes
 from dejax.rgnn.passes._rewrite import Counts, factors, from_memory, moves_unit_axes, powers_of_two
 
 _ITEM_SPACES = (Space.EDGE, Space.SOURCE_PAIR, Space.DESTINATION_PAIR)
-_MAX_RANK = 2  # (heads, width)
 
 
 @dataclass
@@ -79,6 +79,7 @@ class Fusion:
         self.written = {v for instance in kernels.instances for v in instance.writes}
         # A product inside an instance whose value never reaches memory (it has an epilogue).
         self.inner = {i.product for i in kernels.instances if hasattr(i, "product")} - self.written
+        self.refused = {i for i, op in enumerate(self.program.ops) if refusal(op) is not None}
         self.loops: list[Loop] = []
 
     def run(self) -> Kernels:
@@ -103,7 +104,7 @@ class Fusion:
         self.loops = []
         for i, op in enumerate(self.program.ops):
             loops = op.name == "reduce" and op.attr("via") != "all" and op.attr("op") in ("sum", "max")
-            if loops and i not in self.written and len(op.shape) <= _MAX_RANK:
+            if loops and i not in self.written | self.refused:
                 self.place(i, op)
         if leading:
             lead(self)
@@ -122,7 +123,7 @@ class Fusion:
     def on_tile(self, value: int) -> bool:
         """Whether a row of the value can be computed in registers from rows of its arguments."""
         op = self.program.ops[value]
-        if value in self.written or value in self.inner or len(op.shape) > _MAX_RANK or op.dtype == "float64":
+        if value in self.written or value in self.inner or not self.refused.isdisjoint((value, *op.args)):
             return False
         if op.name == "linear":
             return op.attr("spec") in VECTOR_SPECS and op.attr("via") != "self"
@@ -372,7 +373,8 @@ class Fusion:
 
     def joins(self, op: Op, mine: set[int]) -> bool:
         """Whether an operator only puts rows of the loop side by side, of one shape along the first of two axes."""
-        if op.name != "concat" or op.attr("axis") != 0 or len(op.shape) != 2 or not mine.issuperset(op.args):
+        side_by_side = op.name == "concat" and op.attr("axis") == 0 and len(op.shape) == 2
+        if not side_by_side or not mine.issuperset(op.args) or refusal(op) is not None:
             return False
         shapes = {self.program.ops[a].shape for a in op.args}
         return len(shapes) == 1 and not any(self.program.ops[a].name == "concat" for a in op.args)
