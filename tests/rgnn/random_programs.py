@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -464,6 +464,7 @@ def lookup(d: Drawing) -> Value:
     space = d.one_of(("node", "edge"))
     ids = d.argument(space, (), values="below 4")
     table = d.argument(d.one_of((_TYPED_BY[space], "shared")), (3, *d.one_of(((3,), (2, 3), ()))))
+    d.pool[-1] = replace(table, dtype="table")  # of an axis more than others can take
     return d.define(f"{table.name}[{ids.name} - {d.one_of((0, 1))}]", space, table.shape[1:])
 
 

@@ -49,6 +49,13 @@ class Evaluator:
         self, program: Program, graph: RelGraph, precision: str | None, sum_types: SegmentSum = segment_sum
     ) -> None:
         self.program, self.graph, self.precision, self.sum_types = program, graph, precision, sum_types
+        # Backward compares these with their extremum: XLA must not compute them once for that and once to be kept, and
+        # round the two differently. Scatters, which reduce along other maps, read arrays anyway.
+        self.compared = {
+            op.args[0]
+            for op in program.ops
+            if (op.name == "place" or (op.name == "reduce" and op.attr("via") == "all")) and op.attr("op") != "sum"
+        }
 
     def compute(self, wanted: tuple[int, ...], env: dict[int, jax.Array]) -> None:
         """Adds the wanted values to `env`, computed from what is there; intermediates are not kept."""
@@ -60,6 +67,8 @@ class Evaluator:
             if i not in local:
                 op = self.program.ops[i]
                 local[i] = self.apply(op, [value(a) for a in op.args])
+                if i in self.compared:
+                    local[i] = jax.lax.optimization_barrier(local[i])
             return local[i]
 
         for i in wanted:
@@ -254,6 +263,8 @@ def _rowwise(op: Op, program: Program, args: list[jax.Array]) -> jax.Array:
         return extremum(x, axis=_axes(op.attr("axes")), keepdims=op.attr("keepdims"))
     if name == "extremum_share":
         extremum = jnp.max if op.attr("op") == "max" else jnp.min
+        # Else XLA may compute x once for the extremum and once for the comparison, and round the two differently.
+        x = jax.lax.optimization_barrier(x)
         chosen = _wide((x == extremum(x, axis=_axes(op.attr("axes")), keepdims=True)).astype(x.dtype))
         return chosen / chosen.sum(axis=_axes(op.attr("axes")), keepdims=True)
     if name == "reshape":
