@@ -17,6 +17,7 @@ from dejax.rgnn import Options
 from tests.rgnn.contract import error, row_counts
 from tests.rgnn.references import GRAPHS, Arrays, Reference, graph_of
 from tests.rgnn.strategies import EdgeList
+from tests.rgnn.test_lowering_h200 import kernel_names, stablehlo
 
 XLA = Options(backend="xla", precision="f32")
 PLAIN = Options(backend="xla", precision="f32", disable=("backward",))
@@ -300,7 +301,18 @@ def test_on_xla_with_second_derivatives(name: str) -> None:
     check(name, "typical", XLA, "float64", 1e-9, second=True)
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+QUICK = (
+    "feature maximum",
+    "feature softmax",
+    "minima of edges",
+    "softmax within a source",
+    "lookup in a shared table",
+    "masks",
+    "powers",
+)
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in OPERATORS])
 def test_on_kernels(name: str) -> None:
     check(name, "typical", PALLAS, "float32", 1e-5)
 
@@ -312,3 +324,38 @@ def test_on_kernels(name: str) -> None:
 def test_on_other_graphs(name: str, backend: str, graph: str) -> None:
     options = {"xla": XLA, "plain": PLAIN, "kernels": PALLAS}[backend]
     check(name, graph, options, "float32", 1e-4, second=backend != "kernels")
+
+
+@pytest.mark.parametrize("how", ["min", "max"])
+def test_extrema_of_computed_rows_have_all_of_the_gradient(how: str) -> None:
+    """XLA computes a row twice and rounds it differently unless it is told not to: then none is the extremum."""
+    edges = [0] * 9, [1, 2, 2, 1, 2, 0, 2, 0, 0], [2, 1, 2, 2, 1, 2, 1, 1, 1]
+    graph = rgnn.RelGraph.from_edges(*edges, num_nodes=3, num_edge_types=3)
+    x = np.random.default_rng(19).normal(size=(3, 2, 3))
+
+    def features(g: Any, x: Any, c: Any, b: Any) -> Any:
+        rows = g.node(x) + rgnn.tanh(g.min_to_graph(g.node(x)))
+        score = rgnn.rsqrt(g.out_degree()) * g.shared(c)
+        y = g.sum_to_dst(rgnn.edge_softmax(score) * g.dst(rows)) + g.shared(b)
+        return getattr(y, how)(1), getattr(g, f"{how}_to_graph")(y), getattr(g, f"{how}_by")(y, jnp.zeros(3, int), 1)
+
+    program = rgnn.program(features)
+    with jax.enable_x64(True):
+        loss = lambda b: tuple(y.sum() for y in program(graph, x, np.float64(0.3) * np.ones(()), b, options=XLA))  # noqa: E731
+        slopes = jax.jit(jax.jacrev(loss))(np.linspace(-1, 1, 6).reshape(2, 3))
+    np.testing.assert_allclose([np.asarray(s).sum() for s in slopes], [6, 6, 6], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name", ["feature maximum", "feature softmax", "trigonometry", "exponentials", "powers", "masks"]
+)
+def test_kernels_are_lowered_for_a_gpu(name: str) -> None:
+    """What Triton has no lowering for would be an error on a GPU alone."""
+    given = {
+        n: jnp.asarray(a, "int32" if n.startswith("i_") else "float32") for n, a in arrays_of(GRAPHS["typical"]).items()
+    }
+    floats, whole = split(given)
+    graph, program = graph_of("typical").with_loop_tables(), rgnn.program(OPERATORS[name].program)
+    options = Options(backend="pallas", precision="tf32", interpret=False)
+    loss = lambda a: sum(jnp.sum(y) for y in jax.tree.leaves(program(graph, {**a, **whole}, options=options)))  # noqa: E731
+    assert kernel_names(stablehlo(lambda a: (loss(a), jax.grad(loss)(a)), floats))
