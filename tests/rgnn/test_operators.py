@@ -326,24 +326,48 @@ def test_on_other_graphs(name: str, backend: str, graph: str) -> None:
     check(name, graph, options, "float32", 1e-4, second=backend != "kernels")
 
 
-@pytest.mark.parametrize("how", ["min", "max"])
-def test_extrema_of_computed_rows_have_all_of_the_gradient(how: str) -> None:
-    """XLA computes a row twice and rounds it differently unless it is told not to: then none is the extremum."""
+def slopes_of_extrema(how: str, options: Options, dtype: str) -> list[float]:
+    """Sums of the gradients of extrema of computed rows by a bias: each extremum has a slope of 1."""
     edges = [0] * 9, [1, 2, 2, 1, 2, 0, 2, 0, 0], [2, 1, 2, 2, 1, 2, 1, 1, 1]
     graph = rgnn.RelGraph.from_edges(*edges, num_nodes=3, num_edge_types=3)
-    x = np.random.default_rng(19).normal(size=(3, 2, 3))
+    x = np.random.default_rng(19).normal(size=(3, 2, 3)).astype(dtype)
 
-    def features(g: Any, x: Any, c: Any, b: Any) -> Any:
+    def extrema(g: Any, x: Any, c: Any, b: Any) -> Any:
         rows = g.node(x) + rgnn.tanh(g.min_to_graph(g.node(x)))
-        score = rgnn.rsqrt(g.out_degree()) * g.shared(c)
-        y = g.sum_to_dst(rgnn.edge_softmax(score) * g.dst(rows)) + g.shared(b)
-        return getattr(y, how)(1), getattr(g, f"{how}_to_graph")(y), getattr(g, f"{how}_by")(y, jnp.zeros(3, int), 1)
+        share = rgnn.edge_softmax(rgnn.rsqrt(g.out_degree()) * g.shared(c))
+        edge = share * g.dst(rows) * g.src(rows) + g.shared(b)
+        node = g.sum_to_dst(share * g.dst(rows)) + g.shared(b)
+        to = lambda place, x: getattr(g, f"{how}_to_{place}")(x)  # noqa: E731
+        by_one = getattr(g, f"{how}_by")(node, np.zeros(3, np.int32), 1)
+        return (
+            *(to("graph", node), by_one, getattr(node, how)(1)),
+            *(to("dst", edge), to("src", edge), to("edge_type", edge), to("graph", edge)),
+        )
 
-    program = rgnn.program(features)
-    with jax.enable_x64(True):
-        loss = lambda b: tuple(y.sum() for y in program(graph, x, np.float64(0.3) * np.ones(()), b, options=XLA))  # noqa: E731
-        slopes = jax.jit(jax.jacrev(loss))(np.linspace(-1, 1, 6).reshape(2, 3))
-    np.testing.assert_allclose([np.asarray(s).sum() for s in slopes], [6, 6, 6], rtol=1e-12)
+    program, c = rgnn.program(extrema), np.full((), 0.3, dtype)
+    loss = lambda b: tuple(y.sum() for y in program(graph, x, c, b, options=options))  # noqa: E731
+    return [
+        float(np.asarray(s).sum()) for s in jax.jit(jax.jacrev(loss))(np.linspace(-1, 1, 6, dtype=dtype).reshape(2, 3))
+    ]
+
+
+# Of 6 numbers a row: one graph, one readout, three nodes of two minima, three destinations, one source, two types.
+SLOPES = [6, 6, 6, 18, 6, 12, 6]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("how", ["min", "max"])
+def test_extrema_of_computed_rows_have_all_of_the_gradient(how: str, dtype: str) -> None:
+    """XLA computes a row twice and rounds it differently unless it is told not to: then none is the extremum."""
+    with jax.enable_x64(dtype == "float64"):
+        np.testing.assert_allclose(slopes_of_extrema(how, XLA, dtype), SLOPES, rtol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["min", "max"])
+def test_extrema_of_computed_rows_on_a_gpu(how: str) -> None:
+    found = slopes_of_extrema(how, Options(backend="pallas", precision="f32"), "float32")
+    np.testing.assert_allclose(found, SLOPES, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
