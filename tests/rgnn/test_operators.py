@@ -355,6 +355,9 @@ def slopes_of_extrema(how: str, options: Options, dtype: str) -> list[float]:
 SLOPES = [6, 6, 6, 18, 6, 12, 6]
 
 
+@pytest.mark.xfail(
+    jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 computes a row twice across the barrier", strict=False
+)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("how", ["min", "max"])
 def test_extrema_of_computed_rows_have_all_of_the_gradient(how: str, dtype: str) -> None:
