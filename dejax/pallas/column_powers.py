@@ -22,8 +22,8 @@ from dejax.pallas._shapes import divide, lanes, next_power_of_two
 from dejax.pallas._tiles import where
 from dejax.pallas.half_rows import powers_of, powers_of_tile, whole_max
 
-# Elements that a program looks at, and columns that it can hold. On an H200 32,768 elements in rows take 3 to 5 us. Where
-# neighbours belong to one column it takes longer: 32,768 elements, each at another place, took 20 to 90 us.
+# Elements that a program looks at, and columns that it can hold. On an H200 32,768 elements in rows take 3 to 5 us.
+# Where neighbours belong to one column it takes longer: 32,768 elements, each at another place, took 20 to 90 us.
 _ELEMENTS, _ELEMENTS_APART = 16384, 8192
 _TOGETHER = 8  # a memory sector
 MAX_COLUMNS = 4096

@@ -123,6 +123,15 @@ def sum_axis(x: Any, axis: int, size: int, keepdims: bool = False) -> Any:
     return jnp.expand_dims(total, axis) if keepdims else total
 
 
+def max_axis(x: jax.Array, axis: int, size: int, keepdims: bool = False) -> jax.Array:
+    """The maximum over a feature axis of a tile, padded lanes left out whatever they hold."""
+    if x.shape[axis] != size:
+        lanes = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+        x = jnp.where(lanes < size, x, jnp.full_like(x, -jnp.inf))
+    largest = lax.reduce_max(x, (axis,))
+    return jnp.expand_dims(largest, axis) if keepdims else largest
+
+
 def add(total: jax.Array, value: Any, inside: jax.Array, weight: jax.Array | None = None) -> jax.Array:
     """`total + weight * value` where `inside`, else `total`.
 

@@ -58,6 +58,10 @@ class ParamSpec:
 ParamSpecs: TypeAlias = dict[str, ParamSpec]
 
 
+def _drawn_already(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
+    raise TypeError("the parameters of this module are drawn already; make another module to draw them again")
+
+
 def with_initializers(specs: ParamSpecs, initializers: Mapping[str, Initializer] | None) -> ParamSpecs:
     """The same parameters, some drawn by an initialiser of the user's.
 
@@ -140,6 +144,11 @@ class ProgramSpec:
     @property
     def params(self) -> ParamSpecs:
         return dict(self.owned)
+
+    def drawn(self) -> ProgramSpec:
+        """The same once the parameters are drawn: without initialisers, of which JAX's own cannot be pickled."""
+        owned = tuple((name, ParamSpec(spec.shape, _drawn_already)) for name, spec in self.owned)
+        return dataclasses.replace(self, owned=owned)
 
     def __call__(self, graph: RelGraph, inputs: tuple[Any, ...], params: dict[str, Array]) -> Any:
         inputs, params = cast((inputs, params), self.dtype)

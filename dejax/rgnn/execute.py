@@ -25,10 +25,12 @@ from dejax.rgnn.graph import RelGraph
 from dejax.rgnn.ir.inter import Program
 from dejax.rgnn.ir.intra import Fallback, Kernels
 from dejax.rgnn.lowering.pallas import Columns, PallasLowering
-from dejax.rgnn.lowering.xla import Evaluator, num_rows, segment_sum
+from dejax.rgnn.lowering.segments import num_rows, segment_sum
+from dejax.rgnn.lowering.xla import Evaluator
 from dejax.rgnn.options import Options
 from dejax.rgnn.passes import Counts, Cut, Watch, differentiated, lower_to_kernels, optimise, silent
 from dejax.rgnn.passes.storage import linear_in, shared_encodings
+from dejax.rgnn.reverse_only import reverse_only
 
 Arrays = tuple[jax.Array, ...]
 
@@ -337,7 +339,7 @@ def run(task: Task, graph: RelGraph, inputs: Arrays) -> Arrays:
     """
     if "backward" in task.disable or not any(isinstance(array, jax.core.Tracer) for array in inputs):
         return _run(task, graph, inputs, ())
-    return _differentiable(task, graph, inputs, ())[0]
+    return _differentiable(task, graph, tuple(map(reverse_only, inputs)), ())[0]
 
 
 @partial(jax.jit, static_argnums=0)

@@ -295,8 +295,9 @@ class ProgramModule(nnx.Module):
         options: Options | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        self.spec = _params.ProgramSpec.make(program, params, dtype, backend, precision, options)
-        for name, parameter in self.spec.params.items():
+        spec = _params.ProgramSpec.make(program, params, dtype, backend, precision, options)
+        self.spec = spec.drawn()
+        for name, parameter in spec.params.items():
             if hasattr(self, name):
                 raise ValueError(f"ProgramModule: {name!r} is an attribute of the module already; rename the parameter")
             setattr(self, name, nnx.Param(parameter.init(rngs.params(), parameter.shape, param_dtype)))

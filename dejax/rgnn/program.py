@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,7 +21,7 @@ from dejax.rgnn.frontend import Argument, GraphSymbol, ProgramError, trace_progr
 from dejax.rgnn.graph import RelGraph
 from dejax.rgnn.ir import inter
 from dejax.rgnn.ir.inter import Space
-from dejax.rgnn.lowering.xla import valid_rows
+from dejax.rgnn.lowering.segments import valid_rows
 from dejax.rgnn.options import Options
 
 if TYPE_CHECKING:
@@ -47,6 +50,14 @@ class _Static:
 class _Traced:
     program: inter.Program
     tree: Any  # of the result
+    closed_over: tuple[Any, ...]  # arrays that are inputs after the arguments
+
+
+class _ClosesOver(Exception):
+    """Carries a trace that is not to be kept: the arrays that it closes over may be others at the next call."""
+
+    def __init__(self, traced: _Traced) -> None:
+        self.traced = traced
 
 
 class Program:
@@ -59,6 +70,8 @@ class Program:
 
     def __init__(self, function: Callable, options: Options) -> None:
         functools.update_wrapper(self, function)
+        if not hasattr(function, "__name__"):  # a partial function, say
+            self.__name__ = self.__qualname__ = type(function).__name__
         self.function, self.options = function, options
         self._trace = lru_cache(maxsize=256)(self._trace_uncached)
 
@@ -69,13 +82,21 @@ class Program:
         """The same program with other options, by the names of `Options`."""
         return Program(self.function, replace(self.options, **changes))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by name where the program has one, else by its function; what is compiled stays behind."""
+        module, name = self.__module__, self.__qualname__  # type: ignore[attr-defined]
+        found = _at(module, name)
+        if isinstance(found, Program) and found.function is self.function:
+            return _restored, (module, name, self.options)
+        return Program, (self.function, self.options)
+
     def __call__(self, graph: RelGraph, *args: Any, options: Options | None = None, **kwargs: Any) -> Any:
-        """Runs the program.
+        """Runs the program; or, called with the `g` of another program, is part of that.
 
         Args:
           graph: the graph.
-          *args: the function's arguments after `g`.
-          options: instead of the program's own.
+          *args: the function's arguments after `g`; in another program its values, too.
+          options: instead of the program's own; in another program those of the outermost hold.
           **kwargs: the function's keyword arguments.
 
         Returns:
@@ -86,6 +107,10 @@ class Program:
           ProgramError: the function makes no sense; the message begins with its line.
           TypeError: `graph` is not a RelGraph.
         """
+        if isinstance(graph, GraphSymbol):
+            if options is not None:
+                raise TypeError(f"{self!r} is called in another program, whose options hold; got options={options}")
+            return self.function(graph, *args, **kwargs)
         task, tree, arrays = self._prepare(graph, options, args, kwargs)
         results = run(task, graph, _inputs(task, graph, arrays))
         ops = [task.program.ops[o] for o in task.program.outputs]
@@ -170,7 +195,7 @@ class Program:
         self, graph: RelGraph, options: Options | None, args: tuple, kwargs: dict
     ) -> tuple[Task, Any, list[Any]]:
         if isinstance(graph, GraphSymbol):
-            raise TypeError(f"{self!r} is called in another program; call its function there: {self.__name__}.function")  # type: ignore[attr-defined]
+            raise TypeError(f"{self!r} is explained or tuned in another program; do so with a RelGraph, outside")
         if not isinstance(options, Options | None):
             raise TypeError(f"options must be rgnn.Options, got {type(options).__name__}")
         if not isinstance(graph, RelGraph):
@@ -180,7 +205,11 @@ class Program:
             )
         signature, arrays = self._signature(graph, args, kwargs)
         counts = counts_of(graph)
-        traced = self._trace(signature, counts)
+        try:
+            traced = self._trace(signature, counts)
+        except _ClosesOver as found:
+            traced = found.traced
+        arrays = [*arrays, *map(_canonical, traced.closed_over)]
         return Task(traced.program, counts, options or self.options), traced.tree, arrays
 
     def _signature(self, graph: RelGraph, args: tuple, kwargs: dict) -> tuple[_Signature, list[Any]]:
@@ -194,9 +223,9 @@ class Program:
         arrays, statics = [], []
         for path, leaf in paths:
             if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-                dtype = jax.dtypes.canonicalize_dtype(np.dtype(leaf.dtype))  # numpy's float64 is float32 here
+                dtype = jax.dtypes.canonicalize_dtype(np.dtype(leaf.dtype))
                 described.append((_name(path, names), tuple(leaf.shape), dtype.name))
-                arrays.append(np.asarray(leaf, dtype) if isinstance(leaf, np.ndarray) else leaf)
+                arrays.append(_canonical(leaf))
             else:
                 described.append(None)
                 statics.append(_Static(type(leaf), leaf))
@@ -217,8 +246,32 @@ class Program:
         rows = {space: counts.rows(space) for space in Space}
         arguments = [a for a in signature.arrays if a is not None]
         name: str = self.__name__  # type: ignore[attr-defined]
-        program, tree = trace_program(name, self.function, rows, arguments, rebuild)
-        return _Traced(program, tree)
+        program, tree, closed_over = trace_program(name, self.function, rows, arguments, rebuild)
+        traced = _Traced(program, tree, closed_over)
+        if closed_over:
+            raise _ClosesOver(traced)  # which lru_cache does not keep
+        return traced
+
+
+def _at(module: str, name: str) -> Any:
+    """What a module has by a qualified name; None where there is nothing."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _restored(module: str, name: str, options: Options) -> Program:
+    importlib.import_module(module)
+    found: Program = _at(module, name)
+    return found if found.options == options else found.with_options(**dataclasses.asdict(options))
+
+
+def _canonical(array: Any) -> Any:
+    """An array as jax takes it: numpy's float64 is float32, unless jax has 64 bits enabled."""
+    if not isinstance(array, np.ndarray | np.generic):
+        return array
+    return np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
 
 
 def _name(path: tuple, names: list[str]) -> str:

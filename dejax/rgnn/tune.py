@@ -14,7 +14,7 @@ from dejax.pallas.tuner import Measure, Tuned, Tuner
 from dejax.rgnn import execute
 from dejax.rgnn.execute import Task
 from dejax.rgnn.graph import RelGraph
-from dejax.rgnn.lowering.xla import num_rows
+from dejax.rgnn.lowering.segments import num_rows
 
 
 @dataclass(frozen=True)

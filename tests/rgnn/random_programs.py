@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -75,6 +75,16 @@ UNARY: list[Pattern] = [
     Pattern("-{}"),
     Pattern("0.7 * {}"),
     Pattern("rgnn.stop_gradient({})"),
+    Pattern("rgnn.sin({})"),
+    Pattern("rgnn.cos({})"),
+    Pattern("rgnn.softplus({})"),
+    Pattern("rgnn.expm1(rgnn.tanh({}))"),
+    Pattern("rgnn.log1p(rgnn.square({}))"),
+    Pattern("2 ** rgnn.tanh({})"),
+    Pattern("abs({} + 0.217)", smooth=False),
+    Pattern("rgnn.clip({}, -0.613, 0.577)", smooth=False),
+    Pattern("{} * np.float32(0.5)"),
+    Pattern("{} + np.array(0.25)"),
 ]
 # Of two values that broadcast; the second has the shape of the first, or unit axes, or one number.
 BINARY: list[Pattern] = [
@@ -85,6 +95,10 @@ BINARY: list[Pattern] = [
     Pattern("rgnn.maximum({}, {} + 0.123)", smooth=False),
     Pattern("rgnn.minimum({} * 0.9, {})", smooth=False),
     Pattern("rgnn.where_positive({0} + 0.123, {1}, {0})", smooth=False),
+    Pattern("rgnn.arctan2({}, 1.5 + rgnn.square({}))"),
+    Pattern("(1.5 + rgnn.square({})) ** rgnn.tanh({})"),
+    Pattern("rgnn.where(({0} > 0.123) & ({1} < 0.321), {0}, {1})", smooth=False),
+    Pattern("rgnn.where(({0} >= 0.123) | ~({1} > 0.321), 0.7, {0})", smooth=False),
 ]
 
 
@@ -109,8 +123,28 @@ def _summed(shape: Shape) -> list[tuple[str, Shape]]:
     return found
 
 
+def _over_axes(shape: Shape) -> list[tuple[str, Shape]]:
+    """Sums over all axes, and what has a slope everywhere of exponentials."""
+    found: list[tuple[str, Shape]] = [
+        ("{}.sum(axis=None)", ()),
+        ("{}.mean(None, keepdims=True)", tuple(1 for _ in shape)),
+        ("rgnn.logsumexp({}, axis=None)", ()),
+        ("{}.softmax(axis=None)", shape),
+        ("{}.T", shape[::-1]),
+    ]
+    for axis in range(len(shape)):
+        rest, kept = (*shape[:axis], *shape[axis + 1 :]), (*shape[:axis], 1, *shape[axis + 1 :])
+        found += [
+            (f"rgnn.softmax({{}}, {axis})", shape),
+            (f"rgnn.log_softmax({{}}, {axis})", shape),
+            (f"{{}}.logsumexp(({axis},))", rest),
+            (f"rgnn.logsumexp({{}}, {axis}, keepdims=True)", kept),
+        ]
+    return found
+
+
 # From a feature shape of one or two axes to (pattern, shape of the result). Results of more axes are left out.
-FEATURES: list[Callable[[Shape], list[tuple[str, Shape]]]] = [_reshaped, _summed]
+FEATURES: list[Callable[[Shape], list[tuple[str, Shape]]]] = [_reshaped, _summed, _over_axes]
 
 
 @dataclass(frozen=True)
@@ -184,7 +218,7 @@ class Recipe:
         return any(i.spread for i in self.inputs)
 
     def program(self) -> Any:
-        scope: dict[str, Any] = {"rgnn": rgnn, "inf": math.inf}
+        scope: dict[str, Any] = {"rgnn": rgnn, "inf": math.inf, "np": np}
         exec(self.source, scope)
         return rgnn.program(scope["drawn"])
 
@@ -382,7 +416,72 @@ def concatenate(d: Drawing) -> Value:
 @production()
 def softmax(d: Drawing) -> Value:
     x = d.edge()
-    return d.define(f"rgnn.edge_softmax({x.name}, within={d.one_of(('dst', 'relation'))!r})", "edge", x.shape)
+    return d.define(f"rgnn.edge_softmax({x.name}, within={d.one_of(('dst', 'src', 'relation'))!r})", "edge", x.shape)
+
+
+@production()
+def softmax_over_rows(d: Drawing) -> Value:
+    x = d.any()
+    return d.define(f"rgnn.row_softmax({x.name}, within={d.one_of(('graph', 'type'))!r})", x.space, x.shape)
+
+
+@production()
+def extremum_of_features(d: Drawing) -> Value:
+    """Columns are moved apart, so that no row of zeros has all of them as its largest."""
+    x = d.wide((2, 3))
+    how, axis = d.one_of(("max", "min")), d.draw(st.integers(0, len(x.shape) - 1))
+    apart = f"{x.name} + np.linspace(-1, 1, {math.prod(x.shape)}).reshape({x.shape})"
+    largest = f"({apart}).{how}({axis})"
+    shape = (*x.shape[:axis], *x.shape[axis + 1 :])
+    return d.define(f"rgnn.stop_gradient({largest})" if d.narrow else largest, x.space, shape)
+
+
+@production()
+def to_types_and_back(d: Drawing) -> Value:
+    """A reduction to types, or to the whole graph, that rows then read."""
+    x = d.any()
+    how = d.one_of(("sum", "mean", "max", "min"))
+    to = d.one_of(("graph", "node_type" if x.space == "node" else "edge_type"))
+    total = f"g.{how}_to_{to}({x.name})"
+    total = f"rgnn.stop_gradient({total})" if how in ("max", "min") and d.narrow else total
+    return d.define(f"{x.name} - rgnn.tanh({total})", x.space, x.shape)
+
+
+@production()
+def readout_and_back(d: Drawing) -> Value:
+    """A reduction by integers, some of them out of range, that rows then read."""
+    x = d.any()
+    ids = d.argument(x.space, (), values="below 5")
+    how = d.one_of(("sum", "mean", "max", "min"))
+    pooled = f"g.{how}_by({x.name}, {ids.name}, {d.one_of((1, 3, 5))})"
+    pooled = f"rgnn.stop_gradient({pooled})" if how in ("max", "min") and d.narrow else pooled
+    return d.define(f"{x.name} + rgnn.tanh({pooled})[{ids.name}]", x.space, x.shape)
+
+
+@production(2)
+def lookup(d: Drawing) -> Value:
+    """Rows of a table of all, or of the type of each row, by an integer, which may be out of range."""
+    space = d.one_of(("node", "edge"))
+    ids = d.argument(space, (), values="below 4")
+    table = d.argument(d.one_of((_TYPED_BY[space], "shared")), (3, *d.one_of(((3,), (2, 3), ()))))
+    d.pool[-1] = replace(table, dtype="table")  # of an axis more than others can take
+    return d.define(f"{table.name}[{ids.name} - {d.one_of((0, 1))}]", space, table.shape[1:])
+
+
+@production()
+def product(d: Drawing) -> Value:
+    """A product over edges, of numbers of the order of 1 and some zeros."""
+    x, to = d.edge(), d.one_of(("dst", "src"))
+    mask = d.argument("edge", (), values="mask")
+    rows = f"rgnn.where({mask.name} > 0, 0.5 + rgnn.sigmoid({x.name}), rgnn.tanh({x.name}))"
+    return d.define(f"g.prod_to_{to}({rows})", "node", x.shape)
+
+
+@production()
+def vector(d: Drawing) -> Value:
+    x = d.wide()
+    y = d.argument(d.one_of((_TYPED_BY[x.space], "shared")), x.shape[-1:], x.shape[-1] ** -0.5)
+    return d.define(f"{x.name} @ {y.name}", x.space, x.shape[:-1])
 
 
 def _masked(d: Drawing, x: Value) -> str:
@@ -409,10 +508,11 @@ def masked_maximum(d: Drawing) -> Value:
 @production(3)
 def reduce(d: Drawing) -> Value:
     x = d.edge()
-    how, to = d.one_of(("sum", "mean", "max")), d.one_of(("dst", "src"))
+    how, to = d.one_of(("sum", "mean", "max", "min")), d.one_of(("dst", "src"))
     total = f"g.{how}_to_{to}({x.name})"
     # Which of two close values is the larger, and has the gradient, is not to be told in 16 bits.
-    return d.define(f"rgnn.stop_gradient({total})" if how == "max" and d.narrow else total, "node", x.shape)
+    closed = how in ("max", "min") and d.narrow
+    return d.define(f"rgnn.stop_gradient({total})" if closed else total, "node", x.shape)
 
 
 @production(3)

@@ -28,6 +28,8 @@ ARRAYS = {
     "u": jnp.ones((3, 4)),
     "c": jnp.ones((R, 3)),
     "d": jnp.ones((T, 3)),
+    "n": jnp.zeros((N,), jnp.int32),
+    "alpha": jnp.ones(()),
 }
 
 OTHER: list[Any] = []
@@ -87,15 +89,23 @@ MISUSE: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     ),
     "a weight of too many axes": (
         lambda g, a: g.src(a["heads"]) @ g.per_edge_type(a["w"])[..., None, None],
-        (r"weight of shape \(width, out\) or \(heads, width, out\)", r"got \(2, 3\) and \(3, 4, 1, 1\)"),
+        (r"weight of shape \(width,\), \(width, out\) or \(heads, width, out\)", r"got \(2, 3\) and \(3, 4, 1, 1\)"),
     ),
     "an untyped weight": (
         lambda g, a: g.src(a["x"]) @ a["w"],
         (r"the weight \"a\['w'\]\" of shape \(4, 3, 4\) is not typed", r"x @ g\.per_edge_type\(w\)"),
     ),
-    "an array as a weight": (
-        lambda g, a: g.src(a["x"]) @ np.ones((3, 4)),
-        ("needs a weight made by g.per_edge_type, g.per_node_type or g.shared", "ndarray"),
+    "a list as a weight": (
+        lambda g, a: g.src(a["x"]) @ [[1.0], [2.0], [3.0]],
+        ("needs a weight made by g.per_edge_type, g.per_node_type or g.shared", "list"),
+    ),
+    "an array as a weight of another width": (
+        lambda g, a: g.src(a["x"]) @ np.ones((2, 4)),
+        ("wrong width: rows of an edge value are 3 wide, the weight takes 2",),
+    ),
+    "a weight on the left": (
+        lambda g, a: np.ones((4, 3)) @ g.src(a["x"]),
+        ("a weight stands on the right",),
     ),
     "an edge-type weight on the nodes": (
         lambda g, a: g.node(a["x"]) @ g.per_edge_type(a["w"]),
@@ -138,13 +148,71 @@ MISUSE: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
         (r"argument \"a\['e'\]\" of shape \(40, 3\) is used without saying", r"g\.edge\(x\)"),
     ),
     "an argument in a function": (lambda g, a: rgnn.tanh(a["x"]), ("is used without saying what its rows stand for",)),
-    "arithmetic with an array": (
-        lambda g, a: g.src(a["x"]) + np.ones(3),
-        ("arithmetic with ndarray is not possible here; pass the array as an argument of the program",),
+    "arithmetic with a list": (
+        lambda g, a: g.src(a["x"]) + [1.0, 2.0, 3.0],
+        ("arithmetic with list is not possible here; use values, numbers and arrays",),
     ),
-    "an array where a value is needed": (
-        lambda g, a: g.src(jnp.ones((N, 3))),
-        ("g.src takes an array argument of the program",),
+    "an array of too few rows": (
+        lambda g, a: g.src(jnp.ones((N - 1, 3))),
+        (r"g\.src needs one row for each node \(11\)", r"array 1 closed over' has shape \(10, 3\)"),
+    ),
+    "a list where a value is needed": (
+        lambda g, a: g.src([1.0]),
+        ("g.src takes an array, an argument of the program or a value made from one, got list",),
+    ),
+    "a sum to the type of another kind": (
+        lambda g, a: g.sum_to_edge_type(g.node(a["x"])),
+        ("g.sum_to_edge_type needs an edge value, got a node value",),
+    ),
+    "a sum of what has no rows": (
+        lambda g, a: g.sum_to_graph(g.shared(a["u"])),
+        ("g.sum_to_graph needs a value with rows, of nodes, edges, pairs or types, got a shared value",),
+    ),
+    "a readout by numbers that are no integers": (
+        lambda g, a: g.sum_by(g.node(a["x"]), a["number"], 3),
+        (r"needs one integer a row as ids, got float32",),
+    ),
+    "a readout of nobody knows how many": (
+        lambda g, a: g.sum_by(g.node(a["x"]), a["n"], a["n"]),
+        ("needs a Python number as num",),
+    ),
+    "a lookup by numbers that are no integers": (
+        lambda g, a: g.shared(a["u"])[g.node(a["number"])],
+        ("an index must be of integers, got float32",),
+    ),
+    "a lookup in a number": (
+        lambda g, a: g.node(a["number"])[g.node(a["n"])],
+        ("a node value of one number a row has no feature axis to look up in",),
+    ),
+    "a lookup behind another index": (
+        lambda g, a: g.shared(a["u"])[0, g.node(a["n"])],
+        ("a value of integers must be the first index",),
+    ),
+    "a lookup by an argument": (
+        lambda g, a: g.shared(a["u"])[a["n"]],
+        (r"argument \"a\['n'\]\" of shape \(11,\) is used without saying",),
+    ),
+    "logic of numbers that are no masks": (
+        lambda g, a: g.node(a["n"]) & g.node(a["n"]),
+        ("are for masks", "write x != 0"),
+    ),
+    "a softmax of rows that have no type": (
+        lambda g, a: rgnn.row_softmax(g.per_edge_type(a["c"]), within="type"),
+        ("needs rows of nodes, edges or pairs, got an edge-type constant",),
+    ),
+    "the same axis twice": (
+        lambda g, a: g.node(a["heads"]).sum((0, -2)),
+        (r"axis \(0, -2\) names an axis of feature shape \(2, 3\) twice",),
+    ),
+    "a value as a number": (lambda g, a: float(g.node(a["number"])), ("a value is no number",)),
+    "a value as an array": (lambda g, a: np.asarray(g.node(a["number"])), ("do not take values of a program",)),
+    "an argument of one number": (
+        lambda g, a: g.node(a["x"]) * a["alpha"],
+        (r"argument \"a\['alpha'\]\" is one number, but an array", r"write g\.shared\(x\)"),
+    ),
+    "an argument of one number where Python needs one": (
+        lambda g, a: [g.node(a["x"]) for _ in range(a["alpha"])],
+        (r"write g\.shared\(x\)", "static_argnums"),
     ),
     "an array in a function": (
         lambda g, a: rgnn.exp(np.ones(3)),
@@ -175,10 +243,10 @@ MISUSE: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
         lambda g, a: g.src(a["x"]).reshape(2, 2),
         (r"reshape of feature shape \(3,\) to \(2, 2\)",),
     ),
-    "a power that is a value": (lambda g, a: g.src(a["x"]) ** g.dst(a["x"]), ("needs a Python number",)),
+    "a power that is text": (lambda g, a: g.src(a["x"]) ** "2", ("arithmetic with str is not possible here",)),
     "a softmax within nothing": (
-        lambda g, a: rgnn.edge_softmax(g.src(a["x"]), within="src"),
-        (r"within=\.\.\.\) is 'dst' or 'relation', got 'src'",),
+        lambda g, a: rgnn.edge_softmax(g.src(a["x"]), within="node"),
+        (r"within=\.\.\.\) must be 'dst', 'src' or 'relation', got 'node'",),
     ),
     "no values to concatenate": (lambda g, a: rgnn.concatenate([]), ("at least one value",)),
     "numbers to concatenate": (

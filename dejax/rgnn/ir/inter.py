@@ -12,9 +12,9 @@ defines, so a program is in SSA form by construction. An RGCN layer prints as
     return %4
 
 Rows move between spaces by `gather` (each fine row reads its coarse row) and `reduce` (each coarse row sums or takes
-the
-maximum of its fine rows) along one of the maps in `VIAS`; the two are each other's transposes, which is what keeps the
-generated backward pass inside the IR.
+the maximum of its fine rows) along one of the maps in `VIAS`; the two are each other's transposes, which is what keeps
+the generated backward pass inside the IR. So are `lookup`, which reads a row of a table by an integer, and `place`,
+which adds rows up by one.
 """
 
 from __future__ import annotations
@@ -156,10 +156,13 @@ class Program:
 
 UNARY = frozenset(
     "neg exp log sqrt rsqrt tanh sigmoid erf abs sign square reciprocal relu leaky_relu step pow cast "
-    "stop_gradient".split()
+    "sin cos log1p expm1 softplus stop_gradient".split()
 )
-BINARY = frozenset("add sub mul div max min gt eq".split())
-FEATURE = frozenset("sum_features reshape transpose broadcast concat slice pad".split())
+BINARY = frozenset("add sub mul div max min gt eq power atan2".split())
+FEATURE = frozenset(
+    "sum_features extremum_features extremum_share reshape transpose broadcast concat slice pad".split()
+)
+REDUCTIONS = ("sum", "max", "min", "prod")
 # Row by row: the value of a row depends on the same row of each argument alone.
 ROWWISE = UNARY | BINARY | FEATURE | {"select", "dot"}
 
@@ -241,18 +244,25 @@ def _gather(args: list[Op], attrs: dict) -> tuple:
 
 def _reduce(args: list[Op], attrs: dict) -> tuple:
     via = _via_target(args[0], attrs, "coarse")
-    _need(attrs["op"] in ("sum", "max"), f"unknown reduction {attrs['op']!r}")
+    _need(attrs["op"] in REDUCTIONS, f"unknown reduction {attrs['op']!r}")
     return via.coarse, args[0].shape, args[0].dtype
 
 
+def _product_of_others(args: list[Op], attrs: dict) -> tuple:
+    _via_target(args[0], attrs, "coarse")
+    _need(len({a.shape for a in args}) == 1, f"rows of different shapes: {', '.join(str(a.shape) for a in args)}")
+    return _same_space(args), args[0].shape, promote(*(a.dtype for a in args))
+
+
 def _count(args: list[Op], attrs: dict) -> tuple:
-    dtype = attrs["dtype"]
+    dtype, via = attrs["dtype"], VIAS[attrs["via"]]
     _need(
         dtype in COUNT_DTYPES,
         f"dtype of a count must be one of {', '.join(COUNT_DTYPES)}, got {dtype!r}, which does not hold the counts of "
         "large graphs; cast the quotient, (x / count).astype(...)",
     )
-    return VIAS[attrs["via"]].coarse, (), dtype
+    _need(via.fine is not None or "space" in attrs, "a count of all rows needs their space")
+    return via.coarse, (), dtype
 
 
 def _softmax(args: list[Op], attrs: dict) -> tuple:
@@ -313,6 +323,48 @@ def _sum_features(args: list[Op], attrs: dict) -> tuple:
     return x.space, tuple(kept), x.dtype
 
 
+def _extremum_features(args: list[Op], attrs: dict) -> tuple:
+    _need(attrs["op"] in ("max", "min"), f"unknown extremum {attrs['op']!r}")
+    return _sum_features(args, attrs)
+
+
+def _extremum_share(args: list[Op], attrs: dict) -> tuple:
+    _extremum_features(args, {"keepdims": True, **attrs})
+    return _unary(args, attrs)
+
+
+def _integers(index: Op) -> None:
+    _need(index.dtype.startswith(("int", "uint")), f"an index must be of integers, got {index.dtype}")
+
+
+def _lookup(args: list[Op], attrs: dict) -> tuple:
+    table, index = args
+    _integers(index)
+    via = attrs["via"]
+    if via == "self":
+        _same_space(args)
+    else:
+        _need(VIAS[via].coarse == table.space, f"lookup via {via} needs a {VIAS[via].coarse} table, got {table.space}")
+        _via_target(index, attrs, "coarse")
+    _need(len(table.shape) > 0, "lookup in a value of one number")
+    return index.space, (*index.shape, *table.shape[1:]), table.dtype
+
+
+def _place(args: list[Op], attrs: dict) -> tuple:
+    x, index = args
+    _integers(index)
+    _need(attrs["op"] in ("sum", "max", "min"), f"unknown reduction {attrs['op']!r}")
+    rank = len(index.shape)
+    _need(x.shape[:rank] == index.shape, f"rows of shape {x.shape} placed by indices of shape {index.shape}")
+    space = _same_space(args) if attrs["via"] == "self" else _via_target(x, attrs, "coarse").coarse
+    _same_space(args)
+    return space, (attrs["size"], *x.shape[rank:]), x.dtype
+
+
+def _select(args: list[Op], attrs: dict) -> tuple:
+    return _same_space(args), broadcast_shapes(*(a.shape for a in args)), promote(*(a.dtype for a in args[1:]))
+
+
 def _reshape(args: list[Op], attrs: dict) -> tuple:
     (x,) = args
     _need(math.prod(attrs["shape"]) == x.width, f"reshape of feature shape {x.shape} to {attrs['shape']}")
@@ -366,8 +418,13 @@ RULES: dict[str, Callable[[list[Op], dict], tuple]] = {
     "linear": _linear,
     "outer": _outer,
     "dot": _dot,
-    "select": _elementwise,
+    "select": _select,
+    "product_of_others": _product_of_others,
+    "lookup": _lookup,
+    "place": _place,
     "sum_features": _sum_features,
+    "extremum_features": _extremum_features,
+    "extremum_share": _extremum_share,
     "reshape": _reshape,
     "transpose": _transpose,
     "broadcast": _broadcast,

@@ -26,8 +26,8 @@ from dejax.rgnn.ir.inter import VIAS
 from dejax.rgnn.ir.intra import BY_ROW, Gemm, Instance, Kernels, Operand, Outer, Traversal, by_head
 from dejax.rgnn.lowering.factors import WithoutFactors, without_factors
 from dejax.rgnn.lowering.scales import ColumnScales
+from dejax.rgnn.lowering.segments import num_rows, segment_sum, segments, valid_rows
 from dejax.rgnn.lowering.tiles import TileProgram
-from dejax.rgnn.lowering.xla import num_rows, segment_sum, segments, valid_rows
 from dejax.rgnn.options import Options
 from dejax.rgnn.passes.storage import encoded_values, linear_in, may_round
 

@@ -2,9 +2,9 @@
 
 A column that is 10^9 times smaller than the others would lose its digits in a row of one exponent. So the columns of
 an array have powers of two of their own (`dejax.pallas.half_rows`). They are estimates: a row keeps all digits of
-elements down to 2^-29 of its largest. Columns of inputs are measured, all of a program in one kernel. Columns of what is computed
-are taken for those of one input, as far as one can tell: columns of a product for those of the weights, columns of a sum
-of rows for those of the rows.
+elements down to 2^-29 of its largest. Columns of inputs are measured, all of a program in one kernel. Columns of what
+is computed are taken for those of one input, as far as one can tell: columns of a product for those of the weights,
+columns of a sum of rows for those of the rows.
 """
 
 from __future__ import annotations

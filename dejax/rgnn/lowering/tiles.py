@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 import dejax.pallas as kernels
-from dejax.pallas.factored import product, quotient, reshaped, scaled, sum_axis, whole
+from dejax.pallas.factored import max_axis, product, quotient, reshaped, scaled, sum_axis, whole
 from dejax.pallas.half_rows import inverse_of
 from dejax.rgnn.ir.inter import Op, Program
 from dejax.rgnn.ir.intra import BY_ROW, Accumulator, Traversal
@@ -188,6 +188,8 @@ class TileProgram:
             return kernels.erf(args[0])
         if name == "exp":
             return kernels.exp(args[0])
+        if name == "softplus":
+            return jnp.maximum(args[0], 0.0) + jnp.log1p(kernels.exp(-jnp.abs(args[0])))
         if name in ELEMENTWISE:
             rank = len(op.shape)
             aligned = [
@@ -206,6 +208,14 @@ class TileProgram:
             for axis in sorted(op.attr("axes"), reverse=True):
                 x = sum_axis(x, lead + axis, shapes[0][axis], keepdims=op.attr("keepdims"))
             return x
+        if name == "extremum_features":
+            return _extremum(op, x, shapes[0], lead, keepdims=op.attr("keepdims"))
+        if name == "extremum_share":
+            chosen = (x == _extremum(op, x, shapes[0], lead, keepdims=True)).astype(jnp.float32)
+            ties = chosen
+            for axis in op.attr("axes"):
+                ties = sum_axis(ties, lead + axis, shapes[0][axis], keepdims=True)
+            return chosen / ties
         if name == "reshape":
             return reshaped(x, (*x.shape[:lead], *(kernels.next_power_of_two(s) for s in op.shape)))
         if name == "broadcast":
@@ -213,6 +223,15 @@ class TileProgram:
         if name == "linear":
             return _vector_linear(op.attr("spec"), x, args[1], shapes[1], lead)
         raise NotImplementedError(f"operator {name!r} has no tile form")
+
+
+def _extremum(op: Op, x: Any, shape: tuple[int, ...], lead: int, *, keepdims: bool) -> Any:
+    """The largest or smallest number over feature axes."""
+    sign = 1.0 if op.attr("op") == "max" else -1.0
+    x = x * sign
+    for axis in sorted(op.attr("axes"), reverse=True):
+        x = max_axis(x, lead + axis, shape[axis], keepdims=keepdims)
+    return x * sign
 
 
 def _align(x: Any, x_rank: int, y: Any, y_rank: int, lead: int) -> tuple[Any, Any]:

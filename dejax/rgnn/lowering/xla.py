@@ -12,92 +12,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dejax.rgnn.graph import GROUPINGS, RelGraph, Segments
-from dejax.rgnn.ir.inter import TYPE_VIA, VIAS, Op, Program, Space, parse_spec
+from dejax.rgnn.graph import RelGraph, Segments
+from dejax.rgnn.ir.inter import TYPE_VIA, Op, Program, Space, parse_spec
+from dejax.rgnn.lowering.indexed import lookup, place
+from dejax.rgnn.lowering.segment_products import product_of_others, segment_prod
+from dejax.rgnn.lowering.segments import (
+    SegmentSum,
+    lowest,
+    num_rows,
+    segment_extremum,
+    segment_sum,
+    segments,
+    take_rows,
+    valid_rows,
+    where_rows,
+)
 
 # Rows a tile of a typed product on the CPU: a batched matrix product over tiles costs O(rows + types) and no more.
 _TILE = 32
-
-
-def segments(graph: RelGraph, via: str) -> Segments:
-    """The grouping of the graph that a map stands for."""
-    name = GROUPINGS[via]
-    if getattr(graph, name) is None:
-        raise ValueError(f"the graph has no grouping {via!r}: its edge types have sources of several node types")
-    return graph.grouping(name)
-
-
-def num_rows(graph: RelGraph, space: Space) -> int:
-    return {
-        Space.NODE: graph.num_nodes,
-        Space.EDGE: graph.num_edges,
-        Space.SOURCE_PAIR: graph.num_source_pairs,
-        Space.DESTINATION_PAIR: graph.num_destination_pairs,
-        Space.EDGE_TYPE: graph.num_edge_types,
-        Space.NODE_TYPE: graph.num_node_types,
-        Space.GRAPH: 1,
-    }[space]
-
-
-def valid_rows(graph: RelGraph, space: Space) -> jax.Array | None:
-    """Which rows of a space are not padding; None where all are."""
-    if space == Space.EDGE:
-        return graph.edge_mask
-    if space == Space.NODE:
-        return graph.node_mask
-    if space in (Space.SOURCE_PAIR, Space.DESTINATION_PAIR) and graph.edge_mask is not None:
-        via = TYPE_VIA[space]
-        return segments(graph, via).index < num_rows(graph, VIAS[via].coarse)
-    return None
-
-
-def _where_rows(mask: jax.Array | None, x: jax.Array, other: float = 0) -> jax.Array:
-    return x if mask is None else jnp.where(mask.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.asarray(other, x.dtype))
-
-
-def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows of `x`; an index past the end (padding) reads zeros."""
-    if x.shape[0] == 0:
-        return jnp.zeros((index.shape[0], *x.shape[1:]), x.dtype)
-    return x.at[index].get(mode="fill", fill_value=0)
-
-
-# Sums over types read everything once for each row: wikikg2's 535 weights of 64 by 64 are 2^21 numbers.
-_MASKED_SUM = 2**26
-
-
-def segment_sum(x: jax.Array, group: Segments) -> jax.Array:
-    """Sums of each row's items.
-
-    Sums over types (weights of edge types by node type, say) have one order of additions everywhere. The others are
-    scattered additions, whose order changes from run to run on a GPU; there the kernels make them.
-    """
-    # bfloat16 sums are accumulated in float32, as the kernels do.
-    wide = x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
-    if group.num_rows <= 64 and group.num_rows * x.size <= _MASKED_SUM:
-        member = group.index == jnp.arange(group.num_rows, dtype=group.index.dtype)[:, None]
-        total = jnp.where(member.reshape(*member.shape, *(1,) * (x.ndim - 1)), wide, 0).sum(1)
-    else:
-        total = jnp.zeros((group.num_rows, *x.shape[1:]), wide.dtype).at[group.index].add(wide, mode="drop")
-    return total.astype(x.dtype)
-
-
-SegmentSum = Callable[[jax.Array, Segments], jax.Array]
-
-
-def _lowest(dtype: jnp.dtype) -> float:
-    if dtype == jnp.bool_:
-        return False
-    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
-
-
-def segment_max(x: jax.Array, group: Segments) -> jax.Array:
-    low = jnp.full((group.num_rows, *x.shape[1:]), _lowest(x.dtype), x.dtype)
-    largest = low.at[group.index].max(x, mode="drop")
-    some = (group.offsets[1:] > group.offsets[:-1]).reshape(-1, *(1,) * (x.ndim - 1))
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        some = some & (largest != -jnp.inf)  # as in the kernels
-    return jnp.where(some, largest, jnp.zeros((), x.dtype))
 
 
 def _on_cpu() -> bool:
@@ -117,6 +49,11 @@ class Evaluator:
         self, program: Program, graph: RelGraph, precision: str | None, sum_types: SegmentSum = segment_sum
     ) -> None:
         self.program, self.graph, self.precision, self.sum_types = program, graph, precision, sum_types
+        # Backward compares these with their extremum: XLA must not compute them once for that and once to be kept, and
+        # round the two differently.
+        self.compared = {
+            op.args[0] for op in program.ops if op.name in ("place", "reduce") and op.attr("op") in ("max", "min")
+        }
 
     def compute(self, wanted: tuple[int, ...], env: dict[int, jax.Array]) -> None:
         """Adds the wanted values to `env`, computed from what is there; intermediates are not kept."""
@@ -128,6 +65,8 @@ class Evaluator:
             if i not in local:
                 op = self.program.ops[i]
                 local[i] = self.apply(op, [value(a) for a in op.args])
+                if i in self.compared:
+                    local[i] = jax.lax.optimization_barrier(local[i])
             return local[i]
 
         for i in wanted:
@@ -142,6 +81,9 @@ class Evaluator:
             "softmax": self._softmax,
             "linear": self._linear,
             "outer": self._outer,
+            "product_of_others": self._product_of_others,
+            "lookup": lambda op, args: lookup(op, self.graph, *args),
+            "place": lambda op, args: place(op, self.graph, self._space_of(op), *args),
         }.get(op.name)
         result = special(op, args) if special else _rowwise(op, self.program, args)
         return result.astype(op.dtype)
@@ -150,37 +92,67 @@ class Evaluator:
         return jnp.full((num_rows(self.graph, op.space),), op.attr("value"), op.dtype)
 
     def _count(self, op: Op, args: list[jax.Array]) -> jax.Array:
+        if op.attr("via") == "all":
+            valid, rows = valid_rows(self.graph, op.attr("space")), num_rows(self.graph, op.attr("space"))
+            return jnp.full((1,), rows) if valid is None else valid.sum(keepdims=True)
         offsets = segments(self.graph, op.attr("via")).offsets
         return offsets[1:] - offsets[:-1]
 
     def _gather(self, op: Op, args: list[jax.Array]) -> jax.Array:
         (x,) = args
-        if op.attr("via") == "all":
-            return jnp.broadcast_to(x, (num_rows(self.graph, op.space), *x.shape[1:]))
-        return take_rows(x, segments(self.graph, op.attr("via")).index)
+        return self._read(x, op.attr("via"), op.space)
+
+    def _read(self, x: jax.Array, via: str, space: Space) -> jax.Array:
+        if via == "all":
+            return jnp.broadcast_to(x, (num_rows(self.graph, space), *x.shape[1:]))
+        return take_rows(x, segments(self.graph, via).index)
 
     def _reduce(self, op: Op, args: list[jax.Array]) -> jax.Array:
-        (x,), via = args, op.attr("via")
+        (x,) = args
+        return self._reduced(x, op.attr("via"), self._space_of(op), op.attr("op"))
+
+    def _reduced(self, x: jax.Array, via: str, space: Space, how: str) -> jax.Array:
         if via == "all":
-            space = self._space_of(op)
-            if op.attr("op") == "sum":
-                wide = x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
-                return _where_rows(valid_rows(self.graph, space), wide).sum(0, keepdims=True)
-            masked = _where_rows(valid_rows(self.graph, space), x, _lowest(x.dtype))
-            return masked.max(0, keepdims=True) if x.shape[0] else jnp.zeros((1, *x.shape[1:]), x.dtype)
+            return self._reduced_to_one(x, valid_rows(self.graph, space), how)
         group = segments(self.graph, via)
-        if op.attr("op") != "sum":
-            return segment_max(x, group)
-        return (self.sum_types if self._space_of(op) == Space.EDGE_TYPE else segment_sum)(x, group)
+        if how in ("max", "min"):
+            return segment_extremum(x, group, 1 if how == "max" else -1)
+        if how == "prod":
+            wide = x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
+            return segment_prod(wide, group.order, group.offsets)
+        return (self.sum_types if space == Space.EDGE_TYPE else segment_sum)(x, group)
+
+    def _reduced_to_one(self, x: jax.Array, valid: jax.Array | None, how: str) -> jax.Array:
+        wide = x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
+        if how == "sum":
+            return where_rows(valid, wide).sum(0, keepdims=True)
+        if how == "prod":
+            return where_rows(valid, wide, 1).prod(0, keepdims=True)
+        if not x.shape[0]:
+            return jnp.zeros((1, *x.shape[1:]), x.dtype)
+        sign = 1 if how == "max" else -1
+        none = lowest(x.dtype, sign)
+        masked = where_rows(valid, x, none)
+        found = masked.max(0, keepdims=True) if sign > 0 else masked.min(0, keepdims=True)
+        some = jnp.ones((), bool) if valid is None else valid.any()
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            some = some & (found != none)  # as in the kernels
+        return jnp.where(some, found, jnp.zeros((), x.dtype))
+
+    def _product_of_others(self, op: Op, args: list[jax.Array]) -> jax.Array:
+        group = segments(self.graph, op.attr("via"))
+        x, *directions = (a.astype(jnp.float32) if a.dtype in (jnp.bfloat16, jnp.float16) else a for a in args)
+        return product_of_others(x, directions, group.order, group.offsets)
 
     def _space_of(self, op: Op) -> Space:
         return self.program.ops[op.args[0]].space
 
     def _softmax(self, op: Op, args: list[jax.Array]) -> jax.Array:
-        (score,), group = args, segments(self.graph, op.attr("via"))
+        (score,), via, space = args, op.attr("via"), op.space
         wide = score.astype(jnp.float32) if score.dtype in (jnp.bfloat16, jnp.float16) else score
-        e = jnp.exp(wide - take_rows(segment_max(jax.lax.stop_gradient(wide), group), group.index))
-        total = take_rows(segment_sum(e, group), group.index)
+        largest = self._reduced(jax.lax.stop_gradient(wide), via, space, "max")
+        e = jnp.exp(wide - self._read(largest, via, space))
+        total = self._read(self._reduced(e, via, space, "sum"), via, space)
         return e / jnp.where(total == 0, jnp.ones((), total.dtype), total)
 
     def _einsum(self, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -203,7 +175,7 @@ class Evaluator:
             return self._einsum(f"r{left},r{right}->r{out}", x, w)
         if via == "all" or w.shape[0] == 1:
             result = self._einsum(f"r{left},{right}->r{out}", x, w[0])
-            return result if via == "all" else _where_rows(valid_rows(self.graph, op.space), result)
+            return result if via == "all" else where_rows(valid_rows(self.graph, op.space), result)
         group = segments(self.graph, via)
         if len(right) < 2 or via != TYPE_VIA.get(op.space):
             return self._einsum(f"r{left},r{right}->r{out}", x, take_rows(w, group.index))
@@ -221,7 +193,7 @@ class Evaluator:
         space = self._space_of(op)
         if via == "all" or num_rows(self.graph, op.space) == 1:
             mask = valid_rows(self.graph, space)
-            x, y = _where_rows(mask, x), _where_rows(mask, y)
+            x, y = where_rows(mask, x), where_rows(mask, y)
             return self._einsum(f"r{left},r{right}->{out}", x, y)[None]
         group = segments(self.graph, via)
         if via != TYPE_VIA.get(space) or x.shape[0] == 0:
@@ -284,6 +256,15 @@ def _rowwise(op: Op, program: Program, args: list[jax.Array]) -> jax.Array:
         return jnp.sum(_wide(x) * _wide(args[1]), axis=-1)
     if name == "sum_features":
         return jnp.sum(_wide(x), axis=_axes(op.attr("axes")), keepdims=op.attr("keepdims"))
+    if name == "extremum_features":
+        extremum = jnp.max if op.attr("op") == "max" else jnp.min
+        return extremum(x, axis=_axes(op.attr("axes")), keepdims=op.attr("keepdims"))
+    if name == "extremum_share":
+        extremum = jnp.max if op.attr("op") == "max" else jnp.min
+        # Else XLA may compute x once for the extremum and once for the comparison, and round the two differently.
+        x = jax.lax.optimization_barrier(x)
+        chosen = _wide((x == extremum(x, axis=_axes(op.attr("axes")), keepdims=True)).astype(x.dtype))
+        return chosen / chosen.sum(axis=_axes(op.attr("axes")), keepdims=True)
     if name == "reshape":
         return x.reshape(x.shape[0], *op.shape)
     if name == "transpose":
@@ -317,7 +298,14 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "gt": lambda op, x, y: (x > y).astype(x.dtype),
     "eq": lambda op, x, y: (x == y).astype(x.dtype),
     "select": lambda op, c, x, y: jnp.where(c > 0, x, y),
+    "power": lambda op, x, y: jnp.power(x, y),
+    "atan2": lambda op, y, x: jnp.arctan2(y, x),
     "neg": lambda op, x: -x,
+    "sin": lambda op, x: jnp.sin(x),
+    "cos": lambda op, x: jnp.cos(x),
+    "log1p": lambda op, x: jnp.log1p(x),
+    "expm1": lambda op, x: jnp.expm1(x),
+    "softplus": lambda op, x: jnp.logaddexp(x, jnp.zeros_like(x)),
     "exp": lambda op, x: jnp.exp(x),
     "log": lambda op, x: jnp.log(x),
     "sqrt": lambda op, x: jnp.sqrt(x),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dejax.rgnn.ir.inter import Builder, Op, Program, Space
+from dejax.rgnn.ir.inter import VIAS, Builder, Op, Program, Space
 
 # Given the new builder, the old operator, its arguments in the new program and its old number: the new value, or None
 # to copy the operator as it is.
@@ -60,6 +60,11 @@ def rebuild(program: Program, visit: Visit, new: dict[int, int] | None = None) -
         made = visit(builder, op, args, i)
         new[i] = builder.copy(op, args, builder.line) if made is None else made
     return builder.build(new[o] for o in program.outputs)
+
+
+def read_back(builder: Builder, x: int, via: str, fine: Space) -> int:
+    """The value of a coarse space read at the rows of `fine`."""
+    return builder.op("gather", x, via=via, **({"space": str(fine)} if VIAS[via].fine is None else {}))
 
 
 def inserted_axes(op: Op, source: Op) -> tuple[int, ...] | None:

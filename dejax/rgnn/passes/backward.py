@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from dejax.rgnn.ir.inter import VIAS, Builder, Op, Program, Space, parse_spec
+from dejax.rgnn.ir.inter import Builder, Op, Program, parse_spec
+from dejax.rgnn.passes._rewrite import read_back
 
 
 def is_float(op: Op) -> bool:
@@ -165,27 +166,83 @@ def _gather(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
     return [b.op("reduce", g, via=op.attr("via"), op="sum")]
 
 
-def _read_back(b: Builder, x: int, via: str, fine: Space) -> int:
-    return b.op("gather", x, via=via, **({"space": str(fine)} if VIAS[via].fine is None else {}))
+def _counted(b: Builder, mask: int) -> int:
+    """Ones in a dtype that holds their number: counts are not kept in 16 bits."""
+    return b.op("cast", mask, dtype="float32") if b.ops[mask].dtype in ("float16", "bfloat16") else mask
 
 
 def _reduce(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
     (x,), via = op.args, op.attr("via")
     fine = b.ops[x].space
     if op.attr("op") == "sum":
-        return [_read_back(b, g, via, fine)]
-    # The rows that hold the maximum share the gradient equally; how many there are is a count, not kept in 16 bits.
-    largest = b.op("eq", x, _read_back(b, out, via, fine))
-    one = b.op("cast", largest, dtype="float32") if b.ops[x].dtype in ("float16", "bfloat16") else largest
-    ties = b.op("reduce", one, via=via, op="sum")
+        return [read_back(b, g, via, fine)]
+    if op.attr("op") == "prod":
+        return [b.op("mul", read_back(b, g, via, fine), b.op("product_of_others", x, via=via))]
+    # The rows that hold the maximum share the gradient equally.
+    largest = b.op("eq", x, read_back(b, out, via, fine))
+    ties = b.op("reduce", _counted(b, largest), via=via, op="sum")
     share = b.op("div", g, b.op("max", ties, _const(b, ties, 1.0)))
-    return [b.op("mul", largest, _read_back(b, share, via, fine))]
+    return [b.op("mul", largest, read_back(b, share, via, fine))]
+
+
+def _product_of_others(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
+    """The operator is linear in each of its rows d_1, d_2, ..., and so is its derivative by x in the cotangent."""
+    x, *rows = op.args
+    parts: list[int | None] = [b.op("product_of_others", x, *rows, g, via=op.attr("via"))]
+    for k in range(len(rows)):
+        rest = (*rows[:k], *rows[k + 1 :], g)
+        parts.append(b.op("product_of_others", x, *rest, via=op.attr("via")))
+    return parts
+
+
+def _extremum_features(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
+    share = b.op("extremum_share", op.args[0], axes=op.attr("axes"), op=op.attr("op"))
+    (spread,) = _sum_features(b, op, out, g)
+    assert spread is not None
+    return [b.op("mul", spread, share)]
+
+
+def _lookup(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
+    table, index = op.args
+    size = b.ops[table].shape[0]
+    # As in JAX, what was clipped has no gradient.
+    outside = "wrap" if op.attr("outside") == "clip" else op.attr("outside")
+    return [b.op("place", g, index, via=op.attr("via"), size=size, op="sum", outside=outside), None]
+
+
+def _place(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
+    x, index = op.args
+    attrs = {"via": op.attr("via"), "outside": op.attr("outside")}
+    if op.attr("op") == "sum":
+        return [b.op("lookup", g, index, **attrs), None]
+    # As for a reduction: the rows that hold the extremum share the gradient equally.
+    chosen = b.op("eq", x, b.op("lookup", out, index, **attrs))
+    ties = b.op("place", _counted(b, chosen), index, size=op.attr("size"), op="sum", **attrs)
+    share = b.op("div", g, b.op("max", ties, _const(b, ties, 1.0)))
+    return [b.op("mul", chosen, b.op("lookup", share, index, **attrs)), None]
+
+
+def _power(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
+    """As in JAX: no slope in x where y is 0, and none in y where x is 0."""
+    x, y = op.args
+    zero_y, zero_x = b.op("eq", y, _const(b, y, 0.0)), b.op("eq", x, _const(b, x, 0.0))
+    exponent = b.op("select", zero_y, _const(b, y, 1.0), y)
+    slope = b.op("mul", exponent, b.op("power", x, b.op("sub", exponent, _const(b, y, 1.0))))
+    slope = b.op("select", zero_y, _const(b, slope, 0.0), slope)
+    logarithm = b.op("log", b.op("select", zero_x, _const(b, x, 1.0), x))
+    return [b.op("mul", g, slope), b.op("mul", g, b.op("mul", logarithm, out))]
+
+
+def _atan2(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
+    y, x = op.args
+    square = b.op("add", b.op("square", x), b.op("square", y))
+    return [b.op("mul", g, b.op("div", x, square)), b.op("neg", b.op("mul", g, b.op("div", y, square)))]
 
 
 def _softmax(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
     via, fine = op.attr("via"), op.space
     mean = b.op("reduce", b.op("mul", out, g), via=via, op="sum")
-    return [b.op("mul", out, b.op("sub", g, _read_back(b, mean, via, fine)))]
+    return [b.op("mul", out, b.op("sub", g, read_back(b, mean, via, fine)))]
 
 
 def _linear(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
@@ -277,6 +334,13 @@ RULES: dict[str, Rule] = {
     "relu": _unary_rule(lambda b, op, x, out, g: b.op("mul", g, b.op("step", x, slope=0.0))),
     "leaky_relu": _unary_rule(lambda b, op, x, out, g: b.op("mul", g, b.op("step", x, slope=op.attr("slope")))),
     "pow": _unary_rule(_pow),
+    "power": _power,
+    "atan2": _atan2,
+    "sin": _unary_rule(lambda b, op, x, out, g: b.op("mul", g, b.op("cos", x))),
+    "cos": _unary_rule(lambda b, op, x, out, g: b.op("neg", b.op("mul", g, b.op("sin", x)))),
+    "log1p": _unary_rule(lambda b, op, x, out, g: b.op("div", g, b.op("add", x, _const(b, x, 1.0)))),
+    "expm1": _unary_rule(lambda b, op, x, out, g: b.op("mul", g, b.op("exp", x))),
+    "softplus": _unary_rule(lambda b, op, x, out, g: b.op("mul", g, b.op("sigmoid", x))),
     "cast": _unary_rule(lambda b, op, x, out, g: b.op("cast", g, dtype=b.ops[x].dtype)),
     "gather": _gather,
     "reduce": _reduce,
@@ -284,12 +348,16 @@ RULES: dict[str, Rule] = {
     "linear": _linear,
     "outer": _outer,
     "dot": _dot,
+    "product_of_others": _product_of_others,
+    "lookup": _lookup,
+    "place": _place,
     "sum_features": _sum_features,
+    "extremum_features": _extremum_features,
     "reshape": _reshape,
     "transpose": _transpose,
     "broadcast": lambda b, op, out, g: [g],  # the caller sums what broadcasting repeated
     "concat": _concat,
     "slice": _slice,
     "pad": _pad,
-    **dict.fromkeys(("step", "sign", "gt", "eq", "stop_gradient"), _nothing),
+    **dict.fromkeys(("step", "sign", "gt", "eq", "stop_gradient", "extremum_share"), _nothing),
 }

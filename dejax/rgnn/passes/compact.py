@@ -24,7 +24,7 @@ _PAIRS = {"source_pair": Space.SOURCE_PAIR, "destination_pair": Space.DESTINATIO
 _SPACE = {**_PAIRS, "src": Space.NODE, "dst": Space.NODE, "etype": Space.EDGE_TYPE, "all": Space.GRAPH}
 # Functions whose value or slope can be infinite would meet rows that no edge reads, and 0 x inf is not 0: these stay on
 # the edges (or on pairs, each of which has an edge).
-_PARTIAL = frozenset({"div", "exp", "log", "sqrt", "rsqrt", "reciprocal", "pow", "square"})
+_PARTIAL = frozenset("div exp expm1 log log1p sqrt rsqrt reciprocal pow power atan2 square".split())
 # Compaction pays while it spares one row in five; below that the extra indirection costs more.
 _WORTH = 0.8
 
@@ -77,9 +77,9 @@ class _Compaction:
             return
         anchor = self.choose(i, op)
         args = []
-        for at, a in enumerate(op.args):
-            typed = op.name == "linear" and at == 1 and op.attr("via") != "self"
-            args.append(self.new[a] if typed else self.lift(self.new[a], self.anchor[a], anchor))
+        for a in op.args:  # weights and tables are values of types, or shared
+            edge = self.program.ops[a].space == Space.EDGE
+            args.append(self.lift(self.new[a], self.anchor[a], anchor) if edge else self.new[a])
         attrs = dict(op.attrs)
         if op.name == "linear" and attrs["via"] == "etype" and anchor != "edge":
             attrs["via"] = "self" if anchor == "etype" else f"{anchor}.etype"

@@ -103,7 +103,8 @@ class Fusion:
         """
         self.loops = []
         for i, op in enumerate(self.program.ops):
-            if op.name == "reduce" and op.attr("via") != "all" and i not in self.written | self.refused:
+            loops = op.name == "reduce" and op.attr("via") != "all" and op.attr("op") in ("sum", "max")
+            if loops and i not in self.written | self.refused:
                 self.place(i, op)
         if leading:
             lead(self)

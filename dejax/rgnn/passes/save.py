@@ -93,15 +93,15 @@ def _compared(program: Program) -> set[int]:
         value = stack.pop()
         if value not in found:
             found.add(value)
-            if ops[value].name == "gather":
-                stack += ops[value].args
+            if ops[value].name in ("gather", "lookup"):
+                stack.append(ops[value].args[0])
     return found
 
 
 def _reads_maximum(program: Program, value: int) -> bool:
     op = program.ops[value]
-    made = program.ops[op.args[0]] if op.name == "gather" else op
-    return made.name == "reduce" and made.attr("op") == "max"
+    made = program.ops[op.args[0]] if op.name in ("gather", "lookup") else op
+    return made.name in ("reduce", "place") and made.attr("op") in ("max", "min")
 
 
 def _keep(program: Program, value: int, counts: Counts, save_all: bool) -> bool:

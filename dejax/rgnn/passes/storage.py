@@ -69,9 +69,9 @@ def linear_in(program: Program, value: int) -> bool:
     is. Other functions may not. The mean of squares less the square of the mean is a small difference of large numbers.
     Where one mean is of rounded rows and the other is not, the rounding is all that is left.
 
-    So up to the first product or sum, a stored row must not be multiplied by itself, subtracted from what is made of it,
-    or go through a function that is not linear. What is made of it must not be subtracted from another result of the
-    same arguments, either.
+    So up to the first product or sum, a stored row must not be multiplied by itself, subtracted from what is made of
+    it, or go through a function that is not linear. What is made of it must not be subtracted from another result of
+    the same arguments, either.
     """
     carried = {value: _Carries()}
     before = _ancestors(program, value)

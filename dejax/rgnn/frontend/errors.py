@@ -1,0 +1,68 @@
+"""Errors of the front end, which begin with the line of the user's program at fault."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from dejax.rgnn.ir import inter
+from dejax.rgnn.ir.inter import Space
+
+# Frames of these are not the user's: the front end and the IR, and the files beside them that call it; JAX and NumPy.
+_FOLDERS = (str(Path(__file__).parent), str(Path(inter.__file__).parent))
+_LIBRARIES = (str(Path(jax.__file__).parent), str(Path(np.__file__).parent))
+_FILES = {str(Path(__file__).parent.parent / name) for name in ("program.py", "functional.py")}
+
+SPACE_WORDS = {
+    Space.NODE: "a node value",
+    Space.EDGE: "an edge value",
+    Space.SOURCE_PAIR: "a (source, edge type) value",
+    Space.DESTINATION_PAIR: "a (destination, edge type) value",
+    Space.EDGE_TYPE: "an edge-type constant",
+    Space.NODE_TYPE: "a node-type constant",
+    Space.GRAPH: "a shared value",
+}
+REMEDY = {
+    Space.NODE: "read it on the edges with g.src(...) or g.dst(...)",
+    Space.EDGE: "bring it to the nodes with g.sum_to_dst(...), g.mean_to_dst(...) or g.max_to_dst(...)",
+    Space.NODE_TYPE: "use it with a node value, or read it on the edges with g.src(...) or g.dst(...)",
+}
+
+
+class ProgramError(ValueError):
+    """A relational program that makes no sense; the message begins with the line of the program at fault."""
+
+
+def is_internal(path: str) -> bool:
+    """Whether a file is of the front end, or of what calls it, and not the user's."""
+    return path in _FILES or path.startswith(_FOLDERS)
+
+
+def is_library(path: str) -> bool:
+    """Whether a file is JAX's or NumPy's."""
+    return path.startswith(_LIBRARIES)
+
+
+def user_line() -> str | None:
+    """`file:line` of the innermost frame that is neither the front end's own nor a library's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not is_internal(path) and not is_library(path):
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def fail(message: str, line: str | None = None) -> ProgramError:
+    """The error, pointing at `file:line`, by default the line of the program that runs now."""
+    line = line or user_line()
+    if line is None:
+        return ProgramError(message)
+    path, number = line.rsplit(":", 1)
+    text = linecache.getline(path, int(number)).strip()
+    return ProgramError(f"{line}: {message}" + (f"\n    {text}" if text else ""))

@@ -1,0 +1,96 @@
+"""The groupings of a graph by the compiler's maps, and reductions over their rows by plain XLA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from dejax.rgnn.graph import GROUPINGS, RelGraph, Segments
+from dejax.rgnn.ir.inter import TYPE_VIA, VIAS, Space
+
+
+def segments(graph: RelGraph, via: str) -> Segments:
+    """The grouping of the graph that a map stands for."""
+    name = GROUPINGS[via]
+    if getattr(graph, name) is None:
+        raise ValueError(f"the graph has no grouping {via!r}: its edge types have sources of several node types")
+    return graph.grouping(name)
+
+
+def num_rows(graph: RelGraph, space: Space) -> int:
+    return {
+        Space.NODE: graph.num_nodes,
+        Space.EDGE: graph.num_edges,
+        Space.SOURCE_PAIR: graph.num_source_pairs,
+        Space.DESTINATION_PAIR: graph.num_destination_pairs,
+        Space.EDGE_TYPE: graph.num_edge_types,
+        Space.NODE_TYPE: graph.num_node_types,
+        Space.GRAPH: 1,
+    }[space]
+
+
+def valid_rows(graph: RelGraph, space: Space) -> jax.Array | None:
+    """Which rows of a space are not padding; None where all are."""
+    if space == Space.EDGE:
+        return graph.edge_mask
+    if space == Space.NODE:
+        return graph.node_mask
+    if space in (Space.SOURCE_PAIR, Space.DESTINATION_PAIR) and graph.edge_mask is not None:
+        via = TYPE_VIA[space]
+        return segments(graph, via).index < num_rows(graph, VIAS[via].coarse)
+    return None
+
+
+def where_rows(mask: jax.Array | None, x: jax.Array, other: float = 0) -> jax.Array:
+    return x if mask is None else jnp.where(mask.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.asarray(other, x.dtype))
+
+
+def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of `x`; an index past the end (padding) reads zeros."""
+    if x.shape[0] == 0:
+        return jnp.zeros((index.shape[0], *x.shape[1:]), x.dtype)
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+# Sums over types read everything once for each row: wikikg2's 535 weights of 64 by 64 are 2^21 numbers.
+_MASKED_SUM = 2**26
+
+
+def segment_sum(x: jax.Array, group: Segments) -> jax.Array:
+    """Sums of each row's items.
+
+    Sums over types (weights of edge types by node type, say) have one order of additions everywhere. The others are
+    scattered additions, whose order changes from run to run on a GPU; there the kernels make them.
+    """
+    # bfloat16 sums are accumulated in float32, as the kernels do.
+    wide = x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
+    if group.num_rows <= 64 and group.num_rows * x.size <= _MASKED_SUM:
+        member = group.index == jnp.arange(group.num_rows, dtype=group.index.dtype)[:, None]
+        total = jnp.where(member.reshape(*member.shape, *(1,) * (x.ndim - 1)), wide, 0).sum(1)
+    else:
+        total = jnp.zeros((group.num_rows, *x.shape[1:]), wide.dtype).at[group.index].add(wide, mode="drop")
+    return total.astype(x.dtype)
+
+
+SegmentSum = Callable[[jax.Array, Segments], jax.Array]
+
+
+def lowest(dtype: jnp.dtype, sign: int = 1) -> float:
+    """What no number of a dtype is below, or (`sign` of -1) above."""
+    if dtype == jnp.bool_:
+        return sign < 0
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -sign * jnp.inf
+    return jnp.iinfo(dtype).min if sign > 0 else jnp.iinfo(dtype).max
+
+
+def segment_extremum(x: jax.Array, group: Segments, sign: int) -> jax.Array:
+    """The maximum of each row's items, or (`sign` of -1) the minimum; 0 where there is none, or none is finite."""
+    start = jnp.full((group.num_rows, *x.shape[1:]), lowest(x.dtype, sign), x.dtype).at[group.index]
+    found = start.max(x, mode="drop") if sign > 0 else start.min(x, mode="drop")
+    some = (group.offsets[1:] > group.offsets[:-1]).reshape(-1, *(1,) * (x.ndim - 1))
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        some = some & (found != lowest(x.dtype, sign))  # as in the kernels
+    return jnp.where(some, found, jnp.zeros((), x.dtype))
