@@ -64,6 +64,14 @@ class Task:
         return self.options.precision in (None, "tf32")
 
     @property
+    def exact(self) -> bool:
+        """Whether what cancels must keep the digits of float32: where kernels do not round products to fewer.
+
+        XLA's products are those of float32 on the CPU, whatever the precision.
+        """
+        return self.options.precision == "f32" or not may_use_kernels(self.options)
+
+    @property
     def deterministic(self) -> bool:
         return self.options.deterministic
 
@@ -102,7 +110,7 @@ def inference_kernels(task: Task) -> Kernels:
 @lru_cache(maxsize=1024)
 def training_cut(task: Task, wrt: tuple[int, ...]) -> Cut:
     """Forward and backward halves for gradients of the inputs at `wrt`."""
-    return differentiated(optimised(task), wrt, task.counts, task.disable)
+    return differentiated(optimised(task), wrt, task.counts, task.disable, exact=task.exact)
 
 
 def training_tasks(task: Task, wrt: tuple[int, ...]) -> tuple[Cut, Task, Task]:
@@ -183,11 +191,13 @@ def _decoded(array: Any) -> jax.Array:
 
 def uses_kernels(graph: RelGraph, options: Options) -> bool:
     """Whether the instances run as Pallas kernels; otherwise XLA does everything."""
+    return may_use_kernels(options) and graph.num_nodes > 0
+
+
+def may_use_kernels(options: Options) -> bool:
     if options.backend == "xla" or "backward" in options.disable:
         return False
-    if options.backend == "auto" and jax.default_backend() != "gpu" and options.interpret is not False:
-        return False
-    return graph.num_nodes > 0
+    return options.backend != "auto" or jax.default_backend() == "gpu" or options.interpret is False
 
 
 # `halves` are other forms of some of the inputs, and the second result of some of the outputs: what is written in 16

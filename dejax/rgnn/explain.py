@@ -45,7 +45,7 @@ def explain(task: Task, *, file: TextIO | None = None, svg: str | None = None) -
     )
     if wrt and "backward" not in disable:
         print("== training: gradients of all floating-point inputs\n", file=out)
-        halves = differentiated(optimised, wrt, counts, disable, watch)
+        halves = differentiated(optimised, wrt, counts, disable, watch, exact=task.exact)
         saved = tuple(range(halves.num_outputs, len(halves.forward.outputs)))
         first, second = (
             lower_to_kernels(part, counts, disable, deterministic=deterministic, half=half, packed=packed)

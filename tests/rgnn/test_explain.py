@@ -24,7 +24,10 @@ def shapes(name: str, size: Size) -> tuple[jax.ShapeDtypeStruct, dict[str, jax.S
     return found.pop("x"), found
 
 
-def explained(options: Options | None = None, svg: str | None = None) -> str:
+_KERNELS = Options(backend="pallas")
+
+
+def explained(options: Options = _KERNELS, svg: str | None = None) -> str:
     out = io.StringIO()
     x, params = shapes("rgat", Size(16, 8, 2))
     library.rgat.explain(graph_of("typical"), x, params, options=options, file=out, svg=svg)
