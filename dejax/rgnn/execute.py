@@ -68,6 +68,14 @@ class Task:
         return self.options.precision in (None, "tf32")
 
     @property
+    def exact(self) -> bool:
+        """Whether what cancels must keep the digits of float32: where kernels do not round products to fewer.
+
+        XLA's products are those of float32 on the CPU, whatever the precision.
+        """
+        return self.options.precision == "f32" or why_xla(self.options) is not None
+
+    @property
     def deterministic(self) -> bool:
         return self.options.deterministic
 
@@ -110,7 +118,7 @@ def inference_kernels(task: Task, watch: Watch = silent) -> Kernels:
 @lru_cache(maxsize=1024)
 def training_cut(task: Task, wrt: tuple[int, ...], watch: Watch = silent) -> Cut:
     """Forward and backward halves for gradients of the inputs at `wrt`."""
-    return differentiated(optimised(task), wrt, task.counts, task.disable, watch)
+    return differentiated(optimised(task), wrt, task.counts, task.disable, watch, exact=task.exact)
 
 
 def training_tasks(task: Task, wrt: tuple[int, ...]) -> tuple[Cut, Task, Task]:
@@ -206,13 +214,18 @@ def uses_kernels(graph: RelGraph, options: Options) -> bool:
 
 def why_no_kernels(graph: RelGraph, options: Options) -> str | None:
     """Why XLA does everything; None where the instances run as Pallas kernels."""
+    return why_xla(options) or (None if graph.num_nodes > 0 else "the graph has no nodes")
+
+
+def why_xla(options: Options) -> str | None:
+    """Why XLA does everything whatever the graph; None where kernels may run."""
     if options.backend == "xla":
         return 'the backend is "xla"'
     if "backward" in options.disable:
         return 'without the pass "backward" gradients are JAX\'s, of XLA operators'
     if options.backend == "auto" and jax.default_backend() != "gpu" and options.interpret is not False:
         return f'the backend is "auto" and JAX\'s default device is a {jax.default_backend().upper()}'
-    return None if graph.num_nodes > 0 else "the graph has no nodes"
+    return None
 
 
 # `halves` are other forms of some of the inputs, and the second result of some of the outputs: what is written in 16

@@ -615,7 +615,9 @@ def hgt_training(
     size = Size(8 * heads, 8, heads)
     arrays = {k: a.astype("float32") for k, a in make_arrays(model, GRAPHS["typed"], size, "float32").items()}
     layer = getattr(library, model)
-    task, _, _ = layer._prepare(graph_of("typed"), Options(disable=disable), (arrays.pop("x"), arrays), {})
+    task, _, _ = layer._prepare(
+        graph_of("typed"), Options(disable=disable, backend="pallas"), (arrays.pop("x"), arrays), {}
+    )
     task = replace(task, counts=counts)
     halves = execute.training_cut(task, execute.differentiable_positions(task))
     return halves, execute.inference_kernels(execute.Task(halves.backward, counts, task.options, raw=False))

@@ -7,6 +7,7 @@ switched off one by one (`Options(disable=...)`); results agree whichever are of
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from dejax.rgnn.ir.inter import Program, verify
 from dejax.rgnn.ir.intra import Kernels, verify_kernels
@@ -126,11 +127,19 @@ def differentiated(
     counts: Counts,
     disable: frozenset[str] = frozenset(),
     watch: Watch = silent,
+    *,
+    exact: bool = False,
 ) -> Cut:
-    """The forward and backward programs of an optimised program, for gradients of the inputs at positions `wrt`."""
+    """The forward and backward programs of an optimised program, for gradients of the inputs at positions `wrt`.
+
+    With `exact`, differences that cancel keep the digits that they have in the program as it was written (`hoist`,
+    `contract`).
+    """
     joint = differentiate(program, wrt)
     watch("backward", joint)
-    joint = run_passes(joint, LATE, counts, disable, watch)
+    keeping = {"hoist": partial(hoist, exact=exact), "contract": partial(contract, exact=exact)}
+    late = tuple((name, keeping.get(name, run)) for name, run in LATE)
+    joint = run_passes(joint, late, counts, disable, watch)
     positions = [program.ops[i].attr("position") for i in program.inputs]
     num_inputs = 1 + max(positions, default=-1)
     halves = cut(joint, num_inputs, len(program.outputs), counts, save_all="recompute" in disable)

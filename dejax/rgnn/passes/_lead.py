@@ -30,6 +30,7 @@ def lead(fusion: Fusion) -> None:
     for _, leader, follower, values in sorted(found, key=lambda f: f[0]):
         if leader is follower or leader in followers or follower in (*followers, *leaders):
             continue
+        values = before_sums(fusion, leader, values)
         if leader.space != follower.space or not pays(fusion, leader, follower, values):
             continue
         before = list(leader.items)
@@ -69,6 +70,23 @@ def multipliers(fusion: Fusion, loop: Loop) -> list[int]:
     return values if any(fusion.shrinks(v) for v in fusion.cone(values, set())[0]) else []
 
 
+def before_sums(fusion: Fusion, leader: Loop, values: list[int]) -> list[int]:
+    """The values, but what is made from a sum of the leader itself is left to followers, from values before it."""
+    ops, found = fusion.program.ops, dict[int, None]()
+
+    def visit(value: int) -> None:
+        if not fusion.follows((value,), leader.sums):
+            if ops[value].name != "const" and fusion.cone([value], set())[0]:
+                found[value] = None
+        elif fusion.on_tile(value):
+            for a in ops[value].args:
+                visit(a)
+
+    for value in values:
+        visit(value)
+    return list(found)
+
+
 def plain(fusion: Fusion, value: int) -> int:
     """The value before reshapes, and before it is rounded: none of its digits are lost in memory."""
     ops = fusion.program.ops
@@ -84,7 +102,9 @@ def held(fusion: Fusion, loop: Loop, values: list[int]) -> int:
     """Numbers of a slot that a loop holds in registers where it makes the values, too: what it loads and sums."""
     ops = fusion.program.ops
     _, leaves = fusion.cone([*fusion.roots(loop), *values], set())
-    return sum(ops[v].width for v in leaves) + sum(ops[a.out].width for a in loop.accumulators)
+    sums = [ops[a.out] for a in loop.accumulators]
+    # What is summed again here would else be summed forward and kept (`_centre.py`): no follower could have it.
+    return sum(ops[v].width for v in leaves) + sum(op.width for op in sums if not op.attr("again"))
 
 
 def pays(fusion: Fusion, leader: Loop, follower: Loop, values: list[int]) -> bool:

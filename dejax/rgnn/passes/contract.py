@@ -5,17 +5,24 @@
 Backward of a softmax-weighted sum needs the left side and forward has made the sum on the right: one inner product a
 node
 replaces reading a row for every edge (the same step as in FlashAttention's backward, arXiv 2205.14135, appendix B.2).
+There the sum is a mean that is subtracted from the inner products themselves. Where products are exact to float32, the
+difference must keep its digits: the mean is then left as it is, or what it leaves is subtracted, too (`_centre.py`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dejax.rgnn.ir.inter import Builder, Op, Program
+from dejax.rgnn.passes._centre import Centred, readers, subtract_what_is_left
 from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, rebuild
 
 
-def contract(program: Program, counts: Counts) -> Program:
-    sums = _sums(program)
+def contract(program: Program, counts: Counts, *, exact: bool = False) -> Program:
+    """The pass; with `exact`, differences that cancel keep the digits that they have as they were written."""
+    sums, users = _sums(program), program.users()
     new: dict[int, int] = {}
+    centred: dict[int, Centred] = {}  # by the old difference
 
     def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         if op.name != "reduce" or op.attr("op") != "sum":
@@ -34,6 +41,10 @@ def contract(program: Program, counts: Counts) -> Program:
             total, y = new[known], new[program.ops[row].args[0]]
             if builder.ops[total].shape != builder.ops[y].shape:
                 continue
+            if exact and (read := readers(program, users, index, f.value)).cancels:
+                if not read.centred:
+                    continue
+                centred.update((c.difference, c) for c in read.centred)
             product = builder.op("mul", y, total)
             last = len(builder.ops[product].shape) - 1
             summed = builder.op("sum_features", product, axes=(last,), keepdims=False)
@@ -42,7 +53,9 @@ def contract(program: Program, counts: Counts) -> Program:
             return as_dtype(builder, summed, op.dtype)
         return None
 
-    return rebuild(program, visit, new)
+    made = rebuild(program, visit, new)
+    found = [replace(c, difference=new[c.difference], share=new[c.share]) for c in centred.values()]
+    return subtract_what_is_left(made, found, counts)
 
 
 def _sums(program: Program) -> dict[tuple, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program
 from dejax.rgnn.ir.intra import fits_beside
+from dejax.rgnn.passes._apart import keep_apart
 from dejax.rgnn.passes._rewrite import Counts, rebuild
 
 # How the product was made, and how it is summed -> how the rows before it are summed, and that sum meets the weight.
@@ -49,4 +50,4 @@ def extract(program: Program, counts: Counts) -> Program:
         total = builder.op("outer", new[rows], args[1], spec=specs[0], via=via, dtype=op.dtype)
         return builder.op("linear", total, new[weight], spec=specs[1], via="self")
 
-    return rebuild(program, visit, new)
+    return keep_apart(rebuild(program, visit, new), counts)

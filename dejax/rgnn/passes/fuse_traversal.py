@@ -32,6 +32,7 @@ from dejax.rgnn.ir.intra import (
 from dejax.rgnn.passes._beside import put_beside
 from dejax.rgnn.passes._lead import lead
 from dejax.rgnn.passes._nodes import where_reached, write_nodes
+from dejax.rgnn.passes._once import made_once, share_in_order
 from dejax.rgnn.passes._rewrite import Counts, factors, from_memory, moves_unit_axes, powers_of_two
 
 _ITEM_SPACES = (Space.EDGE, Space.SOURCE_PAIR, Space.DESTINATION_PAIR)
@@ -81,6 +82,7 @@ class Fusion:
         self.inner = {i.product for i in kernels.instances if hasattr(i, "product")} - self.written
         self.refused = {i for i, op in enumerate(self.program.ops) if refusal(op) is not None}
         self.loops: list[Loop] = []
+        self.once: dict[int, list[int]] = {}  # by reduction, what its loop writes for others (`_once.py`)
 
     def run(self) -> Kernels:
         for leading in (True, False) if self.leading else (False,):
@@ -102,10 +104,13 @@ class Fusion:
         later loop can write, and then they are taken last.
         """
         self.loops = []
+        self.once = made_once(self)
         for i, op in enumerate(self.program.ops):
             loops = op.name == "reduce" and op.attr("via") != "all" and op.attr("op") in ("sum", "max")
             if loops and i not in self.written | self.refused:
                 self.place(i, op)
+        if self.once:
+            share_in_order(self)
         if leading:
             lead(self)
         steps = [self.absorb_all, self.write_items]
@@ -221,7 +226,7 @@ class Fusion:
             if self.acyclic(self.loops):
                 return
             loop.accumulators.pop()
-        self.loops.append(Loop(via, space, [Accumulator(op.attr("op"), i, op.args[0])]))
+        self.loops.append(Loop(via, space, [Accumulator(op.attr("op"), i, op.args[0])], items=self.once.get(i, [])))
 
     def share(self, accumulator: Accumulator, loop: Loop) -> bool:
         """Whether a reduction loads an array that the loop loads already."""
@@ -364,6 +369,9 @@ class Fusion:
             return False
         vector = op.name == "linear"  # times a vector of its type, which is read by the row's type
         if vector and (op.args[0] not in mine or op.attr("via") == "all" or not self.stays_on_row(value)):
+            return False
+        # A loop of numbers writes no rows that the next one can make of them.
+        if vector and self.once and all(self.program.ops[v].width < op.width for v in mine):
             return False
         given = () if vector else tuple(a for a in op.args if a not in mine)
         if self.follows(given, mine):  # an array that is made from what this loop gives

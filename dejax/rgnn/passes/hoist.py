@@ -7,14 +7,25 @@ a mean, or the sum of a softmax, is applied to one row instead of to every edge.
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import Builder, Op, Program, promote
+from dejax.rgnn.passes._centre import readers
 from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, in_range, insert_axes, multiply, rebuild
 
 
-def hoist(program: Program, counts: Counts) -> Program:
+def hoist(program: Program, counts: Counts, *, exact: bool = False) -> Program:
+    """The pass; with `exact`, a mean that is subtracted from what it is the mean of stays as it was written.
+
+    Its weights are those that multiply the differences: their sum, rounded, is 0 then.
+    """
     new: dict[int, int] = {}
+    users = program.users()
+
+    def subtracted(index: int, op: Op) -> bool:
+        found = (readers(program, users, index, f.value) for f in factors(program, op.args[0]))
+        return any(r.cancels and not r.centred for r in found)
 
     def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int:
-        new[index] = _hoisted(builder, op) or builder.copy(op, args, builder.line)
+        left = exact and op.name == "reduce" and op.attr("op") == "sum" and subtracted(index, op)
+        new[index] = (None if left else _hoisted(builder, op)) or builder.copy(op, args, builder.line)
         return new[index]
 
     def _hoisted(builder: Builder, op: Op) -> int | None:
