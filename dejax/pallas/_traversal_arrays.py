@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -127,7 +128,7 @@ def given_to_loop(
 def not_empty(array: Any) -> Any:
     """A buffer that a kernel can be given: one row of zeros for none. Masks keep it from being read."""
     if isinstance(array, HalfRows):
-        return HalfRows(not_empty(array.mantissa), not_empty(array.exponent), array.width)
+        return replace(array, mantissa=not_empty(array.mantissa), exponent=not_empty(array.exponent))
     return jnp.zeros((1, *array.shape[1:]), array.dtype) if array.shape[0] == 0 else array
 
 

@@ -147,7 +147,7 @@ def evaluate(
     """The body's reduction values and item outputs for [rows, items] items, broadcast to full tiles."""
     item = indices[0]
     by_table = dict(zip(_needed_tables(plan), indices[1:], strict=True))
-    tiles = []
+    tiles: list[Any] = []
     for i, operand in enumerate(plan.operands):
         if i in row_tiles:
             tiles.append(row_tiles[i])

@@ -92,7 +92,7 @@ def column_powers(
             kernel_ones.append(i)
         elif array.size:
             largest = jnp.max(_finite_magnitude(array), axis=request.reduced)
-            order = np.argsort(np.argsort(request.kept))
+            order = [sorted(request.kept).index(a) for a in request.kept]
             powers = powers_of(jnp.transpose(largest, order).reshape(-1))
             found[i] = powers, powers.astype(jnp.bfloat16)
         else:

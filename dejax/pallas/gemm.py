@@ -442,7 +442,8 @@ def typed_matmul(
         scaled = precision == "tf32" and jnp.float32 in (x.dtype, w.dtype)
         exact = precision == "f32" and jnp.float32 in (x.dtype, w.dtype)
         if isinstance(x, HalfRows) and not (scaled and x.one_exponent(merged * k, schedule.block_k)):
-            x, x_columns = x.decode(), x.columns
+            x_columns = x.columns
+            x = x.decode()
         mantissa = x.mantissa if isinstance(x, HalfRows) else x
         if isinstance(x, HalfRows):
             x_columns = x.columns
@@ -453,12 +454,12 @@ def typed_matmul(
         # What is stored is divided by `out_columns`: the matrices are, where the epilogue is linear, and then all their
         # columns have about one scale.
         divided_w = beforehand and out_columns is not None and bias is None and activation is None
+        inverse = None if out_columns is None else inverse_of(out_columns)
         if beforehand:
             w = w.astype(jnp.float32)
             if x_columns is not None:
                 w = w * (x_columns[:, None] if transpose_w else x_columns[:, :, None])
-            if divided_w:
-                inverse = inverse_of(out_columns)
+            if divided_w and out_columns is not None and inverse is not None:
                 w = w * (inverse[:, :, None] if transpose_w else inverse[:, None])
                 dot_vector = None if dot_vector is None else dot_vector * out_columns
             w, w_low, w_power = _as_scaled(w, transpose_w, exact, divided_w)

@@ -411,9 +411,11 @@ def typed_outer(
         schedule = OuterSchedule(**fields)
     scaled = precision == "tf32" and jnp.float32 in (x.dtype, y.dtype)
     if isinstance(x, HalfRows) and not (scaled and x.one_exponent(merged * k, schedule.block_k)):
-        x, x_columns = x.decode(), x.columns
+        x_columns = x.columns
+        x = x.decode()
     if isinstance(y, HalfRows) and not (scaled and scale is None and y.one_exponent(merged * n, schedule.block_n)):
-        y, y_columns = y.decode(), y.columns
+        y_columns = y.columns
+        y = y.decode()
     per_split = rows_per_split or schedules.rows_per_split(num_positions, types)
     if splits is None:
         splits = (*split_table(jnp.asarray(offsets), per_split, num_positions), None)

@@ -392,11 +392,12 @@ class PallasLowering:
         for v in self.half.intersection(t.row_outputs):
             op = self.program.ops[v]
             parts = op.args if op.name == "concat" else (v,)  # rows side by side
-            powers = [self.scales.powers(a) for a in parts]
-            if any(p is None for p in powers):
+            powers = {a: p for a in parts if (p := self.scales.powers(a, dtype)) is not None}
+            if len(powers) < len(parts):
                 continue
-            divided.update((a, self.scales.powers(a, dtype)) for a in parts)
-            columns[v] = powers[0] if len(parts) == 1 else jnp.concatenate(powers, axis=op.attr("axis"))
+            divided |= powers
+            halves = [p for a in parts if (p := self.scales.powers(a)) is not None]
+            columns[v] = halves[0] if len(halves) == 1 else jnp.concatenate(halves, axis=op.attr("axis"))
         return divided, columns
 
     def loaded(

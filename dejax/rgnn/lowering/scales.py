@@ -114,7 +114,10 @@ class ColumnScales:
             parts = [self._made(part, half).reshape(self._shape(part)) for part in source.parts]
             return jnp.concatenate(parts, axis=source.axis)
         rows = self._inputs[source.input]
-        return rows.columns if isinstance(rows, HalfRows) else self._powers[source.measured][half]
+        if isinstance(rows, HalfRows):
+            assert rows.columns is not None
+            return rows.columns
+        return self._powers[source.measured][half]
 
     def _shape(self, source: Source) -> tuple[int, ...]:
         if isinstance(source, Marginal):
