@@ -63,8 +63,10 @@ def check_operands(
                     f"operands[{i}].index must name one of {len(index_tables)} index tables, got {operand.index}"
                 )
         else:
-            known = "item, position, indexed, positioned, shared, each_row, each_slot"
-            known += "" if num_rows is None else ", row, row_indexed, late"
+            known = "item, position, indexed, positioned, shared" + (
+                "" if num_rows is None else ", row, row_indexed, late"
+            )
+            known += ", each_row, each_slot"
             raise ValueError(f"operands[{i}].access must be one of {known}, got {operand.access!r}")
         if operand.columns is not None:
             start, shape = operand.columns

@@ -244,13 +244,14 @@ def test_a_store_that_an_engines_thread_drops(tmp_path):
 
 
 def test_inside_with_a_store_stays(tmp_path):
+    before = list(_store._entered)
     ActivationStore(tmp_path, host_bytes=1 << 20).__enter__()
     gc.collect()
-    (entered,) = _store._entered
+    (entered,) = (store for store in _store._entered if store not in before)
     assert entered.is_open and len(list(tmp_path.iterdir())) == 1
     entered.__exit__(None, None, None)
     del entered
-    assert not _store._entered and not list(tmp_path.iterdir())
+    assert _store._entered == before and not list(tmp_path.iterdir())
 
 
 LEFT_OPEN = """

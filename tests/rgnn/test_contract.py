@@ -368,10 +368,13 @@ def side_by_side(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_numbers_that_one_loop_makes_for_others(
     size: Size, dtype: str, precision: str | None, tolerance: float, side_by_side: list[int]
 ) -> None:
-    """Two an edge and head, which lie side by side, in float32 whatever dtype they have."""
+    """Two an edge and head, which lie side by side, in float32 whatever dtype they have.
+
+    With `f32` the loops keep the digits of differences (`Task.exact`), and read none of such numbers together.
+    """
     options = dataclasses.replace(PALLAS, precision=precision)
     check("hgt", "typed", size, options, dtype, tolerance=tolerance, loop_tables=True)
-    assert 2 in side_by_side
+    assert (2 in side_by_side) == (precision != "f32")
 
 
 @pytest.mark.parametrize(
@@ -495,7 +498,7 @@ def test_numbers_of_others_in_xla(side_by_side: list[int], monkeypatch: pytest.M
 
     monkeypatch.setattr(PallasLowering, "traversal", traversal)
     with pytest.warns(rgnn.KernelFallbackWarning, match="as if it were too wide"):
-        check("hgt", "typed", Size(8, 8, 2), PALLAS, tolerance=F32)
+        check("hgt", "typed", Size(8, 8, 2), dataclasses.replace(PALLAS, precision="tf32"), tolerance=TF32)
     assert 2 in side_by_side
 
 
