@@ -47,6 +47,8 @@ uint64_t Store::StoreOnCpu(int64_t run_id, int64_t site, const void* data, int64
   Lock lock = Enter();
   const Stopwatch stopwatch(&stats_.launch_seconds);
   const RunPtr run = FindRun(run_id, -1, /*create=*/true);
+  // XLA may make other calls of a step that has failed: what they stored would stay, for nobody.
+  if (!run->failure.empty()) throw AnotherFailed(*run);
   const EntryPtr entry = Add(run, site, bytes);
   try {
     if (Injected("store")) throw std::runtime_error("offload: storing failed: injected fault");
@@ -108,6 +110,7 @@ void Store::StoreOnCuda(int64_t run_id, int device, Stream stream, int64_t site,
                         DevicePointer data, int64_t bytes, DevicePointer handle) {
   DeviceCall call(this, device, stream);
   const RunPtr run = FindRun(run_id, device, /*create=*/true);
+  if (!run->failure.empty()) throw AnotherFailed(*run);
   const EntryPtr entry = Add(run, site, bytes);
   try {
     if (Injected("store")) throw std::runtime_error("offload: storing failed: injected fault");
