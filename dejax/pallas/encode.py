@@ -41,7 +41,7 @@ def to_half_rows(x: jax.Array, columns: jax.Array | None = None, *, interpret: b
 
     Args:
       x: float32[rows, *features].
-      columns: float32[*features], powers of two near the largest elements of the columns of `x` (`column_powers`).
+      columns: bfloat16[*features], powers of two near the largest elements of the columns of `x` (`column_powers`).
       interpret: run the kernel interpreted; by default where there is no GPU.
 
     Raises:

@@ -146,17 +146,19 @@ def powers_of(largest: Array) -> Array:
 def powers_of_tile(largest: Array, of_all: Array) -> Array:
     """As `powers_of`, with the largest of all magnitudes given."""
     largest = where(largest > 0, largest, of_all)
-    bits = lax.bitcast_convert_type(largest, jnp.int32)
-    exponent = lax.shift_right_logical(bits, lax.full_like(bits, 23))
-    exponent = lax.min(lax.max(exponent, _LOW), _HIGH)
+    exponent = lax.min(lax.max(_biased(largest), _LOW), _HIGH)
     return where(largest > 0, power(exponent), 1.0)
 
 
 def inverse_of(powers: Array) -> Array:
     """1 over powers of two from 2^-126 to 2^126, exactly, in float32."""
-    bits = lax.bitcast_convert_type(powers.astype(jnp.float32), jnp.int32)
-    exponent = lax.shift_right_logical(bits, lax.full_like(bits, 23))
-    return inverse_power(exponent)
+    return inverse_power(_biased(powers.astype(jnp.float32)))
+
+
+def _biased(x: Array) -> Array:
+    """The biased exponent of float32 numbers that are not negative."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return lax.shift_right_logical(bits, lax.full_like(bits, 23))
 
 
 def power(exponent: Array) -> Array:

@@ -58,14 +58,13 @@ class SideBySide:
 
     parts: tuple[Source, ...]
     axis: int
-    sizes: tuple[int, ...]
 
     def of_axes(self, axes: Iterable[int]) -> Source | None:
         chosen = tuple(axes)
         if self.axis not in chosen:
             return None
         parts = tuple(part.of_axes(chosen) for part in self.parts)
-        return None if None in parts else SideBySide(parts, chosen.index(self.axis), self.sizes)  # type: ignore[arg-type]
+        return None if None in parts else SideBySide(parts, chosen.index(self.axis))  # type: ignore[arg-type]
 
     @property
     def inputs(self) -> tuple[Marginal, ...]:
@@ -166,8 +165,7 @@ class ColumnScales:
             return self._product(op)
         if op.name == "concat":
             parts = tuple(self.source(a) for a in op.args)
-            sizes = tuple(self.program.ops[a].shape[op.attr("axis")] for a in op.args)
-            return None if None in parts else SideBySide(parts, op.attr("axis"), sizes)  # type: ignore[arg-type]
+            return None if None in parts else SideBySide(parts, op.attr("axis"))  # type: ignore[arg-type]
         return None
 
     def _same_shape(self, value: int, op: Op) -> Source | None:
@@ -209,4 +207,4 @@ class ColumnScales:
             for p in source.parts
             if isinstance(p, Marginal) and p.shape is None
         )
-        return SideBySide(parts, source.axis, source.sizes) if len(parts) == len(source.parts) else None
+        return SideBySide(parts, source.axis) if len(parts) == len(source.parts) else None
