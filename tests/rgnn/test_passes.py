@@ -33,7 +33,7 @@ from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.save import Cut, cut
 from dejax.rgnn.passes.sink import sink
 from dejax.rgnn.passes.softmax import expand_softmax
-from dejax.rgnn.passes.storage import storage
+from dejax.rgnn.passes.storage import linear_in, storage
 from dejax.rgnn.passes.units import units
 from tests.rgnn.cases import Size
 from tests.rgnn.contract import make_arrays
@@ -863,3 +863,17 @@ def test_models_become_kernels_whichever_passes_choose(case: str, counts: Counts
         parts = execute.training_cut(task, execute.differentiable_positions(task))
         for part in (parts.forward, parts.backward):
             execute.inference_kernels(execute.Task(part, counts, task.options, raw=False))
+
+
+@pytest.mark.parametrize(("same_weights", "stores"), [(True, False), (False, True)])
+def test_rows_that_are_subtracted_after_products_with_the_same_weights_keep_float32(
+    same_weights: bool, stores: bool
+) -> None:
+    """`sum(h V) - sum(tanh(x) W)`, with h = tanh(x) W, may cancel where V is W; nothing says so of other weights."""
+    b = Tiny("difference")
+    x, w = b.op("tanh", b.node("x", 32)), b.weight("w", 32, 32)
+    v = w if same_weights else b.weight("v", 32, 32)
+    stored = b.linear(b.src(x), w, "k,kn->n")
+    through = b.sum(b.linear(stored, v, "k,kn->n"))
+    program = b.build([b.op("sub", through, b.sum(b.linear(b.src(x), w, "k,kn->n")))])
+    assert linear_in(program, stored) == stores
