@@ -21,7 +21,8 @@ from dejax.pallas import tuned_tables
 from dejax.pallas._shapes import next_power_of_two
 from dejax.pallas.gemm import MAX_HALF_N
 from dejax.pallas.half_rows import of_stored, stored
-from dejax.rgnn.graph import RelGraph, Segments
+from dejax.rgnn.graphs.rel_graph import RelGraph
+from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.ir.inter import VIAS
 from dejax.rgnn.ir.intra import BY_ROW, Gemm, Instance, Kernels, Operand, Outer, Traversal, by_head
 from dejax.rgnn.lowering.factors import WithoutFactors, without_factors
