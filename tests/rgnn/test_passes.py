@@ -17,24 +17,24 @@ from dejax.rgnn.passes import LATE, PASSES, Counts, differentiated, lower_to_ker
 from dejax.rgnn.passes.aggregate import aggregate
 from dejax.rgnn.passes.backward import differentiate
 from dejax.rgnn.passes.compact import compact
+from dejax.rgnn.passes.concat_parts import join
 from dejax.rgnn.passes.contract import contract
 from dejax.rgnn.passes.cse import cse
 from dejax.rgnn.passes.dce import dce
-from dejax.rgnn.passes.extract import extract
+from dejax.rgnn.passes.decompact import sink
+from dejax.rgnn.passes.factor_weights import extract
 from dejax.rgnn.passes.fallback import fallback
 from dejax.rgnn.passes.fold import fold
 from dejax.rgnn.passes.fuse_gemm import fuse_gemm
 from dejax.rgnn.passes.fuse_traversal import fuse_traversal
 from dejax.rgnn.passes.hoist import hoist
-from dejax.rgnn.passes.join import join
-from dejax.rgnn.passes.merge import merge
-from dejax.rgnn.passes.pair import pair
+from dejax.rgnn.passes.merge_gemms import merge
+from dejax.rgnn.passes.merge_weight_gradients import pair
 from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.save import Cut, cut
-from dejax.rgnn.passes.sink import sink
 from dejax.rgnn.passes.softmax import expand_softmax
 from dejax.rgnn.passes.storage import storage
-from dejax.rgnn.passes.units import units
+from dejax.rgnn.passes.unit_axes import units
 from tests.rgnn.cases import Size
 from tests.rgnn.contract import make_arrays
 from tests.rgnn.references import GRAPHS, graph_of

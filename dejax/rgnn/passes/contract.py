@@ -6,7 +6,7 @@ Backward of a softmax-weighted sum needs the left side and forward has made the 
 node
 replaces reading a row for every edge (the same step as in FlashAttention's backward, arXiv 2205.14135, appendix B.2).
 There the sum is a mean that is subtracted from the inner products themselves. Where products are exact to float32, the
-difference must keep its digits: the mean is then left as it is, or what it leaves is subtracted, too (`_centre.py`).
+difference must keep its digits: the mean is then left as it is, or what it leaves is subtracted, too (`_softmax_gradient.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dejax.rgnn.ir.inter import Builder, Op, Program
-from dejax.rgnn.passes._centre import Centred, readers, subtract_what_is_left
 from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, rebuild
+from dejax.rgnn.passes._softmax_gradient import Centred, readers, subtract_what_is_left
 
 
 def contract(program: Program, counts: Counts, *, exact: bool = False) -> Program:

@@ -2,10 +2,10 @@
 
 Reductions over the same rows share one loop when neither needs the other's result. The elementwise operators that lead
 to them are computed edge by edge in registers, again in every loop that needs them; what shrank a feature axis and is
-needed twice is written once, and so are the numbers that one loop can make for others (`_lead.py`). A maximum, the sum
+needed twice is written once, and so are the numbers that one loop can make for others (`_share_scalars.py`). A maximum, the sum
 of exp(score - maximum) and sums weighted by it are one pass with a running maximum. Operators on the rows that follow a
-reduction become its epilogue. Sums over the pairs of a node, of both kinds, are one instance (`_beside.py`). Rows of
-nodes that loops gather, and inner products of them, are made by loops without a reduction (`_nodes.py`).
+reduction become its epilogue. Sums over the pairs of a node, of both kinds, are one instance (`_fuse_pair_sums.py`). Rows of
+nodes that loops gather, and inner products of them, are made by loops without a reduction (`_node_maps.py`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from dejax.rgnn.ir.intra import (
     can_weigh,
     refusal,
 )
-from dejax.rgnn.passes._beside import put_beside
-from dejax.rgnn.passes._lead import lead
-from dejax.rgnn.passes._nodes import where_reached, write_nodes
-from dejax.rgnn.passes._once import made_once, share_in_order
+from dejax.rgnn.passes._fuse_pair_sums import put_beside
+from dejax.rgnn.passes._node_maps import where_reached, write_nodes
 from dejax.rgnn.passes._rewrite import Counts, factors, from_memory, moves_unit_axes, powers_of_two
+from dejax.rgnn.passes._share_inner_products import made_once, share_in_order
+from dejax.rgnn.passes._share_scalars import lead
 
 _ITEM_SPACES = (Space.EDGE, Space.SOURCE_PAIR, Space.DESTINATION_PAIR)
 
@@ -64,7 +64,7 @@ def fuse_traversal(kernels: Kernels, counts: Counts, *, leading: bool = True, ha
     Args:
       kernels: a level-2 program.
       counts: of the graph.
-      leading: one of them may make what others multiply rows by (`passes/_lead.py`).
+      leading: one of them may make what others multiply rows by (`passes/_share_scalars.py`).
       half: rows that a traversal writes may be stored in 16 bits, so that a copy may be worth making.
     """
     return Fusion(kernels, counts, leading, half).run()
@@ -82,7 +82,9 @@ class Fusion:
         self.inner = {i.product for i in kernels.instances if hasattr(i, "product")} - self.written
         self.refused = {i for i, op in enumerate(self.program.ops) if refusal(op) is not None}
         self.loops: list[Loop] = []
-        self.once: dict[int, list[int]] = {}  # by reduction, what its loop writes for others (`_once.py`)
+        self.once: dict[
+            int, list[int]
+        ] = {}  # by reduction, what its loop writes for others (`_share_inner_products.py`)
 
     def run(self) -> Kernels:
         for leading in (True, False) if self.leading else (False,):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program
 from dejax.rgnn.ir.intra import fits_beside
-from dejax.rgnn.passes._apart import keep_apart
+from dejax.rgnn.passes._distribute import keep_apart
 from dejax.rgnn.passes._rewrite import Counts, rebuild
 
 # How the product was made, and how it is summed -> how the rows before it are summed, and that sum meets the weight.

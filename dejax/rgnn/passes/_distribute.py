@@ -3,7 +3,7 @@
     (y_p + s_p a) W   =   y_p W + s_p (a W),   sum of x_p (y_p + s_p a)   =   sum of x_p y_p + (sum of x_p s_p) a
 
 RGAT's gradient of a source pair is such a sum: of gradients of nodes, and of that of its score. The loop that sums the
-first makes the inner products that the second needs a mean of (`_once.py`): together they would be read and written
+first makes the inner products that the second needs a mean of (`_share_inner_products.py`): together they would be read and written
 once more.
 """
 

@@ -103,7 +103,7 @@ def held(fusion: Fusion, loop: Loop, values: list[int]) -> int:
     ops = fusion.program.ops
     _, leaves = fusion.cone([*fusion.roots(loop), *values], set())
     sums = [ops[a.out] for a in loop.accumulators]
-    # What is summed again here would else be summed forward and kept (`_centre.py`): no follower could have it.
+    # What is summed again here would else be summed forward and kept (`_softmax_gradient.py`): no follower could have it.
     return sum(ops[v].width for v in leaves) + sum(op.width for op in sums if not op.attr("again"))
 
 
