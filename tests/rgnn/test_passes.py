@@ -358,7 +358,7 @@ def test_golden_traversal(golden: Golden) -> None:
 
 
 def test_golden_lead(golden: Golden) -> None:
-    each, led = (fuse_traversal(Kernels(gradients_of_scores), COUNTS, leading=leading) for leading in (False, True))
+    each, led = (fuse_traversal(Kernels(gradients_of_scores), COUNTS, sharing=sharing) for sharing in (False, True))
     golden("pass_lead.txt", before_after(gradients_of_scores, ("each loop for itself", each), ("one leads", led)))
 
 

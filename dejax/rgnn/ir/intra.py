@@ -169,6 +169,10 @@ class Accumulator:
     score: int | None = None
     score_inserts: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (self.value, *(t.value for t in self.terms))
+
     def __str__(self) -> str:
         if self.kind != "weighted":
             return f"{self.kind} %{self.out} of %{self.value}"

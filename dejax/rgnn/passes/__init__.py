@@ -171,7 +171,7 @@ def lower_to_kernels(
         kernels = fuse_gemm(kernels, counts, accumulate=not deterministic)
     half = half and "storage" not in disable
     if "traversal" not in disable:
-        kernels = fuse_traversal(kernels, counts, leading="lead" not in disable, half=half)
+        kernels = fuse_traversal(kernels, counts, sharing="lead" not in disable, half=half)
     kernels = verify_kernels(fallback(kernels, merge="fallback" not in disable))
     if "pair" not in disable:
         kernels = verify_kernels(pair(kernels))

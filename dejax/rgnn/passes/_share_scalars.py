@@ -1,49 +1,39 @@
-"""Which loop makes the narrow numbers of each item that several loops over the same items need.
+"""Several loops over the same edges need the same per-edge scalars: one loop stores them, the others load them.
 
-Backward of attention multiplies wide rows by two numbers an edge, the share and the gradient of its score, in a loop
-over destinations and in one over sources. Both come from inner products of wide rows and from what other loops gave for
-the destination. One loop, the leader, makes and writes them; a follower reads them, and multiplies and sums: it needs
-registers for neither inner products nor what they are made from.
+Backward of attention multiplies rows by two scalars of each edge, the share and the gradient of its score, in a loop
+over destinations and in a loop over sources. Both scalars are made of inner products of rows. The loop that loads fewer
+rows computes and stores them (the writer); the other (the reader) then only multiplies and sums, and needs registers
+neither for the inner products nor for their rows.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dejax.rgnn.ir.intra import BY_ROW, access_operand, as_part
-
-if TYPE_CHECKING:
-    from dejax.rgnn.passes.fuse_traversal import Fusion, Loop
-
-_NARROWER = 4  # times that a number of an item must be narrower than what it multiplies or is made from
+from dejax.rgnn.passes._loops import NARROWER, Fusion, Loop
 
 
-def lead(fusion: Fusion) -> None:
-    """Gives loops the item values to write that others then need not make: first where the leader holds least."""
+def share_scalars(fusion: Fusion) -> None:
+    """Chooses writers and readers: first the writer that holds the fewest elements in registers."""
     found = []
-    for follower in fusion.loops:
-        values = multipliers(fusion, follower)
-        if values:
-            found += [(held(fusion, loop, values), loop, follower, values) for loop in fusion.loops]
-    leaders: list[Loop] = []
-    followers: list[Loop] = []
-    for _, leader, follower, values in sorted(found, key=lambda f: f[0]):
-        if leader is follower or leader in followers or follower in (*followers, *leaders):
+    for reader in fusion.loops:
+        scalars = _multipliers(fusion, reader)
+        if scalars:
+            found += [(_held(fusion, loop, scalars), loop, reader, scalars) for loop in fusion.loops]
+    writers: list[Loop] = []
+    readers: list[Loop] = []
+    for _, writer, reader, scalars in sorted(found, key=lambda f: f[0]):
+        if writer is reader or writer in readers or reader in (*readers, *writers):
             continue
-        values = before_sums(fusion, leader, values)
-        if leader.space != follower.space or not pays(fusion, leader, follower, values):
+        scalars = _before_sums(fusion, writer, scalars)
+        if writer.space != reader.space or not _pays(fusion, writer, reader, scalars):
             continue
-        before = list(leader.items)
-        leader.items += [v for v in values if v not in before]
-        if fusion.acyclic(fusion.loops):
-            leaders.append(leader)
-            followers.append(follower)
-        else:
-            leader.items[:] = before
+        if fusion.extend(writer.stored, [v for v in scalars if v not in writer.stored]):
+            writers.append(writer)
+            readers.append(reader)
 
 
-def multipliers(fusion: Fusion, loop: Loop) -> list[int]:
-    """The narrow item values that a loop sums or multiplies wide rows by, if any is made from an inner product."""
+def _multipliers(fusion: Fusion, loop: Loop) -> list[int]:
+    """The per-edge scalars that a loop sums or multiplies rows by, if any is made of an inner product."""
     ops = fusion.program.ops
     if loop.via is None or any(a.kind != "sum" for a in loop.accumulators):
         return []
@@ -51,46 +41,51 @@ def multipliers(fusion: Fusion, loop: Loop) -> list[int]:
 
     def visit(value: int, width: int) -> None:
         op = ops[value]
-        if op.width * _NARROWER <= width or op.width * _NARROWER <= widest(value):
+        if op.width * NARROWER <= max(width, _widest_ancestor(fusion, value)):
             found[value] = None
-        elif op.name in ("mul", "div") and fusion.on_tile(value):
+        elif op.name in ("mul", "div") and fusion.in_registers(value):
             for a in op.args:
                 visit(a, max(width, op.width))
-        elif op.name in ("reshape", "cast") and fusion.on_tile(value):
+        elif op.name in ("reshape", "cast") and fusion.in_registers(value):
             visit(op.args[0], width)
-
-    def widest(value: int) -> int:
-        """Of all that the value is made from."""
-        return max(ops[v].width for part in fusion.cone([value], set()) for v in part)
 
     for a in loop.accumulators:
         visit(a.value, 0)
-    values = list(dict.fromkeys(plain(fusion, v) for v in found))
-    values = [v for v in values if fusion.cone([v], set())[0] and ops[v].name != "const"]
-    return values if any(fusion.shrinks(v) for v in fusion.cone(values, set())[0]) else []
+    scalars = list(dict.fromkeys(_unrounded(fusion, v) for v in found))
+    scalars = [v for v in scalars if _is_computed(fusion, v)]
+    return scalars if any(fusion.narrows(v) for v in fusion.cone(scalars, set())[0]) else []
 
 
-def before_sums(fusion: Fusion, leader: Loop, values: list[int]) -> list[int]:
-    """The values, but what is made from a sum of the leader itself is left to followers, from values before it."""
+def _widest_ancestor(fusion: Fusion, value: int) -> int:
+    """The width of the widest value that is computed or loaded for this one."""
+    return max(fusion.program.ops[v].width for part in fusion.cone([value], set()) for v in part)
+
+
+def _is_computed(fusion: Fusion, value: int) -> bool:
+    return fusion.program.ops[value].name != "const" and bool(fusion.cone([value], set())[0])
+
+
+def _before_sums(fusion: Fusion, writer: Loop, scalars: list[int]) -> list[int]:
+    """The scalars that do not depend on the writer's own sums, and what the readers make the others of."""
     ops, found = fusion.program.ops, dict[int, None]()
 
     def visit(value: int) -> None:
-        if not fusion.follows((value,), leader.sums):
-            if ops[value].name != "const" and fusion.cone([value], set())[0]:
+        if not fusion.depends_on((value,), writer.sums):
+            if _is_computed(fusion, value):
                 found[value] = None
-        elif fusion.on_tile(value):
+        elif fusion.in_registers(value):
             for a in ops[value].args:
                 visit(a)
 
-    for value in values:
+    for value in scalars:
         visit(value)
     return list(found)
 
 
-def plain(fusion: Fusion, value: int) -> int:
-    """The value before reshapes, and before it is rounded: none of its digits are lost in memory."""
+def _unrounded(fusion: Fusion, value: int) -> int:
+    """The value before reshapes, and before it is rounded: memory keeps all of its digits."""
     ops = fusion.program.ops
-    while ops[value].name in ("reshape", "cast") and fusion.on_tile(ops[value].args[0]):
+    while ops[value].name in ("reshape", "cast") and fusion.in_registers(ops[value].args[0]):
         (before,) = ops[value].args
         if ops[value].name == "cast" and ops[before].dtype != "float32":
             break
@@ -98,40 +93,36 @@ def plain(fusion: Fusion, value: int) -> int:
     return value
 
 
-def held(fusion: Fusion, loop: Loop, values: list[int]) -> int:
-    """Numbers of a slot that a loop holds in registers where it makes the values, too: what it loads and sums."""
+def _held(fusion: Fusion, loop: Loop, scalars: list[int]) -> int:
+    """Elements that a loop that computes the scalars, too, holds in registers: what it loads and sums."""
     ops = fusion.program.ops
-    _, leaves = fusion.cone([*fusion.roots(loop), *values], set())
+    _, leaves = fusion.cone([*loop.roots, *scalars], set())
     sums = [ops[a.out] for a in loop.accumulators]
-    # What is summed again here would else be summed forward and kept (`_softmax_gradient.py`): no follower could have it.
+    # A sum marked `again` would else be summed forward and kept (`_softmax_gradient.py`): no reader could have it.
     return sum(ops[v].width for v in leaves) + sum(op.width for op in sums if not op.attr("again"))
 
 
-def pays(fusion: Fusion, leader: Loop, follower: Loop, values: list[int]) -> bool:
-    """Whether the leader needs nothing more; or other parts of the wide rows that it reads anyway, and less in all.
+def _pays(fusion: Fusion, writer: Loop, reader: Loop, scalars: list[int]) -> bool:
+    """Whether the writer loads nothing more; or only other parts of rows that it loads anyway, and less in all.
 
-    HGT's loop over destinations holds rows of keys and messages, two of its own and one sum, where the loop over source
-    pairs held four rows and two sums: 140 instructions for two edges of that one became 71. HGT's training with and
-    without: mutag 0.223 ms and 0.231; am 5.28 and 5.32, mag 7.63 and 7.73, wikikg2 13.8 and 14.3. What the leader alone
-    reads is free when it is done: on wikikg2 keys and messages, 3.1 GiB, before as many bytes of their gradients are
-    written, and training holds 9.5 GiB at once instead of 11.7.
+    The parts of one array lie side by side and cost as much as one row. And rows that only the writer loads are free
+    when it is done, before their gradients are written: that lowers the peak of memory.
     """
-    if any(a.kind != "sum" for a in leader.accumulators):
+    if any(a.kind != "sum" for a in writer.accumulators):
         return False
     program, ops = fusion.program, fusion.program.ops
 
-    def by_item(values: list[int], width: int) -> set[tuple]:
-        """The rows, so wide, that the leader reads for each item to have the values: array, map and part."""
-        operands = [as_part(program, access_operand(program, v, leader.via)) for v in values if ops[v].width >= width]
+    def by_entry(values: list[int], width: int) -> set[tuple]:
+        """The rows of at least this width that the writer loads for each entry: array, map and part."""
+        operands = [as_part(program, access_operand(program, v, writer.via)) for v in values if ops[v].width >= width]
         return {(o.value, o.via, o.part) for o in operands if o.access not in BY_ROW}
 
-    body, _ = fusion.cone(fusion.roots(leader), set())
-    # What is read for inner products alone, another loop might read in its place.
-    anyhow = fusion.cone(fusion.roots(leader), {v for v in body if fusion.shrinks(v)})[1]
-    needed = fusion.cone(values, set())[1]
-    if by_item(needed, 0) <= by_item(anyhow, 0):
+    body, _ = fusion.cone(writer.roots, set())
+    # Another loop could load what the writer needs for inner products alone.
+    anyway = fusion.cone(writer.roots, {v for v in body if fusion.narrows(v)})[1]
+    needed = fusion.cone(scalars, set())[1]
+    if by_entry(needed, 0) <= by_entry(anyway, 0):
         return True
-    # Parts of one array lie side by side, and are as good as one row.
-    wide = _NARROWER * max(ops[v].width for v in values)
-    rows, others = ({row[:2] for row in by_item(found, wide)} for found in (needed, anyhow))
-    return rows <= others and held(fusion, leader, values) < held(fusion, follower, [])
+    wide = NARROWER * max(ops[v].width for v in scalars)
+    rows, others = ({row[:2] for row in by_entry(found, wide)} for found in (needed, anyway))
+    return rows <= others and _held(fusion, writer, scalars) < _held(fusion, reader, [])
