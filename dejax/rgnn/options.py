@@ -33,13 +33,10 @@ class Options:
     interpret: bool | None = None
 
     def __post_init__(self) -> None:
-        from dejax.rgnn.passes import PASSES
+        from dejax.rgnn.passes import known_passes
 
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
         if self.precision not in (None, *PRECISIONS):
             raise ValueError(f"precision must be None or one of {', '.join(PRECISIONS)}, got {self.precision!r}")
-        object.__setattr__(self, "disable", tuple(sorted(self.disable)))
-        unknown = set(self.disable) - set(PASSES)
-        if unknown:
-            raise ValueError(f"disable names no pass: {', '.join(sorted(unknown))}; the passes are {', '.join(PASSES)}")
+        object.__setattr__(self, "disable", known_passes(self.disable, stacklevel=3))

@@ -1,81 +1,86 @@
-"""A sum of rows and a number of the same pair times a vector of its type stay apart, where the number comes later.
+"""Products are distributed over a sum of rows and of a scalar of the same pair times a vector of its type.
 
     (y_p + s_p a) W   =   y_p W + s_p (a W),   sum of x_p (y_p + s_p a)   =   sum of x_p y_p + (sum of x_p s_p) a
 
-RGAT's gradient of a source pair is such a sum: of gradients of nodes, and of that of its score. The loop that sums the
-first makes the inner products that the second needs a mean of (`_share_inner_products.py`): together they would be read and written
-once more.
+RGAT's gradient of a source pair is such a sum: of gradients of nodes, and of the gradient of its score. The loop that
+sums the gradients of nodes computes the inner products whose mean the scalar needs (`_share_inner_products.py`), so the
+scalar comes later. Together they would be written and read once more.
 """
 
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program, Space
-from dejax.rgnn.passes._rewrite import Counts, Factor, factors, rebuild
+from dejax.rgnn.ir.products import Product
+from dejax.rgnn.passes._rewrite import Counts, factors, rebuild
 from dejax.rgnn.passes.cse import cse
 
-# (spec of s a, spec of (..) W) -> (spec of a W, spec of s (a W)); the same of the outer sum of rows and (..).
-_PRODUCTS = {
-    ("h,hk->hk", "hn,hkn->k"): ("hn,hkn->hk", "h,hk->k"),
-    (",k->k", "n,kn->k"): ("n,kn->k", ",k->k"),
-}
-_OUTERS = {
-    ("h,hk->hk", "k,hn->hkn"): ("k,h->hk", "hk,hn->hkn"),
-    (",k->k", "k,n->kn"): ("k,->k", "k,n->kn"),
-}
+
+def distribute(program: Program, counts: Counts) -> Program:
+    return cse(_Distribution(program).run(), counts)
 
 
-def keep_apart(program: Program, counts: Counts) -> Program:
-    ops, users = program.ops, program.users()
-    new: dict[int, int] = {}
+class _Distribution:
+    def __init__(self, program: Program) -> None:
+        self.program, self.users = program, program.users()
+        self.new: dict[int, int] = {}
 
-    def parts(value: int) -> tuple[int, Op] | None:
-        """The sum of rows, and the product of number and vector that is added to it, where they are better apart."""
-        op = ops[value]
-        if op.name != "add" or op.space not in (Space.SOURCE_PAIR, Space.DESTINATION_PAIR) or value in program.outputs:
-            return None
-        for rows, scaled in (op.args, op.args[::-1]):
-            made, total = ops[scaled], ops[rows]
-            if made.name != "linear" or made.attr("via") != TYPE_VIA[op.space] or total.name != "reduce":
-                continue
-            if len({ops[a].dtype for a in (value, rows, *made.args)}) == 1 and _waits(program, rows, made.args[0]):
-                return (rows, made) if all(_taken(u, value, made) for u in users[value]) else None
-        return None
+    def run(self) -> Program:
+        return rebuild(self.program, self.visit, self.new)
 
-    def _taken(user: int, value: int, made: Op) -> bool:
-        op = ops[user]
-        spec = (made.attr("spec"), op.attr("spec"))
-        if op.name == "linear":
-            return op.args[0] == value and op.attr("via") == made.attr("via") and spec in _PRODUCTS
-        return op.name == "outer" and op.args[1] == value and op.attr("via") == made.attr("via") and spec in _OUTERS
-
-    def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
+    def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         if op.name not in ("linear", "outer"):
             return None
-        found = parts(op.args[0 if op.name == "linear" else 1])
+        found = self.parts(op.args[0 if op.name == "linear" else 1])
         if found is None:
             return None
-        rows, made = found
-        number, vector = (new[a] for a in made.args)
-        via, spec = op.attr("via"), (made.attr("spec"), op.attr("spec"))
+        rows, scaled = self.new[found[0]], found[1]
+        scalar, vector = (self.new[a] for a in scaled.args)
+        attrs = dict(op.attrs)
+        first, second = Product.parse(scaled.attr("spec")), Product.parse(op.attr("spec"))
         if op.name == "linear":
-            of_types, of_rows = _PRODUCTS[spec]
-            whole = builder.op("linear", new[rows], args[1], spec=op.attr("spec"), via=via)
-            both = builder.op("linear", vector, args[1], spec=of_types, via="self")
-            return builder.op("add", whole, builder.op("linear", number, both, spec=of_rows, via=via))
-        of_rows, of_types = _OUTERS[spec]
-        whole = builder.op("outer", args[0], new[rows], spec=op.attr("spec"), via=via, dtype=op.dtype)
-        numbers = builder.op("outer", args[0], number, spec=of_rows, via=via, dtype=op.dtype)
-        more = builder.op("outer", numbers, vector, spec=of_types, via="self", dtype=op.dtype)
+            by_type, by_row = first.weights_first(second)
+            whole = builder.op("linear", rows, args[1], **attrs)
+            weight = builder.op("linear", vector, args[1], spec=str(by_type), via="self")
+            return builder.op("add", whole, builder.op("linear", scalar, weight, **attrs | {"spec": str(by_row)}))
+        by_row, by_type = first.rows_first(second.swapped)
+        whole = builder.op("outer", args[0], rows, **attrs)
+        sums = builder.op("outer", args[0], scalar, **attrs | {"spec": str(by_row.swapped)})
+        more = builder.op("outer", sums, vector, **attrs | {"spec": str(by_type), "via": "self"})
         return builder.op("add", whole, more)
 
-    return cse(rebuild(program, visit, new), counts)
+    def parts(self, value: int) -> tuple[int, Op] | None:
+        """The sum of rows, and the scaled vector that is added to it, where all products are better distributed."""
+        ops, op = self.program.ops, self.program.ops[value]
+        pairs = op.space in (Space.SOURCE_PAIR, Space.DESTINATION_PAIR)
+        if op.name != "add" or not pairs or value in self.program.outputs:
+            return None
+        for rows, scaled in (op.args, op.args[::-1]):
+            made = ops[scaled]
+            if made.name != "linear" or made.attr("via") != TYPE_VIA[op.space] or ops[rows].name != "reduce":
+                continue
+            one_dtype = len({ops[a].dtype for a in (value, rows, *made.args)}) == 1
+            if one_dtype and _waits(self.program, rows, made.args[0]):
+                return (rows, made) if all(self.distributes(u, value, made) for u in self.users[value]) else None
+        return None
+
+    def distributes(self, user: int, value: int, scaled: Op) -> bool:
+        """Whether a product of type `scaled` reads the value, and gives rows without heads or a matrix."""
+        op = self.program.ops[user]
+        if op.name not in ("linear", "outer") or op.attr("via") != scaled.attr("via"):
+            return False
+        first, second = Product.parse(scaled.attr("spec")), Product.parse(op.attr("spec"))
+        if op.name == "linear":
+            fits = op.args[0] == value and second.left[-1:] == "n" and second.out == "k"
+        else:
+            fits = op.args[1] == value and second.right[-1:] == "n" and second.left == "k"
+        return fits and first.is_scaled_vector
 
 
-def _waits(program: Program, rows: int, number: int) -> bool:
-    """Whether a number follows from a sum over edges of what is made from the wide rows of the other sum."""
+def _waits(program: Program, rows: int, scalar: int) -> bool:
+    """Whether a scalar follows from a sum over edges of values made from the wide rows of the other sum."""
     ops = program.ops
-    wide: list[Factor] = [f for f in factors(program, ops[rows].args[0]) if ops[f.value].width == ops[rows].width]
-    reads = {f.value for f in wide if ops[f.value].name == "gather"}
+    wide = [f.value for f in factors(program, ops[rows].args[0]) if ops[f.value].width == ops[rows].width]
+    reads = {v for v in wide if ops[v].name == "gather"}
 
     def ancestors(value: int) -> set[int]:
         found, stack = set[int](), [value]
@@ -87,7 +92,7 @@ def _waits(program: Program, rows: int, number: int) -> bool:
         return found
 
     sums = [
-        v for v in ancestors(number)
+        v for v in ancestors(scalar)
         if ops[v].name == "reduce" and ops[ops[v].args[0]].space == Space.EDGE and ops[v].space == Space.NODE
     ]  # fmt: skip
     return bool(reads) and any(not reads.isdisjoint(ancestors(v)) for v in sums)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dejax.rgnn.ir.inter import Builder, Op, Program
+from dejax.rgnn.ir.products import with_axes
 from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, rebuild
 from dejax.rgnn.passes._softmax_gradient import Centred, readers, subtract_what_is_left
 
@@ -74,11 +75,7 @@ def _placed(program: Program, factor: Factor, over: int = 0) -> tuple[int, int, 
     Args:
       over: axes of size 1 to add at the end, for a factor beside an inner product, whose last axis is gone.
     """
-    shape = program.ops[factor.value].shape
-    for axes in factor.inserts if shape else ():
-        for axis in axes:
-            shape = (*shape[:axis], 1, *shape[axis:])
-    shape = (*shape, *(1,) * over)
+    shape = (*with_axes(program.ops[factor.value].shape, factor.inserts), *(1,) * over)
     return factor.value, factor.power, () if all(size == 1 for size in shape) else shape
 
 
