@@ -22,8 +22,8 @@ _JOIN = {
 }
 _PAIRS = {"source_pair": Space.SOURCE_PAIR, "destination_pair": Space.DESTINATION_PAIR}
 _SPACE = {**_PAIRS, "src": Space.NODE, "dst": Space.NODE, "etype": Space.EDGE_TYPE, "all": Space.GRAPH}
-# Functions whose value or slope can be infinite. On nodes they would apply to rows that no edge reads, too, and backward
-# would multiply 0 by infinity there. They stay on edges, or on pairs, each of which has an edge.
+# Functions whose value or slope can be infinite. On nodes they would also apply to rows that no edge reads, and there
+# backward would multiply 0 by infinity. They stay on edges, or on pairs, each of which has an edge.
 _PARTIAL = frozenset("div exp expm1 log log1p sqrt rsqrt reciprocal pow power atan2 square".split())
 # Compaction pays if it saves at least one row in five; below that the extra indirection costs more.
 _WORTH = 0.8
