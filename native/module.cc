@@ -1,5 +1,5 @@
-// dejax._dejax_native: the table of FFI handlers, and the probe of the CUDA driver.
-// dejax/_native.py registers the handlers and is the only user.
+// The extension dejax._dejax_native: FFI handlers, which dejax/_native.py registers, the probe of the CUDA driver, and the
+// classes behind host_gather and offload.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -27,7 +27,7 @@ nb::tuple Handler(const char* name, const char* platform, XLA_FFI_Error* (*handl
 }  // namespace
 
 NB_MODULE(_dejax_native, m) {
-  m.doc() = "XLA FFI handlers of dejax and the probe of the CUDA driver.";
+  m.doc() = "XLA FFI handlers of dejax, the probe of the CUDA driver, host memory and the offload store.";
 
   m.def(
       "handlers",
@@ -54,7 +54,7 @@ NB_MODULE(_dejax_native, m) {
       },
       "(name, platform, capsule) of each handler, for jax.ffi.register_ffi_target.");
   m.def("num_threads", [] { return dejax::ThreadPool::Get().num_threads(); },
-        "Threads that a CPU handler works with, the calling one included.");
+        "Threads that a CPU handler uses, the calling one included.");
   m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
 
   using dejax::cuda::DeviceInfo;
@@ -77,24 +77,24 @@ NB_MODULE(_dejax_native, m) {
       .def_ro("version", &DriverInfo::version)
       .def_ro("devices", &DriverInfo::devices);
   m.def("probe_cuda_driver", &dejax::cuda::Probe, nb::call_guard<nb::gil_scoped_release>(),
-        "What the CUDA driver says of itself and of each device.");
+        "Version and devices of the CUDA driver.");
 
   dejax::DefineHostMemory(m);
   m.def("add_kernel",
         [](int64_t key, nb::bytes image, const std::string& name, const std::vector<int>& ordinals) {
           return dejax::cuda::AddKernel(key, std::string(image.c_str(), image.size()), name, ordinals);
         },
-        "Keeps a kernel compiled for these GPUs under a key; an empty string, or what failed.");
+        "Loads a kernel compiled for these GPUs and keeps it under a key. Returns an empty string or the error.");
   m.def("has_kernel", &dejax::cuda::HasKernel);
   m.def("gathers_under_way", &dejax::GathersUnderWay,
-        "How many gathers were begun by gather_start and neither taken by gather_done nor given up.");
+        "The number of gathers that gather_start began and that were neither taken by gather_done nor dropped.");
   m.def("prepare_gather_errors", &dejax::PrepareGatherErrors,
-        "Makes the memory into which gathers of mode 'raise' report, on a CUDA device; whether there is some.");
+        "Allocates the memory into which gathers of mode 'raise' report, on a CUDA device. False if there is none.");
   m.def("take_gather_error",
         []() -> nb::object {
           long long id = 0;
           return dejax::TakeGatherError(&id) ? nb::cast(id) : nb::none();
         },
-        "The id out of range that a gather of mode 'raise' met since the last call, or None.");
+        "An id out of range that a gather of mode 'raise' met since the last call, or None.");
   dejax::offload::Bind(m);
 }

@@ -58,7 +58,7 @@ def test_memory_that_cannot_be_given_back_is_kept_and_said(driver: Path, fails: 
         f"memory = {make}\ndel memory\nprint('held', sys.getrefcount(x) - before)"
     )
     calls, said = ran(driver, code, FAKE_CUDA_FAILS=fails)
-    assert f"dejax.host_gather: {call} failed when 4096 bytes of a table were given back: CUDA error 999" in said
+    assert f"dejax.host_gather: {call} failed when 4096 bytes of a table were released: CUDA error 999" in said
     assert f"held {int(fails == 'unregister')}" in calls  # what the driver may still read stays with its owner
     assert fails != "synchronize" or "free 0" not in calls
 

@@ -67,10 +67,10 @@ int main() {
   assert(sites.Add(1, 9, Place::kNext, place + 40, place + 41, 3) == Found::kSeveral);
   // What this thread left in other executions is given up; what another thread began is not.
   std::thread([&] { alone(5, 7, 1, 500); }).join();
-  int given_up = 0, left = 0;
-  sites.GiveUpOthers(2, [&](int gather) { given_up += gather; });
+  int dropped = 0, left = 0;
+  sites.DropOthers(2, [&](int gather) { dropped += gather; });
   sites.ForEach([&](int gather) { left += gather; });
-  assert(given_up == 3 && left == 500);
+  assert(dropped == 3 && left == 500);
   assert(sites.Add(6, 9, Place::kNext, place, place, 1) == Found::kNone);
   std::puts("all");
 }
