@@ -139,5 +139,5 @@ def test_counts_that_are_none() -> None:
     table = HostTable.from_numpy(ROWS)
     with pytest.raises(ValueError, match="must not have NaN"):
         CachedTable.from_counts(table, np.full(50, np.nan), 1)
-    with pytest.raises(TypeError, match="`counts` must be numbers"):
+    with pytest.raises(TypeError, match="`counts` must be real, got complex128"):
         CachedTable.from_counts(table, np.full(50, 1j), 1)

@@ -171,11 +171,11 @@ def test_modes() -> None:
 def test_bad_arguments() -> None:
     table = HostTable.from_numpy(random_rows((5, 3), np.float32))
     ids = np.array([0])
-    with pytest.raises(TypeError, match="`ids` must be integers, float32"):
+    with pytest.raises(TypeError, match="`ids` must be integers, got float32"):
         gather(table, np.zeros(2, np.float32))
-    with pytest.raises(TypeError, match="`ids` is a mask; give jnp.nonzero"):
+    with pytest.raises(TypeError, match="`ids` must be integers, got a mask; use jnp.nonzero"):
         gather(table, np.zeros(2, bool))
-    with pytest.raises(TypeError, match="signed integers, uint32"):
+    with pytest.raises(TypeError, match="signed integers, got uint32"):
         gather(table, np.zeros(2, np.uint32))
     for options in ({"mode": "wrap"}, {"order": "random"}, {"reduce": "sum"}):
         with pytest.raises(ValueError, match="must be one of"):

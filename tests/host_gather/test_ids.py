@@ -111,12 +111,12 @@ def test_wide_ids_do_not_wrap(name: str) -> None:
 @pytest.mark.parametrize("name", ENTRIES)
 def test_what_is_no_id_is_refused(name: str) -> None:
     for wrong, match in (
-        (np.array([1.5, 2.0]), r"must be (integers|int\[seeds\]), float64"),
-        (jnp.array([1.5, 2.0]), r"must be (integers|int\[seeds\]), float32"),
+        (np.array([1.5, 2.0]), r"must be (integers|int\[seeds\]), got float64"),
+        (jnp.array([1.5, 2.0]), r"must be (integers|int\[seeds\]), got float32"),
         (jnp.array([1.0, 2.0], jnp.bfloat16), "bfloat16"),
         (np.array([1 + 0j]), "complex"),
-        (np.array([True, False]), "is a mask"),
-        (jnp.array([1, 2], jnp.uint32), "signed integers, uint32"),
+        (np.array([True, False]), "got a mask"),
+        (jnp.array([1, 2], jnp.uint32), "signed integers, got uint32"),
     ):
         with pytest.raises(TypeError, match=match):
             ENTRIES[name](wrong)
@@ -184,7 +184,7 @@ def test_lists_of_any_integers(dtype: str, on_host: bool) -> None:
 
 
 def test_lists_that_are_no_integers() -> None:
-    with pytest.raises(TypeError, match="`starts` must be integers, float64"):
+    with pytest.raises(TypeError, match="`starts` must be integers, got float64"):
         Topology.from_csc(np.array([0.0, 1.0]), np.array([0]), num_nodes=1)
-    with pytest.raises(TypeError, match="`senders` must be integers, float64"):
+    with pytest.raises(TypeError, match="`senders` must be integers, got float64"):
         Topology.from_csc(np.array([0, 1]), np.array([0.5]), num_nodes=1)

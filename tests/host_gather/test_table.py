@@ -58,7 +58,7 @@ def test_write_and_read_back() -> None:
     np.testing.assert_array_equal(table[np.array([2, 3])].sum(1), [3, 0])
     with pytest.raises(ValueError, match="rows 3 to 5 do not fit in 4 rows"):
         table.write(3, np.ones((2, 3)))
-    with pytest.raises(ValueError, match=r"rows of shape \(3,\) are needed, \(4,\)"):
+    with pytest.raises(ValueError, match=r"`rows` must have shape \(3,\), got \(4,\)"):
         table.write(0, np.ones((1, 4)))
     with pytest.raises(ValueError, match="read-only"):
         table.numpy()[0] = 1
@@ -118,16 +118,16 @@ def test_files_that_are_no_table(tmp_path: Path) -> None:
 
 def test_arguments_of_the_wrong_kind() -> None:
     assert HostTable.zeros(3).shape == (3,)
-    with pytest.raises(TypeError, match=r"a shape \[rows, \*row\] of integers is needed"):
+    with pytest.raises(TypeError, match=r"the shape must be integers \[rows, \*row\], got"):
         HostTable.zeros((3, 2.5))
-    with pytest.raises(TypeError, match=r"one of jax.devices\(\), 'gpu'"):
+    with pytest.raises(TypeError, match=r"one of jax.devices\(\), got 'gpu'"):
         HostTable.zeros((3, 2), device="gpu")
-    with pytest.raises(ValueError, match=r"a shape \[rows, \*row\] is needed, \(\)"):
+    with pytest.raises(ValueError, match=r"the shape must be \[rows, \*row\], got \(\)"):
         HostTable.from_numpy(np.float32(1))
     with pytest.raises(ValueError, match="shape"):
         HostTable.zeros((-1, 3))
     for dtype in (np.dtype("O"), np.dtype("M8[s]"), np.dtype(ml_dtypes.int4), np.dtype("S3")):
-        with pytest.raises(TypeError, match="a dtype of"):
+        with pytest.raises(TypeError, match="the dtype must"):
             HostTable.zeros((2,), dtype)
 
 
@@ -141,7 +141,7 @@ def test_arguments_of_the_wrong_kind() -> None:
         (lambda t: jax.jit(lambda ids: t[ids])(jnp.array([0])), TypeError, "Pass it as an argument"),
         (lambda t: jax.lax.scan(lambda c, row: (c, row[jnp.array([0])]), 0, t), ValueError, "`xs` of a scan"),
         (lambda t: jax.vmap(lambda t: t[jnp.array([0])])(t), ValueError, "sliced"),
-        (lambda t: gather(ROWS, jnp.array([0])), TypeError, "must be a HostTable, ndarray was given"),
+        (lambda t: gather(ROWS, jnp.array([0])), TypeError, "must be a HostTable, got ndarray"),
         (lambda t: jax.grad(lambda t: t[jnp.array([0])].sum())(t), TypeError, "uint32"),
         (lambda t: jax.jit(lambda t: t.numpy())(t), TypeError, "only outside of jitted functions"),
     ],
@@ -327,5 +327,5 @@ def test_memory_that_is_not_there_is_a_memory_error(monkeypatch: pytest.MonkeyPa
     from dejax.host_gather import _memory
 
     monkeypatch.setattr(_memory.os, "sysconf", lambda name: 1 << 40)  # XLA is asked, and refuses
-    with pytest.raises(MemoryError, match="could not be had|are asked for"):
+    with pytest.raises(MemoryError, match="could not be allocated|the machine has"):
         HostTable.zeros((1 << 40, 128))

@@ -99,15 +99,15 @@ def test_in_a_scan() -> None:
 
 def test_bad_arguments() -> None:
     table = HostTable.from_numpy(ROWS)
-    with pytest.raises(ValueError, match=r"rows of shape \(7, 5\) are needed"):
+    with pytest.raises(ValueError, match=r"rows for these ids must have shape \(7, 5\), got \(7, 4\)"):
         scatter(table, IDS, NEW[:, :4])
     with pytest.raises(TypeError, match="must be integers"):
         scatter(table, IDS * 1.0, NEW)
-    with pytest.raises(TypeError, match="only tables of float32"):
+    with pytest.raises(TypeError, match="the table must be of float32, bfloat16 or float16, got int32"):
         scatter_add(HostTable.zeros((3, 5), np.int32), IDS, NEW)
     with pytest.raises(TypeError, match="must be a HostTable"):
         scatter(ROWS, IDS, NEW)
-    with pytest.raises(ValueError, match="`state`|state must be"):
+    with pytest.raises(ValueError, match="state must be"):
         adam(0.1).update(RowGradient(IDS, NEW), adam(0.1).init(HostTable.zeros((3, 5))), table)
     np.testing.assert_array_equal(table.numpy(), ROWS)
     same = scatter(table, np.zeros(0, np.int32), np.zeros((0, 5)))
@@ -192,7 +192,7 @@ def test_value_and_grad_refuses_what_would_be_wrong() -> None:
     table = HostTable.from_numpy(ROWS)
     with pytest.raises(ValueError, match="compiles, maps or scans"):
         value_and_grad(lambda t: jax.jit(lambda t: t[IDS].sum())(t))(table)
-    with pytest.raises(ValueError, match="only rows of floats"):
+    with pytest.raises(ValueError, match="must be floats, got HostTable"):
         value_and_grad(lambda t: 0.0)(HostTable.zeros((2, 2), np.int32))
     with pytest.raises(ValueError, match="gradient of scaled rows"):
         from dejax.host_gather import gather
