@@ -34,7 +34,9 @@ def checked_ids(what: str, ids: Any, rows: int, name: str = "ids", form: str = "
             ids = ids.astype(np.int32)
     kind = ids.dtype
     if kind == np.bool_:
-        raise TypeError(f"{what}: `{name}` must be {form}, got a mask; use jnp.nonzero(mask, size=..., fill_value=-1)[0]")
+        raise TypeError(
+            f"{what}: `{name}` must be {form}, got a mask; use jnp.nonzero(mask, size=..., fill_value=-1)[0]"
+        )
     if not jnp.issubdtype(kind, jnp.integer):
         raise TypeError(f"{what}: `{name}` must be {form}, got {kind}; use {name}.astype(jnp.int32)")
     ids, kind = native_order(ids), np.dtype(kind)

@@ -193,7 +193,7 @@ def sample_graph(
         `dejax.rgnn.RelGraph.build_traced` takes its arrays.
 
     >>> topology = Topology.from_edges([1, 2, 3], [0, 1, 1], num_nodes=4)
-    >>> graph = sample_graph(jax.random.key(0), topology, np.array([0]), [2, 2])
+    >>> graph = sample_graph(jax.random.key(0), topology, jnp.array([0]), [2, 2])
     >>> graph.node_ids, graph.senders[graph.edge_mask], graph.receivers[graph.edge_mask]
     (Array([ 0,  1, -1,  2,  3, -1, -1], dtype=int32), Array([1, 3, 4], dtype=int32), Array([0, 1, 1], dtype=int32))
     """

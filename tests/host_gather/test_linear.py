@@ -82,7 +82,9 @@ def test_lowered_for_a_gpu_the_table_is_an_operand() -> None:
 
 def test_bad_arguments() -> None:
     table = HostTable.from_numpy(ROWS)
-    with pytest.raises(TypeError, match=r"`table` must be \[rows, k\] of float32, bfloat16 or float16, got shape \(3, 20\) of int8"):
+    with pytest.raises(
+        TypeError, match=r"`table` must be \[rows, k\] of float32, bfloat16 or float16, got shape \(3, 20\) of int8"
+    ):
         typed_linear(HostTable.zeros((3, 20), np.int8), IDS, TYPES, W)
     with pytest.raises(ValueError, match=r"`w` must be \[types, 20, m\]"):
         typed_linear(table, IDS, TYPES, W[:, :3])
