@@ -1,19 +1,10 @@
 #include "cuda_driver.h"
 
-#include <dlfcn.h>
-
 #include <memory>
 #include <utility>
 
 namespace dejax::cuda {
 namespace {
-
-template <typename Function>
-bool Find(void* library, const char* symbol, Function* function, std::string* why) {
-  *function = reinterpret_cast<Function>(dlsym(library, symbol));
-  if (*function == nullptr) *why = std::string("libcuda.so.1 has no ") + symbol + "; the driver is too old for dejax";
-  return *function != nullptr;
-}
 
 std::pair<std::unique_ptr<Api>, std::string> Load() {
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);

@@ -2,6 +2,8 @@
 // toolkit, and running needs no driver.
 #pragma once
 
+#include <dlfcn.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -51,6 +53,14 @@ struct Api {
 // The driver's functions after a successful cuInit; null with a reason in `*why` if there is no driver. The first answer
 // is kept for the life of the process.
 const Api* GetApi(std::string* why);
+
+// Stores the library's function of that name, or says in `*why` that the driver is too old.
+template <typename Function>
+bool Find(void* library, const char* symbol, Function* function, std::string* why) {
+  *function = reinterpret_cast<Function>(dlsym(library, symbol));
+  if (*function == nullptr) *why = std::string("libcuda.so.1 has no ") + symbol + "; the driver is too old for dejax";
+  return *function != nullptr;
+}
 
 // "CUDA_ERROR_...", or the number if the driver does not know it.
 std::string ErrorName(const Api& api, Result result);

@@ -1,7 +1,5 @@
 #include "cuda_launch.h"
 
-#include <dlfcn.h>
-
 #include <map>
 #include <memory>
 #include <mutex>
@@ -9,13 +7,6 @@
 
 namespace dejax::cuda {
 namespace {
-
-template <typename F>
-bool Find(void* library, const char* symbol, F* function, std::string* why) {
-  *function = reinterpret_cast<F>(dlsym(library, symbol));
-  if (*function == nullptr) *why = std::string("libcuda.so.1 has no ") + symbol + "; the driver is too old for dejax";
-  return *function != nullptr;
-}
 
 std::pair<std::unique_ptr<LaunchApi>, std::string> Load() {
   std::string why;

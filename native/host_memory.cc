@@ -40,7 +40,6 @@ struct Block {
   char* data = nullptr;
   int64_t bytes = 0;
   bool pinned = false;  // kernels can read it
-  bool writable = true;
   enum { kAllocated, kMapped, kForeign } kind = kAllocated;
   cuda::Context context = nullptr;  // that pinned it
   int file = -1;                    // of a mapped file, open to learn its length
@@ -165,7 +164,6 @@ Shared MapFile(const std::string& path, int64_t offset, int64_t bytes, std::opti
   block->map_bytes = size;
   block->data = static_cast<char*>(data) + (offset - begin);
   block->bytes = bytes;
-  block->writable = false;
   if (device) {
     block->context = ContextOf(*device);
     cuda::CurrentContext current(block->context);
@@ -184,7 +182,6 @@ Shared Adopt(uintptr_t address, int64_t bytes, bool writable, std::optional<int>
   block->kind = Block::kForeign;
   block->data = reinterpret_cast<char*>(address);
   block->bytes = bytes;
-  block->writable = writable;
   if (device && bytes > 0) {
     block->context = ContextOf(*device);
     cuda::CurrentContext current(block->context);
@@ -325,9 +322,6 @@ void DefineHostMemory(nb::module_& m) {
                     return block ? nb::cast(HostMemory{block}) : nb::none();
                   })
       .def_prop_ro("address", [](const HostMemory& m) { return reinterpret_cast<uintptr_t>(m.block->data); })
-      .def_prop_ro("nbytes", [](const HostMemory& m) { return m.block->bytes; })
-      .def_prop_ro("pinned", [](const HostMemory& m) { return m.block->pinned; })
-      .def_prop_ro("writable", [](const HostMemory& m) { return m.block->writable; })
       .def("truncated",
            [](const HostMemory& m) {
              struct stat now;

@@ -24,39 +24,29 @@ nb::tuple Handler(const char* name, const char* platform, XLA_FFI_Error* (*handl
   return nb::make_tuple(name, platform, nb::capsule(reinterpret_cast<void*>(handler)));
 }
 
-}  // namespace
+nb::list Handlers() {
+  nb::list handlers;
+  handlers.append(Handler("dejax_row_gather", "cpu", dejax::RowGather));
+  handlers.append(Handler("dejax_pointer_kind", "cpu", dejax::PointerKindCpu));
+  handlers.append(Handler("dejax_pointer_kind", "CUDA", dejax::PointerKindCuda));
+  handlers.append(Handler("dejax_table_gather", "cpu", dejax::TableGatherCpu));
+  handlers.append(Handler("dejax_table_gather", "CUDA", dejax::TableGatherCuda));
+  handlers.append(Handler("dejax_table_gather_start", "CUDA", dejax::TableGatherStart));
+  handlers.append(Handler("dejax_table_gather_done", "CUDA", dejax::TableGatherDone));
+  handlers.append(Handler("dejax_table_update", "cpu", dejax::TableUpdateCpu));
+  handlers.append(Handler("dejax_table_update", "CUDA", dejax::TableUpdateCuda));
+  handlers.append(Handler("dejax_offload_store", "cpu", dejax::offload::StoreCpu));
+  handlers.append(Handler("dejax_offload_store", "CUDA", dejax::offload::StoreCuda));
+  handlers.append(Handler("dejax_offload_fetch", "cpu", dejax::offload::FetchCpu));
+  handlers.append(Handler("dejax_offload_fetch", "CUDA", dejax::offload::FetchCuda));
+  handlers.append(Handler("dejax_offload_guard", "cpu", dejax::offload::GuardCpu));
+  handlers.append(Handler("dejax_offload_guard", "CUDA", dejax::offload::GuardCuda));
+  handlers.append(Handler("dejax_offload_pieces", "cpu", dejax::offload::PiecesCpu));
+  handlers.append(Handler("dejax_offload_pieces", "CUDA", dejax::offload::PiecesCuda));
+  return handlers;
+}
 
-NB_MODULE(_dejax_native, m) {
-  m.doc() = "XLA FFI handlers of dejax, the probe of the CUDA driver, host memory and the offload store.";
-
-  m.def(
-      "handlers",
-      [] {
-        nb::list handlers;
-        handlers.append(Handler("dejax_row_gather", "cpu", dejax::RowGather));
-        handlers.append(Handler("dejax_pointer_kind", "cpu", dejax::PointerKindCpu));
-        handlers.append(Handler("dejax_pointer_kind", "CUDA", dejax::PointerKindCuda));
-        handlers.append(Handler("dejax_table_gather", "cpu", dejax::TableGatherCpu));
-        handlers.append(Handler("dejax_table_gather", "CUDA", dejax::TableGatherCuda));
-        handlers.append(Handler("dejax_table_gather_start", "CUDA", dejax::TableGatherStart));
-        handlers.append(Handler("dejax_table_gather_done", "CUDA", dejax::TableGatherDone));
-        handlers.append(Handler("dejax_table_update", "cpu", dejax::TableUpdateCpu));
-        handlers.append(Handler("dejax_table_update", "CUDA", dejax::TableUpdateCuda));
-        handlers.append(Handler("dejax_offload_store", "cpu", dejax::offload::StoreCpu));
-        handlers.append(Handler("dejax_offload_store", "CUDA", dejax::offload::StoreCuda));
-        handlers.append(Handler("dejax_offload_fetch", "cpu", dejax::offload::FetchCpu));
-        handlers.append(Handler("dejax_offload_fetch", "CUDA", dejax::offload::FetchCuda));
-        handlers.append(Handler("dejax_offload_guard", "cpu", dejax::offload::GuardCpu));
-        handlers.append(Handler("dejax_offload_guard", "CUDA", dejax::offload::GuardCuda));
-        handlers.append(Handler("dejax_offload_pieces", "cpu", dejax::offload::PiecesCpu));
-        handlers.append(Handler("dejax_offload_pieces", "CUDA", dejax::offload::PiecesCuda));
-        return handlers;
-      },
-      "(name, platform, capsule) of each handler, for jax.ffi.register_ffi_target.");
-  m.def("num_threads", [] { return dejax::ThreadPool::Get().num_threads(); },
-        "Threads that a CPU handler uses, the calling one included.");
-  m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
-
+void DefineProbe(nb::module_& m) {
   using dejax::cuda::DeviceInfo;
   using dejax::cuda::DriverInfo;
   nb::class_<DeviceInfo>(m, "DeviceInfo")
@@ -78,8 +68,9 @@ NB_MODULE(_dejax_native, m) {
       .def_ro("devices", &DriverInfo::devices);
   m.def("probe_cuda_driver", &dejax::cuda::Probe, nb::call_guard<nb::gil_scoped_release>(),
         "Version and devices of the CUDA driver.");
+}
 
-  dejax::DefineHostMemory(m);
+void DefineKernels(nb::module_& m) {
   m.def("add_kernel",
         [](int64_t key, nb::bytes image, const std::string& name, const std::vector<int>& ordinals) {
           return dejax::cuda::AddKernel(key, std::string(image.c_str(), image.size()), name, ordinals);
@@ -96,5 +87,20 @@ NB_MODULE(_dejax_native, m) {
           return dejax::TakeGatherError(&id) ? nb::cast(id) : nb::none();
         },
         "An id out of range that a gather of mode 'raise' met since the last call, or None.");
+}
+
+}  // namespace
+
+NB_MODULE(_dejax_native, m) {
+  m.doc() = "XLA FFI handlers of dejax, the probe of the CUDA driver, host memory and the offload store.";
+
+  m.def("handlers", Handlers, "(name, platform, capsule) of each handler, for jax.ffi.register_ffi_target.");
+  m.def("num_threads", [] { return dejax::ThreadPool::Get().num_threads(); },
+        "Threads that a CPU handler uses, the calling one included.");
+  m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+
+  DefineProbe(m);
+  dejax::DefineHostMemory(m);
+  DefineKernels(m);
   dejax::offload::Bind(m);
 }

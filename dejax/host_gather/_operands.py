@@ -34,7 +34,7 @@ class TableOperands:
     @classmethod
     def of_leaf(cls, spec: TableSpec, leaf: Array) -> TableOperands:
         """The operands of a table without a cache."""
-        return cls(spec, leaf, jnp.zeros((0,), spec.leaf.dtype), jnp.zeros((0,), jnp.int32))
+        return cls(spec, leaf, slots=jnp.zeros((0,), jnp.int32), cache=jnp.zeros((0,), spec.leaf.dtype))
 
 
 class ReadableTable(abc.ABC):
