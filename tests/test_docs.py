@@ -10,6 +10,7 @@ from dejax.rgnn.frontend import GraphSymbol, Symbol
 
 DOCS = Path(__file__).parents[1] / "docs"
 
+
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_blocks_of_host_gather_run_in_order_and_print_what_follows():
     """A text block right after a Python block is what that block prints."""

@@ -89,7 +89,7 @@ class Topology:
         for name, values, count in (
             ("senders", source, num_nodes), ("receivers", target, num_nodes), ("relation", kind, num_relations)
         ):  # fmt: skip
-            if values.size and (values.dtype.kind not in "iu" or values.min() < 0 or values.max() >= count):
+            if values.size and (values.dtype.kind not in "iu" or np.min(values) < 0 or np.max(values) >= count):
                 raise ValueError(f"Topology: `{name}` must be integers from 0 to {count - 1}")
         group = target.astype(np.int64) * num_relations + kind.astype(np.int64)
         order = np.argsort(group, kind="stable")

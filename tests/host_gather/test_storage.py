@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dejax import _native
-from dejax.host_gather import HostTable, scatter
+from dejax.host_gather import HostTable, _memory, _spec, scatter
 
 pytestmark = pytest.mark.skipif(
     _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
@@ -76,8 +76,6 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_memory_that_cannot_be_pinned_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dejax.host_gather import _spec
-
     class Refuses:
         class HostMemory:
             @staticmethod
@@ -125,8 +123,6 @@ def test_more_memory_than_the_machine_has_is_a_memory_error(monkeypatch: pytest.
     for make in (HostTable.zeros, HostTable.empty):
         with pytest.raises(MemoryError, match="bytes"):
             make((1 << 40, 128))
-    from dejax.host_gather import _memory
-
     monkeypatch.setattr(_memory.os, "sysconf", lambda name: 1 << 40)  # so that XLA is asked, and refuses
     with pytest.raises(MemoryError, match="could not be allocated|the machine has"):
         HostTable.zeros((1 << 40, 128))

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from dejax import _native
-from dejax.host_gather import HostTable, gather, scatter
+from dejax.host_gather import (
+    CachedTable,
+    HostTable,
+    RowGradient,
+    adam,
+    gather,
+    prefetched_scan,
+    scatter,
+    typed_linear,
+)
 
 pytestmark = pytest.mark.skipif(
     _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
@@ -129,8 +138,6 @@ def test_a_table_shared_by_the_devices_of_a_mesh() -> None:
 
 
 def test_results_lie_on_the_device_of_the_table() -> None:
-    from dejax.host_gather import CachedTable, RowGradient, adam, prefetched_scan, typed_linear
-
     for device in jax.devices()[-1:]:
         table = HostTable.from_numpy(ROWS, device=device)
         with jax.default_device(device):
