@@ -8,7 +8,7 @@ build=${BUILD:-$root/build/tsan}
 sanitize=${SANITIZE-thread}
 flags="-std=c++17 -O1 -g -Wall -pthread ${sanitize:+-fsanitize=$sanitize}"
 mkdir -p "$build/files"
-for source in store runs slots io steps ring disk cuda_calls current; do
+for source in store open_stores registry prediction host_memory io_queue tiers steps ring disk cuda_calls current; do
   ${CXX:-g++} $flags -c "$root/native/offload/$source.cc" -o "$build/$source.o"
 done
 for source in cuda_driver thread_pool; do
