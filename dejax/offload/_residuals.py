@@ -217,7 +217,8 @@ class _SourceChooser:
     def _constant(self, var: Any) -> np.ndarray | core.ClosedJaxpr | None:
         """A residual that depends on no argument."""
         if isinstance(var, core.Literal):
-            return np.asarray(var.val, var.aval.dtype)
+            aval: Any = var.aval
+            return np.asarray(var.val, aval.dtype)
         # Not scalars: compilers reassociate known scalars, and plain autodiff hands them over.
         if var in self._constants and var not in self._forward.closed.jaxpr.constvars and var.aval.size > 1:
             return _maker(self._forward.closed, var)

@@ -36,7 +36,9 @@ def program(rng, store, stream, run, order):
 
     def put(i):
         cuda.cuMemsetD32Async(address(scratch), int(values[i]), len(outs[i]), stream)
-        testing.store_on_cuda(native, run, 0, stream, sites[i], 1 << 17, address(scratch), outs[i].nbytes, address(handles[i]))
+        testing.store_on_cuda(
+            native, run, 0, stream, sites[i], 1 << 17, address(scratch), outs[i].nbytes, address(handles[i])
+        )
         cuda.cuMemsetD32Async(address(scratch), 0xDEAD, len(outs[i]), stream)
 
     def get(i):
@@ -122,7 +124,9 @@ def disk_in_time(stream, path, run):
             before = store.stats()
             for i in range(count):
                 cuda.cuMemsetD32Async(address(scratch), i + 1, size // 4, stream)
-                testing.store_on_cuda(store._native, number, 0, stream, 1, 0, address(scratch), size, address(handles[i]))
+                testing.store_on_cuda(
+                    store._native, number, 0, stream, 1, 0, address(scratch), size, address(handles[i])
+                )
             for i in reversed(range(count)):
                 testing.fetch_on_cuda(store._native, number, 0, stream, 1, address(handles[i]), address(scratch), size)
                 cuda.cuMemcpyDtoDAsync_v2(address(out[i]), address(scratch), size, stream)
@@ -147,7 +151,9 @@ def a_run_keeps_its_store(stream, run):
 
     def put(run, i):
         cuda.cuMemsetD32Async(address(scratch), i + 1, size // 4, stream)
-        testing.store_by_binding_on_cuda(binding, run, 0, stream, 1, 1 << 16, address(scratch), size, address(handles[i]))
+        testing.store_by_binding_on_cuda(
+            binding, run, 0, stream, 1, 1 << 16, address(scratch), size, address(handles[i])
+        )
 
     def get(run, i):
         testing.fetch_by_binding_on_cuda(binding, run, 0, stream, 1, address(handles[i]), address(scratch), size)

@@ -147,10 +147,10 @@ def test_paths_that_do_not_serve(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"host_bytes": -1}, "`host_bytes` is a number of bytes"),
-        ({"chunk_bytes": 1000}, "multiple of 4096"),
-        ({"engine": "fast"}, "'direct', 'buffered' or 'tensorstore'"),
-        ({"io_threads": 0}, "at least 1"),
+        ({"host_bytes": -1}, "`host_bytes` must be at least 0 or None, got -1"),
+        ({"chunk_bytes": 1000}, "must be a positive multiple of 4096, got 1000"),
+        ({"engine": "fast"}, "'direct', 'buffered' or 'tensorstore', got 'fast'"),
+        ({"io_threads": 0}, "at least 1, got 0"),
     ],
 )
 def test_bad_sizes(arguments, message):

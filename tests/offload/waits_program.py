@@ -30,7 +30,9 @@ def steps(native, stream, errors):
                 keep.append((scratch, handles))
                 for i in range(count):
                     cuda.cuMemsetD32Async(address(scratch), run * 100 + i, size // 4, stream)
-                    testing.store_on_cuda(native, run, 0, stream, 10 * run, ring, address(scratch), size, address(handles[i]))
+                    testing.store_on_cuda(
+                        native, run, 0, stream, 10 * run, ring, address(scratch), size, address(handles[i])
+                    )
                 for i in reversed(range(count)):
                     testing.fetch_on_cuda(native, run, 0, stream, 10 * run, address(handles[i]), address(scratch), size)
                     if i % 16 == 0:
