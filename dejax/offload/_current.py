@@ -34,7 +34,7 @@ _local = threading.local()
 _forked = False
 
 
-class _Seat:
+class _ThreadBinding:
     """A thread's binding, and the stores of its nested `with` blocks."""
 
     def __init__(self, binding: int) -> None:
@@ -47,7 +47,7 @@ class _Seat:
         _native.extension("ActivationStore").bind_offload_store(self.binding, self.stores[-1].id if self.stores else 0)
 
 
-_seats: weakref.WeakValueDictionary[int, _Seat] = weakref.WeakValueDictionary()
+_thread_bindings: weakref.WeakValueDictionary[int, _ThreadBinding] = weakref.WeakValueDictionary()
 
 
 def current_binding() -> int:
@@ -64,30 +64,30 @@ def enter(store: Any) -> None:
     """Makes a store current in this thread."""
     wait_for_steps()
     with _lock:
-        seat = getattr(_local, "seat", None)
-        if seat is None:
-            seat = _local.seat = _take_seat()
-        seat.stores.append(store)
-        seat.rebind()
+        held = getattr(_local, "held", None)
+        if held is None:
+            held = _local.held = _take_binding()
+        held.stores.append(store)
+        held.rebind()
 
 
 def leave(store: Any) -> None:
     """Undoes the last `enter` of a store, this thread's if there is one. The caller has waited for steps."""
     with _lock:
-        own = getattr(_local, "seat", None)
+        own = getattr(_local, "held", None)
         # A generator or a task may end in another thread than it began in.
-        seats = [own, *_seats.values()] if own is not None else list(_seats.values())
-        seat = next((seat for seat in seats if store in seat.stores), None)
-        if seat is not None:
-            _remove(seat, store)
+        candidates = [own, *_thread_bindings.values()] if own is not None else list(_thread_bindings.values())
+        held = next((held for held in candidates if store in held.stores), None)
+        if held is not None:
+            _remove(held, store)
 
 
 def forget(store: Any) -> None:
     """Removes a closed store from all threads."""
     with _lock:
-        for seat in list(_seats.values()):
-            while store in seat.stores:
-                _remove(seat, store)
+        for held in list(_thread_bindings.values()):
+            while store in held.stores:
+                _remove(held, store)
         for binding, owner in list(_own.items()):
             if owner is store:
                 _own.pop(binding, None)  # the native side unbinds closed stores itself
@@ -97,39 +97,40 @@ def after_fork() -> None:
     """In a forked child: forgets its parent's stores, and locks that other threads held."""
     global _lock, _forked
     _lock, _forked = threading.RLock(), True
-    _seats.clear()
+    _thread_bindings.clear()
     _own.clear()
     _local.__dict__.clear()
     _context.set_global(_HOME)
 
 
-def _remove(seat: _Seat, store: Any) -> None:
-    last = len(seat.stores) - 1 - seat.stores[::-1].index(store)
-    del seat.stores[last]
-    seat.rebind()
-    if not seat.stores and seat is getattr(_local, "seat", None):  # another thread's seat goes when that thread ends
-        seat.context.__exit__(None, None, None)
-        del _local.seat
-        seat.abandoned.detach()
-        _free_seat(seat.binding)
+def _remove(held: _ThreadBinding, store: Any) -> None:
+    last = len(held.stores) - 1 - held.stores[::-1].index(store)
+    del held.stores[last]
+    held.rebind()
+    if not held.stores and held is getattr(_local, "held", None):  # another thread's goes with that thread
+        held.context.__exit__(None, None, None)
+        del _local.held
+        held.abandoned.detach()
+        _free_binding(held.binding)
 
 
-def _take_seat() -> _Seat:
-    binding = next(number for number in range(len(_seats) + 2) if number not in _seats and number != DEFAULT)
-    seat = _seats[binding] = _Seat(binding)
-    seat.context = _context(binding)
-    seat.context.__enter__()
+def _take_binding() -> _ThreadBinding:
+    taken = {DEFAULT, *_thread_bindings}
+    binding = next(number for number in range(len(taken) + 1) if number not in taken)
+    held = _thread_bindings[binding] = _ThreadBinding(binding)
+    held.context = _context(binding)
+    held.context.__enter__()
     if binding == _HOME:
         # Other threads' steps must not use this store. They are compiled once more while it is current.
         _context.set_global(DEFAULT)
-    seat.abandoned = weakref.finalize(seat, _free_seat, binding)  # a thread that ended inside `with`
-    seat.abandoned.atexit = False
-    return seat
+    held.abandoned = weakref.finalize(held, _free_binding, binding)  # a thread that ended inside `with`
+    held.abandoned.atexit = False
+    return held
 
 
-def _free_seat(binding: int) -> None:
+def _free_binding(binding: int) -> None:
     with _lock:
-        _seats.pop(binding, None)
+        _thread_bindings.pop(binding, None)
         _native.extension("ActivationStore").bind_offload_store(binding, 0)
         if binding == _HOME:
             _context.set_global(_HOME)
