@@ -9,7 +9,7 @@ import re
 import numpy as np
 
 from dejax.offload import ActivationStore
-from tests.offload.ring_program import address, cuda, testing
+from tests.offload.native.ring_program import address, cuda, testing
 
 SIZE = 4096
 

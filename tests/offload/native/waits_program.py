@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from dejax.offload import ActivationStore
-from tests.offload.ring_program import address, cuda, testing
+from tests.offload.native.ring_program import address, cuda, testing
 
 SIZES = (1 << 12, 1 << 14, 1 << 16)
 

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 
-from tests.offload.ring_program import address, cuda, testing
+from tests.offload.native.ring_program import address, cuda, testing
 
 
 def run(rng, stream, number, ahead, staging):
