@@ -1,7 +1,7 @@
-"""A step on a device that is held at each wait, with the driver of fake_cuda.cc: run by test_ring.py.
+"""The store's mutex is free while a step waits, with the driver of fake_cuda.cc: run by test_ring.py.
 
-Each time the step waits for the device, or for memory of the driver's, another thread asks the store something. It is
-answered at once: the store's mutex is free.
+The driver stops the step at each wait for the device and at each allocation. Meanwhile another thread asks for the
+store's counters, and gets them at once.
 """
 
 import ctypes
@@ -12,13 +12,13 @@ import time
 import numpy as np
 
 from dejax.offload import ActivationStore
-from tests.offload.ring_program import address, cuda
+from tests.offload.native.ring_program import address, cuda, testing
 
 SIZES = (1 << 12, 1 << 14, 1 << 16)
 
 
 def steps(native, stream, errors):
-    """Rings that grow, slots of other sizes that are given back, handles that are read, tensors past the ring."""
+    """Covers growing rings, freed slots of other sizes, handles that are read, and tensors larger than the ring."""
     keep = []
     try:
         run = 0
@@ -30,9 +30,11 @@ def steps(native, stream, errors):
                 keep.append((scratch, handles))
                 for i in range(count):
                     cuda.cuMemsetD32Async(address(scratch), run * 100 + i, size // 4, stream)
-                    native.store_on_cuda(run, 0, stream, 10 * run, ring, address(scratch), size, address(handles[i]))
+                    testing.store_on_cuda(
+                        native, run, 0, stream, 10 * run, ring, address(scratch), size, address(handles[i])
+                    )
                 for i in reversed(range(count)):
-                    native.fetch_on_cuda(run, 0, stream, 10 * run, address(handles[i]), address(scratch), size)
+                    testing.fetch_on_cuda(native, run, 0, stream, 10 * run, address(handles[i]), address(scratch), size)
                     if i % 16 == 0:
                         assert cuda.cuStreamSynchronize(stream) == 0
                         assert (scratch == run * 100 + i).all()

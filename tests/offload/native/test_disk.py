@@ -1,61 +1,21 @@
-"""What the disk tier holds: the cap, what is reported, and what comes back, for each engine."""
+"""The disk tier of each engine: its cap, its reported size, and the tensors that come back."""
 
 import itertools
 import os
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dejax import _native
-from dejax.offload import ActivationStore, _calls
-from tests.offload.test_lifetime import python
+from dejax.offload import ActivationStore
+from tests.offload.processes import python
+from tests.offload.tensors import KIB, MIB, Tensors, on_disk
 
 pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
 ENGINES = ["tensorstore", "direct", "buffered"]
-KIB, MIB = 1 << 10, 1 << 20
-numbers = itertools.count(1 << 20, 1 << 10)
-
-
-def on_disk(path) -> int:
-    """Bytes that the files of a store take, by the file system."""
-    places = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
-    return sum(os.stat(place).st_blocks * 512 for place in places)
-
-
-class Tensors:
-    """Stores tensors of the sizes given and fetches them in reverse, in programs of their own."""
-
-    def __init__(self, sizes):
-        rngs = [np.random.default_rng(i) for i in range(len(sizes))]
-        self.xs = [jnp.asarray(rng.integers(0, 255, n, np.uint8)) for rng, n in zip(rngs, sizes, strict=True)]
-        sites = [next(numbers) for _ in sizes]
-
-        def put(xs):
-            handles = []
-            for x, site in zip(xs, sites, strict=True):
-                (x, _) = jax.lax.optimization_barrier((x, handles[-1:]))  # one after the other
-                handles.append(_calls.store(x, store_id=0, site=site, ring_bytes=0))
-            return handles
-
-        def fetch(handles):
-            outs = []
-            for handle, x, site in reversed(list(zip(handles, self.xs, sites, strict=True))):
-                outs.append(_calls.fetch(handle, x, outs[-1:], store_id=0, site=site))
-            return outs[::-1]
-
-        self.put, self.fetch = jax.jit(put), jax.jit(fetch)
-
-    def run(self):
-        handles = jax.block_until_ready(self.put(self.xs))
-        return self.check(handles)
-
-    def check(self, handles):
-        for got, want in zip(self.fetch(handles), self.xs, strict=True):
-            np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -174,7 +134,7 @@ FULL = """
 import resource, sys
 import jax
 from dejax.offload import ActivationStore
-from tests.offload.test_disk import MIB, Tensors
+from tests.offload.tensors import MIB, Tensors
 engine, path, limit = sys.argv[1:]
 tensors = Tensors([MIB] * 12)
 with ActivationStore(path, host_bytes=4 * MIB, engine=engine, chunk_bytes=MIB, io_threads=2) as store:

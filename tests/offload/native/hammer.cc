@@ -1,6 +1,6 @@
 // Many threads on one store: stores, fetches, failing ones, counters, clear, drain and close, with files and without, on
 // the CPU and, with the driver of fake_cuda.cc, on the CUDA side. Built with -fsanitize=thread (tests/native/tsan.sh) or
-// plainly (test_hammer.py). Every tensor that comes back has the bytes that went, or the call throws.
+// without (test_hammer.py). Every fetch returns the stored bytes or throws.
 #include <unistd.h>
 
 #include <atomic>
@@ -13,7 +13,8 @@
 #include <thread>
 #include <vector>
 
-#include "../../native/offload/store.h"
+#include "../../../native/offload/store.h"
+#include "../../../native/offload/testing/interceptor.h"
 
 using namespace dejax::offload;
 
@@ -55,7 +56,7 @@ void OneRun(Store& store, const Setting& setting, std::mt19937& rng, Stream stre
     for (int i = 0; i < count; ++i) {
       const int64_t bytes = static_cast<int64_t>(4 * tensors[i].size());
       if (setting.cuda) {
-        store.StoreOnCuda(run, 0, stream, i % 3, 1 << 14, address(tensors[i].data()), bytes, address(&handles[i]));
+        store.StoreOnCuda({run, 0, stream, i % 3}, 1 << 14, address(tensors[i].data()), bytes, address(&handles[i]));
       } else {
         handles[i] = store.StoreOnCpu(run, i % 3, tensors[i].data(), bytes);
       }
@@ -68,7 +69,7 @@ void OneRun(Store& store, const Setting& setting, std::mt19937& rng, Stream stre
     for (int i = count - 1; i >= 0; --i) {
       const int64_t bytes = static_cast<int64_t>(4 * tensors[i].size());
       if (setting.cuda) {
-        store.FetchOnCuda(run, 0, stream, i % 3, address(&handles[i]), address(outs[i].data()), bytes);
+        store.FetchOnCuda({run, 0, stream, i % 3}, address(&handles[i]), address(outs[i].data()), bytes);
       } else {
         store.FetchOnCpu(run, i % 3, handles[i], outs[i].data(), bytes);
       }
@@ -78,11 +79,11 @@ void OneRun(Store& store, const Setting& setting, std::mt19937& rng, Stream stre
   } catch (const std::exception& error) {
     if (std::strstr(error.what(), "FAKE") != nullptr) throw;
     ++threw;
-    if (setting.cuda) GetCalls().stream_synchronize(stream);  // queued work names these buffers
+    if (setting.cuda) GetCalls().stream_synchronize(stream);  // queued work uses these buffers
   }
 }
 
-// An engine outside: keeps chunks in memory.
+// An external engine that keeps chunks in memory.
 void External(Store& store) {
   static std::mutex mutex;
   static std::map<std::tuple<const void*, int, int64_t, int64_t>, std::vector<char>> chunks;
@@ -114,6 +115,8 @@ void Hammer(const Setting& setting, double seconds, int num_threads, unsigned se
   options.disk_bytes = 4 << 20;
   if (!setting.folder.empty()) options.folders = {setting.folder};
   const std::shared_ptr<Store> store = Store::Open(options);
+  const auto faults = std::make_shared<TestInterceptor>();
+  store->Intercept(faults);
   std::atomic<bool> over{false};
   std::vector<std::thread> threads, engines;
   Stream shared = nullptr;
@@ -121,7 +124,7 @@ void Hammer(const Setting& setting, double seconds, int num_threads, unsigned se
   for (int i = 0; i < num_threads; ++i) {
     threads.emplace_back([&, i] {
       std::mt19937 rng(seed * 100 + i);
-      // XLA has one compute stream a device; the store takes several, too.
+      // XLA has one compute stream for each device; the store must work with several, too.
       Stream stream = shared;
       if (setting.cuda && seed % 4 >= 2) GetCalls().stream_create(&stream, 0);
       while (!over) OneRun(*store, setting, rng, stream);
@@ -138,7 +141,7 @@ void Hammer(const Setting& setting, double seconds, int num_threads, unsigned se
       }
       if (setting.faults) {
         static constexpr const char* kKinds[] = {"write", "read", "corrupt", "store", "fetch"};
-        store->Inject(kKinds[rng() % 5], 1);
+        faults->Inject(kKinds[rng() % 5], 1);
         if (rng() % 50 == 0 && !setting.cuda) store->Clear();
       }
       if (rng() % 100 == 0) store->Drain();
@@ -149,7 +152,7 @@ void Hammer(const Setting& setting, double seconds, int num_threads, unsigned se
     for (int i = 0; i < 3; ++i) engines.emplace_back([&] { External(*store); });
   }
   std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
-  // Half of the time a store is closed under the steps that use it: they throw, and nothing hangs.
+  // In half of the settings the store closes while steps use it: they throw, and nothing hangs.
   const bool under_load = seed % 2 == 1 && !setting.cuda;
   if (!under_load) over = true;
   if (under_load) {
