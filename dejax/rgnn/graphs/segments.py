@@ -1,7 +1,7 @@
-"""Items grouped by row: the offset, hub and tile tables that every kernel of the compiler walks.
+"""Segments (CSR): the offsets, long segments and tiles that every kernel of the compiler reads.
 
-The tables are made once for each graph. The same code makes them with numpy (exact sizes) and, inside `jax.jit`, with
-jax.numpy (static upper bounds, whose unused entries cover no item).
+The tables are made once for each graph: with numpy in exact sizes, and inside `jax.jit` with jax.numpy in static upper
+bounds, whose unused entries cover nothing. In the code a long segment is a hub.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dejax.rgnn.graphs.pieces_traced import Rows, hub_arrays, tile_arrays
 from dejax.rgnn.graphs.sorting import expand, stable_argsort
 
 TILE_BLOCKS = (32, 64, 128)
-"""Rows a tile for which type segments keep a stored `TileTable`."""
+"""The tile sizes for which a grouping by type stores a `TileTable`."""
 
-# 128: softmax-weighted sums on biokg took 0.37 ms on an H200, with chunks of 1,024 items 0.59.
+# Softmax-weighted sums on biokg took 0.37 ms on an H200 with chunks of 128 entries, and 0.59 ms with 1,024.
 HUB_CHUNK = 128
-"""Rows with more items than this are split in chunks of this many items."""
+"""Segments with more entries than this are split in chunks of this many entries."""
 
 _STATIC: dict[str, Any] = {"static": True}
 
@@ -36,16 +36,16 @@ _STATIC: dict[str, Any] = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, eq=False)
 class TileTable:
-    """Tiles of up to `block` positions, none of which crosses from one type to the next.
+    """Tiles of up to `block` positions of one type each, as a grouped GEMM takes them.
 
     A tile covers positions `start` to `min(start + block, offsets[row_type + 1])` of the grouped order, where `offsets`
-    are those of the `Segments` that the table belongs to. Their number is O(items / block + types).
+    belong to the `Segments` with this table. There are O(entries / block + types) tiles.
 
     Attributes:
         row_type: int32[tiles], the type of each tile; 0 for unused tiles.
-        start: int32[tiles], the first position of each tile; the number of valid items for unused tiles, so that no
-            position of an unused tile is in range.
-        block: positions a tile (static).
+        start: int32[tiles], the first position of each tile. Unused tiles start at the number of valid entries, so that
+            none of their positions is in range.
+        block: positions per tile (static).
     """
 
     row_type: Array
@@ -56,17 +56,17 @@ class TileTable:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, eq=False)
 class HubTable:
-    """The rows with more than `chunk` items, cut in chunks of at most `chunk` items.
+    """The long segments: rows with more than `chunk` entries, cut in chunks of at most `chunk` entries.
 
     Attributes:
-        rows: int32[hubs], ascending ids of the hub rows; the number of rows where unused.
-        offsets: int32[hubs + 1]; hub `h` has the chunks `offsets[h]` to `offsets[h + 1]`.
+        rows: int32[hubs], ascending ids of the rows with long segments; the number of rows where unused.
+        offsets: int32[hubs + 1]; long segment `h` has the chunks `offsets[h]` to `offsets[h + 1]`.
         chunk_row: int32[chunks], the row of each chunk; the number of rows where unused.
         chunk_start: int32[chunks], the first position (in the grouped order) of each chunk.
         chunk_end: int32[chunks], the position after the last one; equal to `chunk_start` where unused.
-        chunk: the most items that a chunk, or a row that is no hub, has (static).
-        chunk_hub: int32[chunks], the hub of each chunk, where the last chunk of a hub is to merge them; else None, and
-            a kernel of its own does.
+        chunk: the maximum number of entries of a chunk and of an uncut segment (static).
+        chunk_hub: int32[chunks], the long segment of each chunk, for kernels whose last chunk combines all chunks. None
+            where a separate kernel combines them.
     """
 
     rows: Array
@@ -79,7 +79,7 @@ class HubTable:
 
     @property
     def tables(self) -> tuple[Any, ...]:
-        """As `dejax.pallas.traverse` takes them."""
+        """The arguments of `dejax.pallas.traverse` for long segments."""
         found = (self.chunk, self.rows, self.offsets, self.chunk_row, self.chunk_start, self.chunk_end)
         return found if self.chunk_hub is None else (*found, self.chunk_hub)
 
@@ -87,14 +87,14 @@ class HubTable:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitTable:
-    """Each type's items in splits that programs sum one by one (`dejax.pallas.outer.split_table`).
+    """Each type's entries in splits, each summed by one program (`dejax.pallas.outer.split_table`).
 
     Attributes:
         start: int32[splits], the first position of each split.
         end: int32[splits], the position after its last one.
-        first: int32[types + 1]; type `t` has the splits `first[t]` to `first[t + 1]` by number.
-        rows_per_split: positions a split at most (static).
-        number: int32[splits], the number of each split; None where that is its place.
+        first: int32[types + 1]; type `t` has the splits numbered `first[t]` to `first[t + 1]`.
+        rows_per_split: the maximum number of positions of a split (static).
+        number: int32[splits], the number of each split; None where splits are stored by number.
     """
 
     start: Any
@@ -111,13 +111,13 @@ class SplitTable:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, eq=False)
 class LoopOrder:
-    """The rows of a grouping in the order in which kernels take them: rows with many items side by side.
+    """The rows of a grouping in the order in which kernels take them: by the length of their segments.
 
     Attributes:
         rows: int32[rows], a permutation.
-        offsets: int32[rows + 1]; the items of row `rows[i]` are `order[offsets[i]:offsets[i + 1]]`.
-        order: int32[items], item ids in that order.
-        hubs: hub rows by number, their chunks by positions in that order.
+        offsets: int32[rows + 1]; the entries of row `rows[i]` are `order[offsets[i]:offsets[i + 1]]`.
+        order: int32[entries], entry ids in that order.
+        hubs: the long segments; `rows` and `chunk_row` are row ids, chunks are positions in that order.
     """
 
     rows: Any
@@ -129,24 +129,24 @@ class LoopOrder:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """Items (edges, pairs or nodes) grouped by the row of a coarser space (nodes, pairs or types).
+    """Entries (edges, pairs or nodes) grouped by a row of a coarser space (nodes, pairs or types), as in CSR.
 
-    The items of row `r` are `order[offsets[r]:offsets[r + 1]]`, ascending within a row; where `order` is None they are
-    `offsets[r]` to `offsets[r + 1]` themselves. Padding items belong to no row.
+    The segment of row `r` has the entries `order[offsets[r]:offsets[r + 1]]`, in ascending order. Where `order` is None
+    it has the entries `offsets[r]` to `offsets[r + 1]`. Padding entries belong to no segment.
 
     Attributes:
-        index: int32[items], the row of each item in the items' own order; `num_rows` for padding items.
-        order: int32[items], item ids sorted stably by row with padding last; None where the items already are.
-        offsets: int32[rows + 1]; `offsets[rows]` is the number of valid items.
-        hubs: the rows that a kernel should split, or None when it is statically known that there is none.
+        index: int32[entries], the row of each entry; `num_rows` for padding entries.
+        order: int32[entries], entry ids sorted stably by row, padding last; None where entries are sorted by row.
+        offsets: int32[rows + 1]; `offsets[rows]` is the number of valid entries.
+        hubs: the long segments; None where the sizes alone exclude any.
         tiles: where the rows are types, one table for each of `TILE_BLOCKS`; otherwise empty.
-        splits: where the rows are types, how sums over the items of a type are split; None where it was traced.
-        loop: the rows as kernels take them; None where `RelGraph.with_loop_tables` was not called.
-        near_tiles: the tiles for products that gather rows of nodes, by the node that their first position reads; empty
-            where `RelGraph.with_loop_tables` was not called.
-        near_splits: the splits likewise.
+        splits: where the rows are types, how sums over the entries of a type are split; None inside jit.
+        loop: the order in which kernels take the rows; None unless `RelGraph.with_loop_tables` was called.
+        near_tiles: for grouped GEMMs that gather rows of nodes, the tiles ordered by the node that their first position
+            reads; empty unless `RelGraph.with_loop_tables` was called.
+        near_splits: the splits in the same order; None unless `RelGraph.with_loop_tables` was called.
         num_rows: number of rows (static).
-        num_items: number of items, padding included (static).
+        num_items: number of entries, padding included (static).
     """
 
     index: Array
@@ -162,26 +162,28 @@ class Segments:
     near_splits: SplitTable | None = None
 
     def counts(self) -> Array:
-        """Number of items of each row: int32[rows]."""
+        """Number of entries of each row: int32[rows]."""
         return self.offsets[1:] - self.offsets[:-1]
 
-    def with_loop(self, hub_chunk: int = HUB_CHUNK, beside: Segments | None = None) -> Segments:
-        """The same with `loop`; without where items are sorted by row, whose tables are read in order as they are.
+    def with_loop(self, hub_chunk: int = HUB_CHUNK, alongside: Segments | None = None) -> Segments:
+        """The same grouping with `loop`. Where entries are sorted by row, kernels need none: reads are contiguous.
 
-        `beside` groups other items by the same rows: rows of as many items are sorted by how many of those they have,
-        because a loop may take both.
+        Args:
+            hub_chunk: the maximum number of entries of a chunk.
+            alongside: another grouping by the same rows, over which a kernel may reduce at the same time. Rows with
+                segments of one length are sorted by the length of their segments there.
         """
         if self.order is None or self.loop is not None:
             return self
-        others = None if beside is None else np.asarray(beside.counts())
+        others = None if alongside is None else np.asarray(alongside.counts())
         loop = loop_order(np.asarray(self.offsets), np.asarray(self.order), hub_chunk, others)
         return dataclasses.replace(self, loop=loop)
 
     def with_near_tiles(self, node: Any) -> Segments:
-        """The same with `near_tiles` and `near_splits`, for positions that are sorted by type and node.
+        """The same grouping with `near_tiles` and `near_splits`, for positions that are sorted by type and node.
 
-        Programs run in the order of the tables. Tiles of all types that read nodes of one neighbourhood run together
-        and find each other's rows in the cache; type after type, every type would fetch them anew.
+        Programs run in the order of the tables. In order of nodes, tiles of different types that read the same nodes
+        run at about the same time and find them in the cache. In order of types, each type would read them again.
 
         Args:
             node: int32[items], the node that each position reads.
@@ -205,54 +207,57 @@ class Segments:
         return dataclasses.replace(self, near_tiles=tuple(tiles), near_splits=splits)
 
     def tiles_for(self, block: int, near: bool = False) -> TileTable:
-        """The tile table for `block` positions a tile: the stored one, or one made now; `near` where there is one."""
+        """The table of tiles with `block` positions, stored or made now; with `near`, `near_tiles` where stored."""
         for table in (*(self.near_tiles if near else ()), *self.tiles):
             if table.block == block:
                 return table
         return tile_table(self.offsets, block, self.num_items)
 
 
-# Positions of a split that gathers rows of nodes, at most. Several times as many programs as run at once: RGCN's weight
-# gradient on 12.7 M pairs of 2.5 M nodes took 1.29 ms by type, 1.10 with this and 1.18 with 1,024.
+# The maximum number of positions of a split in `near_splits`. There must be several times as many splits as programs
+# that run at once: RGCN's weight gradient on 12.7 M pairs took 1.29 ms by type, 1.10 ms with 2,048, 1.18 ms with 1,024.
 _NEAR_SPLIT = 2048
 
-# Rows are sorted by length within blocks of this many, so that what they read and write stays close together: on
-# 2.5 M rows of 6.4 items on average 1.36 ms, sorted throughout 1.50, unsorted 1.42.
+# Rows are sorted by length within blocks of this many rows, so that neighbours in memory stay close. A reduction over
+# 2.5 M rows took 1.36 ms, 1.50 ms with all rows sorted by length and 1.42 ms unsorted.
 _SORTED_BLOCK = 4096
-# Up to so many items the cache holds that, and rows are sorted throughout. RGAT's backward loop on 0.67 M items 77 ->
-# 51 us, RGCN's loop on 0.62 M 36 -> 33; on 4.8 M items HGT's 544 -> 622.
+# Up to this many entries, which fit in the cache, all rows are sorted by length: a reduction over 0.67 M entries took
+# 51 us instead of 77 us, but one over 4.8 M entries 622 us instead of 544 us.
 _SORTED_THROUGHOUT = 1 << 20
 
 
-# Up to so many items loops merge a hub's chunks as the last of them is done, a launch less: two forward loops of bgs
-# 35.7 -> 33.0 us and 47.3 -> 39.4. Loops of larger graphs lose more than the launch: am's 766 + 5 -> 884, biokg's 335 +
-# 13 -> 384.
+# Up to this many entries the last chunk of a long segment combines its chunks, which saves a launch: 39.4 us instead of
+# 47.3 us. Larger graphs lose more than the launch: 884 us instead of 771 us.
 _COUNTED_ITEMS = 1 << 20
 
 
 def hub_chunk_of(num_items: int, num_rows: int) -> int:
-    """Items of a chunk that leave enough programs for the whole machine, and most rows in one piece."""
-    # mutag's RGAT training 119 us, with chunks of 32 122, of 16 121 and of 48 131; bgs' 276 and, of 96, 293.
+    """A chunk size that gives the machine enough programs and leaves most segments uncut."""
+    # On a small graph RGAT's training step took 119 us with chunks of 24, and 121 us to 131 us with 16, 32 and 48.
     least = HUB_CHUNK if num_items > 2_000_000 else 64 if num_items > 400_000 else 24
-    # Rows of fb15k have 43 items on average: RGAT's forward 95 us with chunks of 64, 91 with 96. Its nodes have 24
-    # pairs: their sums 26 us with 32, 30 with 24.
+    # Segments of about average length stay uncut: with 43 entries on average, RGAT's forward pass took 91 us with
+    # chunks of 96 instead of 95 us with 64.
     several = 32 * math.ceil(2 * num_items / (32 * num_rows))
     return least if several <= 32 else min(HUB_CHUNK, max(least, several))
 
 
 def type_chunk_of(num_items: int) -> int:
-    """The same where rows are types, and `hub_chunk` is left at its default."""
-    # Types are few and large: with chunks of 128 the second reduction would have as much to do as the first. On small
-    # graphs the longest chunk decides: aifb's edges summed by type in chunks of up to 2,048 took 91 us.
+    """The chunk size where rows are types and `hub_chunk` has its default."""
+    # Types are few and large: with chunks of 128 the second reduction would read as much as the first. On small graphs
+    # the longest chunk decides the time.
     return 2048 if num_items > 2_000_000 else 512 if num_items > 400_000 else 256
 
 
 def loop_order(
     offsets: np.ndarray, order: np.ndarray, hub_chunk: int, others: np.ndarray | None = None
 ) -> LoopOrder | None:
-    """The order in which kernels take rows, by numpy; None where there are too few rows or items for one.
+    """The order in which kernels take rows, made with numpy; None where there are fewer than two rows or no entries.
 
-    `others` are counts by which rows of as many items are sorted.
+    Args:
+        offsets: int32[rows + 1].
+        order: int32[entries].
+        hub_chunk: the maximum number of entries of a chunk.
+        others: int32[rows], by which rows with segments of one length are sorted.
     """
     num_rows, num_items = offsets.shape[0] - 1, order.shape[0]
     if num_rows < 2 or num_items == 0:
@@ -269,7 +274,7 @@ def loop_order(
     rows = stable_argsort(keys, bounds)
     positions, begins = expand(rows, offsets)
     items = order[positions]
-    if items.shape[0] < num_items:  # padding items stay last
+    if items.shape[0] < num_items:  # padding entries stay last
         items = np.concatenate([items, order[items.shape[0] :]])
     chunk = min(hub_chunk, hub_chunk_of(num_items, num_rows))
     hubs = hub_table(begins, chunk, num_items, counted=num_items <= _COUNTED_ITEMS)
@@ -279,13 +284,13 @@ def loop_order(
 
 
 def _exactly(offsets: Any, exact: bool | None) -> tuple[Any, bool]:
-    """Offsets as an array of numpy where the table is to be exact, of jax otherwise, and which of the two."""
+    """Offsets as a numpy array and True where the table is to be exact, else as a jax array and False."""
     exact = not is_traced(offsets) if exact is None else exact
     return (np.asarray(offsets), True) if exact else (jnp.asarray(offsets), False)
 
 
 def _like(offsets: Any, array: Any) -> Any:
-    """`array` as int32, as numpy where `offsets` is numpy and as a jax.Array otherwise."""
+    """`array` as int32: a numpy array where `offsets` is one, otherwise a jax array."""
     return array.astype(np.int32) if isinstance(offsets, np.ndarray) else jnp.asarray(array, jnp.int32)
 
 
@@ -298,23 +303,23 @@ def tile_table(offsets: Any, block: int, num_items: int, *, exact: bool | None =
 
     Args:
         offsets: int32[types + 1], where the positions of each type begin; numpy, jax.Array or tracer.
-        block: positions a tile, at least 1.
+        block: positions per tile, at least 1.
         num_items: number of positions, padding included; bounds the table where it is not exact.
-        exact: whether to size the table by the numbers in `offsets` or by a static bound; None: exact unless traced.
+        exact: whether to size the table by the values of `offsets` or by a static bound; None: exact unless traced.
 
     Returns:
         The table: `sum(ceil(count / block))` tiles where exact, otherwise `num_items // block + types` tiles, unused
-        ones last.
+        tiles last.
 
     Raises:
-        ValueError: if `block` is less than 1.
+        ValueError: `block` is less than 1.
 
     >>> table = tile_table(np.array([0, 3, 3, 8]), 4, 8)
     >>> table.row_type, table.start
     (array([0, 2, 2], dtype=int32), array([0, 3, 7], dtype=int32))
     """
     if block < 1:
-        raise ValueError(f"block must be at least 1 position a tile, got {block}")
+        raise ValueError(f"block must be at least 1 position per tile, got {block}")
     off, exact = _exactly(offsets, exact)
     if not exact:
         return TileTable(*tile_arrays([(off, num_items)], [block])[0][0], block)
@@ -328,24 +333,24 @@ def tile_table(offsets: Any, block: int, num_items: int, *, exact: bool | None =
 def hub_table(
     offsets: Any, chunk: int, num_items: int, *, exact: bool | None = None, counted: bool = False
 ) -> HubTable | None:
-    """Lists the rows with more than `chunk` items, in chunks of `chunk` items.
+    """Lists the long segments, with more than `chunk` entries, in chunks of `chunk` entries.
 
     Args:
-        offsets: int32[rows + 1], where the items of each row begin; numpy, jax.Array or tracer.
-        chunk: the most items that a row may have without being a hub, at least 1.
-        num_items: number of items, padding included; bounds the table where it is not exact.
-        exact: whether to size the table by the numbers in `offsets` or by a static bound; None: exact unless traced.
-        counted: whether an exact table says the hub of each chunk.
+        offsets: int32[rows + 1], where the entries of each row begin; numpy, jax.Array or tracer.
+        chunk: the maximum number of entries of an uncut segment, at least 1.
+        num_items: number of entries, padding included; bounds the table where it is not exact.
+        exact: whether to size the table by the values of `offsets` or by a static bound; None: exact unless traced.
+        counted: whether an exact table has `chunk_hub`.
 
     Returns:
-        None where no row can be a hub; otherwise the exact table, or one with room for
-        `h = min(rows, num_items // (chunk + 1))` hubs and `num_items // chunk + h` chunks.
+        None where there can be no long segment; otherwise the exact table, or one with room for
+        `h = min(rows, num_items // (chunk + 1))` long segments and `num_items // chunk + h` chunks.
 
     Raises:
-        ValueError: if `chunk` is less than 1.
+        ValueError: `chunk` is less than 1.
     """
     if chunk < 1:
-        raise ValueError(f"hub_chunk must be at least 1 item a chunk, got {chunk}")
+        raise ValueError(f"hub_chunk must be at least 1 entry per chunk, got {chunk}")
     off, exact = _exactly(offsets, exact)
     if not exact:
         arrays = hub_arrays([Rows(off, num_items, chunk)])[0]
@@ -364,7 +369,7 @@ def hub_table(
 
 
 def make_segments(index: Any, order: Any, offsets: Any, *, hub_chunk: int, typed: bool = False) -> Segments:
-    """A `Segments` of numpy arrays with its hub table and, where its rows are types (`typed`), its tile tables."""
+    """A `Segments` of numpy arrays with its long segments and, where its rows are types (`typed`), its tiles."""
     num_items = index.shape[0]
     chunk = _chunk_of(hub_chunk, num_items, typed)
     return Segments(
@@ -382,11 +387,11 @@ def make_segments(index: Any, order: Any, offsets: Any, *, hub_chunk: int, typed
 def bounded_segments(
     groupings: Mapping[str, tuple[Array, Array | None, Array]], *, hub_chunk: int, typed: Collection[str] = ()
 ) -> dict[str, Segments]:
-    """As `make_segments`, inside jit: tables are sized by static bounds, and made for all of the groupings at once.
+    """As `make_segments`, inside jit: tables have static bounds, and those of all groupings are made together.
 
     Args:
-        groupings: index, order (or None) and offsets of each.
-        hub_chunk: the hub chunk.
+        groupings: index, order (or None) and offsets of each grouping.
+        hub_chunk: the maximum number of entries of a chunk.
         typed: the groupings whose rows are types.
     """
 
@@ -421,11 +426,11 @@ def _chunk_of(hub_chunk: int, num_items: int, typed: bool) -> int:
 
 
 def _split_table(offsets: np.ndarray, num_items: int, limit: int | None = None) -> SplitTable:
-    """Splits of the usual size, or of at most `limit` positions."""
+    """Splits of the size that `rows_per_split` gives, or of at most `limit` positions."""
     types = offsets.shape[0] - 1
     size = rows_per_split(num_items, types)
     size = size if limit is None else min(size, limit)
-    if size >= num_items:  # one split a type
+    if size >= num_items:  # one split per type
         return SplitTable(offsets[:-1], offsets[1:], np.arange(types + 1, dtype=np.int32), size)
     tiles = tile_table(offsets, size, num_items, exact=True)
     start, row = np.asarray(tiles.start), np.asarray(tiles.row_type)
