@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from dejax.rgnn.graphs.interop import from_graphs_tuple, to_graphs_tuple
 from dejax.rgnn.graphs.rel_graph import RelGraph
 
 if TYPE_CHECKING:
@@ -60,8 +61,6 @@ def apply_to_graphs_tuple(
     """
     if updates not in ("nodes", "edges", "both"):
         raise ValueError(f"updates must be 'nodes', 'edges' or 'both', got {updates!r}")
-    from dejax.rgnn.graphs.interop import from_graphs_tuple, to_graphs_tuple
-
     if graph is None:
         graph = from_graphs_tuple(graphs_tuple, **graph_options)
     elif graph_options:

@@ -16,7 +16,7 @@ from dejax import rgnn
 from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.compiler import execute
 from dejax.rgnn.compiler.execute import counts_of
-from dejax.rgnn.graphs import segments
+from dejax.rgnn.graphs import tables
 from dejax.rgnn.ir.inter import Program
 from dejax.rgnn.ir.intra import Outer, Traversal
 from dejax.rgnn.lowering.pallas import Columns, PallasLowering
@@ -317,7 +317,7 @@ def test_scores_made_again(backend: str) -> None:
 
 def test_hubs_merged_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A separate kernel combines the chunks, not the last chunk."""
-    monkeypatch.setattr(segments, "_COUNTED_ITEMS", 0)
+    monkeypatch.setattr(tables, "_COUNTED_ITEMS", 0)
     check("rgat", "hubs", Size(8, 4, 2), PALLAS, tolerance=F32, loop_tables=True)
 
 

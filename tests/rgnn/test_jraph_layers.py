@@ -211,7 +211,7 @@ def test_errors() -> None:
     graphs, layer = one_tuple(0), layer_of("rgcn")
     with pytest.raises(ValueError, match="updates must be 'nodes', 'edges' or 'both', got 'globals'"):
         apply_to_graphs_tuple(layer, graphs, num_edge_types=R, node_key="features", updates="globals")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="name a mapping's entry by node_key"):
+    with pytest.raises(TypeError, match="name an entry of a mapping by node_key"):
         apply_to_graphs_tuple(layer, graphs, num_edge_types=R)
     with pytest.raises(TypeError, match=r"nodes must be a mapping with the entry node_key='x', got .*features"):
         apply_to_graphs_tuple(layer, graphs, num_edge_types=R, node_key="x")

@@ -417,7 +417,7 @@ def test_program_module() -> None:
 
 def test_program_module_errors() -> None:
     init = jax.nn.initializers.ones
-    with pytest.raises(TypeError, match=r"what @rgnn\.program made, got function"):
+    with pytest.raises(TypeError, match=r"program must be made by @rgnn\.program, got function"):
         ProgramModule(lambda g, x: x, {}, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match=r"params\['weight'\] must be \(shape, initialiser\)"):
         ProgramModule(gated, {"weight": (3, 4)}, rngs=nnx.Rngs(0))  # type: ignore[dict-item]
@@ -445,9 +445,9 @@ def test_program_module_errors() -> None:
         ),
         (
             lambda r: RGCNConv(4, 6, R, normalization="max", rngs=r),
-            "normalization is 'mean', 'sum' or 'none', got 'max'",
+            "normalization must be 'mean', 'sum' or 'none', got 'max'",
         ),
-        (lambda r: RGATConv(4, 6, R, softmax="src", rngs=r), "softmax is over 'dst'"),
+        (lambda r: RGATConv(4, 6, R, softmax="src", rngs=r), "softmax must be 'dst' "),
         (lambda r: HGTConv(4, 5, T, R, num_heads=2, rngs=r), "num_heads must divide out_features"),
         (lambda r: HGTConv(4, 6, T, R, use_skip=True, rngs=r), "in_features must equal out_features .*got 4 and 6"),
         (

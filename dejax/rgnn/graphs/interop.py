@@ -11,8 +11,8 @@ import numpy as np
 
 from dejax.rgnn.graphs.checks import is_traced
 from dejax.rgnn.graphs.rel_graph import RelGraph
-from dejax.rgnn.graphs.segments import HUB_CHUNK
 from dejax.rgnn.graphs.spec import SELF_LOOP
+from dejax.rgnn.graphs.tables import HUB_CHUNK
 
 if TYPE_CHECKING:
     import jraph

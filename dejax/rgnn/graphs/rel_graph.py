@@ -16,9 +16,10 @@ from jax import Array
 from dejax.rgnn.graphs import build, build_traced, checks
 from dejax.rgnn.graphs.packed import PackedTables, pack
 from dejax.rgnn.graphs.relations import join_relations
-from dejax.rgnn.graphs.segments import HUB_CHUNK, Segments
+from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.graphs.sorting import in_threads
 from dejax.rgnn.graphs.spec import Edges, GraphSpec, all_names
+from dejax.rgnn.graphs.tables import HUB_CHUNK
 
 GROUPINGS = {
     "src": "by_sender",

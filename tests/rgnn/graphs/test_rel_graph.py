@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from dejax.rgnn.graphs import segments, sorting
+from dejax.rgnn.graphs import sorting, tables
 from dejax.rgnn.graphs.rel_graph import LOOPS, RelGraph
-from dejax.rgnn.graphs.segments import HUB_CHUNK, tile_table
+from dejax.rgnn.graphs.tables import HUB_CHUNK, tile_table
 from dejax.rgnn.interop import to_relations
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
 
@@ -396,10 +396,10 @@ def test_a_graph_that_is_made_while_tracing_is_concrete(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("throughout", [True, False])
 def test_kernels_take_rows_with_long_segments_first(throughout: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a small graph are sorted by length; rows of a large graph within blocks."""
-    monkeypatch.setattr(segments, "_SORTED_BLOCK", 16)
-    monkeypatch.setattr(segments, "_SORTED_THROUGHOUT", 3000 if throughout else 2999)
+    monkeypatch.setattr(tables, "_SORTED_BLOCK", 16)
+    monkeypatch.setattr(tables, "_SORTED_THROUGHOUT", 3000 if throughout else 2999)
     offsets = np.concatenate([[0], np.sort(np.random.default_rng(0).integers(0, 3001, 59)), [3000]])
-    loop = segments.loop_order(offsets, np.arange(3000), 128)
+    loop = tables.loop_order(offsets, np.arange(3000), 128)
     assert loop is not None
     counts = np.diff(offsets)[loop.rows]
     for first in range(0, 60, 60 if throughout else 16):
@@ -416,7 +416,7 @@ def test_kernels_take_rows_with_long_segments_first(throughout: bool, monkeypatc
                               (620_232, 14_541, 96), (4_762_678, 93_773, 128), (30, 1, 64), (10**6, 10, 128)]
 )  # fmt: skip
 def test_chunk_sizes(items: int, rows: int, expected: int) -> None:
-    assert segments.hub_chunk_of(items, rows) == expected
+    assert tables.hub_chunk_of(items, rows) == expected
 
 
 def test_large_tables_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:

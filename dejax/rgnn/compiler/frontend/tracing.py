@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from dejax.rgnn.compiler.frontend.errors import ProgramError, fail
 from dejax.rgnn.compiler.frontend.foreign_calls import as_program_error
 from dejax.rgnn.compiler.frontend.graph_symbol import GraphSymbol
@@ -35,8 +37,6 @@ def trace_program(
       The program, the structure of the function's result, and the arrays that the function closes over. These arrays
       are inputs of the program; their positions follow those of the arguments.
     """
-    import jax
-
     trace = Trace(name, rows, len(arguments))
     symbols = [Argument(trace, n, i, shape, dtype) for i, (n, shape, dtype) in enumerate(arguments)]
     args, kwargs = rebuild(symbols)
