@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dejax.rgnn.passes import known_passes
+
 BACKENDS = ("auto", "pallas", "xla")
 PRECISIONS = ("f32", "tf32", "bf16")
 
@@ -33,8 +35,6 @@ class Options:
     interpret: bool | None = None
 
     def __post_init__(self) -> None:
-        from dejax.rgnn.passes import known_passes
-
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
         if self.precision not in (None, *PRECISIONS):
