@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from dejax.pallas._shapes import padded_size
-from dejax.pallas.outer import MAX_NARROW
-from dejax.pallas.traversal import MAX_WIDTH
+from dejax.pallas.products.weight_gradient import MAX_NARROW
+from dejax.pallas.traversal.template import MAX_WIDTH
 from dejax.rgnn.ir.inter import COMPOSED_VIAS, ROWWISE, VIAS, IRError, Op, Program, Space, format_op
 from dejax.rgnn.ir.products import Product, with_axes
 
@@ -269,8 +269,9 @@ Instance = Gemm | Outer | Traversal | Fallback
 class Kernels:
     """A level-1 program and the instances that compute it, in the order of execution.
 
-    `half` are the values that are stored as row-scaled float16 (`dejax.pallas.half_rows`). `rounded` are the names of
-    operands of loops that may be read as such, where their arrays exist in that form or it costs next to nothing.
+    `half` are the values that are stored as row-scaled float16 (`dejax.pallas.formats.half_rows`). `rounded` are the
+    names of operands of loops that may be read as such, where their arrays exist in that form or it costs next to
+    nothing.
     """
 
     program: Program
