@@ -1,4 +1,4 @@
-"""Scores of -inf, as masks make them, and of +inf and NaN: softmax and maximum beside one row for each edge."""
+"""Scores of -inf, as masks make them, and of +inf and NaN, in a softmax and a maximum."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DESTINATION = {"dst": EDGES.receivers, "relation": EDGES.receivers * EDGES.num_e
 
 
 def attention(g: Any, s: Any, x: Any, within: str) -> tuple:
-    """Shares, a sum that they weigh, and the largest score."""
+    """A sum weighted by the shares, the shares, and the largest score."""
     score = g.edge(s)
     share = rgnn.edge_softmax(score, within)
     z = g.src(x)
@@ -63,7 +63,7 @@ def arrays(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def cases() -> list:
-    """Each case compiles for seconds: a few, and the rest is slow."""
+    """Each case compiles for seconds: all but a few are marked slow."""
     every = itertools.product(BACKENDS, DESTINATION, [(), (2,), (2, 1), (2, 3)])
     quick = (
         ("pallas", "dst", (2,)),
@@ -79,7 +79,7 @@ def cases() -> list:
 
 @pytest.mark.parametrize(("backend", "within", "shape"), cases())
 def test_masked_scores(backend: str, within: str, shape: tuple[int, ...]) -> None:
-    """An edge of -inf has no share; where all are, no edge has, the gradient is 0 and the largest score 0."""
+    """An edge of -inf has a share of 0. Where all are -inf, all shares, the gradient and the largest score are 0."""
     s, x, finite = arrays(shape)
     graph, options = EDGES.build(hub_chunk=CHUNK), BACKENDS[backend]
     program = rgnn.program(lambda g, s, x: attention(g, s, x, within))
@@ -133,8 +133,8 @@ def test_masks_in_16_bits(backend: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 @pytest.mark.parametrize("backend", ["xla", "xla_without_passes", "pallas"])
-def test_scores_that_are_no_numbers(backend: str, bad: float) -> None:
-    """+inf or NaN makes NaN of the shares of its destination, as `jax.nn.softmax` does, and of no other."""
+def test_infinite_scores_and_nan(backend: str, bad: float) -> None:
+    """+inf or NaN makes the shares of its destination NaN, as in `jax.nn.softmax`, and no others."""
     s, x, _ = arrays(())
     at = int(np.flatnonzero(EDGES.receivers == EDGES.receivers[np.isfinite(s)][0])[0])
     s[at] = bad
@@ -143,8 +143,8 @@ def test_scores_that_are_no_numbers(backend: str, bad: float) -> None:
     np.testing.assert_array_equal(np.isnan(share), EDGES.receivers == EDGES.receivers[at])
 
 
-def test_masked_features_beside_others_in_rows_of_16_bits() -> None:
-    """By default wide rows are stored in 16 bits: a feature of -inf takes no digit of the others of its row."""
+def test_masked_features_of_rows_stored_as_float16() -> None:
+    """By default wide rows are stored as row-scaled float16: a feature of -inf costs the others of its row no digit."""
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.normal(size=(EDGES.num_nodes, 16)), "float32")
     mask = jnp.asarray(rng.random(x.shape) < 0.6, "float32")
