@@ -55,6 +55,21 @@ def rebuild(program: Program, visit: Visit, new: dict[int, int] | None = None) -
     return builder.build(new[o] for o in program.outputs)
 
 
+class Rewrite:
+    """A pass of several steps that `visit` each operator; `new` has the new value of each old one."""
+
+    def __init__(self, program: Program, counts: Counts) -> None:
+        self.program, self.counts, self.users = program, counts, program.users()
+        self.new: dict[int, int] = {}
+
+    def run(self) -> Program:
+        return rebuild(self.program, self.visit, self.new)
+
+    def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
+        """See `Visit`."""
+        raise NotImplementedError
+
+
 def live(program: Program, outputs: Iterable[int], within: Container[int] | None = None) -> set[int]:
     """The values that outputs are made of; with `within`, arguments of other operators do not count."""
     found = set(outputs)
