@@ -68,7 +68,7 @@ BROKEN: dict[str, tuple[str, list[Op], dict[str, Any], str]] = {
         "linear",
         [EDGE, TYPE],
         {"via": "etype", "spec": "k,kn->nz"},
-        "contraction k,kn->nz gives a letter that it does not take",
+        "contraction k,kn->nz has a letter in its result alone",
     ),
     "outer product of two spaces": (
         "outer",
