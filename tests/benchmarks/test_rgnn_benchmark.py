@@ -349,7 +349,7 @@ def test_merge_replaces_what_was_measured_again(results):
         report.merge(results, other)
 
 
-def test_hectors_figures_are_of_known_graphs():
+def test_stored_figures_of_hector_are_consistent_with_the_graphs_and_models():
     reference = json.loads((Path(report.__file__).parent / "peers" / "hector.json").read_text(encoding="utf-8"))
     assert set(reference["ms"]) == set(command.GRAPHS)
     assert all(set(models) == set(command.MODELS) for models in reference["ms"].values())

@@ -42,6 +42,7 @@ def bound(degrees_of_freedom: int) -> float:
 # ------------------------------------------------------------------------------------------------ uniform
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("degree", [10_000_000, 16_777_217])
 def test_every_edge_of_a_long_segment_can_be_drawn(degree: int, replace: bool) -> None:
@@ -203,6 +204,7 @@ def test_without_replacement_all_positive_weights_are_found(weights: list[float]
         assert (draws[:, 0] == 1).all() and chi_square(counts[[0, 2, 3]], np.full(3, 1 / 3)) < bound(2)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("degree", [5, 70_000])
 def test_pairs_without_replacement(degree: int) -> None:
     """The first and the second of two, where few edges have nearly all of the weight."""

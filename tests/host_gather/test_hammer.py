@@ -44,6 +44,7 @@ def until(end: float, act: Callable[[], None], failed: list[BaseException]) -> t
     return thread
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("own", [False, True])
 def test_write_beside_close(own: bool) -> None:
     """Without a hold on the memory it went while rows were copied into it."""
@@ -76,6 +77,7 @@ def test_write_beside_close(own: bool) -> None:
         assert all((other == -1).all() for other in others)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("cached", [False, True])
 def test_all_at_once(cached: bool) -> None:
     current: list[HostTable | CachedTable] = []

@@ -46,6 +46,7 @@ def test_devices_in_use_are_waited_for(driver: Path) -> None:
     assert sorted(calls[4:]) == ["free 0", "free 1"] + ["synchronize 0"] * 2 + ["synchronize 1"] * 2
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("fails", "call"),
     [("free", "cuMemFreeHost"), ("synchronize", "cuCtxSynchronize"), ("unregister", "cuMemHostUnregister")],
@@ -90,6 +91,7 @@ def test_nobody_is_asked_before_there_is_a_table(driver: Path) -> None:
     assert calls == ["None"]
 
 
+@pytest.mark.full
 def test_words_for_errors_are_made_once(driver: Path) -> None:
     code = "print(module.prepare_gather_errors(1), module.prepare_gather_errors(0), module.take_gather_error())"
     calls, _ = ran(driver, code)

@@ -339,6 +339,7 @@ def python(code, *arguments):
     return ran.stdout
 
 
+@pytest.mark.full
 def test_programs_are_the_same_in_every_process(tmp_path):
     first = python(PROGRAM, "alone", tmp_path, 0)
     second = python(PROGRAM, "other", tmp_path, 0)

@@ -97,6 +97,7 @@ print(count)
 """
 
 
+@pytest.mark.full
 def test_processes_that_claim_at_once(tmp_path):
     processes = [popen(CLAIMS, str(tmp_path), "2") for _ in range(4)]
     for process in processes:
@@ -160,6 +161,7 @@ def killed_before_call(number, path):
         os._exit(1)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:os.fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
 def test_killed_at_each_point_of_a_release(tmp_path):
@@ -208,6 +210,7 @@ def test_stores_that_are_dropped(engine, tmp_path):
     assert open_now() == before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ["tensorstore", "direct"])
 def test_a_thousand_stores(engine, tmp_path):
     """Opened, and some closed, some dropped, some in a cycle that the garbage collector finds."""

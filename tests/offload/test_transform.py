@@ -33,6 +33,7 @@ def store():
         yield store
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize(("kind", "reference"), [("all", "plain"), ("inputs", "checkpoint")])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -433,6 +434,7 @@ def test_the_ring_is_no_larger_than_the_bus_needs():
     assert _boundary.ring_bytes([], flops=0) == 0
 
 
+@pytest.mark.full
 def test_no_tracer_leaks(store):
     ws, x = operands()
     w = ws[0]

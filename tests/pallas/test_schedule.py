@@ -11,6 +11,8 @@ from dejax.pallas import schedule, tuned_tables
 from dejax.pallas._shapes import next_power_of_two
 from dejax.pallas.tuner import Tuner
 
+pytestmark = pytest.mark.newest_jax
+
 
 @pytest.mark.parametrize("interpret", [False, True])
 @pytest.mark.parametrize("degree", [0.0, 0.4, 1.0, 3.0, 51.0, 1e6])

@@ -60,6 +60,7 @@ def test_the_error_names_the_remedy(asked: str, backend: str) -> None:
     assert isinstance(raised.value, rgnn.ProgramError) and isinstance(raised.value, TypeError)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("asked", ASKED)
 def test_the_remedy(asked: str) -> None:
     """The remedy's numbers are those of reverse mode."""

@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 from dejax.rgnn import _segments, _sorting
 from dejax.rgnn.graph import HUB_CHUNK, LOOPS, RelGraph, tile_table
 from dejax.rgnn.interop import to_relations
+from tests.budget import examples
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
 
-SETTINGS = hypothesis.settings(deadline=None, max_examples=60)
+pytestmark = pytest.mark.newest_jax
+
+SETTINGS = hypothesis.settings(deadline=None, max_examples=examples(60))
 
 
 @SETTINGS

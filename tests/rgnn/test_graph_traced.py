@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 
 from dejax.rgnn import _sorting_traced
 from dejax.rgnn.graph import RelGraph, Segments
+from tests.budget import examples
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
 
-SETTINGS = hypothesis.settings(deadline=None, max_examples=40)
+pytestmark = pytest.mark.newest_jax
+
+SETTINGS = hypothesis.settings(deadline=None, max_examples=examples(40))
 NODES, EDGES, EDGE_TYPES, NODE_TYPES = 6, 14, 3, 2
 
 
@@ -119,6 +122,7 @@ LARGE = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", LARGE)
 def test_large_graphs_agree_with_the_numpy_builder(case: str) -> None:
     size, nodes, types, padding = LARGE[case]

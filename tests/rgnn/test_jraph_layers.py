@@ -62,6 +62,7 @@ def layer_of(name: str) -> Any:
     return functools.partial(module.apply, variables)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["rgcn", "rgat", "hgt"])
 def test_a_layer_gives_a_graphs_tuple(name: str) -> None:
     layer, graphs = layer_of(name), batched()
@@ -77,6 +78,7 @@ def test_a_layer_gives_a_graphs_tuple(name: str) -> None:
         np.testing.assert_allclose(part.nodes["features"], alone.nodes["features"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["rgcn", "rgat", "hgt"])
 def test_padded_inside_jit_as_outside(name: str) -> None:
     layer, graphs = layer_of(name), batched()

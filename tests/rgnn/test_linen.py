@@ -56,6 +56,7 @@ def inputs(with_x: bool) -> tuple[Any, ...]:
     return (GRAPH, features(GRAPH, 4)) if with_x else (GRAPH,)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_same_parameters_give_the_same_numbers(name: str) -> None:
     make_linen, make_nnx, with_x = PAIRS[name]
@@ -101,6 +102,7 @@ def test_params_from_linen_errors() -> None:
         rnnx.params_from_linen(layer, {"params": {k: v for k, v in variables["params"].items() if k != "root"}})
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("layer", "make"),
     [
@@ -138,6 +140,7 @@ class Model(nn.Module):
         return linen.HGTConv(3, dropout=0.1)(graph, h, deterministic=not train)
 
 
+@pytest.mark.full
 def test_a_jitted_optax_step_learns() -> None:
     labels = jax.random.randint(jax.random.key(9), (N,), 0, 3)
     model = Model()

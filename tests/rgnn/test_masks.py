@@ -75,6 +75,7 @@ def cases() -> list:
     return [pytest.param(*c, id="-".join(map(str, c)), marks=marks(c)) for c in every]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("backend", "within", "shape"), cases())
 def test_masked_scores(backend: str, within: str, shape: tuple[int, ...]) -> None:
     """An edge of -inf has no share; where all are, no edge has, the gradient is 0 and the largest score 0."""

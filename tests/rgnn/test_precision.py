@@ -10,6 +10,8 @@ from dejax.rgnn import Options
 from tests.rgnn import scaled
 from tests.rgnn.scaled import CASES, Yardsticks, arrays, column_errors, runner
 
+pytestmark = pytest.mark.newest_jax
+
 # Relative to float64, each column of results and gradients, products that do not cancel. docs/precision.md has these.
 PROMISED = {"f32": 1e-6, "tf32": 2e-3, "bf16": 2e-2}
 # Errors of float32 itself, under which ratios say nothing.
