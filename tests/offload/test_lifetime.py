@@ -97,6 +97,7 @@ print(count)
 """
 
 
+@pytest.mark.newest_jax
 @pytest.mark.full
 def test_processes_that_claim_at_once(tmp_path):
     processes = [popen(CLAIMS, str(tmp_path), "2") for _ in range(4)]
@@ -210,6 +211,7 @@ def test_stores_that_are_dropped(engine, tmp_path):
     assert open_now() == before
 
 
+@pytest.mark.newest_jax
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ["tensorstore", "direct"])
 def test_a_thousand_stores(engine, tmp_path):

@@ -56,6 +56,7 @@ def assert_near_hardware(name: str, precision: str, where: str, factor: float) -
         assert worst <= 1, f"{what}: {3 * worst:.1f} times the error of true {precision} products"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("precision", PROMISED)
 @pytest.mark.parametrize("name", ["typed_sum", "rgcn", "spread"])
 def test_what_the_page_promises(name: str, precision: str) -> None:
@@ -64,6 +65,7 @@ def test_what_the_page_promises(name: str, precision: str) -> None:
             assert found.max() <= PROMISED[precision], f"{what}: {found.max():.1e}"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("factor", SCALES)
 @pytest.mark.parametrize(
     "where", ["row", "column", "feature", "feature alone", "weights of a feature", "type", "all", "cotangent"]
@@ -73,6 +75,7 @@ def test_scales_cost_no_digits(name: str, where: str, factor: float) -> None:
     assert_near_hardware(name, "tf32", where, factor)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("factor", SCALES)
 @pytest.mark.parametrize("where", ["row", "column", "type", "all", "cotangent"])
 def test_scales_cost_no_digits_of_float32(where: str, factor: float) -> None:
@@ -85,6 +88,7 @@ def test_scales_of_heads(where: str) -> None:
         assert_near_hardware("heads", "tf32", where, factor)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("where", "factors"),
     [("row", (1e-12, 1e-6)), ("column", (1e-12, 1e-6)), ("feature", (1e-12, 1e-6, 1e6)), ("cotangent", SCALES)],
