@@ -180,7 +180,7 @@ def test_an_unknown_data_set_is_named(capsys):
     assert "name must be one of" in capsys.readouterr().err
 
 
-@pytest.mark.sample(2)
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["rgat", "hgt"])
 def test_attention_models_learn_the_task(command, tmp_path, model):
     command("--model", model, "--seeds", "1", "--epochs", "40", "--no-baseline", "--no-checkpoints")

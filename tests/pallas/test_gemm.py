@@ -14,7 +14,7 @@ from tests.pallas.reference import GEMMS, OUTERS, Gemm, Outer, interpreted
 pytestmark = pytest.mark.newest_jax
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", GEMMS)
 def test_typed_matmul(name):
     case = GEMMS[name]
@@ -22,7 +22,7 @@ def test_typed_matmul(name):
     case.check(interpreted(case.run)(a), a)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", OUTERS)
 def test_typed_outer(name):
     case = OUTERS[name]

@@ -13,7 +13,7 @@ from tests.pallas.reference import HUB_NAMES, TRAVERSALS, Traversal, decoded, hu
 pytestmark = pytest.mark.newest_jax
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", TRAVERSALS)
 def test_traverse(name):
     case = TRAVERSALS[name]

@@ -57,7 +57,7 @@ def some(cases: list[Any], quick: Callable[[int, str], bool]) -> list[Any]:
 
 
 @pytest.mark.newest_jax
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "graph", "size"), some(covering(tuple(CASES), ORDINARY, 2), lambda i, name: i % 4 in (0, 3))
 )
@@ -74,7 +74,7 @@ def test_kernels_float32(name: str, graph: str, size: Size) -> None:
 
 
 @pytest.mark.newest_jax
-@pytest.mark.sample(4)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("name", "graph", "size"), covering((*MODELS, "reductions", "elementwise"), ORDINARY, 1), ids=str
 )
@@ -90,7 +90,7 @@ def test_kernels_bfloat16(name: str) -> None:
 
 
 @pytest.mark.newest_jax
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("graph", ["one_node", "no_edges"])
 @pytest.mark.parametrize("name", ["rgcn_mean", "rgat", "rgat_relation", "hgt_skip", "reductions", "linear_on_edges"])
 def test_small_graphs(name: str, graph: str) -> None:
@@ -98,14 +98,14 @@ def test_small_graphs(name: str, graph: str) -> None:
 
 
 @pytest.mark.newest_jax
-@pytest.mark.sample(3)
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "graph"), [("rgat", "one_node"), ("rgat", "no_edges"), ("reductions", "no_edges")])
 def test_small_graphs_kernels(name: str, graph: str) -> None:
     check(name, graph, Size(3, 3, 2), PALLAS, tolerance=F32)
 
 
 @pytest.mark.newest_jax
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["softmax_over_incoming_edges", "softmax_within_relations"])
 def test_softmax_of_large_scores(name: str, backend: str) -> None:
@@ -269,7 +269,7 @@ def scores_made_again(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> Non
     monkeypatch.setattr(save, "_CACHED_BYTES", 0)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "precision"),
     some(
@@ -412,7 +412,7 @@ def test_numbers_that_one_loop_makes_for_others(
 
 
 @pytest.mark.newest_jax
-@pytest.mark.sample(3)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "size", "precision", "tolerance"),
     [

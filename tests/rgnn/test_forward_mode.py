@@ -82,6 +82,7 @@ def test_what_the_program_does_not_depend_on_may_be_differentiated() -> None:
     np.testing.assert_allclose(value, 2 * tangent, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_reverse_mode_still_composes() -> None:
     f = lambda x: loss(x, W, OPTIONS["xla"])  # noqa: E731
     grad = jax.grad(f)(X)

@@ -270,6 +270,7 @@ def test_works_outside_jit_and_under_strict_promotion() -> None:
     jax.tree.map(np.testing.assert_array_equal, eager, traced)
 
 
+@pytest.mark.full
 def test_vmap_over_graphs_of_one_shape() -> None:
     rng = np.random.default_rng(0)
     ids = [jnp.asarray(rng.integers(0, bound, (3, 8)), jnp.int32) for bound in (5, 5, 2)]

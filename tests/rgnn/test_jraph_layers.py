@@ -154,6 +154,7 @@ def test_edge_features_in_and_out(added: bool) -> None:
     np.testing.assert_allclose(edges_only.edges["features"], out.edges["features"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_with_graph_network_in_one_jitted_step() -> None:
     """Relational layer, jraph.GraphNetwork, relational layer, readout: trained together on padded batches."""
 

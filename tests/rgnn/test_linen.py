@@ -76,6 +76,7 @@ def test_the_same_parameters_give_the_same_numbers(name: str) -> None:
     assert bool(jnp.any(mine != other(*args)))
 
 
+@pytest.mark.full
 def test_the_same_initialisers() -> None:
     """Each parameter is drawn over the same range in both faces, whatever the keys."""
     graph = typed_graph(types=40, edges=200)
@@ -177,6 +178,7 @@ def test_state_dict_round_trip() -> None:
     assert serialization.to_state_dict(variables)["params"]["first"].keys() == {"weight", "root", "bias"}
 
 
+@pytest.mark.full
 def test_orbax_round_trip(tmp_path: Path) -> None:
     ocp = pytest.importorskip("orbax.checkpoint")
     model = Model()

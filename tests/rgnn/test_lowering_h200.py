@@ -138,6 +138,7 @@ def gradient(file: str, line: int) -> str:
     return stablehlo(scope["step"], x, {key: jnp.asarray(a) for key, a in arrays.items()})
 
 
+@pytest.mark.full
 def test_kernels_are_the_same_wherever_they_are_called() -> None:
     """Else an edit above a call would change the program's key in the compilation cache."""
     text = gradient("of_the_caller.py", 1)

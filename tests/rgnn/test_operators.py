@@ -297,7 +297,7 @@ def check(name: str, graph: str, options: Options, dtype: str, tolerance: float,
         assert found < tolerance, f"relative error {found:.1e} at {jax.tree_util.keystr(path)}"
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_on_xla_with_second_derivatives(name: str) -> None:
     check(name, "typical", XLA, "float64", 1e-9, second=True)

@@ -56,7 +56,7 @@ def assert_near_hardware(name: str, precision: str, where: str, factor: float) -
         assert worst <= 1, f"{what}: {3 * worst:.1f} times the error of true {precision} products"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("precision", PROMISED)
 @pytest.mark.parametrize("name", ["typed_sum", "rgcn", "spread"])
 def test_what_the_page_promises(name: str, precision: str) -> None:
@@ -88,7 +88,7 @@ def test_scales_of_heads(where: str) -> None:
         assert_near_hardware("heads", "tf32", where, factor)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("where", "factors"),
     [("row", (1e-12, 1e-6)), ("column", (1e-12, 1e-6)), ("feature", (1e-12, 1e-6, 1e6)), ("cotangent", SCALES)],

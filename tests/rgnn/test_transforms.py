@@ -190,7 +190,7 @@ def test_checkpoint_keeps_less() -> None:
     assert kept(jax.checkpoint(loss("xla"))) < kept(loss("xla"))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @BOTH
 @pytest.mark.parametrize("sharded", ["features", "weights"])
 def test_shard_map(backend: str, sharded: str) -> None:

@@ -137,12 +137,11 @@ def test_passes_with_unit_axes(way: str, x: Shape) -> None:
     compare(way, x, Options(backend="xla"), "float64", 1e-11)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "dtype", "tolerance"),
-    [
-        pytest.param(KERNELS, "float32", 2e-5, marks=pytest.mark.full, id="kernels"),
-        pytest.param(Options(backend="xla"), "float64", 1e-11, id="xla"),
-    ],
+    [(KERNELS, "float32", 2e-5), (Options(backend="xla"), "float64", 1e-11)],
+    ids=["kernels", "xla"],
 )
 def test_attention_as_it_is_mostly_written(options: Options, dtype: str, tolerance: float) -> None:
     compare("as_written", (3,), options, dtype, tolerance)
