@@ -17,7 +17,7 @@ import hypothesis
 import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
-# What these test makes little use of jax, or none.
+# What these tests are about makes little use of jax, or none.
 _NEWEST_JAX_ONLY = ("tests/datasets/", "tests/benchmarks/", "tests/native/")
 
 # deadline=None: the first example of a test compiles, which takes a hundred times as long as the second.

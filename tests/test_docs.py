@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dejax import _native, rgnn
-from dejax.rgnn.frontend import GraphSymbol, Symbol
+from dejax.rgnn.compiler.frontend import GraphSymbol, Symbol
 
 DOCS = Path(__file__).parents[1] / "docs"
 HOST_GATHER = re.findall(r"```python\n(.*?)```", (DOCS / "host_gather.md").read_text(encoding="utf-8"), re.DOTALL)

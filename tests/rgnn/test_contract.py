@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from dejax import rgnn
-from dejax.rgnn import Options, RelGraph, _segments, execute
-from dejax.rgnn.execute import counts_of
+from dejax.rgnn import Options, RelGraph
+from dejax.rgnn.compiler import execute
+from dejax.rgnn.compiler.execute import counts_of
+from dejax.rgnn.graphs import segments
 from dejax.rgnn.ir.inter import Program
 from dejax.rgnn.ir.intra import Outer, Traversal
 from dejax.rgnn.lowering.pallas import Columns, PallasLowering
@@ -345,7 +347,7 @@ def test_scores_made_again(backend: str) -> None:
 @pytest.mark.full
 def test_hubs_merged_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not by the last of their chunks."""
-    monkeypatch.setattr(_segments, "_COUNTED_ITEMS", 0)
+    monkeypatch.setattr(segments, "_COUNTED_ITEMS", 0)
     check("rgat", "hubs", Size(8, 4, 2), PALLAS, tolerance=F32, loop_tables=True)
 
 
@@ -372,7 +374,7 @@ def as_on_a_large_graph(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> N
         counts = dataclasses.replace(counts, **{name: 10**5 * getattr(counts, name) for name in grown})
         return execute.Task(program, counts, *rest)
 
-    monkeypatch.setattr(importlib.import_module("dejax.rgnn.program"), "Task", task)
+    monkeypatch.setattr(importlib.import_module("dejax.rgnn.compiler.program"), "Task", task)
 
 
 @pytest.fixture
@@ -498,7 +500,7 @@ def test_scores_in_the_loop(
         original(self, t, env)
 
     monkeypatch.setattr(PallasLowering, "traversal", traversal)
-    monkeypatch.setattr(importlib.import_module("dejax.rgnn.passes.sink"), "_MOST_EDGES", 1000)
+    monkeypatch.setattr(importlib.import_module("dejax.rgnn.passes.decompact"), "_MOST_EDGES", 1000)
     options = dataclasses.replace(PALLAS, precision=precision)
     check(name, "typical", size, options, dtype, tolerance=tolerance, loop_tables=True)
     assert sunk
@@ -528,7 +530,7 @@ def test_rows_of_nodes_without_edges_are_not_read(name: str, size: Size, monkeyp
         run(self, t, env)
 
     monkeypatch.setattr(PallasLowering, "traversal", traversal)
-    monkeypatch.setattr(importlib.import_module("dejax.rgnn.passes._nodes"), "_READS_OF_COPY", 0)
+    monkeypatch.setattr(importlib.import_module("dejax.rgnn.passes._node_maps"), "_READS_OF_COPY", 0)
     graph = "typed" if name == "hgt" else "typical"
     check(name, graph, size, dataclasses.replace(PALLAS, precision="tf32"), tolerance=TF32, loop_tables=True)
     ((made, kernels),) = {t: k for t, k in found if any(o.when is not None for o in t.operands)}.items()

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.passes import PASSES
 from tests.budget import examples
+from tests.rgnn.lowering.test_h200 import stablehlo
 from tests.rgnn.random_programs import Recipe, recipes
 from tests.rgnn.strategies import CHUNK, EdgeList, edge_lists
-from tests.rgnn.test_lowering_h200 import stablehlo
 
 pytestmark = pytest.mark.newest_jax
 

@@ -2,7 +2,7 @@
 
 The joint program has the forward operators, one more input for the cotangent of each output, and the gradients of the
 chosen inputs as further outputs. It is optimised and lowered like any program. Every rule gives operators of the IR, so
-gradients of gradients exist too.
+there are gradients of gradients, too.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from dejax.rgnn.ir.inter import Builder, Op, Program, parse_spec
+from dejax.rgnn.ir.inter import Builder, Op, Program, is_float
+from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import read_back
-
-
-def is_float(op: Op) -> bool:
-    return op.dtype.startswith(("float", "bfloat"))
 
 
 def differentiate(program: Program, wrt: tuple[int, ...]) -> Program:
@@ -44,12 +41,9 @@ class _Differentiation:
             b.copy(op, op.args, forward.lines[i] if forward.lines else None)
         first = 1 + max((forward.ops[i].attr("position") for i in forward.inputs), default=-1)
         for k, o in enumerate(forward.outputs):
-            op = forward.ops[o]
-            shape = tuple(op.shape)
-            g = b.op(
-                "input", name=f"cotangent{k}", position=first + k, space=str(op.space), shape=shape, dtype=op.dtype
-            )
-            if is_float(op):
+            op, name = forward.ops[o], f"cotangent{k}"
+            g = b.op("input", name=name, position=first + k, space=str(op.space), shape=op.shape, dtype=op.dtype)
+            if is_float(op.dtype):
                 self.parts.setdefault(o, []).append(g)
         needed = self._reaching()
         for i in reversed(range(len(forward.ops))):
@@ -86,7 +80,7 @@ class _Differentiation:
         return self.b.op("broadcast", zero, shape=op.shape) if op.shape else zero
 
     def fit(self, g: int, like: Op) -> int:
-        """A contribution in the argument's own dtype and feature shape, summed over what broadcasting repeated."""
+        """A contribution in the argument's own dtype and feature shape, summed over axes that were broadcast."""
         b = self.b
         if b.ops[g].shape != like.shape:
             g = unbroadcast(b, g, like.shape)
@@ -153,7 +147,7 @@ def _one_minus(b: Builder, x: int) -> int:
 
 def _pow(b: Builder, op: Op, x: int, out: int, g: int) -> int:
     e = op.attr("exponent")
-    if e == 0:  # 0 times x to the -1 would be 0 times infinity at 0
+    if e == 0:  # at x = 0, 0 x^-1 would be 0 times infinity
         return b.op("mul", g, _const(b, g, 0.0))
     return b.op("mul", g, _scale(b, b.op("pow", x, exponent=e - 1.0), e))
 
@@ -167,7 +161,7 @@ def _gather(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
 
 
 def _counted(b: Builder, mask: int) -> int:
-    """Ones in a dtype that holds their number: counts are not kept in 16 bits."""
+    """A mask in a dtype in which its ones can be counted: not one of 16 bits."""
     return b.op("cast", mask, dtype="float32") if b.ops[mask].dtype in ("float16", "bfloat16") else mask
 
 
@@ -178,7 +172,7 @@ def _reduce(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
         return [read_back(b, g, via, fine)]
     if op.attr("op") == "prod":
         return [b.op("mul", read_back(b, g, via, fine), b.op("product_of_others", x, via=via))]
-    # The rows that hold the maximum share the gradient equally.
+    # The entries that hold the maximum share the gradient equally.
     largest = b.op("eq", x, read_back(b, out, via, fine))
     ties = b.op("reduce", _counted(b, largest), via=via, op="sum")
     share = b.op("div", g, b.op("max", ties, _const(b, ties, 1.0)))
@@ -247,17 +241,17 @@ def _softmax(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
 
 def _linear(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
     (x, w), via = op.args, op.attr("via")
-    left, right, result = parse_spec(op.attr("spec"))
-    dx = b.op("linear", g, w, spec=f"{result},{right}->{left}", via=via)
-    dw = b.op("outer", x, g, spec=f"{left},{result}->{right}", via=via, dtype=b.ops[w].dtype)
+    product = Product.parse(op.attr("spec"))
+    dx = b.op("linear", g, w, spec=str(product.left_gradient), via=via)
+    dw = b.op("outer", x, g, spec=str(product.right_gradient), via=via, dtype=b.ops[w].dtype)
     return [dx, dw]
 
 
 def _outer(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
     (x, y), via = op.args, op.attr("via")
-    left, right, result = parse_spec(op.attr("spec"))
-    dx = b.op("linear", y, g, spec=f"{right},{result}->{left}", via=via)
-    dy = b.op("linear", x, g, spec=f"{left},{result}->{right}", via=via)
+    product = Product.parse(op.attr("spec"))
+    dx = b.op("linear", y, g, spec=str(Product(product.right, product.out, product.left)), via=via)
+    dy = b.op("linear", x, g, spec=str(product.right_gradient), via=via)
     return [dx, dy]
 
 
@@ -355,7 +349,7 @@ RULES: dict[str, Rule] = {
     "extremum_features": _extremum_features,
     "reshape": _reshape,
     "transpose": _transpose,
-    "broadcast": lambda b, op, out, g: [g],  # the caller sums what broadcasting repeated
+    "broadcast": lambda b, op, out, g: [g],  # `fit` sums over the axes that were broadcast
     "concat": _concat,
     "slice": _slice,
     "pad": _pad,

@@ -1,0 +1,128 @@
+"""Accumulators of a traversal: sums, running maxima, and sums weighted by exp(score - maximum) in one pass.
+
+Each slot of the items axis keeps its own accumulator, so that the loop has no exchange between threads; slots are
+merged once, at the end. Merging chunks of a long row is the same update: a chunk's partial sum is a value whose score
+is the chunk's maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dejax.pallas._shapes import padded
+from dejax.pallas._tiles import resized, stretched, where, with_axes
+from dejax.pallas.special import exp
+from dejax.pallas.traversal.factored import add, whole
+
+KINDS = ("sum", "max", "weighted")
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """One reduction over the items of a row.
+
+    Attributes:
+      kind: `sum`; `max`, 0 for a row without items (or with none above -inf); or `weighted`, the sum of
+        exp(score - largest score of the row) * value, safe for scores of any size.
+      shape: feature shape of the value and of the result: (), (width,) or (heads, width).
+      score: for `weighted`, which reduction of the list (a `max`) is the score; its shape begins `shape`.
+      factor: number of a `late` operand of this shape by which the sum is multiplied.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    score: int | None = None
+    factor: int | None = None
+
+
+def check_reductions(reductions: Sequence[Reduction]) -> None:
+    """Raises `ValueError` for reductions that make no sense, `NotImplementedError` for those that have no kernel."""
+    for i, r in enumerate(reductions):
+        if r.kind not in KINDS:
+            raise ValueError(f"reductions[{i}].kind must be one of {', '.join(KINDS)}, got {r.kind!r}")
+        if len(r.shape) > 2:
+            raise NotImplementedError(f"reductions[{i}] has shape {r.shape}; a feature shape has at most two axes")
+        if r.kind != "weighted":
+            continue
+        if r.score is None or not 0 <= r.score < len(reductions) or reductions[r.score].kind != "max":
+            raise ValueError(f"reductions[{i}].score must be the number of a max reduction, got {r.score}")
+        score = reductions[r.score].shape
+        if score != r.shape[: len(score)]:
+            raise ValueError(
+                f"reductions[{i}] has shape {r.shape}, which must begin with the shape {score} of its score"
+            )
+
+
+def _expand(x: jax.Array, rank: int) -> jax.Array:
+    return with_axes(x, max(0, rank - x.ndim))
+
+
+def _finite(maximum: jax.Array) -> jax.Array:
+    """A maximum to subtract: 0 in place of -inf, whose difference with itself is not a number."""
+    return where(lax.eq(maximum, np.float32(-np.inf)), 0.0, maximum)
+
+
+def initial(reductions: Sequence[Reduction], rows: int, items: int) -> tuple[jax.Array, ...]:
+    """Accumulators of [rows, items, *padded shape] before the first item."""
+    return tuple(
+        jnp.full((rows, items, *padded(r.shape)), -jnp.inf if r.kind == "max" else 0.0, jnp.float32) for r in reductions
+    )
+
+
+def update(
+    reductions: Sequence[Reduction], accs: Sequence[jax.Array], values: Sequence[jax.Array], mask: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Accumulators after one step.
+
+    Args:
+      reductions: what is accumulated.
+      accs: float32[rows, items, *padded shape] each.
+      values: of the same shapes; sums take them as `Factored`, too.
+      mask: bool[rows, items], which slots hold an item.
+    """
+    new = list(accs)
+    for i, r in enumerate(reductions):
+        if r.kind == "max":
+            new[i] = lax.max(accs[i], where(_expand(mask, accs[i].ndim), whole(values[i]), -jnp.inf))
+    factors: dict[int, tuple[jax.Array, jax.Array]] = {}
+    for i, r in enumerate(reductions):
+        inside = _expand(mask, accs[i].ndim)
+        if r.kind == "sum":
+            new[i] = add(accs[i], values[i], inside)
+        elif r.kind == "weighted":
+            assert r.score is not None
+            if r.score not in factors:
+                top = _finite(new[r.score])
+                score = whole(values[r.score])
+                factors[r.score] = (exp(lax.sub(accs[r.score], top)), exp(lax.sub(score, top)))
+            rescale, weight = (_expand(f, accs[i].ndim) for f in factors[r.score])
+            new[i] = add(lax.mul(accs[i], stretched(rescale, accs[i].shape)), values[i], inside, weight)
+    return tuple(new)
+
+
+def merge(reductions: Sequence[Reduction], accs: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Accumulators of [rows, *padded shape]: the slots of each row merged, maxima of nothing still -inf."""
+    if not accs:
+        return ()
+    if accs[0].shape[1] == 1:
+        return tuple(resized(a, (a.shape[0], *a.shape[2:])) for a in accs)
+    merged = [lax.reduce_max(a, (1,)) if r.kind == "max" else a for r, a in zip(reductions, accs, strict=True)]
+    for i, r in enumerate(reductions):
+        if r.kind == "weighted":
+            assert r.score is not None
+            top = jnp.expand_dims(_finite(merged[r.score]), 1)
+            merged[i] = lax.reduce_sum(accs[i] * _expand(exp(accs[r.score] - top), accs[i].ndim), (1,))
+        elif r.kind == "sum":
+            merged[i] = lax.reduce_sum(accs[i], (1,))
+    return tuple(merged)
+
+
+def results(reductions: Sequence[Reduction], merged: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """What an epilogue sees: maxima of nothing are 0."""
+    return tuple(_finite(a) if r.kind == "max" else a for r, a in zip(reductions, merged, strict=True))

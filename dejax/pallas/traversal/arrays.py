@@ -1,0 +1,181 @@
+"""What a traversal is given and what it gives: checks, and arrays in the form in which its kernels take them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dejax.pallas._checks import FLOATS, as_index
+from dejax.pallas._shapes import padded, padded_size
+from dejax.pallas.formats.half_rows import HalfRows, encode, of_stored, stored
+from dejax.pallas.traversal.plan import BY_ROW, SHARED, Operand, Output
+
+# Padded features of one row that a program can hold: 8 warps of 32 threads with 16 elements each.
+MAX_WIDTH = 4096
+
+
+def declared(outputs: Sequence[Output]) -> tuple[Output, ...]:
+    """Outputs with shapes as tuples and dtypes of NumPy, so that equal ones compare equal."""
+    return tuple((tuple(shape), jnp.dtype(dtype)) for shape, dtype in outputs)
+
+
+def check_width(shapes: Sequence[tuple[int, ...]]) -> int:
+    """The widest padded feature shape."""
+    for shape in shapes:
+        if len(shape) > 2 or 0 in shape:
+            raise NotImplementedError(f"a feature shape has at most two axes, none empty; got {shape}")
+    width = max((padded_size(s) for s in shapes), default=1)
+    if width > MAX_WIDTH:
+        raise NotImplementedError(f"features padded to powers of two have at most {MAX_WIDTH} elements, got {width}")
+    return width
+
+
+def check_operands(
+    arrays: Sequence[Any],
+    operands: Sequence[Operand],
+    index_tables: Sequence[jax.Array],
+    num_items: int,
+    num_rows: int | None,
+) -> tuple[list[Any], tuple[tuple[int, ...], ...]]:
+    """Arrays with a leading axis of at least 1, and the feature shape of each; as stored, where they are `HalfRows`."""
+    if len(arrays) != len(operands):
+        raise ValueError(f"operands must have one entry for each array: {len(arrays)} arrays, {len(operands)} operands")
+    ready: list[Any] = []
+    features: list[tuple[int, ...]] = []
+    for i, (array, operand) in enumerate(zip(arrays, operands, strict=True)):
+        if jnp.issubdtype(array.dtype, jnp.floating) and array.dtype not in FLOATS:
+            raise NotImplementedError(f"arrays[{i}] is {array.dtype}; the kernels compute in float32")
+        if isinstance(array, HalfRows) and (operand.access in SHARED or operand.columns is not None):
+            array = array.decode()
+        of = operand.index
+        before = of is not None and 0 <= of < i
+        if operand.access == "times_row" and not (before and padded(features[of or 0]) == padded(array.shape)):
+            raise ValueError(
+                f"operands[{i}].index must be the number of an operand before it that is read by row and has features "
+                f"of shape {array.shape}, got {operand.index}"
+            )
+        if operand.access in SHARED:
+            array = array[None]
+        elif operand.access == "row" and num_rows is not None:
+            _check_length(array, num_rows, f"arrays[{i}]", "rows")
+        elif operand.access in ("item", "position"):
+            _check_length(array, num_items, f"arrays[{i}]", "items")
+        elif operand.access in ("indexed", "positioned") or (operand.access == "row_indexed" and num_rows is not None):
+            if operand.index is None or not 0 <= operand.index < len(index_tables):
+                raise ValueError(
+                    f"operands[{i}].index must name one of {len(index_tables)} index tables, got {operand.index}"
+                )
+        else:
+            known = "item, position, indexed, positioned, shared" + (
+                "" if num_rows is None else ", row, row_indexed, late, times_row"
+            )
+            known += ", each_slot"
+            raise ValueError(f"operands[{i}].access must be one of {known}, got {operand.access!r}")
+        if operand.columns is not None:
+            start, shape = operand.columns
+            fits = array.ndim == 2 and len(shape) <= 1 and start + math.prod(shape) <= array.shape[1]
+            if operand.access in BY_ROW or not fits:
+                raise ValueError(
+                    f"operands[{i}].columns must name columns of a 2-dimensional array by item, got {operand.columns} "
+                    f"for access {operand.access!r} of shape {array.shape}"
+                )
+        if operand.when is not None:
+            numbers = 0 <= operand.when < i and features[operand.when] == () and operands[operand.when].access == "item"
+            if operand.access != "item" or not numbers:
+                raise ValueError(
+                    f"operands[{i}].when must name an operand before it, one number an item, and its own access be "
+                    f"item; got {operand.when} for access {operand.access!r}"
+                )
+        rows = array.mantissa if isinstance(array, HalfRows) else array
+        shape = rows.shape[1:] if operand.columns is None else operand.columns[1]
+        if operand.part is not None:
+            first, count = operand.part
+            if array.ndim != 3 or not 0 <= first < first + count <= array.shape[1] or operand.access in SHARED:
+                raise ValueError(
+                    f"operands[{i}].part must name a range of the second axis of a 3-dimensional array, got "
+                    f"{operand.part} for access {operand.access!r} of shape {array.shape}"
+                )
+            shape = (count, rows.shape[2])
+        features.append(shape)
+        ready.append(not_empty(array))
+    return ready, tuple(features)
+
+
+def _check_length(array: jax.Array, length: int, name: str, what: str) -> None:
+    if array.ndim == 0 or array.shape[0] != length:
+        raise ValueError(f"{name} must have {length} {what} on its first axis, got shape {array.shape}")
+
+
+def exponents_of(arrays: Sequence[Any]) -> tuple[int, ...]:
+    """Exponents a row of those that are `HalfRows`, 0 for the others."""
+    return tuple(a.exponent.shape[1] if isinstance(a, HalfRows) else 0 for a in arrays)
+
+
+def flat(arrays: Sequence[Any]) -> list[jax.Array]:
+    """The arrays, mantissas in place of `HalfRows`, and then the exponents of those."""
+    exponents = [a.exponent for a in arrays if isinstance(a, HalfRows)]
+    return [a.mantissa if isinstance(a, HalfRows) else a for a in arrays] + exponents
+
+
+def given_to_loop(
+    arrays: Sequence[jax.Array],
+    tables: Sequence[jax.Array],
+    offsets: jax.Array,
+    order: jax.Array | None,
+    num_items: int,
+    name: str,
+) -> list[jax.Array]:
+    """What a loop over items reads, in the order in which kernels take it; `name` is the order's in errors."""
+    given = [*arrays, *map(not_empty, tables), offsets.astype(jnp.int32)]
+    return given if order is None else [*given, not_empty(as_index(order, name, num_items))]
+
+
+def not_empty(array: Any) -> Any:
+    """A buffer that a kernel can be given: one row of zeros for none. Masks keep it from being read."""
+    if isinstance(array, HalfRows):
+        return replace(array, mantissa=not_empty(array.mantissa), exponent=not_empty(array.exponent))
+    return jnp.zeros((1, *array.shape[1:]), array.dtype) if array.shape[0] == 0 else array
+
+
+def structs_of(outputs: Sequence[Output], length: int) -> list[jax.ShapeDtypeStruct]:
+    """The arrays of outputs, `length` rows each."""
+    return [jax.ShapeDtypeStruct((length, *shape), dtype) for shape, dtype in outputs]
+
+
+def zeros(structs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """Arrays of zeros of these shapes and dtypes."""
+    return [jnp.zeros(s.shape, s.dtype) for s in structs]
+
+
+def check_half(half: Sequence[int], outputs: Sequence[Output], what: str) -> None:
+    """Raises ValueError where an output to be stored in 16 bits is not float32."""
+    for i in half:
+        if outputs[i][1] != jnp.float32:
+            raise ValueError(f"half_outputs names {what} {i}, which is {outputs[i][1]} and not float32")
+
+
+def encoded(arrays: Sequence[jax.Array], half: Sequence[int]) -> list[Any]:
+    """The arrays, those whose numbers are in `half` as `HalfRows`."""
+    return [encode(a) if i in half else a for i, a in enumerate(arrays)]
+
+
+def in_half_rows(
+    structs: Sequence[jax.ShapeDtypeStruct], half: Sequence[int], length: int
+) -> list[jax.ShapeDtypeStruct]:
+    """What the kernel writes: mantissas in place of the outputs `half`, and after all outputs their exponents."""
+    mantissa = lambda s: jax.ShapeDtypeStruct((s.shape[0], *stored(s.shape[1:])), jnp.dtype(jnp.float16))  # noqa: E731
+    narrow = [mantissa(s) if i in half else s for i, s in enumerate(structs)]
+    return narrow + [jax.ShapeDtypeStruct((length, 1), jnp.dtype(jnp.uint8)) for _ in half]
+
+
+def joined(written: Sequence[jax.Array], half: Sequence[int], outputs: Sequence[Output]) -> list[Any]:
+    """The outputs, of what the kernel wrote."""
+    found: list[Any] = list(written[: len(outputs)])
+    for i, exponent in zip(half, written[len(outputs) :], strict=True):
+        found[i] = of_stored(found[i], exponent, outputs[i][0])
+    return found

@@ -1,0 +1,151 @@
+"""What a traversal is, and the references that its kernels are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dejax.pallas.traversal.accumulate import Reduction
+
+Output = tuple[tuple[int, ...], Any]
+# Accesses by which an operand is read once for all items of a row.
+BY_ROW = ("row", "row_indexed", "shared", "each_slot", "late", "times_row")
+# Accesses of arrays without a leading axis.
+SHARED = ("shared", "each_slot", "late", "times_row")
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """How a traversal reads an array.
+
+    Attributes:
+      access: `item`, row i of the array for item i; `indexed`, row `index_tables[index][i]`; `positioned`, row
+        `index_tables[index][p]` for position p of the order, which saves a load where the table could be permuted
+        beforehand; `position`, row p for position p; `row`, the row of the loop; `row_indexed`, row
+        `index_tables[index][r]` for row r of the loop; `shared`, an array without a leading axis, the same everywhere;
+        `each_slot`, the same as a tile [rows, items, *features], so that no element moves between threads where it
+        meets the rows of items; `late`, as `each_slot`, but after the loop and for the epilogue alone; `times_row`, an
+        array without a leading axis times the tile of operand `index`, which is read by row: multiplied once, before
+        the loop over items.
+      index: which index table, for `indexed`, `positioned` and `row_indexed`; which operand before this one, for
+        `times_row`.
+      columns: the operand is a part of each row of an array [length, columns]: (first column, feature shape of at most
+        one axis). Narrow values that are read at the same rows share an array, and with it a memory sector; not for
+        what is read by row.
+      part: the operand is a part of an array [length, m, n]: (first, count) on the axis of m.
+      when: for `item`, the number of an operand before this one, a number an item: where that is 0 the row is not read,
+        and is zeros.
+    """
+
+    access: str
+    index: int | None = None
+    columns: tuple[int, tuple[int, ...]] | None = None
+    part: tuple[int, int] | None = None
+    when: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Static facts of one traversal. Arrays have a leading axis here, of size 1 where they are shared."""
+
+    body: Callable[..., Any]
+    epilogue: Callable[..., Any] | None
+    operands: tuple[Operand, ...]
+    features: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...]
+    reductions: tuple[Reduction, ...]
+    item_outputs: tuple[Output, ...]
+    row_outputs: tuple[Output, ...]
+    num_items: int
+    num_rows: int
+    rows: int
+    items: int
+    chunk: int | None = None
+    num_chunks: int = 0
+    num_counters: int = 0  # hubs, where the last of a hub's chunks merges them all
+    combined: int = 1  # chunks of a hub that are merged in a step
+    warps: int = 1
+    parts: tuple[int, ...] = ()  # exponents a row of operands that come as `HalfRows`, 0 for the others
+    half: tuple[int, ...] = ()  # numbers of the row outputs, or a map's outputs, that are written as `HalfRows`
+    factored: bool = False  # the body takes wide tiles of items as `Factored`
+    num_tables: int = 0
+    has_order: bool = False
+    has_row_order: bool = False
+    beside: Plan | None = None  # of the sums over other items of the same rows
+
+    @property
+    def needs_items(self) -> bool:
+        """Whether anything is read or written by item id, so that the order must be read."""
+        return bool(self.item_outputs) or any(o.access in ("item", "indexed") for o in self.operands)
+
+    @property
+    def per_row(self) -> tuple[int, ...]:
+        """Which operands have one tile for all items of a row, or the same in each slot of an item."""
+        return tuple(i for i, o in enumerate(self.operands) if o.access in BY_ROW)
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An operand's references: the rows, and the exponents of `HalfRows`."""
+
+    rows: Any
+    exponent: Any = None
+    parts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Refs:
+    """A kernel's references by what they are."""
+
+    arrays: Sequence[Array]
+    tables: Sequence[Any]
+    offsets: Any
+    order: Any
+    row_order: Any = None
+    beside: Refs | None = None
+    bounds: Sequence[Any] = ()
+    item_outputs: Sequence[Any] = ()
+    outputs: Sequence[Any] = ()
+
+
+def operand_refs(plan: Plan, refs: Sequence[Any]) -> tuple[list[Array], Sequence[Any]]:
+    """The operands, whose exponents follow them, and the references after those."""
+    n = len(plan.operands)
+    exponent_refs = iter(refs[n:])
+    parts = plan.parts or (0,) * n
+    arrays = [Array(r, next(exponent_refs) if p else None, p) for r, p in zip(refs[:n], parts, strict=True)]
+    return arrays, refs[n + sum(p > 0 for p in parts) :]
+
+
+def unpack(refs: Sequence[Any], plan: Plan, num_aliased: int) -> Refs:
+    """The references in the order in which `traverse` passes them."""
+    read, rest = _read_refs(plan, refs)
+    row_order, rest = (rest[0], rest[1:]) if plan.has_row_order else (None, rest)
+    beside, rest = beside_refs(plan, rest)
+    bounds, rest = _bounds(plan, rest)
+    outputs = rest[num_aliased:]
+    n = len(plan.item_outputs)
+    return replace(
+        read, row_order=row_order, beside=beside, bounds=bounds, item_outputs=outputs[:n], outputs=outputs[n:]
+    )
+
+
+def _bounds(plan: Plan, refs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Row, start and end of each chunk and, where they are counted, its hub and the chunks of each hub."""
+    size = (5 if plan.num_counters else 3) if plan.num_chunks else 0
+    return refs[:size], refs[size:]
+
+
+def _read_refs(plan: Plan, refs: Sequence[Any]) -> tuple[Refs, Sequence[Any]]:
+    """What a loop over items reads, and the references after it."""
+    arrays, rest = operand_refs(plan, refs)
+    tables, rest = rest[: plan.num_tables], rest[plan.num_tables :]
+    offsets, rest = rest[0], rest[1:]
+    order, rest = (rest[0], rest[1:]) if plan.has_order else (None, rest)
+    return Refs(arrays, tables, offsets, order), rest
+
+
+def beside_refs(plan: Plan, refs: Sequence[Any]) -> tuple[Refs | None, Sequence[Any]]:
+    """What the loop over other segment entries of the same rows reads, and the references after it."""
+    return (None, refs) if plan.beside is None else _read_refs(plan.beside, refs)

@@ -1,0 +1,360 @@
+"""What the kernels of the traversal template do with tiles: loads, the loop over items, and stores."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dejax.pallas import _triton
+from dejax.pallas._shapes import divide, feature_indices, feature_mask, lanes, next_power_of_two, padded
+from dejax.pallas._tiles import both, resized, steps, stretched, where, with_axes, within
+from dejax.pallas.formats.half_rows import exponents, inverse_power, power, raised, without_padding
+from dejax.pallas.traversal.accumulate import initial, merge, results, update
+from dejax.pallas.traversal.factored import Factored
+from dejax.pallas.traversal.plan import Array, Output, Plan, Refs
+
+# Features from which on a tile comes as `Factored`, and is stored from threads of one item.
+WIDE = 16
+
+
+def load(
+    array: Array,
+    index: jax.Array,
+    mask: jax.Array | None,
+    shape: tuple[int, ...],
+    column: int | None = None,
+    first: int = 0,
+    factored: bool = False,
+) -> Any:
+    """The tile [*index.shape, *padded shape] of rows `index`, floats as float32, zeros where masked and in padding.
+
+    With `factored`, a wide tile of floats comes as `Factored`.
+
+    With `column`, the features start there in each row of a two-dimensional array; they start at `first` on their
+    first axis.
+    """
+    ref = array.rows
+    lead = index.ndim
+    inside = feature_mask(shape, lead=lead)
+    if mask is not None:
+        wide = with_axes(mask, len(shape))
+        inside = wide if inside is None else both(wide, inside)
+    features = feature_indices(shape, lead, first)
+    if column is not None:
+        features = (features[0] + column,) if shape else (jnp.full(index.shape, column, jnp.int32),)
+    row = with_axes(index, len(shape))
+    tile = _triton.load(ref, (row, *features), inside)
+    tile = tile.astype(jnp.float32) if jnp.issubdtype(tile.dtype, jnp.floating) else tile
+    factored = factored and math.prod(shape) >= WIDE and tile.dtype == jnp.float32
+    if array.exponent is None:
+        return Factored(tile, None, True) if factored else tile
+    if array.parts == 1:
+        exponent = _triton.load(array.exponent, (index, jnp.zeros_like(index)), mask)
+        product = Factored(tile, with_axes(power(exponent.astype(jnp.int32)), len(shape)), True)
+        return product if factored else product.whole()
+    flat = jnp.zeros((), jnp.int32)
+    for size, feature in zip(shape, features, strict=True):
+        flat = flat * size + feature
+    part, _ = divide(flat, math.prod(ref.shape[1:]) // array.parts)
+    # Lanes in the features' padding may point past the last part.
+    exponent = _triton.load(array.exponent, (row, part), inside)
+    return tile * power(exponent.astype(jnp.int32))
+
+
+def _tile(
+    plan: Plan, arrays: Sequence[Array], i: int, index: jax.Array, mask: jax.Array | None, factored: bool = False
+) -> Any:
+    """Operand `i` at rows `index` of its array."""
+    operand = plan.operands[i]
+    column = None if operand.columns is None else operand.columns[0]
+    first = 0 if operand.part is None else operand.part[0]
+    return load(arrays[i], index, mask, plan.features[i], column, first, factored)
+
+
+def store(
+    ref: Any, index: jax.Array, mask: jax.Array, shape: tuple[int, ...], past: int, tile: jax.Array, first: int = 0
+) -> None:
+    """Stores the tile to rows `index`, from `first` on of their first feature axis.
+
+    `past` is the row past the end, which masked lanes name.
+    """
+    lead = index.ndim
+    index = with_axes(where(mask, index, past), len(shape))
+    inside = feature_mask(shape, lead=lead)
+    wide = with_axes(mask, len(shape))
+    inside = wide if inside is None else both(wide, inside)
+    tile = jnp.broadcast_to(tile, (*mask.shape, *padded(shape)))
+    _triton.store(ref, (index, *feature_indices(shape, lead, first)), tile, inside)
+
+
+def tiles_of_rows(
+    plan: Plan, arrays: Sequence[Any], tables: Sequence[Any], row: jax.Array, mask: jax.Array
+) -> dict[int, jax.Array]:
+    """[rows, 1, *padded] or, for shared operands, [1, 1, *padded] tiles; by operand number."""
+    tiles = {}
+    for i in plan.per_row:
+        if plan.operands[i].access == "row":
+            tiles[i] = _tile(plan, arrays, i, row[:, None], mask[:, None])
+        elif plan.operands[i].access == "row_indexed":
+            number = plan.operands[i].index
+            assert number is not None
+            index = _triton.load(tables[number], (row,), mask)
+            inside = within(index, plan.lengths[i], mask)
+            tiles[i] = _tile(plan, arrays, i, index[:, None], inside[:, None])
+        elif plan.operands[i].access == "shared":
+            tiles[i] = load(arrays[i], jnp.zeros((1, 1), jnp.int32), None, plan.features[i])
+        elif plan.operands[i].access == "each_slot":
+            tiles[i] = _spread(plan, arrays, i, row.shape[0], plan.items)
+        elif plan.operands[i].access == "times_row":
+            of = plan.operands[i].index
+            assert of is not None
+            tiles[i] = lax.mul(tiles[of], _spread(plan, arrays, i, row.shape[0], 1))
+    return tiles
+
+
+def _spread(plan: Plan, arrays: Sequence[Any], i: int, rows: int, items: int) -> jax.Array:
+    """An array without a leading axis as the tile [rows, items, *padded], each slot loaded by its own threads."""
+    index = lanes(rows, 0, 2) * 0 + lanes(items, 1, 2) * 0
+    return load(arrays[i], index, None, plan.features[i])
+
+
+def _needed_tables(plan: Plan) -> tuple[tuple[int, str], ...]:
+    """Which index tables the body reads, and whether by position or by item."""
+    found = ((o.index, o.access) for o in plan.operands if o.access in ("indexed", "positioned"))
+    return tuple(dict.fromkeys((index, access) for index, access in found if index is not None))
+
+
+def indices_at(
+    plan: Plan, tables: Sequence[Any], order: Any, position: jax.Array, mask: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Item ids, then the entries of `_needed_tables`, at [rows, items] positions."""
+    item = position if order is None or not plan.needs_items else _triton.load(order, (position,), mask)
+    read = {"positioned": position, "indexed": item}
+    return (item, *(_triton.load(tables[i], (read[access],), mask) for i, access in _needed_tables(plan)))
+
+
+def evaluate(
+    plan: Plan,
+    arrays: Sequence[Array],
+    row_tiles: dict[int, jax.Array],
+    position: jax.Array,
+    indices: Sequence[jax.Array],
+    mask: jax.Array,
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """The body's reduction values and item outputs for [rows, items] items, broadcast to full tiles."""
+    item = indices[0]
+    by_table = dict(zip(_needed_tables(plan), indices[1:], strict=True))
+    tiles: list[Any] = []
+    for i, operand in enumerate(plan.operands):
+        if i in row_tiles:
+            tiles.append(row_tiles[i])
+        elif operand.access == "late":
+            tiles.append(None)
+        elif operand.access == "item":
+            read = mask if operand.when is None else both(mask, tiles[operand.when] != 0)
+            tiles.append(_tile(plan, arrays, i, item, read, plan.factored))
+        elif operand.access == "position":
+            tiles.append(_tile(plan, arrays, i, position, mask, plan.factored))
+        else:
+            assert operand.index is not None
+            index = by_table[operand.index, operand.access]
+            # An index out of range (a padding item's) reads zeros, never other memory.
+            inside = within(index, plan.lengths[i], mask)
+            tiles.append(_tile(plan, arrays, i, index, inside, plan.factored))
+    values, outputs = plan.body(*tiles)
+    if len(values) != len(plan.reductions) or len(outputs) != len(plan.item_outputs):
+        raise ValueError(
+            f"body must return {len(plan.reductions)} reduction values and {len(plan.item_outputs)} item outputs, "
+            f"got {len(values)} and {len(outputs)}"
+        )
+    full = lambda v, shape: jnp.broadcast_to(v, (*item.shape, *padded(shape)))  # noqa: E731
+
+    def output(v: Any, shape: tuple[int, ...]) -> Any:
+        return tuple(full(part, _part(shape, v)) for part in v) if isinstance(v, tuple) else full(v, shape)
+
+    def value(v: Any, shape: tuple[int, ...]) -> Any:
+        if isinstance(v, Factored):
+            return Factored(full(v.tile, shape), v.factor, v.zeros)
+        return full(v.astype(jnp.float32), shape)
+
+    found = tuple(value(v, r.shape) for v, r in zip(values, plan.reductions, strict=True))
+    return found, tuple(output(o, shape) for o, (shape, _) in zip(outputs, plan.item_outputs, strict=True))
+
+
+def _part(whole: tuple[int, ...], parts: Any) -> tuple[int, ...]:
+    """The feature shape of each of the tiles that are stored side by side in place of one."""
+    return (whole[0] // len(parts), *whole[1:]) if isinstance(parts, tuple) and len(parts) > 1 else whole
+
+
+def _store_parts(ref: Any, index: jax.Array, mask: jax.Array, whole: tuple[int, ...], past: int, value: Any) -> None:
+    """Stores a tile to rows `index`, or a tuple of them side by side along the first feature axis.
+
+    Where rows are longer than `whole` zeros follow: those of the last tile's padding, where it has as many.
+    """
+    shape = _part(whole, value)
+    parts = value if isinstance(value, tuple) else (value,)
+    behind = ref.shape[-1] - whole[-1] if whole else 0
+    if len(whole) > 1:  # not the axis of what is side by side
+        shape, behind = (*shape[:-1], shape[-1] + behind), 0
+    within = behind == 0 or shape[0] + behind <= next_power_of_two(shape[0])
+    for number, part in enumerate(parts):
+        last = number == len(parts) - 1 and behind and within
+        wide = (shape[0] + behind,) if last else shape
+        store(ref, index, mask, wide, past, part, number * shape[0] if number else 0)
+    if not within:
+        store(ref, index, mask, (behind,), past, jnp.zeros((1,) * (index.ndim + 1), jnp.float32), whole[0])
+
+
+def loop(
+    plan: Plan,
+    refs: Refs,
+    row_tiles: dict[int, jax.Array],
+    start: jax.Array,
+    end: jax.Array,
+    items: int,
+    longest: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """Accumulators [rows, *padded] over positions `start` to `end` of each row; stores item outputs on the way.
+
+    With `longest` all rows are one, of so many items, and take `items` of them in turns.
+
+    The indices of the next step are loaded before the rows of this one are used: the two wait for memory together.
+    """
+    rows = start.shape[0]
+    count = lax.sub(end, start)
+    here = start[:, None] + lanes(items, 1, 2)
+    stride = items
+    if longest is not None:
+        here = here + items * lanes(rows, 0, 2)
+        stride = rows * items
+    else:
+        longest = lax.reduce_max(count, (0,)) if rows > 1 else count.reshape(())
+    end = end[:, None]
+
+    def step(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        accs, indices = carry
+        position = here + i * stride
+        mask = position < end
+        following = position + stride
+        ahead = indices_at(plan, refs.tables, refs.order, following, following < end)
+        values, stored = evaluate(plan, refs.arrays, row_tiles, position, indices, mask)
+        for ref, (shape, _), value in zip(refs.item_outputs, plan.item_outputs, stored, strict=True):
+            _store_parts(ref, indices[0], mask, shape, plan.num_items, value)
+        return update(plan.reductions, accs, values, mask), ahead
+
+    first = indices_at(plan, refs.tables, refs.order, here, here < end)
+    accs, _ = _triton.fori_loop(0, steps(longest, stride), step, (initial(plan.reductions, rows, items), first))
+    # Before slots are merged: each thread multiplies its own numbers.
+    found = tuple(
+        a if r.factor is None else lax.mul(a, _spread(plan, refs.arrays, r.factor, rows, items))
+        for a, r in zip(accs, plan.reductions, strict=True)
+    )
+    return merge(plan.reductions, found)
+
+
+def write_rows(
+    plan: Plan,
+    outputs: Sequence[Any],
+    merged: Sequence[jax.Array],
+    row_tiles: dict[int, jax.Array],
+    row: jax.Array,
+    mask: jax.Array,
+    beside: tuple[jax.Array, ...],
+    arrays: Sequence[Any],
+) -> None:
+    """Runs the epilogue on accumulators [rows, *padded] and stores what it gives; tuples side by side in each row.
+
+    `outputs` are the row outputs, then the exponents of those in `plan.half`; `beside` what `sums_beside` gave.
+    """
+    values: Sequence[Any] = (*results(plan.reductions, merged), *beside)
+    if plan.epilogue is not None:
+        factors = {r.factor for r in plan.reductions}
+        late = [i for i in plan.per_row if plan.operands[i].access == "late" and i not in factors]
+        loaded = row_tiles | {i: _spread(plan, arrays, i, row.shape[0], plan.items) for i in late}
+        tiles = tuple(None if i in factors else _of_rows(loaded[i]) for i in plan.per_row)
+        values = plan.epilogue(values, tiles)
+    if len(values) != len(plan.row_outputs):
+        raise ValueError(f"epilogue must return {len(plan.row_outputs)} row outputs, got {len(values)}")
+    items = plan.items if plan.warps == 1 and row.shape[0] == plan.rows else 1
+    store_outputs(plan.half, plan.row_outputs, outputs, row, mask, plan.num_rows, values, items)
+
+
+def _of_rows(tile: jax.Array) -> jax.Array:
+    """A tile [rows, items, *padded] of which all items are the same as [rows, *padded]."""
+    if tile.shape[1] > 1:
+        return lax.reduce_max(tile, (1,))
+    return resized(tile, (tile.shape[0], *tile.shape[2:]))
+
+
+def store_outputs(
+    half: Sequence[int],
+    declared: Sequence[Output],
+    refs: Sequence[Any],
+    index: jax.Array,
+    mask: jax.Array,
+    past: int,
+    values: Sequence[Any],
+    items: int = 1,
+) -> None:
+    """Stores all outputs; `refs` are theirs, then those of the exponents of the outputs `half`.
+
+    With `items`, from tiles [*index.shape, items, *padded shape] of which the first item is stored. Threads of all
+    items have what was reduced over them, and what several threads have goes through shared memory to where it is
+    stored; what each has for itself is shuffled. Loops whose programs take any shared memory are slower, presumably
+    for what the L1 has less: one of biokg's took 544 us with it and 396 without.
+    """
+    exponent_refs = dict(zip(half, refs[len(declared) :], strict=True))
+    for i, ((whole, _), value) in enumerate(zip(declared, values, strict=True)):
+        if i in exponent_refs:
+            value = _scaled(exponent_refs[i], index, mask, whole, past, value)
+        if items == 1 or math.prod(whole) < WIDE:
+            _store_parts(refs[i], index, mask, whole, past, value)
+            continue
+        shape = (*index.shape, items)
+        features = padded(_part(whole, value))
+        parts = [
+            jnp.broadcast_to(p, (*index.shape, *features)) for p in (value if isinstance(value, tuple) else (value,))
+        ]
+        spread = tuple(stretched(jnp.expand_dims(p, index.ndim), (*shape, *features)) for p in parts)
+        first = both(with_axes(mask, 1), lanes(items, index.ndim, index.ndim + 1) == 0)
+        _store_parts(refs[i], stretched(with_axes(index, 1), shape), first, whole, past, spread)
+
+
+def _scaled(
+    exponent_ref: Any, index: jax.Array, mask: jax.Array, whole: tuple[int, ...], past: int, value: Any
+) -> tuple[jax.Array, ...]:
+    """Tiles that are stored side by side, below 2^15 in magnitude; the exponents of their rows are stored."""
+    parts: tuple[jax.Array, ...] = value if isinstance(value, tuple) else (value,)
+    shape = _part(whole, value)
+    lead = mask.ndim
+    parts = tuple(jnp.broadcast_to(part, (*mask.shape, *padded(shape))) for part in parts)
+    parts = tuple(without_padding(part, shape) for part in parts)
+    axes = tuple(range(lead, lead + len(shape)))
+    exponent = raised(functools.reduce(lax.max, (exponents(part, axes, finite=True)[0] for part in parts)))
+    inverse = inverse_power(exponent)
+    at = where(mask, index, past)
+    _triton.store(exponent_ref, (at, jnp.zeros_like(at)), resized(exponent, mask.shape), mask)
+    return tuple(part * inverse for part in parts)
+
+
+def beside_bounds(refs: Refs | None, row: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
+    """Where the other items of each row begin and end: loaded before the loop that `sums_beside` comes after."""
+    if refs is None:
+        return ()
+    return _triton.load(refs.offsets, (row,), mask), _triton.load(refs.offsets, (row + 1,), mask)
+
+
+def sums_beside(plan: Plan, refs: Refs | None, bounds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The sums over the other items of each row: [rows, *padded] each."""
+    if plan.beside is None or refs is None:
+        return ()
+    start, end = bounds
+    # A hub has the lanes of its program to itself.
+    items = plan.beside.items * plan.rows // start.shape[0]
+    return tuple(results(plan.beside.reductions, loop(plan.beside, refs, {}, start, end, items)))

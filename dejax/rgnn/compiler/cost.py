@@ -1,0 +1,321 @@
+"""What each kernel instance moves and computes, and how long that takes: bytes, by how they are read, over bandwidths.
+
+The model knows counts and not the graph: how often a gathered row is found in a cache is as on graphs with skewed
+degrees, and loops whose items are edges, or many pairs of each node, are taken to have hubs. Its constants were fitted
+to kernels of eight graphs and three models on an H200; docs/performance.md says how well.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from dejax.pallas.products.schedule import rows_per_split
+from dejax.rgnn.ir.inter import VIAS, Space, spec_sizes
+from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, Operand, Outer, Traversal
+from dejax.rgnn.passes import Counts, Cut
+from dejax.rgnn.passes.storage import encoded_values, shared_encodings
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Ceilings, and what kernels reach of them; measured on an H200.
+
+    Attributes:
+      bytes_per_second: of a copy, bytes read plus written.
+      cache_bytes_per_second: at which rows come that are found in the cache.
+      outer_cache_bytes_per_second: the same for outer sums, which load rows ahead.
+      loop_cache_bytes_per_second: the same for loops, whose rows are in 16 bits, most of them.
+      kept_bytes: of a gathered table, so much is found in the cache.
+      skew: the rows that are kept, a share s of the table, are read by s ** skew of the reads.
+      near_bytes: a narrow value gathered from a larger table than this moves 64 bytes, not 32.
+      flops: of products, by precision; of `f32` a third of what products in float16 reach.
+      scalar_flops: without tensor cores.
+      launch_seconds: of a kernel without work.
+      gemm, outer, loop, map: the share of the copy bandwidth that each template reaches.
+      gemm_seconds, outer_seconds, loop_seconds, hubs_seconds: what each adds to its bytes.
+      position_seconds: what outer sums add for each of the first 256 positions of a split.
+      numbers_per_second: of tiles in a loop's body, by one operator.
+      numbers_of_item, numbers_of_row: as many as one item takes besides, and one row.
+      map_numbers_per_second: numbers that the operators of a map make, exponentials among them.
+    """
+
+    bytes_per_second: float = 4.3e12
+    cache_bytes_per_second: float = 3.4e12
+    outer_cache_bytes_per_second: float = 4.3e12
+    loop_cache_bytes_per_second: float = 5.5e12
+    kept_bytes: float = 55e6
+    skew: float = 0.44
+    near_bytes: float = 48e6
+    flops: tuple[tuple[str, float], ...] = (("f32", 120e12), ("tf32", 350e12), ("bf16", 700e12))
+    scalar_flops: float = 55e12
+    launch_seconds: float = 2.8e-6
+    gemm: float = 0.72
+    outer: float = 0.74
+    loop: float = 0.80
+    map: float = 0.94
+    gemm_seconds: float = 2.4e-6
+    outer_seconds: float = 3.4e-6
+    loop_seconds: float = 2.1e-6
+    hubs_seconds: float = 2.3e-6
+    position_seconds: float = 5.8e-9
+    numbers_per_second: float = 3.8e12
+    numbers_of_item: int = 10
+    numbers_of_row: int = 39
+    map_numbers_per_second: float = 7.5e12
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Bytes to and from memory, floating-point operations of products, and the predicted time in seconds."""
+
+    bytes: int
+    flops: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Traffic:
+    """Bytes of device memory, and bytes that the cache has."""
+
+    memory: float = 0.0
+    cache: float = 0.0
+
+
+class CostModel:
+    """Costs of the instances of one level-2 program.
+
+    Args:
+      kernels: the program.
+      counts: of the graph.
+      precision: of products.
+      half_inputs: numbers of the program's values, inputs, that come in 16 bits.
+      encoded: inputs that are put in 16 bits here because others read them so, too.
+      machine: its ceilings.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        counts: Counts,
+        precision: str = "tf32",
+        half_inputs: frozenset[int] = frozenset(),
+        encoded: frozenset[int] = frozenset(),
+        machine: Machine = Machine(),
+    ) -> None:
+        self.kernels, self.counts, self.precision, self.machine = kernels, counts, precision, machine
+        written = kernels.half | half_inputs
+        encoded |= encoded_values(kernels, counts.rows, written) if precision == "tf32" else frozenset()
+        self.encoded, self.half = encoded, written | encoded
+        first = kernels.first_readers()
+        # Narrow values of items that one loop writes lie side by side.
+        loops = [t for t in kernels.instances if isinstance(t, Traversal) and t.via is not None]
+        self.array_of = {v: t.item_outputs[0] for t in loops for v in t.item_outputs}
+        # The instance that first reads a value that is read in 16 bits makes it so.
+        self.encodes = {number: [v for v in self.encoded if first[v] == number] for number in first.values()}
+
+    def costs(self) -> list[Cost]:
+        """The cost of each instance, in order."""
+        return [self._cost(number, instance) for number, instance in enumerate(self.kernels.instances)]
+
+    def _cost(self, number: int, instance: Instance) -> Cost:
+        if isinstance(instance, Gemm):
+            traffic, flops, seconds = self._gemm(instance)
+        elif isinstance(instance, Outer):
+            traffic, flops, seconds = self._outer(instance)
+        elif isinstance(instance, Traversal):
+            traffic, flops, seconds = self._traversal(instance)
+        else:
+            ops, rows = self.kernels.program.ops, self.counts.rows
+            moved = sum(rows(ops[v].space) * ops[v].row_bytes for v in (*instance.reads, *instance.writes))
+            products = [ops[i] for i in instance.ops if ops[i].name == "linear"]
+            flops = sum(2 * rows(op.space) * ops[op.args[1]].width for op in products)
+            traffic = _Traffic(moved)
+            seconds = self.machine.launch_seconds + max(
+                moved / self.machine.bytes_per_second, flops / self.machine.scalar_flops
+            )
+        for v in self.encodes.get(number, []):
+            op = self.kernels.program.ops[v]
+            moved = self.counts.rows(op.space) * (op.row_bytes + 2 * op.width)
+            traffic.memory += moved
+            seconds += self.machine.launch_seconds + moved / (self.machine.bytes_per_second * self.machine.map)
+        return Cost(int(traffic.memory), int(flops), seconds)
+
+    # --- templates ---------------------------------------------------------------------------------------------------
+
+    def _gemm(self, g: Gemm) -> tuple[_Traffic, float, float]:
+        ops = self.kernels.program.ops
+        rows = self.counts.rows(ops[g.product].space)
+        traffic = _Traffic()
+        self._rows_of(traffic, g.x, rows)
+        weights = self.counts.rows(ops[g.w].space) * ops[g.w].row_bytes
+        traffic.memory += weights + sum(self.counts.rows(ops[v].space) * self.row_bytes(v) for v in g.writes)
+        flops = 2 * rows * math.prod(spec_sizes(g.spec, ops[g.x.name].shape, ops[g.w].shape).values())
+        products = flops / dict(self.machine.flops)[self.precision]
+        return traffic, flops, self.machine.gemm_seconds + self._time(traffic, self.machine.gemm, products)
+
+    def _outer(self, o: Outer) -> tuple[_Traffic, float, float]:
+        ops = self.kernels.program.ops
+        rows, types = self.counts.rows(ops[o.x.name].space), self.counts.rows(ops[o.out].space)
+        traffic = _Traffic()
+        self._rows_of(traffic, o.x, rows)
+        self._rows_of(traffic, o.y, rows)
+        if o.narrow is not None:
+            self._rows_of(traffic, o.narrow, rows)
+        split = rows_per_split(rows, types)
+        splits = rows / split + types
+        numbers = sum(ops[v].width for v in o.writes)
+        traffic.memory += 2 * splits * numbers * 4 + types * sum(ops[v].row_bytes for v in o.writes)
+        flops = 2 * rows * numbers
+        m = self.machine
+        products = flops / dict(m.flops)[self.precision]
+        moved = self._time(traffic, m.outer, products, m.outer_cache_bytes_per_second)
+        return traffic, flops, m.outer_seconds + min(split, 256) * m.position_seconds + moved
+
+    def _traversal(self, t: Traversal) -> tuple[_Traffic, float, float]:
+        ops, rows = self.kernels.program.ops, self.counts.rows
+        items, loop = rows(t.space), rows(VIAS[t.via].coarse) if t.via else 0
+        traffic = _Traffic()
+        for each in t.loops:
+            self._read_by(traffic, each)
+        narrow = [v for v in t.item_outputs if not _in_order(t) and ops[v].width < 8]
+        traffic.memory += sum(items * self.row_bytes(v) for v in t.item_outputs if v not in narrow)
+        traffic.memory += items * self.sector(sum(items * self.row_bytes(v) for v in narrow)) * bool(narrow)
+        traffic.memory += sum(loop * self.row_bytes(v) for v in t.row_outputs)
+        flops = sum(rows(each.space) * ops[i].width for each in t.loops for i in each.body)
+        m = self.machine
+        if t.via is None:
+            seconds = self._time(traffic, m.map, flops / m.map_numbers_per_second, m.loop_cache_bytes_per_second)
+            return traffic, flops, m.launch_seconds + seconds
+        work = sum(map(self._numbers, t.loops)) / m.numbers_per_second
+        seconds = m.loop_seconds + self._time(traffic, m.loop, work, m.loop_cache_bytes_per_second)
+        hubs = not t.via.endswith(".node") or items >= _PAIRS_OF_HUBS * loop
+        return traffic, flops, seconds + m.hubs_seconds * hubs
+
+    def _numbers(self, t: Traversal) -> float:
+        """Numbers of the tiles of a loop's body."""
+        ops = self.kernels.program.ops
+        numbers = self.machine.numbers_of_item + sum(max(ops[v].width for v in (i, *ops[i].args)) for i in t.body)
+        numbers += sum(ops[a.out].width * (2 if a.kind == "weighted" else 1) for a in t.accumulators)
+        loop = self.counts.rows(VIAS[t.via].coarse) if t.via else 0
+        return self.counts.rows(t.space) * numbers + loop * self.machine.numbers_of_row
+
+    def _read_by(self, traffic: _Traffic, t: Traversal) -> None:
+        """What a loop reads for its rows and items."""
+        ops, rows = self.kernels.program.ops, self.counts.rows
+        items, loop = rows(t.space), rows(VIAS[t.via].coarse) if t.via else 0
+        in_order = _in_order(t)
+        traffic.memory += 8 * loop
+        packed: set[Any] = set()  # maps and loops whose narrow values share a sector, and arrays whose parts do
+        tables: set[str] = set()
+        for o in t.operands:
+            op, row = ops[o.value], self.row_bytes(o.value)
+            if o.part is not None:
+                row = row * o.part[1] // op.shape[0]
+            table = rows(op.space) * row
+            if o.access in ("row", "row_indexed"):
+                traffic.memory += min(loop * row, table)
+            elif o.access == "gathered":
+                assert o.via is not None
+                if op.name == "count" and op.attr("via") == o.via:
+                    traffic.memory += 4 * items  # a table by item
+                    continue
+                tables.add(o.via)
+                if op.width >= 16:
+                    self._gathered(traffic, items, row, table)
+                    if o.value in self.half and (o.value, o.via) not in packed:  # parts of a row share its exponent
+                        packed.add((o.value, o.via))
+                        self._gathered(traffic, items, self.sector(table), table)
+                elif in_order and t.space == Space.EDGE and o.via in ("dst", "destination_pair"):
+                    traffic.memory += items * row  # edges of a type are sorted by receiver
+                elif o.via not in packed:  # narrow values of the same rows share a sector
+                    packed.add(o.via)
+                    self._gathered(traffic, items, self.sector(table), table)
+            elif o.access == "shared":
+                traffic.memory += row
+            elif in_order or op.width >= 8:
+                traffic.memory += items * row * (1.0 if o.when is None else _REACHED)
+            elif self.array_of.get(o.value, o.value) not in packed:
+                packed.add(self.array_of.get(o.value, o.value))
+                traffic.memory += items * self.sector(table)
+        traffic.memory += 4 * items * len(tables)
+
+    # --- bytes -------------------------------------------------------------------------------------------------------
+
+    def row_bytes(self, value: int) -> int:
+        op = self.kernels.program.ops[value]
+        return 2 * op.width + 1 if value in self.half else op.row_bytes
+
+    def table_bytes(self, value: int) -> int:
+        return self.counts.rows(self.kernels.program.ops[value].space) * self.row_bytes(value)
+
+    def sector(self, table: float) -> int:
+        return 32 if table < self.machine.near_bytes else 64
+
+    def _rows_of(self, traffic: _Traffic, o: Operand, rows: int) -> None:
+        """Rows that a product reads."""
+        if o.access == "gathered":
+            traffic.memory += 4 * rows
+            row, table = self.row_bytes(o.value), self.table_bytes(o.value)
+            if o.via in _NEAR:  # tiles that read the same rows run together
+                traffic.memory += min(rows * row, table)
+                traffic.cache += max(0, rows * row - table)
+            else:
+                self._gathered(traffic, rows, row, table)
+        elif o.access == "shared":
+            traffic.memory += self.row_bytes(o.value)
+        else:
+            traffic.memory += rows * self.row_bytes(o.value)
+
+    def _gathered(self, traffic: _Traffic, reads: int, row: int, table: float) -> None:
+        """`reads` rows of `row` bytes from a table: what is read again is partly in the cache."""
+        total = reads * row
+        if table < _REGISTER_LIKE:
+            traffic.memory += table
+            return
+        again = max(0.0, total - table)
+        kept = min(1.0, self.machine.kept_bytes / table)
+        missed = min(total, table) + again * (1 - kept**self.machine.skew)
+        traffic.memory += missed
+        traffic.cache += total - missed
+
+    def _time(
+        self, traffic: _Traffic, share: float, arithmetic: float, cache_bytes_per_second: float | None = None
+    ) -> float:
+        """Seconds, of which those of the arithmetic are known."""
+        m = self.machine
+        memory = traffic.memory / (m.bytes_per_second * share)
+        cache = (traffic.memory + traffic.cache) / (cache_bytes_per_second or m.cache_bytes_per_second)
+        return max(memory, cache, arithmetic)
+
+
+def training_models(
+    parts: Cut, forward: Kernels, backward: Kernels, counts: Counts, precision: str
+) -> tuple[CostModel, CostModel]:
+    """Models of both halves of a training step: what forward has in 16 bits comes to backward so."""
+    rounds = precision == "tf32"
+    shared = shared_encodings(parts, forward, backward, counts.rows) if rounds else frozenset()
+    at = forward.program.by_position()
+    saved = forward.program.outputs[parts.num_outputs :][: parts.num_saved]
+    positions = {number for number, p in enumerate(parts.needed) if p in shared}
+    positions |= {len(parts.needed) + i for i, v in enumerate(saved) if v in forward.half}
+    ops = backward.program.ops
+    kept = frozenset(i for i in backward.program.inputs if ops[i].attr("position") in positions)
+    first = CostModel(forward, counts, precision, encoded=frozenset(at[p] for p in shared))
+    return first, CostModel(backward, counts, precision, kept)
+
+
+def _in_order(t: Traversal) -> bool:
+    """Whether a loop's items are read in order."""
+    return t.via is None or "type" in t.via or t.via == "destination_pair"
+
+
+# How products gather rows of nodes in an order of tiles that was made for it (`Segments.with_near_tiles`).
+_NEAR = ("source_pair.node", "destination_pair.node")
+# Of nodes, the share that a map leads to: 0.69 on am, 0.40 on mag, 0.97 on wikikg2.
+_REACHED = 0.7
+# Some nodes have hundreds of pairs where all have so many on average.
+_PAIRS_OF_HUBS = 16
+# A table by type stays in the caches of each multiprocessor.
+_REGISTER_LIKE = 1 << 20

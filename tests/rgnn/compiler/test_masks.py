@@ -1,0 +1,161 @@
+"""Scores of -inf, as masks make them, and of +inf and NaN: softmax and maximum beside one row for each edge."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dejax import rgnn
+from dejax.rgnn.passes import PASSES
+from tests.rgnn.references import GRAPHS
+from tests.rgnn.strategies import CHUNK
+
+BACKENDS = {
+    "xla": rgnn.Options(backend="xla"),
+    "xla_without_passes": rgnn.Options(backend="xla", disable=PASSES),
+    "xla_without_backward": rgnn.Options(backend="xla", disable=("backward",)),
+    "xla_without_softmax": rgnn.Options(backend="xla", disable=("softmax",)),
+    "pallas": rgnn.Options(backend="pallas", precision="f32", interpret=True),
+    "pallas_without_shared_scalars": rgnn.Options(
+        backend="pallas", precision="f32", interpret=True, disable=("share_scalars", "hoist")
+    ),
+}
+EDGES = GRAPHS["hubs"]
+DESTINATION = {"dst": EDGES.receivers, "relation": EDGES.receivers * EDGES.num_edge_types + EDGES.edge_type}
+
+
+def attention(g: Any, s: Any, x: Any, within: str) -> tuple:
+    """Shares, a sum that they weigh, and the largest score."""
+    score = g.edge(s)
+    share = rgnn.edge_softmax(score, within)
+    z = g.src(x)
+    wide = share[..., None] if score.shape == (2,) else share
+    return g.sum_to_dst(wide * z), share, g.max_to_dst(score)
+
+
+def reference(s: Any, x: Any, within: str) -> tuple:
+    group, nodes = DESTINATION[within], EDGES.num_nodes
+    groups = int(group.max()) + 1
+    largest = jax.ops.segment_max(jax.lax.stop_gradient(s), group, groups)
+    e = jnp.exp(s - jnp.where(largest == -jnp.inf, 0, largest)[group])
+    total = jax.ops.segment_sum(e, group, groups)
+    share = e / jnp.where(total == 0, 1, total)[group]
+    wide = share.reshape(*share.shape, *(1,) * (3 - share.ndim))
+    top = jax.ops.segment_max(s, EDGES.receivers, nodes)
+    top = jnp.where(top == -jnp.inf, 0, top)
+    return jax.ops.segment_sum(wide * x[EDGES.senders], EDGES.receivers, nodes), share, top
+
+
+def arrays(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scores, of which some nodes have none above -inf, and some relations at other nodes; features; a mask."""
+    rng = np.random.default_rng(3)
+    s = rng.normal(size=(len(EDGES.senders), *shape))
+    s[(EDGES.receivers % 3 == 1) | ((EDGES.receivers % 3 == 2) & (EDGES.edge_type == 0))] = -np.inf
+    s[rng.random(len(s)) < 0.2] = -np.inf
+    s[EDGES.receivers == 0, ...] = -np.inf  # a row of many edges, but for a few
+    s[np.flatnonzero(EDGES.receivers == 0)[-2:]] = 0.7
+    return s, rng.normal(size=(EDGES.num_nodes, 2, 3)), np.isfinite(s)
+
+
+def cases() -> list:
+    """Each case compiles for seconds: a few, and the rest is slow."""
+    every = itertools.product(BACKENDS, DESTINATION, [(), (2,), (2, 1), (2, 3)])
+    quick = (
+        ("pallas", "dst", (2,)),
+        ("pallas", "relation", ()),
+        ("xla", "relation", (2, 3)),
+        ("xla_without_passes", "dst", (2,)),
+        ("xla_without_backward", "dst", ()),
+        ("xla_without_softmax", "relation", ()),
+    )
+    marks = lambda c: [] if c in quick else [pytest.mark.slow]  # noqa: E731
+    return [pytest.param(*c, id="-".join(map(str, c)), marks=marks(c)) for c in every]
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("backend", "within", "shape"), cases())
+def test_masked_scores(backend: str, within: str, shape: tuple[int, ...]) -> None:
+    """An edge of -inf has no share; where all are, no edge has, the gradient is 0 and the largest score 0."""
+    s, x, finite = arrays(shape)
+    graph, options = EDGES.build(hub_chunk=CHUNK), BACKENDS[backend]
+    program = rgnn.program(lambda g, s, x: attention(g, s, x, within))
+
+    def loss(results: tuple) -> Any:
+        return sum((jnp.sin(1.3 * y + 0.5) ** 2).sum() for y in results)
+
+    with jax.enable_x64(True):
+        want = reference(s, x, within)
+        slopes = jax.grad(lambda s, x: loss(reference(s, x, within)), (0, 1))(s, x)
+
+    def run(s: Any, x: Any) -> tuple:
+        results = program(graph, s, x, options=options)
+        return loss(results), results
+
+    found, results = jax.jit(jax.grad(run, (0, 1), has_aux=True))(jnp.asarray(s, "float32"), jnp.asarray(x, "float32"))
+    alone = program(graph, jnp.asarray(s, "float32"), jnp.asarray(x, "float32"), options=options)
+    for got, without_gradients, expected in zip(results, alone, want, strict=True):
+        np.testing.assert_allclose(got, expected, atol=2e-5)
+        np.testing.assert_allclose(without_gradients, expected, atol=2e-5)
+    assert np.all(np.asarray(results[1])[~finite] == 0)
+    np.testing.assert_allclose(found[1], slopes[1], atol=1e-4)
+    np.testing.assert_allclose(np.asarray(found[0])[finite], np.asarray(slopes[0])[finite], atol=1e-4)
+    assert np.all(np.asarray(found[0])[~finite] == 0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("backend", ["xla", pytest.param("pallas", marks=pytest.mark.slow)])
+def test_masks_in_16_bits(backend: str, dtype: str) -> None:
+    """A mask as a bias, 0 or -inf, and `where_positive`, which give the same."""
+    s, x, finite = arrays((2,))
+    graph, options = EDGES.build(hub_chunk=CHUNK), BACKENDS[backend]
+    ready = [jnp.asarray(a, dtype) for a in (np.where(finite, s, 0.3), x, np.where(finite, 0, -np.inf), finite)]
+    biased = rgnn.program(lambda g, s, x, b, m: attention(g, g.edge(s) + g.edge(b), x, "dst"))
+    chosen = rgnn.program(
+        lambda g, s, x, b, m: attention(g, rgnn.where_positive(g.edge(m), g.edge(s), -np.inf), x, "dst")
+    )
+
+    for program in (biased, chosen):
+
+        def run(s: Any, x: Any, program: rgnn.Program = program) -> tuple:
+            results = program(graph, s, x, *ready[2:], options=options)
+            return sum((y.astype(jnp.float32) ** 2).sum() for y in results[:2]), results
+
+        slopes, results = jax.jit(jax.grad(run, (0, 1), has_aux=True))(*ready[:2])
+        for y, want in zip(results, reference(s, x, "dst"), strict=True):
+            np.testing.assert_allclose(np.asarray(y, np.float32), want, atol=3e-2)
+        for slope in slopes:
+            assert np.isfinite(np.asarray(slope, np.float32)).all() and slope.dtype == dtype
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("backend", ["xla", "xla_without_passes", "pallas"])
+def test_scores_that_are_no_numbers(backend: str, bad: float) -> None:
+    """+inf or NaN makes NaN of the shares of its destination, as `jax.nn.softmax` does, and of no other."""
+    s, x, _ = arrays(())
+    at = int(np.flatnonzero(EDGES.receivers == EDGES.receivers[np.isfinite(s)][0])[0])
+    s[at] = bad
+    program = rgnn.program(lambda g, s, x: attention(g, s, x, "dst"))
+    _, share, _ = program(EDGES.build(hub_chunk=CHUNK), jnp.asarray(s), jnp.asarray(x), options=BACKENDS[backend])
+    np.testing.assert_array_equal(np.isnan(share), EDGES.receivers == EDGES.receivers[at])
+
+
+def test_masked_features_beside_others_in_rows_of_16_bits() -> None:
+    """By default wide rows are stored in 16 bits: a feature of -inf takes no digit of the others of its row."""
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(EDGES.num_nodes, 16)), "float32")
+    mask = jnp.asarray(rng.random(x.shape) < 0.6, "float32")
+
+    @rgnn.program
+    def layer(g: Any, x: Any, mask: Any) -> tuple:
+        score = g.src(rgnn.where_positive(g.node(mask), rgnn.tanh(g.node(x)), -np.inf))
+        return g.sum_to_dst(rgnn.edge_softmax(score) * g.src(x)), g.max_to_dst(score)
+
+    graph = EDGES.build()
+    found = layer(graph, x, mask, options=rgnn.Options(backend="pallas", interpret=True))
+    for y, want in zip(found, layer(graph, x, mask, options=BACKENDS["xla"]), strict=True):
+        np.testing.assert_allclose(y, want, atol=5e-3)
