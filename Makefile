@@ -3,8 +3,8 @@
 #
 #   make demo              install into .venv and train on the standard library's code graph
 #   make demo CUDA=13      the same with jax's CUDA 13 wheels (or CUDA=12)
-#   make test              lint, format, types, doctests and the tests, on one jax: what a change should pass
-#   make test-all          the same with every test, on the oldest and the newest supported jax: what CI runs
+#   make test              lint, format, types, doctests and a sample of the tests, on one jax: what a change should pass
+#   make test-all          the same with the tests in full, on the oldest and the newest supported jax: what CI runs
 #   make test-fast         the tests of `make test` alone
 #   make test-slow         the tests that take long: the same contracts over more cases
 #   make asan              the CPU handlers under AddressSanitizer
@@ -92,8 +92,8 @@ format: venv-test
 types: venv-test
 	$(BIN)/mypy
 
-# `make test-all` runs at both ends of the declared range of jax: every test on the newest, which compiles in two thirds
-# of the time; on the oldest those that are not marked newest_jax.
+# `make test-all` runs at both ends of the declared range of jax: on the newest everything but the slow tests; on the
+# oldest, which compiles for longer, those of them that are not marked newest_jax.
 ALL := not slow
 ON_OLDEST := $(ALL) and not newest_jax
 NEXT_IS_OLDEST := $(strip $(PINS_NEXT))

@@ -70,6 +70,7 @@ def test_all_subsets_are_equally_likely(fan_out: int) -> None:
     assert chi_square(counts, np.full(len(subsets), 1 / len(subsets))) < bound(len(subsets) - 1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("fan_out", [1, 2, 7, 25, 64, 65, 90])
 def test_subsets_are_floyds(fan_out: int) -> None:
     """Against the loop that the paper has, draw for draw."""

@@ -84,7 +84,7 @@ ENTRIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ENTRIES)
 def test_dtypes_mean_the_same(name: str) -> None:
     entry, small = ENTRIES[name], np.array([3, 37, 0, 119, 14, 5, 6, 7])
@@ -95,6 +95,7 @@ def test_dtypes_mean_the_same(name: str) -> None:
         np.testing.assert_array_equal(entry(jnp.asarray(small, dtype)), want, err_msg=str(dtype))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ENTRIES)
 def test_wide_ids_do_not_wrap(name: str) -> None:
     entry = ENTRIES[name]
@@ -109,6 +110,7 @@ def test_wide_ids_do_not_wrap(name: str) -> None:
             np.testing.assert_allclose(np.asarray(entry(given), np.float64), np.asarray(want, np.float64), rtol=1e-6)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ENTRIES)
 def test_what_is_no_id_is_refused(name: str) -> None:
     for wrong, match in (
@@ -171,6 +173,7 @@ def test_starts_of_2_31_edges_need_64_bits() -> None:
         assert got.senders.tolist() == [[0], [1]] and got.edges.dtype == jnp.int64
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ["int16", "uint16", "uint8", "int64", "uint64", ">i4", ">u2"])
 @pytest.mark.parametrize("on_host", [False, True])
 def test_lists_of_any_integers(dtype: str, on_host: bool) -> None:
