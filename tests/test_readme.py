@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.newest_jax
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -72,8 +74,8 @@ def test_a_text_without_markers_is_refused(tmp_path):
         _render_tables().render("no table here", tmp_path)
 
 
-def test_published_figures_are_reached_by_the_stored_results():
-    """The figures that the project promises, in the results that the table is made from."""
+def test_stored_results_are_consistent_with_the_published_accuracy():
+    """Reads the stored results alone: training again is `test_aifb_reaches_the_published_accuracy`."""
     run = json.loads((ROOT / "benchmarks" / "results" / "accuracy_aifb_rgcn.json").read_text(encoding="utf-8"))
     assert len(run["accuracy"]["test"]["runs"]) == 10 and run["accuracy"]["test"]["mean"] >= 0.96
     assert run["settings"]["hidden"] == 16 and run["settings"]["epochs"] == 50 and run["settings"]["lr"] == 0.01

@@ -38,6 +38,8 @@ def test_what_a_profile_says_of_overlap() -> None:
     assert (kernel["alone_microseconds"], kernel["beside_microseconds"]) == (500.0, 800.0)
 
 
+@pytest.mark.newest_jax
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_all_sections() -> None:

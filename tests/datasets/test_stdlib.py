@@ -82,6 +82,7 @@ def test_no_feature_and_no_edge_depends_on_where_a_definition_stands():
     assert (one.labels[labelled] != other.labels[labelled]).all()  # and yet the labels differ
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("split", SPLITS)
 def test_what_encloses_something_is_in_its_split(cache, split):
     data = load("stdlib", split=split, cache=cache)

@@ -333,6 +333,7 @@ def output_of(code, *arguments):
     return ran.stdout
 
 
+@pytest.mark.full
 def test_programs_are_the_same_in_every_process(tmp_path):
     first = output_of(PROGRAM, "alone", tmp_path, 0)
     second = output_of(PROGRAM, "other", tmp_path, 0)

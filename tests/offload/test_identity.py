@@ -52,6 +52,7 @@ def growth(kind, warm, steps):
     return grown / steps
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_eager_steps_run_in_constant_memory(kind):
     few = kind == "closure"

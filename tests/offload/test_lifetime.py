@@ -80,6 +80,8 @@ def test_stores_that_are_dropped(engine, tmp_path):
     assert open_now() == before
 
 
+@pytest.mark.newest_jax
+@pytest.mark.full
 @pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ["tensorstore", "direct"])
 def test_many_stores(engine, count, tmp_path):

@@ -26,6 +26,7 @@ TRANSFORMATIONS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "streams", "piece_bytes"),
     [

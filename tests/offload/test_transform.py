@@ -31,6 +31,7 @@ def store():
         yield store
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize(("kind", "reference"), [("all", "plain"), ("inputs", "checkpoint")])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

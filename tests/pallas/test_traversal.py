@@ -10,7 +10,10 @@ import pytest
 from dejax import pallas as kernels
 from tests.pallas.reference import HUB_NAMES, TRAVERSALS, Traversal, decoded, hub_table, interpreted
 
+pytestmark = pytest.mark.newest_jax
 
+
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", TRAVERSALS)
 def test_traverse(name):
     case = TRAVERSALS[name]
@@ -20,6 +23,7 @@ def test_traverse(name):
     case.check(interpreted(case.run)(a), a, tolerance)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("operand", ["score", "z", "bias", "gain"])
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_traverse_vmap(operand, chunk):
@@ -98,6 +102,7 @@ def test_nothing_to_do(rows, items):
     case.check(interpreted(case.run)(a), a)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5), (4, 16)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_map_items(shape, dtype):
@@ -152,6 +157,7 @@ def test_a_map_uses_rows_as_it_writes_them(shape):
         )  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("warps", [1, 2])
 def test_tiles_side_by_side_in_rows_that_are_stored_longer(parts, warps):

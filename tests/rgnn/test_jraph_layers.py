@@ -62,6 +62,7 @@ def layer_of(name: str) -> Any:
     return functools.partial(module.apply, variables)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["rgcn", "rgat", "hgt"])
 def test_a_layer_gives_a_graphs_tuple(name: str) -> None:
     layer, graphs = layer_of(name), batched()
@@ -77,6 +78,7 @@ def test_a_layer_gives_a_graphs_tuple(name: str) -> None:
         np.testing.assert_allclose(part.nodes["features"], alone.nodes["features"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["rgcn", "rgat", "hgt"])
 def test_padded_inside_jit_as_outside(name: str) -> None:
     layer, graphs = layer_of(name), batched()
@@ -152,6 +154,7 @@ def test_edge_features_in_and_out(added: bool) -> None:
     np.testing.assert_allclose(edges_only.edges["features"], out.edges["features"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_training_with_a_jraph_graph_network() -> None:
     """Relational layer, jraph.GraphNetwork, relational layer and readout in one jitted step on padded batches."""
 

@@ -56,6 +56,7 @@ def inputs(with_x: bool) -> tuple[Any, ...]:
     return (GRAPH, features(GRAPH, 4)) if with_x else (GRAPH,)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PAIRS)
 def test_equal_parameters_give_equal_results(name: str) -> None:
     make_linen, make_nnx, with_x = PAIRS[name]
@@ -75,6 +76,7 @@ def test_equal_parameters_give_equal_results(name: str) -> None:
     assert bool(jnp.any(mine != other(*args)))
 
 
+@pytest.mark.full
 def test_initialisers_are_those_of_nnx() -> None:
     """Each parameter is drawn from the same range in both bindings, for any keys."""
     graph = typed_graph(types=40, edges=200)
@@ -101,6 +103,7 @@ def test_params_from_linen_errors() -> None:
         rnnx.params_from_linen(layer, {"params": {k: v for k, v in variables["params"].items() if k != "root"}})
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("layer", "make"),
     [
@@ -138,6 +141,7 @@ class Model(nn.Module):
         return linen.HGTConv(3, dropout=0.1)(graph, h, deterministic=not train)
 
 
+@pytest.mark.full
 def test_a_jitted_optax_step_learns() -> None:
     labels = jax.random.randint(jax.random.key(9), (N,), 0, 3)
     model = Model()
@@ -174,6 +178,7 @@ def test_state_dict_round_trip() -> None:
     assert serialization.to_state_dict(variables)["params"]["first"].keys() == {"weight", "root", "bias"}
 
 
+@pytest.mark.full
 def test_orbax_round_trip(tmp_path: Path) -> None:
     ocp = pytest.importorskip("orbax.checkpoint")
     model = Model()

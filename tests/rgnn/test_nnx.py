@@ -70,6 +70,7 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SHAPES)
 def test_parameters_and_result(name: str) -> None:
     layer: Any = layers()[name]
@@ -146,6 +147,7 @@ def test_dtypes() -> None:
     same(half(GRAPH, x), full(GRAPH, x), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["rgcn_full", "rgcn_blocks", "rgat", "hgt_skip"])
 def test_bfloat16_in_bfloat16_out(name: str) -> None:
     layer: Any = layers()[name]
@@ -184,6 +186,7 @@ def test_options_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         RGATConv(4, 2, R, rngs=nnx.Rngs(0), backend="xla", options=Options())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("form", RGCN_FORMS)
 @pytest.mark.parametrize("normalization", ["mean", "sum"])
 def test_edge_dropout_equals_a_graph_without_the_dropped_edges(form: str, normalization: Any) -> None:
@@ -283,6 +286,8 @@ def test_dropout_follows_train_and_eval(make: Any) -> None:
     assert jnp.any(layer(GRAPH, x, deterministic=False) != layer(GRAPH, x))
 
 
+@pytest.mark.full
+@pytest.mark.newest_jax
 @pytest.mark.parametrize("traced", [False, True])
 def test_padding_has_no_effect(traced: bool) -> None:
     """Padding rows are zero and give no gradient, also with dropout."""

@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 
 from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.passes import PASSES
+from tests.budget import examples
 from tests.rgnn.lowering.test_h200 import stablehlo
 from tests.rgnn.random_programs import Recipe, recipes
 from tests.rgnn.strategies import CHUNK, EdgeList, edge_lists
+
+pytestmark = pytest.mark.newest_jax
 
 PLAIN = Options(backend="xla", disable=PASSES, precision="f32")
 PASS_SUBSETS = st.one_of(st.just(()), st.lists(st.sampled_from(PASSES), unique=True).map(lambda p: tuple(sorted(p))))
@@ -130,7 +133,7 @@ def random_runs(name: str, programs: int, shard: int | None = None) -> None:
     [("xla", 8), ("xla_scaled", 3), ("xla_float16", 3), ("xla_bfloat16", 3), ("kernels", 2)],
 )
 def test_some(name: str, programs: int) -> None:
-    random_runs(name, programs)
+    random_runs(name, examples(programs))
 
 
 @pytest.mark.slow
@@ -156,7 +159,7 @@ def test_lowering_for_a_gpu(recipe: Recipe, edges: EdgeList, narrow: str) -> Non
     stablehlo(jax.value_and_grad(loss), arrays)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(recipe=recipes(max_steps=6), edges=edge_lists(max_edges=12))
 def test_gradients_of_gradients(recipe: Recipe, edges: EdgeList) -> None:
     """The gradient of a squared gradient, by the compiler and by JAX's autodiff."""

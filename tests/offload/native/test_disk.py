@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason
 ENGINES = ["tensorstore", "direct", "buffered"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("chunk_bytes", [64 * KIB, 8 * MIB])
 def test_the_cap_is_of_what_the_files_hold(engine, chunk_bytes, tmp_path):
@@ -42,6 +43,7 @@ def test_the_cap_is_of_what_the_files_hold(engine, chunk_bytes, tmp_path):
     assert max(told for _, told in held) >= 8 * MIB
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("cap", [1, 4095, 4096, 100 * KIB, MIB])
 def test_a_cap_that_is_too_small(engine, cap, tmp_path):
@@ -75,6 +77,7 @@ def test_no_disk_and_no_host_memory(engine, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_sizes_of_all_kinds(engine, tmp_path):
     sizes = [0, 1, 4095, 4096, 4097, 0, 65535, 65537, 300 * KIB + 1, 8 * KIB]
@@ -105,6 +108,7 @@ def test_a_tight_budget_of_several_sizes():
                 tensors.run()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", ["tensorstore", "direct"])
 def test_random_sizes_and_caps(engine, tmp_path):
     """Right, or an exception that names a cap; and never more than the caps."""
@@ -149,6 +153,7 @@ with ActivationStore(path, host_bytes=4 * MIB, engine=engine, chunk_bytes=MIB, i
 """
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_full_file_system(engine, tmp_path):
     ran = python(FULL, engine, str(tmp_path), "4096")

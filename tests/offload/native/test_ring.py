@@ -25,6 +25,7 @@ def driver(tmp_path_factory):
     return folder
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", [1])
 @pytest.mark.parametrize("disk", [False, True])
 def test_random_programs(driver, seed, disk, tmp_path):

@@ -109,6 +109,7 @@ def test_a_traced_scalar() -> None:
 # --- programs in programs --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_programs_call_programs(backend: str) -> None:
     @rgnn.program

@@ -60,6 +60,7 @@ def test_the_error_names_the_remedy(asked: str, backend: str) -> None:
     assert isinstance(raised.value, rgnn.ProgramError) and isinstance(raised.value, TypeError)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("asked", ASKED)
 def test_the_remedy(asked: str) -> None:
     """The remedy gives the derivatives of reverse mode."""
@@ -81,6 +82,7 @@ def test_inputs_outside_of_the_program_are_differentiated() -> None:
     np.testing.assert_allclose(value, 2 * tangent, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_reverse_mode_still_composes() -> None:
     f = lambda x: loss(x, W, OPTIONS["xla"])  # noqa: E731
     grad = jax.grad(f)(X)

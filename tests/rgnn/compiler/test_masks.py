@@ -77,6 +77,7 @@ def cases() -> list:
     return [pytest.param(*c, id="-".join(map(str, c)), marks=marks(c)) for c in every]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("backend", "within", "shape"), cases())
 def test_masked_scores(backend: str, within: str, shape: tuple[int, ...]) -> None:
     """The softmax of -inf is 0. Where all scores are -inf, softmax, gradient and maximum are 0."""

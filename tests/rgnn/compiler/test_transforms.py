@@ -110,6 +110,7 @@ def test_vmap_and_jacobians() -> None:
     close(jnp.tensordot(weights, jacobian, 2), jax.grad(lambda x: jnp.sum(layer("xla")(x, params) * weights))(x))
 
 
+@pytest.mark.sample(3)
 @BOTH
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=["features", "weights", "both"])
 def test_vmap(backend: str, axes: tuple[int | None, int | None]) -> None:
@@ -127,6 +128,7 @@ def test_vmap(backend: str, axes: tuple[int | None, int | None]) -> None:
     )
 
 
+@pytest.mark.sample(2)
 @BOTH
 def test_scan_over_layers(backend: str) -> None:
     x, _ = arrays(backend)
@@ -148,6 +150,7 @@ def test_scan_over_layers(backend: str) -> None:
     close(*grads)
 
 
+@pytest.mark.sample(2)
 @BOTH
 def test_checkpoint(backend: str) -> None:
     x, params = arrays(backend)
@@ -156,6 +159,7 @@ def test_checkpoint(backend: str) -> None:
     close(again, plain)
 
 
+@pytest.mark.full
 def test_any_order_of_gradients_and_transformations() -> None:
     """JAX keeps one trace of a jitted program: gradients of other arguments must not disturb what follows."""
     x, params = arrays(seed=1)
@@ -187,6 +191,7 @@ def test_checkpoint_saves_only_arguments() -> None:
     assert kept(jax.checkpoint(loss("xla"))) < kept(loss("xla"))
 
 
+@pytest.mark.sample(4)
 @BOTH
 @pytest.mark.parametrize("sharded", ["features", "weights"])
 def test_shard_map(backend: str, sharded: str) -> None:
@@ -261,6 +266,7 @@ def test_one_compilation_for_equal_graphs() -> None:
     assert count == 2
 
 
+@pytest.mark.sample(2)
 @BOTH
 def test_gradients_of_some_arguments(backend: str) -> None:
     """The backward pass computes only the requested gradients."""
@@ -307,6 +313,7 @@ def test_integer_arguments_and_results() -> None:
     close(grads, floats)
 
 
+@pytest.mark.sample(2)
 @BOTH
 def test_second_derivatives(backend: str) -> None:
     """The gradient of a gradient's squared norm, as in a gradient penalty, against XLA's own autodiff."""

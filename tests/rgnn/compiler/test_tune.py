@@ -9,6 +9,8 @@ import pytest
 
 from dejax.rgnn import Options, RelGraph, library
 
+pytestmark = pytest.mark.newest_jax
+
 OPTIONS = Options(backend="pallas", precision="f32", interpret=True)
 
 
@@ -22,6 +24,7 @@ def case(tmp_path, monkeypatch):
     return graph, jnp.ones((9, 3)), {"weight": jnp.ones((2, 3, 4))}
 
 
+@pytest.mark.full
 def test_every_kernel_is_tuned_and_stored(case, tmp_path):
     graph, x, params = case
     lines = []

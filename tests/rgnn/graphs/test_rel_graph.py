@@ -17,9 +17,12 @@ from dejax.rgnn.graphs import sorting, tables
 from dejax.rgnn.graphs.rel_graph import LOOPS, RelGraph
 from dejax.rgnn.graphs.tables import HUB_CHUNK, tile_table
 from dejax.rgnn.interop import to_relations
+from tests.budget import examples
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
 
-SETTINGS = hypothesis.settings(deadline=None, max_examples=60)
+pytestmark = pytest.mark.newest_jax
+
+SETTINGS = hypothesis.settings(deadline=None, max_examples=examples(60))
 
 
 @SETTINGS

@@ -10,6 +10,8 @@ import pytest
 from dejax import rgnn
 from dejax.rgnn import library
 
+pytestmark = pytest.mark.newest_jax
+
 TRIANGLE = rgnn.RelGraph.from_edges([0, 1, 2], [1, 2, 0], [0, 0, 0], num_nodes=3)
 BACKENDS = {"xla": rgnn.Options(backend="xla"), "pallas": rgnn.Options(backend="pallas", interpret=True)}
 
@@ -26,6 +28,7 @@ def few_destinations(edges=120, nodes=30):
     return rgnn.RelGraph.from_edges(*ends, num_nodes=nodes), rng
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.int8, jnp.bool_])
 def test_integer_and_boolean_features(dtype, options):
     """Means of integers are fractions, also where the mean is computed before the product."""
@@ -55,6 +58,7 @@ def test_rgcn_of_counts():
     np.testing.assert_allclose(run(x), run(x.astype(jnp.float32)), atol=1e-5)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("value, dtype", [(1, jnp.int8), (True, jnp.bool_), (1000, jnp.float16), (1000, jnp.bfloat16)])
 def test_a_sum_has_the_dtype_of_the_product(value, dtype, options):
     """300 messages times a float32 scalar of their destination, by which the compiler multiplies after the sum."""
@@ -65,6 +69,7 @@ def test_a_sum_has_the_dtype_of_the_product(value, dtype, options):
     np.testing.assert_allclose(found, [300 * float(jnp.asarray(value, dtype)), 0, 0])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("degree, value", [(1000, 100), (70_000, 1)])
 def test_means_of_many_rows_in_16_bits(degree, value, dtype, options):
@@ -91,6 +96,7 @@ def hub(degree=70_010):
     return rgnn.RelGraph.from_edges(np.arange(degree) % 7, np.ones(degree, int), relation, num_nodes=8)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("name", MANY_EDGES)
 def test_layers_in_16_bits_at_a_node_of_many_edges(name, dtype, options):
@@ -102,6 +108,7 @@ def test_layers_in_16_bits_at_a_node_of_many_edges(name, dtype, options):
     np.testing.assert_allclose(np.asarray(found, np.float32)[1], expected, rtol=2e-2)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_many_equal_maxima_share_a_gradient_in_16_bits(dtype, options):
     largest, graph = rgnn.program(lambda g, e: g.max_to_dst(g.edge(e))), hub()
@@ -217,6 +224,7 @@ def test_a_maximum_where_all_are_minus_infinity(options):
     np.testing.assert_array_equal(found, [-2, 0, 0])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("gradient", [False, True])
 def test_empty_weights(options, gradient):
     def layer(g, x, w):

@@ -80,6 +80,7 @@ def options(precision: str | None) -> Options:
     return Options(backend="pallas", precision=precision, interpret=False)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("model", "width", "heads", "dtype", "precision"),
     [
@@ -105,6 +106,7 @@ def test_models(model: str, width: int, heads: int, dtype: str, precision: str |
     assert len(kernel_names(text)) >= (6 if model == "rgcn" else 10)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("graph", ["typical", "typed"])
 @pytest.mark.parametrize("name", ["rgcn_mean", "rgat", "hgt_skip"])
 def test_no_scatter_add(name: str, graph: str) -> None:
@@ -112,6 +114,7 @@ def test_no_scatter_add(name: str, graph: str) -> None:
     assert "stablehlo.scatter" not in lower(name, Size(16, 8, 2), "float32", options("tf32"), graph)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [n for n in OPERATORS if n != "feature_axes"])
 def test_operators(name: str, left_to_xla: list[str]) -> None:
     text = lower(name, Size(17, 3, 2), "float32", options("tf32"))
@@ -135,6 +138,7 @@ def gradient(file: str, line: int) -> str:
     return stablehlo(scope["step"], x, {key: jnp.asarray(a) for key, a in arrays.items()})
 
 
+@pytest.mark.full
 def test_kernels_do_not_depend_on_the_line_of_a_call() -> None:
     """Otherwise an edit above a call would change the program's key in the compilation cache."""
     text = gradient("of_the_caller.py", 1)

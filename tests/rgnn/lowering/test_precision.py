@@ -10,6 +10,8 @@ from dejax.rgnn import Options
 from tests.rgnn.lowering import scaled
 from tests.rgnn.lowering.scaled import CASES, Yardsticks, arrays, column_errors, runner
 
+pytestmark = pytest.mark.newest_jax
+
 # Relative to float64, each column of results and gradients, products that do not cancel. docs/precision.md has these.
 PROMISED = {"f32": 1e-6, "tf32": 2e-3, "bf16": 2e-2}
 # Errors of float32 itself; ratios of smaller errors have no meaning.
@@ -54,6 +56,7 @@ def assert_near_hardware(name: str, precision: str, where: str, factor: float) -
         assert worst <= 1, f"{what}: {3 * worst:.1f} times the error of true {precision} products"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("precision", PROMISED)
 @pytest.mark.parametrize("name", ["typed_sum", "rgcn", "spread"])
 def test_bounds_of_the_precision_page(name: str, precision: str) -> None:
@@ -62,6 +65,7 @@ def test_bounds_of_the_precision_page(name: str, precision: str) -> None:
             assert found.max() <= PROMISED[precision], f"{what}: {found.max():.1e}"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("factor", SCALES)
 @pytest.mark.parametrize(
     "where", ["row", "column", "feature", "feature alone", "weights of a feature", "type", "all", "cotangent"]
@@ -71,6 +75,7 @@ def test_scales_cost_no_accuracy(name: str, where: str, factor: float) -> None:
     assert_near_hardware(name, "tf32", where, factor)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("factor", SCALES)
 @pytest.mark.parametrize("where", ["row", "column", "type", "all", "cotangent"])
 def test_scales_cost_no_accuracy_in_float32(where: str, factor: float) -> None:
@@ -83,6 +88,7 @@ def test_scales_of_heads(where: str) -> None:
         assert_near_hardware("heads", "tf32", where, factor)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("where", "factors"),
     [("row", (1e-12, 1e-6)), ("column", (1e-12, 1e-6)), ("feature", (1e-12, 1e-6, 1e6)), ("cotangent", SCALES)],

@@ -40,6 +40,8 @@ from tests.rgnn.cases import Size
 from tests.rgnn.contract import make_arrays
 from tests.rgnn.references import GRAPHS, graph_of
 
+pytestmark = pytest.mark.newest_jax
+
 # Ten edges for each source pair, and for each destination pair: every pass pays.
 COUNTS = Counts(
     nodes=50, edges=1000, source_pairs=100, destination_pairs=100, edge_types=4, node_types=2, typed_sources=True
@@ -872,6 +874,7 @@ def test_outer_products_are_weight_gradients() -> None:
     assert [type(i) for i in kernels.instances] == [Gemm, Outer]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("counts", [COUNTS, SPARSE], ids=["dense", "sparse"])
 @pytest.mark.parametrize("case", ["rgcn_mean", "rgat", "hgt_skip"])
 def test_models_become_kernels_whichever_passes_choose(case: str, counts: Counts) -> None:
