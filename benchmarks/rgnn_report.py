@@ -190,12 +190,12 @@ def _table(rows: list[list[str]], left: int = 2) -> str:
     )
 
 
-def _figure(value: float | None, digits: int = 3) -> str:
-    """A number with so many digits that count, never as a power of ten."""
+def rounded(value: float | None, digits: int = 3) -> str:
+    """The value to `digits` significant digits, never in exponent notation; `-` where there is none."""
     if value is None or math.isnan(value):
         return "-"
-    short = f"{value:.{digits}g}"
-    return f"{float(short):.0f}" if "e+" in short else short
+    text = f"{value:.{digits}g}"
+    return f"{float(text):.0f}" if "e+" in text else text
 
 
 def ours_table(results: Results, settings: dict[str, Any]) -> str:
@@ -208,18 +208,18 @@ def ours_table(results: Results, settings: dict[str, Any]) -> str:
         bound = results["graphs"][graph]["row_bound_ms"].get(settings_name(settings))
         if r is None:
             status = select(results, settings, graph=graph, model=model, implementation="dejax")
-            rows.append([graph, model, _figure(bound), status[0]["status"] if status else "-", *["-"] * 14])
+            rows.append([graph, model, rounded(bound), status[0]["status"] if status else "-", *["-"] * 14])
             continue
         f, t = r["forward"], r["training"]
         spans = [milliseconds(r, phase, "device") for phase in PHASES]
         needed = t["peak_bytes"] / t["needed_bytes"] if "needed_bytes" in t else None
         cached = f["first_call_cached_s"] + t["first_call_cached_s"] if "first_call_cached_s" in f else None
         rows.append(
-            [graph, model, _figure(bound),
-             _figure(f["ms"]), _device(f), _kernels(f), _launches(f), f"{spans[0] / bound:.2f}",
-             _figure(t["ms"]), _device(t), _kernels(t), _launches(t), f"{spans[1] / spans[0]:.2f}",
-             f"{t['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in t else "-", _figure(needed),
-             _figure(f["first_call_s"] + t["first_call_s"]), _figure(cached), _figure(r.get("graph_s"))]
+            [graph, model, rounded(bound),
+             rounded(f["ms"]), _device(f), _kernels(f), _launches(f), f"{spans[0] / bound:.2f}",
+             rounded(t["ms"]), _device(t), _kernels(t), _launches(t), f"{spans[1] / spans[0]:.2f}",
+             f"{t['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in t else "-", rounded(needed),
+             rounded(f["first_call_s"] + t["first_call_s"]), rounded(cached), rounded(r.get("graph_s"))]
         )  # fmt: skip
     return _table(rows)
 
@@ -243,7 +243,7 @@ def _pair(result: Result) -> str:
     if result["status"] != "ok":
         return {"does not apply": "-"}.get(result["status"], result["status"])
     cut = "*" if any(result[phase].get("cut") for phase in PHASES) else ""
-    return " / ".join(_figure(result[phase]["ms"]) for phase in PHASES) + cut
+    return " / ".join(rounded(result[phase]["ms"]) for phase in PHASES) + cut
 
 
 def ratio(results: Results, settings: dict[str, Any], cell: tuple[str, str], phase: str, against: str) -> float | None:
@@ -268,6 +268,13 @@ def ratio(results: Results, settings: dict[str, Any], cell: tuple[str, str], pha
     return found[1] / milliseconds(r, phase, clock) if found else None
 
 
+def known_ratios(
+    results: Results, settings: dict[str, Any], cells: Sequence[tuple[str, str]], against: str
+) -> list[list[float]]:
+    """The ratios of these cells, forward and training, without the cells that have none."""
+    return [[v for c in cells if (v := ratio(results, settings, c, phase, against))] for phase in PHASES]
+
+
 def ratios_table(results: Results, settings: dict[str, Any]) -> str:
     rows = [
         ["graph", "model", "best forward", "x", "by device", "best training", "x", "by device", "Hector x", "training"]
@@ -277,12 +284,12 @@ def ratios_table(results: Results, settings: dict[str, Any]) -> str:
     for cell in cells(results, settings):
         values = [ratio(results, settings, cell, *column) for column in columns]
         best = [best_peer(results, settings, *cell, phase) for phase in PHASES]
-        labels = [f"{b[0]} {_figure(b[1])}" if b else "-" for b in best]
-        figures = [_figure(v) for v in values]
+        labels = [f"{b[0]} {rounded(b[1])}" if b else "-" for b in best]
+        figures = [rounded(v) for v in values]
         rows.append([*cell, labels[0], *figures[:2], labels[1], *figures[2:4], *figures[4:]])
         found.setdefault(cell[1], []).append(values)
     for model, table in found.items():
-        means = [_figure(geometric_mean(v for v in column if v)) for column in zip(*table, strict=True)]
+        means = [rounded(geometric_mean(v for v in column if v)) for column in zip(*table, strict=True)]
         rows.append(["geometric mean", model, "", *means[:2], "", *means[2:4], *means[4:]])
     return _table(rows)
 
@@ -308,7 +315,7 @@ def sweep_table(results: Results, base: dict[str, Any]) -> str:
     for r, relative in sweep(results, base):
         s = r["settings"]
         sizes = [str(s[key]) for key in ("width", "heads", "dtype", "precision")]
-        rows.append([r["graph"], r["model"], *sizes, *map(_figure, relative)])
+        rows.append([r["graph"], r["model"], *sizes, *map(rounded, relative)])
     return "Time for each byte of the row bound, relative to the first table.\n" + _table(rows) if len(rows) > 1 else ""
 
 
@@ -342,7 +349,7 @@ def goals(results: Results, settings: dict[str, Any]) -> list[str]:
             return
         reached = value >= limit if at_least else value <= limit
         sign = ">=" if at_least else "<="
-        lines.append(f"  {'reached' if reached else 'MISSED ':<8} {what}: {_figure(value)} {unit} ({sign} {limit:g})")
+        lines.append(f"  {'reached' if reached else 'MISSED ':<8} {what}: {rounded(value)} {unit} ({sign} {limit:g})")
 
     present = cells(results, settings)
     done = [c for c in present if ours(results, settings, *c)]
@@ -397,20 +404,20 @@ def markdown(results: Results, settings: dict[str, Any] = BASE) -> str:
     ]
 
     def pair(cell: tuple[str, str], against: str) -> str:
-        return " / ".join(_figure(ratio(results, settings, cell, phase, against), 2) for phase in PHASES)
+        return " / ".join(rounded(ratio(results, settings, cell, phase, against), 2) for phase in PHASES)
 
     def best(cell: tuple[str, str], phase: str) -> str:
         found = best_peer(results, settings, *cell, phase)
         if found:
-            return f"{_figure(found[1])} ({found[0]})"
+            return f"{rounded(found[1])} ({found[0]})"
         full = [r["implementation"] for r in select(results, settings, graph=cell[0], model=cell[1], status="OOM")]
         return f"OOM ({', '.join(full)})" if full else "-"
 
     for cell in cells(results, settings):
         r = ours(results, settings, *cell)
-        bound = _figure(results["graphs"][cell[0]]["row_bound_ms"][settings_name(settings)])
+        bound = rounded(results["graphs"][cell[0]]["row_bound_ms"][settings_name(settings)])
         star = lambda phase, r=r: "" if r[phase].get("device") else "*"  # noqa: E731
-        times = [_figure(milliseconds(r, phase, "device")) + star(phase) if r else "-" for phase in PHASES]
+        times = [rounded(milliseconds(r, phase, "device")) + star(phase) if r else "-" for phase in PHASES]
         values = [cell[0], MODELS[cell[1]], bound, *times, *(best(cell, phase) for phase in PHASES)]
         lines.append(f"| {' | '.join([*values, pair(cell, 'device'), pair(cell, 'hector')])} |")
     for model, title in MODELS.items():
@@ -420,11 +427,11 @@ def markdown(results: Results, settings: dict[str, Any] = BASE) -> str:
 
         def mean(against: str, of_model: Any = of_model, settings: Any = settings) -> str:
             """Forward / training, and of how many graphs where not of all; nothing where of none."""
-            both = [[v for c in of_model if (v := ratio(results, settings, c, p, against))] for p in PHASES]
+            both = known_ratios(results, settings, of_model, against)
             if not (known := min(map(len, both))):
                 return ""
             of = f" (of {known})" if known < len(of_model) else ""
-            return " / ".join(_figure(geometric_mean(values), 2) for values in both) + of
+            return " / ".join(rounded(geometric_mean(values), 2) for values in both) + of
 
         lines.append(f"| geometric mean | {title} | | | | | | {mean('device')} | {mean('hector')} |")
         if plain := mean("plain"):

@@ -2,7 +2,7 @@
 
 The model knows counts and not the graph: how often a gathered row is found in a cache is as on graphs with skewed
 degrees, and loops whose items are edges, or many pairs of each node, are taken to have hubs. Its constants were fitted
-to kernels of eight graphs and three models on an H200; docs/performance.md says how well.
+to kernels of eight graphs and three models on an H200; docs/performance/plans.md says how well.
 """
 
 from __future__ import annotations
