@@ -90,13 +90,13 @@ types: venv-test
 # on the oldest not what does not depend on jax, and the interpreted kernels by themselves and the passes' variants not
 # either: models run them there, too.
 NOT_ON_BOTH := --ignore=tests/datasets --ignore=tests/benchmarks --ignore=tests/test_readme.py --ignore=tests/native \
-	--ignore=tests/rgnn/test_passes.py --ignore=tests/rgnn/test_pyg_agreement.py --ignore=tests/rgnn/test_random_programs.py \
+	--ignore=tests/rgnn/passes/test_passes.py --ignore=tests/rgnn/layers/test_pyg_agreement.py --ignore=tests/rgnn/test_random_programs.py \
 	--ignore=tests/pallas/test_traversal.py --ignore=tests/pallas/test_gemm.py \
 	--ignore=tests/pallas/test_table_slice.py --ignore=tests/pallas/test_sums.py --ignore=tests/pallas/test_schedule.py \
-	--ignore=tests/rgnn/test_graph.py --ignore=tests/rgnn/test_tune.py --ignore=tests/rgnn/test_cost.py \
+	--ignore=tests/rgnn/graphs/test_rel_graph.py --ignore=tests/rgnn/compiler/test_tune.py --ignore=tests/rgnn/compiler/test_cost.py \
 	--ignore=tests/examples/test_entity_classification.py --ignore=tests/examples/test_sampled_relations.py \
-	--ignore=tests/rgnn/test_explain.py --ignore=tests/rgnn/test_graph_traced.py --ignore=tests/rgnn/test_dtypes.py \
-	--ignore=tests/rgnn/test_precision.py --ignore=tests/rgnn/test_digits.py --ignore=tests/pallas/test_column_powers.py \
+	--ignore=tests/rgnn/compiler/test_explain.py --ignore=tests/rgnn/graphs/test_build_traced.py --ignore=tests/rgnn/lowering/test_dtypes.py \
+	--ignore=tests/rgnn/lowering/test_precision.py --ignore=tests/rgnn/passes/test_digits.py --ignore=tests/pallas/test_column_powers.py \
 	-k "not (test_contract and (xla or typed_sources or narrow_matrices or one_array or one_loop or by_a_kernel or made_again or without_edges or numbers or in_the_loop or beside_those or large_scores or bfloat16 or small_graphs)) and not padding_has_no_effect"
 NEXT_IS_OLDEST := $(strip $(PINS_NEXT))
 HERE_TOO := $(if $(strip $(PYTHON_NEXT)),$(if $(NEXT_IS_OLDEST),,$(NOT_ON_BOTH)))

@@ -25,8 +25,9 @@ from peers.case import Settings, make_graph, parameters
 from peers.jax_layers import rel_graph
 
 from dejax import rgnn
-from dejax.rgnn import execute, library
-from dejax.rgnn.cost import training_models
+from dejax.rgnn import library
+from dejax.rgnn.compiler import execute
+from dejax.rgnn.compiler.cost import training_models
 from dejax.rgnn.ir.intra import Fallback, print_kernels
 
 GRAPHS = ("aifb", "mutag", "bgs", "fb15k", "biokg", "am", "mag", "wikikg2")

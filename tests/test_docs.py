@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dejax import _native, rgnn
-from dejax.rgnn.frontend import GraphSymbol, Symbol
+from dejax.rgnn.compiler.frontend import GraphSymbol, Symbol
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -167,7 +167,7 @@ class EntityDataset:
         Returns:
             A RelGraph over the same node ids; `labels` and the splits index its nodes.
         """
-        from dejax.rgnn.graph import RelGraph
+        from dejax.rgnn.graphs.rel_graph import RelGraph
 
         return RelGraph.from_edges(
             self.senders,

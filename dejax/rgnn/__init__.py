@@ -10,12 +10,12 @@ import importlib
 from typing import Any
 
 from dejax.rgnn import library
-from dejax.rgnn._failures import KernelFallbackWarning
-from dejax.rgnn.frontend import ProgramError
-from dejax.rgnn.functional import (
+from dejax.rgnn.compiler.failures import KernelFallbackWarning
+from dejax.rgnn.compiler.frontend import ProgramError
+from dejax.rgnn.compiler.functional import (
     abs_ as abs,
 )
-from dejax.rgnn.functional import (
+from dejax.rgnn.compiler.functional import (
     arctan2,
     clip,
     concatenate,
@@ -55,9 +55,9 @@ from dejax.rgnn.functional import (
     where,
     where_positive,
 )
-from dejax.rgnn.graph import RelGraph
-from dejax.rgnn.options import Options
-from dejax.rgnn.program import Program, program
+from dejax.rgnn.compiler.options import Options
+from dejax.rgnn.compiler.program import Program, program
+from dejax.rgnn.graphs.rel_graph import RelGraph
 
 _LAZY = ("interop", "jraph_layers", "linen", "nnx")  # these import flax or jraph
 

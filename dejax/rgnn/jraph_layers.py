@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from dejax.rgnn.graph import RelGraph
+from dejax.rgnn.graphs.rel_graph import RelGraph
 
 if TYPE_CHECKING:
     from jraph import GraphsTuple
@@ -60,7 +60,7 @@ def apply_to_graphs_tuple(
     """
     if updates not in ("nodes", "edges", "both"):
         raise ValueError(f"updates is 'nodes', 'edges' or 'both', got {updates!r}")
-    from dejax.rgnn.interop import from_graphs_tuple, to_graphs_tuple
+    from dejax.rgnn.graphs.interop import from_graphs_tuple, to_graphs_tuple
 
     if graph is None:
         graph = from_graphs_tuple(graphs_tuple, **graph_options)

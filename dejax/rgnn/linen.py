@@ -22,11 +22,11 @@ from flax import linen as nn
 from jax import Array
 from jax.typing import DTypeLike
 
-from dejax.rgnn import _modules, _params
-from dejax.rgnn._modules import LayerSpec, Normalization
-from dejax.rgnn._params import Initializer
-from dejax.rgnn.graph import RelGraph
-from dejax.rgnn.options import Options
+from dejax.rgnn.compiler.options import Options
+from dejax.rgnn.graphs.rel_graph import RelGraph
+from dejax.rgnn.layers import parameters, specs
+from dejax.rgnn.layers.parameters import Initializer
+from dejax.rgnn.layers.specs import LayerSpec, Normalization
 
 __all__ = ["HGTConv", "ProgramModule", "RGATConv", "RGCNConv"]
 
@@ -47,7 +47,7 @@ class _Layer(nn.Module):
     ) -> Array:
         params = {
             name: self.param(name, parameter.init, parameter.shape, param_dtype)
-            for name, parameter in _params.with_initializers(spec.params(), initializers).items()
+            for name, parameter in parameters.with_initializers(spec.params(), initializers).items()
         }
         key = None
         if spec.stochastic and not self.is_initializing():
@@ -94,7 +94,7 @@ class RGCNConv(_Layer):
         Raises:
           ValueError: sizes that do not fit each other, or x of another shape.
         """
-        spec = _modules.RGCNSpec(
+        spec = specs.RGCNSpec(
             in_features=None if x is None else x.shape[-1],
             out_features=self.features,
             num_edge_types=graph.num_edge_types,
@@ -108,7 +108,7 @@ class RGCNConv(_Layer):
             edge_dropout=self.edge_dropout,
             self_loop_dropout=self.self_loop_dropout,
             dtype=self.dtype,
-            options=_params.resolve_options(self.backend, self.precision, self.options),
+            options=parameters.resolve_options(self.backend, self.precision, self.options),
         )
         return self.run(spec, self.initializers, self.param_dtype, graph, x, deterministic)
 
@@ -148,7 +148,7 @@ class RGATConv(_Layer):
         Raises:
           ValueError: sizes that do not fit each other, or x of another shape.
         """
-        spec = _modules.RGATSpec(
+        spec = specs.RGATSpec(
             in_features=x.shape[-1],
             out_features=self.features,
             num_edge_types=graph.num_edge_types,
@@ -159,7 +159,7 @@ class RGATConv(_Layer):
             use_bias=self.use_bias,
             attention_dropout=self.attention_dropout,
             dtype=self.dtype,
-            options=_params.resolve_options(self.backend, self.precision, self.options),
+            options=parameters.resolve_options(self.backend, self.precision, self.options),
         )
         return self.run(spec, self.initializers, self.param_dtype, graph, x, deterministic)
 
@@ -197,7 +197,7 @@ class HGTConv(_Layer):
         Raises:
           ValueError: sizes that do not fit each other, or x of another shape.
         """
-        spec = _modules.HGTSpec(
+        spec = specs.HGTSpec(
             in_features=x.shape[-1],
             out_features=self.features,
             num_node_types=graph.num_node_types,
@@ -208,7 +208,7 @@ class HGTConv(_Layer):
             use_skip=self.use_skip,
             dropout=self.dropout,
             dtype=self.dtype,
-            options=_params.resolve_options(self.backend, self.precision, self.options),
+            options=parameters.resolve_options(self.backend, self.precision, self.options),
         )
         return self.run(spec, self.initializers, self.param_dtype, graph, x, deterministic)
 
@@ -234,6 +234,6 @@ class ProgramModule(nn.Module):
     def __call__(self, graph: RelGraph, *inputs: Any) -> Any:
         """What the program gives for `inputs`, its arguments that are no parameters, in order."""
         choices = (self.backend, self.precision, self.options)
-        spec = _params.ProgramSpec.make(self.program, self.params, self.dtype, *choices)
+        spec = parameters.ProgramSpec.make(self.program, self.params, self.dtype, *choices)
         params = {n: self.param(n, p.init, p.shape, self.param_dtype) for n, p in spec.params.items()}
         return spec(graph, inputs, params)

@@ -21,11 +21,11 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from dejax.rgnn import _modules, _params
-from dejax.rgnn._modules import LayerSpec, Normalization
-from dejax.rgnn._params import Initializer, params_from_linen, params_to_linen
-from dejax.rgnn.graph import RelGraph
-from dejax.rgnn.options import Options
+from dejax.rgnn.compiler.options import Options
+from dejax.rgnn.graphs.rel_graph import RelGraph
+from dejax.rgnn.layers import parameters, specs
+from dejax.rgnn.layers.parameters import Initializer, params_from_linen, params_to_linen
+from dejax.rgnn.layers.specs import LayerSpec, Normalization
 
 __all__ = ["HGTConv", "ProgramModule", "RGATConv", "RGCNConv", "params_from_linen", "params_to_linen"]
 
@@ -41,7 +41,7 @@ class _Layer(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.spec = spec
-        for name, parameter in _params.with_initializers(spec.params(), initializers).items():
+        for name, parameter in parameters.with_initializers(spec.params(), initializers).items():
             setattr(self, name, nnx.Param(parameter.init(rngs.params(), parameter.shape, param_dtype)))
         self.deterministic = False
         self.rngs = rngs["dropout"].fork() if spec.stochastic else nnx.data(None)
@@ -127,7 +127,7 @@ class RGCNConv(_Layer):
         initializers: Mapping[str, Initializer] | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        spec = _modules.RGCNSpec(
+        spec = specs.RGCNSpec(
             in_features=in_features,
             out_features=out_features,
             num_edge_types=num_edge_types,
@@ -141,7 +141,7 @@ class RGCNConv(_Layer):
             edge_dropout=edge_dropout,
             self_loop_dropout=self_loop_dropout,
             dtype=dtype,
-            options=_params.resolve_options(backend, precision, options),
+            options=parameters.resolve_options(backend, precision, options),
         )
         super().__init__(spec, initializers, param_dtype, rngs)
 
@@ -200,7 +200,7 @@ class RGATConv(_Layer):
         initializers: Mapping[str, Initializer] | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        spec = _modules.RGATSpec(
+        spec = specs.RGATSpec(
             in_features=in_features,
             out_features=out_features,
             num_edge_types=num_edge_types,
@@ -211,7 +211,7 @@ class RGATConv(_Layer):
             use_bias=use_bias,
             attention_dropout=attention_dropout,
             dtype=dtype,
-            options=_params.resolve_options(backend, precision, options),
+            options=parameters.resolve_options(backend, precision, options),
         )
         super().__init__(spec, initializers, param_dtype, rngs)
 
@@ -255,7 +255,7 @@ class HGTConv(_Layer):
         initializers: Mapping[str, Initializer] | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        spec = _modules.HGTSpec(
+        spec = specs.HGTSpec(
             in_features=in_features,
             out_features=out_features,
             num_node_types=num_node_types,
@@ -266,7 +266,7 @@ class HGTConv(_Layer):
             use_skip=use_skip,
             dropout=dropout,
             dtype=dtype,
-            options=_params.resolve_options(backend, precision, options),
+            options=parameters.resolve_options(backend, precision, options),
         )
         super().__init__(spec, initializers, param_dtype, rngs)
 
@@ -295,7 +295,7 @@ class ProgramModule(nnx.Module):
         options: Options | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        spec = _params.ProgramSpec.make(program, params, dtype, backend, precision, options)
+        spec = parameters.ProgramSpec.make(program, params, dtype, backend, precision, options)
         self.spec = spec.drawn()
         for name, parameter in spec.params.items():
             if hasattr(self, name):

@@ -137,7 +137,7 @@ def test_random_programs(recipe: Recipe, edges: EdgeList, disable: tuple[str, ..
 
 @pytest.mark.parametrize("transform", ["vmap", "scan", "checkpoint"])
 def test_transformations(transform: str) -> None:
-    from tests.rgnn import test_transforms
+    from tests.rgnn.compiler import test_transforms
 
     arrays: Any = {"vmap": ((0, 0),), "scan": (), "checkpoint": ()}[transform]
     options = test_transforms.BACKENDS | {"pallas": F32}

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from dejax import rgnn
-from dejax.rgnn import Options, RelGraph, _segments, execute
-from dejax.rgnn.execute import counts_of
+from dejax.rgnn import Options, RelGraph
+from dejax.rgnn.compiler import execute
+from dejax.rgnn.compiler.execute import counts_of
+from dejax.rgnn.graphs import segments
 from dejax.rgnn.ir.inter import Program
 from dejax.rgnn.ir.intra import Outer, Traversal
 from dejax.rgnn.lowering.pallas import Columns, PallasLowering
@@ -315,7 +317,7 @@ def test_scores_made_again(backend: str) -> None:
 
 def test_hubs_merged_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not by the last of their chunks."""
-    monkeypatch.setattr(_segments, "_COUNTED_ITEMS", 0)
+    monkeypatch.setattr(segments, "_COUNTED_ITEMS", 0)
     check("rgat", "hubs", Size(8, 4, 2), PALLAS, tolerance=F32, loop_tables=True)
 
 
@@ -340,7 +342,7 @@ def as_on_a_large_graph(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> N
         counts = dataclasses.replace(counts, **{name: 10**5 * getattr(counts, name) for name in grown})
         return execute.Task(program, counts, *rest)
 
-    monkeypatch.setattr(importlib.import_module("dejax.rgnn.program"), "Task", task)
+    monkeypatch.setattr(importlib.import_module("dejax.rgnn.compiler.program"), "Task", task)
 
 
 @pytest.fixture

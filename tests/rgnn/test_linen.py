@@ -15,7 +15,7 @@ from flax import nnx, serialization
 
 from dejax.rgnn import RelGraph, linen
 from dejax.rgnn import nnx as rnnx
-from tests.rgnn.layers import features, gated, typed_graph
+from tests.rgnn.flax_layers import features, gated, typed_graph
 
 GRAPH = typed_graph()
 R, T, N = GRAPH.num_edge_types, GRAPH.num_node_types, GRAPH.num_nodes

@@ -13,9 +13,10 @@ import optax
 import pytest
 from flax import nnx
 
-from dejax.rgnn import Options, RelGraph, _dropout, library
+from dejax.rgnn import Options, RelGraph
+from dejax.rgnn.layers import dropout, library
 from dejax.rgnn.nnx import HGTConv, ProgramModule, RGATConv, RGCNConv
-from tests.rgnn.layers import features, gated, typed_graph, without_edges
+from tests.rgnn.flax_layers import features, gated, typed_graph, without_edges
 
 GRAPH = typed_graph()
 R, T, N = GRAPH.num_edge_types, GRAPH.num_node_types, GRAPH.num_nodes
@@ -198,7 +199,7 @@ def test_edge_dropout_is_a_graph_without_the_edges(form: str, normalization: Any
     relational = {name: p for name, p in params.items() if name not in ("root", "bias")}
     want = library.rgcn(without_edges(GRAPH, kept), x, relational, normalization=normalization)
     want = (want if normalization == "mean" else want / (1 - rate)) + x @ params["root"] + params["bias"]
-    got = _dropout.rgcn(GRAPH, x, params, key, rate, 0.0, normalization=normalization, options=Options())
+    got = dropout.rgcn(GRAPH, x, params, key, rate, 0.0, normalization=normalization, options=Options())
     same(got, want)
 
 
@@ -215,16 +216,14 @@ def test_edge_dropout_without_features(num_bases: int | None) -> None:
         weight[...] = np.einsum("rb,nbj->rnj", params["coefficients"], params["bases"])
     dense = {"weight": weight, "root": params["root"], "bias": params["bias"]}
     want = library.rgcn(without_edges(GRAPH, np.asarray(kept)), jnp.eye(N), dense)
-    same(_dropout.rgcn(GRAPH, None, params, key, 0.5, 0.0, normalization="mean", options=Options()), want)
+    same(dropout.rgcn(GRAPH, None, params, key, 0.5, 0.0, normalization="mean", options=Options()), want)
 
 
 def test_self_loop_dropout() -> None:
     layer = RGCNConv(4, 6, R, self_loop_dropout=0.5, rngs=nnx.Rngs(0))
     x, key, params = features(GRAPH, 4), jax.random.key(3), pure(layer)
     messages = library.rgcn(GRAPH, x, {"weight": params["weight"], "bias": params["bias"]})
-    root = np.asarray(
-        _dropout.rgcn(GRAPH, x, params, key, 0.0, 0.5, normalization="mean", options=Options()) - messages
-    )
+    root = np.asarray(dropout.rgcn(GRAPH, x, params, key, 0.0, 0.5, normalization="mean", options=Options()) - messages)
     dropped = np.abs(root).max(1) < 1e-6
     assert 0 < dropped.sum() < N
     same(root[~dropped], (2 * x @ params["root"])[~dropped])
@@ -247,9 +246,9 @@ def test_attention_dropout_is_after_the_softmax() -> None:
     np.add.at(want, receivers, (weight / total[receivers] * np.asarray(mask) / 0.5)[..., None] * z_src)
     got = layer(GRAPH, x, rngs=nnx.Rngs(dropout=0))
     assert got.shape == (N, 10)
-    from dejax.rgnn import _modules
+    from dejax.rgnn.layers import specs
 
-    assert isinstance(layer.spec, _modules.RGATSpec)
+    assert isinstance(layer.spec, specs.RGATSpec)
     same(layer.spec(GRAPH, x, params, key), want.reshape(N, 10))
 
 

@@ -15,9 +15,9 @@ import pytest
 from dejax import rgnn
 from dejax.rgnn import Options
 from tests.rgnn.contract import error, row_counts
+from tests.rgnn.lowering.test_h200 import kernel_names, stablehlo
 from tests.rgnn.references import GRAPHS, Arrays, Reference, graph_of
 from tests.rgnn.strategies import EdgeList
-from tests.rgnn.test_lowering_h200 import kernel_names, stablehlo
 
 XLA = Options(backend="xla", precision="f32")
 PLAIN = Options(backend="xla", precision="f32", disable=("backward",))

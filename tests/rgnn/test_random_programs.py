@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.passes import PASSES
+from tests.rgnn.lowering.test_h200 import stablehlo
 from tests.rgnn.random_programs import Recipe, recipes
 from tests.rgnn.strategies import CHUNK, EdgeList, edge_lists
-from tests.rgnn.test_lowering_h200 import stablehlo
 
 PLAIN = Options(backend="xla", disable=PASSES, precision="f32")
 PASS_SUBSETS = st.one_of(st.just(()), st.lists(st.sampled_from(PASSES), unique=True).map(lambda p: tuple(sorted(p))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dejax.rgnn.graph import RelGraph
+from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import Op, Space
 from dejax.rgnn.lowering.segments import lowest, num_rows, segments, valid_rows, where_rows
 

@@ -21,14 +21,14 @@ from dejax.pallas import tuned_tables
 from dejax.pallas._shapes import next_power_of_two
 from dejax.pallas.gemm import MAX_HALF_N
 from dejax.pallas.half_rows import of_stored, stored
-from dejax.rgnn.graph import RelGraph, Segments
+from dejax.rgnn.compiler.options import Options
+from dejax.rgnn.graphs.rel_graph import RelGraph, Segments
 from dejax.rgnn.ir.inter import VIAS
 from dejax.rgnn.ir.intra import BY_ROW, Gemm, Instance, Kernels, Operand, Outer, Traversal, by_head
 from dejax.rgnn.lowering.factors import WithoutFactors, without_factors
 from dejax.rgnn.lowering.scales import ColumnScales
 from dejax.rgnn.lowering.segments import num_rows, segment_sum, segments, valid_rows
 from dejax.rgnn.lowering.tiles import TileProgram
-from dejax.rgnn.options import Options
 from dejax.rgnn.passes.storage import encoded_values, linear_in, may_round
 
 _DTYPES = ("float32", "bfloat16", "float16")

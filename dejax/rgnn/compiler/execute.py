@@ -1,0 +1,368 @@
+"""Running a level-1 program: compilation once for each shape, and one `custom_vjp` around it.
+
+Arrays here are in the compiler's form: one row for each element of the value's space (one row for shared values), edges
+in the graph's canonical order.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from dejax.pallas import label
+from dejax.pallas.column_powers import column_powers
+from dejax.pallas.encode import to_half_rows
+from dejax.pallas.half_rows import HalfRows, of_stored
+from dejax.rgnn.compiler.failures import record_failure
+from dejax.rgnn.compiler.options import Options
+from dejax.rgnn.compiler.reverse_only import reverse_only
+from dejax.rgnn.graphs.rel_graph import RelGraph
+from dejax.rgnn.ir.inter import Program
+from dejax.rgnn.ir.intra import Fallback, Kernels
+from dejax.rgnn.lowering.pallas import Columns, PallasLowering
+from dejax.rgnn.lowering.segments import num_rows, segment_sum
+from dejax.rgnn.lowering.xla import Evaluator
+from dejax.rgnn.passes import Counts, Cut, Watch, differentiated, lower_to_kernels, optimise, silent
+from dejax.rgnn.passes.storage import linear_in, shared_encodings
+
+Arrays = tuple[jax.Array, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, eq=False)
+class Beside:
+    """An input's rows in 16 bits, for instances that may read them rounded; the others read the input itself."""
+
+    rows: HalfRows
+
+
+# By position: `HalfRows` are there instead of the array, which is then not read.
+Halves = tuple[HalfRows | Beside | None, ...]
+Kept = tuple[HalfRows | None, ...]  # by output
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A program with all that decides how it is compiled; the static argument of what runs it."""
+
+    program: Program
+    counts: Counts
+    options: Options
+    raw: bool = True  # not yet optimised
+    packed: tuple[int, ...] = ()  # numbers of the outputs whose rows may be kept in 16 bits
+
+    @property
+    def disable(self) -> frozenset[str]:
+        return frozenset(self.options.disable)
+
+    @property
+    def half(self) -> bool:
+        """Whether products round to 10 bits, so that rows between kernels may."""
+        return self.options.precision in (None, "tf32")
+
+    @property
+    def exact(self) -> bool:
+        """Whether what cancels must keep the digits of float32: where kernels do not round products to fewer.
+
+        XLA's products are those of float32 on the CPU, whatever the precision.
+        """
+        return self.options.precision == "f32" or why_xla(self.options) is not None
+
+    @property
+    def deterministic(self) -> bool:
+        return self.options.deterministic
+
+
+def counts_of(graph: RelGraph) -> Counts:
+    return Counts(
+        nodes=graph.num_nodes,
+        edges=graph.num_edges,
+        source_pairs=graph.num_source_pairs,
+        destination_pairs=graph.num_destination_pairs,
+        edge_types=graph.num_edge_types,
+        node_types=graph.num_node_types,
+        typed_sources=graph.edge_type_by_source is not None,
+    )
+
+
+# `watch` is told of each stage (for `explain`): what is not cached is compiled by the same functions.
+
+
+@lru_cache(maxsize=1024)
+def optimised(task: Task, watch: Watch = silent) -> Program:
+    return optimise(task.program, task.counts, task.disable, watch) if task.raw else task.program
+
+
+@lru_cache(maxsize=1024)
+def inference_kernels(task: Task, watch: Watch = silent) -> Kernels:
+    """Kernels of the forward program alone."""
+    return lower_to_kernels(
+        optimised(task),
+        task.counts,
+        task.disable,
+        deterministic=task.deterministic,
+        half=task.half,
+        packed=task.packed,
+        alone=task.raw,
+        watch=watch,
+    )
+
+
+@lru_cache(maxsize=1024)
+def training_cut(task: Task, wrt: tuple[int, ...], watch: Watch = silent) -> Cut:
+    """Forward and backward halves for gradients of the inputs at `wrt`."""
+    return differentiated(optimised(task), wrt, task.counts, task.disable, watch, exact=task.exact)
+
+
+def training_tasks(task: Task, wrt: tuple[int, ...]) -> tuple[Cut, Task, Task]:
+    """The cut for gradients of the inputs at `wrt`, and its halves as tasks; what is saved may be kept in 16 bits."""
+    parts = training_cut(task, wrt)
+    saved = [parts.num_outputs + n for n in range(parts.num_saved) if linear_in_saved(parts, n)]
+    forward = Task(parts.forward, task.counts, task.options, raw=False, packed=(*task.packed, *saved))
+    return parts, forward, Task(parts.backward, task.counts, task.options, raw=False)
+
+
+def linear_in_saved(parts: Cut, number: int) -> bool:
+    """Whether gradients are linear in a saved value, so that it may be kept in 16 bits."""
+    position = len(parts.needed) + number
+    inputs = parts.backward.by_position()
+    return position not in inputs or linear_in(parts.backward, inputs[position])
+
+
+def differentiable_positions(task: Task) -> tuple[int, ...]:
+    """Positions of the floating-point inputs."""
+    ops = [optimised(task).ops[i] for i in optimised(task).inputs]
+    return tuple(op.attr("position") for op in ops if op.dtype.startswith(("float", "bfloat")))
+
+
+def run_kernels(
+    kernels: Kernels,
+    graph: RelGraph,
+    inputs: Arrays,
+    options: Options,
+    halves: Halves = (),
+) -> tuple[Arrays, Kept]:
+    """Executes the instances in order; one whose kernel cannot be made is evaluated by XLA, with a warning.
+
+    Args:
+      kernels: the level-2 program.
+      graph: the graph.
+      inputs: by position.
+      options: of the compiler.
+      halves: by position, an input's rows in 16 bits where they are there.
+
+    Returns:
+      The outputs; and for each output its rows in 16 bits, where they were kept so.
+    """
+    program = kernels.program
+    env: dict[int, Any] = {}
+    encoded: dict[int, HalfRows] = {}
+    for i in program.inputs:
+        position = program.ops[i].attr("position")
+        half = halves[position] if position < len(halves) else None
+        env[i] = half if isinstance(half, HalfRows) else inputs[position]
+        if isinstance(half, Beside):
+            encoded[i] = half.rows
+    given = dict(env)
+    pallas = PallasLowering(kernels, graph, options, encoded, given) if uses_kernels(graph, options) else None
+    xla = Evaluator(program, graph, options.precision, segment_sum if pallas is None else pallas.sum_types)
+    remaining = [set(instance.reads) for instance in kernels.instances]
+    for number, instance in enumerate(kernels.instances):
+        done = False
+        if pallas is not None and not isinstance(instance, Fallback):
+            try:
+                with kernel_label(program.name, number):
+                    pallas.run(instance, env)
+                done = True
+            except jax.errors.JaxRuntimeError:  # of kernels that run at once, as in `tune`: memory, say
+                raise
+            except Exception as error:  # whatever a template objects to, XLA can do it
+                record_failure(kernels, options, number, error)
+        if not done:
+            # XLA recomputes what a kernel would keep in registers; drop whatever the attempt left behind.
+            whole = {i: _decoded(a) for i, a in env.items()}
+            xla.compute(instance.writes, whole)
+            env.update((w, whole[w]) for w in instance.writes)
+        keep = set(program.outputs).union(*remaining[number + 1 :])
+        env = {i: a for i, a in env.items() if i in keep or program.ops[i].name == "input"}
+    results = tuple(env[o] for o in program.outputs)
+    return tuple(map(_decoded, results)), tuple(r if isinstance(r, HalfRows) else None for r in results)
+
+
+def kernel_label(name: str, number: int) -> AbstractContextManager[None]:
+    """Profiles show the kernels of an instance as `rgat_backward_3_traverse`."""
+    return label(re.sub(r"\W", "_", f"{name}.{number}"))
+
+
+def _decoded(array: Any) -> jax.Array:
+    if isinstance(array, Columns):
+        return array.whole()
+    return array.decode() if isinstance(array, HalfRows) else array
+
+
+def uses_kernels(graph: RelGraph, options: Options) -> bool:
+    """Whether the instances run as Pallas kernels; otherwise XLA does everything."""
+    return why_no_kernels(graph, options) is None
+
+
+def why_no_kernels(graph: RelGraph, options: Options) -> str | None:
+    """Why XLA does everything; None where the instances run as Pallas kernels."""
+    return why_xla(options) or (None if graph.num_nodes > 0 else "the graph has no nodes")
+
+
+def why_xla(options: Options) -> str | None:
+    """Why XLA does everything whatever the graph; None where kernels may run."""
+    if options.backend == "xla":
+        return 'the backend is "xla"'
+    if "backward" in options.disable:
+        return 'without the pass "backward" gradients are JAX\'s, of XLA operators'
+    if options.backend == "auto" and jax.default_backend() != "gpu" and options.interpret is not False:
+        return f'the backend is "auto" and JAX\'s default device is a {jax.default_backend().upper()}'
+    return None
+
+
+# `halves` are other forms of some of the inputs, and the second result of some of the outputs: what is written in 16
+# bits goes from forward to backward so. Derivatives flow through the arrays themselves, which are otherwise not used
+# (and inside jit never made).
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(task: Task, graph: RelGraph, inputs: Arrays, halves: Halves) -> tuple[Arrays, Kept]:
+    return _run_inference(task, graph, inputs, halves)
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def _run_inference(task: Task, graph: RelGraph, inputs: Arrays, halves: Halves) -> tuple[Arrays, Kept]:
+    return run_kernels(inference_kernels(task), graph, inputs, task.options, halves)
+
+
+# JAX traces the forward rule once for each set of perturbed inputs, but keeps one tree of residuals, that of the last
+# set
+# traced. So the tree must be the same for all sets: every input, a fixed number of slots for what is saved, and the set
+# itself as the shape of an empty array.
+_SPARE_SLOTS = 4
+_BITS = 30  # of a set of positions, in one dimension
+
+
+def _residual_slots(task: Task) -> int:
+    return training_cut(task, differentiable_positions(task)).num_saved + _SPARE_SLOTS
+
+
+def _positions_as_array(positions: tuple[int, ...], count: int) -> jax.Array:
+    bits = sum(1 << p for p in positions)
+    return jnp.zeros((0, *((bits >> at) % (1 << _BITS) for at in range(0, count, _BITS))), jnp.int8)
+
+
+def _positions_of_array(array: jax.Array, count: int) -> tuple[int, ...]:
+    return tuple(p for p in range(count) if array.shape[1 + p // _BITS] >> (p % _BITS) & 1)
+
+
+def encode_shared(task: Task, graph: RelGraph, values: Arrays, halves: Halves) -> Halves:
+    """`halves` with the inputs that forward and backward both read in 16 bits.
+
+    They are the same for all sets of perturbed inputs, as the tree of residuals must be.
+    """
+    given = (*halves, *(None,) * (len(values) - len(halves)))
+    if not (task.half and uses_kernels(graph, task.options)) or "storage" in task.disable:
+        return given
+    parts, *tasks = training_tasks(task, differentiable_positions(task))
+    forward, backward = (inference_kernels(half) for half in tasks)
+    shared = shared_encodings(parts, forward, backward, task.counts.rows)
+    readers, at = forward.first_readers(), forward.program.by_position()
+
+    def encoded(position: int) -> Beside:
+        with kernel_label(forward.program.name, readers[at[position]]):
+            array = values[position]
+            request = array, tuple(range(1, array.ndim))
+            ((_, columns),) = column_powers([request], interpret=task.options.interpret)
+            return Beside(to_half_rows(array, columns.reshape(array.shape[1:]), interpret=task.options.interpret))
+
+    return tuple(encoded(p) if p in shared and half is None else half for p, half in enumerate(given))
+
+
+def _forward(task: Task, graph: Any, inputs: Any, halves: Any) -> tuple[tuple[Arrays, Kept], Any]:
+    graph, halves = jax.tree_util.tree_map(lambda p: p.value, (graph, halves))
+    values = tuple(p.value for p in inputs)
+    wrt = tuple(p for p in differentiable_positions(task) if inputs[p].perturbed)
+    if training_cut(task, wrt).num_saved > _residual_slots(task):
+        wrt = differentiable_positions(task)
+    found, kept = _run_forward(task, wrt, graph, values, halves)
+    return found, (graph, values, *kept)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _run_forward(
+    task: Task, wrt: tuple[int, ...], graph: RelGraph, values: Arrays, halves: Halves
+) -> tuple[tuple[Arrays, Kept], tuple[Halves, Any, jax.Array]]:
+    parts, forward, _ = training_tasks(task, wrt)
+    count = parts.num_outputs
+    halves = encode_shared(task, graph, values, halves)
+    # Differentiable in its turn, for gradients of gradients.
+    results, kept = _differentiable(forward, graph, values, halves)
+    empty = jnp.zeros((0,), jnp.int8)
+    saved = [
+        (a, empty, empty, empty)
+        if h is None
+        else (a, h.mantissa, h.exponent, empty if h.columns is None else h.columns)
+        for a, h in zip(results[count:], kept[count:], strict=True)
+    ]
+    unused = [(empty, empty, empty, empty)] * (_residual_slots(task) - len(saved))
+    slots = (*saved, *unused)
+    return (results[:count], kept[:count]), (halves, slots, _positions_as_array(wrt, len(values)))
+
+
+def _backward(task: Task, residuals: Any, cotangents: Any) -> tuple[None, tuple, None]:
+    graph, values, halves, slots, chosen = residuals
+    cotangents, _ = cotangents
+    num_inputs = len(values)
+    wrt = _positions_of_array(chosen, num_inputs)
+    parts, _, backward = training_tasks(task, wrt)
+    saved = [s[0] for s in slots[: parts.num_saved]]
+    saved_halves = [
+        of_stored(m, e, a.shape[1:], c if c.size else None) if m.size else None
+        for a, m, e, c in slots[: parts.num_saved]
+    ]
+    kept = [values[p] for p in parts.needed]
+    kept_halves = [halves[p] if p < len(halves) else None for p in parts.needed]
+    program = optimised(task)
+    given = tuple(
+        jnp.zeros((num_rows(graph, program.ops[o].space), *program.ops[o].shape), program.ops[o].dtype)
+        if isinstance(c, SymbolicZero)
+        else c
+        for o, c in zip(program.outputs, cotangents, strict=True)
+    )
+    found = _run(backward, graph, (*kept, *saved, *given), (*kept_halves, *saved_halves))
+    gradients = dict(zip(wrt, found, strict=True))
+    return None, tuple(gradients.get(p) for p in range(num_inputs)), None
+
+
+_differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def run(task: Task, graph: RelGraph, inputs: Arrays) -> Arrays:
+    """The outputs of a program on arrays in the compiler's form; differentiable in the floating-point inputs.
+
+    What is being traced is not jitted as a whole: inside `jit` JAX traces the kernels of inference, too, and throws
+    them away where gradients are asked for.
+    """
+    if "backward" in task.disable or not any(isinstance(array, jax.core.Tracer) for array in inputs):
+        return _run(task, graph, inputs, ())
+    return _differentiable(task, graph, tuple(map(reverse_only, inputs)), ())[0]
+
+
+@partial(jax.jit, static_argnums=0)
+def _run(task: Task, graph: RelGraph, inputs: Arrays, halves: Halves) -> Arrays:
+    if "backward" in task.disable:
+        return run_kernels(inference_kernels(task), graph, inputs, task.options)[0]
+    return _differentiable(task, graph, inputs, halves)[0]
+
+
+def forget_compiled() -> None:
+    """Programs are compiled anew when they run next: with other schedules, that is."""
+    for function in (_run, _run_forward, _run_inference):
+        function.clear_cache()  # type: ignore[attr-defined]

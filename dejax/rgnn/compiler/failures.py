@@ -1,0 +1,44 @@
+"""Kernels that could not be made: XLA computes their part, the user is told once, and `explain` knows."""
+
+from __future__ import annotations
+
+import linecache
+import warnings
+
+from dejax.rgnn.compiler.options import Options
+from dejax.rgnn.ir.intra import Kernels, user_lines
+
+
+class KernelFallbackWarning(UserWarning):
+    """A kernel could not be made; XLA computes that part of the program, with the same result."""
+
+
+_found: dict[tuple[Kernels, Options], dict[int, str]] = {}
+_told: set[tuple[str, str]] = set()
+
+
+def failures(kernels: Kernels, options: Options) -> dict[int, str]:
+    """By number, the instances of which no kernel could be made when the program was traced, and why."""
+    return dict(_found.get((kernels, options), {}))
+
+
+def record_failure(kernels: Kernels, options: Options, number: int, error: Exception) -> None:
+    """Remembers an error from inside a kernel's making, and warns at the user's line, once for each line and error."""
+    instance, program = kernels.instances[number], kernels.program
+    what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    _found.setdefault((kernels, options), {})[number] = what
+    lines = user_lines(program, instance)
+    line = lines[0] if lines else ""
+    if (line, what) in _told:
+        return
+    path, _, row = line.rpartition(":")
+    text = linecache.getline(path, int(row)).strip() if line else ""
+    message = (
+        f"{line + ': ' if line else ''}no {type(instance).__name__.lower()} kernel could be made for [{number}] of "
+        f"{program.name!r}; XLA computes this part, with the same result. Please report this program ({what})"
+    ) + (f"\n    {text}" if text else "")
+    if line:
+        warnings.warn_explicit(message, KernelFallbackWarning, path, int(row))
+    else:
+        warnings.warn(message, KernelFallbackWarning, stacklevel=2)
+    _told.add((line, what))

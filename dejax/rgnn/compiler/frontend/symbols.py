@@ -1,0 +1,246 @@
+"""Symbolic values: what a program's function is called with, and what every method of them gives."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dejax.rgnn.compiler.frontend import features
+from dejax.rgnn.compiler.frontend.errors import fail
+from dejax.rgnn.compiler.frontend.features import Axis
+from dejax.rgnn.compiler.frontend.foreign_calls import error_of_caller, instead_of
+from dejax.rgnn.compiler.frontend.indexing import indexed
+from dejax.rgnn.compiler.frontend.masks import both, either, negated
+from dejax.rgnn.compiler.frontend.products import matmul
+from dejax.rgnn.ir import inter
+from dejax.rgnn.ir.inter import Space
+
+if TYPE_CHECKING:
+    from dejax.rgnn.compiler.frontend.trace import Trace
+
+
+class Argument:
+    """An array argument of a program, before it is said what its rows stand for."""
+
+    __array_ufunc__ = None  # numpy operands defer to the methods here
+
+    def __init__(self, trace: Trace, name: str, position: int, shape: tuple[int, ...], dtype: str) -> None:
+        self.trace, self.name, self.position = trace, name, position
+        self.shape, self.dtype = shape, dtype
+
+    def __repr__(self) -> str:
+        return f"<argument {self.name}: {self.dtype}{list(self.shape)}>"
+
+    def _untyped(self, *_: Any, **__: Any) -> Any:
+        if self.shape == ():
+            raise fail(
+                f"argument {self.name!r} is one number, but an array: one that jax traces, or made by jax or numpy; "
+                "write g.shared(x) to compute with it. Where Python needs a number (a shape, an axis, a range, if), "
+                "pass one that is static: jax.jit(..., static_argnums=...), or a closure"
+            )
+        raise fail(
+            f"argument {self.name!r} of shape {self.shape} is used without saying what its rows stand for; write "
+            "g.node(x), g.src(x), g.dst(x), g.edge(x), g.per_edge_type(x), g.per_node_type(x) or g.shared(x)"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _untyped
+    __matmul__ = __rmatmul__ = __neg__ = __pow__ = __rpow__ = __getitem__ = __abs__ = __invert__ = _untyped
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __round__ = __pos__ = _untyped
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _untyped
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __iter__ = _untyped
+    __float__ = __int__ = __index__ = __complex__ = __array__ = __array_function__ = _untyped
+    reshape = astype = sum = mean = max = min = softmax = logsumexp = _untyped
+    T = property(_untyped)
+    __hash__ = object.__hash__
+
+
+class Symbol:
+    """A value of the program being traced: a space, the feature shape of one row, a dtype."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, trace: Trace, index: int) -> None:
+        self.trace, self.index = trace, index
+
+    @property
+    def op(self) -> inter.Op:
+        return self.trace.builder.ops[self.index]
+
+    @property
+    def space(self) -> Space:
+        return self.op.space
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The feature shape of one row: () for a scalar, (width,), or (heads, width)."""
+        return self.op.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.op.dtype
+
+    def __repr__(self) -> str:
+        return f"<%{self.index}: {self.op.type}>"
+
+    # arithmetic
+    def __add__(self, other: Any) -> Symbol:
+        return self.trace.binary("add", self, other)
+
+    def __radd__(self, other: Any) -> Symbol:
+        return self.trace.binary("add", other, self)
+
+    def __sub__(self, other: Any) -> Symbol:
+        return self.trace.binary("sub", self, other)
+
+    def __rsub__(self, other: Any) -> Symbol:
+        return self.trace.binary("sub", other, self)
+
+    def __mul__(self, other: Any) -> Symbol:
+        return self.trace.binary("mul", self, other)
+
+    def __rmul__(self, other: Any) -> Symbol:
+        return self.trace.binary("mul", other, self)
+
+    def __truediv__(self, other: Any) -> Symbol:
+        return self.trace.binary("div", self, other)
+
+    def __rtruediv__(self, other: Any) -> Symbol:
+        return self.trace.binary("div", other, self)
+
+    def __pos__(self) -> Symbol:
+        return self
+
+    def __abs__(self) -> Symbol:
+        return self.trace.emit("abs", self.trace.number(self, "abs(x)"))
+
+    def __neg__(self) -> Symbol:
+        return self.trace.emit("neg", self.trace.number(self, "-x"))
+
+    def __pow__(self, exponent: Any) -> Symbol:
+        if not isinstance(exponent, numbers.Real):
+            return self.trace.binary("power", self, exponent)
+        whole = isinstance(exponent, numbers.Integral) and float(exponent) >= 0
+        return self.trace.emit("pow", self if whole else self.trace.floating(self), exponent=float(exponent))
+
+    def __rpow__(self, base: Any) -> Symbol:
+        return self.trace.binary("power", base, self)
+
+    def __matmul__(self, weight: Any) -> Symbol:
+        return matmul(self, weight)
+
+    def __rmatmul__(self, weight: Any) -> Symbol:
+        raise fail("a weight stands on the right: x @ w, with w of shape (width, out), or its .T")
+
+    # comparisons: 1 where they hold, else 0, in the dtype of what is compared; without gradient
+    def __eq__(self, other: Any) -> Symbol:  # type: ignore[override]
+        return self.trace.binary("eq", self, other)
+
+    def __ne__(self, other: Any) -> Symbol:  # type: ignore[override]
+        return 1 - self.trace.binary("eq", self, other)
+
+    def __gt__(self, other: Any) -> Symbol:
+        return self.trace.binary("gt", self, other)
+
+    def __lt__(self, other: Any) -> Symbol:
+        return self.trace.binary("gt", other, self)
+
+    def __ge__(self, other: Any) -> Symbol:
+        return self.trace.binary("max", self > other, self == other)
+
+    def __le__(self, other: Any) -> Symbol:
+        return self.trace.binary("max", self < other, self == other)
+
+    __hash__ = object.__hash__
+
+    # logic on masks: booleans, and what comparisons give
+    def __and__(self, other: Any) -> Symbol:
+        return both(self, other, self)
+
+    def __or__(self, other: Any) -> Symbol:
+        return either(self, other, self)
+
+    def __invert__(self) -> Symbol:
+        return negated(self)
+
+    __rand__, __ror__ = __and__, __or__
+
+    def __bool__(self) -> bool:
+        raise fail(
+            "a value is not true or false while the program is traced: it has many rows. Choose row by row with "
+            "rgnn.where(condition, x, y), and write &, | and ~ for `and`, `or` and `not`"
+        )
+
+    def _not_a_number(self, *_: Any, **__: Any) -> Any:
+        raise fail(
+            "a value is no number while the program is traced: it has many rows. Use its methods and the functions of "
+            "rgnn, and Python numbers where shapes and axes are needed"
+        )
+
+    __float__ = __int__ = __index__ = __complex__ = _not_a_number
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise error_of_caller()
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        raise fail(instead_of(getattr(function, "__name__", "")))
+
+    def __iter__(self) -> Iterator[Symbol]:
+        if not self.shape:
+            raise fail("a value of one number a row has no feature axis to unpack; rows are never indexed")
+        return (self[i] for i in range(self.shape[0]))
+
+    # features
+    def reshape(self, *shape: Any) -> Symbol:
+        """The same numbers of each row in another feature shape; one axis may be -1."""
+        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else tuple(shape)
+        if -1 in sizes:
+            rest = math.prod(s for s in sizes if s != -1)
+            sizes = tuple(self.op.width // rest if s == -1 else s for s in sizes)
+        return self.trace.emit("reshape", self, shape=sizes)
+
+    @property
+    def T(self) -> Symbol:
+        """The feature axes in reverse order: those of a matrix swapped."""
+        if len(self.shape) < 2:
+            return self
+        return self.trace.emit("transpose", self, perm=tuple(reversed(range(len(self.shape)))))
+
+    def sum(self, axis: Axis = -1, keepdims: bool = False) -> Symbol:
+        """The sum over a feature axis, several (a tuple) or all (None); of booleans their number."""
+        return features.total(self, axis, keepdims)
+
+    def mean(self, axis: Axis = -1, keepdims: bool = False) -> Symbol:
+        """The mean over feature axes, as `sum` names them."""
+        return features.mean(self, axis, keepdims)
+
+    def max(self, axis: Axis = -1, keepdims: bool = False) -> Symbol:
+        """The maximum over feature axes, as `sum` names them; ties share the gradient equally."""
+        return features.extremum(self, "max", axis, keepdims)
+
+    def min(self, axis: Axis = -1, keepdims: bool = False) -> Symbol:
+        """The minimum over feature axes, as `sum` names them; ties share the gradient equally."""
+        return features.extremum(self, "min", axis, keepdims)
+
+    def softmax(self, axis: Axis = -1) -> Symbol:
+        """The softmax over feature axes, as `sum` names them."""
+        return features.softmax(self, axis)
+
+    def logsumexp(self, axis: Axis = -1, keepdims: bool = False) -> Symbol:
+        """The logarithm of the sum of exponentials over feature axes, as `sum` names them."""
+        return features.logsumexp(self, axis, keepdims)
+
+    def astype(self, dtype: Any) -> Symbol:
+        return self.trace.emit("cast", self, dtype=np.dtype(dtype).name)
+
+    def __getitem__(self, key: Any) -> Symbol:
+        """Slices and `None` over the feature axes, `x[..., None]`, `x[:, :8]`, `x[0]`; or rows of a table, `w[ids]`.
+
+        A value of integers looks up rows along the first feature axis: of a shared value of feature shape (num, *F)
+        the row of each integer, of a value by type that row of the integer's own type, else a number of its own row.
+        Negative integers count from the end, and others out of range are clipped, without gradient, as in jax.numpy.
+        """
+        return indexed(self, key if isinstance(key, tuple) else (key,))

@@ -1,0 +1,220 @@
+"""One run of the user's function: operators are appended as its values are made."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import jax
+import numpy as np
+
+from dejax.rgnn.compiler.frontend.errors import REMEDY, SPACE_WORDS, fail, user_line
+from dejax.rgnn.compiler.frontend.symbols import Argument, Symbol
+from dejax.rgnn.ir import inter
+from dejax.rgnn.ir.inter import Builder, IRError, Space
+
+
+def _float_of(dtype: str) -> str:
+    """The dtype of integers' quotients."""
+    return "float64" if dtype in ("int64", "uint64") else "float32"
+
+
+def _dtype_of(x: numbers.Real, like: str) -> str:
+    """The dtype of a Python number in arithmetic with a value of dtype `like`."""
+    if inter.is_float(like) or isinstance(x, bool):
+        return like
+    if not isinstance(x, numbers.Integral):
+        return _float_of(like)
+    return "int32" if like == "bool" else like
+
+
+def is_array(x: Any) -> bool:
+    """Whether an object is an array of numpy's or jax's, traced ones included, and no number of Python's."""
+    return isinstance(x, np.ndarray | jax.Array) or (isinstance(x, np.generic) and not isinstance(x, numbers.Real))
+
+
+class Trace:
+    """One run of the user's function: the builder and what has been said of each argument."""
+
+    def __init__(self, name: str, rows: dict[Space, int], num_arguments: int) -> None:
+        self.builder = Builder(name)
+        self.rows = rows
+        self.num_arguments = num_arguments
+        self.declared: dict[int, Symbol] = {}
+        self.closed_over: list[Any] = []  # arrays that are no arguments; each is an input after those
+        self._known: dict[tuple[int, Space], Argument] = {}
+
+    def symbol(self, index: int) -> Symbol:
+        return Symbol(self, index)
+
+    def emit(self, name: str, *args: Symbol, **attrs: Any) -> Symbol:
+        self.builder.line = user_line()
+        for x in args:
+            self.own(x)
+        try:
+            return Symbol(self, self.builder.op(name, *(a.index for a in args), **attrs))
+        except IRError as error:
+            raise fail(str(error)) from None
+
+    def own(self, x: Argument | Symbol) -> None:
+        """Numbers of values mean something in their own program only."""
+        if x.trace is not self:
+            raise fail("a value of another program is used here; a program uses its own arguments only")
+
+    def declare(self, x: Any, space: Space, method: str) -> Symbol:
+        """An argument or array becomes an input of `space`; a value is checked to be of that space."""
+        if is_array(x):
+            x = self.closure(x, space)
+        if isinstance(x, Argument | Symbol):
+            self.own(x)
+        if isinstance(x, Argument):
+            known = self.declared.get(x.position)
+            if known is None:
+                known = self._input(x, space, method)
+                self.declared[x.position] = known
+            if known.space != space:
+                raise fail(
+                    f"argument {x.name!r} is used here as {SPACE_WORDS[space]} and elsewhere as "
+                    f"{SPACE_WORDS[known.space]}; an argument has rows of one kind"
+                )
+            return known
+        if isinstance(x, numbers.Real):
+            x = self.symbol(self.builder.const(float(x), "float32"))
+        if not isinstance(x, Symbol):
+            raise fail(
+                f"{method} takes an array, an argument of the program or a value made from one, got {type(x).__name__}"
+            )
+        if space != Space.GRAPH and (x.space == Space.GRAPH or x.op.name == "const"):
+            return self.symbol(self.builder.lift(x.index, space))
+        if x.space == Space.NODE_TYPE and space == Space.NODE:
+            return self.emit("gather", x, via="ntype")
+        if x.space != space:
+            remedy = REMEDY.get(x.space)
+            raise fail(
+                f"{method} needs {SPACE_WORDS[space]}, got {SPACE_WORDS[x.space]}" + (f"; {remedy}" if remedy else "")
+            )
+        return x
+
+    def closure(self, x: Any, space: Space) -> Argument:
+        """An array that the program closes over, as an argument with rows of one kind."""
+        key = (id(x), space)
+        if key not in self._known:
+            dtype = jax.dtypes.canonicalize_dtype(np.dtype(x.dtype)).name
+            position = self.num_arguments + len(self.closed_over)
+            self.closed_over.append(x)  # which also keeps the identity its own
+            self._known[key] = Argument(self, f"array {len(self.closed_over)} closed over", position, x.shape, dtype)
+        return self._known[key]
+
+    def _input(self, x: Argument, space: Space, method: str) -> Symbol:
+        shape = x.shape
+        if x.dtype.startswith("complex"):
+            raise fail(
+                f"argument {x.name!r} is {x.dtype}; programs have no complex numbers: pass the real and the imaginary "
+                "part, side by side as features or as two arguments"
+            )
+        if space != Space.GRAPH:
+            rows = self.rows[space]
+            if not shape or shape[0] != rows:
+                raise fail(
+                    f"{method} needs one row for each {space.replace('_', ' ')} ({rows}); "
+                    f"argument {x.name!r} has shape {shape}"
+                )
+            shape = shape[1:]
+        return self.emit_input(x, space, shape)
+
+    def emit_input(self, x: Argument, space: Space, shape: tuple[int, ...]) -> Symbol:
+        self.builder.line = user_line()
+        index = self.builder.op(
+            "input", name=x.name, position=x.position, space=str(space), shape=tuple(shape), dtype=x.dtype
+        )
+        return self.symbol(index)
+
+    def is_operand(self, x: Any) -> bool:
+        """Whether an operand is a value or an array, not a Python number or anything else."""
+        return isinstance(x, Argument | Symbol) or is_array(x)
+
+    def operand(self, x: Any) -> Symbol:
+        """A value, or an array as a shared value."""
+        if isinstance(x, Argument):
+            x._untyped()
+        if is_array(x):
+            return self.declare(x, Space.GRAPH, "an array")
+        self.own(x)
+        return x
+
+    def value(self, x: Any, like: Symbol) -> Symbol:
+        """An operand of arithmetic with `like`: a number becomes a constant of its dtype, an array a shared value."""
+        if isinstance(x, numbers.Real):
+            return self.symbol(self.builder.const(float(x), _dtype_of(x, like.dtype), like.space))
+        if not self.is_operand(x):
+            raise fail(
+                f"arithmetic with {type(x).__name__} is not possible here; use values, numbers and arrays "
+                "(an array that is no argument is a shared value)"
+            )
+        return self.operand(x)
+
+    def weight(self, w: Any) -> Symbol:
+        """The right side of `x @ w`."""
+        if isinstance(w, Argument):
+            raise fail(
+                f"the weight {w.name!r} of shape {w.shape} is not typed; write x @ g.per_edge_type(w), "
+                "x @ g.per_node_type(w) or x @ g.shared(w)"
+            )
+        if not self.is_operand(w):
+            raise fail(
+                f"x @ w needs a weight made by g.per_edge_type, g.per_node_type or g.shared, got {type(w).__name__}"
+            )
+        return self.operand(w)
+
+    def floating(self, x: Symbol) -> Symbol:
+        """Integers as float32 (of 64 bits as float64), for functions whose values are not whole numbers."""
+        return x if inter.is_float(x.dtype) else self.emit("cast", x, dtype=_float_of(x.dtype))
+
+    def wide(self, x: Symbol) -> Symbol:
+        """Floats of 16 bits as float32, for sums that are divided."""
+        return x.astype("float32") if x.dtype in ("float16", "bfloat16") else x
+
+    def counted(self, x: Symbol) -> Symbol:
+        """Booleans as int32, for sums."""
+        return self.emit("cast", x, dtype="int32") if x.dtype == "bool" else x
+
+    def number(self, x: Symbol, what: str) -> Symbol:
+        """The value, which `what` is done with, unless it is of booleans."""
+        if x.dtype == "bool":
+            raise fail(f"{what} has no meaning for booleans; use x.astype('float32') or, for `not`, 1 - x")
+        return x
+
+    def align(self, *xs: Symbol) -> list[Symbol]:
+        """The same values in one space: constants by type and shared values are read where the others live."""
+        for x in xs:
+            self.own(x)
+        spaces = {x.space for x in xs if x.op.name != "const"} or {x.space for x in xs}
+        for coarse, fine, via in (
+            (Space.EDGE_TYPE, Space.EDGE, "etype"),
+            (Space.EDGE_TYPE, Space.SOURCE_PAIR, "source_pair.etype"),
+            (Space.EDGE_TYPE, Space.DESTINATION_PAIR, "destination_pair.etype"),
+            (Space.NODE_TYPE, Space.NODE, "ntype"),
+        ):
+            if spaces - {Space.GRAPH} == {coarse, fine}:
+                xs = tuple(
+                    self.emit("gather", x, via=via) if x.space == coarse and x.op.name != "const" else x for x in xs
+                )
+        rest = {x.space for x in xs if x.op.name != "const"} - {Space.GRAPH}
+        if len(rest) > 1:
+            found = sorted(rest)
+            hints = [REMEDY[s] for s in found if s in REMEDY]
+            raise fail(
+                f"{' meets '.join(SPACE_WORDS[s] for s in found)}; all must live in one space"
+                + (f": {hints[0]}" if hints else "")
+            )
+        target = rest.pop() if rest else xs[0].space if len({x.space for x in xs}) == 1 else Space.GRAPH
+        return [self.symbol(self.builder.lift(x.index, target)) for x in xs]
+
+    def binary(self, name: str, a: Any, b: Any) -> Symbol:
+        like = a if isinstance(a, Symbol) else b
+        x, y = self.align(self.value(a, like), self.value(b, like))
+        if name in ("div", "power", "atan2"):
+            x, y = self.floating(x), self.floating(y)
+        if name == "sub" and x.dtype == y.dtype:
+            x = self.number(x, "x - y")
+        return self.emit(name, x, y)

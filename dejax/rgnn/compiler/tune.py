@@ -1,0 +1,82 @@
+"""`Program.tune`: finds the fastest schedules for a program's kernels on one graph, and keeps them for later runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from dejax.pallas import tuned_tables
+from dejax.pallas.tuner import Measure, Tuned, Tuner
+from dejax.rgnn.compiler import execute
+from dejax.rgnn.compiler.execute import Task
+from dejax.rgnn.graphs.rel_graph import RelGraph
+from dejax.rgnn.lowering.segments import num_rows
+
+
+@dataclass(frozen=True)
+class Report:
+    """What tuning found; printing it gives a table.
+
+    Attributes:
+      kernels: one entry for each kernel and shape.
+      path: the table on disk that holds them; None where they were not saved.
+    """
+
+    kernels: tuple[Tuned, ...]
+    path: Path | None
+
+    def __str__(self) -> str:
+        lines = [f"{'kernel':<11}{'shape':<46}{'heuristic us':>13}{'tuned us':>10}{'faster':>8}  schedule"]
+        for t in self.kernels:
+            fields = " ".join(f"{key}={value}" for key, value in t.fields.items())
+            ratio = t.heuristic_seconds / t.seconds if t.seconds else 1.0
+            times = f"{t.heuristic_seconds * 1e6:>13.1f}{t.seconds * 1e6:>10.1f}{ratio:>7.2f}x"
+            lines.append(f"{t.kernel:<11}{t.key:<46}{times}  {fields}")
+        if self.path is not None:
+            lines.append(f"kept in {self.path}")
+        return "\n".join(lines)
+
+
+def tune(
+    task: Task,
+    graph: RelGraph,
+    inputs: tuple[jax.Array, ...],
+    *,
+    gradients: bool,
+    save: bool,
+    measure: Measure | None,
+    progress: Callable[[str], None],
+) -> Report:
+    """Runs the task's kernels one by one, forward and backward, each with every candidate; see `Program.tune`."""
+    if graph.is_traced or any(isinstance(x, jax.core.Tracer) for x in inputs):
+        raise TypeError("tune times kernels on real arrays: call it outside jit, grad and vmap")
+    if measure is None and jax.default_backend() not in ("gpu", "cuda"):
+        raise RuntimeError(f"tune needs a GPU; the default backend is {jax.default_backend()}")
+    tuner = Tuner(measure, progress)
+    with tuner.at_work():
+        execute.run_kernels(execute.inference_kernels(task), graph, inputs, task.options)
+        if gradients:
+            _training(task, graph, inputs)
+    path = None
+    if save and tuner.found:
+        path = tuned_tables.cache_file()
+        tuner.save(path)
+        execute.forget_compiled()
+    return Report(tuple(tuner.found.values()), path)
+
+
+def _training(task: Task, graph: RelGraph, inputs: tuple[jax.Array, ...]) -> None:
+    parts, forward, backward = execute.training_tasks(task, execute.differentiable_positions(task))
+    saved = range(parts.num_outputs, parts.num_outputs + parts.num_saved)
+    shared = execute.encode_shared(task, graph, inputs, ())
+    results, halves = execute.run_kernels(execute.inference_kernels(forward), graph, inputs, task.options, shared)
+    program = execute.optimised(task)
+    ops = [program.ops[o] for o in program.outputs]
+    cotangents = tuple(jnp.ones((num_rows(graph, op.space), *op.shape), op.dtype) for op in ops)
+    given = (*(inputs[p] for p in parts.needed), *(results[i] for i in saved), *cotangents)
+    given_halves = (*(shared[p] for p in parts.needed), *(halves[i] for i in saved))
+    execute.run_kernels(execute.inference_kernels(backward), graph, given, task.options, given_halves)

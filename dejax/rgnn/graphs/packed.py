@@ -1,0 +1,92 @@
+"""The tables of a graph that kernels alone read, in one array.
+
+A graph has some 120 of them: hubs, tiles and splits of each grouping, and the order in which loops take rows. A call of
+a compiled step takes about a microsecond for each array that it is given: so they are one, which kernels read in parts
+(`TableSlice`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from dejax.pallas import TableSlice
+from dejax.rgnn.graphs.segments import Segments
+
+# Slices begin at multiples of this many numbers, 256 bytes, as arrays do: kernels load several numbers at once.
+_ALIGNED = 64
+# The fields of a grouping that are packed, and what they are without their tables.
+_FIELDS: dict[str, Any] = {"hubs": None, "tiles": (), "splits": None, "near_tiles": (), "near_splits": None}
+# With up to so many items the order of rows, too. A call on more takes longer than the giving of its arrays.
+_SMALL = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a grouping's tables are: for each of them its first number and how many, and what they make together."""
+
+    places: tuple[tuple[int, int], ...]
+    tree: Any  # of jax
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedTables:
+    """Tables of several groupings.
+
+    Attributes:
+        numbers: int32[numbers], all tables one after the other.
+        layouts: (name of the grouping, its layout), static.
+    """
+
+    numbers: Any
+    layouts: tuple[tuple[str, Layout], ...] = field(metadata={"static": True})
+
+    def onto(self, name: str, group: Segments) -> Segments:
+        """The grouping with its tables, as `TableSlice`s."""
+        layout = dict(self.layouts).get(name)
+        if layout is None:
+            return group
+        slices = [TableSlice(self.numbers, *place) for place in layout.places]
+        tables = jax.tree_util.tree_unflatten(layout.tree, slices)
+        if group.loop is not None:  # of many rows: its hubs alone are packed
+            tables["loop"] = dataclasses.replace(group.loop, hubs=tables["loop"].hubs)
+        return dataclasses.replace(group, **tables)
+
+
+def pack(groups: Mapping[str, Segments]) -> tuple[dict[str, Any], PackedTables]:
+    """Takes the tables out of groupings of numpy arrays.
+
+    Args:
+        groups: by name.
+
+    Returns:
+        The groupings without them, and the tables; each that stands in two groupings once.
+    """
+    parts: list[np.ndarray] = []
+    places: dict[int, tuple[int, int]] = {}
+    layouts, rest = [], {}
+    size = 0
+    for name, group in groups.items():
+        tables, left = {key: getattr(group, key) for key in _FIELDS}, dict(_FIELDS)
+        tables["loop"], left["loop"] = group.loop, None
+        if group.loop is not None and group.num_items > _SMALL:
+            tables["loop"] = dataclasses.replace(group.loop, rows=None, offsets=None, order=None)
+            left["loop"] = dataclasses.replace(group.loop, hubs=None)
+        leaves, tree = jax.tree_util.tree_flatten(tables)
+        for leaf in leaves:
+            if id(leaf) not in places:
+                numbers = np.asarray(leaf, np.int32)
+                padding = -numbers.shape[0] % _ALIGNED
+                places[id(leaf)] = size, numbers.shape[0]
+                parts += [numbers, np.zeros(padding, np.int32)]
+                size += numbers.shape[0] + padding
+        layouts.append((name, Layout(tuple(places[id(leaf)] for leaf in leaves), tree)))
+        rest[name] = dataclasses.replace(group, **left)
+    numbers = np.concatenate(parts) if parts else np.zeros(1, np.int32)
+    return rest, PackedTables(numbers, tuple(layouts))

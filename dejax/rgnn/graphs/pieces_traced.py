@@ -1,0 +1,168 @@
+"""Rows cut in pieces inside `jax.jit`: the arrays of hub and tile tables, sized by static bounds.
+
+Tables are made for several groupings at once: it takes ten or twenty kernels of 2 us on a GPU, for however many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dejax.rgnn.graphs.sorting_traced import begins_run, count_before, put_where, row_of_positions
+
+HubArrays = tuple[Array, Array, Array, Array, Array]
+"""The arrays of a `HubTable`, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A grouping whose hubs are asked for.
+
+    Attributes:
+        offsets: int32[rows + 1], where the items of each row begin.
+        num_items: number of items, padding included.
+        chunk: the most items that a row may have without being a hub, and of a chunk.
+        row_at: gives the row of each of some positions (the number of rows for padding), where that is known faster
+            than by a search in `offsets`.
+    """
+
+    offsets: Array
+    num_items: int
+    chunk: int
+    row_at: Callable[[Array], Array] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    @property
+    def most_hubs(self) -> int:
+        return min(self.num_rows, self.num_items // (self.chunk + 1))
+
+    @property
+    def most_chunks(self) -> int:
+        return self.num_items // self.chunk + self.most_hubs
+
+    def candidates(self) -> Array:
+        """int32[candidates], ascending: all hubs are among them, and a row may stand there several times."""
+        # A row of more than `chunk` items has one at a multiple of `chunk + 1`: so many rows to look at, and not all.
+        positions = np.arange(0, self.num_items, self.chunk + 1, dtype=np.int32)
+        if self.num_rows <= positions.shape[0]:
+            return jnp.arange(self.num_rows, dtype=jnp.int32)
+        if self.row_at is not None:
+            return self.row_at(jnp.asarray(positions))
+        found = jnp.searchsorted(self.offsets, positions, side="right", method="scan_unrolled")
+        return found.astype(jnp.int32) - 1
+
+
+def hub_arrays(groupings: Sequence[Rows]) -> list[HubArrays | None]:
+    """The arrays of each grouping's hub table; None where it can have no hub."""
+    if not any(rows.most_hubs for rows in groupings):
+        return [None] * len(groupings)
+    candidates = [rows.candidates() for rows in groupings]
+    size = max(row.shape[0] for row in candidates)
+    candidates = [
+        jnp.pad(row, (0, size - row.shape[0]), constant_values=rows.num_rows)
+        for rows, row in zip(groupings, candidates, strict=True)
+    ]
+    starts = [r.offsets.at[row].get(mode="clip") for r, row in zip(groupings, candidates, strict=True)]
+    ends = [r.offsets.at[row + 1].get(mode="clip") for r, row in zip(groupings, candidates, strict=True)]
+    placed = jax.vmap(
+        partial(
+            _place_hubs,
+            max_hubs=max(r.most_hubs for r in groupings),
+            max_chunks=max(r.most_chunks for r in groupings),
+        )
+    )(
+        jnp.stack(candidates),
+        jnp.stack(ends) - jnp.stack(starts),
+        jnp.array([rows.chunk for rows in groupings], jnp.int32),
+        jnp.array([rows.num_rows for rows in groupings], jnp.int32),
+    )
+    return [
+        _hub_arrays(grouping, candidates[i], starts[i], ends[i], *(array[i] for array in placed))
+        if grouping.most_hubs
+        else None
+        for i, grouping in enumerate(groupings)
+    ]
+
+
+def _place_hubs(
+    rows: Array, counts: Array, chunk: Array, num_rows: Array, *, max_hubs: int, max_chunks: int
+) -> tuple[Array, Array, Array, Array]:
+    """Finds the hubs among candidate `rows` with so many items each.
+
+    Returns:
+        The row of each hub, `num_rows` where unused; the first chunk of each hub, the number of chunks where unused
+        (both int32[max_hubs + 1]); the candidate that each chunk belongs to, int32[max_chunks]; the first chunk of each
+        candidate.
+    """
+    is_hub = (counts > chunk) & begins_run(rows)
+    pieces = jnp.where(is_hub, (counts + chunk - 1) // chunk, 0)
+    counted = jnp.stack([is_hub.astype(jnp.int32), pieces])
+    last = jnp.cumsum(counted, axis=1, dtype=jnp.int32)
+    (hub, first_chunk), total = last - counted, last[1, -1]
+    position = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    # Read by gathers, not cut first: XLA (of jax 0.11 and 0.12) fails on a scatter that is only read by two slices of
+    # different lengths.
+    of_hub = put_where(jnp.full(max_hubs + 1, -1, jnp.int32), is_hub, hub, position)
+    hub_rows = jnp.where(of_hub >= 0, rows[of_hub], num_rows)
+    hub_offsets = jnp.where(of_hub >= 0, first_chunk[of_hub], total)
+    # A chunk belongs to the last hub to begin at or before it.
+    of_chunk = jax.lax.cummax(put_where(jnp.zeros(max_chunks, jnp.int32), is_hub, first_chunk, position))
+    return hub_rows, hub_offsets, of_chunk, first_chunk
+
+
+def _hub_arrays(
+    grouping: Rows,
+    rows: Array,
+    starts: Array,
+    ends: Array,
+    hub_rows: Array,
+    hub_offsets: Array,
+    of_chunk: Array,
+    first_chunk: Array,
+) -> HubArrays:
+    """The table of one grouping: `rows`, `starts` and `ends` are those of the candidates, the rest is as placed."""
+    hubs, chunks = grouping.most_hubs, grouping.most_chunks
+    hub_offsets, of_chunk = hub_offsets[: hubs + 1], of_chunk[:chunks]
+    number = jnp.arange(chunks, dtype=jnp.int32)
+    used = number < hub_offsets[-1]
+    num_valid = grouping.offsets[-1]
+    start = jnp.where(used, starts[of_chunk] + (number - first_chunk[of_chunk]) * grouping.chunk, num_valid)
+    end = jnp.where(used, jnp.minimum(start + grouping.chunk, ends[of_chunk]), num_valid)
+    return hub_rows[:hubs], hub_offsets, jnp.where(used, rows[of_chunk], grouping.num_rows), start, end
+
+
+def tile_arrays(groupings: Sequence[tuple[Array, int]], blocks: Sequence[int]) -> list[list[tuple[Array, Array]]]:
+    """`row_type` and `start` of a `TileTable` for each grouping and each of `blocks`.
+
+    Args:
+        groupings: offsets, int32[types + 1], and number of items, padding included.
+        blocks: positions a tile.
+    """
+    most_types = max(offsets.shape[0] for offsets, _ in groupings)
+    # Types that a grouping lacks begin where it ends.
+    stacked = jnp.stack([jnp.pad(offsets, (0, most_types - offsets.shape[0]), mode="edge") for offsets, _ in groupings])
+    sizes = [[items // block + offsets.shape[0] - 1 for block in blocks] for offsets, items in groupings]
+    of_block = jax.vmap(partial(_tiles_of, size=max(max(some) for some in sizes)), (None, 0))
+    row_type, start = jax.vmap(of_block, (0, None))(stacked, jnp.array(blocks, jnp.int32))
+    return [
+        [(row_type[i, b, :size], start[i, b, :size]) for b, size in enumerate(some)] for i, some in enumerate(sizes)
+    ]
+
+
+def _tiles_of(offsets: Array, block: Array, *, size: int) -> tuple[Array, Array]:
+    counts = offsets[1:] - offsets[:-1]
+    first_tile = count_before((counts + block - 1) // block)
+    tile = jnp.arange(size, dtype=jnp.int32)
+    row = row_of_positions(first_tile, size)
+    used = tile < first_tile[-1]
+    start = jnp.where(used, offsets[row] + (tile - first_tile[row]) * block, offsets[-1])
+    return jnp.where(used, row, 0), start

@@ -1,0 +1,1 @@
+"""Layers without Flax: functions, their specifications and parameters, and their dropout."""

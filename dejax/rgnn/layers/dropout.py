@@ -1,0 +1,131 @@
+"""The layers with dropout where their papers have it: the pure functions that `specs` calls while training.
+
+A mask is an ordinary edge value of a program (one row an edge), or a factor of node values outside of it, so that
+kernels know nothing of random numbers.
+
+- R-GCN (arXiv 1703.06103, section 5.2): edges are dropped before normalisation, self loops at their own rate.
+- RGAT (arXiv 1904.05811, as in GAT): attention coefficients are dropped after the softmax.
+- HGT (arXiv 2003.01332, the authors' program): the result of the output transform, before the skip connection.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dejax.rgnn.compiler.options import Options
+from dejax.rgnn.compiler.program import program
+from dejax.rgnn.graphs.rel_graph import RelGraph
+from dejax.rgnn.layers import library
+
+
+def inverted(key: Array, rate: float, shape: tuple[int, ...], dtype: Any) -> Array:
+    """A factor of 0 at the given rate, else 1 / (1 - rate), so that the mean is 1."""
+    kept = jax.random.bernoulli(key, 1.0 - rate, shape)
+    return kept.astype(dtype) / jnp.asarray(1.0 - rate, dtype)
+
+
+@program
+def _rgcn_full(g: Any, x: Any, weight: Any, scale: Any) -> Any:
+    return g.sum_to_dst((g.src(x) @ g.per_edge_type(weight)) * g.edge(scale))
+
+
+@program
+def _rgcn_blocks(g: Any, x: Any, blocks: Any, scale: Any) -> Any:
+    w = g.per_edge_type(blocks)
+    message = g.src(x).reshape(w.shape[0], -1) @ w
+    return g.sum_to_dst(message.reshape(-1) * g.edge(scale))
+
+
+@program
+def _rgcn_featureless(g: Any, weight: Any, scale: Any) -> Any:
+    return g.sum_to_dst(g.src(g.source_pair(weight)) * g.edge(scale))
+
+
+def edge_scale(graph: RelGraph, key: Array, rate: float, normalization: str, dtype: Any) -> Array:
+    """What multiplies each edge's message in R-GCN with edge dropout, [num_edges] in the user's order.
+
+    0 for a dropped edge. For a kept one, with "mean": 1 over the kept edges of its destination and type (c_{i,r} of the
+    paper, after dropping); otherwise 1 / (1 - rate), so that the expected sum is that of evaluation.
+    """
+    if normalization != "mean":
+        return inverted(key, rate, (graph.num_edges,), dtype)
+    kept = jax.random.bernoulli(key, 1.0 - rate, (graph.num_edges,))[graph.edge_ids].astype(jnp.float32)
+    pair = graph.by_destination_pair.index
+    count = jax.ops.segment_sum(kept, pair, num_segments=graph.num_destination_pairs, indices_are_sorted=True)
+    # A pair that lost all its edges, and padding edges (whose pair is out of range), have no message to scale.
+    count = jnp.maximum(count.at[pair].get(mode="fill", fill_value=1.0), 1.0)
+    return (kept / count)[graph.edge_positions].astype(dtype)
+
+
+def rgcn(
+    graph: RelGraph,
+    x: Array | None,
+    params: dict[str, Array],
+    key: Array,
+    edge_rate: float,
+    self_loop_rate: float,
+    *,
+    normalization: str,
+    options: Options,
+) -> Array:
+    """`library.rgcn` with edges dropped at `edge_rate` and the root's term, node by node, at `self_loop_rate`."""
+    edge_key, loop_key = jax.random.split(key)
+    dtype = next(iter(params.values())).dtype
+    if edge_rate:
+        scale = edge_scale(graph, edge_key, edge_rate, normalization, dtype)
+        if "blocks" in params:
+            out = _rgcn_blocks(graph, x, params["blocks"], scale, options=options)
+        elif x is None:
+            weight = params["weight"] if "weight" in params else _pair_weight(graph, params)
+            out = _rgcn_featureless(graph, weight, scale, options=options)
+        else:
+            weight = params["weight"] if "weight" in params else _relation_weight(params)
+            out = _rgcn_full(graph, x, weight, scale, options=options)
+    else:
+        relational = {name: p for name, p in params.items() if name not in ("root", "bias")}
+        out = library.rgcn(graph, x, relational, normalization=normalization, options=options)
+    if "root" in params:
+        # Options' precision is for the compiler's products; None leaves XLA's default, "f32" must not become TF32 here.
+        precision = jax.lax.Precision.HIGHEST if options.precision == "f32" else None
+        root = params["root"] if x is None else jnp.matmul(x, params["root"], precision=precision)
+        if self_loop_rate:
+            root = root * inverted(loop_key, self_loop_rate, (graph.num_nodes, 1), dtype)
+        out = out + root
+    return _valid(graph, out + params["bias"] if "bias" in params else out)
+
+
+def _relation_weight(params: dict[str, Array]) -> Array:
+    return jnp.einsum("rb,bkn->rkn", params["coefficients"], params["bases"], precision=jax.lax.Precision.HIGHEST)
+
+
+def _pair_weight(graph: RelGraph, params: dict[str, Array]) -> Array:
+    """[num_source_pairs, n]: the row that each (sender, type) pair has in the paper's sum of bases."""
+    bases = params["bases"][graph.source_pair_by_node.index]
+    coefficients = params["coefficients"][graph.source_pair_by_type.index]
+    return jnp.einsum("pb,pbn->pn", coefficients, bases, precision=jax.lax.Precision.HIGHEST)
+
+
+def rgat(graph: RelGraph, x: Array, params: dict[str, Array], key: Array, rate: float, **keywords: Any) -> Array:
+    """`library.rgat` with normalised attention dropped, edge by edge and head by head."""
+    mask = inverted(key, rate, (graph.num_edges, params["weight"].shape[1]), params["weight"].dtype)
+    return library.rgat(graph, x, {**params, "edge_scale": mask}, **keywords)
+
+
+def hgt(graph: RelGraph, x: Array, params: dict[str, Array], key: Array, rate: float, *, options: Options) -> Array:
+    """`library.hgt` with its transformed result dropped, number by number, before the skip connection."""
+    inner = {name: p for name, p in params.items() if name != "skip"}
+    out = library.hgt(graph, x, inner, options=options)
+    out = out * inverted(key, rate, out.shape, out.dtype)
+    if "skip" not in params:
+        return out
+    gate = jax.nn.sigmoid(params["skip"].at[graph.node_type].get(mode="fill", fill_value=0.0))[:, None]
+    return _valid(graph, gate * out + (1.0 - gate) * x)
+
+
+def _valid(graph: RelGraph, x: Array) -> Array:
+    """Zeros in the rows of padding nodes, as every program gives, so that no gradient comes from them."""
+    return x if graph.node_mask is None else jnp.where(graph.node_mask[:, None], x, jnp.zeros((), x.dtype))

@@ -1,0 +1,201 @@
+"""Parameters of layers, without Flax: shapes, initialisers, dtypes, and the compiler options beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.nn.initializers import glorot_uniform
+from jax.typing import DTypeLike
+
+from dejax.rgnn.compiler.options import Options
+from dejax.rgnn.compiler.program import Program
+from dejax.rgnn.graphs.rel_graph import RelGraph
+
+Initializer: TypeAlias = Callable[..., Array]
+
+# Glorot (uniform) for each relation's own matrix: leading axes count types, heads, bases or blocks and are no fan.
+PER_MATRIX = {
+    3: glorot_uniform(in_axis=1, out_axis=2, batch_axis=(0,)),
+    4: glorot_uniform(in_axis=2, out_axis=3, batch_axis=(0, 1)),
+}
+# [types, heads, k, d] is one k x (heads d) matrix a type.
+PER_TYPE_HEADS = glorot_uniform(in_axis=2, out_axis=(1, 3), batch_axis=(0,))
+GLOROT = glorot_uniform(in_axis=0, out_axis=1)
+
+
+def attention_vector(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
+    """Glorot (uniform) for vectors [..., d] that map d features to one score."""
+    limit = math.sqrt(6.0 / (shape[-1] + 1))
+    return jax.random.uniform(key, shape, dtype, -limit, limit)
+
+
+@dataclass(frozen=True, slots=True)
+class OneHotGlorot:
+    """Glorot (uniform) of the [num_nodes, n] matrix that a one-hot input would meet, for any of its rows."""
+
+    num_nodes: int
+
+    def __call__(self, key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
+        limit = math.sqrt(6.0 / (self.num_nodes + shape[-1]))
+        return jax.random.uniform(key, shape, dtype, -limit, limit)
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """Shape of one parameter and what draws it: `init(key, shape, dtype)`."""
+
+    shape: tuple[int, ...]
+    init: Initializer
+
+
+ParamSpecs: TypeAlias = dict[str, ParamSpec]
+
+
+def _drawn_already(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
+    raise TypeError("the parameters of this module are drawn already; make another module to draw them again")
+
+
+def with_initializers(specs: ParamSpecs, initializers: Mapping[str, Initializer] | None) -> ParamSpecs:
+    """The same parameters, some drawn by an initialiser of the user's.
+
+    Raises:
+      ValueError: `initializers` names a parameter that the layer does not have.
+    """
+    unknown = sorted(set(initializers or ()) - set(specs))
+    if unknown:
+        raise ValueError(f"initializers: this layer has parameters {sorted(specs)}, got an initialiser for {unknown}")
+    return {name: ParamSpec(s.shape, (initializers or {}).get(name, s.init)) for name, s in specs.items()}
+
+
+def resolve_options(
+    backend: str, precision: str | None, options: Options | None, base: Options | None = None
+) -> Options:
+    """The compiler options of a layer: `options`, or `base` with the backend and precision that are given."""
+    if options is None:
+        options = Options() if base is None else base
+        if backend != "auto":
+            options = dataclasses.replace(options, backend=backend)
+        return options if precision is None else dataclasses.replace(options, precision=precision)
+    if backend != "auto" or precision is not None:
+        raise ValueError(
+            f"options={options} already says backend and precision, got backend={backend!r} and "
+            f"precision={precision!r} beside it; give one or the other"
+        )
+    return options
+
+
+def cast(tree: Any, dtype: DTypeLike | None) -> Any:
+    """Floating-point leaves in `dtype`; with None, in the type that all of them promote to (Flax's rule)."""
+
+    def inexact(x: Any) -> bool:
+        return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+    leaves = [x for x in jax.tree.leaves(tree) if inexact(x)]
+    if dtype is None and leaves:
+        dtype = jnp.result_type(*leaves)
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype) if inexact(x) else x, tree)
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSpec:
+    """A relational program and those of its arguments that are parameters."""
+
+    program: Program
+    owned: tuple[tuple[str, ParamSpec], ...]
+    dtype: DTypeLike | None
+    options: Options
+
+    @classmethod
+    def make(
+        cls,
+        program: Any,
+        params: Mapping[str, tuple[tuple[int, ...], Initializer]],
+        dtype: DTypeLike | None,
+        backend: str,
+        precision: str | None,
+        options: Options | None,
+    ) -> ProgramSpec:
+        """From a mapping of name to (shape, initialiser); options are the program's own unless others are given.
+
+        Raises:
+          TypeError: `program` is no program, or a value of `params` no such pair.
+          ValueError: a parameter's name means something else in a call of a program.
+        """
+        if not isinstance(program, Program):
+            raise TypeError(f"ProgramModule takes what @rgnn.program made, got {type(program).__name__}")
+        for name, value in params.items():
+            if name in ("graph", "options"):
+                raise ValueError(f"ProgramModule: no parameter can be named {name!r}, a keyword of every program")
+            if not (isinstance(value, tuple) and len(value) == 2 and callable(value[1])):
+                raise TypeError(
+                    f"ProgramModule: params[{name!r}] must be (shape, initialiser), for instance "
+                    f"((8, 16), jax.nn.initializers.glorot_uniform()), got {value!r}"
+                )
+        owned = tuple((name, ParamSpec(tuple(shape), init)) for name, (shape, init) in params.items())
+        return cls(program, owned, dtype, resolve_options(backend, precision, options, program.options))
+
+    @property
+    def params(self) -> ParamSpecs:
+        return dict(self.owned)
+
+    def drawn(self) -> ProgramSpec:
+        """The same once the parameters are drawn: without initialisers, of which JAX's own cannot be pickled."""
+        owned = tuple((name, ParamSpec(spec.shape, _drawn_already)) for name, spec in self.owned)
+        return dataclasses.replace(self, owned=owned)
+
+    def __call__(self, graph: RelGraph, inputs: tuple[Any, ...], params: dict[str, Array]) -> Any:
+        inputs, params = cast((inputs, params), self.dtype)
+        return self.program(graph, *inputs, **params, options=self.options)
+
+
+def params_to_linen(module: Any) -> dict[str, Any]:
+    """The parameters of an nnx module as linen variables, `{"params": {...}}`.
+
+    Names are the attribute names, so a model of several layers needs the same names in both (linen: `self.first` in
+    `setup`, or `name="first"`).
+
+    Args:
+      module: an `nnx.Module`, or an `nnx.State` of parameters.
+    """
+    from flax import nnx
+
+    state = module if isinstance(module, nnx.State) else nnx.state(module, nnx.Param)
+    return {"params": nnx.to_pure_dict(state)}
+
+
+def params_from_linen(module: Any, variables: Mapping[str, Any]) -> None:
+    """Writes linen variables into the parameters of an nnx module, in place.
+
+    Args:
+      module: an `nnx.Module` whose parameters have the names and shapes of `variables["params"]`.
+      variables: linen variables, `{"params": {...}}`.
+
+    Raises:
+      ValueError: names or shapes differ.
+    """
+    from flax import nnx
+
+    state = nnx.state(module, nnx.Param)
+    mine = _flat(nnx.to_pure_dict(state))
+    given = _flat(variables["params"])
+    if mine.keys() != given.keys():
+        raise ValueError(
+            f"variables['params'] has {sorted(given.keys() - mine.keys())} that the module lacks, "
+            f"and lacks {sorted(mine.keys() - given.keys())}"
+        )
+    for name, value in given.items():
+        if jnp.shape(value) != jnp.shape(mine[name]):
+            raise ValueError(f"parameter {name!r} has shape {jnp.shape(mine[name])}, got {jnp.shape(value)}")
+    nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, dict(variables["params"])))
+    nnx.update(module, state)
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(dict(tree))}

@@ -1,0 +1,98 @@
+"""The cost model: what moves, what comes in 16 bits, and that more work costs more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dejax.rgnn import Options, library
+from dejax.rgnn.compiler import execute
+from dejax.rgnn.compiler.cost import CostModel, Machine, training_models
+from dejax.rgnn.ir.intra import Gemm, Kernels, Traversal
+from dejax.rgnn.passes import Counts
+from dejax.rgnn.passes.storage import encoded_values
+from tests.rgnn.cases import Size
+from tests.rgnn.contract import make_arrays
+from tests.rgnn.references import GRAPHS, graph_of
+
+MANY = Counts(
+    nodes=2_000_000, edges=20_000_000, source_pairs=4_000_000, destination_pairs=9_000_000, edge_types=50, node_types=4
+)
+LAYERS = {"rgcn_mean": library.rgcn, "rgat": library.rgat, "hgt": library.hgt}
+
+
+def task_of(case: str, counts: Counts) -> execute.Task:
+    arrays = make_arrays(case, GRAPHS["typical"], Size(64, 64, 1), "float32")
+    arrays = {key: a.astype("float32") for key, a in arrays.items()}
+    x = arrays.pop("x")
+    task, _, _ = LAYERS[case]._prepare(graph_of("typical"), Options(precision="tf32"), (x, arrays), {})
+    return replace(task, counts=counts)
+
+
+def forward(case: str, counts: Counts = MANY) -> Kernels:
+    return execute.inference_kernels(task_of(case, counts))
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_more_edges_take_longer(case: str) -> None:
+    half = replace(MANY, edges=MANY.edges // 2)
+    total = lambda counts: sum(c.seconds for c in CostModel(forward(case, MANY), counts).costs())  # noqa: E731
+    assert total(half) < total(MANY) < 2 * total(half)
+
+
+def test_a_product_is_its_bytes_over_the_bandwidth() -> None:
+    """Rows in float32 read in the order of pairs, written in 16 bits."""
+    counts = replace(MANY, destination_pairs=1_500_000)
+    kernels = forward("rgat", counts)
+    products = {instance.out: i for i, instance in enumerate(kernels.instances) if isinstance(instance, Gemm)}
+    ((product, number),) = ((v, i) for v, i in products.items() if v in kernels.half)
+    assert kernels.program.ops[product].width == 64
+    cost = CostModel(kernels, counts).costs()[number]
+    rows = counts.source_pairs
+    least = counts.nodes * 256 + rows * 129
+    assert least < cost.bytes < rows * (256 + 4 + 129) + 2**20
+    assert cost.seconds > cost.bytes / Machine().bytes_per_second
+    assert cost.flops == 2 * rows * 64 * 64
+
+
+def test_what_forward_writes_in_16_bits_backward_reads_so() -> None:
+    task = task_of("rgat", MANY)
+    cut, *tasks = execute.training_tasks(task, execute.differentiable_positions(task))
+    forward_kernels, backward = (execute.inference_kernels(t) for t in tasks)
+    _, model = training_models(cut, forward_kernels, backward, MANY, "tf32")
+    kept = model.half - backward.half - model.encoded
+    assert kept and all(backward.program.ops[v].name == "input" for v in kept)
+    without = sum(c.bytes for c in CostModel(backward, MANY).costs())
+    assert sum(c.bytes for c in model.costs()) < without
+
+
+def test_inputs_that_are_read_often_come_in_16_bits_and_that_costs_once() -> None:
+    """The products by pairs read x almost six times a node here, and less than three times in the other graph."""
+    few = replace(MANY, destination_pairs=1_500_000)
+    counts = replace(few, source_pairs=10_000_000)
+    kernels = forward("rgat", counts)
+    x = kernels.program.inputs[0]
+    assert x in encoded_values(kernels, counts.rows) and x not in encoded_values(forward("rgat", few), few.rows)
+    model = CostModel(kernels, counts)
+    assert sum(x in values for values in model.encodes.values()) == 1
+    assert not CostModel(kernels, counts, precision="f32").encoded
+
+
+def test_loops_wait_for_their_longest_row() -> None:
+    """On a graph of a few edges it is not bytes that take the time."""
+    few = Counts(nodes=700, edges=5000, source_pairs=900, destination_pairs=900, edge_types=9, node_types=2)
+    kernels = forward("rgat", few)
+    for instance, cost in zip(kernels.instances, CostModel(kernels, few).costs(), strict=True):
+        if isinstance(instance, Traversal) and instance.via == "dst":
+            assert 3e-6 < cost.seconds < 20e-6
+
+
+def test_operations_of_a_loop_beside_another_count() -> None:
+    task = task_of("rgat", MANY)
+    _, _, backward = execute.training_tasks(task, execute.differentiable_positions(task))
+    kernels = execute.inference_kernels(backward)
+    ((number, loop),) = ((n, t) for n, t in enumerate(kernels.instances) if isinstance(t, Traversal) and t.beside)
+    body = lambda t: MANY.rows(t.space) * sum(kernels.program.ops[i].width for i in t.body)  # noqa: E731
+    assert body(loop.beside) > 0
+    assert CostModel(kernels, MANY).costs()[number].flops == body(loop) + body(loop.beside)

@@ -1,0 +1,328 @@
+"""Programs under JAX's transformations, on both backends: results as of the plain program, piece by piece."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+from jax.test_util import check_grads
+
+from dejax import rgnn
+from dejax.rgnn import Options, RelGraph, library
+from dejax.rgnn.compiler import execute
+from tests.rgnn.cases import Size
+from tests.rgnn.contract import make_arrays
+from tests.rgnn.references import GRAPHS, HUB_CHUNK, graph_of
+
+BACKENDS = {
+    "xla": Options(backend="xla", precision="f32"),
+    "pallas": Options(backend="pallas", precision="f32", interpret=True),
+}
+BOTH = pytest.mark.parametrize("backend", BACKENDS)
+GRAPH = graph_of("typical")
+K = 4
+
+
+# Interpreted kernels are slow, and what is under test is what surrounds them: the smaller model on those.
+MODEL = {"xla": ("rgat", library.rgat), "pallas": ("rgcn_mean", library.rgcn)}
+
+
+@cache
+def arrays(backend: str = "xla", seed: int = 0) -> tuple[jax.Array, dict[str, jax.Array]]:
+    name = MODEL[backend][0]
+    size = Size(K, K // 2, 2) if name == "rgat" else Size(K, K)
+    made = make_arrays(name, GRAPHS["typical"], size, "float32", seed)
+    found = {key: jnp.asarray(value, jnp.float32) for key, value in made.items()}
+    return found.pop("x"), found
+
+
+@cache
+def stacked(backend: str, count: int) -> tuple[jax.Array, dict[str, jax.Array]]:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(arrays(backend, seed) for seed in range(count)))
+
+
+def layer(backend: str, plain: bool = False) -> Callable[[Any, Any], Any]:
+    """The backend's model; `plain`: by XLA."""
+    options = BACKENDS["xla" if plain else backend]
+    return lambda x, params: MODEL[backend][1](GRAPH, x, params, options=options)
+
+
+def loss(backend: str, plain: bool = False) -> Callable[[Any, Any], Any]:
+    return lambda x, params: jnp.sum(jnp.sin(layer(backend, plain)(x, params)))
+
+
+def close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(g), np.asarray(w), rtol=tolerance, atol=tolerance)
+
+
+def each(function: Callable, *batches: Any) -> Any:
+    """The function of each element of the batches, without vmap."""
+    count = jax.tree.leaves(batches)[0].shape[0]
+    one = jax.jit(function)
+    found = (one(*jax.tree.map(operator.itemgetter(i), batches)) for i in range(count))
+    return jax.tree.map(lambda *y: jnp.stack(y), *found)
+
+
+@BOTH
+def test_jit_and_no_jit(backend: str) -> None:
+    x, params = arrays(backend)
+    close(jax.jit(layer(backend))(x, params), layer(backend)(x, params), 1e-6)
+
+
+@BOTH
+def test_the_graph_as_an_argument_of_jit(backend: str) -> None:
+    x, params = arrays(backend)
+    traced = jax.jit(lambda g, x, p: MODEL[backend][1](g, x, p, options=BACKENDS[backend]))
+    close(traced(GRAPH, x, params), layer(backend)(x, params))
+
+
+def test_value_and_grad_agree_with_grad_and_with_the_value() -> None:
+    x, params = arrays()
+    value, grads = jax.jit(jax.value_and_grad(loss("xla"), argnums=(0, 1)))(x, params)
+    close(value, loss("xla")(x, params))
+    close(grads, jax.grad(loss("xla"), argnums=(0, 1))(x, params))
+
+
+def test_gradients_by_finite_differences() -> None:
+    x, params = arrays()
+    with jax.enable_x64(True):
+        x, params = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), (x, params))
+        leaves, tree = jax.tree.flatten((x, params))
+        at = lambda *leaves: loss("xla")(*jax.tree.unflatten(tree, leaves))  # noqa: E731
+        check_grads(at, leaves, order=1, modes=("rev",), eps=1e-6, rtol=1e-5)
+
+
+def test_vmap_and_jacobians() -> None:
+    """Cotangents are mapped as well: `jacrev` is vmap over the backward pass."""
+    x, params = arrays()
+    jacobian = jax.jacrev(layer("xla"))(x, params)
+    y = layer("xla")(x, params)
+    assert jacobian.shape == (*y.shape, *x.shape)
+    weights = jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)
+    close(jnp.tensordot(weights, jacobian, 2), jax.grad(lambda x: jnp.sum(layer("xla")(x, params) * weights))(x))
+
+
+@BOTH
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=["features", "weights", "both"])
+def test_vmap(backend: str, axes: tuple[int | None, int | None]) -> None:
+    """Forward and gradients of a batch of features, of weights (an ensemble), and of both."""
+    (x, params), (xs, many) = arrays(backend), stacked(backend, 2)
+    given = (xs if axes[0] == 0 else x, many if axes[1] == 0 else params)
+    both = jax.value_and_grad(loss(backend), argnums=(0, 1))
+    fill = (
+        xs if axes[0] == 0 else jnp.stack([x, x]),
+        many if axes[1] == 0 else jax.tree.map(lambda a: jnp.stack([a, a]), params),
+    )
+    close(
+        jax.jit(jax.vmap(both, in_axes=axes))(*given),
+        each(jax.value_and_grad(loss(backend, plain=True), argnums=(0, 1)), *fill),
+    )
+
+
+@BOTH
+def test_scan_over_layers(backend: str) -> None:
+    x, _ = arrays(backend)
+    _, weights = stacked(backend, 3)
+
+    def scanned(x: Any, weights: Any) -> Any:
+        return jax.lax.scan(lambda h, p: (jnp.tanh(layer(backend)(h, p)), None), x, weights)[0]
+
+    def unrolled(x: Any, weights: Any) -> Any:
+        for i in range(3):
+            x = jnp.tanh(layer(backend, plain=True)(x, jax.tree.map(operator.itemgetter(i), weights)))
+        return x
+
+    close(jax.jit(scanned)(x, weights), unrolled(x, weights))
+    grads = [
+        jax.jit(jax.grad(lambda x, w, f=f: jnp.sum(f(x, w) ** 2), argnums=(0, 1)))(x, weights)
+        for f in (scanned, unrolled)
+    ]
+    close(*grads)
+
+
+@BOTH
+def test_checkpoint(backend: str) -> None:
+    x, params = arrays(backend)
+    plain = jax.jit(jax.grad(loss(backend, plain=True), argnums=(0, 1)))(x, params)
+    again = jax.jit(jax.grad(jax.checkpoint(loss(backend)), argnums=(0, 1)))(x, params)
+    close(again, plain)
+
+
+def test_any_order_of_gradients_and_transformations() -> None:
+    """JAX keeps one trace of a jitted program: gradients of other arguments must not disturb what follows."""
+    x, params = arrays(seed=1)
+    every = (0, 1)
+
+    def gradients(of: Callable, argnums: Any) -> Any:
+        return jax.jit(lambda x, p: jax.grad(of, argnums=argnums)(x, p))(x, params)
+
+    want = gradients(loss("xla"), every)
+    again = jax.checkpoint(loss("xla"))
+    for wrapped, argnums in (
+        (loss("xla"), 0),
+        (again, 1),
+        (again, 0),
+        (loss("xla"), 1),
+        (jax.checkpoint(jax.jit(loss("xla"))), 0),
+    ):
+        close(gradients(wrapped, argnums), want[argnums])
+    for name in ("attention_dst", "weight"):
+        only = lambda w, name=name: loss("xla")(x, params | {name: w})  # noqa: E731
+        close(jax.grad(jax.checkpoint(only))(params[name]), want[1][name])
+
+
+def test_checkpoint_keeps_less() -> None:
+    """Nothing but the arguments crosses from forward to backward."""
+    x, params = arrays()
+    kept = lambda f: sum(a.size for a in jax.tree.leaves(jax.vjp(f, x, params)[1]) if hasattr(a, "size"))  # noqa: E731
+    # The arrays of the graph are constants of the function, and are among what is kept either way.
+    assert kept(jax.checkpoint(loss("xla"))) < kept(loss("xla"))
+
+
+@BOTH
+@pytest.mark.parametrize("sharded", ["features", "weights"])
+def test_shard_map(backend: str, sharded: str) -> None:
+    """A batch of features, or an ensemble of weights, over a mesh of four devices; the rest is on each of them."""
+    devices = jax.devices("cpu")[:4]
+    if len(devices) < 4:
+        pytest.skip("needs four CPU devices, which tests/conftest.py asks XLA for before jax starts")
+    mesh = Mesh(np.array(devices), ("batch",))
+    (x, params), (xs, many) = arrays(backend), stacked(backend, 4)
+    split, whole = PartitionSpec("batch"), PartitionSpec()
+    given, specs = ((xs, params), (split, whole)) if sharded == "features" else ((x, many), (whole, split))
+
+    def local(graph: RelGraph, x: Any, params: Any) -> Any:
+        one = lambda x, p: MODEL[backend][1](graph, x, p, options=BACKENDS[backend])  # noqa: E731
+        if sharded == "features":
+            return one(x[0], params)[None]
+        return one(x, jax.tree.map(lambda a: a[0], params))[None]
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(whole, *specs), out_specs=split, check_vma=False)
+
+    def total(x: Any, params: Any) -> Any:
+        y = mapped(GRAPH, x, params)
+        return jnp.sum(jnp.sin(y)), y
+
+    grads, y = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(*given)
+    fill = (
+        (xs, jax.tree.map(lambda a: jnp.stack([a] * 4), params))
+        if sharded == "features"
+        else (jnp.stack([x] * 4), many)
+    )
+    close(y, each(layer(backend, plain=True), *fill))
+    alone = each(jax.grad(loss(backend, plain=True), argnums=(0, 1)), *fill)
+    # What was on every device gets the sum of the gradients of all.
+    sum_if = lambda tree, shared: jax.tree.map(lambda a: a.sum(0), tree) if shared else tree  # noqa: E731
+    close(grads, (sum_if(alone[0], sharded == "weights"), sum_if(alone[1], sharded == "features")))
+
+
+def test_one_compilation_for_equal_graphs() -> None:
+    """Two graphs with the same numbers of everything share one trace, under the caller's jit and outside it."""
+    x, params = arrays()
+    first, second = (GRAPHS["typical"].build(hub_chunk=HUB_CHUNK) for _ in range(2))
+    count = 0
+
+    @rgnn.program
+    def counted(g: Any, x: Any) -> Any:
+        nonlocal count
+        count += 1
+        return g.mean_to_dst(g.src(x))
+
+    for graph in (first, second, first):
+        counted(graph, x)
+    assert count == 1
+    before = execute._run._cache_size()
+    for graph in (first, second):
+        counted(graph, x)
+    assert execute._run._cache_size() == before
+
+    traces = 0
+
+    @jax.jit
+    def step(graph: RelGraph, x: Any, params: Any) -> Any:
+        nonlocal traces
+        traces += 1
+        return jax.grad(lambda p: jnp.sum(library.rgat(graph, x, p)))(params)
+
+    for graph in (first, second):
+        step(graph, x, params)
+    assert traces == 1
+    # Other shapes are another trace; the same shapes again are not.
+    counted(first, jnp.ones((first.num_nodes, K + 1)))
+    counted(second, jnp.ones((first.num_nodes, K + 1)))
+    assert count == 2
+
+
+@BOTH
+def test_gradients_of_some_arguments(backend: str) -> None:
+    """The backward pass is made for what is asked for, and for nothing else."""
+    x, params = arrays(backend)
+    everything = jax.jit(jax.grad(loss(backend, plain=True), argnums=(0, 1)))(x, params)
+    close(jax.jit(jax.grad(loss(backend)))(x, params), everything[0])
+    only = jax.jit(jax.grad(lambda w: loss(backend)(x, params | {"weight": w})))(params["weight"])
+    close(only, everything[1]["weight"])
+
+
+def test_symbolic_zeros() -> None:
+    """Arguments without a tangent leave no operators in the backward program."""
+    x, params = arrays()
+    grad = lambda argnums: jax.make_jaxpr(jax.grad(loss("xla"), argnums=argnums))(x, params)  # noqa: E731
+    assert len(str(grad(0))) < len(str(grad((0, 1))))
+    # A constant feature array, as in every first layer: its gradient is not computed.
+    outers = str(
+        jax.make_jaxpr(jax.grad(lambda b: loss("xla")(x, params | {"attention_dst": b})))(params["attention_dst"])
+    )
+    assert len(outers) < len(str(grad((0, 1))))
+
+
+def test_results_that_get_no_cotangent() -> None:
+    @rgnn.program
+    def two(g: Any, x: Any) -> Any:
+        return g.sum_to_dst(g.src(x)), g.max_to_dst(g.src(x) * g.dst(x)), g.in_degree()
+
+    x, _ = arrays()
+    got = jax.grad(lambda x: jnp.sum(two(GRAPH, x)[0] ** 2))(x)
+    want = jax.grad(lambda x: jnp.sum(rgnn.program(lambda g, x: g.sum_to_dst(g.src(x)))(GRAPH, x) ** 2))(x)
+    close(got, want)
+
+
+def test_integer_arguments_and_results() -> None:
+    @rgnn.program
+    def mixed(g: Any, x: Any, n: Any) -> Any:
+        return g.sum_to_dst(g.src(x) * g.src(n)), g.sum_to_dst(g.src(n))
+
+    x, _ = arrays()
+    n = jnp.arange(x.shape[0], dtype=jnp.int32)
+    grads, counts = jax.grad(lambda x: (lambda y, c: (jnp.sum(y**2), c))(*mixed(GRAPH, x[:, 0], n)), has_aux=True)(x)
+    assert counts.dtype == jnp.int32 and grads.shape == x.shape
+    floats = jax.grad(lambda x: jnp.sum(mixed(GRAPH, x[:, 0], n.astype(jnp.float32))[0] ** 2))(x)
+    close(grads, floats)
+
+
+@BOTH
+def test_second_derivatives(backend: str) -> None:
+    """The gradient of a gradient's squared norm, as in a gradient penalty, against XLA's own autodiff."""
+    x, params = arrays(backend)
+
+    def penalty(x: Any, params: Any, options: Options) -> Any:
+        inner = jax.grad(lambda x: jnp.sum(jnp.sin(MODEL[backend][1](GRAPH, x, params, options=options))))(x)
+        return jnp.sum(inner**2)
+
+    plain = Options(backend="xla", precision="f32", disable=("backward",))
+    want = jax.jit(jax.grad(penalty, argnums=(0, 1)), static_argnums=2)(x, params, plain)
+    got = jax.jit(jax.grad(penalty, argnums=(0, 1)), static_argnums=2)(x, params, BACKENDS[backend])
+    close(got, want, 2e-4)
+
+
+def test_forward_mode_says_that_it_is_not_there() -> None:
+    x, params = arrays()
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: layer("xla")(x, params), (x,), (x,))

@@ -1,0 +1,322 @@
+"""`RelGraph.build_traced`: the numpy builder's tables inside jit, static bounds, padding without effect."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from dejax.rgnn.graphs import sorting_traced
+from dejax.rgnn.graphs.rel_graph import RelGraph, Segments
+from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
+
+SETTINGS = hypothesis.settings(deadline=None, max_examples=40)
+NODES, EDGES, EDGE_TYPES, NODE_TYPES = 6, 14, 3, 2
+
+
+@partial(jax.jit, static_argnames=("num_nodes", "num_edge_types", "num_node_types", "add_reverse", "add_self_loops"))
+def build(senders: Any, receivers: Any, edge_type: Any, **options: Any) -> RelGraph:
+    return RelGraph.build_traced(senders, receivers, edge_type, hub_chunk=CHUNK, **options)
+
+
+def padded_lists() -> st.SearchStrategy[EdgeList]:
+    """Graphs of one padded shape, so that all of them share a compilation."""
+
+    def pad(edges: EdgeList, seed: int) -> EdgeList:
+        edges = replace(edges, num_edge_types=EDGE_TYPES, num_node_types=NODE_TYPES)
+        return edges.padded(EDGES, NODES, np.random.default_rng(seed))
+
+    lists = partial(edge_lists, max_nodes=NODES, max_edges=EDGES, max_edge_types=EDGE_TYPES, max_node_types=NODE_TYPES)
+    return st.builds(pad, st.booleans().flatmap(lambda masks: lists(masks=masks)), st.integers(0, 99))
+
+
+@SETTINGS
+@hypothesis.given(padded_lists(), st.booleans(), st.booleans())
+def test_every_table_agrees_with_the_reference(edges: EdgeList, add_reverse: bool, add_self_loops: bool) -> None:
+    positional, keywords = edges.arguments()
+    graph = build(*positional, **keywords, add_reverse=add_reverse, add_self_loops=add_self_loops)
+    check_tables(graph, edges.added(add_reverse, add_self_loops), exact=False)
+
+
+def check_agreement(traced: RelGraph, graph: RelGraph) -> None:
+    """The valid part of each table of `traced` is that of the numpy builder's `graph`."""
+    for name in ("senders", "receivers", "edge_type", "edge_ids", "edge_positions", "node_type"):
+        np.testing.assert_array_equal(getattr(traced, name), getattr(graph, name))
+    for actual, expected in zip(traced.to_edges(), graph.to_edges(), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+    for name in RelGraph.__slots__:
+        ours, theirs = getattr(traced, name), getattr(graph, name)
+        if name == "edge_type_by_source":
+            assert ours is None  # it is not known while tracing where there are several node types
+        elif isinstance(theirs, Segments):
+            valid = int(theirs.offsets[-1])
+            np.testing.assert_array_equal(ours.index[:valid], theirs.index[:valid])
+            if theirs.order is not None and ours.order is not None:
+                np.testing.assert_array_equal(ours.order[:valid], theirs.order[:valid])
+                # Padding items come last, in their own order; pairs that do not occur are no items of the exact table.
+                same = ours.num_items == theirs.num_items
+                rest = theirs.order[valid:] if same else np.arange(valid, ours.num_items)
+                np.testing.assert_array_equal(ours.order[valid:], rest)
+            np.testing.assert_array_equal(ours.offsets[: theirs.num_rows + 1], theirs.offsets)
+            assert (np.asarray(ours.offsets[theirs.num_rows :]) == valid).all()
+            check_pieces(ours, theirs)
+
+
+def check_pieces(ours: Segments, theirs: Segments) -> None:
+    """Hubs and tiles: the same ones, and unused ones without items."""
+    for table, exact in zip(ours.tiles, theirs.tiles, strict=True):
+        used = len(exact.start)
+        np.testing.assert_array_equal(table.row_type[:used], exact.row_type)
+        np.testing.assert_array_equal(table.start[:used], exact.start)
+        assert (np.asarray(table.start[used:]) == int(theirs.offsets[-1])).all()
+    if ours.hubs is None or theirs.hubs is None:
+        assert theirs.hubs is None and (ours.hubs is None or int(ours.hubs.offsets[-1]) == 0)
+        return
+    hubs, chunks = len(theirs.hubs.rows), len(theirs.hubs.chunk_row)
+    np.testing.assert_array_equal(ours.hubs.rows[:hubs], theirs.hubs.rows)
+    np.testing.assert_array_equal(ours.hubs.offsets[: hubs + 1], theirs.hubs.offsets)
+    for name in ("chunk_row", "chunk_start", "chunk_end"):
+        np.testing.assert_array_equal(getattr(ours.hubs, name)[:chunks], getattr(theirs.hubs, name))
+    np.testing.assert_array_equal(ours.hubs.chunk_start[chunks:], ours.hubs.chunk_end[chunks:])
+    assert (np.asarray(ours.hubs.rows[hubs:]) == ours.num_rows).all()
+
+
+@SETTINGS
+@hypothesis.given(padded_lists(), st.booleans())
+def test_agrees_with_the_numpy_builder(edges: EdgeList, added: bool) -> None:
+    positional, keywords = edges.arguments()
+    traced = build(*positional, **keywords, add_reverse=added, add_self_loops=added)
+    graph = edges.build(hub_chunk=CHUNK, add_reverse=added, add_self_loops=added)
+    check_agreement(traced, graph)
+
+
+@SETTINGS
+@hypothesis.given(padded_lists(), st.integers(0, 99))
+def test_what_padding_holds_has_no_effect(edges: EdgeList, seed: int) -> None:
+    """The same valid edges with other padding contents, out of range too, give the same tables."""
+    positional, keywords = edges.arguments()
+    rng = np.random.default_rng(seed)
+    others = [np.where(edges.edge_mask, column, rng.integers(-3, 99, EDGES)).astype(np.int32) for column in positional]
+    other_nodes = np.where(edges.node_mask, edges.node_type, rng.integers(-3, 99, NODES)).astype(np.int32)
+    graph = build(*positional, **keywords)
+    other = build(*others, **{**keywords, "node_type": other_nodes})
+    assert jax.tree.structure(graph) == jax.tree.structure(other)
+    jax.tree.map(np.testing.assert_array_equal, graph, other)
+
+
+# Sizes at which sums have several levels, and the ends and types of an edge are two or three sort keys.
+LARGE = {
+    "two words": (20_000, 30_000, 300, 0.1),
+    "three words, most types empty": (20_000, 70_000, 70_000, 0.0),
+    "one type, all padding": (20_000, 500, 1, 1.0),
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_large_graphs_agree_with_the_numpy_builder(case: str) -> None:
+    size, nodes, types, padding = LARGE[case]
+    rng = np.random.default_rng(0)
+    ends = np.minimum((nodes * rng.random((2, size)) ** 3).astype(np.int32), nodes - 1)  # hubs first
+    edge_type = np.minimum((types * rng.random(size) ** 6).astype(np.int32), types - 1)
+    mask = rng.random(size) >= padding
+    node_type = rng.integers(0, NODE_TYPES, nodes).astype(np.int32)
+    edges = EdgeList(*ends, edge_type, nodes, types, node_type, NODE_TYPES, edge_mask=mask)
+    positional, keywords = edges.arguments()
+    check_agreement(build(*positional, **keywords), edges.build(hub_chunk=CHUNK))
+
+
+@pytest.mark.parametrize("bounds", [(5, 7, 9), (70_000, 300, 60_000), (1 << 31, 3), (1,)])
+def test_stable_sort(bounds: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    columns = [np.append(rng.integers(0, bound, 300), [bound - 1, 0, 0]).astype(np.int32) for bound in bounds]
+    found, order = sorting_traced.stable_sort([jnp.asarray(column) for column in columns], bounds)
+    expected = np.lexsort(columns[::-1])
+    np.testing.assert_array_equal(order, expected)
+    for column, sorted_column in zip(columns, found, strict=True):
+        np.testing.assert_array_equal(sorted_column, column[expected])
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000])
+def test_row_of_positions(size: int) -> None:
+    offsets = np.append(0, np.sort(np.random.default_rng(0).integers(0, size + 9, 2000))).astype(np.int32)
+    expected = np.searchsorted(offsets, np.arange(size), side="right") - 1
+    np.testing.assert_array_equal(sorting_traced.row_of_positions(jnp.asarray(offsets), size), expected)
+
+
+def aggregate(graph: RelGraph, x: jax.Array, w: jax.Array) -> jax.Array:
+    """A relational sum that goes through pairs, as compiled programs do; rows of padding are zero."""
+    drop: dict[str, Any] = {"mode": "drop"}
+    fill: dict[str, Any] = {"mode": "fill", "fill_value": 0}
+    pair_x = x.at[graph.source_pair_by_node.index].get(**fill)
+    pair_w = w.at[graph.source_pair_by_type.index].get(**fill)
+    edge_y = (pair_x * pair_w).at[graph.by_source_pair.index].get(**fill)
+    pairs = jnp.zeros((graph.num_destination_pairs, x.shape[1])).at[graph.by_destination_pair.index].add(edge_y, **drop)
+    return jnp.zeros_like(x).at[graph.destination_pair_by_node.index].add(jnp.tanh(pairs), **drop)
+
+
+@jax.jit
+def result_and_gradients(graph: RelGraph, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def loss(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = aggregate(graph, x, w)
+        return (y**2).sum(), y
+
+    gradients, y = jax.grad(loss, (0, 1), has_aux=True)(x, w)
+    return y, gradients
+
+
+def reference(edges: EdgeList, x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same relational sum of the valid edges and its gradients, edge by edge in float64."""
+    assert edges.edge_mask is not None
+    valid = [(s, r, t) for s, r, t, m in zip(*edges.arguments()[0], edges.edge_mask, strict=True) if m]
+    sums: dict[tuple[int, int], np.ndarray] = {}
+    for s, r, t in valid:
+        sums[r, t] = sums.get((r, t), 0) + x[s] * w[t]
+    y, dx, dw = np.zeros_like(x), np.zeros_like(x), np.zeros_like(w)
+    for (r, _), value in sums.items():
+        y[r] += np.tanh(value)
+    for s, r, t in valid:
+        d = 2 * y[r] * (1 - np.tanh(sums[r, t]) ** 2)
+        dx[s] += d * w[t]
+        dw[t] += d * x[s]
+    return y, dx, dw
+
+
+@SETTINGS
+@hypothesis.given(padded_lists(), st.integers(0, 99))
+def test_padding_has_no_effect_on_results_and_gradients(edges: EdgeList, seed: int) -> None:
+    positional, keywords = edges.arguments()
+    rng = np.random.default_rng(seed)
+    x, w = rng.normal(size=(NODES, 3)), rng.normal(size=(EDGE_TYPES, 3))
+    y, (dx, dw) = result_and_gradients(build(*positional, **keywords), x.astype(np.float32), w.astype(np.float32))
+    for actual, expected in zip((y, dx, dw), reference(edges, x, w), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+    assert not np.asarray(y)[~edges.node_mask].any() and not np.asarray(dx)[~edges.node_mask].any()
+
+
+def test_one_compilation_serves_all_batches_of_a_shape() -> None:
+    traces = []
+
+    @jax.jit
+    def step(senders: jax.Array, receivers: jax.Array, valid: jax.Array, valid_nodes: jax.Array) -> RelGraph:
+        graph = RelGraph.build_traced(
+            senders,
+            receivers,
+            jnp.zeros_like(senders),
+            num_nodes=5,
+            num_edge_types=1,
+            num_valid_edges=valid,
+            num_valid_nodes=valid_nodes,
+            add_self_loops=True,
+        )
+        traces.append(graph)
+        return graph
+
+    for valid in range(4):
+        graph = step(jnp.array([0, 1, 1]), jnp.array([1, 0, 2]), jnp.int32(valid), jnp.int32(4))
+        np.testing.assert_array_equal(graph.by_edge_type.counts(), [valid, 4])
+        assert int(graph.edge_mask.sum()) == valid + 4  # type: ignore[union-attr]
+        np.testing.assert_array_equal(graph.node_mask, [True] * 4 + [False])
+    assert len(traces) == 1
+    assert hash(jax.tree.structure(traces[0])) == hash(jax.tree.structure(graph))
+
+
+def test_edges_that_cannot_be_checked_count_as_padding() -> None:
+    graph = build(
+        jnp.array([0, 7, -1, 0, 0, 1]),
+        jnp.array([1, 0, 0, 9, 1, 2]),
+        jnp.array([0, 0, 0, 0, 5, 0]),
+        num_nodes=3,
+        num_edge_types=2,
+        node_mask=jnp.array([True, True, False]),
+    )
+    np.testing.assert_array_equal(graph.edge_mask, [True] + [False] * 5)
+    np.testing.assert_array_equal(graph.senders, [0, 3, 3, 3, 3, 3])
+    np.testing.assert_array_equal(graph.by_receiver.counts(), [0, 1, 0])
+
+
+def test_node_types_out_of_range_belong_to_no_type() -> None:
+    graph = build([0], [1], [0], num_nodes=3, num_edge_types=1, node_type=jnp.array([1, -4, 8]), num_node_types=2)
+    np.testing.assert_array_equal(graph.node_type, [1, 2, 2])
+    np.testing.assert_array_equal(graph.by_node_type.counts(), [0, 1])
+
+
+@pytest.mark.parametrize("num_edges", [0, 1])
+@pytest.mark.parametrize("num_nodes", [0, 1])
+def test_smallest_graphs(num_edges: int, num_nodes: int) -> None:
+    ids = np.zeros(num_edges, np.int32)
+    graph = build(ids, ids, ids, num_nodes=num_nodes, num_edge_types=1, add_self_loops=True)
+    valid = min(num_edges, num_nodes)  # an edge without nodes is out of range
+    np.testing.assert_array_equal(graph.by_edge_type.counts(), [valid, num_nodes])
+
+
+def test_works_outside_jit_and_under_strict_promotion() -> None:
+    arguments: dict[str, Any] = {"num_nodes": 4, "num_edge_types": 2, "num_valid_edges": 2}
+    ids = np.array([0, 1, 3]), np.array([1, 1, 1]), np.array([1, 0, 0])
+    eager = RelGraph.build_traced(*ids, hub_chunk=CHUNK, **arguments)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        traced = jax.jit(lambda *ids: RelGraph.build_traced(*ids, hub_chunk=CHUNK, **arguments))(*ids)
+    assert jax.tree.structure(eager) == jax.tree.structure(traced)
+    jax.tree.map(np.testing.assert_array_equal, eager, traced)
+
+
+def test_vmap_over_graphs_of_one_shape() -> None:
+    rng = np.random.default_rng(0)
+    ids = [jnp.asarray(rng.integers(0, bound, (3, 8)), jnp.int32) for bound in (5, 5, 2)]
+    one = partial(RelGraph.build_traced, num_nodes=5, num_edge_types=2, hub_chunk=CHUNK)
+    many = jax.vmap(one)(*ids)
+    for batch in range(3):
+        jax.tree.map(
+            lambda got, want, batch=batch: np.testing.assert_array_equal(got[batch], want),
+            many,
+            one(*(column[batch] for column in ids)),
+        )
+
+
+def _with(**changes: Any) -> dict[str, Any]:
+    ids = jnp.array([0, 1])
+    return {"senders": ids, "receivers": ids, "edge_type": ids, "num_nodes": 3, "num_edge_types": 2} | changes
+
+
+WRONG = [
+    (_with(senders=jnp.array([0.0, 1.0])), TypeError, "senders must hold integer ids, got dtype float32"),
+    (_with(senders=jnp.array([[0, 1]])), ValueError, r"senders must have one axis, got shape \(1, 2\)"),
+    (_with(edge_type=jnp.array([0])), ValueError, "one length .*edge_type 1"),
+    (_with(num_edge_types=None), TypeError, "num_edge_types must be a Python int"),
+    (_with(node_type=jnp.array([0])), ValueError, "node_type must have num_nodes = 3"),
+    (_with(node_mask=jnp.array([True])), ValueError, r"node_mask must have shape \(3,\)"),
+    (_with(edge_mask=jnp.array([1, 0])), TypeError, "edge_mask must be a bool array"),
+    (
+        _with(edge_mask=jnp.array([True, False]), num_valid_edges=1),
+        ValueError,
+        "num_valid_edges or edge_mask, not both",
+    ),
+    (_with(num_valid_edges=3), ValueError, "num_valid_edges must be from 0 to 2, the static bound"),
+    (_with(num_valid_nodes=-1), ValueError, "num_valid_nodes must be from 0 to 3"),
+    (_with(num_valid_nodes=1.0), TypeError, "num_valid_nodes must be an integer scalar"),
+    (_with(num_valid_nodes=jnp.array([1])), TypeError, "num_valid_nodes must be an integer scalar"),
+    (_with(edge_type_names=("a",)), ValueError, "edge_type_names must have a name for each"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), WRONG, ids=[f"{k}" for k in range(len(WRONG))])
+def test_mistakes_that_shapes_show_are_named(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    arrays = {name: value for name, value in arguments.items() if isinstance(value, jax.Array)}
+    others = {name: value for name, value in arguments.items() if name not in arrays}
+    with pytest.raises(error, match=message):
+        jax.jit(lambda arrays: RelGraph.build_traced(**arrays, **others))(arrays)
+    with pytest.raises(error, match=message):
+        RelGraph.build_traced(**arguments)
+
+
+def test_sizes_must_be_static() -> None:
+    with pytest.raises(
+        TypeError, match=r"num_nodes must be a Python int known before jit, got a traced value; .*num_valid"
+    ):
+        jax.jit(lambda n: RelGraph.build_traced([0], [0], [0], num_nodes=n, num_edge_types=1))(3)

@@ -1,0 +1,114 @@
+"""What each precision promises, column by column, on arrays of all scales (docs/precision.md)."""
+
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+
+from dejax.rgnn import Options
+from tests.rgnn.lowering import scaled
+from tests.rgnn.lowering.scaled import CASES, Yardsticks, arrays, column_errors, runner
+
+# Relative to float64, each column of results and gradients, products that do not cancel. docs/precision.md has these.
+PROMISED = {"f32": 1e-6, "tf32": 2e-3, "bf16": 2e-2}
+# Errors of float32 itself, under which ratios say nothing.
+FLOOR = {"f32": 2e-7, "tf32": 1e-6}
+SCALES = (1e-12, 1e-6, 1e6, 1e12)
+
+
+@cache
+def yardsticks(name: str) -> Yardsticks:
+    return Yardsticks(CASES[name], scaled.graph())
+
+
+@cache
+def kernels(name: str, precision: str):
+    return runner(CASES[name], Options(backend="pallas", precision=precision, interpret=True))
+
+
+def errors(
+    name: str, precision: str, where: str, factor: float, seed: int = 0
+) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    """For the result and each gradient: its errors by column, and those of the hardware's own products."""
+    y = yardsticks(name)
+    a, of_cotangent = scaled.scaled(arrays(CASES[name], seed), where, factor)
+    cotangent = np.array(y.cotangent)
+    if of_cotangent:
+        cotangent[..., 5] *= factor
+        cotangent = cotangent.astype(np.float32).astype(np.float64)
+    exact = y("exact", a, cotangent)
+    given = jax.tree.map(np.float32, (a, cotangent))
+    found = jax.tree.map(np.asarray, kernels(name, precision)(y.graph, *given))
+    yardstick = y("tf32" if precision == "bf16" else precision, a, cotangent)
+    pairs = [("result", found[0], exact[0], yardstick[0])]
+    pairs += [(f"gradient of {k}", found[1][k], exact[1][k], yardstick[1][k]) for k in a]
+    return [(k, column_errors(f, e), column_errors(t, e)) for k, f, e, t in pairs]
+
+
+def assert_near_hardware(name: str, precision: str, where: str, factor: float) -> None:
+    """Each column within three times the error that true products have there, or in the median column."""
+    for what, found, hardware in errors(name, precision, where, factor):
+        allowed = 3 * np.maximum(np.maximum(hardware, np.median(hardware)), FLOOR[precision])
+        worst = np.max(found / allowed)
+        assert worst <= 1, f"{what}: {3 * worst:.1f} times the error of true {precision} products"
+
+
+@pytest.mark.parametrize("precision", PROMISED)
+@pytest.mark.parametrize("name", ["typed_sum", "rgcn", "spread"])
+def test_what_the_page_promises(name: str, precision: str) -> None:
+    for seed in range(2):
+        for what, found, _ in errors(name, precision, "all", 1.0, seed):
+            assert found.max() <= PROMISED[precision], f"{what}: {found.max():.1e}"
+
+
+@pytest.mark.parametrize("factor", SCALES)
+@pytest.mark.parametrize(
+    "where", ["row", "column", "feature", "feature alone", "weights of a feature", "type", "all", "cotangent"]
+)
+@pytest.mark.parametrize("name", ["typed_sum", "rgcn"])
+def test_scales_cost_no_digits(name: str, where: str, factor: float) -> None:
+    assert_near_hardware(name, "tf32", where, factor)
+
+
+@pytest.mark.parametrize("factor", SCALES)
+@pytest.mark.parametrize("where", ["row", "column", "type", "all", "cotangent"])
+def test_scales_cost_no_digits_of_float32(where: str, factor: float) -> None:
+    assert_near_hardware("typed_sum", "f32", where, factor)
+
+
+@pytest.mark.parametrize("where", ["row", "head", "feature", "type"])
+def test_scales_of_heads(where: str) -> None:
+    for factor in SCALES:
+        assert_near_hardware("heads", "tf32", where, factor)
+
+
+@pytest.mark.parametrize(
+    ("where", "factors"),
+    [("row", (1e-12, 1e-6)), ("column", (1e-12, 1e-6)), ("feature", (1e-12, 1e-6, 1e6)), ("cotangent", SCALES)],
+)
+def test_scales_of_attention(where: str, factors: tuple[float, ...]) -> None:
+    """Scores stay of an order that a softmax does not saturate on."""
+    for factor in factors:
+        assert_near_hardware("rgat", "tf32", where, factor)
+
+
+@pytest.mark.parametrize("offset", [5.0, 10.0, 30.0])
+def test_rows_that_are_subtracted_later_keep_their_digits(offset: float) -> None:
+    """PNA's standard deviation: rows in 16 bits would lose all digits of it at an offset of 30."""
+    y = yardsticks("spread")
+    a = arrays(CASES["spread"])
+    a["x"] = (a["x"] + offset).astype(np.float32).astype(np.float64)
+    exact, hardware = y("exact", a, y.cotangent), y("tf32", a, y.cotangent)
+    found = kernels("spread", "tf32")(y.graph, *jax.tree.map(np.float32, (a, y.cotangent)))
+    norm = lambda x, e: np.linalg.norm(np.asarray(x, np.float64) - e) / np.linalg.norm(e)  # noqa: E731
+    assert norm(found[0], exact[0]) <= 3 * norm(hardware[0], exact[0])
+    for k in a:
+        assert norm(found[1][k], exact[1][k]) <= 3 * norm(hardware[1][k], exact[1][k]), k
+
+
+def test_a_constant_feature_of_1000() -> None:
+    """RGAT's gradient of features is that of true TF32 products."""
+    found = {k: (np.linalg.norm(f), np.linalg.norm(h)) for k, f, h in errors("rgat", "tf32", "offset", 1000.0)}
+    ours, hardware = found["gradient of x"]
+    assert ours <= 3 * hardware

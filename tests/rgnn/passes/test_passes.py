@@ -1,0 +1,866 @@
+"""The passes one by one: what each does to a tiny program as a golden text, and when it does nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dejax.rgnn import Options, library
+from dejax.rgnn.compiler import execute
+from dejax.rgnn.ir import inter
+from dejax.rgnn.ir.inter import Builder, Program, Space, verify
+from dejax.rgnn.ir.intra import Fallback, Gemm, Kernels, Outer, Traversal, access_by, verify_kernels
+from dejax.rgnn.passes import LATE, PASSES, Counts, differentiated, lower_to_kernels, optimise, run_passes
+from dejax.rgnn.passes.aggregate import aggregate
+from dejax.rgnn.passes.backward import differentiate
+from dejax.rgnn.passes.compact import compact
+from dejax.rgnn.passes.contract import contract
+from dejax.rgnn.passes.cse import cse
+from dejax.rgnn.passes.dce import dce
+from dejax.rgnn.passes.extract import extract
+from dejax.rgnn.passes.fallback import fallback
+from dejax.rgnn.passes.fold import fold
+from dejax.rgnn.passes.fuse_gemm import fuse_gemm
+from dejax.rgnn.passes.fuse_traversal import fuse_traversal
+from dejax.rgnn.passes.hoist import hoist
+from dejax.rgnn.passes.join import join
+from dejax.rgnn.passes.merge import merge
+from dejax.rgnn.passes.pair import pair
+from dejax.rgnn.passes.reorder import reorder
+from dejax.rgnn.passes.save import Cut, cut
+from dejax.rgnn.passes.sink import sink
+from dejax.rgnn.passes.softmax import expand_softmax
+from dejax.rgnn.passes.storage import storage
+from dejax.rgnn.passes.units import units
+from tests.rgnn.cases import Size
+from tests.rgnn.contract import make_arrays
+from tests.rgnn.references import GRAPHS, graph_of
+
+# Ten edges for each source pair, and for each destination pair: everything that can pay does.
+COUNTS = Counts(
+    nodes=50, edges=1000, source_pairs=100, destination_pairs=100, edge_types=4, node_types=2, typed_sources=True
+)
+# Every edge has a source pair and a destination pair of its own: nothing that saves rows does.
+SPARSE = Counts(nodes=1000, edges=1000, source_pairs=1000, destination_pairs=1000, edge_types=4, node_types=2)
+
+
+class Tiny(Builder):
+    """A builder with the words of the front end."""
+
+    def given(self, name: str, space: Space, *shape: int, dtype: str = "float32") -> int:
+        position = sum(op.name == "input" for op in self.ops)
+        return self.op("input", name=name, position=position, space=str(space), shape=shape, dtype=dtype)
+
+    def node(self, name: str, *shape: int) -> int:
+        return self.given(name, Space.NODE, *shape)
+
+    def weight(self, name: str, *shape: int) -> int:
+        return self.given(name, Space.EDGE_TYPE, *shape)
+
+    def edge(self, name: str, *shape: int) -> int:
+        return self.given(name, Space.EDGE, *shape)
+
+    def src(self, x: int) -> int:
+        return self.op("gather", x, via="src")
+
+    def dst(self, x: int) -> int:
+        return self.op("gather", x, via="dst")
+
+    def linear(self, x: int, w: int, spec: str = "k,kn->n", via: str = "etype") -> int:
+        return self.op("linear", x, w, spec=spec, via=via)
+
+    def sum(self, x: int, via: str = "dst") -> int:
+        return self.op("reduce", x, via=via, op="sum")
+
+
+def program(name: str) -> Callable[[Callable[[Tiny], int | list[int]]], Program]:
+    def make(function: Callable[[Tiny], int | list[int]]) -> Program:
+        b = Tiny(name)
+        outputs = function(b)
+        return b.build(outputs if isinstance(outputs, list) else [outputs])
+
+    return make
+
+
+def names(p: Program) -> list[str]:
+    return [op.name for op in p.ops]
+
+
+# --- the programs ----------------------------------------------------------------------------------------------------
+
+
+@program("cse")
+def twice(b: Tiny) -> int:
+    x, w = b.node("x", 4), b.weight("w", 4, 3)
+    return b.op("add", b.linear(b.src(x), w), b.op("tanh", b.linear(b.src(x), w)))
+
+
+@program("dce")
+def unused(b: Tiny) -> int:
+    x, _ = b.node("x", 4), b.weight("never_used", 4)
+    y = b.src(x)
+    b.op("exp", y)
+    return b.sum(y)
+
+
+@program("reorder")
+def dot_after_linear(b: Tiny) -> list[int]:
+    x, w, a = b.node("x", 4), b.weight("w", 2, 4, 3), b.weight("a", 2, 3)
+    score = b.op("dot", b.linear(b.dst(x), w, "k,hkn->hn"), b.op("gather", a, via="etype"))
+    v, u = b.weight("v", 4, 16), b.weight("u", 16, 4)
+    return [score, b.linear(b.linear(b.src(x), v), u)]
+
+
+@program("aggregate")
+def scaled_sum(b: Tiny) -> int:
+    x, w, e = b.node("x", 4), b.weight("w", 4, 8), b.edge("e")
+    return b.sum(b.op("mul", b.linear(b.src(x), w), e))
+
+
+@program("units")
+def scored_by_one_column(b: Tiny) -> list[int]:
+    x, a = b.given("x", Space.EDGE, 2, 4), b.weight("a", 2, 4, 1)
+    score = b.op("add", b.linear(x, a, "hk,hkn->hn"), b.op("sum_features", x, axes=(1,), keepdims=True))
+    share = b.op("softmax", b.op("leaky_relu", score, slope=0.2), via="dst")
+    return [b.sum(b.op("mul", share, x)), share]
+
+
+@program("fold")
+def keys(b: Tiny) -> list[int]:
+    x, v = b.node("x", 4), b.given("v", Space.NODE_TYPE, 2, 4, 3)
+    w = b.weight("w", 2, 3, 3)
+    key = b.linear(x, v, "k,hkn->hn", via="ntype")
+    return [b.linear(b.src(key), w, "hk,hkn->hn")]
+
+
+@program("merge")
+def keys_and_messages(b: Tiny) -> int:
+    x, u, v, c = b.node("x", 4), b.weight("u", 2, 4, 8), b.weight("v", 2, 4, 8), b.weight("c", 2, 8)
+    row, bias = b.src(x), b.op("gather", c, via="etype")
+    key = b.op("add", b.linear(row, u, "k,hkn->hn"), bias)
+    message = b.op("add", b.linear(row, v, "k,hkn->hn"), bias)
+    return b.sum(b.op("dot", key, message))
+
+
+@program("join")
+def two_halves(b: Tiny) -> int:
+    x, y = b.given("x", Space.NODE, 2, 3), b.given("y", Space.NODE, 2, 3)
+    low, high = b.op("pad", x, axis=0, before=0, after=2), b.op("pad", y, axis=0, before=2, after=0)
+    return b.op("add", high, low)
+
+
+@program("compact")
+def by_pair(b: Tiny) -> list[int]:
+    x, w, c = b.node("x", 4), b.weight("w", 4, 3), b.weight("c", 3)
+    z = b.linear(b.src(x), w)
+    score = b.op("dot", z, b.op("gather", c, via="etype"))
+    return [b.sum(z), b.op("add", score, b.op("tanh", b.op("dot", b.dst(x), b.dst(x))))]
+
+
+def rgat_after_compaction(b: Tiny, width: int = 64) -> int:
+    """RGAT's score, and what it multiplies."""
+    x, w, a, c = b.node("x", width), b.weight("w", width, 64), b.weight("a", 64), b.weight("c", width)
+    z = b.linear(b.op("gather", x, via="source_pair.node"), w, via="source_pair.etype")
+    to = b.op("gather", x, via="destination_pair.node")
+    of_source = b.linear(z, a, "k,k->", via="source_pair.etype")
+    of_destination = b.linear(to, c, "k,k->", via="destination_pair.etype")
+    by = lambda value, via: b.op("gather", value, via=via)  # noqa: E731
+    score = b.op("add", by(of_source, "source_pair"), by(of_destination, "destination_pair"))
+    return b.sum(b.op("mul", b.op("reshape", score, shape=(1,)), by(z, "source_pair")))
+
+
+scores_by_pair = program("sink")(rgat_after_compaction)
+scores_of_wide_rows = program("sink")(lambda b: rgat_after_compaction(b, 512))
+
+
+@program("softmax")
+def attention(b: Tiny) -> int:
+    s, x = b.edge("s"), b.node("x", 4)
+    return b.sum(b.op("mul", b.op("softmax", s, via="dst"), b.src(x)))
+
+
+@program("hoist")
+def mean(b: Tiny) -> int:
+    x = b.node("x", 4)
+    count = b.op("count", via="dst", dtype="float32")
+    return b.sum(b.op("div", b.src(x), b.dst(count)))
+
+
+@program("contract")
+def inner_product_of_a_sum(b: Tiny) -> list[int]:
+    x, y, c = b.node("x", 4), b.node("y", 4), b.edge("c")
+    row = b.src(x)
+    total = b.sum(b.op("mul", b.op("reshape", c, shape=(1,)), row))
+    return [total, b.sum(b.op("mul", c, b.op("dot", b.dst(y), row)))]
+
+
+@program("extract")
+def vector_after_product(b: Tiny) -> list[int]:
+    """The gradients of a weight and of the vector that its product meets."""
+    x, w, to_score, to_row = b.node("x", 4), b.weight("w", 1, 4, 3), b.edge("ds", 1), b.edge("dy", 1, 3)
+    row = b.src(x)
+    z = b.linear(row, w, "k,hkn->hn")
+    of = lambda left, right, spec: b.op("outer", left, right, spec=spec, via="etype", dtype="float32")  # noqa: E731
+    return [of(z, to_score, "hk,h->hk"), of(row, to_row, "k,hn->hkn")]
+
+
+@program("backward")
+def message_passing(b: Tiny) -> int:
+    x, w = b.node("x", 4), b.weight("w", 4, 3)
+    return b.op("tanh", b.sum(b.linear(b.src(x), w)))
+
+
+@program("gemm")
+def products(b: Tiny) -> list[int]:
+    x, w = b.node("x", 4), b.weight("w", 4, 3)
+    z = b.op("relu", b.linear(b.src(x), w))
+    return [z, b.op("outer", b.src(x), z, spec="k,n->kn", via="etype", dtype="float32")]
+
+
+@program("traversal")
+def attention_and_epilogue(b: Tiny) -> int:
+    s, z, bias = b.edge("s"), b.edge("z", 4), b.given("b", Space.GRAPH, 4)
+    score = b.op("leaky_relu", s, slope=0.2)
+    y = b.sum(b.op("mul", b.op("softmax", score, via="dst"), z))
+    return b.op("tanh", b.op("add", y, b.lift(bias, Space.NODE)))
+
+
+@program("lead")
+def gradients_of_scores(b: Tiny) -> list[int]:
+    """Of a sum of values weighted by keys times queries: by destination the gradient of queries, by source the rest."""
+    rows, q, dy = b.node("rows", 2, 8), b.node("q", 1, 8), b.node("dy", 1, 8)
+    key, value = (b.src(b.op("slice", rows, axis=0, start=i, stop=i + 1)) for i in (0, 1))
+    score, change = b.op("dot", key, b.dst(q)), b.op("dot", b.dst(dy), value)
+    by = lambda number, row: b.op("mul", b.op("reshape", number, shape=(1, 1)), row)  # noqa: E731
+    to_queries = b.sum(by(change, key))
+    return [to_queries, b.sum(by(change, b.dst(q)), "src"), b.sum(by(score, b.dst(dy)), "src")]
+
+
+@program("fallback")
+def what_no_template_does(b: Tiny) -> int:
+    x, w, v = b.node("x", 4), b.weight("w", 4, 3), b.given("v", Space.GRAPH, 3, 2)
+    y = b.sum(b.linear(b.src(x), w))
+    return b.op("erf", b.linear(y, v, via="all"))
+
+
+@program("storage")
+def products_of_products(b: Tiny) -> list[int]:
+    x, w = b.node("x", 16), b.weight("w", 16, 16)
+    z = b.linear(b.src(x), w)
+    total = b.sum(b.linear(z, w))
+    return [total, b.linear(b.src(total), w)]
+
+
+# --- golden texts ----------------------------------------------------------------------------------------------------
+
+Golden = Callable[[str, str], None]
+
+GOLDEN: list[tuple[str, Program, Callable[[Program, Counts], Program]]] = [
+    ("units", scored_by_one_column, units),
+    ("cse", twice, cse),
+    ("dce", unused, dce),
+    ("reorder", dot_after_linear, reorder),
+    ("aggregate", scaled_sum, aggregate),
+    ("fold", keys, fold),
+    ("compact", by_pair, compact),
+    ("merge", keys_and_messages, merge),
+    ("softmax", attention, expand_softmax),
+    ("hoist", mean, hoist),
+    ("contract", inner_product_of_a_sum, contract),
+    ("extract", vector_after_product, extract),
+    ("join", two_halves, join),
+]
+
+
+def before_after(before: object, *stages: tuple[str, object]) -> str:
+    return "\n\n".join([str(before), *(f"== {title}\n{text}" for title, text in stages)])
+
+
+@pytest.mark.parametrize(("name", "before", "run"), GOLDEN, ids=[g[0] for g in GOLDEN])
+def test_golden(name: str, before: Program, run: Callable[[Program, Counts], Program], golden: Golden) -> None:
+    after = verify(run(before, COUNTS))
+    assert str(after) != str(before)
+    golden(f"pass_{name}.txt", before_after(before, (f"after {name}", after)))
+    # Done once, there is nothing left to do.
+    again = dce(cse(run(dce(cse(after, COUNTS), COUNTS), COUNTS), COUNTS), COUNTS)
+    if name != "hoist":
+        assert str(again) == str(dce(cse(after, COUNTS), COUNTS))
+
+
+def test_golden_backward(golden: Golden) -> None:
+    joint = differentiate(message_passing, wrt=(0, 1))
+    golden("pass_backward.txt", before_after(message_passing, ("after backward, gradients of x and w", joint)))
+    assert [joint.ops[o].type for o in joint.outputs[1:]] == [
+        message_passing.ops[i].type for i in message_passing.inputs
+    ]
+
+
+def test_golden_cut(golden: Golden) -> None:
+    """What is saved and what is recomputed, and with the pass off: everything is saved."""
+    joint = dce(cse(differentiate(message_passing, wrt=(0, 1)), COUNTS), COUNTS)
+    stages = []
+    for title, save_all in (("recompute", False), ("recompute off", True)):
+        halves = cut(joint, 2, 1, COUNTS, save_all=save_all)
+        stages += [
+            (f"{title}: forward, the output and what is saved", halves.forward),
+            (f"{title}: backward", halves.backward),
+        ]
+        assert halves.num_saved == len(halves.forward.outputs) - 1
+        assert halves.needed == (0, 1)
+    golden("pass_recompute.txt", before_after(joint, *stages))
+
+
+# Two edges for each destination pair, on average.
+MANY_PAIRS = replace(COUNTS, source_pairs=500, destination_pairs=500)
+
+
+def test_golden_sink(golden: Golden) -> None:
+    after = dce(sink(scores_by_pair, MANY_PAIRS), MANY_PAIRS)
+    kernels = fallback(fuse_traversal(fuse_gemm(Kernels(after), MANY_PAIRS), MANY_PAIRS))
+    stages = [("after sink and dce", verify(after)), ("kernels, without gradients", storage(kernels, alone=True))]
+    golden("pass_sink.txt", before_after(scores_by_pair, *stages))
+    assert storage(kernels).rounded == frozenset()
+
+
+@program("rounded")
+def vectors_in_two_loops(b: Tiny) -> list[int]:
+    x, c, d = b.node("x", 64), b.weight("c", 64), b.weight("d", 64)
+    vector, other, row = b.op("gather", c, via="etype"), b.op("gather", d, via="etype"), b.dst(x)
+    score = b.op("dot", b.op("add", vector, other), row)
+    return [b.sum(score), b.sum(b.op("mul", vector, b.src(x)), "src")]
+
+
+def test_rows_are_rounded_for_inner_products_alone() -> None:
+    """What another loop multiplies by is read as it is, by all."""
+    kernels = fallback(fuse_traversal(Kernels(vectors_in_two_loops), COUNTS))
+    assert sum(isinstance(i, Traversal) for i in kernels.instances) == 2
+    ops = vectors_in_two_loops.ops
+    found = storage(kernels, alone=True).rounded
+    assert {(ops[ops[v].args[0]].attr("name"), ops[v].attr("via")) for v in found} == {("d", "etype"), ("x", "dst")}
+    assert storage(kernels).rounded == frozenset()
+
+
+def test_scores_by_pair_stay_where_edges_share_them() -> None:
+    assert sink(scores_by_pair, replace(MANY_PAIRS, edges=1001)) == scores_by_pair
+    assert sink(scores_of_wide_rows, MANY_PAIRS) == scores_of_wide_rows
+
+
+def test_golden_gemm(golden: Golden) -> None:
+    golden("pass_gemm.txt", before_after(products, ("gemm instances", fuse_gemm(Kernels(products), COUNTS))))
+
+
+def test_golden_traversal(golden: Golden) -> None:
+    late = run_passes(attention_and_epilogue, LATE, COUNTS, frozenset(), lambda *_: None)
+    golden("pass_traversal.txt", before_after(late, ("traversal instances", fuse_traversal(Kernels(late), COUNTS))))
+
+
+def test_golden_lead(golden: Golden) -> None:
+    each, led = (fuse_traversal(Kernels(gradients_of_scores), COUNTS, leading=leading) for leading in (False, True))
+    golden("pass_lead.txt", before_after(gradients_of_scores, ("each loop for itself", each), ("one leads", led)))
+
+
+def test_golden_fallback(golden: Golden) -> None:
+    fused = fuse_traversal(fuse_gemm(Kernels(what_no_template_does), COUNTS), COUNTS)
+    stages = [
+        ("in order, with the rest left to XLA", fallback(fused)),
+        ("one operator each", fallback(fused, merge=False)),
+    ]
+    golden("pass_fallback.txt", before_after(what_no_template_does, ("instances", fused), *stages))
+
+
+def test_golden_pair(golden: Golden) -> None:
+    """One pass over rows, once the vector's gradient is of the rows that the weight's is of."""
+    apart = fallback(fuse_gemm(Kernels(dce(extract(vector_after_product, COUNTS), COUNTS)), COUNTS))
+    paired = verify_kernels(pair(apart))
+    golden("pass_pair.txt", before_after(apart, ("pairs", paired)))
+    assert pair(paired) == paired
+    assert pair(fallback(fuse_gemm(Kernels(vector_after_product), COUNTS))).instances[-1].narrow is None
+
+
+def vector_and_weight(
+    b: Tiny, *, heads: int = 1, weight_too: bool = True, dtype: str = "float32", after: bool = False
+) -> list[int]:
+    """`vector_after_product` with other shapes; with `after`, the weight's gradient waits for the vector's."""
+    x, w, row_of = b.node("x", 4), b.weight("w", heads, 4, 3), b.edge("dy", heads, 3)
+    row, to_score = b.src(x), b.given("ds", Space.EDGE, heads, dtype=dtype)
+    of = lambda left, right, spec: b.op("outer", left, right, spec=spec, via="etype", dtype=dtype)  # noqa: E731
+    vector = of(b.linear(row, w, "k,hkn->hn"), to_score, "hk,h->hk")
+    if after:
+        row_of = b.op("add", row_of, b.op("gather", vector, via="etype"))
+    return [vector, *([of(row, row_of, "k,hn->hkn")] if weight_too else [])]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"heads": 17}, {"weight_too": False}, {"dtype": "bfloat16"}],
+    ids=["many heads", "no gradient of the weight", "another dtype"],
+)
+def test_sums_of_products_stay_where_no_other_sum_has_their_rows(options: dict[str, Any]) -> None:
+    p = program("extract")(lambda b: vector_and_weight(b, **options))
+    assert extract(p, COUNTS) == p
+
+
+def test_sums_that_wait_for_each_other_are_no_pair() -> None:
+    p = program("pair")(lambda b: vector_and_weight(b, after=True))
+    after = verify(extract(p, COUNTS))
+    assert after != p
+    apart = fallback(fuse_gemm(Kernels(dce(after, COUNTS)), COUNTS))
+    assert pair(apart) == apart and sum(isinstance(i, Outer) for i in apart.instances) == 2
+
+
+def test_golden_storage(golden: Golden) -> None:
+    """Rows between kernels in 16 bits; an output only where it may be."""
+    fused = fallback(fuse_traversal(fuse_gemm(Kernels(products_of_products), COUNTS), COUNTS))
+    golden(
+        "pass_storage.txt",
+        before_after(
+            products_of_products, ("instances", storage(fused)), ("output 1 may be, too", storage(fused, packed=(1,)))
+        ),
+    )
+    assert fused.program.outputs[0] not in storage(fused, packed=(1,)).half
+
+
+def test_every_pass_has_a_golden_text() -> None:
+    shown = {name for name, _, _ in GOLDEN}
+    shown |= {"backward", "recompute", "sink", "gemm", "traversal", "lead", "fallback", "pair", "storage"}
+    assert shown == set(PASSES)
+
+
+def test_vectors_of_types_may_be_computed() -> None:
+    """A loop over edges loads them: the rows of another space are not computed edge by edge."""
+    b = Tiny("computed")
+    vector = b.op("exp", b.weight("a", 4))
+    score = b.linear(b.src(b.node("x", 4)), vector, "k,k->")
+    kernels = lower_to_kernels(b.build([b.sum(score)]), COUNTS)
+    (made,) = (i for i in kernels.instances if vector in i.writes)
+    assert isinstance(made, Fallback) and any(isinstance(i, Traversal) and vector in i.reads for i in kernels.instances)
+
+
+def test_parts_are_read_and_written_where_they_are() -> None:
+    """Keys and messages of one product are read from one array; their gradients are written to one, in 16 bits."""
+    pairs = Counts(nodes=50, edges=1000, source_pairs=90, destination_pairs=90, edge_types=8, node_types=3)
+    joint = differentiate(dce(merge(compact(keys_and_messages, pairs), pairs), pairs), wrt=(0, 1, 2, 3))
+    late = run_passes(joint, LATE, pairs, frozenset(), lambda *_: None)
+    kernels = storage(fallback(fuse_traversal(fuse_gemm(Kernels(late), COUNTS), COUNTS)))
+    loops = [i for i in kernels.instances if isinstance(i, Traversal)]
+    read = {o.part for t in loops for o in t.operands}
+    assert {(0, 2), (2, 2)} <= read
+    (written,) = [v for t in loops for v in t.row_outputs if late.ops[v].name == "concat"]
+    assert written in kernels.half
+    assert not any(
+        late.ops[i].name in ("slice", "pad")
+        for f in kernels.instances
+        if isinstance(f, Fallback)
+        for i in f.ops
+        if late.ops[i].space == Space.SOURCE_PAIR
+    )
+
+
+def test_no_merging_where_a_kernel_reads_the_product_in_place() -> None:
+    @program("activated")
+    def activated(b: Tiny) -> int:
+        x, u, v = b.node("x", 4), b.weight("u", 2, 4, 3), b.weight("v", 2, 4, 3)
+        row = b.src(x)
+        first, second = (b.linear(row, w, "k,hkn->hn") for w in (u, v))
+        return b.sum(b.op("mul", b.op("relu", first), second))
+
+    assert str(merge(activated, COUNTS)) == str(activated)
+
+
+# --- decisions -------------------------------------------------------------------------------------------------------
+
+
+def test_aggregation_where_it_is_less_work() -> None:
+    assert names(aggregate(scaled_sum, COUNTS)).count("reduce") == 2
+    assert str(aggregate(scaled_sum, SPARSE)) == str(scaled_sum)
+
+
+def test_no_aggregation_of_a_product_that_others_read() -> None:
+    @program("others")
+    def others(b: Tiny) -> list[int]:
+        x, w = b.node("x", 4), b.weight("w", 4, 8)
+        z = b.linear(b.src(x), w)
+        return [b.sum(z), b.op("tanh", z)]
+
+    assert str(aggregate(others, COUNTS)) == str(others)
+
+
+def test_no_aggregation_past_a_factor_of_the_features() -> None:
+    """A number for each feature does not commute with the weight."""
+
+    @program("features")
+    def features(b: Tiny) -> int:
+        x, w, e = b.node("x", 4), b.weight("w", 4, 8), b.edge("e", 8)
+        return b.sum(b.op("mul", b.linear(b.src(x), w), e))
+
+    assert str(aggregate(features, COUNTS)) == str(features)
+
+
+def test_no_aggregation_past_a_factor_that_makes_more_heads() -> None:
+    """One head times a number for each of three heads: the product is wider than the weight's result."""
+
+    @program("heads")
+    def heads(b: Tiny) -> int:
+        x, w, e = b.node("x", 1, 4), b.weight("w", 1, 4, 8), b.edge("e", 3, 1)
+        return b.sum(b.op("mul", b.linear(b.src(x), w, "hk,hkn->hn"), e))
+
+    assert verify(aggregate(heads, COUNTS)).ops[-1].shape == (3, 8)
+
+
+def test_no_contraction_with_numbers_for_other_axes() -> None:
+    """c_e for each head beside the inner products, and c_e for each feature in the sum: not the same sum."""
+
+    def sums(shape: tuple[int, int]) -> Program:
+        @program("axes")
+        def axes(b: Tiny) -> list[int]:
+            x, y, c = b.node("x", 3, 3), b.node("y", 3, 3), b.edge("c", 3)
+            row = b.src(x)
+            total = b.sum(b.op("mul", b.op("reshape", c, shape=shape), row))
+            return [total, b.sum(b.op("mul", c, b.op("dot", b.dst(y), row)))]
+
+        return axes
+
+    assert str(contract(sums((1, 3)), COUNTS)) == str(sums((1, 3)))
+    assert names(contract(sums((3, 1)), COUNTS))[-2:] == ["mul", "sum_features"]
+
+
+def test_compaction_where_it_spares_rows() -> None:
+    spaces = lambda p: {op.space for op in p.ops if op.name == "linear"}  # noqa: E731
+    assert spaces(compact(by_pair, COUNTS)) == {Space.SOURCE_PAIR}
+    assert spaces(compact(by_pair, SPARSE)) == {Space.EDGE}
+
+
+def test_no_compaction_of_functions_that_can_be_infinite() -> None:
+    """A node that no edge reads would make 0 times infinity in backward."""
+
+    @program("partial")
+    def partial(b: Tiny) -> int:
+        return b.sum(b.op("log", b.op("abs", b.src(b.node("x", 4)))))
+
+    spaces = {op.name: op.space for op in compact(partial, COUNTS).ops}
+    assert spaces["abs"] == Space.NODE and spaces["log"] == Space.EDGE
+
+
+def test_reordering_where_it_is_less_work() -> None:
+    """(x V) U with an inner width of 16 is V U first; with an inner width of 1 it is not."""
+
+    @program("narrow")
+    def narrow(b: Tiny) -> int:
+        x, v, u = b.node("x", 4), b.weight("v", 4, 1), b.weight("u", 1, 4)
+        return b.linear(b.linear(b.src(x), v), u)
+
+    assert any(op.attr("via") == "self" for op in reorder(dot_after_linear, COUNTS).ops)
+    assert str(reorder(narrow, COUNTS)) == str(narrow)
+
+
+def test_no_reordering_of_a_product_that_others_read() -> None:
+    @program("others")
+    def others(b: Tiny) -> list[int]:
+        x, w, a = b.node("x", 4), b.weight("w", 4, 3), b.weight("a", 3)
+        z = b.linear(b.src(x), w)
+        return [b.op("dot", z, b.op("gather", a, via="etype")), b.sum(z)]
+
+    after = reorder(others, COUNTS)
+    # The inner product is with a constant by type either way, but x W stays as it is.
+    assert not any(op.attr("via") == "self" for op in after.ops)
+
+
+def scaled_scores(b: Tiny, *, heads: int = 2, width: int = 3, kept: bool = False) -> list[int]:
+    """((x W_r) . y) c_r on edges, by head."""
+    x, y = b.node("x", 4), b.node("y", heads, width)
+    w, c = b.weight("w", heads, 4, width), b.weight("c", heads)
+    z = b.op("linear", b.src(x), w, spec="k,hkn->hn", via="etype")
+    score = b.op("dot", z, b.op("gather", y, via="dst"))
+    found = b.op("reduce", b.op("mul", b.op("gather", c, via="etype"), score), via="dst", op="sum")
+    return [found, b.op("reduce", z, via="dst", op="sum")] if kept else [found]
+
+
+def test_a_number_by_type_goes_into_the_weight_of_a_score() -> None:
+    after = dce(reorder(program("scaled")(scaled_scores), COUNTS), COUNTS)
+    scaled = next(op for op in after.ops if op.name == "mul")
+    assert scaled.space == Space.EDGE_TYPE and scaled.shape == (2, 4, 3)
+    assert not any(op.name == "gather" and op.attr("via") == "etype" for op in after.ops)
+
+
+@pytest.mark.parametrize("why", ["the product is read elsewhere, too", "few edges for such weights"])
+def test_a_number_by_type_stays_where(why: str) -> None:
+    before = program("scaled")(lambda b: scaled_scores(b, width=64 if "few" in why else 3, kept="read" in why))
+    after = dce(reorder(before, replace(COUNTS, edges=10) if "few" in why else COUNTS), COUNTS)
+    assert not any(op.name == "mul" and op.space == Space.EDGE_TYPE for op in after.ops)
+
+
+@pytest.mark.parametrize(("loop", "via", "inner"), [
+    ("source_pair", "etype", "source_pair.etype"),
+    ("source_pair", "src", "source_pair.node"),
+    ("destination_pair", "dst", "destination_pair.node"),
+])  # fmt: skip
+def test_what_all_items_of_a_row_read_alike_is_read_once_for_the_row(loop: str, via: str, inner: str) -> None:
+    assert access_by(via, loop) == ("row_indexed", inner)
+    assert access_by(via, "dst" if via != "dst" else "src") == ("gathered", via)
+
+
+def hgt_training(
+    edges: int,
+    heads: int,
+    *disable: str,
+    model: str = "hgt",
+    degree: int = 10,
+    types: int = 4,
+) -> tuple[Cut, Kernels]:
+    """The halves of the training of HGT, or another model, on a graph of so many edges, and the second's kernels."""
+    counts = Counts(edges // degree, edges, edges // 9, edges // 5, types, 4, typed_sources=True)
+    size = Size(8 * heads, 8, heads)
+    arrays = {k: a.astype("float32") for k, a in make_arrays(model, GRAPHS["typed"], size, "float32").items()}
+    layer = getattr(library, model)
+    task, _, _ = layer._prepare(
+        graph_of("typed"), Options(disable=disable, backend="pallas"), (arrays.pop("x"), arrays), {}
+    )
+    task = replace(task, counts=counts)
+    halves = execute.training_cut(task, execute.differentiable_positions(task))
+    return halves, execute.inference_kernels(execute.Task(halves.backward, counts, task.options, raw=False))
+
+
+@pytest.mark.parametrize(("edges", "kept"), [(1_000_000, True), (100_000_000, False)])
+def test_scores_of_many_edges_are_made_again(edges: int, kept: bool) -> None:
+    """The loop over destinations reads keys and queries anyway: forward writes no score."""
+    halves, kernels = hgt_training(edges, 2)
+    assert any(halves.forward.ops[v].space == Space.EDGE for v in halves.forward.outputs) == kept
+    loops = [t for t in kernels.instances if isinstance(t, Traversal) and t.space == Space.EDGE]
+    dots = [kernels.program.ops[i].name for t in loops for i in t.body].count("dot")
+    assert dots == (0 if kept else 1)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_one_loop_of_attention_makes_the_numbers_by_which_others_multiply_rows(heads: int) -> None:
+    """HGT's loop over destinations reads the rows of keys and messages; that over source pairs two numbers a head."""
+    _, kernels = hgt_training(60_000_000, heads)
+    by_destination, by_pair = (t for t in kernels.instances if isinstance(t, Traversal) and t.space == Space.EDGE)
+    ops = kernels.program.ops
+    assert (by_destination.via, by_pair.via) == ("dst", "source_pair")
+    assert len(by_destination.item_outputs) == 2 and not by_pair.item_outputs
+    assert {ops[i].name for i in by_pair.body} == {"reshape", "mul"}
+    by_item = [o.value for o in by_pair.operands if o.access == "dense"]
+    assert by_item == list(by_destination.item_outputs) and all(ops[v].shape == (heads,) for v in by_item)
+    assert {o.via for o in by_pair.operands if o.access != "dense"} == {"dst"} and len(by_pair.operands) == 4
+    _, apart = hgt_training(60_000_000, heads, "lead")
+    assert [t.via for t in apart.instances if isinstance(t, Traversal) and t.space != Space.NODE] == [
+        "source_pair", "dst", "source_pair.node",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("disable", [(), ("lead",)], ids=["led", "not"])
+def test_keys_and_messages_are_free_before_their_gradients_are_written(disable: tuple[str, ...]) -> None:
+    """The loop over destinations reads both, that over pairs neither: arrays as large are not there at once."""
+    _, kernels = hgt_training(60_000_000, 4, *disable)
+    first, second = (t for t in kernels.instances if isinstance(t, Traversal) and t.space == Space.EDGE)
+    (rows,) = (i for i in kernels.program.inputs if kernels.program.ops[i].space == Space.SOURCE_PAIR)
+    assert rows in first.reads and (rows in second.reads) == bool(disable)
+
+
+def test_gradients_of_nodes_are_made_by_a_kernel_in_16_bits() -> None:
+    """HGT's, of its activation, with their inner products, which the loop's must cancel with; a copy of RGAT's."""
+    for model in ("hgt", "rgat"):
+        _, kernels = hgt_training(60_000_000, 4, model=model)
+        check_gradients_of_nodes(kernels)
+
+
+def check_gradients_of_nodes(kernels: Kernels) -> None:
+    ops = kernels.program.ops
+    (made,) = (t for t in kernels.instances if isinstance(t, Traversal) and t.space == Space.NODE)
+    (rows,) = kernels.half.intersection(made.item_outputs)
+    (total,) = (v for v in made.body if ops[v].name == "sum_features" and rows in ops[ops[v].args[0]].args)
+    (loop,) = (t for t in kernels.instances if isinstance(t, Traversal) and t.via == "source_pair")
+    assert rows in {o.value for o in loop.operands if o.access == "gathered"}
+    (compared,) = (
+        t for t in kernels.instances if isinstance(t, Traversal) and any(ops[i].name == "sub" for i in t.body)
+    )
+    read = {o.value for o in compared.operands}
+    assert rows in read and any(total in (v, *ops[v].args) for v in read.intersection(made.item_outputs))
+    (count,) = (o.name for o in made.operands if ops[o.value].name == "count")
+    assert {o.when for o in made.operands if ops[o.name].width >= 16} == {count}
+    assert {o.when for o in made.operands if ops[o.name].width < 16} == {None}
+
+
+@pytest.mark.parametrize(("edges", "degree", "disable", "copied"), [
+    (60_000_000, 10, (), True),
+    (60_000_000, 5, (), False),  # rows are not read often enough
+    (60_000_000, 10, ("storage",), False),
+    (600_000, 10, (), None),  # or come from the cache, and so do the inner products'
+])  # fmt: skip
+def test_gradients_are_copied_where_loops_read_them_often(
+    edges: int, degree: int, disable: tuple[str, ...], copied: bool | None
+) -> None:
+    _, kernels = hgt_training(edges, 4, *disable, model="rgat", degree=degree)
+    made = [t for t in kernels.instances if isinstance(t, Traversal) and t.space == Space.NODE]
+    assert len(made) == (copied is not None)
+    for t in made:
+        wide = [v for v in t.item_outputs if kernels.program.ops[v].width >= 16]
+        assert len(wide) == copied and kernels.half.issuperset(wide)
+
+
+def test_a_loop_reads_all_rows_of_nodes_where_what_it_makes_goes_elsewhere() -> None:
+    """Rows of nodes without items are needed where they are given back, or gathered by another map."""
+    for elsewhere in ("output", "src", "nowhere"):
+
+        @program("inner products")
+        def products(b: Tiny, elsewhere: str = elsewhere) -> list[int]:
+            y, z, s = b.node("y", 32), b.node("z", 32), b.given("s", Space.EDGE)
+            total = b.op("sum_features", b.op("mul", b.op("square", y), z), axes=(0,), keepdims=False)
+            total = b.op("div", total, b.op("count", via="dst", dtype="float32"))
+            inner = b.op("sum_features", b.op("mul", b.dst(y), b.src(z)), axes=(0,), keepdims=False)
+            loss = b.op("mul", b.op("sub", inner, b.dst(total)), s)
+            found = [b.op("reduce", loss, via="src", op="sum")]
+            if elsewhere == "output":
+                found.append(total)
+            if elsewhere == "src":
+                found.append(b.op("reduce", b.src(total), via="dst", op="sum"))
+            return found
+
+        kernels = fuse_traversal(Kernels(products), replace(COUNTS, nodes=10**7, edges=10**8), half=True)
+        read = [o for t in kernels.instances if isinstance(t, Traversal) for o in t.operands if o.when is not None]
+        assert len(read) == (2 if elsewhere == "nowhere" else 0)
+
+
+@pytest.mark.parametrize(("edges", "types", "beside", "rounded"), [
+    (60_000_000, 4, True, True), (60_000_000, 600, True, True), (600_000, 4, True, False), (600_000, 600, False, False),
+])  # fmt: skip
+def test_sums_of_both_kinds_of_pairs(edges: int, types: int, beside: bool, rounded: bool) -> None:
+    """In one loop, unless a node may have pairs of hundreds of types; of vectors in 16 bits where they are many."""
+    _, kernels = hgt_training(edges, 4, model="rgat", types=types)
+    loops = [t for t in kernels.instances if isinstance(t, Traversal) and t.via is not None and ".node" in t.via]
+    assert [t.beside is not None for t in loops] == ([True] if beside else [False, False])
+    vectors = {o.name for t in loops for o in t.loaded if o.via == "destination_pair.etype"}
+    assert kernels.rounded == (vectors if rounded else set())
+
+
+@pytest.mark.parametrize(("nodes", "heads", "forward", "backward"), [(100, 1, 0, 0), (100, 4, 1, 1), (10**7, 1, 1, 0)])
+def test_a_few_vectors_by_type_are_a_narrow_product(nodes: int, heads: int, forward: int, backward: int) -> None:
+    """RGAT's scores of destinations with many heads, or where rows of nodes come from memory; their gradient."""
+    counts = replace(COUNTS, nodes=nodes)
+    size = Size(8, 4, heads)
+    arrays = {k: a.astype("float32") for k, a in make_arrays("rgat", GRAPHS["typical"], size, "float32").items()}
+    task, _, _ = library.rgat._prepare(graph_of("typical"), Options(), (arrays.pop("x"), arrays), {})
+    task = replace(task, counts=counts)
+    _, *halves = execute.training_tasks(task, execute.differentiable_positions(task))
+    for half, expected in zip(halves, (forward, backward), strict=True):
+        kernels = execute.inference_kernels(half)
+        narrow = [g for g in kernels.instances if isinstance(g, Gemm) and g.via == "destination_pair.etype"]
+        assert len(narrow) == expected
+
+
+def test_scores_are_made_by_the_product() -> None:
+    """Heads lie side by side in a row of a tile, which is cut in them where all widths are powers of two."""
+    for heads, width, made in ((1, 3, True), (2, 3, False), (2, 4, True), (3, 4, False)):
+
+        @program("scores")
+        def scores(b: Tiny, heads: int = heads, width: int = width) -> list[int]:
+            x, w, a = b.node("x", 4), b.weight("w", heads, 4, width), b.weight("a", heads, width)
+            z = b.linear(b.src(x), w, "k,hkn->hn")
+            return [z, b.linear(z, a, "hk,hk->h")]
+
+        (gemm,) = fuse_gemm(Kernels(scores), COUNTS).instances
+        assert isinstance(gemm, Gemm)
+        assert (gemm.dot is not None) == made and (set(gemm.writes) == set(scores.outputs)) == made
+        verify_kernels(fallback(fuse_traversal(fuse_gemm(Kernels(scores), COUNTS), COUNTS)))
+
+
+def test_no_folding_where_it_would_change_or_cost_something() -> None:
+    @program("others")
+    def others(b: Tiny) -> list[int]:
+        x, v, w = b.node("x", 4), b.given("v", Space.NODE_TYPE, 4, 3), b.weight("w", 3, 3)
+        key = b.linear(x, v, via="ntype")
+        return [b.linear(b.src(key), w), key]
+
+    assert str(fold(others, COUNTS)) == str(others)  # the rows are wanted themselves
+    assert str(fold(keys, replace(COUNTS, typed_sources=False))) == str(keys)
+    many = replace(COUNTS, nodes=1, edge_types=1000)  # the weights' product is more work than the rows'
+    assert str(fold(keys, many)) == str(keys)
+
+
+def test_rows_without_edges_after_hoisting() -> None:
+    """0 / 0 at a node without edges is replaced before it can be."""
+    select = [op for op in hoist(mean, COUNTS).ops if op.name == "select"]
+    assert len(select) == 1 and select[0].space == Space.NODE
+
+
+def test_one_pass_for_softmax_and_weighted_sum() -> None:
+    late = run_passes(attention, LATE, COUNTS, frozenset(), lambda *_: None)
+    count, loop = lower_to_kernels(late, COUNTS).instances
+    assert isinstance(count, Fallback) and isinstance(loop, Traversal)
+    assert [a.kind for a in loop.accumulators] == ["max", "weighted", "weighted"]
+    # Only the result reaches memory.
+    assert loop.writes == late.outputs
+
+
+def test_what_training_of_a_softmax_keeps() -> None:
+    """A maximum and a sum a node, never a number an edge."""
+    halves = differentiated(optimise(attention, COUNTS), (0, 1), COUNTS)
+    kept = [halves.forward.ops[o] for o in halves.forward.outputs[1:]]
+    assert {op.space for op in kept} == {Space.NODE}
+
+
+def test_atomic_sums_only_where_they_are_allowed() -> None:
+    def instances(deterministic: bool) -> list[Any]:
+        return list(lower_to_kernels(message_passing, COUNTS, deterministic=deterministic).instances)
+
+    assert not any(isinstance(i, Gemm) and i.accumulate for i in instances(True))
+    (gemm,) = (i for i in instances(False) if isinstance(i, Gemm))
+    assert gemm.accumulate == "dst"
+
+
+@pytest.mark.parametrize("disabled", ["gemm", "traversal"])
+def test_templates_can_be_switched_off(disabled: str) -> None:
+    kinds = {type(i) for i in lower_to_kernels(message_passing, COUNTS, frozenset({disabled})).instances}
+    assert kinds == {"gemm": {Traversal, Fallback}, "traversal": {Gemm, Fallback}}[disabled]
+
+
+def test_gradients_of_all_inputs_and_of_some() -> None:
+    for wrt in ((), (0,), (1,), (0, 1)):
+        joint = dce(differentiate(message_passing, wrt), COUNTS)
+        assert len(joint.outputs) == 1 + len(wrt)
+        assert ("outer" in names(joint)) == (1 in wrt)
+
+
+def test_every_differentiable_operator_has_a_rule() -> None:
+    from dejax.rgnn.passes.backward import RULES
+
+    without_arguments = {"input", "const", "count"}
+    assert set(inter.RULES) - without_arguments == set(RULES)
+
+
+def test_lines_survive_the_passes() -> None:
+    b = Tiny("lines")
+    b.line = "model.py:7"
+    x, w = b.node("x", 4), b.weight("w", 4, 3)
+    b.line = "model.py:8"
+    p = b.build([b.sum(b.op("mul", b.linear(b.src(x), w), b.edge("e")))])
+    for disabled in ((), ("aggregate",)):
+        after = run_passes(optimise(p, COUNTS, frozenset(disabled)), LATE, COUNTS, frozenset(), lambda *_: None)
+        found = {line for op, line in zip(after.ops, after.lines, strict=True) if op.name == "linear"}
+        assert found == {"model.py:8"}
+
+
+def test_outer_products_are_gemm_instances() -> None:
+    kernels = verify_kernels(fallback(fuse_gemm(Kernels(products), COUNTS)))
+    assert [type(i) for i in kernels.instances] == [Gemm, Outer]
+
+
+@pytest.mark.parametrize("counts", [COUNTS, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("case", ["rgcn_mean", "rgat", "hgt_skip"])
+def test_models_become_kernels_whichever_passes_choose(case: str, counts: Counts) -> None:
+    """Every combination of the passes that decide: no instance waits for itself."""
+    arrays = {
+        key: a.astype("float32") for key, a in make_arrays(case, GRAPHS["typical"], Size(16, 8, 2), "float32").items()
+    }
+    layer, x = {"rgcn_mean": library.rgcn, "rgat": library.rgat, "hgt_skip": library.hgt}[case], arrays.pop("x")
+    choices = ("reorder", "aggregate", "fold", "compact", "hoist", "contract", "recompute")
+    for chosen in itertools.chain.from_iterable(itertools.combinations(choices, n) for n in range(len(choices) + 1)):
+        task, _, _ = layer._prepare(graph_of("typical"), Options(disable=chosen), (x, arrays), {})
+        task = replace(task, counts=counts)
+        parts = execute.training_cut(task, execute.differentiable_positions(task))
+        for part in (parts.forward, parts.backward):
+            execute.inference_kernels(execute.Task(part, counts, task.options, raw=False))
