@@ -50,9 +50,8 @@ def _row(results: report.Results, settings: dict[str, Any], cell: tuple[str, str
         return parts
     ours = report.milliseconds(mine, "training", "device")
     if peer is not None:
-        parts.append(
-            f'<line x1="{_x(ours):.1f}" x2="{_x(peer[1]):.1f}" y1="{y:g}" y2="{y:g}" stroke="#8c959f" stroke-width="2"/>'
-        )
+        ends = f'x1="{_x(ours):.1f}" x2="{_x(peer[1]):.1f}" y1="{y:g}" y2="{y:g}"'
+        parts.append(f'<line {ends} stroke="#8c959f" stroke-width="2"/>')
         parts.append(_dot(_x(peer[1]), y, _PEER))
         parts.append(_text(_x(peer[1]) + 9, y + 4, f"{report.rounded(peer[1] / ours, 2)}x"))
     return [*parts, _dot(_x(ours), y, _OURS)]

@@ -1,4 +1,4 @@
-"""README is true: its examples run as shown, tables and chart equal the committed JSON, its files and commands exist."""
+"""README is true: its examples run as shown, tables and chart are those of the JSON, its commands exist."""
 
 import importlib.util
 import json
