@@ -1,4 +1,4 @@
-"""What importing dejax costs and loads."""
+"""What importing dejax costs and loads, and which of its modules may import which."""
 
 import os
 import re
@@ -11,6 +11,7 @@ import pytest
 import dejax
 from dejax import _native
 from dejax._compat import JAX_VERSION, unsupported_jax
+from tests.imports import ROOT, cycles, import_graph, imported_names, modules
 
 HEAVY = ("flax", "jraph", "rdflib", "matplotlib", "tensorstore", "optax", "orbax")
 
@@ -31,7 +32,7 @@ def test_nothing_heavy_is_imported(module: str) -> None:
 @pytest.mark.parametrize(
     ("package", "name"), [("rgnn", "nnx"), ("rgnn", "linen"), ("offload", "nnx"), ("offload", "linen")]
 )
-def test_faces_of_flax_are_imported_when_named(package: str, name: str) -> None:
+def test_bindings_of_flax_are_imported_when_named(package: str, name: str) -> None:
     code = f"import sys, dejax.{package} as p; before = 'flax' in sys.modules; print(before, p.{name}.__name__)"
     assert python(code).stdout.split() == ["False", f"dejax.{package}.{name}"]
 
@@ -96,3 +97,116 @@ def test_the_ffi_version_of_jaxlib_is_found() -> None:
 def test_the_installed_jax_is_supported() -> None:
     assert unsupported_jax() is None
     assert JAX_VERSION >= (0, 10, 2)
+
+
+# The layers, from the top: a module may import its own layer and those in the rows below. The layer of a module is the
+# longest name here that it begins with; `dejax.rgnn` itself is what users import: `nnx`, `linen`, `library` and others.
+LAYERS = (
+    ("dejax.info", "dejax.training"),
+    ("dejax.datasets",),
+    ("dejax.host_gather", "dejax.offload", "dejax.rgnn"),
+    ("dejax.rgnn.layers",),
+    ("dejax.rgnn.compiler",),
+    ("dejax.rgnn.lowering",),
+    ("dejax.rgnn.options",),
+    ("dejax.rgnn.passes",),
+    ("dejax.rgnn.graphs", "dejax.rgnn.ir"),
+    ("dejax.pallas",),
+    ("dejax._compat", "dejax._native"),
+)
+PARTS = ("dejax.host_gather", "dejax.offload", "dejax.rgnn")
+RANKS = {layer: rank for rank, layers in enumerate(LAYERS) for layer in layers}
+IMPORTS = import_graph()
+
+# Packages in which modules still import each other.
+KNOWN_CYCLES = ("dejax.host_gather", "dejax.rgnn.passes")
+# Imports for annotations alone: a value of a program has operators that are written in these files.
+FOR_ANNOTATIONS = {
+    (f"dejax.rgnn.compiler.frontend.{importer}", f"dejax.rgnn.compiler.frontend.{imported}")
+    for importer, imported in [
+        ("features", "symbols"),
+        ("indexing", "symbols"),
+        ("masks", "symbols"),
+        ("products", "symbols"),
+        ("symbols", "trace"),
+    ]
+}
+
+
+def belongs(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def layer_of(module: str) -> str:
+    return max((layer for layer in RANKS if belongs(module, layer)), key=len)
+
+
+def part_of(module: str) -> str | None:
+    return next((part for part in PARTS if belongs(module, part)), None)
+
+
+def test_imports_form_no_cycle() -> None:
+    imports = {
+        name: {other for other in found if (name, other) not in FOR_ANNOTATIONS} for name, found in IMPORTS.items()
+    }
+    known = dict.fromkeys(KNOWN_CYCLES, False)
+    for cycle in cycles(imports):
+        package = next((p for p in KNOWN_CYCLES if all(belongs(module, p) for module in cycle)), None)
+        assert package is not None, f"these modules import each other: {', '.join(sorted(cycle))}"
+        known[package] = True
+    assert all(known.values()), f"without cycles now, leave them out of KNOWN_CYCLES: {known}"
+
+
+@pytest.mark.parametrize(("importer", "imported"), sorted(FOR_ANNOTATIONS))
+def test_imports_for_annotations_are_not_run(importer: str, imported: str) -> None:
+    assert imported in IMPORTS[importer], "stale: leave it out of FOR_ANNOTATIONS"
+    assert imported not in import_graph(annotations=False)[importer]
+
+
+def test_imports_point_down() -> None:
+    upward = [
+        f"{name} imports {other}"
+        for name, found in IMPORTS.items()
+        for other in found
+        if layer_of(name) != layer_of(other) and RANKS[layer_of(name)] >= RANKS[layer_of(other)]
+    ]
+    assert upward == []
+
+
+def test_the_three_parts_do_not_import_each_other() -> None:
+    across = [
+        f"{name} imports {other}"
+        for name, found in IMPORTS.items()
+        for other in found
+        if part_of(name) and part_of(other) and part_of(name) != part_of(other)
+    ]
+    assert across == []
+
+
+def test_one_module_imports_the_triton_lowering_of_pallas() -> None:
+    found = [name for name, path in modules().items() if any("pallas.triton" in n for n in imported_names(path))]
+    assert found == ["dejax.pallas._triton"]
+
+
+def test_dejax_imports_nothing_beside_the_package() -> None:
+    outside = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} | {"benchmarks", "examples", "tests"}
+    found = {name.partition(".")[0] for path in modules().values() for name in imported_names(path)}
+    assert found & outside == set()
+
+
+def test_a_cycle_is_found() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d"}}) == [{"b", "c"}, {"d"}]
+
+
+@pytest.mark.parametrize("name", ["interop", "jraph_layers", "library", "linen", "nnx", "options"])
+def test_public_modules_of_rgnn(name: str) -> None:
+    code = f"import dejax.rgnn.{name}, dejax.rgnn as r; from dejax.rgnn import {name} as m; print(m is r.{name})"
+    assert python(code).stdout.split() == ["True"]
+
+
+def test_functions_of_public_modules_are_those_of_the_layers() -> None:
+    from dejax.rgnn import interop, library
+    from dejax.rgnn.graphs.interop import from_graphs_tuple
+    from dejax.rgnn.layers.library import rgat
+
+    assert library.rgat is rgat and interop.from_graphs_tuple is from_graphs_tuple

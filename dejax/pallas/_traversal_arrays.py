@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dejax.pallas._checks import FLOATS, as_index
-from dejax.pallas._shapes import padded_size
+from dejax.pallas._shapes import padded, padded_size
 from dejax.pallas._traversal_plan import BY_ROW, SHARED, Operand, Output
 from dejax.pallas.half_rows import HalfRows, encode, of_stored, stored
 
@@ -51,6 +51,13 @@ def check_operands(
             raise NotImplementedError(f"arrays[{i}] is {array.dtype}; the kernels compute in float32")
         if isinstance(array, HalfRows) and (operand.access in SHARED or operand.columns is not None):
             array = array.decode()
+        of = operand.index
+        before = of is not None and 0 <= of < i
+        if operand.access == "times_row" and not (before and padded(features[of or 0]) == padded(array.shape)):
+            raise ValueError(
+                f"operands[{i}].index must be the number of an operand before it that is read by row and has features "
+                f"of shape {array.shape}, got {operand.index}"
+            )
         if operand.access in SHARED:
             array = array[None]
         elif operand.access == "row" and num_rows is not None:
@@ -64,9 +71,9 @@ def check_operands(
                 )
         else:
             known = "item, position, indexed, positioned, shared" + (
-                "" if num_rows is None else ", row, row_indexed, late"
+                "" if num_rows is None else ", row, row_indexed, late, times_row"
             )
-            known += ", each_row, each_slot"
+            known += ", each_slot"
             raise ValueError(f"operands[{i}].access must be one of {known}, got {operand.access!r}")
         if operand.columns is not None:
             start, shape = operand.columns

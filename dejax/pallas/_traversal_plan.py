@@ -10,9 +10,9 @@ from dejax.pallas._accumulate import Reduction
 
 Output = tuple[tuple[int, ...], Any]
 # Accesses by which an operand is read once for all items of a row.
-BY_ROW = ("row", "row_indexed", "shared", "each_row", "each_slot", "late")
+BY_ROW = ("row", "row_indexed", "shared", "each_slot", "late", "times_row")
 # Accesses of arrays without a leading axis.
-SHARED = ("shared", "each_row", "each_slot", "late")
+SHARED = ("shared", "each_slot", "late", "times_row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,12 @@ class Operand:
         `index_tables[index][p]` for position p of the order, which saves a load where the table could be permuted
         beforehand; `position`, row p for position p; `row`, the row of the loop; `row_indexed`, row
         `index_tables[index][r]` for row r of the loop; `shared`, an array without a leading axis, the same everywhere;
-        `each_row` and `each_slot`, the same as a tile [rows, 1, *features] or [rows, items, *features], so that no
-        number moves between threads where it meets the rows of rows or of items; `late`, as `each_slot`, but after the
-        loop and for the epilogue alone.
-      index: which index table, for `indexed`, `positioned` and `row_indexed`.
+        `each_slot`, the same as a tile [rows, items, *features], so that no element moves between threads where it
+        meets the rows of items; `late`, as `each_slot`, but after the loop and for the epilogue alone; `times_row`, an
+        array without a leading axis times the tile of operand `index`, which is read by row: multiplied once, before
+        the loop over items.
+      index: which index table, for `indexed`, `positioned` and `row_indexed`; which operand before this one, for
+        `times_row`.
       columns: the operand is a part of each row of an array [length, columns]: (first column, feature shape of at most
         one axis). Narrow values that are read at the same rows share an array, and with it a memory sector; not for
         what is read by row.

@@ -109,9 +109,12 @@ def tiles_of_rows(
             tiles[i] = _tile(plan, arrays, i, index[:, None], inside[:, None])
         elif plan.operands[i].access == "shared":
             tiles[i] = load(arrays[i], jnp.zeros((1, 1), jnp.int32), None, plan.features[i])
-        elif plan.operands[i].access != "late":
-            items = plan.items if plan.operands[i].access == "each_slot" else 1
-            tiles[i] = _spread(plan, arrays, i, row.shape[0], items)
+        elif plan.operands[i].access == "each_slot":
+            tiles[i] = _spread(plan, arrays, i, row.shape[0], plan.items)
+        elif plan.operands[i].access == "times_row":
+            of = plan.operands[i].index
+            assert of is not None
+            tiles[i] = lax.mul(tiles[of], _spread(plan, arrays, i, row.shape[0], 1))
     return tiles
 
 

@@ -20,11 +20,11 @@ from jax import lax
 from dejax.pallas import _triton
 from dejax.pallas._shapes import divide, lanes, next_power_of_two
 from dejax.pallas._tiles import where
-from dejax.pallas.half_rows import powers_of, powers_of_tile, whole_max
+from dejax.pallas.half_rows import finite_magnitude, powers_of, powers_of_tile, whole_max
 
 # Elements that a program looks at, and columns that it can hold. On an H200 32,768 elements in rows take 3 to 5 us.
 # Where neighbours belong to one column it takes longer: 32,768 elements, each at another place, took 20 to 90 us.
-_ELEMENTS, _ELEMENTS_APART = 16384, 8192
+_ELEMENTS, _ELEMENTS_APART = 16384, 2048
 _TOGETHER = 8  # a memory sector
 MAX_COLUMNS = 4096
 _WARPS = 8
@@ -91,7 +91,7 @@ def column_powers(
         if array.size and request.columns <= MAX_COLUMNS:
             kernel_ones.append(i)
         elif array.size:
-            largest = jnp.max(_finite_magnitude(array), axis=request.reduced)
+            largest = jnp.max(finite_magnitude(array), axis=request.reduced)
             order = [sorted(request.kept).index(a) for a in request.kept]
             powers = powers_of(jnp.transpose(largest, order).reshape(-1))
             found[i] = powers, powers.astype(jnp.bfloat16)
@@ -117,11 +117,6 @@ def column_powers(
     return [found[i] for i in range(len(requests))]
 
 
-def _finite_magnitude(x: jax.Array) -> jax.Array:
-    magnitude = jnp.abs(x.astype(jnp.float32))
-    return where(magnitude < jnp.inf, magnitude, 0.0)
-
-
 def _kernel(*refs: Any, requests: tuple[_Request, ...]) -> None:
     (program,) = _triton.program_ids()
     n = len(requests)
@@ -143,7 +138,7 @@ def _measure(array: Any, powers: tuple[Any, Any], r: _Request) -> None:
     inside = (column < r.columns) & (item < r.size)
     at = dict(r.offsets(column, r.kept) + r.offsets(item, r.reduced))
     index = tuple(at[a] for a in range(len(r.shape)))
-    magnitude = _finite_magnitude(_triton.load(array, index, inside))
+    magnitude = finite_magnitude(_triton.load(array, index, inside))
     largest = lax.expand_dims(lax.reduce_max(magnitude, (0,)), (0,))
     found = powers_of_tile(largest, whole_max(largest))
     for ref in powers:

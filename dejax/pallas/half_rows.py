@@ -150,6 +150,12 @@ def powers_of_tile(largest: Array, of_all: Array) -> Array:
     return where(largest > 0, power(exponent), 1.0)
 
 
+def finite_magnitude(x: Array) -> Array:
+    """Magnitudes as float32, 0 for infinities and NaN."""
+    magnitude = lax.abs(x.astype(jnp.float32))
+    return where(magnitude < jnp.inf, magnitude, 0.0)
+
+
 def inverse_of(powers: Array) -> Array:
     """1 over powers of two from 2^-126 to 2^126, exactly, in float32."""
     return inverse_power(_biased(powers.astype(jnp.float32)))

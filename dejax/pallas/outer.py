@@ -27,11 +27,13 @@ from dejax.pallas.half_rows import (
     RAISED,
     HalfRows,
     exponents,
+    finite_magnitude,
     halves,
     inverse_of,
     inverse_power,
     power,
     power_of_any,
+    powers_of_tile,
     raised_exponents,
     two_parts,
     whole_max,
@@ -72,7 +74,7 @@ class _Config:
     y_part: int
     x_behind: int  # zeros behind the features of a row of x
     y_behind: int
-    divided: tuple[str, ...]  # of x and y, which is divided by the powers of two of its columns here
+    measured: tuple[str, ...]  # of x and y, which is divided by the powers of two of its columns, measured here
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,18 @@ def _exact_product(x: _Left, y: jax.Array) -> jax.Array:
     return power_of_any(_triton.exact_dot(x.tile, two_parts(y), transpose_x=True), largest)
 
 
+def _powers_of_columns(tiles: dict[str, Any], c: _Config) -> dict[str, jax.Array]:
+    """Powers of two near the largest magnitudes of the columns of float32 tiles, [1, columns].
+
+    A program measures its first rows: what is far from the truth by some thousands costs no digits.
+    """
+    found = {}
+    for name in c.measured:
+        largest = lax.expand_dims(lax.reduce_max(finite_magnitude(tiles[name][0]), (0,)), (0,))
+        found[name] = powers_of_tile(largest, whole_max(largest))
+    return found
+
+
 def _partial_kernel(*refs: Any, c: _Config) -> None:
     ref = dict(zip(c.names, refs, strict=True))
     s = c.schedule
@@ -216,28 +230,35 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
         scale = _triton.load(ref["scale"], (position[:, None], group), valid[:, None])
         return rows.astype(jnp.float32) * scale.astype(jnp.float32)
 
-    def columns_of(name: str, column: jax.Array, width: int) -> jax.Array:
-        return _triton.load(ref[f"{name}_columns"], (g * width + column,), column < width, 1.0).astype(jnp.float32)
+    first = start + lanes(s.block_rows, 0, 1)
 
-    inverses = {}
-    for name, column, width in (("x", k, c.k), ("y", n, c.n)):
-        if name in c.divided:
-            inverses[name] = inverse_of(columns_of(name, column, width))
+    def wide_rows(position: jax.Array, here: tuple[jax.Array, ...]) -> Any:
+        """The row of y at each position, and tiles of x and y with the exponents of their rows."""
+        valid, rows = position < end, iter(here)
+        x_row, y_row = (next(rows) if f"{name}_index" in ref else position for name in "xy")
+        y = load("y", y_row, valid, n, block_n * s.block_n, c.n + c.y_behind, c.y_rows, c.y_part)
+        x = load("x", x_row, valid, k, block_k * s.block_k, c.k + c.x_behind, c.x_rows, c.x_part)
+        return y_row, x, y
+
+    at_first = indices(first)
+    powers = _powers_of_columns(dict(zip("xy", wide_rows(first, at_first)[1:], strict=True)), c) if c.measured else {}
+    inverses = {name: inverse_of(of_columns) for name, of_columns in powers.items()}
+
+    def powers_of_side(name: str, column: jax.Array, width: int) -> jax.Array | None:
+        """The powers of two that multiply the sums: measured, or those of `HalfRows`."""
+        if f"{name}_columns" not in ref:
+            return powers.get(name)
+        return _triton.load(ref[f"{name}_columns"], (g * width + column,), column < width, 1.0).astype(jnp.float32)
 
     def divided(name: str, rows: jax.Array) -> jax.Array:
         return rows.astype(jnp.float32) * inverses[name] if name in inverses else rows
-
-    first = start + lanes(s.block_rows, 0, 1)
 
     def step(i: jax.Array, carry: tuple[list[Sum], tuple[jax.Array, ...]]) -> Any:
         sums, here = carry
         position = first + i * s.block_rows
         valid = position < end
         ahead = indices(position + s.block_rows)  # waits for memory together with this step's rows
-        rows = iter(here)
-        x_row, y_row = (next(rows) if f"{name}_index" in ref else position for name in "xy")
-        y, y_exponent = load("y", y_row, valid, n, block_n * s.block_n, c.n + c.y_behind, c.y_rows, c.y_part)
-        x, x_exponent = load("x", x_row, valid, k, block_k * s.block_k, c.k + c.x_behind, c.x_rows, c.x_part)
+        y_row, (x, x_exponent), (y, y_exponent) = wide_rows(position, here)
         x, y = (divided(name, rows) for name, rows in (("x", x), ("y", y)))
         left = _left(x, x_exponent, c)
         found = [_added(sums[0], left, scaled_by(y, position, valid, n, c.group_n), y_exponent, c)]
@@ -257,16 +278,16 @@ def _partial_kernel(*refs: Any, c: _Config) -> None:
         nothing.append(empty((min(s.block_rows, 256 * s.num_warps // s.block_k), s.block_k), 127))
     elif count:
         nothing.append(empty((s.block_k, m.shape[1])))
-    sums, _ = _triton.fori_loop(0, steps(end - start, s.block_rows), step, (nothing, indices(first)))
+    sums, _ = _triton.fori_loop(0, steps(end - start, s.block_rows), step, (nothing, at_first))
     wide, *narrow = (power_of_any(total, unit) if c.scaled else total for total, unit in sums)
-    if "y_columns" in ref:
-        wide = wide * columns_of("y", n, c.n)
+    of_n, of_k = powers_of_side("y", n, c.n), powers_of_side("x", k, c.k)
+    if of_n is not None:
+        wide = wide * of_n
     if count == 1:
         narrow = [lax.reduce_sum(narrow[0], (0,)).reshape(-1, 1)]
     k = k.reshape(-1, 1)
-    if "x_columns" in ref:
-        of_k = columns_of("x", k, c.k)
-        wide, *narrow = (total * of_k for total in (wide, *narrow))
+    if of_k is not None:
+        wide, *narrow = (total * of_k.reshape(-1, 1) for total in (wide, *narrow))
 
     def store(name: str, total: jax.Array, column: jax.Array, width: int, inside: jax.Array) -> None:
         """Stores the blocks on the diagonal, `group_k` by `width`, of a tile of the result."""
@@ -316,8 +337,6 @@ def typed_outer(
     out_dtype: Any = jnp.float32,
     rows_per_split: int | None = None,
     splits: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None] | None = None,
-    x_columns: jax.Array | None = None,
-    y_columns: jax.Array | None = None,
     schedule: OuterSchedule | None = None,
     interpret: bool | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -343,9 +362,6 @@ def typed_outer(
       rows_per_split: positions that one program sums; about a thousandth of all by default.
       splits: `split_table(offsets, rows_per_split, num_positions)` where it was made before, and then None or, where
         starts and ends are in another order, the number of each split, int32[splits].
-      x_columns: float32[groups, k] or [k], powers of two near the largest elements of the columns of float32 rows `x`,
-        where those differ: `column_powers(x)`. `HalfRows` have their own.
-      y_columns: float32[groups, n] or [n], likewise for `y`.
       schedule: the tile; by default the tuned table's, else the heuristic's.
       interpret: run the kernels interpreted; by default where there is no GPU.
 
@@ -397,7 +413,7 @@ def typed_outer(
         call = functools.partial(
             typed_outer, x, y, offsets=offsets, num_positions=num_positions, x_index=x_index, y_index=y_index,
             scale=scale, narrow=narrow, precision=precision, out_dtype=out_dtype, rows_per_split=rows_per_split,
-            splits=splits, x_columns=x_columns, y_columns=y_columns, interpret=interpret,
+            splits=splits, interpret=interpret,
         )  # fmt: skip
         fields = tuned_tables.choose(
             "outer",
@@ -411,10 +427,8 @@ def typed_outer(
         schedule = OuterSchedule(**fields)
     scaled = precision == "tf32" and jnp.float32 in (x.dtype, y.dtype)
     if isinstance(x, HalfRows) and not (scaled and x.one_exponent(merged * k, schedule.block_k)):
-        x_columns = x.columns
         x = x.decode()
     if isinstance(y, HalfRows) and not (scaled and scale is None and y.one_exponent(merged * n, schedule.block_n)):
-        y_columns = y.columns
         y = y.decode()
     per_split = rows_per_split or schedules.rows_per_split(num_positions, types)
     if splits is None:
@@ -431,15 +445,14 @@ def typed_outer(
     if number is not None:
         operands["split_number"] = number
     exact = precision == "f32" and jnp.float32 in (x.dtype, y.dtype)
-    given = []  # what is divided by the powers of two of its columns in the kernel
-    for name, a, columns in (("x", x, x_columns), ("y", y, y_columns)):
-        if isinstance(a, HalfRows):
-            operands[f"{name}_exponent"] = a.exponent
-            columns = a.columns
-        elif columns is not None and (scaled or exact):
-            given.append(name)
-        if columns is not None and (scaled or exact):
-            operands[f"{name}_columns"] = columns.reshape(-1)
+    measured = []  # what is divided by the powers of two of its columns
+    for name, a in (("x", x), ("y", y)):
+        if not isinstance(a, HalfRows):
+            measured += [name] if (scaled or exact) and a.dtype == jnp.float32 else []
+            continue
+        operands[f"{name}_exponent"] = a.exponent
+        if a.columns is not None:
+            operands[f"{name}_columns"] = a.columns.reshape(-1)
     if x_index is not None:
         operands["x_index"] = as_index(x_index, "x_index", num_positions)
     if y_index is not None:
@@ -475,7 +488,7 @@ def typed_outer(
         y_part=y.part_width if isinstance(y, HalfRows) else 1,
         x_behind=stored_x.shape[1] - groups * k,
         y_behind=stored_y.shape[1] - groups * n,
-        divided=tuple(given),
+        measured=tuple(measured),
     )
     num_splits = start.shape[0]
     partials = _triton.pallas_call(

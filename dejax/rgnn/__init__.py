@@ -55,9 +55,9 @@ from dejax.rgnn.compiler.functional import (
     where,
     where_positive,
 )
-from dejax.rgnn.compiler.options import Options
 from dejax.rgnn.compiler.program import Program, program
 from dejax.rgnn.graphs.rel_graph import RelGraph
+from dejax.rgnn.options import Options
 
 _LAZY = ("interop", "jraph_layers", "linen", "nnx")  # these import flax or jraph
 

@@ -21,11 +21,11 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from dejax.rgnn.compiler.options import Options
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.layers import parameters, specs
 from dejax.rgnn.layers.parameters import Initializer, params_from_linen, params_to_linen
 from dejax.rgnn.layers.specs import LayerSpec, Normalization
+from dejax.rgnn.options import Options
 
 __all__ = ["HGTConv", "ProgramModule", "RGATConv", "RGCNConv", "params_from_linen", "params_to_linen"]
 

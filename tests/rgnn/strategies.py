@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from dejax.rgnn.graphs.rel_graph import RelGraph, Segments
+from dejax.rgnn.graphs.rel_graph import RelGraph
+from dejax.rgnn.graphs.segments import Segments
 
 CHUNK = 3
 """A hub chunk so small that little graphs have hubs."""

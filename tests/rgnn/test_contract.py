@@ -452,7 +452,7 @@ def test_scores_in_the_loop(
         original(self, t, env)
 
     monkeypatch.setattr(PallasLowering, "traversal", traversal)
-    monkeypatch.setattr(importlib.import_module("dejax.rgnn.passes.sink"), "_MOST_EDGES", 1000)
+    monkeypatch.setattr(importlib.import_module("dejax.rgnn.passes.decompact"), "_MOST_EDGES", 1000)
     options = dataclasses.replace(PALLAS, precision=precision)
     check(name, "typical", size, options, dtype, tolerance=tolerance, loop_tables=True)
     assert sunk
@@ -480,7 +480,7 @@ def test_rows_of_nodes_without_edges_are_not_read(name: str, size: Size, monkeyp
         run(self, t, env)
 
     monkeypatch.setattr(PallasLowering, "traversal", traversal)
-    monkeypatch.setattr(importlib.import_module("dejax.rgnn.passes._nodes"), "_READS_OF_COPY", 0)
+    monkeypatch.setattr(importlib.import_module("dejax.rgnn.passes._node_maps"), "_READS_OF_COPY", 0)
     graph = "typed" if name == "hgt" else "typical"
     check(name, graph, size, dataclasses.replace(PALLAS, precision="tf32"), tolerance=TF32, loop_tables=True)
     ((made, kernels),) = {t: k for t, k in found if any(o.when is not None for o in t.operands)}.items()

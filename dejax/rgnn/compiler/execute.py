@@ -21,7 +21,6 @@ from dejax.pallas.column_powers import column_powers
 from dejax.pallas.encode import to_half_rows
 from dejax.pallas.half_rows import HalfRows, of_stored
 from dejax.rgnn.compiler.failures import record_failure
-from dejax.rgnn.compiler.options import Options
 from dejax.rgnn.compiler.reverse_only import reverse_only
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import Program
@@ -29,6 +28,7 @@ from dejax.rgnn.ir.intra import Fallback, Kernels
 from dejax.rgnn.lowering.pallas import Columns, PallasLowering
 from dejax.rgnn.lowering.segments import num_rows, segment_sum
 from dejax.rgnn.lowering.xla import Evaluator
+from dejax.rgnn.options import Options
 from dejax.rgnn.passes import Counts, Cut, Watch, differentiated, lower_to_kernels, optimise, silent
 from dejax.rgnn.passes.storage import linear_in, shared_encodings
 

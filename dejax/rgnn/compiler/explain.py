@@ -27,10 +27,10 @@ from dejax.rgnn.compiler.execute import (
     why_no_kernels,
 )
 from dejax.rgnn.compiler.failures import failures
-from dejax.rgnn.compiler.options import Options
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import Op, Program, Space, format_op
 from dejax.rgnn.ir.intra import Fallback, Kernels, Traversal, left_to_xla
+from dejax.rgnn.options import Options
 from dejax.rgnn.passes import Counts
 from dejax.rgnn.passes.cse import cse
 from dejax.rgnn.passes.dce import dce

@@ -5,8 +5,8 @@ from __future__ import annotations
 import linecache
 import warnings
 
-from dejax.rgnn.compiler.options import Options
 from dejax.rgnn.ir.intra import Kernels, user_lines
+from dejax.rgnn.options import Options
 
 
 class KernelFallbackWarning(UserWarning):

@@ -18,11 +18,11 @@ import numpy as np
 
 from dejax.rgnn.compiler.execute import Counts, Task, counts_of, run
 from dejax.rgnn.compiler.frontend import Argument, GraphSymbol, ProgramError, trace_program
-from dejax.rgnn.compiler.options import Options
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir import inter
 from dejax.rgnn.ir.inter import Space
 from dejax.rgnn.lowering.segments import valid_rows
+from dejax.rgnn.options import Options
 
 if TYPE_CHECKING:
     from dejax.pallas.tuner import Measure

@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dejax.rgnn.graphs.segments import is_traced
-
 MAX_ITEMS = 2**31 - 2
 """The most nodes, edges or types of a graph: ids, and the bound itself as the padding id, are int32."""
+
+
+def is_traced(*values: object) -> bool:
+    """Whether any of `values` is a tracer, whose value is unknown while Python runs."""
+    return any(isinstance(value, jax.core.Tracer) for value in values)
 
 
 def check_count(value: Any, name: str, *, remedy: str = "") -> int:
@@ -26,6 +29,13 @@ def check_count(value: Any, name: str, *, remedy: str = "") -> int:
     if not 0 <= count <= MAX_ITEMS:
         raise ValueError(f"{name} must be from 0 to {MAX_ITEMS} (ids are int32), got {count}")
     return count
+
+
+def check_size(node_type: Any, num_nodes: int) -> Any:
+    """`node_type`; raises ValueError unless it has an entry for each node."""
+    if node_type.shape[0] != num_nodes:
+        raise ValueError(f"node_type must have num_nodes = {num_nodes} entries, got {node_type.shape[0]}")
+    return node_type
 
 
 def check_edge_count(count: int) -> None:

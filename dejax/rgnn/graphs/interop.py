@@ -1,4 +1,4 @@
-"""Graphs from and to other forms: `jraph.GraphsTuple`, and edge lists by (source type, relation, destination type)."""
+"""Graphs from and to `jraph.GraphsTuple`, and to edge lists by (source type, relation, destination type)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dejax.rgnn.graphs import checks
-from dejax.rgnn.graphs.rel_graph import SELF_LOOP, RelGraph, reverse_name
-from dejax.rgnn.graphs.segments import HUB_CHUNK, is_traced
+from dejax.rgnn.graphs.checks import is_traced
+from dejax.rgnn.graphs.rel_graph import RelGraph
+from dejax.rgnn.graphs.segments import HUB_CHUNK
+from dejax.rgnn.graphs.spec import SELF_LOOP
 
 if TYPE_CHECKING:
     import jraph
@@ -29,75 +30,7 @@ class _Keep:
 
 _KEEP = _Keep()
 
-
-def from_relations(
-    relations: Mapping[tuple[str, str, str], tuple[Any, Any]],
-    num_nodes: Mapping[str, int],
-    *,
-    add_reverse: bool = False,
-    add_self_loops: bool = False,
-    validate: bool = True,
-    hub_chunk: int = HUB_CHUNK,
-) -> RelGraph:
-    """Makes a graph from edge lists by relation; see `RelGraph.from_relations`."""
-    from dejax.rgnn.graphs import build
-
-    counts = {name: checks.check_count(count, f"num_nodes[{name!r}]") for name, count in num_nodes.items()}
-    for name in counts:
-        if not isinstance(name, str) or not name or "/" in name:
-            raise ValueError(f'node types must be named by non-empty strings without "/", got {name!r}')
-    total_nodes = checks.check_count(sum(counts.values()), "the sum of num_nodes")
-    sizes = np.fromiter(counts.values(), np.int64, len(counts))
-    first_node = dict(zip(counts, (np.cumsum(sizes) - sizes).tolist(), strict=True))
-    columns: dict[str, list[np.ndarray]] = {"senders": [], "receivers": []}
-    for key, edges in relations.items():
-        ends = _relation_ends(key, edges, counts)
-        for (column, ids), node_type in zip(ends.items(), (key[0], key[2]), strict=True):
-            if validate:
-                checks.check_range(ids, f"{column} of {key}", counts[node_type], f"num_nodes[{node_type!r}]")
-            columns[column].append(ids.astype(np.int32) + np.int32(first_node[node_type]))
-    edges_of_type = [ids.shape[0] for ids in columns["senders"]]
-    added = (1 + add_reverse) * sum(edges_of_type) + add_self_loops * total_nodes
-    checks.check_edge_count(added)
-    nothing = [np.zeros(0, np.int32)]
-    names = tuple("/".join(key) for key in relations)
-    if add_reverse:
-        names += tuple(f"{target}/{reverse_name(relation)}/{source}" for source, relation, target in relations)
-    if add_self_loops:
-        names += (SELF_LOOP,)
-    return build.build(
-        np.concatenate(columns["senders"] or nothing),
-        np.concatenate(columns["receivers"] or nothing),
-        np.repeat(np.arange(len(edges_of_type), dtype=np.int32), edges_of_type),
-        num_nodes=total_nodes,
-        num_edge_types=len(edges_of_type),
-        node_type=np.repeat(np.arange(len(counts), dtype=np.int32), sizes),
-        num_node_types=len(counts),
-        edge_mask=None,
-        node_mask=None,
-        add_reverse=add_reverse,
-        add_self_loops=add_self_loops,
-        edge_type_names=checks.check_names(names, "relations, with what is added,", len(names), "relations"),
-        node_type_names=tuple(counts),
-        node_type_counts=tuple(counts.values()),
-        hub_chunk=hub_chunk,
-    )
-
-
-def _relation_ends(key: Any, edges: Any, counts: dict[str, int]) -> dict[str, np.ndarray]:
-    """The checked senders and receivers of one entry of `relations`."""
-    if not (isinstance(key, tuple) and len(key) == 3 and all(isinstance(part, str) for part in key)):
-        raise TypeError(f"keys of relations must be (source type, relation, destination type) strings, got {key!r}")
-    for node_type in (key[0], key[2]):
-        if node_type not in counts:
-            raise ValueError(f"relation {key} has the node type {node_type!r}, but num_nodes has only {list(counts)}")
-    if not (isinstance(edges, tuple | list) and len(edges) == 2) and getattr(edges, "shape", ())[:1] != (2,):
-        raise ValueError(f"relation {key} must have a pair (senders, receivers), got {type(edges).__name__}")
-    senders, receivers = edges
-    ends = {"senders": senders, "receivers": receivers}
-    checked = {name: checks.as_ids(ids, f"{name} of {key}") for name, ids in ends.items()}
-    checks.check_lengths({f"{name} of {key}": ids for name, ids in checked.items()})
-    return checked
+from_relations = RelGraph.from_relations
 
 
 def to_relations(graph: RelGraph) -> dict[tuple[str, str, str], tuple[np.ndarray, np.ndarray]]:

@@ -13,21 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax.rgnn.graphs import checks
+from dejax.rgnn.graphs import build, build_traced, checks
 from dejax.rgnn.graphs.packed import PackedTables, pack
-from dejax.rgnn.graphs.segments import (
-    HUB_CHUNK,
-    TILE_BLOCKS,
-    HubTable,
-    Segments,
-    TileTable,
-    hub_table,
-    is_traced,
-    tile_table,
-)
+from dejax.rgnn.graphs.relations import join_relations
+from dejax.rgnn.graphs.segments import HUB_CHUNK, Segments
 from dejax.rgnn.graphs.sorting import side_by_side
-
-__all__ = ["HUB_CHUNK", "TILE_BLOCKS", "HubTable", "RelGraph", "Segments", "TileTable", "hub_table", "tile_table"]
+from dejax.rgnn.graphs.spec import Edges, GraphSpec, all_names
 
 GROUPINGS = {
     "src": "by_sender",
@@ -74,14 +65,6 @@ _NEAR: tuple[tuple[str, Callable[[RelGraph], Array]], ...] = (
     ("destination_pair_by_type", lambda graph: graph.destination_pair_by_node.index),
 )
 _STATIC: dict[str, Any] = {"static": True}
-
-SELF_LOOP = "self_loop"
-"""The name of the edge type that `add_self_loops` adds."""
-
-
-def reverse_name(name: str) -> str:
-    """The name of the reverse of edge type `name`."""
-    return f"rev_{name}"
 
 
 @jax.tree_util.register_dataclass
@@ -270,51 +253,33 @@ class RelGraph:
         >>> RelGraph.from_edges([0, 1, 1], [1, 0, 2], [0, 1, 0], num_nodes=3)
         RelGraph(nodes=3, edges=3, edge_types=2, node_types=1, source_pairs=3, destination_pairs=3)
         """
-        from dejax.rgnn.graphs import build
-
         num_nodes = checks.check_count(num_nodes, "num_nodes")
-        ids = {"senders": senders, "receivers": receivers, "edge_type": edge_type}
-        ids = {name: checks.as_ids(value, name) for name, value in ids.items()}
-        checks.check_lengths(ids)
-        num_edges = ids["senders"].shape[0]
-        checks.check_edge_count(num_edges * (2 if add_reverse else 1) + (num_nodes if add_self_loops else 0))
-        edge_mask = checks.as_mask(edge_mask, "edge_mask", num_edges)
+        edges = _checked_edges(checks.as_ids, senders, receivers, edge_type)
+        edges = edges._replace(mask=checks.as_mask(edge_mask, "edge_mask", edges.senders.shape[0]))
         node_mask = checks.as_mask(node_mask, "node_mask", num_nodes)
+        node_type = None if node_type is None else checks.check_size(checks.as_ids(node_type, "node_type"), num_nodes)
         if num_edge_types is None:
-            num_edge_types = _count_types(ids["edge_type"], edge_type_names, edge_mask)
-        num_edge_types = checks.check_count(num_edge_types, "num_edge_types")
-        if node_type is not None:
-            node_type = checks.as_ids(node_type, "node_type")
-            if node_type.shape[0] != num_nodes:
-                raise ValueError(f"node_type must have num_nodes = {num_nodes} entries, got {node_type.shape[0]}")
+            num_edge_types = _count_types(edges.edge_type, edge_type_names, edges.mask)
         if num_node_types is None:
             num_node_types = _count_types(node_type, node_type_names, node_mask)
+        num_edge_types = checks.check_count(num_edge_types, "num_edge_types")
         num_node_types = checks.check_count(num_node_types, "num_node_types")
-        edge_names = checks.check_names(edge_type_names, "edge_type_names", num_edge_types, "num_edge_types")
-        node_names = checks.check_names(node_type_names, "node_type_names", num_node_types, "num_node_types")
-        if validate:
-            for name in ("senders", "receivers"):
-                checks.check_range(ids[name], name, num_nodes, "num_nodes", edge_mask)
-                if node_mask is not None:
-                    checks.check_edges_avoid_padding(ids[name], name, node_mask, edge_mask)
-            checks.check_range(ids["edge_type"], "edge_type", num_edge_types, "num_edge_types", edge_mask)
-            if node_type is not None:
-                checks.check_range(node_type, "node_type", num_node_types, "num_node_types", node_mask)
-        return build.build(
-            *(array.astype(np.int32, copy=False) for array in ids.values()),
-            num_nodes=num_nodes,
-            num_edge_types=num_edge_types,
-            node_type=node_type,
-            num_node_types=num_node_types,
-            edge_mask=edge_mask,
-            node_mask=node_mask,
-            add_reverse=add_reverse,
-            add_self_loops=add_self_loops,
-            edge_type_names=_all_names(edge_names, add_reverse, add_self_loops),
-            node_type_names=node_names,
-            node_type_counts=None,
+        spec = GraphSpec(
+            num_nodes,
+            num_edge_types,
+            num_node_types,
+            add_reverse,
+            add_self_loops,
+            _edge_names(edge_type_names, num_edge_types, add_reverse, add_self_loops),
+            _node_names(node_type_names, num_node_types),
             hub_chunk=hub_chunk,
         )
+        spec.check_edge_count(edges.senders.shape[0])
+        if validate:
+            _check_ids(edges, node_type, node_mask, spec)
+        senders, receivers, edge_type = (column.astype(np.int32, copy=False) for column in edges[:3])
+        edges = Edges(senders, receivers, edge_type, edges.mask)
+        return cls._concrete(build.build(edges, node_type, node_mask, spec), spec)
 
     @classmethod
     def from_relations(
@@ -349,9 +314,7 @@ class RelGraph:
         >>> graph.node_slice("paper"), graph.edge_type_names
         (slice(2, 5, None), ('author/writes/paper',))
         """
-        from dejax.rgnn.graphs import interop
-
-        return interop.from_relations(
+        edges, node_type, spec = join_relations(
             relations,
             num_nodes,
             add_reverse=add_reverse,
@@ -359,6 +322,7 @@ class RelGraph:
             validate=validate,
             hub_chunk=hub_chunk,
         )
+        return cls._concrete(build.build(edges, node_type, None, spec), spec)
 
     @classmethod
     def build_traced(
@@ -410,42 +374,53 @@ class RelGraph:
             TypeError: wrong dtypes, or counts that are no Python ints.
             ValueError: wrong lengths or ranks, both a count and a mask given, more valid edges than the arrays have.
         """
-        from dejax.rgnn.graphs import build_traced
-
         remedy = "; sizes are static, pass the number of padded rows and say with num_valid_nodes which are valid"
-        num_nodes = checks.check_count(num_nodes, "num_nodes", remedy=remedy)
-        num_edge_types = checks.check_count(num_edge_types, "num_edge_types")
-        num_node_types = checks.check_count(num_node_types, "num_node_types")
-        ids = {"senders": senders, "receivers": receivers, "edge_type": edge_type}
-        ids = {name: checks.as_traced_ids(value, name) for name, value in ids.items()}
-        checks.check_lengths(ids)
-        num_edges = ids["senders"].shape[0]
-        checks.check_edge_count(num_edges * (2 if add_reverse else 1) + (num_nodes if add_self_loops else 0))
-        if node_type is not None:
-            node_type = checks.as_traced_ids(node_type, "node_type")
-            if node_type.shape[0] != num_nodes:
-                raise ValueError(f"node_type must have num_nodes = {num_nodes} entries, got {node_type.shape[0]}")
-        edge_names = checks.check_names(edge_type_names, "edge_type_names", num_edge_types, "num_edge_types")
-        return build_traced.build(
-            **ids,
-            num_nodes=num_nodes,
-            num_edge_types=num_edge_types,
-            node_type=node_type,
-            num_node_types=num_node_types,
-            edge_mask=checks.as_traced_mask(edge_mask, num_valid_edges, "edge", num_edges),
-            node_mask=checks.as_traced_mask(node_mask, num_valid_nodes, "node", num_nodes),
-            add_reverse=add_reverse,
-            add_self_loops=add_self_loops,
-            edge_type_names=_all_names(edge_names, add_reverse, add_self_loops),
-            node_type_names=checks.check_names(node_type_names, "node_type_names", num_node_types, "num_node_types"),
-            nodes_sorted=node_type is None and node_mask is None,
+        spec = GraphSpec(
+            checks.check_count(num_nodes, "num_nodes", remedy=remedy),
+            checks.check_count(num_edge_types, "num_edge_types"),
+            checks.check_count(num_node_types, "num_node_types"),
+            add_reverse,
+            add_self_loops,
+            _edge_names(edge_type_names, num_edge_types, add_reverse, add_self_loops),
+            _node_names(node_type_names, num_node_types),
             hub_chunk=hub_chunk,
         )
+        edges = _checked_edges(checks.as_traced_ids, senders, receivers, edge_type)
+        num_edges = edges.senders.shape[0]
+        spec.check_edge_count(num_edges)
+        nodes_sorted = node_type is None and node_mask is None
+        if node_type is not None:
+            node_type = checks.check_size(checks.as_traced_ids(node_type, "node_type"), num_nodes)
+        edges = edges._replace(mask=checks.as_traced_mask(edge_mask, num_valid_edges, "edge", num_edges))
+        node_mask = checks.as_traced_mask(node_mask, num_valid_nodes, "node", num_nodes)
+        return cls._made(build_traced.build(edges, node_type, node_mask, spec, nodes_sorted), spec)
+
+    @classmethod
+    def _made(cls, arrays: dict[str, Any], spec: GraphSpec) -> RelGraph:
+        """The graph of the arrays that a builder made."""
+        return cls(
+            **arrays,
+            num_nodes=spec.num_nodes,
+            num_edges=arrays["senders"].shape[0],
+            num_edge_types=spec.all_edge_types,
+            num_node_types=spec.num_node_types,
+            num_source_pairs=arrays["by_source_pair"].num_rows,
+            num_destination_pairs=arrays["by_destination_pair"].num_rows,
+            edge_type_names=spec.edge_type_names,
+            node_type_names=spec.node_type_names,
+            node_type_counts=spec.node_type_counts,
+        )
+
+    @classmethod
+    def _concrete(cls, arrays: dict[str, Any], spec: GraphSpec) -> RelGraph:
+        """The graph of numpy arrays, on the default device; with the tables of kernels where that is a GPU."""
+        graph = cls._made(arrays, spec)
+        return graph.with_loop_tables(spec.hub_chunk) if jax.default_backend() == "gpu" else on_device(graph)
 
     @property
     def is_traced(self) -> bool:
         """Whether the graph's arrays are tracers (inside jit, as an argument or from `build_traced`)."""
-        return is_traced(*jax.tree.leaves(self))
+        return checks.is_traced(*jax.tree.leaves(self))
 
     def to_edges(self) -> tuple[Array, Array, Array]:
         """Senders, receivers and edge types, int32[edges] each, in the user's order, with added edges and padding."""
@@ -529,13 +504,33 @@ def _count_types(types: np.ndarray | None, names: Sequence[str] | None, mask: np
     return int(np.max(types, initial=0, where=True if mask is None else mask)) + 1
 
 
-def _all_names(names: tuple[str, ...] | None, add_reverse: bool, add_self_loops: bool) -> tuple[str, ...] | None:
-    """Names of all edge types, those of added types included."""
-    if names is None:
-        return None
-    reverses = tuple(reverse_name(name) for name in names) if add_reverse else ()
-    added = reverses + ((SELF_LOOP,) if add_self_loops else ())
-    taken = sorted(set(names) & set(added))
-    if taken:
-        raise ValueError(f"edge_type_names has {', '.join(taken)}, the names of edge types that are added; rename")
-    return names + added
+def _checked_edges(checked: Callable[[Any, str], Any], senders: Any, receivers: Any, edge_type: Any) -> Edges:
+    """Edges of one length, each column checked and converted; without a mask."""
+    ids = {"senders": senders, "receivers": receivers, "edge_type": edge_type}
+    ids = {name: checked(value, name) for name, value in ids.items()}
+    checks.check_lengths(ids)
+    return Edges(ids["senders"], ids["receivers"], ids["edge_type"], None)
+
+
+def _edge_names(
+    names: Sequence[str] | None, count: int, add_reverse: bool, add_self_loops: bool
+) -> tuple[str, ...] | None:
+    """The checked names of all edge types."""
+    checked = checks.check_names(names, "edge_type_names", count, "num_edge_types")
+    return all_names(checked, add_reverse, add_self_loops)
+
+
+def _node_names(names: Sequence[str] | None, count: int) -> tuple[str, ...] | None:
+    return checks.check_names(names, "node_type_names", count, "num_node_types")
+
+
+def _check_ids(edges: Edges, node_type: np.ndarray | None, node_mask: np.ndarray | None, spec: GraphSpec) -> None:
+    """Raises IndexError for valid ids out of range, ValueError for a valid edge at a padding node."""
+    for name in ("senders", "receivers"):
+        ids = getattr(edges, name)
+        checks.check_range(ids, name, spec.num_nodes, "num_nodes", edges.mask)
+        if node_mask is not None:
+            checks.check_edges_avoid_padding(ids, name, node_mask, edges.mask)
+    checks.check_range(edges.edge_type, "edge_type", spec.num_edge_types, "num_edge_types", edges.mask)
+    if node_type is not None:
+        checks.check_range(node_type, "node_type", spec.num_node_types, "num_node_types", node_mask)

@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array
 
 from dejax.pallas.schedule import rows_per_split
+from dejax.rgnn.graphs.checks import is_traced
 from dejax.rgnn.graphs.pieces_traced import Rows, hub_arrays, tile_arrays
 from dejax.rgnn.graphs.sorting import expand, stable_argsort
 
@@ -30,11 +31,6 @@ HUB_CHUNK = 128
 """Rows with more items than this are split in chunks of this many items."""
 
 _STATIC: dict[str, Any] = {"static": True}
-
-
-def is_traced(*values: object) -> bool:
-    """Whether any of `values` is a tracer, so that its numbers are unknown while Python runs."""
-    return any(isinstance(value, jax.core.Tracer) for value in values)
 
 
 @jax.tree_util.register_dataclass

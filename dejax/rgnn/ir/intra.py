@@ -22,6 +22,7 @@ from dejax.pallas._shapes import padded_size
 from dejax.pallas.outer import MAX_NARROW
 from dejax.pallas.traversal import MAX_WIDTH
 from dejax.rgnn.ir.inter import COMPOSED_VIAS, ROWWISE, VIAS, IRError, Op, Program, Space, format_op
+from dejax.rgnn.ir.products import Product, with_axes
 
 # Contractions of a row with a matrix for its type, and of two rows into one: the GEMM template.
 MATRIX_SPECS = frozenset("k,kn->n hk,hkn->hn k,hkn->hn hk,kn->hn n,kn->k hn,hkn->hk hn,hkn->k hn,kn->hk".split())
@@ -169,6 +170,10 @@ class Accumulator:
     score: int | None = None
     score_inserts: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (self.value, *(t.value for t in self.terms))
+
     def __str__(self) -> str:
         if self.kind != "weighted":
             return f"{self.kind} %{self.out} of %{self.value}"
@@ -308,8 +313,8 @@ def fits_beside(spec: str, narrow_spec: str, numbers: tuple[int, ...]) -> bool:
 
 def by_head(spec: str) -> bool:
     """Whether an outer product is one for each head of both sides."""
-    left, right = spec.split("->")[0].split(",")
-    return "h" in left and "h" in right
+    product = Product.parse(spec)
+    return "h" in product.left and "h" in product.right
 
 
 def refusal(op: Op) -> str | None:
@@ -333,11 +338,8 @@ def can_weigh(score: tuple[int, ...], inserts: tuple[tuple[int, ...], ...], valu
 
     The template takes scores whose shape begins that of the value; `inserts` are the axes of size 1 that align the two.
     """
-    aligned = score
-    for axes in inserts if score else ():
-        for axis in axes:
-            aligned = (*aligned[:axis], 1, *aligned[axis:])
-    return score == value[: len(score)] and aligned in ((), score, (*score, *(1,) * (len(value) - len(score))))
+    kept = ((), score, (*score, *(1,) * (len(value) - len(score))))
+    return score == value[: len(score)] and with_axes(score, inserts) in kept
 
 
 def as_part(program: Program, operand: Operand) -> Operand:

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dejax.rgnn.compiler.options import Options
 from dejax.rgnn.compiler.program import program
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.layers import library
+from dejax.rgnn.options import Options
 
 
 def inverted(key: Array, rate: float, shape: tuple[int, ...], dtype: Any) -> Array:

@@ -14,9 +14,9 @@ from jax import Array
 from jax.nn.initializers import glorot_uniform
 from jax.typing import DTypeLike
 
-from dejax.rgnn.compiler.options import Options
 from dejax.rgnn.compiler.program import Program
 from dejax.rgnn.graphs.rel_graph import RelGraph
+from dejax.rgnn.options import Options
 
 Initializer: TypeAlias = Callable[..., Array]
 

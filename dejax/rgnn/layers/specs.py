@@ -14,7 +14,6 @@ from jax import Array
 from jax.nn.initializers import ones, zeros
 from jax.typing import DTypeLike
 
-from dejax.rgnn.compiler.options import Options
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.layers import dropout, library
 from dejax.rgnn.layers.parameters import (
@@ -27,6 +26,7 @@ from dejax.rgnn.layers.parameters import (
     attention_vector,
     cast,
 )
+from dejax.rgnn.options import Options
 
 Normalization: TypeAlias = Literal["mean", "sum", "none"]
 

@@ -23,11 +23,13 @@ class WithoutFactors:
     Attributes:
       values: value -> name of the operand whose factors it lacks; the operands, too.
       sums: result of an accumulator -> name of the operand by whose factors it is multiplied after the loop.
+      rows: (value, name of an operand by row): the value's factors multiply that operand instead, once a row.
       used: names of operands whose factors are used in the loop.
     """
 
     values: dict[int, int]
     sums: dict[int, int]
+    rows: dict[tuple[int, int], int]
     used: frozenset[int]
 
 
@@ -40,11 +42,15 @@ def without_factors(program: Program, loop: Traversal, names: Collection[int]) -
       names: operands with a factor for each feature.
     """
     values = {o.name: o.name for o in loop.operands if o.name in names and o.access not in BY_ROW}
+    by_row = {o.name for o in loop.operands if o.access in ("row", "row_indexed")}
+    rows: dict[tuple[int, int], int] = {}
     read = set(loop.item_outputs)
     for i in loop.body:
         found = [a for a in program.ops[i].args if a in values]
         if len(found) == 1 and _passes(program, program.ops[i], found[0]):
             values[i] = values[found[0]]
+        elif len(found) == 1 and (other := _met_by_row(program, program.ops[i], found[0], by_row)) is not None:
+            rows[i, other] = values[found[0]]
         else:
             read.update(found)
     sums: dict[int, int] = {}
@@ -54,7 +60,15 @@ def without_factors(program: Program, loop: Traversal, names: Collection[int]) -
             sums[a.out] = values[summand]
         else:
             read.update((a.value, *(t.value for t in a.terms)))
-    return WithoutFactors(values, sums, frozenset(values[v] for v in read if v in values))
+    return WithoutFactors(values, sums, rows, frozenset(values[v] for v in read if v in values))
+
+
+def _met_by_row(program: Program, op: Op, arg: int, by_row: Collection[int]) -> int | None:
+    """The operand by row of the same features by which an operator multiplies `arg`."""
+    others = [a for a in op.args if a != arg]
+    if op.name not in ("mul", "dot") or len(others) != 1 or others[0] not in by_row:
+        return None
+    return others[0] if program.ops[others[0]].shape == program.ops[arg].shape else None
 
 
 def _features(program: Program, value: int) -> tuple[int, ...]:

@@ -21,14 +21,15 @@ from dejax.pallas import tuned_tables
 from dejax.pallas._shapes import next_power_of_two
 from dejax.pallas.gemm import MAX_HALF_N
 from dejax.pallas.half_rows import of_stored, stored
-from dejax.rgnn.compiler.options import Options
-from dejax.rgnn.graphs.rel_graph import RelGraph, Segments
+from dejax.rgnn.graphs.rel_graph import RelGraph
+from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.ir.inter import VIAS
 from dejax.rgnn.ir.intra import BY_ROW, Gemm, Instance, Kernels, Operand, Outer, Traversal, by_head
 from dejax.rgnn.lowering.factors import WithoutFactors, without_factors
 from dejax.rgnn.lowering.scales import ColumnScales
 from dejax.rgnn.lowering.segments import num_rows, segment_sum, segments, valid_rows
 from dejax.rgnn.lowering.tiles import TileProgram
+from dejax.rgnn.options import Options
 from dejax.rgnn.passes.storage import encoded_values, linear_in, may_round
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -79,8 +80,6 @@ class PallasLowering:
         for instance in self.kernels.instances:
             if isinstance(instance, Gemm):
                 found.append(instance.x.value)
-            elif isinstance(instance, Outer):
-                found += [instance.x.value, instance.y.value]
         return [v for v in dict.fromkeys(found) if self.program.ops[v].dtype == "float32"]
 
     def run(self, instance: Instance, env: dict[int, Any]) -> None:
@@ -109,12 +108,6 @@ class PallasLowering:
     def in_16_bits(self, value: int, array: jax.Array) -> Any:
         return kernels.to_half_rows(array, self.scales.powers(value), interpret=self.interpret)
 
-    def column_powers(self, value: int, array: Any) -> jax.Array | None:
-        """What products in float16 divide the columns of a float32 array by."""
-        if isinstance(array, kernels.HalfRows) or array.dtype != jnp.float32 or self.precision == "bf16":
-            return None
-        return self.scales.powers(value, jnp.float32)
-
     def sum_types(self, x: jax.Array, group: Segments) -> jax.Array:
         """Sums matrices of edge types by node type: XLA would read all of them for each node type."""
         few = group.num_items <= _SUMMED_MATRICES * group.num_rows
@@ -138,7 +131,9 @@ class PallasLowering:
         product = self.program.ops[instance.product]
         group = segments(self.graph, instance.via)
         x, w = self.in_half(instance.x.value, env), env[instance.w]
-        x_columns = self.column_powers(instance.x.value, x)
+        x_columns = None
+        if not isinstance(x, kernels.HalfRows) and x.dtype == jnp.float32 and self.precision != "bf16":
+            x_columns = self.scales.powers(instance.x.value, jnp.float32)
         # Rows of several heads in 16 bits are stored longer head by head: the matrices make the zeros behind each.
         heads_of = stored(op.shape) if self.makes_heads_stored(instance) else op.shape
         if heads_of != op.shape:
@@ -233,7 +228,6 @@ class PallasLowering:
         summed = heads and "h" not in instance.spec.split("->")[1]  # a product for each head, then their sum
         if not heads:  # zeros behind each head's features are features here
             x, y = (a.whole() if isinstance(a, kernels.HalfRows) and a.ndim > 2 else a for a in (x, y))
-        x_columns, y_columns = (self.column_powers(o.value, a) for o, a in ((instance.x, x), (instance.y, y)))
         lengths = x.shape[-1], y.shape[-1]
         # [rows, groups, width] on both sides; what is not a group is a width.
         shape = lambda a: (a.shape[0], a.shape[1] if heads else 1, int(np.prod(a.shape[2 if heads else 1 :])))  # noqa: E731
@@ -254,8 +248,6 @@ class PallasLowering:
             rows_per_split=None if splits is None else splits.rows_per_split,
             precision=self.precision,
             out_dtype=jnp.float32 if summed else dtype,
-            x_columns=x_columns,
-            y_columns=y_columns,
             interpret=self.interpret,
         )
         totals = found if isinstance(found, tuple) else (found,)
@@ -304,13 +296,26 @@ class PallasLowering:
         in_half = any(isinstance(a, kernels.HalfRows) for a in arrays)
         divided, columns_of = self.stored_columns(t, jnp.bfloat16 if in_half else jnp.float32)
         # The powers of two of columns are operands by themselves, after the others.
-        by_row = {o.name for o in t.operands if o.access in BY_ROW}
-        left = {name: p for name, p in columns.items() if name in by_row or name in without.used}
-        first = len(t.operands)  # those of sums are not given to the loop's body
-        numbers = {name: len(arrays) - first + i for i, name in enumerate(left)}
-        stored_at = {v: len(arrays) - first + len(left) + i for i, v in enumerate(divided)}
-        arrays += [*left.values(), *divided.values()]
-        operands += [kernels.Operand("each_row" if name in by_row else "each_slot") for name in left]
+        given = len(t.operands)
+        numbers: dict[int | tuple[int, int], int] = {}
+
+        def add(key: int | tuple[int, int], array: jax.Array, access: str, of: int | None = None) -> int:
+            numbers[key] = len(arrays) - given
+            arrays.append(array)
+            operands.append(kernels.Operand(access, of))
+            return len(arrays) - 1
+
+        at = {o.name: i for i, o in enumerate(t.operands)}
+        for o in t.operands:
+            if o.name in columns and o.access in BY_ROW:
+                at[o.name] = add(o.name, columns[o.name], "times_row", at[o.name])
+            elif o.name in without.used:
+                add(o.name, columns[o.name], "each_slot")
+        for (_, row), name in without.rows.items():
+            if (row, name) not in numbers:
+                add((row, name), columns[name].reshape(ops[row].shape), "times_row", at[row])
+        stored_at = {v: len(arrays) - given + i for i, v in enumerate(divided)}
+        arrays += divided.values()
         operands += [kernels.Operand("late")] * len(divided)
         compute = TileProgram(self.program, t, together, self.half, numbers, without, stored_at)
 

@@ -22,7 +22,8 @@ class TileProgram:
     Rows in 16 bits come without the powers of two of their columns. Those are tiles by themselves, after the operands.
 
     Attributes:
-      columns: operands that come so, by name -> the number of the tile.
+      columns: of items' operands that come so the number of the powers' tile; of operands by row, by name or (name,
+        name of the operand whose powers it has, too), the number of the tile that has been multiplied by them.
       without: values that are computed without those powers, and the sums that are multiplied by them.
       stored: values that are stored so -> the number of the tile.
     """
@@ -33,7 +34,7 @@ class TileProgram:
         t: Traversal,
         together: Sequence[tuple[int, ...]],
         half: frozenset[int] = frozenset(),
-        columns: Mapping[int, int] | None = None,
+        columns: Mapping[Any, int] | None = None,
         without: WithoutFactors | None = None,
         stored: Mapping[int, int] | None = None,
     ) -> None:
@@ -41,7 +42,7 @@ class TileProgram:
         self.half = half.intersection(t.item_outputs)  # kept in 16 bits
         self.kept = {v for values in together if len(values) > 1 for v in values}  # in float32, whatever their dtype
         self.columns, self.stored = dict(columns or {}), dict(stored or {})
-        self.without = without or WithoutFactors({}, {}, frozenset())
+        self.without = without or WithoutFactors({}, {}, {}, frozenset())
         self.tiles: Sequence[Any] = ()  # of powers of two, of the loop that is being traced
 
     def divided(self, value: int, tile: Any, tiles: Sequence[Any], lead: int) -> Any:
@@ -51,11 +52,9 @@ class TileProgram:
         powers = tiles[self.stored[value]]
         return tile * inverse_of(reshaped(powers, (*powers.shape[:lead], *tile.shape[lead:])))
 
-    def multiplied(self, env: dict[int, Any], tiles: Sequence[Any], lead: int) -> dict[int, Any]:
+    def multiplied(self, env: dict[int, Any], tiles: Sequence[Any]) -> dict[int, Any]:
         """The operands by row times the powers of two of their columns."""
-        for name in env.keys() & self.columns.keys() - self.without.values.keys():
-            env[name] = scaled(env[name], self.powers(name, env[name], tiles, lead))
-        return env
+        return env | {n: tiles[self.columns[n]] for n in env.keys() & self.columns.keys() - self.without.values.keys()}
 
     def powers(self, name: int, tile: Any, tiles: Sequence[Any], lead: int) -> Any:
         """The powers of two of an operand's columns as those of a tile that has the same features."""
@@ -68,24 +67,20 @@ class TileProgram:
         return env[value] if name is None else scaled(env[value], self.powers(name, env[value], self.tiles, 2))
 
     def arguments(self, i: int, env: dict[int, Any]) -> list[Any]:
-        """An operator's arguments; powers of two that one lacks are the other's where that is a row's tile."""
+        """An operator's arguments; powers of two that one lacks are the other's where that is an operand by row."""
         args, values = self.program.ops[i].args, self.without.values
         lacking = [a for a in args if a in values]
         if not lacking or i in values:
             return [env[a] for a in args]
-        if self.program.ops[i].name in ("dot", "mul") and len(lacking) == 1 and len(args) == 2:
-            (other,) = (a for a in args if a not in lacking)
-            tile, by_row = env[lacking[0]], env[other]
-            if not isinstance(by_row, kernels.Factored) and by_row.shape[1:2] == (1,) != tile.shape[1:2]:
-                if by_row.shape[2:] == tile.shape[2:]:
-                    by_row = scaled(by_row, self.powers(values[lacking[0]], tile, self.tiles, 2))
-                    return [tile if a in lacking else by_row for a in args]
+        rows = self.without.rows
+        if any((i, a) in rows for a in args):
+            return [self.tiles[self.columns[a, rows[i, a]]] if (i, a) in rows else env[a] for a in args]
         return [self.complete(a, env) for a in args]
 
     def body(self, *tiles: Any) -> tuple[tuple, tuple]:
         names = [o.name for o in self.t.operands]
         self.tiles = tiles[len(names) :]
-        env = self.multiplied(dict(zip(names, tiles, strict=False)), self.tiles, 2)
+        env = self.multiplied(dict(zip(names, tiles, strict=False)), self.tiles)
         env = self.evaluate(env, self.t.body, 2)
         values = tuple(self.accumulated(a, env) for a in self.t.accumulators)
         return values, tuple(self.item_output(found, env) for found in self.together)
@@ -104,7 +99,7 @@ class TileProgram:
     def rows(self, totals: Sequence[Any], row_tiles: Sequence[Any]) -> tuple:
         row_operands = [o for o in self.t.operands if o.access in BY_ROW]
         tiles = row_tiles[len(row_operands) :]
-        env = self.multiplied(dict(zip((o.name for o in row_operands), row_tiles, strict=False)), tiles, 1)
+        env = self.multiplied(dict(zip((o.name for o in row_operands), row_tiles, strict=False)), tiles)
         env.update((a.out, self.rounded(a.out, v)) for a, v in zip(self.t.sums, totals, strict=True))
         for i in self.t.epilogue:
             for a in self.program.ops[i].args:

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dejax.rgnn.graphs.rel_graph import RelGraph, Segments
+from dejax.rgnn.graphs.rel_graph import RelGraph
+from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.ir.inter import TYPE_VIA, Op, Program, Space, parse_spec
 from dejax.rgnn.lowering.indexed import lookup, place
 from dejax.rgnn.lowering.segment_products import product_of_others, segment_prod

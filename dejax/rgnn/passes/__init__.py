@@ -1,12 +1,13 @@
 """The passes, and the order in which they run.
 
-Each pass is one file and one function from program to program, verified after each. `PASSES` names those that can be
-switched off one by one (`Options(disable=...)`); results agree whichever are off.
+Each pass is one file and one function from program to program; each result is verified. `Options(disable=...)` takes
+the names in `PASSES`, to leave passes out one by one; results agree whichever are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from dejax.rgnn.ir.inter import Program, verify
@@ -15,33 +16,35 @@ from dejax.rgnn.passes._rewrite import Counts
 from dejax.rgnn.passes.aggregate import aggregate
 from dejax.rgnn.passes.backward import differentiate
 from dejax.rgnn.passes.compact import compact
+from dejax.rgnn.passes.concat_parts import concat_parts
 from dejax.rgnn.passes.contract import contract
 from dejax.rgnn.passes.cse import cse
 from dejax.rgnn.passes.dce import dce
-from dejax.rgnn.passes.extract import extract
+from dejax.rgnn.passes.decompact import decompact
+from dejax.rgnn.passes.factor_weights import factor_weights
 from dejax.rgnn.passes.fallback import fallback
 from dejax.rgnn.passes.fold import fold
 from dejax.rgnn.passes.fuse_gemm import fuse_gemm
 from dejax.rgnn.passes.fuse_traversal import fuse_traversal
 from dejax.rgnn.passes.hoist import hoist
-from dejax.rgnn.passes.join import join
-from dejax.rgnn.passes.merge import merge
-from dejax.rgnn.passes.pair import pair
+from dejax.rgnn.passes.merge_gemms import merge_gemms
+from dejax.rgnn.passes.merge_weight_gradients import merge_weight_gradients
 from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.save import Cut, cut
-from dejax.rgnn.passes.sink import sink
 from dejax.rgnn.passes.softmax import expand_softmax
 from dejax.rgnn.passes.storage import storage
-from dejax.rgnn.passes.units import units
+from dejax.rgnn.passes.unit_axes import drop_unit_axes
 
 __all__ = [
     "LATE",
     "OPTIMISE",
     "PASSES",
+    "RENAMED",
     "Counts",
     "Cut",
     "Watch",
     "differentiated",
+    "known_passes",
     "lower_to_kernels",
     "optimise",
     "run_passes",
@@ -49,18 +52,18 @@ __all__ = [
 ]
 
 Pass = Callable[[Program, Counts], Program]
-Watch = Callable[[str, object], None]  # told of each stage by name, for `explain`
+Watch = Callable[[str, object], None]  # called with the name and result of each stage, for `explain`
 
 # On the forward program, as the user wrote it.
 OPTIMISE: tuple[tuple[str, Pass], ...] = (
-    ("units", units),
+    ("unit_axes", drop_unit_axes),
     ("cse", cse),
     ("reorder", reorder),
     ("aggregate", aggregate),
     ("fold", fold),
     ("compact", compact),
     ("dce", dce),
-    ("merge", merge),
+    ("merge_gemms", merge_gemms),
     ("dce", dce),
 )
 # After the backward operators are there (or, without gradients, right after the others).
@@ -69,41 +72,71 @@ LATE: tuple[tuple[str, Pass], ...] = (
     ("hoist", hoist),
     ("cse", cse),
     ("contract", contract),
-    ("extract", extract),
-    ("join", join),
+    ("factor_weights", factor_weights),
+    ("concat_parts", concat_parts),
     ("dce", dce),
 )
 # What runs in place of `LATE` where there are no gradients.
-FORWARD_ALONE: tuple[tuple[str, Pass], ...] = (("sink", sink), ("dce", dce), *LATE)
+FORWARD_ALONE: tuple[tuple[str, Pass], ...] = (("decompact", decompact), ("dce", dce), *LATE)
 # What `Options(disable=...)` takes. `backward` off: gradients by JAX's autodiff of the XLA lowering.
 PASSES = (
-    "units",
+    "unit_axes",
     "cse",
     "dce",
     "reorder",
     "aggregate",
     "fold",
     "compact",
-    "merge",
-    "sink",
+    "merge_gemms",
+    "decompact",
     "softmax",
     "hoist",
     "contract",
-    "extract",
-    "join",
+    "factor_weights",
+    "concat_parts",
     "backward",
     "recompute",
     "gemm",
     "traversal",
-    "lead",
+    "share_scalars",
     "fallback",
-    "pair",
+    "merge_weight_gradients",
     "storage",
 )
+# Old names that `Options(disable=...)` takes for one more release -> the names of now.
+RENAMED = {
+    "units": "unit_axes",
+    "merge": "merge_gemms",
+    "sink": "decompact",
+    "extract": "factor_weights",
+    "join": "concat_parts",
+    "lead": "share_scalars",
+    "pair": "merge_weight_gradients",
+}
 
 
 def silent(stage: str, what: object) -> None:
     """Watches nothing."""
+
+
+def known_passes(names: Iterable[str], stacklevel: int = 1) -> tuple[str, ...]:
+    """The names of passes, sorted; an old one is replaced by the name of now, with a `DeprecationWarning`.
+
+    Raises:
+      ValueError: a name that no pass has or had.
+    """
+    names = set(names)
+    unknown = names - {*PASSES, *RENAMED}
+    if unknown:
+        got, known = ", ".join(sorted(unknown)), ", ".join(PASSES)
+        raise ValueError(f"`disable` must be names of passes, got {got}; the passes are {known}")
+    for old in sorted(names & RENAMED.keys()):
+        warnings.warn(
+            f'the pass "{old}" is now called "{RENAMED[old]}"; use that name in Options(disable=...)',
+            DeprecationWarning,
+            stacklevel=stacklevel + 1,
+        )
+    return tuple(sorted({RENAMED.get(name, name) for name in names}))
 
 
 def run_passes(
@@ -132,7 +165,7 @@ def differentiated(
 ) -> Cut:
     """The forward and backward programs of an optimised program, for gradients of the inputs at positions `wrt`.
 
-    With `exact`, differences that cancel keep the digits that they have in the program as it was written (`hoist`,
+    With `exact`, a difference that cancels keeps the digits that it has in the program as it was written (`hoist`,
     `contract`).
     """
     joint = differentiate(program, wrt)
@@ -159,9 +192,9 @@ def lower_to_kernels(
     alone: bool = False,
     watch: Watch = silent,
 ) -> Kernels:
-    """Level 1 to level 2: GEMM instances first, then traversals, then the fallback; then pairs of outer sums.
+    """Level 1 to level 2: GEMM instances, then traversals, then the fallback; then weight gradients are merged.
 
-    With `half`, wide rows between kernels are stored in 16 bits, and so may be the outputs with numbers in `packed`.
+    With `half`, kernels store wide rows for each other as row-scaled float16, and outputs if `packed` has their number.
     With `alone`, the program is an optimised one of which there are no gradients, and its last passes run first.
     """
     if alone:
@@ -171,10 +204,10 @@ def lower_to_kernels(
         kernels = fuse_gemm(kernels, counts, accumulate=not deterministic)
     half = half and "storage" not in disable
     if "traversal" not in disable:
-        kernels = fuse_traversal(kernels, counts, leading="lead" not in disable, half=half)
+        kernels = fuse_traversal(kernels, counts, sharing="share_scalars" not in disable, half=half)
     kernels = verify_kernels(fallback(kernels, merge="fallback" not in disable))
-    if "pair" not in disable:
-        kernels = verify_kernels(pair(kernels))
+    if "merge_weight_gradients" not in disable:
+        kernels = verify_kernels(merge_weight_gradients(kernels))
     if half:
         kernels = storage(kernels, packed, alone=alone, counts=counts)
     return kernels

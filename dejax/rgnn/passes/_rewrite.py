@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dejax.rgnn.ir.inter import VIAS, Builder, Op, Program, Space
+from dejax.rgnn.ir.products import with_axes
 
 # Given the new builder, the old operator, its arguments in the new program and its old number: the new value, or None
 # to copy the operator as it is.
@@ -122,13 +123,8 @@ def factors(program: Program, value: int) -> list[Factor]:
 
 def insert_axes(builder: Builder, x: int, inserts: tuple[tuple[int, ...], ...]) -> int:
     """The value with axes of size 1 inserted; a scalar needs none."""
-    for axes in inserts:
-        shape = builder.ops[x].shape
-        if shape == ():
-            return x
-        for axis in axes:
-            shape = (*shape[:axis], 1, *shape[axis:])
-        x = builder.op("reshape", x, shape=shape)
+    for axes in inserts if builder.ops[x].shape else ():
+        x = builder.op("reshape", x, shape=with_axes(builder.ops[x].shape, (axes,)))
     return x
 
 

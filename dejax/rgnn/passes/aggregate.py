@@ -2,49 +2,30 @@
 
     sum over edges into v of c_e (x_e W_r)   =   sum over types r of (sum over edges of type r into v of c_e x_e) W_r
 
-The right side multiplies one row for each (destination, type) pair, the left side one for each edge or, compacted, for
-each (source, type) pair. Numbers `c_e` that multiply a whole row commute with the weight and go along.
+The right side multiplies one row for each (destination, type) pair. The left side multiplies one row for each edge or,
+compacted, for each (source, type) pair. Scalars `c_e` that multiply a whole row commute with the weight.
 """
 
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program, Space, is_float
+from dejax.rgnn.ir.products import Product, with_axes
 from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, in_range, insert_axes, multiply, rebuild
 
 _PAIR = {"dst": ("destination_pair", Space.DESTINATION_PAIR), "src": ("source_pair", Space.SOURCE_PAIR)}
-_SPECS = ("k,kn->n", "hk,hkn->hn", "hk,kn->hn")
 
 
 def aggregate(program: Program, counts: Counts) -> Program:
     users = program.users()
     new: dict[int, int] = {}
 
-    def plan(op: Op) -> tuple[Factor, list[Factor]] | None:
-        """The typed linear in a summed product and the factors beside it, where aggregating first is less work."""
-        if op.name != "reduce" or op.attr("op") != "sum" or op.attr("via") not in _PAIR:
-            return None
-        found = factors(program, op.args[0])
-        linears = [f for f in found if program.ops[f.value].name == "linear"]
-        if len(linears) != 1 or linears[0].power != 1 or linears[0].inserts:
-            return None
-        linear = program.ops[linears[0].value]
-        if not is_float(linear.dtype):
-            return None
-        if linear.attr("via") != "etype" or linear.attr("spec") not in _SPECS or len(users[linears[0].value]) != 1:
-            return None
-        rest = [f for f in found if f is not linears[0]]
-        if op.shape != linear.shape:  # a factor that makes one head many does not commute with the weight of one
-            return None
-        if any(_inserted_width(program, f) > 1 for f in rest):
-            return None
-        return (linears[0], rest) if _aggregate_is_cheaper(program, linear, op, counts) else None
-
     def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
-        planned = plan(op)
-        if planned is None:
+        found = _summed_product(program, users, op)
+        if found is None:
             return None
-        linear_factor, rest = planned
-        linear = program.ops[linear_factor.value]
+        linear, rest = found
+        if not _aggregate_is_cheaper(program, linear, op, counts):
+            return None
         pair_via, pair_space = _PAIR[op.attr("via")]
         parts = [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in rest]
         summed = multiply(builder, [(new[linear.args[0]], 1), *parts], op.dtype)
@@ -58,24 +39,37 @@ def aggregate(program: Program, counts: Counts) -> Program:
     return rebuild(program, visit, new)
 
 
-def _inserted_width(program: Program, factor: Factor) -> int:
-    """How many different numbers of a factor multiply one row along its last axis; 1 commutes with the weight."""
-    shape = program.ops[factor.value].shape
-    for axes in factor.inserts:
-        if shape:
-            for axis in axes:
-                shape = (*shape[:axis], 1, *shape[axis:])
-    return shape[-1] if shape else 1
+def _summed_product(program: Program, users: list[list[int]], op: Op) -> tuple[Op, list[Factor]] | None:
+    """The grouped GEMM whose rows a reduction to nodes sums, and the factors of its rows, which commute with it."""
+    if op.name != "reduce" or op.attr("op") != "sum" or op.attr("via") not in _PAIR:
+        return None
+    found = factors(program, op.args[0])
+    linears = [f for f in found if program.ops[f.value].name == "linear"]
+    if len(linears) != 1 or linears[0].power != 1 or linears[0].inserts:
+        return None
+    linear, rest = program.ops[linears[0].value], [f for f in found if f is not linears[0]]
+    if not is_float(linear.dtype) or linear.attr("via") != "etype" or len(users[linears[0].value]) != 1:
+        return None
+    product = Product.parse(linear.attr("spec"))
+    # With another shape, a factor makes several heads of one, which does not commute with the weight of one.
+    commutes = product.is_forward and product.keeps_heads and op.shape == linear.shape
+    return (linear, rest) if commutes and all(_scales_rows(program, f) for f in rest) else None
+
+
+def _scales_rows(program: Program, factor: Factor) -> bool:
+    """Whether a factor multiplies all elements of a row along its last axis alike."""
+    return (1, *with_axes(program.ops[factor.value].shape, factor.inserts))[-1] <= 1
 
 
 def _aggregate_is_cheaper(program: Program, linear: Op, reduce: Op, counts: Counts) -> bool:
-    """Numbers moved each way: rows gathered for each edge, and pair rows written and read by the product."""
+    """Elements moved each way: rows gathered for each edge, and pair rows that the product reads and writes."""
     x = program.ops[linear.args[0]]
     k, n = x.width, linear.width
-    pairs = counts.destination_pairs if reduce.attr("via") == "dst" else counts.source_pairs
+    pairs, other = counts.destination_pairs, counts.source_pairs
+    if reduce.attr("via") == "src":
+        pairs, other = other, pairs
     first = counts.edges * k + pairs * (2 * k + 2 * n)
     source = x.name == "gather" and x.attr("via") == ("src" if reduce.attr("via") == "dst" else "dst")
-    other = counts.source_pairs if reduce.attr("via") == "dst" else counts.destination_pairs
     rows = min(other, counts.edges) if source else counts.edges
     later = rows * (k + n) + counts.edges * n
     return first < later

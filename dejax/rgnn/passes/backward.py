@@ -10,12 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from dejax.rgnn.ir.inter import Builder, Op, Program, parse_spec
+from dejax.rgnn.ir.inter import Builder, Op, Program, is_float
+from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import read_back
-
-
-def is_float(op: Op) -> bool:
-    return op.dtype.startswith(("float", "bfloat"))
 
 
 def differentiate(program: Program, wrt: tuple[int, ...]) -> Program:
@@ -44,12 +41,9 @@ class _Differentiation:
             b.copy(op, op.args, forward.lines[i] if forward.lines else None)
         first = 1 + max((forward.ops[i].attr("position") for i in forward.inputs), default=-1)
         for k, o in enumerate(forward.outputs):
-            op = forward.ops[o]
-            shape = tuple(op.shape)
-            g = b.op(
-                "input", name=f"cotangent{k}", position=first + k, space=str(op.space), shape=shape, dtype=op.dtype
-            )
-            if is_float(op):
+            op, name = forward.ops[o], f"cotangent{k}"
+            g = b.op("input", name=name, position=first + k, space=str(op.space), shape=op.shape, dtype=op.dtype)
+            if is_float(op.dtype):
                 self.parts.setdefault(o, []).append(g)
         needed = self._reaching()
         for i in reversed(range(len(forward.ops))):
@@ -247,17 +241,17 @@ def _softmax(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
 
 def _linear(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
     (x, w), via = op.args, op.attr("via")
-    left, right, result = parse_spec(op.attr("spec"))
-    dx = b.op("linear", g, w, spec=f"{result},{right}->{left}", via=via)
-    dw = b.op("outer", x, g, spec=f"{left},{result}->{right}", via=via, dtype=b.ops[w].dtype)
+    product = Product.parse(op.attr("spec"))
+    dx = b.op("linear", g, w, spec=str(product.left_gradient), via=via)
+    dw = b.op("outer", x, g, spec=str(product.right_gradient), via=via, dtype=b.ops[w].dtype)
     return [dx, dw]
 
 
 def _outer(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
     (x, y), via = op.args, op.attr("via")
-    left, right, result = parse_spec(op.attr("spec"))
-    dx = b.op("linear", y, g, spec=f"{right},{result}->{left}", via=via)
-    dy = b.op("linear", x, g, spec=f"{left},{result}->{right}", via=via)
+    product = Product.parse(op.attr("spec"))
+    dx = b.op("linear", y, g, spec=str(Product(product.right, product.out, product.left)), via=via)
+    dy = b.op("linear", x, g, spec=str(product.right_gradient), via=via)
     return [dx, dy]
 
 

@@ -6,7 +6,8 @@ Backward of a softmax-weighted sum needs the left side and forward has made the 
 node
 replaces reading a row for every edge (the same step as in FlashAttention's backward, arXiv 2205.14135, appendix B.2).
 There the sum is a mean that is subtracted from the inner products themselves. Where products are exact to float32, the
-difference must keep its digits: the mean is then left as it is, or what it leaves is subtracted, too (`_centre.py`).
+difference must keep its digits: the mean is then left as it is, or what it leaves is subtracted, too
+(`_softmax_gradient.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dejax.rgnn.ir.inter import Builder, Op, Program
-from dejax.rgnn.passes._centre import Centred, readers, subtract_what_is_left
+from dejax.rgnn.ir.products import with_axes
 from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, rebuild
+from dejax.rgnn.passes._softmax_gradient import Centred, readers, subtract_what_is_left
 
 
 def contract(program: Program, counts: Counts, *, exact: bool = False) -> Program:
@@ -74,11 +76,7 @@ def _placed(program: Program, factor: Factor, over: int = 0) -> tuple[int, int, 
     Args:
       over: axes of size 1 to add at the end, for a factor beside an inner product, whose last axis is gone.
     """
-    shape = program.ops[factor.value].shape
-    for axes in factor.inserts if shape else ():
-        for axis in axes:
-            shape = (*shape[:axis], 1, *shape[axis:])
-    shape = (*shape, *(1,) * over)
+    shape = (*with_axes(program.ops[factor.value].shape, factor.inserts), *(1,) * over)
     return factor.value, factor.power, () if all(size == 1 for size in shape) else shape
 
 

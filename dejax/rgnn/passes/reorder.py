@@ -2,102 +2,122 @@
 
 `(x W_r) . a_r` becomes `x . (W_r a_r)`, and `(x W_r) V_r` becomes `x (W_r V_r)` where that is less work: the product of
 two weights is made once for each type, the product with a row once for each row. `((x W_r) . y) c_r` becomes
-`(x (c_r W_r)) . y`, so that no edge reads a number of its type.
+`(x (c_r W_r)) . y`, so that no edge reads a scalar of its type.
 """
 
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program
+from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import Counts, rebuild
 
-# How `x` was made from `u` -> (spec of W a, by type; spec of u . (W a), by row).
-_DOT_AFTER_LINEAR = {
-    "k,kn->n": ("n,kn->k", "k,k->"),
-    "k,hkn->hn": ("hn,hkn->hk", "k,hk->h"),
-    "hk,hkn->hn": ("hn,hkn->hk", "hk,hk->h"),
-    "hk,kn->hn": ("hn,kn->hk", "hk,hk->h"),
-}
-
-
-# Products whose weight, [k, n] or [heads, k, n], a number by type (and head) can be multiplied into.
-_SCALED = frozenset(("k,kn->n", "k,hkn->hn", "hk,hkn->hn"))
-# What reading a number by type costs an edge, whose types need not be in the order of the loop: a memory burst.
+_PLAIN = Product.parse("k,kn->n")
+_INNER, _INNER_BY_HEAD = Product.parse("k,k->"), Product.parse("hk,hk->h")
+# The bytes that reading a scalar by type costs an edge, whose types need not be in the order of the loop: one burst.
 _TYPED_READ_BYTES = 64
 
 
 def reorder(program: Program, counts: Counts) -> Program:
-    users = program.users()
+    return _Reordering(program, counts).run()
 
-    def typed_constant(value: int, space: str) -> int | None:
-        """The by-type value behind a gather of one, if that is what `value` is."""
-        op = program.ops[value]
-        if op.name == "gather" and op.attr("via") == TYPE_VIA.get(op.space):
-            return op.args[0]
-        return None
 
-    def only_in_dots(value: int) -> bool:
-        return value not in program.outputs and all(
-            program.ops[u].name == "dot"
-            and any(typed_constant(a, program.ops[u].space) is not None for a in program.ops[u].args)
-            for u in users[value]
-        )
+class _Reordering:
+    def __init__(self, program: Program, counts: Counts) -> None:
+        self.program, self.counts, self.users = program, counts, program.users()
+        self.new: dict[int, int] = {}  # old -> new, for what a pattern reaches past its own arguments
 
-    def read_once(value: int) -> bool:
-        return value not in program.outputs and len(users[value]) == 1
+    def run(self) -> Program:
+        return rebuild(self.program, self.visit, self.new)
 
-    def scaled_dot(op: Op) -> tuple[int, int, Op] | None:
-        """Of `((x W_r) . y) c_r` the values c and y, and the product's operator; None where `op` is nothing such."""
+    def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
+        if op.name == "mul":
+            return self.scaled_inner_product(builder, op)
+        if op.name == "dot":
+            return self.dot_with_vector_of_type(builder, op)
+        return self.product_of_product(builder, op) if op.name == "linear" else None
+
+    def scaled_inner_product(self, builder: Builder, op: Op) -> int | None:
+        """`((x W) . y) c` as `(x (c W)) . y`."""
+        found = self.inner_product_and_scale(op)
+        if found is None:
+            return None
+        scale, other, linear = found
+        x, w = (self.new[a] for a in linear.args)
+        factor, shape = self.new[scale], self.program.ops[scale].shape
+        if shape:
+            factor = builder.op("reshape", factor, shape=(*shape, 1, 1))
+        product = builder.op("linear", x, builder.op("mul", w, factor), **dict(linear.attrs))
+        return builder.op("dot", product, self.new[other])
+
+    def inner_product_and_scale(self, op: Op) -> tuple[int, int, Op] | None:
+        """Of `((x W) . y) c` the values c and y, and the operator `x W`; None where `op` is something else."""
+        ops = self.program.ops
         for value, factor in (op.args, op.args[::-1]):
-            dot, scale = program.ops[value], typed_constant(factor, op.space)
-            if dot.name != "dot" or scale is None or not read_once(value):
+            dot, scale = ops[value], self.value_of_type(factor)
+            if dot.name != "dot" or scale is None or not self.read_once(value):
                 continue
             for product, other in (dot.args, dot.args[::-1]):
-                linear = program.ops[product]
-                if linear.name != "linear" or linear.attr("spec") not in _SCALED or not read_once(product):
-                    continue
-                weight = program.ops[linear.args[1]]
-                typed = linear.attr("via") == TYPE_VIA.get(op.space) and weight.dtype == program.ops[scale].dtype
-                heads = program.ops[scale].shape in ((), weight.shape[:-2])
-                moved = 3 * counts.rows(weight.space) * weight.row_bytes
-                if typed and heads and moved < counts.rows(op.space) * _TYPED_READ_BYTES:
+                linear = ops[product]
+                if linear.name == "linear" and self.read_once(product) and self.takes_scale(linear, scale, op):
                     return scale, other, linear
         return None
 
-    new: dict[int, int] = {}  # old -> new, for what a pattern reaches past its own arguments
+    def takes_scale(self, linear: Op, scale: int, op: Op) -> bool:
+        """Whether a scalar by type (and head) can be multiplied into the weight, and that moves fewer bytes."""
+        weight, by = self.program.ops[linear.args[1]], self.program.ops[scale]
+        product = Product.parse(linear.attr("spec"))
+        if not product.is_forward or ("h" in product.out and "h" not in product.right):
+            return False
+        typed = linear.attr("via") == TYPE_VIA.get(op.space) and weight.dtype == by.dtype
+        moved = 3 * self.counts.rows(weight.space) * weight.row_bytes
+        return typed and by.shape in ((), weight.shape[:-2]) and moved < self.counts.rows(op.space) * _TYPED_READ_BYTES
 
-    def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
-        if op.name == "mul" and (found := scaled_dot(op)) is not None:
-            scale, other, made = found
-            x, w = (new[a] for a in made.args)
-            factor = new[scale]
-            if program.ops[scale].shape:
-                factor = builder.op("reshape", factor, shape=(*program.ops[scale].shape, 1, 1))
-            weight = builder.op("mul", w, factor)
-            product = builder.op("linear", x, weight, spec=made.attr("spec"), via=made.attr("via"))
-            return builder.op("dot", product, new[other])
-        if op.name == "dot":
-            for at in (0, 1):
-                constant = typed_constant(op.args[at], op.space)
-                if constant is None:
-                    continue
-                x, x_op = args[1 - at], program.ops[op.args[1 - at]]
-                via = TYPE_VIA[op.space]
-                linear = x_op.name == "linear" and x_op.attr("via") == via and x_op.attr("spec") in _DOT_AFTER_LINEAR
-                if linear and only_in_dots(op.args[1 - at]):
-                    by_type, by_row = _DOT_AFTER_LINEAR[x_op.attr("spec")]
-                    folded = builder.op("linear", new[constant], new[x_op.args[1]], spec=by_type, via="self")
-                    return builder.op("linear", new[x_op.args[0]], folded, spec=by_row, via=via)
-                spec = "k,k->" if len(x_op.shape) == 1 else "hk,hk->h"
-                return builder.op("linear", x, new[constant], spec=spec, via=via) if len(x_op.shape) <= 2 else None
-        if op.name == "linear" and op.attr("spec") == "k,kn->n" and op.attr("via") != "self":
-            inner = program.ops[op.args[0]]
-            same = inner.name == "linear" and inner.attr("spec") == "k,kn->n" and inner.attr("via") == op.attr("via")
-            if same and len(users[op.args[0]]) == 1 and op.args[0] not in program.outputs:
-                (k,), (n,), (m,) = program.ops[inner.args[0]].shape, inner.shape, op.shape
-                rows, types = counts.rows(op.space), counts.rows(program.ops[op.args[1]].space)
-                if rows * (k * n + n * m) > rows * k * m + types * k * n * m:
-                    product = builder.op("linear", new[inner.args[1]], new[op.args[1]], spec="jk,kn->jn", via="self")
-                    return builder.op("linear", new[inner.args[0]], product, spec="k,kn->n", via=op.attr("via"))
+    def dot_with_vector_of_type(self, builder: Builder, op: Op) -> int | None:
+        """`(x W) . a` as `x . (W a)`; another inner product with a vector of the type as a `linear`."""
+        for vector, x in (op.args, op.args[::-1]):
+            constant = self.value_of_type(vector)
+            if constant is None:
+                continue
+            made, via = self.program.ops[x], TYPE_VIA[op.space]
+            inner = _INNER if len(made.shape) == 1 else _INNER_BY_HEAD
+            linear = made.name == "linear" and made.attr("via") == via
+            if linear and (product := Product.parse(made.attr("spec"))).is_forward and self.only_in_such_dots(x):
+                weights, rows = product.weights_first(inner)
+                w = self.new[made.args[1]]
+                w = builder.op("linear", self.new[constant], w, spec=str(weights.swapped), via="self")
+                return builder.op("linear", self.new[made.args[0]], w, spec=str(rows), via=via)
+            if len(made.shape) > 2:
+                return None
+            return builder.op("linear", self.new[x], self.new[constant], spec=str(inner), via=via)
         return None
 
-    return rebuild(program, visit, new)
+    def product_of_product(self, builder: Builder, op: Op) -> int | None:
+        """`(x W) V` as `x (W V)`, where that is fewer multiplications."""
+        ops, via = self.program.ops, op.attr("via")
+        inner = ops[op.args[0]]
+        same = inner.name == "linear" and inner.attr("spec") == op.attr("spec") == str(_PLAIN)
+        if not same or not inner.attr("via") == via != "self" or not self.read_once(op.args[0]):
+            return None
+        (k,), (n,), (m,) = ops[inner.args[0]].shape, inner.shape, op.shape
+        rows, types = self.counts.rows(op.space), self.counts.rows(ops[op.args[1]].space)
+        if rows * (k * n + n * m) <= rows * k * m + types * k * n * m:
+            return None
+        weights, by_row = _PLAIN.weights_first(_PLAIN)
+        w = builder.op("linear", self.new[inner.args[1]], self.new[op.args[1]], spec=str(weights), via="self")
+        return builder.op("linear", self.new[inner.args[0]], w, spec=str(by_row), via=via)
+
+    def value_of_type(self, value: int) -> int | None:
+        """The value by type that `value` gathers, if it does."""
+        op = self.program.ops[value]
+        typed = op.name == "gather" and op.attr("via") == TYPE_VIA.get(op.space)
+        return op.args[0] if typed else None
+
+    def only_in_such_dots(self, value: int) -> bool:
+        """Whether only inner products with vectors of the type read the value."""
+        readers = [self.program.ops[u] for u in self.users[value]]
+        return value not in self.program.outputs and all(
+            u.name == "dot" and any(self.value_of_type(a) is not None for a in u.args) for u in readers
+        )
+
+    def read_once(self, value: int) -> bool:
+        return value not in self.program.outputs and len(self.users[value]) == 1

@@ -93,11 +93,9 @@ def linear_in(program: Program, value: int) -> bool:
 
 
 @lru_cache(maxsize=65536)
-def _ancestors(program: Program, value: int, but: int = -1) -> frozenset[int]:
-    """A value and all that it is made of; not what it is made of by way of the value `but`."""
-    if value == but:
-        return frozenset()
-    return frozenset({value}).union(*(_ancestors(program, a, but) for a in program.ops[value].args))
+def _ancestors(program: Program, value: int) -> frozenset[int]:
+    """A value and all that it is made of."""
+    return frozenset({value}).union(*(_ancestors(program, a) for a in program.ops[value].args))
 
 
 def _is_made(op: Op) -> bool:
@@ -113,9 +111,30 @@ def _meets(program: Program, i: int, value: int, arguments: set[int], before: fr
     after = frozenset().union(*(_ancestors(program, a) for a in op.args)) - before
     if op.name == "add" and not any(program.ops[a].name in ("neg", "sub") for a in after | {*arguments}):
         return False
-    return any(
-        value not in _ancestors(program, a) and (arguments - {value}) & _ancestors(program, a, value) for a in op.args
-    )
+    made = [(a, _ancestors(program, a)) for a in op.args]
+    others = [a for a, of in made if value not in of and (arguments - {value}) & of]
+    return any(_related(program, value, a, b) for a in op.args for b in others)
+
+
+@lru_cache(maxsize=65536)
+def _related(program: Program, value: int, a: int, b: int) -> bool:
+    """Whether `a` is made of a value by another way than a product with weights that `b` is not made of.
+
+    After such a product nothing says that the two would cancel: the gradients by way of the keys and of the values of
+    attention, say, which are added up.
+    """
+    if a == value:
+        return True
+    op = program.ops[a]
+    if value not in _ancestors(program, a):
+        return False
+    if op.name == "linear" and not any(program.ops[v].name == "input" for v in _common(program, op.args[1], b)):
+        return _related(program, value, op.args[1], b)
+    return any(_related(program, value, x, b) for x in op.args)
+
+
+def _common(program: Program, a: int, b: int) -> frozenset[int]:
+    return _ancestors(program, a) & _ancestors(program, b)
 
 
 def _safe(op: Op, found: list[_Carries], carried: dict[int, _Carries]) -> bool:

@@ -316,7 +316,7 @@ def test_errors_of_calls() -> None:
     for options, message in (
         ({"backend": "cuda"}, "backend must be one of auto, pallas, xla, got 'cuda'"),
         ({"precision": "f16"}, "precision must be None or one of f32, tf32, bf16, got 'f16'"),
-        ({"disable": ("cse", "speed")}, "disable names no pass: speed; the passes are units, cse"),
+        ({"disable": ("cse", "speed")}, "`disable` must be names of passes, got speed; the passes are unit_axes, cse"),
     ):
         with pytest.raises(ValueError, match=message):
             Options(**options)

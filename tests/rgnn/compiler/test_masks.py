@@ -21,7 +21,9 @@ BACKENDS = {
     "xla_without_backward": rgnn.Options(backend="xla", disable=("backward",)),
     "xla_without_softmax": rgnn.Options(backend="xla", disable=("softmax",)),
     "pallas": rgnn.Options(backend="pallas", precision="f32", interpret=True),
-    "pallas_without_lead": rgnn.Options(backend="pallas", precision="f32", interpret=True, disable=("lead", "hoist")),
+    "pallas_without_shared_scalars": rgnn.Options(
+        backend="pallas", precision="f32", interpret=True, disable=("share_scalars", "hoist")
+    ),
 }
 EDGES = GRAPHS["hubs"]
 DESTINATION = {"dst": EDGES.receivers, "relation": EDGES.receivers * EDGES.num_edge_types + EDGES.edge_type}

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import strategies as st
 
 from dejax.rgnn.graphs import sorting_traced
-from dejax.rgnn.graphs.rel_graph import RelGraph, Segments
+from dejax.rgnn.graphs.rel_graph import RelGraph
+from dejax.rgnn.graphs.segments import Segments
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
 
 SETTINGS = hypothesis.settings(deadline=None, max_examples=40)

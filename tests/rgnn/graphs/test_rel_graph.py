@@ -14,7 +14,8 @@ import pytest
 from hypothesis import strategies as st
 
 from dejax.rgnn.graphs import segments, sorting
-from dejax.rgnn.graphs.rel_graph import HUB_CHUNK, LOOPS, RelGraph, tile_table
+from dejax.rgnn.graphs.rel_graph import LOOPS, RelGraph
+from dejax.rgnn.graphs.segments import HUB_CHUNK, tile_table
 from dejax.rgnn.interop import to_relations
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
 

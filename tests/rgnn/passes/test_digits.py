@@ -18,7 +18,10 @@ import pytest
 from dejax import rgnn
 from dejax.rgnn import Options, RelGraph, library
 
-REASSOCIATING = ("reorder", "aggregate", "fold", "contract", "extract", "hoist", "merge", "sink", "join", "pair")
+REASSOCIATING = (
+    "reorder", "aggregate", "fold", "contract", "factor_weights", "hoist", "merge_gemms", "decompact", "concat_parts",
+    "merge_weight_gradients",
+)  # fmt: skip
 WIDTH, HEADS, HEAD_WIDTH, TYPES, NODE_TYPES = 16, 2, 8, 5, 2
 DRAWS = 5
 FACTOR = 10.0

@@ -1,7 +1,7 @@
-"""Two outer sums of the same rows are one instance, where one of them is with a few numbers a row.
+"""Two grouped weight gradients of the same rows are one instance, where one of them is with a few scalars a row.
 
-The gradient of a typed weight is with wide rows, that of a vector which the same rows met with one number for each
-head: rows that are at hand for the one give the other.
+The gradient of a typed weight sums products with wide rows. The gradient of a vector that the same rows met sums
+products with one scalar for each head. A kernel that has loaded the rows for the one computes the other, too.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import replace
 from dejax.rgnn.ir.intra import Instance, Kernels, Outer, fits_beside
 
 
-def pair(kernels: Kernels) -> Kernels:
-    """Makes pairs of a program's outer sums; its instances are in order, and are so after it."""
+def merge_weight_gradients(kernels: Kernels) -> Kernels:
+    """Merges pairs of a program's weight gradients; the instances stay in an order in which they can run."""
     instances = list(kernels.instances)
     for narrow in kernels.instances:
         if not isinstance(narrow, Outer):
@@ -20,7 +20,7 @@ def pair(kernels: Kernels) -> Kernels:
         wider = [o for o in instances if isinstance(o, Outer) and o is not narrow and _fits(kernels, o, narrow)]
         for wide in wider:
             both = replace(wide, narrow_out=narrow.out, narrow=narrow.y, narrow_spec=narrow.spec)
-            ordered = _together(instances, wide, narrow, both)
+            ordered = _with_one(instances, wide, narrow, both)
             if ordered is not None:
                 instances = ordered
                 break
@@ -28,23 +28,23 @@ def pair(kernels: Kernels) -> Kernels:
 
 
 def _fits(kernels: Kernels, wide: Outer, narrow: Outer) -> bool:
-    """Whether one pass over the rows can give both sums."""
+    """Whether one pass over the rows can compute both."""
     ops = kernels.program.ops
     if wide.narrow is not None or narrow.narrow is not None:
         return False
     where = [
         (o.x.value, o.x.access, o.x.via, o.x.part, o.y.access, o.y.via, o.via, ops[o.out].dtype) for o in (wide, narrow)
     ]
-    numbers = ops[narrow.y.name]
+    scalars = ops[narrow.y.name]
     return (
         where[0] == where[1]
-        and numbers.width < ops[wide.y.name].width
-        and fits_beside(wide.spec, narrow.spec, numbers.shape)
+        and scalars.width < ops[wide.y.name].width
+        and fits_beside(wide.spec, narrow.spec, scalars.shape)
     )
 
 
-def _together(instances: list[Instance], wide: Outer, narrow: Outer, both: Outer) -> list[Instance] | None:
-    """The instances with one in the place of the later or the earlier of two; None where neither is in order."""
+def _with_one(instances: list[Instance], wide: Outer, narrow: Outer, both: Outer) -> list[Instance] | None:
+    """The instances with one in the place of the later or the earlier of two; None where neither order can run."""
     first, last = sorted((instances.index(wide), instances.index(narrow)))
     before, between, after = instances[:first], instances[first + 1 : last], instances[last + 1 :]
     given = set(instances[first].writes)

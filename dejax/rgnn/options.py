@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dejax.rgnn.passes import known_passes
+
 BACKENDS = ("auto", "pallas", "xla")
 PRECISIONS = ("f32", "tf32", "bf16")
 
@@ -33,13 +35,8 @@ class Options:
     interpret: bool | None = None
 
     def __post_init__(self) -> None:
-        from dejax.rgnn.passes import PASSES
-
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
         if self.precision not in (None, *PRECISIONS):
             raise ValueError(f"precision must be None or one of {', '.join(PRECISIONS)}, got {self.precision!r}")
-        object.__setattr__(self, "disable", tuple(sorted(self.disable)))
-        unknown = set(self.disable) - set(PASSES)
-        if unknown:
-            raise ValueError(f"disable names no pass: {', '.join(sorted(unknown))}; the passes are {', '.join(PASSES)}")
+        object.__setattr__(self, "disable", known_passes(self.disable, stacklevel=3))

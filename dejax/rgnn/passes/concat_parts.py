@@ -1,7 +1,7 @@
-"""What is put together from parts by adding them, each with zeros around it, is put together: a + b is [a b].
+"""The sum of two parts that are padded with zeros, each where the other is not, is their concatenation.
 
-The gradient of a value that is read in parts (`merge`) comes so, and a loop that makes both parts can then write them
-side by side.
+The gradient of a value that is read in parts (`merge_gemms`) is such a sum. A loop that computes both parts can then
+write them into one array.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dejax.rgnn.ir.inter import Builder, Op, Program
 from dejax.rgnn.passes._rewrite import Counts, rebuild
 
 
-def join(program: Program, counts: Counts) -> Program:
+def concat_parts(program: Program, counts: Counts) -> Program:
     def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         if op.name != "add":
             return None

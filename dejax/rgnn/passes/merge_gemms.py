@@ -1,9 +1,9 @@
-"""Two typed linears of the same rows become one, whose result holds both: rows are read once for both.
+"""Two grouped GEMMs of the same rows become one, whose result holds both: rows are read once for both.
 
     x_j U_r,  x_j V_r   ->   y = x_j [U_r V_r],  y[first half],  y[second half]
 
-Backward follows: the gradient of y is one array, its product with the weights one product, and the gradient of the
-weights one sum of outer products. Keys and messages of attention are such a pair, once `fold` has made both products
+Backward follows: the gradient of y is one array, its product with the weights one grouped GEMM, and the gradient of the
+weights one grouped weight gradient. Keys and messages of attention are such a pair, once `fold` has made both products
 of x. The weights are products themselves then, and these become one, too:
 
     [K_r A_r, V_r M_r]   ->   [K_r V_r] [A_r M_r], head by head
@@ -14,23 +14,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dejax.rgnn.ir.inter import Builder, Op, Program, Space
+from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import Counts, rebuild
 
 _SPEC = "k,hkn->hn"
-_BY_HEAD = ("hjk,hkn->hjn", "hk,hkn->hn")  # of weights with weights
 _TYPES = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A product of rows with the matrices of their type; `value` has `bias` (by type) added where there is one."""
+    """A grouped GEMM; `value` has `bias` (by type) added where there is one."""
 
     value: int
     linear: Op
     bias: int | None
 
 
-def merge(program: Program, counts: Counts) -> Program:
+def merge_gemms(program: Program, counts: Counts) -> Program:
     ordered = _weights_first(program)
     pairs = {member.value: pair for pair in _pairs(ordered) for member in pair}
     if not pairs:
@@ -58,12 +58,12 @@ def merge(program: Program, counts: Counts) -> Program:
 
 
 def _stacked(builder: Builder, x: int, y: int) -> int:
-    """Two values of types side by side along the axis of heads; where both are made alike, what they are made of is."""
+    """Two values of types, concatenated along heads; where equal operators made them, these take stacked arguments."""
     first, second = builder.ops[x], builder.ops[y]
     shapes = [tuple(builder.ops[a].shape for a in op.args) for op in (first, second)]
     if shapes[0] == shapes[1] and (first.name, first.attrs, first.dtype) == (second.name, second.attrs, second.dtype):
-        by_head = first.name == "linear" and first.attr("via") == "self" and first.attr("spec") in _BY_HEAD
-        if by_head or first.name == "gather":
+        own = first.name == "linear" and first.attr("via") == "self"
+        if first.name == "gather" or (own and Product.parse(first.attr("spec")).for_each_head):
             args = (_stacked(builder, a, b) for a, b in zip(first.args, second.args, strict=True))
             return builder.op(first.name, *args, **dict(first.attrs))
     return builder.op("concat", x, y, axis=0)
@@ -77,7 +77,7 @@ def _pairs(program: Program) -> list[tuple[_Member, _Member]]:
         if op.name != "linear" or op.attr("spec") != _SPEC or op.space in _TYPES:
             continue
         member = _member(program, users, i)
-        # What reads a product in place may be done in its own kernel; what gathers it is not.
+        # The kernel of a product may also compute what reads it in place; not what gathers its rows.
         if member is None or any(program.ops[u].name not in ("gather", "dot") for u in users[member.value]):
             continue
         key = (op.args[0], op.attr("via"), op.shape, op.dtype, member.bias is None)
@@ -105,7 +105,7 @@ def _member(program: Program, users: list[list[int]], product: int) -> _Member |
 
 
 def _weights_first(program: Program) -> Program:
-    """The same program, what is made of weights alone before everything else."""
+    """The same program, with operators on weights alone before all others."""
     early: set[int] = set()
     for i, op in enumerate(program.ops):
         if op.name == "input" or (op.space in _TYPES and early.issuperset(op.args)):

@@ -39,7 +39,8 @@ class Readers:
     Attributes:
       cancels: whether it is subtracted from the numbers that it is the mean of.
       centred: those differences, where all of them are a softmax's, and rows that they multiply are summed by the map
-        of the mean; elsewhere none: the mean costs one number an edge (`_once.py`), or must be what it is.
+        of the mean; elsewhere none: the mean costs one scalar an edge (`_share_inner_products.py`), or must stay as it
+        is.
     """
 
     cancels: bool

@@ -1,32 +1,31 @@
-"""A last feature axis of size 1 goes: a reshape right before an operator says that it broadcasts along such an axis.
+"""A last feature axis of size 1 is removed; a reshape right before an operator adds it where that broadcasts along it.
 
     z @ a  with a [R, d, 1], a score of shape (1,)    becomes    z . a, a score of shape ()
     (z * a).sum(keepdims=True)                        becomes    (z * a).sum()
     (h, 1) x (h, d)                                   becomes    (h,), as (h, 1), times (h, d)
 
-So a score is a number, or a number a head, however it was written, and its product with a matrix of one column is an
-inner product: the patterns of later passes see one form. A value goes without the axis from where it is made with one:
-by such a product or sum, by a reshape, or as an input of edges. Other axes of size 1 (one head, say) stay, and so do
-the shapes of inputs and outputs. `can_weigh` says which of those a loop can align.
+So a score is a scalar, or a scalar for each head, however it was written, and its product with a matrix of one column
+is an inner product: later passes see one form. Products, sums and reshapes that give such an axis, and inputs of edges,
+go without it from there on. Other axes of size 1 (one head, say) stay, and so do the shapes of inputs and outputs.
+`can_weigh` says which of those a loop can align.
 """
 
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import BINARY, UNARY, Builder, Op, Program, Space
+from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import Counts
 
-# A product with a matrix of one column, and the same as an inner product.
-_ONE_COLUMN = {"k,kn->n": "k,k->", "hk,hkn->hn": "hk,hk->h", "k,hkn->hn": "k,hk->h"}
-# What acts on each number of a row by itself.
-_BY_NUMBER = UNARY | {"gather", "reduce", "softmax"}
+# Operators on each element of a row by itself.
+_BY_ELEMENT = UNARY | {"gather", "reduce", "softmax"}
 
 
-def units(program: Program, counts: Counts) -> Program:
-    return _Units(program).run()
+def drop_unit_axes(program: Program, counts: Counts) -> Program:
+    return _UnitAxes(program).run()
 
 
-class _Units:
-    """Rebuilds a program; `bare` are old values whose new ones have no last axis, of size 1."""
+class _UnitAxes:
+    """Rebuilds a program; `bare` are old values whose new ones lack the last axis, of size 1."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.b = program, Builder(program.name)
@@ -46,7 +45,7 @@ class _Units:
         return self.shaped(self.new[old], self.program.ops[old].shape)
 
     def without(self, old: int) -> int:
-        """The value without its last axis, of size 1; a number, which has none, as it is."""
+        """The value without its last axis, of size 1; a scalar, which has none, as it is."""
         return self.shaped(self.new[old], self.program.ops[old].shape[:-1])
 
     def visit(self, i: int, op: Op) -> int:
@@ -59,31 +58,33 @@ class _Units:
         if op.name == "input" and op.space == Space.EDGE and ends:
             self.bare.add(i)
             return self.shaped(b.copy(op, (), b.line), op.shape[:-1])
-        if op.name == "linear" and ends and op.attr("via") != "self" and op.attr("spec") in _ONE_COLUMN:
-            self.bare.add(i)
-            x, w = op.args
-            return b.op("linear", self.whole(x), self.without(w), spec=_ONE_COLUMN[op.attr("spec")], via=op.attr("via"))
+        if op.name == "linear" and ends and op.attr("via") != "self":
+            vector = Product.parse(op.attr("spec")).of_one_column
+            if vector.is_inner:
+                self.bare.add(i)
+                x, w = op.args
+                return b.op("linear", self.whole(x), self.without(w), spec=str(vector), via=op.attr("via"))
         if op.name == "sum_features" and (found := self.summed(i, op)) is not None:
             return found
-        if bare and ends and (op.name in _BY_NUMBER or op.name in BINARY or op.name == "select"):
+        if bare and ends and (op.name in _BY_ELEMENT or op.name in BINARY or op.name == "select"):
             self.bare.add(i)
             return b.copy(op, (self.without(a) for a in op.args), b.line)
-        if op.name in BINARY or op.name == "select":  # a number goes with every shape
-            number = lambda a: a in bare and len(self.program.ops[a].shape) == 1  # noqa: E731
-            return b.copy(op, (self.new[a] if number(a) else self.whole(a) for a in op.args), b.line)
+        if op.name in BINARY or op.name == "select":  # a scalar broadcasts to every shape
+            scalars = {a for a in bare if len(self.program.ops[a].shape) == 1}
+            return b.copy(op, (self.new[a] if a in scalars else self.whole(a) for a in op.args), b.line)
         return b.copy(op, (self.whole(a) for a in op.args), b.line)
 
     def summed(self, i: int, op: Op) -> int | None:
-        """A sum that keeps its last axis, or whose last axis went before; None for any other."""
+        """A sum that keeps its last axis, or whose last axis is gone already; None for any other."""
         (x,), axes = op.args, op.attr("axes")
         last = len(self.program.ops[x].shape) - 1
         if x in self.bare:
             rest = tuple(a for a in axes if a != last)
             if op.attr("keepdims") or last not in axes:
                 self.bare.add(i)
-            return (
-                self.b.op("sum_features", self.new[x], axes=rest, keepdims=op.attr("keepdims")) if rest else self.new[x]
-            )
+            if not rest:
+                return self.new[x]
+            return self.b.op("sum_features", self.new[x], axes=rest, keepdims=op.attr("keepdims"))
         if op.attr("keepdims") and axes == (last,):
             self.bare.add(i)
             return self.b.op("sum_features", self.new[x], axes=axes, keepdims=False)

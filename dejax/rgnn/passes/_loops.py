@@ -1,0 +1,244 @@
+"""Traversals in the making: what each loop computes, loads and stores, and which loops must run before others.
+
+Every step of the fusion (`fuse_traversal.py`) adds to the loops of one `Fusion` and asks it what is possible.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dejax.rgnn.ir.inter import Space
+from dejax.rgnn.ir.intra import (
+    BY_ROW,
+    TILE_OPS,
+    VECTOR_SPECS,
+    Accumulator,
+    Gemm,
+    Kernels,
+    Operand,
+    access_by,
+    access_operand,
+    as_part,
+    refusal,
+)
+from dejax.rgnn.passes._rewrite import Counts, from_memory, moves_unit_axes, powers_of_two
+
+ENTRY_SPACES = (Space.EDGE, Space.SOURCE_PAIR, Space.DESTINATION_PAIR)
+# A scalar or row is narrow beside another of at least so many times its width.
+NARROWER = 4
+
+
+@dataclass
+class Loop:
+    """A traversal in the making.
+
+    Attributes:
+      via: the map whose coarse rows are the segments; None for a loop without segments.
+      space: of the entries.
+      accumulators: the reductions.
+      epilogue: operators on the reduced rows.
+      stored: values of entries that the loop writes.
+      alongside: sums over other entries of the same rows, fused with this loop.
+    """
+
+    via: str | None
+    space: Space
+    accumulators: list[Accumulator] = field(default_factory=list)
+    epilogue: list[int] = field(default_factory=list)
+    stored: list[int] = field(default_factory=list)
+    alongside: Loop | None = None
+
+    @property
+    def roots(self) -> list[int]:
+        """The values of entries that the accumulators read."""
+        return [v for a in self.accumulators for v in a.reads]
+
+    @property
+    def computed(self) -> list[int]:
+        """The values of entries that the accumulators read or the loop stores."""
+        return self.roots + self.stored
+
+    @property
+    def sums(self) -> set[int]:
+        return {a.out for a in self.accumulators} | (set() if self.alongside is None else self.alongside.sums)
+
+    @property
+    def results(self) -> set[int]:
+        return self.sums | set(self.epilogue) | set(self.stored)
+
+
+class Fusion:
+    """The loops planned for one program, and what can be asked of them.
+
+    Attributes:
+      loops: the plan.
+      written: values that instances before the traversals write.
+      inner: grouped GEMMs inside an instance whose own result never reaches memory, because of an epilogue.
+      refused: values that no loop can read or compute.
+      shared_products: inner products that the loop of a reduction stores for others (`_share_inner_products.py`).
+      half: rows that a loop writes may be stored as row-scaled float16.
+    """
+
+    def __init__(self, kernels: Kernels, counts: Counts, half: bool) -> None:
+        self.kernels, self.program, self.counts, self.half = kernels, kernels.program, counts, half
+        self.users = self.program.users()
+        self.written = {v for instance in kernels.instances for v in instance.writes}
+        self.inner = {i.product for i in kernels.instances if isinstance(i, Gemm)} - self.written
+        self.refused = {i for i, op in enumerate(self.program.ops) if refusal(op) is not None}
+        self.loops: list[Loop] = []
+        self.shared_products: dict[int, list[int]] = {}
+
+    # --- what a kernel computes in registers -------------------------------------------------------------------------
+
+    def in_registers(self, value: int) -> bool:
+        """Whether a row of the value can be computed in registers from rows of its arguments."""
+        op = self.program.ops[value]
+        if value in self.written or value in self.inner or not self.refused.isdisjoint((value, *op.args)):
+            return False
+        if op.name == "linear":
+            return op.attr("spec") in VECTOR_SPECS and op.attr("via") != "self"
+        if op.name == "reshape":
+            before = self.program.ops[op.args[0]].shape
+            # Once for a row of nodes a tile may be laid out anew, where it has no padding.
+            whole = op.space == Space.NODE and powers_of_two(*before, *op.shape)
+            return whole or moves_unit_axes(op, self.program.ops[op.args[0]])
+        return op.name in TILE_OPS
+
+    def cone(self, roots: list[int], loaded: set[int]) -> tuple[list[int], list[int]]:
+        """The operators computed in registers for the roots, in order, and the values that are loaded for them.
+
+        Args:
+          roots: values of one space.
+          loaded: values that are loaded even where they could be computed.
+        """
+        body: set[int] = set()
+        leaves: dict[int, None] = {}
+
+        def visit(value: int) -> None:
+            if value in body or value in leaves:
+                return
+            if not self.in_registers(value) or value in loaded:
+                leaves[value] = None
+                return
+            body.add(value)
+            op = self.program.ops[value]
+            if op.name == "linear":  # the vectors of types are rows of another space: loaded, however they are made
+                leaves[op.args[1]] = None
+            for a in op.args[:1] if op.name == "linear" else op.args:
+                visit(a)
+
+        for root in roots:
+            visit(root)
+        return sorted(body), list(leaves)
+
+    def operands(self, loop: Loop, elsewhere: set[int]) -> tuple[list[int], list[Operand]]:
+        """What a loop computes for each entry, and what it loads for that; other loops write `elsewhere`."""
+        program = self.program
+        body, leaves = self.cone(loop.computed, elsewhere)
+        operands = [as_part(program, access_operand(program, v, loop.via)) for v in leaves]
+        for op in (program.ops[i] for i in body):
+            if op.name == "linear":  # vectors by type are operands of their own
+                weight = op.args[1]
+                read = Operand(weight, weight, *access_by(op.attr("via"), loop.via))
+                operands = [o for o in operands if o.name != weight] + [read]
+        return body, operands
+
+    def narrows(self, value: int) -> bool:
+        """Whether an operator sums rows to much narrower ones: an inner product."""
+        op, ops = self.program.ops[value], self.program.ops
+        widest = max((ops[a].width for a in op.args), default=0)
+        return op.name in ("dot", "sum_features", "linear") and op.width * NARROWER <= widest
+
+    def read_once_per_row(self, value: int, via: str | None) -> bool:
+        """Whether a loop over the segments of `via` loads the value once for all entries of each."""
+        return access_operand(self.program, value, via).access in BY_ROW
+
+    # --- which loop needs what ---------------------------------------------------------------------------------------
+
+    def stored_elsewhere(self, loop: Loop) -> set[int]:
+        """Values of entries that other loops store."""
+        return {v for other in self.loops if other is not loop for v in other.stored}
+
+    def computes(self, loop: Loop, value: int) -> bool:
+        return value in self.cone(loop.computed, self.stored_elsewhere(loop))[0]
+
+    def has_operands_of(self, value: int, loop: Loop) -> bool:
+        """Whether a loop loads no more rows of its entries to compute the value: it loads its operands anyway."""
+        rest = self.cone(loop.computed, {value, *self.stored_elsewhere(loop)})[1]
+        return all(v in rest or self.read_once_per_row(v, loop.via) for v in self.cone([value], set())[1])
+
+    def must_be_arrays(self, *tiled: Space) -> list[int]:
+        """Values that must be arrays: outputs, and what GEMM instances and XLA operators read.
+
+        Operators on entries, or in the spaces `tiled`, that can be computed in registers do not count as XLA's.
+        """
+        program, found = self.program, list(self.program.outputs)
+        for instance in self.kernels.instances:
+            found += instance.reads
+        results = {v for loop in self.loops for v in loop.results}
+        for i, op in enumerate(program.ops):
+            by_template = i in self.written or i in self.inner or i in results
+            if op.name == "gather" or not (
+                by_template or (op.space in (*ENTRY_SPACES, *tiled) and self.in_registers(i))
+            ):
+                found += op.args
+        return found
+
+    def from_memory(self, value: int) -> bool:
+        return from_memory(self.program.ops[value], self.counts)
+
+    # --- the order of the loops --------------------------------------------------------------------------------------
+
+    def extend(self, results: list, new: list) -> bool:
+        """Adds `new` to a list of the plan, unless the loops cannot be put in any order then; whether it did."""
+        results += new
+        if self.acyclic():
+            return True
+        del results[len(results) - len(new) :]
+        return False
+
+    def acyclic(self) -> bool:
+        """Whether the loops can run one after another in some order."""
+        owner = {v: loop for loop in self.loops for v in loop.results}
+        done: dict[int, bool] = {}  # by id of a loop, or ~value; False while it is being visited
+
+        def reach(node: Loop | int) -> bool:
+            key = id(node) if isinstance(node, Loop) else ~node
+            if key in done:
+                return done[key]
+            done[key] = False
+            before = self.dependencies(node, owner) if isinstance(node, Loop) else self.program.ops[node].args
+            done[key] = all(reach(owner.get(v, v)) for v in before)
+            return done[key]
+
+        return all(reach(loop) for loop in self.loops)
+
+    def dependencies(self, loop: Loop, owner: dict[int, Loop]) -> list[int]:
+        """Values that a loop needs from outside; what it computes in registers leads on to its arguments."""
+        ops, own = self.program.ops, loop.results
+        stack = loop.roots
+        stack += [v for i in (*loop.epilogue, *loop.stored) for v in ops[i].args]
+        found: dict[int, None] = {}
+        seen: set[int] = set()
+        while stack:
+            v = stack.pop()
+            if v in seen:
+                continue
+            seen.add(v)
+            if v in loop.stored or (v not in owner and self.in_registers(v)):
+                stack += ops[v].args
+            elif v not in own:
+                found[v] = None
+        return list(found)
+
+    def depends_on(self, values: tuple[int, ...], results: set[int]) -> bool:
+        """Whether any of the values is computed from any of the results."""
+        stack, seen = list(values), set(values)
+        while stack:
+            value = stack.pop()
+            if value in results:
+                return True
+            new = [a for a in self.program.ops[value].args if a not in seen]
+            seen.update(new)
+            stack += new
+        return False
