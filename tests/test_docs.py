@@ -12,9 +12,9 @@ from dejax.rgnn.compiler.frontend import GraphSymbol, Symbol
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *sorted(DOCS.rglob("*.md"))]
-GUIDES = ("graphs", "programs", "precision", "explain")
-
 needs_native = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+GUIDES = ("graphs", "programs", "precision", "explain", pytest.param("host_gather", marks=needs_native))
+
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
@@ -77,17 +77,6 @@ def test_the_worked_diff_of_contributing_applies():
     command = ["git", "apply", "--check", "-"]
     found = subprocess.run(command, cwd=ROOT, input=diff, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
-
-
-@needs_native
-@pytest.mark.parametrize("number", range(len(python_blocks(DOCS / "host_gather.md"))))
-def test_blocks_of_host_gather_run_by_themselves(number):
-    names = {}
-    exec(compile(python_blocks(DOCS / "host_gather.md")[number], f"docs/host_gather.md, block {number}", "exec"), names)
-    if "gradient" in names:
-        assert names["gradient"].shape == (128,)
-    else:
-        assert names["value"] == 1 and names["table"].numpy()[[3, 17]].all() and not names["table"].numpy()[4].any()
 
 
 @pytest.mark.parametrize("guide", GUIDES)

@@ -1,4 +1,4 @@
-"""Threads that gather, write, update and close one table at once: rows, or `TableClosedError`, and never a crash."""
+"""Threads gather, write, update and close one table at once: they get rows or `TableClosedError`, never a crash."""
 
 import faulthandler
 import random
@@ -24,7 +24,7 @@ read = jax.jit(lambda table, ids: table[ids].sum(axis=1))
 
 
 def until(end: float, act: Callable[[], None], failed: list[BaseException]) -> threading.Thread:
-    """A thread that repeats `act`; a closed table is what it may meet."""
+    """A thread that repeats `act` until `end`, and may find the table closed."""
 
     def run() -> None:
         while time.monotonic() < end and not failed:
@@ -33,7 +33,7 @@ def until(end: float, act: Callable[[], None], failed: list[BaseException]) -> t
             except TableClosedError:
                 pass
             except (RuntimeError, ValueError) as error:
-                # Closed between jit's look at its arguments and the call: jax's own error.
+                # jax's own error, if the table was closed between jit's check of its arguments and the call.
                 if "deleted" not in str(error):
                     failed.append(error)
             except BaseException as error:
@@ -45,8 +45,8 @@ def until(end: float, act: Callable[[], None], failed: list[BaseException]) -> t
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_write_beside_close(own: bool) -> None:
-    """Without a hold on the memory it went while rows were copied into it."""
+def test_close_during_a_write(own: bool) -> None:
+    """`write` must keep the memory alive while it copies rows into it."""
     block = np.ones((ROWS, WIDTH), np.float32)
     for _ in range(40):
         table = HostTable.zeros((ROWS, WIDTH)) if own else HostTable.from_numpy(block)
@@ -69,7 +69,8 @@ def test_write_beside_close(own: bool) -> None:
         started.wait()
         time.sleep(random.random() * 2e-3)
         table.close()
-        others = [np.full((ROWS, WIDTH), -1, np.float32) for _ in range(2)]  # what takes the memory next
+        # These arrays get the memory if it was released too early.
+        others = [np.full((ROWS, WIDTH), -1, np.float32) for _ in range(2)]
         for thread in threads:
             thread.join()
         assert not failed, failed
@@ -77,7 +78,7 @@ def test_write_beside_close(own: bool) -> None:
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_all_at_once(cached: bool) -> None:
+def test_everything_at_once(cached: bool) -> None:
     current: list[HostTable | CachedTable] = []
     lock = threading.Lock()  # of the list, not of the tables
 
@@ -97,7 +98,8 @@ def test_all_at_once(cached: bool) -> None:
 
     def gathers() -> None:
         got = np.asarray(read(current[0], IDS))
-        assert (got == np.rint(got)).all() and got.min() >= 0, got  # a row that is being written may be half of each
+        # A row that is being written may be half old, half new.
+        assert (got == np.rint(got)).all() and got.min() >= 0, got
         done("gather")
 
     def eager() -> None:
@@ -128,7 +130,7 @@ def test_all_at_once(cached: bool) -> None:
         done("close")
 
     failed: list[BaseException] = []
-    end = time.monotonic() + 4
+    end = time.monotonic() + 1.5
     threads = [until(end, act, failed) for act in (gathers, gathers, eager, views, writes, updates, closes)]
     for thread in threads:
         thread.join()

@@ -1,4 +1,4 @@
-"""Contexts, pinned memory and kernels, with a driver of two devices that writes down what it is asked for."""
+"""Contexts, pinned memory and kernels, with a fake driver of two devices that prints the calls it gets."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 
 from dejax import _native
 from dejax.host_gather import _kernels
-from tests.native.test_driver import build
+from tests.native.test_cuda_driver import build
 
 pytestmark = pytest.mark.skipif(
     _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
@@ -25,15 +25,15 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ran(driver: Path, code: str, **environment: str) -> tuple[list[str], str]:
-    """What the driver was asked for, in order, and standard error."""
+    """The calls that the driver got, in order, and standard error."""
     env = {**os.environ, "LD_LIBRARY_PATH": str(driver), "JAX_PLATFORMS": "cpu", **environment}
-    code = "import gc\nfrom dejax import _native\nmodule = _native.extension('a test')\n" + code
+    code = "from dejax import _dejax_native as module\n" + code  # alone: to import jax takes two seconds
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines(), done.stderr
 
 
-def test_memory_of_one_device_leaves_the_others_alone(driver: Path) -> None:
+def test_memory_for_one_device_uses_no_other_device(driver: Path) -> None:
     calls, _ = ran(driver, "memory = module.HostMemory.allocate(4096, 1)\ndel memory")
     assert calls == ["retain 1", "alloc 1", "synchronize 1", "free 1"]
     calls, _ = ran(driver, "import numpy as np\nx = np.zeros(4096, np.uint8)\n"
@@ -41,7 +41,7 @@ def test_memory_of_one_device_leaves_the_others_alone(driver: Path) -> None:
     assert calls == ["retain 0", "register 0", "synchronize 0", "unregister 0"]
 
 
-def test_devices_in_use_are_waited_for(driver: Path) -> None:
+def test_memory_is_freed_after_the_work_of_all_devices_in_use(driver: Path) -> None:
     calls, _ = ran(driver, "a, b = (module.HostMemory.allocate(64, k) for k in (0, 1))\ndel a, b")
     assert sorted(calls[4:]) == ["free 0", "free 1"] + ["synchronize 0"] * 2 + ["synchronize 1"] * 2
 
@@ -50,26 +50,26 @@ def test_devices_in_use_are_waited_for(driver: Path) -> None:
     ("fails", "call"),
     [("free", "cuMemFreeHost"), ("synchronize", "cuCtxSynchronize"), ("unregister", "cuMemHostUnregister")],
 )
-def test_memory_that_cannot_be_given_back_is_kept_and_said(driver: Path, fails: str, call: str) -> None:
+def test_memory_that_cannot_be_freed_is_kept_and_reported(driver: Path, fails: str, call: str) -> None:
     make = "module.HostMemory.allocate(4096, 0)"
     if fails == "unregister":
         make = "module.HostMemory.adopt(x.ctypes.data, 4096, True, 0, x)"
     code = "import sys, numpy as np\nx = np.zeros(4096, np.uint8)\nbefore = sys.getrefcount(x)\n" + (
         f"memory = {make}\ndel memory\nprint('held', sys.getrefcount(x) - before)"
     )
-    calls, said = ran(driver, code, FAKE_CUDA_FAILS=fails)
-    assert f"dejax.host_gather: {call} failed when 4096 bytes of a table were given back: CUDA error 999" in said
-    assert f"held {int(fails == 'unregister')}" in calls  # what the driver may still read stays with its owner
+    calls, errors = ran(driver, code, FAKE_CUDA_FAILS=fails)
+    assert f"dejax.host_gather: {call} failed when 4096 bytes of a table were released: CUDA error 999" in errors
+    assert f"held {int(fails == 'unregister')}" in calls  # the owner lives as long as the driver may read its memory
     assert fails != "synchronize" or "free 0" not in calls
 
 
-def test_memory_that_cannot_be_had(driver: Path) -> None:
+def test_memory_that_cannot_be_pinned(driver: Path) -> None:
     code = "try: module.HostMemory.allocate(4096, 0)\nexcept RuntimeError as error: print(error)"
     calls, _ = ran(driver, code, FAKE_CUDA_FAILS="alloc")
     assert calls[-1] == "cuMemHostAlloc of 4096 bytes failed: CUDA error 999"
 
 
-def test_kernels_are_loaded_on_the_devices_that_are_named(driver: Path) -> None:
+def test_kernels_are_loaded_on_the_given_devices(driver: Path) -> None:
     code = """
 print(module.has_kernel(5, [1]), repr(module.add_kernel(5, b"for one", "k", [1])))
 print(module.has_kernel(5, [1]), module.has_kernel(5, [0]), module.has_kernel(5, [0, 1]), module.has_kernel(6, []))
@@ -85,12 +85,12 @@ print(repr(module.add_kernel(5, b"for zero", "k", [0])), module.has_kernel(5, [0
     assert calls[-1] == "loading the kernel k failed: CUDA error 999 False"
 
 
-def test_nobody_is_asked_before_there_is_a_table(driver: Path) -> None:
+def test_taking_an_error_does_not_start_the_driver(driver: Path) -> None:
     calls, _ = ran(driver, "print(module.take_gather_error())")
     assert calls == ["None"]
 
 
-def test_words_for_errors_are_made_once(driver: Path) -> None:
+def test_memory_for_errors_is_allocated_once(driver: Path) -> None:
     code = "print(module.prepare_gather_errors(1), module.prepare_gather_errors(0), module.take_gather_error())"
     calls, _ = ran(driver, code)
     assert calls == ["retain 1", "alloc 1", "retain 0", "True True None"]
@@ -98,8 +98,8 @@ def test_words_for_errors_are_made_once(driver: Path) -> None:
     assert calls == ["retain 1", "alloc 1", "retain 0", "alloc 0", "False False None"]
 
 
-def test_each_kind_of_device_has_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four devices that the driver shows jax uses three, of two kinds."""
+def test_each_compute_capability_gets_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver has four devices; jax uses three of them, of two compute capabilities."""
     kinds = [SimpleNamespace(compute_capability=c) for c in ((8, 0), (9, 0), (9, 0), (8, 0))]
     used = [SimpleNamespace(local_hardware_id=k) for k in (1, 2, 3)]
     added: list[Any] = []

@@ -1,5 +1,5 @@
-// Element types of table rows and their conversion to and from float, by bits alone: the same text is compiled by g++
-// for the CPU handlers and by NVRTC, which has no headers, for the kernels.
+// Element types of table rows and their conversion to and from float, by integer operations alone. The C++ compiler
+// compiles it for the handlers in native/, and NVRTC, which has no standard headers, for the kernels of dejax.host_gather.
 #pragma once
 
 #ifdef __CUDACC_RTC__
@@ -9,7 +9,7 @@
 #define DEJAX_FN static inline
 #endif
 
-// dejax/host_gather/_types.py has the same numbers.
+// dejax/host_gather/_types.py has the same codes.
 enum ElementType {
   kF32 = 0,
   kF64 = 1,
@@ -45,7 +45,7 @@ DEJAX_FN float BitsFloat(unsigned bits) {
 #endif
 }
 
-// A float of `exponent` and `mantissa` bits with the usual bias; `finite` types have no infinity and one NaN.
+// A float with `exponent` and `mantissa` bits and the usual bias. `finite` types have no infinity and one NaN.
 template <int exponent, int mantissa, bool finite>
 DEJAX_FN float SmallToFloat(unsigned bits) {
   const unsigned sign = (bits >> (exponent + mantissa) & 1u) << 31;
