@@ -520,6 +520,7 @@ WORKER = """
 import os, sys, time
 import numpy as np
 from dejax.offload import ActivationStore
+from tests.offload.layers import interceptor
 from tests.offload.test_disk import MIB, KIB, Tensors
 path, seed = sys.argv[1], int(sys.argv[2])
 rng = np.random.default_rng(seed)
@@ -528,10 +529,10 @@ while True:
     engine = str(rng.choice(["tensorstore", "direct", "buffered"]))
     options = dict(host_bytes=MIB, disk_bytes=8 * MIB, engine=engine, chunk_bytes=256 * KIB, io_threads=2)
     with ActivationStore(path, **options) as s:
-        tensors = Tensors([int(n) for n in rng.integers(0, 900 * KIB, size=6)])
+        tensors, faults = Tensors([int(n) for n in rng.integers(0, 900 * KIB, size=6)]), interceptor(s)
         for _ in range(int(rng.integers(1, 20))):
             if rng.random() < 0.1:
-                s._native.inject(str(rng.choice(["write", "read", "corrupt", "store", "fetch"])), 1)
+                faults.inject(str(rng.choice(["write", "read", "corrupt", "store", "fetch"])), 1)
             try:
                 tensors.run()
             except AssertionError:

@@ -107,9 +107,9 @@ def test_in_an_nnx_optimizer():
 
 
 def test_what_is_no_transformation():
-    with pytest.raises(TypeError, match="`tx` is an Optax transformation; float was given"):
+    with pytest.raises(TypeError, match="`tx` must be an Optax transformation, got float"):
         optimizer(0.1)
-    with pytest.raises(ValueError, match="`piece_bytes` and `ahead` are at least 1; 0 and 2 were given"):
+    with pytest.raises(ValueError, match="`piece_bytes` and `ahead` must be at least 1, got 0 and 2"):
         optimizer(optax.adam(1e-2), piece_bytes=0)
 
 

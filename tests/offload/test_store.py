@@ -15,7 +15,16 @@ import pytest
 
 from dejax import _native
 from dejax.offload import ActivationStore, default_store
-from tests.offload.layers import LAYERS, TENSOR, assert_same_bits, loss_of, offloaded_inputs, operands, step
+from tests.offload.layers import (
+    LAYERS,
+    TENSOR,
+    assert_same_bits,
+    interceptor,
+    loss_of,
+    offloaded_inputs,
+    operands,
+    step,
+)
 
 pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
@@ -69,7 +78,7 @@ def test_what_fits_into_memory_is_not_written(tmp_path, want):
 def test_a_slow_disk_makes_forward_wait_and_memory_stays_bounded(tmp_path, want):
     with ActivationStore(tmp_path, **SMALL) as store:
         run()
-        store._native.slow(0.003)
+        interceptor(store).slow(0.003)
         assert_same_bits(run(), want)
         stats = store.stats()
     assert stats.peak_host_bytes <= 3 * TENSOR
@@ -138,10 +147,10 @@ def test_paths_that_do_not_serve(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"host_bytes": -1}, "`host_bytes` is a number of bytes"),
-        ({"chunk_bytes": 1000}, "multiple of 4096"),
-        ({"engine": "fast"}, "'direct', 'buffered' or 'tensorstore'"),
-        ({"io_threads": 0}, "at least 1"),
+        ({"host_bytes": -1}, "`host_bytes` must be at least 0 or None, got -1"),
+        ({"chunk_bytes": 1000}, "must be a positive multiple of 4096, got 1000"),
+        ({"engine": "fast"}, "'direct', 'buffered' or 'tensorstore', got 'fast'"),
+        ({"io_threads": 0}, "at least 1, got 0"),
     ],
 )
 def test_bad_sizes(arguments, message):
@@ -204,7 +213,8 @@ def test_a_flipped_bit_is_an_error(engine, tmp_path, want):
 def test_injected_faults(kind, engine, tmp_path, want):
     with ActivationStore(tmp_path, engine=engine, **SMALL) as store:
         run()
-        store._native.inject(kind, 2)
+        faults = interceptor(store)
+        faults.inject(kind, 2)
         failed = 0
         for _ in range(4):
             try:
@@ -217,7 +227,7 @@ def test_injected_faults(kind, engine, tmp_path, want):
                 assert "offload" in str(error) and not isinstance(error, AssertionError)
                 failed += 1
         assert failed >= (kind != "write")  # a failed write may be served from memory
-        store._native.inject(kind, 0)
+        faults.inject(kind, 0)
         assert_same_bits(run(), want)
         store.drain()
         stats = store.stats()
@@ -354,11 +364,12 @@ def soak(path, want, steps, engine):
     descriptors = len(os.listdir("/proc/self/fd"))
     with ActivationStore(path, engine=engine, **SMALL) as store:
         wrong = failed = 0
+        faults = interceptor(store)
         begin = time.monotonic()
         for _ in range(steps):
             if rng.random() < 0.2:
                 kind = str(rng.choice(["write", "read", "corrupt", "store", "fetch"]))
-                store._native.inject(kind, int(rng.integers(1, 4)))
+                faults.inject(kind, int(rng.integers(1, 4)))
             try:
                 if rng.random() < 0.05:
                     jax.block_until_ready(forward(ws, x)[0]) if rng.random() < 0.5 else store.clear()
@@ -369,7 +380,7 @@ def soak(path, want, steps, engine):
                 continue
             wrong += not all(bool((a == b).all()) for a, b in zip(got, want, strict=True))
         for kind in ("write", "read", "corrupt", "store", "fetch"):
-            store._native.inject(kind, 0)
+            faults.inject(kind, 0)
         assert wrong == 0 and failed > 0
         store.clear()
         assert_same_bits(run(), want)

@@ -405,9 +405,11 @@ def test_forward_mode_is_an_error(store):
 
 def test_bad_arguments():
     x = jnp.ones((4, 4))
-    with pytest.raises(ValueError, match="`inputs` is 'auto', 'all', 'none' or positions of arguments; 'some'"):
+    with pytest.raises(
+        ValueError, match="`inputs` must be 'auto', 'all', 'none' or positions of arguments, got 'some'"
+    ):
         offload(jnp.sin, inputs="some")(x)
-    with pytest.raises(ValueError, match="names argument 3"):
+    with pytest.raises(ValueError, match="`inputs` must be positions of the 1 arguments, got 3"):
         offload(jnp.sin, inputs=3)(x)
     with pytest.raises(ValueError, match=r"policy=\['act'\]"):
         offload(jnp.sin, policy="act")

@@ -9,7 +9,7 @@ import re
 import numpy as np
 
 from dejax.offload import ActivationStore
-from tests.offload.ring_program import address, cuda
+from tests.offload.native.ring_program import address, cuda, testing
 
 SIZE = 4096
 
@@ -20,8 +20,8 @@ def wrong_run(native, stream, run, keep):
     keep.append((scratch, handles, out))
     for i in range(2):
         cuda.cuMemsetD32Async(address(scratch), i + 1, SIZE // 4, stream)
-        native.store_on_cuda(run, 0, stream, 7, 1 << 16, address(scratch), SIZE, address(handles[i]))
-    native.fetch_on_cuda(run, 0, stream, 7, address(handles[0]), address(out), SIZE)
+        testing.store_on_cuda(native, run, 0, stream, 7, 1 << 16, address(scratch), SIZE, address(handles[i]))
+    testing.fetch_on_cuda(native, run, 0, stream, 7, address(handles[0]), address(out), SIZE)
     assert cuda.cuStreamSynchronize(stream) == 0
     assert (out == 0xFFFFFFFF).all()
     return tuple(int(low) | int(high) << 32 for low, high in handles)
@@ -36,7 +36,7 @@ def main():
     keep, run = [], 0
     with ActivationStore(host_bytes=1 << 20) as store:
         native = store._native
-        native.set_prediction(2)
+        testing.Interceptor(native).set_prediction(2)
         for _ in range(20):
             run += 1
             first, second = wrong_run(native, streams[run % 2], run, keep)

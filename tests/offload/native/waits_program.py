@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from dejax.offload import ActivationStore
-from tests.offload.ring_program import address, cuda
+from tests.offload.native.ring_program import address, cuda, testing
 
 SIZES = (1 << 12, 1 << 14, 1 << 16)
 
@@ -30,9 +30,11 @@ def steps(native, stream, errors):
                 keep.append((scratch, handles))
                 for i in range(count):
                     cuda.cuMemsetD32Async(address(scratch), run * 100 + i, size // 4, stream)
-                    native.store_on_cuda(run, 0, stream, 10 * run, ring, address(scratch), size, address(handles[i]))
+                    testing.store_on_cuda(
+                        native, run, 0, stream, 10 * run, ring, address(scratch), size, address(handles[i])
+                    )
                 for i in reversed(range(count)):
-                    native.fetch_on_cuda(run, 0, stream, 10 * run, address(handles[i]), address(scratch), size)
+                    testing.fetch_on_cuda(native, run, 0, stream, 10 * run, address(handles[i]), address(scratch), size)
                     if i % 16 == 0:
                         assert cuda.cuStreamSynchronize(stream) == 0
                         assert (scratch == run * 100 + i).all()

@@ -50,7 +50,7 @@ def run(program, driver, seed, *arguments):
         "LD_LIBRARY_PATH": str(driver),
         "JAX_PLATFORMS": "cpu",
         "FAKE_CUDA_SEED": str(seed),
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), *sys.path]),
     }
     command = [sys.executable, str(Path(__file__).with_name(program)), str(seed), *arguments]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

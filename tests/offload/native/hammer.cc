@@ -13,7 +13,8 @@
 #include <thread>
 #include <vector>
 
-#include "../../native/offload/store.h"
+#include "../../../native/offload/store.h"
+#include "../../../native/offload/testing/interceptor.h"
 
 using namespace dejax::offload;
 
@@ -55,7 +56,7 @@ void OneRun(Store& store, const Setting& setting, std::mt19937& rng, Stream stre
     for (int i = 0; i < count; ++i) {
       const int64_t bytes = static_cast<int64_t>(4 * tensors[i].size());
       if (setting.cuda) {
-        store.StoreOnCuda(run, 0, stream, i % 3, 1 << 14, address(tensors[i].data()), bytes, address(&handles[i]));
+        store.StoreOnCuda({run, 0, stream, i % 3}, 1 << 14, address(tensors[i].data()), bytes, address(&handles[i]));
       } else {
         handles[i] = store.StoreOnCpu(run, i % 3, tensors[i].data(), bytes);
       }
@@ -68,7 +69,7 @@ void OneRun(Store& store, const Setting& setting, std::mt19937& rng, Stream stre
     for (int i = count - 1; i >= 0; --i) {
       const int64_t bytes = static_cast<int64_t>(4 * tensors[i].size());
       if (setting.cuda) {
-        store.FetchOnCuda(run, 0, stream, i % 3, address(&handles[i]), address(outs[i].data()), bytes);
+        store.FetchOnCuda({run, 0, stream, i % 3}, address(&handles[i]), address(outs[i].data()), bytes);
       } else {
         store.FetchOnCpu(run, i % 3, handles[i], outs[i].data(), bytes);
       }
@@ -114,6 +115,8 @@ void Hammer(const Setting& setting, double seconds, int num_threads, unsigned se
   options.disk_bytes = 4 << 20;
   if (!setting.folder.empty()) options.folders = {setting.folder};
   const std::shared_ptr<Store> store = Store::Open(options);
+  const auto faults = std::make_shared<TestInterceptor>();
+  store->Intercept(faults);
   std::atomic<bool> over{false};
   std::vector<std::thread> threads, engines;
   Stream shared = nullptr;
@@ -138,7 +141,7 @@ void Hammer(const Setting& setting, double seconds, int num_threads, unsigned se
       }
       if (setting.faults) {
         static constexpr const char* kKinds[] = {"write", "read", "corrupt", "store", "fetch"};
-        store->Inject(kKinds[rng() % 5], 1);
+        faults->Inject(kKinds[rng() % 5], 1);
         if (rng() % 50 == 0 && !setting.cuda) store->Clear();
       }
       if (rng() % 100 == 0) store->Drain();

@@ -5,11 +5,10 @@ import sys
 
 import numpy as np
 
-from dejax import _native
-from tests.offload.ring_program import address, cuda
+from tests.offload.native.ring_program import address, cuda, testing
 
 
-def run(rng, extension, stream, number, ahead, staging):
+def run(rng, stream, number, ahead, staging):
     """state := 3 * state + 1 in pieces; XLA's buffers are used again as soon as the stream allows."""
     given = [rng.integers(0, 2**20, size=int(n), dtype=np.uint32) for n in rng.integers(1, 4000, size=3)]
     want = [3 * a + 1 for a in given]
@@ -29,7 +28,7 @@ def run(rng, extension, stream, number, ahead, staging):
             return (i, 4 * at, 4 * count)
 
         taken = [] if take is None else [(address(scratch), 4 * pieces[take][2])]
-        extension.call_pieces_on_cuda(
+        testing.call_pieces_on_cuda(
             number, 1, stream, given if take is None else take, staging, finish, places,
             [place(k) for k in pull], [place(k) for k in push], [address(scratch) for _ in push], taken,
         )  # fmt: skip
@@ -59,7 +58,6 @@ keep = []
 
 
 def main(seed):
-    extension = _native.extension("test")
     rng = np.random.default_rng(seed)
     stream = ctypes.c_void_p()
     cuda.cuStreamCreate(ctypes.byref(stream), 0)
@@ -68,7 +66,7 @@ def main(seed):
         for staging in (1, 20000, 1 << 20):
             for _ in range(8):
                 number += 1
-                run(rng, extension, stream.value, number, ahead, staging)
+                run(rng, stream.value, number, ahead, staging)
     print("right", number, "programs")
 
 

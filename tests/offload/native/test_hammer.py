@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.slow
-SCRIPT = Path(__file__).parents[1] / "native" / "tsan.sh"
+SCRIPT = Path(__file__).parents[2] / "native" / "tsan.sh"
 
 
 @pytest.mark.parametrize("sanitize", ["", "thread"])

@@ -16,6 +16,9 @@ cuda.cuMemsetD32Async.argtypes = [ctypes.c_uint64, ctypes.c_uint, ctypes.c_size_
 cuda.cuStreamSynchronize.argtypes = [ctypes.c_void_p]
 
 
+testing = _native.extension("tests").offload_testing
+
+
 def address(array):
     return array.ctypes.data
 
@@ -33,11 +36,13 @@ def program(rng, store, stream, run, order):
 
     def put(i):
         cuda.cuMemsetD32Async(address(scratch), int(values[i]), len(outs[i]), stream)
-        native.store_on_cuda(run, 0, stream, sites[i], 1 << 17, address(scratch), outs[i].nbytes, address(handles[i]))
+        testing.store_on_cuda(
+            native, run, 0, stream, sites[i], 1 << 17, address(scratch), outs[i].nbytes, address(handles[i])
+        )
         cuda.cuMemsetD32Async(address(scratch), 0xDEAD, len(outs[i]), stream)
 
     def get(i):
-        native.fetch_on_cuda(run, 0, stream, sites[i], address(handles[i]), address(scratch), outs[i].nbytes)
+        testing.fetch_on_cuda(native, run, 0, stream, sites[i], address(handles[i]), address(scratch), outs[i].nbytes)
         cuda.cuMemcpyDtoDAsync_v2(address(outs[i]), address(scratch), outs[i].nbytes, stream)
         cuda.cuMemsetD32Async(address(scratch), 0xBEEF, len(outs[i]), stream)
 
@@ -79,8 +84,9 @@ def main(seed: int, path: str | None) -> None:
         with ActivationStore(
             path, device_bytes=ring, host_bytes=(1 << 18) if path else (1 << 24), chunk_bytes=1 << 14, io_threads=2
         ) as store:
+            prediction = testing.Interceptor(store._native)
             for mode in (0, 1):
-                store._native.set_prediction(mode)
+                prediction.set_prediction(mode)
                 for order in ("reverse", "nested", "random", *(() if path else ("twice",))):
                     results = []
                     for _ in range(6):
@@ -118,9 +124,11 @@ def disk_in_time(stream, path, run):
             before = store.stats()
             for i in range(count):
                 cuda.cuMemsetD32Async(address(scratch), i + 1, size // 4, stream)
-                store._native.store_on_cuda(number, 0, stream, 1, 0, address(scratch), size, address(handles[i]))
+                testing.store_on_cuda(
+                    store._native, number, 0, stream, 1, 0, address(scratch), size, address(handles[i])
+                )
             for i in reversed(range(count)):
-                store._native.fetch_on_cuda(number, 0, stream, 1, address(handles[i]), address(scratch), size)
+                testing.fetch_on_cuda(store._native, number, 0, stream, 1, address(handles[i]), address(scratch), size)
                 cuda.cuMemcpyDtoDAsync_v2(address(out[i]), address(scratch), size, stream)
             assert cuda.cuStreamSynchronize(stream) == 0
             assert (out == np.arange(1, count + 1)[:, None]).all()
@@ -143,10 +151,12 @@ def a_run_keeps_its_store(stream, run):
 
     def put(run, i):
         cuda.cuMemsetD32Async(address(scratch), i + 1, size // 4, stream)
-        native.offload_store_on_cuda(binding, run, 0, stream, 1, 1 << 16, address(scratch), size, address(handles[i]))
+        testing.store_by_binding_on_cuda(
+            binding, run, 0, stream, 1, 1 << 16, address(scratch), size, address(handles[i])
+        )
 
     def get(run, i):
-        native.offload_fetch_on_cuda(binding, run, 0, stream, 1, address(handles[i]), address(scratch), size)
+        testing.fetch_by_binding_on_cuda(binding, run, 0, stream, 1, address(handles[i]), address(scratch), size)
         cuda.cuMemcpyDtoDAsync_v2(address(outs[i]), address(scratch), size, stream)
 
     with ActivationStore(device_bytes=2 * size) as one, ActivationStore(device_bytes=2 * size) as two:
