@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dejax import pallas as kernels
-from dejax.pallas.half_rows import encode
-from dejax.pallas.outer import split_table
+from dejax.pallas.formats.half_rows import encode
+from dejax.pallas.products.weight_gradient import split_table
 
 # Of the largest entry: products of TF32 precision round operands, and rows in 16 bits themselves, to 10 bits.
 TF32 = 2e-3

@@ -9,7 +9,7 @@ import pytest
 
 from dejax import pallas as kernels
 from dejax.pallas import _triton
-from dejax.pallas.factored import Factored, add, whole
+from dejax.pallas.traversal.factored import Factored, add, whole
 
 INSIDE = np.array([[True, False], [True, True]])[:, :, None]
 

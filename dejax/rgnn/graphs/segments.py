@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax.pallas.schedule import rows_per_split
+from dejax.pallas.products.schedule import rows_per_split
 from dejax.rgnn.graphs.checks import is_traced
 from dejax.rgnn.graphs.pieces_traced import Rows, hub_arrays, tile_arrays
 from dejax.rgnn.graphs.sorting import expand, stable_argsort
@@ -87,7 +87,7 @@ class HubTable:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitTable:
-    """Each type's items in splits that programs sum one by one (`dejax.pallas.outer.split_table`).
+    """Each type's items in splits that programs sum one by one (`dejax.pallas.products.weight_gradient.split_table`).
 
     Attributes:
         start: int32[splits], the first position of each split.

@@ -19,8 +19,8 @@ import numpy as np
 import dejax.pallas as kernels
 from dejax.pallas import tuned_tables
 from dejax.pallas._shapes import next_power_of_two
-from dejax.pallas.gemm import MAX_HALF_N
-from dejax.pallas.half_rows import of_stored, stored
+from dejax.pallas.formats.half_rows import of_stored, stored
+from dejax.pallas.products.grouped_gemm import MAX_HALF_N
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.ir.inter import VIAS

@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from dejax.pallas import _triton
-from dejax.pallas._accumulate import Reduction, check_reductions
 from dejax.pallas._checks import as_index
 from dejax.pallas._shapes import cdiv
-from dejax.pallas._traversal_arrays import (
+from dejax.pallas.formats.half_rows import HalfRows
+from dejax.pallas.products.schedule import TraversalSchedule, map_schedule, traversal_schedule
+from dejax.pallas.traversal.accumulate import Reduction, check_reductions
+from dejax.pallas.traversal.arrays import (
     MAX_WIDTH,
     check_half,
     check_operands,
@@ -32,10 +34,8 @@ from dejax.pallas._traversal_arrays import (
     structs_of,
     zeros,
 )
-from dejax.pallas._traversal_kernels import FEW_CHUNKS, combine_kernel, map_kernel, row_kernel
-from dejax.pallas._traversal_plan import BY_ROW, SHARED, Operand, Output, Plan
-from dejax.pallas.half_rows import HalfRows
-from dejax.pallas.schedule import TraversalSchedule, map_schedule, traversal_schedule
+from dejax.pallas.traversal.kernels import FEW_CHUNKS, combine_kernel, map_kernel, row_kernel
+from dejax.pallas.traversal.plan import BY_ROW, SHARED, Operand, Output, Plan
 from dejax.pallas.tuned_tables import bucket, choose, traversal_candidates
 
 __all__ = ["MAX_WIDTH", "Beside", "Operand", "Reduction", "map_items", "traverse"]
