@@ -29,6 +29,7 @@ class DriverInfo:
     def devices(self) -> list[DeviceInfo]: ...
 
 def bind_offload_store(binding: int, store: int) -> None: ...
+
 offload_testing: Any  # the store as tests drive it: native/offload/testing
 
 class OffloadStore:
