@@ -65,11 +65,11 @@ def test_pages_named_in_code_exist():
     assert not [(problem, path) for link, path in named if (problem := problem_of(ROOT / "README.md", link))]
 
 
-@pytest.mark.parametrize("page", ["docs/glossary.md", "CONTRIBUTING.md"])
+@each_page
 def test_files_named_in_code_style_exist(page):
-    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     named = set(re.findall(r"`((?:dejax|native|tests|benchmarks|examples|docs)/[\w/.-]*|\.ci/\w+)`", text))
-    assert named and not sorted(name for name in named if not (ROOT / name).exists())
+    assert not sorted(name for name in named if not (ROOT / name).exists())
 
 
 def test_the_worked_diff_of_contributing_applies():
