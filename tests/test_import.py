@@ -119,7 +119,7 @@ RANKS = {layer: rank for rank, layers in enumerate(LAYERS) for layer in layers}
 IMPORTS = import_graph()
 
 # Packages in which modules still import each other.
-KNOWN_CYCLES = ("dejax.host_gather",)
+KNOWN_CYCLES: tuple[str, ...] = ()
 # Imports for annotations alone: a value of a program has operators that are written in these files.
 FOR_ANNOTATIONS = {
     (f"dejax.rgnn.compiler.frontend.{importer}", f"dejax.rgnn.compiler.frontend.{imported}")

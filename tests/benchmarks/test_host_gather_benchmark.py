@@ -26,16 +26,16 @@ def test_quick(tmp_path: Path) -> None:
     assert kept["copy_engine_of"]["sizes"] == report["copy_engine"]
 
 
-def test_what_a_profile_says_of_overlap() -> None:
+def test_overlap_of_gathers_and_kernels_in_a_profile() -> None:
     product = [Record("product", start, 500e3, "regs:168") for start in (100e3, 1200e3)]
-    found = host_gather_overlap.beside([Record("dejax_gather", 0.0, 1000e3, "grid:4"), *product])
-    assert (found["span_ms"], found["gather_microseconds"], found["gathers_beside_others"]) == (1.7, 1000.0, 0.5)
+    found = host_gather_overlap.overlap_of([Record("dejax_gather", 0.0, 1000e3, "grid:4"), *product])
+    assert (found["span_ms"], found["gather_microseconds"], found["gathers_alongside_others"]) == (1.7, 1000.0, 0.5)
     (kernel,) = found["kernels"]
     assert (kernel["calls"], kernel["details"]) == (2, "regs:168")
-    assert kernel["alone_microseconds"] == kernel["beside_microseconds"] == 500.0
+    assert kernel["alone_microseconds"] == kernel["alongside_microseconds"] == 500.0
     product[0] = Record("product", 100e3, 800e3, "regs:168")
-    (kernel,) = host_gather_overlap.beside([Record("dejax_gather", 0.0, 1000e3, "grid:4"), *product])["kernels"]
-    assert (kernel["alone_microseconds"], kernel["beside_microseconds"]) == (500.0, 800.0)
+    (kernel,) = host_gather_overlap.overlap_of([Record("dejax_gather", 0.0, 1000e3, "grid:4"), *product])["kernels"]
+    assert (kernel["alone_microseconds"], kernel["alongside_microseconds"]) == (500.0, 800.0)
 
 
 @pytest.mark.newest_jax

@@ -1,6 +1,6 @@
 """Schedules of the kernels, tile sizes, warps and stages: what the heuristics take.
 
-Their figures were found on one NVIDIA H200 (see docs/performance.md). A tuned table overrules them (`tuned_tables.py`).
+Their figures were found on one NVIDIA H200 (docs/performance/plans.md). Tuned tables overrule them (`tuned_tables.py`).
 """
 
 from __future__ import annotations

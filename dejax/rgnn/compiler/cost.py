@@ -2,7 +2,7 @@
 
 The model knows counts and not the graph. It assumes skewed degrees, which decide how often a cache has a gathered row,
 and long segments in loops over edges, or over many pairs of each node. Its constants were fitted to kernels of eight
-graphs and three models on an H200; docs/performance.md says how well.
+graphs and three models on an H200; docs/performance/plans.md says how well.
 """
 
 from __future__ import annotations
