@@ -26,6 +26,7 @@ def test_a_plan_by_names_where_other_work_disturbed_the_shorter_stack(monkeypatc
     assert plan.chosen.seconds <= 1.005 * min(way.seconds for way in plan.ways)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_a_plan_by_names_with_a_drive(tmp_path, monkeypatch):
     monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)

@@ -286,6 +286,7 @@ def test_bad_arguments():
         offload(lambda name, x: x)("sin", x)
 
 
+@pytest.mark.full
 def test_no_tracer_leaks(store):
     ws, x = operands()
     w = ws[0]
