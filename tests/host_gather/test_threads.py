@@ -1,6 +1,5 @@
 """Threads gather, write, update and close one table at once: they get rows or `TableClosedError`, never a crash."""
 
-import faulthandler
 import random
 import threading
 import time
@@ -17,7 +16,6 @@ from dejax.host_gather import CachedTable, HostTable, TableClosedError, scatter_
 pytestmark = pytest.mark.skipif(
     _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
 )
-faulthandler.enable()
 ROWS, WIDTH = 4096, 64
 IDS = jnp.asarray(np.random.default_rng(0).integers(-5, ROWS + 5, 2048, np.int32))
 read = jax.jit(lambda table, ids: table[ids].sum(axis=1))
