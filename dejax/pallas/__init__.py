@@ -2,17 +2,17 @@
 
 from dejax.pallas._shapes import feature_mask, next_power_of_two
 from dejax.pallas._triton import label
-from dejax.pallas.encode import to_half_rows
-from dejax.pallas.factored import Factored, whole
-from dejax.pallas.float_bits import FloatBits
-from dejax.pallas.gemm import typed_matmul
-from dejax.pallas.half_rows import HalfRows, rounded
-from dejax.pallas.outer import split_table, typed_outer
-from dejax.pallas.schedule import GemmSchedule, OuterSchedule, TraversalSchedule, gemm_block
+from dejax.pallas.formats.encode import to_half_rows
+from dejax.pallas.formats.float_bits import FloatBits
+from dejax.pallas.formats.half_rows import HalfRows, rounded
+from dejax.pallas.formats.table_slice import TableSlice
+from dejax.pallas.products.grouped_gemm import typed_matmul
+from dejax.pallas.products.schedule import GemmSchedule, OuterSchedule, TraversalSchedule, gemm_block
+from dejax.pallas.products.sums import sum_rows
+from dejax.pallas.products.weight_gradient import split_table, typed_outer
 from dejax.pallas.special import erf, exp
-from dejax.pallas.sums import sum_rows
-from dejax.pallas.table_slice import TableSlice
-from dejax.pallas.traversal import Beside, Operand, Reduction, map_items, traverse
+from dejax.pallas.traversal.factored import Factored, whole
+from dejax.pallas.traversal.template import Beside, Operand, Outputs, Reduction, Segments, map_items, traverse
 
 __all__ = [
     "Beside",
@@ -22,7 +22,9 @@ __all__ = [
     "HalfRows",
     "Operand",
     "OuterSchedule",
+    "Outputs",
     "Reduction",
+    "Segments",
     "TableSlice",
     "TraversalSchedule",
     "erf",

@@ -32,7 +32,7 @@ from jax.extend import source_info_util
 
 from dejax.pallas._shapes import divide
 from dejax.pallas._tiles import where
-from dejax.pallas.table_slice import SliceRef, TableSlice
+from dejax.pallas.formats.table_slice import SliceRef, TableSlice
 
 # The warning comes when a jitted function is lowered, which is in the user's code and not in ours: a scope around our
 # calls would not catch it.

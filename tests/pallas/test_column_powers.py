@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax.pallas.column_powers import MAX_COLUMNS, column_powers
+from dejax.pallas.formats.column_powers import MAX_COLUMNS, column_powers
 
 
 def powers(array, kept):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dejax import pallas as kernels
-from dejax.pallas.schedule import OuterSchedule
+from dejax.pallas.products.schedule import OuterSchedule
 from tests.pallas.reference import GEMMS, OUTERS, Gemm, Outer, interpreted
 
 

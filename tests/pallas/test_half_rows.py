@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dejax import pallas as kernels
-from dejax.pallas import gemm
-from dejax.pallas.half_rows import encode, halves
+from dejax.pallas.formats.half_rows import encode, halves
+from dejax.pallas.products import grouped_gemm as gemm
 from tests.pallas.reference import decoded, interpreted, tile_table
 
 # Of a row's result: 2^-22 of each operand, and the rounding of sums.

@@ -7,8 +7,9 @@ import json
 
 import pytest
 
-from dejax.pallas import schedule, tuned_tables
+from dejax.pallas import tuned_tables
 from dejax.pallas._shapes import next_power_of_two
+from dejax.pallas.products import schedule
 from dejax.pallas.tuner import Tuner
 
 

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from dejax.pallas.schedule import rows_per_split
+from dejax.pallas.products.schedule import rows_per_split
 from dejax.rgnn.ir.inter import VIAS, Space, spec_sizes
 from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, Operand, Outer, Traversal
 from dejax.rgnn.passes import Counts, Cut

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from dejax.pallas import label
-from dejax.pallas.column_powers import column_powers
-from dejax.pallas.encode import to_half_rows
-from dejax.pallas.half_rows import HalfRows, of_stored
+from dejax.pallas.formats.column_powers import column_powers
+from dejax.pallas.formats.encode import to_half_rows
+from dejax.pallas.formats.half_rows import HalfRows, of_stored
 from dejax.rgnn.compiler.failures import record_failure
 from dejax.rgnn.compiler.reverse_only import reverse_only
 from dejax.rgnn.graphs.rel_graph import RelGraph

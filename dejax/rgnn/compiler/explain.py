@@ -49,8 +49,8 @@ def explain(
 ) -> None:
     """Prints the stages of a task, forward and backward; see `Program.explain`.
 
-    The stages are those of a run: `execute` compiles both, and the program is traced as for a run, so that it is known
-    of which instances no kernel can be made.
+    The stages are those of a run: `execute` compiles both. The program is also traced as for a run, which shows for
+    which instances no kernel can be made.
     """
     out = file or sys.stdout
     program, counts = task.program, task.counts
@@ -89,7 +89,7 @@ def explain(
 
 
 def _what_runs(why: str | None, interpret: bool | None) -> str:
-    """The backend, and whose figures the predictions are."""
+    """The backend, and the device of the predictions."""
     device = jax.devices()[0].device_kind
     if why is not None:
         return f"everything runs in XLA on {device}: {why}"
@@ -99,7 +99,7 @@ def _what_runs(why: str | None, interpret: bool | None) -> str:
 
 
 def _traced(task: Task, graph: RelGraph, inputs: tuple[Any, ...], wrt: tuple[int, ...]) -> Any:
-    """Inference and training as they are traced for a run; XLA's part in either is found on the way."""
+    """Inference and training, traced as for a run, which records the instances that are left to XLA."""
     results = run(task, graph, inputs)
     if not wrt:
         return results
@@ -118,7 +118,7 @@ def _no_cotangent(y: Any) -> Any:
 
 
 def as_run(kernels: Kernels, options: Options, why: str | None) -> Kernels:
-    """The kernels with XLA's part as such: everything, for the reason `why`, or what no kernel could be made of."""
+    """The kernels with fallbacks for what XLA runs: everything, for the reason `why`, or instances that failed."""
     failed = failures(kernels, options)
     made = [
         left_to_xla(kernels.program, instance, "" if why is not None else f"no kernel could be made ({failed[number]})")
@@ -126,7 +126,7 @@ def as_run(kernels: Kernels, options: Options, why: str | None) -> Kernels:
         else instance
         for number, instance in enumerate(kernels.instances)
     ]
-    # XLA keeps no rows in 16 bits.
+    # XLA stores no rows as float16.
     half = frozenset() if why is not None else kernels.half
     return replace(kernels, instances=tuple(made), half=half, rounded=kernels.rounded if why is None else frozenset())
 
@@ -144,10 +144,10 @@ class _Stages:
 
 
 class _Summary:
-    """Prints, of each pass that changes something, the operators that are gone and those that are new.
+    """Prints, for each pass that changes something, the operators that it removes and adds.
 
-    Operators are told apart by what they compute and not by number, so that a new one does not make all after it new.
-    Unused and repeated ones are left out, so that a pass that replaces operators shows both sides.
+    Operators are compared by what they compute and not by number: a new one does not make all after it new. Unused and
+    repeated ones are left out, so that a pass that replaces operators shows both sides.
     """
 
     def __init__(self, out: TextIO) -> None:
@@ -169,7 +169,7 @@ class _Summary:
 
 
 def _described(program: Program) -> list[str]:
-    """Each operator without numbers, its type, and the line of the user's program that it comes from."""
+    """Each operator with the names of its arguments, its type, and its line in the user's program."""
     found = []
     for i, op in enumerate(program.ops):
         text = format_op(i, op).split(" = ", 1)[1]
@@ -181,18 +181,17 @@ def _described(program: Program) -> list[str]:
 
 
 def _print_kernels(model: CostModel, out: TextIO, *, timed: bool) -> None:
-    """The instances and their figures; predicted times, which are of kernels, only where `timed`."""
+    """The instances and their figures, with predicted times (of kernels) only where `timed`."""
     print(model.kernels, file=out)
     predicted = lambda seconds: f"{seconds * 1e6:>9.1f} us" if timed else ""  # noqa: E731
-    header = f"{'kernel':<8}{'template':<12}{'bytes':>12}{'FLOPs':>12}" + (f"{'predicted':>12}" if timed else "")
+    header = f"{'kernel':<8}{'template':<18}{'bytes':>12}{'FLOPs':>12}" + (f"{'predicted':>12}" if timed else "")
     print(f"\n{header}", file=out)
     costs = model.costs()
     for number, (instance, c) in enumerate(zip(model.kernels.instances, costs, strict=True)):
-        name = type(instance).__name__.lower() if not isinstance(instance, Fallback) else "xla"
         figures = f"{_bytes(c.bytes):>12}{_count(c.flops):>12}{predicted(c.seconds)}"
-        print(f"[{number}]".ljust(8) + f"{name:<12}{figures}", file=out)
+        print(f"[{number}]".ljust(8) + f"{instance.template:<18}{figures}", file=out)
     total = [sum(getattr(c, name) for c in costs) for name in ("bytes", "flops", "seconds")]
-    print(f"{'total':<20}{_bytes(total[0]):>12}{_count(total[1]):>12}{predicted(total[2])}\n", file=out)
+    print(f"{'total':<26}{_bytes(total[0]):>12}{_count(total[1]):>12}{predicted(total[2])}\n", file=out)
 
 
 def _bytes(n: float) -> str:
@@ -217,13 +216,16 @@ def _count(n: float) -> str:
 
 _COLOURS = {
     "input": "#e8eaf0",
-    "gemm": "#f6d7b0",
-    "outer": "#f3c6a0",
+    "grouped GEMM": "#f6d7b0",
+    "weight gradient": "#f3c6a0",
     "traversal": "#bfe0c5",
     "xla": "#f2f2f2",
     "output": "#cfd8f5",
 }
 _BOX_W, _BOX_H, _GAP_X, _GAP_Y, _MARGIN = 240, 34, 16, 34, 28
+
+# The colour of an operator is that of the template that computes it.
+_KINDS = {"input": "input", "linear": "grouped GEMM"} | dict.fromkeys(("gather", "reduce", "softmax"), "traversal")
 
 Node = tuple[str, str, tuple[str, ...], str]  # key, label, keys it reads, kind
 
@@ -231,16 +233,10 @@ Node = tuple[str, str, tuple[str, ...], str]  # key, label, keys it reads, kind
 def _program_nodes(program: Program) -> list[Node]:
     nodes: list[Node] = []
     for i, op in enumerate(program.ops):
-        kind = (
-            "input" if op.name == "input" else "gemm" if op.name == "linear" else "traversal" if _moves(op) else "xla"
-        )
+        kind = _KINDS.get(op.name, "xla")
         nodes.append((f"v{i}", f"{_label(i, op)}|{op.space}{list(op.shape)}", tuple(f"v{a}" for a in op.args), kind))
     nodes += [(f"out{o}", f"output|%{o}", (f"v{o}",), "output") for o in program.outputs]
     return nodes
-
-
-def _moves(op: Op) -> bool:
-    return op.name in ("gather", "reduce", "softmax")
 
 
 def _label(i: int, op: Op) -> str:
@@ -258,12 +254,12 @@ def _kernel_nodes(kernels: Kernels) -> list[Node]:
         if i in read
     ]
     for number, instance in enumerate(kernels.instances):
-        kind = "xla" if isinstance(instance, Fallback) else type(instance).__name__.lower()
-        what = f"{kind} [{number}]"
+        what = f"{instance.template} [{number}]"
         if isinstance(instance, Traversal):
             what += f" over {instance.via}" if instance.via else f" of {instance.space}"
         deps = tuple(dict.fromkeys(owner[v] for v in instance.reads))
-        nodes.append((f"k{number}", f"{what}|writes " + " ".join(f"%{v}" for v in instance.writes[:6]), deps, kind))
+        writes = " ".join(f"%{v}" for v in instance.writes[:6])
+        nodes.append((f"k{number}", f"{what}|writes {writes}", deps, instance.template))
         owner.update((v, f"k{number}") for v in instance.writes)
     nodes += [(f"out{o}", f"output|%{o}", (owner[o],), "output") for o in program.outputs]
     return nodes

@@ -34,7 +34,7 @@ def record_failure(kernels: Kernels, options: Options, number: int, error: Excep
     path, _, row = line.rpartition(":")
     text = linecache.getline(path, int(row)).strip() if line else ""
     message = (
-        f"{line + ': ' if line else ''}no {type(instance).__name__.lower()} kernel could be made for [{number}] of "
+        f"{line + ': ' if line else ''}no {instance.template} kernel could be made for [{number}] of "
         f"{program.name!r}; XLA computes this part, with the same result. Please report this program ({what})"
     ) + (f"\n    {text}" if text else "")
     if line:

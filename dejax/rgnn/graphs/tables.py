@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax.pallas.schedule import rows_per_split
+from dejax.pallas.products.schedule import rows_per_split
 from dejax.rgnn.graphs.checks import is_traced
 from dejax.rgnn.graphs.pieces_traced import Rows, hub_arrays, tile_arrays
 from dejax.rgnn.graphs.sorting import expand, stable_argsort
@@ -85,7 +85,7 @@ class HubTable:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitTable:
-    """Each type's entries in splits, each summed by one program (`dejax.pallas.outer.split_table`).
+    """Each type's entries in splits, each summed by one program (`dejax.pallas.products.weight_gradient.split_table`).
 
     Attributes:
         start: int32[splits], the first position of each split.

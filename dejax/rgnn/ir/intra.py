@@ -2,44 +2,45 @@
 
 A level-2 program is the level-1 program it implements and a list of instances, each of two templates or the fallback:
 
-    gemm %7 = gathered(%0 by source_pair.node) x %1         types by source_pair.etype, k,kn->n
-    traversal over dst                                       one row of the loop for each node
+    grouped GEMM %7 = gathered(%0 by source_pair.node) x %1 by source_pair.etype, k,kn->n
+    traversal over dst                                       one segment of edges for each node
       reads gathered(%7 by source_pair) as %8, row(%3 ...)   what each edge loads
-      body %9 %10                                            computed edge by edge, in registers
+      body %9 %10                                            computed for each edge, in registers
       max %11 of %10 ; weighted %14 of %8                    accumulators
-      epilogue %15                                           once a row, in registers
+      epilogue %15                                           computed once for each node, in registers
       writes %15                                             what reaches memory
 
-Values are the level-1 values. What no instance writes never reaches memory.
+Values are the level-1 values. A value that no instance writes never reaches memory.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from dejax.pallas._shapes import padded_size
-from dejax.pallas.outer import MAX_NARROW
-from dejax.pallas.traversal import MAX_WIDTH
+from dejax.pallas.products.weight_gradient import MAX_NARROW
+from dejax.pallas.traversal.template import MAX_WIDTH
 from dejax.rgnn.ir.inter import COMPOSED_VIAS, ROWWISE, VIAS, IRError, Op, Program, Space, format_op
 from dejax.rgnn.ir.products import Product, with_axes
 
 # Contractions of a row with a matrix for its type, and of two rows into one: the GEMM template.
 MATRIX_SPECS = frozenset("k,kn->n hk,hkn->hn k,hkn->hn hk,kn->hn n,kn->k hn,hkn->hk hn,hkn->k hn,kn->hk".split())
-# What that template can do besides: a matrix of one column.
+# The template also takes a matrix of one column.
 PRODUCT_SPECS = MATRIX_SPECS | {"k,k->"}
 OUTER_SPECS = frozenset(
     "k,n->kn hk,hn->hkn k,hn->hkn hk,hn->kn n,k->kn hn,hk->hkn hn,k->hkn hn,hk->kn k,->k hk,h->hk k,h->hk".split()
 )
-# How the rows of such an instance meet narrow rows in the same pass.
+# Contractions of the rows of a weight gradient with narrow rows, in the same pass.
 NARROW_SPECS = frozenset(("k,->k", "hk,h->hk", "k,h->hk"))
-# Contractions of a row with one or a few vectors for its type: done in registers by the traversal template.
+# Contractions of a row with one or a few vectors for its type: the traversal template, in registers.
 VECTOR_SPECS = frozenset("k,k-> hk,hk->h k,hk->h ,k->k h,hk->k h,hk->hk".split())
-# Row-by-row operators that a kernel can do on a tile in registers.
+# Row-by-row operators that a kernel can compute on a tile in registers.
 TILE_OPS = (ROWWISE - {"concat", "slice", "pad", "transpose", "reshape"}) | {"const"}
 # What kernels read and write. They compute in float32.
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
-# Accesses by which a loop reads once for all items of a row.
+# Accesses by which a loop reads once for all entries of a segment.
 BY_ROW = ("row", "row_indexed", "shared")
 
 
@@ -50,12 +51,12 @@ class Operand:
     Attributes:
       name: the level-1 value that the loaded row stands for inside the instance.
       value: the array.
-      access: `dense`, row i of the array for item i; `gathered`, row index[i], by the map `via`; `row`, the row of the
-        loop; `row_indexed`, row index[r] for row r of the loop; `shared`, one row for all.
+      access: `dense`, row i of the array for entry i; `gathered`, row index[i], by the map `via`; `row`, row r for
+        segment r; `row_indexed`, row index[r] for segment r; `shared`, one row for all.
       via: the map of a gathered, row or shared access.
-      part: of the first feature axis, (first index, how many): the rest of each row is not read.
-      when: of a dense access, a count that the instance reads before it: where that is 0 the row is not read, and is
-        zeros.
+      part: (first index, how many) of the first feature axis: the rest of each row is not read.
+      when: for a dense access, a count that the instance reads before it. Where the count is 0, the row is zeros and is
+        not read.
     """
 
     name: int
@@ -67,7 +68,7 @@ class Operand:
 
     def __str__(self) -> str:
         by = f" by {self.via}" if self.access in ("gathered", "row_indexed") else ""
-        by += "" if self.when is None else f" where %{self.when}"
+        by += "" if self.when is None else f" where %{self.when} > 0"
         part = "" if self.part is None else f"[{self.part[0]}:{sum(self.part)}]"
         text = f"{self.access}(%{self.value}{part}{by})"
         return text if self.name == self.value else f"{text} as %{self.name}"
@@ -75,14 +76,22 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """Rows times the matrix of their type: `out = x @ w[type]`, with gathered, scattered or accumulated rows.
+    """A grouped GEMM, rows times the matrix of their type: `out = x @ w[type]`, with gathered or accumulated rows.
 
-    `bias` names a row for each type that is added to the product's; `activation` names a level-1 elementwise operator
-    folded in as an epilogue (either way `out` is the value after it); `accumulate`
-    names the map by which product rows are added up in place (then `out` is the reduction's value); `dot` names a value
-    that is the inner product of each product row with the vector of its type, `vector`.
+    Attributes:
+      out: the result after the epilogue: after `bias`, `activation` or the reduction by `accumulate`.
+      product: the level-1 product.
+      x: its rows.
+      w: its matrices.
+      spec: the contraction.
+      via: the map from rows to types.
+      bias: a row for each type that is added to the rows of the product.
+      activation: a level-1 elementwise operator.
+      accumulate: the map by which rows of the product are accumulated in place.
+      dot: the inner product of each row of the product with `vector`, the vector of its type.
     """
 
+    template: ClassVar[str] = "grouped GEMM"
     out: int
     product: int
     x: Operand
@@ -106,19 +115,20 @@ class Gemm:
     def __str__(self) -> str:
         extra = f", plus %{self.bias}" if self.bias is not None else ""
         extra += f", then {self.activation}" if self.activation else ""
-        extra += f", added up by {self.accumulate}" if self.accumulate else ""
+        extra += f", accumulated by {self.accumulate}" if self.accumulate else ""
         extra += f", %{self.dot} = its inner product with %{self.vector}" if self.dot is not None else ""
-        return f"gemm %{self.out} = {self.x} x %{self.w}, types by {self.via}, {self.spec}{extra}"
+        return f"{self.template} %{self.out} = {self.x} x %{self.w} by {self.via}, {self.spec}{extra}"
 
 
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """Outer products of rows summed by type: the gradient of a typed weight.
+    """A grouped weight gradient: outer products of the rows of `x` and `y`, summed by type.
 
-    `narrow` are other rows, of at most `MAX_NARROW` numbers, by which the rows of `x` are multiplied in the same pass;
-    the sum of those products is `narrow_out`, by `narrow_spec`.
+    `narrow` are other rows, of at most `MAX_NARROW` elements, that the rows of `x` meet in the same pass: the sum of
+    these products, by `narrow_spec`, is `narrow_out`.
     """
 
+    template: ClassVar[str] = "weight gradient"
     out: int
     x: Operand
     y: Operand
@@ -137,8 +147,8 @@ class Outer:
         return (self.x.value, self.y.value, *(() if self.narrow is None else (self.narrow.value,)))
 
     def __str__(self) -> str:
-        extra = "" if self.narrow is None else f"; %{self.narrow_out} = the same x {self.narrow}, {self.narrow_spec}"
-        return f"outer %{self.out} = {self.x} x {self.y}, summed by {self.via}, {self.spec}{extra}"
+        extra = "" if self.narrow is None else f"; %{self.narrow_out} = same rows x {self.narrow}, {self.narrow_spec}"
+        return f"{self.template} %{self.out} = {self.x} x {self.y} by {self.via}, {self.spec}{extra}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +193,24 @@ class Accumulator:
 
 @dataclass(frozen=True, slots=True)
 class Traversal:
-    """A loop over the rows of a coarse space and the items of each, or over items alone (`via` None).
+    """A loop over the segments of a map and the entries of each, or over rows alone (`via` None).
 
-    `beside` has sums over other items of the same rows, which the epilogue may read: a traversal without outputs.
+    Attributes:
+      via: the map: its coarse rows are the segments, its fine rows the entries (the items of the template).
+      space: of the entries.
+      operands: the arrays that it loads.
+      body: operators computed for each entry.
+      accumulators: the reductions.
+      epilogue: operators computed once for each segment.
+      item_outputs: values of entries that it writes.
+      row_outputs: reduced values that it writes.
+      beside: sums over other entries of the same rows, fused with this loop, whose epilogue may read them. It has no
+        outputs of its own.
     """
 
+    template: ClassVar[str] = "traversal"
     via: str | None
-    space: Space  # of the items
+    space: Space
     operands: tuple[Operand, ...]
     body: tuple[int, ...]
     accumulators: tuple[Accumulator, ...]
@@ -200,7 +221,7 @@ class Traversal:
 
     @property
     def loops(self) -> tuple[Traversal, ...]:
-        """Itself, and the loop beside it."""
+        """Itself, and the loop that is fused with it."""
         return (self,) if self.beside is None else (self, self.beside)
 
     @property
@@ -222,7 +243,7 @@ class Traversal:
     def __str__(self) -> str:
         lines = [f"traversal over {self.via}" if self.via else f"traversal of each {self.space}", *self._loop_lines()]
         if self.beside is not None:
-            lines += [f"beside it over {self.beside.via}", *self.beside._loop_lines()]
+            lines += [f"fused with sums over {self.beside.via}", *self.beside._loop_lines()]
         if self.epilogue:
             lines.append("epilogue " + " ".join(f"%{i}" for i in self.epilogue))
         lines.append("writes " + " ".join(f"%{i}" for i in self.writes))
@@ -239,15 +260,16 @@ class Traversal:
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """Operators left to XLA, which fuses them as it sees fit; `why` says what keeps a template from doing them."""
+    """Operators left to XLA, which fuses them as it sees fit; `why` says why no template computes them."""
 
+    template: ClassVar[str] = "xla"
     ops: tuple[int, ...]
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     why: str = ""
 
     def __str__(self) -> str:
-        return "xla " + " ".join(f"%{i}" for i in self.ops) + (f": {self.why}" if self.why else "")
+        return f"{self.template} " + " ".join(f"%{i}" for i in self.ops) + (f": {self.why}" if self.why else "")
 
 
 Instance = Gemm | Outer | Traversal | Fallback
@@ -257,8 +279,9 @@ Instance = Gemm | Outer | Traversal | Fallback
 class Kernels:
     """A level-1 program and the instances that compute it, in the order of execution.
 
-    `half` are the values that are stored in 16 bits (`dejax.pallas.half_rows`), `rounded` the operands of loops, by
-    name, that may be read so where there is such a form of their arrays, or it costs next to nothing to make.
+    `half` are the values that are stored as row-scaled float16 (`dejax.pallas.formats.half_rows`). `rounded` are the
+    names of operands of loops that may be read as such, where their arrays exist in that form or it costs next to
+    nothing.
     """
 
     program: Program
@@ -292,23 +315,23 @@ def access_operand(program: Program, value: int, loop: str | None = None) -> Ope
 
 
 def access_by(via: str, loop: str | None) -> tuple[str, str]:
-    """How an instance that loops over the rows of the map `loop` reads by the map `via`: the access and its map."""
+    """How an instance that loops over the segments of the map `loop` reads by the map `via`: the access and its map."""
     if via == "all":
         return "shared", via
     if via == loop:
         return "row", via
     for (outer, inner), whole in COMPOSED_VIAS.items():
-        if (outer, whole) == (loop, via):  # all items of a row read the same
+        if (outer, whole) == (loop, via):  # all entries of a segment read the same row
             return "row_indexed", inner
     return "gathered", via
 
 
-def fits_beside(spec: str, narrow_spec: str, numbers: tuple[int, ...]) -> bool:
-    """Whether rows that an outer sum contracts by `spec` can meet narrow rows, of shape `numbers`, in the same pass."""
+def takes_narrow_rows(spec: str, narrow_spec: str, narrow: tuple[int, ...]) -> bool:
+    """Whether a weight gradient by `spec` can compute one with rows of the shape `narrow` in the same pass."""
     if spec not in OUTER_SPECS or narrow_spec not in NARROW_SPECS:
         return False
     each_head = by_head(narrow_spec)
-    return each_head == by_head(spec) and (1 if each_head else math.prod(numbers)) <= MAX_NARROW
+    return each_head == by_head(spec) and (1 if each_head else math.prod(narrow)) <= MAX_NARROW
 
 
 def by_head(spec: str) -> bool:
@@ -318,23 +341,23 @@ def by_head(spec: str) -> bool:
 
 
 def refusal(op: Op) -> str | None:
-    """Why no loop reads, computes or writes rows of a value; None where one can.
+    """Why no loop can read, compute or write rows of a value; None where one can.
 
-    It is what the traversal template checks. Fusion asks first, so that only what is refused is left to XLA.
+    The traversal template checks the same. Fusion asks first, so that only refused values are left to XLA.
     """
     if op.dtype not in KERNEL_DTYPES:
         return f"{op.dtype} values"
     if len(op.shape) > 2:
         return f"rows of {len(op.shape)} feature axes"
     if 0 in op.shape:
-        return "rows without numbers"
+        return "rows without elements"
     if padded_size(op.shape) > MAX_WIDTH:
-        return f"rows of {op.width:,} numbers, more than {MAX_WIDTH:,}"
+        return f"rows of {op.width:,} elements, more than {MAX_WIDTH:,}"
     return None
 
 
 def can_weigh(score: tuple[int, ...], inserts: tuple[tuple[int, ...], ...], value: tuple[int, ...]) -> bool:
-    """Whether a weighted sum of rows of a feature shape can have a score of another: one number, or one a head.
+    """Whether a weighted sum of rows of a feature shape can have a score of another: a scalar, or one for each head.
 
     The template takes scores whose shape begins that of the value; `inserts` are the axes of size 1 that align the two.
     """
@@ -343,7 +366,7 @@ def can_weigh(score: tuple[int, ...], inserts: tuple[tuple[int, ...], ...], valu
 
 
 def as_part(program: Program, operand: Operand) -> Operand:
-    """The operand as part of the array that its own is a slice of, along the first of two feature axes."""
+    """An operand that is a slice along the first of two feature axes, as a part of the array that it is cut from."""
     op = program.ops[operand.value]
     if operand.access == "shared" or op.name != "slice" or op.attr("axis") != 0 or len(op.shape) != 2:
         return operand
@@ -351,7 +374,7 @@ def as_part(program: Program, operand: Operand) -> Operand:
 
 
 def left_to_xla(program: Program, instance: Instance, why: str) -> Fallback:
-    """What XLA computes in place of an instance."""
+    """The operators that XLA computes instead of an instance."""
     reads, found, stack = set(instance.reads), set(), list(instance.writes)
     while stack:
         v = stack.pop()
@@ -362,17 +385,17 @@ def left_to_xla(program: Program, instance: Instance, why: str) -> Fallback:
 
 
 def user_lines(program: Program, instance: Instance) -> list[str]:
-    """The lines of the user's program that an instance computes, those of what it writes first."""
+    """The lines of the user's program that an instance computes; first the lines of the values that it writes."""
     ops = [*instance.writes, *left_to_xla(program, instance, "").ops]
     return list(dict.fromkeys(line for v in ops if program.lines and (line := program.lines[v]) is not None))
 
 
 def verify_kernels(kernels: Kernels) -> Kernels:
-    """Checks that every value is written once, before it is read, and by operators that its template can do."""
+    """Checks that every value is written once, before it is read, and that templates can compute their operators."""
     program = kernels.program
     have = {i for i, op in enumerate(program.ops) if op.name == "input"}
     for number, instance in enumerate(kernels.instances):
-        where = f"instance {number} ({type(instance).__name__.lower()})"
+        where = f"instance {number} ({instance.template})"
         missing = [v for v in instance.reads if v not in have]
         if missing:
             raise IRError(f"{where} reads %{missing[0]} before it is written")
@@ -395,21 +418,21 @@ def verify_kernels(kernels: Kernels) -> Kernels:
 def _verify_traversal(program: Program, t: Traversal, where: str) -> None:
     if t.beside is not None:
         if t.via is None or t.beside.via is None or VIAS[t.beside.via].coarse != VIAS[t.via].coarse:
-            raise IRError(f"{where}: the loop beside it is over other rows")
+            raise IRError(f"{where}: the loop that is fused with it is over other rows")
         if t.beside.writes or t.beside.epilogue:
-            raise IRError(f"{where}: the loop beside it writes")
+            raise IRError(f"{where}: the loop that is fused with it must not write")
         _verify_traversal(program, t.beside, where)
     loaded: set[int] = set()
     for o in t.operands:
         if o.when is not None and (o.access != "dense" or o.when not in loaded):
-            raise IRError(f"{where}: operand %{o.name} is read where %{o.when} is not 0, which is not read before it")
+            raise IRError(f"{where}: operand %{o.name} is read where %{o.when} > 0, and that must be read before it")
         loaded.add(o.name)
     for i in t.body:
         op: Op = program.ops[i]
         if op.space != t.space:
-            raise IRError(f"{where}: body operator %{i} is a {op.space} value, the items are {t.space}")
+            raise IRError(f"{where}: body operator %{i} must be a value of {t.space}, got {op.space}")
         if any(a not in loaded for a in op.args):
-            raise IRError(f"{where}: body operator %{i} reads what is neither loaded nor computed")
+            raise IRError(f"{where}: body operator %{i} reads a value that is neither loaded nor computed")
         loaded.add(i)
     for a in t.accumulators:
         score, shape = program.ops[a.value].shape, program.ops[a.out].shape
@@ -426,7 +449,7 @@ def _verify_traversal(program: Program, t: Traversal, where: str) -> None:
 
 
 def print_kernels(kernels: Kernels) -> str:
-    """The instances as text, each followed by the level-1 operators that it does in registers."""
+    """The instances as text, each followed by the level-1 operators that it computes in registers."""
     lines = [f"{kernels.program.name}, kernels:"]
     for number, instance in enumerate(kernels.instances):
         lines.append(f"  [{number}] {instance}")
@@ -437,7 +460,7 @@ def print_kernels(kernels: Kernels) -> str:
             inner = instance.ops
         lines += [f"        {format_op(i, kernels.program.ops[i])}" for i in inner]
     if kernels.half:
-        lines.append("  in 16 bits: " + " ".join(f"%{v}" for v in sorted(kernels.half)))
+        lines.append("  stored as row-scaled float16: " + " ".join(f"%{v}" for v in sorted(kernels.half)))
     if kernels.rounded:
-        lines.append("  read in 16 bits: " + " ".join(f"%{v}" for v in sorted(kernels.rounded)))
+        lines.append("  read as row-scaled float16: " + " ".join(f"%{v}" for v in sorted(kernels.rounded)))
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """How large the columns of a value are: what rows in 16 bits, and products of such rows, are divided by.
 
-A column that is 10^9 times smaller than the others would lose its digits in a row of one exponent. So the columns of
-an array have powers of two of their own (`dejax.pallas.half_rows`). They are estimates: a row keeps all digits of
+A column that is 10^9 times smaller than the others would lose its digits in a row of one exponent. So the columns of an
+array have powers of two of their own (`dejax.pallas.formats.half_rows`). They are estimates: a row keeps all digits of
 elements down to 2^-29 of its largest. Columns of inputs are measured, all of a program in one kernel. Columns of what
 is computed are taken for those of one input, as far as one can tell: columns of a product for those of the weights,
 columns of a sum of rows for those of the rows.
@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dejax.pallas.column_powers import column_powers
-from dejax.pallas.half_rows import HalfRows
+from dejax.pallas.formats.column_powers import column_powers
+from dejax.pallas.formats.half_rows import HalfRows
 from dejax.rgnn.ir.inter import Op, Program, parse_spec
 
 # Operators whose result has the columns of their first argument.

@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 
 import dejax.pallas as kernels
-from dejax.pallas.factored import max_axis, product, quotient, reshaped, scaled, sum_axis, whole
-from dejax.pallas.half_rows import inverse_of
+from dejax.pallas.formats.half_rows import inverse_of
+from dejax.pallas.traversal.factored import max_axis, product, quotient, reshaped, scaled, sum_axis, whole
 from dejax.rgnn.ir.inter import Op, Program
 from dejax.rgnn.ir.intra import BY_ROW, Accumulator, Traversal
 from dejax.rgnn.lowering.factors import WithoutFactors

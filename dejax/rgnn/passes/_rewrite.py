@@ -1,4 +1,4 @@
-"""What the passes share: rebuilding a program operator by operator, and reading products."""
+"""Tools of the passes: rebuilding a program operator by operator, and reading a value as a product of factors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dejax.rgnn.ir.products import with_axes
 # Given the new builder, the old operator, its arguments in the new program and its old number: the new value, or None
 # to copy the operator as it is.
 Visit = Callable[[Builder, Op, tuple[int, ...], int], int | None]
-# Rows of so many bytes in all are found in an H200's cache of 60 MB however often they are read.
+# Arrays of up to so many bytes stay in an H200's L2 cache of 60 MB.
 CACHED_BYTES = 60e6
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What the passes know of a graph: how many rows each space has, which is all that cost decisions look at."""
+    """How many rows each space of a graph has: all that the passes know of it."""
 
     nodes: int
     edges: int
@@ -45,13 +45,13 @@ def from_memory(op: Op, counts: Counts) -> bool:
 
 
 def rebuild(program: Program, visit: Visit, new: dict[int, int] | None = None) -> Program:
-    """A new program, each operator replaced by what `visit` makes of it.
+    """A new program, each operator replaced by the result of `visit`.
 
     Args:
       program: the old one.
       visit: see `Visit`.
-      new: an empty map, filled with each old value's new one as they are made; for patterns that reach past an
-        operator's own arguments.
+      new: an empty map, to be filled with the new value of each old one; for patterns that reach past an operator's own
+        arguments.
     """
     builder = Builder(program.name)
     new = {} if new is None else new
@@ -105,7 +105,7 @@ class Factor:
 def factors(program: Program, value: int) -> list[Factor]:
     """The value as a product, looking through `mul`, `div`, rounding, and reshapes that only insert axes.
 
-    What is rebuilt from factors may be wider than the value: see `as_dtype`.
+    A product rebuilt from the factors may have a wider dtype than the value: see `as_dtype`.
     """
     op = program.ops[value]
     if op.name in ("mul", "div"):
@@ -129,7 +129,7 @@ def insert_axes(builder: Builder, x: int, inserts: tuple[tuple[int, ...], ...]) 
 
 
 def in_range(dtype: str) -> str:
-    """The dtype for sums that a rewrite makes, whose terms may be many and larger than those of the program."""
+    """The dtype for sums that a rewrite makes, whose terms may be more and larger than the program's."""
     return "float32" if dtype == "float16" else dtype
 
 
@@ -139,13 +139,13 @@ def as_dtype(builder: Builder, x: int, dtype: str) -> int:
 
 
 def or_one(builder: Builder, x: int) -> int:
-    """The value, or 1 where it is 0: a divisor. What is not a number stays so."""
+    """The value, or 1 where it is 0: a divisor. NaN stays NaN."""
     op = builder.ops[x]
     return builder.op("add", x, builder.op("eq", x, builder.const(0.0, op.dtype, op.space)))
 
 
 def divisor(program: Program | Builder, value: int) -> int | None:
-    """What a value made by `or_one` is made of; None for any other."""
+    """The argument of `or_one` if that made the value; None otherwise."""
     op = program.ops[value]
     none = program.ops[op.args[1]] if op.name == "add" else op
     if none.name != "eq" or none.args[0] != op.args[0]:

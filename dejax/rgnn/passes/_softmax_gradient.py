@@ -1,11 +1,11 @@
-"""The gradient of a softmax, whose parts cancel, where one of them has been made another way.
+"""The gradient of a softmax: a difference that cancels, whose two parts must stay consistent.
 
     ds_e = p_e (g_e - m_v),   m_v = sum over edges into v of p_e g_e,   g_e = y_v . z_e
 
-The sum of ds_e over the edges into v is 0. So it stays, for every rounding of g_e, only while m_v is the mean of these
-very numbers: y_v . (sum of p_e z_e), the same on paper, is off by some roundings of |y| |z|. That is more than all of
-ds_e where one edge has nearly the whole share, or where rows have a large common part. What the contracted mean leaves
-is itself a mean, of small numbers, and is subtracted in its turn:
+On paper the sum of ds_e over the edges into v is 0. In floating point that holds, for every rounding of g_e, only while
+m_v is the mean of the very scalars g_e. The contracted mean y_v . (sum of p_e z_e) differs from it by some roundings of
+|y| |z|. That is more than all of ds_e where one edge has nearly the whole share, or where rows have a large common
+part. So the difference from the contracted mean is centred again:
 
     h_e = g_e - y_v . (sum of p_e z_e),   c_v = sum of p_e h_e,   ds_e = p_e (h_e - c_v)
 
@@ -20,6 +20,7 @@ from dejax.rgnn.ir.inter import Builder, Op, Program, Space
 from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, insert_axes, multiply, rebuild
 from dejax.rgnn.passes.cse import cse
 
+# Operators on the mean of a segment before edges gather it.
 _ROW_CHAIN = ("div", "mul", "reshape", "cast", "select")
 
 
@@ -33,47 +34,50 @@ class Centred:
 
 
 @dataclass(frozen=True, slots=True)
-class Readers:
-    """What reads a mean by row.
+class MeanReaders:
+    """The readers of a mean over segments.
 
     Attributes:
-      cancels: whether it is subtracted from the numbers that it is the mean of.
-      centred: those differences, where all of them are a softmax's, and rows that they multiply are summed by the map
-        of the mean; elsewhere none: the mean costs one scalar an edge (`_share_inner_products.py`), or must stay as it
-        is.
+      cancels: whether it is subtracted from the scalars that it is the mean of.
+      centred: these differences, where each is a softmax's and multiplies rows that are summed by the map of the mean.
+        Otherwise none: the mean must be what it is, or costs one scalar an edge (`_share_inner_products.py`).
     """
 
     cancels: bool
     centred: tuple[Centred, ...] = ()
 
 
-def readers(program: Program, users: list[list[int]], mean: int, product: int) -> Readers:
-    """How the sum `mean` of shares times the inner products `product` is read by the items of its rows."""
-    ops, via = program.ops, program.ops[mean].attr("via")
-    stack, seen = [mean], {mean}
-    differences: list[int] = []
+def mean_readers(program: Program, users: list[list[int]], mean: int, product: int) -> MeanReaders:
+    """The readers of the sum `mean` of shares times the inner products `product`."""
+    via, differences = program.ops[mean].attr("via"), _differences(program, users, mean, product)
+    shares = [_share(program, users, d, via) for d in differences]
+    known = all(s is not None for s in shares) and mean not in program.outputs
+    if not (known and all(_multiplies_rows(program, users, d, via) for d in differences)):
+        return MeanReaders(bool(differences))
+    found = (Centred(d, s, via) for d, s in zip(differences, shares, strict=True) if s is not None)
+    return MeanReaders(bool(differences), tuple(found))
+
+
+def _differences(program: Program, users: list[list[int]], mean: int, product: int) -> list[int]:
+    """The values of edges from which the mean of their segment is subtracted."""
+    ops, found, stack, seen = program.ops, list[int](), [mean], {mean}
     while stack:
         for u in users[stack.pop()]:
             op = ops[u]
             if op.name in _ROW_CHAIN and op.space == ops[mean].space and u not in seen:
                 seen.add(u)
                 stack.append(u)
-            elif op.name == "gather" and op.attr("via") == via:
-                differences += [s for s in users[u] if _takes_off(program, s, u, product)]
-    shares = [_share(program, users, d, via) for d in differences]
-    known = all(s is not None for s in shares) and mean not in program.outputs
-    if not (known and all(_multiplies_rows(program, users, d, via) for d in differences)):
-        return Readers(bool(differences))
-    found = (Centred(d, s, via) for d, s in zip(differences, shares, strict=True) if s is not None)
-    return Readers(bool(differences), tuple(found))
+            elif op.name == "gather" and op.attr("via") == ops[mean].attr("via"):
+                found += [s for s in users[u] if _subtracts(program, s, u, product)]
+    return found
 
 
-def _takes_off(program: Program, value: int, mean: int, product: int) -> bool:
+def _subtracts(program: Program, value: int, mean: int, product: int) -> bool:
     op = program.ops[value]
-    return op.name == "sub" and op.args[1] == mean and _plain(program, op.args[0]) == _plain(program, product)
+    return op.name == "sub" and op.args[1] == mean and _unshaped(program, op.args[0]) == _unshaped(program, product)
 
 
-def _plain(program: Program, value: int) -> int:
+def _unshaped(program: Program, value: int) -> int:
     while program.ops[value].name in ("reshape", "cast"):
         (value,) = program.ops[value].args
     return value
@@ -100,7 +104,7 @@ def _share(program: Program, users: list[list[int]], difference: int, via: str) 
 
 
 def _multiplies_rows(program: Program, users: list[list[int]], difference: int, via: str) -> bool:
-    """Whether a sum by `via` is of rows times what a difference leads to."""
+    """Whether rows times values made of the difference are summed by `via`."""
     ops, stack, seen = program.ops, [difference], {difference}
     while stack:
         for u in users[stack.pop()]:
@@ -113,65 +117,74 @@ def _multiplies_rows(program: Program, users: list[list[int]], difference: int, 
     return False
 
 
-def subtract_what_is_left(program: Program, found: list[Centred], counts: Counts) -> Program:
+def centre_again(program: Program, found: list[Centred], counts: Counts) -> Program:
     """The program with every difference centred again."""
-    if not found:
-        return program
-    by_value = {c.difference: c for c in found}
-    rows: dict[int, int] = {}  # the new difference -> the row's remainder
-    plain: dict[int, int] = {}  # the new difference -> the one before
-    weighted: dict[int, int] = {}  # the new difference -> the one before times its share
-    vias: dict[int, str] = {}
-    new: dict[int, int] = {}
+    return cse(_Centring(program, found).run(), counts) if found else program
 
-    def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
-        if op.name == "mul" and op.args[1] in by_value:
+
+@dataclass(frozen=True, slots=True)
+class _Remainder:
+    """Of a new difference: the one before, that times its share, the sum of these by row, and the map."""
+
+    plain: int
+    weighted: int
+    left: int
+    via: str
+
+
+class _Centring:
+    def __init__(self, program: Program, found: list[Centred]) -> None:
+        self.program, self.by_value = program, {c.difference: c for c in found}
+        self.new: dict[int, int] = {}
+        self.remainders: dict[int, _Remainder] = {}  # by new difference
+
+    def run(self) -> Program:
+        return self.sums_apart(rebuild(self.program, self.visit, self.new))
+
+    def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
+        if op.name == "mul" and op.args[1] in self.by_value:
             op = replace(op, args=op.args[::-1])
-        if op.name == "mul" and op.args[0] in by_value and op.args[1] == by_value[op.args[0]].share:
-            # p h - p c and not p (h - c): both products can be had from the loop that sums the one.
-            made = new[op.args[0]]
-            off = builder.op("gather", rows[made], via=vias[made])
-            return builder.op("sub", weighted[made], builder.op("mul", new[op.args[1]], off))
-        if index not in by_value:
+        if op.name == "mul" and op.args[0] in self.by_value and op.args[1] == self.by_value[op.args[0]].share:
+            # p h - p c and not p (h - c): the loop that sums the one can compute both products.
+            r = self.remainders[self.new[op.args[0]]]
+            off = builder.op("gather", r.left, via=r.via)
+            return builder.op("sub", r.weighted, builder.op("mul", self.new[op.args[1]], off))
+        if index not in self.by_value:
             return None
-        c = by_value[index]
+        c = self.by_value[index]
         first = builder.copy(op, args, builder.line)
-        times = builder.op("mul", new[c.share], first)
-        left = builder.op("reduce", times, via=c.via, op="sum")
+        weighted = builder.op("mul", self.new[c.share], first)
+        left = builder.op("reduce", weighted, via=c.via, op="sum")
         made = builder.op("sub", first, builder.op("gather", left, via=c.via))
-        rows[made], plain[made], weighted[made], vias[made] = left, first, times, c.via
+        self.remainders[made] = _Remainder(first, weighted, left, c.via)
         return made
 
-    return cse(_split(rebuild(program, visit, new), rows, plain, vias), counts)
+    def sums_apart(self, program: Program) -> Program:
+        """Sums of rows times a centred difference, by its own map: the remainder is subtracted after the sum."""
+        new: dict[int, int] = {}
 
+        def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
+            if op.name != "reduce" or op.attr("op") != "sum":
+                return None
+            parts = factors(program, op.args[0])
+            centred = [f for f in parts if f.value in self.remainders and f.power == 1]
+            if len(centred) != 1 or self.remainders[centred[0].value].via != op.attr("via"):
+                return None
+            (difference,) = centred
+            rest, r = [f for f in parts if f is not difference], self.remainders[difference.value]
+            if not rest or op.width == program.ops[difference.value].width:
+                return None
 
-def _split(program: Program, rows: dict[int, int], plain: dict[int, int], vias: dict[int, str]) -> Program:
-    """Sums of rows times a centred difference, by its own map: the remainder is taken off after the sum."""
-    new: dict[int, int] = {}
+            def total(parts: list[Factor], **attrs: bool) -> int:
+                made = [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in parts]
+                return builder.op("reduce", multiply(builder, made, op.dtype), via=op.attr("via"), op="sum", **attrs)
 
-    def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
-        if op.name != "reduce" or op.attr("op") != "sum":
-            return None
-        parts = factors(program, op.args[0])
-        centred = [f for f in parts if f.value in rows and f.power == 1]
-        if len(centred) != 1 or vias[centred[0].value] != op.attr("via"):
-            return None
-        (difference,) = centred
-        rest = [f for f in parts if f is not difference]
-        if not rest or op.width == program.ops[difference.value].width:
-            return None
+            whole = total([*rest, Factor(r.plain, 1, difference.inserts)])
+            # `again`: not kept from forward, since the loop that makes `whole` has all that this sum needs.
+            shares = total(rest, again=True)
+            off = builder.op("mul", insert_axes(builder, new[r.left], difference.inserts), shares)
+            if builder.ops[off].shape != builder.ops[whole].shape:
+                return None
+            return as_dtype(builder, builder.op("sub", whole, off), op.dtype)
 
-        def total(parts: list[Factor], **attrs: bool) -> int:
-            made = [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in parts]
-            return builder.op("reduce", multiply(builder, made, op.dtype), via=op.attr("via"), op="sum", **attrs)
-
-        whole = total([*rest, Factor(plain[difference.value], 1, difference.inserts)])
-        # The loop that makes the one sum has all that the other needs: nothing is kept from forward for it.
-        shares = total(rest, again=True)
-        left = insert_axes(builder, new[rows[difference.value]], difference.inserts)
-        off = builder.op("mul", left, shares)
-        if builder.ops[off].shape != builder.ops[whole].shape:
-            return None
-        return as_dtype(builder, builder.op("sub", whole, off), op.dtype)
-
-    return rebuild(program, visit, new)
+        return rebuild(program, visit, new)

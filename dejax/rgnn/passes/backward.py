@@ -2,7 +2,7 @@
 
 The joint program has the forward operators, one more input for the cotangent of each output, and the gradients of the
 chosen inputs as further outputs. It is optimised and lowered like any program. Every rule gives operators of the IR, so
-gradients of gradients exist too.
+there are gradients of gradients, too.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Differentiation:
         return self.b.op("broadcast", zero, shape=op.shape) if op.shape else zero
 
     def fit(self, g: int, like: Op) -> int:
-        """A contribution in the argument's own dtype and feature shape, summed over what broadcasting repeated."""
+        """A contribution in the argument's own dtype and feature shape, summed over axes that were broadcast."""
         b = self.b
         if b.ops[g].shape != like.shape:
             g = unbroadcast(b, g, like.shape)
@@ -147,7 +147,7 @@ def _one_minus(b: Builder, x: int) -> int:
 
 def _pow(b: Builder, op: Op, x: int, out: int, g: int) -> int:
     e = op.attr("exponent")
-    if e == 0:  # 0 times x to the -1 would be 0 times infinity at 0
+    if e == 0:  # at x = 0, 0 x^-1 would be 0 times infinity
         return b.op("mul", g, _const(b, g, 0.0))
     return b.op("mul", g, _scale(b, b.op("pow", x, exponent=e - 1.0), e))
 
@@ -161,7 +161,7 @@ def _gather(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
 
 
 def _counted(b: Builder, mask: int) -> int:
-    """Ones in a dtype that holds their number: counts are not kept in 16 bits."""
+    """A mask in a dtype in which its ones can be counted: not one of 16 bits."""
     return b.op("cast", mask, dtype="float32") if b.ops[mask].dtype in ("float16", "bfloat16") else mask
 
 
@@ -172,7 +172,7 @@ def _reduce(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
         return [read_back(b, g, via, fine)]
     if op.attr("op") == "prod":
         return [b.op("mul", read_back(b, g, via, fine), b.op("product_of_others", x, via=via))]
-    # The rows that hold the maximum share the gradient equally.
+    # The entries that hold the maximum share the gradient equally.
     largest = b.op("eq", x, read_back(b, out, via, fine))
     ties = b.op("reduce", _counted(b, largest), via=via, op="sum")
     share = b.op("div", g, b.op("max", ties, _const(b, ties, 1.0)))
@@ -349,7 +349,7 @@ RULES: dict[str, Rule] = {
     "extremum_features": _extremum_features,
     "reshape": _reshape,
     "transpose": _transpose,
-    "broadcast": lambda b, op, out, g: [g],  # the caller sums what broadcasting repeated
+    "broadcast": lambda b, op, out, g: [g],  # `fit` sums over the axes that were broadcast
     "concat": _concat,
     "slice": _slice,
     "pad": _pad,

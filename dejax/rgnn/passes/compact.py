@@ -1,9 +1,9 @@
-"""Compact materialization (Hector, section 3.2.2): what depends on less than the edge is computed once for each less.
+"""Compact materialization (Hector, section 3.2.2).
 
-Each edge value has an anchor, the smallest space that determines it: a node at one end, an edge type, a unique (source,
-type) or (destination, type) pair, or the edge itself. Typed linears and inner products move to their anchor; so do
-elementwise functions of values that are there already. Reads of one another's rows (`gather`) then happen once, where
-the value meets the edge.
+A value that depends only on (source, relation) is computed once for each unique pair, not once for each edge. In
+general each edge value has an anchor, the smallest space that determines it: a node at one end, an edge type, a unique
+(source, type) or (destination, type) pair, or the edge itself. Grouped GEMMs and inner products move to their anchor,
+and so do elementwise functions of values that are there already. Edges then gather the result.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dejax.rgnn.ir.inter import COMPOSED_VIAS, ROWWISE, Builder, Op, Program, Space
 from dejax.rgnn.passes._rewrite import Counts
 
-# Anchors are named by the map that leads from the edge to them; "edge" and "all" are the ends of the order.
+# An anchor has the name of the map from edges to it; "edge" and "all" are the finest and the coarsest.
 _JOIN = {
     frozenset({"src", "etype"}): "source_pair",
     frozenset({"src", "source_pair"}): "source_pair",
@@ -22,10 +22,10 @@ _JOIN = {
 }
 _PAIRS = {"source_pair": Space.SOURCE_PAIR, "destination_pair": Space.DESTINATION_PAIR}
 _SPACE = {**_PAIRS, "src": Space.NODE, "dst": Space.NODE, "etype": Space.EDGE_TYPE, "all": Space.GRAPH}
-# Functions whose value or slope can be infinite would meet rows that no edge reads, and 0 x inf is not 0: these stay on
-# the edges (or on pairs, each of which has an edge).
+# Functions whose value or slope can be infinite. On nodes they would also apply to rows that no edge reads, and there
+# backward would multiply 0 by infinity. They stay on edges, or on pairs, each of which has an edge.
 _PARTIAL = frozenset("div exp expm1 log log1p sqrt rsqrt reciprocal pow power atan2 square".split())
-# Compaction pays while it spares one row in five; below that the extra indirection costs more.
+# Compaction pays if it saves at least one row in five; below that the extra indirection costs more.
 _WORTH = 0.8
 
 
@@ -63,7 +63,7 @@ class _Compaction:
         return self.builder.build(self.on_edge(o) for o in self.program.outputs)
 
     def on_edge(self, old: int) -> int:
-        """The new value of any old one; an edge value is read on the edges."""
+        """The new value of an old one; a value of edges is gathered by the edges."""
         if self.program.ops[old].space != Space.EDGE:
             return self.new[old]
         return self.lift(self.new[old], self.anchor[old], "edge")

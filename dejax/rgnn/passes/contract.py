@@ -1,13 +1,11 @@
-"""Inner products leave a sum when the sum of the other side is there already.
+"""Inner products are taken after a sum, where the sum of their other side is there already.
 
     sum over edges into v of c_e (y_v . z_e)   =   y_v . (sum over edges into v of c_e z_e)
 
-Backward of a softmax-weighted sum needs the left side and forward has made the sum on the right: one inner product a
-node
-replaces reading a row for every edge (the same step as in FlashAttention's backward, arXiv 2205.14135, appendix B.2).
-There the sum is a mean that is subtracted from the inner products themselves. Where products are exact to float32, the
-difference must keep its digits: the mean is then left as it is, or what it leaves is subtracted, too
-(`_softmax_gradient.py`).
+Backward of a softmax-weighted sum needs the left side, and forward has made the sum on the right. One inner product a
+node replaces reading a row for every edge, as in FlashAttention's backward (arXiv 2205.14135, appendix B.2). There the
+sum is a mean that is subtracted from the inner products themselves. Where products are exact to float32, the difference
+must keep its digits: the mean then stays as it is, or the difference is centred again (`_softmax_gradient.py`).
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ from dataclasses import replace
 from dejax.rgnn.ir.inter import Builder, Op, Program
 from dejax.rgnn.ir.products import with_axes
 from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, rebuild
-from dejax.rgnn.passes._softmax_gradient import Centred, readers, subtract_what_is_left
+from dejax.rgnn.passes._softmax_gradient import Centred, centre_again, mean_readers
 
 
 def contract(program: Program, counts: Counts, *, exact: bool = False) -> Program:
-    """The pass; with `exact`, differences that cancel keep the digits that they have as they were written."""
+    """The pass; with `exact`, a difference that cancels keeps the digits that it has as it was written."""
     sums, users = _sums(program), program.users()
     new: dict[int, int] = {}
     centred: dict[int, Centred] = {}  # by the old difference
@@ -43,7 +41,7 @@ def contract(program: Program, counts: Counts, *, exact: bool = False) -> Progra
             total, y = new[known], new[program.ops[row].args[0]]
             if builder.ops[total].shape != builder.ops[y].shape:
                 continue
-            if exact and (read := readers(program, users, index, f.value)).cancels:
+            if exact and (read := mean_readers(program, users, index, f.value)).cancels:
                 if not read.centred:
                     continue
                 centred.update((c.difference, c) for c in read.centred)
@@ -57,11 +55,11 @@ def contract(program: Program, counts: Counts, *, exact: bool = False) -> Progra
 
     made = rebuild(program, visit, new)
     found = [replace(c, difference=new[c.difference], share=new[c.share]) for c in centred.values()]
-    return subtract_what_is_left(made, found, counts)
+    return centre_again(made, found, counts)
 
 
 def _sums(program: Program) -> dict[tuple, int]:
-    """The sums of products that the program makes: map and factors -> reduction."""
+    """The sums of products in the program: (map, factors) -> reduction."""
     found: dict[tuple, int] = {}
     for i, op in enumerate(program.ops):
         if op.name == "reduce" and op.attr("op") == "sum" and op.shape:
@@ -71,10 +69,10 @@ def _sums(program: Program) -> dict[tuple, int]:
 
 
 def _placed(program: Program, factor: Factor, over: int = 0) -> tuple[int, int, tuple[int, ...]]:
-    """A factor and where its axes stand in the product: one for each head is not one for each feature.
+    """A factor, and its axes in the product: a scalar for each head is not a scalar for each feature.
 
     Args:
-      over: axes of size 1 to add at the end, for a factor beside an inner product, whose last axis is gone.
+      over: axes of size 1 to add at the end, for a factor of an inner product, whose last axis is gone.
     """
     shape = (*with_axes(program.ops[factor.value].shape, factor.inserts), *(1,) * over)
     return factor.value, factor.power, () if all(size == 1 for size in shape) else shape
@@ -83,7 +81,7 @@ def _placed(program: Program, factor: Factor, over: int = 0) -> tuple[int, int, 
 def _inner_product(program: Program, value: int, via: str) -> tuple[int, int] | None:
     """(gather of the row's side, other side), if the value is their product summed over the last feature axis."""
     op = program.ops[value]
-    if op.name == "reshape":  # only axes of size 1 go: the number of values stays
+    if op.name == "reshape":
         return _inner_product(program, op.args[0], via)
     if op.name == "dot":
         sides = op.args

@@ -1,4 +1,4 @@
-"""Common subexpressions: equal operators on equal arguments are computed once."""
+"""Common subexpression elimination: equal operators on equal arguments are computed once."""
 
 from __future__ import annotations
 

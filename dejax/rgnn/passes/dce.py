@@ -1,4 +1,4 @@
-"""Dead code: operators that no output depends on are left out; inputs stay, since callers pass them by position."""
+"""Dead code elimination: operators that no output depends on go; inputs stay, since callers pass them by position."""
 
 from __future__ import annotations
 

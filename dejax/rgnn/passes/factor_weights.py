@@ -10,7 +10,7 @@ rows of the product.
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program
-from dejax.rgnn.ir.intra import fits_beside
+from dejax.rgnn.ir.intra import takes_narrow_rows
 from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._distribute import distribute
 from dejax.rgnn.passes._rewrite import Counts, rebuild
@@ -26,7 +26,7 @@ def factor_weights(program: Program, counts: Counts) -> Program:
             o.name == "outer"
             and (o.args[0], o.attr("via"), o.dtype) == (rows, via, dtype)
             and ops[o.args[1]].width > ops[scalars].width
-            and fits_beside(o.attr("spec"), spec, ops[scalars].shape)
+            and takes_narrow_rows(o.attr("spec"), spec, ops[scalars].shape)
             for o in ops
         )
 

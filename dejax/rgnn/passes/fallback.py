@@ -1,4 +1,4 @@
-"""Fallback and schedule: what no template computes is left to XLA, and the instances are put in order."""
+"""Operators that no template computes are left to XLA, and the instances are put in an order in which they can run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,34 @@ _TYPES = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
 
 
 def fallback(kernels: Kernels, *, merge: bool = True) -> Kernels:
-    """Orders the instances by what they read, with fallback instances for the rest.
+    """Orders the instances by what they read, with fallback instances for the other operators.
 
     Args:
+      kernels: a level-2 program.
       merge: neighbouring operators share one fallback instance; otherwise each has its own.
     """
+    program, ordered, run = kernels.program, list[Instance](), list[int]()
+
+    def close() -> None:
+        if run:
+            inside = set(run)
+            reads = dict.fromkeys(a for i in run for a in program.ops[i].args if a not in inside)
+            ordered.append(Fallback(tuple(run), tuple(reads), tuple(run), _reasons(program, run)))
+            run.clear()
+
+    for step in _schedule(kernels):
+        if isinstance(step, int):
+            run.append(step)
+        if not isinstance(step, int) or not merge:
+            close()
+        if not isinstance(step, int):
+            ordered.append(step)
+    close()
+    return verify_kernels(Kernels(program, tuple(ordered)))
+
+
+def _schedule(kernels: Kernels) -> list[Instance | int]:
+    """Instances and single operators, each after all that it reads."""
     program = kernels.program
     producer = {v: instance for instance in kernels.instances for v in instance.writes}
     schedule: list[Instance | int] = []
@@ -38,31 +61,11 @@ def fallback(kernels: Kernels, *, merge: bool = True) -> Kernels:
 
     for output in program.outputs:
         demand(output)
-
-    ordered: list[Instance] = []
-    run: list[int] = []
-
-    def close() -> None:
-        if run:
-            inside = set(run)
-            reads = dict.fromkeys(a for i in run for a in program.ops[i].args if a not in inside)
-            ordered.append(Fallback(tuple(run), tuple(reads), tuple(run), _reasons(program, run)))
-            run.clear()
-
-    for item in schedule:
-        if isinstance(item, int):
-            run.append(item)
-            if not merge:
-                close()
-        else:
-            close()
-            ordered.append(item)
-    close()
-    return verify_kernels(Kernels(program, tuple(ordered)))
+    return schedule
 
 
 def _reasons(program: Program, values: list[int]) -> str:
-    """What keeps kernels from values of items and nodes; work on types is XLA's anyway."""
+    """Why no kernel computes the values of entries and nodes; XLA computes values of types anyway."""
     found: dict[str, None] = {}
     for v in values:
         op = program.ops[v]

@@ -1,4 +1,4 @@
-"""Factors that a reduction's rows share are applied once, after the sum.
+"""Factors that all entries of a segment share are hoisted out of its sum.
 
 `sum over edges into v of a_e y_v` becomes `(sum over edges into v of a_e) y_v`, and likewise for a divisor: the 1/c of
 a mean, or the sum of a softmax, is applied to one row instead of to every edge.
@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from dejax.rgnn.ir.inter import Builder, Op, Program, promote
 from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, in_range, insert_axes, multiply, rebuild
-from dejax.rgnn.passes._softmax_gradient import readers
+from dejax.rgnn.passes._softmax_gradient import mean_readers
 
 
 def hoist(program: Program, counts: Counts, *, exact: bool = False) -> Program:
-    """The pass; with `exact`, a mean that is subtracted from what it is the mean of stays as it was written.
+    """The pass; with `exact`, a mean that is subtracted from the scalars that it is the mean of stays as written.
 
-    Its weights are those that multiply the differences: their sum, rounded, is 0 then.
+    The same weights multiply the differences then, whose rounded sum is 0.
     """
     new: dict[int, int] = {}
     users = program.users()
 
     def subtracted(index: int, op: Op) -> bool:
-        found = (readers(program, users, index, f.value) for f in factors(program, op.args[0]))
+        found = (mean_readers(program, users, index, f.value) for f in factors(program, op.args[0]))
         return any(r.cancels and not r.centred for r in found)
 
     def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int:
@@ -41,8 +41,8 @@ def hoist(program: Program, counts: Counts, *, exact: bool = False) -> Program:
         if not shared or not rest:
             return None
         inside = multiply(builder, [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in rest], op.dtype)
-        # What is left may be narrower than the product: integers, booleans, or 16 bits. And without the factors that
-        # made its summands small a sum overflows in float16.
+        # The other factors may have a narrower dtype than the product: integers, booleans, or 16 bits. And without the
+        # factors that made its summands small, a sum overflows in float16.
         inside = as_dtype(builder, inside, in_range(promote(builder.ops[inside].dtype, op.dtype)))
         total = builder.op("reduce", inside, via=via, op="sum")
         parts = [(total, 1)]
@@ -59,7 +59,7 @@ def hoist(program: Program, counts: Counts, *, exact: bool = False) -> Program:
 
 
 def _some_or_one(builder: Builder, via: str, row: int) -> int:
-    """A row's value, or 1 where the row has no items: there it may be anything, 0 / 0 included."""
+    """A row's value, or 1 where its segment is empty: there it may be anything, 0 / 0 included."""
     dtype = in_range(builder.ops[row].dtype)
     op, count = builder.ops[row], builder.op("count", via=via, dtype="float32")
     some = builder.op("reshape", count, shape=(1,) * len(op.shape)) if op.shape else count

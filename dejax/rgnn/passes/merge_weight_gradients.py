@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dejax.rgnn.ir.intra import Instance, Kernels, Outer, fits_beside
+from dejax.rgnn.ir.intra import Instance, Kernels, Outer, takes_narrow_rows
 
 
 def merge_weight_gradients(kernels: Kernels) -> Kernels:
@@ -39,7 +39,7 @@ def _fits(kernels: Kernels, wide: Outer, narrow: Outer) -> bool:
     return (
         where[0] == where[1]
         and scalars.width < ops[wide.y.name].width
-        and fits_beside(wide.spec, narrow.spec, scalars.shape)
+        and takes_narrow_rows(wide.spec, narrow.spec, scalars.shape)
     )
 
 

@@ -1,9 +1,9 @@
-"""Edge softmax in terms of a maximum and a sum for each row, the only parts of it that backward keeps.
+"""Edge softmax as a maximum and a sum for each segment, which are all that is saved for backward.
 
     m_v = max over edges into v of s_e ;  x_e = exp(s_e - m_v) ;  l_v = sum of x_e ;  p_e = x_e / l_v
 
-Where all scores of a row are -inf, as after a mask, m_v is 0 (the maximum of nothing), and all x_e and l_v are 0. The
-divisor is then 1: shares and their gradients are 0, like those of a row without edges.
+Where all scores of a segment are -inf, as after a mask, m_v is 0 (the maximum of nothing), and all x_e and l_v are 0.
+The divisor is then 1: shares and their gradients are 0, as for a segment without edges.
 
 Fusion turns the maximum, the sum and a weighted sum of the same edges into one pass with a running maximum (Milakov and
 Gimelshein, arXiv 1805.02867). It runs after backward generation, so the maximum needs no gradient.
@@ -20,8 +20,8 @@ def expand_softmax(program: Program, counts: Counts) -> Program:
         if op.name != "softmax":
             return None
         (score,), via = args, op.attr("via")
-        # The maximum and the sum are kept in float32: in bfloat16 a maximum of 100 would be off by up to 0.25, and what
-        # backward recomputes from it by a quarter.
+        # The maximum and the sum are saved in float32: in bfloat16 a maximum of 100 would be off by up to 0.25, and the
+        # shares that backward recomputes by a quarter.
         if op.dtype in ("bfloat16", "float16"):
             score = as_dtype(builder, score, "float32")
         largest = builder.op("reduce", score, via=via, op="max")

@@ -1,4 +1,4 @@
-"""Which values kernels keep in 16 bits (`dejax.pallas.half_rows`): wide float32 rows that only kernels read.
+"""Which values kernels keep in 16 bits (`dejax.pallas.formats.half_rows`): wide float32 rows that only kernels read.
 
 Where products round their operands to 10 bits (TF32), rows may be stored with 10 bits. The loops that read one such row
 for each edge then move half the bytes. `linear_in` says for which rows that is safe.

@@ -81,8 +81,8 @@ def test_it_prints_to_standard_output_by_default(capsys: pytest.CaptureFixture[s
 def test_no_kernel_is_shown_where_xla_evaluates_everything(options: Options, why: str) -> None:
     text = explained(options)
     assert f"everything runs in XLA on cpu: {why}\n" in text
-    assert not re.search(r"^(  \[\d+\]|\[\d+\]) +(gemm|outer|traversal)", text, re.MULTILINE)
-    assert "predicted" not in text and "16 bits" not in text and "[0] xla %" in text
+    assert not re.search(r"^(  \[\d+\]|\[\d+\]) +(grouped GEMM|weight gradient|traversal)", text, re.MULTILINE)
+    assert "predicted" not in text and "float16" not in text and "[0] xla %" in text
 
 
 def test_it_names_the_devices() -> None:
@@ -116,7 +116,7 @@ def test_wide_rows_are_left_to_xla_with_the_limit() -> None:
 
     nodes = graph_of("typical").num_nodes
     text = kernels_of(both, jax.ShapeDtypeStruct((nodes, 8192), "float32"), jnp.zeros((nodes, 4)))
-    assert ": rows of 8,192 numbers, more than 4,096\n" in text and "traversal over dst" in text
+    assert ": rows of 8,192 elements, more than 4,096\n" in text and "traversal over dst" in text
 
 
 @pytest.mark.parametrize("error", [ValueError, NotImplementedError, TypeError, IndexError])

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from dejax.pallas import _triton
 from dejax.pallas._shapes import cdiv, lanes, next_power_of_two
 from dejax.pallas._tiles import resized, where
-from dejax.pallas.half_rows import HalfRows, encode, inverse_of, of_stored, raised_exponents, stored
+from dejax.pallas.formats.half_rows import HalfRows, encode, inverse_of, of_stored, raised_exponents, stored
 
 # A program holds a whole row.
 MAX_WIDTH = 8192

@@ -15,8 +15,8 @@ from dejax.pallas import _triton
 from dejax.pallas._checks import as_index, check_float, check_precision
 from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
 from dejax.pallas._tiles import resized, where, within
-from dejax.pallas.float_bits import FloatBits
-from dejax.pallas.half_rows import (
+from dejax.pallas.formats.float_bits import FloatBits
+from dejax.pallas.formats.half_rows import (
     HalfRows,
     encode,
     inverse_of,
@@ -26,7 +26,7 @@ from dejax.pallas.half_rows import (
     stored,
     two_parts,
 )
-from dejax.pallas.schedule import SCALE_BEFOREHAND, GemmSchedule, gemm_schedule, merged_groups
+from dejax.pallas.products.schedule import SCALE_BEFOREHAND, GemmSchedule, gemm_schedule, merged_groups
 
 # The widest result of which one program can hold all columns, as the product with a vector needs; and of which it
 # should, so that a row has one exponent.

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from dejax.pallas import _triton
-from dejax.pallas._accumulate import initial, merge, update
 from dejax.pallas._shapes import lanes
 from dejax.pallas._tiles import both, steps, stretched, where
-from dejax.pallas._traversal_plan import Array, Plan, Refs, beside_refs, operand_refs, unpack
-from dejax.pallas._traversal_rows import (
+from dejax.pallas.traversal.accumulate import initial, merge, update
+from dejax.pallas.traversal.plan import Array, Plan, Refs, beside_refs, operand_refs, unpack
+from dejax.pallas.traversal.rows import (
     WIDE,
     beside_bounds,
     evaluate,

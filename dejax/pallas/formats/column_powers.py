@@ -20,7 +20,7 @@ from jax import lax
 from dejax.pallas import _triton
 from dejax.pallas._shapes import divide, lanes, next_power_of_two
 from dejax.pallas._tiles import where
-from dejax.pallas.half_rows import finite_magnitude, powers_of, powers_of_tile, whole_max
+from dejax.pallas.formats.half_rows import finite_magnitude, powers_of, powers_of_tile, whole_max
 
 # Elements that a program looks at, and columns that it can hold. On an H200 32,768 elements in rows take 3 to 5 us.
 # Where neighbours belong to one column it takes longer: 32,768 elements, each at another place, took 20 to 90 us.

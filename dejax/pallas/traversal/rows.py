@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from dejax.pallas import _triton
-from dejax.pallas._accumulate import initial, merge, results, update
 from dejax.pallas._shapes import divide, feature_indices, feature_mask, lanes, next_power_of_two, padded
 from dejax.pallas._tiles import both, resized, steps, stretched, where, with_axes, within
-from dejax.pallas._traversal_plan import Array, Output, Plan, Refs
-from dejax.pallas.factored import Factored
-from dejax.pallas.half_rows import exponents, inverse_power, power, raised, without_padding
+from dejax.pallas.formats.half_rows import exponents, inverse_power, power, raised, without_padding
+from dejax.pallas.traversal.accumulate import initial, merge, results, update
+from dejax.pallas.traversal.factored import Factored
+from dejax.pallas.traversal.plan import Array, Output, Plan, Refs
 
 # Features from which on a tile comes as `Factored`, and is stored from threads of one item.
 WIDE = 16

@@ -17,8 +17,8 @@ from jax import lax
 
 from dejax.pallas._shapes import padded
 from dejax.pallas._tiles import resized, stretched, where, with_axes
-from dejax.pallas.factored import add, whole
 from dejax.pallas.special import exp
+from dejax.pallas.traversal.factored import add, whole
 
 KINDS = ("sum", "max", "weighted")
 

@@ -12,14 +12,15 @@ import jax.numpy as jnp
 
 from dejax.pallas._checks import FLOATS, as_index
 from dejax.pallas._shapes import padded, padded_size
-from dejax.pallas._traversal_plan import BY_ROW, SHARED, Operand, Output
-from dejax.pallas.half_rows import HalfRows, encode, of_stored, stored
+from dejax.pallas.formats.half_rows import HalfRows, encode, of_stored, stored
+from dejax.pallas.traversal.plan import BY_ROW, SHARED, Operand, Output
 
 # Padded features of one row that a program can hold: 8 warps of 32 threads with 16 elements each.
 MAX_WIDTH = 4096
 
 
 def declared(outputs: Sequence[Output]) -> tuple[Output, ...]:
+    """Outputs with shapes as tuples and dtypes of NumPy, so that equal ones compare equal."""
     return tuple((tuple(shape), jnp.dtype(dtype)) for shape, dtype in outputs)
 
 
@@ -142,20 +143,24 @@ def not_empty(array: Any) -> Any:
 
 
 def structs_of(outputs: Sequence[Output], length: int) -> list[jax.ShapeDtypeStruct]:
+    """The arrays of outputs, `length` rows each."""
     return [jax.ShapeDtypeStruct((length, *shape), dtype) for shape, dtype in outputs]
 
 
 def zeros(structs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """Arrays of zeros of these shapes and dtypes."""
     return [jnp.zeros(s.shape, s.dtype) for s in structs]
 
 
 def check_half(half: Sequence[int], outputs: Sequence[Output], what: str) -> None:
+    """Raises ValueError where an output to be stored in 16 bits is not float32."""
     for i in half:
         if outputs[i][1] != jnp.float32:
             raise ValueError(f"half_outputs names {what} {i}, which is {outputs[i][1]} and not float32")
 
 
 def encoded(arrays: Sequence[jax.Array], half: Sequence[int]) -> list[Any]:
+    """The arrays, those whose numbers are in `half` as `HalfRows`."""
     return [encode(a) if i in half else a for i, a in enumerate(arrays)]
 
 

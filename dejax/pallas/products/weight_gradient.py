@@ -19,11 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from dejax.pallas import _triton, tuned_tables
-from dejax.pallas import schedule as schedules
 from dejax.pallas._checks import as_index, check_float, check_precision
 from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
 from dejax.pallas._tiles import steps, where, within
-from dejax.pallas.half_rows import (
+from dejax.pallas.formats.half_rows import (
     RAISED,
     HalfRows,
     exponents,
@@ -38,8 +37,9 @@ from dejax.pallas.half_rows import (
     two_parts,
     whole_max,
 )
-from dejax.pallas.schedule import OuterSchedule, merged_groups, outer_schedule
-from dejax.pallas.sums import sum_rows_of_all
+from dejax.pallas.products import schedule as schedules
+from dejax.pallas.products.schedule import OuterSchedule, merged_groups, outer_schedule
+from dejax.pallas.products.sums import sum_rows_of_all
 
 # Numbers of narrow rows: the columns of the smallest product.
 MAX_NARROW = 16

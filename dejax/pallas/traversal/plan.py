@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dejax.pallas._accumulate import Reduction
+from dejax.pallas.traversal.accumulate import Reduction
 
 Output = tuple[tuple[int, ...], Any]
 # Accesses by which an operand is read once for all items of a row.
@@ -147,4 +147,5 @@ def _read_refs(plan: Plan, refs: Sequence[Any]) -> tuple[Refs, Sequence[Any]]:
 
 
 def beside_refs(plan: Plan, refs: Sequence[Any]) -> tuple[Refs | None, Sequence[Any]]:
+    """What the loop over other segment entries of the same rows reads, and the references after it."""
     return (None, refs) if plan.beside is None else _read_refs(plan.beside, refs)

@@ -1,0 +1,1 @@
+"""The traversal template: a CSR segment reduction with a body, reductions and an epilogue."""
