@@ -85,7 +85,7 @@ class HubTable:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitTable:
-    """Each type's entries in splits, each summed by one program (`dejax.pallas.outer.split_table`).
+    """Each type's entries in splits, each summed by one program (`dejax.pallas.products.weight_gradient.split_table`).
 
     Attributes:
         start: int32[splits], the first position of each split.

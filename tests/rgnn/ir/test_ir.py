@@ -153,7 +153,7 @@ def test_structure_of_level_1(rule: str) -> None:
         verify(change(valid()))
 
 
-def test_the_builder_checks_each_operator() -> None:
+def test_the_builder_checks_at_once() -> None:
     b = Builder("at once")
     x = b.op("input", name="x", position=0, space="node", shape=(4,), dtype="float32")
     with pytest.raises(IRError, match="map dst needs a edge value"):
