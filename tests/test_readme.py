@@ -87,6 +87,7 @@ def test_a_table_without_its_markers_is_refused(monkeypatch):
 
 
 def test_stored_results_are_consistent_with_the_published_accuracy():
+    """Reads the stored results alone: training again is `test_aifb_reaches_the_published_accuracy`."""
     run = json.loads((ROOT / "benchmarks" / "results" / "accuracy_aifb_rgcn.json").read_text(encoding="utf-8"))
     assert len(run["accuracy"]["test"]["runs"]) == 10 and run["accuracy"]["test"]["mean"] >= 0.96
     assert run["settings"]["hidden"] == 16 and run["settings"]["epochs"] == 50 and run["settings"]["lr"] == 0.01
