@@ -311,10 +311,8 @@ def triton_traverse(x: jax.Array, offsets: jax.Array) -> jax.Array:
         None,
         [x],
         [kernels.Operand("item")],
-        offsets=offsets,
-        num_items=x.shape[0],
-        num_rows=offsets.shape[0] - 1,
         reductions=[kernels.Reduction("sum", (x.shape[1],))],
+        segments=kernels.Segments(offsets=offsets, num_items=x.shape[0], num_rows=offsets.shape[0] - 1),
     )
     return sums
 

@@ -1,15 +1,17 @@
-"""The interface between tables and the functions that read them.
+"""What `HostTable` and `CachedTable` share: the interface between tables and the functions that read them.
 
-`gather` accepts any `ReadableTable`. `HostTable` and `CachedTable` implement it, and call `gather` for `table[ids]`.
+`gather` accepts any `ReadableTable`. The tables are above `gather`, and call it for `table[ids]`.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any
+import math
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from dejax.host_gather._spec import TableSpec
@@ -38,9 +40,13 @@ class TableOperands:
 
 
 class ReadableTable(abc.ABC):
-    """A table that `gather` and the functions above it can read."""
+    """A table [rows, *row] that `gather` and the functions above it can read."""
 
     __slots__ = ()
+
+    @property
+    @abc.abstractmethod
+    def _spec(self) -> TableSpec: ...
 
     @abc.abstractmethod
     def _operands(self, what: str) -> TableOperands:
@@ -54,6 +60,44 @@ class ReadableTable(abc.ABC):
             ValueError: the table was sliced or reshaped.
             TypeError: a function that jax compiles closes over the table.
         """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._spec.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self._spec.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self._spec.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self._spec.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the rows, without cached copies."""
+        return self._spec.nbytes
+
+    @property
+    def read_only(self) -> bool:
+        return self._spec.read_only
+
+    def __len__(self) -> int:
+        return self._spec.rows
+
+    def __iter__(self) -> NoReturn:
+        # Without it Python would ask for rows 0, 1, ... for ever: ids out of range give rows of zeros, no IndexError.
+        raise TypeError(
+            "HostTable: iterating over a table would call gather for each row. Use `for row in table.numpy()` outside "
+            "of jit, or table[jnp.arange(len(table))]"
+        )
+
+    def __contains__(self, value: Any) -> NoReturn:
+        raise TypeError("HostTable: `in` would read the whole table; use `value in table.numpy()` outside of jit")
 
 
 def operands_of(what: str, table: Any) -> TableOperands:

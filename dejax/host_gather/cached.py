@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from dejax.host_gather._ids import checked_ids, in_range
 from dejax.host_gather._operands import ReadableTable, TableOperands
+from dejax.host_gather._spec import TableSpec
 from dejax.host_gather.gather import gather
 from dejax.host_gather.table import HostTable, check_index
 
@@ -86,42 +87,6 @@ class CachedTable(ReadableTable):
         cold = len(weights) - cached_rows
         return cls.from_ids(table, np.argpartition(weights, cold)[cold:] if cold else np.arange(len(weights)))
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.table.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.table.dtype
-
-    @property
-    def ndim(self) -> int:
-        return self.table.ndim
-
-    @property
-    def size(self) -> int:
-        return self.table.size
-
-    @property
-    def nbytes(self) -> int:
-        """Of the table, without the cached copies."""
-        return self.table.nbytes
-
-    @property
-    def read_only(self) -> bool:
-        return self.table.read_only
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __iter__(self) -> NoReturn:
-        iter(self.table)
-        raise AssertionError
-
-    def __contains__(self, value: Any) -> NoReturn:
-        _ = value in self.table
-        raise AssertionError
-
     def __getitem__(self, ids: Any) -> Array:
         """Rows by integer ids of any shape: `gather(table, ids)`."""
         check_index(ids)
@@ -155,8 +120,12 @@ class CachedTable(ReadableTable):
         hits = self._places(ids) >= 0
         return hits.sum() / jnp.maximum(in_range(ids, len(self)).sum(), 1).astype(jnp.float32)
 
+    @property
+    def _spec(self) -> TableSpec:
+        return self.table._spec
+
     def _operands(self, what: str) -> TableOperands:
-        return TableOperands(self.table._spec, self.table._checked_leaf(what), self.cache, self.slots)
+        return TableOperands(self._spec, self.table._checked_leaf(what), self.cache, self.slots)
 
     def _places(self, ids: Array) -> Array:
         """The row of `cache` that holds each id's row, -1 for none."""

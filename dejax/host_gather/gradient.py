@@ -80,26 +80,24 @@ def value_and_grad(
     return wrapped
 
 
-@dataclasses.dataclass(slots=True, eq=False)
 class _MarkedLoss:
     """A loss whose differentiated tables are marked, so that a recorder gets their gathers.
 
     Differentiated arguments are flattened into leaves; a table is a leaf, known by its number among them.
     """
 
-    loss: Callable[..., Any]
-    positions: tuple[int, ...]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    has_aux: bool
-    tables: dict[int, HostTable | CachedTable] = dataclasses.field(init=False)  # by number
-    tree: Any = dataclasses.field(init=False)
-    num_leaves: int = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        leaves, self.tree = jax.tree.flatten(tuple(self.args[p] for p in self.positions), is_leaf=_is_table)
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        positions: tuple[int, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        has_aux: bool,
+    ) -> None:
+        self.loss, self.positions, self.args, self.kwargs, self.has_aux = loss, positions, args, kwargs, has_aux
+        leaves, self.tree = jax.tree.flatten(tuple(args[p] for p in positions), is_leaf=_is_table)
         self.num_leaves = len(leaves)
-        self.tables = {k: leaf for k, leaf in enumerate(leaves) if _is_table(leaf)}
+        self.tables = {k: leaf for k, leaf in enumerate(leaves) if _is_table(leaf)}  # by number
         for table in self.tables.values():
             if not jnp.issubdtype(table.dtype, jnp.floating):
                 raise ValueError(f"value_and_grad: rows of a differentiated table must be floats, got {table!r}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 import os
 import sys
@@ -69,6 +68,7 @@ class HostTable(ReadableTable):
     """
 
     __slots__ = ("_leaf", "_spec")
+    _spec: TableSpec
     # jnp functions look at it first. The user then gets the error of `__jax_array__`, not one about an unknown type.
     __array_priority__ = 1000
 
@@ -185,39 +185,10 @@ class HostTable(ReadableTable):
         spec = table_spec(shape, dtype, device, "HostTable.empty")
         return cls(_storage.allocate(spec, device, "HostTable.empty"), spec)
 
-    # -------------------------------------------------------------------------------------------- properties
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._spec.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self._spec.dtype
-
-    @property
-    def ndim(self) -> int:
-        return len(self._spec.shape)
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self._spec.nbytes
-
-    @property
-    def read_only(self) -> bool:
-        return self._spec.read_only
-
     @property
     def sharding(self) -> jax.sharding.Sharding:
         """The sharding of the array inside, for the `out_shardings` of a jitted function that returns the table."""
         return self._concrete("sharding").sharding
-
-    def __len__(self) -> int:
-        return self._spec.rows
 
     def __repr__(self) -> str:
         spec = self._spec
@@ -230,16 +201,6 @@ class HostTable(ReadableTable):
         """Rows by integer ids of any shape: `gather(table, ids)`."""
         check_index(ids)
         return gather(self, ids)
-
-    def __iter__(self) -> NoReturn:
-        # Without it Python would ask for rows 0, 1, ... for ever: ids out of range give rows of zeros, no IndexError.
-        raise TypeError(
-            "HostTable: iterating over a table would call gather for each row. Use `for row in table.numpy()` outside "
-            "of jit, or table[jnp.arange(len(table))]"
-        )
-
-    def __contains__(self, value: Any) -> NoReturn:
-        raise TypeError("HostTable: `in` would read the whole table; use `value in table.numpy()` outside of jit")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(

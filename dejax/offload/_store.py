@@ -23,7 +23,7 @@ from dejax.offload._tensorstore import TensorStoreIO
 Engine = Literal["auto", "tensorstore", "direct", "buffered"]
 _PAGE = 4096
 
-_open: dict[int, _Parts] = {}
+_open: dict[int, _Resources] = {}
 """The resources of open stores, by `id`, for the end of the process. Changes are atomic under the GIL."""
 _entered: list[ActivationStore] = []
 """Stores inside their `with`: they stay open without other references."""
@@ -31,7 +31,7 @@ _default_lock = threading.Lock()
 _default: ActivationStore | None = None
 
 
-class _Parts:
+class _Resources:
     """The resources of a store. Released once: by `close`, with the store's last reference, or as the process ends."""
 
     def __init__(self) -> None:
@@ -154,28 +154,28 @@ class ActivationStore:
             engine,
             chunk_bytes,
         )
-        self._parts = _Parts()
+        self._resources = _Resources()
         try:
             for place in self.paths if disk_bytes != 0 else ():
-                self._parts.claims.append(_files.claim(place))
+                self._resources.claims.append(_files.claim(place))
             self.host_bytes = self._share_of_memory() if host_bytes is None else host_bytes
             self._open_native(extension, chunk_bytes, io_threads, checksum)
         except BaseException:
-            self._parts.close()
+            self._resources.close()
             raise
         self._binding = _current.own_binding(self, options)
-        self._sectors = [_files.sectors_written(claim.device) for claim in self._parts.claims]
+        self._sectors = [_files.sectors_written(claim.device) for claim in self._resources.claims]
         # Not at the end of the process, when jax may be gone: _close_all runs earlier.
-        weakref.finalize(self, self._parts.abandon).atexit = False
+        weakref.finalize(self, self._resources.abandon).atexit = False
 
     def _share_of_memory(self) -> int:
-        self._parts.shares_memory = True
+        self._resources.shares_memory = True
         processes = _memory.presence.enter()
         return _memory.share(_memory.available_memory(), processes, _memory.launched_processes())
 
     def _open_native(self, extension: Any, chunk_bytes: int, io_threads: int, checksum: bool) -> None:
-        folders = [claim.folder for claim in self._parts.claims]
-        self._parts.native = extension.OffloadStore.open(
+        folders = [claim.folder for claim in self._resources.claims]
+        self._resources.native = extension.OffloadStore.open(
             device_bytes=-1 if self.device_bytes is None else self.device_bytes,
             host_bytes=self.host_bytes,
             disk_bytes=-1 if self.disk_bytes is None else self.disk_bytes,
@@ -187,11 +187,11 @@ class ActivationStore:
             external=self.engine == "tensorstore",
         )
         if folders and self.engine == "tensorstore":
-            self._parts.io = TensorStoreIO(self._parts.native, folders, io_threads)
+            self._resources.io = TensorStoreIO(self._resources.native, folders, io_threads)
 
     @property
     def _native(self) -> Any:
-        return self._parts.native
+        return self._resources.native
 
     def __repr__(self) -> str:
         where = ", ".join(map(str, self.paths)) or "host memory"
@@ -200,7 +200,7 @@ class ActivationStore:
     @property
     def is_open(self) -> bool:
         """Whether the store can be used: it is not closed, and belongs to this process."""
-        return self._parts.is_open
+        return self._resources.is_open
 
     @property
     def id(self) -> int:
@@ -220,7 +220,7 @@ class ActivationStore:
     ) -> None:
         with contextlib.suppress(ValueError):
             _entered.remove(self)
-        if self._parts.process != os.getpid():
+        if self._resources.process != os.getpid():
             return  # a forked child leaves its parent's `with`
         try:
             _current.wait_for_steps()
@@ -266,7 +266,7 @@ class ActivationStore:
         if self.is_open:
             self._final = self.stats()
             _current.forget(self)
-        self._parts.close()
+        self._resources.close()
 
     def check(self) -> None:
         """Raises the error that a device found in an earlier step, if any; later steps raise it, too."""
@@ -285,7 +285,7 @@ class ActivationStore:
         if not self.is_open and hasattr(self, "_final"):
             return self._final
         sectors = 0
-        for claim, before in zip(self._parts.claims, self._sectors, strict=True):
+        for claim, before in zip(self._resources.claims, self._sectors, strict=True):
             now = _files.sectors_written(claim.device)
             sectors += now - before if now is not None and before is not None else 0
         return StoreStats(
@@ -345,16 +345,16 @@ def _check_sizes(
 
 @atexit.register
 def _close_all() -> None:
-    for parts in list(_open.values()):
-        parts.close()
+    for resources in list(_open.values()):
+        resources.close()
 
 
 def _after_fork() -> None:
     """In a forked child: forgets its parent's stores, and locks that other threads may hold."""
     global _default, _default_lock
     _default, _default_lock = None, threading.Lock()
-    for parts in list(_open.values()):
-        parts.forget()
+    for resources in list(_open.values()):
+        resources.forget()
     _open.clear()
     _entered.clear()
     _memory.presence.forget()

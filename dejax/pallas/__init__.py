@@ -12,7 +12,7 @@ from dejax.pallas.products.sums import sum_rows
 from dejax.pallas.products.weight_gradient import split_table, typed_outer
 from dejax.pallas.special import erf, exp
 from dejax.pallas.traversal.factored import Factored, whole
-from dejax.pallas.traversal.template import Beside, Operand, Reduction, map_items, traverse
+from dejax.pallas.traversal.template import Beside, Operand, Outputs, Reduction, Segments, map_items, traverse
 
 __all__ = [
     "Beside",
@@ -22,7 +22,9 @@ __all__ = [
     "HalfRows",
     "Operand",
     "OuterSchedule",
+    "Outputs",
     "Reduction",
+    "Segments",
     "TableSlice",
     "TraversalSchedule",
     "erf",

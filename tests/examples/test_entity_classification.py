@@ -19,6 +19,8 @@ from dejax.training.report import _without_paths, machine_kind
 
 from .tiny import write_aifb
 
+pytestmark = pytest.mark.newest_jax
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "entity_classification.py"
 
@@ -112,6 +114,7 @@ def test_evaluate_gives_the_accuracies_of_the_run(command, finished):
     assert out.count("\n") == 1 and out.startswith("seed 1, epoch 20")
 
 
+@pytest.mark.full
 def test_a_resumed_run_equals_one_that_never_stopped(command, tmp_path):
     # Dropout shows a random key that is lost or drawn twice. The run stops at a multiple of --eval-every, since a piece
     # of another length is another XLA program, which may round differently.
@@ -151,6 +154,7 @@ def test_resume_refuses_other_settings_and_names_them(command, tmp_path):
     assert status == 2 and "holds no run" in err
 
 
+@pytest.mark.full
 def test_a_run_without_resume_removes_earlier_checkpoints(command, tmp_path):
     command("--seeds", "2", "--epochs", "2", "--no-baseline")
     command("--seeds", "1", "--epochs", "2", "--no-baseline")
@@ -176,6 +180,7 @@ def test_an_unknown_data_set_is_named(capsys):
     assert "name must be one of" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["rgat", "hgt"])
 def test_attention_models_learn_the_task(command, tmp_path, model):
     command("--model", model, "--seeds", "1", "--epochs", "40", "--no-baseline", "--no-checkpoints")

@@ -25,6 +25,7 @@ def losses(path: Path) -> list[float]:
     return json.loads((path / "losses.json").read_text())["losses"]
 
 
+@pytest.mark.full
 def test_same_losses_and_resume(example, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(example, "read_text", lambda: bytes(range(256)) * 64)
     monkeypatch.setenv("XLA_FLAGS", "")

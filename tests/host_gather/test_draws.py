@@ -39,6 +39,7 @@ def bound(degrees_of_freedom: int) -> float:
 # ------------------------------------------------------------------------------------------------ uniform
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("degree", [10_000_000, 16_777_217])
 def test_every_edge_of_a_long_segment_can_be_drawn(degree: int, replace: bool) -> None:
@@ -66,6 +67,7 @@ def test_all_subsets_are_equally_likely(fan_out: int) -> None:
     assert chi_square(counts, np.full(len(subsets), 1 / len(subsets))) < bound(len(subsets) - 1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("fan_out", [1, 2, 7, 25, 64, 65, 90])
 def test_subsets_follow_floyds_loop(fan_out: int) -> None:
     """Against the loop of the algorithm, draw by draw."""
@@ -148,6 +150,7 @@ def test_without_replacement_all_positive_weights_are_found(weights: list[float]
         assert (draws[:, 0] == 1).all() and chi_square(counts[[0, 2, 3]], np.full(3, 1 / 3)) < bound(2)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("degree", [5, 70_000])
 def test_pairs_without_replacement(degree: int) -> None:
     """The first and the second of two draws, where four edges have nearly all of the weight."""

@@ -84,6 +84,7 @@ ENTRIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ENTRIES)
 def test_all_integer_dtypes_give_the_same(name: str) -> None:
     entry, small = ENTRIES[name], np.array([3, 37, 0, 119, 14, 5, 6, 7])
@@ -94,6 +95,7 @@ def test_all_integer_dtypes_give_the_same(name: str) -> None:
         np.testing.assert_array_equal(entry(jnp.asarray(small, dtype)), want, err_msg=str(dtype))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ENTRIES)
 def test_wide_ids_do_not_wrap(name: str) -> None:
     entry = ENTRIES[name]
@@ -108,6 +110,7 @@ def test_wide_ids_do_not_wrap(name: str) -> None:
             np.testing.assert_allclose(np.asarray(entry(given), np.float64), np.asarray(want, np.float64), rtol=1e-6)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ENTRIES)
 def test_other_dtypes_are_refused(name: str) -> None:
     for wrong, match in (

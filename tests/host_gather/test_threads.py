@@ -44,6 +44,7 @@ def until(end: float, act: Callable[[], None], failed: list[BaseException]) -> t
     return thread
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("own", [False, True])
 def test_close_during_a_write(own: bool) -> None:
     """`write` must keep the memory alive while it copies rows into it."""
@@ -77,6 +78,7 @@ def test_close_during_a_write(own: bool) -> None:
         assert all((other == -1).all() for other in others)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("cached", [False, True])
 def test_everything_at_once(cached: bool) -> None:
     current: list[HostTable | CachedTable] = []

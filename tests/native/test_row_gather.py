@@ -146,6 +146,7 @@ def test_misuse_is_an_error_that_names_the_argument() -> None:
         _native.row_gather(table, ids, fill_value=[1, 2])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_number_of_threads_can_be_set(threads: int) -> None:
     code = (

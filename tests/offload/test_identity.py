@@ -1,4 +1,4 @@
-"""Outside of `jit` a function is traced and compiled once, where it can be told to be the same, and nothing grows."""
+"""Outside of `jit` a function that can be compared is traced and compiled once, and memory stays constant."""
 
 import functools
 import gc
@@ -38,7 +38,7 @@ KINDS = ["one", "checkpoint", "new", "closure"]
 
 
 def growth(kind, warm, steps):
-    """Bytes a step, after some steps."""
+    """Bytes that each step adds, after warm-up steps."""
     run = eager_step(kind)
     with ActivationStore(host_bytes=1 << 24) as store:
         for _ in range(warm):
@@ -52,6 +52,7 @@ def growth(kind, warm, steps):
     return grown / steps
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_eager_steps_run_in_constant_memory(kind):
     few = kind == "closure"
@@ -104,8 +105,8 @@ def test_other_shapes_dtypes_and_settings_are_traced_anew():
     assert "HIGHEST" in text[1] and "HIGHEST" not in text[0]
 
 
-def test_what_a_closure_sees_now_counts():
-    """Each is another number in the second call, and a trace of the first must not serve it."""
+def test_closures_over_changed_values_are_traced_anew():
+    """Each closure has another value in the second call, which must not use the trace of the first."""
     x = jnp.linspace(0, 1, 64)
     held = {"scale": 2.0, "array": jnp.ones(64), "list": [1.0], "numpy": np.ones(64)}
 

@@ -12,6 +12,8 @@ from dejax.pallas._shapes import next_power_of_two
 from dejax.pallas.products import schedule
 from dejax.pallas.tuner import Tuner
 
+pytestmark = pytest.mark.newest_jax
+
 
 @pytest.mark.parametrize("interpret", [False, True])
 @pytest.mark.parametrize("degree", [0.0, 0.4, 1.0, 3.0, 51.0, 1e6])

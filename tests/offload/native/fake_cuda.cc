@@ -1,6 +1,6 @@
-// A CUDA driver for tests on machines without one. Device memory is host memory. Work is queued, and done as late and in as
-// unlucky an order as streams and events allow: whoever forgets to wait for an event finds wrong bytes. FAKE_CUDA_SEED
-// chooses the order.
+// A CUDA driver for tests on machines without one. Device memory is host memory. Work is queued, and runs as late and in
+// as unlucky an order as streams and events allow: code that forgets to wait for an event finds wrong bytes.
+// FAKE_CUDA_SEED chooses the order.
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -16,7 +16,7 @@
 #include <vector>
 
 namespace {
-// An event that is recorded again is another one for who waits from then on: a wait is for the record before it.
+// A wait is for the last record of the event before the wait; later records do not change it.
 struct Event {
   uint64_t recorded = 0;
   std::set<uint64_t> happened;
@@ -31,7 +31,7 @@ std::map<Stream*, unsigned> favourites;
 std::mt19937 rng(std::getenv("FAKE_CUDA_SEED") ? std::atoi(std::getenv("FAKE_CUDA_SEED")) : 0);
 int context, module, function;
 
-// Does work until `finished`, some stream's at a time. Returns whether it got there.
+// Runs queued work until `finished`, one stream's at a time. Returns false where none is left that can run.
 bool RunUntil(const std::function<bool()>& finished) {
   while (!finished()) {
     std::vector<Stream*> ready;
@@ -41,7 +41,7 @@ bool RunUntil(const std::function<bool()>& finished) {
       }
     }
     if (ready.empty()) return false;
-    // Some streams are far behind for a while, and each does what it can before another one does anything.
+    // Some streams stay far behind for a while: each runs as far as it can before another one runs at all.
     if (rng() % 200 == 0) favourites.clear();
     Stream* stream = ready[0];
     for (Stream* other : ready) {
@@ -55,7 +55,7 @@ bool RunUntil(const std::function<bool()>& finished) {
   return true;
 }
 
-// While a test holds the device, calls that wait for it do not come back, but for one each time the test lets one go.
+// While a test holds the device, calls that wait for it return only one by one, as the test lets them go.
 std::atomic<bool> held{false};
 std::atomic<int> waiting{0}, let_go{0};
 
@@ -135,7 +135,7 @@ int cuEventQuery(Event* event) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
   static int asked = 0;
   if (event->Done(event->recorded)) return 0;
-  if (++asked % 8 == 0) {  // who asks again and again is to get an answer
+  if (++asked % 8 == 0) {  // polling must end some time
     int done = 0;
     RunUntil([&] { return done++ > 100; });
   }
@@ -177,7 +177,7 @@ int cuMemsetD32Async(unsigned long long to, unsigned value, size_t count, void* 
 int cuModuleLoadData(void** out, const void*) { return *out = &module, 0; }
 int cuModuleUnload(void*) { return 0; }
 int cuModuleGetFunction(void** out, void*, const char*) { return *out = &function, 0; }
-// The one kernel that there is: dejax_offload_check.
+// The only kernel: dejax_offload_check.
 int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void* stream, void** args,
                    void**) {
   uint64_t a[7];

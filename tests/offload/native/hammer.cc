@@ -1,6 +1,6 @@
 // Many threads on one store: stores, fetches, failing ones, counters, clear, drain and close, with files and without, on
 // the CPU and, with the driver of fake_cuda.cc, on the CUDA side. Built with -fsanitize=thread (tests/native/tsan.sh) or
-// plainly (test_hammer.py). Every tensor that comes back has the bytes that went, or the call throws.
+// without (test_hammer.py). Every fetch returns the stored bytes or throws.
 #include <unistd.h>
 
 #include <atomic>
@@ -79,11 +79,11 @@ void OneRun(Store& store, const Setting& setting, std::mt19937& rng, Stream stre
   } catch (const std::exception& error) {
     if (std::strstr(error.what(), "FAKE") != nullptr) throw;
     ++threw;
-    if (setting.cuda) GetCalls().stream_synchronize(stream);  // queued work names these buffers
+    if (setting.cuda) GetCalls().stream_synchronize(stream);  // queued work uses these buffers
   }
 }
 
-// An engine outside: keeps chunks in memory.
+// An external engine that keeps chunks in memory.
 void External(Store& store) {
   static std::mutex mutex;
   static std::map<std::tuple<const void*, int, int64_t, int64_t>, std::vector<char>> chunks;
@@ -124,7 +124,7 @@ void Hammer(const Setting& setting, double seconds, int num_threads, unsigned se
   for (int i = 0; i < num_threads; ++i) {
     threads.emplace_back([&, i] {
       std::mt19937 rng(seed * 100 + i);
-      // XLA has one compute stream a device; the store takes several, too.
+      // XLA has one compute stream for each device; the store must work with several, too.
       Stream stream = shared;
       if (setting.cuda && seed % 4 >= 2) GetCalls().stream_create(&stream, 0);
       while (!over) OneRun(*store, setting, rng, stream);
@@ -152,7 +152,7 @@ void Hammer(const Setting& setting, double seconds, int num_threads, unsigned se
     for (int i = 0; i < 3; ++i) engines.emplace_back([&] { External(*store); });
   }
   std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
-  // Half of the time a store is closed under the steps that use it: they throw, and nothing hangs.
+  // In half of the settings the store closes while steps use it: they throw, and nothing hangs.
   const bool under_load = seed % 2 == 1 && !setting.cuda;
   if (!under_load) over = true;
   if (under_load) {

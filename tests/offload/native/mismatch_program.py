@@ -1,6 +1,6 @@
-"""Handles that were foreseen wrongly, with the driver of fake_cuda.cc: run by test_ring.py.
+"""Mispredicted handles, with the driver of fake_cuda.cc: run by test_ring.py.
 
-What the host reads of one is of one run: its foreseen handle, the one found there. Others leave it as it is.
+The host reads the predicted handle and the found one of the same run, also if other runs fail meanwhile.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ SIZE = 4096
 
 
 def wrong_run(native, stream, run, keep):
-    """Two tensors of one site, fetched in the order in which they were stored. Gives (first handle, second handle)."""
+    """Fetches two tensors of one site in the order of their stores; returns (first handle, second handle)."""
     scratch, handles, out = np.empty(SIZE // 4, np.uint32), np.zeros((2, 2), np.uint32), np.empty(SIZE // 4, np.uint32)
     keep.append((scratch, handles, out))
     for i in range(2):
@@ -47,8 +47,8 @@ def main():
                     error
                 )
             else:
-                raise AssertionError("nothing was noticed")
-            store.check()  # it is told once
+                raise AssertionError("the mismatch was not noticed")
+            store.check()  # it is reported once
     print("right", run, "runs")
 
 

@@ -1,4 +1,4 @@
-"""An optimizer's state in pieces on the CUDA side, with the driver of fake_cuda.cc: run by test_ring.py."""
+"""Pieces of an optimizer's state on the CUDA side, with the driver of fake_cuda.cc: run by test_ring.py."""
 
 import ctypes
 import sys
@@ -9,7 +9,7 @@ from tests.offload.native.ring_program import address, cuda, testing
 
 
 def run(rng, stream, number, ahead, staging):
-    """state := 3 * state + 1 in pieces; XLA's buffers are used again as soon as the stream allows."""
+    """state := 3 * state + 1 in pieces; XLA's buffers are reused as soon as the stream allows."""
     given = [rng.integers(0, 2**20, size=int(n), dtype=np.uint32) for n in rng.integers(1, 4000, size=3)]
     want = [3 * a + 1 for a in given]
     arrays = [np.zeros_like(a) for a in given]
@@ -39,7 +39,7 @@ def run(rng, stream, number, ahead, staging):
         call(take=k, pull=[k + ahead] if k + ahead < len(pieces) else [])
         cuda.cuMemcpyDtoDAsync_v2(address(outs[k]), address(scratch), nbytes, stream)
         cuda.cuMemsetD32Async(address(scratch), 0xDEAD, step, stream)
-        # The results of a kernel, known beforehand, in its place.
+        # In place of a kernel: its known results are copied.
         if rng.random() < 0.3:
             assert cuda.cuStreamSynchronize(stream) == 0
         i, at, count = pieces[k]

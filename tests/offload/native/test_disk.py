@@ -1,63 +1,24 @@
-"""What the disk tier holds: the cap, what is reported, and what comes back, for each engine."""
+"""The disk tier of each engine: its cap, its reported size, and the tensors that come back."""
 
 import itertools
 import os
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dejax import _native
-from dejax.offload import ActivationStore, _calls
-from tests.offload.test_lifetime import python
+from dejax.offload import ActivationStore
+from tests.offload.processes import python
+from tests.offload.tensors import KIB, MIB, Tensors, on_disk
 
 pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
 ENGINES = ["tensorstore", "direct", "buffered"]
-KIB, MIB = 1 << 10, 1 << 20
-numbers = itertools.count(1 << 20, 1 << 10)
 
 
-def on_disk(path) -> int:
-    """Bytes that the files of a store take, by the file system."""
-    places = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
-    return sum(os.stat(place).st_blocks * 512 for place in places)
-
-
-class Tensors:
-    """Stores tensors of the sizes given and fetches them in reverse, in programs of their own."""
-
-    def __init__(self, sizes):
-        rngs = [np.random.default_rng(i) for i in range(len(sizes))]
-        self.xs = [jnp.asarray(rng.integers(0, 255, n, np.uint8)) for rng, n in zip(rngs, sizes, strict=True)]
-        sites = [next(numbers) for _ in sizes]
-
-        def put(xs):
-            handles = []
-            for x, site in zip(xs, sites, strict=True):
-                (x, _) = jax.lax.optimization_barrier((x, handles[-1:]))  # one after the other
-                handles.append(_calls.store(x, store_id=0, site=site, ring_bytes=0))
-            return handles
-
-        def fetch(handles):
-            outs = []
-            for handle, x, site in reversed(list(zip(handles, self.xs, sites, strict=True))):
-                outs.append(_calls.fetch(handle, x, outs[-1:], store_id=0, site=site))
-            return outs[::-1]
-
-        self.put, self.fetch = jax.jit(put), jax.jit(fetch)
-
-    def run(self):
-        handles = jax.block_until_ready(self.put(self.xs))
-        return self.check(handles)
-
-    def check(self, handles):
-        for got, want in zip(self.fetch(handles), self.xs, strict=True):
-            np.testing.assert_array_equal(got, want)
-
-
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("chunk_bytes", [64 * KIB, 8 * MIB])
 def test_the_cap_is_of_what_the_files_hold(engine, chunk_bytes, tmp_path):
@@ -82,6 +43,7 @@ def test_the_cap_is_of_what_the_files_hold(engine, chunk_bytes, tmp_path):
     assert max(told for _, told in held) >= 8 * MIB
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("cap", [1, 4095, 4096, 100 * KIB, MIB])
 def test_a_cap_that_is_too_small(engine, cap, tmp_path):
@@ -115,6 +77,7 @@ def test_no_disk_and_no_host_memory(engine, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_sizes_of_all_kinds(engine, tmp_path):
     sizes = [0, 1, 4095, 4096, 4097, 0, 65535, 65537, 300 * KIB + 1, 8 * KIB]
@@ -145,6 +108,7 @@ def test_a_tight_budget_of_several_sizes():
                 tensors.run()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", ["tensorstore", "direct"])
 def test_random_sizes_and_caps(engine, tmp_path):
     """Right, or an exception that names a cap; and never more than the caps."""
@@ -174,7 +138,7 @@ FULL = """
 import resource, sys
 import jax
 from dejax.offload import ActivationStore
-from tests.offload.test_disk import MIB, Tensors
+from tests.offload.tensors import MIB, Tensors
 engine, path, limit = sys.argv[1:]
 tensors = Tensors([MIB] * 12)
 with ActivationStore(path, host_bytes=4 * MIB, engine=engine, chunk_bytes=MIB, io_threads=2) as store:
@@ -189,6 +153,7 @@ with ActivationStore(path, host_bytes=4 * MIB, engine=engine, chunk_bytes=MIB, i
 """
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_full_file_system(engine, tmp_path):
     ran = python(FULL, engine, str(tmp_path), "4096")

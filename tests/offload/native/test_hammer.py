@@ -1,4 +1,4 @@
-"""Many threads on one store, in C++: hammer.cc, plainly here and under ThreadSanitizer by tests/native/tsan.sh."""
+"""Many threads on one store: hammer.cc without a sanitizer, and under ThreadSanitizer (tests/native/tsan.sh)."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "native" / "tsan.sh"
 
 @pytest.mark.parametrize("sanitize", ["", "thread"])
 def test_hammer(sanitize, tmp_path):
-    """The program says on which tensor bytes were wrong, the sanitizer where a race is."""
+    """The program reports wrong tensors, the sanitizer races."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
     if compiler is None:
         pytest.skip("no C++ compiler")

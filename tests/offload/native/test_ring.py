@@ -1,4 +1,4 @@
-"""The CUDA side of the store, on a driver that does queued work as late and in as unlucky an order as it may."""
+"""The CUDA side of the store, on a driver that runs queued work as late and in as unlucky an order as allowed."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason
 def driver(tmp_path_factory):
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
     if compiler is None:
-        pytest.skip("no C++ compiler, so no driver can be made for the test")
+        pytest.skip("no C++ compiler to build the driver with")
     folder = tmp_path_factory.mktemp("driver")
     source = Path(__file__).with_name("fake_cuda.cc")
     command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", str(source), "-o", str(folder / "libcuda.so.1")]
@@ -25,6 +25,7 @@ def driver(tmp_path_factory):
     return folder
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", [1])
 @pytest.mark.parametrize("disk", [False, True])
 def test_random_programs(driver, seed, disk, tmp_path):
@@ -40,7 +41,7 @@ def test_the_mutex_is_free_while_the_device_is_waited_for(driver, disk, tmp_path
     run("waits_program.py", driver, 1, *([str(tmp_path)] if disk else []))
 
 
-def test_handles_that_were_foreseen_wrongly(driver):
+def test_mispredicted_handles(driver):
     run("mismatch_program.py", driver, 1)
 
 

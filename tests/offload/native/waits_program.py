@@ -1,7 +1,7 @@
-"""A step on a device that is held at each wait, with the driver of fake_cuda.cc: run by test_ring.py.
+"""The store's mutex is free while a step waits, with the driver of fake_cuda.cc: run by test_ring.py.
 
-Each time the step waits for the device, or for memory of the driver's, another thread asks the store something. It is
-answered at once: the store's mutex is free.
+The driver stops the step at each wait for the device and at each allocation. Meanwhile another thread asks for the
+store's counters, and gets them at once.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ SIZES = (1 << 12, 1 << 14, 1 << 16)
 
 
 def steps(native, stream, errors):
-    """Rings that grow, slots of other sizes that are given back, handles that are read, tensors past the ring."""
+    """Covers growing rings, freed slots of other sizes, handles that are read, and tensors larger than the ring."""
     keep = []
     try:
         run = 0
