@@ -126,8 +126,8 @@ def prepare(out: Path, options: argparse.Namespace) -> None:
     if checkpoints.exists() and not options.resume:
         if not settings.exists():  # perhaps not of this example
             raise SystemExit(
-                f"train_gpt: {checkpoints} is there, without a settings.json beside it; give --resume to go on from "
-                "it, or another --out"
+                f"train_gpt: --out must be a new folder or one of this example, got {out} with checkpoints and no "
+                "settings.json; give --resume to continue from them, or another --out"
             )
         shutil.rmtree(checkpoints)
     out.mkdir(parents=True, exist_ok=True)

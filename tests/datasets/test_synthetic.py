@@ -64,9 +64,9 @@ def test_each_relation_joins_two_node_types_with_skewed_ends():
 
 def test_long_segments_are_those_of_the_same_nodes_in_every_relation():
     data = synthetic("fb15k", seed=2)
-    hubs = [int(np.bincount(data.senders[data.edge_type == relation]).argmax()) for relation in range(5)]
-    assert len(set(hubs)) == 1
-    assert hubs[0] != 0  # the order is permuted (seed 2)
+    busiest = [int(np.bincount(data.senders[data.edge_type == relation]).argmax()) for relation in range(5)]
+    assert len(set(busiest)) == 1
+    assert busiest[0] != 0  # the order is permuted (seed 2)
 
 
 def test_seed():

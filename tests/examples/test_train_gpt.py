@@ -51,7 +51,7 @@ def test_a_second_run_replaces_the_first(example, tmp_path, monkeypatch):
 
 def test_checkpoints_of_others_are_kept(example, tmp_path):
     (tmp_path / "checkpoints" / "4").mkdir(parents=True)
-    with pytest.raises(SystemExit, match=r"checkpoints is there.*--resume.*--out"):
+    with pytest.raises(SystemExit, match=r"--out must be a new folder.*--resume.*another --out"):
         example.main([*TINY, "--out", str(tmp_path)])
     assert (tmp_path / "checkpoints" / "4").exists()
 
