@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,17 @@ from dejax.host_gather import _types
 from dejax.host_gather._spec import TableSpec
 
 _DLPACK_CPU, _DLPACK_CUDA_HOST = 1, 3
+# jax's export of an array crashes if another thread deletes the array meanwhile (jaxlib 0.12: a segmentation fault in one
+# of some thousand closes).
+_exporting = threading.RLock()
+
+
+def _renew_lock() -> None:
+    global _exporting
+    _exporting = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)  # a thread that the child lacks may hold it
 
 
 def host_sharding(device: Any) -> jax.sharding.Sharding:
@@ -75,8 +87,21 @@ def zeros_on_cpu(spec: TableSpec, device: Any, what: str) -> Array:
         raise MemoryError(f"{what}: {wanted} bytes could not be allocated: {error}") from error
 
 
+def delete(leaf: Array) -> None:
+    """Deletes an array, not during an export by another thread."""
+    with _exporting:
+        leaf.delete()
+
+
 def address_of(leaf: Array) -> int:
-    return leaf.addressable_data(0).unsafe_buffer_pointer()
+    with _exporting:
+        return leaf.addressable_data(0).unsafe_buffer_pointer()
+
+
+def numpy_of(leaf: Array) -> np.ndarray:
+    """A view of an array in memory that jax allocated."""
+    with _exporting:
+        return np.asarray(leaf)
 
 
 def memory_of(leaf: Array) -> Any:
@@ -88,16 +113,17 @@ def memory_of(leaf: Array) -> Any:
 
 def hold(leaf: Array) -> Any:
     """A native `HostMemory` that keeps the array's memory alive, also memory of jax, even if the array is deleted."""
-    memory = memory_of(leaf)
-    if memory is not None:
-        leaf.unsafe_buffer_pointer()  # raises if the array was deleted meanwhile: another one may have its address
-        return memory
-    module = _native.extension("HostTable.write")
-    if next(iter(leaf.devices())).platform != "cpu":  # a copy that XLA made in pinned memory of its own
-        return module.HostMemory.adopt(address_of(leaf), leaf.nbytes, True, None, leaf)
-    # Not numpy.asarray, whose result jax caches: donating the array would then copy it.
-    held = np.from_dlpack(leaf)  # type: ignore[arg-type]
-    return module.HostMemory.adopt(held.ctypes.data, held.nbytes, True, None, held)
+    with _exporting:
+        memory = memory_of(leaf)
+        if memory is not None:
+            leaf.unsafe_buffer_pointer()  # raises if the array was donated meanwhile: another one may have its address
+            return memory
+        module = _native.extension("HostTable.write")
+        if next(iter(leaf.devices())).platform != "cpu":  # a copy that XLA made in pinned memory of its own
+            return module.HostMemory.adopt(address_of(leaf), leaf.nbytes, True, None, leaf)
+        # Not numpy.asarray, whose result jax caches: donating the array would then copy it.
+        held = np.from_dlpack(leaf)  # type: ignore[arg-type]
+        return module.HostMemory.adopt(held.ctypes.data, held.nbytes, True, None, held)
 
 
 def copy_rows(leaf: Array, spec: TableSpec, start: int, rows: np.ndarray) -> None:

@@ -26,7 +26,7 @@ from dejax.host_gather._lifetime import (
     process_of,
     reporting_closed,
 )
-from dejax.host_gather._memory import View, array_of, copy_rows, memory_of
+from dejax.host_gather._memory import View, array_of, copy_rows, delete, memory_of, numpy_of
 from dejax.host_gather._operands import ReadableTable, TableOperands
 from dejax.host_gather._spec import TableSpec, platform_of, table_spec
 from dejax.host_gather.gather import gather
@@ -232,7 +232,7 @@ class HostTable(ReadableTable):
         with reporting_closed(leaf, "HostTable.numpy"):
             leaf.block_until_ready()
             memory = memory_of(leaf)
-            words = np.asarray(leaf) if memory is None else View(memory, leaf).array()
+            words = numpy_of(leaf) if memory is None else View(memory, leaf).array()
         view = words.reshape(len(self), -1).view(self.dtype) if self.size else np.empty(self.shape, self.dtype)
         view = view.reshape(self.shape)
         view.flags.writeable = False
@@ -272,7 +272,7 @@ class HostTable(ReadableTable):
     def close(self) -> None:
         """Releases the memory, after the steps in flight and after the last view. Closing twice does nothing."""
         if is_concrete(self._leaf) and not self.is_closed():
-            self._leaf.delete()
+            delete(self._leaf)
 
     def is_closed(self) -> bool:
         """Whether the memory was released, or went to another table by donation."""
@@ -309,7 +309,7 @@ class HostTable(ReadableTable):
             arrays = [array_of(memory, self._spec, device) for device in devices]
             kind = "pinned_host"
         else:
-            arrays = [jax.device_put(np.asarray(leaf), device) for device in devices]
+            arrays = [jax.device_put(numpy_of(leaf), device) for device in devices]
             kind = devices[0].default_memory().kind
         sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
         whole = jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
