@@ -291,17 +291,9 @@ def triton_product(
     schedule: kernels.GemmSchedule | None,
 ) -> jax.Array:
     """`typed_matmul` as a program of dejax calls it; its segments need not end with a tile."""
-    return kernels.typed_matmul(
-        x,
-        w,
-        offsets=offsets,
-        tile_type=tile_type,
-        tile_start=tile_start,
-        block=block,
-        num_positions=x.shape[0],
-        covers_all=True,
-        schedule=schedule,
-    )
+    groups = kernels.GemmGroups(offsets, tile_type, tile_start, block, x.shape[0])
+    request = kernels.GroupedGemm(x, w, groups, output=kernels.GemmOutput(covers_all=True))
+    return kernels.grouped_gemm(request, schedule=schedule)
 
 
 def triton_traverse(x: jax.Array, offsets: jax.Array) -> jax.Array:

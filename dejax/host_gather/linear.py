@@ -33,7 +33,7 @@ def typed_linear(
 ) -> Array:
     """`table[ids[i]] @ w[types[i]]` for each i: a relational layer's first product, without a gathered copy.
 
-    On a GPU the kernel of `dejax.pallas.typed_matmul` reads its rows from host memory itself, type by type and within a
+    On a GPU the kernel of `dejax.pallas.grouped_gemm` reads its rows from host memory itself, type by type and within a
     type by ascending row. It reads a row once for each id: where several ids name a row, `gather` distinct rows and
     multiply those. It reads rows that a `CachedTable` has on the device from host memory, too. Elsewhere rows are
     gathered and multiplied by XLA.
@@ -114,11 +114,15 @@ def _in_kernel(
     tile_type = jnp.minimum(jnp.searchsorted(end, number, side="right"), types - 1).astype(jnp.int32)
     # A tile beyond the last one begins where its type has ended, and is unused.
     tile_start = offsets[tile_type] + (number - (end - tiles)[tile_type]) * block
-    return pallas.typed_matmul(
-        pallas.FloatBits.of(leaf, spec.dtype), w, offsets=offsets, tile_type=tile_type,
-        tile_start=tile_start.astype(jnp.int32), block=block, num_positions=n, x_index=row, out_index=order,
-        precision=precision, out_dtype=dtype, interpret=False,
-    )  # fmt: skip
+    request = pallas.GroupedGemm(
+        pallas.FloatBits.of(leaf, spec.dtype),
+        w,
+        pallas.GemmGroups(offsets, tile_type, tile_start.astype(jnp.int32), block, n),
+        x_index=row,
+        output=pallas.GemmOutput(index=order, dtype=dtype),
+        precision=precision,
+    )
+    return pallas.grouped_gemm(request, interpret=False)
 
 
 def _forward(
@@ -135,10 +139,10 @@ def _backward(spec: TableSpec, precision: str, dtype: Any, kept: Any, cotangent:
 
     leaf, row, order, offsets, like = kept
     rows = gather(HostTable(leaf, spec), row)
-    gradient = pallas.typed_outer(
-        rows, cotangent, offsets=offsets, num_positions=row.size, y_index=order, precision=precision,
-        out_dtype=like.dtype, interpret=False,
-    )  # fmt: skip
+    request = pallas.GroupedWeightGradient(
+        rows, cotangent, offsets, row.size, y_index=order, precision=precision, dtype=like.dtype
+    )
+    gradient = pallas.grouped_weight_gradient(request, interpret=False)
     nothing = (np.zeros(x.shape, jax.dtypes.float0) for x in (leaf, row, order, offsets))
     return (*nothing, gradient)
 

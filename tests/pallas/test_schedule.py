@@ -135,11 +135,11 @@ def test_stages_fit_the_shared_memory_of_the_device(shared, half_rows, monkeypat
         assert o.num_stages == 1 or o.num_stages * tiles <= shared
 
 
-@pytest.mark.parametrize("groups, k, n, precision, expected",
+@pytest.mark.parametrize("heads, k, n, precision, expected",
                          [(8, 8, 8, "tf32", 8), (8, 16, 16, "tf32", 4), (6, 20, 3, "bf16", 3), (4, 64, 64, "tf32", 1),
                           (8, 8, 8, "f32", 1), (1, 8, 8, "tf32", 1)])  # fmt: skip
-def test_merged_groups(groups, k, n, precision, expected):
-    assert schedule.merged_groups(groups, k, n, precision, "float32") == expected
+def test_merged_heads(heads, k, n, precision, expected):
+    assert schedule.merged_heads(heads, k, n, precision, "float32") == expected
 
 
 @pytest.fixture

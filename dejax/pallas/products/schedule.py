@@ -224,15 +224,14 @@ def gemm_schedule(
     return GemmSchedule(block_k, block_n, num_warps, num_stages, tiles)
 
 
-def merged_groups(groups: int, k: int, n: int, precision: str, dtype: Any) -> int:
-    """How many groups a product with tensor cores takes at once, as blocks on the diagonal of one matrix.
+def merged_heads(heads: int, k: int, n: int, precision: str, dtype: Any) -> int:
+    """How many heads a product with tensor cores takes at once, as blocks on the diagonal of one matrix.
 
-    On 2 million rows eight groups of 8 by 8 took 0.71 ms one by one and take 0.42 ms like this, as long as a dense 64
-    by 64: the zeros cost nothing where memory is the bound. With `f32` an infinity stays in its group.
+    The zeros between the blocks cost nothing where memory is the bound. With `f32` an infinity stays in its head.
     """
     if precision == "f32" and jnp.dtype(dtype) == jnp.float32:
         return 1
-    fits = (m for m in range(groups, 1, -1) if groups % m == 0 and m * max(k, n) <= 64)
+    fits = (m for m in range(heads, 1, -1) if heads % m == 0 and m * max(k, n) <= 64)
     return next(fits, 1)
 
 
