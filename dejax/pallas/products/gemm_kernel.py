@@ -222,8 +222,8 @@ def _product_of_step(tile: _Tile, i: Any, row_power: Any, column_power: Any) -> 
     x_at = (tile.row, (tile.heads * c.k + k)[None, :])
     columns = None
     if "x_columns" in ref:
-        inside = None if c.even_k else (k < c.k)[None, :]
-        columns = _triton.load(ref["x_columns"], ((tile.heads * c.k + k)[None, :],), inside).astype(jnp.float32)
+        at = (tile.heads * c.k + k)[None, :]
+        columns = _triton.load(ref["x_columns"], (at,), None if c.even_k else (k < c.k)[None, :]).astype(jnp.float32)
     # The matrix first, which waits for no index: it is scaled while the rows are on their way.
     w_at, w_mask = _place_in_w(tile, k[:, None])
     w = _triton.load(ref["w"], w_at, w_mask)
