@@ -8,11 +8,12 @@ from dejax.pallas.formats.half_rows import HalfRows, rounded
 from dejax.pallas.formats.table_slice import TableSlice
 from dejax.pallas.products.grouped_gemm import grouped_gemm
 from dejax.pallas.products.requests import GemmEpilogue, GemmGroups, GemmOutput, GroupedGemm, GroupedWeightGradient
-from dejax.pallas.products.schedule import GemmSchedule, OuterSchedule, TraversalSchedule, gemm_block
+from dejax.pallas.products.schedule import GemmSchedule, OuterSchedule, gemm_block
 from dejax.pallas.products.sums import sum_rows
 from dejax.pallas.products.weight_gradient import grouped_weight_gradient, split_table
 from dejax.pallas.special import erf, exp
 from dejax.pallas.traversal.factored import Factored, whole
+from dejax.pallas.traversal.schedule import TraversalSchedule
 from dejax.pallas.traversal.template import Beside, Operand, Reduction, map_items, traverse
 
 typed_matmul, typed_outer = grouped_gemm, grouped_weight_gradient

@@ -10,6 +10,7 @@ import pytest
 from dejax.pallas import tuned_tables
 from dejax.pallas._shapes import next_power_of_two
 from dejax.pallas.products import schedule
+from dejax.pallas.traversal import schedule as traversals
 from dejax.pallas.tuner import Tuner
 
 
@@ -17,7 +18,7 @@ from dejax.pallas.tuner import Tuner
 @pytest.mark.parametrize("degree", [0.0, 0.4, 1.0, 3.0, 51.0, 1e6])
 def test_traversal_schedules_are_powers_of_two_and_fit(degree, interpret):
     for width in (1, 2, 8, 64, 128, 512, 1024, 4096):
-        s = schedule.traversal_schedule(width, degree, interpret=interpret)
+        s = traversals.traversal_schedule(width, degree, interpret=interpret)
         for n in (s.rows_per_program, s.items_per_step, s.num_warps):
             assert n >= 1 and next_power_of_two(n) == n
         if not interpret:  # at most 64 elements of a tile a thread
@@ -36,7 +37,7 @@ def test_schedules_of_operands_of_any_width(features, halves):
     )
     for row_loads, degree, num_items, times in itertools.product(rows, degrees, counts, (1, 2)):
         width = times * next_power_of_two(features)
-        s = schedule.traversal_schedule(width, degree, loads=loads, row_loads=row_loads, num_items=num_items)
+        s = traversals.traversal_schedule(width, degree, loads=loads, row_loads=row_loads, num_items=num_items)
         for n in (s.rows_per_program, s.items_per_step, s.num_warps):
             assert n >= 1 and next_power_of_two(n) == n
 
@@ -45,8 +46,8 @@ def test_schedules_of_operands_of_any_width(features, halves):
 def test_loops_that_only_multiply_and_sum(degree, rows, items):
     """Four slots however wide their sums are side by side, with a row of their own or without."""
     loads = [(1, False), (1, False), (64, True), (64, True)]
-    find = functools.partial(schedule.traversal_schedule, 128, degree, loads=loads, num_items=10**7)
-    assert find() == find(row_loads=[(64, True)]) == schedule.TraversalSchedule(rows, items, 1, 1)
+    find = functools.partial(traversals.traversal_schedule, 128, degree, loads=loads, num_items=10**7)
+    assert find() == find(row_loads=[(64, True)]) == traversals.TraversalSchedule(rows, items, 1, 1)
 
 
 @pytest.mark.parametrize("degree", [2, 10, 50])
@@ -54,13 +55,13 @@ def test_loops_that_only_multiply_and_sum(degree, rows, items):
 def test_loops_over_rows_in_16_bits_take_one_warp(loads, degree):
     """Several exchange numbers through shared memory, and loops whose programs take some are slower."""
     for items in (10**5, 10**7, None):
-        assert schedule.traversal_schedule(64, degree, loads=loads, num_items=items).num_warps == 1
+        assert traversals.traversal_schedule(64, degree, loads=loads, num_items=items).num_warps == 1
 
 
 @pytest.mark.parametrize("degree, items, expected", [(2.9, 20_851, (2, 4, 1)), (2.4, 65_139, (8, 1, 1)),
                                                      (1.7, 156_328, (8, 1, 1)), (24, 342_297, (2, 4, 1))])  # fmt: skip
 def test_small_graphs_take_several_items_a_step_in_few_programs(degree, items, expected):
-    s = schedule.traversal_schedule(64, degree, loads=[(64, True)], num_items=items)
+    s = traversals.traversal_schedule(64, degree, loads=[(64, True)], num_items=items)
     assert (s.rows_per_program, s.items_per_step, s.num_warps) == expected
 
 
@@ -68,7 +69,7 @@ def test_small_graphs_take_several_items_a_step_in_few_programs(degree, items, e
                                                      (1.7, 156_328, (8, 1, 2)), (1.7, 3_152_503, (8, 1, 1)),
                                                      (7.0, 657_558, (4, 1, 1)), (1.0, None, (8, 1, 1))])  # fmt: skip
 def test_sums_beside_others_take_rows_by_how_many_there_are(degree, items, expected):
-    s = schedule.traversal_schedule(64, degree, loads=[(64, True)], num_items=items, beside=True)
+    s = traversals.traversal_schedule(64, degree, loads=[(64, True)], num_items=items, beside=True)
     assert (s.rows_per_program, s.items_per_step, s.num_warps) == expected
 
 
@@ -109,13 +110,13 @@ def test_sums_of_outer_products_by_how_their_rows_come(k, n, half, narrow, posit
 
 @pytest.mark.parametrize("width, heads, expected", [(1, 1, (64, 4, 4)), (4, 4, (32, 1, 1)), (8, 8, (16, 1, 1))])
 def test_loops_over_numbers_of_many_rows(width, heads, expected):
-    s = schedule.traversal_schedule(width, 2.0, loads=[(heads, False)], num_items=10**7)
+    s = traversals.traversal_schedule(width, 2.0, loads=[(heads, False)], num_items=10**7)
     assert (s.rows_per_program, s.items_per_step, s.num_warps) == expected
 
 
 @pytest.mark.parametrize("width, rows", [(64, 4), (128, 4), (256, 2)])
 def test_wide_loops_over_two_rows_an_item_fill_a_warp(width, rows):
-    s = schedule.traversal_schedule(width, 2.0, loads=[(1, False), (width, True), (width, True)], num_items=10**7)
+    s = traversals.traversal_schedule(width, 2.0, loads=[(1, False), (width, True), (width, True)], num_items=10**7)
     assert (s.rows_per_program, s.items_per_step, s.num_warps) == (rows, 1, 1)
 
 
@@ -212,4 +213,4 @@ def test_candidates_are_schedules(k, n):
         assert block in (32, 64, 128)
         schedule.GemmSchedule(**fields)
     assert [schedule.OuterSchedule(**f) for f in tuned_tables.outer_candidates(k, n)]
-    assert [schedule.TraversalSchedule(**f) for f in tuned_tables.traversal_candidates(next_power_of_two(n))]
+    assert [traversals.TraversalSchedule(**f) for f in tuned_tables.traversal_candidates(next_power_of_two(n))]
