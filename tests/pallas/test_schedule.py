@@ -9,6 +9,7 @@ import pytest
 
 from dejax.pallas import tuned_tables
 from dejax.pallas._shapes import next_power_of_two
+from dejax.pallas.machine import Machine
 from dejax.pallas.products import schedule
 from dejax.pallas.traversal import schedule as traversals
 from dejax.pallas.tuner import Tuner
@@ -123,7 +124,7 @@ def test_wide_loops_over_two_rows_an_item_fill_a_warp(width, rows):
 @pytest.mark.parametrize("shared", [99 * 1024, 163 * 1024, 227 * 1024])
 @pytest.mark.parametrize("half_rows", [False, True])
 def test_stages_fit_the_shared_memory_of_the_device(shared, half_rows, monkeypatch):
-    monkeypatch.setattr(schedule, "shared_bytes", lambda: shared)
+    monkeypatch.setattr(schedule, "machine", lambda: Machine(shared_bytes=shared))
     for k, n in itertools.product((64, 100, 128, 256), repeat=2):
         block = schedule.gemm_block(k, n, 10**7, 10, half_rows=half_rows)
         s = schedule.gemm_schedule(k, n, block, "tf32", num_positions=10**7, whole_n=True, half_rows=half_rows)
