@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dejax import pallas as kernels
-from dejax.pallas.products import reference
+from dejax.pallas.products import grouped_gemm, reference
 from dejax.pallas.products.schedule import OuterSchedule
 from tests.pallas.reference import GEMMS, OUTERS, Gemm, Outer, interpreted
 
@@ -60,6 +60,17 @@ def test_rows_out_of_range_are_neither_read_nor_written():
     y = np.asarray(interpreted(case.run)(a))
     assert np.all(y[2:] == 0)
     np.testing.assert_allclose(y[:2, 0], a["x"][:2, 0] @ a["w"][0, 0], rtol=1e-5, atol=1e-6)
+
+
+def test_results_with_parts_of_several_widths_stay_float32_and_whole(monkeypatch):
+    """A result of 300 columns is not row-scaled, so it must not be divided by the powers of two of its columns."""
+    monkeypatch.setattr(grouped_gemm, "SCALE_BEFOREHAND", 0)
+    case = Gemm(counts=(5, 4), rows=6, k=16, n=300, heads=1, gather=False, scatter=False, scaled_out=True)
+    a = case.arrays()
+    request = case.request(a)
+    columns = jnp.full((1, 300), 2.0**10)
+    request = dataclasses.replace(request, output=dataclasses.replace(request.output, columns=columns))
+    case.check(kernels.grouped_gemm(request), a)
 
 
 @pytest.mark.parametrize("shape", [{"counts": ()}, {"counts": (0,)}, {"counts": (0, 0)}])
