@@ -290,18 +290,10 @@ def triton_product(
     block: int,
     schedule: kernels.GemmSchedule | None,
 ) -> jax.Array:
-    """`typed_matmul` as a program of dejax calls it. Segments may end within a tile."""
-    return kernels.typed_matmul(
-        x,
-        w,
-        offsets=offsets,
-        tile_type=tile_type,
-        tile_start=tile_start,
-        block=block,
-        num_positions=x.shape[0],
-        covers_all=True,
-        schedule=schedule,
-    )
+    """`typed_matmul` as a program of dejax calls it; its segments need not end with a tile."""
+    groups = kernels.GemmGroups(offsets, tile_type, tile_start, block, x.shape[0])
+    request = kernels.GroupedGemm(x, w, groups, output=kernels.GemmOutput(covers_all=True))
+    return kernels.grouped_gemm(request, schedule=schedule)
 
 
 def triton_traverse(x: jax.Array, offsets: jax.Array) -> jax.Array:

@@ -17,8 +17,8 @@ from dejax.host_gather import _types
 from dejax.host_gather._spec import TableSpec
 
 _DLPACK_CPU, _DLPACK_CUDA_HOST = 1, 3
-# jax's export of an array crashes if another thread deletes the array meanwhile (jaxlib 0.12: a segmentation fault in one
-# of some thousand closes).
+# jax's export of an array crashes if another thread deletes the array meanwhile (jaxlib 0.12: a segmentation fault in
+# one of some thousand closes).
 _exporting = threading.RLock()
 
 

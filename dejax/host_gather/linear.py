@@ -34,7 +34,7 @@ def typed_linear(
 ) -> Array:
     """`table[ids[i]] @ w[types[i]]` for each i: the first grouped GEMM of a relational layer, without a gathered copy.
 
-    On a GPU the kernel of `dejax.pallas.typed_matmul` reads its rows from host memory, ordered by type and then by row.
+    On a GPU the kernel of `dejax.pallas.grouped_gemm` reads its rows from host memory, ordered by type and then by row.
     It reads a row once for each id; if several ids name a row, `gather` distinct rows and multiply those. It does not
     use the cache of a `CachedTable`. On the CPU, rows are gathered and multiplied by XLA.
 
@@ -141,11 +141,15 @@ def _in_kernel(static: _Static, leaf: Array, row: Array, order: Array, offsets: 
     tile_type = jnp.minimum(jnp.searchsorted(end, number, side="right"), types - 1).astype(jnp.int32)
     # A tile beyond the last one begins at the end of its type, and is unused.
     tile_start = offsets[tile_type] + (number - (end - tiles)[tile_type]) * block
-    return pallas.typed_matmul(
-        pallas.FloatBits.of(leaf, static.spec.dtype), w, offsets=offsets, tile_type=tile_type,
-        tile_start=tile_start.astype(jnp.int32), block=block, num_positions=n, x_index=row, out_index=order,
-        precision=static.precision, out_dtype=static.out_dtype, interpret=False,
-    )  # fmt: skip
+    request = pallas.GroupedGemm(
+        pallas.FloatBits.of(leaf, static.spec.dtype),
+        w,
+        pallas.GemmGroups(offsets, tile_type, tile_start.astype(jnp.int32), block, n),
+        x_index=row,
+        output=pallas.GemmOutput(index=order, dtype=static.out_dtype),
+        precision=static.precision,
+    )
+    return pallas.grouped_gemm(request, interpret=False)
 
 
 def _forward(
@@ -160,10 +164,10 @@ def _backward(static: _Static, kept: tuple[Array, ...], cotangent: Array) -> tup
 
     leaf, row, order, offsets, like = kept
     rows = gather(HostTable(leaf, static.spec), row)
-    gradient = pallas.typed_outer(
-        rows, cotangent, offsets=offsets, num_positions=row.size, y_index=order, precision=static.precision,
-        out_dtype=like.dtype, interpret=False,
-    )  # fmt: skip
+    request = pallas.GroupedWeightGradient(
+        rows, cotangent, offsets, row.size, y_index=order, precision=static.precision, dtype=like.dtype
+    )
+    gradient = pallas.grouped_weight_gradient(request, interpret=False)
     nothing = (np.zeros(x.shape, jax.dtypes.float0) for x in (leaf, row, order, offsets))
     return (*nothing, gradient)
 

@@ -6,19 +6,28 @@ from dejax.pallas.formats.encode import to_half_rows
 from dejax.pallas.formats.float_bits import FloatBits
 from dejax.pallas.formats.half_rows import HalfRows, rounded
 from dejax.pallas.formats.table_slice import TableSlice
-from dejax.pallas.products.grouped_gemm import typed_matmul
-from dejax.pallas.products.schedule import GemmSchedule, OuterSchedule, TraversalSchedule, gemm_block
+from dejax.pallas.products.grouped_gemm import grouped_gemm
+from dejax.pallas.products.requests import GemmEpilogue, GemmGroups, GemmOutput, GroupedGemm, GroupedWeightGradient
+from dejax.pallas.products.schedule import GemmSchedule, OuterSchedule, gemm_block
 from dejax.pallas.products.sums import sum_rows
-from dejax.pallas.products.weight_gradient import split_table, typed_outer
+from dejax.pallas.products.weight_gradient import grouped_weight_gradient, split_table
 from dejax.pallas.special import erf, exp
 from dejax.pallas.traversal.factored import Factored, whole
+from dejax.pallas.traversal.schedule import TraversalSchedule
 from dejax.pallas.traversal.template import Beside, Operand, Outputs, Reduction, Segments, map_items, traverse
+
+typed_matmul, typed_outer = grouped_gemm, grouped_weight_gradient
 
 __all__ = [
     "Beside",
     "Factored",
     "FloatBits",
+    "GemmEpilogue",
+    "GemmGroups",
+    "GemmOutput",
     "GemmSchedule",
+    "GroupedGemm",
+    "GroupedWeightGradient",
     "HalfRows",
     "Operand",
     "OuterSchedule",
@@ -31,6 +40,8 @@ __all__ = [
     "exp",
     "feature_mask",
     "gemm_block",
+    "grouped_gemm",
+    "grouped_weight_gradient",
     "label",
     "map_items",
     "next_power_of_two",

@@ -41,18 +41,18 @@ def degrees(rows: int, items: int, hub: int, seed: int = 0) -> tuple[int, ...]:
 
 
 LARGE_GEMMS = {
-    f"{k} to {n}, {groups} groups, {precision}, {np.dtype(dtype).name}, block {block}": Gemm(
+    f"{k} to {n}, {heads} heads, {precision}, {np.dtype(dtype).name}, block {block}": Gemm(
         counts=types(60_000, 64),
         rows=20_000,
         k=k,
         n=n,
-        groups=groups,
+        heads=heads,
         precision=precision,
         dtype=dtype,
         block=block,
         padding=100,
     )
-    for k, n, groups, precision, dtype, block in [
+    for k, n, heads, precision, dtype, block in [
         (64, 64, None, "tf32", jnp.float32, 64),
         (64, 64, None, "f32", jnp.float32, 32),
         (64, 64, None, "bf16", jnp.float32, 128),
@@ -65,18 +65,18 @@ LARGE_GEMMS = {
     ]
 }
 LARGE_OUTERS = {
-    f"{k} by {n}, {groups} groups, {precision}, {np.dtype(dtype).name}": Outer(
+    f"{k} by {n}, {heads} heads, {precision}, {np.dtype(dtype).name}": Outer(
         counts=types(60_000, 64),
         rows=20_000,
         k=k,
         n=n,
-        groups=groups,
+        heads=heads,
         precision=precision,
         dtype=dtype,
         padding=100,
         rows_per_split=None,
     )
-    for k, n, groups, precision, dtype in [
+    for k, n, heads, precision, dtype in [
         (64, 64, None, "tf32", jnp.float32),
         (64, 64, None, "f32", jnp.float32),
         (64, 64, None, "tf32", jnp.bfloat16),
@@ -110,14 +110,14 @@ LARGE_TRAVERSALS = {
 
 
 @pytest.mark.parametrize("name", [*GEMMS, *LARGE_GEMMS])
-def test_typed_matmul(name):
+def test_grouped_gemm(name):
     case = (GEMMS | LARGE_GEMMS)[name]
     a = case.arrays()
     case.check(jax.jit(case.run)(a), a, tolerance(case))
 
 
 @pytest.mark.parametrize("name", [*OUTERS, *LARGE_OUTERS])
-def test_typed_outer(name):
+def test_grouped_weight_gradient(name):
     case = (OUTERS | LARGE_OUTERS)[name]
     a = case.arrays()
     run = jax.jit(case.run)
@@ -152,7 +152,7 @@ def test_traverse_vmap(name, operand):
 
 
 @pytest.mark.parametrize("operand", ["x", "w"])
-def test_typed_matmul_vmap(operand):
+def test_grouped_gemm_vmap(operand):
     case = GEMMS["scale, leaky relu, dot"]
     samples = [case.arrays(seed) for seed in (0, 1, 2)]
     stacked = {n: np.stack([s[n] for s in samples]) if n == operand else v for n, v in samples[0].items()}
@@ -170,10 +170,8 @@ def test_rows_past_2_to_the_32_bytes():
     expected = np.array([1, 1, 0, 0], np.float32)[:, None] * np.ones((4, width))
     from dejax import pallas as kernels
 
-    y = kernels.typed_matmul(
-        table, jnp.eye(width)[None], offsets=jnp.array([0, 4], jnp.int32), tile_type=jnp.zeros(1, jnp.int32),
-        tile_start=jnp.zeros(1, jnp.int32), block=16, num_positions=4, x_index=index,
-    )  # fmt: skip
+    groups = kernels.GemmGroups(jnp.array([0, 4], jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32), 16, 4)
+    y = kernels.grouped_gemm(kernels.GroupedGemm(table, jnp.eye(width)[None], groups, x_index=index))
     assert np.array_equal(y, expected)
     (total,), _ = kernels.traverse(
         lambda t: ((t,), ()),

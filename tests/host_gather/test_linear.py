@@ -60,11 +60,11 @@ def test_gradients() -> None:
 
 def test_the_kernel_reads_floats_from_their_bits() -> None:
     x, offsets = ROWS[:16, :16], jnp.array([0, 5, 16])
-    options = {"offsets": offsets, "tile_type": jnp.array([0, 1]), "tile_start": jnp.array([0, 5]), "block": 16}
-    want = kernels.typed_matmul(jnp.asarray(x), W[:2, :16], num_positions=16, interpret=True, **options)
+    groups = kernels.GemmGroups(offsets, jnp.array([0, 1]), jnp.array([0, 5]), 16, 16)
+    want = kernels.grouped_gemm(kernels.GroupedGemm(jnp.asarray(x), W[:2, :16], groups), interpret=True)
     bits = jnp.asarray(np.ascontiguousarray(x).view(np.uint32))
     floats = kernels.FloatBits.of(bits, jnp.float32)
-    got = kernels.typed_matmul(floats, W[:2, :16], num_positions=16, interpret=True, **options)
+    got = kernels.grouped_gemm(kernels.GroupedGemm(floats, W[:2, :16], groups), interpret=True)
     np.testing.assert_array_equal(got, want)
     with pytest.raises(ValueError, match="unsigned integers as wide as bfloat16"):
         kernels.FloatBits.of(bits, jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""The kernel templates' contract: cases of every kind, and float64 references in numpy.
+"""The contract of the kernel templates: cases of every kind. The products' references are in `products.reference`.
 
 Used interpreted (tests/pallas), lowered for a GPU that is not there (test_lowering) and on a GPU (tests/gpu).
 """
@@ -15,9 +15,10 @@ import numpy as np
 
 from dejax import pallas as kernels
 from dejax.pallas.formats.half_rows import encode
+from dejax.pallas.products import reference as products
 from dejax.pallas.products.weight_gradient import split_table
 
-# Of the largest entry: products of TF32 precision round operands, and rows in 16 bits themselves, to 10 bits.
+# Relative to the largest element: products of TF32 precision round operands to 10 bits, and so is row-scaled float16.
 TF32 = 2e-3
 
 
@@ -26,17 +27,17 @@ def interpreted(function: Any) -> Any:
     return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
 
 
-# --- typed products --------------------------------------------------------------------------------------------------
+# --- grouped GEMM ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """One typed product. `counts` are the positions of each type; `padding` more positions belong to none."""
+    """One grouped GEMM. `counts` are the positions of each type; `padding` more positions have no type."""
 
     counts: tuple[int, ...] = (9, 0, 21, 1)
     padding: int = 0
     rows: int = 13
-    groups: int | None = 2
+    heads: int | None = 2
     k: int = 17
     n: int = 3
     gather: bool = True
@@ -53,8 +54,8 @@ class Gemm:
     dtype: Any = jnp.float32
     out_dtype: Any = None
     block: int = 16
-    half_in: bool = False
-    half_out: bool = False
+    scaled_in: bool = False
+    scaled_out: bool = False
     schedule: kernels.GemmSchedule | None = None
 
     @property
@@ -69,11 +70,11 @@ class Gemm:
 
     def arrays(self, seed: int = 0) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(seed)
-        types, groups = len(self.counts), self.groups or 1
+        types, heads = len(self.counts), self.heads or 1
         rows = self.rows if self.gather else self.positions
-        shape = (types, groups, self.n, self.k) if self.transpose_w else (types, groups, self.k, self.n)
+        shape = (types, heads, self.n, self.k) if self.transpose_w else (types, heads, self.k, self.n)
         a = {
-            "x": rng.standard_normal((rows, groups, self.k)),
+            "x": rng.standard_normal((rows, heads, self.k)),
             "w": rng.standard_normal(shape) / np.sqrt(self.k),
             "offsets": np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32),
         }
@@ -85,84 +86,40 @@ class Gemm:
             if self.accumulate:
                 a["out_index"] = rng.integers(0, self.out_rows, self.positions).astype(np.int32)
         if self.scale:
-            a["scale"] = rng.standard_normal((self.positions, groups))
+            a["scale"] = rng.standard_normal((self.positions, heads))
         if self.bias:
-            a["bias"] = rng.standard_normal((types, groups, self.n))
+            a["bias"] = rng.standard_normal((types, heads, self.n))
         if self.dot_vector:
-            a["dot_vector"] = rng.standard_normal((types, groups, self.n))
+            a["dot_vector"] = rng.standard_normal((types, heads, self.n))
         for name in ("x", "w", "scale", "bias", "dot_vector"):
             if name in a:
                 a[name] = np.asarray(jnp.asarray(a[name], self.dtype))
-                if self.groups is None:
+                if self.heads is None:
                     a[name] = a[name].squeeze(1)
         a["tile_type"], a["tile_start"] = tile_table(a["offsets"], self.block, self.positions)
         return a
 
-    def run(self, a: dict[str, Any], interpret: bool | None = None, **options: Any) -> Any:
-        if self.half_in:
-            a = a | {"x": encode(jnp.asarray(a["x"]))}
-        if self.half_out:
-            options["half_out"] = True
-        if self.schedule is not None:
-            options["schedule"] = self.schedule
-        return kernels.typed_matmul(
-            **a,
-            block=self.block,
-            num_positions=self.positions,
-            num_out_rows=self.out_rows,
-            transpose_w=self.transpose_w,
-            activation=self.activation,
-            dot_parts=self.dot_parts,
-            accumulate=self.accumulate,
-            covers_all=self.covers_all,
-            precision=self.precision,
-            out_dtype=self.out_dtype,
-            interpret=interpret,
-            **options,
+    def request(self, a: dict[str, Any]) -> kernels.GroupedGemm:
+        groups = kernels.GemmGroups(a["offsets"], a["tile_type"], a["tile_start"], self.block, self.positions)
+        epilogue = kernels.GemmEpilogue(
+            a.get("scale"), a.get("bias"), self.activation, a.get("dot_vector"), self.dot_parts
+        )
+        output = kernels.GemmOutput(
+            a.get("out_index"), self.out_rows, self.accumulate, self.covers_all, self.out_dtype, self.scaled_out
+        )
+        return kernels.GroupedGemm(
+            a["x"], a["w"], groups, a.get("x_index"), None, self.transpose_w, epilogue, output, self.precision
         )
 
-    def reference(self, a: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray | None]:
-        x, w = a["x"].astype(np.float64), a["w"].astype(np.float64)
-        if self.groups is None:
-            x, w = x[:, None], w[:, None]
-        if self.transpose_w:
-            w = w.swapaxes(2, 3)
-        valid = self.positions - self.padding
-        types = np.repeat(np.arange(len(self.counts)), self.counts)
-        index = a["x_index"][:valid] if self.gather else np.arange(valid)
-        y = np.zeros((valid, *w.shape[1::2]))
-        for t in range(len(self.counts)):
-            y[types == t] = np.einsum("pgk,gkn->pgn", x[index[types == t]], w[t])
-        if self.scale:
-            y = y * a["scale"].astype(np.float64).reshape(self.positions, -1)[:valid, :, None]
-        if self.bias:
-            y = y + a["bias"].astype(np.float64).reshape(len(self.counts), -1, self.n)[types]
-        kind, _, slope = (self.activation or "").partition(":")
-        y = {
-            "": lambda y: y,
-            "relu": lambda y: np.maximum(y, 0),
-            "tanh": np.tanh,
-            "sigmoid": lambda y: 1 / (1 + np.exp(-y)),
-            "leaky_relu": lambda y: np.where(y > 0, y, float(slope or 0) * y),
-        }[kind](y)
-        out = a["out_index"][:valid] if self.scatter else np.arange(valid)
-        result = np.zeros((self.out_rows, *y.shape[1:]))
-        np.add.at(result, out, y)
-        dot = None
-        if self.dot_vector:
-            vector = a["dot_vector"].astype(np.float64).reshape(len(self.counts), -1, self.n)
-            products = (y * vector[types]).reshape(valid, vector.shape[1] * self.dot_parts, -1)
-            dot = np.zeros((self.out_rows, products.shape[1]))
-            dot[out] = products.sum(2)
-        if self.groups is None:
-            return result[:, 0], dot[:, 0] if dot is not None and self.dot_parts == 1 else dot
-        return result, dot
+    def run(self, a: dict[str, Any], interpret: bool | None = None) -> Any:
+        request = self.request(a | {"x": encode(jnp.asarray(a["x"]))} if self.scaled_in else a)
+        return kernels.grouped_gemm(request, schedule=self.schedule, interpret=interpret)
 
     def check(self, result: Any, a: dict[str, np.ndarray], tolerance: float | None = None) -> None:
-        y, dot = self.reference(a)
+        y, dot = products.grouped_gemm(self.request(a))
         got = result if self.dot_vector else (result, None)
         if isinstance(got[0], kernels.HalfRows):
-            assert self.half_out and got[0].mantissa.dtype == jnp.float16
+            assert self.scaled_out and got[0].mantissa.dtype == jnp.float16
             got = (decoded(got[0]), got[1])
         tolerance = TF32 if tolerance is None and self.precision == "tf32" and self.dtype == jnp.float32 else tolerance
         expected_dtype = jnp.float32 if self.accumulate else self.out_dtype or self.dtype
@@ -182,16 +139,16 @@ def tile_table(offsets: np.ndarray, block: int, positions: int) -> tuple[np.ndar
 
 GEMMS = {
     "plain": Gemm(),
-    "k 1, n 1, one group": Gemm(k=1, n=1, groups=1),
-    "no group axis": Gemm(groups=None, k=3, n=17, scale=True, dot_vector=True),
-    "wide": Gemm(k=100, n=100, groups=1, counts=(20,)),
-    "k in blocks": Gemm(k=200, n=1, groups=1, counts=(5, 5)),
-    "n in blocks": Gemm(k=3, n=130, groups=2, counts=(5, 5)),
-    "eight groups": Gemm(k=16, n=16, groups=8),
-    "groups side by side": Gemm(groups=4, k=5, n=7, counts=(9, 2), scale=True, activation="relu"),
-    "some groups side by side": Gemm(groups=6, k=20, n=3, counts=(9, 2), transpose_w=True),
-    "groups side by side, accumulate": Gemm(groups=4, k=5, n=7, counts=(9, 2), accumulate=True),
-    "groups one by one": Gemm(groups=4, k=5, n=7, counts=(9, 2), precision="f32", scale=True),
+    "k 1, n 1, one head": Gemm(k=1, n=1, heads=1),
+    "no heads axis": Gemm(heads=None, k=3, n=17, scale=True, dot_vector=True),
+    "wide": Gemm(k=100, n=100, heads=1, counts=(20,)),
+    "k in blocks": Gemm(k=200, n=1, heads=1, counts=(5, 5)),
+    "n in blocks": Gemm(k=3, n=130, heads=2, counts=(5, 5)),
+    "eight heads": Gemm(k=16, n=16, heads=8),
+    "heads merged": Gemm(heads=4, k=5, n=7, counts=(9, 2), scale=True, activation="relu"),
+    "some heads merged": Gemm(heads=6, k=20, n=3, counts=(9, 2), transpose_w=True),
+    "heads merged, accumulate": Gemm(heads=4, k=5, n=7, counts=(9, 2), accumulate=True),
+    "heads one by one": Gemm(heads=4, k=5, n=7, counts=(9, 2), precision="f32", scale=True),
     "transposed": Gemm(transpose_w=True),
     "transposed, k in blocks": Gemm(transpose_w=True, k=150, n=16, counts=(5, 5)),
     "no gather": Gemm(gather=False),
@@ -203,12 +160,12 @@ GEMMS = {
     "scale, leaky relu, dot": Gemm(scale=True, activation="leaky_relu:0.2", dot_vector=True),
     "relu": Gemm(activation="relu"),
     "bias": Gemm(bias=True),
-    "bias, groups side by side": Gemm(groups=4, k=5, n=7, counts=(9, 2), scale=True, bias=True, activation="relu"),
-    "bias, half rows, dot": Gemm(half_in=True, half_out=True, groups=None, bias=True, dot_vector=True),
-    "tanh": Gemm(activation="tanh", groups=1),
-    "sigmoid": Gemm(activation="sigmoid", groups=1),
+    "bias, heads merged": Gemm(heads=4, k=5, n=7, counts=(9, 2), scale=True, bias=True, activation="relu"),
+    "bias, row-scaled, dot": Gemm(scaled_in=True, scaled_out=True, heads=None, bias=True, dot_vector=True),
+    "tanh": Gemm(activation="tanh", heads=1),
+    "sigmoid": Gemm(activation="sigmoid", heads=1),
     "accumulate": Gemm(accumulate=True, scale=True),
-    "accumulate, no group axis": Gemm(accumulate=True, groups=None, padding=2),
+    "accumulate, no heads axis": Gemm(accumulate=True, heads=None, padding=2),
     "bfloat16": Gemm(dtype=jnp.bfloat16),
     "bfloat16 to float32": Gemm(dtype=jnp.bfloat16, out_dtype=jnp.float32, scale=True, dot_vector=True),
     "bfloat16, accumulate": Gemm(dtype=jnp.bfloat16, accumulate=True),
@@ -216,33 +173,44 @@ GEMMS = {
     "f32 products": Gemm(precision="f32"),
     "covers all": Gemm(covers_all=True),
     "block 32": Gemm(block=32, counts=(40, 0, 31)),
-    "half rows": Gemm(half_in=True, half_out=True, groups=1),
-    "half rows, groups side by side": Gemm(half_in=True, half_out=True, groups=4, k=5, n=7, counts=(9, 2), scale=True),
-    "half rows, columns in parts": Gemm(half_out=True, groups=2, k=16, n=128, counts=(5, 5)),
-    "half rows, columns uneven": Gemm(half_in=True, half_out=True, groups=1, k=16, n=130, counts=(5, 5)),
-    "three tiles a program": Gemm(groups=1, padding=6, schedule=kernels.GemmSchedule(32, 16, 4, 3, 3)),
-    "four tiles a program, half rows, dot": Gemm(
-        groups=None, half_in=True, half_out=True, dot_vector=True, schedule=kernels.GemmSchedule(32, 16, 4, 2, 4)
+    "row-scaled": Gemm(scaled_in=True, scaled_out=True, heads=1),
+    "row-scaled, heads merged": Gemm(scaled_in=True, scaled_out=True, heads=4, k=5, n=7, counts=(9, 2), scale=True),
+    "row-scaled, columns in parts": Gemm(scaled_out=True, heads=2, k=16, n=128, counts=(5, 5)),
+    "row-scaled, columns uneven": Gemm(scaled_in=True, scaled_out=True, heads=1, k=16, n=130, counts=(5, 5)),
+    "three tiles a program": Gemm(heads=1, padding=6, schedule=kernels.GemmSchedule(32, 16, 4, 3, 3)),
+    "four tiles a program, row-scaled, dot": Gemm(
+        heads=None,
+        scaled_in=True,
+        scaled_out=True,
+        dot_vector=True,
+        schedule=kernels.GemmSchedule(32, 16, 4, 2, 4),
     ),
-    "dot of four parts": Gemm(groups=None, n=32, dot_vector=True, dot_parts=4, half_out=True, padding=6),
-    "dot of eight parts, padded": Gemm(groups=None, n=8, dot_vector=True, dot_parts=8),
-    "groups, dot of two parts": Gemm(groups=3, n=16, dot_vector=True, dot_parts=2, bias=True, counts=(9, 2)),
-    "half rows, transposed, dot": Gemm(half_in=True, half_out=True, groups=None, transpose_w=True, dot_vector=True),
-    "half rows, stored longer": Gemm(
-        k=20, n=36, half_in=True, half_out=True, groups=None, bias=True, activation="sigmoid", dot_vector=True
+    "dot of four parts": Gemm(heads=None, n=32, dot_vector=True, dot_parts=4, scaled_out=True, padding=6),
+    "dot of eight parts, padded": Gemm(heads=None, n=8, dot_vector=True, dot_parts=8),
+    "heads, dot of two parts": Gemm(heads=3, n=16, dot_vector=True, dot_parts=2, bias=True, counts=(9, 2)),
+    "row-scaled, transposed, dot": Gemm(scaled_in=True, scaled_out=True, heads=None, transpose_w=True, dot_vector=True),
+    "row-scaled, stored longer": Gemm(
+        k=20,
+        n=36,
+        scaled_in=True,
+        scaled_out=True,
+        heads=None,
+        bias=True,
+        activation="sigmoid",
+        dot_vector=True,
     ),
-    "half rows, groups stored longer": Gemm(k=60, n=100, half_in=True, half_out=True, groups=2, scale=True),
-    "half rows, groups stored longer, transposed": Gemm(
-        k=36, n=20, half_in=True, half_out=True, groups=3, transpose_w=True, counts=(9, 2)
+    "row-scaled, heads stored longer": Gemm(k=60, n=100, scaled_in=True, scaled_out=True, heads=2, scale=True),
+    "row-scaled, heads stored longer, transposed": Gemm(
+        k=36, n=20, scaled_in=True, scaled_out=True, heads=3, transpose_w=True, counts=(9, 2)
     ),
-    "half rows, stored longer, transposed": Gemm(
-        k=100, n=20, half_in=True, half_out=True, groups=1, transpose_w=True, padding=6
+    "row-scaled, stored longer, transposed": Gemm(
+        k=100, n=20, scaled_in=True, scaled_out=True, heads=1, transpose_w=True, padding=6
     ),
 }
 
 
 def decoded(rows: kernels.HalfRows) -> jax.Array:
-    """The rows in float32; what is stored behind them is zero."""
+    """The rows in float32, after a check that zeros are stored behind their features."""
     assert rows.mantissa.shape[-1] % 8 == 0 or rows.shape[-1] < 16
     assert not np.any(rows.mantissa[..., rows.shape[-1] :])
     return rows.decode()
@@ -262,11 +230,11 @@ def assert_close(got: Any, expected: np.ndarray, low: bool = False, tolerance: f
 
 @dataclass(frozen=True)
 class Outer:
-    """One sum of outer products by type."""
+    """One grouped weight gradient."""
 
     counts: tuple[int, ...] = (9, 0, 21, 1)
     padding: int = 0
-    groups: int | None = 2
+    heads: int | None = 2
     k: int = 17
     n: int = 3
     gather: bool = True
@@ -276,7 +244,7 @@ class Outer:
     out_dtype: Any = jnp.float32
     rows_per_split: int | None = 8
     rows: int = 13
-    half: tuple[str, ...] = ()
+    row_scaled: tuple[str, ...] = ()
     shuffled: bool = False
     narrow: int = 0
 
@@ -286,11 +254,11 @@ class Outer:
 
     def arrays(self, seed: int = 0) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(seed)
-        groups = self.groups or 1
+        heads = self.heads or 1
         rows = self.rows if self.gather else self.positions
         a = {
-            "x": rng.standard_normal((rows, groups, self.k)),
-            "y": rng.standard_normal((rows, groups, self.n)),
+            "x": rng.standard_normal((rows, heads, self.k)),
+            "y": rng.standard_normal((rows, heads, self.n)),
             "offsets": np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32),
         }
         if self.gather:
@@ -298,67 +266,52 @@ class Outer:
                 a[name] = rng.integers(0, rows, self.positions).astype(np.int32)
                 a[name][self.positions - self.padding :] = rows
         if self.scale:
-            a["scale"] = rng.standard_normal((self.positions, groups))
+            a["scale"] = rng.standard_normal((self.positions, heads))
         if self.narrow:
-            a["narrow"] = rng.standard_normal((rows, groups, self.narrow))
+            a["narrow"] = rng.standard_normal((rows, heads, self.narrow))
         for name in ("x", "y", "scale", "narrow"):
             if name in a:
                 a[name] = np.asarray(jnp.asarray(a[name], self.dtype))
-                if self.groups is None:
+                if self.heads is None:
                     a[name] = a[name].squeeze(1)
         return a
 
-    def run(self, a: dict[str, Any], interpret: bool | None = None, **options: Any) -> jax.Array:
-        a = a | {name: encode(jnp.asarray(a[name])) for name in self.half}
+    def request(self, a: dict[str, Any]) -> kernels.GroupedWeightGradient:
+        splits = None
         if self.shuffled:
             assert self.rows_per_split is not None
             start, end, first = split_table(jnp.asarray(a["offsets"]), self.rows_per_split, self.positions)
             number = np.random.default_rng(1).permutation(start.shape[0]).astype(np.int32)
-            options["splits"] = start[number], end[number], first, jnp.asarray(number)
-        return kernels.typed_outer(
-            **a,
-            num_positions=self.positions,
-            precision=self.precision,
-            out_dtype=self.out_dtype,
-            rows_per_split=self.rows_per_split,
-            interpret=interpret,
-            **options,
-        )
+            splits = start[number], end[number], first, jnp.asarray(number)
+        return kernels.GroupedWeightGradient(
+            **a, num_positions=self.positions, precision=self.precision, dtype=self.out_dtype,
+            rows_per_split=self.rows_per_split, splits=splits,
+        )  # fmt: skip
 
-    def reference(self, a: dict[str, np.ndarray], side: str) -> np.ndarray:
-        x, y = a["x"].astype(np.float64), a[side].astype(np.float64)
-        if self.groups is None:
-            x, y = x[:, None], y[:, None]
-        valid = self.positions - self.padding
-        ix = a["x_index"][:valid] if self.gather else np.arange(valid)
-        iy = a["y_index"][:valid] if self.gather else np.arange(valid)
-        scale = a["scale"].astype(np.float64).reshape(self.positions, -1)[:valid] if self.scale else np.ones((valid, 1))
-        types = np.repeat(np.arange(len(self.counts)), self.counts)
-        total = np.zeros((len(self.counts), x.shape[1], self.k, y.shape[2]))
-        for t in range(len(self.counts)):
-            here = types == t
-            total[t] = np.einsum("pgk,pgn->gkn", x[ix[here]] * scale[here][:, :, None], y[iy[here]])
-        return total[:, 0] if self.groups is None else total
+    def run(self, a: dict[str, Any], interpret: bool | None = None, schedule: Any = None) -> Any:
+        request = self.request(a | {name: encode(jnp.asarray(a[name])) for name in self.row_scaled})
+        return kernels.grouped_weight_gradient(request, schedule=schedule, interpret=interpret)
 
     def check(self, result: Any, a: dict[str, np.ndarray], tolerance: float | None = None) -> None:
         tolerance = TF32 if tolerance is None and self.precision == "tf32" and self.dtype == jnp.float32 else tolerance
         low = self.precision == "bf16" or self.dtype != jnp.float32 or self.out_dtype != jnp.float32
         empty = np.array(self.counts) == 0
-        for side, total in zip(("y", "narrow"), result, strict=True) if self.narrow else [("y", result)]:
+        expected = products.grouped_weight_gradient(self.request(a))
+        for total, sum_ in zip(result if self.narrow else (result,), expected, strict=True):
             assert total.dtype == self.out_dtype
-            assert_close(total, self.reference(a, side), low, tolerance)
+            assert_close(total, sum_, low, tolerance)
             assert not np.any(np.asarray(total, np.float32)[empty]), "a type without positions must give exact zeros"
 
 
 OUTERS = {
     "plain": Outer(),
-    "k 1, n 1, no group axis": Outer(k=1, n=1, groups=None, scale=True),
-    "wide": Outer(k=100, n=100, groups=1, counts=(20,)),
-    "tiles of the result": Outer(k=70, n=130, groups=1, counts=(5, 4)),
-    "eight groups": Outer(k=16, n=16, groups=8),
-    "groups side by side": Outer(groups=4, k=5, n=7, counts=(9, 2), scale=True),
-    "some groups side by side": Outer(groups=6, k=20, n=3, counts=(9, 2)),
-    "groups one by one": Outer(groups=4, k=5, n=7, counts=(9, 2), precision="f32", scale=True),
+    "k 1, n 1, no heads axis": Outer(k=1, n=1, heads=None, scale=True),
+    "wide": Outer(k=100, n=100, heads=1, counts=(20,)),
+    "tiles of the result": Outer(k=70, n=130, heads=1, counts=(5, 4)),
+    "eight heads": Outer(k=16, n=16, heads=8),
+    "heads merged": Outer(heads=4, k=5, n=7, counts=(9, 2), scale=True),
+    "some heads merged": Outer(heads=6, k=20, n=3, counts=(9, 2)),
+    "heads one by one": Outer(heads=4, k=5, n=7, counts=(9, 2), precision="f32", scale=True),
     "no gather": Outer(gather=False),
     "no gather, padding": Outer(gather=False, padding=5),
     "padding, scale": Outer(padding=5, scale=True),
@@ -371,23 +324,25 @@ OUTERS = {
     "bfloat16 result": Outer(dtype=jnp.bfloat16, out_dtype=jnp.bfloat16, scale=True),
     "bf16 products": Outer(precision="bf16"),
     "f32 products": Outer(precision="f32"),
-    "half rows": Outer(half=("x", "y"), groups=1),
-    "half rows and others": Outer(half=("y",), groups=4, k=5, n=7, counts=(9, 2)),
-    "half rows, stored longer": Outer(half=("x", "y"), groups=None, k=20, n=100, padding=5),
-    "half rows, groups stored longer": Outer(half=("x", "y"), groups=3, k=20, n=36, counts=(9, 2)),
-    "half rows of x, groups stored longer": Outer(half=("x",), groups=2, k=20, n=3, counts=(9, 2)),
+    "row-scaled": Outer(row_scaled=("x", "y"), heads=1),
+    "row-scaled y and float32 x": Outer(row_scaled=("y",), heads=4, k=5, n=7, counts=(9, 2)),
+    "row-scaled, stored longer": Outer(row_scaled=("x", "y"), heads=None, k=20, n=100, padding=5),
+    "row-scaled, heads stored longer": Outer(row_scaled=("x", "y"), heads=3, k=20, n=36, counts=(9, 2)),
+    "row-scaled x, heads stored longer": Outer(row_scaled=("x",), heads=2, k=20, n=3, counts=(9, 2)),
 }
-# Each with narrow rows, too: of one number, and of several where tiles and groups matter.
+# Each with narrow rows, too: of one column, and of several where tiles and heads matter.
 OUTERS |= {f"{name}; narrow": replace(case, narrow=1) for name, case in OUTERS.items()} | {
-    "three narrow": Outer(groups=None, narrow=3),
-    "sixteen narrow": Outer(groups=1, n=20, narrow=16),
+    "three narrow": Outer(heads=None, narrow=3),
+    "sixteen narrow": Outer(heads=1, n=20, narrow=16),
     "two narrow, bfloat16": Outer(narrow=2, dtype=jnp.bfloat16),
-    "five narrow, groups stored longer": Outer(half=("x",), groups=2, k=20, n=3, counts=(9, 2), narrow=5),
-    "two narrow, groups side by side": Outer(groups=4, k=5, n=7, counts=(9, 2), padding=3, scale=True, narrow=2),
-    "four narrow, tiles of the result": Outer(k=70, n=130, groups=1, counts=(5, 4), narrow=4),
-    "narrow, half rows": Outer(half=("x", "narrow"), groups=1, narrow=2),
-    "narrow, 64 by 64": Outer(k=64, n=64, groups=1, counts=(70, 3), half=("x", "y"), rows_per_split=None, narrow=1),
-    "narrow, wider than it": Outer(k=256, n=100, groups=None, counts=(20,), padding=1, narrow=1),
+    "five narrow, heads stored longer": Outer(row_scaled=("x",), heads=2, k=20, n=3, counts=(9, 2), narrow=5),
+    "two narrow, heads merged": Outer(heads=4, k=5, n=7, counts=(9, 2), padding=3, scale=True, narrow=2),
+    "four narrow, tiles of the result": Outer(k=70, n=130, heads=1, counts=(5, 4), narrow=4),
+    "narrow, row-scaled": Outer(row_scaled=("x", "narrow"), heads=1, narrow=2),
+    "narrow, 64 by 64": Outer(
+        k=64, n=64, heads=1, counts=(70, 3), row_scaled=("x", "y"), rows_per_split=None, narrow=1
+    ),
+    "narrow, wider than it": Outer(k=256, n=100, heads=None, counts=(20,), padding=1, narrow=1),
 }
 
 

@@ -1,4 +1,4 @@
-"""The scales of columns, as powers of two, beside numpy's maxima."""
+"""The powers of two of columns, against numpy's maxima."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +22,7 @@ def powers(array, kept):
     [((9, 4), (1,)), ((5000, 33), (1,)), ((3, 8, 16), (2,)), ((3, 8, 16), (1,)), ((7, 2, 5, 6), (1, 3)),
      ((7, 2, 5, 6), (3, 1)), ((2, 70, 90), (1,)), ((4, MAX_COLUMNS + 1), (1,)), ((3, 1), (1,)), ((6, 5, 1000), (0, 1))],
 )  # fmt: skip
-def test_within_a_factor_of_the_largest(shape, kept):
+def test_powers_are_within_a_factor_of_the_largest_element(shape, kept):
     rng = np.random.default_rng(1)
     scales = 10.0 ** rng.integers(-12, 13, size=[n if a in kept else 1 for a, n in enumerate(shape)])
     x = (rng.normal(size=shape) * scales).astype(np.float32)
@@ -33,7 +33,7 @@ def test_within_a_factor_of_the_largest(shape, kept):
     assert np.all(found <= largest * 1.0001) and np.all(found >= largest / 16)
 
 
-def test_columns_of_zeros_have_the_largest_power_and_nothing_has_ones():
+def test_a_column_of_zeros_has_the_largest_power_and_an_array_of_zeros_has_ones():
     x = np.zeros((10, 3), np.float32)
     assert np.array_equal(powers(x, (1,)), [1, 1, 1])
     x[:, 1] = 2.0**-30
@@ -41,7 +41,7 @@ def test_columns_of_zeros_have_the_largest_power_and_nothing_has_ones():
     assert np.array_equal(powers(np.zeros((0, 3), np.float32), (1,)), [1, 1, 1])
 
 
-def test_infinities_and_nan_are_not_counted():
+def test_infinities_and_nan_are_left_out():
     x = np.array([[np.inf, 3.0, np.nan], [4.0, np.nan, np.nan]], np.float32)
     assert np.array_equal(powers(x, (1,)), [4, 2, 4])
 

@@ -1,5 +1,6 @@
-"""Typed products and sums of outer products, interpreted, against float64."""
+"""Grouped GEMM and grouped weight gradient, interpreted, against their float64 references."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from dejax import pallas as kernels
+from dejax.pallas.products import grouped_gemm, reference
 from dejax.pallas.products.schedule import OuterSchedule
 from tests.pallas.reference import GEMMS, OUTERS, Gemm, Outer, interpreted
 
@@ -16,7 +18,7 @@ pytestmark = pytest.mark.newest_jax
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", GEMMS)
-def test_typed_matmul(name):
+def test_grouped_gemm(name):
     case = GEMMS[name]
     a = case.arrays()
     case.check(interpreted(case.run)(a), a)
@@ -24,7 +26,7 @@ def test_typed_matmul(name):
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", OUTERS)
-def test_typed_outer(name):
+def test_grouped_weight_gradient(name):
     case = OUTERS[name]
     a = case.arrays()
     case.check(interpreted(case.run)(a), a)
@@ -32,7 +34,7 @@ def test_typed_outer(name):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("operand", ["x", "w", "scale", "dot_vector", "all"])
-def test_typed_matmul_vmap(operand):
+def test_grouped_gemm_vmap(operand):
     case = Gemm(counts=(5, 3), rows=4, k=3, n=2, scale=True, dot_vector=True)
     samples = [case.arrays(seed) for seed in (0, 1, 2)]
     floats = ["x", "w", "scale", "dot_vector"]
@@ -46,7 +48,7 @@ def test_typed_matmul_vmap(operand):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("operand", ["x", "y", "narrow"])
-def test_typed_outer_vmap(operand):
+def test_grouped_weight_gradient_vmap(operand):
     case = Outer(counts=(5, 3), k=3, n=2, rows_per_split=4, narrow=1)
     samples = [case.arrays(seed) for seed in (0, 1)]
     stacked = {n: np.stack([s[n] for s in samples]) if n == operand else v for n, v in samples[0].items()}
@@ -57,13 +59,24 @@ def test_typed_outer_vmap(operand):
 
 
 def test_rows_out_of_range_are_neither_read_nor_written():
-    case = Gemm(counts=(6,), rows=4, k=2, n=2, groups=1, precision="f32")
+    case = Gemm(counts=(6,), rows=4, k=2, n=2, heads=1, precision="f32")
     a = case.arrays()
     a["x_index"] = np.array([0, 1, 4, -1, 2, 1000], np.int32)
     a["out_index"] = np.array([0, 1, 2, 3, -1, 99], np.int32)
     y = np.asarray(interpreted(case.run)(a))
     assert np.all(y[2:] == 0)
     np.testing.assert_allclose(y[:2, 0], a["x"][:2, 0] @ a["w"][0, 0], rtol=1e-5, atol=1e-6)
+
+
+def test_results_with_parts_of_several_widths_stay_float32_and_whole(monkeypatch):
+    """A result of 300 columns is not row-scaled, so it must not be divided by the powers of two of its columns."""
+    monkeypatch.setattr(grouped_gemm, "SCALE_BEFOREHAND", 0)
+    case = Gemm(counts=(5, 4), rows=6, k=16, n=300, heads=1, gather=False, scatter=False, scaled_out=True)
+    a = case.arrays()
+    request = case.request(a)
+    columns = jnp.full((1, 300), 2.0**10)
+    request = dataclasses.replace(request, output=dataclasses.replace(request.output, columns=columns))
+    case.check(kernels.grouped_gemm(request), a)
 
 
 @pytest.mark.parametrize("shape", [{"counts": ()}, {"counts": (0,)}, {"counts": (0, 0)}])
@@ -77,18 +90,20 @@ def test_no_positions(shape):
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("name", ["plain", "tiles of the result", "half rows", "f32 products"])
-def test_narrow_rows_leave_the_other_sum_as_it_is(name):
+@pytest.mark.parametrize("name", ["plain", "tiles of the result", "row-scaled", "f32 products"])
+def test_narrow_rows_do_not_change_the_other_sum(name):
     alone, both = OUTERS[name], OUTERS[f"{name}; narrow"]
     np.testing.assert_array_equal(interpreted(both.run)(both.arrays())[0], interpreted(alone.run)(alone.arrays()))
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("powers", ["rising", "falling", "of both against each other", "random"])
-@pytest.mark.parametrize("half", [(), ("x", "y")], ids=["float32", "half rows"])
-def test_outer_sums_of_rows_of_all_magnitudes(powers, half):
-    """Sums are relative to the largest power of two so far, in steps of 16 positions: what is small keeps its bits."""
-    case = Outer(counts=(90, 0, 110), k=20, n=18, groups=None, gather=False, rows_per_split=64, narrow=3, half=half)
+@pytest.mark.parametrize("row_scaled", [(), ("x", "y")], ids=["float32", "row-scaled"])
+def test_weight_gradients_of_rows_of_all_magnitudes(powers, row_scaled):
+    """Sums have the largest power of two so far as their unit, in steps of 16 positions; small rows keep their bits."""
+    case = Outer(
+        counts=(90, 0, 110), k=20, n=18, heads=None, gather=False, rows_per_split=64, narrow=3, row_scaled=row_scaled
+    )
     a, rng = case.arrays(), np.random.default_rng(0)
     line = np.linspace(-60, 60, case.positions)
     of_x, of_y = {
@@ -101,43 +116,40 @@ def test_outer_sums_of_rows_of_all_magnitudes(powers, half):
         a[name] = (a[name] * 2.0 ** power[:, None]).astype(np.float32)
     schedule = OuterSchedule(16, 32, 32, 4, 1)
     magnitudes = a | {name: np.abs(a[name]) for name in ("x", "y", "narrow")}
-    for side, total in zip(
-        ("y", "narrow"), interpreted(functools.partial(case.run, schedule=schedule))(a), strict=True
-    ):
-        error = np.abs(np.asarray(total, np.float64) - case.reference(a, side))
-        assert np.all(error <= 2e-3 * case.reference(magnitudes, side))
+    found = interpreted(functools.partial(case.run, schedule=schedule))(a)
+    expected, limits = (reference.grouped_weight_gradient(case.request(b)) for b in (a, magnitudes))
+    for total, sum_, limit in zip(found, expected, limits, strict=True):
+        assert np.all(np.abs(np.asarray(total, np.float64) - sum_) <= 2e-3 * limit)
 
 
 def test_narrow_rows_are_checked():
     case = Outer(narrow=17)
-    with pytest.raises(NotImplementedError, match="narrow must have 1 to 16 numbers for each group, got 17"):
+    with pytest.raises(NotImplementedError, match="`narrow` must have 1 to 16 columns for each head, got 17"):
         case.run(case.arrays())
     a = Outer(narrow=1).arrays()
-    with pytest.raises(
-        ValueError, match=r"narrow must be \[13, 2, numbers\], rows and groups as of y; got \(12, 2, 1\)"
-    ):
+    with pytest.raises(ValueError, match=r"`narrow` must be \[13, 2, columns\], .*, got \(12, 2, 1\)"):
         case.run(a | {"narrow": a["narrow"][1:]})
 
 
-def test_errors_say_what_to_do():
-    case = Gemm(counts=(4,), groups=None)
+@pytest.mark.parametrize(
+    "error, match, fields, arrays",
+    [
+        (ValueError, "precision must be one of f32, tf32, bf16", {"precision": "f16"}, {}),
+        (ValueError, "`block` must be a power of two of at least 16, got 8", {"block": 8}, {}),
+        (ValueError, "`w` must have 1 heads and a contracted width of 17", {}, {"w": np.ones((1, 3, 17), np.float32)}),
+        (ValueError, r"x_index must have shape \(5,\)", {"padding": 1}, {}),
+        (ValueError, "`accumulate` must be False", {"accumulate": True, "activation": "relu"}, {}),
+        (ValueError, r"`scale` must be \[4, 1\] or \[4\], got \(3, 1\)", {}, {"scale": np.ones(3, np.float32)}),
+        (NotImplementedError, "x must be float32, bfloat16 or float16", {}, {"x": np.ones((13, 17), np.int32)}),
+        (NotImplementedError, "`activation` must be None", {"activation": "gelu"}, {}),
+        (TypeError, "x_index must be integers", {}, {"x_index": np.zeros(4, np.float32)}),
+    ],
+)
+def test_errors_say_what_to_do(error, match, fields, arrays):
+    case = Gemm(counts=(4,), heads=None)
     a = case.arrays()
-    with pytest.raises(ValueError, match="precision must be one of f32, tf32, bf16"):
-        kernels.typed_matmul(**a, block=16, num_positions=4, precision="f16")
-    with pytest.raises(ValueError, match="block must be a power of two of at least 16, got 8"):
-        kernels.typed_matmul(**a, block=8, num_positions=4)
-    with pytest.raises(ValueError, match="w must have 1 groups and a contracted width of 17"):
-        kernels.typed_matmul(**a, block=16, num_positions=4, transpose_w=True)
-    with pytest.raises(ValueError, match=r"x_index must have shape \(5,\)"):
-        kernels.typed_matmul(**a, block=16, num_positions=5)
-    with pytest.raises(ValueError, match="accumulate"):
-        kernels.typed_matmul(**a, block=16, num_positions=4, accumulate=True, activation="relu")
-    with pytest.raises(NotImplementedError, match="x must be float32, bfloat16 or float16"):
-        kernels.typed_matmul(**(a | {"x": a["x"].astype(np.int32)}), block=16, num_positions=4)
-    with pytest.raises(NotImplementedError, match="activation"):
-        kernels.typed_matmul(**a, block=16, num_positions=4, activation="gelu")
-    with pytest.raises(TypeError, match="x_index must be integers"):
-        kernels.typed_matmul(**(a | {"x_index": a["x_index"].astype(np.float32)}), block=16, num_positions=4)
+    with pytest.raises(error, match=match):
+        dataclasses.replace(case, **fields).run(a | arrays)
 
 
 def test_gradient_through_a_template_is_an_error():

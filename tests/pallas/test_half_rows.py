@@ -66,12 +66,10 @@ def operands(k: int, n: int, scales: float) -> tuple[np.ndarray, np.ndarray, np.
 
 def multiply(x: np.ndarray, w: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     tile_type, tile_start = tile_table(offsets, 16, x.shape[0])
+    groups = kernels.GemmGroups(*map(jnp.asarray, (offsets, tile_type, tile_start)), 16, x.shape[0])
     return np.asarray(
-        kernels.typed_matmul(
-            jnp.asarray(x), jnp.asarray(w), offsets=jnp.asarray(offsets), tile_type=jnp.asarray(tile_type),
-            tile_start=jnp.asarray(tile_start), block=16, num_positions=x.shape[0], precision="f32",
-        )
-    )  # fmt: skip
+        kernels.grouped_gemm(kernels.GroupedGemm(jnp.asarray(x), jnp.asarray(w), groups, precision="f32"))
+    )
 
 
 @pytest.mark.sample(2)
@@ -94,8 +92,8 @@ def test_sums_of_outer_products_of_float32(k, n, scales):
         np.split(x.astype(np.float64), offsets[1:-1]), np.split(y.astype(np.float64), offsets[1:-1]), strict=True
     )
     expected = np.stack([a.T @ b for a, b in parts])
-    found = kernels.typed_outer(
-        jnp.asarray(x), jnp.asarray(y), offsets=jnp.asarray(offsets), num_positions=x.shape[0], precision="f32"
+    found = kernels.grouped_weight_gradient(
+        kernels.GroupedWeightGradient(*map(jnp.asarray, (x, y, offsets)), x.shape[0], precision="f32")
     )
     error = np.linalg.norm(np.asarray(found, np.float64) - expected, axis=(1, 2))
     assert np.all(error <= EXACT * np.linalg.norm(expected, axis=(1, 2)))

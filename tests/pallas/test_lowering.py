@@ -29,10 +29,10 @@ def lower(function, *arguments) -> str:
 
 # Shapes as a model has them: nothing is run, so they need not be small.
 LARGE_GEMMS = {
-    f"{k} to {n}, {groups} groups, {precision}, block {block}": Gemm(
-        counts=(300, 0, 90), k=k, n=n, groups=groups, precision=precision, block=block
+    f"{k} to {n}, {heads} heads, {precision}, block {block}": Gemm(
+        counts=(300, 0, 90), k=k, n=n, heads=heads, precision=precision, block=block
     )
-    for k, n, groups in [(64, 64, None), (128, 128, 1), (256, 256, None), (1024, 64, None), (8, 8, 8), (1, 1000, None)]
+    for k, n, heads in [(64, 64, None), (128, 128, 1), (256, 256, None), (1024, 64, None), (8, 8, 8), (1, 1000, None)]
     for precision in ("f32", "tf32", "bf16")
     for block in (32, 64, 128)
     if block == 64 or precision == "tf32"
@@ -57,7 +57,7 @@ LARGE_TRAVERSALS = {
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [*GEMMS, *LARGE_GEMMS])
-def test_typed_matmul(name):
+def test_grouped_gemm(name):
     case = (GEMMS | LARGE_GEMMS)[name]
     text = lower(functools.partial(case.run, interpret=False), case.arrays())
     assert text.count("custom_call") >= (1 if sum(case.counts) + case.padding else 0)
@@ -65,17 +65,17 @@ def test_typed_matmul(name):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", OUTERS)
-def test_typed_outer(name):
+def test_grouped_weight_gradient(name):
     case = OUTERS[name]
     text = lower(functools.partial(case.run, interpret=False), case.arrays())
     assert text.count("custom_call") >= 1
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("k, n, groups", [(64, 64, 1), (256, 512, 1), (8, 8, 8)])
+@pytest.mark.parametrize("k, n, heads", [(64, 64, 1), (256, 512, 1), (8, 8, 8)])
 @pytest.mark.parametrize("precision", ["f32", "tf32", "bf16"])
-def test_typed_outer_of_model_widths(k, n, groups, precision):
-    case = Outer(counts=(300, 0, 90), k=k, n=n, groups=groups, precision=precision, rows_per_split=64)
+def test_grouped_weight_gradient_of_model_widths(k, n, heads, precision):
+    case = Outer(counts=(300, 0, 90), k=k, n=n, heads=heads, precision=precision, rows_per_split=64)
     assert lower(functools.partial(case.run, interpret=False), case.arrays()).count("custom_call") >= 2
 
 

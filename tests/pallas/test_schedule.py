@@ -9,7 +9,9 @@ import pytest
 
 from dejax.pallas import tuned_tables
 from dejax.pallas._shapes import next_power_of_two
+from dejax.pallas.machine import Machine
 from dejax.pallas.products import schedule
+from dejax.pallas.traversal import schedule as traversals
 from dejax.pallas.tuner import Tuner
 
 pytestmark = pytest.mark.newest_jax
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.newest_jax
 @pytest.mark.parametrize("degree", [0.0, 0.4, 1.0, 3.0, 51.0, 1e6])
 def test_traversal_schedules_are_powers_of_two_and_fit(degree, interpret):
     for width in (1, 2, 8, 64, 128, 512, 1024, 4096):
-        s = schedule.traversal_schedule(width, degree, interpret=interpret)
+        s = traversals.traversal_schedule(width, degree, interpret=interpret)
         for n in (s.rows_per_program, s.items_per_step, s.num_warps):
             assert n >= 1 and next_power_of_two(n) == n
         if not interpret:  # at most 64 elements of a tile a thread
@@ -29,7 +31,7 @@ def test_traversal_schedules_are_powers_of_two_and_fit(degree, interpret):
 @pytest.mark.parametrize("features", [3, 17, 34, 64, 100, 300])
 @pytest.mark.parametrize("halves", [(False,), (True,), (True, True), (False, True, True)])
 def test_schedules_of_operands_of_any_width(features, halves):
-    """What reads no row of its own, what reads one, and what does not know, on few and many items."""
+    """Traversals with and without a row of their own, of few, many and unknown numbers of entries."""
     loads = [(1, False), *((features, half) for half in halves)]
     rows, degrees, counts = (
         ([], [(features, True)], [(features, False)]),
@@ -38,39 +40,39 @@ def test_schedules_of_operands_of_any_width(features, halves):
     )
     for row_loads, degree, num_items, times in itertools.product(rows, degrees, counts, (1, 2)):
         width = times * next_power_of_two(features)
-        s = schedule.traversal_schedule(width, degree, loads=loads, row_loads=row_loads, num_items=num_items)
+        s = traversals.traversal_schedule(width, degree, loads=loads, row_loads=row_loads, num_items=num_items)
         for n in (s.rows_per_program, s.items_per_step, s.num_warps):
             assert n >= 1 and next_power_of_two(n) == n
 
 
 @pytest.mark.parametrize("degree, rows, items", [(1.8, 4, 1), (10, 4, 1), (20, 2, 2)])
-def test_loops_that_only_multiply_and_sum(degree, rows, items):
-    """Four slots however wide their sums are side by side, with a row of their own or without."""
+def test_traversals_that_only_multiply_and_sum(degree, rows, items):
+    """Four slots, whatever the width of their sums, with a row of their own or without."""
     loads = [(1, False), (1, False), (64, True), (64, True)]
-    find = functools.partial(schedule.traversal_schedule, 128, degree, loads=loads, num_items=10**7)
-    assert find() == find(row_loads=[(64, True)]) == schedule.TraversalSchedule(rows, items, 1, 1)
+    find = functools.partial(traversals.traversal_schedule, 128, degree, loads=loads, num_items=10**7)
+    assert find() == find(row_loads=[(64, True)]) == traversals.TraversalSchedule(rows, items, 1, 1)
 
 
 @pytest.mark.parametrize("degree", [2, 10, 50])
 @pytest.mark.parametrize("loads", [[(64, True)], [(1, False), (64, True)], [(64, True), (64, True)]])
-def test_loops_over_rows_in_16_bits_take_one_warp(loads, degree):
-    """Several exchange numbers through shared memory, and loops whose programs take some are slower."""
+def test_traversals_of_rows_in_16_bits_take_one_warp(loads, degree):
+    """Several warps exchange values through shared memory, which makes a traversal slower."""
     for items in (10**5, 10**7, None):
-        assert schedule.traversal_schedule(64, degree, loads=loads, num_items=items).num_warps == 1
+        assert traversals.traversal_schedule(64, degree, loads=loads, num_items=items).num_warps == 1
 
 
 @pytest.mark.parametrize("degree, items, expected", [(2.9, 20_851, (2, 4, 1)), (2.4, 65_139, (8, 1, 1)),
                                                      (1.7, 156_328, (8, 1, 1)), (24, 342_297, (2, 4, 1))])  # fmt: skip
-def test_small_graphs_take_several_items_a_step_in_few_programs(degree, items, expected):
-    s = schedule.traversal_schedule(64, degree, loads=[(64, True)], num_items=items)
+def test_small_graphs_take_several_entries_a_step_in_few_programs(degree, items, expected):
+    s = traversals.traversal_schedule(64, degree, loads=[(64, True)], num_items=items)
     assert (s.rows_per_program, s.items_per_step, s.num_warps) == expected
 
 
 @pytest.mark.parametrize("degree, items, expected", [(2.9, 20_851, (2, 1, 1)), (2.4, 65_139, (4, 1, 2)),
                                                      (1.7, 156_328, (8, 1, 2)), (1.7, 3_152_503, (8, 1, 1)),
                                                      (7.0, 657_558, (4, 1, 1)), (1.0, None, (8, 1, 1))])  # fmt: skip
-def test_sums_beside_others_take_rows_by_how_many_there_are(degree, items, expected):
-    s = schedule.traversal_schedule(64, degree, loads=[(64, True)], num_items=items, beside=True)
+def test_fused_sums_over_other_entries_take_rows_by_their_number(degree, items, expected):
+    s = traversals.traversal_schedule(64, degree, loads=[(64, True)], num_items=items, beside=True)
     assert (s.rows_per_program, s.items_per_step, s.num_warps) == expected
 
 
@@ -80,7 +82,7 @@ def test_positions_of_a_split(positions, expected):
 
 
 @pytest.mark.parametrize("precision", ["f32", "tf32", "bf16"])
-def test_product_schedules_are_powers_of_two_of_at_least_16(precision):
+def test_schedules_of_products_are_powers_of_two_of_at_least_16(precision):
     for k in (1, 17, 64, 100, 128, 1000):
         for n in (1, 64, 128, 300):
             g = schedule.gemm_schedule(k, n, 64, precision)
@@ -103,28 +105,28 @@ def test_product_schedules_are_powers_of_two_of_at_least_16(precision):
     (128, 128, "hh", True, 10**6, (128, 128, 128, 8, 2)), (128, 128, "fh", False, 10**6, (64, 64, 128, 4, 2)),
     (128, 100, "hf", False, 10**6, (64, 128, 64, 4, 2)), (64, 1, "hf", False, 10**6, (128, 64, 16, 4, 1)),
 ])  # fmt: skip
-def test_sums_of_outer_products_by_how_their_rows_come(k, n, half, narrow, positions, expected):
+def test_weight_gradient_schedules_follow_the_storage_of_their_rows(k, n, half, narrow, positions, expected):
     rows = tuple(letter == "h" for letter in half)
     s = schedule.outer_schedule(k, n, "tf32", half=rows, narrow=narrow, num_positions=positions)
     assert dataclasses.astuple(s) == expected
 
 
 @pytest.mark.parametrize("width, heads, expected", [(1, 1, (64, 4, 4)), (4, 4, (32, 1, 1)), (8, 8, (16, 1, 1))])
-def test_loops_over_numbers_of_many_rows(width, heads, expected):
-    s = schedule.traversal_schedule(width, 2.0, loads=[(heads, False)], num_items=10**7)
+def test_traversals_of_scalars_of_many_rows(width, heads, expected):
+    s = traversals.traversal_schedule(width, 2.0, loads=[(heads, False)], num_items=10**7)
     assert (s.rows_per_program, s.items_per_step, s.num_warps) == expected
 
 
 @pytest.mark.parametrize("width, rows", [(64, 4), (128, 4), (256, 2)])
-def test_wide_loops_over_two_rows_an_item_fill_a_warp(width, rows):
-    s = schedule.traversal_schedule(width, 2.0, loads=[(1, False), (width, True), (width, True)], num_items=10**7)
+def test_wide_traversals_of_two_rows_an_entry_fill_a_warp(width, rows):
+    s = traversals.traversal_schedule(width, 2.0, loads=[(1, False), (width, True), (width, True)], num_items=10**7)
     assert (s.rows_per_program, s.items_per_step, s.num_warps) == (rows, 1, 1)
 
 
 @pytest.mark.parametrize("shared", [99 * 1024, 163 * 1024, 227 * 1024])
 @pytest.mark.parametrize("half_rows", [False, True])
 def test_stages_fit_the_shared_memory_of_the_device(shared, half_rows, monkeypatch):
-    monkeypatch.setattr(schedule, "shared_bytes", lambda: shared)
+    monkeypatch.setattr(schedule, "machine", lambda: Machine(shared_bytes=shared))
     for k, n in itertools.product((64, 100, 128, 256), repeat=2):
         block = schedule.gemm_block(k, n, 10**7, 10, half_rows=half_rows)
         s = schedule.gemm_schedule(k, n, block, "tf32", num_positions=10**7, whole_n=True, half_rows=half_rows)
@@ -137,11 +139,11 @@ def test_stages_fit_the_shared_memory_of_the_device(shared, half_rows, monkeypat
         assert o.num_stages == 1 or o.num_stages * tiles <= shared
 
 
-@pytest.mark.parametrize("groups, k, n, precision, expected",
+@pytest.mark.parametrize("heads, k, n, precision, expected",
                          [(8, 8, 8, "tf32", 8), (8, 16, 16, "tf32", 4), (6, 20, 3, "bf16", 3), (4, 64, 64, "tf32", 1),
                           (8, 8, 8, "f32", 1), (1, 8, 8, "tf32", 1)])  # fmt: skip
-def test_merged_groups(groups, k, n, precision, expected):
-    assert schedule.merged_groups(groups, k, n, precision, "float32") == expected
+def test_merged_heads(heads, k, n, precision, expected):
+    assert schedule.merged_heads(heads, k, n, precision, "float32") == expected
 
 
 @pytest.fixture
@@ -214,4 +216,4 @@ def test_candidates_are_schedules(k, n):
         assert block in (32, 64, 128)
         schedule.GemmSchedule(**fields)
     assert [schedule.OuterSchedule(**f) for f in tuned_tables.outer_candidates(k, n)]
-    assert [schedule.TraversalSchedule(**f) for f in tuned_tables.traversal_candidates(next_power_of_two(n))]
+    assert [traversals.TraversalSchedule(**f) for f in tuned_tables.traversal_candidates(next_power_of_two(n))]

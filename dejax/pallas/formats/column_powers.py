@@ -1,7 +1,9 @@
-"""How large the columns of arrays are, as powers of two: one small kernel for all arrays of a program.
+"""The magnitudes of the columns of arrays, as powers of two: one small kernel for all arrays of a program.
 
-Rows in 16 bits and products in float16 divide columns by these (`half_rows`). The powers are estimates, of some
-elements of each column. An estimate that is wrong by some thousands costs no digits.
+Row-scaled float16 and products in float16 divide columns by these (`half_rows`). The powers are estimates from some
+elements of each column. An estimate that is wrong by a factor of some thousands costs no digits.
+
+Contract test: `tests/pallas/test_column_powers.py`, against maxima of numpy.
 """
 
 from __future__ import annotations
@@ -22,17 +24,17 @@ from dejax.pallas._shapes import divide, lanes, next_power_of_two
 from dejax.pallas._tiles import where
 from dejax.pallas.formats.half_rows import finite_magnitude, powers_of, powers_of_tile, whole_max
 
-# Elements that a program looks at, and columns that it can hold. On an H200 32,768 elements in rows take 3 to 5 us.
-# Where neighbours belong to one column it takes longer: 32,768 elements, each at another place, took 20 to 90 us.
+# Elements that a program reads: fewer where neighbours belong to one column, because each is then a memory sector of
+# its own.
 _ELEMENTS, _ELEMENTS_APART = 16384, 2048
-_TOGETHER = 8  # a memory sector
-MAX_COLUMNS = 4096
+_TOGETHER = 8  # float32 elements of a memory sector
+MAX_COLUMNS = 4096  # that a program holds
 _WARPS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """Static facts of one array: which of its axes are columns, and which elements of each column are looked at."""
+    """Static facts of one array: which of its axes are columns, and which elements of each column are read."""
 
     shape: tuple[int, ...]
     kept: tuple[int, ...]
@@ -52,12 +54,12 @@ class _Request:
 
     @property
     def together(self) -> int:
-        """Elements of a column that are looked at side by side."""
+        """Elements of a column that are read side by side."""
         return 1 if len(self.shape) - 1 in self.kept or self.shape[-1] < _TOGETHER else _TOGETHER
 
     @property
     def sample(self) -> int:
-        """Elements of a column that are looked at."""
+        """Elements of a column that are read."""
         most = _ELEMENTS if self.together == 1 else _ELEMENTS_APART
         return min(next_power_of_two(self.size), max(most // next_power_of_two(self.columns), self.together))
 
@@ -76,20 +78,20 @@ def column_powers(
     """A power of two near the largest magnitude of each column.
 
     Args:
-      requests: arrays, and for each the axes that tell its columns apart, in the order that the result is to have.
+      requests: arrays, each with the axes that make its columns, in the order of the result.
       interpret: run the kernel interpreted; by default where there is no GPU.
 
     Returns:
-      For each request float32[columns] and the same as bfloat16, powers of two from 2^-126 to 2^126. Columns of which
-      only zeros were seen have the largest of all; where nothing else was seen all are 1. Infinities and NaN are not
-      counted.
+      For each request float32[columns] and the same as bfloat16, powers of two from 2^-126 to 2^126. A column of which
+      only zeros were read has the largest power of all columns, or 1 if all elements that were read are zeros.
+      Infinities and NaN are left out.
     """
     found: dict[int, tuple[jax.Array, jax.Array]] = {}
-    kernel_ones: list[int] = []
+    in_kernel: list[int] = []
     described = [_Request(array.shape, kept) for array, kept in requests]
     for i, ((array, _), request) in enumerate(zip(requests, described, strict=True)):
         if array.size and request.columns <= MAX_COLUMNS:
-            kernel_ones.append(i)
+            in_kernel.append(i)
         elif array.size:
             largest = jnp.max(finite_magnitude(array), axis=request.reduced)
             order = [sorted(request.kept).index(a) for a in request.kept]
@@ -97,8 +99,8 @@ def column_powers(
             found[i] = powers, powers.astype(jnp.bfloat16)
         else:
             found[i] = jnp.ones((request.columns,), jnp.float32), jnp.ones((request.columns,), jnp.bfloat16)
-    if kernel_ones:
-        chosen = [described[i] for i in kernel_ones]
+    if in_kernel:
+        chosen = [described[i] for i in in_kernel]
         results = _triton.pallas_call(
             functools.partial(_kernel, requests=tuple(chosen)),
             name="column_powers",
@@ -111,9 +113,9 @@ def column_powers(
             num_warps=_WARPS,
             num_stages=1,
             interpret=_triton.use_interpreter(interpret),
-        )(*(lax.stop_gradient(requests[i][0]) for i in kernel_ones))
-        n = len(kernel_ones)
-        found.update(zip(kernel_ones, zip(results[:n], results[n:], strict=True), strict=True))
+        )(*(lax.stop_gradient(requests[i][0]) for i in in_kernel))
+        n = len(in_kernel)
+        found.update(zip(in_kernel, zip(results[:n], results[n:], strict=True), strict=True))
     return [found[i] for i in range(len(requests))]
 
 
@@ -130,13 +132,13 @@ def _kernel(*refs: Any, requests: tuple[_Request, ...]) -> None:
 
 def _measure(array: Any, powers: tuple[Any, Any], r: _Request) -> None:
     column = lanes(next_power_of_two(r.columns), 1, 2)
-    item = lanes(r.sample, 0, 2)
-    if r.size > r.sample:  # spread evenly, some side by side
-        group, within_group = divide(item, r.together)
+    entry = lanes(r.sample, 0, 2)
+    if r.size > r.sample:  # evenly spread, some of them side by side
+        group, within_group = divide(entry, r.together)
         stride = np.float32((r.size // r.together - 1) / max(r.sample // r.together - 1, 1))
-        item = (group.astype(jnp.float32) * stride).astype(jnp.int32) * r.together + within_group
-    inside = (column < r.columns) & (item < r.size)
-    at = dict(r.offsets(column, r.kept) + r.offsets(item, r.reduced))
+        entry = (group.astype(jnp.float32) * stride).astype(jnp.int32) * r.together + within_group
+    inside = (column < r.columns) & (entry < r.size)
+    at = dict(r.offsets(column, r.kept) + r.offsets(entry, r.reduced))
     index = tuple(at[a] for a in range(len(r.shape)))
     magnitude = finite_magnitude(_triton.load(array, index, inside))
     largest = lax.expand_dims(lax.reduce_max(magnitude, (0,)), (0,))

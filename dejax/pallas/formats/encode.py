@@ -1,4 +1,7 @@
-"""float32 rows to `HalfRows` in one pass over them."""
+"""float32 rows to `HalfRows` (row-scaled float16) in one pass over them.
+
+Reference: `half_rows.encode`, in plain XLA. Contract test: `tests/pallas/test_half_rows.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from dejax.pallas.formats.half_rows import HalfRows, encode, inverse_of, of_stor
 
 # A program holds a whole row.
 MAX_WIDTH = 8192
-_ELEMENTS = 4096  # a program
+_ELEMENTS = 4096  # of a program
 
 
 def _kernel(x: Any, *refs: Any, rows: int, width: int, length: int, block: int) -> None:
@@ -37,7 +40,7 @@ def _kernel(x: Any, *refs: Any, rows: int, width: int, length: int, block: int) 
 
 
 def to_half_rows(x: jax.Array, columns: jax.Array | None = None, *, interpret: bool | None = None) -> HalfRows:
-    """`x` in 16 bits, one exponent a row.
+    """`x` as row-scaled float16, with one exponent for each row.
 
     Args:
       x: float32[rows, *features].
@@ -45,14 +48,14 @@ def to_half_rows(x: jax.Array, columns: jax.Array | None = None, *, interpret: b
       interpret: run the kernel interpreted; by default where there is no GPU.
 
     Raises:
-      ValueError: another dtype.
+      ValueError: `x` is not float32.
     """
     if x.dtype != jnp.float32:
-        raise ValueError(f"x must be float32, got {x.dtype}")
+        raise ValueError(f"`x` must be float32, got {x.dtype}")
     rows, width = x.shape[0], math.prod(x.shape[1:])
     if rows == 0 or width == 0 or width > MAX_WIDTH:
         return encode(x, columns=columns)
-    # A program stores a row as one axis.
+    # A program stores a row as one axis, so the zeros behind its features must come after all of them.
     features = stored(x.shape[1:]) if width in x.shape[1:] else x.shape[1:]
     length = math.prod(features)
     block = max(1, _ELEMENTS // next_power_of_two(width))

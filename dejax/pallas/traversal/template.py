@@ -15,7 +15,6 @@ from dejax.pallas import _triton
 from dejax.pallas._checks import as_index
 from dejax.pallas._shapes import cdiv
 from dejax.pallas.formats.half_rows import HalfRows
-from dejax.pallas.products.schedule import TraversalSchedule, map_schedule, traversal_schedule
 from dejax.pallas.traversal.accumulate import Reduction, check_reductions
 from dejax.pallas.traversal.arrays import (
     MAX_WIDTH,
@@ -35,6 +34,7 @@ from dejax.pallas.traversal.arrays import (
 )
 from dejax.pallas.traversal.kernels import FEW_CHUNKS, combine_kernel, map_kernel, row_kernel
 from dejax.pallas.traversal.plan import BY_ROW, SHARED, Operand, Output, Plan
+from dejax.pallas.traversal.schedule import TraversalSchedule, map_schedule, traversal_schedule
 from dejax.pallas.tuned_tables import bucket, choose, traversal_candidates
 
 __all__ = ["MAX_WIDTH", "Beside", "Operand", "Outputs", "Reduction", "Segments", "map_items", "traverse"]

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from dejax.pallas.machine import H200
 from dejax.pallas.products.schedule import rows_per_split
 from dejax.rgnn.ir.inter import VIAS, Space, spec_sizes
 from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, Operand, Outer, Traversal
@@ -42,7 +43,7 @@ class Machine:
       map_elements_per_second: elements that the operators of a map compute, exponentials among them.
     """
 
-    bytes_per_second: float = 4.3e12
+    bytes_per_second: float = H200.bytes_per_second
     cache_bytes_per_second: float = 3.4e12
     outer_cache_bytes_per_second: float = 4.3e12
     loop_cache_bytes_per_second: float = 5.5e12

@@ -138,7 +138,7 @@ class PallasLowering:
         heads_of = stored(op.shape) if self.makes_heads_stored(instance) else op.shape
         if heads_of != op.shape:
             w = jnp.pad(w, ((0, 0), (0, 0), (0, 0), (0, heads_of[-1] - op.shape[-1])))
-        x, w, transpose, split = _as_typed_matmul(instance.spec, x, w)
+        x, w, transpose, split = _as_grouped_gemm(instance.spec, x, w)
         x_index = self.row_index(instance.x, group)
         k, n = x.shape[-1], w.shape[-2 if transpose else -1]
         halves = isinstance(x, kernels.HalfRows)
@@ -155,47 +155,41 @@ class PallasLowering:
             behind = [(0, longer - size) for longer, size in zip(heads_of, op.shape, strict=True)]
             out_columns = jnp.pad(out_columns, behind, constant_values=1)
         by_type = lambda v: None if v is None else env[v].reshape(w.shape[0], *x.shape[1:-1], n)  # noqa: E731
-        bias, vector = by_type(instance.bias), by_type(instance.vector)
         heads = 1 if instance.dot is None else self.program.ops[instance.dot].width // math.prod(x.shape[1:-1])
+        epilogue = kernels.GemmEpilogue(
+            bias=by_type(instance.bias),
+            activation=instance.activation,
+            dot_vector=by_type(instance.vector),
+            dot_parts=heads,
+        )
+        output = kernels.GemmOutput(
+            index=out_index,
+            num_rows=rows,
+            accumulate=instance.accumulate is not None,
+            covers_all=not padded and instance.accumulate is None,
+            dtype=jnp.dtype(op.dtype),
+            row_scaled=half_out,
+            columns=out_columns,
+        )
 
         def call(fields: dict[str, Any]) -> Any:
             tiles = group.tiles_for(fields["block"], near=x_index is not None)
             tile = {key: value for key, value in fields.items() if key != "block"}
-            return kernels.typed_matmul(
-                x,
-                w,
-                offsets=group.offsets,
-                tile_type=tiles.row_type,
-                tile_start=tiles.start,
-                block=tiles.block,
-                num_positions=group.num_items,
-                x_index=x_index,
-                out_index=out_index,
-                num_out_rows=rows,
-                transpose_w=transpose,
-                bias=bias,
-                activation=instance.activation,
-                dot_vector=vector,
-                dot_parts=heads,
-                accumulate=instance.accumulate is not None,
-                covers_all=not padded and instance.accumulate is None,
-                precision=self.precision,
-                out_dtype=jnp.dtype(op.dtype),
-                half_out=half_out,
-                x_columns=x_columns,
-                out_columns=out_columns,
+            groups = kernels.GemmGroups(group.offsets, tiles.row_type, tiles.start, tiles.block, group.num_items)
+            return kernels.grouped_gemm(
+                kernels.GroupedGemm(x, w, groups, x_index, x_columns, transpose, epilogue, output, self.precision),
                 schedule=kernels.GemmSchedule(**tile) if tile else None,
                 interpret=self.interpret,
             )
 
         groups = x.shape[1] if x.ndim == 3 else 1
         form = ("h" if halves else "f") + ("h" if half_out else "f") + "nt"[transpose]
-        form += ("" if bias is None else "b") + ("" if vector is None else "d")
+        form += ("" if instance.bias is None else "b") + ("" if instance.vector is None else "d")
         fields = tuned_tables.choose(
             "gemm",
             f"{k}x{n}x{groups}-{self.precision}-{x.dtype}-{form}"
             f"-{tuned_tables.bucket(group.num_items / max(group.num_rows, 1))}-{tuned_tables.bucket(group.num_items)}",
-            {"block": block},  # the rest by `typed_matmul`
+            {"block": block},  # the rest by `grouped_gemm`
             lambda: tuned_tables.gemm_candidates(k, n) if groups == 1 else [{"block": b} for b in (32, 64, 128)],
             call,
         )
@@ -236,20 +230,20 @@ class PallasLowering:
         splits = group.near_splits if gathered and group.near_splits is not None else group.splits
         narrow = None if instance.narrow is None else env[instance.narrow.value]
         dtype = jnp.dtype(self.program.ops[instance.out].dtype)
-        found = kernels.typed_outer(
+        request = kernels.GroupedWeightGradient(
             x.reshape(shape(x)),
             y.reshape(shape(y)),
-            offsets=group.offsets,
-            num_positions=group.num_items,
+            group.offsets,
+            group.num_items,
             x_index=x_index,
             y_index=y_index,
             narrow=None if narrow is None else narrow.reshape(shape(narrow)),
             splits=None if splits is None else splits.tables,
             rows_per_split=None if splits is None else splits.rows_per_split,
             precision=self.precision,
-            out_dtype=jnp.float32 if summed else dtype,
-            interpret=self.interpret,
+            dtype=jnp.float32 if summed else dtype,
         )
+        found = kernels.grouped_weight_gradient(request, interpret=self.interpret)
         totals = found if isinstance(found, tuple) else (found,)
         sides = [(instance.spec, instance.y, lengths)]
         if instance.narrow is not None and narrow is not None:
@@ -545,8 +539,8 @@ class PallasLowering:
         return found
 
 
-def _as_typed_matmul(spec: str, x: Any, w: jax.Array) -> tuple[Any, jax.Array, bool, bool]:
-    """A contraction as `typed_matmul` takes it: (x, w, w is transposed, the result must be reshaped)."""
+def _as_grouped_gemm(spec: str, x: Any, w: jax.Array) -> tuple[Any, jax.Array, bool, bool]:
+    """A contraction as `grouped_gemm` takes it: (x, w, w is transposed, the result must be reshaped)."""
     rows, types = x.shape[0], w.shape[0]
     if spec in ("k,kn->n", "hk,hkn->hn"):
         return x, w, False, False

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
+from dejax.pallas.machine import H200
 from dejax.rgnn.ir.inter import VIAS, Builder, Op, Program, Space
 from dejax.rgnn.ir.products import with_axes
 
 # Given the new builder, the old operator, its arguments in the new program and its old number: the new value, or None
 # to copy the operator as it is.
 Visit = Callable[[Builder, Op, tuple[int, ...], int], int | None]
-# Arrays of up to so many bytes stay in an H200's L2 cache of 60 MB.
-CACHED_BYTES = 60e6
+# Arrays of up to so many bytes stay in the L2 cache.
+CACHED_BYTES = H200.cache_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dejax.pallas.machine import H200
 from dejax.rgnn.ir.inter import ROWWISE, Builder, Op, Program, Space
 from dejax.rgnn.passes._rewrite import Counts, copy_ops, divisor, live
 
@@ -38,7 +39,7 @@ class Cut:
 
 # Scalars of edges with fewer bytes stay in the cache, where reading them out of order costs less than computing them
 # again.
-_CACHED_BYTES = 20e6
+_CACHED_BYTES = H200.cache_bytes / 3
 
 
 def cut(joint: Program, num_inputs: int, num_outputs: int, counts: Counts, *, save_all: bool = False) -> Cut:

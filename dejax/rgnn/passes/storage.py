@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from dejax.pallas.machine import H200
 from dejax.rgnn.ir.inter import Op, Program, Space
 from dejax.rgnn.ir.intra import Fallback, Gemm, Instance, Kernels, Outer, Traversal
 from dejax.rgnn.passes._rewrite import Counts
@@ -24,7 +25,7 @@ _LAUNCH_BYTES = 13_000_000
 # What a sum of outer products of two wide rows saves beside another read where rows come from memory: 3.1 million reads
 # of 1.9 million rows 43 us, and their product 68 (a sum with narrow rows 250).
 _READ_OF_OUTER = 0.5
-_CACHED_BYTES = 100_000_000
+_CACHED_BYTES = H200.cache_bytes * 5 / 3
 # A product of rows of so many float32 numbers is bound by their conversion, and counts as several reads. 3 million rows
 # of 1.9 million, 256 to 256: 1.47 ms and 0.68 for putting them in 16 bits, 2.78 without.
 _WIDE_PRODUCT = 256

@@ -1,0 +1,46 @@
+"""Figures of the device that schedules, passes and the cost model ask."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A device; the defaults were measured on an NVIDIA H200.
+
+    Attributes:
+      multiprocessors: of the device.
+      shared_bytes: shared memory that a program may have.
+      cache_bytes: the size of the L2 cache.
+      bytes_per_second: of a copy, bytes read plus written.
+      gather_bytes_per_second: at which traversals read rows of 64 features by an index.
+      step_seconds: what a step of a traversal takes that waits for an index and then for a row.
+      many_programs: the device starts so many programs in about 4 us, whatever they do.
+    """
+
+    multiprocessors: int = 132
+    shared_bytes: int = 227 * 1024
+    cache_bytes: float = 60e6
+    bytes_per_second: float = 4.3e12
+    gather_bytes_per_second: float = 2.5e12
+    step_seconds: float = 0.45e-6
+    many_programs: int = 6000
+
+
+H200 = Machine()
+# Shared memory by compute capability; of other devices the least that there is.
+_SHARED_BYTES = {"8.0": 163 * 1024, "8.7": 163 * 1024, "9.0": 227 * 1024, "10.0": 227 * 1024, "10.3": 227 * 1024}
+_LEAST_SHARED_BYTES = 99 * 1024
+
+
+@functools.cache
+def machine() -> Machine:
+    """The default device, or an H200 where that is no GPU. All figures but the shared memory are an H200's."""
+    if jax.default_backend() not in ("gpu", "cuda"):
+        return H200
+    capability = getattr(jax.devices()[0], "compute_capability", "")
+    return Machine(shared_bytes=_SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES))

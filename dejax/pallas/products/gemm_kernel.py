@@ -1,0 +1,334 @@
+"""The kernel of the grouped GEMM: a program multiplies tiles of rows of one type each by the matrix of their type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dejax.pallas import _triton
+from dejax.pallas._shapes import cdiv, divide, lanes
+from dejax.pallas._tiles import resized, where, within
+from dejax.pallas.formats.half_rows import inverse_of, power, raised_exponents, two_parts
+from dejax.pallas.products.schedule import GemmSchedule
+
+
+def apply_activation(name: str | None, y: jax.Array) -> jax.Array:
+    """An elementwise epilogue: None, `relu`, `tanh`, `sigmoid` or `leaky_relu:<slope>`."""
+    kind, _, argument = (name or "").partition(":")
+    if kind == "":
+        return y
+    if kind == "relu":
+        return where(y > 0, y, 0.0)
+    if kind == "leaky_relu":
+        return where(y > 0, y, float(argument or 0.01) * y)
+    if kind == "tanh":
+        return jnp.tanh(y)
+    if kind == "sigmoid":
+        return 1 / (1 + jnp.exp(-y))
+    raise NotImplementedError(f"`activation` must be None, relu, tanh, sigmoid or leaky_relu:<slope>, got {name!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class GemmPlan:
+    """Static facts of one call; `names` are the kernel's references in order.
+
+    A program multiplies `merged` heads at once, by a block-diagonal matrix of `k` by `n`, whose blocks are `head_k` by
+    `head_n`. A row has `head_blocks` such sets of heads.
+    """
+
+    names: tuple[str, ...]
+    schedule: GemmSchedule
+    block: int
+    tiles: int
+    positions: int
+    x_rows: int
+    out_rows: int
+    head_blocks: int
+    merged: int
+    head_k: int
+    head_n: int
+    transpose_w: bool
+    activation: str | None
+    accumulate: bool
+    dot_parts: int  # inner products with `dot_vector` that each row has
+    precision: str
+    arithmetic: str  # see `requests.arithmetic`
+    dtype: jnp.dtype  # that operands are cast to where the arithmetic is direct
+    whole_w: bool  # matrices are padded to whole tiles
+    power_by_type: bool  # matrices have one power of two for each type
+    x_behind: int  # zeros behind the features of a row of x, which then has one head
+    out_behind: int  # and behind those of each head of the result
+    x_part: int  # columns that share an exponent where x comes as `HalfRows`
+    x_bits_of: jnp.dtype | None  # what the integers of x carry where it comes as `FloatBits`
+    divided: bool  # the kernel divides rows of x by the powers of two of their columns
+
+    @property
+    def k(self) -> int:
+        return self.merged * self.head_k
+
+    @property
+    def n(self) -> int:
+        return self.merged * self.head_n
+
+    @property
+    def blocks_n(self) -> int:
+        return cdiv(self.n, self.schedule.block_n)
+
+    @property
+    def even_k(self) -> bool:
+        return self.k % self.schedule.block_k == 0
+
+    @property
+    def even_n(self) -> bool:
+        return self.n % self.schedule.block_n == 0
+
+    @property
+    def num_programs(self) -> int:
+        return cdiv(self.tiles, self.schedule.tiles_per_program) * self.head_blocks * self.blocks_n
+
+
+def gemm_kernel(*refs: Any, c: GemmPlan) -> None:
+    """Multiplies one tile of rows, or several one after the other."""
+    ref = dict(zip(c.names, refs, strict=True))
+    # Neighbouring programs share rows of x: columns are innermost, then heads.
+    first, heads, column_block = _triton.program_ids(c.head_blocks, c.blocks_n)
+    per_program = c.schedule.tiles_per_program
+    if per_program == 1:
+        _multiply_tile(ref, c, first, heads, column_block)
+        return
+
+    # No value is carried from tile to tile, so that the compiler's pipeline can load the rows of later tiles.
+    def one(i: Any, _: None) -> None:
+        _multiply_tile(ref, c, first * per_program + i, heads, column_block)
+
+    _triton.fori_loop(0, per_program, one, None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tile:
+    """One tile of the result: its place, and the rows that it reads and writes."""
+
+    ref: dict[str, Any]
+    c: GemmPlan
+    type: jax.Array
+    heads: jax.Array  # the number of its set of merged heads
+    column_block: jax.Array
+    position: jax.Array  # [block]
+    valid: jax.Array
+    row: jax.Array  # [block, 1], of x
+    row_valid: jax.Array
+    out_row: jax.Array | None  # [block]; None: the position
+    n: jax.Array  # [1, block_n], columns of the result
+
+    def in_n(self) -> jax.Array | None:
+        """Which columns are in the result; None where all are."""
+        return None if self.c.even_n else self.n < self.c.n
+
+    def x_power(self, step: Any) -> jax.Array:
+        """The powers of two of the rows, [block, 1], of the columns of a step over k."""
+        c = self.c
+        part = lax.div(self.heads * c.k + step * c.schedule.block_k, jnp.int32(c.x_part)) + jnp.zeros_like(self.row)
+        return power(_triton.load(self.ref["x_exponent"], (self.row, part), self.row_valid).astype(jnp.int32))
+
+    def head_of_n(self) -> tuple[jax.Array, jax.Array]:
+        """The head of each column among the merged ones, and the column within it."""
+        return divide(self.n, self.c.head_n) if self.c.merged > 1 else (jnp.zeros_like(self.n), self.n)
+
+
+def _multiply_tile(ref: dict[str, Any], c: GemmPlan, number: Any, heads: Any, column_block: Any) -> None:
+    tile = _located(ref, c, number, heads, column_block)
+    y = _with_epilogue(tile, _product(tile, *_powers_of_all_steps(tile)))
+    if tile.out_row is None:
+        out_row, valid = tile.position, tile.valid
+    else:
+        out_row, valid = tile.out_row, within(tile.out_row, c.out_rows, tile.valid)
+    out_row = where(valid, out_row, c.out_rows)
+    mask = valid[:, None] if c.even_n else valid[:, None] & (tile.n < c.n + c.out_behind)
+    if c.out_behind:
+        y = where(tile.n < c.n, y, 0.0)
+    _store_rows(tile, y, out_row, valid, mask)
+    if "dot_vector" in ref:
+        _store_inner_products(tile, y, out_row, valid)
+
+
+def _located(ref: dict[str, Any], c: GemmPlan, number: Any, heads: Any, column_block: Any) -> _Tile:
+    last = None
+    if c.schedule.tiles_per_program > 1:  # past the last tile a program has nothing to do
+        last = number < c.tiles
+        number = jnp.minimum(number, c.tiles - 1)
+    t, start = ref["tile_type"][number], ref["tile_start"][number]
+    end = ref["offsets"][t + 1]
+    if last is not None:
+        end = jnp.where(last, end, start)
+
+    # Loads of indices are masked by the number of positions and not by the group's end, for which they would wait.
+    position = start + lanes(c.block, 0, 1)
+    valid, inside = position < end, position < c.positions
+    out_row = _triton.load(ref["out_index"], (position,), inside) if "out_index" in ref else None
+    row = position
+    if "x_index" in ref:
+        row = _triton.load(ref["x_index"], (position,), inside)
+        # An index out of range reads zeros, never other memory.
+        row_valid = within(row, c.x_rows, valid)
+    else:
+        row_valid = valid & (row < c.x_rows)
+    row, row_valid = row[:, None], row_valid[:, None]
+    n = (column_block * c.schedule.block_n + lanes(c.schedule.block_n, 0, 1))[None, :]
+    return _Tile(ref, c, t, heads, column_block, position, valid, row, row_valid, out_row, n)
+
+
+def _powers_of_all_steps(tile: _Tile) -> tuple[jax.Array | None, jax.Array | None]:
+    """Powers of two of rows and of columns, each where it is known and the same in all steps over k.
+
+    Where both are, they multiply the sum of all steps, and tensor cores add the products up by themselves. They are
+    loaded together with the rows, because a load after the product would be waited for.
+    """
+    ref, c = tile.ref, tile.c
+    row_power = column_power = None
+    if "x_exponent" in ref and c.x_part % c.k == 0:
+        row_power = tile.x_power(0)
+    if "w_power" in ref and c.power_by_type:
+        column_power = ref["w_power"][tile.type]
+    elif "w_power" in ref:
+        head, in_n = tile.head_of_n()
+        column_power = _triton.load(ref["w_power"], (tile.type, tile.heads * c.merged + head, in_n), tile.in_n())
+    return row_power, column_power
+
+
+def _product(tile: _Tile, row_power: Any, column_power: Any) -> jax.Array:
+    """The product of a tile's rows and the matrix of its type, float32[block, block_n]."""
+    c, s = tile.c, tile.c.schedule
+
+    def step(i: Any, total: jax.Array | None) -> jax.Array:
+        product = _product_of_step(tile, i, row_power, column_power)
+        return product if total is None else total + product
+
+    if c.k <= s.block_k:
+        y = step(0, None)
+    else:
+        zeros = jnp.zeros((c.block, s.block_n), jnp.float32)
+        y = _triton.fori_loop(0, cdiv(c.k, s.block_k), step, zeros)
+    return y if row_power is None or column_power is None else y * row_power * column_power
+
+
+def _product_of_step(tile: _Tile, i: Any, row_power: Any, column_power: Any) -> jax.Array:
+    ref, c = tile.ref, tile.c
+    k = i * c.schedule.block_k + lanes(c.schedule.block_k, 0, 1)
+    x_mask = tile.row_valid if c.even_k else tile.row_valid & (k < c.k + c.x_behind)[None, :]
+    x_at = (tile.row, (tile.heads * c.k + k)[None, :])
+    columns = None
+    if "x_columns" in ref:
+        at = (tile.heads * c.k + k)[None, :]
+        columns = _triton.load(ref["x_columns"], (at,), None if c.even_k else (k < c.k)[None, :]).astype(jnp.float32)
+    # The matrix first, which waits for no index: it is scaled while the rows are on their way.
+    w_at, w_mask = _place_in_w(tile, k[:, None])
+    w = _triton.load(ref["w"], w_at, w_mask)
+    x = _triton.load(ref["x"], x_at, x_mask)
+    if c.x_bits_of is not None:
+        x = lax.bitcast_convert_type(x, c.x_bits_of)
+    if columns is not None and c.divided:
+        x = x.astype(jnp.float32) * inverse_of(columns)
+    if c.arithmetic != "direct" and column_power is None:
+        w = w.astype(jnp.float32)
+        w = w if columns is None else w * columns.reshape(-1, 1)
+    if c.arithmetic == "exact":
+        w_low = _triton.load(ref["w_low"], w_at, w_mask) if "w_low" in ref else None
+        return _exact_product(x.astype(jnp.float32), w, w_low, column_power)
+    if c.arithmetic == "direct":
+        return _triton.dot(x.astype(c.dtype), w.astype(c.dtype), c.precision)
+    if row_power is not None and column_power is not None:  # they multiply the sum of all steps
+        return _triton.dot(x, w, c.precision)
+    if "x_exponent" in ref:
+        return _scaled_product(x, w, tile.x_power(i) if row_power is None else row_power, column_power)
+    return _scaled_product(x.astype(jnp.float32), w, None, column_power)
+
+
+def _place_in_w(tile: _Tile, k: jax.Array) -> tuple[tuple[Any, ...], jax.Array | None]:
+    """The indices into the matrices for rows `k`, [block_k, 1], and the tile's columns; and which of them to load."""
+    c, n = tile.c, tile.n
+    mask = None
+    if not c.even_k and not c.whole_w:
+        mask = k < c.k
+    if not c.even_n and not c.whole_w:
+        mask = n < c.n if mask is None else mask & (n < c.n)
+    head, in_k, in_n = tile.heads, k, n
+    if c.merged > 1:  # blocks on the diagonal
+        (head_of_k, in_k), (head_of_n, in_n) = divide(k, c.head_k), divide(n, c.head_n)
+        head, same = tile.heads * c.merged + head_of_n, head_of_k == head_of_n
+        mask = same if mask is None else mask & same
+    return ((tile.type, head, in_n, in_k) if c.transpose_w else (tile.type, head, in_k, in_n)), mask
+
+
+def _scaled_product(x: jax.Array, w: jax.Array, x_power: Any, w_power: Any) -> jax.Array:
+    """The product of two tiles in float16; powers of two that are not given are found here.
+
+    `x_power` are those of rows, [rows, 1], and `w_power` those of columns, [1, columns].
+    """
+    half = jnp.float16
+    if w_power is None:
+        exponent, inverse = raised_exponents(w, 0)
+        w, w_power = w * inverse, power(exponent)
+    w = w.astype(half)
+    if x_power is None:
+        exponent, inverse = raised_exponents(x, 1)
+        x, x_power = x * inverse, power(exponent)
+    # One after the other: the product of both powers may vanish where the result does not.
+    return _triton.dot(x.astype(half), w, "tf32") * x_power * w_power
+
+
+def _exact_product(x: jax.Array, w: jax.Array, w_low: jax.Array | None, w_power: Any) -> jax.Array:
+    """The product of two tiles in float32; without `w_low` the powers of two of `w` are found here."""
+    exponent, inverse = raised_exponents(x, 1)
+    if w_low is None:
+        w_exponent, w_inverse = raised_exponents(w, 0)
+        w, w_low = two_parts(w * w_inverse)
+        w_power = power(w_exponent)
+    return _triton.exact_dot(two_parts(x * inverse), (w, w_low)) * power(exponent) * w_power
+
+
+def _with_epilogue(tile: _Tile, y: jax.Array) -> jax.Array:
+    ref, c, n = tile.ref, tile.c, tile.n
+    if "scale" in ref:
+        head = tile.heads * c.merged + divide(n, c.head_n)[0] if c.merged > 1 else tile.heads
+        y = y * _triton.load(ref["scale"], (tile.position[:, None], head), tile.valid[:, None]).astype(jnp.float32)
+    if "bias" in ref:
+        y = y + _triton.load(ref["bias"], (tile.type, tile.heads * c.n + n), tile.in_n()).astype(jnp.float32)
+    return apply_activation(c.activation, y)
+
+
+def _store_rows(tile: _Tile, y: jax.Array, out_row: jax.Array, valid: jax.Array, mask: jax.Array) -> None:
+    ref, c, n = tile.ref, tile.c, tile.n
+    stride = c.n + c.out_behind
+    if c.accumulate:
+        safe = where(valid, out_row, 0)[:, None]
+        _triton.atomic_add(ref["y"], (safe, tile.heads * stride + n), y, jnp.broadcast_to(mask, y.shape))
+        return
+    if "y_exponent" not in ref:
+        _triton.store(ref["y"], (out_row[:, None], tile.heads * stride + n), y, mask)
+        return
+    if "out_columns" in ref:
+        y = y * inverse_of(_triton.load(ref["out_columns"], (tile.heads * c.n + n,), tile.in_n()))
+    exponent, inverse = raised_exponents(y, 1, finite=True)
+    _triton.store(ref["y"], (out_row[:, None], tile.heads * stride + n), y * inverse, mask)
+    part = jnp.zeros_like(out_row) + (tile.heads * c.blocks_n + tile.column_block)
+    _triton.store(ref["y_exponent"], (out_row, part), resized(exponent, out_row.shape), valid)
+
+
+def _store_inner_products(tile: _Tile, y: jax.Array, out_row: jax.Array, valid: jax.Array) -> None:
+    """Stores the inner product of each part of a row and the vector of its type."""
+    ref, c, n = tile.ref, tile.c, tile.n
+    vector = _triton.load(ref["dot_vector"], (tile.type, tile.heads, n), tile.in_n()).astype(jnp.float32)
+    product = y * vector if c.even_n else where(n < c.n, y * vector, 0.0)
+    if c.dot_parts == 1:
+        _triton.store(ref["dot"], (out_row, tile.heads), lax.reduce_sum(product, (1,)), valid)
+        return
+    width = c.n // c.dot_parts
+    parts_of_tile = c.schedule.block_n // width
+    parts = lax.reduce_sum(lax.reshape(product, (c.block, parts_of_tile, width)), (2,))
+    part = lanes(parts_of_tile, 1, 2)
+    inside = valid[:, None] if c.even_n else valid[:, None] & (part < c.dot_parts)
+    _triton.store(ref["dot"], (out_row[:, None], tile.heads * c.dot_parts + part), parts, inside)

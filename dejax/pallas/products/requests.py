@@ -1,0 +1,178 @@
+"""What the templates of grouped products are asked for.
+
+Positions p = 0, 1, ... are sorted by type: those of type t, its group, are `offsets[t]` to `offsets[t + 1]`. A position
+reads a row of each input array. A row has one or several heads, which are multiplied independently of each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dejax.pallas.formats.float_bits import FloatBits
+from dejax.pallas.formats.half_rows import HalfRows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GemmGroups:
+    """The groups of a grouped GEMM, cut into tiles (for instance by `dejax.rgnn.graphs.segments.tile_table`).
+
+    Attributes:
+      offsets: int32[types + 1].
+      tile_type: int32[tiles], the type of each tile.
+      tile_start: int32[tiles], the first position of each tile. A tile has `block` positions, or ends with its group. A
+        tile that starts at or after the end of its group is unused.
+      block: positions of a tile; a power of two, at least 16.
+      num_positions: the length of the indices, and of the range of positions.
+    """
+
+    offsets: jax.Array
+    tile_type: jax.Array
+    tile_start: jax.Array
+    block: int
+    num_positions: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GemmEpilogue:
+    """What a grouped GEMM does with a product row before it stores it, in this order.
+
+    Attributes:
+      scale: float[num_positions, heads] or float[num_positions], a factor of each product row.
+      bias: float[types, heads, n] or, without the heads axis, float[types, n]; it is added.
+      activation: `relu`, `tanh`, `sigmoid` or `leaky_relu:<slope>`.
+      dot_vector: float[types, heads, n]; asks for a second result, the inner product of each result row and the vector
+        of its type and head, before the row is rounded to the result's dtype.
+      dot_parts: cuts each row into as many equal parts, each with an inner product. If there are several, their number
+        and n must be powers of two.
+    """
+
+    scale: jax.Array | None = None
+    bias: jax.Array | None = None
+    activation: str | None = None
+    dot_vector: jax.Array | None = None
+    dot_parts: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GemmOutput:
+    """Where a grouped GEMM puts its result rows, and how they are stored.
+
+    Attributes:
+      index: int32[num_positions], the row that a position writes; one out of range is not written. Without `accumulate`
+        no two positions of a type may name the same row. None: position p writes row p.
+      num_rows: rows of the result; the number of positions by default.
+      accumulate: adds product rows up in float32 result rows, atomically. The order of additions, and so the last bits,
+        differ from run to run. The result is float32.
+      covers_all: the caller guarantees that every result row is written, so that none needs to be set to zero first.
+      dtype: of the result; by default what `x` and `w` promote to.
+      row_scaled: asks for the result as `HalfRows`, in half the bytes; only with `precision="tf32"` and a float32
+        result. A result whose tiles have parts of several widths stays float32.
+      columns: float32[heads, n] or [n], powers of two: the `columns` of the result as `HalfRows`.
+    """
+
+    index: jax.Array | None = None
+    num_rows: int | None = None
+    accumulate: bool = False
+    covers_all: bool = False
+    dtype: Any = None
+    row_scaled: bool = False
+    columns: jax.Array | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedGemm:
+    """One grouped GEMM: each row times the matrix of its type.
+
+    Attributes:
+      x: float[rows, heads, k], or float[rows, k] for one head, which the result then has no axis for either; or
+        `HalfRows` of such a shape; or `FloatBits`, [rows, k].
+      w: float[types, heads, k, n], or without the heads axis where `x` has none.
+      groups: the positions, sorted by type.
+      x_index: int32[num_positions], the row of `x` that a position reads; one out of range reads as zeros. None:
+        position p reads row p.
+      x_columns: float32[heads, k] or [k], powers of two near the largest elements of the columns of float32 rows `x`,
+        where those differ (`column_powers`). `HalfRows` have their own.
+      transpose_w: multiplies by the transposed matrices: in `w`, n comes before k.
+      epilogue: what is done with a product row before it is stored.
+      output: where result rows go, and how they are stored.
+      precision: of float32 operands: `tf32` (10-bit mantissa; computed in float16 with powers of two for the rows of
+        `x` and the matrices of `w`, see `half_rows`), `f32` (22 bits; three such products) or `bf16` (cast). bfloat16
+        and float16 are multiplied as they are. Sums are float32.
+    """
+
+    x: jax.Array | HalfRows | FloatBits
+    w: jax.Array
+    groups: GemmGroups
+    x_index: jax.Array | None = None
+    x_columns: jax.Array | None = None
+    transpose_w: bool = False
+    epilogue: GemmEpilogue = GemmEpilogue()
+    output: GemmOutput = GemmOutput()
+    precision: str = "tf32"
+
+    @property
+    def n(self) -> int:
+        """The width of a result row's head."""
+        return int(self.w.shape[-2 if self.transpose_w else -1])
+
+    @property
+    def out_rows(self) -> int:
+        return self.groups.num_positions if self.output.num_rows is None else self.output.num_rows
+
+    @property
+    def out_dtype(self) -> np.dtype:
+        promoted = self.output.dtype or jnp.promote_types(self.x.dtype, self.w.dtype)
+        return jnp.dtype(jnp.float32 if self.output.accumulate else promoted)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedWeightGradient:
+    """One grouped weight gradient: for each type the sum of `x^T y` over its positions.
+
+    Attributes:
+      x: float[rows, heads, k], or float[rows, k] for one head, which the result then has no axis for either; or
+        `HalfRows` of such a shape.
+      y: float[rows, heads, n], or float[rows, n] where `x` has no heads axis; or `HalfRows`.
+      offsets: int32[types + 1].
+      num_positions: the length of the indices, and of the range of positions.
+      x_index: int32[num_positions], the row of `x` at each position; one out of range reads as zeros. None: row p.
+      y_index: int32[num_positions], likewise for `y`.
+      scale: float[num_positions, heads] or float[num_positions], a factor of each product.
+      narrow: float[rows, heads, m], or float[rows, m], m up to 16 (`MAX_NARROW`): further rows, read by `y_index`, that
+        multiply those of `x` in the same pass.
+      precision: of float32 operands: `tf32` (10-bit mantissa; computed in float16 with powers of two for each row, see
+        `half_rows`), `f32` (22 bits; three such products) or `bf16` (cast). Sums are float32.
+      dtype: of the result.
+      rows_per_split: positions that one program sums; about a thousandth of all by default.
+      splits: `split_table(offsets, rows_per_split, num_positions)` where it was made before, and then None or, where
+        starts and ends are in another order, the number of each split, int32[splits].
+    """
+
+    x: jax.Array | HalfRows
+    y: jax.Array | HalfRows
+    offsets: jax.Array
+    num_positions: int
+    x_index: jax.Array | None = None
+    y_index: jax.Array | None = None
+    scale: jax.Array | None = None
+    narrow: jax.Array | HalfRows | None = None
+    precision: str = "tf32"
+    dtype: Any = jnp.float32
+    rows_per_split: int | None = None
+    splits: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None] | None = None
+
+
+def arithmetic(precision: str, *dtypes: Any) -> str:
+    """How tiles are multiplied.
+
+    `scaled`: in float16, with powers of two for rows and columns. `exact`: likewise, as two float16 parts of each
+    operand. `direct`: as they are, or cast.
+    """
+    if precision == "bf16" or jnp.float32 not in dtypes:
+        return "direct"
+    return "scaled" if precision == "tf32" else "exact"

@@ -1,0 +1,200 @@
+"""The heuristic schedules of traversals: rows and entries of a step, warps and stages.
+
+The rules were found on one NVIDIA H200; docs/performance/schedules.md has the figures behind each. A tuned table
+overrules them (`tuned_tables.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dejax.pallas._shapes import next_power_of_two, previous_power_of_two
+from dejax.pallas.machine import H200
+
+# With fewer programs, multiprocessors are left with few.
+_FEW_PROGRAMS = 3500
+
+
+@dataclass(frozen=True, slots=True)
+class TraversalSchedule:
+    """How a traversal is cut.
+
+    Attributes:
+      rows_per_program: rows that a program computes at once; a power of two.
+      items_per_step: entries of each row loaded at once; a power of two.
+      num_warps: warps of a program.
+      num_stages: depth of the software pipeline over entries.
+    """
+
+    rows_per_program: int
+    items_per_step: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """What a traversal reads.
+
+    Attributes:
+      entry_rows: for each wide operand that is read for an entry, whether its rows are in 16 bits.
+      own_rows: the same for those that are read once for a row.
+      scalars: narrow operands that are read for an entry.
+      heads: the most scalars that are read together.
+      widest: features of the widest operand, padded.
+    """
+
+    entry_rows: list[bool]
+    own_rows: list[bool]
+    scalars: int
+    heads: int
+    widest: int
+
+    @property
+    def crowded(self) -> bool:
+        """Whether there are several wide rows for an entry."""
+        return len(self.entry_rows) + len(self.own_rows) > 1
+
+    @property
+    def half(self) -> bool:
+        """Whether the only wide row of an entry is in 16 bits."""
+        return self.entry_rows == [True] and not self.own_rows
+
+
+def traversal_schedule(
+    width: int,
+    mean_degree: float,
+    *,
+    loads: Sequence[tuple[int, bool]] | None = None,
+    row_loads: Sequence[tuple[int, bool]] = (),
+    writes_items: bool = False,
+    num_items: int | None = None,
+    longest: int = 16,
+    beside: bool = False,
+    interpret: bool = False,
+) -> TraversalSchedule:
+    """The heuristic schedule of a traversal.
+
+    Args:
+      width: padded features of the widest tile.
+      mean_degree: entries of a row, on average.
+      loads: for each operand that is read for an entry its features, and whether its rows are in 16 bits; None where
+        that is not known.
+      row_loads: the same for those that are read once for a row.
+      writes_items: whether values are written for each entry.
+      num_items: number of entries; None for many.
+      longest: the most entries of a row that is not split.
+      beside: whether there are sums over other entries of the same rows.
+      interpret: large tiles, because the interpreter pays for each program and not for lanes.
+    """
+    if interpret:
+        items = min(8, next_power_of_two(int(mean_degree)))
+        return TraversalSchedule(max(1, previous_power_of_two(8192 // (items * width))), items, 1, 1)
+    num_rows = float("inf") if num_items is None else num_items / max(mean_degree, 1e-9)
+    if width <= 8:
+        return _narrow_schedule(width, mean_degree, num_rows)
+    if beside:
+        return _beside_schedule(width, mean_degree, num_rows)
+    reads = _reads(width, loads, row_loads)
+    # A slot is one entry of one row.
+    slots, most = max(512 // width, min(8, 2048 // width), 1), 8
+    num_warps = min(4, max(1, width // 1024))
+    if reads.half:
+        few = longest > 16 and num_items is not None and num_items <= 1_000_000
+        slots, most = _slots_of_16_bits(width, mean_degree, reads, slots, few)
+    elif not reads.crowded and width >= 128:
+        slots = max(1, 512 // width)
+    elif not reads.crowded and width >= 64 and mean_degree < 4:
+        num_warps = 2
+    if reads.crowded:
+        slots = _crowded_slots(mean_degree, reads, slots, writes_items)
+        most = 2 if mean_degree >= 16 else 1  # long rows wait for their steps
+        items = min(most, slots)
+    else:
+        items = min(previous_power_of_two(max(1, int(mean_degree / 1.5))), most, slots)
+    if num_items is not None:
+        items = _items_of_long_rows(items, slots, num_items * width * 4, num_rows, longest)
+    return TraversalSchedule(min(32, slots // items), items, num_warps, 1)
+
+
+def _reads(width: int, loads: Sequence[tuple[int, bool]] | None, row_loads: Sequence[tuple[int, bool]]) -> _Reads:
+    known = loads if loads is not None else [(width, False)]
+    widest = next_power_of_two(max((n for n, _ in (*known, *row_loads)), default=width))
+    entry_rows = [in_half for n, in_half in known if 2 * n >= widest]
+    own_rows = [in_half for n, in_half in row_loads if 2 * n >= widest]
+    heads = max((n for n, _ in known if 2 * n < widest), default=1)
+    return _Reads(entry_rows, own_rows, len(known) - len(entry_rows), heads, widest)
+
+
+def _narrow_schedule(width: int, mean_degree: float, num_rows: float) -> TraversalSchedule:
+    """Of traversals that read scalars alone."""
+    if mean_degree >= 64:  # rows of hundreds of entries are types
+        return TraversalSchedule(1, 64, 1, 1)
+    if mean_degree >= 4:
+        return TraversalSchedule(32, 4, 2, 1)
+    if num_rows <= 100_000:
+        return TraversalSchedule(32, 8, 4, 1)
+    return TraversalSchedule(64, 4, 4, 1) if width < 4 else TraversalSchedule(128 // width, 1, 1, 1)
+
+
+def _slots_of_16_bits(width: int, mean_degree: float, reads: _Reads, slots: int, few: bool) -> tuple[int, int]:
+    """Slots, and the most entries of a row among them, where an entry has one wide row, in 16 bits.
+
+    `few`: there are few entries, and rows of more than 16.
+    """
+    most = 4 if mean_degree >= 16 else 2 if reads.scalars > 1 and reads.heads < 8 else 1
+    if reads.heads >= 8:
+        slots = max(1, min(slots, 256 // width))
+    if width >= 128:
+        # As many elements as fit into a warp. A softmax, which reads several scalars, needs registers, too.
+        slots = max(1, 512 // width) if reads.scalars < 2 else max(2, 256 // width)
+        return slots, 4 if mean_degree >= 16 else 1
+    return slots, 2 if most == 1 and mean_degree >= 6 and few else most
+
+
+def _crowded_slots(mean_degree: float, reads: _Reads, slots: int, writes_items: bool) -> int:
+    """Slots where an entry has several wide rows: registers hold four of 64 features.
+
+    There is room for eight where rows are multiplied and summed over a few entries, and where two wide rows of an entry
+    have at least 128 features. Scalars of several heads need fewer loads with eight.
+    """
+    one_each = len(reads.entry_rows) == len(reads.own_rows) == 1
+    products = one_each and not writes_items and mean_degree < 8
+    two = len(reads.entry_rows) == 2 and not reads.own_rows and reads.widest >= 128
+    return max(1, min(slots, (512 if products or two or reads.heads >= 4 else 256) // reads.widest))
+
+
+def _items_of_long_rows(items: int, slots: int, nbytes: int, num_rows: float, longest: int) -> int:
+    """Entries of a step, more of them where the longest row would take longer than all rows' bytes.
+
+    A step waits for memory twice. But with more entries of a step there are more programs, which take time to start.
+    """
+    bytes_seconds = nbytes / H200.gather_bytes_per_second
+    while items < min(8, slots) and longest / items * H200.step_seconds > bytes_seconds:
+        if num_rows * 2 * items / slots > H200.many_programs:
+            break
+        items *= 2
+    return items
+
+
+def _beside_schedule(width: int, mean_degree: float, num_rows: float) -> TraversalSchedule:
+    """Of sums over other entries of the same rows, too: few rows a program where there are few in all."""
+    rows = max(1, (256 if mean_degree >= 3 else 512) // width)
+    while rows > 1 and num_rows / rows < _FEW_PROGRAMS:
+        rows //= 2
+    large = num_rows > 1_000_000 or mean_degree >= 3
+    return TraversalSchedule(rows, 1, 1 if large or rows * width < 256 else 2, 1)
+
+
+def map_schedule(width: int, *, narrows: bool = False, interpret: bool = False) -> TraversalSchedule:
+    """The heuristic schedule of a map over entries; arguments as in `traversal_schedule`.
+
+    With `narrows`, rows come in float32 alone, and are written as `HalfRows`.
+    """
+    if interpret:
+        return traversal_schedule(width, 1.0, interpret=True)
+    # Rows that are narrowed move from thread to thread to be stored, which small programs do faster.
+    if narrows and width <= 512:
+        return TraversalSchedule(1, max(1, 512 // width), 1, 1)
+    return TraversalSchedule(1, min(256, max(1, 4 * 512 // width)), 4 if width <= 2048 else 8, 1)
