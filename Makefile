@@ -3,8 +3,9 @@
 #
 #   make demo              install into .venv and train on the standard library's code graph
 #   make demo CUDA=13      the same with jax's CUDA 13 wheels (or CUDA=12)
-#   make test              lint, format, types, doctests, tests; on jax 0.10 and 0.12 where Python >= 3.12 is found, too
-#   make test-fast         the tests alone, on one jax
+#   make test              lint, format, types, doctests and a sample of the tests, on one jax: what a change should pass
+#   make test-all          the same with the tests in full, on the oldest and the newest supported jax: what CI runs
+#   make test-fast         the tests of `make test` alone
 #   make test-slow         the tests that take long: the same contracts over more cases
 #   make asan              the CPU handlers under AddressSanitizer
 #   make tsan              the offload store under ThreadSanitizer, with many threads
@@ -22,7 +23,8 @@ EXTRA := $(if $(CUDA),cuda$(CUDA))
 comma := ,
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard native/*)
 PIP := -m pip --disable-pip-version-check --no-input install --quiet
-PYTEST := -m pytest -n $(JOBS) -q --durations=15
+# worksteal: neighbouring tests run in one process and share what they have compiled.
+PYTEST := -m pytest -n $(JOBS) --dist worksteal -q --durations=15
 # Most of the tests' time is XLA's compilation for the CPU, which this halves.
 QUICK_COMPILE := --xla_backend_optimization_level=0
 
@@ -32,10 +34,10 @@ PYTHON_NEXT ?= $(shell for v in 3.12 3.13 3.14; do \
 	for python in $$(command -v python$$v) $(HOME)/.pyenv/versions/$$v*/bin/python$$v; do \
 	"$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo "$$python" && exit; \
 	done; done)
-# Where the first leg has the newest jax already, the second one takes the oldest that is supported.
+# Where .venv has the newest jax already, .venv-next gets the oldest that is supported.
 PINS_NEXT ?= $(shell $(PYTHON) -c 'import sys; print("jax==0.10.2 jaxlib==0.10.2" if sys.version_info >= (3, 12) else "")')
 
-.PHONY: venv venv-test demo test test-fast test-slow test-here test-next doctest lint types format asan tsan soak clean
+.PHONY: venv venv-test demo test test-all test-fast test-slow test-here test-next doctest lint types format asan tsan soak clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -57,14 +59,18 @@ $(VENV)/.installed-test: $(BUILD_INPUTS) | $(BIN)/python
 demo: venv
 	$(BIN)/python examples/entity_classification.py $(DEMO_ARGS)
 
-# --keep-going: a long line does not hide whether the tests pass.
+# The markers (pyproject.toml) choose the tests. --keep-going: a long line does not hide whether the tests pass.
 test: venv-test
-	@$(BIN)/python -c 'import jax, sys; print("leg on Python", sys.version.split()[0], "with jax", jax.__version__)'
-	@$(MAKE) --no-print-directory --keep-going lint types doctest test-here test-next
+	@$(BIN)/python -c 'import jax, sys; print("Python", sys.version.split()[0], "with jax", jax.__version__)'
+	@$(MAKE) --no-print-directory --keep-going lint types doctest test-fast
 	@echo "make test: all passed"
 
+test-all: venv-test
+	@$(MAKE) --no-print-directory --keep-going lint types doctest test-here test-next
+	@echo "make test-all: all passed"
+
 test-fast: venv-test
-	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(BIN)/python $(PYTEST) -m "not slow" tests
+	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(BIN)/python $(PYTEST) -m "not slow and not full" --hypothesis-profile=quick tests
 
 test-slow: venv-test
 	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(BIN)/python $(PYTEST) -m slow tests
@@ -86,28 +92,21 @@ format: venv-test
 types: venv-test
 	$(BIN)/mypy
 
-# Two legs, the ends of the declared range of jax. All tests run on the newest, which compiles in two thirds of the time;
-# on the oldest not what does not depend on jax, and the interpreted kernels by themselves and the passes' variants not
-# either: models run them there, too.
-NOT_ON_BOTH := --ignore=tests/datasets --ignore=tests/benchmarks --ignore=tests/test_readme.py --ignore=tests/native \
-	--ignore=tests/rgnn/passes/test_passes.py --ignore=tests/rgnn/layers/test_pyg_agreement.py --ignore=tests/rgnn/test_random_programs.py \
-	--ignore=tests/pallas/test_traversal.py --ignore=tests/pallas/test_gemm.py \
-	--ignore=tests/pallas/test_table_slice.py --ignore=tests/pallas/test_sums.py --ignore=tests/pallas/test_schedule.py \
-	--ignore=tests/rgnn/graphs/test_rel_graph.py --ignore=tests/rgnn/compiler/test_tune.py --ignore=tests/rgnn/compiler/test_cost.py \
-	--ignore=tests/examples/test_entity_classification.py --ignore=tests/examples/test_sampled_relations.py \
-	--ignore=tests/rgnn/compiler/test_explain.py --ignore=tests/rgnn/graphs/test_build_traced.py --ignore=tests/rgnn/lowering/test_dtypes.py \
-	--ignore=tests/rgnn/lowering/test_precision.py --ignore=tests/rgnn/passes/test_digits.py --ignore=tests/pallas/test_column_powers.py \
-	-k "not (test_contract and (xla or typed_sources or narrow_matrices or one_array or one_loop or by_a_kernel or made_again or without_edges or numbers or in_the_loop or beside_those or large_scores or bfloat16 or small_graphs)) and not padding_has_no_effect"
+# `make test-all` runs at both ends of the declared range of jax: on the newest everything but the slow tests; on the
+# oldest, which compiles for longer, those of them that are not marked newest_jax.
+ALL := not slow
+ON_OLDEST := $(ALL) and not newest_jax
 NEXT_IS_OLDEST := $(strip $(PINS_NEXT))
-HERE_TOO := $(if $(strip $(PYTHON_NEXT)),$(if $(NEXT_IS_OLDEST),,$(NOT_ON_BOTH)))
-NEXT_TOO := $(if $(NEXT_IS_OLDEST),$(NOT_ON_BOTH))
+HERE := $(if $(strip $(PYTHON_NEXT)),$(if $(NEXT_IS_OLDEST),$(ALL),$(ON_OLDEST)),$(ALL))
+NEXT := $(if $(NEXT_IS_OLDEST),$(ON_OLDEST),$(ALL))
 
 test-here: venv-test
-	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(BIN)/python $(PYTEST) -m "not slow" $(HERE_TOO) tests
+	$(BIN)/python -c 'import jax, sys; print("Python", sys.version.split()[0], "with jax", jax.__version__)'
+	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(BIN)/python $(PYTEST) -m "$(HERE)" tests
 
 ifeq ($(strip $(PYTHON_NEXT)),)
 test-next:
-	@echo "make test: no Python >= 3.12 found, so there is no second leg, on another jax (give one: make test PYTHON_NEXT=...)"
+	@echo "make test-all: no Python >= 3.12 found, so no second jax is tested (give one: make test-all PYTHON_NEXT=...)"
 else
 $(VENV_NEXT)/.installed-test: $(BUILD_INPUTS)
 	test -x $(VENV_NEXT)/bin/python || $(PYTHON_NEXT) -m venv $(VENV_NEXT)
@@ -115,8 +114,8 @@ $(VENV_NEXT)/.installed-test: $(BUILD_INPUTS)
 	@touch $@
 
 test-next: $(VENV_NEXT)/.installed-test
-	$(VENV_NEXT)/bin/python -c 'import jax, sys; print("leg on Python", sys.version.split()[0], "with jax", jax.__version__)'
-	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(VENV_NEXT)/bin/python $(PYTEST) -m "not slow" $(NEXT_TOO) tests
+	$(VENV_NEXT)/bin/python -c 'import jax, sys; print("Python", sys.version.split()[0], "with jax", jax.__version__)'
+	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(VENV_NEXT)/bin/python $(PYTEST) -m "$(NEXT)" tests
 endif
 
 # A copy of the package with an instrumented extension, in build/asan. A forked child has no sanitizer runtime to speak to.

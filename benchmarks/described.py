@@ -1,4 +1,4 @@
-"""A layer and the shapes of its arguments, to lower it for an H200 where there is no GPU."""
+"""A layer and the shapes of its arguments, to lower it for an H200 on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ except ImportError:
     from jax._src.mesh import AbstractDevice
 
 H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
-"""Under `jax.sharding.use_abstract_mesh` kernels are lowered for it."""
+"""Under `jax.sharding.use_abstract_mesh(H200)`, kernels are lowered for an H200."""
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """Functions of `args`, which are shapes: features, tables of the graph as where there is a GPU, parameters."""
+    """Functions, and the shapes of their arguments: features, the graph with its tables for a GPU, parameters."""
 
     forward: Callable[..., Any]
     training: Callable[..., Any]
@@ -33,7 +33,7 @@ class Described:
 
 
 def layer(graph_name: str, model: str, settings: Settings, disable: tuple[str, ...] = ()) -> Described:
-    """One layer on one of the synthetic graphs, by the kernels."""
+    """One layer on one of the synthetic graphs, with the Pallas kernels."""
     graph = make_graph(graph_name)
     options = rgnn.Options(precision=settings.precision, backend="pallas", interpret=False, disable=disable)
     tables = rel_graph(graph)[0].with_loop_tables()

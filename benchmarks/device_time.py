@@ -1,11 +1,11 @@
-"""How long a call keeps the GPU: kernel records of the profilers of jax and of PyTorch, as span, sum and count.
+"""Device time of a call from the profilers of jax and PyTorch: span, sum and number of kernels.
 
 A layer of 20 us cannot be timed from Python, where one dispatch costs about 0.1 ms. The profilers give the start and
-the duration of each kernel, copy and fill on the device; several calls in a row are recorded and told apart by their
-number of records, which is the same for each.
+the duration of each kernel, copy and fill on the device. Several calls in a row are recorded. Each has the same number
+of records, which separates one call from the next.
 
-XLA launches kernels one by one while it is profiled, and not as CUDA graphs, unless `XLA_FLAGS` has
-`--xla_enable_command_buffers_during_profiling=true`: without it 100 small kernels seem to take longer than they do.
+While it is profiled, XLA launches kernels one by one instead of as CUDA graphs, so that 100 small kernels seem slower
+than they are. `XLA_FLAGS=--xla_enable_command_buffers_during_profiling=true` keeps the CUDA graphs.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ Record = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class DeviceTime:
-    """Of one call, the median over the recorded calls."""
+    """Times of one call: medians over the recorded calls."""
 
     span_ms: float
     """From the start of the first kernel to the end of the last."""
     kernels_ms: float
-    """Sum of the kernels, copies and fills."""
+    """Sum of the durations of kernels, copies and fills."""
     launches: float
-    """How many there are."""
+    """Number of kernels, copies and fills."""
 
     def as_dict(self) -> dict[str, float]:
         return {key: round(value, 6) for key, value in asdict(self).items()}
 
 
 def summarize(records: Sequence[Record], calls: int) -> DeviceTime | None:
-    """Splits the records of `calls` equal calls; None where there are no records (on a CPU).
+    """Splits the records of `calls` equal calls; None if there are no records (on a CPU).
 
-    Where the number of records is no multiple of the number of calls (a host that decides what to launch), the calls
-    are split at the longest pauses.
+    If the number of records is no multiple of the number of calls (the host decides what to launch), the calls are
+    split at the longest pauses.
     """
     if not records:
         return None
@@ -64,12 +64,12 @@ def summarize(records: Sequence[Record], calls: int) -> DeviceTime | None:
 
 
 def profile_jax(call: Callable[[], Any], calls: int) -> DeviceTime | None:
-    """Records `calls` calls, which must be compiled already, with jax's profiler."""
+    """Records `calls` calls with jax's profiler. They must be compiled already."""
     return summarize([record for _, record in _jax_records(call, calls)], calls)
 
 
 def kernels_jax(call: Callable[[], Any], calls: int) -> dict[str, float]:
-    """Milliseconds that each kernel takes in one call, by name."""
+    """Milliseconds of each kernel in one call, by name."""
     found: dict[str, float] = {}
     for name, (_, duration) in _jax_records(call, calls):
         found[name] = found.get(name, 0.0) + duration / calls / 1e6

@@ -1,17 +1,20 @@
-"""Gathers from a table in host memory: GB/s of useful rows beside the copy engine's rate and beside peers, in one run.
+"""Gathers from a table in host memory: GB/s of useful rows, the copy engine's rate and peers, in one run.
 
     python -m benchmarks.host_gather --gib 1,8,24,48,80 --out benchmarks/results --plot
     python -m benchmarks.host_gather --quick                # small sizes, for a machine without a GPU
 
 Sections: `small` (latency), `sizes` (table size by number of ids), `host_compute` (a peer), `widths` (row width at 1
-GiB), `sms` (multiprocessors needed), `update` (scatter_add), `cached` (power-law ids), `overlap` (prefetched_scan
-beside matrix products), `linear` (typed_linear beside a gather), `devices` (GPUs that share a table), `sampling`
-(10^5 seeds; fan-out 15, 10, 5) and `epoch` (GraphSAGE). Peers: the zero-copy kernel with ids as given; torch's gather
-with all threads into pinned memory and a copy; numpy.take and device_put; jnp.take under compute_on("device_host"),
-and of the pinned memory seen as device memory. All tables of a run lie in one block of host memory.
+GiB), `sms` (number of SMs), `update` (scatter_add), `cached` (power-law ids), `overlap` (prefetched_scan alongside
+matrix products), `linear` (typed_linear and a gather), `devices` (GPUs that share a table), `sampling` (10^5 seeds;
+fan-out 15, 10, 5) and `epoch` (GraphSAGE).
 
-Rates count rows asked for over the time of a jitted call, sorting included: medians over repetitions of several calls.
-The JSON is written after each cell. A section that fails or outlasts its limit is noted in it, and the next one runs.
+Peers: the zero-copy kernel with ids as given; torch's gather with all threads into pinned memory and a copy; numpy.take
+and device_put; jnp.take under compute_on("device_host"); jnp.take of the pinned memory as device memory. All tables of
+a run are in one block of host memory.
+
+A rate is the requested rows over the time of a jitted call, including the sort: the median over repetitions of several
+calls. The JSON is written after each cell. If a section fails or exceeds its limit, the JSON says so and the next one
+runs.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ Cells = Iterator[dict[str, Any]]
 
 
 class Arena:
-    """One block of host memory, filled by all threads, that the tables of a run share: pinning is slow at 80 GiB."""
+    """One block of host memory that the tables of a run share, filled by all threads: pinning 80 GiB is slow."""
 
     def __init__(self, size: int) -> None:
         room = np.empty(size + 4096, np.uint8)
@@ -60,7 +63,7 @@ class Arena:
             list(pool.map(fill, range(0, size, len(block))))
 
     def table(self, rows: int, width: int) -> hg.HostTable:
-        """A float32 table [rows, width]; one at a time, since each pins the memory."""
+        """A float32 table [rows, width]. Only one may exist at a time, since each pins the memory."""
         return hg.HostTable.from_numpy(
             self._memory[: rows * width * 4].view(np.float32).reshape(rows, width), copy=False
         )
@@ -79,7 +82,7 @@ def seconds(function: Callable[..., Any], *args: Any, calls: int = 10, repeats: 
 
 
 def once(function: Callable[[np.ndarray], Any], ids: np.ndarray, repeats: int = 3) -> float:
-    """Seconds of a peer, which waits for its result; the best of a few."""
+    """Seconds of a peer that waits for its result: the best of a few."""
     function(ids)
     found = []
     for _ in range(repeats):
@@ -108,7 +111,7 @@ def copy_engine(args: argparse.Namespace) -> float:
 
 
 def sizes(args: argparse.Namespace) -> Cells:
-    """Ids from the first so many GiB of one table: what decides is how many pages they touch."""
+    """Ids from the first so many GiB of one table: the number of pages that they touch decides the rate."""
     row = 512
     whole = args.arena.table(int(max(args.gib) * GIB) // row, row // 4)
     view = whole.numpy()
@@ -130,14 +133,14 @@ def sizes(args: argparse.Namespace) -> Cells:
                 try:
                     peer = make()
                     cell[name] = useful / once(peer, ids) if peer else None
-                except Exception as error:  # a peer that fails is a result
+                except Exception as error:  # a failing peer is a result, too
                     cell[name], cell[f"{name}_failed"] = None, str(error).splitlines()[0][:200]
             yield cell
     whole.close()
 
 
 def host_compute(args: argparse.Namespace) -> Cells:
-    """The peer that XLA has for this, on a table of 1 GiB."""
+    """XLA's own host gather, on a table of 1 GiB."""
     rows = args.width_bytes // 512
     table = args.arena.table(rows, 128)
     elapsed = once(cpu_gather.host_compute(table._leaf), random_ids(rows, args.ids[0]))
@@ -146,7 +149,7 @@ def host_compute(args: argparse.Namespace) -> Cells:
 
 
 def widths(args: argparse.Namespace) -> Cells:
-    """Distinct ids, so that nothing is gained by reading equal ones once."""
+    """Distinct ids, so that no row is read once for several ids."""
     for width in WIDTHS:
         rows = args.width_bytes // width
         table = args.arena.table(rows, width // 4)
@@ -173,7 +176,7 @@ def sms(args: argparse.Namespace) -> Cells:
 
 
 def update(args: argparse.Namespace) -> Cells:
-    """GB/s each way: a row is read and written."""
+    """GB/s in each direction: a row is read and written."""
     rows, count = args.width_bytes // 512, args.ids[0]
     table = args.arena.table(rows, 128)
     ids = jnp.asarray(RNG.permutation(rows)[:count].astype(np.int32))
@@ -195,7 +198,7 @@ def update(args: argparse.Namespace) -> Cells:
 
 
 def cached(args: argparse.Namespace) -> Cells:
-    """Ids by a power law, rank to the -0.8; cached is the fifth that other ids of that law named most often."""
+    """Ids by a power law, rank^-0.8. The cache has the fifth of the rows that other ids of that law name most often."""
     rows, count = args.width_bytes // 512, args.ids[0]
     table = args.arena.table(rows, 128)
     cumulative = np.cumsum(np.arange(1, rows + 1) ** -0.8)
@@ -238,7 +241,7 @@ def small(args: argparse.Namespace) -> Cells:
 
 
 def overlap(args: argparse.Namespace) -> Cells:
-    """Milliseconds of a loop: a layer's matrix products beside the rows of the next step."""
+    """Milliseconds of a loop: matrix products of a layer alongside the gather of the next step's rows."""
     on_gpu = jax.default_backend() == "gpu"
     rows, steps, size = args.width_bytes // 512, 48 if on_gpu else 4, 4096 if on_gpu else 256
     table = args.arena.table(rows, 128)
@@ -258,7 +261,7 @@ def overlap(args: argparse.Namespace) -> Cells:
 
 
 def linear(args: argparse.Namespace) -> Cells:
-    """A relational layer's first product, rows read by its kernel, beside a gather and the same product."""
+    """A relational layer's first product: a kernel that reads the rows itself, or a gather and the same product."""
     rows, width, types = args.width_bytes // 512, 128, 16
     table = args.arena.table(rows, width)
     ids = jnp.asarray(RNG.permutation(rows)[: args.ids[0]].astype(np.int32))
@@ -282,7 +285,7 @@ def linear(args: argparse.Namespace) -> Cells:
 
 
 def devices(args: argparse.Namespace) -> Cells:
-    """GB/s in all: the devices of the host read one table, each its own ids; and what sharing takes of host memory."""
+    """Total GB/s of devices that read one table, each with its own ids; and the host memory that sharing takes."""
     rows, spec = args.width_bytes // 512, jax.sharding.PartitionSpec
     table = args.arena.table(rows, 128)
     alone = None
@@ -314,7 +317,7 @@ def devices(args: argparse.Namespace) -> Cells:
 
 
 def resident_bytes() -> int:
-    """Of this process, in memory."""
+    """Memory of this process."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -371,7 +374,7 @@ def run(args: argparse.Namespace, report: dict[str, Any], save: Callable[[], Non
         try:
             for cell in SECTIONS[name](args):
                 cells.append(cell)
-                report["sections"][name] = cells  # not before there is one: what was kept stays until then
+                report["sections"][name] = cells  # only once there is a result: the earlier one stays until then
                 report["copy_engine_of"][name] = report["copy_engine"]
                 show(name, cell)
                 save()
@@ -393,10 +396,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--calls", type=int, default=20, help="calls in one repetition")
     parser.add_argument("--limit", type=float, default=60, help="seconds for a section")
-    parser.add_argument("--name", help="of the files, by default host_gather_ and the device")
+    parser.add_argument("--name", help="name of the files; host_gather_ and the device by default")
     parser.add_argument("--out", type=Path, help="folder for the JSON and the plot")
     parser.add_argument("--plot", action="store_true")
-    parser.add_argument("--keep", action="store_true", help="keep the other sections of the file that is there")
+    parser.add_argument("--keep", action="store_true", help="keep the other sections of the existing file")
     parser.add_argument("--quick", action="store_true", help="small sizes")
     args = parser.parse_args(arguments)
     args.width_bytes, args.graph, args.fan_outs = GIB, (10_000_000, 100_000_000, 100_000), [15, 10, 5]
@@ -414,7 +417,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "copy_engine": copy_engine(args),
-        "copy_engine_of": {},  # of the run that measured a section
+        "copy_engine_of": {},  # the rate in the run that measured the section
         "sections": {},
         "notes": [],
     }

@@ -1,8 +1,8 @@
 """Sections of benchmarks/host_gather.py about graphs: neighbour sampling, and mini-batch training of GraphSAGE.
 
-The training is the same model by the same samples, with its features from a table in host memory four ways: read by the
-step itself, ahead of their use or not, with a cache of a fifth of the rows, or gathered by the CPU's threads (torch or
-numpy) into pinned memory while the device trains on the batch before, and copied.
+Each way trains the same model on the same samples. The features come from a table in host memory in four ways: the step
+reads them; the step reads them ahead of their use; the step reads them through a cache of a fifth of the rows; or the
+CPU's threads (torch or numpy) gather them into pinned memory and copy them while the device trains on the batch before.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from benchmarks.peers.cpu_gather import numpy_take, torch_select
 from benchmarks.peers.neighbor_sampler import NeighborSampler
 from dejax import host_gather as hg
 
-_SCATTER = 2_654_435_761  # a prime: rank -> node spreads what is popular over the whole table
+_SCATTER = 2_654_435_761  # a prime: rank -> node spreads popular nodes over the whole table
 
 
 def _in_parts(count: int, fill: Callable[[int, int, np.random.Generator], None], parts: int = 64) -> None:
-    """Calls fill(begin, end, generator) for parts of [0, count) on all threads; numpy lets go of the interpreter."""
+    """Calls fill(begin, end, generator) for parts of [0, count) on all threads; numpy releases the interpreter lock."""
     bounds = np.linspace(0, count, parts + 1).astype(np.int64)
     seeds = np.random.SeedSequence(0).spawn(parts)
     with ThreadPoolExecutor() as pool:
@@ -35,10 +35,10 @@ def _in_parts(count: int, fill: Callable[[int, int, np.random.Generator], None],
 
 
 def power_law_graph(nodes: int, edges: int, active: int) -> tuple[np.ndarray, np.ndarray]:
-    """starts and senders of a graph whose `active` most popular nodes share the edges, and send by a power law.
+    """Starts and senders of a graph. Its `active` most popular nodes receive all edges; senders follow a power law.
 
-    The sender of an edge has rank nodes * u^3 (the fifth that sends most sends 58 % of the edges); the nodes that edges
-    go to are those of rank below `active`, with Poisson degrees.
+    The sender of an edge has rank nodes * u^3: the fifth of the nodes that sends most sends 58 % of the edges.
+    Receivers have ranks below `active` and Poisson degrees.
     """
     degrees = np.zeros(nodes, np.int32)
     drawn = np.random.default_rng(1).poisson(edges / active, active).astype(np.int32)
@@ -55,7 +55,7 @@ def power_law_graph(nodes: int, edges: int, active: int) -> tuple[np.ndarray, np
 
 
 def sampling(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Sampling and numbering, beside a sampler on the CPU's threads."""
+    """Sampling and numbering, compared with a sampler on the CPU's threads."""
     nodes, edges, seeds = args.graph
     starts, senders = power_law_graph(nodes, edges, nodes)
     topology = hg.Topology.from_csc(starts, senders, num_nodes=nodes, on_host=True)
@@ -103,7 +103,7 @@ def _init(key: jax.Array, sizes: list[int]) -> list[dict[str, jax.Array]]:
 def _graphsage(
     layers: list[dict[str, jax.Array]], graph: hg.LocalGraph, x: jax.Array, fan_outs: list[int]
 ) -> jax.Array:
-    """Each layer computes what later layers need; edges of a hop are [its nodes, fan_out], so their mean is dense."""
+    """Each layer computes the rows that later layers need. Edges of a hop are [nodes, fan_out]: their mean is dense."""
     blocks = [edges // fan_out for edges, fan_out in zip(graph.hop_edges, fan_outs, strict=True)]
     for k, layer in enumerate(layers):
         hops, means, first = len(fan_outs) - k, [], 0
@@ -119,7 +119,7 @@ def _graphsage(
 
 
 def _bounds(masks: list[np.ndarray], seeds: int, fan_outs: list[int]) -> tuple[int, ...]:
-    """`max_nodes` of each hop: new nodes follow the place that earlier hops have, whether they fill it or not."""
+    """`max_nodes` of each hop. New nodes come after the bounds of earlier hops, even if these are not full."""
     found, start, end, frontier = [seeds], 0, seeds, seeds
     for fan_out in fan_outs:
         start, frontier = end, frontier * fan_out
@@ -130,7 +130,7 @@ def _bounds(masks: list[np.ndarray], seeds: int, fan_outs: list[int]) -> tuple[i
 
 
 def epoch(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Steps a second of GraphSAGE, three layers, features of 100 floats, by where its features are gathered."""
+    """Steps per second of GraphSAGE, three layers, features of 100 floats, for each way to gather the features."""
     nodes, edges, active, batch, steps = args.epoch
     width, classes, fan_outs = 100, 64, args.fan_outs
     starts, senders = power_law_graph(nodes, edges, active)
@@ -161,7 +161,7 @@ def epoch(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     keys = jax.random.split(jax.random.key(7), steps)
     sample_only, train_only = jax.jit(sample, static_argnums=2), jax.jit(train)
-    # Rows beyond what batches have are bounded once, as a user would: hop by hop, a tenth more than the most of a few.
+    # Bounds as a user would set them: for each hop, a tenth more rows than the largest of a few batches.
     probe = [np.asarray(sample_only(key, topology, None).node_mask) for key in keys[:4]]
     valid = [int(mask.sum()) for mask in probe]
     bounds = _bounds(probe, batch, fan_outs)
@@ -195,7 +195,7 @@ def epoch(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     @jax.jit
     def packed(graph: hg.LocalGraph) -> tuple[jax.Array, jax.Array]:
-        """Ids that are there and their places, up to `bound`: what a CPU has to gather."""
+        """The valid ids and their places, up to `bound`: the rows that a CPU has to gather."""
         places = jnp.nonzero(graph.node_mask, size=bound, fill_value=graph.node_ids.shape[0])[0]
         return graph.node_ids.at[places].get(mode="fill", fill_value=0), places
 

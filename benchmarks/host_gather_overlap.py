@@ -1,16 +1,16 @@
-"""Gathers beside compute: what `prefetched_scan` takes, and what each kernel takes alone and beside a gather.
+"""Gathers alongside compute: the time of `prefetched_scan`, and of each kernel alone and alongside a gather.
 
     python -m benchmarks.host_gather_overlap                     # all cases, about 20 s on a GPU
     python -m benchmarks.host_gather_overlap --cases "as it is"
     XLA_FLAGS="--xla_gpu_triton_gemm_any=true --xla_gpu_cublas_fallback=false" python -m benchmarks.host_gather_overlap
 
-The last one is for Triton's products, one block for each tile. XLA keeps in a process what its autotuner picked for a
-product first, whatever the options of later compilations; and it picks anew in each process.
+The last command uses Triton's products, which have one block per tile. Within a process, XLA keeps its autotuner's
+first choice for a product, whatever the options of later compilations. A new process chooses anew.
 
-Each case prints milliseconds of compute alone, gathers alone, one after the other, and prefetched, and their ratio to
-the longer of the two, for the loop and for what one more step adds to it; then, of a profile, the gathers' mean
-duration, the part of it in which a kernel of another stream was at work, and the kernels that took longest, with what a
-block of theirs takes from a multiprocessor.
+Each case prints milliseconds of compute alone, of gathers alone, of both in turn, and prefetched, and the ratio to the
+longer of the two: for the loop, and for one more step of it. Then it prints figures of a profile: the gathers' mean
+duration, the share of it in which a kernel of another stream ran, and the longest kernels with the resources that one
+of their blocks takes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def layer(elementwise: bool = False) -> Callable[..., tuple[jax.Array, None]]:
-    """A scan's step: four products with the carry, or elementwise work, and a look at the gathered rows."""
+    """A scan's step: four products with the carry, or elementwise work, and a read of one gathered row."""
 
     def step(carry: jax.Array, rows: jax.Array, matrix: jax.Array) -> tuple[jax.Array, None]:
         for _ in range(40 if elementwise else 0):
@@ -56,7 +56,7 @@ def layer(elementwise: bool = False) -> Callable[..., tuple[jax.Array, None]]:
 
 
 def programs(step: Callable[..., Any], **options: Any) -> dict[str, Program]:
-    """Functions of a table, ids [steps, n] and a matrix: a part each, one after the other, and side by side."""
+    """Functions of a table, ids [steps, n] and a matrix: each part alone, both in turn, and both at once."""
     none = jnp.zeros((1, 1))
 
     def scan(body: Callable[..., Any], carry: Any, xs: Any) -> Any:
@@ -78,12 +78,12 @@ def one_more_step(
     ids: jax.Array,
     matrix: jax.Array,
 ) -> dict[str, float]:
-    """What a step adds to a long loop: without what comes once, as the first gather, which nothing runs beside.
+    """The time that one step adds to a long loop, without one-time costs such as the first gather, which runs alone.
 
     Args:
-        timed: of a program and its arguments.
-        loops: jitted programs, as of `programs`.
-        whole: what `timed` found for each with all ids.
+        timed: the time of a program with its arguments.
+        loops: the programs of `programs`, jitted.
+        whole: `timed` of each program with all ids.
         table, ids, matrix: the arguments.
     """
     half = ids.shape[0] // 2
@@ -95,10 +95,10 @@ def one_more_step(
     return found | {"ratio_a_step": found["prefetched_a_step"] / longer}
 
 
-def beside(records: Sequence[Record]) -> dict[str, Any]:
-    """Of a profile: how long gathers and other kernels took, these alone and beside a gather."""
+def overlap_of(records: Sequence[Record]) -> dict[str, Any]:
+    """Durations in a profile: of gathers, and of other kernels alone and alongside a gather."""
     gathers = [r for r in records if "dejax_gather" in r.name]
-    others: dict[tuple[str, str], list[tuple[float, float]]] = {}  # (duration, part of it beside a gather)
+    others: dict[tuple[str, str], list[tuple[float, float]]] = {}  # (duration, share of it alongside a gather)
     covered = 0.0
     for r in records:
         if "dejax_gather" in r.name:
@@ -119,14 +119,14 @@ def beside(records: Sequence[Record]) -> dict[str, Any]:
         "span_ms": round((max(ends) - min(r.start_ns for r in records)) / 1e6, 2) if records else None,
         "gather_microseconds": mean([r.duration_ns for r in gathers]),
         "gather": gathers[0].details if gathers else None,
-        "gathers_beside_others": round(covered / max(1.0, sum(r.duration_ns for r in gathers)), 2),
+        "gathers_alongside_others": round(covered / max(1.0, sum(r.duration_ns for r in gathers)), 2),
         "kernels": [
             {
                 "name": name[:90],
                 "details": details,
                 "calls": len(found),
                 "alone_microseconds": mean([duration for duration, part in found if part < 0.1]),
-                "beside_microseconds": mean([duration for duration, part in found if part > 0.9]),
+                "alongside_microseconds": mean([duration for duration, part in found if part > 0.9]),
             }
             for (name, details), found in longest
         ],
@@ -134,7 +134,7 @@ def beside(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def milliseconds(compiled: Callable[..., Any], *args: Any, repeats: int = 3) -> float:
-    """The best of a few."""
+    """The best time of a few runs."""
     jax.block_until_ready(compiled(*args))
     found = []
     for _ in range(repeats):
@@ -152,7 +152,7 @@ def trial(case: dict[str, Any], table: HostTable, ids: jax.Array, matrix: jax.Ar
     more = one_more_step(milliseconds, loops, found, table, ids, matrix)
     found["ratio"] = round(found["prefetched"] / max(found["compute"], found["transfer"]), 3)
     found |= {name: round(value, 3) for name, value in more.items()}
-    return found | beside(record(lambda: jax.block_until_ready(loops["prefetched"](table, ids, matrix))))
+    return found | overlap_of(record(lambda: jax.block_until_ready(loops["prefetched"](table, ids, matrix))))
 
 
 def inputs(steps: int, count: int, rows: int, size: int) -> tuple[HostTable, jax.Array, jax.Array]:
@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", default=";".join(CASES))
     args = parser.parse_args(arguments)
     if jax.default_backend() != "gpu":
-        print("host_gather_overlap needs a GPU: gathers run beside compute on its streams", file=sys.stderr)
+        print("host_gather_overlap needs a GPU: gathers run alongside compute on its streams", file=sys.stderr)
         return 1
     given = inputs(24, 1 << 16, 1 << 20, 4096)
     for name in args.cases.split(";"):

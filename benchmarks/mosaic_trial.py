@@ -1,17 +1,17 @@
-"""What Pallas' Mosaic GPU lowering gives where it can express our kernels, beside the Triton lowering that dejax uses.
+"""Pallas' Mosaic GPU lowering against the Triton lowering that dejax uses, for kernels that Mosaic can express.
 
     python benchmarks/mosaic_trial.py --out benchmarks/results
 
-Two kernels that read contiguous rows alone, the only ones of ours that Mosaic can express on Hopper:
+Two kernels that read only contiguous rows. On Hopper, Mosaic can express no other kernel of dejax:
 
-- the typed product: 2,097,152 rows of 64, 128 or 256 bfloat16 in segments of 64 types, times the matrix of their type,
+- the grouped GEMM: 2,097,152 rows of 64, 128 or 256 bfloat16 in segments of 64 types, times the matrix of their type,
   with loads and stores by the tensor memory accelerator (TMA) and products by warpgroups, against
   `dejax.pallas.typed_matmul`;
 - the wide-row reduction: sums over every 8 rows of 256, 512 or 1,024 float32, against `dejax.pallas.traverse`, a small
   kernel of the Triton lowering and XLA.
 
-All are compared with XLA's float32 result first and timed on the device (median). The floor is bytes read and written
-once over 4.3 TB/s. A kernel that fails costs its line only.
+Each kernel is first compared with XLA's float32 result and then timed on the device (median). The floor is bytes read
+and written once over 4.3 TB/s. If a kernel fails, only its line is missing.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from dejax.pallas import _triton
 
 ROWS = 2_097_152
 TYPES = 64
-UNIT = 256  # rows of every segment are a multiple of this, so that each tile of each kernel has one type
+UNIT = 256  # every segment has a multiple of this many rows, so that each tile of each kernel has one type
 SEGMENT = 8  # rows of a sum
 SUMS_BYTES = 2**30
-SUMS_UNIT = 2**17  # bytes of which every tile of sums is a part
+SUMS_UNIT = 2**17  # every tile of sums divides this many bytes
 HBM = 4.3e12  # bytes/s, a copy's reads plus writes
 SMS = 132
 CALLS = 5
 COMPILERS = 8
 TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-5}  # of the largest element
 
-# The lowering's interface changes from release to release; whoever has jax without it sees why in each line.
+# The lowering's interface changes between releases. With a jax that lacks it, each line gives the reason.
 try:
     plgpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
     MOSAIC_ERROR = None
@@ -62,7 +62,7 @@ except Exception as error:
 
 
 def num_sms() -> int:
-    """Multiprocessors of the GPU, an H200's where there is none (kernels can be lowered without one)."""
+    """Number of SMs of the GPU, or of an H200 without a GPU (kernels can be lowered without one)."""
     return getattr(jax.devices()[0], "core_count", None) or SMS if jax.default_backend() == "gpu" else SMS
 
 
@@ -71,12 +71,12 @@ def num_sms() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Shape of the typed product's kernel.
+    """Shape of the grouped GEMM's kernel.
 
     A block of threads goes through consecutive tiles of `rows` rows and keeps the matrix of the current type in shared
-    memory, so that matrices are read about once for each block and not for each tile. Without `specialized` it is one
-    warpgroup that loads, multiplies and stores; with it, two warpgroups compute one half of the tile's `split`
-    (rows or columns) each and a third one loads.
+    memory, so that matrices are read about once per block instead of once per tile. Without `specialized`, one
+    warpgroup loads, multiplies and stores. With it, two warpgroups compute one half of the tile each (`split` says
+    whether rows or columns), and a third warpgroup loads.
     """
 
     rows: int
@@ -112,7 +112,7 @@ PRODUCTS = {
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Shape of the reduction's kernel: sums in a tile, tiles under way, blocks of one warpgroup for each SM."""
+    """Shape of the reduction's kernel: sums per tile, tiles in flight, blocks of one warpgroup per SM."""
 
     segments: int
     stages: int
@@ -132,7 +132,7 @@ SUMS = {
 
 
 def _compiler_params() -> Any:
-    """Operations of whole warpgroups, whose layouts in shared memory are inferred; the default since jax 0.11."""
+    """Operations of whole warpgroups with inferred layouts in shared memory; the default since jax 0.11."""
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 
 
@@ -145,7 +145,7 @@ def mosaic_product(
       x: bfloat16[tiles * shape.rows, k].
       w: bfloat16[types, k, n].
       tile_type: int32[tiles].
-      shape: the kernel's.
+      shape: shape of the kernel.
       interpret: parameters of Mosaic's interpreter.
 
     Returns:
@@ -160,7 +160,7 @@ def mosaic_product(
     group_rows = shape.rows // 2 if by_rows else shape.rows
     group_columns = shape.columns // 2 if by_columns else shape.columns
     groups = 2 if shape.specialized else 1
-    # Copies are waited for by the number of groups; the specialized pipeline closes an empty one of its own each step,
+    # Waits count groups of copies. The specialized pipeline closes an empty group of its own in each step,
     # which the interpreter does not count.
     groups_of_step = 2 if shape.specialized and interpret is None else 1
 
@@ -177,7 +177,7 @@ def mosaic_product(
         def step(indices: Any, x_smem: Any, carry: Any) -> Any:
             current, t = carry
             tile = first + indices[0]
-            # Read for the next step already, so that nothing waits for it.
+            # Read one step ahead, so that no load waits for it.
             following = type_gmem[jnp.minimum(tile + 1, tiles - 1)]
 
             @pl.when(t != current)
@@ -277,7 +277,7 @@ def mosaic_sums(x: jax.Array, *, shape: Sums, interpret: Any = None) -> jax.Arra
     return sums.reshape(-1, width)
 
 
-# --- the same from the Triton lowering
+# --- the same by the Triton lowering
 
 
 def triton_product(
@@ -290,7 +290,7 @@ def triton_product(
     block: int,
     schedule: kernels.GemmSchedule | None,
 ) -> jax.Array:
-    """`typed_matmul` as a program of dejax calls it; its segments need not end with a tile."""
+    """`typed_matmul` as a program of dejax calls it. Segments may end within a tile."""
     groups = kernels.GemmGroups(offsets, tile_type, tile_start, block, x.shape[0])
     request = kernels.GroupedGemm(x, w, groups, output=kernels.GemmOutput(covers_all=True))
     return kernels.grouped_gemm(request, schedule=schedule)
@@ -303,10 +303,8 @@ def triton_traverse(x: jax.Array, offsets: jax.Array) -> jax.Array:
         None,
         [x],
         [kernels.Operand("item")],
-        offsets=offsets,
-        num_items=x.shape[0],
-        num_rows=offsets.shape[0] - 1,
         reductions=[kernels.Reduction("sum", (x.shape[1],))],
+        segments=kernels.Segments(offsets=offsets, num_items=x.shape[0], num_rows=offsets.shape[0] - 1),
     )
     return sums
 
@@ -322,7 +320,7 @@ def _sums_kernel(x: Any, y: Any, *, segments: int, width: int) -> None:
 
 
 def triton_sums(x: jax.Array, *, segments: int) -> jax.Array:
-    """What `mosaic_sums` does, by loads into registers."""
+    """The result of `mosaic_sums`, by loads into registers."""
     rows, width = x.shape
     (sums,) = _triton.pallas_call(
         functools.partial(_sums_kernel, segments=segments, width=width),
@@ -363,7 +361,7 @@ def xla_sums(x: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One implementation: a function of some of a case's arrays, `risk` 0 to 2 of a fault that ends the program."""
+    """One implementation: a function of some arrays of a case. `risk`, 0 to 2: of a fault that ends the program."""
 
     lowering: str
     name: str
@@ -374,7 +372,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One shape: where its arrays come from, the reference, and the implementations to compare."""
+    """One shape: its arrays, the reference, and the implementations to compare."""
 
     name: str
     bytes: int
@@ -398,7 +396,7 @@ class Case:
         return [found[a] for a in kernel.arguments]
 
     def arrays(self, values: jax.Array) -> dict[str, jax.Array]:
-        """The arrays by name; floats are consecutive parts of `values`."""
+        """The arrays by name. Float arrays are consecutive parts of `values`."""
         found, start = {key: jnp.asarray(table) for key, table in self.tables.items()}, 0
         for key, shape in self.floats.items():
             end = start + math.prod(shape)
@@ -408,7 +406,7 @@ class Case:
 
 
 def _interpreter() -> Any:
-    """What runs Mosaic kernels where there is no GPU; None where there is one."""
+    """Parameters of the interpreter for Mosaic kernels without a GPU; None on a GPU."""
     if plgpu is None or jax.default_backend() == "gpu":
         return None
     private = "jax._src.pallas.mosaic_gpu.interpret.params"  # public from 0.12 on
@@ -417,13 +415,13 @@ def _interpreter() -> Any:
 
 
 def segment_units(units: int, types: int) -> np.ndarray:
-    """How many units of `UNIT` rows each type has: skewed, some none."""
+    """Number of units of `UNIT` rows of each type: skewed, some zero."""
     rng = np.random.default_rng(0)
     return rng.multinomial(units, rng.dirichlet(np.full(types, 0.7)))
 
 
 def product_case(width: int, rows: int) -> Case:
-    """The typed product from `width` to `width`."""
+    """The grouped GEMM from `width` to `width`."""
     units = segment_units(rows // UNIT, TYPES)
     block = kernels.gemm_block(width, width, rows, TYPES, "bf16")
     tables = {
@@ -444,7 +442,7 @@ def product_case(width: int, rows: int) -> Case:
         arguments = ("x", "w", f"type of {shape.rows} rows")
         found.append(Kernel("mosaic", shape.name, product, arguments, risk=1 + shape.specialized))
     return Case(
-        name=f"typed product, {rows:,} rows, {TYPES} types, {width} to {width}, bf16",
+        name=f"grouped GEMM, {rows:,} rows, {TYPES} types, {width} to {width}, bf16",
         bytes=2 * (2 * rows * width + TYPES * width * width),
         dtype="bfloat16",
         tables=tables,
@@ -483,7 +481,7 @@ def sums_case(width: int, num_bytes: int) -> Case:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """An implementation of a case, compiled, with all that it needs."""
+    """A compiled implementation of a case with its arguments."""
 
     case: Case
     kernel: Kernel
@@ -526,7 +524,7 @@ def reference_of(case: Case, executable: Any, arrays: dict[str, jax.Array]) -> A
 
 @jax.jit
 def relative_error(y: jax.Array, reference: jax.Array) -> jax.Array:
-    """Largest difference over the largest element; NaN where there is a NaN."""
+    """Largest difference over the largest element; NaN if there is a NaN."""
     difference = jnp.max(jnp.abs(y.astype(jnp.float32) - reference))
     return difference / jnp.max(jnp.abs(reference))
 
@@ -551,9 +549,9 @@ def run_job(job: Job) -> dict[str, Any]:
 
 
 def prepare(cases: Sequence[Case]) -> list[Job]:
-    """Compiles everything side by side; jobs come with the least risk first, since a fault takes the GPU with it."""
+    """Compiles all implementations in parallel. Jobs with the least risk come first: a fault loses the GPU."""
     pairs = [(case, kernel) for case in cases for kernel in (case.reference, *case.kernels)]
-    lowered = [lower(case, kernel) for case, kernel in pairs]  # one by one: Mosaic's lowering has global state
+    lowered = [lower(case, kernel) for case, kernel in pairs]  # one by one, since Mosaic's lowering has global state
     with ThreadPoolExecutor(COMPILERS) as pool:
         executables = iter(list(pool.map(compiled, lowered)))
     elements = max(case.elements for case in cases)
@@ -567,7 +565,7 @@ def prepare(cases: Sequence[Case]) -> list[Job]:
 
 
 def summary(case: Case, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A case's entry of the JSON."""
+    """The JSON entry of a case."""
 
     def best(lowering: str) -> float | None:
         return min(
@@ -586,7 +584,7 @@ def summary(case: Case, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def line(row: dict[str, Any], floor_ms: float) -> str:
-    """One implementation as the table shows it."""
+    """One implementation as a line of the table."""
     text = f"  {row['lowering']:<8}{row['kernel']:<48}"
     if row.get("device"):
         ms = row["device"]["span_ms"]
@@ -611,9 +609,11 @@ def output_path(folder: Path, device: str) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--widths", default=",".join(map(str, PRODUCTS)), help="of the typed product; empty for none")
+    parser.add_argument(
+        "--widths", default=",".join(map(str, PRODUCTS)), help="widths of the grouped GEMM; empty for none"
+    )
     parser.add_argument("--sums", default=",".join(map(str, SUMS)), help="widths of the sums; empty for none")
-    parser.add_argument("--rows", type=int, default=ROWS, help=f"of the typed product, a multiple of {UNIT}")
+    parser.add_argument("--rows", type=int, default=ROWS, help=f"rows of the grouped GEMM, a multiple of {UNIT}")
     parser.add_argument("--bytes", type=int, default=SUMS_BYTES, help=f"that a sum reads, a multiple of {SUMS_UNIT}")
     parser.add_argument("--limit", type=float, default=120, help="seconds after which the program ends itself")
     parser.add_argument("--out", type=Path, default=None, help="folder for the JSON")
@@ -631,7 +631,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if not cases:
         parser.error("--widths and --sums are both empty: nothing to run")
 
-    faulthandler.dump_traceback_later(args.limit, exit=True, file=sys.__stderr__)  # a kernel may wait for ever
+    faulthandler.dump_traceback_later(args.limit, exit=True, file=sys.__stderr__)  # a kernel may wait forever
     try:
         return run(cases, args.out)
     finally:
@@ -650,7 +650,7 @@ def run(cases: Sequence[Case], out: Path | None) -> dict[str, Any]:
         row = run_job(job)
         print(line(row, job.case.floor_ms), flush=True)
         cells[job.case.name] = summary(job.case, [*cells[job.case.name]["kernels"], row])
-        if out is not None:  # each time: the next kernel may be the last
+        if out is not None:  # after each kernel: the next one may end the program
             out.mkdir(parents=True, exist_ok=True)
             output_path(out, device).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(f"\n{table(cells)}\n{time.perf_counter() - start:.1f} s in all")

@@ -1,10 +1,10 @@
-"""What offload costs and saves, with the peers, the ceilings and the machine in the same run.
+"""Cost and savings of offload, with the peers, the bounds and the machine in one run.
 
     python benchmarks/offload.py --cases layers24 layers12 --out out/offload.json
-    python benchmarks/offload.py --quick        # every case in a small form, on a CPU too: to see that it runs
+    python benchmarks/offload.py --quick        # every case in a small form, also on a CPU: checks that it runs
 
-Each case runs in a process of its own, within its own time. Prints tables and writes JSON as it goes: of a case whose
-time runs out, what it has found so far.
+Each case runs in a process of its own and has its own time limit. Tables are printed and JSON is written as results
+come, so that a case that exceeds its limit leaves the results it has.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ CASES: dict[str, Callable[[str], Any]] = {
 
 
 def child(case: str, disk: str, part: str, limit: float) -> None:
-    faulthandler.dump_traceback_later(max(1.0, limit - 1), exit=True)  # says where the time went
+    faulthandler.dump_traceback_later(max(1.0, limit - 1), exit=True)  # shows where the time went
     os.environ["DEJAX_BENCHMARK_PART"] = part
     keep(CASES[case](disk))
 
@@ -110,7 +110,7 @@ def main() -> int:
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    # Processes come from one that has imported what takes seconds to import, and has no device yet.
+    # Workers fork from a process that has done the slow imports and has no device yet.
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["jax.numpy", "optax", "dejax.offload"])
     report: dict[str, Any] = {"machine": platform.platform(), "python": platform.python_version(), "cases": {}}

@@ -1,4 +1,4 @@
-"""Draws docs/figures/offload_plan.svg: what the planner predicted for GPT blocks, and what was then measured.
+"""Draws docs/figures/offload_plan.svg: the planner's prediction for GPT blocks, and the measurement.
 
 python benchmarks/offload_curve.py        # from benchmarks/results/offload_h200.json
 """

@@ -1,10 +1,10 @@
 """The engines of the disk tier side by side, in one run: overhead of a training step, bytes, and processor time.
 
     python benchmarks/offload_engines.py --disk /nvme          # on a GPU, 60 to 80 s
-    python benchmarks/offload_engines.py --disk /tmp --small   # on a CPU: layers that compute next to nothing
+    python benchmarks/offload_engines.py --disk /tmp --small   # on a CPU: layers that hardly compute
 
-A step is `value_and_grad` of a scan over layers whose inputs are offloaded. Every round runs a few steps of each engine
-on each path and of the program without offload; overheads are medians over the rounds, each against its own round.
+A step is `value_and_grad` of a scan over layers whose inputs are offloaded. Each round runs a few steps of each engine
+on each path, and of the program without offload. An overhead is the median over the rounds, relative to the same round.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def make(body: Callable[..., Any], ws: Any, x: Any) -> Any:
 
 
 def timed(step: Any, ws: Any, x: Any, count: int) -> tuple[float, float]:
-    """(seconds, seconds of the processor) a step, of steps dispatched together."""
+    """(seconds, processor seconds) per step, for steps that are dispatched together."""
     begin, processor = time.perf_counter(), time.process_time()
     for _ in range(count):
         out = step(ws, x)
@@ -89,7 +89,7 @@ def main() -> None:
                     )
                     body = offload(jax.checkpoint(one), inputs=1, store=stores[name], min_bytes=1)
                     steps[name] = make(body, ws, x)
-    for step in steps.values():  # handles are read, files and memory made
+    for step in steps.values():  # warm-up: handles are read, files and memory are made
         timed(step, ws, x, 3)
     before = {name: store.stats() for name, store in stores.items()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}

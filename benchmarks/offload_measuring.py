@@ -1,4 +1,4 @@
-"""Measuring for benchmarks/offload.py: steps, the bus, what ran beside what, and a table of rows."""
+"""Measurements for benchmarks/offload.py: steps, the bus, overlap of copies and compute, and a table of rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 QUICK = "DEJAX_BENCHMARK_QUICK" in os.environ
-"""Every case in a small form: to see that it runs, on a CPU too. GiB are then MiB."""
+"""Every case in a small form, also on a CPU: checks that it runs. GiB are then MiB."""
 GIB = 2**20 if QUICK else 2**30
 
 
@@ -21,7 +21,7 @@ def say(*words: Any) -> None:
 
 
 def keep(found: Any) -> None:
-    """Writes what a case has found so far: that is left of it if its time runs out."""
+    """Writes the results that a case has so far. They remain if its time runs out."""
     if "DEJAX_BENCHMARK_PART" in os.environ:
         Path(os.environ["DEJAX_BENCHMARK_PART"]).write_text(json.dumps(found, default=str))
 
@@ -29,7 +29,7 @@ def keep(found: Any) -> None:
 def time_step(
     step: Callable[..., Any], *args: Any, seconds: float = 0.6, fewest: int = 3, dispatched: int = 3, unseen: int = 2
 ) -> float:
-    """Seconds a step: the median of groups of steps dispatched together, after some that are not counted."""
+    """Seconds per step: the median over groups of steps that are dispatched together, after a warm-up."""
     import jax
 
     for _ in range(unseen):
@@ -52,7 +52,7 @@ def same_bits(a: Any, b: Any) -> bool:
 
 
 def bandwidths(nbytes: int = GIB, count: int = 4) -> dict[str, float]:
-    """GB/s of the copy engine, device to pinned host and back, one after the other: jax does not run both at once."""
+    """GB/s of the copy engine, device to pinned host and back, in turn: jax does not run both at once."""
     import jax
     import jax.numpy as jnp
 
@@ -75,7 +75,7 @@ def bandwidths(nbytes: int = GIB, count: int = 4) -> dict[str, float]:
 
 
 def overlap(run: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds in which the device copied in, copied out and computed during a run, and two of these at once."""
+    """Milliseconds of copies in, copies out and compute on the device during a run, and of two of them at once."""
     from dejax.pallas.profile import record
 
     spans: dict[str, list[tuple[float, float]]] = {"in": [], "out": [], "kernels": []}
@@ -116,7 +116,7 @@ def measure(
     reference: Any = None,
     **how: Any,
 ) -> dict[str, Any]:
-    """Runs and times a step; a row of the table. `compiled` gives it, so that an error is the row's."""
+    """Runs and times a step: a row of the table. `compiled` makes the step, so that the row can have its error."""
     row: dict[str, Any] = {"name": name}
     try:
         compiled = compiled()

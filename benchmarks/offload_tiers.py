@@ -1,4 +1,4 @@
-"""Drives, the planner and the optimizer's state, for benchmarks/offload.py."""
+"""Disk tier, planner and optimizer state, for benchmarks/offload.py."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ def planned(
     choices: Sequence[str] = CHOICES,
     **tiers: Any,
 ) -> dict[str, Any]:
-    """The planner's prediction beside what its choice then takes, and other ways beside it.
+    """The planner's prediction, the measured time of its choice, and the time of other ways.
 
-    The budget is given, or what `jax.checkpoint` takes less so many of the layers' inputs. With more passes a layer
-    computes more for each byte of its input.
+    The budget is given, or it is the memory of `jax.checkpoint` less so many of the layers' inputs. With more passes a
+    layer computes more for each byte of its input.
     """
     import jax
     import jax.numpy as jnp
@@ -153,7 +153,9 @@ def optimizer_state(gib: float, pieces: Sequence[tuple[int, int]] = ((32, 2), (6
     make = jax.jit(lambda: {f"w{i}": jax.random.normal(keys[i], (rows, 4096)) for i in range(count)})
     grads = jax.jit(lambda p: jax.tree.map(jnp.cos, p))(make())
     found: dict[str, Any] = {"parameters_gib": gib, "bus_gb_s": bandwidths()}
-    found["floor_ms"] = 1e-6 * 2 * gib * GIB / min(found["bus_gb_s"].values())  # the moments, both ways at once
+    found["floor_ms"] = (
+        1e-6 * 2 * gib * GIB / min(found["bus_gb_s"].values())
+    )  # the moments, in both directions at once
     say(json.dumps(found))
     want: Any = None
     mib = GIB >> 10

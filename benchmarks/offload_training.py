@@ -15,11 +15,12 @@ from offload_measuring import GIB, keep, measure, same_bits, say, table, time_st
 
 
 def layers(num: int, batch: int, width: int, variants: list[str], disk: str) -> dict[str, Any]:
-    """`value_and_grad` of a scan over residual layers, of which backward needs each one's input."""
+    """`value_and_grad` of a scan over residual layers. Backward needs the input of each layer."""
     import jax
     import jax.numpy as jnp
     from jax.ad_checkpoint import checkpoint_name
 
+    from dejax import _native
     from dejax.offload import ActivationStore, offload
 
     def layer(w: Any, x: Any) -> Any:
@@ -52,12 +53,12 @@ def layers(num: int, batch: int, width: int, variants: list[str], disk: str) -> 
         "plain": layer,
     }
 
-    @functools.cache  # one program for all stores: they differ in what happens when it runs
+    @functools.cache  # one program for all stores: they differ only at run time
     def compiled(kind: str) -> Any:
         return make(bodies[kind]).lower(ws, x).compile()
 
     def run(name: str, kind: str, store: Any = None, reference: Any = None) -> dict[str, Any]:
-        # Deep stacks take a second a step.
+        # Deep stacks take a second per step.
         how = {} if num * batch * width < 1 << 32 else {"seconds": 0.0, "dispatched": 1}
         return measure(name, functools.partial(compiled, kind), (ws, x), store, reference, **how)
 
@@ -76,7 +77,7 @@ def layers(num: int, batch: int, width: int, variants: list[str], disk: str) -> 
         elif kind in ("host", "value"):
             with ActivationStore(device_bytes=int(float(size) * tensor) if size else None) as store:
                 if kind == "value":
-                    store._native.set_prediction(1)
+                    _native.extension("benchmark").offload_testing.Interceptor(store._native).set_prediction(1)
                 name = "the same, handles read" if kind == "value" else "offload, host"
                 rows.append(run(f"{name}, ring of {size or 'auto'}", "offload", store, reference))
         elif kind in ("shm", "disk"):
@@ -101,7 +102,7 @@ def layers(num: int, batch: int, width: int, variants: list[str], disk: str) -> 
 
 
 def gpt_model(num: int, batch: int, sequence: int, width: int) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """(block, params, x, bodies): transformer blocks in bf16, cuDNN attention, and the ways to run one by name."""
+    """(block, params, x, bodies): transformer blocks in bf16, cuDNN attention, and ways to run a block by name."""
     import jax
     import jax.numpy as jnp
     from jax.ad_checkpoint import checkpoint_name
@@ -179,7 +180,7 @@ def gradient_step(body: Callable[..., Any], **options: Any) -> Any:
 
 
 def gpt(num: int, batch: int, sequence: int, width: int, variants: list[str]) -> dict[str, Any]:
-    """`value_and_grad` of transformer blocks under a scan; "NAME:GIB" gives the ring's size."""
+    """`value_and_grad` of transformer blocks in a scan; "NAME:GIB" gives the size of the ring."""
     from dejax.offload import ActivationStore
 
     _, params, x, bodies = gpt_model(num, batch, sequence, width)
@@ -187,7 +188,7 @@ def gpt(num: int, batch: int, sequence: int, width: int, variants: list[str]) ->
     found = {"num": num, "batch": batch, "sequence": sequence, "width": width, "rows": rows}
     reference = None
 
-    @functools.cache  # one program for rings of any size
+    @functools.cache  # one program for rings of all sizes
     def compiled(kind: str) -> Any:
         return gradient_step(bodies[kind]).lower(params, x).compile()
 
@@ -208,7 +209,7 @@ def gpt(num: int, batch: int, sequence: int, width: int, variants: list[str]) ->
 
 
 def gpt_plan(num: int, batch: int, sequence: int, width: int, share: float) -> dict[str, Any]:
-    """Named tensors of GPT blocks as the planner chooses within a share of what saving everything takes."""
+    """Named tensors of GPT blocks, chosen by the planner within a share of the memory of saving everything."""
     from dejax.offload import ActivationStore, plan_names
 
     block, params, x, _ = gpt_model(num, batch, sequence, width)
@@ -250,7 +251,7 @@ def gpt_plan(num: int, batch: int, sequence: int, width: int, share: float) -> d
 
 
 def largest_batch(num: int, batch: int, sequence: int, width: int) -> dict[str, Any]:
-    """The batch that offloading named tensors allows in the memory that saving everything takes at `batch`."""
+    """The batch size that offloading named tensors allows in the memory that saving everything takes at `batch`."""
     import jax
     import jax.numpy as jnp
 
@@ -258,7 +259,7 @@ def largest_batch(num: int, batch: int, sequence: int, width: int) -> dict[str, 
     from dejax.offload._profile import residuals_of, ring_of
 
     _, params, x, bodies = gpt_model(num, batch, sequence, width)
-    # To choose matrix products by the clock, for every size that is tried, would take most of the time.
+    # Autotuning matrix products for each size would take most of the time.
     untuned = {"compiler_options": {"xla_gpu_autotune_level": 0}} if jax.default_backend() == "gpu" else {}
 
     def compiled(size: int) -> tuple[Any, int]:
@@ -301,7 +302,7 @@ def largest_batch(num: int, batch: int, sequence: int, width: int) -> dict[str, 
 
 
 def bits(dump: str | None) -> dict[str, Any]:
-    """Which programs give the same bits as which, and under which of the compiler's freedoms."""
+    """Which programs give equal bits, and under which of the compiler's freedoms."""
     import jax
     import jax.numpy as jnp
 

@@ -1,11 +1,12 @@
-"""Makes README's tables from the JSON under benchmarks/results.
+"""Makes the tables of the pages, and README's chart, from the JSON under benchmarks/results.
 
-    python benchmarks/render_tables.py            # writes them between their markers
-    python benchmarks/render_tables.py --check    # exit status 1 where README differs from the JSON
+    python benchmarks/render_tables.py            # writes them
+    python benchmarks/render_tables.py --check    # exit status 1 where a page or the chart differs from the JSON
 
-A table stands between `<!-- NAME: made by ... -->` and `<!-- end NAME -->`. `accuracy` comes from the files
-accuracy_*.json, each of which is the results.json of one run of examples/entity_classification.py; `performance`,
-`host_gather` and `offload` from what benchmarks/rgnn.py, host_gather.py and offload.py wrote on an H200.
+A table stands between `<!-- NAME: made by ... -->` and `<!-- end NAME -->` on any of the pages (`PAGES`). To move a
+table to another page, move its two markers. `accuracy` comes from the files accuracy_*.json, each of which is the
+results.json of one run of examples/entity_classification.py. `means`, `performance`, `host_gather` and `offload` come
+from what benchmarks/rgnn.py, host_gather.py and offload.py wrote on an H200.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import rgnn_report
+import speed_chart
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
+CHART = ROOT / "docs" / "figures" / "rgnn_training_time.svg"
 RESULTS = ROOT / "benchmarks" / "results"
 
 PERFORMANCE = "rgnn_h200_float32_tf32_w64_h1.json"
@@ -73,6 +75,34 @@ def accuracy_table(results: Path) -> str:
     return "\n".join(lines)
 
 
+def means_table(results: Path) -> str:
+    """README's table: each part against its peers, as geometric means over the cells of the full tables."""
+    report = json.loads((results / PERFORMANCE).read_text(encoding="utf-8"))
+    lines = ["| what | against | result | over |", "| --- | --- | --- | --- |"]
+    peers = {"device": "fastest other on the GPU", "hector": "Hector"}
+    for model, title in rgnn_report.MODELS.items():
+        cells = [c for c in rgnn_report.cells(report, rgnn_report.BASE) if c[1] == model]
+        for against, name in peers.items():
+            both = rgnn_report.known_ratios(report, rgnn_report.BASE, cells, against)
+            means = [f"{rgnn_report.rounded(rgnn_report.geometric_mean(values), 2)}x" for values in both]
+            if known := min(map(len, both)):
+                lines.append(f"| {title} layer, forward / training | {name} | {' / '.join(means)} | {known} graphs |")
+    sizes = _host_gather_sizes(results)
+    for peer, name in (("torch", "PyTorch on 16 CPU threads, and a copy"), ("numpy", "`numpy.take`, and a copy")):
+        ratios = [cell["auto"] / cell[peer] for cell in sizes if cell.get(peer)]
+        if ratios:
+            mean = rgnn_report.rounded(rgnn_report.geometric_mean(ratios), 2)
+            lines.append(f"| rows of a table in host memory | {name} | {mean}x | {len(ratios)} sizes |")
+    saved, named = (_offload_row(results, "gpt", name) for name in ("saved", "names"))
+    memory = f"{_gib(named):.1f} instead of {_gib(saved):.1f} GiB, {named['ms']:.0f} instead of {saved['ms']:.0f} ms"
+    lines.append(f"| activations of 6 GPT blocks, width 8,192 | everything saved | {memory} | |")
+    for path in results.glob("accuracy_aifb_rgcn.json"):
+        test = json.loads(path.read_text(encoding="utf-8"))["accuracy"]["test"]
+        accuracy = f"{100 * test['mean']:.1f} %, the paper 95.83 % | {len(test['runs'])} seeds"
+        lines.append(f"| test accuracy of R-GCN on AIFB | its paper (arXiv 1703.06103) | {accuracy} |")
+    return "\n".join(lines)
+
+
 def performance_table(results: Path) -> str:
     """One row for each graph and model."""
     return rgnn_report.markdown(json.loads((results / PERFORMANCE).read_text(encoding="utf-8")))
@@ -84,14 +114,21 @@ def host_gather_table(results: Path) -> str:
         "| table, GiB | rows of 512 bytes | GB/s | of the copy engine | ids as they come | torch, 16 threads | numpy |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    path = results / HOST_GATHER
-    report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"sections": {}}
-    for cell in report["sections"].get("sizes", []):
-        engine = report["copy_engine_of"]["sizes"]
+    for cell in _host_gather_sizes(results):
         rates = [f"{cell[name]:.1f}" if cell.get(name) else "-" for name in ("given", "torch", "numpy")]
-        cells = [f"{cell['gib']:g}", f"{cell['ids']:,}", f"{cell['auto']:.1f}", f"{cell['auto'] / engine:.2f}", *rates]
+        share = f"{cell['auto'] / cell['engine']:.2f}"
+        cells = [f"{cell['gib']:g}", f"{cell['ids']:,}", f"{cell['auto']:.1f}", share, *rates]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _host_gather_sizes(results: Path) -> list[dict[str, Any]]:
+    """The section `sizes`, with the copy engine's rate in each cell; empty where there is no file."""
+    path = results / HOST_GATHER
+    if not path.exists():
+        return []
+    report = json.loads(path.read_text(encoding="utf-8"))
+    return [cell | {"engine": report["copy_engine_of"]["sizes"]} for cell in report["sections"].get("sizes", [])]
 
 
 def offload_table(results: Path) -> str:
@@ -107,13 +144,23 @@ def offload_table(results: Path) -> str:
         for name, words in names.items():
             if name in rows and "error" not in rows[name]:
                 row = rows[name]
-                memory = row["temp_gib"] + row.get("ring_gib", 0)
                 when = " (earlier run)" if "note" in row else ""
-                lines.append(f"| {title} | {words}{when} | {row['ms']:.1f} | {memory:.2f} |")
+                lines.append(f"| {title} | {words}{when} | {row['ms']:.1f} | {_gib(row):.2f} |")
     return "\n".join(lines)
 
 
+def _offload_row(results: Path, case: str, name: str) -> dict[str, Any]:
+    rows = json.loads((results / OFFLOAD).read_text(encoding="utf-8"))["cases"][case]["rows"]
+    return next(row for row in rows if row["name"] == name)
+
+
+def _gib(row: dict[str, Any]) -> float:
+    """Activation memory on the device, with the ring."""
+    return float(row["temp_gib"] + row.get("ring_gib", 0))
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
+    "means": means_table,
     "accuracy": accuracy_table,
     "performance": performance_table,
     "host_gather": host_gather_table,
@@ -121,19 +168,38 @@ TABLES: dict[str, Callable[[Path], str]] = {
 }
 
 
-def render(text: str, results: Path) -> str:
-    """The text with every table made anew.
+def pages() -> dict[Path, str]:
+    """Every page that may have tables, with its text."""
+    paths = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return {path: path.read_text(encoding="utf-8") for path in paths}
 
-    Raises:
-        ValueError: a table's markers are not in the text.
-    """
+
+def render(text: str, results: Path) -> str:
+    """The text of a page with each of its tables made anew."""
     for name, make in TABLES.items():
         pattern = re.compile(rf"(<!-- {name}:[^\n]*-->\n).*?(<!-- end {name} -->)", re.DOTALL)
-        if not pattern.search(text):
-            raise ValueError(f"no markers <!-- {name}: ... --> and <!-- end {name} --> in the text")
-        table = f"\n{make(results)}\n\n"
-        text = pattern.sub(lambda match, table=table: match[1] + table + match[2], text)
+        if pattern.search(text):
+            table = f"\n{make(results)}\n\n"
+            text = pattern.sub(lambda match, table=table: match[1] + table + match[2], text)
     return text
+
+
+def rendered(results: Path) -> dict[Path, tuple[str, str]]:
+    """Each page and the chart: what the file has, and what it must have.
+
+    Raises:
+        ValueError: no page, or more than one, has the markers of a table.
+    """
+    found = pages()
+    for name in TABLES:
+        markers = f"<!-- {name}:", f"<!-- end {name} -->"
+        places = [path.name for path, text in found.items() if all(marker in text for marker in markers)]
+        if len(places) != 1:
+            raise ValueError(f"the markers of table {name!r} must be on one page, got {places or 'none'}")
+    both = {path: (text, render(text, results)) for path, text in found.items()}
+    report = json.loads((results / PERFORMANCE).read_text(encoding="utf-8"))
+    both[CHART] = CHART.read_text(encoding="utf-8") if CHART.exists() else "", speed_chart.svg(report)
+    return both
 
 
 def _place(order: Sequence[str], name: str) -> tuple[int, str]:
@@ -141,17 +207,16 @@ def _place(order: Sequence[str], name: str) -> tuple[int, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description="Makes README's tables from the JSON under benchmarks/results.")
-    p.add_argument("--check", action="store_true", help="write nothing; exit status 1 where README is out of date")
+    p = argparse.ArgumentParser(description="Makes the pages' tables and README's chart from benchmarks/results.")
+    p.add_argument("--check", action="store_true", help="write nothing; exit status 1 where a file is out of date")
     args: Any = p.parse_args(argv)
-    old = README.read_text(encoding="utf-8")
-    new = render(old, RESULTS)
-    if args.check:
-        if new != old:
-            print("README.md is out of date: run python benchmarks/render_tables.py", file=sys.stderr)
-        return int(new != old)
-    README.write_text(new, encoding="utf-8")
-    return 0
+    stale = {path: new for path, (old, new) in rendered(RESULTS).items() if new != old}
+    for path, text in stale.items():
+        if args.check:
+            print(f"{path.relative_to(ROOT)} is out of date: run python benchmarks/render_tables.py", file=sys.stderr)
+        else:
+            path.write_text(text, encoding="utf-8")
+    return int(bool(stale) and args.check)
 
 
 if __name__ == "__main__":

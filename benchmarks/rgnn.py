@@ -1,18 +1,18 @@
-"""One relational layer on eight graphs times three models, beside the row bound and beside other libraries.
+"""One relational layer on eight graphs times three models, with the row bound and other libraries.
 
-    python benchmarks/rgnn.py                                     # ours, all 24 cells
+    python benchmarks/rgnn.py                                     # dejax, all 24 cells
     python benchmarks/rgnn.py --peers all --out benchmarks/results
     python benchmarks/rgnn.py --graphs am --peers pyg,grouped --update benchmarks/results/FILE.json
     python benchmarks/rgnn.py --graphs am,mag --sweep             # and other widths, heads, bfloat16, float32 products
 
-Forward, and forward with gradients of features and weights. Graphs are synthetic with the published counts and skewed
-degrees (`dejax.datasets.synthetic`), or read from a file. Each implementation runs in a process of its own; all are
-given the same edges, features, parameters and cotangent, and what they give is compared with what we give.
+Times forward, and forward with gradients of features and weights. Graphs are synthetic with the published counts and
+skewed degrees (`dejax.datasets.synthetic`), or read from a file. Each implementation runs in a process of its own. All
+get the same edges, features, parameters and cotangent, and their results are compared with those of dejax.
 
-`ms` is the time of one call among many dispatched in a row, as a caller sees it. `device` is what the profiler saw of
-one call: from the first kernel's start to the last one's end, the sum of the kernels, and their number; under about
-0.1 ms a dispatch takes longer than the device. The row bound is the time to move a gathered row and two indices of each
-edge, the weights, and one row of each node that has incoming edges, at the bandwidth of a copy.
+`ms` is a caller's time: one call among many that are dispatched in a row. `device` is the profiler's time of one call:
+from the first kernel's start to the last one's end, the sum of the kernels, and their number. Below about 0.1 ms, a
+dispatch takes longer than the device. The row bound is the time to move one gathered row and two indices for each edge,
+the weights, and one row for each node with incoming edges, at the bandwidth of a copy.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ SWEEP: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "f32": {"precision": "f32"},
 }
-"""Settings beside the base ones, by the names that `--sweep` takes."""
+"""Further settings, by the names that `--sweep` takes."""
 
 
 def names(text: str, known: tuple[str, ...], what: str) -> list[str]:
-    """The names in a comma-separated list; `all` and an empty text are what they say."""
+    """The names in a comma-separated list; `all` stands for all names, an empty text for none."""
     chosen = list(known) if text == "all" else [name for name in text.split(",") if name]
     unknown = [name for name in chosen if name not in known]
     if unknown:
@@ -68,18 +68,22 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--width", type=int, default=64)
     p.add_argument("--heads", type=int, default=1)
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    p.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"), help="of float32 products")
+    p.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"), help="precision of float32 products")
     p.add_argument(
         "--sweep", nargs="?", const="all", default="", help=f"other settings, too: all, or {', '.join(SWEEP)}"
     )
-    p.add_argument("--compile", action="store_true", help="also the first call on the persistent compilation cache")
-    p.add_argument("--batch", type=int, default=0, help="also RelGraph.build_traced of so many edges, inside jit")
-    p.add_argument("--target", type=float, default=0.2, help="seconds of repetitions of one function")
+    p.add_argument(
+        "--compile", action="store_true", help="also time the first call on the persistent compilation cache"
+    )
+    p.add_argument("--batch", type=int, default=0, help="also time RelGraph.build_traced of so many edges, inside jit")
+    p.add_argument("--target", type=float, default=0.2, help="seconds to spend on the repetitions of one function")
     p.add_argument("--cut", type=float, default=5.0, help="a function slower than this (seconds) is called once")
-    p.add_argument("--limit", type=float, default=120.0, help="an implementation is stopped after so long in a cell")
-    p.add_argument("--python", default=sys.executable, help="the interpreter that has PyTorch, for the peers")
+    p.add_argument(
+        "--limit", type=float, default=120.0, help="seconds after which an implementation is stopped in a cell"
+    )
+    p.add_argument("--python", default=sys.executable, help="the interpreter with PyTorch, for the peers")
     p.add_argument("--out", type=Path, help="folder for the JSON and the plot")
-    p.add_argument("--update", type=Path, help="JSON of an earlier run, whose other results are kept")
+    p.add_argument("--update", type=Path, help="JSON of an earlier run to update; its other results are kept")
     args = p.parse_args(argv)
     args.graphs = [] if args.graph_file else names(args.graphs, GRAPHS, "--graphs")
     args.models = names(args.models, MODELS, "--models")
@@ -182,7 +186,7 @@ class Benchmark:
         )
 
     def merged(self, versions: dict[str, str]) -> dict[str, Any]:
-        """What was measured so far, with the other results of the file that is brought up to date."""
+        """The results so far, merged with the other results of the file that is updated."""
         run = {"versions": versions, "date": time.strftime("%Y-%m-%d")}
         results = {"graphs": self.graphs, "results": [{**r, "run": run} for r in self.results]}
         return rgnn_report.merge(self.earlier, results) if self.earlier else results
@@ -195,7 +199,7 @@ class Benchmark:
 
 
 def results_folder(args: argparse.Namespace) -> Path | None:
-    """Where the JSON and the plot go, and what there is of a run that is cut short; None to keep nothing."""
+    """The folder for the JSON, the plot and the results of an interrupted run; None to keep nothing."""
     return args.out or (args.update.parent if args.update else None)
 
 

@@ -1,11 +1,11 @@
-"""What the compilers make of a layer's kernels for an H200, where there is no GPU: registers, spills, instructions.
+"""Compiles a layer's kernels for an H200 without a GPU, and prints registers, spills and instructions.
 
     python benchmarks/rgnn_compiled.py --graph am --model hgt --kernels backward_._traverse
 
-It needs jax's CUDA plugin (`pip install '.[cuda13]'`), whose `ptxas` it runs, and for instructions `nvdisasm`
-(`pip install nvidia-cuda-nvdisasm`). Of each kernel it prints the registers of a thread, bytes spilled, instructions,
-how many of them store to shared memory, which a loop over items should not, and for each innermost loop how many there
-are of which kind. Schedules are the heuristic's, since tuned ones are read where there is a device.
+It runs `ptxas` of jax's CUDA plugin (`pip install '.[cuda13]'`), and for instructions `nvdisasm`
+(`pip install nvidia-cuda-nvdisasm`). For each kernel it prints registers per thread, spilled bytes, the number of
+instructions, the number that store to shared memory (a traversal should have none), and the kinds of instructions of
+each innermost loop. Schedules are the heuristic's: tuned ones are read only if there is a device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 28 }
 device_description_str: "NVIDIA H200"
 """
-# Keeps what it is given to compile, what it makes and what it says.
+# A ptxas that keeps its input, its output and its messages.
 _PTXAS = """#!/bin/sh
 case "$1" in --version | -V) exec {ptxas} "$@" ;; esac
 kept=$(mktemp -u {folder}/XXXXXXXX)
@@ -49,11 +49,11 @@ cat $kept.log >&2
 [ -n "$made" ] && cp "$made" $kept.cubin 2>/dev/null
 exit $status
 """
-_SHOWN = 12  # kinds of instructions of a loop, the most frequent
+_SHOWN = 12  # how many of a loop's most frequent kinds of instructions to print
 
 
 def cuda_folder() -> Path | None:
-    """The folder `bin` of the CUDA compiler that comes with jax's plugin."""
+    """The folder `bin` of the CUDA compiler in jax's plugin."""
     for package in ("nvidia.cu13", "nvidia.cuda_nvcc"):
         try:
             found = importlib.util.find_spec(package)
@@ -66,7 +66,7 @@ def cuda_folder() -> Path | None:
 
 
 def prepare(folder: Path, tools: Path) -> None:
-    """A CUDA folder in `folder` whose `ptxas` keeps what it makes; to be called before jax is imported."""
+    """Makes a CUDA folder in `folder` whose `ptxas` keeps its output. Call it before jax is imported."""
     (folder / "bin").mkdir()
     for tool in tools.iterdir():
         if tool.name != "ptxas":
@@ -84,7 +84,7 @@ def prepare(folder: Path, tools: Path) -> None:
 
 
 def compile_layer(args: argparse.Namespace, folder: Path) -> int:
-    """Compiles the layer; bytes of its temporaries."""
+    """Compiles the layer and returns the bytes of its temporaries."""
     import jax
     import jax._src.lib
     from described import H200, layer
@@ -97,7 +97,7 @@ def compile_layer(args: argparse.Namespace, folder: Path) -> int:
     found = layer(
         args.graph, args.model, Settings(args.width, args.heads, args.dtype, args.precision), tuple(args.disable)
     )
-    # jax knows its plugins once it has made an array.
+    # jax loads its plugins when it makes its first array.
     topology = topologies.get_topology_desc("", platform="cuda", target_config=_H200, topology="1x1x1")
     there = SingleDeviceSharding(topology.devices[0])
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there), found.args)
@@ -109,7 +109,7 @@ def compile_layer(args: argparse.Namespace, folder: Path) -> int:
 
 
 def registers(folder: Path) -> dict[str, tuple[int, int, Path]]:
-    """For each kernel that was compiled its registers, its bytes spilled and the file of its instructions."""
+    """Registers, spilled bytes and file of instructions of each compiled kernel."""
     found = {}
     for log in folder.glob("*.log"):
         name, spilled = "", 0
@@ -124,7 +124,7 @@ def registers(folder: Path) -> dict[str, tuple[int, int, Path]]:
 
 
 def instructions(text: str) -> tuple[int, list[Counter[str]]]:
-    """How many instructions a disassembled kernel has, and those of each innermost loop by kind."""
+    """Number of instructions of a disassembled kernel, and those of each innermost loop by kind."""
     labels: dict[str, int] = {}
     lines: list[str] = []
     for line in text.splitlines():
@@ -152,8 +152,8 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--heads", type=int, default=1)
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     p.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"))
-    p.add_argument("--disable", nargs="*", default=[], help="passes to leave out")
-    p.add_argument("--kernels", default="typed|traverse|map_items", help="a regular expression for their names")
+    p.add_argument("--disable", nargs="*", default=[], help="passes to disable")
+    p.add_argument("--kernels", default="typed|traverse|map_items", help="a regular expression for kernel names")
     args = p.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

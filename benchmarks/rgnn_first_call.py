@@ -1,9 +1,9 @@
-"""How long Python takes before a layer first runs: tracing it and lowering it for an H200, where there is no GPU.
+"""Python time before a layer's first run: tracing and lowering for an H200, without a GPU.
 
     python benchmarks/rgnn_first_call.py --graphs aifb,mutag --models rgat,hgt
 
-Of a first call that finds its program in the compilation cache, this is the larger part. Seconds of CPU time, the least
-of some new processes; what compiling and running take is in `benchmarks/rgnn.py --compile`.
+This is the larger part of a first call that finds its program in the compilation cache. It prints seconds of CPU time,
+the least of several new processes. `benchmarks/rgnn.py --compile` times compiling and running.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MODELS = ("rgcn", "rgat", "hgt")
 
 
 def measure(name: str, model: str, gradients: bool) -> tuple[float, float, int]:
-    """Seconds of tracing and of lowering, in a process that did neither before, and the number of kernels."""
+    """Seconds of tracing and of lowering in a new process, and the number of kernels."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
     from described import H200, layer

@@ -1,10 +1,10 @@
-"""Does the compiler choose well, does it predict well, and how far are its schedules from tuned ones?
+"""Checks the compiler's choices, its predictions, and how far its schedules are from tuned ones.
 
     python benchmarks/rgnn_plan.py --graphs aifb,am --models rgcn --out benchmarks/results
 
-For each graph and model: the device time of every combination of the passes that choose (reordering, aggregation
-order, folding, compaction, recomputation), with the one that the compiler takes; each kernel's time beside `explain`'s
-prediction; and, with `--tune`, the heuristic's schedules beside the tuned ones.
+For each graph and model it prints the device time of every combination of the passes that choose (reordering,
+aggregation order, folding, compact materialization, recomputation) and of the compiler's own choice, and the time and
+`explain`'s prediction of each kernel. With `--tune` it also compares the heuristic's schedules with tuned ones.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ COMPILERS = 8
 
 
 def device_ms(call: Any) -> float | None:
-    """Median device time of one call, or None where it does not run."""
+    """Median device time of one call; None if it does not run."""
     try:
         jax.block_until_ready(call())
         found = profile_jax(call, CALLS)
-    except Exception as error:  # out of memory, most of all: edges-by-width tensors
+    except Exception as error:  # mostly out of memory, by tensors of edges by width
         print(f"    {type(error).__name__}: {str(error)[:100]}", flush=True)
         return None
     return None if found is None else found.span_ms
@@ -78,18 +78,18 @@ class Cell:
         return {"forward": jax.jit(forward), "training": jax.jit(training)}
 
     def plan_text(self, disable: tuple[str, ...]) -> str:
-        """The kernels of both halves: choices that make no difference have the same text."""
+        """The kernels of both halves as text: equal if a choice makes no difference."""
         task, _, _ = self.layer._prepare(self.graph, self.options(disable), (self.x, self.params), {})
         _, forward, backward = execute.training_tasks(task, execute.differentiable_positions(task))
         parts = (execute.inference_kernels(t) for t in (task, forward, backward))
         return "\n".join(map(print_kernels, parts))
 
     def combinations(self) -> dict[str, dict[str, float | None]]:
-        """Times by what is left out: `""` is what the compiler does of its own. Equal plans are run once."""
+        """Times by disabled passes; `""` is the compiler's own choice. Equal plans run once."""
         chosen = [c for n in range(len(CHOICES) + 1) for c in itertools.combinations(CHOICES, n)]
         texts = {c: self.plan_text(c) for c in chosen}
         unique = {text: c for c, text in reversed(texts.items())}
-        with ThreadPoolExecutor(COMPILERS) as pool:  # compiled side by side, timed one by one
+        with ThreadPoolExecutor(COMPILERS) as pool:  # compiled in parallel, timed one by one
             made = dict(zip(unique, pool.map(self.compiled_calls, unique.values()), strict=True))
         found = {text: {key: device_ms(call) for key, call in calls.items()} for text, calls in made.items()}
         return {"+".join(c): found[text] for c, text in texts.items()}
@@ -113,7 +113,7 @@ class Cell:
             name = kernels.program.name
             for number, (instance, cost) in enumerate(zip(kernels.instances, model.costs(), strict=True)):
                 if isinstance(instance, Fallback):
-                    continue  # XLA fuses these as it sees fit, across instances
+                    continue  # XLA fuses these across instances as it likes
                 label = re.sub(r"\W", "_", f"{name}.{number}") + "_"
                 measured = sum(ms for name, ms in times.items() if name.startswith(label))
                 rows.append(
@@ -154,8 +154,8 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"))
-    parser.add_argument("--no-combinations", action="store_true", help="predictions (and tuning) alone")
-    parser.add_argument("--tune", action="store_true", help="tune the schedules, too; the table goes to --out")
+    parser.add_argument("--no-combinations", action="store_true", help="predictions (and tuning) only")
+    parser.add_argument("--tune", action="store_true", help="also tune the schedules; the table goes to --out")
     parser.add_argument("--out", type=Path, default=None, help="folder for the JSON")
     args = parser.parse_args()
     if jax.default_backend() != "gpu":

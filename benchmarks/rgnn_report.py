@@ -1,4 +1,4 @@
-"""What a run of `benchmarks/rgnn.py` says: tables as text and for README, ratios, the goals, a plot; all from its JSON.
+"""Reports of `benchmarks/rgnn.py` from its JSON: tables as text and Markdown, ratios, the goals, a plot.
 
 Results are `{"graphs": {name: counts and row bounds}, "results": [one for each cell and implementation]}`.
 """
@@ -15,9 +15,9 @@ KEYS = ("graph", "model", "implementation", "settings")
 PHASES = ("forward", "training")
 MODELS = {"rgcn": "RGCN", "rgat": "RGAT", "hgt": "HGT"}
 PLAIN = ("pyg", "pyg_fast", "jax_ragged", "jax_dense")
-"""What people use today, PyTorch Geometric and plain JAX."""
+"""Implementations in common use: PyTorch Geometric and plain JAX."""
 ROUNDED = ("grouped_bf16",)
-"""Peers that round float32 operands to bfloat16: reported, never the best where ours does not round."""
+"""Peers that round float32 operands to bfloat16. They are reported, but count as best only if ours rounds, too."""
 BASE = {"width": 64, "heads": 1, "dtype": "float32", "precision": "tf32"}
 _HECTOR = Path(__file__).with_name("peers") / "hector.json"
 
@@ -33,7 +33,7 @@ def settings_name(settings: dict[str, Any]) -> str:
 
 
 def select(results: Results, settings: dict[str, Any], **wanted: str) -> list[Result]:
-    """Results of these settings and these values of graph, model, implementation, status."""
+    """Results with these settings and these values of graph, model, implementation, status."""
     return [
         r
         for r in results["results"]
@@ -42,7 +42,7 @@ def select(results: Results, settings: dict[str, Any], **wanted: str) -> list[Re
 
 
 def cells(results: Results, settings: dict[str, Any]) -> list[tuple[str, str]]:
-    """(graph, model) of every cell that has a result, in the order of the graphs and of the models."""
+    """(graph, model) of every cell with a result, in the order of the graphs and of the models."""
     found = {(r["graph"], r["model"]) for r in select(results, settings)}
     return [(g, m) for g in results["graphs"] for m in MODELS if (g, m) in found]
 
@@ -53,9 +53,9 @@ def ours(results: Results, settings: dict[str, Any], graph: str, model: str) -> 
 
 
 def milliseconds(result: Result, phase: str, clock: str) -> float:
-    """Time of one call by `"device"`, where a profiler saw it, or by `"caller"`.
+    """Time of one call by the clock `"device"`, if it was profiled, or `"caller"`.
 
-    Profiling makes launches slower; the device takes no longer than calls that are dispatched in a row.
+    Profiling makes launches slower, so the device's time is at most the caller's time of calls in a row.
     """
     measured = result[phase]
     device = measured.get("device")
@@ -71,7 +71,7 @@ def best_peer(
     clock: str = "caller",
     among: Sequence[str] | None = None,
 ) -> tuple[str, float] | None:
-    """Name and time of the fastest other implementation; None where none ran."""
+    """Name and time of the fastest other implementation; None if none ran."""
     found = [
         (r["implementation"], milliseconds(r, phase, clock))
         for r in select(results, settings, graph=graph, model=model, status="ok")
@@ -83,7 +83,7 @@ def best_peer(
 
 
 def hector(graph: str, model: str, phase: str, settings: dict[str, Any]) -> float | None:
-    """Hector's time in ms, where there is a figure for it."""
+    """Hector's time in ms; None if there is no figure."""
     reference = json.loads(_HECTOR.read_text(encoding="utf-8"))
     if settings["width"] != reference["settings"]["width"] or settings["heads"] != reference["settings"]["heads"]:
         return None
@@ -97,15 +97,15 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def merge(old: Results, new: Results) -> Results:
-    """The new results, and those of the old ones that were not measured again.
+    """The new results, and the old results that were not measured again.
 
     Raises:
-        ValueError: a graph of one name has other counts in both, so that they cannot stand in one table.
+        ValueError: a graph of the same name has different counts in both.
     """
     for name in set(old["graphs"]) & set(new["graphs"]):
         counts = [{k: v for k, v in r["graphs"][name].items() if k != "row_bound_ms"} for r in (old, new)]
         if counts[0] != counts[1]:
-            raise ValueError(f"graph {name} has counts {counts[1]}, in the earlier results {counts[0]}")
+            raise ValueError(f"graph {name} must have the counts of the earlier results {counts[0]}, got {counts[1]}")
     key = lambda r: json.dumps([r[k] for k in KEYS] + [r.get("task")], sort_keys=True)  # noqa: E731
     measured = {key(r) for r in new["results"]}
     graphs = {name: dict(entry) for name, entry in old["graphs"].items()}
@@ -126,7 +126,7 @@ PROGRESS_HEADER = (
 
 
 def progress(cell: dict[str, Any], result: Result, bound: float) -> str:
-    """One line for a result that has just come."""
+    """One line for a new result."""
     head = f"{cell['graph']:<9}{cell['model']:<6}{cell['implementation']:<15}"
     different = {k: v for k, v in cell["settings"].items() if BASE[k] != v}
     tail = "  " + ", ".join(f"{k} {v}" for k, v in different.items()) if different else ""
@@ -164,14 +164,13 @@ def _agreement(result: Result) -> str:
 
 
 def text(results: Results, settings: Any) -> str:
-    """All tables of these settings, and the goals."""
+    """All tables for these settings, and the goals."""
     settings = settings if isinstance(settings, dict) else {k: getattr(settings, k) for k in BASE}
     parts = [
-        "Ours, ms: for a caller; on the device, first kernel to last; the sum of the kernels. Memory is training's.\n"
+        "dejax, ms: caller's time; device, first kernel to last; sum of the kernels. Memory is that of training.\n"
         + ours_table(results, settings),
-        "Others: forward / forward and backward, ms as a caller sees them.\n" + peers_table(results, settings),
-        "Against the best of them, and against Hector (its ms are device time, so ours are too).\n"
-        + ratios_table(results, settings),
+        "Others: forward / forward and backward, caller's ms.\n" + peers_table(results, settings),
+        "Ratio to the best of them, and to Hector (device times).\n" + ratios_table(results, settings),
         sweep_table(results, settings),
         "\n".join(extras(results)),
         "Goals:\n" + "\n".join(goals(results, settings)),
@@ -190,12 +189,12 @@ def _table(rows: list[list[str]], left: int = 2) -> str:
     )
 
 
-def _figure(value: float | None, digits: int = 3) -> str:
-    """A number with so many digits that count, never as a power of ten."""
+def rounded(value: float | None, digits: int = 3) -> str:
+    """The value to `digits` significant digits, never in exponent notation; `-` where there is none."""
     if value is None or math.isnan(value):
         return "-"
-    short = f"{value:.{digits}g}"
-    return f"{float(short):.0f}" if "e+" in short else short
+    text = f"{value:.{digits}g}"
+    return f"{float(text):.0f}" if "e+" in text else text
 
 
 def ours_table(results: Results, settings: dict[str, Any]) -> str:
@@ -208,18 +207,18 @@ def ours_table(results: Results, settings: dict[str, Any]) -> str:
         bound = results["graphs"][graph]["row_bound_ms"].get(settings_name(settings))
         if r is None:
             status = select(results, settings, graph=graph, model=model, implementation="dejax")
-            rows.append([graph, model, _figure(bound), status[0]["status"] if status else "-", *["-"] * 14])
+            rows.append([graph, model, rounded(bound), status[0]["status"] if status else "-", *["-"] * 14])
             continue
         f, t = r["forward"], r["training"]
         spans = [milliseconds(r, phase, "device") for phase in PHASES]
         needed = t["peak_bytes"] / t["needed_bytes"] if "needed_bytes" in t else None
         cached = f["first_call_cached_s"] + t["first_call_cached_s"] if "first_call_cached_s" in f else None
         rows.append(
-            [graph, model, _figure(bound),
-             _figure(f["ms"]), _device(f), _kernels(f), _launches(f), f"{spans[0] / bound:.2f}",
-             _figure(t["ms"]), _device(t), _kernels(t), _launches(t), f"{spans[1] / spans[0]:.2f}",
-             f"{t['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in t else "-", _figure(needed),
-             _figure(f["first_call_s"] + t["first_call_s"]), _figure(cached), _figure(r.get("graph_s"))]
+            [graph, model, rounded(bound),
+             rounded(f["ms"]), _device(f), _kernels(f), _launches(f), f"{spans[0] / bound:.2f}",
+             rounded(t["ms"]), _device(t), _kernels(t), _launches(t), f"{spans[1] / spans[0]:.2f}",
+             f"{t['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in t else "-", rounded(needed),
+             rounded(f["first_call_s"] + t["first_call_s"]), rounded(cached), rounded(r.get("graph_s"))]
         )  # fmt: skip
     return _table(rows)
 
@@ -243,19 +242,19 @@ def _pair(result: Result) -> str:
     if result["status"] != "ok":
         return {"does not apply": "-"}.get(result["status"], result["status"])
     cut = "*" if any(result[phase].get("cut") for phase in PHASES) else ""
-    return " / ".join(_figure(result[phase]["ms"]) for phase in PHASES) + cut
+    return " / ".join(rounded(result[phase]["ms"]) for phase in PHASES) + cut
 
 
 def ratio(results: Results, settings: dict[str, Any], cell: tuple[str, str], phase: str, against: str) -> float | None:
-    """How many times as long as ours another takes.
+    """The time of another implementation over ours.
 
     Args:
         results: the run.
-        settings: of both.
+        settings: the settings of both.
         cell: graph and model.
         phase: `"forward"` or `"training"`.
-        against: `"hector"`; `"plain"`, the best of PLAIN; `"all"`, the best of all; `"device"`, that by the device's
-            clock and not the caller's.
+        against: `"hector"`; `"plain"`, the best of PLAIN; `"all"`, the best of all by the caller's clock; `"device"`,
+            the best of all by the device's clock.
     """
     r = ours(results, settings, *cell)
     if r is None:
@@ -268,6 +267,13 @@ def ratio(results: Results, settings: dict[str, Any], cell: tuple[str, str], pha
     return found[1] / milliseconds(r, phase, clock) if found else None
 
 
+def known_ratios(
+    results: Results, settings: dict[str, Any], cells: Sequence[tuple[str, str]], against: str
+) -> list[list[float]]:
+    """The ratios of these cells, forward and training, without cells that have no ratio."""
+    return [[v for c in cells if (v := ratio(results, settings, c, phase, against))] for phase in PHASES]
+
+
 def ratios_table(results: Results, settings: dict[str, Any]) -> str:
     rows = [
         ["graph", "model", "best forward", "x", "by device", "best training", "x", "by device", "Hector x", "training"]
@@ -277,18 +283,18 @@ def ratios_table(results: Results, settings: dict[str, Any]) -> str:
     for cell in cells(results, settings):
         values = [ratio(results, settings, cell, *column) for column in columns]
         best = [best_peer(results, settings, *cell, phase) for phase in PHASES]
-        labels = [f"{b[0]} {_figure(b[1])}" if b else "-" for b in best]
-        figures = [_figure(v) for v in values]
+        labels = [f"{b[0]} {rounded(b[1])}" if b else "-" for b in best]
+        figures = [rounded(v) for v in values]
         rows.append([*cell, labels[0], *figures[:2], labels[1], *figures[2:4], *figures[4:]])
         found.setdefault(cell[1], []).append(values)
     for model, table in found.items():
-        means = [_figure(geometric_mean(v for v in column if v)) for column in zip(*table, strict=True)]
+        means = [rounded(geometric_mean(v for v in column if v)) for column in zip(*table, strict=True)]
         rows.append(["geometric mean", model, "", *means[:2], "", *means[2:4], *means[4:]])
     return _table(rows)
 
 
 def sweep(results: Results, base: dict[str, Any]) -> list[tuple[Result, list[float]]]:
-    """Our other widths, heads and dtypes, with their times over the row bound relative to the base settings'."""
+    """Our results at other settings, with their times over the row bound relative to the base settings."""
     found = []
     for r in results["results"]:
         if r["implementation"] != "dejax" or r["settings"] == base or r["status"] != "ok" or "task" in r:
@@ -308,7 +314,7 @@ def sweep_table(results: Results, base: dict[str, Any]) -> str:
     for r, relative in sweep(results, base):
         s = r["settings"]
         sizes = [str(s[key]) for key in ("width", "heads", "dtype", "precision")]
-        rows.append([r["graph"], r["model"], *sizes, *map(_figure, relative)])
+        rows.append([r["graph"], r["model"], *sizes, *map(rounded, relative)])
     return "Time for each byte of the row bound, relative to the first table.\n" + _table(rows) if len(rows) > 1 else ""
 
 
@@ -334,7 +340,7 @@ _LARGE = ("am", "mag", "wikikg2")
 
 
 def goals(results: Results, settings: dict[str, Any]) -> list[str]:
-    """Each figure that the project wants to reach on an H200, and whether this run does."""
+    """Each target on an H200, and whether this run reaches it."""
     lines = []
 
     def line(what: str, value: float | None, limit: float, unit: str = "ms", at_least: bool = False) -> None:
@@ -342,7 +348,7 @@ def goals(results: Results, settings: dict[str, Any]) -> list[str]:
             return
         reached = value >= limit if at_least else value <= limit
         sign = ">=" if at_least else "<="
-        lines.append(f"  {'reached' if reached else 'MISSED ':<8} {what}: {_figure(value)} {unit} ({sign} {limit:g})")
+        lines.append(f"  {'reached' if reached else 'MISSED ':<8} {what}: {rounded(value)} {unit} ({sign} {limit:g})")
 
     present = cells(results, settings)
     done = [c for c in present if ours(results, settings, *c)]
@@ -385,11 +391,11 @@ def goals(results: Results, settings: dict[str, Any]) -> list[str]:
     return lines
 
 
-# --- README and plot
+# --- Markdown and plot
 
 
 def markdown(results: Results, settings: dict[str, Any] = BASE) -> str:
-    """README's table: a row for each graph and model; a star marks a caller's time where the device's was not taken."""
+    """One row for each graph and model. A star marks a caller's time, where there is no device time."""
     lines = [
         "| graph | model | row bound | forward, ms | training, ms | best other, forward | best other, training "
         "| faster by | Hector over ours |",
@@ -397,20 +403,20 @@ def markdown(results: Results, settings: dict[str, Any] = BASE) -> str:
     ]
 
     def pair(cell: tuple[str, str], against: str) -> str:
-        return " / ".join(_figure(ratio(results, settings, cell, phase, against), 2) for phase in PHASES)
+        return " / ".join(rounded(ratio(results, settings, cell, phase, against), 2) for phase in PHASES)
 
     def best(cell: tuple[str, str], phase: str) -> str:
         found = best_peer(results, settings, *cell, phase)
         if found:
-            return f"{_figure(found[1])} ({found[0]})"
+            return f"{rounded(found[1])} ({found[0]})"
         full = [r["implementation"] for r in select(results, settings, graph=cell[0], model=cell[1], status="OOM")]
         return f"OOM ({', '.join(full)})" if full else "-"
 
     for cell in cells(results, settings):
         r = ours(results, settings, *cell)
-        bound = _figure(results["graphs"][cell[0]]["row_bound_ms"][settings_name(settings)])
+        bound = rounded(results["graphs"][cell[0]]["row_bound_ms"][settings_name(settings)])
         star = lambda phase, r=r: "" if r[phase].get("device") else "*"  # noqa: E731
-        times = [_figure(milliseconds(r, phase, "device")) + star(phase) if r else "-" for phase in PHASES]
+        times = [rounded(milliseconds(r, phase, "device")) + star(phase) if r else "-" for phase in PHASES]
         values = [cell[0], MODELS[cell[1]], bound, *times, *(best(cell, phase) for phase in PHASES)]
         lines.append(f"| {' | '.join([*values, pair(cell, 'device'), pair(cell, 'hector')])} |")
     for model, title in MODELS.items():
@@ -419,12 +425,12 @@ def markdown(results: Results, settings: dict[str, Any] = BASE) -> str:
             continue
 
         def mean(against: str, of_model: Any = of_model, settings: Any = settings) -> str:
-            """Forward / training, and of how many graphs where not of all; nothing where of none."""
-            both = [[v for c in of_model if (v := ratio(results, settings, c, p, against))] for p in PHASES]
+            """Means of forward / training, with the number of graphs if some are missing; empty if all are."""
+            both = known_ratios(results, settings, of_model, against)
             if not (known := min(map(len, both))):
                 return ""
             of = f" (of {known})" if known < len(of_model) else ""
-            return " / ".join(_figure(geometric_mean(values), 2) for values in both) + of
+            return " / ".join(rounded(geometric_mean(values), 2) for values in both) + of
 
         lines.append(f"| geometric mean | {title} | | | | | | {mean('device')} | {mean('hector')} |")
         if plain := mean("plain"):
@@ -435,7 +441,7 @@ def markdown(results: Results, settings: dict[str, Any] = BASE) -> str:
 
 
 def plot(results: Results, settings: Any, path: Path) -> None:
-    """Writes times against the row bound, one panel for forward and one for training."""
+    """Plots times against the row bound, one panel for forward and one for training."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,12 +1,12 @@
-"""Full-batch training of two-layer models on the counts of am and mag: time of an epoch and peak memory, beside PyG's.
+"""Full-batch training of two-layer models on graphs with the counts of am and mag: epoch time and peak memory.
 
     python benchmarks/rgnn_training.py --out benchmarks/results
     python benchmarks/rgnn_training.py --graphs am --models rgcn --peers pyg,grouped
 
-Two layers of 64 with a ReLU between, a matrix to the classes, cross-entropy on a tenth of the nodes, Adam. All
-implementations begin with the same parameters, so the first loss is the same; the classes are random, so there is
-nothing to learn. (RGAT's attention vectors are one for each relation in ours and one for all in the others, so later
-losses differ.) Each implementation runs in a process of its own.
+Two layers of 64 with a ReLU between them, a matrix to the classes, cross-entropy on a tenth of the nodes, Adam. All
+implementations begin with the same parameters, so their first losses are equal. The classes are random. RGAT has one
+attention vector per relation in dejax and one for all relations in PyTorch Geometric, so later losses differ. Each
+implementation runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from peers.case import Settings
 from peers.timing import Limits
 
 CLASSES = {"aifb": 4, "mutag": 2, "bgs": 2, "am": 11, "mag": 349}
-"""Of the real graphs; others get 16."""
+"""Number of classes of the real graphs; others get 16."""
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -43,9 +43,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--width", type=int, default=64)
     p.add_argument("--heads", type=int, default=1)
     p.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"))
-    p.add_argument("--target", type=float, default=0.5, help="seconds of repetitions")
-    p.add_argument("--limit", type=float, default=180.0, help="an implementation is stopped after so long in a cell")
-    p.add_argument("--python", default=sys.executable, help="the interpreter that has PyTorch")
+    p.add_argument("--target", type=float, default=0.5, help="seconds to spend on repetitions")
+    p.add_argument(
+        "--limit", type=float, default=180.0, help="seconds after which an implementation is stopped in a cell"
+    )
+    p.add_argument("--python", default=sys.executable, help="the interpreter with PyTorch")
     p.add_argument("--out", type=Path, help="folder for the JSON")
     args = p.parse_args(argv)
     args.graphs = rgnn.names(args.graphs, rgnn.GRAPHS, "--graphs")

@@ -1,7 +1,6 @@
 """The native extension: loads it, registers its XLA FFI handlers, and gives its functions to the rest of dejax.
 
-dejax imports without the extension. Whoever then calls a function that needs it gets a `NativeExtensionError` that
-says what is missing and what to do.
+dejax imports without the extension. A function that needs it then raises a `NativeExtensionError` with the remedy.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ _SUB_BYTE = {"int2", "uint2", "int4", "uint4", "int1", "uint1", "float4_e2m1fn"}
 
 
 class NativeExtensionError(ImportError):
-    """The native extension is needed and could not be loaded."""
+    """The native extension could not be loaded."""
 
 
 @functools.cache
 def _load() -> tuple[ModuleType | None, str]:
-    """The extension with its handlers registered, or None and why; once for the process."""
+    """The extension with its handlers registered, or None and the reason; once per process."""
     try:
         from dejax import _dejax_native
     except ImportError as error:
         return None, f"{type(error).__name__}: {error}"
     runtime = _jaxlib_ffi_version()
     if runtime is not None and runtime < tuple(_dejax_native.ffi_api_version):
-        # Registering would keep jax from starting its CPU client.
+        # With its handlers registered, jax could not start its CPU client.
         return None, (
             f"it was built for version {_version(_dejax_native.ffi_api_version)} of XLA's FFI, the installed jaxlib "
             f"{jax.lib.__version__} has {_version(runtime)}"
         )
     for name, platform, handler in _dejax_native.handlers():
-        # For a platform whose plugin is not there, jax keeps the registration and never looks at it again.
+        # Without the plugin of a platform, jax keeps the registration and never uses it.
         jax.ffi.register_ffi_target(name, handler, platform=platform)
     return _dejax_native, ""
 
@@ -55,7 +54,7 @@ def _version(parts: tuple[int, ...]) -> str:
 
 
 def _jaxlib_ffi_version() -> tuple[int, int] | None:
-    """Version of XLA's FFI in the installed jaxlib, from its header, since no function tells; None if not found."""
+    """Version of XLA's FFI in the installed jaxlib, from its header: no function returns it. None if not found."""
     try:
         header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
     except OSError:
@@ -65,31 +64,31 @@ def _jaxlib_ffi_version() -> tuple[int, int] | None:
 
 
 def unavailable_reason() -> str | None:
-    """Why the extension cannot be used; None where it can."""
+    """Why the extension cannot be used; None if it can."""
     return _load()[1] or None
 
 
 def extension(what: str) -> Any:
-    """The extension module, its handlers registered.
+    """The extension module, with its handlers registered.
 
     Args:
-        what: what needs it, for the error.
+        what: the caller's name, for the error.
 
     Raises:
-        NativeExtensionError: it cannot be loaded; the message has the cause and the remedy.
+        NativeExtensionError: the extension cannot be loaded; the message has the cause and the remedy.
     """
     module, why = _load()
     if module is None:
         raise NativeExtensionError(
-            f"{what} needs dejax's native extension, which could not be loaded ({why}). Install dejax rather than put "
-            "its source tree on the path: `pip install .` in the source tree, with a C++17 compiler; install it again "
-            "after a change of the Python or jaxlib version."
+            f"{what} needs dejax's native extension, which could not be loaded ({why}). Install dejax instead of "
+            "putting its source tree on the path: `pip install .` in the source tree, with a C++17 compiler. Install "
+            "it again after a change of the Python or jaxlib version."
         )
     return module
 
 
 def num_threads() -> int:
-    """Threads that a CPU handler works with: DEJAX_NUM_THREADS as it was at first use, else the cores at hand."""
+    """Threads that a CPU handler uses: DEJAX_NUM_THREADS as it was at first use, otherwise the number of cores."""
     return extension("num_threads").num_threads()
 
 
@@ -101,15 +100,14 @@ def row_gather(
 ) -> Array:
     """Gather rows, `table[ids]`, with several threads on the CPU.
 
-    Works under `jit`, `vmap` (over table, ids or both, without copying what is not batched) and from several threads at
-    once. On other platforms it is XLA's own gather. It has no derivative.
+    It works under `jit` and `vmap` (over table, ids or both, without copying an unbatched argument), and from several
+    threads at once. On other platforms it is XLA's own gather. It has no derivative.
 
     Args:
         table: [rows, *row], any dtype of whole bytes.
-        ids: int32 or int64, any shape. An id is out of range below 0 (there is no counting from the end) and from
-            `rows` on.
-        mode: "fill": an id out of range gives a row of `fill_value`. "clip": it means the nearest row; where the table
-            has no row at all, it gives a row of `fill_value`.
+        ids: int32 or int64, any shape. Negative ids are out of range: they do not count from the end.
+        mode: "fill": an id out of range gives a row of `fill_value`. "clip": it gives the nearest row; if the table has
+            no rows, a row of `fill_value`.
         fill_value: a scalar, converted to the table's dtype.
 
     Returns:
@@ -118,7 +116,7 @@ def row_gather(
     Raises:
         ValueError: `table` is a scalar, or `mode` is unknown.
         TypeError: `ids` is neither int32 nor int64, or the table's dtype is narrower than a byte.
-        NativeExtensionError: the extension is not there.
+        NativeExtensionError: the extension is missing.
 
     >>> row_gather(jnp.arange(6.0).reshape(3, 2), jnp.array([2, 0, 7]))
     Array([[4., 5.],
@@ -128,23 +126,23 @@ def row_gather(
     extension("row_gather")
     table, ids = jnp.asarray(table), jnp.asarray(ids)
     if table.ndim == 0:
-        raise ValueError("row_gather: `table` must have an axis of rows, [rows, *row]; a scalar was given")
+        raise ValueError("row_gather: `table` must have an axis of rows, [rows, *row], got a scalar")
     if ids.dtype not in (jnp.int32, jnp.int64):
-        raise TypeError(f"row_gather: `ids` must be int32 or int64, {ids.dtype} was given; use ids.astype(jnp.int32)")
+        raise TypeError(f"row_gather: `ids` must be int32 or int64, got {ids.dtype}; use ids.astype(jnp.int32)")
     if mode not in ("fill", "clip"):
-        raise ValueError(f"row_gather: `mode` must be 'fill' or 'clip', {mode!r} was given")
+        raise ValueError(f"row_gather: `mode` must be 'fill' or 'clip', got {mode!r}")
     if table.dtype.name in _SUB_BYTE or jnp.issubdtype(table.dtype, jax.dtypes.extended):
         raise TypeError(
-            f"row_gather: `table` must have a dtype of whole bytes, {table.dtype} was given; use "
+            f"row_gather: `table` must have a dtype of whole bytes, got {table.dtype}; use "
             "table.astype(jnp.int8) or the like, or jax.random.key_data for keys"
         )
     fill = np.asarray(fill_value).astype(table.dtype)
     if fill.ndim:
-        raise ValueError(f"row_gather: `fill_value` must be a scalar, shape {fill.shape} was given")
+        raise ValueError(f"row_gather: `fill_value` must be a scalar, got shape {fill.shape}")
 
     out = jax.ShapeDtypeStruct(ids.shape + table.shape[1:], table.dtype)
     native = functools.partial(
-        # "expand_dims" gives what is not batched a batch axis of size 1, which the handler reads with stride 0.
+        # "expand_dims" gives an unbatched argument a batch axis of size 1, which the handler reads with stride 0.
         jax.ffi.ffi_call("dejax_row_gather", out, vmap_method="expand_dims"),
         ids_rank=np.int64(ids.ndim),
         clip=mode == "clip",
@@ -165,11 +163,11 @@ def _xla_row_gather(table: Array, ids: Array, *, clip: bool, fill: np.ndarray) -
     return jnp.where(outside.reshape(ids.shape + (1,) * (table.ndim - 1)), fill, gathered)
 
 
-# ------------------------------------------------------------------------------------------------ where an operand lies
+# ------------------------------------------------------------------------------------------------ memory of an operand
 
 
 def pointer_kind_code(x: ArrayLike) -> Array:
-    """What memory `x` lies in when a handler gets it: an int32 scalar that indexes `POINTER_KINDS`. For `jit`."""
+    """The kind of memory of `x` in a handler, as an int32 scalar that indexes `POINTER_KINDS`. For `jit`."""
     extension("pointer_kind")
     call = jax.ffi.ffi_call("dejax_pointer_kind", jax.ShapeDtypeStruct((), jnp.int32), vmap_method="sequential")
     return call(x)
@@ -181,17 +179,17 @@ def _jitted_pointer_kind_code() -> Any:
 
 
 def pointer_kind(x: ArrayLike) -> str:
-    """What memory a handler finds `x` in, when it is an argument of a jitted function.
+    """The kind of memory in which a handler gets `x`, an argument of a jitted function.
 
     Args:
-        x: a concrete array, in whatever memory.
+        x: a concrete array in any memory.
 
     Returns:
         "host" (pageable), "device", "pinned" (page-locked host memory, readable by the GPU), "managed", or "empty" for
         an array without elements, which has no memory.
 
     Raises:
-        NativeExtensionError: the extension is not there.
+        NativeExtensionError: the extension is missing.
     """
     return POINTER_KINDS[int(_jitted_pointer_kind_code()(x))]
 
@@ -209,9 +207,9 @@ class CudaDevice:
     multiprocessors: int
     l2_cache: int  # bytes
     can_map_host_memory: bool  # kernels can read pinned host memory in place
-    can_use_registered_host_pointer: bool  # and by the pointer that the CPU has
-    pageable_memory_access: bool  # kernels can read ordinary host memory too
-    integrated: bool  # device and host share their memory
+    can_use_registered_host_pointer: bool  # by the CPU's own pointer
+    pageable_memory_access: bool  # kernels can read ordinary host memory
+    integrated: bool  # device and host share memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,13 +221,13 @@ class CudaDriver:
 
 
 def cuda_driver() -> tuple[CudaDriver | None, str | None]:
-    """The CUDA driver, and why there is none to use: one of the two is None.
+    """The CUDA driver and None, or None and why it cannot be used.
 
-    Asks the driver itself, without jax; CUDA_VISIBLE_DEVICES counts. The first call initialises the driver in this
-    process.
+    It asks the driver itself, without jax, and respects CUDA_VISIBLE_DEVICES. The first call initialises the driver in
+    this process.
 
     Raises:
-        NativeExtensionError: the extension is not there.
+        NativeExtensionError: the extension is missing.
     """
     info: _dejax_native.DriverInfo = extension("cuda_driver").probe_cuda_driver()
     if info.unavailable:

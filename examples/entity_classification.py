@@ -5,9 +5,9 @@
     python examples/entity_classification.py --dataset aifb --model hgt --seeds 3
     python examples/entity_classification.py --evaluate out/aifb-rgcn
 
-Ends with a table of accuracies (mean and spread over seeds, beside the most frequent class and a model without edges),
-time and memory, and writes results, a plot of the curves and checkpoints. The model and the step are in
-`dejax/training/models.py` and `dejax/training/fit.py`, short enough to read; see README.md in this folder.
+It ends with a table: accuracies (mean and spread over seeds, the most frequent class, a model without edges), time and
+memory. It writes results, a plot of the curves and checkpoints. The model is in `dejax/training/models.py`, the step in
+`dejax/training/fit.py`. README.md in this folder explains settings and files.
 """
 
 import sys

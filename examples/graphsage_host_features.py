@@ -1,6 +1,6 @@
-"""GraphSAGE in mini-batches, with features in host memory: sampling, features, layers and update are one compiled step.
+"""GraphSAGE in mini-batches with features in host memory: one compiled step samples, gathers, computes and updates.
 
-    python examples/graphsage_host_features.py                                   # small: seconds on a CPU
+    python examples/graphsage_host_features.py                                   # small: takes seconds on a CPU
     python examples/graphsage_host_features.py --nodes 60000000 --edges 100000000 --batch 1024   # 24 GB of features
     python examples/graphsage_host_features.py --pipeline cpu                    # numpy gathers the rows
 
@@ -12,7 +12,8 @@ From plain JAX, with the features on the device, two lines change:
     -    x = features.at[graph.node_ids].get(mode="fill", fill_value=0)
     +    x = features[graph.node_ids]
 
-The graph is synthetic: random edges, and the class of a node is a function of its features and its neighbours'.
+The graph is synthetic: edges are random, and the class of a node follows from its features and its neighbours'
+features.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def make_graph(nodes: int, edges: int, width: int, classes: int) -> tuple[Topolo
     centres = rng.standard_normal((classes, width)).astype(np.float32)
     features = HostTable.empty((nodes, width))
     block = max(1, (1 << 28) // (4 * width))
-    for start in range(0, nodes, block):  # in blocks: there is no second copy of the table
+    for start in range(0, nodes, block):  # in blocks, so that there is no second copy of the table
         chosen = labels[start : start + block]
         noise = rng.standard_normal((len(chosen), width), dtype=np.float32)
         features.write(start, 0.3 * centres[chosen] + noise)
@@ -65,7 +66,7 @@ def graphsage(layers: list[dict[str, jax.Array]], graph: LocalGraph, x: jax.Arra
     ones = graph.edge_mask.astype(x.dtype)
     degree = jnp.maximum(jax.ops.segment_sum(ones, graph.receivers, nodes), 1)
     for k, layer in enumerate(layers):
-        messages = x.at[graph.senders].get(mode="fill", fill_value=0)  # padding edges come from beyond the last node
+        messages = x.at[graph.senders].get(mode="fill", fill_value=0)  # senders of padding edges are out of range
         mean = jax.ops.segment_sum(messages, graph.receivers, nodes) / degree[:, None]
         x = x @ layer["own"] + mean @ layer["other"] + layer["bias"]
         x = jax.nn.relu(x) if k + 1 < len(layers) else x
@@ -82,7 +83,12 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--fan-outs", type=lambda text: [int(x) for x in text.split(",")], default=[10, 5, 5])
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--pipeline", choices=("dejax", "cpu"), default="dejax", help="who gathers the features")
+    parser.add_argument(
+        "--pipeline",
+        choices=("dejax", "cpu"),
+        default="dejax",
+        help="dejax: the compiled step gathers the features; cpu: numpy does",
+    )
     args = parser.parse_args(arguments)
 
     topology, features, labels = make_graph(args.nodes, args.edges, args.width, args.classes)
@@ -132,7 +138,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     for k in range(args.steps + 1):
         layers, state, accuracy = run(layers, state, jax.random.key(k), topology, features, labels)
         accuracies.append(accuracy)
-        if k == 0:  # compiled by now
+        if k == 0:  # the first step compiled
             jax.block_until_ready(accuracy)
             start, busy = time.perf_counter(), time.process_time()
     jax.block_until_ready(accuracies)

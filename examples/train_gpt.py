@@ -1,14 +1,14 @@
 """Train a GPT on the source code of Python's standard library; one flag offloads its activations.
 
     python examples/train_gpt.py                                     # a small model, a few minutes on a CPU
-    python examples/train_gpt.py --offload inputs --out out/inputs   # blocks' inputs in host memory, the rest again
-    python examples/train_gpt.py --offload all --out out/all         # everything that backward needs in host memory
+    python examples/train_gpt.py --offload inputs --out out/inputs   # blocks' inputs in host memory
+    python examples/train_gpt.py --offload all --out out/all         # all residuals in host memory
     python examples/train_gpt.py --offload all --out out/disk --store DIR --host-bytes 1000000000  # the rest on disk
     python examples/train_gpt.py --compare inputs --out out/compare  # with and without: the same losses, one plot
 
-Text: the bytes of the library's modules, which every machine has. Model: Flax nnx, `jax.lax.scan` over the blocks.
-Writes OUT/losses.json, OUT/loss.svg, OUT/settings.json and checkpoints. `--resume` goes on from the last checkpoint;
-without it a run replaces the one that was in OUT.
+The text is the bytes of the library's modules, which every machine has. The model is Flax nnx with `jax.lax.scan` over
+the blocks. A run writes OUT/losses.json, OUT/loss.svg, OUT/settings.json and checkpoints. `--resume` continues from the
+last checkpoint; without it a run replaces the earlier one in OUT.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from pathlib import Path
 from typing import Any
 
 MODES = ("none", "remat", "inputs", "all")
-# What a run without offload does with the residuals that the other way stores.
+# The run without offload that each mode is compared with.
 COUNTERPART = {"inputs": "remat", "all": "none"}
 
 
 def read_text(limit: int | None = None) -> bytes:
-    """The standard library's modules, one after the other."""
+    """The bytes of the standard library's modules, concatenated."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(p for p in root.rglob("*.py") if not {"site-packages", "test", "tests"} & set(p.parts))
     text = b"".join(path.read_bytes() for path in files)
     if len(text) < 1 << 20:
-        raise SystemExit(f"train_gpt: only {len(text)} bytes of modules were found in {root}; install Python's sources")
+        raise SystemExit(
+            f"train_gpt: {root} must have 1 MiB of modules or more, got {len(text)} bytes; install Python's sources"
+        )
     return text[:limit]
 
 
@@ -108,7 +110,7 @@ def make_step(block: Any, mode: str, min_bytes: int) -> Callable[..., Any]:
 
 
 def batches(text: bytes, options: argparse.Namespace, first: int) -> Iterator[Any]:
-    """Random windows; those of a step depend on the seed and the step alone, so that a resumed run draws the same."""
+    """Random windows. They depend only on the seed and the step, so that a resumed run draws the same."""
     import numpy as np
 
     data = np.frombuffer(text, np.uint8)
@@ -119,13 +121,13 @@ def batches(text: bytes, options: argparse.Namespace, first: int) -> Iterator[An
 
 
 def prepare(out: Path, options: argparse.Namespace) -> None:
-    """Makes the folder of a run; without `--resume`, empties it of the checkpoints of a former one."""
+    """Makes the folder of a run. Without `--resume`, removes the checkpoints of an earlier run."""
     settings, checkpoints = out / "settings.json", out / "checkpoints"
     if checkpoints.exists() and not options.resume:
-        if not settings.exists():  # not known to be ours
+        if not settings.exists():  # perhaps not of this example
             raise SystemExit(
-                f"train_gpt: {checkpoints} is there, without a settings.json beside it; give --resume to go on from "
-                "it, or another --out"
+                f"train_gpt: --out must be a new folder or one of this example, got {out} with checkpoints and no "
+                "settings.json; give --resume to continue from them, or another --out"
             )
         shutil.rmtree(checkpoints)
     out.mkdir(parents=True, exist_ok=True)
@@ -133,7 +135,7 @@ def prepare(out: Path, options: argparse.Namespace) -> None:
 
 
 def train(options: argparse.Namespace, mode: str, out: Path) -> list[float]:
-    """Trains and gives the loss of each step."""
+    """Trains, and returns the loss of each step."""
     import jax
     import optax
     import orbax.checkpoint as ocp
@@ -203,23 +205,30 @@ def plot(curves: dict[str, Sequence[float]], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--offload", choices=MODES, default="none", help="what to do with what backward needs")
-    parser.add_argument("--compare", choices=tuple(COUNTERPART), help="train with and without, and compare each loss")
-    parser.add_argument("--store", type=Path, help="a folder for a disk tier; none: host memory only")
-    parser.add_argument("--host-bytes", type=int, help="cap of host memory for activations")
+    parser.add_argument(
+        "--offload",
+        choices=MODES,
+        default="none",
+        help="none: keep residuals; remat: recompute; inputs: store blocks' inputs; all: store all",
+    )
+    parser.add_argument(
+        "--compare", choices=tuple(COUNTERPART), help="train with and without offload, and compare each loss"
+    )
+    parser.add_argument("--store", type=Path, help="a folder for a disk tier; by default host memory only")
+    parser.add_argument("--host-bytes", type=int, help="limit of host memory for activations")
     parser.add_argument("--min-bytes", type=int, default=1 << 14, help="smaller tensors stay on the device")
     sizes = {"layers": 4, "width": 128, "heads": 4, "sequence": 128, "batch": 8, "steps": 200, "seed": 0}
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
-    parser.add_argument("--dtype", default="float32", help="of the arithmetic; parameters are float32")
+    parser.add_argument("--dtype", default="float32", help="dtype of the arithmetic; parameters are float32")
     parser.add_argument("--attention", choices=("xla", "cudnn"), default="xla")
     parser.add_argument("--out", type=Path, default=Path("out/gpt"))
     parser.add_argument("--report", type=int, default=20, help="steps between lines")
     parser.add_argument(
         "--checkpoint", type=int, default=100, help="steps between checkpoints, a multiple of --report; 0: none"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
     options = parser.parse_args(arguments)
     if options.width % options.heads:
         parser.error(f"--width {options.width} must be a multiple of --heads {options.heads}")
@@ -229,13 +238,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (options.store or options.host_bytes) and not stores:
         parser.error("--store and --host-bytes need --offload inputs or --offload all")
     if options.store and not options.store.is_dir():
-        parser.error(f"--store {options.store} is no folder; create it")
+        parser.error(f"--store must be a folder, got {options.store}; create it")
     if options.compare is None:
         prepare(options.out, options)
         losses = train(options, options.offload, options.out)
         plot({options.offload: losses}, options.out / "loss.svg")
         return 0
-    # Both programs shall take the same kernels and round in the same places: offload changes where fusions end.
+    # Both programs must use the same kernels and round in the same places: offload changes where fusions end.
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
         " --xla_gpu_autotune_level=0 --xla_gpu_deterministic_ops=true --xla_allow_excess_precision=false"
     )

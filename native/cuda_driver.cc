@@ -1,19 +1,10 @@
 #include "cuda_driver.h"
 
-#include <dlfcn.h>
-
 #include <memory>
 #include <utility>
 
 namespace dejax::cuda {
 namespace {
-
-template <typename Function>
-bool Find(void* library, const char* symbol, Function* function, std::string* why) {
-  *function = reinterpret_cast<Function>(dlsym(library, symbol));
-  if (*function == nullptr) *why = std::string("libcuda.so.1 has no ") + symbol + "; the driver is too old for dejax";
-  return *function != nullptr;
-}
 
 std::pair<std::unique_ptr<Api>, std::string> Load() {
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
@@ -50,7 +41,7 @@ std::string ErrorName(const Api& api, Result result) {
 }
 
 const Api* GetApi(std::string* why) {
-  // Never destroyed, like the driver, which is never closed.
+  // Never destroyed: the driver is never closed.
   static const auto* const loaded = new std::pair<std::unique_ptr<Api>, std::string>(Load());
   if (why != nullptr) *why = loaded->second;
   return loaded->first.get();
@@ -79,7 +70,7 @@ DriverInfo Probe() {
     char name[256] = {};
     if (api->device_get_name(name, sizeof(name) - 1, device) == 0) device_info.name = name;
     api->device_total_mem(&device_info.total_memory, device);
-    // An attribute that this driver does not know stays 0.
+    // An attribute that this driver does not know is 0.
     const auto attribute = [&](int which) {
       int value = 0;
       return api->device_get_attribute(&value, which, device) == 0 ? value : 0;

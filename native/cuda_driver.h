@@ -1,6 +1,8 @@
-// The few calls of the CUDA driver API that dejax makes, found at run time: building needs no CUDA toolkit, and
-// a machine without a driver has none.
+// The calls of the CUDA driver API that describe devices and memory. They are found at run time: building needs no CUDA
+// toolkit, and running needs no driver.
 #pragma once
+
+#include <dlfcn.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -18,7 +20,7 @@ using Stream = CUstream_st*;
 using Context = CUctx_st*;
 using DevicePointer = unsigned long long;
 
-// Values of enumerations of the driver API, which are part of its binary interface.
+// Values of the driver's enumerations, which are part of its binary interface.
 enum DeviceAttribute : int {
   kMultiprocessorCount = 16,
   kIntegrated = 18,
@@ -48,11 +50,19 @@ struct Api {
   Result (*get_error_name)(Result result, const char** name);
 };
 
-// The driver's functions after a successful cuInit; null where there are none, and then `*why` says why.
-// The first answer is kept for the life of the process.
+// The driver's functions after a successful cuInit; null with a reason in `*why` if there is no driver. The first answer
+// is kept for the life of the process.
 const Api* GetApi(std::string* why);
 
-// "CUDA_ERROR_...", or the number where the driver does not know it.
+// Stores the library's function of that name, or says in `*why` that the driver is too old.
+template <typename Function>
+bool Find(void* library, const char* symbol, Function* function, std::string* why) {
+  *function = reinterpret_cast<Function>(dlsym(library, symbol));
+  if (*function == nullptr) *why = std::string("libcuda.so.1 has no ") + symbol + "; the driver is too old for dejax";
+  return *function != nullptr;
+}
+
+// "CUDA_ERROR_...", or the number if the driver does not know it.
 std::string ErrorName(const Api& api, Result result);
 
 struct DeviceInfo {
@@ -69,7 +79,7 @@ struct DeviceInfo {
 };
 
 struct DriverInfo {
-  std::string unavailable;  // why there is no usable driver; empty where there is one
+  std::string unavailable;  // why there is no usable driver; empty if there is one
   int version = 0;          // 1000 * major + 10 * minor of the newest CUDA that the driver supports
   std::vector<DeviceInfo> devices;
 };

@@ -1,7 +1,5 @@
 #include "cuda_launch.h"
 
-#include <dlfcn.h>
-
 #include <map>
 #include <memory>
 #include <mutex>
@@ -10,17 +8,10 @@
 namespace dejax::cuda {
 namespace {
 
-template <typename F>
-bool Find(void* library, const char* symbol, F* function, std::string* why) {
-  *function = reinterpret_cast<F>(dlsym(library, symbol));
-  if (*function == nullptr) *why = std::string("libcuda.so.1 has no ") + symbol + "; the driver is too old for dejax";
-  return *function != nullptr;
-}
-
 std::pair<std::unique_ptr<LaunchApi>, std::string> Load() {
   std::string why;
   if (GetApi(&why) == nullptr) return {nullptr, why};
-  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);  // open already: a second reference
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);  // a second reference to an open library
   auto api = std::make_unique<LaunchApi>();
   const bool complete = Find(library, "cuDevicePrimaryCtxRetain", &api->primary_ctx_retain, &why) &&
                         Find(library, "cuDevicePrimaryCtxGetState", &api->primary_ctx_get_state, &why) &&
@@ -54,7 +45,7 @@ std::pair<std::unique_ptr<LaunchApi>, std::string> Load() {
 
 struct Kernel {
   std::string name;
-  std::map<Device, std::string> images;  // devices of one process may be of several kinds
+  std::map<Device, std::string> images;  // by device, since one process may have devices of several kinds
   std::map<Context, Function> loaded;
 };
 
@@ -84,7 +75,7 @@ Function LoadInto(Kernel& kernel, Context context, std::string* why) {
     *why = "the kernel " + kernel.name + " was not compiled for this device: trace the function again";
     return nullptr;
   }
-  // The image stays in `by_key`, and the module for the life of the process.
+  // The image stays in `by_key`; the module stays loaded for the life of the process.
   if (result == 0) result = launch.module_load_data(&module, image->second.data());
   if (result == 0) result = launch.module_get_function(&function, module, kernel.name.c_str());
   if (result != 0) {
@@ -117,7 +108,7 @@ Context PrimaryContext(int ordinal, std::string* why) {
   Result result = api.device_get(&device, ordinal);
   if (result == 0) result = launch->primary_ctx_retain(&context, device);
   if (result != 0) {
-    *why = "the context of CUDA device " + std::to_string(ordinal) + " is not to be had: " + ErrorName(api, result);
+    *why = "the context of CUDA device " + std::to_string(ordinal) + " could not be retained: " + ErrorName(api, result);
     return nullptr;
   }
   return (*contexts)[ordinal] = context;
@@ -153,7 +144,7 @@ std::string AddKernel(int64_t key, std::string image, const std::string& name, c
   Kernels& kernels = AllKernels();
   std::lock_guard<std::mutex> lock(kernels.mutex);
   Kernel& kernel = kernels.by_key.try_emplace(key, Kernel{name, {}, {}}).first->second;
-  // Loaded now rather than by the first call: that one may be captured into a graph, where loading is not allowed.
+  // Loaded now, not by the first call: that one may be captured into a graph, where loading is not allowed.
   for (int ordinal : ordinals) {
     Device device = 0;
     if (Result result = GetApi(nullptr)->device_get(&device, ordinal)) return ErrorName(*GetApi(nullptr), result);
@@ -198,7 +189,7 @@ Function FindKernel(int64_t key, Context context, std::string* why) {
   std::lock_guard<std::mutex> lock(kernels.mutex);
   const auto found = kernels.by_key.find(key);
   if (found == kernels.by_key.end()) {
-    *why = "its kernel is not loaded in this process: trace the function again rather than run an exported program";
+    *why = "its kernel is not loaded in this process: trace the function again instead of running an exported program";
     return nullptr;
   }
   return LoadInto(found->second, context, why);

@@ -1,5 +1,5 @@
-// Kernels that Python compiled with NVRTC, launched through the driver API, and the memory and stream calls beside
-// them. Kept apart from cuda_driver.h: probing a driver needs none of this.
+// The calls of the CUDA driver API that use devices: contexts, memory, streams, and kernels that Python has compiled with
+// NVRTC. They are separate from cuda_driver.h, since probing a driver needs none of them.
 #pragma once
 
 #include <cstddef>
@@ -52,17 +52,17 @@ struct LaunchApi {
   Result (*mem_pool_set_attribute)(MemoryPool pool, int attribute, void* value);
 };
 
-// The functions above; null, with a reason, where the driver is missing or lacks one.
+// The functions above; null with a reason if the driver is missing or lacks one of them.
 const LaunchApi* GetLaunchApi(std::string* why);
 
 // The context that jax uses on a device, kept for the life of the process; null with a reason. Only for devices that jax
-// uses: on another one it would take some hundred MiB of its memory.
+// uses: a new context takes some hundred MiB of device memory.
 Context PrimaryContext(int ordinal, std::string* why);
 
-// The contexts of the devices that this process uses already, whoever in it does.
+// The contexts of all devices that this process, including its other libraries, already uses.
 std::vector<Context> ActiveContexts();
 
-// Makes a context current on this thread while it lives.
+// Makes a context current on this thread during its lifetime.
 class CurrentContext {
  public:
   explicit CurrentContext(Context context);
@@ -75,15 +75,15 @@ class CurrentContext {
   bool pushed_ = false;
 };
 
-// Keeps a kernel under `key`, compiled for these devices, and loads it on them. An empty string, or what failed.
+// Loads a kernel that was compiled for these devices, and keeps it under `key`. Returns an empty string or the error.
 std::string AddKernel(int64_t key, std::string image, const std::string& name, const std::vector<int>& ordinals);
 bool HasKernel(int64_t key, const std::vector<int>& ordinals);
 
-// The kernel of `key` in the context of `stream`; null with a reason.
+// The kernel of `key` in a context; null with a reason.
 Function FindKernel(int64_t key, Context context, std::string* why);
 
-// Eight bytes of device memory for a kernel's work counter, of the current context: one of a ring of 1,024, so that
-// calls on several streams do not meet. 0 where there is no memory.
+// Eight bytes of device memory of the current context for a kernel's work counter. They come from a ring of 1,024, so that
+// calls on several streams do not share one. 0 if there is no memory.
 DevicePointer NextCounter(Context context);
 
 }  // namespace dejax::cuda

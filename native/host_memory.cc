@@ -33,19 +33,18 @@ namespace {
 
 constexpr unsigned kPortable = 1, kDeviceMap = 2;  // the same bits in cuMemHostAlloc and cuMemHostRegister
 constexpr unsigned kRegisterReadOnly = 8;
-constexpr int64_t kReadBytes = 8 << 20;  // of one read of a file by one thread
+constexpr int64_t kReadBytes = 8 << 20;  // that one thread reads or copies at a time
 
-// A block of host memory. The last owner's destructor gives it back.
+// A block of host memory. Its destructor, run by the last owner, releases it.
 struct Block {
   char* data = nullptr;
   int64_t bytes = 0;
   bool pinned = false;  // kernels can read it
-  bool writable = true;
   enum { kAllocated, kMapped, kForeign } kind = kAllocated;
-  cuda::Context context = nullptr;  // in which it was pinned
-  int file = -1;                    // of a mapped file, to ask how long it is
-  int64_t file_end = 0;             // how long it must be
-  void* map_begin = nullptr;        // what munmap takes
+  cuda::Context context = nullptr;  // that pinned it
+  int file = -1;                    // of a mapped file, open to learn its length
+  int64_t file_end = 0;             // its least length
+  void* map_begin = nullptr;        // for munmap
   size_t map_bytes = 0;
   bool registered = false;
   PyObject* owner = nullptr;  // of foreign memory
@@ -56,10 +55,10 @@ struct Block {
   Block& operator=(const Block&) = delete;
 
   ~Block() {
-    // A forked child has neither the driver nor the pinned pages.
+    // A forked child cannot call the driver, and has no pinned pages.
     const bool unpinned = !pinned || (process == getpid() && Unpin());
     if (file >= 0) close(file);
-    // Pages that the driver still holds stay mapped, and their owner alive: a kernel may read them.
+    // Pages that the driver still holds stay mapped, and their owner stays alive: a kernel may read them.
     if (unpinned && map_begin != nullptr && munmap(map_begin, map_bytes) != 0) {
       Complain("munmap", std::strerror(errno));
     }
@@ -70,9 +69,9 @@ struct Block {
   }
 
  private:
-  // A destructor cannot raise, and what it keeps must not go unnoticed.
+  // A destructor cannot raise, but a leak must be reported.
   void Complain(const char* call, const std::string& why) const {
-    std::fprintf(stderr, "dejax.host_gather: %s failed when %lld bytes of a table were given back: %s; they are kept\n",
+    std::fprintf(stderr, "dejax.host_gather: %s failed when %lld bytes of a table were released: %s; they stay allocated\n",
                  call, static_cast<long long>(bytes), why.c_str());
   }
 
@@ -82,8 +81,8 @@ struct Block {
       if (result != 0) Complain(call, cuda::ErrorName(*cuda::GetApi(nullptr), result));
       return result == 0;
     };
-    // A step in flight may still read it: jax drops its references when work is enqueued, not when it is done. Only
-    // devices that this process uses have such steps.
+    // A step in flight may still read the memory: jax drops its references when work is enqueued, not when it is done.
+    // Only devices that this process uses can have such a step.
     bool idle = true;
     for (cuda::Context each : cuda::ActiveContexts()) {
       cuda::CurrentContext current(each);
@@ -98,7 +97,7 @@ struct Block {
 
 using Shared = std::shared_ptr<Block>;
 
-// Blocks by address, so that an array that came out of a jitted function finds the memory it lies in.
+// Blocks by address, so that dejax finds the block of an array that a jitted function returned.
 std::mutex& RegistryMutex() {
   static auto* const mutex = new std::mutex;
   return *mutex;
@@ -125,7 +124,7 @@ cuda::Context ContextOf(int ordinal) {
 
 std::string Reason(cuda::Result result) { return cuda::ErrorName(*cuda::GetApi(nullptr), result); }
 
-// `device`: the number of the CUDA device for which memory is pinned; none for memory that is not.
+// `device`: the ordinal of the CUDA device for which memory is pinned; none for memory that is not pinned.
 Shared Allocate(int64_t bytes, std::optional<int> device) {
   auto block = std::make_shared<Block>();
   block->bytes = bytes;
@@ -150,7 +149,7 @@ Shared Allocate(int64_t bytes, std::optional<int> device) {
   return block;
 }
 
-// A part of a file, read-only. Pinned where the driver can pin pages of a file; `*refused` says why where it cannot.
+// A part of a file, mapped read-only, and pinned for a device. Throws if the driver cannot pin pages of the file.
 Shared MapFile(const std::string& path, int64_t offset, int64_t bytes, std::optional<int> device) {
   auto block = std::make_shared<Block>();
   block->file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -165,7 +164,6 @@ Shared MapFile(const std::string& path, int64_t offset, int64_t bytes, std::opti
   block->map_bytes = size;
   block->data = static_cast<char*>(data) + (offset - begin);
   block->bytes = bytes;
-  block->writable = false;
   if (device) {
     block->context = ContextOf(*device);
     cuda::CurrentContext current(block->context);
@@ -178,13 +176,12 @@ Shared MapFile(const std::string& path, int64_t offset, int64_t bytes, std::opti
   return block;
 }
 
-// A caller's memory, which `owner` keeps.
+// A caller's memory, which `owner` keeps alive.
 Shared Adopt(uintptr_t address, int64_t bytes, bool writable, std::optional<int> device, nb::object owner) {
   auto block = std::make_shared<Block>();
   block->kind = Block::kForeign;
   block->data = reinterpret_cast<char*>(address);
   block->bytes = bytes;
-  block->writable = writable;
   if (device && bytes > 0) {
     block->context = ContextOf(*device);
     cuda::CurrentContext current(block->context);
@@ -226,7 +223,7 @@ void ReadFile(const Shared& block, const std::string& path, int64_t offset) {
     while (begin < end && error == 0) {
       const ssize_t got = pread(file, block->data + begin, static_cast<size_t>(end - begin), offset + begin);
       if (got < 0 && errno == EINTR) continue;
-      if (got <= 0) error = got == 0 ? ENODATA : errno;  // the file became shorter, or the disk failed
+      if (got <= 0) error = got == 0 ? ENODATA : errno;  // ENODATA: the file became shorter
       if (got > 0) begin += got;
     }
   });
@@ -261,7 +258,7 @@ struct Exported {
   Shared block;
 };
 
-// Unsigned integers of `bits` bits: a table's leaf. device_type: 1 CPU, 3 CUDA host memory.
+// A table's leaf: unsigned integers of `bits` bits. device_type: 1 CPU, 3 CUDA host memory.
 nb::object Export(const Shared& block, std::vector<int64_t> shape, int bits, int device_type, int device_id) {
   int64_t bytes = bits / 8;
   for (int64_t size : shape) bytes *= size;
@@ -278,7 +275,7 @@ nb::object Export(const Shared& block, std::vector<int64_t> shape, int bits, int
   exported->managed.context = exported.get();
   exported->managed.deleter = [](DLManagedTensor* managed) { delete static_cast<Exported*>(managed->context); };
   PyObject* capsule = PyCapsule_New(&exported->managed, "dltensor", [](PyObject* self) {
-    // Consumers rename what they take; what nobody took is given back here.
+    // A consumer renames the capsule. Under its first name, nobody has consumed it.
     if (PyCapsule_IsValid(self, "dltensor")) {
       auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(self, "dltensor"));
       managed->deleter(managed);
@@ -325,15 +322,12 @@ void DefineHostMemory(nb::module_& m) {
                     return block ? nb::cast(HostMemory{block}) : nb::none();
                   })
       .def_prop_ro("address", [](const HostMemory& m) { return reinterpret_cast<uintptr_t>(m.block->data); })
-      .def_prop_ro("nbytes", [](const HostMemory& m) { return m.block->bytes; })
-      .def_prop_ro("pinned", [](const HostMemory& m) { return m.block->pinned; })
-      .def_prop_ro("writable", [](const HostMemory& m) { return m.block->writable; })
       .def("truncated",
            [](const HostMemory& m) {
              struct stat now;
              return m.block->file >= 0 && fstat(m.block->file, &now) == 0 && now.st_size < m.block->file_end;
            },
-           "Whether the file that is mapped is shorter than what was mapped of it.")
+           "Whether the mapped file became shorter than the mapping.")
       .def(
           "copy_in",
           [](const HostMemory& m, int64_t offset, uintptr_t source, int64_t bytes) {

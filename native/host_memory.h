@@ -1,6 +1,5 @@
-// Memory of the host that tables live in: pinned and mapped by the driver, or ordinary; allocated, a mapped file, or a
-// caller's own. Python sees `HostMemory`, jax a DLPack capsule of it; both hold the block, which goes when the last one
-// does.
+// The memory of tables in the host: pinned and mapped by the driver, or ordinary; allocated, a mapped file, or owned by
+// a caller. Python has a `HostMemory`, jax a DLPack capsule; both share ownership of the block.
 #pragma once
 
 #include <nanobind/nanobind.h>

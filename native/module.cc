@@ -1,5 +1,5 @@
-// dejax._dejax_native: the table of FFI handlers, and the probe of the CUDA driver.
-// dejax/_native.py registers the handlers and is the only user.
+// The extension dejax._dejax_native: FFI handlers, which dejax/_native.py registers, the probe of the CUDA driver, and the
+// classes behind host_gather and offload.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -24,39 +24,29 @@ nb::tuple Handler(const char* name, const char* platform, XLA_FFI_Error* (*handl
   return nb::make_tuple(name, platform, nb::capsule(reinterpret_cast<void*>(handler)));
 }
 
-}  // namespace
+nb::list Handlers() {
+  nb::list handlers;
+  handlers.append(Handler("dejax_row_gather", "cpu", dejax::RowGather));
+  handlers.append(Handler("dejax_pointer_kind", "cpu", dejax::PointerKindCpu));
+  handlers.append(Handler("dejax_pointer_kind", "CUDA", dejax::PointerKindCuda));
+  handlers.append(Handler("dejax_table_gather", "cpu", dejax::TableGatherCpu));
+  handlers.append(Handler("dejax_table_gather", "CUDA", dejax::TableGatherCuda));
+  handlers.append(Handler("dejax_table_gather_start", "CUDA", dejax::TableGatherStart));
+  handlers.append(Handler("dejax_table_gather_done", "CUDA", dejax::TableGatherDone));
+  handlers.append(Handler("dejax_table_update", "cpu", dejax::TableUpdateCpu));
+  handlers.append(Handler("dejax_table_update", "CUDA", dejax::TableUpdateCuda));
+  handlers.append(Handler("dejax_offload_store", "cpu", dejax::offload::StoreCpu));
+  handlers.append(Handler("dejax_offload_store", "CUDA", dejax::offload::StoreCuda));
+  handlers.append(Handler("dejax_offload_fetch", "cpu", dejax::offload::FetchCpu));
+  handlers.append(Handler("dejax_offload_fetch", "CUDA", dejax::offload::FetchCuda));
+  handlers.append(Handler("dejax_offload_guard", "cpu", dejax::offload::GuardCpu));
+  handlers.append(Handler("dejax_offload_guard", "CUDA", dejax::offload::GuardCuda));
+  handlers.append(Handler("dejax_offload_pieces", "cpu", dejax::offload::PiecesCpu));
+  handlers.append(Handler("dejax_offload_pieces", "CUDA", dejax::offload::PiecesCuda));
+  return handlers;
+}
 
-NB_MODULE(_dejax_native, m) {
-  m.doc() = "XLA FFI handlers of dejax and the probe of the CUDA driver.";
-
-  m.def(
-      "handlers",
-      [] {
-        nb::list handlers;
-        handlers.append(Handler("dejax_row_gather", "cpu", dejax::RowGather));
-        handlers.append(Handler("dejax_pointer_kind", "cpu", dejax::PointerKindCpu));
-        handlers.append(Handler("dejax_pointer_kind", "CUDA", dejax::PointerKindCuda));
-        handlers.append(Handler("dejax_table_gather", "cpu", dejax::TableGatherCpu));
-        handlers.append(Handler("dejax_table_gather", "CUDA", dejax::TableGatherCuda));
-        handlers.append(Handler("dejax_table_gather_start", "CUDA", dejax::TableGatherStart));
-        handlers.append(Handler("dejax_table_gather_done", "CUDA", dejax::TableGatherDone));
-        handlers.append(Handler("dejax_table_update", "cpu", dejax::TableUpdateCpu));
-        handlers.append(Handler("dejax_table_update", "CUDA", dejax::TableUpdateCuda));
-        handlers.append(Handler("dejax_offload_store", "cpu", dejax::offload::StoreCpu));
-        handlers.append(Handler("dejax_offload_store", "CUDA", dejax::offload::StoreCuda));
-        handlers.append(Handler("dejax_offload_fetch", "cpu", dejax::offload::FetchCpu));
-        handlers.append(Handler("dejax_offload_fetch", "CUDA", dejax::offload::FetchCuda));
-        handlers.append(Handler("dejax_offload_guard", "cpu", dejax::offload::GuardCpu));
-        handlers.append(Handler("dejax_offload_guard", "CUDA", dejax::offload::GuardCuda));
-        handlers.append(Handler("dejax_offload_pieces", "cpu", dejax::offload::PiecesCpu));
-        handlers.append(Handler("dejax_offload_pieces", "CUDA", dejax::offload::PiecesCuda));
-        return handlers;
-      },
-      "(name, platform, capsule) of each handler, for jax.ffi.register_ffi_target.");
-  m.def("num_threads", [] { return dejax::ThreadPool::Get().num_threads(); },
-        "Threads that a CPU handler works with, the calling one included.");
-  m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
-
+void DefineProbe(nb::module_& m) {
   using dejax::cuda::DeviceInfo;
   using dejax::cuda::DriverInfo;
   nb::class_<DeviceInfo>(m, "DeviceInfo")
@@ -77,24 +67,40 @@ NB_MODULE(_dejax_native, m) {
       .def_ro("version", &DriverInfo::version)
       .def_ro("devices", &DriverInfo::devices);
   m.def("probe_cuda_driver", &dejax::cuda::Probe, nb::call_guard<nb::gil_scoped_release>(),
-        "What the CUDA driver says of itself and of each device.");
+        "Version and devices of the CUDA driver.");
+}
 
-  dejax::DefineHostMemory(m);
+void DefineKernels(nb::module_& m) {
   m.def("add_kernel",
         [](int64_t key, nb::bytes image, const std::string& name, const std::vector<int>& ordinals) {
           return dejax::cuda::AddKernel(key, std::string(image.c_str(), image.size()), name, ordinals);
         },
-        "Keeps a kernel compiled for these GPUs under a key; an empty string, or what failed.");
+        "Loads a kernel compiled for these GPUs and keeps it under a key. Returns an empty string or the error.");
   m.def("has_kernel", &dejax::cuda::HasKernel);
   m.def("gathers_under_way", &dejax::GathersUnderWay,
-        "How many gathers were begun by gather_start and neither taken by gather_done nor given up.");
+        "The number of gathers that gather_start began and that were neither taken by gather_done nor dropped.");
   m.def("prepare_gather_errors", &dejax::PrepareGatherErrors,
-        "Makes the memory into which gathers of mode 'raise' report, on a CUDA device; whether there is some.");
+        "Allocates the memory into which gathers of mode 'raise' report, on a CUDA device. False if there is none.");
   m.def("take_gather_error",
         []() -> nb::object {
           long long id = 0;
           return dejax::TakeGatherError(&id) ? nb::cast(id) : nb::none();
         },
-        "The id out of range that a gather of mode 'raise' met since the last call, or None.");
+        "An id out of range that a gather of mode 'raise' met since the last call, or None.");
+}
+
+}  // namespace
+
+NB_MODULE(_dejax_native, m) {
+  m.doc() = "XLA FFI handlers of dejax, the probe of the CUDA driver, host memory and the offload store.";
+
+  m.def("handlers", Handlers, "(name, platform, capsule) of each handler, for jax.ffi.register_ffi_target.");
+  m.def("num_threads", [] { return dejax::ThreadPool::Get().num_threads(); },
+        "Threads that a CPU handler uses, the calling one included.");
+  m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+
+  DefineProbe(m);
+  dejax::DefineHostMemory(m);
+  DefineKernels(m);
   dejax::offload::Bind(m);
 }

@@ -1,10 +1,10 @@
-// Which started gather a done means. A start and a done are traced with the number of their site, but one site may run
-// several times at once: a jitted function that starts a gather may be called twice in one program. So a start is known by
-// its ticket: a small array on the device that its done takes as an operand, and whose place no other living array has.
+// Matches each done with its start. Both are traced with the number of their site, but one site may run several times at
+// once: a program may call a jitted function that starts a gather twice. A start is therefore identified by its ticket:
+// a small array on the device that its done takes as an operand. No other living array has its address.
 //
-// Starts of a loop form a chain: each passes the ticket on, and they are done in their order. XLA may move a ticket, at the
-// border of a loop for instance. Then a done takes the only chain of its site; where there are several it is an error, never
-// somebody else's rows.
+// The starts of a loop form a chain: each passes the ticket on, and they are done in order. XLA may move a ticket, for
+// instance at the border of a loop. Then a done takes the only chain of its site. If there are several chains it is an
+// error, never the rows of another start.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,8 @@ enum class Found { kYes, kNone, kSeveral };
 template <typename Gather>
 class PendingSites {
  public:
-  // Of a start whose ticket came in at `from` and leaves at `to`. Where it is not kYes, the gather is still the caller's.
+  // Adds a start whose ticket came in at address `from` and leaves at `to`. Unless it returns kYes, the caller still owns
+  // the gather.
   Found Add(int64_t run, int64_t site, Place place, const void* from, const void* to, const Gather& gather) {
     auto& chains = sites_[{run, site}];
     Chain* chain = nullptr;
@@ -40,7 +41,7 @@ class PendingSites {
     return Found::kYes;
   }
 
-  // The gather of a done whose ticket is at `ticket`.
+  // Takes the gather of a done whose ticket is at address `ticket`.
   Found Take(int64_t run, int64_t site, const void* ticket, Gather* gather) {
     const auto at = sites_.find({run, site});
     if (at == sites_.end()) return Found::kNone;
@@ -53,10 +54,10 @@ class PendingSites {
     return Found::kYes;
   }
 
-  // Gives up what this thread has begun for other executions than `run`. A thread launches one execution after the other,
-  // so it will never be asked for: a call between start and done failed.
+  // Drops the gathers that this thread has begun in executions other than `run`. A thread launches one execution after the
+  // other, so their dones will never come: a call between start and done failed.
   template <typename F>
-  void GiveUpOthers(int64_t run, const F& give_up) {
+  void DropOthers(int64_t run, const F& drop) {
     for (auto it = sites_.begin(); it != sites_.end();) {
       auto& chains = it->second;
       for (size_t k = 0; it->first.first != run && k < chains.size();) {
@@ -64,7 +65,7 @@ class PendingSites {
           ++k;
           continue;
         }
-        for (const Gather& gather : chains[k].gathers) give_up(gather);
+        for (const Gather& gather : chains[k].gathers) drop(gather);
         chains.erase(chains.begin() + static_cast<std::ptrdiff_t>(k));
       }
       it = chains.empty() ? sites_.erase(it) : std::next(it);
@@ -87,7 +88,8 @@ class PendingSites {
     std::deque<Gather> gathers;
   };
 
-  // Of several with one ticket the youngest: that of an older one was moved, or its place could not be given again.
+  // Among several chains with one ticket, the youngest: the ticket of an older one was moved, or its address would not be
+  // free again.
   static Found Find(std::vector<Chain>& chains, const void* ticket, Chain** chain) {
     for (auto it = chains.rbegin(); it != chains.rend(); ++it) {
       if (it->ticket == ticket) return *chain = &*it, Found::kYes;

@@ -19,7 +19,7 @@ int Kind(const cuda::Api& api, cuda::DevicePointer pointer) {
   unsigned managed = 0;
   if (api.pointer_get_attribute(&managed, cuda::kIsManaged, pointer) == 0 && managed) return kManaged;
   unsigned type = 0;
-  // The driver answers with an error for memory that it has never seen: ordinary, pageable host memory.
+  // The driver returns an error for memory that it does not know: ordinary, pageable host memory.
   if (api.pointer_get_attribute(&type, cuda::kMemoryType, pointer) != 0) return kPageableHost;
   return type == cuda::kHost ? kPinnedHost : kDeviceMemory;
 }
@@ -35,7 +35,7 @@ ffi::Error OnCuda(cuda::Stream stream, ffi::AnyBuffer operand, ffi::Result<ffi::
   const int value = operand.element_count() == 0
                         ? kEmpty
                         : Kind(*api, reinterpret_cast<cuda::DevicePointer>(operand.untyped_data()));
-  // XLA promises the stream, not that its context is current on this thread.
+  // XLA guarantees the stream, not that its context is current on this thread.
   cuda::Context context = nullptr;
   if (auto result = api->stream_get_ctx(stream, &context)) return failed("cuStreamGetCtx", result);
   if (auto result = api->ctx_push_current(context)) return failed("cuCtxPushCurrent", result);

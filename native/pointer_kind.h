@@ -1,4 +1,4 @@
-// Which memory an operand lies in when it reaches a handler: an FFI buffer itself does not say.
+// The kind of memory that an operand lies in when it reaches a handler: an FFI buffer does not tell.
 #pragma once
 
 #include "xla/ffi/api/api.h"

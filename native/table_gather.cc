@@ -6,7 +6,7 @@
 #include <cstring>
 #include <string>
 
-#include "convert.h"
+#include "element_types.h"
 #include "thread_pool.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kBytesPerRange = 128 * 1024;  // as in row_gather.cc
 constexpr int64_t kPrefetchRows = 8;
 constexpr int64_t kPrefetchBytes = 256;
-constexpr int64_t kColumns = 1024;  // of a mean that are summed at once, on the stack: threads of the pool must not throw
+constexpr int64_t kColumns = 1024;  // of a mean, summed at once on the stack: the thread pool's bodies must not throw
 
 struct Plan {
   const uint8_t* table;
@@ -29,11 +29,11 @@ struct Plan {
   int64_t n, rows, row_bytes, width, scale_count, fan_out;
   bool mean, clip;
   float fill_value;
-  std::atomic<int64_t>* outside;  // an id out of range, -1 for none yet
-  std::atomic<bool>* found;
+  std::atomic<int64_t>* outside;  // an id out of range
+  std::atomic<bool>* found;       // whether there is one
 };
 
-// The row of an id; -1 for a row of fill.
+// The row of ids[i]; -1 for a row of fill.
 template <typename Id>
 int64_t Row(const Plan& plan, int64_t i) {
   int64_t id = static_cast<const Id*>(plan.ids)[i];
@@ -76,18 +76,25 @@ void ConvertRows(const Plan& plan, int64_t begin, int64_t end) {
   using To = Element<result>;
   const auto* table = reinterpret_cast<const typename From::Storage*>(plan.table);
   auto* out = reinterpret_cast<typename To::Storage*>(plan.out);
+  for (int64_t i = begin; i < end; ++i) {
+    Prefetch<Id>(plan, i + kPrefetchRows, end);
+    const int64_t row = Row<Id>(plan, i);
+    const float scale = row < 0 ? 0 : Scale(plan, row);
+    for (int64_t c = 0; c < plan.width; ++c) {
+      const float x = row < 0 ? plan.fill_value : From::Load(table[row * plan.width + c]) * scale;
+      out[i * plan.width + c] = To::Store(x);
+    }
+  }
+}
+
+template <typename Id, int source, int result>
+void AverageRows(const Plan& plan, int64_t begin, int64_t end) {
+  using From = Element<source>;
+  using To = Element<result>;
+  const auto* table = reinterpret_cast<const typename From::Storage*>(plan.table);
+  auto* out = reinterpret_cast<typename To::Storage*>(plan.out);
   float sum[kColumns];
   for (int64_t i = begin; i < end; ++i) {
-    if (!plan.mean) {
-      Prefetch<Id>(plan, i + kPrefetchRows, end);
-      const int64_t row = Row<Id>(plan, i);
-      const float scale = row < 0 ? 0 : Scale(plan, row);
-      for (int64_t c = 0; c < plan.width; ++c) {
-        const float x = row < 0 ? plan.fill_value : From::Load(table[row * plan.width + c]) * scale;
-        out[i * plan.width + c] = To::Store(x);
-      }
-      continue;
-    }
     for (int64_t first = 0; first < plan.width; first += kColumns) {
       const int64_t columns = std::min(kColumns, plan.width - first);
       std::fill(sum, sum + columns, 0.0f);
@@ -111,48 +118,48 @@ void ConvertRows(const Plan& plan, int64_t begin, int64_t end) {
 using Body = void (*)(const Plan&, int64_t, int64_t);
 
 template <typename Id, int source>
-Body ForResult(int64_t result) {
+Body ForResult(int64_t result, bool mean) {
   switch (result) {
     case kF32:
-      return ConvertRows<Id, source, kF32>;
+      return mean ? AverageRows<Id, source, kF32> : ConvertRows<Id, source, kF32>;
     case kBF16:
-      return ConvertRows<Id, source, kBF16>;
+      return mean ? AverageRows<Id, source, kBF16> : ConvertRows<Id, source, kBF16>;
     case kF16:
-      return ConvertRows<Id, source, kF16>;
+      return mean ? AverageRows<Id, source, kF16> : ConvertRows<Id, source, kF16>;
     default:
       return nullptr;
   }
 }
 
 template <typename Id>
-Body ForTypes(int64_t source, int64_t result) {
+Body ForTypes(int64_t source, int64_t result, bool mean) {
   switch (source) {
     case -1:
       return CopyRows<Id>;
     case kF32:
-      return ForResult<Id, kF32>(result);
+      return ForResult<Id, kF32>(result, mean);
     case kF64:
-      return ForResult<Id, kF64>(result);
+      return ForResult<Id, kF64>(result, mean);
     case kBF16:
-      return ForResult<Id, kBF16>(result);
+      return ForResult<Id, kBF16>(result, mean);
     case kF16:
-      return ForResult<Id, kF16>(result);
+      return ForResult<Id, kF16>(result, mean);
     case kF8E4M3:
-      return ForResult<Id, kF8E4M3>(result);
+      return ForResult<Id, kF8E4M3>(result, mean);
     case kF8E5M2:
-      return ForResult<Id, kF8E5M2>(result);
+      return ForResult<Id, kF8E5M2>(result, mean);
     case kS8:
-      return ForResult<Id, kS8>(result);
+      return ForResult<Id, kS8>(result, mean);
     case kU8:
-      return ForResult<Id, kU8>(result);
+      return ForResult<Id, kU8>(result, mean);
     case kS16:
-      return ForResult<Id, kS16>(result);
+      return ForResult<Id, kS16>(result, mean);
     case kU16:
-      return ForResult<Id, kU16>(result);
+      return ForResult<Id, kU16>(result, mean);
     case kS32:
-      return ForResult<Id, kS32>(result);
+      return ForResult<Id, kS32>(result, mean);
     case kU32:
-      return ForResult<Id, kU32>(result);
+      return ForResult<Id, kU32>(result, mean);
     default:
       return nullptr;
   }
@@ -198,7 +205,7 @@ ffi::Error OnCpu(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer, ffi::
   plan.fill_value = fill_value;
   plan.outside = &outside;
   plan.found = &found;
-  const Body body = wide ? ForTypes<int64_t>(source, result) : ForTypes<int32_t>(source, result);
+  const Body body = wide ? ForTypes<int64_t>(source, result, mean) : ForTypes<int32_t>(source, result, mean);
   if (body == nullptr) return invalid("no such conversion");
   plan.width = source < 0 ? 0 : row_bytes / ElementBytes(source);
   if (plan.n == 0 || row_bytes == 0) return ffi::Error::Success();

@@ -1,15 +1,15 @@
-// Rows of a table in host memory, by ids: the CPU and the CUDA handler of one FFI target, with one interface.
+// Gathers rows of a table in host memory by ids: the CPU and the CUDA handler of one FFI target, with one interface.
 #pragma once
 
 #include <cstdint>
 
-#include "convert.h"
+#include "element_types.h"
 #include "xla/ffi/api/ffi.h"
 
 struct CUctx_st;
 struct CUstream_st;
 
-// What both handlers bind, after the context.
+// The operands, results and attributes of both handlers, after the context.
 #define DEJAX_GATHER_OPERANDS     \
   .Arg<xla::ffi::AnyBuffer>()     \
       .Arg<xla::ffi::AnyBuffer>() \
@@ -38,26 +38,26 @@ namespace dejax {
 // FFI handlers.
 //   arguments:  table [rows, width] of unsigned integers;
 //               ids [n] int32 or int64;
-//               perm [n] int32, where the row of each id goes, or [0] for ids in order (not read on the CPU);
+//               perm [n] int32, the result row of each id, or [0] for ids in the order given (not read on the CPU);
 //               slots [rows] int32 and cache [slots, width], or [0] (not read on the CPU);
 //               scale float32 [0], [1] or [rows].
 //   results:    out [n / fan_out, width'], scratch uint32[2] for the CUDA handler.
-//   attributes: source, result int64: element types of convert.h, or -1 to move bytes;
+//   attributes: source, result int64: element types of element_types.h, or -1 to move bytes;
 //               row_bytes, fan_out int64; mean bool;
-//               clip bool: ids out of range mean the nearest row, otherwise a row of fill;
+//               clip bool: an id out of range means the nearest row, otherwise a row of fill;
 //               raises bool: an id out of range is an error;
-//               fill_value float32 where elements are converted, fill uint8[16], repeated elements, where not;
+//               fill_value float32 for converted elements; fill uint8[16], repeated elements, for moved bytes;
 //               kernel, grid (blocks), align int64: of the CUDA kernel.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherCuda);
 
-// The same, begun on a stream of its own into memory of its own; TableGatherDone waits and copies. A start and a done
-// of one execution with the same `site` meet in order. Start passes further operands through, so that what uses them
-// runs after it; done waits for its further operands. CUDA only: the CPU's start is a gather.
+// TableGatherStart begins a gather on a stream of its own into memory of its own; TableGatherDone waits and copies.
+// pending_sites.h says which start a done means. Start returns its further operands unchanged, so that compute which uses
+// them runs after it; done runs after its further operands. CUDA only: the CPU's start is a gather.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherStart);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherDone);
 
-// Bytes of one element of a type of convert.h; 0 for none of them.
+// Bytes of one element of a type of element_types.h; 0 for an unknown type.
 inline int64_t ElementBytes(int64_t type) {
   switch (type) {
     case kF64:
@@ -81,16 +81,15 @@ inline int64_t ElementBytes(int64_t type) {
   }
 }
 
-// What the sizes of a gather are checked by, before anything is read or written; the same for all handlers.
+// The sizes of a gather, which all handlers check before they read or write.
 struct GatherSizes {
-  int64_t ids = 0, perm = 0, slots = 0, cache_bytes = 0, scale = 0;  // elements, but for the last
+  int64_t ids = 0, perm = 0, slots = 0, cache_bytes = 0, scale = 0;  // elements, except cache_bytes
   int64_t rows = 0, table_bytes = 0, out_bytes = 0;
   bool ids_are_integers = false;
   int64_t source = 0, result = 0, row_bytes = 0, fan_out = 0;
   bool mean = false;
 
-  // Null, or what does not fit. Result rows have `row_bytes` where bytes are moved, else one element for each of the
-  // table's.
+  // What does not fit, or null. A result row has `row_bytes` if bytes are moved, else one element for each of the table's.
   const char* Misfit() const {
     if (fan_out < 1 || row_bytes < 0 || (mean && source < 0)) return "the attributes do not fit together";
     if (!ids_are_integers) return "ids must be int32 or int64";
@@ -111,18 +110,18 @@ struct GatherSizes {
   }
 };
 
-// Makes `stream` wait for the gathers that were begun on the side and are not done: for whoever writes a table next.
-// The context is current. 0, or a CUresult.
+// Makes `stream` wait for the gathers that were begun and are not done, before a table is written. The context is
+// current. Returns 0 or a CUresult.
 int WaitForStarted(CUctx_st* context, CUstream_st* stream);
 
-// How many gathers were begun and neither taken by their done nor given up.
+// The number of gathers that were begun and neither taken by their done nor dropped.
 int64_t GathersUnderWay();
 
-// Makes the memory into which kernels with `raises` report, in the context of a device: before a call that may be captured
-// into a graph, where memory is not to be had. False where there is none.
+// Allocates the memory into which kernels with `raises` report, in the context of a device. A call that is captured into
+// a graph cannot allocate it. False if there is no memory.
 bool PrepareGatherErrors(int ordinal);
 
-// What the last kernel with `raises` found: true once for each time, and the id.
+// Whether a kernel with `raises` has met an id out of range since the last call, and the id.
 bool TakeGatherError(long long* id);
 
 }  // namespace dejax

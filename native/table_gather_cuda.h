@@ -1,11 +1,11 @@
-// One launch of a gather kernel, for the synchronous handler and for the one that works on a stream of its own.
+// One launch of a gather kernel, for the synchronous handler and for the one with a stream of its own.
 #pragma once
 
 #include <cstdint>
 #include <string>
 
 #include "cuda_launch.h"
-#include "params.h"
+#include "kernel_params.h"
 #include "table_gather.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -26,14 +26,14 @@ inline xla::ffi::Error GatherError(xla::ffi::ErrorCode code, const std::string& 
   return xla::ffi::Error(code, "dejax.host_gather.gather: " + what);
 }
 
-// Launches on `stream`, whose context is current. `ticket` is eight bytes of device memory, zero by then, for
-// kernels that take their work by ticket, null for others.
+// Launches on `stream`, whose context is current. `ticket` is eight bytes of device memory that are zero when the kernel
+// runs, for kernels that take their work by ticket; null for others.
 xla::ffi::Error LaunchGather(const GatherCall& call, void* out, int64_t out_bytes, void* ticket, cuda::Context context,
                              cuda::Stream stream);
 
 xla::ffi::Error ZeroTicket(void* ticket, cuda::Stream stream);
 
-// The context of a stream, and whether everything that a launch needs is there.
+// The context of a stream. Fails if the driver lacks a function that launches need.
 xla::ffi::Error StreamContext(cuda::Stream stream, cuda::Context* context);
 
 }  // namespace dejax

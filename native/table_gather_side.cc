@@ -1,4 +1,4 @@
-// Gathers on a stream of their own: the start and done handlers of table_gather.h.
+// Gathers on a second stream: the start and done handlers of table_gather.h.
 #include <cstdint>
 #include <cstdio>
 #include <map>
@@ -19,7 +19,7 @@ constexpr int kReleaseThreshold = 4;    // CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
 constexpr unsigned kWithoutTiming = 2;  // CU_EVENT_DISABLE_TIMING
 constexpr unsigned kNonBlocking = 1;    // CU_STREAM_NON_BLOCKING
 
-// A gather under way: its memory, which XLA knows nothing of, and the event that says it is done.
+// A gather in flight: its memory, which XLA does not know, and the event that it is done.
 struct Pending {
   DevicePointer data = 0;
   size_t bytes = 0;
@@ -52,11 +52,11 @@ ffi::Error MakeStream(Side& side) {
   if (auto code = launch.ctx_get_stream_priority_range(&least, &greatest)) {
     return Failed("cuCtxGetStreamPriorityRange", code);
   }
-  // Of the highest priority: its few blocks go first wherever a block of the compute stream ends.
+  // The highest priority: when a block of the compute stream ends, a block of the gather takes its place.
   if (auto code = launch.stream_create_with_priority(&side.stream, kNonBlocking, greatest)) {
     return Failed("cuStreamCreateWithPriority", code);
   }
-  // Freed memory stays in the pool, rather than go back to the driver whenever somebody synchronises.
+  // Freed memory stays in the pool; by default it returns to the driver at each synchronisation.
   cuda::Device device = 0;
   cuda::MemoryPool pool = nullptr;
   uint64_t everything = UINT64_MAX;
@@ -66,7 +66,7 @@ ffi::Error MakeStream(Side& side) {
   return ffi::Error::Success();
 }
 
-// Gives back what a gather holds, once `stream` has come so far. What fails first.
+// Frees what a gather holds, in the order of `stream`. Returns the first error.
 cuda::Result Free(const Pending& pending, cuda::Stream stream) {
   const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
   const cuda::Result freed = pending.data ? launch.mem_free_async(pending.data, stream) : 0;
@@ -74,15 +74,15 @@ cuda::Result Free(const Pending& pending, cuda::Stream stream) {
   return freed != 0 ? freed : destroyed;
 }
 
-// The same where an error is on its way already, or belongs to another execution: it is said, not returned.
+// The same where another error is being returned, or for another execution: an error is printed, not returned.
 void FreeQuietly(const Pending& pending, cuda::Stream stream) {
   if (const cuda::Result code = Free(pending, stream)) {
-    std::fprintf(stderr, "dejax.host_gather: memory of a gather that no step took was not given back: %s\n",
+    std::fprintf(stderr, "dejax.host_gather: memory of a gather that no step took was not freed: %s\n",
                  cuda::ErrorName(*cuda::GetApi(nullptr), code).c_str());
   }
 }
 
-// An array of one axis at another place.
+// A flat copy of an array at another address.
 struct Moved {
   Moved(ffi::AnyBuffer from, DevicePointer to) : dims{static_cast<int64_t>(from.element_count())} {
     raw.struct_size = XLA_FFI_Buffer_STRUCT_SIZE;
@@ -97,13 +97,12 @@ struct Moved {
 
 size_t RoundUp(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// Enqueues the gather; what `pending` holds is the caller's to give back where this fails.
+// Enqueues the gather. If this fails, the caller must free what `pending` holds.
 ffi::Error Begin(const GatherCall& call, cuda::Context context, cuda::Stream stream, cuda::Stream side,
                  Pending* pending) {
   const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
   const size_t ids_bytes = call.ids.size_bytes(), perm_bytes = call.perm.size_bytes();
-  // One allocation: the rows, the ids and their order (XLA may reuse its own as soon as this call returns), the
-  // counter.
+  // One allocation has the rows, the counter, and copies of ids and perm: XLA may reuse its own when this call returns.
   const size_t rows = RoundUp(pending->bytes), ids = RoundUp(ids_bytes), perm = RoundUp(perm_bytes);
   if (auto code = launch.mem_alloc_async(&pending->data, rows + ids + perm + 256, stream)) {
     pending->data = 0;
@@ -115,10 +114,10 @@ ffi::Error Begin(const GatherCall& call, cuda::Context context, cuda::Stream str
   };
   if (auto code = copy(own_ids, call.ids.untyped_data(), ids_bytes)) return Failed("cuMemcpyDtoDAsync", code);
   if (auto code = copy(own_perm, call.perm.untyped_data(), perm_bytes)) return Failed("cuMemcpyDtoDAsync", code);
-  // On this stream, as all else that the gather needs first: a fill is a kernel, and on the side stream it would wait
-  // for room beside the compute of this one.
+  // On the compute stream, like the copies: a fill is a kernel, and on the side stream it would wait until compute leaves
+  // room for it.
   if (auto error = ZeroTicket(reinterpret_cast<void*>(counter), stream); error.failure()) return error;
-  // The side stream goes on from here.
+  // The side stream continues from here.
   cuda::Event ready = nullptr;
   if (auto code = launch.event_create(&ready, kWithoutTiming)) return Failed("cuEventCreate", code);
   cuda::Result code = launch.event_record(ready, stream);
@@ -138,15 +137,15 @@ ffi::Error Begin(const GatherCall& call, cuda::Context context, cuda::Stream str
   return ffi::Error::Success();
 }
 
-ffi::Error Unclear(Found found) {
+ffi::Error NoStart(Found found) {
   if (found == Found::kNone) {
     return GatherError(
         ffi::ErrorCode::kFailedPrecondition,
         "gather_done found no gather_start of its own in this execution; both must be in one jitted function");
   }
   return GatherError(ffi::ErrorCode::kFailedPrecondition,
-                     "several gathers that one call of gather_start or prefetched_scan has begun are under way and cannot "
-                     "be told apart: call it for each of them, rather than a jitted function that does");
+                     "several gathers of one call of gather_start or prefetched_scan are in flight and cannot be told "
+                     "apart: call it once for each of them, not a jitted function that calls it");
 }
 
 ffi::Error Start(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer perm,
@@ -157,7 +156,7 @@ ffi::Error Start(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table, ffi:
                  int64_t site, int64_t place, int64_t out_bytes) {
   cuda::Context context = nullptr;
   if (auto error = StreamContext(stream, &context); error.failure()) return error;
-  // The ticket of a chain is what passes through first.
+  // The ticket of a chain is the first operand that passes through.
   const void *from = nullptr, *to = ticket->untyped_data();
   if (static_cast<Place>(place) != Place::kAlone) {
     const auto in = through.get<ffi::AnyBuffer>(0);
@@ -174,7 +173,7 @@ ffi::Error Start(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table, ffi:
   if (side.stream == nullptr) {
     if (auto error = MakeStream(side); error.failure()) return error;
   }
-  side.pending.GiveUpOthers(run.run_id, [&](const Pending& pending) { FreeQuietly(pending, side.stream); });
+  side.pending.DropOthers(run.run_id, [&](const Pending& pending) { FreeQuietly(pending, side.stream); });
   Pending pending;
   pending.bytes = static_cast<size_t>(out_bytes);
   ffi::Error error = Begin({table, ids, perm, slots, cache, scale, source, result, row_bytes, fan_out, mean, clip,
@@ -187,7 +186,7 @@ ffi::Error Start(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table, ffi:
   const Found found = side.pending.Add(run.run_id, site, static_cast<Place>(place), from, to, pending);
   if (found == Found::kYes) return error;
   FreeQuietly(pending, side.stream);
-  return Unclear(found);
+  return NoStart(found);
 }
 
 ffi::Error Done(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer ticket, ffi::RemainingArgs,
@@ -200,7 +199,7 @@ ffi::Error Done(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer ticket, ffi:
   Side& side = Sides()[context];
   Pending pending;
   const Found found = side.pending.Take(run.run_id, site, ticket.untyped_data(), &pending);
-  if (found != Found::kYes) return Unclear(found);
+  if (found != Found::kYes) return NoStart(found);
   if (pending.bytes != out->size_bytes()) {
     FreeQuietly(pending, stream);
     return GatherError(ffi::ErrorCode::kInternal, "the rows of gather_start are not those of gather_done");

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <string>
 
-#include "convert.h"
+#include "element_types.h"
 #include "thread_pool.h"
 
 namespace ffi = xla::ffi;
@@ -15,7 +15,7 @@ namespace dejax {
 namespace {
 
 constexpr int64_t kBytesPerRange = 128 * 1024;
-constexpr int64_t kColumns = 1024;  // that are summed at once, on the stack: threads of the pool must not throw
+constexpr int64_t kColumns = 1024;  // summed at once on the stack: the thread pool's bodies must not throw
 
 struct Plan {
   uint8_t* table;
@@ -32,10 +32,24 @@ template <typename Id>
 void SetRows(const Plan& plan, int64_t begin, int64_t end) {
   const Id* ids = static_cast<const Id*>(plan.ids);
   for (int64_t r = begin; r < end; ++r) {
-    // Of equal ids the last one given stays.
+    // Of equal ids the last one counts.
     if (ids[r] < 0 || ids[r] >= plan.rows || (r + 1 < plan.n && ids[r + 1] == ids[r])) continue;
     std::memcpy(plan.table + ids[r] * plan.row_bytes, plan.values + plan.perm[r] * plan.row_bytes, plan.row_bytes);
   }
+}
+
+// An element after an update: `x` before, `g` the sum of its values, `first` and `second` its state, which changes.
+inline float Changed(int64_t op, const float* h, float x, float g, float* first, float* second) {
+  if (op == kAdd) return x + g;
+  if (op == kSgd) return x - h[0] * (g + h[6] * x);
+  if (op == kAdagrad) {
+    g = g + h[6] * x;
+    *first += g * g;
+    return x - h[0] * g / (std::sqrt(*first) + h[3]);
+  }
+  *first = h[1] * *first + (1.0f - h[1]) * g;
+  *second = h[2] * *second + (1.0f - h[2]) * g * g;
+  return x - h[0] * (*first / h[4] / (std::sqrt(*second / h[5]) + h[3]) + h[6] * x);
 }
 
 template <typename Id, int table_type, int values_type>
@@ -46,7 +60,6 @@ void ChangeRows(const Plan& plan, int64_t begin, int64_t end) {
   const int64_t width = plan.row_bytes / static_cast<int64_t>(sizeof(typename T::Storage));
   const auto* values = reinterpret_cast<const typename V::Storage*>(plan.values);
   float sum[kColumns];
-  const float* h = plan.hyper;
   for (int64_t r = begin; r < end; ++r) {
     const Id id = ids[r];
     if (id < 0 || id >= plan.rows || (r > 0 && ids[r - 1] == id)) continue;
@@ -59,26 +72,10 @@ void ChangeRows(const Plan& plan, int64_t begin, int64_t end) {
       }
       const int64_t at = id * width + begin_column;
       auto* row = reinterpret_cast<typename T::Storage*>(plan.table) + at;
-      float* first = plan.op >= 3 ? plan.first + at : nullptr;
-      float* second = plan.op == 4 ? plan.second + at : nullptr;
+      float* first = plan.op >= kAdagrad ? plan.first + at : sum;  // not used without state
+      float* second = plan.op == kAdam ? plan.second + at : sum;
       for (int64_t c = 0; c < columns; ++c) {
-        const float x = T::Load(row[c]);
-        float y = x;
-        if (plan.op == 1) {
-          y = x + sum[c];
-        } else if (plan.op == 2) {
-          y = x - h[0] * (sum[c] + h[6] * x);
-        } else if (plan.op == 3) {
-          const float g = sum[c] + h[6] * x;
-          first[c] += g * g;
-          y = x - h[0] * g / (std::sqrt(first[c]) + h[3]);
-        } else {
-          const float g = sum[c];
-          first[c] = h[1] * first[c] + (1.0f - h[1]) * g;
-          second[c] = h[2] * second[c] + (1.0f - h[2]) * g * g;
-          y = x - h[0] * (first[c] / h[4] / (std::sqrt(second[c] / h[5]) + h[3]) + h[6] * x);
-        }
-        row[c] = T::Store(y);
+        row[c] = T::Store(Changed(plan.op, plan.hyper, T::Load(row[c]), sum[c], first + c, second + c));
       }
     }
   }
@@ -102,7 +99,7 @@ Body ForValues(int64_t values_type) {
 
 template <typename Id>
 Body ForTypes(int64_t op, int64_t table_type, int64_t values_type) {
-  if (op == 0) return SetRows<Id>;
+  if (op == kSet) return SetRows<Id>;
   switch (table_type) {
     case kF32:
       return ForValues<Id, kF32>(values_type);
@@ -129,7 +126,7 @@ ffi::Error OnCpu(ffi::AnyBuffer ids, ffi::AnyBuffer perm, ffi::AnyBuffer values,
     return invalid("table, ids, values and state do not fit together");
   }
   for (int k = 0; k < 3; ++k) {
-    // XLA may have given the results other memory, where the arguments are still in use.
+    // XLA gives the results other memory if the arguments are still in use.
     if (tables.bytes[k] && tables.before[k] != tables.after[k]) {
       std::memcpy(tables.after[k], tables.before[k], tables.bytes[k]);
     }
@@ -147,7 +144,7 @@ ffi::Error OnCpu(ffi::AnyBuffer ids, ffi::AnyBuffer perm, ffi::AnyBuffer values,
                op};
   const Body body = ids.element_type() == ffi::DataType::S64 ? ForTypes<int64_t>(op, table_type, values_type)
                                                              : ForTypes<int32_t>(op, table_type, values_type);
-  if (body == nullptr) return invalid("rows of this type cannot be added to");
+  if (body == nullptr) return invalid("the table must be of float32, bfloat16 or float16");
   if (n == 0 || row_bytes == 0) return ffi::Error::Success();
   ThreadPool::Get().ParallelFor(n, std::max<int64_t>(1, kBytesPerRange / row_bytes),
                                 [&](int64_t begin, int64_t end) { body(plan, begin, end); });

@@ -1,9 +1,9 @@
-// The CUDA handler of table_update.h: it launches the kernel of dejax/host_gather/kernels/update.cu.
+// The CUDA handler of table_update.h. It launches the kernel of dejax/host_gather/kernels/update.cu.
 #include <algorithm>
 #include <string>
 
 #include "cuda_launch.h"
-#include "params.h"
+#include "kernel_params.h"
 #include "table_gather.h"
 #include "table_update.h"
 
@@ -31,11 +31,11 @@ ffi::Error OnCuda(cuda::Stream stream, ffi::AnyBuffer ids, ffi::AnyBuffer perm, 
     return Failed(ffi::ErrorCode::kInvalidArgument, "table, ids, values and state do not fit together");
   }
   for (int k = 0; k < 3; ++k) {
-    // A copy of a table that lies in host memory is never wanted: it may be larger than the device.
+    // No copy: a table in host memory may be larger than the device.
     if (tables.bytes[k] && tables.before[k] != tables.after[k]) {
       return Failed(ffi::ErrorCode::kFailedPrecondition,
-                    "the table is still used after it is written, or was not donated: donate it to the jitted function "
-                    "(donate_argnums) and use only what scatter or update returned");
+                    "the table is used after it is written, or was not donated: donate it to the jitted function "
+                    "(donate_argnums) and use only the result of scatter or update");
     }
   }
   if (n == 0 || row_bytes == 0) return ffi::Error::Success();
@@ -46,12 +46,12 @@ ffi::Error OnCuda(cuda::Stream stream, ffi::AnyBuffer ids, ffi::AnyBuffer perm, 
   cuda::CurrentContext current(context);
   cuda::Function kernel = cuda::FindKernel(kernel_key, context, &why);
   if (kernel == nullptr) return Failed(ffi::ErrorCode::kInternal, why);
-  // A gather that was begun before may still read the rows that are written here.
+  // A gather in flight may still read the rows that are written here.
   if (auto result = WaitForStarted(context, stream)) {
     return Failed(ffi::ErrorCode::kInternal, "cuStreamWaitEvent failed: " + cuda::ErrorName(api, result));
   }
   const cuda::DevicePointer counter = cuda::NextCounter(context);
-  if (counter == 0) return Failed(ffi::ErrorCode::kResourceExhausted, "no device memory for a counter");
+  if (counter == 0) return Failed(ffi::ErrorCode::kResourceExhausted, "no device memory for a work counter");
   UpdateParams p = {static_cast<char*>(tables.after[0]),
                     static_cast<float*>(tables.after[1]),
                     static_cast<float*>(tables.after[2]),

@@ -29,7 +29,7 @@ ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads) {
     try {
       std::thread([this] { Worker(); }).detach();
     } catch (const std::system_error&) {
-      return;  // the process is at its limit of threads: those that there are, the caller among them, do the work
+      return;  // the process is at its limit of threads; the existing threads and the caller do the work
     }
   }
 }
@@ -45,7 +45,7 @@ void ThreadPool::Worker() {
     loop->Work();
     std::lock_guard<std::mutex> lock(mutex_);
     const auto at = std::find(loops_.begin(), loops_.end(), loop);
-    if (at != loops_.end()) loops_.erase(at);  // every range is taken, though not every one is done
+    if (at != loops_.end()) loops_.erase(at);  // every range is taken, but some may still run
   }
 }
 
@@ -77,7 +77,7 @@ void ThreadPool::ParallelFor(int64_t count, int64_t grain, const std::function<v
     std::lock_guard<std::mutex> lock(mutex_);
     loops_.push_back(loop);
   } catch (const std::bad_alloc&) {
-    body(0, count);  // no memory to tell others of it: the caller does it all
+    body(0, count);  // there is no memory to share the loop, so the caller runs all of it
     return;
   }
   work_.notify_all();

@@ -1,4 +1,4 @@
-// One pool of threads for all CPU handlers of the process.
+// One thread pool for all CPU handlers of the process.
 #pragma once
 
 #include <atomic>
@@ -16,18 +16,18 @@ class ThreadPool {
   // The process's pool, made on first use and never destroyed: handlers may still run while the process exits.
   static ThreadPool& Get();
 
-  // Threads that work on one loop: the pool's and the caller. DEJAX_NUM_THREADS where that is set to a positive number,
-  // otherwise the number of cores that this process may use.
+  // Threads that work on one loop, the caller included: DEJAX_NUM_THREADS if it is set to a positive integer, otherwise
+  // the number of cores.
   int num_threads() const { return num_threads_; }
 
-  // Calls body(begin, end) on disjoint ranges that together are [0, count), each at most `grain` long, and returns when
-  // all have returned. The caller works too, so that a loop ends even where every other thread is busy or, after
-  // a fork, gone. With count <= grain everything runs in the caller. `body` must not throw.
+  // Calls body(begin, end) on disjoint ranges that cover [0, count), each at most `grain` long, and returns when all calls
+  // have returned. The caller works as well, so that a loop ends even if every other thread is busy or, after a fork,
+  // gone. With count <= grain everything runs in the caller. `body` must not throw.
   void ParallelFor(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body);
 
  private:
   struct Loop {
-    const std::function<void(int64_t, int64_t)>* body;  // valid while done < count: the caller waits for that
+    const std::function<void(int64_t, int64_t)>* body;  // valid while done < count: until then the caller waits
     int64_t count;
     int64_t grain;
     std::atomic<int64_t> next{0};
@@ -35,7 +35,7 @@ class ThreadPool {
     std::mutex mutex;
     std::condition_variable finished;
 
-    void Work();  // takes ranges until none is left
+    void Work();  // runs ranges until none is left
   };
 
   explicit ThreadPool(int num_threads);

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 _BARRIER = "stablehlo.optimization_barrier"
 _MADE_WHOLE = (_BARRIER, "stablehlo.sort", "stablehlo.constant")
-_LEAST = 128  # bytes: XLA folds no slice that begins elsewhere
+_LEAST = 128  # bytes: XLA folds only slices that begin at a multiple of this
 
 
 def without_barrier(text: str, whole: Collection[str] = ()) -> list[str]:
@@ -21,7 +21,7 @@ def without_barrier(text: str, whole: Collection[str] = ()) -> list[str]:
 
 def _of_function(text: str, whole: Collection[str]) -> list[str]:
     operation: dict[str, str] = {}  # of each value
-    same: dict[str, str] = {}  # value -> the one that it is, shardings apart
+    same: dict[str, str] = {}  # value -> the value that it equals, apart from sharding
     users: dict[str, set[str]] = {}
     calls: list[tuple[str, str, list[str], list[str], list[str]]] = []
     latest: dict[str, str] = {}  # a name is used again in the next region: here each value has its own

@@ -1,6 +1,7 @@
-"""Test configuration: virtual CPU devices, the `gpu` marker, golden texts, one hypothesis profile."""
+"""Test configuration: virtual CPU devices, the markers `gpu` and `sample`, golden texts, profiles of hypothesis."""
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,12 +17,17 @@ import hypothesis
 import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
+# What these tests are about makes little use of jax, or none.
+_NEWEST_JAX_ONLY = ("tests/datasets/", "tests/benchmarks/", "tests/native/")
 
 # deadline=None: the first example of a test compiles, which takes a hundred times as long as the second.
 hypothesis.settings.register_profile(
     "dejax", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
 )
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("dejax"), derandomize=True)
+_PROFILE = hypothesis.settings.get_profile("ci" if os.environ.get("CI") else "dejax")
+# `make test`: a quarter of the examples (`tests.budget.examples`).
+hypothesis.settings.register_profile("quick", parent=_PROFILE, max_examples=_PROFILE.max_examples // 4)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dejax")
 
 
@@ -43,7 +49,25 @@ def _no_gpu_reason() -> str | None:
         return f"jax sees no CUDA device ({str(error).splitlines()[0]})"
 
 
+def _mark_cases_outside_the_sample(items: list[pytest.Item]) -> None:
+    """`sample(n)`: all but the first of every n cases of a test get the marker `full`."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        sample = item.get_closest_marker("sample")
+        if sample is None or item.get_closest_marker("slow"):
+            continue
+        test = item.nodeid.partition("[")[0]
+        if seen[test] % sample.args[0]:
+            item.add_marker(pytest.mark.full)
+        seen[test] += 1
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_cases_outside_the_sample(items)
+    for item in items:
+        if item.nodeid.startswith(_NEWEST_JAX_ONLY):
+            item.add_marker(pytest.mark.newest_jax)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     reason = _no_gpu_reason() if gpu_items else None
     if reason:

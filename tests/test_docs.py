@@ -1,6 +1,7 @@
-"""Pages under docs say what is so: code blocks run as they stand, names are there, links lead somewhere."""
+"""Pages are true: code blocks run as shown, names and files exist, links and their anchors lead somewhere."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,19 +9,102 @@ import pytest
 from dejax import _native, rgnn
 from dejax.rgnn.compiler.frontend import GraphSymbol, Symbol
 
-DOCS = Path(__file__).parents[1] / "docs"
-HOST_GATHER = re.findall(r"```python\n(.*?)```", (DOCS / "host_gather.md").read_text(encoding="utf-8"), re.DOTALL)
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *sorted(DOCS.rglob("*.md"))]
+needs_native = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+GUIDES = ("graphs", "programs", "precision", "explain", pytest.param("host_gather", marks=needs_native))
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
-@pytest.mark.parametrize("number", range(len(HOST_GATHER)))
-def test_blocks_of_host_gather_run_by_themselves(number):
+def python_blocks(page):
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def anchors(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title).lower() for title in titles]
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in plain}
+
+
+def problem_of(page, link):
+    """Why a relative link of a page leads nowhere; None if it leads somewhere."""
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    if not target.exists():
+        return f"{link}: no such file"
+    if anchor and anchor not in anchors(target):
+        return f"{link}: no such heading"
+    return None
+
+
+@each_page
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\((?!https?:)([^) ]+)\)", page.read_text(encoding="utf-8"))
+    assert not [problem for link in links if (problem := problem_of(page, link))]
+
+
+def test_a_link_without_file_or_heading_is_found(tmp_path):
+    (tmp_path / "a.md").write_text("# One `two`, three\n```\n# no heading\n```\n")
+    problems = [problem_of(tmp_path / "a.md", link) for link in ("#one-two-three", "b.md", "a.md#no-heading")]
+    assert problems == [None, "b.md: no such file", "a.md#no-heading: no such heading"]
+
+
+def test_pages_named_in_code_exist():
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    sources = [ROOT / name for name in files if name.endswith((".py", ".pyi", ".cc", ".cu", ".h", "Makefile", ".toml"))]
+    named = {
+        (link, str(path.relative_to(ROOT)))
+        for path in sources
+        if path.exists()
+        for link in re.findall(r"docs/[\w/]+\.md(?:#[\w-]+)?", path.read_text(encoding="utf-8"))
+    }
+    assert not [(problem, path) for link, path in named if (problem := problem_of(ROOT / "README.md", link))]
+
+
+@each_page
+def test_files_named_in_code_style_exist(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    named = set(re.findall(r"`((?:dejax|native|tests|benchmarks|examples|docs)/[\w/.-]*|\.ci/\w+)`", text))
+    assert not sorted(name for name in named if not (ROOT / name).exists())
+
+
+def test_the_worked_diff_of_contributing_applies():
+    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)
+    command = ["git", "apply", "--check", "-"]
+    found = subprocess.run(command, cwd=ROOT, input=diff, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_blocks_of_a_guide_run_in_order_and_print_what_follows(guide, request):
+    """A text block right after a Python block is what that block prints; `--update-golden` writes it."""
+    page = DOCS / f"{guide}.md"
+    text = page.read_text(encoding="utf-8")
     names = {}
-    exec(compile(HOST_GATHER[number], f"docs/host_gather.md, Python block {number}", "exec"), names)
-    if "gradient" in names:
-        assert names["gradient"].shape == (128,)
-    else:
-        assert names["value"] == 1 and names["table"].numpy()[[3, 17]].all() and not names["table"].numpy()[4].any()
+
+    def shown(match):
+        out = []
+        names["print"] = lambda *values: out.append(" ".join(map(str, values)))
+        exec(compile(match[1], f"docs/{guide}.md, a Python block", "exec"), names)
+        printed = "\n".join(out).strip()
+        return match[0] if match[2] is None else f"```python\n{match[1]}```\n\n```text\n{printed}\n```"
+
+    found = re.sub(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", shown, text, flags=re.DOTALL)
+    assert names, f"docs/{guide}.md has no Python block"
+    if request.config.getoption("--update-golden"):
+        page.write_text(found, encoding="utf-8")
+        return
+    assert found == text
+
+
+def test_a_graph_of_ones_own_is_made_as_shown():
+    names = {}
+    exec(python_blocks(DOCS / "graphs.md")[0], names)
+    assert repr(names["mine"]).startswith("RelGraph(nodes=3, edges=3, edge_types=2,")
 
 
 def test_programs_lists_all_that_a_program_can_say():
@@ -32,9 +116,3 @@ def test_programs_lists_all_that_a_program_can_say():
     assert graph | values | functions <= said
     assert {name for name in said if name.startswith("g.")} <= graph
     assert {name for name in said if name.startswith("x.")} <= values
-
-
-@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
-def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\((?!http)([^)#]+)\)", (DOCS / page).read_text(encoding="utf-8")):
-        assert (DOCS / link).exists(), link

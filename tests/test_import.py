@@ -42,9 +42,9 @@ def test_import_of_dejax_loads_no_submodule() -> None:
     assert python(code).stdout.split() == ["dejax"]
 
 
-def test_import_time_beside_jax() -> None:
-    # The interpreter's own clock, on the import of dejax alone, with jax there: other work on the machine counts less
-    # than in the difference of two whole processes. The median of three, since it still counts.
+def test_import_time_without_jax() -> None:
+    # The interpreter times the import of dejax alone, after that of jax. Other work on the machine disturbs this less
+    # than the difference of two processes; the median of three limits it further.
     times = []
     for _ in range(3):
         lines = python("import jax, dejax", "-X", "importtime").stderr.splitlines()
@@ -59,7 +59,7 @@ def test_public_names_resolve() -> None:
     assert set(dejax.__all__) <= set(dir(dejax))
 
 
-def test_an_unknown_name_is_an_error_that_lists_what_there_is() -> None:
+def test_the_error_of_an_unknown_name_lists_the_names() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'rgn'; it has .*rgnn"):
         _ = dejax.rgn
 
@@ -119,7 +119,7 @@ RANKS = {layer: rank for rank, layers in enumerate(LAYERS) for layer in layers}
 IMPORTS = import_graph()
 
 # Packages in which modules still import each other.
-KNOWN_CYCLES = ("dejax.host_gather",)
+KNOWN_CYCLES: tuple[str, ...] = ()
 # Imports for annotations alone: a value of a program has operators that are written in these files.
 FOR_ANNOTATIONS = {
     (f"dejax.rgnn.compiler.frontend.{importer}", f"dejax.rgnn.compiler.frontend.{imported}")
@@ -188,7 +188,7 @@ def test_one_module_imports_the_triton_lowering_of_pallas() -> None:
     assert found == ["dejax.pallas._triton"]
 
 
-def test_dejax_imports_nothing_beside_the_package() -> None:
+def test_dejax_imports_no_benchmark_example_or_test() -> None:
     outside = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} | {"benchmarks", "examples", "tests"}
     found = {name.partition(".")[0] for path in modules().values() for name in imported_names(path)}
     assert found & outside == set()

@@ -25,7 +25,7 @@ def reasons(report: dict) -> dict[str, str]:
     return {entry["what"]: entry["why"] for entry in report["unavailable"]}
 
 
-def test_json_says_what_is_here() -> None:
+def test_json_describes_this_machine() -> None:
     report = json.loads(run("--json"))
     assert report["versions"]["dejax"] == dejax.__version__
     assert report["versions"]["python"] == platform.python_version()
@@ -60,7 +60,7 @@ def test_text_has_every_section() -> None:
 
 
 def test_without_the_extension_it_says_so_and_dejax_imports() -> None:
-    # None in sys.modules makes the import fail as a missing file does.
+    # None in sys.modules makes the import fail like a missing file.
     code = "import sys; sys.modules['dejax._dejax_native'] = None; import dejax.info; dejax.info.main(['--json'])"
     report = json.loads(run(code=code, JAX_PLATFORMS="cpu"))
     assert report["native"]["loaded"] is False

@@ -1,4 +1,4 @@
-"""What every implementation of a layer is given: the same graph, features, parameters and cotangent."""
+"""The inputs that all implementations of a layer share: graph, features, parameters and cotangent."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Settings:
     """Sizes and number formats of a layer.
 
     Attributes:
-        width: of the input and of the result.
+        width: width of the input and of the result.
         heads: attention heads; `width` is a multiple.
-        dtype: `"float32"` or `"bfloat16"`, of features and parameters.
-        precision: of float32 products: `"f32"`, `"tf32"` or `"bf16"`.
+        dtype: dtype of features and parameters, `"float32"` or `"bfloat16"`.
+        precision: precision of float32 products: `"f32"`, `"tf32"` or `"bf16"`.
     """
 
     width: int = 64
@@ -68,7 +68,7 @@ class Graph:
 
     @cached_property
     def mean_scale(self) -> np.ndarray:
-        """float32[edges], 1 / c of each edge: the edges of its type that its receiver gets."""
+        """float32[edges], 1 / c for each edge, with c the number of edges of its type at its receiver."""
         key = self.receivers.astype(np.int64) * self.num_edge_types + self.edge_type
         if self.num_nodes * self.num_edge_types <= 10**8:
             return (1.0 / np.bincount(key)[key]).astype(np.float32)
@@ -77,13 +77,13 @@ class Graph:
 
     @cached_property
     def num_receivers(self) -> int:
-        """Nodes with an incoming edge."""
+        """Number of nodes with incoming edges."""
         reached = np.zeros(self.num_nodes, bool)
         reached[self.receivers] = True
         return int(reached.sum())
 
     def row_bound_ms(self, settings: Settings) -> float:
-        """Time for a gathered row and two indices of each edge, the weights, and a row of each node that is reached."""
+        """Time for one gathered row and two indices per edge, the weights, and one row per node with incoming edges."""
         row = settings.width * settings.itemsize
         moved = self.num_edges * (row + 8) + self.num_receivers * row + self.num_edge_types * settings.width * row
         return moved / BANDWIDTH * 1e3
@@ -98,7 +98,7 @@ class Graph:
     @classmethod
     @lru_cache(maxsize=1)
     def load(cls, folder: Path) -> Graph:
-        """What `save` wrote; the last one stays loaded."""
+        """The graph that `save` wrote; the last one stays loaded."""
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
         return cls(**arrays, **json.loads((folder / "graph.json").read_text(encoding="utf-8")))
 
@@ -115,8 +115,8 @@ def make_graph(name: str, seed: int = 0) -> Graph:
 def read_graph(path: Path) -> Graph:
     """A graph from an .npz file with `senders`, `receivers`, `edge_type` and `node_type_counts` or `node_type`.
 
-    Without either, all nodes are of one type and `num_nodes` is in the file or the largest id plus one. Nodes are
-    renumbered by type and edges sorted by type, both stably.
+    Without `node_type_counts` and `node_type`, all nodes have one type, and `num_nodes` is in the file or is the
+    largest id plus one. Nodes are renumbered by type and edges are sorted by type, both stably.
 
     Raises:
         ValueError: an array is missing, or ids are out of range.
@@ -156,7 +156,7 @@ def read_graph(path: Path) -> Graph:
 def parameters(model: str, graph: Graph, settings: Settings, seed: int = 0) -> dict[str, np.ndarray]:
     """Random float32 parameters in the layout of `dejax.rgnn.library`.
 
-    RGAT's attention vectors are the same for each relation, as PyTorch Geometric has them.
+    RGAT's attention vectors are equal for all relations, as in PyTorch Geometric.
     """
     width, heads = settings.width, settings.heads
     r, t, d = graph.num_edge_types, graph.num_node_types, width // heads
@@ -177,7 +177,7 @@ def parameters(model: str, graph: Graph, settings: Settings, seed: int = 0) -> d
 
 
 def features(graph: Graph, folder: Path, settings: Settings, seed: int = 0) -> np.ndarray:
-    """float32[nodes, width], standard normal, written to the folder once; the cotangent is the same upside down."""
+    """float32[nodes, width], standard normal, written to the folder once. The cotangent is the same array, reversed."""
     path = folder / f"x_{settings.width}.npy"
     if not path.exists():
         rng = np.random.default_rng(seed)
@@ -187,7 +187,7 @@ def features(graph: Graph, folder: Path, settings: Settings, seed: int = 0) -> n
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A classification task on a graph: random classes of a tenth of the nodes, and a matrix from width to classes."""
+    """A classification task: random classes of a tenth of the nodes, and a matrix from width to classes."""
 
     nodes: np.ndarray
     labels: np.ndarray
@@ -202,12 +202,12 @@ def classification(graph: Graph, settings: Settings, classes: int) -> Task:
 
 
 def sampled_rows(num_nodes: int) -> np.ndarray:
-    """The rows of results and of gradients of features that are compared."""
+    """The rows of results and of feature gradients to compare."""
     return np.unique(np.random.default_rng(1).integers(0, num_nodes, _SAMPLE))
 
 
 def sample_path(folder: Path, model: str, settings: Settings) -> Path:
-    """Where our results on the graph in `folder` are kept for the peers to compare with."""
+    """The file of our results on the graph in `folder`, with which peers are compared."""
     return folder / f"{model}_{settings.name}.npz"
 
 
@@ -216,9 +216,9 @@ def write_sample(path: Path, y: np.ndarray, grad_x: np.ndarray, grads: dict[str,
 
 
 def agreement(path: Path, y: Any, grad_x: Any, grads: dict[str, Any]) -> dict[str, float] | None:
-    """Relative differences, in the norm, from our sample: of the result, and the largest of all gradients.
+    """Relative differences (norm) from our sample: of the result, and the largest of all gradients.
 
-    A gradient that a peer shares among the relations, [1, ...], is compared with the sum of ours over them. None where
+    A gradient that a peer shares among relations, [1, ...], is compared with the sum of ours over relations. None if
     there is no sample.
     """
     if not path.exists():

@@ -1,4 +1,4 @@
-"""Other ways to get rows of host memory onto the device: each a function of ids that gives rows."""
+"""Other ways to bring rows of host memory to the device: each is a function from ids to rows."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def host_compute(leaf: jax.Array) -> Rows:
 
 
 def device_view(table: Any) -> Rows:
-    """`jnp.take` of the pinned memory, given to jax as if it were device memory (`kDLCUDA`)."""
+    """`jnp.take` of the pinned memory, which jax takes for device memory (`kDLCUDA`)."""
     from dejax.host_gather import _memory, _types
 
     memory, spec = _memory.memory_of(table._leaf), table._spec

@@ -1,7 +1,7 @@
-"""Layers as JAX's users write them, and ours: name -> a function that makes one for a graph.
+"""Layers in plain JAX, and ours: name -> a function that makes one for a graph.
 
-`jax_ragged`: gather, `jax.lax.ragged_dot`, segment sums. `jax_dense`: every node times every type's matrix, then a
-gather, which is faster where nodes are few. `tokamax`: as `jax_ragged`, with tokamax's kernels.
+`jax_ragged`: gather, `jax.lax.ragged_dot`, segment sums. `jax_dense`: every node times the matrix of every type, then a
+gather; it is faster if nodes are few. `tokamax`: as `jax_ragged`, with tokamax's kernels.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Params = dict[str, Any]
 
 
 class NotInstalled(Exception):
-    """A peer needs a package that is not there."""
+    """A peer needs a package that is not installed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """`function(tables, x, params)`; tables are passed as an argument so that they do not become constants."""
+    """`function(tables, x, params)`. The tables are an argument, so that they do not become constants."""
 
     function: Callable[[Any, jax.Array, Params], jax.Array]
     tables: Any
@@ -35,7 +35,7 @@ class Layer:
 
 @lru_cache(maxsize=1)
 def rel_graph(graph: Graph) -> tuple[Any, float]:
-    """Our graph and the seconds that it took to make and to put on the device; the last one is kept."""
+    """Our graph, and the seconds to make it and to put it on the device. The last graph is kept."""
     from dejax import rgnn
 
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The CPU sampler of neighbor_sampler.cc, compiled by g++ when it is first needed."""
+"""The CPU sampler of neighbor_sampler.cc. g++ compiles it on first use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 
 class NeighborSampler:
-    """Samples with all threads of the machine, or with `threads`.
+    """Samples with all threads of the machine, or with `threads` of them.
 
     Raises:
         OSError, subprocess.CalledProcessError: there is no g++, or it fails.
@@ -35,7 +35,7 @@ class NeighborSampler:
     def __call__(
         self, seeds: np.ndarray, fan_outs: Sequence[int], key: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Node ids, and local senders and receivers; views of memory that the next call overwrites."""
+        """Node ids, and local senders and receivers: views of memory that the next call overwrites."""
         most = frontier = len(seeds)
         edges = 0
         for fan_out in fan_outs:

@@ -21,7 +21,7 @@ _PRECISIONS = {"f32": "highest", "tf32": None, "bf16": "bfloat16"}  # None: jax'
 
 
 def prepare(cache: str | None) -> dict[str, str]:
-    """Turns the persistent compilation cache on, starts the device; what it is."""
+    """Turns the persistent compilation cache on and starts the device; returns the device's name."""
     if cache:
         jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -44,8 +44,8 @@ def clean_up() -> None:
 def run_cell(cell: dict[str, Any], folder: Path, limits: Limits) -> dict[str, Any]:
     """Measures `cell["implementation"]` of `cell["model"]` on the graph in `folder`.
 
-    With `cell["task"] == "compile"` nothing is timed but the first calls: run so in a new process, on the persistent
-    cache that another process filled, it gives the time of a warm start.
+    With `cell["task"] == "compile"` only the first calls are timed. In a new process, on a persistent cache that
+    another process filled, this is the time of a warm start.
     """
     settings = Settings(**cell["settings"])
     graph = Graph.load(folder)
@@ -61,7 +61,7 @@ def run_cell(cell: dict[str, Any], folder: Path, limits: Limits) -> dict[str, An
 
 
 def _build(graph: Graph, count: int, limits: Limits) -> dict[str, Any]:
-    """A batch's graph made inside jit, as after sampling: `count` random edges, their nodes numbered anew."""
+    """Makes a batch's graph inside jit, as after sampling: `count` random edges, with renumbered nodes."""
     from dejax.rgnn import RelGraph
 
     edges = np.random.default_rng(0).integers(0, graph.num_edges, count)
@@ -126,7 +126,7 @@ class _Cell:
         return found
 
     def _memory(self, memory: Any) -> dict[str, int]:
-        """Peak bytes, and those that nobody can do without: inputs, outputs and one compacted tensor."""
+        """Peak bytes, and the bytes that every implementation needs: inputs, outputs and one compacted tensor."""
         held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         pairs = self.tables.num_source_pairs if self.ours else 0
         needed = held + pairs * self.settings.width * self.settings.itemsize
@@ -142,6 +142,6 @@ class _Cell:
             case.write_sample(path, *values, shared)
         else:
             for name in shared:
-                if name.startswith("attention_"):  # read at the first relation only, as shared vectors are
+                if name.startswith("attention_"):  # only the first relation is read, since the vectors are shared
                     shared[name] = shared[name].sum(0, keepdims=True)
         return {"agreement": case.agreement(path, *values, shared)} if not self.ours else {}

@@ -54,7 +54,7 @@ def synchronize(_: Any = None) -> None:
 
 
 def make(cell: dict[str, Any], graph: Graph, settings: Settings, params: dict[str, np.ndarray]) -> Layer:
-    """The layer; `compiled` is `torch.compile` of the one that `cell["base"]` names."""
+    """The layer. `compiled` is `torch.compile` of the layer `cell["base"]`."""
     name = cell["implementation"]
     layer = LAYERS[cell["base"] if name == "compiled" else name](graph, cell["model"], settings, params, device())
     if name != "compiled":

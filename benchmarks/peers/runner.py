@@ -1,4 +1,4 @@
-"""Starts workers, follows them, stops those that take too long."""
+"""Starts workers, follows them, and stops workers that take too long."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ FRAMEWORKS = {
     "compiled": "torch",
 }
 _WORKER = Path(__file__).with_name("worker.py")
-# CUDA graphs, and of fewer than five kernels, too; see device_time.py.
+# CUDA graphs also for fewer than five kernels, and while profiling; see device_time.py.
 _GRAPHS = "--xla_enable_command_buffers_during_profiling=true --xla_gpu_graph_min_graph_size=1"
-_START_S = 180.0  # imports and the device's start
+_START_S = 180.0  # time for imports and the device's start
 Cell = dict[str, Any]
 
 
@@ -45,21 +45,21 @@ def run(
     cache: str | None = None,
     python: str = sys.executable,
 ) -> dict[str, str]:
-    """Measures the cells in a worker; a cell that hangs or kills it is a result, and a new worker does the others.
+    """Measures the cells in a worker. If a cell hangs or kills it, that is its result, and a new worker does the rest.
 
-    A cell that kills a JAX worker is tried once more with CUDA graphs left out of the profiles.
+    A cell that kills a JAX worker is tried once more without CUDA graphs in the profiles.
 
     Args:
         framework: `"jax"` or `"torch"`.
-        cells: what to measure.
-        folder: of the graphs.
-        limits: how long.
-        report: called with each cell and its result, as soon as it is there.
+        cells: the cells to measure.
+        folder: the folder of the graphs.
+        limits: limits of time.
+        report: called with each cell and its result.
         cache: folder of jax's persistent compilation cache.
-        python: the interpreter that has the framework.
+        python: the interpreter with the framework.
 
     Returns:
-        Versions of what the worker ran.
+        Versions of the worker's packages.
     """
     versions: dict[str, str] = {}
     known: list[dict[str, Any]] = []
@@ -96,7 +96,7 @@ def _follow(
     versions: dict[str, str],
     done: Callable[[Cell, dict[str, Any]], None],
 ) -> tuple[int, str]:
-    """One worker's life: how many cells are settled, and what killed it during the next one."""
+    """One worker's life: the number of settled cells, and the reason why it ended in the next one."""
     cells = job["cells"]
     worker = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
@@ -121,7 +121,7 @@ def _follow(
                 message = f"the worker {' '.join(command[2:])} ended with status {worker.wait()}"
                 if alive:
                     return settled, message
-                for cell in cells[settled:]:  # another would not start either
+                for cell in cells[settled:]:  # another worker would not start either
                     done(cell, {"status": "error", "message": message})
                 return len(cells), ""
             if not line.startswith("@@"):
@@ -140,7 +140,7 @@ def _follow(
         return settled, ""
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(worker.pid, signal.SIGKILL)  # torch.compile leaves processes of its own
+            os.killpg(worker.pid, signal.SIGKILL)  # torch.compile leaves child processes
         worker.wait()
         reader.join(timeout=10.0)
 

@@ -13,12 +13,12 @@ from device_time import DeviceTime
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long to measure.
+    """Limits of a measurement.
 
     Attributes:
-        target_s: time spent on the repetitions of one function.
+        target_s: time to spend on the repetitions of one function.
         cut_s: a function that takes longer than this in one call is not called again.
-        cell_s: an implementation that has not finished a cell by then is stopped.
+        cell_s: an implementation is stopped if a cell takes longer than this.
     """
 
     target_s: float = 0.2
@@ -36,9 +36,9 @@ def measure(
     """Times a function that has been called once already.
 
     Returns:
-        `ms`, of one call among many that are dispatched in a row, the median of `repeats` groups; `device`, what the
-        profiler says of one call; `cut`, True where one call took so long that it was the only one. There is no
-        `device` on a CPU, where a call takes more than a second, and where profiling fails.
+        `ms`: the time of one call among many that are dispatched in a row, the median of `repeats` groups. `device`:
+        the profiler's time of one call; None on a CPU, for calls of more than a second, and if profiling fails. `cut`:
+        True if one call took so long that it was the only one.
     """
     start = time.perf_counter()
     synchronize(call())
@@ -57,7 +57,7 @@ def measure(
     if once < 1.0:
         try:
             device = profile(call, 10 if once < 0.05 else 3)
-        except Exception as error:  # the profiler's failure is not the layer's
+        except Exception as error:  # a failure of the profiler is no failure of the layer
             return result | {"device_error": f"{type(error).__name__}: {str(error)[:200]}"}
         result["device"] = device and device.as_dict()
     return result

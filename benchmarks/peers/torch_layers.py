@@ -1,8 +1,8 @@
-"""Layers as PyTorch's users have them: name -> a function that makes one for a graph, with our parameters in it.
+"""Layers in PyTorch: name -> a function that makes one for a graph, with our parameters.
 
 `pyg`: PyTorch Geometric's RGCNConv, RGATConv, HGTConv. `pyg_fast`: its FastRGCNConv. `grouped`: gather,
-`torch.nn.functional.grouped_mm`, scatter; PyTorch's kernel for it takes bfloat16 only, for float32 it runs one product
-after the other. `grouped_bf16`: the same with rows and weights rounded to bfloat16 before the product.
+`torch.nn.functional.grouped_mm`, scatter. PyTorch's kernel for it takes bfloat16 only; float32 runs one product after
+the other. `grouped_bf16`: the same with rows and weights rounded to bfloat16 before the product.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class NotInstalled(Exception):
-    """A peer needs a package that is not there."""
+    """A peer needs a package that is not installed."""
 
 
 class DoesNotApply(Exception):
@@ -82,7 +82,7 @@ def _pyg_rgcn(nn: Any, graph: Graph, settings: Settings, params: Any, device: An
 
 
 def _pyg_rgat(nn: Any, graph: Graph, settings: Settings, params: Any, device: Any) -> Layer:
-    """Its vectors q and k are shared by the relations and let a head see all heads' features: here block-diagonal."""
+    """PyTorch Geometric shares q and k among relations and lets a head see all heads: here they are block-diagonal."""
     types, width, heads = graph.num_edge_types, settings.width, settings.heads
     d = width // heads
     layer = nn.RGATConv(width, d, types, heads=heads, bias=False).to(device, DTYPES[settings.dtype])
@@ -105,7 +105,7 @@ def _pyg_rgat(nn: Any, graph: Graph, settings: Settings, params: Any, device: An
 
 
 def _pyg_hgt(nn: Any, graph: Graph, settings: Settings, params: Any, device: Any) -> Layer:
-    """Biases are zero and its gate is open, so that the equations are ours; neither gets a gradient."""
+    """Biases are zero and the gate is open, so that the equations equal ours. Neither gets a gradient."""
     types, width, heads = graph.num_edge_types, settings.width, settings.heads
     ends = _ends_of_relations(graph)
     node_types = [f"n{t}" for t in range(graph.num_node_types)]
@@ -162,13 +162,13 @@ def _pyg_hgt(nn: Any, graph: Graph, settings: Settings, params: Any, device: Any
 
 
 def _rows(weight: np.ndarray) -> np.ndarray:
-    """[H, k, d] as PyTorch's linear layers have it, [H d, k]."""
+    """[H, k, d] as a weight of PyTorch's linear layers, [H d, k]."""
     heads, k, d = weight.shape
     return weight.transpose(0, 2, 1).reshape(heads * d, k)
 
 
 def _ends_of_relations(graph: Graph) -> list[tuple[int, int]]:
-    """Node types that each relation joins; PyTorch Geometric's HGT knows relations by them."""
+    """The node types that each relation joins. PyTorch Geometric's HGT identifies relations by them."""
     starts = np.concatenate([[0], np.cumsum(graph.edges_by_type)])
     ends = []
     for r in range(graph.num_edge_types):
@@ -193,7 +193,9 @@ def grouped_layer(
         raise NotInstalled("grouped_mm, which came with PyTorch 2.8")
     dtype, nodes = DTYPES[settings.dtype], graph.num_nodes
     if dtype == torch.float32 and not rounded:
-        product = torch.compiler.disable(product)  # torch.compile refuses it in float32: it compiles what is around it
+        product = torch.compiler.disable(
+            product
+        )  # torch.compile refuses grouped_mm in float32 and compiles the code around it
     src, dst, etype = (_tensor(a, device, torch.int64) for a in (graph.senders, graph.receivers, graph.edge_type))
     edge_ends, node_ends = (
         _tensor(np.cumsum(counts), device, torch.int32) for counts in (graph.edges_by_type, graph.nodes_by_type)

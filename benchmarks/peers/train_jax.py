@@ -1,4 +1,4 @@
-"""One epoch of a two-layer model with Adam, in JAX: ours, or layers as JAX's users write them."""
+"""One epoch of a two-layer model with Adam, in JAX: ours, or layers in plain JAX."""
 
 from __future__ import annotations
 

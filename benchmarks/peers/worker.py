@@ -1,4 +1,4 @@
-"""Measures cells in a process of its own, so that neither PyTorch nor JAX holds the GPU while the other runs.
+"""Measures cells in a process of its own, so that PyTorch and JAX never hold the GPU at the same time.
 
     python worker.py jax|torch < job.json
 
@@ -47,7 +47,7 @@ def _result(run: Any, cell: dict[str, Any], folder: Path, limits: Any, known: li
             if cell["base"] is None:
                 return {"status": "does not apply", "message": "nothing of PyTorch's ran that could be compiled"}
         return {"status": "ok", **run.run_cell(cell, folder, limits)}
-    except Exception as error:  # a cell that fails is a result
+    except Exception as error:  # a failing cell is a result, too
         status = run.classify(error)
         if status == "error":
             traceback.print_exc(limit=-4)

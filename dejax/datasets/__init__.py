@@ -1,6 +1,6 @@
-"""Graphs to train on: the standard library's code graph, RDF entity classification, ogbn-mag, synthetic ones.
+"""Graphs to train on: the code graph of the standard library, RDF entity classification, ogbn-mag, synthetic graphs.
 
-`load(name)` gives an `EntityDataset`: numpy edge lists, labels and splits, with `.graph()` for a `RelGraph`.
+`load(name)` returns an `EntityDataset`: numpy edge lists, labels and splits. Its method `graph()` makes a `RelGraph`.
 Importing this package imports neither JAX nor rdflib.
 """
 

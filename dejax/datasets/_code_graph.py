@@ -1,8 +1,8 @@
-"""The graph of a body of Python source: what its functions and classes define, call, inherit, import, raise and name.
+"""The graph of Python source code: what its functions and classes define, call, inherit, import, raise and name.
 
-Made with `ast` only: nothing is imported or run. Names are resolved where that needs no types (definitions of the same
-module, imports, `self.method` through base classes, `super()`); what cannot be resolved points at a node for the bare
-identifier, which all users of that identifier share.
+It is made with `ast` only: nothing is imported or run. A name is resolved if that needs no types: definitions of the
+same module, imports, `self.method` through base classes, `super()`. Any other name points at a node for the bare
+identifier. All users of that identifier share the node.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ EDGE_TYPES = {
     "has_argument": "function -> identifier of a parameter",
     "passes_keyword": "definition -> identifier of a keyword in a call",
 }
-"""Name -> what it joins. "Definition" is a class, function or module, for the code in its own body."""
+"""Name -> the nodes it joins. A "definition" is a class, function or module: the code of its own body."""
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-_IMPORT_HOPS = 6  # re-exports followed: a package's __init__ imports from a module that imports from its C twin
+_IMPORT_HOPS = 6  # longest chain of re-exports to follow: a package imports from a module that imports from its C twin
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class _Module:
 class _Scope:
     node: int
     module: _Module
-    enclosing_class: int | None  # whose method this is, or is nested in
+    enclosing_class: int | None  # the class of the method that this is, or is nested in
     self_name: str | None  # its first parameter
     local_names: frozenset[str]
     local_definitions: Mapping[str, int]
@@ -103,7 +103,7 @@ def build_code_graph(sources: Iterable[Source], on_module: Callable[[], None] = 
 
     Args:
         sources: modules in the order in which they are numbered; the result depends on nothing else.
-        on_module: called when a module was parsed, and again when it was linked.
+        on_module: called after each module was parsed, and again after it was linked.
     """
     return _Builder().build(sources, on_module)
 
@@ -161,7 +161,7 @@ class _Builder:
     def define(
         self, tree: ast.AST, module: _Module, table: dict[str, int], owner: int, prefix: str, relation: str
     ) -> None:
-        """Makes a node for each definition in the tree, and goes on inside it."""
+        """Makes a node for each definition in the tree, and for the definitions inside it."""
         for child in _definitions(tree):
             kind = CLASS if isinstance(child, ast.ClassDef) else FUNCTION
             index = self.node(kind, f"{prefix}.{child.name}", module.node)
@@ -175,7 +175,7 @@ class _Builder:
             )
 
     def collect_imports(self, module: _Module) -> None:
-        """Imports anywhere in the module, also those inside functions: a name seldom means two things in one file."""
+        """Imports anywhere in the module, also inside functions: a name seldom has two meanings in one file."""
         for statement in ast.walk(module.tree):
             if isinstance(statement, ast.Import):
                 for alias in statement.names:
@@ -214,7 +214,7 @@ class _Builder:
                 resolved = [self.resolve(base, scope) for base in tree.bases]
                 self.bases[index] = [r for r in resolved if isinstance(r, int) and self.graph.kinds[r] == CLASS]
 
-    # What a name means: an int for a definition, a _Module, a str for an identifier that is not resolved, else None.
+    # The meaning of a name: an int for a definition, a _Module, a str for an unresolved identifier, else None.
 
     def lookup(self, module: _Module, name: str, hops: int = _IMPORT_HOPS) -> int | _Module | None:
         if name in module.definitions:
@@ -273,14 +273,14 @@ class _Builder:
         return None
 
     def relate(self, scope: _Scope, sender: int, kind: str, expression: ast.AST) -> None:
-        """An edge to what the expression means: `kind` to a definition, `kind`_name to an identifier."""
+        """An edge to the meaning of the expression: `kind` to a definition, `kind`_name to an identifier."""
         target = self.resolve(expression, scope)
         if isinstance(target, int):
             self.edge(sender, kind, target)
         elif isinstance(target, str):
             self.edge(sender, f"{kind}_name", self.identifier(target))
 
-    # The walk over bodies: `visit` emits the edges of one definition's own code and starts a scope at each inner one.
+    # The walk over bodies: `visit` emits the edges of one definition's own code, and opens a scope for each inner one.
 
     def visit_definition(self, tree: Definition, outer: _Scope) -> None:
         index = self.node_of[tree]
@@ -327,7 +327,7 @@ class _Builder:
             return
         if isinstance(tree, ast.Raise) and tree.exc is not None:
             self.relate(scope, scope.node, "raises", tree.exc)
-            if isinstance(tree.exc, ast.Call):  # not the exception again, as a call
+            if isinstance(tree.exc, ast.Call):  # `raise Error()` raises the class and does not call it
                 for child in (*tree.exc.args, *tree.exc.keywords):
                     self.visit(child, scope)
             return
@@ -371,7 +371,7 @@ class _Builder:
 
 
 def _definitions(tree: ast.AST) -> Iterator[Definition]:
-    """The definitions in the tree's own body, under if, try and with too, not those inside other definitions."""
+    """The definitions in the tree's own body, also under if, try and with, but not inside other definitions."""
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, Definition):
             yield child

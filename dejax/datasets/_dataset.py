@@ -25,31 +25,30 @@ _ARRAYS = (*_ID_FIELDS, "features")
 class EntityDataset:
     """A directed graph with edge types and node types, and labels on some of its nodes.
 
-    The arrays are numpy's: nothing is on a device before `graph()` is called. Nodes are numbered 0 .. num_nodes - 1
-    over all node types, classes 0 .. num_classes - 1. Only the relations of the source are here, in their own
-    direction: the reverse relations and self loops that a model needs are options of `graph()`.
+    The arrays are numpy arrays: nothing is on a device before `graph()` is called. Nodes are numbered 0 ..
+    num_nodes - 1 over all node types, classes 0 .. num_classes - 1. The edges are those of the source, in their own
+    direction. `graph()` has options to add reverse relations and self loops.
 
     Attributes:
-        name: how `load` knows it, e.g. "aifb".
+        name: its name for `load`, e.g. "aifb".
         senders: int32 [edges]: the node that each edge leaves (the subject of an RDF triple).
         receivers: int32 [edges]: the node that each edge enters (the object of an RDF triple).
         edge_type: int32 [edges]: the relation of each edge, 0 .. num_edge_types - 1.
-        node_type: int32 [num_nodes]: the type of each node, 0 .. num_node_types - 1; all 0 where the source knows no
+        node_type: int32 [num_nodes]: the type of each node, 0 .. num_node_types - 1; all 0 if the source has no
             types.
-        num_nodes: number of nodes, those without any edge included.
+        num_nodes: number of nodes, including nodes without edges.
         num_edge_types: number of relations, without reverse relations and self loops.
         num_node_types: number of node types.
         edge_type_names: a name for each relation.
         node_type_names: a name for each node type.
-        features: float32 [num_nodes, d]: input features; None where a node is known by its edges only (learn an
-            embedding).
-        labels: int32 [num_nodes]: the class of each node; -1 where it has none. Every node of a split has one.
-        train_nodes: int32 [train]: ids of the nodes to fit on.
-        valid_nodes: int32 [valid]: ids of the nodes to choose settings on; empty where the standard split has none.
+        features: float32 [num_nodes, d]: input features; None if nodes have no features (learn an embedding).
+        labels: int32 [num_nodes]: the class of each node, -1 for none. Every node of a split has a class.
+        train_nodes: int32 [train]: ids of the nodes to train on.
+        valid_nodes: int32 [valid]: ids of the nodes to choose settings on; empty if the standard split has none.
         test_nodes: int32 [test]: ids of the nodes to report on.
         num_classes: number of classes; 0 for a graph without a task.
         class_names: a name for each class.
-        description: a few sentences: what it is, from where, and which relations were left out.
+        description: a few sentences: its content, its source, and the relations that were left out.
     """
 
     name: str
@@ -149,7 +148,7 @@ class EntityDataset:
 
     @property
     def majority_accuracy(self) -> float:
-        """Test accuracy of always answering the most frequent class of the training nodes; nan without a task."""
+        """Test accuracy of the most frequent class of the training nodes; nan without a task."""
         if not len(self.train_nodes) or not len(self.test_nodes):
             return float("nan")
         majority = np.bincount(self.train_labels, minlength=self.num_classes).argmax()
@@ -218,7 +217,7 @@ class EntityDataset:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to one .npz file, through a temporary file and a rename: a reader never sees half of it."""
+        """Writes one .npz file. A temporary file is renamed, so that a reader never sees half a file."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         arrays = {name: getattr(self, name) for name in _ARRAYS if getattr(self, name) is not None}
@@ -235,7 +234,7 @@ class EntityDataset:
 
     @classmethod
     def restore(cls, path: str | os.PathLike[str]) -> EntityDataset:
-        """Reads what `save` wrote. Raises ValueError where the file is of another format version or damaged."""
+        """Reads a file of `save`. Raises ValueError if it is damaged or has another format version."""
         try:
             with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
                 header: dict[str, Any] = json.loads(file["header"].tobytes())

@@ -1,10 +1,11 @@
-"""Where data sets lie: a folder of the user, or a cache filled by download.
+"""Files of data sets: in a folder of the user, or in a cache that downloads fill.
 
-A download goes to a temporary file beside its place, is checked (length, digest), unpacked into a temporary folder and
-only then renamed, so that an interrupted one leaves nothing behind that looks whole. Digests of files: where the
-project knows one it must match; where it does not, the digest of the first download is written beside the files
-(`digests.json`) and every later use of the cache, and every later download, must match that. The second form protects
-against damage and silent change after the first download, not against a first download that was already wrong.
+A download goes to a temporary file next to its place. It is checked (length, digest), unpacked into a temporary folder,
+and then renamed, so that an interrupted download leaves no file that looks complete.
+
+If the project knows the digest of a file, the file must match it. Otherwise the digest of the first download is written
+next to the files (`digests.json`), and every later use of the cache and every later download must match that. This
+protects against damage and silent change after the first download, not against a wrong first download.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ _TIMEOUT_SECONDS = 30.0
 
 
 class DataUnavailableError(OSError):
-    """A data set is in no folder that was named, and could not be downloaded."""
+    """A data set is not in the given folders and could not be downloaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """A .tgz in a public place and what is needed of it.
+    """A public .tgz archive and the files that are needed of it.
 
     Attributes:
-        url: where it is.
-        files: names of the members to keep, by base name; for each, other names that it may have there.
+        url: its address.
+        files: base names of the members to keep; for each, the names that it may have in the archive.
         digests: known SHA-256 by kept name; the name "archive" stands for the archive itself.
     """
 
@@ -55,18 +56,18 @@ def cache_dir() -> Path:
 def find_files(
     name: str, files: Mapping[str, Sequence[str]], folder: str | os.PathLike[str] | None
 ) -> dict[str, Path] | None:
-    """The paths of a data set's files in `folder`, or else in `$DEJAX_DATA`: there, or in a sub-folder called `name`.
+    """The paths of a data set's files in `folder`, or in `$DEJAX_DATA`, or in a sub-folder `name` of either.
 
     Args:
-        name: of the data set, which is also the name of its sub-folder.
-        files: what is needed: key -> the file names under which it is accepted, the preferred one first.
-        folder: given by the user; then nothing else is tried.
+        name: the name of the data set and of its sub-folder.
+        files: the files that are needed: key -> the accepted file names, the preferred one first.
+        folder: the user's folder. If it is given, `$DEJAX_DATA` is not tried.
 
     Returns:
-        key -> path; None where no folder was given and $DEJAX_DATA does not hold it.
+        key -> path; None if no folder was given and `$DEJAX_DATA` does not have the files.
 
     Raises:
-        FileNotFoundError: `folder` was given and a file is not there.
+        FileNotFoundError: `folder` was given and lacks a file.
     """
     given = folder is not None
     base = folder if given else os.environ.get(DATA_VARIABLE)
@@ -90,18 +91,18 @@ def find_files(
 def fetch(
     name: str, archive: Archive, *, cache: Path | None = None, force: bool = False, progress: bool | None = None
 ) -> dict[str, Path]:
-    """The paths of a data set's files in the cache, after a download where they are not there yet.
+    """The paths of a data set's files in the cache. Downloads them first if they are not there.
 
     Args:
-        name: of the data set; its files go to `<cache>/datasets/<name>`.
-        archive: where it is and what is kept of it.
+        name: the name of the data set; its files go to `<cache>/datasets/<name>`.
+        archive: its address and the files to keep.
         cache: `cache_dir()` by default.
         force: download again even if the files are there.
-        progress: draw a bar; None does on a terminal only.
+        progress: draw a bar; None draws on a terminal only.
 
     Raises:
-        DataUnavailableError: it could not be downloaded; the text says how to give a folder instead.
-        ValueError: what came, or what is in the cache, does not have the expected digest.
+        DataUnavailableError: the download failed; the message says how to give a folder instead.
+        ValueError: the download, or the cache, does not have the expected digest.
     """
     home = (cache or cache_dir()) / "datasets" / name
     recorded = _read_digests(home)
@@ -168,7 +169,7 @@ def _check_digest(path: Path, expected: str | None, remedy: str) -> None:
 
 
 def _download(name: str, url: str, path: Path, progress: bool | None) -> None:
-    import http.client  # here, because they would double the time that importing dejax.datasets takes
+    import http.client  # at the top of the file they would double the import time of dejax.datasets
     import urllib.error
     import urllib.request
 
@@ -201,7 +202,7 @@ def _unavailable(name: str, url: str, reason: str) -> str:
 
 
 def _unpack(packed: Path, folder: Path, archive: Archive) -> None:
-    """Keeps the wanted members under their own names; paths inside the archive are never followed."""
+    """Writes the wanted members under their own names. Paths inside the archive are never followed."""
     folder.mkdir()
     wanted = {name: file for file, names in archive.files.items() for name in names}
     try:

@@ -1,4 +1,4 @@
-"""One entry for every data set, by name."""
+"""`load`: every data set by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = (stdlib.NAME, *rdf.NAMES, mag.NAME, *(PREFIX + name for name in COUNTS))
 def load(name: str, folder: str | os.PathLike[str] | None = None, **options: Any) -> EntityDataset:
     """Loads a data set by name.
 
-    | name | what | where its data come from |
+    | name | what | source of the data |
     | --- | --- | --- |
     | stdlib | code graph of the running Python's standard library | made here, cached |
     | aifb, mutag, bgs, am | RDF graphs of the R-GCN paper | `folder`, $DEJAX_DATA, or one download, cached |
@@ -25,13 +25,13 @@ def load(name: str, folder: str | os.PathLike[str] | None = None, **options: Any
 
     Args:
         name: one of `NAMES`, in any case.
-        folder: where its files are; see `rdf.load_rdf`, `mag.load_mag` and `stdlib.load_stdlib`.
-        options: further keywords of its loader: those, or `synthetic`.
+        folder: the folder of its files; see `rdf.load_rdf`, `mag.load_mag` and `stdlib.load_stdlib`.
+        options: further keywords of its loader: one of these three, or `synthetic`.
 
     Raises:
-        ValueError: the name is not known.
-        FileNotFoundError: its files are not in the folder.
-        DataUnavailableError: it could not be downloaded.
+        ValueError: the name is unknown.
+        FileNotFoundError: the folder lacks a file.
+        DataUnavailableError: the download failed.
     """
     key = name.lower()
     if key == stdlib.NAME:
@@ -42,6 +42,6 @@ def load(name: str, folder: str | os.PathLike[str] | None = None, **options: Any
         return mag.load_mag(folder, **options)
     if key.startswith(PREFIX) and key.removeprefix(PREFIX) in COUNTS:
         if folder is not None:
-            raise ValueError(f"{key} is made by seed and reads no folder; leave folder out, got {str(folder)!r}")
+            raise ValueError(f"folder must be None for {key}, which reads no folder, got {str(folder)!r}; leave it out")
         return synthetic(key.removeprefix(PREFIX), **options)
     raise ValueError(f"name must be one of {', '.join(NAMES)}, got {name!r}")

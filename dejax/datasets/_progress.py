@@ -11,14 +11,14 @@ _REDRAW_SECONDS = 0.1
 
 
 class Progress:
-    """Counts work done and draws it; `with Progress("parse", total) as bar: bar.update(n)`.
+    """Counts finished work and draws it; `with Progress("parse", total) as bar: bar.update(n)`.
 
     Args:
-        label: what is being done.
-        total: units of work in all; None where unknown (then only the count and the rate are drawn).
-        unit: "B" draws sizes in MiB, anything else is written behind the count.
+        label: the name of the work.
+        total: units of work in all; None if unknown (only the count and the rate are drawn).
+        unit: "B" draws sizes in MiB; any other unit follows the count.
         enabled: None draws on a terminal only.
-        stream: where to draw; stderr by default.
+        stream: the stream to draw on; stderr by default.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Progress:
         self.count = 0
 
     def update(self, amount: int = 1) -> None:
-        """Adds `amount` units of work done, and redraws at most ten times a second."""
+        """Adds `amount` finished units, and redraws at most ten times per second."""
         self.count += amount
         if self._enabled and (now := time.perf_counter()) - self._drawn >= _REDRAW_SECONDS:
             self._drawn = now

@@ -1,9 +1,13 @@
-"""Synthetic graphs with the published counts of eight heterogeneous graphs and skewed degrees, for measuring speed.
+"""Synthetic graphs with the published counts of eight heterogeneous graphs and skewed degrees, to measure speed.
 
-The counts are those of the Hector paper's table of data sets (arXiv 2301.06284). The rest is made up, by seed: the
-sizes of relations fall as 1 / rank^1.1, those of node types as 1 / rank^0.7; each relation joins two random node
-types; an end point within its type of m nodes is floor(m u^2.5), u uniform, of an order that is permuted once for
-each type, so that a few nodes of each type are hubs of every relation that touches it. An edge may occur twice.
+The counts are those of the Hector paper's table of data sets (arXiv 2301.06284). The rest is random, by seed:
+
+- The sizes of relations fall as 1 / rank^1.1, the sizes of node types as 1 / rank^0.7.
+- Each relation joins two random node types.
+- An end point within its type of m nodes has rank floor(m u^2.5), u uniform. The order of ranks is permuted once for
+  each type, so that the same few nodes have long segments in every relation of that type.
+
+An edge may occur twice.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ COUNTS = {
     "wikikg2": Counts(2_500_604, 1, 16_109_182, 535),
     "fb15k": Counts(14_541, 1, 620_232, 474),
 }
-"""Name -> published counts; reverse relations are counted in them where the source counts them."""
+"""Name -> published counts. They include reverse relations if the source counts these."""
 
 
 def synthetic(
@@ -52,14 +56,14 @@ def synthetic(
 
     Args:
         name: one of `COUNTS`.
-        seed: of everything that is drawn.
-        feature_width: draws standard normal features, float32 [nodes, feature_width]; None for none.
-        num_classes: draws a class for `labelled_share` of the nodes, split 60 / 20 / 20; nothing can be learned from
-            them, they are there so that a training step can be measured. 0 for no task.
-        labelled_share: of all nodes.
+        seed: the seed of everything random.
+        feature_width: width of standard normal features, float32 [nodes, feature_width]; None for no features.
+        num_classes: classes of `labelled_share` of the nodes, split 60 / 20 / 20; 0 for no task. The labels are
+            random: a training step can be measured, but nothing can be learned.
+        labelled_share: share of all nodes.
 
     Raises:
-        ValueError: the name is not known, or a number is out of its range.
+        ValueError: the name is unknown, or a number is out of range.
     """
     if name not in COUNTS:
         raise ValueError(f"name must be one of {', '.join(COUNTS)}, got {name!r}")
@@ -70,7 +74,7 @@ def synthetic(
             f"num_classes must be at least 0 and labelled_share in [0, 1], got {num_classes} and {labelled_share}"
         )
     counts = COUNTS[name]
-    # A stream for each purpose: asking for features or labels as well does not change the graph.
+    # One random stream per purpose, so that asking for features or labels does not change the graph.
     structure, order, feature_rng, label_rng = map(np.random.default_rng, np.random.SeedSequence(seed).spawn(4))
     relation_sizes = _sizes(structure, counts.edges, counts.edge_types, _RELATION_POWER, at_least=1)
     type_sizes = _sizes(structure, counts.nodes, counts.node_types, _NODE_TYPE_POWER, at_least=_MIN_TYPE_NODES)
@@ -117,7 +121,7 @@ def _sizes(rng: np.random.Generator, total: int, parts: int, power: float, *, at
 
 
 def _end_points(rng: np.random.Generator, permuted: np.ndarray, count: int) -> np.ndarray:
-    chunk = 1 << 18  # so that the temporaries stay in cache: 21 M edges of mag in 1.6 s on one core
+    chunk = 1 << 18  # the temporaries stay in the cache
     out = np.empty(count, np.int32)
     for start in range(0, count, chunk):
         u = rng.random(min(chunk, count - start))

@@ -1,12 +1,12 @@
-"""ogbn-mag from the CSV files that its archive holds: papers, authors, institutions and fields of study.
+"""ogbn-mag from the CSV files of its archive: papers, authors, institutions and fields of study.
 
-The task: the venue of a paper, 349 classes, split by year of publication (before 2018, 2018, 2019). The folder is
-that of the archive (http://snap.stanford.edu/ogb/data/nodeproppred/mag.zip, 1 GB), unpacked:
+The task is the venue of a paper: 349 classes, split by year of publication (before 2018, 2018, 2019). The folder is the
+unpacked archive (http://snap.stanford.edu/ogb/data/nodeproppred/mag.zip, 1 GB):
 
     raw/num-node-dict.csv.gz                        header: node types; one row: their counts
     raw/triplet-type-list.csv.gz                    rows: source type, relation, destination type
     raw/relations/<src>___<rel>___<dst>/edge.csv.gz rows: source, destination, numbered within their types
-    raw/node-feat/paper/node-feat.csv.gz            128 numbers a paper
+    raw/node-feat/paper/node-feat.csv.gz            128 features per paper
     raw/node-label/paper/node-label.csv.gz          class of each paper
     split/time/paper/{train,valid,test}.csv.gz      papers
 """
@@ -39,17 +39,17 @@ def load_mag(
 ) -> EntityDataset:
     """Reads ogbn-mag, or any graph in the same layout whose papers are labelled.
 
-    Nodes are numbered by type, types and relations in alphabetical order, as OGB's own reader has them.
+    Nodes are numbered by type; types and relations are in alphabetical order, as in OGB's own reader.
 
     Args:
-        folder: holds `raw/` and `split/`, itself or in a sub-folder ogbn-mag, ogbn_mag or mag; by default $DEJAX_DATA.
-        use_features: read the papers' features; nodes of other types get rows of zeros (1.0 GB in all for ogbn-mag, and
-            the same in the cache). Without them, `features` is None and reading is ten times as fast.
-        cache: where the result is kept for the next time; `$XDG_CACHE_HOME/dejax` by default.
-        progress: draw bars; None does on a terminal only.
+        folder: has `raw/` and `split/`, itself or in a sub-folder ogbn-mag, ogbn_mag or mag; $DEJAX_DATA by default.
+        use_features: read the papers' features; nodes of other types get rows of zeros (1.0 GB for ogbn-mag, and the
+            same in the cache). If False, `features` is None and reading is ten times as fast.
+        cache: the folder that keeps the result for the next call; `$XDG_CACHE_HOME/dejax` by default.
+        progress: draw bars; None draws on a terminal only.
 
     Raises:
-        FileNotFoundError: the folder is not given, or a file is not there.
+        FileNotFoundError: no folder is given, or it lacks a file.
         ValueError: a file is not in its format.
     """
     root = _find(folder)
@@ -66,7 +66,7 @@ def load_mag(
     try:
         data.save(cached)
     except OSError:
-        pass  # a read-only or full home costs reading again, nothing else
+        pass  # with a read-only or full home, the next call reads the files again
     return data
 
 
@@ -156,7 +156,7 @@ def _text_rows(path: Path) -> list[list[str]]:
 
 
 def _numbers(path: Path, dtype: type, columns: int | None, progress: bool | None) -> np.ndarray:
-    """[rows, columns]; read in pieces of whole lines, so that no text of a whole table is in memory."""
+    """[rows, columns], read in pieces of whole lines, so that the text of a table is never in memory as a whole."""
     pieces = []
     try:
         with gzip.open(path, "rb") as file, Progress(f"read {path.parent.name}", unit="rows", enabled=progress) as bar:

@@ -1,6 +1,6 @@
 """AIFB, MUTAG, BGS and AM: the RDF graphs of "Modeling Relational Data with Graph Convolutional Networks".
 
-Table 1 of the paper (arXiv 1703.06103) counts, without reverse relations:
+Counts of the paper's table 1 (arXiv 1703.06103), without reverse relations:
 
 | name | entities | relations | edges | labelled | classes |
 | --- | --- | --- | --- | --- | --- |
@@ -9,9 +9,9 @@ Table 1 of the paper (arXiv 1703.06103) counts, without reverse relations:
 | bgs | 333,845 | 103 | 916,199 | 146 | 2 |
 | am | 1,666,764 | 133 | 5,988,321 | 1,000 | 11 |
 
-Every subject and object of a triple is a node, literals and blank nodes included, as in the paper; a triple is an edge
-from subject to object. The relations that state the label are left out (`LEAKING`), whether the file was already
-stripped of them or not. The split is the standard one of trainingSet.tsv and testSet.tsv; there is no validation set.
+As in the paper, every subject and object of a triple is a node, including literals and blank nodes. A triple is an edge
+from subject to object. Relations that state the label are left out (`LEAKING`), even if the file still has them. The
+split is the standard one of trainingSet.tsv and testSet.tsv; there is no validation set.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LEAKING = {
     "bgs": ("http://data.bgs.ac.uk/ref/Lexicon/hasLithogenesis",),
     "am": ("http://purl.org/collections/nl/am/objectCategory", "http://purl.org/collections/nl/am/material"),
 }
-"""The relations left out, by data set: they are the label, or (employs, material) say it the other way round."""
+"""The relations left out, by data set. They are the label, or (employs, material) its reverse."""
 
 _ABOUT = {
     "aifb": "AIFB research institute: persons, publications, projects. Task: the research group of a person.",
@@ -57,12 +57,12 @@ _DIGESTS = {
 }
 _HOME = "https://data.dgl.ai/dataset/{name}.tgz"
 _TYPE = "http://www.w3.org/1999/02/22-rdf-syntax-ns#type"
-_MIN_TYPE_NODES = 20  # HGT holds weights by node type: a type of a few nodes would only add noise and parameters
+_MIN_TYPE_NODES = 20  # HGT has weights by node type: a type of a few nodes would only add noise and parameters
 _CACHE_FORMAT = 1
 
 
 def _accepted(name: str) -> dict[str, tuple[str, ...]]:
-    lithogenesis = ("trainingSet(lith).tsv", "testSet(lith).tsv")  # how the BGS files are called at their first home
+    lithogenesis = ("trainingSet(lith).tsv", "testSet(lith).tsv")  # file names of BGS at its first home
     return {
         "graph.nt.gz": (f"{name}_stripped.nt.gz", f"{name}_stripped.nt", f"{name}.nt.gz", f"{name}.nt"),
         "trainingSet.tsv": ("trainingSet.tsv", lithogenesis[0]),
@@ -71,7 +71,7 @@ def _accepted(name: str) -> dict[str, tuple[str, ...]]:
 
 
 def archive(name: str, url: str | None = None) -> Archive:
-    """The public archive of one of `NAMES`, with the digests that are known (those of AIFB's three files)."""
+    """The public archive of one of `NAMES`, with the known digests (of AIFB's three files)."""
     accepted = {**_accepted(name), "graph.nt.gz": (f"{name}_stripped.nt.gz",)}
     return Archive(url or _HOME.format(name=name), accepted, _DIGESTS.get(name, {}))
 
@@ -89,16 +89,16 @@ def load_rdf(
 
     Args:
         name: one of `NAMES`.
-        folder: holds `<name>_stripped.nt.gz` (or `.nt`, or `<name>.nt[.gz]`), `trainingSet.tsv` and `testSet.tsv`,
-            itself or in a sub-folder called `name`. Files from a folder are taken as they are: no digest is checked.
-        url: another place of the .tgz archive, e.g. a mirror.
-        cache: where downloads and parsed graphs are kept; `$XDG_CACHE_HOME/dejax` by default.
+        folder: has `<name>_stripped.nt.gz` (or `.nt`, or `<name>.nt[.gz]`), `trainingSet.tsv` and `testSet.tsv`,
+            itself or in a sub-folder `name`. No digest of its files is checked.
+        url: another address of the .tgz archive, e.g. a mirror.
+        cache: the folder of downloads and parsed graphs; `$XDG_CACHE_HOME/dejax` by default.
         force_download: download again; the archive must be the same as the first time.
-        progress: draw progress bars; None does on a terminal only.
+        progress: draw progress bars; None draws on a terminal only.
 
     Raises:
-        FileNotFoundError: `folder` does not hold the files.
-        DataUnavailableError: it could not be downloaded.
+        FileNotFoundError: `folder` lacks a file.
+        DataUnavailableError: the download failed.
         ValueError: a digest differs, or a file is not in its format.
     """
     if name not in NAMES:
@@ -125,7 +125,7 @@ def load_rdf(
     try:
         data.save(parsed)
     except OSError:
-        pass  # a read-only home costs the parse again, nothing else
+        pass  # with a read-only home, the next call parses again
     return data
 
 
@@ -142,18 +142,17 @@ def read_rdf(
     """Reads an entity classification task from N-Triples and two tables of labelled entities.
 
     Nodes are numbered in order of first appearance, relations by falling frequency. A node's type is the most frequent
-    of its rdf:type classes (their edges stay in the graph); literals are of type "Literal", nodes without a class and
-    those of classes with fewer than 20 nodes are of type "Resource".
+    of its rdf:type classes (the rdf:type edges stay in the graph). Literals have the type "Literal". Nodes without a
+    class, and nodes of classes with fewer than 20 nodes, have the type "Resource".
 
     Args:
         name: for the result.
         graph: N-Triples, UTF-8, gzipped where the file name ends in .gz. A triple that occurs twice is one edge.
-        train: a tab-separated table with a header: a column `label_...`, a column `id` (ignored), a column with the
-            IRI.
-        test: the same.
+        train: a tab-separated table with a header and three columns: `label_...`, `id` (ignored), and the IRI.
+        test: as `train`.
         leaking: IRIs of relations to leave out.
-        description: for the result; how many triples were left out is added.
-        progress: draw a bar; None does on a terminal only.
+        description: for the result; the number of left-out triples is added.
+        progress: draw a bar; None draws on a terminal only.
     """
     triples = _read_triples(Path(graph), progress)
     dropped = np.isin(triples.edge_type, [i for i, iri in enumerate(triples.relations) if iri in set(leaking)])
@@ -206,7 +205,7 @@ class _Triples:
 
 
 def _read_triples(path: Path, progress: bool | None) -> _Triples:
-    """Line by line; rdflib parses each distinct term once: 200,000 triples a second, 2.4 times its plain parser."""
+    """Reads line by line. rdflib parses each distinct term once, which is 2.4 times as fast as its plain parser."""
     from rdflib import Literal, URIRef
     from rdflib.exceptions import ParserError
     from rdflib.plugins.parsers.ntriples import W3CNTriplesParser
@@ -287,7 +286,7 @@ def _split_line(text: str) -> tuple[str, str, str]:
 
     parts = text.split(None, 2)
     if len(parts) == 3 and not parts[2].endswith("."):
-        # A comment may follow the full stop; inside a literal the same characters are not one, so look from its end.
+        # A comment may follow the full stop. A literal may contain the same characters, so search from its end.
         head, dot, comment = parts[2].partition(" .") if '"' not in parts[2] else parts[2].rpartition('" .')
         if comment.lstrip().startswith("#"):
             parts[2] = head + dot
@@ -351,7 +350,7 @@ def _read_table(path: Path) -> Iterable[tuple[str, str]]:
 
 
 def _short_names(iris: Sequence[str]) -> tuple[str, ...]:
-    """The part behind the last # or /, with as many parts before it as it takes to tell two apart."""
+    """The part after the last # or /, preceded by as many parts as are needed to make names unique."""
     names = [iri.rstrip("/#") for iri in iris]
     parts = [name.replace("#", "/").split("/") for name in names]
     short = [part[-1] for part in parts]

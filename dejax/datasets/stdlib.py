@@ -1,24 +1,23 @@
-"""The code graph of the running Python's own standard library: a data set that is on every machine.
+"""The code graph of the running Python's standard library: a data set that every machine has.
 
-Modules, classes, functions and identifiers are nodes; what they define, call, inherit, import, raise, catch, read,
-write and take as arguments are edges (`dejax.datasets._code_graph`): about 30,000 nodes and 150,000 edges of 22
-types.
+Nodes are modules, classes, functions and identifiers. Edges say what they define, call, inherit, import, raise, catch,
+read, write and take as arguments (`dejax.datasets._code_graph`): about 30,000 nodes and 150,000 edges of 22 types.
 
-The task: which chapter of the library reference does a class or a function belong to ("Concurrent execution", "Internet
-and network", ...)? The label follows from the module that a definition stands in. It does not leak:
+The task: to which chapter of the library reference does a class or a function belong ("Concurrent execution", "Internet
+and network", ...)? The label follows from the module of a definition. It does not leak:
 
-- The edges that say so are left out: no `defines` edge from a module to what is in it, and no edge from a module's own
-  code (which calls and decorates what the module defines). A module keeps its `imports` of other modules, and is
-  reached by functions of other modules that use it.
-- No feature says so: a class, a function or an identifier has a bag of the sub-words of its own bare name
-  ("read_header" -> read, header), never a dotted name; a module has none. The rest is the node type.
-- No split lets it through: a class and all its methods, and a function and all inside it, are in one split, so the
+- **Edges.** There is no `defines` edge from a module to its definitions, and no edge from a module's own code, which
+  calls and decorates these definitions. A module keeps its `imports` of other modules, and is reached by functions of
+  other modules that use it.
+- **Features.** A class, a function or an identifier has a bag of the sub-words of its own bare name ("read_header" ->
+  read, header), never a dotted name. A module has no words. The only other feature is the node type.
+- **Splits.** A class with all its methods, and a function with all its inner definitions, are in one split. So the
   `has_method` edges never join a training node to a test node. Definitions of one module may still call each other
-  across splits, as co-authors of one group do in AIFB. `split="module"` keeps whole modules together: then nothing that
-  belongs to one module only can be remembered from training, and the task is much harder.
+  across splits, as co-authors of one group do in AIFB. `split="module"` keeps whole modules together: facts about one
+  module cannot be memorised from training, and the task is much harder.
 
-What is left is what a reader of unknown code would go by: what it calls, which names it shares with other code, what
-that code is about. A bare name seldom says enough, so an MLP on the same features is far below a two-layer R-GCN. Test
+The model sees what a reader of unknown code sees: what it calls, which names it shares with other code, and what that
+code is about. A bare name seldom says enough, so an MLP on the same features is far below a two-layer R-GCN. Test
 accuracy with 32 hidden units and 60 epochs, one seed, CPython 3.11 (test_stdlib.py checks a shorter run):
 
 | split | majority | MLP | R-GCN |
@@ -93,9 +92,9 @@ TOPICS = {
         "traceback venv zipapp zipimport"
     ),
 }
-"""Class -> top-level modules and packages, after the chapters of the library reference, small ones merged."""
+"""Class -> top-level modules and packages, by chapter of the library reference; small chapters are merged."""
 
-# Tests are not the library; the rest is generated tables, bundled programs, or left the library by 3.13.
+# Tests; generated tables; bundled programs; modules that left the library by 3.13.
 _SKIPPED = frozenset(
     "test tests idlelib turtledemo lib2to3 distutils ensurepip encodings pydoc_data site-packages dist-packages "
     "__pycache__ __phello__ lib-dynload".split()
@@ -114,19 +113,20 @@ def load_stdlib(
 ) -> EntityDataset:
     """The code graph of the running Python's standard library; classes are chapters of the library reference.
 
-    The same Python gives the same data set, to the bit; another version gives a slightly different one. Building takes
-    about 8 s and is cached.
+    The same Python gives the same data set bit for bit; another version gives a slightly different one. Building takes
+    about 8 s. The result is cached.
 
     Args:
         folder: another folder with the sources of a standard library; that of the running Python by default.
-        split: "definition" keeps each top-level class or function with all that is inside it in one split; "module"
-            keeps whole modules together, which is harder. 60 % train, 20 % validation, 20 % test within each class.
-        cache: where the built graph is kept; `$XDG_CACHE_HOME/dejax` by default.
-        progress: draw a bar; None does on a terminal only.
+        split: "definition" keeps each top-level class or function, with all its inner definitions, in one split;
+            "module" keeps whole modules together, which is harder. Each class has 60 % train, 20 % validation and 20 %
+            test nodes.
+        cache: the folder that keeps the built graph; `$XDG_CACHE_HOME/dejax` by default.
+        progress: draw a bar; None draws on a terminal only.
 
     Raises:
-        FileNotFoundError: there are no sources in the folder.
-        ValueError: `split` is not known.
+        FileNotFoundError: the folder has no sources.
+        ValueError: `split` is unknown.
     """
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
@@ -151,7 +151,7 @@ def load_stdlib(
     try:
         data.save(cached)
     except OSError:
-        pass  # a read-only home costs the build again, nothing else
+        pass  # with a read-only home, the next call builds again
     return data
 
 
@@ -192,7 +192,7 @@ def make_task(graph: CodeGraph, *, split: str = "definition") -> EntityDataset:
 
 
 def _source_files(root: Path) -> Iterator[tuple[str, Path]]:
-    """(dotted name, path) of each module, sorted: the order of os.walk differs from machine to machine."""
+    """(dotted name, path) of each module, sorted because the order of os.walk differs between machines."""
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in _SKIPPED and name.isidentifier())
         for file in sorted(files):
@@ -213,10 +213,10 @@ def _labels(graph: CodeGraph) -> np.ndarray:
 
 
 def _split(graph: CodeGraph, labels: np.ndarray, split: str) -> Sequence[np.ndarray]:
-    """Whole groups in the order of a hash of their names, cut at 60 % and 80 % of each class's nodes.
+    """Whole groups, ordered by a hash of their names, cut at 60 % and 80 % of each class's nodes.
 
-    A hash, not a random generator: a definition stays in its split when another Python adds or drops some elsewhere,
-    and numpy may change its streams.
+    A hash instead of a random generator: a definition stays in its split if another Python version adds or drops other
+    definitions, or if numpy changes its streams.
     """
     groups: dict[tuple[int, str], list[int]] = {}
     for node in np.flatnonzero(labels != UNLABELLED):
@@ -236,7 +236,7 @@ def _split(graph: CodeGraph, labels: np.ndarray, split: str) -> Sequence[np.ndar
 
 
 def _features(graph: CodeGraph) -> np.ndarray:
-    """float32 [nodes, 64 + 4]: a signed hash of the sub-words of each bare name, of norm 1, and the node type."""
+    """float32 [nodes, 64 + 4]: a signed hash of the sub-words of each bare name, with norm 1, and the node type."""
     words = np.zeros((len(graph.kinds), WORD_FEATURES), np.float32)
     signs: dict[str, np.ndarray] = {}
     for node, kind in enumerate(graph.kinds):
@@ -251,7 +251,7 @@ def _features(graph: CodeGraph) -> np.ndarray:
 
 
 def _sub_words(identifier: str) -> list[str]:
-    """Sub-words of snake_case and CamelCase in lower case, and how it is marked private.
+    """Sub-words of snake_case and CamelCase in lower case, and the underscores that mark a private name.
 
     >>> _sub_words("_HTTPServer_readLine2")
     ['http', 'server', 'read', 'line', '2', '_']

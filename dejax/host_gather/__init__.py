@@ -1,10 +1,13 @@
 """Tables in host memory that compiled steps read and write in place.
 
-`HostTable` holds rows; `gather` reads them by ids inside `jax.jit`, with no copy of the table on the device and no host
-callback; `scatter`, `scatter_add` and the optimizers write them. `gather_start`, `gather_done` and `prefetched_scan`
-read beside compute. `CachedTable` keeps the most used rows on the device. `sample_graph` goes from seeds to a local
-graph. `typed_linear` multiplies rows in the kernel that reads them. docs/host_gather.md has the rules and the
-measurements.
+* `HostTable` holds the rows; `CachedTable` also keeps the most used rows on the device.
+* `gather` reads rows by ids inside `jax.jit`, without a copy of the table on the device and without a host callback.
+* `scatter`, `scatter_add`, and the optimizers `sgd`, `adagrad` and `adam` write rows in place.
+* `gather_start`, `gather_done` and `prefetched_scan` overlap reads with compute.
+* `sample_neighbors` and `sample_graph` sample local graphs around seeds.
+* `typed_linear` multiplies rows by the matrix of their type, in the kernel that reads them.
+
+docs/host_gather.md is the guide, docs/performance/host_gather.md has the measurements.
 """
 
 from dejax.host_gather.cached import CachedTable, count_ids
@@ -12,8 +15,9 @@ from dejax.host_gather.gather import check_errors, gather
 from dejax.host_gather.gradient import RowGradient, value_and_grad
 from dejax.host_gather.linear import typed_linear
 from dejax.host_gather.pipeline import PendingRows, gather_done, gather_start, prefetched_scan
-from dejax.host_gather.sampling import LocalGraph, Neighbors, Topology, sample_graph, sample_neighbors
+from dejax.host_gather.sampling import LocalGraph, Neighbors, sample_graph, sample_neighbors
 from dejax.host_gather.table import HostTable, TableClosedError, shardings
+from dejax.host_gather.topology import Topology
 from dejax.host_gather.update import Optimizer, OptimizerState, adagrad, adam, scatter, scatter_add, sgd
 
 __all__ = [

@@ -1,9 +1,8 @@
-"""Whether ids are sorted before a gather, from figures of one H200 on PCIe 5 (docs/host_gather.md has the
-measurements).
+"""The cost model that decides whether ids are sorted before a gather.
 
-Reading a large table at random is bound by address translation, not by the bus: each row pays for the page it lies in,
-where a page is about 64 KiB whatever the operating system's. Ascending ids that are read in strict order pay once for
-each page that has any of them.
+A random read of a large table is bound by address translation, not by the bus: each row pays for the page that it lies
+in. Pages are about 64 KiB, whatever the operating system's page size. Ascending ids that are read in strict order pay
+once per page. The constants are measured on one H200 on PCIe 5: docs/performance/host_gather.md.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ import math
 GIB = 1 << 30
 BUS = 51.3e9  # bytes per second that kernels read, in lines of 128 bytes: 0.924 of the copy engine's rate
 LINE = 128
-LINES_PER_SECOND = 6.3e8  # that kernels ask for, however little of each is wanted
+LINES_PER_SECOND = 6.3e8  # requests of kernels, however few bytes of each line are used
 PAGE = 64 << 10
-PAGES_PER_SECOND = 42.5e6  # 24 GiB: 191 k pages in 4.47 ms; 80 GiB: 238 k in 5.62 ms
-# Rows per second of random ids, by the table's size in GiB.
+PAGES_PER_SECOND = 42.5e6
+# Random rows per second, by the table's size in GiB.
 RANDOM_ROWS = ((1, 105e6), (2, 56e6), (4, 40e6), (8, 33.6e6), (16, 30.5e6), (24, 29.3e6), (80, 27.9e6))
-SORT_LATENCY = 58e-6  # jax.lax.sort of (id, position) pairs, in a jitted step: fifteen launches
+SORT_LATENCY = 58e-6  # of jax.lax.sort of (id, position) pairs in a jitted step: fifteen launches
 SORT_PER_ID = 3.9e-11
-SORTED_ROWS = 5e9  # rows per second, whatever they share
+SORTED_ROWS = 5e9  # rows per second, however many share a line
 
 
 def random_seconds(table_bytes: int, row_bytes: int, ids: int) -> float:
-    """Predicted time of a gather in the order given, for random ids."""
+    """Predicted time of a gather of random ids in the order given."""
     gib = table_bytes / GIB
     sizes = [size for size, _ in RANDOM_ROWS]
     at = bisect.bisect_left(sizes, gib)
@@ -42,7 +41,7 @@ def random_seconds(table_bytes: int, row_bytes: int, ids: int) -> float:
 
 
 def _touched(parts: float, draws: float) -> float:
-    """How many of `parts` equal parts `draws` random draws meet."""
+    """Expected number of `parts` equal parts that `draws` random draws touch."""
     return parts * -math.expm1(-draws / parts) if parts else 0.0
 
 
@@ -56,5 +55,5 @@ def sorted_seconds(table_bytes: int, row_bytes: int, ids: int) -> float:
 
 
 def sorting_pays(table_bytes: int, row_bytes: int, ids: int) -> bool:
-    """Whether to sort, if ids are uniformly random. Distinct ones lose what sorting takes, 2 % at 262,144 rows."""
+    """Whether sorting is faster for uniformly random ids. For distinct ids the sort is a loss: 2 % at 262,144 rows."""
     return sorted_seconds(table_bytes, row_bytes, ids) < random_seconds(table_bytes, row_bytes, ids)

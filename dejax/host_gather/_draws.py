@@ -9,28 +9,28 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-_PAIRWISE = 64  # draws that are compared each with each; beyond, sorting them is less work
-_FINE = 1 << 16  # edges from which keys need more than 32 random bits
+_PAIRWISE = 64  # up to so many draws all pairs are compared; sorting more of them is less work
+_FINE = 1 << 16  # with more edges, keys need more than 32 random bits
 
 
 def below(key: Array, shape: tuple[int, ...], bound: Array) -> Array:
-    """Integers from 0 to `bound` - 1, of the bound's dtype; 0 where that is none.
+    """Uniform integers from 0 to `bound` - 1, of the bound's dtype; 0 where `bound` is below 1.
 
-    Drawn as integers: floats in [0, 1) are multiples of 2^-23, so that scaled to 10^7 they leave a sixth of the numbers
-    out. The bias of `randint` is `bound` / 2^64 here.
+    They are drawn as integers. Floats in [0, 1) are multiples of 2^-23: scaled to 10^7, they miss a sixth of the
+    integers. The bias of `randint` is `bound` / 2^64 here.
     """
     return jax.random.randint(key, shape, 0, jnp.maximum(bound, 1), bound.dtype)
 
 
 def draw_subset(key: Array, degree: Array, fan_out: int) -> tuple[Array, Array]:
-    """Floyd's algorithm: a uniform subset of `fan_out` positions below `degree`, all where there are no more.
+    """Floyd's algorithm: a uniform subset of `fan_out` positions below `degree`, or all if there are no more.
 
-    Draw i is below `last(i) + 1`, where last(i) = degree - fan_out + i, and counts as last(i) where it is taken
-    already. It is taken where an earlier draw was the same, or where it is last(j) of an earlier draw j that was taken
-    itself. So whether each is taken follows by pointers from i to j, without a loop over the draws.
+    Let last(i) = degree - fan_out + i. Draw i is uniform from 0 to last(i), and is replaced by last(i) if its position
+    is taken. A position is taken if an earlier draw was the same, or if it is last(j) of an earlier draw j that was
+    replaced. Following pointers from i to such j tells which draws are replaced, without a loop over the draws.
 
     Returns:
-        int[seeds, fan_out] and bool[seeds, fan_out]: positions, and which of them there are.
+        int[seeds, fan_out] positions, and bool[seeds, fan_out] which of them are valid.
     """
     i = jnp.arange(fan_out, dtype=degree.dtype)
     degree = degree[:, None]
@@ -47,7 +47,7 @@ def draw_subset(key: Array, degree: Array, fan_out: int) -> tuple[Array, Array]:
 
 
 def again_pairwise(drawn: Array) -> Array:
-    """Which draws of a row are equal to an earlier one of it."""
+    """Which draws of a row equal an earlier one of that row."""
     before = jnp.tri(drawn.shape[1], k=-1, dtype=bool)
     return ((drawn[:, :, None] == drawn[:, None, :]) & before).any(axis=2)
 
@@ -63,17 +63,16 @@ def again_sorted(drawn: Array) -> Array:
 def draw_weighted(
     key: Array, alias: Callable[[Array], Array], start: Array, degree: Array, fan_out: int
 ) -> tuple[Array, Array]:
-    """Positions in proportion to the weights, by alias tables: a cell, then its own edge or its other one.
+    """Positions with replacement, in proportion to the weights, by alias tables: a cell, then one of its two edges.
 
     Args:
         key: jax.random key.
-        alias: rows of `EdgeWeights.alias` by their numbers.
-        start, degree: int[seeds].
-        fan_out: how many.
+        alias: gives rows of `EdgeWeights.alias` by edge.
+        start, degree: int[seeds], the first edge of each seed, and how many it has.
+        fan_out: draws per seed.
 
     Returns:
-        int[seeds, fan_out] and bool[seeds, fan_out]: positions, and which of them there are: none where all
-        weights are 0.
+        int[seeds, fan_out] positions, and bool[seeds, fan_out] which of them are valid: none where all weights are 0.
     """
     for_cell, for_share = jax.random.split(key)
     cell = below(for_cell, (len(start), fan_out), degree[:, None])
@@ -85,7 +84,7 @@ def draw_weighted(
 
 
 def _happens(key: Array, probability: Array) -> Array:
-    """True with this probability, float32, to 64 bits: one of 1e-12 is not rounded to a multiple of 2^-23."""
+    """True with this probability, float32, by 64 random bits: 1e-12 is not rounded to a multiple of 2^-23."""
     high, low = jax.random.bits(key, (2, *probability.shape), jnp.uint32)
     scaled = probability * 2.0**32
     whole = jnp.floor(scaled)
@@ -98,23 +97,23 @@ def _happens(key: Array, probability: Array) -> Array:
 def draw_weighted_subset(
     key: Array, logs: Callable[[Array], Array], start: Array, degree: Array, fan_out: int, max_degree: int
 ) -> tuple[Array, Array]:
-    """Keys log(weight / Exp(1)); the edges of the `fan_out` largest are the sample.
+    """Positions without replacement by weight: the edges with the `fan_out` largest keys log(weight / Exp(1)).
 
     Args:
         key: jax.random key.
-        logs: elements of `EdgeWeights.logs` by their numbers.
-        start, degree: int[seeds].
-        fan_out: how many.
-        max_degree: edges beyond are left out.
+        logs: gives elements of `EdgeWeights.logs` by edge.
+        start, degree: int[seeds], the first edge of each seed, and how many it has.
+        fan_out: draws per seed.
+        max_degree: further edges of a seed are ignored.
 
     Returns:
-        int[seeds, fan_out] and bool[seeds, fan_out]: positions, and which of them there are.
+        int[seeds, fan_out] positions, and bool[seeds, fan_out] which of them are valid.
     """
     position = jnp.arange(max_degree, dtype=start.dtype)
     there = position < degree[:, None]
     weight = logs(jnp.where(there, start[:, None] + position, -1))
     usable = there & (weight > -jnp.inf)
-    # The largest keys come of the smallest of `max_degree` uniform numbers: near 0 they must be fine.
+    # The largest keys come from the smallest of `max_degree` uniform draws, which must be finely spaced near 0.
     words = 2 if max_degree > _FINE else 1
     bits = jax.random.bits(key, (words, *usable.shape), jnp.uint32).astype(jnp.float32)
     uniform = (bits[0] + 0.5) * 2.0**-32 if words == 1 else bits[0] * 2.0**-32 + (bits[1] + 0.5) * 2.0**-64

@@ -15,14 +15,14 @@ _INT32_MAX = 2**31 - 1
 
 
 def checked_ids(what: str, ids: Any, rows: int, name: str = "ids", form: str = "integers") -> Array:
-    """Ids as int32 or int64, of whatever integers they are given as.
+    """Ids of any integer dtype as int32 or int64.
 
     Args:
         what: the caller's name, for the error.
-        ids: int[...]: a jax or numpy array, a list, a number.
-        rows: how many rows, nodes or types there are. What is out of range stays out of range.
+        ids: int[...]: a jax or numpy array, a list, a scalar.
+        rows: the number of rows, nodes or types. Ids out of range stay out of range.
         name: the argument's name, for the error.
-        form: what it must be, for the error.
+        form: the argument's required form, for the error.
 
     Raises:
         TypeError: a mask, floats, or unsigned integers of 32 bits or more.
@@ -34,9 +34,11 @@ def checked_ids(what: str, ids: Any, rows: int, name: str = "ids", form: str = "
             ids = ids.astype(np.int32)
     kind = ids.dtype
     if kind == np.bool_:
-        raise TypeError(f"{what}: `{name}` is a mask; give jnp.nonzero(mask, size=..., fill_value=-1)[0], its ids")
+        raise TypeError(
+            f"{what}: `{name}` must be {form}, got a mask; use jnp.nonzero(mask, size=..., fill_value=-1)[0]"
+        )
     if not jnp.issubdtype(kind, jnp.integer):
-        raise TypeError(f"{what}: `{name}` must be {form}, {kind} was given; use {name}.astype(jnp.int32)")
+        raise TypeError(f"{what}: `{name}` must be {form}, got {kind}; use {name}.astype(jnp.int32)")
     ids, kind = native_order(ids), np.dtype(kind)
     if isinstance(ids, np.ndarray | np.generic) and kind.itemsize == 8 and not jax.config.values["jax_enable_x64"]:
         ids = _narrowed(what, np.asarray(ids), rows, name)
@@ -44,15 +46,15 @@ def checked_ids(what: str, ids: Any, rows: int, name: str = "ids", form: str = "
         # Before any arithmetic: `node * relations` of uint8 would wrap, and so would a comparison with a count.
         ids = jnp.asarray(ids).astype(jnp.int32)
     elif jnp.issubdtype(kind, jnp.unsignedinteger):
-        raise TypeError(f"{what}: `{name}` must be signed integers, {kind} was given; use {name}.astype(jnp.int32)")
+        raise TypeError(f"{what}: `{name}` must be signed integers, got {kind}; use {name}.astype(jnp.int32)")
     ids = jnp.asarray(ids)
     if ids.size > _INT32_MAX:
-        raise ValueError(f"{what}: `{name}` has {ids.size} elements, 2**31 - 1 is the most")
+        raise ValueError(f"{what}: `{name}` must have at most 2**31 - 1 elements, got {ids.size}")
     return ids
 
 
 def _narrowed(what: str, ids: np.ndarray, rows: int, name: str) -> np.ndarray:
-    """Ids of 64 bits as int32. jax would cut them, and an id out of range could become one inside."""
+    """Ids of 64 bits as int32. jax would drop their upper bits, and an id out of range could become one in range."""
     if rows > _INT32_MAX and ids.size and int(ids.max()) >= _INT32_MAX:
         raise ValueError(
             f"{what}: `{name}` beyond 2**31 - 2 need jax's 64-bit mode: jax.config.update('jax_enable_x64', True)"
@@ -62,10 +64,10 @@ def _narrowed(what: str, ids: np.ndarray, rows: int, name: str) -> np.ndarray:
 
 
 def in_range(ids: Array, rows: int) -> Array:
-    """Which ids are those of rows. The count may be beyond the ids' dtype."""
+    """Which ids are in range. `rows` may be beyond the ids' dtype."""
     return (ids >= 0) & (ids < rows) if rows <= np.iinfo(ids.dtype).max else ids >= 0
 
 
 def nearest(ids: Array, rows: int) -> Array:
-    """Ids moved to the nearest row."""
+    """Ids clipped to the nearest row."""
     return jnp.clip(ids, 0, min(rows - 1, int(np.iinfo(ids.dtype).max)))

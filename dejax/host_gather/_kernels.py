@@ -1,7 +1,8 @@
-"""CUDA kernels compiled when they are first needed, by NVRTC from the wheels that jax's CUDA plugin brings.
+"""CUDA kernels, compiled on first use by the NVRTC of the wheels that jax's CUDA plugin installs.
 
-The sources are in kernels/, specialised by definitions. What was compiled is kept on disk in `DEJAX_CACHE_DIR` (by
-default `~/.cache/dejax`), named by a digest of source, definitions, architecture and compiler.
+The sources are in kernels/ and dejax/include/; preprocessor definitions specialise them. Compiled kernels are kept on
+disk in `DEJAX_CACHE_DIR` (by default `~/.cache/dejax`), named by a digest of source, definitions, architecture and
+compiler.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from pathlib import Path
 
 import jax
 
+import dejax
 from dejax import _native
 
-_FOLDER = Path(__file__).parent / "kernels"
-_HEADERS = ("convert.h", "params.h", "words.h")
+_KERNELS = Path(__file__).parent / "kernels"
+_INCLUDE = Path(dejax.__file__).parent / "include"  # headers that native/ includes, too
+_HEADERS = (_INCLUDE / "element_types.h", _INCLUDE / "kernel_params.h", _KERNELS / "words.h")
 _NAMES = {"gather.cu": "dejax_gather", "update.cu": "dejax_update"}
 
 
@@ -31,20 +34,20 @@ class KernelError(RuntimeError):
 
 @functools.cache
 def _source(file: str) -> str:
-    return "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in (*_HEADERS, file))
+    return "\n".join(path.read_text(encoding="utf-8") for path in (*_HEADERS, _KERNELS / file))
 
 
 def key(file: str, definitions: tuple[tuple[str, str | int], ...]) -> int:
-    """The number under which the kernel of `file` with these definitions is known to the native handlers."""
+    """The key by which native handlers find the kernel of `file` with these definitions."""
     digest = hashlib.sha256(repr((_source(file), definitions)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def prepare(file: str, **definitions: str | int) -> int:
-    """Compiles and loads a kernel on the devices that jax uses; without a CUDA device it only gives its key.
+    """The key of a kernel, compiled and loaded on the CUDA devices that jax uses, if there are any.
 
     Raises:
-        KernelError: there is a device, but no NVRTC, or it refuses the source.
+        KernelError: there is a device, but no NVRTC, or NVRTC refuses the source.
     """
     ordered = tuple(sorted(definitions.items()))
     number = key(file, ordered)
@@ -58,24 +61,25 @@ def prepare(file: str, **definitions: str | int) -> int:
 
 
 def prepare_errors() -> None:
-    """Makes the memory into which kernels report ids out of range.
+    """Allocates the memory into which kernels report ids out of range.
 
     Raises:
-        MemoryError: there is a device, but no such memory.
+        MemoryError: there is a device, but no pinned memory.
     """
     for _, ordinals in _devices():
         if not _native.extension("dejax.host_gather").prepare_gather_errors(ordinals[0]):
             raise MemoryError(
-                "gather: no pinned memory for the 64 bytes into which mode='raise' reports ids out of range"
+                "gather: the 64 bytes of pinned memory into which mode='raise' reports ids out of range could not be "
+                "allocated"
             )
-        return  # one place serves all devices
+        return  # all devices report into the same memory
 
 
 @functools.cache
 def _devices() -> list[tuple[tuple[int, int], list[int]]]:
-    """The CUDA devices that jax uses in this process, by compute capability; none where it uses none.
+    """The CUDA devices that jax uses in this process, by compute capability.
 
-    The driver may show more of them: with one process for each GPU, each would hold memory on all.
+    The driver may list more devices. With one process per GPU, each process would hold memory on all of them.
     """
     driver, _ = _native.cuda_driver()
     try:
@@ -100,7 +104,7 @@ def _compiled(file: str, definitions: tuple[tuple[str, str | int], ...], capabil
     with contextlib.suppress(OSError):
         kept = path.read_bytes()
         digest, image = kept[:32], kept[32:]
-        if hashlib.sha256(image).digest() == digest:  # a file cut short is compiled again
+        if hashlib.sha256(image).digest() == digest:  # otherwise the file was cut short
             return image
     image = compile_source(library, _source(file), file, definitions, capability)
     with contextlib.suppress(OSError):  # without a cache each process compiles
@@ -122,7 +126,7 @@ def compile_source(
     definitions: tuple[tuple[str, str | int], ...],
     capability: tuple[int, int],
 ) -> bytes:
-    """The machine code of `source`; KernelError with the compiler's log where it refuses."""
+    """The machine code of `source`. Raises KernelError with the compiler's log."""
     program = ctypes.c_void_p()
 
     def check(code: int, call: str) -> None:
@@ -163,14 +167,13 @@ def _nvrtc() -> ctypes.CDLL:
         except OSError as error:
             tried.append(str(error))
     raise KernelError(
-        "dejax.host_gather needs NVRTC to compile its kernels and found none; pip install 'jax[cuda13]' (or cuda12) "
-        "brings "
-        f"it as nvidia-cuda-nvrtc. Tried: {'; '.join(tried) or 'no library of that name'}"
+        "dejax.host_gather found no NVRTC, which compiles its kernels; pip install 'jax[cuda13]' (or cuda12) installs "
+        f"nvidia-cuda-nvrtc. Tried: {'; '.join(tried) or 'no library of that name'}"
     )
 
 
 def _nvrtc_paths() -> Iterator[str]:
-    # The wheels first: they fit the plugin. `nvidia` is a namespace package of many wheels.
+    # First those of the wheels, which fit jax's plugin. `nvidia` is a namespace package of many wheels.
     spec = importlib.util.find_spec("nvidia")
     for folder in spec.submodule_search_locations or () if spec else ():
         found = [path for path in Path(folder).glob("*/lib/libnvrtc.so.*") if ".alt." not in path.name]

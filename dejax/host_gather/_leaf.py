@@ -1,27 +1,25 @@
-"""What functions of `jax.tree` see of a table: a leaf that can be passed on, but not be computed with.
+"""The leaf that functions of `jax.tree` see of a table: it can be passed on, but not be computed with.
 
 The array inside a table holds the bits of its rows as unsigned integers, so that `jax.jit` takes it and `jax.grad`
-refuses it. `jax.tree.map` would compute with those bits: a moving average, `optax.global_norm` and
-`optax.adam(...).init` gave numbers without meaning. jax has no type of leaf that jit takes and arithmetic refuses, but
-for extended dtypes, which lose the memory space of an array. So it depends on who asks: jax itself, which is about to
-call a compiled function, gets the array; code that calls `jax.tree` gets a `TableLeaf`.
+refuses it. `jax.tree.map`, `optax.global_norm` or `optax.adam(...).init` would compute with those bits and give numbers
+without meaning. jax has no dtype that jit takes and arithmetic refuses, except extended dtypes, which lose an array's
+memory space. Therefore flattening depends on the caller: jax itself, about to call a compiled function, gets the array;
+code that calls `jax.tree` gets a `TableLeaf`.
 """
 
 from __future__ import annotations
 
 import os
-import weakref
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-if TYPE_CHECKING:
-    from dejax.host_gather._spec import TableSpec
+from dejax.host_gather._spec import TableSpec
 
 _TREE_FILES = frozenset(
     function.__code__.co_filename
@@ -31,8 +29,8 @@ _RAVEL_FILE = ravel_pytree.__code__.co_filename  # the one file of jax that comp
 _TRUSTED = (str(Path(jax.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
 
 
-def asked_from_outside(frame: FrameType | None) -> bool:
-    """Whether `frame`, which flattens a table, is a function of `jax.tree` that code outside of jax has called."""
+def flattened_by_user(frame: FrameType | None) -> bool:
+    """Whether `frame`, which flattens a table, is a function of `jax.tree` that was called from outside of jax."""
     if frame is None or frame.f_code.co_filename not in _TREE_FILES:
         return frame is not None and frame.f_code.co_filename == _RAVEL_FILE
     while frame is not None and frame.f_code.co_filename in _TREE_FILES:
@@ -55,16 +53,16 @@ def _refused(*_: Any) -> NoReturn:
 
 
 class TableLeaf:
-    """The one leaf of a `HostTable`: `jax.tree.map` and others may pass it on, look at its shape, or wait for it."""
+    """The one leaf of a `HostTable`. `jax.tree` functions may pass it on, read its shape, or wait for it."""
 
     __slots__ = ("_shape", "array")
-    __array_ufunc__ = None  # numpy's operators leave the refusal to those below
+    __array_ufunc__ = None  # numpy's operators defer to the refusals below
     __hash__ = object.__hash__
-    # What it lies in, not what is in it.
+    # Attributes that describe where the array lies, not its elements.
     _FORWARDED = frozenset({"sharding", "devices", "device", "is_deleted", "block_until_ready", "committed"})
 
     def __init__(self, array: Any, spec: TableSpec) -> None:
-        self.array, self._shape = array, (spec.rows, *spec.row)
+        self.array, self._shape = array, spec.shape
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,7 +80,7 @@ class TableLeaf:
         return self._shape[0]
 
     def __repr__(self) -> str:
-        # Errors of others show it: "accepts only arrays, got TableLeaf(...)".
+        # Errors of other libraries show it: "accepts only arrays, got TableLeaf(...)".
         return f"TableLeaf(shape={self._shape}, the bits of a HostTable: see host_gather.sgd, adagrad, adam)"
 
     def __getattr__(self, name: str) -> Any:
@@ -93,14 +91,14 @@ class TableLeaf:
         _refused()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The words that carry the rows: what a leaf of the table must be made of again."""
+        """The unsigned integers that carry the rows, from which the leaf can be restored."""
         words = np.asarray(self.array)
         return np.array(words, dtype=dtype) if copy or (dtype is not None and dtype != words.dtype) else words
 
     @property
     def __jax_array__(self) -> NoReturn:
-        # A property: jax asks whether there is such a method before it says that it knows no such type. It would hide a
-        # TypeError behind its own.
+        # A property, since jax looks the method up before it raises its own TypeError about an unknown type. A
+        # ValueError, since jax would replace a TypeError by its own.
         raise ValueError(_REMEDY)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -108,10 +106,10 @@ class TableLeaf:
 
 
 class GoneLeaf:
-    """The leaf of a table that is closed, for jax: it raises `error` when jax asks what it is.
+    """The leaf that jax gets of a closed table: it raises `error` when jax looks at its type.
 
-    Raising while jax flattens would leave a level of recursion behind in jaxlib for each container around the table,
-    until, some hundred errors later, the thread has none left.
+    If flattening itself raised, jaxlib would lose a level of recursion for each container around the table; after some
+    hundred such errors the thread would have none left.
     """
 
     __slots__ = ("array", "error")
@@ -134,25 +132,3 @@ for _name in (
     *("__int__", "__getitem__", "__iter__", "__round__"),
 ):
     setattr(TableLeaf, _name, _refused)
-
-
-# -------------------------------------------------------------------------------------------- processes
-
-_processes: dict[int, tuple[weakref.ref[Any], int]] = {}
-
-
-def process_of(leaf: Array) -> int:
-    """The process that made an array, which goes with the array rather than with a table that is made of it later."""
-    key = id(leaf)
-    found = _processes.get(key)
-    if found is not None and found[0]() is leaf:
-        return found[1]
-    process = os.getpid()
-    _processes[key] = (weakref.ref(leaf, lambda gone: _forget(key, gone)), process)
-    return process
-
-
-def _forget(key: int, gone: Any) -> None:
-    found = _processes.get(key)
-    if found is not None and found[0] is gone:
-        del _processes[key]

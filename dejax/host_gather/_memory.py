@@ -1,8 +1,9 @@
-"""A table's memory: as a jax.Array without a copy, found again by its address, seen by numpy."""
+"""The memory of a table: as a jax.Array without a copy, found again by its address, seen by numpy."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,8 +22,8 @@ def host_sharding(device: Any) -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
 
 
-def pin(what: str, make: Any) -> Any:
-    """What `make` makes of the native module; MemoryError where the driver refuses."""
+def pin(what: str, make: Callable[[Any], Any]) -> Any:
+    """The result of `make(native module)`. Raises MemoryError where the driver refuses."""
     try:
         return make(_native.extension(what))
     except RuntimeError as error:
@@ -33,7 +34,7 @@ def pin(what: str, make: Any) -> Any:
 
 
 class Exporter:
-    """DLPack's protocol for the memory."""
+    """DLPack's protocol for a native `HostMemory`."""
 
     def __init__(self, memory: Any, spec: TableSpec, device: Any) -> None:
         self._memory, self._spec = memory, spec
@@ -50,28 +51,28 @@ class Exporter:
 def array_of(memory: Any, spec: TableSpec, device: Any) -> Array:
     """The memory as a jax.Array of `device`, without a copy."""
     array = jax.dlpack.from_dlpack(Exporter(memory, spec, device))
-    # jax takes memory of the CPU for its first CPU device only; another one gets a copy.
+    # jax assigns CPU memory to its first CPU device only; other CPU devices get a copy.
     return array if device in array.devices() else jax.device_put(array, device)
 
 
-def on_cpu(spec: TableSpec, device: Any, what: str) -> Array:
-    """Zeros in jax's own memory: it is the only kind that jax's CPU backend writes in place when it is donated.
+def zeros_on_cpu(spec: TableSpec, device: Any, what: str) -> Array:
+    """Zeros in memory that jax allocates: jax's CPU backend updates only its own memory in place when it is donated.
 
     Raises:
-        MemoryError: there is not so much memory.
+        MemoryError: the machine has less memory.
     """
-    leaf, wanted = spec.leaf, spec.rows * spec.row_bytes
-    # Beyond the machine's memory the system may say yes, and kill the process when the pages are written.
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if wanted > there:
-        raise MemoryError(f"{what}: {wanted} bytes are asked for, and the machine has {there}")
+    leaf, wanted = spec.leaf, spec.nbytes
+    # The system may grant more than the machine's memory, and then kill the process when it writes the pages.
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if wanted > available:
+        raise MemoryError(f"{what}: the table needs {wanted} bytes, and the machine has {available}")
     sharding = jax.sharding.SingleDeviceSharding(device)
     try:
         return jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=sharding)().block_until_ready()
     except RuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and "ut of memory" not in str(error):
             raise
-        raise MemoryError(f"{what}: {wanted} bytes could not be had: {error}") from error
+        raise MemoryError(f"{what}: {wanted} bytes could not be allocated: {error}") from error
 
 
 def address_of(leaf: Array) -> int:
@@ -79,28 +80,37 @@ def address_of(leaf: Array) -> int:
 
 
 def memory_of(leaf: Array) -> Any:
-    """The memory of ours that an array lies in, whichever function it came out of; None for memory of jax."""
+    """The native `HostMemory` that an array lies in, whichever function returned it; None for memory of jax."""
     if not leaf.size:
         return None
     return _native.extension("HostTable").HostMemory.find(address_of(leaf))
 
 
 def hold(leaf: Array) -> Any:
-    """As `memory_of`, where memory of jax is held, too: until the result goes, whatever happens to the array."""
+    """A native `HostMemory` that keeps the array's memory alive, also memory of jax, even if the array is deleted."""
     memory = memory_of(leaf)
     if memory is not None:
-        leaf.unsafe_buffer_pointer()  # an array that was deleted since might have left its address to another one
+        leaf.unsafe_buffer_pointer()  # raises if the array was deleted meanwhile: another one may have its address
         return memory
     module = _native.extension("HostTable.write")
     if next(iter(leaf.devices())).platform != "cpu":  # a copy that XLA made in pinned memory of its own
         return module.HostMemory.adopt(address_of(leaf), leaf.nbytes, True, None, leaf)
-    # By DLPack rather than numpy.asarray, which jax keeps beside the array: donating it would then copy it.
+    # Not numpy.asarray, whose result jax caches: donating the array would then copy it.
     held = np.from_dlpack(leaf)  # type: ignore[arg-type]
     return module.HostMemory.adopt(held.ctypes.data, held.nbytes, True, None, held)
 
 
+def copy_rows(leaf: Array, spec: TableSpec, start: int, rows: np.ndarray) -> None:
+    """Copies contiguous rows of the table's dtype into the table from row `start` on."""
+    if not rows.nbytes:
+        return
+    leaf.block_until_ready()
+    memory = hold(leaf)  # until the rows are copied, even if another thread closes the table
+    memory.copy_in(start * spec.row_bytes, rows.ctypes.data, rows.nbytes)
+
+
 class View:
-    """What numpy keeps as the base of a view: the memory."""
+    """The base of a numpy view: it keeps the memory alive."""
 
     def __init__(self, memory: Any, leaf: Array) -> None:
         self._memory, self._shape, self._type = memory, leaf.shape, np.dtype(leaf.dtype).str

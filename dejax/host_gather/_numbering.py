@@ -10,7 +10,7 @@ from dejax.host_gather._ids import in_range
 
 
 def unique_seeds(seeds: Array, num_nodes: int) -> Array:
-    """Seeds in their order, with -1 for those out of range and for all but the first of equal ones."""
+    """Seeds in the given order; -1 for seeds out of range and for repeated ones after the first."""
     positions = jnp.arange(seeds.shape[0], dtype=jnp.int32)
     wanted = jnp.where(in_range(seeds, num_nodes), seeds, -1).astype(jnp.int32)
     ordered, at = jax.lax.sort((wanted, positions), num_keys=1)
@@ -18,17 +18,24 @@ def unique_seeds(seeds: Array, num_nodes: int) -> Array:
     return wanted.at[at].set(jnp.where(again, -1, ordered))
 
 
-# Numbering by a table of all nodes takes some 20 bytes of traffic a node, by sorting some 100 an edge.
+# Numbering by a table of all nodes takes about 20 bytes of traffic per node, by sorting about 100 per edge.
 _DENSE_NODES_PER_EDGE = 4
 
 
 def number_nodes(known: Array, found: Array, limit: int, num_nodes: int) -> tuple[Array, Array, Array]:
-    """Local numbers of nodes, -1 for none: the known ones keep theirs, new ones follow by ascending node.
+    """Numbers found nodes: known nodes keep their local numbers, new nodes follow by ascending node.
 
-    Ascending, so that the next hop reads its lists in the order in which they lie in memory.
+    The order is ascending so that the next hop reads its lists in the order in which they lie in memory.
+
+    Args:
+        known: int32[k], the node of each local number, -1 for padding.
+        found: int32[n], nodes, -1 for padding.
+        limit: the most local numbers.
+        num_nodes: number of nodes of the whole graph.
 
     Returns:
-        The nodes known afterwards [limit]; the local number of each of `found`; how many nodes did not fit.
+        int32[limit] the node of each local number; int32[n] the local number of each of `found`, -1 for none; int32
+        scalar how many new nodes did not fit.
     """
     dense = num_nodes <= _DENSE_NODES_PER_EDGE * found.shape[0]
     grown, local, count = (number_by_table if dense else number_by_sort)(known, found, limit, num_nodes)
@@ -54,11 +61,12 @@ def number_by_sort(known: Array, found: Array, limit: int, num_nodes: int) -> tu
     old = known.shape[0]
     everything = jnp.concatenate([known, found])
     positions = jnp.arange(everything.shape[0], dtype=jnp.int32)
-    ordered, at = jax.lax.sort((everything, positions), num_keys=1)  # stable: of equal nodes the known one is first
+    # The sort is stable: a known node comes before its copies in `found`.
+    ordered, at = jax.lax.sort((everything, positions), num_keys=1)
     first = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
     new = first & (at >= old) & (ordered >= 0)
     number = jnp.where(new, old - 1 + jnp.cumsum(new, dtype=jnp.int32), at)
-    number = number[jax.lax.cummax(jnp.where(first, positions, 0))]  # of the first of equal nodes
+    number = number[jax.lax.cummax(jnp.where(first, positions, 0))]  # the number of the first of equal nodes
     slots = jnp.where(new & (number < limit), number, limit)
     grown = jnp.full((limit,), -1, jnp.int32).at[:old].set(known).at[slots].set(ordered, mode="drop")
     local = jnp.zeros_like(positions).at[at].set(jnp.where(ordered >= 0, number, -1), unique_indices=True)

@@ -1,21 +1,22 @@
-"""How `value_and_grad` finds the rows that a loss gathers: while it runs, each gather of its tables is noted.
+"""How `value_and_grad` finds the rows that a loss gathers: while the loss runs, gathers of its tables are recorded.
 
-Which tables are noted is written in their static part, `TableSpec.marks`. So it belongs to the key by which jit keeps
-what it has traced: a loss that was compiled before, and noted nothing then, is traced again.
+A table to record carries a mark in its static part, `TableSpec.marks`. The mark is thus in jit's cache key, so that jit
+traces a loss again that it had traced without recording.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from jax import Array
 
+from dejax.host_gather._spec import TableSpec
+
 _state = threading.local()
 
-# Called with the table's number, the table, the ids and the rows of a gather; gives the rows to go on with.
-Recorder = Callable[[int, Any, Array, Array], Array]
+# (number of the table, its leaf, ids, gathered rows) -> the rows to go on with.
+Recorder = Callable[[int, Array, Array, Array], Array]
 
 
 def _recorders() -> list[Recorder | None]:
@@ -25,28 +26,28 @@ def _recorders() -> list[Recorder | None]:
     return found
 
 
-def record(table: Any, ids: Array, rows: Array) -> Array:
-    """Tells the recorders that have marked the table of a gather, the outermost first."""
+def record(spec: TableSpec, leaf: Array, ids: Array, rows: Array) -> Array:
+    """Passes a gather to the recorders that have marked its table, the outermost first."""
     recorders = _recorders()
-    for level, number in table._spec.marks:
+    for level, number in spec.marks:
         recorder = recorders[level] if level < len(recorders) else None
         if recorder is not None:
-            rows = recorder(number, table, ids, rows)
+            rows = recorder(number, leaf, ids, rows)
     return rows
 
 
-def recorded(table: Any) -> bool:
-    """Whether gathers of this table are noted now."""
+def is_recorded(spec: TableSpec) -> bool:
+    """Whether gathers of this table are being recorded."""
     recorders = _recorders()
-    return any(level < len(recorders) and recorders[level] is not None for level, _ in table._spec.marks)
+    return any(level < len(recorders) and recorders[level] is not None for level, _ in spec.marks)
 
 
 class recording:
-    """While entered, `recorder` is told of gathers of the tables that are marked with the level that this gives.
+    """A context in which `recorder` gets the gathers of marked tables. Entering gives the level of its marks.
 
     Args:
-        recorder: who is told.
-        alone: others are not told meanwhile: of a trial run, of which nothing is kept.
+        recorder: the recorder.
+        alone: pause the other recorders: for a trial run whose results are dropped.
     """
 
     def __init__(self, recorder: Recorder, *, alone: bool = False) -> None:

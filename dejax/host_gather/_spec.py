@@ -1,4 +1,4 @@
-"""What is static about a table: shape, dtype and the platform whose handlers read it."""
+"""The static part of a table: shape, dtype and platform."""
 
 from __future__ import annotations
 
@@ -12,54 +12,69 @@ import numpy as np
 
 from dejax.host_gather import _types
 
-_MAX_ROW_BYTES = 1 << 30  # kernels count bytes of a row in 32 bits
+_MAX_ROW_BYTES = 1 << 30  # kernels count the bytes of a row in 32 bits
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TableSpec:
-    """What is static about a table: part of the jit cache key."""
+    """The static part of a table. It belongs to jit's cache key."""
 
     rows: int
     row: tuple[int, ...]
     dtype: np.dtype
-    platform: str  # "cpu" or "cuda": which handlers read it
+    platform: str  # "cpu" or "cuda": the platform whose handlers read the table
     read_only: bool = False
-    shared: bool = False  # by several devices: read only inside shard_map
-    marks: tuple[tuple[int, int], ...] = ()  # of `value_and_grad`: who notes gathers, and under which number
+    shared: bool = False  # among several devices: readable only inside shard_map
+    # (level, number) pairs set by `value_and_grad`: which call of it records gathers of this table, under which number.
+    marks: tuple[tuple[int, int], ...] = ()
 
     @property
     def plain(self) -> TableSpec:
-        """Without marks: what handlers and kernels go by."""
+        """The spec without marks, for handlers and kernels."""
         return dataclasses.replace(self, marks=()) if self.marks else self
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.rows, *self.row)
 
     @property
     def row_bytes(self) -> int:
         return math.prod(self.row) * self.dtype.itemsize
 
     @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    @property
     def leaf(self) -> jax.ShapeDtypeStruct:
-        """The array inside: rows as unsigned integers, so that no derivative of a table is ever asked for."""
+        """Shape and dtype of the leaf array: unsigned integers, so that jax never asks for a derivative of a table."""
         words = _types.words_per_row(self.row, self.dtype)
         return jax.ShapeDtypeStruct((self.rows, words), np.dtype(f"uint{_types.word_bits(self.dtype)}"))
+
+    @property
+    def words(self) -> TableSpec:
+        """The spec of the same memory as a table of unsigned integers."""
+        leaf = self.leaf
+        return dataclasses.replace(self, row=leaf.shape[1:], dtype=leaf.dtype)
 
 
 def table_spec(shape: Any, dtype: Any, device: jax.Device | None, what: str) -> TableSpec:
     try:
         shape = tuple(operator.index(size) for size in (shape if np.iterable(shape) else [shape]))
     except TypeError:
-        raise TypeError(f"{what}: a shape [rows, *row] of integers is needed, {shape!r} was given") from None
+        raise TypeError(f"{what}: the shape must be integers [rows, *row], got {shape!r}") from None
     if not shape or min(shape) < 0:
-        raise ValueError(f"{what}: a shape [rows, *row] is needed, {shape} was given")
+        raise ValueError(f"{what}: the shape must be [rows, *row], got {shape}")
     spec = TableSpec(shape[0], shape[1:], _types.element_dtype(dtype, what), platform_of(device_or_default(device)))
     if spec.row_bytes > _MAX_ROW_BYTES:
-        raise ValueError(f"{what}: a row may have {_MAX_ROW_BYTES} bytes, {spec.row_bytes} were given; split the rows")
+        raise ValueError(f"{what}: rows must have at most {_MAX_ROW_BYTES} bytes, got {spec.row_bytes}; split them")
     return spec
 
 
 def device_or_default(device: jax.Device | None) -> Any:
     if device is not None:
         if not hasattr(device, "platform"):
-            raise TypeError(f"HostTable: `device` must be one of jax.devices(), {device!r} was given")
+            raise TypeError(f"HostTable: `device` must be one of jax.devices(), got {device!r}")
         return device
     default = jax.config.values["jax_default_device"]
     return default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
@@ -71,10 +86,11 @@ def platform_of(device: jax.Device) -> str:
     if device.platform in ("gpu", "cuda") and "rocm" not in getattr(device.client, "platform_version", "").lower():
         return "cuda"
     raise ValueError(
-        f"HostTable: {device.platform} devices cannot read host memory in place; use a CPU or an NVIDIA GPU"
+        f"HostTable: `device` must be a CPU or an NVIDIA GPU, got {device.platform}, which cannot read host memory in "
+        "place"
     )
 
 
 def ordinal_of(spec: TableSpec, device: jax.Device | None) -> int | None:
-    """The number by which the CUDA driver knows the table's device; None for a table that is not pinned."""
+    """The CUDA driver's number of the table's device; None for a table that is not pinned."""
     return device_or_default(device).local_hardware_id if spec.platform == "cuda" else None

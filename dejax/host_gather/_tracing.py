@@ -1,4 +1,4 @@
-"""Questions about a trace that jax's public names do not answer. Without an answer only a readable error is lost."""
+"""Questions about a trace that need jax's private names. Where a name is missing, only a readable error is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def closed_over(array: Array) -> bool:
 
 
 def current_trace() -> Any:
-    """The innermost transformation that is being traced, to be given to `inside`; None where it cannot be told."""
+    """The innermost transformation that is being traced, for `inside`; None where jax does not tell."""
     try:
         from jax._src.core import trace_ctx
     except ImportError:
@@ -29,9 +29,9 @@ def current_trace() -> Any:
 
 
 def inside(outer: Any) -> bool:
-    """Whether what is traced now is traced for `outer` itself, or for derivatives within it.
+    """Whether the current trace is `outer`, or differentiation within it.
 
-    Not so in the body of a scan, a branch of cond, or a function that vmap maps: their values cannot leave them.
+    Values can leave such a trace. They cannot leave the body of a scan, a branch of cond, or a function that vmap maps.
     """
     trace = current_trace()
     while trace is not None and trace is not outer and type(trace).__name__ in ("JVPTrace", "LinearizeTrace"):

@@ -1,4 +1,4 @@
-"""Element types of table rows: their numbers in native/, and the unsigned integers that carry them."""
+"""Element types of table rows: their codes in native/, and the unsigned integers that carry them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# kernels/convert.h has the same numbers.
+# dejax/include/element_types.h has the same codes.
 ELEMENT_CODES = {
     "float32": 0,
     "float64": 1,
@@ -25,23 +25,23 @@ ELEMENT_CODES = {
     "uint32": 11,
 }
 RESULT_CODES = {"float32": 0, "bfloat16": 2, "float16": 3}
-MOVE_BYTES = -1
+MOVE_BYTES = -1  # the code of rows that are moved without conversion
 
 
 def element_dtype(dtype: Any, what: str) -> np.dtype:
-    """`dtype` as numpy's in this machine's byte order, if its elements are whole bytes."""
+    """`dtype` as a numpy dtype in this machine's byte order. Its elements must have whole bytes."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
-        raise TypeError(f"{what}: a dtype of numbers is needed, {dtype} was given; use jax.random.key_data for keys")
+        raise TypeError(f"{what}: the dtype must be numeric, got {dtype}; use jax.random.key_data for keys")
     found = np.dtype(dtype)
     if found.hasobject or found.names is not None or found.kind in "SUmM":
-        raise TypeError(f"{what}: a dtype of numbers is needed, {found} was given")
+        raise TypeError(f"{what}: the dtype must be numeric, got {found}")
     if found.name.endswith(("int4", "int2", "int1", "e2m1fn")):
-        raise TypeError(f"{what}: a dtype of whole bytes is needed, {found} was given; use int8")
+        raise TypeError(f"{what}: the dtype must have whole bytes, got {found}; use int8")
     return found.newbyteorder("=")
 
 
 def native_order(array: Any) -> Any:
-    """A numpy array whose elements have the bytes of this machine's order; others as they are."""
+    """A numpy array in this machine's byte order; other values unchanged."""
     if isinstance(array, np.ndarray | np.generic) and not array.dtype.isnative:
         return np.asarray(array, array.dtype.newbyteorder("="))
     return array
@@ -58,5 +58,5 @@ def words_per_row(row: tuple[int, ...], dtype: np.dtype) -> int:
 
 
 def store_unit(row_bytes: int) -> int:
-    """The largest power of two up to 16 that divides a row's bytes: what a kernel can store at once."""
+    """Bytes that a kernel can store at once: the largest power of two up to 16 that divides the bytes of a row."""
     return min(16, row_bytes & -row_bytes) if row_bytes else 16

@@ -1,28 +1,28 @@
-"""Alias tables: how an edge is drawn in proportion to its weight by one read, whatever the weights."""
+"""Alias tables, by which one read draws an edge in proportion to its weight."""
 
 from __future__ import annotations
 
 import numpy as np
 
-_UNIT = 1 << 30  # of a cell, in the integers by which shares are handed out
-_BLOCK = 1 << 22  # edges whose tables are made at once
+_UNIT = 1 << 30  # the integer that stands for one cell
+_BLOCK = 1 << 22  # edges whose tables are computed at once
 
 
 def alias_tables(starts: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Walker's alias tables of groups of edges (Walker, 1977), and the logarithms of the weights.
 
-    A group of n edges has n cells of equal probability. Cell i belongs to edge i for a share, and for the rest to one
-    other edge of the group. Light edges (of less than a cell) have a share that is their own weight over the group's
-    mean, in float32 and so right to seven digits however small it is; running sums would lose all weights below 1e-7 of
-    the group's total.
+    A group of n edges has n cells of equal probability. A share of cell i belongs to edge i, and the rest to one other
+    edge of the group. A light edge (less than a cell) has the share weight / mean weight of the group. It is stored in
+    float32, so it has seven digits however small it is. Running sums would lose all weights below 1e-7 of the group's
+    total.
 
     Args:
         starts: int[groups + 1], where each group's edges begin.
         weights: float64[edges], finite and not negative.
 
     Returns:
-        alias: int32[edges, 2]: the bits of the share as float32, and the other edge, counted from the group's first; -1
-            in groups whose weights are all 0.
+        alias: int32[edges, 2]: the bits of the share as float32, and the other edge, counted from the first edge of the
+            group; -1 in groups whose weights are all 0.
         logs: float32[edges]: log(weight / the group's largest weight), -inf for weights of 0.
     """
     alias = np.empty((len(weights), 2), np.int32)
@@ -40,13 +40,13 @@ def alias_tables(starts: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, n
 
 
 def _fill(counts: np.ndarray, weights: np.ndarray, alias: np.ndarray, logs: np.ndarray) -> None:
-    """The tables of groups that have edges, side by side."""
+    """Writes the tables of consecutive groups that all have edges."""
     begins = np.cumsum(counts) - counts
     largest = np.repeat(np.maximum.reduceat(weights, begins), counts)
     with np.errstate(divide="ignore", invalid="ignore", under="ignore"):
         logs[:] = np.where(weights > 0, np.log(weights) - np.log(largest), -np.inf)
         relative = np.where(largest > 0, weights / largest, 1.0)
-    # In cells: the weights of a group sum to its number of edges.
+    # The unit is one cell: the weights of a group sum to its number of edges.
     cells = relative * np.repeat(counts / np.add.reduceat(relative, begins), counts)
     share, other = _handed_out(cells, counts, begins)
     group = np.repeat(begins, counts)
@@ -56,15 +56,16 @@ def _fill(counts: np.ndarray, weights: np.ndarray, alias: np.ndarray, logs: np.n
 
 
 def _handed_out(cells: np.ndarray, counts: np.ndarray, begins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each cell's share for its own edge, and the edge that has the rest.
+    """Each cell's share for its own edge, and the edge that has the rest of the cell.
 
-    Heavy edges fill the cells of light ones in order. A heavy edge whose surplus is used up becomes light, and the next
-    heavy one fills its cell. Which one fills which follows from running sums of what is missing and of the surplus; in
-    integers they agree at the end of each group, so one pass serves all groups.
+    Heavy edges (at least one cell) fill the cells of light ones in order. A heavy edge whose surplus is used up becomes
+    light, and the next heavy edge fills its cell. Running sums of the light edges' missing parts and of the heavy
+    edges' surplus tell which edge fills which cell. They are integers and equal at the end of each group, so one pass
+    serves all groups.
     """
     target = np.rint(cells * _UNIT).astype(np.int64)
     position = np.arange(len(cells))
-    # Rounding is settled with a heaviest edge of each group.
+    # A heaviest edge of each group takes the rounding errors of the others.
     is_largest = np.flatnonzero(target == np.repeat(np.maximum.reduceat(target, begins), counts))
     heaviest = is_largest[np.searchsorted(is_largest, begins)]
     target[heaviest] += counts * _UNIT - np.add.reduceat(target, begins)
@@ -77,7 +78,7 @@ def _handed_out(cells: np.ndarray, counts: np.ndarray, begins: np.ndarray) -> tu
         other[light] = heavy[np.searchsorted(surplus, before, side="right")]
         missing = np.concatenate([[0], missing])
         reached = missing[np.searchsorted(missing, surplus, side="left")]
-        short = np.flatnonzero(reached > surplus)  # of those whose surplus ends within a cell
+        short = np.flatnonzero(reached > surplus)  # heavy edges whose surplus ends within a cell
         share[heavy[short]] = (_UNIT + surplus[short] - reached[short]) / _UNIT
         other[heavy[short]] = heavy[short + 1]
     return share, other

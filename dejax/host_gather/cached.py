@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,25 +12,27 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax.host_gather._ids import checked_ids, in_range
-from dejax.host_gather.table import HostTable
+from dejax.host_gather._operands import ReadableTable, TableOperands
+from dejax.host_gather._spec import TableSpec
+from dejax.host_gather.gather import gather
+from dejax.host_gather.table import HostTable, check_index
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class CachedTable:
-    """A `HostTable` and a copy of some of its rows in device memory; what takes the one takes the other.
+class CachedTable(ReadableTable):
+    """A `HostTable` and a copy of some of its rows in device memory. All functions that take tables take both.
 
-    Which rows are cached is fixed when it is made. Hit or miss is settled inside the kernel, row by row: shapes are
-    static, nothing is synchronised, and results are those of the table. `scatter`, `scatter_add` and the optimizers
-    write the copies, too, and give a CachedTable. Writing the table inside by itself makes them stale.
+    The set of cached rows is fixed when the table is made. The kernel decides row by row whether a row is cached, so
+    shapes are static and nothing is synchronised. Results are those of the table. `scatter`, `scatter_add` and the
+    optimizers also update the cached copies, and return a CachedTable. Writing only the table inside makes them stale.
 
     A pytree. On the CPU, where there is one memory, the cache is kept but not read.
 
     Attributes:
         table: the table.
-        cache: uint[cached, words], the cached rows as the table carries them, on the device.
-        slots: int32[rows], the row of `cache` that holds a row of the table, -1 where none does. It takes 4 bytes a
-            row.
+        cache: uint[cached, words], the cached rows as unsigned integers, on the device.
+        slots: int32[rows], the row of `cache` that holds each row of the table, -1 for none. It takes 4 bytes a row.
     """
 
     table: HostTable
@@ -47,8 +49,6 @@ class CachedTable:
         hot = np.asarray(ids).reshape(-1)
         if hot.size and (hot.dtype.kind not in "iu" or hot.min() < 0 or hot.max() >= len(table)):
             raise ValueError(f"CachedTable: `ids` must be integers from 0 to {len(table) - 1}")
-        from dejax.host_gather.gather import gather
-
         hot = hot.astype(np.int64)
         slots = np.full(len(table), -1, np.int32)
         order = np.arange(hot.size, dtype=np.int32)
@@ -57,7 +57,6 @@ class CachedTable:
             raise ValueError("CachedTable: `ids` must be distinct")
         leaf = table._concrete("CachedTable")
         places = jnp.asarray(slots) if table._spec.shared else jax.device_put(slots, next(iter(leaf.devices())))
-        # The bits of the rows, as the table carries them.
         return cls(table, gather(table._words(), hot), places)
 
     @classmethod
@@ -66,69 +65,31 @@ class CachedTable:
 
         Args:
             table: the table.
-            counts: number[rows]: out-degrees of a graph's nodes, given frequencies, or a profile (`count_ids`).
+            counts: real[rows]: out-degrees of a graph's nodes, given frequencies, or a profile (`count_ids`).
             cached_rows: how many rows to cache.
 
         Raises:
-            TypeError: counts that are no real numbers.
-            ValueError: counts of another shape, or with NaN; more rows than there are.
+            TypeError: counts that are not real.
+            ValueError: counts of another shape, or with NaN; more cached rows than rows.
         """
         weights = np.asarray(counts)
         if weights.dtype.kind not in "biuf" and not jnp.issubdtype(weights.dtype, jnp.floating):
-            raise TypeError(f"CachedTable: `counts` must be numbers, {weights.dtype} was given")
+            raise TypeError(f"CachedTable: `counts` must be real, got {weights.dtype}")
         if weights.shape != (len(table),):
-            raise ValueError(f"CachedTable: `counts` must have shape ({len(table)},), {weights.shape} was given")
+            raise ValueError(f"CachedTable: `counts` must have shape ({len(table)},), got {weights.shape}")
         if not 0 <= cached_rows <= len(table):
-            raise ValueError(f"CachedTable: `cached_rows` must be from 0 to {len(table)}, {cached_rows} was given")
+            raise ValueError(f"CachedTable: `cached_rows` must be from 0 to {len(table)}, got {cached_rows}")
         if np.isnan(weights).any():
             raise ValueError("CachedTable: `counts` must not have NaN")
         if not cached_rows:
             return cls.from_ids(table, np.zeros(0, np.int64))
-        # Not by the negative of the counts, which wraps where they are unsigned.
+        # Not by the negated counts: unsigned ones would wrap.
         cold = len(weights) - cached_rows
         return cls.from_ids(table, np.argpartition(weights, cold)[cold:] if cold else np.arange(len(weights)))
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.table.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.table.dtype
-
-    @property
-    def ndim(self) -> int:
-        return self.table.ndim
-
-    @property
-    def size(self) -> int:
-        return self.table.size
-
-    @property
-    def nbytes(self) -> int:
-        """Of the table, without the copies."""
-        return self.table.nbytes
-
-    @property
-    def read_only(self) -> bool:
-        return self.table.read_only
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __iter__(self) -> NoReturn:
-        iter(self.table)
-        raise AssertionError
-
-    def __contains__(self, value: Any) -> NoReturn:
-        _ = value in self.table
-        raise AssertionError
-
     def __getitem__(self, ids: Any) -> Array:
         """Rows by integer ids of any shape: `gather(table, ids)`."""
-        from dejax.host_gather.gather import gather
-
-        self.table._checked_index(ids)
+        check_index(ids)
         return gather(self, ids)
 
     def numpy(self) -> np.ndarray:
@@ -136,7 +97,7 @@ class CachedTable:
         return self.table.numpy()
 
     def close(self) -> None:
-        """As `HostTable.close`; the copies on the device stay until nothing refers to them."""
+        """As `HostTable.close`. The cached copies stay until nothing refers to them."""
         self.table.close()
 
     def is_closed(self) -> bool:
@@ -150,7 +111,7 @@ class CachedTable:
         self.close()
 
     def hit_rate(self, ids: ArrayLike) -> Array:
-        """float32 scalar, on the device: the part of `ids` in range whose rows are cached. For jit or outside of it.
+        """The fraction of `ids` in range whose rows are cached: a float32 scalar on the device. It may be jitted.
 
         Raises:
             TypeError: ids that are no integers.
@@ -159,17 +120,22 @@ class CachedTable:
         hits = self._places(ids) >= 0
         return hits.sum() / jnp.maximum(in_range(ids, len(self)).sum(), 1).astype(jnp.float32)
 
+    @property
+    def _spec(self) -> TableSpec:
+        return self.table._spec
+
+    def _operands(self, what: str) -> TableOperands:
+        return TableOperands(self._spec, self.table._checked_leaf(what), self.cache, self.slots)
+
     def _places(self, ids: Array) -> Array:
-        """The row of `cache` that holds each id, -1 where none does."""
+        """The row of `cache` that holds each id's row, -1 for none."""
         if not len(self):
             return jnp.full(ids.shape, -1, jnp.int32)
         there = in_range(ids, len(self))
         return jnp.where(there, self.slots[jnp.where(there, ids, 0)], -1)
 
     def _written(self, table: HostTable, ids: Array) -> CachedTable:
-        """With `table`, in which the rows of `ids` were written; their copies are read again."""
-        from dejax.host_gather.gather import gather
-
+        """The cached table after rows `ids` of `table` were written: reads their copies again."""
         if not self.cache.shape[0]:
             return CachedTable(table, self.cache, self.slots)
         ids = ids.reshape(-1)
@@ -180,22 +146,22 @@ class CachedTable:
 
 
 def count_ids(counts: ArrayLike, ids: ArrayLike) -> Array:
-    """A profile: `counts`, int32[rows], with one added for each of `ids` in range. For jit or outside of it.
+    """Adds one to `counts` for each of `ids` in range: a profile for `CachedTable.from_counts`. It may be jitted.
 
     Args:
         counts: int32[rows], the counts so far; begin with zeros.
-        ids: int[...], any shape; those out of range are not counted.
+        ids: int[...], any shape.
 
     Returns:
-        int32[rows], for `CachedTable.from_counts`.
+        int32[rows].
 
     Raises:
         TypeError: ids that are no integers.
-        ValueError: counts that are not of one axis.
+        ValueError: counts that do not have one axis.
     """
     counts = jnp.asarray(counts)
     if counts.ndim != 1:
-        raise ValueError(f"count_ids: `counts` must be [rows], {counts.shape} was given")
+        raise ValueError(f"count_ids: `counts` must be [rows], got {counts.shape}")
     if not counts.size:
         return counts
     ids = checked_ids("count_ids", ids, counts.size).reshape(-1)

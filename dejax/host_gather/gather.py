@@ -16,38 +16,51 @@ from jax.typing import ArrayLike
 from dejax import _native
 from dejax.host_gather import _cost, _kernels, _types
 from dejax.host_gather._ids import checked_ids, in_range, nearest
-from dejax.host_gather._recording import record, recorded
+from dejax.host_gather._lifetime import reporting_closed
+from dejax.host_gather._operands import ReadableTable, operands_of
+from dejax.host_gather._recording import is_recorded, record
 from dejax.host_gather._spec import TableSpec
-from dejax.host_gather.cached import CachedTable
-from dejax.host_gather.table import HostTable
 
 Mode = Literal["fill", "clip", "raise"]
 Order = Literal["auto", "given", "sorted"]
 
-# Four SMs saturate the bus with rows of 512 bytes; eight keep a margin.
+# Four multiprocessors saturate the bus with rows of 512 bytes; eight keep a margin.
 SORTED_SMS = 8
 UNSORTED_SMS = 16
 _LINE = 128  # bytes of one request over the bus
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class GatherOptions:
+    """The keyword arguments of `gather`, which documents them."""
+
+    mode: str = "fill"
+    fill_value: Any = 0
+    out_dtype: Any = None
+    scale: Any = None
+    reduce: str | None = None
+    order: str = "auto"
+    num_sms: int | None = None
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class Call:
-    """What is static about one gather: attributes of the native call."""
+class GatherCall:
+    """The static part of one gather, from which the attributes of the native call follow."""
 
     spec: TableSpec
     out_dtype: np.dtype
-    convert: bool
+    convert: bool  # elements, rather than move bytes
     mean: bool
     clip: bool
     raises: bool
-    fill_value: float
-    fill: bytes  # 16 bytes of repeated elements
+    fill_value: float  # where elements are converted
+    fill: bytes  # 16 bytes of repeated elements, where bytes are moved
     ordered: bool
     num_sms: int
 
 
 def gather(
-    table: HostTable | CachedTable,
+    table: ReadableTable,
     ids: ArrayLike,
     *,
     mode: Mode = "fill",
@@ -60,143 +73,123 @@ def gather(
 ) -> Array:
     """Rows of a table by ids, read in place: inside or outside `jax.jit`, `scan`, `cond`, `vmap` over ids, `shard_map`.
 
-    The table has no derivative: a loss that uses gathered rows can be differentiated with respect to everything else,
+    The table has no derivative. A loss that uses gathered rows can be differentiated with respect to everything else,
     and `host_gather.value_and_grad` gives the gradient of the rows.
 
     Args:
         table: HostTable or CachedTable [rows, *row].
-        ids: int[...], any shape; int64 needs jax's 64-bit mode. There is no counting from the end: below 0 is out of
-            range.
-        mode: what an id out of range gives. "fill": a row of `fill_value`. "clip": the nearest row. "raise": an
-            error, on the CPU from this call; on a GPU from a later gather of this mode, or from `check_errors`, and
-            until then a row of `fill_value`.
+        ids: int[...], any shape; int64 needs jax's 64-bit mode. Negative ids are out of range: they do not count from
+            the end.
+        mode: the result for an id out of range. "fill": a row of `fill_value`. "clip": the nearest row. "raise": an
+            error. On the CPU this call raises it. On a GPU a later gather of this mode or `check_errors` raises it, and
+            until then the row is one of `fill_value`.
         fill_value: a scalar of the result's dtype.
         out_dtype: float32, bfloat16 or float16: elements are converted as they are read. By default the table's own.
         scale: float, () or [rows]: multiplies the converted rows (for int8 and fp8 tables). Not differentiated.
-        reduce: "mean" averages over the last axis of `ids` in float32, leaving ids out of range out (unless
-            `mode="clip"`); `fill_value` where all are. Rows must be of floats or converted.
-        order: "given" reads rows in the order of `ids`; "sorted" sorts the ids inside the step, and reads equal ones
-            once: for large tables and for ids with many duplicates; "auto" lets a cost model decide from sizes. The
+        reduce: "mean" averages over the last axis of `ids` in float32. Ids out of range do not count (unless
+            `mode="clip"`); if all are out of range, the result is `fill_value`. Rows must be floats or be converted.
+        order: "given" reads rows in the order of `ids`. "sorted" sorts the ids inside the step and reads equal ones
+            once: for large tables and for ids with many duplicates. "auto" decides from sizes by a cost model. The
             result is the same.
-        num_sms: multiprocessors that the read may take, at most; by default 8 or 16, which saturate the bus.
+        num_sms: the most multiprocessors that the read may take; by default 8 or 16, which saturate the bus.
 
     Returns:
         [*ids.shape, *row], or [*ids.shape[:-1], *row] with `reduce`, of `out_dtype`.
 
     Raises:
-        TypeError: no HostTable, ids that are no integers, a dtype that cannot be had, a table that is closed over.
+        TypeError: no HostTable, ids that are no integers, an impossible dtype, a table that is closed over.
         ValueError: an unknown mode, order or reduction; a table that was sliced on its way; a mapped table.
         TableClosedError: the table was closed or donated.
 
+    >>> from dejax.host_gather import HostTable
     >>> table = HostTable.from_numpy(np.arange(6.0, dtype=np.float32).reshape(3, 2))
     >>> jax.jit(gather)(table, jnp.array([2, 0, 7]))
     Array([[4., 5.],
            [0., 1.],
            [0., 0.]], dtype=float32)
     """
-    host, slots, cache = parts("gather", table)
-    noted = recorded(host)
-    if noted and scale is not None:
+    operands = operands_of("gather", table)
+    recorded = is_recorded(operands.spec)
+    if recorded and scale is not None:
         raise ValueError("gather: the gradient of scaled rows is not defined; multiply the gathered rows instead")
-    leaf, ids, call, factor = prepared("gather", host, ids, mode, fill_value, out_dtype, scale, reduce, order, num_sms)
-    if call.mean and not (call.ordered or noted):
-        with host._alive("gather"):
-            return mapped_call(call, ids.shape[-1])(leaf, cache, slots, ids, factor)
+    options = GatherOptions(mode, fill_value, out_dtype, scale, reduce, order, num_sms)
+    ids, call, factor = prepare_gather("gather", operands.spec, ids, options)
+    leaf, cache, slots = operands.leaf, operands.cache, operands.slots
+    if call.mean and not (call.ordered or recorded):
+        with reporting_closed(leaf, "gather"):
+            return batched_gather(call, ids.shape[-1])(leaf, cache, slots, ids, factor)
     plain = dataclasses.replace(call, mean=False, fill_value=0.0) if call.mean else call
-    with host._alive("gather"):
-        rows = mapped_call(plain, 1)(leaf, cache, slots, ids, factor)
-    rows = record(host, nearest(ids, call.spec.rows) if call.clip else ids, rows)
+    with reporting_closed(leaf, "gather"):
+        rows = batched_gather(plain, 1)(leaf, cache, slots, ids, factor)
+    rows = record(operands.spec, leaf, nearest(ids, call.spec.rows) if call.clip else ids, rows)
     return _mean(call, rows, ids) if call.mean else rows
 
 
-def parts(what: str, table: Any) -> tuple[HostTable, Array, Array]:
-    """The table in host memory, and what of it lies on the device: slots and cache, both empty for a HostTable.
-
-    Raises:
-        TypeError: neither a HostTable nor a CachedTable.
-        TableClosedError: the table was closed, donated, or inherited by a forked child.
-    """
-    host = table.table if isinstance(table, CachedTable) else table
-    if not isinstance(host, HostTable):
-        raise TypeError(
-            f"{what}: `table` must be a HostTable, {type(table).__name__} was given; see HostTable.from_numpy"
-        )
-    host._operand(what)  # before anything is asked of jax, on which a forked child hangs
-    if isinstance(table, CachedTable):
-        return host, table.slots, table.cache
-    return host, jnp.zeros((0,), jnp.int32), jnp.zeros((0,), table._spec.leaf.dtype)
-
-
 def check_errors() -> None:
-    """Says whether a gather of mode "raise" met an id out of range on a GPU; call it after the step is done.
+    """Raises if a gather of mode "raise" met an id out of range on a GPU. Call it after the step is done.
 
-    What it reports it forgets: the next call is about later gathers.
+    It clears the error: the next call reports later gathers.
 
     Raises:
-        IndexError: one did; the message names an id.
-        NativeExtensionError: the extension is not there.
+        IndexError: a gather met an id out of range; the message names one.
+        NativeExtensionError: the extension is missing.
     """
     found = _native.extension("check_errors").take_gather_error()
     if found is not None:
         raise IndexError(f"dejax.host_gather.gather: id {found} was out of range")
 
 
-def prepared(
-    what: str,
-    table: HostTable,
-    ids: Any,
-    mode: str,
-    fill_value: Any,
-    out_dtype: Any,
-    scale: Any,
-    reduce: str | None,
-    order: str,
-    num_sms: int | None,
-) -> tuple[Any, Array, Call, Array]:
-    """Checked arguments of a gather."""
+# -------------------------------------------------------------------------------------------- checks
+
+
+def prepare_gather(what: str, spec: TableSpec, ids: Any, options: GatherOptions) -> tuple[Array, GatherCall, Array]:
+    """Checks the arguments of a gather. Returns ids, the static call and the scale as float32[0], [1] or [rows]."""
     _native.extension(f"dejax.host_gather.{what}")
-    leaf = table._operand(what)
-    spec = table._spec.plain
+    spec = spec.plain
     ids = checked_ids(what, ids, spec.rows)
-    for name, value, known in (
-        ("mode", mode, ("fill", "clip", "raise")),
-        ("order", order, ("auto", "given", "sorted")),
-        ("reduce", reduce, (None, "mean")),
-    ):
-        if value not in known:
-            raise ValueError(f"{what}: `{name}` must be one of {known}, {value!r} was given")
-    if num_sms is not None and num_sms < 1:
-        raise ValueError(f"{what}: `num_sms` must be at least 1, {num_sms} was given")
-    mean = reduce == "mean"
+    _check_choices(what, options)
+    mean = options.reduce == "mean"
     if mean and (ids.ndim == 0 or ids.shape[-1] == 0):
         raise ValueError(
-            f"{what}: with reduce='mean' `ids` must have a last axis to average over, its shape is {ids.shape}"
+            f"{what}: with reduce='mean' `ids` must have a last axis to average over, got shape {ids.shape}"
         )
-    result = _result_dtype(what, spec, out_dtype, mean, scale is not None)
-    convert = mean or scale is not None or result != spec.dtype
+    result = _result_dtype(what, spec, options.out_dtype, mean, options.scale is not None)
+    convert = mean or options.scale is not None or result != spec.dtype
     if convert and spec.dtype.name not in _types.ELEMENT_CODES:
         raise TypeError(f"{what}: rows of {spec.dtype} cannot be converted; gather them as they are")
-    factor = _scale(what, spec, scale)
-    fill = np.asarray(fill_value)
+    factor = _scale(what, spec, options.scale)
+    fill = np.asarray(options.fill_value)
     if fill.ndim:
-        raise ValueError(f"{what}: `fill_value` must be a scalar, shape {fill.shape} was given")
+        raise ValueError(f"{what}: `fill_value` must be a scalar, got shape {fill.shape}")
     pattern = fill.astype(spec.dtype).tobytes() if not convert else b""
-    ordered = order == "sorted"
-    if order == "auto":
-        ordered = spec.platform == "cuda" and _cost.sorting_pays(spec.rows * spec.row_bytes, spec.row_bytes, ids.size)
-    call = Call(
+    ordered = options.order == "sorted"
+    if options.order == "auto":
+        ordered = spec.platform == "cuda" and _cost.sorting_pays(spec.nbytes, spec.row_bytes, ids.size)
+    call = GatherCall(
         spec=spec,
         out_dtype=result,
         convert=convert,
         mean=mean,
-        clip=mode == "clip",
-        raises=mode == "raise",
+        clip=options.mode == "clip",
+        raises=options.mode == "raise",
         fill_value=float(fill) if convert else 0.0,
         fill=(pattern * 16)[:16] or bytes(16),
         ordered=ordered and spec.platform == "cuda",
-        num_sms=num_sms or (SORTED_SMS if ordered else UNSORTED_SMS),
+        num_sms=options.num_sms or (SORTED_SMS if ordered else UNSORTED_SMS),
     )
-    return leaf, ids, call, factor
+    return ids, call, factor
+
+
+def _check_choices(what: str, options: GatherOptions) -> None:
+    for name, value, known in (
+        ("mode", options.mode, ("fill", "clip", "raise")),
+        ("order", options.order, ("auto", "given", "sorted")),
+        ("reduce", options.reduce, (None, "mean")),
+    ):
+        if value not in known:
+            raise ValueError(f"{what}: `{name}` must be one of {known}, got {value!r}")
+    if options.num_sms is not None and options.num_sms < 1:
+        raise ValueError(f"{what}: `num_sms` must be at least 1, got {options.num_sms}")
 
 
 def _result_dtype(what: str, spec: TableSpec, out_dtype: Any, mean: bool, scaled: bool) -> np.dtype:
@@ -207,12 +200,11 @@ def _result_dtype(what: str, spec: TableSpec, out_dtype: Any, mean: bool, scaled
         result = np.dtype(out_dtype)
         if result != spec.dtype and result.name not in _types.RESULT_CODES:
             raise TypeError(
-                f"{what}: `out_dtype` must be float32, bfloat16, float16 or the table's {spec.dtype}; {result} was "
-                f"given"
+                f"{what}: `out_dtype` must be float32, bfloat16, float16 or the table's {spec.dtype}, got {result}"
             )
     if (mean or scaled) and result.name not in _types.RESULT_CODES:
         raise TypeError(
-            f"{what}: with `reduce` or `scale` the result must be a float of 16 or 32 bits; give `out_dtype`"
+            f"{what}: with `reduce` or `scale` the result must be float32, bfloat16 or float16; give `out_dtype`"
         )
     if jax.dtypes.canonicalize_dtype(result) != result:
         raise TypeError(
@@ -227,12 +219,12 @@ def _scale(what: str, spec: TableSpec, scale: Any) -> Array:
         return jnp.zeros((0,), jnp.float32)
     factor = jax.lax.stop_gradient(jnp.asarray(scale, jnp.float32))
     if factor.shape not in ((), (1,), (spec.rows,)):
-        raise ValueError(f"{what}: `scale` must have shape () or ({spec.rows},), {factor.shape} was given")
+        raise ValueError(f"{what}: `scale` must have shape () or ({spec.rows},), got {factor.shape}")
     return factor.reshape(-1)
 
 
-def _mean(call: Call, rows: Array, ids: Array) -> Array:
-    """The mean of gathered rows over the last axis of ids, for rows that were gathered in sorted order."""
+def _mean(call: GatherCall, rows: Array, ids: Array) -> Array:
+    """The mean of gathered rows over the last axis of ids, where the native call did not average."""
     total = rows.astype(jnp.float32).sum(axis=ids.ndim - 1)
     row = (1,) * (rows.ndim - ids.ndim)
     if call.clip:
@@ -242,16 +234,19 @@ def _mean(call: Call, rows: Array, ids: Array) -> Array:
     return jnp.where(count > 0, mean, call.fill_value).astype(call.out_dtype)
 
 
-@functools.lru_cache(maxsize=1024)
-def mapped_call(call: Call, fan_out: int) -> Any:
-    """The native call as a function that `vmap` maps over ids, and over nothing else."""
+# -------------------------------------------------------------------------------------------- the native call
 
-    # In the order of a CachedTable's leaves: two threads that take its arrays in different orders, one of them to
-    # donate them, would wait for each other for ever.
+
+@functools.lru_cache(maxsize=1024)
+def batched_gather(call: GatherCall, fan_out: int) -> Any:
+    """The native call as a function that `vmap` can map over ids only."""
+
+    # The arguments have the order of a CachedTable's leaves. If two threads took its arrays in different orders, one of
+    # them to donate them, they would deadlock.
     @custom_vmap
     @jax.jit
     def rows_of(leaf: Array, cache: Array, slots: Array, ids: Array, scale: Array) -> Array:
-        return launch(call, fan_out, leaf, ids, scale, slots, cache)
+        return native_gather(call, fan_out, leaf, ids, scale, slots, cache)
 
     @rows_of.def_vmap
     def over_ids(
@@ -261,20 +256,35 @@ def mapped_call(call: Call, fan_out: int) -> Any:
         *tables_batched, ids_batched, scale_batched = batched
         if any(tables_batched) or scale_batched:
             raise ValueError(
-                "gather: jax.vmap maps over ids only; give the table (and scale or cache) with in_axes=None, since "
-                "to map over it would copy it to the device"
+                "gather: jax.vmap can map over ids only; give the table (and scale or cache) with in_axes=None, since "
+                "mapping over it would copy it to the device"
             )
         return rows_of(leaf, cache, slots, ids, scale), ids_batched
 
     return rows_of
 
 
-def flat_call(
-    call: Call, fan_out: int, leaf: Array, ids: Array, slots: Array, *, ticket: bool = False
-) -> tuple[Array, Array, dict[str, Any], tuple[int, ...]]:
-    """Flat ids, their order, the attributes of the native call and the shape of its result.
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class NativeArguments:
+    """Arguments of a native call that start and synchronous gathers share."""
 
-    Sorted ids are taken by ticket; others where `ticket` says so.
+    ids: Array  # flat
+    perm: Array  # the result row of each id, for sorted ids; else int32[0]
+    attributes: dict[str, Any]
+    shape: tuple[int, ...]  # of the result
+
+
+def native_arguments(
+    call: GatherCall, fan_out: int, ids: Array, cached: bool, *, ticket: bool = False
+) -> NativeArguments:
+    """Sorts the ids if the call says so, and compiles the kernel.
+
+    Args:
+        call: the static part of the gather.
+        fan_out: ids of one result row.
+        ids: int[...].
+        cached: whether the table has a cache.
+        ticket: whether warps of a kernel for unsorted ids take their work by ticket, as those for sorted ids do.
     """
     spec = call.spec
     flat = ids.reshape(-1)
@@ -284,7 +294,6 @@ def flat_call(
         flat, perm = jax.lax.sort((flat, jnp.arange(flat.size, dtype=jnp.int32)), num_keys=1)
     source = _types.ELEMENT_CODES[spec.dtype.name] if call.convert else _types.MOVE_BYTES
     result = _types.RESULT_CODES[call.out_dtype.name] if call.convert else _types.MOVE_BYTES
-    unit = _types.store_unit(spec.row_bytes)
     kernel = 0
     if spec.platform == "cuda":
         if call.raises:
@@ -292,10 +301,10 @@ def flat_call(
         kernel = _kernels.prepare(
             "gather.cu",
             ID="int" if flat.dtype == jnp.int32 else "long long",
-            UNIT=unit,
+            UNIT=_types.store_unit(spec.row_bytes),
             SORTED=int(ordered),
             TICKET=int(ordered or ticket),
-            CACHED=int(slots.size > 0),
+            CACHED=int(cached),
             SOURCE=source,
             RESULT=result,
             MEAN=int(call.mean),
@@ -316,20 +325,22 @@ def flat_call(
         "align": np.int64(_LINE if spec.row_bytes >= 2 * _LINE and spec.row_bytes % _LINE else 16),
     }
     shape = (flat.size // fan_out, *spec.row) if call.mean else (flat.size, *spec.row)
-    return flat, perm, attributes, shape
+    return NativeArguments(flat, perm, attributes, shape)
 
 
-def launch(call: Call, fan_out: int, leaf: Array, ids: Array, scale: Array, slots: Array, cache: Array) -> Array:
-    """The native call itself."""
-    flat, perm, attributes, shape = flat_call(call, fan_out, leaf, ids, slots)
-    out = jax.ShapeDtypeStruct(shape, call.out_dtype)
+def native_gather(
+    call: GatherCall, fan_out: int, leaf: Array, ids: Array, scale: Array, slots: Array, cache: Array
+) -> Array:
+    """The synchronous native call."""
+    arguments = native_arguments(call, fan_out, ids, slots.size > 0)
+    out = jax.ShapeDtypeStruct(arguments.shape, call.out_dtype)
     scratch = jax.ShapeDtypeStruct((2,), jnp.uint32)
-    # XLA folds slices into the calls that they are operands or results of, and in jax 0.11 keeps the call that it
-    # replaces where its rows are used elsewhere too, as in a loop that saves them for its backward pass: they crossed
-    # the bus twice. It does not look through barriers.
-    flat, slots, cache, scale = jax.lax.optimization_barrier((flat, slots, cache, scale))
+    # XLA folds slices into the calls that take or return them. In jax 0.11 it keeps the original call as well if its
+    # rows have another use, as in a loop that saves them for its backward pass: the rows crossed the bus twice. It does
+    # not fold across barriers.
+    flat, slots, cache, scale = jax.lax.optimization_barrier((arguments.ids, slots, cache, scale))
     rows, _ = jax.ffi.ffi_call("dejax_table_gather", (out, scratch))(
-        leaf, flat, perm, slots, cache, scale, **attributes
+        leaf, flat, arguments.perm, slots, cache, scale, **arguments.attributes
     )
     rows = jax.lax.optimization_barrier(rows)
     lead = ids.shape[:-1] if call.mean else ids.shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ class RowGradient:
     """The gradient of a table as rows: the sum over `i` of `values[i]` at row `ids[i]`. Ids may repeat.
 
     Attributes:
-        ids: int[n]; ids out of range count for nothing.
+        ids: int[n]; ids out of range contribute nothing.
         values: float[n, *row].
     """
 
@@ -31,36 +31,24 @@ class RowGradient:
     values: Array
 
 
-@jax.custom_jvp
-def _attach(rows: Array, probe: Array) -> Array:
-    """The rows, with the derivative of `rows + probe`: adding zeros would turn -0 into 0."""
-    del probe
-    return rows
-
-
-@_attach.defjvp
-def _attach_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    return _attach(*primals), tangents[0] + tangents[1]
-
-
 def value_and_grad(
     loss: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """As `jax.value_and_grad`, where the gradient of a `HostTable` or `CachedTable` is a `RowGradient`.
+    """As `jax.value_and_grad`, but the gradient of a `HostTable` or `CachedTable` is a `RowGradient`.
 
     Args:
-        loss: a function of tables and arrays that gives a scalar, or (scalar, aux). It gathers rows of the tables to
-            differentiate by directly, not inside a function that it compiles, maps or scans itself: gather first and
+        loss: a function of tables and arrays that returns a scalar, or (scalar, aux). It must gather rows of the
+            differentiated tables directly, not inside a function that it compiles, maps or scans: gather first and
             pass the rows on. Other tables may be used in any way.
-        argnums: positions of the arguments to differentiate by: tables, arrays, or pytrees of both.
-        has_aux: whether `loss` gives aux beside the scalar.
+        argnums: positions of the arguments to differentiate: tables, arrays, or pytrees of both.
+        has_aux: whether `loss` returns (scalar, aux).
 
     Returns:
-        A function with the arguments of `loss` that gives (value, gradients) or ((value, aux), gradients), for jit or
-        outside of it.
+        A function with the arguments of `loss` that returns (value, gradients) or ((value, aux), gradients). It may be
+        jitted.
 
     Raises:
-        TypeError: when called: an argument to differentiate by is not given by position.
+        TypeError: when called: a differentiated argument is not given by position.
         ValueError: when called: a gather of a differentiated table inside another transformation, with `scale`, or
             begun by `gather_start`; a table whose rows are no floats.
 
@@ -70,100 +58,144 @@ def value_and_grad(
     (Array(26., dtype=float32), Array([1, 1], dtype=int32), Array([[4., 6.],
            [4., 6.]], dtype=float32))
     """
-    single = isinstance(argnums, int)
 
     def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         positions = _positions((argnums,) if isinstance(argnums, int) else argnums, len(args))
-        leaves, tree = jax.tree.flatten(tuple(args[p] for p in positions), is_leaf=_is_table)
-        tables = {k: leaf for k, leaf in enumerate(leaves) if _is_table(leaf)}
-        for table in tables.values():
-            if not jnp.issubdtype(table.dtype, jnp.floating):
-                raise ValueError(f"value_and_grad: only rows of floats have a gradient, {table!r} was given")
-        others = [leaf for leaf in leaves if not _is_table(leaf)]
+        marked = _MarkedLoss(loss, positions, args, kwargs, has_aux)
+        gathers = marked.find_gathers()
+        probes = [jnp.zeros(rows.shape, rows.dtype) for _, rows in gathers]
 
-        def call(noter: _Noter, given: list[Any], everything: tuple[Any, ...]) -> tuple[Any, Any]:
-            """The loss, with its tables marked."""
-            now = jax.tree.flatten(tuple(everything[p] for p in positions), is_leaf=_is_table)[0]
-            rest = iter(given)
-            full = list(everything)
-            with recording(noter, alone=noter.probes is None) as level:
-                noter.tables = {k: _marked(now[k], level, k) for k in tables}
-                chosen = [noter.tables[k] if k in tables else next(rest) for k in range(len(now))]
-                for p, value in zip(positions, jax.tree.unflatten(tree, chosen), strict=True):
-                    full[p] = value
-                result = loss(*full, **kwargs)
-            value, aux = result if has_aux else (result, None)
-            return value, _unmarked(aux, level)
-
-        found: list[Any] = []
-
-        def shapes(everything: tuple[Any, ...]) -> None:
-            noter = _Noter(None)
-            now = jax.tree.flatten(tuple(everything[p] for p in positions), is_leaf=_is_table)[0]
-            call(noter, [leaf for leaf in now if not _is_table(leaf)], everything)
-            found.extend((k, jax.ShapeDtypeStruct(rows.shape, rows.dtype)) for k, _, rows in noter.noted)
-
-        _shapes_only(shapes, args)
-        probes = [jnp.zeros(shape.shape, shape.dtype) for _, shape in found]
-
-        def differentiated(probes: list[Array], given: list[Any]) -> tuple[Any, Any]:
-            noter = _Noter(probes)
-            value, aux = call(noter, given, args)
-            return value, (aux, [ids for _, ids, _ in noter.noted])
+        def differentiated(probes: list[Array], arrays: list[Any]) -> tuple[Any, Any]:
+            recorder = _Recorder(probes)
+            value, aux = marked(recorder, arrays, args)
+            return value, (aux, [ids for _, ids, _ in recorder.gathers])
 
         (value, (aux, ids)), (row_gradients, gradients) = jax.value_and_grad(
             differentiated, argnums=(0, 1), has_aux=True
-        )(probes, others)
-        rest = iter(gradients)
-        result = [
-            _collected(tables[k], [(ids[i], row_gradients[i]) for i, (which, _) in enumerate(found) if which == k])
-            if k in tables
-            else next(rest)
-            for k in range(len(leaves))
-        ]
-        by_argument = jax.tree.unflatten(tree, result)
-        return ((value, aux) if has_aux else value), by_argument[0] if single else by_argument
+        )(probes, marked.arrays_of(args))
+        numbers = [number for number, _ in gathers]
+        by_argument = marked.gradients(list(zip(numbers, ids, row_gradients, strict=True)), iter(gradients))
+        return ((value, aux) if has_aux else value), by_argument[0] if isinstance(argnums, int) else by_argument
 
     return wrapped
 
 
-class _Noter:
-    """Notes gathers of marked tables as (number, ids, rows), and attaches probes, whose gradients are those of rows."""
+class _MarkedLoss:
+    """A loss whose differentiated tables are marked, so that a recorder gets their gathers.
+
+    Differentiated arguments are flattened into leaves; a table is a leaf, known by its number among them.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        positions: tuple[int, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        has_aux: bool,
+    ) -> None:
+        self.loss, self.positions, self.args, self.kwargs, self.has_aux = loss, positions, args, kwargs, has_aux
+        leaves, self.tree = jax.tree.flatten(tuple(args[p] for p in positions), is_leaf=_is_table)
+        self.num_leaves = len(leaves)
+        self.tables = {k: leaf for k, leaf in enumerate(leaves) if _is_table(leaf)}  # by number
+        for table in self.tables.values():
+            if not jnp.issubdtype(table.dtype, jnp.floating):
+                raise ValueError(f"value_and_grad: rows of a differentiated table must be floats, got {table!r}")
+
+    def arrays_of(self, args: tuple[Any, ...]) -> list[Any]:
+        """The differentiated leaves that are no tables."""
+        return [leaf for leaf in self._leaves_of(args) if not _is_table(leaf)]
+
+    def _leaves_of(self, args: tuple[Any, ...]) -> list[Any]:
+        return jax.tree.leaves(tuple(args[p] for p in self.positions), is_leaf=_is_table)
+
+    def __call__(self, recorder: _Recorder, arrays: list[Any], args: tuple[Any, ...]) -> tuple[Any, Any]:
+        """(value, aux) of the loss at `args`, with `arrays` in place of the differentiated arrays."""
+        leaves, rest, full = self._leaves_of(args), iter(arrays), list(args)
+        with recording(recorder, alone=recorder.probes is None) as level:
+            recorder.tables = {k: _marked(leaves[k], level, k) for k in self.tables}
+            chosen = [recorder.tables[k] if k in self.tables else next(rest) for k in range(self.num_leaves)]
+            for p, value in zip(self.positions, jax.tree.unflatten(self.tree, chosen), strict=True):
+                full[p] = value
+            result = self.loss(*full, **self.kwargs)
+        value, aux = result if self.has_aux else (result, None)
+        return value, _unmarked(aux, level)
+
+    def find_gathers(self) -> list[tuple[int, jax.ShapeDtypeStruct]]:
+        """The gathers of marked tables in order: the table's number, and the shape and dtype of the rows."""
+        found: list[tuple[int, jax.ShapeDtypeStruct]] = []
+
+        def trial(args: tuple[Any, ...]) -> None:
+            recorder = _Recorder(None)
+            self(recorder, self.arrays_of(args), args)
+            found.extend((k, jax.ShapeDtypeStruct(rows.shape, rows.dtype)) for k, _, rows in recorder.gathers)
+
+        _shapes_only(trial, self.args)
+        return found
+
+    def gradients(self, by_gather: list[tuple[int, Array, Array]], of_arrays: Iterator[Any]) -> Any:
+        """The gradients by argument, from (table's number, ids, gradient of the rows) of each gather."""
+        leaves = [
+            _collected(self.tables[k], [(ids, rows) for number, ids, rows in by_gather if number == k])
+            if k in self.tables
+            else next(of_arrays)
+            for k in range(self.num_leaves)
+        ]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+class _Recorder:
+    """Records gathers of marked tables as (number, ids, rows), and attaches a probe to each.
+
+    The gradient of a probe is the gradient of the rows. Without probes it only records.
+    """
 
     def __init__(self, probes: list[Array] | None) -> None:
         self.tables: dict[int, HostTable | CachedTable] = {}
-        self.noted: list[tuple[int, Array, Array]] = []
+        self.gathers: list[tuple[int, Array, Array]] = []
         self.probes, self._trace = probes, current_trace()
 
-    def __call__(self, number: int, table: HostTable, ids: Array, rows: Array) -> Array:
+    def __call__(self, number: int, leaf: Array, ids: Array, rows: Array) -> Array:
         known = self.tables.get(number)
-        if known is None or table._leaf is not _host(known)._leaf or not inside(self._trace):
+        if known is None or leaf is not _host(known)._leaf or not inside(self._trace):
             raise ValueError(
                 "value_and_grad: the loss gathers a differentiated table inside a function that it compiles, maps or "
                 "scans (jit, vmap, scan, cond, checkpoint), or after writing it; gather outside of that and pass the "
                 "rows on"
             )
         if self.probes is not None:
-            if len(self.noted) == len(self.probes):
+            if len(self.gathers) == len(self.probes):
                 raise ValueError("value_and_grad: the loss gathered more rows than before with the same arguments")
-            rows = _attach(rows, self.probes[len(self.noted)])
-        self.noted.append((number, ids, rows))
+            rows = _attach(rows, self.probes[len(self.gathers)])
+        self.gathers.append((number, ids, rows))
         return rows
 
 
+@jax.custom_jvp
+def _attach(rows: Array, probe: Array) -> Array:
+    """The rows, with the derivative of `rows + probe`. Adding zeros would turn -0 into 0."""
+    del probe
+    return rows
+
+
+@_attach.defjvp
+def _attach_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    return _attach(*primals), tangents[0] + tangents[1]
+
+
 def _positions(argnums: Sequence[int], count: int) -> tuple[int, ...]:
-    """`argnums` from 0 on, where they are there."""
+    """`argnums` as positions from 0 on."""
     for p in argnums:
         if not -count <= p < count:
             raise TypeError(
-                f"value_and_grad: argument {p} must be given by position, as the loss is differentiated by it; "
-                f"{count} arguments were given so. Call it as f(table, ...), not f(table=table, ...)"
+                f"value_and_grad: argument {p} must be given by position, since the loss is differentiated by it; got "
+                f"{count} positional arguments. Call it as f(table, ...), not f(table=table, ...)"
             )
     return tuple(p % count for p in argnums)
 
 
 def _shapes_only(function: Callable[[tuple[Any, ...]], None], args: tuple[Any, ...]) -> None:
-    """Traces `function` with the arrays among the arguments as tracers; other arguments stay what they are."""
+    """Traces `function` without computing. Arrays among the arguments become tracers, others stay what they are."""
     leaves, tree = jax.tree.flatten(args)
     traced = [k for k, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
 
@@ -177,11 +209,15 @@ def _shapes_only(function: Callable[[tuple[Any, ...]], None], args: tuple[Any, .
 
 
 def _collected(table: HostTable | CachedTable, found: list[tuple[Array, Array]]) -> RowGradient:
+    """One gradient from (ids, gradient of the rows) of several gathers."""
     row = table.shape[1:]
     return RowGradient(
         jnp.concatenate([ids.reshape(-1) for ids, _ in found] or [jnp.zeros(0, jnp.int32)]),
         jnp.concatenate([values.reshape(-1, *row) for _, values in found] or [jnp.zeros((0, *row), np.float32)]),
     )
+
+
+# -------------------------------------------------------------------------------------------- marks
 
 
 def _is_table(value: Any) -> bool:
@@ -203,7 +239,7 @@ def _marked(table: Any, level: int, number: int) -> Any:
 
 
 def _unmarked(tree: Any, level: int) -> Any:
-    """Tables that leave the loss are those that went in."""
+    """The tree with the marks of `level` taken off its tables: the loss returns the tables that it got."""
 
     def without(value: Any) -> Any:
         if not _is_table(value):

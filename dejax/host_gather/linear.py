@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,17 +14,17 @@ from jax.typing import ArrayLike
 
 from dejax.host_gather import _types
 from dejax.host_gather._ids import checked_ids, in_range
-from dejax.host_gather._recording import recorded
+from dejax.host_gather._operands import ReadableTable, operands_of
+from dejax.host_gather._recording import is_recorded
 from dejax.host_gather._spec import TableSpec
-from dejax.host_gather.cached import CachedTable
-from dejax.host_gather.gather import gather, parts
+from dejax.host_gather.gather import gather
 from dejax.host_gather.table import HostTable
 
 _PRECISIONS = ("tf32", "f32", "bf16")
 
 
 def typed_linear(
-    table: HostTable | CachedTable,
+    table: ReadableTable,
     ids: ArrayLike,
     types: ArrayLike,
     w: Array,
@@ -31,23 +32,22 @@ def typed_linear(
     precision: str = "tf32",
     out_dtype: Any = None,
 ) -> Array:
-    """`table[ids[i]] @ w[types[i]]` for each i: a relational layer's first product, without a gathered copy.
+    """`table[ids[i]] @ w[types[i]]` for each i: the first grouped GEMM of a relational layer, without a gathered copy.
 
-    On a GPU the kernel of `dejax.pallas.grouped_gemm` reads its rows from host memory itself, type by type and within a
-    type by ascending row. It reads a row once for each id: where several ids name a row, `gather` distinct rows and
-    multiply those. It reads rows that a `CachedTable` has on the device from host memory, too. Elsewhere rows are
-    gathered and multiplied by XLA.
+    On a GPU the kernel of `dejax.pallas.grouped_gemm` reads its rows from host memory, ordered by type and then by row.
+    It reads a row once for each id; if several ids name a row, `gather` distinct rows and multiply those. It does not
+    use the cache of a `CachedTable`. On the CPU, rows are gathered and multiplied by XLA.
 
-    The gradient of `w` reads the rows a second time. The table has none, except under `host_gather.value_and_grad`,
-    where rows are gathered and kept.
+    The gradient of `w` reads the rows a second time. The table has no gradient, except under
+    `host_gather.value_and_grad`, where rows are gathered and kept.
 
     Args:
         table: HostTable or CachedTable [rows, k] of float32, bfloat16 or float16.
-        ids: int[n]; one out of range is a row of zeros.
-        types: int[n], the type of each id; one out of range gives zeros.
+        ids: int[n]; an id out of range means a row of zeros.
+        types: int[n], the type of each id; a type out of range gives zeros.
         w: float[types, k, m].
         precision: of float32 products on a GPU: `tf32`, `f32` or `bf16`.
-        out_dtype: of the result; by default what the table and `w` promote to.
+        out_dtype: of the result; by default the promoted dtype of the table and `w`.
 
     Returns:
         [n, m].
@@ -63,84 +63,109 @@ def typed_linear(
            [10., 20.],
            [30., 40.]], dtype=float32)
     """
-    host, _, _ = parts("typed_linear", table)
-    leaf, spec = host._operand("typed_linear"), host._spec.plain
+    operands = operands_of("typed_linear", table)
+    spec, w = operands.spec.plain, jnp.asarray(w)
+    ids, types = _checked(spec, ids, types, w, precision)
+    static = _Static(spec, precision, jnp.dtype(out_dtype or jnp.promote_types(spec.dtype, w.dtype)))
+    groups = _grouped(ids, types, spec.rows, w.shape[0])
+    if spec.platform == "cuda" and not is_recorded(operands.spec) and min(ids.size, spec.rows, *w.shape):
+        # Jitted also when called eagerly: jax would take the operands of an eager kernel for arrays on the device.
+        return _compiled(static, operands.leaf, *groups, w)
+    return _by_xla(table, static, groups, w)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Static:
+    """The static part of a product in the kernel."""
+
+    spec: TableSpec
+    precision: str
+    out_dtype: np.dtype
+
+
+def _checked(spec: TableSpec, ids: Any, types: Any, w: Array, precision: str) -> tuple[Array, Array]:
+    """Ids and types as integer arrays of one shape [n]."""
     if precision not in _PRECISIONS:
-        raise ValueError(f"typed_linear: `precision` must be one of {_PRECISIONS}, {precision!r} was given")
-    w = jnp.asarray(w)
+        raise ValueError(f"typed_linear: `precision` must be one of {_PRECISIONS}, got {precision!r}")
     if len(spec.row) != 1 or spec.dtype.name not in _types.RESULT_CODES:
         raise TypeError(
-            f"typed_linear: a table [rows, k] of float32, bfloat16 or float16 is needed, not {table!r}; gather with "
-            "`out_dtype` and multiply the rows"
+            f"typed_linear: `table` must be [rows, k] of float32, bfloat16 or float16, got shape {spec.shape} of "
+            f"{spec.dtype}; gather with `out_dtype` and multiply the rows"
         )
     if w.ndim != 3 or w.shape[1] != spec.row[0]:
-        raise ValueError(f"typed_linear: `w` must be [types, {spec.row[0]}, m], {w.shape} was given")
+        raise ValueError(f"typed_linear: `w` must be [types, {spec.row[0]}, m], got {w.shape}")
     ids = checked_ids("typed_linear", ids, spec.rows)
     types = checked_ids("typed_linear", types, w.shape[0], "types")
     if ids.ndim != 1 or types.shape != ids.shape:
-        raise ValueError(f"typed_linear: `ids` and `types` must be [n], {ids.shape} and {types.shape} were given")
+        raise ValueError(f"typed_linear: `ids` and `types` must be [n], got {ids.shape} and {types.shape}")
     if spec.rows >= 2**31:
-        raise ValueError(f"typed_linear: the table has {spec.rows} rows, 2^31 - 1 is the most; gather the rows")
-    dtype = jnp.dtype(out_dtype or jnp.promote_types(spec.dtype, w.dtype))
-    # Rows that are not there, and types that are not there, come last and are left out.
-    kept = in_range(ids, spec.rows) & in_range(types, w.shape[0])
-    key = jnp.where(kept, types, w.shape[0]).astype(jnp.int32)
+        raise ValueError(f"typed_linear: the table must have at most 2^31 - 1 rows, got {spec.rows}; gather the rows")
+    return ids, types
+
+
+def _grouped(ids: Array, types: Array, rows: int, num_types: int) -> tuple[Array, Array, Array]:
+    """Sorts ids by type, then by row.
+
+    Returns:
+        int32[n] the row of each sorted position, -1 for none; int32[n] the result row of each; int32[num_types + 1] the
+        first position of each type. Positions without a row or a type come last, after the end of the last type.
+    """
+    kept = in_range(ids, rows) & in_range(types, num_types)
+    key = jnp.where(kept, types, num_types).astype(jnp.int32)
     row = jnp.where(kept, ids, -1).astype(jnp.int32)
     key, row, order = jax.lax.sort((key, row, jnp.arange(ids.size, dtype=jnp.int32)), num_keys=2)
-    offsets = jnp.searchsorted(key, jnp.arange(w.shape[0] + 1, dtype=jnp.int32)).astype(jnp.int32)
-    if spec.platform == "cuda" and not recorded(host) and min(ids.size, spec.rows, *w.shape):
-        # Compiled as one also outside of jit, where jax would take the kernel's operands for arrays of the device.
-        return _compiled(spec, precision, dtype, leaf, row, order, offsets, w)
+    offsets = jnp.searchsorted(key, jnp.arange(num_types + 1, dtype=jnp.int32)).astype(jnp.int32)
+    return row, order, offsets
+
+
+def _by_xla(table: ReadableTable, static: _Static, groups: tuple[Array, Array, Array], w: Array) -> Array:
+    row, order, offsets = groups
     rows = gather(table, row)
     wide = jnp.promote_types(rows.dtype, w.dtype)
-    exact = jax.lax.Precision.HIGHEST if precision == "f32" else None
+    exact = jax.lax.Precision.HIGHEST if static.precision == "f32" else None
     product = jax.lax.ragged_dot(rows.astype(wide), w.astype(wide), jnp.diff(offsets), precision=exact)
-    product = jnp.where((row >= 0)[:, None], product, 0).astype(dtype)
+    product = jnp.where((row >= 0)[:, None], product, 0).astype(static.out_dtype)
     return jnp.zeros_like(product).at[order].set(product, unique_indices=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _in_kernel(
-    spec: TableSpec, precision: str, dtype: Any, leaf: Array, row: Array, order: Array, offsets: Array, w: Array
-) -> Array:
-    from dejax import pallas  # not before it is used: Triton's lowering takes its time to import
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_kernel(static: _Static, leaf: Array, row: Array, order: Array, offsets: Array, w: Array) -> Array:
+    from dejax import pallas  # imported on first use: Triton's lowering is slow to import
 
     n, (types, k, m) = row.size, w.shape
-    block = pallas.gemm_block(k, m, n, types, precision)
+    block = pallas.gemm_block(k, m, n, types, static.precision)
     counts = jnp.diff(offsets)
     tiles = (counts + block - 1) // block
     end = jnp.cumsum(tiles, dtype=jnp.int32)
     number = jnp.arange(n // block + types, dtype=jnp.int32)
     tile_type = jnp.minimum(jnp.searchsorted(end, number, side="right"), types - 1).astype(jnp.int32)
-    # A tile beyond the last one begins where its type has ended, and is unused.
+    # A tile beyond the last one begins at the end of its type, and is unused.
     tile_start = offsets[tile_type] + (number - (end - tiles)[tile_type]) * block
     request = pallas.GroupedGemm(
-        pallas.FloatBits.of(leaf, spec.dtype),
+        pallas.FloatBits.of(leaf, static.spec.dtype),
         w,
         pallas.GemmGroups(offsets, tile_type, tile_start.astype(jnp.int32), block, n),
         x_index=row,
-        output=pallas.GemmOutput(index=order, dtype=dtype),
-        precision=precision,
+        output=pallas.GemmOutput(index=order, dtype=static.out_dtype),
+        precision=static.precision,
     )
     return pallas.grouped_gemm(request, interpret=False)
 
 
 def _forward(
-    spec: TableSpec, precision: str, dtype: Any, leaf: Array, row: Array, order: Array, offsets: Array, w: Array
-) -> tuple[Array, Any]:
-    # Of `w` only what its gradient needs to know: the dtype.
-    kept = (leaf, row, order, offsets, jnp.zeros((0,), w.dtype))
-    return _in_kernel(spec, precision, dtype, leaf, row, order, offsets, w), kept
+    static: _Static, leaf: Array, row: Array, order: Array, offsets: Array, w: Array
+) -> tuple[Array, tuple[Array, ...]]:
+    kept = (leaf, row, order, offsets, jnp.zeros((0,), w.dtype))  # the gradient of `w` needs only its dtype
+    return _in_kernel(static, leaf, row, order, offsets, w), kept
 
 
-def _backward(spec: TableSpec, precision: str, dtype: Any, kept: Any, cotangent: Array) -> tuple[Any, ...]:
-    del dtype
+def _backward(static: _Static, kept: tuple[Array, ...], cotangent: Array) -> tuple[Any, ...]:
     from dejax import pallas
 
     leaf, row, order, offsets, like = kept
-    rows = gather(HostTable(leaf, spec), row)
+    rows = gather(HostTable(leaf, static.spec), row)
     request = pallas.GroupedWeightGradient(
-        rows, cotangent, offsets, row.size, y_index=order, precision=precision, dtype=like.dtype
+        rows, cotangent, offsets, row.size, y_index=order, precision=static.precision, dtype=like.dtype
     )
     gradient = pallas.grouped_weight_gradient(request, interpret=False)
     nothing = (np.zeros(x.shape, jax.dtypes.float0) for x in (leaf, row, order, offsets))
@@ -148,4 +173,4 @@ def _backward(spec: TableSpec, precision: str, dtype: Any, kept: Any, cotangent:
 
 
 _in_kernel.defvjp(_forward, _backward)
-_compiled = jax.jit(_in_kernel, static_argnums=(0, 1, 2))
+_compiled = jax.jit(_in_kernel, static_argnums=0)

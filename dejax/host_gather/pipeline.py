@@ -1,8 +1,9 @@
-"""Gathers that run beside compute: `gather_start` and `gather_done`, and `prefetched_scan` over a loop."""
+"""Gathers that overlap with compute: `gather_start` and `gather_done`, and `prefetched_scan` for loops."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import itertools
 import math
@@ -16,27 +17,26 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax.host_gather._ids import checked_ids
-from dejax.host_gather._recording import recorded
-from dejax.host_gather.cached import CachedTable
-from dejax.host_gather.gather import Call, flat_call, gather, launch, parts, prepared
-from dejax.host_gather.table import HostTable
+from dejax.host_gather._operands import ReadableTable, TableOperands, operands_of
+from dejax.host_gather._recording import is_recorded
+from dejax.host_gather.gather import GatherCall, GatherOptions, gather, native_arguments, native_gather, prepare_gather
 
 Carry = TypeVar("Carry")
 _sites = itertools.count(1)
 
-BESIDE_SMS = 4
-"""Multiprocessors that a gather takes from the compute beside it: the fewest that saturate the bus."""
+OVERLAP_SMS = 4
+"""Multiprocessors that an overlapped gather takes from compute: the fewest that saturate the bus."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PendingRows:
-    """A gather under way. Give it to `gather_done`, once, in the same jitted function.
+    """A gather in flight. Give it to `gather_done`, once, in the same jitted function.
 
     Attributes:
-        ticket: on a GPU a small array that orders start before done, and by whose place done knows its start; elsewhere
+        ticket: on a GPU a small array that orders start before done, and whose address identifies the start; elsewhere
             the rows themselves.
-        held: what the gather reads on the device until it is done.
+        held: the arrays on the device that the gather reads until it is done.
     """
 
     ticket: Array
@@ -44,43 +44,44 @@ class PendingRows:
     site: int = dataclasses.field(metadata={"static": True})
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
-    there: bool = dataclasses.field(metadata={"static": True})  # the ticket is the rows: nothing runs ahead on the CPU
+    there: bool = dataclasses.field(metadata={"static": True})  # `ticket` has the rows: nothing overlaps on the CPU
 
 
-def gather_start(table: HostTable | CachedTable, ids: ArrayLike, *, before: Any = None, **options: Any) -> Any:
-    """Begins a gather on a stream of its own, so that what comes before `gather_done` runs beside it.
+def gather_start(table: ReadableTable, ids: ArrayLike, *, before: Any = None, **options: Any) -> Any:
+    """Begins a gather on a stream of its own, so that it overlaps with what runs before `gather_done`.
 
-    Inside a jitted function. The rows go to memory outside of jax's pool until `gather_done` takes them.
+    For jitted functions. Until `gather_done` takes the rows, they lie in memory outside of jax's pool.
 
     Args:
         table: HostTable or CachedTable [rows, *row].
         ids: int[...].
-        before: a pytree of arrays on which the compute that is to overlap depends. XLA orders calls by data alone: it
-            comes back tied to the start, and compute that uses it runs after the start.
-        options: those of `gather`: mode, fill_value, out_dtype, scale, order, num_sms, which is 4 by default
-            (`BESIDE_SMS`): the fewest multiprocessors that saturate the bus.
+        before: a pytree of arrays that the compute to overlap with reads. XLA orders calls by data dependence alone:
+            `before` comes back dependent on the start, so that compute which uses it runs after the start.
+        options: mode, fill_value, out_dtype, scale, order and num_sms, as in `gather`. The default of num_sms is 4: the
+            fewest multiprocessors that saturate the bus.
 
     Returns:
         PendingRows; with `before`, (PendingRows, before).
 
     Raises:
-        TypeError: no HostTable, ids that are no integers, a dtype that cannot be had, an option that is none of these.
+        TypeError: no HostTable, ids that are no integers, an impossible dtype, an unknown option.
         ValueError: an unknown mode or order, `num_sms` under 1, `reduce`, a table that was sliced or mapped, or one
-            that `value_and_grad` differentiates by.
+            that `value_and_grad` differentiates.
         TableClosedError: the table was closed or donated.
     """
-    source, ids = _source("gather_start", table, ids, options)
+    operands = operands_of("gather_start", table)
+    source, ids = _prepare("gather_start", operands, ids, _options("gather_start", options))
     through, tree = jax.tree.flatten(before)
-    pending, through = _start(source, next(_sites), _ALONE, ids, [jnp.asarray(x) for x in through])
+    pending, through = _start(source, next(_sites), _Place.ALONE, ids, [jnp.asarray(x) for x in through])
     return pending if before is None else (pending, jax.tree.unflatten(tree, through))
 
 
 def gather_done(pending: PendingRows, *, after: Any = None) -> Any:
-    """The rows of a gather that was begun.
+    """The rows of a gather that `gather_start` began.
 
     Args:
         pending: from `gather_start`.
-        after: a pytree of arrays, results of the overlapped compute: the wait comes after them.
+        after: a pytree of arrays, results of the overlapped compute. The wait for the rows comes after them.
 
     Returns:
         [*ids.shape, *row]; with `after`, (rows, after).
@@ -96,14 +97,14 @@ def gather_done(pending: PendingRows, *, after: Any = None) -> Any:
 def prefetched_scan(
     step: Callable[[Carry, Array, Any], tuple[Carry, Any]],
     init: Carry,
-    table: HostTable | CachedTable,
+    table: ReadableTable,
     ids: ArrayLike,
     xs: Any = None,
     *,
     depth: int = 1,
     **options: Any,
 ) -> tuple[Carry, Any]:
-    """`jax.lax.scan` whose step gets the rows of its ids, read while earlier steps compute.
+    """`jax.lax.scan` whose step gets the rows of its ids, which were read while earlier steps computed.
 
     Args:
         step: (carry, rows, x) -> (carry, y), with rows [*ids.shape[1:], *row].
@@ -112,122 +113,137 @@ def prefetched_scan(
         ids: int[steps, ...], of all steps.
         xs: a pytree of arrays [steps, ...], or None.
         depth: how many steps ahead rows are read; each takes device memory for its rows.
-        options: those of `gather_start`, with the same defaults, `num_sms` of 4 among them; `mode` must be "fill".
+        options: those of `gather_start`, with the same defaults; `mode` must be "fill".
 
     Returns:
         (last carry, stacked ys), as `jax.lax.scan`.
 
     Raises:
-        TypeError: no HostTable, ids that are no integers, a dtype that cannot be had, an option that is none of these.
+        TypeError: no HostTable, ids that are no integers, an impossible dtype, an unknown option.
         ValueError: another mode than "fill", an unknown order, `depth` or `num_sms` under 1, ids without an axis of
-            steps, `reduce`, a table that was sliced or mapped, or one that `value_and_grad` differentiates by.
+            steps, `reduce`, a table that was sliced or mapped, or one that `value_and_grad` differentiates.
         TableClosedError: the table was closed or donated.
 
+    >>> from dejax.host_gather import HostTable
     >>> table = HostTable.from_numpy(np.arange(6.0, dtype=np.float32).reshape(3, 2))
     >>> ids = np.array([[0], [2]])
     >>> total, _ = prefetched_scan(lambda c, rows, _: (c + rows.sum(), None), jnp.zeros(()), table, ids)
     >>> float(total)
     10.0
     """
-    host, slots, cache = parts("prefetched_scan", table)
-    ids = checked_ids("prefetched_scan", ids, len(host))
+    operands = operands_of("prefetched_scan", table)
+    ids = checked_ids("prefetched_scan", ids, operands.spec.rows)
     if ids.ndim == 0:
         raise ValueError("prefetched_scan: `ids` must have a leading axis of steps")
     if depth < 1:
-        raise ValueError(f"prefetched_scan: `depth` must be at least 1, {depth} was given")
-    chosen = _checked_options("prefetched_scan", options)
-    if chosen["mode"] != "fill":
-        raise ValueError("prefetched_scan: only mode='fill'; clip the ids beforehand")
-    # What is started beyond the last step reads nothing: its ids are out of range.
+        raise ValueError(f"prefetched_scan: `depth` must be at least 1, got {depth}")
+    chosen = _options("prefetched_scan", options)
+    if chosen.mode != "fill":
+        raise ValueError(f"prefetched_scan: `mode` must be 'fill', got {chosen.mode!r}; clip the ids beforehand")
+    # Starts beyond the last step read nothing: their ids are out of range.
     padded = jnp.concatenate([ids, jnp.full((depth, *ids.shape[1:]), -1, ids.dtype)])
-    source, _ = _source("prefetched_scan", table, padded[0], options)
-    everything = jax.tree.leaves((host, slots, cache, chosen["scale"], init, ids, xs))
+    source, _ = _prepare("prefetched_scan", operands, padded[0], chosen)
+    everything = jax.tree.leaves((operands.leaf, operands.slots, operands.cache, chosen.scale, init, ids, xs))
     if not any(isinstance(x, jax.core.Tracer) for x in everything):
         return jax.jit(functools.partial(prefetched_scan, step, depth=depth, **options))(init, table, ids, xs)
-    if host._spec.platform != "cuda":
+    if operands.spec.platform != "cuda":
         return jax.lax.scan(lambda carry, x: step(carry, gather(table, x[0], **options), x[1]), init, (ids, xs))
+    return _scan_ahead(step, init, source, padded, xs, depth)
 
-    steps, site = ids.shape[0], next(_sites)
-    held = [x for x in (source.scale, source.slots, source.cache) if x.size]
 
-    def start(ticket: Array, at: Array, place: int) -> Array:
-        # The ticket passes through, so that starts come in the order of the loop.
-        return _start(source, site, place, at, [ticket])[1][0]
+def _scan_ahead(
+    step: Callable[[Any, Array, Any], tuple[Any, Any]], init: Any, source: _Source, padded: Array, xs: Any, depth: int
+) -> tuple[Any, Any]:
+    """The loop of `prefetched_scan` on a GPU. `padded` has the ids of all steps and of `depth` steps after the last."""
+    site, held = next(_sites), source.held
+    shape, dtype = padded.shape[1:] + source.call.spec.row, source.call.out_dtype
+
+    def start(ticket: Array, ids: Array, place: _Place) -> Array:
+        # The ticket passes through, so that starts keep the order of the loop.
+        return _start(source, site, place, ids, [ticket])[1][0]
 
     ticket = jnp.zeros((2,), jnp.uint32)
     for k in range(depth):
-        ticket = start(ticket, padded[k], _NEXT if k else _FIRST)
-    shape, dtype = ids.shape[1:] + host.shape[1:], source.call.out_dtype
+        ticket = start(ticket, padded[k], _Place.NEXT if k else _Place.FIRST)
 
     def body(state: tuple[Any, Array], x: Any) -> tuple[tuple[Any, Array], Any]:
         carry, ticket = state
         ahead, x = x
-        ticket = start(ticket, ahead, _NEXT)
+        ticket = start(ticket, ahead, _Place.NEXT)
         rows = _done(site, shape, dtype, ticket, held)
         carry, y = step(carry, rows, x)
         return (carry, ticket), y
 
-    (carry, ticket), ys = jax.lax.scan(body, (init, ticket), (padded[depth : depth + steps], xs))
+    (carry, ticket), ys = jax.lax.scan(body, (init, ticket), (padded[depth:], xs))
     last: list[Array] = []
-    for _ in range(depth):  # frees what was started beyond the end
+    for _ in range(depth):  # frees the memory of the starts beyond the last step
         last = [_done(site, shape, dtype, ticket, [*last, *held])]
     return carry, ys
 
 
-# Where a start stands among those of its site: by itself, or in a chain of starts that are done in their order.
-_ALONE, _FIRST, _NEXT = range(3)
+# -------------------------------------------------------------------------------------------- start and done
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+class _Place(enum.IntEnum):
+    """Whether a start stands alone or in a chain whose starts are done in order; `Place` of pending_sites.h."""
+
+    ALONE = 0
+    FIRST = 1
+    NEXT = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Source:
-    """What a gather that is begun reads, but for its ids."""
+    """What an overlapped gather reads, except its ids."""
 
-    call: Call
+    call: GatherCall
     leaf: Array
     scale: Array
     slots: Array
     cache: Array
 
+    @property
+    def held(self) -> tuple[Array, ...]:
+        """The arrays on the device that must live until the gather is done."""
+        return tuple(x for x in (self.scale, self.slots, self.cache) if x.size)
 
-def _source(what: str, table: Any, ids: Any, options: dict[str, Any]) -> tuple[_Source, Array]:
-    """Checked arguments of a gather that is begun."""
-    host, slots, cache = parts(what, table)
-    if recorded(host):
+
+def _prepare(what: str, operands: TableOperands, ids: Any, options: GatherOptions) -> tuple[_Source, Array]:
+    """Checks the arguments of an overlapped gather."""
+    if is_recorded(operands.spec):
         raise ValueError(
             f"{what}: value_and_grad does not see gathers that are begun ahead; use `gather` in the loss, or read rows "
             "ahead outside of it and pass them on"
         )
-    chosen = _checked_options(what, options)
-    leaf, ids, call, scale = prepared(
-        what, host, ids, chosen["mode"], chosen["fill_value"], chosen["out_dtype"], chosen["scale"], None,
-        chosen["order"], chosen["num_sms"],
-    )  # fmt: skip
-    return _Source(call, leaf, scale, slots, cache), ids
+    ids, call, scale = prepare_gather(what, operands.spec, ids, options)
+    return _Source(call, operands.leaf, scale, operands.slots, operands.cache), ids
 
 
-def _checked_options(what: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a gather that is begun, with their defaults."""
-    if options.get("reduce") is not None:
+def _options(what: str, given: dict[str, Any]) -> GatherOptions:
+    """The options of an overlapped gather, with its defaults."""
+    if given.get("reduce") is not None:
         raise ValueError(f"{what}: `reduce` is not supported; reduce the rows that come back")
-    rest = {"mode": "fill", "fill_value": 0, "out_dtype": None, "scale": None, "order": "auto", "num_sms": BESIDE_SMS}
-    if unknown := set(options) - set(rest) - {"reduce"}:
-        raise TypeError(f"{what}: unknown options {sorted(unknown)}; it takes {sorted(rest)}")
-    return {**rest, **options}
+    known = {field.name for field in dataclasses.fields(GatherOptions)}
+    if unknown := set(given) - known:
+        raise TypeError(f"{what}: unknown options {sorted(unknown)}; the options are {sorted(known - {'reduce'})}")
+    return GatherOptions(**{"num_sms": OVERLAP_SMS, **given})
 
 
-def _start(source: _Source, site: int, place: int, ids: Array, through: list[Array]) -> tuple[PendingRows, list[Array]]:
-    """Begins a gather; `through` comes back as it was, from the call, so that what uses it runs after the start."""
+def _start(
+    source: _Source, site: int, place: _Place, ids: Array, through: list[Array]
+) -> tuple[PendingRows, list[Array]]:
+    """Begins a gather. The call returns `through` unchanged, so that compute which uses it runs after the start."""
     call, scale, slots, cache = source.call, source.scale, source.slots, source.cache
     shape = ids.shape + call.spec.row
     if call.spec.platform != "cuda":
-        rows = launch(call, 1, source.leaf, ids, scale, slots, cache)
+        rows = native_gather(call, 1, source.leaf, ids, scale, slots, cache)
         return PendingRows(rows, (), site, shape, call.out_dtype, True), through
-    flat, perm, attributes, _ = flat_call(call, 1, source.leaf, ids, slots, ticket=True)
+    arguments = native_arguments(call, 1, ids, slots.size > 0, ticket=True)
     word = jax.ShapeDtypeStruct((2,), jnp.uint32)
-    # XLA folds slices into the calls that they are operands or results of, and in jax 0.11 keeps the call that it
-    # replaces where that has side effects: every gather of a loop ran twice, and a done found the wrong one. It does
-    # not look through barriers, which cost nothing.
-    flat, scale, slots, cache, *through = jax.lax.optimization_barrier((flat, scale, slots, cache, *through))
+    # XLA folds slices into the calls that take or return them, and in jax 0.11 keeps the original call as well if it
+    # has side effects: every gather of a loop ran twice, and a done found the wrong one. It does not fold across
+    # barriers, which cost nothing.
+    flat, scale, slots, cache, *through = jax.lax.optimization_barrier((arguments.ids, scale, slots, cache, *through))
     started = jax.ffi.ffi_call(
         "dejax_table_gather_start",
         (word, word, *(jax.typeof(x) for x in through)),
@@ -237,12 +253,12 @@ def _start(source: _Source, site: int, place: int, ids: Array, through: list[Arr
     ticket, _, *through = started(
         source.leaf,
         flat,
-        perm,
+        arguments.perm,
         slots,
         cache,
         scale,
         *through,
-        **attributes,
+        **arguments.attributes,
         site=np.int64(site),
         place=np.int64(place),
         out_bytes=np.int64(math.prod(shape) * call.out_dtype.itemsize),
@@ -251,8 +267,11 @@ def _start(source: _Source, site: int, place: int, ids: Array, through: list[Arr
     return PendingRows(ticket, held, site, shape, call.out_dtype, False), through
 
 
-def _done(site: int, shape: tuple[int, ...], dtype: np.dtype, ticket: Array, after: list[Array] | None = None) -> Array:
+def _done(
+    site: int, shape: tuple[int, ...], dtype: np.dtype, ticket: Array, after: list[Array] | tuple[Array, ...]
+) -> Array:
+    """The rows of a start; the wait comes after the arrays `after`, which live until then."""
     out = jax.ShapeDtypeStruct(shape, dtype)
     done = jax.ffi.ffi_call("dejax_table_gather_done", out, has_side_effect=True)
-    last = jax.lax.optimization_barrier(tuple(after or ()))  # as in _start
+    last = jax.lax.optimization_barrier(tuple(after))  # as in _start
     return jax.lax.optimization_barrier(done(ticket, *last, site=np.int64(site)))

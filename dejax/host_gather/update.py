@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -13,35 +15,45 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax import _native
-from dejax.host_gather import _kernels, _types
+from dejax.host_gather import _kernels, _storage, _types
 from dejax.host_gather._ids import checked_ids
+from dejax.host_gather._lifetime import reporting_closed
+from dejax.host_gather._operands import operands_of
 from dejax.host_gather._spec import TableSpec
 from dejax.host_gather.cached import CachedTable
-from dejax.host_gather.gather import parts
 from dejax.host_gather.gradient import RowGradient
 from dejax.host_gather.table import HostTable
 
-# Reads and writes share the bus: with 8 to 32 SMs sorted rows went at 41.6 GB/s each way, with 64 at 41.1, with 4 at
-# 40.8. What rows are asked for by, and their headers, take the rest of the way up.
+# Reads and writes share the bus: 8 to 32 multiprocessors update sorted rows at 41.6 GB/s each way, 64 at 41.1, 4 at
+# 40.8 (docs/performance/host_gather.md).
 UPDATE_SMS = 16
-_SET, _ADD, _SGD, _ADAGRAD, _ADAM = range(5)
 
 Schedule = Callable[[Array], ArrayLike]
 Table = TypeVar("Table", HostTable, CachedTable)
 
 
+class _Op(enum.IntEnum):
+    """The operations of kernels/update.cu, with its numbers."""
+
+    SET = 0
+    ADD = 1
+    SGD = 2
+    ADAGRAD = 3
+    ADAM = 4
+
+
 def scatter(table: Table, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = UPDATE_SMS) -> Table:
     """The table with `rows` at `ids`, written in place.
 
-    Inside a jitted function, donate the table to it (`donate_argnums`), say where it comes out (`out_shardings`, see
-    `shardings`; else XLA refuses with "output location mismatch"), and return what comes out of here; what went in must
-    not be used afterwards. Outside of one it is donated here: the table given is closed.
+    Inside a jitted function: donate the table to it (`donate_argnums`), name where it comes out (`out_shardings`, see
+    `shardings`; otherwise XLA fails with "output location mismatch"), and return the result. Do not use the input
+    afterwards. Outside of jitted functions, `scatter` donates the table itself: the input is closed.
 
     Args:
-        table: HostTable or CachedTable [rows, *row], not read-only. Of a CachedTable the copies are written, too.
-        ids: int[...]; ids out of range are left out. Of equal ids the last one counts.
+        table: HostTable or CachedTable [rows, *row], not read-only. Cached copies are updated as well.
+        ids: int[...]; ids out of range are ignored. Of equal ids the last one counts.
         rows: [*ids.shape, *row], converted to the table's dtype.
-        num_sms: multiprocessors to take at most.
+        num_sms: the most multiprocessors that the write may take.
 
     Returns:
         The table, in the same memory.
@@ -57,20 +69,20 @@ def scatter(table: Table, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = UPD
            [0., 0.],
            [5., 6.]], dtype=float32)
     """
-    table, _, _ = _update("scatter", _SET, table, None, None, ids, rows, None, num_sms)
+    table, _ = _update(_Update("scatter", _Op.SET, num_sms), table, (), ids, rows)
     return table
 
 
 def scatter_add(table: Table, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = UPDATE_SMS) -> Table:
-    """The table with `rows` added at `ids`, in place; rows of equal ids are summed in float32, in the order given.
+    """The table with `rows` added at `ids`, in place. Rows of equal ids are summed in float32, in the order given.
 
     Donate the table and name where it comes out, as for `scatter`.
 
     Args:
         table: HostTable or CachedTable [rows, *row] of float32, bfloat16 or float16, not read-only.
-        ids: int[...]; ids out of range are left out.
-        rows: [*ids.shape, *row], floats; other numbers are converted to float32.
-        num_sms: multiprocessors to take at most.
+        ids: int[...]; ids out of range are ignored.
+        rows: [*ids.shape, *row], floats; other dtypes are converted to float32.
+        num_sms: the most multiprocessors that the write may take.
 
     Returns:
         The table, in the same memory.
@@ -79,12 +91,12 @@ def scatter_add(table: Table, ids: ArrayLike, rows: ArrayLike, *, num_sms: int =
         ValueError: a read-only or shared table, or rows of another shape.
         TypeError: ids that are no integers, or a table of another dtype.
     """
-    table, _, _ = _update("scatter_add", _ADD, table, None, None, ids, rows, None, num_sms)
+    table, _ = _update(_Update("scatter_add", _Op.ADD, num_sms), table, (), ids, rows)
     return table
 
 
 class OptimizerState(NamedTuple):
-    """State of a row-sparse optimizer: a step counter on the device, and float32 tables beside the rows.
+    """State of a row-sparse optimizer: a step counter on the device, and float32 tables of the table's shape.
 
     Attributes:
         step: int32 scalar, steps so far.
@@ -98,11 +110,11 @@ class OptimizerState(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """A pair of functions, as in Optax, for tables.
+    """A pair of functions for tables, as in Optax.
 
     Attributes:
         init: table -> OptimizerState; the table is a HostTable or a CachedTable.
-        update: (RowGradient, OptimizerState, table) -> (table, OptimizerState), all in place: donate state and table.
+        update: (RowGradient, OptimizerState, table) -> (table, OptimizerState), in place: donate state and table.
     """
 
     init: Callable[[Any], OptimizerState]
@@ -113,9 +125,9 @@ def sgd(learning_rate: float | Schedule, *, weight_decay: float = 0.0, num_sms: 
     """x <- x - rate (g + weight_decay x), for the rows that have a gradient.
 
     Args:
-        learning_rate: a number, or a function of the step count (from 0).
-        weight_decay: added to the gradient of touched rows, as a multiple of the row.
-        num_sms: multiprocessors to take at most.
+        learning_rate: a scalar, or a function of the step count (from 0).
+        weight_decay: this multiple of a row is added to its gradient.
+        num_sms: the most multiprocessors that an update may take.
 
     >>> table = HostTable.zeros((2, 2))
     >>> optimizer = sgd(0.5)
@@ -125,7 +137,7 @@ def sgd(learning_rate: float | Schedule, *, weight_decay: float = 0.0, num_sms: 
     array([[ 0.,  0.],
            [-1., -1.]], dtype=float32)
     """
-    return _optimizer("sgd", _SGD, 0, 0.0, learning_rate, (0.0, 0.0, 0.0), weight_decay, num_sms)
+    return _optimizer(_Rule(_Op.SGD, weight_decay=weight_decay), learning_rate, num_sms)
 
 
 def adagrad(
@@ -139,18 +151,17 @@ def adagrad(
     """a <- a + g^2, x <- x - rate g / (sqrt(a) + eps), for the rows that have a gradient.
 
     Args:
-        learning_rate: a number, or a function of the step count (from 0).
-        initial_accumulator: of a, for all rows.
+        learning_rate: a scalar, or a function of the step count (from 0).
+        initial_accumulator: the first value of a, in all rows.
         eps: added to the root.
-        weight_decay: added to the gradient of touched rows, as a multiple of the row.
-        num_sms: multiprocessors to take at most.
+        weight_decay: this multiple of a row is added to its gradient.
+        num_sms: the most multiprocessors that an update may take.
 
     Returns:
-        The optimizer; its state is a float32 table of the table's shape.
+        The optimizer; its state has one float32 table of the table's shape.
     """
-    return _optimizer(
-        "adagrad", _ADAGRAD, 1, initial_accumulator, learning_rate, (0.0, 0.0, eps), weight_decay, num_sms
-    )
+    rule = _Rule(_Op.ADAGRAD, moments=1, initial=initial_accumulator, eps=eps, weight_decay=weight_decay)
+    return _optimizer(rule, learning_rate, num_sms)
 
 
 def adam(
@@ -162,155 +173,163 @@ def adam(
     weight_decay: float = 0.0,
     num_sms: int = UPDATE_SMS,
 ) -> Optimizer:
-    """Adam on the rows that have a gradient ("lazy": moments of other rows do not decay); decoupled weight decay.
+    """Adam on the rows that have a gradient ("lazy": moments of other rows do not decay), with decoupled weight decay.
 
-    The bias correction goes by the count of all steps, as in Adam on the whole table.
+    The bias correction uses the count of all steps, as in Adam on the whole table.
 
     Args:
-        learning_rate: a number, or a function of the step count (from 0).
+        learning_rate: a scalar, or a function of the step count (from 0).
         b1: decay of the first moment.
         b2: decay of the second moment.
         eps: added to the root.
-        weight_decay: subtracts `rate * weight_decay` of a touched row from it, beside Adam's step.
-        num_sms: multiprocessors to take at most.
+        weight_decay: besides the step, `rate * weight_decay` times the row is subtracted from each touched row.
+        num_sms: the most multiprocessors that an update may take.
 
     Returns:
-        The optimizer; its state are two float32 tables of the table's shape.
+        The optimizer; its state has two float32 tables of the table's shape.
     """
-    return _optimizer("adam", _ADAM, 2, 0.0, learning_rate, (b1, b2, eps), weight_decay, num_sms)
+    rule = _Rule(_Op.ADAM, moments=2, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+    return _optimizer(rule, learning_rate, num_sms)
 
 
-def _optimizer(
-    name: str,
-    op: int,
-    moments: int,
-    initial: float,
-    learning_rate: float | Schedule,
-    constants: tuple[float, float, float],
-    weight_decay: float,
-    num_sms: int,
-) -> Optimizer:
-    b1, b2, eps = constants
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rule:
+    """An optimizer's update rule and its constants."""
 
+    op: _Op
+    moments: int = 0  # float32 tables in its state
+    initial: float = 0.0  # first value of their elements
+    b1: float = 0.0
+    b2: float = 0.0
+    eps: float = 0.0
+    weight_decay: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.op.name.lower()
+
+    def hyper(self, rate: ArrayLike, step: Array) -> Array:
+        """float32[7], the operand `hyper` of kernels/update.cu."""
+        values = (rate, self.b1, self.b2, self.eps, 1 - self.b1**step, 1 - self.b2**step, self.weight_decay)
+        return jnp.stack([jnp.asarray(value, jnp.float32) for value in values])
+
+
+def _optimizer(rule: _Rule, learning_rate: float | Schedule, num_sms: int) -> Optimizer:
     def init(table: HostTable | CachedTable) -> OptimizerState:
-        leaf = parts(f"{name}.init", table)[0]._concrete(f"{name}.init")
-        (device,) = leaf.devices()
+        operands_of(f"{rule.name}.init", table)
+        host = table.table if isinstance(table, CachedTable) else table
+        (device,) = host._concrete(f"{rule.name}.init").devices()
 
         def moment() -> HostTable:
-            found = HostTable.zeros(table.shape, np.float32, device=device)
-            if initial:
-                rows = max(1, (64 << 20) // max(1, found._spec.row_bytes))
-                block = np.full((min(rows, len(table)), *table.shape[1:]), initial, np.float32)
-                for start in range(0, len(table), rows):
-                    found.write(start, block[: len(table) - start])
-            return found
+            made = HostTable.zeros(table.shape, np.float32, device=device)
+            if rule.initial:
+                _storage.fill(made._leaf, made._spec, rule.initial)
+            return made
 
-        return OptimizerState(
-            jnp.zeros((), jnp.int32), moment() if moments > 0 else None, moment() if moments > 1 else None
-        )
+        moments = [moment() for _ in range(rule.moments)]
+        return OptimizerState(jnp.zeros((), jnp.int32), *moments, *[None] * (2 - rule.moments))
 
     def update(gradient: RowGradient, state: OptimizerState, table: Any) -> tuple[Any, OptimizerState]:
         rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
-        step = (state.step + 1).astype(jnp.float32)
-        values = (rate, b1, b2, eps, 1 - b1**step, 1 - b2**step, weight_decay)
-        hyper = jnp.stack([jnp.asarray(value, jnp.float32) for value in values])
-        new, first, second = _update(
-            f"{name}.update", op, table, state.first, state.second, gradient.ids, gradient.values, hyper, num_sms
-        )
-        return new, OptimizerState(state.step + 1, first, second)
+        hyper = rule.hyper(rate, (state.step + 1).astype(jnp.float32))
+        moments = tuple(x for x in (state.first, state.second) if x is not None)
+        call = _Update(f"{rule.name}.update", rule.op, num_sms)
+        new, moments = _update(call, table, moments, gradient.ids, gradient.values, hyper)
+        return new, OptimizerState(state.step + 1, *moments, *[None] * (2 - len(moments)))
 
     return Optimizer(init, update)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Update:
+    """The static part of a write that does not depend on the table."""
+
+    what: str  # the caller's name, for errors
+    op: _Op
+    num_sms: int
+
+
 def _update(
-    what: str,
-    op: int,
-    table: Any,
-    first: HostTable | None,
-    second: HostTable | None,
-    ids: Any,
-    rows: Any,
-    hyper: Array | None,
-    num_sms: int,
-) -> tuple[Any, HostTable | None, HostTable | None]:
-    parts(what, table)
+    call: _Update, table: Any, moments: tuple[HostTable, ...], ids: Any, rows: Any, hyper: Array | None = None
+) -> tuple[Any, tuple[HostTable, ...]]:
+    """The table and the optimizer's moments after a write."""
+    what = call.what
+    operands = operands_of(what, table)
     if isinstance(table, CachedTable):
         ids = checked_ids(what, ids, len(table))
-        host, *moments = _update(what, op, table.table, first, second, ids, rows, hyper, num_sms)
-        return table._written(host, ids), moments[0], moments[1]
+        host, moments = _update(call, table.table, moments, ids, rows, hyper)
+        return table._written(host, ids), moments
     _native.extension(f"dejax.host_gather.{what}")
-    leaf, spec = table._operand(what), table._spec.plain
+    leaf, spec = operands.leaf, operands.spec.plain
     if spec.read_only:
         why = "shared by several devices" if spec.shared else "read-only (made from a file or a read-only array)"
         raise ValueError(f"{what}: the table is {why}; copy it with HostTable.from_numpy(table.numpy()) to write to it")
     ids = checked_ids(what, ids, spec.rows)
-    rows = _rows(rows, spec)
+    rows = _checked_rows(call, spec, ids, rows)
+    for moment in moments:
+        if moment.shape != table.shape or moment.dtype != np.float32 or moment.read_only:
+            raise ValueError(f"{what}: the state must be float32 tables of shape {table.shape}, got {moment!r}")
+    hyper = jnp.zeros((7,), jnp.float32) if hyper is None else hyper
+    leaves = (leaf, *(moment._checked_leaf(what) for moment in moments))
+    arrays = (ids.reshape(-1), rows.reshape(-1, *spec.row), hyper)
+    if any(isinstance(x, jax.core.Tracer) for x in (*leaves, *arrays)):
+        written = _native_update(call.op, spec, call.num_sms, leaves, *arrays)
+    else:
+        with reporting_closed(leaf, what):
+            written = _eager(call.op, spec, call.num_sms, tuple(x.sharding for x in leaves))(leaves, *arrays)
+    new, *new_moments = (HostTable(x, old._spec) for x, old in zip(written, (table, *moments), strict=True))
+    return new, tuple(new_moments)
+
+
+def _checked_rows(call: _Update, spec: TableSpec, ids: Array, rows: Any) -> Array:
+    """Rows to write, of a dtype that the native call takes."""
+    what = call.what
+    rows = _types.native_order(rows)
+    # jax would cut integers of 64 bits to 32 bits.
+    wide = isinstance(rows, np.ndarray) and rows.dtype.kind in "iu" and rows.dtype.itemsize == 8
+    rows = jnp.asarray(rows.astype(spec.dtype) if wide and spec.dtype.itemsize <= 4 else rows)
     if rows.shape != ids.shape + spec.row:
-        raise ValueError(
-            f"{what}: rows of shape {ids.shape + spec.row} are needed for these ids, {rows.shape} was given"
-        )
-    if op == _SET:
+        raise ValueError(f"{what}: rows for these ids must have shape {ids.shape + spec.row}, got {rows.shape}")
+    if call.op == _Op.SET:
         if jax.dtypes.canonicalize_dtype(spec.dtype) != spec.dtype:
             raise TypeError(
                 f"{what}: rows of {spec.dtype} need jax's 64-bit mode: jax.config.update('jax_enable_x64', True)"
             )
-        rows = rows.astype(spec.dtype)
-    elif spec.dtype.name not in _types.RESULT_CODES:
-        raise TypeError(
-            f"{what}: only tables of float32, bfloat16 or float16 can be added to, this one has {spec.dtype}"
-        )
-    elif rows.dtype.name not in _types.RESULT_CODES:
-        rows = rows.astype(jnp.float32)
-    hyper = jnp.zeros((7,), jnp.float32) if hyper is None else hyper
-    states = [state for state in (first, second) if state is not None]
-    for state in states:
-        if state.shape != table.shape or state.dtype != np.float32 or state.read_only:
-            raise ValueError(f"{what}: the state must be float32 tables of shape {table.shape}, {state!r} was given")
-    leaves = (leaf, *(state._operand(what) for state in states))
-    operands = (ids.reshape(-1), rows.reshape(-1, *spec.row), hyper)
-    if any(isinstance(x, jax.core.Tracer) for x in (*leaves, *operands)):
-        written = _launch(op, spec, num_sms, leaves, *operands)
-    else:
-        with table._alive(what):
-            written = _eager(op, spec, num_sms, tuple(x.sharding for x in leaves))(leaves, *operands)
-    results = [HostTable(x, old._spec) for x, old in zip(written, (table, *states), strict=True)]
-    return results[0], results[1] if len(results) > 1 else None, results[2] if len(results) > 2 else None
-
-
-def _rows(rows: Any, spec: TableSpec) -> Array:
-    """Rows as a jax array. Integers of 64 bits become the table's elements before jax would cut them to 32 bits."""
-    rows = _types.native_order(rows)
-    wide = isinstance(rows, np.ndarray) and rows.dtype.kind in "iu" and rows.dtype.itemsize == 8
-    return jnp.asarray(rows.astype(spec.dtype) if wide and spec.dtype.itemsize <= 4 else rows)
+        return rows.astype(spec.dtype)
+    if spec.dtype.name not in _types.RESULT_CODES:
+        raise TypeError(f"{what}: the table must be of float32, bfloat16 or float16, got {spec.dtype}")
+    return rows if rows.dtype.name in _types.RESULT_CODES else rows.astype(jnp.float32)
 
 
 @functools.lru_cache(maxsize=256)
-def _eager(op: int, spec: TableSpec, num_sms: int, shardings: tuple[Any, ...]) -> Any:
-    """A call outside of jit: the tables are donated to it."""
-    return jax.jit(functools.partial(_launch, op, spec, num_sms), donate_argnums=0, out_shardings=shardings)
+def _eager(op: _Op, spec: TableSpec, num_sms: int, shardings: tuple[Any, ...]) -> Any:
+    """A write outside of jitted functions: the tables are donated to it."""
+    return jax.jit(functools.partial(_native_update, op, spec, num_sms), donate_argnums=0, out_shardings=shardings)
 
 
-def _launch(
-    op: int, spec: TableSpec, num_sms: int, leaves: tuple[Array, ...], ids: Array, rows: Array, hyper: Array
+def _native_update(
+    op: _Op, spec: TableSpec, num_sms: int, leaves: tuple[Array, ...], ids: Array, rows: Array, hyper: Array
 ) -> tuple[Array, ...]:
+    """The native call: the leaves of the table and the moments, written in place."""
     ids, perm = jax.lax.sort((ids, jnp.arange(ids.size, dtype=jnp.int32)), num_keys=1)
     codes = _types.RESULT_CODES
-    table_type = _types.MOVE_BYTES if op == _SET else codes[spec.dtype.name]
-    values_type = _types.MOVE_BYTES if op == _SET else codes[rows.dtype.name]
+    table_type = _types.MOVE_BYTES if op == _Op.SET else codes[spec.dtype.name]
+    values_type = _types.MOVE_BYTES if op == _Op.SET else codes[rows.dtype.name]
     kernel = 0
     if spec.platform == "cuda":
         kernel = _kernels.prepare(
             "update.cu",
             ID="int" if ids.dtype == jnp.int32 else "long long",
             UNIT=_types.store_unit(spec.row_bytes),
-            OP=op,
+            OP=int(op),
             TABLE=table_type,
             VALUES=values_type,
         )
-    # XLA folds slices into the calls that they are operands of, and forgets that the tables are written in place: it
-    # may then put the results elsewhere. It does not look through barriers.
+    # XLA folds slices into the calls that take them, and then forgets that the tables are aliased: it may put the
+    # results elsewhere. It does not fold across barriers.
     ids, perm, rows, hyper = jax.lax.optimization_barrier((ids, perm, rows, hyper))
-    # The results' types are the operands' own, memory space included: a host result must alias a host operand.
+    # The results have the types of the operands, memory space included: a result in host memory must alias an operand
+    # in host memory.
     call = jax.ffi.ffi_call(
         "dejax_table_update",
         tuple(jax.typeof(x) for x in leaves),

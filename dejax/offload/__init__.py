@@ -1,8 +1,8 @@
 """Activations and optimizer state on host memory and NVMe.
 
-`offload(fn)` has the shape of `jax.checkpoint`: what `fn` keeps for its backward pass leaves the device after the
-forward pass and comes back ahead of its use. `ActivationStore` says where to. `docs/offload.md` says when it pays.
-`dejax.offload.nnx` and `dejax.offload.linen` have it for Flax modules.
+`offload(fn)` is used like `jax.checkpoint`: the residuals of `fn` leave the device after the forward pass and come back
+ahead of their use. An `ActivationStore` holds them meanwhile. `docs/offload.md` is the guide. `dejax.offload.nnx` and
+`dejax.offload.linen` offload Flax modules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A traced function with a derivative that uses a store: where forward hands over to backward."""
+"""A traced function whose derivative stores the residuals in forward and fetches them in backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dejax.offload import _calls, _notes
 from dejax.offload._forward_mode import FORWARD_MODE, refuse_forward_mode
 from dejax.offload._residuals import Plan, Residual, make_plan
 
-# What a fast GPU computes (600 TFLOP/s in bfloat16) while the bus moves a byte (50 GB/s), and a quarter more.
+# A fast GPU computes 600 TFLOP/s in bfloat16 while the bus moves 50 GB/s; and a quarter more.
 _FLOPS_PER_BYTE = 15_000
 _RING_ALIGN = 512  # kAlign of native/offload/ring.cc
 
@@ -30,8 +30,8 @@ class Choice:
     """Which residuals are to be stored.
 
     Attributes:
-        policy: whether a residual is, if it is large enough.
-        min_bytes: how large that is.
+        policy: whether a residual of at least `min_bytes` is stored.
+        min_bytes: smaller residuals stay on the device.
     """
 
     policy: Callable[[Residual], bool]
@@ -46,11 +46,11 @@ class Traced:
 
     Args:
         name: of the function.
-        jaxpr: whose constants are its first arguments.
+        jaxpr: with the constants as its first arguments.
         avals: of its arguments, constants first.
         is_activation: for each argument, whether it may leave the device.
-        choice: which residuals leave it.
-        lasting: it serves later calls too, so that it pays to compile what runs outside of `jit`.
+        choice: the residuals that leave it.
+        lasting: later calls use it too, so that compiling pays also outside of `jit`.
     """
 
     def __init__(
@@ -74,22 +74,22 @@ class Traced:
         self._counts: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 
     def __call__(self, binding: int, operands: Sequence[Any]) -> list[Any]:
-        """Evaluates it, constants first, with a derivative that uses the store of a binding."""
+        """Evaluates the function, constants first, with a derivative that uses the store of a binding."""
         boundary = self._boundary(binding, self._occurrence())
         try:
             return boundary(*operands)
-        except TypeError as error:  # under vmap JAX sees it before the operator that would say so
+        except TypeError as error:  # under vmap JAX refuses forward mode before our operator does
             if "forward-mode" not in str(error) or "custom_vjp" not in str(error):
                 raise
             raise NotImplementedError(FORWARD_MODE) from error
 
     def evaluate(self, *operands: Any) -> list[Any]:
-        """What the function computes."""
+        """Evaluates the function without a derivative of its own."""
         return core.jaxpr_as_fun(self._jaxpr)(*operands)
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """How forward and backward go; made when it is differentiated first."""
+        """How forward and backward run; made on the first differentiation."""
         with self._lock:
             plan = make_plan(self.evaluate, self.avals, self._is_activation, self._choice)
             _notes.note_stored(self.name, plan, self._choice)
@@ -97,7 +97,7 @@ class Traced:
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """The same in every process that traces this function, and hardly that of another function."""
+        """A hash that is the same in every process that traces this function."""
         described: list[Any] = [self.name, [str(aval) for aval in self.avals], list(_primitives(self.plan.jaxpr.jaxpr))]
         described.append([(source.info.shape, source.info.dtype.name, source.stored) for source in self.plan.sources])
         return hashlib.blake2b(repr(described).encode(), digest_size=16).digest()
@@ -112,7 +112,7 @@ class Traced:
             return self._boundaries[key]
 
     def _occurrence(self) -> int:
-        """How often the program that is being traced has called this function before; outside of programs 0."""
+        """How often the program that is being traced has called this function before; 0 outside of programs."""
         trace = _compat.staging_trace()
         if trace is None:
             return 0
@@ -121,12 +121,12 @@ class Traced:
 
 
 class Boundary:
-    """The derivative of one call: what is handed over, and where it is meanwhile.
+    """One call of a traced function, with its derivative.
 
     Args:
         traced: the function.
         binding: of the store, as programs carry it.
-        occurrence: which call of this function in its program it is.
+        occurrence: number of the call among the program's calls of this function.
     """
 
     def __init__(self, traced: Traced, binding: int, occurrence: int) -> None:
@@ -143,13 +143,13 @@ class Boundary:
 
     @functools.cached_property
     def sites(self) -> list[int]:
-        """A number for each tensor that is handed over, which forward and backward share."""
+        """The number of the store call and the fetch call of each source; 0: it is not stored."""
         return [
             _site(self.traced.digest, self.occurrence, number) if source.stored else 0
             for number, source in enumerate(self.traced.plan.sources)
         ]
 
-    # Outside of `jit` these are called with arrays: what is traced once is compiled once.
+    # Outside of `jit` JAX calls these with arrays, and they run compiled.
     def _evaluate(self, *operands: Any) -> list[Any]:
         return self._run(self.traced.evaluate, *operands)
 
@@ -165,7 +165,7 @@ class Boundary:
         return self._compiled[part](*arguments)
 
     def forward(self, *operands: Any) -> tuple[list[Any], list[Any]]:
-        """(operands) -> (outputs, what backward gets: tensors, and handles of those that are stored)."""
+        """(operands) -> (outputs, the sources: handles of those that are stored, tensors of the others)."""
         plan = self.traced.plan
         sizes = [source.info.nbytes for source in plan.sources if source.stored]
         ring = ring_bytes(sizes, plan.flops)
@@ -180,7 +180,7 @@ class Boundary:
                 continue
             handed[number] = operands_now[source.argument]
             if source.stored:
-                # The barrier lets the function's own work begin only when the input has been taken.
+                # The barrier: the function begins only once the input is copied.
                 operands_now[source.argument], handed[number] = jax.lax.optimization_barrier(
                     (handed[number], put(handed[number], number))
                 )
@@ -193,19 +193,19 @@ class Boundary:
                 if source.stored:
                     handles[number] = put(handed[number], number)
         if handles:
-            # What comes next waits until all is taken: XLA's scheduler would else be free to keep it all until the end.
+            # What follows waits for the copies. Otherwise XLA's scheduler could keep all tensors until the end.
             out, handles = jax.lax.optimization_barrier((out, handles))
             handed.update(handles)
         return out, [handed[number] for number in range(len(plan.sources))]
 
     def backward(self, handed: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-        """(what forward handed over, cotangents of the outputs) -> cotangents of the operands."""
+        """(sources as `forward` returns them, cotangents of the outputs) -> cotangents of the operands."""
         plan = self.traced.plan
         stored = [number for number, source in enumerate(plan.sources) if source.stored]
         arrays = [i for i, ct in enumerate(cotangents) if _is_array(ct)]
         values = list(handed)
         if stored:
-            # Not before the cotangent is there: otherwise all of it could come back at once.
+            # Not before the cotangent is there. Otherwise all tensors could come back at once.
             waited, handles = jax.lax.optimization_barrier(
                 ([cotangents[i] for i in arrays], [handed[number] for number in stored])
             )
@@ -236,14 +236,11 @@ def _primitives(jaxpr: Any) -> Iterator[str]:
 
 
 def ring_bytes(sizes: Sequence[int], flops: float) -> int:
-    """What the device's ring should have for a function that stores tensors of these sizes while it computes so much.
+    """Size of the device's ring for a function that stores tensors of these sizes and computes so many FLOP.
 
-    A tensor leaves XLA's memory through the ring, so the ring has room for one at least: of N layers that store one
-    each, a share of 1 - 1 / N leaves the device. One is enough where the bus is as fast as the arithmetic: twelve
-    layers of width 8,192 took 144.6 ms with one, 144.4 with two and 144.0 without offload. Where the bus is slower,
-    forward waits for it as soon as the ring is full: 24 layers whose forward pass wants more than the bus has took 1.07
-    times their compute with a ring of three and 1.03 with six. A layer that stores several needs no more than two
-    layers' worth.
+    A tensor leaves XLA's memory through the ring, so the ring holds one at least. Where the bus is as fast as the
+    arithmetic, one call's tensors are enough. Where it is slower, forward waits as soon as the ring is full: the ring
+    then holds twice as much, and six tensors at least (docs/performance/offload.md has the measurements).
     """
     sizes = [-(-size // _RING_ALIGN) * _RING_ALIGN for size in sizes]
     total = sum(sizes)

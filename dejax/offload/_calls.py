@@ -1,15 +1,14 @@
-"""The FFI calls of `dejax.offload`: store a tensor for a handle, fetch a handle's tensor, guard what depends on it.
+"""The FFI calls of `dejax.offload`: `store` a tensor, which returns a handle; `fetch` a handle's tensor; `guard`.
 
-Neither has a side effect in XLA's eyes. What nobody fetches is then never stored, `jax.checkpoint` may go around, and
-order follows from data: a handle comes from its store, and a fetch takes a handle.
+XLA takes them for functions without side effects. So a tensor that nobody fetches is never stored, `jax.checkpoint`
+may recompute them, and data flow orders them: `store` returns a handle, and `fetch` takes it.
 
-XLA on GPUs folds slices into the calls that they are operands or results of. jax 0.11 then kept the call that it
-replaced where its result was used elsewhere too: a tensor was fetched twice, which fails where its memory was used
-again. It does not look through barriers, so each call has one on both sides; a batch of calls has them inside of its
-loop.
+XLA on GPUs folds slices into calls that take or return them. jax 0.11 then kept the replaced call where its result had
+other uses, and fetched a tensor twice, which fails once its memory is reused. XLA does not look through barriers, so
+each call has one on both sides, and a batch of calls has them inside of its loop.
 
-Under `vmap`, what is not batched is stored and fetched once. A batch is stored one example at a time and fetched in
-reverse, the order that a store serves best.
+Under `vmap`, a tensor that is not batched is stored and fetched once. A batch is stored one example at a time and
+fetched in reverse, the order that the store predicts.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from dejax import _native
 
 HANDLE = jax.ShapeDtypeStruct((2,), jnp.uint32)
 DEVICE = -1
-"""In place of a binding: the tensor is its own handle and stays, between the same cuts in the program."""
+"""In place of a binding: the tensor is its own handle and stays, with the same barriers in the program."""
 
 
 def store(x: Array, *, store_id: int, site: int, ring_bytes: int) -> Array:
-    """Takes a copy of `x` and gives its handle, uint32[2].
+    """Stores a copy of `x`; returns its handle, uint32[2].
 
     Args:
         x: at least one element, of a dtype of whole bytes.
-        store_id: which store, as programs carry it: a binding of `_current.py`. 0: the current one.
-        site: which call of the program this is.
-        ring_bytes: that the device's ring should have for this program, where the store was given no size.
+        store_id: the store's binding, see `_current.py`. 0: the current store.
+        site: number of the call in its program.
+        ring_bytes: size of the device's ring for this program, where the store was given none.
     """
     if store_id == DEVICE:
         return jax.lax.optimization_barrier(x)
@@ -64,9 +63,9 @@ def fetch(handle: Array, like: Any, after: Sequence[Array], *, store_id: int, si
     Args:
         handle: uint32[2], from `store`.
         like: its shape and dtype.
-        after: the fetch comes after these are computed.
-        store_id: as it was stored with.
-        site: as it was stored with.
+        after: the fetch waits for these.
+        store_id: as in `store`.
+        site: as in `store`.
     """
     if store_id == DEVICE:
         return jax.lax.optimization_barrier(handle)
@@ -82,7 +81,7 @@ def fetch(handle: Array, like: Any, after: Sequence[Array], *, store_id: int, si
 
     @batchable.def_vmap
     def rule(_: int, batched: Sequence[bool], handle: Array, *after: Array) -> tuple[Array, bool]:
-        if not batched[0]:  # not before any example is where this may begin
+        if not batched[0]:  # it may begin once the cotangents of all examples are there
             return batchable(handle, *after), False
         _, xs = jax.lax.scan(lambda count, handle: (count + 1, batchable(handle, *after)), 0, handle, reverse=True)
         return xs, True
@@ -93,15 +92,15 @@ def fetch(handle: Array, like: Any, after: Sequence[Array], *, store_id: int, si
 
 
 def guard(x: Array, after: Sequence[Array], *, store_id: int) -> Array:
-    """`x`, or NaN where a fetch of this run was foreseen wrongly.
+    """`x`, or NaN where a handle of this run was mispredicted.
 
-    A tensor that was fetched wrongly is NaN itself, unless its dtype has none: then this goes around what it is used
-    with.
+    A tensor that was fetched by a wrong handle is filled with NaN. A dtype without NaN cannot show that: then the guard
+    fills the cotangents.
 
     Args:
-        x: floating-point; its memory is used again.
+        x: floating-point; its memory is reused.
         after: fetched tensors of a dtype without NaN.
-        store_id: as they were stored with.
+        store_id: as in `store`.
     """
     if store_id == DEVICE:
         return x
@@ -115,7 +114,7 @@ def guard(x: Array, after: Sequence[Array], *, store_id: int) -> Array:
 
     @batchable.def_vmap
     def rule(_: int, batched: Sequence[bool], x: Array, *after: Array) -> tuple[Array, bool]:
-        return batchable(x, *after), batched[0]  # a run has failed for all examples
+        return batchable(x, *after), batched[0]  # a run fails for all examples
 
     call = jax.custom_jvp(batchable)
     call.defjvp(_no_second_derivative)
@@ -123,7 +122,7 @@ def guard(x: Array, after: Sequence[Array], *, store_id: int) -> Array:
 
 
 def _sharded_as(x: Array, like: Any) -> Array:
-    """`x` with the sharding that is a part of its type on a mesh with explicit axes."""
+    """`x` with the sharding of `like`, which is a part of its type on a mesh with explicit axes."""
     sharding: Any = getattr(like, "sharding", None)
     if not isinstance(sharding, jax.sharding.NamedSharding) or not any(sharding.spec):
         return x
@@ -139,6 +138,6 @@ def has_nan(dtype: Any) -> bool:
 
 def _no_second_derivative(primals: Any, tangents: Any) -> NoReturn:
     raise NotImplementedError(
-        "offload: a second derivative was asked for. What is offloaded comes back as a number without history, so only "
-        "first derivatives are right. Use the function without offload there, or take jax.checkpoint"
+        "offload: a second derivative was asked for. JAX cannot differentiate through a tensor that comes back from a "
+        "store. Use the function without offload there, or jax.checkpoint"
     )

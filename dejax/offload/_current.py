@@ -1,10 +1,10 @@
 """Which store a step uses: the one that was current in the thread that dispatched it.
 
-JAX binds nothing when it dispatches a compiled function but the function's arguments, and calls it without Python. So a
-program carries a *binding*: a small number that is the same in every process and stands for a store only while it runs.
-Threads that are inside `with` at the same time have bindings of their own, and `jax.make_user_context` makes each a
-part of `jax.jit`'s cache key: a function that two such threads share is compiled for each binding. Whenever a binding
-comes to stand for another store, steps that were dispatched before are waited for. `docs/offload.md` has the reasons.
+JAX dispatches a compiled function without running Python, and passes it nothing but its arguments. So a program carries
+a *binding*: a small number that is the same in every process and stands for a store while the program runs. Threads
+that are inside `with` at the same time have different bindings, and `jax.make_user_context` makes the binding a part of
+`jax.jit`'s cache key: a function that two such threads share is compiled for each binding. Before a binding changes its
+store, the thread waits for the steps that it has dispatched. `docs/performance/offload.md` has the alternatives.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dejax import _compat, _native
 
 DEFAULT = 1
-"""Stands for the process's own store (native/offload/current.h)."""
+"""The binding of the process's own store (native/offload/current.h)."""
 _HOME = 0
-"""Of the thread that entered a `with` while no other was in one, and of all threads while none is in one."""
+"""The binding of a thread that entered a `with` while no other was in one, and of all threads while none is."""
 _FIRST_OWN = 1 << 32  # kFirstOwnBinding of native/offload/current.h
 
 _context = jax.make_user_context(_HOME)
@@ -34,8 +34,8 @@ _local = threading.local()
 _forked = False
 
 
-class _Seat:
-    """A binding while a thread has it, and the stores that it stood for one inside the other."""
+class _ThreadBinding:
+    """A thread's binding, and the stores of its nested `with` blocks."""
 
     def __init__(self, binding: int) -> None:
         self.binding = binding
@@ -47,16 +47,16 @@ class _Seat:
         _native.extension("ActivationStore").bind_offload_store(self.binding, self.stores[-1].id if self.stores else 0)
 
 
-_seats: weakref.WeakValueDictionary[int, _Seat] = weakref.WeakValueDictionary()
+_thread_bindings: weakref.WeakValueDictionary[int, _ThreadBinding] = weakref.WeakValueDictionary()
 
 
 def current_binding() -> int:
-    """What a program that is traced now carries."""
+    """The binding of a program that is traced now."""
     return _context.value
 
 
 def bind_default(store: Any) -> None:
-    """Makes a store the one that is current where no other is."""
+    """Makes a store current where no other is."""
     _native.extension("ActivationStore").bind_offload_store(DEFAULT, store.id)
 
 
@@ -64,72 +64,73 @@ def enter(store: Any) -> None:
     """Makes a store current in this thread."""
     wait_for_steps()
     with _lock:
-        seat = getattr(_local, "seat", None)
-        if seat is None:
-            seat = _local.seat = _take_seat()
-        seat.stores.append(store)
-        seat.rebind()
+        held = getattr(_local, "held", None)
+        if held is None:
+            held = _local.held = _take_binding()
+        held.stores.append(store)
+        held.rebind()
 
 
 def leave(store: Any) -> None:
-    """Undoes the last `enter` of a store, by this thread if it was in it; steps are waited for before."""
+    """Undoes the last `enter` of a store, this thread's if there is one. The caller has waited for steps."""
     with _lock:
-        own = getattr(_local, "seat", None)
-        # A generator or a task may be closed in another thread than it was begun in.
-        seats = [own, *_seats.values()] if own is not None else list(_seats.values())
-        seat = next((seat for seat in seats if store in seat.stores), None)
-        if seat is not None:
-            _remove(seat, store)
+        own = getattr(_local, "held", None)
+        # A generator or a task may end in another thread than it began in.
+        candidates = [own, *_thread_bindings.values()] if own is not None else list(_thread_bindings.values())
+        held = next((held for held in candidates if store in held.stores), None)
+        if held is not None:
+            _remove(held, store)
 
 
 def forget(store: Any) -> None:
-    """A closed store is current nowhere any more."""
+    """Removes a closed store from all threads."""
     with _lock:
-        for seat in list(_seats.values()):
-            while store in seat.stores:
-                _remove(seat, store)
+        for held in list(_thread_bindings.values()):
+            while store in held.stores:
+                _remove(held, store)
         for binding, owner in list(_own.items()):
             if owner is store:
-                _own.pop(binding, None)  # natively it stands for nothing once its store is closed
+                _own.pop(binding, None)  # the native side unbinds closed stores itself
 
 
 def after_fork() -> None:
-    """In a child: its parent's stores are not its own, and other threads' locks are held for good."""
+    """In a forked child: forgets its parent's stores, and locks that other threads held."""
     global _lock, _forked
     _lock, _forked = threading.RLock(), True
-    _seats.clear()
+    _thread_bindings.clear()
     _own.clear()
     _local.__dict__.clear()
     _context.set_global(_HOME)
 
 
-def _remove(seat: _Seat, store: Any) -> None:
-    last = len(seat.stores) - 1 - seat.stores[::-1].index(store)
-    del seat.stores[last]
-    seat.rebind()
-    if not seat.stores and seat is getattr(_local, "seat", None):  # another thread's goes when that thread ends
-        seat.context.__exit__(None, None, None)
-        del _local.seat
-        seat.abandoned.detach()
-        _free_seat(seat.binding)
+def _remove(held: _ThreadBinding, store: Any) -> None:
+    last = len(held.stores) - 1 - held.stores[::-1].index(store)
+    del held.stores[last]
+    held.rebind()
+    if not held.stores and held is getattr(_local, "held", None):  # another thread's goes with that thread
+        held.context.__exit__(None, None, None)
+        del _local.held
+        held.abandoned.detach()
+        _free_binding(held.binding)
 
 
-def _take_seat() -> _Seat:
-    binding = next(number for number in range(len(_seats) + 2) if number not in _seats and number != DEFAULT)
-    seat = _seats[binding] = _Seat(binding)
-    seat.context = _context(binding)
-    seat.context.__enter__()
+def _take_binding() -> _ThreadBinding:
+    taken = {DEFAULT, *_thread_bindings}
+    binding = next(number for number in range(len(taken) + 1) if number not in taken)
+    held = _thread_bindings[binding] = _ThreadBinding(binding)
+    held.context = _context(binding)
+    held.context.__enter__()
     if binding == _HOME:
-        # Other threads' steps are not this store's. They are compiled once more, if they run beside it.
+        # Other threads' steps must not use this store. They are compiled once more while it is current.
         _context.set_global(DEFAULT)
-    seat.abandoned = weakref.finalize(seat, _free_seat, binding)  # a thread that ended inside `with`
-    seat.abandoned.atexit = False
-    return seat
+    held.abandoned = weakref.finalize(held, _free_binding, binding)  # a thread that ended inside `with`
+    held.abandoned.atexit = False
+    return held
 
 
-def _free_seat(binding: int) -> None:
+def _free_binding(binding: int) -> None:
     with _lock:
-        _seats.pop(binding, None)
+        _thread_bindings.pop(binding, None)
         _native.extension("ActivationStore").bind_offload_store(binding, 0)
         if binding == _HOME:
             _context.set_global(_HOME)
@@ -141,11 +142,10 @@ _own: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def own_binding(store: Any, options: Hashable) -> int:
-    """A binding for programs that were traced with `store=`, bound to the store.
+    """The binding of programs that are traced with `store=`.
 
-    It follows from the store's options, so that it is the same in every process, and a process that runs an exported
-    program finds the store that was opened for it and no stranger's. Of several open stores with equal options it says
-    which, in the order in which they were opened.
+    It is a hash of the store's options, so it is the same in every process, and a process that runs an exported program
+    finds the store that was opened for it. Open stores with equal options are numbered in the order of opening.
     """
     with _lock:
         for count in range(len(_own) + 1):
@@ -162,13 +162,13 @@ def own_binding(store: Any, options: Hashable) -> int:
 
 
 def wait_for_steps() -> None:
-    """Waits for the steps that this thread has dispatched, and for all whose results are there; errors show elsewhere.
+    """Waits for the steps that this thread has dispatched, and for all live arrays; ignores their errors.
 
-    A step whose results nobody kept has no array to wait for. A device runs what one thread dispatches in order, so a
-    computation on all devices that is dispatched now ends after it.
+    A step whose results nobody kept has no array to wait for. But a device runs what one thread dispatches in order, so
+    a computation that is dispatched now ends after it.
     """
     if _forked or not _compat.backends_are_initialized():
-        return  # a forked child has none of the threads that run steps
+        return  # a forked child does not have the threads that run steps
     with jax.ensure_compile_time_eval():
         for devices in _device_groups():
             try:
@@ -178,7 +178,7 @@ def wait_for_steps() -> None:
         for array in jax.live_arrays():
             try:
                 array.block_until_ready()
-            except Exception:  # a failed step's: its error shows where the result is used; or deleted meanwhile
+            except Exception:  # deleted meanwhile, or of a failed step, whose error shows where the result is used
                 continue
 
 
@@ -187,7 +187,7 @@ def _device_groups() -> list[tuple[Any, ...]]:
 
 
 def _after_all(devices: tuple[Any, ...]) -> list[Any]:
-    # The CPU runs programs of one device and of several in lines of their own.
+    # The CPU has separate queues for programs of one device and of several.
     groups = [devices, *((device,) for device in devices if len(devices) > 1)]
     results = []
     for group in groups:

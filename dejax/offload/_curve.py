@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 Point = tuple[float, float]
-"""Bytes at the peak and seconds a step."""
+"""(peak bytes, seconds a step)"""
 
 _GIB = 2**30
 
 
 def best(ways: Sequence[Point]) -> list[Point]:
-    """Those that no other beats in both memory and time, by memory."""
+    """The ways that no other beats in both memory and time, sorted by memory."""
     found: list[Point] = []
     for way in sorted(ways):
         if not found or way[1] < found[-1][1]:
@@ -29,7 +29,7 @@ def draw(
     marked: Mapping[str, Sequence[Point]],
     measured: Sequence[Point] = (),
 ) -> None:
-    """Draws every way, the curve, the choice and its budget, some ways by name, and what was measured."""
+    """Draws every way, the best ones as a curve, the chosen one and its budget, some by name, and measured points."""
     import matplotlib
 
     matplotlib.use("Agg")

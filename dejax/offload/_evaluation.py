@@ -1,4 +1,4 @@
-"""A jaxpr evaluated variable by variable, as they are asked for: what cuts an optimizer's update into pieces."""
+"""A jaxpr evaluated variable by variable, on demand. This cuts an optimizer's update into pieces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Demand:
         self.producer = {var: eqn for eqn in closed.jaxpr.eqns for var in eqn.outvars}
 
     def give(self, var: Any, value: Any, far: bool) -> None:
-        """An input. One that is far, on the host, comes to the device when it is first asked for."""
+        """Sets an input. One that is far (on the host) is copied to the device on first use."""
         (self._far if far else self._known)[var] = value
 
     def value(self, var: Any) -> Any:
@@ -48,7 +48,7 @@ class Demand:
 
 
 def inlined(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same without calls of jitted functions: Optax corrects the bias of all moments in one, which ties them up."""
+    """The same jaxpr with jitted functions inlined: Optax corrects the bias of all moments in one such function."""
 
     def run(jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
         known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))

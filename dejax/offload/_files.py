@@ -1,9 +1,9 @@
-"""Folders of the disk tier: each store has its own in every path that it was given, locked while its process lives.
+"""Folders of the disk tier: each store has its own folder in every path that it was given.
 
-A folder holds an owner file under an exclusive lock, which the kernel takes away when the process ends. Whoever gets
-that lock may remove the folder. Everything else in it goes before the owner file: anyone can finish a removal that was
-cut short. A new folder has no lock for a moment, in which another process may remove it. Its maker notices and makes
-another.
+A folder holds an owner file with an exclusive lock, which the kernel releases when the process ends. A process that
+gets the lock may remove the folder. It removes the owner file last, so that any process can finish an interrupted
+removal. A new folder has no lock for a moment, in which another process may remove it. Its maker notices that and
+makes another.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pathlib import Path
 
 _PREFIX = "dejax-offload-"
 _OWNER = "owner"
-_ATTEMPTS = 100  # each is lost only to another process that cleans up at that very moment
+_ATTEMPTS = 100  # one fails only if another process cleans up at that very moment
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A folder of our own.
+    """A folder that this process owns.
 
     Attributes:
-        folder: where.
-        lock: descriptor of its owner file, locked.
-        device: number of the drive that it lies on.
+        folder: its path.
+        lock: descriptor of its locked owner file.
+        device: number of its drive.
     """
 
     folder: Path
@@ -37,24 +37,24 @@ class Claim:
     device: int
 
     def release(self) -> None:
-        """Removes the folder, then gives the lock up."""
+        """Removes the folder, then releases the lock."""
         _remove(self.folder)
         self.forget()
 
     def forget(self) -> None:
-        """Closes the descriptor alone, as in a forked child."""
+        """Closes the descriptor only, as in a forked child."""
         with contextlib.suppress(OSError):
             os.close(self.lock)
 
 
 def claim(path: Path) -> Claim:
-    """Makes a folder in `path`, after removing those whose owners are dead.
+    """Makes a folder in `path`, after removing folders of dead processes.
 
     Raises:
-        FileNotFoundError: `path` is not there.
-        NotADirectoryError: it is not a folder.
-        PermissionError: it cannot be written to.
-        OSError: anything else, such as a full file system, or one without locks.
+        FileNotFoundError: `path` does not exist.
+        NotADirectoryError: `path` is not a folder.
+        PermissionError: `path` cannot be written to.
+        OSError: another reason, such as a full file system, or one without locks.
     """
     if not path.exists():
         raise FileNotFoundError(f"ActivationStore: path {path} does not exist; create it, or give another")
@@ -80,23 +80,25 @@ def claim(path: Path) -> Claim:
             raise OSError(
                 error.errno, f"ActivationStore: path {path} is on a file system without locks; give a local one"
             ) from error
-        raise OSError(error.errno, f"ActivationStore: path {path} does not serve ({error.strerror})") from error
+        raise OSError(
+            error.errno, f"ActivationStore: path {path} cannot be used ({error.strerror}); give another"
+        ) from error
     raise OSError(errno.EBUSY, f"ActivationStore: other processes keep removing new folders in {path}; give another")
 
 
 def remove_abandoned(path: Path) -> list[Path]:
-    """Removes folders of stores whose process has ended without closing them; gives what was removed."""
+    """Removes folders of processes that ended without closing their stores; returns the removed ones."""
     removed = []
     for folder in path.glob(f"{_PREFIX}*"):
         try:
             lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
-            # Being made, or the last of a removal that was cut short: only an empty one goes.
+            # A new folder, or the rest of an interrupted removal: only an empty one is removed.
             with contextlib.suppress(OSError):
                 folder.rmdir()
             continue
         except OSError:
-            continue  # not ours to touch
+            continue  # another user's
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(lock, folder / _OWNER) and _remove(folder):
@@ -109,7 +111,7 @@ def remove_abandoned(path: Path) -> list[Path]:
 
 
 def lock_new_file(folder: Path, prefix: str) -> tuple[Path, int]:
-    """A new file in `folder` with a lock on it that ends with the process, and its descriptor."""
+    """Makes a file in `folder` with a lock that ends with the process; returns its path and descriptor."""
     for _ in range(_ATTEMPTS):
         descriptor, name = tempfile.mkstemp(prefix=prefix, dir=folder)
         os.close(descriptor)
@@ -121,7 +123,7 @@ def lock_new_file(folder: Path, prefix: str) -> tuple[Path, int]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether the process that locked a file lives. One whose process is dead is removed."""
+    """Whether the process that locked a file lives. Removes the file of a dead process."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -138,19 +140,19 @@ def is_locked(path: Path) -> bool:
 
 
 def sectors_written(device: int) -> int | None:
-    """Bytes that a drive has been asked to write since the machine started; None where nothing tells."""
+    """Bytes written to a drive since the machine started; None where the system does not tell."""
     try:
         fields = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat").read_text(encoding="ascii").split()
-        return int(fields[6]) * 512  # that file counts in sectors of 512 bytes, whatever the drive's are
+        return int(fields[6]) * 512  # the file counts sectors of 512 bytes, whatever the drive's size is
     except (OSError, IndexError, ValueError):
         return None
 
 
 def _lock(path: Path) -> int | None:
-    """Makes the file if need be and locks it. None where somebody removed it meanwhile."""
+    """Opens or makes the file and locks it. None where another process removed it meanwhile."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except FileNotFoundError:  # its folder
+    except FileNotFoundError:  # the folder is gone
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -171,7 +173,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _remove(folder: Path) -> bool:
-    """Removes a folder, its owner file last. False where something stays: then the owner file does too."""
+    """Removes a folder, its owner file last. False where some file cannot be removed: then the owner file stays."""
     try:
         names = [name for name in os.listdir(folder) if name != _OWNER]
     except OSError:

@@ -1,7 +1,7 @@
-"""Forward mode through `offload` ends in an error of ours, with the remedy, and not in one about `custom_vjp`.
+"""Forward mode through `offload` raises an error that names the remedy, not JAX's about `custom_vjp`.
 
-Reverse mode in JAX is forward mode that is transposed before it runs. So the tangents of an offloaded function's
-arguments go through a linear operator that can be transposed, and raises where it would be run.
+JAX implements reverse mode as forward mode that is transposed before it runs. So the tangents of an offloaded
+function's arguments go through a linear operator that can be transposed, but raises when it is evaluated.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _tangent = core.Primitive("offload_tangent")
 
 
 FORWARD_MODE = (
-    "offload: forward mode was asked for (jax.jvp, jacfwd, hessian, linearize, also through a while_loop). What is "
-    "stored comes back for reverse mode alone. Use the function without offload there, or take jax.checkpoint; for "
+    "offload: forward mode was asked for (jax.jvp, jacfwd, hessian, linearize, also through a while_loop), but stored "
+    "tensors come back in reverse mode only. Use the function without offload there, or take jax.checkpoint; for "
     "reverse mode through a loop use scan, or fori_loop with fixed bounds"
 )
 
@@ -45,5 +45,5 @@ def _marked_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 
 def refuse_forward_mode(x: Any) -> Any:
-    """`x`, whose tangent can be transposed but not computed."""
+    """`x`, with a tangent that can be transposed but not evaluated."""
     return _marked(x) if jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) else x

@@ -1,8 +1,7 @@
-"""When two functions compute the same, so that a trace of one serves the other.
+"""Whether two functions compute the same, so that one can use the other's trace.
 
-A function is traced once for arguments of some shapes only where what it computes follows from what is compared here:
-its code, and by value all that it closes over, names or has for defaults. Arrays are not compared: a function that
-closes over one is traced in each call, and so is one that uses an object whose state cannot be told.
+Two functions are equal if their code is equal, and all values that they close over, name or have for defaults. Arrays
+are not compared: a function that closes over one is traced in each call, and so is one that uses an object with state.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-_MOST = 4000  # parts; beyond, tracing is cheaper
-# What these offer does not change while a program runs.
+_MOST = 4000  # values compared; beyond, tracing is cheaper
+# Their functions do not change while a program runs.
 _LIBRARIES = frozenset(
     ("builtins", "collections", "dejax", "einops", "flax", "functools", "itertools", "jax", "jaxlib", "math")
     + ("numpy", "operator", "optax", "typing")
@@ -26,14 +25,14 @@ _PLAIN = (str, bytes, bool, int, float, complex, type(None), type(Ellipsis), np.
 
 
 class _Unknown(Exception):
-    """It cannot be told whether it is what it was before."""
+    """A value that cannot be compared."""
 
 
 def identity_of(value: Any) -> Hashable | None:
-    """Equal for equal functions and values, whatever they are part of; None where it cannot be told.
+    """A key that is equal for equal functions and values; None where they cannot be compared.
 
     Args:
-        value: a function, or what it is made with: numbers, strings, tuples, lists, dicts, other functions.
+        value: a function, number, string, or a tuple, list or dict of such.
     """
     try:
         result = _Reader().read(value)
@@ -91,7 +90,7 @@ class _Reader:
         )
 
     def namespace(self, value: Any, names: tuple[str, ...]) -> Hashable:
-        """A module or a class, of which a function can use what it has names for."""
+        """The attributes of a module or class that a function can use: those that it has names for."""
         if _is_library(value.__name__ if isinstance(value, types.ModuleType) else value.__module__):
             return value
         held = vars(value)
@@ -106,9 +105,9 @@ class _Reader:
         if isinstance(value, (jax.custom_vjp, jax.custom_jvp)):
             return value, *(self.read(part) for part in vars(value).values() if isinstance(part, types.FunctionType))
         if _is_library(kind.__module__) and callable(getattr(value, "__wrapped__", None)):
-            return value  # a jitted function keeps its first trace itself
+            return value  # a jitted function itself uses its first trace for good
         if any(getattr(kind, how) in (None, getattr(object, how)) for how in ("__eq__", "__hash__")):
-            raise _Unknown  # compared by what it is, not by what is in it
+            raise _Unknown  # it compares by identity, so its state could change unseen
         return value
 
 
@@ -117,7 +116,7 @@ def _is_library(module: str | None) -> bool:
 
 
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """All names that a function and those defined inside of it use."""
+    """All names that a function and the functions defined inside of it use."""
     inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in _names(const)]
     return (*code.co_names, *inner)
 

@@ -1,4 +1,4 @@
-"""How much host memory a store may take where nobody says: half of what is there, over the processes that share it."""
+"""The default size of a store's host memory: half of the available memory, shared by the processes on the machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dejax.offload import _files
 
-_LAUNCHERS = (  # processes on this machine, as torchrun, Open MPI, MPICH or Intel MPI, and srun say it
+_LAUNCHERS = (  # number of processes on this machine: torchrun, Open MPI, MPICH or Intel MPI, srun
     "LOCAL_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALNRANKS",
@@ -21,10 +21,10 @@ _LAUNCHERS = (  # processes on this machine, as torchrun, Open MPI, MPICH or Int
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process could take now: what the machine has available, and what its control groups leave.
+    """Bytes that this process could allocate now, by the machine's available memory and the control groups' limits.
 
     Args:
-        root: of the file system to look at, for tests.
+        root: of the file system with /proc and /sys.
     """
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     for line in _lines(root / "proc/meminfo"):
@@ -34,7 +34,7 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """Bytes left in each control group with a limit that this process is in, of version 1 or 2, up to the outermost."""
+    """Bytes left in each limited control group of this process (version 1 or 2), up to the outermost group."""
     for version, folder, top in _memory_groups(root):
         limits, usage, cache = (
             (("memory.max", "memory.high"), "memory.current", "inactive_file")
@@ -45,7 +45,7 @@ def _left_in_groups(root: Path) -> Iterator[int]:
             found = [limit for name in limits if (limit := _number(folder / name)) is not None]
             used = _number(folder / usage)
             if found and used is not None:
-                # Files that nobody has read for a while count as used, and go when memory is asked for.
+                # The page cache counts as used, but the kernel drops its inactive files when memory is needed.
                 used -= sum(int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.split()[0] == cache)
                 yield min(found) - max(0, used)
             if folder == top or folder.parent == folder:
@@ -54,7 +54,7 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[int, Path, Path]]:
-    """(version, folder, folder of the outermost that is seen) of the memory control groups of this process."""
+    """(version, folder, folder of the outermost visible group) of the memory control groups of this process."""
     groups = {}
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = line.split(":", 2)
@@ -72,7 +72,7 @@ def _memory_groups(root: Path) -> Iterator[tuple[int, Path, Path]]:
         if version not in groups:
             continue
         top = root / point.lstrip("/")
-        # A container sees its own group as the outermost one: then its path begins with what is mounted, or with "..".
+        # A container sees its own group as the outermost: the path then begins with the mounted group, or with "..".
         group = Path(groups[version])
         inside = group.relative_to(mounted) if group.is_relative_to(mounted) else group.relative_to("/")
         folder = top if ".." in inside.parts else top / inside
@@ -87,33 +87,33 @@ def _lines(path: Path) -> list[str]:
 
 
 def _number(path: Path) -> int | None:
-    """A file's number; None where there is none, or no limit ("max")."""
+    """The number in a file; None where there is none, or "max" (no limit)."""
     lines = _lines(path)
     return int(lines[0]) if lines and lines[0].strip().isdigit() else None
 
 
 def share(available: int, processes: int, launched: int) -> int:
-    """Bytes for one of several processes: half of what is available, if it is alone.
+    """Bytes for one of several processes.
+
+    Where the launcher tells the number of processes, each gets the same part of one half. Otherwise they get 1/2, 1/6,
+    1/12, ... in the order in which they open a store: together never more than there is.
 
     Args:
         available: bytes.
-        processes: that have a store of such a size on this machine, this one counted.
-        launched: processes that the launcher says are on this machine; 1 where it says nothing.
-
-    Where the number of processes is known before, each gets the same. Where it is not, those that come later get less,
-    1/2, 1/6, 1/12, ..., so that all together never have more than there is.
+        processes: number of processes on this machine that have a store of default size, this one included.
+        launched: number of processes on this machine by the launcher; 1: unknown.
     """
     return available // (2 * launched if processes <= launched else processes * (processes + 1))
 
 
 def launched_processes() -> int:
-    """Processes on this machine, by what the launcher left in the environment; 1 where it left nothing."""
+    """Number of processes on this machine, from the launcher's environment variables; 1: unknown."""
     counts = [int(n) for name in _LAUNCHERS for n in re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get(name, ""))[:1]]
     return max([1, *counts])
 
 
 class _Presence:
-    """A locked file that says to other processes that this one has a store of half the memory."""
+    """A locked file that tells other processes that this one has a store of default size."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -121,10 +121,10 @@ class _Presence:
         self._mark: tuple[Path, int] | None = None
 
     def enter(self) -> int:
-        """Counts a store of this process. Gives the number of processes that have one."""
+        """Counts a store of this process; returns the number of processes that have one."""
         with self._mutex:
             self._stores += 1
-            with contextlib.suppress(OSError):  # then nobody knows of the others
+            with contextlib.suppress(OSError):  # without such a file processes do not see each other
                 folder = _folder()
                 if self._mark is None:
                     self._mark = _files.lock_new_file(folder, f"{os.getpid()}-")
@@ -145,7 +145,7 @@ class _Presence:
                 path.parent.rmdir()
 
     def forget(self) -> None:
-        """In a forked child: the mark is its parent's."""
+        """In a forked child: the file is its parent's."""
         if self._mark is not None:
             os.close(self._mark[1])
         self.__init__()  # type: ignore[misc]

@@ -1,7 +1,7 @@
-"""Keep, recompute or offload, for each named tensor of a layer: the planner beside `plan_stack`, which goes by layer.
+"""Keep, recompute or offload, for each named tensor of a layer (`plan_stack` decides for each layer).
 
-Which tensors are kept at all decides what is computed again, and is profiled: short stacks with all names saved, with
-none, and with each but one. Whether a saved tensor stays or travels follows from its bytes, the bus and the drive.
+The set of saved names decides what is recomputed. It is profiled: short stacks with all names saved, with none, and
+with each but one. Whether a saved tensor stays or is offloaded follows from its size, the bus and the drive.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import jax
 from dejax.offload._curve import Point, draw
 from dejax.offload._profile import (
     DEVICE_BANDWIDTH,
-    SHORT,
     Placement,
     Tiers,
+    count_layers,
     forward_seconds,
+    measured_rows,
     place,
     profile,
     residuals_of,
@@ -41,16 +42,16 @@ INPUT = "(input)"
 
 @dataclass(frozen=True, slots=True)
 class NamesWay:
-    """A way to run each layer, and what is expected of it.
+    """A way to run each layer, with its predicted memory and time.
 
     Attributes:
-        saved: names that are not computed again; None: nothing is, `jax.checkpoint` is not used.
-        offloaded: of those, the names that travel.
+        saved: names that are not recomputed; None: nothing is recomputed, `jax.checkpoint` is not used.
+        offloaded: the saved names that are offloaded.
         peak_bytes: temporaries of the program and the device's ring.
-        seconds: a step.
-        stall_seconds: of those, waiting for the bus or the drive.
-        ring_bytes: of the device's ring.
-        placement: where what is stored lies.
+        seconds: time of a step.
+        stall_seconds: part of it that waits for the bus or the drive.
+        ring_bytes: size of the device's ring.
+        placement: where the stored tensors lie.
     """
 
     saved: frozenset[str] | None
@@ -69,27 +70,36 @@ class NamesWay:
 
 
 @dataclass(frozen=True, slots=True)
-class _Profiled:
+class _Profile:
+    """The cost of a set of saved names.
+
+    Attributes:
+        base_bytes, layer_bytes: temporaries of a stack of n layers: base_bytes + n * layer_bytes.
+        base_seconds, layer_seconds: likewise, the time of a training step.
+        sizes: of the residuals, by name.
+        flops: of a layer's forward pass.
+    """
+
     base_bytes: float
     layer_bytes: float
     base_seconds: float
     layer_seconds: float
-    sizes: dict[str, list[int]]  # of what backward needs, by name
+    sizes: dict[str, list[int]]
     flops: float
 
-    def of(self, names: Iterable[str]) -> list[int]:
+    def sizes_of(self, names: Iterable[str]) -> list[int]:
         return [size for name in names for size in self.sizes[name]]
 
 
 @dataclass(slots=True)
 class NamesPlan:
-    """The planner's answer, made by `plan_names`.
+    """A plan for the named tensors of a layer, made by `plan_names`.
 
     Attributes:
         chosen: the fastest way within the budget.
         ways: every way that was considered.
         bytes_of: a layer's bytes by name.
-        budget_bytes: that was given.
+        budget_bytes: the given budget.
         num_layers: of the stack.
         tiers: bandwidths and sizes of the bus, host memory and the drive.
         measured: (peak bytes, seconds) of the chosen way, after `measure`.
@@ -116,13 +126,13 @@ class NamesPlan:
         return scan_layers(self.layer, params, x)
 
     def measure(self, params: Any, x: Any) -> tuple[float, float]:
-        """Compiles and times the chosen way; gives (peak bytes, seconds) and keeps it for `table`."""
+        """Compiles and times the chosen way; returns (peak bytes, seconds), which `table` then shows."""
         temp, seconds = profile(training_step(self.apply), params, x)
         self.measured = (temp + self.chosen.ring_bytes, seconds)
         return self.measured
 
     def table(self) -> str:
-        """Markdown: what happens to each name, where it lies, and what was measured beside what was predicted."""
+        """Markdown tables: what happens to each name, and predicted and measured memory and time."""
         lines = ["| tensor | MiB a layer | choice |", "| --- | --- | --- |"]
         for name, nbytes in self.bytes_of.items():
             lines.append(f"| {name} | {nbytes / 2**20:.0f} | {self.chosen.choice(name)} |")
@@ -134,15 +144,10 @@ class NamesPlan:
             f"| predicted | {way.peak_bytes / 2**30:.3f} | {way.seconds * 1e3:.2f} | {way.stall_seconds * 1e3:.2f} | "
             f"{where.ring_bytes / 2**30:.2f}, {where.host_bytes / 2**30:.2f}, {where.disk_bytes / 2**30:.2f} |",
         ]
-        if self.measured:
-            peak, seconds = self.measured
-            lines.append(f"| measured | {peak / 2**30:.3f} | {seconds * 1e3:.2f} | | |")
-            off = [f"{100 * (a / b - 1):+.1f} %" for a, b in ((way.peak_bytes, peak), (way.seconds, seconds))]
-            lines.append(f"| off by | {off[0]} | {off[1]} | | |")
-        return "\n".join(lines)
+        return "\n".join([*lines, *measured_rows((way.peak_bytes, way.seconds), self.measured)])
 
     def plot(self, path: str | Path) -> None:
-        """Draws throughput against activation memory: every way, the curve, the choice and what was measured."""
+        """Draws throughput against activation memory: every way, the curve, the chosen way, the measured point."""
         alone: dict[str, list[Point]] = {}
         for way in self.ways:
             does = {way.choice(name) for name in self.bytes_of if name != INPUT}
@@ -168,75 +173,96 @@ def plan_names(
     store: ActivationStore | None = None,
     min_bytes: int = MIN_BYTES,
 ) -> NamesPlan:
-    """Decides for each named tensor of a layer whether it is kept, computed again or offloaded, alike in every layer.
+    """Decides for each named tensor of a layer whether it is kept, recomputed or offloaded, alike in every layer.
 
     Args:
         body: (params of one layer, x) -> x, with `jax.ad_checkpoint.checkpoint_name` in it.
         params: pytree of arrays [layers, ...], at least four layers.
         x: the first layer's input.
-        names: of the tensors to decide about, at most eight. What has no name is kept where nothing is computed again,
-            else computed again. The input is decided about too.
+        names: of the tensors to decide about, at most eight. The plan decides about the input, too. Tensors without a
+            name are recomputed, unless the plan recomputes nothing.
         budget_bytes: for temporaries of a training step (value and gradient of the stack) and the device's ring.
         store: where offloaded tensors go, see `plan_stack`.
         min_bytes: smaller tensors stay.
 
     Returns:
-        The plan: `plan.apply(params, x)` runs the stack, `print(plan.table())` says why.
+        The plan: `plan.apply(params, x)` runs the stack, `print(plan.table())` shows the choices.
 
     Raises:
         ValueError: a name is not found, there are too many or too few layers, or no way fits the budget.
     """
-    num_layers = jax.tree.leaves(params)[0].shape[0]
-    if num_layers < max(SHORT):
-        raise ValueError(f"plan_names: `params` has {num_layers} layers, at least {max(SHORT)} are needed to profile")
+    num_layers = count_layers(params, "plan_names")
     if not 1 <= len(names) <= 8:
-        raise ValueError(f"plan_names: `names` has {len(names)} names; one to eight can be weighed against each other")
-    profiled: dict[frozenset[str] | None, _Profiled] = {}
-    for saved in _candidates(names):
-        variant = _saving(body, saved)
-        residuals, flops = residuals_of(variant, params, x, min_bytes)
-        sizes = {name: [r.nbytes for r in residuals if _named(r, names) == name] for name in (INPUT, *names)}
-        if not profiled and (missing := [name for name in names if not sizes[name]]):  # the first saves them all
-            raise ValueError(
-                f"plan_names: no tensor of {min_bytes} bytes or more that backward needs is named {missing[0]!r}; give "
-                "names that checkpoint_name gives inside `body`, outside of functions that are jitted by themselves"
-            )
-        profiled[saved] = _Profiled(*short_stacks(variant, params, x), sizes, flops)
+        raise ValueError(f"plan_names: `names` must have one to eight names, got {len(names)}")
+    profiles = _profiles(body, params, x, names, min_bytes)
     forward = forward_seconds(body, params, x)
     tiers = tiers_of(store)
-
     ways: list[NamesWay] = []
-    for saved, cost in profiled.items():
+    for saved, cost in profiles.items():
         can_go = [name for name, sizes in cost.sizes.items() if sizes]
-        for offloaded in itertools.chain.from_iterable(
-            itertools.combinations(can_go, count) for count in range(len(can_go) + 1)
-        ):
-            going = cost.of(offloaded)
-            stored = sum(going)
-            ring = ring_of(store, going, cost.flops)
-            backward = num_layers * (cost.layer_seconds - forward)
-            placement = place(num_layers * stored, ring, num_layers * forward, backward, tiers)
-            if placement is None:
-                continue
-            copies = num_layers * 4 * stored / DEVICE_BANDWIDTH if ring else 0.0
-            peak = cost.base_bytes + num_layers * (cost.layer_bytes - stored) + ring
-            seconds = cost.base_seconds + num_layers * cost.layer_seconds + copies + placement.stall_seconds
-            way = NamesWay(saved, frozenset(offloaded), peak, seconds, placement.stall_seconds, ring, placement)
-            ways.append(way)
-    bytes_of = {name: sum(sizes) for name, sizes in profiled[frozenset(names)].sizes.items()}
+        for count in range(len(can_go) + 1):
+            for offloaded in itertools.combinations(can_go, count):
+                ring = ring_of(store, cost.sizes_of(offloaded), cost.flops)
+                way = _predict(saved, frozenset(offloaded), cost, num_layers, forward, ring, tiers)
+                ways += [] if way is None else [way]
+    bytes_of = {name: sum(sizes) for name, sizes in profiles[frozenset(names)].sizes.items()}
     plan = NamesPlan(ways[0], ways, bytes_of, budget_bytes, num_layers, tiers, body, store, min_bytes)
     return _choose(plan, params, x)
 
 
+def _profiles(
+    body: Callable[[Any, Any], Any], params: Any, x: Any, names: Sequence[str], min_bytes: int
+) -> dict[frozenset[str] | None, _Profile]:
+    """The cost of each candidate set of saved names."""
+    profiles: dict[frozenset[str] | None, _Profile] = {}
+    for saved in _candidates(names):
+        variant = _saving(body, saved)
+        residuals, flops = residuals_of(variant, params, x, min_bytes)
+        sizes = {name: [r.nbytes for r in residuals if _named(r, names) == name] for name in (INPUT, *names)}
+        if not profiles and (missing := [name for name in names if not sizes[name]]):  # the first candidate saves all
+            raise ValueError(
+                f"plan_names: no tensor of {min_bytes} bytes or more that backward needs is named {missing[0]!r}; give "
+                "names that checkpoint_name gives inside `body`, outside of functions that are jitted by themselves"
+            )
+        profiles[saved] = _Profile(*short_stacks(variant, params, x), sizes, flops)
+    return profiles
+
+
+def _predict(
+    saved: frozenset[str] | None,
+    offloaded: frozenset[str],
+    cost: _Profile,
+    num_layers: int,
+    forward: float,
+    ring: int,
+    tiers: Tiers,
+) -> NamesWay | None:
+    stored = sum(cost.sizes_of(offloaded))
+    backward = num_layers * (cost.layer_seconds - forward)
+    placement = place(num_layers * stored, ring, num_layers * forward, backward, tiers)
+    if placement is None:
+        return None
+    copies = num_layers * 4 * stored / DEVICE_BANDWIDTH if ring else 0.0
+    return NamesWay(
+        saved=saved,
+        offloaded=offloaded,
+        peak_bytes=cost.base_bytes + num_layers * (cost.layer_bytes - stored) + ring,
+        seconds=cost.base_seconds + num_layers * cost.layer_seconds + copies + placement.stall_seconds,
+        stall_seconds=placement.stall_seconds,
+        ring_bytes=ring,
+        placement=placement,
+    )
+
+
 def _choose(plan: NamesPlan, params: Any, x: Any) -> NamesPlan:
-    """The fastest way within the budget; its memory as compiled, for the compiler has the last word on that."""
+    """Chooses the fastest way within the budget. Its memory is taken from the compiler, and must fit, too."""
     left = list(plan.ways)
     while left:
         fitting = [way for way in left if way.peak_bytes <= plan.budget_bytes]
         if not fitting:
             break
         fastest = min(way.seconds for way in fitting)
-        # Of ways within half a percent the one that moves least: measured times are no better than that.
+        # Measured times differ by half a percent between runs: among such ways, move as little as possible.
         best = min((w for w in fitting if w.seconds <= 1.005 * fastest), key=lambda w: _moved(w) + w.peak_bytes * 1e-6)
         plan.chosen = best
         base, layer_bytes, *_ = short_stacks(plan.layer, params, x, run=False)

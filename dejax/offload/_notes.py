@@ -1,4 +1,4 @@
-"""What users should know of calls that store nothing, said once: as a warning, and in a store's summary."""
+"""Notes about functions that store nothing: each once, as a warning and in the summary of stores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _INSIDE = ("contextlib", "dejax", "flax", "functools", "jax")
 
 
 def note_stored(name: str, plan: Any, choice: Any) -> None:
-    """Looks at what one differentiated call stores."""
+    """Warns where a differentiated call stores nothing because its tensors are too small."""
     if any(source.stored for source in plan.sources):
         return
     declined = [source.info for source in plan.sources if source.declined]
@@ -22,8 +22,7 @@ def note_stored(name: str, plan: Any, choice: Any) -> None:
         return
     note = (
         f"offload: `{name}` stores nothing: the largest of {len(small)} tensors that backward needs has {max(small):,} "
-        f"bytes, less than min_bytes={choice.min_bytes:,}; give min_bytes={max(small)} or less, or use the function "
-        "without offload"
+        f"bytes, less than min_bytes={choice.min_bytes:,}; give min_bytes={max(small)} or less, or remove offload"
     )
     with _lock:
         if note in _notes:
@@ -33,7 +32,7 @@ def note_stored(name: str, plan: Any, choice: Any) -> None:
 
 
 def _depth_of_caller() -> int:
-    """Frames between `note_stored` and the first one of a user."""
+    """Number of frames between `note_stored` and the user's code."""
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
         depth, frame = depth + 1, frame.f_back

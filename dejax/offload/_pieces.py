@@ -1,8 +1,8 @@
-"""An optimizer's update evaluated piece by piece, its state on the way between host and device meanwhile.
+"""An optimizer's update evaluated piece by piece, while other pieces of its state travel between host and device.
 
-`native/offload/pieces.h` says how the copies run. Here the update's jaxpr is cut: into groups of state arrays that are
-needed together (Adam's two moments of one parameter), and each group, where everything between its inputs and outputs
-is elementwise, into runs of elements.
+`native/offload/pieces.h` says how the copies run. Here the update's jaxpr is cut into groups: the arrays of state that
+are needed together (Adam's two moments of one parameter). A group whose update is elementwise is cut further, along its
+first axis.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.extend import core
 from dejax import _native
 from dejax.offload._evaluation import Demand
 
-# 32 MiB take 0.65 ms over the bus: long against the launch of a piece, short against a step.
+# 32 MiB take 0.65 ms over the bus: much longer than the launch of a piece, much shorter than a step.
 PIECE_BYTES = 32 << 20
 _ELEMENTWISE = frozenset(
     """abs add and atan2 cbrt ceil clamp convert_element_type copy cos cosh div eq erf exp exp2 expm1 floor ge gt
@@ -33,12 +33,12 @@ _sites = itertools.count(1)
 
 @dataclass(slots=True)
 class Group:
-    """State that is needed together.
+    """Arrays of state that are needed together.
 
     Attributes:
-        state: numbers of the state arrays.
+        state: their numbers.
         outputs: numbers of the update's outputs that depend on them.
-        equations: that make these outputs, all elementwise; of no use where the group is one piece.
+        equations: the elementwise equations that compute these outputs; unused where the group is one piece.
         tails: for outputs that are updates: the last equations, which are evaluated for all pieces at once.
         shape: of its arrays as they are cut, along the first axis.
     """
@@ -80,13 +80,13 @@ def stream_state(
     """Computes the outputs that depend on streamed state, and the state's new values, into `outputs`.
 
     Args:
-        evaluation: of the update, with every input but the streamed ones given.
-        state: the state's arrays, the update's first inputs.
+        evaluation: of the update, with every input but the streamed ones.
+        state: the state's arrays, which are the update's first inputs.
         streamed: which of them travel.
-        num_updates: outputs before the state's new values.
-        outputs: one place for each output; filled in.
+        num_updates: number of outputs before the state's new values.
+        outputs: one place for each output, filled in here.
         piece_bytes: see `optimizer`.
-        ahead: likewise.
+        ahead: see `optimizer`.
     """
     jaxpr = evaluation.jaxpr
     groups = _groups(jaxpr, [i for i, yes in enumerate(streamed) if yes], num_updates, len(state))
@@ -135,7 +135,7 @@ def _groups(jaxpr: core.Jaxpr, streamed: list[int], num_updates: int, num_state:
         need = frozenset() if isinstance(var, core.Literal) else needs.get(var, frozenset())
         at = output - num_updates
         if 0 <= at < num_state and at in owner:
-            need |= {at}  # its new value goes where it came from
+            need |= {at}  # the new value overwrites the old one
         if need:
             wanted[output] = need
             first, *rest = sorted(root(i) for i in need)
@@ -163,10 +163,10 @@ def _cut(evaluation: Demand, group: Group, state: Sequence[Any], num_updates: in
 
 
 def _tail(evaluation: Demand, root: Any) -> list[Any]:
-    """The last equations of an update: elementwise, each of one array and numbers.
+    """The last equations of an update, elementwise, each of one array and scalars.
 
-    An update is added to its parameter, and XLA rounds a product and the sum after it once where one kernel does both.
-    So that it still can, products with a number wait until the pieces are together again.
+    An update is added to its parameter. XLA rounds a product and the following sum once where one kernel computes both.
+    To keep that, products with a scalar wait until the pieces are joined.
     """
     shape, tail = root.aval.shape, []
     while (eqn := evaluation.producer.get(root)) is not None and eqn.primitive.name in _ELEMENTWISE:
@@ -179,7 +179,7 @@ def _tail(evaluation: Demand, root: Any) -> list[Any]:
 
 
 def _elementwise(evaluation: Demand, group: Group, num_updates: int) -> bool:
-    """Whether a group's outputs are elementwise in arrays of one shape; finds its equations."""
+    """Whether a group's outputs are elementwise in arrays of one shape; fills in its equations."""
     jaxpr = evaluation.jaxpr
     shape = jaxpr.invars[group.state[0]].aval.shape
     inputs = {jaxpr.invars[i] for i in group.state}
@@ -235,8 +235,9 @@ def _walk(
 def _evaluate(evaluation: Demand, piece: Piece, taken: dict[int, Any], alone: bool) -> list[Any]:
     """A piece of each of the group's outputs, updates without their tails.
 
-    `alone`: there is no other group. XLA makes a division by a number that is used once a product with its reciprocal,
-    which rounds otherwise: then each piece has a number of its own.
+    Args:
+        alone: there is no other group. A scalar is then copied for each piece: XLA replaces a division by a scalar with
+            a single use by a product with its reciprocal, which rounds differently.
     """
     jaxpr, group = evaluation.jaxpr, piece.group
     tails = [group.tails.get(output) for output in group.outputs]
@@ -279,7 +280,7 @@ def _join(evaluation: Demand, parts: list[Any], tail: Sequence[Any], var: Any) -
 
 
 class _Chain:
-    """The calls of one update, one after the other."""
+    """The FFI calls of one update, one after the other."""
 
     def __init__(self, arrays: dict[int, Any], staging_bytes: int) -> None:
         _native.extension("offload.optimizer")
@@ -293,15 +294,15 @@ class _Chain:
         self._after: list[Any] = []
 
     def pull(self, piece: Piece) -> None:
-        """To begin with the next call."""
+        """The next call begins to copy the piece to the device."""
         self._pulls += [(i, *piece.span(self.arrays[i])) for i in piece.group.state]
 
     def push(self, i: int, piece: Piece, value: Any) -> None:
-        """A piece of array i's new value; to begin with the next call."""
+        """The next call begins to copy a piece of array i's new value to the host."""
         self._pushes.append((i, piece.span(self.arrays[i])[0], value))
 
     def wait_for(self, value: Any) -> Any:
-        """`value`, computed before the next call: else XLA may keep all it is made from until the end."""
+        """`value`, computed before the next call: XLA might otherwise keep its operands until the end."""
         value = jax.lax.optimization_barrier(value)
         self._after.append(value)
         return value
@@ -315,7 +316,7 @@ class _Chain:
         self.arrays.update(zip(numbers, mine, strict=True))
 
     def call(self, take: Piece | None = None) -> list[Any]:
-        """The next call; gives the arrays of the piece to take, which was pulled `ahead` calls before."""
+        """Makes the next call; returns the arrays of the piece to take, which was pulled `ahead` calls before."""
         numbers = sorted({i for i, *_ in (*self._pulls, *self._pushes)})
         results: list[Any] = [jax.typeof(self._ticket)]
         if take is not None:
@@ -329,7 +330,7 @@ class _Chain:
         return list(jax.lax.optimization_barrier(taken))  # as in _operands
 
     def finish(self) -> None:
-        """The last call: everything is where it belongs."""
+        """Makes the last call, which waits for all copies."""
         numbers = sorted(self.arrays)
         ffi = self._ffi(_FINISH, numbers, [jax.typeof(self.arrays[i]) for i in numbers])
         done = ffi(*(self.arrays[i] for i in numbers), self._ticket, *self._operands())
@@ -338,8 +339,8 @@ class _Chain:
     def _operands(self) -> list[Any]:
         values = [*(value for *_, value in self._pushes), *self._after]
         self._pulls, self._pushes, self._after = [], [], []
-        # XLA folds slices into the calls that they are operands or results of, and jax 0.11 keeps the call that it
-        # replaces where that has side effects: it would run twice. It does not look through barriers.
+        # XLA folds slices into calls that take or return them, and jax 0.11 keeps the replaced call where it has side
+        # effects: it would run twice. XLA does not look through barriers.
         return list(jax.lax.optimization_barrier(values))
 
     def _ffi(self, mode: int, numbers: list[int], results: list[Any]) -> Any:

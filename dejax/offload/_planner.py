@@ -1,8 +1,8 @@
-"""Keep, recompute or offload, for each layer of a stack: from measured times and sizes and a memory budget.
+"""Keep, recompute or offload, for each layer of a stack, from measured times and sizes and a memory budget.
 
-A stack of equal layers under `jax.lax.scan` is profiled with two short stacks for each choice, compiled and run as
-they are; memory and time of a long stack follow on a straight line. What the line does not know is the bus: stacks that
-are so short fit into the ring. It enters with the measured bandwidths.
+A stack of equal layers under `jax.lax.scan` is profiled with two short stacks for each choice. Memory and time of a
+long stack follow by linear extrapolation. Short stacks fit into the ring and never wait for the bus, so those waits are
+predicted from measured bandwidths.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import jax
 from dejax.offload._curve import best, draw
 from dejax.offload._profile import (
     DEVICE_BANDWIDTH,
-    SHORT,
     Placement,
     Tiers,
+    count_layers,
     forward_seconds,
+    measured_rows,
     place,
     profile,
     residuals_of,
@@ -37,7 +38,7 @@ from dejax.offload._store import ActivationStore
 from dejax.offload._transform import MIN_BYTES, offload
 
 CHOICES = ("offload", "offload inputs", "recompute", "keep")
-"""In the order in which layers get them: what is fetched last has the most time to travel."""
+"""In the order of the layers that get them: tensors of the first layers are fetched last and have most time."""
 _TWIN = {"offload": "keep", "offload inputs": "recompute"}
 
 
@@ -46,10 +47,10 @@ class Cost:
     """What one choice costs.
 
     Attributes:
-        base_bytes, layer_bytes: temporaries of a stack: base + layers x this.
-        base_seconds, layer_seconds: of a training step (value and gradient), likewise, without waiting for the bus.
-        stored_bytes: that one layer stores.
-        ring_bytes: of the device's ring.
+        base_bytes, layer_bytes: temporaries of a stack of n layers: base_bytes + n * layer_bytes.
+        base_seconds, layer_seconds: likewise, time of a training step (value and gradient) without waits for the bus.
+        stored_bytes: stored by one layer.
+        ring_bytes: size of the device's ring.
     """
 
     base_bytes: float
@@ -62,14 +63,14 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A way to run the stack, and what is expected of it.
+    """A way to run the stack, with its predicted memory and time.
 
     Attributes:
-        layers: how many layers for each of `CHOICES`.
+        layers: number of layers for each of `CHOICES`.
         peak_bytes: temporaries of the program and the device's ring.
-        seconds: a step.
-        stall_seconds: of those, waiting for the bus or the drive.
-        placement: where what is stored lies.
+        seconds: time of a step.
+        stall_seconds: part of it that waits for the bus or the drive.
+        placement: where the stored tensors lie.
     """
 
     layers: tuple[int, ...]
@@ -81,11 +82,11 @@ class Prediction:
 
 @dataclass(slots=True)
 class StackPlan:
-    """The planner's answer, made by `plan_stack`.
+    """A plan for a stack, made by `plan_stack`.
 
     Attributes:
         chosen: the fastest way within the budget.
-        budget_bytes: that was given.
+        budget_bytes: the given budget.
         num_layers: of the stack.
         costs: by choice.
         forward_seconds: of one layer.
@@ -115,7 +116,7 @@ class StackPlan:
         return _run(self._bodies(), self.chosen.layers, params, x)
 
     def measure(self, params: Any, x: Any) -> tuple[float, float]:
-        """Compiles and times the chosen way; gives (peak bytes, seconds) and keeps it for `table`."""
+        """Compiles and times the chosen way; returns (peak bytes, seconds), which `table` then shows."""
         step = training_step(lambda params, x: self.apply(params, x))
         temp, seconds = profile(step, params, x)
         ring = max((self.costs[c].ring_bytes for c, n in zip(CHOICES, self.chosen.layers, strict=True) if n), default=0)
@@ -123,13 +124,13 @@ class StackPlan:
         return self.measured
 
     def curve(self) -> list[Prediction]:
-        """The recompute-offload-keep curve: the ways that no other beats in both time and memory, by memory."""
+        """The recompute-offload-keep curve: the ways that no other beats in both time and memory, sorted by memory."""
         wanted = best([(way.peak_bytes, way.seconds) for way in self._ways])
         found = {(way.peak_bytes, way.seconds): way for way in self._ways}
         return [found[point] for point in wanted]
 
     def table(self) -> str:
-        """Markdown: what each choice alone would cost, the way chosen, and what was measured beside it."""
+        """A Markdown table: each choice alone, the chosen way, and its measured values."""
         lines = [
             "| layers | peak, GiB | step, ms | of it waiting, ms | in host memory, on disk, GiB |",
             "| --- | --- | --- | --- | --- |",
@@ -143,17 +144,10 @@ class StackPlan:
                 f"{way.stall_seconds * 1e3:.2f} | {way.placement.host_bytes / 2**30:.2f}, "
                 f"{way.placement.disk_bytes / 2**30:.2f} |"
             )
-        if self.measured:
-            peak, seconds = self.measured
-            lines.append(f"| measured | {peak / 2**30:.3f} | {seconds * 1e3:.2f} | | |")
-            lines.append(
-                f"| off by | {100 * (self.chosen.peak_bytes / peak - 1):+.1f} % | "
-                f"{100 * (self.chosen.seconds / seconds - 1):+.1f} % | | |"
-            )
-        return "\n".join(lines)
+        return "\n".join([*lines, *measured_rows((self.chosen.peak_bytes, self.chosen.seconds), self.measured)])
 
     def plot(self, path: str | Path) -> None:
-        """Draws throughput against activation memory: every way, the curve, the choice and what was measured."""
+        """Draws throughput against activation memory: every way, the curve, the chosen way, the measured point."""
         points = {way.layers: (way.peak_bytes, way.seconds) for way in self._ways}
         alone = {
             f"all {choice}": [point for layers, point in points.items() if layers[at] == self.num_layers]
@@ -182,37 +176,66 @@ def plan_stack(
     min_bytes: int = MIN_BYTES,
     choices: Sequence[str] = CHOICES,
 ) -> StackPlan:
-    """Decides what each layer of a stack does with what its backward pass needs.
+    """Decides for each layer of a stack how its backward pass gets its residuals.
 
-    Profiles on the device that holds `x`: two short stacks for each choice (those that offload are compiled only, where
-    those that do not are run), forward alone, and the bus. A layer does one of `CHOICES`:
+    Profiles on the device that holds `x`: two short stacks for each choice, forward alone, and the bus. A layer does
+    one of `CHOICES`:
 
-    - "offload": all that its backward pass needs is moved, `offload(body)`.
-    - "offload inputs": its input is moved and the rest computed again, `offload(jax.checkpoint(body))`.
-    - "recompute": its input stays and the rest is computed again, `jax.checkpoint(body)`.
-    - "keep": all stays.
+    - "offload": all residuals are moved, `offload(body)`.
+    - "offload inputs": its input is moved and the rest recomputed, `offload(jax.checkpoint(body))`.
+    - "recompute": its input stays and the rest is recomputed, `jax.checkpoint(body)`.
+    - "keep": all residuals stay.
 
     Args:
         body: (params of one layer, x) -> x, as in `jax.lax.scan` over layers.
         params: pytree of arrays [layers, ...], at least four layers.
         x: the first layer's input.
         budget_bytes: for temporaries of a training step (value and gradient of the stack) and the device's ring.
-        store: where offloaded tensors go. Its host memory counts, and its drive, which is measured: what the drive
-            cannot take in time is not offloaded. None: the current store, of which the plan assumes host memory enough.
+        store: where offloaded tensors go. The plan respects its host memory, and measures its drive: it does not
+            offload more than the drive takes in time. None: the current store, with unlimited host memory.
         min_bytes: smaller tensors stay.
-        choices: of `CHOICES`, those to consider.
+        choices: the ones of `CHOICES` to consider.
 
     Returns:
-        The plan: `plan.apply(params, x)` runs the stack, `print(plan.table())` says why.
+        The plan: `plan.apply(params, x)` runs the stack, `print(plan.table())` shows the alternatives.
 
     Raises:
-        ValueError: the stack has fewer than four layers, or no way fits the budget; the message says the least.
+        ValueError: the stack has fewer than four layers, or no way fits the budget; the message has the least budget.
     """
-    num_layers = jax.tree.leaves(params)[0].shape[0]
-    if num_layers < max(SHORT):
-        raise ValueError(f"plan_stack: `params` has {num_layers} layers, at least {max(SHORT)} are needed to profile")
+    num_layers = count_layers(params, "plan_stack")
     if unknown := set(choices) - set(CHOICES):
-        raise ValueError(f"plan_stack: `choices` are of {CHOICES}; {sorted(unknown)} were given")
+        raise ValueError(f"plan_stack: `choices` must be of {CHOICES}, got {sorted(unknown)}")
+    costs = _costs(body, params, x, store, min_bytes, choices)
+    forward = forward_seconds(body, params, x)
+    tiers = tiers_of(store)
+    found = [
+        _predict(layers, costs, forward, tiers)
+        for layers in _compositions(num_layers, [choice in costs for choice in CHOICES])
+    ]
+    ways = [way for way in found if way is not None]
+    return StackPlan(
+        chosen=_choose(ways, budget_bytes),
+        budget_bytes=budget_bytes,
+        num_layers=num_layers,
+        costs=costs,
+        forward_seconds=forward,
+        tiers=tiers,
+        _body=body,
+        _store=store,
+        _min_bytes=min_bytes,
+        _ways=ways,
+    )
+
+
+def _costs(
+    body: Callable[[Any, Any], Any],
+    params: Any,
+    x: Any,
+    store: ActivationStore | None,
+    min_bytes: int,
+    choices: Sequence[str],
+) -> dict[str, Cost]:
+    """Profiles the choices."""
     variants = _variants(body, store, min_bytes)
     costs: dict[str, Cost] = {}
     for choice in reversed(CHOICES):  # those that store nothing first
@@ -221,27 +244,22 @@ def plan_stack(
         sizes: list[int] = []
         flops = 0.0
         if choice in _TWIN:
-            fn = body if choice == "offload" else jax.checkpoint(body)
-            residuals, flops = residuals_of(fn, params, x, min_bytes)
+            residuals, flops = residuals_of(body if choice == "offload" else jax.checkpoint(body), params, x, min_bytes)
             sizes = [residual.nbytes for residual in residuals]
-        # Short stacks would wait for the bus, which is predicted apart, and for a slow drive half a minute: an
-        # offloading layer takes the time of the one that keeps or computes again, and two copies on the device.
+        # On a GPU an offloading stack is compiled, but not run: it could wait half a minute for a slow drive. It takes
+        # the time of the choice that computes the same without offloading, and of two copies on the device.
         twin = costs.get(_TWIN.get(choice, "")) if jax.default_backend() == "gpu" else None
-        cost = Cost(
-            *short_stacks(variants[choice], params, x, run=twin is None), sum(sizes), ring_of(store, sizes, flops)
-        )
+        profiled = short_stacks(variants[choice], params, x, run=twin is None)
+        cost = Cost(*profiled, sum(sizes), ring_of(store, sizes, flops))
         if twin is not None:
             copies = 4 * cost.stored_bytes / DEVICE_BANDWIDTH
             cost = dataclasses.replace(cost, base_seconds=twin.base_seconds, layer_seconds=twin.layer_seconds + copies)
         costs[choice] = cost
-    forward = forward_seconds(body, params, x)
-    tiers = tiers_of(store)
+    return costs
 
-    found = [
-        _predict(layers, costs, forward, tiers)
-        for layers in _compositions(num_layers, [choice in costs for choice in CHOICES])
-    ]
-    ways = [way for way in found if way is not None]
+
+def _choose(ways: Sequence[Prediction], budget_bytes: int) -> Prediction:
+    """The fastest way within the budget."""
     if not ways:
         raise ValueError(
             "plan_stack: nothing fits the store's tiers; raise host_bytes, give the store a path, or allow 'recompute'"
@@ -253,21 +271,9 @@ def plan_stack(
             f"plan_stack: nothing fits budget_bytes={budget_bytes}; the least is {int(least.peak_bytes)} bytes, with "
             f"{dict(zip(CHOICES, least.layers, strict=True))}"
         )
-    # Of ways within half a percent the one that leaves most layers alone: measured times are no better than that.
+    # Measured times differ by half a percent between runs: among such ways, keep as many layers as possible.
     fastest = min(way.seconds for way in fitting)
-    chosen = max((w for w in fitting if w.seconds <= 1.005 * fastest), key=lambda w: (w.layers[::-1], -w.peak_bytes))
-    return StackPlan(
-        chosen=chosen,
-        budget_bytes=budget_bytes,
-        num_layers=num_layers,
-        costs=costs,
-        forward_seconds=forward,
-        tiers=tiers,
-        _body=body,
-        _store=store,
-        _min_bytes=min_bytes,
-        _ways=ways,
-    )
+    return max((w for w in fitting if w.seconds <= 1.005 * fastest), key=lambda w: (w.layers[::-1], -w.peak_bytes))
 
 
 def _predict(layers: tuple[int, ...], costs: dict[str, Cost], forward: float, tiers: Tiers) -> Prediction | None:
@@ -289,7 +295,7 @@ def _predict(layers: tuple[int, ...], costs: dict[str, Cost], forward: float, ti
 
 
 def _compositions(total: int, allowed: Sequence[bool]) -> list[tuple[int, ...]]:
-    """All ways to give `total` layers to the allowed choices; steps of several layers for deep stacks."""
+    """All ways to divide `total` layers among the allowed choices, in steps of several layers for deep stacks."""
     step = max(1, total // 24)
     counts = [sorted({*range(0, total + 1, step), total}) if ok else [0] for ok in allowed]
     found = []
@@ -303,11 +309,11 @@ def _compositions(total: int, allowed: Sequence[bool]) -> list[tuple[int, ...]]:
 def _variants(
     body: Callable[[Any, Any], Any], store: ActivationStore | None, min_bytes: int
 ) -> dict[str, Callable[[Any, Any], Any]]:
-    again = jax.checkpoint(body)
+    recomputing = jax.checkpoint(body)
     return {
         "offload": offload(body, store=store, inputs=1, min_bytes=min_bytes),
-        "offload inputs": offload(again, store=store, inputs=1, min_bytes=min_bytes),
-        "recompute": again,
+        "offload inputs": offload(recomputing, store=store, inputs=1, min_bytes=min_bytes),
+        "recompute": recomputing,
         "keep": body,
     }
 

@@ -1,4 +1,4 @@
-"""Measuring for the planner: short stacks of layers, the bus, the drive, and how long one waits for them."""
+"""Measurements for the planners: short stacks of layers, the bus, the drive, and the waits for them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from dejax.offload._residuals import Residual, make_plan
 from dejax.offload._store import ActivationStore
 
 SHORT = (2, 4)  # layers of the profiled stacks
-DEVICE_BANDWIDTH = 4e12  # bytes a second read and written; only the ring's copies, a percent of a layer, depend on it
+DEVICE_BANDWIDTH = 4e12  # bytes a second; only the time of the ring's copies, about a percent, depends on it
 _PROFILE_SECONDS = 0.3  # for each time taken
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-_KEPT_FREE = 1 / 8  # of host memory, by the store, where there is a disk tier
+_KEPT_FREE = 1 / 8  # of host memory, which a store with a disk tier leaves free
 _drives: dict[tuple[Any, ...], tuple[float, float]] = {}
 
 
@@ -32,8 +32,8 @@ class Tiers:
 
     Attributes:
         out_bandwidth, in_bandwidth: bytes a second, device to pinned host memory and back.
-        host_bytes: of host memory.
-        disk_bytes: of disk; 0 where there is no disk tier.
+        host_bytes: size of host memory.
+        disk_bytes: size of the disk tier; 0: there is none.
         write_bandwidth, read_bandwidth: bytes a second of the disk tier.
     """
 
@@ -47,11 +47,11 @@ class Tiers:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What a step's stored bytes mean for the tiers.
+    """Where a step's stored bytes lie.
 
     Attributes:
-        ring_bytes, host_bytes, disk_bytes: where they are when forward ends.
-        stall_seconds: that the step waits for copies.
+        ring_bytes, host_bytes, disk_bytes: in each tier when forward ends.
+        stall_seconds: time that the step waits for copies.
     """
 
     ring_bytes: float
@@ -61,21 +61,21 @@ class Placement:
 
 
 def place(stored: float, ring: float, forward: float, backward: float, tiers: Tiers) -> Placement | None:
-    """Where stored bytes lie, and the wait for them.
+    """Predicts where stored bytes lie, and how long a step waits for them.
 
-    They leave while forward runs, but for what stays in the ring; what is not out when the ring is full makes the
-    compute stream wait. Likewise back. What host memory does not hold goes on to disk beside it, before the last tensor
-    that needs its room: what stays in the ring comes after that.
+    All bytes but the ring's leave the device while forward runs; where the bus is slower, the compute stream waits.
+    Backward likewise. Bytes that host memory does not hold are written to disk meanwhile. They must be there before the
+    last tensor needs their memory, so the time of the tensors that stay in the ring does not count.
 
     Args:
         stored: bytes of a step.
         ring: bytes of the ring.
         forward: seconds of the layers that store.
         backward: seconds of the layers that fetch.
-        tiers: to go to.
+        tiers: the tiers below the ring.
 
     Returns:
-        None where the tiers do not hold it.
+        None where the tiers are too small.
     """
     if stored <= 0:
         return Placement(0.0, 0.0, 0.0, 0.0)
@@ -104,7 +104,7 @@ def tiers_of(store: ActivationStore | None) -> Tiers:
 
 
 def drive_bandwidths(store: ActivationStore, nbytes: int = 1 << 30) -> tuple[float, float]:
-    """Bytes a second written and read by another store like this one, on the same paths; measured once a process."""
+    """Bytes a second (written, read) of a store with the same paths and engine; measured once in each process."""
     key = (store.paths, store.engine, nbytes)
     if key in _drives:
         return _drives[key]
@@ -113,7 +113,7 @@ def drive_bandwidths(store: ActivationStore, nbytes: int = 1 << 30) -> tuple[flo
 
     @jax.jit
     def put(x: Any) -> list[Any]:
-        here = _current.current_binding()  # the probe's: it is traced inside of it
+        here = _current.current_binding()  # the probe's: tracing happens inside its `with`
         return [_calls.store(x, store_id=here, site=site, ring_bytes=2 * tensor) for site in sites]
 
     @jax.jit
@@ -124,7 +124,7 @@ def drive_bandwidths(store: ActivationStore, nbytes: int = 1 << 30) -> tuple[flo
         return total
 
     with ActivationStore(store.paths, host_bytes=3 * tensor, engine=store.engine) as probe:
-        for _ in range(2):  # the first time makes the files and the memory
+        for _ in range(2):  # the first round creates the files and the memory
             before, begin = probe.stats(), time.perf_counter()
             handles = jax.block_until_ready(put(x))
             probe.drain()
@@ -136,13 +136,39 @@ def drive_bandwidths(store: ActivationStore, nbytes: int = 1 << 30) -> tuple[flo
     return _drives[key]
 
 
+def count_layers(params: Any, caller: str) -> int:
+    """The number of layers of a stack.
+
+    Raises:
+        ValueError: there are too few to profile.
+    """
+    num_layers: int = jax.tree.leaves(params)[0].shape[0]
+    if num_layers < max(SHORT):
+        raise ValueError(
+            f"{caller}: `params` must have at least {max(SHORT)} layers to be profiled, got {num_layers}; use "
+            "jax.checkpoint or offload without a plan"
+        )
+    return num_layers
+
+
+def measured_rows(predicted: tuple[float, float], measured: tuple[float, float] | None) -> list[str]:
+    """The last rows of a plan's table, from (peak bytes, seconds): the measured values, and how far they are off."""
+    if measured is None:
+        return []
+    off = [f"{100 * (a / b - 1):+.1f} %" for a, b in zip(predicted, measured, strict=True)]
+    return [
+        f"| measured | {measured[0] / 2**30:.3f} | {measured[1] * 1e3:.2f} | | |",
+        f"| off by | {off[0]} | {off[1]} | | |",
+    ]
+
+
 def scan_layers(body: Callable[[Any, Any], Any], params: Any, x: Any) -> Any:
     """`body` over the leading axis of `params`."""
     return jax.lax.scan(lambda x, p: (body(p, x), None), x, params)[0]
 
 
 def part(params: Any, begin: int, count: int) -> Any:
-    """Some of the layers' parameters."""
+    """The parameters of `count` layers from `begin` on."""
     return jax.tree.map(lambda leaf: leaf[begin : begin + count], params)
 
 
@@ -162,7 +188,7 @@ def short_stacks(
         seconds.append(took)
     between = SHORT[1] - SHORT[0]
     layer_bytes = (temps[1] - temps[0]) / between
-    # Where other work disturbed the shorter stack it took longer than the other.
+    # Other work on the machine can make the shorter stack take longer.
     layer_seconds = max(0.0, (seconds[1] - seconds[0]) / between)
     base_seconds = max(0.0, seconds[0] - SHORT[0] * layer_seconds)
     return temps[0] - SHORT[0] * layer_bytes, layer_bytes, base_seconds, layer_seconds
@@ -178,7 +204,7 @@ def training_step(stack: Callable[[Any, Any], Any]) -> Any:
 
 
 def timed(run: Callable[[], Any], *, seconds: float | None = None) -> float:
-    """Seconds of a run: the median, after three that are not counted."""
+    """Median seconds of a run, after three warm-up runs."""
     for _ in range(3):
         jax.block_until_ready(run())
     times: list[float] = []
@@ -191,7 +217,7 @@ def timed(run: Callable[[], Any], *, seconds: float | None = None) -> float:
 
 
 def profile(step: Any, params: Any, x: Any) -> tuple[float, float]:
-    """(bytes of temporaries, seconds) of a step, as compiled."""
+    """Compiles and times a step: (bytes of temporaries, seconds)."""
     compiled = step.lower(params, x).compile()
     temp = float(compiled.memory_analysis().temp_size_in_bytes)
     return temp, timed(lambda: compiled(params, x))
@@ -207,7 +233,7 @@ def forward_seconds(body: Callable[[Any, Any], Any], params: Any, x: Any) -> flo
 
 
 def residuals_of(fn: Callable[[Any, Any], Any], params: Any, x: Any, min_bytes: int) -> tuple[list[Residual], float]:
-    """What one layer would store, and the arithmetic of its forward pass in FLOP."""
+    """The tensors that one layer would store, and the FLOP of its forward pass."""
     layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params)
     leaves, treedef = jax.tree.flatten((layer, x))
 
@@ -231,7 +257,10 @@ def ring_of(store: ActivationStore | None, sizes: Sequence[int], flops: float) -
 
 
 def bandwidths(nbytes: int = 1 << 28, count: int = 4) -> tuple[float, float]:
-    """Bytes a second, device to pinned host and back: of several copies less one, since a copy alone also allocates."""
+    """Bytes a second, device to pinned host memory and back.
+
+    The time of one copy is subtracted from that of several: it includes the allocation.
+    """
     near = [jax.device_put(np.full(nbytes // 4, i, np.float32), jax.devices()[0]) for i in range(count)]
     far = jax.block_until_ready(jax.device_put(near, _HOST))
 

@@ -1,15 +1,15 @@
 """What a function's backward pass needs from its forward pass, and which of it leaves the device.
 
-`jax.vjp` gives the residuals as a flat list. Here its forward pass becomes a jaxpr, so that for each residual one can
-see where it comes from: an argument, a view of one, a cast, or something computed. A residual is kept or stored as its
-*source*: the smallest tensor that it is a view of; backward makes the view again.
+`jax.vjp` returns the residuals as a flat list. Here its forward pass becomes a jaxpr, which shows where each residual
+comes from: an argument, a view of one, a cast, or a computed value. A residual is kept or stored as its *source*: the
+smallest tensor that it is a view of. Backward makes the view again.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-# Operators of one operand whose result is the same numbers in another form, and cheap to make again.
+# Operators of one operand whose result has the same elements in another form, and is cheap to compute again.
 _VIEWS = frozenset(
     (
         "reshape",
@@ -30,7 +30,7 @@ _VIEWS = frozenset(
         "copy",
         "name",
         "rev",
-        "pvary",  # the same number on each device, in shard_map
+        "pvary",  # the same values on each device, in shard_map
         "reduce_precision",  # jax.checkpoint puts one that changes nothing after each tensor that it saves
     )
 )
@@ -43,7 +43,7 @@ class Residual:
 
     Attributes:
         shape: of the tensor.
-        dtype: likewise.
+        dtype: of the tensor.
         names: given with `jax.ad_checkpoint.checkpoint_name` to it or to a view of it.
         is_input: it is an argument of the function (an activation that came in), not computed inside.
     """
@@ -64,10 +64,10 @@ class Source:
     """A tensor that forward hands to backward.
 
     Attributes:
-        var: in the forward jaxpr.
-        argument: which argument of the function it is; None where it is computed.
+        var: its variable in the forward jaxpr.
+        argument: which argument of the function it is; None: it is computed.
         stored: it goes through the store; otherwise it stays on the device.
-        declined: it could be stored, and is not wanted.
+        declined: it could be stored, but the policy does not want it.
         info: its description.
     """
 
@@ -79,24 +79,37 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How forward and backward of one function go.
+class View:
+    """A residual that backward makes from a source.
 
     Attributes:
-        jaxpr: forward: arguments -> outputs, then the sources that are computed inside.
+        source: the number of the source.
+        steps: the operators between them.
+    """
+
+    source: int
+    steps: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How forward and backward of one function run.
+
+    Attributes:
+        jaxpr: forward: arguments -> outputs, then the computed sources.
         num_outputs: of the function.
         treedef: of the `jax.vjp` function, whose leaves are the residuals.
-        sources: what is handed over.
-        residuals: for each residual the number of its source and the operators that make it again; or a constant; or
-            what makes it, where that depends on no argument; or its shape and dtype, where backward has no use for it.
-        flops: of the matrix products and convolutions of the forward pass, as far as they can be seen.
+        sources: the tensors that are handed over.
+        residuals: each is a view of a source, a constant, a jaxpr that computes it (it depends on no argument), or a
+            shape and dtype (backward does not use it).
+        flops: of the matrix products and convolutions of the forward pass, those inside of kernels not counted.
     """
 
     jaxpr: core.ClosedJaxpr
     num_outputs: int
     treedef: Any
     sources: tuple[Source, ...]
-    residuals: tuple[tuple[int, tuple[Any, ...]] | np.ndarray | core.ClosedJaxpr | jax.ShapeDtypeStruct, ...]
+    residuals: tuple[View | np.ndarray | core.ClosedJaxpr | jax.ShapeDtypeStruct, ...]
     flops: float
 
     def rebuild(self, values: Sequence[Any]) -> Any:
@@ -105,18 +118,15 @@ class Plan:
         for residual in self.residuals:
             if isinstance(residual, np.ndarray):
                 leaves.append(residual)
-                continue
-            if isinstance(residual, core.ClosedJaxpr):
+            elif isinstance(residual, core.ClosedJaxpr):
                 leaves += core.jaxpr_as_fun(residual)()
-                continue
-            if isinstance(residual, jax.ShapeDtypeStruct):
+            elif isinstance(residual, jax.ShapeDtypeStruct):
                 leaves.append(jnp.zeros(residual.shape, residual.dtype))
-                continue
-            number, views = residual
-            value = values[number]
-            for eqn in views:
-                value = eqn.primitive.bind(value, **eqn.params)
-            leaves.append(value)
+            else:
+                value = values[residual.source]
+                for eqn in residual.steps:
+                    value = eqn.primitive.bind(value, **eqn.params)
+                leaves.append(value)
         return jax.tree.unflatten(self.treedef, leaves)
 
 
@@ -134,6 +144,39 @@ def make_plan(
         is_activation: for each argument, whether it may leave the device.
         wanted: whether a tensor is to be stored.
     """
+    forward = _trace_forward(fn, avals)
+    chooser = _SourceChooser(forward, is_activation, wanted)
+    residuals = chooser.residuals()
+    return _without_unused(forward, forward.plan(chooser.sources, residuals))
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """The forward pass of a `jax.vjp`: arguments -> outputs, then residuals."""
+
+    closed: core.ClosedJaxpr
+    num_outputs: int
+    treedef: Any
+
+    @property
+    def outputs(self) -> list[Any]:
+        return self.closed.jaxpr.outvars[: self.num_outputs]
+
+    @property
+    def residuals(self) -> list[Any]:
+        return self.closed.jaxpr.outvars[self.num_outputs :]
+
+    def plan(self, sources: Sequence[Source], residuals: Sequence[Any]) -> Plan:
+        jaxpr = self.closed.jaxpr
+        computed = [source.var for source in sources if source.argument is None]
+        handed_over = jaxpr.replace(
+            outvars=[*self.outputs, *computed], debug_info=jaxpr.debug_info.with_unknown_names()
+        )
+        closed = core.ClosedJaxpr(handed_over, self.closed.consts)
+        return Plan(closed, self.num_outputs, self.treedef, tuple(sources), tuple(residuals), _flops(jaxpr))
+
+
+def _trace_forward(fn: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> _Forward:
     treedef = None
 
     def forward(*args: Any) -> tuple[list[Any], list[Any]]:
@@ -143,105 +186,109 @@ def make_plan(
         return out, leaves
 
     closed, shapes = jax.make_jaxpr(forward, return_shape=True)(*avals)
-    jaxpr = closed.jaxpr
-    num_outputs = len(shapes[0])
-    outputs, residual_vars = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
-    producer = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-    argument_of = {var: i for i, var in enumerate(jaxpr.invars)}
-    constants = _constants(jaxpr, jaxpr.constvars)
-    names_of: dict[Any, frozenset[str]] = {}
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "name":
-            named = [eqn, *_chain(eqn.invars[0], producer)]
-            base = named[-1].invars[0]
-            names_of[base] = names_of.get(base, frozenset()) | {str(eqn.params["name"])}
+    return _Forward(closed, len(shapes[0]), treedef)
 
-    chains = [None if isinstance(var, core.Literal) else _chain(var, producer) for var in residual_vars]
-    made_again: dict[int, core.ClosedJaxpr] = {}
-    for i, var in enumerate(residual_vars):
-        # Not scalars: compilers reassociate what they know, and plain autodiff hands them over.
-        if chains[i] is not None and var in constants and var not in jaxpr.constvars and var.aval.size > 1:
-            made_again[i] = _maker(closed, var)
-            chains[i] = None
-    sources: list[Source] = []
-    number: dict[Any, int] = {}
 
-    def add(var: Any, stored: bool, declined: bool, info: Residual) -> int:
-        if var not in number:
-            number[var] = len(sources)
-            sources.append(Source(var, argument_of.get(var), stored, declined, info))
-        return number[var]
+class _SourceChooser:
+    """Chooses the source of each residual, and whether it is stored."""
 
-    chosen: dict[int, tuple[int, tuple[Any, ...]]] = {}
-    # Short chains first: what they force to be stored serves the longer ones.
-    for i in sorted((i for i, chain in enumerate(chains) if chain is not None), key=lambda i: len(chains[i] or ())):
-        chain = chains[i] or []
-        steps = [residual_vars[i], *[eqn.invars[0] for eqn in chain]]  # from the residual to its base
-        base = steps[-1]
-        names = names_of.get(base, frozenset())
-        argument = argument_of.get(base)
-        info = _describe(base, names, argument is not None)
-        stays = (argument is not None and not is_activation[argument]) or base in constants or not _storable(base)
-        declined = False
-        taken = next((k for k in range(len(steps) - 1, -1, -1) if steps[k] in number), None)
-        if taken is not None:
-            at = taken
-        elif stays:
-            at = len(steps) - 1
-        elif argument is not None:
-            at = len(steps) - 1
-            stays = declined = not wanted(info)
-        else:
-            # The smallest on the way; of equals the one next to the base, which others may share.
-            at = min(range(len(steps)), key=lambda k: (_nbytes(steps[k]), -k))
-            info = _describe(steps[at], names, False)
-            declined = _storable(steps[at]) and not wanted(info)
-            stays = declined or not _storable(steps[at])
-            if stays and _nbytes(steps[at]) == _nbytes(steps[0]):
-                at = 0  # nothing is gained by making it again
-                info = _describe(steps[at], names, False)
-        chosen[i] = (add(steps[at], not stays, declined, info), tuple(reversed(chain[:at])))
+    def __init__(self, forward: _Forward, is_activation: Sequence[bool], wanted: Callable[[Residual], bool]) -> None:
+        jaxpr = forward.closed.jaxpr
+        self.sources: list[Source] = []
+        self._forward = forward
+        self._is_activation = is_activation
+        self._wanted = wanted
+        self._number: dict[Any, int] = {}  # of the source that a variable is
+        self._producer = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+        self._argument_of = {var: i for i, var in enumerate(jaxpr.invars)}
+        self._constants = _constants(jaxpr, jaxpr.constvars)
+        self._names = self._names_of_bases()
 
-    residuals = tuple(
-        made_again[i]
-        if i in made_again
-        else chosen[i]
-        if chain is not None
-        else np.asarray(getattr(residual_vars[i], "val", 0), residual_vars[i].aval.dtype)
-        for i, chain in enumerate(chains)
-    )
+    def residuals(self) -> list[Any]:
+        """The residuals as `Plan` holds them; fills `sources`."""
+        variables = self._forward.residuals
+        found: list[Any] = [self._constant(var) for var in variables]
+        chains = {i: _chain(variables[i], self._producer) for i, form in enumerate(found) if form is None}
+        # Short chains first: a source that they force serves the longer ones.
+        for i in sorted(chains, key=lambda i: len(chains[i])):
+            found[i] = self._view(variables[i], chains[i])
+        return found
 
-    def plan(sources: Sequence[Source], residuals: Sequence[Any]) -> Plan:
-        computed = [source.var for source in sources if source.argument is None]
-        debug_info = jaxpr.debug_info.with_unknown_names()
-        handed_over = core.ClosedJaxpr(
-            jaxpr.replace(outvars=[*outputs, *computed], debug_info=debug_info), closed.consts
-        )
-        return Plan(handed_over, num_outputs, treedef, tuple(sources), tuple(residuals), _flops(jaxpr))
+    def _constant(self, var: Any) -> np.ndarray | core.ClosedJaxpr | None:
+        """A residual that depends on no argument."""
+        if isinstance(var, core.Literal):
+            aval: Any = var.aval
+            return np.asarray(var.val, aval.dtype)
+        # Not scalars: compilers reassociate known scalars, and plain autodiff hands them over.
+        if var in self._constants and var not in self._forward.closed.jaxpr.constvars and var.aval.size > 1:
+            return _maker(self._forward.closed, var)
+        return None
 
-    everything = plan(sources, residuals)
-    used = _used(everything, [var.aval for var in outputs])
+    def _view(self, var: Any, chain: Sequence[Any]) -> View:
+        path = [var, *(eqn.invars[0] for eqn in chain)]  # from the residual to its base
+        shared = next((k for k in reversed(range(len(path))) if path[k] in self._number), None)
+        at = self._add_source(path) if shared is None else shared
+        return View(self._number[path[at]], tuple(reversed(chain[:at])))
+
+    def _add_source(self, path: Sequence[Any]) -> int:
+        """Adds one of the tensors on the path to the sources; returns its place on the path."""
+        base, last = path[-1], len(path) - 1
+        argument, names = self._argument_of.get(base), self._names.get(base, frozenset())
+        is_kept = (argument is not None and not self._is_activation[argument]) or base in self._constants
+        if is_kept or argument is not None or not _storable(base):
+            info = _describe(base, names, argument is not None)
+            can_go = not is_kept and _storable(base)
+            stored = can_go and self._wanted(info)
+            self._add(Source(base, argument, stored, can_go and not stored, info))
+            return last
+        # The smallest on the path; of equal ones that next to the base, which other residuals may share.
+        at = min(range(len(path)), key=lambda k: (_nbytes(path[k]), -k))
+        info = _describe(path[at], names, is_input=False)
+        stored = _storable(path[at]) and self._wanted(info)
+        declined = _storable(path[at]) and not stored
+        if not stored and _nbytes(path[at]) == _nbytes(path[0]):
+            at = 0  # making the view again would save nothing
+            info = _describe(path[at], names, is_input=False)
+        self._add(Source(path[at], self._argument_of.get(path[at]), stored, declined, info))
+        return at
+
+    def _add(self, source: Source) -> None:
+        self._number[source.var] = len(self.sources)
+        self.sources.append(source)
+
+    def _names_of_bases(self) -> dict[Any, frozenset[str]]:
+        """The names that a tensor or a view of it was given."""
+        found: dict[Any, frozenset[str]] = {}
+        for eqn in self._forward.closed.jaxpr.eqns:
+            if eqn.primitive.name == "name":
+                base = [eqn, *_chain(eqn.invars[0], self._producer)][-1].invars[0]
+                found[base] = found.get(base, frozenset()) | {str(eqn.params["name"])}
+        return found
+
+
+def _without_unused(forward: _Forward, plan: Plan) -> Plan:
+    """The plan without the sources that no cotangent depends on: `jax.vjp` keeps such residuals, too."""
+    used = _used(plan, [var.aval for var in forward.outputs])
     if all(used):
-        return everything
-    place = list(itertools.accumulate(used, initial=0))
-    return plan(
-        [source for source, needed in zip(sources, used, strict=True) if needed],
-        [
-            residual
-            if not isinstance(residual, tuple)
-            else (place[residual[0]], residual[1])
-            if used[residual[0]]
-            else jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
-            for residual, var in zip(residuals, residual_vars, strict=True)
-        ],
-    )
+        return plan
+    number = list(itertools.accumulate(used, initial=0))
+
+    def renumbered(residual: Any, var: Any) -> Any:
+        if not isinstance(residual, View):
+            return residual
+        if not used[residual.source]:
+            return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+        return replace(residual, source=number[residual.source])
+
+    sources = [source for source, needed in zip(plan.sources, used, strict=True) if needed]
+    return forward.plan(sources, list(map(renumbered, plan.residuals, forward.residuals)))
 
 
 def _used(plan: Plan, outputs: Sequence[Any]) -> list[bool]:
-    """Which sources backward uses: `jax.vjp` keeps some that no cotangent depends on."""
+    """For each source, whether backward uses it."""
 
     def backward(values: Sequence[Any], outputs: Sequence[Any]) -> Any:
-        # Cotangents are as their outputs are, as far as types go.
+        # Cotangents have the types of the outputs.
         zeros = [x if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0) for x in outputs]
         return plan.rebuild(values)(zeros)
 
@@ -271,9 +318,9 @@ def _flops(jaxpr: Any) -> float:
 
 
 def _constants(jaxpr: core.Jaxpr, known: Iterable[Any]) -> set[Any]:
-    """Variables that depend on known ones alone, and so on no argument: masks of attention, say.
+    """Variables that depend on known ones alone, and so on no argument: attention masks, for example.
 
-    They are the same in each turn of a loop. XLA would store them once, before the loop, and fetch them in each turn.
+    They are equal in each iteration of a loop. XLA would store them once, before the loop, and fetch them each time.
     """
     found = set(known)
 
@@ -281,7 +328,7 @@ def _constants(jaxpr: core.Jaxpr, known: Iterable[Any]) -> set[Any]:
         return isinstance(var, core.Literal) or var in found
 
     for eqn in jaxpr.eqns:
-        if eqn.effects:  # a callback or a read of a reference may give something else the next time
+        if eqn.effects:  # a callback or a read of a reference may return another value the next time
             continue
         if all(is_known(v) for v in eqn.invars):
             found.update(eqn.outvars)
@@ -295,7 +342,7 @@ def _constants(jaxpr: core.Jaxpr, known: Iterable[Any]) -> set[Any]:
 
 
 def _maker(closed: core.ClosedJaxpr, var: Any) -> core.ClosedJaxpr:
-    """What computes a variable that depends on no argument."""
+    """A jaxpr that computes a variable that depends on no argument."""
     jaxpr = closed.jaxpr.replace(outvars=[var], debug_info=closed.jaxpr.debug_info.with_unknown_names())
     needed, used = partial_eval.dce_jaxpr(jaxpr, [True])
     assert not any(used)
@@ -309,7 +356,7 @@ def _chain(var: Any, producer: dict[Any, Any]) -> list[Any]:
         arrays = [v for v in eqn.invars if not isinstance(v, core.Literal)]
         if len(eqn.invars) != 1 or len(arrays) != 1:
             break
-        if eqn.primitive.name == "convert_element_type" and _rounds_in_ways(eqn):
+        if eqn.primitive.name == "convert_element_type" and _is_of_extended_dtype(eqn):
             break
         if eqn.primitive.name == "reduce_precision" and not _keeps_all_bits(eqn):
             break
@@ -318,8 +365,8 @@ def _chain(var: Any, producer: dict[Any, Any]) -> list[Any]:
     return chain
 
 
-def _rounds_in_ways(eqn: Any) -> bool:
-    # Keys and the like have no bytes of their own.
+def _is_of_extended_dtype(eqn: Any) -> bool:
+    # Random keys, for example, whose bytes are not the array's.
     return any(jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in (*eqn.invars, *eqn.outvars))
 
 
@@ -341,7 +388,7 @@ def _storable(var: Any) -> bool:
         return False
     spec = getattr(getattr(aval, "sharding", None), "spec", None)
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
-        return False  # parts of a sum that is still to be made: a copy of each would be summed once more
+        return False  # partial sums, to be added later: copies would be added once more
     return aval.dtype.name not in _SUB_BYTE and 0 not in aval.shape
 
 

@@ -1,4 +1,4 @@
-"""What a store did, in numbers and in words."""
+"""The counters of a store, and their summary."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ class StoreStats:
     """Counters of an `ActivationStore`, bytes and seconds since it was opened unless said otherwise.
 
     Attributes:
-        stored_bytes, stored_count: that forward passes stored.
-        fetched_bytes, fetched_count: that backward passes fetched.
-        ring_hit_bytes: of those, still on the device: no transfer back.
-        prefetched_bytes: brought back to the device ahead of the fetch.
-        demand_bytes: brought back by the fetch itself (on the CPU: all).
+        stored_bytes, stored_count: tensors stored by forward passes.
+        fetched_bytes, fetched_count: tensors fetched by backward passes.
+        ring_hit_bytes: fetched tensors that were still on the device: no transfer back.
+        prefetched_bytes: fetched tensors that had come back to the device ahead of the fetch.
+        demand_bytes: transferred by the fetch itself (on the CPU: all).
         copied_out_bytes: copied from device to host memory.
         forwarded_bytes: with a disk tier: fetched from host memory and never read back from disk.
         written_bytes, read_bytes: of the disk tier.
-        cancelled_bytes: whose write was under way or to come when they were fetched.
+        cancelled_bytes: tensors that were fetched before their write had ended.
         dropped_count: tensors given up unfetched (a failed step, `clear`, a full store).
         value_reads: fetches for which the launch thread had to read the handle.
-        mismatches: fetches that were foreseen wrongly and noticed on the device.
+        mismatches: mispredicted handles, noticed on the device.
         store_stall_seconds, fetch_stall_seconds: launch threads waiting for room, or for the disk.
         launch_seconds: launch threads inside the store, stalls included.
         device_store_stall_seconds, device_fetch_stall_seconds: compute streams waiting for copies, in forward and in
             backward.
         live_bytes, live_count: stored and not fetched, now.
-        peak_live_bytes: the most of it.
-        host_bytes, disk_bytes, ring_bytes: memory and files held now.
-        peak_host_bytes: the most of host memory.
+        peak_live_bytes: maximum of live_bytes.
+        host_bytes, disk_bytes, ring_bytes: allocated now.
+        peak_host_bytes: maximum of host_bytes.
         runs: executions that stored something.
-        drive_written_bytes: that the drives under the paths really wrote, by anyone; 0 where the system does not tell.
-        open_seconds: since the store was opened.
+        drive_written_bytes: written to the drives of the paths by any process; 0 where the system does not tell.
+        open_seconds: time since the store was opened.
     """
 
     stored_bytes: int
@@ -69,23 +69,23 @@ class StoreStats:
     open_seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """The counters as a dict, for JSON."""
         return dataclasses.asdict(self)
 
     @property
     def saving(self) -> float:
-        """Achieved over theoretical memory saving: what was not in the ring, of what was stored at the peak."""
+        """Share of the stored bytes that was off the device at the peak: all but the ring."""
         return max(0.0, 1 - self.ring_bytes / self.peak_live_bytes) if self.peak_live_bytes else 0.0
 
     def lifetime_years(self, endurance_bytes: float) -> float:
-        """How long a drive of this rated endurance lasts at the rate of writing so far."""
+        """Years that a drive of this rated endurance lasts at the rate of writing so far."""
         written = max(self.drive_written_bytes, self.written_bytes)
         if written == 0:
             return float("inf")
         return endurance_bytes / (written / self.open_seconds) / (365.25 * 86400)
 
     def summary(self, *, endurance_bytes: float | None = None) -> str:
-        """Some lines for people."""
+        """The main counters as text."""
         lines = [
             f"offload: {_size(self.stored_bytes)} stored in {self.runs} runs, at most "
             f"{_size(self.peak_live_bytes)} at a time",

@@ -1,4 +1,4 @@
-"""`ActivationStore`: where offloaded tensors are between forward and backward."""
+"""`ActivationStore` holds offloaded tensors between forward and backward."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from dejax.offload import _current, _files, _memory
 from dejax.offload._calls import DEVICE
 from dejax.offload._notes import notes
 from dejax.offload._stats import StoreStats
+from dejax.offload._tensorstore import TensorStoreIO
 
 Engine = Literal["auto", "tensorstore", "direct", "buffered"]
 _PAGE = 4096
 
-_open: dict[int, _Parts] = {}
-"""What open stores hold, by `id`, for the end of the process. Made and removed in one step of the interpreter each."""
+_open: dict[int, _Resources] = {}
+"""The resources of open stores, by `id`, for the end of the process. Changes are atomic under the GIL."""
 _entered: list[ActivationStore] = []
-"""Stores inside their `with`, which stay open though nobody may have them."""
+"""Stores inside their `with`: they stay open without other references."""
 _default_lock = threading.Lock()
 _default: ActivationStore | None = None
 
 
-class _Parts:
-    """What a store holds. Released once: by `close`, when nobody has the store any more, or as the process ends."""
+class _Resources:
+    """The resources of a store. Released once: by `close`, with the store's last reference, or as the process ends."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
@@ -48,7 +49,7 @@ class _Parts:
 
     def close(self) -> None:
         if self.process != os.getpid():
-            return  # a forked child: threads, memory and files are its parent's
+            return  # a forked child: threads, memory and files belong to its parent
         try:
             self._to_close.pop()
         except IndexError:
@@ -67,53 +68,51 @@ class _Parts:
             _open.pop(id(self), None)
 
     def abandon(self) -> None:
-        """Nobody has the store any more. The garbage collector may say so in any thread."""
+        """Closes a store without references. The garbage collector may call this in any thread."""
         if not self.is_open:
             return
-        if self.io is not None and self.io.is_worker():  # which cannot wait for itself
-            with contextlib.suppress(RuntimeError):  # no thread can be started: at the end of the process, then
+        if self.io is not None and self.io.is_worker():  # a worker cannot wait for itself
+            with contextlib.suppress(RuntimeError):  # without a thread the end of the process closes it
                 threading.Thread(target=self.close, name="dejax-offload-close").start()
             return
         self.close()
 
     def forget(self) -> None:
-        """In a forked child: locks of files end with the last process that has them open."""
+        """In a forked child: a file's lock would last as long as any process has the file open."""
         for claim in self.claims:
             claim.forget()
 
 
 class ActivationStore:
-    """Memory for what forward passes hand to backward passes: the device's ring, then pinned host memory, then disk.
+    """Holds the tensors that forward passes hand to backward passes, in three tiers: device ring, host memory, disk.
 
-    A context manager: steps that this thread dispatches inside `with` use it, unless they were traced with a store of
-    their own. Leaving waits for them and closes the store. Other threads enter it themselves, with `with` or `use`; the
-    last `with` to be left closes it. Tensors move down a tier only when the one above is full; the last ones of a
-    forward pass, which backward wants first, stay highest.
+    A context manager: steps that this thread dispatches inside `with` use it, unless they were traced with their own
+    `store=`. Leaving waits for these steps and closes the store. Other threads enter it themselves, with `with` or
+    `use`; leaving the last `with` closes it. Tensors move down a tier only when the tier above is full. The last ones
+    of a forward pass stay highest: backward fetches them first.
 
     Args:
-        path: a folder, or several, for the disk tier; chunks are striped over them. None: no disk tier. In each, the
-            store makes a folder of its own, which goes when the store closes; those of processes that died are
-            removed first.
-        device_bytes: of the ring on each device. None: what one call of an offloaded function stores; where its
-            arithmetic takes less time than the bus, twice that, at least six tensors (see `ring_bytes` in
-            `_transform.py` for the figures). 0: no ring; the compute stream then waits for each copy.
-        host_bytes: cap of pinned (on the CPU: ordinary) host memory. 0: none; then only what stays in the ring can be
-            stored. None: half of what the machine has available now and control groups leave, over the processes that
-            share it: those that the launcher says are here, or that have such a store already.
-        disk_bytes: cap of what the files hold, in use or not. 0: no disk tier, whatever the path. None: as much as
-            there is.
-        engine: how files are written: "tensorstore", "direct" (O_DIRECT where the file system takes it; takes least of
-            the processor), "buffered" (through the page cache), or "auto", which is "tensorstore".
-        checksum: verify what is read from disk. A damaged file then is an error and never a wrong gradient.
-        chunk_bytes: unit of a read or write, a multiple of 4,096.
-        io_threads: that read and write at a time.
+        path: a folder, or several, for the disk tier; chunks are striped over them. None: no disk tier. The store makes
+            a folder in each and removes it as it closes. It first removes folders that dead processes left.
+        device_bytes: size of the ring on each device. None: the bytes that one call of an offloaded function stores;
+            where its arithmetic takes less time than the bus, twice that, and six tensors at least. 0: no ring; the
+            compute stream then waits for each copy.
+        host_bytes: cap of pinned (on the CPU: ordinary) host memory. 0: none; then only tensors that stay in the ring
+            can be stored. None: half of the available memory, by the machine and by control groups, shared among the
+            machine's processes: those that the launcher started, or that have such a store already.
+        disk_bytes: cap of the files' size, used or not. 0: no disk tier, whatever the path. None: no cap.
+        engine: how files are written: "tensorstore", "direct" (O_DIRECT where the file system has it; takes the least
+            processor time), "buffered" (through the page cache), or "auto", which is "tensorstore".
+        checksum: verify chunks that are read from disk. A damaged file is then an error, never a wrong gradient.
+        chunk_bytes: size of a read or write, a multiple of 4,096.
+        io_threads: number of chunks that are read or written at a time.
 
     Raises:
-        FileNotFoundError, NotADirectoryError, PermissionError: a path does not serve; the message says which and why.
-        OSError: a path does not serve for another reason: a full file system, too many open files.
-        ValueError: a size does not make sense.
+        FileNotFoundError, NotADirectoryError, PermissionError: a path cannot be used; the message has the reason.
+        OSError: a path cannot be used for another reason: a full file system, too many open files.
+        ValueError: a size is out of range.
         RuntimeError: the files or the I/O threads cannot be made.
-        NativeExtensionError: the extension is not there.
+        NativeExtensionError: the extension is missing.
 
     >>> with ActivationStore(host_bytes=1 << 30) as store:
     ...     print(store.stats().stored_bytes)
@@ -136,7 +135,7 @@ class ActivationStore:
         _check_sizes(device_bytes, host_bytes, disk_bytes, chunk_bytes, io_threads)
         if engine not in ("auto", "direct", "buffered", "tensorstore"):
             raise ValueError(
-                f"ActivationStore: `engine` is 'auto', 'direct', 'buffered' or 'tensorstore'; {engine!r} was given"
+                f"ActivationStore: `engine` must be 'auto', 'direct', 'buffered' or 'tensorstore', got {engine!r}"
             )
         paths = [] if path is None else [path] if isinstance(path, (str, os.PathLike)) else list(path)
         self.device_bytes = device_bytes
@@ -146,7 +145,7 @@ class ActivationStore:
         self._began = time.monotonic()
         self._depth = 0
         self._depth_lock = threading.Lock()
-        # As they were given: what is made of None differs between machines, and programs carry a name made of these.
+        # As given: programs carry a hash of these, and the values that stand in for None differ between machines.
         options = (
             tuple(os.fspath(place) for place in paths),
             device_bytes,
@@ -155,28 +154,28 @@ class ActivationStore:
             engine,
             chunk_bytes,
         )
-        self._parts = _Parts()
+        self._resources = _Resources()
         try:
             for place in self.paths if disk_bytes != 0 else ():
-                self._parts.claims.append(_files.claim(place))
+                self._resources.claims.append(_files.claim(place))
             self.host_bytes = self._share_of_memory() if host_bytes is None else host_bytes
             self._open_native(extension, chunk_bytes, io_threads, checksum)
         except BaseException:
-            self._parts.close()
+            self._resources.close()
             raise
         self._binding = _current.own_binding(self, options)
-        self._sectors = [_files.sectors_written(claim.device) for claim in self._parts.claims]
-        # Not at the end of the process, when jax may be gone already: _close_all comes before.
-        weakref.finalize(self, self._parts.abandon).atexit = False
+        self._sectors = [_files.sectors_written(claim.device) for claim in self._resources.claims]
+        # Not at the end of the process, when jax may be gone: _close_all runs earlier.
+        weakref.finalize(self, self._resources.abandon).atexit = False
 
     def _share_of_memory(self) -> int:
-        self._parts.shares_memory = True
+        self._resources.shares_memory = True
         processes = _memory.presence.enter()
         return _memory.share(_memory.available_memory(), processes, _memory.launched_processes())
 
     def _open_native(self, extension: Any, chunk_bytes: int, io_threads: int, checksum: bool) -> None:
-        folders = [claim.folder for claim in self._parts.claims]
-        self._parts.native = extension.OffloadStore.open(
+        folders = [claim.folder for claim in self._resources.claims]
+        self._resources.native = extension.OffloadStore.open(
             device_bytes=-1 if self.device_bytes is None else self.device_bytes,
             host_bytes=self.host_bytes,
             disk_bytes=-1 if self.disk_bytes is None else self.disk_bytes,
@@ -188,13 +187,11 @@ class ActivationStore:
             external=self.engine == "tensorstore",
         )
         if folders and self.engine == "tensorstore":
-            from dejax.offload._tensorstore import TensorStoreIO
-
-            self._parts.io = TensorStoreIO(self._parts.native, folders, io_threads)
+            self._resources.io = TensorStoreIO(self._resources.native, folders, io_threads)
 
     @property
     def _native(self) -> Any:
-        return self._parts.native
+        return self._resources.native
 
     def __repr__(self) -> str:
         where = ", ".join(map(str, self.paths)) or "host memory"
@@ -202,8 +199,8 @@ class ActivationStore:
 
     @property
     def is_open(self) -> bool:
-        """Whether `close` was not called yet."""
-        return self._parts.is_open
+        """Whether the store can be used: it is not closed, and belongs to this process."""
+        return self._resources.is_open
 
     @property
     def id(self) -> int:
@@ -223,8 +220,8 @@ class ActivationStore:
     ) -> None:
         with contextlib.suppress(ValueError):
             _entered.remove(self)
-        if self._parts.process != os.getpid():
-            return  # a forked child leaves its parent's block
+        if self._resources.process != os.getpid():
+            return  # a forked child leaves its parent's `with`
         try:
             _current.wait_for_steps()
         finally:
@@ -237,7 +234,7 @@ class ActivationStore:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[ActivationStore]:
-        """Like `with` on the store itself, for one thread of several: leaving waits, but does not close the store.
+        """Like `with` on the store itself, but leaving does not close it: for one thread of several.
 
         Raises:
             RuntimeError: the store is closed.
@@ -254,10 +251,10 @@ class ActivationStore:
 
     def _require_open(self) -> None:
         if not self.is_open:
-            raise RuntimeError("ActivationStore: it is closed; make another")
+            raise RuntimeError("ActivationStore: the store is closed; make another")
 
     def close(self) -> None:
-        """Waits for the steps that this thread has dispatched, gives the memory back and removes the files.
+        """Waits for the steps that this thread has dispatched, then frees the memory and removes the files.
 
         Steps of other threads that still use the store fail. A second call does nothing.
         """
@@ -269,26 +266,26 @@ class ActivationStore:
         if self.is_open:
             self._final = self.stats()
             _current.forget(self)
-        self._parts.close()
+        self._resources.close()
 
     def check(self) -> None:
-        """Raises what a device found wrong in an earlier step, if anything; later steps do so themselves."""
+        """Raises the error that a device found in an earlier step, if any; later steps raise it, too."""
         self._native.check()
 
     def clear(self) -> None:
-        """Gives up everything stored and not fetched, as after a step that was interrupted. Not while a step runs."""
+        """Drops all tensors that are not fetched yet, for example after an interrupted step. Not while a step runs."""
         self._native.clear()
 
     def drain(self) -> None:
-        """Waits until nothing is being read or written, and gives back the disk room that no tensor uses."""
+        """Waits until nothing is being read or written, and frees disk space that no tensor uses."""
         self._native.drain()
 
     def stats(self) -> StoreStats:
-        """What went where since the store was opened."""
+        """The counters since the store was opened."""
         if not self.is_open and hasattr(self, "_final"):
             return self._final
         sectors = 0
-        for claim, before in zip(self._parts.claims, self._sectors, strict=True):
+        for claim, before in zip(self._resources.claims, self._sectors, strict=True):
             now = _files.sectors_written(claim.device)
             sectors += now - before if now is not None and before is not None else 0
         return StoreStats(
@@ -296,15 +293,15 @@ class ActivationStore:
         )
 
     def summary(self, *, endurance_bytes: float | None = None) -> str:
-        """Some lines about `stats()`; `endurance_bytes` is the drive's rated endurance (its TBW)."""
+        """The main counters as text; `endurance_bytes` is the drive's rated endurance (its TBW)."""
         return "\n".join([self.stats().summary(endurance_bytes=endurance_bytes), *notes()])
 
 
 def binding_of(store: ActivationStore | Literal["device"] | None) -> int:
-    """What a program carries for a store: the store's name, or which of the current ones; of these there is always one.
+    """The binding that a program carries for a store.
 
     Raises:
-        ValueError: another word.
+        ValueError: `store` is no store, and not "device" or None.
         RuntimeError: the store is closed.
     """
     if isinstance(store, str):
@@ -325,7 +322,7 @@ def binding_of(store: ActivationStore | Literal["device"] | None) -> int:
 
 
 def default_store() -> ActivationStore:
-    """The store that steps use outside any `with`: host memory only, for the life of the process."""
+    """The store that steps use outside of any `with`: host memory only, for the life of the process."""
     global _default
     with _default_lock:
         if _default is None or not _default.is_open:
@@ -339,25 +336,25 @@ def _check_sizes(
 ) -> None:
     for name, value in (("device_bytes", device_bytes), ("host_bytes", host_bytes), ("disk_bytes", disk_bytes)):
         if value is not None and value < 0:
-            raise ValueError(f"ActivationStore: `{name}` is a number of bytes or None; {value} was given")
+            raise ValueError(f"ActivationStore: `{name}` must be at least 0 or None, got {value}")
     if chunk_bytes <= 0 or chunk_bytes % _PAGE:
-        raise ValueError(f"ActivationStore: `chunk_bytes` must be a multiple of {_PAGE}; {chunk_bytes} was given")
+        raise ValueError(f"ActivationStore: `chunk_bytes` must be a positive multiple of {_PAGE}, got {chunk_bytes}")
     if io_threads < 1:
-        raise ValueError(f"ActivationStore: `io_threads` must be at least 1; {io_threads} was given")
+        raise ValueError(f"ActivationStore: `io_threads` must be at least 1, got {io_threads}")
 
 
 @atexit.register
 def _close_all() -> None:
-    for parts in list(_open.values()):
-        parts.close()
+    for resources in list(_open.values()):
+        resources.close()
 
 
 def _after_fork() -> None:
-    """In a child: its parent's stores are not its own, and locks may be held by threads that it does not have."""
+    """In a forked child: forgets its parent's stores, and locks that other threads may hold."""
     global _default, _default_lock
     _default, _default_lock = None, threading.Lock()
-    for parts in list(_open.values()):
-        parts.forget()
+    for resources in list(_open.values()):
+        resources.forget()
     _open.clear()
     _entered.clear()
     _memory.presence.forget()

@@ -1,9 +1,8 @@
 """The disk tier through TensorStore: threads that take chunks from the native queue and give them to it.
 
-A chunk is a file of its own: one row of an array whose rows have exactly so many bytes. A write is then of a whole
-chunk, and TensorStore reads nothing first. A chunk whose tensor was fetched is written over. TensorStore opens a file
-that it writes with O_TRUNC, through the page cache, so each write pays for new pages. That is what it costs over the
-direct engine, which writes into pages that are there; docs/offload.md has the figures.
+Each chunk is a file: one row of an array whose rows have the size of the chunk. So every write covers a whole zarr
+chunk, and TensorStore reads nothing first. The file of a fetched tensor is overwritten. docs/performance/offload.md
+compares the engines.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-_ROWS = 1 << 40  # chunks that an array can have; files exist only for those written
+_ROWS = 1 << 40  # of an array; files exist only for rows that were written
 _MOST_ARRAYS = 256  # kept open: one for each size of chunk and each folder
-# Written in place, else to a file that is renamed: an older TensorStore has no "non_atomic". Nobody else writes here.
+# In place ("non_atomic"): nobody else writes here. An older TensorStore writes another file, which it renames ("none").
 _LOCKING = ("non_atomic", "none")
 
 
@@ -28,10 +27,10 @@ class TensorStoreIO:
     Args:
         native: the store, opened with `external=True`.
         folders: of the disk tier.
-        num_threads: that each handle one chunk at a time.
+        num_threads: each handles one chunk at a time.
 
     Raises:
-        RuntimeError: a thread cannot be started. None is left then, and the native store closes.
+        RuntimeError: a thread cannot be started. All others have ended then, and the native store closes.
     """
 
     def __init__(self, native: Any, folders: Sequence[Path], num_threads: int) -> None:
@@ -58,7 +57,7 @@ class TensorStoreIO:
 
     def _make_context(self, num_threads: int) -> Any:
         options = {
-            "file_io_sync": False,  # what survives a crash is of no use here
+            "file_io_sync": False,  # the files are of no use after a crash
             "file_io_concurrency": {"limit": num_threads},
             "data_copy_concurrency": {"limit": num_threads},
             "cache_pool": {"total_bytes_limit": 0},
@@ -74,13 +73,13 @@ class TensorStoreIO:
         raise AssertionError
 
     def _array(self, path: int, nbytes: int) -> Any:
-        """The array in a folder whose rows have so many bytes; threads may make it twice, to the same effect."""
+        """The array in a folder whose rows have so many bytes. Two threads may open it at once, without harm."""
         array = self._arrays.get((path, nbytes))
         if array is not None:
             return array
         spec = {
             "driver": "zarr",
-            # The native store names a chunk's file in the same way, to remove it: disk.cc.
+            # native/offload/disk.cc uses the same file names, to remove files.
             "kvstore": {"driver": "file", "path": str(self._folders[path] / f"array{nbytes}") + "/"},
             "metadata": {
                 "dtype": "|u1",
@@ -95,7 +94,7 @@ class TensorStoreIO:
             "open": True,
             "create": True,
             "assume_metadata": True,
-            "fill_missing_data_reads": False,  # a file that somebody removed is an error, not zeros
+            "fill_missing_data_reads": False,  # a missing file is an error, not zeros
         }
         array = self._ts.open(spec, context=self._context).result()
         if len(self._arrays) >= _MOST_ARRAYS:
@@ -112,19 +111,19 @@ class TensorStoreIO:
             try:
                 memory = self._ts.array(np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)))
                 row = self._array(path, nbytes)[index]
-                # Not can_reference_source_data_indefinitely: with it a NumPy array is copied.
+                # can_reference_source_data_indefinitely would copy a NumPy array.
                 (row.write(memory) if write else memory.write(row)).result()
             except Exception as caught:
                 error = f"offload: {'writing' if write else 'reading'} a chunk failed: {caught}"
                 if not write:
-                    error += "; if something truncated or removed files of the store, leave them to it"
+                    error += "; do not truncate or remove the files of an open store"
             self._native.finish_job(number, error)
 
     def is_worker(self) -> bool:
-        """Whether this thread is one of them."""
+        """Whether the calling thread is one of the I/O threads."""
         return threading.current_thread() in self._threads
 
     def join(self) -> None:
-        """Waits for the threads, after the native store began to close."""
+        """Waits for the threads, once the native store has begun to close."""
         for thread in self._threads:
             thread.join()

@@ -1,4 +1,4 @@
-"""`offload`: a function whose backward pass finds its residuals in an `ActivationStore`."""
+"""`offload`: a function whose residuals are in an `ActivationStore` between forward and backward."""
 
 from __future__ import annotations
 
@@ -37,39 +37,37 @@ def offload(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
 ) -> F:
-    """Offload what `fn` keeps for its backward pass: `jax.checkpoint`'s shape, but moved instead of computed again.
+    """Offloads the residuals of `fn`: used like `jax.checkpoint`, but tensors are moved instead of recomputed.
 
-    The result computes what `fn` computes. Its gradients are those of the same program with the tensors left on the
-    device, `store="device"`, and those of `fn` to rounding: XLA may fuse, and so round, elsewhere. Between
-    forward and backward the residuals of `min_bytes` or more are in the store: on the device's ring, in host memory or
-    on disk. Parameters and other arguments stay where they are; equal tensors and views of one tensor are stored once;
-    a tensor that is a cast or a view is stored in the form that is smallest. Works under `jit`, `scan`, `vmap`,
-    `shard_map`, gradient accumulation, inside and around `jax.checkpoint`: `offload(jax.checkpoint(fn))` stores only
-    the inputs of `fn` and computes the rest again.
+    The result computes what `fn` computes. Between forward and backward the residuals of at least `min_bytes` are in
+    the store: in the device's ring, in host memory or on disk. Parameters and other arguments stay where they are;
+    equal tensors and views of one tensor are stored once, and casts and views in their smallest form. Gradients have
+    the bits of those with `store="device"`, and equal those of `fn` to rounding: XLA may fuse, and so round, otherwise.
+
+    Works under `jit`, `scan`, `vmap`, `shard_map`, gradient accumulation, inside and around `jax.checkpoint`.
+    `offload(jax.checkpoint(fn))` stores only the inputs of `fn` and recomputes the rest.
+
+    Outside of `jit` a function is traced and compiled once for arguments of some shapes if it can be compared: if it
+    closes over numbers, strings and functions, and not over arrays or objects with state. Others are traced each time.
 
     Args:
         fn: a function of pytrees of arrays, to a pytree of arrays.
         policy: which residuals to store: names given with `jax.ad_checkpoint.checkpoint_name`, or a function from a
             `Residual` to a bool. None: every one.
-        store: where to. None: the store that is current in the thread that runs the step (`with ActivationStore(...)`),
-            or a store of host memory that lives as long as the process. "device": nowhere, everything stays; the
-            program is cut in the same places.
-        inputs: which arguments are activations, so that they may be stored too, where backward needs them. "auto": each
-            array with the shape and dtype of one of the outputs, as a layer's input has (of several, the last one);
-            "all"; "none"; or positions. The others (parameters, tables) stay.
+        store: None: the store that is current in the thread that dispatches the step (`with ActivationStore(...)`), or
+            `default_store()`. "device": all tensors stay, with the same barriers in the program.
+        inputs: which arguments are activations, and so may be stored where backward needs them. "auto": each array with
+            the shape and dtype of one of the outputs, like a layer's input (of several, the last one); "all"; "none";
+            or positions. The others (parameters, tables) stay.
         min_bytes: smaller tensors stay on the device.
         static_argnums, static_argnames: positions and names of arguments that are not arrays, as in `jax.jit`.
 
-    Outside of `jit` a function is traced once for arguments of some shapes, and what it computes is compiled. That
-    needs that it can be told to be the same function: it closes over numbers, strings and functions, and not over
-    arrays or objects with a state. Others are traced in each call.
-
     Raises:
-        NotImplementedError: a second derivative is taken through it, or one in forward mode, or `fn` has side effects
-            that JAX does not allow under derivatives.
-        TypeError: an argument is neither an array nor static, or a `jax.Ref`.
+        NotImplementedError: for a second derivative, for forward mode, or if `fn` has side effects that JAX does not
+            allow under derivatives.
+        TypeError: an argument is neither an array nor static, or is a `jax.Ref`.
         ValueError: `inputs` names no argument, or is another word.
-        NativeExtensionError: the extension is not there.
+        NativeExtensionError: the extension is missing.
 
     >>> import jax, jax.numpy as jnp
     >>> from dejax.offload import ActivationStore, offload
@@ -84,13 +82,13 @@ def offload(
 
 @dataclass(frozen=True)
 class Options:
-    """What a call of `offload` was given.
+    """The options of `offload`.
 
     Attributes:
         policy, min_bytes: which residuals are stored.
-        store: where to.
+        store: an ActivationStore, "device" or None.
         inputs: which arguments may be stored.
-        kept_argnums: arguments that never are.
+        kept_argnums: arguments that are never stored.
     """
 
     policy: Policy
@@ -107,7 +105,7 @@ class Options:
         min_bytes: int,
         kept_argnums: tuple[int, ...] = (),
     ) -> Options:
-        """Checks what can be checked before a call."""
+        """Checks the options that can be checked before a call."""
         return Options(_as_function(policy), min_bytes, store, inputs, kept_argnums)
 
 
@@ -117,7 +115,7 @@ def wrap(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
 ) -> Any:
-    """`offload` with its options in one; also for Flax's faces."""
+    """`offload`, also for the Flax bindings."""
     static = _as_tuple(static_argnums)
     static_names = _as_tuple(static_argnames)
 
@@ -134,12 +132,12 @@ def wrap(
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of an offloaded function, with what is static apart from its arrays.
+    """A call of an offloaded function, with static arguments apart from arrays.
 
     Attributes:
         fixed: static arguments by position, static keyword arguments by name.
-        num_args: how many positional arguments there are.
-        leaves, treedef: of the others, `(list of positional, dict of keyword)`.
+        num_args: number of positional arguments.
+        leaves, treedef: of the other arguments, `(list of positional, dict of keyword)`.
         owner: for each leaf its argument's position, -1 for keyword arguments.
     """
 
@@ -170,7 +168,7 @@ class _Call:
         return _Call(fn, options, fixed, len(args), leaves, treedef, tuple(owner))
 
     def flat(self) -> Callable[..., Any]:
-        """The function of the leaves alone; it holds none of them."""
+        """The call as a function of its leaves; it holds none of them."""
         fn, fixed, treedef, num_args = self.fn, self.fixed, self.treedef, self.num_args
 
         def flat(*leaves: Any) -> Any:
@@ -183,7 +181,7 @@ class _Call:
         return flat
 
     def identity(self) -> Hashable | None:
-        """Equal for calls that trace alike for arrays of the same shapes; None where that cannot be told."""
+        """A key that is equal for calls with the same trace for arrays of equal shapes; None: not comparable."""
         options = self.options
         known = identity_of((self.fn, self.fixed, options.policy, _inputs_identity(options.inputs)))
         if known is None:
@@ -193,7 +191,7 @@ class _Call:
 
 @dataclass
 class _Kept:
-    """A function that was seen to be the same in several calls, and its traces by jaxpr."""
+    """A comparable function, and its traces by jaxpr."""
 
     jitted: Any
     traced: weakref.WeakKeyDictionary[Any, Traced] = field(default_factory=weakref.WeakKeyDictionary)
@@ -204,10 +202,10 @@ _kept_lock = threading.Lock()
 
 
 def _trace(call: _Call) -> tuple[Any, Traced, list[Any]]:
-    """The tree of the outputs, the traced function, and what it closes over: its first arguments."""
+    """The tree of the outputs, the traced function, and the arrays that it closes over: its first arguments."""
     identity = call.identity()
     if identity is None:
-        # Tracing makes what the function closes over (parameters of a model, say) arguments like the others.
+        # Tracing turns the arrays that the function closes over, such as a model's parameters, into arguments.
         closed, shapes = jax.make_jaxpr(call.flat(), return_shape=True)(*call.leaves)
         return jax.tree.structure(shapes), _traced(call, closed, shapes, lasting=False), list(closed.consts)
     with _kept_lock:
@@ -217,7 +215,7 @@ def _trace(call: _Call) -> tuple[Any, Traced, list[Any]]:
             if len(_kept) > _MOST_TRACED:
                 _kept.popitem(last=False)
         _kept.move_to_end(identity)
-    # `jit` keeps traces by shapes, and by all of JAX's settings that a trace depends on.
+    # `jit` caches traces by shapes and by the JAX settings that a trace depends on.
     staged = kept.jitted.trace(*call.leaves)
     closed = staged.jaxpr
     with _kept_lock:
@@ -260,31 +258,31 @@ def _check_no_references(call: _Call, operands: Sequence[Any]) -> None:
     if any(map(_is_reference, operands)):
         name = getattr(call.fn, "__qualname__", type(call.fn).__name__)
         raise TypeError(
-            f"offload: `{name}` must not be given or close over a jax.Ref: backward could not tell what was in it. "
-            "Read it before, give the value as an argument, and write what the function returns after"
+            f"offload: `{name}` must not be given or close over a jax.Ref: backward could not know its earlier value. "
+            "Read it before the call, give the value as an argument, and write the function's result after the call"
         )
 
 
 def _check_effects(call: _Call, closed: Any) -> None:
     if _compat.staging_trace() is None:
-        return  # outside of `jit` they take place as they come
+        return  # outside of `jit` side effects happen as they come
     if refused := _compat.effects_refused_under_derivatives(closed.effects):
         name = getattr(call.fn, "__qualname__", type(call.fn).__name__)
         raise NotImplementedError(
             f"offload: `{name}` has side effects that JAX does not allow where a derivative is defined: "
-            f"{', '.join(map(str, refused))}. Move them out of the offloaded function: return what they need, and act "
-            "on it outside"
+            f"{', '.join(map(str, refused))}. Move them out of the offloaded function: return the values that they "
+            "need, and use those outside"
         )
 
 
 def _check_leaves(leaves: Sequence[Any]) -> None:
     for leaf in leaves:
         if isinstance(leaf, jax.Ref):
-            continue  # refused below, as one that is closed over
+            continue  # refused below, together with references that are closed over
         if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
             raise TypeError(
-                f"offload: an argument of type {type(leaf).__name__} is no array; name its position in static_argnums, "
-                "or close over it"
+                f"offload: arguments must be arrays or static, got {type(leaf).__name__}; name its position in "
+                "static_argnums, or close over it"
             )
 
 
@@ -294,7 +292,10 @@ def _as_function(policy: Policy | Iterable[str] | None) -> Policy:
     if callable(policy):
         return policy
     if isinstance(policy, str):
-        raise ValueError(f"offload: `policy` is a set of names or a function; for one name write policy=[{policy!r}]")
+        raise ValueError(
+            f"offload: `policy` must be a set of names or a function, got {policy!r}; for one name write "
+            f"policy=[{policy!r}]"
+        )
     names = frozenset(policy)
     return lambda residual: bool(names & residual.names)
 
@@ -313,8 +314,8 @@ def _activations(
     if inputs == "none":
         return [False] * len(avals)
     if inputs == "auto":
-        # As many as there are outputs of a kind, and of several the last: parameters come first by custom, and one of
-        # them can have the shape of an activation by chance.
+        # As many as there are outputs of this shape and dtype, the last ones: a parameter may have the shape of an
+        # activation by chance, and parameters come first by custom.
         left = collections.Counter((tuple(out.shape), out.dtype) for out in outputs)
         flags = [False] * len(avals)
         for i in reversed(range(len(avals))):
@@ -324,9 +325,9 @@ def _activations(
                 flags[i] = True
         return flags
     if isinstance(inputs, str):
-        raise ValueError(f"offload: `inputs` is 'auto', 'all', 'none' or positions of arguments; {inputs!r} was given")
+        raise ValueError(f"offload: `inputs` must be 'auto', 'all', 'none' or positions of arguments, got {inputs!r}")
     positions = {inputs} if isinstance(inputs, int) else set(inputs)
     if wrong := [p for p in positions if not -num_args <= p < num_args]:
-        raise ValueError(f"offload: `inputs` names argument {wrong[0]}, but the function was called with {num_args}")
+        raise ValueError(f"offload: `inputs` must be positions of the {num_args} arguments, got {wrong[0]}")
     chosen = {p % num_args for p in positions}
     return [position in chosen for position in owner]

@@ -1,4 +1,4 @@
-"""`offload` for Flax linen: a module class (or a method's function) in, the same with its residuals offloaded out."""
+"""`offload` for Flax linen: wraps a module class, or a function of a module."""
 
 from __future__ import annotations
 
@@ -29,17 +29,15 @@ def offload(
 
     Args:
         target: a module class, or a function of a module.
-        policy: see `dejax.offload.offload`; so too `store` and `min_bytes`.
-        store: where to.
+        policy, store, min_bytes: see `dejax.offload.offload`.
         inputs: which of the call's arrays may be stored: "auto", "all" or "none".
-        min_bytes: smaller tensors stay.
-        methods: of the class to transform; None: `__call__`.
-        static_argnums: positions of arguments that are not arrays (flags, strings), as in `nn.remat`: the module counts
-            as 0.
-        static_argnames: likewise, names of keyword arguments.
+        methods: the methods of the class to transform; None: `__call__`.
+        static_argnums: positions of arguments that are not arrays (flags, strings), as in `nn.remat`: the module is
+            argument 0.
+        static_argnames: names of keyword arguments that are not arrays.
 
     Raises:
-        TypeError: in a call, where an argument is neither an array nor static.
+        TypeError: by a call with an argument that is neither an array nor static.
         ValueError: `static_argnums` names the module.
 
     >>> Block = offload(nn.Dense)
@@ -49,7 +47,7 @@ def offload(
     static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     if 0 in static:
         raise ValueError("offload: `static_argnums` must not name the module, which is argument 0; count from 1")
-    # `pure` gets the variables and the keys where the method gets the module.
+    # `pure` has two arguments, the variables and the keys, in place of the module.
     shifted = tuple(i + 1 if i > 0 else i for i in static)
 
     def lifted(fn: Callable[..., Any]) -> Any:

@@ -29,19 +29,17 @@ def offload(
 ) -> Callable[..., Any]:
     """`dejax.offload.offload` for a function whose first argument is an nnx module, as `Block.__call__` has.
 
-    Parameters stay on the device. State that the call changes (batch statistics, dropout's counts) is updated in the
-    module; parameters may not be changed by it. Works inside `nnx.jit`, `nnx.grad`, `nnx.scan` and `nnx.vmap`.
+    Parameters stay on the device, and the call must not change them. Other state that it changes (batch statistics,
+    dropout's counts) is updated in the module. Works inside `nnx.jit`, `nnx.grad`, `nnx.scan` and `nnx.vmap`.
 
     Args:
         fn: (module, *arrays, **arrays) -> arrays. The module may also be a variable, or a pytree of both.
-        policy: see `dejax.offload.offload`; so too `store` and `min_bytes`.
-        store: where to.
-        inputs: which of the arrays after the module may be stored: "auto", "all", "none" or positions that count the
-            module as 0.
-        min_bytes: smaller tensors stay.
-        static_argnums: positions of arguments that are not arrays (flags, strings), as in `nnx.remat`: the module
-            counts as 0.
-        static_argnames: likewise, names of keyword arguments.
+        policy, store, min_bytes: see `dejax.offload.offload`.
+        inputs: which of the arrays after the module may be stored: "auto", "all", "none" or positions, where the module
+            is argument 0.
+        static_argnums: positions of arguments that are not arrays (flags, strings), as in `nnx.remat`: the module is
+            argument 0.
+        static_argnames: names of keyword arguments that are not arrays.
 
     Raises:
         TypeError: an argument is neither an array nor static.

@@ -14,7 +14,7 @@ from dejax.pallas.products.weight_gradient import grouped_weight_gradient, split
 from dejax.pallas.special import erf, exp
 from dejax.pallas.traversal.factored import Factored, whole
 from dejax.pallas.traversal.schedule import TraversalSchedule
-from dejax.pallas.traversal.template import Beside, Operand, Reduction, map_items, traverse
+from dejax.pallas.traversal.template import Beside, Operand, Outputs, Reduction, Segments, map_items, traverse
 
 typed_matmul, typed_outer = grouped_gemm, grouped_weight_gradient
 
@@ -31,7 +31,9 @@ __all__ = [
     "HalfRows",
     "Operand",
     "OuterSchedule",
+    "Outputs",
     "Reduction",
+    "Segments",
     "TableSlice",
     "TraversalSchedule",
     "erf",

@@ -1,7 +1,7 @@
 """The only file that names Pallas' Triton lowering: calls, loads, stores, products and atomic additions.
 
 The lowering is deprecated since jax 0.11 and has no successor for gathered loads on Hopper; leaving it for one that has
-them costs this file (docs/performance.md says what it costs without).
+them costs this file (docs/performance/lowering.md says what it costs without).
 
 Kernels of this package keep to these rules, which make interpret mode run the same code:
 

@@ -6,9 +6,9 @@
     variables = layer.init(jax.random.key(0), graph, x)
     y = layer.apply(variables, graph, x)
 
-The width of x and the graph's counts are read from the first call, as linen modules do. Parameters have the names and
-shapes of the nnx face (`dejax.rgnn.nnx`), and the same parameters give the same numbers. Dropout takes a key named
-`dropout`; `deterministic` is given to the module or to the call, True while evaluating.
+The first call determines the width of x and the graph's counts, as in linen modules. Parameters have the names and
+shapes of the nnx modules (`dejax.rgnn.nnx`), and the same parameters give the same values. Dropout takes a key named
+`dropout`; `deterministic`, True while evaluating, is given to the module or to the call.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class RGCNConv(_Layer):
       normalization: `"mean"` over a node's incoming edges of each type (the paper's c), or `"sum"`.
       use_root, use_bias: `root` [k, n] and `bias` [n].
       edge_dropout, self_loop_dropout: shares of the edges, and of the nodes' root terms, dropped while training.
-      deterministic: True leaves dropout out; may be given to the call instead.
+      deterministic: True disables dropout; may be given to the call instead.
       dtype, param_dtype: of the computation (None: promoted) and of the parameters.
       backend, precision, options: of the compiler; `options` in place of the other two.
-      initializers: by parameter name, `init(key, shape, dtype)`; the defaults are those of the nnx face.
+      initializers: by parameter name, `init(key, shape, dtype)`; the defaults are those of the nnx modules.
     """
 
     features: int

@@ -6,9 +6,9 @@
     layer = RGCNConv(64, 32, graph.num_edge_types, num_bases=8, rngs=nnx.Rngs(0))
     y = layer(graph, x)
 
-Parameters are attributes of the names that `dejax.rgnn.library` uses. Dropout follows `nnx.Dropout`: `model.train()`
-and `model.eval()`, or `deterministic=` in a call. The linen faces (`dejax.rgnn.linen`) take the same parameters:
-`params_to_linen` and `params_from_linen` carry them over.
+Parameters are attributes with the names of `dejax.rgnn.library`. Dropout is as in `nnx.Dropout`: `model.train()` and
+`model.eval()`, or `deterministic=` in a call. The linen modules (`dejax.rgnn.linen`) have the same parameters;
+`params_to_linen` and `params_from_linen` convert them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["HGTConv", "ProgramModule", "RGATConv", "RGCNConv", "params_from_line
 
 
 class _Layer(nnx.Module):
-    """A spec, its parameters as attributes, and a stream of keys where it has dropout."""
+    """A specification, its parameters as attributes, and a stream of keys where it has dropout."""
 
     def __init__(
         self,
@@ -57,16 +57,16 @@ class _Layer(nnx.Module):
         """The layer's new node values.
 
         Args:
-          graph: the graph, with the counts that the layer was made for.
+          graph: a graph with the counts that the layer was made for.
           x: node features [num_nodes, in_features]; None for R-GCN without features.
-          deterministic: True leaves dropout out; None follows `train()` and `eval()`.
-          rngs: where a dropout key comes from (its `dropout` stream) in place of the module's own.
+          deterministic: True disables dropout; None follows `train()` and `eval()`.
+          rngs: its `dropout` stream gives the dropout key, instead of the module's own stream.
 
         Returns:
           [num_nodes, out].
 
         Raises:
-          ValueError: the graph's counts or the shape of x are not what the layer was made for.
+          ValueError: the graph's counts or the shape of x do not fit the layer.
         """
         params = {name: getattr(self, name)[...] for name in self.spec.params()}
         key = None
@@ -79,7 +79,7 @@ class RGCNConv(_Layer):
     """R-GCN layer (arXiv 1703.06103); the equations are in `dejax.rgnn.library.rgcn`.
 
     Args:
-      in_features: width k of the node features; None where nodes have none (one-hot input), see `featureless`.
+      in_features: width k of the node features; None for nodes without features (one-hot input), see `featureless`.
       out_features: width n of the result.
       num_edge_types: edge types R of the graph.
       num_bases: basis decomposition with this many bases; parameters `bases` [B, k, n] and `coefficients` [R, B].
@@ -91,13 +91,13 @@ class RGCNConv(_Layer):
         or `bases` [num_nodes, B, n], and `root` [num_nodes, n].
       edge_dropout: share of the edges dropped before normalisation while training (the paper's 0.4).
       self_loop_dropout: share of the nodes whose root term is dropped while training (the paper's 0.2).
-      dtype: what is computed in; None takes what x and the parameters promote to.
-      param_dtype: what the parameters are kept in.
+      dtype: dtype of the computation; None: the dtype to which x and the parameters promote.
+      param_dtype: dtype of the parameters.
       backend: `"auto"`, `"pallas"` or `"xla"`.
       precision: of products of float32: `"f32"`, `"tf32"`, `"bf16"`, or None (see `Options`).
       options: all compiler options, in place of backend and precision.
-      initializers: by parameter name; `init(key, shape, dtype)`. Default: Glorot uniform for each relation's (and
-        block's or basis') own matrix, zeros for the bias.
+      initializers: by parameter name; `init(key, shape, dtype)`. Default: Glorot uniform for the matrix of each
+        relation (or block or basis), zeros for the bias.
       rngs: streams `params` and, with dropout, `dropout`.
 
     Raises:
@@ -226,7 +226,7 @@ class HGTConv(_Layer):
       num_heads: heads H.
       head_features: width d of a head; None for n / H.
       use_bias: biases of key, query, value and output.
-      use_skip: the gated skip connection, parameter `skip` [T]; None takes it where k == n.
+      use_skip: the gated skip connection, parameter `skip` [T]; None has it where k == n.
       dropout: share of the transformed result dropped before the skip connection while training.
       dtype, param_dtype, backend, precision, options, initializers, rngs: as in `RGCNConv`. Default initialisers:
         Glorot uniform for each type's matrices, ones for `prior` and `skip`.
@@ -272,15 +272,15 @@ class HGTConv(_Layer):
 
 
 class ProgramModule(nnx.Module):
-    """Any relational program as a module that owns some of its arguments.
+    """Any relational program as a module with some of its arguments as parameters.
 
     Args:
-      program: what `@rgnn.program` made; called as `program(graph, *inputs, **parameters)`.
+      program: made by `@rgnn.program`; called as `program(graph, *inputs, **parameters)`.
       params: parameter name (a name of the program's signature) -> (shape, initialiser).
       dtype, param_dtype, backend, precision, options, rngs: as in `RGCNConv`.
 
     Raises:
-      ValueError: a parameter's name that an attribute of the module already has.
+      ValueError: a parameter has the name of an attribute of the module.
     """
 
     def __init__(
@@ -303,5 +303,5 @@ class ProgramModule(nnx.Module):
             setattr(self, name, nnx.Param(parameter.init(rngs.params(), parameter.shape, param_dtype)))
 
     def __call__(self, graph: RelGraph, *inputs: Any) -> Any:
-        """What the program gives for `inputs`, its arguments that are no parameters, in order."""
+        """The program's result for `inputs`, its arguments that are not parameters, in order."""
         return self.spec(graph, inputs, {name: getattr(self, name)[...] for name in self.spec.params})

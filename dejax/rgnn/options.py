@@ -1,4 +1,4 @@
-"""Choices of the compiler that a caller can make."""
+"""The choices of a caller: how a program is compiled."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Options:
     """How a program is compiled.
 
     Attributes:
-      backend: `"pallas"`, GPU kernels (interpreted where there is no GPU, for tests); `"xla"`, plain XLA; `"auto"`,
+      backend: `"pallas"` for GPU kernels (interpreted without a GPU, for tests), `"xla"` for plain XLA, `"auto"` for
         kernels on a GPU and XLA elsewhere.
-      precision: of products of float32 matrices: `"f32"`, `"tf32"` (10-bit mantissa on the tensor cores) or `"bf16"`;
-        None means tf32 in kernels and JAX's default in XLA. Accumulation is in float32 always. Relative to float64, the
+      precision: of products of float32 matrices: `"f32"`, `"tf32"` (10-bit mantissa on the tensor cores) or `"bf16"`.
+        None means tf32 in kernels and JAX's default in XLA. Sums are accumulated in float32. Relative to float64, the
         error of each column is at most 1e-6, 2e-3 and 2e-2 where nothing cancels (docs/precision.md).
       disable: passes to leave out, from `dejax.rgnn.passes.PASSES`.
-      deterministic: the same bits run after run. False allows sums by atomic addition.
-      interpret: whether kernels are interpreted; None: exactly where the default backend is not a GPU.
+      deterministic: whether results are bitwise equal in every run. False allows atomic additions.
+      interpret: whether kernels are interpreted; None: where the default backend is not a GPU.
 
     Raises:
       ValueError: an unknown backend, precision or pass.

@@ -1,6 +1,6 @@
 """Entity classification from the command line: `dejax-train`, `python -m dejax.training` or `examples/`.
 
-* `Settings`: what is trained and how; defaults are published settings, or chosen on validation nodes (`resolve`).
+* `Settings`: data set, model and hyperparameters. Defaults were published, or chosen on validation nodes (`resolve`).
 * `EntityClassifier`, `NodeMLP`: the models, as Flax nnx modules.
 * `Trainer`: full-batch training of one model on one data set, one jitted step, one seed after another.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, one for each seed, with Orbax; beside them the settings, so that a folder explains itself."""
+"""Checkpoints of a run, one for each seed, by Orbax, with the settings of the run in the same folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dejax.training.settings import Settings
 
 SETTINGS_FILE = "settings.json"
 _FOLDER = "checkpoints"
-# What a resumed run may change: how long and how often, not what is trained.
+# Settings that a resumed run may change: the length of the run, not the model.
 _FREE = ("epochs", "seeds", "eval_every")
 
 
@@ -24,11 +24,11 @@ class History:
     """The curves of one seed.
 
     Attributes:
-        loss: of the training nodes, before each step.
-        epochs: steps done at each evaluation.
+        loss: loss of the training nodes before each step.
+        epochs: finished steps at each evaluation.
         accuracy: by split, at each evaluation.
-        seconds: of the steps between two evaluations.
-        steps: how many steps those were.
+        seconds: time of the steps between two evaluations.
+        steps: number of steps between two evaluations.
     """
 
     loss: list[float] = field(default_factory=list)
@@ -38,7 +38,7 @@ class History:
     steps: list[int] = field(default_factory=list)
 
     def add(self, progress: Progress) -> None:
-        """Appends a report; one for an epoch that is there already (the first of a resumed run) adds nothing."""
+        """Appends a report, unless its epoch is there already (the first report of a resumed run)."""
         if self.epochs and progress.epoch <= self.epochs[-1]:
             return
         self.loss += [float(value) for value in progress.loss]
@@ -58,18 +58,18 @@ class Checkpoints:
     """The checkpoints in a run's folder: `checkpoints/seed<k>/<epoch>` and `settings.json`.
 
     Args:
-        folder: of the run.
+        folder: the folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
 
     def begin(self, settings: Settings, *, resume: bool) -> None:
-        """Prepares the folder: empties it of the checkpoints of a former run, or checks that they belong to this one.
+        """Prepares the folder: removes the checkpoints of an earlier run, or with `resume` checks its settings.
 
         Raises:
-            ValueError: `resume`, and a former run had other settings; the message names them.
-            FileNotFoundError: `resume`, and there is none.
+            ValueError: `resume`, and the earlier run had other settings; the message names them.
+            FileNotFoundError: `resume`, and there is no earlier run.
         """
         if resume:
             former = read_settings(self.folder)
@@ -80,7 +80,7 @@ class Checkpoints:
             ]
             if changed:
                 raise ValueError(
-                    f"resume: the run in {self.folder} has other settings: {', '.join(changed)}; "
+                    f"--resume: the settings must be those of the run in {self.folder}, got {', '.join(changed)}; "
                     "give the same ones, or another --out"
                 )
         elif (self.folder / SETTINGS_FILE).exists():
@@ -95,13 +95,13 @@ class Checkpoints:
         return sorted(int(name) for name in found if name.isdigit() and self.latest(int(name)) is not None)
 
     def latest(self, seed: int) -> int | None:
-        """The epoch of a seed's checkpoint; None where it has none."""
-        # Orbax writes under a temporary name and renames: a folder called by a number is whole.
+        """The epoch of a seed's checkpoint; None if it has no checkpoint."""
+        # Orbax writes under a temporary name and renames: a folder with a number as its name is complete.
         places = (self.folder / _FOLDER / f"seed{seed}").glob("[0-9]*")
         return max((int(place.name) for place in places if place.name.isdigit()), default=None)
 
     def save(self, seed: int, state: TrainState, history: History) -> None:
-        """Writes a seed's state and curves, in place of its former checkpoint."""
+        """Writes a seed's state and curves, and replaces its earlier checkpoint."""
         import orbax.checkpoint as ocp
 
         with self._manager(seed) as manager:
@@ -113,11 +113,11 @@ class Checkpoints:
         """A seed's state and curves.
 
         Args:
-            seed: which.
+            seed: the seed.
             like: a state of the same shapes and dtypes, arrays or `jax.ShapeDtypeStruct`.
 
         Raises:
-            FileNotFoundError: there is no checkpoint of this seed.
+            FileNotFoundError: this seed has no checkpoint.
         """
         import orbax.checkpoint as ocp
 
@@ -143,7 +143,7 @@ def read_settings(folder: Path) -> Settings:
     """The settings of the run in a folder.
 
     Raises:
-        FileNotFoundError: the folder holds no run.
+        FileNotFoundError: the folder has no run.
     """
     path = folder / SETTINGS_FILE
     if not path.exists():
@@ -152,13 +152,13 @@ def read_settings(folder: Path) -> Settings:
 
 
 def find_run(path: Path) -> tuple[Path, int | None]:
-    """The folder of the run that a path lies in, and the seed that it names, if it names one.
+    """The folder of the run that contains a path, and the seed in the path, if there is one.
 
     Args:
         path: a run's folder, or anything inside it, such as `checkpoints/seed3` or `checkpoints/seed3/50`.
 
     Raises:
-        FileNotFoundError: it lies in no run.
+        FileNotFoundError: the path is in no run.
     """
     path = path.absolute()
     seed = None

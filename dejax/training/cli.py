@@ -1,4 +1,7 @@
-"""The command `dejax-train`: one data set, one model, several seeds; a table, a plot, checkpoints and results."""
+"""The command `dejax-train`: trains one model on one data set with several seeds.
+
+It prints a table and writes results, a plot and checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -13,55 +16,64 @@ from typing import Any
 from dejax.training.settings import MODELS, Settings, resolve
 
 DEFAULT_DATASET = "stdlib"
-_SAVE_SECONDS = 30.0  # between two checkpoints of a long run
+_SAVE_SECONDS = 30.0  # time between two checkpoints of a long run
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; its help names the defaults."""
+    """The arguments of the command."""
     p = argparse.ArgumentParser(
-        description="Trains a relational graph neural network to classify the nodes of a graph: the whole graph in one "
-        "jitted step, several seeds. Values that are not given are those of dejax.training.settings: published for "
-        "R-GCN on aifb, mutag, bgs and am; chosen on validation nodes for R-GCN on stdlib and RGAT and HGT on aifb; "
-        "the same for all other cases.",
+        description="Trains a relational graph neural network to classify the nodes of a graph. One jitted step "
+        "sees the whole graph; several seeds are trained. Defaults come from dejax.training.settings: published for "
+        "R-GCN on aifb, mutag, bgs and am; chosen on validation nodes for R-GCN on stdlib, and for RGAT and HGT on "
+        "aifb; equal for all other cases.",
     )
     p.add_argument("--dataset", default=None, help=f"a name of dejax.datasets.NAMES; default: {DEFAULT_DATASET}")
     p.add_argument(
-        "--data", metavar="FOLDER", help="where the data set's files are; default: $DEJAX_DATA, or a download"
+        "--data", metavar="FOLDER", help="folder of the data set's files; default: $DEJAX_DATA, or a download"
     )
     p.add_argument("--model", choices=(*MODELS, "mlp"), help="default: rgcn")
     p.add_argument("--hidden", type=int, metavar="N", help="width of the hidden layers")
     p.add_argument("--layers", type=int, metavar="N", help="relational layers")
     p.add_argument("--heads", type=int, metavar="N", help="attention heads (rgat, hgt)")
-    p.add_argument("--bases", type=int, metavar="N", help="basis matrices (rgcn); 0: a matrix for each relation")
+    p.add_argument("--bases", type=int, metavar="N", help="basis matrices (rgcn); 0: one matrix per relation")
     p.add_argument(
         "--epochs", type=int, metavar="N", help="steps, each over the whole graph; default: 50 (rgcn on stdlib: 60)"
     )
     p.add_argument("--seeds", type=int, metavar="N", help="runs, with seeds 0 .. N-1; default: 10 (rgcn on stdlib: 5)")
-    p.add_argument("--lr", type=float, help="Adam's step size")
-    p.add_argument("--l2", type=float, help="weight of the penalty on the first layer's matrices")
-    p.add_argument("--dropout", type=float, metavar="SHARE", help="where the model's paper has it")
-    p.add_argument("--featureless", action="store_true", default=None, help="leave the data set's node features out")
+    p.add_argument("--lr", type=float, help="Adam's learning rate")
+    p.add_argument("--l2", type=float, help="weight of the L2 penalty on the first layer's matrices")
+    p.add_argument("--dropout", type=float, metavar="SHARE", help="dropout, at the place that the model's paper gives")
+    p.add_argument("--featureless", action="store_true", default=None, help="ignore the data set's node features")
     p.add_argument(
-        "--holdout", type=float, metavar="SHARE", help="training nodes to validate on, to choose settings by"
+        "--holdout", type=float, metavar="SHARE", help="share of the training nodes to validate on, to choose settings"
     )
-    p.add_argument("--fold", type=int, metavar="K", help="which share to hold out, 0, 1, .., for cross-validation")
-    p.add_argument("--precision", choices=("f32", "tf32", "bf16"), help="of products of float32 matrices")
+    p.add_argument(
+        "--fold", type=int, metavar="K", help="number of the share to hold out, 0, 1, .., for cross-validation"
+    )
+    p.add_argument("--precision", choices=("f32", "tf32", "bf16"), help="precision of products of float32 matrices")
     p.add_argument("--eval-every", type=int, metavar="N", help="epochs between two points of the accuracy curves")
     p.add_argument(
-        "--backend", choices=("auto", "pallas", "xla"), default="auto", help="of the compiler; default: auto"
-    )
-    p.add_argument("--out", metavar="DIR", help="for results, plot and checkpoints; default: out/<dataset>-<model>")
-    p.add_argument(
-        "--resume", action="store_true", help="go on with the run in --out: unfinished seeds, more epochs or seeds"
+        "--backend", choices=("auto", "pallas", "xla"), default="auto", help="backend of the compiler; default: auto"
     )
     p.add_argument(
-        "--evaluate", metavar="CHECKPOINT", help="train nothing: accuracies of a run's folder or of one seed in it"
+        "--out", metavar="DIR", help="folder for results, plot and checkpoints; default: out/<dataset>-<model>"
     )
     p.add_argument(
-        "--checkpoint-every", type=int, metavar="N", help="epochs; default: half a minute, and at each seed's end"
+        "--resume", action="store_true", help="continue the run in --out: unfinished seeds, more epochs or seeds"
     )
-    p.add_argument("--no-checkpoints", action="store_true", help="write none")
-    p.add_argument("--no-baseline", action="store_true", help="leave out the model without edges")
+    p.add_argument(
+        "--evaluate",
+        metavar="CHECKPOINT",
+        help="train nothing; print the accuracies of a run's folder, or of one seed in it",
+    )
+    p.add_argument(
+        "--checkpoint-every",
+        type=int,
+        metavar="N",
+        help="epochs between two checkpoints; default: half a minute; always at the end of a seed",
+    )
+    p.add_argument("--no-checkpoints", action="store_true", help="write no checkpoints")
+    p.add_argument("--no-baseline", action="store_true", help="skip the baseline, a model without edges")
     return p
 
 
@@ -72,10 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-        argv: arguments behind the program's name; `sys.argv[1:]` by default.
+        argv: the arguments after the program's name; `sys.argv[1:]` by default.
 
     Returns:
-        The exit status: 0, or 2 with a message on stderr where an argument or a file is wrong.
+        The exit status: 0, or 2 with a message on stderr if an argument or a file is wrong.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(argv)
@@ -108,7 +120,7 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
     checkpoints = None if args.no_checkpoints else Checkpoints(out)
     if args.resume and checkpoints is None:
-        raise ValueError("--resume needs the checkpoints that --no-checkpoints leaves out")
+        raise ValueError("--resume must not stand with --no-checkpoints: it needs checkpoints; leave one of them out")
     data = load_data(settings.dataset, args.data)
     print(data.summary(rows=5), end="\n\n", flush=True)
     trainer = Trainer(settings, data, backend=args.backend)
@@ -132,7 +144,7 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 
 def _all_seeds(trainer: Any, checkpoints: Any, args: argparse.Namespace, *, label: str) -> list[Any]:
-    """Trains every seed, with a bar on a terminal and a line for each seed; the curves of each."""
+    """Trains every seed and returns the curves of each. Draws a bar on a terminal, otherwise a line for each seed."""
     from dejax.datasets._progress import Progress as Bar
 
     settings, histories = trainer.settings, []

@@ -1,4 +1,4 @@
-"""Which data a run reads, and which of its nodes train, validate and test."""
+"""The data of a run, and its training, validation and test nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dejax import datasets
 from dejax.datasets import EntityDataset
 
 SPLITS = ("train", "valid", "test")
-# Synthetic graphs have neither features nor a task: a run on one measures time, and its accuracy is that of guessing.
+# Synthetic graphs have neither features nor a task. A run on one measures time; its accuracy is that of guessing.
 _SYNTHETIC = "synthetic-"
 _SYNTHETIC_TASK = {"feature_width": 64, "num_classes": 8}
 
@@ -20,14 +20,14 @@ def load_data(name: str, folder: str | None = None) -> EntityDataset:
 
     Args:
         name: one of `dejax.datasets.NAMES`.
-        folder: where its files are.
+        folder: the folder of its files.
     """
     options: dict[str, Any] = _SYNTHETIC_TASK if name.startswith(_SYNTHETIC) else {}
     return datasets.load(name, folder, **options)
 
 
 def needs_reverse(data: EntityDataset) -> bool:
-    """Whether reverse relations are to be added: the published counts of the synthetic graphs hold them already."""
+    """Whether to add reverse relations. The published counts of the synthetic graphs include them already."""
     return not data.name.startswith(_SYNTHETIC)
 
 
@@ -36,8 +36,8 @@ def split_nodes(data: EntityDataset, holdout: float = 0.0, fold: int = 0) -> dic
 
     Args:
         data: the data set.
-        holdout: the share; the same nodes are drawn each time, so that seeds and settings are compared on the same.
-        fold: which share, for cross-validation: the shares of 0, 1, .. are disjoint.
+        holdout: the share. The same nodes are drawn each time, so that seeds and settings see the same nodes.
+        fold: the number of the share, for cross-validation; shares 0, 1, .. are disjoint.
 
     Raises:
         ValueError: the data set has a validation split, no training node is left, or there is no such fold.

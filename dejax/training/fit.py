@@ -1,4 +1,4 @@
-"""Full-batch training of one model on one data set: one jitted function for several epochs, one for the accuracies."""
+"""Full-batch training of one model: one jitted function for several epochs, and one for the accuracies."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from dejax.training.settings import Settings
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """All that a step reads: an argument of the jitted functions, so that no array becomes a constant of the program.
+    """The inputs of a step. They are arguments of the jitted functions, so that no array becomes a constant.
 
     Attributes:
         graph: with reverse relations.
         features: float32 [num_nodes, d], or None.
-        nodes: by split, int32 [size] ids of its nodes.
-        labels: by split, int32 [size] their classes.
+        nodes: by split, int32 [size], ids of its nodes.
+        labels: by split, int32 [size], classes of its nodes.
     """
 
     graph: RelGraph
@@ -42,14 +42,14 @@ class Batch:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """What changes from step to step, and all that a run needs to go on.
+    """The state that changes from step to step. A run resumes from it.
 
     Attributes:
         params: the model's parameters, an nnx.State.
-        opt_state: Adam's.
-        epoch: int32 scalar, steps done.
-        key: uint32 [2], the run's random key as plain numbers; epoch e draws dropout from `fold_in(key, e)`, so that a
-            resumed run draws the same.
+        opt_state: the state of Adam.
+        epoch: int32 scalar, number of finished steps.
+        key: uint32 [2], the run's random key as plain integers. Epoch e draws dropout from `fold_in(key, e)`, so that
+            a resumed run draws the same.
     """
 
     params: Any
@@ -63,9 +63,9 @@ class Progress:
     """What `Trainer.run` reports after each piece of work.
 
     Attributes:
-        epoch: steps done.
-        loss: float32 [epochs of this piece], of the training nodes, before each step.
-        accuracy: by split, after the last step; splits without nodes are left out.
+        epoch: number of finished steps.
+        loss: float32 [epochs of this piece], loss of the training nodes before each step.
+        accuracy: by split, after the last step, without empty splits.
         seconds: time of the steps, without the evaluation.
     """
 
@@ -79,17 +79,17 @@ class Trainer:
     """Training of one model on one data set.
 
     Args:
-        settings: what and how.
+        settings: model and hyperparameters.
         data: the data set.
-        backend: of the compiler: "auto", "pallas" or "xla".
+        backend: backend of the compiler: "auto", "pallas" or "xla".
 
     Raises:
         ValueError: the data set has no task, or the held-out share leaves no training node.
 
     Attributes:
         batch: the graph and the splits on the device.
-        num_params: the model's parameters.
-        compile_seconds: spent in compilation so far.
+        num_params: number of parameters of the model.
+        compile_seconds: time spent in compilation so far.
     """
 
     def __init__(self, settings: Settings, data: EntityDataset, *, backend: str = "auto") -> None:
@@ -97,7 +97,7 @@ class Trainer:
             raise ValueError(f"dataset {data.name!r} has no labelled nodes to train on; choose one with a task")
         self.settings, self.data = settings, data
         self.options = Options(backend=backend, precision=settings.precision)
-        # RGAT has no root weight: a node sees its own value through a self loop, a relation of its own.
+        # RGAT has no root weight. A node sees its own value through a self loop, which is one more relation.
         graph = data.graph(add_reverse=needs_reverse(data), add_self_loops=settings.model == "rgat")
         features = None if settings.featureless or data.features is None else jnp.asarray(data.features)
         splits = split_nodes(data, settings.holdout, settings.fold)
@@ -138,13 +138,13 @@ class Trainer:
         return TrainState(params, self._optimizer.init(params), jnp.zeros((), jnp.int32), raw)
 
     def logits(self, params: Any, batch: Batch, key: Array | None = None) -> Array:
-        """Class logits of every node, [num_nodes, num_classes]; with dropout where `key` is given."""
+        """Class logits of every node, [num_nodes, num_classes]; with dropout if `key` is given."""
         model = nnx.merge(self._graphdef, params, self._dummy_rest())
         rngs = None if key is None else nnx.Rngs(dropout=key)
         return model(batch.graph, batch.features, deterministic=key is None, rngs=rngs)
 
     def _dummy_rest(self) -> Any:
-        # The streams of keys inside the modules: never read, as each call is given its own.
+        # The streams of keys inside the modules are never read: each call gets its own keys.
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._rest)
 
     def loss(self, params: Any, batch: Batch, key: Array | None = None) -> Array:
@@ -167,20 +167,20 @@ class Trainer:
         return TrainState(params, opt_state, state.epoch + 1, state.key), loss
 
     def num_correct(self, params: Any, batch: Batch) -> dict[str, Array]:
-        """How many nodes of each split have their class as the largest logit, int32."""
+        """Number of nodes of each split whose class has the largest logit, int32."""
         best = self.logits(params, batch).argmax(-1)
         return {name: jnp.sum(best[batch.nodes[name]] == batch.labels[name]) for name in self._splits}
 
     def accuracy(self, params: Any) -> dict[str, float]:
-        """The share of each split's nodes that the model gets right; splits without nodes are left out."""
+        """The share of correct nodes of each split, without empty splits."""
         correct = self._compile("num_correct", self.num_correct, params, self.batch)(params, self.batch)
         return {name: int(correct[name]) / len(self.batch.labels[name]) for name in self._splits}
 
     def compiled_epochs(self, state: TrainState, count: int) -> Callable[[TrainState, Batch], tuple[TrainState, Array]]:
-        """A compiled function of (state, batch) that takes `count` steps; it takes the state's arrays over.
+        """A compiled function of (state, batch) that takes `count` steps. It donates the state's arrays.
 
         Returns:
-            A function whose results are the new state and the loss before each step, float32 [count].
+            A function that returns the new state and the loss before each step, float32 [count].
         """
 
         def epochs(state: TrainState, batch: Batch) -> tuple[TrainState, Array]:
@@ -192,18 +192,18 @@ class Trainer:
         """Trains until `epochs` steps are done, `settings.eval_every` at a time.
 
         Args:
-            state: where to begin; its arrays are used up.
-            epochs: steps in all, those that the state has behind it included.
+            state: the state to begin with; its arrays are donated.
+            epochs: number of steps in all, including the finished steps of the state.
 
         Yields:
-            The state and a report, once at the beginning (no step, accuracies only) and after each piece.
+            The state and a report: once at the beginning (accuracies only), and after each piece.
         """
         done = int(state.epoch)
         yield state, Progress(done, np.zeros(0, np.float32), self.accuracy(state.params), 0.0)
         while done < epochs:
-            # Pieces end at multiples of eval_every, wherever a resumed run begins.
+            # Pieces end at multiples of eval_every, even if a resumed run begins between two of them.
             count = min(self.settings.eval_every - done % self.settings.eval_every, epochs - done)
-            train = self.compiled_epochs(state, count)  # before the clock starts
+            train = self.compiled_epochs(state, count)  # compile before the clock starts
             start = time.perf_counter()
             state, loss = train(state, self.batch)
             loss.block_until_ready()

@@ -1,4 +1,4 @@
-"""The models that the main job trains: stacks of relational layers, and a baseline that sees no edges."""
+"""The models of the training command: stacks of relational layers, and a baseline without edges."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from dejax.training.settings import Settings
 
 
 class EntityClassifier(nnx.Module):
-    """Relational layers over a whole graph, with the class logits of every node as result.
+    """Relational layers over a whole graph; the result is the class logits of every node.
 
-    Nodes with features enter as they are. Without features, R-GCN's first layer has a row of weights for each (source,
-    edge type) pair that occurs, which is what a one-hot input to its typed weights comes to. HGT begins with that layer
-    too (its own weights are typed by node, and an embedding of each node learned the training nodes by heart, see
-    examples/README.md); RGAT learns an embedding of each node.
+    Node features enter unchanged. Without features, the input depends on the model:
+
+    - R-GCN's first layer has one row of weights for each (source, edge type) pair that occurs. This equals a one-hot
+      input to its typed weights.
+    - HGT begins with that layer, too. With an embedding of each node, it fitted the training nodes only
+      (examples/README.md).
+    - RGAT learns an embedding of each node.
 
     Args:
         settings: model, widths, heads, bases, dropout.
-        graph: for its counts.
-        in_features: width of the node features; None where there are none.
+        graph: a graph with the counts to build for.
+        in_features: width of the node features; None for no features.
         num_classes: width of the result.
-        options: of the compiler.
+        options: options of the compiler.
         rngs: streams `params` and, with dropout, `dropout`.
     """
 
@@ -44,7 +47,7 @@ class EntityClassifier(nnx.Module):
         self.activation = jax.nn.elu if settings.model == "rgat" else jax.nn.relu
         embedded = in_features is None and settings.model == "rgat"
         self.embedding = nnx.data(nnx.Embed(graph.num_nodes, hidden, rngs=rngs) if embedded else None)
-        # HGT's layers keep their width, so that each has its skip connection: a dense layer before and behind them.
+        # HGT's layers keep their width, so that each has a skip connection. Dense layers around them change the width.
         dense = settings.model == "hgt"
         self.project = nnx.Linear(in_features, hidden, rngs=rngs) if dense and in_features else nnx.data(None)
         self.layers = nnx.List(make(settings, graph, hidden if embedded else in_features, num_classes, options, rngs))
@@ -62,9 +65,9 @@ class EntityClassifier(nnx.Module):
 
         Args:
             graph: the graph that the model was made for.
-            x: node features [num_nodes, in_features]; None for a model without them.
-            deterministic: True leaves dropout out.
-            rngs: where dropout's key comes from, its stream `dropout`.
+            x: node features [num_nodes, in_features]; None for a model without features.
+            deterministic: True turns dropout off.
+            rngs: its stream `dropout` gives dropout's key.
         """
         if self.embedding is not None:
             x = self.embedding.embedding[...]
@@ -154,12 +157,12 @@ def _hgt_layers(
 
 
 class NodeMLP(nnx.Module):
-    """The baseline that sees no edges: dense layers on a node's features (where it has some) and its one-hot type.
+    """The baseline without edges: dense layers on a node's features (if it has any) and its one-hot type.
 
     Args:
         settings: widths.
-        graph: for its node types.
-        in_features: width of the node features; None where there are none.
+        graph: a graph with the node types to build for.
+        in_features: width of the node features; None for no features.
         num_classes: width of the result.
         rngs: stream `params`.
     """
@@ -178,7 +181,7 @@ class NodeMLP(nnx.Module):
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
     ) -> Array:
-        """Class logits, [num_nodes, num_classes]; the graph is asked for its node types only."""
+        """Class logits, [num_nodes, num_classes]; of the graph only the node types are read."""
         types = jax.nn.one_hot(graph.node_type, graph.num_node_types)
         x = types if x is None else jnp.concatenate([x, types], axis=-1)
         for number, layer in enumerate(self.layers):

@@ -11,24 +11,24 @@ import numpy as np
 from dejax.training.checkpoint import History
 from dejax.training.report import MODEL_NAMES
 
-# Okabe and Ito's colours, which stay apart for colour-blind readers.
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
 _COLOURS = {"train": "#0072B2", "valid": "#E69F00", "test": "#D55E00"}
 _NAMES = {"train": "training nodes", "valid": "validation nodes", "test": "test nodes"}
 _GREY = "#555555"
 
 
 def draw_curves(path: Path, results: dict[str, Any], histories: Sequence[History]) -> None:
-    """Draws loss and accuracy over epochs, the mean over seeds and the range from the lowest to the highest seed.
+    """Draws loss and accuracy over epochs: the mean over seeds, and the range from the lowest to the highest seed.
 
     Args:
-        path: of the PNG.
-        results: what `dejax.training.report.summarise` gave, for the baselines and the title.
+        path: path of the PNG.
+        results: the result of `dejax.training.report.summarise`, for the baselines and the title.
         histories: one for each seed.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # Agg by name, not pyplot: no display is looked for, and no global state is touched.
+    # Agg without pyplot needs no display and touches no global state.
     figure = Figure(figsize=(11.2, 4.0), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
@@ -57,14 +57,14 @@ def _draw_loss(axes: Any, histories: Sequence[History]) -> None:
     if not length:
         return
     losses = np.array([h.loss[:length] for h in histories])
-    # Step e's loss is that of the parameters after e steps, e = 0 ..
+    # The loss of step e is the loss of the parameters after e steps, e = 0 ..
     _band(axes, np.arange(length), losses, _COLOURS["train"], None)
     axes.set_yscale("log")
 
 
 def _draw_accuracy(axes: Any, results: dict[str, Any], histories: Sequence[History]) -> None:
     axes.set_title("accuracy, %", fontsize=10)
-    # A seed that was resumed has a point where it stopped, which the others may not have.
+    # A resumed seed has a point where it stopped. Other seeds may lack that point.
     epochs = sorted(set.intersection(*(set(h.epochs) for h in histories)))
     for split, colour in _COLOURS.items():
         if all(split in h.accuracy for h in histories):
@@ -80,7 +80,7 @@ def _draw_accuracy(axes: Any, results: dict[str, Any], histories: Sequence[Histo
     axes.set_ylim(0, 102)
     axes.legend(
         loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, frameon=False
-    )  # beside: lines may be anywhere
+    )  # next to the plot, since lines may be anywhere in it
 
 
 def _band(axes: Any, x: np.ndarray, values: np.ndarray, colour: str, label: str | None) -> None:

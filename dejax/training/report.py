@@ -1,4 +1,4 @@
-"""What a run reports: its results as plain data for JSON, and as a table."""
+"""The report of a run: its results as plain data for JSON, and as a table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dejax.training.checkpoint import History
 from dejax.training.fit import Trainer
 
 FORMAT = 1
-"""Of the JSON; raised when a field changes its meaning."""
+"""The version of the JSON. It increases when a field changes its meaning."""
 
 MODEL_NAMES = {"rgcn": "R-GCN", "rgat": "RGAT", "hgt": "HGT", "mlp": "MLP"}
 _PATH_OPTIONS = ("--data", "--out")
@@ -43,14 +43,14 @@ def summarise(
     """The results of a run, for JSON.
 
     Args:
-        trainer: of the run.
+        trainer: the trainer of the run.
         histories: one for each seed.
-        baseline: of the model without edges.
-        total_seconds: of the whole job, reading the data and compiling included.
-        argv: the command line behind the program's name.
+        baseline: histories of the model without edges.
+        total_seconds: time of the whole job, with reading the data and compiling.
+        argv: the arguments after the program's name.
 
     Returns:
-        Plain data; accuracies are shares of 1. No path of this machine is in it.
+        Plain data without paths of this machine. Accuracies are shares of 1.
     """
     data, graph = trainer.data, trainer.batch.graph
     splits = [name for name, values in histories[0].accuracy.items() if values]
@@ -91,7 +91,7 @@ def summarise(
 
 
 def majority_accuracy(trainer: Trainer, data: EntityDataset) -> float:
-    """Test accuracy of the most frequent class of the nodes that are trained on."""
+    """Test accuracy of the most frequent class of the training nodes."""
     if not len(data.test_nodes):
         return float("nan")
     counts = np.bincount(np.asarray(trainer.batch.labels["train"]), minlength=data.num_classes)
@@ -99,7 +99,7 @@ def majority_accuracy(trainer: Trainer, data: EntityDataset) -> float:
 
 
 def machine_kind() -> str:
-    """What it ran on, e.g. "CPU, 2 cores" or "NVIDIA H200"."""
+    """The machine of the run, e.g. "CPU, 2 cores" or "NVIDIA H200"."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -108,7 +108,7 @@ def machine_kind() -> str:
 
 
 def peak_memory() -> dict[str, Any]:
-    """The most memory in use so far: of the device's allocator, or of the process where there is no device."""
+    """Peak memory so far: of the device's allocator, or of the process if there is no device."""
     statistics_of_device = jax.devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in statistics_of_device:
         return {"bytes": statistics_of_device["peak_bytes_in_use"], "of": "device"}
@@ -120,8 +120,8 @@ def table(results: dict[str, Any], artifacts: dict[str, str]) -> str:
     """The table at the end of a run.
 
     Args:
-        results: what `summarise` gave.
-        artifacts: name -> path of what was written.
+        results: the result of `summarise`.
+        artifacts: name -> path of each written file.
     """
     settings, baselines, seconds = results["settings"], results["baselines"], results["time"]
     graph, memory = results["graph"], results["memory"]
@@ -169,7 +169,7 @@ def _accuracies(values: dict[str, Any] | None) -> tuple[str, str, str]:
 
 
 def _aligned(header: tuple[str, ...] | None, rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Columns; under a header all but the first hold numbers and stand to the right."""
+    """Rows as aligned columns. With a header, all columns but the first are right-aligned numbers."""
     cells = [*([header[: len(rows[0])]] if header else []), *rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     numbers = header is not None
@@ -199,7 +199,7 @@ def _version(name: str) -> str:
 
 
 def _without_paths(argv: Sequence[str]) -> list[str]:
-    """The arguments, with a word in place of each folder: results are published, a machine's folders are not."""
+    """The arguments with a placeholder for each folder: results are published, folders of a machine are not."""
     words = list(argv)
     for i, word in enumerate(words):
         option, equals, _ = word.partition("=")

@@ -1,4 +1,4 @@
-"""What is trained and how, with published settings as defaults, or such as were chosen on validation nodes."""
+"""The settings of a run. Defaults were published, or chosen on validation nodes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 MODELS = ("rgcn", "rgat", "hgt")
-"""The relational models; `"mlp"`, the baseline that sees no edges, is accepted beside them."""
+"""The relational models. `"mlp"`, the baseline without edges, is accepted, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """All that decides the numbers of a run, apart from the data's files and the machine.
+    """Everything that decides the results of a run, except the data's files and the machine.
 
     Attributes:
         dataset: a name of `dejax.datasets.NAMES`.
@@ -20,18 +20,18 @@ class Settings:
         hidden: width of the hidden layers, all heads together.
         layers: relational layers (for "mlp": dense layers).
         heads: attention heads of RGAT and HGT; must divide `hidden`.
-        bases: basis matrices of R-GCN's weights; None for one matrix a relation.
-        epochs: steps: each sees the whole graph.
-        seeds: runs, with seeds 0 .. seeds - 1.
-        lr: Adam's step size.
+        bases: basis matrices of R-GCN's weights; None for one matrix per relation.
+        epochs: number of steps; each step sees the whole graph.
+        seeds: number of runs, with seeds 0 .. seeds - 1.
+        lr: Adam's learning rate.
         l2: weight of the sum of squares of the first layer's matrices in the loss.
-        dropout: R-GCN: share of edges dropped, and half of it of self loops (the paper's 0.4 and 0.2); RGAT: of
-            attention coefficients; HGT: of a layer's result.
-        featureless: leave the data set's features out.
+        dropout: R-GCN: the share of dropped edges, and half of that for self loops (the paper's 0.4 and 0.2). RGAT: the
+            share of dropped attention coefficients. HGT: the share of a layer's result.
+        featureless: ignore the data set's features.
         holdout: share of the training nodes held out for validation, so that settings can be chosen without the test
             nodes.
-        fold: which share is held out, for cross-validation.
-        precision: of products of float32 matrices: "f32", "tf32", "bf16"; None as in `dejax.rgnn.Options`.
+        fold: number of the share that is held out, for cross-validation.
+        precision: precision of products of float32 matrices: "f32", "tf32", "bf16"; None as in `dejax.rgnn.Options`.
         eval_every: epochs between two points of the accuracy curves, and between two updates of the progress bar.
 
     Raises:
@@ -68,7 +68,7 @@ class Settings:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in ("dropout", "holdout"):
             if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name} is a share and must be in [0, 1), got {getattr(self, name)}")
+                raise ValueError(f"{name} must be a share in [0, 1), got {getattr(self, name)}")
         if self.lr <= 0 or self.l2 < 0:
             raise ValueError(f"lr must be positive and l2 not negative, got lr={self.lr}, l2={self.l2}")
         if self.model in ("rgat", "hgt") and self.hidden % self.heads:
@@ -101,12 +101,12 @@ _ATTENTION: dict[str, Any] = {"hidden": 32, "heads": 4}
 
 
 def resolve(dataset: str, model: str = "rgcn", **given: Any) -> Settings:
-    """The settings of a run: what is given, and for the rest what is published, or was chosen on validation nodes.
+    """The settings of a run: the given values; the others were published, or chosen on validation nodes.
 
     Args:
         dataset: a name of `dejax.datasets.NAMES`.
         model: one of `MODELS`, or "mlp".
-        given: fields of `Settings`; those that are None are not given.
+        given: fields of `Settings`; None stands for a value that is not given.
 
     Raises:
         ValueError: a value out of range.

@@ -1,4 +1,4 @@
-// The offload store's face to Python.
+// The offload store's Python binding.
 #pragma once
 
 #include <nanobind/nanobind.h>

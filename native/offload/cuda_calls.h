@@ -1,5 +1,5 @@
-// What the offload service asks of the CUDA driver: streams, events, copies, pinned memory and one small kernel. Found
-// at run time like the calls of cuda_driver.h, and apart from them: a driver without one of these still serves the rest.
+// The offload service's calls of the CUDA driver: streams, events, copies, pinned memory and one small kernel. They are
+// found at run time like those of cuda_driver.h, but apart from them: a driver that lacks one still serves the rest.
 #pragma once
 
 #include <cstddef>
@@ -77,13 +77,13 @@ class ContextScope {
   const bool active_;
 };
 
-// Events, used again: to make one costs as much as a small launch.
+// Reuses events: making one costs as much as a small launch.
 class EventPool : public std::enable_shared_from_this<EventPool> {
  public:
   explicit EventPool(bool timed = false) : timed_(timed) {}
   ~EventPool();
-  // Recorded on `stream` already. Goes back to the pool with its last owner; waits on it that were submitted before stay
-  // as they were.
+  // An event recorded on `stream`. It returns to the pool with its last owner; waits that were submitted before keep
+  // their meaning.
   std::shared_ptr<CUevent_st> Record(Stream stream);
 
  private:

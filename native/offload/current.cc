@@ -10,7 +10,7 @@
 namespace dejax::offload {
 namespace {
 
-// Runs whose stores are remembered. A run is over long before so many others have begun.
+// Runs whose stores are remembered: a run ends long before so many others have begun.
 constexpr size_t kMostRuns = 4096;
 
 using RunKey = std::tuple<int64_t, int, int64_t>;  // run, device, binding
@@ -34,7 +34,7 @@ int64_t IdOf(const Table& table, int64_t binding) {
 }
 
 std::shared_ptr<Store> Resolve(int64_t binding, int64_t id) {
-  if (id != 0) return Store::Find(id);
+  if (id != 0) return FindStore(id);
   if (binding >= kFirstOwnBinding) {
     throw std::runtime_error(
         "offload: the store that this step was traced with (`store=`) was closed before this step ran, or was never "
@@ -85,7 +85,7 @@ std::shared_ptr<Store> StoreOfRun(int64_t run, int device, int64_t binding) {
   const RunKey key{run, device, binding};
   const auto [at, is_new] = table.runs.emplace(key, store);
   if (!is_new) {
-    // Another device's thread, or a number that came again long after.
+    // Another device's thread was quicker, or XLA gave the number again.
     if (auto first = at->second.lock()) return first;
     at->second = store;
     return store;
@@ -98,22 +98,21 @@ std::shared_ptr<Store> StoreOfRun(int64_t run, int device, int64_t binding) {
   return store;
 }
 
-void FetchFromItsStore(int64_t run, int device, Stream stream, int64_t binding, int64_t site, DevicePointer handle,
-                       DevicePointer data, int64_t bytes) {
-  auto store = StoreOfRunIfAny(run, device, binding);
-  if (!store) {  // any can read the handle
+void FetchFromItsStore(const CudaCall& call, int64_t binding, DevicePointer handle, DevicePointer data,
+                       int64_t bytes) {
+  auto store = StoreOfRunIfAny(call.run, call.device, binding);
+  if (!store) {
     Table& table = GetTable();
     int64_t id = 0;
     {
       std::lock_guard<std::mutex> lock(table.mutex);
       id = IdOf(table, binding);
     }
-    store = Store::FindOr(id);
+    store = FindStoreOrAny(id);  // any store can read the handle
     if (!store) store = Resolve(binding, id);
   }
-  const uint64_t others = store->FetchOnCuda(run, device, stream, site, handle, data, bytes);
-  if (others == 0) return;
-  Store::Find(Store::IdOfHandle(others))->FetchOnCuda(run, device, stream, site, handle, data, bytes, others);
+  const uint64_t elsewhere = store->FetchOnCuda(call, handle, data, bytes);
+  if (elsewhere != 0) FindStore(StoreOf(elsewhere))->FetchOnCuda(call, handle, data, bytes, elsewhere);
 }
 
 }  // namespace dejax::offload

@@ -1,5 +1,5 @@
-// Which store a call of a program means. Programs carry a binding, a number that is the same in every process, and never
-// a store: Python says which store a binding stands for now.
+// Which store a call of a program uses. A program carries a binding, a number that is the same in every process. Python
+// sets which store a binding stands for.
 #pragma once
 
 #include <cstdint>
@@ -9,27 +9,26 @@
 
 namespace dejax::offload {
 
-// Stands for the process's own store, and so does a binding that stands for nothing now.
+// Stands for the process's own store. Bindings of no store fall back to it.
 constexpr int64_t kDefaultBinding = 1;
-// From here on a binding is of one store, opened for it, and is an error while that store is not open.
+// From here on a binding belongs to one store (`store=`), and using it is an error while that store is not open.
 constexpr int64_t kFirstOwnBinding = int64_t{1} << 32;
 
-// From now on the binding stands for the store with this id; 0: for none.
+// From now on the binding stands for the store with this number; 0: for none.
 void BindStore(int64_t binding, int64_t store);
 
-// A store closes: no binding stands for it any more, since its number is given again.
+// The store closes: no binding stands for it any more. Its number will be another store's.
 void UnbindStore(int64_t store);
 
-// The store in which a run stores by this binding: the one that it stood for at the run's first call, also when it has
-// come to stand for another one since. Throws std::runtime_error.
+// The store in which a run stores under this binding: the one that the binding stood for at the run's first call. A run
+// keeps it when the binding changes. Throws std::runtime_error.
 std::shared_ptr<Store> StoreOfRun(int64_t run, int device, int64_t binding);
 
-// The same for a call that does not store: null where the run has stored nothing by this binding.
+// The same for a call that does not store: null where the run has stored nothing under this binding.
 std::shared_ptr<Store> StoreOfRunIfAny(int64_t run, int device, int64_t binding);
 
-// Fetches a tensor of a GPU from the store that its handle names. A run that has stored by this binding asks that store,
-// which may foresee the handle; otherwise the handle is read first.
-void FetchFromItsStore(int64_t run, int device, Stream stream, int64_t binding, int64_t site, DevicePointer handle,
-                       DevicePointer data, int64_t bytes);
+// Fetches a tensor on a GPU from the store that its handle names. Where the run has stored under this binding, that store
+// is asked first: it may predict the handle. Otherwise the handle is read.
+void FetchFromItsStore(const CudaCall& call, int64_t binding, DevicePointer handle, DevicePointer data, int64_t bytes);
 
 }  // namespace dejax::offload

@@ -12,8 +12,8 @@
 namespace dejax::offload {
 namespace {
 
-// A file asks the file system for more than it needs, so that a full one shows before there is data to lose: as much as it
-// has already, within these bounds.
+// A file reserves more than it needs, so that a full file system shows before data are at risk: it doubles, within these
+// bounds.
 constexpr int64_t kLeastGrowth = 1 << 20, kMostGrowth = 64 << 20;
 
 [[noreturn]] void Fail(const std::string& what, const std::string& file, int error) {
@@ -29,7 +29,7 @@ uint64_t Mix(uint64_t state, uint64_t word) {
 
 uint64_t Checksum(const void* data, int64_t bytes) {
   const auto* at = static_cast<const uint8_t*>(data);
-  uint64_t lane[4] = {1, 2, 3, 4};  // four chains, for a multiplication takes three cycles
+  uint64_t lane[4] = {1, 2, 3, 4};  // four independent chains hide the latency of the multiplication
   int64_t left = bytes;
   for (; left >= 32; left -= 32, at += 32) {
     uint64_t words[4];
@@ -57,7 +57,7 @@ Disk::Disk(std::vector<std::string> folders, int64_t chunk_bytes, int64_t capaci
     const std::string name = FileName(file);
     if (direct_) file.descriptor = open(name.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_DIRECT, 0600);
     if (file.descriptor < 0) {
-      direct_ = false;  // tmpfs, for one, has no O_DIRECT on older kernels
+      direct_ = false;  // tmpfs has no O_DIRECT on older kernels
       file.descriptor = open(name.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     }
     if (file.descriptor < 0) {
@@ -82,7 +82,7 @@ std::string Disk::FileName(const File& file) const {
 
 std::string Disk::Name(const Chunk& chunk) const {
   if (!external_) return FileName(files_[chunk.file]);
-  // As zarr names the chunk in row `offset` of an array whose rows have so many bytes.
+  // zarr's name of the chunk in row `offset` of an array whose rows have chunk.bytes.
   return folders_[chunk.path] + "/array" + std::to_string(chunk.bytes) + "/" + std::to_string(chunk.offset) + ".0";
 }
 
@@ -93,7 +93,7 @@ int64_t Disk::bytes_held() const {
 
 void Disk::Full(int64_t bytes) const {
   throw std::runtime_error("offload: the disk tier is full: disk_bytes=" + std::to_string(capacity_) + ", of which " +
-                           std::to_string(held_) + " are taken, and " + std::to_string(bytes) +
+                           std::to_string(held_) + " are taken, but " + std::to_string(bytes) +
                            " more are needed; raise disk_bytes, or offload less");
 }
 
@@ -118,7 +118,7 @@ bool Disk::TakeFree(File* file, int64_t bytes, Chunk* chunk) {
 
 // Adds a free extent of at least `bytes` at the file's end. False where the cap does not allow it, or with *error.
 bool Disk::Grow(File* file, int64_t bytes, int* error) {
-  // What is free at the end already counts.
+  // A free extent at the end counts.
   const auto last = file->free.empty() ? file->free.end() : std::prev(file->free.end());
   const bool touches = last != file->free.end() && last->first + last->second == file->end;
   const int64_t needed = bytes - (touches ? last->second : 0);
@@ -127,10 +127,10 @@ bool Disk::Grow(File* file, int64_t bytes, int* error) {
   if (!Fits(step)) step = needed;
   while (true) {
     *error = posix_fallocate(file->descriptor, file->end, step);
-    if (*error == EOPNOTSUPP || *error == EINVAL) *error = 0;  // the file system cannot reserve: it grows as it is written
+    if (*error == EOPNOTSUPP || *error == EINVAL) *error = 0;  // no reservations here: the file grows as it is written
     if (*error == 0) break;
     if (step == needed) return false;
-    step = needed;  // the last bit of a nearly full disk
+    step = needed;  // the disk is nearly full
   }
   if (touches) {
     last->second += step;
@@ -157,7 +157,7 @@ Chunk Disk::AllocateExtent(int64_t bytes) {
     return true;
   };
   for (const bool trimmed : {false, true}) {
-    if (trimmed) {  // room at the end of other files, of which no piece is large enough
+    if (trimmed) {  // free space at the end of other files, none of it large enough, becomes room under the cap
       for (File& file : files_) TrimFile(&file);
     }
     for (File* file : order) {
@@ -165,7 +165,7 @@ Chunk Disk::AllocateExtent(int64_t bytes) {
       if (Grow(file, bytes, &error) && take(file)) return chunk;
     }
   }
-  if (error != 0) Fail("reserving room in", FileName(*order.front()), error);
+  if (error != 0) Fail("reserving space in", FileName(*order.front()), error);
   Full(bytes);
 }
 
@@ -199,7 +199,7 @@ Chunk Disk::AllocateFile(int64_t bytes) {
   Full(bytes);
 }
 
-// Of an external engine: removes a file that no tensor uses. False where there is none.
+// External engine: removes a file that no tensor uses. False where there is none.
 bool Disk::RemoveFreeFile() {
   for (Shelf& shelf : shelves_) {
     if (shelf.free.empty()) continue;

@@ -13,8 +13,9 @@ namespace {
 
 using HandleBuffer = ffi::BufferR1<ffi::DataType::U32>;
 
+// Turns an exception into XLA's error.
 template <typename Body>
-ffi::Error Guard(Body body) {
+ffi::Error Run(Body body) {
   try {
     body();
   } catch (const std::exception& error) {
@@ -29,7 +30,7 @@ constexpr int kCpu = -1;
 
 ffi::Error DoStoreCpu(ffi::RunId run, ffi::AnyBuffer x, ffi::Result<HandleBuffer> handle, int64_t binding, int64_t site,
                       int64_t) {
-  return Guard([&] {
+  return Run([&] {
     const auto store = StoreOfRun(run.run_id, kCpu, binding);
     const uint64_t value = store->StoreOnCpu(run.run_id, site, x.untyped_data(), x.size_bytes());
     std::memcpy(handle->typed_data(), &value, sizeof(value));
@@ -38,31 +39,31 @@ ffi::Error DoStoreCpu(ffi::RunId run, ffi::AnyBuffer x, ffi::Result<HandleBuffer
 
 ffi::Error DoFetchCpu(ffi::RunId run, HandleBuffer handle, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> x, int64_t,
                       int64_t site) {
-  return Guard([&] {
+  return Run([&] {
     uint64_t value = 0;
     std::memcpy(&value, handle.typed_data(), sizeof(value));
-    Store::Find(Store::IdOfHandle(value))->FetchOnCpu(run.run_id, site, value, x->untyped_data(), x->size_bytes());
+    FindStore(StoreOf(value))->FetchOnCpu(run.run_id, site, value, x->untyped_data(), x->size_bytes());
   });
 }
 
 ffi::Error DoStoreCuda(Stream stream, ffi::RunId run, int32_t device, ffi::AnyBuffer x,
                        ffi::Result<HandleBuffer> handle, int64_t binding, int64_t site, int64_t ring) {
-  return Guard([&] {
+  return Run([&] {
     StoreOfRun(run.run_id, device, binding)
-        ->StoreOnCuda(run.run_id, device, stream, site, ring, Address(x.untyped_data()), x.size_bytes(),
+        ->StoreOnCuda({run.run_id, device, stream, site}, ring, Address(x.untyped_data()), x.size_bytes(),
                       Address(handle->untyped_data()));
   });
 }
 
 ffi::Error DoFetchCuda(Stream stream, ffi::RunId run, int32_t device, HandleBuffer handle, ffi::RemainingArgs,
                        ffi::Result<ffi::AnyBuffer> x, int64_t binding, int64_t site) {
-  return Guard([&] {
-    FetchFromItsStore(run.run_id, device, stream, binding, site, Address(handle.untyped_data()),
+  return Run([&] {
+    FetchFromItsStore({run.run_id, device, stream, site}, binding, Address(handle.untyped_data()),
                       Address(x->untyped_data()), x->size_bytes());
   });
 }
 
-// The CPU reads each handle before it fetches: no fetch is foreseen there.
+// The CPU reads each handle before it fetches: there is no prediction to fail.
 ffi::Error DoGuardCpu(ffi::AnyBuffer x, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> out, int64_t) {
   if (out->untyped_data() != x.untyped_data()) std::memcpy(out->untyped_data(), x.untyped_data(), x.size_bytes());
   return ffi::Error::Success();
@@ -70,15 +71,15 @@ ffi::Error DoGuardCpu(ffi::AnyBuffer x, ffi::RemainingArgs, ffi::Result<ffi::Any
 
 ffi::Error DoGuardCuda(Stream stream, ffi::RunId run, int32_t device, ffi::AnyBuffer x, ffi::RemainingArgs,
                        ffi::Result<ffi::AnyBuffer> out, int64_t binding) {
-  return Guard([&] {
+  return Run([&] {
     if (out->untyped_data() != x.untyped_data()) {
       Check(GetCalls().copy_device_to_device(Address(out->untyped_data()), Address(x.untyped_data()), x.size_bytes(),
                                              stream),
             "cuMemcpyDtoDAsync");
     }
-    // A run that has stored nothing reads its handles: none was foreseen.
+    // A run that has stored nothing reads its handles: none was predicted.
     if (const auto store = StoreOfRunIfAny(run.run_id, device, binding)) {
-      store->GuardOnCuda(run.run_id, device, stream, Address(out->untyped_data()), out->size_bytes());
+      store->GuardOnCuda({run.run_id, device, stream, /*call=*/0}, Address(out->untyped_data()), out->size_bytes());
     }
   });
 }

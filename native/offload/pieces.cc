@@ -1,5 +1,8 @@
 #include "pieces.h"
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <deque>
 #include <list>
@@ -18,15 +21,36 @@ namespace ffi = xla::ffi;
 namespace dejax::offload {
 namespace {
 
-constexpr int kMostChains = 64;  // of runs that ended early: their staging memory is taken back then
+// The attributes of a call, see pieces.h.
+struct Attributes {
+  int64_t site, mode, first_tag, staging_bytes;
+  ffi::Span<const int64_t> arrays, pull_array, pull_offset, pull_bytes, push_array, push_offset;
+};
+
+}  // namespace
+}  // namespace dejax::offload
+
+using Numbers = ffi::Span<const int64_t>;
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    dejax::offload::Attributes, ffi::StructMember<int64_t>("site"), ffi::StructMember<int64_t>("mode"),
+    ffi::StructMember<int64_t>("first_tag"), ffi::StructMember<int64_t>("staging_bytes"),
+    ffi::StructMember<Numbers>("arrays"), ffi::StructMember<Numbers>("pull_array"),
+    ffi::StructMember<Numbers>("pull_offset"), ffi::StructMember<Numbers>("pull_bytes"),
+    ffi::StructMember<Numbers>("push_array"), ffi::StructMember<Numbers>("push_offset"));
+
+namespace dejax::offload {
+namespace {
+
+constexpr int kMostChains = 64;  // a run that failed early leaves its chain; beyond this the oldest are forgotten
 
 struct Staging {
   DevicePointer memory = 0;
   size_t capacity = 0;
-  bool in_use = false;  // a piece waits in it to be taken
-  Event free;           // once this has happened others may use it
+  bool in_use = false;  // it holds a piece that is not taken yet
+  Event free;           // after it other pieces may use the memory
 };
 
+// A piece that was pulled and not taken yet.
 struct Waiting {
   int64_t tag = 0;
   size_t bytes = 0;
@@ -38,8 +62,8 @@ struct Waiting {
 // The calls of one program in one execution.
 struct Chain {
   int64_t number = 0;
-  std::deque<Waiting> waiting;          // pieces on their way to the device, in the order of their tags
-  std::map<int64_t, void*> addresses;   // of the host arrays
+  std::deque<Waiting> waiting;         // in the order of their tags
+  std::map<int64_t, void*> addresses;  // of the host arrays
 };
 
 void Require(bool condition, const std::string& what) {
@@ -61,7 +85,7 @@ class Pieces {
       if (first) {
         chain.number = ++chains_begun_;
         ForgetOldChains();
-        // What the host arrays hold is there when the compute stream has come so far.
+        // The host arrays hold their values once the compute stream has come so far.
         if (device_ >= 0) {
           const Event here = events_->Record(compute);
           Wait(in_, here);
@@ -75,7 +99,7 @@ class Pieces {
         chains_.erase(key);
       }
     } catch (...) {
-      // XLA gives the memory of a failed step to others: nothing may still write to it.
+      // XLA reuses the memory of a failed step: nothing may write to it any more.
       if (context_ != nullptr) {
         const ContextScope scope(context_);
         GetCalls().stream_synchronize(in_);
@@ -103,7 +127,7 @@ class Pieces {
   void Run(const PiecesRequest& request, Chain* chain, Stream compute) {
     for (size_t i = 0; i < request.arrays.size(); ++i) {
       void*& known = chain->addresses[request.arrays[i]];
-      // A copy that XLA makes in the middle would not have what is still on its way.
+      // A copy that XLA makes in the middle would lack the pieces that are still on their way.
       Require(known == nullptr || known == request.addresses[i],
               "XLA copied the state in the middle of the update; use optimizer(tx, streams=False)");
       known = request.addresses[i];
@@ -177,7 +201,7 @@ class Pieces {
     last_out_ = staging->free = events_->Record(out_);
   }
 
-  // One that is free now; else a new one, as far as memory is meant for it; else the one that is free soonest.
+  // Staging memory that is free now; else new memory, within `staging_bytes`; else the memory that is free soonest.
   Staging* TakeStaging(size_t bytes, int64_t staging_bytes) {
     const auto fits = [&](const Staging& s) {
       return !s.in_use && s.capacity >= bytes && s.capacity <= bytes + bytes / 2 + (1 << 16);
@@ -194,16 +218,13 @@ class Pieces {
       if (oldest == nullptr) oldest = &*at;
     }
     if (oldest == nullptr || total + bytes <= static_cast<size_t>(staging_bytes)) {
-      // Of another model, perhaps, and free: its memory first.
       for (auto at = staging_.begin(); at != staging_.end() && total + bytes > static_cast<size_t>(staging_bytes);) {
         if (at->in_use || fits(*at)) {
           ++at;
           continue;
         }
-        if (at->free) Check(GetCalls().event_synchronize(at->free.get()), "cuEventSynchronize");
-        GetCalls().mem_free(at->memory);
         total -= at->capacity;
-        at = staging_.erase(at);
+        at = FreeStaging(at);  // of another size, perhaps another model's
       }
       Staging made;
       if (GetCalls().mem_alloc(&made.memory, bytes) == 0) {
@@ -215,12 +236,15 @@ class Pieces {
                                      " bytes; leave some to other users than XLA (XLA_PYTHON_CLIENT_MEM_FRACTION), or "
                                      "give optimizer a smaller piece_bytes");
     }
-    for (auto at = staging_.begin(); at != staging_.end(); ++at) {
-      if (&*at != oldest) continue;
-      staging_.splice(staging_.end(), staging_, at);
-      break;
-    }
+    const auto at = std::find_if(staging_.begin(), staging_.end(), [&](const Staging& s) { return &s == oldest; });
+    staging_.splice(staging_.end(), staging_, at);
     return oldest;
+  }
+
+  std::list<Staging>::iterator FreeStaging(std::list<Staging>::iterator at) {
+    if (at->free) Check(GetCalls().event_synchronize(at->free.get()), "cuEventSynchronize");
+    GetCalls().mem_free(at->memory);
+    return staging_.erase(at);
   }
 
   void Forget(const Chain& chain) {
@@ -246,7 +270,7 @@ class Pieces {
   Stream in_ = nullptr, out_ = nullptr;
   std::shared_ptr<EventPool> events_;
   Event last_out_;
-  std::list<Staging> staging_;  // used longest ago first
+  std::list<Staging> staging_;  // least recently used first
   std::map<std::pair<int64_t, int64_t>, Chain> chains_;  // by run and site
   int64_t chains_begun_ = 0;
 };
@@ -260,8 +284,6 @@ Pieces& PiecesOf(int device) {
   return *pieces;
 }
 
-using Numbers = ffi::Span<const int64_t>;
-
 constexpr int64_t kBetween = 0, kBegin = 1, kFinish = 2;
 
 // The CPU's backend may give a result memory of its own.
@@ -273,100 +295,91 @@ void CopyArrays(const PiecesRequest& request, const ffi::RemainingRets& rets) {
   }
 }
 
-ffi::Error Do(int device, Stream compute, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets,
-              int64_t site, int64_t first_tag, int64_t staging_bytes, int64_t mode, Numbers arrays, Numbers pull_array,
-              Numbers pull_offset, Numbers pull_bytes, Numbers push_array, Numbers push_offset) {
+void AddArrays(PiecesRequest* request, int device, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+               const Attributes& attributes) {
+  const bool between = attributes.mode == kBetween;
+  for (size_t i = 0; i < attributes.arrays.size(); ++i) {
+    const auto in = args.get<ffi::AnyBuffer>((between ? 1 : 0) + i);
+    Require(in.has_value(), "an operand is no array");
+    void* const from = in->untyped_data();
+    request->arrays.push_back(attributes.arrays[i]);
+    request->addresses.push_back(static_cast<char*>(from));
+    request->sizes.push_back(in->size_bytes());
+    if (between) continue;
+    auto out = rets.get<ffi::AnyBuffer>(i);
+    Require(out.has_value(), "a result is no array");
+    Require((*out)->untyped_data() == from || device < 0,
+            "XLA did not update the state in place; use optimizer(tx, streams=False)");
+  }
+}
+
+void AddPieces(PiecesRequest* request, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+               const Attributes& attributes) {
+  for (size_t i = 0; i < attributes.push_array.size(); ++i) {
+    const auto in = args.get<ffi::AnyBuffer>(attributes.arrays.size() + 1 + i);
+    Require(in.has_value(), "an operand is no array");
+    request->pushes.push_back(
+        {attributes.push_array[i], attributes.push_offset[i], static_cast<int64_t>(in->size_bytes())});
+    request->pushed.push_back(in->untyped_data());
+  }
+  for (size_t i = 0; i < attributes.pull_array.size(); ++i) {
+    request->pulls.push_back({attributes.pull_array[i], attributes.pull_offset[i], attributes.pull_bytes[i]});
+  }
+  for (size_t i = 1; attributes.mode == kBetween && i < rets.size(); ++i) {
+    auto out = rets.get<ffi::AnyBuffer>(i);
+    Require(out.has_value(), "a result is no array");
+    request->taken.push_back({(*out)->untyped_data(), (*out)->size_bytes()});
+  }
+}
+
+ffi::Error Do(int device, Stream compute, ffi::RunId run, const ffi::RemainingArgs& args,
+              const ffi::RemainingRets& rets, const Attributes& attributes) {
   try {
     PiecesRequest request;
     request.run = run.run_id;
-    request.site = site;
-    request.first_tag = first_tag;
-    request.staging_bytes = staging_bytes;
-    request.finish = mode == kFinish;
-    const size_t count = arrays.size();
-    const size_t tickets = mode == kBegin ? 0 : 1;
-    const size_t first_array = mode == kBetween ? 1 : 0;
-    Require(args.size() >= count + tickets + push_array.size() && rets.size() >= (mode == kBetween ? 1 : count),
+    request.site = attributes.site;
+    request.first_tag = attributes.first_tag;
+    request.staging_bytes = attributes.staging_bytes;
+    request.finish = attributes.mode == kFinish;
+    const size_t count = attributes.arrays.size(), tickets = attributes.mode == kBegin ? 0 : 1;
+    Require(args.size() >= count + tickets + attributes.push_array.size() &&
+                rets.size() >= (attributes.mode == kBetween ? 1 : count),
             "a call has too few operands");
-    for (size_t i = 0; i < count; ++i) {
-      const auto in = args.get<ffi::AnyBuffer>(first_array + i);
-      Require(in.has_value(), "an operand is no array");
-      void* const from = in->untyped_data();
-      request.arrays.push_back(arrays[i]);
-      request.addresses.push_back(static_cast<char*>(from));
-      request.sizes.push_back(in->size_bytes());
-      if (mode == kBetween) continue;
-      auto out = rets.get<ffi::AnyBuffer>(i);
-      Require(out.has_value(), "a result is no array");
-      Require((*out)->untyped_data() == from || device < 0,
-              "XLA did not update the state in place; use optimizer(tx, streams=False)");
+    AddArrays(&request, device, args, rets, attributes);
+    if (attributes.mode != kBegin) {
+      AddPieces(&request, args, rets, attributes);
+      CallPieces(device, request, compute);
     }
-    if (mode == kBegin) {
-      CopyArrays(request, rets);
-      return ffi::Error::Success();
-    }
-    for (size_t i = 0; i < push_array.size(); ++i) {
-      const auto in = args.get<ffi::AnyBuffer>(count + 1 + i);
-      Require(in.has_value(), "an operand is no array");
-      request.pushes.push_back({push_array[i], push_offset[i], static_cast<int64_t>(in->size_bytes())});
-      request.pushed.push_back(in->untyped_data());
-    }
-    for (size_t i = 0; i < pull_array.size(); ++i) {
-      request.pulls.push_back({pull_array[i], pull_offset[i], pull_bytes[i]});
-    }
-    for (size_t i = 1; mode == kBetween && i < rets.size(); ++i) {
-      auto out = rets.get<ffi::AnyBuffer>(i);
-      Require(out.has_value(), "a result is no array");
-      request.taken.push_back({(*out)->untyped_data(), (*out)->size_bytes()});
-    }
-    CallPieces(device, request, compute);
-    if (mode == kFinish) CopyArrays(request, rets);
+    if (attributes.mode != kBetween) CopyArrays(request, rets);
   } catch (const std::exception& error) {
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition, error.what());
   }
   return ffi::Error::Success();
 }
 
-ffi::Error DoCpu(ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t site, int64_t first_tag,
-                 int64_t staging_bytes, int64_t mode, Numbers arrays, Numbers pull_array, Numbers pull_offset,
-                 Numbers pull_bytes, Numbers push_array, Numbers push_offset) {
-  return Do(-1, nullptr, run, args, rets, site, first_tag, staging_bytes, mode, arrays, pull_array, pull_offset,
-            pull_bytes, push_array, push_offset);
+ffi::Error DoCpu(ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets, Attributes attributes) {
+  return Do(/*device=*/-1, nullptr, run, args, rets, attributes);
 }
 
 ffi::Error DoCuda(Stream compute, int32_t device, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                  int64_t site, int64_t first_tag, int64_t staging_bytes, int64_t mode, Numbers arrays,
-                  Numbers pull_array, Numbers pull_offset, Numbers pull_bytes, Numbers push_array,
-                  Numbers push_offset) {
-  return Do(device, compute, run, args, rets, site, first_tag, staging_bytes, mode, arrays, pull_array, pull_offset,
-            pull_bytes, push_array, push_offset);
+                  Attributes attributes) {
+  return Do(device, compute, run, args, rets, attributes);
 }
 
 }  // namespace
 
 void CallPieces(int device, const PiecesRequest& request, Stream compute) { PiecesOf(device).Call(request, compute); }
 
-#define DEJAX_PIECES_BINDING(bind)      \
-  (bind)                                \
-      .Ctx<ffi::RunId>()                \
-      .RemainingArgs()                  \
-      .RemainingRets()                  \
-      .Attr<int64_t>("site")            \
-      .Attr<int64_t>("first_tag")       \
-      .Attr<int64_t>("staging_bytes")   \
-      .Attr<int64_t>("mode")            \
-      .Attr<Numbers>("arrays")          \
-      .Attr<Numbers>("pull_array")      \
-      .Attr<Numbers>("pull_offset")     \
-      .Attr<Numbers>("pull_bytes")      \
-      .Attr<Numbers>("push_array")      \
-      .Attr<Numbers>("push_offset")
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PiecesCpu, DoCpu, DEJAX_PIECES_BINDING(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    PiecesCpu, DoCpu,
+    ffi::Ffi::Bind().Ctx<ffi::RunId>().RemainingArgs().RemainingRets().Attrs<Attributes>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PiecesCuda, DoCuda,
-                              DEJAX_PIECES_BINDING(
-                                  ffi::Ffi::Bind().Ctx<ffi::PlatformStream<Stream>>().Ctx<ffi::DeviceOrdinal>()));
-
-#undef DEJAX_PIECES_BINDING
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<Stream>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::RunId>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs<Attributes>());
 
 }  // namespace dejax::offload

@@ -1,9 +1,9 @@
 // Arrays in host memory that travel through the device piece by piece: the state of an optimizer.
 //
-// A program works on the pieces one after the other. The calls of one program form a chain, each passing the host arrays
-// on, so their order is XLA's data flow. A piece is copied to the device's staging memory while earlier ones are worked
-// on, and what comes out of it is copied back from staging memory while later ones are: one side stream for each
-// direction, both busy at once. XLA's buffers are touched on the compute stream alone, so their lifetime is XLA's affair.
+// A program works on the pieces one after the other. Its calls form a chain: each passes the host arrays on, so XLA's data
+// flow orders them. One side stream copies later pieces to staging memory on the device while the program works on
+// earlier ones; another copies results from staging memory back to the host. So both directions of the bus are busy at
+// once. Only the compute stream touches XLA's buffers: their lifetime is XLA's affair.
 #pragma once
 
 #include <cstdint>
@@ -19,34 +19,33 @@ struct Transfer {
   int64_t array, offset, bytes;  // `array` is a position in the call's arrays
 };
 
-// What one call of the chain asks for.
 struct PiecesRequest {
   int64_t run = 0, site = 0, first_tag = 0, staging_bytes = 0;
   bool finish = false;
-  std::vector<int64_t> arrays;  // numbers of the host arrays that the call has
+  std::vector<int64_t> arrays;  // numbers of the host arrays of the call
   std::vector<char*> addresses;
   std::vector<size_t> sizes;
-  std::vector<Transfer> pulls;                  // to begin
-  std::vector<Transfer> pushes;                 // to begin
-  std::vector<const void*> pushed;              // whose bytes
-  std::vector<std::pair<void*, size_t>> taken;  // where the pieces go that were begun first
+  std::vector<Transfer> pulls;                  // copies to the device to begin
+  std::vector<Transfer> pushes;                 // copies to the host to begin
+  std::vector<const void*> pushed;              // their sources
+  std::vector<std::pair<void*, size_t>> taken;  // destinations of the pieces that were pulled first
 };
 
 // device: -1 is the CPU. Throws std::runtime_error.
 void CallPieces(int device, const PiecesRequest& request, cuda::Stream compute);
 
 // A call of the chain. `mode`:
-//   0, between: host arrays are arguments only, although the call writes to them: a result in host memory beside one on the
-//      device makes XLA take both for host memory. The first and the last call see to it that nobody else has them.
-//        arguments:  ticket; host arrays; pieces to take back; anything, to come after it
+//   0, between: takes host arrays as arguments only, although it writes to them: with a result in host memory beside one on
+//      the device, XLA would take both for host memory. The first and the last call make sure that nobody else has them.
+//        arguments:  ticket; host arrays; pieces to push; further arguments only make the call wait for them
 //        results:    ticket; pieces
-//   1, begin: makes the host arrays the program's own (XLA copies what was not donated), and does nothing.
+//   1, begin: makes the host arrays the program's own (XLA copies those that were not donated).
 //   2, finish: waits for everything.
-//        arguments:  host arrays; of finish: ticket, pieces to take back, anything
-//        results:    the host arrays, whose memory is the arguments'
+//        arguments:  host arrays; of finish: ticket, pieces to push, further ones to wait for
+//        results:    the host arrays, in the memory of the arguments
 // Other attributes: site: of the program; arrays: numbers of the host arrays; pull_array (a position in `arrays`),
-// pull_offset, pull_bytes: pieces to begin to bring; push_array, push_offset: where to take pieces back; first_tag: how
-// many pieces the earlier calls have given; staging_bytes: of the device, if it can be.
+// pull_offset, pull_bytes: pieces to pull; push_array, push_offset: destinations of the pieces to push; first_tag: number
+// of pieces that earlier calls have returned; staging_bytes: cap of staging memory on the device, exceeded if need be.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(PiecesCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(PiecesCuda);
 

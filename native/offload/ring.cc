@@ -1,95 +1,23 @@
 #include "ring.h"
 
 #include <algorithm>
+#include <stdexcept>
 
-#include "store_internal.h"
+#include "check_kernel.h"
 
 namespace dejax::offload {
 namespace {
 
 constexpr int64_t kAlign = 512;
 constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
-constexpr size_t kMostStalls = 4096;     // waits whose time is not known yet
-constexpr float kLeastStall = 0.01f;     // ms: two events with nothing to wait for between them are some 5 us apart
-
-// Compares a handle with what the launch thread foresaw. Where they differ: *failed = run, data = all ones, which is NaN in
-// the floating-point formats, and flag = {foreseen, found, run}. Data too where the run has failed so before.
-//
-// The host reads the flag's three words together or not at all. flag[3] counts what the host has read, failed[2] what
-// kernels have begun to tell: only where the two are equal may one thread of one kernel count on, and write. The word that
-// the host looks at comes after the other two. Kernels that find something meanwhile leave the flag alone.
-constexpr char kCheckKernel[] = R"(
-.version 6.4
-.target sm_50
-.address_size 64
-.visible .entry dejax_offload_check(
-  .param .u64 handle, .param .u64 foreseen, .param .u64 data, .param .u64 bytes, .param .u64 flag,
-  .param .u64 failed, .param .u64 run)
-{
-  .reg .pred %p<6>;
-  .reg .b16 %h<2>;
-  .reg .b32 %r<10>;
-  .reg .b64 %d<20>;
-  ld.param.u64 %d1, [handle];
-  ld.param.u64 %d2, [foreseen];
-  ld.u32 %r1, [%d1];
-  ld.u32 %r2, [%d1+4];
-  mov.b64 %d3, {%r1, %r2};
-  ld.param.u64 %d10, [failed];
-  ld.param.u64 %d11, [run];
-  setp.eq.u64 %p1, %d2, %d3;
-  @%p1 bra SAME;
-  st.volatile.u64 [%d10], %d11;
-  mov.u32 %r6, %ctaid.x;
-  mov.u32 %r7, %tid.x;
-  or.b32 %r6, %r6, %r7;
-  setp.ne.u32 %p4, %r6, 0;
-  @%p4 bra FILL;
-  ld.param.u64 %d6, [flag];
-  ld.volatile.u64 %d12, [%d6+24];
-  add.u64 %d13, %d12, 1;
-  atom.cas.b64 %d14, [%d10+16], %d12, %d13;
-  setp.ne.u64 %p5, %d14, %d12;
-  @%p5 bra FILL;
-  st.volatile.u64 [%d6+16], %d11;
-  st.volatile.u64 [%d6+8], %d3;
-  membar.sys;
-  st.volatile.u64 [%d6], %d2;
-  bra FILL;
-SAME:
-  ld.volatile.u64 %d15, [%d10];
-  setp.ne.u64 %p3, %d15, %d11;
-  @%p3 bra DONE;
-FILL:
-  ld.param.u64 %d4, [data];
-  ld.param.u64 %d5, [bytes];
-  mov.u32 %r3, %ctaid.x;
-  mov.u32 %r4, %ntid.x;
-  mov.u32 %r5, %tid.x;
-  mad.lo.u32 %r3, %r3, %r4, %r5;
-  cvt.u64.u32 %d7, %r3;
-  mov.u32 %r5, %nctaid.x;
-  mul.lo.u32 %r4, %r4, %r5;
-  cvt.u64.u32 %d8, %r4;
-  mov.u16 %h1, 255;
-LOOP:
-  setp.ge.u64 %p2, %d7, %d5;
-  @%p2 bra DONE;
-  add.u64 %d9, %d4, %d7;
-  st.u8 [%d9], %h1;
-  add.u64 %d7, %d7, %d8;
-  bra LOOP;
-DONE:
-  ret;
-}
-)";
+constexpr size_t kMostStalls = 4096;     // waits whose duration is not known yet
+constexpr float kLeastStall = 0.01f;     // ms: two events with no wait between them are some 5 us apart
 
 }  // namespace
 
-Ring::Ring(Store* store, int device, Stream compute)
+Ring::Ring(Store* store, Stream compute)
     : store_(store), calls_(GetCalls()), events_(std::make_shared<EventPool>()),
       timers_(std::make_shared<EventPool>(/*timed=*/true)) {
-  (void)device;
   Check(calls_.stream_get_ctx(compute, &context_), "cuStreamGetCtx");
   const ContextScope scope(context_);
   Check(calls_.stream_create(&out_, kNonBlocking), "cuStreamCreate");
@@ -126,16 +54,14 @@ void Ring::Synchronize() {
   if (consumed_) calls_.event_synchronize(consumed_.get());
 }
 
-// While memory is exchanged the ring has none: steps of other threads then work without.
-void Ring::Reserve(Store::Lock& lock, int64_t bytes, Stream compute) {
+// While its memory is exchanged the ring has none, and steps of other threads run as without a ring.
+void Ring::Reserve(Lock& lock, int64_t bytes, Stream compute) {
   bytes = bytes / kAlign * kAlign;
   if (bytes <= capacity_ || bytes == refused_ || resizing_) return;
-  // Only while sizes are new: everything in flight ends first, and the window's entries go to the host.
   for (const EntryPtr& entry : window_) {
-    if (!entry->copied_out) return;  // next time: nothing is lost by a smaller ring
+    if (!entry->copied_out) return;  // it is only here; a later call may resize
   }
-  for (const EntryPtr& entry : window_) entry->in_ring = false;
-  window_.clear();
+  Empty();
   owner_.reset();
   const Event last_use = consumed_;
   const int64_t before = capacity_;
@@ -145,8 +71,8 @@ void Ring::Reserve(Store::Lock& lock, int64_t bytes, Stream compute) {
   capacity_ = 0;
   resizing_ = true;
   {
-    const Store::Unlocked unlocked(store_, lock);
-    calls_.stream_synchronize(compute);
+    const Unlocked unlocked(&store_->monitor_, lock);
+    calls_.stream_synchronize(compute);  // a new size is rare: everything in flight may end first
     calls_.stream_synchronize(out_);
     calls_.stream_synchronize(in_);
     if (last_use) calls_.event_synchronize(last_use.get());
@@ -173,16 +99,20 @@ void Ring::Pieces(int64_t offset, int64_t bytes, Copy copy) {
   if (first < bytes) copy(memory_, first, bytes - first);
 }
 
-// Makes the window this run's. What the former one has in it goes to the host first.
-void Ring::Own(Store::Lock& lock, const RunPtr& run, Stream compute) {
+void Ring::Empty() {
+  for (const EntryPtr& entry : window_) entry->in_ring = false;
+  window_.clear();
+}
+
+// Makes the window this run's. Entries of the former run go to the host first.
+void Ring::Own(Lock& lock, const RunPtr& run, Stream compute) {
   while (owner_.lock() != run) {
     const auto only_here = std::find_if(window_.begin(), window_.end(), [](const EntryPtr& e) { return !e->copied_out; });
     if (only_here != window_.end()) {
-      CopyOut(lock, EntryPtr(*only_here));  // may let go of the mutex: look again
+      CopyOut(lock, EntryPtr(*only_here));  // may release the mutex: look again
       continue;
     }
-    for (const EntryPtr& entry : window_) entry->in_ring = false;
-    window_.clear();
+    Empty();
     owner_ = run;
     Wait(compute, last_out_);
     Wait(compute, last_in_);
@@ -193,17 +123,22 @@ void Ring::Own(Store::Lock& lock, const RunPtr& run, Stream compute) {
   }
 }
 
-// Submits the copy of an entry of the window to a slot.
-void Ring::CopyOut(Store::Lock& lock, const EntryPtr& entry) {
-  if (entry->slot == nullptr) {
-    Slot* slot = store_->TakeSlot(lock, entry, /*pinned=*/true);
-    if (!entry->live || !entry->in_ring || entry->slot != nullptr) {
-      store_->ReleaseSlot(slot);
-      return;
-    }
-    entry->slot = slot;
-    slot->serial = entry->serial;
+// Gives the entry a slot. False where the entry does not need one any more.
+bool Ring::GiveSlot(Lock& lock, const EntryPtr& entry) {
+  const bool in_ring = entry->in_ring;
+  Slot* slot = store_->TakeSlot(lock, entry, /*pinned=*/true);
+  if (!entry->live || entry->slot != nullptr || entry->in_ring != in_ring) {  // while the mutex was free
+    store_->host_.Release(slot);
+    return false;
   }
+  entry->slot = slot;
+  slot->serial = entry->serial;
+  return true;
+}
+
+// Submits the copy of an entry of the window to a slot.
+void Ring::CopyOut(Lock& lock, const EntryPtr& entry) {
+  if (entry->slot == nullptr && !GiveSlot(lock, entry)) return;
   Wait(out_, entry->ready);
   Wait(out_, entry->slot->last_read);
   Wait(out_, entry->slot->last_write);
@@ -240,51 +175,54 @@ void Ring::CountStalls() {
   }
 }
 
-void Ring::Push(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, DevicePointer data, Stream compute) {
-  const int64_t span = (entry->bytes + kAlign - 1) / kAlign * kAlign;
-  entry->offset = run->top;
-  if (span > capacity_ || span == 0) {  // larger than the ring: straight to the host, and the compute stream waits for it
-    Slot* slot = store_->TakeSlot(lock, entry, /*pinned=*/true);
-    if (!entry->live) return store_->ReleaseSlot(slot);
-    entry->slot = slot;
-    slot->serial = entry->serial;
-    Wait(compute, slot->last_read);
-    Wait(compute, slot->last_write);
-    if (entry->bytes > 0) {
-      Check(calls_.copy_device_to_host(slot->data, data, entry->bytes, compute), "cuMemcpyDtoHAsync");
-    }
-    entry->copied_out = events_->Record(compute);
-    slot->last_write = entry->copied_out;
-    store_->stats_.copied_out_bytes += entry->bytes;
-    return;
+// An entry larger than the ring goes straight to the host, and the compute stream waits for that.
+void Ring::PushToHost(Lock& lock, const EntryPtr& entry, DevicePointer data, Stream compute) {
+  if (!GiveSlot(lock, entry)) return;
+  Slot* const slot = entry->slot;
+  Wait(compute, slot->last_read);
+  Wait(compute, slot->last_write);
+  if (entry->bytes > 0) {
+    Check(calls_.copy_device_to_host(slot->data, data, entry->bytes, compute), "cuMemcpyDtoHAsync");
   }
-  // The last entries of a forward pass are fetched from the ring: they need no copy on the host. What the host cannot hold
-  // stays as long as it can.
-  const auto expected = store_->expected_.find(run->first_site);
-  const bool on_top = expected != store_->expected_.end() && expected->second.top >= entry->offset + span &&
-                      expected->second.top - entry->offset <= capacity_;
-  const bool stays = store_->options_.host_bytes < entry->bytes ||
-                     (on_top && store_->sites_[entry->site].uses == Site::Uses::kOne);
-  if (!stays) {
-    Slot* slot = store_->TakeSlot(lock, entry, /*pinned=*/true);
-    if (!entry->live) return store_->ReleaseSlot(slot);
-    entry->slot = slot;
-    slot->serial = entry->serial;
-  }
+  entry->copied_out = events_->Record(compute);
+  slot->last_write = entry->copied_out;
+  store_->stats_.copied_out_bytes += entry->bytes;
+}
+
+// Whether an entry needs no copy on the host: it is one of the last of a forward pass, which backward fetches from the
+// ring. An entry that the host cannot hold stays as long as it can.
+bool Ring::Stays(const Run& run, const Entry& entry, int64_t span) const {
+  if (store_->options_.host_bytes < entry.bytes) return true;
+  const Peak* const peak = store_->prediction_.PeakOf(run);
+  const bool on_top = peak != nullptr && peak->top >= entry.offset + span && peak->top - entry.offset <= capacity_;
+  return on_top && store_->prediction_.UsesOf(entry.site) == Prediction::Uses::kOnce;
+}
+
+// Entries at the bottom of the window leave until `span` bytes at `offset` are free.
+void Ring::MakeRoom(Lock& lock, const RunPtr& run, int64_t offset, int64_t span, Stream compute) {
   while (true) {
-    Own(lock, run, compute);  // each time: CopyOut may let go of the mutex, and another run take the window
-    if (window_.empty() || window_.front()->offset >= entry->offset + span - capacity_) break;
+    Own(lock, run, compute);  // each time: CopyOut may release the mutex, and another run take the window
+    if (window_.empty() || window_.front()->offset >= offset + span - capacity_) return;
     const EntryPtr bottom = window_.front();
     if (!bottom->copied_out) {
       CopyOut(lock, bottom);
       continue;
     }
-    // Each: one that was to stay is copied later than those above it.
+    // For each: an entry that was to stay is copied later than those above it.
     WaitCounted(compute, {&bottom->copied_out}, &store_->stats_.device_store_stall_seconds);
     bottom->in_ring = false;
     window_.pop_front();
-    if (store_->ShouldWrite(run, *bottom)) store_->QueueWrite(bottom);
+    if (store_->ShouldWrite(run, *bottom)) store_->io_.QueueWrite(bottom);
   }
+}
+
+void Ring::Push(Lock& lock, const RunPtr& run, const EntryPtr& entry, DevicePointer data, Stream compute) {
+  const int64_t span = RoundUp(entry->bytes, kAlign);
+  entry->offset = run->top;
+  if (span > capacity_ || span == 0) return PushToHost(lock, entry, data, compute);
+  const bool stays = Stays(*run, *entry, span);
+  if (!stays && !GiveSlot(lock, entry)) return;
+  MakeRoom(lock, run, entry->offset, span, compute);
   if (!entry->live) return;
   WaitCounted(compute, {&out_fence_, &last_in_}, &store_->stats_.device_store_stall_seconds);
   last_in_.reset();
@@ -301,14 +239,14 @@ void Ring::Push(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, Dev
   if (!stays) CopyOut(lock, entry);
 }
 
-// Brings an entry that lies right below the window back into it.
+// Brings the entry right below the window back into it.
 void Ring::Load(const EntryPtr& entry) {
   if (consumed_ != consumed_seen_by_in_) Wait(in_, consumed_);
   consumed_seen_by_in_ = consumed_;
   Wait(in_, out_fence_);
   Wait(in_, entry->copied_out);
   Wait(in_, entry->slot->last_write);
-  Wait(in_, entry->slot->last_read);  // whose memory is free once its last reader has ended: that one comes after all
+  Wait(in_, entry->slot->last_read);  // the slot is free once its last reader has ended, so the last must end last
   Pieces(entry->offset, entry->bytes, [&](DevicePointer ring, int64_t at, int64_t bytes) {
     Check(calls_.copy_host_to_device(ring, static_cast<char*>(entry->slot->data) + at, bytes, in_), "cuMemcpyHtoDAsync");
   });
@@ -320,7 +258,7 @@ void Ring::Load(const EntryPtr& entry) {
   window_.push_front(entry);
 }
 
-void Ring::Pop(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, DevicePointer data, Stream compute) {
+void Ring::Pop(Lock& lock, const RunPtr& run, const EntryPtr& entry, DevicePointer data, Stream compute) {
   bool loaded_now = false;
   if (!entry->in_ring) {
     store_->AwaitHost(lock, entry, /*pinned=*/true);
@@ -328,7 +266,7 @@ void Ring::Pop(Store::Lock& lock, const RunPtr& run, const EntryPtr& entry, Devi
     const bool below = window_.empty() || (entry->offset + entry->span == window_.front()->offset);
     if (!entry->in_ring && run && entry->live && entry->slot != nullptr && !entry->reading && entry->span > 0 && below &&
         run->top - entry->offset <= capacity_) {
-      // Through the ring all the same: the launch thread is ahead of the GPU, so the copy can overlap what it still does.
+      // Through the ring all the same: the launch thread is ahead of the GPU, so the copy overlaps earlier work.
       Load(entry);
       loaded_now = true;
     }
@@ -407,7 +345,8 @@ void Ring::CheckHandle(int64_t run, DevicePointer handle, uint64_t expected, Dev
 }
 
 void Ring::Guard(int64_t run, DevicePointer data, int64_t bytes, Stream compute) {
-  CheckHandle(run, cells_on_device_ + 8, 0, data, bytes, compute);  // a cell that is always 0: only a failed run is found
+  // The cell is always 0: as a handle it matches, and only a failed run fills.
+  CheckHandle(run, cells_on_device_ + 8, 0, data, bytes, compute);
 }
 
 Mismatch Ring::TakeMismatch() {
@@ -422,16 +361,18 @@ Mismatch Ring::TakeMismatch() {
   return mismatch;
 }
 
-uint64_t Ring::ReadHandle(Store::Lock& lock, DevicePointer handle, Stream compute) {
-  // A cell of its own: another thread may read another handle while this one waits.
-  if (cells_.empty()) throw std::runtime_error("offload: 64 threads fetch at a time on one device; use fewer");
+uint64_t Ring::ReadHandle(Lock& lock, DevicePointer handle, Stream compute) {
+  // Each call has its own cell: another thread may read another handle while this one waits.
+  if (cells_.empty()) {
+    throw std::runtime_error("offload: at most 64 threads may fetch at a time on one device; use fewer");
+  }
   uint64_t* const cell = cells_.back();
   cells_.pop_back();
   Check(calls_.copy_device_to_host(cell, handle, 8, compute), "cuMemcpyDtoHAsync");
   const Event event = events_->Record(compute);
   Result result = 0;
   {
-    const Store::Unlocked unlocked(store_, lock);
+    const Unlocked unlocked(&store_->monitor_, lock);
     result = calls_.event_synchronize(event.get());
   }
   const uint64_t value = *cell;

@@ -1,10 +1,12 @@
-// What the FFI handlers call: store and fetch, on the CPU and on a GPU.
+// The calls of a step: store and fetch, on the CPU and on a GPU.
 #include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "../thread_pool.h"
 #include "ring.h"
 #include "store.h"
-#include "store_internal.h"
 
 namespace dejax::offload {
 namespace {
@@ -25,8 +27,8 @@ std::runtime_error AnotherFailed(const Run& run) {
 }  // namespace
 
 struct Store::DeviceCall {
-  DeviceCall(Store* store, int device, Stream stream)
-      : lock(store->Enter()), stopwatch(&store->stats_.launch_seconds), ring(Begin(store, lock, device, stream)),
+  DeviceCall(Store* store, const CudaCall& call)
+      : lock(store->Enter()), stopwatch(&store->stats_.launch_seconds), ring(Begin(store, lock, call)),
         scope(ring.context()) {}
 
   Lock lock;
@@ -35,70 +37,70 @@ struct Store::DeviceCall {
   const ContextScope scope;
 
  private:
-  static Ring& Begin(Store* store, Lock& lock, int device, Stream stream) {
+  static Ring& Begin(Store* store, Lock& lock, const CudaCall& call) {
     store->CheckDevices();
-    Ring& ring = store->RingOf(lock, device, stream);
+    Ring& ring = store->RingOf(lock, call.device, call.stream);
     store->RequireOpen();
     return ring;
   }
 };
 
-uint64_t Store::StoreOnCpu(int64_t run_id, int64_t site, const void* data, int64_t bytes) {
+uint64_t Store::StoreOnCpu(int64_t run_id, int64_t call, const void* data, int64_t bytes) {
   Lock lock = Enter();
   const Stopwatch stopwatch(&stats_.launch_seconds);
-  const RunPtr run = FindRun(run_id, -1, /*create=*/true);
-  // XLA may make other calls of a step that has failed: what they stored would stay, for nobody.
+  const RunPtr run = RunOf(run_id, -1);
+  // XLA may make further calls of a step that has failed: nobody would ever fetch what they stored.
   if (!run->failure.empty()) throw AnotherFailed(*run);
-  const EntryPtr entry = Add(run, site, bytes);
+  const EntryPtr entry = registry_.Add(run, call, bytes);
   try {
-    if (Injected("store")) throw std::runtime_error("offload: storing failed: injected fault");
+    Before(Operation::kStore);
     Slot* slot = TakeSlot(lock, entry, /*pinned=*/false);
     if (!entry->live) {
-      ReleaseSlot(slot);
+      host_.Release(slot);
       throw AnotherFailed(*run);
     }
     entry->slot = slot;
     slot->serial = entry->serial;
     ++slot->pins;
     {
-      const Unlocked unlocked(this, lock);
+      const Unlocked unlocked(&monitor_, lock);
       Copy(slot->data, data, bytes);
       if (const int64_t rest = RoundUp(bytes, kPage) - bytes) {
         std::memset(static_cast<char*>(slot->data) + bytes, 0, rest);  // checksums cover whole pages
       }
     }
     --slot->pins;
-    changed_.notify_all();
+    monitor_.changed.notify_all();
     if (!entry->live) throw AnotherFailed(*run);
-    if (ShouldWrite(run, *entry)) QueueWrite(entry);
+    if (ShouldWrite(run, *entry)) io_.QueueWrite(entry);
   } catch (const std::exception& error) {
     FailRun(run, error.what());
     throw;
   }
-  return Handle(entry->serial);
+  return registry_.HandleOf(entry->serial);
 }
 
-void Store::FetchOnCpu(int64_t run_id, int64_t site, uint64_t handle, void* data, int64_t bytes) {
+void Store::FetchOnCpu(int64_t run_id, int64_t call, uint64_t handle, void* data, int64_t bytes) {
   Lock lock = Enter();
   const Stopwatch stopwatch(&stats_.launch_seconds);
-  const EntryPtr entry = Find(handle, site, bytes, /*device=*/-1);
+  const EntryPtr entry = registry_.Find(handle, call, bytes, /*device=*/-1);
   const RunPtr run = entry->run.lock();
   try {
-    if (Injected("fetch")) throw std::runtime_error("offload: fetching failed: injected fault");
-    if (run) Asked(run, run->id == run_id);
+    Before(Operation::kFetch);
+    if (run) FetchBegins(run, run->id == run_id);
     ReadAhead(run, lock);
     AwaitHost(lock, entry, /*pinned=*/false);
     Slot* slot = entry->slot;
     ++slot->pins;
     {
-      const Unlocked unlocked(this, lock);
+      const Unlocked unlocked(&monitor_, lock);
       Copy(data, slot->data, bytes);
     }
     --slot->pins;
     stats_.demand_bytes += bytes;
     stats_.fetched_bytes += bytes;
     ++stats_.fetched_count;
-    Fetched(entry, run);
+    Remove(entry, run);
     ReadAhead(run, lock);
   } catch (const std::exception& error) {
     FailRun(run, error.what());
@@ -106,75 +108,71 @@ void Store::FetchOnCpu(int64_t run_id, int64_t site, uint64_t handle, void* data
   }
 }
 
-void Store::StoreOnCuda(int64_t run_id, int device, Stream stream, int64_t site, int64_t ring_bytes,
-                        DevicePointer data, int64_t bytes, DevicePointer handle) {
-  DeviceCall call(this, device, stream);
-  const RunPtr run = FindRun(run_id, device, /*create=*/true);
+void Store::StoreOnCuda(const CudaCall& call, int64_t ring_bytes, DevicePointer data, int64_t bytes,
+                        DevicePointer handle) {
+  DeviceCall held(this, call);
+  const RunPtr run = RunOf(call.run, call.device);
   if (!run->failure.empty()) throw AnotherFailed(*run);
-  const EntryPtr entry = Add(run, site, bytes);
+  const EntryPtr entry = registry_.Add(run, call.call, bytes);
   try {
-    if (Injected("store")) throw std::runtime_error("offload: storing failed: injected fault");
-    call.ring.Reserve(call.lock, options_.device_bytes >= 0 ? options_.device_bytes : ring_bytes, stream);
+    Before(Operation::kStore);
+    held.ring.Reserve(held.lock, options_.device_bytes >= 0 ? options_.device_bytes : ring_bytes, call.stream);
     RequireOpen();
-    call.ring.Push(call.lock, run, entry, data, stream);
+    held.ring.Push(held.lock, run, entry, data, call.stream);
     if (!entry->live) throw AnotherFailed(*run);
-    call.ring.SetHandle(handle, Handle(entry->serial), stream);
-    if (ShouldWrite(run, *entry)) QueueWrite(entry);
+    held.ring.SetHandle(handle, registry_.HandleOf(entry->serial), call.stream);
+    if (ShouldWrite(run, *entry)) io_.QueueWrite(entry);
   } catch (const std::exception& error) {
     FailRun(run, error.what());
     throw;
   }
 }
 
-uint64_t Store::FetchOnCuda(int64_t run_id, int device, Stream stream, int64_t call_number, DevicePointer handle,
-                            DevicePointer data, int64_t bytes, uint64_t known) {
-  DeviceCall call(this, device, stream);
-  const RunPtr own = FindRun(run_id, device, /*create=*/false);
-  const int64_t site = SiteIn(own, call_number);
+bool Store::UsesPrediction(int64_t site) const {
+  const auto forced = interceptor_ ? interceptor_->Predict() : std::nullopt;
+  return forced.value_or(prediction_.KnowsOrder(site));
+}
+
+uint64_t Store::FetchOnCuda(const CudaCall& call, DevicePointer handle, DevicePointer data, int64_t bytes,
+                            uint64_t known) {
+  DeviceCall held(this, call);
+  const RunPtr own = registry_.FindRun(call.run, call.device);
+  const int64_t site = prediction_.SiteOf(own, call.call);
   RunPtr run = own;
   try {
-    if (Injected("fetch")) throw std::runtime_error("offload: fetching failed: injected fault");
-    uint64_t foreseen = 0;
-    if (own) {
-      const std::vector<uint64_t>& stored = own->by_site[site];
-      if (!stored.empty()) foreseen = Handle(stored.back());
+    Before(Operation::kFetch);
+    uint64_t predicted = 0;
+    if (own && !own->unfetched[site].empty()) predicted = registry_.HandleOf(own->unfetched[site].back());
+    const bool predicts = known == 0 && predicted != 0 && UsesPrediction(site);
+    uint64_t value = predicts ? predicted : known;
+    if (value == 0) {
+      ++stats_.value_reads;
+      value = held.ring.ReadHandle(held.lock, handle, call.stream);
+      RequireOpen();  // the mutex was released
+      if (StoreOf(value) != id()) return value;
     }
-    const int mode = prediction_;
-    const bool predict =
-        known == 0 && foreseen != 0 && (mode == 2 || (mode == 0 && sites_[site].order == Site::Order::kForeseen));
-    uint64_t value = foreseen;
-    if (!predict) {
-      value = known;
-      if (value == 0) {
-        ++stats_.value_reads;
-        value = call.ring.ReadHandle(call.lock, handle, stream);
-        RequireOpen();  // the mutex was let go of
-        if (IdOfHandle(value) != id_) return value;
-      }
-      if (own && value != foreseen) {
-        own->surprising.insert(site);
-        sites_[site].order = Site::Order::kSurprising;
-      }
+    if (own && value != predicted) {
+      own->mispredicted.insert(site);
+      prediction_.OrderFails(site);
     }
-    const EntryPtr entry = Find(value, call_number, bytes, device);
+    const EntryPtr entry = registry_.Find(value, call.call, bytes, call.device);
     run = entry->run.lock();
-    if (run) Asked(run, run == own);
-    ReadAhead(run, call.lock);
-    call.ring.Pop(call.lock, run, entry, data, stream);
-    call.ring.Leave(entry);
+    if (run) FetchBegins(run, run == own);
+    ReadAhead(run, held.lock);
+    held.ring.Pop(held.lock, run, entry, data, call.stream);
+    held.ring.Leave(entry);
     stats_.fetched_bytes += bytes;
     ++stats_.fetched_count;
-    Fetched(entry, run);
-    ReadAhead(run, call.lock);
-    call.ring.Prefetch(run);
-    if (predict) {
-      call.ring.CheckHandle(run_id, handle, value, data, bytes, stream);
+    Remove(entry, run);
+    ReadAhead(run, held.lock);
+    held.ring.Prefetch(run);
+    if (predicts) {
+      held.ring.CheckHandle(call.run, handle, value, data, bytes, call.stream);
       return 0;
     }
-    call.ring.Guard(run_id, data, bytes, stream);
-    if (own && own->by_site[site].empty() && own->surprising.count(site) == 0 &&
-               sites_[site].order == Site::Order::kUnknown) {
-      sites_[site].order = Site::Order::kForeseen;  // a whole run came so: from now on nobody waits for handles
+    held.ring.Guard(call.run, data, bytes, call.stream);
+    if (own && own->unfetched[site].empty() && own->mispredicted.count(site) == 0) {
+      prediction_.OrderHolds(site);  // from now on the launch thread does not wait for these handles
     }
   } catch (const std::exception& error) {
     FailRun(run, error.what());
@@ -183,12 +181,12 @@ uint64_t Store::FetchOnCuda(int64_t run_id, int device, Stream stream, int64_t c
   return 0;
 }
 
-void Store::GuardOnCuda(int64_t run_id, int device, Stream stream, DevicePointer data, int64_t bytes) {
+void Store::GuardOnCuda(const CudaCall& call, DevicePointer data, int64_t bytes) {
   Lock lock = Enter();
-  Ring* const ring = &RingOf(lock, device, stream);
+  Ring& ring = RingOf(lock, call.device, call.stream);
   RequireOpen();
-  const ContextScope scope(ring->context());
-  ring->Guard(run_id, data, bytes, stream);
+  const ContextScope scope(ring.context());
+  ring.Guard(call.run, data, bytes, call.stream);
 }
 
 }  // namespace dejax::offload

@@ -1,4 +1,4 @@
-"""The code of `benchmarks/mosaic_trial.py`: kernels interpreted and lowered, results checked, faults kept apart."""
+"""`benchmarks/mosaic_trial.py`: kernels run interpreted, lower for an H200; wrong results and faults show."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUMS = [(width, shapes[0]) for width, shapes in trial.SUMS.items()]
 
 
 def lower(function, *shapes) -> None:
-    """Mosaic's own lowering for an H200, without one: layouts, copies and the size of shared memory are checked."""
+    """Mosaic's lowering for an H200, without a GPU. It checks layouts, copies and the size of shared memory."""
     sharding = jax.sharding if hasattr(jax.sharding, "AbstractDevice") else importlib.import_module("jax._src.mesh")
     device = sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
@@ -41,7 +41,7 @@ def test_sums_lower_for_an_h200(width, shape):
 
 
 def mosaic_only(case: trial.Case, *numbers: int) -> trial.Case:
-    """The case with some of its Mosaic kernels alone."""
+    """The case with only some of its Mosaic kernels."""
     mosaic = [k for k in case.kernels if k.lowering == "mosaic"]
     return replace(case, kernels=tuple(mosaic[i] for i in numbers))
 
@@ -54,10 +54,10 @@ def test_a_block_goes_through_tiles_of_several_types(monkeypatch, capfd, number)
     assert len(set(types)) > 2 and len(types) == 5
     (row,) = (trial.run_job(job) for job in trial.prepare([case]))
     assert "failed" not in row and 0 < row["error"] < 0.01
-    assert "RACE" not in capfd.readouterr().out  # which the interpreter reports from jax 0.11 on
+    assert "RACE" not in capfd.readouterr().out  # reported by the interpreter from jax 0.11 on
 
 
-def test_a_wrong_result_and_a_fault_cost_their_line_only(monkeypatch):
+def test_a_wrong_result_or_a_fault_spoils_only_its_own_line(monkeypatch):
     def fault(_):
         raise RuntimeError("no such layout\nand more")
 

@@ -1,4 +1,4 @@
-"""The measuring part of benchmarks/offload.py."""
+"""The measurements of benchmarks/offload.py."""
 
 import json
 
@@ -10,7 +10,7 @@ from dejax.pallas import profile
 MS = 1e6
 
 
-def test_what_ran_beside_what(monkeypatch):
+def test_time_of_overlapping_copies_and_compute(monkeypatch):
     records = [("MemcpyH2D", 0, 4), ("MemcpyH2D", 3, 3), ("MemcpyD2H", 5, 5), ("fusion", 2, 1), ("MemcpyD2D", 9, 3)]
     monkeypatch.setattr(profile, "record", lambda run: [profile.Record(n, b * MS, d * MS) for n, b, d in records])
     found = offload_measuring.overlap(lambda: None)
@@ -29,7 +29,7 @@ def test_what_ran_beside_what(monkeypatch):
     assert offload_measuring.overlap(lambda: None) == {}
 
 
-def test_what_a_case_has_found_is_kept(tmp_path, monkeypatch):
+def test_results_of_an_unfinished_case_are_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("DEJAX_BENCHMARK_PART", str(tmp_path / "part.json"))
     offload_measuring.keep({"rows": [1]})
     assert json.loads((tmp_path / "part.json").read_text()) == {"rows": [1]}

@@ -1,4 +1,4 @@
-"""The code of `benchmarks/rgnn.py`: device time, what peers are given, workers that fail, tables, goals, plot."""
+"""`benchmarks/rgnn.py`: device time, inputs of peers, failing workers, tables, goals, plot."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = Settings(width=8, heads=2, precision="f32")
 
 
 def tiny(name: str = "tiny") -> Graph:
-    """Three node types; each of five relations joins two of them; one node receives nothing."""
+    """Three node types. Each of five relations joins two of them. One node has no incoming edge."""
     rng = np.random.default_rng(0)
     counts, relations = np.array([5, 9, 6]), [(0, 1), (1, 1), (2, 0), (1, 2), (0, 2)]
     first = np.concatenate([[0], np.cumsum(counts)])
@@ -37,7 +37,7 @@ def tiny(name: str = "tiny") -> Graph:
 # --- time
 
 
-def test_calls_are_told_apart_by_their_number_of_kernels():
+def test_records_are_split_into_calls_by_their_number():
     call = [(0.0, 2e6), (3e6, 1e6)]  # 2 ms, a pause of 1 ms, 1 ms
     records = [(start + 10e6 * i, duration) for i in range(3) for start, duration in call]
     found = device_time.summarize(records[::-1], 3)
@@ -59,7 +59,7 @@ def test_overlapping_kernels_are_one_span():
     assert found is not None and (found.span_ms, found.kernels_ms) == (5.0, 6.0)
 
 
-def test_a_profiler_that_fails_costs_the_device_time_only():
+def test_without_a_working_profiler_there_is_only_the_callers_time():
     def profile(*_: Any) -> None:
         raise RuntimeError("no counters")
 
@@ -73,7 +73,7 @@ def test_a_slow_function_is_called_once():
     assert len(calls) == 1 and found["cut"] and found["device"] is None
 
 
-# --- what all are given
+# --- shared inputs
 
 
 def test_row_bound():
@@ -91,7 +91,7 @@ def test_mean_scale_is_one_over_the_edges_of_the_type():
     np.testing.assert_allclose(graph.mean_scale, [1 / (key == k).sum() for k in key])
 
 
-def test_a_saved_graph_comes_back(tmp_path):
+def test_save_and_load_of_a_graph(tmp_path):
     graph = tiny()
     graph.save(tmp_path / "g")
     again = Graph.load(tmp_path / "g")
@@ -115,7 +115,7 @@ def test_a_graph_from_a_file_is_sorted_and_renumbered(tmp_path):
         case.read_graph(tmp_path / "i.npz")
 
 
-def test_agreement_sees_a_wrong_gradient(tmp_path):
+def test_agreement_reports_a_wrong_gradient(tmp_path):
     y = np.ones((4, 3))
     case.write_sample(tmp_path / "s.npz", y, y, {"a": np.ones((2, 3)), "w": y})
     good = case.agreement(tmp_path / "s.npz", y, y, {"a": np.full((1, 3), 2.0), "w": y})
@@ -127,7 +127,7 @@ def test_agreement_sees_a_wrong_gradient(tmp_path):
     assert case.agreement(tmp_path / "none.npz", y, y, {}) is None
 
 
-# --- peers give what ours gives
+# --- peers agree with ours
 
 
 def run_cells(run: Any, tmp_path: Path, model: str, names: list[str]) -> dict[str, dict[str, Any]]:
@@ -140,6 +140,7 @@ def run_cells(run: Any, tmp_path: Path, model: str, names: list[str]) -> dict[st
     return {c["implementation"]: run.run_cell(c, folder, Limits(target_s=0.0)) for c in cells}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model", command.MODELS)
 def test_jax_peers_agree_with_ours(model, tmp_path):
     from peers import run_jax
@@ -192,11 +193,11 @@ def test_torch_trains_as_ours_does(model, tmp_path):
     cells = [training_cell(tmp_path, model, name) for name in ("dejax", "pyg")]
     runs = zip((run_jax, run_torch), cells, strict=True)
     ours, peer = (run.run_cell(c, tmp_path / "tiny", Limits(target_s=0.0))["losses"] for run, c in runs)
-    count = 1 if model == "rgat" else 3  # it shares its attention vectors among the relations
+    count = 1 if model == "rgat" else 3  # PyTorch Geometric shares attention vectors among the relations
     assert ours[:count] == pytest.approx(peer[:count], rel=1e-4)
 
 
-def test_every_peer_has_a_worker_and_a_package_that_is_missing_is_a_result():
+def test_every_peer_has_a_worker_and_a_missing_package_is_reported():
     from peers import jax_layers, run_jax
 
     assert set(jax_layers.LAYERS) == {name for name, kind in runner.FRAMEWORKS.items() if kind == "jax"}
@@ -224,7 +225,7 @@ for i, cell in enumerate(job["cells"]):
 """
 
 
-def test_a_worker_that_hangs_or_dies_is_a_result_and_the_others_go_on(tmp_path, monkeypatch, capfd):
+def test_a_worker_that_hangs_or_dies_is_reported_and_the_other_cells_run(tmp_path, monkeypatch, capfd):
     worker = tmp_path / "worker.py"
     worker.write_text(_WORKER, encoding="utf-8")
     monkeypatch.setattr(runner, "_WORKER", worker)
@@ -298,7 +299,7 @@ def test_ratios(results):
     assert ratio("forward", "hector") == pytest.approx(4.15 / 0.5)
     assert ratio("training", "hector") == pytest.approx(14.4 / 1.5)
     report.ours(results, report.BASE, "am", "rgcn")["training"]["device"]["span_ms"] = (
-        9.0  # profiled, launches are slow
+        9.0  # launches are slow while profiled
     )
     assert ratio("training", "hector") == pytest.approx(14.4 / 3.0)
     assert report.ratio(results, report.BASE, ("am", "rgat"), "forward", "all") is None
@@ -311,13 +312,13 @@ def test_text_has_every_table_and_the_goals(results):
     assert "MISSED   am rgat training over forward: 4 x (<= 3.5)" in text
     assert "reached  am rgcn forward: 0.5 ms (<= 0.6)" in text
     assert "am rgcn peak memory over needed: 1.5 x (<= 1.5)" in text
-    # Twice the bytes in three times the time.
+    # Width 128 moves twice the bytes in three times the time.
     line = next(line for line in text.splitlines() if " 128 " in line)
     assert line.split()[-2:] == ["1.5", "1"]
     assert "MISSED   am rgcn width 128, 1 heads, float32: time for each byte, the larger: 1.5 x (<= 1.3)" in text
 
 
-def test_results_without_a_device_clock_are_taken_by_the_callers(results):
+def test_without_device_times_the_callers_times_count(results):
     for r in results["results"]:
         for phase in report.PHASES:
             if r[phase]:
@@ -345,11 +346,11 @@ def test_merge_replaces_what_was_measured_again(results):
     assert len(merged["results"]) == len(results["results"])
     assert report.select(merged, report.BASE, model="rgcn", implementation="pyg")[0]["forward"]["ms"] == 7.0
     other = {"graphs": {"am": {"nodes": 11, "edges": 20, "row_bound_ms": {}}}, "results": []}
-    with pytest.raises(ValueError, match="graph am has counts"):
+    with pytest.raises(ValueError, match="graph am must have the counts of the earlier results"):
         report.merge(results, other)
 
 
-def test_hectors_figures_are_of_known_graphs():
+def test_stored_figures_of_hector_are_consistent_with_the_graphs_and_models():
     reference = json.loads((Path(report.__file__).parent / "peers" / "hector.json").read_text(encoding="utf-8"))
     assert set(reference["ms"]) == set(command.GRAPHS)
     assert all(set(models) == set(command.MODELS) for models in reference["ms"].values())

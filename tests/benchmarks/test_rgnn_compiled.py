@@ -1,4 +1,4 @@
-"""What the benchmark of compiled kernels reads out of what `ptxas` and `nvdisasm` say."""
+"""`benchmarks/rgnn_compiled.py` parses the output of `ptxas` and `nvdisasm`."""
 
 import rgnn_compiled
 
@@ -8,7 +8,7 @@ ptxas info    : Function properties for rgcn_2_traverse
     0 bytes stack frame, 24 bytes spill stores, 16 bytes spill loads
 ptxas info    : Used 64 registers, used 0 barriers
 """
-# A loop inside of a loop, and the branch to itself that ends every kernel.
+# A loop inside a loop, and the branch to itself that ends every kernel.
 DISASSEMBLED = """
         /*0000*/                   MOV R1, c[0x0][0x28] ;
 .L_x_1:

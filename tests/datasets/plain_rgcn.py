@@ -1,7 +1,7 @@
-"""A two-layer R-GCN in plain JAX, and the same without edges: what the data sets' tests measure learnability with.
+"""A two-layer R-GCN in plain JAX, and the same model without edges. Tests use them to measure if a task can be learned.
 
-It uses nothing of dejax.rgnn, so that a defect there does not look like one of the data. Mean over the incoming edges
-of each relation, reverse relations added, dropout between the layers, AdamW; epochs and widths are fixed, nothing is
+They use nothing of dejax.rgnn, so that a defect there does not look like a defect of the data. Mean over the incoming
+edges of each relation, reverse relations, dropout between the layers, AdamW. Epochs and widths are fixed; nothing is
 chosen on the test nodes.
 """
 
@@ -16,7 +16,7 @@ from dejax.datasets import EntityDataset
 def accuracies(
     data: EntityDataset, *, use_edges: bool, hidden: int = 32, epochs: int = 60, seed: int = 0
 ) -> dict[str, float]:
-    """Accuracy on each split after training on the training nodes; without features, on a learned embedding."""
+    """Accuracy on each split after training. Without features, the input is a learned embedding."""
     types = 2 * data.num_edge_types
     senders = np.concatenate([data.senders, data.receivers]).astype(np.int64)
     receivers = np.concatenate([data.receivers, data.senders]).astype(np.int64)

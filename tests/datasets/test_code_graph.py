@@ -1,4 +1,4 @@
-"""The code graph on small sources: every relation, name resolution, order."""
+"""The code graph of small sources: every relation, name resolution, order."""
 
 import subprocess
 import sys

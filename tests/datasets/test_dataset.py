@@ -1,4 +1,4 @@
-"""EntityDataset: validation, derived values, texts, files; and what importing the package costs."""
+"""EntityDataset: validation, derived values, texts, files; and the imports of the package."""
 
 import dataclasses
 import io
@@ -46,7 +46,7 @@ def test_fields_and_derived_values():
     np.testing.assert_array_equal(data.train_labels, [0, 1, 1])
     np.testing.assert_array_equal(data.test_labels, [1])
     assert data.valid_labels.shape == (0,)
-    assert data.majority_accuracy == 1.0  # blue is the majority of the training nodes, and the test node is blue
+    assert data.majority_accuracy == 1.0  # most training nodes are blue, and the test node is blue
     with pytest.raises(dataclasses.FrozenInstanceError):
         data.name = "other"
 
@@ -144,13 +144,13 @@ def test_graph():
     assert graph.edge_type_names == data.edge_type_names and graph.node_type_names == data.node_type_names
 
 
-def test_import_brings_neither_jax_nor_rdflib():
+def test_importing_the_package_imports_neither_jax_nor_rdflib():
     code = "import sys, dejax.datasets; print([m for m in ('jax', 'rdflib', 'urllib.request') if m in sys.modules])"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "[]"
 
 
-def test_progress_draws_and_is_silent_where_nobody_looks():
+def test_progress_draws_on_a_terminal_only():
     stream = io.StringIO()
     with Progress("work", 4, unit="steps", stream=stream) as bar:
         bar.update(4)

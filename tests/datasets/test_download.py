@@ -1,4 +1,4 @@
-"""Downloads, against a server on the loopback: what is kept, what is refused, and what the errors say."""
+"""Downloads from a server on the loopback: kept files, refused files, and error messages."""
 
 import gzip
 import io
@@ -34,7 +34,7 @@ def tgz(members: dict[str, bytes]) -> bytes:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with `body`; `declared` is its Content-Length, by default the true one, None for none."""
+    """Answers with `body`. `declared` is its Content-Length: the true one by default, None for no header."""
 
     body = b""
     declared: int | str | None = "true"
@@ -76,7 +76,7 @@ def server(monkeypatch):
 
 
 def kept(cache: Path) -> list[str]:
-    """Everything below the folder of downloads: hidden work folders would show here."""
+    """Everything below the folder of downloads, including hidden work folders."""
     home = cache / "datasets"
     return sorted(str(path.relative_to(home)) for path in home.rglob("*")) if home.exists() else []
 
@@ -92,13 +92,13 @@ def test_one_download_then_the_cache(server, tmp_path, capsys):
     assert server.requests == 1 and again.num_edges == 1
 
 
-def test_the_first_digests_are_recorded_and_hold(server, tmp_path):
+def test_the_first_digests_are_recorded_and_checked_later(server, tmp_path):
     load("mutag", url=server.url(), cache=tmp_path)
     home = tmp_path / "datasets" / "mutag"
     recorded = json.loads((home / "digests.json").read_text())
     assert recorded["url"] == server.url()
     assert recorded["testSet.tsv"] == files.sha256(home / "testSet.tsv")
-    load("mutag", url=server.url(), cache=tmp_path, force_download=True)  # the same archive is welcome
+    load("mutag", url=server.url(), cache=tmp_path, force_download=True)  # the same archive is accepted
     assert server.requests == 2
     server.body = tgz({**MEMBERS, "mutag/testSet.tsv": MEMBERS["mutag/testSet.tsv"].replace(b"1.0\n", b"0.0\n")})
     with pytest.raises(ValueError, match=r"archive: expected SHA-256 .* nothing was kept"):
@@ -144,7 +144,7 @@ def test_a_truncated_archive_of_undeclared_length(server, tmp_path):
 
 
 @pytest.mark.parametrize("body", [b"<html>moved</html>", b""])
-def test_something_else_than_an_archive(server, tmp_path, body):
+def test_a_file_that_is_no_archive(server, tmp_path, body):
     server.body = body
     with pytest.raises(ValueError, match=r"is not a whole \.tgz archive"):
         load("mutag", url=server.url(), cache=tmp_path)
@@ -165,7 +165,7 @@ def test_members_stay_inside_the_folder(server, tmp_path):
 
 
 @pytest.mark.parametrize("status", [404, 500])
-def test_the_server_says_no(server, tmp_path, status):
+def test_the_server_answers_with_an_error(server, tmp_path, status):
     server.status = status
     with pytest.raises(DataUnavailableError, match=rf"the server answered {status} .*folder=.*DEJAX_DATA"):
         load("mutag", url=server.url(), cache=tmp_path)

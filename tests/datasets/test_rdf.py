@@ -1,4 +1,4 @@
-"""The RDF data sets: N-Triples in every form, relations left out, splits, folders; AIFB itself where it is."""
+"""The RDF data sets: N-Triples in every form, left-out relations, splits, folders; AIFB itself if its files exist."""
 
 import gzip
 import os
@@ -71,11 +71,11 @@ def test_splits(folder):
     assert (data.labels == -1).sum() == 6
 
 
-def test_leaking_relations_are_left_out_and_said(folder):
+def test_leaking_relations_are_left_out_and_named(folder):
     data = read(folder, leaking=["http://x.org/secret", "http://x.org/not-there"])
     assert "secret" not in data.edge_type_names
     assert data.num_edges == 9 and data.num_edge_types == 4
-    assert data.num_nodes == 9  # nodes stay, without that edge
+    assert data.num_nodes == 9  # the nodes stay without that edge
     assert "secret; not-there (1 triples" in data.description
 
 
@@ -142,7 +142,7 @@ def write_data_set(folder: Path, name: str, *, secret: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["aifb", "mutag", "bgs", "am"])
-def test_load_from_a_folder_leaves_out_what_the_paper_leaves_out(tmp_path, name):
+def test_load_from_a_folder_leaves_out_the_relations_that_the_paper_leaves_out(tmp_path, name):
     for i, secret in enumerate(LEAKING[name]):
         write_data_set(tmp_path / str(i) / name, name, secret=secret)
         data = load(name, tmp_path / str(i), cache=tmp_path / "cache")
@@ -198,6 +198,6 @@ def test_aifb(tmp_path):
     assert data.majority_accuracy == pytest.approx(15 / 36)
     assert not {"affiliation", "employs"} & set(data.edge_type_names)
     assert data.edge_type_names[0] == "publication" and np.bincount(data.edge_type)[0] == 4_163
-    # every labelled node is a person: the types are right and the node ids are those of the entities
+    # every labelled node is a person, so types and node ids are right
     assert {data.node_type_names[t] for t in data.node_type[data.train_nodes]} == {"Person"}
     assert data.graph(add_self_loops=True).num_edges == 2 * 29_043 + 8_285

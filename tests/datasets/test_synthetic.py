@@ -1,4 +1,4 @@
-"""Synthetic graphs: the published counts, the described distributions, the seed."""
+"""Synthetic graphs: the published counts, the documented distributions, the seed."""
 
 import numpy as np
 import pytest
@@ -51,8 +51,8 @@ def test_each_relation_joins_two_node_types_with_skewed_ends():
         edges = data.edge_type == relation
         (source,), (destination,) = (np.unique(data.node_type[ends[edges]]) for ends in (data.senders, data.receivers))
         types |= {int(source), int(destination)}
-    assert len(types) == data.num_node_types  # 51 relations of 5 types: 1e-9 that one is never drawn
-    # An end point is floor(m u^2.5): the k most frequent of m nodes are met with probability (k / m)^0.4.
+    assert len(types) == data.num_node_types  # 51 relations of 5 types: one is never drawn with probability 1e-9
+    # An end point is floor(m u^2.5): the k most frequent of m nodes are drawn with probability (k / m)^0.4.
     largest = data.edge_type == 0
     for ends in (data.senders[largest], data.receivers[largest]):
         members = np.flatnonzero(data.node_type == data.node_type[ends[0]])
@@ -62,11 +62,11 @@ def test_each_relation_joins_two_node_types_with_skewed_ends():
             assert counts[:k].sum() / counts.sum() == pytest.approx((k / len(members)) ** 0.4, rel=0.02)
 
 
-def test_hubs_are_the_same_nodes_in_every_relation_and_not_the_first():
+def test_long_segments_are_those_of_the_same_nodes_in_every_relation():
     data = synthetic("fb15k", seed=2)
-    hubs = [int(np.bincount(data.senders[data.edge_type == relation]).argmax()) for relation in range(5)]
-    assert len(set(hubs)) == 1
-    assert hubs[0] != 0  # the order is permuted (seed 2)
+    busiest = [int(np.bincount(data.senders[data.edge_type == relation]).argmax()) for relation in range(5)]
+    assert len(set(busiest)) == 1
+    assert busiest[0] != 0  # the order is permuted (seed 2)
 
 
 def test_seed():

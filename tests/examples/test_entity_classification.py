@@ -1,4 +1,4 @@
-"""The main job end to end on a tiny RDF data set, and, where its files are, the published figure on AIFB."""
+"""The training command end to end on a tiny RDF data set, and the published figure on AIFB if its files exist."""
 
 import json
 import os
@@ -19,6 +19,8 @@ from dejax.training.report import _without_paths, machine_kind
 
 from .tiny import write_aifb
 
+pytestmark = pytest.mark.newest_jax
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "entity_classification.py"
 
@@ -38,7 +40,7 @@ def _own_cache(tmp_path_factory):
 
 @pytest.fixture
 def command(data_folder, tmp_path, capsys):
-    """Runs the command on the tiny data set; gives the exit status, stdout and stderr."""
+    """Runs the command on the tiny data set: exit status, stdout and stderr."""
 
     def run(*words, out="run"):
         words = [str(w) for w in words]
@@ -52,7 +54,7 @@ def command(data_folder, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def finished(data_folder, tmp_path_factory):
-    """One run of two seeds with all that it leaves: its folder and what it printed. Tests read it only."""
+    """One run of two seeds: its folder and its output. Tests only read it."""
     import contextlib
     import io
 
@@ -68,7 +70,7 @@ def results(folder):
     return json.loads((folder / "results.json").read_text())
 
 
-def test_a_run_learns_and_says_so(finished):
+def test_a_run_learns_and_prints_its_accuracy(finished):
     folder, out = finished
     found = results(folder)
     assert found["accuracy"]["test"]["mean"] >= 0.8
@@ -78,7 +80,7 @@ def test_a_run_learns_and_says_so(finished):
     assert found["time"]["epoch_ms"] > 0 and found["time"]["total_s"] > found["time"]["compile_s"] > 0
     assert found["memory"]["bytes"] > 2**20
     assert found["machine"]["kind"] == machine_kind() and found["versions"]["jax"] == jax.__version__
-    # The table ends the output and says what the JSON says.
+    # The output ends with the table, which agrees with the JSON.
     table = out[out.index("accuracy, %") :].splitlines()
     rows = {line[:26].strip(): line[26:].split() for line in table}
     assert rows["R-GCN, test"][0] == f"{100 * found['accuracy']['test']['mean']:.1f}"
@@ -112,9 +114,10 @@ def test_evaluate_gives_the_accuracies_of_the_run(command, finished):
     assert out.count("\n") == 1 and out.startswith("seed 1, epoch 20")
 
 
+@pytest.mark.full
 def test_a_resumed_run_equals_one_that_never_stopped(command, tmp_path):
-    # With dropout, so that a random key that is lost or drawn again would show. Stopped at a multiple of --eval-every:
-    # a piece of another length is another XLA program, which may round differently.
+    # Dropout shows a random key that is lost or drawn twice. The run stops at a multiple of --eval-every, since a piece
+    # of another length is another XLA program, which may round differently.
     common = ("--seeds", "1", "--dropout", "0.4", "--no-baseline", "--eval-every", "3")
     command(*common, "--epochs", "9", out="whole")
     command(*common, "--epochs", "6", out="parts")
@@ -133,7 +136,7 @@ def _restored(folder):
     return checkpoints.restore(0, trainer.abstract_state())
 
 
-def test_resume_trains_only_what_is_missing(command, tmp_path):
+def test_resume_trains_only_missing_epochs_and_seeds(command, tmp_path):
     command("--seeds", "1", "--epochs", "4", "--no-baseline")
     before = (tmp_path / "run" / "checkpoints" / "seed0" / "4").stat().st_mtime_ns
     command("--seeds", "2", "--epochs", "4", "--no-baseline", "--resume")
@@ -145,13 +148,14 @@ def test_resume_refuses_other_settings_and_names_them(command, tmp_path):
     command("--seeds", "1", "--epochs", "2", "--no-baseline")
     status, _, err = command("--seeds", "1", "--epochs", "4", "--hidden", "8", "--resume")
     assert status == 2 and "hidden=8 (it has 16)" in err
-    # and the former run is still there
+    # the earlier run is still there
     assert Checkpoints(tmp_path / "run").latest(0) == 2
     status, _, err = command("--resume", out="nowhere")
     assert status == 2 and "holds no run" in err
 
 
-def test_a_run_without_resume_leaves_no_former_checkpoint(command, tmp_path):
+@pytest.mark.full
+def test_a_run_without_resume_removes_earlier_checkpoints(command, tmp_path):
     command("--seeds", "2", "--epochs", "2", "--no-baseline")
     command("--seeds", "1", "--epochs", "2", "--no-baseline")
     assert Checkpoints(tmp_path / "run").seeds() == [0]
@@ -166,7 +170,7 @@ def test_a_run_without_resume_leaves_no_former_checkpoint(command, tmp_path):
         (("--evaluate", "nothing-here"), "not in the folder of a run"),
     ],
 )
-def test_misuse_is_one_line_on_stderr(command, words, message):
+def test_misuse_prints_one_line_on_stderr(command, words, message):
     status, _, err = command(*words)
     assert status == 2 and err.startswith("error: ") and message in err and err.count("\n") == 1
 
@@ -176,6 +180,7 @@ def test_an_unknown_data_set_is_named(capsys):
     assert "name must be one of" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["rgat", "hgt"])
 def test_attention_models_learn_the_task(command, tmp_path, model):
     command("--model", model, "--seeds", "1", "--epochs", "40", "--no-baseline", "--no-checkpoints")
@@ -184,7 +189,7 @@ def test_attention_models_learn_the_task(command, tmp_path, model):
 
 @pytest.mark.slow
 def test_the_kernels_train_as_xla_does(data_folder):
-    """`--backend pallas`, interpreted where there is no GPU: the same losses and accuracies."""
+    """`--backend pallas`, interpreted without a GPU, has the same losses and accuracies."""
     data = datasets.load("aifb", data_folder)
     curves = {}
     for backend in ("xla", "pallas"):
@@ -201,14 +206,14 @@ def test_the_graph_is_an_argument_of_the_step_and_no_constant(data_folder):
     trainer = Trainer(resolve("aifb", epochs=2), data)
     state = trainer.init(0)
     text = jax.jit(trainer.step).lower(state, trainer.batch).as_text()
-    assert f"tensor<{trainer.batch.graph.num_edges}xi32>" in text  # it does read edge lists ..
+    assert f"tensor<{trainer.batch.graph.num_edges}xi32>" in text  # the program reads edge lists ..
     assert "dense_resource" not in text
     longest = max((line for line in text.splitlines() if "stablehlo.constant" in line), key=len)
-    assert len(longest) < 300, longest[:300]  # .. none of which is written out in the program
+    assert len(longest) < 300, longest[:300]  # .. but has none as a constant
 
 
 def test_the_step_is_adam_on_the_mean_cross_entropy(data_folder):
-    """One step of a seed against numpy, from the gradient that JAX takes of a loss written out here."""
+    """One step of a seed against numpy, with JAX's gradient of a loss that is written out here."""
     trainer = Trainer(resolve("aifb", lr=0.1, l2=0.01), datasets.load("aifb", data_folder))
     state = trainer.init(3)
 
@@ -234,7 +239,7 @@ def test_seeds_differ_and_repeat(data_folder):
     assert any((x != y).any() for x, y in zip(a, b, strict=True))
 
 
-def test_the_baseline_sees_no_edges(data_folder):
+def test_the_baseline_ignores_edges(data_folder):
     data = datasets.load("aifb", data_folder)
     trainer = Trainer(resolve("aifb", "mlp"), data)
     other = Trainer(resolve("aifb", "mlp"), _shuffled(data))
@@ -255,7 +260,7 @@ def _shuffled(data):
 
 
 def _reversed(data):
-    """A graph with as many edges and pairs of each type, in which all edges go the other way."""
+    """A graph with as many edges and pairs of each type, with all edges reversed."""
     import dataclasses
 
     return dataclasses.replace(data, senders=data.receivers, receivers=data.senders).graph(add_reverse=True)
@@ -322,7 +327,7 @@ AIFB = _aifb_folder()
 @pytest.mark.slow
 @pytest.mark.skipif(AIFB is None, reason="AIFB's files are not here: name their folder in DEJAX_DATA")
 def test_aifb_reaches_the_published_accuracy(tmp_path):
-    """R-GCN paper, table 2: 95.83 %. Over 10 seeds at the published setting, none of it chosen on the test nodes."""
+    """R-GCN paper, table 2: 95.83 %. 10 seeds at the published setting; nothing is chosen on the test nodes."""
     assert cli.main(["--dataset", "aifb", "--data", str(AIFB), "--out", str(tmp_path), "--no-checkpoints"]) == 0
     found = results(tmp_path)
     assert len(found["accuracy"]["test"]["runs"]) == 10

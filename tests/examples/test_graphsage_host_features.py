@@ -1,4 +1,4 @@
-"""The GraphSAGE example learns, and both ways to gather its features train alike."""
+"""The GraphSAGE example learns, and both ways to gather its features train equally well."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""host_gather and rgnn composed by a step: seeds, local graph, features from host memory, a relational layer."""
+"""host_gather and rgnn in one step: seeds, local graph, features from host memory, a relational layer."""
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,8 @@ import pytest
 from dejax import _native, rgnn
 from dejax.host_gather import HostTable, Topology, sample_graph, typed_linear
 
+pytestmark = pytest.mark.newest_jax
+
 
 @rgnn.program
 def relational_sum(g: rgnn.RelGraph, h: jax.Array, w: jax.Array) -> jax.Array:
@@ -15,7 +17,7 @@ def relational_sum(g: rgnn.RelGraph, h: jax.Array, w: jax.Array) -> jax.Array:
 
 
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
-def test_a_layer_on_all_neighbours_is_the_layer_on_the_full_graph() -> None:
+def test_a_layer_on_all_neighbours_equals_the_layer_on_the_full_graph() -> None:
     rng = np.random.default_rng(0)
     nodes, edges, relations = 30, 120, 3
     senders, receivers = rng.integers(0, nodes, edges), rng.integers(0, nodes, edges)
@@ -44,7 +46,7 @@ def test_a_layer_on_all_neighbours_is_the_layer_on_the_full_graph() -> None:
     def from_the_table(
         key: jax.Array, topology: Topology, table: HostTable, seeds: jax.Array, w: jax.Array
     ) -> jax.Array:
-        """The same layer, whose typed linear reads its rows from the table: no gathered copy."""
+        """The same layer with a typed linear that reads its rows from the table, without a gathered copy."""
         local = sample_graph(key, topology, seeds, [20])
         sender = local.node_ids.at[local.senders].get(mode="fill", fill_value=-1)  # padding gives zeros
         messages = typed_linear(table, sender, local.relation, w, precision="f32")

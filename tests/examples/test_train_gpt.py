@@ -1,4 +1,4 @@
-"""The GPT example: with and without offload the same losses, and a resumed run goes on where it was."""
+"""The GPT example: equal losses with and without offload, and a resumed run continues where it stopped."""
 
 import importlib.util
 import json
@@ -25,6 +25,7 @@ def losses(path: Path) -> list[float]:
     return json.loads((path / "losses.json").read_text())["losses"]
 
 
+@pytest.mark.full
 def test_same_losses_and_resume(example, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(example, "read_text", lambda: bytes(range(256)) * 64)
     monkeypatch.setenv("XLA_FLAGS", "")
@@ -48,9 +49,9 @@ def test_a_second_run_replaces_the_first(example, tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["4"]
 
 
-def test_checkpoints_of_others_are_left(example, tmp_path):
+def test_checkpoints_of_others_are_kept(example, tmp_path):
     (tmp_path / "checkpoints" / "4").mkdir(parents=True)
-    with pytest.raises(SystemExit, match=r"checkpoints is there.*--resume.*--out"):
+    with pytest.raises(SystemExit, match=r"--out must be a new folder.*--resume.*another --out"):
         example.main([*TINY, "--out", str(tmp_path)])
     assert (tmp_path / "checkpoints" / "4").exists()
 
@@ -65,7 +66,7 @@ def test_text_is_there(example):
         ("--width 30 --heads 4", "--width 30 must be a multiple of --heads 4"),
         ("--checkpoint 15 --report 10", "--checkpoint 15 must be a multiple of --report 10"),
         ("--host-bytes 1000", "need --offload"),
-        ("--offload all --store nowhere", "nowhere is no folder; create it"),
+        ("--offload all --store nowhere", "--store must be a folder, got nowhere; create it"),
     ],
 )
 def test_bad_arguments(example, arguments, words, capsys):

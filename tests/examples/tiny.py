@@ -1,4 +1,4 @@
-"""A task small enough to train in a second, in the files of an RDF data set: the command reads it as it reads AIFB."""
+"""A task that trains in a second, as files of an RDF data set: the command reads it as AIFB."""
 
 from pathlib import Path
 
@@ -8,9 +8,9 @@ _BASE = "http://example.org/"
 
 
 def write_aifb(folder: Path, people: int = 90, groups: int = 3) -> Path:
-    """Writes `aifb_stripped.nt` and the two tables: people work on projects, each of which is of one group.
+    """Writes `aifb_stripped.nt` and the two tables: people work on projects, and each project has one group.
 
-    The group of a person is that of her projects. Nothing but the edges tells it: a person has no literal.
+    The group of a person is the group of her projects. Only edges reveal it: a person has no literal.
     """
     rng = np.random.default_rng(0)
     group = np.arange(people) % groups

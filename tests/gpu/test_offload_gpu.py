@@ -11,6 +11,7 @@ import pytest
 
 from dejax import _native
 from dejax.offload import ActivationStore, _calls, offload, optimizer
+from tests.offload.layers import interceptor
 
 pytestmark = [
     pytest.mark.gpu,
@@ -190,7 +191,7 @@ def test_a_wrong_foresight_is_noticed_on_the_device() -> None:
     x, y = jnp.ones(5000), jnp.full(5000, 2.0)
     run = jax.jit(swapped)
     with ActivationStore() as store:
-        store._native.set_prediction(2)
+        interceptor(store).set_prediction(2)
         results = []
         failures = 0
         for flag in (True, False):
@@ -205,7 +206,7 @@ def test_a_wrong_foresight_is_noticed_on_the_device() -> None:
             bad = [r for _, r in results if np.isnan(np.asarray(r[0])).any() or np.isnan(np.asarray(r[1])).any()]
             assert len(bad) == 1
             assert all(np.isnan(np.asarray(part)).all() for part in bad[0])  # what it fetched later too
-        store._native.set_prediction(0)
+        interceptor(store).set_prediction(0)
         for flag in (True, False):  # and from then on handles are read
             a, b = run(x, y, flag)
             assert {float(a[0]), float(b[0])} == {1.0, 2.0}
@@ -221,7 +222,7 @@ def test_a_wrong_foresight_of_numbers_without_nan_shows() -> None:
         return _calls.guard(jnp.ones(5000), fetched, store_id=0), *fetched
 
     with ActivationStore() as store:
-        store._native.set_prediction(2)
+        interceptor(store).set_prediction(2)
         bad = 0
         for flag in (True, False):
             try:
@@ -232,7 +233,7 @@ def test_a_wrong_foresight_of_numbers_without_nan_shows() -> None:
                 assert "another order" in str(error)
                 bad += 1
         assert 1 <= bad <= 2
-        store._native.set_prediction(0)
+        interceptor(store).set_prediction(0)
         for flag in (True, False):
             assert not np.isnan(np.asarray(run(x, y, flag)[0])).any()
 
@@ -342,7 +343,7 @@ def test_a_failing_store_fails_the_step_and_the_next_one_works() -> None:
     with ActivationStore() as store:
         for kind in ("store", "fetch"):
             assert_same_bits(step(ws, x), want)
-            store._native.inject(kind, 1)
+            interceptor(store).inject(kind, 1)
             with pytest.raises(Exception, match="injected fault"):
                 jax.block_until_ready(step(ws, x))
             assert store.stats().live_count == 0

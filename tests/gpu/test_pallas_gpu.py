@@ -174,7 +174,12 @@ def test_rows_past_2_to_the_32_bytes():
     y = kernels.grouped_gemm(kernels.GroupedGemm(table, jnp.eye(width)[None], groups, x_index=index))
     assert np.array_equal(y, expected)
     (total,), _ = kernels.traverse(
-        lambda t: ((t,), ()), None, [table], [kernels.Operand("indexed", 0)], offsets=jnp.arange(5, dtype=jnp.int32),
-        num_items=4, num_rows=4, index_tables=[index], reductions=[kernels.Reduction("sum", (width,))],
-    )  # fmt: skip
+        lambda t: ((t,), ()),
+        None,
+        [table],
+        [kernels.Operand("indexed", 0)],
+        index_tables=[index],
+        reductions=[kernels.Reduction("sum", (width,))],
+        segments=kernels.Segments(offsets=jnp.arange(5, dtype=jnp.int32), num_items=4, num_rows=4),
+    )
     assert np.array_equal(total, expected)

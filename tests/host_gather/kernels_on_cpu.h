@@ -1,5 +1,5 @@
-// Enough of CUDA to run the text of a kernel on one CPU thread, lane after lane. Lanes of a warp meet only where they
-// take work by ticket: lane 0 runs first and draws, and the others follow what it drew.
+// Enough of CUDA to run the text of a kernel on one CPU thread, lane after lane. Lanes of a warp communicate only when they
+// take work by ticket: lane 0 runs first and draws tickets, and the other lanes replay them.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -20,8 +20,8 @@ struct Index {
 };
 static Index threadIdx, blockIdx, blockDim, gridDim;
 
-static std::vector<unsigned long long> drawn;  // by lane 0 of this warp
-static size_t followed;                        // how many of them this lane has come to
+static std::vector<unsigned long long> drawn;  // tickets, by lane 0 of this warp
+static size_t followed;                        // how many of them this lane has replayed
 
 inline unsigned long long atomicAdd(unsigned long long* counter, unsigned long long by) {
   const unsigned long long old = *counter;
@@ -38,7 +38,7 @@ inline T __ldg(const T* p) {
   return *p;
 }
 
-// Every thread of a grid, one after the other. Blocks of one warp only: a warp's tickets are in `drawn`.
+// Runs every thread of a grid, one after the other. Blocks have one warp, whose tickets are in `drawn`.
 template <typename Kernel, typename Params>
 void RunGrid(const Kernel& kernel, const Params& params, int grid) {
   gridDim.x = grid;

@@ -1,4 +1,4 @@
-"""`CachedTable` works wherever a table does, and what is written through it is read from it."""
+"""`CachedTable` works wherever a table does, and writes through it update its cached copies."""
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,13 @@ from dejax.host_gather import (
     CachedTable,
     HostTable,
     RowGradient,
-    Topology,
     adagrad,
     adam,
+    count_ids,
     gather,
     gather_done,
     gather_start,
     prefetched_scan,
-    sample_neighbors,
     scatter,
     scatter_add,
     sgd,
@@ -39,14 +38,13 @@ def both() -> tuple[HostTable, CachedTable]:
     return table, CachedTable.from_ids(HostTable.from_numpy(ROWS), HOT)
 
 
-def in_step(cached: CachedTable) -> None:
-    """The copies are those of the table."""
+def assert_copies_are_current(cached: CachedTable) -> None:
     slots = np.asarray(cached.slots)
     words = cached.numpy().view(np.uint32)
     np.testing.assert_array_equal(np.asarray(cached.cache)[slots[slots >= 0]], words[slots >= 0])
 
 
-def test_reading() -> None:
+def test_all_reads_give_the_rows_of_the_table() -> None:
     table, cached = both()
     for f in (
         lambda t: t[IDS],
@@ -71,21 +69,21 @@ def test_reading() -> None:
 
 
 @pytest.mark.parametrize("jitted", [False, True])
-def test_writing_keeps_the_copies(jitted: bool) -> None:
+def test_writes_update_the_copies(jitted: bool) -> None:
     values = RNG.standard_normal((7, 6)).astype(np.float32)
     for f in (scatter, scatter_add):
         table, cached = both()
         step = jax.jit(f, donate_argnums=0, out_shardings=shardings(cached)) if jitted else f
         plain = f(table, IDS, values).numpy()
-        for written in (step(cached, IDS, values),):
-            assert isinstance(written, CachedTable)
-            np.testing.assert_array_equal(written.numpy(), plain)
-            in_step(written)
-            np.testing.assert_array_equal(written[IDS], HostTable.from_numpy(plain)[IDS])
+        written = step(cached, IDS, values)
+        assert isinstance(written, CachedTable)
+        np.testing.assert_array_equal(written.numpy(), plain)
+        assert_copies_are_current(written)
+        np.testing.assert_array_equal(written[IDS], HostTable.from_numpy(plain)[IDS])
 
 
 @pytest.mark.parametrize("optimizer", [sgd(0.1), adagrad(0.1), adam(0.1)])
-def test_optimizers(optimizer: object) -> None:
+def test_optimizers_update_the_copies(optimizer: object) -> None:
     gradient = RowGradient(IDS, RNG.standard_normal((7, 6)).astype(np.float32))
     table, cached = both()
     state, other = optimizer.init(table), optimizer.init(cached)
@@ -94,7 +92,7 @@ def test_optimizers(optimizer: object) -> None:
         table, state = optimizer.update(gradient, state, table)
         cached, other = step(gradient, other, cached)
     np.testing.assert_allclose(cached.numpy(), table.numpy(), rtol=1e-6)
-    in_step(cached)
+    assert_copies_are_current(cached)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint16", "float16", "float64", "complex64", "bool"])
@@ -106,16 +104,6 @@ def test_written_rows_of_any_dtype(dtype: str) -> None:
         np.testing.assert_array_equal(cached.numpy(), rows)
         np.testing.assert_array_equal(cached[np.array([17, 3, 0])], rows[[17, 3, 0]])
     np.testing.assert_array_equal(np.asarray(cached.cache)[int(cached.slots[17])].tobytes(), rows[17].tobytes())
-
-
-def test_lists_of_a_graph() -> None:
-    starts, senders = np.array([0, 2, 5], np.int32), np.array([1, 0, 0, 1, 1], np.int32)
-    lists = [CachedTable.from_ids(HostTable.from_numpy(x), [1]) for x in (starts, senders)]
-    weights = CachedTable.from_ids(HostTable.from_numpy(np.ones(5, np.float32)), [0])
-    for given in (None, weights):
-        topology = Topology.from_csc(*lists, weights=given, num_nodes=2)
-        got = sample_neighbors(jax.random.key(0), topology, np.array([0, 1]), 3, max_degree=3)
-        assert [sorted(row) for row in got.senders.tolist()] == [[-1, 0, 1], [0, 1, 1]]
 
 
 @pytest.mark.parametrize(
@@ -135,9 +123,29 @@ def test_counts_of_any_dtype(dtype: str) -> None:
         assert int(CachedTable.from_counts(table, counts, 3).slots[20]) == -1
 
 
-def test_counts_that_are_none() -> None:
+def test_rows_are_chosen_by_counts() -> None:
+    table, degrees = HostTable.from_numpy(ROWS), np.arange(50)[::-1]
+    cached = CachedTable.from_counts(table, degrees, 10)
+    assert sorted(np.flatnonzero(np.asarray(cached.slots) >= 0)) == list(range(10))
+    ids = np.array([0, 9, 10, 49, -1, 50])
+    want = np.where(((ids >= 0) & (ids < 50))[:, None], ROWS[np.clip(ids, 0, 49)], 0)
+    for order in ("given", "sorted"):
+        np.testing.assert_array_equal(gather(cached, ids, order=order), want)
+    assert float(cached.hit_rate(ids)) == 0.5
+    assert CachedTable.from_counts(table, degrees, 0)[ids].shape == (6, 6)
+    counts = count_ids(jnp.zeros(50, jnp.int32), ids)
+    assert counts.sum() == 4 and counts[49] == 1
+
+
+def test_bad_ids_and_counts() -> None:
     table = HostTable.from_numpy(ROWS)
+    with pytest.raises(ValueError, match="distinct"):
+        CachedTable.from_ids(table, [1, 1])
+    with pytest.raises(ValueError, match="integers from 0 to 49"):
+        CachedTable.from_ids(table, [50])
+    with pytest.raises(ValueError, match=r"`counts` must have shape \(50,\)"):
+        CachedTable.from_counts(table, np.ones(3), 1)
     with pytest.raises(ValueError, match="must not have NaN"):
         CachedTable.from_counts(table, np.full(50, np.nan), 1)
-    with pytest.raises(TypeError, match="`counts` must be numbers"):
+    with pytest.raises(TypeError, match="`counts` must be real, got complex128"):
         CachedTable.from_counts(table, np.full(50, 1j), 1)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from dejax import _native
-from dejax.host_gather import CachedTable, HostTable, check_errors, count_ids, gather
+from dejax.host_gather import HostTable, check_errors, gather
 
 pytestmark = pytest.mark.skipif(
     _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
@@ -65,7 +65,7 @@ def test_any_shape(rows: int, row: tuple, ids_shape: tuple, mode: str, order: st
 def test_widths_and_many_ids(width: int, order: str) -> None:
     values = random_rows((1000, width), np.float32)
     ids = np.random.default_rng(1).integers(-5, 1005, 3001, np.int32)
-    ids[500:900] = 7  # a hub
+    ids[500:900] = 7  # a row that many ids name
     got = gather(HostTable.from_numpy(values), ids, order=order, num_sms=3)
     inside = (ids >= 0) & (ids < 1000)
     np.testing.assert_array_equal(got, np.where(inside[:, None], values[np.clip(ids, 0, 999)], 0))
@@ -83,7 +83,7 @@ def test_wide_types_and_ids() -> None:
             for order in ("given", "sorted"):
                 got = gather(table, ids, mode="clip" if clip else "fill", order=order)
                 same_bits(got, reference(values, ids, clip))
-    # Without it jax would cut them to 32 bits, and 2**32 + 3 would be row 3.
+    # Outside of the 64-bit mode jax would drop the upper bits, and 2**32 + 3 would be row 3.
     same_bits(gather(HostTable.from_numpy(values.astype(np.float32)), ids), reference(values.astype(np.float32), ids))
 
 
@@ -116,7 +116,7 @@ def test_conversion_of_every_value(dtype: object) -> None:
     # XLA's threads on the CPU flush subnormal floats to zero, which bfloat16 has.
     normal = ~(np.abs(want) < np.finfo(np.float32).tiny)
     np.testing.assert_array_equal(got[normal], want[normal])
-    if kind.itemsize == 2:  # and back: rounding to nearest, ties to even
+    if kind.itemsize == 2:  # conversion from float32 rounds to nearest, ties to even
         rng = np.random.default_rng(0)
         numbers = (rng.standard_normal(4096) * 10.0 ** rng.integers(-9, 9, 4096)).astype(np.float32).reshape(-1, 1)
         numbers[:5, 0] = [np.inf, -np.inf, np.nan, 65519.9, 65520.0]
@@ -126,7 +126,7 @@ def test_conversion_of_every_value(dtype: object) -> None:
         np.testing.assert_array_equal(np.asarray(got).astype(np.float32), want)
 
 
-def test_scale() -> None:
+def test_scale_of_int8_rows() -> None:
     values = np.random.default_rng(0).integers(-128, 128, (20, 6)).astype(np.int8)
     table = HostTable.from_numpy(values)
     scales = np.random.default_rng(1).random(20).astype(np.float32)
@@ -157,7 +157,7 @@ def test_mean(dtype: object, order: str, width: int) -> None:
     np.testing.assert_allclose(got, rows.mean(1), rtol=1e-6)
 
 
-def test_modes() -> None:
+def test_mode_raise() -> None:
     values = random_rows((5, 3), np.float32)
     table = HostTable.from_numpy(values)
     assert gather(table, np.array([4, 0]), mode="raise").shape == (2, 3)
@@ -171,11 +171,11 @@ def test_modes() -> None:
 def test_bad_arguments() -> None:
     table = HostTable.from_numpy(random_rows((5, 3), np.float32))
     ids = np.array([0])
-    with pytest.raises(TypeError, match="`ids` must be integers, float32"):
+    with pytest.raises(TypeError, match="`ids` must be integers, got float32"):
         gather(table, np.zeros(2, np.float32))
-    with pytest.raises(TypeError, match="`ids` is a mask; give jnp.nonzero"):
+    with pytest.raises(TypeError, match="`ids` must be integers, got a mask; use jnp.nonzero"):
         gather(table, np.zeros(2, bool))
-    with pytest.raises(TypeError, match="signed integers, uint32"):
+    with pytest.raises(TypeError, match="signed integers, got uint32"):
         gather(table, np.zeros(2, np.uint32))
     for options in ({"mode": "wrap"}, {"order": "random"}, {"reduce": "sum"}):
         with pytest.raises(ValueError, match="must be one of"):
@@ -223,28 +223,6 @@ def test_gradients_of_everything_else() -> None:
     assert "f32[9,4]" not in jaxpr  # no dense cotangent
 
 
-def test_cached_rows_give_the_same() -> None:
-    values = random_rows((50, 6), np.float32)
-    table = HostTable.from_numpy(values)
-    degrees = np.arange(50)[::-1]
-    cached = CachedTable.from_counts(table, degrees, 10)
-    assert sorted(np.flatnonzero(np.asarray(cached.slots) >= 0)) == list(range(10))
-    ids = np.array([0, 9, 10, 49, -1, 50])
-    for order in ("given", "sorted"):
-        np.testing.assert_array_equal(gather(cached, ids, order=order), reference(values, ids))
-    np.testing.assert_array_equal(jax.jit(lambda c, i: c[i])(cached, ids), reference(values, ids))
-    assert float(cached.hit_rate(ids)) == 0.5
-    assert CachedTable.from_counts(table, degrees, 0)[ids].shape == (6, 6)
-    counts = count_ids(jnp.zeros(50, jnp.int32), ids)
-    assert counts.sum() == 4 and counts[49] == 1
-    with pytest.raises(ValueError, match="distinct"):
-        CachedTable.from_ids(table, [1, 1])
-    with pytest.raises(ValueError, match="integers from 0 to 49"):
-        CachedTable.from_ids(table, [50])
-    with pytest.raises(ValueError, match=r"`counts` must have shape \(50,\)"):
-        CachedTable.from_counts(table, np.ones(3), 1)
-
-
 def test_threads_at_once() -> None:
     values = random_rows((1 << 10, 64), np.float32)
     table, f = HostTable.from_numpy(values), jax.jit(lambda table, ids: table[ids])
@@ -255,7 +233,7 @@ def test_threads_at_once() -> None:
         np.testing.assert_array_equal(got, values[ids])
 
 
-@pytest.mark.skipif(ON_GPU, reason="the program compiled for the CPU is looked at")
+@pytest.mark.skipif(ON_GPU, reason="reads the program compiled for the CPU")
 def test_the_table_is_not_copied() -> None:
     table = HostTable.zeros((1 << 12, 16))
     f = jax.jit(lambda t, ids: jax.lax.scan(lambda c, i: (c + t[i].sum(), None), 0.0, ids)[0])
@@ -265,7 +243,7 @@ def test_the_table_is_not_copied() -> None:
 
 @pytest.mark.parametrize("width", [1023, 1025, 2500])
 def test_means_of_wide_rows(width: int) -> None:
-    """The CPU sums 1,024 columns at a time."""
+    """The CPU's handler sums 1,024 columns at a time."""
     values = random_rows((9, width), np.float32)
     ids = np.array([[3, -1, 8], [-1, -1, 9], [0, 0, 1]])
     inside = ((ids >= 0) & (ids < 9))[..., None]
@@ -273,7 +251,7 @@ def test_means_of_wide_rows(width: int) -> None:
     np.testing.assert_allclose(gather(HostTable.from_numpy(values), ids, reduce="mean"), want, rtol=1e-6)
 
 
-@pytest.mark.skipif(ON_GPU, reason="the handler of the CPU is called")
+@pytest.mark.skipif(ON_GPU, reason="calls the CPU's handler")
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -291,7 +269,7 @@ def test_means_of_wide_rows(width: int) -> None:
     ],
 )
 def test_sizes_are_checked_before_anything_is_read(changed: dict, message: str) -> None:
-    """As a program might have them that another version has written."""
+    """A program of another version might call the handler with sizes that do not fit."""
     _native.extension("a test")
     out = jax.ShapeDtypeStruct(changed.get("out", (4, 8)), jnp.float32)
     attributes = {

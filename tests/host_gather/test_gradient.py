@@ -1,4 +1,4 @@
-"""`value_and_grad`: rows are noted whatever was compiled before, and what cannot be noted is refused by name."""
+"""`value_and_grad` records gathers whatever was compiled before, and refuses gathers that it cannot record."""
 
 from collections.abc import Callable
 
@@ -58,7 +58,7 @@ def test_a_loss_that_was_compiled_before_is_refused_not_wrong() -> None:
     np.testing.assert_allclose(loss(table), (ROWS[[3, 11, 3, 0, 3]] ** 2).sum(), rtol=1e-6)
 
 
-def test_recording_does_not_stay_behind() -> None:
+def test_recording_ends_with_an_error() -> None:
     table, loss = HostTable.from_numpy(ROWS), jax.jit(squares)
     with pytest.raises(ValueError, match="compiles"):
         value_and_grad(loss)(table)
@@ -69,7 +69,7 @@ def test_recording_does_not_stay_behind() -> None:
 
 def test_a_compiled_part_without_the_table_may_be_used() -> None:
     table = HostTable.from_numpy(ROWS)
-    part = jax.jit(lambda table, x: (x**2).sum() * len(table))  # looks at the table, gathers nothing
+    part = jax.jit(lambda table, x: (x**2).sum() * len(table))  # uses the table, but gathers nothing
     part(table, jnp.ones(3))
     for _ in range(2):
         _, gradient = value_and_grad(lambda t: part(t, t[IDS]))(table)
@@ -93,7 +93,7 @@ def test_frozen_tables_may_be_used_in_any_way() -> None:
     np.add.at(want, IDS[(IDS >= 0) & (IDS < 12)], (3 * (2 + 0.5 + 1 + 1) + 1) * ROWS[IDS[(IDS >= 0) & (IDS < 12)]])
     _, gradient = jax.jit(value_and_grad(loss))(table, frozen, other=table)
     np.testing.assert_allclose(dense(gradient), want, rtol=1e-5)
-    # Outside of jit a concrete table may not be closed over by a loop, with or without gradients.
+    # The same outside of jit, without the loops: those must not close over a concrete table.
     _, gradient = value_and_grad(lambda t, frozen: (t[IDS] * inner(frozen)).sum())(table, frozen)
     np.testing.assert_allclose(dense(gradient), want * 6 / 14.5, rtol=1e-5)
 
@@ -116,7 +116,7 @@ INSIDE: dict[str, Callable] = {
 
 @pytest.mark.parametrize("name", INSIDE)
 @pytest.mark.parametrize("jitted", [False, True])
-def test_gathers_inside_something_else_name_the_remedy(name: str, jitted: bool) -> None:
+def test_gathers_inside_a_transformation_are_refused_with_the_remedy(name: str, jitted: bool) -> None:
     f = value_and_grad(INSIDE[name])
     with pytest.raises(ValueError, match="gather outside of that and pass the rows on"):
         (jax.jit(f) if jitted else f)(HostTable.from_numpy(ROWS))
@@ -134,7 +134,7 @@ def test_what_has_no_gradient_is_refused() -> None:
         value_and_grad(squares)(table=table)
     with pytest.raises(TypeError, match="argument 2 must be given by position"):
         value_and_grad(squares, argnums=(0, 2))(table, 1.0)
-    with pytest.raises(ValueError, match="only rows of floats"):
+    with pytest.raises(ValueError, match="must be floats, got HostTable"):
         value_and_grad(lambda t: 0.0)(HostTable.zeros((2, 2), np.int32))
 
 
@@ -150,7 +150,7 @@ def test_negative_positions_and_tables_inside_pytrees() -> None:
     np.testing.assert_allclose(gradient["w"], 2 * (ROWS[[3, 11, 3, 0, 3]] ** 2).sum(), rtol=1e-6)
 
 
-def test_one_table_twice_is_told_apart_by_position() -> None:
+def test_one_table_in_two_positions_has_two_gradients() -> None:
     table = HostTable.from_numpy(ROWS)
     f = value_and_grad(lambda a, b: (a[IDS] * b[IDS[::-1]]).sum(), argnums=(1, 0))
     _, (of_b, of_a) = jax.jit(f)(table, table)
@@ -163,11 +163,11 @@ def test_one_table_twice_is_told_apart_by_position() -> None:
         np.testing.assert_allclose(dense(got), want, rtol=1e-6)
 
 
-def test_derivatives_within_and_of_derivatives() -> None:
+def test_derivatives_inside_the_loss_and_second_derivatives() -> None:
     table, w = HostTable.from_numpy(ROWS), jnp.linspace(0.5, 1.5, 5)
 
     def stepped(table: HostTable, w: jax.Array) -> jax.Array:
-        """A step of gradient descent on w inside the loss, which gathers inside that."""
+        """The loss takes a step of gradient descent on w, which gathers as well."""
         inner = jax.grad(lambda w: ((table[IDS] @ w) ** 2).sum())
         return ((table[IDS] @ (w - 0.01 * inner(w))) ** 2).sum()
 
@@ -230,3 +230,30 @@ def test_options_of_recorded_gathers(reduce: str | None, mode: str) -> None:
 
     _, gradient = jax.jit(value_and_grad(loss))(table)
     np.testing.assert_allclose(dense(gradient), jax.grad(plain)(jnp.asarray(ROWS)), rtol=1e-5, atol=1e-6)
+
+
+def test_several_tables_and_arrays_with_aux() -> None:
+    first, second = HostTable.from_numpy(ROWS), HostTable.from_numpy(ROWS[:4] * 2)
+    w = jnp.asarray(RNG.standard_normal(5), jnp.float32)
+    ids = jnp.array([[1, 1], [3, -1]])
+
+    def loss(a: HostTable, w: jax.Array, b: HostTable) -> tuple[jax.Array, jax.Array]:
+        x = a[ids].sum(1) + gather(b, jnp.array([9, 0]), mode="clip") * gather(a, ids, reduce="mean")
+        return jnp.tanh(x @ w).sum(), x
+
+    def dense(a: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+        rows = jnp.where((ids >= 0)[..., None], a[ids], 0)
+        mean = rows.sum(1) / (ids >= 0).sum(1)[:, None]
+        return jnp.tanh((rows.sum(1) + b[jnp.array([3, 0])] * mean) @ w).sum()
+
+    f = jax.jit(value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+    (value, aux), (ga, gw, gb) = f(first, w, second)
+    want = jax.grad(dense, argnums=(0, 1, 2))(jnp.asarray(ROWS), w, jnp.asarray(ROWS[:4] * 2))
+    assert aux.shape == (2, 5)
+    np.testing.assert_allclose(value, dense(jnp.asarray(ROWS), w, jnp.asarray(ROWS[:4] * 2)), rtol=1e-5)
+    np.testing.assert_allclose(gw, want[1], rtol=1e-5)
+    for got, reference in ((ga, want[0]), (gb, want[2])):
+        whole = np.zeros(reference.shape, np.float32)
+        inside = np.asarray(got.ids) >= 0
+        np.add.at(whole, np.asarray(got.ids)[inside], np.asarray(got.values)[inside])
+        np.testing.assert_allclose(whole, reference, rtol=1e-5, atol=1e-6)

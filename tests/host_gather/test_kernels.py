@@ -1,4 +1,4 @@
-"""The CUDA kernels' own text, compiled by g++ and run thread by thread: what they read and write, without a GPU."""
+"""The text of the CUDA kernels, compiled by g++ and run thread by thread on the CPU: what they read and write."""
 
 import ctypes
 import shutil
@@ -18,7 +18,8 @@ HERE = Path(__file__).parent
 RNG = np.random.default_rng(0)
 IDS = np.concatenate([RNG.integers(-3, 40, 300), np.full(200, 7), np.full(90, -1), [36, 0, 37]]).astype(np.int32)
 
-# Fills the parameters as the handlers in native/ do.
+# `run` fills the parameters as the handlers in native/ do. Its argument types: pointer, int, long long (q), float.
+GATHER_TYPES = "pqippqippqpqiifpp"
 GATHER = """
 extern "C" void run(const char* table, long long rows, int row_bytes, const int* ids, const int* perm, long long n,
                     int fan_out, const int* slots, const char* cache, long long cache_bytes, const float* scale,
@@ -39,6 +40,7 @@ extern "C" void run(const char* table, long long rows, int row_bytes, const int*
   RunGrid(dejax_gather, p, 3);
 }
 """
+UPDATE_TYPES = "pqippppqpp"
 UPDATE = """
 extern "C" void run(char* table, long long rows, int row_bytes, float* first, float* second, const int* ids,
                     const int* perm, long long n, const char* values, const float* hyper) {
@@ -49,44 +51,32 @@ extern "C" void run(char* table, long long rows, int row_bytes, float* first, fl
 """
 
 
-def compiled(folder: Path, file: str, call: str, **definitions: int | str) -> Callable[..., None]:
+CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "q": ctypes.c_longlong, "f": ctypes.c_float}
+
+
+def compiled(folder: Path, file: str, call: str, types: str, **definitions: int | str) -> Callable[..., None]:
+    """`run` of `call`, compiled together with the kernels of `file`; it takes numpy arrays for pointers."""
     source = '#include "kernels_on_cpu.h"\n' + _kernels._source(file).replace("#pragma once", "") + call
     (folder / "kernel.cc").write_text(source)
     options = [f"-D{name}={value}" for name, value in definitions.items()]
     library = folder / f"kernel{abs(hash(tuple(options)))}.so"
-    command = [
-        CXX,
-        "-std=c++17",
-        "-shared",
-        "-fPIC",
-        "-w",
-        "-fsanitize=undefined",
-        "-fno-sanitize-recover=undefined",
-        "-fno-sanitize=alignment",
-        f"-I{HERE}",
-        *options,
-        str(folder / "kernel.cc"),
-        "-o",
-        str(library),
-    ]
+    flags = "-std=c++17 -shared -fPIC -w -fsanitize=undefined -fno-sanitize-recover=undefined -fno-sanitize=alignment"
+    command = [CXX, *flags.split(), f"-I{HERE}", *options, str(folder / "kernel.cc"), "-o", str(library)]
     subprocess.run(command, check=True)
     function = ctypes.CDLL(str(library)).run
-
-    def run(*args: object) -> None:
-        function(*(ctypes.c_void_p(a.ctypes.data) if isinstance(a, np.ndarray) else a for a in args))
-
-    return run
+    function.argtypes = [CTYPES[letter] for letter in types]
+    return lambda *args: function(*(a.ctypes.data if isinstance(a, np.ndarray) else a for a in args))
 
 
 def gather_kernel(folder: Path, rows: np.ndarray, codes: tuple[int, int], **macros: int) -> Callable[..., None]:
-    """`gather.cu` for such rows, with the codes of their elements and of the result's; macros not named are 0."""
+    """`gather.cu` for rows like these, with the element codes of rows and result. Macros that are not given are 0."""
     off = dict.fromkeys(("SORTED", "TICKET", "CACHED", "MEAN"), 0)
     forms = {"ID": "int", "UNIT": _types.store_unit(rows[0].nbytes), "SOURCE": codes[0], "RESULT": codes[1]}
-    return compiled(folder, "gather.cu", GATHER, **forms, **{**off, **macros})
+    return compiled(folder, "gather.cu", GATHER, GATHER_TYPES, **forms, **{**off, **macros})
 
 
-def aligned(array: np.ndarray, after: int = 0) -> np.ndarray:
-    """At a multiple of 4096 bytes, with as many bytes of 0xEE behind it."""
+def aligned(array: np.ndarray) -> np.ndarray:
+    """A copy at a multiple of 4096 bytes, between bytes of 0xEE."""
     room = np.full(array.nbytes + 8192, 0xEE, np.uint8)
     start = -room.ctypes.data % 4096
     found = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -119,25 +109,25 @@ def test_gather(
     slots = np.full(37, -1, np.int32)
     slots[[0, 7, 36]] = [2, 0, 1]
     cache = aligned(rows[[7, 36, 0]])
-    got = np.full((len(IDS) + 1, width), 111, result)  # a row behind the last one stays as it is
+    got = np.full((len(IDS) + 1, width), 111, result)  # the row after the last one must stay as it is
     fill, nothing = np.full(16, 9, np.uint8), np.zeros(1, np.float32)
     align = 128 if rows[0].nbytes >= 256 and rows[0].nbytes % 128 else 16
     run(
         rows,
-        ctypes.c_longlong(37),
+        37,
         rows[0].nbytes,
         IDS[order],
         order,
-        ctypes.c_longlong(len(IDS)),
+        len(IDS),
         1,
         slots,
         cache,
-        ctypes.c_longlong(cache.nbytes),
+        cache.nbytes,
         nothing,
-        ctypes.c_longlong(0),
+        0,
         align,
         int(clip),
-        ctypes.c_float(3),
+        3,
         fill,
         got,
     )
@@ -157,20 +147,20 @@ def test_mean(tmp_path: Path, width: int) -> None:
     got, nothing = np.full((51, width), 111, np.float32), np.zeros(4, np.float32)
     run(
         rows,
-        ctypes.c_longlong(37),
+        37,
         rows[0].nbytes,
         ids,
         nothing,
-        ctypes.c_longlong(50),
+        50,
         6,
         nothing,
         nothing,
-        ctypes.c_longlong(0),
+        0,
         nothing,
-        ctypes.c_longlong(0),
+        0,
         16,
         0,
-        ctypes.c_float(3),
+        3,
         np.zeros(16, np.uint8),
         got,
     )
@@ -187,23 +177,20 @@ def test_update(tmp_path: Path, op: int, width: int) -> None:
     before, first = rows.copy(), np.full((37, width), 0.5, np.float32)
     kind = -1 if op == 0 else 0
     run = compiled(
-        tmp_path, "update.cu", UPDATE, ID="int", UNIT=_types.store_unit(rows[0].nbytes), OP=op, TABLE=kind, VALUES=kind
+        tmp_path,
+        "update.cu",
+        UPDATE,
+        UPDATE_TYPES,
+        ID="int",
+        UNIT=_types.store_unit(rows[0].nbytes),
+        OP=op,
+        TABLE=kind,
+        VALUES=kind,
     )
     values = RNG.standard_normal((len(IDS), width)).astype(np.float32)
     order = np.argsort(IDS, kind="stable").astype(np.int32)
     hyper = np.array([0.1, 0, 0, 1e-3, 1, 1, 0], np.float32)
-    run(
-        rows,
-        ctypes.c_longlong(37),
-        rows[0].nbytes,
-        first,
-        first,
-        IDS[order],
-        order,
-        ctypes.c_longlong(len(IDS)),
-        values,
-        hyper,
-    )
+    run(rows, 37, rows[0].nbytes, first, first, IDS[order], order, len(IDS), values, hyper)
     want, inside = before.copy(), (IDS >= 0) & (IDS < 37)
     if op == 0:
         for i in np.flatnonzero(inside):

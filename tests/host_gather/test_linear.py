@@ -1,4 +1,4 @@
-"""`typed_linear` against numpy here, in the kernel on a GPU; and lowered for an H200."""
+"""`typed_linear` against numpy, on a GPU in the kernel; and lowered for an H200."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ def test_gradients() -> None:
     rows = np.where(there, ROWS[np.clip(IDS, 0, 39)], 0)
     want = np.stack([rows[t == TYPES].T @ np.asarray(weight)[t == TYPES] for t in range(4)])
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(W, table), want, atol=1e-4)
-    _, gradient = value_and_grad(loss, argnums=1)(W, table)  # and of the rows, never silently zero
+    _, gradient = value_and_grad(loss, argnums=1)(W, table)  # the gradient of the rows must not be zero
     found = np.zeros_like(ROWS)
     np.add.at(found, np.asarray(gradient.ids)[np.asarray(gradient.ids) >= 0],
               np.asarray(gradient.values)[np.asarray(gradient.ids) >= 0])  # fmt: skip
@@ -58,7 +58,7 @@ def test_gradients() -> None:
     np.testing.assert_allclose(found, dense, atol=1e-4)
 
 
-def test_bits_of_floats_in_the_kernel() -> None:
+def test_the_kernel_reads_floats_from_their_bits() -> None:
     x, offsets = ROWS[:16, :16], jnp.array([0, 5, 16])
     groups = kernels.GemmGroups(offsets, jnp.array([0, 1]), jnp.array([0, 5]), 16, 16)
     want = kernels.grouped_gemm(kernels.GroupedGemm(jnp.asarray(x), W[:2, :16], groups), interpret=True)
@@ -70,7 +70,7 @@ def test_bits_of_floats_in_the_kernel() -> None:
         kernels.FloatBits.of(bits, jnp.bfloat16)
 
 
-def test_lowered_for_a_gpu_the_table_is_an_operand() -> None:
+def test_on_a_gpu_the_table_is_an_operand_of_the_kernel() -> None:
     ids = jax.ShapeDtypeStruct((4096,), jnp.int32)
     w = jax.ShapeDtypeStruct((8, 128, 64), jnp.float32)
     step = jax.value_and_grad(lambda w, t, i: typed_linear(t, i, i % 8, w).sum())
@@ -82,7 +82,9 @@ def test_lowered_for_a_gpu_the_table_is_an_operand() -> None:
 
 def test_bad_arguments() -> None:
     table = HostTable.from_numpy(ROWS)
-    with pytest.raises(TypeError, match="float32, bfloat16 or float16 is needed"):
+    with pytest.raises(
+        TypeError, match=r"`table` must be \[rows, k\] of float32, bfloat16 or float16, got shape \(3, 20\) of int8"
+    ):
         typed_linear(HostTable.zeros((3, 20), np.int8), IDS, TYPES, W)
     with pytest.raises(ValueError, match=r"`w` must be \[types, 20, m\]"):
         typed_linear(table, IDS, TYPES, W[:, :3])

@@ -1,4 +1,4 @@
-"""Gathers that run ahead: the same rows as `gather`, in loops and by hand."""
+"""Overlapped gathers give the same rows as `gather`, in loops and by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def test_prefetched_scan(depth: int, jitted: bool) -> None:
         return prefetched_scan(step, jnp.float32(0), table, ids, xs, depth=depth)
 
     xs = jnp.arange(7.0)
-    for _ in range(2):  # what one run leaves behind must not reach the next
+    for _ in range(2):  # a run must not see starts of the run before
         total, rows = (jax.jit(run) if jitted else run)(table, jnp.asarray(IDS), xs)
         np.testing.assert_array_equal(rows, expected(IDS))
     np.testing.assert_allclose(total, (xs * expected(IDS).sum((1, 2))).sum(), rtol=1e-4)
@@ -66,11 +66,11 @@ def test_bad_arguments() -> None:
     for options, match in (
         ({"mood": 1}, "unknown options"),
         ({"reduce": "mean"}, "not supported"),
-        ({"mode": "clip"}, "only"),
+        ({"mode": "clip"}, "`mode` must be 'fill', got 'clip'"),
     ):
         with pytest.raises((TypeError, ValueError), match=match):
             prefetched_scan(lambda c, rows, x: (c, None), 0, table, IDS, **options)
-    with pytest.raises(TypeError, match="must be a HostTable, ndarray"):
+    with pytest.raises(TypeError, match="must be a HostTable, got ndarray"):
         prefetched_scan(lambda c, rows, x: (c, None), 0, ROWS, IDS)
     with pytest.raises(ValueError, match="leading axis"):
         prefetched_scan(lambda c, rows, x: (c, None), 0, table, np.int32(1))

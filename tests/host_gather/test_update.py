@@ -1,4 +1,4 @@
-"""Scatter, the row-sparse optimizers and the gradient of rows, against numpy and optax."""
+"""`scatter`, `scatter_add` and the row-sparse optimizers, against numpy and Optax."""
 
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from dejax.host_gather import (
     scatter_add,
     sgd,
     shardings,
-    value_and_grad,
 )
 
 pytestmark = pytest.mark.skipif(
@@ -34,7 +33,7 @@ NEW = RNG.standard_normal((7, 5)).astype(np.float32)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int8, np.bool_, ml_dtypes.bfloat16], ids=str)
-def test_scatter_keeps_the_last(dtype: object) -> None:
+def test_scatter_keeps_the_last_of_equal_ids(dtype: object) -> None:
     want, new = (ROWS * 9).astype(dtype), (NEW * 9).astype(dtype)
     table = HostTable.from_numpy(want)
     for i, row in zip(IDS, new, strict=True):
@@ -99,15 +98,15 @@ def test_in_a_scan() -> None:
 
 def test_bad_arguments() -> None:
     table = HostTable.from_numpy(ROWS)
-    with pytest.raises(ValueError, match=r"rows of shape \(7, 5\) are needed"):
+    with pytest.raises(ValueError, match=r"rows for these ids must have shape \(7, 5\), got \(7, 4\)"):
         scatter(table, IDS, NEW[:, :4])
     with pytest.raises(TypeError, match="must be integers"):
         scatter(table, IDS * 1.0, NEW)
-    with pytest.raises(TypeError, match="only tables of float32"):
+    with pytest.raises(TypeError, match="the table must be of float32, bfloat16 or float16, got int32"):
         scatter_add(HostTable.zeros((3, 5), np.int32), IDS, NEW)
     with pytest.raises(TypeError, match="must be a HostTable"):
         scatter(ROWS, IDS, NEW)
-    with pytest.raises(ValueError, match="`state`|state must be"):
+    with pytest.raises(ValueError, match="state must be"):
         adam(0.1).update(RowGradient(IDS, NEW), adam(0.1).init(HostTable.zeros((3, 5))), table)
     np.testing.assert_array_equal(table.numpy(), ROWS)
     same = scatter(table, np.zeros(0, np.int32), np.zeros((0, 5)))
@@ -157,47 +156,6 @@ def test_updates_are_deterministic() -> None:
     values = jnp.asarray(np.random.default_rng(1).standard_normal((5000, 5)), jnp.float32)
     results = [scatter_add(HostTable.from_numpy(ROWS), ids, values).numpy().tobytes() for _ in range(3)]
     assert len(set(results)) == 1
-
-
-def test_value_and_grad() -> None:
-    first, second = HostTable.from_numpy(ROWS), HostTable.from_numpy(ROWS[:4] * 2)
-    w = jnp.asarray(RNG.standard_normal(5), jnp.float32)
-    ids = jnp.array([[1, 1], [3, -1]])
-
-    def loss(a: HostTable, w: jax.Array, b: HostTable) -> tuple[jax.Array, jax.Array]:
-        from dejax.host_gather import gather
-
-        x = a[ids].sum(1) + gather(b, jnp.array([9, 0]), mode="clip") * gather(a, ids, reduce="mean")
-        return jnp.tanh(x @ w).sum(), x
-
-    def dense(a: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
-        rows = jnp.where((ids >= 0)[..., None], a[ids], 0)
-        mean = rows.sum(1) / (ids >= 0).sum(1)[:, None]
-        return jnp.tanh((rows.sum(1) + b[jnp.array([3, 0])] * mean) @ w).sum()
-
-    f = jax.jit(value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
-    (value, aux), (ga, gw, gb) = f(first, w, second)
-    want = jax.grad(dense, argnums=(0, 1, 2))(jnp.asarray(ROWS), w, jnp.asarray(ROWS[:4] * 2))
-    assert aux.shape == (2, 5)
-    np.testing.assert_allclose(value, dense(jnp.asarray(ROWS), w, jnp.asarray(ROWS[:4] * 2)), rtol=1e-5)
-    np.testing.assert_allclose(gw, want[1], rtol=1e-5)
-    for got, reference in ((ga, want[0]), (gb, want[2])):
-        whole = np.zeros(reference.shape, np.float32)
-        inside = np.asarray(got.ids) >= 0
-        np.add.at(whole, np.asarray(got.ids)[inside], np.asarray(got.values)[inside])
-        np.testing.assert_allclose(whole, reference, rtol=1e-5, atol=1e-6)
-
-
-def test_value_and_grad_refuses_what_would_be_wrong() -> None:
-    table = HostTable.from_numpy(ROWS)
-    with pytest.raises(ValueError, match="compiles, maps or scans"):
-        value_and_grad(lambda t: jax.jit(lambda t: t[IDS].sum())(t))(table)
-    with pytest.raises(ValueError, match="only rows of floats"):
-        value_and_grad(lambda t: 0.0)(HostTable.zeros((2, 2), np.int32))
-    with pytest.raises(ValueError, match="gradient of scaled rows"):
-        from dejax.host_gather import gather
-
-        value_and_grad(lambda t: gather(t, IDS, scale=2.0).sum())(table)
 
 
 def test_a_step_that_fails_loses_nothing() -> None:

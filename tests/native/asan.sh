@@ -1,6 +1,6 @@
 #!/bin/sh
-# The tests of the CPU handlers of dejax.host_gather and dejax.offload with the extension built under AddressSanitizer and UBSan.
-# PYTHON: an interpreter with dejax's test dependencies, nanobind, cmake; by default python3.
+# Builds the extension with AddressSanitizer and UBSan, and runs the tests of the CPU handlers of dejax.host_gather and
+# dejax.offload with it. PYTHON: an interpreter with dejax's test dependencies, nanobind and cmake; by default python3.
 set -eu
 python=${PYTHON:-python3}
 root=$(cd "$(dirname "$0")/../.." && pwd)

@@ -1,5 +1,5 @@
-// A driver for tests on machines without one: two devices, or, with FAKE_CUDA_INIT set, a cuInit that fails with it.
-// It writes the calls it gets to no one; it exists to be found by dlopen("libcuda.so.1").
+// A fake CUDA driver for tests, which dlopen("libcuda.so.1") finds. It has two devices; FAKE_CUDA_INIT is an error code that
+// cuInit returns.
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
@@ -35,8 +35,8 @@ int cuStreamGetCtx(void*, void**) { return 1; }
 int cuCtxPushCurrent_v2(void*) { return 1; }
 int cuCtxPopCurrent_v2(void**) { return 1; }
 #else
-// Contexts, pinned memory and modules, each call written to standard output with the device of the current context.
-// A context is the address of its device's entry here. FAKE_CUDA_FAILS names a call that fails.
+// Contexts, pinned memory and modules. Each call is printed with the device of the current context. A context is the address
+// of its device's entry in `devices`. FAKE_CUDA_FAILS names a call that fails.
 static bool active[2] = {};
 static char devices[2] = {};
 static std::vector<void*> current;

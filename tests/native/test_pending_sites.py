@@ -1,4 +1,4 @@
-"""Which started gather a done takes (native/pending_sites.h), compiled by itself."""
+"""Which started gather a done takes: native/pending_sites.h, compiled by itself."""
 
 import shutil
 import subprocess
@@ -21,28 +21,28 @@ int main() {
   const auto alone = [&](int run, int site, int ticket, int gather) {
     assert(sites.Add(run, site, Place::kAlone, nullptr, place + ticket, gather) == Found::kYes);
   };
-  // Two starts of one site, done in the other order.
+  // Two starts of one site, done in reverse order.
   alone(1, 7, 1, 100), alone(1, 7, 2, 200);
   assert(sites.Take(1, 7, place + 2, &got) == Found::kYes && got == 200);
   assert(sites.Take(1, 7, place + 1, &got) == Found::kYes && got == 100);
   assert(sites.Take(1, 7, place + 1, &got) == Found::kNone);
-  // A ticket that was moved: the only one of its site, but not one of several.
+  // A ticket that was moved means the only start of its site; with several starts it is an error.
   alone(1, 7, 1, 100);
   assert(sites.Take(1, 7, place + 9, &got) == Found::kYes && got == 100);
   alone(1, 7, 1, 100), alone(1, 7, 2, 200);
   assert(sites.Take(1, 7, place + 9, &got) == Found::kSeveral);
   assert(sites.Take(1, 7, place + 1, &got) == Found::kYes && got == 100);
   assert(sites.Take(1, 7, place + 9, &got) == Found::kYes && got == 200);
-  // Other sites and other executions are others.
+  // Starts of other sites and of other executions are separate.
   alone(1, 7, 1, 100), alone(1, 8, 1, 300), alone(2, 7, 1, 400);
   assert(sites.Take(2, 7, place + 1, &got) == Found::kYes && got == 400);
   assert(sites.Take(1, 8, place + 1, &got) == Found::kYes && got == 300);
   assert(sites.Take(1, 7, place + 1, &got) == Found::kYes && got == 100);
-  // A place that is given again means the younger one.
+  // Of two starts whose tickets have one address, the younger one is meant.
   alone(1, 7, 1, 100), alone(1, 7, 1, 200);
   assert(sites.Take(1, 7, place + 1, &got) == Found::kYes && got == 200);
   assert(sites.Take(1, 7, place + 5, &got) == Found::kYes && got == 100);
-  // Two loops of one site whose first starts both come before either loop; each ticket stays where it is.
+  // Two loops of one site, whose first starts both come before either loop. No ticket moves.
   for (int loop = 0; loop < 2; ++loop) {
     assert(sites.Add(1, 9, Place::kFirst, place + 20, place + 30 + loop, 1000 * loop) == Found::kYes);
   }
@@ -61,16 +61,16 @@ int main() {
     assert(sites.Take(1, 9, place + (step % 2 ? 41 : 42), &got) == Found::kYes && got == step);
   }
   assert(sites.Take(1, 9, place + 43, &got) == Found::kYes && got == 5);
-  // Two that move cannot be told apart: an error, and nothing is lost.
+  // Two loops whose tickets move cannot be told apart: an error, and no start is lost.
   assert(sites.Add(1, 9, Place::kFirst, place + 20, place + 30, 1) == Found::kYes);
   assert(sites.Add(1, 9, Place::kFirst, place + 20, place + 31, 2) == Found::kYes);
   assert(sites.Add(1, 9, Place::kNext, place + 40, place + 41, 3) == Found::kSeveral);
-  // What this thread left in other executions is given up; what another thread began is not.
+  // The starts of this thread in other executions are dropped; those of another thread are not.
   std::thread([&] { alone(5, 7, 1, 500); }).join();
-  int given_up = 0, left = 0;
-  sites.GiveUpOthers(2, [&](int gather) { given_up += gather; });
+  int dropped = 0, left = 0;
+  sites.DropOthers(2, [&](int gather) { dropped += gather; });
   sites.ForEach([&](int gather) { left += gather; });
-  assert(given_up == 3 && left == 500);
+  assert(dropped == 3 && left == 500);
   assert(sites.Add(6, 9, Place::kNext, place, place, 1) == Found::kNone);
   std::puts("all");
 }
@@ -78,7 +78,7 @@ int main() {
 
 
 @pytest.mark.skipif(CXX is None, reason="no g++")
-def test_dones_take_the_gather_of_their_start(tmp_path: Path) -> None:
+def test_a_done_takes_the_gather_of_its_start(tmp_path: Path) -> None:
     (tmp_path / "sites.cc").write_text(PROGRAM)
     flags = ["-std=c++17", "-Wall", "-Werror", "-fsanitize=address,undefined", "-pthread", f"-I{NATIVE}"]
     subprocess.run([CXX, *flags, str(tmp_path / "sites.cc"), "-o", str(tmp_path / "sites")], check=True)

@@ -1,6 +1,6 @@
 #!/bin/sh
-# The offload store under ThreadSanitizer: a program of many threads (tests/offload/hammer.cc), compiled with the store's
-# sources, on the CPU and on the driver of tests/offload/fake_cuda.cc. SECONDS_EACH: of each of its twelve parts.
+# The offload store under ThreadSanitizer: a program of many threads (tests/offload/native/hammer.cc), compiled with the store's
+# sources, on the CPU and on the driver of tests/offload/native/fake_cuda.cc. SECONDS_EACH: of each of its twelve parts.
 # SANITIZE: others of the compiler's sanitizers, such as address,undefined; empty for none.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -8,14 +8,14 @@ build=${BUILD:-$root/build/tsan}
 sanitize=${SANITIZE-thread}
 flags="-std=c++17 -O1 -g -Wall -pthread ${sanitize:+-fsanitize=$sanitize}"
 mkdir -p "$build/files"
-for source in store runs slots io steps ring disk cuda_calls current; do
+for source in store open_stores registry prediction host_memory io_queue tiers steps ring disk cuda_calls current; do
   ${CXX:-g++} $flags -c "$root/native/offload/$source.cc" -o "$build/$source.o"
 done
 for source in cuda_driver thread_pool; do
   ${CXX:-g++} $flags -c "$root/native/$source.cc" -o "$build/$source.o"
 done
-${CXX:-g++} $flags "$root/tests/offload/hammer.cc" "$build"/*.o -ldl -o "$build/hammer"
-${CXX:-g++} $flags -shared -fPIC "$root/tests/offload/fake_cuda.cc" -o "$build/libcuda.so.1"
+${CXX:-g++} $flags "$root/tests/offload/native/hammer.cc" "$build"/*.o -ldl -o "$build/hammer"
+${CXX:-g++} $flags -shared -fPIC "$root/tests/offload/native/fake_cuda.cc" -o "$build/libcuda.so.1"
 export TSAN_OPTIONS="halt_on_error=1 second_deadlock_stack=1"
 export ASAN_OPTIONS=detect_leaks=0  # the driver made for tests keeps its streams and events
 export LD_LIBRARY_PATH="$build"

@@ -1,4 +1,4 @@
-"""A small stack of layers for the tests of offload."""
+"""A small stack of layers for the tests of offload, and faults to inject."""
 
 import functools
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dejax import _native
 from dejax.offload import offload
 
 LAYERS, BATCH, WIDTH = 4, 32, 64
@@ -41,9 +42,14 @@ offloaded_inputs = offload(jax.checkpoint(layer), min_bytes=1)
 
 @functools.cache
 def step(kind="inputs", scan=True):
-    """A jitted gradient, shared by the tests: the store is the one that is current when it runs."""
+    """A jitted gradient that the tests share. It uses the store that is current when it runs."""
     body = {"plain": layer, "checkpoint": jax.checkpoint(layer), "all": offloaded, "inputs": offloaded_inputs}[kind]
     return jax.jit(jax.grad(loss_of(body, scan), argnums=(0, 1)))
+
+
+def interceptor(store):
+    """Makes operations of a store fail or slow down: native/offload/testing/interceptor.h."""
+    return _native.extension("tests").offload_testing.Interceptor(store._native)
 
 
 def assert_same_bits(got, want):

@@ -2,10 +2,7 @@
 
 import asyncio
 import gc
-import os
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -17,6 +14,7 @@ import pytest
 from dejax import _native
 from dejax.offload import ActivationStore, _current, default_store, offload
 from tests.offload.layers import LAYERS, assert_same_bits, layer, loss_of, offloaded_inputs, operands, step
+from tests.offload.processes import python
 
 pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
@@ -62,7 +60,7 @@ def in_threads(*functions):
 
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("failing", [True, False])
-def test_leaving_waits_for_what_was_dispatched(kept, failing, want):
+def test_leaving_waits_for_dispatched_steps(kept, failing, want):
     """Also for steps whose results nobody kept, and when an exception ends the block."""
     run, elsewhere = slow_step(), stored(default_store())
     jax.block_until_ready(run(*operands()))
@@ -265,7 +263,7 @@ def test_a_thread_that_ends_inside_gives_its_place_back(want):
     keep[0].close()
 
 
-def test_a_store_of_its_own_and_the_current_one(want):
+def test_a_functions_own_store_and_the_current_one(want):
     with ActivationStore(host_bytes=1 << 22) as own, ActivationStore() as current:
         body = offload(jax.checkpoint(layer), store=own, min_bytes=1)
         assert_same_bits(jax.jit(jax.grad(loss_of(body), argnums=(0, 1)))(*operands()), want)
@@ -305,7 +303,7 @@ from dejax.offload import ActivationStore, offload
 from tests.offload.layers import *
 
 other, folder, many = sys.argv[1:4]
-if other == "other":  # what was traced and opened before does not count
+if other == "other":  # stores opened and functions traced earlier make no difference
     keep = [ActivationStore() for _ in range(3)]
     jax.jit(jax.grad(loss_of(offloaded)))(*operands(layers=2))
 jax.config.update("jax_compilation_cache_dir", folder)
@@ -329,19 +327,16 @@ print("text", hashlib.sha256(text.encode()).hexdigest())
 """
 
 
-def python(code, *arguments):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
-        env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=120,
-    )  # fmt: skip
+def output_of(code, *arguments):
+    ran = python(code, *map(str, arguments), interpreter_options=("-W", "error"))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 
 
+@pytest.mark.full
 def test_programs_are_the_same_in_every_process(tmp_path):
-    first = python(PROGRAM, "alone", tmp_path, 0)
-    second = python(PROGRAM, "other", tmp_path, 0)
+    first = output_of(PROGRAM, "alone", tmp_path, 0)
+    second = output_of(PROGRAM, "other", tmp_path, 0)
     assert re.search(r"misses [1-9]", first)
     assert re.search(r"hits [1-9]\d* misses 0", second), second
     assert re.search("sum.*\ntext.*", first)[0] == re.search("sum.*\ntext.*", second)[0]
@@ -401,11 +396,11 @@ print("right")
 
 def test_exported_programs_in_a_new_process(tmp_path):
     pytest.importorskip("flatbuffers", reason="jax.export needs it to serialize")
-    python(EXPORT, tmp_path)
-    assert "right" in python(IMPORT, tmp_path)
+    output_of(EXPORT, tmp_path)
+    assert "right" in output_of(IMPORT, tmp_path)
 
 
-def test_sites_do_not_follow_from_what_was_traced_before():
+def test_sites_do_not_depend_on_earlier_traces():
     def text(f):
         return jax.jit(jax.grad(loss_of(f, scan=False))).lower(*operands()).as_text()
 

@@ -1,4 +1,4 @@
-"""The example of docs/offload.md runs as shown."""
+"""The pages about offload: each Python block runs by itself, links lead somewhere."""
 
 import re
 from pathlib import Path
@@ -7,16 +7,24 @@ import pytest
 
 from dejax import _native
 
-PAGE = (Path(__file__).parents[2] / "docs/offload.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [DOCS / "offload.md", DOCS / "performance" / "offload.md"]
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(encoding="utf-8"), re.DOTALL)
 
 
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
-def test_the_example_runs(capsys):
-    code = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL).group(1)
-    exec(code, {})
-    assert capsys.readouterr().out.startswith("offload: 8.39 MB stored in 1 runs")
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_blocks_run_by_themselves(number, capsys):
+    exec(compile(BLOCKS[number], f"docs/offload.md, Python block {number}", "exec"), {})
+    if number == 0:
+        assert capsys.readouterr().out.startswith("offload: 8.39 MB stored in 1 runs")
 
 
-def test_links_lead_somewhere():
-    for link in re.findall(r"\]\((?!http)([^)#]+)\)", PAGE):
-        assert (Path(__file__).parents[2] / "docs" / link).exists(), link
+@pytest.mark.parametrize("page", PAGES, ids=["guide", "measurements"])
+def test_links_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    for link, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", text):
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, anchor

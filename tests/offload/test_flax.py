@@ -139,7 +139,7 @@ CALLS = [
 @pytest.mark.parametrize(("args", "kwargs"), CALLS)
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_static_and_keyword_arguments(run, args, kwargs):
-    """As `remat(static_argnums=)` has: the module counts as 0."""
+    """As in `remat(static_argnums=)` the module is argument 0."""
     how = {"static_argnums": (2,), "static_argnames": ("flip",), "min_bytes": 1}
     block, call = Flagged(nnx.Rngs(0)), offload_nnx.offload(Flagged.__call__, **how)
     split = nnx.split(block)
@@ -166,11 +166,13 @@ def test_static_and_keyword_arguments(run, args, kwargs):
 
 def test_static_arguments_that_are_not_named():
     block = Flagged(nnx.Rngs(0))
-    with pytest.raises(TypeError, match="argument of type str is no array; name its position in static_argnums"):
+    with pytest.raises(
+        TypeError, match="arguments must be arrays or static, got str; name its position in static_argnums"
+    ):
         offload_nnx.offload(Flagged.__call__, min_bytes=1)(block, X, "sin")
-    for face in offload_nnx, offload_linen:
+    for binding in offload_nnx, offload_linen:
         with pytest.raises(ValueError, match="must not name the module"):
-            face.offload(Flagged, static_argnums=(0, 2))
+            binding.offload(Flagged, static_argnums=(0, 2))
 
 
 @pytest.mark.parametrize("kind", [nnx.Param, nnx.BatchStat])

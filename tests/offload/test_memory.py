@@ -1,4 +1,4 @@
-"""How much host memory a store takes where nobody says: control groups and other processes."""
+"""The default size of host memory: control groups and other processes."""
 
 import os
 
@@ -6,13 +6,13 @@ import pytest
 
 from dejax import _native
 from dejax.offload import _memory
-from tests.offload.test_lifetime import popen
+from tests.offload.processes import popen
 
 GIB = 1 << 30
 
 
 def machine(root, files, available=100):
-    """A file system in which /proc and /sys say what a test wants."""
+    """A file system with /proc and /sys of a test machine."""
     files = {"proc/meminfo": f"MemTotal: {200 << 20} kB\nMemAvailable: {available << 20} kB\n", **files}
     for name, text in files.items():
         path = root / name
@@ -96,7 +96,7 @@ def test_shares():
         ({"LOCAL_WORLD_SIZE": ""}, 1),
     ],
 )  # fmt: skip
-def test_what_launchers_say(variables, count, monkeypatch):
+def test_number_of_processes_from_launchers(variables, count, monkeypatch):
     for name in _memory._LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -104,7 +104,7 @@ def test_what_launchers_say(variables, count, monkeypatch):
     assert _memory.launched_processes() == count
 
 
-# Other tests that run now have stores of their own: the processes look for each other's marks in a folder of theirs.
+# Tests that run at the same time have stores, too: these processes use another folder for their files.
 PROCESS = """
 import sys
 from pathlib import Path
@@ -118,9 +118,10 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_processes_that_share_a_machine(tmp_path):
-    """All together have no more than there is; one that is killed is not counted any more."""
+    """Together they get no more than there is; a killed process does not count any more."""
     import subprocess
 
     available = _memory.available_memory()

@@ -1,9 +1,7 @@
-"""Tiers, caps, files and faults of `ActivationStore`, on the CPU handlers."""
+"""Tiers, caps, files and faults of `ActivationStore`, with the CPU handlers."""
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +13,17 @@ import pytest
 
 from dejax import _native
 from dejax.offload import ActivationStore, default_store
-from tests.offload.layers import LAYERS, TENSOR, assert_same_bits, loss_of, offloaded_inputs, operands, step
+from tests.offload.layers import (
+    LAYERS,
+    TENSOR,
+    assert_same_bits,
+    interceptor,
+    loss_of,
+    offloaded_inputs,
+    operands,
+    step,
+)
+from tests.offload.processes import popen
 
 pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
@@ -53,9 +61,9 @@ def test_disk_tier(engine, paths, tmp_path, want):
     assert not any(list(folder.iterdir()) for folder in folders)
 
 
-def test_what_fits_into_memory_is_not_written(tmp_path, want):
+def test_tensors_that_fit_into_memory_are_not_written(tmp_path, want):
     with ActivationStore(tmp_path, host_bytes=100 * TENSOR) as store:
-        run()  # the first run does not know yet how much will come
+        run()  # in the first run the store does not know how much will come
         store.drain()
         written = store.stats().written_bytes
         for _ in range(3):
@@ -69,7 +77,7 @@ def test_what_fits_into_memory_is_not_written(tmp_path, want):
 def test_a_slow_disk_makes_forward_wait_and_memory_stays_bounded(tmp_path, want):
     with ActivationStore(tmp_path, **SMALL) as store:
         run()
-        store._native.slow(0.003)
+        interceptor(store).slow(0.003)
         assert_same_bits(run(), want)
         stats = store.stats()
     assert stats.peak_host_bytes <= 3 * TENSOR
@@ -88,40 +96,7 @@ def test_host_memory_too_small_without_a_disk(want):
             assert_same_bits(run(), want)
 
 
-def test_disk_cap(tmp_path):
-    with ActivationStore(tmp_path, disk_bytes=4096, **SMALL) as store:
-        with pytest.raises(Exception, match="disk tier is full: disk_bytes=4096"):
-            run()
-        assert store.stats().live_count == 0
-
-
-FULL_DISK = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))  # as a full disk: writing beyond fails
-from tests.offload.test_store import *
-with ActivationStore(sys.argv[1], **SMALL) as store:
-    try:
-        run()
-    except Exception as error:
-        print("FAILED", error)
-    print("live", store.stats().live_count)
-"""
-
-
-def python(code: str, *arguments: str, **kwargs):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, cwd=Path(__file__).parents[2], **kwargs,
-    )  # fmt: skip
-
-
-def test_full_disk(tmp_path):
-    out, err = python(FULL_DISK, str(tmp_path)).communicate(timeout=60)
-    assert "disk tier failed" in out and "File too large" in out and "live 0" in out, out + err
-
-
-def test_paths_that_do_not_serve(tmp_path):
+def test_paths_that_cannot_be_used(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist; create it"):
         ActivationStore(tmp_path / "missing")
     (tmp_path / "file").write_text("")
@@ -138,10 +113,10 @@ def test_paths_that_do_not_serve(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"host_bytes": -1}, "`host_bytes` is a number of bytes"),
-        ({"chunk_bytes": 1000}, "multiple of 4096"),
-        ({"engine": "fast"}, "'direct', 'buffered' or 'tensorstore'"),
-        ({"io_threads": 0}, "at least 1"),
+        ({"host_bytes": -1}, "`host_bytes` must be at least 0 or None, got -1"),
+        ({"chunk_bytes": 1000}, "must be a positive multiple of 4096, got 1000"),
+        ({"engine": "fast"}, "'direct', 'buffered' or 'tensorstore', got 'fast'"),
+        ({"io_threads": 0}, "at least 1, got 0"),
     ],
 )
 def test_bad_sizes(arguments, message):
@@ -150,7 +125,7 @@ def test_bad_sizes(arguments, message):
 
 
 def damage_between_forward_and_backward(store, damage):
-    """Forward in one program, backward in another, so that files can be damaged in between."""
+    """Runs forward and backward in two programs, and damages files in between."""
     ws, x = operands()
     _, vjp = forward(ws, x)
     jax.block_until_ready(vjp)
@@ -176,7 +151,7 @@ def test_a_truncated_file_is_an_error(engine, checksum, tmp_path):
 
 @pytest.mark.parametrize("checksum", [True, False])
 def test_a_removed_file_is_an_error(checksum, tmp_path):
-    """The direct engine has its files open: removing them takes nothing from it."""
+    """Only of TensorStore: the direct engine keeps its files open, and removed files stay readable."""
     with ActivationStore(tmp_path, engine="tensorstore", checksum=checksum, **SMALL) as store:
         with pytest.raises(Exception, match="removed"):
             damage_between_forward_and_backward(store, lambda: [f.unlink() for f in chunk_files(tmp_path)])
@@ -204,7 +179,8 @@ def test_a_flipped_bit_is_an_error(engine, tmp_path, want):
 def test_injected_faults(kind, engine, tmp_path, want):
     with ActivationStore(tmp_path, engine=engine, **SMALL) as store:
         run()
-        store._native.inject(kind, 2)
+        faults = interceptor(store)
+        faults.inject(kind, 2)
         failed = 0
         for _ in range(4):
             try:
@@ -217,7 +193,7 @@ def test_injected_faults(kind, engine, tmp_path, want):
                 assert "offload" in str(error) and not isinstance(error, AssertionError)
                 failed += 1
         assert failed >= (kind != "write")  # a failed write may be served from memory
-        store._native.inject(kind, 0)
+        faults.inject(kind, 0)
         assert_same_bits(run(), want)
         store.drain()
         stats = store.stats()
@@ -225,7 +201,7 @@ def test_injected_faults(kind, engine, tmp_path, want):
 
 
 def test_interrupted_step_then_retry(want):
-    """Forward ran, backward never did: what it stored goes with time, at the latest when room is needed."""
+    """Forward ran without backward: its tensors are dropped at the latest when room is needed."""
     ws, x = operands()
     with ActivationStore(host_bytes=8 * TENSOR) as store:
         for _ in range(3):
@@ -237,7 +213,7 @@ def test_interrupted_step_then_retry(want):
 
 
 def test_forward_alone_in_a_full_store_waits_once(want):
-    """Of the first run left over nobody knows whether its backward pass comes: later ones are given up at once."""
+    """The store waits for the backward pass of the first such run only; it drops later ones at once."""
     ws, x = operands()
     jax.block_until_ready(forward(ws, x))
     with ActivationStore(host_bytes=LAYERS * TENSOR) as store:
@@ -317,7 +293,7 @@ time.sleep(60)
 
 
 def test_the_next_run_cleans_up_after_a_dead_owner_and_only_then(tmp_path):
-    child = python(KILLED, str(tmp_path))
+    child = popen(KILLED, str(tmp_path))
     assert child.stdout.readline().strip() == "ready", child.stderr.read()
     (left,) = tmp_path.iterdir()
     with ActivationStore(tmp_path):
@@ -348,17 +324,18 @@ def test_soak_with_random_faults(engine, tmp_path, want):
 
 
 def soak(path, want, steps, engine):
-    """Random faults for many steps: right or an exception each time, and in the end nothing is left."""
+    """Each of many steps with random faults gives the right result or raises, and nothing is left in the end."""
     rng = np.random.default_rng(0)
     ws, x = operands()
     descriptors = len(os.listdir("/proc/self/fd"))
     with ActivationStore(path, engine=engine, **SMALL) as store:
         wrong = failed = 0
+        faults = interceptor(store)
         begin = time.monotonic()
         for _ in range(steps):
             if rng.random() < 0.2:
                 kind = str(rng.choice(["write", "read", "corrupt", "store", "fetch"]))
-                store._native.inject(kind, int(rng.integers(1, 4)))
+                faults.inject(kind, int(rng.integers(1, 4)))
             try:
                 if rng.random() < 0.05:
                     jax.block_until_ready(forward(ws, x)[0]) if rng.random() < 0.5 else store.clear()
@@ -369,7 +346,7 @@ def soak(path, want, steps, engine):
                 continue
             wrong += not all(bool((a == b).all()) for a, b in zip(got, want, strict=True))
         for kind in ("write", "read", "corrupt", "store", "fetch"):
-            store._native.inject(kind, 0)
+            faults.inject(kind, 0)
         assert wrong == 0 and failed > 0
         store.clear()
         assert_same_bits(run(), want)

@@ -422,23 +422,19 @@ class Traversal:
         kind, h, d = self.kind, self.heads, self.width
         item, indexed, row, shared = (kernels.Operand(s, 0 if s == "indexed" else None) for s in
                                       ("item", "indexed", "row", "shared"))  # fmt: skip
-        options: dict[str, Any] = {
-            "offsets": a["offsets"],
-            "order": None if self.sorted else a["order"],
-            "num_items": self.items,
-            "num_rows": len(self.degrees),
-            "index_tables": [a["index"]],
-            "interpret": interpret,
-        }
+        names = (*HUB_NAMES, "chunk_hub") if self.counted else HUB_NAMES
+        segments = kernels.Segments(
+            offsets=a["offsets"],
+            num_items=self.items,
+            num_rows=len(self.degrees),
+            order=None if self.sorted else a["order"],
+            row_order=a["row_order"] if self.ordered else None,
+            hubs=None if self.chunk is None else (self.chunk, *(a[n] for n in names)),
+        )
+        options: dict[str, Any] = {"segments": segments, "index_tables": [a["index"]], "interpret": interpret}
         if self.schedule is not None:
             options["schedule"] = kernels.TraversalSchedule(*self.schedule, 1)
-        if self.chunk is not None:
-            names = (*HUB_NAMES, "chunk_hub") if self.counted else HUB_NAMES
-            options["hubs"] = (self.chunk, *(a[n] for n in names))
-        if self.ordered:
-            options["row_order"] = a["row_order"]
-        if self.half:
-            options["half_outputs"] = (0,)
+        half = (0,) if self.half else ()
         f32 = jnp.float32
         if kind == "attention":
 
@@ -452,25 +448,42 @@ class Traversal:
                 return mixed / safe[:, :, None] + tiles[0][:, :, None], top, total
 
             return kernels.traverse(
-                body, epilogue, [a["score"], a["z"], a["bias"], a["gain"]], [item, indexed, row, shared],
-                reductions=[kernels.Reduction("max", (h,)), kernels.Reduction("weighted", (h,), 0),
-                            kernels.Reduction("weighted", (h, d), 0)],
-                item_outputs=[((h,), f32)],
-                row_outputs=[((h, d), self.dtype), ((h,), f32), ((h,), f32)], **options,
-            )  # fmt: skip
+                body,
+                epilogue,
+                [a["score"], a["z"], a["bias"], a["gain"]],
+                [item, indexed, row, shared],
+                reductions=[
+                    kernels.Reduction("max", (h,)),
+                    kernels.Reduction("weighted", (h,), 0),
+                    kernels.Reduction("weighted", (h, d), 0),
+                ],
+                outputs=kernels.Outputs(
+                    half=half, items=[((h,), f32)], rows=[((h, d), self.dtype), ((h,), f32), ((h,), f32)]
+                ),
+                **options,
+            )
         if kind in ("sum", "max"):
             return kernels.traverse(
-                lambda x, weight: ((x * weight[:, :, None],), ()), None, [a["x"], a["weight"]], [indexed, item],
-                reductions=[kernels.Reduction(kind, (d,))], row_outputs=[((d,), self.dtype)], **options,
-            )  # fmt: skip
+                lambda x, weight: ((x * weight[:, :, None],), ()),
+                None,
+                [a["x"], a["weight"]],
+                [indexed, item],
+                reductions=[kernels.Reduction(kind, (d,))],
+                outputs=kernels.Outputs(half=half, rows=[((d,), self.dtype)]),
+                **options,
+            )
         if kind == "positioned":
             options["index_tables"] = [a["index"][a["order"]]]
             x = encode(jnp.asarray(a["x"])) if self.half else a["x"]
             return kernels.traverse(
-                lambda x, scalar: ((x * scalar,), ()), None, [x, a["scalar"]],
-                [kernels.Operand("positioned", 0), shared], reductions=[kernels.Reduction("sum", (d,))],
-                row_outputs=[((d,), self.dtype)], **options,
-            )  # fmt: skip
+                lambda x, scalar: ((x * scalar,), ()),
+                None,
+                [x, a["scalar"]],
+                [kernels.Operand("positioned", 0), shared],
+                reductions=[kernels.Reduction("sum", (d,))],
+                outputs=kernels.Outputs(half=half, rows=[((d,), self.dtype)]),
+                **options,
+            )
         if kind == "edges":
 
             def edge_body(x, score, bias):
@@ -480,25 +493,37 @@ class Traversal:
                 return (), (norm, score + bias)
 
             return kernels.traverse(
-                edge_body, None, [a["x"], a["score"], a["bias"]], [indexed, item, row],
-                item_outputs=[((), f32), ((h,), self.dtype)], **options,
-            )  # fmt: skip
+                edge_body,
+                None,
+                [a["x"], a["score"], a["bias"]],
+                [indexed, item, row],
+                outputs=kernels.Outputs(half=half, items=[((), f32), ((h,), self.dtype)]),
+                **options,
+            )
         if kind == "columns":
             beside = jnp.concatenate([jnp.asarray(a["weight"])[:, None], jnp.asarray(a["score"])], axis=1)
             number, scores = (kernels.Operand("item", columns=columns) for columns in ((0, ()), (1, (h,))))
             return kernels.traverse(
                 lambda x, w, s: ((x * w[:, :, None],), ((w[:, :, None], 2 * w[:, :, None]), (s, s + w[:, :, None]))),
-                None, [a["x"], beside, beside], [indexed, number, scores],
-                reductions=[kernels.Reduction("sum", (d,))], row_outputs=[((d,), self.dtype)],
-                item_outputs=[((2,), f32), ((2 * h,), self.dtype)], **options,
-            )  # fmt: skip
+                None,
+                [a["x"], beside, beside],
+                [indexed, number, scores],
+                reductions=[kernels.Reduction("sum", (d,))],
+                outputs=kernels.Outputs(
+                    half=half, rows=[((d,), self.dtype)], items=[((2,), f32), ((2 * h,), self.dtype)]
+                ),
+                **options,
+            )
         if kind == "scalars":
             return kernels.traverse(
-                lambda w, c: ((w * c, w), (w + c,)), lambda accs, tiles: (accs[0] + tiles[0], accs[1]),
-                [a["weight"], a["scalar"]], [item, shared],
+                lambda w, c: ((w * c, w), (w + c,)),
+                lambda accs, tiles: (accs[0] + tiles[0], accs[1]),
+                [a["weight"], a["scalar"]],
+                [item, shared],
                 reductions=[kernels.Reduction("sum", ()), kernels.Reduction("max", ())],
-                item_outputs=[((), f32)], row_outputs=[((), f32), ((), f32)], **options,
-            )  # fmt: skip
+                outputs=kernels.Outputs(half=half, items=[((), f32)], rows=[((), f32), ((), f32)]),
+                **options,
+            )
         if kind == "beside":
             x = encode(jnp.asarray(a["x"])) if self.half else a["x"]
             sums = kernels.Reduction("sum", (d,))
@@ -507,10 +532,15 @@ class Traversal:
                 a["other_order"], self.items, [a["index"]], [sums],
             )  # fmt: skip
             return kernels.traverse(
-                lambda x, weight: ((x * weight[:, :, None],), ()), lambda sums, tiles: (sums[0] - 2 * sums[1],),
-                [x, a["weight"]], [indexed, item], reductions=[sums], row_outputs=[((d,), self.dtype)], beside=beside,
+                lambda x, weight: ((x * weight[:, :, None],), ()),
+                lambda sums, tiles: (sums[0] - 2 * sums[1],),
+                [x, a["weight"]],
+                [indexed, item],
+                reductions=[sums],
+                beside=beside,
+                outputs=kernels.Outputs(half=half, rows=[((d,), self.dtype)]),
                 **options,
-            )  # fmt: skip
+            )
         raise AssertionError(kind)
 
     def reference(self, a: dict[str, np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:

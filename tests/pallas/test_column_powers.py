@@ -6,6 +6,8 @@ import pytest
 
 from dejax.pallas.formats.column_powers import MAX_COLUMNS, column_powers
 
+pytestmark = pytest.mark.newest_jax
+
 
 def powers(array, kept):
     ((found, half),) = column_powers([(jnp.asarray(array), kept)], interpret=True)
@@ -14,6 +16,7 @@ def powers(array, kept):
     return np.asarray(found)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("shape", "kept"),
     [((9, 4), (1,)), ((5000, 33), (1,)), ((3, 8, 16), (2,)), ((3, 8, 16), (1,)), ((7, 2, 5, 6), (1, 3)),

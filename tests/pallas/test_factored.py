@@ -73,12 +73,17 @@ def test_a_body_that_takes_factors(half):
 
     table = kernels.to_half_rows(rows, interpret=True) if half else rows
     (mean,), _ = kernels.traverse(
-        body, None, [table, count], [kernels.Operand("indexed", 0), kernels.Operand("item")],
-        offsets=jnp.asarray(offsets), order=None, num_items=int(offsets[-1]), num_rows=4,
+        body,
+        None,
+        [table, count],
+        [kernels.Operand("indexed", 0), kernels.Operand("item")],
         index_tables=[jnp.asarray(index)],
-        reductions=[kernels.Reduction("sum", (20,))], factored=True,
-        schedule=kernels.TraversalSchedule(2, 4, 1, 1), interpret=True,
-    )  # fmt: skip
+        reductions=[kernels.Reduction("sum", (20,))],
+        factored=True,
+        schedule=kernels.TraversalSchedule(2, 4, 1, 1),
+        interpret=True,
+        segments=kernels.Segments(offsets=jnp.asarray(offsets), order=None, num_items=int(offsets[-1]), num_rows=4),
+    )
     assert set(seen) == {kernels.Factored}
     taken = np.asarray(table.decode() if half else rows)
     want = [taken[index[a:b]].mean(0) if b > a else np.zeros(20) for a, b in itertools.pairwise(offsets)]

@@ -13,7 +13,10 @@ from dejax.pallas.products import grouped_gemm, reference
 from dejax.pallas.products.schedule import OuterSchedule
 from tests.pallas.reference import GEMMS, OUTERS, Gemm, Outer, interpreted
 
+pytestmark = pytest.mark.newest_jax
 
+
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", GEMMS)
 def test_grouped_gemm(name):
     case = GEMMS[name]
@@ -21,6 +24,7 @@ def test_grouped_gemm(name):
     case.check(interpreted(case.run)(a), a)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", OUTERS)
 def test_grouped_weight_gradient(name):
     case = OUTERS[name]
@@ -28,6 +32,7 @@ def test_grouped_weight_gradient(name):
     case.check(interpreted(case.run)(a), a)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("operand", ["x", "w", "scale", "dot_vector", "all"])
 def test_grouped_gemm_vmap(operand):
     case = Gemm(counts=(5, 3), rows=4, k=3, n=2, scale=True, dot_vector=True)
@@ -41,6 +46,7 @@ def test_grouped_gemm_vmap(operand):
         case.check((y[i], dot[i]), {n: s[n] if n in batched else v for n, v in samples[0].items()})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("operand", ["x", "y", "narrow"])
 def test_grouped_weight_gradient_vmap(operand):
     case = Outer(counts=(5, 3), k=3, n=2, rows_per_split=4, narrow=1)
@@ -83,12 +89,14 @@ def test_no_positions(shape):
         outer.check(outer.run(b), b)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["plain", "tiles of the result", "row-scaled", "f32 products"])
 def test_narrow_rows_do_not_change_the_other_sum(name):
     alone, both = OUTERS[name], OUTERS[f"{name}; narrow"]
     np.testing.assert_array_equal(interpreted(both.run)(both.arrays())[0], interpreted(alone.run)(alone.arrays()))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("powers", ["rising", "falling", "of both against each other", "random"])
 @pytest.mark.parametrize("row_scaled", [(), ("x", "y")], ids=["float32", "row-scaled"])
 def test_weight_gradients_of_rows_of_all_magnitudes(powers, row_scaled):

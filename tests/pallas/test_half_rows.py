@@ -15,6 +15,7 @@ EXACT = 1e-6
 COUNTS = (40, 0, 35, 125)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [(37, 100), (5, 17), (5, 3), (5, 4, 5), (0, 20), (0, 4, 5)])
 @pytest.mark.parametrize("how", [encode, interpreted(kernels.to_half_rows)], ids=["XLA", "kernel"])
 def test_rows_in_16_bits(how, shape):
@@ -71,6 +72,7 @@ def multiply(x: np.ndarray, w: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("beforehand", [0, 10**9], ids=["scaled before", "scaled in tiles"])
 @pytest.mark.parametrize("k, n, scales", [(64, 64, 0), (20, 17, 60), (100, 130, 60)])
 def test_products_of_float32(k, n, scales, beforehand, monkeypatch):
@@ -82,6 +84,7 @@ def test_products_of_float32(k, n, scales, beforehand, monkeypatch):
     assert error.max() < EXACT
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("k, n, scales", [(64, 64, 0), (20, 17, 20)])
 def test_sums_of_outer_products_of_float32(k, n, scales):
     x, y, _, offsets = operands(k, n, scales)

@@ -55,6 +55,7 @@ LARGE_TRAVERSALS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [*GEMMS, *LARGE_GEMMS])
 def test_grouped_gemm(name):
     case = (GEMMS | LARGE_GEMMS)[name]
@@ -62,6 +63,7 @@ def test_grouped_gemm(name):
     assert text.count("custom_call") >= (1 if sum(case.counts) + case.padding else 0)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", OUTERS)
 def test_grouped_weight_gradient(name):
     case = OUTERS[name]
@@ -69,6 +71,7 @@ def test_grouped_weight_gradient(name):
     assert text.count("custom_call") >= 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("k, n, heads", [(64, 64, 1), (256, 512, 1), (8, 8, 8)])
 @pytest.mark.parametrize("precision", ["f32", "tf32", "bf16"])
 def test_grouped_weight_gradient_of_model_widths(k, n, heads, precision):
@@ -76,6 +79,7 @@ def test_grouped_weight_gradient_of_model_widths(k, n, heads, precision):
     assert lower(functools.partial(case.run, interpret=False), case.arrays()).count("custom_call") >= 2
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [*TRAVERSALS, *LARGE_TRAVERSALS])
 def test_traverse(name):
     case = (TRAVERSALS | LARGE_TRAVERSALS)[name]

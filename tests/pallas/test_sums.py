@@ -8,7 +8,10 @@ from dejax import pallas as kernels
 from dejax.pallas.products import reference
 from tests.pallas.reference import interpreted
 
+pytestmark = pytest.mark.newest_jax
 
+
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(2, 16, 33), (7,), (70_000,)], ids=str)
 @pytest.mark.parametrize("ordered", [False, True])

@@ -8,6 +8,8 @@ import pytest
 from dejax import pallas as kernels
 from tests.pallas.reference import GEMMS, OUTERS, TRAVERSALS, interpreted
 
+pytestmark = pytest.mark.newest_jax
+
 CASES = {
     **{f"typed_matmul, {name}": GEMMS[name] for name in list(GEMMS)[:3]},
     **{f"typed_outer, {name}": OUTERS[name] for name in list(OUTERS)[:3]},
@@ -28,6 +30,7 @@ def in_one_table(arrays, seed=0):
     return np.concatenate([*parts, np.full(3, -1, np.int32)]), places
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_read_slices(name):
     case = CASES[name]

@@ -10,7 +10,10 @@ import pytest
 from dejax import pallas as kernels
 from tests.pallas.reference import HUB_NAMES, TRAVERSALS, Traversal, decoded, hub_table, interpreted
 
+pytestmark = pytest.mark.newest_jax
 
+
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", TRAVERSALS)
 def test_traverse(name):
     case = TRAVERSALS[name]
@@ -20,6 +23,7 @@ def test_traverse(name):
     case.check(interpreted(case.run)(a), a, tolerance)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("operand", ["score", "z", "bias", "gain"])
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_traverse_vmap(operand, chunk):
@@ -45,10 +49,14 @@ def _weighted(scores: list[float], chunk: int | None = None):
         kernels.Reduction("max", ()), kernels.Reduction("weighted", (), 0), kernels.Reduction("weighted", (), 0)
     ]  # fmt: skip
     rows, _ = kernels.traverse(
-        lambda s, v: ((s, jnp.ones((1, 1)), v), ()), None, [score, value], [kernels.Operand("item")] * 2,
-        offsets=jnp.array([0, n], jnp.int32), num_items=n, num_rows=1, reductions=reductions, hubs=hubs,
+        lambda s, v: ((s, jnp.ones((1, 1)), v), ()),
+        None,
+        [score, value],
+        [kernels.Operand("item")] * 2,
+        reductions=reductions,
         schedule=kernels.TraversalSchedule(1, 2, 1, 1),
-    )  # fmt: skip
+        segments=kernels.Segments(offsets=jnp.array([0, n], jnp.int32), num_items=n, num_rows=1, hubs=hubs),
+    )
     return [float(r[0]) for r in rows]
 
 
@@ -66,12 +74,10 @@ def test_values_that_are_not_finite_outside_a_row_do_not_leak():
         None,
         [jnp.array([2.0, 4.0, 0.5])],
         [kernels.Operand("item")],
-        offsets=jnp.array([0, 2, 2], jnp.int32),
-        num_items=3,
-        num_rows=2,
         reductions=[kernels.Reduction("sum", ()), kernels.Reduction("max", ())],
-        item_outputs=[((), jnp.float32)],
         schedule=kernels.TraversalSchedule(2, 4, 1, 1),
+        segments=kernels.Segments(offsets=jnp.array([0, 2, 2], jnp.int32), num_items=3, num_rows=2),
+        outputs=kernels.Outputs(items=[((), jnp.float32)]),
     )
     assert np.array_equal(rows[0], [0.75, 0.0]) and np.array_equal(rows[1], [0.5, 0.0])
     assert np.array_equal(items[0], [0.5, 0.25, 0.0])
@@ -83,10 +89,8 @@ def test_integer_operands_stay_integers():
         None,
         [jnp.array([4, 5, 7], jnp.int32), jnp.array([True, True, False])],
         [kernels.Operand("item"), kernels.Operand("item")],
-        offsets=jnp.array([0, 3], jnp.int32),
-        num_items=3,
-        num_rows=1,
         reductions=[kernels.Reduction("sum", ())],
+        segments=kernels.Segments(offsets=jnp.array([0, 3], jnp.int32), num_items=3, num_rows=1),
     )
     assert float(rows[0][0]) == 3.0
 
@@ -98,6 +102,7 @@ def test_nothing_to_do(rows, items):
     case.check(interpreted(case.run)(a), a)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5), (4, 16)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_map_items(shape, dtype):
@@ -152,6 +157,7 @@ def test_a_map_uses_rows_as_it_writes_them(shape):
         )  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("warps", [1, 2])
 def test_tiles_side_by_side_in_rows_that_are_stored_longer(parts, warps):
@@ -163,12 +169,20 @@ def test_tiles_side_by_side_in_rows_that_are_stored_longer(parts, warps):
         return kernels.traverse(
             lambda x, weight: ((x * weight[:, :, None],), ()),
             lambda sums, tiles: (tuple(sums[0] * (i + 1) for i in range(parts)),),
-            [a["x"], a["weight"]], [kernels.Operand("indexed", 0), kernels.Operand("item")],
-            offsets=a["offsets"], order=a["order"], num_items=case.items, num_rows=len(case.degrees),
-            index_tables=[a["index"]], reductions=[kernels.Reduction("sum", (case.width,))],
-            row_outputs=[((20,), jnp.float32)], half_outputs=(0,),
-            hubs=(case.chunk, *(a[n] for n in HUB_NAMES)), schedule=kernels.TraversalSchedule(*case.schedule, 1),
-        )  # fmt: skip
+            [a["x"], a["weight"]],
+            [kernels.Operand("indexed", 0), kernels.Operand("item")],
+            index_tables=[a["index"]],
+            reductions=[kernels.Reduction("sum", (case.width,))],
+            schedule=kernels.TraversalSchedule(*case.schedule, 1),
+            segments=kernels.Segments(
+                offsets=a["offsets"],
+                order=a["order"],
+                num_items=case.items,
+                num_rows=len(case.degrees),
+                hubs=(case.chunk, *(a[n] for n in HUB_NAMES)),
+            ),
+            outputs=kernels.Outputs(rows=[((20,), jnp.float32)], half=(0,)),
+        )
 
     (rows,), _ = interpreted(run)(a)
     ((expected,), _) = case.reference(a)
@@ -196,12 +210,12 @@ def test_a_map_reads_rows_where_a_count_is_not_zero():
 def test_errors_say_what_to_do():
     x, offsets = jnp.zeros((3, 2)), jnp.array([0, 3], jnp.int32)
     item = [kernels.Operand("item")]
-    common = {"offsets": offsets, "num_items": 3, "num_rows": 1}
+    common = {"segments": kernels.Segments(offsets=offsets, num_items=3, num_rows=1)}
     same = lambda t: ((t,), ())  # noqa: E731
     with pytest.raises(ValueError, match=r"arrays\[0\] must have 4 items"):
-        kernels.traverse(same, None, [x], item, offsets=offsets, num_items=4, num_rows=1)
+        kernels.traverse(same, None, [x], item, segments=kernels.Segments(offsets=offsets, num_items=4, num_rows=1))
     with pytest.raises(ValueError, match="offsets must have num_rows"):
-        kernels.traverse(same, None, [x], item, offsets=offsets, num_items=3, num_rows=3)
+        kernels.traverse(same, None, [x], item, segments=kernels.Segments(offsets=offsets, num_items=3, num_rows=3))
     with pytest.raises(ValueError, match="index tables"):
         kernels.traverse(same, None, [x], [kernels.Operand("indexed", 0)], **common)
     with pytest.raises(ValueError, match="access must be one of item, position, indexed, positioned, shared, row"):
@@ -214,8 +228,9 @@ def test_errors_say_what_to_do():
     with pytest.raises(ValueError, match="body must return 1 reduction values and 0 item outputs, got 0 and 0"):
         kernels.traverse(lambda t: ((), ()), None, [x], item, reductions=[kernels.Reduction("sum", (2,))], **common)
     with pytest.raises(NotImplementedError, match="at most 4096 elements"):
-        kernels.traverse(same, None, [jnp.zeros((3, 5000))], item, reductions=[kernels.Reduction("sum", (5000,))],
-                         **common)  # fmt: skip
+        kernels.traverse(
+            same, None, [jnp.zeros((3, 5000))], item, reductions=[kernels.Reduction("sum", (5000,))], **common
+        )
 
 
 def test_beside_is_of_sums_by_item():
@@ -225,6 +240,11 @@ def test_beside_is_of_sums_by_item():
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"operand 0 by row, reduction 0, a max"):
         kernels.traverse(
-            lambda v: ((v,), ()), None, [jnp.ones(2)], [kernels.Operand("item")], num_items=2, num_rows=2,
-            offsets=jnp.arange(3, dtype=jnp.int32), reductions=[kernels.Reduction("sum", ())], beside=beside,
-        )  # fmt: skip
+            lambda v: ((v,), ()),
+            None,
+            [jnp.ones(2)],
+            [kernels.Operand("item")],
+            reductions=[kernels.Reduction("sum", ())],
+            beside=beside,
+            segments=kernels.Segments(num_items=2, num_rows=2, offsets=jnp.arange(3, dtype=jnp.int32)),
+        )

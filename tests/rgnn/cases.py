@@ -16,7 +16,7 @@ from tests.rgnn.references import Arrays, Reference, axis_after, hgt_reference, 
 
 @dataclass(frozen=True)
 class Size:
-    """Widths of a case: `k` in, `n` out (of one head, where there are heads), and the number of heads."""
+    """Sizes of a case: input width `k`, output width `n` (per head, where there are heads), number of heads."""
 
     k: int = 5
     n: int = 4
@@ -212,7 +212,7 @@ def reductions(g: Any, a: Arrays) -> Any:
     lambda r, a: r.max(a["x"][r.s] * a["e"] + 0.37 * a["y"][r.d] - a["y"][r.s] * a["e"], r.d),
 )
 def largest_computed_message(g: Any, a: Arrays) -> Any:
-    """Backward computes the messages again and must find the largest among them, to the last bit."""
+    """Backward recomputes the messages and must find the same maximum, bit for bit."""
     e = g.edge(a["e"])
     return g.max_to_dst(g.src(a["x"]) * e + g.dst(a["y"]) * 0.37 - g.src(a["y"]) * e)
 

@@ -1,4 +1,4 @@
-"""How a case of the contract is run on a backend and compared with its float64 reference."""
+"""Runs a case of the contract on a backend and compares it with its float64 reference."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def run_case(
 
 
 def error(got: Any, want: np.ndarray) -> float:
-    """The norm of the difference over the norm of what is wanted.
+    """The norm of the difference divided by the norm of the expected value.
 
     Numbers here are of the order of 1 or more, so what is wanted counts as 0.1 at least: a gradient may cancel to
     nothing.
@@ -107,7 +107,7 @@ def error(got: Any, want: np.ndarray) -> float:
 
 
 def assert_agrees(got: tuple[tuple, tuple, Arrays], want: Expected, tolerance: float, dtype: str | None = None) -> None:
-    """Compares every result and gradient; NaN agrees with nothing.
+    """Compares every result and gradient; NaN equals nothing.
 
     Gradients are given half as much again: those of a softmax are sums that cancel.
     """
@@ -155,7 +155,7 @@ HEADS = (1, 2, 8, 3)
 
 
 def covering(names: tuple[str, ...], graphs: tuple[str, ...], each: int) -> list[tuple[str, str, Size]]:
-    """For each case so many (graph, size), which walk through graphs, widths and heads at different speeds."""
+    """Some pairs (graph, size) for each case, which step through graphs, widths and heads at different rates."""
     found = []
     for i, name in enumerate(names):
         for j in range(each):

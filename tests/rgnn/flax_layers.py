@@ -1,4 +1,4 @@
-"""What the tests of the Flax and jraph faces share: a graph, and dense references of layers with a given mask."""
+"""Shared by the tests of the Flax and jraph bindings: a graph, and a program that is not in the library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dejax.rgnn import RelGraph
 
 
 def typed_graph(seed: int = 0, nodes: int = 12, edges: int = 40, types: int = 3, node_types: int = 2) -> RelGraph:
-    """Random edges, with an empty edge type where there are three or more, and a node that nothing reaches."""
+    """Random edges, with an empty edge type where there are at least three, and a node without incoming edges."""
     rng = np.random.default_rng(seed)
     edge_type = rng.integers(0, types, edges)
     edge_type[edge_type == 2] = 0
@@ -45,6 +45,6 @@ def without_edges(graph: RelGraph, kept: np.ndarray) -> RelGraph:
 
 @rgnn.program
 def gated(g: Any, x: Any, strength: Any, weight: Any, gate: Any) -> Any:
-    """A program that no layer of the library is: an edge input, a weight by edge type, one shared by all."""
+    """A program that is not in the library: an edge input, a weight per edge type and a shared weight."""
     message = g.src(x) @ g.per_edge_type(weight)
     return rgnn.tanh(g.sum_to_dst(message * g.edge(strength))) * rgnn.sigmoid(g.node(x) @ g.shared(gate))

@@ -1,4 +1,4 @@
-"""Programs drawn from the grammar of the front end, as Python source: what fails prints as a program to run by hand.
+"""Programs drawn from the grammar of the front end, as Python source: a failing one is printed and can be run by hand.
 
 The grammar is a table, `PRODUCTIONS`. A production is a function of a `Drawing` that adds lines to the program;
 `@production(weight=...)` puts it into the table. Patterns with holes for operands stand in `UNARY`, `BINARY` and
@@ -22,7 +22,7 @@ from tests.rgnn.contract import row_counts
 from tests.rgnn.strategies import EdgeList
 
 Shape = tuple[int, ...]
-# The front end's word for an argument with rows of each kind, and the kind of constants that such rows may meet.
+# For each space, the front end's method for an argument, and the spaces whose values may be combined with it.
 _DECLARE = {
     "node": "node",
     "edge": "edge",
@@ -45,7 +45,7 @@ SHAPES: tuple[Shape, ...] = ((3,), (2, 3), (), (1,), (2, 1), (1, 3), (1, 1))
 
 @dataclass(frozen=True)
 class Pattern:
-    """Source with a hole for each operand.
+    """Source with a placeholder for each operand.
 
     `smooth` means that neither it nor its gradient jumps, so that runs in 16 bits can be compared.
     """
@@ -86,7 +86,7 @@ UNARY: list[Pattern] = [
     Pattern("{} * np.float32(0.5)"),
     Pattern("{} + np.array(0.25)"),
 ]
-# Of two values that broadcast; the second has the shape of the first, or unit axes, or one number.
+# Functions of two values that broadcast; the second has the shape of the first, or unit axes, or is a scalar.
 BINARY: list[Pattern] = [
     Pattern("{} * {}"),
     Pattern("{} + {}"),
@@ -124,7 +124,7 @@ def _summed(shape: Shape) -> list[tuple[str, Shape]]:
 
 
 def _over_axes(shape: Shape) -> list[tuple[str, Shape]]:
-    """Sums over all axes, and what has a slope everywhere of exponentials."""
+    """Sums over all axes, and smooth functions of exponentials."""
     found: list[tuple[str, Shape]] = [
         ("{}.sum(axis=None)", ()),
         ("{}.mean(None, keepdims=True)", tuple(1 for _ in shape)),
@@ -197,7 +197,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A program as source, and the arrays that it takes."""
+    """A program as source, with its arrays."""
 
     lines: tuple[str, ...]
     inputs: tuple[Input, ...]
@@ -214,7 +214,7 @@ class Recipe:
 
     @property
     def scaled(self) -> bool:
-        """Whether columns differ in scale, so that each is to be compared by itself."""
+        """Whether columns differ in scale, so that each is compared separately."""
         return any(i.spread for i in self.inputs)
 
     def program(self) -> Any:
@@ -223,7 +223,7 @@ class Recipe:
         return rgnn.program(scope["drawn"])
 
     def arrays(self, edges: EdgeList) -> list[np.ndarray]:
-        """In float64 (whole numbers in int64), rounded to the dtype of each."""
+        """The arrays in float64 (integers in int64), rounded to their dtypes."""
         rng, rows = np.random.default_rng(len(self.lines)), row_counts(edges)
         return [spec.make(rng, rows) for spec in self.inputs]
 
@@ -238,7 +238,7 @@ class Recipe:
 
 
 class Drawing:
-    """A program in the making.
+    """A program under construction.
 
     Attributes:
       draw: hypothesis' own; `one_of` draws an item of a sequence.
@@ -261,7 +261,7 @@ class Drawing:
         return bool(self.draw(st.booleans()))
 
     def pattern(self, table: Sequence[Pattern]) -> str:
-        """The text of a pattern; a smooth one where 16 bits are compared."""
+        """The text of a pattern; a smooth one where 16-bit dtypes are compared."""
         return str(self.one_of([p for p in table if p.smooth or not self.narrow]).text)
 
     def define(self, expression: str, space: str, shape: Shape, dtype: str = "float") -> Value:
@@ -271,7 +271,7 @@ class Drawing:
         return value
 
     def argument(self, kind: str, shape: Shape, scale: float = 1.0, values: str = "normal") -> Value:
-        """A new argument, declared; of values "normal" it may be narrow, have scales by column and an offset."""
+        """A new declared argument; "normal" values may be narrow and have column scales and an offset."""
         plain = values == "normal"
         offset = self.one_of((0.0, 0.0, 1.0, 5.0)) if plain and self.offset else 0.0
         spread = self.spread if plain and self.spread and self.maybe() else 0.0
@@ -281,7 +281,7 @@ class Drawing:
         return self.define(f"g.{_DECLARE[kind]}(a[{len(self.inputs) - 1}])", kind, shape, number)
 
     def pick(self, suits: Callable[[Value], bool], dtype: str = "float") -> Value | None:
-        # The latest first: hypothesis shrinks towards it, and long chains are what is looked for.
+        # The latest value first: hypothesis shrinks towards it, which keeps chains long.
         found = [v for v in reversed(self.pool) if v.dtype == dtype and suits(v)]
         return self.one_of(found) if found else None
 
@@ -299,7 +299,7 @@ class Drawing:
         return self.pick(lambda v: len(v.shape) in (1, 2)) or self.argument("node", shape)
 
     def partner(self, x: Value, shapes: Sequence[Shape]) -> Value:
-        """Another value that may meet `x`: of its space, or a constant by type, or shared."""
+        """Another value to combine with `x`: of its space, by type, or shared."""
         spaces = (x.space, *((_TYPED_BY[x.space], "shared") if x.space != "shared" else ()))
         suits = lambda v: v is not x and v.space in spaces and v.shape in shapes  # noqa: E731
         found = self.pick(suits) if self.maybe() else None
@@ -309,12 +309,12 @@ class Drawing:
 # --- the table -------------------------------------------------------------------------------------------------------
 
 Step = Callable[[Drawing], Any]
-# How often each is drawn, relative to the others.
+# The relative frequency of each function.
 PRODUCTIONS: dict[Step, int] = {}
 
 
 def production(weight: int = 1) -> Callable[[Step], Step]:
-    """Puts a function into the table."""
+    """Adds a function to the table."""
 
     def put(step: Step) -> Step:
         PRODUCTIONS[step] = weight
@@ -427,7 +427,7 @@ def softmax_over_rows(d: Drawing) -> Value:
 
 @production()
 def extremum_of_features(d: Drawing) -> Value:
-    """Columns are moved apart, so that no row of zeros has all of them as its largest."""
+    """Adds different offsets to the columns, so that a row of zeros has no ties for its maximum."""
     x = d.wide((2, 3))
     how, axis = d.one_of(("max", "min")), d.draw(st.integers(0, len(x.shape) - 1))
     apart = f"{x.name} + np.linspace(-1, 1, {math.prod(x.shape)}).reshape({x.shape})"
@@ -438,7 +438,7 @@ def extremum_of_features(d: Drawing) -> Value:
 
 @production()
 def to_types_and_back(d: Drawing) -> Value:
-    """A reduction to types, or to the whole graph, that rows then read."""
+    """A reduction to types or to the graph, which rows then read."""
     x = d.any()
     how = d.one_of(("sum", "mean", "max", "min"))
     to = d.one_of(("graph", "node_type" if x.space == "node" else "edge_type"))
@@ -449,7 +449,7 @@ def to_types_and_back(d: Drawing) -> Value:
 
 @production()
 def readout_and_back(d: Drawing) -> Value:
-    """A reduction by integers, some of them out of range, that rows then read."""
+    """A reduction by integers, some out of range, which rows then read."""
     x = d.any()
     ids = d.argument(x.space, (), values="below 5")
     how = d.one_of(("sum", "mean", "max", "min"))
@@ -460,7 +460,7 @@ def readout_and_back(d: Drawing) -> Value:
 
 @production(2)
 def lookup(d: Drawing) -> Value:
-    """Rows of a table of all, or of the type of each row, by an integer, which may be out of range."""
+    """A lookup in a shared table or in the table of each row's type, by an integer that may be out of range."""
     space = d.one_of(("node", "edge"))
     ids = d.argument(space, (), values="below 4")
     table = d.argument(d.one_of((_TYPED_BY[space], "shared")), (3, *d.one_of(((3,), (2, 3), ()))))
@@ -470,7 +470,7 @@ def lookup(d: Drawing) -> Value:
 
 @production()
 def product(d: Drawing) -> Value:
-    """A product over edges, of numbers of the order of 1 and some zeros."""
+    """A product over edges, of values near 1 and some zeros."""
     x, to = d.edge(), d.one_of(("dst", "src"))
     mask = d.argument("edge", (), values="mask")
     rows = f"rgnn.where({mask.name} > 0, 0.5 + rgnn.sigmoid({x.name}), rgnn.tanh({x.name}))"
@@ -510,14 +510,14 @@ def reduce(d: Drawing) -> Value:
     x = d.edge()
     how, to = d.one_of(("sum", "mean", "max", "min")), d.one_of(("dst", "src"))
     total = f"g.{how}_to_{to}({x.name})"
-    # Which of two close values is the larger, and has the gradient, is not to be told in 16 bits.
+    # 16-bit dtypes cannot tell which of two close values is larger and gets the gradient.
     closed = how in ("max", "min") and d.narrow
     return d.define(f"rgnn.stop_gradient({total})" if closed else total, "node", x.shape)
 
 
 @production(3)
 def attention(d: Drawing) -> Value:
-    """A sum weighted by a softmax, the pattern that the compiler makes one pass of; scores with unit axes anywhere."""
+    """A sum weighted by a softmax, which the compiler computes in one pass; scores have unit axes anywhere."""
     x = d.edge()
     shapes: list[Shape] = [(), x.shape[:1], x.shape]
     shapes += [tuple(1 if i == axis else size for i, size in enumerate(x.shape)) for axis in range(len(x.shape))]
@@ -535,7 +535,7 @@ def attention(d: Drawing) -> Value:
 
 @production(2)
 def scored(d: Drawing) -> Value:
-    """Attention as it is mostly written: a score by a product or a sum that leaves a unit axis."""
+    """Attention as it is usually written, with a score whose product or sum leaves a unit axis."""
     x = d.pick(lambda v: v.space == "edge" and len(v.shape) in (1, 2)) or d.define(
         f"g.src({d.argument('node', (3,)).name})", "edge", (3,)
     )
@@ -564,7 +564,7 @@ def degree(d: Drawing) -> Value:
 
 @st.composite
 def recipes(draw: st.DrawFn, max_steps: int = 12, narrow: str = "", scaled: bool = False) -> Recipe:
-    """Programs of a few steps, each of which reads values made before; what no step reads is returned.
+    """Programs of a few steps that read earlier values; values that no step reads are returned.
 
     Args:
       max_steps: at most so many productions.
@@ -574,13 +574,13 @@ def recipes(draw: st.DrawFn, max_steps: int = 12, narrow: str = "", scaled: bool
     drawing = Drawing(draw, narrow, draw(st.sampled_from((0.0, 1.0, 3.0))) if scaled else 0.0, scaled)
     drawing.argument("node", draw(st.sampled_from(((3,), (2, 3), (2, 2), (), (2, 1), (1, 3)))))
     table = [step for step, weight in PRODUCTIONS.items() for _ in range(weight)]
-    steps = draw(st.integers(2, max_steps))  # a list's own length would be short nearly always
+    steps = draw(st.integers(2, max_steps))  # the length of a drawn list would almost always be short
     for step in draw(st.lists(st.sampled_from(table), min_size=steps, max_size=steps)):
         step(drawing)
     text = "\n".join(drawing.lines)
     read = [len(re.findall(rf"\b{v.name}\b", text)) > 1 for v in drawing.pool]
     returned = [v.name for v, used in zip(drawing.pool, read, strict=True) if not used]
-    # A value that is used and returned too.
+    # A value that is both used and returned.
     others = [v.name for v, used in zip(drawing.pool, read, strict=True) if used and v.space in ("node", "edge")]
     if others and draw(st.booleans()):
         returned.append(draw(st.sampled_from(others[::-1])))

@@ -1,4 +1,4 @@
-"""Graphs for tests, and what programs should give on them: one row for each edge, no grouping at all."""
+"""Graphs for tests, and reference results of programs on them: one row per edge, without grouping."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def edge_list(
 
 
 def typed_sources(edges: EdgeList) -> EdgeList:
-    """The same with node types such that all edges of a type come from nodes of one type."""
+    """The same graph with node types such that all edges of a type come from nodes of one type."""
     node_type = np.arange(edges.num_nodes, dtype=np.int32) % edges.num_node_types
     kind = edges.edge_type % edges.num_node_types
     senders = edges.senders - edges.senders % edges.num_node_types + kind
@@ -70,19 +70,19 @@ def typed_sources(edges: EdgeList) -> EdgeList:
 GRAPHS: dict[str, EdgeList] = {
     # Two nodes have no incoming edge; type 1 is empty.
     "typical": edge_list(0, nodes=11, edges=40, types=4, node_types=3, receivers=9, duplicates=6, empty=1),
-    # Few senders, many edges each: compaction by source; all edges arrive at two hubs.
+    # Few senders with many edges each, for compaction by source; all edges arrive at two nodes (long segments).
     "hubs": edge_list(1, nodes=14, edges=90, types=3, node_types=2, senders=5, receivers=2),
-    # Many senders, one receiver a type: aggregation before transformation.
+    # Many senders and one receiver per type, for aggregation before the GEMM.
     "fan_in": edge_list(2, nodes=40, edges=120, types=2, node_types=2, receivers=3),
     "sparse": edge_list(3, nodes=30, edges=9, types=12, node_types=5),
     "one_type": edge_list(4, nodes=9, edges=37, types=1),
     "typed": typed_sources(edge_list(8, nodes=16, edges=80, types=5, node_types=4, empty=2)),
     "one_node": edge_list(5, nodes=1, edges=3, types=2),
     "no_edges": edge_list(6, nodes=4, edges=0, types=2, node_types=2),
-    # For a real GPU: many programs, hubs of thousands of edges.
+    # For a real GPU: many programs, segments of thousands of edges.
     "large": edge_list(7, nodes=3000, edges=20_000, types=20, node_types=4, senders=2900, hub=4000, empty=3),
 }
-HUB_CHUNK = 16  # so small that `hubs` and `fan_in` have hubs
+HUB_CHUNK = 16  # so small that `hubs` and `fan_in` have long segments
 
 
 @cache
@@ -94,7 +94,7 @@ def graph_of(name: str) -> RelGraph:
 
 
 class Reference:
-    """A graph as plain index arrays; what programs say with `g`, in terms of `jax.numpy`."""
+    """A graph as plain index arrays, with the operations of `g` in `jax.numpy`."""
 
     def __init__(self, edges: EdgeList) -> None:
         self.s, self.d, self.t = edges.senders, edges.receivers, edges.edge_type
@@ -103,7 +103,7 @@ class Reference:
         self.pair = np.unique(self.t * self.nodes + self.s, return_inverse=True)[1]
 
     def sum(self, x: Any, rows: np.ndarray | None = None) -> Any:
-        """Sums over the edges that share a row; by default a destination."""
+        """Sums over the edges of each row, by default of each destination."""
         rows = self.d if rows is None else rows
         return jnp.zeros((self.nodes, *x.shape[1:]), x.dtype).at[rows].add(x)
 
@@ -112,7 +112,7 @@ class Reference:
         return self.sum(x, rows) / count.reshape(-1, *(1,) * (x.ndim - 1))
 
     def max(self, x: Any, rows: np.ndarray) -> Any:
-        """The largest of each row as a mean over the edges that have it, so that these share the gradient."""
+        """The maximum over the edges of each row, as a mean over the edges that attain it, which share the gradient."""
         values = jax.lax.stop_gradient(x)
         largest = jnp.full((self.nodes, *x.shape[1:]), -jnp.inf, x.dtype).at[rows].max(values)
         chosen = (values == largest[rows]).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for relational graphs, and a slow, plain reference for every table of `RelGraph`."""
+"""Hypothesis strategies for relational graphs, and a plain reference for every table of `RelGraph`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments
 
 CHUNK = 3
-"""A hub chunk so small that little graphs have hubs."""
+"""A chunk size so small that small graphs have long segments."""
 
 
 @dataclass(frozen=True)
 class EdgeList:
-    """What a graph is made from, in the user's order."""
+    """The arguments of a graph's constructor, in the user's order."""
 
     senders: np.ndarray
     receivers: np.ndarray
@@ -63,7 +63,7 @@ class EdgeList:
         )
 
     def padded(self, num_edges: int, num_nodes: int, rng: np.random.Generator) -> EdgeList:
-        """The same graph with padding edges at random places, of any content, and padding nodes at the end."""
+        """The same graph with padding edges of any content at random places, and padding nodes at the end."""
         places = np.sort(rng.permutation(num_edges)[: self.senders.shape[0]])
         edge_mask = np.zeros(num_edges, bool)
         edge_mask[places] = True if self.edge_mask is None else self.edge_mask
@@ -98,12 +98,12 @@ def edge_lists(
     max_node_types: int = 3,
     masks: bool = False,
 ) -> EdgeList:
-    """Small graphs: empty types, isolated nodes, hubs, duplicates, self loops, no edges and one node come up often."""
+    """Small graphs, often with empty types, isolated nodes, long segments, duplicates, self loops or no edges."""
     num_nodes = draw(st.integers(1, max_nodes))
     num_edges = draw(st.integers(0, max_edges))
     num_edge_types = draw(st.integers(1, max_edge_types))
     num_node_types = draw(st.integers(1, max_node_types))
-    # Few ends, few types: duplicates and hubs; many: isolated nodes and types with one edge.
+    # Few ends and types give duplicates and long segments; many give isolated nodes and types with one edge.
     ends = st.integers(0, draw(st.integers(0, num_nodes - 1)))
     edge = st.tuples(st.integers(0, num_nodes - 1), ends, st.integers(0, num_edge_types - 1))
     edges = draw(st.lists(edge, min_size=num_edges, max_size=num_edges))
@@ -221,7 +221,7 @@ def check_tables(graph: RelGraph, edges: EdgeList, *, exact: bool, chunk: int = 
 
 
 def assert_equal(actual: Any, expected: Any) -> None:
-    """Same numbers, and a bool or int32 array."""
+    """Checks that values are equal and that the dtype is bool or int32."""
     actual = np.asarray(actual)
     assert actual.dtype in (np.bool_, np.int32)
     np.testing.assert_array_equal(actual, np.asarray(expected, actual.dtype))
@@ -237,7 +237,7 @@ def check_segments(
     typed: bool = False,
     ordered: bool = False,
 ) -> None:
-    """Compares one grouping, its hubs and tiles included, with the row of each item (`num_rows` for padding)."""
+    """Compares a grouping and its tables with the row of each entry (`num_rows` for padding)."""
     items = len(index)
     assert (segments.num_rows, segments.num_items) == (num_rows, items)
     assert_equal(segments.index, index)
@@ -258,7 +258,7 @@ def check_segments(
 
 
 def check_hubs(segments: Segments, counts: list[int], offsets: list[int], *, exact: bool, chunk: int) -> None:
-    """Compares the hub table, chunk by chunk."""
+    """Compares the table of long segments, chunk by chunk."""
     num_rows, items = segments.num_rows, segments.num_items
     hubs = [row for row in range(num_rows) if counts[row] > chunk]
     bound = len(hubs) if exact else min(num_rows, items // (chunk + 1))
@@ -285,7 +285,7 @@ def check_hubs(segments: Segments, counts: list[int], offsets: list[int], *, exa
 
 
 def check_tiles(segments: Segments, counts: list[int], offsets: list[int], block: int, *, exact: bool) -> None:
-    """Compares a tile table: tile by tile, unused ones included."""
+    """Compares a tile table, tile by tile, unused tiles included."""
     table = segments.tiles_for(block)
     assert table.block == block
     tiles = [(row, start) for row in range(len(counts)) for start in range(offsets[row], offsets[row + 1], block)]

@@ -16,7 +16,7 @@ from dejax import rgnn
 from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.compiler import execute
 from dejax.rgnn.compiler.execute import counts_of
-from dejax.rgnn.graphs import segments
+from dejax.rgnn.graphs import tables
 from dejax.rgnn.ir.inter import Program
 from dejax.rgnn.ir.intra import Outer, Traversal
 from dejax.rgnn.lowering.pallas import Columns, PallasLowering
@@ -29,8 +29,8 @@ XLA = Options(backend="xla", precision="f32")
 PALLAS = Options(backend="pallas", precision="f32", interpret=True)
 BACKENDS = {"xla": XLA, "pallas": PALLAS}
 ORDINARY = ("typical", "hubs", "fan_in", "sparse", "one_type")
-F32, TF32, BF16 = 1e-5, 3e-3, 2e-2  # TF32 keeps 10 bits of each operand, and here products feed products
-# Interpreted kernels take seconds a case: the rest is left to `-m slow` and to the GPU.
+F32, TF32, BF16 = 1e-5, 3e-3, 2e-2  # TF32 rounds operands to 10 bits, and here products feed products
+# Interpreted kernels take seconds per case: the other cases run with `-m slow` and on a GPU.
 QUICK = (
     "linear_by_edge_type_and_head",
     "linear_of_heads_to_src",
@@ -51,13 +51,15 @@ QUICK = (
 
 
 def some(cases: list[Any], quick: Callable[[int, str], bool]) -> list[Any]:
-    """The cases as parameters; those that are not quick are marked slow."""
+    """The cases as parameters; cases that are not quick are marked slow."""
     slow = pytest.mark.slow
     return [
         pytest.param(*c, marks=() if quick(i, c[0]) else slow, id="-".join(map(str, c))) for i, c in enumerate(cases)
     ]
 
 
+@pytest.mark.newest_jax
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "graph", "size"), some(covering(tuple(CASES), ORDINARY, 2), lambda i, name: i % 4 in (0, 3))
 )
@@ -65,6 +67,7 @@ def test_xla_float32(name: str, graph: str, size: Size) -> None:
     check(name, graph, size, XLA, tolerance=F32)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "graph", "size"), some(covering(tuple(CASES), ORDINARY, 1), lambda i, name: name in QUICK)
 )
@@ -72,6 +75,8 @@ def test_kernels_float32(name: str, graph: str, size: Size) -> None:
     check(name, graph, size, PALLAS, tolerance=F32)
 
 
+@pytest.mark.newest_jax
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("name", "graph", "size"), covering((*MODELS, "reductions", "elementwise"), ORDINARY, 1), ids=str
 )
@@ -79,26 +84,34 @@ def test_xla_bfloat16(name: str, graph: str, size: Size) -> None:
     check(name, graph, size, XLA, "bfloat16", tolerance=BF16)
 
 
+@pytest.mark.newest_jax
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["rgcn_mean", "rgat", pytest.param("hgt", marks=pytest.mark.slow)])
 def test_kernels_bfloat16(name: str) -> None:
     check(name, "typical", Size(17, 3, 2), PALLAS, "bfloat16", tolerance=BF16)
 
 
+@pytest.mark.newest_jax
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("graph", ["one_node", "no_edges"])
 @pytest.mark.parametrize("name", ["rgcn_mean", "rgat", "rgat_relation", "hgt_skip", "reductions", "linear_on_edges"])
 def test_small_graphs(name: str, graph: str) -> None:
     check(name, graph, Size(3, 3, 2), XLA, tolerance=F32)
 
 
+@pytest.mark.newest_jax
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "graph"), [("rgat", "one_node"), ("rgat", "no_edges"), ("reductions", "no_edges")])
 def test_small_graphs_kernels(name: str, graph: str) -> None:
     check(name, graph, Size(3, 3, 2), PALLAS, tolerance=F32)
 
 
+@pytest.mark.newest_jax
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["softmax_over_incoming_edges", "softmax_within_relations"])
 def test_softmax_of_large_scores(name: str, backend: str) -> None:
-    """Scores of plus and minus 1e4, where exp without the maximum would be infinite or zero throughout."""
+    """Scores of plus and minus 1e4, whose exp would overflow or vanish without subtracting the maximum."""
     want = expected(name, "hubs", Size(), "float32", 1e4)
     assert np.abs(want.arrays["s"]).max() > 1e4
     check(name, "hubs", Size(), BACKENDS[backend], tolerance=F32, scores=1e4)
@@ -200,6 +213,8 @@ def assert_padding_is_gone(got: tuple, want: Expected, masks: dict) -> None:
     assert_agrees((plain, results, gradients), want, F32)
 
 
+@pytest.mark.newest_jax
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("name", "backend"),
     [*((n, "xla") for n in PADDED), ("rgat_relation", "pallas"), ("reductions", "pallas"), ("source_pairs", "pallas")],
@@ -209,7 +224,7 @@ def test_padding_has_no_effect(name: str, backend: str) -> None:
 
 
 def test_masks_of_a_concrete_graph() -> None:
-    """`RelGraph.from_edges` takes masks too; its pairs are those of the valid edges."""
+    """`RelGraph.from_edges` takes masks, too; its pairs are those of valid edges."""
     name, size = "rgat", Size(3, 3, 2)
     arguments, arrays, cotangents, want, masks = padded_case(name, size, seed=1)
     senders, receivers, edge_type, node_type, edge_mask, node_mask = arguments
@@ -232,7 +247,7 @@ def test_masks_of_a_concrete_graph() -> None:
 
 @pytest.fixture
 def fresh_plans() -> Iterator[None]:
-    """Programs are planned and compiled anew, and forgotten after the test."""
+    """Clears compiled programs before and after the test."""
 
     def forget() -> None:
         for cache in (execute.inference_kernels, execute.training_cut):
@@ -246,16 +261,17 @@ def fresh_plans() -> Iterator[None]:
 
 @pytest.fixture
 def rows_in_16_bits(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
-    """Rows that are read often are put in 16 bits on small graphs, too, where it does not pay."""
+    """Rows that are read often are stored as row-scaled float16 on small graphs, too, where it does not pay."""
     monkeypatch.setattr(importlib.import_module("dejax.rgnn.passes.storage"), "_LAUNCH_BYTES", -(10**9))
 
 
 @pytest.fixture
 def scores_made_again(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
-    """As on a graph with many edges, where backward keeps no score."""
+    """As on a graph with many edges, where backward saves no score."""
     monkeypatch.setattr(save, "_CACHED_BYTES", 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "precision"),
     some(
@@ -265,14 +281,14 @@ def scores_made_again(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> Non
 )
 @pytest.mark.usefixtures("rows_in_16_bits")
 def test_as_on_a_gpu(name: str, precision: str) -> None:
-    """With the graph's loop tables and, where products round to 10 bits, rows in 16 bits between kernels."""
+    """With the graph's loop tables and, where products round to 10 bits, row-scaled float16 between kernels."""
     options = Options(backend="pallas", precision=precision, interpret=True)
     tolerance = F32 if precision == "f32" else TF32
     check(name, "hubs", Size(20, 17, 2), options, tolerance=tolerance, loop_tables=True)
 
 
 def test_sums_by_atomic_addition() -> None:
-    """`deterministic=False`: product rows are added up in place."""
+    """`deterministic=False`: a GEMM adds its rows in place."""
     options = Options(
         backend="pallas", precision="f32", interpret=True, deterministic=False, disable=("aggregate", "compact")
     )
@@ -280,7 +296,7 @@ def test_sums_by_atomic_addition() -> None:
 
 
 def test_what_the_graphs_cover() -> None:
-    """The cases mean little unless the graphs have what goes wrong."""
+    """The graphs of the cases have the structures that cause errors."""
     typical, hubs = GRAPHS["typical"], GRAPHS["hubs"]
     rows = np.stack([typical.senders, typical.receivers, typical.edge_type])
     assert np.unique(rows, axis=1).shape[1] < rows.shape[1], "no duplicate edge"
@@ -294,33 +310,49 @@ def test_what_the_graphs_cover() -> None:
     assert {c[2].h for c in chosen} >= {1, 2, 8}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("precision", "tolerance"), [("f32", F32), ("tf32", TF32)])
 def test_scores_by_the_product(precision: str, tolerance: float) -> None:
-    """One head, so that the kernel of the product makes the scores, too; the rows in 16 bits with `tf32`."""
+    """With one head the epilogue of the GEMM computes the scores; with `tf32` rows are row-scaled float16."""
     check("rgat", "typical", Size(16, 16, 1), dataclasses.replace(PALLAS, precision=precision), tolerance=tolerance)
 
 
+@pytest.mark.newest_jax
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [pytest.param("hgt", marks=pytest.mark.slow), "hgt_skip"])
-@pytest.mark.parametrize("disable", [(), ("fold",)], ids=["folded", "not"])
-@pytest.mark.parametrize("backend", ["xla", "pallas"])
+@pytest.mark.parametrize(
+    ("backend", "disable"),
+    [
+        pytest.param("xla", (), id="xla-folded"),
+        pytest.param("xla", ("fold",), id="xla-not"),
+        pytest.param("pallas", (), id="pallas-folded"),
+        pytest.param("pallas", ("fold",), id="pallas-not", marks=pytest.mark.slow),
+    ],
+)
 def test_typed_sources(name: str, backend: str, disable: tuple[str, ...]) -> None:
-    """Where all edges of a type come from nodes of one type, keys and messages are one product each."""
+    """Where all edges of a type come from nodes of one type, keys and messages take one GEMM each."""
     assert counts_of(graph_of("typed")).typed_sources and not counts_of(graph_of("typical")).typed_sources
     check(name, "typed", Size(8, 4, 2), dataclasses.replace(BACKENDS[backend], disable=disable), tolerance=1e-5)
 
 
+@pytest.mark.newest_jax
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", ["xla", "pallas"])
 @pytest.mark.usefixtures("scores_made_again")
 def test_scores_made_again(backend: str) -> None:
     check("hgt", "hubs", Size(8, 4, 2), BACKENDS[backend], tolerance=F32, loop_tables=backend == "pallas")
 
 
+@pytest.mark.newest_jax
+@pytest.mark.full
 def test_hubs_merged_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not by the last of their chunks."""
-    monkeypatch.setattr(segments, "_COUNTED_ITEMS", 0)
+    """A separate kernel combines the chunks, not the last chunk."""
+    monkeypatch.setattr(tables, "_COUNTED_ITEMS", 0)
     check("rgat", "hubs", Size(8, 4, 2), PALLAS, tolerance=F32, loop_tables=True)
 
 
+@pytest.mark.newest_jax
+@pytest.mark.full
 @pytest.mark.parametrize(
     "size",
     [*(pytest.param(size, marks=pytest.mark.slow) for size in (Size(16, 16, 1), Size(20, 18, 2))), Size(17, 20, 1)],
@@ -328,14 +360,14 @@ def test_hubs_merged_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("rows_in_16_bits")
 def test_keys_and_messages_in_one_array(size: Size) -> None:
-    """As on a GPU: both in 16 bits with their powers of two, of widths that are and are not powers of two."""
+    """As on a GPU: both are row-scaled float16, with widths that are and are not powers of two."""
     options = dataclasses.replace(PALLAS, precision="tf32")
     check("hgt_skip", "typed", size, options, tolerance=TF32, loop_tables=True)
 
 
 @pytest.fixture
 def as_on_a_large_graph(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
-    """The compiler is told of 100,000 times the nodes, edges and pairs."""
+    """The compiler sees 100,000 times the nodes, edges and pairs."""
 
     def task(program: Program, counts: Counts, *rest: Any) -> execute.Task:
         grown = ("nodes", "edges", "source_pairs", "destination_pairs")
@@ -347,7 +379,7 @@ def as_on_a_large_graph(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> N
 
 @pytest.fixture
 def side_by_side(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many item values each array holds that loops write for others."""
+    """How many per-edge scalars each array holds that one reduction stores for others."""
     found: list[int] = []
     original = PallasLowering.together
 
@@ -360,6 +392,8 @@ def side_by_side(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.newest_jax
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "dtype", "precision", "tolerance"),
     [(Size(16, 16, 1), "float32", "tf32", TF32), (Size(20, 17, 2), "float32", "f32", F32),
@@ -379,21 +413,33 @@ def test_numbers_that_one_loop_makes_for_others(
     assert (2 in side_by_side) == (precision != "f32")
 
 
+@pytest.mark.newest_jax
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "size"), [("rgat_one_head", Size(16, 16, 1)), ("rgat", Size(20, 17, 2)), ("rgat", Size(8, 3, 5))], ids=str
+    ("name", "size", "precision", "tolerance"),
+    [
+        ("rgat_one_head", Size(16, 16, 1), "f32", F32),
+        ("rgat", Size(20, 17, 2), "tf32", TF32),
+        ("rgat", Size(8, 3, 5), "f32", F32),
+        pytest.param("rgat_one_head", Size(16, 16, 1), "tf32", TF32, marks=pytest.mark.slow),
+        pytest.param("rgat", Size(20, 17, 2), "f32", F32, marks=pytest.mark.slow),
+        pytest.param("rgat", Size(8, 3, 5), "tf32", TF32, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize(("precision", "tolerance"), [("f32", F32), ("tf32", TF32)])
 @pytest.mark.usefixtures("as_on_a_large_graph")
 def test_scores_by_products_with_narrow_matrices(name: str, size: Size, precision: str, tolerance: float) -> None:
-    """As where rows of nodes come from memory; and with many heads the way back, too."""
+    """As where node rows do not fit in the cache; with many heads backward, too."""
     check(name, "typical", size, dataclasses.replace(PALLAS, precision=precision), tolerance=tolerance)
 
 
+@pytest.mark.newest_jax
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("name", "graph", "size", "dtype", "precision", "tolerance"),
     [
         ("rgat_one_head", "typical", Size(16, 16, 1), "float32", "f32", F32),
-        ("rgat_one_head", "hubs", Size(32, 33, 1), "float32", "tf32", TF32),
+        pytest.param("rgat_one_head", "hubs", Size(32, 33, 1), "float32", "tf32", TF32, marks=pytest.mark.slow),
         pytest.param("rgat", "typical", Size(40, 33, 1), "float32", "tf32", TF32, marks=pytest.mark.slow),
         ("rgat", "no_edges", Size(3, 3, 1), "float32", "f32", F32),
         pytest.param("rgat", "typical", Size(16, 16, 1), "bfloat16", None, BF16, marks=pytest.mark.slow),
@@ -413,7 +459,7 @@ def test_gradients_of_vectors_beside_those_of_weights(
     tolerance: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The attention vectors' gradient is made in the pass over rows that makes the weight's."""
+    """The pass over rows for the weight gradient also computes the gradient of the attention vectors."""
     paired: list[Outer] = []
     original = PallasLowering.outer
 
@@ -427,11 +473,13 @@ def test_gradients_of_vectors_beside_those_of_weights(
     assert paired
 
 
+@pytest.mark.newest_jax
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "size", "dtype", "precision", "tolerance"),
     [
         ("rgat_one_head", Size(32, 32, 1), "float32", "tf32", TF32),
-        ("rgat", Size(40, 33, 1), "float32", "tf32", TF32),
+        pytest.param("rgat", Size(40, 33, 1), "float32", "tf32", TF32, marks=pytest.mark.slow),
         pytest.param("rgat", Size(40, 33, 1), "float32", "f32", F32, marks=pytest.mark.slow),
         ("rgat", Size(3, 17, 1), "float32", "f32", F32),
         pytest.param("rgat_one_head", Size(32, 32, 1), "bfloat16", None, BF16, marks=pytest.mark.slow),
@@ -442,7 +490,7 @@ def test_gradients_of_vectors_beside_those_of_weights(
 def test_scores_in_the_loop(
     name: str, size: Size, dtype: str, precision: str | None, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where there are as many pairs as edges; vectors of types and rows rounded."""
+    """As where there are as many pairs as edges; type vectors and rows are rounded."""
     sunk: list[Traversal] = []
     original = PallasLowering.traversal
 
@@ -458,6 +506,8 @@ def test_scores_in_the_loop(
     assert sunk
 
 
+@pytest.mark.newest_jax
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "size"),
     [
@@ -472,7 +522,7 @@ def test_scores_in_the_loop(
 )
 @pytest.mark.usefixtures("as_on_a_large_graph")
 def test_rows_of_nodes_without_edges_are_not_read(name: str, size: Size, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where rows of nodes come from memory and loops read them often: RGAT's gradients are copied in 16 bits."""
+    """As where node rows exceed the cache and are read often: RGAT's gradients are copied as row-scaled float16."""
     run, found = PallasLowering.traversal, []
 
     def traversal(self: PallasLowering, t: Traversal, env: dict[int, Any]) -> None:
@@ -484,13 +534,15 @@ def test_rows_of_nodes_without_edges_are_not_read(name: str, size: Size, monkeyp
     graph = "typed" if name == "hgt" else "typical"
     check(name, graph, size, dataclasses.replace(PALLAS, precision="tf32"), tolerance=TF32, loop_tables=True)
     ((made, kernels),) = {t: k for t, k in found if any(o.when is not None for o in t.operands)}.items()
-    # With one head and no axis for it loops read the cotangent as it is given.
+    # With one head and without an axis for it, reductions read the given cotangent.
     assert bool(kernels.half.intersection(made.item_outputs)) == (name != "rgat_one_head")
 
 
+@pytest.mark.newest_jax
+@pytest.mark.full
 @pytest.mark.usefixtures("as_on_a_large_graph")
 def test_numbers_of_others_in_xla(side_by_side: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no kernel does the loop that reads them."""
+    """XLA evaluates the reduction that reads them."""
     original = PallasLowering.traversal
 
     def traversal(self: PallasLowering, t: Traversal, env: dict[int, Any]) -> None:
@@ -505,7 +557,7 @@ def test_numbers_of_others_in_xla(side_by_side: list[int], monkeypatch: pytest.M
 
 
 def test_the_references_can_be_missed() -> None:
-    """A wrong graph or a wrong gradient is seen: the contract would fail."""
+    """The contract fails for a wrong graph and for a wrong gradient."""
     want = expected("rgat", "typical", Size(), "float32")
     arrays = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), want.arrays)
     swapped = RelGraph.from_edges(

@@ -44,7 +44,7 @@ def batched() -> jraph.GraphsTuple:
 
 
 def only(before: jraph.GraphsTuple, after: jraph.GraphsTuple, *changed: str) -> None:
-    """Nothing but the named parts differs: leaves are the same objects or equal."""
+    """Checks that tuples differ only in the named fields; other leaves are identical or equal."""
     for name in jraph.GraphsTuple._fields:
         if name not in changed:
             jax.tree.map(np.testing.assert_array_equal, getattr(before, name), getattr(after, name))
@@ -62,6 +62,7 @@ def layer_of(name: str) -> Any:
     return functools.partial(module.apply, variables)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["rgcn", "rgat", "hgt"])
 def test_a_layer_gives_a_graphs_tuple(name: str) -> None:
     layer, graphs = layer_of(name), batched()
@@ -71,12 +72,13 @@ def test_a_layer_gives_a_graphs_tuple(name: str) -> None:
     np.testing.assert_array_equal(out.nodes["id"], graphs.nodes["id"])
     want = layer(from_graphs_tuple(graphs, num_edge_types=R), graphs.nodes["features"])
     np.testing.assert_allclose(out.nodes["features"], want, rtol=1e-6)
-    # A batch is its graphs side by side.
+    # A batch gives the results of its graphs, concatenated.
     for one, part in zip([one_tuple(0), one_tuple(1, nodes=4, edges=7)], jraph.unbatch(out), strict=True):
         alone = apply_to_graphs_tuple(layer, one, num_edge_types=R, node_key="features")
         np.testing.assert_allclose(part.nodes["features"], alone.nodes["features"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["rgcn", "rgat", "hgt"])
 def test_padded_inside_jit_as_outside(name: str) -> None:
     layer, graphs = layer_of(name), batched()
@@ -105,7 +107,7 @@ def test_plain_arrays_and_a_graph_made_once() -> None:
     out = jax.jit(step)(graphs)
     only(graphs, out, "nodes")
     np.testing.assert_allclose(out.nodes, layer(graph, graphs.nodes), rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match=r"nothing is made from \['num_edge_types'\]"):
+    with pytest.raises(ValueError, match=r"must not be given together with \['num_edge_types'\]"):
         apply_to_graphs_tuple(layer, graphs, graph=graph, num_edge_types=R)
     with pytest.raises(ValueError):
         apply_to_graphs_tuple(layer, one_tuple(0, nodes=9), graph=graph, node_key="features")
@@ -128,7 +130,7 @@ def edge_and_node(g: Any, x: Any, e: Any, weight: Any) -> Any:
 
 @pytest.mark.parametrize("added", [False, True])
 def test_edge_features_in_and_out(added: bool) -> None:
-    """In the tuple's order; reverse edges and loops that the graph has in addition get zeros and are left out."""
+    """Edge features are in the tuple's order. Added reverse edges and self loops read zeros and are not returned."""
     graphs = batched()
     types = 2 * R + 1 if added else R
     weight = jax.random.normal(jax.random.key(0), (types, K, 2))
@@ -152,8 +154,9 @@ def test_edge_features_in_and_out(added: bool) -> None:
     np.testing.assert_allclose(edges_only.edges["features"], out.edges["features"], rtol=1e-5, atol=1e-6)
 
 
-def test_with_graph_network_in_one_jitted_step() -> None:
-    """Relational layer, jraph.GraphNetwork, relational layer, readout: trained together on padded batches."""
+@pytest.mark.full
+def test_training_with_a_jraph_graph_network() -> None:
+    """Relational layer, jraph.GraphNetwork, relational layer and readout in one jitted step on padded batches."""
 
     class Model(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
@@ -209,11 +212,11 @@ def test_with_graph_network_in_one_jitted_step() -> None:
 
 def test_errors() -> None:
     graphs, layer = one_tuple(0), layer_of("rgcn")
-    with pytest.raises(ValueError, match="updates is 'nodes', 'edges' or 'both', got 'globals'"):
+    with pytest.raises(ValueError, match="updates must be 'nodes', 'edges' or 'both', got 'globals'"):
         apply_to_graphs_tuple(layer, graphs, num_edge_types=R, node_key="features", updates="globals")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="name a mapping's entry by node_key"):
+    with pytest.raises(TypeError, match="name an entry of a mapping by node_key"):
         apply_to_graphs_tuple(layer, graphs, num_edge_types=R)
-    with pytest.raises(TypeError, match=r"node_key='x' needs nodes that are a mapping with that entry, got .*features"):
+    with pytest.raises(TypeError, match=r"nodes must be a mapping with the entry node_key='x', got .*features"):
         apply_to_graphs_tuple(layer, graphs, num_edge_types=R, node_key="x")
-    with pytest.raises(TypeError, match="edge_key='x' needs edges that are a mapping"):
+    with pytest.raises(TypeError, match="edges must be a mapping with the entry edge_key='x'"):
         apply_to_graphs_tuple(layer, graphs, num_edge_types=R, node_key="features", with_edges=True, edge_key="x")

@@ -1,4 +1,4 @@
-"""The nnx face: parameters, options, dropout, checkpoints, a training step."""
+"""The nnx binding: parameters, options, dropout, checkpoints, a training step."""
 
 from __future__ import annotations
 
@@ -70,6 +70,7 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SHAPES)
 def test_parameters_and_result(name: str) -> None:
     layer: Any = layers()[name]
@@ -94,7 +95,7 @@ def test_featureless(num_bases: int | None) -> None:
         {"weight": (GRAPH.num_source_pairs, 6)} if num_bases is None else {"bases": (N, 2, 6), "coefficients": (R, 2)}
     )
     assert {key: value.shape for key, value in params.items()} == rows | {"root": (N, 6), "bias": (6,)}
-    # The same as one-hot features with the weights laid out for them.
+    # The same result as one-hot features with dense weights.
     if num_bases is None:
         weight = np.zeros((R, N, 6), np.float32)
         pairs = (np.asarray(GRAPH.source_pair_by_type.index), np.asarray(GRAPH.source_pair_by_node.index))
@@ -108,7 +109,7 @@ def test_featureless(num_bases: int | None) -> None:
 
 
 def test_initialisers() -> None:
-    """Glorot's limit is that of one relation's matrix, not of the stacked parameter."""
+    """Glorot's limit follows from the fans of one relation's matrix, not of the stacked parameter."""
     rngs = nnx.Rngs(0)
 
     def limit(value: Any, expected: float) -> None:
@@ -146,6 +147,7 @@ def test_dtypes() -> None:
     same(half(GRAPH, x), full(GRAPH, x), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["rgcn_full", "rgcn_blocks", "rgat", "hgt_skip"])
 def test_bfloat16_in_bfloat16_out(name: str) -> None:
     layer: Any = layers()[name]
@@ -184,10 +186,11 @@ def test_options_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         RGATConv(4, 2, R, rngs=nnx.Rngs(0), backend="xla", options=Options())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("form", RGCN_FORMS)
 @pytest.mark.parametrize("normalization", ["mean", "sum"])
-def test_edge_dropout_is_a_graph_without_the_edges(form: str, normalization: Any) -> None:
-    """Dropped before normalisation: the layer of the graph that has the kept edges only."""
+def test_edge_dropout_equals_a_graph_without_the_dropped_edges(form: str, normalization: Any) -> None:
+    """Edges are dropped before normalisation."""
     rate = 0.4
     layer = RGCNConv(
         4, 6, R, normalization=normalization, edge_dropout=rate, rngs=nnx.Rngs(0, dropout=7), **RGCN_FORMS[form]
@@ -230,7 +233,7 @@ def test_self_loop_dropout() -> None:
 
 
 def test_attention_dropout_is_after_the_softmax() -> None:
-    """The masked attention of kept edges is what it was, over 1 - rate."""
+    """The attention of kept edges is divided by 1 - rate and otherwise unchanged."""
     x, key = features(GRAPH, 4), jax.random.key(3)
     layer = RGATConv(4, 5, R, num_heads=2, attention_dropout=0.5, use_bias=False, rngs=nnx.Rngs(0))
     params = pure(layer)
@@ -283,9 +286,11 @@ def test_dropout_follows_train_and_eval(make: Any) -> None:
     assert jnp.any(layer(GRAPH, x, deterministic=False) != layer(GRAPH, x))
 
 
+@pytest.mark.full
+@pytest.mark.newest_jax
 @pytest.mark.parametrize("traced", [False, True])
 def test_padding_has_no_effect(traced: bool) -> None:
-    """Also with dropout: padding rows are zero and give no gradient."""
+    """Padding rows are zero and give no gradient, also with dropout."""
     senders, receivers, edge_type = GRAPH.to_edges()
     edges = [np.concatenate([np.asarray(a), np.zeros(5, np.int32)]) for a in (senders, receivers, edge_type)]
     x = features(GRAPH, 4)
@@ -417,7 +422,7 @@ def test_program_module() -> None:
 
 def test_program_module_errors() -> None:
     init = jax.nn.initializers.ones
-    with pytest.raises(TypeError, match=r"what @rgnn\.program made, got function"):
+    with pytest.raises(TypeError, match=r"program must be made by @rgnn\.program, got function"):
         ProgramModule(lambda g, x: x, {}, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match=r"params\['weight'\] must be \(shape, initialiser\)"):
         ProgramModule(gated, {"weight": (3, 4)}, rngs=nnx.Rngs(0))  # type: ignore[dict-item]
@@ -439,14 +444,17 @@ def test_program_module_errors() -> None:
         (lambda r: RGCNConv(4, 6, R, num_nodes=3, rngs=r), "for in_features=None"),
         (lambda r: RGCNConv(4, 0, R, rngs=r), "out_features must be at least 1, got 0"),
         (lambda r: RGCNConv(4, 6, R, edge_dropout=1.0, rngs=r), r"edge_dropout .* in \[0, 1\), got 1.0"),
-        (lambda r: RGCNConv(4, 6, R, use_root=False, self_loop_dropout=0.1, rngs=r), "use_root is False"),
+        (
+            lambda r: RGCNConv(4, 6, R, use_root=False, self_loop_dropout=0.1, rngs=r),
+            "must be 0 where use_root is False",
+        ),
         (
             lambda r: RGCNConv(4, 6, R, normalization="max", rngs=r),
-            "normalization is 'mean', 'sum' or 'none', got 'max'",
+            "normalization must be 'mean', 'sum' or 'none', got 'max'",
         ),
-        (lambda r: RGATConv(4, 6, R, softmax="src", rngs=r), "softmax is over 'dst'"),
+        (lambda r: RGATConv(4, 6, R, softmax="src", rngs=r), "softmax must be 'dst' "),
         (lambda r: HGTConv(4, 5, T, R, num_heads=2, rngs=r), "num_heads must divide out_features"),
-        (lambda r: HGTConv(4, 6, T, R, use_skip=True, rngs=r), "needs in_features == out_features, got 4 and 6"),
+        (lambda r: HGTConv(4, 6, T, R, use_skip=True, rngs=r), "in_features must equal out_features .*got 4 and 6"),
         (
             lambda r: RGCNConv(4, 6, R + 1, rngs=r)(GRAPH, features(GRAPH, 4)),
             f"num_edge_types={R + 1}, got a graph with",

@@ -1,4 +1,4 @@
-"""Random programs: whatever backend and whichever passes, the numbers are those of plain XLA with every pass off."""
+"""Random programs: any backend and any set of passes give the results of plain XLA without passes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 
 from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.passes import PASSES
+from tests.budget import examples
 from tests.rgnn.lowering.test_h200 import stablehlo
 from tests.rgnn.random_programs import Recipe, recipes
 from tests.rgnn.strategies import CHUNK, EdgeList, edge_lists
+
+pytestmark = pytest.mark.newest_jax
 
 PLAIN = Options(backend="xla", disable=PASSES, precision="f32")
 PASS_SUBSETS = st.one_of(st.just(()), st.lists(st.sampled_from(PASSES), unique=True).map(lambda p: tuple(sorted(p))))
@@ -74,7 +77,7 @@ def assert_same(got: Any, want: Any, tolerance: float, plain: Any = None, by_col
 
 
 def check(recipe: Recipe, edges: EdgeList, options: Options, dtype: str, tolerance: float) -> None:
-    """A program's results and gradients are those of float64, in the dtypes of the program as it is written."""
+    """Checks that results and gradients agree with float64 and have the dtypes of the program without passes."""
     graph, program, arrays = edges.build(hub_chunk=CHUNK), recipe.program(), recipe.arrays(edges)
     narrow = any(spec.dtype for spec in recipe.inputs)
     with jax.enable_x64(True):
@@ -95,7 +98,7 @@ def compare(recipe: Recipe, edges: EdgeList, options: Options, dtype: str, toler
 
 KERNELS = Options(backend="pallas", precision="f32", interpret=True)
 XLA = Options(backend="xla", precision="f32")
-# Of a run: options, dtype, what the grammar is asked for, error allowed.
+# For each kind of run: options, dtype, arguments of the grammar, tolerance.
 RUNS: dict[str, tuple[Options, str, dict[str, Any], float]] = {
     "xla": (XLA, "float64", {}, 1e-10),
     "xla_scaled": (XLA, "float64", {"scaled": True}, 1e-8),
@@ -114,7 +117,7 @@ SHARDS = 20  # of a hundred programs each
 
 
 def random_runs(name: str, programs: int, shard: int | None = None) -> None:
-    """So many programs of one kind, each on a graph and with some passes off; those of a shard are always the same."""
+    """Checks programs of one kind, each on a graph and with some passes off; a shard always has the same programs."""
     options, dtype, asked, tolerance = RUNS[name]
 
     @settings(max_examples=programs)
@@ -130,14 +133,14 @@ def random_runs(name: str, programs: int, shard: int | None = None) -> None:
     [("xla", 8), ("xla_scaled", 3), ("xla_float16", 3), ("xla_bfloat16", 3), ("kernels", 2)],
 )
 def test_some(name: str, programs: int) -> None:
-    random_runs(name, programs)
+    random_runs(name, examples(programs))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", range(SHARDS))
 @pytest.mark.parametrize("name", RUNS)
 def test_many(name: str, shard: int) -> None:
-    """2,000 programs, the same each time; a shard of all kinds takes some minutes of one core."""
+    """2,000 fixed programs; a shard of all kinds takes some minutes of one core."""
     random_runs(name, SHARES[name], shard)
 
 
@@ -145,7 +148,7 @@ def test_many(name: str, shard: int) -> None:
 @settings(max_examples=40)
 @given(recipe=recipes(max_steps=8), edges=edge_lists(), narrow=st.sampled_from(("", "float16", "bfloat16")))
 def test_lowering_for_a_gpu(recipe: Recipe, edges: EdgeList, narrow: str) -> None:
-    """Triton takes every kernel of a program, which it is asked after it is traced: there no fallback is left."""
+    """Triton lowers every kernel of a program; after tracing no fallback to XLA is possible."""
     graph, program = edges.build(hub_chunk=CHUNK).with_loop_tables(), recipe.program()
     options = Options(backend="pallas", interpret=False)
     arrays = recipe.cast(recipe.arrays(edges), narrow or "float32")
@@ -156,10 +159,10 @@ def test_lowering_for_a_gpu(recipe: Recipe, edges: EdgeList, narrow: str) -> Non
     stablehlo(jax.value_and_grad(loss), arrays)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(recipe=recipes(max_steps=6), edges=edge_lists(max_edges=12))
 def test_gradients_of_gradients(recipe: Recipe, edges: EdgeList) -> None:
-    """The gradient of the squares of a gradient, by the compiler's backward of its backward and by JAX's autodiff."""
+    """The gradient of a squared gradient, by the compiler and by JAX's autodiff."""
     graph, program = edges.build(hub_chunk=CHUNK), recipe.program()
 
     def twice(options: Options) -> Any:

@@ -1,27 +1,27 @@
-// Rows of a table in mapped host memory to a dense result on the device. Compiled by NVRTC with -D:
+// Gathers rows of a table in mapped host memory into a dense result on the device. Compiled by NVRTC with -D:
 //   ID            int or long long, the type of ids
 //   UNIT          1, 2, 4, 8 or 16: bytes of a store; the largest power of two that divides the row's bytes
-//   SORTED        ids ascend, `perm` says where each row goes, equal ids are read once
-//   TICKET        warps take their work in strict order, by a counter, rather than each its own share
-//   CACHED        `slots` says which rows lie on the device, in `cache`
+//   SORTED        ids ascend, `perm` has the result row of each id, equal ids are read once
+//   TICKET        warps take their work in strict order from a counter, not by a fixed stride
+//   CACHED        `slots` tells which rows lie on the device, in `cache`
 //   SOURCE, RESULT  element types: -1 moves bytes
 //   MEAN          a result row is the mean of the rows of `fan_out` ids
 //
-// Reads go over the bus, so they decide the time: each lane reads an aligned 16-byte chunk, and neighbouring lanes
-// neighbouring chunks, starting at a boundary of `align` bytes at or below the row. A line of the bus that two
-// instructions ask for crosses it twice, so with align = 128 each row begins with the first lane of a line, and of
-// short rows an instruction reads as many as it has room for, while lanes from `lanes` on rest (1,000 bytes: 0.96 of
-// the rate of 1,024, was 0.93; 100 bytes: 34.1 GB/s, was 32.7). Stores go to device memory, 80 times faster, as they
-// come.
+// Reads go over the bus and decide the time. Each lane reads an aligned 16-byte chunk; neighbouring lanes read
+// neighbouring chunks, starting at a boundary of `align` bytes at or below the row. A line that two instructions read
+// crosses the bus twice. With align = 128, the chunks of a line therefore always belong to one instruction: each row
+// begins with the first lane of a line, an instruction reads as many short rows as fit, and lanes from `lanes` on are
+// idle. This takes rows of 1,000 bytes from 0.93 to 0.96 of the rate of 1,024 bytes. Stores go to device memory, which is
+// 80 times faster than the bus.
 
-// Equal ids in a row are written by one warp, at most so many: a hub's row is read again after 64 copies rather than
-// copied a million times by one warp.
+// One warp writes at most so many copies of one row. A row that a million ids name is thus read again after 64 copies, and
+// many warps share the copies.
 constexpr int kRun = 64;
 
 __device__ __forceinline__ uint4 LoadStream(const char* p) {
 #ifdef __CUDACC_RTC__
   uint4 v;
-  // No line of the table is kept in L1: it is read once.
+  // Lines of the table are read once, so they are not kept in L1.
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(p));
@@ -31,7 +31,7 @@ __device__ __forceinline__ uint4 LoadStream(const char* p) {
 #endif
 }
 
-// 16 bytes at p of which [lo, hi) are wanted: whole where the table has them all, else byte by byte.
+// The 16 bytes at p, of which the caller needs [lo, hi): one load if the memory [begin, end) has them all, else by bytes.
 __device__ __forceinline__ uint4 LoadChunk(const char* p, const char* lo, const char* hi, const char* begin,
                                            const char* end) {
   if (p >= begin && p + 16 <= end) return LoadStream(p);
@@ -43,7 +43,7 @@ __device__ __forceinline__ uint4 LoadChunk(const char* p, const char* lo, const 
   return u.v;
 }
 
-// The row that an id means: its address, or null for a row of fill. `begin` and `end` bound the memory it lies in.
+// The address of an id's row, or null for a row of fill. `begin` and `end` bound the memory that the row lies in.
 __device__ __forceinline__ const char* Locate(const GatherParams& p, ID id, const char** begin, const char** end,
                                               long long* row) {
   long long i = id;
@@ -70,26 +70,27 @@ __device__ __forceinline__ const char* Locate(const GatherParams& p, ID id, cons
 }
 
 #if !MEAN
-struct Item {
+// A chunk that a lane has read and not yet written.
+struct LoadedChunk {
   uint4 value;
-  long long position;  // in ids; -1 for nothing to do
-  int first;           // bytes of the row before the chunk; negative where the chunk begins before the row
-  bool filled;         // a row of fill, which is not scaled
+  long long position;  // in ids; -1 for no chunk
+  int first;           // offset of the chunk in the row; negative if the chunk begins before the row
+  bool filled;         // of a row of fill, which is not scaled
   float scale;
 };
 
-__device__ __forceinline__ void Write(const GatherParams& p, const Item& item, long long to) {
+__device__ __forceinline__ void Write(const GatherParams& p, const LoadedChunk& chunk, long long to) {
   Chunk u;
-  u.v = item.value;
+  u.v = chunk.value;
 #if SOURCE < 0
-  char* out = p.out + to * p.row_bytes + item.first;
+  char* out = p.out + to * p.row_bytes + chunk.first;
 #if UNIT == 16
-  if (item.first >= 0 && item.first < p.row_bytes) *reinterpret_cast<uint4*>(out) = u.v;
+  if (chunk.first >= 0 && chunk.first < p.row_bytes) *reinterpret_cast<uint4*>(out) = u.v;
 #else
   using T = Word<UNIT>::Type;
 #pragma unroll
   for (int i = 0; i < 16; i += UNIT) {
-    const int at = item.first + i;
+    const int at = chunk.first + i;
     if (at >= 0 && at < p.row_bytes) *reinterpret_cast<T*>(out + i) = *reinterpret_cast<T*>(u.bytes + i);
   }
 #endif
@@ -100,10 +101,10 @@ __device__ __forceinline__ void Write(const GatherParams& p, const Item& item, l
   To::Storage* out = reinterpret_cast<To::Storage*>(p.out) + to * (p.row_bytes / kSize);
 #pragma unroll
   for (int i = 0; i < 16; i += kSize) {
-    const int at = item.first + i;
+    const int at = chunk.first + i;
     if (at >= 0 && at < p.row_bytes) {
       const float x = From::Load(*reinterpret_cast<From::Storage*>(u.bytes + i));
-      out[at / kSize] = To::Store(item.filled ? p.fill_value : x * item.scale);
+      out[at / kSize] = To::Store(chunk.filled ? p.fill_value : x * chunk.scale);
     }
   }
 #endif
@@ -117,27 +118,27 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const GatherP
   long long step = (blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x) / 32;
   while (true) {
 #if TICKET
-    // For sorted ids it keeps the rows in flight close together, so that they share translations of few pages: 24 GiB,
-    // 262,144 rows of 512 bytes: 30 GB/s, where warps that keep their own stride reach 20, and unsorted ids 15. Beside
-    // compute a block may find its multiprocessor late: the others go on with what there is.
+    // Strict order keeps the rows of sorted ids in flight close together, so that they share the address translations of
+    // few pages: 30 GB/s instead of 20 GB/s by fixed strides (24 GiB, 262,144 rows of 512 bytes). When the gather overlaps
+    // with compute, a block may start late; the other blocks then take its work.
     unsigned long long next = 0;
     if (lane == 0) next = atomicAdd(p.ticket, 1ull);
     step = __shfl_sync(~0u, next, 0);
 #endif
     const long long base = step * p.lanes * kUnroll;
     if (base >= total) return;
-    Item items[kUnroll];
+    LoadedChunk loaded[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      Item& item = items[u];
-      item.position = -1;
+      LoadedChunk& chunk = loaded[u];
+      chunk.position = -1;
       const long long i = base + u * p.lanes + lane;
       if (lane >= p.lanes || i >= total) continue;
       const long long r = i / p.chunks;
       const int c = static_cast<int>(i - r * p.chunks);
       const ID id = ids[r];
 #if SORTED
-      // A row of fill costs no read: each is written by its own lane.
+      // A row of fill costs no read, so each lane writes its own.
       const bool read = p.rows > 0 && (p.clip || (id >= 0 && id < p.rows));
       if (read && r % kRun != 0 && ids[r - 1] == id) continue;
 #endif
@@ -145,34 +146,34 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const GatherP
       long long index;
       const char* row = Locate(p, id, &begin, &end, &index);
       if (row == nullptr) {
-        item.value = reinterpret_cast<const uint4&>(p.fill);
-        item.first = c * 16;
-        item.filled = true;
-        if (item.first >= p.row_bytes) continue;
+        chunk.value = reinterpret_cast<const uint4&>(p.fill);
+        chunk.first = c * 16;
+        chunk.filled = true;
+        if (chunk.first >= p.row_bytes) continue;
       } else {
         const unsigned long long address = reinterpret_cast<unsigned long long>(row);
-        const char* chunk = row - (address & (p.align - 1)) + c * 16;
+        const char* at = row - (address & (p.align - 1)) + c * 16;
         const char* row_end = row + p.row_bytes;
-        if (chunk + 16 <= row || chunk >= row_end) continue;
-        item.value = LoadChunk(chunk, row, row_end, begin, end);
-        item.first = static_cast<int>(chunk - row);
-        item.filled = false;
-        item.scale = p.scale_count == 0 ? 1.0f : p.scale[p.scale_count == 1 ? 0 : index];
+        if (at + 16 <= row || at >= row_end) continue;
+        chunk.value = LoadChunk(at, row, row_end, begin, end);
+        chunk.first = static_cast<int>(at - row);
+        chunk.filled = false;
+        chunk.scale = p.scale_count == 0 ? 1.0f : p.scale[p.scale_count == 1 ? 0 : index];
       }
-      item.position = r;
+      chunk.position = r;
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      long long r = items[u].position;
+      long long r = loaded[u].position;
       if (r < 0) continue;
 #if SORTED
       const ID id = ids[r];
       do {
-        Write(p, items[u], p.perm[r]);
+        Write(p, loaded[u], p.perm[r]);
         ++r;
-      } while (r < p.n && r % kRun != 0 && ids[r] == id && !items[u].filled);
+      } while (r < p.n && r % kRun != 0 && ids[r] == id && !loaded[u].filled);
 #else
-      Write(p, items[u], r);
+      Write(p, loaded[u], r);
 #endif
     }
     step += warps;
@@ -181,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const GatherP
 
 #else  // MEAN
 
-// One lane computes `16 / size` elements of a result row from the same bytes of each of its rows.
+// One lane computes `16 / size` elements of a result row, from the same 16 bytes of each of its `fan_out` rows.
 extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const GatherParams p) {
   using From = Element<SOURCE>;
   using To = Element<RESULT>;

@@ -1,11 +1,11 @@
-// Rows of a table in mapped host memory, changed in place. Compiled by NVRTC with -D:
-//   ID            int or long long, the type of ids, which ascend; `perm` has the row of `values` that belongs to each
+// Updates rows of a table in mapped host memory in place. Compiled by NVRTC with -D:
+//   ID            int or long long, the type of ids, which ascend; `perm` has the row of `values` of each id
 //   UNIT          1, 2, 4, 8 or 16: bytes of an access; the largest power of two that divides the rows' bytes
 //   OP            0 set, 1 add, 2 SGD, 3 Adagrad, 4 Adam
 //   TABLE, VALUES element types; -1 (set only) moves bytes
 //
-// Lanes work on (first occurrence of an id, 16 bytes of its row). Values of equal ids are added in the order in which
-// they were given, so the result does not depend on the schedule.
+// A lane's unit of work is 16 bytes of the row of an id's first occurrence. It adds the values of equal ids in the order
+// given, so the result does not depend on the schedule.
 
 __device__ __forceinline__ Chunk Read(const char* row, int at, int row_bytes) {
   Chunk chunk;
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_update(const UpdateP
       const ID id = ids[r];
       char* row = p.table + static_cast<long long>(id) * p.row_bytes;
 #if OP == 0
-      while (r + 1 < p.n && ids[r + 1] == id) ++r;  // the last one given stays
+      while (r + 1 < p.n && ids[r + 1] == id) ++r;  // the last one counts
       const long long from = p.perm[r];
 #if TABLE < 0
       old[u] = Read(p.values + from * p.row_bytes, at, p.row_bytes);

@@ -1,4 +1,4 @@
-// Unsigned integers by their number of bytes, and 16 bytes as either.
+// Unsigned integers by their number of bytes, and a union of 16 bytes.
 #pragma once
 
 template <int bytes>

@@ -1,8 +1,8 @@
-"""What each kernel instance moves and computes, and how long that takes: bytes, by how they are read, over bandwidths.
+"""The bytes, FLOPs and predicted time of each kernel instance: bytes, by how they are read, over bandwidths.
 
-The model knows counts and not the graph: how often a gathered row is found in a cache is as on graphs with skewed
-degrees, and loops whose items are edges, or many pairs of each node, are taken to have hubs. Its constants were fitted
-to kernels of eight graphs and three models on an H200; docs/performance.md says how well.
+The model knows counts and not the graph. It assumes skewed degrees, which decide how often a cache has a gathered row,
+and long segments in loops over edges, or over many pairs of each node. Its constants were fitted to kernels of eight
+graphs and three models on an H200; docs/performance/plans.md says how well.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from dejax.rgnn.passes.storage import encoded_values, shared_encodings
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Ceilings, and what kernels reach of them; measured on an H200.
+    """Ceilings of a device, and the part of them that kernels reach; measured on an H200.
 
     Attributes:
       bytes_per_second: of a copy, bytes read plus written.
-      cache_bytes_per_second: at which rows come that are found in the cache.
-      outer_cache_bytes_per_second: the same for outer sums, which load rows ahead.
-      loop_cache_bytes_per_second: the same for loops, whose rows are in 16 bits, most of them.
-      kept_bytes: of a gathered table, so much is found in the cache.
-      skew: the rows that are kept, a share s of the table, are read by s ** skew of the reads.
-      near_bytes: a narrow value gathered from a larger table than this moves 64 bytes, not 32.
-      flops: of products, by precision; of `f32` a third of what products in float16 reach.
+      cache_bytes_per_second: of rows that are found in the L2 cache.
+      outer_cache_bytes_per_second: the same for weight gradients, which load rows ahead.
+      loop_cache_bytes_per_second: the same for loops, most of whose rows are row-scaled float16.
+      kept_bytes: how much of a gathered table the cache holds.
+      skew: if the cache holds a share s of a table, s ** skew of the reads find their row in it.
+      near_bytes: a narrow value gathered from a larger table than this moves 64 bytes instead of 32.
+      flops: of products, by precision; in `f32`, a third of the rate of float16 products.
       scalar_flops: without tensor cores.
       launch_seconds: of a kernel without work.
       gemm, outer, loop, map: the share of the copy bandwidth that each template reaches.
-      gemm_seconds, outer_seconds, loop_seconds, hubs_seconds: what each adds to its bytes.
-      position_seconds: what outer sums add for each of the first 256 positions of a split.
-      numbers_per_second: of tiles in a loop's body, by one operator.
-      numbers_of_item, numbers_of_row: as many as one item takes besides, and one row.
-      map_numbers_per_second: numbers that the operators of a map make, exponentials among them.
+      gemm_seconds, outer_seconds, loop_seconds: constant time of each template.
+      long_segments_seconds: constant time of a loop that splits long segments.
+      position_seconds: time of a weight gradient for each of the first 256 positions of a split.
+      elements_per_second: of tiles in a loop's body, by one operator.
+      entry_elements, segment_elements: the fixed work for one entry, and for one segment, in elements.
+      map_elements_per_second: elements that the operators of a map compute, exponentials among them.
     """
 
     bytes_per_second: float = H200.bytes_per_second
@@ -59,12 +60,12 @@ class Machine:
     gemm_seconds: float = 2.4e-6
     outer_seconds: float = 3.4e-6
     loop_seconds: float = 2.1e-6
-    hubs_seconds: float = 2.3e-6
+    long_segments_seconds: float = 2.3e-6
     position_seconds: float = 5.8e-9
-    numbers_per_second: float = 3.8e12
-    numbers_of_item: int = 10
-    numbers_of_row: int = 39
-    map_numbers_per_second: float = 7.5e12
+    elements_per_second: float = 3.8e12
+    entry_elements: int = 10
+    segment_elements: int = 39
+    map_elements_per_second: float = 7.5e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Cost:
 
 @dataclass(slots=True)
 class _Traffic:
-    """Bytes of device memory, and bytes that the cache has."""
+    """Bytes from and to device memory, and bytes that the cache has."""
 
     memory: float = 0.0
     cache: float = 0.0
@@ -91,9 +92,9 @@ class CostModel:
       kernels: the program.
       counts: of the graph.
       precision: of products.
-      half_inputs: numbers of the program's values, inputs, that come in 16 bits.
-      encoded: inputs that are put in 16 bits here because others read them so, too.
-      machine: its ceilings.
+      half_inputs: inputs that come as row-scaled float16.
+      encoded: inputs that this program converts to row-scaled float16 because another reads them so, too.
+      machine: the ceilings of the device.
     """
 
     def __init__(
@@ -110,10 +111,10 @@ class CostModel:
         encoded |= encoded_values(kernels, counts.rows, written) if precision == "tf32" else frozenset()
         self.encoded, self.half = encoded, written | encoded
         first = kernels.first_readers()
-        # Narrow values of items that one loop writes lie side by side.
+        # Narrow values of entries that one loop writes lie side by side.
         loops = [t for t in kernels.instances if isinstance(t, Traversal) and t.via is not None]
         self.array_of = {v: t.item_outputs[0] for t in loops for v in t.item_outputs}
-        # The instance that first reads a value that is read in 16 bits makes it so.
+        # The first instance that reads a value as row-scaled float16 converts it.
         self.encodes = {number: [v for v in self.encoded if first[v] == number] for number in first.values()}
 
     def costs(self) -> list[Cost]:
@@ -166,9 +167,9 @@ class CostModel:
             self._rows_of(traffic, o.narrow, rows)
         split = rows_per_split(rows, types)
         splits = rows / split + types
-        numbers = sum(ops[v].width for v in o.writes)
-        traffic.memory += 2 * splits * numbers * 4 + types * sum(ops[v].row_bytes for v in o.writes)
-        flops = 2 * rows * numbers
+        width = sum(ops[v].width for v in o.writes)
+        traffic.memory += 2 * splits * width * 4 + types * sum(ops[v].row_bytes for v in o.writes)
+        flops = 2 * rows * width
         m = self.machine
         products = flops / dict(m.flops)[self.precision]
         moved = self._time(traffic, m.outer, products, m.outer_cache_bytes_per_second)
@@ -187,23 +188,23 @@ class CostModel:
         flops = sum(rows(each.space) * ops[i].width for each in t.loops for i in each.body)
         m = self.machine
         if t.via is None:
-            seconds = self._time(traffic, m.map, flops / m.map_numbers_per_second, m.loop_cache_bytes_per_second)
+            seconds = self._time(traffic, m.map, flops / m.map_elements_per_second, m.loop_cache_bytes_per_second)
             return traffic, flops, m.launch_seconds + seconds
-        work = sum(map(self._numbers, t.loops)) / m.numbers_per_second
+        work = sum(map(self._elements, t.loops)) / m.elements_per_second
         seconds = m.loop_seconds + self._time(traffic, m.loop, work, m.loop_cache_bytes_per_second)
-        hubs = not t.via.endswith(".node") or items >= _PAIRS_OF_HUBS * loop
-        return traffic, flops, seconds + m.hubs_seconds * hubs
+        long_segments = not t.via.endswith(".node") or items >= _PAIRS_OF_LONG_SEGMENTS * loop
+        return traffic, flops, seconds + m.long_segments_seconds * long_segments
 
-    def _numbers(self, t: Traversal) -> float:
-        """Numbers of the tiles of a loop's body."""
+    def _elements(self, t: Traversal) -> float:
+        """Elements of the tiles of a loop's body."""
         ops = self.kernels.program.ops
-        numbers = self.machine.numbers_of_item + sum(max(ops[v].width for v in (i, *ops[i].args)) for i in t.body)
-        numbers += sum(ops[a.out].width * (2 if a.kind == "weighted" else 1) for a in t.accumulators)
-        loop = self.counts.rows(VIAS[t.via].coarse) if t.via else 0
-        return self.counts.rows(t.space) * numbers + loop * self.machine.numbers_of_row
+        elements = self.machine.entry_elements + sum(max(ops[v].width for v in (i, *ops[i].args)) for i in t.body)
+        elements += sum(ops[a.out].width * (2 if a.kind == "weighted" else 1) for a in t.accumulators)
+        segments = self.counts.rows(VIAS[t.via].coarse) if t.via else 0
+        return self.counts.rows(t.space) * elements + segments * self.machine.segment_elements
 
     def _read_by(self, traffic: _Traffic, t: Traversal) -> None:
-        """What a loop reads for its rows and items."""
+        """Traffic of a loop's reads, for its segments and entries."""
         ops, rows = self.kernels.program.ops, self.counts.rows
         items, loop = rows(t.space), rows(VIAS[t.via].coarse) if t.via else 0
         in_order = _in_order(t)
@@ -220,7 +221,7 @@ class CostModel:
             elif o.access == "gathered":
                 assert o.via is not None
                 if op.name == "count" and op.attr("via") == o.via:
-                    traffic.memory += 4 * items  # a table by item
+                    traffic.memory += 4 * items  # a table by entry
                     continue
                 tables.add(o.via)
                 if op.width >= 16:
@@ -294,7 +295,7 @@ class CostModel:
 def training_models(
     parts: Cut, forward: Kernels, backward: Kernels, counts: Counts, precision: str
 ) -> tuple[CostModel, CostModel]:
-    """Models of both halves of a training step: what forward has in 16 bits comes to backward so."""
+    """Models of both halves of a training step: backward reads the row-scaled float16 of forward."""
     rounds = precision == "tf32"
     shared = shared_encodings(parts, forward, backward, counts.rows) if rounds else frozenset()
     at = forward.program.by_position()
@@ -308,15 +309,15 @@ def training_models(
 
 
 def _in_order(t: Traversal) -> bool:
-    """Whether a loop's items are read in order."""
+    """Whether a loop reads its entries in order."""
     return t.via is None or "type" in t.via or t.via == "destination_pair"
 
 
-# How products gather rows of nodes in an order of tiles that was made for it (`Segments.with_near_tiles`).
+# Maps by which products gather rows of nodes in an order of tiles that keeps equal rows near (`with_near_tiles`).
 _NEAR = ("source_pair.node", "destination_pair.node")
-# Of nodes, the share that a map leads to: 0.69 on am, 0.40 on mag, 0.97 on wikikg2.
+# The share of nodes that a map reaches.
 _REACHED = 0.7
-# Some nodes have hundreds of pairs where all have so many on average.
-_PAIRS_OF_HUBS = 16
+# With so many pairs of a node on average, some nodes have long segments of pairs.
+_PAIRS_OF_LONG_SEGMENTS = 16
 # A table by type stays in the caches of each multiprocessor.
 _REGISTER_LIKE = 1 << 20

@@ -1,7 +1,7 @@
-"""Running a level-1 program: compilation once for each shape, and one `custom_vjp` around it.
+"""Runs level-1 programs: compiled once for each shape, with one `custom_vjp` around forward and backward.
 
-Arrays here are in the compiler's form: one row for each element of the value's space (one row for shared values), edges
-in the graph's canonical order.
+Arrays here are in the compiler's form: one row for each element of the value's space (one row for shared values), with
+edges in canonical order.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ Arrays = tuple[jax.Array, ...]
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, eq=False)
-class Beside:
-    """An input's rows in 16 bits, for instances that may read them rounded; the others read the input itself."""
+class EncodedCopy:
+    """A row-scaled float16 copy of an input, for instances that may read it rounded; others read the input itself."""
 
     rows: HalfRows
 
 
-# By position: `HalfRows` are there instead of the array, which is then not read.
-Halves = tuple[HalfRows | Beside | None, ...]
+# By position of the input. `HalfRows` replace the array, which is then not read.
+Halves = tuple[HalfRows | EncodedCopy | None, ...]
 Kept = tuple[HalfRows | None, ...]  # by output
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A program with all that decides how it is compiled; the static argument of what runs it."""
+    """A program with everything that decides how it is compiled; the static argument of the functions that run it."""
 
     program: Program
     counts: Counts
     options: Options
     raw: bool = True  # not yet optimised
-    packed: tuple[int, ...] = ()  # numbers of the outputs whose rows may be kept in 16 bits
+    packed: tuple[int, ...] = ()  # indices of the outputs that may be stored as row-scaled float16
 
     @property
     def disable(self) -> frozenset[str]:
@@ -64,14 +64,14 @@ class Task:
 
     @property
     def half(self) -> bool:
-        """Whether products round to 10 bits, so that rows between kernels may."""
+        """Whether products round to 10 bits, so that rows between kernels may be row-scaled float16."""
         return self.options.precision in (None, "tf32")
 
     @property
     def exact(self) -> bool:
-        """Whether what cancels must keep the digits of float32: where kernels do not round products to fewer.
+        """Whether differences must keep float32 accuracy, because products are not rounded to fewer bits.
 
-        XLA's products are those of float32 on the CPU, whatever the precision.
+        On the CPU XLA computes float32 products, whatever the precision.
         """
         return self.options.precision == "f32" or why_xla(self.options) is not None
 
@@ -92,7 +92,7 @@ def counts_of(graph: RelGraph) -> Counts:
     )
 
 
-# `watch` is told of each stage (for `explain`): what is not cached is compiled by the same functions.
+# `watch` is called with each stage. `explain` calls the same functions without their cache.
 
 
 @lru_cache(maxsize=1024)
@@ -122,7 +122,7 @@ def training_cut(task: Task, wrt: tuple[int, ...], watch: Watch = silent) -> Cut
 
 
 def training_tasks(task: Task, wrt: tuple[int, ...]) -> tuple[Cut, Task, Task]:
-    """The cut for gradients of the inputs at `wrt`, and its halves as tasks; what is saved may be kept in 16 bits."""
+    """The cut for gradients of the inputs at `wrt`, and its halves as tasks."""
     parts = training_cut(task, wrt)
     saved = [parts.num_outputs + n for n in range(parts.num_saved) if linear_in_saved(parts, n)]
     forward = Task(parts.forward, task.counts, task.options, raw=False, packed=(*task.packed, *saved))
@@ -130,7 +130,7 @@ def training_tasks(task: Task, wrt: tuple[int, ...]) -> tuple[Cut, Task, Task]:
 
 
 def linear_in_saved(parts: Cut, number: int) -> bool:
-    """Whether gradients are linear in a saved value, so that it may be kept in 16 bits."""
+    """Whether gradients are linear in a saved value, so that it may be stored as row-scaled float16."""
     position = len(parts.needed) + number
     inputs = parts.backward.by_position()
     return position not in inputs or linear_in(parts.backward, inputs[position])
@@ -149,27 +149,20 @@ def run_kernels(
     options: Options,
     halves: Halves = (),
 ) -> tuple[Arrays, Kept]:
-    """Executes the instances in order; one whose kernel cannot be made is evaluated by XLA, with a warning.
+    """Executes the instances in order. XLA evaluates an instance whose kernel cannot be made, with a warning.
 
     Args:
       kernels: the level-2 program.
       graph: the graph.
       inputs: by position.
       options: of the compiler.
-      halves: by position, an input's rows in 16 bits where they are there.
+      halves: by position, an input as row-scaled float16, where it is available.
 
     Returns:
-      The outputs; and for each output its rows in 16 bits, where they were kept so.
+      The outputs, and each output as row-scaled float16, where it was stored so.
     """
     program = kernels.program
-    env: dict[int, Any] = {}
-    encoded: dict[int, HalfRows] = {}
-    for i in program.inputs:
-        position = program.ops[i].attr("position")
-        half = halves[position] if position < len(halves) else None
-        env[i] = half if isinstance(half, HalfRows) else inputs[position]
-        if isinstance(half, Beside):
-            encoded[i] = half.rows
+    env, encoded = _environment(program, inputs, halves)
     given = dict(env)
     pallas = PallasLowering(kernels, graph, options, encoded, given) if uses_kernels(graph, options) else None
     xla = Evaluator(program, graph, options.precision, segment_sum if pallas is None else pallas.sum_types)
@@ -181,12 +174,12 @@ def run_kernels(
                 with kernel_label(program.name, number):
                     pallas.run(instance, env)
                 done = True
-            except jax.errors.JaxRuntimeError:  # of kernels that run at once, as in `tune`: memory, say
+            except jax.errors.JaxRuntimeError:  # from kernels that run immediately, as in `tune`: out of memory
                 raise
-            except Exception as error:  # whatever a template objects to, XLA can do it
+            except Exception as error:  # XLA can evaluate whatever a template refuses
                 record_failure(kernels, options, number, error)
         if not done:
-            # XLA recomputes what a kernel would keep in registers; drop whatever the attempt left behind.
+            # XLA recomputes values that a kernel keeps in registers. The values of the failed attempt are dropped.
             whole = {i: _decoded(a) for i, a in env.items()}
             xla.compute(instance.writes, whole)
             env.update((w, whole[w]) for w in instance.writes)
@@ -196,8 +189,21 @@ def run_kernels(
     return tuple(map(_decoded, results)), tuple(r if isinstance(r, HalfRows) else None for r in results)
 
 
+def _environment(program: Program, inputs: Arrays, halves: Halves) -> tuple[dict[int, Any], dict[int, HalfRows]]:
+    """The inputs by operator index, and the row-scaled copies of those that have one."""
+    env: dict[int, Any] = {}
+    encoded: dict[int, HalfRows] = {}
+    for i in program.inputs:
+        position = program.ops[i].attr("position")
+        half = halves[position] if position < len(halves) else None
+        env[i] = half if isinstance(half, HalfRows) else inputs[position]
+        if isinstance(half, EncodedCopy):
+            encoded[i] = half.rows
+    return env, encoded
+
+
 def kernel_label(name: str, number: int) -> AbstractContextManager[None]:
-    """Profiles show the kernels of an instance as `rgat_backward_3_traverse`."""
+    """Names the kernels of an instance in profiles, as in `rgat_backward_3_traverse`."""
     return label(re.sub(r"\W", "_", f"{name}.{number}"))
 
 
@@ -208,17 +214,17 @@ def _decoded(array: Any) -> jax.Array:
 
 
 def uses_kernels(graph: RelGraph, options: Options) -> bool:
-    """Whether the instances run as Pallas kernels; otherwise XLA does everything."""
+    """Whether the instances run as Pallas kernels; otherwise XLA evaluates everything."""
     return why_no_kernels(graph, options) is None
 
 
 def why_no_kernels(graph: RelGraph, options: Options) -> str | None:
-    """Why XLA does everything; None where the instances run as Pallas kernels."""
+    """Why XLA evaluates everything; None where the instances run as Pallas kernels."""
     return why_xla(options) or (None if graph.num_nodes > 0 else "the graph has no nodes")
 
 
 def why_xla(options: Options) -> str | None:
-    """Why XLA does everything whatever the graph; None where kernels may run."""
+    """Why XLA evaluates everything for any graph; None where kernels may run."""
     if options.backend == "xla":
         return 'the backend is "xla"'
     if "backward" in options.disable:
@@ -228,9 +234,8 @@ def why_xla(options: Options) -> str | None:
     return None
 
 
-# `halves` are other forms of some of the inputs, and the second result of some of the outputs: what is written in 16
-# bits goes from forward to backward so. Derivatives flow through the arrays themselves, which are otherwise not used
-# (and inside jit never made).
+# `halves` are row-scaled float16 forms of some inputs, and the second result those of some outputs, so that backward
+# reads what forward stored. Derivatives flow through the arrays. Inside jit an array without another use is never made.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(task: Task, graph: RelGraph, inputs: Arrays, halves: Halves) -> tuple[Arrays, Kept]:
     return _run_inference(task, graph, inputs, halves)
@@ -241,9 +246,8 @@ def _run_inference(task: Task, graph: RelGraph, inputs: Arrays, halves: Halves) 
     return run_kernels(inference_kernels(task), graph, inputs, task.options, halves)
 
 
-# JAX traces the forward rule once for each set of perturbed inputs, but keeps one tree of residuals, that of the last
-# set
-# traced. So the tree must be the same for all sets: every input, a fixed number of slots for what is saved, and the set
+# JAX traces the forward rule once for each set of perturbed inputs, but keeps one tree of residuals: that of the last
+# traced set. So all sets must have the same tree: every input, a fixed number of slots for saved values, and the set
 # itself as the shape of an empty array.
 _SPARE_SLOTS = 4
 _BITS = 30  # of a set of positions, in one dimension
@@ -263,9 +267,9 @@ def _positions_of_array(array: jax.Array, count: int) -> tuple[int, ...]:
 
 
 def encode_shared(task: Task, graph: RelGraph, values: Arrays, halves: Halves) -> Halves:
-    """`halves` with the inputs that forward and backward both read in 16 bits.
+    """`halves` with row-scaled float16 copies of the inputs that both forward and backward read so.
 
-    They are the same for all sets of perturbed inputs, as the tree of residuals must be.
+    The copies are the same for all sets of perturbed inputs, as the tree of residuals must be.
     """
     given = (*halves, *(None,) * (len(values) - len(halves)))
     if not (task.half and uses_kernels(graph, task.options)) or "storage" in task.disable:
@@ -275,12 +279,12 @@ def encode_shared(task: Task, graph: RelGraph, values: Arrays, halves: Halves) -
     shared = shared_encodings(parts, forward, backward, task.counts.rows)
     readers, at = forward.first_readers(), forward.program.by_position()
 
-    def encoded(position: int) -> Beside:
+    def encoded(position: int) -> EncodedCopy:
         with kernel_label(forward.program.name, readers[at[position]]):
             array = values[position]
             request = array, tuple(range(1, array.ndim))
             ((_, columns),) = column_powers([request], interpret=task.options.interpret)
-            return Beside(to_half_rows(array, columns.reshape(array.shape[1:]), interpret=task.options.interpret))
+            return EncodedCopy(to_half_rows(array, columns.reshape(array.shape[1:]), interpret=task.options.interpret))
 
     return tuple(encoded(p) if p in shared and half is None else half for p, half in enumerate(given))
 
@@ -302,7 +306,7 @@ def _run_forward(
     parts, forward, _ = training_tasks(task, wrt)
     count = parts.num_outputs
     halves = encode_shared(task, graph, values, halves)
-    # Differentiable in its turn, for gradients of gradients.
+    # Differentiable itself, for gradients of gradients.
     results, kept = _differentiable(forward, graph, values, halves)
     empty = jnp.zeros((0,), jnp.int8)
     saved = [
@@ -347,8 +351,8 @@ _differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
 def run(task: Task, graph: RelGraph, inputs: Arrays) -> Arrays:
     """The outputs of a program on arrays in the compiler's form; differentiable in the floating-point inputs.
 
-    What is being traced is not jitted as a whole: inside `jit` JAX traces the kernels of inference, too, and throws
-    them away where gradients are asked for.
+    Traced arrays take a path without `jit` around forward and backward: under `jit` JAX would also trace the kernels of
+    inference, and discard them where gradients are needed.
     """
     if "backward" in task.disable or not any(isinstance(array, jax.core.Tracer) for array in inputs):
         return _run(task, graph, inputs, ())
@@ -363,6 +367,6 @@ def _run(task: Task, graph: RelGraph, inputs: Arrays, halves: Halves) -> Arrays:
 
 
 def forget_compiled() -> None:
-    """Programs are compiled anew when they run next: with other schedules, that is."""
+    """Clears compiled programs, so that the next run compiles them with the current schedules."""
     for function in (_run, _run_forward, _run_inference):
         function.clear_cache()  # type: ignore[attr-defined]

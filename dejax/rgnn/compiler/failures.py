@@ -1,4 +1,4 @@
-"""Kernels that could not be made: XLA computes their part, the user is told once, and `explain` knows."""
+"""Kernels that could not be made: XLA evaluates their part, the user is warned once, and `explain` shows why."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dejax.rgnn.options import Options
 
 
 class KernelFallbackWarning(UserWarning):
-    """A kernel could not be made; XLA computes that part of the program, with the same result."""
+    """A kernel could not be made; XLA evaluates that part of the program, with the same result."""
 
 
 _found: dict[tuple[Kernels, Options], dict[int, str]] = {}
@@ -18,12 +18,12 @@ _told: set[tuple[str, str]] = set()
 
 
 def failures(kernels: Kernels, options: Options) -> dict[int, str]:
-    """By number, the instances of which no kernel could be made when the program was traced, and why."""
+    """The instances, by index, whose kernel could not be made when the program was traced, with the reason."""
     return dict(_found.get((kernels, options), {}))
 
 
 def record_failure(kernels: Kernels, options: Options, number: int, error: Exception) -> None:
-    """Remembers an error from inside a kernel's making, and warns at the user's line, once for each line and error."""
+    """Records the error of a kernel that could not be made, and warns at the user's line, once per line and error."""
     instance, program = kernels.instances[number], kernels.program
     what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     _found.setdefault((kernels, options), {})[number] = what

@@ -1,4 +1,4 @@
-"""Functions of a program's values: elementwise functions, of features, inner products, concatenation, softmax."""
+"""Functions of a program's values: elementwise, reductions of features, inner products, concatenation, softmax."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _symbol(x: Any, function: str) -> Symbol:
 
 
 def _first(function: str, *xs: Any) -> Symbol:
-    """The first value among operands, some of which may be numbers or arrays."""
+    """The first value of the program among operands that may also be numbers or arrays."""
     return _symbol(next((x for x in xs if isinstance(x, Symbol)), xs[0]), function)
 
 
@@ -55,7 +55,7 @@ abs_ = _unary("abs", "The absolute value, element by element; its gradient at 0 
 sign = _unary("sign", "-1, 0 or 1, element by element; without gradient.")
 square = _unary("square", "x times x, element by element.")
 reciprocal = _unary("reciprocal", "1 / x, element by element.")
-stop_gradient = _unary("stop_gradient", "The value, through which no gradient flows.")
+stop_gradient = _unary("stop_gradient", "The value, without gradient.")
 
 
 def leaky_relu(x: Symbol, negative_slope: float = 0.2) -> Symbol:
@@ -70,7 +70,7 @@ def elu(x: Symbol, alpha: float = 1.0) -> Symbol:
     x = x.trace.floating(x)
     positive = x.trace.emit("relu", x)
     negative = x - positive
-    # exp(x) - 1 without the difference, which near 0 has no correct digit.
+    # exp(x) - 1 by a product: the difference would have no correct digit near 0.
     return positive + alpha * (tanh(0.5 * negative) * (exp(negative) + 1.0))
 
 
@@ -86,17 +86,17 @@ def silu(x: Symbol) -> Symbol:
 
 
 def maximum(x: Any, y: Any) -> Symbol:
-    """The larger of two values, element by element; equal ones share the gradient."""
+    """The larger of two values, element by element; equal elements share the gradient."""
     return _first("maximum", x, y).trace.binary("max", x, y)
 
 
 def minimum(x: Any, y: Any) -> Symbol:
-    """The smaller of two values, element by element; equal ones share the gradient."""
+    """The smaller of two values, element by element; equal elements share the gradient."""
     return _first("minimum", x, y).trace.binary("min", x, y)
 
 
 def clip(x: Symbol, min: Any = None, max: Any = None) -> Symbol:
-    """x, but at least `min` and at most `max`; None leaves a side open."""
+    """x limited to at least `min` and at most `max`; None sets no limit."""
     x = _symbol(x, "clip")
     x = x if min is None else maximum(x, min)
     return x if max is None else minimum(x, max)
@@ -113,7 +113,7 @@ def where_positive(condition: Symbol, x: Any, y: Any) -> Symbol:
 
 
 def where(condition: Symbol, x: Any, y: Any) -> Symbol:
-    """x where `condition` is true or not 0, else y; no gradient flows to the condition.
+    """x where `condition` is true or nonzero, else y; no gradient flows to the condition.
 
     Args:
       condition: booleans, a comparison, or numbers.
@@ -131,7 +131,7 @@ def _select(condition: Symbol, x: Any, y: Any) -> Symbol:
 
 
 def sum(x: Symbol, axis: Axis = -1, keepdims: bool = False) -> Symbol:
-    """The sum over a feature axis, several (a tuple) or all (None); of booleans their number."""
+    """The sum over a feature axis, several (a tuple) or all (None); of booleans, how many are true."""
     return features.total(_symbol(x, "sum"), axis, keepdims)
 
 
@@ -151,7 +151,7 @@ def min(x: Symbol, axis: Axis = -1, keepdims: bool = False) -> Symbol:
 
 
 def softmax(x: Symbol, axis: Axis = -1) -> Symbol:
-    """exp(x) over its sum along feature axes, as `sum` names them."""
+    """exp(x) divided by its sum over feature axes, as `sum` names them."""
     return features.softmax(_symbol(x, "softmax"), axis)
 
 
@@ -161,7 +161,7 @@ def log_softmax(x: Symbol, axis: Axis = -1) -> Symbol:
 
 
 def logsumexp(x: Symbol, axis: Axis = -1, keepdims: bool = False) -> Symbol:
-    """The logarithm of the sum of exp(x) along feature axes, as `sum` names them."""
+    """The logarithm of the sum of exp(x) over feature axes, as `sum` names them."""
     return features.logsumexp(_symbol(x, "logsumexp"), axis, keepdims)
 
 
@@ -175,13 +175,13 @@ def dot(x: Symbol, y: Symbol) -> Symbol:
 
 
 def concatenate(values: Sequence[Symbol], axis: int = -1) -> Symbol:
-    """Features side by side along `axis`."""
+    """Values concatenated along the feature axis `axis`."""
     if not values:
         raise fail("rgnn.concatenate needs at least one value")
     first = _symbol(values[0], "concatenate")
     aligned = first.trace.align(*(_symbol(v, "concatenate") for v in values))
     if not first.shape:
-        raise fail("rgnn.concatenate needs values with a feature axis; x[None] makes a scalar one number wide")
+        raise fail("rgnn.concatenate needs values with a feature axis; x[None] gives a scalar an axis of size 1")
     return first.trace.emit("concat", *aligned, axis=features.axis_of(first, axis))
 
 
@@ -189,7 +189,7 @@ def edge_softmax(score: Symbol, within: str = "dst") -> Symbol:
     """Softmax of an edge value over the edges that share a destination, or a source.
 
     Args:
-      score: an edge value of any feature shape; each feature is normalised by itself.
+      score: an edge value of any feature shape; each feature is normalised separately.
       within: `"dst"`, over all incoming edges of a node; `"src"`, over all its outgoing edges; or `"relation"`, over
         its incoming edges of one edge type.
     """
@@ -202,10 +202,10 @@ def edge_softmax(score: Symbol, within: str = "dst") -> Symbol:
 
 
 def row_softmax(score: Symbol, within: str = "graph") -> Symbol:
-    """Softmax of a value over all its rows, or over those of one type: semantic attention, global attention.
+    """Softmax of a value over all its rows, or over the rows of each type, for global or semantic attention.
 
     Args:
-      score: a value with rows, of any feature shape; each feature is normalised by itself.
+      score: a value with rows, of any feature shape; each feature is normalised separately.
       within: `"graph"`, over all rows; or `"type"`, over the nodes of a node type, or the edges (or pairs) of an edge
         type.
     """

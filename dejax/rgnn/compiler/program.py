@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """What a call is compiled for: where arrays stand among the arguments, their shapes, and everything else."""
+    """The key of a trace: the structure of the arguments, the arrays' names, shapes and dtypes, and static leaves."""
 
     tree: Any
     arrays: tuple[tuple[str, tuple[int, ...], str] | None, ...]  # name, shape, dtype of each leaf; None: a static leaf
@@ -40,7 +40,7 @@ class _Signature:
 
 @dataclass(frozen=True, slots=True)
 class _Static:
-    """A static leaf; unlike Python's numbers 1, 1.0 and True are three."""
+    """A static leaf with its type: 1, 1.0 and True are different keys, though equal in Python."""
 
     kind: type
     value: Any
@@ -54,7 +54,7 @@ class _Traced:
 
 
 class _ClosesOver(Exception):
-    """Carries a trace that is not to be kept: the arrays that it closes over may be others at the next call."""
+    """Carries a trace that must not be cached: it closes over arrays, which may differ at the next call."""
 
     def __init__(self, traced: _Traced) -> None:
         self.traced = traced
@@ -63,14 +63,14 @@ class _ClosesOver(Exception):
 class Program:
     """A relational program; made by `@rgnn.program`.
 
-    Call it with a `RelGraph` and the function's other arguments, which are arrays (or pytrees of arrays) with one row
-    for each element of the space they are used in; other leaves are static. It runs inside or outside `jax.jit`, under
-    `jax.grad` (of floating-point arrays, to any order in reverse mode), `jax.vmap`, `jax.lax.scan`, `jax.checkpoint`.
+    Call it with a `RelGraph` and the function's other arguments: arrays, or pytrees of arrays, with one row for each
+    element of their space. Other leaves are static. A program runs inside and outside `jax.jit`, under `jax.grad` (of
+    floating-point arrays, to any order in reverse mode), `jax.vmap`, `jax.lax.scan` and `jax.checkpoint`.
     """
 
     def __init__(self, function: Callable, options: Options) -> None:
         functools.update_wrapper(self, function)
-        if not hasattr(function, "__name__"):  # a partial function, say
+        if not hasattr(function, "__name__"):  # for example a functools.partial
             self.__name__ = self.__qualname__ = type(function).__name__
         self.function, self.options = function, options
         self._trace = lru_cache(maxsize=256)(self._trace_uncached)
@@ -79,11 +79,11 @@ class Program:
         return f"<rgnn.program {self.__name__}>"  # type: ignore[attr-defined]
 
     def with_options(self, **changes: Any) -> Program:
-        """The same program with other options, by the names of `Options`."""
+        """The same program with some options changed, by the names of `Options`."""
         return Program(self.function, replace(self.options, **changes))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled by name where the program has one, else by its function; what is compiled stays behind."""
+        """Pickles the program's name where a module has it as an attribute, else its function; nothing compiled."""
         module, name = self.__module__, self.__qualname__  # type: ignore[attr-defined]
         found = _at(module, name)
         if isinstance(found, Program) and found.function is self.function:
@@ -91,25 +91,27 @@ class Program:
         return Program, (self.function, self.options)
 
     def __call__(self, graph: RelGraph, *args: Any, options: Options | None = None, **kwargs: Any) -> Any:
-        """Runs the program; or, called with the `g` of another program, is part of that.
+        """Runs the program. Called with the `g` of another program, it becomes part of that program.
 
         Args:
           graph: the graph.
-          *args: the function's arguments after `g`; in another program its values, too.
-          options: instead of the program's own; in another program those of the outermost hold.
+          *args: the function's arguments after `g`; inside another program also values of that program.
+          options: used instead of the program's own. Inside another program the outermost program's options apply.
           **kwargs: the function's keyword arguments.
 
         Returns:
-          What the function returns, arrays in place of values: [rows of the space, *feature shape]; edge values are in
-          the order of the edges that the graph was made from.
+          The function's result with arrays in place of values: [rows of the space, *feature shape]. Edge values are in
+          the user's order of edges.
 
         Raises:
-          ProgramError: the function makes no sense; the message begins with its line.
+          ProgramError: the program has a mistake; the message begins with its line.
           TypeError: `graph` is not a RelGraph.
         """
         if isinstance(graph, GraphSymbol):
             if options is not None:
-                raise TypeError(f"{self!r} is called in another program, whose options hold; got options={options}")
+                raise TypeError(
+                    f"options must not be given to {self!r} inside another program, whose options apply; got {options}"
+                )
             return self.function(graph, *args, **kwargs)
         task, tree, arrays = self._prepare(graph, options, args, kwargs)
         results = run(task, graph, _inputs(task, graph, arrays))
@@ -129,15 +131,15 @@ class Program:
     ) -> None:
         """Prints every stage of the compilation: both IRs around each pass, the kernels, their bytes, FLOPs and time.
 
-        It shows what a call with these arguments and options runs here: the kernels where the backend has them (on a
-        CPU ask for `Options(backend="pallas")` to see them), and XLA's part, with the reason.
+        It shows what a call with these arguments and options runs on this machine: the kernels where the backend has
+        them (on a CPU pass `Options(backend="pallas")` to see them), and the operators left to XLA, with the reason.
 
         Args:
           graph, *args, **kwargs: as for a call; arrays may be `jax.ShapeDtypeStruct`.
-          options: instead of the program's own.
-          summary: of each pass only the operators that it takes away and adds, with the lines that they come from.
-          file: where to print; standard output by default.
-          svg: a path: the data flow before and after fusion is drawn there.
+          options: used instead of the program's own.
+          summary: whether to print for each pass only the operators that it removes and adds, with their lines.
+          file: where to print; by default standard output.
+          svg: path of a file for a drawing of the data flow before and after fusion.
         """
         from dejax.rgnn.compiler.explain import explain
 
@@ -156,23 +158,23 @@ class Program:
         progress: Callable[[str], None] | None = None,
         **kwargs: Any,
     ) -> Report:
-        """Finds the fastest schedules for the program's kernels on a graph, and keeps them for later runs.
+        """Finds the fastest schedules for the program's kernels on a graph, and stores them for later runs.
 
-        Each kernel of the forward and backward pass is run with some dozens of tile sizes and numbers of warps, on the
-        arrays given; the fastest is kept by device, kernel and shape (sizes rounded to powers of two), in a file in
-        `$DEJAX_CACHE_DIR` or the user's cache folder. Programs compiled from then on use it. Results do not change
-        beyond the order of additions. It takes about a second for each kernel and candidate that must be compiled.
+        Each kernel of the forward and backward pass runs with some dozens of tile sizes and numbers of warps on the
+        given arrays. The fastest schedule is stored by device, kernel and shape (sizes rounded to powers of two), in a
+        file in `$DEJAX_CACHE_DIR` or the user's cache folder. Programs compiled afterwards use it. Results change only
+        by the order of additions. Tuning takes about a second for each kernel and candidate to compile.
 
         Args:
           graph, *args, **kwargs: as for a call.
-          options: instead of the program's own.
+          options: used instead of the program's own.
           gradients: whether to tune the backward pass, too.
-          save: whether to keep what was found.
-          measure: how candidates are timed; by default on the device, by the profiler.
-          progress: called with a line of text for each kernel done.
+          save: whether to store the schedules.
+          measure: how candidates are timed; by default on the device, with the profiler.
+          progress: called with a line of text after each kernel.
 
         Returns:
-          What was found; `print` shows it as a table.
+          The schedules; `print` shows them as a table.
 
         Raises:
           RuntimeError: there is no GPU.
@@ -195,13 +197,15 @@ class Program:
         self, graph: RelGraph, options: Options | None, args: tuple, kwargs: dict
     ) -> tuple[Task, Any, list[Any]]:
         if isinstance(graph, GraphSymbol):
-            raise TypeError(f"{self!r} is explained or tuned in another program; do so with a RelGraph, outside")
+            raise TypeError(
+                f"{self!r} must be explained or tuned outside of other programs, with a RelGraph, got a program's g"
+            )
         if not isinstance(options, Options | None):
             raise TypeError(f"options must be rgnn.Options, got {type(options).__name__}")
         if not isinstance(graph, RelGraph):
             raise TypeError(
-                f"{self!r} takes a RelGraph first, got {type(graph).__name__}; make one with RelGraph.from_edges, "
-                "from_relations or dejax.rgnn.interop.from_graphs_tuple"
+                f"the first argument of {self!r} must be a RelGraph, got {type(graph).__name__}; make one with "
+                "RelGraph.from_edges, RelGraph.from_relations or dejax.rgnn.interop.from_graphs_tuple"
             )
         signature, arrays = self._signature(graph, args, kwargs)
         counts = counts_of(graph)
@@ -234,7 +238,7 @@ class Program:
             hash(signature)
         except TypeError:
             bad = next(s.kind for s in statics if getattr(s.kind, "__hash__", None) is None)
-            raise TypeError(f"{self!r}: an argument is neither an array nor hashable: {bad.__name__}") from None
+            raise TypeError(f"{self!r}: arguments must be arrays or hashable, got {bad.__name__}") from None
         return signature, arrays
 
     def _trace_uncached(self, signature: _Signature, counts: Counts) -> _Traced:
@@ -254,7 +258,7 @@ class Program:
 
 
 def _at(module: str, name: str) -> Any:
-    """What a module has by a qualified name; None where there is nothing."""
+    """The attribute of a module by a qualified name; None where there is none."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -268,7 +272,7 @@ def _restored(module: str, name: str, options: Options) -> Program:
 
 
 def _canonical(array: Any) -> Any:
-    """An array as jax takes it: numpy's float64 is float32, unless jax has 64 bits enabled."""
+    """An array in the dtype that jax gives it: numpy's float64 becomes float32 unless jax has 64 bits enabled."""
     if not isinstance(array, np.ndarray | np.generic):
         return array
     return np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
@@ -288,7 +292,7 @@ def _name(path: tuple, names: list[str]) -> str:
 
 def _inputs(task: Task, graph: RelGraph, arrays: list[Any]) -> tuple[Any, ...]:
     """The arguments in the compiler's form, by position."""
-    inputs: list[Any] = [jnp.zeros((0,))] * len(arrays)  # arguments that the program never uses
+    inputs: list[Any] = [jnp.zeros((0,))] * len(arrays)  # for arguments that the program does not use
     for i in task.program.inputs:
         op = task.program.ops[i]
         inputs[op.attr("position")] = _to_rows(graph, op.space, arrays[op.attr("position")])

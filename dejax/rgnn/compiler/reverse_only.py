@@ -1,8 +1,8 @@
-"""An error of our own where the derivative of a compiled program is asked for in forward mode.
+"""A clear error where a compiled program is differentiated in forward mode.
 
-JAX's own error for a `custom_vjp` names neither the program nor a remedy, and under `jit` it is that a primitive has no
-lowering. Each input goes through an identity whose derivative is a linear primitive that can be transposed, as reverse
-mode does, but not evaluated.
+JAX's error for a `custom_vjp` names neither the program nor a remedy, and under `jit` it complains that a primitive has
+no lowering. Each input goes through an identity whose derivative is a linear primitive. Reverse mode transposes that
+primitive; forward mode evaluates it, which raises the error.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dejax.rgnn.compiler.frontend import ProgramError
 
 
 class ForwardModeError(ProgramError, TypeError):
-    """A derivative of a program in forward mode, which compiled programs do not have."""
+    """A compiled program was differentiated in forward mode, which it does not support."""
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise ForwardModeError(
-        "forward-mode derivatives (jax.jvp, jax.jacfwd, jax.hessian, jax.linearize) are not there for a compiled "
+        "forward-mode derivatives (jax.jvp, jax.jacfwd, jax.hessian, jax.linearize) are not supported by a compiled "
         "rgnn.program, whose backward pass is generated; use program.with_options(disable=('backward',)), which "
-        "plain JAX differentiates in both modes, or reverse mode: jax.grad, jax.vjp, jax.jacrev"
+        "JAX differentiates in both modes, or use reverse mode: jax.grad, jax.vjp, jax.jacrev"
     )
 
 
@@ -38,7 +38,7 @@ _tangent = Primitive("rgnn_tangent")
 _tangent.def_impl(_refuse)
 _tangent.def_abstract_eval(lambda t: t)
 mlir.register_lowering(_tangent, _refuse)
-batching.primitive_batchers[_tangent] = _refuse  # as for the tangents of a custom_vjp, which come next
+batching.primitive_batchers[_tangent] = _refuse  # as the tangents of a custom_vjp, which follow
 ad.deflinear2(_tangent, lambda cotangent, _: [cotangent])
 
 
@@ -51,5 +51,5 @@ ad.primitive_jvps[_input] = _jvp
 
 
 def reverse_only(x: jax.Array) -> jax.Array:
-    """The same array; `ForwardModeError` where it is differentiated in forward mode."""
+    """The same array; differentiating it in forward mode raises `ForwardModeError`."""
     return _input.bind(x)

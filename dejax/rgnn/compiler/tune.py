@@ -1,4 +1,4 @@
-"""`Program.tune`: finds the fastest schedules for a program's kernels on one graph, and keeps them for later runs."""
+"""`Program.tune`: finds the fastest schedules for a program's kernels on one graph, and stores them for later runs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dejax.rgnn.lowering.segments import num_rows
 
 @dataclass(frozen=True)
 class Report:
-    """What tuning found; printing it gives a table.
+    """The schedules that tuning found; printing it shows a table.
 
     Attributes:
       kernels: one entry for each kernel and shape.
-      path: the table on disk that holds them; None where they were not saved.
+      path: the file that stores them; None where they were not saved.
     """
 
     kernels: tuple[Tuned, ...]
@@ -37,7 +37,7 @@ class Report:
             times = f"{t.heuristic_seconds * 1e6:>13.1f}{t.seconds * 1e6:>10.1f}{ratio:>7.2f}x"
             lines.append(f"{t.kernel:<11}{t.key:<46}{times}  {fields}")
         if self.path is not None:
-            lines.append(f"kept in {self.path}")
+            lines.append(f"stored in {self.path}")
         return "\n".join(lines)
 
 
@@ -51,11 +51,11 @@ def tune(
     measure: Measure | None,
     progress: Callable[[str], None],
 ) -> Report:
-    """Runs the task's kernels one by one, forward and backward, each with every candidate; see `Program.tune`."""
+    """Runs each kernel of a task, forward and backward, with every candidate; see `Program.tune`."""
     if graph.is_traced or any(isinstance(x, jax.core.Tracer) for x in inputs):
-        raise TypeError("tune times kernels on real arrays: call it outside jit, grad and vmap")
+        raise TypeError("tune must be called with concrete arrays, got traced ones; call it outside jit, grad and vmap")
     if measure is None and jax.default_backend() not in ("gpu", "cuda"):
-        raise RuntimeError(f"tune needs a GPU; the default backend is {jax.default_backend()}")
+        raise RuntimeError(f"tune needs a GPU, got the default backend {jax.default_backend()}")
     tuner = Tuner(measure, progress)
     with tuner.at_work():
         execute.run_kernels(execute.inference_kernels(task), graph, inputs, task.options)

@@ -1,4 +1,4 @@
-"""Checks of what a graph is made from; every message names the argument, what was given and the remedy."""
+"""Checks of the arguments of a graph's constructors; every message names the argument, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def check_size(node_type: Any, num_nodes: int) -> Any:
 
 
 def check_edge_count(count: int) -> None:
-    """Raises ValueError where `count` edges, added ones included, are more than int32 numbers."""
+    """Raises ValueError where `count` edges, added ones included, are more than int32 can number."""
     if count > MAX_ITEMS:
         raise ValueError(
-            f"the graph would have {count} edges (reverse edges and self loops included), more than the {MAX_ITEMS} "
-            "that int32 positions can number; split it"
+            f"the graph must have at most {MAX_ITEMS} edges (int32 numbers them), got {count} (reverse edges and self "
+            "loops included); split it"
         )
 
 
@@ -59,12 +59,12 @@ def as_ids(value: Any, name: str) -> np.ndarray:
     """`value` as a numpy array of integers of rank 1, any integer dtype; not copied where it is one."""
     if is_traced(value):
         raise TypeError(
-            f"{name} is traced (inside jit, grad or vmap), but this constructor needs its numbers; "
-            "build the graph outside, or use RelGraph.build_traced, which works with static bounds"
+            f"{name} must be concrete, got a traced array (inside jit, grad or vmap); build the graph outside, or use "
+            "RelGraph.build_traced, which needs only static bounds"
         )
     array = np.asarray(value)
     if array.size == 0 and array.ndim == 1 and not hasattr(value, "dtype"):
-        return np.zeros(0, np.int32)  # an empty list has no integer dtype of its own
+        return np.zeros(0, np.int32)  # numpy gives an empty list a float dtype
     _check_form(array, name)
     return array
 
@@ -80,11 +80,11 @@ def as_traced_ids(value: Any, name: str) -> jax.Array:
 
 
 def as_mask(value: Any, name: str, size: int, *, traced: bool = False) -> Any:
-    """`value` as a bool array of `size` items, or None."""
+    """`value` as a bool array of length `size`, or None."""
     if value is None:
         return None
     if not traced and is_traced(value):
-        raise TypeError(f"{name} is traced, but this constructor needs its numbers; use RelGraph.build_traced")
+        raise TypeError(f"{name} must be concrete, got a traced array; use RelGraph.build_traced")
     array = jnp.asarray(value) if traced else np.asarray(value)
     if array.dtype != bool:
         raise TypeError(f"{name} must be a bool array (True: valid, False: padding), got dtype {array.dtype}")
@@ -94,12 +94,12 @@ def as_mask(value: Any, name: str, size: int, *, traced: bool = False) -> Any:
 
 
 def as_traced_mask(mask: Any, num_valid: Any, kind: str, size: int) -> jax.Array | None:
-    """The mask of `kind` ("edge" or "node") that is given, or that follows from the number of valid items."""
+    """The mask of `kind` ("edge" or "node"): the given mask, or that of the first `num_valid` entries."""
     if num_valid is None:
         return as_mask(mask, f"{kind}_mask", size, traced=True)
     name = f"num_valid_{kind}s"
     if mask is not None:
-        raise ValueError(f"give {name} or {kind}_mask, not both")
+        raise ValueError(f"{name} and {kind}_mask must not be given together; give one")
     if not is_traced(num_valid):
         number = np.asarray(num_valid)
         if number.shape != () or not np.issubdtype(number.dtype, np.integer):

@@ -11,8 +11,8 @@ import numpy as np
 
 from dejax.rgnn.graphs.checks import is_traced
 from dejax.rgnn.graphs.rel_graph import RelGraph
-from dejax.rgnn.graphs.segments import HUB_CHUNK
 from dejax.rgnn.graphs.spec import SELF_LOOP
+from dejax.rgnn.graphs.tables import HUB_CHUNK
 
 if TYPE_CHECKING:
     import jraph
@@ -22,7 +22,7 @@ NODE_TYPE_KEY = "node_type"
 
 
 class _Keep:
-    """The default of an argument whose None has a meaning of its own."""
+    """The default of an argument for which None is a value."""
 
     def __repr__(self) -> str:
         return "<as in like>"
@@ -34,7 +34,7 @@ from_relations = RelGraph.from_relations
 
 
 def to_relations(graph: RelGraph) -> dict[tuple[str, str, str], tuple[np.ndarray, np.ndarray]]:
-    """The edge lists by relation of a graph of `from_relations`, in the order in which they were given.
+    """The edge lists by relation of a graph of `from_relations`, in their original order.
 
     Reverses are relations of their own, `(destination, "rev_" + relation, source)`; self loops are left out.
 
@@ -42,13 +42,13 @@ def to_relations(graph: RelGraph) -> dict[tuple[str, str, str], tuple[np.ndarray
         `{(source type, relation, destination type): (senders, receivers)}`, int32 ids within each node type.
 
     Raises:
-        ValueError: if the graph was made in another way.
+        ValueError: the graph was made in another way.
     """
     if graph.node_type_counts is None or graph.node_type_names is None or graph.edge_type_names is None:
         raise ValueError("to_relations needs a graph of RelGraph.from_relations, whose types have names")
     senders, receivers, edge_type = (np.asarray(array) for array in graph.to_edges())
     offsets = np.asarray(graph.by_edge_type.offsets)
-    # Edges of a relation stand together in the user's order, which is that of the types.
+    # In the user's order the edges are joined relation after relation.
     assert (edge_type[1:] >= edge_type[:-1]).all()
     relations = {}
     for number, name in enumerate(graph.edge_type_names):
@@ -79,10 +79,10 @@ def from_graphs_tuple(
     validate: bool = True,
     hub_chunk: int = HUB_CHUNK,
 ) -> RelGraph:
-    """Makes a graph from a `jraph.GraphsTuple`, batched graphs as one graph with several components.
+    """Makes a graph from a `jraph.GraphsTuple`; a batch of graphs becomes one graph with several components.
 
-    Concrete arrays take numpy's way (`RelGraph.from_edges`). Inside jit, where an array of the tuple is traced, it is
-    `RelGraph.build_traced`: static sizes are the arrays' lengths, and the numbers of types must be given.
+    Concrete arrays are built by `RelGraph.from_edges`. Inside jit, where an array of the tuple is traced, the graph is
+    built by `RelGraph.build_traced`: static sizes are the arrays' lengths, and the numbers of types must be given.
 
     Args:
         graphs_tuple: `senders` and `receivers` are int[edges], or None without edges; `n_node` and `n_edge` are
@@ -90,12 +90,12 @@ def from_graphs_tuple(
         edge_type: where the edge types are: an int[edges] array, an int (one type for all edges), a key of the mapping
             `graphs_tuple.edges`, or a function of `graphs_tuple.edges`. None: `edges` itself where it is an array of
             integers of rank 1, else its entry "edge_type".
-        num_edge_types: number of edge types; found from the types where those are concrete.
+        num_edge_types: number of edge types; by default found from the types where they are concrete.
         node_type: as `edge_type`, in `graphs_tuple.nodes`. None: its entry "node_type" if there is one, else 0.
-        num_node_types: number of node types; found as that of edge types.
-        padded: whether `graphs_tuple` comes from `jraph.pad_with_graphs`, so
-            that its last graph with nodes, and what follows, is padding. A padded tuple looks like a batch: this cannot
-            be seen from the tuple. Nodes and edges beyond the sums of `n_node` and `n_edge` are padding in any case.
+        num_node_types: number of node types; its default as for edge types.
+        padded: whether `graphs_tuple` comes from `jraph.pad_with_graphs`: then its last graph with nodes, and the
+            graphs after it, are padding. The tuple itself does not tell, since a padded tuple looks like a batch. Nodes
+            and edges beyond the sums of `n_node` and `n_edge` are padding in any case.
         add_reverse: as in `RelGraph.from_edges`.
         add_self_loops: as in `RelGraph.from_edges`.
         edge_type_names: as in `RelGraph.from_edges`.
@@ -104,95 +104,88 @@ def from_graphs_tuple(
         hub_chunk: as in `RelGraph.from_edges`.
 
     Returns:
-        The graph; its user's edge order is that of `graphs_tuple`, so that `graphs_tuple.edges` fits as it is.
+        The graph. The user's order of its edges is that of `graphs_tuple`, so that `graphs_tuple.edges` fits it.
 
     Raises:
         TypeError, ValueError, IndexError: as `RelGraph.from_edges`, or where the types cannot be found.
     """
     senders, receivers = graphs_tuple.senders, graphs_tuple.receivers
-    num_edges = _num_edges(graphs_tuple)
-    if senders is None or receivers is None:  # jraph's way to say that there are no edges
+    num_nodes, num_edges = _num_nodes(graphs_tuple), _num_edges(graphs_tuple)
+    if senders is None or receivers is None:  # jraph's form of a graph without edges
         senders = receivers = np.zeros(0, np.int32)
         edge_type = 0 if edge_type is None else edge_type
-    num_nodes = _num_nodes(graphs_tuple)
-    edge_types = _types(
-        graphs_tuple.edges, edge_type, ("edge_type", "edges", "num_edge_types"), EDGE_TYPE_KEY, num_edges
-    )
-    node_types = _types(
-        graphs_tuple.nodes, node_type, ("node_type", "nodes", "num_node_types"), NODE_TYPE_KEY, num_nodes
-    )
+    edge_types = _types(graphs_tuple.edges, edge_type, ("edge_type", "edges"), EDGE_TYPE_KEY, num_edges)
+    node_types = _types(graphs_tuple.nodes, node_type, ("node_type", "nodes"), NODE_TYPE_KEY, num_nodes)
     if edge_types is None:
         raise ValueError(
-            "edge_type is not given and graphs_tuple.edges is no integer array and has no entry 'edge_type'; give an "
-            "array, a key or a function of graphs_tuple.edges, or edge_type=0 where all edges have one type"
+            "edge_type must be given, because graphs_tuple.edges is no integer array and has no entry 'edge_type'; "
+            "give an array, a key or a function of graphs_tuple.edges, or edge_type=0 where all edges have one type"
         )
+    arrays = {"senders": senders, "receivers": receivers, "edge_type": edge_types, "node_type": node_types}
     options: dict[str, Any] = {
+        "num_nodes": num_nodes,
+        "num_edge_types": num_edge_types,
+        "num_node_types": num_node_types,
         "add_reverse": add_reverse,
         "add_self_loops": add_self_loops,
         "edge_type_names": edge_type_names,
         "node_type_names": node_type_names,
         "hub_chunk": hub_chunk,
     }
-    counts = (graphs_tuple.n_node, graphs_tuple.n_edge)
-    if is_traced(senders, receivers, edge_types, node_types, *counts):
-        for name, given, names in (
-            ("num_edge_types", num_edge_types, edge_type_names),
-            ("num_node_types", num_node_types, node_type_names if node_types is not None else ()),
-        ):
-            if given is None and names is None:
-                raise TypeError(f"{name} must be given inside jit, where the types' values are unknown")
-        num_valid_nodes, num_valid_edges = _num_valid(graphs_tuple, padded, jnp)
-        return RelGraph.build_traced(
-            senders,
-            receivers,
-            edge_types,
-            num_nodes=num_nodes,
-            num_edge_types=len(edge_type_names or ()) if num_edge_types is None else num_edge_types,
-            node_type=node_types,
-            num_node_types=max(len(node_type_names or ()), 1) if num_node_types is None else num_node_types,
-            num_valid_edges=num_valid_edges,
-            num_valid_nodes=num_valid_nodes,
-            **options,
-        )
-    num_valid_nodes, num_valid_edges = (int(number) for number in _num_valid(graphs_tuple, padded, np))
-    for name, valid, size in (("n_node", num_valid_nodes, num_nodes), ("n_edge", num_valid_edges, num_edges)):
-        if not 0 <= valid <= size:
-            raise ValueError(f"graphs_tuple.{name} counts {valid} in all, but the arrays have {size} rows")
+    if is_traced(*arrays.values(), graphs_tuple.n_node, graphs_tuple.n_edge):
+        valid_nodes, valid_edges = _num_valid(graphs_tuple, padded, jnp)
+        options |= _static_type_counts(options, node_types is not None)
+        return RelGraph.build_traced(**arrays, **options, num_valid_nodes=valid_nodes, num_valid_edges=valid_edges)
+    valid_nodes, valid_edges = (int(number) for number in _num_valid(graphs_tuple, padded, np))
     return RelGraph.from_edges(
-        senders,
-        receivers,
-        edge_types,
-        num_nodes=num_nodes,
-        num_edge_types=num_edge_types,
-        node_type=node_types,
-        num_node_types=num_node_types,
-        edge_mask=None if num_valid_edges == num_edges else np.arange(num_edges) < num_valid_edges,
-        node_mask=None if num_valid_nodes == num_nodes else np.arange(num_nodes) < num_valid_nodes,
-        validate=validate,
+        **arrays,
         **options,
+        edge_mask=_first_valid("n_edge", valid_edges, num_edges),
+        node_mask=_first_valid("n_node", valid_nodes, num_nodes),
+        validate=validate,
     )
+
+
+def _static_type_counts(options: Mapping[str, Any], typed_nodes: bool) -> dict[str, int]:
+    """The numbers of types where their values are traced: as given, or as many as there are names."""
+    found = {}
+    for kind, needed in (("edge", True), ("node", typed_nodes)):
+        count, names = options[f"num_{kind}_types"], options[f"{kind}_type_names"]
+        if count is None and names is None and needed:
+            raise TypeError(f"num_{kind}_types must be given inside jit, where the types' values are unknown")
+        found[f"num_{kind}_types"] = len(names or ()) if count is None else count
+    if options["num_node_types"] is None:
+        found["num_node_types"] = max(found["num_node_types"], 1)
+    return found
+
+
+def _first_valid(name: str, valid: int, size: int) -> np.ndarray | None:
+    """The mask of the first `valid` of `size` rows; None where all are valid."""
+    if not 0 <= valid <= size:
+        raise ValueError(
+            f"the sum of graphs_tuple.{name} must be from 0 to {size}, the rows of the arrays, got {valid}"
+        )
+    return None if valid == size else np.arange(size) < valid
 
 
 def to_graphs_tuple(
     graph: RelGraph, *, nodes: Any = _KEEP, edges: Any = _KEEP, like: jraph.GraphsTuple | None = None
 ) -> jraph.GraphsTuple:
-    """Makes a `jraph.GraphsTuple` of a graph, or puts new features in the one it was made from.
+    """Makes a `jraph.GraphsTuple` of a graph, or puts new features into the tuple that the graph was made from.
 
     Args:
         graph: the graph.
         nodes: node features, a pytree of arrays with `graph.num_nodes` rows; those of `like` (or None) by default.
-        edges: edge features in the user's order, which is that of `like`; a pytree of arrays with a row for each of the
-            user's edges or for each edge of the graph. Those of `like` by default, and without it the edge types.
+        edges: edge features in the user's order, which is that of `like`: a pytree of arrays with one row per user's
+            edge or one row per edge of the graph. By default those of `like`, and without `like` the edge types.
         like: the tuple that `from_graphs_tuple` made the graph from. Its `senders`, `receivers`, `n_node`, `n_edge` and
-            `globals` are kept as they are, padding included; edges that were added to the graph are left out.
+            `globals` are kept, padding included; edges that were added to the graph are left out.
 
     Returns:
-        The tuple; without `like` it is one graph with all of the graph's edges, added ones included, in the user's
-        order.
+        The tuple. Without `like` it is one graph with all edges, added ones included, in the user's order.
 
     Raises:
-        ValueError: if the features' rows, or `like`, do not fit the graph, or if a graph with padding is given without
-            `like`.
+        ValueError: the rows of the features, or `like`, do not fit the graph; or a graph with padding has no `like`.
     """
     import jraph
 
@@ -200,15 +193,15 @@ def to_graphs_tuple(
         num_edges = _num_edges(like)
         if _num_nodes(like) != graph.num_nodes or num_edges > graph.num_edges:
             raise ValueError(
-                f"like has {_num_nodes(like)} nodes and {num_edges} edges, the graph has {graph.num_nodes} and "
-                f"{graph.num_edges}; give the GraphsTuple that the graph was made from"
+                f"like must have {graph.num_nodes} nodes and at most {graph.num_edges} edges, as the graph has, got "
+                f"{_num_nodes(like)} and {num_edges}; give the GraphsTuple that the graph was made from"
             )
         return like._replace(
             nodes=like.nodes if isinstance(nodes, _Keep) else _rows(nodes, "nodes", graph.num_nodes),
             edges=like.edges if isinstance(edges, _Keep) else _rows(edges, "edges", num_edges, graph.num_edges),
         )
     if graph.edge_mask is not None or graph.node_mask is not None:
-        raise ValueError("the graph has padding, whose form only the original GraphsTuple knows; give it as like")
+        raise ValueError("like must be given for a graph with padding: only the original GraphsTuple has its form")
     senders, receivers, edge_type = graph.to_edges()
     return jraph.GraphsTuple(
         nodes=None if isinstance(nodes, _Keep) else _rows(nodes, "nodes", graph.num_nodes),
@@ -222,7 +215,7 @@ def to_graphs_tuple(
 
 
 def _rows(features: Any, name: str, size: int, also: int | None = None) -> Any:
-    """`features` with `size` rows each; of arrays with `also` rows the first ones are taken."""
+    """`features` with `size` rows each; arrays with `also` rows are cut to the first `size`."""
 
     def check(leaf: Any) -> Any:
         shape = np.shape(leaf)
@@ -241,14 +234,14 @@ def _num_edges(graphs_tuple: jraph.GraphsTuple) -> int:
 
 
 def _num_nodes(graphs_tuple: jraph.GraphsTuple) -> int:
-    """The static number of node rows: from the features, or else from concrete `n_node`."""
+    """The static number of node rows, of the features or else of a concrete `n_node`."""
     leaves = jax.tree.leaves(graphs_tuple.nodes)
     if leaves:
         return int(leaves[0].shape[0])
     if is_traced(graphs_tuple.n_node):
         raise ValueError(
-            "graphs_tuple.nodes has no array and n_node is traced, so the number of nodes is not static; give node "
-            "features, of width 0 if there is nothing to say"
+            "graphs_tuple.nodes must have an array where n_node is traced, to make the number of nodes static; give "
+            "node features, of width 0 if there are none"
         )
     return int(np.sum(graphs_tuple.n_node))
 
@@ -265,11 +258,9 @@ def _num_valid(graphs_tuple: jraph.GraphsTuple, padded: bool, xp: Any) -> tuple[
     return xp.where(real, n_node, 0).sum(), xp.where(real, n_edge, 0).sum()
 
 
-def _types(
-    features: Any, given: str | Callable[[Any], Any] | Any, names: tuple[str, str, str], key: str, size: int
-) -> Any:
-    """The types in `features` that `given` speaks of, or None where nothing is given and nothing is found."""
-    name, where, _ = names
+def _types(features: Any, given: str | Callable[[Any], Any] | Any, names: tuple[str, str], key: str, size: int) -> Any:
+    """The types in `features` that `given` names; None where nothing is given and nothing is found."""
+    name, where = names
     if given is None:
         if isinstance(features, Mapping):
             return features.get(key)

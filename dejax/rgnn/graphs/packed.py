@@ -1,8 +1,8 @@
-"""The tables of a graph that kernels alone read, in one array.
+"""The tables of a graph that only kernels read, packed into one array.
 
-A graph has some 120 of them: hubs, tiles and splits of each grouping, and the order in which loops take rows. A call of
-a compiled step takes about a microsecond for each array that it is given: so they are one, which kernels read in parts
-(`TableSlice`).
+A graph has some 120 of them: long segments, tiles and splits of each grouping, and the orders in which kernels take
+rows. A call of a compiled step costs about a microsecond per argument array, so the tables are one array, of which
+kernels read slices (`TableSlice`).
 """
 
 from __future__ import annotations
@@ -18,20 +18,25 @@ import numpy as np
 from dejax.pallas import TableSlice
 from dejax.rgnn.graphs.segments import Segments
 
-# Slices begin at multiples of this many numbers, 256 bytes, as arrays do: kernels load several numbers at once.
+# Slices begin at multiples of this many elements, 256 bytes, as arrays do: kernels load several elements at once.
 _ALIGNED = 64
-# The fields of a grouping that are packed, and what they are without their tables.
+# The fields of a grouping that are packed, and their values in the grouping that is left.
 _FIELDS: dict[str, Any] = {"hubs": None, "tiles": (), "splits": None, "near_tiles": (), "near_splits": None}
-# With up to so many items the order of rows, too. A call on more takes longer than the giving of its arrays.
+# Up to this many entries `loop` is packed, too. On more entries a call takes longer than passing its arguments.
 _SMALL = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a grouping's tables are: for each of them its first number and how many, and what they make together."""
+    """Where the tables of a grouping are.
+
+    Attributes:
+        places: first element and size of each table.
+        tree: the pytree structure of the tables.
+    """
 
     places: tuple[tuple[int, int], ...]
-    tree: Any  # of jax
+    tree: Any
 
 
 @jax.tree_util.register_dataclass
@@ -40,8 +45,8 @@ class PackedTables:
     """Tables of several groupings.
 
     Attributes:
-        numbers: int32[numbers], all tables one after the other.
-        layouts: (name of the grouping, its layout), static.
+        numbers: int32[elements], all tables one after the other.
+        layouts: name and layout of each grouping (static).
     """
 
     numbers: Any
@@ -54,19 +59,19 @@ class PackedTables:
             return group
         slices = [TableSlice(self.numbers, *place) for place in layout.places]
         tables = jax.tree_util.tree_unflatten(layout.tree, slices)
-        if group.loop is not None:  # of many rows: its hubs alone are packed
+        if group.loop is not None:  # of a large grouping: only its long segments are packed
             tables["loop"] = dataclasses.replace(group.loop, hubs=tables["loop"].hubs)
         return dataclasses.replace(group, **tables)
 
 
 def pack(groups: Mapping[str, Segments]) -> tuple[dict[str, Any], PackedTables]:
-    """Takes the tables out of groupings of numpy arrays.
+    """Moves the tables of groupings into one array.
 
     Args:
-        groups: by name.
+        groups: groupings of numpy arrays by name.
 
     Returns:
-        The groupings without them, and the tables; each that stands in two groupings once.
+        The groupings without these tables, and the packed tables; a table in two groupings is packed once.
     """
     parts: list[np.ndarray] = []
     places: dict[int, tuple[int, int]] = {}

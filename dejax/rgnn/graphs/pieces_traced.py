@@ -1,6 +1,6 @@
-"""Rows cut in pieces inside `jax.jit`: the arrays of hub and tile tables, sized by static bounds.
+"""Long segments cut in chunks, and types in tiles, inside `jax.jit`: tables with static bounds.
 
-Tables are made for several groupings at once: it takes ten or twenty kernels of 2 us on a GPU, for however many.
+The tables of several groupings are made together, so that they share ten to twenty kernels of 2 us on a GPU.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ HubArrays = tuple[Array, Array, Array, Array, Array]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A grouping whose hubs are asked for.
+    """A grouping whose long segments are to be cut.
 
     Attributes:
-        offsets: int32[rows + 1], where the items of each row begin.
-        num_items: number of items, padding included.
-        chunk: the most items that a row may have without being a hub, and of a chunk.
-        row_at: gives the row of each of some positions (the number of rows for padding), where that is known faster
-            than by a search in `offsets`.
+        offsets: int32[rows + 1], where the entries of each row begin.
+        num_items: number of entries, padding included.
+        chunk: the maximum number of entries of a chunk and of an uncut segment.
+        row_at: gives the row of each position in an array (the number of rows for padding), where that is faster than a
+            search in `offsets`.
     """
 
     offsets: Array
@@ -50,8 +50,8 @@ class Rows:
         return self.num_items // self.chunk + self.most_hubs
 
     def candidates(self) -> Array:
-        """int32[candidates], ascending: all hubs are among them, and a row may stand there several times."""
-        # A row of more than `chunk` items has one at a multiple of `chunk + 1`: so many rows to look at, and not all.
+        """int32[candidates], ascending: rows that include all with long segments, some of them several times."""
+        # A segment with more than `chunk` entries covers a multiple of `chunk + 1`: only those positions are looked at.
         positions = np.arange(0, self.num_items, self.chunk + 1, dtype=np.int32)
         if self.num_rows <= positions.shape[0]:
             return jnp.arange(self.num_rows, dtype=jnp.int32)
@@ -62,7 +62,7 @@ class Rows:
 
 
 def hub_arrays(groupings: Sequence[Rows]) -> list[HubArrays | None]:
-    """The arrays of each grouping's hub table; None where it can have no hub."""
+    """The arrays of each grouping's `HubTable`; None where it can have no long segment."""
     if not any(rows.most_hubs for rows in groupings):
         return [None] * len(groupings)
     candidates = [rows.candidates() for rows in groupings]
@@ -96,12 +96,13 @@ def hub_arrays(groupings: Sequence[Rows]) -> list[HubArrays | None]:
 def _place_hubs(
     rows: Array, counts: Array, chunk: Array, num_rows: Array, *, max_hubs: int, max_chunks: int
 ) -> tuple[Array, Array, Array, Array]:
-    """Finds the hubs among candidate `rows` with so many items each.
+    """Finds the long segments among candidate `rows`, whose segments have `counts` entries.
 
     Returns:
-        The row of each hub, `num_rows` where unused; the first chunk of each hub, the number of chunks where unused
-        (both int32[max_hubs + 1]); the candidate that each chunk belongs to, int32[max_chunks]; the first chunk of each
-        candidate.
+        int32[max_hubs + 1], the row of each long segment, `num_rows` where unused.
+        int32[max_hubs + 1], the first chunk of each long segment, the number of chunks where unused.
+        int32[max_chunks], the candidate that each chunk belongs to.
+        int32[candidates], the first chunk of each candidate.
     """
     is_hub = (counts > chunk) & begins_run(rows)
     pieces = jnp.where(is_hub, (counts + chunk - 1) // chunk, 0)
@@ -109,12 +110,12 @@ def _place_hubs(
     last = jnp.cumsum(counted, axis=1, dtype=jnp.int32)
     (hub, first_chunk), total = last - counted, last[1, -1]
     position = jnp.arange(rows.shape[0], dtype=jnp.int32)
-    # Read by gathers, not cut first: XLA (of jax 0.11 and 0.12) fails on a scatter that is only read by two slices of
+    # Read by gathers, not sliced: XLA (of jax 0.11 and 0.12) fails on a scatter that is read only by two slices of
     # different lengths.
     of_hub = put_where(jnp.full(max_hubs + 1, -1, jnp.int32), is_hub, hub, position)
     hub_rows = jnp.where(of_hub >= 0, rows[of_hub], num_rows)
     hub_offsets = jnp.where(of_hub >= 0, first_chunk[of_hub], total)
-    # A chunk belongs to the last hub to begin at or before it.
+    # A chunk belongs to the last long segment that begins at or before it.
     of_chunk = jax.lax.cummax(put_where(jnp.zeros(max_chunks, jnp.int32), is_hub, first_chunk, position))
     return hub_rows, hub_offsets, of_chunk, first_chunk
 
@@ -129,7 +130,7 @@ def _hub_arrays(
     of_chunk: Array,
     first_chunk: Array,
 ) -> HubArrays:
-    """The table of one grouping: `rows`, `starts` and `ends` are those of the candidates, the rest is as placed."""
+    """The table of one grouping: `rows`, `starts` and `ends` are of the candidates, the rest is from `_place_hubs`."""
     hubs, chunks = grouping.most_hubs, grouping.most_chunks
     hub_offsets, of_chunk = hub_offsets[: hubs + 1], of_chunk[:chunks]
     number = jnp.arange(chunks, dtype=jnp.int32)
@@ -144,11 +145,11 @@ def tile_arrays(groupings: Sequence[tuple[Array, int]], blocks: Sequence[int]) -
     """`row_type` and `start` of a `TileTable` for each grouping and each of `blocks`.
 
     Args:
-        groupings: offsets, int32[types + 1], and number of items, padding included.
-        blocks: positions a tile.
+        groupings: offsets (int32[types + 1]) and number of entries, padding included.
+        blocks: positions per tile.
     """
     most_types = max(offsets.shape[0] for offsets, _ in groupings)
-    # Types that a grouping lacks begin where it ends.
+    # Offsets are padded to one length: types that a grouping lacks begin at its end.
     stacked = jnp.stack([jnp.pad(offsets, (0, most_types - offsets.shape[0]), mode="edge") for offsets, _ in groupings])
     sizes = [[items // block + offsets.shape[0] - 1 for block in blocks] for offsets, items in groupings]
     of_block = jax.vmap(partial(_tiles_of, size=max(max(some) for some in sizes)), (None, 0))

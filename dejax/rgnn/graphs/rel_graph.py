@@ -1,4 +1,4 @@
-"""`RelGraph`: a graph with typed edges and nodes, and everything that the compiler's kernels need, computed once."""
+"""`RelGraph`: a graph with typed edges and nodes, and the tables that kernels read, computed once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from jax import Array
 from dejax.rgnn.graphs import build, build_traced, checks
 from dejax.rgnn.graphs.packed import PackedTables, pack
 from dejax.rgnn.graphs.relations import join_relations
-from dejax.rgnn.graphs.segments import HUB_CHUNK, Segments
-from dejax.rgnn.graphs.sorting import side_by_side
+from dejax.rgnn.graphs.segments import Segments
+from dejax.rgnn.graphs.sorting import in_threads
 from dejax.rgnn.graphs.spec import Edges, GraphSpec, all_names
+from dejax.rgnn.graphs.tables import HUB_CHUNK
 
 GROUPINGS = {
     "src": "by_sender",
@@ -33,9 +34,9 @@ GROUPINGS = {
     "ntype": "by_node_type",
     "source_type": "edge_type_by_source",
 }
-"""Maps from rows to rows, as the IR names them (`ir.inter.VIAS`): the attribute that is the grouping by each."""
+"""For each map between spaces, by its name in the IR (`ir.inter.VIAS`), the attribute that groups rows by it."""
 
-# Which (loop, map) pairs the models' kernels walk.
+# Kernels that reduce over the first grouping read rows by the second map.
 _LOOP_TABLES = (
     ("dst", "src"),
     ("dst", "source_pair"),
@@ -44,7 +45,7 @@ _LOOP_TABLES = (
     ("source_pair", "dst"),
     ("source_pair", "destination_pair"),
 )
-# Groupings whose rows are many, and are looped over.
+# Groupings with many segments, over which kernels reduce.
 LOOPS = (
     "by_sender",
     "by_receiver",
@@ -53,12 +54,12 @@ LOOPS = (
     "source_pair_by_node",
     "destination_pair_by_node",
 )
-# Their rows' other items, which a loop may take, too.
-_BESIDE = {
+# A kernel that reduces over the pairs of nodes of one kind may reduce over those of the other kind, too.
+_ALONGSIDE = {
     "source_pair_by_node": "destination_pair_by_node",
     "destination_pair_by_node": "source_pair_by_node",
 }
-# Groupings by type whose items are sorted by type and node, and that node.
+# Groupings by type whose entries are sorted by type and node, and the node of each entry.
 _NEAR: tuple[tuple[str, Callable[[RelGraph], Array]], ...] = (
     ("by_edge_type", lambda graph: graph.receivers),
     ("source_pair_by_type", lambda graph: graph.source_pair_by_node.index),
@@ -72,44 +73,45 @@ _STATIC: dict[str, Any] = {"static": True}
 class RelGraph:
     """A relational graph: nodes, typed edges, and the groupings of edges by node, type and unique (node, type) pair.
 
-    A pytree: arrays are leaves, counts and names are static (part of the jit cache key). Make one with `from_edges`,
-    `from_relations`, `build_traced` (inside jit) or `dejax.rgnn.interop.from_graphs_tuple`, never by the constructor.
+    It is a pytree: arrays are leaves, counts and names are static (part of the jit cache key). Make one with
+    `from_edges`, `from_relations`, `build_traced` (inside jit) or `dejax.rgnn.interop.from_graphs_tuple`, not with the
+    constructor.
 
-    Edges are kept in *canonical order*: sorted stably by (edge type, receiver, sender), with padding edges last.
-    Arrays with a row for each of the user's edges go to it by `x[graph.edge_ids]` and come back by
-    `x[graph.edge_positions]`. With `add_reverse` and `add_self_loops` the user's edges are followed by their reverses,
-    in the same order, and those by one loop for each node in order of the nodes.
+    Edges are stored in *canonical order*: sorted stably by (edge type, receiver, sender), with padding edges last.
+    `x[graph.edge_ids]` brings an array with one row per user's edge to canonical order, and `x[graph.edge_positions]`
+    brings it back. The user's edges are followed by their reverses (`add_reverse`), in the same order, and by one self
+    loop per node (`add_self_loops`), in order of the nodes.
 
-    A *source pair* is a unique (sender, edge type) of some edge, a *destination pair* a unique (receiver, edge type);
-    pairs are numbered in order of (edge type, node). In a graph of `build_traced` there are as many pairs as edges,
-    the unused ones last: they have no edges, the node `num_nodes` and the type `num_edge_types`.
+    A *source pair* is a unique (sender, edge type) of some edge, a *destination pair* a unique (receiver, edge type).
+    Pairs are numbered in order of (edge type, node). A graph of `build_traced` has as many pairs as edges. Its unused
+    pairs come last; they have no edges, the node `num_nodes` and the type `num_edge_types`.
 
     Attributes:
         senders: int32[edges], source node of each edge, canonical; `num_nodes` for padding edges.
         receivers: int32[edges], destination node of each edge, canonical; `num_nodes` for padding edges.
         edge_type: int32[edges], canonical, ascending; `num_edge_types` for padding edges.
-        edge_ids: int32[edges], canonical position to the user's edge.
-        edge_positions: int32[edges], the inverse: the user's edge to canonical position.
+        edge_ids: int32[edges], the user's edge at each canonical position.
+        edge_positions: int32[edges], the inverse: the canonical position of each of the user's edges.
         node_type: int32[nodes]; `num_node_types` for padding nodes.
         by_sender: edges grouped by sender.
         by_receiver: edges grouped by receiver.
         by_source_pair: edges grouped by source pair.
-        by_destination_pair: edges grouped by destination pair; sorted already (`order` is None).
-        by_edge_type: edges grouped by edge type; sorted already, with tiles.
+        by_destination_pair: edges grouped by destination pair; canonical edges are sorted so (`order` is None).
+        by_edge_type: edges grouped by edge type, with tiles; canonical edges are sorted so.
         source_pair_by_node: source pairs grouped by their sender.
         destination_pair_by_node: destination pairs grouped by their receiver.
-        source_pair_by_type: source pairs grouped by edge type; sorted already, with tiles.
-        destination_pair_by_type: destination pairs grouped by edge type; sorted already, with tiles.
+        source_pair_by_type: source pairs grouped by edge type, with tiles; pairs are sorted so.
+        destination_pair_by_type: destination pairs grouped by edge type, with tiles; pairs are sorted so.
         by_node_type: nodes grouped by node type, with tiles; `order` is None where nodes are sorted by type.
-        edge_type_by_source: edge types grouped by the node type of their sources, where every edge type has sources of
-            one node type; None where one has several, and in a graph of `build_traced` with more than one node type.
+        edge_type_by_source: edge types grouped by the node type of their sources. None where some edge type has
+            sources of several node types, and in a graph of `build_traced` with more than one node type.
         node_mask: bool[nodes], False for padding nodes; None where there is none.
         edge_mask: bool[edges], canonical, False for padding edges; None where there is none.
-        packed: tables of the groupings that kernels alone read, in one array, where `with_loop_tables` was called: the
-            groupings are then without (`grouping` has them).
-        loop_tables: what `with_loop_tables` adds: `"dst:source_pair"` and the like, int32[edges], for each position of
-            one grouping's order the row in another grouping.
-        num_nodes: number of nodes, padding included (static, as are all that follow).
+        packed: the tables that only kernels read, in one array; None unless `with_loop_tables` was called. The
+            groupings then lack these tables, and `grouping` gives a grouping with them.
+        loop_tables: made by `with_loop_tables`. `"dst:source_pair"` is int32[edges]: for each position of the order by
+            "dst" its source pair. The other tables are named likewise.
+        num_nodes: number of nodes, padding included (static, as are the attributes below).
         num_edges: number of edges, added ones and padding included.
         num_edge_types: number of edge types, added ones included.
         num_node_types: number of node types.
@@ -152,32 +154,33 @@ class RelGraph:
     packed: PackedTables | None = None
 
     def grouping(self, name: str) -> Segments:
-        """The attribute of that name with all its tables, those in `packed` as `dejax.pallas.TableSlice`."""
+        """The grouping of that name with all its tables; those in `packed` are `dejax.pallas.TableSlice`s."""
         group: Segments = getattr(self, name)
         return group if self.packed is None else self.packed.onto(name, group)
 
     def with_loop_tables(self, hub_chunk: int = HUB_CHUNK) -> RelGraph:
-        """The graph with the tables that let GPU kernels walk a node's or a pair's edges without reading the order.
+        """The graph with the tables that GPU kernels read; 48 bytes per edge.
 
-        A kernel that loops over destinations finds the source pair of its p-th edge at
-        `loop_tables["dst:source_pair"][p]`, which is read in order, instead of at
-        `by_source_pair.index[by_receiver.order[p]]`, which is not: 4.6 ms became 2.5 in the backward pass of RGAT on
-        21 M edges. And with each grouping goes the order in which kernels take its rows, those with many items side by
-        side (`Segments.loop`), and with each edge the number of edges of its destination pair, which a mean divides by
-        (`"dst:#destination_pair"`, float32[edges]). All in all they take 48 bytes an edge. Tiles of the typed groupings
-        are ordered by the nodes that they read (`Segments.with_near_tiles`). Small tables that kernels alone read are
-        put in one array (`packed`). Graphs made where the default backend is a GPU have all this; graphs of
-        `build_traced` do not.
+        - `loop_tables`: a segment reduction over destinations finds the source pair of its p-th edge at
+          `loop_tables["dst:source_pair"][p]`, a contiguous read, instead of at
+          `by_source_pair.index[by_receiver.order[p]]`, a gather. The backward pass of RGAT on 21 M edges took 2.5 ms
+          instead of 4.6 ms. `"dst:#destination_pair"` (float32[edges]) is the number of edges of each edge's
+          destination pair, by which a mean divides.
+        - `Segments.loop`: the order in which kernels take the segments of a grouping, by length.
+        - `Segments.near_tiles`: tiles by type, ordered by the nodes that they read.
+        - `packed`: the small tables that only kernels read, in one array.
+
+        Graphs made where the default backend is a GPU have these tables; graphs of `build_traced` do not.
 
         Args:
-            hub_chunk: as in `from_edges`, with the value that the graph was made with.
+            hub_chunk: the value that the graph was made with.
         """
         if self.packed is not None:
             return self
-        beside = {name: getattr(self, other) for name, other in _BESIDE.items()}
-        makers = {name: partial(getattr(self, name).with_loop, hub_chunk, beside.get(name)) for name in LOOPS}
+        alongside = {name: getattr(self, other) for name, other in _ALONGSIDE.items()}
+        makers = {name: partial(getattr(self, name).with_loop, hub_chunk, alongside.get(name)) for name in LOOPS}
         makers |= {name: partial(getattr(self, name).with_near_tiles, node(self)) for name, node in _NEAR}
-        groups: dict[str, Segments] = dict(zip(makers, side_by_side([*makers.values()], self.num_edges), strict=True))
+        groups: dict[str, Segments] = dict(zip(makers, in_threads([*makers.values()], self.num_edges), strict=True))
         groups["by_node_type"] = self.by_node_type
         if self.edge_type_by_source is not None:
             groups["edge_type_by_source"] = self.edge_type_by_source
@@ -187,7 +190,7 @@ class RelGraph:
             return dataclasses.replace(graph, loop_tables=graph._loop_tables())
 
     def _loop_tables(self) -> dict[str, Array]:
-        """`loop_tables`, computed where the graph's arrays are."""
+        """`loop_tables`, computed on the device that holds the graph."""
         tables = {}
         for loop, via in _LOOP_TABLES:
             group, target = (self.grouping(GROUPINGS[name]) for name in (loop, via))
@@ -220,7 +223,7 @@ class RelGraph:
         validate: bool = True,
         hub_chunk: int = HUB_CHUNK,
     ) -> RelGraph:
-        """Makes a graph from concrete edge arrays, by numpy on the host.
+        """Makes a graph from concrete edge arrays, with numpy on the host.
 
         Args:
             senders: int[edges], source node of each edge.
@@ -230,24 +233,25 @@ class RelGraph:
             num_edge_types: number of edge types before any is added; by default the number of `edge_type_names` or,
                 without names, the largest type plus one (at least 1).
             node_type: int[nodes], type of each node; all 0 by default.
-            num_node_types: number of node types; its default is found as that of `num_edge_types`.
-            edge_mask: bool[edges], False for padding edges, whose ends and types do not matter.
+            num_node_types: number of node types; by default the number of `node_type_names` or, without names, the
+                largest type plus one (at least 1).
+            edge_mask: bool[edges], False for padding edges, whose ends and types are ignored.
             node_mask: bool[nodes], False for padding nodes; no valid edge may end at one.
-            add_reverse: for each edge of type `t` adds one of type `t + num_edge_types` from receiver to sender.
+            add_reverse: adds for each edge of type `t` an edge of type `t + num_edge_types` from receiver to sender.
             add_self_loops: adds one more edge type with an edge `v -> v` for each valid node.
             edge_type_names: a distinct name for each edge type before any is added; reverses are named
                 `rev_<name>`, self loops `self_loop`.
             node_type_names: a distinct name for each node type.
-            validate: whether to check that ids are in range; without it ids out of range give a wrong graph.
-            hub_chunk: rows with more items than this are split in chunks of this many.
+            validate: whether to check that ids are in range; unchecked ids out of range give a wrong graph.
+            hub_chunk: nodes and pairs with more edges than this are split in chunks of this many edges.
 
         Returns:
             The graph.
 
         Raises:
-            TypeError: ids that are no integers, masks that are no bools, traced arrays, counts that are no ints.
-            ValueError: arrays of other lengths or ranks than expected, names that do not match, too many edges for
-                int32, a valid edge at a padding node.
+            TypeError: ids that are not integers, masks that are not bools, traced arrays, counts that are not ints.
+            ValueError: wrong lengths or ranks, names that do not match the counts, too many edges for int32, a valid
+                edge at a padding node.
             IndexError: ids out of range.
 
         >>> RelGraph.from_edges([0, 1, 1], [1, 0, 2], [0, 1, 0], num_nodes=3)
@@ -294,9 +298,9 @@ class RelGraph:
     ) -> RelGraph:
         """Makes a graph from edge lists by relation, with node ids that count from 0 within each node type.
 
-        Nodes are numbered type after type in the order of `num_nodes` (see `node_slice`), edge types in the order of
-        `relations`; the user's edges are those of all relations, joined in that order. Edge types are named
-        `source/relation/destination`, their reverses `destination/rev_relation/source`.
+        Nodes are numbered type after type in the order of `num_nodes` (see `node_slice`). Edge types are numbered in
+        the order of `relations`, and the user's edges are the relations' edges joined in that order. Edge types are
+        named `source/relation/destination`, their reverses `destination/rev_relation/source`.
 
         Args:
             relations: `{(source type, relation, destination type): (senders, receivers)}`, int[edges] each.
@@ -304,7 +308,7 @@ class RelGraph:
             add_reverse: adds for each relation its reverse.
             add_self_loops: adds one more edge type with an edge `v -> v` for each node.
             validate: whether to check that ids are in range.
-            hub_chunk: rows with more items than this are split in chunks of this many.
+            hub_chunk: as in `from_edges`.
 
         Raises:
             TypeError, ValueError, IndexError: as `from_edges`, naming the relation.
@@ -345,12 +349,12 @@ class RelGraph:
         node_type_names: Sequence[str] | None = None,
         hub_chunk: int = HUB_CHUNK,
     ) -> RelGraph:
-        """Makes a graph inside `jax.jit` from traced edge arrays of a static size, of which some edges may be padding.
+        """Makes a graph inside `jax.jit` from traced edge arrays of a static size, some of which may be padding.
 
-        The arrays' lengths are the static bounds of everything, so that batches of one shape compile once. Padding
-        edges and nodes have no effect on any result. Only shapes and dtypes can be checked: an edge whose ids or type
-        are out of range, or that ends at a padding node, counts as padding, and so does a node whose type is out of
-        range. The result always has an `edge_mask`.
+        The arrays' lengths bound all tables, so that batches of one shape compile once. Padding edges and nodes have no
+        effect on any result. Only shapes and dtypes can be checked. An edge counts as padding if its ids or type are
+        out of range or if it ends at a padding node; a node counts as padding if its type is out of range. The result
+        always has an `edge_mask`.
 
         Args:
             senders: int[edges].
@@ -360,21 +364,21 @@ class RelGraph:
             num_edge_types: number of edge types before any is added; a Python int.
             node_type: int[nodes]; all 0 by default.
             num_node_types: number of node types; a Python int.
-            num_valid_edges: the edges from this one on are padding; may be traced. Not together with `edge_mask`.
+            num_valid_edges: the edges after this many are padding; may be traced. Not together with `edge_mask`.
             edge_mask: bool[edges], False for padding edges.
-            num_valid_nodes: the nodes from this one on are padding; may be traced. Not together with `node_mask`.
+            num_valid_nodes: the nodes after this many are padding; may be traced. Not together with `node_mask`.
             node_mask: bool[nodes], False for padding nodes.
             add_reverse: as in `from_edges`; reverses of padding edges are padding.
             add_self_loops: as in `from_edges`; loops of padding nodes are padding.
             edge_type_names: as in `from_edges`.
             node_type_names: as in `from_edges`.
-            hub_chunk: rows with more items than this are split in chunks of this many.
+            hub_chunk: as in `from_edges`.
 
         Raises:
-            TypeError: wrong dtypes, or counts that are no Python ints.
+            TypeError: wrong dtypes, or counts that are not Python ints.
             ValueError: wrong lengths or ranks, both a count and a mask given, more valid edges than the arrays have.
         """
-        remedy = "; sizes are static, pass the number of padded rows and say with num_valid_nodes which are valid"
+        remedy = "; sizes are static: pass the number of padded rows, and num_valid_nodes for the valid ones"
         spec = GraphSpec(
             checks.check_count(num_nodes, "num_nodes", remedy=remedy),
             checks.check_count(num_edge_types, "num_edge_types"),
@@ -419,24 +423,24 @@ class RelGraph:
 
     @property
     def is_traced(self) -> bool:
-        """Whether the graph's arrays are tracers (inside jit, as an argument or from `build_traced`)."""
+        """Whether the graph's arrays are tracers: inside jit, an argument or a graph of `build_traced`."""
         return checks.is_traced(*jax.tree.leaves(self))
 
     def to_edges(self) -> tuple[Array, Array, Array]:
-        """Senders, receivers and edge types, int32[edges] each, in the user's order, with added edges and padding."""
+        """Senders, receivers and edge types in the user's order, int32[edges] each, with added and padding edges."""
         positions = self.edge_positions
         return self.senders[positions], self.receivers[positions], self.edge_type[positions]
 
     def node_slice(self, node_type: str) -> slice:
-        """The rows of the nodes of one type in a graph of `from_relations`; works inside jit too.
+        """The rows of the nodes of one type, in a graph of `from_relations`; also inside jit.
 
         Raises:
-            ValueError: if the graph was made in another way, or has no such type.
+            ValueError: the graph was made in another way, or has no such type.
         """
         if self.node_type_counts is None or self.node_type_names is None:
             raise ValueError(
-                "node_slice needs a graph of RelGraph.from_relations, whose nodes stand type after type; "
-                "for other graphs select nodes by graph.node_type"
+                "node_slice needs a graph of RelGraph.from_relations, whose nodes are numbered type after type; "
+                "select nodes of other graphs by graph.node_type"
             )
         if node_type not in self.node_type_names:
             raise ValueError(f"node_type must be one of {list(self.node_type_names)}, got {node_type!r}")
@@ -447,8 +451,8 @@ class RelGraph:
     def summary(self) -> str:
         """A small table of the graph's size: counts, largest degrees, bytes of all tables.
 
-        Counts of a padded graph are those of the bounds, with the valid number beside them. Inside jit only what is
-        static is known, and the rest is said to be traced.
+        For a padded graph it shows both the valid count and the bound. Inside jit, values that are not static are shown
+        as "traced".
         """
         traced = self.is_traced
 
@@ -485,9 +489,9 @@ class RelGraph:
 
 
 def on_device(graph: RelGraph) -> RelGraph:
-    """The graph with jax arrays for its numpy ones, all moved at once; one that stands in two tables is moved once.
+    """The graph with jax arrays in place of numpy arrays, all moved in one call; an array in two tables is moved once.
 
-    They are concrete, also where the graph is made while tracing.
+    The jax arrays are concrete even if the graph is made while tracing.
     """
     unique = {id(leaf): leaf for leaf in jax.tree.leaves(graph)}
     with jax.ensure_compile_time_eval():
@@ -496,7 +500,7 @@ def on_device(graph: RelGraph) -> RelGraph:
 
 
 def _count_types(types: np.ndarray | None, names: Sequence[str] | None, mask: np.ndarray | None) -> int:
-    """The number of types that names, or else the largest valid type, speak of."""
+    """The number of types: as many as there are names, or else the largest valid type plus one."""
     if names is not None:
         return len(names)
     if types is None:

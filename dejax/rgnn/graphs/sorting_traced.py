@@ -1,8 +1,10 @@
 """Sorting and grouping of many small integers inside `jax.jit`.
 
-The forms are those that XLA does fast on a GPU. One unsigned key with one value goes to a radix sort, a pass for each
-byte of the key; several keys, or signed keys of 8 or 16 bits, to a sort by comparisons. Sums along an axis are few
-kernels. Writes to distinct places are one; adding where many items share a place is one after the other.
+Operators are chosen for what XLA does fast on a GPU:
+- A sort of one unsigned key with one value is a radix sort, with one pass per byte of the key. Several keys, or signed
+  keys of 8 or 16 bits, are sorted by comparisons.
+- A cumulative sum is a few kernels.
+- A scatter to distinct places is one kernel. A scatter-add where many entries share a place is sequential.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ _WORD = 1 << 32
 
 
 def sort_pairs(key: Array, bound: int, values: Array) -> tuple[Array, Array]:
-    """Keys and values in the stable order by key; the keys as the shortest unsigned integers that hold them.
+    """Keys and values in the stable order by key; keys in the shortest unsigned dtype that holds them.
 
     Args:
-        key: non-negative integers, [items].
-        bound: a number that all keys are below, at most 2^32.
-        values: what goes along, [items].
+        key: non-negative integers, [size].
+        bound: an exclusive upper bound of the keys, at most 2^32.
+        values: [size].
     """
     dtype = next(t for t in (jnp.uint8, jnp.uint16, jnp.uint32) if bound - 1 <= jnp.iinfo(t).max)
     sorted_key, sorted_values = jax.lax.sort((key.astype(dtype), values), num_keys=1, is_stable=True)
@@ -31,16 +33,16 @@ def sort_pairs(key: Array, bound: int, values: Array) -> tuple[Array, Array]:
 
 
 def stable_sort(columns: Sequence[Array], bounds: Sequence[int]) -> tuple[list[Array], Array]:
-    """The stable order by `columns`, the most significant first, and the columns in it.
+    """The stable order by `columns`, the most significant first, and the columns in that order.
 
     Args:
-        columns: non-negative int32[items] each.
-        bounds: for each column a number that all its values are below, at most 2^31.
+        columns: non-negative int32[size] each.
+        bounds: for each column an exclusive upper bound of its values, at most 2^31.
 
     Returns:
-        The sorted columns, and int32[items], item ids in sorted order.
+        The sorted columns, and int32[size], positions in sorted order.
     """
-    # As many columns as fit are sorted as one word, so that the most significant ones come out of the sort sorted.
+    # As many columns as fit are sorted as one word, from which the sorted columns are read back.
     groups: list[list[int]] = [[]]
     for column, bound in enumerate(bounds):
         if groups[-1] and prod(bounds[c] for c in groups[-1]) * bound > _WORD:
@@ -66,13 +68,13 @@ def stable_sort(columns: Sequence[Array], bounds: Sequence[int]) -> tuple[list[A
 
 
 def inverse(order: Array) -> Array:
-    """The inverse of a permutation: int32[items]."""
+    """The inverse of a permutation: int32[size]."""
     position = jnp.arange(order.shape[0], dtype=jnp.int32)
     return jnp.zeros_like(position).at[order].set(position, unique_indices=True)
 
 
 def begins_run(*columns: Array) -> Array:
-    """bool[items]: where a run of items begins that are equal in all columns."""
+    """bool[size]: where a run of entries that are equal in all columns begins."""
     position = jnp.arange(columns[0].shape[0], dtype=jnp.int32)
     begins = position == 0
     for column in columns:
@@ -81,29 +83,29 @@ def begins_run(*columns: Array) -> Array:
 
 
 def count_before(counts: Array) -> Array:
-    """int32[..., items + 1]: the sum of `counts` (or flags) before each item, and last of all."""
+    """int32[..., size + 1]: the sum of `counts` (or flags) before each entry, and at the end the sum of all."""
     sums = jnp.cumsum(counts, axis=-1, dtype=jnp.int32)
     return jnp.concatenate([jnp.zeros((*counts.shape[:-1], 1), jnp.int32), sums], axis=-1)
 
 
 def put_where(base: Array, flags: Array, place: Array, values: Array) -> Array:
-    """`base` with `values` at `place` for the items that `flags` says; their places are distinct."""
+    """`base` with `values` written at `place` where `flags` is True; these places are distinct."""
     return base.at[jnp.where(flags, place, base.shape[0])].set(values, mode="drop")
 
 
 def row_offsets(index: Array, num_rows: int) -> Array:
-    """int32[rows + 1]: where each row begins among items with ascending `index`; rows of `num_rows` are padding."""
+    """int32[rows + 1]: where each row begins, for an ascending `index`; entries with the row `num_rows` are padding."""
     size = index.shape[0]
     starts = put_where(
         jnp.full(num_rows + 1, size, jnp.int32), begins_run(index), index, jnp.arange(size, dtype=jnp.int32)
     )
-    return jax.lax.cummin(starts, reverse=True)  # rows without items begin where the next one does
+    return jax.lax.cummin(starts, reverse=True)  # empty rows begin where the next row does
 
 
 def row_of_positions(offsets: Array, size: int) -> Array:
-    """int32[size]: for each position the last row that begins at or before it; `offsets` ascends from 0."""
+    """int32[size]: for each position the last row that begins at or before it; `offsets` ascend from 0."""
     rows = offsets.shape[0]
-    if rows * size <= 1 << 22:  # one kernel, if one that compares all with all
+    if rows * size <= 1 << 22:  # a single kernel, though it compares all with all
         position = jnp.arange(size, dtype=jnp.int32)
         return jnp.sum(offsets[1:, None] <= position[None], axis=0, dtype=jnp.int32)
     begun = jnp.zeros(size, jnp.int32).at[offsets[1:]].add(1, mode="drop")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dejax.rgnn.graphs import checks
-from dejax.rgnn.graphs.segments import HUB_CHUNK
+from dejax.rgnn.graphs.tables import HUB_CHUNK
 
 SELF_LOOP = "self_loop"
 """The name of the edge type that `add_self_loops` adds."""

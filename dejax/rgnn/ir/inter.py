@@ -1,8 +1,8 @@
 """Level 1, the inter-operator IR: a list of operators over values that live in a space.
 
 A value has one row for each element of its space (nodes, edges, unique pairs, types, or one for the whole graph) and a
-feature shape that every row shares. It knows nothing of layout. Operators are numbered; value `%3` is what operator 3
-defines, so a program is in SSA form by construction. An RGCN layer prints as
+feature shape that every row shares; layouts come later. Operator 3 defines value `%3`, so a program is in SSA form by
+construction. An RGCN layer prints as
 
     %0 = input<x>                     : node[16] float32
     %1 = input<weight>                : edge_type[16, 8] float32
@@ -11,10 +11,10 @@ defines, so a program is in SSA form by construction. An RGCN layer prints as
     %4 = reduce %3 via=dst op=sum     : node[8] float32
     return %4
 
-Rows move between spaces by `gather` (each fine row reads its coarse row) and `reduce` (each coarse row sums or takes
-the maximum of its fine rows) along one of the maps in `VIAS`; the two are each other's transposes, which is what keeps
-the generated backward pass inside the IR. So are `lookup`, which reads a row of a table by an integer, and `place`,
-which adds rows up by one.
+Rows move between spaces along one of the maps in `VIAS`: by `gather` (each fine row reads its coarse row) and `reduce`
+(each coarse row is the sum or maximum of its fine rows). The two are each other's transposes, so the generated backward
+pass stays inside the IR. So are `lookup`, which reads a row of a table by an integer, and `place`, which adds rows at
+places that integers give.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Op:
 
     @property
     def width(self) -> int:
-        """Numbers in one row."""
+        """Elements in one row."""
         return math.prod(self.shape)
 
     @property
@@ -135,7 +135,7 @@ class Program:
         return tuple(sorted(found, key=lambda i: self.ops[i].attr("position")))
 
     def by_position(self) -> dict[int, int]:
-        """The `input` operator at each position, of a program that is verified: two have not the same."""
+        """The `input` operator at each position of a verified program, where no two share one."""
         return {self.ops[i].attr("position"): i for i in self.inputs}
 
     def users(self) -> list[list[int]]:
@@ -150,9 +150,7 @@ class Program:
         return print_program(self)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The rules: what each operator takes and gives. `infer` is both the builder's inference and the verifier's table.
-# ---------------------------------------------------------------------------------------------------------------------
+# --- the rules: the type of each operator's result, for the builder (`infer`) and the verifier ------------------------
 
 UNARY = frozenset(
     "neg exp log sqrt rsqrt tanh sigmoid erf abs sign square reciprocal relu leaky_relu step pow cast "
@@ -167,7 +165,7 @@ REDUCTIONS = ("sum", "max", "min", "prod")
 ROWWISE = UNARY | BINARY | FEATURE | {"select", "dot"}
 
 
-# Dtypes that hold the number of any row's items: float16 ends at 65,504, bfloat16 is exact up to 256.
+# Dtypes that hold the number of entries of any segment: float16 ends at 65,504, bfloat16 is exact up to 256.
 COUNT_DTYPES = ("float32", "float64", "int32", "int64")
 
 
@@ -191,9 +189,9 @@ def promote(*dtypes: str) -> str:
 
 
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """Feature shapes broadcast where an axis is 1 or the whole shape is (); ranks never align by guessing.
+    """The shape to which feature shapes broadcast: an axis of 1 or the shape () does, other ranks never align.
 
-    The one rule of every operator, of the front end and of every pass.
+    Every operator, the front end and every pass follow this one rule.
     """
     full = [s for s in shapes if s != ()]
     if not full:
@@ -202,8 +200,8 @@ def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     found = " and ".join(map(str, shapes))
     _need(
         all(len(s) == rank for s in full),
-        f"feature shapes {found} have different ranks; add the missing axis, for instance x[..., None] to give one "
-        "number a head to a (heads, width) value, or x[None, :] for a bias",
+        f"feature shapes {found} have different ranks; add the missing axis: x[..., None] for one scalar "
+        "for each head of a (heads, width) value, or x[None, :] for a bias",
     )
     out = []
     for axis in range(rank):
@@ -284,7 +282,7 @@ def spec_sizes(spec: str, x: tuple[int, ...], w: tuple[int, ...]) -> dict[str, i
     sizes: dict[str, int] = {}
     for letter, size in [*zip(a, x, strict=True), *zip(b, w, strict=True)]:
         _need(sizes.setdefault(letter, size) == size, f"widths differ: contraction {spec} of {x} and {w}")
-    _need(set(out) <= set(sizes), f"contraction {spec} gives a letter that it does not take")
+    _need(set(out) <= set(sizes), f"contraction {spec} has a letter in its result alone")
     return sizes
 
 
@@ -346,7 +344,7 @@ def _lookup(args: list[Op], attrs: dict) -> tuple:
     else:
         _need(VIAS[via].coarse == table.space, f"lookup via {via} needs a {VIAS[via].coarse} table, got {table.space}")
         _via_target(index, attrs, "coarse")
-    _need(len(table.shape) > 0, "lookup in a value of one number")
+    _need(len(table.shape) > 0, "lookup needs a table with a feature axis, got a scalar")
     return index.space, (*index.shape, *table.shape[1:]), table.dtype
 
 
@@ -462,7 +460,7 @@ def verify(program: Program) -> Program:
 
 
 class Builder:
-    """Appends operators, inferring their types; how the front end and every pass make programs."""
+    """Appends operators and infers their types; the front end and every pass make programs with it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -482,7 +480,7 @@ class Builder:
         return self.op(op.name, *args, **dict(op.attrs))
 
     def const(self, value: float, dtype: str, space: Space = Space.GRAPH) -> int:
-        """One number, the same in every row of `space`."""
+        """A scalar, the same in every row of `space`."""
         return self.op("const", value=float(value), dtype=dtype, space=str(space))
 
     def lift(self, x: int, space: Space) -> int:

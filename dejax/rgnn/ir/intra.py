@@ -79,12 +79,7 @@ class Gemm:
     """A grouped GEMM, rows times the matrix of their type: `out = x @ w[type]`, with gathered or accumulated rows.
 
     Attributes:
-      out: the result after the epilogue: after `bias`, `activation` or the reduction by `accumulate`.
-      product: the level-1 product.
-      x: its rows.
-      w: its matrices.
-      spec: the contraction.
-      via: the map from rows to types.
+      out: the value after the epilogue (`bias`, `activation`) or the reduction by `accumulate`; `product`, before it.
       bias: a row for each type that is added to the rows of the product.
       activation: a level-1 elementwise operator.
       accumulate: the map by which rows of the product are accumulated in place.
@@ -197,13 +192,8 @@ class Traversal:
 
     Attributes:
       via: the map: its coarse rows are the segments, its fine rows the entries (the items of the template).
-      space: of the entries.
-      operands: the arrays that it loads.
-      body: operators computed for each entry.
-      accumulators: the reductions.
-      epilogue: operators computed once for each segment.
-      item_outputs: values of entries that it writes.
-      row_outputs: reduced values that it writes.
+      body: operators computed for each entry; `epilogue`, once for each segment.
+      item_outputs: values of entries that it writes; `row_outputs`, reduced values.
       beside: sums over other entries of the same rows, fused with this loop, whose epilogue may read them. It has no
         outputs of its own.
     """

@@ -1,11 +1,11 @@
-"""The layers with dropout where their papers have it: the pure functions that `specs` calls while training.
+"""The layers with dropout where their papers have it: pure functions that `specs` calls while training.
 
-A mask is an ordinary edge value of a program (one row an edge), or a factor of node values outside of it, so that
-kernels know nothing of random numbers.
+A mask is an ordinary edge value of a program, or a factor of node values outside of the program, so that kernels
+generate no random numbers.
 
 - R-GCN (arXiv 1703.06103, section 5.2): edges are dropped before normalisation, self loops at their own rate.
 - RGAT (arXiv 1904.05811, as in GAT): attention coefficients are dropped after the softmax.
-- HGT (arXiv 2003.01332, the authors' program): the result of the output transform, before the skip connection.
+- HGT (arXiv 2003.01332, the authors' code): the result of the output transform is dropped, before the skip connection.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ def _rgcn_featureless(g: Any, weight: Any, scale: Any) -> Any:
 
 
 def edge_scale(graph: RelGraph, key: Array, rate: float, normalization: str, dtype: Any) -> Array:
-    """What multiplies each edge's message in R-GCN with edge dropout, [num_edges] in the user's order.
+    """The factor of each edge's message in R-GCN with edge dropout, [num_edges] in the user's order.
 
-    0 for a dropped edge. For a kept one, with "mean": 1 over the kept edges of its destination and type (c_{i,r} of the
-    paper, after dropping); otherwise 1 / (1 - rate), so that the expected sum is that of evaluation.
+    It is 0 for a dropped edge. For a kept edge it is, with "mean", 1 / (number of kept edges of its destination and
+    type), the paper's c_{i,r} after dropping. Otherwise it is 1 / (1 - rate), so that the expected sum is that of
+    evaluation.
     """
     if normalization != "mean":
         return inverted(key, rate, (graph.num_edges,), dtype)
     kept = jax.random.bernoulli(key, 1.0 - rate, (graph.num_edges,))[graph.edge_ids].astype(jnp.float32)
     pair = graph.by_destination_pair.index
     count = jax.ops.segment_sum(kept, pair, num_segments=graph.num_destination_pairs, indices_are_sorted=True)
-    # A pair that lost all its edges, and padding edges (whose pair is out of range), have no message to scale.
+    # At least 1, for pairs whose edges are all dropped and for padding edges, whose pair is out of range.
     count = jnp.maximum(count.at[pair].get(mode="fill", fill_value=1.0), 1.0)
     return (kept / count)[graph.edge_positions].astype(dtype)
 
@@ -72,7 +73,7 @@ def rgcn(
     normalization: str,
     options: Options,
 ) -> Array:
-    """`library.rgcn` with edges dropped at `edge_rate` and the root's term, node by node, at `self_loop_rate`."""
+    """`library.rgcn` with edges dropped at `edge_rate` and the root term of nodes at `self_loop_rate`."""
     edge_key, loop_key = jax.random.split(key)
     dtype = next(iter(params.values())).dtype
     if edge_rate:
@@ -89,7 +90,7 @@ def rgcn(
         relational = {name: p for name, p in params.items() if name not in ("root", "bias")}
         out = library.rgcn(graph, x, relational, normalization=normalization, options=options)
     if "root" in params:
-        # Options' precision is for the compiler's products; None leaves XLA's default, "f32" must not become TF32 here.
+        # This product is XLA's: at "f32" it must not run in TF32; otherwise XLA's default precision applies.
         precision = jax.lax.Precision.HIGHEST if options.precision == "f32" else None
         root = params["root"] if x is None else jnp.matmul(x, params["root"], precision=precision)
         if self_loop_rate:
@@ -103,20 +104,20 @@ def _relation_weight(params: dict[str, Array]) -> Array:
 
 
 def _pair_weight(graph: RelGraph, params: dict[str, Array]) -> Array:
-    """[num_source_pairs, n]: the row that each (sender, type) pair has in the paper's sum of bases."""
+    """[num_source_pairs, n]: for each (sender, type) pair its row of the relation's combination of bases."""
     bases = params["bases"][graph.source_pair_by_node.index]
     coefficients = params["coefficients"][graph.source_pair_by_type.index]
     return jnp.einsum("pb,pbn->pn", coefficients, bases, precision=jax.lax.Precision.HIGHEST)
 
 
 def rgat(graph: RelGraph, x: Array, params: dict[str, Array], key: Array, rate: float, **keywords: Any) -> Array:
-    """`library.rgat` with normalised attention dropped, edge by edge and head by head."""
+    """`library.rgat` with attention dropped after the softmax, separately for each edge and head."""
     mask = inverted(key, rate, (graph.num_edges, params["weight"].shape[1]), params["weight"].dtype)
     return library.rgat(graph, x, {**params, "edge_scale": mask}, **keywords)
 
 
 def hgt(graph: RelGraph, x: Array, params: dict[str, Array], key: Array, rate: float, *, options: Options) -> Array:
-    """`library.hgt` with its transformed result dropped, number by number, before the skip connection."""
+    """`library.hgt` with elements of its transformed result dropped before the skip connection."""
     inner = {name: p for name, p in params.items() if name != "skip"}
     out = library.hgt(graph, x, inner, options=options)
     out = out * inverted(key, rate, out.shape, out.dtype)
@@ -127,5 +128,5 @@ def hgt(graph: RelGraph, x: Array, params: dict[str, Array], key: Array, rate: f
 
 
 def _valid(graph: RelGraph, x: Array) -> Array:
-    """Zeros in the rows of padding nodes, as every program gives, so that no gradient comes from them."""
+    """Sets the rows of padding nodes to zero, as programs do, so that no gradient comes from them."""
     return x if graph.node_mask is None else jnp.where(graph.node_mask[:, None], x, jnp.zeros((), x.dtype))

@@ -1,4 +1,4 @@
-"""RGCN, RGAT and HGT, written in the front end as any user's model would be.
+"""RGCN, RGAT and HGT, written in the front end as a user would write a layer.
 
 Each is an `rgnn.program`: call it with a `RelGraph`, node features and a dict of parameters. The Flax modules of
 `dejax.rgnn.nnx` and `dejax.rgnn.linen` hold such parameters. Shapes below: N nodes, R edge types, T node types, k input
@@ -34,12 +34,10 @@ def rgcn(g: GraphSymbol, x: Any, params: Params, normalization: str = "mean") ->
 
     Args:
       g: the graph.
-      x: [N, k] node features; None for nodes that are told apart by their number alone (one-hot input, section 4.1 of
-        the
-        paper): W_r then has one row for each node, of which only those of the (source, edge type) pairs that occur are
-        kept.
+      x: [N, k] node features; None for one-hot input (section 4.1 of the paper). W_r then has one row per node, and
+        only the rows of (source, edge type) pairs that occur are stored.
       params: one of
-        `weight` [R, k, n]: W_r as it is;
+        `weight` [R, k, n]: W_r itself;
         `bases` [B, k, n] and `coefficients` [R, B]: W_r = sum over b of a_rb V_b (equation 3);
         `blocks` [R, B, k/B, n/B]: W_r block-diagonal (equation 4);
         and optionally `root` [k, n] (W_0) and `bias` [n] (b).
@@ -50,13 +48,13 @@ def rgcn(g: GraphSymbol, x: Any, params: Params, normalization: str = "mean") ->
       [N, n].
     """
     if normalization not in ("mean", "sum", "none"):
-        raise ProgramError(f"rgcn: normalization is 'mean', 'sum' or 'none', got {normalization!r}")
+        raise ProgramError(f"rgcn: normalization must be 'mean', 'sum' or 'none', got {normalization!r}")
     kind = next((name for name in ("weight", "bases", "blocks") if params.get(name) is not None), "weight")
     required = (kind, "coefficients") if kind == "bases" else (kind,)
     _check(params, "rgcn", required, ("root", "bias"))
     message = _rgcn_messages(g, x, params, kind)
     dtype = message.dtype
-    if normalization == "mean":  # in 16 bits neither counts nor sums of many messages are kept
+    if normalization == "mean":  # 16-bit dtypes hold neither counts nor sums of many messages
         message = message / g.in_degree(within_relation=True, dtype="float64" if dtype == "float64" else "float32")
     y = g.sum_to_dst(message)
     y = y if y.dtype == dtype else y.astype(dtype)
@@ -102,18 +100,18 @@ def rgat(
         z_i^r = x_i W_r ;   e_ij^r = LeakyReLU(a_dst^r . z_i^r + a_src^r . z_j^r)
         y_i = sum over r, sum over j in N_r(i) of softmax(e)_ij^r  z_j^r
 
-    for each head. The softmax goes over all incoming edges (across relations, ARGAT, equation 7) or over those of one
-    relation (within relation, WIRGAT, equation 6).
+    for each head. The softmax is over all incoming edges of a node (across relations, ARGAT, equation 7) or over those
+    of one relation (within relation, WIRGAT, equation 6).
 
     Args:
       g: the graph.
       x: [N, k] node features.
       params: `weight` [R, H, k, d] (or [R, k, d], one head), `attention_src` and `attention_dst` [R, H, d] (or [R, d]);
-        optionally `bias` [H * d], or [d] where heads are averaged; `edge_scale`, one number for each edge (and head)
-        that multiplies its attention after the softmax, as attention dropout does.
+        optionally `bias` [H * d], or [d] where heads are averaged; and `edge_scale` [edges, H] (or [edges]), a factor
+        of the attention after the softmax, for attention dropout.
       softmax: `"dst"` or `"relation"`.
       negative_slope: of the LeakyReLU.
-      concat_heads: heads side by side, [N, H * d]; else their mean, [N, d].
+      concat_heads: whether heads are concatenated, [N, H * d], or averaged, [N, d].
 
     Returns:
       [N, H * d] or [N, d].
@@ -149,16 +147,15 @@ def hgt(g: GraphSymbol, x: Any, params: Params) -> Symbol:
         h_i = sum over edges into i of attention  (V_j M_r)
         y_i = gelu(h_i) Out_t(i)   (+ x_i)
 
-    with the heads of h_i side by side. With `skip`, y_i = s o_i + (1 - s) x_i, s = sigmoid(skip_t(i)), as the authors'
-    code and PyTorch Geometric do; without it no residual is added.
+    with the heads of h_i concatenated. With `skip`, y_i = s o_i + (1 - s) x_i, s = sigmoid(skip_t(i)), as in the
+    authors' code and PyTorch Geometric; without it no residual is added.
 
     Args:
       g: the graph; `node_type` must be given for more than one type.
       x: [N, k] node features.
-      params: `key`, `query`, `value` [T, H, k, d]; `relation_attention`, `relation_message` [R, H, d, d]; `prior` [R,
-        H];
-        `out` [T, H * d, n]; optionally `key_bias`, `query_bias`, `value_bias` [T, H, d], `out_bias` [T, n], and `skip`
-        [T] (then k = n).
+      params: `key`, `query`, `value` [T, H, k, d]; `relation_attention`, `relation_message` [R, H, d, d];
+        `prior` [R, H]; `out` [T, H * d, n]; optionally `key_bias`, `query_bias`, `value_bias` [T, H, d],
+        `out_bias` [T, n], and `skip` [T] (then k = n).
 
     Returns:
       [N, n].

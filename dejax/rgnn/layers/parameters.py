@@ -1,4 +1,4 @@
-"""Parameters of layers, without Flax: shapes, initialisers, dtypes, and the compiler options beside them."""
+"""Parameters of layers, without Flax: shapes, initialisers and dtypes; and how a layer's options are resolved."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dejax.rgnn.options import Options
 
 Initializer: TypeAlias = Callable[..., Array]
 
-# Glorot (uniform) for each relation's own matrix: leading axes count types, heads, bases or blocks and are no fan.
+# Glorot (uniform) for each matrix: the leading axes (types, heads, bases or blocks) do not count towards its fans.
 PER_MATRIX = {
     3: glorot_uniform(in_axis=1, out_axis=2, batch_axis=(0,)),
     4: glorot_uniform(in_axis=2, out_axis=3, batch_axis=(0, 1)),
 }
-# [types, heads, k, d] is one k x (heads d) matrix a type.
+# [types, heads, k, d] is one k x (heads d) matrix per type.
 PER_TYPE_HEADS = glorot_uniform(in_axis=2, out_axis=(1, 3), batch_axis=(0,))
 GLOROT = glorot_uniform(in_axis=0, out_axis=1)
 
@@ -38,7 +38,7 @@ def attention_vector(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.
 
 @dataclass(frozen=True, slots=True)
 class OneHotGlorot:
-    """Glorot (uniform) of the [num_nodes, n] matrix that a one-hot input would meet, for any of its rows."""
+    """Glorot (uniform) for rows of the [num_nodes, n] matrix that would multiply a one-hot input."""
 
     num_nodes: int
 
@@ -49,7 +49,7 @@ class OneHotGlorot:
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """Shape of one parameter and what draws it: `init(key, shape, dtype)`."""
+    """Shape and initialiser of one parameter; `init(key, shape, dtype)`."""
 
     shape: tuple[int, ...]
     init: Initializer
@@ -63,7 +63,7 @@ def _drawn_already(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.fl
 
 
 def with_initializers(specs: ParamSpecs, initializers: Mapping[str, Initializer] | None) -> ParamSpecs:
-    """The same parameters, some drawn by an initialiser of the user's.
+    """The same parameters, some with the user's initialiser.
 
     Raises:
       ValueError: `initializers` names a parameter that the layer does not have.
@@ -85,8 +85,8 @@ def resolve_options(
         return options if precision is None else dataclasses.replace(options, precision=precision)
     if backend != "auto" or precision is not None:
         raise ValueError(
-            f"options={options} already says backend and precision, got backend={backend!r} and "
-            f"precision={precision!r} beside it; give one or the other"
+            f"backend and precision must not be given together with options, got backend={backend!r}, "
+            f"precision={precision!r} and options={options}; set them in options"
         )
     return options
 
@@ -105,7 +105,7 @@ def cast(tree: Any, dtype: DTypeLike | None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ProgramSpec:
-    """A relational program and those of its arguments that are parameters."""
+    """A relational program, with the shapes and initialisers of the arguments that are parameters."""
 
     program: Program
     owned: tuple[tuple[str, ParamSpec], ...]
@@ -122,17 +122,19 @@ class ProgramSpec:
         precision: str | None,
         options: Options | None,
     ) -> ProgramSpec:
-        """From a mapping of name to (shape, initialiser); options are the program's own unless others are given.
+        """From a mapping of name to (shape, initialiser); by default with the program's own options.
 
         Raises:
-          TypeError: `program` is no program, or a value of `params` no such pair.
-          ValueError: a parameter's name means something else in a call of a program.
+          TypeError: `program` is not a program, or a value of `params` is not such a pair.
+          ValueError: a parameter has the name of a keyword of programs.
         """
         if not isinstance(program, Program):
-            raise TypeError(f"ProgramModule takes what @rgnn.program made, got {type(program).__name__}")
+            raise TypeError(f"ProgramModule: program must be made by @rgnn.program, got {type(program).__name__}")
         for name, value in params.items():
             if name in ("graph", "options"):
-                raise ValueError(f"ProgramModule: no parameter can be named {name!r}, a keyword of every program")
+                raise ValueError(
+                    f"ProgramModule: a parameter must not be named {name!r}, a keyword of every program; rename it"
+                )
             if not (isinstance(value, tuple) and len(value) == 2 and callable(value[1])):
                 raise TypeError(
                     f"ProgramModule: params[{name!r}] must be (shape, initialiser), for instance "
@@ -146,7 +148,7 @@ class ProgramSpec:
         return dict(self.owned)
 
     def drawn(self) -> ProgramSpec:
-        """The same once the parameters are drawn: without initialisers, of which JAX's own cannot be pickled."""
+        """The specification without initialisers, once parameters are drawn: JAX's initialisers cannot be pickled."""
         owned = tuple((name, ParamSpec(spec.shape, _drawn_already)) for name, spec in self.owned)
         return dataclasses.replace(self, owned=owned)
 
@@ -187,12 +189,12 @@ def params_from_linen(module: Any, variables: Mapping[str, Any]) -> None:
     given = _flat(variables["params"])
     if mine.keys() != given.keys():
         raise ValueError(
-            f"variables['params'] has {sorted(given.keys() - mine.keys())} that the module lacks, "
-            f"and lacks {sorted(mine.keys() - given.keys())}"
+            f"variables['params'] must have the module's parameters, got {sorted(given.keys() - mine.keys())} in "
+            f"addition and lacks {sorted(mine.keys() - given.keys())}"
         )
     for name, value in given.items():
         if jnp.shape(value) != jnp.shape(mine[name]):
-            raise ValueError(f"parameter {name!r} has shape {jnp.shape(mine[name])}, got {jnp.shape(value)}")
+            raise ValueError(f"parameter {name!r} must have shape {jnp.shape(mine[name])}, got {jnp.shape(value)}")
     nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, dict(variables["params"])))
     nnx.update(module, state)
 

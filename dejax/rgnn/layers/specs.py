@@ -1,7 +1,8 @@
-"""What a layer is, without Flax: its parameters' shapes and initialisers, and its pure function.
+"""Specifications of layers, without Flax: the shapes and initialisers of parameters, and the pure function.
 
-`dejax.rgnn.nnx` and `dejax.rgnn.linen` are faces of these specs; both name, shape and initialise parameters here, and
-call the same function with them, so that the same parameters (and the same dropout key) give the same numbers in both.
+`dejax.rgnn.nnx` and `dejax.rgnn.linen` are bindings of these specifications. Both take names, shapes and initialisers
+of parameters from here and call the same function, so that the same parameters (and the same dropout key) give the same
+values in both.
 """
 
 from __future__ import annotations
@@ -82,9 +83,9 @@ class RGCNSpec:
         _positive("RGCNConv", in_features=self.in_features, num_bases=self.num_bases, num_blocks=self.num_blocks)
         _rate("RGCNConv", edge_dropout=self.edge_dropout, self_loop_dropout=self.self_loop_dropout)
         if self.normalization not in ("mean", "sum", "none"):
-            raise ValueError(f"RGCNConv: normalization is 'mean', 'sum' or 'none', got {self.normalization!r}")
+            raise ValueError(f"RGCNConv: normalization must be 'mean', 'sum' or 'none', got {self.normalization!r}")
         if self.num_bases is not None and self.num_blocks is not None:
-            raise ValueError("RGCNConv takes num_bases or num_blocks, not both: weights have one form")
+            raise ValueError("RGCNConv: give num_bases or num_blocks, not both: weights have one form")
         if self.featureless:
             if self.num_blocks is not None:
                 raise ValueError("RGCNConv: num_blocks needs node features, got in_features=None; use num_bases")
@@ -102,7 +103,7 @@ class RGCNSpec:
                 f"in_features={self.in_features}, out_features={self.out_features}"
             )
         if self.self_loop_dropout and not self.use_root:
-            raise ValueError("RGCNConv: self_loop_dropout drops what the root weight gives, and use_root is False")
+            raise ValueError("RGCNConv: self_loop_dropout must be 0 where use_root is False: it drops the root term")
 
     @property
     def featureless(self) -> bool:
@@ -130,7 +131,7 @@ class RGCNSpec:
         else:
             specs["weight"] = ParamSpec((r, k, n), PER_MATRIX[3])
         if b is not None:
-            # Glorot over [R, B], as in the authors' program; the paper does not say.
+            # Glorot over [R, B], as in the authors' code; the paper does not specify it.
             specs["coefficients"] = ParamSpec((r, b), GLOROT)
         if self.use_root:
             specs["root"] = ParamSpec((k, n), GLOROT) if k is not None else ParamSpec((self.num_nodes or 0, n), one_hot)
@@ -156,7 +157,7 @@ class RGCNSpec:
             rates = (self.edge_dropout, self.self_loop_dropout)
             keywords: dict[str, Any] = {"normalization": self.normalization, "options": self.options}
             out = dropout.rgcn(graph, x, params, key, *rates, **keywords)
-        # Degrees are float32, so that counts above 256 are exact: a mean of bfloat16 comes back wider.
+        # Degrees are float32, so that counts above 256 are exact; a mean of bfloat16 messages is therefore float32.
         return out.astype(next(iter(params.values())).dtype)
 
 
@@ -182,8 +183,8 @@ class RGATSpec:
         _rate("RGATConv", attention_dropout=self.attention_dropout)
         if self.softmax not in ("dst", "relation"):
             raise ValueError(
-                f"RGATConv: softmax is over 'dst' (all incoming edges of a node) or 'relation' (those of one edge "
-                f"type), got {self.softmax!r}"
+                f"RGATConv: softmax must be 'dst' (over all incoming edges of a node) or 'relation' (over those of one "
+                f"edge type), got {self.softmax!r}"
             )
 
     @property
@@ -240,12 +241,12 @@ class HGTSpec:
         if self.head_features is None and self.out_features % self.num_heads:
             raise ValueError(
                 f"HGTConv: num_heads must divide out_features, got num_heads={self.num_heads}, "
-                f"out_features={self.out_features}; or say head_features"
+                f"out_features={self.out_features}; or give head_features"
             )
         if self.use_skip and self.in_features != self.out_features:
             raise ValueError(
-                f"HGTConv: the skip connection adds x to the result and needs in_features == out_features, "
-                f"got {self.in_features} and {self.out_features}; use_skip=None takes it only where they are equal"
+                f"HGTConv: in_features must equal out_features for the skip connection, got {self.in_features} and "
+                f"{self.out_features}; use_skip=None has it only where they are equal"
             )
 
     @property

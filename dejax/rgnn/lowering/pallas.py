@@ -337,24 +337,27 @@ class PallasLowering:
             return
         group = segments(self.graph, t.via)
         loop = group.loop or group
-        hubs = loop.hubs
         row_values, item_values = kernels.traverse(
             compute.body,
             compute.rows,
             arrays,
             operands,
-            offsets=loop.offsets,
-            order=loop.order,
-            num_items=items,
-            num_rows=num_rows(self.graph, VIAS[t.via].coarse),
+            segments=kernels.Segments(
+                offsets=loop.offsets,
+                num_items=items,
+                num_rows=num_rows(self.graph, VIAS[t.via].coarse),
+                order=loop.order,
+                row_order=None if group.loop is None else group.loop.rows,
+                hubs=None if loop.hubs is None else loop.hubs.tables,
+            ),
             index_tables=tables,
             reductions=reductions,
-            item_outputs=item_outputs,
-            row_outputs=tuple((ops[v].shape, jnp.dtype(ops[v].dtype)) for v in t.row_outputs),
-            hubs=None if hubs is None else hubs.tables,
-            row_order=None if group.loop is None else group.loop.rows,
-            half_outputs=tuple(i for i, v in enumerate(t.row_outputs) if v in self.half),
-            covers_all_items=valid_rows(self.graph, t.space) is None,
+            outputs=kernels.Outputs(
+                items=item_outputs,
+                rows=tuple((ops[v].shape, jnp.dtype(ops[v].dtype)) for v in t.row_outputs),
+                half=tuple(i for i, v in enumerate(t.row_outputs) if v in self.half),
+                covers_all_items=valid_rows(self.graph, t.space) is None,
+            ),
             factored=True,
             beside=beside,
             interpret=self.interpret,

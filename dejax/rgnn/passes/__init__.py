@@ -80,28 +80,8 @@ LATE: tuple[tuple[str, Pass], ...] = (
 FORWARD_ALONE: tuple[tuple[str, Pass], ...] = (("decompact", decompact), ("dce", dce), *LATE)
 # What `Options(disable=...)` takes. `backward` off: gradients by JAX's autodiff of the XLA lowering.
 PASSES = (
-    "unit_axes",
-    "cse",
-    "dce",
-    "reorder",
-    "aggregate",
-    "fold",
-    "compact",
-    "merge_gemms",
-    "decompact",
-    "softmax",
-    "hoist",
-    "contract",
-    "factor_weights",
-    "concat_parts",
-    "backward",
-    "recompute",
-    "gemm",
-    "traversal",
-    "share_scalars",
-    "fallback",
-    "merge_weight_gradients",
-    "storage",
+    *dict.fromkeys(name for name, _ in (*OPTIMISE, *FORWARD_ALONE)),
+    *("backward", "recompute", "gemm", "traversal", "share_scalars", "fallback", "merge_weight_gradients", "storage"),
 )
 # Old names that `Options(disable=...)` takes for one more release -> the names of now.
 RENAMED = {

@@ -11,22 +11,15 @@ from __future__ import annotations
 
 from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program, Space
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts, factors, rebuild
+from dejax.rgnn.passes._rewrite import Counts, Rewrite, factors, live
 from dejax.rgnn.passes.cse import cse
 
 
 def distribute(program: Program, counts: Counts) -> Program:
-    return cse(_Distribution(program).run(), counts)
+    return cse(_Distribution(program, counts).run(), counts)
 
 
-class _Distribution:
-    def __init__(self, program: Program) -> None:
-        self.program, self.users = program, program.users()
-        self.new: dict[int, int] = {}
-
-    def run(self) -> Program:
-        return rebuild(self.program, self.visit, self.new)
-
+class _Distribution(Rewrite):
     def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         if op.name not in ("linear", "outer"):
             return None
@@ -82,17 +75,6 @@ def _waits(program: Program, rows: int, scalar: int) -> bool:
     wide = [f.value for f in factors(program, ops[rows].args[0]) if ops[f.value].width == ops[rows].width]
     reads = {v for v in wide if ops[v].name == "gather"}
 
-    def ancestors(value: int) -> set[int]:
-        found, stack = set[int](), [value]
-        while stack:
-            for a in ops[stack.pop()].args:
-                if a not in found:
-                    found.add(a)
-                    stack.append(a)
-        return found
-
-    sums = [
-        v for v in ancestors(scalar)
-        if ops[v].name == "reduce" and ops[ops[v].args[0]].space == Space.EDGE and ops[v].space == Space.NODE
-    ]  # fmt: skip
-    return bool(reads) and any(not reads.isdisjoint(ancestors(v)) for v in sums)
+    reductions = (v for v in live(program, [scalar]) if ops[v].name == "reduce" and ops[v].space == Space.NODE)
+    sums = [v for v in reductions if ops[ops[v].args[0]].space == Space.EDGE]
+    return bool(reads) and any(not reads.isdisjoint(live(program, [v])) for v in sums)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 from dejax.pallas.machine import H200
@@ -29,15 +29,7 @@ class Counts:
     typed_sources: bool = False  # whether all sources of an edge type have one node type, known to the graph
 
     def rows(self, space: Space) -> int:
-        return {
-            Space.NODE: self.nodes,
-            Space.EDGE: self.edges,
-            Space.SOURCE_PAIR: self.source_pairs,
-            Space.DESTINATION_PAIR: self.destination_pairs,
-            Space.EDGE_TYPE: self.edge_types,
-            Space.NODE_TYPE: self.node_types,
-            Space.GRAPH: 1,
-        }[space]
+        return 1 if space == Space.GRAPH else int(getattr(self, f"{space}s"))
 
 
 def from_memory(op: Op, counts: Counts) -> bool:
@@ -62,6 +54,39 @@ def rebuild(program: Program, visit: Visit, new: dict[int, int] | None = None) -
         made = visit(builder, op, args, i)
         new[i] = builder.copy(op, args, builder.line) if made is None else made
     return builder.build(new[o] for o in program.outputs)
+
+
+class Rewrite:
+    """A pass of several steps that `visit` each operator; `new` has the new value of each old one."""
+
+    def __init__(self, program: Program, counts: Counts) -> None:
+        self.program, self.counts, self.users = program, counts, program.users()
+        self.new: dict[int, int] = {}
+
+    def run(self) -> Program:
+        return rebuild(self.program, self.visit, self.new)
+
+    def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
+        """See `Visit`."""
+        raise NotImplementedError
+
+
+def live(program: Program, outputs: Iterable[int], within: Container[int] | None = None) -> set[int]:
+    """The values that outputs are made of; with `within`, arguments of other operators do not count."""
+    found = set(outputs)
+    for i in reversed(range(len(program.ops))):
+        if i in found and (within is None or i in within):
+            found.update(program.ops[i].args)
+    return found
+
+
+def copy_ops(program: Program, chosen: Iterable[int], outputs: Iterable[int]) -> Program:
+    """The program with the chosen operators, in their order."""
+    builder, new = Builder(program.name), dict[int, int]()
+    for i in chosen:
+        line = program.lines[i] if program.lines else None
+        new[i] = builder.copy(program.ops[i], (new[a] for a in program.ops[i].args), line)
+    return builder.build(new[o] for o in outputs)
 
 
 def read_back(builder: Builder, x: int, via: str, fine: Space) -> int:

@@ -12,13 +12,9 @@ from dejax.rgnn.ir.inter import COMPOSED_VIAS, ROWWISE, Builder, Op, Program, Sp
 from dejax.rgnn.passes._rewrite import Counts
 
 # An anchor has the name of the map from edges to it; "edge" and "all" are the finest and the coarsest.
-_JOIN = {
-    frozenset({"src", "etype"}): "source_pair",
-    frozenset({"src", "source_pair"}): "source_pair",
-    frozenset({"etype", "source_pair"}): "source_pair",
-    frozenset({"dst", "etype"}): "destination_pair",
-    frozenset({"dst", "destination_pair"}): "destination_pair",
-    frozenset({"etype", "destination_pair"}): "destination_pair",
+_WITHIN = {  # the anchors that a pair determines
+    "source_pair": {"src", "etype", "source_pair"},
+    "destination_pair": {"dst", "etype", "destination_pair"},
 }
 _PAIRS = {"source_pair": Space.SOURCE_PAIR, "destination_pair": Space.DESTINATION_PAIR}
 _SPACE = {**_PAIRS, "src": Space.NODE, "dst": Space.NODE, "etype": Space.EDGE_TYPE, "all": Space.GRAPH}
@@ -30,15 +26,11 @@ _WORTH = 0.8
 
 
 def _join(anchors: list[str]) -> str:
-    found = "all"
-    for anchor in anchors:
-        if found == "all" or anchor == found:
-            found = anchor
-        elif anchor != "all":
-            found = _JOIN.get(frozenset({found, anchor}), "edge")
-            if found == "edge":
-                return found
-    return found
+    """The coarsest anchor that determines all of them."""
+    found = set(anchors) - {"all"}
+    if len(found) <= 1:
+        return found.pop() if found else "all"
+    return next((pair for pair, within in _WITHIN.items() if found <= within), "edge")
 
 
 def compact(program: Program, counts: Counts) -> Program:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from dejax.rgnn.ir.inter import Builder, Op, Program
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts, rebuild
+from dejax.rgnn.passes._rewrite import Counts, Rewrite
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,7 @@ def fold(program: Program, counts: Counts) -> Program:
     return _Folding(program, counts).run() if counts.typed_sources else program
 
 
-class _Folding:
-    def __init__(self, program: Program, counts: Counts) -> None:
-        self.program, self.counts, self.users = program, counts, program.users()
-        self.new: dict[int, int] = {}
-
-    def run(self) -> Program:
-        return rebuild(self.program, self.visit, self.new)
-
+class _Folding(Rewrite):
     def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         first = self.node_product_before(op)
         if first is None:

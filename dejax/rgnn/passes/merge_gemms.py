@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from dejax.rgnn.ir.inter import Builder, Op, Program, Space
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts, rebuild
+from dejax.rgnn.passes._rewrite import Counts, copy_ops, rebuild
 
 _SPEC = "k,hkn->hn"
 _TYPES = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
@@ -110,10 +110,4 @@ def _weights_first(program: Program) -> Program:
     for i, op in enumerate(program.ops):
         if op.name == "input" or (op.space in _TYPES and early.issuperset(op.args)):
             early.add(i)
-    order = sorted(range(len(program.ops)), key=lambda i: i not in early)
-    builder = Builder(program.name)
-    new: dict[int, int] = {}
-    for i in order:
-        line = program.lines[i] if program.lines else None
-        new[i] = builder.copy(program.ops[i], (new[a] for a in program.ops[i].args), line)
-    return builder.build(new[o] for o in program.outputs)
+    return copy_ops(program, sorted(range(len(program.ops)), key=lambda i: i not in early), program.outputs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts, rebuild
+from dejax.rgnn.passes._rewrite import Counts, Rewrite
 
 _PLAIN = Product.parse("k,kn->n")
 _INNER, _INNER_BY_HEAD = Product.parse("k,k->"), Product.parse("hk,hk->h")
@@ -21,14 +21,7 @@ def reorder(program: Program, counts: Counts) -> Program:
     return _Reordering(program, counts).run()
 
 
-class _Reordering:
-    def __init__(self, program: Program, counts: Counts) -> None:
-        self.program, self.counts, self.users = program, counts, program.users()
-        self.new: dict[int, int] = {}  # old -> new, for what a pattern reaches past its own arguments
-
-    def run(self) -> Program:
-        return rebuild(self.program, self.visit, self.new)
-
+class _Reordering(Rewrite):
     def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         if op.name == "mul":
             return self.scaled_inner_product(builder, op)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from dejax.pallas.machine import H200
 from dejax.rgnn.ir.inter import ROWWISE, Builder, Op, Program, Space
-from dejax.rgnn.passes._rewrite import Counts, divisor
+from dejax.rgnn.passes._rewrite import Counts, copy_ops, divisor, live
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,9 @@ def cut(joint: Program, num_inputs: int, num_outputs: int, counts: Counts, *, sa
             need(g)
 
     backward, needed = _backward_program(joint, late, recomputed, tuple(saved), gradients, num_inputs)
-    forward = _forward_program(joint, late, (*joint.outputs[:num_outputs], *saved))
-    return Cut(forward, backward, needed, num_outputs)
+    outputs = (*joint.outputs[:num_outputs], *saved)
+    early = live(joint, outputs).union(joint.inputs) - late
+    return Cut(copy_ops(joint, sorted(early), outputs), backward, needed, num_outputs)
 
 
 def _compared(program: Program) -> set[int]:
@@ -129,19 +130,6 @@ def _dot_of_rows(program: Program, op: Op) -> bool:
     return op.name == "dot" and all(program.ops[a].name == "gather" for a in op.args)
 
 
-def _forward_program(joint: Program, late: set[int], outputs: tuple[int, ...]) -> Program:
-    live = set(outputs)
-    for i in reversed(range(len(joint.ops))):
-        if i in live:
-            live.update(joint.ops[i].args)
-    b = Builder(joint.name)
-    new: dict[int, int] = {}
-    for i, op in enumerate(joint.ops):
-        if i not in late and (i in live or op.name == "input"):
-            new[i] = b.copy(op, (new[a] for a in op.args), joint.lines[i])
-    return b.build(new[o] for o in outputs)
-
-
 def _backward_program(
     joint: Program,
     late: set[int],
@@ -152,11 +140,8 @@ def _backward_program(
 ) -> tuple[Program, tuple[int, ...]]:
     ops = joint.ops
     wanted = late | recomputed
-    live = set(gradients)
-    for i in reversed(range(len(ops))):
-        if i in live and i in wanted:
-            live.update(ops[i].args)
-    inputs = [i for i in joint.inputs if ops[i].attr("position") < num_inputs and i in live]
+    read = live(joint, gradients, wanted)
+    inputs = [i for i in joint.inputs if ops[i].attr("position") < num_inputs and i in read]
     needed = tuple(ops[i].attr("position") for i in inputs)
     cotangents = [i for i in joint.inputs if ops[i].attr("position") >= num_inputs]
     b = Builder(f"{joint.name}.backward")
@@ -173,6 +158,6 @@ def _backward_program(
     for i in cotangents:
         as_input(i, ops[i].attr("name"))
     for i, op in enumerate(ops):
-        if i in live and i in wanted and i not in new:
+        if i in read and i in wanted and i not in new:
             new[i] = b.copy(op, (new[a] for a in op.args), joint.lines[i])
     return b.build(new[g] for g in gradients), needed

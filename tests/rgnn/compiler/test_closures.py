@@ -1,4 +1,4 @@
-"""What programs close over, programs in programs, and programs that are copied, pickled and sent elsewhere."""
+"""Arrays that programs close over, programs in programs, and programs that are copied and pickled."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_arrays_are_constants(library: Any, backend: str) -> None:
     want = (summed(rows), np.asarray(c)[np.arange(N) % 3], X @ np.asarray(c), np.where(X > 0, np.asarray(c), 0.0))
     for g, w_ in zip(got, want, strict=True):
         np.testing.assert_allclose(g, w_, rtol=2e-5, atol=1e-4)
-    # 64 bits are taken as jax takes them, and an array may be read in two spaces.
+    # 64-bit arrays are converted as in jax, and an array may be read in two spaces.
     double = rgnn.program(lambda g, x: g.src(X.astype(np.float64)) * g.edge(x))
     assert double(GRAPH, jnp.ones((E, 3))).dtype == jnp.float32
     square = np.ones((N, N), np.float32)
@@ -61,7 +61,7 @@ def test_arrays_are_constants(library: Any, backend: str) -> None:
 
 
 def test_an_array_that_changes_is_read_again() -> None:
-    """Unlike a function of jax.jit, which keeps what it saw first."""
+    """Unlike in a function of jax.jit, which keeps the first value."""
     scale = {"by": np.full(3, 2.0, np.float32)}
     program = rgnn.program(lambda g, x: g.node(x) * scale["by"])
     np.testing.assert_allclose(program(GRAPH, X), X * 2)
@@ -71,8 +71,8 @@ def test_an_array_that_changes_is_read_again() -> None:
     np.testing.assert_allclose(program(GRAPH, X), X * 7)
 
 
-def test_gradients_of_what_a_program_closes_over() -> None:
-    """Also of a program that was called before with an array that is traced now."""
+def test_gradients_of_closed_over_arrays() -> None:
+    """Also of a program that was called before with a concrete array."""
     held = {"w": jnp.asarray(W)}
     program = rgnn.program(lambda g, x: g.sum_to_dst(g.src(x) @ g.shared(held["w"])))
     before = program(GRAPH, X)
@@ -88,18 +88,18 @@ def test_gradients_of_what_a_program_closes_over() -> None:
     np.testing.assert_allclose(program(GRAPH, X), before)
 
 
-def test_what_closes_over_arrays_compiles_once() -> None:
+def test_programs_that_close_over_arrays_compile_once() -> None:
     c = np.ones(3, np.float32)
     program = rgnn.program(lambda g, x: g.node(x) * c)
     first, second = (program._prepare(GRAPH, None, (X,), {})[0] for _ in range(2))
     assert first == second and hash(first) == hash(second)
 
 
-def test_a_number_that_is_traced() -> None:
+def test_a_traced_scalar() -> None:
     program = rgnn.program(lambda g, x, alpha: g.node(x) * alpha)
     np.testing.assert_allclose(program(GRAPH, X, 2.0), 2 * X)
     for run in (jax.jit(lambda a: program(GRAPH, X, a)), jax.grad(lambda a: program(GRAPH, X, a).sum())):
-        with pytest.raises(rgnn.ProgramError, match=r"argument 'alpha' is one number.*write g\.shared\(x\)"):
+        with pytest.raises(rgnn.ProgramError, match=r"argument 'alpha' is a scalar array.*write g\.shared\(x\)"):
             run(2.0)
     shared = rgnn.program(lambda g, x, alpha: g.node(x) * g.shared(alpha))
     np.testing.assert_allclose(jax.jit(lambda a: shared(GRAPH, X, a))(2.0), 2 * X)
@@ -109,6 +109,7 @@ def test_a_number_that_is_traced() -> None:
 # --- programs in programs --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_programs_call_programs(backend: str) -> None:
     @rgnn.program
@@ -117,7 +118,7 @@ def test_programs_call_programs(backend: str) -> None:
 
     @rgnn.program(backend="xla")
     def twice(g: Any, x: Any, *, scale: float = 1.0) -> Any:
-        return mean(g, mean(g, g.node(x) * scale))  # of a value, which is no argument
+        return mean(g, mean(g, g.node(x) * scale))  # of a value that is not an argument
 
     @rgnn.program
     def outer(g: Any, x: Any, params: Any) -> Any:
@@ -158,7 +159,7 @@ def test_an_error_in_an_inner_program_names_its_line() -> None:
 )
 def test_programs_are_pickled(program: rgnn.Program) -> None:
     if program is not library.rgat:
-        program(GRAPH, X)  # its caches hold what cannot be pickled
+        program(GRAPH, X)  # fills its caches, which cannot be pickled
     for other in (pickle.loads(pickle.dumps(program)), copy.deepcopy(program), copy.copy(program)):
         assert isinstance(other, rgnn.Program) and other.options == program.options
         assert other.function is program.function and repr(other) == repr(program)
@@ -166,7 +167,7 @@ def test_programs_are_pickled(program: rgnn.Program) -> None:
             np.testing.assert_array_equal(other(GRAPH, X), program(GRAPH, X))
 
 
-def test_a_new_process_reads_what_was_pickled() -> None:
+def test_a_new_process_unpickles_programs() -> None:
     program = programs_to_pickle.decorated.with_options(backend="xla")
     sent = pickle.dumps({"layer": program, "options": program.options, "scale": functools.partial(program, GRAPH)})
     code = (

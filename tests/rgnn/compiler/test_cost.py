@@ -1,4 +1,4 @@
-"""The cost model: what moves, what comes in 16 bits, and that more work costs more."""
+"""The cost model: bytes moved, row-scaled float16, and higher costs for more work."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from dejax.rgnn.passes.storage import encoded_values
 from tests.rgnn.cases import Size
 from tests.rgnn.contract import make_arrays
 from tests.rgnn.references import GRAPHS, graph_of
+
+pytestmark = pytest.mark.newest_jax
 
 MANY = Counts(
     nodes=2_000_000, edges=20_000_000, source_pairs=4_000_000, destination_pairs=9_000_000, edge_types=50, node_types=4
@@ -41,8 +43,8 @@ def test_more_edges_take_longer(case: str) -> None:
     assert total(half) < total(MANY) < 2 * total(half)
 
 
-def test_a_product_is_its_bytes_over_the_bandwidth() -> None:
-    """Rows in float32 read in the order of pairs, written in 16 bits."""
+def test_a_grouped_gemm_takes_its_bytes_over_the_bandwidth() -> None:
+    """It reads float32 rows in the order of pairs and writes row-scaled float16."""
     counts = replace(MANY, destination_pairs=1_500_000)
     kernels = forward("rgat", counts)
     products = {instance.out: i for i, instance in enumerate(kernels.instances) if isinstance(instance, Gemm)}
@@ -56,7 +58,7 @@ def test_a_product_is_its_bytes_over_the_bandwidth() -> None:
     assert cost.flops == 2 * rows * 64 * 64
 
 
-def test_what_forward_writes_in_16_bits_backward_reads_so() -> None:
+def test_backward_reads_what_forward_stored_in_16_bits() -> None:
     task = task_of("rgat", MANY)
     cut, *tasks = execute.training_tasks(task, execute.differentiable_positions(task))
     forward_kernels, backward = (execute.inference_kernels(t) for t in tasks)
@@ -67,8 +69,8 @@ def test_what_forward_writes_in_16_bits_backward_reads_so() -> None:
     assert sum(c.bytes for c in model.costs()) < without
 
 
-def test_inputs_that_are_read_often_come_in_16_bits_and_that_costs_once() -> None:
-    """The products by pairs read x almost six times a node here, and less than three times in the other graph."""
+def test_encoding_an_input_in_16_bits_costs_once() -> None:
+    """GEMMs by pair read x almost six times per node here, and less than three times in the other graph."""
     few = replace(MANY, destination_pairs=1_500_000)
     counts = replace(few, source_pairs=10_000_000)
     kernels = forward("rgat", counts)
@@ -79,8 +81,8 @@ def test_inputs_that_are_read_often_come_in_16_bits_and_that_costs_once() -> Non
     assert not CostModel(kernels, counts, precision="f32").encoded
 
 
-def test_loops_wait_for_their_longest_row() -> None:
-    """On a graph of a few edges it is not bytes that take the time."""
+def test_reductions_wait_for_their_longest_segment() -> None:
+    """On a graph with few edges bytes do not decide the time."""
     few = Counts(nodes=700, edges=5000, source_pairs=900, destination_pairs=900, edge_types=9, node_types=2)
     kernels = forward("rgat", few)
     for instance, cost in zip(kernels.instances, CostModel(kernels, few).costs(), strict=True):
@@ -88,7 +90,7 @@ def test_loops_wait_for_their_longest_row() -> None:
             assert 3e-6 < cost.seconds < 20e-6
 
 
-def test_operations_of_a_loop_beside_another_count() -> None:
+def test_operators_of_fused_reductions_count() -> None:
     task = task_of("rgat", MANY)
     _, _, backward = execute.training_tasks(task, execute.differentiable_positions(task))
     kernels = execute.inference_kernels(backward)

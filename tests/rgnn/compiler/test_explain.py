@@ -21,6 +21,8 @@ from tests.rgnn.cases import Size
 from tests.rgnn.contract import make_arrays
 from tests.rgnn.references import GRAPHS, graph_of
 
+pytestmark = pytest.mark.newest_jax
+
 
 def shapes(name: str, size: Size) -> tuple[jax.ShapeDtypeStruct, dict[str, jax.ShapeDtypeStruct]]:
     arrays = make_arrays(name, GRAPHS["typical"], size, "float32")
@@ -42,7 +44,7 @@ def test_rgat(golden: Callable[[str, str], None]) -> None:
     golden("explain_rgat.txt", re.sub(r"(interpreted on) .*;", r"\1 this device;", explained()))
 
 
-def test_all_stages_are_there() -> None:
+def test_all_stages_are_printed() -> None:
     titles = [line.removeprefix("== ").split(":")[0] for line in explained().splitlines() if line.startswith("== ")]
     for stage in ("traced", "cse", "reorder", "aggregate", "compact", "dce", "softmax", "hoist", "backward"):
         assert stage in titles, stage
@@ -78,7 +80,7 @@ def test_it_prints_to_standard_output_by_default(capsys: pytest.CaptureFixture[s
     ],
 )
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the backend of auto is another")
-def test_where_xla_does_everything_no_kernel_is_shown(options: Options, why: str) -> None:
+def test_no_kernel_is_shown_where_xla_evaluates_everything(options: Options, why: str) -> None:
     text = explained(options)
     assert f"everything runs in XLA on cpu: {why}\n" in text
     assert not re.search(r"^(  \[\d+\]|\[\d+\]) +(grouped GEMM|weight gradient|traversal)", text, re.MULTILINE)
@@ -97,7 +99,7 @@ def kernels_of(program: rgnn.Program, *args: Any, **options: Any) -> str:
     return out.getvalue().split("== forward, without gradients\n")[1].split("== training")[0]
 
 
-def test_integers_are_left_to_xla_and_what_meets_them_is_not() -> None:
+def test_only_integer_operators_are_left_to_xla() -> None:
     @rgnn.program
     def sums(g: Any, n: Any, x: Any) -> tuple:
         same = g.src(n) == g.dst(n)
@@ -121,7 +123,7 @@ def test_wide_rows_are_left_to_xla_with_the_limit() -> None:
 
 @pytest.mark.parametrize("error", [ValueError, NotImplementedError, TypeError, IndexError])
 def test_a_kernel_that_cannot_be_made(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA computes its part, forward and backward, with one warning at the user's line; `explain` says so."""
+    """XLA evaluates its part, forward and backward, with one warning at the user's line; `explain` shows it."""
     graph, x = graph_of("typical"), jnp.asarray(np.random.default_rng(0).normal(size=(11, 3)), "float32")
 
     def broken(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Functions of jax.numpy, jax.nn and numpy on values of a program: an error that says what to write instead."""
+"""Functions of jax.numpy, jax.nn and numpy on values of a program raise an error that names the replacement."""
 
 import re
 
@@ -54,7 +54,7 @@ CALLS = {
 @pytest.mark.parametrize("what", CALLS)
 @pytest.mark.parametrize("untyped", [False, True], ids=["value", "argument"])
 def test_calls(what, untyped):
-    """Also of an argument that has no space yet."""
+    """Also on an argument without a space."""
     function, ours = CALLS[what]
     program = rgnn.program(lambda g, x: function(x if untyped else g.node(x)))
     with pytest.raises(rgnn.ProgramError) as raised:
@@ -66,14 +66,14 @@ def test_calls(what, untyped):
     assert words in message, message
 
 
-def test_what_the_messages_name_is_there():
+def test_named_replacements_exist():
     assert all(callable(getattr(rgnn, name)) for name in foreign_calls._SAME)
     remedies = {name for text in foreign_calls._OTHER.values() for name in re.findall(r"rgnn\.(\w+)", text)}
     assert all(hasattr(rgnn, name) for name in remedies)
     assert functional.where is rgnn.where
 
 
-def test_other_errors_stay_what_they_are():
+def test_other_errors_are_not_changed():
     def wrong(g, x):
         jnp.ones((2,)) @ jnp.ones((3,))
         return g.node(x)
@@ -89,7 +89,7 @@ def test_other_errors_stay_what_they_are():
 
 
 def test_arrays_on_the_left():
-    """Operators of arrays leave the work to the value's own."""
+    """Operators of arrays defer to those of the value."""
     x, c = np.arange(6.0, dtype=np.float32).reshape(3, 2), np.array([2.0, 3.0], np.float32)
     for array in (c, jnp.asarray(c)):
         program = rgnn.program(lambda g, x, array=array: (array * g.node(x), array - g.node(x), array > g.node(x)))

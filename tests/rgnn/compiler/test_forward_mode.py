@@ -1,4 +1,4 @@
-"""Forward mode: right without the generated backward pass, else an error that names the remedy."""
+"""Forward mode: correct without the generated backward pass, otherwise an error that names the remedy."""
 
 from __future__ import annotations
 
@@ -60,9 +60,10 @@ def test_the_error_names_the_remedy(asked: str, backend: str) -> None:
     assert isinstance(raised.value, rgnn.ProgramError) and isinstance(raised.value, TypeError)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("asked", ASKED)
 def test_the_remedy(asked: str) -> None:
-    """The remedy's numbers are those of reverse mode."""
+    """The remedy gives the derivatives of reverse mode."""
     plain = Options(backend="xla", disable=("backward",))
     got = ASKED[asked](lambda x: loss(x, W, plain))
     grad = jax.grad(loss)(X, W, OPTIONS["xla"])
@@ -75,12 +76,13 @@ def test_the_remedy(asked: str) -> None:
         assert all(np.isfinite(y).all() for y in jax.tree.leaves(got))
 
 
-def test_what_the_program_does_not_depend_on_may_be_differentiated() -> None:
+def test_inputs_outside_of_the_program_are_differentiated() -> None:
     scale = lambda c: c * loss(X, W, OPTIONS["xla"])  # noqa: E731
     value, tangent = jax.jvp(scale, (2.0,), (1.0,))
     np.testing.assert_allclose(value, 2 * tangent, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_reverse_mode_still_composes() -> None:
     f = lambda x: loss(x, W, OPTIONS["xla"])  # noqa: E731
     grad = jax.grad(f)(X)

@@ -1,4 +1,4 @@
-"""The front end: what it traces, and that misuse is an error which points at the user's line and says what to do."""
+"""The front end: traced programs, and errors of misuse, which point at the user's line and name the remedy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _leaks(g: Any, a: Any) -> Any:
     return OTHER[0]
 
 
-# Each: a line of a program, and what the message must say (regular expressions).
+# A line of a program, and regular expressions that the message must match.
 MISUSE: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     "an edge value where a node value is needed": (
         lambda g, a: g.node(g.src(a["x"])),
@@ -61,23 +61,23 @@ MISUSE: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     ),
     "a node value meets an edge value": (
         lambda g, a: g.node(a["x"]) + g.edge(a["e"]),
-        ("an edge value meets a node value", "all must live in one space", r"g\.sum_to_dst"),
+        ("operands must be in one space, got an edge value and a node value", r"g\.sum_to_dst"),
     ),
     "a node-type constant meets an edge value": (
         lambda g, a: g.src(a["x"]) * g.per_node_type(a["d"]),
-        ("an edge value meets a node-type constant",),
+        ("must be in one space, got an edge value and a node-type constant",),
     ),
     "a node-type constant meets an edge-type constant": (
         lambda g, a: g.per_node_type(a["d"]) + g.per_edge_type(a["c"]),
-        ("an edge-type constant meets a node-type constant", r"g\.src\(\.\.\.\)"),
+        ("must be in one space, got an edge-type constant and a node-type constant", r"g\.src\(\.\.\.\)"),
     ),
     "three spaces": (
         lambda g, a: rgnn.where_positive(g.src(a["number"])[None], g.node(a["x"]), g.per_edge_type(a["c"])),
-        ("a node value meets an edge-type constant|an edge-type constant meets a node value", "one space"),
+        ("must be in one space, got an edge value and an edge-type constant and a node value",),
     ),
     "an inner product over two spaces": (
         lambda g, a: rgnn.dot(g.src(a["x"]), g.node(a["x"])),
-        ("an edge value meets a node value",),
+        ("must be in one space, got an edge value and a node value",),
     ),
     "a wrong width": (
         lambda g, a: g.src(a["e"]) @ g.per_edge_type(a["w"]),
@@ -85,7 +85,7 @@ MISUSE: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     ),
     "rows too narrow for the weight": (
         lambda g, a: g.src(a["x"])[:2] @ g.per_edge_type(a["w"]),
-        ("wrong width: rows of an edge value are 2 wide, the weight takes 3",),
+        ("rows of an edge value must be 3 wide, as the weight is, got 2",),
     ),
     "a weight of too many axes": (
         lambda g, a: g.src(a["heads"]) @ g.per_edge_type(a["w"])[..., None, None],
@@ -93,7 +93,7 @@ MISUSE: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     ),
     "an untyped weight": (
         lambda g, a: g.src(a["x"]) @ a["w"],
-        (r"the weight \"a\['w'\]\" of shape \(4, 3, 4\) is not typed", r"x @ g\.per_edge_type\(w\)"),
+        (r"the weight \"a\['w'\]\" of shape \(4, 3, 4\) must say whether it is typed", r"x @ g\.per_edge_type\(w\)"),
     ),
     "a list as a weight": (
         lambda g, a: g.src(a["x"]) @ [[1.0], [2.0], [3.0]],
@@ -101,7 +101,7 @@ MISUSE: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     ),
     "an array as a weight of another width": (
         lambda g, a: g.src(a["x"]) @ np.ones((2, 4)),
-        ("wrong width: rows of an edge value are 3 wide, the weight takes 2",),
+        ("rows of an edge value must be 2 wide, as the weight is, got 3",),
     ),
     "a weight on the left": (
         lambda g, a: np.ones((4, 3)) @ g.src(a["x"]),
@@ -141,16 +141,16 @@ MISUSE: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     ),
     "arithmetic with an argument": (
         lambda g, a: a["x"] * 2.0,
-        (r"argument \"a\['x'\]\" of shape \(11, 3\) is used without saying what its rows stand for", r"g\.src\(x\)"),
+        (r"argument \"a\['x'\]\" of shape \(11, 3\) must say what its rows stand for", r"g\.src\(x\)"),
     ),
     "a value plus an argument": (
         lambda g, a: g.src(a["x"]) + a["e"],
-        (r"argument \"a\['e'\]\" of shape \(40, 3\) is used without saying", r"g\.edge\(x\)"),
+        (r"argument \"a\['e'\]\" of shape \(40, 3\) must say what its rows stand for", r"g\.edge\(x\)"),
     ),
-    "an argument in a function": (lambda g, a: rgnn.tanh(a["x"]), ("is used without saying what its rows stand for",)),
+    "an argument in a function": (lambda g, a: rgnn.tanh(a["x"]), ("must say what its rows stand for",)),
     "arithmetic with a list": (
         lambda g, a: g.src(a["x"]) + [1.0, 2.0, 3.0],
-        ("arithmetic with list is not possible here; use values, numbers and arrays",),
+        ("operands must be values, numbers or arrays, got list",),
     ),
     "an array of too few rows": (
         lambda g, a: g.src(jnp.ones((N - 1, 3))),
@@ -166,15 +166,15 @@ MISUSE: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     ),
     "a sum of what has no rows": (
         lambda g, a: g.sum_to_graph(g.shared(a["u"])),
-        ("g.sum_to_graph needs a value with rows, of nodes, edges, pairs or types, got a shared value",),
+        ("g.sum_to_graph needs a value of nodes, edges, pairs or types, got a shared value",),
     ),
     "a readout by numbers that are no integers": (
         lambda g, a: g.sum_by(g.node(a["x"]), a["number"], 3),
-        (r"needs one integer a row as ids, got float32",),
+        ("must be one integer per row, got float32",),
     ),
     "a readout of nobody knows how many": (
         lambda g, a: g.sum_by(g.node(a["x"]), a["n"], a["n"]),
-        ("needs a Python number as num",),
+        ("must be a non-negative Python int, got",),
     ),
     "a lookup by numbers that are no integers": (
         lambda g, a: g.shared(a["u"])[g.node(a["number"])],
@@ -182,19 +182,19 @@ MISUSE: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     ),
     "a lookup in a number": (
         lambda g, a: g.node(a["number"])[g.node(a["n"])],
-        ("a node value of one number a row has no feature axis to look up in",),
+        ("a node value must have a feature axis to look up in",),
     ),
     "a lookup behind another index": (
         lambda g, a: g.shared(a["u"])[0, g.node(a["n"])],
-        ("a value of integers must be the first index",),
+        ("an index that is a value must be the first",),
     ),
     "a lookup by an argument": (
         lambda g, a: g.shared(a["u"])[a["n"]],
-        (r"argument \"a\['n'\]\" of shape \(11,\) is used without saying",),
+        (r"argument \"a\['n'\]\" of shape \(11,\) must say what its rows stand for",),
     ),
     "logic of numbers that are no masks": (
         lambda g, a: g.node(a["n"]) & g.node(a["n"]),
-        ("are for masks", "write x != 0"),
+        ("must be masks", "write x != 0"),
     ),
     "a softmax of rows that have no type": (
         lambda g, a: rgnn.row_softmax(g.per_edge_type(a["c"]), within="type"),
@@ -202,13 +202,13 @@ MISUSE: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     ),
     "the same axis twice": (
         lambda g, a: g.node(a["heads"]).sum((0, -2)),
-        (r"axis \(0, -2\) names an axis of feature shape \(2, 3\) twice",),
+        (r"axis must name each axis of feature shape \(2, 3\) at most once, got \(0, -2\)",),
     ),
     "a value as a number": (lambda g, a: float(g.node(a["number"])), ("a value is no number",)),
     "a value as an array": (lambda g, a: np.asarray(g.node(a["number"])), ("do not take values of a program",)),
     "an argument of one number": (
         lambda g, a: g.node(a["x"]) * a["alpha"],
-        (r"argument \"a\['alpha'\]\" is one number, but an array", r"write g\.shared\(x\)"),
+        (r"argument \"a\['alpha'\]\" is a scalar array", r"write g\.shared\(x\)"),
     ),
     "an argument of one number where Python needs one": (
         lambda g, a: [g.node(a["x"]) for _ in range(a["alpha"])],
@@ -220,17 +220,20 @@ MISUSE: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     ),
     "another program's value": (
         lambda g, a: OTHER[0] * 2.0 + g.src(a["x"]),
-        ("a value of another program is used here",),
+        ("must use its own arguments and values only",),
     ),
     "another program's value, read": (
         lambda g, a: g.sum_to_dst(OTHER[0]),
-        ("a value of another program is used here",),
+        ("must use its own arguments and values only",),
     ),
-    "another program's weight": (lambda g, a: g.src(a["x"]) @ OTHER[1], ("a value of another program is used here",)),
-    "another program's argument": (lambda g, a: g.src(OTHER[2]), ("a value of another program is used here",)),
+    "another program's weight": (
+        lambda g, a: g.src(a["x"]) @ OTHER[1],
+        ("must use its own arguments and values only",),
+    ),
+    "another program's argument": (lambda g, a: g.src(OTHER[2]), ("must use its own arguments and values only",)),
     "another program's value in a product": (
         lambda g, a: rgnn.dot(g.src(a["x"]), OTHER[0]),
-        ("a value of another program is used here",),
+        ("must use its own arguments and values only",),
     ),
     "an axis out of range": (lambda g, a: g.src(a["x"]).sum(1), (r"axis 1 is out of range for feature shape \(3,\)",)),
     "an index out of range": (lambda g, a: g.src(a["x"])[3], ("index 3 is out of range for feature axis 0 of size 3",)),
@@ -251,7 +254,7 @@ MISUSE: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     "no values to concatenate": (lambda g, a: rgnn.concatenate([]), ("at least one value",)),
     "numbers to concatenate": (
         lambda g, a: rgnn.concatenate([g.src(a["number"]), g.dst(a["number"])]),
-        (r"x\[None\] makes a scalar one number wide",),
+        (r"x\[None\] gives a scalar an axis of size 1",),
     ),
     "concatenation of other shapes": (
         lambda g, a: rgnn.concatenate([g.src(a["heads"]), g.dst(a["x"])]),
@@ -282,7 +285,7 @@ def test_misuse(what: str) -> None:
     assert rest.splitlines()[-1].strip() in "".join(source)
 
 
-def test_the_line_is_of_the_user_s_helper_not_of_its_caller() -> None:
+def test_an_error_names_the_line_of_a_helper_not_of_its_caller() -> None:
     def helper(g: Any, x: Any) -> Any:
         return g.sum_to_dst(x)  # the line at fault
 
@@ -295,7 +298,7 @@ def test_the_line_is_of_the_user_s_helper_not_of_its_caller() -> None:
 
 
 @pytest.mark.parametrize("result", [lambda g, a: a["x"], lambda g, a: (g.src(a["x"]), 3.0), lambda g, a: None])
-def test_returning_what_is_no_value(result: Callable) -> None:
+def test_a_program_must_return_values(result: Callable) -> None:
     program = rgnn.program(result)
     with pytest.raises(ProgramError, match=r"must return values made from its arguments") as raised:
         program(GRAPH, ARRAYS)
@@ -307,11 +310,11 @@ def test_errors_of_calls() -> None:
     def layer(g: Any, x: Any, how: str = "sum") -> Any:
         return g.sum_to_dst(g.src(x))
 
-    with pytest.raises(TypeError, match="takes a RelGraph first, got ndarray"):
+    with pytest.raises(TypeError, match="must be a RelGraph, got ndarray"):
         layer(np.ones((N, 3)), np.ones((N, 3)))
     with pytest.raises(TypeError, match=r"layer.*missing a required argument: 'x'"):
         layer(GRAPH)
-    with pytest.raises(TypeError, match="neither an array nor hashable"):
+    with pytest.raises(TypeError, match="must be arrays or hashable"):
         layer(GRAPH, ARRAYS["x"], how=bytearray(b"sum"))
     for options, message in (
         ({"backend": "cuda"}, "backend must be one of auto, pallas, xla, got 'cuda'"),
@@ -330,7 +333,7 @@ def test_errors_of_the_library() -> None:
         library.rgcn(GRAPH, x, {})
     with pytest.raises(ProgramError, match="rgcn: the parameters hold unknown wieght"):
         library.rgcn(GRAPH, x, {"weight": ARRAYS["w"], "wieght": ARRAYS["w"]})
-    with pytest.raises(ProgramError, match="normalization is 'mean', 'sum' or 'none', got 'max'"):
+    with pytest.raises(ProgramError, match="normalization must be 'mean', 'sum' or 'none', got 'max'"):
         library.rgcn(GRAPH, x, {"weight": ARRAYS["w"]}, normalization="max")
     with pytest.raises(ProgramError, match="block-diagonal weights need node features"):
         library.rgcn(GRAPH, None, {"blocks": jnp.ones((R, 1, 3, 3))})
@@ -404,7 +407,7 @@ def test_a_program_keeps_its_name_and_documentation() -> None:
 
 
 def test_integers_become_floats_where_results_are_not_whole() -> None:
-    """As in jax.numpy; a half of an integer is not 0."""
+    """As in jax.numpy: half of an integer is not 0."""
 
     @rgnn.program
     def layer(g: Any, n: Any) -> Any:
@@ -452,7 +455,7 @@ def test_booleans_as_masks() -> None:
 
 
 def test_a_power_of_zero() -> None:
-    """x ** 0 is 1, and so is its neighbourhood: no gradient, at 0 neither."""
+    """x ** 0 is 1 everywhere, without gradient, also at 0."""
 
     @rgnn.program
     def layer(g: Any, x: Any) -> Any:

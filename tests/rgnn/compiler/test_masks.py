@@ -1,4 +1,4 @@
-"""Scores of -inf, as masks make them, and of +inf and NaN: softmax and maximum beside one row for each edge."""
+"""Scores of -inf, as from masks, and of +inf and NaN: softmax and maximum against a reference with a row per edge."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DESTINATION = {"dst": EDGES.receivers, "relation": EDGES.receivers * EDGES.num_e
 
 
 def attention(g: Any, s: Any, x: Any, within: str) -> tuple:
-    """Shares, a sum that they weigh, and the largest score."""
+    """The softmax, a sum weighted by it, and the maximum score."""
     score = g.edge(s)
     share = rgnn.edge_softmax(score, within)
     z = g.src(x)
@@ -52,18 +52,18 @@ def reference(s: Any, x: Any, within: str) -> tuple:
 
 
 def arrays(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Scores, of which some nodes have none above -inf, and some relations at other nodes; features; a mask."""
+    """Scores, all -inf at some nodes and in some relations of other nodes; features; a mask."""
     rng = np.random.default_rng(3)
     s = rng.normal(size=(len(EDGES.senders), *shape))
     s[(EDGES.receivers % 3 == 1) | ((EDGES.receivers % 3 == 2) & (EDGES.edge_type == 0))] = -np.inf
     s[rng.random(len(s)) < 0.2] = -np.inf
-    s[EDGES.receivers == 0, ...] = -np.inf  # a row of many edges, but for a few
+    s[EDGES.receivers == 0, ...] = -np.inf  # a long segment, except for a few edges
     s[np.flatnonzero(EDGES.receivers == 0)[-2:]] = 0.7
     return s, rng.normal(size=(EDGES.num_nodes, 2, 3)), np.isfinite(s)
 
 
 def cases() -> list:
-    """Each case compiles for seconds: a few, and the rest is slow."""
+    """A few cases run by default, since each compiles for seconds; the others are marked slow."""
     every = itertools.product(BACKENDS, DESTINATION, [(), (2,), (2, 1), (2, 3)])
     quick = (
         ("pallas", "dst", (2,)),
@@ -77,9 +77,10 @@ def cases() -> list:
     return [pytest.param(*c, id="-".join(map(str, c)), marks=marks(c)) for c in every]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("backend", "within", "shape"), cases())
 def test_masked_scores(backend: str, within: str, shape: tuple[int, ...]) -> None:
-    """An edge of -inf has no share; where all are, no edge has, the gradient is 0 and the largest score 0."""
+    """The softmax of -inf is 0. Where all scores are -inf, softmax, gradient and maximum are 0."""
     s, x, finite = arrays(shape)
     graph, options = EDGES.build(hub_chunk=CHUNK), BACKENDS[backend]
     program = rgnn.program(lambda g, s, x: attention(g, s, x, within))
@@ -109,7 +110,7 @@ def test_masked_scores(backend: str, within: str, shape: tuple[int, ...]) -> Non
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("backend", ["xla", pytest.param("pallas", marks=pytest.mark.slow)])
 def test_masks_in_16_bits(backend: str, dtype: str) -> None:
-    """A mask as a bias, 0 or -inf, and `where_positive`, which give the same."""
+    """A mask as a bias of 0 or -inf gives the same as `where_positive`."""
     s, x, finite = arrays((2,))
     graph, options = EDGES.build(hub_chunk=CHUNK), BACKENDS[backend]
     ready = [jnp.asarray(a, dtype) for a in (np.where(finite, s, 0.3), x, np.where(finite, 0, -np.inf), finite)]
@@ -133,8 +134,8 @@ def test_masks_in_16_bits(backend: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 @pytest.mark.parametrize("backend", ["xla", "xla_without_passes", "pallas"])
-def test_scores_that_are_no_numbers(backend: str, bad: float) -> None:
-    """+inf or NaN makes NaN of the shares of its destination, as `jax.nn.softmax` does, and of no other."""
+def test_infinite_and_nan_scores(backend: str, bad: float) -> None:
+    """+inf or NaN gives NaN at its destination, as in `jax.nn.softmax`, and at no other."""
     s, x, _ = arrays(())
     at = int(np.flatnonzero(EDGES.receivers == EDGES.receivers[np.isfinite(s)][0])[0])
     s[at] = bad
@@ -143,8 +144,8 @@ def test_scores_that_are_no_numbers(backend: str, bad: float) -> None:
     np.testing.assert_array_equal(np.isnan(share), EDGES.receivers == EDGES.receivers[at])
 
 
-def test_masked_features_beside_others_in_rows_of_16_bits() -> None:
-    """By default wide rows are stored in 16 bits: a feature of -inf takes no digit of the others of its row."""
+def test_a_masked_feature_in_a_row_scaled_float16_row() -> None:
+    """Wide rows are stored as row-scaled float16: a feature of -inf must not change the scale of the others."""
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.normal(size=(EDGES.num_nodes, 16)), "float32")
     mask = jnp.asarray(rng.random(x.shape) < 0.6, "float32")

@@ -1,4 +1,4 @@
-"""Programs under JAX's transformations, on both backends: results as of the plain program, piece by piece."""
+"""Programs under JAX's transformations, on both backends: the results are those of the plain program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GRAPH = graph_of("typical")
 K = 4
 
 
-# Interpreted kernels are slow, and what is under test is what surrounds them: the smaller model on those.
+# The tests are about what surrounds the kernels, so interpreted kernels, which are slow, run the smaller model.
 MODEL = {"xla": ("rgat", library.rgat), "pallas": ("rgcn_mean", library.rgcn)}
 
 
@@ -64,7 +64,7 @@ def close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
 
 
 def each(function: Callable, *batches: Any) -> Any:
-    """The function of each element of the batches, without vmap."""
+    """The function on each element of the batches, without vmap."""
     count = jax.tree.leaves(batches)[0].shape[0]
     one = jax.jit(function)
     found = (one(*jax.tree.map(operator.itemgetter(i), batches)) for i in range(count))
@@ -110,6 +110,7 @@ def test_vmap_and_jacobians() -> None:
     close(jnp.tensordot(weights, jacobian, 2), jax.grad(lambda x: jnp.sum(layer("xla")(x, params) * weights))(x))
 
 
+@pytest.mark.sample(3)
 @BOTH
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=["features", "weights", "both"])
 def test_vmap(backend: str, axes: tuple[int | None, int | None]) -> None:
@@ -127,6 +128,7 @@ def test_vmap(backend: str, axes: tuple[int | None, int | None]) -> None:
     )
 
 
+@pytest.mark.sample(2)
 @BOTH
 def test_scan_over_layers(backend: str) -> None:
     x, _ = arrays(backend)
@@ -148,6 +150,7 @@ def test_scan_over_layers(backend: str) -> None:
     close(*grads)
 
 
+@pytest.mark.sample(2)
 @BOTH
 def test_checkpoint(backend: str) -> None:
     x, params = arrays(backend)
@@ -156,6 +159,7 @@ def test_checkpoint(backend: str) -> None:
     close(again, plain)
 
 
+@pytest.mark.full
 def test_any_order_of_gradients_and_transformations() -> None:
     """JAX keeps one trace of a jitted program: gradients of other arguments must not disturb what follows."""
     x, params = arrays(seed=1)
@@ -179,18 +183,19 @@ def test_any_order_of_gradients_and_transformations() -> None:
         close(jax.grad(jax.checkpoint(only))(params[name]), want[1][name])
 
 
-def test_checkpoint_keeps_less() -> None:
-    """Nothing but the arguments crosses from forward to backward."""
+def test_checkpoint_saves_only_arguments() -> None:
+    """Backward gets only the arguments from forward."""
     x, params = arrays()
     kept = lambda f: sum(a.size for a in jax.tree.leaves(jax.vjp(f, x, params)[1]) if hasattr(a, "size"))  # noqa: E731
-    # The arrays of the graph are constants of the function, and are among what is kept either way.
+    # The arrays of the graph are constants of the function and are saved in both cases.
     assert kept(jax.checkpoint(loss("xla"))) < kept(loss("xla"))
 
 
+@pytest.mark.sample(4)
 @BOTH
 @pytest.mark.parametrize("sharded", ["features", "weights"])
 def test_shard_map(backend: str, sharded: str) -> None:
-    """A batch of features, or an ensemble of weights, over a mesh of four devices; the rest is on each of them."""
+    """A batch of features, or an ensemble of weights, sharded over four devices; the other arguments are replicated."""
     devices = jax.devices("cpu")[:4]
     if len(devices) < 4:
         pytest.skip("needs four CPU devices, which tests/conftest.py asks XLA for before jax starts")
@@ -219,13 +224,13 @@ def test_shard_map(backend: str, sharded: str) -> None:
     )
     close(y, each(layer(backend, plain=True), *fill))
     alone = each(jax.grad(loss(backend, plain=True), argnums=(0, 1)), *fill)
-    # What was on every device gets the sum of the gradients of all.
+    # A replicated argument gets the sum of the devices' gradients.
     sum_if = lambda tree, shared: jax.tree.map(lambda a: a.sum(0), tree) if shared else tree  # noqa: E731
     close(grads, (sum_if(alone[0], sharded == "weights"), sum_if(alone[1], sharded == "features")))
 
 
 def test_one_compilation_for_equal_graphs() -> None:
-    """Two graphs with the same numbers of everything share one trace, under the caller's jit and outside it."""
+    """Two graphs with equal counts share one trace, under the caller's jit and outside of it."""
     x, params = arrays()
     first, second = (GRAPHS["typical"].build(hub_chunk=HUB_CHUNK) for _ in range(2))
     count = 0
@@ -255,15 +260,16 @@ def test_one_compilation_for_equal_graphs() -> None:
     for graph in (first, second):
         step(graph, x, params)
     assert traces == 1
-    # Other shapes are another trace; the same shapes again are not.
+    # Other shapes need another trace; repeated shapes do not.
     counted(first, jnp.ones((first.num_nodes, K + 1)))
     counted(second, jnp.ones((first.num_nodes, K + 1)))
     assert count == 2
 
 
+@pytest.mark.sample(2)
 @BOTH
 def test_gradients_of_some_arguments(backend: str) -> None:
-    """The backward pass is made for what is asked for, and for nothing else."""
+    """The backward pass computes only the requested gradients."""
     x, params = arrays(backend)
     everything = jax.jit(jax.grad(loss(backend, plain=True), argnums=(0, 1)))(x, params)
     close(jax.jit(jax.grad(loss(backend)))(x, params), everything[0])
@@ -283,7 +289,7 @@ def test_symbolic_zeros() -> None:
     assert len(outers) < len(str(grad((0, 1))))
 
 
-def test_results_that_get_no_cotangent() -> None:
+def test_results_without_a_cotangent() -> None:
     @rgnn.program
     def two(g: Any, x: Any) -> Any:
         return g.sum_to_dst(g.src(x)), g.max_to_dst(g.src(x) * g.dst(x)), g.in_degree()
@@ -307,6 +313,7 @@ def test_integer_arguments_and_results() -> None:
     close(grads, floats)
 
 
+@pytest.mark.sample(2)
 @BOTH
 def test_second_derivatives(backend: str) -> None:
     """The gradient of a gradient's squared norm, as in a gradient penalty, against XLA's own autodiff."""
@@ -322,7 +329,7 @@ def test_second_derivatives(backend: str) -> None:
     close(got, want, 2e-4)
 
 
-def test_forward_mode_says_that_it_is_not_there() -> None:
+def test_forward_mode_is_refused() -> None:
     x, params = arrays()
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda x: layer("xla")(x, params), (x,), (x,))

@@ -1,4 +1,4 @@
-"""Tuning on the CPU: which kernels are asked for, with interpreted kernels and a made-up clock."""
+"""Tuning on the CPU, with interpreted kernels and a fake clock: which kernels are timed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from dejax.rgnn import Options, RelGraph, library
+
+pytestmark = pytest.mark.newest_jax
 
 OPTIONS = Options(backend="pallas", precision="f32", interpret=True)
 
@@ -22,7 +24,8 @@ def case(tmp_path, monkeypatch):
     return graph, jnp.ones((9, 3)), {"weight": jnp.ones((2, 3, 4))}
 
 
-def test_every_kernel_is_tuned_and_kept(case, tmp_path):
+@pytest.mark.full
+def test_every_kernel_is_tuned_and_stored(case, tmp_path):
     graph, x, params = case
     lines = []
 
@@ -40,9 +43,9 @@ def test_every_kernel_is_tuned_and_kept(case, tmp_path):
     assert library.rgcn.tune(graph, x, params, options=OPTIONS, measure=measure, save=False).path is None
 
 
-def test_tuning_needs_a_gpu_and_real_arrays(case):
+def test_tuning_needs_a_gpu_and_concrete_arrays(case):
     graph, x, params = case
-    with pytest.raises(RuntimeError, match="tune needs a GPU; the default backend is cpu"):
+    with pytest.raises(RuntimeError, match="tune needs a GPU, got the default backend cpu"):
         library.rgcn.tune(graph, x, params)
     with pytest.raises(TypeError, match="call it outside jit"):
         jax.jit(lambda x: library.rgcn.tune(graph, x, params))(x)

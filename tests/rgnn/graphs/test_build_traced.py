@@ -1,4 +1,4 @@
-"""`RelGraph.build_traced`: the numpy builder's tables inside jit, static bounds, padding without effect."""
+"""`RelGraph.build_traced`: the tables of the numpy builder inside jit, with static bounds and padding."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 from dejax.rgnn.graphs import sorting_traced
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments
+from tests.budget import examples
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
 
-SETTINGS = hypothesis.settings(deadline=None, max_examples=40)
+pytestmark = pytest.mark.newest_jax
+
+SETTINGS = hypothesis.settings(deadline=None, max_examples=examples(40))
 NODES, EDGES, EDGE_TYPES, NODE_TYPES = 6, 14, 3, 2
 
 
@@ -28,7 +31,7 @@ def build(senders: Any, receivers: Any, edge_type: Any, **options: Any) -> RelGr
 
 
 def padded_lists() -> st.SearchStrategy[EdgeList]:
-    """Graphs of one padded shape, so that all of them share a compilation."""
+    """Graphs of one padded shape, which share a compilation."""
 
     def pad(edges: EdgeList, seed: int) -> EdgeList:
         edges = replace(edges, num_edge_types=EDGE_TYPES, num_node_types=NODE_TYPES)
@@ -47,7 +50,7 @@ def test_every_table_agrees_with_the_reference(edges: EdgeList, add_reverse: boo
 
 
 def check_agreement(traced: RelGraph, graph: RelGraph) -> None:
-    """The valid part of each table of `traced` is that of the numpy builder's `graph`."""
+    """Checks that the valid part of each table of `traced` equals the table of `graph`, which numpy built."""
     for name in ("senders", "receivers", "edge_type", "edge_ids", "edge_positions", "node_type"):
         np.testing.assert_array_equal(getattr(traced, name), getattr(graph, name))
     for actual, expected in zip(traced.to_edges(), graph.to_edges(), strict=True):
@@ -55,13 +58,13 @@ def check_agreement(traced: RelGraph, graph: RelGraph) -> None:
     for name in RelGraph.__slots__:
         ours, theirs = getattr(traced, name), getattr(graph, name)
         if name == "edge_type_by_source":
-            assert ours is None  # it is not known while tracing where there are several node types
+            assert ours is None  # with several node types it is unknown while tracing
         elif isinstance(theirs, Segments):
             valid = int(theirs.offsets[-1])
             np.testing.assert_array_equal(ours.index[:valid], theirs.index[:valid])
             if theirs.order is not None and ours.order is not None:
                 np.testing.assert_array_equal(ours.order[:valid], theirs.order[:valid])
-                # Padding items come last, in their own order; pairs that do not occur are no items of the exact table.
+                # Padding entries come last, in ascending order; the exact table has no unused pairs.
                 same = ours.num_items == theirs.num_items
                 rest = theirs.order[valid:] if same else np.arange(valid, ours.num_items)
                 np.testing.assert_array_equal(ours.order[valid:], rest)
@@ -71,7 +74,7 @@ def check_agreement(traced: RelGraph, graph: RelGraph) -> None:
 
 
 def check_pieces(ours: Segments, theirs: Segments) -> None:
-    """Hubs and tiles: the same ones, and unused ones without items."""
+    """Checks that long segments and tiles are equal and that unused entries are empty."""
     for table, exact in zip(ours.tiles, theirs.tiles, strict=True):
         used = len(exact.start)
         np.testing.assert_array_equal(table.row_type[:used], exact.row_type)
@@ -100,8 +103,8 @@ def test_agrees_with_the_numpy_builder(edges: EdgeList, added: bool) -> None:
 
 @SETTINGS
 @hypothesis.given(padded_lists(), st.integers(0, 99))
-def test_what_padding_holds_has_no_effect(edges: EdgeList, seed: int) -> None:
-    """The same valid edges with other padding contents, out of range too, give the same tables."""
+def test_contents_of_padding_have_no_effect(edges: EdgeList, seed: int) -> None:
+    """Tables depend on valid edges only, also where padding ids are out of range."""
     positional, keywords = edges.arguments()
     rng = np.random.default_rng(seed)
     others = [np.where(edges.edge_mask, column, rng.integers(-3, 99, EDGES)).astype(np.int32) for column in positional]
@@ -112,7 +115,7 @@ def test_what_padding_holds_has_no_effect(edges: EdgeList, seed: int) -> None:
     jax.tree.map(np.testing.assert_array_equal, graph, other)
 
 
-# Sizes at which sums have several levels, and the ends and types of an edge are two or three sort keys.
+# Sizes at which cumulative sums have several levels, and an edge has two or three sort keys.
 LARGE = {
     "two words": (20_000, 30_000, 300, 0.1),
     "three words, most types empty": (20_000, 70_000, 70_000, 0.0),
@@ -120,11 +123,12 @@ LARGE = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", LARGE)
 def test_large_graphs_agree_with_the_numpy_builder(case: str) -> None:
     size, nodes, types, padding = LARGE[case]
     rng = np.random.default_rng(0)
-    ends = np.minimum((nodes * rng.random((2, size)) ** 3).astype(np.int32), nodes - 1)  # hubs first
+    ends = np.minimum((nodes * rng.random((2, size)) ** 3).astype(np.int32), nodes - 1)  # long segments first
     edge_type = np.minimum((types * rng.random(size) ** 6).astype(np.int32), types - 1)
     mask = rng.random(size) >= padding
     node_type = rng.integers(0, NODE_TYPES, nodes).astype(np.int32)
@@ -152,7 +156,7 @@ def test_row_of_positions(size: int) -> None:
 
 
 def aggregate(graph: RelGraph, x: jax.Array, w: jax.Array) -> jax.Array:
-    """A relational sum that goes through pairs, as compiled programs do; rows of padding are zero."""
+    """A relational sum computed per pair, as in compiled programs; padding rows are zero."""
     drop: dict[str, Any] = {"mode": "drop"}
     fill: dict[str, Any] = {"mode": "fill", "fill_value": 0}
     pair_x = x.at[graph.source_pair_by_node.index].get(**fill)
@@ -173,7 +177,7 @@ def result_and_gradients(graph: RelGraph, x: jax.Array, w: jax.Array) -> tuple[j
 
 
 def reference(edges: EdgeList, x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same relational sum of the valid edges and its gradients, edge by edge in float64."""
+    """The relational sum over valid edges and its gradients, edge by edge in float64."""
     assert edges.edge_mask is not None
     valid = [(s, r, t) for s, r, t, m in zip(*edges.arguments()[0], edges.edge_mask, strict=True) if m]
     sums: dict[tuple[int, int], np.ndarray] = {}
@@ -267,6 +271,7 @@ def test_works_outside_jit_and_under_strict_promotion() -> None:
     jax.tree.map(np.testing.assert_array_equal, eager, traced)
 
 
+@pytest.mark.full
 def test_vmap_over_graphs_of_one_shape() -> None:
     rng = np.random.default_rng(0)
     ids = [jnp.asarray(rng.integers(0, bound, (3, 8)), jnp.int32) for bound in (5, 5, 2)]
@@ -296,7 +301,7 @@ WRONG = [
     (
         _with(edge_mask=jnp.array([True, False]), num_valid_edges=1),
         ValueError,
-        "num_valid_edges or edge_mask, not both",
+        "num_valid_edges and edge_mask must not be given together",
     ),
     (_with(num_valid_edges=3), ValueError, "num_valid_edges must be from 0 to 2, the static bound"),
     (_with(num_valid_nodes=-1), ValueError, "num_valid_nodes must be from 0 to 3"),
@@ -307,7 +312,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), WRONG, ids=[f"{k}" for k in range(len(WRONG))])
-def test_mistakes_that_shapes_show_are_named(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_errors_of_shapes_and_dtypes(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     arrays = {name: value for name, value in arguments.items() if isinstance(value, jax.Array)}
     others = {name: value for name, value in arguments.items() if name not in arrays}
     with pytest.raises(error, match=message):

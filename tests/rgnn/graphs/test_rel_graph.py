@@ -13,13 +13,16 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from dejax.rgnn.graphs import segments, sorting
+from dejax.rgnn.graphs import sorting, tables
 from dejax.rgnn.graphs.rel_graph import LOOPS, RelGraph
-from dejax.rgnn.graphs.segments import HUB_CHUNK, tile_table
+from dejax.rgnn.graphs.tables import HUB_CHUNK, tile_table
 from dejax.rgnn.interop import to_relations
+from tests.budget import examples
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
 
-SETTINGS = hypothesis.settings(deadline=None, max_examples=60)
+pytestmark = pytest.mark.newest_jax
+
+SETTINGS = hypothesis.settings(deadline=None, max_examples=examples(60))
 
 
 @SETTINGS
@@ -102,7 +105,7 @@ def test_relations_with_added_edges() -> None:
 @pytest.mark.parametrize(
     ("keys", "bounds"),
     [
-        # The third key no longer fits beside the position, then no second one does.
+        # The third key, then the second, no longer fits into the word with the position.
         ((7, 1 << 30, 1 << 30), (8, 1 << 30, 1 << 30)),
         ((1 << 31, 1 << 31, 1 << 31), (1 << 31,) * 3),
         ((2, 3), (2, 3)),
@@ -122,7 +125,7 @@ def test_stable_argsort(keys: tuple[int, ...], bounds: tuple[int, ...], monkeypa
 
 
 def test_large_graph_agrees_with_lexsort() -> None:
-    """More edges than one block, many types, a hub beyond the default chunk."""
+    """More edges than one block, many types, and a segment longer than the default chunk."""
     rng = np.random.default_rng(1)
     nodes, edges, types = 5_000, 300_000, 300
     senders, receivers = rng.integers(0, nodes, (2, edges))
@@ -166,7 +169,7 @@ def test_is_a_pytree_with_a_hashable_static_part() -> None:
     graph = RelGraph.from_edges([0, 1, 2], [1, 0, 0], [0, 1, 1], **kwargs)
     leaves, structure = jax.tree.flatten(graph)
     assert all(isinstance(leaf, jax.Array) and leaf.dtype == jnp.int32 for leaf in leaves)
-    other = RelGraph.from_edges([2, 0, 1], [0, 2, 2], [0, 1, 1], **kwargs)  # the same, nodes renamed
+    other = RelGraph.from_edges([2, 0, 1], [0, 2, 2], [0, 1, 1], **kwargs)  # the same graph with renumbered nodes
     assert hash(structure) == hash(jax.tree.structure(other)) and structure == jax.tree.structure(other)
     traces = []
 
@@ -206,7 +209,7 @@ def test_arrays_of_the_caller_are_not_aliased() -> None:
     np.testing.assert_array_equal(graph.node_mask, [True, False])
 
 
-def test_jax_arrays_and_other_integer_dtypes_are_taken() -> None:
+def test_jax_arrays_and_other_integer_dtypes_are_accepted() -> None:
     expected = RelGraph.from_edges([0, 1], [1, 1], [0, 1], num_nodes=2)
     for convert in (jnp.asarray, np.uint8, np.int64, np.uint64, tuple):
         graph = RelGraph.from_edges(*(convert(ids) for ids in ([0, 1], [1, 1], [0, 1])), num_nodes=np.int64(2))
@@ -249,25 +252,25 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), WRONG, ids=[f"{k}" for k in range(len(WRONG))])
-def test_mistakes_are_named(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         RelGraph.from_edges(**arguments)
 
 
-def test_more_edges_than_int32_numbers() -> None:
-    many = np.broadcast_to(np.int32(0), 2**30)  # one number, shown 2^30 times
-    with pytest.raises(ValueError, match=r"2147483648 edges \(reverse edges and self loops included\)"):
+def test_more_edges_than_int32_can_number() -> None:
+    many = np.broadcast_to(np.int32(0), 2**30)  # one element, repeated 2^30 times without a copy
+    with pytest.raises(ValueError, match=r"got 2147483648 \(reverse edges and self loops included\)"):
         RelGraph.from_edges(many, many, many, num_nodes=1, add_reverse=True)
 
 
-def test_masked_edges_may_hold_anything() -> None:
+def test_masked_edges_are_not_checked() -> None:
     graph = RelGraph.from_edges([0, 99], [1, -5], [0, 77], num_nodes=2, edge_mask=[True, False])
     assert graph.num_edge_types == 1
     np.testing.assert_array_equal(graph.senders, [0, 2])
 
 
-def test_traced_arrays_are_sent_to_the_traced_builder() -> None:
-    with pytest.raises(TypeError, match=r"senders is traced .* RelGraph.build_traced"):
+def test_traced_arrays_are_refused_with_the_remedy() -> None:
+    with pytest.raises(TypeError, match=r"senders must be concrete, got a traced array .* RelGraph.build_traced"):
         jax.jit(lambda s: RelGraph.from_edges(s, [0], [0], num_nodes=1))(jnp.array([0]))
 
 
@@ -295,12 +298,12 @@ def test_traced_arrays_are_sent_to_the_traced_builder() -> None:
         ({}, {"a": 2**30, "b": 2**30}, ValueError, "sum of num_nodes"),
     ],
 )
-def test_mistakes_in_relations_are_named(relations: Any, num_nodes: Any, error: type[Exception], message: str) -> None:
+def test_errors_of_relations(relations: Any, num_nodes: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         RelGraph.from_relations(relations, num_nodes)
 
 
-def test_names_that_reverses_would_take_are_refused() -> None:
+def test_names_of_added_edge_types_are_refused() -> None:
     edges = ([0], [0])
     with pytest.raises(ValueError, match="distinct, got 'a/rev_r/a'"):
         RelGraph.from_relations({("a", "r", "a"): edges, ("a", "rev_r", "a"): edges}, {"a": 1}, add_reverse=True)
@@ -322,7 +325,7 @@ def test_tile_table_refuses_empty_tiles() -> None:
         tile_table(np.array([0, 1]), 0, 1)
 
 
-def test_near_tiles_are_the_tiles_by_the_nodes_that_they_read() -> None:
+def test_near_tiles_are_ordered_by_the_nodes_that_they_read() -> None:
     rng = np.random.default_rng(0)
     senders, receivers = rng.integers(0, 500, (2, 6000))
     graph = RelGraph.from_edges(senders, receivers, rng.integers(0, 3, 6000), num_nodes=500).with_loop_tables()
@@ -359,7 +362,7 @@ def test_tables_in_one_array() -> None:
     graph = RelGraph.from_edges(senders, receivers, types, num_nodes=60, node_type=nodes, hub_chunk=16)
     packed = graph.with_loop_tables()
     assert packed.packed is not None and packed.with_loop_tables() is packed
-    # What a call of a compiled step is given: a microsecond for each.
+    # The arguments of a compiled step cost a microsecond each.
     assert len(jax.tree.leaves(packed)) <= 45
     for name in LOOPS:
         apart, together = getattr(graph, name).with_loop(), packed.grouping(name)
@@ -370,13 +373,13 @@ def test_tables_in_one_array() -> None:
         for table, apart in zip(group.tiles, getattr(graph, name).tiles, strict=True):
             np.testing.assert_array_equal(table.row_type, apart.row_type)
             np.testing.assert_array_equal(table.start, apart.start)
-    # The same tree, so that a graph of the same sizes is no reason to compile again.
+    # The same pytree structure, so that a graph of the same sizes compiles nothing again.
     again = RelGraph.from_edges(senders, receivers, types, num_nodes=60, node_type=nodes, hub_chunk=16)
     assert jax.tree.structure(again.with_loop_tables()) == jax.tree.structure(packed)
 
 
 def test_a_graph_that_is_made_while_tracing_is_concrete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all tables, made side by side as those of a large graph are."""
+    """With all tables, made in threads as for a large graph."""
     rng = np.random.default_rng(0)
     senders, receivers = rng.integers(0, 60, (2, 3000))
 
@@ -394,12 +397,12 @@ def test_a_graph_that_is_made_while_tracing_is_concrete(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("throughout", [True, False])
-def test_kernels_take_long_rows_first(throughout: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rows of a small graph by length; those of a large one within blocks."""
-    monkeypatch.setattr(segments, "_SORTED_BLOCK", 16)
-    monkeypatch.setattr(segments, "_SORTED_THROUGHOUT", 3000 if throughout else 2999)
+def test_kernels_take_rows_with_long_segments_first(throughout: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a small graph are sorted by length; rows of a large graph within blocks."""
+    monkeypatch.setattr(tables, "_SORTED_BLOCK", 16)
+    monkeypatch.setattr(tables, "_SORTED_THROUGHOUT", 3000 if throughout else 2999)
     offsets = np.concatenate([[0], np.sort(np.random.default_rng(0).integers(0, 3001, 59)), [3000]])
-    loop = segments.loop_order(offsets, np.arange(3000), 128)
+    loop = tables.loop_order(offsets, np.arange(3000), 128)
     assert loop is not None
     counts = np.diff(offsets)[loop.rows]
     for first in range(0, 60, 60 if throughout else 16):
@@ -415,11 +418,11 @@ def test_kernels_take_long_rows_first(throughout: bool, monkeypatch: pytest.Monk
     "items, rows, expected", [(20_851, 7262, 24), (148_100, 27_163, 24), (342_297, 14_541, 64), (620_232, 342_297, 64),
                               (620_232, 14_541, 96), (4_762_678, 93_773, 128), (30, 1, 64), (10**6, 10, 128)]
 )  # fmt: skip
-def test_items_of_a_chunk_by_how_many_a_row_has(items: int, rows: int, expected: int) -> None:
-    assert segments.hub_chunk_of(items, rows) == expected
+def test_chunk_sizes(items: int, rows: int, expected: int) -> None:
+    assert tables.hub_chunk_of(items, rows) == expected
 
 
-def test_tables_of_many_edges_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tables_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dejax.rgnn.graphs.packed._SMALL", 100)
     rng = np.random.default_rng(0)
     senders, receivers = rng.integers(0, 60, (2, 3000))

@@ -18,7 +18,7 @@ def op(space: Space, *shape: int, dtype: str = "float32", name: str = "input") -
 NODE, EDGE, TYPE, GRAPH = op(Space.NODE, 4), op(Space.EDGE, 4), op(Space.EDGE_TYPE, 4, 3), op(Space.GRAPH, 4)
 HEADS = op(Space.EDGE, 2, 4)
 
-# (operator, arguments, attributes, the error)
+# (operator, arguments, attributes, pattern of the error)
 BROKEN: dict[str, tuple[str, list[Op], dict[str, Any], str]] = {
     "unknown operator": ("convolve", [EDGE], {}, "unknown operator 'convolve'"),
     "two spaces": ("add", [EDGE, NODE], {}, "arguments are in different spaces: edge, node"),
@@ -68,7 +68,7 @@ BROKEN: dict[str, tuple[str, list[Op], dict[str, Any], str]] = {
         "linear",
         [EDGE, TYPE],
         {"via": "etype", "spec": "k,kn->nz"},
-        "contraction k,kn->nz gives a letter that it does not take",
+        "contraction k,kn->nz has a letter in its result alone",
     ),
     "outer product of two spaces": (
         "outer",
@@ -194,7 +194,7 @@ def test_printed_form_of_level_1() -> None:
 def test_programs_are_keys() -> None:
     assert valid() == valid() and hash(valid()) == hash(valid())
     assert valid() != changed(valid(), 3, shape=(5,))
-    # Programs from different lines of the user's code are equal.
+    # The lines of the user's code are not part of a program's identity.
     assert replace(valid(), lines=("a.py:1",) * 5) == valid()
 
 
@@ -234,7 +234,7 @@ def test_rules_of_level_2(rule: str) -> None:
         verify_kernels(Kernels(valid(), instances))
 
 
-def test_an_epilogue_that_reads_a_value_that_is_not_loaded() -> None:
+def test_an_epilogue_must_read_available_values() -> None:
     b = Builder("epilogue")
     e = b.op("input", name="e", position=0, space="edge", shape=(), dtype="float32")
     x = b.op("input", name="x", position=1, space="node", shape=(), dtype="float32")

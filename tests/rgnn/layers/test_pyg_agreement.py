@@ -18,6 +18,8 @@ import pytest
 from dejax.rgnn import Options, library
 from dejax.rgnn.graphs.rel_graph import RelGraph
 
+pytestmark = pytest.mark.newest_jax
+
 DATA = Path(__file__).parent / "data"
 BACKENDS = {
     "xla": Options(backend="xla", precision="f32"),
@@ -41,8 +43,8 @@ QUICK = ("mean_full", "sum_bases", "mean_blocks", "mean_featureless", "dst_3_con
 
 def runs(layer: str) -> list[Any]:
     """Every case on every backend."""
-    slow = pytest.mark.slow
-    kernels = [pytest.param(name, "pallas", marks=() if name in QUICK else slow) for name in load(layer)]
+    full, slow = pytest.mark.full, pytest.mark.slow
+    kernels = [pytest.param(name, "pallas", marks=full if name in QUICK else slow) for name in load(layer)]
     return [pytest.param(name, "xla") for name in load(layer)] + kernels
 
 

@@ -1,4 +1,4 @@
-"""Programs on arrays whose rows, columns, features, heads and types have scales far apart.
+"""Programs on arrays whose rows, columns, features, heads or types differ widely in scale.
 
 The yardsticks are float64, and products as the hardware does them: `true_tf32` rounds the operands of every product to
 10 bits of mantissa, each by itself, and computes the rest in float64.
@@ -35,7 +35,7 @@ def graph() -> RelGraph:
 
 @dataclass(frozen=True)
 class Case:
-    """A function of (graph, arrays, options), and the shapes of its arrays."""
+    """A function of (graph, arrays, options), with the shapes of its arrays."""
 
     function: Callable[..., Any]
     shapes: dict[str, tuple[int, ...]]
@@ -98,7 +98,7 @@ CASES: dict[str, Case] = {
 
 
 def arrays(case: Case, seed: int = 0) -> Arrays:
-    """Float32 numbers as float64, weights over the root of their fan-in."""
+    """Random float32 values as float64; weights are divided by the root of their fan-in."""
     rng = np.random.default_rng(seed)
     found = {}
     for name, shape in case.shapes.items():
@@ -112,7 +112,7 @@ def _weights(a: Arrays) -> list[str]:
 
 
 def scaled(a: Arrays, where: str, factor: float) -> tuple[Arrays, bool]:
-    """The arrays with one row, column, feature, head or type of another scale, and whether the cotangent's, too."""
+    """The arrays with one row, column, feature, head or type at another scale; the cotangent likewise."""
     a = {k: np.array(v) for k, v in a.items()}
     first = "w" if "w" in a else "value"
     if where == "row":
@@ -164,7 +164,7 @@ def _rounded_products() -> Iterator[None]:
 
 
 def runner(case: Case, options: rgnn.Options) -> Callable[[RelGraph, Arrays, Any], tuple[Any, Arrays]]:
-    """A compiled function from (graph, arrays, cotangent) to the result and the gradients."""
+    """A compiled function of (graph, arrays, cotangent) that returns the result and the gradients."""
 
     def run(graph: RelGraph, a: Arrays, cotangent: Any) -> tuple[Any, Arrays]:
         y, pullback = jax.vjp(lambda a: case.function(graph, a, options), a)

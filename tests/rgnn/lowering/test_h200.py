@@ -1,4 +1,4 @@
-"""Models lowered to Triton kernels for an H200 without a GPU: forward and backward, nothing left to XLA."""
+"""Models lowered to Triton kernels for an H200 without a GPU, forward and backward, with nothing left to XLA."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODELS = {"rgcn": ("rgcn_mean", library.rgcn), "rgat": ("rgat", library.rgat), "
 
 @pytest.fixture
 def left_to_xla(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What no template does, and instances of which no kernel could be made."""
+    """Operators that no template covers, and instances whose kernel could not be made."""
     found: list[str] = []
     original, prepare = PallasLowering.run, PallasLowering.__init__
 
@@ -49,7 +49,7 @@ def left_to_xla(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def stablehlo(step: Any, *arguments: Any) -> str:
-    """A function for CUDA; its custom calls hold the kernels' Triton IR."""
+    """The StableHLO of a function for CUDA; its custom calls hold the kernels' Triton IR."""
     mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
     with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Triton.*", category=DeprecationWarning)
@@ -80,6 +80,7 @@ def options(precision: str | None) -> Options:
     return Options(backend="pallas", precision=precision, interpret=False)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("model", "width", "heads", "dtype", "precision"),
     [
@@ -101,17 +102,19 @@ def test_models(model: str, width: int, heads: int, dtype: str, precision: str |
     name, _ = MODELS[model]
     text = lower(name, Size(width, width // heads, heads), dtype, options(precision))
     assert not left_to_xla
-    # RGCN: a product and a sum each way and a weight gradient; attention: more of each.
+    # RGCN: a GEMM and a sum in each direction and a weight gradient; attention has more of each.
     assert len(kernel_names(text)) >= (6 if model == "rgcn" else 10)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("graph", ["typical", "typed"])
 @pytest.mark.parametrize("name", ["rgcn_mean", "rgat", "hgt_skip"])
-def test_no_scattered_additions(name: str, graph: str) -> None:
-    """XLA adds them in any order on a GPU: results would have other bits in every run."""
+def test_no_scatter_add(name: str, graph: str) -> None:
+    """On a GPU XLA adds in any order, so results would differ between runs."""
     assert "stablehlo.scatter" not in lower(name, Size(16, 8, 2), "float32", options("tf32"), graph)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [n for n in OPERATORS if n != "feature_axes"])
 def test_operators(name: str, left_to_xla: list[str]) -> None:
     text = lower(name, Size(17, 3, 2), "float32", options("tf32"))
@@ -120,7 +123,7 @@ def test_operators(name: str, left_to_xla: list[str]) -> None:
 
 
 def gradient(file: str, line: int) -> str:
-    """The StableHLO of a gradient that is taken at that line of that file, traced anew."""
+    """The StableHLO of a gradient, traced again as if it were at a given line of a given file."""
     jax.clear_caches()
     scope = {
         "jax": jax,
@@ -135,15 +138,16 @@ def gradient(file: str, line: int) -> str:
     return stablehlo(scope["step"], x, {key: jnp.asarray(a) for key, a in arrays.items()})
 
 
-def test_kernels_are_the_same_wherever_they_are_called() -> None:
-    """Else an edit above a call would change the program's key in the compilation cache."""
+@pytest.mark.full
+def test_kernels_do_not_depend_on_the_line_of_a_call() -> None:
+    """Otherwise an edit above a call would change the program's key in the compilation cache."""
     text = gradient("of_the_caller.py", 1)
     assert kernel_names(text) and "of_the_caller" not in text
     assert text == gradient("of_another.py", 30)
 
 
 def test_gradients_trace_each_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of inference are not traced to be thrown away."""
+    """Kernels of inference are not traced."""
     traced: list[str] = []
     original = PallasLowering.run
 
@@ -157,7 +161,7 @@ def test_gradients_trace_each_kernel_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def reshapes(jaxpr: Any, kernel: str | None = None) -> set[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Kernels in which a tile is reshaped or squeezed, its shape and the new one."""
+    """Kernels that reshape or squeeze a tile, with its old and new shape."""
     found = set()
     for e in jaxpr.eqns:
         name = str(e.params.get("name", kernel)) if e.primitive.name == "pallas_call" else kernel
@@ -170,8 +174,8 @@ def reshapes(jaxpr: Any, kernel: str | None = None) -> set[tuple[str, tuple[int,
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_loops_change_no_tile_by_a_reshape(model: str) -> None:
-    """What comes out of one Triton's compiler lays out anew, through shared memory at every step of a loop."""
+def test_loops_reshape_no_tile(model: str) -> None:
+    """Triton converts the layout of a reshaped tile through shared memory in every iteration of a loop."""
     name, _ = MODELS[model]
     arrays = {
         key: jnp.asarray(a) for key, a in make_arrays(name, GRAPHS["typical"], Size(64, 64, 1), "float32").items()
@@ -182,10 +186,10 @@ def test_loops_change_no_tile_by_a_reshape(model: str) -> None:
     assert found and {new for kernel, _, new in found if "traverse" in kernel} == {()}
 
 
-def test_the_count_can_be_missed(left_to_xla: list[str]) -> None:
-    """Plain XLA lowers to no kernel at all."""
+def test_plain_xla_has_no_kernels(left_to_xla: list[str]) -> None:
+    """The counts above can fail: plain XLA lowers to no kernel."""
     assert not kernel_names(lower("rgcn_mean", Size(), "float32", Options(backend="xla")))
-    # And float64, which no kernel does, is seen as left to XLA.
+    # float64, which no kernel supports, is reported as left to XLA.
     with jax.enable_x64(True):
         assert not kernel_names(lower("rgcn_mean", Size(), "float64", options(None)))
     assert left_to_xla and "float64 values" in left_to_xla[0]

@@ -1,4 +1,4 @@
-"""What each precision promises, column by column, on arrays of all scales (docs/precision.md)."""
+"""The error bound of each precision, column by column, on arrays of all scales (docs/precision.md)."""
 
 from functools import cache
 
@@ -10,9 +10,11 @@ from dejax.rgnn import Options
 from tests.rgnn.lowering import scaled
 from tests.rgnn.lowering.scaled import CASES, Yardsticks, arrays, column_errors, runner
 
+pytestmark = pytest.mark.newest_jax
+
 # Relative to float64, each column of results and gradients, products that do not cancel. docs/precision.md has these.
 PROMISED = {"f32": 1e-6, "tf32": 2e-3, "bf16": 2e-2}
-# Errors of float32 itself, under which ratios say nothing.
+# Errors of float32 itself; ratios of smaller errors have no meaning.
 FLOOR = {"f32": 2e-7, "tf32": 1e-6}
 SCALES = (1e-12, 1e-6, 1e6, 1e12)
 
@@ -30,7 +32,7 @@ def kernels(name: str, precision: str):
 def errors(
     name: str, precision: str, where: str, factor: float, seed: int = 0
 ) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """For the result and each gradient: its errors by column, and those of the hardware's own products."""
+    """For the result and each gradient, its errors by column and those of the hardware's products."""
     y = yardsticks(name)
     a, of_cotangent = scaled.scaled(arrays(CASES[name], seed), where, factor)
     cotangent = np.array(y.cotangent)
@@ -47,33 +49,36 @@ def errors(
 
 
 def assert_near_hardware(name: str, precision: str, where: str, factor: float) -> None:
-    """Each column within three times the error that true products have there, or in the median column."""
+    """Checks each column: at most three times the error of hardware products there, or in their median column."""
     for what, found, hardware in errors(name, precision, where, factor):
         allowed = 3 * np.maximum(np.maximum(hardware, np.median(hardware)), FLOOR[precision])
         worst = np.max(found / allowed)
         assert worst <= 1, f"{what}: {3 * worst:.1f} times the error of true {precision} products"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("precision", PROMISED)
 @pytest.mark.parametrize("name", ["typed_sum", "rgcn", "spread"])
-def test_what_the_page_promises(name: str, precision: str) -> None:
+def test_bounds_of_the_precision_page(name: str, precision: str) -> None:
     for seed in range(2):
         for what, found, _ in errors(name, precision, "all", 1.0, seed):
             assert found.max() <= PROMISED[precision], f"{what}: {found.max():.1e}"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("factor", SCALES)
 @pytest.mark.parametrize(
     "where", ["row", "column", "feature", "feature alone", "weights of a feature", "type", "all", "cotangent"]
 )
 @pytest.mark.parametrize("name", ["typed_sum", "rgcn"])
-def test_scales_cost_no_digits(name: str, where: str, factor: float) -> None:
+def test_scales_cost_no_accuracy(name: str, where: str, factor: float) -> None:
     assert_near_hardware(name, "tf32", where, factor)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("factor", SCALES)
 @pytest.mark.parametrize("where", ["row", "column", "type", "all", "cotangent"])
-def test_scales_cost_no_digits_of_float32(where: str, factor: float) -> None:
+def test_scales_cost_no_accuracy_in_float32(where: str, factor: float) -> None:
     assert_near_hardware("typed_sum", "f32", where, factor)
 
 
@@ -83,19 +88,20 @@ def test_scales_of_heads(where: str) -> None:
         assert_near_hardware("heads", "tf32", where, factor)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("where", "factors"),
     [("row", (1e-12, 1e-6)), ("column", (1e-12, 1e-6)), ("feature", (1e-12, 1e-6, 1e6)), ("cotangent", SCALES)],
 )
 def test_scales_of_attention(where: str, factors: tuple[float, ...]) -> None:
-    """Scores stay of an order that a softmax does not saturate on."""
+    """Scores stay in a range in which the softmax does not saturate."""
     for factor in factors:
         assert_near_hardware("rgat", "tf32", where, factor)
 
 
 @pytest.mark.parametrize("offset", [5.0, 10.0, 30.0])
-def test_rows_that_are_subtracted_later_keep_their_digits(offset: float) -> None:
-    """PNA's standard deviation: rows in 16 bits would lose all digits of it at an offset of 30."""
+def test_rows_of_a_difference_keep_their_accuracy(offset: float) -> None:
+    """PNA's standard deviation: row-scaled float16 would lose all of its digits at an offset of 30."""
     y = yardsticks("spread")
     a = arrays(CASES["spread"])
     a["x"] = (a["x"] + offset).astype(np.float32).astype(np.float64)

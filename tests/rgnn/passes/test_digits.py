@@ -18,6 +18,8 @@ import pytest
 from dejax import rgnn
 from dejax.rgnn import Options, RelGraph, library
 
+pytestmark = pytest.mark.newest_jax
+
 REASSOCIATING = (
     "reorder", "aggregate", "fold", "contract", "factor_weights", "hoist", "merge_gemms", "decompact", "concat_parts",
     "merge_weight_gradients",
@@ -179,6 +181,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "inputs"), CASES)
 def test_results_and_gradients_have_the_digits_of_the_program_as_written(name: str, inputs: str) -> None:
     check(name, inputs, {"backend": "xla", "precision": "f32"})

@@ -40,16 +40,18 @@ from tests.rgnn.cases import Size
 from tests.rgnn.contract import make_arrays
 from tests.rgnn.references import GRAPHS, graph_of
 
-# Ten edges for each source pair, and for each destination pair: everything that can pay does.
+pytestmark = pytest.mark.newest_jax
+
+# Ten edges for each source pair, and for each destination pair: every pass pays.
 COUNTS = Counts(
     nodes=50, edges=1000, source_pairs=100, destination_pairs=100, edge_types=4, node_types=2, typed_sources=True
 )
-# Every edge has a source pair and a destination pair of its own: nothing that saves rows does.
+# Every edge has a source pair and a destination pair of its own: no pass saves rows.
 SPARSE = Counts(nodes=1000, edges=1000, source_pairs=1000, destination_pairs=1000, edge_types=4, node_types=2)
 
 
 class Tiny(Builder):
-    """A builder with the words of the front end."""
+    """A builder with methods named as in the front end."""
 
     def given(self, name: str, space: Space, *shape: int, dtype: str = "float32") -> int:
         position = sum(op.name == "input" for op in self.ops)
@@ -162,7 +164,7 @@ def by_pair(b: Tiny) -> list[int]:
 
 
 def rgat_after_compaction(b: Tiny, width: int = 64) -> int:
-    """RGAT's score, and what it multiplies."""
+    """RGAT's score times the rows of its source."""
     x, w, a, c = b.node("x", width), b.weight("w", width, 64), b.weight("a", 64), b.weight("c", width)
     z = b.linear(b.op("gather", x, via="source_pair.node"), w, via="source_pair.etype")
     to = b.op("gather", x, via="destination_pair.node")
@@ -200,7 +202,7 @@ def inner_product_of_a_sum(b: Tiny) -> list[int]:
 
 @program("factor_weights")
 def vector_after_product(b: Tiny) -> list[int]:
-    """The gradients of a weight and of the vector that its product meets."""
+    """The gradients of a weight, and of a vector that multiplies the rows after the weight."""
     x, w, to_score, to_row = b.node("x", 4), b.weight("w", 1, 4, 3), b.edge("ds", 1), b.edge("dy", 1, 3)
     row = b.src(x)
     z = b.linear(row, w, "k,hkn->hn")
@@ -231,7 +233,7 @@ def attention_and_epilogue(b: Tiny) -> int:
 
 @program("share_scalars")
 def gradients_of_scores(b: Tiny) -> list[int]:
-    """Of a sum of values weighted by keys times queries: by destination the gradient of queries, by source the rest."""
+    """Gradients of a sum of values weighted by keys times queries: by destination of queries, by source of the rest."""
     rows, q, dy = b.node("rows", 2, 8), b.node("q", 1, 8), b.node("dy", 1, 8)
     key, value = (b.src(b.op("slice", rows, axis=0, start=i, stop=i + 1)) for i in (0, 1))
     score, change = b.op("dot", key, b.dst(q)), b.op("dot", b.dst(dy), value)
@@ -285,7 +287,7 @@ def test_golden(name: str, before: Program, run: Callable[[Program, Counts], Pro
     after = verify(run(before, COUNTS))
     assert str(after) != str(before)
     golden(f"pass_{name}.txt", before_after(before, (f"after {name}", after)))
-    # Done once, there is nothing left to do.
+    # A second run changes nothing.
     again = dce(cse(run(dce(cse(after, COUNTS), COUNTS), COUNTS), COUNTS), COUNTS)
     if name != "hoist":
         assert str(again) == str(dce(cse(after, COUNTS), COUNTS))
@@ -300,7 +302,7 @@ def test_golden_backward(golden: Golden) -> None:
 
 
 def test_golden_cut(golden: Golden) -> None:
-    """What is saved and what is recomputed, and with the pass off: everything is saved."""
+    """The saved and the recomputed values; with the pass off, everything is saved."""
     joint = dce(cse(differentiate(message_passing, wrt=(0, 1)), COUNTS), COUNTS)
     stages = []
     for title, save_all in (("recompute", False), ("recompute off", True)):
@@ -335,7 +337,7 @@ def vectors_in_two_loops(b: Tiny) -> list[int]:
 
 
 def test_rows_are_rounded_for_inner_products_alone() -> None:
-    """What another loop multiplies by is read as it is, by all."""
+    """A vector that another loop multiplies rows by is read unrounded by all loops."""
     kernels = fallback(fuse_traversal(Kernels(vectors_in_two_loops), COUNTS))
     assert sum(isinstance(i, Traversal) for i in kernels.instances) == 2
     ops = vectors_in_two_loops.ops
@@ -376,7 +378,7 @@ def test_golden_fallback(golden: Golden) -> None:
 
 
 def test_golden_merge_weight_gradients(golden: Golden) -> None:
-    """One pass over rows, once the vector's gradient is of the rows that the weight's is of."""
+    """One pass over rows, once the gradients of vector and weight are products with the same rows."""
     apart = fallback(fuse_gemm(Kernels(dce(factor_weights(vector_after_product, COUNTS), COUNTS)), COUNTS))
     paired = verify_kernels(merge_weight_gradients(apart))
     golden("pass_merge_weight_gradients.txt", before_after(apart, ("merged", paired)))
@@ -389,7 +391,7 @@ def test_golden_merge_weight_gradients(golden: Golden) -> None:
 def vector_and_weight(
     b: Tiny, *, heads: int = 1, weight_too: bool = True, dtype: str = "float32", after: bool = False
 ) -> list[int]:
-    """`vector_after_product` with other shapes; with `after`, the weight's gradient waits for the vector's."""
+    """`vector_after_product` with other shapes; with `after`, the weight's gradient reads the vector's."""
     x, w, row_of = b.node("x", 4), b.weight("w", heads, 4, 3), b.edge("dy", heads, 3)
     row, to_score = b.src(x), b.given("ds", Space.EDGE, heads, dtype=dtype)
     of = lambda left, right, spec: b.op("outer", left, right, spec=spec, via="etype", dtype=dtype)  # noqa: E731
@@ -404,12 +406,12 @@ def vector_and_weight(
     [{"heads": 17}, {"weight_too": False}, {"dtype": "bfloat16"}],
     ids=["many heads", "no gradient of the weight", "another dtype"],
 )
-def test_sums_of_products_stay_where_no_other_sum_has_their_rows(options: dict[str, Any]) -> None:
+def test_weights_are_not_factored_out_where_no_other_gradient_has_their_rows(options: dict[str, Any]) -> None:
     p = program("factor_weights")(lambda b: vector_and_weight(b, **options))
     assert factor_weights(p, COUNTS) == p
 
 
-def test_sums_that_wait_for_each_other_are_no_pair() -> None:
+def test_weight_gradients_that_read_each_other_are_not_merged() -> None:
     p = program("merge_weight_gradients")(lambda b: vector_and_weight(b, after=True))
     after = verify(factor_weights(p, COUNTS))
     assert after != p
@@ -418,7 +420,7 @@ def test_sums_that_wait_for_each_other_are_no_pair() -> None:
 
 
 def test_golden_storage(golden: Golden) -> None:
-    """Rows between kernels in 16 bits; an output only where it may be."""
+    """Rows between kernels are stored as row-scaled float16, outputs only if they are packed."""
     fused = fallback(fuse_traversal(fuse_gemm(Kernels(products_of_products), COUNTS), COUNTS))
     golden(
         "pass_storage.txt",
@@ -454,7 +456,7 @@ def test_an_old_name_of_a_pass_is_accepted_with_a_warning(old: str, new: str) ->
 
 
 def test_vectors_of_types_may_be_computed() -> None:
-    """A loop over edges loads them: the rows of another space are not computed edge by edge."""
+    """A loop over edges loads them: it does not compute rows of another space for each edge."""
     b = Tiny("computed")
     vector = b.op("exp", b.weight("a", 4))
     score = b.linear(b.src(b.node("x", 4)), vector, "k,k->")
@@ -464,7 +466,7 @@ def test_vectors_of_types_may_be_computed() -> None:
 
 
 def test_parts_are_read_and_written_where_they_are() -> None:
-    """Keys and messages of one product are read from one array; their gradients are written to one, in 16 bits."""
+    """Keys and messages are read from one array, and their gradients written to one, as row-scaled float16."""
     pairs = Counts(nodes=50, edges=1000, source_pairs=90, destination_pairs=90, edge_types=8, node_types=3)
     joint = differentiate(dce(merge_gemms(compact(keys_and_messages, pairs), pairs), pairs), wrt=(0, 1, 2, 3))
     late = run_passes(joint, LATE, pairs, frozenset(), lambda *_: None)
@@ -513,7 +515,7 @@ def test_no_aggregation_of_a_product_that_others_read() -> None:
 
 
 def test_no_aggregation_past_a_factor_of_the_features() -> None:
-    """A number for each feature does not commute with the weight."""
+    """A scalar for each feature does not commute with the weight."""
 
     @program("features")
     def features(b: Tiny) -> int:
@@ -524,7 +526,7 @@ def test_no_aggregation_past_a_factor_of_the_features() -> None:
 
 
 def test_no_aggregation_past_a_factor_that_makes_more_heads() -> None:
-    """One head times a number for each of three heads: the product is wider than the weight's result."""
+    """One head times a scalar for each of three heads: the product is wider than the weight's result."""
 
     @program("heads")
     def heads(b: Tiny) -> int:
@@ -534,8 +536,8 @@ def test_no_aggregation_past_a_factor_that_makes_more_heads() -> None:
     assert verify(aggregate(heads, COUNTS)).ops[-1].shape == (3, 8)
 
 
-def test_no_contraction_with_numbers_for_other_axes() -> None:
-    """c_e for each head beside the inner products, and c_e for each feature in the sum: not the same sum."""
+def test_no_contraction_with_scalars_for_other_axes() -> None:
+    """With the inner products c_e is a scalar for each head, in the sum one for each feature: not the same sum."""
 
     def sums(shape: tuple[int, int]) -> Program:
         @program("axes")
@@ -558,7 +560,7 @@ def test_compaction_where_it_spares_rows() -> None:
 
 
 def test_no_compaction_of_functions_that_can_be_infinite() -> None:
-    """A node that no edge reads would make 0 times infinity in backward."""
+    """For a node that no edge reads, backward would multiply 0 by infinity."""
 
     @program("partial")
     def partial(b: Tiny) -> int:
@@ -569,7 +571,7 @@ def test_no_compaction_of_functions_that_can_be_infinite() -> None:
 
 
 def test_reordering_where_it_is_less_work() -> None:
-    """(x V) U with an inner width of 16 is V U first; with an inner width of 1 it is not."""
+    """(x V) U with an inner width of 16 becomes x (V U); with an inner width of 1 it stays."""
 
     @program("narrow")
     def narrow(b: Tiny) -> int:
@@ -588,7 +590,7 @@ def test_no_reordering_of_a_product_that_others_read() -> None:
         return [b.op("dot", z, b.op("gather", a, via="etype")), b.sum(z)]
 
     after = reorder(others, COUNTS)
-    # The inner product is with a constant by type either way, but x W stays as it is.
+    # Either way the inner product becomes one with a vector by type, but x W stays as it is.
     assert not any(op.attr("via") == "self" for op in after.ops)
 
 
@@ -602,7 +604,7 @@ def scaled_scores(b: Tiny, *, heads: int = 2, width: int = 3, kept: bool = False
     return [found, b.op("reduce", z, via="dst", op="sum")] if kept else [found]
 
 
-def test_a_number_by_type_goes_into_the_weight_of_a_score() -> None:
+def test_a_scalar_by_type_is_multiplied_into_the_weight_of_a_score() -> None:
     after = dce(reorder(program("scaled")(scaled_scores), COUNTS), COUNTS)
     scaled = next(op for op in after.ops if op.name == "mul")
     assert scaled.space == Space.EDGE_TYPE and scaled.shape == (2, 4, 3)
@@ -610,7 +612,7 @@ def test_a_number_by_type_goes_into_the_weight_of_a_score() -> None:
 
 
 @pytest.mark.parametrize("why", ["the product is read elsewhere, too", "few edges for such weights"])
-def test_a_number_by_type_stays_where(why: str) -> None:
+def test_a_scalar_by_type_is_not_multiplied_into_a_weight(why: str) -> None:
     before = program("scaled")(lambda b: scaled_scores(b, width=64 if "few" in why else 3, kept="read" in why))
     after = dce(reorder(before, replace(COUNTS, edges=10) if "few" in why else COUNTS), COUNTS)
     assert not any(op.name == "mul" and op.space == Space.EDGE_TYPE for op in after.ops)
@@ -621,7 +623,7 @@ def test_a_number_by_type_stays_where(why: str) -> None:
     ("source_pair", "src", "source_pair.node"),
     ("destination_pair", "dst", "destination_pair.node"),
 ])  # fmt: skip
-def test_what_all_items_of_a_row_read_alike_is_read_once_for_the_row(loop: str, via: str, inner: str) -> None:
+def test_a_row_that_all_entries_of_a_segment_read_is_read_once(loop: str, via: str, inner: str) -> None:
     assert access_by(via, loop) == ("row_indexed", inner)
     assert access_by(via, "dst" if via != "dst" else "src") == ("gathered", via)
 
@@ -634,7 +636,7 @@ def hgt_training(
     degree: int = 10,
     types: int = 4,
 ) -> tuple[Cut, Kernels]:
-    """The halves of the training of HGT, or another model, on a graph of so many edges, and the second's kernels."""
+    """The halves of a training step of HGT, or another model, on so many edges, and the kernels of the second."""
     counts = Counts(edges // degree, edges, edges // 9, edges // 5, types, 4, typed_sources=True)
     size = Size(8 * heads, 8, heads)
     arrays = {k: a.astype("float32") for k, a in make_arrays(model, GRAPHS["typed"], size, "float32").items()}
@@ -648,7 +650,7 @@ def hgt_training(
 
 
 @pytest.mark.parametrize(("edges", "kept"), [(1_000_000, True), (100_000_000, False)])
-def test_scores_of_many_edges_are_made_again(edges: int, kept: bool) -> None:
+def test_scores_of_many_edges_are_recomputed(edges: int, kept: bool) -> None:
     """The loop over destinations reads keys and queries anyway: forward writes no score."""
     halves, kernels = hgt_training(edges, 2)
     assert any(halves.forward.ops[v].space == Space.EDGE for v in halves.forward.outputs) == kept
@@ -658,8 +660,8 @@ def test_scores_of_many_edges_are_made_again(edges: int, kept: bool) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 4])
-def test_one_loop_of_attention_makes_the_numbers_by_which_others_multiply_rows(heads: int) -> None:
-    """HGT's loop over destinations reads the rows of keys and messages; that over source pairs two numbers a head."""
+def test_one_loop_of_attention_stores_per_edge_scalars_for_the_others(heads: int) -> None:
+    """HGT's loop over destinations loads rows of keys and messages; the loop over source pairs two scalars a head."""
     _, kernels = hgt_training(60_000_000, heads)
     by_destination, by_pair = (t for t in kernels.instances if isinstance(t, Traversal) and t.space == Space.EDGE)
     ops = kernels.program.ops
@@ -677,15 +679,15 @@ def test_one_loop_of_attention_makes_the_numbers_by_which_others_multiply_rows(h
 
 @pytest.mark.parametrize("disable", [(), ("share_scalars",)], ids=["shared", "not"])
 def test_keys_and_messages_are_free_before_their_gradients_are_written(disable: tuple[str, ...]) -> None:
-    """The loop over destinations reads both, that over pairs neither: arrays as large are not there at once."""
+    """Only the loop over destinations reads both, so the peak of memory does not hold them and their gradients."""
     _, kernels = hgt_training(60_000_000, 4, *disable)
     first, second = (t for t in kernels.instances if isinstance(t, Traversal) and t.space == Space.EDGE)
     (rows,) = (i for i in kernels.program.inputs if kernels.program.ops[i].space == Space.SOURCE_PAIR)
     assert rows in first.reads and (rows in second.reads) == bool(disable)
 
 
-def test_gradients_of_nodes_are_made_by_a_kernel_in_16_bits() -> None:
-    """HGT's, of its activation, with their inner products, which the loop's must cancel with; a copy of RGAT's."""
+def test_gradients_of_nodes_are_computed_by_a_kernel_and_stored_as_float16() -> None:
+    """HGT's gradients of the activation, with inner products that cancel with those of the loop; a copy of RGAT's."""
     for model in ("hgt", "rgat"):
         _, kernels = hgt_training(60_000_000, 4, model=model)
         check_gradients_of_nodes(kernels)
@@ -726,7 +728,7 @@ def test_gradients_are_copied_where_loops_read_them_often(
 
 
 def test_a_loop_reads_all_rows_of_nodes_where_what_it_makes_goes_elsewhere() -> None:
-    """Rows of nodes without items are needed where they are given back, or gathered by another map."""
+    """Rows of nodes without edges are needed where they are outputs, or gathered by another map."""
     for elsewhere in ("output", "src", "nowhere"):
 
         @program("inner products")
@@ -748,21 +750,21 @@ def test_a_loop_reads_all_rows_of_nodes_where_what_it_makes_goes_elsewhere() -> 
         assert len(read) == (2 if elsewhere == "nowhere" else 0)
 
 
-@pytest.mark.parametrize(("edges", "types", "beside", "rounded"), [
+@pytest.mark.parametrize(("edges", "types", "fused", "rounded"), [
     (60_000_000, 4, True, True), (60_000_000, 600, True, True), (600_000, 4, True, False), (600_000, 600, False, False),
 ])  # fmt: skip
-def test_sums_of_both_kinds_of_pairs(edges: int, types: int, beside: bool, rounded: bool) -> None:
-    """In one loop, unless a node may have pairs of hundreds of types; of vectors in 16 bits where they are many."""
+def test_sums_of_both_kinds_of_pairs(edges: int, types: int, fused: bool, rounded: bool) -> None:
+    """Fused, unless a node may have pairs of hundreds of types; vectors are read as float16 where pairs are many."""
     _, kernels = hgt_training(edges, 4, model="rgat", types=types)
     loops = [t for t in kernels.instances if isinstance(t, Traversal) and t.via is not None and ".node" in t.via]
-    assert [t.beside is not None for t in loops] == ([True] if beside else [False, False])
+    assert [t.beside is not None for t in loops] == ([True] if fused else [False, False])
     vectors = {o.name for t in loops for o in t.loaded if o.via == "destination_pair.etype"}
     assert kernels.rounded == (vectors if rounded else set())
 
 
 @pytest.mark.parametrize(("nodes", "heads", "forward", "backward"), [(100, 1, 0, 0), (100, 4, 1, 1), (10**7, 1, 1, 0)])
 def test_a_few_vectors_by_type_are_a_narrow_product(nodes: int, heads: int, forward: int, backward: int) -> None:
-    """RGAT's scores of destinations with many heads, or where rows of nodes come from memory; their gradient."""
+    """RGAT's scores of destinations with many heads, or where rows of nodes come from memory, and their gradient."""
     counts = replace(COUNTS, nodes=nodes)
     size = Size(8, 4, heads)
     arrays = {k: a.astype("float32") for k, a in make_arrays("rgat", GRAPHS["typical"], size, "float32").items()}
@@ -775,8 +777,8 @@ def test_a_few_vectors_by_type_are_a_narrow_product(nodes: int, heads: int, forw
         assert len(narrow) == expected
 
 
-def test_scores_are_made_by_the_product() -> None:
-    """Heads lie side by side in a row of a tile, which is cut in them where all widths are powers of two."""
+def test_scores_are_computed_in_the_epilogue_of_a_gemm() -> None:
+    """Heads lie side by side in a row of a tile, which can be cut where all widths are powers of two."""
     for heads, width, made in ((1, 3, True), (2, 3, False), (2, 4, True), (3, 4, False)):
 
         @program("scores")
@@ -819,8 +821,8 @@ def test_one_pass_for_softmax_and_weighted_sum() -> None:
     assert loop.writes == late.outputs
 
 
-def test_what_training_of_a_softmax_keeps() -> None:
-    """A maximum and a sum a node, never a number an edge."""
+def test_a_softmax_saves_nothing_of_edges() -> None:
+    """A maximum and a sum for each node, never a scalar for each edge."""
     halves = differentiated(optimise(attention, COUNTS), (0, 1), COUNTS)
     kept = [halves.forward.ops[o] for o in halves.forward.outputs[1:]]
     assert {op.space for op in kept} == {Space.NODE}
@@ -867,15 +869,16 @@ def test_lines_survive_the_passes() -> None:
         assert found == {"model.py:8"}
 
 
-def test_outer_products_are_gemm_instances() -> None:
+def test_outer_products_are_weight_gradients() -> None:
     kernels = verify_kernels(fallback(fuse_gemm(Kernels(products), COUNTS)))
     assert [type(i) for i in kernels.instances] == [Gemm, Outer]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("counts", [COUNTS, SPARSE], ids=["dense", "sparse"])
 @pytest.mark.parametrize("case", ["rgcn_mean", "rgat", "hgt_skip"])
 def test_models_become_kernels_whichever_passes_choose(case: str, counts: Counts) -> None:
-    """Every combination of the passes that decide: no instance waits for itself."""
+    """With every combination of the passes that choose, no instance waits for itself."""
     arrays = {
         key: a.astype("float32") for key, a in make_arrays(case, GRAPHS["typical"], Size(16, 8, 2), "float32").items()
     }

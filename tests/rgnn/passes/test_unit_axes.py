@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
@@ -136,26 +137,32 @@ def test_passes_with_unit_axes(way: str, x: Shape) -> None:
     compare(way, x, Options(backend="xla"), "float64", 1e-11)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("options", "dtype", "tolerance"), [(KERNELS, "float32", 2e-5), (Options(backend="xla"), "float64", 1e-11)]
+    ("options", "dtype", "tolerance"),
+    [(KERNELS, "float32", 2e-5), (Options(backend="xla"), "float64", 1e-11)],
+    ids=["kernels", "xla"],
 )
 def test_attention_as_it_is_mostly_written(options: Options, dtype: str, tolerance: float) -> None:
     compare("as_written", (3,), options, dtype, tolerance)
 
 
-def compare(way: str, x: Shape, options: Options, dtype: str, tolerance: float) -> None:
+@cache
+def run(way: str, x: Shape, options: Options, dtype: str) -> tuple:
+    """Results and gradients; one compilation of the reference serves all that is compared with it."""
     program = rgnn.program(lambda g, a: tuple(WAYS[way][0](g, x, a)))
-    graph, numbers = EDGES.build(hub_chunk=CHUNK), arrays(way, x)
+    graph = EDGES.build(hub_chunk=CHUNK)
 
-    def run(options: Options, dtype: str) -> tuple:
-        def loss(a: dict[str, Any]) -> tuple:
-            results = program(graph, a, options=options)
-            return sum((jnp.sin(y * 1.3 + 0.4)).sum() for y in results), results
+    def loss(a: dict[str, Any]) -> tuple:
+        results = program(graph, a, options=options)
+        return sum((jnp.sin(y * 1.3 + 0.4)).sum() for y in results), results
 
-        with jax.enable_x64(dtype == "float64"):
-            return jax.jit(jax.grad(loss, has_aux=True))({k: jnp.asarray(v, dtype) for k, v in numbers.items()})
+    with jax.enable_x64(dtype == "float64"):
+        return jax.jit(jax.grad(loss, has_aux=True))({k: jnp.asarray(v, dtype) for k, v in arrays(way, x).items()})
 
-    want, got = run(PLAIN, "float64"), run(options, dtype)
+
+def compare(way: str, x: Shape, options: Options, dtype: str, tolerance: float) -> None:
+    want, got = run(way, x, PLAIN, "float64"), run(way, x, options, dtype)
     for (path, w), y in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
         assert y.shape == w.shape
         scale = 1 + np.abs(w).max()

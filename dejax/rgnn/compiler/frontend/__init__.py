@@ -1,7 +1,7 @@
-"""The front end: a Python function over symbolic values, traced once into the inter-operator IR.
+"""The front end: a Python function on symbolic values, traced once into the inter-operator IR.
 
-A model layer is a function of `g` (a `GraphSymbol`) and of arrays; inside it every value knows its space. What an array
-argument stands for is said where it is used: `g.node(h)`, `g.edge(e)`, `g.per_edge_type(w)`, `g.per_node_type(w)` or
+A layer is a function of `g` (a `GraphSymbol`) and of arrays. Inside it every value has a space. The function gives an
+array its space where it uses the array: `g.node(h)`, `g.edge(e)`, `g.per_edge_type(w)`, `g.per_node_type(w)` or
 `g.shared(w)`. Misuse raises `ProgramError`, which points at the user's line.
 """
 

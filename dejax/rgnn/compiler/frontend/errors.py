@@ -1,4 +1,4 @@
-"""Errors of the front end, which begin with the line of the user's program at fault."""
+"""Errors of the front end, which begin with the faulty line of the user's program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from dejax.rgnn.ir import inter
 from dejax.rgnn.ir.inter import Space
 
-# Frames of these are not the user's: the front end and the IR, and the files beside them that call it; JAX and NumPy.
+# Frames that are not the user's: those of the front end and the IR, of the files that call them, of JAX and of NumPy.
 _FOLDERS = (str(Path(__file__).parent), str(Path(inter.__file__).parent))
 _LIBRARIES = (str(Path(jax.__file__).parent), str(Path(np.__file__).parent))
 _FILES = {str(Path(__file__).parent.parent / name) for name in ("program.py", "functional.py")}
@@ -34,11 +34,11 @@ REMEDY = {
 
 
 class ProgramError(ValueError):
-    """A relational program that makes no sense; the message begins with the line of the program at fault."""
+    """A mistake in a relational program; the message begins with the faulty line."""
 
 
 def is_internal(path: str) -> bool:
-    """Whether a file is of the front end, or of what calls it, and not the user's."""
+    """Whether a file belongs to the front end or its callers in the compiler."""
     return path in _FILES or path.startswith(_FOLDERS)
 
 
@@ -48,7 +48,7 @@ def is_library(path: str) -> bool:
 
 
 def user_line() -> str | None:
-    """`file:line` of the innermost frame that is neither the front end's own nor a library's."""
+    """`file:line` of the innermost frame outside of the front end and of libraries."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -59,7 +59,7 @@ def user_line() -> str | None:
 
 
 def fail(message: str, line: str | None = None) -> ProgramError:
-    """The error, pointing at `file:line`, by default the line of the program that runs now."""
+    """An error at `file:line`, by default the line of the program that is running."""
     line = line or user_line()
     if line is None:
         return ProgramError(message)

@@ -21,20 +21,20 @@ def axes_of(x: Symbol, axis: Any) -> tuple[int, ...]:
         return tuple(range(rank))
     given = axis if isinstance(axis, tuple) else (axis,)
     if any(not isinstance(a, int) or isinstance(a, bool) for a in given):
-        raise fail(f"axis must be a whole number, a tuple of them or None, which means all, got {axis!r}")
+        raise fail(f"axis must be an integer, a tuple of integers or None (all axes), got {axis!r}")
     for a in given:
         if not -rank <= a < rank:
             raise fail(f"axis {a} is out of range for feature shape {x.shape}")
     found = sorted(a % rank for a in given)
     if len(set(found)) != len(found):
-        raise fail(f"axis {axis!r} names an axis of feature shape {x.shape} twice")
+        raise fail(f"axis must name each axis of feature shape {x.shape} at most once, got {axis!r}")
     return tuple(found)
 
 
 def axis_of(x: Symbol, axis: Any) -> int:
     """The one feature axis that an `axis` argument names."""
     if not isinstance(axis, int):
-        raise fail(f"axis must be one feature axis, a whole number, got {axis!r}")
+        raise fail(f"axis must be one feature axis, an integer, got {axis!r}")
     return axes_of(x, axis)[0]
 
 
@@ -58,7 +58,7 @@ def extremum(x: Symbol, how: str, axis: Axis, keepdims: bool) -> Symbol:
 
 
 def _counted(x: Symbol, axis: Axis, what: str) -> int:
-    """How many numbers of a row come together, at least one."""
+    """How many elements of a row are reduced; at least one."""
     count = math.prod(x.shape[a] for a in axes_of(x, axis))
     if count == 0:
         raise fail(f"a feature shape of {x.shape} has no {what} over an axis of size 0")
@@ -66,7 +66,7 @@ def _counted(x: Symbol, axis: Axis, what: str) -> int:
 
 
 def _wide(x: Symbol) -> Symbol:
-    """The value as floats of at least 32 bits, in which sums of exponentials are taken."""
+    """The value in floats of at least 32 bits, for sums of exponentials."""
     return x.trace.wide(x.trace.floating(x))
 
 
@@ -76,7 +76,7 @@ def _narrowed(result: Symbol, like: Symbol) -> Symbol:
 
 
 def _shifted(x: Symbol, axis: Axis) -> Symbol:
-    """x minus its maximum, which has no gradient: results do not depend on it."""
+    """x minus its maximum, without gradient through the maximum: results do not depend on it."""
     largest = extremum(x, "max", axis, True)
     return x - x.trace.emit("stop_gradient", largest)
 
@@ -97,7 +97,7 @@ def log_softmax(x: Symbol, axis: Axis) -> Symbol:
 def logsumexp(x: Symbol, axis: Axis, keepdims: bool) -> Symbol:
     wide, trace = _wide(x), x.trace
     largest = trace.emit("stop_gradient", extremum(wide, "max", axis, True))
-    # Where all are -inf, or one is inf, the maximum cannot be subtracted, and need not be.
+    # An infinite maximum (all -inf, or one inf) cannot be subtracted, and need not be.
     finite = trace.binary("gt", math.inf, trace.emit("abs", largest))
     zero = trace.value(0.0, largest)
     shift = trace.emit("select", *trace.align(finite, largest, zero))

@@ -1,4 +1,4 @@
-"""Functions of jax.numpy, jax.nn and numpy that are called on values of a program: what to write instead."""
+"""Errors for functions of jax.numpy, jax.nn and numpy on values of a program, with the function to use instead."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _ours(name: str) -> str | None:
 
 
 def instead_of(name: str) -> str:
-    """What an error says of a function that does not take values of a program."""
+    """The message for a function that does not take values of a program."""
     ours = _ours(name)
     if ours is None:
         remedy = "use those of rgnn (rgnn.exp, rgnn.where, rgnn.maximum, ...), or call it before or after the program"
@@ -82,13 +82,13 @@ def instead_of(name: str) -> str:
 
 
 def _first_known(names: Iterable[str], path: str, line: int) -> str:
-    """The first of some names that there is something for, or of the functions on a line of the user's."""
+    """The first name that has a replacement, among `names` and the functions on the user's line."""
     on_line = re.findall(r"\.(\w+)\(", linecache.getline(path, line))
     return next((name for name in (*names, *on_line) if _ours(name) is not None), "")
 
 
 def error_of_caller() -> ProgramError:
-    """The error for the function of JAX or NumPy that asks for a value as an array right now."""
+    """The error for the function of JAX or NumPy that is converting a value to an array."""
     names = []
     frame = sys._getframe(1)
     while frame is not None and (is_internal(frame.f_code.co_filename) or is_library(frame.f_code.co_filename)):
@@ -100,7 +100,7 @@ def error_of_caller() -> ProgramError:
 
 
 def as_program_error(error: Exception) -> ProgramError | None:
-    """The error of a function of JAX's or NumPy's that met a value of a program, as ours; None for any other error."""
+    """A ProgramError for an error of JAX or NumPy that a value of a program caused; None for any other error."""
     frames = list(traceback.walk_tb(error.__traceback__))
     paths = [frame.f_code.co_filename for frame, _ in frames]
     users = [at for at, path in enumerate(paths) if not is_library(path) and not is_internal(path)]
@@ -108,7 +108,7 @@ def as_program_error(error: Exception) -> ProgramError | None:
     named = any(word in str(error) for word in words) or re.search(r"\b(Symbol|Argument)\b", str(error))
     if not users or not named:
         return None
-    # JAX may have removed its frames, and NumPy's operators leave none.
+    # JAX may have removed its frames, and NumPy's operators have none.
     unmistakable = any(word in str(error) for word in (*words[:2], "ufunc"))
     if not unmistakable and not any(is_library(path) for path in paths[users[-1] + 1 :]):
         return None

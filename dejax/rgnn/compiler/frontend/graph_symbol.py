@@ -1,4 +1,4 @@
-"""The graph inside a program: what arrays stand for, reads on the edges, reductions."""
+"""The graph inside a program: spaces of arrays, reads on the edges, reductions."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from dejax.rgnn.ir.inter import Space
 
 
 class GraphSymbol:
-    """The graph inside a program: where values are read, typed and brought together."""
+    """The graph inside a program: gives arrays a space, reads values on the edges, and reduces them."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
 
     # what arguments stand for
     def node(self, x: Any) -> Symbol:
-        """A value with one row a node."""
+        """A value with one row per node."""
         return self._trace.declare(x, Space.NODE, "g.node")
 
     def edge(self, x: Any) -> Symbol:
-        """A value with one row an edge, in the order of the edges that the graph was made from."""
+        """A value with one row per edge, in the user's order of edges."""
         return self._trace.declare(x, Space.EDGE, "g.edge")
 
     def source_pair(self, x: Any) -> Symbol:
-        """A value with one row a unique (sender, edge type) pair, numbered as in `RelGraph.by_source_pair`."""
+        """A value with one row per unique (sender, edge type) pair, numbered as in `RelGraph.by_source_pair`."""
         return self._trace.declare(x, Space.SOURCE_PAIR, "g.source_pair")
 
     def per_edge_type(self, w: Any) -> Symbol:
-        """A weight or constant with one row an edge type."""
+        """A weight or constant with one row per edge type."""
         return self._trace.declare(w, Space.EDGE_TYPE, "g.per_edge_type")
 
     def per_node_type(self, w: Any) -> Symbol:
-        """A weight or constant with one row a node type."""
+        """A weight or constant with one row per node type."""
         return self._trace.declare(w, Space.NODE_TYPE, "g.per_node_type")
 
     def shared(self, w: Any) -> Symbol:
-        """A weight or constant without rows, the same for all."""
+        """A weight or constant without rows, shared by all."""
         return self._trace.declare(w, Space.GRAPH, "g.shared")
 
     # reading on the edges
@@ -59,19 +59,19 @@ class GraphSymbol:
         return self._trace.emit("gather", self._trace.declare(x, Space.NODE, method), via=via)
 
     def in_degree(self, *, within_relation: bool = False, dtype: str = "float32") -> Symbol:
-        """On each edge, how many edges arrive at its destination (of the same edge type, `within_relation`).
+        """On each edge, the number of edges into its destination; with `within_relation`, of its own edge type.
 
-        `dtype` is float32, float64, int32 or int64: 16 bits do not hold the counts of large graphs. A value in 16 bits
-        over a count is float32; `.astype` gives it in 16 bits.
+        `dtype` is float32, float64, int32 or int64, since 16-bit dtypes do not hold the counts of large graphs. A
+        16-bit value divided by a count is float32; `.astype` makes it 16-bit again.
         """
         via = "destination_pair" if within_relation else "dst"
         return self._trace.emit("gather", self._trace.emit("count", via=via, dtype=np.dtype(dtype).name), via=via)
 
     def out_degree(self, *, dtype: str = "float32") -> Symbol:
-        """On each edge, how many edges leave its source; `dtype` as for `in_degree`."""
+        """On each edge, the number of edges out of its source; `dtype` as for `in_degree`."""
         return self._trace.emit("gather", self._trace.emit("count", via="src", dtype=np.dtype(dtype).name), via="src")
 
-    # bringing together
+    # reductions over edges
     def _reduce(self, x: Any, via: str, how: str, method: str) -> Symbol:
         trace = self._trace
         if isinstance(x, Symbol) and x.space == Space.EDGE_TYPE:
@@ -83,12 +83,12 @@ class GraphSymbol:
         trace = self._trace
         if how in ("sum", "prod"):
             return trace.emit("reduce", trace.counted(x), via=via, op=how)
-        if how == "min" and via != "all" and inter.is_float(x.dtype):  # kernels have maxima; 0 where there is nothing
+        if how == "min" and via != "all" and inter.is_float(x.dtype):  # kernels have only maxima; empty segments give 0
             return 0.0 - trace.emit("reduce", 0.0 - x, via=via, op="max")
         if how != "mean":
             return trace.emit("reduce", x, via=via, op=how)
         x = trace.floating(x)
-        # Sums and counts of many edges are beyond 16 bits, their quotients not.
+        # Sums and counts of many edges overflow 16-bit dtypes; their quotients do not.
         wide = trace.wide(x)
         total = trace.emit("reduce", wide, via=via, op="sum")
         space = {"space": str(x.space)} if inter.VIAS[via].fine is None else {}
@@ -136,7 +136,7 @@ class GraphSymbol:
         return self._reduce(x, "src", "min", "g.min_to_src")
 
     def prod_to_dst(self, x: Any) -> Symbol:
-        """Each node's product over its incoming edges; 1 where there is none. Gradients are right at zeros, too."""
+        """Each node's product over its incoming edges; 1 where there is none. Gradients are exact at zeros, too."""
         return self._reduce(x, "dst", "prod", "g.prod_to_dst")
 
     def prod_to_src(self, x: Any) -> Symbol:
@@ -160,7 +160,7 @@ class GraphSymbol:
         x = self._trace.operand(x) if self._trace.is_operand(x) else x
         if not isinstance(x, Symbol) or x.space == Space.GRAPH:
             found = SPACE_WORDS[Space.GRAPH] if isinstance(x, Symbol) else type(x).__name__
-            raise fail(f"{method} needs a value with rows, of nodes, edges, pairs or types, got {found}")
+            raise fail(f"{method} needs a value of nodes, edges, pairs or types, got {found}")
         return x
 
     def sum_to_node_type(self, x: Any) -> Symbol:
@@ -211,7 +211,7 @@ class GraphSymbol:
         """The minimum over all rows, as a shared value; 0 where there is none below inf."""
         return self._reduce_to_graph(x, "min", "g.min_to_graph")
 
-    # by numbers of the rows' own: graphs of a batch
+    # by an integer per row: graphs of a batch
     def _reduce_by(self, x: Any, ids: Any, num: int, how: str) -> Symbol:
         method = f"g.{how}_by"
         x = self._rows(x, method)
@@ -229,36 +229,39 @@ class GraphSymbol:
 
     def _ids(self, ids: Any, space: Space, num: Any, method: str) -> Symbol:
         if not isinstance(num, int) or isinstance(num, bool) or num < 0:
-            raise fail(f"{method}(x, ids, num) needs a Python number as num, how many results there are, got {num!r}")
+            raise fail(
+                f"num, the number of results of {method}(x, ids, num), must be a non-negative Python int, got {num!r}"
+            )
         ids = self._trace.declare(ids, space, method)
         if not ids.dtype.startswith(("int", "uint")) or ids.shape:
             raise fail(
-                f"{method}(x, ids, num) needs one integer a row as ids, got {ids.dtype} of feature shape {ids.shape}"
+                f"ids in {method}(x, ids, num) must be one integer per row, got {ids.dtype} of feature shape "
+                f"{ids.shape}"
             )
         return ids
 
     def sum_by(self, x: Any, ids: Any, num: int) -> Symbol:
-        """Sums of rows by a number of each row, as a shared value of feature shape (num, *F).
+        """Sums of rows with equal integers, as a shared value of feature shape (num, *F).
 
         Args:
-          x: a value with rows: of nodes, say.
-          ids: for each of these rows one integer, which graph of a batch it belongs to, say: an argument or a value
-            of the same space. Rows whose integer is not in 0, ..., num - 1 are left out.
-          num: how many sums there are, a Python number.
+          x: a value with rows, for example of nodes.
+          ids: one integer per row, for example the graph of a batch that a node belongs to; an argument or a value of
+            the same space. Rows whose integer is not in 0, ..., num - 1 are left out.
+          num: the number of sums, a Python int.
         """
         return self._reduce_by(x, ids, num, "sum")
 
     def mean_by(self, x: Any, ids: Any, num: int) -> Symbol:
-        """Means of rows by a number of each row, as `sum_by`; 0 where there is no row."""
+        """Means of rows with equal integers, as `sum_by`; 0 where there is no row."""
         return self._reduce_by(x, ids, num, "mean")
 
     def max_by(self, x: Any, ids: Any, num: int) -> Symbol:
-        """Maxima of rows by a number of each row, as `sum_by`; 0 where there is none above -inf.
+        """Maxima of rows with equal integers, as `sum_by`; 0 where there is none above -inf.
 
         Ties share the gradient equally.
         """
         return self._reduce_by(x, ids, num, "max")
 
     def min_by(self, x: Any, ids: Any, num: int) -> Symbol:
-        """Minima of rows by a number of each row, as `sum_by`; 0 where there is none below inf."""
+        """Minima of rows with equal integers, as `sum_by`; 0 where there is none below inf."""
         return self._reduce_by(x, ids, num, "min")

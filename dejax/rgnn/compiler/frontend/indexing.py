@@ -18,25 +18,25 @@ def indexed(x: Symbol, key: tuple) -> Symbol:
     if not by_value:
         return _sliced(x, key)
     if len(by_value) > 1 or by_value[0] is not key[0]:
-        raise fail("a value of integers must be the first index, and the only one of its kind: x[ids], or x[ids, :8]")
+        raise fail("an index that is a value must be the first and the only such index; write x[ids] or x[ids, :8]")
     rows = _looked_up(x, x.trace.operand(key[0]))
     rest = key[1:]
     return rows if not rest else _sliced(rows, (*(slice(None),) * (len(rows.shape) - len(x.shape) + 1), *rest))
 
 
 def _looked_up(table: Symbol, ids: Symbol) -> Symbol:
-    """For each number of `ids`, that row of the table's first feature axis."""
+    """For each integer of `ids`, that row of the table along its first feature axis."""
     trace = table.trace
     trace.own(ids)
     if not table.shape:
-        raise fail(f"{SPACE_WORDS[table.space]} of one number a row has no feature axis to look up in")
+        raise fail(f"{SPACE_WORDS[table.space]} must have a feature axis to look up in, got a scalar per row")
     if not ids.dtype.startswith(("int", "uint")):
         raise fail(
             f"an index must be of integers, got {ids.dtype}; use x.astype('int32'), or rgnn.where(mask, x, y) "
             "to choose by a mask"
         )
     if table.shape[0] == 0 and ids.op.width > 0:
-        raise fail(f"nothing can be looked up in a feature axis of size 0: the feature shape is {table.shape}")
+        raise fail(f"the first feature axis must not be empty for a lookup, got feature shape {table.shape}")
     if table.space == Space.GRAPH:
         via = "all" if ids.space != Space.GRAPH else "self"
     elif inter.TYPE_VIA.get(ids.space) and inter.VIAS[inter.TYPE_VIA[ids.space]].coarse == table.space:
@@ -54,7 +54,7 @@ def _sliced(x: Symbol, key: tuple) -> Symbol:
         raise fail(f"too many indices for feature shape {x.shape}; only features are indexed, never rows")
     dots = [at for at, k in enumerate(key) if k is Ellipsis]
     if len(dots) > 1:
-        raise fail("an index has at most one ellipsis (...)")
+        raise fail("an index must have at most one ellipsis (...)")
     at = dots[0] if dots else len(key)
     key = (*key[:at], *(slice(None),) * (rank - used), *key[at + 1 :])
     axis, shape = 0, []
@@ -72,7 +72,7 @@ def _sliced(x: Symbol, key: tuple) -> Symbol:
 
 
 def _bounds(k: Any, axis: int, size: int) -> tuple[int, int, bool]:
-    """Start and stop of one index, and whether its axis goes."""
+    """Start and stop of one index, and whether it drops its axis."""
     if isinstance(k, int) and not isinstance(k, bool):
         if not -size <= k < size:
             raise fail(f"index {k} is out of range for feature axis {axis} of size {size}")
@@ -80,4 +80,6 @@ def _bounds(k: Any, axis: int, size: int) -> tuple[int, int, bool]:
     if isinstance(k, slice) and k.step in (None, 1):
         start, stop, _ = k.indices(size)
         return start, stop, False
-    raise fail(f"features are indexed by integers, slices without a step, None, ... and values of integers; got {k!r}")
+    raise fail(
+        f"an index of features must be an integer, a slice without a step, None, ... or a value of integers, got {k!r}"
+    )

@@ -11,13 +11,13 @@ from dejax.rgnn.ir.inter import Op
 if TYPE_CHECKING:
     from dejax.rgnn.compiler.frontend.symbols import Symbol
 
-# What leaves a mask a mask, and what makes one of several.
+# Operators that give a mask from a mask, and those that give a mask from several.
 _KEPT = frozenset("gather reshape slice broadcast transpose cast stop_gradient".split())
 _JOINED = frozenset("mul max min concat".split())
 
 
 def is_mask(ops: Sequence[Op], value: int) -> bool:
-    """Whether every number of a value is 0 or 1: booleans, comparisons, and what logic makes of them."""
+    """Whether every element of a value is 0 or 1: booleans, comparisons, and logic on them."""
     op = ops[value]
     if op.dtype == "bool" or op.name in ("gt", "eq"):
         return True
@@ -37,8 +37,8 @@ def _mask(x: Any, word: str, like: Symbol) -> Symbol:
     symbol = like.trace.value(x, like)
     if not is_mask(symbol.trace.builder.ops, symbol.index):
         raise fail(
-            f"x {word} y and ~x are for masks (booleans and comparisons), got {symbol.dtype} numbers; "
-            "write x != 0 to make a mask of them"
+            f"operands of x {word} y and ~x must be masks (booleans and comparisons), got {symbol.dtype}; write x != 0 "
+            "to make a mask"
         )
     return symbol
 

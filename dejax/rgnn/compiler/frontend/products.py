@@ -18,7 +18,7 @@ def matmul(x: Symbol, weight: Any) -> Symbol:
     """`x @ weight`: each row times the matrix of its type, or times a vector."""
     w = x.trace.weight(weight)
     if not x.shape or not w.shape:
-        raise fail(f"x @ w needs at least one feature axis on both sides, got {x.shape} and {w.shape}; use x * w")
+        raise fail(f"x and w in x @ w must have a feature axis, got {x.shape} and {w.shape}; use x * w")
     if len(w.shape) == 1:
         return _with_vector(x, w)
     via = _via(x, w)
@@ -35,11 +35,11 @@ def matmul(x: Symbol, weight: Any) -> Symbol:
 
 def _check_width(x: Symbol, w: Symbol, width: int) -> None:
     if x.shape[-1] != width:
-        raise fail(f"wrong width: rows of {SPACE_WORDS[x.space]} are {x.shape[-1]} wide, the weight takes {width}")
+        raise fail(f"rows of {SPACE_WORDS[x.space]} must be {width} wide, as the weight is, got {x.shape[-1]}")
 
 
 def _with_vector(x: Symbol, w: Symbol) -> Symbol:
-    """Inner products of rows with a vector, of any space that `x * w` may have."""
+    """Inner products of rows with a vector; their spaces are combined as in `x * w`."""
     _check_width(x, w, w.shape[0])
     if len(x.shape) == 1:
         return x.trace.emit("dot", *x.trace.align(x, w))

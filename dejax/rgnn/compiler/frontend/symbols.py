@@ -1,4 +1,4 @@
-"""Symbolic values: what a program's function is called with, and what every method of them gives."""
+"""Symbolic values: the arguments of a program's function while it is traced, and the values made from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Argument:
-    """An array argument of a program, before it is said what its rows stand for."""
+    """An array argument of a program whose space is not yet known."""
 
     __array_ufunc__ = None  # numpy operands defer to the methods here
 
@@ -38,12 +38,12 @@ class Argument:
     def _untyped(self, *_: Any, **__: Any) -> Any:
         if self.shape == ():
             raise fail(
-                f"argument {self.name!r} is one number, but an array: one that jax traces, or made by jax or numpy; "
-                "write g.shared(x) to compute with it. Where Python needs a number (a shape, an axis, a range, if), "
-                "pass one that is static: jax.jit(..., static_argnums=...), or a closure"
+                f"argument {self.name!r} is a scalar array (traced, or made by jax or numpy); write g.shared(x) to "
+                "compute with it. Where Python needs a number (a shape, an axis, a range, if), pass a static one: "
+                "jax.jit(..., static_argnums=...), or a closure"
             )
         raise fail(
-            f"argument {self.name!r} of shape {self.shape} is used without saying what its rows stand for; write "
+            f"argument {self.name!r} of shape {self.shape} must say what its rows stand for; write "
             "g.node(x), g.src(x), g.dst(x), g.edge(x), g.per_edge_type(x), g.per_node_type(x) or g.shared(x)"
         )
 
@@ -135,7 +135,7 @@ class Symbol:
     def __rmatmul__(self, weight: Any) -> Symbol:
         raise fail("a weight stands on the right: x @ w, with w of shape (width, out), or its .T")
 
-    # comparisons: 1 where they hold, else 0, in the dtype of what is compared; without gradient
+    # comparisons: 1 where they hold, else 0, in the dtype of their operands; without gradient
     def __eq__(self, other: Any) -> Symbol:  # type: ignore[override]
         return self.trace.binary("eq", self, other)
 
@@ -156,7 +156,7 @@ class Symbol:
 
     __hash__ = object.__hash__
 
-    # logic on masks: booleans, and what comparisons give
+    # logic on masks: booleans and the results of comparisons
     def __and__(self, other: Any) -> Symbol:
         return both(self, other, self)
 
@@ -170,14 +170,14 @@ class Symbol:
 
     def __bool__(self) -> bool:
         raise fail(
-            "a value is not true or false while the program is traced: it has many rows. Choose row by row with "
+            "a value with many rows has no single truth value while the program is traced; choose row by row with "
             "rgnn.where(condition, x, y), and write &, | and ~ for `and`, `or` and `not`"
         )
 
     def _not_a_number(self, *_: Any, **__: Any) -> Any:
         raise fail(
-            "a value is no number while the program is traced: it has many rows. Use its methods and the functions of "
-            "rgnn, and Python numbers where shapes and axes are needed"
+            "a value with many rows is not a Python number while the program is traced; use its methods and the "
+            "functions of rgnn, and Python numbers for shapes and axes"
         )
 
     __float__ = __int__ = __index__ = __complex__ = _not_a_number
@@ -190,12 +190,12 @@ class Symbol:
 
     def __iter__(self) -> Iterator[Symbol]:
         if not self.shape:
-            raise fail("a value of one number a row has no feature axis to unpack; rows are never indexed")
+            raise fail("a scalar value has no feature axis to unpack; rows are never indexed")
         return (self[i] for i in range(self.shape[0]))
 
     # features
     def reshape(self, *shape: Any) -> Symbol:
-        """The same numbers of each row in another feature shape; one axis may be -1."""
+        """The features of each row in another shape; one axis may be -1."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else tuple(shape)
         if -1 in sizes:
             rest = math.prod(s for s in sizes if s != -1)
@@ -204,13 +204,13 @@ class Symbol:
 
     @property
     def T(self) -> Symbol:
-        """The feature axes in reverse order: those of a matrix swapped."""
+        """The feature axes in reverse order, as the transpose of a matrix."""
         if len(self.shape) < 2:
             return self
         return self.trace.emit("transpose", self, perm=tuple(reversed(range(len(self.shape)))))
 
     def sum(self, axis: Axis = -1, keepdims: bool = False) -> Symbol:
-        """The sum over a feature axis, several (a tuple) or all (None); of booleans their number."""
+        """The sum over a feature axis, several (a tuple) or all (None); of booleans, how many are true."""
         return features.total(self, axis, keepdims)
 
     def mean(self, axis: Axis = -1, keepdims: bool = False) -> Symbol:
@@ -239,8 +239,8 @@ class Symbol:
     def __getitem__(self, key: Any) -> Symbol:
         """Slices and `None` over the feature axes, `x[..., None]`, `x[:, :8]`, `x[0]`; or rows of a table, `w[ids]`.
 
-        A value of integers looks up rows along the first feature axis: of a shared value of feature shape (num, *F)
-        the row of each integer, of a value by type that row of the integer's own type, else a number of its own row.
-        Negative integers count from the end, and others out of range are clipped, without gradient, as in jax.numpy.
+        An index that is a value of integers looks up along the first feature axis: in a shared table, in the table of
+        the integer's own type, or in the features of its own row. Negative integers count from the end. Integers out of
+        range are clipped, without gradient, as in jax.numpy.
         """
         return indexed(self, key if isinstance(key, tuple) else (key,))

@@ -1,4 +1,4 @@
-"""One run of the user's function: operators are appended as its values are made."""
+"""One run of the user's function, which appends an operator for each value it makes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dejax.rgnn.ir.inter import Builder, IRError, Space
 
 
 def _float_of(dtype: str) -> str:
-    """The dtype of integers' quotients."""
+    """The dtype of a quotient of integers."""
     return "float64" if dtype in ("int64", "uint64") else "float32"
 
 
@@ -29,19 +29,19 @@ def _dtype_of(x: numbers.Real, like: str) -> str:
 
 
 def is_array(x: Any) -> bool:
-    """Whether an object is an array of numpy's or jax's, traced ones included, and no number of Python's."""
+    """Whether an object is an array of numpy or jax, also a traced one, and not a Python number."""
     return isinstance(x, np.ndarray | jax.Array) or (isinstance(x, np.generic) and not isinstance(x, numbers.Real))
 
 
 class Trace:
-    """One run of the user's function: the builder and what has been said of each argument."""
+    """One run of the user's function: its operators, and the space of each argument used so far."""
 
     def __init__(self, name: str, rows: dict[Space, int], num_arguments: int) -> None:
         self.builder = Builder(name)
         self.rows = rows
         self.num_arguments = num_arguments
         self.declared: dict[int, Symbol] = {}
-        self.closed_over: list[Any] = []  # arrays that are no arguments; each is an input after those
+        self.closed_over: list[Any] = []  # arrays of the closure; they are inputs after the arguments
         self._known: dict[tuple[int, Space], Argument] = {}
 
     def symbol(self, index: int) -> Symbol:
@@ -57,12 +57,12 @@ class Trace:
             raise fail(str(error)) from None
 
     def own(self, x: Argument | Symbol) -> None:
-        """Numbers of values mean something in their own program only."""
+        """Raises ProgramError for a value of another program, whose index has no meaning here."""
         if x.trace is not self:
-            raise fail("a value of another program is used here; a program uses its own arguments only")
+            raise fail("a program must use its own arguments and values only, got a value of another program")
 
     def declare(self, x: Any, space: Space, method: str) -> Symbol:
-        """An argument or array becomes an input of `space`; a value is checked to be of that space."""
+        """Makes an argument or array an input of `space`; checks that a value is of that space."""
         if is_array(x):
             x = self.closure(x, space)
         if isinstance(x, Argument | Symbol):
@@ -96,12 +96,12 @@ class Trace:
         return x
 
     def closure(self, x: Any, space: Space) -> Argument:
-        """An array that the program closes over, as an argument with rows of one kind."""
+        """An array that the program closes over, as an argument of one space."""
         key = (id(x), space)
         if key not in self._known:
             dtype = jax.dtypes.canonicalize_dtype(np.dtype(x.dtype)).name
             position = self.num_arguments + len(self.closed_over)
-            self.closed_over.append(x)  # which also keeps the identity its own
+            self.closed_over.append(x)  # keeps the array alive, so that its id is not used again
             self._known[key] = Argument(self, f"array {len(self.closed_over)} closed over", position, x.shape, dtype)
         return self._known[key]
 
@@ -109,8 +109,8 @@ class Trace:
         shape = x.shape
         if x.dtype.startswith("complex"):
             raise fail(
-                f"argument {x.name!r} is {x.dtype}; programs have no complex numbers: pass the real and the imaginary "
-                "part, side by side as features or as two arguments"
+                f"argument {x.name!r} must be real, got {x.dtype}; pass the real and the imaginary part, concatenated "
+                "as features or as two arguments"
             )
         if space != Space.GRAPH:
             rows = self.rows[space]
@@ -143,13 +143,13 @@ class Trace:
         return x
 
     def value(self, x: Any, like: Symbol) -> Symbol:
-        """An operand of arithmetic with `like`: a number becomes a constant of its dtype, an array a shared value."""
+        """An operand of arithmetic with `like`: Python numbers become constants of its dtype, arrays shared values."""
         if isinstance(x, numbers.Real):
             return self.symbol(self.builder.const(float(x), _dtype_of(x, like.dtype), like.space))
         if not self.is_operand(x):
             raise fail(
-                f"arithmetic with {type(x).__name__} is not possible here; use values, numbers and arrays "
-                "(an array that is no argument is a shared value)"
+                f"operands must be values, numbers or arrays, got {type(x).__name__} (an array that is not an argument "
+                "is a shared value)"
             )
         return self.operand(x)
 
@@ -157,7 +157,7 @@ class Trace:
         """The right side of `x @ w`."""
         if isinstance(w, Argument):
             raise fail(
-                f"the weight {w.name!r} of shape {w.shape} is not typed; write x @ g.per_edge_type(w), "
+                f"the weight {w.name!r} of shape {w.shape} must say whether it is typed; write x @ g.per_edge_type(w), "
                 "x @ g.per_node_type(w) or x @ g.shared(w)"
             )
         if not self.is_operand(w):
@@ -167,11 +167,11 @@ class Trace:
         return self.operand(w)
 
     def floating(self, x: Symbol) -> Symbol:
-        """Integers as float32 (of 64 bits as float64), for functions whose values are not whole numbers."""
+        """Integers as float32 (64-bit integers as float64), for functions whose results are not integers."""
         return x if inter.is_float(x.dtype) else self.emit("cast", x, dtype=_float_of(x.dtype))
 
     def wide(self, x: Symbol) -> Symbol:
-        """Floats of 16 bits as float32, for sums that are divided."""
+        """16-bit floats as float32, for sums that are divided."""
         return x.astype("float32") if x.dtype in ("float16", "bfloat16") else x
 
     def counted(self, x: Symbol) -> Symbol:
@@ -179,13 +179,13 @@ class Trace:
         return self.emit("cast", x, dtype="int32") if x.dtype == "bool" else x
 
     def number(self, x: Symbol, what: str) -> Symbol:
-        """The value, which `what` is done with, unless it is of booleans."""
+        """The value; raises ProgramError for booleans, on which the operation `what` is not defined."""
         if x.dtype == "bool":
-            raise fail(f"{what} has no meaning for booleans; use x.astype('float32') or, for `not`, 1 - x")
+            raise fail(f"{what} is not defined for booleans; use x.astype('float32') or, for `not`, 1 - x")
         return x
 
     def align(self, *xs: Symbol) -> list[Symbol]:
-        """The same values in one space: constants by type and shared values are read where the others live."""
+        """The values in one space: values by type and shared values are read in the space of the others."""
         for x in xs:
             self.own(x)
         spaces = {x.space for x in xs if x.op.name != "const"} or {x.space for x in xs}
@@ -204,8 +204,8 @@ class Trace:
             found = sorted(rest)
             hints = [REMEDY[s] for s in found if s in REMEDY]
             raise fail(
-                f"{' meets '.join(SPACE_WORDS[s] for s in found)}; all must live in one space"
-                + (f": {hints[0]}" if hints else "")
+                f"operands must be in one space, got {' and '.join(SPACE_WORDS[s] for s in found)}"
+                + (f"; {hints[0]}" if hints else "")
             )
         target = rest.pop() if rest else xs[0].space if len({x.space for x in xs}) == 1 else Space.GRAPH
         return [self.symbol(self.builder.lift(x.index, target)) for x in xs]

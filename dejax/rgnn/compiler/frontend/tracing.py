@@ -1,10 +1,12 @@
-"""Tracing: a Python function over symbolic values is run once, into the inter-operator IR."""
+"""Tracing: runs a Python function once on symbolic values, which records the inter-operator IR."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from typing import Any
+
+import jax
 
 from dejax.rgnn.compiler.frontend.errors import ProgramError, fail
 from dejax.rgnn.compiler.frontend.foreign_calls import as_program_error
@@ -22,17 +24,19 @@ def trace_program(
     arguments: list[tuple[str, tuple[int, ...], str]],
     rebuild: Callable[[list[Argument]], tuple[tuple, dict]],
 ) -> tuple[inter.Program, Any, tuple[Any, ...]]:
-    """Runs `function` over symbols; returns its program, the structure of its result, and arrays it closes over.
-
-    Those arrays are inputs of the program, too: their positions follow the arguments'.
+    """Runs `function` on symbols.
 
     Args:
+      name: of the program.
+      function: takes a `GraphSymbol` and the arguments.
       rows: how many rows each space has.
       arguments: name, shape and dtype of each array argument.
       rebuild: makes the function's positional and keyword arguments from the symbols.
-    """
-    import jax
 
+    Returns:
+      The program, the structure of the function's result, and the arrays that the function closes over. These arrays
+      are inputs of the program; their positions follow those of the arguments.
+    """
     trace = Trace(name, rows, len(arguments))
     symbols = [Argument(trace, n, i, shape, dtype) for i, (n, shape, dtype) in enumerate(arguments)]
     args, kwargs = rebuild(symbols)
@@ -45,14 +49,13 @@ def trace_program(
         raise ours from error
     leaves, tree = jax.tree_util.tree_flatten(result, is_leaf=lambda x: isinstance(x, (Symbol, Argument)))
     code = getattr(inspect.unwrap(function), "__code__", None)
-    here = (
-        f"{code.co_filename}:{code.co_firstlineno}" if code else None
-    )  # the function is left: its head is what is known
+    # The function has returned, so the error can only name its first line.
+    here = f"{code.co_filename}:{code.co_firstlineno}" if code else None
     for leaf in leaves or [None]:
         if not isinstance(leaf, Symbol) or leaf.trace is not trace:
             raise fail(
                 f"program {name!r} must return values made from its arguments, got {leaf!r}; "
-                "an argument returned as it is needs g.node(x) or g.edge(x)",
+                "write g.node(x) or g.edge(x) to return an argument",
                 here,
             )
     return trace.builder.build(leaf.index for leaf in leaves), tree, tuple(trace.closed_over)

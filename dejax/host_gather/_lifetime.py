@@ -1,0 +1,107 @@
+"""Whether the memory of a table is still there, and the errors where it is not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax import Array
+
+from dejax.host_gather._memory import memory_of
+from dejax.host_gather._spec import TableSpec
+from dejax.host_gather._tracing import closed_over
+
+
+class TableClosedError(RuntimeError):
+    """A table was used after it was closed or donated, or in a forked child."""
+
+
+_CLOSED = "the table was closed, or donated to a jitted function; use the table that the function returned"
+
+
+def is_concrete(leaf: Any) -> bool:
+    return isinstance(leaf, Array) and not isinstance(leaf, jax.core.Tracer)
+
+
+def is_closed(leaf: Any) -> bool:
+    return is_concrete(leaf) and leaf.is_deleted()
+
+
+def check_alive(leaf: Array, spec: TableSpec, what: str) -> None:
+    """Checks that a concrete leaf can be read.
+
+    Raises:
+        TableClosedError: the table was closed, donated, or inherited by a forked child.
+        OSError: its file became shorter.
+    """
+    if process_of(leaf) != os.getpid():  # first: a forked child hangs when it calls jax
+        raise TableClosedError(
+            f"{what}: the table was made before this process was forked, and a child has neither the memory nor "
+            "the device; make the table in the child, or start it with multiprocessing's 'spawn'"
+        )
+    if is_closed(leaf):
+        raise TableClosedError(f"{what}: {_CLOSED}")
+    if spec.read_only:
+        with reporting_closed(leaf, what):
+            memory = memory_of(leaf)
+        if memory is not None and memory.truncated():
+            raise OSError(
+                f"{what}: the file of the table became shorter than the table while it was mapped; make the table "
+                "again from the whole file"
+            )
+
+
+def checked_leaf(leaf: Any, spec: TableSpec, what: str) -> Any:
+    """The leaf array of a table, checked for a native call. Raises as `ReadableTable._operands`."""
+    if is_concrete(leaf):
+        check_alive(leaf, spec, what)
+    expected = spec.leaf
+    if not hasattr(leaf, "shape") or (tuple(leaf.shape), leaf.dtype) != (expected.shape, expected.dtype):
+        raise ValueError(
+            f"{what}: the table was sliced or reshaped on its way (its array has shape {getattr(leaf, 'shape', None)} "
+            f"instead of {expected.shape}). Do not give it as `xs` of a scan or as a mapped argument; use it as a "
+            "constant inside"
+        )
+    if closed_over(leaf):
+        raise TypeError(
+            f"{what}: a function that jax compiles closes over the table, which would make it a constant of the "
+            "program. Pass it as an argument: jax.jit(lambda table, ids: table[ids])(table, ids)"
+        )
+    return leaf
+
+
+@contextlib.contextmanager
+def reporting_closed(leaf: Any, what: str) -> Iterator[None]:
+    """Turns jax's error about an array that another thread has deleted into a `TableClosedError`."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, TableClosedError) or not is_closed(leaf):
+            raise
+        raise TableClosedError(f"{what}: {_CLOSED}") from error
+
+
+# -------------------------------------------------------------------------------------------- processes
+
+_processes: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+
+def process_of(leaf: Array) -> int:
+    """The process that made an array. Tables made of the array later, in a forked child too, get the same answer."""
+    key = id(leaf)
+    found = _processes.get(key)
+    if found is not None and found[0]() is leaf:
+        return found[1]
+    process = os.getpid()
+    _processes[key] = (weakref.ref(leaf, lambda gone: _forget(key, gone)), process)
+    return process
+
+
+def _forget(key: int, gone: Any) -> None:
+    found = _processes.get(key)
+    if found is not None and found[0] is gone:
+        del _processes[key]

@@ -1,0 +1,107 @@
+"""What `HostTable` and `CachedTable` share: the interface between tables and the functions that read them.
+
+`gather` accepts any `ReadableTable`. The tables are above `gather`, and call it for `table[ids]`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from typing import Any, NoReturn
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dejax.host_gather._spec import TableSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class TableOperands:
+    """The arrays that a gather reads.
+
+    Attributes:
+        spec: the table's static part, with marks.
+        leaf: uint[rows, words], the rows in host memory.
+        cache: uint[cached, words], rows that also lie on the device; [0] where none do.
+        slots: int32[rows], the row of `cache` that holds each row of the table, -1 for none; [0] without a cache.
+    """
+
+    spec: TableSpec
+    leaf: Array
+    cache: Array
+    slots: Array
+
+    @classmethod
+    def of_leaf(cls, spec: TableSpec, leaf: Array) -> TableOperands:
+        """The operands of a table without a cache."""
+        return cls(spec, leaf, slots=jnp.zeros((0,), jnp.int32), cache=jnp.zeros((0,), spec.leaf.dtype))
+
+
+class ReadableTable(abc.ABC):
+    """A table [rows, *row] that `gather` and the functions above it can read."""
+
+    __slots__ = ()
+
+    @property
+    @abc.abstractmethod
+    def _spec(self) -> TableSpec: ...
+
+    @abc.abstractmethod
+    def _operands(self, what: str) -> TableOperands:
+        """The table's arrays, checked.
+
+        Args:
+            what: the caller's name, for the error.
+
+        Raises:
+            TableClosedError: the table was closed, donated, or inherited by a forked child.
+            ValueError: the table was sliced or reshaped.
+            TypeError: a function that jax compiles closes over the table.
+        """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._spec.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self._spec.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self._spec.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self._spec.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the rows, without cached copies."""
+        return self._spec.nbytes
+
+    @property
+    def read_only(self) -> bool:
+        return self._spec.read_only
+
+    def __len__(self) -> int:
+        return self._spec.rows
+
+    def __iter__(self) -> NoReturn:
+        # Without it Python would ask for rows 0, 1, ... for ever: ids out of range give rows of zeros, no IndexError.
+        raise TypeError(
+            "HostTable: iterating over a table would call gather for each row. Use `for row in table.numpy()` outside "
+            "of jit, or table[jnp.arange(len(table))]"
+        )
+
+    def __contains__(self, value: Any) -> NoReturn:
+        raise TypeError("HostTable: `in` would read the whole table; use `value in table.numpy()` outside of jit")
+
+
+def operands_of(what: str, table: Any) -> TableOperands:
+    """The operands of `table`, which must be a HostTable or a CachedTable."""
+    if not isinstance(table, ReadableTable):
+        raise TypeError(f"{what}: `table` must be a HostTable, got {type(table).__name__}; see HostTable.from_numpy")
+    return table._operands(what)

@@ -1,0 +1,59 @@
+"""The CUDA side of the store, on a driver that runs queued work as late and in as unlucky an order as allowed."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dejax import _native
+
+pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler to build the driver with")
+    folder = tmp_path_factory.mktemp("driver")
+    source = Path(__file__).with_name("fake_cuda.cc")
+    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", str(source), "-o", str(folder / "libcuda.so.1")]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("seed", [1])
+@pytest.mark.parametrize("disk", [False, True])
+def test_random_programs(driver, seed, disk, tmp_path):
+    run("ring_program.py", driver, seed, *([str(tmp_path)] if disk else []))
+
+
+def test_pieces_of_an_optimizers_state(driver):
+    run("pieces_program.py", driver, 1)
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_the_mutex_is_free_while_the_device_is_waited_for(driver, disk, tmp_path):
+    run("waits_program.py", driver, 1, *([str(tmp_path)] if disk else []))
+
+
+def test_mispredicted_handles(driver):
+    run("mismatch_program.py", driver, 1)
+
+
+def run(program, driver, seed, *arguments):
+    environment = {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(driver),
+        "JAX_PLATFORMS": "cpu",
+        "FAKE_CUDA_SEED": str(seed),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), *sys.path]),
+    }
+    command = [sys.executable, str(Path(__file__).with_name(program)), str(seed), *arguments]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "right" in ran.stdout

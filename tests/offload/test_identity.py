@@ -1,0 +1,191 @@
+"""Outside of `jit` a function that can be compared is traced and compiled once, and memory stays constant."""
+
+import functools
+import gc
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dejax import _native
+from dejax.offload import ActivationStore, _transform, offload
+from dejax.offload._identity import identity_of
+from tests.offload.layers import layer, operands
+
+pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+
+
+def memory():
+    gc.collect()
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def eager_step(kind):
+    ws, x = operands()
+    w = ws[0]
+    body = offload(jax.checkpoint(layer) if kind == "checkpoint" else layer, min_bytes=1)
+    if kind == "closure":  # over a tracer: traced in each call
+        return lambda: jax.grad(lambda w: offload(lambda x: layer(w, x), min_bytes=1)(x).sum())(w)
+    if kind == "new":
+        return lambda: jax.grad(lambda w: offload(layer, min_bytes=1)(w, x).sum())(w)
+    return lambda: jax.grad(lambda w: body(w, x).sum())(w)
+
+
+KINDS = ["one", "checkpoint", "new", "closure"]
+
+
+def growth(kind, warm, steps):
+    """Bytes that each step adds, after warm-up steps."""
+    run = eager_step(kind)
+    with ActivationStore(host_bytes=1 << 24) as store:
+        for _ in range(warm):
+            run().block_until_ready()
+        before = memory()
+        for _ in range(steps):
+            run().block_until_ready()
+        grown = memory() - before
+        stats = store.stats()
+    assert stats.stored_count == stats.fetched_count > 0 and stats.live_count == 0
+    return grown / steps
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_eager_steps_run_in_constant_memory(kind):
+    few = kind == "closure"
+    # It was 8 to 20 MB a step. An allocator may take a few MB more at any time.
+    assert growth(kind, 20 if few else 60, 60 if few else 200) < 60_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["one", "new"])
+def test_ten_thousand_eager_steps_run_in_constant_memory(kind):
+    assert growth(kind, 2000, 10_000) < 3_000  # allocators and thread pools take some MB in all
+
+
+@pytest.mark.parametrize("kind", ["one", "checkpoint", "new"])
+def test_an_eager_step_is_traced_once(kind, monkeypatch):
+    traces = []
+    original = _transform._traced
+    monkeypatch.setattr(_transform, "_traced", lambda *args, **how: traces.append(1) or original(*args, **how))
+    run = eager_step(kind)
+    first = run()
+    before = len(traces)
+    for _ in range(5):
+        np.testing.assert_array_equal(run(), first)
+    assert len(traces) == before <= 1
+
+
+def gradient_of(f, x):
+    return jax.grad(lambda x: offload(f, min_bytes=1, inputs="all")(x).sum())(x)
+
+
+def test_other_shapes_dtypes_and_settings_are_traced_anew():
+    body = offload(lambda x: jnp.sin(x) * x, min_bytes=1, inputs="all")
+
+    def gradient(x):
+        return jax.grad(lambda x: body(x).astype(jnp.float32).sum())(x)
+
+    for x in jnp.ones((8, 8)), jnp.ones(8), jnp.ones((8, 8), jnp.bfloat16), jnp.float32(2), 3.0:
+        got = gradient(x)
+        np.testing.assert_allclose(
+            np.asarray(got, np.float32), np.cos(np.asarray(x, np.float32)) * np.asarray(x, np.float32)
+            + np.sin(np.asarray(x, np.float32)), rtol=2e-2,
+        )  # fmt: skip
+        assert got.dtype == jnp.result_type(x)
+    product = offload(lambda a: (a @ a).sum(), min_bytes=1, inputs="all")
+    a = jax.random.normal(jax.random.key(0), (64, 64))
+    text = []
+    for precision in "bfloat16", "highest":
+        with jax.default_matmul_precision(precision):
+            text.append(str(jax.make_jaxpr(jax.grad(product))(a)))
+    assert "HIGHEST" in text[1] and "HIGHEST" not in text[0]
+
+
+def test_closures_over_changed_values_are_traced_anew():
+    """Each closure has another value in the second call, which must not use the trace of the first."""
+    x = jnp.linspace(0, 1, 64)
+    held = {"scale": 2.0, "array": jnp.ones(64), "list": [1.0], "numpy": np.ones(64)}
+
+    class Config:
+        scale = 2.0
+
+    config = Config()
+    scale, array, numpy = 2.0, jnp.ones(64), np.ones(64)
+
+    def helper(x):
+        return x * scale
+
+    functions = {
+        "number": lambda x: jnp.sin(x) * scale,
+        "array": lambda x: jnp.sin(x) * array,
+        "numpy": lambda x: jnp.sin(x) * numpy,
+        "dict": lambda x: jnp.sin(x) * held["scale"] * held["array"] * held["list"][0],
+        "numpy in a dict": lambda x: jnp.sin(x) * held["numpy"],
+        "object": lambda x: jnp.sin(x) * config.scale,
+        "class": lambda x: jnp.sin(x) * Config.scale,
+        "helper": lambda x: helper(jnp.sin(x)),
+        "partial": functools.partial(lambda s, x: jnp.sin(x) * s["scale"], held),
+        "default": lambda x, c=config: jnp.sin(x) * c.scale,
+        "global": lambda x: jnp.sin(x) * SCALE,
+        "inner": lambda x: (lambda y: y * SCALE)(jnp.sin(x)),
+    }
+    offloaded = {name: offload(f, min_bytes=1, inputs="all") for name, f in functions.items()}
+
+    def check(factor):
+        for name, f in offloaded.items():
+            got = jax.grad(lambda x, f=f: f(x).sum())(x)
+            np.testing.assert_allclose(got, factor * np.cos(x), rtol=1e-5, err_msg=name)
+
+    globals()["SCALE"] = 2.0
+    array, numpy = 2 * array, 2 * numpy
+    held["array"], held["numpy"] = held["array"], 2 * held["numpy"]
+    check(2.0)
+    globals()["SCALE"] = scale = config.scale = Config.scale = held["scale"] = 3.0
+    array, numpy = 1.5 * array, 1.5 * numpy
+    held["numpy"] *= 1.5
+    check(3.0)
+
+
+SCALE = 2.0
+
+
+def test_identity():
+    def make(k):
+        return lambda x: x * k
+
+    assert identity_of(make(1)) == identity_of(make(1)) is not None
+    assert identity_of(make(1)) != identity_of(make(2))
+    assert identity_of(make(1)) != identity_of(make(1.0)) and identity_of(make(0.0)) != identity_of(make(-0.0))
+    assert identity_of(make(True)) != identity_of(make(1))
+    assert identity_of(make([1, {"a": (2,)}])) == identity_of(make([1, {"a": (2,)}]))
+    assert identity_of(make([1, {"a": (2,)}])) != identity_of(make([1, {"a": [2]}]))
+    for unknown in jnp.ones(2), np.ones(2), object(), iter([1]), {"a": np.ones(1)}:
+        assert identity_of(make(unknown)) is None
+    assert identity_of(make(jnp.sin)) == identity_of(make(jnp.sin)) is not None
+    assert identity_of(make(jnp.sin)) != identity_of(make(jnp.cos))
+
+    def recursive(x, n=3):
+        return x if n == 0 else recursive(jnp.sin(x), n - 1)
+
+    assert identity_of(recursive) == identity_of(recursive) is not None
+
+
+def test_eager_effects_and_transformations():
+    x = jnp.linspace(0, 1, 64).reshape(4, 16)
+    body = offload(lambda x: jnp.sin(x) * x, min_bytes=1, inputs="all")
+    want = jnp.cos(x) * x + jnp.sin(x)
+    for got in (
+        jax.vmap(jax.grad(lambda x: body(x).sum()))(x),
+        jax.grad(lambda x: jax.vmap(body)(x).sum())(x),
+        jax.vjp(body, x)[1](jnp.ones_like(x))[0],
+        jax.jit(lambda pull: pull(jnp.ones_like(x))[0])(jax.vjp(body, x)[1]),
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    with jax.disable_jit():
+        np.testing.assert_allclose(jax.grad(lambda x: body(x).sum())(x), want, rtol=1e-5, atol=1e-6)
+    with jax.checking_leaks():
+        np.testing.assert_allclose(jax.grad(lambda x: body(x).sum())(x), want, rtol=1e-5, atol=1e-6)
