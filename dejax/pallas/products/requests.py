@@ -19,7 +19,7 @@ from dejax.pallas.formats.half_rows import HalfRows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GemmGroups:
-    """The groups of a grouped GEMM, cut into tiles (for instance by `dejax.rgnn.graphs.segments.tile_table`).
+    """The groups of a grouped GEMM, cut into tiles (for instance by `dejax.rgnn.graphs.tables.tile_table`).
 
     Attributes:
       offsets: int32[types + 1].
