@@ -56,12 +56,11 @@ def assert_same(got: Any, want: Any, tolerance: float, plain: Any = None, by_col
       plain: the program as it is written, in the arithmetic of what is tested: eight times its own error is allowed, so
         that what no arithmetic of that precision can compute is not counted.
       by_column: columns are compared one by one. Inputs have offsets and scales then, so numbers are larger than 1, and
-        the difference of two equal products may be all of a gradient. Operands with 22 bits, as `precision="f32"`
-        promises, leave 2^-21 of such a product: 2^-23 for each of four operands.
+        equal products of two of them may cancel to nothing: one rounding of such a product in float32 is allowed, too.
     """
     numbers = [np.asarray(a).astype(np.float64) for a in jax.tree.leaves(want) if a.dtype != jax.dtypes.float0]
     largest = max((np.max(np.abs(a), initial=0) for a in numbers), default=0.0)
-    rounding = 2.0**-21 * largest**2 if by_column else 0.0
+    rounding = np.finfo(np.float32).eps * largest**2 if by_column else 0.0
     plain = want if plain is None else plain
     leaves = zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), jax.tree.leaves(plain), strict=True)
     for (path, w), g, p in leaves:
