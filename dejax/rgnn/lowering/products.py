@@ -1,0 +1,215 @@
+"""Grouped GEMMs and grouped weight gradients as calls of their templates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dejax.pallas as kernels
+from dejax.pallas import tuned_tables
+from dejax.pallas._shapes import next_power_of_two
+from dejax.pallas.formats.half_rows import of_stored, stored
+from dejax.pallas.products.grouped_gemm import MAX_HALF_N
+from dejax.rgnn.graphs.segments import Segments
+from dejax.rgnn.ir.intra import Gemm, Operand, Outer, by_head
+from dejax.rgnn.lowering.running import Running
+from dejax.rgnn.lowering.segments import segments, valid_rows
+
+
+class Products(Running):
+    """The instances of products."""
+
+    def row_index(self, operand: Operand, group: Segments) -> jax.Array | None:
+        """For each position in the order of types, the row of the array; None where it is the position."""
+        index = segments(self.graph, operand.via).index if operand.access == "gathered" and operand.via else None
+        if operand.access == "shared":
+            index = jnp.zeros((group.num_items,), jnp.int32)
+        if group.order is None:
+            return index
+        return group.order if index is None else index[group.order]
+
+    def gemm(self, instance: Gemm, env: dict[int, Any]) -> tuple[Any, ...]:
+        """The result of a grouped GEMM and, where it has one, of the inner product in its epilogue."""
+        op = self.program.ops[instance.out]
+        group = segments(self.graph, instance.via)
+        x, w = self.in_half(instance.x.value, env), env[instance.w]
+        x_columns = None
+        if not isinstance(x, kernels.HalfRows) and x.dtype == jnp.float32 and self.precision != "bf16":
+            x_columns = self.scales.powers(instance.x.value, jnp.float32)
+        # Row-scaled float16 of several heads has zeros after each head: the matrices get columns of zeros.
+        heads_of = stored(op.shape) if self.makes_heads_stored(instance) else op.shape
+        if heads_of != op.shape:
+            w = jnp.pad(w, ((0, 0), (0, 0), (0, 0), (0, heads_of[-1] - op.shape[-1])))
+        x, w, transpose, split = _as_grouped_gemm(instance.spec, x, w)
+        x_index = self.row_index(instance.x, group)
+        epilogue = self._epilogue(instance, env, (w.shape[0], *x.shape[1:-1], w.shape[-2 if transpose else -1]))
+        output = self._output(instance, group, heads_of)
+
+        def call(fields: dict[str, Any]) -> Any:
+            tiles = group.tiles_for(fields["block"], near=x_index is not None)
+            tile = {key: value for key, value in fields.items() if key != "block"}
+            groups = kernels.GemmGroups(group.offsets, tiles.row_type, tiles.start, tiles.block, group.num_items)
+            return kernels.grouped_gemm(
+                kernels.GroupedGemm(x, w, groups, x_index, x_columns, transpose, epilogue, output, self.precision),
+                schedule=kernels.GemmSchedule(**tile) if tile else None,
+                interpret=self.interpret,
+            )
+
+        result = call(self._gemm_schedule(x, w, transpose, instance, group, call))
+        found = [result] if instance.dot is None else list(result)
+        if split:
+            found[0] = self._with_heads(found[0].reshape(output.num_rows, *heads_of), instance)
+        if instance.dot is not None:
+            found[1] = found[1].reshape(output.num_rows, *self.program.ops[instance.dot].shape)
+        return tuple(found)
+
+    def _epilogue(self, instance: Gemm, env: dict[int, Any], by_type: tuple[int, ...]) -> kernels.GemmEpilogue:
+        """`by_type` is the shape of a bias: types, heads if there are some, columns."""
+        bias, vector = (None if v is None else env[v].reshape(by_type) for v in (instance.bias, instance.vector))
+        heads = 1 if instance.dot is None else self.program.ops[instance.dot].width // math.prod(by_type[1:-1])
+        return kernels.GemmEpilogue(bias=bias, activation=instance.activation, dot_vector=vector, dot_parts=heads)
+
+    def _output(self, instance: Gemm, group: Segments, heads_of: tuple[int, ...]) -> kernels.GemmOutput:
+        """Where and how the result is stored; `heads_of` is the feature shape with the zeros after each head."""
+        op = self.program.ops[instance.out]
+        index, rows = group.order, group.num_items
+        if instance.accumulate is not None:
+            onto = segments(self.graph, instance.accumulate)
+            index = onto.index if group.order is None else onto.index[group.order]
+            rows = onto.num_rows
+        padded = valid_rows(self.graph, self.program.ops[instance.product].space) is not None
+        columns = self.scales.powers(instance.out) if instance.out in self.half else None
+        if columns is not None and heads_of != op.shape:
+            behind = [(0, longer - size) for longer, size in zip(heads_of, op.shape, strict=True)]
+            columns = jnp.pad(columns, behind, constant_values=1)
+        return kernels.GemmOutput(
+            index=index,
+            num_rows=rows,
+            accumulate=instance.accumulate is not None,
+            covers_all=not padded and instance.accumulate is None,
+            dtype=jnp.dtype(op.dtype),
+            row_scaled=instance.out in self.half,
+            columns=columns,
+        )
+
+    def _gemm_schedule(
+        self, x: Any, w: jax.Array, transpose: bool, instance: Gemm, group: Segments, call: Callable[..., Any]
+    ) -> dict[str, Any]:
+        """Rows of a tile and, where a table has them, the other fields of a schedule."""
+        k, n = x.shape[-1], w.shape[-2 if transpose else -1]
+        halves = isinstance(x, kernels.HalfRows)
+        block = kernels.gemm_block(k, n, group.num_items, group.num_rows, self.precision, half_rows=halves)
+        heads = x.shape[1] if x.ndim == 3 else 1
+        form = ("h" if halves else "f") + ("h" if instance.out in self.half else "f") + "nt"[transpose]
+        form += ("" if instance.bias is None else "b") + ("" if instance.vector is None else "d")
+        return tuned_tables.choose(
+            "gemm",
+            f"{k}x{n}x{heads}-{self.precision}-{x.dtype}-{form}"
+            f"-{tuned_tables.bucket(group.num_items / max(group.num_rows, 1))}-{tuned_tables.bucket(group.num_items)}",
+            {"block": block},  # the rest by `grouped_gemm`
+            lambda: tuned_tables.gemm_candidates(k, n) if heads == 1 else [{"block": b} for b in (32, 64, 128)],
+            call,
+        )
+
+    def _with_heads(self, y: Any, instance: Gemm) -> Any:
+        """A result with its head axis, without the zeros after each head."""
+        shape = self.program.ops[instance.out].shape
+        if y.shape[1:] == shape:
+            return y
+        if isinstance(y, kernels.HalfRows):
+            return of_stored(y.mantissa, y.exponent, shape, self.scales.powers(instance.out))
+        return y[..., : shape[-1]]
+
+    def makes_heads_stored(self, instance: Gemm) -> bool:
+        """Whether the result of a product is rows of heads in 16 bits whose zeros a tile has columns for."""
+        shape = self.program.ops[instance.out].shape
+        linear = instance.bias is None and instance.vector is None and instance.activation is None
+        if not (linear and instance.out in self.half and instance.spec == "k,hkn->hn") or shape[0] == 1:
+            return False
+        n, longer = (next_power_of_two(math.prod(s)) for s in (shape, stored(shape)))
+        return n == longer <= MAX_HALF_N
+
+    def outer(self, instance: Outer, env: dict[int, Any]) -> tuple[jax.Array, ...]:
+        group = segments(self.graph, instance.via)
+        x, y = (self.in_half(o.value, env) for o in (instance.x, instance.y))
+        heads = by_head(instance.spec)
+        summed = heads and "h" not in instance.spec.split("->")[1]  # a product for each head, then their sum
+        if not heads:  # zeros behind each head's features are features here
+            x, y = (a.whole() if isinstance(a, kernels.HalfRows) and a.ndim > 2 else a for a in (x, y))
+        lengths = x.shape[-1], y.shape[-1]
+        # [rows, groups, width] on both sides; what is not a group is a width.
+        shape = lambda a: (a.shape[0], a.shape[1] if heads else 1, int(np.prod(a.shape[2 if heads else 1 :])))  # noqa: E731
+        x_index, y_index = self.row_index(instance.x, group), self.row_index(instance.y, group)
+        gathered = x_index is not None or y_index is not None
+        splits = group.near_splits if gathered and group.near_splits is not None else group.splits
+        narrow = None if instance.narrow is None else env[instance.narrow.value]
+        dtype = jnp.dtype(self.program.ops[instance.out].dtype)
+        request = kernels.GroupedWeightGradient(
+            x.reshape(shape(x)),
+            y.reshape(shape(y)),
+            group.offsets,
+            group.num_items,
+            x_index=x_index,
+            y_index=y_index,
+            narrow=None if narrow is None else narrow.reshape(shape(narrow)),
+            splits=None if splits is None else splits.tables,
+            rows_per_split=None if splits is None else splits.rows_per_split,
+            precision=self.precision,
+            dtype=jnp.float32 if summed else dtype,
+        )
+        found = kernels.grouped_weight_gradient(request, interpret=self.interpret)
+        totals = found if isinstance(found, tuple) else (found,)
+        sides = [(instance.spec, instance.y, lengths)]
+        if instance.narrow is not None and narrow is not None:
+            sides.append((instance.narrow_spec, instance.narrow, (lengths[0], narrow.shape[-1])))
+        return tuple(
+            self.as_contracted(total, spec, instance.x, other, stored_as).astype(dtype)
+            for total, (spec, other, stored_as) in zip(totals, sides, strict=True)
+        )
+
+    def as_contracted(self, total: jax.Array, spec: str, x: Operand, y: Operand, lengths: tuple[int, int]) -> jax.Array:
+        """Sums of outer products [types, groups, width of x, width of y] with the axes of the contraction's result.
+
+        `lengths` are those of the last axes of x and y as they were multiplied, which may be longer.
+        """
+        (left, right), result = spec.split("->")[0].split(","), spec.split("->")[1]
+        heads = "h" if by_head(spec) else ""
+        letters = heads + left.replace("h", "" if heads else "h") + right.replace("h", "" if heads else "h")
+        sizes = dict(zip(left, self.program.ops[x.name].shape, strict=True))
+        sizes |= dict(zip(right, self.program.ops[y.name].shape, strict=True))
+        longer = dict(sizes) | {side[-1]: length for side, length in zip((left, right), lengths, strict=True) if side}
+        total = total.reshape(total.shape[0], *(longer[c] for c in letters))
+        if longer != sizes:
+            total = total[:, *(slice(sizes[c]) for c in letters)]
+        if heads and "h" not in result:
+            total, letters = total.sum(1), letters[1:]
+        return jnp.transpose(total, (0, *(1 + letters.index(c) for c in result)))
+
+
+def _as_grouped_gemm(spec: str, x: Any, w: jax.Array) -> tuple[Any, jax.Array, bool, bool]:
+    """A contraction as `grouped_gemm` takes it: (x, w, w is transposed, the result must be reshaped)."""
+    rows, types = x.shape[0], w.shape[0]
+    if spec in ("k,kn->n", "hk,hkn->hn"):
+        return x, w, False, False
+    if spec == "k,k->":
+        return x, w[:, :, None], False, True
+    if spec in ("n,kn->k", "hn,hkn->hk"):
+        return x, w, True, False
+    if spec == "k,hkn->hn":
+        _, h, k, n = w.shape
+        return x, jnp.transpose(w, (0, 2, 1, 3)).reshape(types, k, h * n), False, True
+    if spec == "hn,hkn->k":
+        _, h, k, n = w.shape
+        if isinstance(x, kernels.HalfRows) and x.width is not None:  # zeros behind each head's features meet zeros
+            x = x.whole()
+            w = jnp.pad(w, ((0, 0), (0, 0), (0, 0), (0, x.shape[-1] - n)))
+            n = x.shape[-1]
+        return x.reshape(rows, h * n), jnp.transpose(w, (0, 2, 1, 3)).reshape(types, k, h * n), True, False
+    heads = x.shape[1]
+    wide = jnp.broadcast_to(w[:, None], (types, heads, *w.shape[1:]))
+    return x, wide, spec == "hn,kn->hk", False

@@ -1,0 +1,327 @@
+"""Traversals as calls of their template: what a loop reads and writes, and in which form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import dejax.pallas as kernels
+from dejax.rgnn.ir.inter import VIAS
+from dejax.rgnn.ir.intra import BY_ROW, Operand, Traversal
+from dejax.rgnn.lowering.factors import WithoutFactors, without_factors
+from dejax.rgnn.lowering.running import Columns, Running
+from dejax.rgnn.lowering.segments import num_rows, segments, valid_rows
+from dejax.rgnn.lowering.tiles import TileProgram
+from dejax.rgnn.passes.storage import linear_in, may_round
+
+# Values of at most this many elements a row share an array where they are read at the same rows (a sector holds 8).
+_PACKED_WIDTH = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """The arguments of a traversal; `columns_of` are the powers of two of columns of row outputs in 16 bits."""
+
+    arrays: list[Any]
+    operands: list[kernels.Operand]
+    tables: list[jax.Array]
+    reductions: tuple[kernels.Reduction, ...]
+    beside: kernels.Beside | None
+    compute: TileProgram
+    together: Sequence[tuple[int, ...]]
+    columns_of: Mapping[int, jax.Array]
+
+
+class Traversals(Running):
+    """The instances of traversals and maps."""
+
+    def traversal(self, t: Traversal, env: dict[int, Any]) -> None:
+        """Adds what a traversal, or a map over rows, writes to `env`."""
+        call = self._call(t, env)
+        if t.via is None:
+            self._map(t, call, env)
+        else:
+            self._reduce(t, call, env)
+
+    def _call(self, t: Traversal, env: dict[int, Any]) -> _Call:
+        arrays, operands, tables, columns = self.loaded(t, env)
+        together = self.together(t)
+        beside = self.beside(t.beside, env)
+        reductions, without = self.reductions(t, arrays, operands, columns)
+        # Elements of as many bits as those of the rows that they meet: threads have as many of each.
+        in_half = any(isinstance(a, kernels.HalfRows) for a in arrays)
+        divided, columns_of = self.stored_columns(t, jnp.bfloat16 if in_half else jnp.float32)
+        numbers = self._powers(t, arrays, operands, columns, without)
+        stored_at = {v: len(arrays) - len(t.operands) + i for i, v in enumerate(divided)}
+        arrays += divided.values()
+        operands += [kernels.Operand("late")] * len(divided)
+        compute = TileProgram(self.program, t, together, self.half, numbers, without, stored_at)
+        return _Call(arrays, operands, tables, reductions, beside, compute, together, columns_of)
+
+    def _powers(
+        self,
+        t: Traversal,
+        arrays: list[Any],
+        operands: list[kernels.Operand],
+        columns: dict[int, jax.Array],
+        without: WithoutFactors,
+    ) -> dict[Any, int]:
+        """Adds the powers of two of columns, as operands by themselves, after the others.
+
+        Returns:
+          For each the number of its tile after those of the traversal's operands; see `TileProgram.columns`.
+        """
+        numbers: dict[Any, int] = {}
+
+        def add(key: Any, array: jax.Array, access: str, of: int | None = None) -> int:
+            numbers[key] = len(arrays) - len(t.operands)
+            arrays.append(array)
+            operands.append(kernels.Operand(access, of))
+            return len(arrays) - 1
+
+        at = {o.name: i for i, o in enumerate(t.operands)}
+        for o in t.operands:
+            if o.name in columns and o.access in BY_ROW:
+                at[o.name] = add(o.name, columns[o.name], "times_row", at[o.name])
+            elif o.name in without.used:
+                add(o.name, columns[o.name], "each_slot")
+        for (_, row), name in without.rows.items():
+            if (row, name) not in numbers:
+                add((row, name), columns[name].reshape(self.program.ops[row].shape), "times_row", at[row])
+        return numbers
+
+    def _item_outputs(self, together: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
+        """(feature shape, dtype) of each array that is written by item."""
+        ops = [self.program.ops[values[0]] for values in together]
+        return tuple(
+            ((len(values) * op.width,), jnp.dtype("float32")) if len(values) > 1 else (op.shape, jnp.dtype(op.dtype))
+            for values, op in zip(together, ops, strict=True)
+        )
+
+    def _map(self, t: Traversal, call: _Call, env: dict[int, Any]) -> None:
+        results = kernels.map_items(
+            call.compute.items,
+            call.arrays,
+            call.operands,
+            num_items=num_rows(self.graph, t.space),
+            index_tables=call.tables,
+            outputs=self._item_outputs(call.together),
+            half_outputs=tuple(i for i, v in enumerate(t.item_outputs) if v in self.half),
+            interpret=self.interpret,
+        )
+        mask = valid_rows(self.graph, t.space)
+        if mask is not None:
+            clear = lambda a: jnp.where(mask.reshape(-1, *(1,) * (a.ndim - 1)), a, 0)  # noqa: E731
+            results = tuple(jax.tree.map(clear, results))
+        env.update(zip(t.item_outputs, results, strict=True))
+
+    def _reduce(self, t: Traversal, call: _Call, env: dict[int, Any]) -> None:
+        assert t.via is not None
+        ops, group = self.program.ops, segments(self.graph, t.via)
+        loop = group.loop or group
+        row_values, item_values = kernels.traverse(
+            call.compute.body,
+            call.compute.rows,
+            call.arrays,
+            call.operands,
+            segments=kernels.Segments(
+                offsets=loop.offsets,
+                num_items=num_rows(self.graph, t.space),
+                num_rows=num_rows(self.graph, VIAS[t.via].coarse),
+                order=loop.order,
+                row_order=None if group.loop is None else group.loop.rows,
+                hubs=None if loop.hubs is None else loop.hubs.tables,
+            ),
+            index_tables=call.tables,
+            reductions=call.reductions,
+            outputs=kernels.Outputs(
+                items=self._item_outputs(call.together),
+                rows=tuple((ops[v].shape, jnp.dtype(ops[v].dtype)) for v in t.row_outputs),
+                half=tuple(i for i, v in enumerate(t.row_outputs) if v in self.half),
+                covers_all_items=valid_rows(self.graph, t.space) is None,
+            ),
+            factored=True,
+            beside=call.beside,
+            interpret=self.interpret,
+        )
+        rows: Any
+        for v, rows in zip(t.row_outputs, row_values, strict=True):
+            env[v] = replace(rows, columns=call.columns_of[v]) if v in call.columns_of else rows
+        for values, array in zip(call.together, item_values, strict=True):
+            for i, v in enumerate(values):
+                op = ops[v]
+                env[v] = Columns(array, i * op.width, op.shape, op.dtype) if len(values) > 1 else array
+
+    def reductions(
+        self, t: Traversal, arrays: list[Any], operands: list[kernels.Operand], powers: dict[int, jax.Array]
+    ) -> tuple[tuple[kernels.Reduction, ...], WithoutFactors]:
+        """The sums of a loop, and which of its values are computed without the powers of two of columns.
+
+        Powers by which sums are multiplied are added to the arrays.
+        """
+        without = without_factors(self.program, t, powers)
+        sums = without.sums
+        found = []
+        for a in t.accumulators:
+            shape, factor = self.program.ops[a.out].shape, None
+            if a.out in sums:
+                factor = len(arrays)
+                arrays.append(powers[sums[a.out]].reshape(shape))
+                operands.append(kernels.Operand("late"))
+            found.append(kernels.Reduction(a.kind, shape, a.score, factor))
+        return tuple(found), without
+
+    def stored_columns(self, t: Traversal, dtype: Any) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
+        """The powers of two of columns for what a loop stores in 16 bits: by value that it divides, and by output."""
+        divided: dict[int, jax.Array] = {}
+        columns: dict[int, jax.Array] = {}
+        for v in self.half.intersection(t.row_outputs):
+            op = self.program.ops[v]
+            parts = op.args if op.name == "concat" else (v,)  # rows side by side
+            powers = {a: p for a in parts if (p := self.scales.powers(a, dtype)) is not None}
+            if len(powers) < len(parts):
+                continue
+            divided |= powers
+            halves = [p for a in parts if (p := self.scales.powers(a)) is not None]
+            columns[v] = halves[0] if len(halves) == 1 else jnp.concatenate(halves, axis=op.attr("axis"))
+        return divided, columns
+
+    def loaded(
+        self, t: Traversal, env: dict[int, Any]
+    ) -> tuple[list[Any], list[kernels.Operand], list[jax.Array], dict[int, jax.Array]]:
+        """The arrays that a loop reads, how it reads each, and the index tables by which it does.
+
+        Rows in 16 bits come without the powers of two of their columns, which are last, by operand.
+        """
+        tables: list[jax.Array] = []
+        powers: dict[int, jax.Array] = {}
+        numbers: dict[str, int] = {}
+        arrays: list[Any] = []
+        operands: list[kernels.Operand] = []
+        packed = self.packed(t, env)
+        for o in t.operands:
+            array, columns = env[o.value], None
+            part = packed.get(o.name, array)
+            if isinstance(part, Columns):
+                array, columns = part.array, (part.first, part.shape)
+            index = None
+            access = {"dense": "item", "gathered": "indexed"}.get(o.access, o.access)
+            if access == "shared":
+                array = (array.decode() if isinstance(array, kernels.HalfRows) else array)[0]
+            if access == "row_indexed":
+                assert o.via is not None
+                index = len(tables)
+                tables.append(segments(self.graph, o.via).index)
+            elif access == "indexed":
+                assert o.via is not None
+                counts = self.graph.loop_tables.get(f"{t.via}:#{o.via}")
+                if counts is not None and columns is None and self.is_count(o):
+                    arrays.append(counts)
+                    operands.append(kernels.Operand("position"))
+                    continue
+                by_position = self.graph.loop_tables.get(f"{t.via}:{o.via}")
+                if o.via not in numbers:
+                    numbers[o.via] = len(tables)
+                    tables.append(segments(self.graph, o.via).index if by_position is None else by_position)
+                access, index = "indexed" if by_position is None else "positioned", numbers[o.via]
+                if columns is None and may_round(self.kernels, t) and linear_in(self.program, o.value):
+                    array = self.in_half(o.value, env)
+            if o.name in self.kernels.rounded and isinstance(array, jax.Array):
+                if access != "row" and o.value not in self.encoded:  # the vectors of types, which are few
+                    self.encoded[o.value] = kernels.to_half_rows(array, interpret=self.interpret)
+                array = self.encoded.get(o.value, array)
+            if isinstance(array, kernels.HalfRows) and array.columns is not None:
+                part = slice(None) if o.part is None else slice(o.part[0], sum(o.part))
+                powers[o.name] = array.columns[part]
+                array = replace(array, columns=None)
+            arrays.append(array)
+            when = None if o.when is None else [each.name for each in t.operands].index(o.when)
+            operands.append(kernels.Operand(access, index, columns, o.part, when))
+        return arrays, operands, tables, powers
+
+    def beside(self, t: Traversal | None, env: dict[int, Any]) -> kernels.Beside | None:
+        if t is None:
+            return None
+        assert t.via is not None
+        group = segments(self.graph, t.via)
+        arrays, operands, tables, powers = self.loaded(t, env)
+        used = without_factors(self.program, t, powers).used
+        for at, o in enumerate(t.operands):
+            if o.name in used:  # the loop has no tiles to multiply by
+                arrays[at] = replace(arrays[at], columns=powers.pop(o.name)).decode()
+        reductions, _ = self.reductions(t, arrays, operands, powers)
+        body = TileProgram(self.program, t, []).body
+        return kernels.Beside(
+            body=lambda *tiles: body(*tiles)[0],
+            arrays=arrays,
+            operands=operands,
+            offsets=group.offsets,
+            order=group.order,
+            num_items=group.num_items,
+            index_tables=tables,
+            reductions=reductions,
+            factored=True,
+        )
+
+    def together(self, t: Traversal) -> list[tuple[int, ...]]:
+        """The item outputs of a loop; those that go side by side into one array in one tuple.
+
+        They are narrow values that loops alone read, and by item: one sector for all of them, so that float32 costs
+        nothing where they are narrower.
+        """
+        ops = self.program.ops
+        found: dict[Any, tuple[int, ...]] = {}
+        for v in t.item_outputs:
+            op = ops[v]
+            narrow = t.via is not None and len(op.shape) <= 1 and op.width <= _PACKED_WIDTH
+            key = op.shape if narrow and self.read_by_item(v) else v
+            found[key] = (*found.get(key, ()), v)
+        return list(found.values())
+
+    def read_by_item(self, value: int) -> bool:
+        """Whether all that reads a value is loops over its items, each its own."""
+        if value in self.program.outputs:
+            return False
+        readers = [instance for instance in self.kernels.instances if value in instance.reads]
+        loops = [t for t in readers if isinstance(t, Traversal)]
+        return len(loops) == len(readers) and all(
+            o.access == "dense" and o.name == value for t in loops for o in t.loaded if o.value == value
+        )
+
+    def is_count(self, operand: Operand) -> bool:
+        """Whether an operand is the number of items of the rows that it is gathered from."""
+        op = self.program.ops[operand.value]
+        return op.name == "count" and op.attr("via") == operand.via and op.dtype == "float32"
+
+    def packed(self, t: Traversal, env: dict[int, Any]) -> dict[int, Columns]:
+        """Narrow values that are gathered from the same rows, side by side in one array: one sector instead of several.
+
+        Returns:
+          For each such operand's name, its columns.
+        """
+        ops = self.program.ops
+        groups: dict[str, list[Operand]] = {}
+        for o in t.operands:
+            op = ops[o.value]
+            if o.access == "gathered" and len(op.shape) <= 1 and op.width <= _PACKED_WIDTH and op.dtype == "float32":
+                assert o.via is not None
+                if f"{t.via}:#{o.via}" not in self.graph.loop_tables or not self.is_count(o):
+                    groups.setdefault(o.via, []).append(o)
+        found: dict[int, Columns] = {}
+        for via, members in groups.items():
+            rows = num_rows(self.graph, VIAS[via].coarse)
+            if len(members) < 2 or num_rows(self.graph, t.space) < rows or rows == 0:
+                continue
+            # The barrier keeps XLA from computing the parts inside the concatenation, element by element.
+            parts = jax.lax.optimization_barrier([env[o.value].reshape(rows, -1) for o in members])
+            array = jnp.concatenate(parts, axis=1)
+            column = 0
+            for o in members:
+                op = ops[o.value]
+                found[o.name] = Columns(array, column, op.shape, op.dtype)
+                column += op.width
+        return found
