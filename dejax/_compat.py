@@ -15,6 +15,16 @@ SUPPORTED_JAX = ((0, 10, 2), (0, 13))
 """The first supported version of jax, and the first one beyond the supported range."""
 
 
+def computed_once(x: jax.Array, true: jax.Array) -> jax.Array:
+    """`x`, which XLA does not compute again, with other roundings, for another reader.
+
+    XLA of jax 0.10 computes across a barrier for the CPU, but not across a branch that it cannot decide: `true` is a
+    scalar that is true, of which the compiler does not know it.
+    """
+    x = jax.lax.optimization_barrier(x)
+    return x if JAX_VERSION >= (0, 11) else jax.lax.cond(true, lambda x: x, jax.numpy.negative, x)
+
+
 def unsupported_jax() -> str | None:
     """Why the installed jax is outside the supported range; None where it is inside."""
     first, beyond = SUPPORTED_JAX

@@ -6,12 +6,15 @@ keep in registers is an intermediate of XLA.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from dejax._compat import computed_once
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.ir.inter import TYPE_VIA, Op, Program, Space, parse_spec
@@ -67,7 +70,7 @@ class Evaluator:
                 op = self.program.ops[i]
                 local[i] = self.apply(op, [value(a) for a in op.args])
                 if i in self.compared:
-                    local[i] = jax.lax.optimization_barrier(local[i])
+                    local[i] = computed_once(local[i], self.graph.by_receiver.offsets[0] == 0)
             return local[i]
 
         for i in wanted:
@@ -258,14 +261,11 @@ def _rowwise(op: Op, program: Program, args: list[jax.Array]) -> jax.Array:
     if name == "sum_features":
         return jnp.sum(_wide(x), axis=_axes(op.attr("axes")), keepdims=op.attr("keepdims"))
     if name == "extremum_features":
-        extremum = jnp.max if op.attr("op") == "max" else jnp.min
-        return extremum(x, axis=_axes(op.attr("axes")), keepdims=op.attr("keepdims"))
+        differentiable = jnp.issubdtype(x.dtype, jnp.inexact)
+        how = _extremum if differentiable else _extremum.fun
+        return how(x, _axes(op.attr("axes")), op.attr("op"), op.attr("keepdims"))
     if name == "extremum_share":
-        extremum = jnp.max if op.attr("op") == "max" else jnp.min
-        # Else XLA may compute x once for the extremum and once for the comparison, and round the two differently.
-        x = jax.lax.optimization_barrier(x)
-        chosen = _wide((x == extremum(x, axis=_axes(op.attr("axes")), keepdims=True)).astype(x.dtype))
-        return chosen / chosen.sum(axis=_axes(op.attr("axes")), keepdims=True)
+        return _extremum_share(x, _axes(op.attr("axes")), op.attr("op"))
     if name == "reshape":
         return x.reshape(x.shape[0], *op.shape)
     if name == "transpose":
@@ -336,3 +336,32 @@ def _power(x: jax.Array, exponent: float) -> jax.Array:
         return result
     whole = jnp.issubdtype(x.dtype, jnp.integer)  # a power by a float would be float32's
     return jax.lax.integer_pow(x, int(exponent)) if whole else x**exponent
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _extremum(x: jax.Array, axes: tuple[int, ...], how: str, keepdims: bool) -> jax.Array:
+    return (jnp.max if how == "max" else jnp.min)(x, axis=axes, keepdims=keepdims)
+
+
+@_extremum.defjvp
+def _extremum_jvp(axes: tuple[int, ...], how: str, keepdims: bool, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    """JAX's own rule divides 0 by 0 where the extremum equals no element; see `_extremum_share`."""
+    share = _extremum_share(primals[0], axes, how)
+    tangent = (share * tangents[0]).sum(axis=axes, keepdims=keepdims).astype(tangents[0].dtype)
+    return _extremum(primals[0], axes, how, keepdims), tangent
+
+
+def _extremum_share(x: jax.Array, axes: tuple[int, ...], how: str) -> jax.Array:
+    """The part of each element in the gradient of the extremum over `axes`: equal elements share it.
+
+    XLA may compute `x` once for the extremum and once for the comparison, and round the two differently, whatever
+    barrier stands between. Then no element equals the extremum. The element that the reduction finds counts, too.
+    """
+    order = [a for a in range(x.ndim) if a not in axes] + list(axes)
+    rows = jnp.transpose(x, order)
+    flat = rows.reshape(*rows.shape[: x.ndim - len(axes)], math.prod(x.shape[a] for a in axes))
+    first = (jnp.argmax if how == "max" else jnp.argmin)(flat, axis=-1, keepdims=True)
+    extremum = (jnp.max if how == "max" else jnp.min)(flat, axis=-1, keepdims=True)
+    chosen = _wide(((flat == extremum) | (jnp.arange(flat.shape[-1]) == first)).astype(x.dtype))
+    share = chosen / chosen.sum(axis=-1, keepdims=True)
+    return jnp.transpose(share.reshape(rows.shape), [order.index(a) for a in range(x.ndim)])
