@@ -118,14 +118,16 @@ class Segments:
       num_rows: number of rows.
       order: int32[num_items], item ids in the order of rows; None where item ids are the positions.
       row_order: int32[num_rows], a permutation: then `offsets`, `order` and positions are of the rows in this order,
-        row `row_order[0]` first, and so are the chunks of `hubs`, whose rows are true row numbers. Rows of like lengths
-        side by side do not wait for each other.
-      hubs: the long segments, rows with more than `chunk` items, cut in chunks; None where there is none: (chunk, rows
-        int32[hubs], offsets int32[hubs + 1], chunk_row, chunk_start, chunk_end int32[chunks]), where hub h has the
-        chunks `offsets[h]` to `offsets[h + 1]` and a chunk the positions `chunk_start` to `chunk_end` of the order;
-        unused hubs and chunks have the row `num_rows` and no positions. Every row of more than `chunk` items must be
-        there. With chunk_hub int32[chunks] besides, the hub of each chunk and the number of hubs for unused ones, the
-        program of a hub's last chunk to be done merges them; without it, a kernel of its own.
+        row `row_order[0]` first. Chunks of long segments are in this order, too; their rows are true row numbers. Rows of
+        about one length do not wait for each other when they are neighbours.
+      hubs: the long segments, L of them, cut in C chunks; None if there is none. A tuple of
+        - chunk: the most items of a chunk. Every row with more items must be among the long segments.
+        - rows: int32[L], the row of each long segment; `num_rows` where unused.
+        - offsets: int32[L + 1]; long segment i has the chunks `offsets[i]` to `offsets[i + 1]`.
+        - chunk_row: int32[C], the row of each chunk; `num_rows` where unused.
+        - chunk_start, chunk_end: int32[C], the positions of each chunk; none where unused.
+        - chunk_hub, optional: int32[C], the long segment of each chunk; L where unused. With it, the program that
+          finishes a long segment's last chunk merges the chunks; without it, a second kernel does.
     """
 
     offsets: jax.Array

@@ -129,13 +129,11 @@ def _related(program: Program, value: int, a: int, b: int) -> bool:
     op = program.ops[a]
     if value not in _ancestors(program, a):
         return False
-    if op.name == "linear" and not any(program.ops[v].name == "input" for v in _common(program, op.args[1], b)):
-        return _related(program, value, op.args[1], b)
+    if op.name == "linear":
+        shared = _ancestors(program, op.args[1]) & _ancestors(program, b)
+        if not any(program.ops[v].name == "input" for v in shared):
+            return _related(program, value, op.args[1], b)
     return any(_related(program, value, x, b) for x in op.args)
-
-
-def _common(program: Program, a: int, b: int) -> frozenset[int]:
-    return _ancestors(program, a) & _ancestors(program, b)
 
 
 def _safe(op: Op, found: list[_Carries], carried: dict[int, _Carries]) -> bool:
