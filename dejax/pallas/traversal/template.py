@@ -118,8 +118,8 @@ class Segments:
       num_rows: number of rows.
       order: int32[num_items], item ids in the order of rows; None where item ids are the positions.
       row_order: int32[num_rows], a permutation: then `offsets`, `order` and positions are of the rows in this order,
-        row `row_order[0]` first. Chunks of long segments are in this order, too; their rows are true row numbers. Rows of
-        about one length do not wait for each other when they are neighbours.
+        row `row_order[0]` first. Chunks of long segments are in this order, too; their rows are true row numbers. Rows
+        of about one length do not wait for each other when they are neighbours.
       hubs: the long segments, L of them, cut in C chunks; None if there is none. A tuple of
         - chunk: the most items of a chunk. Every row with more items must be among the long segments.
         - rows: int32[L], the row of each long segment; `num_rows` where unused.
