@@ -63,17 +63,23 @@ class DeviceTable(_DeviceRows):
         return cls(jax.device_put(_as_words(given, spec), device_or_default(device)), spec)
 
     @classmethod
-    def from_array(cls, array: Array) -> DeviceTable:
+    def from_array(cls, array: Array, dtype: Any = None) -> DeviceTable:
         """A table of the rows of an array [rows, *row] on the device, such as a generator that ran there made.
 
-        jax makes a second array of the same bits, so both exist until the first one is deleted.
+        Args:
+            array: [rows, *row]. jax makes a second array of its bits, unless they are unsigned integers [rows, width]
+                already.
+            dtype: of the rows: the array has their bits, as unsigned integers of that width. By default its own.
 
         Raises:
-            ValueError: a scalar.
+            ValueError: a scalar, or integers of another width than `dtype`.
             TypeError: a dtype that is not of whole bytes.
         """
-        device = next(iter(array.devices()))
-        spec = _device_spec(table_spec(array.shape, array.dtype, device, "DeviceTable.from_array"))
+        device, what = next(iter(array.devices())), "DeviceTable.from_array"
+        found = array.dtype if dtype is None else jnp.dtype(dtype)
+        if dtype is not None and (array.dtype.kind != "u" or array.dtype.itemsize != found.itemsize):
+            raise ValueError(f"{what}: `array` must be unsigned integers as wide as {found}, got {array.dtype}")
+        spec = _device_spec(table_spec(array.shape, found, device, what))
         return cls(_bits(array, spec), spec)
 
     def numpy(self) -> np.ndarray:
@@ -226,6 +232,8 @@ def _from_words(words: np.ndarray, spec: TableSpec) -> np.ndarray:
 
 
 def _bits(array: Array, spec: TableSpec) -> Array:
+    if array.dtype == spec.leaf.dtype:
+        return array.reshape(spec.leaf.shape)
     if array.dtype.itemsize > 4 or array.dtype == jnp.bool_ or not spec.nbytes:
         return jax.device_put(_as_words(np.asarray(array), spec), next(iter(array.devices())))
     bits: Array = jax.lax.bitcast_convert_type(array, spec.leaf.dtype)

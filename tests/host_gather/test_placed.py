@@ -105,6 +105,16 @@ def test_gradient_of_the_rest_and_closing() -> None:
         table[IDS]
 
 
+def test_bits_made_on_the_device() -> None:
+    bits = jnp.asarray(RNG.integers(0, 120, (5, 4)), jnp.uint8)
+    table = DeviceTable.from_array(bits, "float8_e4m3fn")
+    assert table.words is bits or table.words.unsafe_buffer_pointer() == bits.unsafe_buffer_pointer()
+    want = np.asarray(bits).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(gather(table, np.arange(5), out_dtype=np.float32), want)
+    with pytest.raises(ValueError, match="unsigned integers as wide as bfloat16"):
+        DeviceTable.from_array(bits, jnp.bfloat16)
+
+
 def test_bad_input() -> None:
     table, device = HostTable.from_numpy(ROWS[:46]), DeviceTable.from_numpy(ROWS[:4])
     for ids, message in (([50], "0 to 49"), ([-1], "0 to 49"), ([1, 1], "distinct"), ([0.5], "integers")):
