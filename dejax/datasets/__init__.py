@@ -2,7 +2,7 @@
 
 `load(name)` returns an `EntityDataset`: numpy edge lists, labels and splits. Its method `graph()` makes a `RelGraph`.
 `HeteroDataset` has arrays or memory maps by node type and relation; `load_igb`, `load_mag_hetero`, `load_triples`,
-`load_stdlib_links` and `synthetic_igb` return it.
+`load_stdlib_links` and `synthetic_igb` return it, and `from_pyg` and `from_dgl` convert to it.
 Importing this package imports neither JAX nor rdflib.
 """
 
@@ -13,6 +13,7 @@ from dejax.datasets._load import NAMES, load
 from dejax.datasets._synthetic import COUNTS, synthetic
 from dejax.datasets.igb import load_igb
 from dejax.datasets.igb_shape import IGBShape, fill_rows, random_csc, random_rows_on_device, synthetic_igb
+from dejax.datasets.importers import from_dgl, from_pyg
 from dejax.datasets.mag import load_mag, load_mag_hetero
 from dejax.datasets.rdf import load_rdf, read_rdf
 from dejax.datasets.stdlib import load_stdlib, load_stdlib_links
@@ -26,6 +27,8 @@ __all__ = [
     "HeteroDataset",
     "IGBShape",
     "fill_rows",
+    "from_dgl",
+    "from_pyg",
     "load",
     "load_igb",
     "load_mag",
