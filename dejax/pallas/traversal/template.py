@@ -277,9 +277,6 @@ def traverse(
     other, given = (
         (None, []) if fused_sums is None else fused_sums.planned(segments.num_rows, schedule.entries_per_step)
     )
-    cut = segments.cut
-    counted = segments.counted and bool(outputs.rows)
-    slots = schedule.rows_per_program * schedule.entries_per_step
     plan = Plan(
         body=body,
         epilogue=epilogue,
@@ -289,24 +286,34 @@ def traverse(
         reductions=reductions,
         entry_outputs=tuple(outputs.entries),
         row_outputs=tuple(outputs.rows),
-        num_entries=segments.num_entries,
-        num_rows=segments.num_rows,
-        rows=schedule.rows_per_program,
-        entries=schedule.entries_per_step,
-        chunk=None if cut is None else int(cut[0]),
-        num_chunks=0 if cut is None else cut[3].shape[0],
-        num_counters=cut[1].shape[0] if cut is not None and counted else 0,
-        combined=max(slots, min(FEW_CHUNKS if counted else 64, 4096 // width)),
         parts=exponents_of(ready),
         row_scaled=tuple(outputs.row_scaled),
         factored=factored,
         num_tables=len(tables),
-        has_order=segments.order is not None,
-        has_row_order=segments.row_order is not None,
         fused_sums=other,
-        warps=schedule.num_warps,
+        **_extents(segments, schedule, width, bool(outputs.rows)),
     )
     return _run(plan, segments, schedule, flat(ready), tables, given, outputs.covers_all_entries, interpret)
+
+
+def _extents(segments: Segments, schedule: TraversalSchedule, width: int, writes_rows: bool) -> dict[str, Any]:
+    """The fields of a plan that say how many rows, entries and chunks there are, and how many a program takes."""
+    cut = segments.cut
+    counted = segments.counted and writes_rows
+    slots = schedule.rows_per_program * schedule.entries_per_step
+    return {
+        "num_entries": segments.num_entries,
+        "num_rows": segments.num_rows,
+        "rows": schedule.rows_per_program,
+        "entries": schedule.entries_per_step,
+        "chunk": None if cut is None else int(cut[0]),
+        "num_chunks": 0 if cut is None else cut[3].shape[0],
+        "num_counters": cut[1].shape[0] if cut is not None and counted else 0,
+        "combined": max(slots, min(FEW_CHUNKS if counted else 64, 4096 // width)),
+        "has_order": segments.order is not None,
+        "has_row_order": segments.row_order is not None,
+        "warps": schedule.num_warps,
+    }
 
 
 def _chosen_schedule(
