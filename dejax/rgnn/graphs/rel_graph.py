@@ -158,6 +158,7 @@ class RelGraph:
         group: Segments = getattr(self, name)
         return group if self.packed is None else self.packed.onto(name, group)
 
+    @checks.takes_hub_chunk
     def with_loop_tables(self, long_segment_chunk: int = LONG_SEGMENT_CHUNK) -> RelGraph:
         """The graph with the tables that GPU kernels read; 48 bytes per edge.
 
@@ -206,6 +207,7 @@ class RelGraph:
         return tables
 
     @classmethod
+    @checks.takes_hub_chunk
     def from_edges(
         cls,
         senders: Any,
@@ -288,6 +290,7 @@ class RelGraph:
         return cls._concrete(build.build(edges, node_type, node_mask, spec), spec)
 
     @classmethod
+    @checks.takes_hub_chunk
     def from_relations(
         cls,
         relations: Mapping[tuple[str, str, str], tuple[Any, Any]],
@@ -331,6 +334,7 @@ class RelGraph:
         return cls._concrete(build.build(edges, node_type, None, spec), spec)
 
     @classmethod
+    @checks.takes_hub_chunk
     def build_traced(
         cls,
         senders: Any,

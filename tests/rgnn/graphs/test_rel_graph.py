@@ -154,6 +154,15 @@ def test_large_graph_agrees_with_lexsort() -> None:
     assert len(tiles.start) <= edges // 128 + types  # and not types times tiles
 
 
+def test_the_old_name_of_long_segment_chunk() -> None:
+    ends = ([0, 1, 2, 3] * 3, [0] * 12, [0] * 12)
+    with pytest.warns(DeprecationWarning, match="`hub_chunk` is named `long_segment_chunk`"):
+        graph = RelGraph.from_edges(*ends, num_nodes=4, hub_chunk=4)  # type: ignore[call-arg]
+    assert graph.by_receiver.long_segments is not None and graph.by_receiver.long_segments.chunk == 4
+    with pytest.raises(TypeError, match="must not be given with `long_segment_chunk`"):
+        RelGraph.from_edges(*ends, num_nodes=4, hub_chunk=4, long_segment_chunk=4)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize("add_self_loops", [False, True])
 def test_no_edges(add_self_loops: bool) -> None:
     graph = RelGraph.from_edges([], [], [], num_nodes=2, add_self_loops=add_self_loops)
@@ -416,17 +425,17 @@ def test_kernels_take_rows_with_long_segments_first(throughout: bool, monkeypatc
         block = slice(first, first + (60 if throughout else 16))
         assert (np.diff(counts[block]) <= 0).all()
         np.testing.assert_array_equal(np.sort(loop.rows[block]), np.arange(60)[block])
-    items = [loop.order[a:b] for a, b in itertools.pairwise(loop.offsets)]
-    for row, found in zip(loop.rows, items, strict=True):
+    segments = [loop.order[a:b] for a, b in itertools.pairwise(loop.offsets)]
+    for row, found in zip(loop.rows, segments, strict=True):
         np.testing.assert_array_equal(found, np.arange(offsets[row], offsets[row + 1]))
 
 
 @pytest.mark.parametrize(
-    "items, rows, expected", [(20_851, 7262, 24), (148_100, 27_163, 24), (342_297, 14_541, 64), (620_232, 342_297, 64),
+    "entries, rows, expected", [(20_851, 7262, 24), (148_100, 27_163, 24), (342_297, 14_541, 64), (620_232, 342_297, 64),
                               (620_232, 14_541, 96), (4_762_678, 93_773, 128), (30, 1, 64), (10**6, 10, 128)]
 )  # fmt: skip
-def test_chunk_sizes(items: int, rows: int, expected: int) -> None:
-    assert tables.long_segment_chunk_of(items, rows) == expected
+def test_chunk_sizes(entries: int, rows: int, expected: int) -> None:
+    assert tables.long_segment_chunk_of(entries, rows) == expected
 
 
 def test_large_tables_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
