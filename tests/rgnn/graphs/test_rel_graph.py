@@ -431,8 +431,9 @@ def test_kernels_take_rows_with_long_segments_first(throughout: bool, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "entries, rows, expected", [(20_851, 7262, 24), (148_100, 27_163, 24), (342_297, 14_541, 64), (620_232, 342_297, 64),
-                              (620_232, 14_541, 96), (4_762_678, 93_773, 128), (30, 1, 64), (10**6, 10, 128)]
+    "entries, rows, expected", [(20_851, 7262, 24), (148_100, 27_163, 24), (342_297, 14_541, 64),
+                                (620_232, 342_297, 64), (620_232, 14_541, 96), (4_762_678, 93_773, 128), (30, 1, 64),
+                                (10**6, 10, 128)]
 )  # fmt: skip
 def test_chunk_sizes(entries: int, rows: int, expected: int) -> None:
     assert tables.long_segment_chunk_of(entries, rows) == expected
