@@ -19,7 +19,7 @@ from dejax.rgnn.graphs.relations import join_bipartite, join_relations
 from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.graphs.sorting import in_threads
 from dejax.rgnn.graphs.spec import Edges, GraphSpec, all_names
-from dejax.rgnn.graphs.tables import HUB_CHUNK
+from dejax.rgnn.graphs.tables import LONG_SEGMENT_CHUNK
 
 GROUPINGS = {
     "src": "by_sender",
@@ -158,7 +158,8 @@ class RelGraph:
         group: Segments = getattr(self, name)
         return group if self.packed is None else self.packed.onto(name, group)
 
-    def with_loop_tables(self, hub_chunk: int = HUB_CHUNK) -> RelGraph:
+    @checks.takes_hub_chunk
+    def with_loop_tables(self, long_segment_chunk: int = LONG_SEGMENT_CHUNK) -> RelGraph:
         """The graph with the tables that GPU kernels read; 48 bytes per edge.
 
         - `loop_tables`: a segment reduction over destinations finds the source pair of its p-th edge at
@@ -173,12 +174,14 @@ class RelGraph:
         Graphs made where the default backend is a GPU have these tables; graphs of `build_traced` do not.
 
         Args:
-            hub_chunk: the value that the graph was made with.
+            long_segment_chunk: the value that the graph was made with.
         """
         if self.packed is not None:
             return self
         alongside = {name: getattr(self, other) for name, other in _ALONGSIDE.items()}
-        makers = {name: partial(getattr(self, name).with_loop, hub_chunk, alongside.get(name)) for name in LOOPS}
+        makers = {
+            name: partial(getattr(self, name).with_loop, long_segment_chunk, alongside.get(name)) for name in LOOPS
+        }
         makers |= {name: partial(getattr(self, name).with_near_tiles, node(self)) for name, node in _NEAR}
         groups: dict[str, Segments] = dict(zip(makers, in_threads([*makers.values()], self.num_edges), strict=True))
         groups["by_node_type"] = self.by_node_type
@@ -204,6 +207,7 @@ class RelGraph:
         return tables
 
     @classmethod
+    @checks.takes_hub_chunk
     def from_edges(
         cls,
         senders: Any,
@@ -221,7 +225,7 @@ class RelGraph:
         edge_type_names: Sequence[str] | None = None,
         node_type_names: Sequence[str] | None = None,
         validate: bool = True,
-        hub_chunk: int = HUB_CHUNK,
+        long_segment_chunk: int = LONG_SEGMENT_CHUNK,
     ) -> RelGraph:
         """Makes a graph from concrete edge arrays, with numpy on the host.
 
@@ -243,7 +247,7 @@ class RelGraph:
                 `rev_<name>`, self loops `self_loop`.
             node_type_names: a distinct name for each node type.
             validate: whether to check that ids are in range; unchecked ids out of range give a wrong graph.
-            hub_chunk: nodes and pairs with more edges than this are split in chunks of this many edges.
+            long_segment_chunk: nodes and pairs with more edges than this are split in chunks of this many edges.
 
         Returns:
             The graph.
@@ -276,7 +280,7 @@ class RelGraph:
             add_self_loops,
             _edge_names(edge_type_names, num_edge_types, add_reverse, add_self_loops),
             _node_names(node_type_names, num_node_types),
-            hub_chunk=hub_chunk,
+            long_segment_chunk=long_segment_chunk,
         )
         spec.check_edge_count(edges.senders.shape[0])
         if validate:
@@ -286,6 +290,7 @@ class RelGraph:
         return cls._concrete(build.build(edges, node_type, node_mask, spec), spec)
 
     @classmethod
+    @checks.takes_hub_chunk
     def from_relations(
         cls,
         relations: Mapping[tuple[str, str, str], tuple[Any, Any]],
@@ -294,7 +299,7 @@ class RelGraph:
         add_reverse: bool = False,
         add_self_loops: bool = False,
         validate: bool = True,
-        hub_chunk: int = HUB_CHUNK,
+        long_segment_chunk: int = LONG_SEGMENT_CHUNK,
     ) -> RelGraph:
         """Makes a graph from edge lists by relation, with node ids that count from 0 within each node type.
 
@@ -308,7 +313,7 @@ class RelGraph:
             add_reverse: adds for each relation its reverse.
             add_self_loops: adds one more edge type with an edge `v -> v` for each node.
             validate: whether to check that ids are in range.
-            hub_chunk: as in `from_edges`.
+            long_segment_chunk: as in `from_edges`.
 
         Raises:
             TypeError, ValueError, IndexError: as `from_edges`, naming the relation.
@@ -324,11 +329,12 @@ class RelGraph:
             add_reverse=add_reverse,
             add_self_loops=add_self_loops,
             validate=validate,
-            hub_chunk=hub_chunk,
+            long_segment_chunk=long_segment_chunk,
         )
         return cls._concrete(build.build(edges, node_type, None, spec), spec)
 
     @classmethod
+    @checks.takes_hub_chunk
     def build_traced(
         cls,
         senders: Any,
@@ -347,7 +353,7 @@ class RelGraph:
         add_self_loops: bool = False,
         edge_type_names: Sequence[str] | None = None,
         node_type_names: Sequence[str] | None = None,
-        hub_chunk: int = HUB_CHUNK,
+        long_segment_chunk: int = LONG_SEGMENT_CHUNK,
     ) -> RelGraph:
         """Makes a graph inside `jax.jit` from traced edge arrays of a static size, some of which may be padding.
 
@@ -372,7 +378,7 @@ class RelGraph:
             add_self_loops: as in `from_edges`; loops of padding nodes are padding.
             edge_type_names: as in `from_edges`.
             node_type_names: as in `from_edges`.
-            hub_chunk: as in `from_edges`.
+            long_segment_chunk: as in `from_edges`.
 
         Raises:
             TypeError: wrong dtypes, or counts that are not Python ints.
@@ -387,7 +393,7 @@ class RelGraph:
             add_self_loops,
             _edge_names(edge_type_names, num_edge_types, add_reverse, add_self_loops),
             _node_names(node_type_names, num_node_types),
-            hub_chunk=hub_chunk,
+            long_segment_chunk=long_segment_chunk,
         )
         edges = _checked_edges(checks.as_traced_ids, senders, receivers, edge_type)
         num_edges = edges.senders.shape[0]
@@ -460,7 +466,7 @@ class RelGraph:
     def _concrete(cls, arrays: dict[str, Any], spec: GraphSpec) -> RelGraph:
         """The graph of numpy arrays, on the default device; with the tables of kernels where that is a GPU."""
         graph = cls._made(arrays, spec)
-        return graph.with_loop_tables(spec.hub_chunk) if jax.default_backend() == "gpu" else on_device(graph)
+        return graph.with_loop_tables(spec.long_segment_chunk) if jax.default_backend() == "gpu" else on_device(graph)
 
     @property
     def is_traced(self) -> bool:

@@ -21,7 +21,7 @@ def join_relations(
     add_reverse: bool,
     add_self_loops: bool,
     validate: bool,
-    hub_chunk: int,
+    long_segment_chunk: int,
 ) -> tuple[Edges, np.ndarray, GraphSpec]:
     """The arguments of `build` for edge lists by relation; see `RelGraph.from_relations`."""
     counts = {name: checks.check_count(count, f"num_nodes[{name!r}]") for name, count in num_nodes.items()}
@@ -48,7 +48,7 @@ def join_relations(
         edge_type_names=checks.check_names(names, "relations, with what is added,", len(names), "relations"),
         node_type_names=tuple(counts),
         node_type_counts=tuple(counts.values()),
-        hub_chunk=hub_chunk,
+        long_segment_chunk=long_segment_chunk,
     )
     nothing = [np.zeros(0, np.int32)]
     senders, receivers = (np.concatenate(columns[column] or nothing) for column in ("senders", "receivers"))
