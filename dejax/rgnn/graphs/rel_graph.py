@@ -416,7 +416,7 @@ class RelGraph:
         num_destinations: int,
         num_edge_types: int | None = None,
         validate: bool = True,
-        hub_chunk: int = HUB_CHUNK,
+        long_segment_chunk: int = LONG_SEGMENT_CHUNK,
     ) -> RelGraph:
         """Makes a graph whose edges lead from source nodes to destination nodes, each numbered from 0.
 
@@ -430,7 +430,7 @@ class RelGraph:
             edge_type: int[edges], type of each edge; all 0 by default.
             num_sources: number of source nodes.
             num_destinations: number of destination nodes.
-            num_edge_types, validate, hub_chunk: as in `from_edges`.
+            num_edge_types, validate, long_segment_chunk: as in `from_edges`.
 
         Raises:
             TypeError, ValueError, IndexError: as `from_edges`.
@@ -442,7 +442,12 @@ class RelGraph:
         if num_edge_types is None:
             num_edge_types = _count_types(edges.edge_type, None, None)
         edges, node_type, spec = join_bipartite(
-            edges, num_sources, num_destinations, num_edge_types, validate=validate, hub_chunk=hub_chunk
+            edges,
+            num_sources,
+            num_destinations,
+            num_edge_types,
+            validate=validate,
+            long_segment_chunk=long_segment_chunk,
         )
         return cls._concrete(build.build(edges, node_type, None, spec), spec)
 

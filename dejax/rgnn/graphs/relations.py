@@ -62,7 +62,13 @@ SIDES = ("source", "destination")
 
 
 def join_bipartite(
-    edges: Edges, num_sources: int, num_destinations: int, num_edge_types: int, *, validate: bool, hub_chunk: int
+    edges: Edges,
+    num_sources: int,
+    num_destinations: int,
+    num_edge_types: int,
+    *,
+    validate: bool,
+    long_segment_chunk: int,
 ) -> tuple[Edges, np.ndarray, GraphSpec]:
     """The arguments of `build` for edges between two sets of nodes; see `RelGraph.from_bipartite`."""
     sources = checks.check_count(num_sources, "num_sources")
@@ -75,7 +81,7 @@ def join_bipartite(
         add_self_loops=False,
         node_type_names=SIDES,
         node_type_counts=(sources, destinations),
-        hub_chunk=hub_chunk,
+        long_segment_chunk=long_segment_chunk,
     )
     spec.check_edge_count(edges.senders.shape[0])
     if validate:

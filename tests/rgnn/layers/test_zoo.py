@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dejax.rgnn import Options, ProgramError, zoo
 from tests.budget import examples
 from tests.rgnn.layers.zoo_references import LAYERS, Layer
-from tests.rgnn.references import GRAPHS, HUB_CHUNK, Arrays, Reference
+from tests.rgnn.references import GRAPHS, LONG_SEGMENT_CHUNK, Arrays, Reference
 from tests.rgnn.strategies import EdgeList, edge_lists
 
 XLA = Options(backend="xla", precision="f32")
@@ -67,7 +67,7 @@ def compare(name: str, edges: EdgeList, options: Options, seed: int = 0) -> None
         wanted = jax.tree.map(np.asarray, wanted)
     with jax.enable_x64(exact):
         given = {key: jnp.asarray(value, dtype) for key, value in arrays.items()}
-        graph = edges.build(hub_chunk=HUB_CHUNK)
+        graph = edges.build(long_segment_chunk=LONG_SEGMENT_CHUNK)
         found = both(lambda a: layer.run(graph, a, options), given, cotangents)
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for (path, got), want in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
@@ -77,7 +77,7 @@ def compare(name: str, edges: EdgeList, options: Options, seed: int = 0) -> None
         np.testing.assert_allclose(np.asarray(got), want, **allowed)
 
 
-AWKWARD = ("one_node", "no_edges", "hubs")
+AWKWARD = ("one_node", "no_edges", "long_segments")
 ON_KERNELS = ("gatv2_pair_edges", "pna", "compgcn_multiply")  # the others run under `make test-slow`: 5 s each
 
 
