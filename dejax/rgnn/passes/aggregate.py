@@ -53,6 +53,7 @@ def _bias_behind_sum(program: Program, counts: Counts) -> Program:
     """Takes the bias of a shared product out of the sum, where the product can follow the sum then."""
     users = program.users()
     new: dict[int, int] = {}
+    moved: list[int] = []
 
     def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         if op.name != "reduce" or op.attr("op") != "sum" or op.attr("via") not in _PAIR:
@@ -68,6 +69,7 @@ def _bias_behind_sum(program: Program, counts: Counts) -> Program:
                 continue
             if not _aggregate_is_cheaper(program, linear, op, counts):
                 continue
+            moved.append(index)
             wide = "float64" if op.dtype == "float64" else "float32"  # 16-bit dtypes do not hold counts
             degree = builder.op("count", via=op.attr("via"), dtype=wide)
             at_node = builder.op("gather", new[read.args[0]], via="all", space=str(Space.NODE))
@@ -75,7 +77,8 @@ def _bias_behind_sum(program: Program, counts: Counts) -> Program:
             return as_dtype(builder, builder.op("add", total, builder.op("mul", at_node, degree)), op.dtype)
         return None
 
-    return dce(rebuild(program, visit, new), counts)
+    after = rebuild(program, visit, new)
+    return dce(after, counts) if moved else program
 
 
 def _summed_product(program: Program, users: list[list[int]], op: Op) -> tuple[Op, list[Factor]] | None:
