@@ -23,7 +23,9 @@ def python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
     return ran
 
 
-@pytest.mark.parametrize("module", ["dejax", "dejax.rgnn", "dejax.pallas", "dejax.host_gather", "dejax.offload"])
+@pytest.mark.parametrize(
+    "module", ["dejax", "dejax.rgnn", "dejax.pallas", "dejax.host_gather", "dejax.offload", "dejax.minibatch"]
+)
 def test_nothing_heavy_is_imported(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{name.split('.')[0] for name in sys.modules}} & set({HEAVY!r})))"
     assert python(code).stdout.split() == []
@@ -103,6 +105,7 @@ def test_the_installed_jax_is_supported() -> None:
 # longest name here that it begins with; `dejax.rgnn` itself is what users import: `nnx`, `linen`, `library` and others.
 LAYERS = (
     ("dejax.info", "dejax.training"),
+    ("dejax.minibatch",),
     ("dejax.datasets",),
     ("dejax.host_gather", "dejax.offload", "dejax.rgnn"),
     ("dejax.rgnn.layers",),
