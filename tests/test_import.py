@@ -32,7 +32,8 @@ def test_nothing_heavy_is_imported(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "name"), [("rgnn", "nnx"), ("rgnn", "linen"), ("offload", "nnx"), ("offload", "linen")]
+    ("package", "name"),
+    [(package, name) for package in ("rgnn", "offload", "minibatch") for name in ("nnx", "linen")],
 )
 def test_bindings_of_flax_are_imported_when_named(package: str, name: str) -> None:
     code = f"import sys, dejax.{package} as p; before = 'flax' in sys.modules; print(before, p.{name}.__name__)"
