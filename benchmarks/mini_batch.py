@@ -282,6 +282,21 @@ def _table(rows: int, width: int) -> HostTable:
     return table
 
 
+class Model(nnx.Module):
+    """Layers and a linear map. Rows have one width: no projection, as in the table that this is compared with."""
+
+    def __init__(self, layers: list[Any], head: nnx.Linear) -> None:
+        self.num_layers, self.head = len(layers), head
+        for number, layer in enumerate(layers):
+            setattr(self, f"layer_{number}", layer)
+
+    def __call__(self, blocks: Any, x: Any) -> Any:
+        h = blocks[0].join(x)
+        for number, block in enumerate(blocks):
+            h = nnx.relu(getattr(self, f"layer_{number}")(block.graph, h)[: block.num_destinations])
+        return blocks[-1].split(self.head(h))
+
+
 def _step(
     name: str,
     edges: Any,
@@ -304,8 +319,7 @@ def _step(
     layers = [
         RGATConv(hidden if n else width, hidden // 4, relations, num_heads=4, rngs=rngs) for n in range(len(totals))
     ]
-    # Rows of one width: no projection, as in the table that this is compared with.
-    graphdef, params = nnx.split((layers, nnx.Linear(hidden, 64, rngs=rngs)), nnx.Param)
+    graphdef, params = nnx.split(Model(layers, nnx.Linear(hidden, 64, rngs=rngs)), nnx.Param)
     optimizer = optax.adam(1e-3)
     state = optimizer.init(params)
     labels = jnp.asarray(rng.integers(0, 64, counts[seed_type]), jnp.int32)
@@ -317,11 +331,7 @@ def _step(
         return {kind: gather(features[kind], ids) for kind, ids in sample.node_ids.items()}
 
     def loss_of(params: Any, blocks: Any, x: Any, labels: Any, positions: Any) -> Any:
-        convs, head = nnx.merge(graphdef, params)
-        h = blocks[0].join(x)
-        for block, conv in zip(blocks, convs, strict=True):
-            h = nnx.relu(conv(block.graph, h)[: block.num_destinations])
-        outputs = head(blocks[-1].split(h)[seed_type][positions])
+        outputs = nnx.merge(graphdef, params)(blocks, x)[seed_type][positions]
         return optax.softmax_cross_entropy_with_integer_labels(outputs, labels).mean()
 
     def update(params: Any, state: Any, blocks: Any, x: Any, labels: Any, positions: Any) -> Any:

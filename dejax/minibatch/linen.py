@@ -86,7 +86,8 @@ class HeteroGNN(nn.Module):
     def __call__(self, graphs: Graphs, x: Mapping[str, Array]) -> dict[str, Array]:
         """The last layer's result by node type, as in `dejax.minibatch.nnx.HeteroGNN`."""
         project = InputProjection(self.hidden_features, dtype=self.dtype, param_dtype=self.param_dtype, name="project")
+        stages = _stages.stages(graphs, len(self.layers))
         h = _stages.join(graphs, project(x))
-        for number, (graph, rows) in enumerate(_stages.stages(graphs, len(self.layers))):
+        for number, (graph, rows) in enumerate(stages):
             h = self.layers[number](graph, self.activation(h) if number else h)[:rows]
         return _stages.split(graphs, h)

@@ -121,7 +121,8 @@ class HeteroGNN(nnx.Module):
           graphs: the blocks of `make_blocks`, one for each layer, or a full graph of `RelGraph.from_relations`.
           x: [nodes, width] by node type, in the numbers of the sample or of the graph.
         """
+        stages = _stages.stages(graphs, self.num_layers)
         h = _stages.join(graphs, self.project(x))
-        for number, (graph, rows) in enumerate(_stages.stages(graphs, self.num_layers)):
+        for number, (graph, rows) in enumerate(stages):
             h = getattr(self, f"layer_{number}")(graph, self.activation(h) if number else h)[:rows]
         return _stages.split(graphs, h)

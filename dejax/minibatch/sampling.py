@@ -18,7 +18,7 @@ from dejax.host_gather._numbering import number_nodes
 from dejax.minibatch._checks import EdgeType
 from dejax.minibatch._drawing import Drawn, Request, SampleOptions, draw_hop, excluded, take
 from dejax.minibatch._layout import Capacities, FanOuts, Layout, make_layout
-from dejax.minibatch._numbering import number_copies, number_seeds
+from dejax.minibatch._numbering import Numbers, number_copies, number_seeds, number_together
 from dejax.minibatch.topology import HeteroTopology
 
 __all__ = ["SampleOptions", "SampledBlocks", "edge_ids", "sample_blocks"]
@@ -226,42 +226,72 @@ class _Nodes:
 
     def add(self, hop: int, requests: list[Request], drawn: list[Drawn]) -> list[Array]:
         """Numbers what a hop has found; returns the local senders of each request."""
+        layout = self.layout
+        by_type = [
+            [n for n, request in enumerate(requests) if request.piece.source == node_type]
+            for node_type in range(len(layout.node_types))
+        ]
+        found = {
+            name: jnp.concatenate([drawn[n].senders.reshape(-1) for n in here])
+            for name, here in zip(layout.node_types, by_type, strict=True)
+            if here
+        }
+        limits = {name: layout.first(hop + 2, number) for number, name in enumerate(layout.node_types)}
+        if self.trees is None:
+            numbers = self._number(found, limits)
+        else:
+            trees = {
+                name: jnp.concatenate([self._trees_of(requests[n], drawn[n]) for n in here])
+                for name, here in zip(layout.node_types, by_type, strict=True)
+                if here
+            }
+            numbers = self._number_copies(found, trees, limits)
         local: dict[int, Array] = {}
         counts, losses = [], []
-        for node_type, name in enumerate(self.layout.node_types):
-            here = [n for n, request in enumerate(requests) if request.piece.source == node_type]
-            before, size = self.layout.first(hop + 1, node_type), self.layout.sizes[hop + 1][node_type]
-            lost = jnp.zeros((), jnp.int32)
-            if here:
-                found = jnp.concatenate([drawn[n].senders.reshape(-1) for n in here])
-                numbers, lost = self._number(name, found, [(requests[n], drawn[n]) for n in here], before + size)
-                at = 0
-                for n in here:
-                    count = drawn[n].senders.size
-                    local[n] = numbers[at : at + count].reshape(drawn[n].senders.shape)
-                    at += count
+        for node_type, (name, here) in enumerate(zip(layout.node_types, by_type, strict=True)):
+            own, lost = numbers.get(name, (None, jnp.zeros((), jnp.int32)))
+            at = 0
+            for n in here:
+                assert own is not None
+                shape = drawn[n].senders.shape
+                local[n] = own[at : at + drawn[n].senders.size].reshape(shape)
+                at += drawn[n].senders.size
+            before = layout.first(hop + 1, node_type)
             counts.append(lost + jnp.sum(self.known[name][before:] >= 0, dtype=jnp.int32))
             losses.append(lost)
         self.found.append(jnp.stack(counts))
         self.lost.append(jnp.stack(losses))
         return [local[n] for n in range(len(requests))]
 
-    def _number(
-        self, name: str, found: Array, from_draws: list[tuple[Request, Drawn]], limit: int
-    ) -> tuple[Array, Array]:
-        if self.trees is None:
-            self.known[name], numbers, lost = number_nodes(
-                self.known[name], found, limit, self.topology.num_nodes[name]
-            )
-            return numbers, lost
-        tree = [
-            jnp.broadcast_to(self._own(self.trees, r.piece.hop, r.piece.target)[:, None], d.senders.shape).reshape(-1)
-            for r, d in from_draws
-        ]
-        trees = jnp.where(found >= 0, jnp.concatenate(tree), -1)
-        known = self.known[name], self.trees[name]
-        (self.known[name], self.trees[name]), numbers, lost = number_copies(known, (found, trees), limit)
-        return numbers, lost
+    def _number(self, found: dict[str, Array], limits: dict[str, int]) -> dict[str, tuple[Array, Array]]:
+        """Numbers nodes by type; returns local numbers, and how many nodes did not fit."""
+        counts = self.topology.num_nodes
+        types = [Numbers(self.known[name], nodes, limits[name], counts[name]) for name, nodes in found.items()]
+        if sum(some.count for some in types) < 2**31 - 1:
+            done = number_together(types) if types else []
+        else:
+            done = [number_nodes(some.known, some.found, some.limit, some.count) for some in types]
+        for name, (known, _, _) in zip(found, done, strict=True):
+            self.known[name] = known
+        return {name: (local, lost) for name, (_, local, lost) in zip(found, done, strict=True)}
+
+    def _trees_of(self, request: Request, drawn: Drawn) -> Array:
+        assert self.trees is not None
+        own = self._own(self.trees, request.piece.hop, request.piece.target)
+        return jnp.broadcast_to(own[:, None], drawn.senders.shape).reshape(-1)
+
+    def _number_copies(
+        self, found: dict[str, Array], trees: dict[str, Array], limits: dict[str, int]
+    ) -> dict[str, tuple[Array, Array]]:
+        """As `_number`, for pairs of node and tree."""
+        assert self.trees is not None
+        numbers = {}
+        for name, nodes in found.items():
+            pairs = nodes, jnp.where(nodes >= 0, trees[name], -1)
+            known = self.known[name], self.trees[name]
+            (self.known[name], self.trees[name]), local, lost = number_copies(known, pairs, limits[name])
+            numbers[name] = local, lost
+        return numbers
 
 
 def _without(pairs: Mapping[int, tuple[Array, Array]], request: Request, drawn: Drawn) -> Drawn:

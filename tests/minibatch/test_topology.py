@@ -8,7 +8,10 @@ from dejax import _native
 from dejax.host_gather import HostTable
 from dejax.minibatch import HeteroTopology, _building
 
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+pytestmark = [
+    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
+    pytest.mark.newest_jax,
+]
 
 WRITES, CITES, LIKES = ("author", "writes", "paper"), ("paper", "cites", "paper"), ("author", "likes", "author")
 COUNTS = {"author": 7, "paper": 11, "venue": 3}

@@ -192,7 +192,7 @@ def _by_receiver(parts: Sequence[Array], ranges: Sequence[Sequence[int]]) -> Arr
 def _groups(senders: Sequence[Array], spec: SlotSpec) -> _Groups:
     """Where each slot's edge is in both orders: where its group begins, and the valid slots before it in the group."""
     masks = [(some >= 0) & (some < spec.num_nodes) for some in senders]
-    within = [jnp.cumsum(mask, axis=1, dtype=jnp.int32) for mask in masks]  # valid slots up to each one
+    within = _valid_up_to(masks)
     counts = [some[:, -1] for some in within]
     ranges = spec.by_receivers()
     counted = jnp.stack([_joined(counts), _by_receiver(counts, ranges)])
@@ -212,6 +212,28 @@ def _groups(senders: Sequence[Array], spec: SlotSpec) -> _Groups:
     positions = _joined(places)
     order = jnp.zeros(slot, jnp.int32).at[_joined(receiver_places)].set(positions, unique_indices=True)
     return _Groups(ranges, start, start_by_receiver, pair, pair_by_receiver, used, positions, order)
+
+
+# Sums of so many slots are additions in one kernel; longer ones are cumulative sums of XLA, which are several kernels.
+_SHORT = 32
+
+
+def _valid_up_to(masks: Sequence[Array]) -> list[Array]:
+    """The valid slots of a group up to each one, itself included; those of one fan-out are counted together."""
+    found: dict[int, Array] = {}
+    for fan_out in {mask.shape[1] for mask in masks}:
+        numbers = [n for n, mask in enumerate(masks) if mask.shape[1] == fan_out]
+        sums = _joined([masks[n] for n in numbers]).astype(jnp.int32)
+        if fan_out <= _SHORT:
+            step = 1
+            while step < fan_out:
+                sums = sums + jnp.pad(sums, ((0, 0), (step, 0)))[:, :fan_out]
+                step *= 2
+        else:
+            sums = jnp.cumsum(sums, axis=1, dtype=jnp.int32)
+        parts = _split(sums, [masks[n].shape[0] for n in numbers])
+        found |= dict(zip(numbers, parts, strict=True))
+    return [found[n] for n in range(len(masks))]
 
 
 def _receiver_side(senders: Sequence[Array], spec: SlotSpec) -> _Edges:
@@ -386,6 +408,7 @@ def _unstacked(values: Array, ranges: Sequence[Sequence[int]], spec: SlotSpec) -
 
 
 def _split(values: Array, sizes: Sequence[int]) -> list[Array]:
+    """Consecutive parts of these numbers of rows."""
     ends = list(itertools.accumulate(sizes, initial=0))
     return [values[a:b] for a, b in itertools.pairwise(ends)]
 
