@@ -187,7 +187,7 @@ class HeteroDataset:
             ValueError: a symmetric relation that does not exist or joins two types; a reverse name that is taken.
         """
         edges = dict(self.edges)
-        by_edge = {name: dict(getattr(self, name)) for name in _BY_EDGE}
+        by_edge: dict[str, Any] = {name: dict(getattr(self, name)) for name in _BY_EDGE}
         for name in symmetric:
             found = [relation for relation in edges if relation[1] == name]
             if not found or any(relation[0] != relation[2] for relation in found):
