@@ -24,7 +24,7 @@ def python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["dejax", "dejax.rgnn", "dejax.pallas", "dejax.host_gather", "dejax.minibatch", "dejax.offload"]
+    "module", ["dejax", "dejax.rgnn", "dejax.pallas", "dejax.host_gather", "dejax.offload", "dejax.minibatch"]
 )
 def test_nothing_heavy_is_imported(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{name.split('.')[0] for name in sys.modules}} & set({HEAVY!r})))"
@@ -32,7 +32,8 @@ def test_nothing_heavy_is_imported(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "name"), [("rgnn", "nnx"), ("rgnn", "linen"), ("offload", "nnx"), ("offload", "linen")]
+    ("package", "name"),
+    [(package, name) for package in ("rgnn", "offload", "minibatch") for name in ("nnx", "linen")],
 )
 def test_bindings_of_flax_are_imported_when_named(package: str, name: str) -> None:
     code = f"import sys, dejax.{package} as p; before = 'flax' in sys.modules; print(before, p.{name}.__name__)"
