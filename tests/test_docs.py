@@ -13,7 +13,14 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *sorted(DOCS.rglob("*.md"))]
 needs_native = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
-GUIDES = ("graphs", "programs", "precision", "explain", pytest.param("host_gather", marks=needs_native))
+GUIDES = (
+    "graphs",
+    "programs",
+    "precision",
+    "explain",
+    pytest.param("host_gather", marks=needs_native),
+    pytest.param("features", marks=needs_native),
+)
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
