@@ -20,6 +20,7 @@ GUIDES = (
     "explain",
     pytest.param("host_gather", marks=needs_native),
     pytest.param("minibatch", marks=needs_native),
+    pytest.param("features", marks=needs_native),
 )
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
