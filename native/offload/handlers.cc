@@ -28,37 +28,39 @@ DevicePointer Address(const void* data) { return reinterpret_cast<DevicePointer>
 
 constexpr int kCpu = -1;
 
-ffi::Error DoStoreCpu(ffi::RunId run, ffi::AnyBuffer x, ffi::Result<HandleBuffer> handle, int64_t binding, int64_t site,
-                      int64_t) {
+ffi::Error DoStoreCpu(ffi::RunId run, int32_t device, ffi::AnyBuffer x, ffi::Result<HandleBuffer> handle,
+                      int64_t binding, int64_t site, int64_t, int64_t layout) {
   return Run([&] {
     const auto store = StoreOfRun(run.run_id, kCpu, binding);
-    const uint64_t value = store->StoreOnCpu(run.run_id, site, x.untyped_data(), x.size_bytes());
+    const uint64_t value =
+        store->StoreOnCpu({run.run_id, site, {layout, device}}, x.untyped_data(), x.size_bytes());
     std::memcpy(handle->typed_data(), &value, sizeof(value));
   });
 }
 
-ffi::Error DoFetchCpu(ffi::RunId run, HandleBuffer handle, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> x, int64_t,
-                      int64_t site) {
+ffi::Error DoFetchCpu(ffi::RunId run, int32_t device, HandleBuffer handle, ffi::RemainingArgs,
+                      ffi::Result<ffi::AnyBuffer> x, int64_t, int64_t site, int64_t layout) {
   return Run([&] {
     uint64_t value = 0;
     std::memcpy(&value, handle.typed_data(), sizeof(value));
-    FindStore(StoreOf(value))->FetchOnCpu(run.run_id, site, value, x->untyped_data(), x->size_bytes());
+    FindStore(StoreOf(value))
+        ->FetchOnCpu({run.run_id, site, {layout, device}}, value, x->untyped_data(), x->size_bytes());
   });
 }
 
 ffi::Error DoStoreCuda(Stream stream, ffi::RunId run, int32_t device, ffi::AnyBuffer x,
-                       ffi::Result<HandleBuffer> handle, int64_t binding, int64_t site, int64_t ring) {
+                       ffi::Result<HandleBuffer> handle, int64_t binding, int64_t site, int64_t ring, int64_t layout) {
   return Run([&] {
     StoreOfRun(run.run_id, device, binding)
-        ->StoreOnCuda({run.run_id, device, stream, site}, ring, Address(x.untyped_data()), x.size_bytes(),
+        ->StoreOnCuda({run.run_id, device, stream, site, layout}, ring, Address(x.untyped_data()), x.size_bytes(),
                       Address(handle->untyped_data()));
   });
 }
 
 ffi::Error DoFetchCuda(Stream stream, ffi::RunId run, int32_t device, HandleBuffer handle, ffi::RemainingArgs,
-                       ffi::Result<ffi::AnyBuffer> x, int64_t binding, int64_t site) {
+                       ffi::Result<ffi::AnyBuffer> x, int64_t binding, int64_t site, int64_t layout) {
   return Run([&] {
-    FetchFromItsStore({run.run_id, device, stream, site}, binding, Address(handle.untyped_data()),
+    FetchFromItsStore({run.run_id, device, stream, site, layout}, binding, Address(handle.untyped_data()),
                       Address(x->untyped_data()), x->size_bytes());
   });
 }
@@ -106,20 +108,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GuardCuda, DoGuardCuda,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(StoreCpu, DoStoreCpu,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::RunId>()
+                                  .Ctx<ffi::DeviceOrdinal>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<HandleBuffer>()
                                   .Attr<int64_t>("store")
                                   .Attr<int64_t>("site")
-                                  .Attr<int64_t>("ring"));
+                                  .Attr<int64_t>("ring")
+                                  .Attr<int64_t>("layout"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(FetchCpu, DoFetchCpu,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::RunId>()
+                                  .Ctx<ffi::DeviceOrdinal>()
                                   .Arg<HandleBuffer>()
                                   .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("store")
-                                  .Attr<int64_t>("site"));
+                                  .Attr<int64_t>("site")
+                                  .Attr<int64_t>("layout"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(StoreCuda, DoStoreCuda,
                               ffi::Ffi::Bind()
@@ -130,7 +136,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(StoreCuda, DoStoreCuda,
                                   .Ret<HandleBuffer>()
                                   .Attr<int64_t>("store")
                                   .Attr<int64_t>("site")
-                                  .Attr<int64_t>("ring"));
+                                  .Attr<int64_t>("ring")
+                                  .Attr<int64_t>("layout"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(FetchCuda, DoFetchCuda,
                               ffi::Ffi::Bind()
@@ -141,6 +148,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(FetchCuda, DoFetchCuda,
                                   .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("store")
-                                  .Attr<int64_t>("site"));
+                                  .Attr<int64_t>("site")
+                                  .Attr<int64_t>("layout"));
 
 }  // namespace dejax::offload
