@@ -114,3 +114,9 @@ def shard_grid(sharding: Any, rank: int) -> tuple[tuple[int, ...], dict[int, tup
 def no_mesh() -> Any:
     """A context in which types of arrays have no sharding: for what runs on one device's shard."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def on_several_devices() -> bool:
+    """Whether what is traced now runs inside of a `shard_map` over several devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(mesh.shape[name] > 1 for name in mesh.manual_axes)

@@ -29,8 +29,10 @@ from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, 
 
 from dejax import _compat
 
-WHOLE = 0
-"""The layout of a tensor that is not divided, or is divided by the user's own `shard_map`."""
+_WHOLE = 0
+"""The layout of a tensor on one device."""
+_OWN = 2
+"""The layout of tensors inside of the user's own `shard_map`: each device has its own."""
 
 _known: dict[tuple[Any, ...], Any] = {}  # shardings of stored tensors, by site, shape and devices
 _known_lock = threading.Lock()
@@ -46,11 +48,11 @@ def store(x: Array, call: Callable[[Array, int, float], Array], *, site: int, ba
         site: number of the call in its program.
         batch: number of batch axes.
     """
-
+    undivided = _OWN if _compat.on_several_devices() else _WHOLE
     shape = x.shape  # JAX keeps `partition` with the program: it holds no tracer
 
     def whole(x: Array) -> Array:
-        return _map(lambda x: call(x, WHOLE, 1.0), x, batch)
+        return _map(lambda x: call(x, undivided, 1.0), x, batch)
 
     def partition(mesh: Any, operands: Any, result: Any) -> Any:
         sharding = operands[0].sharding
@@ -85,10 +87,11 @@ def fetch(
         site: as in `store`.
         batch: number of batch axes.
     """
+    undivided = _OWN if _compat.on_several_devices() else _WHOLE
     shape = (*handle.shape[:batch], *like.shape)
 
     def whole(handle: Array, *after: Array) -> Array:
-        return _map(lambda handle: call(handle, like.shape, WHOLE, after), handle, batch, reverse=True)
+        return _map(lambda handle: call(handle, like.shape, undivided, after), handle, batch, reverse=True)
 
     def partition(mesh: Any, operands: Any, result: Any) -> Any:
         sharding = _recall(site, shape, result.sharding)
@@ -141,7 +144,7 @@ def _division(sharding: Any, shape: Sequence[int]) -> tuple[tuple[int, ...], int
     """Into how many parts each axis is cut, and the layout: equal where all devices hold the same parts of a tensor."""
     counts, parts = _compat.shard_grid(sharding, len(shape))
     digest = hashlib.blake2b(repr((tuple(shape), counts, sorted(parts.items()))).encode(), digest_size=8).digest()
-    return counts, (int.from_bytes(digest, "little") >> 1) | 1  # positive, and not WHOLE
+    return counts, (int.from_bytes(digest, "little") >> 1) | 1  # positive, and neither _WHOLE nor _OWN
 
 
 def _axes(prefix: str, shape: Sequence[int]) -> list[str]:

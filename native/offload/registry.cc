@@ -5,6 +5,7 @@
 #include <string>
 
 #include "monitor.h"
+#include "together.h"
 
 namespace dejax::offload {
 namespace {
@@ -91,12 +92,12 @@ EntryPtr Registry::Find(uint64_t handle, int64_t call, int64_t bytes, int device
             : " was never stored: the handle is damaged"));
   }
   if (entry->place.layout != place.layout) {
-    throw std::runtime_error(
+    throw FailsEverywhere(
         "offload: a tensor that forward stored in one sharding is fetched in another one by backward (another mesh, "
         "other devices, or another division among them). Run both under one mesh, with the same shardings");
   }
   if (entry->place.device != place.device) {
-    throw std::runtime_error("offload: a tensor that was stored on device " + std::to_string(entry->place.device) +
+    throw FailsEverywhere("offload: a tensor that was stored on device " + std::to_string(entry->place.device) +
                              " was to be fetched on device " + std::to_string(place.device) +
                              "; run backward where forward ran, under the same mesh");
   }
