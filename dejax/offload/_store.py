@@ -231,6 +231,8 @@ class ActivationStore:
                 last = self._depth <= 0
             if last:
                 self._close()
+        if kind is None:
+            _raise_failure_of_shards()
 
     @contextlib.contextmanager
     def use(self) -> Iterator[ActivationStore]:
@@ -271,6 +273,7 @@ class ActivationStore:
     def check(self) -> None:
         """Raises the error that a device found in an earlier step, if any; later steps raise it, too."""
         self._native.check()
+        _raise_failure_of_shards()
 
     def clear(self) -> None:
         """Drops all tensors that are not fetched yet, for example after an interrupted step. Not while a step runs."""
@@ -329,6 +332,12 @@ def default_store() -> ActivationStore:
             _default = ActivationStore()
             _current.bind_default(_default)
         return _default
+
+
+def _raise_failure_of_shards() -> None:
+    """Raises what failed on one device of several: such a step itself goes on, with NaN (together.h)."""
+    if why := _native.extension("ActivationStore").take_failure_of_shards():
+        raise RuntimeError(why)
 
 
 def _check_sizes(
