@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from dejax.offload._layerwise import StackState, StackStep, stack_step
 from dejax.offload._names import NamesPlan, NamesWay, plan_names
 from dejax.offload._optimizer import optimizer
 from dejax.offload._planner import CHOICES, Prediction, StackPlan, plan_stack
@@ -28,12 +29,15 @@ __all__ = [
     "Prediction",
     "Residual",
     "StackPlan",
+    "StackState",
+    "StackStep",
     "StoreStats",
     "default_store",
     "offload",
     "optimizer",
     "plan_names",
     "plan_stack",
+    "stack_step",
 ]
 
 
