@@ -17,6 +17,7 @@ from dejax.offload._planner import CHOICES, Prediction, StackPlan, plan_stack
 from dejax.offload._residuals import Residual
 from dejax.offload._stats import StoreStats
 from dejax.offload._store import ActivationStore, default_store
+from dejax.offload._telemetry import Recording
 from dejax.offload._transform import offload
 
 _LAZY = ("linen", "nnx")  # these import flax
@@ -27,6 +28,7 @@ __all__ = [
     "NamesPlan",
     "NamesWay",
     "Prediction",
+    "Recording",
     "Residual",
     "StackPlan",
     "StackState",
