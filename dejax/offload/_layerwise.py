@@ -26,6 +26,7 @@ from dejax.offload._store import ActivationStore, binding_of
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 Tier = Literal["device", "host"]
+_SPACE = {"device": _DEVICE, "host": _HOST}
 Place = Tier | Callable[[str, Any], Tier]
 _SITE = 1 << 41
 _STAGED_LAYERS = 4  # two on their way to the device and two on their way back
@@ -96,7 +97,7 @@ class StackStep:
         moments = jax.tree.unflatten(treedef, made)
         flat, layers_tree = jax.tree.flatten(layers)
         where = self._places(self.params, layers)
-        flat = [jax.device_put(x, _HOST) if at == "host" else x for x, at in zip(flat, where, strict=True)]
+        flat = [x if _tier(x) == at else jax.device_put(x, _SPACE[at]) for x, at in zip(flat, where, strict=True)]
         return StackState(outer, jax.tree.unflatten(layers_tree, flat), self.tx.init(outer), moments)
 
     def jit(self, state: StackState) -> Any:
@@ -208,6 +209,11 @@ class _Run:
         self.far = [i for i, at in enumerate(places) if at == "host"]
         self.near = [i for i, at in enumerate(places) if at == "device"]
         self.leaves = leaves
+        if wrong := [i for i, at in enumerate(places) if _tier(leaves[i]) != at]:
+            raise ValueError(
+                f"stack_step: `state` must lie where `init` puts it, got an array of shape {leaves[wrong[0]].shape} in "
+                f"{_tier(leaves[wrong[0]])} memory; make the state with this step's init, or jit it with step.jit"
+            )
         self.streams = bool(self.far) and _streams(config.streams)
         self._check_update()
 
@@ -402,6 +408,10 @@ def _depends_on_inputs(fn: Callable[..., Any], *shapes: Any) -> list[bool]:
     for eqn in closed.jaxpr.eqns:
         needs.update(zip(eqn.outvars, _needs_of(eqn, eqn.params.get("jaxpr"), needs), strict=True))
     return [not isinstance(v, core.Literal) and bool(needs.get(v)) for v in closed.jaxpr.outvars]
+
+
+def _tier(x: Any) -> Tier:
+    return "host" if getattr(jax.typeof(x), "memory_space", None) == _HOST else "device"
 
 
 def _each(fn: Callable[[Any], Any], x: Any, count: int) -> Any:

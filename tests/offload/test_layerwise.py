@@ -127,6 +127,17 @@ def test_state_lies_where_it_was_put():
     assert found["host"] == 3 * LAYERS * WIDTH * WIDTH * 4
 
 
+def test_parameters_that_are_given_in_host_memory():
+    outer, layers = model()
+    far = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), layers)
+    step = make(params="host")
+    state = step.init(outer, far)
+    assert state.layers["b"].sharding.memory_kind != "pinned_host"
+    step.jit(state)(state, batch(0))
+    with pytest.raises(ValueError, match="`state` must lie where `init` puts it, got an array of shape"):
+        jax.jit(make(params="device"))(step.init(outer, far), batch(0))
+
+
 def test_no_gradient_of_the_whole_stack():
     """Temporaries do not grow with the number of layers but for their inputs."""
     temps = []
