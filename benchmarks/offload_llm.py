@@ -252,7 +252,9 @@ def update(options: argparse.Namespace) -> dict[str, Any]:
             times.append(time.perf_counter() - begin)
         seconds = min(times)
         found[f"rows, {ahead} ahead"] = {"ms": 1e3 * seconds, "over_floor": seconds / floor}
-        say(f"rows of {nbytes // layers >> 20} MiB, {ahead} ahead: {1e3 * seconds:.1f} ms, {seconds / floor:.3f} x floor")
+        say(
+            f"rows of {nbytes // layers >> 20} MiB, {ahead} ahead: {1e3 * seconds:.1f} ms, {seconds / floor:.3f} x floor"
+        )
         del held, run
         keep(found)
     return found

@@ -83,22 +83,30 @@ class StackStep:
         shapes = jax.eval_shape(make, layer_shapes)
         leaves, treedef = jax.tree.flatten(shapes)
         places = self._places(self.moments, shapes)
-        near = _depends_on_inputs(make, layer_shapes)
+        by_values = _depends_on_inputs(make, layer_shapes)
+        shardings = _shardings(shapes, layers)
         made = []
         for i, (leaf, place) in enumerate(zip(leaves, places, strict=True)):
-            if near[i]:  # a copy of the parameters, for example
+            if by_values[i]:  # a copy of the parameters, for example
                 here = jax.tree.map(lambda x: jax.device_put(x, _DEVICE), layers)
                 value = jax.jit(lambda p, i=i: jax.tree.leaves(make(p))[i])(here)
             else:
                 one = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), layer_shapes)
                 first = jax.tree.leaves(self.tx.init(one))[i]
                 value = jnp.broadcast_to(first, leaf.shape)
+            if shardings[i] is not None:
+                value = jax.device_put(value, shardings[i])
             made.append(jax.device_put(value, _HOST) if place == "host" else value)
         moments = jax.tree.unflatten(treedef, made)
         flat, layers_tree = jax.tree.flatten(layers)
         where = self._places(self.params, layers)
         flat = [x if _tier(x) == at else jax.device_put(x, _SPACE[at]) for x, at in zip(flat, where, strict=True)]
-        return StackState(outer, jax.tree.unflatten(layers_tree, flat), self.tx.init(outer), moments)
+        outside, outside_tree = jax.tree.flatten(self.tx.init(outer))
+        near = _shardings(jax.tree.unflatten(outside_tree, outside), outer)
+        outside = [x if at is None else jax.device_put(x, at) for x, at in zip(outside, near, strict=True)]
+        return StackState(
+            outer, jax.tree.unflatten(layers_tree, flat), jax.tree.unflatten(outside_tree, outside), moments
+        )
 
     def jit(self, state: StackState) -> Any:
         """The step, jitted for a state that is donated: the new state takes the memory of the old one."""
@@ -302,9 +310,7 @@ class _Run:
                 ticket, taken = rows.take(ticket, walk)
                 old.update(zip(self.far, taken, strict=True))
             else:
-                old.update(
-                    (i, jax.device_put(_row(x, k), _DEVICE)) for i, x in zip(self.far, there, strict=True)
-                )
+                old.update((i, jax.device_put(_row(x, k), _DEVICE)) for i, x in zip(self.far, there, strict=True))
             x = self._get(handle, cotangent)
             values = jax.lax.optimization_barrier([old[i] for i in range(len(self.leaves))])
             new, cotangent = self._layer_update(values, x, cotangent)
@@ -313,15 +319,11 @@ class _Run:
             if rows is not None:
                 ticket = rows.put(ticket, walk, walk.arrays, [new[i] for i in self.far])
             else:
-                there = [
-                    _with_row(x, jax.device_put(new[i], _HOST), k) for i, x in zip(self.far, there, strict=True)
-                ]
+                there = [_with_row(x, jax.device_put(new[i], _HOST), k) for i, x in zip(self.far, there, strict=True)]
             return (cotangent, here, there, ticket), None
 
         carry = (cotangent, here, there, ticket)
-        (cotangent, here, there, ticket), _ = jax.lax.scan(
-            layer, carry, (jnp.arange(self.length), saved), reverse=True
-        )
+        (cotangent, here, there, ticket), _ = jax.lax.scan(layer, carry, (jnp.arange(self.length), saved), reverse=True)
         if rows is not None:
             there = rows.finish(ticket)
         leaves: list[Any] = list(self.leaves)
@@ -408,6 +410,24 @@ def _depends_on_inputs(fn: Callable[..., Any], *shapes: Any) -> list[bool]:
     for eqn in closed.jaxpr.eqns:
         needs.update(zip(eqn.outvars, _needs_of(eqn, eqn.params.get("jaxpr"), needs), strict=True))
     return [not isinstance(v, core.Literal) and bool(needs.get(v)) for v in closed.jaxpr.outvars]
+
+
+def _shardings(moments: Any, params: Any) -> list[Any]:
+    """For each array of an optimizer's state: the sharding of the parameter of its name and shape, or replicated."""
+    known, mesh = {}, None
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            mesh = sharding.mesh
+            known[jax.tree_util.keystr(path), leaf.shape] = sharding.spec
+    if mesh is None:
+        return [None] * len(jax.tree.leaves(moments))
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(moments):
+        names = [jax.tree_util.keystr(path[k:]) for k in range(len(path))]
+        spec = next((known[name, leaf.shape] for name in names if (name, leaf.shape) in known), None)
+        found.append(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec() if spec is None else spec))
+    return found
 
 
 def _tier(x: Any) -> Tier:

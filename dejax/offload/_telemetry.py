@@ -124,8 +124,7 @@ class Recording:
         tiers.set_ylabel("GiB")
         tiers.legend(fontsize=7)
         shares = [
-            (b.stalls - a.stalls) / max(1e-9, b.seconds - a.seconds)
-            for a, b in zip(moments, moments[1:], strict=False)
+            (b.stalls - a.stalls) / max(1e-9, b.seconds - a.seconds) for a, b in zip(moments, moments[1:], strict=False)
         ]
         waits.fill_between(at[1:], shares, step="pre", color="tab:red", lw=0)
         waits.set_ylabel("waiting")

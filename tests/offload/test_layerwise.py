@@ -127,6 +127,25 @@ def test_state_lies_where_it_was_put():
     assert found["host"] == 3 * LAYERS * WIDTH * WIDTH * 4
 
 
+@pytest.mark.full
+@pytest.mark.skipif(jax.device_count() < 4, reason="four devices are needed")
+def test_sharded_state_by_the_copies_of_xla(on_the_device):
+    mesh = jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Auto,))
+    split, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*s)) for s in ((None, "d"), ()))
+    outer, layers = model()
+    layers = {"w": jax.device_put(layers["w"], split), "b": jax.device_put(layers["b"], whole)}
+    step = make(params="host", moments="host", streams=False)
+    state = step.init(jax.device_put(outer, whole), layers)
+    moment = state.layer_moments[0].mu["w"]
+    assert moment.sharding.memory_kind == "pinned_host" and moment.addressable_shards[0].data.size == moment.size // 4
+    run, losses = step.jit(state), []
+    for i in range(3):
+        state, loss = run(state, batch(i))
+        losses.append(float(loss))
+    np.testing.assert_allclose(losses, on_the_device[0], rtol=1e-5)
+    assert state.layers["w"].sharding.memory_kind == "pinned_host"
+
+
 def test_parameters_that_are_given_in_host_memory():
     outer, layers = model()
     far = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), layers)
@@ -152,7 +171,8 @@ def test_no_gradient_of_the_whole_stack():
 
 def test_a_state_that_depends_on_the_parameters():
     tx = optax.GradientTransformation(
-        lambda p: jax.tree.map(lambda x: x + 1, p), lambda g, s, p=None: (jax.tree.map(lambda g, s: -0.1 * s * g, g, s), s)
+        lambda p: jax.tree.map(lambda x: x + 1, p),
+        lambda g, s, p=None: (jax.tree.map(lambda g, s: -0.1 * s * g, g, s), s),
     )
     step = stack_step(embed, body, head, tx, min_bytes=100, streams=True)
     state = step.init(*model())

@@ -75,7 +75,7 @@ def rotary(x: Array, positions: Array, base: float) -> Array:
 
 
 def implementation(config: DecoderConfig, wanted: str | None = None) -> str:
-    """"cudnn" (flash attention) or "xla": what is wanted, otherwise cuDNN where a GPU computes in 16 bits."""
+    """ "cudnn" (flash attention) or "xla": what is wanted, otherwise cuDNN where a GPU computes in 16 bits."""
     if wanted is not None:
         return wanted
     return "cudnn" if jax.default_backend() == "gpu" and config.dtype in ("bfloat16", "float16") else "xla"

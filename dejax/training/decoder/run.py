@@ -153,9 +153,7 @@ class Checkpoints:
         last = self._manager.latest_step()
         if last is None:
             return None
-        like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_near(x.sharding)), _plain(state)
-        )
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_near(x.sharding)), _plain(state))
         load = self._ocp.args
         items = load.Composite(state=load.StandardRestore(like), losses=load.JsonRestore())
         found = self._manager.restore(last, args=items)

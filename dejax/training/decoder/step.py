@@ -239,22 +239,24 @@ def make_stack_step(config: DecoderConfig, recipe: Recipe, mesh: Mesh | None = N
 
 def _layerwise(config: DecoderConfig, recipe: Recipe, mesh: Mesh | None) -> tuple[Any, Any, Any]:
     """The step that updates each layer in backward."""
-    if mesh is not None:
-        raise ValueError(
-            "make_trainer: `mesh` must be None where the state lies in host memory, got a mesh; use state='device'"
-        )
-    step = make_stack_step(config, recipe)
+    step = make_stack_step(config, recipe, mesh)
     shapes = jax.eval_shape(lambda key: model.init_params(config, key), jax.random.key(0))
     places = dict(zip(sorted(shapes["layers"]), step._places(step.params, shapes["layers"]), strict=True))
+
+    where = None if mesh is None else shardings(shapes, mesh)
+
+    def one(key: Array, *names: str) -> Array:
+        value = _one(config, key, names)
+        return value if where is None else jax.device_put(value, functools.reduce(lambda t, n: t[n], names, where))
 
     def init(key: Array) -> StackState:
         # Array by array: the device may not hold all of them.
         outer, layers = {}, {}
         for name in shapes:
             if name != "layers":
-                outer[name] = _one(config, key, (name,))
+                outer[name] = one(key, name)
         for name, place in places.items():
-            value = _one(config, key, ("layers", name))
+            value = one(key, "layers", name)
             layers[name] = jax.device_put(value, jax.memory.Space.Host) if place == "host" else value
         return step.init(outer, layers)
 
