@@ -252,9 +252,8 @@ def update(options: argparse.Namespace) -> dict[str, Any]:
             times.append(time.perf_counter() - begin)
         seconds = min(times)
         found[f"rows, {ahead} ahead"] = {"ms": 1e3 * seconds, "over_floor": seconds / floor}
-        say(
-            f"rows of {nbytes // layers >> 20} MiB, {ahead} ahead: {1e3 * seconds:.1f} ms, {seconds / floor:.3f} x floor"
-        )
+        row = nbytes // layers >> 20
+        say(f"rows of {row} MiB, {ahead} ahead: {1e3 * seconds:.1f} ms, {seconds / floor:.3f} x floor")
         del held, run
         keep(found)
     return found
@@ -322,7 +321,7 @@ def peers(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _torch(nbytes: int) -> dict[str, Any]:
-    """AdamW of torch on the device, and as ZeRO-Offload does it: gradients to the CPU, its Adam there, parameters back."""
+    """AdamW of torch on the device, and as ZeRO-Offload does it: gradients out, Adam on the CPU, parameters back."""
     import torch
 
     if not torch.cuda.is_available():

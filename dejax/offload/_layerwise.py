@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,11 @@ from jax.extend import core
 
 from dejax import _native
 from dejax.offload import _calls
+from dejax.offload._moments import Tier, depends_on_inputs, needs_of, shardings_of, tier_of
 from dejax.offload._rows import HostRows, Walk
 from dejax.offload._store import ActivationStore, binding_of
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-Tier = Literal["device", "host"]
 _SPACE = {"device": _DEVICE, "host": _HOST}
 Place = Tier | Callable[[str, Any], Tier]
 _SITE = 1 << 41
@@ -83,8 +83,8 @@ class StackStep:
         shapes = jax.eval_shape(make, layer_shapes)
         leaves, treedef = jax.tree.flatten(shapes)
         places = self._places(self.moments, shapes)
-        by_values = _depends_on_inputs(make, layer_shapes)
-        shardings = _shardings(shapes, layers)
+        by_values = depends_on_inputs(make, layer_shapes)
+        shardings = shardings_of(shapes, layers)
         made = []
         for i, (leaf, place) in enumerate(zip(leaves, places, strict=True)):
             if by_values[i]:  # a copy of the parameters, for example
@@ -100,9 +100,9 @@ class StackStep:
         moments = jax.tree.unflatten(treedef, made)
         flat, layers_tree = jax.tree.flatten(layers)
         where = self._places(self.params, layers)
-        flat = [x if _tier(x) == at else jax.device_put(x, _SPACE[at]) for x, at in zip(flat, where, strict=True)]
+        flat = [x if tier_of(x) == at else jax.device_put(x, _SPACE[at]) for x, at in zip(flat, where, strict=True)]
         outside, outside_tree = jax.tree.flatten(self.tx.init(outer))
-        near = _shardings(jax.tree.unflatten(outside_tree, outside), outer)
+        near = shardings_of(jax.tree.unflatten(outside_tree, outside), outer)
         outside = [x if at is None else jax.device_put(x, at) for x, at in zip(outside, near, strict=True)]
         return StackState(
             outer, jax.tree.unflatten(layers_tree, flat), jax.tree.unflatten(outside_tree, outside), moments
@@ -183,12 +183,12 @@ def stack_step(
         ahead: number of layers whose arrays are on their way to the device.
 
     Returns:
-        The step. `state = step.init(outer, layers)`, then `run = step.jit(state)` and `state, loss = run(state, batch)`.
+        The step: `state = step.init(outer, layers)`, `run = step.jit(state)`, then `state, loss = run(state, batch)`.
 
     Raises:
         TypeError: `tx` is no Optax transformation.
-        ValueError: a number or a place is out of range; when it is traced: `tx` mixes parameters, or the batch cannot be
-            divided.
+        ValueError: a number or a place is out of range; as it is traced: `tx` mixes parameters, the batch cannot be
+            divided, or the state lies elsewhere.
         NativeExtensionError: with `streams=True`, the extension is missing.
     """
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
@@ -217,10 +217,10 @@ class _Run:
         self.far = [i for i, at in enumerate(places) if at == "host"]
         self.near = [i for i, at in enumerate(places) if at == "device"]
         self.leaves = leaves
-        if wrong := [i for i, at in enumerate(places) if _tier(leaves[i]) != at]:
+        if wrong := [i for i, at in enumerate(places) if tier_of(leaves[i]) != at]:
             raise ValueError(
                 f"stack_step: `state` must lie where `init` puts it, got an array of shape {leaves[wrong[0]].shape} in "
-                f"{_tier(leaves[wrong[0]])} memory; make the state with this step's init, or jit it with step.jit"
+                f"{tier_of(leaves[wrong[0]])} memory; make the state with this step's init, or jit it with step.jit"
             )
         self.streams = bool(self.far) and _streams(config.streams)
         self._check_update()
@@ -382,7 +382,7 @@ class _Run:
         needs = {var: frozenset((i,)) for i, var in enumerate(gradients)}
         for eqn in closed.jaxpr.eqns:
             inner = eqn.params.get("jaxpr")
-            found = _needs_of(eqn, inner, needs)
+            found = needs_of(eqn, inner, needs)
             needs.update(zip(eqn.outvars, found, strict=True))
         outputs = [needs.get(v, frozenset()) for v in closed.jaxpr.outvars if not isinstance(v, core.Literal)]
         if any(len(need) > 1 for need in outputs):
@@ -390,48 +390,6 @@ class _Run:
                 "stack_step: `tx` must update each parameter from its own gradient, got one that mixes them (a norm of "
                 "all gradients); use optax.clip or adaptive_grad_clip, or plain autodiff with offload.optimizer"
             )
-
-
-def _needs_of(eqn: Any, inner: Any, needs: dict[Any, frozenset[int]]) -> list[frozenset[int]]:
-    """What each result of an equation depends on; looks into jitted functions."""
-    given = [frozenset() if isinstance(v, core.Literal) else needs.get(v, frozenset()) for v in eqn.invars]
-    if eqn.primitive.name in ("jit", "pjit") and isinstance(inner, core.ClosedJaxpr):
-        inside = dict(zip(inner.jaxpr.invars, given, strict=True))
-        for one in inner.jaxpr.eqns:
-            inside.update(zip(one.outvars, _needs_of(one, one.params.get("jaxpr"), inside), strict=True))
-        return [frozenset() if isinstance(v, core.Literal) else inside.get(v, frozenset()) for v in inner.jaxpr.outvars]
-    return [frozenset().union(*given)] * len(eqn.outvars)
-
-
-def _depends_on_inputs(fn: Callable[..., Any], *shapes: Any) -> list[bool]:
-    """For each result of a function, whether it depends on an argument's values."""
-    closed = jax.make_jaxpr(fn)(*shapes)
-    needs = {var: frozenset((0,)) for var in closed.jaxpr.invars}
-    for eqn in closed.jaxpr.eqns:
-        needs.update(zip(eqn.outvars, _needs_of(eqn, eqn.params.get("jaxpr"), needs), strict=True))
-    return [not isinstance(v, core.Literal) and bool(needs.get(v)) for v in closed.jaxpr.outvars]
-
-
-def _shardings(moments: Any, params: Any) -> list[Any]:
-    """For each array of an optimizer's state: the sharding of the parameter of its name and shape, or replicated."""
-    known, mesh = {}, None
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, jax.sharding.NamedSharding):
-            mesh = sharding.mesh
-            known[jax.tree_util.keystr(path), leaf.shape] = sharding.spec
-    if mesh is None:
-        return [None] * len(jax.tree.leaves(moments))
-    found = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(moments):
-        names = [jax.tree_util.keystr(path[k:]) for k in range(len(path))]
-        spec = next((known[name, leaf.shape] for name in names if (name, leaf.shape) in known), None)
-        found.append(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec() if spec is None else spec))
-    return found
-
-
-def _tier(x: Any) -> Tier:
-    return "host" if getattr(jax.typeof(x), "memory_space", None) == _HOST else "device"
 
 
 def _each(fn: Callable[[Any], Any], x: Any, count: int) -> Any:

@@ -117,7 +117,7 @@ class HostRows:
     ) -> tuple[Array, list[Array]]:
         results = [jax.typeof(ticket)]
         results += [jax.ShapeDtypeStruct(self.arrays[i].shape[1:], self.arrays[i].dtype) for i in takes[0]]
-        attributes = {"slot": np.int64(self._slots), "pull_iterations": np.int64(pull_iterations)}
+        attributes: dict[str, Any] = {"slot": np.int64(self._slots), "pull_iterations": np.int64(pull_iterations)}
         self._slots += 1
         for name, (numbers, offsets, strides) in (("take", takes), ("pull", pulls), ("push", pushes)):
             attributes[f"{name}_array"] = np.array(numbers, np.int64)

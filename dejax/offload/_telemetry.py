@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -123,9 +124,7 @@ class Recording:
             tiers.plot(at, [getattr(m, name) / _GIB for m in moments], style, lw=1, label=label)
         tiers.set_ylabel("GiB")
         tiers.legend(fontsize=7)
-        shares = [
-            (b.stalls - a.stalls) / max(1e-9, b.seconds - a.seconds) for a, b in zip(moments, moments[1:], strict=False)
-        ]
+        shares = [(b.stalls - a.stalls) / max(1e-9, b.seconds - a.seconds) for a, b in itertools.pairwise(moments)]
         waits.fill_between(at[1:], shares, step="pre", color="tab:red", lw=0)
         waits.set_ylabel("waiting")
         waits.set_xlabel("seconds")
@@ -146,7 +145,7 @@ class Recording:
                 events.append(
                     {"name": f"{name}, bytes", "ph": "C", "pid": 1, "ts": microseconds, "args": {"bytes": value}}
                 )
-        for a, b in zip(moments, moments[1:], strict=False):
+        for a, b in itertools.pairwise(moments):
             waited = min(b.stalls - a.stalls, b.seconds - a.seconds)
             if waited > 0:
                 events.append(

@@ -170,10 +170,10 @@ def test_no_gradient_of_the_whole_stack():
 
 
 def test_a_state_that_depends_on_the_parameters():
-    tx = optax.GradientTransformation(
-        lambda p: jax.tree.map(lambda x: x + 1, p),
-        lambda g, s, p=None: (jax.tree.map(lambda g, s: -0.1 * s * g, g, s), s),
-    )
+    def update(g, s, p=None):
+        return jax.tree.map(lambda g, s: -0.1 * s * g, g, s), s
+
+    tx = optax.GradientTransformation(lambda p: jax.tree.map(lambda x: x + 1, p), update)
     step = stack_step(embed, body, head, tx, min_bytes=100, streams=True)
     state = step.init(*model())
     np.testing.assert_array_equal(state.layer_moments["w"], model()[1]["w"] + 1)

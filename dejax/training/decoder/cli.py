@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ def config_of(options: argparse.Namespace) -> DecoderConfig:
     return config.replace(**changes)
 
 
-def plot(curves: dict[str, Sequence[float]], path: Path) -> None:
+def plot(curves: Mapping[str, Sequence[float]], path: Path) -> None:
     """Draws losses by step."""
     import matplotlib
 

@@ -75,7 +75,7 @@ def rotary(x: Array, positions: Array, base: float) -> Array:
 
 
 def implementation(config: DecoderConfig, wanted: str | None = None) -> str:
-    """ "cudnn" (flash attention) or "xla": what is wanted, otherwise cuDNN where a GPU computes in 16 bits."""
+    """What is wanted; otherwise "cudnn" (flash attention) where a GPU computes in 16 bits, and "xla" elsewhere."""
     if wanted is not None:
         return wanted
     return "cudnn" if jax.default_backend() == "gpu" and config.dtype in ("bfloat16", "float16") else "xla"
@@ -110,7 +110,7 @@ def make_block(config: DecoderConfig, attention: str | None = None) -> Block:
 
     def block(p: Any, x: Array) -> Array:
         q, k, v = queries_keys_values(config, p, x, jnp.arange(x.shape[1]))
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=how)  # type: ignore[arg-type]
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=how)  # type: ignore[call-overload]
         x = x + mixed.reshape(*x.shape[:2], -1) @ p["out"].astype(x.dtype)
         return x + feed_forward(config, p, x)
 

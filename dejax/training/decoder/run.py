@@ -192,7 +192,8 @@ def read_params(out: Path, config: DecoderConfig, trainer: Trainer) -> Any:
 
 def train(trainer: Trainer, options: RunOptions, text: bytes, *, name: str = "") -> list[float]:
     """Trains to the recipe's last step; returns the loss of each step, those before a resume included."""
-    recipe, losses = trainer.recipe, []
+    recipe = trainer.recipe
+    losses: list[float] = []
     flops = trainer.config.flops_per_token(recipe.sequence) * recipe.batch * recipe.sequence
     progress = Progress(name, recipe.steps, recipe.batch * recipe.sequence, flops)
     with contextlib.ExitStack() as stack:

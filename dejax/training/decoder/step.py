@@ -118,8 +118,8 @@ def make_trainer(config: DecoderConfig, recipe: Recipe, *, mesh: Mesh | None = N
     Args:
         config: the shapes.
         recipe: how it is trained.
-        mesh: devices along one axis, "data": parameters, optimizer state and batches are divided over them (FSDP). None:
-            one device.
+        mesh: devices along one axis, "data", over which parameters, optimizer state and batches are divided (FSDP).
+            None: one device.
 
     Raises:
         ValueError: the batch cannot be divided over the mesh.
@@ -272,7 +272,10 @@ def _layerwise(config: DecoderConfig, recipe: Recipe, mesh: Mesh | None) -> tupl
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def _one(config: DecoderConfig, key: Array, names: tuple[str, ...]) -> Array:
-    return functools.reduce(lambda tree, name: tree[name], names, model.init_params(config, key))
+    found: Any = model.init_params(config, key)
+    for name in names:
+        found = found[name]
+    return found
 
 
 __all__ = ["OFFLOAD", "STATE", "Recipe", "Trainer", "make_mesh", "make_stack_step", "make_trainer"]
