@@ -16,6 +16,7 @@ from dejax.offload._optimizer import optimizer
 from dejax.offload._planner import CHOICES, Prediction, StackPlan, plan_stack
 from dejax.offload._residuals import Residual
 from dejax.offload._stats import StoreStats
+from dejax.offload._step_plan import StepPlan, StepWay, plan_step
 from dejax.offload._store import ActivationStore, default_store
 from dejax.offload._telemetry import Recording
 from dejax.offload._transform import offload
@@ -33,12 +34,15 @@ __all__ = [
     "StackPlan",
     "StackState",
     "StackStep",
+    "StepPlan",
+    "StepWay",
     "StoreStats",
     "default_store",
     "offload",
     "optimizer",
     "plan_names",
     "plan_stack",
+    "plan_step",
     "stack_step",
 ]
 

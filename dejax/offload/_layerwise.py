@@ -73,6 +73,7 @@ class StackStep:
         """The state of the first step, each array in its place.
 
         The optimizer's state is made array by array, so that the device holds one that belongs on the host at a time.
+        The parameters that lie in their place already become part of the state, and so of what `jit` gives away.
 
         Args:
             outer: parameters outside of the stack.
