@@ -23,7 +23,9 @@ def python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
     return ran
 
 
-@pytest.mark.parametrize("module", ["dejax", "dejax.rgnn", "dejax.pallas", "dejax.host_gather", "dejax.offload"])
+@pytest.mark.parametrize(
+    "module", ["dejax", "dejax.rgnn", "dejax.pallas", "dejax.host_gather", "dejax.offload", "dejax.segment"]
+)
 def test_nothing_heavy_is_imported(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{name.split('.')[0] for name in sys.modules}} & set({HEAVY!r})))"
     assert python(code).stdout.split() == []
@@ -111,6 +113,7 @@ LAYERS = (
     ("dejax.rgnn.options",),
     ("dejax.rgnn.passes",),
     ("dejax.rgnn.graphs", "dejax.rgnn.ir"),
+    ("dejax.segment",),
     ("dejax.pallas",),
     ("dejax._compat", "dejax._native"),
 )
