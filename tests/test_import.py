@@ -24,7 +24,8 @@ def python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["dejax", "dejax.rgnn", "dejax.pallas", "dejax.host_gather", "dejax.offload", "dejax.segment"]
+    "module",
+    ["dejax", "dejax.rgnn", "dejax.pallas", "dejax.host_gather", "dejax.minibatch", "dejax.offload", "dejax.segment"],
 )
 def test_nothing_heavy_is_imported(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{name.split('.')[0] for name in sys.modules}} & set({HEAVY!r})))"
@@ -105,6 +106,7 @@ def test_the_installed_jax_is_supported() -> None:
 # longest name here that it begins with; `dejax.rgnn` itself is what users import: `nnx`, `linen`, `library` and others.
 LAYERS = (
     ("dejax.info", "dejax.training"),
+    ("dejax.minibatch",),
     ("dejax.datasets",),
     ("dejax.host_gather", "dejax.offload", "dejax.rgnn"),
     ("dejax.rgnn.layers",),

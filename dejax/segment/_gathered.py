@@ -15,7 +15,7 @@ from dejax.segment._grouping import EdgePlan, Plan, checked_ids, group
 from dejax.segment._plans import both_known
 from dejax.segment._primitives import Edges, gather_reduce, reduce, rows_at, spread
 from dejax.segment._reductions import shared, wide
-from dejax.segment._request import BACKENDS, count_of, place
+from dejax.segment._request import BACKENDS, FLOATS, INTEGERS, count_of, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def _messages(
     sender, receiver = checked_ids(sender, x.shape[0]), checked_ids(receiver, count)
     kernels, interpret = place(backend)
     kernels = kernels and (
-        jnp.issubdtype(x.dtype, jnp.integer) or x.dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+        x.dtype in FLOATS or (x.dtype in INTEGERS and x.dtype.itemsize > 1 and x.dtype != jnp.uint64)
     )
     dropped = is_sorted and plan is None
     if not dropped and plan is None:

@@ -14,8 +14,8 @@ from dejax.segment import _cost
 from dejax.segment._grouping import Grouping, Plan, checked_ids, group
 
 BACKENDS = ("auto", "pallas", "xla")
-_FLOATS = tuple(jnp.dtype(t) for t in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
-_INTEGERS = tuple(jnp.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
+FLOATS = tuple(jnp.dtype(t) for t in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
+INTEGERS = tuple(jnp.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
 _MODES = {None: "drop", "drop": "drop", "fill": "drop", "clip": "clip", "promise_in_bounds": "drop"}
 
 
@@ -121,7 +121,7 @@ def request(
         ids = jnp.clip(ids, 0, max(count - 1, 0))
     ids = checked_ids(ids, count)
     kernels, interpret = place(options.backend)
-    possible = data.dtype in _FLOATS or data.dtype in _INTEGERS
+    possible = data.dtype in FLOATS or data.dtype in INTEGERS
     possible = possible and not (data.dtype.itemsize == 1 and data.size >= 2**31)  # Triton's offsets have 32 bits
     if options.unique_indices and options.backend == "auto":
         possible = False  # a scatter without collisions

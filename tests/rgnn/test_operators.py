@@ -68,6 +68,8 @@ def segments(how: str, x: Any, rows: Any, num: int) -> Any:
         return jnp.where(member, x, 0).sum(1) / jnp.maximum(member.sum(1), 1)
     if how == "prod":
         return jnp.where(member, x, 1).prod(1)
+    if not len(x):
+        return jnp.zeros((num, *x.shape[1:]), x.dtype)
     extremum = jnp.max if how == "max" else jnp.min
     # Empty segments hold equal values, which are replaced and get no gradient.
     filled = jnp.where(member, x, jnp.where(some[:, None], -jnp.inf if how == "max" else jnp.inf, 0.0))

@@ -4,6 +4,7 @@
 //   SORTED        ids ascend, `perm` has the result row of each id, equal ids are read once
 //   TICKET        warps take their work in strict order from a counter, not by a fixed stride
 //   CACHED        `slots` tells which rows lie on the device, in `cache`
+//   SPLIT         (with CACHED) the table has only the other rows; `slots` tells where
 //   SOURCE, RESULT  element types: -1 moves bytes
 //   MEAN          a result row is the mean of the rows of `fan_out` ids
 //
@@ -63,6 +64,9 @@ __device__ __forceinline__ const char* Locate(const GatherParams& p, ID id, cons
     *end = p.cache_end;
     return p.cache + static_cast<long long>(slot) * p.row_bytes;
   }
+#if SPLIT
+  i = ~slot;
+#endif
 #endif
   *begin = p.table;
   *end = p.table_end;
@@ -99,6 +103,25 @@ __device__ __forceinline__ void Write(const GatherParams& p, const LoadedChunk& 
   using To = Element<RESULT>;
   constexpr int kSize = sizeof(From::Storage);
   To::Storage* out = reinterpret_cast<To::Storage*>(p.out) + to * (p.row_bytes / kSize);
+#if UNIT == 16
+  // Chunks begin at multiples of 16 bytes of the row, so their results begin at multiples of their size.
+  constexpr int kBytes = 16 / kSize * sizeof(To::Storage), kStore = kBytes < 16 ? kBytes : 16;
+  using Stored = Word<kStore>::Type;
+  if (chunk.first < 0 || chunk.first >= p.row_bytes) return;
+  union {
+    To::Storage elements[16 / kSize];
+    Stored words[kBytes / kStore];
+  } converted;
+#pragma unroll
+  for (int i = 0; i < 16 / kSize; ++i) {
+    const float x = From::Load(*reinterpret_cast<From::Storage*>(u.bytes + i * kSize));
+    converted.elements[i] = To::Store(chunk.filled ? p.fill_value : x * chunk.scale);
+  }
+#pragma unroll
+  for (int i = 0; i < kBytes / kStore; ++i) {
+    reinterpret_cast<Stored*>(out + chunk.first / kSize)[i] = converted.words[i];
+  }
+#else
 #pragma unroll
   for (int i = 0; i < 16; i += kSize) {
     const int at = chunk.first + i;
@@ -107,6 +130,7 @@ __device__ __forceinline__ void Write(const GatherParams& p, const LoadedChunk& 
       out[at / kSize] = To::Store(chunk.filled ? p.fill_value : x * chunk.scale);
     }
   }
+#endif
 #endif
 }
 

@@ -76,8 +76,6 @@ class _Plan:
         """A tile that changes nothing when it is combined with another."""
         # Of the result's dtype: a greater range has none of its numbers at its ends.
         value = np.asarray(identity(self.kind, self.dtype)).astype(self.accumulator)
-        if self.accumulator == np.uint64 and value:  # too large for a constant of MLIR's bindings
-            return lax.bitwise_not(lax.full(shape, 0, self.accumulator))
         return lax.full(shape, value, self.accumulator)
 
     def combine(self, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -165,6 +163,12 @@ def segment_reduce(
     if not (jnp.issubdtype(data.dtype, jnp.integer) or data.dtype in _FLOATS):
         raise NotImplementedError(f"data must be integers or floats of at least 16 bits, got {data.dtype}")
     out_dtype = jnp.dtype(data.dtype if dtype is None else dtype)
+    if kind == "min" and data.dtype == jnp.uint64:
+        # Constants of a kernel end at 2^63 - 1. The complement turns the order round.
+        if scale is not None:
+            raise NotImplementedError("minima of scaled uint64 have no kernel")
+        found = segment_reduce("max", ~data, segments, rows=rows, schedule=schedule, interpret=interpret)
+        return (~found).astype(out_dtype)
     accumulated = accumulator(data.dtype)
     count, width, entries = segments.num_segments, data.shape[1], segments.num_entries
     if count == 0 or width == 0 or entries == 0 or data.shape[0] == 0:
