@@ -204,7 +204,7 @@ def test_a_cycle_is_found() -> None:
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d"}}) == [{"b", "c"}, {"d"}]
 
 
-@pytest.mark.parametrize("name", ["interop", "jraph_layers", "library", "linen", "nnx", "options"])
+@pytest.mark.parametrize("name", ["interop", "jraph_layers", "library", "linen", "nnx", "options", "zoo"])
 def test_public_modules_of_rgnn(name: str) -> None:
     code = f"import dejax.rgnn.{name}, dejax.rgnn as r; from dejax.rgnn import {name} as m; print(m is r.{name})"
     assert python(code).stdout.split() == ["True"]

@@ -15,7 +15,7 @@ from jax import Array
 
 from dejax.rgnn.graphs import build, build_traced, checks
 from dejax.rgnn.graphs.packed import PackedTables, pack
-from dejax.rgnn.graphs.relations import join_relations
+from dejax.rgnn.graphs.relations import join_bipartite, join_relations
 from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.graphs.sorting import in_threads
 from dejax.rgnn.graphs.spec import Edges, GraphSpec, all_names
@@ -212,7 +212,7 @@ class RelGraph:
         cls,
         senders: Any,
         receivers: Any,
-        edge_type: Any,
+        edge_type: Any = None,
         *,
         num_nodes: int,
         num_edge_types: int | None = None,
@@ -232,7 +232,7 @@ class RelGraph:
         Args:
             senders: int[edges], source node of each edge.
             receivers: int[edges], destination node of each edge.
-            edge_type: int[edges], type of each edge.
+            edge_type: int[edges], type of each edge; all 0 by default.
             num_nodes: number of nodes.
             num_edge_types: number of edge types before any is added; by default the number of `edge_type_names` or,
                 without names, the largest type plus one (at least 1).
@@ -406,6 +406,52 @@ class RelGraph:
         return cls._made(build_traced.build(edges, node_type, node_mask, spec, nodes_sorted), spec)
 
     @classmethod
+    def from_bipartite(
+        cls,
+        senders: Any,
+        receivers: Any,
+        edge_type: Any = None,
+        *,
+        num_sources: int,
+        num_destinations: int,
+        num_edge_types: int | None = None,
+        validate: bool = True,
+        long_segment_chunk: int = LONG_SEGMENT_CHUNK,
+    ) -> RelGraph:
+        """Makes a graph whose edges lead from source nodes to destination nodes, each numbered from 0.
+
+        In the graph, the destinations follow the sources: `node_slice("source")` and `node_slice("destination")` are
+        their rows. Layers that take a pair of features (`dejax.rgnn.zoo`) take one row for each source and one for
+        each destination, of two widths.
+
+        Args:
+            senders: int[edges], source of each edge, below num_sources.
+            receivers: int[edges], destination of each edge, below num_destinations.
+            edge_type: int[edges], type of each edge; all 0 by default.
+            num_sources: number of source nodes.
+            num_destinations: number of destination nodes.
+            num_edge_types, validate, long_segment_chunk: as in `from_edges`.
+
+        Raises:
+            TypeError, ValueError, IndexError: as `from_edges`.
+
+        >>> RelGraph.from_bipartite([0, 1, 1], [0, 0, 1], num_sources=2, num_destinations=3)
+        RelGraph(nodes=5, edges=3, edge_types=1, node_types=2, source_pairs=2, destination_pairs=2)
+        """
+        edges = _checked_edges(checks.as_ids, senders, receivers, edge_type)
+        if num_edge_types is None:
+            num_edge_types = _count_types(edges.edge_type, None, None)
+        edges, node_type, spec = join_bipartite(
+            edges,
+            num_sources,
+            num_destinations,
+            num_edge_types,
+            validate=validate,
+            long_segment_chunk=long_segment_chunk,
+        )
+        return cls._concrete(build.build(edges, node_type, None, spec), spec)
+
+    @classmethod
     def _made(cls, arrays: dict[str, Any], spec: GraphSpec) -> RelGraph:
         """The graph of the arrays that a builder made."""
         return cls(
@@ -516,9 +562,11 @@ def _count_types(types: np.ndarray | None, names: Sequence[str] | None, mask: np
 
 def _checked_edges(checked: Callable[[Any, str], Any], senders: Any, receivers: Any, edge_type: Any) -> Edges:
     """Edges of one length, each column checked and converted; without a mask."""
-    ids = {"senders": senders, "receivers": receivers, "edge_type": edge_type}
-    ids = {name: checked(value, name) for name, value in ids.items()}
+    given = {"senders": senders, "receivers": receivers, "edge_type": edge_type}
+    ids = {name: checked(value, name) for name, value in given.items() if value is not None}
     checks.check_lengths(ids)
+    if edge_type is None:
+        ids["edge_type"] = np.zeros_like(ids["senders"])
     return Edges(ids["senders"], ids["receivers"], ids["edge_type"], None)
 
 

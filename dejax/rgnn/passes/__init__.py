@@ -32,8 +32,10 @@ from dejax.rgnn.passes.merge_weight_gradients import merge_weight_gradients
 from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.save import Cut, cut
 from dejax.rgnn.passes.softmax import expand_softmax
+from dejax.rgnn.passes.split_products import split_products
 from dejax.rgnn.passes.storage import storage
 from dejax.rgnn.passes.unit_axes import drop_unit_axes
+from dejax.rgnn.passes.weight_heads import weight_heads
 
 __all__ = [
     "LATE",
@@ -58,6 +60,8 @@ Watch = Callable[[str, object], None]  # called with the name and result of each
 OPTIMISE: tuple[tuple[str, Pass], ...] = (
     ("unit_axes", drop_unit_axes),
     ("cse", cse),
+    ("split_products", split_products),
+    ("weight_heads", weight_heads),
     ("reorder", reorder),
     ("aggregate", aggregate),
     ("fold", fold),

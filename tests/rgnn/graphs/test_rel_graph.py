@@ -449,3 +449,20 @@ def test_large_tables_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loop is not None and loop.long_segments is None and loop.order.shape == (3000,)
     expected = graph.by_sender.with_loop()
     jax.tree.map(np.testing.assert_array_equal, packed.grouping("by_sender"), jax.tree.map(np.asarray, expected))
+
+
+def test_edges_need_no_types() -> None:
+    graph = RelGraph.from_edges([0, 1, 1], [1, 0, 2], num_nodes=3)
+    assert (graph.num_edge_types, graph.num_edges) == (1, 3)
+    assert RelGraph.from_edges([], [], num_nodes=3).num_edges == 0
+    with pytest.raises(ValueError, match="senders"):
+        RelGraph.from_edges([0, 1], [1], num_nodes=3)
+
+
+def test_bipartite_graphs_keep_the_order_of_edges() -> None:
+    graph = RelGraph.from_bipartite([1, 0, 1], [2, 0, 1], [1, 0, 1], num_sources=2, num_destinations=3)
+    senders, receivers, kinds = graph.to_edges()
+    assert senders.tolist() == [1, 0, 1] and receivers.tolist() == [4, 2, 3] and kinds.tolist() == [1, 0, 1]
+    assert graph.node_slice("source") == slice(0, 2) and graph.node_slice("destination") == slice(2, 5)
+    with pytest.raises(IndexError, match=r"receivers\[0\] = 3 is out of range: num_destinations is 3"):
+        RelGraph.from_bipartite([1], [3], num_sources=2, num_destinations=3)
