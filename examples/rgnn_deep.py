@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         found["stored_bytes"] = store.stats().stored_bytes
         print(
             f"{options.layers} layers, {options.nodes:,} nodes, {options.offload}: loss {found['losses'][0]:.3f} to "
-            f"{found['losses'][-1]:.3f}, {1e3 * seconds:.1f} ms a step, {found['temp_bytes'] / 1e6:.1f} MB of temporaries"
+            f"{found['losses'][-1]:.3f}, {1e3 * seconds:.1f} ms a step, {found['temp_bytes'] / 1e6:.1f} MB temporary"
         )
         if options.offload == "inputs":
             print(store.summary())
