@@ -55,7 +55,7 @@ def graph_from(block):
 def rows_of(group):
     """Each row's entries."""
     offsets = np.asarray(group.offsets)
-    order = np.arange(group.num_items) if group.order is None else np.asarray(group.order)
+    order = np.arange(group.num_entries) if group.order is None else np.asarray(group.order)
     return [order[a:b] for a, b in itertools.pairwise(offsets)]
 
 
@@ -89,7 +89,7 @@ def test_tables_are_those_of_the_usual_builder(sample):
             check_group(group)
         for name in PAIR_GROUPINGS:
             group, other = getattr(graph, name), getattr(want, name)
-            size = min(group.num_items, other.num_items)
+            size = min(group.num_entries, other.num_entries)
             np.testing.assert_array_equal(group.offsets, other.offsets)
             index = np.asarray(group.index)[:size]
             np.testing.assert_array_equal(index, np.asarray(other.index)[:size])
@@ -106,13 +106,13 @@ def check_group(group):
         assert (index[entries] == row).all()
     lengths = np.diff(offsets)
     assert (lengths >= 0).all()
-    if group.hubs is None:
+    if group.long_segments is None:
         assert not group.tiles or lengths.max(initial=0) <= 256
     else:
-        long = np.flatnonzero(lengths > group.hubs.chunk)
-        assert set(long) <= set(np.asarray(group.hubs.rows).tolist())
+        long = np.flatnonzero(lengths > group.long_segments.chunk)
+        assert set(long) <= set(np.asarray(group.long_segments.rows).tolist())
     for table in group.tiles:
-        covered = np.zeros(group.num_items, int)
+        covered = np.zeros(group.num_entries, int)
         for row, start in zip(np.asarray(table.row_type), np.asarray(table.start), strict=True):
             covered[start : min(start + table.block, offsets[row + 1])] += 1
         assert (covered[: offsets[-1]] == 1).all() and (covered[offsets[-1] :] == 0).all()

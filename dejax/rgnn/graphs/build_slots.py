@@ -22,7 +22,14 @@ from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments, bounded_segments, make_segments
 from dejax.rgnn.graphs.sorting_traced import begins_run, count_before, inverse, put_where, sort_pairs, stable_sort
 from dejax.rgnn.graphs.spec import GraphSpec
-from dejax.rgnn.graphs.tables import HUB_CHUNK, TILE_BLOCKS, chunk_of, hub_table, split_table, tile_table
+from dejax.rgnn.graphs.tables import (
+    LONG_SEGMENT_CHUNK,
+    TILE_BLOCKS,
+    chunk_of,
+    long_segment_table,
+    split_table,
+    tile_table,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +60,7 @@ class SlotSpec:
         source_types: for each edge type the node type of its senders.
         edge_type_names: a name for each edge type.
         node_type_names: a name for each node type.
-        hub_chunk: segments with more entries than this are split in chunks of this many.
+        long_segment_chunk: segments with more entries than this are split in chunks of this many.
     """
 
     slots: tuple[Slots, ...]
@@ -61,7 +68,7 @@ class SlotSpec:
     source_types: tuple[int, ...]
     edge_type_names: tuple[str, ...]
     node_type_names: tuple[str, ...]
-    hub_chunk: int = HUB_CHUNK
+    long_segment_chunk: int = LONG_SEGMENT_CHUNK
 
     @property
     def num_nodes(self) -> int:
@@ -107,14 +114,16 @@ def graph_of_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -
     tables: dict[str, Any] = {**edges.tables, **_source_side(edges, spec)}
     typed = {**edges.typed, "source_pair_by_type": tables.pop("source_pair_by_type")}
     tables |= bounded_segments(
-        {"by_source_pair": tables.pop("by_source_pair"), **typed}, hub_chunk=spec.hub_chunk, typed=tuple(typed)
+        {"by_source_pair": tables.pop("by_source_pair"), **typed},
+        long_segment_chunk=spec.long_segment_chunk,
+        typed=tuple(typed),
     )
-    tables |= bounded_segments({"by_sender": tables.pop("by_sender")}, hub_chunk=spec.hub_chunk)
+    tables |= bounded_segments({"by_sender": tables.pop("by_sender")}, long_segment_chunk=spec.long_segment_chunk)
     names = spec.node_type_names
     by_type = np.array(spec.source_types, np.int32)
     order = np.argsort(by_type, kind="stable").astype(np.int32)
     bounds = np.searchsorted(by_type[order], np.arange(len(names) + 1)).astype(np.int32)
-    by_source = make_segments(by_type, order, bounds, hub_chunk=spec.hub_chunk)
+    by_source = make_segments(by_type, order, bounds, long_segment_chunk=spec.long_segment_chunk)
     node_type, by_node_type = _by_node_type(spec)
     graph_spec = GraphSpec(
         spec.num_nodes,
@@ -122,7 +131,7 @@ def graph_of_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -
         len(names),
         edge_type_names=spec.edge_type_names,
         node_type_names=names,
-        hub_chunk=spec.hub_chunk,
+        long_segment_chunk=spec.long_segment_chunk,
     )
     fields = {
         **edges.columns,
@@ -403,18 +412,18 @@ def _by_node_type(spec: SlotSpec) -> tuple[Array, Segments]:
         index=index,
         order=None if is_sorted else _joined([run for some in runs for run in some]),
         offsets=jnp.asarray(offsets),
-        hubs=hub_table(offsets, chunk_of(spec.hub_chunk, num_nodes, True), num_nodes),
+        long_segments=long_segment_table(offsets, chunk_of(spec.long_segment_chunk, num_nodes, True), num_nodes),
         tiles=tuple(tile_table(offsets, block, num_nodes) for block in TILE_BLOCKS),
         splits=split_table(offsets, num_nodes),
         num_rows=len(counts),
-        num_items=num_nodes,
+        num_entries=num_nodes,
     )
 
 
 def _segments(index: Array, order: Array | None, offsets: Array, longest: int, spec: SlotSpec) -> Segments:
     """A grouping whose segments have at most `longest` entries."""
-    if longest > spec.hub_chunk:
-        return bounded_segments({"it": (index, order, offsets)}, hub_chunk=spec.hub_chunk)["it"]
+    if longest > spec.long_segment_chunk:
+        return bounded_segments({"it": (index, order, offsets)}, long_segment_chunk=spec.long_segment_chunk)["it"]
     return Segments(index, order, offsets, None, (), offsets.shape[0] - 1, index.shape[0])
 
 
