@@ -13,6 +13,7 @@ from dejax.minibatch.decoders import (
     softmax_cross_entropy,
 )
 from dejax.minibatch.features import FeatureStore, PendingFeatures
+from dejax.minibatch.inference import InferenceBatch, InferenceEdges, infer_layers
 from dejax.minibatch.link_prediction import LinkRanks, link_ranks
 from dejax.minibatch.visits import expected_visits, hot_rows
 
@@ -20,6 +21,8 @@ __all__ = [
     "DECODERS",
     "Decoder",
     "FeatureStore",
+    "InferenceBatch",
+    "InferenceEdges",
     "LinkRanks",
     "NodeFeatures",
     "PendingFeatures",
@@ -29,6 +32,7 @@ __all__ = [
     "dot",
     "expected_visits",
     "hot_rows",
+    "infer_layers",
     "link_ranks",
     "rotate",
     "rotate_decoder",
