@@ -26,6 +26,7 @@ _FORMAT = 1  # of the folders of `save`
 _META = "dataset.json"
 _CHUNK = 1 << 24  # elements at once, for memory maps
 _EDGES = ("edges", "valid_edges", "test_edges")
+_BY_EDGE = ("edge_times", "edge_features", "edge_weights")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +50,8 @@ class HeteroDataset:
         target_relations: the relations that a link prediction task predicts.
         node_times: int or float [nodes] by type: when a node came to be.
         edge_times: int or float [edges] by relation.
+        edge_features: [edges, ...] by relation.
+        edge_weights: float[edges] by relation, not negative.
         node_names: a name for each node, by type, where the source has names.
         description: a few sentences: content, source, what was left out.
         check: whether all ids are compared with the counts. Without it only shapes and dtypes are checked: to
@@ -71,6 +74,8 @@ class HeteroDataset:
     target_relations: tuple[Relation, ...] = ()
     node_times: dict[str, np.ndarray] = field(default_factory=dict)
     edge_times: dict[Relation, np.ndarray] = field(default_factory=dict)
+    edge_features: dict[Relation, np.ndarray] = field(default_factory=dict)
+    edge_weights: dict[Relation, np.ndarray] = field(default_factory=dict)
     node_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     description: str = ""
     check: dataclasses.InitVar[bool] = True
@@ -92,9 +97,10 @@ class HeteroDataset:
                         f"{name} must have an entry for each of the {self.num_nodes[kind]} nodes of type {kind!r}, "
                         f"got {len(values)}"
                     )
-        for relation, times in self.edge_times.items():
-            if relation not in self.edges or len(times) != len(self.edges[relation][0]):
-                raise ValueError(f"edge_times must have an entry for each edge of a relation, got other for {relation}")
+        for name in _BY_EDGE:
+            for relation, values in getattr(self, name).items():
+                if relation not in self.edges or len(values) != len(self.edges[relation][0]):
+                    raise ValueError(f"{name} must have an entry for each edge of a relation, got other for {relation}")
         for relation in (*self.target_relations, *self.valid_edges, *self.test_edges):
             if relation not in self.edges:
                 raise ValueError(f"edges must have every relation of the task, they lack {relation}")
@@ -203,14 +209,15 @@ class HeteroDataset:
             ValueError: a symmetric relation that does not exist or joins two types; a reverse name that is taken.
         """
         edges = dict(self.edges)
-        times = dict(self.edge_times)
+        by_edge: dict[str, Any] = {name: dict(getattr(self, name)) for name in _BY_EDGE}
         for name in symmetric:
             found = [relation for relation in edges if relation[1] == name]
             if not found or any(relation[0] != relation[2] for relation in found):
                 raise ValueError(f"with_reverse: `symmetric` must name relations within one type, got {name!r}")
             for relation in found:
                 edges[relation] = _symmetric(edges[relation], self.num_nodes[relation[0]])
-                times.pop(relation, None)
+                for values in by_edge.values():
+                    values.pop(relation, None)
         for (source, name, destination), (senders, receivers) in self.edges.items():
             if name in symmetric:
                 continue
@@ -218,9 +225,10 @@ class HeteroDataset:
             if reverse in edges:
                 raise ValueError(f"with_reverse: `prefix` must give new names, {reverse} is there already")
             edges[reverse] = (receivers, senders)
-            if (source, name, destination) in times:
-                times[reverse] = times[source, name, destination]
-        return dataclasses.replace(self, edges=edges, edge_times=times, check=False)
+            for values in by_edge.values():
+                if (source, name, destination) in values:
+                    values[reverse] = values[source, name, destination]
+        return dataclasses.replace(self, edges=edges, check=False, **by_edge)
 
     @classmethod
     def from_entity(cls, data: EntityDataset) -> HeteroDataset:
@@ -306,7 +314,7 @@ class HeteroDataset:
         for name in _EDGES:
             for relation, ends in getattr(self, name).items():
                 found += [([name, relation, side], ends[side]) for side in (0, 1)]
-        for name in ("features", "labels", "node_times", "edge_times"):
+        for name in ("features", "labels", "node_times", *_BY_EDGE):
             found += [([name, key], array) for key, array in getattr(self, name).items()]
         for split, by_type in self.splits.items():
             found += [(["splits", split, kind], nodes) for kind, nodes in by_type.items()]
@@ -328,7 +336,7 @@ class HeteroDataset:
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
         if meta.get("format") != _FORMAT:
             raise ValueError(f"{folder} must be a HeteroDataset of format {_FORMAT}, got {meta.get('format')!r}")
-        fields: dict[str, Any] = {name: {} for name in (*_EDGES, "features", "labels", "node_times", "edge_times")}
+        fields: dict[str, Any] = {name: {} for name in (*_EDGES, "features", "labels", "node_times", *_BY_EDGE)}
         splits: dict[str, dict[str, np.ndarray]] = {}
         for path, file in meta["files"]:
             array = mapped_npy(folder / file)

@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from dejax.datasets._progress import Progress
 from dejax.host_gather import HostTable
 from dejax.minibatch.features import FeatureStore
+from dejax.minibatch.topology import HeteroTopology
 
 Relation = tuple[str, str, str]
 
@@ -65,7 +66,7 @@ Layer = Callable[[Any, InferenceBatch], Array]
 def infer_layers(
     layers: Sequence[Layer],
     params: Sequence[Any],
-    edges: Mapping[Relation, tuple[ArrayLike, ArrayLike]],
+    edges: HeteroTopology | Mapping[Relation, tuple[ArrayLike, ArrayLike]],
     num_nodes: Mapping[str, int],
     inputs: FeatureStore,
     *,
@@ -85,7 +86,7 @@ def infer_layers(
         layers: (params, batch) -> [batch, width]. Each function is compiled for some sizes of batches.
         params: parameters of each layer.
         edges: (source type, name, destination type) -> (offsets int[receivers + 1], senders int[edges]): the senders of
-            receiver v are `senders[offsets[v]:offsets[v + 1]]`. Arrays or memory maps.
+            receiver v are `senders[offsets[v]:offsets[v + 1]]`. Arrays or memory maps. Or a HeteroTopology.
         num_nodes: nodes of each type.
         inputs: the rows that the first layer reads.
         node_types: the types whose last output is wanted; by default all.
@@ -115,6 +116,8 @@ def infer_layers(
         if kind not in num_nodes:
             raise ValueError(f"infer_layers: `node_types` must be of {', '.join(num_nodes)}, got {kind!r}")
     inputs.check_counts(num_nodes)
+    if isinstance(edges, HeteroTopology):
+        edges = {edge_type: edges.csc(edge_type)[:2] for edge_type in edges.edge_types}
     lists = _checked(edges, num_nodes)
     # The types that each layer must compute: those that a later layer reads.
     wanted = [list(num_nodes if node_types is None else node_types)]

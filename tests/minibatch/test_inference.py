@@ -7,7 +7,7 @@ import pytest
 
 from dejax import _native
 from dejax.host_gather import HostTable
-from dejax.minibatch import FeatureStore, infer_layers
+from dejax.minibatch import FeatureStore, HeteroTopology, infer_layers
 
 pytestmark = pytest.mark.skipif(
     _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
@@ -90,6 +90,9 @@ def test_all_nodes(batch_size: int, tmp_path) -> None:
             folder=tmp_path / "out",
             node_types=["a", "none"],
         )
+        topology = HeteroTopology.from_csc(lists, NODES)
+        same = infer_layers([layer] * 2, params, topology, topology.num_nodes, store, batch_size=batch_size)
+        np.testing.assert_array_equal(same["a"].numpy(), found["a"].numpy())
     assert list(found) == list(NODES) and list(saved) == ["a", "none"]
     for kind, count in NODES.items():
         assert isinstance(found[kind], HostTable) and found[kind].shape == (count, WIDTH)
