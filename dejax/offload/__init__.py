@@ -13,6 +13,7 @@ from typing import Any
 from dejax.offload._names import NamesPlan, NamesWay, plan_names
 from dejax.offload._optimizer import optimizer
 from dejax.offload._planner import CHOICES, Prediction, StackPlan, plan_stack
+from dejax.offload._region import region
 from dejax.offload._residuals import Residual
 from dejax.offload._stats import StoreStats
 from dejax.offload._store import ActivationStore, default_store
@@ -34,6 +35,7 @@ __all__ = [
     "optimizer",
     "plan_names",
     "plan_stack",
+    "region",
 ]
 
 
