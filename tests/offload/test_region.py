@@ -187,3 +187,20 @@ def test_region_around_a_model_of_flax(kind):
         return (body(params, body(params, x)) ** 2).mean()
 
     gradients_agree(loss, (params, x), [jax.jit(jax.grad(kept(loss)))])
+
+
+def test_a_tensor_that_several_layers_use_is_stored_once():
+    """Queries, keys and values of one input: each call of `offload` stores its input, a region stores it once."""
+    ws, x = operands()
+    project = jax.checkpoint(lambda w, x: jnp.tanh(x @ w))
+
+    def loss(ws, x, project=project):
+        x = jnp.sin(x)
+        return sum((project(w, x) ** 2).sum() for w in ws)
+
+    one = functools.partial(loss, project=offload(project, min_bytes=1))
+    want = jax.jit(jax.grad(loss))(ws, x)
+    for fn, stored in ((one, LAYERS), (kept(loss), 1 + LAYERS)):  # a region stores each tanh, too, for the square
+        with ActivationStore(host_bytes=1 << 24) as store:
+            assert_same_bits(jax.jit(jax.grad(fn))(ws, x), want)
+            assert store.stats().stored_count == store.stats().fetched_count == stored
