@@ -5,6 +5,7 @@
 #   make demo CUDA=13      the same with jax's CUDA 13 wheels (or CUDA=12)
 #   make test              lint, format, types, doctests and a sample of the tests, on one jax: what a change should pass
 #   make test-all          the same with the tests in full, on the oldest and the newest supported jax: what CI runs
+#   make docs              build the documentation site and serve it at http://127.0.0.1:8000/
 #   make test-fast         the tests of `make test` alone
 #   make test-slow         the tests that take long: the same contracts over more cases
 #   make asan              the CPU handlers under AddressSanitizer
@@ -37,7 +38,7 @@ PYTHON_NEXT ?= $(shell for v in 3.12 3.13 3.14; do \
 # Where .venv has the newest jax already, .venv-next gets the oldest that is supported.
 PINS_NEXT ?= $(shell $(PYTHON) -c 'import sys; print("jax==0.10.2 jaxlib==0.10.2" if sys.version_info >= (3, 12) else "")')
 
-.PHONY: venv venv-test demo test test-all test-fast test-slow test-here test-next doctest lint types format asan tsan soak clean
+.PHONY: venv venv-test demo docs site test test-all test-fast test-slow test-here test-next doctest lint types format asan tsan soak clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -56,6 +57,16 @@ $(VENV)/.installed-test: $(BUILD_INPUTS) | $(BIN)/python
 	$(BIN)/python $(PIP) --editable '.[test$(if $(EXTRA),$(comma)$(EXTRA))]'
 	@touch $@ $(VENV)/.installed$(EXTRA)
 
+$(VENV)/.installed-docs: $(BUILD_INPUTS) | $(VENV)/.installed-test
+	$(BIN)/python $(PIP) --editable '.[test,docs]'
+	@touch $@
+
+site: $(VENV)/.installed-docs
+	JAX_PLATFORMS=cpu $(BIN)/python docs/site/build.py
+
+docs: $(VENV)/.installed-docs
+	JAX_PLATFORMS=cpu $(BIN)/python docs/site/build.py --serve
+
 demo: venv
 	$(BIN)/python examples/entity_classification.py $(DEMO_ARGS)
 
@@ -66,7 +77,7 @@ test: venv-test
 	@echo "make test: all passed"
 
 test-all: venv-test
-	@$(MAKE) --no-print-directory --keep-going lint types doctest test-here test-next
+	@$(MAKE) --no-print-directory --keep-going lint types doctest site test-here test-next
 	@echo "make test-all: all passed"
 
 test-fast: venv-test

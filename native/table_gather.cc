@@ -1,6 +1,7 @@
 #include "table_gather.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -22,6 +23,8 @@ constexpr int64_t kColumns = 1024;  // of a mean, summed at once on the stack: t
 
 struct Plan {
   const uint8_t* table;
+  const uint8_t* cache;
+  const int32_t* slots;  // where rows lie, as in table_gather.h; null if all lie in the table
   const void* ids;
   const float* scale;
   uint8_t* out;
@@ -43,12 +46,18 @@ int64_t Row(const Plan& plan, int64_t i) {
   return std::clamp<int64_t>(id, 0, plan.rows - 1);
 }
 
+const uint8_t* At(const Plan& plan, int64_t row) {
+  if (plan.slots == nullptr) return plan.table + row * plan.row_bytes;
+  const int64_t slot = plan.slots[row];
+  return slot >= 0 ? plan.cache + slot * plan.row_bytes : plan.table + ~slot * plan.row_bytes;
+}
+
 template <typename Id>
 void Prefetch(const Plan& plan, int64_t i, int64_t end) {
   if (i >= end) return;
   const int64_t id = static_cast<const Id*>(plan.ids)[i];
   if (id < 0 || id >= plan.rows) return;
-  const uint8_t* row = plan.table + id * plan.row_bytes;
+  const uint8_t* row = At(plan, id);
   for (int64_t byte = 0; byte < std::min(plan.row_bytes, kPrefetchBytes); byte += 64) __builtin_prefetch(row + byte);
 }
 
@@ -59,7 +68,7 @@ void CopyRows(const Plan& plan, int64_t begin, int64_t end) {
     const int64_t row = Row<Id>(plan, i);
     uint8_t* out = plan.out + i * plan.row_bytes;
     if (row >= 0) {
-      std::memcpy(out, plan.table + row * plan.row_bytes, plan.row_bytes);
+      std::memcpy(out, At(plan, row), plan.row_bytes);
     } else {
       for (int64_t at = 0; at < plan.row_bytes; ++at) out[at] = plan.fill[at % 16];
     }
@@ -70,18 +79,45 @@ float Scale(const Plan& plan, int64_t row) {
   return plan.scale_count == 0 ? 1.0f : plan.scale[plan.scale_count == 1 ? 0 : row];
 }
 
+// Converts elements to float. Those of 8 bits are looked up: 256 floats stay in the cache.
+template <int source>
+struct Loader {
+  using Storage = typename Element<source>::Storage;
+  const float* values = nullptr;
+
+  Loader() {
+    if constexpr (sizeof(Storage) == 1) {
+      static const auto* const made = [] {
+        auto* table = new std::array<float, 256>;
+        for (int i = 0; i < 256; ++i) (*table)[i] = Element<source>::Load(static_cast<Storage>(i));
+        return table;
+      }();
+      values = made->data();
+    }
+  }
+
+  float operator()(Storage x) const {
+    if constexpr (sizeof(Storage) == 1) {
+      return values[static_cast<uint8_t>(x)];
+    } else {
+      return Element<source>::Load(x);
+    }
+  }
+};
+
 template <typename Id, int source, int result>
 void ConvertRows(const Plan& plan, int64_t begin, int64_t end) {
   using From = Element<source>;
   using To = Element<result>;
-  const auto* table = reinterpret_cast<const typename From::Storage*>(plan.table);
   auto* out = reinterpret_cast<typename To::Storage*>(plan.out);
+  const Loader<source> load;
   for (int64_t i = begin; i < end; ++i) {
     Prefetch<Id>(plan, i + kPrefetchRows, end);
     const int64_t row = Row<Id>(plan, i);
     const float scale = row < 0 ? 0 : Scale(plan, row);
+    const auto* from = row < 0 ? nullptr : reinterpret_cast<const typename From::Storage*>(At(plan, row));
     for (int64_t c = 0; c < plan.width; ++c) {
-      const float x = row < 0 ? plan.fill_value : From::Load(table[row * plan.width + c]) * scale;
+      const float x = row < 0 ? plan.fill_value : load(from[c]) * scale;
       out[i * plan.width + c] = To::Store(x);
     }
   }
@@ -91,8 +127,8 @@ template <typename Id, int source, int result>
 void AverageRows(const Plan& plan, int64_t begin, int64_t end) {
   using From = Element<source>;
   using To = Element<result>;
-  const auto* table = reinterpret_cast<const typename From::Storage*>(plan.table);
   auto* out = reinterpret_cast<typename To::Storage*>(plan.out);
+  const Loader<source> load;
   float sum[kColumns];
   for (int64_t i = begin; i < end; ++i) {
     for (int64_t first = 0; first < plan.width; first += kColumns) {
@@ -105,8 +141,8 @@ void AverageRows(const Plan& plan, int64_t begin, int64_t end) {
         if (row < 0) continue;
         ++count;
         const float scale = Scale(plan, row);
-        const auto* from = table + row * plan.width + first;
-        for (int64_t c = 0; c < columns; ++c) sum[c] += scale * From::Load(from[c]);
+        const auto* from = reinterpret_cast<const typename From::Storage*>(At(plan, row)) + first;
+        for (int64_t c = 0; c < columns; ++c) sum[c] += scale * load(from[c]);
       }
       for (int64_t c = 0; c < columns; ++c) {
         out[i * plan.width + first + c] = To::Store(count ? sum[c] / count : plan.fill_value);
@@ -165,10 +201,10 @@ Body ForTypes(int64_t source, int64_t result, bool mean) {
   }
 }
 
-ffi::Error OnCpu(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer,
+ffi::Error OnCpu(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer, ffi::AnyBuffer slots, ffi::AnyBuffer cache,
                  ffi::Buffer<ffi::F32> scale, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer>,
                  int64_t source, int64_t result, int64_t row_bytes, int64_t fan_out, bool mean, bool clip, bool raises,
-                 float fill_value, ffi::Span<const uint8_t> fill, int64_t, int64_t, int64_t) {
+                 bool split, float fill_value, ffi::Span<const uint8_t> fill, int64_t, int64_t, int64_t) {
   const auto invalid = [](const char* what) {
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("dejax.host_gather.gather: ") + what);
   };
@@ -178,7 +214,11 @@ ffi::Error OnCpu(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer, ffi::
   sizes.ids = static_cast<int64_t>(ids.element_count());
   sizes.ids_are_integers = wide || ids.element_type() == ffi::DataType::S32;
   sizes.scale = static_cast<int64_t>(scale.element_count());
-  sizes.rows = table.dimensions()[0];
+  sizes.slots = static_cast<int64_t>(slots.element_count());
+  sizes.cache_bytes = static_cast<int64_t>(cache.size_bytes());
+  sizes.table_rows = table.dimensions()[0];
+  sizes.rows = split ? sizes.slots : sizes.table_rows;
+  sizes.split = split;
   sizes.table_bytes = static_cast<int64_t>(table.size_bytes());
   sizes.out_bytes = static_cast<int64_t>(out->size_bytes());
   sizes.source = source;
@@ -191,6 +231,8 @@ ffi::Error OnCpu(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer, ffi::
   std::atomic<bool> found{false};
   Plan plan;
   plan.table = static_cast<const uint8_t*>(table.untyped_data());
+  plan.cache = static_cast<const uint8_t*>(cache.untyped_data());
+  plan.slots = split ? static_cast<const int32_t*>(slots.untyped_data()) : nullptr;
   plan.ids = ids.untyped_data();
   plan.scale = scale.typed_data();
   plan.out = static_cast<uint8_t*>(out->untyped_data());

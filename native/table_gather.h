@@ -26,6 +26,7 @@ struct CUstream_st;
       .Attr<bool>("mean")                          \
       .Attr<bool>("clip")                          \
       .Attr<bool>("raises")                        \
+      .Attr<bool>("split")                         \
       .Attr<float>("fill_value")                   \
       .Attr<xla::ffi::Span<const uint8_t>>("fill") \
       .Attr<int64_t>("kernel")                     \
@@ -36,16 +37,18 @@ struct CUstream_st;
 namespace dejax {
 
 // FFI handlers.
-//   arguments:  table [rows, width] of unsigned integers;
+//   arguments:  table [rows, width] of unsigned integers; with `split` only the rows that are not in the cache;
 //               ids [n] int32 or int64;
 //               perm [n] int32, the result row of each id, or [0] for ids in the order given (not read on the CPU);
-//               slots [rows] int32 and cache [slots, width], or [0] (not read on the CPU);
+//               slots [rows] int32 and cache [cached, width], or [0] (read on the CPU only with `split`): the row of the
+//               cache that holds each row, or a negative number: with `split` ~(its row of the table);
 //               scale float32 [0], [1] or [rows].
 //   results:    out [n / fan_out, width'], scratch uint32[2] for the CUDA handler.
 //   attributes: source, result int64: element types of element_types.h, or -1 to move bytes;
 //               row_bytes, fan_out int64; mean bool;
 //               clip bool: an id out of range means the nearest row, otherwise a row of fill;
 //               raises bool: an id out of range is an error;
+//               split bool: a row lies either in the table or in the cache;
 //               fill_value float32 for converted elements; fill uint8[16], repeated elements, for moved bytes;
 //               kernel, grid (blocks), align int64: of the CUDA kernel.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherCpu);
@@ -84,8 +87,8 @@ inline int64_t ElementBytes(int64_t type) {
 // The sizes of a gather, which all handlers check before they read or write.
 struct GatherSizes {
   int64_t ids = 0, perm = 0, slots = 0, cache_bytes = 0, scale = 0;  // elements, except cache_bytes
-  int64_t rows = 0, table_bytes = 0, out_bytes = 0;
-  bool ids_are_integers = false;
+  int64_t rows = 0, table_rows = 0, table_bytes = 0, out_bytes = 0;  // `rows` counts those of the cache with `split`
+  bool ids_are_integers = false, split = false;
   int64_t source = 0, result = 0, row_bytes = 0, fan_out = 0;
   bool mean = false;
 
@@ -102,7 +105,8 @@ struct GatherSizes {
     }
     if (mean && ids % fan_out != 0) return "ids must be a multiple of the fan-out";
     if (out_bytes != (mean ? ids / fan_out : ids) * out_row) return "the result has other rows";
-    if (table_bytes != rows * row_bytes) return "the table has other rows";
+    if (table_bytes != table_rows * row_bytes) return "the table has other rows";
+    if (split ? slots != rows : rows != table_rows) return "each row needs a slot";
     if (perm != 0 && perm != ids) return "each id needs a place";
     if (scale > 1 && scale != rows) return "there must be a scale for each row, or one";
     if (slots != 0 && (slots != rows || (row_bytes > 0 && cache_bytes % row_bytes != 0))) return "the cache does not fit";

@@ -50,7 +50,9 @@ ffi::Error CheckCall(const GatherCall& call, int64_t out_bytes) {
   sizes.slots = static_cast<int64_t>(call.slots.element_count());
   sizes.cache_bytes = static_cast<int64_t>(call.cache.size_bytes());
   sizes.scale = static_cast<int64_t>(call.scale.element_count());
-  sizes.rows = call.table.dimensions()[0];
+  sizes.rows = call.rows();
+  sizes.table_rows = call.table.dimensions()[0];
+  sizes.split = call.split;
   sizes.table_bytes = static_cast<int64_t>(call.table.size_bytes());
   sizes.out_bytes = out_bytes;
   sizes.source = call.source;
@@ -77,7 +79,7 @@ GatherParams Params(const GatherCall& call, void* out, void* ticket) {
   p.ticket = static_cast<unsigned long long*>(ticket);
   const int64_t ids = static_cast<int64_t>(call.ids.element_count());
   p.n = call.mean ? ids / call.fan_out : ids;
-  p.rows = call.table.dimensions()[0];
+  p.rows = call.rows();
   p.scale_count = static_cast<long long>(call.scale.element_count());
   p.row_bytes = static_cast<int>(call.row_bytes);
   p.fan_out = static_cast<int>(call.fan_out);
@@ -174,7 +176,7 @@ namespace {
 ffi::Error OnCuda(cuda::Stream stream, ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer perm,
                   ffi::AnyBuffer slots, ffi::AnyBuffer cache, ffi::Buffer<ffi::F32> scale,
                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> scratch, int64_t source, int64_t result,
-                  int64_t row_bytes, int64_t fan_out, bool mean, bool clip, bool raises, float fill_value,
+                  int64_t row_bytes, int64_t fan_out, bool mean, bool clip, bool raises, bool split, float fill_value,
                   ffi::Span<const uint8_t> fill, int64_t kernel, int64_t grid, int64_t align) {
   cuda::Context context = nullptr;
   if (auto error = StreamContext(stream, &context); error.failure()) return error;
@@ -183,7 +185,7 @@ ffi::Error OnCuda(cuda::Stream stream, ffi::AnyBuffer table, ffi::AnyBuffer ids,
   if (ticket != nullptr) {
     if (auto error = ZeroTicket(ticket, stream); error.failure()) return error;
   }
-  return LaunchGather({table, ids, perm, slots, cache, scale, source, result, row_bytes, fan_out, mean, clip, raises,
+  return LaunchGather({table, ids, perm, slots, cache, scale, source, result, row_bytes, fan_out, mean, clip, raises, split,
                        fill_value, fill, kernel, grid, align},
                       out->untyped_data(), static_cast<int64_t>(out->size_bytes()), ticket, context, stream);
 }

@@ -16,10 +16,14 @@ struct GatherCall {
   xla::ffi::AnyBuffer table, ids, perm, slots, cache;
   xla::ffi::Buffer<xla::ffi::F32> scale;
   int64_t source, result, row_bytes, fan_out;
-  bool mean, clip, raises;
+  bool mean, clip, raises, split;
   float fill_value;
   xla::ffi::Span<const uint8_t> fill;
   int64_t kernel, grid, align;
+
+  int64_t rows() const {
+    return split ? static_cast<int64_t>(slots.element_count()) : static_cast<int64_t>(table.dimensions()[0]);
+  }
 };
 
 inline xla::ffi::Error GatherError(xla::ffi::ErrorCode code, const std::string& what) {

@@ -151,7 +151,7 @@ ffi::Error NoStart(Found found) {
 ffi::Error Start(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer perm,
                  ffi::AnyBuffer slots, ffi::AnyBuffer cache, ffi::Buffer<ffi::F32> scale, ffi::RemainingArgs through,
                  ffi::Result<ffi::AnyBuffer> ticket, ffi::Result<ffi::AnyBuffer>, ffi::RemainingRets passed, int64_t source,
-                 int64_t result, int64_t row_bytes, int64_t fan_out, bool mean, bool clip, bool raises,
+                 int64_t result, int64_t row_bytes, int64_t fan_out, bool mean, bool clip, bool raises, bool split,
                  float fill_value, ffi::Span<const uint8_t> fill, int64_t kernel, int64_t grid, int64_t align,
                  int64_t site, int64_t place, int64_t out_bytes) {
   cuda::Context context = nullptr;
@@ -177,7 +177,7 @@ ffi::Error Start(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table, ffi:
   Pending pending;
   pending.bytes = static_cast<size_t>(out_bytes);
   ffi::Error error = Begin({table, ids, perm, slots, cache, scale, source, result, row_bytes, fan_out, mean, clip,
-                            raises, fill_value, fill, kernel, grid, align},
+                            raises, split, fill_value, fill, kernel, grid, align},
                            context, stream, side.stream, &pending);
   if (error.failure()) {
     FreeQuietly(pending, side.stream);

@@ -23,14 +23,18 @@ def python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
     return ran
 
 
-@pytest.mark.parametrize("module", ["dejax", "dejax.rgnn", "dejax.pallas", "dejax.host_gather", "dejax.offload"])
+@pytest.mark.parametrize(
+    "module",
+    ["dejax", "dejax.rgnn", "dejax.pallas", "dejax.host_gather", "dejax.minibatch", "dejax.offload", "dejax.segment"],
+)
 def test_nothing_heavy_is_imported(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{name.split('.')[0] for name in sys.modules}} & set({HEAVY!r})))"
     assert python(code).stdout.split() == []
 
 
 @pytest.mark.parametrize(
-    ("package", "name"), [("rgnn", "nnx"), ("rgnn", "linen"), ("offload", "nnx"), ("offload", "linen")]
+    ("package", "name"),
+    [(package, name) for package in ("rgnn", "offload", "minibatch") for name in ("nnx", "linen")],
 )
 def test_bindings_of_flax_are_imported_when_named(package: str, name: str) -> None:
     code = f"import sys, dejax.{package} as p; before = 'flax' in sys.modules; print(before, p.{name}.__name__)"
@@ -103,6 +107,7 @@ def test_the_installed_jax_is_supported() -> None:
 # longest name here that it begins with; `dejax.rgnn` itself is what users import: `nnx`, `linen`, `library` and others.
 LAYERS = (
     ("dejax.info", "dejax.training"),
+    ("dejax.minibatch",),
     ("dejax.datasets",),
     ("dejax.host_gather", "dejax.offload", "dejax.rgnn"),
     ("dejax.rgnn.layers",),
@@ -111,6 +116,7 @@ LAYERS = (
     ("dejax.rgnn.options",),
     ("dejax.rgnn.passes",),
     ("dejax.rgnn.graphs", "dejax.rgnn.ir"),
+    ("dejax.segment",),
     ("dejax.pallas",),
     ("dejax._compat", "dejax._native"),
 )
@@ -198,7 +204,7 @@ def test_a_cycle_is_found() -> None:
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d"}}) == [{"b", "c"}, {"d"}]
 
 
-@pytest.mark.parametrize("name", ["interop", "jraph_layers", "library", "linen", "nnx", "options"])
+@pytest.mark.parametrize("name", ["interop", "jraph_layers", "library", "linen", "nnx", "options", "zoo"])
 def test_public_modules_of_rgnn(name: str) -> None:
     code = f"import dejax.rgnn.{name}, dejax.rgnn as r; from dejax.rgnn import {name} as m; print(m is r.{name})"
     assert python(code).stdout.split() == ["True"]

@@ -1,26 +1,49 @@
 """Graphs to train on: the code graph of the standard library, RDF entity classification, ogbn-mag, synthetic graphs.
 
 `load(name)` returns an `EntityDataset`: numpy edge lists, labels and splits. Its method `graph()` makes a `RelGraph`.
+`HeteroDataset` has arrays or memory maps by node type and relation; `load_igb`, `load_mag_hetero`, `load_triples`,
+`load_stdlib_links` and `synthetic_igb` return it, and `from_pyg`, `from_dgl` and `from_tables`
+convert to it.
 Importing this package imports neither JAX nor rdflib.
 """
 
 from dejax.datasets._dataset import EntityDataset
 from dejax.datasets._files import DataUnavailableError
+from dejax.datasets._hetero import HeteroDataset
 from dejax.datasets._load import NAMES, load
 from dejax.datasets._synthetic import COUNTS, synthetic
-from dejax.datasets.mag import load_mag
+from dejax.datasets.igb import load_igb
+from dejax.datasets.igb_shape import IGBShape, fill_rows, random_csc, random_rows_on_device, synthetic_igb
+from dejax.datasets.importers import from_dgl, from_pyg
+from dejax.datasets.mag import load_mag, load_mag_hetero
 from dejax.datasets.rdf import load_rdf, read_rdf
-from dejax.datasets.stdlib import load_stdlib
+from dejax.datasets.stdlib import load_stdlib, load_stdlib_links
+from dejax.datasets.tables import Label, from_tables
+from dejax.datasets.triples import load_triples
 
 __all__ = [
     "COUNTS",
     "NAMES",
     "DataUnavailableError",
     "EntityDataset",
+    "HeteroDataset",
+    "IGBShape",
+    "Label",
+    "fill_rows",
+    "from_dgl",
+    "from_pyg",
+    "from_tables",
     "load",
+    "load_igb",
     "load_mag",
+    "load_mag_hetero",
     "load_rdf",
     "load_stdlib",
+    "load_stdlib_links",
+    "load_triples",
+    "random_csc",
+    "random_rows_on_device",
     "read_rdf",
     "synthetic",
+    "synthetic_igb",
 ]

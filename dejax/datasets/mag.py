@@ -7,6 +7,7 @@ unpacked archive (http://snap.stanford.edu/ogb/data/nodeproppred/mag.zip, 1 GB):
     raw/triplet-type-list.csv.gz                    rows: source type, relation, destination type
     raw/relations/<src>___<rel>___<dst>/edge.csv.gz rows: source, destination, numbered within their types
     raw/node-feat/paper/node-feat.csv.gz            128 features per paper
+    raw/node-feat/paper/node_year.csv.gz            year of each paper (if it is there; for `load_mag_hetero`)
     raw/node-label/paper/node-label.csv.gz          class of each paper
     split/time/paper/{train,valid,test}.csv.gz      papers
 """
@@ -22,6 +23,7 @@ import numpy as np
 
 from dejax.datasets._dataset import UNLABELLED, EntityDataset
 from dejax.datasets._files import DATA_VARIABLE, cache_dir
+from dejax.datasets._hetero import HeteroDataset
 from dejax.datasets._progress import Progress
 
 NAME = "ogbn-mag"
@@ -53,16 +55,12 @@ def load_mag(
         ValueError: a file is not in its format.
     """
     root = _find(folder)
-    tables = sorted(path for sub in ("raw", "split") for path in (root / sub).rglob("*.csv.gz"))
-    stats = [(path.relative_to(root), path.stat()) for path in tables]
-    state = repr([(name.as_posix(), stat.st_size, stat.st_mtime_ns) for name, stat in stats])
-    key = hashlib.sha256(f"{_FORMAT} {use_features} {root.resolve()} {state}".encode()).hexdigest()[:16]
-    cached = (Path(cache) if cache is not None else cache_dir()) / "parsed" / f"{NAME}-{key}.npz"
+    cached = _cached(root, use_features, cache)
     try:
         return EntityDataset.restore(cached)
     except (FileNotFoundError, ValueError):
         pass
-    data = _read(root, use_features, progress)
+    data = _flat(_read(root, use_features, progress))
     try:
         data.save(cached)
     except OSError:
@@ -86,67 +84,139 @@ def _find(folder: str | os.PathLike[str] | None) -> Path:
     )
 
 
-def _read(root: Path, use_features: bool, progress: bool | None) -> EntityDataset:
+def load_mag_hetero(
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    use_features: bool = True,
+    cache: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+) -> HeteroDataset:
+    """Reads ogbn-mag with its types: nodes numbered within their type, features of papers alone, years of papers.
+
+    Args:
+        folder, use_features, cache, progress: as in `load_mag`. The cache is a folder of arrays that are mapped.
+
+    Raises:
+        FileNotFoundError: no folder is given, or it lacks a file.
+        ValueError: a file is not in its format.
+    """
+    root = _find(folder)
+    home = _cached(root, use_features, cache, "hetero").with_suffix("")
+    try:
+        return HeteroDataset.open(home)
+    except (FileNotFoundError, ValueError):
+        pass
+    data = _read(root, use_features, progress)
+    try:
+        data.save(home)
+    except OSError:
+        pass  # with a read-only or full home, the next call reads the files again
+    return data
+
+
+def _cached(root: Path, use_features: bool, cache: str | os.PathLike[str] | None, mark: str = "") -> Path:
+    """The place of the result in the cache, by the sizes and times of the files."""
+    tables = sorted(path for sub in ("raw", "split") for path in (root / sub).rglob("*.csv.gz"))
+    stats = [(path.relative_to(root), path.stat()) for path in tables]
+    state = repr([(name.as_posix(), stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+    key = hashlib.sha256(f"{_FORMAT}{mark} {use_features} {root.resolve()} {state}".encode()).hexdigest()[:16]
+    return (Path(cache) if cache is not None else cache_dir()) / "parsed" / f"{NAME}-{key}.npz"
+
+
+def _read(root: Path, use_features: bool, progress: bool | None) -> HeteroDataset:
     raw = root / "raw"
-    header, *rows = _text_rows(raw / "num-node-dict.csv.gz")
-    if len(rows) != 1 or len(rows[0]) != len(header):
-        raise ValueError(f"{raw / 'num-node-dict.csv.gz'}: expected a header of node types and one row of counts")
-    counts = dict(sorted(zip(header, map(int, rows[0]), strict=True)))
-    if _LABELLED_TYPE not in counts:
-        raise ValueError(f"{raw / 'num-node-dict.csv.gz'}: expected a node type 'paper', got {', '.join(counts)}")
-    node_types = list(counts)
-    first = dict(zip(node_types, np.cumsum([0, *counts.values()])[:-1].tolist(), strict=True))
-    triplets = sorted(tuple(row) for row in _text_rows(raw / "triplet-type-list.csv.gz"))
-    senders, receivers, sizes = [], [], []
-    for source, relation, destination in triplets:
+    counts = _counts(raw / "num-node-dict.csv.gz")
+    edges = {}
+    for source, relation, destination in sorted(tuple(row) for row in _text_rows(raw / "triplet-type-list.csv.gz")):
         path = raw / "relations" / f"{source}___{relation}___{destination}" / "edge.csv.gz"
         table = _numbers(path, np.int64, 2, progress)
         for column, kind in ((0, source), (1, destination)):
+            if kind not in counts:
+                raise ValueError(
+                    f"{raw / 'triplet-type-list.csv.gz'}: {kind!r} must be a node type, {', '.join(counts)}"
+                )
             if len(table) and not 0 <= table[:, column].min() <= table[:, column].max() < counts[kind]:
                 raise ValueError(f"{path}: column {column} must number the {counts[kind]} nodes of type {kind}")
-        senders.append((table[:, 0] + first[source]).astype(np.int32))
-        receivers.append((table[:, 1] + first[destination]).astype(np.int32))
-        sizes.append(len(table))
-    papers, offset = counts[_LABELLED_TYPE], first[_LABELLED_TYPE]
-    num_nodes = sum(counts.values())
-    classes = _numbers(raw / "node-label" / _LABELLED_TYPE / "node-label.csv.gz", np.int64, 1, progress)[:, 0]
-    if len(classes) != papers:
-        raise ValueError(f"node-label.csv.gz: expected {papers} rows, one for each paper, got {len(classes)}")
-    labels = np.full(num_nodes, UNLABELLED, np.int32)
-    labels[offset : offset + papers] = classes
+        senders, receivers = np.ascontiguousarray(table.T, np.int32)
+        edges[source, relation, destination] = (senders, receivers)
+    papers = counts[_LABELLED_TYPE]
+
+    def of_papers(path: Path, dtype: type, columns: int | None) -> np.ndarray:
+        rows = _numbers(path, dtype, columns, progress)
+        if len(rows) != papers:
+            raise ValueError(f"{path.name}: expected {papers} rows, one for each paper, got {len(rows)}")
+        return rows if columns is None else rows[:, 0]
+
+    labels = of_papers(raw / "node-label" / _LABELLED_TYPE / "node-label.csv.gz", np.int64, 1).astype(np.int32)
     split_folder = root / "split" / "time" / _LABELLED_TYPE
-    splits = [
-        (_numbers(split_folder / f"{split}.csv.gz", np.int64, 1, progress)[:, 0] + offset).astype(np.int32)
+    splits = {
+        split: {
+            _LABELLED_TYPE: _numbers(split_folder / f"{split}.csv.gz", np.int64, 1, progress)[:, 0].astype(np.int32)
+        }
         for split in ("train", "valid", "test")
-    ]
-    features = None
-    if use_features:
-        rows_read = _numbers(raw / "node-feat" / _LABELLED_TYPE / "node-feat.csv.gz", np.float32, None, progress)
-        if len(rows_read) != papers:
-            raise ValueError(f"node-feat.csv.gz: expected {papers} rows, one for each paper, got {len(rows_read)}")
-        features = np.zeros((num_nodes, rows_read.shape[1]), np.float32)
-        features[offset : offset + papers] = rows_read
-    num_classes = int(classes.max()) + 1 if len(classes) else 0
-    return EntityDataset(
+    }
+    features, times = raw / "node-feat" / _LABELLED_TYPE, {}
+    if (features / "node_year.csv.gz").is_file():
+        times[_LABELLED_TYPE] = of_papers(features / "node_year.csv.gz", np.int64, 1).astype(np.int32)
+    return HeteroDataset(
         name=NAME,
-        senders=np.concatenate([np.zeros(0, np.int32), *senders]),
-        receivers=np.concatenate([np.zeros(0, np.int32), *receivers]),
-        edge_type=np.repeat(np.arange(len(triplets), dtype=np.int32), sizes),
-        node_type=np.repeat(np.arange(len(counts), dtype=np.int32), list(counts.values())),
-        num_nodes=num_nodes,
-        num_edge_types=len(triplets),
-        num_node_types=len(counts),
-        edge_type_names=tuple("/".join(triplet) for triplet in triplets),
-        node_type_names=tuple(node_types),
-        features=features,
-        labels=labels,
-        train_nodes=splits[0],
-        valid_nodes=splits[1],
-        test_nodes=splits[2],
-        num_classes=num_classes,
-        class_names=tuple(f"venue {i}" for i in range(num_classes)),
+        num_nodes=counts,
+        edges=edges,
+        features={_LABELLED_TYPE: of_papers(features / "node-feat.csv.gz", np.float32, None)} if use_features else {},
+        labels={_LABELLED_TYPE: labels},
+        num_classes={_LABELLED_TYPE: int(labels.max()) + 1 if len(labels) else 0},
+        splits=splits,
+        node_times=times,
         description="ogbn-mag of the Open Graph Benchmark. Task: the venue of a paper; split by year. No relation "
         "states the label. Only papers have features.",
+    )
+
+
+def _counts(path: Path) -> dict[str, int]:
+    """Nodes by type, in alphabetical order."""
+    header, *rows = _text_rows(path)
+    if len(rows) != 1 or len(rows[0]) != len(header):
+        raise ValueError(f"{path}: expected a header of node types and one row of counts")
+    counts = dict(sorted(zip(header, map(int, rows[0]), strict=True)))
+    if _LABELLED_TYPE not in counts:
+        raise ValueError(f"{path}: expected a node type 'paper', got {', '.join(counts)}")
+    return counts
+
+
+def _flat(data: HeteroDataset) -> EntityDataset:
+    """The dataset with nodes numbered over all types; nodes of types without features get rows of zeros."""
+    kinds = list(data.num_nodes)
+    first = dict(zip(kinds, np.cumsum([0, *data.num_nodes.values()])[:-1].tolist(), strict=True))
+    num_nodes, offset = sum(data.num_nodes.values()), first[_LABELLED_TYPE]
+    papers = slice(offset, offset + data.num_nodes[_LABELLED_TYPE])
+    labels = np.full(num_nodes, UNLABELLED, np.int32)
+    labels[papers] = data.labels[_LABELLED_TYPE]
+    features = None
+    if _LABELLED_TYPE in data.features:
+        features = np.zeros((num_nodes, data.features[_LABELLED_TYPE].shape[1]), np.float32)
+        features[papers] = data.features[_LABELLED_TYPE]
+    none = [np.zeros(0, np.int32)]
+    num_classes = data.num_classes[_LABELLED_TYPE]
+    train, valid, test = (data.splits[split][_LABELLED_TYPE] + np.int32(offset) for split in ("train", "valid", "test"))
+    return EntityDataset(
+        name=NAME,
+        senders=np.concatenate(none + [ends[0] + np.int32(first[r[0]]) for r, ends in data.edges.items()]),
+        receivers=np.concatenate(none + [ends[1] + np.int32(first[r[2]]) for r, ends in data.edges.items()]),
+        edge_type=np.repeat(np.arange(len(data.edges), dtype=np.int32), list(data.num_edges.values())),
+        node_type=np.repeat(np.arange(len(kinds), dtype=np.int32), list(data.num_nodes.values())),
+        num_nodes=num_nodes,
+        num_edge_types=len(data.edges),
+        num_node_types=len(kinds),
+        edge_type_names=tuple("/".join(relation) for relation in data.edges),
+        node_type_names=tuple(kinds),
+        features=features,
+        labels=labels,
+        train_nodes=train,
+        valid_nodes=valid,
+        test_nodes=test,
+        num_classes=num_classes,
+        class_names=tuple(f"venue {i}" for i in range(num_classes)),
+        description=data.description,
     )
 
 

@@ -28,6 +28,7 @@ accuracy with 32 hidden units and 60 epochs, one seed, CPython 3.11 (test_stdlib
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import platform
@@ -51,6 +52,8 @@ from dejax.datasets._code_graph import (
 )
 from dejax.datasets._dataset import UNLABELLED, EntityDataset
 from dejax.datasets._files import cache_dir
+from dejax.datasets._hetero import SPLITS as SPLIT_NAMES
+from dejax.datasets._hetero import HeteroDataset, split_edges
 from dejax.datasets._progress import Progress
 
 NAME = "stdlib"
@@ -258,3 +261,47 @@ def _sub_words(identifier: str) -> list[str]:
     """
     marks = ["__" if identifier.startswith("__") else "_"] if identifier.startswith("_") else []
     return [word.lower() for word in _WORDS.findall(identifier)] + marks
+
+
+def load_stdlib_links(
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    relation: str = "calls",
+    seed: int = 0,
+    cache: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+) -> HeteroDataset:
+    """The code graph with nodes numbered by type, and one relation to predict: which function or class does code call?
+
+    The distinct edges of the relation are cut 80 / 10 / 10 at random. Only the training edges are in `edges`. Labels
+    and splits of `load_stdlib` are there as well. Modules have no features.
+
+    Args:
+        folder, cache, progress: as in `load_stdlib`.
+        relation: the name of the relation to predict; every pair of node types that it joins is a target.
+        seed: of the split of edges.
+
+    Raises:
+        ValueError: the graph has no such relation.
+    """
+    data = HeteroDataset.from_entity(load_stdlib(folder, cache=cache, progress=progress))
+    targets = tuple(triple for triple in data.edges if triple[1] == relation)
+    if not targets:
+        known = sorted({name for _, name, _ in data.edges})
+        raise ValueError(f"relation must be one of {', '.join(known)}, got {relation!r}")
+    shares = dict(zip(SPLIT_NAMES, (0.8, 0.1, 0.1), strict=True))
+    rng = np.random.default_rng(seed)
+    cut = {triple: split_edges(data.edges[triple], shares, rng) for triple in targets}
+    return dataclasses.replace(
+        data,
+        edges={**data.edges, **{triple: parts["train"] for triple, parts in cut.items()}},
+        valid_edges={triple: parts["valid"] for triple, parts in cut.items()},
+        test_edges={triple: parts["test"] for triple, parts in cut.items()},
+        # One of the features said the type of the node, which is now known without it.
+        features={
+            kind: rows[:, :WORD_FEATURES] for kind, rows in data.features.items() if rows[:, :WORD_FEATURES].any()
+        },
+        target_relations=targets,
+        description=f"{data.description} Second task: edges of {relation!r}.",
+        check=False,
+    )

@@ -1,6 +1,7 @@
 """Tables in host memory that compiled steps read and write in place.
 
-* `HostTable` holds the rows; `CachedTable` also keeps the most used rows on the device.
+* `HostTable` holds the rows; `CachedTable` also keeps the most used rows on the device. `SplitTable` keeps some rows on
+  the device instead, `DeviceTable` all.
 * `gather` reads rows by ids inside `jax.jit`, without a copy of the table on the device and without a host callback.
 * `scatter`, `scatter_add`, and the optimizers `sgd`, `adagrad` and `adam` write rows in place.
 * `gather_start`, `gather_done` and `prefetched_scan` overlap reads with compute.
@@ -15,6 +16,7 @@ from dejax.host_gather.gather import check_errors, gather
 from dejax.host_gather.gradient import RowGradient, value_and_grad
 from dejax.host_gather.linear import typed_linear
 from dejax.host_gather.pipeline import PendingRows, gather_done, gather_start, prefetched_scan
+from dejax.host_gather.placed import DeviceTable, SplitTable
 from dejax.host_gather.sampling import LocalGraph, Neighbors, sample_graph, sample_neighbors
 from dejax.host_gather.table import HostTable, TableClosedError, shardings
 from dejax.host_gather.topology import Topology
@@ -22,6 +24,7 @@ from dejax.host_gather.update import Optimizer, OptimizerState, adagrad, adam, s
 
 __all__ = [
     "CachedTable",
+    "DeviceTable",
     "HostTable",
     "LocalGraph",
     "Neighbors",
@@ -29,6 +32,7 @@ __all__ = [
     "OptimizerState",
     "PendingRows",
     "RowGradient",
+    "SplitTable",
     "TableClosedError",
     "Topology",
     "adagrad",

@@ -27,6 +27,9 @@ class TableSpec:
     shared: bool = False  # among several devices: readable only inside shard_map
     # (level, number) pairs set by `value_and_grad`: which call of it records gathers of this table, under which number.
     marks: tuple[tuple[int, int], ...] = ()
+    # Rows of the leaf, where the others lie in the device's memory (`SplitTable`); None where all lie in the leaf.
+    leaf_rows: int | None = None
+    on_device: bool = False  # the leaf lies in the device's memory (`DeviceTable`)
 
     @property
     def plain(self) -> TableSpec:
@@ -46,10 +49,21 @@ class TableSpec:
         return self.rows * self.row_bytes
 
     @property
+    def is_split(self) -> bool:
+        return self.leaf_rows is not None
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the rows in host memory."""
+        rows = self.rows if self.leaf_rows is None else self.leaf_rows
+        return 0 if self.on_device else rows * self.row_bytes
+
+    @property
     def leaf(self) -> jax.ShapeDtypeStruct:
         """Shape and dtype of the leaf array: unsigned integers, so that jax never asks for a derivative of a table."""
         words = _types.words_per_row(self.row, self.dtype)
-        return jax.ShapeDtypeStruct((self.rows, words), np.dtype(f"uint{_types.word_bits(self.dtype)}"))
+        rows = self.rows if self.leaf_rows is None else self.leaf_rows
+        return jax.ShapeDtypeStruct((rows, words), np.dtype(f"uint{_types.word_bits(self.dtype)}"))
 
     @property
     def words(self) -> TableSpec:

@@ -27,6 +27,8 @@ Order = Literal["auto", "given", "sorted"]
 # Four multiprocessors saturate the bus with rows of 512 bytes; eight keep a margin.
 SORTED_SMS = 8
 UNSORTED_SMS = 16
+# Rows in device memory: as many multiprocessors as there are. The grid is cut where there is less work.
+DEVICE_SMS = 132
 _LINE = 128  # bytes of one request over the bus
 
 
@@ -164,7 +166,8 @@ def prepare_gather(what: str, spec: TableSpec, ids: Any, options: GatherOptions)
     pattern = fill.astype(spec.dtype).tobytes() if not convert else b""
     ordered = options.order == "sorted"
     if options.order == "auto":
-        ordered = spec.platform == "cuda" and _cost.sorting_pays(spec.nbytes, spec.row_bytes, ids.size)
+        on_bus = spec.platform == "cuda" and spec.host_bytes > 0
+        ordered = on_bus and _cost.sorting_pays(spec.host_bytes, spec.row_bytes, ids.size)
     call = GatherCall(
         spec=spec,
         out_dtype=result,
@@ -175,7 +178,7 @@ def prepare_gather(what: str, spec: TableSpec, ids: Any, options: GatherOptions)
         fill_value=float(fill) if convert else 0.0,
         fill=(pattern * 16)[:16] or bytes(16),
         ordered=ordered and spec.platform == "cuda",
-        num_sms=options.num_sms or (SORTED_SMS if ordered else UNSORTED_SMS),
+        num_sms=options.num_sms or (DEVICE_SMS if spec.on_device else SORTED_SMS if ordered else UNSORTED_SMS),
     )
     return ids, call, factor
 
@@ -305,6 +308,7 @@ def native_arguments(
             SORTED=int(ordered),
             TICKET=int(ordered or ticket),
             CACHED=int(cached),
+            SPLIT=int(spec.is_split),
             SOURCE=source,
             RESULT=result,
             MEAN=int(call.mean),
@@ -317,6 +321,7 @@ def native_arguments(
         "mean": call.mean,
         "clip": call.clip,
         "raises": call.raises,
+        "split": spec.is_split,
         "fill_value": np.float32(call.fill_value),
         "fill": np.frombuffer(call.fill, np.uint8),
         "kernel": np.int64(kernel),

@@ -68,7 +68,8 @@ def typed_linear(
     ids, types = _checked(spec, ids, types, w, precision)
     static = _Static(spec, precision, jnp.dtype(out_dtype or jnp.promote_types(spec.dtype, w.dtype)))
     groups = _grouped(ids, types, spec.rows, w.shape[0])
-    if spec.platform == "cuda" and not is_recorded(operands.spec) and min(ids.size, spec.rows, *w.shape):
+    in_kernel = spec.platform == "cuda" and not spec.is_split and not is_recorded(operands.spec)
+    if in_kernel and min(ids.size, spec.rows, *w.shape):
         # Jitted also when called eagerly: jax would take the operands of an eager kernel for arrays on the device.
         return _compiled(static, operands.leaf, *groups, w)
     return _by_xla(table, static, groups, w)

@@ -216,7 +216,9 @@ class _Rule:
 
 def _optimizer(rule: _Rule, learning_rate: float | Schedule, num_sms: int) -> Optimizer:
     def init(table: HostTable | CachedTable) -> OptimizerState:
-        operands_of(f"{rule.name}.init", table)
+        spec = operands_of(f"{rule.name}.init", table).spec
+        if spec.is_split or spec.on_device:
+            _check_writable(f"{rule.name}.init", spec)
         host = table.table if isinstance(table, CachedTable) else table
         (device,) = host._concrete(f"{rule.name}.init").devices()
 
@@ -261,9 +263,7 @@ def _update(
         return table._written(host, ids), moments
     _native.extension(f"dejax.host_gather.{what}")
     leaf, spec = operands.leaf, operands.spec.plain
-    if spec.read_only:
-        why = "shared by several devices" if spec.shared else "read-only (made from a file or a read-only array)"
-        raise ValueError(f"{what}: the table is {why}; copy it with HostTable.from_numpy(table.numpy()) to write to it")
+    _check_writable(what, spec)
     ids = checked_ids(what, ids, spec.rows)
     rows = _checked_rows(call, spec, ids, rows)
     for moment in moments:
@@ -279,6 +279,17 @@ def _update(
             written = _eager(call.op, spec, call.num_sms, tuple(x.sharding for x in leaves))(leaves, *arrays)
     new, *new_moments = (HostTable(x, old._spec) for x, old in zip(written, (table, *moments), strict=True))
     return new, tuple(new_moments)
+
+
+def _check_writable(what: str, spec: TableSpec) -> None:
+    if not spec.read_only:
+        return
+    why = "read-only (made from a file or a read-only array)"
+    if spec.is_split or spec.on_device:
+        why = "read-only, because it has rows in device memory"
+    elif spec.shared:
+        why = "shared by several devices"
+    raise ValueError(f"{what}: the table is {why}; copy it with HostTable.from_numpy(table.numpy()) to write to it")
 
 
 def _checked_rows(call: _Update, spec: TableSpec, ids: Array, rows: Any) -> Array:

@@ -15,7 +15,7 @@ struct GatherParams {
   const char* table_end;
   const void* ids;    // int or long long
   const int* perm;    // the result row of each id, for sorted ids
-  const int* slots;   // the cache row of each row, -1 for none
+  const int* slots;   // the cache row of each row; negative for none: -1, or with SPLIT ~(its row of the table)
   const char* cache;
   const char* cache_end;
   const float* scale;

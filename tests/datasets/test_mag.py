@@ -5,7 +5,7 @@ import gzip
 import numpy as np
 import pytest
 
-from dejax.datasets import load
+from dejax.datasets import load, load_mag_hetero
 
 COUNTS = {"paper": 4, "author": 3, "institution": 1, "field_of_study": 2}
 EDGES = {
@@ -102,3 +102,20 @@ def test_missing(tmp_path, monkeypatch):
         load("ogbn-mag")
     with pytest.raises(FileNotFoundError, match=r"folder must hold raw/num-node-dict\.csv\.gz"):
         load("ogbn-mag", tmp_path)
+
+
+def test_mag_with_its_types(folder, tmp_path) -> None:
+    cache = tmp_path / "cache"
+    put(folder / "mag/raw/node-feat/paper/node_year.csv.gz", [(2015,), (2016,), (2018,), (2019,)])
+    for _ in range(2):  # the second one comes from the cache
+        data = load_mag_hetero(folder, cache=cache)
+        assert data.num_nodes == {"author": 3, "field_of_study": 2, "institution": 1, "paper": 4}
+        for relation, want in EDGES.items():
+            assert list(zip(*(ends.tolist() for ends in data.edges[relation]), strict=True)) == want
+        assert data.labels["paper"].tolist() == [2, 0, 1, 2] and data.num_classes == {"paper": 3}
+        assert data.node_times["paper"].tolist() == [2015, 2016, 2018, 2019]
+        assert data.splits["valid"]["paper"].tolist() == [3] and data.features["paper"].shape == (4, 3)
+    assert load_mag_hetero(folder, cache=cache, use_features=False).features == {}
+    put(folder / "mag/raw/node-feat/paper/node_year.csv.gz", [(2015,)])
+    with pytest.raises(ValueError, match="expected 4 rows, one for each paper, got 1"):
+        load_mag_hetero(folder, cache=cache)

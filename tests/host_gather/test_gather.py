@@ -274,8 +274,8 @@ def test_sizes_are_checked_before_anything_is_read(changed: dict, message: str) 
     out = jax.ShapeDtypeStruct(changed.get("out", (4, 8)), jnp.float32)
     attributes = {
         "source": np.int64(0), "result": np.int64(0), "row_bytes": np.int64(32), "fan_out": np.int64(1), "mean": False,
-        "clip": False, "raises": False, "fill_value": np.float32(0), "fill": np.zeros(16, np.uint8),
-        "kernel": np.int64(0), "grid": np.int64(1), "align": np.int64(16),
+        "clip": False, "raises": False, "split": False, "fill_value": np.float32(0),
+        "fill": np.zeros(16, np.uint8), "kernel": np.int64(0), "grid": np.int64(1), "align": np.int64(16),
     }  # fmt: skip
     attributes |= {k: np.int64(v) if k != "mean" else v for k, v in changed.items() if k not in ("out", "scale")}
     call = jax.ffi.ffi_call("dejax_table_gather", (out, jax.ShapeDtypeStruct((2,), jnp.uint32)))

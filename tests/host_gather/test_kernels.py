@@ -70,7 +70,7 @@ def compiled(folder: Path, file: str, call: str, types: str, **definitions: int 
 
 def gather_kernel(folder: Path, rows: np.ndarray, codes: tuple[int, int], **macros: int) -> Callable[..., None]:
     """`gather.cu` for rows like these, with the element codes of rows and result. Macros that are not given are 0."""
-    off = dict.fromkeys(("SORTED", "TICKET", "CACHED", "MEAN"), 0)
+    off = dict.fromkeys(("SORTED", "TICKET", "CACHED", "SPLIT", "MEAN"), 0)
     forms = {"ID": "int", "UNIT": _types.store_unit(rows[0].nbytes), "SOURCE": codes[0], "RESULT": codes[1]}
     return compiled(folder, "gather.cu", GATHER, GATHER_TYPES, **forms, **{**off, **macros})
 
@@ -85,7 +85,7 @@ def aligned(array: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype", "out", "sort", "ticket", "cached", "clip"),
+    ("width", "dtype", "out", "sort", "ticket", "cached", "clip"),  # cached: 2 for a split table
     [
         (128, np.float32, None, False, False, False, False),
         (100, np.float32, None, True, True, False, False),
@@ -96,24 +96,39 @@ def aligned(array: np.ndarray) -> np.ndarray:
         (33, np.int8, None, False, True, True, False),
         (37, np.int8, ml_dtypes.bfloat16, True, True, False, False),
         (1, np.float32, np.float16, False, False, False, True),
+        (64, np.int8, np.float32, True, True, False, False),
+        (48, ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16, False, False, True, False),
+        (12, np.float32, np.float16, False, True, False, True),
+        (6, np.float64, np.float16, False, False, False, False),
+        (4, np.float32, np.float32, False, False, False, False),
+        (128, np.float32, None, True, True, 2, False),
+        (25, np.float32, None, False, False, 2, True),
+        (80, ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16, True, True, 2, False),
     ],
 )
 def test_gather(
-    tmp_path: Path, width: int, dtype: type, out: type | None, sort: bool, ticket: bool, cached: bool, clip: bool
+    tmp_path: Path, width: int, dtype: type, out: type | None, sort: bool, ticket: bool, cached: int, clip: bool
 ) -> None:
     rows = aligned(RNG.integers(-100, 100, (37, width)).astype(dtype))
     result = np.dtype(out or dtype)
     codes = (_types.ELEMENT_CODES[rows.dtype.name], _types.RESULT_CODES[result.name]) if out else (-1, -1)
-    run = gather_kernel(tmp_path, rows, codes, SORTED=int(sort), TICKET=int(ticket), CACHED=int(cached))
+    split = int(cached) // 2
+    run = gather_kernel(
+        tmp_path, rows, codes, SORTED=int(sort), TICKET=int(ticket), CACHED=int(cached > 0), SPLIT=split
+    )
     order = np.argsort(IDS, kind="stable").astype(np.int32) if sort else np.arange(len(IDS), dtype=np.int32)
     slots = np.full(37, -1, np.int32)
     slots[[0, 7, 36]] = [2, 0, 1]
     cache = aligned(rows[[7, 36, 0]])
+    table = rows
+    if split:
+        slots[slots < 0] = ~np.arange(34, dtype=np.int32)
+        table = aligned(rows[slots < 0])
     got = np.full((len(IDS) + 1, width), 111, result)  # the row after the last one must stay as it is
     fill, nothing = np.full(16, 9, np.uint8), np.zeros(1, np.float32)
     align = 128 if rows[0].nbytes >= 256 and rows[0].nbytes % 128 else 16
     run(
-        rows,
+        table,
         37,
         rows[0].nbytes,
         IDS[order],

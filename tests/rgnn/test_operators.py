@@ -68,6 +68,8 @@ def segments(how: str, x: Any, rows: Any, num: int) -> Any:
         return jnp.where(member, x, 0).sum(1) / jnp.maximum(member.sum(1), 1)
     if how == "prod":
         return jnp.where(member, x, 1).prod(1)
+    if not len(x):
+        return jnp.zeros((num, *x.shape[1:]), x.dtype)
     extremum = jnp.max if how == "max" else jnp.min
     # Empty segments hold equal values, which are replaced and get no gradient.
     filled = jnp.where(member, x, jnp.where(some[:, None], -jnp.inf if how == "max" else jnp.inf, 0.0))
@@ -321,7 +323,7 @@ def test_on_kernels(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graph", ["hubs", "sparse", "one_node", "no_edges", "one_type"])
+@pytest.mark.parametrize("graph", ["long_segments", "sparse", "one_node", "no_edges", "one_type"])
 @pytest.mark.parametrize("backend", ["xla", "plain", "kernels"])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_on_other_graphs(name: str, backend: str, graph: str) -> None:

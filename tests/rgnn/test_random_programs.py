@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from dejax.rgnn.passes import PASSES
 from tests.budget import examples
 from tests.rgnn.lowering.test_h200 import stablehlo
 from tests.rgnn.random_programs import Recipe, recipes
+from tests.rgnn.rounding import rounded
 from tests.rgnn.strategies import CHUNK, EdgeList, edge_lists
 
 pytestmark = pytest.mark.newest_jax
@@ -25,15 +27,23 @@ PLAIN = Options(backend="xla", disable=PASSES, precision="f32")
 PASS_SUBSETS = st.one_of(st.just(()), st.lists(st.sampled_from(PASSES), unique=True).map(lambda p: tuple(sorted(p))))
 
 
-def run(program: Any, graph: RelGraph, arrays: list[Any], options: Options) -> tuple[tuple, tuple, Any]:
-    """(results without gradients, results with gradients, gradients)."""
+Results = tuple[tuple, tuple, Any]
 
-    def all_of(graph: RelGraph, arrays: list[Any]) -> tuple[tuple, tuple, Any]:
+
+def run(program: Any, graph: RelGraph, arrays: list[Any], options: Options, relative: float = 0.0) -> Results:
+    """(results without gradients, results with gradients, gradients).
+
+    `relative`: the largest of the random errors in each operation.
+    """
+
+    def all_of(graph: RelGraph, arrays: list[Any]) -> Results:
         results, pull = jax.vjp(lambda a: program(graph, a, options=options), arrays)
         # Cotangents of many signs and sizes, without another random array.
         cotangents = tuple(jnp.cos(jnp.arange(y.size) * 1.7).astype(y.dtype).reshape(y.shape) for y in results)
         return program(graph, arrays, options=options), results, pull(cotangents)[0]
 
+    if relative:
+        return jax.jit(rounded(all_of, relative))(jax.random.key(0), graph, arrays)
     return jax.jit(all_of)(graph, arrays)
 
 
@@ -43,7 +53,7 @@ def column_norms(x: Any, by_column: bool) -> np.ndarray:
     return np.linalg.norm(x.reshape(-1, x.shape[-1]) if by_column and x.ndim > 1 else x.reshape(-1, 1), axis=0)
 
 
-def assert_same(got: Any, want: Any, tolerance: float, plain: Any = None, by_column: bool = False) -> None:
+def assert_same(got: Any, want: Any, tolerance: float, others: Sequence[Any] = (), by_column: bool = False) -> None:
     """Compares trees of arrays with those of float64.
 
     Numbers here are of the order of 1 or more, so what is wanted counts as 0.1 at least: a gradient may cancel to
@@ -53,41 +63,40 @@ def assert_same(got: Any, want: Any, tolerance: float, plain: Any = None, by_col
       got: what is tested.
       want: the same in float64.
       tolerance: relative to the norm of what is wanted.
-      plain: the program as it is written, in the arithmetic of what is tested: eight times its own error is allowed, so
-        that what no arithmetic of that precision can compute is not counted.
-      by_column: columns are compared one by one. Inputs have offsets and scales then, so numbers are larger than 1, and
-        equal products of two of them may cancel to nothing: one rounding of such a product in float32 is allowed, too.
+      others: the program as it is written, in the arithmetic of what is tested: eight times its largest error is
+        allowed, so that what no arithmetic of that precision can compute is not counted.
+      by_column: columns are compared one by one, because inputs have offsets and scales.
     """
-    numbers = [np.asarray(a).astype(np.float64) for a in jax.tree.leaves(want) if a.dtype != jax.dtypes.float0]
-    largest = max((np.max(np.abs(a), initial=0) for a in numbers), default=0.0)
-    rounding = np.finfo(np.float32).eps * largest**2 if by_column else 0.0
-    plain = want if plain is None else plain
-    leaves = zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), jax.tree.leaves(plain), strict=True)
-    for (path, w), g, p in leaves:
+    leaves = jax.tree_util.tree_leaves_with_path(want)
+    for (path, w), g, *rest in zip(leaves, jax.tree.leaves(got), *map(jax.tree.leaves, others), strict=True):
         if w.dtype == jax.dtypes.float0 or w.size == 0:
             continue
-        w, g, p = (np.asarray(a).astype(np.float64) for a in (w, g, p))
+        w, g, *rest = (np.asarray(a).astype(np.float64) for a in (w, g, *rest))
         assert g.shape == w.shape, f"shape {g.shape}, expected {w.shape} at {jax.tree_util.keystr(path)}"
         norms = column_norms(w, by_column)
         rows = w.size // len(norms)
         least = max(0.01 * norms.max(), 0.03 * np.sqrt(rows)) if by_column else 0.1 * np.sqrt(rows)
-        allowed = tolerance * (norms + least + 1e-30) + 8 * column_norms(p - w, by_column) + rounding * np.sqrt(rows)
-        wrong = column_norms(g - w, by_column) / allowed
+        unavoidable = np.max([column_norms(other - w, by_column) for other in rest], axis=0, initial=0)
+        wrong = column_norms(g - w, by_column) / (tolerance * (norms + least + 1e-30) + 8 * unavoidable)
         assert np.all(wrong <= 1), f"{np.max(wrong):.1e} times the error allowed at {jax.tree_util.keystr(path)}"
 
 
 def check(recipe: Recipe, edges: EdgeList, options: Options, dtype: str, tolerance: float) -> None:
     """Checks that results and gradients agree with float64 and have the dtypes of the program without passes."""
-    graph, program, arrays = edges.build(hub_chunk=CHUNK), recipe.program(), recipe.arrays(edges)
+    graph, program, arrays = edges.build(long_segment_chunk=CHUNK), recipe.program(), recipe.arrays(edges)
     narrow = any(spec.dtype for spec in recipe.inputs)
+    others: list[Results] = []
     with jax.enable_x64(True):
-        want = run(program, graph, recipe.cast(arrays, "float64"), PLAIN)
+        exact = recipe.cast(arrays, "float64")
+        want = run(program, graph, exact, PLAIN)
+        if recipe.scaled:
+            others.append(run(program, graph, exact, PLAIN, float(np.finfo(dtype).eps)))
     with jax.enable_x64(dtype == "float64"):
         got = run(program, graph, recipe.cast(arrays, dtype), options)
-        plain = run(program, graph, recipe.cast(arrays, dtype), PLAIN) if narrow or recipe.scaled else None
-    if plain is not None:
-        assert [a.dtype for a in jax.tree.leaves(got)] == [a.dtype for a in jax.tree.leaves(plain)]
-    assert_same(got, want, tolerance, plain, recipe.scaled)
+        if narrow or recipe.scaled:
+            others.append(run(program, graph, recipe.cast(arrays, dtype), PLAIN))
+            assert [a.dtype for a in jax.tree.leaves(got)] == [a.dtype for a in jax.tree.leaves(others[-1])]
+    assert_same(got, want, tolerance, others, recipe.scaled)
 
 
 def compare(recipe: Recipe, edges: EdgeList, options: Options, dtype: str, tolerance: float) -> None:
@@ -149,7 +158,7 @@ def test_many(name: str, shard: int) -> None:
 @given(recipe=recipes(max_steps=8), edges=edge_lists(), narrow=st.sampled_from(("", "float16", "bfloat16")))
 def test_lowering_for_a_gpu(recipe: Recipe, edges: EdgeList, narrow: str) -> None:
     """Triton lowers every kernel of a program; after tracing no fallback to XLA is possible."""
-    graph, program = edges.build(hub_chunk=CHUNK).with_loop_tables(), recipe.program()
+    graph, program = edges.build(long_segment_chunk=CHUNK).with_loop_tables(), recipe.program()
     options = Options(backend="pallas", interpret=False)
     arrays = recipe.cast(recipe.arrays(edges), narrow or "float32")
 
@@ -163,7 +172,7 @@ def test_lowering_for_a_gpu(recipe: Recipe, edges: EdgeList, narrow: str) -> Non
 @given(recipe=recipes(max_steps=6), edges=edge_lists(max_edges=12))
 def test_gradients_of_gradients(recipe: Recipe, edges: EdgeList) -> None:
     """The gradient of a squared gradient, by the compiler and by JAX's autodiff."""
-    graph, program = edges.build(hub_chunk=CHUNK), recipe.program()
+    graph, program = edges.build(long_segment_chunk=CHUNK), recipe.program()
 
     def twice(options: Options) -> Any:
         arrays = recipe.cast(recipe.arrays(edges), "float64")

@@ -1,0 +1,426 @@
+"""`HeteroDataset`: a graph with types of nodes and relations, as numpy arrays or memory maps by type."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dejax.datasets._dataset import UNLABELLED, EntityDataset
+
+Relation = tuple[str, str, str]
+"""(source type, name, destination type)."""
+Ends = tuple[np.ndarray, np.ndarray]
+"""The senders and the receivers of a relation's edges, numbered within their types."""
+
+SPLITS = ("train", "valid", "test")
+_FORMAT = 1  # of the folders of `save`
+_META = "dataset.json"
+_CHUNK = 1 << 24  # elements at once, for memory maps
+_EDGES = ("edges", "valid_edges", "test_edges")
+_BY_EDGE = ("edge_times", "edge_features", "edge_weights")
+
+
+@dataclass(frozen=True, eq=False)
+class HeteroDataset:
+    """A directed graph with typed nodes and typed relations, and its tasks. Nothing is on a device.
+
+    Nodes are numbered within their type. An array may be a memory map, so that a graph may be larger than free memory.
+    Edges go from senders to receivers, as messages do; `with_reverse` adds the other direction.
+
+    Attributes:
+        name: its name.
+        num_nodes: nodes by type; every type of the graph.
+        edges: (source type, name, destination type) -> (senders, receivers), int[edges] each: the edges that messages
+            may use. Of a link prediction task they are the training edges.
+        features: [nodes, d] by type; types without features are missing (learn an embedding).
+        labels: int[nodes] by type, the class of each node, -1 for none.
+        num_classes: number of classes by type of `labels`.
+        splits: "train", "valid", "test" -> type -> int[nodes of the split], for node classification.
+        valid_edges: relation -> ends: edges to choose settings on, for link prediction.
+        test_edges: relation -> ends: edges to report on.
+        target_relations: the relations that a link prediction task predicts.
+        node_times: int or float [nodes] by type: when a node came to be.
+        edge_times: int or float [edges] by relation.
+        edge_features: [edges, ...] by relation.
+        edge_weights: float[edges] by relation, not negative.
+        node_names: a name for each node, by type, where the source has names.
+        description: a few sentences: content, source, what was left out.
+        check: whether all ids are compared with the counts. Without it only shapes and dtypes are checked: to
+            compare ids, all edges are read once.
+
+    >>> data = HeteroDataset("tiny", {"a": 2, "b": 3}, {("b", "to", "a"): (np.array([0, 2]), np.array([1, 1]))})
+    >>> data
+    HeteroDataset('tiny', nodes={'a': 2, 'b': 3}, edges=2, relations=1)
+    """
+
+    name: str
+    num_nodes: dict[str, int]
+    edges: dict[Relation, Ends]
+    features: dict[str, np.ndarray] = field(default_factory=dict)
+    labels: dict[str, np.ndarray] = field(default_factory=dict)
+    num_classes: dict[str, int] = field(default_factory=dict)
+    splits: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+    valid_edges: dict[Relation, Ends] = field(default_factory=dict)
+    test_edges: dict[Relation, Ends] = field(default_factory=dict)
+    target_relations: tuple[Relation, ...] = ()
+    node_times: dict[str, np.ndarray] = field(default_factory=dict)
+    edge_times: dict[Relation, np.ndarray] = field(default_factory=dict)
+    edge_features: dict[Relation, np.ndarray] = field(default_factory=dict)
+    edge_weights: dict[Relation, np.ndarray] = field(default_factory=dict)
+    node_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    description: str = ""
+    check: dataclasses.InitVar[bool] = True
+
+    def __post_init__(self, check: bool) -> None:
+        for kind, count in self.num_nodes.items():
+            if int(count) != count or count < 0:
+                raise ValueError(f"num_nodes must be counts, got {count!r} for the type {kind!r}")
+        for name in _EDGES:
+            ends = {relation: _as_ends(name, relation, given) for relation, given in getattr(self, name).items()}
+            object.__setattr__(self, name, ends)
+            for relation, pair in ends.items():
+                self._check_relation(name, relation, pair, check)
+        for name in ("features", "labels", "node_times", "node_names"):
+            for kind, values in getattr(self, name).items():
+                self._check_type(name, kind)
+                if len(values) != self.num_nodes[kind]:
+                    raise ValueError(
+                        f"{name} must have an entry for each of the {self.num_nodes[kind]} nodes of type {kind!r}, "
+                        f"got {len(values)}"
+                    )
+        for name in _BY_EDGE:
+            for relation, values in getattr(self, name).items():
+                if relation not in self.edges or len(values) != len(self.edges[relation][0]):
+                    raise ValueError(f"{name} must have an entry for each edge of a relation, got other for {relation}")
+        for relation in (*self.target_relations, *self.valid_edges, *self.test_edges):
+            if relation not in self.edges:
+                raise ValueError(f"edges must have every relation of the task, they lack {relation}")
+        self._check_labels(check)
+
+    def _check_type(self, name: str, kind: str) -> None:
+        if kind not in self.num_nodes:
+            raise ValueError(
+                f"{name} must name types of num_nodes, {', '.join(map(repr, self.num_nodes))}; got {kind!r}"
+            )
+
+    def _check_relation(self, name: str, relation: Relation, ends: Ends, check: bool) -> None:
+        for kind, nodes, side in ((relation[0], ends[0], "senders"), (relation[2], ends[1], "receivers")):
+            self._check_type(f"{name} of {relation}", kind)
+            if check:
+                _check_range(f"{side} of {relation}", nodes, self.num_nodes[kind], kind)
+
+    def _check_labels(self, check: bool) -> None:
+        for kind, labels in self.labels.items():
+            if kind not in self.num_classes:
+                raise ValueError(f"num_classes must have the type {kind!r}, which has labels")
+            if check:
+                _check_range(f"labels of {kind!r}", labels, self.num_classes[kind], "class", low=UNLABELLED)
+        for split, by_type in self.splits.items():
+            if split not in SPLITS:
+                raise ValueError(f"splits must be named {', '.join(SPLITS)}, got {split!r}")
+            for kind, nodes in by_type.items():
+                if kind not in self.labels:
+                    raise ValueError(f"splits must name types with labels, {split!r} names {kind!r}")
+                if not check:
+                    continue
+                _check_range(f"the split {split!r} of {kind!r}", nodes, self.num_nodes[kind], kind)
+                unlabelled = np.flatnonzero(np.asarray(self.labels[kind][nodes]) == UNLABELLED)
+                if unlabelled.size:
+                    node = nodes[unlabelled[0]]
+                    raise ValueError(f"splits must be labelled, but node {node} of {kind!r} has no label (-1)")
+
+    # -------------------------------------------------------------------------------------------- looking
+
+    @property
+    def relations(self) -> tuple[Relation, ...]:
+        """The relations of `edges`."""
+        return tuple(self.edges)
+
+    @property
+    def num_edges(self) -> dict[Relation, int]:
+        """Edges by relation."""
+        return {relation: len(ends[0]) for relation, ends in self.edges.items()}
+
+    def triples(self, split: str = "train") -> np.ndarray:
+        """The edges of a split of the link prediction task as triples, for `dejax.minibatch.link_ranks`.
+
+        Args:
+            split: train, valid or test.
+
+        Returns:
+            int64[n, 3]: head (sender), number of the relation in `target_relations`, tail (receiver).
+
+        Raises:
+            ValueError: an unknown split.
+        """
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+        edges = {"train": self.edges, "valid": self.valid_edges, "test": self.test_edges}[split]
+        parts = [
+            np.stack([edges[relation][0], np.full(len(edges[relation][0]), number), edges[relation][1]], axis=1)
+            for number, relation in enumerate(self.target_relations)
+            if relation in edges
+        ]
+        return np.concatenate([np.zeros((0, 3), np.int64), *parts]).astype(np.int64)
+
+    def __repr__(self) -> str:
+        return (
+            f"HeteroDataset({self.name!r}, nodes={self.num_nodes}, edges={sum(self.num_edges.values())}, "
+            f"relations={len(self.edges)})"
+        )
+
+    def summary(self) -> str:
+        """A text table of the counts by type and by relation, and of the tasks."""
+        lines = [f"{self.name}: {sum(self.num_nodes.values()):,} nodes, {sum(self.num_edges.values()):,} edges"]
+        for kind, count in self.num_nodes.items():
+            table = self.features.get(kind)
+            width = "no features" if table is None else f"{' x '.join(map(str, table.shape[1:]))} {table.dtype}"
+            task = f", {self.num_classes[kind]} classes" if kind in self.labels else ""
+            lines.append(f"{count:>15,}  {kind}: {width}{task}")
+        lines += [f"{count:>15,}  {' -> '.join(relation)}" for relation, count in self.num_edges.items()]
+        for split in SPLITS:
+            for kind, nodes in self.splits.get(split, {}).items():
+                lines.append(f"{len(nodes):>15,}  {split} nodes of {kind}")
+        for name in _EDGES[1:]:
+            if found := getattr(self, name):
+                lines.append(f"{sum(len(ends[0]) for ends in found.values()):>15,}  {name.replace('_', ' ')}")
+        return "\n".join(lines)
+
+    # -------------------------------------------------------------------------------------------- other graphs
+
+    def with_reverse(self, *, symmetric: Sequence[str] = (), prefix: str = "rev_") -> HeteroDataset:
+        """The dataset with a reverse relation for each relation, of the same arrays: nothing is copied.
+
+        Args:
+            symmetric: names of relations within one type that get their reverse edges themselves, without self loops
+                and with one self loop at each node, as MLPerf prepares `cites` of IGB. These lists are made anew.
+            prefix: of the names of reverse relations.
+
+        Raises:
+            ValueError: a symmetric relation that does not exist or joins two types; a reverse name that is taken.
+        """
+        edges = dict(self.edges)
+        by_edge: dict[str, Any] = {name: dict(getattr(self, name)) for name in _BY_EDGE}
+        for name in symmetric:
+            found = [relation for relation in edges if relation[1] == name]
+            if not found or any(relation[0] != relation[2] for relation in found):
+                raise ValueError(f"with_reverse: `symmetric` must name relations within one type, got {name!r}")
+            for relation in found:
+                edges[relation] = _symmetric(edges[relation], self.num_nodes[relation[0]])
+                for values in by_edge.values():
+                    values.pop(relation, None)
+        for (source, name, destination), (senders, receivers) in self.edges.items():
+            if name in symmetric:
+                continue
+            reverse = (destination, f"{prefix}{name}", source)
+            if reverse in edges:
+                raise ValueError(f"with_reverse: `prefix` must give new names, {reverse} is there already")
+            edges[reverse] = (receivers, senders)
+            for values in by_edge.values():
+                if (source, name, destination) in values:
+                    values[reverse] = values[source, name, destination]
+        return dataclasses.replace(self, edges=edges, check=False, **by_edge)
+
+    @classmethod
+    def from_entity(cls, data: EntityDataset) -> HeteroDataset:
+        """The same graph with nodes numbered by type. A relation that joins several types becomes one for each pair.
+
+        Types whose features are all zero get none. Nodes keep their order within a type.
+        """
+        kinds = data.node_type_names
+        number = np.empty(data.num_nodes, np.int32)
+        members = [np.flatnonzero(data.node_type == k) for k in range(len(kinds))]
+        for nodes in members:
+            number[nodes] = np.arange(len(nodes), dtype=np.int32)
+        edges: dict[Relation, Ends] = {}
+        triple = np.stack([data.node_type[data.senders], data.edge_type, data.node_type[data.receivers]], axis=1)
+        unique, inverse = np.unique(triple, axis=0, return_inverse=True)
+        order = np.argsort(inverse.reshape(-1), kind="stable")
+        bounds = np.searchsorted(inverse.reshape(-1)[order], np.arange(len(unique) + 1))
+        for (source, name, destination), start, stop in zip(unique.tolist(), bounds[:-1], bounds[1:], strict=True):
+            own = order[start:stop]
+            relation = (kinds[source], data.edge_type_names[name], kinds[destination])
+            edges[relation] = (number[data.senders[own]], number[data.receivers[own]])
+        features, labels, classes = {}, {}, {}
+        splits: dict[str, dict[str, np.ndarray]] = {name: {} for name in SPLITS}
+        for k, (kind, nodes) in enumerate(zip(kinds, members, strict=True)):
+            rows = None if data.features is None else data.features[nodes]
+            if rows is not None and rows.any():
+                features[kind] = rows
+            if (data.labels[nodes] != UNLABELLED).any():
+                labels[kind], classes[kind] = data.labels[nodes], data.num_classes
+                for split in SPLITS:
+                    chosen = getattr(data, f"{split}_nodes")
+                    splits[split][kind] = number[chosen[data.node_type[chosen] == k]]
+        return cls(
+            name=data.name,
+            num_nodes={kind: len(nodes) for kind, nodes in zip(kinds, members, strict=True)},
+            edges=edges,
+            features=features,
+            labels=labels,
+            num_classes=classes,
+            splits=splits if labels else {},
+            description=data.description,
+            check=False,
+        )
+
+    # -------------------------------------------------------------------------------------------- on disk
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes a folder of `.npy` files, which `open` maps. It replaces a folder that `save` wrote, and no other.
+
+        Raises:
+            FileExistsError: the folder exists and is no saved dataset.
+        """
+        folder = Path(folder)
+        if folder.exists() and not (folder / _META).is_file() and any(folder.iterdir()):
+            raise FileExistsError(f"{folder} must be new, empty or a saved HeteroDataset; give another folder")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+        try:
+            files: list[tuple[list[Any], str]] = []
+            for number, (path, array) in enumerate(self._arrays()):
+                np.save(work / f"{number}.npy", array)
+                files.append((path, f"{number}.npy"))
+            meta = {
+                "format": _FORMAT,
+                "name": self.name,
+                "num_nodes": self.num_nodes,
+                "num_classes": self.num_classes,
+                "target_relations": self.target_relations,
+                "node_names": self.node_names,
+                "description": self.description,
+                "files": files,
+            }
+            (work / _META).write_text(json.dumps(meta), encoding="utf-8")
+            if folder.exists():
+                shutil.rmtree(folder)
+            os.replace(work, folder)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+    def _arrays(self) -> list[tuple[list[Any], np.ndarray]]:
+        """([field, keys ...], array) of all arrays."""
+        found: list[tuple[list[Any], np.ndarray]] = []
+        for name in _EDGES:
+            for relation, ends in getattr(self, name).items():
+                found += [([name, relation, side], ends[side]) for side in (0, 1)]
+        for name in ("features", "labels", "node_times", *_BY_EDGE):
+            found += [([name, key], array) for key, array in getattr(self, name).items()]
+        for split, by_type in self.splits.items():
+            found += [(["splits", split, kind], nodes) for kind, nodes in by_type.items()]
+        return found
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str], *, check: bool = False) -> HeteroDataset:
+        """A dataset that `save` wrote. Its arrays are memory maps.
+
+        Args:
+            folder: the folder.
+            check: whether all ids are compared with the counts, which reads all edges.
+
+        Raises:
+            FileNotFoundError: the folder or one of its files is missing.
+            ValueError: it is of another format, or a file is short.
+        """
+        folder = Path(folder)
+        meta = json.loads((folder / _META).read_text(encoding="utf-8"))
+        if meta.get("format") != _FORMAT:
+            raise ValueError(f"{folder} must be a HeteroDataset of format {_FORMAT}, got {meta.get('format')!r}")
+        fields: dict[str, Any] = {name: {} for name in (*_EDGES, "features", "labels", "node_times", *_BY_EDGE)}
+        splits: dict[str, dict[str, np.ndarray]] = {}
+        for path, file in meta["files"]:
+            array = mapped_npy(folder / file)
+            name: str = path[0]
+            key: Any = tuple(path[1]) if isinstance(path[1], list) else path[1]
+            if name == "splits":
+                splits.setdefault(key, {})[path[2]] = array
+            elif name in _EDGES:
+                fields[name].setdefault(key, []).append(array)
+            else:
+                fields[name][key] = array
+        for name in _EDGES:
+            fields[name] = {relation: tuple(ends) for relation, ends in fields[name].items()}
+        return cls(
+            name=meta["name"],
+            num_nodes=meta["num_nodes"],
+            num_classes=meta["num_classes"],
+            target_relations=tuple(tuple(relation) for relation in meta["target_relations"]),
+            node_names={kind: tuple(names) for kind, names in meta["node_names"].items()},
+            description=meta["description"],
+            splits=splits,
+            check=check,
+            **fields,
+        )
+
+
+def mapped_npy(path: Path) -> np.ndarray:
+    """The array of an `.npy` file as a read-only memory map.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: no whole `.npy` file.
+    """
+    try:
+        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"{path} must be a whole .npy file: {error}") from error
+    return array
+
+
+def _as_ends(name: str, relation: Any, given: Any) -> Ends:
+    if not (isinstance(relation, tuple) and len(relation) == 3 and all(isinstance(part, str) for part in relation)):
+        raise ValueError(f"{name} must be named (source type, name, destination type), got {relation!r}")
+    if len(given) != 2:
+        raise ValueError(f"{name} of {relation} must be (senders, receivers), got {len(given)} arrays")
+    ends = []
+    for side, nodes in zip(("senders", "receivers"), given, strict=True):
+        array = nodes if isinstance(nodes, np.ndarray) else np.asarray(nodes)
+        if array.size == 0 and array.dtype.kind == "f":
+            array = array.astype(np.int32)
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise ValueError(
+                f"{side} of {relation} must be integers [edges], got shape {list(array.shape)} of {array.dtype}"
+            )
+        ends.append(array)
+    if len(ends[0]) != len(ends[1]):
+        raise ValueError(f"{name} of {relation} must have as many receivers as senders, {len(ends[0])}: {len(ends[1])}")
+    return ends[0], ends[1]
+
+
+def _check_range(what: str, values: np.ndarray, count: int, kind: str, low: int = 0) -> None:
+    for start in range(0, len(values), _CHUNK):
+        part = np.asarray(values[start : start + _CHUNK])
+        if part.size and (part.min() < low or part.max() >= count):
+            bad = part[(part < low) | (part >= count)][0]
+            raise ValueError(f"{what} must be from {low} to {count - 1}, the numbers of {kind!r}, got {bad}")
+
+
+def _symmetric(ends: Ends, count: int) -> Ends:
+    dtype = np.int32 if count < 2**31 else np.int64
+    kept = np.flatnonzero(np.asarray(ends[0]) != np.asarray(ends[1]))
+    senders, receivers = (np.asarray(nodes)[kept].astype(dtype) for nodes in ends)
+    loops = np.arange(count, dtype=dtype)
+    return np.concatenate([senders, receivers, loops]), np.concatenate([receivers, senders, loops])
+
+
+def split_edges(ends: Ends, shares: Mapping[str, float], rng: np.random.Generator) -> dict[str, Ends]:
+    """Distinct edges in random order, cut by shares: "train", "valid", "test" -> ends."""
+    unique = np.unique(np.stack([np.asarray(ends[0]), np.asarray(ends[1])], axis=1), axis=0)
+    unique = unique[rng.permutation(len(unique))].astype(np.int32)
+    cuts = np.rint(np.cumsum([shares[name] for name in SPLITS])[:-1] * len(unique)).astype(int)
+    return {
+        name: (np.ascontiguousarray(part[:, 0]), np.ascontiguousarray(part[:, 1]))
+        for name, part in zip(SPLITS, np.split(unique, cuts), strict=True)
+    }

@@ -1,0 +1,193 @@
+"""The heterogeneous folder of IGB (Illinois Graph Benchmark): papers, authors, institutes, fields of study and others.
+
+    <folder>/processed/<type>/node_feat.npy                     float32 [nodes, 1024]
+    <folder>/processed/paper/node_label_19.npy, node_label_2K.npy   class of each paper: 19 or 2,983 classes
+    <folder>/processed/<source>__<relation>__<destination>/edge_index.npy   int [edges, 2]
+
+Small files are `.npy` files. From the medium size up, features and labels are raw float32 without a header; a file says
+which of both it is by its first bytes. All arrays are mapped: nothing is read before it is used, except the labels.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from dejax.datasets._dataset import UNLABELLED
+from dejax.datasets._files import DATA_VARIABLE
+from dejax.datasets._hetero import Ends, HeteroDataset, Relation, mapped_npy
+
+SIZES = ("tiny", "small", "medium", "large", "full")
+LABELLED_TYPE = "paper"
+_LABEL_FILES = {19: "node_label_19.npy", 2983: "node_label_2K.npy"}
+# In the full graph papers with labels come first; the file has numbers for the others, too.
+_FULL_PAPERS = 269_346_174
+_FULL_LABELLED = {19: 227_130_858, 2983: 157_675_969}
+_SHARES = (0.6, 0.8)  # ends of the training and the validation papers, in the order of their numbers
+_MAGIC = b"\x93NUMPY"
+
+
+def load_igb(
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    size: str | None = None,
+    num_classes: int = 19,
+    feature_width: int = 1024,
+    num_nodes: Mapping[str, int] | None = None,
+    num_labelled: int | None = None,
+    use_features: bool = True,
+    check: bool = True,
+) -> HeteroDataset:
+    """Reads IGB's heterogeneous graph as it was downloaded. See `HeteroDataset.with_reverse` for more directions.
+
+    Args:
+        folder: has `processed/`, itself or in a sub-folder `size`; $DEJAX_DATA by default, or its sub-folder `igb`.
+        size: tiny, small, medium, large or full: the sub-folder. None: `folder` itself.
+        num_classes: 19 or 2983, which labels.
+        feature_width: of raw files, which do not say it.
+        num_nodes: counts of types without a feature file; of other types they must agree with it.
+        num_labelled: papers from this number on have no label. By default that of the public loader for the full size,
+            and all papers otherwise. Labels that are NaN or negative are none either way.
+        use_features: False: only counts are taken from the feature files.
+        check: compare all ids with the counts, which reads all edges once. The full graph has 6 * 10^9.
+
+    Returns:
+        HeteroDataset whose papers are split 60 / 20 / 20 in the order of their numbers, as in the public loader.
+
+    Raises:
+        FileNotFoundError: no folder is given, or it lacks a file.
+        ValueError: a file is short or of another shape, or counts disagree.
+    """
+    if num_classes not in _LABEL_FILES:
+        raise ValueError(f"num_classes must be 19 or 2983, got {num_classes}")
+    root = _find(folder, size) / "processed"
+    kinds = sorted(path.name for path in root.iterdir() if path.is_dir() and "__" not in path.name)
+    features = {
+        kind: _matrix(root / kind / "node_feat.npy", feature_width)
+        for kind in kinds
+        if (root / kind / "node_feat.npy").is_file()
+    }
+    counts = _counts(kinds, features, num_nodes or {}, root)
+    edges: dict[Relation, Ends] = {}
+    for path in sorted(path for path in root.iterdir() if path.is_dir() and "__" in path.name):
+        parts = path.name.split("__")
+        if len(parts) != 3:
+            raise ValueError(f"{path} must be named <source>__<relation>__<destination>")
+        table = mapped_npy(_present(path / "edge_index.npy"))
+        if table.ndim != 2 or table.shape[1] != 2 or table.dtype.kind not in "iu":
+            raise ValueError(
+                f"{path / 'edge_index.npy'} must be integers [edges, 2], got {list(table.shape)} of {table.dtype}"
+            )
+        edges[parts[0], parts[1], parts[2]] = (table[:, 0], table[:, 1])
+    if not edges:
+        raise FileNotFoundError(f"{root} must have folders <source>__<relation>__<destination> with edges, it has none")
+    labels = _labels(root, num_classes, counts[LABELLED_TYPE], num_labelled)
+    labelled = np.flatnonzero(labels != UNLABELLED)
+    cuts = [int(share * len(labelled)) for share in _SHARES]
+    return HeteroDataset(
+        name=f"igb-{size}" if size else "igb",
+        num_nodes=counts,
+        edges=edges,
+        features=features if use_features else {},
+        labels={LABELLED_TYPE: labels},
+        num_classes={LABELLED_TYPE: num_classes},
+        splits={
+            split: {LABELLED_TYPE: part}
+            for split, part in zip(("train", "valid", "test"), np.split(labelled, cuts), strict=True)
+        },
+        description="Heterogeneous graph of the Illinois Graph Benchmark. Task: the topic of a paper.",
+        check=check,
+    )
+
+
+def _find(folder: str | os.PathLike[str] | None, size: str | None) -> Path:
+    if size is not None and size not in SIZES:
+        raise ValueError(f"size must be one of {', '.join(SIZES)}, or None, got {size!r}")
+    base = folder if folder is not None else os.environ.get(DATA_VARIABLE)
+    if not base:
+        raise FileNotFoundError(
+            "IGB is read from its folder: give it, load_igb(folder), or its parent in the environment variable "
+            f"{DATA_VARIABLE}"
+        )
+    places = [place / (size or "") for place in (Path(base), Path(base) / "igb")]
+    for place in places:
+        if (place / "processed").is_dir():
+            return place
+    raise FileNotFoundError(f"folder must have processed/ of IGB in {' or '.join(map(str, places))}; neither has it")
+
+
+def _present(path: Path) -> Path:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing; IGB's folder must have it")
+    return path
+
+
+def _is_npy(path: Path) -> bool:
+    with open(_present(path), "rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+def _matrix(path: Path, width: int) -> np.ndarray:
+    """float [nodes, width], mapped."""
+    if _is_npy(path):
+        rows = mapped_npy(path)
+        if rows.ndim != 2:
+            raise ValueError(f"{path} must be [nodes, width], got shape {list(rows.shape)}")
+        return rows
+    nbytes, row = path.stat().st_size, 4 * width
+    if not nbytes or nbytes % row:
+        raise ValueError(
+            f"{path} must have rows of {width} float32, {row} bytes each; it has {nbytes} bytes, so it is short, or "
+            "feature_width is another"
+        )
+    return np.memmap(path, np.float32, "r", shape=(nbytes // row, width))
+
+
+def _counts(
+    kinds: list[str], features: Mapping[str, np.ndarray], given: Mapping[str, int], root: Path
+) -> dict[str, int]:
+    counts = {}
+    for kind in sorted({*kinds, *given}):
+        if kind in features and kind in given and len(features[kind]) != given[kind]:
+            raise ValueError(
+                f"num_nodes says {given[kind]} nodes of type {kind!r}, but {root / kind / 'node_feat.npy'} has "
+                f"{len(features[kind])} rows"
+            )
+        if kind not in features and kind not in given:
+            raise FileNotFoundError(
+                f"{root / kind / 'node_feat.npy'} is missing; without it give the count, num_nodes={{{kind!r}: ...}}"
+            )
+        counts[kind] = len(features[kind]) if kind in features else int(given[kind])
+    if LABELLED_TYPE not in counts:
+        raise FileNotFoundError(f"{root} must have a folder {LABELLED_TYPE}/, it has {', '.join(counts) or 'none'}")
+    return counts
+
+
+def _labels(root: Path, num_classes: int, papers: int, num_labelled: int | None) -> np.ndarray:
+    """int32[papers], -1 for none."""
+    path = _present(root / LABELLED_TYPE / _LABEL_FILES[num_classes])
+    if _is_npy(path):
+        stored = mapped_npy(path)
+        if stored.size != papers:
+            raise ValueError(f"{path} must have a label for each of {papers} papers, got {stored.size}")
+        stored = stored.reshape(-1)
+    else:
+        nbytes = path.stat().st_size
+        if nbytes != 4 * papers:
+            raise ValueError(
+                f"{path} must have a float32 for each of {papers} papers, {4 * papers} bytes, it has {nbytes}"
+            )
+        stored = np.memmap(path, np.float32, "r", shape=(papers,)) if papers else np.zeros(0, np.float32)
+    if num_labelled is None:
+        num_labelled = _FULL_LABELLED[num_classes] if papers == _FULL_PAPERS else papers
+    labels = np.full(papers, UNLABELLED, np.int32)
+    known = np.asarray(stored[:num_labelled])
+    if known.dtype.kind == "f":
+        known = np.where(np.isnan(known) | (known < 0), np.float32(UNLABELLED), known)
+    labels[:num_labelled] = np.maximum(known, UNLABELLED)
+    if papers and labels.max() >= num_classes:
+        raise ValueError(f"{path} must have classes under {num_classes}, got {labels.max()}")
+    return labels

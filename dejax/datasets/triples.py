@@ -1,0 +1,137 @@
+"""Knowledge graphs as text files of triples: WN18RR, FB15k-237 and others in their layout.
+
+A folder has `train.txt`, `valid.txt` and `test.txt`; each line is `head<tab>relation<tab>tail` (any white space without
+tabs also separates). Entities and relations are names, or numbers. Where `entities.dict` and `relations.dict` are there
+(`number<tab>name` lines), they number the names; else names are numbered in alphabetical order over all three files.
+
+Links that state the same fact in two files, and inverse relations, are left as they are: WN18RR and FB15k-237 were made
+from WN18 and FB15k to be without them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from dejax.datasets._files import find_files
+from dejax.datasets._hetero import Ends, HeteroDataset, Relation
+from dejax.datasets._progress import Progress
+
+NAMES = ("wn18rr", "fb15k-237", "wn18", "fb15k", "yago3-10")
+"""Folders' names that `load_triples` looks for in $DEJAX_DATA; any folder in the layout can be given."""
+ENTITY = "entity"
+_FILES = {split: (f"{split}.txt", f"{split}.tsv") for split in ("train", "valid", "test")}
+
+
+def load_triples(
+    name: str,
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    numbers: bool | None = None,
+    progress: bool | None = None,
+) -> HeteroDataset:
+    """Reads a knowledge graph for link prediction: one node type "entity", a relation for each predicate.
+
+    Args:
+        name: the name of the dataset, and of the folder in $DEJAX_DATA.
+        folder: has the three files, itself or in a sub-folder `name`; $DEJAX_DATA by default.
+        numbers: whether entities and relations are numbers from 0 on, as they stand in the files. None: they are if all
+            of them are numbers without leading zeros and there is no `entities.dict`.
+        progress: draw bars; None draws on a terminal only.
+
+    Returns:
+        HeteroDataset with training edges in `edges`, and `valid_edges` and `test_edges`.
+
+    Raises:
+        FileNotFoundError: no folder is given, or it lacks a file.
+        ValueError: a line without three parts, a name that a `.dict` file lacks, or no training triple.
+    """
+    found = find_files(name, _FILES, folder)
+    if found is None:
+        raise FileNotFoundError(
+            f"{name!r} is read from its folder with train.txt, valid.txt and test.txt: give the folder, "
+            f"load_triples({name!r}, folder=...), or its parent in the environment variable DEJAX_DATA"
+        )
+    read = {split: _read(found[split], progress) for split in _FILES}
+    home = found["train"].parent
+    entities = _numbering(
+        home / "entities.dict", [column for table in read.values() for column in (table[0], table[2])], numbers
+    )
+    relations = _numbering(home / "relations.dict", [table[1] for table in read.values()], numbers)
+    edges = {split: _by_relation(table, entities, relations) for split, table in read.items()}
+    every: dict[Relation, Ends] = {(ENTITY, relation, ENTITY): _NO_ENDS for relation in relations}
+    if not edges["train"]:
+        raise ValueError(f"{found['train']} must have a triple, it is empty")
+    return HeteroDataset(
+        name=name,
+        num_nodes={ENTITY: len(entities)},
+        edges={**every, **edges["train"]},
+        valid_edges=edges["valid"],
+        test_edges=edges["test"],
+        target_relations=tuple(every),
+        node_names={ENTITY: tuple(entities)},
+        description=f"Knowledge graph {name} of {len(entities)} entities and {len(relations)} relations. Task: the "
+        "head or the tail of a triple.",
+    )
+
+
+_NO_ENDS = (np.zeros(0, np.int32), np.zeros(0, np.int32))
+
+
+def _read(path: Path, progress: bool | None) -> tuple[list[str], list[str], list[str]]:
+    """Heads, relations and tails."""
+    columns: tuple[list[str], list[str], list[str]] = ([], [], [])
+    with open(path, encoding="utf-8") as file, Progress(f"read {path.name}", unit="triples", enabled=progress) as bar:
+        for number, line in enumerate(file, start=1):
+            text = line.rstrip("\r\n")
+            if not text.strip():
+                continue
+            parts = [part.strip() for part in text.split("\t")] if "\t" in text else text.split()
+            if len(parts) != 3 or not all(parts):
+                raise ValueError(f"{path}:{number}: a line must be head, relation and tail, got {text[:80]!r}")
+            for column, part in zip(columns, parts, strict=True):
+                column.append(part)
+            bar.update()
+    return columns
+
+
+def _numbering(path: Path, columns: list[list[str]], numbers: bool | None) -> dict[str, int]:
+    """Name -> number, in the order of numbers."""
+    names = set().union(*columns)
+    if numbers is not True and path.is_file():
+        listed: dict[int, str] = {}
+        for line in path.read_text(encoding="utf-8").splitlines():
+            first, _, second = line.partition("\t")
+            if not first.isdecimal() or not second:
+                raise ValueError(f"{path}: a line must be a number and a name, got {line[:80]!r}")
+            listed[int(first)] = second.strip()
+        if sorted(listed) != list(range(len(listed))):
+            raise ValueError(f"{path} must number its names from 0 on, without gaps")
+        known = {listed[i]: i for i in range(len(listed))}
+        if missing := sorted(names - set(known)):
+            raise ValueError(f"{path} must have every name of the triples, it lacks {missing[0]!r}")
+        return known
+    are_numbers = all(name.isdecimal() and str(int(name)) == name for name in names)
+    if numbers and not are_numbers:
+        bad = next(name for name in sorted(names) if not (name.isdecimal() and str(int(name)) == name))
+        raise ValueError(f"numbers=True: entities and relations must be numbers from 0 on, got {bad!r}")
+    if are_numbers and numbers is not False:
+        return {str(i): i for i in range(max(map(int, names), default=-1) + 1)}
+    return {name: i for i, name in enumerate(sorted(names))}
+
+
+def _by_relation(
+    table: tuple[list[str], list[str], list[str]], entities: dict[str, int], relations: dict[str, int]
+) -> dict[Relation, Ends]:
+    count = len(table[0])
+    heads, tails = (np.fromiter(map(entities.__getitem__, table[k]), np.int32, count) for k in (0, 2))
+    kinds = np.fromiter(map(relations.__getitem__, table[1]), np.int32, count)
+    order = np.argsort(kinds, kind="stable")
+    bounds = np.searchsorted(kinds[order], np.arange(len(relations) + 1))
+    return {
+        (ENTITY, name, ENTITY): (heads[order[start:stop]], tails[order[start:stop]])
+        for name, start, stop in zip(relations, bounds[:-1], bounds[1:], strict=True)
+        if stop > start
+    }

@@ -1,0 +1,249 @@
+"""Tables with rows in device memory, for functions that read tables: all rows, or a chosen part of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from dejax.host_gather._operands import ReadableTable, TableOperands
+from dejax.host_gather._spec import TableSpec, device_or_default, table_spec
+from dejax.host_gather.gather import gather
+from dejax.host_gather.table import HostTable, check_index
+
+_BLOCK_BYTES = 64 << 20  # of rows that are converted at once
+
+
+class _DeviceRows(ReadableTable):
+    """What `DeviceTable` and `SplitTable` share."""
+
+    __slots__ = ()
+
+    def __getitem__(self, ids: Any) -> Array:
+        """Rows by integer ids of any shape: `gather(table, ids)`."""
+        check_index(ids)
+        return gather(self, ids)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class DeviceTable(_DeviceRows):
+    """A table whose rows all lie in device memory. Functions that read a `HostTable` read it, by the same kernels.
+
+    A pytree. Read-only: `scatter` and the optimizers refuse it.
+
+    Attributes:
+        words: uint[rows, words], the rows as unsigned integers, on the device.
+        spec: its static part.
+
+    >>> table = DeviceTable.from_numpy(np.arange(6.0, dtype=np.float32).reshape(3, 2))
+    >>> table[np.array([2, -1])]
+    Array([[4., 5.],
+           [0., 0.]], dtype=float32)
+    """
+
+    words: Array
+    spec: TableSpec = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def from_numpy(cls, array: ArrayLike, *, device: jax.Device | None = None) -> DeviceTable:
+        """Copies the rows of a numpy array [rows, *row], of any dtype of whole bytes, to the device.
+
+        Raises:
+            ValueError: a scalar.
+            TypeError: a dtype that is not of whole bytes.
+        """
+        given = np.asarray(array)
+        spec = _device_spec(table_spec(given.shape, given.dtype, device, "DeviceTable.from_numpy"))
+        return cls(jax.device_put(_as_words(given, spec), device_or_default(device)), spec)
+
+    @classmethod
+    def from_array(cls, array: Array, dtype: Any = None) -> DeviceTable:
+        """A table of the rows of an array [rows, *row] on the device, such as a generator that ran there made.
+
+        Args:
+            array: [rows, *row]. jax makes a second array of its bits, unless they are unsigned integers [rows, width]
+                already.
+            dtype: of the rows: the array has their bits, as unsigned integers of that width. By default its own.
+
+        Raises:
+            ValueError: a scalar, or integers of another width than `dtype`.
+            TypeError: a dtype that is not of whole bytes.
+        """
+        device, what = next(iter(array.devices())), "DeviceTable.from_array"
+        found = array.dtype if dtype is None else jnp.dtype(dtype)
+        if dtype is not None and (array.dtype.kind != "u" or array.dtype.itemsize != found.itemsize):
+            raise ValueError(f"{what}: `array` must be unsigned integers as wide as {found}, got {array.dtype}")
+        spec = _device_spec(table_spec(array.shape, found, device, what))
+        return cls(_bits(array, spec), spec)
+
+    def numpy(self) -> np.ndarray:
+        """A copy of the rows in host memory."""
+        return _from_words(np.asarray(self.words), self.spec)
+
+    @property
+    def _spec(self) -> TableSpec:
+        return self.spec
+
+    def _operands(self, what: str) -> TableOperands:
+        _check_shape(what, "DeviceTable", self.words, self.spec.leaf)
+        return TableOperands.of_leaf(self.spec, self.words)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SplitTable(_DeviceRows):
+    """A table of which each row lies either in device memory or in host memory: together they hold more than either.
+
+    Functions that read a `HostTable` read it; the kernel decides row by row. A `CachedTable` instead keeps all rows in
+    host memory, and copies of some on the device. A pytree. Read-only: `scatter` and the optimizers refuse it.
+
+    Attributes:
+        table: the rows in host memory, in ascending order of their ids.
+        hot: uint[device rows, words], the other rows as unsigned integers, on the device.
+        slots: int32[rows]: the row of `hot` that holds each row, or `~k` for row k of `table`. 4 bytes a row.
+
+    >>> table = SplitTable.from_numpy(np.arange(6.0, dtype=np.float32).reshape(3, 2), [1])
+    >>> table[np.array([2, 1, -1])]
+    Array([[4., 5.],
+           [2., 3.],
+           [0., 0.]], dtype=float32)
+    """
+
+    table: HostTable
+    hot: Array
+    slots: Array
+
+    @classmethod
+    def from_numpy(cls, array: ArrayLike, on_device: ArrayLike, *, device: jax.Device | None = None) -> SplitTable:
+        """A table with the rows of a numpy array or memory map, of which `on_device` go to the device.
+
+        The rows are copied block by block, so that a memory map may be larger than free memory.
+
+        Args:
+            array: [rows, *row], any dtype of whole bytes.
+            on_device: int[device rows], distinct ids of rows; see `CachedTable.from_counts` for their choice.
+            device: the device whose steps read the table; by default jax's default device.
+
+        Raises:
+            ValueError: an id that is out of range or occurs twice, or a scalar.
+            TypeError: a dtype that is not of whole bytes.
+            MemoryError: the memory cannot be pinned.
+        """
+        given = array if isinstance(array, np.ndarray) else np.asarray(array)
+        spec = table_spec(given.shape, given.dtype, device, "SplitTable.from_numpy")
+        hot_ids, slots = _slots(spec.rows, on_device)
+        cold_ids = np.flatnonzero(slots < 0)
+        table = HostTable.empty((len(cold_ids), *spec.row), spec.dtype, device=device)
+        block = max(1, _BLOCK_BYTES // max(1, spec.row_bytes))
+        for start in range(0, len(cold_ids), block):
+            table.write(start, given[cold_ids[start : start + block]])
+        target = device_or_default(device)
+        hot = jax.device_put(_as_words(given[hot_ids], spec), target)
+        return cls(table, hot, jax.device_put(slots, target))
+
+    @classmethod
+    def from_parts(cls, table: HostTable, hot: DeviceTable, on_device: ArrayLike) -> SplitTable:
+        """A table of two that are filled already: `hot` has the rows `on_device`, `table` the others by ascending id.
+
+        Args:
+            table: [host rows, *row].
+            hot: [device rows, *row] of the same dtype; row i is the row `on_device[i]`.
+            on_device: int[device rows], distinct ids below the sum of both.
+
+        Raises:
+            ValueError: rows of different shape or dtype, or ids that are out of range, occur twice or miss.
+        """
+        if table.shape[1:] != hot.shape[1:] or table.dtype != hot.dtype:
+            raise ValueError(
+                f"SplitTable: both parts must have equal rows, got {table.shape[1:]} of {table.dtype} in host memory "
+                f"and {hot.shape[1:]} of {hot.dtype} on the device"
+            )
+        ids = np.asarray(on_device).reshape(-1)
+        if len(ids) != len(hot):
+            raise ValueError(f"SplitTable: `on_device` must have an id for each of {len(hot)} rows, got {len(ids)}")
+        _, slots = _slots(len(table) + len(hot), ids)
+        return cls(table, hot.words, jax.device_put(slots, next(iter(hot.words.devices()))))
+
+    def numpy(self) -> np.ndarray:
+        """A copy of all rows in host memory."""
+        spec = self._spec
+        slots = np.asarray(self.slots)
+        out = np.empty(spec.shape, spec.dtype)
+        out[slots < 0] = self.table.numpy()[~slots[slots < 0]]
+        hot_spec = dataclasses.replace(spec, rows=self.hot.shape[0], leaf_rows=None)
+        out[slots >= 0] = _from_words(np.asarray(self.hot), hot_spec)[slots[slots >= 0]]
+        return out
+
+    def close(self) -> None:
+        """As `HostTable.close`. The rows on the device stay until nothing refers to them."""
+        self.table.close()
+
+    def is_closed(self) -> bool:
+        """As `HostTable.is_closed`."""
+        return self.table.is_closed()
+
+    @property
+    def _spec(self) -> TableSpec:
+        spec = self.table._spec
+        return dataclasses.replace(spec, rows=self.slots.shape[0], leaf_rows=spec.rows, read_only=True)
+
+    def _operands(self, what: str) -> TableOperands:
+        spec, leaf = self._spec, self.table._checked_leaf(what)
+        rows = self.slots.shape[0] - self.table._spec.rows
+        _check_shape(what, "SplitTable", self.hot, jax.ShapeDtypeStruct((rows, *spec.leaf.shape[1:]), spec.leaf.dtype))
+        return TableOperands(spec, leaf, self.hot, self.slots)
+
+
+def _device_spec(spec: TableSpec) -> TableSpec:
+    return dataclasses.replace(spec, on_device=True, read_only=True)
+
+
+def _slots(rows: int, on_device: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    """(int64[device rows], int32[rows]): the ids as given, and the slots of all rows."""
+    hot = np.asarray(on_device).reshape(-1)
+    if hot.size and (hot.dtype.kind not in "iu" or hot.min() < 0 or hot.max() >= rows):
+        raise ValueError(f"SplitTable: `on_device` must be integers from 0 to {rows - 1}")
+    hot = hot.astype(np.int64)
+    is_hot = np.zeros(rows, bool)
+    is_hot[hot] = True
+    if np.count_nonzero(is_hot) != hot.size:
+        raise ValueError("SplitTable: `on_device` must be distinct")
+    slots = np.empty(rows, np.int32)
+    slots[~is_hot] = ~np.arange(rows - hot.size, dtype=np.int32)
+    slots[hot] = np.arange(hot.size, dtype=np.int32)
+    return hot, slots
+
+
+def _as_words(rows: np.ndarray, spec: TableSpec) -> np.ndarray:
+    """The rows of an array as the unsigned integers that carry them."""
+    leaf = dataclasses.replace(spec, rows=len(rows)).leaf
+    # A view of one axis: of several, numpy could not see the words of a row without elements.
+    return np.ascontiguousarray(rows, spec.dtype).reshape(-1).view(leaf.dtype).reshape(leaf.shape)
+
+
+def _from_words(words: np.ndarray, spec: TableSpec) -> np.ndarray:
+    return words.reshape(-1).view(spec.dtype).reshape(spec.shape)
+
+
+def _bits(array: Array, spec: TableSpec) -> Array:
+    if array.dtype == spec.leaf.dtype:
+        return array.reshape(spec.leaf.shape)
+    if array.dtype.itemsize > 4 or array.dtype == jnp.bool_ or not spec.nbytes:
+        return jax.device_put(_as_words(np.asarray(array), spec), next(iter(array.devices())))
+    bits: Array = jax.lax.bitcast_convert_type(array, spec.leaf.dtype)
+    return bits.reshape(spec.leaf.shape)
+
+
+def _check_shape(what: str, name: str, words: Any, expected: jax.ShapeDtypeStruct) -> None:
+    if not hasattr(words, "shape") or (tuple(words.shape), words.dtype) != (expected.shape, expected.dtype):
+        raise ValueError(
+            f"{what}: the {name} was sliced or reshaped on its way (its array has shape "
+            f"{getattr(words, 'shape', None)} instead of {expected.shape}). Do not give it as `xs` of a scan or as a "
+            "mapped argument; use it as a constant inside"
+        )

@@ -1,0 +1,180 @@
+"""`NodeFeatures`: the features of one node type, in one of the places and formats that a gather reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from dejax.host_gather import CachedTable, DeviceTable, HostTable, SplitTable, gather
+from dejax.minibatch._formats import Encoder, blocks, table_dtype
+
+Table = HostTable | CachedTable | SplitTable | DeviceTable
+RESULTS = ("float32", "bfloat16", "float16")
+"""Names of the dtypes to which rows can be converted."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class NodeFeatures:
+    """The features of one node type: a table, and scales of rows in a narrow format. A pytree.
+
+    The features of node i are `table[i] * row_scale[i] * column_scale`.
+
+    Attributes:
+        table: [nodes, *row]: HostTable, CachedTable, SplitTable or DeviceTable.
+        row_scale: float32[nodes], or float32[] for all rows, or None.
+        column_scale: float32[*row], or None.
+        trainable: whether `FeatureStore.update` writes it.
+    """
+
+    table: Table
+    row_scale: Array | None = None
+    column_scale: Array | None = None
+    trainable: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @classmethod
+    def from_numpy(
+        cls,
+        array: ArrayLike,
+        *,
+        dtype: Any = None,
+        scale: str | None = None,
+        on_device: bool | ArrayLike = False,
+        device: jax.Device | None = None,
+    ) -> NodeFeatures:
+        """Features with the rows of a numpy array or memory map, converted block by block.
+
+        Args:
+            array: [nodes, *row].
+            dtype: of the table: float32, bfloat16, float16, float8_e4m3fn, int8 and others; by default the array's.
+            scale: None, "row" or "column": what int8 and FP8 rows are scaled by, such that the largest value of the row
+                or column becomes the largest of the format.
+            on_device: False: the rows lie in host memory. True: on the device. int[rows]: these rows lie on the device,
+                the others in host memory (`SplitTable`); `hot_rows` chooses them.
+            device: the device whose steps read the rows; by default jax's default device.
+
+        Raises:
+            ValueError: a scalar, an unknown scale, values that the format cannot hold, ids of rows that do not fit.
+            TypeError: a dtype that cannot be gathered.
+            MemoryError: the memory cannot be pinned.
+        """
+        return features_of("NodeFeatures.from_numpy", array, dtype, scale, on_device, device)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.table)
+
+    @property
+    def result_dtype(self) -> np.dtype:
+        """The dtype of gathered rows that is used where none is asked for: that of the table, if it is one to compute
+        with and the rows have no scale; else float32.
+        """
+        dtype = self.table.dtype
+        scaled = self.row_scale is not None or self.column_scale is not None
+        kept = dtype.name in RESULTS or (dtype.kind in "iu" and not scaled)
+        return dtype if kept else np.dtype(np.float32)
+
+    def gather(self, ids: ArrayLike, *, dtype: Any = None, **options: Any) -> Array:
+        """Rows by ids, rows of zeros where an id is out of range: [*ids.shape, *row]. See `FeatureStore.gather`."""
+        result, reading = self.reading(dtype)
+        return self.scaled(gather(self.table, ids, **reading, **options), result)
+
+    def reading(self, dtype: Any) -> tuple[np.dtype, dict[str, Any]]:
+        """The dtype of the result, and the options of the gather that reads the rows, before `scaled`."""
+        result = self.result_dtype if dtype is None else np.dtype(dtype)
+        read = result
+        if self.column_scale is not None and (self.row_scale is not None or self.table.dtype.itemsize > 1):
+            read = np.dtype(np.float32)  # one rounding at the end; 8 bits are exact in any result
+        return result, {"out_dtype": read, "scale": self.row_scale}
+
+    def scaled(self, rows: Array, result: np.dtype) -> Array:
+        """Rows as `reading` reads them, times the scale of columns."""
+        if self.column_scale is None:
+            return rows
+        return (rows.astype(jnp.float32) * self.column_scale).astype(result)
+
+    @property
+    def placement(self) -> str:
+        """Where the rows lie, in words."""
+        table = self.table
+        if isinstance(table, DeviceTable):
+            return "device"
+        if isinstance(table, SplitTable):
+            return f"host and device ({table.hot.shape[0]:,} rows)"
+        if isinstance(table, CachedTable):
+            return f"host, cached on the device ({table.cache.shape[0]:,} rows)"
+        return "host"
+
+
+# -------------------------------------------------------------------------------------------- making tables
+
+
+def features_of(
+    what: str, array: ArrayLike, dtype: Any, scale: str | None, on_device: Any, device: jax.Device | None
+) -> NodeFeatures:
+    given = array if isinstance(array, np.ndarray) else np.asarray(array)
+    if given.ndim == 0:
+        raise ValueError(f"{what}: the array must be [nodes, *row], got a scalar")
+    if given.dtype.hasobject or (given.dtype.kind in "SUVcmM" and given.dtype.name not in _NAMED):
+        raise TypeError(f"{what}: the array must be real, got {given.dtype}")
+    encoder = Encoder.of(what, given, table_dtype(what, given.dtype if dtype is None else dtype), scale)
+    row_scale = np.ones(len(given), np.float32) if scale == "row" else None
+    builder = _builder(what, given.shape, encoder.dtype, on_device, device)
+    for start, rows in blocks(given):
+        encoded, scales = encoder(rows)
+        builder.write(start, encoded)
+        if row_scale is not None and scales is not None:
+            row_scale[start : start + len(scales)] = scales
+    return NodeFeatures(
+        builder.table(),
+        None if row_scale is None else jax.device_put(row_scale, device),
+        None if encoder.column_scale is None else jax.device_put(encoder.column_scale, device),
+    )
+
+
+# numpy's kind of these is "V" in some versions of ml_dtypes.
+_NAMED = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Builder:
+    """Fills a table block by block, in order."""
+
+    write: Callable[[int, np.ndarray], None]
+    table: Callable[[], Table]
+
+
+def _builder(what: str, shape: tuple[int, ...], dtype: np.dtype, on_device: Any, device: jax.Device | None) -> _Builder:
+    if on_device is False:
+        host = HostTable.empty(shape, dtype, device=device)
+        return _Builder(host.write, lambda: host)
+    if on_device is True:
+        rows = np.empty(shape, dtype)
+
+        def write(start: int, block: np.ndarray) -> None:
+            rows[start : start + len(block)] = block
+
+        return _Builder(write, lambda: DeviceTable.from_numpy(rows, device=device))
+    ids = np.asarray(on_device).reshape(-1)
+    if ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= shape[0]):
+        raise ValueError(
+            f"{what}: `on_device` must be True, False or ids of rows from 0 to {shape[0] - 1}, got {on_device!r}"
+        )
+    ids = np.unique(ids.astype(np.int64))
+    cold = HostTable.empty((shape[0] - len(ids), *shape[1:]), dtype, device=device)
+    hot = np.empty((len(ids), *shape[1:]), dtype)
+
+    def write_split(start: int, block: np.ndarray) -> None:
+        first, last = np.searchsorted(ids, [start, start + len(block)])
+        inside = ids[first:last] - start
+        hot[first:last] = block[inside]
+        cold.write(start - int(first), np.delete(block, inside, axis=0))
+
+    return _Builder(write_split, lambda: SplitTable.from_parts(cold, DeviceTable.from_numpy(hot, device=device), ids))

@@ -1,0 +1,438 @@
+"""`FeatureStore`: features and trainable embeddings by node type, in host memory or on the device, with one gather."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from dejax.host_gather import (
+    CachedTable,
+    HostTable,
+    Optimizer,
+    OptimizerState,
+    PendingRows,
+    RowGradient,
+    gather_done,
+    gather_start,
+)
+from dejax.minibatch._formats import table_dtype
+from dejax.minibatch._node_features import RESULTS, NodeFeatures, Table, features_of
+
+_FLOATS_BY_BLOCK = 1 << 22  # elements of an embedding that one random stream makes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PendingFeatures:
+    """A gather that `FeatureStore.gather_start` began; `gather_done` takes the rows, once, in the same program."""
+
+    rows: dict[str, PendingRows]
+    column_scales: dict[str, Array | None]
+    dtypes: tuple[tuple[str, np.dtype], ...] = dataclasses.field(metadata={"static": True})
+
+    def gather_done(self, *, after: Any = None) -> Any:
+        """The rows by type; with `after`, (rows, after): see `dejax.host_gather.gather_done`."""
+        done = {}
+        for name, dtype in self.dtypes:
+            rows = gather_done(self.rows[name], after=after)
+            if after is not None:
+                rows, after = rows
+            scale = self.column_scales[name]
+            done[name] = rows if scale is None else (rows.astype(jnp.float32) * scale).astype(dtype)
+        return done if after is None else (done, after)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class FeatureStore:
+    """Features and trainable embeddings of a heterogeneous graph, by node type.
+
+    A pytree: pass it as an argument to `jax.jit`. Immutable: methods that add or write return another store.
+
+    Attributes:
+        types: the features of each node type.
+
+    >>> store = FeatureStore.from_arrays({"paper": np.arange(6.0, dtype=np.float32).reshape(3, 2)})
+    >>> store = store.embedding("author", 4, 2)
+    >>> rows = store.gather({"paper": np.array([2, -1]), "author": np.array([0])})
+    >>> rows["paper"]
+    Array([[4., 5.],
+           [0., 0.]], dtype=float32)
+    """
+
+    types: dict[str, NodeFeatures] = dataclasses.field(default_factory=dict)
+
+    # -------------------------------------------------------------------------------------------- making
+
+    @classmethod
+    def from_arrays(
+        cls,
+        arrays: Mapping[str, ArrayLike],
+        *,
+        dtype: Any = None,
+        scale: Any = None,
+        on_device: Any = False,
+        device: jax.Device | None = None,
+    ) -> FeatureStore:
+        """A store with the rows of numpy arrays or memory maps.
+
+        Args:
+            arrays: [nodes, *row] by node type.
+            dtype, scale, on_device: as in `NodeFeatures.from_numpy`: one value for all types, or a dict by type.
+            device: the device whose steps read the rows; by default jax's default device.
+
+        Raises:
+            ValueError, TypeError, MemoryError: as `NodeFeatures.from_numpy`; a dict that names another type.
+        """
+        what = "FeatureStore.from_arrays"
+        chosen = {
+            option: _by_type(what, option, value, arrays, default)
+            for option, value, default in (
+                ("dtype", dtype, None),
+                ("scale", scale, None),
+                ("on_device", on_device, False),
+            )
+        }
+        return cls(
+            {
+                name: features_of(
+                    f"{what}, type {name!r}",
+                    array,
+                    chosen["dtype"][name],
+                    chosen["scale"][name],
+                    chosen["on_device"][name],
+                    device,
+                )
+                for name, array in arrays.items()
+            }
+        )
+
+    def with_table(
+        self, name: str, table: Table, *, row_scale: ArrayLike | None = None, column_scale: ArrayLike | None = None
+    ) -> FeatureStore:
+        """A store that also reads a table of yours.
+
+        Args:
+            name: the node type. A type that the store has is replaced.
+            table: [nodes, *row].
+            row_scale: real[nodes] or a scalar, by which rows are multiplied.
+            column_scale: real[*row], by which columns are multiplied.
+
+        Raises:
+            TypeError: no table, or a dtype that cannot be gathered.
+            ValueError: scales of another shape.
+        """
+        what = f"FeatureStore.with_table({name!r})"
+        if not isinstance(table, Table):
+            raise TypeError(
+                f"{what}: `table` must be a HostTable, CachedTable, SplitTable or DeviceTable, got "
+                f"{type(table).__name__}; use FeatureStore.from_arrays for arrays"
+            )
+        table_dtype(what, table.dtype)
+        by_row = _checked_scale(what, "row_scale", row_scale, [(len(table),), ()])
+        by_column = _checked_scale(what, "column_scale", column_scale, [table.shape[1:]])
+        return self | FeatureStore({name: NodeFeatures(table, by_row, by_column)})
+
+    def embedding(
+        self,
+        name: str,
+        num_nodes: int,
+        width: int,
+        *,
+        seed: int = 0,
+        stddev: float | None = None,
+        dtype: Any = np.float32,
+        device: jax.Device | None = None,
+    ) -> FeatureStore:
+        """A store that also has a trainable embedding in host memory, for a type without features.
+
+        Args:
+            name: the node type. A type that the store has is replaced.
+            num_nodes: its nodes.
+            width: elements of a row.
+            seed: of the first values, which are normal with mean 0.
+            stddev: their standard deviation; by default width^-1/2.
+            dtype: float32, bfloat16 or float16. The optimizer's moments are float32.
+            device: the device whose steps read the rows; by default jax's default device.
+
+        Raises:
+            ValueError: a negative number of nodes, or a width under 1.
+            TypeError: another dtype.
+            MemoryError: the memory cannot be pinned.
+        """
+        what = f"FeatureStore.embedding({name!r})"
+        if num_nodes < 0 or width < 1:
+            raise ValueError(
+                f"{what}: `num_nodes` must be at least 0 and `width` at least 1, got {num_nodes} and {width}"
+            )
+        found = table_dtype(what, dtype)
+        if found.name not in RESULTS:
+            raise TypeError(f"{what}: `dtype` must be one of {', '.join(RESULTS)}, got {found}")
+        table = HostTable.empty((num_nodes, width), found, device=device)
+        block = max(1, _FLOATS_BY_BLOCK // width)
+        deviation = np.float32(width**-0.5 if stddev is None else stddev)
+        for number, start in enumerate(range(0, num_nodes, block)):
+            rng = np.random.default_rng([seed, number])
+            rows = rng.standard_normal((min(block, num_nodes - start), width), np.float32)
+            table.write(start, (rows * deviation).astype(found))
+        return self | FeatureStore({name: NodeFeatures(table, trainable=True)})
+
+    def cached(self, rows: Mapping[str, ArrayLike]) -> FeatureStore:
+        """A store that also keeps copies of rows on the device (`CachedTable`), of embeddings too.
+
+        Args:
+            rows: int[rows] by type, distinct; `hot_rows` chooses them.
+
+        Raises:
+            ValueError: an unknown type, a type that does not lie in host memory, ids that do not fit.
+        """
+        self._check_types("FeatureStore.cached", rows)
+        types = dict(self.types)
+        for name, ids in rows.items():
+            table = types[name].table
+            if not isinstance(table, HostTable):
+                raise ValueError(
+                    f"FeatureStore.cached: the type {name!r} must lie in host memory alone, it lies on: "
+                    f"{types[name].placement}"
+                )
+            types[name] = dataclasses.replace(types[name], table=CachedTable.from_ids(table, ids))
+        return FeatureStore(types)
+
+    def __or__(self, other: FeatureStore) -> FeatureStore:
+        """The types of both; of a type that both have, those of `other`."""
+        return FeatureStore({**self.types, **other.types})
+
+    def only(self, names: Iterable[str]) -> FeatureStore:
+        """A store with some of the types.
+
+        Raises:
+            ValueError: an unknown type.
+        """
+        names = list(names)
+        self._check_types("FeatureStore.only", names)
+        return FeatureStore({name: self.types[name] for name in names})
+
+    def split_trainable(self) -> tuple[FeatureStore, FeatureStore]:
+        """(the embeddings, the other features): donate the first to a training step, and pass on the second.
+
+        `embeddings | features` is the whole store again.
+        """
+        return tuple(  # type: ignore[return-value]
+            FeatureStore({name: node for name, node in self.types.items() if node.trainable == wanted})
+            for wanted in (True, False)
+        )
+
+    # -------------------------------------------------------------------------------------------- reading
+
+    def gather(self, ids: Mapping[str, ArrayLike], *, dtype: Any = None, **options: Any) -> dict[str, Array]:
+        """Rows of nodes by type, converted as they are read. Inside or outside `jax.jit`.
+
+        Rows cross the bus in the format of the table. The tables have no derivative; `update` takes the gradient of the
+        rows.
+
+        Args:
+            ids: int[...] by type; any types of the store. An id out of range, as -1 for padding, gives a row of zeros
+                and costs no read.
+            dtype: of the result: float32, bfloat16 or float16. By default the table's, if it is one of these or an
+                integer without scale; else float32.
+            options: `order`, `num_sms` and `mode` of `dejax.host_gather.gather`.
+
+        Returns:
+            [*ids.shape, *row] by type.
+
+        Raises:
+            ValueError: a type that the store does not have.
+            TypeError: ids that are no integers, an impossible dtype, a store that is closed over.
+            TableClosedError: a table was closed or donated.
+        """
+        self._check_types("FeatureStore.gather", ids)
+        rows = {}
+        for name, of_type in ids.items():
+            with _naming(name):
+                rows[name] = self.types[name].gather(of_type, dtype=dtype, **options)
+        return rows
+
+    def gather_start(
+        self, ids: Mapping[str, ArrayLike], *, dtype: Any = None, before: Any = None, **options: Any
+    ) -> Any:
+        """Begins a gather that overlaps with what runs before `gather_done` of its result.
+
+        Args:
+            ids, dtype: as in `gather`.
+            before: a pytree of arrays that the compute to overlap with reads: see `dejax.host_gather.gather_start`.
+            options: `order` and `num_sms` of `dejax.host_gather.gather_start`.
+
+        Returns:
+            PendingFeatures; with `before`, (PendingFeatures, before).
+
+        Raises:
+            ValueError, TypeError, TableClosedError: as `gather`.
+        """
+        self._check_types("FeatureStore.gather_start", ids)
+        pending: dict[str, PendingRows] = {}
+        scales: dict[str, Array | None] = {}
+        dtypes: list[tuple[str, np.dtype]] = []
+        for name, of_type in ids.items():
+            node = self.types[name]
+            with _naming(name):
+                result, reading = node.reading(dtype)
+                started = gather_start(node.table, of_type, before=before, **reading, **options)
+            pending[name], before = (started, None) if before is None else started
+            scales[name] = node.column_scale
+            dtypes.append((name, result))
+        found = PendingFeatures(pending, scales, tuple(dtypes))
+        return found if before is None else (found, before)
+
+    # -------------------------------------------------------------------------------------------- training
+
+    def init(self, optimizer: Optimizer) -> dict[str, OptimizerState]:
+        """The optimizer's state of each embedding: tables in host memory.
+
+        Args:
+            optimizer: `dejax.host_gather.sgd`, `adagrad` or `adam`.
+        """
+        return {name: optimizer.init(node.table) for name, node in self.types.items() if node.trainable}
+
+    def update(
+        self,
+        optimizer: Optimizer,
+        ids: Mapping[str, ArrayLike],
+        gradients: Mapping[str, ArrayLike],
+        state: Mapping[str, OptimizerState],
+    ) -> tuple[FeatureStore, dict[str, OptimizerState]]:
+        """The store and the state after a step of the optimizer on the rows that were gathered, written in place.
+
+        Inside a jitted function, donate embeddings and state, and name where they come out
+        (`out_shardings=dejax.host_gather.shardings(...)`). Rows of equal ids are summed, and ids out of range ignored.
+        Only rows with a gradient change: Adam's moments of other rows do not decay.
+
+        Args:
+            optimizer: that of `init`.
+            ids: int[...] by type, those of the gather.
+            gradients: float[*ids.shape, *row] by type: the gradient of the gathered rows. Types that are no embeddings
+                of this store are ignored; embeddings that are not in it stay as they are.
+            state: from `init` or the last update.
+
+        Raises:
+            ValueError: gradients of another shape, or of a type that has no ids or no state.
+            TypeError: ids that are no integers.
+        """
+        what = "FeatureStore.update"
+        types, after = dict(self.types), dict(state)
+        for name, values in gradients.items():
+            if name not in ids:
+                raise ValueError(f"{what}: `ids` must have the type {name!r}, which has gradients")
+            if name not in types or not types[name].trainable:
+                continue
+            if name not in state:
+                raise ValueError(f"{what}: `state` must have the embedding {name!r}; make it with init")
+            node = types[name]
+            of_type: Any = ids[name] if hasattr(ids[name], "dtype") else np.asarray(ids[name])
+            values = jnp.asarray(values)
+            expected = (*of_type.shape, *node.table.shape[1:])
+            if values.shape != expected:
+                raise ValueError(
+                    f"{what}: the gradients of type {name!r} must have shape {expected}, got {values.shape}"
+                )
+            with _naming(name):
+                gradient = RowGradient(of_type.reshape(-1), values.reshape(-1, *node.table.shape[1:]))
+                table, after[name] = optimizer.update(gradient, state[name], node.table)
+            types[name] = dataclasses.replace(node, table=table)
+        return FeatureStore(types), after
+
+    # -------------------------------------------------------------------------------------------- looking
+
+    def __getitem__(self, name: str) -> NodeFeatures:
+        self._check_types("FeatureStore", [name])
+        return self.types[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.types
+
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        """The types with embeddings."""
+        return tuple(name for name, node in self.types.items() if node.trainable)
+
+    @property
+    def row_bytes(self) -> dict[str, int]:
+        """Bytes of a row as it crosses the bus, by type."""
+        return {name: node.table.nbytes // max(1, len(node.table)) for name, node in self.types.items()}
+
+    def check_counts(self, num_nodes: Mapping[str, int]) -> None:
+        """Checks that the tables fit a graph.
+
+        Args:
+            num_nodes: the graph's nodes by type. Types without features are allowed.
+
+        Raises:
+            ValueError: a type that the graph does not have, or a table with another number of rows.
+        """
+        for name, node in self.types.items():
+            if name not in num_nodes:
+                raise ValueError(
+                    f"FeatureStore: the type {name!r} must be one of the graph's, {', '.join(map(repr, num_nodes))}"
+                )
+            if node.num_nodes != num_nodes[name]:
+                raise ValueError(
+                    f"FeatureStore: the table of type {name!r} must have a row for each of {num_nodes[name]} nodes, "
+                    f"got {node.num_nodes} rows"
+                )
+
+    def __repr__(self) -> str:
+        lines = ["FeatureStore("]
+        for name, node in self.types.items():
+            marks = ", trainable" * node.trainable
+            marks += ", scale by row" * (node.row_scale is not None) + ", scale by column" * (
+                node.column_scale is not None
+            )
+            lines.append(f"  {name}: {node.table.shape} {node.table.dtype}, {node.placement}{marks}")
+        return "\n".join([*lines, ")"])
+
+    def _check_types(self, what: str, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self.types:
+                known = ", ".join(map(repr, self.types)) or "none"
+                raise ValueError(f"{what}: the type must be one of the store's, {known}; got {name!r}")
+
+
+def _by_type(what: str, option: str, value: Any, names: Iterable[str], default: Any) -> dict[str, Any]:
+    """An option of each type, from one value or a mapping."""
+    names = list(names)
+    if not isinstance(value, Mapping):
+        return dict.fromkeys(names, value)
+    if unknown := [name for name in value if name not in names]:
+        raise ValueError(f"{what}: `{option}` must name types of the arrays, {', '.join(names)}; got {unknown[0]!r}")
+    return {name: value.get(name, default) for name in names}
+
+
+def _checked_scale(what: str, argument: str, value: Any, shapes: list[tuple[int, ...]]) -> Array | None:
+    if value is None:
+        return None
+    scale = jnp.asarray(value, jnp.float32)
+    if scale.shape not in shapes:
+        raise ValueError(f"{what}: `{argument}` must have shape {' or '.join(map(str, shapes))}, got {scale.shape}")
+    return scale
+
+
+class _naming:
+    """A context that adds the node type to an error."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is not None:
+            error.add_note(f"for the node type {self._name!r}")

@@ -1,0 +1,148 @@
+"""How often a sampler visits nodes, and which rows of features therefore go to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+Relation = tuple[str, str, str]
+_CHUNK = 1 << 24  # edges at once, for memory maps
+
+
+def expected_visits(
+    edges: Mapping[Relation, Sequence[np.ndarray]],
+    num_nodes: Mapping[str, int],
+    seeds: Mapping[str, ArrayLike],
+    fan_outs: Sequence[int | Mapping[Relation, int]],
+    *,
+    batch_size: int | None = None,
+) -> dict[str, np.ndarray]:
+    """Expected visits of each node by a batch: in-degrees weighted by fan-outs, hop by hop.
+
+    A batch visits each seed with equal probability. A visited receiver v of degree d(v) in a relation with fan-out k
+    visits each of its senders min(k, d(v)) / d(v) times. Visits of one batch to one node are counted each, although a
+    sampler reads its row once.
+
+    Args:
+        edges: (source type, relation, destination type) -> (senders, receivers), int[edges] each, or int[2, edges].
+        num_nodes: nodes of each type.
+        seeds: the nodes that batches are drawn from, by type: int[seeds].
+        fan_outs: for each hop, neighbours that are drawn for each relation: one number, or one by relation (0 where a
+            relation is not named); -1 for all.
+        batch_size: seeds of a batch; by default all of them.
+
+    Returns:
+        float64[nodes] by type.
+
+    Raises:
+        ValueError: an unknown type or relation, or a node that is out of range.
+
+    >>> visits = expected_visits({("b", "to", "a"): ([0, 1, 1], [0, 0, 1])}, {"a": 2, "b": 3}, {"a": [0, 1]}, [1])
+    >>> visits["b"]
+    array([0.5, 1.5, 0. ])
+    """
+    for name in [*seeds, *(kind for source, _, destination in edges for kind in (source, destination))]:
+        if name not in num_nodes:
+            raise ValueError(f"expected_visits: the type {name!r} must be one of {', '.join(num_nodes)}")
+    reached = {name: np.zeros(count) for name, count in num_nodes.items()}
+    total = sum(np.asarray(nodes).size for nodes in seeds.values())
+    share = 1.0 if batch_size is None else batch_size / max(1, total)
+    for name, nodes in seeds.items():
+        reached[name] += share * np.bincount(_checked("seeds", nodes, num_nodes[name]), minlength=num_nodes[name])
+    visits = {name: values.copy() for name, values in reached.items()}
+    degrees = {
+        relation: _counts(ends[1], num_nodes[relation[2]], f"receivers of {relation}")
+        for relation, ends in edges.items()
+    }
+    for hop in fan_outs:
+        if isinstance(hop, Mapping) and (unknown := set(hop) - set(edges)):
+            raise ValueError(f"expected_visits: `fan_outs` has unknown relations {sorted(unknown)}")
+        following = {name: np.zeros(count) for name, count in num_nodes.items()}
+        for relation, ends in edges.items():
+            source, _, destination = relation
+            k = hop.get(relation, 0) if isinstance(hop, Mapping) else hop
+            degree = np.maximum(degrees[relation], 1)
+            weight = reached[destination] * (1.0 if k < 0 else np.minimum(k, degree) / degree)
+            following[source] += _pushed(ends, weight, num_nodes[source], f"senders of {relation}")
+        reached = following
+        for name, values in reached.items():
+            visits[name] += values
+    return visits
+
+
+def hot_rows(
+    visits: Mapping[str, ArrayLike], row_bytes: Mapping[str, int], device_bytes: int, *, slot_bytes: int = 4
+) -> dict[str, np.ndarray]:
+    """The most visited rows of all types that fit in device memory together.
+
+    A row on the device saves its bytes over the bus at each visit, and costs its bytes once, so rows are ranked by
+    visits whatever their width, down to the first one that does not fit. Rows without visits are left out.
+
+    Args:
+        visits: real[rows] by type: from `expected_visits`, a profile (`dejax.host_gather.count_ids`), or degrees.
+        row_bytes: bytes of a row, by type.
+        device_bytes: the bytes that rows and slots may take.
+        slot_bytes: bytes of device memory for each row of a type, hot or not, that has hot rows.
+
+    Returns:
+        int64[hot rows], ascending, by type.
+
+    Raises:
+        ValueError: types of `visits` without row bytes, or visits with NaN.
+
+    >>> hot_rows({"a": [5, 1, 9], "b": [7, 0]}, {"a": 8, "b": 16}, 44)
+    {'a': array([2]), 'b': array([0])}
+    """
+    counts = {name: np.asarray(values).reshape(-1) for name, values in visits.items()}
+    for name, values in counts.items():
+        if name not in row_bytes:
+            raise ValueError(f"hot_rows: `row_bytes` must have the type {name!r}")
+        if values.dtype.kind == "f" and np.isnan(values).any():
+            raise ValueError(f"hot_rows: `visits` must not have NaN, got some for {name!r}")
+    room = device_bytes - slot_bytes * sum(len(values) for values in counts.values())
+    ascending = {name: np.sort(values[values > 0]) for name, values in counts.items()}
+
+    def bytes_above(bound: float) -> int:
+        above = {name: len(x) - int(np.searchsorted(x, bound, side="right")) for name, x in ascending.items()}
+        return sum(count * row_bytes[name] for name, count in above.items())
+
+    low, high = 0.0, max((float(x[-1]) for x in ascending.values() if x.size), default=0.0)
+    if bytes_above(0.0) <= room:
+        high = 0.0
+    else:
+        while (middle := (low + high) / 2) not in (low, high):  # to the last bit
+            low, high = (low, middle) if bytes_above(middle) <= room else (middle, high)
+    room -= bytes_above(high)
+    chosen = {}
+    for name, values in counts.items():
+        equal = np.flatnonzero(values == high) if high > 0 else np.zeros(0, np.int64)
+        equal = equal[: max(0, room) // max(1, row_bytes[name])]
+        room -= len(equal) * row_bytes[name]
+        chosen[name] = np.sort(np.concatenate([np.flatnonzero(values > high) if high or room >= 0 else equal, equal]))
+    return chosen
+
+
+def _checked(what: str, nodes: ArrayLike, count: int) -> np.ndarray:
+    found = np.asarray(nodes).reshape(-1)
+    if found.size and (found.dtype.kind not in "iu" or found.min() < 0 or found.max() >= count):
+        raise ValueError(f"expected_visits: {what} must be integers from 0 to {count - 1}")
+    return found.astype(np.int64, copy=False)
+
+
+def _counts(nodes: np.ndarray, count: int, what: str) -> np.ndarray:
+    total = np.zeros(count, np.int64)
+    for start in range(0, len(nodes), _CHUNK):
+        total += np.bincount(_checked(what, nodes[start : start + _CHUNK], count), minlength=count)
+    return total
+
+
+def _pushed(ends: Sequence[np.ndarray], weight: np.ndarray, count: int, what: str) -> np.ndarray:
+    """The sum over the edges of each sender of the receiver's weight."""
+    senders, receivers = ends[0], ends[1]
+    total = np.zeros(count)
+    for start in range(0, len(senders), _CHUNK):
+        part = _checked(what, senders[start : start + _CHUNK], count)
+        total += np.bincount(part, weights=weight[np.asarray(receivers[start : start + _CHUNK])], minlength=count)
+    return total

@@ -1,0 +1,170 @@
+"""`HeteroDataset`: checks, conversions, and the folder that it is saved in."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from dejax.datasets import EntityDataset, HeteroDataset, load_stdlib_links
+
+TINY = {
+    "name": "tiny",
+    "num_nodes": {"a": 3, "b": 2, "none": 0},
+    "edges": {
+        ("a", "to", "b"): ([0, 2, 2], [1, 0, 1]),
+        ("a", "likes", "a"): (np.array([0, 1, 1], np.int64), np.array([1, 1, 0], np.int64)),
+        ("none", "of", "b"): ([], []),
+    },
+    "features": {"a": np.arange(6, dtype=np.float16).reshape(3, 2)},
+    "labels": {"a": np.array([0, -1, 1], np.int32)},
+    "num_classes": {"a": 2},
+    "splits": {"train": {"a": np.array([0])}, "valid": {"a": np.array([2])}, "test": {"a": np.array([], np.int64)}},
+    "valid_edges": {("a", "to", "b"): ([1], [1])},
+    "target_relations": (("a", "to", "b"),),
+    "node_times": {"b": np.array([1.5, 2.5])},
+    "edge_times": {("a", "to", "b"): np.array([3, 1, 2])},
+    "node_names": {"b": ("x", "y")},
+    "description": "a few nodes",
+}
+
+
+def changed(**fields) -> dict:
+    return {**TINY, **fields}
+
+
+def equal(one: HeteroDataset, other: HeteroDataset) -> None:
+    for field in dataclasses.fields(HeteroDataset):
+        a, b = getattr(one, field.name), getattr(other, field.name)
+        flat_a, flat_b = _leaves(a), _leaves(b)
+        assert [path for path, _ in flat_a] == [path for path, _ in flat_b], field.name
+        for (_, x), (_, y) in zip(flat_a, flat_b, strict=True):
+            np.testing.assert_array_equal(x, y)
+            assert np.asarray(x).dtype == np.asarray(y).dtype
+
+
+def _leaves(value, path=()):
+    if isinstance(value, dict):
+        return [leaf for key, x in sorted(value.items()) for leaf in _leaves(x, (*path, key))]
+    if isinstance(value, tuple):
+        return [leaf for key, x in enumerate(value) for leaf in _leaves(x, (*path, key))]
+    return [(path, value)]
+
+
+def test_a_saved_dataset_is_mapped(tmp_path) -> None:
+    data = HeteroDataset(**TINY)
+    for _ in range(2):  # the second one replaces the first
+        data.save(tmp_path / "here")
+        opened = HeteroDataset.open(tmp_path / "here", check=True)
+        equal(opened, data)
+        assert isinstance(opened.edges["a", "to", "b"][0], np.memmap)
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+    assert "3  a -> to -> b" in data.summary() and "1  train nodes of a" in data.summary()
+    (tmp_path / "here" / "0.npy").write_bytes((tmp_path / "here" / "0.npy").read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"0.npy must be a whole .npy file"):
+        HeteroDataset.open(tmp_path / "here")
+    (tmp_path / "here" / "0.npy").unlink()
+    with pytest.raises(FileNotFoundError, match=r"0.npy"):
+        HeteroDataset.open(tmp_path / "here")
+    meta = tmp_path / "here" / "dataset.json"
+    meta.write_text(json.dumps({"format": 99}))
+    with pytest.raises(ValueError, match="must be a HeteroDataset of format"):
+        HeteroDataset.open(tmp_path / "here")
+    with pytest.raises(FileExistsError, match="new, empty or a saved"):
+        data.save(tmp_path)
+
+
+def test_reverse_and_symmetric_relations() -> None:
+    data = HeteroDataset(**TINY).with_reverse(symmetric=["likes"])
+    assert data.relations == (("a", "to", "b"), ("a", "likes", "a"), ("none", "of", "b"),
+                              ("b", "rev_to", "a"), ("b", "rev_of", "none"))  # fmt: skip
+    assert data.edges["b", "rev_to", "a"][0] is data.edges["a", "to", "b"][1]
+    assert data.edge_times["b", "rev_to", "a"].tolist() == [3, 1, 2]
+    pairs = sorted(zip(*(ends.tolist() for ends in data.edges["a", "likes", "a"]), strict=True))
+    assert pairs == [(0, 0), (0, 1), (0, 1), (1, 0), (1, 0), (1, 1), (2, 2)]
+    with pytest.raises(ValueError, match="within one type, got 'to'"):
+        data.with_reverse(symmetric=["to"])
+    with pytest.raises(ValueError, match="is there already"):
+        data.with_reverse()
+
+
+BAD = {
+    "num_nodes must be counts": changed(num_nodes={"a": -1}),
+    r"senders of \('a', 'to', 'b'\) must be from 0 to 2": changed(edges={("a", "to", "b"): ([3], [0])}),
+    r"receivers of .* must be from 0 to 1": changed(edges={("a", "to", "b"): ([0], [-1])}),
+    "must name types of num_nodes, 'a', 'b', 'none'; got 'c'": changed(edges={("a", "to", "c"): ([0], [0])}),
+    "must be integers .edges.": changed(edges={("a", "to", "b"): ([0.5], [0])}),
+    "as many receivers as senders": changed(edges={("a", "to", "b"): ([0, 1], [0])}),
+    "must be .senders, receivers., got 3 arrays": changed(edges={("a", "to", "b"): ([0], [0], [0])}),
+    "must be named .source type, name": changed(edges={"to": ([0], [0])}),
+    "each of the 3 nodes of type 'a', got 2": changed(features={"a": np.zeros((2, 2))}),
+    "features must name types": changed(features={"c": np.zeros((2, 2))}),
+    "num_classes must have the type 'a'": changed(num_classes={}),
+    "labels of 'a' must be from -1 to 1": changed(labels={"a": np.array([0, 2, 1])}),
+    "splits must be labelled, but node 1": changed(splits={"train": {"a": np.array([1])}}),
+    "splits must be named": changed(splits={"training": {}}),
+    "splits must name types with labels": changed(splits={"train": {"b": np.array([0])}}),
+    "edge_times must have an entry": changed(edge_times={("a", "to", "b"): np.zeros(2)}),
+    "must have every relation of the task": changed(test_edges={("b", "to", "b"): ([0], [0])}),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HeteroDataset(**BAD[message])
+
+
+def test_from_entity() -> None:
+    data = EntityDataset(
+        name="e",
+        senders=[0, 1, 2, 3, 3],
+        receivers=[3, 0, 1, 4, 2],
+        edge_type=[0, 1, 1, 0, 1],
+        node_type=[0, 1, 0, 1, 1],
+        num_nodes=5,
+        num_edge_types=2,
+        num_node_types=2,
+        edge_type_names=("p", "q"),
+        node_type_names=("x", "y"),
+        features=np.array([[0.0], [1], [0], [2], [3]]),
+        labels=[0, 1, 1, -1, 0],
+        train_nodes=[0, 4],
+        valid_nodes=[1],
+        test_nodes=[2],
+        num_classes=2,
+        class_names=("no", "yes"),
+    )
+    found = HeteroDataset.from_entity(data)
+    edges = {r: list(zip(*(ends.tolist() for ends in pair), strict=True)) for r, pair in found.edges.items()}
+    assert edges == {
+        ("x", "p", "y"): [(0, 1)],
+        ("x", "q", "y"): [(1, 0)],
+        ("y", "p", "y"): [(1, 2)],
+        ("y", "q", "x"): [(0, 0), (1, 1)],
+    }
+    assert found.num_nodes == {"x": 2, "y": 3} and list(found.features) == ["y"]
+    assert found.labels["y"].tolist() == [1, -1, 0] and found.splits["train"]["y"].tolist() == [2]
+    HeteroDataset(**{f.name: getattr(found, f.name) for f in dataclasses.fields(found)})  # with all checks
+
+
+def test_links_of_the_standard_library(tmp_path) -> None:
+    package = tmp_path / "lib"
+    package.mkdir()
+    lines = [f"def f{i}():\n    return f{(3 * i + 1) % 40}() + g{i % 5}(A())\n" for i in range(40)]
+    lines += [f"def g{i}(x):\n    return x\n" for i in range(5)]
+    (package / "queue.py").write_text("class A:\n    def run(self):\n        return g0(self)\n\n" + "\n".join(lines))
+    data = load_stdlib_links(package, cache=tmp_path / "cache")
+    assert data.target_relations == (("function", "calls", "class"), ("function", "calls", "function"))
+    everything = set()
+    for edges in (data.edges, data.valid_edges, data.test_edges):
+        senders, receivers = edges["function", "calls", "function"]
+        pairs = set(zip(senders.tolist(), receivers.tolist(), strict=True))
+        assert len(pairs) == len(senders) and not pairs & everything
+        everything |= pairs
+    assert len(everything) == 81 and len(data.edges["function", "calls", "function"][0]) == 65
+    assert "module" not in data.features and data.features["function"].shape[1] == 64
+    again = load_stdlib_links(package, cache=tmp_path / "cache")
+    equal(again, data)
+    with pytest.raises(ValueError, match="relation must be one of"):
+        load_stdlib_links(package, cache=tmp_path / "cache", relation="knows")

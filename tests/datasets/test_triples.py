@@ -1,0 +1,85 @@
+"""Knowledge graphs from text files."""
+
+import pytest
+
+from dejax.datasets import load_triples
+
+FILES = {
+    "train": "/m/b\t_is\t/m/a\n/m/a\t_has\t/m/c d\n/m/b\t_has\t/m/a\n",
+    "valid": "/m/new\t_is\t/m/a\n",
+    "test": "/m/a\t_is\t/m/b\r\n\n",
+}
+IS, HAS = ("entity", "_is", "entity"), ("entity", "_has", "entity")
+
+
+def write(folder, files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, text in files.items():
+        (folder / f"{split}.txt").write_text(text)
+    return folder
+
+
+def triples(edges):
+    return {r: list(zip(*(ends.tolist() for ends in pair), strict=True)) for r, pair in edges.items()}
+
+
+def test_names(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "wn18rr", FILES)
+    monkeypatch.setenv("DEJAX_DATA", str(tmp_path))
+    data = load_triples("wn18rr")
+    assert data.node_names["entity"] == ("/m/a", "/m/b", "/m/c d", "/m/new")
+    assert data.num_nodes == {"entity": 4} and data.relations == (HAS, IS) == data.target_relations
+    assert triples(data.edges) == {HAS: [(0, 2), (1, 0)], IS: [(1, 0)]}
+    assert data.triples().tolist() == [[0, 0, 2], [1, 0, 0], [1, 1, 0]] and data.triples("test").tolist() == [[0, 1, 1]]
+    with pytest.raises(ValueError, match="split must be"):
+        data.triples("all")
+    assert triples(data.valid_edges) == {IS: [(3, 0)]} and triples(data.test_edges) == {IS: [(0, 1)]}
+
+
+def test_a_relation_without_training_triples_is_there(tmp_path) -> None:
+    data = load_triples("x", write(tmp_path, {**FILES, "test": "/m/a\t_new\t/m/b\n"}))
+    assert triples(data.edges)["entity", "_new", "entity"] == []
+
+
+def test_numbers(tmp_path) -> None:
+    files = {"train": "0 1 5\n3 0 0", "valid": "", "test": "1 1 1\n"}
+    data = load_triples("x", write(tmp_path, files))
+    assert data.num_nodes == {"entity": 6} and triples(data.edges)["entity", "1", "entity"] == [(0, 5)]
+    as_names = load_triples("x", tmp_path, numbers=False)
+    assert as_names.node_names["entity"] == ("0", "1", "3", "5")
+    # Numbers of WordNet have leading zeros, so they are names.
+    data = load_triples("x", write(tmp_path, {"train": "00260881\t_r\t00260622\n", "valid": "", "test": ""}))
+    assert data.num_nodes == {"entity": 2}
+    with pytest.raises(ValueError, match="must be numbers from 0 on, got '00260622'"):
+        load_triples("x", tmp_path, numbers=True)
+
+
+def test_dictionaries(tmp_path) -> None:
+    write(tmp_path, FILES)
+    names = ["/m/c d", "unused", "/m/new", "/m/b", "/m/a"]
+    (tmp_path / "entities.dict").write_text("".join(f"{i}\t{name}\n" for i, name in enumerate(names)))
+    data = load_triples("x", tmp_path)
+    assert data.node_names["entity"] == tuple(names) and triples(data.test_edges) == {IS: [(4, 3)]}
+    for text, message in (
+        ("0\t/m/a\n", "must have every name of the triples, it lacks '/m/b'"),
+        ("0\t/m/a\n2\t/m/b\n", "without gaps"),
+        ("a\n", "must be a number and a name"),
+    ):
+        (tmp_path / "entities.dict").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_triples("x", tmp_path)
+
+
+def test_bad_folders(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DEJAX_DATA", raising=False)
+    with pytest.raises(FileNotFoundError, match="DEJAX_DATA"):
+        load_triples("wn18rr")
+    write(tmp_path, {"train": "a\tb\n", "valid": "", "test": ""})
+    with pytest.raises(ValueError, match=r"train.txt:1: a line must be head, relation and tail, got 'a\\tb'"):
+        load_triples("x", tmp_path)
+    write(tmp_path, {"train": ""})
+    with pytest.raises(ValueError, match="must have a triple"):
+        load_triples("x", tmp_path)
+    (tmp_path / "test.txt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"test.txt"):
+        load_triples("x", tmp_path)

@@ -1,0 +1,135 @@
+"""`DeviceTable` and `SplitTable` give the rows of a table, wherever these lie."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dejax import _native
+from dejax.host_gather import (
+    DeviceTable,
+    HostTable,
+    SplitTable,
+    adam,
+    gather,
+    gather_done,
+    gather_start,
+    prefetched_scan,
+    scatter,
+    typed_linear,
+)
+
+pytestmark = pytest.mark.skipif(
+    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
+)
+RNG = np.random.default_rng(0)
+ROWS = RNG.standard_normal((50, 6)).astype(np.float32)
+IDS = np.array([4, 17, 4, -1, 50, 3, 0])
+HOT = [4, 0, 49, 17]
+MADE = {
+    "device": lambda rows: DeviceTable.from_numpy(rows),
+    "device array": lambda rows: DeviceTable.from_array(jnp.asarray(rows)),
+    "split": lambda rows: SplitTable.from_numpy(rows, HOT),
+    "all on the device": lambda rows: SplitTable.from_numpy(rows, np.arange(50)[::-1]),
+    "all in host memory": lambda rows: SplitTable.from_numpy(rows, []),
+    "parts": lambda rows: SplitTable.from_parts(
+        HostTable.from_numpy(np.delete(rows, HOT, axis=0)), DeviceTable.from_numpy(rows[HOT]), HOT
+    ),
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_all_reads_give_the_rows_of_the_table(made: str) -> None:
+    plain, table = HostTable.from_numpy(ROWS), MADE[made](ROWS)
+    scale = RNG.standard_normal(50).astype(np.float32)
+
+    def reads(t):
+        return (
+            t[IDS],
+            gather(t, IDS, mode="clip", out_dtype=jnp.bfloat16, scale=scale),
+            gather(t, IDS.reshape(1, -1), reduce="mean"),
+            gather_done(gather_start(t, IDS)),
+            prefetched_scan(lambda c, rows, _: (c + rows.sum(), rows), 0.0, t, IDS[:, None]),
+            typed_linear(t, IDS, IDS % 3, jnp.ones((3, 6, 2))),
+            jax.vmap(lambda i: t[i])(jnp.asarray(IDS)),
+        )
+
+    step = jax.jit(reads)
+    want = step(plain)
+    for _ in range(2):
+        jax.tree.map(np.testing.assert_array_equal, step(table), want)
+    np.testing.assert_array_equal(table[IDS], plain[IDS])
+    for name in ("shape", "dtype", "ndim", "size", "nbytes"):
+        assert getattr(table, name) == getattr(plain, name)
+    assert len(table) == 50 and table.read_only
+    np.testing.assert_array_equal(table.numpy(), ROWS)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.float64, np.uint16, np.bool_, ml_dtypes.float8_e4m3fn, np.float16])
+@pytest.mark.parametrize("made", ["device", "device array", "split"])
+def test_dtypes(made: str, dtype: type) -> None:
+    if made == "device array" and dtype is np.float64:
+        pytest.skip("jax has no float64 here")
+    rows = RNG.integers(0, 2, (50, 2, 3)).astype(dtype)
+    table = MADE[made](rows)
+    np.testing.assert_array_equal(table.numpy(), rows)
+    if dtype is np.bool_:
+        np.testing.assert_array_equal(table[IDS[:3]], rows[IDS[:3]])
+    else:
+        np.testing.assert_array_equal(gather(table, IDS[:3], out_dtype=jnp.float32), rows[IDS[:3]].astype(np.float32))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
+def test_empty_tables(shape: tuple[int, int]) -> None:
+    rows = np.zeros(shape, np.float32)
+    for table in (DeviceTable.from_numpy(rows), SplitTable.from_numpy(rows, np.arange(shape[0])[:1])):
+        np.testing.assert_array_equal(table[np.array([0, -1])], np.zeros((2, shape[1])))
+        assert table.numpy().shape == shape
+
+
+def test_a_memory_map_is_copied_block_by_block(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dejax.host_gather.placed._BLOCK_BYTES", 100)
+    np.save(tmp_path / "rows.npy", ROWS)
+    table = SplitTable.from_numpy(np.load(tmp_path / "rows.npy", mmap_mode="r"), HOT)
+    np.testing.assert_array_equal(table.numpy(), ROWS)
+
+
+def test_gradient_of_the_rest_and_closing() -> None:
+    table = SplitTable.from_numpy(ROWS, HOT)
+    gradient = jax.jit(jax.grad(lambda w, t: (t[IDS] @ w).sum()))(jnp.ones(6), table)
+    np.testing.assert_allclose(gradient, ROWS[[4, 17, 4, 3, 0]].sum(0), rtol=1e-5)
+    table.close()
+    assert table.is_closed()
+    with pytest.raises(RuntimeError, match="closed"):
+        table[IDS]
+
+
+def test_bits_made_on_the_device() -> None:
+    bits = jnp.asarray(RNG.integers(0, 120, (5, 4)), jnp.uint8)
+    table = DeviceTable.from_array(bits, "float8_e4m3fn")
+    assert table.words is bits or table.words.unsafe_buffer_pointer() == bits.unsafe_buffer_pointer()
+    want = np.asarray(bits).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(gather(table, np.arange(5), out_dtype=np.float32), want)
+    with pytest.raises(ValueError, match="unsigned integers as wide as bfloat16"):
+        DeviceTable.from_array(bits, jnp.bfloat16)
+
+
+def test_bad_input() -> None:
+    table, device = HostTable.from_numpy(ROWS[:46]), DeviceTable.from_numpy(ROWS[:4])
+    for ids, message in (([50], "0 to 49"), ([-1], "0 to 49"), ([1, 1], "distinct"), ([0.5], "integers")):
+        with pytest.raises(ValueError, match=message):
+            SplitTable.from_numpy(ROWS, ids)
+    with pytest.raises(ValueError, match="an id for each of 4 rows"):
+        SplitTable.from_parts(table, device, [1])
+    with pytest.raises(ValueError, match="equal rows"):
+        SplitTable.from_parts(table, DeviceTable.from_numpy(ROWS[:4].astype(np.float16)), HOT)
+    for read_only in (device, SplitTable.from_numpy(ROWS, HOT)):
+        with pytest.raises(ValueError, match="rows in device memory"):
+            scatter(read_only, [0], ROWS[:1])
+        with pytest.raises(ValueError, match="rows in device memory"):
+            adam(0.1).init(read_only)
+        with pytest.raises(ValueError, match="sliced or reshaped|leading axis"):
+            jax.lax.scan(lambda c, t: (c, t[jnp.zeros(1, jnp.int32)]), 0, read_only)
+        with pytest.raises(TypeError, match="slice"):
+            read_only[1:3]

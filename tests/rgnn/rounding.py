@@ -1,0 +1,70 @@
+"""What rounding does to a function: each operation of it is rounded at random (Monte Carlo arithmetic, Parker 1997)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+# Operations that move or compare elements are exact.
+_ROUNDED = frozenset(
+    "add add_any sub mul div exp exp2 expm1 log log1p tanh logistic sqrt rsqrt cbrt pow integer_pow sin cos erf atan2 "
+    "square dot_general ragged_dot_general reduce_sum cumsum scatter-add segment_sum".split()
+)
+
+
+def rounded(function: Callable[..., Any], relative: float) -> Callable[..., Any]:
+    """`function` with a random relative error in each result of an operation that rounds.
+
+    Args:
+      function: of arrays, traceable. Operations inside of loops and conditionals are not disturbed.
+      relative: the largest error, as a share of each element.
+
+    Returns:
+      A function of a random key and the arguments of `function`.
+    """
+
+    def disturbed(key: jax.Array, *args: Any) -> Any:
+        jaxpr, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+        leaves = _evaluate(jaxpr.jaxpr, jaxpr.consts, jax.tree.leaves(args), _Keys(key), relative)
+        return jax.tree.unflatten(jax.tree.structure(shape), leaves)
+
+    return disturbed
+
+
+class _Keys:
+    def __init__(self, key: jax.Array) -> None:
+        self._key = key
+
+    def next(self) -> jax.Array:
+        self._key, key = jax.random.split(self._key)
+        return key
+
+
+def _evaluate(jaxpr: Jaxpr, consts: list[Any], args: list[Any], keys: _Keys, relative: float) -> list[Any]:
+    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        operands = [read(atom) for atom in equation.invars]
+        inner = next((v for v in equation.params.values() if isinstance(v, ClosedJaxpr)), None)
+        if inner is not None and len(inner.jaxpr.invars) == len(operands):
+            results = _evaluate(inner.jaxpr, inner.consts, operands, keys, relative)
+        else:
+            found = equation.primitive.bind(*operands, **equation.params)
+            results = list(found) if equation.primitive.multiple_results else [found]
+            if equation.primitive.name in _ROUNDED:
+                results = [_disturb(x, keys.next(), relative) for x in results]
+        values.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _disturb(x: Any, key: jax.Array, relative: float) -> Any:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return x * (1 + relative * jax.random.uniform(key, x.shape, x.dtype, -1, 1))
