@@ -8,19 +8,23 @@ import pytest
 from dejax import _native
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [DOCS / "offload.md", DOCS / "performance" / "offload.md"]
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(encoding="utf-8"), re.DOTALL)
+PAGES = [DOCS / "offload.md", DOCS / "performance" / "offload.md", DOCS / "fsdp.md"]
+BLOCKS = [
+    block
+    for page in PAGES[::2]
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+]
 
 
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_blocks_run_by_themselves(number, capsys):
-    exec(compile(BLOCKS[number], f"docs/offload.md, Python block {number}", "exec"), {})
+    exec(compile(BLOCKS[number], f"docs of offload, Python block {number}", "exec"), {})
     if number == 0:
         assert capsys.readouterr().out.startswith("offload: 8.39 MB stored in 1 runs")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=["guide", "measurements"])
+@pytest.mark.parametrize("page", PAGES, ids=["guide", "measurements", "fsdp"])
 def test_links_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
     for link, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", text):
