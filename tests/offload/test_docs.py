@@ -8,8 +8,8 @@ import pytest
 from dejax import _native
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [DOCS / "offload.md", DOCS / "performance" / "offload.md"]
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(encoding="utf-8"), re.DOTALL)
+PAGES = [DOCS / "offload.md", DOCS / "performance" / "offload.md", DOCS / "large_models.md"]
+BLOCKS, LARGE = (re.findall(r"```python\n(.*?)```", PAGES[i].read_text(encoding="utf-8"), re.DOTALL) for i in (0, 2))
 
 
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
@@ -20,7 +20,16 @@ def test_blocks_run_by_themselves(number, capsys):
         assert capsys.readouterr().out.startswith("offload: 8.39 MB stored in 1 runs")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=["guide", "measurements"])
+@pytest.mark.full
+@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+@pytest.mark.parametrize("number", range(len(LARGE)))
+def test_blocks_about_large_models_run_by_themselves(number, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(LARGE[number], f"docs/large_models.md, Python block {number}", "exec"), {})
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=["guide", "measurements", "large"])
 def test_links_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
     for link, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", text):
