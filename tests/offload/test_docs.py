@@ -8,12 +8,14 @@ import pytest
 from dejax import _native
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [DOCS / "offload.md", DOCS / "performance" / "offload.md", DOCS / "fsdp.md"]
-BLOCKS = [
-    block
-    for page in PAGES[::2]
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-]
+PAGES = [DOCS / name for name in ("offload.md", "performance/offload.md", "fsdp.md", "large_models.md")]
+
+
+def blocks(*pages: Path) -> list[str]:
+    return [b for page in pages for b in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)]
+
+
+BLOCKS, LARGE = blocks(PAGES[0], PAGES[2]), blocks(PAGES[3])
 
 
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
@@ -24,7 +26,16 @@ def test_blocks_run_by_themselves(number, capsys):
         assert capsys.readouterr().out.startswith("offload: 8.39 MB stored in 1 runs")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=["guide", "measurements", "fsdp"])
+@pytest.mark.full
+@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+@pytest.mark.parametrize("number", range(len(LARGE)))
+def test_blocks_about_large_models_run_by_themselves(number, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(LARGE[number], f"docs/large_models.md, Python block {number}", "exec"), {})
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=["guide", "measurements", "fsdp", "large"])
 def test_links_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
     for link, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", text):
