@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from benchmarks.peers.cpu_gather import numpy_take, torch_select
 from benchmarks.peers.neighbor_sampler import NeighborSampler
 from dejax import host_gather as hg
 
+Run = Callable[[Any, jax.Array], Any]  # (carry, keys of the steps) -> (carry, the last loss)
 _SCATTER = 2_654_435_761  # a prime: rank -> node spreads popular nodes over the whole table
 
 
@@ -129,6 +131,122 @@ def _bounds(masks: list[np.ndarray], seeds: int, fan_outs: list[int]) -> tuple[i
     return tuple(found[1:])
 
 
+@dataclass(frozen=True, eq=False)
+class _Training:
+    """What all ways to gather the features share.
+
+    Attributes:
+      sample: (key, topology, `max_nodes` or None) -> a local graph.
+      train: (carry, local graph, its features, labels) -> (carry, loss).
+      bounds: `max_nodes` of `sample`.
+      topology: of the graph.
+      labels: int32[nodes].
+    """
+
+    sample: Callable[..., hg.LocalGraph]
+    train: Callable[..., tuple[Any, jax.Array]]
+    bounds: tuple[int, ...]
+    topology: hg.Topology
+    labels: jax.Array
+
+    def one_by_one(self, features: Any) -> Run:
+        """Each step samples, reads rows of `features` and trains."""
+
+        @jax.jit
+        def step(carry: Any, key: jax.Array, topology: Any, features: Any, labels: jax.Array) -> Any:
+            graph = self.sample(key, topology, self.bounds)
+            return self.train(carry, graph, features[graph.node_ids], labels)
+
+        def run(carry: Any, keys: jax.Array) -> Any:
+            for key in keys:
+                carry, value = step(carry, key, self.topology, features, self.labels)
+            return carry, value
+
+        return run
+
+    def ahead(self, features: Any) -> Run:
+        """Many steps in one: the next batch's rows are read while this one's layers run."""
+
+        @jax.jit
+        def steps(carry: Any, keys: jax.Array, topology: Any, features: Any, labels: jax.Array) -> Any:
+            def body(state: Any, key: jax.Array) -> Any:
+                carry, graph, x = state
+                following = self.sample(key, topology, self.bounds)
+                pending, carry = hg.gather_start(features, following.node_ids, before=carry)
+                carry, value = self.train(carry, graph, x, labels)
+                rows, carry = hg.gather_done(pending, after=carry)
+                return (carry, following, rows), value
+
+            graph = self.sample(keys[0], topology, self.bounds)
+            (carry, graph, x), _ = jax.lax.scan(body, (carry, graph, features[graph.node_ids]), keys[1:])
+            return self.train(carry, graph, x, labels)
+
+        return lambda carry, keys: steps(carry, keys, self.topology, features, self.labels)
+
+    def by_cpu(self, rows_of: Callable[[np.ndarray], Any]) -> Run:
+        """The CPU's threads gather the next batch's rows while the device trains on this one."""
+        sample, train = jax.jit(self.sample, static_argnums=2), jax.jit(self.train)
+
+        def fetch(graph: Any, ids: jax.Array, places: jax.Array) -> jax.Array:
+            rows = rows_of(np.asarray(ids))
+            return _placed(rows if isinstance(rows, jax.Array) else jnp.from_dlpack(rows), places, graph)
+
+        def run(carry: Any, keys: jax.Array) -> Any:
+            graph = sample(keys[0], self.topology, self.bounds)
+            x = fetch(graph, *_packed(graph))
+            value = None
+            for key in [*keys[1:], None]:
+                following = None if key is None else sample(key, self.topology, self.bounds)
+                wanted = None if following is None else _packed(following)
+                carry, value = train(carry, graph, x, self.labels)  # the device works while the CPU gathers
+                if following is not None:
+                    graph, x = following, fetch(following, *wanted)
+            return carry, value
+
+        return run
+
+
+@jax.jit
+def _packed(graph: hg.LocalGraph) -> tuple[jax.Array, jax.Array]:
+    """The valid ids and their places: the rows that a CPU has to gather."""
+    bound = graph.node_ids.shape[0]
+    places = jnp.nonzero(graph.node_mask, size=bound, fill_value=bound)[0]
+    return graph.node_ids.at[places].get(mode="fill", fill_value=0), places
+
+
+@jax.jit
+def _placed(rows: jax.Array, places: jax.Array, graph: hg.LocalGraph) -> jax.Array:
+    return jnp.zeros((graph.node_ids.shape[0], rows.shape[1])).at[places].set(rows, mode="drop")
+
+
+def _trainer(optimizer: optax.GradientTransformation, batch: int, fan_outs: list[int]) -> Callable[..., Any]:
+    """A step of the optimizer on a local graph whose first `batch` nodes are the seeds."""
+
+    def train(carry: Any, graph: hg.LocalGraph, x: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
+        layers, state = carry
+        target = labels[jnp.maximum(graph.node_ids[:batch], 0)]
+
+        def loss(layers: Any) -> jax.Array:
+            logits = _graphsage(layers, graph, x, fan_outs)[:batch]
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, target)
+            return jnp.where(graph.node_mask[:batch], losses, 0).mean()
+
+        value, gradient = jax.value_and_grad(loss)(layers)
+        updates, state = optimizer.update(gradient, state)
+        return (optax.apply_updates(layers, updates), state), value
+
+    return train
+
+
+def _timed(run: Run, carry: Any, keys: jax.Array) -> dict[str, Any]:
+    """Steps per second of the second of two runs, and how many cores were busy."""
+    jax.block_until_ready(run(carry, keys))
+    start, busy = time.perf_counter(), time.process_time()
+    _, value = jax.block_until_ready(run(carry, keys))
+    elapsed, busy = time.perf_counter() - start, time.process_time() - busy
+    return {"steps_per_second": len(keys) / elapsed, "cores_busy": busy / elapsed, "loss": float(value)}
+
+
 def epoch(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Steps per second of GraphSAGE, three layers, features of 100 floats, for each way to gather the features."""
     nodes, edges, active, batch, steps = args.epoch
@@ -146,21 +264,8 @@ def epoch(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         seeds = _modular_product(rank, nodes)
         return hg.sample_graph(key, topology, seeds, fan_outs, max_nodes=most)
 
-    def train(carry: Any, graph: hg.LocalGraph, x: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
-        layers, state = carry
-        target = labels[jnp.maximum(graph.node_ids[:batch], 0)]
-
-        def loss(layers: Any) -> jax.Array:
-            logits = _graphsage(layers, graph, x, fan_outs)[:batch]
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, target)
-            return jnp.where(graph.node_mask[:batch], losses, 0).mean()
-
-        value, gradient = jax.value_and_grad(loss)(layers)
-        updates, state = optimizer.update(gradient, state)
-        return (optax.apply_updates(layers, updates), state), value
-
     keys = jax.random.split(jax.random.key(7), steps)
-    sample_only, train_only = jax.jit(sample, static_argnums=2), jax.jit(train)
+    sample_only = jax.jit(sample, static_argnums=2)
     # Bounds as a user would set them: for each hop, a tenth more rows than the largest of a few batches.
     probe = [np.asarray(sample_only(key, topology, None).node_mask) for key in keys[:4]]
     valid = [int(mask.sum()) for mask in probe]
@@ -171,84 +276,22 @@ def epoch(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     common = {"nodes": nodes, "edges": len(senders), "table_gib": features.nbytes / 2**30, "batch": batch,
               "fan_outs": fan_outs, "rows_a_step": float(np.mean(valid)), "padded_rows": bound, "dropped": dropped,
               "hot_rows": None}  # fmt: skip
+    ways = _Training(sample, _trainer(optimizer, batch, fan_outs), bounds, topology, labels)
 
-    @jax.jit
-    def plain(carry: Any, key: jax.Array, topology: Any, features: Any, labels: jax.Array) -> Any:
-        graph = sample(key, topology, bounds)
-        return train(carry, graph, features[graph.node_ids], labels)
+    def timed(name: str, run: Run, keys: jax.Array) -> dict[str, Any]:
+        return {**common, "pipeline": name, **_timed(run, carry, keys)}
 
-    @jax.jit
-    def ahead(carry: Any, keys: jax.Array, topology: Any, features: Any, labels: jax.Array) -> Any:
-        """Many steps in one: the next batch's rows are read while this one's layers run."""
-
-        def body(state: Any, key: jax.Array) -> Any:
-            carry, graph, x = state
-            following = sample(key, topology, bounds)
-            pending, carry = hg.gather_start(features, following.node_ids, before=carry)
-            carry, value = train(carry, graph, x, labels)
-            rows, carry = hg.gather_done(pending, after=carry)
-            return (carry, following, rows), value
-
-        graph = sample(keys[0], topology, bounds)
-        (carry, graph, x), _ = jax.lax.scan(body, (carry, graph, features[graph.node_ids]), keys[1:])
-        return train(carry, graph, x, labels)
-
-    @jax.jit
-    def packed(graph: hg.LocalGraph) -> tuple[jax.Array, jax.Array]:
-        """The valid ids and their places, up to `bound`: the rows that a CPU has to gather."""
-        places = jnp.nonzero(graph.node_mask, size=bound, fill_value=graph.node_ids.shape[0])[0]
-        return graph.node_ids.at[places].get(mode="fill", fill_value=0), places
-
-    @jax.jit
-    def placed(rows: jax.Array, places: jax.Array, graph: hg.LocalGraph) -> jax.Array:
-        return jnp.zeros((graph.node_ids.shape[0], width)).at[places].set(rows, mode="drop")
-
-    def by_cpu(rows_of: Callable[[np.ndarray], Any]) -> Callable[[Any, jax.Array], Any]:
-        def run(carry: Any, keys: jax.Array) -> Any:
-            def fetch(graph: Any, ids: jax.Array, places: jax.Array) -> jax.Array:
-                rows = rows_of(np.asarray(ids))
-                return placed(rows if isinstance(rows, jax.Array) else jnp.from_dlpack(rows), places, graph)
-
-            graph = sample_only(keys[0], topology, bounds)
-            x = fetch(graph, *packed(graph))
-            value = None
-            for key in [*keys[1:], None]:
-                following = None if key is None else sample_only(key, topology, bounds)
-                wanted = None if following is None else packed(following)
-                carry, value = train_only(carry, graph, x, labels)  # the device works while the CPU gathers
-                if following is not None:
-                    graph, x = following, fetch(following, *wanted)
-            return carry, value
-
-        return run
-
-    def one_by_one(features: Any) -> Callable[[Any, jax.Array], Any]:
-        def run(carry: Any, keys: jax.Array) -> Any:
-            for key in keys:
-                carry, value = plain(carry, key, topology, features, labels)
-            return carry, value
-
-        return run
-
-    def timed(name: str, run: Callable[[Any, jax.Array], Any], keys: jax.Array) -> dict[str, Any]:
-        jax.block_until_ready(run(carry, keys))
-        start, busy = time.perf_counter(), time.process_time()
-        _, value = jax.block_until_ready(run(carry, keys))
-        elapsed, busy = time.perf_counter() - start, time.process_time() - busy
-        return {**common, "pipeline": name, "steps_per_second": len(keys) / elapsed, "cores_busy": busy / elapsed,
-                "loss": float(value)}  # fmt: skip
-
-    yield timed("table in host memory", one_by_one(features), keys)
-    yield timed("the same, rows read ahead", lambda c, k: ahead(c, k, topology, features, labels), keys)
+    yield timed("table in host memory", ways.one_by_one(features), keys)
+    yield timed("the same, rows read ahead", ways.ahead(features), keys)
     by_torch = torch_select(features.numpy(), bound)
     if by_torch is not None:
-        yield timed("torch gathers", by_cpu(by_torch), keys)
-    yield timed("numpy gathers", by_cpu(numpy_take(features.numpy())), keys[: max(2, steps // 4)])
+        yield timed("torch gathers", ways.by_cpu(by_torch), keys)
+    yield timed("numpy gathers", ways.by_cpu(numpy_take(features.numpy())), keys[: max(2, steps // 4)])
     hot = nodes // 5
     common["hot_rows"] = hot
     rows = np.arange(hot, dtype=np.int64) * _SCATTER % nodes  # those that send most
     cached = hg.CachedTable.from_ids(features, rows)
-    yield timed("table in host memory, a fifth cached", one_by_one(cached), keys)
+    yield timed("table in host memory, a fifth cached", ways.one_by_one(cached), keys)
 
 
 def _modular_product(rank: jax.Array, nodes: int) -> jax.Array:

@@ -6,7 +6,7 @@ Two kernels that read only contiguous rows. On Hopper, Mosaic can express no oth
 
 - the grouped GEMM: 2,097,152 rows of 64, 128 or 256 bfloat16 in segments of 64 types, times the matrix of their type,
   with loads and stores by the tensor memory accelerator (TMA) and products by warpgroups, against
-  `dejax.pallas.typed_matmul`;
+  `dejax.pallas.grouped_gemm`;
 - the wide-row reduction: sums over every 8 rows of 256, 512 or 1,024 float32, against `dejax.pallas.traverse`, a small
   kernel of the Triton lowering and XLA.
 
@@ -290,7 +290,7 @@ def triton_product(
     block: int,
     schedule: kernels.GemmSchedule | None,
 ) -> jax.Array:
-    """`typed_matmul` as a program of dejax calls it; its segments need not end with a tile."""
+    """`grouped_gemm` as a program of dejax calls it; its segments need not end with a tile."""
     groups = kernels.GemmGroups(offsets, tile_type, tile_start, block, x.shape[0])
     request = kernels.GroupedGemm(x, w, groups, output=kernels.GemmOutput(covers_all=True))
     return kernels.grouped_gemm(request, schedule=schedule)
@@ -302,9 +302,9 @@ def triton_traverse(x: jax.Array, offsets: jax.Array) -> jax.Array:
         lambda tile: ((tile,), ()),
         None,
         [x],
-        [kernels.Operand("item")],
+        [kernels.Operand("entry")],
         reductions=[kernels.Reduction("sum", (x.shape[1],))],
-        segments=kernels.Segments(offsets=offsets, num_items=x.shape[0], num_rows=offsets.shape[0] - 1),
+        segments=kernels.Segments(offsets=offsets, num_entries=x.shape[0], num_rows=offsets.shape[0] - 1),
     )
     return sums
 
@@ -433,7 +433,7 @@ def product_case(width: int, rows: int) -> Case:
     interpreter = _interpreter()
     found = []
     for schedule in (None, kernels.GemmSchedule(64, width, 8, 3)):
-        name = f"typed_matmul, {'heuristic schedule' if schedule is None else f'{block} x {width}, 8 warps'}"
+        name = f"grouped_gemm, {'heuristic schedule' if schedule is None else f'{block} x {width}, 8 warps'}"
         function = functools.partial(triton_product, block=block, schedule=schedule)
         arguments = ("x", "w", "offsets", f"type of {block} rows", "start")
         found.append(Kernel("triton", name, function, arguments))

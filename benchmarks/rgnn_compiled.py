@@ -153,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     p.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"))
     p.add_argument("--disable", nargs="*", default=[], help="passes to disable")
-    p.add_argument("--kernels", default="typed|traverse|map_items", help="a regular expression for kernel names")
+    p.add_argument("--kernels", default="typed|traverse|map_entries", help="a regular expression for kernel names")
     args = p.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

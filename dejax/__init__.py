@@ -5,6 +5,7 @@
 * `dejax.pallas`: the kernel templates beneath it, on plain arrays.
 * `dejax.datasets`: graphs to train on; `dejax.training`: the loop of the entity classification example.
 * `dejax.host_gather`: tables in host memory that compiled steps read and write in place.
+* `dejax.minibatch`: sampled mini-batches of heterogeneous graphs.
 * `dejax.offload`: activations and optimizer state on host memory and NVMe.
 * `python -m dejax.info`: what this machine and this installation have.
 
@@ -17,10 +18,10 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "datasets", "host_gather", "offload", "pallas", "rgnn", "segment", "training"]
+__all__ = ["__version__", "datasets", "host_gather", "minibatch", "offload", "pallas", "rgnn", "segment", "training"]
 
 if TYPE_CHECKING:
-    from dejax import datasets, host_gather, offload, pallas, rgnn, segment, training
+    from dejax import datasets, host_gather, minibatch, offload, pallas, rgnn, segment, training
 
 _SUBPACKAGES = frozenset(__all__) - {"__version__"}
 

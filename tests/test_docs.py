@@ -13,7 +13,15 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *sorted(DOCS.rglob("*.md"))]
 needs_native = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
-GUIDES = ("graphs", "programs", "precision", "explain", pytest.param("host_gather", marks=needs_native))
+GUIDES = (
+    "graphs",
+    "programs",
+    "precision",
+    "explain",
+    pytest.param("host_gather", marks=needs_native),
+    pytest.param("minibatch", marks=needs_native),
+    pytest.param("features", marks=needs_native),
+)
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
@@ -111,7 +119,7 @@ def test_programs_lists_all_that_a_program_can_say():
     page = (DOCS / "programs.md").read_text(encoding="utf-8")
     graph = {f"g.{name}" for name in vars(GraphSymbol) if not name.startswith("_")}
     values = {f"x.{name}" for name in vars(Symbol) if not name.startswith("_")} - {"x.op"}
-    functions = {name for name in rgnn.__all__ if name.islower()} - {"library", "program"}
+    functions = {name for name in rgnn.__all__ if name.islower()} - {"library", "program", "zoo"}
     said = set(re.findall(r"`((?:g\.|x\.)?\w+)", page))
     assert graph | values | functions <= said
     assert {name for name in said if name.startswith("g.")} <= graph

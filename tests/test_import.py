@@ -33,7 +33,8 @@ def test_nothing_heavy_is_imported(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "name"), [("rgnn", "nnx"), ("rgnn", "linen"), ("offload", "nnx"), ("offload", "linen")]
+    ("package", "name"),
+    [(package, name) for package in ("rgnn", "offload", "minibatch") for name in ("nnx", "linen")],
 )
 def test_bindings_of_flax_are_imported_when_named(package: str, name: str) -> None:
     code = f"import sys, dejax.{package} as p; before = 'flax' in sys.modules; print(before, p.{name}.__name__)"
@@ -203,7 +204,7 @@ def test_a_cycle_is_found() -> None:
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d"}}) == [{"b", "c"}, {"d"}]
 
 
-@pytest.mark.parametrize("name", ["interop", "jraph_layers", "library", "linen", "nnx", "options"])
+@pytest.mark.parametrize("name", ["interop", "jraph_layers", "library", "linen", "nnx", "options", "zoo"])
 def test_public_modules_of_rgnn(name: str) -> None:
     code = f"import dejax.rgnn.{name}, dejax.rgnn as r; from dejax.rgnn import {name} as m; print(m is r.{name})"
     assert python(code).stdout.split() == ["True"]

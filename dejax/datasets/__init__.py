@@ -2,7 +2,8 @@
 
 `load(name)` returns an `EntityDataset`: numpy edge lists, labels and splits. Its method `graph()` makes a `RelGraph`.
 `HeteroDataset` has arrays or memory maps by node type and relation; `load_igb`, `load_mag_hetero`, `load_triples`,
-`load_stdlib_links` and `synthetic_igb` return it, and `from_pyg` and `from_dgl` convert to it.
+`load_stdlib_links` and `synthetic_igb` return it, and `from_pyg`, `from_dgl` and `from_tables`
+convert to it.
 Importing this package imports neither JAX nor rdflib.
 """
 
@@ -17,6 +18,7 @@ from dejax.datasets.importers import from_dgl, from_pyg
 from dejax.datasets.mag import load_mag, load_mag_hetero
 from dejax.datasets.rdf import load_rdf, read_rdf
 from dejax.datasets.stdlib import load_stdlib, load_stdlib_links
+from dejax.datasets.tables import Label, from_tables
 from dejax.datasets.triples import load_triples
 
 __all__ = [
@@ -26,9 +28,11 @@ __all__ = [
     "EntityDataset",
     "HeteroDataset",
     "IGBShape",
+    "Label",
     "fill_rows",
     "from_dgl",
     "from_pyg",
+    "from_tables",
     "load",
     "load_igb",
     "load_mag",

@@ -18,6 +18,7 @@ from dejax.offload import _current, _files, _memory
 from dejax.offload._calls import DEVICE
 from dejax.offload._notes import notes
 from dejax.offload._stats import StoreStats
+from dejax.offload._telemetry import Recording
 from dejax.offload._tensorstore import TensorStoreIO
 
 Engine = Literal["auto", "tensorstore", "direct", "buffered"]
@@ -143,6 +144,7 @@ class ActivationStore:
         self.engine: Engine = "tensorstore" if engine == "auto" else engine
         self.paths = tuple(Path(os.fspath(p)).absolute() for p in paths)
         self._began = time.monotonic()
+        self._recording: Recording | None = None
         self._depth = 0
         self._depth_lock = threading.Lock()
         # As given: programs carry a hash of these, and the values that stand in for None differ between machines.
@@ -231,6 +233,8 @@ class ActivationStore:
                 last = self._depth <= 0
             if last:
                 self._close()
+        if kind is None:
+            _raise_failure_of_shards()
 
     @contextlib.contextmanager
     def use(self) -> Iterator[ActivationStore]:
@@ -271,6 +275,7 @@ class ActivationStore:
     def check(self) -> None:
         """Raises the error that a device found in an earlier step, if any; later steps raise it, too."""
         self._native.check()
+        _raise_failure_of_shards()
 
     def clear(self) -> None:
         """Drops all tensors that are not fetched yet, for example after an interrupted step. Not while a step runs."""
@@ -291,6 +296,17 @@ class ActivationStore:
         return StoreStats(
             **self._native.stats(), drive_written_bytes=sectors, open_seconds=time.monotonic() - self._began
         )
+
+    def record(self, interval: float = 0.002) -> Recording:
+        """Samples the counters every `interval` seconds inside `with store.record() as recording:`."""
+        self._recording = Recording(self, interval)
+        return self._recording
+
+    def plot(self, path: str | Path) -> None:
+        """Draws the tiers and the waits of the last recording, see `record`."""
+        if self._recording is None:
+            raise RuntimeError("ActivationStore.plot: nothing was recorded; run steps inside `with store.record():`")
+        self._recording.plot(path)
 
     def summary(self, *, endurance_bytes: float | None = None) -> str:
         """The main counters as text; `endurance_bytes` is the drive's rated endurance (its TBW)."""
@@ -329,6 +345,12 @@ def default_store() -> ActivationStore:
             _default = ActivationStore()
             _current.bind_default(_default)
         return _default
+
+
+def _raise_failure_of_shards() -> None:
+    """Raises what failed on one device of several: such a step itself goes on, with NaN (together.h)."""
+    if why := _native.extension("ActivationStore").take_failure_of_shards():
+        raise RuntimeError(why)
 
 
 def _check_sizes(

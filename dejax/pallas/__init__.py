@@ -2,40 +2,38 @@
 
 from dejax.pallas._shapes import feature_mask, next_power_of_two
 from dejax.pallas._triton import label
-from dejax.pallas.formats.encode import to_half_rows
+from dejax.pallas.formats.encode import to_row_scaled
 from dejax.pallas.formats.float_bits import FloatBits
-from dejax.pallas.formats.half_rows import HalfRows, rounded
+from dejax.pallas.formats.row_scaled import RowScaled, rounded
 from dejax.pallas.formats.table_slice import TableSlice
 from dejax.pallas.products.grouped_gemm import grouped_gemm
 from dejax.pallas.products.requests import GemmEpilogue, GemmGroups, GemmOutput, GroupedGemm, GroupedWeightGradient
-from dejax.pallas.products.schedule import GemmSchedule, OuterSchedule, gemm_block
+from dejax.pallas.products.schedule import GemmSchedule, WeightGradientSchedule, gemm_block
 from dejax.pallas.products.sums import sum_rows
 from dejax.pallas.products.weight_gradient import grouped_weight_gradient, split_table
 from dejax.pallas.special import erf, exp
 from dejax.pallas.traversal.factored import Factored, whole
 from dejax.pallas.traversal.schedule import TraversalSchedule
-from dejax.pallas.traversal.template import Beside, Operand, Outputs, Reduction, Segments, map_items, traverse
-
-typed_matmul, typed_outer = grouped_gemm, grouped_weight_gradient
+from dejax.pallas.traversal.template import FusedSums, Operand, Outputs, Reduction, Segments, map_entries, traverse
 
 __all__ = [
-    "Beside",
     "Factored",
     "FloatBits",
+    "FusedSums",
     "GemmEpilogue",
     "GemmGroups",
     "GemmOutput",
     "GemmSchedule",
     "GroupedGemm",
     "GroupedWeightGradient",
-    "HalfRows",
     "Operand",
-    "OuterSchedule",
     "Outputs",
     "Reduction",
+    "RowScaled",
     "Segments",
     "TableSlice",
     "TraversalSchedule",
+    "WeightGradientSchedule",
     "erf",
     "exp",
     "feature_mask",
@@ -43,14 +41,12 @@ __all__ = [
     "grouped_gemm",
     "grouped_weight_gradient",
     "label",
-    "map_items",
+    "map_entries",
     "next_power_of_two",
     "rounded",
     "split_table",
     "sum_rows",
-    "to_half_rows",
+    "to_row_scaled",
     "traverse",
-    "typed_matmul",
-    "typed_outer",
     "whole",
 ]

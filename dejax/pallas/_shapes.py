@@ -60,7 +60,7 @@ def feature_mask(shape: tuple[int, ...], axis: int | None = None, lead: int = 2)
     Args:
       shape: the true feature shape; the tile is `lead` leading axes and this shape padded to powers of two.
       axis: the feature axis to look at; None for all of them.
-      lead: leading axes of the tile: 2 in a body (rows, items), 1 in an epilogue (rows).
+      lead: leading axes of the tile: 2 in a body (rows, entries), 1 in an epilogue (rows).
 
     Returns:
       bool of the tile's rank, size 1 on the axes that do not matter; None where no lane is padding.

@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 
 
-def stretched(x: Any, shape: tuple[int, ...]) -> jax.Array:
-    """A number, or a tile of that rank, with sides of 1 stretched to `shape`."""
+def broadcast(x: Any, shape: tuple[int, ...]) -> jax.Array:
+    """A scalar, or a tile of that rank, with sides of 1 broadcast to `shape`."""
     return x if x.shape == shape else lax.broadcast_in_dim(x, shape, tuple(range(x.ndim)))
 
 
@@ -55,17 +55,17 @@ def with_axes(x: jax.Array, count: int) -> jax.Array:
 
 
 def where(mask: jax.Array, x: Any, y: Any) -> jax.Array:
-    """`x` where `mask` holds, else `y`: tiles of one rank, sides of 1 stretched, or numbers."""
+    """`x` where `mask` holds, else `y`: tiles of one rank, sides of 1 broadcast, or scalars."""
     dtype = jnp.result_type(x, y)
     shape = np.broadcast_shapes(mask.shape, np.shape(x), np.shape(y))
     x, y = (a if isinstance(a, jax.Array) else np.asarray(a, dtype) for a in (x, y))
-    return lax.select(stretched(mask, shape), stretched(x, shape), stretched(y, shape))
+    return lax.select(broadcast(mask, shape), broadcast(x, shape), broadcast(y, shape))
 
 
 def both(mask: jax.Array, other: jax.Array) -> jax.Array:
-    """Where both masks of one rank hold, sides of 1 stretched."""
+    """Where both masks of one rank hold, sides of 1 broadcast."""
     shape = np.broadcast_shapes(mask.shape, other.shape)
-    return lax.bitwise_and(stretched(mask, shape), stretched(other, shape))
+    return lax.bitwise_and(broadcast(mask, shape), broadcast(other, shape))
 
 
 def within(index: jax.Array, length: int, mask: jax.Array) -> jax.Array:

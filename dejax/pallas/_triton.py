@@ -250,7 +250,7 @@ def arrive(ref: Any, index: jax.Array) -> jax.Array:
 
 
 def multiply_add(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
-    """`x * y + z` of float32 tiles of one shape, in one instruction a number: Triton here does not fuse the two."""
+    """`x * y + z` of float32 tiles of one shape, in one instruction an element: Triton here does not fuse the two."""
     if _interpreted.get():
         return lax.add(lax.mul(x, y), z)
     return _instruction("fma.rn.f32 $0, $1, $2, $3;", x, y, z)
@@ -302,11 +302,11 @@ def dot(x: jax.Array, y: jax.Array, precision: str, *, transpose_x: bool = False
     )
 
 
-Halves = tuple[jax.Array, jax.Array]
+TwoParts = tuple[jax.Array, jax.Array]
 
 
-def exact_dot(x: Halves, y: Halves, *, transpose_x: bool = False) -> jax.Array:
-    """The product of two tiles that come as `half_rows.two_parts`, to 22 bits of each; smallest terms first."""
+def exact_dot(x: TwoParts, y: TwoParts, *, transpose_x: bool = False) -> jax.Array:
+    """The product of two tiles that come as `row_scaled.two_parts`, to 22 bits of each; smallest terms first."""
     pairs = ((x[1], y[0]), (x[0], y[1]), (x[0], y[0]))
     small, mixed, large = (dot(left, right, "tf32", transpose_x=transpose_x) for left, right in pairs)
     return (small + mixed) * np.float32(2.0**-11) + large

@@ -20,6 +20,7 @@ import jax
 from dejax.pallas._shapes import next_power_of_two
 
 TUNED = Path(__file__).parent / "tuned"
+_RENAMED = {"items_per_step": "entries_per_step"}
 
 
 def cache_file() -> Path:
@@ -40,12 +41,17 @@ def read_table(path: Path) -> dict[str, dict[str, Any]]:
     """`{kernel: {key: fields of a schedule}}` from a file; empty where there is none, or none that can be read."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-        return {kernel: dict(entries) for kernel, entries in table.items()}
+        return {kernel: _renamed(schedules) for kernel, schedules in table.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         warnings.warn(f"{path} holds no table of schedules ({error}); delete it or tune again", stacklevel=2)
         return {}
+
+
+def _renamed(schedules: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Schedules by key, with today's names of their fields: tables of users outlive a release."""
+    return {key: {_RENAMED.get(name, name): v for name, v in fields.items()} for key, fields in schedules.items()}
 
 
 @functools.cache
@@ -108,7 +114,7 @@ def _sides(width: int) -> list[int]:
 
 
 def gemm_candidates(k: int, n: int) -> list[dict[str, Any]]:
-    """Tiles, warps and stages to try for a typed product; `block` is the rows of a tile."""
+    """Tiles, warps and stages to try for a grouped GEMM; `block` is the rows of a tile."""
     found = []
     for block in (32, 64, 128):
         for block_k in _sides(k):
@@ -129,8 +135,8 @@ def gemm_candidates(k: int, n: int) -> list[dict[str, Any]]:
     return found
 
 
-def outer_candidates(k: int, n: int) -> list[dict[str, Any]]:
-    """Tiles, warps and stages to try for sums of outer products."""
+def weight_gradient_candidates(k: int, n: int) -> list[dict[str, Any]]:
+    """Tiles, warps and stages to try for grouped weight gradients."""
     return [
         {"block_rows": rows, "block_k": block_k, "block_n": block_n, "num_warps": warps, "num_stages": stages}
         for rows in (32, 64, 128)
@@ -143,12 +149,12 @@ def outer_candidates(k: int, n: int) -> list[dict[str, Any]]:
 
 
 def traversal_candidates(width: int) -> list[dict[str, Any]]:
-    """Rows and items of a step, and warps, to try for a traversal with tiles of `width`."""
-    least = 4 if width > 8 else 1  # numbers a thread; loops over numbers alone were the fastest with two
+    """Rows and entries of a step, and warps, to try for a traversal with tiles of `width`."""
+    least = 4 if width > 8 else 1  # elements a thread; traversals of scalars alone were the fastest with two
     return [
-        {"rows_per_program": rows, "items_per_step": items, "num_warps": warps, "num_stages": 1}
+        {"rows_per_program": rows, "entries_per_step": entries, "num_warps": warps, "num_stages": 1}
         for warps in (1, 2, 4)
         for rows in (1, 2, 4, 8, 16, 32, 64)
-        for items in (1, 2, 4, 8)
-        if least <= rows * items * width // (32 * warps) <= 32
+        for entries in (1, 2, 4, 8)
+        if least <= rows * entries * width // (32 * warps) <= 32
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from dejax.rgnn import library
+from dejax.rgnn import library, zoo
 from dejax.rgnn.compiler.failures import KernelFallbackWarning
 from dejax.rgnn.compiler.frontend import ProgramError
 from dejax.rgnn.compiler.functional import (
@@ -108,6 +108,7 @@ __all__ = [
     "tanh",
     "where",
     "where_positive",
+    "zoo",
 ]
 
 

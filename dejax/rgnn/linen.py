@@ -1,4 +1,4 @@
-"""Relational layers as Flax linen modules: `RGCNConv`, `RGATConv`, `HGTConv`, and `ProgramModule` for any program.
+"""Layers as Flax linen modules: `RGCNConv`, `RGATConv`, `HGTConv`, those of `dejax.rgnn.zoo`, and `ProgramModule`.
 
     from dejax.rgnn.linen import RGCNConv
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -26,9 +26,30 @@ from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.layers import parameters, specs
 from dejax.rgnn.layers.parameters import Initializer
 from dejax.rgnn.layers.specs import LayerSpec, Normalization
+from dejax.rgnn.layers.zoo import modules
+from dejax.rgnn.layers.zoo import specs as zoo
+from dejax.rgnn.layers.zoo.specs import ZooSpec
 from dejax.rgnn.options import Options
 
-__all__ = ["HGTConv", "ProgramModule", "RGATConv", "RGCNConv"]
+__all__ = [
+    "CompGCNConv",
+    "GATConv",
+    "GATv2Conv",
+    "GCNConv",
+    "GINConv",
+    "GatedGCNConv",
+    "HEATConv",
+    "HGTConv",
+    "PNAConv",
+    "ProgramModule",
+    "RGATConv",
+    "RGCNConv",
+    "RGGNNConv",
+    "SAGEConv",
+    "SharedRGATConv",
+    "SimpleHGNConv",
+    "TransformerConv",
+]
 
 
 class _Layer(nn.Module):
@@ -38,13 +59,14 @@ class _Layer(nn.Module):
 
     def run(
         self,
-        spec: LayerSpec,
+        spec: LayerSpec | ZooSpec,
         initializers: Mapping[str, Initializer] | None,
         param_dtype: DTypeLike,
         graph: RelGraph,
-        x: Array | None,
+        x: Any,
         deterministic: bool | None,
-    ) -> Array:
+        *more: Any,
+    ) -> Any:
         params = {
             name: self.param(name, parameter.init, parameter.shape, param_dtype)
             for name, parameter in parameters.with_initializers(spec.params(), initializers).items()
@@ -53,7 +75,7 @@ class _Layer(nn.Module):
         if spec.stochastic and not self.is_initializing():
             if not nn.merge_param("deterministic", self.deterministic, deterministic):
                 key = self.make_rng("dropout")
-        return spec(graph, x, params, key)
+        return spec(graph, x, params, key, *more)
 
 
 class RGCNConv(_Layer):
@@ -211,6 +233,143 @@ class HGTConv(_Layer):
             options=parameters.resolve_options(self.backend, self.precision, self.options),
         )
         return self.run(spec, self.initializers, self.param_dtype, graph, x, deterministic)
+
+
+class _ZooLayer(_Layer):
+    """A layer of `dejax.rgnn.zoo`; its attributes and its documentation are those of its specification."""
+
+    kind: ClassVar[type[ZooSpec]]
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        own = modules.attributes(cls.kind)
+        cls.__annotations__ = {
+            **{name: type_ for name, (type_, _) in own.items()},
+            **{name: type_ for name, (type_, _) in _COMMON.items()},
+        }
+        for name, (_, default) in (own | _COMMON).items():
+            if default is not dataclasses.MISSING:
+                setattr(cls, name, default)
+        cls.__doc__ = modules.documentation(cls.kind, of_linen=True)
+        super().__init_subclass__(**keywords)
+
+    @nn.compact
+    def __call__(
+        self,
+        graph: RelGraph,
+        x: Any,
+        edge_features: Array | None = None,
+        *,
+        deterministic: bool | None = None,
+    ) -> Any:
+        """The layer's new node values, [num_nodes, out]; the arguments are those of the nnx module.
+
+        Raises:
+          ValueError: sizes that do not fit each other, or x or edge_features of another shape.
+        """
+        pair = isinstance(x, tuple | list)
+        found: dict[str, Any] = {
+            "in_features": tuple(part.shape[-1] for part in x) if pair else x.shape[-1],
+            "num_edge_types": graph.num_edge_types,
+            "num_node_types": graph.num_node_types,
+            "edge_features": None if edge_features is None else edge_features.shape[-1],
+        }
+        fields = {field.name for field in dataclasses.fields(self.kind)}
+        given = {name: getattr(self, name) for name in modules.attributes(self.kind)}
+        spec = self.kind(
+            **{name: value for name, value in found.items() if name in fields},
+            **{"out_features" if name == "features" else name: value for name, value in given.items()},
+            dtype=self.dtype,
+            options=parameters.resolve_options(self.backend, self.precision, self.options),
+        )
+        return self.run(spec, self.initializers, self.param_dtype, graph, x, deterministic, edge_features)
+
+
+_COMMON: dict[str, tuple[Any, Any]] = {
+    "dtype": (DTypeLike | None, None),
+    "param_dtype": (DTypeLike, jnp.float32),
+    "backend": (str, "auto"),
+    "precision": (str | None, None),
+    "options": (Options | None, None),
+    "initializers": (Mapping[str, Initializer] | None, None),
+}
+
+
+class GCNConv(_ZooLayer):
+    """Graph convolution; the equations are in `dejax.rgnn.zoo.gcn`."""
+
+    kind = zoo.GCNSpec
+
+
+class SAGEConv(_ZooLayer):
+    """GraphSAGE; the equations are in `dejax.rgnn.zoo.graphsage`."""
+
+    kind = zoo.SAGESpec
+
+
+class GINConv(_ZooLayer):
+    """GIN and GINE; the equations are in `dejax.rgnn.zoo.gin`."""
+
+    kind = zoo.GINSpec
+
+
+class GatedGCNConv(_ZooLayer):
+    """Residual gated graph convolution; the equations are in `dejax.rgnn.zoo.gated_gcn`."""
+
+    kind = zoo.GatedGCNSpec
+
+
+class PNAConv(_ZooLayer):
+    """Principal neighbourhood aggregation; the equations are in `dejax.rgnn.zoo.pna`."""
+
+    kind = zoo.PNASpec
+
+
+class GATConv(_ZooLayer):
+    """Graph attention; the equations are in `dejax.rgnn.zoo.gat`."""
+
+    kind = zoo.GATSpec
+
+
+class GATv2Conv(_ZooLayer):
+    """GATv2; the equations are in `dejax.rgnn.zoo.gatv2`."""
+
+    kind = zoo.GATv2Spec
+
+
+class TransformerConv(_ZooLayer):
+    """Graph transformer; the equations are in `dejax.rgnn.zoo.graph_transformer`."""
+
+    kind = zoo.TransformerSpec
+
+
+class RGGNNConv(_ZooLayer):
+    """Gated graph network with edge types; the equations are in `dejax.rgnn.zoo.rggnn`."""
+
+    kind = zoo.RGGNNSpec
+
+
+class CompGCNConv(_ZooLayer):
+    """CompGCN; the equations are in `dejax.rgnn.zoo.compgcn`."""
+
+    kind = zoo.CompGCNSpec
+
+
+class SimpleHGNConv(_ZooLayer):
+    """SimpleHGN; the equations are in `dejax.rgnn.zoo.simple_hgn`."""
+
+    kind = zoo.SimpleHGNSpec
+
+
+class SharedRGATConv(_ZooLayer):
+    """RGAT with query and key shared by all relations; the equations are in `dejax.rgnn.zoo.rgat_shared`."""
+
+    kind = zoo.SharedRGATSpec
+
+
+class HEATConv(_ZooLayer):
+    """Heterogeneous edge-enhanced attention; the equations are in `dejax.rgnn.zoo.heat`."""
+
+    kind = zoo.HEATSpec
 
 
 class ProgramModule(nn.Module):

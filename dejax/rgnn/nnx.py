@@ -1,4 +1,4 @@
-"""Relational layers as Flax nnx modules: `RGCNConv`, `RGATConv`, `HGTConv`, and `ProgramModule` for any program.
+"""Layers as Flax nnx modules: `RGCNConv`, `RGATConv`, `HGTConv`, those of `dejax.rgnn.zoo`, and `ProgramModule`.
 
     from flax import nnx
     from dejax.rgnn.nnx import RGCNConv
@@ -6,15 +6,16 @@
     layer = RGCNConv(64, 32, graph.num_edge_types, num_bases=8, rngs=nnx.Rngs(0))
     y = layer(graph, x)
 
-Parameters are attributes with the names of `dejax.rgnn.library`. Dropout is as in `nnx.Dropout`: `model.train()` and
-`model.eval()`, or `deterministic=` in a call. The linen modules (`dejax.rgnn.linen`) have the same parameters;
-`params_to_linen` and `params_from_linen` convert them.
+Parameters are attributes with the names of `dejax.rgnn.library` and `dejax.rgnn.zoo`. Dropout is as in `nnx.Dropout`:
+`model.train()` and `model.eval()`, or `deterministic=` in a call. The linen modules (`dejax.rgnn.linen`) have the same
+parameters; `params_to_linen` and `params_from_linen` convert them.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -25,9 +26,32 @@ from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.layers import parameters, specs
 from dejax.rgnn.layers.parameters import Initializer, params_from_linen, params_to_linen
 from dejax.rgnn.layers.specs import LayerSpec, Normalization
+from dejax.rgnn.layers.zoo import modules
+from dejax.rgnn.layers.zoo import specs as zoo
+from dejax.rgnn.layers.zoo.specs import ZooSpec
 from dejax.rgnn.options import Options
 
-__all__ = ["HGTConv", "ProgramModule", "RGATConv", "RGCNConv", "params_from_linen", "params_to_linen"]
+__all__ = [
+    "CompGCNConv",
+    "GATConv",
+    "GATv2Conv",
+    "GCNConv",
+    "GINConv",
+    "GatedGCNConv",
+    "HEATConv",
+    "HGTConv",
+    "PNAConv",
+    "ProgramModule",
+    "RGATConv",
+    "RGCNConv",
+    "RGGNNConv",
+    "SAGEConv",
+    "SharedRGATConv",
+    "SimpleHGNConv",
+    "TransformerConv",
+    "params_from_linen",
+    "params_to_linen",
+]
 
 
 class _Layer(nnx.Module):
@@ -35,7 +59,7 @@ class _Layer(nnx.Module):
 
     def __init__(
         self,
-        spec: LayerSpec,
+        spec: LayerSpec | ZooSpec,
         initializers: Mapping[str, Initializer] | None,
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
@@ -68,11 +92,14 @@ class _Layer(nnx.Module):
         Raises:
           ValueError: the graph's counts or the shape of x do not fit the layer.
         """
+        return self.spec(graph, x, *self._drawn(deterministic, rngs))
+
+    def _drawn(self, deterministic: bool | None, rngs: nnx.Rngs | None) -> tuple[dict[str, Array], Array | None]:
+        """The parameters, and the dropout key where there is dropout."""
         params = {name: getattr(self, name)[...] for name in self.spec.params()}
-        key = None
-        if self.spec.stochastic and not (self.deterministic if deterministic is None else deterministic):
-            key = self.rngs() if rngs is None else rngs["dropout"]()
-        return self.spec(graph, x, params, key)
+        if not self.spec.stochastic or (self.deterministic if deterministic is None else deterministic):
+            return params, None
+        return params, self.rngs() if rngs is None else rngs["dropout"]()
 
 
 class RGCNConv(_Layer):
@@ -269,6 +296,139 @@ class HGTConv(_Layer):
             options=parameters.resolve_options(backend, precision, options),
         )
         super().__init__(spec, initializers, param_dtype, rngs)
+
+
+class _ZooLayer(_Layer):
+    """A layer of `dejax.rgnn.zoo`; its arguments and its documentation are those of its specification."""
+
+    kind: ClassVar[type[ZooSpec]]
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        cls.__signature__ = modules.signature(cls.kind, inspect.signature(_ZooLayer.__init__))
+        cls.__doc__ = modules.documentation(cls.kind, of_linen=False)
+
+    def __init__(
+        self,
+        *sizes: Any,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        backend: str = "auto",
+        precision: str | None = None,
+        options: Options | None = None,
+        initializers: Mapping[str, Initializer] | None = None,
+        rngs: nnx.Rngs,
+        **settings: Any,
+    ) -> None:
+        given = inspect.signature(type(self)).bind(*sizes, rngs=rngs, **settings).arguments
+        del given["rngs"]
+        spec = self.kind(**given, dtype=dtype, options=parameters.resolve_options(backend, precision, options))
+        super().__init__(spec, initializers, param_dtype, rngs)
+
+    def __call__(
+        self,
+        graph: RelGraph,
+        x: Any = None,
+        edge_features: Array | None = None,
+        *,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> Any:
+        """The layer's new node values.
+
+        Args:
+          graph: a graph; where the layer reads types, with the counts that it was made for.
+          x: node features [num_nodes, in_features], or a pair (sources, destinations) where the layer takes one.
+          edge_features: [num_edges, width] in the user's order of edges, where the layer was made with a width; for
+            `GCNConv` weights [num_edges].
+          deterministic, rngs: as in `RGCNConv`.
+
+        Returns:
+          [num_nodes, out]; [destinations, out] where x has one row for each source and each destination.
+
+        Raises:
+          ValueError: the graph's counts or the shapes of x and edge_features do not fit the layer.
+        """
+        spec: Any = self.spec
+        return spec(graph, x, *self._drawn(deterministic, rngs), edge_features)
+
+
+class GCNConv(_ZooLayer):
+    """Graph convolution; the equations are in `dejax.rgnn.zoo.gcn`."""
+
+    kind = zoo.GCNSpec
+
+
+class SAGEConv(_ZooLayer):
+    """GraphSAGE; the equations are in `dejax.rgnn.zoo.graphsage`."""
+
+    kind = zoo.SAGESpec
+
+
+class GINConv(_ZooLayer):
+    """GIN and GINE; the equations are in `dejax.rgnn.zoo.gin`."""
+
+    kind = zoo.GINSpec
+
+
+class GatedGCNConv(_ZooLayer):
+    """Residual gated graph convolution; the equations are in `dejax.rgnn.zoo.gated_gcn`."""
+
+    kind = zoo.GatedGCNSpec
+
+
+class PNAConv(_ZooLayer):
+    """Principal neighbourhood aggregation; the equations are in `dejax.rgnn.zoo.pna`."""
+
+    kind = zoo.PNASpec
+
+
+class GATConv(_ZooLayer):
+    """Graph attention; the equations are in `dejax.rgnn.zoo.gat`."""
+
+    kind = zoo.GATSpec
+
+
+class GATv2Conv(_ZooLayer):
+    """GATv2; the equations are in `dejax.rgnn.zoo.gatv2`."""
+
+    kind = zoo.GATv2Spec
+
+
+class TransformerConv(_ZooLayer):
+    """Graph transformer; the equations are in `dejax.rgnn.zoo.graph_transformer`."""
+
+    kind = zoo.TransformerSpec
+
+
+class RGGNNConv(_ZooLayer):
+    """Gated graph network with edge types; the equations are in `dejax.rgnn.zoo.rggnn`."""
+
+    kind = zoo.RGGNNSpec
+
+
+class CompGCNConv(_ZooLayer):
+    """CompGCN; the equations are in `dejax.rgnn.zoo.compgcn`."""
+
+    kind = zoo.CompGCNSpec
+
+
+class SimpleHGNConv(_ZooLayer):
+    """SimpleHGN; the equations are in `dejax.rgnn.zoo.simple_hgn`."""
+
+    kind = zoo.SimpleHGNSpec
+
+
+class SharedRGATConv(_ZooLayer):
+    """RGAT with query and key shared by all relations; the equations are in `dejax.rgnn.zoo.rgat_shared`."""
+
+    kind = zoo.SharedRGATSpec
+
+
+class HEATConv(_ZooLayer):
+    """Heterogeneous edge-enhanced attention; the equations are in `dejax.rgnn.zoo.heat`."""
+
+    kind = zoo.HEATSpec
 
 
 class ProgramModule(nnx.Module):

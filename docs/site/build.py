@@ -33,6 +33,7 @@ PUBLIC = {
     "dejax.rgnn.jraph_layers": "Layers for `jraph.GraphsTuple`.",
     "dejax.rgnn.interop": "Graphs from and to other libraries.",
     "dejax.host_gather": "Tables in host memory.",
+    "dejax.minibatch": "Mini-batches of heterogeneous graphs.",
     "dejax.offload": "Activations and optimizer state in host memory or on NVMe.",
     "dejax.offload.nnx": "Offload of modules of Flax nnx.",
     "dejax.offload.linen": "Offload of modules of Flax linen.",

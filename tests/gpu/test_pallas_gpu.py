@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.pallas.reference import GEMMS, OUTERS, TF32, TRAVERSALS, Gemm, Outer, Traversal, scaled
+from tests.pallas.reference import GEMMS, TF32, TRAVERSALS, WEIGHT_GRADIENTS, Gemm, Traversal, WeightGradient, scaled
 
 pytestmark = pytest.mark.gpu
 
@@ -31,12 +31,12 @@ def types(positions: int, count: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(int(c) for c in rng.multinomial(positions, rng.dirichlet(np.full(count, 0.2))))
 
 
-def degrees(rows: int, items: int, hub: int, seed: int = 0) -> tuple[int, ...]:
-    """Skewed degrees with empty rows and one row of `hub` items."""
+def degrees(rows: int, entries: int, long_segment: int, seed: int = 0) -> tuple[int, ...]:
+    """Skewed degrees with empty rows and one row of `long_segment` entries."""
     rng = np.random.default_rng(seed)
     weight = rng.pareto(1.5, rows) * (rng.random(rows) > 0.1)
-    found = rng.multinomial(items, weight / weight.sum())
-    found[rows // 2] = hub
+    found = rng.multinomial(entries, weight / weight.sum())
+    found[rows // 2] = long_segment
     return tuple(int(d) for d in found)
 
 
@@ -64,8 +64,8 @@ LARGE_GEMMS = {
         (17, 100, 3, "f32", jnp.float32, 32),
     ]
 }
-LARGE_OUTERS = {
-    f"{k} by {n}, {heads} heads, {precision}, {np.dtype(dtype).name}": Outer(
+LARGE_WEIGHT_GRADIENTS = {
+    f"{k} by {n}, {heads} heads, {precision}, {np.dtype(dtype).name}": WeightGradient(
         counts=types(60_000, 64),
         rows=20_000,
         k=k,
@@ -116,9 +116,9 @@ def test_grouped_gemm(name):
     case.check(jax.jit(case.run)(a), a, tolerance(case))
 
 
-@pytest.mark.parametrize("name", [*OUTERS, *LARGE_OUTERS])
+@pytest.mark.parametrize("name", [*WEIGHT_GRADIENTS, *LARGE_WEIGHT_GRADIENTS])
 def test_grouped_weight_gradient(name):
-    case = (OUTERS | LARGE_OUTERS)[name]
+    case = (WEIGHT_GRADIENTS | LARGE_WEIGHT_GRADIENTS)[name]
     a = case.arrays()
     run = jax.jit(case.run)
     result = run(a)
@@ -139,16 +139,16 @@ def test_traverse(name):
     assert all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(again), strict=True))
 
 
-@pytest.mark.parametrize("name, operand", [("attention, hubs", "z"), ("attention, hubs", "score")])
+@pytest.mark.parametrize("name, operand", [("attention, long segments", "z"), ("attention, long segments", "score")])
 def test_traverse_vmap(name, operand):
     case = scaled(TRAVERSALS[name])
     samples = [case.arrays(seed) for seed in (0, 1, 2)]
     stacked = {n: np.stack([s[n] for s in samples]) if n == operand else v for n, v in samples[0].items()}
     run = jax.jit(jax.vmap(case.run, in_axes=({n: 0 if n == operand else None for n in stacked},)))
-    rows, items = run(stacked)
+    rows, entries = run(stacked)
     for i, s in enumerate(samples):
         one = {n: s[n] if n == operand else v for n, v in samples[0].items()}
-        case.check((tuple(r[i] for r in rows), tuple(v[i] for v in items)), one)
+        case.check((tuple(r[i] for r in rows), tuple(v[i] for v in entries)), one)
 
 
 @pytest.mark.parametrize("operand", ["x", "w"])
@@ -180,6 +180,6 @@ def test_rows_past_2_to_the_32_bytes():
         [kernels.Operand("indexed", 0)],
         index_tables=[index],
         reductions=[kernels.Reduction("sum", (width,))],
-        segments=kernels.Segments(offsets=jnp.arange(5, dtype=jnp.int32), num_items=4, num_rows=4),
+        segments=kernels.Segments(offsets=jnp.arange(5, dtype=jnp.int32), num_entries=4, num_rows=4),
     )
     assert np.array_equal(total, expected)

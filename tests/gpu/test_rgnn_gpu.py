@@ -67,12 +67,12 @@ def test_small_graphs(name: str, graph: str) -> None:
 @pytest.mark.parametrize(
     "name", ["rgcn_mean", "rgcn_bases", "rgat", "rgat_relation", "hgt_skip", "largest_computed_message"]
 )
-def test_many_programs_and_hubs(name: str, size: Size) -> None:
+def test_many_programs_and_long_segments(name: str, size: Size) -> None:
     check(name, "large", size, F32, tolerance=2e-5)
 
 
 @pytest.mark.parametrize("name", ["softmax_over_incoming_edges", "softmax_within_relations"])
-@pytest.mark.parametrize("graph", ["hubs", "large"])
+@pytest.mark.parametrize("graph", ["long_segments", "large"])
 def test_softmax_of_large_scores(name: str, graph: str) -> None:
     check(name, graph, Size(), F32, tolerance=1e-5, scores=1e4)
 
@@ -116,12 +116,12 @@ def test_sums_by_atomic_addition() -> None:
 
 def test_auto_is_the_kernels_here() -> None:
     """`backend="auto"` gives bit for bit what the kernels give, and XLA does not."""
-    want = expected("rgat", "hubs", Size(17, 17, 2), "float32")
+    want = expected("rgat", "long_segments", Size(17, 17, 2), "float32")
     arrays = {k: jnp.asarray(v, jnp.float32) for k, v in want.arrays.items()}
     x = arrays.pop("x")
     results = {
         backend: np.asarray(
-            library.rgat(graph_of("hubs"), x, arrays, options=Options(backend=backend, precision="tf32"))
+            library.rgat(graph_of("long_segments"), x, arrays, options=Options(backend=backend, precision="tf32"))
         )
         for backend in ("auto", "pallas", "xla")
     }

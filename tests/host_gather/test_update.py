@@ -179,7 +179,7 @@ def test_checkpoint(tmp_path: Path) -> None:
 
 
 def test_checkpoint_by_orbax(tmp_path: Path) -> None:
-    # Tables beside device state in one checkpoint: as views, which Orbax writes without a copy on the device.
+    # Tables together with device state in one checkpoint: as views, which Orbax writes without a copy on the device.
     checkpoint = pytest.importorskip("orbax.checkpoint")
     optimizer = adam(0.1)
     table = HostTable.from_numpy(ROWS)

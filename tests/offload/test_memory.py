@@ -59,7 +59,7 @@ def group(folder, limit, used, cache=0, version=2):
           **group("sys/fs/cgroup/a", GIB, 2 * GIB)}, 0),
         ({"proc/self/cgroup": "0::/a\n", "proc/self/mountinfo": V2.format(root="/"),
           **group("sys/fs/cgroup/a", 500 * GIB, GIB)}, 100),
-        # Version 1, alone, in a container, with no limit, and beside version 2 without memory.
+        # Version 1, alone, in a container, with no limit, and alongside version 2 without memory.
         ({"proc/self/cgroup": "5:cpu,cpuacct:/c\n4:memory:/m\n", "proc/self/mountinfo": V1.format(root="/"),
           **group("sys/fs/cgroup/memory/m", 12 * GIB, 4 * GIB, 2 * GIB, version=1)}, 10),
         ({"proc/self/cgroup": "4:memory:/docker/x\n", "proc/self/mountinfo": V1.format(root="/docker/x"),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dejax import pallas as kernels
-from dejax.pallas.formats.half_rows import encode
+from dejax.pallas.formats.row_scaled import encode
 from dejax.pallas.products import reference as products
 from dejax.pallas.products.weight_gradient import split_table
 
@@ -118,7 +118,7 @@ class Gemm:
     def check(self, result: Any, a: dict[str, np.ndarray], tolerance: float | None = None) -> None:
         y, dot = products.grouped_gemm(self.request(a))
         got = result if self.dot_vector else (result, None)
-        if isinstance(got[0], kernels.HalfRows):
+        if isinstance(got[0], kernels.RowScaled):
             assert self.scaled_out and got[0].mantissa.dtype == jnp.float16
             got = (decoded(got[0]), got[1])
         tolerance = TF32 if tolerance is None and self.precision == "tf32" and self.dtype == jnp.float32 else tolerance
@@ -209,7 +209,7 @@ GEMMS = {
 }
 
 
-def decoded(rows: kernels.HalfRows) -> jax.Array:
+def decoded(rows: kernels.RowScaled) -> jax.Array:
     """The rows in float32, after a check that zeros are stored behind their features."""
     assert rows.mantissa.shape[-1] % 8 == 0 or rows.shape[-1] < 16
     assert not np.any(rows.mantissa[..., rows.shape[-1] :])
@@ -229,7 +229,7 @@ def assert_close(got: Any, expected: np.ndarray, low: bool = False, tolerance: f
 
 
 @dataclass(frozen=True)
-class Outer:
+class WeightGradient:
     """One grouped weight gradient."""
 
     counts: tuple[int, ...] = (9, 0, 21, 1)
@@ -303,46 +303,46 @@ class Outer:
             assert not np.any(np.asarray(total, np.float32)[empty]), "a type without positions must give exact zeros"
 
 
-OUTERS = {
-    "plain": Outer(),
-    "k 1, n 1, no heads axis": Outer(k=1, n=1, heads=None, scale=True),
-    "wide": Outer(k=100, n=100, heads=1, counts=(20,)),
-    "tiles of the result": Outer(k=70, n=130, heads=1, counts=(5, 4)),
-    "eight heads": Outer(k=16, n=16, heads=8),
-    "heads merged": Outer(heads=4, k=5, n=7, counts=(9, 2), scale=True),
-    "some heads merged": Outer(heads=6, k=20, n=3, counts=(9, 2)),
-    "heads one by one": Outer(heads=4, k=5, n=7, counts=(9, 2), precision="f32", scale=True),
-    "no gather": Outer(gather=False),
-    "no gather, padding": Outer(gather=False, padding=5),
-    "padding, scale": Outer(padding=5, scale=True),
-    "one split a type": Outer(rows_per_split=64),
-    "default splits": Outer(rows_per_split=None),
-    "splits in any order": Outer(shuffled=True, padding=5),
-    "one split a type, in any order": Outer(shuffled=True, rows_per_split=64),
-    "all types empty": Outer(counts=(0, 0), padding=9),
-    "bfloat16": Outer(dtype=jnp.bfloat16),
-    "bfloat16 result": Outer(dtype=jnp.bfloat16, out_dtype=jnp.bfloat16, scale=True),
-    "bf16 products": Outer(precision="bf16"),
-    "f32 products": Outer(precision="f32"),
-    "row-scaled": Outer(row_scaled=("x", "y"), heads=1),
-    "row-scaled y and float32 x": Outer(row_scaled=("y",), heads=4, k=5, n=7, counts=(9, 2)),
-    "row-scaled, stored longer": Outer(row_scaled=("x", "y"), heads=None, k=20, n=100, padding=5),
-    "row-scaled, heads stored longer": Outer(row_scaled=("x", "y"), heads=3, k=20, n=36, counts=(9, 2)),
-    "row-scaled x, heads stored longer": Outer(row_scaled=("x",), heads=2, k=20, n=3, counts=(9, 2)),
+WEIGHT_GRADIENTS = {
+    "plain": WeightGradient(),
+    "k 1, n 1, no heads axis": WeightGradient(k=1, n=1, heads=None, scale=True),
+    "wide": WeightGradient(k=100, n=100, heads=1, counts=(20,)),
+    "tiles of the result": WeightGradient(k=70, n=130, heads=1, counts=(5, 4)),
+    "eight heads": WeightGradient(k=16, n=16, heads=8),
+    "heads merged": WeightGradient(heads=4, k=5, n=7, counts=(9, 2), scale=True),
+    "some heads merged": WeightGradient(heads=6, k=20, n=3, counts=(9, 2)),
+    "heads one by one": WeightGradient(heads=4, k=5, n=7, counts=(9, 2), precision="f32", scale=True),
+    "no gather": WeightGradient(gather=False),
+    "no gather, padding": WeightGradient(gather=False, padding=5),
+    "padding, scale": WeightGradient(padding=5, scale=True),
+    "one split a type": WeightGradient(rows_per_split=64),
+    "default splits": WeightGradient(rows_per_split=None),
+    "splits in any order": WeightGradient(shuffled=True, padding=5),
+    "one split a type, in any order": WeightGradient(shuffled=True, rows_per_split=64),
+    "all types empty": WeightGradient(counts=(0, 0), padding=9),
+    "bfloat16": WeightGradient(dtype=jnp.bfloat16),
+    "bfloat16 result": WeightGradient(dtype=jnp.bfloat16, out_dtype=jnp.bfloat16, scale=True),
+    "bf16 products": WeightGradient(precision="bf16"),
+    "f32 products": WeightGradient(precision="f32"),
+    "row-scaled": WeightGradient(row_scaled=("x", "y"), heads=1),
+    "row-scaled y and float32 x": WeightGradient(row_scaled=("y",), heads=4, k=5, n=7, counts=(9, 2)),
+    "row-scaled, stored longer": WeightGradient(row_scaled=("x", "y"), heads=None, k=20, n=100, padding=5),
+    "row-scaled, heads stored longer": WeightGradient(row_scaled=("x", "y"), heads=3, k=20, n=36, counts=(9, 2)),
+    "row-scaled x, heads stored longer": WeightGradient(row_scaled=("x",), heads=2, k=20, n=3, counts=(9, 2)),
 }
 # Each with narrow rows, too: of one column, and of several where tiles and heads matter.
-OUTERS |= {f"{name}; narrow": replace(case, narrow=1) for name, case in OUTERS.items()} | {
-    "three narrow": Outer(heads=None, narrow=3),
-    "sixteen narrow": Outer(heads=1, n=20, narrow=16),
-    "two narrow, bfloat16": Outer(narrow=2, dtype=jnp.bfloat16),
-    "five narrow, heads stored longer": Outer(row_scaled=("x",), heads=2, k=20, n=3, counts=(9, 2), narrow=5),
-    "two narrow, heads merged": Outer(heads=4, k=5, n=7, counts=(9, 2), padding=3, scale=True, narrow=2),
-    "four narrow, tiles of the result": Outer(k=70, n=130, heads=1, counts=(5, 4), narrow=4),
-    "narrow, row-scaled": Outer(row_scaled=("x", "narrow"), heads=1, narrow=2),
-    "narrow, 64 by 64": Outer(
+WEIGHT_GRADIENTS |= {f"{name}; narrow": replace(case, narrow=1) for name, case in WEIGHT_GRADIENTS.items()} | {
+    "three narrow": WeightGradient(heads=None, narrow=3),
+    "sixteen narrow": WeightGradient(heads=1, n=20, narrow=16),
+    "two narrow, bfloat16": WeightGradient(narrow=2, dtype=jnp.bfloat16),
+    "five narrow, heads stored longer": WeightGradient(row_scaled=("x",), heads=2, k=20, n=3, counts=(9, 2), narrow=5),
+    "two narrow, heads merged": WeightGradient(heads=4, k=5, n=7, counts=(9, 2), padding=3, scale=True, narrow=2),
+    "four narrow, tiles of the result": WeightGradient(k=70, n=130, heads=1, counts=(5, 4), narrow=4),
+    "narrow, row-scaled": WeightGradient(row_scaled=("x", "narrow"), heads=1, narrow=2),
+    "narrow, 64 by 64": WeightGradient(
         k=64, n=64, heads=1, counts=(70, 3), row_scaled=("x", "y"), rows_per_split=None, narrow=1
     ),
-    "narrow, wider than it": Outer(k=256, n=100, heads=None, counts=(20,), padding=1, narrow=1),
+    "narrow, wider than it": WeightGradient(k=256, n=100, heads=None, counts=(20,), padding=1, narrow=1),
 }
 
 
@@ -353,16 +353,16 @@ OUTERS |= {f"{name}; narrow": replace(case, narrow=1) for name, case in OUTERS.i
 class Traversal:
     """One traversal; `kind` names what its body does.
 
-    attention: a score for each item and head from an item, an indexed and a row operand; softmax over the row, weighted
-      sum of gathered rows; writes score and probability's numerator's logarithm by item, and by row the weighted mean,
-      the maximum and the sum of weights.
-    sum, max: of gathered rows times an item value, no epilogue.
-    positioned: sum of rows gathered by a table in the order of rows; no item id is needed.
-    edges: item outputs alone.
-    columns: sum of gathered rows times a number that one array has for each item beside others; writes two numbers of
-      the item side by side.
+    attention: a score for each entry and head from an entry, an indexed and a row operand; softmax over the row,
+      weighted sum of gathered rows; writes score and probability's numerator's logarithm by entry, and by row the
+      weighted mean, the maximum and the sum of weights.
+    sum, max: of gathered rows times an entry value, no epilogue.
+    positioned: sum of rows gathered by a table in the order of rows; no entry id is needed.
+    edges: entry outputs alone.
+    columns: sum of gathered rows times a scalar of each entry, one column of an array of several; writes two scalars of
+      the entry side by side.
     scalars: features of rank 0 and a shared scalar.
-    beside: sum of gathered rows times an item value, less twice the same over other items of the row.
+    fused sums: sum of gathered rows times an entry value, less twice the same over other entries of the row.
     """
 
     kind: str = "attention"
@@ -374,27 +374,27 @@ class Traversal:
     sorted: bool = False
     chunk: int | None = None
     spread: float = 1.0
-    schedule: tuple[int, int, int] | None = (2, 4, 1)  # rows, items, warps
-    unused_hubs: int = 1
+    schedule: tuple[int, int, int] | None = (2, 4, 1)  # rows, entries, warps
+    unused_long_segments: int = 1
     nodes: int = 11
     ordered: bool = False  # rows in an order of their own
-    half: bool = False  # rows read and written in 16 bits
-    counted: bool = False  # the last chunk of a hub merges them
+    row_scaled: bool = False  # rows read and written in 16 bits
+    counted: bool = False  # the last chunk of a long segment merges them
 
     @property
-    def items(self) -> int:
+    def entries(self) -> int:
         return sum(self.degrees) + self.padding
 
     def arrays(self, seed: int = 0) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(seed)
         h, d, rows = self.heads, self.width, len(self.degrees)
         a: dict[str, Any] = {
-            "score": rng.standard_normal((self.items, h)) * self.spread,
+            "score": rng.standard_normal((self.entries, h)) * self.spread,
             "z": rng.standard_normal((self.nodes, h, d)),
             "bias": rng.standard_normal((rows, h)),
             "gain": rng.standard_normal((h, d)),
             "x": rng.standard_normal((self.nodes, d)),
-            "weight": rng.standard_normal(self.items),
+            "weight": rng.standard_normal(self.entries),
             "scalar": rng.standard_normal(()),
         }
         a = {name: np.asarray(jnp.asarray(value, self.dtype)) for name, value in a.items()}
@@ -403,38 +403,38 @@ class Traversal:
             a["row_order"] = rng.permutation(rows).astype(np.int32)
             degrees = degrees[a["row_order"]]
         a["offsets"] = np.concatenate([[0], np.cumsum(degrees)]).astype(np.int32)
-        a["index"] = rng.integers(0, self.nodes, self.items).astype(np.int32)
-        order = np.arange(self.items) if self.sorted else rng.permutation(self.items)
+        a["index"] = rng.integers(0, self.nodes, self.entries).astype(np.int32)
+        order = np.arange(self.entries) if self.sorted else rng.permutation(self.entries)
         a["order"] = order.astype(np.int32)
-        a["index"][order[sum(self.degrees) :]] = self.nodes  # padding items: out of range
+        a["index"][order[sum(self.degrees) :]] = self.nodes  # padding entries: out of range
         if self.chunk is not None:
-            a.update(hub_table(a["offsets"], self.chunk, self.unused_hubs))
-        if self.kind == "beside":
+            a.update(long_segment_table(a["offsets"], self.chunk, self.unused_long_segments))
+        if self.kind == "fused sums":
             a["others"] = np.concatenate([[0], np.cumsum(self.degrees[::-1])]).astype(np.int32)
-            a["other_order"] = rng.permutation(self.items).astype(np.int32)
+            a["other_order"] = rng.permutation(self.entries).astype(np.int32)
         if self.ordered:  # positions are those of the permuted rows
-            for name in ("hub_rows", "chunk_row"):
+            for name in ("long_segment_rows", "chunk_row"):
                 if name in a:
                     a[name] = np.append(a["row_order"], rows).astype(np.int32)[a[name]]
         return a
 
     def run(self, a: dict[str, Any], interpret: bool | None = None) -> tuple[tuple, tuple]:
         kind, h, d = self.kind, self.heads, self.width
-        item, indexed, row, shared = (kernels.Operand(s, 0 if s == "indexed" else None) for s in
-                                      ("item", "indexed", "row", "shared"))  # fmt: skip
-        names = (*HUB_NAMES, "chunk_hub") if self.counted else HUB_NAMES
+        entry, indexed, row, shared = (kernels.Operand(s, 0 if s == "indexed" else None) for s in
+                                      ("entry", "indexed", "row", "shared"))  # fmt: skip
+        names = (*LONG_SEGMENT_NAMES, "chunk_segment") if self.counted else LONG_SEGMENT_NAMES
         segments = kernels.Segments(
             offsets=a["offsets"],
-            num_items=self.items,
+            num_entries=self.entries,
             num_rows=len(self.degrees),
             order=None if self.sorted else a["order"],
             row_order=a["row_order"] if self.ordered else None,
-            hubs=None if self.chunk is None else (self.chunk, *(a[n] for n in names)),
+            long_segments=None if self.chunk is None else (self.chunk, *(a[n] for n in names)),
         )
         options: dict[str, Any] = {"segments": segments, "index_tables": [a["index"]], "interpret": interpret}
         if self.schedule is not None:
             options["schedule"] = kernels.TraversalSchedule(*self.schedule, 1)
-        half = (0,) if self.half else ()
+        row_scaled = (0,) if self.row_scaled else ()
         f32 = jnp.float32
         if kind == "attention":
 
@@ -451,14 +451,14 @@ class Traversal:
                 body,
                 epilogue,
                 [a["score"], a["z"], a["bias"], a["gain"]],
-                [item, indexed, row, shared],
+                [entry, indexed, row, shared],
                 reductions=[
                     kernels.Reduction("max", (h,)),
                     kernels.Reduction("weighted", (h,), 0),
                     kernels.Reduction("weighted", (h, d), 0),
                 ],
                 outputs=kernels.Outputs(
-                    half=half, items=[((h,), f32)], rows=[((h, d), self.dtype), ((h,), f32), ((h,), f32)]
+                    row_scaled=row_scaled, entries=[((h,), f32)], rows=[((h, d), self.dtype), ((h,), f32), ((h,), f32)]
                 ),
                 **options,
             )
@@ -467,21 +467,21 @@ class Traversal:
                 lambda x, weight: ((x * weight[:, :, None],), ()),
                 None,
                 [a["x"], a["weight"]],
-                [indexed, item],
+                [indexed, entry],
                 reductions=[kernels.Reduction(kind, (d,))],
-                outputs=kernels.Outputs(half=half, rows=[((d,), self.dtype)]),
+                outputs=kernels.Outputs(row_scaled=row_scaled, rows=[((d,), self.dtype)]),
                 **options,
             )
         if kind == "positioned":
             options["index_tables"] = [a["index"][a["order"]]]
-            x = encode(jnp.asarray(a["x"])) if self.half else a["x"]
+            x = encode(jnp.asarray(a["x"])) if self.row_scaled else a["x"]
             return kernels.traverse(
                 lambda x, scalar: ((x * scalar,), ()),
                 None,
                 [x, a["scalar"]],
                 [kernels.Operand("positioned", 0), shared],
                 reductions=[kernels.Reduction("sum", (d,))],
-                outputs=kernels.Outputs(half=half, rows=[((d,), self.dtype)]),
+                outputs=kernels.Outputs(row_scaled=row_scaled, rows=[((d,), self.dtype)]),
                 **options,
             )
         if kind == "edges":
@@ -496,21 +496,21 @@ class Traversal:
                 edge_body,
                 None,
                 [a["x"], a["score"], a["bias"]],
-                [indexed, item, row],
-                outputs=kernels.Outputs(half=half, items=[((), f32), ((h,), self.dtype)]),
+                [indexed, entry, row],
+                outputs=kernels.Outputs(row_scaled=row_scaled, entries=[((), f32), ((h,), self.dtype)]),
                 **options,
             )
         if kind == "columns":
-            beside = jnp.concatenate([jnp.asarray(a["weight"])[:, None], jnp.asarray(a["score"])], axis=1)
-            number, scores = (kernels.Operand("item", columns=columns) for columns in ((0, ()), (1, (h,))))
+            columns = jnp.concatenate([jnp.asarray(a["weight"])[:, None], jnp.asarray(a["score"])], axis=1)
+            scalar, scores = (kernels.Operand("entry", columns=c) for c in ((0, ()), (1, (h,))))
             return kernels.traverse(
                 lambda x, w, s: ((x * w[:, :, None],), ((w[:, :, None], 2 * w[:, :, None]), (s, s + w[:, :, None]))),
                 None,
-                [a["x"], beside, beside],
-                [indexed, number, scores],
+                [a["x"], columns, columns],
+                [indexed, scalar, scores],
                 reductions=[kernels.Reduction("sum", (d,))],
                 outputs=kernels.Outputs(
-                    half=half, rows=[((d,), self.dtype)], items=[((2,), f32), ((2 * h,), self.dtype)]
+                    row_scaled=row_scaled, rows=[((d,), self.dtype)], entries=[((2,), f32), ((2 * h,), self.dtype)]
                 ),
                 **options,
             )
@@ -519,26 +519,26 @@ class Traversal:
                 lambda w, c: ((w * c, w), (w + c,)),
                 lambda accs, tiles: (accs[0] + tiles[0], accs[1]),
                 [a["weight"], a["scalar"]],
-                [item, shared],
+                [entry, shared],
                 reductions=[kernels.Reduction("sum", ()), kernels.Reduction("max", ())],
-                outputs=kernels.Outputs(half=half, items=[((), f32)], rows=[((), f32), ((), f32)]),
+                outputs=kernels.Outputs(row_scaled=row_scaled, entries=[((), f32)], rows=[((), f32), ((), f32)]),
                 **options,
             )
-        if kind == "beside":
-            x = encode(jnp.asarray(a["x"])) if self.half else a["x"]
+        if kind == "fused sums":
+            x = encode(jnp.asarray(a["x"])) if self.row_scaled else a["x"]
             sums = kernels.Reduction("sum", (d,))
-            beside = kernels.Beside(
-                lambda x, weight: (x * weight[:, :, None],), [x, a["weight"]], [indexed, item], a["others"],
-                a["other_order"], self.items, [a["index"]], [sums],
+            fused_sums = kernels.FusedSums(
+                lambda x, weight: (x * weight[:, :, None],), [x, a["weight"]], [indexed, entry], a["others"],
+                a["other_order"], self.entries, [a["index"]], [sums],
             )  # fmt: skip
             return kernels.traverse(
                 lambda x, weight: ((x * weight[:, :, None],), ()),
                 lambda sums, tiles: (sums[0] - 2 * sums[1],),
                 [x, a["weight"]],
-                [indexed, item],
+                [indexed, entry],
                 reductions=[sums],
-                beside=beside,
-                outputs=kernels.Outputs(half=half, rows=[((d,), self.dtype)]),
+                fused_sums=fused_sums,
+                outputs=kernels.Outputs(row_scaled=row_scaled, rows=[((d,), self.dtype)]),
                 **options,
             )
         raise AssertionError(kind)
@@ -551,28 +551,28 @@ class Traversal:
         source = np.minimum(a["index"], self.nodes - 1)
         if kind == "attention":
             mixed, top, total = np.zeros((rows, h, d)), np.zeros((rows, h)), np.zeros((rows, h))
-            item = np.zeros((self.items, h))
+            entry = np.zeros((self.entries, h))
             for r, m in enumerate(members):
                 if len(m):
                     s = f["score"][m] + f["bias"][r]
-                    s = item[m] = np.where(s > 0, s, 0.2 * s)
+                    s = entry[m] = np.where(s > 0, s, 0.2 * s)
                     top[r] = s.max(0)
                     p = np.exp(s - top[r])
                     total[r] = p.sum(0)
                     mixed[r] = np.einsum("eh,ehd->hd", p / total[r], f["z"][source[m]] * f["gain"])
-            return [mixed + f["bias"][:, :, None], top, total], [item]
+            return [mixed + f["bias"][:, :, None], top, total], [entry]
         if kind in ("sum", "max"):
             value = f["x"][source] * f["weight"][:, None]
             reduce = np.sum if kind == "sum" else np.max
             return [np.stack([reduce(value[m], axis=0) if len(m) else np.zeros(d) for m in members])], []
         if kind == "positioned":
             return [np.stack([f["x"][source[m]].sum(0) * f["scalar"] for m in members])], []
-        if kind == "beside":
+        if kind == "fused sums":
             value = f["x"][source] * np.where(a["index"] < self.nodes, f["weight"], 0)[:, None]
             others = [a["other_order"][s:e] for s, e in itertools.pairwise(a["others"])]
             return [np.stack([value[m].sum(0) - 2 * value[o].sum(0) for m, o in zip(members, others, strict=True)])], []
-        valid = np.zeros(self.items, bool)
-        owner = np.zeros(self.items, int)
+        valid = np.zeros(self.entries, bool)
+        owner = np.zeros(self.entries, int)
         for r, m in enumerate(members):
             valid[m], owner[m] = True, r
         if kind == "edges":
@@ -590,86 +590,94 @@ class Traversal:
         for got, expected in zip(result, self.reference(a), strict=True):
             assert len(got) == len(expected)
             for g, e in zip(got, expected, strict=True):
-                if isinstance(g, kernels.HalfRows):
+                if isinstance(g, kernels.RowScaled):
                     assert_close(decoded(g), e, False, tolerance or TF32)
                 else:
                     assert_close(g, e, g.dtype != jnp.float32, tolerance)
 
 
-HUB_NAMES = ("hub_rows", "hub_offsets", "chunk_row", "chunk_start", "chunk_end")
+LONG_SEGMENT_NAMES = ("long_segment_rows", "long_segment_offsets", "chunk_row", "chunk_start", "chunk_end")
 
 
-def hub_table(offsets: np.ndarray, chunk: int, unused: int) -> dict[str, np.ndarray]:
-    """Rows with more than `chunk` items, cut in chunks, and `unused` hubs and chunks after them."""
+def long_segment_table(offsets: np.ndarray, chunk: int, unused: int) -> dict[str, np.ndarray]:
+    """Rows with more than `chunk` entries, cut in chunks, and `unused` long segments and chunks after them."""
     rows = len(offsets) - 1
     counts = np.diff(offsets)
-    hubs = np.nonzero(counts > chunk)[0]
-    chunks = [(r, s, min(s + chunk, offsets[r + 1])) for r in hubs for s in range(offsets[r], offsets[r + 1], chunk)]
-    per_hub = [-(-counts[r] // chunk) for r in hubs]
-    starts = np.concatenate([[0], np.cumsum(per_hub)])
+    long_segments = np.nonzero(counts > chunk)[0]
+    chunks = [
+        (r, s, min(s + chunk, offsets[r + 1])) for r in long_segments for s in range(offsets[r], offsets[r + 1], chunk)
+    ]
+    chunks_of_each = [-(-counts[r] // chunk) for r in long_segments]
+    starts = np.concatenate([[0], np.cumsum(chunks_of_each)])
     table = np.array([*chunks, *[(rows, 0, 0)] * unused], np.int32).reshape(-1, 3)
     return {
-        "hub_rows": np.array([*hubs, *[rows] * unused], np.int32),
-        "hub_offsets": np.array([*starts, *[starts[-1]] * unused], np.int32),
+        "long_segment_rows": np.array([*long_segments, *[rows] * unused], np.int32),
+        "long_segment_offsets": np.array([*starts, *[starts[-1]] * unused], np.int32),
         "chunk_row": table[:, 0],
         "chunk_start": table[:, 1],
         "chunk_end": table[:, 2],
-        "chunk_hub": np.repeat([*range(len(hubs)), len(hubs) + unused], [*per_hub, unused]).astype(np.int32),
+        "chunk_segment": np.repeat(
+            [*range(len(long_segments)), len(long_segments) + unused], [*chunks_of_each, unused]
+        ).astype(np.int32),
     }
 
 
 TRAVERSALS = {
     "attention": Traversal(),
     "attention, one row a program": Traversal(schedule=(1, 1, 1)),
-    "attention, hubs": Traversal(chunk=4),
-    "attention, hubs, two warps": Traversal(heads=2, width=32, chunk=4, schedule=(4, 2, 2)),
-    "attention, hubs, sorted": Traversal(chunk=2, sorted=True, unused_hubs=0),
+    "attention, long segments": Traversal(chunk=4),
+    "attention, long segments, two warps": Traversal(heads=2, width=32, chunk=4, schedule=(4, 2, 2)),
+    "attention, long segments, sorted": Traversal(chunk=2, sorted=True, unused_long_segments=0),
     "attention, large scores": Traversal(spread=1e4),
-    "attention, large scores, hubs": Traversal(spread=1e4, chunk=4),
-    "attention, large scores, hubs of many chunks": Traversal(spread=1e4, degrees=(3, 150, 9, 128, 0, 275), chunk=2),
-    "max, hubs of many chunks": Traversal(kind="max", width=3, degrees=(3, 150, 9, 128, 0, 275), chunk=2),
-    "attention, bfloat16, hubs": Traversal(dtype=jnp.bfloat16, chunk=4),
+    "attention, large scores, long segments": Traversal(spread=1e4, chunk=4),
+    "attention, large scores, long segments of many chunks": Traversal(
+        spread=1e4, degrees=(3, 150, 9, 128, 0, 275), chunk=2
+    ),
+    "max, long segments of many chunks": Traversal(kind="max", width=3, degrees=(3, 150, 9, 128, 0, 275), chunk=2),
+    "attention, bfloat16, long segments": Traversal(dtype=jnp.bfloat16, chunk=4),
     "attention, one head": Traversal(heads=1, width=17),
     "attention, eight heads": Traversal(heads=8, width=3, schedule=None),
-    "attention, no items": Traversal(degrees=(0, 0, 0), padding=3),
+    "attention, no entries": Traversal(degrees=(0, 0, 0), padding=3),
     "attention, no padding, sorted": Traversal(padding=0, sorted=True, schedule=None),
     "sum": Traversal(kind="sum", width=17),
     "sum, width 1": Traversal(kind="sum", width=1),
-    "sum, width 100, hubs": Traversal(kind="sum", width=100, chunk=5, schedule=None),
+    "sum, width 100, long segments": Traversal(kind="sum", width=100, chunk=5, schedule=None),
     "sum, bfloat16": Traversal(kind="sum", width=16, dtype=jnp.bfloat16),
-    "positioned, hubs": Traversal(kind="positioned", chunk=4),
-    "max, hubs": Traversal(kind="max", width=3, chunk=4),
+    "positioned, long segments": Traversal(kind="positioned", chunk=4),
+    "max, long segments": Traversal(kind="max", width=3, chunk=4),
     "edges": Traversal(kind="edges"),
-    "edges, width 16, hubs": Traversal(kind="edges", width=16, chunk=4),
+    "edges, width 16, long segments": Traversal(kind="edges", width=16, chunk=4),
     "edges, bfloat16": Traversal(kind="edges", dtype=jnp.bfloat16),
     "columns": Traversal(kind="columns"),
-    "columns, hubs, rows ordered": Traversal(kind="columns", heads=1, width=17, chunk=4, ordered=True),
+    "columns, long segments, rows ordered": Traversal(kind="columns", heads=1, width=17, chunk=4, ordered=True),
     "columns, bfloat16": Traversal(kind="columns", heads=4, dtype=jnp.bfloat16),
-    "beside": Traversal(kind="beside", width=17, schedule=None),
-    "beside, hubs": Traversal(kind="beside", chunk=4),
-    "beside, half rows, hubs, rows ordered": Traversal(kind="beside", width=64, chunk=4, ordered=True, half=True),
-    "beside, bfloat16, rows ordered": Traversal(kind="beside", width=16, ordered=True, dtype=jnp.bfloat16),
-    "scalars": Traversal(kind="scalars"),
-    "scalars, hubs": Traversal(kind="scalars", chunk=3, sorted=True),
-    "one row": Traversal(degrees=(7,), chunk=2, schedule=(4, 2, 1)),
-    "attention, hubs, rows ordered": Traversal(chunk=4, ordered=True),
-    "attention, half rows written": Traversal(chunk=4, half=True, heads=3, width=5),
-    "attention, half rows written longer": Traversal(chunk=4, half=True, heads=2, width=20),
-    "positioned, half rows, hubs, rows ordered": Traversal(
-        kind="positioned", width=17, chunk=4, ordered=True, half=True
+    "fused sums": Traversal(kind="fused sums", width=17, schedule=None),
+    "fused sums, long segments": Traversal(kind="fused sums", chunk=4),
+    "fused sums, row-scaled, long segments, rows ordered": Traversal(
+        kind="fused sums", width=64, chunk=4, ordered=True, row_scaled=True
     ),
-    "beside, half rows of 100": Traversal(kind="beside", width=100, half=True, schedule=None),
+    "fused sums, bfloat16, rows ordered": Traversal(kind="fused sums", width=16, ordered=True, dtype=jnp.bfloat16),
+    "scalars": Traversal(kind="scalars"),
+    "scalars, long segments": Traversal(kind="scalars", chunk=3, sorted=True),
+    "one row": Traversal(degrees=(7,), chunk=2, schedule=(4, 2, 1)),
+    "attention, long segments, rows ordered": Traversal(chunk=4, ordered=True),
+    "attention, row-scaled written": Traversal(chunk=4, row_scaled=True, heads=3, width=5),
+    "attention, row-scaled written longer": Traversal(chunk=4, row_scaled=True, heads=2, width=20),
+    "positioned, row-scaled, long segments, rows ordered": Traversal(
+        kind="positioned", width=17, chunk=4, ordered=True, row_scaled=True
+    ),
+    "fused sums, row-scaled of 100": Traversal(kind="fused sums", width=100, row_scaled=True, schedule=None),
 }
 TRAVERSALS |= {
     f"{name}, counted": replace(TRAVERSALS[name], counted=True)
     for name in (
-        "attention, hubs",
-        "attention, hubs, two warps",
-        "attention, large scores, hubs of many chunks",
-        "edges, width 16, hubs",
-        "columns, hubs, rows ordered",
-        "beside, half rows, hubs, rows ordered",
-        "scalars, hubs",
+        "attention, long segments",
+        "attention, long segments, two warps",
+        "attention, large scores, long segments of many chunks",
+        "edges, width 16, long segments",
+        "columns, long segments, rows ordered",
+        "fused sums, row-scaled, long segments, rows ordered",
+        "scalars, long segments",
         "one row",
     )
 }

@@ -10,9 +10,9 @@ pytestmark = pytest.mark.newest_jax
 
 
 def powers(array, kept):
-    ((found, half),) = column_powers([(jnp.asarray(array), kept)], interpret=True)
-    assert found.dtype == jnp.float32 and half.dtype == jnp.bfloat16
-    assert np.array_equal(np.asarray(found), np.asarray(half, np.float32))
+    ((found, short),) = column_powers([(jnp.asarray(array), kept)], interpret=True)
+    assert found.dtype == jnp.float32 and short.dtype == jnp.bfloat16
+    assert np.array_equal(np.asarray(found), np.asarray(short, np.float32))
     return np.asarray(found)
 
 

@@ -1,4 +1,4 @@
-"""`Factored`: the products that it puts off, and sums of them over slots of which some hold no item."""
+"""`Factored`: the products that it puts off, and sums of them over slots of which some hold no entry."""
 
 import itertools
 
@@ -25,7 +25,7 @@ def numbers(seed: int = 1) -> np.ndarray:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("factored", [False, True])
 @pytest.mark.parametrize("zeros", [False, True])
-def test_slots_without_an_item_add_nothing(zeros, factored, weighted):
+def test_slots_without_an_entry_add_nothing(zeros, factored, weighted):
     """Whatever is there: the inverse of a degree of nothing, the weight of a score of nothing."""
     x, factor, weight, total = tile(), numbers(), numbers(2), tile(3)
     x = np.where(INSIDE, x, 0.0 if zeros else np.nan)
@@ -56,9 +56,9 @@ def test_axes_of_size_1():
     np.testing.assert_allclose(whole(by_head.reshape(2, 2, 4, 4, 1)), (x * factor).reshape(2, 2, 4, 4, 1), rtol=1e-6)
 
 
-@pytest.mark.parametrize("half", [False, True])
-def test_a_body_that_takes_factors(half):
-    """A mean over items: rows of another array over a degree, with rows that have fewer items than a step."""
+@pytest.mark.parametrize("row_scaled", [False, True])
+def test_a_body_that_takes_factors(row_scaled):
+    """A mean over entries: rows of another array over a degree, with rows that have fewer entries than a step."""
     rng = np.random.default_rng(0)
     degrees = np.array([3, 0, 1, 5])
     offsets = np.concatenate([[0], np.cumsum(degrees)]).astype(np.int32)
@@ -71,21 +71,21 @@ def test_a_body_that_takes_factors(half):
         seen.append(type(x))
         return (x.times(1 / count[..., None]),), ()
 
-    table = kernels.to_half_rows(rows, interpret=True) if half else rows
+    table = kernels.to_row_scaled(rows, interpret=True) if row_scaled else rows
     (mean,), _ = kernels.traverse(
         body,
         None,
         [table, count],
-        [kernels.Operand("indexed", 0), kernels.Operand("item")],
+        [kernels.Operand("indexed", 0), kernels.Operand("entry")],
         index_tables=[jnp.asarray(index)],
         reductions=[kernels.Reduction("sum", (20,))],
         factored=True,
         schedule=kernels.TraversalSchedule(2, 4, 1, 1),
         interpret=True,
-        segments=kernels.Segments(offsets=jnp.asarray(offsets), order=None, num_items=int(offsets[-1]), num_rows=4),
+        segments=kernels.Segments(offsets=jnp.asarray(offsets), order=None, num_entries=int(offsets[-1]), num_rows=4),
     )
     assert set(seen) == {kernels.Factored}
-    taken = np.asarray(table.decode() if half else rows)
+    taken = np.asarray(table.decode() if row_scaled else rows)
     want = [taken[index[a:b]].mean(0) if b > a else np.zeros(20) for a, b in itertools.pairwise(offsets)]
     np.testing.assert_allclose(mean, np.stack(want), rtol=1e-5, atol=1e-6)
 

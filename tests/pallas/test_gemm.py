@@ -10,8 +10,8 @@ import pytest
 
 from dejax import pallas as kernels
 from dejax.pallas.products import grouped_gemm, reference
-from dejax.pallas.products.schedule import OuterSchedule
-from tests.pallas.reference import GEMMS, OUTERS, Gemm, Outer, interpreted
+from dejax.pallas.products.schedule import WeightGradientSchedule
+from tests.pallas.reference import GEMMS, WEIGHT_GRADIENTS, Gemm, WeightGradient, interpreted
 
 pytestmark = pytest.mark.newest_jax
 
@@ -25,9 +25,9 @@ def test_grouped_gemm(name):
 
 
 @pytest.mark.sample(6)
-@pytest.mark.parametrize("name", OUTERS)
+@pytest.mark.parametrize("name", WEIGHT_GRADIENTS)
 def test_grouped_weight_gradient(name):
-    case = OUTERS[name]
+    case = WEIGHT_GRADIENTS[name]
     a = case.arrays()
     case.check(interpreted(case.run)(a), a)
 
@@ -49,7 +49,7 @@ def test_grouped_gemm_vmap(operand):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("operand", ["x", "y", "narrow"])
 def test_grouped_weight_gradient_vmap(operand):
-    case = Outer(counts=(5, 3), k=3, n=2, rows_per_split=4, narrow=1)
+    case = WeightGradient(counts=(5, 3), k=3, n=2, rows_per_split=4, narrow=1)
     samples = [case.arrays(seed) for seed in (0, 1)]
     stacked = {n: np.stack([s[n] for s in samples]) if n == operand else v for n, v in samples[0].items()}
     total = interpreted(jax.vmap(case.run, in_axes=({n: 0 if n == operand else None for n in stacked},)))(stacked)
@@ -84,15 +84,15 @@ def test_no_positions(shape):
     case = Gemm(**shape)
     a = case.arrays()
     case.check(case.run(a), a)
-    for outer in (Outer(**shape), Outer(**shape, narrow=1)):
-        b = outer.arrays()
-        outer.check(outer.run(b), b)
+    for case in (WeightGradient(**shape), WeightGradient(**shape, narrow=1)):
+        b = case.arrays()
+        case.check(case.run(b), b)
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["plain", "tiles of the result", "row-scaled", "f32 products"])
 def test_narrow_rows_do_not_change_the_other_sum(name):
-    alone, both = OUTERS[name], OUTERS[f"{name}; narrow"]
+    alone, both = WEIGHT_GRADIENTS[name], WEIGHT_GRADIENTS[f"{name}; narrow"]
     np.testing.assert_array_equal(interpreted(both.run)(both.arrays())[0], interpreted(alone.run)(alone.arrays()))
 
 
@@ -101,7 +101,7 @@ def test_narrow_rows_do_not_change_the_other_sum(name):
 @pytest.mark.parametrize("row_scaled", [(), ("x", "y")], ids=["float32", "row-scaled"])
 def test_weight_gradients_of_rows_of_all_magnitudes(powers, row_scaled):
     """Sums have the largest power of two so far as their unit, in steps of 16 positions; small rows keep their bits."""
-    case = Outer(
+    case = WeightGradient(
         counts=(90, 0, 110), k=20, n=18, heads=None, gather=False, rows_per_split=64, narrow=3, row_scaled=row_scaled
     )
     a, rng = case.arrays(), np.random.default_rng(0)
@@ -114,7 +114,7 @@ def test_weight_gradients_of_rows_of_all_magnitudes(powers, row_scaled):
     }[powers]
     for name, power in (("x", of_x), ("y", of_y), ("narrow", of_y)):
         a[name] = (a[name] * 2.0 ** power[:, None]).astype(np.float32)
-    schedule = OuterSchedule(16, 32, 32, 4, 1)
+    schedule = WeightGradientSchedule(16, 32, 32, 4, 1)
     magnitudes = a | {name: np.abs(a[name]) for name in ("x", "y", "narrow")}
     found = interpreted(functools.partial(case.run, schedule=schedule))(a)
     expected, limits = (reference.grouped_weight_gradient(case.request(b)) for b in (a, magnitudes))
@@ -123,10 +123,10 @@ def test_weight_gradients_of_rows_of_all_magnitudes(powers, row_scaled):
 
 
 def test_narrow_rows_are_checked():
-    case = Outer(narrow=17)
+    case = WeightGradient(narrow=17)
     with pytest.raises(NotImplementedError, match="`narrow` must have 1 to 16 columns for each head, got 17"):
         case.run(case.arrays())
-    a = Outer(narrow=1).arrays()
+    a = WeightGradient(narrow=1).arrays()
     with pytest.raises(ValueError, match=r"`narrow` must be \[13, 2, columns\], .*, got \(12, 2, 1\)"):
         case.run(a | {"narrow": a["narrow"][1:]})
 
@@ -155,7 +155,7 @@ def test_errors_say_what_to_do(error, match, fields, arrays):
 def test_gradient_through_a_template_is_an_error():
     case = Gemm(counts=(4,))
     a = case.arrays()
-    with pytest.raises(NotImplementedError, match="typed_matmul has no derivative of its own"):
+    with pytest.raises(NotImplementedError, match="grouped_gemm has no derivative of its own"):
         jax.grad(lambda x: jnp.sum(case.run(a | {"x": x})))(jnp.asarray(a["x"]))
 
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from dejax import pallas as kernels
-from tests.pallas.reference import GEMMS, OUTERS, TRAVERSALS, Gemm, Outer, Traversal, scaled
+from tests.pallas.reference import GEMMS, TRAVERSALS, WEIGHT_GRADIENTS, Gemm, Traversal, WeightGradient, scaled
 
 try:
     from jax.sharding import AbstractDevice
@@ -64,9 +64,9 @@ def test_grouped_gemm(name):
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("name", OUTERS)
+@pytest.mark.parametrize("name", WEIGHT_GRADIENTS)
 def test_grouped_weight_gradient(name):
-    case = OUTERS[name]
+    case = WEIGHT_GRADIENTS[name]
     text = lower(functools.partial(case.run, interpret=False), case.arrays())
     assert text.count("custom_call") >= 1
 
@@ -75,7 +75,7 @@ def test_grouped_weight_gradient(name):
 @pytest.mark.parametrize("k, n, heads", [(64, 64, 1), (256, 512, 1), (8, 8, 8)])
 @pytest.mark.parametrize("precision", ["f32", "tf32", "bf16"])
 def test_grouped_weight_gradient_of_model_widths(k, n, heads, precision):
-    case = Outer(counts=(300, 0, 90), k=k, n=n, heads=heads, precision=precision, rows_per_split=64)
+    case = WeightGradient(counts=(300, 0, 90), k=k, n=n, heads=heads, precision=precision, rows_per_split=64)
     assert lower(functools.partial(case.run, interpret=False), case.arrays()).count("custom_call") >= 2
 
 
@@ -84,13 +84,16 @@ def test_grouped_weight_gradient_of_model_widths(k, n, heads, precision):
 def test_traverse(name):
     case = (TRAVERSALS | LARGE_TRAVERSALS)[name]
     text = lower(functools.partial(case.run, interpret=False), case.arrays())
-    # Rows and chunks of hubs; and (where there are row outputs) the combination of chunks, unless the last one does it.
+    # Rows and chunks of long segments; and (where there are row outputs) the combination of chunks, unless the last one
+    # does it.
     expected = 1 if case.chunk is None or case.kind == "edges" or case.counted else 2
     count = text.count("custom_call")
     assert count >= expected and (count == 1 or not case.counted)
 
 
-@pytest.mark.parametrize("case", [GEMMS["scale, leaky relu, dot"], OUTERS["plain"], TRAVERSALS["attention, hubs"]])
+@pytest.mark.parametrize(
+    "case", [GEMMS["scale, leaky relu, dot"], WEIGHT_GRADIENTS["plain"], TRAVERSALS["attention, long segments"]]
+)
 def test_with_numbers_of_64_bits_about(case):
     arrays = case.arrays()
     with jax.enable_x64(True):
@@ -111,7 +114,9 @@ def test_the_dialect_is_not_looked_for_at_each_operation(monkeypatch):
     assert [name for name in Finder.missed if name.endswith(".tt")] == []
 
 
-@pytest.mark.parametrize("case", [GEMMS["scale, leaky relu, dot"], OUTERS["plain"], TRAVERSALS["attention, hubs"]])
+@pytest.mark.parametrize(
+    "case", [GEMMS["scale, leaky relu, dot"], WEIGHT_GRADIENTS["plain"], TRAVERSALS["attention, long segments"]]
+)
 def test_vmap(case):
     arrays = case.arrays()
     name = "z" if isinstance(case, Traversal) else "x"
@@ -121,10 +126,10 @@ def test_vmap(case):
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (4, 17)])
-def test_map_items(shape):
+def test_map_entries(shape):
     def run(x, y, index):
-        return kernels.map_items(
-            lambda a, b: (a * b,), [x, y], [kernels.Operand("indexed", 0), kernels.Operand("item")], num_items=100,
+        return kernels.map_entries(
+            lambda a, b: (a * b,), [x, y], [kernels.Operand("indexed", 0), kernels.Operand("entry")], num_entries=100,
             index_tables=[index], outputs=[(shape, jnp.bfloat16)], interpret=False,
         )  # fmt: skip
 

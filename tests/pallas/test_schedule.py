@@ -22,58 +22,58 @@ pytestmark = pytest.mark.newest_jax
 def test_traversal_schedules_are_powers_of_two_and_fit(degree, interpret):
     for width in (1, 2, 8, 64, 128, 512, 1024, 4096):
         s = traversals.traversal_schedule(width, degree, interpret=interpret)
-        for n in (s.rows_per_program, s.items_per_step, s.num_warps):
+        for n in (s.rows_per_program, s.entries_per_step, s.num_warps):
             assert n >= 1 and next_power_of_two(n) == n
         if not interpret:  # at most 64 elements of a tile a thread
-            assert s.rows_per_program * s.items_per_step * width <= 64 * 32 * s.num_warps
+            assert s.rows_per_program * s.entries_per_step * width <= 64 * 32 * s.num_warps
 
 
 @pytest.mark.parametrize("features", [3, 17, 34, 64, 100, 300])
-@pytest.mark.parametrize("halves", [(False,), (True,), (True, True), (False, True, True)])
-def test_schedules_of_operands_of_any_width(features, halves):
+@pytest.mark.parametrize("in_16_bits", [(False,), (True,), (True, True), (False, True, True)])
+def test_schedules_of_operands_of_any_width(features, in_16_bits):
     """Traversals with and without a row of their own, of few, many and unknown numbers of entries."""
-    loads = [(1, False), *((features, half) for half in halves)]
+    loads = [(1, False), *((features, short) for short in in_16_bits)]
     rows, degrees, counts = (
         ([], [(features, True)], [(features, False)]),
         (0.3, 1.0, 3.0, 11.0, 80.0),
         (None, 30, 10_000, 10**7),
     )
-    for row_loads, degree, num_items, times in itertools.product(rows, degrees, counts, (1, 2)):
+    for row_loads, degree, num_entries, times in itertools.product(rows, degrees, counts, (1, 2)):
         width = times * next_power_of_two(features)
-        s = traversals.traversal_schedule(width, degree, loads=loads, row_loads=row_loads, num_items=num_items)
-        for n in (s.rows_per_program, s.items_per_step, s.num_warps):
+        s = traversals.traversal_schedule(width, degree, loads=loads, row_loads=row_loads, num_entries=num_entries)
+        for n in (s.rows_per_program, s.entries_per_step, s.num_warps):
             assert n >= 1 and next_power_of_two(n) == n
 
 
-@pytest.mark.parametrize("degree, rows, items", [(1.8, 4, 1), (10, 4, 1), (20, 2, 2)])
-def test_traversals_that_only_multiply_and_sum(degree, rows, items):
+@pytest.mark.parametrize("degree, rows, entries", [(1.8, 4, 1), (10, 4, 1), (20, 2, 2)])
+def test_traversals_that_only_multiply_and_sum(degree, rows, entries):
     """Four slots, whatever the width of their sums, with a row of their own or without."""
     loads = [(1, False), (1, False), (64, True), (64, True)]
-    find = functools.partial(traversals.traversal_schedule, 128, degree, loads=loads, num_items=10**7)
-    assert find() == find(row_loads=[(64, True)]) == traversals.TraversalSchedule(rows, items, 1, 1)
+    find = functools.partial(traversals.traversal_schedule, 128, degree, loads=loads, num_entries=10**7)
+    assert find() == find(row_loads=[(64, True)]) == traversals.TraversalSchedule(rows, entries, 1, 1)
 
 
 @pytest.mark.parametrize("degree", [2, 10, 50])
 @pytest.mark.parametrize("loads", [[(64, True)], [(1, False), (64, True)], [(64, True), (64, True)]])
 def test_traversals_of_rows_in_16_bits_take_one_warp(loads, degree):
     """Several warps exchange values through shared memory, which makes a traversal slower."""
-    for items in (10**5, 10**7, None):
-        assert traversals.traversal_schedule(64, degree, loads=loads, num_items=items).num_warps == 1
+    for entries in (10**5, 10**7, None):
+        assert traversals.traversal_schedule(64, degree, loads=loads, num_entries=entries).num_warps == 1
 
 
-@pytest.mark.parametrize("degree, items, expected", [(2.9, 20_851, (2, 4, 1)), (2.4, 65_139, (8, 1, 1)),
+@pytest.mark.parametrize("degree, entries, expected", [(2.9, 20_851, (2, 4, 1)), (2.4, 65_139, (8, 1, 1)),
                                                      (1.7, 156_328, (8, 1, 1)), (24, 342_297, (2, 4, 1))])  # fmt: skip
-def test_small_graphs_take_several_entries_a_step_in_few_programs(degree, items, expected):
-    s = traversals.traversal_schedule(64, degree, loads=[(64, True)], num_items=items)
-    assert (s.rows_per_program, s.items_per_step, s.num_warps) == expected
+def test_small_graphs_take_several_entries_a_step_in_few_programs(degree, entries, expected):
+    s = traversals.traversal_schedule(64, degree, loads=[(64, True)], num_entries=entries)
+    assert (s.rows_per_program, s.entries_per_step, s.num_warps) == expected
 
 
-@pytest.mark.parametrize("degree, items, expected", [(2.9, 20_851, (2, 1, 1)), (2.4, 65_139, (4, 1, 2)),
+@pytest.mark.parametrize("degree, entries, expected", [(2.9, 20_851, (2, 1, 1)), (2.4, 65_139, (4, 1, 2)),
                                                      (1.7, 156_328, (8, 1, 2)), (1.7, 3_152_503, (8, 1, 1)),
                                                      (7.0, 657_558, (4, 1, 1)), (1.0, None, (8, 1, 1))])  # fmt: skip
-def test_fused_sums_over_other_entries_take_rows_by_their_number(degree, items, expected):
-    s = traversals.traversal_schedule(64, degree, loads=[(64, True)], num_items=items, beside=True)
-    assert (s.rows_per_program, s.items_per_step, s.num_warps) == expected
+def test_fused_sums_over_other_entries_take_rows_by_their_number(degree, entries, expected):
+    s = traversals.traversal_schedule(64, degree, loads=[(64, True)], num_entries=entries, fused_sums=True)
+    assert (s.rows_per_program, s.entries_per_step, s.num_warps) == expected
 
 
 @pytest.mark.parametrize("positions, expected", [(10, 64), (8_192, 64), (30_000, 128), (10**5, 256), (3 * 10**6, 4096)])
@@ -86,56 +86,56 @@ def test_schedules_of_products_are_powers_of_two_of_at_least_16(precision):
     for k in (1, 17, 64, 100, 128, 1000):
         for n in (1, 64, 128, 300):
             g = schedule.gemm_schedule(k, n, 64, precision)
-            o = schedule.outer_schedule(k, n, precision)
+            o = schedule.weight_gradient_schedule(k, n, precision)
             for side in (g.block_k, g.block_n, o.block_rows, o.block_k, o.block_n):
                 assert side >= 16 and next_power_of_two(side) == side
             assert schedule.gemm_schedule(k, n, 64, precision, whole_n=True).block_n >= n
             for block in (32, 64, 128):
-                h = schedule.gemm_schedule(k, n, block, precision, half=True)
+                h = schedule.gemm_schedule(k, n, block, precision, in_16_bits=True)
                 assert all(next_power_of_two(side) == side >= 16 for side in (h.block_k, h.block_n))
                 # Shared memory for every stage's tiles, and at most 128 sums a thread.
                 assert h.num_stages * h.block_k * (block + h.block_n) * 2 <= 227 * 1024
                 assert block * h.block_n <= 128 * 32 * h.num_warps
 
 
-@pytest.mark.parametrize("k, n, half, narrow, positions, expected", [
+@pytest.mark.parametrize("k, n, in_16_bits, narrow, positions, expected", [
     (64, 64, "hh", False, 10**6, (32, 64, 64, 4, 3)), (64, 64, "hh", True, 10**6, (64, 64, 64, 4, 3)),
     (64, 64, "hf", False, 10**6, (64, 64, 64, 4, 2)), (64, 128, "hh", False, 10**6, (64, 64, 64, 4, 2)),
     (64, 64, "hh", False, 10**4, (64, 64, 64, 4, 1)), (100, 200, "hh", False, 10**6, (64, 128, 128, 8, 3)),
     (128, 128, "hh", True, 10**6, (128, 128, 128, 8, 2)), (128, 128, "fh", False, 10**6, (64, 64, 128, 4, 2)),
     (128, 100, "hf", False, 10**6, (64, 128, 64, 4, 2)), (64, 1, "hf", False, 10**6, (128, 64, 16, 4, 1)),
 ])  # fmt: skip
-def test_weight_gradient_schedules_follow_the_storage_of_their_rows(k, n, half, narrow, positions, expected):
-    rows = tuple(letter == "h" for letter in half)
-    s = schedule.outer_schedule(k, n, "tf32", half=rows, narrow=narrow, num_positions=positions)
+def test_weight_gradient_schedules_follow_the_storage_of_their_rows(k, n, in_16_bits, narrow, positions, expected):
+    rows = tuple(letter == "h" for letter in in_16_bits)
+    s = schedule.weight_gradient_schedule(k, n, "tf32", in_16_bits=rows, narrow=narrow, num_positions=positions)
     assert dataclasses.astuple(s) == expected
 
 
 @pytest.mark.parametrize("width, heads, expected", [(1, 1, (64, 4, 4)), (4, 4, (32, 1, 1)), (8, 8, (16, 1, 1))])
 def test_traversals_of_scalars_of_many_rows(width, heads, expected):
-    s = traversals.traversal_schedule(width, 2.0, loads=[(heads, False)], num_items=10**7)
-    assert (s.rows_per_program, s.items_per_step, s.num_warps) == expected
+    s = traversals.traversal_schedule(width, 2.0, loads=[(heads, False)], num_entries=10**7)
+    assert (s.rows_per_program, s.entries_per_step, s.num_warps) == expected
 
 
 @pytest.mark.parametrize("width, rows", [(64, 4), (128, 4), (256, 2)])
 def test_wide_traversals_of_two_rows_an_entry_fill_a_warp(width, rows):
-    s = traversals.traversal_schedule(width, 2.0, loads=[(1, False), (width, True), (width, True)], num_items=10**7)
-    assert (s.rows_per_program, s.items_per_step, s.num_warps) == (rows, 1, 1)
+    s = traversals.traversal_schedule(width, 2.0, loads=[(1, False), (width, True), (width, True)], num_entries=10**7)
+    assert (s.rows_per_program, s.entries_per_step, s.num_warps) == (rows, 1, 1)
 
 
 @pytest.mark.parametrize("shared", [99 * 1024, 163 * 1024, 227 * 1024])
-@pytest.mark.parametrize("half_rows", [False, True])
-def test_stages_fit_the_shared_memory_of_the_device(shared, half_rows, monkeypatch):
+@pytest.mark.parametrize("row_scaled", [False, True])
+def test_stages_fit_the_shared_memory_of_the_device(shared, row_scaled, monkeypatch):
     monkeypatch.setattr(schedule, "machine", lambda: Machine(shared_bytes=shared))
     for k, n in itertools.product((64, 100, 128, 256), repeat=2):
-        block = schedule.gemm_block(k, n, 10**7, 10, half_rows=half_rows)
-        s = schedule.gemm_schedule(k, n, block, "tf32", num_positions=10**7, whole_n=True, half_rows=half_rows)
-        tiles = s.block_k * (block * (2 if half_rows else 4) + s.block_n * 2)
+        block = schedule.gemm_block(k, n, 10**7, 10, row_scaled=row_scaled)
+        s = schedule.gemm_schedule(k, n, block, "tf32", num_positions=10**7, whole_n=True, row_scaled=row_scaled)
+        tiles = s.block_k * (block * (2 if row_scaled else 4) + s.block_n * 2)
         # Of 128 to 256 in float32 it is known from an H200 that less is taken: rows are converted in registers.
-        if not (shared > 200 * 1024 and (next_power_of_two(k), n) == (128, 256) and not half_rows):
+        if not (shared > 200 * 1024 and (next_power_of_two(k), n) == (128, 256) and not row_scaled):
             assert s.num_stages == 1 or s.num_stages * tiles <= shared
-        o = schedule.outer_schedule(k, n, "tf32", half=(half_rows, half_rows), num_positions=10**7)
-        tiles = o.block_rows * (o.block_k + o.block_n) * (2 if half_rows else 4)
+        o = schedule.weight_gradient_schedule(k, n, "tf32", in_16_bits=(row_scaled, row_scaled), num_positions=10**7)
+        tiles = o.block_rows * (o.block_k + o.block_n) * (2 if row_scaled else 4)
         assert o.num_stages == 1 or o.num_stages * tiles <= shared
 
 
@@ -165,6 +165,13 @@ def test_a_tuned_table_is_read(cache):
     assert tuned_tables.lookup("gemm", "a") == {"block_k": 32}, "the user's table comes first"
     assert tuned_tables.lookup("gemm", "b") == {"block_k": 64}
     assert tuned_tables.lookup("gemm", "c") is None
+
+
+def test_a_table_with_a_field_by_its_old_name_is_read(cache):
+    fields = {"rows_per_program": 4, "items_per_step": 2, "num_warps": 1, "num_stages": 1}
+    cache.write_text(json.dumps({"traversal": {"key": fields}}))
+    found = tuned_tables.lookup("traversal", "key")
+    assert traversals.TraversalSchedule(**found) == traversals.TraversalSchedule(4, 2, 1, 1)
     assert tuned_tables.lookup("outer", "a") is None
     assert tuned_tables.choose("gemm", "c", {"block_k": 1}, list, print) == {"block_k": 1}
 
@@ -215,5 +222,5 @@ def test_candidates_are_schedules(k, n):
         block = fields.pop("block")
         assert block in (32, 64, 128)
         schedule.GemmSchedule(**fields)
-    assert [schedule.OuterSchedule(**f) for f in tuned_tables.outer_candidates(k, n)]
+    assert [schedule.WeightGradientSchedule(**f) for f in tuned_tables.weight_gradient_candidates(k, n)]
     assert [traversals.TraversalSchedule(**f) for f in tuned_tables.traversal_candidates(next_power_of_two(n))]

@@ -1,4 +1,4 @@
-"""The error function and the exponential beside those of float64."""
+"""The error function and the exponential, against those of float64."""
 
 import math
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from dejax import pallas as kernels
-from tests.pallas.reference import GEMMS, OUTERS, TRAVERSALS, interpreted
+from tests.pallas.reference import GEMMS, TRAVERSALS, WEIGHT_GRADIENTS, interpreted
 
 pytestmark = pytest.mark.newest_jax
 
 CASES = {
-    **{f"typed_matmul, {name}": GEMMS[name] for name in list(GEMMS)[:3]},
-    **{f"typed_outer, {name}": OUTERS[name] for name in list(OUTERS)[:3]},
-    **{name: TRAVERSALS[name] for name in ("attention, hubs", "attention, hubs, sorted")},
+    **{f"grouped_gemm, {name}": GEMMS[name] for name in list(GEMMS)[:3]},
+    **{f"grouped_weight_gradient, {name}": WEIGHT_GRADIENTS[name] for name in list(WEIGHT_GRADIENTS)[:3]},
+    **{name: TRAVERSALS[name] for name in ("attention, long segments", "attention, long segments, sorted")},
 }
 
 

@@ -1,4 +1,4 @@
-"""Traversals and maps over items, interpreted, against float64."""
+"""Traversals and maps over entries, interpreted, against float64."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dejax import pallas as kernels
-from tests.pallas.reference import HUB_NAMES, TRAVERSALS, Traversal, decoded, hub_table, interpreted
+from tests.pallas.reference import LONG_SEGMENT_NAMES, TRAVERSALS, Traversal, decoded, interpreted, long_segment_table
 
 pytestmark = pytest.mark.newest_jax
 
@@ -31,20 +31,20 @@ def test_traverse_vmap(operand, chunk):
     samples = [case.arrays(seed) for seed in (0, 1, 2)]
     stacked = {n: np.stack([s[n] for s in samples]) if n == operand else v for n, v in samples[0].items()}
     run = interpreted(jax.vmap(case.run, in_axes=({n: 0 if n == operand else None for n in stacked},)))
-    rows, items = run(stacked)
+    rows, entries = run(stacked)
     for i, s in enumerate(samples):
         one = {n: s[n] if n == operand else v for n, v in samples[0].items()}
-        case.check((tuple(r[i] for r in rows), tuple(v[i] for v in items)), one)
+        case.check((tuple(r[i] for r in rows), tuple(v[i] for v in entries)), one)
 
 
 def _weighted(scores: list[float], chunk: int | None = None):
     """max, sum of weights and weighted sum of 0, 1, 2, ... over one row with these scores."""
     n = len(scores)
     score, value = jnp.array(scores, jnp.float32), jnp.arange(n, dtype=jnp.float32)
-    hubs = None
+    long_segments = None
     if chunk is not None:
-        table = hub_table(np.array([0, n], np.int32), chunk, 0)
-        hubs = (chunk, *(table[name] for name in HUB_NAMES))
+        table = long_segment_table(np.array([0, n], np.int32), chunk, 0)
+        long_segments = (chunk, *(table[name] for name in LONG_SEGMENT_NAMES))
     reductions = [
         kernels.Reduction("max", ()), kernels.Reduction("weighted", (), 0), kernels.Reduction("weighted", (), 0)
     ]  # fmt: skip
@@ -52,10 +52,12 @@ def _weighted(scores: list[float], chunk: int | None = None):
         lambda s, v: ((s, jnp.ones((1, 1)), v), ()),
         None,
         [score, value],
-        [kernels.Operand("item")] * 2,
+        [kernels.Operand("entry")] * 2,
         reductions=reductions,
         schedule=kernels.TraversalSchedule(1, 2, 1, 1),
-        segments=kernels.Segments(offsets=jnp.array([0, n], jnp.int32), num_items=n, num_rows=1, hubs=hubs),
+        segments=kernels.Segments(
+            offsets=jnp.array([0, n], jnp.int32), num_entries=n, num_rows=1, long_segments=long_segments
+        ),
     )
     return [float(r[0]) for r in rows]
 
@@ -68,19 +70,19 @@ def test_scores_of_minus_infinity_weigh_nothing(chunk):
 
 
 def test_values_that_are_not_finite_outside_a_row_do_not_leak():
-    # The body divides by what it loads: slots without an item load zeros and give infinities.
-    rows, items = kernels.traverse(
+    # The body divides by what it loads: slots without an entry load zeros and give infinities.
+    rows, entries = kernels.traverse(
         lambda w: ((1 / w, 1 / w), (1 / w,)),
         None,
         [jnp.array([2.0, 4.0, 0.5])],
-        [kernels.Operand("item")],
+        [kernels.Operand("entry")],
         reductions=[kernels.Reduction("sum", ()), kernels.Reduction("max", ())],
         schedule=kernels.TraversalSchedule(2, 4, 1, 1),
-        segments=kernels.Segments(offsets=jnp.array([0, 2, 2], jnp.int32), num_items=3, num_rows=2),
-        outputs=kernels.Outputs(items=[((), jnp.float32)]),
+        segments=kernels.Segments(offsets=jnp.array([0, 2, 2], jnp.int32), num_entries=3, num_rows=2),
+        outputs=kernels.Outputs(entries=[((), jnp.float32)]),
     )
     assert np.array_equal(rows[0], [0.75, 0.0]) and np.array_equal(rows[1], [0.5, 0.0])
-    assert np.array_equal(items[0], [0.5, 0.25, 0.0])
+    assert np.array_equal(entries[0], [0.5, 0.25, 0.0])
 
 
 def test_integer_operands_stay_integers():
@@ -88,16 +90,16 @@ def test_integer_operands_stay_integers():
         lambda i, flag: ((jnp.where(flag, i % 3, 0).astype(jnp.float32),), ()),
         None,
         [jnp.array([4, 5, 7], jnp.int32), jnp.array([True, True, False])],
-        [kernels.Operand("item"), kernels.Operand("item")],
+        [kernels.Operand("entry"), kernels.Operand("entry")],
         reductions=[kernels.Reduction("sum", ())],
-        segments=kernels.Segments(offsets=jnp.array([0, 3], jnp.int32), num_items=3, num_rows=1),
+        segments=kernels.Segments(offsets=jnp.array([0, 3], jnp.int32), num_entries=3, num_rows=1),
     )
     assert float(rows[0][0]) == 3.0
 
 
-@pytest.mark.parametrize("rows, items", [(0, 0), (0, 3), (3, 0)])
-def test_nothing_to_do(rows, items):
-    case = Traversal(degrees=(0,) * rows, padding=items)
+@pytest.mark.parametrize("rows, entries", [(0, 0), (0, 3), (3, 0)])
+def test_nothing_to_do(rows, entries):
+    case = Traversal(degrees=(0,) * rows, padding=entries)
     a = case.arrays()
     case.check(interpreted(case.run)(a), a)
 
@@ -105,18 +107,18 @@ def test_nothing_to_do(rows, items):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5), (4, 16)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_map_items(shape, dtype):
+def test_map_entries(shape, dtype):
     rng = np.random.default_rng(0)
     x = np.asarray(jnp.asarray(rng.standard_normal((7, *shape)), dtype))
     y = np.asarray(jnp.asarray(rng.standard_normal((37, *shape)), dtype))
     index = rng.integers(0, 7, 37).astype(np.int32)
-    index[5] = 7  # a padding item: reads zeros
+    index[5] = 7  # a padding entry: reads zeros
     scale = jnp.float32(3.0)
-    access = [kernels.Operand("indexed", 0), kernels.Operand("item"), kernels.Operand("shared")]
+    access = [kernels.Operand("indexed", 0), kernels.Operand("entry"), kernels.Operand("shared")]
 
     def run(x):
-        return kernels.map_items(
-            lambda a, b, c: (a * b, a + c.reshape(1, 1, *(1,) * len(shape))), [x, y, scale], access, num_items=37,
+        return kernels.map_entries(
+            lambda a, b, c: (a * b, a + c.reshape(1, 1, *(1,) * len(shape))), [x, y, scale], access, num_entries=37,
             index_tables=[index], outputs=[(shape, jnp.float32), (shape, dtype)],
         )  # fmt: skip
 
@@ -140,20 +142,20 @@ def test_a_map_uses_rows_as_it_writes_them(shape):
         return rows, total
 
     def run(x):
-        return kernels.map_items(
-            body, [x], [kernels.Operand("item")], num_items=37, outputs=[(shape, jnp.float32), ((), jnp.float32)],
-            half_outputs=(0,),
+        return kernels.map_entries(
+            body, [x], [kernels.Operand("entry")], num_entries=37, outputs=[(shape, jnp.float32), ((), jnp.float32)],
+            row_scaled_outputs=(0,),
         )  # fmt: skip
 
     rows, total = interpreted(run)(x)
-    assert isinstance(rows, kernels.HalfRows) and rows.shape == x.shape and rows.exponent.shape == (37, 1)
+    assert isinstance(rows, kernels.RowScaled) and rows.shape == x.shape and rows.exponent.shape == (37, 1)
     found = np.asarray(rows.decode(), np.float64)
     np.testing.assert_allclose(found, x + 3, atol=2.0**-11 * np.abs(x + 3).max())
     np.testing.assert_allclose(total, found.reshape(37, -1).sum(1), rtol=1e-6)
-    with pytest.raises(ValueError, match="half_outputs names output 1, which is bfloat16"):
-        kernels.map_items(
-            lambda a: (a, a), [x], [kernels.Operand("item")], num_items=37,
-            outputs=[(shape, jnp.float32), (shape, jnp.bfloat16)], half_outputs=(1,), interpret=True,
+    with pytest.raises(ValueError, match="row_scaled_outputs names output 1, which is bfloat16"):
+        kernels.map_entries(
+            lambda a: (a, a), [x], [kernels.Operand("entry")], num_entries=37,
+            outputs=[(shape, jnp.float32), (shape, jnp.bfloat16)], row_scaled_outputs=(1,), interpret=True,
         )  # fmt: skip
 
 
@@ -170,18 +172,18 @@ def test_tiles_side_by_side_in_rows_that_are_stored_longer(parts, warps):
             lambda x, weight: ((x * weight[:, :, None],), ()),
             lambda sums, tiles: (tuple(sums[0] * (i + 1) for i in range(parts)),),
             [a["x"], a["weight"]],
-            [kernels.Operand("indexed", 0), kernels.Operand("item")],
+            [kernels.Operand("indexed", 0), kernels.Operand("entry")],
             index_tables=[a["index"]],
             reductions=[kernels.Reduction("sum", (case.width,))],
             schedule=kernels.TraversalSchedule(*case.schedule, 1),
             segments=kernels.Segments(
                 offsets=a["offsets"],
                 order=a["order"],
-                num_items=case.items,
+                num_entries=case.entries,
                 num_rows=len(case.degrees),
-                hubs=(case.chunk, *(a[n] for n in HUB_NAMES)),
+                long_segments=(case.chunk, *(a[n] for n in LONG_SEGMENT_NAMES)),
             ),
-            outputs=kernels.Outputs(rows=[((20,), jnp.float32)], half=(0,)),
+            outputs=kernels.Outputs(rows=[((20,), jnp.float32)], row_scaled=(0,)),
         )
 
     (rows,), _ = interpreted(run)(a)
@@ -195,46 +197,46 @@ def test_a_map_reads_rows_where_a_count_is_not_zero():
     x = np.random.default_rng(0).standard_normal((37, 16)).astype(np.float32)
     count = (np.arange(37) % 3).astype(np.float32)
     x[::3] = np.nan
-    access = [kernels.Operand("item"), kernels.Operand("item", when=0)]
+    access = [kernels.Operand("entry"), kernels.Operand("entry", when=0)]
 
     def run(x, access=access):
         body = lambda c, a: (a + c[..., None],)  # noqa: E731
-        return kernels.map_items(body, [count, x], access, num_items=37, outputs=[((16,), jnp.float32)])
+        return kernels.map_entries(body, [count, x], access, num_entries=37, outputs=[((16,), jnp.float32)])
 
     np.testing.assert_array_equal(interpreted(run)(x)[0], np.where(count[:, None] > 0, x + count[:, None], 0))
-    for wrong in (kernels.Operand("item", when=1), kernels.Operand("shared", when=0)):
+    for wrong in (kernels.Operand("entry", when=1), kernels.Operand("shared", when=0)):
         with pytest.raises(ValueError, match=r"operands\[1\].when must name an operand before it"):
             interpreted(functools.partial(run, access=[access[0], wrong]))(x)
 
 
 def test_errors_say_what_to_do():
     x, offsets = jnp.zeros((3, 2)), jnp.array([0, 3], jnp.int32)
-    item = [kernels.Operand("item")]
-    common = {"segments": kernels.Segments(offsets=offsets, num_items=3, num_rows=1)}
+    entry = [kernels.Operand("entry")]
+    common = {"segments": kernels.Segments(offsets=offsets, num_entries=3, num_rows=1)}
     same = lambda t: ((t,), ())  # noqa: E731
-    with pytest.raises(ValueError, match=r"arrays\[0\] must have 4 items"):
-        kernels.traverse(same, None, [x], item, segments=kernels.Segments(offsets=offsets, num_items=4, num_rows=1))
+    with pytest.raises(ValueError, match=r"arrays\[0\] must have 4 entries"):
+        kernels.traverse(same, None, [x], entry, segments=kernels.Segments(offsets=offsets, num_entries=4, num_rows=1))
     with pytest.raises(ValueError, match="offsets must have num_rows"):
-        kernels.traverse(same, None, [x], item, segments=kernels.Segments(offsets=offsets, num_items=3, num_rows=3))
+        kernels.traverse(same, None, [x], entry, segments=kernels.Segments(offsets=offsets, num_entries=3, num_rows=3))
     with pytest.raises(ValueError, match="index tables"):
         kernels.traverse(same, None, [x], [kernels.Operand("indexed", 0)], **common)
-    with pytest.raises(ValueError, match="access must be one of item, position, indexed, positioned, shared, row"):
+    with pytest.raises(ValueError, match="access must be one of entry, position, indexed, positioned, shared, row"):
         kernels.traverse(same, None, [x], [kernels.Operand("column")], **common)
     columns = kernels.Operand("row", columns=(0, (2,)))
-    with pytest.raises(ValueError, match=r"operands\[0\].columns must name columns of a 2-dimensional array by item"):
+    with pytest.raises(ValueError, match=r"operands\[0\].columns must name columns of a 2-dimensional array by entry"):
         kernels.traverse(same, None, [jnp.zeros((1, 2))], [columns], **common)
     with pytest.raises(ValueError, match="score must be the number of a max reduction"):
-        kernels.traverse(same, None, [x], item, reductions=[kernels.Reduction("weighted", (2,))], **common)
-    with pytest.raises(ValueError, match="body must return 1 reduction values and 0 item outputs, got 0 and 0"):
-        kernels.traverse(lambda t: ((), ()), None, [x], item, reductions=[kernels.Reduction("sum", (2,))], **common)
+        kernels.traverse(same, None, [x], entry, reductions=[kernels.Reduction("weighted", (2,))], **common)
+    with pytest.raises(ValueError, match="body must return 1 reduction values and 0 entry outputs, got 0 and 0"):
+        kernels.traverse(lambda t: ((), ()), None, [x], entry, reductions=[kernels.Reduction("sum", (2,))], **common)
     with pytest.raises(NotImplementedError, match="at most 4096 elements"):
         kernels.traverse(
-            same, None, [jnp.zeros((3, 5000))], item, reductions=[kernels.Reduction("sum", (5000,))], **common
+            same, None, [jnp.zeros((3, 5000))], entry, reductions=[kernels.Reduction("sum", (5000,))], **common
         )
 
 
-def test_beside_is_of_sums_by_item():
-    beside = kernels.Beside(
+def test_fused_sums_read_entries_alone():
+    fused_sums = kernels.FusedSums(
         lambda v: (v,), [jnp.ones(2)], [kernels.Operand("row")], jnp.arange(3, dtype=jnp.int32), None, 2, [],
         [kernels.Reduction("max", ())],
     )  # fmt: skip
@@ -243,8 +245,8 @@ def test_beside_is_of_sums_by_item():
             lambda v: ((v,), ()),
             None,
             [jnp.ones(2)],
-            [kernels.Operand("item")],
+            [kernels.Operand("entry")],
             reductions=[kernels.Reduction("sum", ())],
-            beside=beside,
-            segments=kernels.Segments(num_items=2, num_rows=2, offsets=jnp.arange(3, dtype=jnp.int32)),
+            fused_sums=fused_sums,
+            segments=kernels.Segments(num_entries=2, num_rows=2, offsets=jnp.arange(3, dtype=jnp.int32)),
         )

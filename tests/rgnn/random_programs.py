@@ -346,7 +346,7 @@ def linear(d: Drawing) -> Value:
     kind = d.one_of((_TYPED_BY[x.space], "shared"))
     k, n = x.shape[-1], d.one_of((1, 2, 3))
     heads = x.shape[0] if len(x.shape) == 2 else d.one_of((1, 2, 3))
-    same = kind == x.space  # rows of types times weights of types: no heads beside a matrix of two axes
+    same = kind == x.space  # rows of types times weights of types: no heads with a matrix of two axes
     shape = (heads, k, n) if d.maybe() and not (same and len(x.shape) == 2) else (k, n)
     w = d.pick(lambda v: v.space == kind and v.shape == shape and v is not x) if d.maybe() else None
     w = w or d.argument(kind, shape, k**-0.5)
@@ -364,9 +364,9 @@ def dot(d: Drawing) -> Value:
 @production(2)
 def binary(d: Drawing) -> Value:
     x = d.any()
-    stretched = tuple(2 if size == 1 else size for size in x.shape)
+    broadcast = tuple(2 if size == 1 else size for size in x.shape)
     units = [tuple(1 if i == axis else size for i, size in enumerate(x.shape)) for axis in range(len(x.shape))]
-    shapes = ((), x.shape, tuple(1 for _ in x.shape), *units, (*x.shape[:-1], *stretched[-1:]), stretched)
+    shapes = ((), x.shape, tuple(1 for _ in x.shape), *units, (*x.shape[:-1], *broadcast[-1:]), broadcast)
     y = d.partner(x, tuple(dict.fromkeys(shapes)))
     names = (x.name, y.name)
     if d.maybe() and y.space == x.space and y.shape == x.shape:

@@ -27,7 +27,7 @@ def edge_list(
     *,
     senders: int = 0,
     receivers: int = 0,
-    hub: int = 0,
+    long_segment: int = 0,
     duplicates: int = 0,
     empty: int = -1,
 ) -> EdgeList:
@@ -35,7 +35,7 @@ def edge_list(
 
     Args:
       senders: the first so many nodes have outgoing edges (0: all); receivers: likewise incoming edges.
-      hub: so many edges arrive at node 0, besides its share of the others.
+      long segment: so many edges arrive at node 0, besides its share of the others.
       duplicates: the last so many edges are the first ones again.
       empty: an edge type without edges.
     """
@@ -44,7 +44,7 @@ def edge_list(
     kinds[kinds == empty] = (empty + 1) % types
     node_type = rng.integers(0, node_types, nodes).astype(np.int32) if node_types > 1 else None
     from_nodes, to_nodes = rng.integers(0, senders or nodes, edges), rng.integers(0, receivers or nodes, edges)
-    to_nodes[:hub] = 0
+    to_nodes[:long_segment] = 0
     for column in (from_nodes, to_nodes, kinds):
         column[edges - duplicates :] = column[:duplicates]
     return EdgeList(
@@ -71,7 +71,7 @@ GRAPHS: dict[str, EdgeList] = {
     # Two nodes have no incoming edge; type 1 is empty.
     "typical": edge_list(0, nodes=11, edges=40, types=4, node_types=3, receivers=9, duplicates=6, empty=1),
     # Few senders with many edges each, for compaction by source; all edges arrive at two nodes (long segments).
-    "hubs": edge_list(1, nodes=14, edges=90, types=3, node_types=2, senders=5, receivers=2),
+    "long_segments": edge_list(1, nodes=14, edges=90, types=3, node_types=2, senders=5, receivers=2),
     # Many senders and one receiver per type, for aggregation before the GEMM.
     "fan_in": edge_list(2, nodes=40, edges=120, types=2, node_types=2, receivers=3),
     "sparse": edge_list(3, nodes=30, edges=9, types=12, node_types=5),
@@ -80,14 +80,14 @@ GRAPHS: dict[str, EdgeList] = {
     "one_node": edge_list(5, nodes=1, edges=3, types=2),
     "no_edges": edge_list(6, nodes=4, edges=0, types=2, node_types=2),
     # For a real GPU: many programs, segments of thousands of edges.
-    "large": edge_list(7, nodes=3000, edges=20_000, types=20, node_types=4, senders=2900, hub=4000, empty=3),
+    "large": edge_list(7, nodes=3000, edges=20_000, types=20, node_types=4, senders=2900, long_segment=4000, empty=3),
 }
-HUB_CHUNK = 16  # so small that `hubs` and `fan_in` have long segments
+LONG_SEGMENT_CHUNK = 16  # so small that `long_segments` and `fan_in` have long segments
 
 
 @cache
 def graph_of(name: str) -> RelGraph:
-    return GRAPHS[name].build(**({} if name == "large" else {"hub_chunk": HUB_CHUNK}))
+    return GRAPHS[name].build(**({} if name == "large" else {"long_segment_chunk": LONG_SEGMENT_CHUNK}))
 
 
 # --- references ------------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def check_tables(graph: RelGraph, edges: EdgeList, *, exact: bool, chunk: int = 
         graph: the graph under test, concrete.
         edges: its edges in the user's order.
         exact: whether tables have their exact sizes (numpy builder) or static bounds (traced builder).
-        chunk: the hub chunk.
+        chunk: the long segment chunk.
     """
     total = edges.senders.shape[0]
     mask = np.ones(total, bool) if edges.edge_mask is None else edges.edge_mask
@@ -239,7 +239,7 @@ def check_segments(
 ) -> None:
     """Compares a grouping and its tables with the row of each entry (`num_rows` for padding)."""
     items = len(index)
-    assert (segments.num_rows, segments.num_items) == (num_rows, items)
+    assert (segments.num_rows, segments.num_entries) == (num_rows, items)
     assert_equal(segments.index, index)
     order = sorted(range(items), key=lambda item: (index[item], item))
     if ordered:
@@ -251,35 +251,35 @@ def check_segments(
     offsets = [sum(counts[:row]) for row in range(num_rows + 1)]
     assert_equal(segments.offsets, offsets)
     assert_equal(segments.counts(), counts)
-    check_hubs(segments, counts, offsets, exact=exact, chunk=chunk)
+    check_long_segments(segments, counts, offsets, exact=exact, chunk=chunk)
     assert [table.block for table in segments.tiles] == ([32, 64, 128] if typed else [])
     for block in (1, 2, 32, 64):
         check_tiles(segments, counts, offsets, block, exact=exact and block >= 32)
 
 
-def check_hubs(segments: Segments, counts: list[int], offsets: list[int], *, exact: bool, chunk: int) -> None:
+def check_long_segments(segments: Segments, counts: list[int], offsets: list[int], *, exact: bool, chunk: int) -> None:
     """Compares the table of long segments, chunk by chunk."""
-    num_rows, items = segments.num_rows, segments.num_items
-    hubs = [row for row in range(num_rows) if counts[row] > chunk]
-    bound = len(hubs) if exact else min(num_rows, items // (chunk + 1))
-    assert len(hubs) <= bound
+    num_rows, items = segments.num_rows, segments.num_entries
+    long_segments = [row for row in range(num_rows) if counts[row] > chunk]
+    bound = len(long_segments) if exact else min(num_rows, items // (chunk + 1))
+    assert len(long_segments) <= bound
     if bound == 0:
-        assert segments.hubs is None
+        assert segments.long_segments is None
         return
-    table = segments.hubs
+    table = segments.long_segments
     assert table is not None and table.chunk == chunk
     chunks = [
         (row, start, min(start + chunk, offsets[row + 1]))
-        for row in hubs
+        for row in long_segments
         for start in range(offsets[row], offsets[row + 1], chunk)
     ]
-    pieces = [-(-counts[row] // chunk) for row in hubs]
-    starts = [sum(pieces[:hub]) for hub in range(len(hubs) + 1)]
+    pieces = [-(-counts[row] // chunk) for row in long_segments]
+    starts = [sum(pieces[:long_segment]) for long_segment in range(len(long_segments) + 1)]
     size = len(chunks) if exact else items // chunk + bound
     assert len(chunks) <= size
     chunks += [(num_rows, offsets[-1], offsets[-1])] * (size - len(chunks))
-    assert_equal(table.rows, hubs + [num_rows] * (bound - len(hubs)))
-    assert_equal(table.offsets, starts + starts[-1:] * (bound - len(hubs)))
+    assert_equal(table.rows, long_segments + [num_rows] * (bound - len(long_segments)))
+    assert_equal(table.offsets, starts + starts[-1:] * (bound - len(long_segments)))
     for array, column in zip((table.chunk_row, table.chunk_start, table.chunk_end), range(3), strict=True):
         assert_equal(array, [piece[column] for piece in chunks])
 
@@ -291,7 +291,7 @@ def check_tiles(segments: Segments, counts: list[int], offsets: list[int], block
     tiles = [(row, start) for row in range(len(counts)) for start in range(offsets[row], offsets[row + 1], block)]
     size = len(table.row_type)
     stored = any(entry.block == block for entry in segments.tiles)
-    bound = segments.num_items // block + len(counts)
+    bound = segments.num_entries // block + len(counts)
     assert size == (len(tiles) if exact or not stored else bound)
     assert len(tiles) <= bound
     tiles += [(0, offsets[-1])] * (size - len(tiles))

@@ -18,17 +18,17 @@ from dejax.rgnn.compiler import execute
 from dejax.rgnn.compiler.execute import counts_of
 from dejax.rgnn.graphs import tables
 from dejax.rgnn.ir.inter import Program
-from dejax.rgnn.ir.intra import Outer, Traversal
+from dejax.rgnn.ir.intra import Traversal, WeightGradient
 from dejax.rgnn.lowering.pallas import Columns, PallasLowering
 from dejax.rgnn.passes import Counts, save
 from tests.rgnn.cases import CASES, MODELS, Size
 from tests.rgnn.contract import Expected, assert_agrees, check, covering, expected, row_counts, run_case
-from tests.rgnn.references import GRAPHS, HUB_CHUNK, graph_of
+from tests.rgnn.references import GRAPHS, LONG_SEGMENT_CHUNK, graph_of
 
 XLA = Options(backend="xla", precision="f32")
 PALLAS = Options(backend="pallas", precision="f32", interpret=True)
 BACKENDS = {"xla": XLA, "pallas": PALLAS}
-ORDINARY = ("typical", "hubs", "fan_in", "sparse", "one_type")
+ORDINARY = ("typical", "long_segments", "fan_in", "sparse", "one_type")
 F32, TF32, BF16 = 1e-5, 3e-3, 2e-2  # TF32 rounds operands to 10 bits, and here products feed products
 # Interpreted kernels take seconds per case: the other cases run with `-m slow` and on a GPU.
 QUICK = (
@@ -112,9 +112,9 @@ def test_small_graphs_kernels(name: str, graph: str) -> None:
 @pytest.mark.parametrize("name", ["softmax_over_incoming_edges", "softmax_within_relations"])
 def test_softmax_of_large_scores(name: str, backend: str) -> None:
     """Scores of plus and minus 1e4, whose exp would overflow or vanish without subtracting the maximum."""
-    want = expected(name, "hubs", Size(), "float32", 1e4)
+    want = expected(name, "long_segments", Size(), "float32", 1e4)
     assert np.abs(want.arrays["s"]).max() > 1e4
-    check(name, "hubs", Size(), BACKENDS[backend], tolerance=F32, scores=1e4)
+    check(name, "long_segments", Size(), BACKENDS[backend], tolerance=F32, scores=1e4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -199,7 +199,7 @@ def check_padding(name: str, options: Options, case: tuple) -> None:
             num_node_types=edges.num_node_types,
             edge_mask=edge_mask,
             node_mask=node_mask,
-            hub_chunk=HUB_CHUNK,
+            long_segment_chunk=LONG_SEGMENT_CHUNK,
         )
         return run_case(name, graph, arrays, cotangents, options, jit=False)
 
@@ -284,7 +284,7 @@ def test_as_on_a_gpu(name: str, precision: str) -> None:
     """With the graph's loop tables and, where products round to 10 bits, row-scaled float16 between kernels."""
     options = Options(backend="pallas", precision=precision, interpret=True)
     tolerance = F32 if precision == "f32" else TF32
-    check(name, "hubs", Size(20, 17, 2), options, tolerance=tolerance, loop_tables=True)
+    check(name, "long_segments", Size(20, 17, 2), options, tolerance=tolerance, loop_tables=True)
 
 
 def test_sums_by_atomic_addition() -> None:
@@ -292,18 +292,18 @@ def test_sums_by_atomic_addition() -> None:
     options = Options(
         backend="pallas", precision="f32", interpret=True, deterministic=False, disable=("aggregate", "compact")
     )
-    check("rgcn_sum_bare", "hubs", Size(3, 3), options, tolerance=F32)
+    check("rgcn_sum_bare", "long_segments", Size(3, 3), options, tolerance=F32)
 
 
 def test_what_the_graphs_cover() -> None:
     """The graphs of the cases have the structures that cause errors."""
-    typical, hubs = GRAPHS["typical"], GRAPHS["hubs"]
+    typical, long_segments = GRAPHS["typical"], GRAPHS["long_segments"]
     rows = np.stack([typical.senders, typical.receivers, typical.edge_type])
     assert np.unique(rows, axis=1).shape[1] < rows.shape[1], "no duplicate edge"
     assert (typical.senders == typical.receivers).any(), "no self loop"
     assert (np.bincount(typical.edge_type, minlength=typical.num_edge_types) == 0).any(), "no empty type"
     assert (np.bincount(typical.receivers, minlength=typical.num_nodes) == 0).any(), "no node without incoming edges"
-    assert np.bincount(hubs.receivers).max() > 2 * HUB_CHUNK, "no hub of three chunks"
+    assert np.bincount(long_segments.receivers).max() > 2 * LONG_SEGMENT_CHUNK, "no long segment of three chunks"
     chosen = covering(tuple(CASES), ORDINARY, 2)
     assert {c[0] for c in chosen} == set(CASES) and {c[1] for c in chosen} == set(ORDINARY)
     assert {c[2].k for c in chosen} == {c[2].n for c in chosen} == {1, 3, 17, 100}
@@ -340,15 +340,15 @@ def test_typed_sources(name: str, backend: str, disable: tuple[str, ...]) -> Non
 @pytest.mark.parametrize("backend", ["xla", "pallas"])
 @pytest.mark.usefixtures("scores_made_again")
 def test_scores_made_again(backend: str) -> None:
-    check("hgt", "hubs", Size(8, 4, 2), BACKENDS[backend], tolerance=F32, loop_tables=backend == "pallas")
+    check("hgt", "long_segments", Size(8, 4, 2), BACKENDS[backend], tolerance=F32, loop_tables=backend == "pallas")
 
 
 @pytest.mark.newest_jax
 @pytest.mark.full
-def test_hubs_merged_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_segments_merged_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A separate kernel combines the chunks, not the last chunk."""
-    monkeypatch.setattr(tables, "_COUNTED_ITEMS", 0)
-    check("rgat", "hubs", Size(8, 4, 2), PALLAS, tolerance=F32, loop_tables=True)
+    monkeypatch.setattr(tables, "_COUNTED_ENTRIES", 0)
+    check("rgat", "long_segments", Size(8, 4, 2), PALLAS, tolerance=F32, loop_tables=True)
 
 
 @pytest.mark.newest_jax
@@ -401,7 +401,7 @@ def side_by_side(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ids=str,
 )  # fmt: skip
 @pytest.mark.usefixtures("rows_in_16_bits", "as_on_a_large_graph")
-def test_numbers_that_one_loop_makes_for_others(
+def test_scalars_that_one_traversal_stores_for_others(
     size: Size, dtype: str, precision: str | None, tolerance: float, side_by_side: list[int]
 ) -> None:
     """Two an edge and head, which lie side by side, in float32 whatever dtype they have.
@@ -439,18 +439,20 @@ def test_scores_by_products_with_narrow_matrices(name: str, size: Size, precisio
     ("name", "graph", "size", "dtype", "precision", "tolerance"),
     [
         ("rgat_one_head", "typical", Size(16, 16, 1), "float32", "f32", F32),
-        pytest.param("rgat_one_head", "hubs", Size(32, 33, 1), "float32", "tf32", TF32, marks=pytest.mark.slow),
+        pytest.param(
+            "rgat_one_head", "long_segments", Size(32, 33, 1), "float32", "tf32", TF32, marks=pytest.mark.slow
+        ),
         pytest.param("rgat", "typical", Size(40, 33, 1), "float32", "tf32", TF32, marks=pytest.mark.slow),
         ("rgat", "no_edges", Size(3, 3, 1), "float32", "f32", F32),
         pytest.param("rgat", "typical", Size(16, 16, 1), "bfloat16", None, BF16, marks=pytest.mark.slow),
         ("rgat", "typical", Size(20, 17, 2), "float32", "tf32", TF32),
-        ("rgat", "hubs", Size(8, 3, 5), "float32", "f32", F32),
+        ("rgat", "long_segments", Size(8, 3, 5), "float32", "f32", F32),
         ("rgat", "typical", Size(16, 16, 2), "bfloat16", None, BF16),
     ],
     ids=str,
 )
 @pytest.mark.usefixtures("fresh_plans")
-def test_gradients_of_vectors_beside_those_of_weights(
+def test_gradients_of_vectors_fused_with_those_of_weights(
     name: str,
     graph: str,
     size: Size,
@@ -460,15 +462,15 @@ def test_gradients_of_vectors_beside_those_of_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The pass over rows for the weight gradient also computes the gradient of the attention vectors."""
-    paired: list[Outer] = []
-    original = PallasLowering.outer
+    paired: list[WeightGradient] = []
+    original = PallasLowering.weight_gradient
 
-    def outer(self: PallasLowering, instance: Outer, env: dict[int, Any]) -> Any:
+    def weight_gradient(self: PallasLowering, instance: WeightGradient, env: dict[int, Any]) -> Any:
         if instance.narrow is not None:
             paired.append(instance)
         return original(self, instance, env)
 
-    monkeypatch.setattr(PallasLowering, "outer", outer)
+    monkeypatch.setattr(PallasLowering, "weight_gradient", weight_gradient)
     check(name, graph, size, dataclasses.replace(PALLAS, precision=precision), dtype, tolerance=tolerance)
     assert paired
 
@@ -487,7 +489,7 @@ def test_gradients_of_vectors_beside_those_of_weights(
     ids=str,
 )
 @pytest.mark.usefixtures("fresh_plans")
-def test_scores_in_the_loop(
+def test_scores_fused_with_a_traversal(
     name: str, size: Size, dtype: str, precision: str | None, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where there are as many pairs as edges; type vectors and rows are rounded."""
@@ -535,13 +537,13 @@ def test_rows_of_nodes_without_edges_are_not_read(name: str, size: Size, monkeyp
     check(name, graph, size, dataclasses.replace(PALLAS, precision="tf32"), tolerance=TF32, loop_tables=True)
     ((made, kernels),) = {t: k for t, k in found if any(o.when is not None for o in t.operands)}.items()
     # With one head and without an axis for it, reductions read the given cotangent.
-    assert bool(kernels.half.intersection(made.item_outputs)) == (name != "rgat_one_head")
+    assert bool(kernels.row_scaled.intersection(made.entry_outputs)) == (name != "rgat_one_head")
 
 
 @pytest.mark.newest_jax
 @pytest.mark.full
 @pytest.mark.usefixtures("as_on_a_large_graph")
-def test_numbers_of_others_in_xla(side_by_side: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scalars_of_others_in_xla(side_by_side: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA evaluates the reduction that reads them."""
     original = PallasLowering.traversal
 

@@ -142,9 +142,9 @@ def test_dtypes() -> None:
     assert layer(GRAPH, x).dtype == jnp.float32  # promoted with x
     assert layer(GRAPH, x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
     full = RGCNConv(4, 6, R, rngs=nnx.Rngs(0))
-    half = RGCNConv(4, 6, R, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    assert half.weight[...].dtype == jnp.float32 and half(GRAPH, x).dtype == jnp.bfloat16
-    same(half(GRAPH, x), full(GRAPH, x), rtol=0.05, atol=0.05)
+    in_bfloat16 = RGCNConv(4, 6, R, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert in_bfloat16.weight[...].dtype == jnp.float32 and in_bfloat16(GRAPH, x).dtype == jnp.bfloat16
+    same(in_bfloat16(GRAPH, x), full(GRAPH, x), rtol=0.05, atol=0.05)
 
 
 @pytest.mark.sample(2)
@@ -414,8 +414,8 @@ def test_program_module() -> None:
     grads = nnx.grad(lambda m: (m(GRAPH, x, strength) ** 2).sum())(module)
     assert {k: v.shape for k, v in nnx.to_pure_dict(grads).items()} == {"weight": (R, 4, 6), "gate": (4, 6)}
     assert module(GRAPH, x.astype(jnp.bfloat16), strength).dtype == jnp.float32
-    half = ProgramModule(gated, params, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    assert half(GRAPH, x, strength).dtype == jnp.bfloat16
+    in_bfloat16 = ProgramModule(gated, params, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert in_bfloat16(GRAPH, x, strength).dtype == jnp.bfloat16
     own = ProgramModule(gated.with_options(backend="xla", precision="bf16"), params, precision="f32", rngs=nnx.Rngs(0))
     assert own.spec.options == Options(backend="xla", precision="f32")
 

@@ -323,7 +323,7 @@ def test_on_kernels(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graph", ["hubs", "sparse", "one_node", "no_edges", "one_type"])
+@pytest.mark.parametrize("graph", ["long_segments", "sparse", "one_node", "no_edges", "one_type"])
 @pytest.mark.parametrize("backend", ["xla", "plain", "kernels"])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_on_other_graphs(name: str, backend: str, graph: str) -> None:

@@ -83,7 +83,7 @@ def assert_same(got: Any, want: Any, tolerance: float, others: Sequence[Any] = (
 
 def check(recipe: Recipe, edges: EdgeList, options: Options, dtype: str, tolerance: float) -> None:
     """Checks that results and gradients agree with float64 and have the dtypes of the program without passes."""
-    graph, program, arrays = edges.build(hub_chunk=CHUNK), recipe.program(), recipe.arrays(edges)
+    graph, program, arrays = edges.build(long_segment_chunk=CHUNK), recipe.program(), recipe.arrays(edges)
     narrow = any(spec.dtype for spec in recipe.inputs)
     others: list[Results] = []
     with jax.enable_x64(True):
@@ -158,7 +158,7 @@ def test_many(name: str, shard: int) -> None:
 @given(recipe=recipes(max_steps=8), edges=edge_lists(), narrow=st.sampled_from(("", "float16", "bfloat16")))
 def test_lowering_for_a_gpu(recipe: Recipe, edges: EdgeList, narrow: str) -> None:
     """Triton lowers every kernel of a program; after tracing no fallback to XLA is possible."""
-    graph, program = edges.build(hub_chunk=CHUNK).with_loop_tables(), recipe.program()
+    graph, program = edges.build(long_segment_chunk=CHUNK).with_loop_tables(), recipe.program()
     options = Options(backend="pallas", interpret=False)
     arrays = recipe.cast(recipe.arrays(edges), narrow or "float32")
 
@@ -172,7 +172,7 @@ def test_lowering_for_a_gpu(recipe: Recipe, edges: EdgeList, narrow: str) -> Non
 @given(recipe=recipes(max_steps=6), edges=edge_lists(max_edges=12))
 def test_gradients_of_gradients(recipe: Recipe, edges: EdgeList) -> None:
     """The gradient of a squared gradient, by the compiler and by JAX's autodiff."""
-    graph, program = edges.build(hub_chunk=CHUNK), recipe.program()
+    graph, program = edges.build(long_segment_chunk=CHUNK), recipe.program()
 
     def twice(options: Options) -> Any:
         arrays = recipe.cast(recipe.arrays(edges), "float64")

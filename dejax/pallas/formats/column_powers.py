@@ -1,6 +1,6 @@
 """The magnitudes of the columns of arrays, as powers of two: one small kernel for all arrays of a program.
 
-Row-scaled float16 and products in float16 divide columns by these (`half_rows`). The powers are estimates from some
+Row-scaled float16 and products in float16 divide columns by these (`row_scaled`). The powers are estimates from some
 elements of each column. An estimate that is wrong by a factor of some thousands costs no digits.
 
 Contract test: `tests/pallas/test_column_powers.py`, against maxima of numpy.
@@ -22,7 +22,7 @@ from jax import lax
 from dejax.pallas import _triton
 from dejax.pallas._shapes import divide, lanes, next_power_of_two
 from dejax.pallas._tiles import where
-from dejax.pallas.formats.half_rows import finite_magnitude, powers_of, powers_of_tile, whole_max
+from dejax.pallas.formats.row_scaled import finite_magnitude, powers_of, powers_of_tile, whole_max
 
 # Elements that a program reads: fewer where neighbours belong to one column, because each is then a memory sector of
 # its own.

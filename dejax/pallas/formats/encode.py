@@ -1,6 +1,6 @@
-"""float32 rows to `HalfRows` (row-scaled float16) in one pass over them.
+"""float32 rows to `RowScaled` (row-scaled float16) in one pass over them.
 
-Reference: `half_rows.encode`, in plain XLA. Contract test: `tests/pallas/test_half_rows.py`.
+Reference: `row_scaled.encode`, in plain XLA. Contract test: `tests/pallas/test_row_scaled.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from dejax.pallas import _triton
 from dejax.pallas._shapes import cdiv, lanes, next_power_of_two
 from dejax.pallas._tiles import resized, where
-from dejax.pallas.formats.half_rows import HalfRows, encode, inverse_of, of_stored, raised_exponents, stored
+from dejax.pallas.formats.row_scaled import RowScaled, encode, inverse_of, of_stored, raised_exponents, stored
 
 # A program holds a whole row.
 MAX_WIDTH = 8192
@@ -39,7 +39,7 @@ def _kernel(x: Any, *refs: Any, rows: int, width: int, length: int, block: int) 
     _triton.store(exponent, (row, jnp.zeros_like(row)), resized(found, row.shape), inside)
 
 
-def to_half_rows(x: jax.Array, columns: jax.Array | None = None, *, interpret: bool | None = None) -> HalfRows:
+def to_row_scaled(x: jax.Array, columns: jax.Array | None = None, *, interpret: bool | None = None) -> RowScaled:
     """`x` as row-scaled float16, with one exponent for each row.
 
     Args:
@@ -61,7 +61,7 @@ def to_half_rows(x: jax.Array, columns: jax.Array | None = None, *, interpret: b
     block = max(1, _ELEMENTS // next_power_of_two(width))
     mantissa, exponent = _triton.pallas_call(
         functools.partial(_kernel, rows=rows, width=width, length=length, block=block),
-        name="to_half_rows",
+        name="to_row_scaled",
         num_programs=cdiv(rows, block),
         out_shape=[
             jax.ShapeDtypeStruct((rows, length), jnp.dtype(jnp.float16)),

@@ -1,4 +1,4 @@
-"""`TableSlice`: numbers in a larger array, which kernels read where they are.
+"""`TableSlice`: a part of a larger array, which kernels read where they are.
 
 XLA takes about a microsecond for each array that a call is given, whatever its size. Tables that kernels alone read can
 share one array so, and nothing is copied to take them apart.
@@ -44,7 +44,7 @@ class TableSlice:
         return self if np.dtype(dtype) == self.dtype else self.array().astype(dtype)
 
     def array(self) -> jax.Array:
-        """The numbers by themselves, for what is no kernel."""
+        """The elements by themselves, for what is no kernel."""
         return jnp.asarray(self.table)[self.start : self.start + self.length]
 
     def __jax_array__(self) -> jax.Array:

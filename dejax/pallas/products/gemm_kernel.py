@@ -12,8 +12,8 @@ from jax import lax
 from dejax.pallas import _triton
 from dejax.pallas._shapes import cdiv, divide, lanes
 from dejax.pallas._tiles import resized, where, within
-from dejax.pallas.formats.half_rows import inverse_of, power, raised_exponents, two_parts
-from dejax.pallas.products.schedule import GemmSchedule
+from dejax.pallas.formats.row_scaled import inverse_of, power, raised_exponents, two_parts
+from dejax.pallas.products.schedule import GemmSchedule, MergedHeads
 
 
 def apply_activation(name: str | None, y: jax.Array) -> jax.Array:
@@ -33,7 +33,7 @@ def apply_activation(name: str | None, y: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True, slots=True)
-class GemmPlan:
+class GemmPlan(MergedHeads):
     """Static facts of one call; `names` are the kernel's references in order.
 
     A program multiplies `merged` heads at once, by a block-diagonal matrix of `k` by `n`, whose blocks are `head_k` by
@@ -62,17 +62,9 @@ class GemmPlan:
     power_by_type: bool  # matrices have one power of two for each type
     x_behind: int  # zeros behind the features of a row of x, which then has one head
     out_behind: int  # and behind those of each head of the result
-    x_part: int  # columns that share an exponent where x comes as `HalfRows`
+    x_part: int  # columns that share an exponent where x comes as `RowScaled`
     x_bits_of: jnp.dtype | None  # what the integers of x carry where it comes as `FloatBits`
     divided: bool  # the kernel divides rows of x by the powers of two of their columns
-
-    @property
-    def k(self) -> int:
-        return self.merged * self.head_k
-
-    @property
-    def n(self) -> int:
-        return self.merged * self.head_n
 
     @property
     def blocks_n(self) -> int:
@@ -268,16 +260,16 @@ def _scaled_product(x: jax.Array, w: jax.Array, x_power: Any, w_power: Any) -> j
 
     `x_power` are those of rows, [rows, 1], and `w_power` those of columns, [1, columns].
     """
-    half = jnp.float16
+    float16 = jnp.float16
     if w_power is None:
         exponent, inverse = raised_exponents(w, 0)
         w, w_power = w * inverse, power(exponent)
-    w = w.astype(half)
+    w = w.astype(float16)
     if x_power is None:
         exponent, inverse = raised_exponents(x, 1)
         x, x_power = x * inverse, power(exponent)
     # One after the other: the product of both powers may vanish where the result does not.
-    return _triton.dot(x.astype(half), w, "tf32") * x_power * w_power
+    return _triton.dot(x.astype(float16), w, "tf32") * x_power * w_power
 
 
 def _exact_product(x: jax.Array, w: jax.Array, w_low: jax.Array | None, w_power: Any) -> jax.Array:

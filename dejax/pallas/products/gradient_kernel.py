@@ -14,28 +14,28 @@ from jax import lax
 from dejax.pallas import _triton
 from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
 from dejax.pallas._tiles import steps, where, within
-from dejax.pallas.formats.half_rows import (
+from dejax.pallas.formats.row_scaled import (
     RAISED,
     exponents,
     finite_magnitude,
-    halves,
     inverse_of,
     inverse_power,
     power,
     power_of_any,
     powers_of_tile,
     raised_exponents,
+    two_floats,
     two_parts,
     whole_max,
 )
-from dejax.pallas.products.schedule import OuterSchedule
+from dejax.pallas.products.schedule import MergedHeads, WeightGradientSchedule
 
 # A biased exponent below those of all products of two float32 values.
 _LEAST = -400
 
 
 @dataclass(frozen=True, slots=True)
-class GradientPlan:
+class GradientPlan(MergedHeads):
     """Static facts of one call; `names` are the kernel's references in order.
 
     A program takes `merged` heads at once and keeps the diagonal blocks, `head_k` by `head_n`, of their `k` by `n`
@@ -43,7 +43,7 @@ class GradientPlan:
     """
 
     names: tuple[str, ...]
-    schedule: OuterSchedule
+    schedule: WeightGradientSchedule
     head_blocks: int
     merged: int
     head_k: int
@@ -54,19 +54,11 @@ class GradientPlan:
     dtype: jnp.dtype  # that operands are cast to where the arithmetic is direct
     x_rows: int
     y_rows: int
-    x_part: int  # columns that share an exponent where x comes as `HalfRows`
+    x_part: int  # columns that share an exponent where x comes as `RowScaled`
     y_part: int
     x_behind: int  # zeros behind the features of a row of x
     y_behind: int
     measured: tuple[str, ...]  # which of x and y the kernel divides by powers of two of its columns, measured there
-
-    @property
-    def k(self) -> int:
-        return self.merged * self.head_k
-
-    @property
-    def n(self) -> int:
-        return self.merged * self.head_n
 
     @property
     def narrow_width(self) -> int:
@@ -140,7 +132,7 @@ def _narrow_added(sum_: Sum, x: _Left, y: jax.Array, c: GradientPlan) -> Sum:
         y, dtype = y * power(x.exponent), jnp.dtype(jnp.float16)
         total, unit = _relative(sum_, exponents(y, None)[0] - RAISED)
         y = y * inverse_power(unit)
-    for part in reversed(halves(y, dtype)):
+    for part in reversed(two_floats(y, dtype)):
         total = total + _dot(x.tile, part, c.precision)
     return total, unit
 
@@ -211,7 +203,7 @@ Indices = tuple[jax.Array, ...]
 """The rows of x and of y at some positions, of those that are not the positions themselves."""
 
 Tile = tuple[jax.Array, jax.Array | None]
-"""Rows of a tile, and the exponent of each row [rows, 1] where they come as `HalfRows`."""
+"""Rows of a tile, and the exponent of each row [rows, 1] where they come as `RowScaled`."""
 
 
 def partial_kernel(*refs: Any, c: GradientPlan) -> None:
@@ -296,7 +288,7 @@ def _measured_powers(p: _Program, at_first: Indices) -> dict[str, jax.Array]:
 
 
 def _powers_of_columns(p: _Program, side: _Side, width: int, measured: dict[str, jax.Array]) -> jax.Array | None:
-    """The powers of two that multiply the sums: measured, or those of `HalfRows`."""
+    """The powers of two that multiply the sums: measured, or those of `RowScaled`."""
     if f"{side.name}_columns" not in p.ref:
         return measured.get(side.name)
     at, inside = (p.heads * width + side.column,), side.column < width

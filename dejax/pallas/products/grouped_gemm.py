@@ -17,8 +17,8 @@ from dejax.pallas import _triton
 from dejax.pallas._checks import as_index, check_float, check_precision
 from dejax.pallas._shapes import cdiv, next_power_of_two
 from dejax.pallas.formats.float_bits import FloatBits
-from dejax.pallas.formats.half_rows import (
-    HalfRows,
+from dejax.pallas.formats.row_scaled import (
+    RowScaled,
     encode,
     inverse_of,
     of_stored,
@@ -33,7 +33,7 @@ from dejax.pallas.products.schedule import SCALE_BEFOREHAND, GemmSchedule, gemm_
 
 # The widest results that one program computes whole rows of: where an inner product with a vector needs that, and where
 # a row is to have one exponent.
-MAX_WHOLE_N, MAX_HALF_N = 512, 256
+MAX_WHOLE_N, MAX_ROW_SCALED_N = 512, 256
 
 
 def grouped_gemm(request: GroupedGemm, *, schedule: GemmSchedule | None = None, interpret: bool | None = None) -> Any:
@@ -95,7 +95,7 @@ def _with_heads_axis(r: GroupedGemm) -> GroupedGemm:
             "`x` and `w` must be [rows, heads, k] and [types, heads, k, n], or [rows, k] and [types, k, n]; "
             f"got ranks {x.ndim - flat} and {w.ndim - flat}"
         )
-    if isinstance(x, HalfRows) and x.width is not None and x.shape[1] > 1:
+    if isinstance(x, RowScaled) and x.width is not None and x.shape[1] > 1:
         # Zeros behind the features of each head meet zeros of the matrices. The kernel masks those of a single head.
         behind = (0, x.mantissa.shape[2] - x.shape[2])
         x, w = x.whole(), jnp.pad(w, ((0, 0), (0, 0), *((0, 0), behind)[:: 1 if r.transpose_w else -1]))
@@ -194,9 +194,9 @@ def _cut(r: GroupedGemm, schedule: GemmSchedule | None) -> _Cut:
             r.precision,
             num_positions=r.groups.num_positions,
             # With whole rows in a tile a row has one exponent, which traversals read with it.
-            whole_n=dots or (r.output.row_scaled and next_power_of_two(merged * n) <= MAX_HALF_N),
-            half=r.x.dtype == r.w.dtype and r.x.dtype in (jnp.bfloat16, jnp.float16),
-            half_rows=isinstance(r.x, HalfRows),
+            whole_n=dots or (r.output.row_scaled and next_power_of_two(merged * n) <= MAX_ROW_SCALED_N),
+            in_16_bits=r.x.dtype == r.w.dtype and r.x.dtype in (jnp.bfloat16, jnp.float16),
+            row_scaled=isinstance(r.x, RowScaled),
             transposed=r.transpose_w,
         )
     one_width = merged * n <= schedule.block_n or merged * n % schedule.block_n == 0  # of the parts of a row
@@ -204,9 +204,9 @@ def _cut(r: GroupedGemm, schedule: GemmSchedule | None) -> _Cut:
 
 
 def _with_columns(r: GroupedGemm, cut: _Cut) -> GroupedGemm:
-    """The request without unused powers of columns, and with `HalfRows` decoded that the kernel cannot read."""
+    """The request without unused powers of columns, and with `RowScaled` decoded that the kernel cannot read."""
     (_, heads, k), x, x_columns = r.x.shape, r.x, r.x_columns
-    if isinstance(x, HalfRows):
+    if isinstance(x, RowScaled):
         x_columns = x.columns
         if cut.arithmetic != "scaled" or not x.one_exponent(cut.merged * k, cut.schedule.block_k):
             x = x.decode()
@@ -258,17 +258,18 @@ def _operands(r: GroupedGemm, w: _Weights, dot_vector: jax.Array | None, row_sca
     """The kernel's operands by name, in order."""
     (rows, heads, k), n, x, groups, e = r.x.shape, r.n, r.x, r.groups, r.epilogue
     positions, types = groups.num_positions, r.w.shape[0]
-    half = isinstance(x, HalfRows)
+    # Matrices that were scaled beforehand were multiplied by the powers of the columns of `RowScaled`.
+    divided = isinstance(x, RowScaled) and w.power is not None
+    x_columns = None if r.x_columns is None or divided else r.x_columns.reshape(heads * k)
     found = {
         "x": x.bits if isinstance(x, FloatBits) else _stored_rows(x).reshape(rows, -1),
         "w": w.array,
         "offsets": groups.offsets,
         "tile_type": groups.tile_type,
         "tile_start": groups.tile_start,
-        "x_exponent": x.exponent if isinstance(x, HalfRows) else None,
+        "x_exponent": x.exponent if isinstance(x, RowScaled) else None,
         "w_power": w.power,
-        # Matrices that were scaled beforehand were multiplied by the powers of the columns of `HalfRows`.
-        "x_columns": None if r.x_columns is None or (half and w.power is not None) else r.x_columns.reshape(heads * k),
+        "x_columns": x_columns,
         "w_low": w.low,
         "x_index": None if r.x_index is None else as_index(r.x_index, "x_index", positions),
         "out_index": None if r.output.index is None else as_index(r.output.index, "output.index", positions),
@@ -282,7 +283,7 @@ def _operands(r: GroupedGemm, w: _Weights, dot_vector: jax.Array | None, row_sca
 
 
 def _stored_rows(x: Any) -> jax.Array:
-    return x.mantissa if isinstance(x, HalfRows) else x
+    return x.mantissa if isinstance(x, RowScaled) else x
 
 
 def _results(r: GroupedGemm, cut: _Cut, out_length: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -314,7 +315,7 @@ def _multiplied(r: GroupedGemm, schedule: GemmSchedule | None, interpret: bool |
     plan = _plan(r, cut, weights, (*operands, *results), out_length)
     found = _triton.pallas_call(
         functools.partial(gemm_kernel, c=plan),
-        name="typed_matmul",
+        name="grouped_gemm",
         num_programs=plan.num_programs,
         out_shape=list(results.values()),
         num_warps=cut.schedule.num_warps,
@@ -333,7 +334,7 @@ def _multiplied(r: GroupedGemm, schedule: GemmSchedule | None, interpret: bool |
 
 def _plan(r: GroupedGemm, cut: _Cut, weights: _Weights, names: tuple[str, ...], out_length: int) -> GemmPlan:
     (rows, heads, k), x = r.x.shape, r.x
-    half = isinstance(x, HalfRows)
+    x_scaled = isinstance(x, RowScaled)
     return GemmPlan(
         names=names,
         schedule=cut.schedule,
@@ -357,7 +358,7 @@ def _plan(r: GroupedGemm, cut: _Cut, weights: _Weights, names: tuple[str, ...], 
         power_by_type=weights.divided,
         x_behind=math.prod(_stored_rows(x).shape[1:]) - heads * k,  # one head may be stored longer
         out_behind=out_length - r.n,
-        x_part=x.part_width if isinstance(x, HalfRows) else 1,
+        x_part=x.part_width if isinstance(x, RowScaled) else 1,
         x_bits_of=x.dtype if isinstance(x, FloatBits) else None,
-        divided=r.x_columns is not None and not half,
+        divided=r.x_columns is not None and not x_scaled,
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dejax.pallas.formats.half_rows import HalfRows
+from dejax.pallas.formats.row_scaled import RowScaled
 from dejax.pallas.products.requests import GroupedGemm, GroupedWeightGradient
 
 
@@ -78,7 +78,7 @@ def sum_rows(x: Any, offsets: Any, order: Any = None) -> np.ndarray:
 
 
 def _wide(a: Any) -> np.ndarray:
-    return np.asarray(a.decode() if isinstance(a, HalfRows) else a).astype(np.float64)
+    return np.asarray(a.decode() if isinstance(a, RowScaled) else a).astype(np.float64)
 
 
 def _with_heads(a: np.ndarray, ndim: int) -> np.ndarray:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dejax.pallas.formats.float_bits import FloatBits
-from dejax.pallas.formats.half_rows import HalfRows
+from dejax.pallas.formats.row_scaled import RowScaled
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,9 +70,9 @@ class GemmOutput:
         differ from run to run. The result is float32.
       covers_all: the caller guarantees that every result row is written, so that none needs to be set to zero first.
       dtype: of the result; by default what `x` and `w` promote to.
-      row_scaled: asks for the result as `HalfRows`, in half the bytes; only with `precision="tf32"` and a float32
+      row_scaled: asks for the result as `RowScaled`, in half the bytes; only with `precision="tf32"` and a float32
         result. A result whose tiles have parts of several widths stays float32.
-      columns: float32[heads, n] or [n], powers of two: the `columns` of the result as `HalfRows`.
+      columns: float32[heads, n] or [n], powers of two: the `columns` of the result as `RowScaled`.
     """
 
     index: jax.Array | None = None
@@ -90,22 +90,22 @@ class GroupedGemm:
 
     Attributes:
       x: float[rows, heads, k], or float[rows, k] for one head, which the result then has no axis for either; or
-        `HalfRows` of such a shape; or `FloatBits`, [rows, k].
+        `RowScaled` of such a shape; or `FloatBits`, [rows, k].
       w: float[types, heads, k, n], or without the heads axis where `x` has none.
       groups: the positions, sorted by type.
       x_index: int32[num_positions], the row of `x` that a position reads; one out of range reads as zeros. None:
         position p reads row p.
       x_columns: float32[heads, k] or [k], powers of two near the largest elements of the columns of float32 rows `x`,
-        where those differ (`column_powers`). `HalfRows` have their own.
+        where those differ (`column_powers`). `RowScaled` have their own.
       transpose_w: multiplies by the transposed matrices: in `w`, n comes before k.
       epilogue: what is done with a product row before it is stored.
       output: where result rows go, and how they are stored.
       precision: of float32 operands: `tf32` (10-bit mantissa; computed in float16 with powers of two for the rows of
-        `x` and the matrices of `w`, see `half_rows`), `f32` (22 bits; three such products) or `bf16` (cast). bfloat16
+        `x` and the matrices of `w`, see `row_scaled`), `f32` (22 bits; three such products) or `bf16` (cast). bfloat16
         and float16 are multiplied as they are. Sums are float32.
     """
 
-    x: jax.Array | HalfRows | FloatBits
+    x: jax.Array | RowScaled | FloatBits
     w: jax.Array
     groups: GemmGroups
     x_index: jax.Array | None = None
@@ -136,8 +136,8 @@ class GroupedWeightGradient:
 
     Attributes:
       x: float[rows, heads, k], or float[rows, k] for one head, which the result then has no axis for either; or
-        `HalfRows` of such a shape.
-      y: float[rows, heads, n], or float[rows, n] where `x` has no heads axis; or `HalfRows`.
+        `RowScaled` of such a shape.
+      y: float[rows, heads, n], or float[rows, n] where `x` has no heads axis; or `RowScaled`.
       offsets: int32[types + 1].
       num_positions: the length of the indices, and of the range of positions.
       x_index: int32[num_positions], the row of `x` at each position; one out of range reads as zeros. None: row p.
@@ -146,21 +146,21 @@ class GroupedWeightGradient:
       narrow: float[rows, heads, m], or float[rows, m], m up to 16 (`MAX_NARROW`): further rows, read by `y_index`, that
         multiply those of `x` in the same pass.
       precision: of float32 operands: `tf32` (10-bit mantissa; computed in float16 with powers of two for each row, see
-        `half_rows`), `f32` (22 bits; three such products) or `bf16` (cast). Sums are float32.
+        `row_scaled`), `f32` (22 bits; three such products) or `bf16` (cast). Sums are float32.
       dtype: of the result.
       rows_per_split: positions that one program sums; about a thousandth of all by default.
       splits: `split_table(offsets, rows_per_split, num_positions)` where it was made before, and then None or, where
         starts and ends are in another order, the number of each split, int32[splits].
     """
 
-    x: jax.Array | HalfRows
-    y: jax.Array | HalfRows
+    x: jax.Array | RowScaled
+    y: jax.Array | RowScaled
     offsets: jax.Array
     num_positions: int
     x_index: jax.Array | None = None
     y_index: jax.Array | None = None
     scale: jax.Array | None = None
-    narrow: jax.Array | HalfRows | None = None
+    narrow: jax.Array | RowScaled | None = None
     precision: str = "tf32"
     dtype: Any = jnp.float32
     rows_per_split: int | None = None

@@ -44,7 +44,7 @@ class GemmSchedule:
 
 
 @dataclass(frozen=True, slots=True)
-class OuterSchedule:
+class WeightGradientSchedule:
     """How a grouped weight gradient is cut.
 
     Attributes:
@@ -63,7 +63,7 @@ class OuterSchedule:
 
 
 def gemm_block(
-    k: int, n: int, num_positions: int, num_types: int, precision: str = "tf32", *, half_rows: bool = False
+    k: int, n: int, num_positions: int, num_types: int, precision: str = "tf32", *, row_scaled: bool = False
 ) -> int:
     """Rows of a tile of a grouped GEMM: the `block` for which to make the tile table.
 
@@ -73,7 +73,7 @@ def gemm_block(
       num_positions: rows of the product.
       num_types: matrices that they are spread over.
       precision: `f32`, `tf32` or `bf16`.
-      half_rows: whether the rows come as `HalfRows`.
+      row_scaled: whether the rows come as `RowScaled`.
 
     Returns:
       32, 64 or 128.
@@ -86,9 +86,9 @@ def gemm_block(
         return 64
     # A tile should hold a row's whole result, and a program converts rows of float32: wide rows take small tiles.
     wide_k, wide_n = next_power_of_two(k), next_power_of_two(n)
-    if precision == "tf32" and half_rows and _wide_half(wide_k, wide_n):
+    if precision == "tf32" and row_scaled and _wide_row_scaled(wide_k, wide_n):
         return 64
-    large_tiles = half_rows or _concatenated(wide_k, wide_n, num_positions)
+    large_tiles = row_scaled or _concatenated(wide_k, wide_n, num_positions)
     if precision == "tf32" and max(wide_k, wide_n) > 128 and not large_tiles:
         return 64
     return 128 if mean >= 512 else 64
@@ -105,8 +105,8 @@ def _concatenated(wide_k: int, wide_n: int, num_positions: int) -> bool:
     return large and (wide_k, wide_n) == (128, 256)
 
 
-def _wide_half(wide_k: int, wide_n: int) -> bool:
-    """Whether a product of `HalfRows` takes tiles of 64 rows in several steps.
+def _wide_row_scaled(wide_k: int, wide_n: int) -> bool:
+    """Whether a product of `RowScaled` takes tiles of 64 rows in several steps.
 
     There are more programs then, of which some compute while others wait for memory.
     """
@@ -121,8 +121,8 @@ def gemm_schedule(
     *,
     num_positions: int = 0,
     whole_n: bool = False,
-    half: bool = False,
-    half_rows: bool = False,
+    in_16_bits: bool = False,
+    row_scaled: bool = False,
     transposed: bool = False,
 ) -> GemmSchedule:
     """The heuristic schedule of a grouped GEMM.
@@ -134,39 +134,56 @@ def gemm_schedule(
       precision: `f32`, `tf32` or `bf16`.
       num_positions: rows of the product; 0 for few.
       whole_n: keeps all columns in one tile.
-      half: rows and matrices are arrays of 16 bits.
-      half_rows: rows come as `HalfRows`.
+      in_16_bits: rows and matrices are arrays of 16 bits.
+      row_scaled: rows come as `RowScaled`.
       transposed: matrices are transposed.
     """
     wide_k, wide_n = max(16, next_power_of_two(k)), max(16, next_power_of_two(n))
     tf32 = precision == "tf32"
-    if half and wide_k >= 128 and wide_n >= 128 and not whole_n:
+    if in_16_bits and wide_k >= 128 and wide_n >= 128 and not whole_n:
         return GemmSchedule(64, min(wide_n, 256), 8 if block >= 128 else 4, 3)
-    if tf32 and half_rows and block <= 64 and _wide_half(wide_k, wide_n):
+    if tf32 and row_scaled and block <= 64 and _wide_row_scaled(wide_k, wide_n):
         return GemmSchedule(64, 128, 4, 2) if wide_n == 128 else GemmSchedule(32, 256, 4, 3)
     if tf32 and wide_k == wide_n == block == 128 and num_positions >= SCALE_BEFOREHAND:
         return GemmSchedule(128, 128, 4, 1)
     block_k, limit_n = wide_k if wide_k <= 128 else 64, 128
     if precision == "f32":
         block_k = limit_n = 64
-    elif tf32 and wide_k == 128 and half_rows and wide_n >= 128 and not whole_n:
+    elif tf32 and wide_k == 128 and row_scaled and wide_n >= 128 and not whole_n:
         block_k = 64
     elif tf32 and wide_k == 128:
         limit_n = 64  # a tile of 128 columns does not fit into the registers
     block_n = wide_n if whole_n else min(wide_n, limit_n)
     large = block * block_n >= 128 * 128
     num_warps = 8 if large and (block_n > 128 or wide_k != 128 or not tf32) else 4
-    if tf32 and whole_n and block == 128 and not half_rows and _concatenated(wide_k, wide_n, num_positions):
+    if tf32 and whole_n and block == 128 and not row_scaled and _concatenated(wide_k, wide_n, num_positions):
         return GemmSchedule(block_k, block_n, num_warps, 4, 8)
     tiles, num_stages = 1, 2
     if block_k < wide_k:
         num_stages = 3
-    elif half_rows and num_positions >= _MANY_POSITIONS:
+    elif row_scaled and num_positions >= _MANY_POSITIONS:
         # A program of one tile waits for its rows; one of several loads the next rows meanwhile. Rows in float32 gain
         # nothing, because they are converted.
         tiles, num_stages = (4, 2) if transposed and wide_k < 128 else (8, 4)
-    stage = block_k * (block * (2 if half_rows else 4) + block_n * (2 if num_positions >= SCALE_BEFOREHAND else 4))
+    stage = block_k * (block * (2 if row_scaled else 4) + block_n * (2 if num_positions >= SCALE_BEFOREHAND else 4))
     return GemmSchedule(block_k, block_n, num_warps, _fitting_stages(num_stages, stage), tiles)
+
+
+class MergedHeads:
+    """The sides of the product of `merged` heads at once, each `head_k` by `head_n`."""
+
+    __slots__ = ()
+    merged: int
+    head_k: int
+    head_n: int
+
+    @property
+    def k(self) -> int:
+        return self.merged * self.head_k
+
+    @property
+    def n(self) -> int:
+        return self.merged * self.head_n
 
 
 def merged_heads(heads: int, k: int, n: int, precision: str, dtype: Any) -> int:
@@ -180,58 +197,58 @@ def merged_heads(heads: int, k: int, n: int, precision: str, dtype: Any) -> int:
     return next(fits, 1)
 
 
-def outer_schedule(
+def weight_gradient_schedule(
     k: int,
     n: int,
     precision: str,
     *,
-    half: tuple[bool, bool] = (False, False),
+    in_16_bits: tuple[bool, bool] = (False, False),
     narrow: bool = False,
     num_positions: int = 0,
-) -> OuterSchedule:
+) -> WeightGradientSchedule:
     """The heuristic schedule of a grouped weight gradient.
 
     Args:
       k: width of x.
       n: width of y.
       precision: `f32`, `tf32` or `bf16`.
-      half: whether rows of x and of y come in 16 bits.
+      in_16_bits: whether rows of x and of y come in 16 bits.
       narrow: whether rows of x are multiplied by narrow rows, too.
       num_positions: products that are summed; 0 for few.
     """
     wide_k, wide_n = max(16, next_power_of_two(k)), max(16, next_power_of_two(n))
     block_k, block_n = min(wide_k, 128), min(wide_n, 64)
     if precision == "tf32" and block_k >= 64 and block_n == 64:
-        found = _wide_outer_schedule(wide_k, wide_n, half, narrow, num_positions)
+        found = _wide_weight_gradient_schedule(wide_k, wide_n, in_16_bits, narrow, num_positions)
         sides = (found.block_k, found.block_n)
-        stage = found.block_rows * sum(side * (2 if h else 4) for side, h in zip(sides, half, strict=True))
+        stage = found.block_rows * sum(side * (2 if h else 4) for side, h in zip(sides, in_16_bits, strict=True))
         return replace(found, num_stages=_fitting_stages(found.num_stages, stage))
     # Operands in two parts fill the registers of 4 warps.
     num_warps = 8 if precision == "f32" and block_k == 128 else 4
-    return OuterSchedule(128 if block_n == 16 else 64, block_k, block_n, num_warps, 1)
+    return WeightGradientSchedule(128 if block_n == 16 else 64, block_k, block_n, num_warps, 1)
 
 
-def _wide_outer_schedule(
-    wide_k: int, wide_n: int, half: tuple[bool, bool], narrow: bool, num_positions: int
-) -> OuterSchedule:
+def _wide_weight_gradient_schedule(
+    wide_k: int, wide_n: int, in_16_bits: tuple[bool, bool], narrow: bool, num_positions: int
+) -> WeightGradientSchedule:
     """Of products in float16.
 
     Rows in 16 bits go to shared memory as they come, steps ahead. Rows of float32 are converted in registers, so their
     side of a tile is 64.
     """
     if wide_k >= 128 and wide_n >= 128:
-        if all(half):
-            return OuterSchedule(128, 128, 128, 8, 2) if narrow else OuterSchedule(64, 128, 128, 8, 3)
-        if any(half):
-            return OuterSchedule(64, 128 if half[0] else 64, 128 if half[1] else 64, 4, 2)
-        return OuterSchedule(128, 128, 128, 8, 1)
+        if all(in_16_bits):
+            return WeightGradientSchedule(128, 128, 128, 8, 2) if narrow else WeightGradientSchedule(64, 128, 128, 8, 3)
+        if any(in_16_bits):
+            return WeightGradientSchedule(64, 128 if in_16_bits[0] else 64, 128 if in_16_bits[1] else 64, 4, 2)
+        return WeightGradientSchedule(128, 128, 128, 8, 1)
     block_k = min(wide_k, 128)
     # With few rows a program ends before its pipeline is filled.
     if num_positions < _MANY_PRODUCTS or block_k > 64:
-        return OuterSchedule(64, block_k, 64, 4, 1)
-    if all(half) and not narrow:
-        return OuterSchedule(32, 64, 64, 4, 3) if wide_n == 64 else OuterSchedule(64, 64, 64, 4, 2)
-    return OuterSchedule(64, 64, 64, 4, 3 if half[1] else 2 if half[0] else 1)
+        return WeightGradientSchedule(64, block_k, 64, 4, 1)
+    if all(in_16_bits) and not narrow:
+        return WeightGradientSchedule(32, 64, 64, 4, 3) if wide_n == 64 else WeightGradientSchedule(64, 64, 64, 4, 2)
+    return WeightGradientSchedule(64, 64, 64, 4, 3 if in_16_bits[1] else 2 if in_16_bits[0] else 1)
 
 
 def rows_per_split(num_positions: int, num_types: int) -> int:

@@ -24,11 +24,11 @@ import jax.numpy as jnp
 from dejax.pallas import _triton, tuned_tables
 from dejax.pallas._checks import as_index, check_float, check_precision
 from dejax.pallas._shapes import next_power_of_two
-from dejax.pallas.formats.half_rows import HalfRows
+from dejax.pallas.formats.row_scaled import RowScaled
 from dejax.pallas.products import schedule as schedules
 from dejax.pallas.products.gradient_kernel import GradientPlan, partial_kernel
 from dejax.pallas.products.requests import GroupedWeightGradient, arithmetic
-from dejax.pallas.products.schedule import OuterSchedule, merged_heads, outer_schedule
+from dejax.pallas.products.schedule import WeightGradientSchedule, merged_heads, weight_gradient_schedule
 from dejax.pallas.products.sums import sum_rows_of_all
 
 # Columns of narrow rows: those of the smallest product of tensor cores.
@@ -56,7 +56,7 @@ def split_table(offsets: jax.Array, rows_per_split: int, num_positions: int) -> 
 
 
 def grouped_weight_gradient(
-    request: GroupedWeightGradient, *, schedule: OuterSchedule | None = None, interpret: bool | None = None
+    request: GroupedWeightGradient, *, schedule: WeightGradientSchedule | None = None, interpret: bool | None = None
 ) -> Any:
     """For each type the sum of `x^T y` over its positions: `out[t, h] = sum_p scale[p, h] * x[i(p), h]^T y[j(p), h]`.
 
@@ -120,10 +120,10 @@ def _with_heads_axis(r: GroupedWeightGradient) -> GroupedWeightGradient:
 
 
 def _with_stored_heads(r: GroupedWeightGradient) -> GroupedWeightGradient:
-    """The request whose `HalfRows` of several heads have the zeros behind each head's features as features."""
+    """The request whose `RowScaled` of several heads have the zeros behind each head's features as features."""
     if r.x.shape[1] == 1:
         return r
-    x, y = (a.whole() if isinstance(a, HalfRows) else a for a in (r.x, r.y))
+    x, y = (a.whole() if isinstance(a, RowScaled) else a for a in (r.x, r.y))
     return replace(r, x=x, y=y)
 
 
@@ -151,40 +151,41 @@ def _result_shapes(r: GroupedWeightGradient, widths: tuple[int, ...]) -> list[tu
 
 def _chosen_schedule(
     r: GroupedWeightGradient, merged: int, widths: tuple[int, ...], interpret: bool | None
-) -> OuterSchedule:
+) -> WeightGradientSchedule:
     (_, heads, k), n = r.x.shape, r.y.shape[2]
-    heuristic = outer_schedule(
-        merged * k, merged * n, r.precision, half=(_in_16_bits(r.x), _in_16_bits(r.y)), narrow=r.narrow is not None,
+    heuristic = weight_gradient_schedule(
+        merged * k, merged * n, r.precision,
+        in_16_bits=(_in_16_bits(r.x), _in_16_bits(r.y)), narrow=r.narrow is not None,
         num_positions=r.num_positions,
     )  # fmt: skip
-    half = "".join("h" if isinstance(a, HalfRows) else "f" for a in (r.x, r.y))
+    forms = "".join("h" if isinstance(a, RowScaled) else "f" for a in (r.x, r.y))
     narrow = "".join(f"+{width}" for width in widths[1:])
     fields = tuned_tables.choose(
         "outer",
-        f"{next_power_of_two(k)}x{next_power_of_two(n)}{narrow}x{heads}-{r.precision}-{r.x.dtype}-{half}"
+        f"{next_power_of_two(k)}x{next_power_of_two(n)}{narrow}x{heads}-{r.precision}-{r.x.dtype}-{forms}"
         f"-{tuned_tables.bucket(r.num_positions)}",
         asdict(heuristic),
         # The heuristic merges heads; their tiles are not searched.
-        lambda: tuned_tables.outer_candidates(k, n) if merged == 1 else [],
-        lambda fields: grouped_weight_gradient(r, schedule=OuterSchedule(**fields), interpret=interpret),
+        lambda: tuned_tables.weight_gradient_candidates(k, n) if merged == 1 else [],
+        lambda fields: grouped_weight_gradient(r, schedule=WeightGradientSchedule(**fields), interpret=interpret),
     )
-    return OuterSchedule(**fields)
+    return WeightGradientSchedule(**fields)
 
 
-def _in_16_bits(rows: jax.Array | HalfRows) -> bool:
-    return isinstance(rows, HalfRows) or rows.dtype.itemsize == 2
+def _in_16_bits(rows: jax.Array | RowScaled) -> bool:
+    return isinstance(rows, RowScaled) or rows.dtype.itemsize == 2
 
 
-def _decoded(r: GroupedWeightGradient, merged: int, schedule: OuterSchedule) -> GroupedWeightGradient:
-    """The request with `HalfRows` decoded where a tile's columns do not share an exponent, or are not multiplied so."""
+def _decoded(r: GroupedWeightGradient, merged: int, schedule: WeightGradientSchedule) -> GroupedWeightGradient:
+    """The request, with `RowScaled` decoded where a tile's columns share no exponent or are not multiplied so."""
     x, y = r.x, r.y
     scaled = arithmetic(r.precision, x.dtype, y.dtype) == "scaled"
-    if isinstance(x, HalfRows) and not (scaled and x.one_exponent(merged * x.shape[2], schedule.block_k)):
+    if isinstance(x, RowScaled) and not (scaled and x.one_exponent(merged * x.shape[2], schedule.block_k)):
         x = x.decode()
-    if isinstance(y, HalfRows):
+    if isinstance(y, RowScaled):
         one_exponent = y.one_exponent(merged * y.shape[2], schedule.block_n)
         y = y if scaled and r.scale is None and one_exponent else y.decode()
-    narrow = r.narrow.decode() if isinstance(r.narrow, HalfRows) else r.narrow
+    narrow = r.narrow.decode() if isinstance(r.narrow, RowScaled) else r.narrow
     return replace(r, x=x, y=y, narrow=narrow)
 
 
@@ -195,7 +196,7 @@ def _operands(r: GroupedWeightGradient, splits: tuple[Any, ...]) -> dict[str, An
     if number is not None:
         found["split_number"] = number
     for name, a in (("x", r.x), ("y", r.y)):
-        if isinstance(a, HalfRows):
+        if isinstance(a, RowScaled):
             found[f"{name}_exponent"] = a.exponent
             if a.columns is not None:
                 found[f"{name}_columns"] = a.columns.reshape(-1)
@@ -209,17 +210,17 @@ def _operands(r: GroupedWeightGradient, splits: tuple[Any, ...]) -> dict[str, An
     return found
 
 
-def _stored_rows(a: jax.Array | HalfRows) -> jax.Array:
+def _stored_rows(a: jax.Array | RowScaled) -> jax.Array:
     """Rows as they are stored, with their heads side by side."""
-    return (a.mantissa if isinstance(a, HalfRows) else a).reshape(a.shape[0], _stored_width(a))
+    return (a.mantissa if isinstance(a, RowScaled) else a).reshape(a.shape[0], _stored_width(a))
 
 
-def _stored_width(a: jax.Array | HalfRows) -> int:
-    return math.prod((a.mantissa if isinstance(a, HalfRows) else a).shape[1:])
+def _stored_width(a: jax.Array | RowScaled) -> int:
+    return math.prod((a.mantissa if isinstance(a, RowScaled) else a).shape[1:])
 
 
 def _summed(
-    r: GroupedWeightGradient, widths: tuple[int, ...], schedule: OuterSchedule | None, interpret: bool | None
+    r: GroupedWeightGradient, widths: tuple[int, ...], schedule: WeightGradientSchedule | None, interpret: bool | None
 ) -> list[jax.Array]:
     (_, heads, k), types = r.x.shape, r.offsets.shape[0] - 1
     merged = 1
@@ -235,7 +236,7 @@ def _summed(
     plan = _plan(r, merged, schedule, (*operands, *outs), sum(widths[1:]))
     partials = _triton.pallas_call(
         functools.partial(partial_kernel, c=plan),
-        name="typed_outer",
+        name="grouped_weight_gradient",
         num_programs=num_splits * math.prod(plan.blocks),
         out_shape=[jax.ShapeDtypeStruct((num_splits, *shape[1:]), jnp.dtype(jnp.float32)) for shape in shapes],
         num_warps=schedule.num_warps,
@@ -244,18 +245,20 @@ def _summed(
     )(*operands.values())
     if per_split >= r.num_positions:  # one split of each type: its partial is the sum
         return [partial.astype(r.dtype) for partial in partials]
-    return list(sum_rows_of_all(partials, splits[2], dtype=r.dtype, name="typed_outer_sum", interpret=interpret))
+    return list(
+        sum_rows_of_all(partials, splits[2], dtype=r.dtype, name="grouped_weight_gradient_sum", interpret=interpret)
+    )
 
 
 def _plan(
-    r: GroupedWeightGradient, merged: int, schedule: OuterSchedule, names: tuple[str, ...], narrow: int
+    r: GroupedWeightGradient, merged: int, schedule: WeightGradientSchedule, names: tuple[str, ...], narrow: int
 ) -> GradientPlan:
     (x_rows, heads, k), (y_rows, _, n) = r.x.shape, r.y.shape
     how = arithmetic(r.precision, r.x.dtype, r.y.dtype)
     measured = (
         name
         for name, a in (("x", r.x), ("y", r.y))
-        if how != "direct" and not isinstance(a, HalfRows) and a.dtype == jnp.float32
+        if how != "direct" and not isinstance(a, RowScaled) and a.dtype == jnp.float32
     )
     return GradientPlan(
         names=names,
@@ -270,8 +273,8 @@ def _plan(
         dtype=_triton.product_dtype(r.x.dtype, r.y.dtype, r.precision),
         x_rows=x_rows,
         y_rows=y_rows,
-        x_part=r.x.part_width if isinstance(r.x, HalfRows) else 1,
-        y_part=r.y.part_width if isinstance(r.y, HalfRows) else 1,
+        x_part=r.x.part_width if isinstance(r.x, RowScaled) else 1,
+        y_part=r.y.part_width if isinstance(r.y, RowScaled) else 1,
         x_behind=_stored_width(r.x) - heads * k,
         y_behind=_stored_width(r.y) - heads * n,
         measured=tuple(measured),

@@ -20,7 +20,7 @@ from jax import lax
 
 from dejax.pallas import _triton
 from dejax.pallas._shapes import cdiv, lanes, next_power_of_two
-from dejax.pallas._tiles import both, steps, stretched, where, with_axes, within
+from dejax.pallas._tiles import both, broadcast, steps, where, with_axes, within
 from dejax.pallas.segments.schedule import SegmentSchedule, chunk_of, segment_schedule
 
 KINDS = ("sum", "max", "min")
@@ -299,8 +299,8 @@ def _merge_kernel(offsets: Any, last: Any, parts: Any, _: Any, out: Any, *, plan
 
     def step(i: jax.Array, total: jax.Array) -> jax.Array:
         at = lax.add(lax.mul(i, np.int32(together)), lanes(together, 1, 2))
-        valid = with_axes(lax.lt(at, stretched(count[:, None], at.shape)), 1)
-        part = lax.mul(lax.add(at, stretched(number[:, None], at.shape)), np.int32(2))
+        valid = with_axes(lax.lt(at, broadcast(count[:, None], at.shape)), 1)
+        part = lax.mul(lax.add(at, broadcast(number[:, None], at.shape)), np.int32(2))
         part = where(lax.eq(at, np.int32(0)), lax.add(part, np.int32(1)), part)
         tile = _triton.load(parts, (with_axes(part, 1), columns), _both(valid, inside))
         return plan.combine(total, _or_nothing(plan, valid, tile))
@@ -323,7 +323,7 @@ def _columns(plan: _Plan, block: jax.Array) -> tuple[jax.Array, jax.Array | None
     size = plan.schedule.width
     columns = lanes(size, 2, 3)
     if plan.blocks > 1:
-        columns = lax.add(columns, stretched(lax.mul(block, np.int32(size)).reshape(1, 1, 1), columns.shape))
+        columns = lax.add(columns, broadcast(lax.mul(block, np.int32(size)).reshape(1, 1, 1), columns.shape))
     return columns, None if plan.width % size == 0 else lax.lt(columns, np.int32(plan.width))
 
 
@@ -336,8 +336,8 @@ def _reduced(plan: _Plan, r: _Refs, start: jax.Array, end: jax.Array, entries: i
     columns, inside = _columns(plan, block)
     count = lax.sub(end, start)
     longest = lax.reduce_max(count, (0,)) if rows > 1 else count.reshape(())
-    here = lax.add(stretched(start[:, None], (rows, entries)), stretched(lanes(entries, 1, 2), (rows, entries)))
-    end = stretched(end[:, None], (rows, entries))
+    here = lax.add(broadcast(start[:, None], (rows, entries)), broadcast(lanes(entries, 1, 2), (rows, entries)))
+    end = broadcast(end[:, None], (rows, entries))
 
     def indices(position: jax.Array) -> tuple[jax.Array, ...]:
         mask = lax.lt(position, end)
@@ -353,7 +353,7 @@ def _reduced(plan: _Plan, r: _Refs, start: jax.Array, end: jax.Array, entries: i
         valid = with_axes(within(row, plan.num_rows, mask) if plan.has_rows else mask, 1)
         tile = _triton.load(r.data, (with_axes(row, 1), columns), _both(valid, inside)).astype(plan.accumulator)
         if plan.scales:
-            tile = lax.mul(tile, stretched(_scales(plan, r, edge, columns, valid, inside), tile.shape))
+            tile = lax.mul(tile, broadcast(_scales(plan, r, edge, columns, valid, inside), tile.shape))
         if plan.kind != "sum" or plan.scales:
             tile = _or_nothing(plan, valid, tile)
         return plan.combine(total, tile), ahead
@@ -382,4 +382,4 @@ def _store(plan: _Plan, ref: Any, row: jax.Array, mask: jax.Array, block: jax.Ar
     if inside is not None:
         mask = both(mask, lax.reshape(inside, (1, plan.schedule.width)))
     shape = value.shape
-    _triton.store(ref, (stretched(row[:, None], shape), stretched(columns, shape)), value, stretched(mask, shape))
+    _triton.store(ref, (broadcast(row[:, None], shape), broadcast(columns, shape)), value, broadcast(mask, shape))

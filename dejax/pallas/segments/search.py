@@ -12,7 +12,7 @@ from jax import lax
 
 from dejax.pallas import _triton
 from dejax.pallas._shapes import cdiv, lanes
-from dejax.pallas._tiles import both, stretched, where
+from dejax.pallas._tiles import both, broadcast, where
 
 # Neighbouring segments are searched by one program: they read the same ids until the last steps.
 _BLOCK = 256
@@ -58,6 +58,6 @@ def _search(ids: Any, out: Any, *, entries: int, queries: int) -> None:
         stay = lax.bitwise_or(below, lax.bitwise_not(open_))
         return where(below, lax.add(middle, np.int32(1)), low), where(stay, high, middle)
 
-    first = stretched(lax.full((1,), np.int32(0)), (_BLOCK,)), stretched(lax.full((1,), np.int32(entries)), (_BLOCK,))
+    first = broadcast(lax.full((1,), np.int32(0)), (_BLOCK,)), broadcast(lax.full((1,), np.int32(entries)), (_BLOCK,))
     low, _ = _triton.fori_loop(np.int32(0), np.int32(entries.bit_length()), halve, first)
     _triton.store(out, (where(inside, query, np.int32(queries)),), low, inside)

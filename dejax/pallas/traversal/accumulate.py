@@ -1,6 +1,6 @@
 """Accumulators of a traversal: sums, running maxima, and sums weighted by exp(score - maximum) in one pass.
 
-Each slot of the items axis keeps its own accumulator, so that the loop has no exchange between threads; slots are
+Each slot of the entries axis keeps its own accumulator, so that the loop has no exchange between threads; slots are
 merged once, at the end. Merging chunks of a long row is the same update: a chunk's partial sum is a value whose score
 is the chunk's maximum.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from dejax.pallas._shapes import padded
-from dejax.pallas._tiles import resized, stretched, where, with_axes
+from dejax.pallas._tiles import broadcast, resized, where, with_axes
 from dejax.pallas.special import exp
 from dejax.pallas.traversal.factored import add, whole
 
@@ -25,10 +25,10 @@ KINDS = ("sum", "max", "weighted")
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """One reduction over the items of a row.
+    """One reduction over the entries of a row.
 
     Attributes:
-      kind: `sum`; `max`, 0 for a row without items (or with none above -inf); or `weighted`, the sum of
+      kind: `sum`; `max`, 0 for a row without entries (or with none above -inf); or `weighted`, the sum of
         exp(score - largest score of the row) * value, safe for scores of any size.
       shape: feature shape of the value and of the result: (), (width,) or (heads, width).
       score: for `weighted`, which reduction of the list (a `max`) is the score; its shape begins `shape`.
@@ -68,10 +68,11 @@ def _finite(maximum: jax.Array) -> jax.Array:
     return where(lax.eq(maximum, np.float32(-np.inf)), 0.0, maximum)
 
 
-def initial(reductions: Sequence[Reduction], rows: int, items: int) -> tuple[jax.Array, ...]:
-    """Accumulators of [rows, items, *padded shape] before the first item."""
+def initial(reductions: Sequence[Reduction], rows: int, entries: int) -> tuple[jax.Array, ...]:
+    """Accumulators of [rows, entries, *padded shape] before the first entry."""
     return tuple(
-        jnp.full((rows, items, *padded(r.shape)), -jnp.inf if r.kind == "max" else 0.0, jnp.float32) for r in reductions
+        jnp.full((rows, entries, *padded(r.shape)), -jnp.inf if r.kind == "max" else 0.0, jnp.float32)
+        for r in reductions
     )
 
 
@@ -82,9 +83,9 @@ def update(
 
     Args:
       reductions: what is accumulated.
-      accs: float32[rows, items, *padded shape] each.
+      accs: float32[rows, entries, *padded shape] each.
       values: of the same shapes; sums take them as `Factored`, too.
-      mask: bool[rows, items], which slots hold an item.
+      mask: bool[rows, entries], which slots hold an entry.
     """
     new = list(accs)
     for i, r in enumerate(reductions):
@@ -102,7 +103,7 @@ def update(
                 score = whole(values[r.score])
                 factors[r.score] = (exp(lax.sub(accs[r.score], top)), exp(lax.sub(score, top)))
             rescale, weight = (_expand(f, accs[i].ndim) for f in factors[r.score])
-            new[i] = add(lax.mul(accs[i], stretched(rescale, accs[i].shape)), values[i], inside, weight)
+            new[i] = add(lax.mul(accs[i], broadcast(rescale, accs[i].shape)), values[i], inside, weight)
     return tuple(new)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from dejax.pallas._checks import FLOATS, as_index
 from dejax.pallas._shapes import padded, padded_size
-from dejax.pallas.formats.half_rows import HalfRows, encode, of_stored, stored
+from dejax.pallas.formats.row_scaled import RowScaled, encode, of_stored, stored
 from dejax.pallas.traversal.plan import BY_ROW, SHARED, Operand, Output
 
 # Padded features of one row that a program can hold: 8 warps of 32 threads with 16 elements each.
@@ -39,10 +39,10 @@ def check_operands(
     arrays: Sequence[Any],
     operands: Sequence[Operand],
     index_tables: Sequence[jax.Array],
-    num_items: int,
+    num_entries: int,
     num_rows: int | None,
 ) -> tuple[list[Any], tuple[tuple[int, ...], ...]]:
-    """Arrays with a leading axis of at least 1, and the feature shape of each; as stored, where they are `HalfRows`."""
+    """Arrays with a leading axis of at least 1, and the feature shape of each: as stored for `RowScaled`."""
     if len(arrays) != len(operands):
         raise ValueError(f"operands must have one entry for each array: {len(arrays)} arrays, {len(operands)} operands")
     ready: list[Any] = []
@@ -50,7 +50,7 @@ def check_operands(
     for i, (array, operand) in enumerate(zip(arrays, operands, strict=True)):
         if jnp.issubdtype(array.dtype, jnp.floating) and array.dtype not in FLOATS:
             raise NotImplementedError(f"arrays[{i}] is {array.dtype}; the kernels compute in float32")
-        if isinstance(array, HalfRows) and (operand.access in SHARED or operand.columns is not None):
+        if isinstance(array, RowScaled) and (operand.access in SHARED or operand.columns is not None):
             array = array.decode()
         of = operand.index
         before = of is not None and 0 <= of < i
@@ -63,15 +63,15 @@ def check_operands(
             array = array[None]
         elif operand.access == "row" and num_rows is not None:
             _check_length(array, num_rows, f"arrays[{i}]", "rows")
-        elif operand.access in ("item", "position"):
-            _check_length(array, num_items, f"arrays[{i}]", "items")
+        elif operand.access in ("entry", "position"):
+            _check_length(array, num_entries, f"arrays[{i}]", "entries")
         elif operand.access in ("indexed", "positioned") or (operand.access == "row_indexed" and num_rows is not None):
             if operand.index is None or not 0 <= operand.index < len(index_tables):
                 raise ValueError(
                     f"operands[{i}].index must name one of {len(index_tables)} index tables, got {operand.index}"
                 )
         else:
-            known = "item, position, indexed, positioned, shared" + (
+            known = "entry, position, indexed, positioned, shared" + (
                 "" if num_rows is None else ", row, row_indexed, late, times_row"
             )
             known += ", each_slot"
@@ -81,17 +81,21 @@ def check_operands(
             fits = array.ndim == 2 and len(shape) <= 1 and start + math.prod(shape) <= array.shape[1]
             if operand.access in BY_ROW or not fits:
                 raise ValueError(
-                    f"operands[{i}].columns must name columns of a 2-dimensional array by item, got {operand.columns} "
+                    f"operands[{i}].columns must name columns of a 2-dimensional array by entry, got {operand.columns} "
                     f"for access {operand.access!r} of shape {array.shape}"
                 )
         if operand.when is not None:
-            numbers = 0 <= operand.when < i and features[operand.when] == () and operands[operand.when].access == "item"
-            if operand.access != "item" or not numbers:
+            scalars = (
+                operands[operand.when].access == "entry" and features[operand.when] == ()
+                if 0 <= operand.when < i
+                else False
+            )
+            if operand.access != "entry" or not scalars:
                 raise ValueError(
-                    f"operands[{i}].when must name an operand before it, one number an item, and its own access be "
-                    f"item; got {operand.when} for access {operand.access!r}"
+                    f"operands[{i}].when must name an operand before it, one scalar an entry, and its own access be "
+                    f"entry; got {operand.when} for access {operand.access!r}"
                 )
-        rows = array.mantissa if isinstance(array, HalfRows) else array
+        rows = array.mantissa if isinstance(array, RowScaled) else array
         shape = rows.shape[1:] if operand.columns is None else operand.columns[1]
         if operand.part is not None:
             first, count = operand.part
@@ -112,32 +116,32 @@ def _check_length(array: jax.Array, length: int, name: str, what: str) -> None:
 
 
 def exponents_of(arrays: Sequence[Any]) -> tuple[int, ...]:
-    """Exponents a row of those that are `HalfRows`, 0 for the others."""
-    return tuple(a.exponent.shape[1] if isinstance(a, HalfRows) else 0 for a in arrays)
+    """Exponents a row of those that are `RowScaled`, 0 for the others."""
+    return tuple(a.exponent.shape[1] if isinstance(a, RowScaled) else 0 for a in arrays)
 
 
 def flat(arrays: Sequence[Any]) -> list[jax.Array]:
-    """The arrays, mantissas in place of `HalfRows`, and then the exponents of those."""
-    exponents = [a.exponent for a in arrays if isinstance(a, HalfRows)]
-    return [a.mantissa if isinstance(a, HalfRows) else a for a in arrays] + exponents
+    """The arrays, mantissas in place of `RowScaled`, and then the exponents of those."""
+    exponents = [a.exponent for a in arrays if isinstance(a, RowScaled)]
+    return [a.mantissa if isinstance(a, RowScaled) else a for a in arrays] + exponents
 
 
-def given_to_loop(
+def traversal_inputs(
     arrays: Sequence[jax.Array],
     tables: Sequence[jax.Array],
     offsets: jax.Array,
     order: jax.Array | None,
-    num_items: int,
+    num_entries: int,
     name: str,
 ) -> list[jax.Array]:
-    """What a loop over items reads, in the order in which kernels take it; `name` is the order's in errors."""
+    """What a traversal of entries reads, in the order in which kernels take it; `name` is the order's in errors."""
     given = [*arrays, *map(not_empty, tables), offsets.astype(jnp.int32)]
-    return given if order is None else [*given, not_empty(as_index(order, name, num_items))]
+    return given if order is None else [*given, not_empty(as_index(order, name, num_entries))]
 
 
 def not_empty(array: Any) -> Any:
     """A buffer that a kernel can be given: one row of zeros for none. Masks keep it from being read."""
-    if isinstance(array, HalfRows):
+    if isinstance(array, RowScaled):
         return replace(array, mantissa=not_empty(array.mantissa), exponent=not_empty(array.exponent))
     return jnp.zeros((1, *array.shape[1:]), array.dtype) if array.shape[0] == 0 else array
 
@@ -152,30 +156,30 @@ def zeros(structs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
     return [jnp.zeros(s.shape, s.dtype) for s in structs]
 
 
-def check_half(half: Sequence[int], outputs: Sequence[Output], what: str) -> None:
+def check_row_scaled(row_scaled: Sequence[int], outputs: Sequence[Output], what: str) -> None:
     """Raises ValueError where an output to be stored in 16 bits is not float32."""
-    for i in half:
+    for i in row_scaled:
         if outputs[i][1] != jnp.float32:
-            raise ValueError(f"half_outputs names {what} {i}, which is {outputs[i][1]} and not float32")
+            raise ValueError(f"row_scaled_outputs names {what} {i}, which is {outputs[i][1]} and not float32")
 
 
-def encoded(arrays: Sequence[jax.Array], half: Sequence[int]) -> list[Any]:
-    """The arrays, those whose numbers are in `half` as `HalfRows`."""
-    return [encode(a) if i in half else a for i, a in enumerate(arrays)]
+def encoded(arrays: Sequence[jax.Array], row_scaled: Sequence[int]) -> list[Any]:
+    """The arrays, those whose positions are in `row_scaled` as `RowScaled`."""
+    return [encode(a) if i in row_scaled else a for i, a in enumerate(arrays)]
 
 
-def in_half_rows(
-    structs: Sequence[jax.ShapeDtypeStruct], half: Sequence[int], length: int
+def row_scaled_structs(
+    structs: Sequence[jax.ShapeDtypeStruct], row_scaled: Sequence[int], length: int
 ) -> list[jax.ShapeDtypeStruct]:
-    """What the kernel writes: mantissas in place of the outputs `half`, and after all outputs their exponents."""
+    """What the kernel writes: mantissas in place of the outputs `row_scaled`, and after all outputs their exponents."""
     mantissa = lambda s: jax.ShapeDtypeStruct((s.shape[0], *stored(s.shape[1:])), jnp.dtype(jnp.float16))  # noqa: E731
-    narrow = [mantissa(s) if i in half else s for i, s in enumerate(structs)]
-    return narrow + [jax.ShapeDtypeStruct((length, 1), jnp.dtype(jnp.uint8)) for _ in half]
+    narrow = [mantissa(s) if i in row_scaled else s for i, s in enumerate(structs)]
+    return narrow + [jax.ShapeDtypeStruct((length, 1), jnp.dtype(jnp.uint8)) for _ in row_scaled]
 
 
-def joined(written: Sequence[jax.Array], half: Sequence[int], outputs: Sequence[Output]) -> list[Any]:
+def joined(written: Sequence[jax.Array], row_scaled: Sequence[int], outputs: Sequence[Output]) -> list[Any]:
     """The outputs, of what the kernel wrote."""
     found: list[Any] = list(written[: len(outputs)])
-    for i, exponent in zip(half, written[len(outputs) :], strict=True):
+    for i, exponent in zip(row_scaled, written[len(outputs) :], strict=True):
         found[i] = of_stored(found[i], exponent, outputs[i][0])
     return found

@@ -1,7 +1,7 @@
-"""Tiles whose rows have a factor of their own, kept apart: numbers are multiplied by numbers before rows are.
+"""Tiles whose rows have a factor of their own, kept apart: scalars are multiplied by scalars before rows are.
 
-A loop over 64 features does one multiplication for a number of a row and 64 for the row. A row in 16 bits times its
-power of two, times a weight, over a degree, and zero where a slot has no item: four passes over the tile, or one.
+With 64 features, a scalar of a row takes one multiplication and the row takes 64. A row in 16 bits times its
+power of two, times a weight, over a degree, and zero where a slot has no entry: four passes over the tile, or one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from dejax.pallas import _triton
-from dejax.pallas._tiles import resized, stretched, where
+from dejax.pallas._tiles import broadcast, resized, where
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class Factored:
     """`tile * factor`.
 
     Attributes:
-      tile: float32[rows, items, *padded features].
+      tile: float32[rows, entries, *padded features].
       factor: float32 of the same rank, with sides of 1 where it is the same along the tile's; None for 1.
-      zeros: the tile holds zeros in the slots that hold no item, whatever the factor holds there.
+      zeros: the tile holds zeros in the slots that hold no entry, whatever the factor holds there.
     """
 
     tile: jax.Array
@@ -43,14 +43,14 @@ class Factored:
 
     def whole(self) -> jax.Array:
         """The product."""
-        return self.tile if self.factor is None else lax.mul(self.tile, stretched(self.factor, self.tile.shape))
+        return self.tile if self.factor is None else lax.mul(self.tile, broadcast(self.factor, self.tile.shape))
 
     def times(self, factor: jax.Array) -> Factored:
         """The product with another factor, of the same rank."""
         return Factored(self.tile, factor if self.factor is None else self.factor * factor, self.zeros)
 
     def reshape(self, *shape: int) -> Factored:
-        """With axes of size 1 inserted or removed, where the factor is one number for all features; else whole."""
+        """With axes of size 1 inserted or removed, where the factor is one scalar for all features; else whole."""
         if self.factor is None:
             return Factored(resized(self.tile, shape), None, self.zeros)
         lead = self.factor.shape[:2]
@@ -65,11 +65,11 @@ def whole(value: Any) -> Any:
 
 
 def scaled(value: Any, columns: jax.Array) -> Any:
-    """A tile or a `Factored` times finite numbers of the same rank, one for each column."""
+    """A tile or a `Factored` times finite values of the same rank, one for each column."""
     if isinstance(value, Factored):
-        return Factored(lax.mul(value.tile, stretched(columns, value.tile.shape)), value.factor, value.zeros)
+        return Factored(lax.mul(value.tile, broadcast(columns, value.tile.shape)), value.factor, value.zeros)
     shape = np.broadcast_shapes(value.shape, columns.shape)
-    return lax.mul(stretched(value, shape), stretched(columns, shape))
+    return lax.mul(broadcast(value, shape), broadcast(columns, shape))
 
 
 def reshaped(value: Any, shape: tuple[int, ...]) -> Any:
@@ -82,7 +82,7 @@ _NARROWER = 4
 
 
 def _is_factor(x: Any, of: Any) -> bool:
-    """Whether a tile has one number for many of another's."""
+    """Whether a tile has one element for many of another's."""
     sides = zip(x.shape[2:], of.shape[2:], strict=True) if x.ndim == of.ndim else ()
     return (
         not isinstance(x, Factored)
@@ -93,7 +93,7 @@ def _is_factor(x: Any, of: Any) -> bool:
 
 
 def product(x: Any, y: Any) -> Any:
-    """`x * y` of one rank, of which either may be `Factored`: a number for many goes to the factor."""
+    """`x * y` of one rank, of which either may be `Factored`: one element for many goes to the factor."""
     for left, right in ((x, y), (y, x)):
         if isinstance(left, Factored):
             if _is_factor(right, left):
@@ -136,18 +136,18 @@ def add(total: jax.Array, value: Any, inside: jax.Array, weight: jax.Array | Non
     """`total + weight * value` where `inside`, else `total`.
 
     Args:
-      total: float32[rows, items, *padded features].
+      total: float32[rows, entries, *padded features].
       value: a tile of that shape or a `Factored`.
-      inside: bool, of the same rank, which slots hold an item.
+      inside: bool, of the same rank, which slots hold an entry.
       weight: of the same rank.
     """
     if isinstance(value, Factored) and value.zeros:
         factor = value.factor if weight is None else weight if value.factor is None else value.factor * weight
         if factor is None:
             return lax.add(total, value.tile)
-        # The tile has zeros in slots without an item, but the factor may have infinities.
-        factor = stretched(where(inside, factor, 0.0), total.shape)
+        # The tile has zeros in slots without an entry, but the factor may have infinities.
+        factor = broadcast(where(inside, factor, 0.0), total.shape)
         return _triton.multiply_add(value.tile, factor, total)
     tile = whole(value)
-    # The select is on the product: a slot without an item may hold any value, infinities included.
-    return lax.add(total, where(inside, tile if weight is None else lax.mul(stretched(weight, tile.shape), tile), 0.0))
+    # The select is on the product: a slot without an entry may hold any value, infinities included.
+    return lax.add(total, where(inside, tile if weight is None else lax.mul(broadcast(weight, tile.shape), tile), 0.0))

@@ -1,4 +1,4 @@
-"""The kernels of the traversal template: rows, chunks of hub rows, their combination, and items without rows."""
+"""The kernels of the traversal template: rows, chunks of long segments, their combination, and entries without rows."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from jax import lax
 
 from dejax.pallas import _triton
 from dejax.pallas._shapes import lanes
-from dejax.pallas._tiles import both, steps, stretched, where
+from dejax.pallas._tiles import both, broadcast, steps, where
 from dejax.pallas.traversal.accumulate import initial, merge, update
-from dejax.pallas.traversal.plan import Array, Plan, Refs, beside_refs, operand_refs, unpack
+from dejax.pallas.traversal.plan import Array, Plan, Refs, fused_refs, operand_refs, unpack
 from dejax.pallas.traversal.rows import (
     WIDE,
-    beside_bounds,
     evaluate,
+    fused_bounds,
     indices_at,
     load,
-    loop,
+    reduce_entries,
+    reduce_fused,
     store,
     store_outputs,
-    sums_beside,
     tiles_of_rows,
     write_rows,
 )
 
-# Chunks of a hub that are merged at once where they are fewer than `Plan.combined`.
+# Chunks of a long segment that are merged at once where they are fewer than `Plan.combined`.
 FEW_CHUNKS = 8
 
 
 def row_kernel(*refs: Any, plan: Plan, num_aliased: int) -> None:
-    """Chunks of hub rows, one a program and first, because they take longest; then `plan.rows` rows side by side."""
+    """Chunks of long segments, one a program, first: they take longest. Then `plan.rows` rows side by side."""
     r = unpack(refs, plan, num_aliased)
     (program,) = _triton.program_ids()
-    num_outputs = len(plan.row_outputs) + len(plan.half)
+    num_outputs = len(plan.row_outputs) + len(plan.row_scaled)
     if not plan.num_chunks:
         _rows(plan, r, program, r.outputs)
         return
@@ -57,37 +57,39 @@ def _rows(plan: Plan, r: Refs, program: jax.Array, outputs: Sequence[Any]) -> No
         mask = mask & (end - start <= plan.chunk)
         end = where(mask, end, start)
     tiles = tiles_of_rows(plan, r.arrays, r.tables, row, mask)
-    bounds = beside_bounds(r.beside, row, mask)
-    merged = loop(plan, r, tiles, start, end, plan.items)
-    write_rows(plan, outputs, merged, tiles, row, mask, sums_beside(plan, r.beside, bounds), r.arrays)
+    bounds = fused_bounds(r.fused_sums, row, mask)
+    merged = reduce_entries(plan, r, tiles, start, end, plan.entries)
+    write_rows(plan, outputs, merged, tiles, row, mask, reduce_fused(plan, r.fused_sums, bounds), r.arrays)
 
 
 def _chunk(plan: Plan, r: Refs, program: jax.Array, partials: Sequence[Any], row_refs: Sequence[Any]) -> None:
-    """One chunk of a hub row: its partial accumulators, maxima of nothing as -inf; and its item outputs.
+    """One chunk of a long segment: its partial accumulators, maxima of nothing as -inf; and its entry outputs.
 
-    The program's rows take the chunk's items in turns. With counters the last chunk of a hub to get here merges all.
+    The program's rows take the chunk's entries in turns. With counters, the last chunk of a long segment to get here
+    merges all of its chunks.
     """
     chunk = lax.broadcast(program, (plan.rows,))
     row, start, end = (_triton.load(b, (chunk,)) for b in r.bounds[:3])
-    # Loaded again: with `start` and `end` made of single numbers RGAT's loops take 70 registers a thread and not 64.
+    # Loaded again: with `start` and `end` made of scalars RGAT's traversals take 70 registers a thread and not 64.
     count = r.bounds[2][program] - r.bounds[1][program]
     tiles = tiles_of_rows(plan, r.arrays, r.tables, row, row < plan.num_rows)
     if plan.num_counters:  # loaded before the loop, on which it does not depend
         *partials, counters = partials
-        hubs, offsets = r.bounds[3:]
-        hub, the_row = hubs[program], r.bounds[0][program]
-        used = hub < plan.num_counters
-        hub = lax.min(hub, jnp.int32(plan.num_counters - 1))
-        first, last = offsets[hub], offsets[hub + 1]
-    accs = loop(plan, r, tiles, start, end, plan.items, count)
+        segments, offsets = r.bounds[3:]
+        segment, the_row = segments[program], r.bounds[0][program]
+        used = segment < plan.num_counters
+        segment = lax.min(segment, jnp.int32(plan.num_counters - 1))
+        first, last = offsets[segment], offsets[segment + 1]
+    accs = reduce_entries(plan, r, tiles, start, end, plan.entries, count)
     _store_partials(plan, partials, program, accs)
     if not plan.num_counters:
         return
 
     def merge_if_last() -> None:
-        is_last = _triton.arrive(counters, hub) == (last - first - 1).astype(jnp.float32)
+        is_last = _triton.arrive(counters, segment) == (last - first - 1).astype(jnp.float32)
         only, arrays = lanes(1, 0, 1), [Array(p) for p in partials]
-        merge_all = functools.partial(_merge_hub, plan, r, arrays, row_refs, the_row + only, first + only, last + only)
+        bounds = the_row + only, first + only, last + only
+        merge_all = functools.partial(_merge_chunks, plan, r, arrays, row_refs, *bounds)
         _triton.when(is_last, merge_all)
 
     _triton.when(used, merge_if_last)
@@ -97,30 +99,30 @@ def _store_partials(plan: Plan, partials: Sequence[Any], program: jax.Array, acc
     """Stores a chunk's accumulators: those of the program's rows, [rows, *padded], merged."""
     merged = merge(plan.reductions, tuple(a[None] for a in accs))
     for ref, reduction, value in zip(partials, plan.reductions, merged, strict=True):
-        # From a tile of all rows, and items where rows are few: see `store_outputs`.
-        items = 1 if plan.rows >= 4 or math.prod(reduction.shape) < WIDE else plan.items
-        sides = (1, plan.rows, items)
-        first = both(lanes(plan.rows, 1, 3) == 0, lanes(items, 2, 3) == 0)
-        spread = stretched(value[:, None, None], (*sides, *value.shape[1:]))
+        # From a tile of all rows, and entries where rows are few: see `store_outputs`.
+        entries = 1 if plan.rows >= 4 or math.prod(reduction.shape) < WIDE else plan.entries
+        sides = (1, plan.rows, entries)
+        first = both(lanes(plan.rows, 1, 3) == 0, lanes(entries, 2, 3) == 0)
+        spread = broadcast(value[:, None, None], (*sides, *value.shape[1:]))
         store(ref, lax.broadcast(program, sides), first, reduction.shape, plan.num_chunks, spread)
 
 
 def combine_kernel(*refs: Any, plan: Plan) -> None:
-    """The chunks of one hub row merged, and the row's epilogue."""
-    (hub_rows, hub_offsets), refs = refs[:2], refs[2:]
+    """The chunks of one long segment merged, and the row's epilogue."""
+    (segment_rows, segment_offsets), refs = refs[:2], refs[2:]
     arrays, rest = operand_refs(plan, refs)
     tables, rest = rest[: plan.num_tables], rest[plan.num_tables :]
-    beside, rest = beside_refs(plan, rest)
+    fused_sums, rest = fused_refs(plan, rest)
     partials = [Array(p) for p in rest[: len(plan.reductions)]]
-    outputs = rest[len(plan.reductions) + len(plan.row_outputs) + len(plan.half) :]
+    outputs = rest[len(plan.reductions) + len(plan.row_outputs) + len(plan.row_scaled) :]
     (program,) = _triton.program_ids()
-    hub = program + lanes(1, 0, 1)
-    row = _triton.load(hub_rows, (hub,))
-    start, end = _triton.load(hub_offsets, (hub,)), _triton.load(hub_offsets, (hub + 1,))
-    _merge_hub(plan, Refs(arrays, tables, None, None, beside=beside), partials, outputs, row, start, end)
+    segment = program + lanes(1, 0, 1)
+    row = _triton.load(segment_rows, (segment,))
+    start, end = _triton.load(segment_offsets, (segment,)), _triton.load(segment_offsets, (segment + 1,))
+    _merge_chunks(plan, Refs(arrays, tables, None, None, fused_sums=fused_sums), partials, outputs, row, start, end)
 
 
-def _merge_hub(
+def _merge_chunks(
     plan: Plan,
     r: Refs,
     partials: Sequence[Array],
@@ -129,27 +131,28 @@ def _merge_hub(
     start: jax.Array,
     end: jax.Array,
 ) -> None:
-    """Merges the chunks from `start` to `end` of one hub row in their order, and writes the row.
+    """Merges the chunks from `start` to `end` of one long segment in their order, and writes the row.
 
-    Most hubs have a few chunks and some have hundreds: large tiles first, then what is left where a small one holds it.
-    A step waits for memory: of 149 chunks two large steps and three small ones would take longer than three large ones.
+    Most long segments have a few chunks and some have hundreds: large tiles first, then what is left where a small one
+    holds it. A step waits for memory: of 149 chunks two large steps and three small ones would take longer than three
+    large ones.
     """
     # What the epilogue reads comes while chunks are merged.
     mask = row < plan.num_rows
     tiles = tiles_of_rows(plan, r.arrays, r.tables, row, mask)
-    bounds = beside_bounds(r.beside, row, mask)
+    bounds = fused_bounds(r.fused_sums, row, mask)
 
-    def combined(accs: tuple[jax.Array, ...], items: int, first: jax.Array, last: jax.Array) -> tuple[jax.Array, ...]:
-        """The accumulators after the chunks from `first` to `last`, `items` at a time."""
+    def combined(accs: tuple[jax.Array, ...], entries: int, first: jax.Array, last: jax.Array) -> tuple[jax.Array, ...]:
+        """The accumulators after the chunks from `first` to `last`, `entries` at a time."""
 
         def step(i: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            chunk = first[:, None] + (i * items + lanes(items, 1, 2))
+            chunk = first[:, None] + (i * entries + lanes(entries, 1, 2))
             valid = chunk < last[:, None]
             shapes = (reduction.shape for reduction in plan.reductions)
             values = tuple(load(p, chunk, valid, shape) for p, shape in zip(partials, shapes, strict=True))
             return update(plan.reductions, accs, values, valid)
 
-        return _triton.fori_loop(0, steps((last - first).reshape(()), items), step, accs)
+        return _triton.fori_loop(0, steps((last - first).reshape(()), entries), step, accs)
 
     few = min(plan.combined, FEW_CHUNKS)
     accs = initial(plan.reductions, 1, few)
@@ -159,22 +162,21 @@ def _merge_hub(
         found = combined(initial(plan.reductions, 1, plan.combined), plan.combined, start, many)
         start = many
         merged = merge(plan.reductions, found)
-        whole = tuple(stretched(m[:, None], a.shape) for m, a in zip(merged, accs, strict=True))
+        whole = tuple(broadcast(m[:, None], a.shape) for m, a in zip(merged, accs, strict=True))
         accs = update(plan.reductions, accs, whole, lanes(few, 1, 2) == 0)
     accs = combined(accs, few, start, end)
-    write_rows(
-        plan, outputs, merge(plan.reductions, accs), tiles, row, mask, sums_beside(plan, r.beside, bounds), r.arrays
-    )
+    merged = merge(plan.reductions, accs)
+    write_rows(plan, outputs, merged, tiles, row, mask, reduce_fused(plan, r.fused_sums, bounds), r.arrays)
 
 
 def map_kernel(*refs: Any, plan: Plan) -> None:
-    """`plan.items` items side by side; the axis of rows has size 1."""
+    """`plan.entries` entries side by side; the axis of rows has size 1."""
     arrays, rest = operand_refs(plan, refs)
     tables, outputs = rest[: plan.num_tables], rest[plan.num_tables :]
     (program,) = _triton.program_ids()
-    item = program * plan.items + lanes(plan.items, 1, 2)
-    mask = item < plan.num_items
+    entry = program * plan.entries + lanes(plan.entries, 1, 2)
+    mask = entry < plan.num_entries
     no_row = jnp.zeros((1,), jnp.int32)
     tiles = tiles_of_rows(plan, arrays, tables, no_row, no_row == 0)
-    _, stored = evaluate(plan, arrays, tiles, item, indices_at(plan, tables, None, item, mask), mask)
-    store_outputs(plan.half, plan.item_outputs, outputs, item, mask, plan.num_items, stored)
+    _, stored = evaluate(plan, arrays, tiles, entry, indices_at(plan, tables, None, entry, mask), mask)
+    store_outputs(plan.row_scaled, plan.entry_outputs, outputs, entry, mask, plan.num_entries, stored)

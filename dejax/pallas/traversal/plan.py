@@ -9,7 +9,7 @@ from typing import Any
 from dejax.pallas.traversal.accumulate import Reduction
 
 Output = tuple[tuple[int, ...], Any]
-# Accesses by which an operand is read once for all items of a row.
+# Accesses by which an operand is read once for all entries of a row.
 BY_ROW = ("row", "row_indexed", "shared", "each_slot", "late", "times_row")
 # Accesses of arrays without a leading axis.
 SHARED = ("shared", "each_slot", "late", "times_row")
@@ -20,22 +20,22 @@ class Operand:
     """How a traversal reads an array.
 
     Attributes:
-      access: `item`, row i of the array for item i; `indexed`, row `index_tables[index][i]`; `positioned`, row
+      access: `entry`, row i of the array for entry i; `indexed`, row `index_tables[index][i]`; `positioned`, row
         `index_tables[index][p]` for position p of the order, which saves a load where the table could be permuted
-        beforehand; `position`, row p for position p; `row`, the row of the loop; `row_indexed`, row
-        `index_tables[index][r]` for row r of the loop; `shared`, an array without a leading axis, the same everywhere;
-        `each_slot`, the same as a tile [rows, items, *features], so that no element moves between threads where it
-        meets the rows of items; `late`, as `each_slot`, but after the loop and for the epilogue alone; `times_row`, an
-        array without a leading axis times the tile of operand `index`, which is read by row: multiplied once, before
-        the loop over items.
+        beforehand; `position`, row p for position p; `row`, the row of the traversal; `row_indexed`, row
+        `index_tables[index][r]` for row r of the traversal; `shared`, an array without a leading axis, the same
+        everywhere; `each_slot`, the same as a tile [rows, entries, *features], so that no element moves between threads
+        where it meets the rows of entries; `late`, as `each_slot`, but after the traversal and for the epilogue alone;
+        `times_row`, an array without a leading axis times the tile of operand `index`, which is read by row: multiplied
+        once, before the traversal.
       index: which index table, for `indexed`, `positioned` and `row_indexed`; which operand before this one, for
         `times_row`.
       columns: the operand is a part of each row of an array [length, columns]: (first column, feature shape of at most
         one axis). Narrow values that are read at the same rows share an array, and with it a memory sector; not for
         what is read by row.
       part: the operand is a part of an array [length, m, n]: (first, count) on the axis of m.
-      when: for `item`, the number of an operand before this one, a number an item: where that is 0 the row is not read,
-        and is zeros.
+      when: for `entry`, the position of an operand before this one, a scalar an entry: where that is 0 the row is not
+        read, and is zeros.
     """
 
     access: str
@@ -55,39 +55,39 @@ class Plan:
     features: tuple[tuple[int, ...], ...]
     lengths: tuple[int, ...]
     reductions: tuple[Reduction, ...]
-    item_outputs: tuple[Output, ...]
+    entry_outputs: tuple[Output, ...]
     row_outputs: tuple[Output, ...]
-    num_items: int
+    num_entries: int
     num_rows: int
     rows: int
-    items: int
+    entries: int
     chunk: int | None = None
     num_chunks: int = 0
-    num_counters: int = 0  # hubs, where the last of a hub's chunks merges them all
-    combined: int = 1  # chunks of a hub that are merged in a step
+    num_counters: int = 0  # long segments, where the last chunk of each merges them all
+    combined: int = 1  # chunks of a long segment that are merged in a step
     warps: int = 1
-    parts: tuple[int, ...] = ()  # exponents a row of operands that come as `HalfRows`, 0 for the others
-    half: tuple[int, ...] = ()  # numbers of the row outputs, or a map's outputs, that are written as `HalfRows`
-    factored: bool = False  # the body takes wide tiles of items as `Factored`
+    parts: tuple[int, ...] = ()  # exponents a row of operands that come as `RowScaled`, 0 for the others
+    row_scaled: tuple[int, ...] = ()  # positions of the outputs of rows (of a map: of entries) written as `RowScaled`
+    factored: bool = False  # the body takes wide tiles of entries as `Factored`
     num_tables: int = 0
     has_order: bool = False
     has_row_order: bool = False
-    beside: Plan | None = None  # of the sums over other items of the same rows
+    fused_sums: Plan | None = None  # of the sums over other entries of the same rows
 
     @property
-    def needs_items(self) -> bool:
-        """Whether anything is read or written by item id, so that the order must be read."""
-        return bool(self.item_outputs) or any(o.access in ("item", "indexed") for o in self.operands)
+    def needs_entries(self) -> bool:
+        """Whether anything is read or written by entry id, so that the order must be read."""
+        return bool(self.entry_outputs) or any(o.access in ("entry", "indexed") for o in self.operands)
 
     @property
     def per_row(self) -> tuple[int, ...]:
-        """Which operands have one tile for all items of a row, or the same in each slot of an item."""
+        """Which operands have one tile for all entries of a row, or the same in each slot of an entry."""
         return tuple(i for i, o in enumerate(self.operands) if o.access in BY_ROW)
 
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An operand's references: the rows, and the exponents of `HalfRows`."""
+    """An operand's references: the rows, and the exponents of `RowScaled`."""
 
     rows: Any
     exponent: Any = None
@@ -103,9 +103,9 @@ class Refs:
     offsets: Any
     order: Any
     row_order: Any = None
-    beside: Refs | None = None
+    fused_sums: Refs | None = None
     bounds: Sequence[Any] = ()
-    item_outputs: Sequence[Any] = ()
+    entry_outputs: Sequence[Any] = ()
     outputs: Sequence[Any] = ()
 
 
@@ -122,23 +122,23 @@ def unpack(refs: Sequence[Any], plan: Plan, num_aliased: int) -> Refs:
     """The references in the order in which `traverse` passes them."""
     read, rest = _read_refs(plan, refs)
     row_order, rest = (rest[0], rest[1:]) if plan.has_row_order else (None, rest)
-    beside, rest = beside_refs(plan, rest)
+    fused_sums, rest = fused_refs(plan, rest)
     bounds, rest = _bounds(plan, rest)
     outputs = rest[num_aliased:]
-    n = len(plan.item_outputs)
+    n = len(plan.entry_outputs)
     return replace(
-        read, row_order=row_order, beside=beside, bounds=bounds, item_outputs=outputs[:n], outputs=outputs[n:]
+        read, row_order=row_order, fused_sums=fused_sums, bounds=bounds, entry_outputs=outputs[:n], outputs=outputs[n:]
     )
 
 
 def _bounds(plan: Plan, refs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Row, start and end of each chunk and, where they are counted, its hub and the chunks of each hub."""
+    """Row, start and end of each chunk and, where they are counted, its segment and each segment's chunks."""
     size = (5 if plan.num_counters else 3) if plan.num_chunks else 0
     return refs[:size], refs[size:]
 
 
 def _read_refs(plan: Plan, refs: Sequence[Any]) -> tuple[Refs, Sequence[Any]]:
-    """What a loop over items reads, and the references after it."""
+    """What a traversal of entries reads, and the references after it."""
     arrays, rest = operand_refs(plan, refs)
     tables, rest = rest[: plan.num_tables], rest[plan.num_tables :]
     offsets, rest = rest[0], rest[1:]
@@ -146,6 +146,6 @@ def _read_refs(plan: Plan, refs: Sequence[Any]) -> tuple[Refs, Sequence[Any]]:
     return Refs(arrays, tables, offsets, order), rest
 
 
-def beside_refs(plan: Plan, refs: Sequence[Any]) -> tuple[Refs | None, Sequence[Any]]:
-    """What the loop over other segment entries of the same rows reads, and the references after it."""
-    return (None, refs) if plan.beside is None else _read_refs(plan.beside, refs)
+def fused_refs(plan: Plan, refs: Sequence[Any]) -> tuple[Refs | None, Sequence[Any]]:
+    """What the fused sums over other entries of the same rows read, and the references after it."""
+    return (None, refs) if plan.fused_sums is None else _read_refs(plan.fused_sums, refs)

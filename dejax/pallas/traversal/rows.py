@@ -1,4 +1,4 @@
-"""What the kernels of the traversal template do with tiles: loads, the loop over items, and stores."""
+"""What the kernels of the traversal template do with tiles: loads, the reduction over entries, and stores."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jax import lax
 
 from dejax.pallas import _triton
 from dejax.pallas._shapes import divide, feature_indices, feature_mask, lanes, next_power_of_two, padded
-from dejax.pallas._tiles import both, resized, steps, stretched, where, with_axes, within
-from dejax.pallas.formats.half_rows import exponents, inverse_power, power, raised, without_padding
+from dejax.pallas._tiles import both, broadcast, resized, steps, where, with_axes, within
+from dejax.pallas.formats.row_scaled import exponents, inverse_power, power, raised, without_padding
 from dejax.pallas.traversal.accumulate import initial, merge, results, update
 from dejax.pallas.traversal.factored import Factored
 from dejax.pallas.traversal.plan import Array, Output, Plan, Refs
 
-# Features from which on a tile comes as `Factored`, and is stored from threads of one item.
+# Features from which on a tile comes as `Factored`, and is stored from threads of one entry.
 WIDE = 16
 
 
@@ -110,7 +110,7 @@ def tiles_of_rows(
         elif plan.operands[i].access == "shared":
             tiles[i] = load(arrays[i], jnp.zeros((1, 1), jnp.int32), None, plan.features[i])
         elif plan.operands[i].access == "each_slot":
-            tiles[i] = _spread(plan, arrays, i, row.shape[0], plan.items)
+            tiles[i] = _spread(plan, arrays, i, row.shape[0], plan.entries)
         elif plan.operands[i].access == "times_row":
             of = plan.operands[i].index
             assert of is not None
@@ -118,14 +118,14 @@ def tiles_of_rows(
     return tiles
 
 
-def _spread(plan: Plan, arrays: Sequence[Any], i: int, rows: int, items: int) -> jax.Array:
-    """An array without a leading axis as the tile [rows, items, *padded], each slot loaded by its own threads."""
-    index = lanes(rows, 0, 2) * 0 + lanes(items, 1, 2) * 0
+def _spread(plan: Plan, arrays: Sequence[Any], i: int, rows: int, entries: int) -> jax.Array:
+    """An array without a leading axis as the tile [rows, entries, *padded], each slot loaded by its own threads."""
+    index = lanes(rows, 0, 2) * 0 + lanes(entries, 1, 2) * 0
     return load(arrays[i], index, None, plan.features[i])
 
 
 def _needed_tables(plan: Plan) -> tuple[tuple[int, str], ...]:
-    """Which index tables the body reads, and whether by position or by item."""
+    """Which index tables the body reads, and whether by position or by entry."""
     found = ((o.index, o.access) for o in plan.operands if o.access in ("indexed", "positioned"))
     return tuple(dict.fromkeys((index, access) for index, access in found if index is not None))
 
@@ -133,10 +133,10 @@ def _needed_tables(plan: Plan) -> tuple[tuple[int, str], ...]:
 def indices_at(
     plan: Plan, tables: Sequence[Any], order: Any, position: jax.Array, mask: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Item ids, then the entries of `_needed_tables`, at [rows, items] positions."""
-    item = position if order is None or not plan.needs_items else _triton.load(order, (position,), mask)
-    read = {"positioned": position, "indexed": item}
-    return (item, *(_triton.load(tables[i], (read[access],), mask) for i, access in _needed_tables(plan)))
+    """Entry ids, then the entries of `_needed_tables`, at [rows, entries] positions."""
+    entry = position if order is None or not plan.needs_entries else _triton.load(order, (position,), mask)
+    read = {"positioned": position, "indexed": entry}
+    return (entry, *(_triton.load(tables[i], (read[access],), mask) for i, access in _needed_tables(plan)))
 
 
 def evaluate(
@@ -147,8 +147,8 @@ def evaluate(
     indices: Sequence[jax.Array],
     mask: jax.Array,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """The body's reduction values and item outputs for [rows, items] items, broadcast to full tiles."""
-    item = indices[0]
+    """The body's reduction values and entry outputs for [rows, entries] entries, broadcast to full tiles."""
+    entry = indices[0]
     by_table = dict(zip(_needed_tables(plan), indices[1:], strict=True))
     tiles: list[Any] = []
     for i, operand in enumerate(plan.operands):
@@ -156,24 +156,24 @@ def evaluate(
             tiles.append(row_tiles[i])
         elif operand.access == "late":
             tiles.append(None)
-        elif operand.access == "item":
+        elif operand.access == "entry":
             read = mask if operand.when is None else both(mask, tiles[operand.when] != 0)
-            tiles.append(_tile(plan, arrays, i, item, read, plan.factored))
+            tiles.append(_tile(plan, arrays, i, entry, read, plan.factored))
         elif operand.access == "position":
             tiles.append(_tile(plan, arrays, i, position, mask, plan.factored))
         else:
             assert operand.index is not None
             index = by_table[operand.index, operand.access]
-            # An index out of range (a padding item's) reads zeros, never other memory.
+            # An index out of range (a padding entry's) reads zeros, never other memory.
             inside = within(index, plan.lengths[i], mask)
             tiles.append(_tile(plan, arrays, i, index, inside, plan.factored))
     values, outputs = plan.body(*tiles)
-    if len(values) != len(plan.reductions) or len(outputs) != len(plan.item_outputs):
+    if len(values) != len(plan.reductions) or len(outputs) != len(plan.entry_outputs):
         raise ValueError(
-            f"body must return {len(plan.reductions)} reduction values and {len(plan.item_outputs)} item outputs, "
+            f"body must return {len(plan.reductions)} reduction values and {len(plan.entry_outputs)} entry outputs, "
             f"got {len(values)} and {len(outputs)}"
         )
-    full = lambda v, shape: jnp.broadcast_to(v, (*item.shape, *padded(shape)))  # noqa: E731
+    full = lambda v, shape: jnp.broadcast_to(v, (*entry.shape, *padded(shape)))  # noqa: E731
 
     def output(v: Any, shape: tuple[int, ...]) -> Any:
         return tuple(full(part, _part(shape, v)) for part in v) if isinstance(v, tuple) else full(v, shape)
@@ -184,7 +184,7 @@ def evaluate(
         return full(v.astype(jnp.float32), shape)
 
     found = tuple(value(v, r.shape) for v, r in zip(values, plan.reductions, strict=True))
-    return found, tuple(output(o, shape) for o, (shape, _) in zip(outputs, plan.item_outputs, strict=True))
+    return found, tuple(output(o, shape) for o, (shape, _) in zip(outputs, plan.entry_outputs, strict=True))
 
 
 def _part(whole: tuple[int, ...], parts: Any) -> tuple[int, ...]:
@@ -211,28 +211,28 @@ def _store_parts(ref: Any, index: jax.Array, mask: jax.Array, whole: tuple[int, 
         store(ref, index, mask, (behind,), past, jnp.zeros((1,) * (index.ndim + 1), jnp.float32), whole[0])
 
 
-def loop(
+def reduce_entries(
     plan: Plan,
     refs: Refs,
     row_tiles: dict[int, jax.Array],
     start: jax.Array,
     end: jax.Array,
-    items: int,
+    entries: int,
     longest: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Accumulators [rows, *padded] over positions `start` to `end` of each row; stores item outputs on the way.
+    """Accumulators [rows, *padded] over positions `start` to `end` of each row; stores entry outputs on the way.
 
-    With `longest` all rows are one, of so many items, and take `items` of them in turns.
+    With `longest` all rows are one, of so many entries, and take `entries` of them in turns.
 
     The indices of the next step are loaded before the rows of this one are used: the two wait for memory together.
     """
     rows = start.shape[0]
     count = lax.sub(end, start)
-    here = start[:, None] + lanes(items, 1, 2)
-    stride = items
+    here = start[:, None] + lanes(entries, 1, 2)
+    stride = entries
     if longest is not None:
-        here = here + items * lanes(rows, 0, 2)
-        stride = rows * items
+        here = here + entries * lanes(rows, 0, 2)
+        stride = rows * entries
     else:
         longest = lax.reduce_max(count, (0,)) if rows > 1 else count.reshape(())
     end = end[:, None]
@@ -244,15 +244,15 @@ def loop(
         following = position + stride
         ahead = indices_at(plan, refs.tables, refs.order, following, following < end)
         values, stored = evaluate(plan, refs.arrays, row_tiles, position, indices, mask)
-        for ref, (shape, _), value in zip(refs.item_outputs, plan.item_outputs, stored, strict=True):
-            _store_parts(ref, indices[0], mask, shape, plan.num_items, value)
+        for ref, (shape, _), value in zip(refs.entry_outputs, plan.entry_outputs, stored, strict=True):
+            _store_parts(ref, indices[0], mask, shape, plan.num_entries, value)
         return update(plan.reductions, accs, values, mask), ahead
 
     first = indices_at(plan, refs.tables, refs.order, here, here < end)
-    accs, _ = _triton.fori_loop(0, steps(longest, stride), step, (initial(plan.reductions, rows, items), first))
-    # Before slots are merged: each thread multiplies its own numbers.
+    accs, _ = _triton.fori_loop(0, steps(longest, stride), step, (initial(plan.reductions, rows, entries), first))
+    # Before slots are merged: each thread multiplies its own elements.
     found = tuple(
-        a if r.factor is None else lax.mul(a, _spread(plan, refs.arrays, r.factor, rows, items))
+        a if r.factor is None else lax.mul(a, _spread(plan, refs.arrays, r.factor, rows, entries))
         for a, r in zip(accs, plan.reductions, strict=True)
     )
     return merge(plan.reductions, found)
@@ -265,65 +265,66 @@ def write_rows(
     row_tiles: dict[int, jax.Array],
     row: jax.Array,
     mask: jax.Array,
-    beside: tuple[jax.Array, ...],
+    fused_sums: tuple[jax.Array, ...],
     arrays: Sequence[Any],
 ) -> None:
     """Runs the epilogue on accumulators [rows, *padded] and stores what it gives; tuples side by side in each row.
 
-    `outputs` are the row outputs, then the exponents of those in `plan.half`; `beside` what `sums_beside` gave.
+    `outputs` are the row outputs, then the exponents of those in `plan.row_scaled`. `fused_sums` are what
+    `reduce_fused` gave.
     """
-    values: Sequence[Any] = (*results(plan.reductions, merged), *beside)
+    values: Sequence[Any] = (*results(plan.reductions, merged), *fused_sums)
     if plan.epilogue is not None:
         factors = {r.factor for r in plan.reductions}
         late = [i for i in plan.per_row if plan.operands[i].access == "late" and i not in factors]
-        loaded = row_tiles | {i: _spread(plan, arrays, i, row.shape[0], plan.items) for i in late}
+        loaded = row_tiles | {i: _spread(plan, arrays, i, row.shape[0], plan.entries) for i in late}
         tiles = tuple(None if i in factors else _of_rows(loaded[i]) for i in plan.per_row)
         values = plan.epilogue(values, tiles)
     if len(values) != len(plan.row_outputs):
         raise ValueError(f"epilogue must return {len(plan.row_outputs)} row outputs, got {len(values)}")
-    items = plan.items if plan.warps == 1 and row.shape[0] == plan.rows else 1
-    store_outputs(plan.half, plan.row_outputs, outputs, row, mask, plan.num_rows, values, items)
+    entries = plan.entries if plan.warps == 1 and row.shape[0] == plan.rows else 1
+    store_outputs(plan.row_scaled, plan.row_outputs, outputs, row, mask, plan.num_rows, values, entries)
 
 
 def _of_rows(tile: jax.Array) -> jax.Array:
-    """A tile [rows, items, *padded] of which all items are the same as [rows, *padded]."""
+    """A tile [rows, entries, *padded] of which all entries are the same as [rows, *padded]."""
     if tile.shape[1] > 1:
         return lax.reduce_max(tile, (1,))
     return resized(tile, (tile.shape[0], *tile.shape[2:]))
 
 
 def store_outputs(
-    half: Sequence[int],
+    row_scaled: Sequence[int],
     declared: Sequence[Output],
     refs: Sequence[Any],
     index: jax.Array,
     mask: jax.Array,
     past: int,
     values: Sequence[Any],
-    items: int = 1,
+    entries: int = 1,
 ) -> None:
-    """Stores all outputs; `refs` are theirs, then those of the exponents of the outputs `half`.
+    """Stores all outputs; `refs` are theirs, then those of the exponents of the outputs `row_scaled`.
 
-    With `items`, from tiles [*index.shape, items, *padded shape] of which the first item is stored. Threads of all
-    items have what was reduced over them, and what several threads have goes through shared memory to where it is
-    stored; what each has for itself is shuffled. Loops whose programs take any shared memory are slower, presumably
-    for what the L1 has less: one of biokg's took 544 us with it and 396 without.
+    With `entries`, from tiles [*index.shape, entries, *padded shape] of which the first entry is stored. Threads of all
+    entries have what was reduced over them, and what several threads have goes through shared memory to where it is
+    stored; what each has for itself is shuffled. Traversals whose programs take any shared memory are slower,
+    presumably for what the L1 has less: one of biokg's took 544 us with it and 396 without.
     """
-    exponent_refs = dict(zip(half, refs[len(declared) :], strict=True))
+    exponent_refs = dict(zip(row_scaled, refs[len(declared) :], strict=True))
     for i, ((whole, _), value) in enumerate(zip(declared, values, strict=True)):
         if i in exponent_refs:
             value = _scaled(exponent_refs[i], index, mask, whole, past, value)
-        if items == 1 or math.prod(whole) < WIDE:
+        if entries == 1 or math.prod(whole) < WIDE:
             _store_parts(refs[i], index, mask, whole, past, value)
             continue
-        shape = (*index.shape, items)
+        shape = (*index.shape, entries)
         features = padded(_part(whole, value))
         parts = [
             jnp.broadcast_to(p, (*index.shape, *features)) for p in (value if isinstance(value, tuple) else (value,))
         ]
-        spread = tuple(stretched(jnp.expand_dims(p, index.ndim), (*shape, *features)) for p in parts)
-        first = both(with_axes(mask, 1), lanes(items, index.ndim, index.ndim + 1) == 0)
-        _store_parts(refs[i], stretched(with_axes(index, 1), shape), first, whole, past, spread)
+        spread = tuple(broadcast(jnp.expand_dims(p, index.ndim), (*shape, *features)) for p in parts)
+        first = both(with_axes(mask, 1), lanes(entries, index.ndim, index.ndim + 1) == 0)
+        _store_parts(refs[i], broadcast(with_axes(index, 1), shape), first, whole, past, spread)
 
 
 def _scaled(
@@ -343,18 +344,18 @@ def _scaled(
     return tuple(part * inverse for part in parts)
 
 
-def beside_bounds(refs: Refs | None, row: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
-    """Where the other items of each row begin and end: loaded before the loop that `sums_beside` comes after."""
+def fused_bounds(refs: Refs | None, row: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
+    """Where the other entries of each row begin and end: loaded before the traversal that `reduce_fused` follows."""
     if refs is None:
         return ()
     return _triton.load(refs.offsets, (row,), mask), _triton.load(refs.offsets, (row + 1,), mask)
 
 
-def sums_beside(plan: Plan, refs: Refs | None, bounds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """The sums over the other items of each row: [rows, *padded] each."""
-    if plan.beside is None or refs is None:
+def reduce_fused(plan: Plan, refs: Refs | None, bounds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The sums over the other entries of each row: [rows, *padded] each."""
+    if plan.fused_sums is None or refs is None:
         return ()
     start, end = bounds
-    # A hub has the lanes of its program to itself.
-    items = plan.beside.items * plan.rows // start.shape[0]
-    return tuple(results(plan.beside.reductions, loop(plan.beside, refs, {}, start, end, items)))
+    # A long segment has the lanes of its program to itself.
+    entries = plan.fused_sums.entries * plan.rows // start.shape[0]
+    return tuple(results(plan.fused_sums.reductions, reduce_entries(plan.fused_sums, refs, {}, start, end, entries)))

@@ -22,13 +22,13 @@ class TraversalSchedule:
 
     Attributes:
       rows_per_program: rows that a program computes at once; a power of two.
-      items_per_step: entries of each row loaded at once; a power of two.
+      entries_per_step: entries of each row loaded at once; a power of two.
       num_warps: warps of a program.
       num_stages: depth of the software pipeline over entries.
     """
 
     rows_per_program: int
-    items_per_step: int
+    entries_per_step: int
     num_warps: int
     num_stages: int
 
@@ -57,7 +57,7 @@ class _Reads:
         return len(self.entry_rows) + len(self.own_rows) > 1
 
     @property
-    def half(self) -> bool:
+    def one_row_in_16_bits(self) -> bool:
         """Whether the only wide row of an entry is in 16 bits."""
         return self.entry_rows == [True] and not self.own_rows
 
@@ -68,10 +68,10 @@ def traversal_schedule(
     *,
     loads: Sequence[tuple[int, bool]] | None = None,
     row_loads: Sequence[tuple[int, bool]] = (),
-    writes_items: bool = False,
-    num_items: int | None = None,
+    writes_entries: bool = False,
+    num_entries: int | None = None,
     longest: int = 16,
-    beside: bool = False,
+    fused_sums: bool = False,
     interpret: bool = False,
 ) -> TraversalSchedule:
     """The heuristic schedule of a traversal.
@@ -82,47 +82,47 @@ def traversal_schedule(
       loads: for each operand that is read for an entry its features, and whether its rows are in 16 bits; None where
         that is not known.
       row_loads: the same for those that are read once for a row.
-      writes_items: whether values are written for each entry.
-      num_items: number of entries; None for many.
+      writes_entries: whether values are written for each entry.
+      num_entries: number of entries; None for many.
       longest: the most entries of a row that is not split.
-      beside: whether there are sums over other entries of the same rows.
+      fused_sums: whether there are sums over other entries of the same rows.
       interpret: large tiles, because the interpreter pays for each program and not for lanes.
     """
     if interpret:
-        items = min(8, next_power_of_two(int(mean_degree)))
-        return TraversalSchedule(max(1, previous_power_of_two(8192 // (items * width))), items, 1, 1)
-    num_rows = float("inf") if num_items is None else num_items / max(mean_degree, 1e-9)
+        entries = min(8, next_power_of_two(int(mean_degree)))
+        return TraversalSchedule(max(1, previous_power_of_two(8192 // (entries * width))), entries, 1, 1)
+    num_rows = float("inf") if num_entries is None else num_entries / max(mean_degree, 1e-9)
     if width <= 8:
         return _narrow_schedule(width, mean_degree, num_rows)
-    if beside:
-        return _beside_schedule(width, mean_degree, num_rows)
+    if fused_sums:
+        return _fused_sums_schedule(width, mean_degree, num_rows)
     reads = _reads(width, loads, row_loads)
     # A slot is one entry of one row.
     slots, most = max(512 // width, min(8, 2048 // width), 1), 8
     num_warps = min(4, max(1, width // 1024))
-    if reads.half:
-        few = longest > 16 and num_items is not None and num_items <= 1_000_000
+    if reads.one_row_in_16_bits:
+        few = longest > 16 and num_entries is not None and num_entries <= 1_000_000
         slots, most = _slots_of_16_bits(width, mean_degree, reads, slots, few)
     elif not reads.crowded and width >= 128:
         slots = max(1, 512 // width)
     elif not reads.crowded and width >= 64 and mean_degree < 4:
         num_warps = 2
     if reads.crowded:
-        slots = _crowded_slots(mean_degree, reads, slots, writes_items)
+        slots = _crowded_slots(mean_degree, reads, slots, writes_entries)
         most = 2 if mean_degree >= 16 else 1  # long rows wait for their steps
-        items = min(most, slots)
+        entries = min(most, slots)
     else:
-        items = min(previous_power_of_two(max(1, int(mean_degree / 1.5))), most, slots)
-    if num_items is not None:
-        items = _items_of_long_rows(items, slots, num_items * width * 4, num_rows, longest)
-    return TraversalSchedule(min(32, slots // items), items, num_warps, 1)
+        entries = min(previous_power_of_two(max(1, int(mean_degree / 1.5))), most, slots)
+    if num_entries is not None:
+        entries = _entries_of_long_rows(entries, slots, num_entries * width * 4, num_rows, longest)
+    return TraversalSchedule(min(32, slots // entries), entries, num_warps, 1)
 
 
 def _reads(width: int, loads: Sequence[tuple[int, bool]] | None, row_loads: Sequence[tuple[int, bool]]) -> _Reads:
     known = loads if loads is not None else [(width, False)]
     widest = next_power_of_two(max((n for n, _ in (*known, *row_loads)), default=width))
-    entry_rows = [in_half for n, in_half in known if 2 * n >= widest]
-    own_rows = [in_half for n, in_half in row_loads if 2 * n >= widest]
+    entry_rows = [in_16_bits for n, in_16_bits in known if 2 * n >= widest]
+    own_rows = [in_16_bits for n, in_16_bits in row_loads if 2 * n >= widest]
     heads = max((n for n, _ in known if 2 * n < widest), default=1)
     return _Reads(entry_rows, own_rows, len(known) - len(entry_rows), heads, widest)
 
@@ -153,32 +153,32 @@ def _slots_of_16_bits(width: int, mean_degree: float, reads: _Reads, slots: int,
     return slots, 2 if most == 1 and mean_degree >= 6 and few else most
 
 
-def _crowded_slots(mean_degree: float, reads: _Reads, slots: int, writes_items: bool) -> int:
+def _crowded_slots(mean_degree: float, reads: _Reads, slots: int, writes_entries: bool) -> int:
     """Slots where an entry has several wide rows: registers hold four of 64 features.
 
     There is room for eight where rows are multiplied and summed over a few entries, and where two wide rows of an entry
     have at least 128 features. Scalars of several heads need fewer loads with eight.
     """
     one_each = len(reads.entry_rows) == len(reads.own_rows) == 1
-    products = one_each and not writes_items and mean_degree < 8
+    products = one_each and not writes_entries and mean_degree < 8
     two = len(reads.entry_rows) == 2 and not reads.own_rows and reads.widest >= 128
     return max(1, min(slots, (512 if products or two or reads.heads >= 4 else 256) // reads.widest))
 
 
-def _items_of_long_rows(items: int, slots: int, nbytes: int, num_rows: float, longest: int) -> int:
+def _entries_of_long_rows(entries: int, slots: int, nbytes: int, num_rows: float, longest: int) -> int:
     """Entries of a step, more of them where the longest row would take longer than all rows' bytes.
 
     A step waits for memory twice. But with more entries of a step there are more programs, which take time to start.
     """
     bytes_seconds = nbytes / H200.gather_bytes_per_second
-    while items < min(8, slots) and longest / items * H200.step_seconds > bytes_seconds:
-        if num_rows * 2 * items / slots > H200.many_programs:
+    while entries < min(8, slots) and longest / entries * H200.step_seconds > bytes_seconds:
+        if num_rows * 2 * entries / slots > H200.many_programs:
             break
-        items *= 2
-    return items
+        entries *= 2
+    return entries
 
 
-def _beside_schedule(width: int, mean_degree: float, num_rows: float) -> TraversalSchedule:
+def _fused_sums_schedule(width: int, mean_degree: float, num_rows: float) -> TraversalSchedule:
     """Of sums over other entries of the same rows, too: few rows a program where there are few in all."""
     rows = max(1, (256 if mean_degree >= 3 else 512) // width)
     while rows > 1 and num_rows / rows < _FEW_PROGRAMS:
@@ -190,7 +190,7 @@ def _beside_schedule(width: int, mean_degree: float, num_rows: float) -> Travers
 def map_schedule(width: int, *, narrows: bool = False, interpret: bool = False) -> TraversalSchedule:
     """The heuristic schedule of a map over entries; arguments as in `traversal_schedule`.
 
-    With `narrows`, rows come in float32 alone, and are written as `HalfRows`.
+    With `narrows`, rows come in float32 alone, and are written as `RowScaled`.
     """
     if interpret:
         return traversal_schedule(width, 1.0, interpret=True)

@@ -18,8 +18,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from dejax.pallas import label
 from dejax.pallas.formats.column_powers import column_powers
-from dejax.pallas.formats.encode import to_half_rows
-from dejax.pallas.formats.half_rows import HalfRows, of_stored
+from dejax.pallas.formats.encode import to_row_scaled
+from dejax.pallas.formats.row_scaled import RowScaled, of_stored
 from dejax.rgnn.compiler.failures import record_failure
 from dejax.rgnn.compiler.reverse_only import reverse_only
 from dejax.rgnn.graphs.rel_graph import RelGraph
@@ -40,12 +40,12 @@ Arrays = tuple[jax.Array, ...]
 class EncodedCopy:
     """A row-scaled float16 copy of an input, for instances that may read it rounded; others read the input itself."""
 
-    rows: HalfRows
+    rows: RowScaled
 
 
-# By position of the input. `HalfRows` replace the array, which is then not read.
-Halves = tuple[HalfRows | EncodedCopy | None, ...]
-Kept = tuple[HalfRows | None, ...]  # by output
+# By position of the input. `RowScaled` replace the array, which is then not read.
+RowScaledInputs = tuple[RowScaled | EncodedCopy | None, ...]
+Kept = tuple[RowScaled | None, ...]  # by output
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Task:
         return frozenset(self.options.disable)
 
     @property
-    def half(self) -> bool:
+    def row_scaled(self) -> bool:
         """Whether products round to 10 bits, so that rows between kernels may be row-scaled float16."""
         return self.options.precision in (None, "tf32")
 
@@ -108,7 +108,7 @@ def inference_kernels(task: Task, watch: Watch = silent) -> Kernels:
         task.counts,
         task.disable,
         deterministic=task.deterministic,
-        half=task.half,
+        row_scaled=task.row_scaled,
         packed=task.packed,
         alone=task.raw,
         watch=watch,
@@ -147,7 +147,7 @@ def run_kernels(
     graph: RelGraph,
     inputs: Arrays,
     options: Options,
-    halves: Halves = (),
+    row_scaled: RowScaledInputs = (),
 ) -> tuple[Arrays, Kept]:
     """Executes the instances in order. XLA evaluates an instance whose kernel cannot be made, with a warning.
 
@@ -156,13 +156,13 @@ def run_kernels(
       graph: the graph.
       inputs: by position.
       options: of the compiler.
-      halves: by position, an input as row-scaled float16, where it is available.
+      row_scaled: by position, an input as row-scaled float16, where it is available.
 
     Returns:
       The outputs, and each output as row-scaled float16, where it was stored so.
     """
     program = kernels.program
-    env, encoded = _environment(program, inputs, halves)
+    env, encoded = _environment(program, inputs, row_scaled)
     given = dict(env)
     pallas = PallasLowering(kernels, graph, options, encoded, given) if uses_kernels(graph, options) else None
     xla = Evaluator(program, graph, options.precision, segment_sum if pallas is None else pallas.sum_types)
@@ -186,19 +186,21 @@ def run_kernels(
         keep = set(program.outputs).union(*remaining[number + 1 :])
         env = {i: a for i, a in env.items() if i in keep or program.ops[i].name == "input"}
     results = tuple(env[o] for o in program.outputs)
-    return tuple(map(_decoded, results)), tuple(r if isinstance(r, HalfRows) else None for r in results)
+    return tuple(map(_decoded, results)), tuple(r if isinstance(r, RowScaled) else None for r in results)
 
 
-def _environment(program: Program, inputs: Arrays, halves: Halves) -> tuple[dict[int, Any], dict[int, HalfRows]]:
+def _environment(
+    program: Program, inputs: Arrays, row_scaled: RowScaledInputs
+) -> tuple[dict[int, Any], dict[int, RowScaled]]:
     """The inputs by operator index, and the row-scaled copies of those that have one."""
     env: dict[int, Any] = {}
-    encoded: dict[int, HalfRows] = {}
+    encoded: dict[int, RowScaled] = {}
     for i in program.inputs:
         position = program.ops[i].attr("position")
-        half = halves[position] if position < len(halves) else None
-        env[i] = half if isinstance(half, HalfRows) else inputs[position]
-        if isinstance(half, EncodedCopy):
-            encoded[i] = half.rows
+        given = row_scaled[position] if position < len(row_scaled) else None
+        env[i] = given if isinstance(given, RowScaled) else inputs[position]
+        if isinstance(given, EncodedCopy):
+            encoded[i] = given.rows
     return env, encoded
 
 
@@ -210,7 +212,7 @@ def kernel_label(name: str, number: int) -> AbstractContextManager[None]:
 def _decoded(array: Any) -> jax.Array:
     if isinstance(array, Columns):
         return array.whole()
-    return array.decode() if isinstance(array, HalfRows) else array
+    return array.decode() if isinstance(array, RowScaled) else array
 
 
 def uses_kernels(graph: RelGraph, options: Options) -> bool:
@@ -234,16 +236,17 @@ def why_xla(options: Options) -> str | None:
     return None
 
 
-# `halves` are row-scaled float16 forms of some inputs, and the second result those of some outputs, so that backward
-# reads what forward stored. Derivatives flow through the arrays. Inside jit an array without another use is never made.
+# `row_scaled` are row-scaled float16 forms of some inputs, and the second result those of some outputs, so that
+# backward reads what forward stored. Derivatives flow through the arrays. Inside jit an array without another use is
+# never made.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(task: Task, graph: RelGraph, inputs: Arrays, halves: Halves) -> tuple[Arrays, Kept]:
-    return _run_inference(task, graph, inputs, halves)
+def _differentiable(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: RowScaledInputs) -> tuple[Arrays, Kept]:
+    return _run_inference(task, graph, inputs, row_scaled)
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
-def _run_inference(task: Task, graph: RelGraph, inputs: Arrays, halves: Halves) -> tuple[Arrays, Kept]:
-    return run_kernels(inference_kernels(task), graph, inputs, task.options, halves)
+def _run_inference(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: RowScaledInputs) -> tuple[Arrays, Kept]:
+    return run_kernels(inference_kernels(task), graph, inputs, task.options, row_scaled)
 
 
 # JAX traces the forward rule once for each set of perturbed inputs, but keeps one tree of residuals: that of the last
@@ -266,16 +269,16 @@ def _positions_of_array(array: jax.Array, count: int) -> tuple[int, ...]:
     return tuple(p for p in range(count) if array.shape[1 + p // _BITS] >> (p % _BITS) & 1)
 
 
-def encode_shared(task: Task, graph: RelGraph, values: Arrays, halves: Halves) -> Halves:
-    """`halves` with row-scaled float16 copies of the inputs that both forward and backward read so.
+def encode_shared(task: Task, graph: RelGraph, values: Arrays, row_scaled: RowScaledInputs) -> RowScaledInputs:
+    """`row_scaled` with row-scaled float16 copies of the inputs that both forward and backward read so.
 
     The copies are the same for all sets of perturbed inputs, as the tree of residuals must be.
     """
-    given = (*halves, *(None,) * (len(values) - len(halves)))
-    if not (task.half and uses_kernels(graph, task.options)) or "storage" in task.disable:
+    given = (*row_scaled, *(None,) * (len(values) - len(row_scaled)))
+    if not (task.row_scaled and uses_kernels(graph, task.options)) or "storage" in task.disable:
         return given
     parts, *tasks = training_tasks(task, differentiable_positions(task))
-    forward, backward = (inference_kernels(half) for half in tasks)
+    forward, backward = (inference_kernels(part) for part in tasks)
     shared = shared_encodings(parts, forward, backward, task.counts.rows)
     readers, at = forward.first_readers(), forward.program.by_position()
 
@@ -284,30 +287,30 @@ def encode_shared(task: Task, graph: RelGraph, values: Arrays, halves: Halves) -
             array = values[position]
             request = array, tuple(range(1, array.ndim))
             ((_, columns),) = column_powers([request], interpret=task.options.interpret)
-            return EncodedCopy(to_half_rows(array, columns.reshape(array.shape[1:]), interpret=task.options.interpret))
+            return EncodedCopy(to_row_scaled(array, columns.reshape(array.shape[1:]), interpret=task.options.interpret))
 
-    return tuple(encoded(p) if p in shared and half is None else half for p, half in enumerate(given))
+    return tuple(encoded(p) if p in shared and rows is None else rows for p, rows in enumerate(given))
 
 
-def _forward(task: Task, graph: Any, inputs: Any, halves: Any) -> tuple[tuple[Arrays, Kept], Any]:
-    graph, halves = jax.tree_util.tree_map(lambda p: p.value, (graph, halves))
+def _forward(task: Task, graph: Any, inputs: Any, row_scaled: Any) -> tuple[tuple[Arrays, Kept], Any]:
+    graph, row_scaled = jax.tree_util.tree_map(lambda p: p.value, (graph, row_scaled))
     values = tuple(p.value for p in inputs)
     wrt = tuple(p for p in differentiable_positions(task) if inputs[p].perturbed)
     if training_cut(task, wrt).num_saved > _residual_slots(task):
         wrt = differentiable_positions(task)
-    found, kept = _run_forward(task, wrt, graph, values, halves)
+    found, kept = _run_forward(task, wrt, graph, values, row_scaled)
     return found, (graph, values, *kept)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _run_forward(
-    task: Task, wrt: tuple[int, ...], graph: RelGraph, values: Arrays, halves: Halves
-) -> tuple[tuple[Arrays, Kept], tuple[Halves, Any, jax.Array]]:
+    task: Task, wrt: tuple[int, ...], graph: RelGraph, values: Arrays, row_scaled: RowScaledInputs
+) -> tuple[tuple[Arrays, Kept], tuple[RowScaledInputs, Any, jax.Array]]:
     parts, forward, _ = training_tasks(task, wrt)
     count = parts.num_outputs
-    halves = encode_shared(task, graph, values, halves)
+    row_scaled = encode_shared(task, graph, values, row_scaled)
     # Differentiable itself, for gradients of gradients.
-    results, kept = _differentiable(forward, graph, values, halves)
+    results, kept = _differentiable(forward, graph, values, row_scaled)
     empty = jnp.zeros((0,), jnp.int8)
     saved = [
         (a, empty, empty, empty)
@@ -317,22 +320,22 @@ def _run_forward(
     ]
     unused = [(empty, empty, empty, empty)] * (_residual_slots(task) - len(saved))
     slots = (*saved, *unused)
-    return (results[:count], kept[:count]), (halves, slots, _positions_as_array(wrt, len(values)))
+    return (results[:count], kept[:count]), (row_scaled, slots, _positions_as_array(wrt, len(values)))
 
 
 def _backward(task: Task, residuals: Any, cotangents: Any) -> tuple[None, tuple, None]:
-    graph, values, halves, slots, chosen = residuals
+    graph, values, row_scaled, slots, chosen = residuals
     cotangents, _ = cotangents
     num_inputs = len(values)
     wrt = _positions_of_array(chosen, num_inputs)
     parts, _, backward = training_tasks(task, wrt)
     saved = [s[0] for s in slots[: parts.num_saved]]
-    saved_halves = [
+    saved_row_scaled = [
         of_stored(m, e, a.shape[1:], c if c.size else None) if m.size else None
         for a, m, e, c in slots[: parts.num_saved]
     ]
     kept = [values[p] for p in parts.needed]
-    kept_halves = [halves[p] if p < len(halves) else None for p in parts.needed]
+    kept_row_scaled = [row_scaled[p] if p < len(row_scaled) else None for p in parts.needed]
     program = optimised(task)
     given = tuple(
         jnp.zeros((num_rows(graph, program.ops[o].space), *program.ops[o].shape), program.ops[o].dtype)
@@ -340,7 +343,7 @@ def _backward(task: Task, residuals: Any, cotangents: Any) -> tuple[None, tuple,
         else c
         for o, c in zip(program.outputs, cotangents, strict=True)
     )
-    found = _run(backward, graph, (*kept, *saved, *given), (*kept_halves, *saved_halves))
+    found = _run(backward, graph, (*kept, *saved, *given), (*kept_row_scaled, *saved_row_scaled))
     gradients = dict(zip(wrt, found, strict=True))
     return None, tuple(gradients.get(p) for p in range(num_inputs)), None
 
@@ -360,10 +363,10 @@ def run(task: Task, graph: RelGraph, inputs: Arrays) -> Arrays:
 
 
 @partial(jax.jit, static_argnums=0)
-def _run(task: Task, graph: RelGraph, inputs: Arrays, halves: Halves) -> Arrays:
+def _run(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: RowScaledInputs) -> Arrays:
     if "backward" in task.disable:
         return run_kernels(inference_kernels(task), graph, inputs, task.options)[0]
-    return _differentiable(task, graph, inputs, halves)[0]
+    return _differentiable(task, graph, inputs, row_scaled)[0]
 
 
 def forget_compiled() -> None:

@@ -127,8 +127,10 @@ def as_run(kernels: Kernels, options: Options, why: str | None) -> Kernels:
         for number, instance in enumerate(kernels.instances)
     ]
     # XLA stores no rows as float16.
-    half = frozenset() if why is not None else kernels.half
-    return replace(kernels, instances=tuple(made), half=half, rounded=kernels.rounded if why is None else frozenset())
+    row_scaled = frozenset() if why is not None else kernels.row_scaled
+    return replace(
+        kernels, instances=tuple(made), row_scaled=row_scaled, rounded=kernels.rounded if why is None else frozenset()
+    )
 
 
 class _Stages:

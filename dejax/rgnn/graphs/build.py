@@ -69,7 +69,7 @@ def _end_tables(node: np.ndarray, edge_type: np.ndarray, order: np.ndarray | Non
     edges_by_node, begins = expand(pair_order, offsets)
     if order is not None:
         edges_by_node = order[edges_by_node]
-    make = partial(make_segments, hub_chunk=spec.hub_chunk)
+    make = partial(make_segments, long_segment_chunk=spec.long_segment_chunk)
     return _EndTables(
         edges_by_node=make(node, _padded_order(edges_by_node, size), begins[pair_offsets]),
         edges_by_pair=make(
@@ -129,7 +129,7 @@ def _by_node_type(node_type: np.ndarray, spec: GraphSpec) -> Segments:
     is_sorted = bool((node_type[1:] >= node_type[:-1]).all())
     order = None if is_sorted else stable_argsort([node_type], [spec.num_node_types + 1])
     offsets = offsets_of(node_type, spec.num_node_types)
-    return make_segments(node_type, order, offsets, hub_chunk=spec.hub_chunk, typed=True)
+    return make_segments(node_type, order, offsets, long_segment_chunk=spec.long_segment_chunk, typed=True)
 
 
 def build(edges: Edges, node_type: np.ndarray | None, node_mask: np.ndarray | None, spec: GraphSpec) -> dict[str, Any]:
@@ -169,7 +169,9 @@ def build(edges: Edges, node_type: np.ndarray | None, node_mask: np.ndarray | No
         "by_receiver": destination.edges_by_node,
         "by_source_pair": source.edges_by_pair,
         "by_destination_pair": destination.edges_by_pair,
-        "by_edge_type": make_segments(edge_type, None, type_offsets, hub_chunk=spec.hub_chunk, typed=True),
+        "by_edge_type": make_segments(
+            edge_type, None, type_offsets, long_segment_chunk=spec.long_segment_chunk, typed=True
+        ),
         "source_pair_by_node": source.pairs_by_node,
         "destination_pair_by_node": destination.pairs_by_node,
         "source_pair_by_type": source.pairs_by_type,
@@ -193,4 +195,6 @@ def _edge_type_by_source(
             if (np.maximum.reduceat(of_pair, offsets[some]) != found[some]).any():
                 return None
     order = stable_argsort([found], [max(spec.num_node_types, 1)])
-    return make_segments(found, order, offsets_of(found, spec.num_node_types), hub_chunk=spec.hub_chunk)
+    return make_segments(
+        found, order, offsets_of(found, spec.num_node_types), long_segment_chunk=spec.long_segment_chunk
+    )

@@ -162,7 +162,7 @@ def _segments(edges: _Canonical, by_node_type: _Grouping, spec: GraphSpec) -> di
     begins = begins_run(edges.edge_type, edges.receivers), begins_run(*edges.by_receiver)
     destination = pairs(edges.receivers, order=None, by_node=by_receiver, before=count_before(jnp.stack(begins)))
     # Tables that different passes over a graph read are made apart: those of forward, of backward, of pairs.
-    make = partial(bounded_segments, hub_chunk=spec.hub_chunk)
+    make = partial(bounded_segments, long_segment_chunk=spec.long_segment_chunk)
     by_edge_type = (edges.edge_type, None, type_offsets)
     tables: dict[str, Segments | None] = {
         **make(

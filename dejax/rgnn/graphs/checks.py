@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-MAX_ITEMS = 2**31 - 2
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+MAX_ENTRIES = 2**31 - 2
 """The most nodes, edges or types of a graph: ids, and the bound itself as the padding id, are int32."""
+
+
+def takes_hub_chunk(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Takes `hub_chunk`, which is `long_segment_chunk`'s old name, with a DeprecationWarning."""
+
+    @functools.wraps(function)
+    def renamed(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if "hub_chunk" in kwargs:
+            if "long_segment_chunk" in kwargs:
+                raise TypeError(
+                    "`hub_chunk` must not be given with `long_segment_chunk`, whose old name it is; leave it out"
+                )
+            warnings.warn("`hub_chunk` is named `long_segment_chunk`", DeprecationWarning, stacklevel=2)
+            kwargs["long_segment_chunk"] = kwargs.pop("hub_chunk")
+        return function(*args, **kwargs)
+
+    return renamed
 
 
 def is_traced(*values: object) -> bool:
@@ -20,14 +41,14 @@ def is_traced(*values: object) -> bool:
 
 
 def check_count(value: Any, name: str, *, remedy: str = "") -> int:
-    """`value` as a Python int from 0 to `MAX_ITEMS`."""
+    """`value` as a Python int from 0 to `MAX_ENTRIES`."""
     try:
         count = operator.index(value)
     except TypeError:  # floats, None, and tracers, whose error is a TypeError too
         given = "a traced value" if is_traced(value) else f"{value!r} ({type(value).__name__})"
         raise TypeError(f"{name} must be a Python int known before jit, got {given}{remedy}") from None
-    if not 0 <= count <= MAX_ITEMS:
-        raise ValueError(f"{name} must be from 0 to {MAX_ITEMS} (ids are int32), got {count}")
+    if not 0 <= count <= MAX_ENTRIES:
+        raise ValueError(f"{name} must be from 0 to {MAX_ENTRIES} (ids are int32), got {count}")
     return count
 
 
@@ -40,10 +61,10 @@ def check_size(node_type: Any, num_nodes: int) -> Any:
 
 def check_edge_count(count: int) -> None:
     """Raises ValueError where `count` edges, added ones included, are more than int32 can number."""
-    if count > MAX_ITEMS:
+    if count > MAX_ENTRIES:
         raise ValueError(
-            f"the graph must have at most {MAX_ITEMS} edges (int32 numbers them), got {count} (reverse edges and self "
-            "loops included); split it"
+            f"the graph must have at most {MAX_ENTRIES} edges (int32 numbers them), got {count} (reverse edges "
+            "and self loops included); split it"
         )
 
 

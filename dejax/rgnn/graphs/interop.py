@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dejax.rgnn.graphs.checks import is_traced
+from dejax.rgnn.graphs.checks import is_traced, takes_hub_chunk
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.spec import SELF_LOOP
-from dejax.rgnn.graphs.tables import HUB_CHUNK
+from dejax.rgnn.graphs.tables import LONG_SEGMENT_CHUNK
 
 if TYPE_CHECKING:
     import jraph
@@ -64,6 +64,7 @@ def to_relations(graph: RelGraph) -> dict[tuple[str, str, str], tuple[np.ndarray
     return relations
 
 
+@takes_hub_chunk
 def from_graphs_tuple(
     graphs_tuple: jraph.GraphsTuple,
     *,
@@ -77,7 +78,7 @@ def from_graphs_tuple(
     edge_type_names: tuple[str, ...] | None = None,
     node_type_names: tuple[str, ...] | None = None,
     validate: bool = True,
-    hub_chunk: int = HUB_CHUNK,
+    long_segment_chunk: int = LONG_SEGMENT_CHUNK,
 ) -> RelGraph:
     """Makes a graph from a `jraph.GraphsTuple`; a batch of graphs becomes one graph with several components.
 
@@ -101,7 +102,7 @@ def from_graphs_tuple(
         edge_type_names: as in `RelGraph.from_edges`.
         node_type_names: as in `RelGraph.from_edges`.
         validate: as in `RelGraph.from_edges`; no effect inside jit.
-        hub_chunk: as in `RelGraph.from_edges`.
+        long_segment_chunk: as in `RelGraph.from_edges`.
 
     Returns:
         The graph. The user's order of its edges is that of `graphs_tuple`, so that `graphs_tuple.edges` fits it.
@@ -130,7 +131,7 @@ def from_graphs_tuple(
         "add_self_loops": add_self_loops,
         "edge_type_names": edge_type_names,
         "node_type_names": node_type_names,
-        "hub_chunk": hub_chunk,
+        "long_segment_chunk": long_segment_chunk,
     }
     if is_traced(*arrays.values(), graphs_tuple.n_node, graphs_tuple.n_edge):
         valid_nodes, valid_edges = _num_valid(graphs_tuple, padded, jnp)

@@ -21,7 +21,7 @@ from dejax.rgnn.graphs.segments import Segments
 # Slices begin at multiples of this many elements, 256 bytes, as arrays do: kernels load several elements at once.
 _ALIGNED = 64
 # The fields of a grouping that are packed, and their values in the grouping that is left.
-_FIELDS: dict[str, Any] = {"hubs": None, "tiles": (), "splits": None, "near_tiles": (), "near_splits": None}
+_FIELDS: dict[str, Any] = {"long_segments": None, "tiles": (), "splits": None, "near_tiles": (), "near_splits": None}
 # Up to this many entries `loop` is packed, too. On more entries a call takes longer than passing its arguments.
 _SMALL = 1 << 22
 
@@ -60,7 +60,7 @@ class PackedTables:
         slices = [TableSlice(self.numbers, *place) for place in layout.places]
         tables = jax.tree_util.tree_unflatten(layout.tree, slices)
         if group.loop is not None:  # of a large grouping: only its long segments are packed
-            tables["loop"] = dataclasses.replace(group.loop, hubs=tables["loop"].hubs)
+            tables["loop"] = dataclasses.replace(group.loop, long_segments=tables["loop"].long_segments)
         return dataclasses.replace(group, **tables)
 
 
@@ -80,9 +80,9 @@ def pack(groups: Mapping[str, Segments]) -> tuple[dict[str, Any], PackedTables]:
     for name, group in groups.items():
         tables, left = {key: getattr(group, key) for key in _FIELDS}, dict(_FIELDS)
         tables["loop"], left["loop"] = group.loop, None
-        if group.loop is not None and group.num_items > _SMALL:
+        if group.loop is not None and group.num_entries > _SMALL:
             tables["loop"] = dataclasses.replace(group.loop, rows=None, offsets=None, order=None)
-            left["loop"] = dataclasses.replace(group.loop, hubs=None)
+            left["loop"] = dataclasses.replace(group.loop, long_segments=None)
         leaves, tree = jax.tree_util.tree_flatten(tables)
         for leaf in leaves:
             if id(leaf) not in places:

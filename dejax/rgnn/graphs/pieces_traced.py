@@ -16,8 +16,8 @@ from jax import Array
 
 from dejax.rgnn.graphs.sorting_traced import begins_run, count_before, put_where, row_of_positions
 
-HubArrays = tuple[Array, Array, Array, Array, Array]
-"""The arrays of a `HubTable`, in their order."""
+LongSegmentArrays = tuple[Array, Array, Array, Array, Array]
+"""The arrays of a `LongSegmentTable`, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +26,14 @@ class Rows:
 
     Attributes:
         offsets: int32[rows + 1], where the entries of each row begin.
-        num_items: number of entries, padding included.
+        num_entries: number of entries, padding included.
         chunk: the maximum number of entries of a chunk and of an uncut segment.
         row_at: gives the row of each position in an array (the number of rows for padding), where that is faster than a
             search in `offsets`.
     """
 
     offsets: Array
-    num_items: int
+    num_entries: int
     chunk: int
     row_at: Callable[[Array], Array] | None = None
 
@@ -42,17 +42,17 @@ class Rows:
         return self.offsets.shape[0] - 1
 
     @property
-    def most_hubs(self) -> int:
-        return min(self.num_rows, self.num_items // (self.chunk + 1))
+    def most_long_segments(self) -> int:
+        return min(self.num_rows, self.num_entries // (self.chunk + 1))
 
     @property
     def most_chunks(self) -> int:
-        return self.num_items // self.chunk + self.most_hubs
+        return self.num_entries // self.chunk + self.most_long_segments
 
     def candidates(self) -> Array:
         """int32[candidates], ascending: rows that include all with long segments, some of them several times."""
         # A segment with more than `chunk` entries covers a multiple of `chunk + 1`: only those positions are looked at.
-        positions = np.arange(0, self.num_items, self.chunk + 1, dtype=np.int32)
+        positions = np.arange(0, self.num_entries, self.chunk + 1, dtype=np.int32)
         if self.num_rows <= positions.shape[0]:
             return jnp.arange(self.num_rows, dtype=jnp.int32)
         if self.row_at is not None:
@@ -61,9 +61,9 @@ class Rows:
         return found.astype(jnp.int32) - 1
 
 
-def hub_arrays(groupings: Sequence[Rows]) -> list[HubArrays | None]:
-    """The arrays of each grouping's `HubTable`; None where it can have no long segment."""
-    if not any(rows.most_hubs for rows in groupings):
+def long_segment_arrays(groupings: Sequence[Rows]) -> list[LongSegmentArrays | None]:
+    """The arrays of each grouping's `LongSegmentTable`; None where it can have no long segment."""
+    if not any(rows.most_long_segments for rows in groupings):
         return [None] * len(groupings)
     candidates = [rows.candidates() for rows in groupings]
     size = max(row.shape[0] for row in candidates)
@@ -75,8 +75,8 @@ def hub_arrays(groupings: Sequence[Rows]) -> list[HubArrays | None]:
     ends = [r.offsets.at[row + 1].get(mode="clip") for r, row in zip(groupings, candidates, strict=True)]
     placed = jax.vmap(
         partial(
-            _place_hubs,
-            max_hubs=max(r.most_hubs for r in groupings),
+            _place_long_segments,
+            max_long_segments=max(r.most_long_segments for r in groupings),
             max_chunks=max(r.most_chunks for r in groupings),
         )
     )(
@@ -86,59 +86,60 @@ def hub_arrays(groupings: Sequence[Rows]) -> list[HubArrays | None]:
         jnp.array([rows.num_rows for rows in groupings], jnp.int32),
     )
     return [
-        _hub_arrays(grouping, candidates[i], starts[i], ends[i], *(array[i] for array in placed))
-        if grouping.most_hubs
+        _long_segment_arrays(grouping, candidates[i], starts[i], ends[i], *(array[i] for array in placed))
+        if grouping.most_long_segments
         else None
         for i, grouping in enumerate(groupings)
     ]
 
 
-def _place_hubs(
-    rows: Array, counts: Array, chunk: Array, num_rows: Array, *, max_hubs: int, max_chunks: int
+def _place_long_segments(
+    rows: Array, counts: Array, chunk: Array, num_rows: Array, *, max_long_segments: int, max_chunks: int
 ) -> tuple[Array, Array, Array, Array]:
     """Finds the long segments among candidate `rows`, whose segments have `counts` entries.
 
     Returns:
-        int32[max_hubs + 1], the row of each long segment, `num_rows` where unused.
-        int32[max_hubs + 1], the first chunk of each long segment, the number of chunks where unused.
+        int32[max_long_segments + 1], the row of each long segment, `num_rows` where unused.
+        int32[max_long_segments + 1], the first chunk of each long segment, the number of chunks where unused.
         int32[max_chunks], the candidate that each chunk belongs to.
         int32[candidates], the first chunk of each candidate.
     """
-    is_hub = (counts > chunk) & begins_run(rows)
-    pieces = jnp.where(is_hub, (counts + chunk - 1) // chunk, 0)
-    counted = jnp.stack([is_hub.astype(jnp.int32), pieces])
+    is_long = (counts > chunk) & begins_run(rows)
+    pieces = jnp.where(is_long, (counts + chunk - 1) // chunk, 0)
+    counted = jnp.stack([is_long.astype(jnp.int32), pieces])
     last = jnp.cumsum(counted, axis=1, dtype=jnp.int32)
-    (hub, first_chunk), total = last - counted, last[1, -1]
+    (segment, first_chunk), total = last - counted, last[1, -1]
     position = jnp.arange(rows.shape[0], dtype=jnp.int32)
     # Read by gathers, not sliced: XLA (of jax 0.11 and 0.12) fails on a scatter that is read only by two slices of
     # different lengths.
-    of_hub = put_where(jnp.full(max_hubs + 1, -1, jnp.int32), is_hub, hub, position)
-    hub_rows = jnp.where(of_hub >= 0, rows[of_hub], num_rows)
-    hub_offsets = jnp.where(of_hub >= 0, first_chunk[of_hub], total)
+    of_long_segment = put_where(jnp.full(max_long_segments + 1, -1, jnp.int32), is_long, segment, position)
+    long_segment_rows = jnp.where(of_long_segment >= 0, rows[of_long_segment], num_rows)
+    long_segment_offsets = jnp.where(of_long_segment >= 0, first_chunk[of_long_segment], total)
     # A chunk belongs to the last long segment that begins at or before it.
-    of_chunk = jax.lax.cummax(put_where(jnp.zeros(max_chunks, jnp.int32), is_hub, first_chunk, position))
-    return hub_rows, hub_offsets, of_chunk, first_chunk
+    of_chunk = jax.lax.cummax(put_where(jnp.zeros(max_chunks, jnp.int32), is_long, first_chunk, position))
+    return long_segment_rows, long_segment_offsets, of_chunk, first_chunk
 
 
-def _hub_arrays(
+def _long_segment_arrays(
     grouping: Rows,
     rows: Array,
     starts: Array,
     ends: Array,
-    hub_rows: Array,
-    hub_offsets: Array,
+    long_segment_rows: Array,
+    long_segment_offsets: Array,
     of_chunk: Array,
     first_chunk: Array,
-) -> HubArrays:
-    """The table of one grouping: `rows`, `starts` and `ends` are of the candidates, the rest is from `_place_hubs`."""
-    hubs, chunks = grouping.most_hubs, grouping.most_chunks
-    hub_offsets, of_chunk = hub_offsets[: hubs + 1], of_chunk[:chunks]
+) -> LongSegmentArrays:
+    """The table of one grouping: `rows`, `starts`, `ends` of candidates, and what `_place_long_segments` returns."""
+    long_segments, chunks = grouping.most_long_segments, grouping.most_chunks
+    long_segment_offsets, of_chunk = long_segment_offsets[: long_segments + 1], of_chunk[:chunks]
     number = jnp.arange(chunks, dtype=jnp.int32)
-    used = number < hub_offsets[-1]
+    used = number < long_segment_offsets[-1]
     num_valid = grouping.offsets[-1]
     start = jnp.where(used, starts[of_chunk] + (number - first_chunk[of_chunk]) * grouping.chunk, num_valid)
     end = jnp.where(used, jnp.minimum(start + grouping.chunk, ends[of_chunk]), num_valid)
-    return hub_rows[:hubs], hub_offsets, jnp.where(used, rows[of_chunk], grouping.num_rows), start, end
+    chunk_row = jnp.where(used, rows[of_chunk], grouping.num_rows)
+    return long_segment_rows[:long_segments], long_segment_offsets, chunk_row, start, end
 
 
 def tile_arrays(groupings: Sequence[tuple[Array, int]], blocks: Sequence[int]) -> list[list[tuple[Array, Array]]]:
@@ -151,7 +152,7 @@ def tile_arrays(groupings: Sequence[tuple[Array, int]], blocks: Sequence[int]) -
     most_types = max(offsets.shape[0] for offsets, _ in groupings)
     # Offsets are padded to one length: types that a grouping lacks begin at its end.
     stacked = jnp.stack([jnp.pad(offsets, (0, most_types - offsets.shape[0]), mode="edge") for offsets, _ in groupings])
-    sizes = [[items // block + offsets.shape[0] - 1 for block in blocks] for offsets, items in groupings]
+    sizes = [[entries // block + offsets.shape[0] - 1 for block in blocks] for offsets, entries in groupings]
     of_block = jax.vmap(partial(_tiles_of, size=max(max(some) for some in sizes)), (None, 0))
     row_type, start = jax.vmap(of_block, (0, None))(stacked, jnp.array(blocks, jnp.int32))
     return [

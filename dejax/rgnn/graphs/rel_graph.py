@@ -15,11 +15,11 @@ from jax import Array
 
 from dejax.rgnn.graphs import build, build_traced, checks
 from dejax.rgnn.graphs.packed import PackedTables, pack
-from dejax.rgnn.graphs.relations import join_relations
+from dejax.rgnn.graphs.relations import join_bipartite, join_relations
 from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.graphs.sorting import in_threads
 from dejax.rgnn.graphs.spec import Edges, GraphSpec, all_names
-from dejax.rgnn.graphs.tables import HUB_CHUNK
+from dejax.rgnn.graphs.tables import LONG_SEGMENT_CHUNK
 
 GROUPINGS = {
     "src": "by_sender",
@@ -158,7 +158,8 @@ class RelGraph:
         group: Segments = getattr(self, name)
         return group if self.packed is None else self.packed.onto(name, group)
 
-    def with_loop_tables(self, hub_chunk: int = HUB_CHUNK) -> RelGraph:
+    @checks.takes_hub_chunk
+    def with_loop_tables(self, long_segment_chunk: int = LONG_SEGMENT_CHUNK) -> RelGraph:
         """The graph with the tables that GPU kernels read; 48 bytes per edge.
 
         - `loop_tables`: a segment reduction over destinations finds the source pair of its p-th edge at
@@ -173,12 +174,14 @@ class RelGraph:
         Graphs made where the default backend is a GPU have these tables; graphs of `build_traced` do not.
 
         Args:
-            hub_chunk: the value that the graph was made with.
+            long_segment_chunk: the value that the graph was made with.
         """
         if self.packed is not None:
             return self
         alongside = {name: getattr(self, other) for name, other in _ALONGSIDE.items()}
-        makers = {name: partial(getattr(self, name).with_loop, hub_chunk, alongside.get(name)) for name in LOOPS}
+        makers = {
+            name: partial(getattr(self, name).with_loop, long_segment_chunk, alongside.get(name)) for name in LOOPS
+        }
         makers |= {name: partial(getattr(self, name).with_near_tiles, node(self)) for name, node in _NEAR}
         groups: dict[str, Segments] = dict(zip(makers, in_threads([*makers.values()], self.num_edges), strict=True))
         groups["by_node_type"] = self.by_node_type
@@ -204,11 +207,12 @@ class RelGraph:
         return tables
 
     @classmethod
+    @checks.takes_hub_chunk
     def from_edges(
         cls,
         senders: Any,
         receivers: Any,
-        edge_type: Any,
+        edge_type: Any = None,
         *,
         num_nodes: int,
         num_edge_types: int | None = None,
@@ -221,14 +225,14 @@ class RelGraph:
         edge_type_names: Sequence[str] | None = None,
         node_type_names: Sequence[str] | None = None,
         validate: bool = True,
-        hub_chunk: int = HUB_CHUNK,
+        long_segment_chunk: int = LONG_SEGMENT_CHUNK,
     ) -> RelGraph:
         """Makes a graph from concrete edge arrays, with numpy on the host.
 
         Args:
             senders: int[edges], source node of each edge.
             receivers: int[edges], destination node of each edge.
-            edge_type: int[edges], type of each edge.
+            edge_type: int[edges], type of each edge; all 0 by default.
             num_nodes: number of nodes.
             num_edge_types: number of edge types before any is added; by default the number of `edge_type_names` or,
                 without names, the largest type plus one (at least 1).
@@ -243,7 +247,7 @@ class RelGraph:
                 `rev_<name>`, self loops `self_loop`.
             node_type_names: a distinct name for each node type.
             validate: whether to check that ids are in range; unchecked ids out of range give a wrong graph.
-            hub_chunk: nodes and pairs with more edges than this are split in chunks of this many edges.
+            long_segment_chunk: nodes and pairs with more edges than this are split in chunks of this many edges.
 
         Returns:
             The graph.
@@ -276,7 +280,7 @@ class RelGraph:
             add_self_loops,
             _edge_names(edge_type_names, num_edge_types, add_reverse, add_self_loops),
             _node_names(node_type_names, num_node_types),
-            hub_chunk=hub_chunk,
+            long_segment_chunk=long_segment_chunk,
         )
         spec.check_edge_count(edges.senders.shape[0])
         if validate:
@@ -286,6 +290,7 @@ class RelGraph:
         return cls._concrete(build.build(edges, node_type, node_mask, spec), spec)
 
     @classmethod
+    @checks.takes_hub_chunk
     def from_relations(
         cls,
         relations: Mapping[tuple[str, str, str], tuple[Any, Any]],
@@ -294,7 +299,7 @@ class RelGraph:
         add_reverse: bool = False,
         add_self_loops: bool = False,
         validate: bool = True,
-        hub_chunk: int = HUB_CHUNK,
+        long_segment_chunk: int = LONG_SEGMENT_CHUNK,
     ) -> RelGraph:
         """Makes a graph from edge lists by relation, with node ids that count from 0 within each node type.
 
@@ -308,7 +313,7 @@ class RelGraph:
             add_reverse: adds for each relation its reverse.
             add_self_loops: adds one more edge type with an edge `v -> v` for each node.
             validate: whether to check that ids are in range.
-            hub_chunk: as in `from_edges`.
+            long_segment_chunk: as in `from_edges`.
 
         Raises:
             TypeError, ValueError, IndexError: as `from_edges`, naming the relation.
@@ -324,11 +329,12 @@ class RelGraph:
             add_reverse=add_reverse,
             add_self_loops=add_self_loops,
             validate=validate,
-            hub_chunk=hub_chunk,
+            long_segment_chunk=long_segment_chunk,
         )
         return cls._concrete(build.build(edges, node_type, None, spec), spec)
 
     @classmethod
+    @checks.takes_hub_chunk
     def build_traced(
         cls,
         senders: Any,
@@ -347,7 +353,7 @@ class RelGraph:
         add_self_loops: bool = False,
         edge_type_names: Sequence[str] | None = None,
         node_type_names: Sequence[str] | None = None,
-        hub_chunk: int = HUB_CHUNK,
+        long_segment_chunk: int = LONG_SEGMENT_CHUNK,
     ) -> RelGraph:
         """Makes a graph inside `jax.jit` from traced edge arrays of a static size, some of which may be padding.
 
@@ -372,7 +378,7 @@ class RelGraph:
             add_self_loops: as in `from_edges`; loops of padding nodes are padding.
             edge_type_names: as in `from_edges`.
             node_type_names: as in `from_edges`.
-            hub_chunk: as in `from_edges`.
+            long_segment_chunk: as in `from_edges`.
 
         Raises:
             TypeError: wrong dtypes, or counts that are not Python ints.
@@ -387,7 +393,7 @@ class RelGraph:
             add_self_loops,
             _edge_names(edge_type_names, num_edge_types, add_reverse, add_self_loops),
             _node_names(node_type_names, num_node_types),
-            hub_chunk=hub_chunk,
+            long_segment_chunk=long_segment_chunk,
         )
         edges = _checked_edges(checks.as_traced_ids, senders, receivers, edge_type)
         num_edges = edges.senders.shape[0]
@@ -398,6 +404,52 @@ class RelGraph:
         edges = edges._replace(mask=checks.as_traced_mask(edge_mask, num_valid_edges, "edge", num_edges))
         node_mask = checks.as_traced_mask(node_mask, num_valid_nodes, "node", num_nodes)
         return cls._made(build_traced.build(edges, node_type, node_mask, spec, nodes_sorted), spec)
+
+    @classmethod
+    def from_bipartite(
+        cls,
+        senders: Any,
+        receivers: Any,
+        edge_type: Any = None,
+        *,
+        num_sources: int,
+        num_destinations: int,
+        num_edge_types: int | None = None,
+        validate: bool = True,
+        long_segment_chunk: int = LONG_SEGMENT_CHUNK,
+    ) -> RelGraph:
+        """Makes a graph whose edges lead from source nodes to destination nodes, each numbered from 0.
+
+        In the graph, the destinations follow the sources: `node_slice("source")` and `node_slice("destination")` are
+        their rows. Layers that take a pair of features (`dejax.rgnn.zoo`) take one row for each source and one for
+        each destination, of two widths.
+
+        Args:
+            senders: int[edges], source of each edge, below num_sources.
+            receivers: int[edges], destination of each edge, below num_destinations.
+            edge_type: int[edges], type of each edge; all 0 by default.
+            num_sources: number of source nodes.
+            num_destinations: number of destination nodes.
+            num_edge_types, validate, long_segment_chunk: as in `from_edges`.
+
+        Raises:
+            TypeError, ValueError, IndexError: as `from_edges`.
+
+        >>> RelGraph.from_bipartite([0, 1, 1], [0, 0, 1], num_sources=2, num_destinations=3)
+        RelGraph(nodes=5, edges=3, edge_types=1, node_types=2, source_pairs=2, destination_pairs=2)
+        """
+        edges = _checked_edges(checks.as_ids, senders, receivers, edge_type)
+        if num_edge_types is None:
+            num_edge_types = _count_types(edges.edge_type, None, None)
+        edges, node_type, spec = join_bipartite(
+            edges,
+            num_sources,
+            num_destinations,
+            num_edge_types,
+            validate=validate,
+            long_segment_chunk=long_segment_chunk,
+        )
+        return cls._concrete(build.build(edges, node_type, None, spec), spec)
 
     @classmethod
     def _made(cls, arrays: dict[str, Any], spec: GraphSpec) -> RelGraph:
@@ -419,7 +471,7 @@ class RelGraph:
     def _concrete(cls, arrays: dict[str, Any], spec: GraphSpec) -> RelGraph:
         """The graph of numpy arrays, on the default device; with the tables of kernels where that is a GPU."""
         graph = cls._made(arrays, spec)
-        return graph.with_loop_tables(spec.hub_chunk) if jax.default_backend() == "gpu" else on_device(graph)
+        return graph.with_loop_tables(spec.long_segment_chunk) if jax.default_backend() == "gpu" else on_device(graph)
 
     @property
     def is_traced(self) -> bool:
@@ -510,9 +562,11 @@ def _count_types(types: np.ndarray | None, names: Sequence[str] | None, mask: np
 
 def _checked_edges(checked: Callable[[Any, str], Any], senders: Any, receivers: Any, edge_type: Any) -> Edges:
     """Edges of one length, each column checked and converted; without a mask."""
-    ids = {"senders": senders, "receivers": receivers, "edge_type": edge_type}
-    ids = {name: checked(value, name) for name, value in ids.items()}
+    given = {"senders": senders, "receivers": receivers, "edge_type": edge_type}
+    ids = {name: checked(value, name) for name, value in given.items() if value is not None}
     checks.check_lengths(ids)
+    if edge_type is None:
+        ids["edge_type"] = np.zeros_like(ids["senders"])
     return Edges(ids["senders"], ids["receivers"], ids["edge_type"], None)
 
 

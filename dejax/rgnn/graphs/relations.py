@@ -21,7 +21,7 @@ def join_relations(
     add_reverse: bool,
     add_self_loops: bool,
     validate: bool,
-    hub_chunk: int,
+    long_segment_chunk: int,
 ) -> tuple[Edges, np.ndarray, GraphSpec]:
     """The arguments of `build` for edge lists by relation; see `RelGraph.from_relations`."""
     counts = {name: checks.check_count(count, f"num_nodes[{name!r}]") for name, count in num_nodes.items()}
@@ -48,13 +48,49 @@ def join_relations(
         edge_type_names=checks.check_names(names, "relations, with what is added,", len(names), "relations"),
         node_type_names=tuple(counts),
         node_type_counts=tuple(counts.values()),
-        hub_chunk=hub_chunk,
+        long_segment_chunk=long_segment_chunk,
     )
     nothing = [np.zeros(0, np.int32)]
     senders, receivers = (np.concatenate(columns[column] or nothing) for column in ("senders", "receivers"))
     spec.check_edge_count(senders.shape[0])
     edge_type = np.repeat(np.arange(len(relations), dtype=np.int32), [ids.shape[0] for ids in columns["senders"]])
     return Edges(senders, receivers, edge_type, None), np.repeat(np.arange(len(counts), dtype=np.int32), sizes), spec
+
+
+SIDES = ("source", "destination")
+"""The node types of a bipartite graph."""
+
+
+def join_bipartite(
+    edges: Edges,
+    num_sources: int,
+    num_destinations: int,
+    num_edge_types: int,
+    *,
+    validate: bool,
+    long_segment_chunk: int,
+) -> tuple[Edges, np.ndarray, GraphSpec]:
+    """The arguments of `build` for edges between two sets of nodes; see `RelGraph.from_bipartite`."""
+    sources = checks.check_count(num_sources, "num_sources")
+    destinations = checks.check_count(num_destinations, "num_destinations")
+    spec = GraphSpec(
+        num_nodes=checks.check_count(sources + destinations, "num_sources + num_destinations"),
+        num_edge_types=checks.check_count(num_edge_types, "num_edge_types"),
+        num_node_types=2,
+        add_reverse=False,
+        add_self_loops=False,
+        node_type_names=SIDES,
+        node_type_counts=(sources, destinations),
+        long_segment_chunk=long_segment_chunk,
+    )
+    spec.check_edge_count(edges.senders.shape[0])
+    if validate:
+        checks.check_range(edges.senders, "senders", sources, "num_sources")
+        checks.check_range(edges.receivers, "receivers", destinations, "num_destinations")
+        checks.check_range(edges.edge_type, "edge_type", num_edge_types, "num_edge_types")
+    senders, receivers, edge_type = (column.astype(np.int32, copy=False) for column in edges[:3])
+    node_type = np.repeat(np.arange(2, dtype=np.int32), [sources, destinations])
+    return Edges(senders, receivers + np.int32(sources), edge_type, None), node_type, spec
 
 
 def _edge_type_names(relations: Mapping[Relation, Any], add_reverse: bool, add_self_loops: bool) -> tuple[str, ...]:

@@ -12,16 +12,16 @@ import jax
 import numpy as np
 from jax import Array
 
-from dejax.rgnn.graphs.pieces_traced import Rows, hub_arrays, tile_arrays
+from dejax.rgnn.graphs.pieces_traced import Rows, long_segment_arrays, tile_arrays
 from dejax.rgnn.graphs.tables import (
-    HUB_CHUNK,
+    LONG_SEGMENT_CHUNK,
     TILE_BLOCKS,
-    HubTable,
+    LongSegmentTable,
     LoopOrder,
     SplitTable,
     TileTable,
     chunk_of,
-    hub_table,
+    long_segment_table,
     loop_order,
     split_table,
     tile_table,
@@ -45,7 +45,7 @@ class Segments:
         index: int32[entries], the row of each entry; `num_rows` for padding entries.
         order: int32[entries], entry ids sorted stably by row, padding last; None where entries are sorted by row.
         offsets: int32[rows + 1]; `offsets[rows]` is the number of valid entries.
-        hubs: the long segments; None where the sizes alone exclude any.
+        long_segments: the long segments; None where the sizes alone exclude any.
         tiles: where the rows are types, one table for each of `TILE_BLOCKS`; otherwise empty.
         splits: where the rows are types, how sums over the entries of a type are split; None inside jit.
         loop: the order in which kernels take the rows; None unless `RelGraph.with_loop_tables` was called.
@@ -53,16 +53,16 @@ class Segments:
             reads; empty unless `RelGraph.with_loop_tables` was called.
         near_splits: the splits in the same order; None unless `RelGraph.with_loop_tables` was called.
         num_rows: number of rows (static).
-        num_items: number of entries, padding included (static).
+        num_entries: number of entries, padding included (static).
     """
 
     index: Array
     order: Array | None
     offsets: Array
-    hubs: HubTable | None
+    long_segments: LongSegmentTable | None
     tiles: tuple[TileTable, ...]
     num_rows: int = field(metadata=_STATIC)
-    num_items: int = field(metadata=_STATIC)
+    num_entries: int = field(metadata=_STATIC)
     splits: SplitTable | None = None
     loop: LoopOrder | None = None
     near_tiles: tuple[TileTable, ...] = ()
@@ -72,18 +72,18 @@ class Segments:
         """Number of entries of each row: int32[rows]."""
         return self.offsets[1:] - self.offsets[:-1]
 
-    def with_loop(self, hub_chunk: int = HUB_CHUNK, alongside: Segments | None = None) -> Segments:
+    def with_loop(self, long_segment_chunk: int = LONG_SEGMENT_CHUNK, alongside: Segments | None = None) -> Segments:
         """The same grouping with `loop`. Where entries are sorted by row, kernels need none: reads are contiguous.
 
         Args:
-            hub_chunk: the maximum number of entries of a chunk.
+            long_segment_chunk: the maximum number of entries of a chunk.
             alongside: another grouping by the same rows, over which a kernel may reduce at the same time. Rows with
                 segments of one length are sorted by the length of their segments there.
         """
         if self.order is None or self.loop is not None:
             return self
         others = None if alongside is None else np.asarray(alongside.counts())
-        loop = loop_order(np.asarray(self.offsets), np.asarray(self.order), hub_chunk, others)
+        loop = loop_order(np.asarray(self.offsets), np.asarray(self.order), long_segment_chunk, others)
         return dataclasses.replace(self, loop=loop)
 
     def with_near_tiles(self, node: Any) -> Segments:
@@ -93,7 +93,7 @@ class Segments:
         run at about the same time and find them in the cache. In order of types, each type would read them again.
 
         Args:
-            node: int32[items], the node that each position reads.
+            node: int32[entries], the node that each position reads.
         """
         if self.near_tiles or (valid := int(self.offsets[-1])) == 0:
             return self
@@ -108,7 +108,7 @@ class Segments:
             row_type, start = np.asarray(table.row_type), np.asarray(table.start)
             by_node = order(start)
             tiles.append(TileTable(row_type[by_node], start[by_node], table.block))
-        splits = split_table(np.asarray(self.offsets), self.num_items, _NEAR_SPLIT)
+        splits = split_table(np.asarray(self.offsets), self.num_entries, _NEAR_SPLIT)
         number = order(splits.start)
         splits = dataclasses.replace(splits, start=splits.start[number], end=splits.end[number], number=number)
         return dataclasses.replace(self, near_tiles=tuple(tiles), near_splits=splits)
@@ -118,33 +118,33 @@ class Segments:
         for table in (*(self.near_tiles if near else ()), *self.tiles):
             if table.block == block:
                 return table
-        return tile_table(self.offsets, block, self.num_items)
+        return tile_table(self.offsets, block, self.num_entries)
 
 
-def make_segments(index: Any, order: Any, offsets: Any, *, hub_chunk: int, typed: bool = False) -> Segments:
+def make_segments(index: Any, order: Any, offsets: Any, *, long_segment_chunk: int, typed: bool = False) -> Segments:
     """A `Segments` of numpy arrays with its long segments and, where its rows are types (`typed`), its tiles."""
-    num_items = index.shape[0]
-    chunk = chunk_of(hub_chunk, num_items, typed)
+    num_entries = index.shape[0]
+    chunk = chunk_of(long_segment_chunk, num_entries, typed)
     return Segments(
         index=index,
         order=order,
         offsets=offsets,
-        hubs=hub_table(offsets, chunk, num_items),
-        tiles=tuple(tile_table(offsets, block, num_items) for block in TILE_BLOCKS) if typed else (),
-        splits=split_table(offsets, num_items) if typed else None,
+        long_segments=long_segment_table(offsets, chunk, num_entries),
+        tiles=tuple(tile_table(offsets, block, num_entries) for block in TILE_BLOCKS) if typed else (),
+        splits=split_table(offsets, num_entries) if typed else None,
         num_rows=offsets.shape[0] - 1,
-        num_items=num_items,
+        num_entries=num_entries,
     )
 
 
 def bounded_segments(
-    groupings: Mapping[str, tuple[Array, Array | None, Array]], *, hub_chunk: int, typed: Collection[str] = ()
+    groupings: Mapping[str, tuple[Array, Array | None, Array]], *, long_segment_chunk: int, typed: Collection[str] = ()
 ) -> dict[str, Segments]:
     """As `make_segments`, inside jit: tables have static bounds, and those of all groupings are made together.
 
     Args:
         groupings: index, order (or None) and offsets of each grouping.
-        hub_chunk: the maximum number of entries of a chunk.
+        long_segment_chunk: the maximum number of entries of a chunk.
         typed: the groupings whose rows are types.
     """
 
@@ -153,11 +153,11 @@ def bounded_segments(
 
     rows, tiles = {}, {}
     for name, (index, order, offsets) in groupings.items():
-        chunk = chunk_of(hub_chunk, index.shape[0], name in typed)
+        chunk = chunk_of(long_segment_chunk, index.shape[0], name in typed)
         rows[name] = Rows(offsets, index.shape[0], chunk, partial(row_at, index, order))
-    hubs = dict(zip(rows, hub_arrays(list(rows.values())), strict=True))
+    long_segments = dict(zip(rows, long_segment_arrays(list(rows.values())), strict=True))
     if typed:
-        arrays = tile_arrays([(rows[name].offsets, rows[name].num_items) for name in typed], TILE_BLOCKS)
+        arrays = tile_arrays([(rows[name].offsets, rows[name].num_entries) for name in typed], TILE_BLOCKS)
         for name, tables in zip(typed, arrays, strict=True):
             tiles[name] = tuple(TileTable(*t, block) for t, block in zip(tables, TILE_BLOCKS, strict=True))
     return {
@@ -165,10 +165,10 @@ def bounded_segments(
             index=index,
             order=order,
             offsets=offsets,
-            hubs=None if (table := hubs[name]) is None else HubTable(*table, rows[name].chunk),
+            long_segments=None if (t := long_segments[name]) is None else LongSegmentTable(*t, rows[name].chunk),
             tiles=tiles.get(name, ()),
             num_rows=rows[name].num_rows,
-            num_items=rows[name].num_items,
+            num_entries=rows[name].num_entries,
         )
         for name, (index, order, offsets) in groupings.items()
     }

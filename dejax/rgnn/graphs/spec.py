@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dejax.rgnn.graphs import checks
-from dejax.rgnn.graphs.tables import HUB_CHUNK
+from dejax.rgnn.graphs.tables import LONG_SEGMENT_CHUNK
 
 SELF_LOOP = "self_loop"
 """The name of the edge type that `add_self_loops` adds."""
@@ -43,7 +43,7 @@ class GraphSpec:
         edge_type_names: a name for each edge type, added types included, or None.
         node_type_names: a name for each node type, or None.
         node_type_counts: nodes of each type where nodes are numbered type after type, otherwise None.
-        hub_chunk: segments with more entries than this are split in chunks of this many.
+        long_segment_chunk: segments with more entries than this are split in chunks of this many.
     """
 
     num_nodes: int
@@ -54,7 +54,7 @@ class GraphSpec:
     edge_type_names: tuple[str, ...] | None = None
     node_type_names: tuple[str, ...] | None = None
     node_type_counts: tuple[int, ...] | None = None
-    hub_chunk: int = HUB_CHUNK
+    long_segment_chunk: int = LONG_SEGMENT_CHUNK
 
     @property
     def all_edge_types(self) -> int:

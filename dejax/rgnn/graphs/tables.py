@@ -1,7 +1,7 @@
 """The tables of a grouping that kernels read: tiles of types, long segments in chunks, and the order of rows.
 
 They are made with numpy in exact sizes or, inside `jax.jit`, in static upper bounds, whose unused entries cover
-nothing. In the code a long segment is a hub.
+nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from jax import Array
 
 from dejax.pallas.products.schedule import rows_per_split
 from dejax.rgnn.graphs.checks import is_traced
-from dejax.rgnn.graphs.pieces_traced import Rows, hub_arrays, tile_arrays
+from dejax.rgnn.graphs.pieces_traced import Rows, long_segment_arrays, tile_arrays
 from dejax.rgnn.graphs.sorting import expand, stable_argsort
 
 TILE_BLOCKS = (32, 64, 128)
 """The tile sizes for which a grouping by type stores a `TileTable`."""
 
 # Softmax-weighted sums on biokg took 0.37 ms on an H200 with chunks of 128 entries, and 0.59 ms with 1,024.
-HUB_CHUNK = 128
+LONG_SEGMENT_CHUNK = 128
 """Segments with more entries than this are split in chunks of this many entries."""
 
 _STATIC: dict[str, Any] = {"static": True}
@@ -53,17 +53,17 @@ class TileTable:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, eq=False)
-class HubTable:
+class LongSegmentTable:
     """The long segments: rows with more than `chunk` entries, cut in chunks of at most `chunk` entries.
 
     Attributes:
-        rows: int32[hubs], ascending ids of the rows with long segments; the number of rows where unused.
-        offsets: int32[hubs + 1]; long segment `h` has the chunks `offsets[h]` to `offsets[h + 1]`.
+        rows: int32[long segments], ascending ids of the rows with long segments; the number of rows where unused.
+        offsets: int32[long segments + 1]; long segment `h` has the chunks `offsets[h]` to `offsets[h + 1]`.
         chunk_row: int32[chunks], the row of each chunk; the number of rows where unused.
         chunk_start: int32[chunks], the first position (in the grouped order) of each chunk.
         chunk_end: int32[chunks], the position after the last one; equal to `chunk_start` where unused.
         chunk: the maximum number of entries of a chunk and of an uncut segment (static).
-        chunk_hub: int32[chunks], the long segment of each chunk, for kernels whose last chunk combines all chunks. None
+        chunk_segment: int32[chunks], the segment of each chunk, for kernels whose last chunk combines all chunks. None
             where a separate kernel combines them.
     """
 
@@ -73,13 +73,13 @@ class HubTable:
     chunk_start: Array
     chunk_end: Array
     chunk: int = field(metadata=_STATIC)
-    chunk_hub: Any = None
+    chunk_segment: Any = None
 
     @property
     def tables(self) -> tuple[Any, ...]:
         """The arguments of `dejax.pallas.traverse` for long segments."""
         found = (self.chunk, self.rows, self.offsets, self.chunk_row, self.chunk_start, self.chunk_end)
-        return found if self.chunk_hub is None else (*found, self.chunk_hub)
+        return found if self.chunk_segment is None else (*found, self.chunk_segment)
 
 
 @jax.tree_util.register_dataclass
@@ -115,13 +115,13 @@ class LoopOrder:
         rows: int32[rows], a permutation.
         offsets: int32[rows + 1]; the entries of row `rows[i]` are `order[offsets[i]:offsets[i + 1]]`.
         order: int32[entries], entry ids in that order.
-        hubs: the long segments; `rows` and `chunk_row` are row ids, chunks are positions in that order.
+        long_segments: the long segments; `rows` and `chunk_row` are row ids, chunks are positions in that order.
     """
 
     rows: Any
     offsets: Any
     order: Any
-    hubs: HubTable | None
+    long_segments: LongSegmentTable | None
 
 
 # Rows are sorted by length within blocks of this many rows, so that neighbours in memory stay close. A reduction over
@@ -134,44 +134,44 @@ _SORTED_THROUGHOUT = 1 << 20
 
 # Up to this many entries the last chunk of a long segment combines its chunks, which saves a launch: 39.4 us instead of
 # 47.3 us. Larger graphs lose more than the launch: 884 us instead of 771 us.
-_COUNTED_ITEMS = 1 << 20
+_COUNTED_ENTRIES = 1 << 20
 
 
-def hub_chunk_of(num_items: int, num_rows: int) -> int:
+def long_segment_chunk_of(num_entries: int, num_rows: int) -> int:
     """A chunk size that gives the machine enough programs and leaves most segments uncut."""
     # On a small graph RGAT's training step took 119 us with chunks of 24, and 121 us to 131 us with 16, 32 and 48.
-    least = HUB_CHUNK if num_items > 2_000_000 else 64 if num_items > 400_000 else 24
+    least = LONG_SEGMENT_CHUNK if num_entries > 2_000_000 else 64 if num_entries > 400_000 else 24
     # Segments of about average length stay uncut: with 43 entries on average, RGAT's forward pass took 91 us with
     # chunks of 96 instead of 95 us with 64.
-    several = 32 * math.ceil(2 * num_items / (32 * num_rows))
-    return least if several <= 32 else min(HUB_CHUNK, max(least, several))
+    several = 32 * math.ceil(2 * num_entries / (32 * num_rows))
+    return least if several <= 32 else min(LONG_SEGMENT_CHUNK, max(least, several))
 
 
-def type_chunk_of(num_items: int) -> int:
-    """The chunk size where rows are types and `hub_chunk` has its default."""
+def type_chunk_of(num_entries: int) -> int:
+    """The chunk size where rows are types and `long_segment_chunk` has its default."""
     # Types are few and large: with chunks of 128 the second reduction would read as much as the first. On small graphs
     # the longest chunk decides the time.
-    return 2048 if num_items > 2_000_000 else 512 if num_items > 400_000 else 256
+    return 2048 if num_entries > 2_000_000 else 512 if num_entries > 400_000 else 256
 
 
 def loop_order(
-    offsets: np.ndarray, order: np.ndarray, hub_chunk: int, others: np.ndarray | None = None
+    offsets: np.ndarray, order: np.ndarray, long_segment_chunk: int, others: np.ndarray | None = None
 ) -> LoopOrder | None:
     """The order in which kernels take rows, made with numpy; None where there are fewer than two rows or no entries.
 
     Args:
         offsets: int32[rows + 1].
         order: int32[entries].
-        hub_chunk: the maximum number of entries of a chunk.
+        long_segment_chunk: the maximum number of entries of a chunk.
         others: int32[rows], by which rows with segments of one length are sorted.
     """
-    num_rows, num_items = offsets.shape[0] - 1, order.shape[0]
-    if num_rows < 2 or num_items == 0:
+    num_rows, num_entries = offsets.shape[0] - 1, order.shape[0]
+    if num_rows < 2 or num_entries == 0:
         return None
     counts = np.diff(offsets)
     longest = int(counts.max())
     keys, bounds = [longest - counts], [longest + 1]
-    if num_items > _SORTED_THROUGHOUT:
+    if num_entries > _SORTED_THROUGHOUT:
         keys.insert(0, np.arange(num_rows, dtype=np.int32) // _SORTED_BLOCK)
         bounds.insert(0, num_rows // _SORTED_BLOCK + 1)
     if others is not None:
@@ -179,14 +179,14 @@ def loop_order(
         keys, bounds = [*keys, most - others], [*bounds, most + 1]
     rows = stable_argsort(keys, bounds)
     positions, begins = expand(rows, offsets)
-    items = order[positions]
-    if items.shape[0] < num_items:  # padding entries stay last
-        items = np.concatenate([items, order[items.shape[0] :]])
-    chunk = min(hub_chunk, hub_chunk_of(num_items, num_rows))
-    hubs = hub_table(begins, chunk, num_items, counted=num_items <= _COUNTED_ITEMS)
-    if hubs is not None:
-        hubs = dataclasses.replace(hubs, rows=rows[hubs.rows], chunk_row=rows[hubs.chunk_row])
-    return LoopOrder(rows, begins, items, hubs)
+    entries = order[positions]
+    if entries.shape[0] < num_entries:  # padding entries stay last
+        entries = np.concatenate([entries, order[entries.shape[0] :]])
+    chunk = min(long_segment_chunk, long_segment_chunk_of(num_entries, num_rows))
+    table = long_segment_table(begins, chunk, num_entries, counted=num_entries <= _COUNTED_ENTRIES)
+    if table is not None:
+        table = dataclasses.replace(table, rows=rows[table.rows], chunk_row=rows[table.chunk_row])
+    return LoopOrder(rows, begins, entries, table)
 
 
 def _exactly(offsets: Any, exact: bool | None) -> tuple[Any, bool]:
@@ -204,17 +204,17 @@ def _exclusive_sum(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
 
 
-def tile_table(offsets: Any, block: int, num_items: int, *, exact: bool | None = None) -> TileTable:
+def tile_table(offsets: Any, block: int, num_entries: int, *, exact: bool | None = None) -> TileTable:
     """Cuts each type's positions in tiles of `block`.
 
     Args:
         offsets: int32[types + 1], where the positions of each type begin; numpy, jax.Array or tracer.
         block: positions per tile, at least 1.
-        num_items: number of positions, padding included; bounds the table where it is not exact.
+        num_entries: number of positions, padding included; bounds the table where it is not exact.
         exact: whether to size the table by the values of `offsets` or by a static bound; None: exact unless traced.
 
     Returns:
-        The table: `sum(ceil(count / block))` tiles where exact, otherwise `num_items // block + types` tiles, unused
+        The table: `sum(ceil(count / block))` tiles where exact, otherwise `num_entries // block + types` tiles, unused
         tiles last.
 
     Raises:
@@ -228,7 +228,7 @@ def tile_table(offsets: Any, block: int, num_items: int, *, exact: bool | None =
         raise ValueError(f"block must be at least 1 position per tile, got {block}")
     off, exact = _exactly(offsets, exact)
     if not exact:
-        return TileTable(*tile_arrays([(off, num_items)], [block])[0][0], block)
+        return TileTable(*tile_arrays([(off, num_entries)], [block])[0][0], block)
     first_tile = _exclusive_sum(-(-(off[1:] - off[:-1]) // block))
     tile = np.arange(first_tile[-1], dtype=np.int32)
     row = np.searchsorted(first_tile, tile, side="right") - 1
@@ -236,57 +236,57 @@ def tile_table(offsets: Any, block: int, num_items: int, *, exact: bool | None =
     return TileTable(_like(offsets, row), _like(offsets, start), block)
 
 
-def hub_table(
-    offsets: Any, chunk: int, num_items: int, *, exact: bool | None = None, counted: bool = False
-) -> HubTable | None:
+def long_segment_table(
+    offsets: Any, chunk: int, num_entries: int, *, exact: bool | None = None, counted: bool = False
+) -> LongSegmentTable | None:
     """Lists the long segments, with more than `chunk` entries, in chunks of `chunk` entries.
 
     Args:
         offsets: int32[rows + 1], where the entries of each row begin; numpy, jax.Array or tracer.
         chunk: the maximum number of entries of an uncut segment, at least 1.
-        num_items: number of entries, padding included; bounds the table where it is not exact.
+        num_entries: number of entries, padding included; bounds the table where it is not exact.
         exact: whether to size the table by the values of `offsets` or by a static bound; None: exact unless traced.
-        counted: whether an exact table has `chunk_hub`.
+        counted: whether an exact table has `chunk_segment`.
 
     Returns:
         None where there can be no long segment; otherwise the exact table, or one with room for
-        `h = min(rows, num_items // (chunk + 1))` long segments and `num_items // chunk + h` chunks.
+        `h = min(rows, num_entries // (chunk + 1))` long segments and `num_entries // chunk + h` chunks.
 
     Raises:
         ValueError: `chunk` is less than 1.
     """
     if chunk < 1:
-        raise ValueError(f"hub_chunk must be at least 1 entry per chunk, got {chunk}")
+        raise ValueError(f"long_segment_chunk must be at least 1 entry per chunk, got {chunk}")
     off, exact = _exactly(offsets, exact)
     if not exact:
-        arrays = hub_arrays([Rows(off, num_items, chunk)])[0]
-        return None if arrays is None else HubTable(*arrays, chunk)
+        arrays = long_segment_arrays([Rows(off, num_entries, chunk)])[0]
+        return None if arrays is None else LongSegmentTable(*arrays, chunk)
     rows = np.flatnonzero(off[1:] - off[:-1] > chunk).astype(np.int32)
     if rows.shape[0] == 0:
         return None
     first_chunk = _exclusive_sum(-(-(off[rows + 1] - off[rows]) // chunk))
     ids = np.arange(first_chunk[-1], dtype=np.int32)
-    hub = np.searchsorted(first_chunk, ids, side="right") - 1
-    row = rows[hub]
-    start = off[row] + (ids - first_chunk[hub]) * chunk
+    segment = np.searchsorted(first_chunk, ids, side="right") - 1
+    row = rows[segment]
+    start = off[row] + (ids - first_chunk[segment]) * chunk
     end = np.minimum(start + chunk, off[row + 1])
     rows, first_chunk, row, start, end = (_like(offsets, array) for array in (rows, first_chunk, row, start, end))
-    return HubTable(rows, first_chunk, row, start, end, chunk, _like(offsets, hub) if counted else None)
+    return LongSegmentTable(rows, first_chunk, row, start, end, chunk, _like(offsets, segment) if counted else None)
 
 
-def chunk_of(hub_chunk: int, num_items: int, typed: bool) -> int:
-    """The chunk size of a grouping: `hub_chunk`, unless rows are types and it has its default."""
-    return type_chunk_of(num_items) if typed and hub_chunk == HUB_CHUNK else hub_chunk
+def chunk_of(long_segment_chunk: int, num_entries: int, typed: bool) -> int:
+    """The chunk size of a grouping: `long_segment_chunk`, unless rows are types and it has its default."""
+    return type_chunk_of(num_entries) if typed and long_segment_chunk == LONG_SEGMENT_CHUNK else long_segment_chunk
 
 
-def split_table(offsets: np.ndarray, num_items: int, limit: int | None = None) -> SplitTable:
+def split_table(offsets: np.ndarray, num_entries: int, limit: int | None = None) -> SplitTable:
     """Splits of the size that `rows_per_split` gives, or of at most `limit` positions."""
     types = offsets.shape[0] - 1
-    size = rows_per_split(num_items, types)
+    size = rows_per_split(num_entries, types)
     size = size if limit is None else min(size, limit)
-    if size >= num_items:  # one split per type
+    if size >= num_entries:  # one split per type
         return SplitTable(offsets[:-1], offsets[1:], np.arange(types + 1, dtype=np.int32), size)
-    tiles = tile_table(offsets, size, num_items, exact=True)
+    tiles = tile_table(offsets, size, num_entries, exact=True)
     start, row = np.asarray(tiles.start), np.asarray(tiles.row_type)
     first = np.searchsorted(row, np.arange(types + 1)).astype(np.int32)
     return SplitTable(start, np.minimum(start + size, offsets[row + 1]).astype(np.int32), first, size)

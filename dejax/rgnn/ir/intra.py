@@ -28,8 +28,8 @@ from dejax.rgnn.ir.products import Product, with_axes
 # Contractions of a row with a matrix for its type, and of two rows into one: the GEMM template.
 MATRIX_SPECS = frozenset("k,kn->n hk,hkn->hn k,hkn->hn hk,kn->hn n,kn->k hn,hkn->hk hn,hkn->k hn,kn->hk".split())
 # The template also takes a matrix of one column.
-PRODUCT_SPECS = MATRIX_SPECS | {"k,k->"}
-OUTER_SPECS = frozenset(
+GEMM_SPECS = MATRIX_SPECS | {"k,k->"}
+WEIGHT_GRADIENT_SPECS = frozenset(
     "k,n->kn hk,hn->hkn k,hn->hkn hk,hn->kn n,k->kn hn,hk->hkn hn,k->hkn hn,hk->kn k,->k hk,h->hk k,h->hk".split()
 )
 # Contractions of the rows of a weight gradient with narrow rows, in the same pass.
@@ -40,7 +40,7 @@ VECTOR_SPECS = frozenset("k,k-> hk,hk->h k,hk->h ,k->k h,hk->k h,hk->hk".split()
 TILE_OPS = (ROWWISE - {"concat", "slice", "pad", "transpose", "reshape"}) | {"const"}
 # What kernels read and write. They compute in float32.
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
-# Accesses by which a loop reads once for all entries of a segment.
+# Accesses by which a traversal reads once for all entries of a segment.
 BY_ROW = ("row", "row_indexed", "shared")
 
 
@@ -116,7 +116,7 @@ class Gemm:
 
 
 @dataclass(frozen=True, slots=True)
-class Outer:
+class WeightGradient:
     """A grouped weight gradient: outer products of the rows of `x` and `y`, summed by type.
 
     `narrow` are other rows, of at most `MAX_NARROW` elements, that the rows of `x` meet in the same pass: the sum of
@@ -188,14 +188,14 @@ class Accumulator:
 
 @dataclass(frozen=True, slots=True)
 class Traversal:
-    """A loop over the segments of a map and the entries of each, or over rows alone (`via` None).
+    """A traversal of the segments of a map and the entries of each, or over rows alone (`via` None).
 
     Attributes:
-      via: the map: its coarse rows are the segments, its fine rows the entries (the items of the template).
+      via: the map: its coarse rows are the segments, its fine rows the entries.
       body: operators computed for each entry; `epilogue`, once for each segment.
-      item_outputs: values of entries that it writes; `row_outputs`, reduced values.
-      beside: sums over other entries of the same rows, fused with this loop, whose epilogue may read them. It has no
-        outputs of its own.
+      entry_outputs: values of entries that it writes; `row_outputs`, reduced values.
+      fused_sums: sums over other entries of the same rows, fused with this traversal, whose epilogue may read them. It
+        has no outputs of its own.
     """
 
     template: ClassVar[str] = "traversal"
@@ -205,41 +205,41 @@ class Traversal:
     body: tuple[int, ...]
     accumulators: tuple[Accumulator, ...]
     epilogue: tuple[int, ...]
-    item_outputs: tuple[int, ...]
+    entry_outputs: tuple[int, ...]
     row_outputs: tuple[int, ...]
-    beside: Traversal | None = None
+    fused_sums: Traversal | None = None
 
     @property
-    def loops(self) -> tuple[Traversal, ...]:
-        """Itself, and the loop that is fused with it."""
-        return (self,) if self.beside is None else (self, self.beside)
+    def with_fused(self) -> tuple[Traversal, ...]:
+        """Itself, and the sums that are fused with it."""
+        return (self,) if self.fused_sums is None else (self, self.fused_sums)
 
     @property
     def loaded(self) -> tuple[Operand, ...]:
-        return tuple(o for loop in self.loops for o in loop.operands)
+        return tuple(o for t in self.with_fused for o in t.operands)
 
     @property
     def sums(self) -> tuple[Accumulator, ...]:
-        return tuple(a for loop in self.loops for a in loop.accumulators)
+        return tuple(a for t in self.with_fused for a in t.accumulators)
 
     @property
     def writes(self) -> tuple[int, ...]:
-        return (*self.item_outputs, *self.row_outputs)
+        return (*self.entry_outputs, *self.row_outputs)
 
     @property
     def reads(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(o.value for o in self.loaded))
 
     def __str__(self) -> str:
-        lines = [f"traversal over {self.via}" if self.via else f"traversal of each {self.space}", *self._loop_lines()]
-        if self.beside is not None:
-            lines += [f"fused with sums over {self.beside.via}", *self.beside._loop_lines()]
+        lines = [f"traversal over {self.via}" if self.via else f"traversal of each {self.space}", *self._body_lines()]
+        if self.fused_sums is not None:
+            lines += [f"fused with sums over {self.fused_sums.via}", *self.fused_sums._body_lines()]
         if self.epilogue:
             lines.append("epilogue " + " ".join(f"%{i}" for i in self.epilogue))
         lines.append("writes " + " ".join(f"%{i}" for i in self.writes))
         return "\n      ".join(lines)
 
-    def _loop_lines(self) -> list[str]:
+    def _body_lines(self) -> list[str]:
         lines = ["reads " + ", ".join(map(str, self.operands))] if self.operands else []
         if self.body:
             lines.append("body " + " ".join(f"%{i}" for i in self.body))
@@ -262,21 +262,21 @@ class Fallback:
         return f"{self.template} " + " ".join(f"%{i}" for i in self.ops) + (f": {self.why}" if self.why else "")
 
 
-Instance = Gemm | Outer | Traversal | Fallback
+Instance = Gemm | WeightGradient | Traversal | Fallback
 
 
 @dataclass(frozen=True)
 class Kernels:
     """A level-1 program and the instances that compute it, in the order of execution.
 
-    `half` are the values that are stored as row-scaled float16 (`dejax.pallas.formats.half_rows`). `rounded` are the
-    names of operands of loops that may be read as such, where their arrays exist in that form or it costs next to
+    `row_scaled` are the values stored as row-scaled float16 (`dejax.pallas.formats.row_scaled`). `rounded` are the
+    names of operands of traversals that may be read as such, where their arrays exist in that form or it costs next to
     nothing.
     """
 
     program: Program
     instances: tuple[Instance, ...] = ()
-    half: frozenset[int] = frozenset()
+    row_scaled: frozenset[int] = frozenset()
     rounded: frozenset[int] = frozenset()
 
     def first_readers(self) -> dict[int, int]:
@@ -290,35 +290,35 @@ class Kernels:
     def row_bytes(self, value: int) -> int:
         """Bytes of one row of a value as it is stored."""
         op = self.program.ops[value]
-        return 2 * op.width + 1 if value in self.half else op.row_bytes
+        return 2 * op.width + 1 if value in self.row_scaled else op.row_bytes
 
     def __str__(self) -> str:
         return print_kernels(self)
 
 
-def access_operand(program: Program, value: int, loop: str | None = None) -> Operand:
+def access_operand(program: Program, value: int, over: str | None = None) -> Operand:
     """How an instance reads a value: through the gather that makes it, if one does."""
     op = program.ops[value]
     if op.name != "gather":
         return Operand(value, value, "dense")
-    return Operand(value, op.args[0], *access_by(op.attr("via"), loop))
+    return Operand(value, op.args[0], *access_by(op.attr("via"), over))
 
 
-def access_by(via: str, loop: str | None) -> tuple[str, str]:
-    """How an instance that loops over the segments of the map `loop` reads by the map `via`: the access and its map."""
+def access_by(via: str, over: str | None) -> tuple[str, str]:
+    """How a traversal of the segments of the map `over` reads by the map `via`: the access and its map."""
     if via == "all":
         return "shared", via
-    if via == loop:
+    if via == over:
         return "row", via
     for (outer, inner), whole in COMPOSED_VIAS.items():
-        if (outer, whole) == (loop, via):  # all entries of a segment read the same row
+        if (outer, whole) == (over, via):  # all entries of a segment read the same row
             return "row_indexed", inner
     return "gathered", via
 
 
 def takes_narrow_rows(spec: str, narrow_spec: str, narrow: tuple[int, ...]) -> bool:
     """Whether a weight gradient by `spec` can compute one with rows of the shape `narrow` in the same pass."""
-    if spec not in OUTER_SPECS or narrow_spec not in NARROW_SPECS:
+    if spec not in WEIGHT_GRADIENT_SPECS or narrow_spec not in NARROW_SPECS:
         return False
     each_head = by_head(narrow_spec)
     return each_head == by_head(spec) and (1 if each_head else math.prod(narrow)) <= MAX_NARROW
@@ -331,7 +331,7 @@ def by_head(spec: str) -> bool:
 
 
 def refusal(op: Op) -> str | None:
-    """Why no loop can read, compute or write rows of a value; None where one can.
+    """Why no traversal can read, compute or write rows of a value; None where one can.
 
     The traversal template checks the same. Fusion asks first, so that only refused values are left to XLA.
     """
@@ -394,9 +394,13 @@ def verify_kernels(kernels: Kernels) -> Kernels:
             raise IRError(f"{where} writes %{twice[0]} again")
         if isinstance(instance, Traversal):
             _verify_traversal(program, instance, where)
-        if isinstance(instance, Gemm) and instance.spec not in PRODUCT_SPECS:
+        if isinstance(instance, Gemm) and instance.spec not in GEMM_SPECS:
             raise IRError(f"{where}: contraction {instance.spec} is not a product with a matrix")
-        if isinstance(instance, Outer) and instance.narrow is not None and instance.narrow_spec not in NARROW_SPECS:
+        if (
+            isinstance(instance, WeightGradient)
+            and instance.narrow is not None
+            and instance.narrow_spec not in NARROW_SPECS
+        ):
             raise IRError(f"{where}: {instance.narrow_spec} is not a product with narrow rows")
         have.update(instance.writes)
     lost = [o for o in program.outputs if o not in have]
@@ -406,12 +410,12 @@ def verify_kernels(kernels: Kernels) -> Kernels:
 
 
 def _verify_traversal(program: Program, t: Traversal, where: str) -> None:
-    if t.beside is not None:
-        if t.via is None or t.beside.via is None or VIAS[t.beside.via].coarse != VIAS[t.via].coarse:
-            raise IRError(f"{where}: the loop that is fused with it is over other rows")
-        if t.beside.writes or t.beside.epilogue:
-            raise IRError(f"{where}: the loop that is fused with it must not write")
-        _verify_traversal(program, t.beside, where)
+    if t.fused_sums is not None:
+        if t.via is None or t.fused_sums.via is None or VIAS[t.fused_sums.via].coarse != VIAS[t.via].coarse:
+            raise IRError(f"{where}: the traversal that is fused with it is over other rows")
+        if t.fused_sums.writes or t.fused_sums.epilogue:
+            raise IRError(f"{where}: the traversal that is fused with it must not write")
+        _verify_traversal(program, t.fused_sums, where)
     loaded: set[int] = set()
     for o in t.operands:
         if o.when is not None and (o.access != "dense" or o.when not in loaded):
@@ -445,12 +449,12 @@ def print_kernels(kernels: Kernels) -> str:
         lines.append(f"  [{number}] {instance}")
         inner: tuple[int, ...] = ()
         if isinstance(instance, Traversal):
-            inner = (*(i for loop in instance.loops for i in loop.body), *instance.epilogue)
+            inner = (*(i for t in instance.with_fused for i in t.body), *instance.epilogue)
         elif isinstance(instance, Fallback):
             inner = instance.ops
         lines += [f"        {format_op(i, kernels.program.ops[i])}" for i in inner]
-    if kernels.half:
-        lines.append("  stored as row-scaled float16: " + " ".join(f"%{v}" for v in sorted(kernels.half)))
+    if kernels.row_scaled:
+        lines.append("  stored as row-scaled float16: " + " ".join(f"%{v}" for v in sorted(kernels.row_scaled)))
     if kernels.rounded:
         lines.append("  read as row-scaled float16: " + " ".join(f"%{v}" for v in sorted(kernels.rounded)))
     return "\n".join(lines)

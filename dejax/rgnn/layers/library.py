@@ -12,18 +12,7 @@ from typing import Any
 from dejax.rgnn.compiler import functional as F
 from dejax.rgnn.compiler.frontend import GraphSymbol, ProgramError, Symbol
 from dejax.rgnn.compiler.program import program
-
-Params = dict[str, Any]
-
-
-def _check(params: Params, function: str, required: tuple[str, ...], optional: tuple[str, ...]) -> None:
-    missing = [name for name in required if params.get(name) is None]
-    unknown = sorted(set(params) - set(required) - set(optional))
-    if missing or unknown:
-        problem = f"lack {', '.join(missing)}" if missing else f"hold unknown {', '.join(unknown)}"
-        raise ProgramError(
-            f"{function}: the parameters {problem}; needed are {', '.join(required)}, optional {', '.join(optional)}"
-        )
+from dejax.rgnn.layers.arguments import Params, check_params, merge_heads
 
 
 @program
@@ -51,7 +40,7 @@ def rgcn(g: GraphSymbol, x: Any, params: Params, normalization: str = "mean") ->
         raise ProgramError(f"rgcn: normalization must be 'mean', 'sum' or 'none', got {normalization!r}")
     kind = next((name for name in ("weight", "bases", "blocks") if params.get(name) is not None), "weight")
     required = (kind, "coefficients") if kind == "bases" else (kind,)
-    _check(params, "rgcn", required, ("root", "bias"))
+    check_params(params, "rgcn", required, ("root", "bias"))
     message = _rgcn_messages(g, x, params, kind)
     dtype = message.dtype
     if normalization == "mean":  # 16-bit dtypes hold neither counts nor sums of many messages
@@ -116,7 +105,7 @@ def rgat(
     Returns:
       [N, H * d] or [N, d].
     """
-    _check(params, "rgat", ("weight", "attention_src", "attention_dst"), ("bias", "edge_scale"))
+    check_params(params, "rgat", ("weight", "attention_src", "attention_dst"), ("bias", "edge_scale"))
     weight = g.per_edge_type(params["weight"])
     z_src, z_dst = g.src(x) @ weight, g.dst(x) @ weight
     score = F.dot(z_src, g.per_edge_type(params["attention_src"])) + F.dot(
@@ -126,14 +115,8 @@ def rgat(
     if params.get("edge_scale") is not None:
         attention = attention * g.edge(params["edge_scale"])
     y = g.sum_to_dst((attention[..., None] if z_src.shape[:-1] else attention) * z_src)
-    y = _merge_heads(y, concat_heads)
+    y = merge_heads(y, concat_heads)
     return y if params.get("bias") is None else y + g.shared(params["bias"])
-
-
-def _merge_heads(y: Symbol, concat_heads: bool) -> Symbol:
-    if len(y.shape) == 1:
-        return y
-    return y.reshape(y.shape[0] * y.shape[1]) if concat_heads else y.mean(axis=0)
 
 
 @program
@@ -161,7 +144,7 @@ def hgt(g: GraphSymbol, x: Any, params: Params) -> Symbol:
       [N, n].
     """
     required = ("key", "query", "value", "relation_attention", "relation_message", "prior", "out")
-    _check(params, "hgt", required, ("key_bias", "query_bias", "value_bias", "out_bias", "skip"))
+    check_params(params, "hgt", required, ("key_bias", "query_bias", "value_bias", "out_bias", "skip"))
     h = g.node(x)
 
     def projected(name: str) -> Symbol:

@@ -1,4 +1,4 @@
-"""Which values and sums of a loop are an operand times what does not depend on it, feature by feature.
+"""Which values and sums of a traversal are an operand times what does not depend on it, feature by feature.
 
 Such a value may be computed without a factor that each feature of the operand has. The factor multiplies the sum
 instead, or another operand that meets the value in an inner product.
@@ -22,9 +22,9 @@ class WithoutFactors:
 
     Attributes:
       values: value -> name of the operand whose factors it lacks; the operands, too.
-      sums: result of an accumulator -> name of the operand by whose factors it is multiplied after the loop.
+      sums: result of an accumulator -> name of the operand by whose factors it is multiplied after the traversal.
       rows: (value, name of an operand by row): the value's factors multiply that operand instead, once a row.
-      used: names of operands whose factors are used in the loop.
+      used: names of operands whose factors are used in the traversal.
     """
 
     values: dict[int, int]
@@ -33,19 +33,19 @@ class WithoutFactors:
     used: frozenset[int]
 
 
-def without_factors(program: Program, loop: Traversal, names: Collection[int]) -> WithoutFactors:
+def without_factors(program: Program, traversal: Traversal, names: Collection[int]) -> WithoutFactors:
     """Leaves factors out as far as they can be.
 
     Args:
       program: the level-1 program.
-      loop: the traversal.
+      traversal: the instance.
       names: operands with a factor for each feature.
     """
-    values = {o.name: o.name for o in loop.operands if o.name in names and o.access not in BY_ROW}
-    by_row = {o.name for o in loop.operands if o.access in ("row", "row_indexed")}
+    values = {o.name: o.name for o in traversal.operands if o.name in names and o.access not in BY_ROW}
+    by_row = {o.name for o in traversal.operands if o.access in ("row", "row_indexed")}
     rows: dict[tuple[int, int], int] = {}
-    read = set(loop.item_outputs)
-    for i in loop.body:
+    read = set(traversal.entry_outputs)
+    for i in traversal.body:
         found = [a for a in program.ops[i].args if a in values]
         if len(found) == 1 and _passes(program, program.ops[i], found[0]):
             values[i] = values[found[0]]
@@ -54,7 +54,7 @@ def without_factors(program: Program, loop: Traversal, names: Collection[int]) -
         else:
             read.update(found)
     sums: dict[int, int] = {}
-    for a in loop.accumulators:
+    for a in traversal.accumulators:
         summand = _summand(a, values)
         if summand is not None and _features(program, summand) == _features(program, a.out):
             sums[a.out] = values[summand]

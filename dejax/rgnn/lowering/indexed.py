@@ -57,11 +57,11 @@ def place(op: Op, graph: RelGraph, space: Space, x: jax.Array, index: jax.Array)
 
 def _row(op: Op, graph: RelGraph, index: jax.Array) -> jax.Array:
     """The row of the coarse value for each index; out of range for padding."""
-    via, items = op.attr("via"), index.shape[0]
+    via, entries = op.attr("via"), index.shape[0]
     if via == "all":
-        row = jnp.zeros((items,), jnp.int32)
+        row = jnp.zeros((entries,), jnp.int32)
     elif via == "self":
-        row = jnp.arange(items, dtype=jnp.int32)
+        row = jnp.arange(entries, dtype=jnp.int32)
     else:
         row = segments(graph, via).index
     return row.reshape(-1, *(1,) * (index.ndim - 1))

@@ -12,7 +12,7 @@ import jax
 
 import dejax.pallas as kernels
 from dejax.rgnn.graphs.segments import Segments
-from dejax.rgnn.ir.intra import Gemm, Instance, Outer, Traversal
+from dejax.rgnn.ir.intra import Gemm, Instance, Traversal, WeightGradient
 from dejax.rgnn.lowering.products import Products
 from dejax.rgnn.lowering.running import Columns
 from dejax.rgnn.lowering.segments import segment_sum
@@ -29,14 +29,14 @@ class PallasLowering(Products, Traversals):
     """Runs instances on arrays."""
 
     def run(self, instance: Instance, env: dict[int, Any]) -> None:
-        """Adds what the instance writes to `env`, whose values are arrays, `HalfRows` or `Columns`."""
+        """Adds what the instance writes to `env`, whose values are arrays, `RowScaled` or `Columns`."""
         for v in (*instance.reads, *instance.writes):
             if self.program.ops[v].dtype not in _DTYPES:
                 raise NotImplementedError(f"no kernel for {self.program.ops[v].dtype}")
         if isinstance(instance, Gemm):
             env.update(zip(instance.writes, self.gemm(instance, env), strict=True))
-        elif isinstance(instance, Outer):
-            env.update(zip(instance.writes, self.outer(instance, env), strict=True))
+        elif isinstance(instance, WeightGradient):
+            env.update(zip(instance.writes, self.weight_gradient(instance, env), strict=True))
         elif isinstance(instance, Traversal):
             self.traversal(instance, env)
         else:
@@ -44,7 +44,7 @@ class PallasLowering(Products, Traversals):
 
     def sum_types(self, x: jax.Array, group: Segments) -> jax.Array:
         """Sums matrices of edge types by node type: XLA would read all of them for each node type."""
-        few = group.num_items <= _SUMMED_MATRICES * group.num_rows
+        few = group.num_entries <= _SUMMED_MATRICES * group.num_rows
         if group.num_rows < _SUMS_AT_ONCE or not few or x.ndim < 3 or str(x.dtype) not in _DTYPES:
             return segment_sum(x, group)
         return kernels.sum_rows(x, group.offsets, order=group.order, interpret=self.interpret)

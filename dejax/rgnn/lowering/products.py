@@ -13,10 +13,10 @@ import numpy as np
 import dejax.pallas as kernels
 from dejax.pallas import tuned_tables
 from dejax.pallas._shapes import next_power_of_two
-from dejax.pallas.formats.half_rows import of_stored, stored
-from dejax.pallas.products.grouped_gemm import MAX_HALF_N
+from dejax.pallas.formats.row_scaled import of_stored, stored
+from dejax.pallas.products.grouped_gemm import MAX_ROW_SCALED_N
 from dejax.rgnn.graphs.segments import Segments
-from dejax.rgnn.ir.intra import Gemm, Operand, Outer, by_head
+from dejax.rgnn.ir.intra import Gemm, Operand, WeightGradient, by_head
 from dejax.rgnn.lowering.running import Running
 from dejax.rgnn.lowering.segments import segments, valid_rows
 
@@ -28,7 +28,7 @@ class Products(Running):
         """For each position in the order of types, the row of the array; None where it is the position."""
         index = segments(self.graph, operand.via).index if operand.access == "gathered" and operand.via else None
         if operand.access == "shared":
-            index = jnp.zeros((group.num_items,), jnp.int32)
+            index = jnp.zeros((group.num_entries,), jnp.int32)
         if group.order is None:
             return index
         return group.order if index is None else index[group.order]
@@ -37,9 +37,9 @@ class Products(Running):
         """The result of a grouped GEMM and, where it has one, of the inner product in its epilogue."""
         op = self.program.ops[instance.out]
         group = segments(self.graph, instance.via)
-        x, w = self.in_half(instance.x.value, env), env[instance.w]
+        x, w = self.as_row_scaled(instance.x.value, env), env[instance.w]
         x_columns = None
-        if not isinstance(x, kernels.HalfRows) and x.dtype == jnp.float32 and self.precision != "bf16":
+        if not isinstance(x, kernels.RowScaled) and x.dtype == jnp.float32 and self.precision != "bf16":
             x_columns = self.scales.powers(instance.x.value, jnp.float32)
         # Row-scaled float16 of several heads has zeros after each head: the matrices get columns of zeros.
         heads_of = stored(op.shape) if self.makes_heads_stored(instance) else op.shape
@@ -53,7 +53,7 @@ class Products(Running):
         def call(fields: dict[str, Any]) -> Any:
             tiles = group.tiles_for(fields["block"], near=x_index is not None)
             tile = {key: value for key, value in fields.items() if key != "block"}
-            groups = kernels.GemmGroups(group.offsets, tiles.row_type, tiles.start, tiles.block, group.num_items)
+            groups = kernels.GemmGroups(group.offsets, tiles.row_type, tiles.start, tiles.block, group.num_entries)
             return kernels.grouped_gemm(
                 kernels.GroupedGemm(x, w, groups, x_index, x_columns, transpose, epilogue, output, self.precision),
                 schedule=kernels.GemmSchedule(**tile) if tile else None,
@@ -77,13 +77,13 @@ class Products(Running):
     def _output(self, instance: Gemm, group: Segments, heads_of: tuple[int, ...]) -> kernels.GemmOutput:
         """Where and how the result is stored; `heads_of` is the feature shape with the zeros after each head."""
         op = self.program.ops[instance.out]
-        index, rows = group.order, group.num_items
+        index, rows = group.order, group.num_entries
         if instance.accumulate is not None:
             onto = segments(self.graph, instance.accumulate)
             index = onto.index if group.order is None else onto.index[group.order]
             rows = onto.num_rows
         padded = valid_rows(self.graph, self.program.ops[instance.product].space) is not None
-        columns = self.scales.powers(instance.out) if instance.out in self.half else None
+        columns = self.scales.powers(instance.out) if instance.out in self.row_scaled else None
         if columns is not None and heads_of != op.shape:
             behind = [(0, longer - size) for longer, size in zip(heads_of, op.shape, strict=True)]
             columns = jnp.pad(columns, behind, constant_values=1)
@@ -93,7 +93,7 @@ class Products(Running):
             accumulate=instance.accumulate is not None,
             covers_all=not padded and instance.accumulate is None,
             dtype=jnp.dtype(op.dtype),
-            row_scaled=instance.out in self.half,
+            row_scaled=instance.out in self.row_scaled,
             columns=columns,
         )
 
@@ -102,15 +102,16 @@ class Products(Running):
     ) -> dict[str, Any]:
         """Rows of a tile and, where a table has them, the other fields of a schedule."""
         k, n = x.shape[-1], w.shape[-2 if transpose else -1]
-        halves = isinstance(x, kernels.HalfRows)
-        block = kernels.gemm_block(k, n, group.num_items, group.num_rows, self.precision, half_rows=halves)
+        row_scaled = isinstance(x, kernels.RowScaled)
+        entries = group.num_entries
+        block = kernels.gemm_block(k, n, entries, group.num_rows, self.precision, row_scaled=row_scaled)
         heads = x.shape[1] if x.ndim == 3 else 1
-        form = ("h" if halves else "f") + ("h" if instance.out in self.half else "f") + "nt"[transpose]
+        form = ("h" if row_scaled else "f") + ("h" if instance.out in self.row_scaled else "f") + "nt"[transpose]
         form += ("" if instance.bias is None else "b") + ("" if instance.vector is None else "d")
         return tuned_tables.choose(
             "gemm",
             f"{k}x{n}x{heads}-{self.precision}-{x.dtype}-{form}"
-            f"-{tuned_tables.bucket(group.num_items / max(group.num_rows, 1))}-{tuned_tables.bucket(group.num_items)}",
+            f"-{tuned_tables.bucket(entries / max(group.num_rows, 1))}-{tuned_tables.bucket(entries)}",
             {"block": block},  # the rest by `grouped_gemm`
             lambda: tuned_tables.gemm_candidates(k, n) if heads == 1 else [{"block": b} for b in (32, 64, 128)],
             call,
@@ -121,7 +122,7 @@ class Products(Running):
         shape = self.program.ops[instance.out].shape
         if y.shape[1:] == shape:
             return y
-        if isinstance(y, kernels.HalfRows):
+        if isinstance(y, kernels.RowScaled):
             return of_stored(y.mantissa, y.exponent, shape, self.scales.powers(instance.out))
         return y[..., : shape[-1]]
 
@@ -129,18 +130,18 @@ class Products(Running):
         """Whether the result of a product is rows of heads in 16 bits whose zeros a tile has columns for."""
         shape = self.program.ops[instance.out].shape
         linear = instance.bias is None and instance.vector is None and instance.activation is None
-        if not (linear and instance.out in self.half and instance.spec == "k,hkn->hn") or shape[0] == 1:
+        if not (linear and instance.out in self.row_scaled and instance.spec == "k,hkn->hn") or shape[0] == 1:
             return False
         n, longer = (next_power_of_two(math.prod(s)) for s in (shape, stored(shape)))
-        return n == longer <= MAX_HALF_N
+        return n == longer <= MAX_ROW_SCALED_N
 
-    def outer(self, instance: Outer, env: dict[int, Any]) -> tuple[jax.Array, ...]:
+    def weight_gradient(self, instance: WeightGradient, env: dict[int, Any]) -> tuple[jax.Array, ...]:
         group = segments(self.graph, instance.via)
-        x, y = (self.in_half(o.value, env) for o in (instance.x, instance.y))
+        x, y = (self.as_row_scaled(o.value, env) for o in (instance.x, instance.y))
         heads = by_head(instance.spec)
         summed = heads and "h" not in instance.spec.split("->")[1]  # a product for each head, then their sum
         if not heads:  # zeros behind each head's features are features here
-            x, y = (a.whole() if isinstance(a, kernels.HalfRows) and a.ndim > 2 else a for a in (x, y))
+            x, y = (a.whole() if isinstance(a, kernels.RowScaled) and a.ndim > 2 else a for a in (x, y))
         lengths = x.shape[-1], y.shape[-1]
         # [rows, groups, width] on both sides; what is not a group is a width.
         shape = lambda a: (a.shape[0], a.shape[1] if heads else 1, int(np.prod(a.shape[2 if heads else 1 :])))  # noqa: E731
@@ -153,7 +154,7 @@ class Products(Running):
             x.reshape(shape(x)),
             y.reshape(shape(y)),
             group.offsets,
-            group.num_items,
+            group.num_entries,
             x_index=x_index,
             y_index=y_index,
             narrow=None if narrow is None else narrow.reshape(shape(narrow)),
@@ -205,7 +206,7 @@ def _as_grouped_gemm(spec: str, x: Any, w: jax.Array) -> tuple[Any, jax.Array, b
         return x, jnp.transpose(w, (0, 2, 1, 3)).reshape(types, k, h * n), False, True
     if spec == "hn,hkn->k":
         _, h, k, n = w.shape
-        if isinstance(x, kernels.HalfRows) and x.width is not None:  # zeros behind each head's features meet zeros
+        if isinstance(x, kernels.RowScaled) and x.width is not None:  # zeros behind each head's features meet zeros
             x = x.whole()
             w = jnp.pad(w, ((0, 0), (0, 0), (0, 0), (0, x.shape[-1] - n)))
             n = x.shape[-1]

@@ -43,7 +43,7 @@ class Running:
         encoded: dict[int, Any],
         inputs: dict[int, Any],
     ) -> None:
-        self.kernels, self.program, self.half, self.graph = kernels, kernels.program, kernels.half, graph
+        self.kernels, self.program, self.row_scaled, self.graph = kernels, kernels.program, kernels.row_scaled, graph
         self.precision, self.interpret = options.precision or "tf32", options.interpret
         self.encoded = dict(encoded)  # arrays that are there in 16 bits, too
         rounds = self.precision == "tf32" and "storage" not in options.disable
@@ -53,14 +53,14 @@ class Running:
 
     def scaled_values(self) -> list[int]:
         """The values whose columns are divided by powers of two, in products or where they are stored."""
-        found = [*self.half, *self.often_read]
-        found += [a for v in self.half if self.program.ops[v].name == "concat" for a in self.program.ops[v].args]
+        found = [*self.row_scaled, *self.often_read]
+        found += [a for v in self.row_scaled if self.program.ops[v].name == "concat" for a in self.program.ops[v].args]
         for instance in self.kernels.instances:
             if isinstance(instance, Gemm):
                 found.append(instance.x.value)
         return [v for v in dict.fromkeys(found) if self.program.ops[v].dtype == "float32"]
 
-    def in_half(self, value: int, env: dict[int, Any]) -> Any:
+    def as_row_scaled(self, value: int, env: dict[int, Any]) -> Any:
         """An array whose rows kernels read, in 16 bits where that moves fewer bytes in all than it costs."""
         array = env[value]
         if not isinstance(array, jax.Array) or not (value in self.encoded or value in self.often_read):
@@ -70,4 +70,4 @@ class Running:
         return self.encoded[value]
 
     def in_16_bits(self, value: int, array: jax.Array) -> Any:
-        return kernels.to_half_rows(array, self.scales.powers(value), interpret=self.interpret)
+        return kernels.to_row_scaled(array, self.scales.powers(value), interpret=self.interpret)

@@ -1,7 +1,7 @@
 """How large the columns of a value are: what rows in 16 bits, and products of such rows, are divided by.
 
 A column that is 10^9 times smaller than the others would lose its digits in a row of one exponent. So the columns of an
-array have powers of two of their own (`dejax.pallas.formats.half_rows`). They are estimates: a row keeps all digits of
+array have powers of two of their own (`dejax.pallas.formats.row_scaled`). They are estimates: a row keeps all digits of
 elements down to 2^-29 of its largest. Columns of inputs are measured, all of a program in one kernel. Columns of what
 is computed are taken for those of one input, as far as one can tell: columns of a product for those of the weights,
 columns of a sum of rows for those of the rows.
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from dejax.pallas.formats.column_powers import column_powers
-from dejax.pallas.formats.half_rows import HalfRows
+from dejax.pallas.formats.row_scaled import RowScaled
 from dejax.rgnn.ir.inter import Op, Program, parse_spec
 
 # Operators whose result has the columns of their first argument.
@@ -79,7 +79,7 @@ class ColumnScales:
 
     Attributes:
       program: a level-1 program.
-      inputs: arrays or `HalfRows` by value number, of the program's `input` operators.
+      inputs: arrays or `RowScaled` by value number, of the program's `input` operators.
       values: the values that are asked for.
       interpret: whether kernels are interpreted.
     """
@@ -92,7 +92,7 @@ class ColumnScales:
         self._inputs = {i: inputs[i] for i in program.inputs if i in inputs}
         wanted = [m for v in values if (source := self._complete(v)) is not None for m in source.inputs]
         measured = [
-            m for m in dict.fromkeys(m.measured for m in wanted) if not isinstance(self._inputs[m.input], HalfRows)
+            m for m in dict.fromkeys(m.measured for m in wanted) if not isinstance(self._inputs[m.input], RowScaled)
         ]
         requests = [(self._inputs[m.input], tuple(a + 1 for a in m.axes if a is not None)) for m in measured]
         found = column_powers(requests, interpret=interpret) if requests else []
@@ -108,15 +108,15 @@ class ColumnScales:
             return None
         return self._made(source, dtype == jnp.bfloat16).reshape(self.program.ops[value].shape).astype(dtype)
 
-    def _made(self, source: Source, half: bool) -> jax.Array:
+    def _made(self, source: Source, row_scaled: bool) -> jax.Array:
         if isinstance(source, SideBySide):
-            parts = [self._made(part, half).reshape(self._shape(part)) for part in source.parts]
+            parts = [self._made(part, row_scaled).reshape(self._shape(part)) for part in source.parts]
             return jnp.concatenate(parts, axis=source.axis)
         rows = self._inputs[source.input]
-        if isinstance(rows, HalfRows):
+        if isinstance(rows, RowScaled):
             assert rows.columns is not None
             return rows.columns
-        return self._powers[source.measured][half]
+        return self._powers[source.measured][row_scaled]
 
     def _shape(self, source: Source) -> tuple[int, ...]:
         if isinstance(source, Marginal):
@@ -150,7 +150,7 @@ class ColumnScales:
         array = self._inputs.get(value)
         if array is None or not jnp.issubdtype(array.dtype, jnp.floating):
             return None
-        if isinstance(array, HalfRows) and array.columns is None:
+        if isinstance(array, RowScaled) and array.columns is None:
             return None
         return Marginal(value, tuple(range(len(op.shape))))
 

@@ -24,8 +24,8 @@ def segment_prod(x: jax.Array, order: jax.Array | None, offsets: jax.Array) -> j
     """The product of each segment's rows, 1 where there is none.
 
     Args:
-      x: [items, ...].
-      order: int32[items], the items segment by segment; None where they are in that order.
+      x: [entries, ...].
+      order: int32[entries], the entries segment by segment; None where they are in that order.
       offsets: int32[segments + 1], where each segment begins in that order.
     """
     if x.shape[0] == 0:
@@ -63,9 +63,9 @@ def product_of_others(
     return result if order is None else jnp.zeros_like(result).at[order].set(result, unique_indices=True)
 
 
-def _starts(items: int, offsets: jax.Array) -> jax.Array:
-    """Which items, in order, begin a segment; those after the last segment (padding) are one segment more."""
-    return jnp.zeros((items,), bool).at[offsets].set(True, mode="drop")
+def _starts(entries: int, offsets: jax.Array) -> jax.Array:
+    """Which entries, in order, begin a segment; those after the last segment (padding) are one segment more."""
+    return jnp.zeros((entries,), bool).at[offsets].set(True, mode="drop")
 
 
 def _product(a: Polynomial, b: Polynomial) -> Polynomial:

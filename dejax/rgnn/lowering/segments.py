@@ -60,7 +60,7 @@ _MASKED_SUM = 2**26
 
 
 def segment_sum(x: jax.Array, group: Segments) -> jax.Array:
-    """Sums of each row's items.
+    """Sums of each row's entries.
 
     Sums over types (weights of edge types by node type, say) have one order of additions everywhere. The others are
     scattered additions, whose order changes from run to run on a GPU; there the kernels make them.
@@ -88,7 +88,7 @@ def lowest(dtype: jnp.dtype, sign: int = 1) -> float:
 
 
 def segment_extremum(x: jax.Array, group: Segments, sign: int) -> jax.Array:
-    """The maximum of each row's items, or (`sign` of -1) the minimum; 0 where there is none, or none is finite."""
+    """The maximum of each row's entries, or (`sign` of -1) the minimum; 0 where there is none, or none is finite."""
     start = jnp.full((group.num_rows, *x.shape[1:]), lowest(x.dtype, sign), x.dtype).at[group.index]
     found = start.max(x, mode="drop") if sign > 0 else start.min(x, mode="drop")
     some = (group.offsets[1:] > group.offsets[:-1]).reshape(-1, *(1,) * (x.ndim - 1))

@@ -1,4 +1,4 @@
-"""The level-1 operators of a traversal on tiles in registers: what its template calls for rows and for items."""
+"""The level-1 operators of a traversal on tiles in registers: what its template calls for rows and for entries."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import Any
 import jax.numpy as jnp
 
 import dejax.pallas as kernels
-from dejax.pallas.formats.half_rows import inverse_of
+from dejax.pallas.formats.row_scaled import inverse_of
 from dejax.pallas.traversal.factored import max_axis, product, quotient, reshaped, scaled, sum_axis, whole
 from dejax.rgnn.ir.inter import Op, Program
 from dejax.rgnn.ir.intra import BY_ROW, Accumulator, Traversal
+from dejax.rgnn.ir.products import with_axes
 from dejax.rgnn.lowering.factors import WithoutFactors
 from dejax.rgnn.lowering.xla import ELEMENTWISE
 
 
 class TileProgram:
-    """The level-1 operators of a traversal on tiles: [rows, items, *features], features padded to powers of two.
+    """The level-1 operators of a traversal on tiles: [rows, entries, *features], features padded to powers of two.
 
     Rows in 16 bits come without the powers of two of their columns. Those are tiles by themselves, after the operands.
 
     Attributes:
-      columns: of items' operands that come so the number of the powers' tile; of operands by row, by name or (name,
+      columns: of entries' operands that come so the number of the powers' tile; of operands by row, by name or (name,
         name of the operand whose powers it has, too), the number of the tile that has been multiplied by them.
       without: values that are computed without those powers, and the sums that are multiplied by them.
       stored: values that are stored so -> the number of the tile.
@@ -33,17 +34,17 @@ class TileProgram:
         program: Program,
         t: Traversal,
         together: Sequence[tuple[int, ...]],
-        half: frozenset[int] = frozenset(),
+        row_scaled: frozenset[int] = frozenset(),
         columns: Mapping[Any, int] | None = None,
         without: WithoutFactors | None = None,
         stored: Mapping[int, int] | None = None,
     ) -> None:
         self.program, self.t, self.together = program, t, together
-        self.half = half.intersection(t.item_outputs)  # kept in 16 bits
+        self.row_scaled = row_scaled.intersection(t.entry_outputs)  # kept in 16 bits
         self.kept = {v for values in together if len(values) > 1 for v in values}  # in float32, whatever their dtype
         self.columns, self.stored = dict(columns or {}), dict(stored or {})
         self.without = without or WithoutFactors({}, {}, {}, frozenset())
-        self.tiles: Sequence[Any] = ()  # of powers of two, of the loop that is being traced
+        self.tiles: Sequence[Any] = ()  # of powers of two, of the traversal that is being traced
 
     def divided(self, value: int, tile: Any, tiles: Sequence[Any], lead: int) -> Any:
         """A value in its padded form, over the powers of two of its columns where it is stored so."""
@@ -62,7 +63,7 @@ class TileProgram:
         return reshaped(powers, (*powers.shape[:lead], *tile.shape[lead:]))
 
     def complete(self, value: int, env: dict[int, Any]) -> Any:
-        """A value of a loop's body times the powers of two that it lacks."""
+        """A value of a traversal's body times the powers of two that it lacks."""
         name = self.without.values.get(value)
         return env[value] if name is None else scaled(env[value], self.powers(name, env[value], self.tiles, 2))
 
@@ -83,17 +84,17 @@ class TileProgram:
         env = self.multiplied(dict(zip(names, tiles, strict=False)), self.tiles)
         env = self.evaluate(env, self.t.body, 2)
         values = tuple(self.accumulated(a, env) for a in self.t.accumulators)
-        return values, tuple(self.item_output(found, env) for found in self.together)
+        return values, tuple(self.entry_output(found, env) for found in self.together)
 
-    def item_output(self, values: tuple[int, ...], env: dict[int, Any]) -> Any:
-        """An item output in its padded form, or a tuple of them to be stored side by side."""
+    def entry_output(self, values: tuple[int, ...], env: dict[int, Any]) -> Any:
+        """An entry output in its padded form, or a tuple of them to be stored side by side."""
         shapes = [self.program.ops[v].shape for v in values]
         found = [whole(self.complete(v, env)) for v in values]
         if len(values) == 1:
             return self.shaped(found[0], shapes[0], 2)
         return tuple(self.shaped(tile, shape or (1,), 2) for tile, shape in zip(found, shapes, strict=True))
 
-    def items(self, *tiles: Any) -> tuple:
+    def entries(self, *tiles: Any) -> tuple:
         return self.body(*tiles)[1]
 
     def rows(self, totals: Sequence[Any], row_tiles: Sequence[Any]) -> tuple:
@@ -130,10 +131,9 @@ class TileProgram:
         for t in a.terms:
             factor = value(t.value)
             term_shape = ops[t.value].shape
-            for axes in t.inserts if term_shape else ():
-                for axis in axes:
-                    factor = reshaped(factor, (*factor.shape[: 2 + axis], 1, *factor.shape[2 + axis :]))
-                    term_shape = (*term_shape[:axis], 1, *term_shape[axis:])
+            if term_shape:
+                factor = reshaped(factor, (*factor.shape[:2], *with_axes(factor.shape[2:], t.inserts)))
+                term_shape = with_axes(term_shape, t.inserts)
             left, right = _align(result, rank, factor, len(term_shape), 2)
             result = product(left, right) if t.power > 0 else quotient(left, right)
             rank = max(rank, len(term_shape))
@@ -162,7 +162,7 @@ class TileProgram:
         The gradient of a softmax is a difference that cancels; with one side rounded it would not.
         """
         dtype = jnp.dtype(self.program.ops[value].dtype)
-        if value in self.half:
+        if value in self.row_scaled:
             shape = self.program.ops[value].shape
             tile = self.shaped(whole(tile), shape, tile.ndim - len(shape))
             return kernels.rounded(tile, shape)

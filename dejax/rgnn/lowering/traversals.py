@@ -1,4 +1,4 @@
-"""Traversals as calls of their template: what a loop reads and writes, and in which form."""
+"""Traversals as calls of their template: what a traversal reads and writes, and in which form."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Call:
     operands: list[kernels.Operand]
     tables: list[jax.Array]
     reductions: tuple[kernels.Reduction, ...]
-    beside: kernels.Beside | None
+    fused_sums: kernels.FusedSums | None
     compute: TileProgram
     together: Sequence[tuple[int, ...]]
     columns_of: Mapping[int, jax.Array]
@@ -50,17 +50,17 @@ class Traversals(Running):
     def _call(self, t: Traversal, env: dict[int, Any]) -> _Call:
         arrays, operands, tables, columns = self.loaded(t, env)
         together = self.together(t)
-        beside = self.beside(t.beside, env)
+        fused_sums = self.fused_sums(t.fused_sums, env)
         reductions, without = self.reductions(t, arrays, operands, columns)
         # Elements of as many bits as those of the rows that they meet: threads have as many of each.
-        in_half = any(isinstance(a, kernels.HalfRows) for a in arrays)
-        divided, columns_of = self.stored_columns(t, jnp.bfloat16 if in_half else jnp.float32)
+        reads_row_scaled = any(isinstance(a, kernels.RowScaled) for a in arrays)
+        divided, columns_of = self.stored_columns(t, jnp.bfloat16 if reads_row_scaled else jnp.float32)
         numbers = self._powers(t, arrays, operands, columns, without)
         stored_at = {v: len(arrays) - len(t.operands) + i for i, v in enumerate(divided)}
         arrays += divided.values()
         operands += [kernels.Operand("late")] * len(divided)
-        compute = TileProgram(self.program, t, together, self.half, numbers, without, stored_at)
-        return _Call(arrays, operands, tables, reductions, beside, compute, together, columns_of)
+        compute = TileProgram(self.program, t, together, self.row_scaled, numbers, without, stored_at)
+        return _Call(arrays, operands, tables, reductions, fused_sums, compute, together, columns_of)
 
     def _powers(
         self,
@@ -94,8 +94,8 @@ class Traversals(Running):
                 add((row, name), columns[name].reshape(self.program.ops[row].shape), "times_row", at[row])
         return numbers
 
-    def _item_outputs(self, together: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
-        """(feature shape, dtype) of each array that is written by item."""
+    def _entry_outputs(self, together: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
+        """(feature shape, dtype) of each array that is written by entry."""
         ops = [self.program.ops[values[0]] for values in together]
         return tuple(
             ((len(values) * op.width,), jnp.dtype("float32")) if len(values) > 1 else (op.shape, jnp.dtype(op.dtype))
@@ -103,55 +103,55 @@ class Traversals(Running):
         )
 
     def _map(self, t: Traversal, call: _Call, env: dict[int, Any]) -> None:
-        results = kernels.map_items(
-            call.compute.items,
+        results = kernels.map_entries(
+            call.compute.entries,
             call.arrays,
             call.operands,
-            num_items=num_rows(self.graph, t.space),
+            num_entries=num_rows(self.graph, t.space),
             index_tables=call.tables,
-            outputs=self._item_outputs(call.together),
-            half_outputs=tuple(i for i, v in enumerate(t.item_outputs) if v in self.half),
+            outputs=self._entry_outputs(call.together),
+            row_scaled_outputs=tuple(i for i, v in enumerate(t.entry_outputs) if v in self.row_scaled),
             interpret=self.interpret,
         )
         mask = valid_rows(self.graph, t.space)
         if mask is not None:
             clear = lambda a: jnp.where(mask.reshape(-1, *(1,) * (a.ndim - 1)), a, 0)  # noqa: E731
             results = tuple(jax.tree.map(clear, results))
-        env.update(zip(t.item_outputs, results, strict=True))
+        env.update(zip(t.entry_outputs, results, strict=True))
 
     def _reduce(self, t: Traversal, call: _Call, env: dict[int, Any]) -> None:
         assert t.via is not None
         ops, group = self.program.ops, segments(self.graph, t.via)
-        loop = group.loop or group
-        row_values, item_values = kernels.traverse(
+        ordered = group.loop or group
+        row_values, entry_values = kernels.traverse(
             call.compute.body,
             call.compute.rows,
             call.arrays,
             call.operands,
             segments=kernels.Segments(
-                offsets=loop.offsets,
-                num_items=num_rows(self.graph, t.space),
+                offsets=ordered.offsets,
+                num_entries=num_rows(self.graph, t.space),
                 num_rows=num_rows(self.graph, VIAS[t.via].coarse),
-                order=loop.order,
+                order=ordered.order,
                 row_order=None if group.loop is None else group.loop.rows,
-                hubs=None if loop.hubs is None else loop.hubs.tables,
+                long_segments=None if ordered.long_segments is None else ordered.long_segments.tables,
             ),
             index_tables=call.tables,
             reductions=call.reductions,
             outputs=kernels.Outputs(
-                items=self._item_outputs(call.together),
+                entries=self._entry_outputs(call.together),
                 rows=tuple((ops[v].shape, jnp.dtype(ops[v].dtype)) for v in t.row_outputs),
-                half=tuple(i for i, v in enumerate(t.row_outputs) if v in self.half),
-                covers_all_items=valid_rows(self.graph, t.space) is None,
+                row_scaled=tuple(i for i, v in enumerate(t.row_outputs) if v in self.row_scaled),
+                covers_all_entries=valid_rows(self.graph, t.space) is None,
             ),
             factored=True,
-            beside=call.beside,
+            fused_sums=call.fused_sums,
             interpret=self.interpret,
         )
         rows: Any
         for v, rows in zip(t.row_outputs, row_values, strict=True):
             env[v] = replace(rows, columns=call.columns_of[v]) if v in call.columns_of else rows
-        for values, array in zip(call.together, item_values, strict=True):
+        for values, array in zip(call.together, entry_values, strict=True):
             for i, v in enumerate(values):
                 op = ops[v]
                 env[v] = Columns(array, i * op.width, op.shape, op.dtype) if len(values) > 1 else array
@@ -159,7 +159,7 @@ class Traversals(Running):
     def reductions(
         self, t: Traversal, arrays: list[Any], operands: list[kernels.Operand], powers: dict[int, jax.Array]
     ) -> tuple[tuple[kernels.Reduction, ...], WithoutFactors]:
-        """The sums of a loop, and which of its values are computed without the powers of two of columns.
+        """The sums of a traversal, and which of its values are computed without the powers of two of columns.
 
         Powers by which sums are multiplied are added to the arrays.
         """
@@ -176,24 +176,24 @@ class Traversals(Running):
         return tuple(found), without
 
     def stored_columns(self, t: Traversal, dtype: Any) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
-        """The powers of two of columns for what a loop stores in 16 bits: by value that it divides, and by output."""
+        """Powers of two of columns for rows that are stored in 16 bits: by value that they divide, and by output."""
         divided: dict[int, jax.Array] = {}
         columns: dict[int, jax.Array] = {}
-        for v in self.half.intersection(t.row_outputs):
+        for v in self.row_scaled.intersection(t.row_outputs):
             op = self.program.ops[v]
             parts = op.args if op.name == "concat" else (v,)  # rows side by side
             powers = {a: p for a in parts if (p := self.scales.powers(a, dtype)) is not None}
             if len(powers) < len(parts):
                 continue
             divided |= powers
-            halves = [p for a in parts if (p := self.scales.powers(a)) is not None]
-            columns[v] = halves[0] if len(halves) == 1 else jnp.concatenate(halves, axis=op.attr("axis"))
+            whole = [p for a in parts if (p := self.scales.powers(a)) is not None]
+            columns[v] = whole[0] if len(whole) == 1 else jnp.concatenate(whole, axis=op.attr("axis"))
         return divided, columns
 
     def loaded(
         self, t: Traversal, env: dict[int, Any]
     ) -> tuple[list[Any], list[kernels.Operand], list[jax.Array], dict[int, jax.Array]]:
-        """The arrays that a loop reads, how it reads each, and the index tables by which it does.
+        """The arrays that a traversal reads, how it reads each, and the index tables by which it does.
 
         Rows in 16 bits come without the powers of two of their columns, which are last, by operand.
         """
@@ -209,9 +209,9 @@ class Traversals(Running):
             if isinstance(part, Columns):
                 array, columns = part.array, (part.first, part.shape)
             index = None
-            access = {"dense": "item", "gathered": "indexed"}.get(o.access, o.access)
+            access = {"dense": "entry", "gathered": "indexed"}.get(o.access, o.access)
             if access == "shared":
-                array = (array.decode() if isinstance(array, kernels.HalfRows) else array)[0]
+                array = (array.decode() if isinstance(array, kernels.RowScaled) else array)[0]
             if access == "row_indexed":
                 assert o.via is not None
                 index = len(tables)
@@ -229,12 +229,12 @@ class Traversals(Running):
                     tables.append(segments(self.graph, o.via).index if by_position is None else by_position)
                 access, index = "indexed" if by_position is None else "positioned", numbers[o.via]
                 if columns is None and may_round(self.kernels, t) and linear_in(self.program, o.value):
-                    array = self.in_half(o.value, env)
+                    array = self.as_row_scaled(o.value, env)
             if o.name in self.kernels.rounded and isinstance(array, jax.Array):
                 if access != "row" and o.value not in self.encoded:  # the vectors of types, which are few
-                    self.encoded[o.value] = kernels.to_half_rows(array, interpret=self.interpret)
+                    self.encoded[o.value] = kernels.to_row_scaled(array, interpret=self.interpret)
                 array = self.encoded.get(o.value, array)
-            if isinstance(array, kernels.HalfRows) and array.columns is not None:
+            if isinstance(array, kernels.RowScaled) and array.columns is not None:
                 part = slice(None) if o.part is None else slice(o.part[0], sum(o.part))
                 powers[o.name] = array.columns[part]
                 array = replace(array, columns=None)
@@ -243,7 +243,7 @@ class Traversals(Running):
             operands.append(kernels.Operand(access, index, columns, o.part, when))
         return arrays, operands, tables, powers
 
-    def beside(self, t: Traversal | None, env: dict[int, Any]) -> kernels.Beside | None:
+    def fused_sums(self, t: Traversal | None, env: dict[int, Any]) -> kernels.FusedSums | None:
         if t is None:
             return None
         assert t.via is not None
@@ -251,49 +251,49 @@ class Traversals(Running):
         arrays, operands, tables, powers = self.loaded(t, env)
         used = without_factors(self.program, t, powers).used
         for at, o in enumerate(t.operands):
-            if o.name in used:  # the loop has no tiles to multiply by
+            if o.name in used:  # the traversal has no tiles to multiply by
                 arrays[at] = replace(arrays[at], columns=powers.pop(o.name)).decode()
         reductions, _ = self.reductions(t, arrays, operands, powers)
         body = TileProgram(self.program, t, []).body
-        return kernels.Beside(
+        return kernels.FusedSums(
             body=lambda *tiles: body(*tiles)[0],
             arrays=arrays,
             operands=operands,
             offsets=group.offsets,
             order=group.order,
-            num_items=group.num_items,
+            num_entries=group.num_entries,
             index_tables=tables,
             reductions=reductions,
             factored=True,
         )
 
     def together(self, t: Traversal) -> list[tuple[int, ...]]:
-        """The item outputs of a loop; those that go side by side into one array in one tuple.
+        """The entry outputs of a traversal; those that go side by side into one array in one tuple.
 
-        They are narrow values that loops alone read, and by item: one sector for all of them, so that float32 costs
-        nothing where they are narrower.
+        They are narrow values that traversals alone read, and by entry: one sector for all of them, so that float32
+        costs nothing where they are narrower.
         """
         ops = self.program.ops
         found: dict[Any, tuple[int, ...]] = {}
-        for v in t.item_outputs:
+        for v in t.entry_outputs:
             op = ops[v]
             narrow = t.via is not None and len(op.shape) <= 1 and op.width <= _PACKED_WIDTH
-            key = op.shape if narrow and self.read_by_item(v) else v
+            key = op.shape if narrow and self.read_by_entry(v) else v
             found[key] = (*found.get(key, ()), v)
         return list(found.values())
 
-    def read_by_item(self, value: int) -> bool:
-        """Whether all that reads a value is loops over its items, each its own."""
+    def read_by_entry(self, value: int) -> bool:
+        """Whether all that reads a value is traversals of its entries, each its own."""
         if value in self.program.outputs:
             return False
         readers = [instance for instance in self.kernels.instances if value in instance.reads]
-        loops = [t for t in readers if isinstance(t, Traversal)]
-        return len(loops) == len(readers) and all(
-            o.access == "dense" and o.name == value for t in loops for o in t.loaded if o.value == value
+        traversals = [t for t in readers if isinstance(t, Traversal)]
+        return len(traversals) == len(readers) and all(
+            o.access == "dense" and o.name == value for t in traversals for o in t.loaded if o.value == value
         )
 
     def is_count(self, operand: Operand) -> bool:
-        """Whether an operand is the number of items of the rows that it is gathered from."""
+        """Whether an operand is the number of entries of the rows that it is gathered from."""
         op = self.program.ops[operand.value]
         return op.name == "count" and op.attr("via") == operand.via and op.dtype == "float32"
 

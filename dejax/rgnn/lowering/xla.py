@@ -32,7 +32,7 @@ from dejax.rgnn.lowering.segments import (
     where_rows,
 )
 
-# Rows a tile of a typed product on the CPU: a batched matrix product over tiles costs O(rows + types) and no more.
+# Rows a tile of a grouped GEMM on the CPU: a batched matrix product over tiles costs O(rows + types) and no more.
 _TILE = 32
 
 
@@ -216,19 +216,19 @@ class _Tiles:
         offsets = jnp.asarray(group.offsets)
         position = jnp.asarray(table.start)[:, None] + jnp.arange(_TILE, dtype=jnp.int32)
         self.valid = position < offsets[self.row_type + 1][:, None]
-        item = jnp.minimum(position, max(group.num_items - 1, 0))
-        self.item = item if group.order is None else jnp.asarray(group.order)[item]
+        entry = jnp.minimum(position, max(group.num_entries - 1, 0))
+        self.entry = entry if group.order is None else jnp.asarray(group.order)[entry]
         # Where each row went: its tile is as many tiles past its type's first as its rank in the type holds blocks.
         counts = offsets[1:] - offsets[:-1]
         first_tile = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum((counts + _TILE - 1) // _TILE)])
         kind = jnp.minimum(jnp.asarray(group.index), group.num_rows - 1)
         if group.order is None:
-            rank = jnp.arange(group.num_items, dtype=jnp.int32)
+            rank = jnp.arange(group.num_entries, dtype=jnp.int32)
         else:
             rank = (
-                jnp.zeros((group.num_items,), jnp.int32)
+                jnp.zeros((group.num_entries,), jnp.int32)
                 .at[group.order]
-                .set(jnp.arange(group.num_items, dtype=jnp.int32))
+                .set(jnp.arange(group.num_entries, dtype=jnp.int32))
             )
         self.slot = first_tile[kind] * _TILE + rank - offsets[kind]
         self.padding = jnp.asarray(group.index) >= group.num_rows
@@ -236,7 +236,7 @@ class _Tiles:
     def split(self, x: jax.Array) -> jax.Array:
         """Rows to [tiles, rows a tile, ...], zeros where a tile is not full."""
         return jnp.where(
-            self.valid.reshape(*self.valid.shape, *(1,) * (x.ndim - 1)), x[self.item], jnp.zeros((), x.dtype)
+            self.valid.reshape(*self.valid.shape, *(1,) * (x.ndim - 1)), x[self.entry], jnp.zeros((), x.dtype)
         )
 
     def join(self, y: jax.Array) -> jax.Array:

@@ -32,8 +32,10 @@ from dejax.rgnn.passes.merge_weight_gradients import merge_weight_gradients
 from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.save import Cut, cut
 from dejax.rgnn.passes.softmax import expand_softmax
+from dejax.rgnn.passes.split_products import split_products
 from dejax.rgnn.passes.storage import storage
 from dejax.rgnn.passes.unit_axes import drop_unit_axes
+from dejax.rgnn.passes.weight_heads import weight_heads
 
 __all__ = [
     "LATE",
@@ -58,6 +60,8 @@ Watch = Callable[[str, object], None]  # called with the name and result of each
 OPTIMISE: tuple[tuple[str, Pass], ...] = (
     ("unit_axes", drop_unit_axes),
     ("cse", cse),
+    ("split_products", split_products),
+    ("weight_heads", weight_heads),
     ("reorder", reorder),
     ("aggregate", aggregate),
     ("fold", fold),
@@ -167,14 +171,15 @@ def lower_to_kernels(
     disable: frozenset[str] = frozenset(),
     *,
     deterministic: bool = True,
-    half: bool = False,
+    row_scaled: bool = False,
     packed: tuple[int, ...] = (),
     alone: bool = False,
     watch: Watch = silent,
 ) -> Kernels:
     """Level 1 to level 2: GEMM instances, then traversals, then the fallback; then weight gradients are merged.
 
-    With `half`, kernels store wide rows for each other as row-scaled float16, and outputs if `packed` has their number.
+    With `row_scaled`, kernels store wide rows for each other as row-scaled float16. So they do with the outputs whose
+    positions are in `packed`.
     With `alone`, the program is an optimised one of which there are no gradients, and its last passes run first.
     """
     if alone:
@@ -182,12 +187,12 @@ def lower_to_kernels(
     kernels = Kernels(program)
     if "gemm" not in disable:
         kernels = fuse_gemm(kernels, counts, accumulate=not deterministic)
-    half = half and "storage" not in disable
+    row_scaled = row_scaled and "storage" not in disable
     if "traversal" not in disable:
-        kernels = fuse_traversal(kernels, counts, sharing="share_scalars" not in disable, half=half)
+        kernels = fuse_traversal(kernels, counts, sharing="share_scalars" not in disable, row_scaled=row_scaled)
     kernels = verify_kernels(fallback(kernels, merge="fallback" not in disable))
     if "merge_weight_gradients" not in disable:
         kernels = verify_kernels(merge_weight_gradients(kernels))
-    if half:
+    if row_scaled:
         kernels = storage(kernels, packed, alone=alone, counts=counts)
     return kernels

@@ -2,9 +2,9 @@
 
     (y_p + s_p a) W   =   y_p W + s_p (a W),   sum of x_p (y_p + s_p a)   =   sum of x_p y_p + (sum of x_p s_p) a
 
-RGAT's gradient of a source pair is such a sum: of gradients of nodes, and of the gradient of its score. The loop that
-sums the gradients of nodes computes the inner products whose mean the scalar needs (`_share_inner_products.py`), so the
-scalar comes later. Together they would be written and read once more.
+RGAT's gradient of a source pair is such a sum: of gradients of nodes, and of the gradient of its score. The traversal
+that sums the gradients of nodes computes the inner products whose mean the scalar needs (`_share_inner_products.py`),
+so the scalar comes later. Together they would be written and read once more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kernels without a reduction that compute rows of nodes for other loops to gather, and which rows they skip."""
+"""Kernels without a reduction that compute rows of nodes for other traversals to gather, and which rows they skip."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from dataclasses import replace
 
 from dejax.rgnn.ir.inter import Space
 from dejax.rgnn.ir.intra import Operand, access_by
-from dejax.rgnn.passes._loops import NARROWER, Fusion, Loop
+from dejax.rgnn.passes._traversal_plans import NARROWER, Fusion, TraversalPlan
 from dejax.rgnn.passes.storage import MIN_WIDTH
 
-# How often loops read a row of nodes, on average, before a copy as row-scaled float16 pays. Loops over short segments
-# wait for latency and not for bytes, and wait for the exponent of each row besides.
+# How often traversals read a row of nodes, on average, before a copy as row-scaled float16 pays. Traversals of short
+# segments wait for latency and not for bytes, and wait for the exponent of each row besides.
 _READS_OF_COPY = 8
 # Operators that compute nothing: a value made by these alone is a copy.
 _COPIES = ("const", "reshape", "broadcast", "cast")
 
 
 def add_node_maps(fusion: Fusion) -> None:
-    """Adds kernels for values of nodes that loops gather, where a kernel can compute them.
+    """Adds kernels for values of nodes that traversals gather, where a kernel can compute them.
 
     - Wide rows, which the kernel may then store as row-scaled float16. The same kernel computes the inner products of
-      these rows: of the rows as stored, so that they cancel with the inner products that a loop takes of them.
-    - Copies of wide rows, where such an inner product keeps loops from reading rows rounded (the gradient of a
-      softmax), and loops read them often and from memory.
+      these rows: of the rows as stored, so that they cancel with the inner products that a traversal takes of them.
+    - Copies of wide rows, where such an inner product keeps traversals from reading rows rounded (the gradient of a
+      softmax), and traversals read them often and from memory.
     - Inner products of rows in memory, where the kernel can skip rows (`skip_unreached_rows`).
     """
     ops = fusion.program.ops
     able, gathered = _computable_arrays(fusion), _rows_gathered(fusion)
-    done = {v for loop in fusion.loops for v in loop.results}
+    done = {v for traversal in fusion.traversals for v in traversal.results}
     for value in able:
         if value in done or value not in gathered:
             continue
@@ -41,7 +41,7 @@ def add_node_maps(fusion: Fusion) -> None:
         if all(ops[v].name in _COPIES for v in body):
             compared = any(NARROWER * ops[v].width <= ops[value].width for v in readers)
             often = gathered[value] >= _READS_OF_COPY * fusion.counts.nodes
-            if not (fusion.half and compared and fusion.from_memory(value) and often):
+            if not (fusion.row_scaled and compared and fusion.from_memory(value) and often):
                 continue
         narrow = [v for v in able if v in body and NARROWER * ops[v].width <= ops[value].width]
         done |= _node_map(fusion, sorted({*narrow, *readers} - done))
@@ -50,38 +50,41 @@ def add_node_maps(fusion: Fusion) -> None:
 def _computable_arrays(fusion: Fusion) -> list[int]:
     """Values of nodes that must be arrays and that a kernel can compute."""
     ops = fusion.program.ops
-    arrays = {*fusion.must_be_arrays(Space.NODE), *(a for o in fusion.loops for i in o.epilogue for a in ops[i].args)}
+    arrays = {
+        *fusion.must_be_arrays(Space.NODE),
+        *(a for o in fusion.traversals for i in o.epilogue for a in ops[i].args),
+    }
     nodes = (v for v in arrays if ops[v].space == Space.NODE and ops[v].name != "const")
     return sorted(v for v in nodes if fusion.in_registers(v))
 
 
 def _rows_gathered(fusion: Fusion) -> dict[int, int]:
-    """For each value that loops gather, how many of its rows they read in all."""
+    """For each value that traversals gather, how many of its rows they read in all."""
     ops, rows = fusion.program.ops, dict[int, int]()
-    for loop in fusion.loops:
-        for v in fusion.cone(loop.computed, fusion.stored_elsewhere(loop))[1]:
-            if ops[v].name == "gather" and access_by(ops[v].attr("via"), loop.via)[0] == "gathered":
-                rows[ops[v].args[0]] = rows.get(ops[v].args[0], 0) + fusion.counts.rows(loop.space)
+    for traversal in fusion.traversals:
+        for v in fusion.cone(traversal.computed, fusion.stored_elsewhere(traversal))[1]:
+            if ops[v].name == "gather" and access_by(ops[v].attr("via"), traversal.via)[0] == "gathered":
+                rows[ops[v].args[0]] = rows.get(ops[v].args[0], 0) + fusion.counts.rows(traversal.space)
     return rows
 
 
 def _node_map(fusion: Fusion, values: list[int]) -> set[int]:
-    """Adds a loop that computes values of nodes, unless the loops have no order then; the values that it computes."""
-    return set(values) if fusion.extend(fusion.loops, [Loop(None, Space.NODE, stored=values)]) else set()
+    """Adds a traversal for values of nodes, unless the traversals have no order then; the values that it computes."""
+    return set(values) if fusion.extend(fusion.traversals, [TraversalPlan(None, Space.NODE, stored=values)]) else set()
 
 
-def skip_unreached_rows(fusion: Fusion, loop: Loop, operands: list[Operand]) -> list[Operand]:
-    """The operands of a loop over nodes, which reads wide rows in memory only at nodes that a map reaches.
+def skip_unreached_rows(fusion: Fusion, traversal: TraversalPlan, operands: list[Operand]) -> list[Operand]:
+    """The operands of a traversal of nodes, which reads wide rows in memory only at nodes that a map reaches.
 
-    That is enough where only gathers by that map read what is made of the rows. The loop must read the number of edges
-    of each node, from which it knows the nodes that are reached.
+    That is enough where only gathers by that map read what is made of the rows. The traversal must read the number of
+    edges of each node, from which it knows the nodes that are reached.
     """
     ops = fusion.program.ops
     counts = {ops[o.value].attr("via"): o.name for o in operands if ops[o.value].name == "count"}
-    if loop.via is not None or loop.space != Space.NODE or not counts:
+    if traversal.via is not None or traversal.space != Space.NODE or not counts:
         return operands
-    made_of = {value: set(fusion.cone([value], set())[1]) for value in loop.stored}
-    body = set(fusion.cone(loop.stored, set())[0])
+    made_of = {value: set(fusion.cone([value], set())[1]) for value in traversal.stored}
+    body = set(fusion.cone(traversal.stored, set())[0])
 
     def reached(o: Operand) -> int | None:
         wide = o.access == "dense" and o.part is None and ops[o.name].width >= MIN_WIDTH

@@ -1,18 +1,19 @@
-"""Inner products of edges from which only scalars follow: a loop that loads their rows anyway computes them once.
+"""Inner products of edges from which only scalars follow: a traversal that loads their rows anyway computes them once.
 
 The gradient of a softmax is the difference of an inner product and its mean over a segment. RGAT sums that gradient in
-scalars alone, so three narrow loops follow one wide loop. The wide loop, which sums gradients by source, loads both
-rows of an edge and stores the inner product. The narrow loops then make the mean and the sums of scalars.
+scalars alone, so three narrow traversals follow one wide traversal. The wide traversal, which sums gradients by source,
+loads both rows of an edge and stores the inner product. The narrow traversals then make the mean and the sums of
+scalars.
 """
 
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import Space
-from dejax.rgnn.passes._loops import NARROWER, Fusion
+from dejax.rgnn.passes._traversal_plans import NARROWER, Fusion
 
 
 def products_to_share(fusion: Fusion) -> dict[int, list[int]]:
-    """For reductions of rows, the inner products and scalars of edges that their loops store for all others."""
+    """For reductions of rows, the inner products and scalars of edges that their traversals store for all others."""
     ops = fusion.program.ops
     sums = [i for i, op in enumerate(ops) if op.name == "reduce" and op.attr("via") != "all"]
     sums = [i for i in sums if i not in fusion.written and ops[ops[i].args[0]].space == Space.EDGE]
@@ -45,7 +46,7 @@ def _several_sums_of_scalars(fusion: Fusion, value: int, readers: list[int]) -> 
 
 
 def _scalars_for_others(fusion: Fusion, body: list[int], product: list[int], width: int) -> list[int]:
-    """Scalars of a loop that others use, too: with these stored, the others need none of the loop's rows."""
+    """Scalars of a traversal that others use, too: with these stored, the others need none of the traversal's rows."""
     ops, inside = fusion.program.ops, {*body, *product}
     read = [
         v for v in body
@@ -63,11 +64,11 @@ def _scalars_for_others(fusion: Fusion, body: list[int], product: list[int], wid
 
 
 def store_common_summands(fusion: Fusion) -> None:
-    """Of loops that sum the same scalars of edges, the loop that takes edges in order stores them for the others."""
-    for loop in fusion.loops:
-        if loop.via != "destination_pair":
+    """Of traversals that sum the same scalars of edges, the one that reads edges in order stores them for the rest."""
+    for traversal in fusion.traversals:
+        if traversal.via != "destination_pair":
             continue
-        for value in dict.fromkeys(a.value for a in loop.accumulators if a.kind == "sum"):
-            shared = any(o is not loop and value in (a.value for a in o.accumulators) for o in fusion.loops)
-            if shared and fusion.in_registers(value) and not any(value in o.stored for o in fusion.loops):
-                fusion.extend(loop.stored, [value])
+        for value in dict.fromkeys(a.value for a in traversal.accumulators if a.kind == "sum"):
+            shared = any(o is not traversal and value in (a.value for a in o.accumulators) for o in fusion.traversals)
+            if shared and fusion.in_registers(value) and not any(value in o.stored for o in fusion.traversals):
+                fusion.extend(traversal.stored, [value])

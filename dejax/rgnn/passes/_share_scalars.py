@@ -1,26 +1,28 @@
-"""Several loops over the same edges need the same per-edge scalars: one loop stores them, the others load them.
+"""Several traversals of the same edges need the same per-edge scalars: one traversal stores them, the others load them.
 
-Backward of attention multiplies rows by two scalars of each edge, the share and the gradient of its score, in a loop
-over destinations and in a loop over sources. Both scalars are made of inner products of rows. The loop that loads fewer
-rows computes and stores them (the writer); the other (the reader) then only multiplies and sums, and needs registers
-neither for the inner products nor for their rows.
+Backward of attention multiplies rows by two scalars of each edge, the share and the gradient of its score, in a
+traversal over destinations and in a traversal of sources. Both scalars are made of inner products of rows. The
+traversal that loads fewer rows computes and stores them (the writer); the other (the reader) then only multiplies and
+sums, and needs registers neither for the inner products nor for their rows.
 """
 
 from __future__ import annotations
 
 from dejax.rgnn.ir.intra import BY_ROW, access_operand, as_part
-from dejax.rgnn.passes._loops import NARROWER, Fusion, Loop
+from dejax.rgnn.passes._traversal_plans import NARROWER, Fusion, TraversalPlan
 
 
 def share_scalars(fusion: Fusion) -> None:
     """Chooses writers and readers: first the writer that holds the fewest elements in registers."""
     found = []
-    for reader in fusion.loops:
+    for reader in fusion.traversals:
         scalars = _multipliers(fusion, reader)
         if scalars:
-            found += [(_held(fusion, loop, scalars), loop, reader, scalars) for loop in fusion.loops]
-    writers: list[Loop] = []
-    readers: list[Loop] = []
+            found += [
+                (_held(fusion, traversal, scalars), traversal, reader, scalars) for traversal in fusion.traversals
+            ]
+    writers: list[TraversalPlan] = []
+    readers: list[TraversalPlan] = []
     for _, writer, reader, scalars in sorted(found, key=lambda f: f[0]):
         if writer is reader or writer in readers or reader in (*readers, *writers):
             continue
@@ -32,10 +34,10 @@ def share_scalars(fusion: Fusion) -> None:
             readers.append(reader)
 
 
-def _multipliers(fusion: Fusion, loop: Loop) -> list[int]:
-    """The per-edge scalars that a loop sums or multiplies rows by, if any is made of an inner product."""
+def _multipliers(fusion: Fusion, traversal: TraversalPlan) -> list[int]:
+    """The per-edge scalars that a traversal sums or multiplies rows by, if any is made of an inner product."""
     ops = fusion.program.ops
-    if loop.via is None or any(a.kind != "sum" for a in loop.accumulators):
+    if traversal.via is None or any(a.kind != "sum" for a in traversal.accumulators):
         return []
     found: dict[int, None] = {}
 
@@ -49,7 +51,7 @@ def _multipliers(fusion: Fusion, loop: Loop) -> list[int]:
         elif op.name in ("reshape", "cast") and fusion.in_registers(value):
             visit(op.args[0], width)
 
-    for a in loop.accumulators:
+    for a in traversal.accumulators:
         visit(a.value, 0)
     scalars = list(dict.fromkeys(_unrounded(fusion, v) for v in found))
     scalars = [v for v in scalars if _is_computed(fusion, v)]
@@ -65,7 +67,7 @@ def _is_computed(fusion: Fusion, value: int) -> bool:
     return fusion.program.ops[value].name != "const" and bool(fusion.cone([value], set())[0])
 
 
-def _before_sums(fusion: Fusion, writer: Loop, scalars: list[int]) -> list[int]:
+def _before_sums(fusion: Fusion, writer: TraversalPlan, scalars: list[int]) -> list[int]:
     """The scalars that do not depend on the writer's own sums, and what the readers make the others of."""
     ops, found = fusion.program.ops, dict[int, None]()
 
@@ -93,16 +95,16 @@ def _unrounded(fusion: Fusion, value: int) -> int:
     return value
 
 
-def _held(fusion: Fusion, loop: Loop, scalars: list[int]) -> int:
-    """Elements that a loop that computes the scalars, too, holds in registers: what it loads and sums."""
+def _held(fusion: Fusion, traversal: TraversalPlan, scalars: list[int]) -> int:
+    """Elements that a traversal that computes the scalars, too, holds in registers: what it loads and sums."""
     ops = fusion.program.ops
-    _, leaves = fusion.cone([*loop.roots, *scalars], set())
-    sums = [ops[a.out] for a in loop.accumulators]
+    _, leaves = fusion.cone([*traversal.roots, *scalars], set())
+    sums = [ops[a.out] for a in traversal.accumulators]
     # A sum marked `again` would else be summed forward and kept (`_softmax_gradient.py`): no reader could have it.
     return sum(ops[v].width for v in leaves) + sum(op.width for op in sums if not op.attr("again"))
 
 
-def _pays(fusion: Fusion, writer: Loop, reader: Loop, scalars: list[int]) -> bool:
+def _pays(fusion: Fusion, writer: TraversalPlan, reader: TraversalPlan, scalars: list[int]) -> bool:
     """Whether the writer loads nothing more; or only other parts of rows that it loads anyway, and less in all.
 
     The parts of one array lie side by side and cost as much as one row. And rows that only the writer loads are free
@@ -118,7 +120,7 @@ def _pays(fusion: Fusion, writer: Loop, reader: Loop, scalars: list[int]) -> boo
         return {(o.value, o.via, o.part) for o in operands if o.access not in BY_ROW}
 
     body, _ = fusion.cone(writer.roots, set())
-    # Another loop could load what the writer needs for inner products alone.
+    # Another traversal could load what the writer needs for inner products alone.
     anyway = fusion.cone(writer.roots, {v for v in body if fusion.narrows(v)})[1]
     needed = fusion.cone(scalars, set())[1]
     if by_entry(needed, 0) <= by_entry(anyway, 0):

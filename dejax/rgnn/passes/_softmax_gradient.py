@@ -9,7 +9,7 @@ part. So the difference from the contracted mean is centred again:
 
     h_e = g_e - y_v . (sum of p_e z_e),   c_v = sum of p_e h_e,   ds_e = p_e (h_e - c_v)
 
-No loop has to wait for c_v: sum of ds_e k_e = sum of p_e h_e k_e - c_v (sum of p_e k_e).
+No traversal has to wait for c_v: sum of ds_e k_e = sum of p_e h_e k_e - c_v (sum of p_e k_e).
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class _Centring:
         if op.name == "mul" and op.args[1] in self.by_value:
             op = replace(op, args=op.args[::-1])
         if op.name == "mul" and op.args[0] in self.by_value and op.args[1] == self.by_value[op.args[0]].share:
-            # p h - p c and not p (h - c): the loop that sums the one can compute both products.
+            # p h - p c and not p (h - c): the traversal that sums the one can compute both products.
             r = self.remainders[self.new[op.args[0]]]
             off = builder.op("gather", r.left, via=r.via)
             return builder.op("sub", r.weighted, builder.op("mul", self.new[op.args[1]], off))
@@ -180,7 +180,7 @@ class _Centring:
                 return builder.op("reduce", multiply(builder, made, op.dtype), via=op.attr("via"), op="sum", **attrs)
 
             whole = total([*rest, Factor(r.plain, 1, difference.inserts)])
-            # `again`: not kept from forward, since the loop that makes `whole` has all that this sum needs.
+            # `again`: not kept from forward, since the traversal that makes `whole` has all that this sum needs.
             shares = total(rest, again=True)
             off = builder.op("mul", insert_axes(builder, new[r.left], difference.inserts), shares)
             if builder.ops[off].shape != builder.ops[whole].shape:

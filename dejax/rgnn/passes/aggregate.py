@@ -3,7 +3,10 @@
     sum over edges into v of c_e (x_e W_r)   =   sum over types r of (sum over edges of type r into v of c_e x_e) W_r
 
 The right side multiplies one row for each (destination, type) pair. The left side multiplies one row for each edge or,
-compacted, for each (source, type) pair. Scalars `c_e` that multiply a whole row commute with the weight.
+compacted, for each (source, type) pair. Scalars `c_e` that multiply a whole row commute with the weight. A weight that
+all edges share moves behind the whole sum:
+
+    sum over edges into v of c_e (x_e W)   =   (sum over edges into v of c_e x_e) W
 """
 
 from __future__ import annotations
@@ -26,14 +29,18 @@ def aggregate(program: Program, counts: Counts) -> Program:
         linear, rest = found
         if not _aggregate_is_cheaper(program, linear, op, counts):
             return None
-        pair_via, pair_space = _PAIR[op.attr("via")]
+        shared = linear.attr("via") == "all"
+        pair_via, pair_space = (op.attr("via"), Space.NODE) if shared else _PAIR[op.attr("via")]
         parts = [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in rest]
         summed = multiply(builder, [(new[linear.args[0]], 1), *parts], op.dtype)
         # Rows may be integers, and what is summed of them fractions; and sums of many rows are beyond float16.
         dtype = in_range(linear.dtype)
         by_pair = builder.op("reduce", as_dtype(builder, summed, dtype), via=pair_via, op="sum")
         w = as_dtype(builder, new[linear.args[1]], dtype)
-        by_pair = builder.op("linear", by_pair, w, spec=linear.attr("spec"), via=TYPE_VIA[pair_space])
+        via = "all" if shared else TYPE_VIA[pair_space]
+        by_pair = builder.op("linear", by_pair, w, spec=linear.attr("spec"), via=via)
+        if shared:
+            return as_dtype(builder, by_pair, op.dtype)
         return as_dtype(builder, builder.op("reduce", by_pair, via=f"{pair_via}.node", op="sum"), op.dtype)
 
     return rebuild(program, visit, new)
@@ -48,7 +55,7 @@ def _summed_product(program: Program, users: list[list[int]], op: Op) -> tuple[O
     if len(linears) != 1 or linears[0].power != 1 or linears[0].inserts:
         return None
     linear, rest = program.ops[linears[0].value], [f for f in found if f is not linears[0]]
-    if not is_float(linear.dtype) or linear.attr("via") != "etype" or len(users[linears[0].value]) != 1:
+    if not is_float(linear.dtype) or linear.attr("via") not in ("etype", "all") or len(users[linears[0].value]) != 1:
         return None
     product = Product.parse(linear.attr("spec"))
     # With another shape, a factor makes several heads of one, which does not commute with the weight of one.
@@ -65,6 +72,10 @@ def _aggregate_is_cheaper(program: Program, linear: Op, reduce: Op, counts: Coun
     """Elements moved each way: rows gathered for each edge, and pair rows that the product reads and writes."""
     x = program.ops[linear.args[0]]
     k, n = x.width, linear.width
+    if linear.attr("via") == "all":
+        # `compact` multiplies rows that depend on one end alone once for each node, so only the rows' width counts.
+        of_nodes = _reads_one_end(program, linear.args[0])
+        return k < n if of_nodes else counts.edges * k + counts.nodes * (k + n) < counts.edges * (k + 2 * n)
     pairs, other = counts.destination_pairs, counts.source_pairs
     if reduce.attr("via") == "src":
         pairs, other = other, pairs
@@ -73,3 +84,17 @@ def _aggregate_is_cheaper(program: Program, linear: Op, reduce: Op, counts: Coun
     rows = min(other, counts.edges) if source else counts.edges
     later = rows * (k + n) + counts.edges * n
     return first < later
+
+
+def _reads_one_end(program: Program, value: int) -> bool:
+    """Whether an edge value depends on the nodes at one end alone."""
+    found, waiting = set(), [value]
+    while waiting:
+        op = program.ops[waiting.pop()]
+        if op.name == "gather" and op.attr("via") in ("src", "dst", "all"):
+            found.add(op.attr("via"))
+        elif op.args and op.name != "gather":
+            waiting += op.args
+        elif op.name != "const":
+            return False
+    return len(found - {"all"}) == 1

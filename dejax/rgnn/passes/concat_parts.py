@@ -1,7 +1,7 @@
 """The sum of two parts that are padded with zeros, each where the other is not, is their concatenation.
 
-The gradient of a value that is read in parts (`merge_gemms`) is such a sum. A loop that computes both parts can then
-write them into one array.
+The gradient of a value that is read in parts (`merge_gemms`) is such a sum. A traversal that computes both parts can
+then write them into one array.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Attention scores are computed in the loop that reads their rows anyway: compaction undone where it does not pay.
+"""Attention scores are computed in the traversal that reads their rows anyway: compaction undone where it does not pay.
 
 Compaction makes two arrays of scalars for a score that is the sum of an inner product by (source, type) pair and one by
-(destination, type) pair. Where there are about as many pairs as edges, the loop over destinations computes both as fast
-as it reads them: it has the rows of both ends, it takes edges in the order of their types, and the vectors of types
-stay in the L1 cache. That spares a product over the destination pairs, and a burst of memory for each edge.
+(destination, type) pair. Where there are about as many pairs as edges, the traversal of destinations computes both as
+fast as it reads them: it has the rows of both ends, it takes edges in the order of their types, and the vectors of
+types stay in the L1 cache. That spares a product over the destination pairs, and a burst of memory for each edge.
 
 For programs without gradients alone: backward reads the scores again, by edge then, and training was no faster.
 """

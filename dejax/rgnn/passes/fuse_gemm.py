@@ -10,7 +10,16 @@ from __future__ import annotations
 import math
 
 from dejax.rgnn.ir.inter import TYPE_VIA, Op, Program, Space
-from dejax.rgnn.ir.intra import KERNEL_DTYPES, MATRIX_SPECS, OUTER_SPECS, Gemm, Instance, Kernels, Outer, access_operand
+from dejax.rgnn.ir.intra import (
+    KERNEL_DTYPES,
+    MATRIX_SPECS,
+    WEIGHT_GRADIENT_SPECS,
+    Gemm,
+    Instance,
+    Kernels,
+    WeightGradient,
+    access_operand,
+)
 from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import Counts, from_memory, powers_of_two
 
@@ -39,9 +48,9 @@ def fuse_gemm(kernels: Kernels, counts: Counts, *, accumulate: bool = False) -> 
         x = access_operand(program, op.args[0])
         if op.name == "linear" and (spec := _as_matrix(program, counts, i)) is not None:
             made.append(_with_epilogue(program, users, i, spec, accumulate))
-        elif op.name == "outer" and op.attr("spec") in OUTER_SPECS:
+        elif op.name == "outer" and op.attr("spec") in WEIGHT_GRADIENT_SPECS:
             y = access_operand(program, op.args[1])
-            made.append(Outer(i, x, y, op.attr("spec"), op.attr("via")))
+            made.append(WeightGradient(i, x, y, op.attr("spec"), op.attr("via")))
     return Kernels(program, (*kernels.instances, *made))
 
 
@@ -61,8 +70,8 @@ def _as_matrix(program: Program, counts: Counts, i: int) -> str | None:
     x = program.ops[op.args[0]]
     many = math.prod(program.ops[op.args[1]].shape[:-1]) >= _MIN_VECTORS
     if x.name == "gather":
-        # Even with one vector, where rows come from memory: a GEMM takes its tiles by node and loads a row once, a loop
-        # over types loads it for each type.
+        # Even with one vector, where rows come from memory: a GEMM takes its tiles by node and loads a row once, a
+        # traversal over types loads it for each type.
         pays = product.left == "k" and product.is_inner and (many or from_memory(program.ops[x.args[0]], counts))
     else:
         pays = product.left == "h" and product.out == "k" and many

@@ -49,7 +49,8 @@ def merge_gemms(program: Program, counts: Counts) -> Program:
         y = builder.op("linear", new[both[0].args[0]], w, spec=_SPEC, via=via)
         biases = [new[m.bias] for m in pair if m.bias is not None]
         if biases:
-            y = builder.op("add", y, builder.op("gather", _stacked(builder, *biases), via=via))
+            rows = {"space": str(op.space)} if via == "all" else {}  # shared biases
+            y = builder.op("add", y, builder.op("gather", _stacked(builder, *biases), via=via, **rows))
         parts = [builder.op("slice", y, axis=0, start=i * heads, stop=(i + 1) * heads) for i in range(2)]
         new[pair[1].value] = parts[1]
         return parts[0]

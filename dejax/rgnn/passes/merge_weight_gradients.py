@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dejax.rgnn.ir.intra import Instance, Kernels, Outer, takes_narrow_rows
+from dejax.rgnn.ir.intra import Instance, Kernels, WeightGradient, takes_narrow_rows
 
 
 def merge_weight_gradients(kernels: Kernels) -> Kernels:
     """Merges pairs of a program's weight gradients; the instances stay in an order in which they can run."""
     instances = list(kernels.instances)
     for narrow in kernels.instances:
-        if not isinstance(narrow, Outer):
+        if not isinstance(narrow, WeightGradient):
             continue
-        wider = [o for o in instances if isinstance(o, Outer) and o is not narrow and _fits(kernels, o, narrow)]
+        wider = [
+            o for o in instances if isinstance(o, WeightGradient) and o is not narrow and _fits(kernels, o, narrow)
+        ]
         for wide in wider:
             both = replace(wide, narrow_out=narrow.out, narrow=narrow.y, narrow_spec=narrow.spec)
             ordered = _with_one(instances, wide, narrow, both)
@@ -27,7 +29,7 @@ def merge_weight_gradients(kernels: Kernels) -> Kernels:
     return replace(kernels, instances=tuple(instances))
 
 
-def _fits(kernels: Kernels, wide: Outer, narrow: Outer) -> bool:
+def _fits(kernels: Kernels, wide: WeightGradient, narrow: WeightGradient) -> bool:
     """Whether one pass over the rows can compute both."""
     ops = kernels.program.ops
     if wide.narrow is not None or narrow.narrow is not None:
@@ -43,7 +45,9 @@ def _fits(kernels: Kernels, wide: Outer, narrow: Outer) -> bool:
     )
 
 
-def _with_one(instances: list[Instance], wide: Outer, narrow: Outer, both: Outer) -> list[Instance] | None:
+def _with_one(
+    instances: list[Instance], wide: WeightGradient, narrow: WeightGradient, both: WeightGradient
+) -> list[Instance] | None:
     """The instances with one in the place of the later or the earlier of two; None where neither order can run."""
     first, last = sorted((instances.index(wide), instances.index(narrow)))
     before, between, after = instances[:first], instances[first + 1 : last], instances[last + 1 :]

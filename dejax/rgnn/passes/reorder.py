@@ -13,7 +13,8 @@ from dejax.rgnn.passes._rewrite import Counts, Rewrite
 
 _PLAIN = Product.parse("k,kn->n")
 _INNER, _INNER_BY_HEAD = Product.parse("k,k->"), Product.parse("hk,hk->h")
-# The bytes that reading a scalar by type costs an edge, whose types need not be in the order of the loop: one burst.
+# The bytes that reading a scalar by type costs an edge, whose types need not be in the order of the traversal: one
+# burst.
 _TYPED_READ_BYTES = 64
 
 

@@ -53,7 +53,7 @@ def cut(joint: Program, num_inputs: int, num_outputs: int, counts: Counts, *, sa
     kept = _compared(joint) | {
         op.args[0] for i, op in enumerate(ops) if op.name == "linear" and i not in late and op.space == Space.NODE
     }
-    # The divisor of a softmax, and not the sum that it is made of: loops then read it as it is.
+    # The divisor of a softmax, and not the sum that it is made of: traversals then read it as it is.
     kept |= {i for i in range(len(ops)) if divisor(joint, i) is not None}
     saved: dict[int, None] = {}
     recomputed: set[int] = set()
@@ -125,7 +125,7 @@ def _keep(program: Program, value: int, counts: Counts, save_all: bool) -> bool:
 def _dot_of_rows(program: Program, op: Op) -> bool:
     """Whether an edge value is the inner product of two gathered rows.
 
-    The loops of its gradient load both rows: one for each segment, the other for each entry.
+    The traversals of its gradient load both rows: one for each segment, the other for each entry.
     """
     return op.name == "dot" and all(program.ops[a].name == "gather" for a in op.args)
 

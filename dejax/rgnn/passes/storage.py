@@ -1,7 +1,7 @@
-"""Which values kernels keep in 16 bits (`dejax.pallas.formats.half_rows`): wide float32 rows that only kernels read.
+"""Which values kernels keep in 16 bits (`dejax.pallas.formats.row_scaled`): wide float32 rows that only kernels read.
 
-Where products round their operands to 10 bits (TF32), rows may be stored with 10 bits. The loops that read one such row
-for each edge then move half the bytes. `linear_in` says for which rows that is safe.
+Where products round their operands to 10 bits (TF32), rows may be stored with 10 bits. The traversals that read one
+such row for each edge then move half the bytes. `linear_in` says for which rows that is safe.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from functools import lru_cache
 
 from dejax.pallas.machine import H200
 from dejax.rgnn.ir.inter import Op, Program, Space
-from dejax.rgnn.ir.intra import Fallback, Gemm, Instance, Kernels, Outer, Traversal
+from dejax.rgnn.ir.intra import Fallback, Gemm, Instance, Kernels, Traversal, WeightGradient
 from dejax.rgnn.passes._rewrite import Counts
 from dejax.rgnn.passes.save import Cut
 
 # Narrower rows share a memory sector anyway.
 MIN_WIDTH = 16
 
-# Rows to 16 bits: 6 bytes a number once, for 2 bytes less at each read, and what a launch takes, in bytes.
+# Rows to 16 bits: 6 bytes an element once, for 2 bytes less at each read, and what a launch takes, in bytes.
 _ENCODED_WIDTH = 32
 _LAUNCH_BYTES = 13_000_000
-# What a sum of outer products of two wide rows saves beside another read where rows come from memory: 3.1 million reads
-# of 1.9 million rows 43 us, and their product 68 (a sum with narrow rows 250).
-_READ_OF_OUTER = 0.5
+# What a weight gradient of two wide rows saves, compared with another read, where rows come from memory: 3.1 million
+# reads of 1.9 million rows 43 us, and their product 68 (a sum with narrow rows 250).
+_READ_OF_WEIGHT_GRADIENT = 0.5
 _CACHED_BYTES = H200.cache_bytes * 5 / 3
 # A product of rows of so many float32 numbers is bound by their conversion, and counts as several reads. 3 million rows
 # of 1.9 million, 256 to 256: 1.47 ms and 0.68 for putting them in 16 bits, 2.78 without.
 _WIDE_PRODUCT = 256
 _READS_OF_WIDE = 4
 # Vectors of types come from the L1, and in 16 bits in half the time: sums over 3 million pairs of nodes 0.40 -> 0.34 ms
-_MANY_ITEMS = 1_000_000
+_MANY_ENTRIES = 1_000_000
 
 
 # Linear, row by row or where rows are read.
@@ -48,7 +48,7 @@ class _Carries:
     """That a value is made of a stored row.
 
     Attributes:
-      summed: after a product or a sum, whose result is a row or a number of its own.
+      summed: after a product or a sum, whose result is a row or a scalar of its own.
       part: (axis, start, stop) where it is of some features alone.
     """
 
@@ -158,19 +158,21 @@ def _pays(reads: float, rows: int, width: int) -> bool:
 
 
 def encoded_values(
-    kernels: Kernels, num_rows: Callable[[Space], int], half: frozenset[int] | None = None
+    kernels: Kernels, num_rows: Callable[[Space], int], row_scaled: frozenset[int] | None = None
 ) -> frozenset[int]:
     """Values in float32 that are worth putting in 16 bits first, because instances read their rows many times.
 
     Args:
       kernels: a level-2 program.
       num_rows: rows of each space.
-      half: the values that are in 16 bits already; by default what the kernels write so.
+      row_scaled: the values that are in 16 bits already; by default what the kernels write so.
     """
     ops = kernels.program.ops
-    half = kernels.half if half is None else half
+    row_scaled = kernels.row_scaled if row_scaled is None else row_scaled
     reads = _rounded_reads(kernels, num_rows)
-    return frozenset(v for v, n in reads.items() if v not in half and _pays(n, num_rows(ops[v].space), ops[v].width))
+    return frozenset(
+        v for v, n in reads.items() if v not in row_scaled and _pays(n, num_rows(ops[v].space), ops[v].width)
+    )
 
 
 def shared_encodings(
@@ -201,12 +203,12 @@ def _rounded_reads(kernels: Kernels, num_rows: Callable[[Space], int]) -> dict[i
             values, rows = [instance.x.value], num_rows(ops[instance.product].space)
             if ops[instance.x.value].width >= _WIDE_PRODUCT:
                 rows *= _READS_OF_WIDE
-        elif isinstance(instance, Outer):
+        elif isinstance(instance, WeightGradient):
             values, rows = [instance.x.value, instance.y.value], num_rows(ops[instance.x.name].space)
             x = ops[instance.x.value]
             from_memory = 4 * x.width * num_rows(x.space) > _CACHED_BYTES
             if from_memory and min(ops[v].width for v in values) >= _ENCODED_WIDTH:
-                rows *= _READ_OF_OUTER
+                rows *= _READ_OF_WEIGHT_GRADIENT
         elif isinstance(instance, Traversal) and may_round(kernels, instance):
             gathered = [o.value for o in instance.operands if o.access == "gathered"]
             values, rows = [v for v in gathered if linear_in(kernels.program, v)], num_rows(instance.space)
@@ -234,7 +236,7 @@ def storage(
 
     Args:
       kernels: a level-2 program.
-      packed: numbers of the program's outputs that may be stored so too; others may not.
+      packed: positions of the program's outputs that may be stored so too; others may not.
       alone: whether no gradients are made of the program, so that inner products are compared with none of theirs: they
         may then be of rounded rows, as those that are products of matrices are.
       counts: of the graph. Where it has many pairs, sums of vectors of types are of rounded ones.
@@ -247,7 +249,7 @@ def storage(
     for instance in kernels.instances:
         found -= _needs_whole(instance)
     rounded: set[int] = set()
-    elsewhere: set[int] = set()  # names that a loop reads for something else
+    elsewhere: set[int] = set()  # names that a traversal reads for something else
     for t in kernels.instances if alone else ():
         if isinstance(t, Traversal):
             names = _in_inner_products(kernels, t)
@@ -255,14 +257,14 @@ def storage(
             elsewhere |= {o.name for o in t.loaded} - names
     rounded -= elsewhere
     if counts is not None:
-        loops = [loop for t in kernels.instances if isinstance(t, Traversal) for loop in t.loops]
-        many = [loop for loop in loops if loop.via is not None and counts.rows(loop.space) >= _MANY_ITEMS]
-        rounded.update(*(_vectors_of_sums(kernels, loop) for loop in many))
+        alone_or_fused = [each for t in kernels.instances if isinstance(t, Traversal) for each in t.with_fused]
+        many = [t for t in alone_or_fused if t.via is not None and counts.rows(t.space) >= _MANY_ENTRIES]
+        rounded.update(*(_vectors_of_sums(kernels, t) for t in many))
     return Kernels(kernels.program, kernels.instances, frozenset(found), frozenset(rounded))
 
 
 def _vectors_of_sums(kernels: Kernels, t: Traversal) -> set[int]:
-    """Vectors of types in float32 that a loop multiplies numbers by, and sums."""
+    """Vectors of types in float32 that a traversal multiplies scalars by, and sums."""
     ops = kernels.program.ops
     weights = {ops[i].args[1] for i in t.body if ops[i].name == "linear" and ops[i].width > ops[ops[i].args[0]].width}
     read = [o for o in t.operands if o.access == "gathered" and o.name in weights and o.part is None]
@@ -270,10 +272,10 @@ def _vectors_of_sums(kernels: Kernels, t: Traversal) -> set[int]:
 
 
 def _in_inner_products(kernels: Kernels, t: Traversal) -> set[int]:
-    """Operands in wide float32 rows, of the loop's row or of a type, that are used in inner products alone."""
+    """Operands in wide float32 rows, of the traversal's row or of a type, that are used in inner products alone."""
     ops, users = kernels.program.ops, kernels.program.users()
     body = set(t.body)
-    reduced = {v for a in t.accumulators for v in (a.value, *(term.value for term in a.terms))} | set(t.item_outputs)
+    reduced = {v for a in t.accumulators for v in (a.value, *(term.value for term in a.terms))} | set(t.entry_outputs)
 
     def summed(value: int) -> bool:
         """Whether all that reads a value is a sum over its features, perhaps after products, additions and reshapes."""
@@ -298,7 +300,7 @@ def _candidates(kernels: Kernels, instance: Instance) -> list[int]:
     if isinstance(instance, Gemm) and instance.accumulate is None:
         written = (instance.out,)
     elif isinstance(instance, Traversal) and instance.via is None:
-        written = instance.item_outputs  # which it uses itself as it writes them
+        written = instance.entry_outputs  # which it uses itself as it writes them
     elif isinstance(instance, Traversal):
         # What the epilogue uses again must be what was written.
         used = {a for i in instance.epilogue for a in ops[i].args}
@@ -307,10 +309,10 @@ def _candidates(kernels: Kernels, instance: Instance) -> list[int]:
 
 
 def _needs_whole(instance: Instance) -> set[int]:
-    """Values that the instance cannot read as `HalfRows`."""
+    """Values that the instance cannot read as `RowScaled`."""
     if isinstance(instance, Gemm):
         return set(instance.reads) - {instance.x.value}
-    if isinstance(instance, Outer):
+    if isinstance(instance, WeightGradient):
         return set()
     if isinstance(instance, Traversal):
         return {o.value for o in instance.operands if o.access == "shared"}

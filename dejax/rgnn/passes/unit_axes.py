@@ -7,7 +7,7 @@
 So a score is a scalar, or a scalar for each head, however it was written, and its product with a matrix of one column
 is an inner product: later passes see one form. Products, sums and reshapes that give such an axis, and inputs of edges,
 go without it from there on. Other axes of size 1 (one head, say) stay, and so do the shapes of inputs and outputs.
-`can_weigh` says which of those a loop can align.
+`can_weigh` says which of those a traversal can align.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 
 from dejax.rgnn import Options, library
 from dejax.rgnn.compiler import execute
-from dejax.rgnn.compiler.cost import CostModel, Machine, training_models
+from dejax.rgnn.compiler.cost import CostConstants, CostModel, training_models
 from dejax.rgnn.ir.intra import Gemm, Kernels, Traversal
 from dejax.rgnn.passes import Counts
 from dejax.rgnn.passes.storage import encoded_values
@@ -48,13 +48,13 @@ def test_a_grouped_gemm_takes_its_bytes_over_the_bandwidth() -> None:
     counts = replace(MANY, destination_pairs=1_500_000)
     kernels = forward("rgat", counts)
     products = {instance.out: i for i, instance in enumerate(kernels.instances) if isinstance(instance, Gemm)}
-    ((product, number),) = ((v, i) for v, i in products.items() if v in kernels.half)
+    ((product, number),) = ((v, i) for v, i in products.items() if v in kernels.row_scaled)
     assert kernels.program.ops[product].width == 64
     cost = CostModel(kernels, counts).costs()[number]
     rows = counts.source_pairs
     least = counts.nodes * 256 + rows * 129
     assert least < cost.bytes < rows * (256 + 4 + 129) + 2**20
-    assert cost.seconds > cost.bytes / Machine().bytes_per_second
+    assert cost.seconds > cost.bytes / CostConstants().bytes_per_second
     assert cost.flops == 2 * rows * 64 * 64
 
 
@@ -63,7 +63,7 @@ def test_backward_reads_what_forward_stored_in_16_bits() -> None:
     cut, *tasks = execute.training_tasks(task, execute.differentiable_positions(task))
     forward_kernels, backward = (execute.inference_kernels(t) for t in tasks)
     _, model = training_models(cut, forward_kernels, backward, MANY, "tf32")
-    kept = model.half - backward.half - model.encoded
+    kept = model.row_scaled - backward.row_scaled - model.encoded
     assert kept and all(backward.program.ops[v].name == "input" for v in kept)
     without = sum(c.bytes for c in CostModel(backward, MANY).costs())
     assert sum(c.bytes for c in model.costs()) < without
@@ -94,7 +94,7 @@ def test_operators_of_fused_reductions_count() -> None:
     task = task_of("rgat", MANY)
     _, _, backward = execute.training_tasks(task, execute.differentiable_positions(task))
     kernels = execute.inference_kernels(backward)
-    ((number, loop),) = ((n, t) for n, t in enumerate(kernels.instances) if isinstance(t, Traversal) and t.beside)
+    ((number, loop),) = ((n, t) for n, t in enumerate(kernels.instances) if isinstance(t, Traversal) and t.fused_sums)
     body = lambda t: MANY.rows(t.space) * sum(kernels.program.ops[i].width for i in t.body)  # noqa: E731
-    assert body(loop.beside) > 0
-    assert CostModel(kernels, MANY).costs()[number].flops == body(loop) + body(loop.beside)
+    assert body(loop.fused_sums) > 0
+    assert CostModel(kernels, MANY).costs()[number].flops == body(loop) + body(loop.fused_sums)

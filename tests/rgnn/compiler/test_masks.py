@@ -25,7 +25,7 @@ BACKENDS = {
         backend="pallas", precision="f32", interpret=True, disable=("share_scalars", "hoist")
     ),
 }
-EDGES = GRAPHS["hubs"]
+EDGES = GRAPHS["long_segments"]
 DESTINATION = {"dst": EDGES.receivers, "relation": EDGES.receivers * EDGES.num_edge_types + EDGES.edge_type}
 
 
@@ -82,7 +82,7 @@ def cases() -> list:
 def test_masked_scores(backend: str, within: str, shape: tuple[int, ...]) -> None:
     """The softmax of -inf is 0. Where all scores are -inf, softmax, gradient and maximum are 0."""
     s, x, finite = arrays(shape)
-    graph, options = EDGES.build(hub_chunk=CHUNK), BACKENDS[backend]
+    graph, options = EDGES.build(long_segment_chunk=CHUNK), BACKENDS[backend]
     program = rgnn.program(lambda g, s, x: attention(g, s, x, within))
 
     def loss(results: tuple) -> Any:
@@ -112,7 +112,7 @@ def test_masked_scores(backend: str, within: str, shape: tuple[int, ...]) -> Non
 def test_masks_in_16_bits(backend: str, dtype: str) -> None:
     """A mask as a bias of 0 or -inf gives the same as `where_positive`."""
     s, x, finite = arrays((2,))
-    graph, options = EDGES.build(hub_chunk=CHUNK), BACKENDS[backend]
+    graph, options = EDGES.build(long_segment_chunk=CHUNK), BACKENDS[backend]
     ready = [jnp.asarray(a, dtype) for a in (np.where(finite, s, 0.3), x, np.where(finite, 0, -np.inf), finite)]
     biased = rgnn.program(lambda g, s, x, b, m: attention(g, g.edge(s) + g.edge(b), x, "dst"))
     chosen = rgnn.program(
@@ -140,7 +140,9 @@ def test_infinite_and_nan_scores(backend: str, bad: float) -> None:
     at = int(np.flatnonzero(EDGES.receivers == EDGES.receivers[np.isfinite(s)][0])[0])
     s[at] = bad
     program = rgnn.program(lambda g, s, x: attention(g, s, x, "dst"))
-    _, share, _ = program(EDGES.build(hub_chunk=CHUNK), jnp.asarray(s), jnp.asarray(x), options=BACKENDS[backend])
+    _, share, _ = program(
+        EDGES.build(long_segment_chunk=CHUNK), jnp.asarray(s), jnp.asarray(x), options=BACKENDS[backend]
+    )
     np.testing.assert_array_equal(np.isnan(share), EDGES.receivers == EDGES.receivers[at])
 
 

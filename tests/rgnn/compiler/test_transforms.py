@@ -19,7 +19,7 @@ from dejax.rgnn import Options, RelGraph, library
 from dejax.rgnn.compiler import execute
 from tests.rgnn.cases import Size
 from tests.rgnn.contract import make_arrays
-from tests.rgnn.references import GRAPHS, HUB_CHUNK, graph_of
+from tests.rgnn.references import GRAPHS, LONG_SEGMENT_CHUNK, graph_of
 
 BACKENDS = {
     "xla": Options(backend="xla", precision="f32"),
@@ -232,7 +232,7 @@ def test_shard_map(backend: str, sharded: str) -> None:
 def test_one_compilation_for_equal_graphs() -> None:
     """Two graphs with equal counts share one trace, under the caller's jit and outside of it."""
     x, params = arrays()
-    first, second = (GRAPHS["typical"].build(hub_chunk=HUB_CHUNK) for _ in range(2))
+    first, second = (GRAPHS["typical"].build(long_segment_chunk=LONG_SEGMENT_CHUNK) for _ in range(2))
     count = 0
 
     @rgnn.program

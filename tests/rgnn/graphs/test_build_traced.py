@@ -27,7 +27,7 @@ NODES, EDGES, EDGE_TYPES, NODE_TYPES = 6, 14, 3, 2
 
 @partial(jax.jit, static_argnames=("num_nodes", "num_edge_types", "num_node_types", "add_reverse", "add_self_loops"))
 def build(senders: Any, receivers: Any, edge_type: Any, **options: Any) -> RelGraph:
-    return RelGraph.build_traced(senders, receivers, edge_type, hub_chunk=CHUNK, **options)
+    return RelGraph.build_traced(senders, receivers, edge_type, long_segment_chunk=CHUNK, **options)
 
 
 def padded_lists() -> st.SearchStrategy[EdgeList]:
@@ -65,8 +65,8 @@ def check_agreement(traced: RelGraph, graph: RelGraph) -> None:
             if theirs.order is not None and ours.order is not None:
                 np.testing.assert_array_equal(ours.order[:valid], theirs.order[:valid])
                 # Padding entries come last, in ascending order; the exact table has no unused pairs.
-                same = ours.num_items == theirs.num_items
-                rest = theirs.order[valid:] if same else np.arange(valid, ours.num_items)
+                same = ours.num_entries == theirs.num_entries
+                rest = theirs.order[valid:] if same else np.arange(valid, ours.num_entries)
                 np.testing.assert_array_equal(ours.order[valid:], rest)
             np.testing.assert_array_equal(ours.offsets[: theirs.num_rows + 1], theirs.offsets)
             assert (np.asarray(ours.offsets[theirs.num_rows :]) == valid).all()
@@ -80,16 +80,16 @@ def check_pieces(ours: Segments, theirs: Segments) -> None:
         np.testing.assert_array_equal(table.row_type[:used], exact.row_type)
         np.testing.assert_array_equal(table.start[:used], exact.start)
         assert (np.asarray(table.start[used:]) == int(theirs.offsets[-1])).all()
-    if ours.hubs is None or theirs.hubs is None:
-        assert theirs.hubs is None and (ours.hubs is None or int(ours.hubs.offsets[-1]) == 0)
+    if ours.long_segments is None or theirs.long_segments is None:
+        assert theirs.long_segments is None and (ours.long_segments is None or int(ours.long_segments.offsets[-1]) == 0)
         return
-    hubs, chunks = len(theirs.hubs.rows), len(theirs.hubs.chunk_row)
-    np.testing.assert_array_equal(ours.hubs.rows[:hubs], theirs.hubs.rows)
-    np.testing.assert_array_equal(ours.hubs.offsets[: hubs + 1], theirs.hubs.offsets)
+    long_segments, chunks = len(theirs.long_segments.rows), len(theirs.long_segments.chunk_row)
+    np.testing.assert_array_equal(ours.long_segments.rows[:long_segments], theirs.long_segments.rows)
+    np.testing.assert_array_equal(ours.long_segments.offsets[: long_segments + 1], theirs.long_segments.offsets)
     for name in ("chunk_row", "chunk_start", "chunk_end"):
-        np.testing.assert_array_equal(getattr(ours.hubs, name)[:chunks], getattr(theirs.hubs, name))
-    np.testing.assert_array_equal(ours.hubs.chunk_start[chunks:], ours.hubs.chunk_end[chunks:])
-    assert (np.asarray(ours.hubs.rows[hubs:]) == ours.num_rows).all()
+        np.testing.assert_array_equal(getattr(ours.long_segments, name)[:chunks], getattr(theirs.long_segments, name))
+    np.testing.assert_array_equal(ours.long_segments.chunk_start[chunks:], ours.long_segments.chunk_end[chunks:])
+    assert (np.asarray(ours.long_segments.rows[long_segments:]) == ours.num_rows).all()
 
 
 @SETTINGS
@@ -97,7 +97,7 @@ def check_pieces(ours: Segments, theirs: Segments) -> None:
 def test_agrees_with_the_numpy_builder(edges: EdgeList, added: bool) -> None:
     positional, keywords = edges.arguments()
     traced = build(*positional, **keywords, add_reverse=added, add_self_loops=added)
-    graph = edges.build(hub_chunk=CHUNK, add_reverse=added, add_self_loops=added)
+    graph = edges.build(long_segment_chunk=CHUNK, add_reverse=added, add_self_loops=added)
     check_agreement(traced, graph)
 
 
@@ -134,7 +134,7 @@ def test_large_graphs_agree_with_the_numpy_builder(case: str) -> None:
     node_type = rng.integers(0, NODE_TYPES, nodes).astype(np.int32)
     edges = EdgeList(*ends, edge_type, nodes, types, node_type, NODE_TYPES, edge_mask=mask)
     positional, keywords = edges.arguments()
-    check_agreement(build(*positional, **keywords), edges.build(hub_chunk=CHUNK))
+    check_agreement(build(*positional, **keywords), edges.build(long_segment_chunk=CHUNK))
 
 
 @pytest.mark.parametrize("bounds", [(5, 7, 9), (70_000, 300, 60_000), (1 << 31, 3), (1,)])
@@ -264,9 +264,9 @@ def test_smallest_graphs(num_edges: int, num_nodes: int) -> None:
 def test_works_outside_jit_and_under_strict_promotion() -> None:
     arguments: dict[str, Any] = {"num_nodes": 4, "num_edge_types": 2, "num_valid_edges": 2}
     ids = np.array([0, 1, 3]), np.array([1, 1, 1]), np.array([1, 0, 0])
-    eager = RelGraph.build_traced(*ids, hub_chunk=CHUNK, **arguments)
+    eager = RelGraph.build_traced(*ids, long_segment_chunk=CHUNK, **arguments)
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        traced = jax.jit(lambda *ids: RelGraph.build_traced(*ids, hub_chunk=CHUNK, **arguments))(*ids)
+        traced = jax.jit(lambda *ids: RelGraph.build_traced(*ids, long_segment_chunk=CHUNK, **arguments))(*ids)
     assert jax.tree.structure(eager) == jax.tree.structure(traced)
     jax.tree.map(np.testing.assert_array_equal, eager, traced)
 
@@ -275,7 +275,7 @@ def test_works_outside_jit_and_under_strict_promotion() -> None:
 def test_vmap_over_graphs_of_one_shape() -> None:
     rng = np.random.default_rng(0)
     ids = [jnp.asarray(rng.integers(0, bound, (3, 8)), jnp.int32) for bound in (5, 5, 2)]
-    one = partial(RelGraph.build_traced, num_nodes=5, num_edge_types=2, hub_chunk=CHUNK)
+    one = partial(RelGraph.build_traced, num_nodes=5, num_edge_types=2, long_segment_chunk=CHUNK)
     many = jax.vmap(one)(*ids)
     for batch in range(3):
         jax.tree.map(

@@ -53,7 +53,7 @@ def edge_list(batch: jraph.GraphsTuple, padding_nodes: int = 0, padding_edges: i
 batches = st.lists(edge_lists(max_nodes=5, max_edges=9), min_size=1, max_size=3).map(
     lambda lists: jraph.batch_np([graphs_tuple(edges) for edges in lists])
 )
-TYPES: dict[str, Any] = {"num_edge_types": EDGE_TYPES, "num_node_types": NODE_TYPES, "hub_chunk": CHUNK}
+TYPES: dict[str, Any] = {"num_edge_types": EDGE_TYPES, "num_node_types": NODE_TYPES, "long_segment_chunk": CHUNK}
 
 
 def assert_same_tuple(actual: jraph.GraphsTuple, expected: jraph.GraphsTuple) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dejax.rgnn.graphs import sorting, tables
 from dejax.rgnn.graphs.rel_graph import LOOPS, RelGraph
-from dejax.rgnn.graphs.tables import HUB_CHUNK, tile_table
+from dejax.rgnn.graphs.tables import LONG_SEGMENT_CHUNK, tile_table
 from dejax.rgnn.interop import to_relations
 from tests.budget import examples
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
@@ -28,14 +28,14 @@ SETTINGS = hypothesis.settings(deadline=None, max_examples=examples(60))
 @SETTINGS
 @hypothesis.given(edge_lists(), st.booleans(), st.booleans())
 def test_every_table_agrees_with_the_reference(edges: EdgeList, add_reverse: bool, add_self_loops: bool) -> None:
-    graph = edges.build(add_reverse=add_reverse, add_self_loops=add_self_loops, hub_chunk=CHUNK)
+    graph = edges.build(add_reverse=add_reverse, add_self_loops=add_self_loops, long_segment_chunk=CHUNK)
     check_tables(graph, edges.added(add_reverse, add_self_loops), exact=True)
 
 
 @SETTINGS
 @hypothesis.given(edge_lists(masks=True), st.booleans(), st.booleans())
 def test_every_table_of_a_masked_graph_agrees(edges: EdgeList, add_reverse: bool, add_self_loops: bool) -> None:
-    graph = edges.build(add_reverse=add_reverse, add_self_loops=add_self_loops, hub_chunk=CHUNK)
+    graph = edges.build(add_reverse=add_reverse, add_self_loops=add_self_loops, long_segment_chunk=CHUNK)
     check_tables(graph, edges.added(add_reverse, add_self_loops), exact=True)
 
 
@@ -129,7 +129,7 @@ def test_large_graph_agrees_with_lexsort() -> None:
     rng = np.random.default_rng(1)
     nodes, edges, types = 5_000, 300_000, 300
     senders, receivers = rng.integers(0, nodes, (2, edges))
-    receivers[: 3 * HUB_CHUNK] = 17
+    receivers[: 3 * LONG_SEGMENT_CHUNK] = 17
     edge_type = rng.integers(0, types, edges) ** 2 // types
     graph = RelGraph.from_edges(senders, receivers, edge_type, num_nodes=nodes, num_edge_types=types)
     ids = np.lexsort((senders, receivers, edge_type))
@@ -145,11 +145,22 @@ def test_large_graph_agrees_with_lexsort() -> None:
         np.testing.assert_array_equal(by_pair.index, index)
         np.testing.assert_array_equal(np.stack([by_type.index, by_node.index]), pairs)
         np.testing.assert_array_equal(by_node.order, np.argsort(pairs[1], kind="stable"))
-    hubs = graph.by_receiver.hubs
-    assert hubs is not None and 17 in np.asarray(hubs.rows) and hubs.chunk == HUB_CHUNK
-    assert graph.by_sender.hubs is None
+    long_segments = graph.by_receiver.long_segments
+    assert (
+        long_segments is not None and 17 in np.asarray(long_segments.rows) and long_segments.chunk == LONG_SEGMENT_CHUNK
+    )
+    assert graph.by_sender.long_segments is None
     tiles = graph.by_edge_type.tiles_for(128)
     assert len(tiles.start) <= edges // 128 + types  # and not types times tiles
+
+
+def test_the_old_name_of_long_segment_chunk() -> None:
+    ends = ([0, 1, 2, 3] * 3, [0] * 12, [0] * 12)
+    with pytest.warns(DeprecationWarning, match="`hub_chunk` is named `long_segment_chunk`"):
+        graph = RelGraph.from_edges(*ends, num_nodes=4, hub_chunk=4)  # type: ignore[call-arg]
+    assert graph.by_receiver.long_segments is not None and graph.by_receiver.long_segments.chunk == 4
+    with pytest.raises(TypeError, match="must not be given with `long_segment_chunk`"):
+        RelGraph.from_edges(*ends, num_nodes=4, hub_chunk=4, long_segment_chunk=4)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("add_self_loops", [False, True])
@@ -165,7 +176,12 @@ def test_no_nodes() -> None:
 
 
 def test_is_a_pytree_with_a_hashable_static_part() -> None:
-    kwargs: dict[str, Any] = {"num_nodes": 3, "edge_type_names": ["a", "b"], "add_reverse": True, "hub_chunk": 1}
+    kwargs: dict[str, Any] = {
+        "num_nodes": 3,
+        "edge_type_names": ["a", "b"],
+        "add_reverse": True,
+        "long_segment_chunk": 1,
+    }
     graph = RelGraph.from_edges([0, 1, 2], [1, 0, 0], [0, 1, 1], **kwargs)
     leaves, structure = jax.tree.flatten(graph)
     assert all(isinstance(leaf, jax.Array) and leaf.dtype == jnp.int32 for leaf in leaves)
@@ -247,7 +263,7 @@ WRONG = [
     (_with(edge_type_names=["a", "a"]), ValueError, "edge_type_names must be distinct, got 'a'"),
     (_with(edge_type_names="ab"), TypeError, "edge_type_names must be a sequence of strings"),
     (_with(edge_type_names=["a", "b"], num_edge_types=3), ValueError, "num_edge_types = 3 types, got 2"),
-    (_with(hub_chunk=0), ValueError, "hub_chunk must be at least 1"),
+    (_with(long_segment_chunk=0), ValueError, "long_segment_chunk must be at least 1"),
 ]
 
 
@@ -359,7 +375,7 @@ def test_tables_in_one_array() -> None:
     rng = np.random.default_rng(0)
     senders, receivers = rng.integers(0, 60, (2, 3000))
     types, nodes = rng.integers(0, 3, 3000), rng.integers(0, 2, 60)
-    graph = RelGraph.from_edges(senders, receivers, types, num_nodes=60, node_type=nodes, hub_chunk=16)
+    graph = RelGraph.from_edges(senders, receivers, types, num_nodes=60, node_type=nodes, long_segment_chunk=16)
     packed = graph.with_loop_tables()
     assert packed.packed is not None and packed.with_loop_tables() is packed
     # The arguments of a compiled step cost a microsecond each.
@@ -367,14 +383,14 @@ def test_tables_in_one_array() -> None:
     for name in LOOPS:
         apart, together = getattr(graph, name).with_loop(), packed.grouping(name)
         jax.tree.map(np.testing.assert_array_equal, together, jax.tree.map(np.asarray, apart))
-        assert getattr(packed, name).hubs is None
+        assert getattr(packed, name).long_segments is None
     for name in ("by_edge_type", "source_pair_by_type", "by_node_type"):
         group = packed.grouping(name)
         for table, apart in zip(group.tiles, getattr(graph, name).tiles, strict=True):
             np.testing.assert_array_equal(table.row_type, apart.row_type)
             np.testing.assert_array_equal(table.start, apart.start)
     # The same pytree structure, so that a graph of the same sizes compiles nothing again.
-    again = RelGraph.from_edges(senders, receivers, types, num_nodes=60, node_type=nodes, hub_chunk=16)
+    again = RelGraph.from_edges(senders, receivers, types, num_nodes=60, node_type=nodes, long_segment_chunk=16)
     assert jax.tree.structure(again.with_loop_tables()) == jax.tree.structure(packed)
 
 
@@ -388,7 +404,7 @@ def test_a_graph_that_is_made_while_tracing_is_concrete(monkeypatch: pytest.Monk
 
     rng, inside = np.random.default_rng(1), []
     expected = made()
-    monkeypatch.setattr(sorting, "_MANY_ITEMS", 1)
+    monkeypatch.setattr(sorting, "_MANY_ENTRIES", 1)
     monkeypatch.setattr(sorting, "_BLOCK", 1000)
     rng = np.random.default_rng(1)
     jax.jit(lambda x: inside.append(made()) or x)(0.0)
@@ -409,26 +425,44 @@ def test_kernels_take_rows_with_long_segments_first(throughout: bool, monkeypatc
         block = slice(first, first + (60 if throughout else 16))
         assert (np.diff(counts[block]) <= 0).all()
         np.testing.assert_array_equal(np.sort(loop.rows[block]), np.arange(60)[block])
-    items = [loop.order[a:b] for a, b in itertools.pairwise(loop.offsets)]
-    for row, found in zip(loop.rows, items, strict=True):
+    segments = [loop.order[a:b] for a, b in itertools.pairwise(loop.offsets)]
+    for row, found in zip(loop.rows, segments, strict=True):
         np.testing.assert_array_equal(found, np.arange(offsets[row], offsets[row + 1]))
 
 
 @pytest.mark.parametrize(
-    "items, rows, expected", [(20_851, 7262, 24), (148_100, 27_163, 24), (342_297, 14_541, 64), (620_232, 342_297, 64),
-                              (620_232, 14_541, 96), (4_762_678, 93_773, 128), (30, 1, 64), (10**6, 10, 128)]
+    "entries, rows, expected", [(20_851, 7262, 24), (148_100, 27_163, 24), (342_297, 14_541, 64),
+                                (620_232, 342_297, 64), (620_232, 14_541, 96), (4_762_678, 93_773, 128), (30, 1, 64),
+                                (10**6, 10, 128)]
 )  # fmt: skip
-def test_chunk_sizes(items: int, rows: int, expected: int) -> None:
-    assert tables.hub_chunk_of(items, rows) == expected
+def test_chunk_sizes(entries: int, rows: int, expected: int) -> None:
+    assert tables.long_segment_chunk_of(entries, rows) == expected
 
 
 def test_large_tables_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dejax.rgnn.graphs.packed._SMALL", 100)
     rng = np.random.default_rng(0)
     senders, receivers = rng.integers(0, 60, (2, 3000))
-    graph = RelGraph.from_edges(senders, receivers, rng.integers(0, 3, 3000), num_nodes=60, hub_chunk=16)
+    graph = RelGraph.from_edges(senders, receivers, rng.integers(0, 3, 3000), num_nodes=60, long_segment_chunk=16)
     packed = graph.with_loop_tables()
     loop = packed.by_sender.loop
-    assert loop is not None and loop.hubs is None and loop.order.shape == (3000,)
+    assert loop is not None and loop.long_segments is None and loop.order.shape == (3000,)
     expected = graph.by_sender.with_loop()
     jax.tree.map(np.testing.assert_array_equal, packed.grouping("by_sender"), jax.tree.map(np.asarray, expected))
+
+
+def test_edges_need_no_types() -> None:
+    graph = RelGraph.from_edges([0, 1, 1], [1, 0, 2], num_nodes=3)
+    assert (graph.num_edge_types, graph.num_edges) == (1, 3)
+    assert RelGraph.from_edges([], [], num_nodes=3).num_edges == 0
+    with pytest.raises(ValueError, match="senders"):
+        RelGraph.from_edges([0, 1], [1], num_nodes=3)
+
+
+def test_bipartite_graphs_keep_the_order_of_edges() -> None:
+    graph = RelGraph.from_bipartite([1, 0, 1], [2, 0, 1], [1, 0, 1], num_sources=2, num_destinations=3)
+    senders, receivers, kinds = graph.to_edges()
+    assert senders.tolist() == [1, 0, 1] and receivers.tolist() == [4, 2, 3] and kinds.tolist() == [1, 0, 1]
+    assert graph.node_slice("source") == slice(0, 2) and graph.node_slice("destination") == slice(2, 5)
+    with pytest.raises(IndexError, match=r"receivers\[0\] = 3 is out of range: num_destinations is 3"):
+        RelGraph.from_bipartite([1], [3], num_sources=2, num_destinations=3)

@@ -7,10 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
-from dejax.rgnn.ir.intra import MATRIX_SPECS, NARROW_SPECS, OUTER_SPECS, VECTOR_SPECS
+from dejax.rgnn.ir.intra import MATRIX_SPECS, NARROW_SPECS, VECTOR_SPECS, WEIGHT_GRADIENT_SPECS
 from dejax.rgnn.ir.products import Product, with_axes
 
-SPECS = sorted(MATRIX_SPECS | VECTOR_SPECS | OUTER_SPECS)
+SPECS = sorted(MATRIX_SPECS | VECTOR_SPECS | WEIGHT_GRADIENT_SPECS)
 FORWARD = ["k,kn->n", "hk,hkn->hn", "k,hkn->hn", "hk,kn->hn"]
 INNER = {1: "k,k->", 2: "hk,hk->h"}
 SCALED = {1: "k,->k", 2: "hk,h->hk"}
@@ -66,7 +66,7 @@ def test_a_scaled_vector_leaves_a_weight_gradient(first: str, second: str) -> No
     rows, types = one.rows_first(two.swapped)
     got = contracted(types, contracted(rows.swapped, x, s), a)
     np.testing.assert_allclose(got, contracted(two, x, contracted(one, s, a)))
-    assert str(rows.swapped) in OUTER_SPECS
+    assert str(rows.swapped) in WEIGHT_GRADIENT_SPECS
 
 
 @pytest.mark.parametrize(("spec", "matrix"), [("k,hk->h", "n,kn->k"), ("h,hk->k", "k,kn->n"), ("k,k->", "k,k->")])

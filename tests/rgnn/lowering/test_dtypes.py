@@ -90,7 +90,7 @@ MANY_EDGES = {
 }
 
 
-def hub(degree=70_010):
+def long_segment(degree=70_010):
     """All 70,000 edges of one relation arrive at node 1: float16 ends at 65,504, bfloat16 counts exactly up to 256."""
     relation = (np.arange(degree) < 10).astype(int)
     return rgnn.RelGraph.from_edges(np.arange(degree) % 7, np.ones(degree, int), relation, num_nodes=8)
@@ -103,7 +103,7 @@ def test_layers_in_16_bits_at_a_node_of_many_edges(name, dtype, options):
     program, shape, value, other, expected = MANY_EDGES[name]
     program = program if isinstance(program, rgnn.Program) else rgnn.program(program)
     others = [] if other is None else [jax.tree.map(lambda a: jnp.asarray(a, dtype), other)]
-    found = program(hub(), jnp.full((8, *shape), value, dtype), *others, options=options)
+    found = program(long_segment(), jnp.full((8, *shape), value, dtype), *others, options=options)
     assert found.dtype == dtype
     np.testing.assert_allclose(np.asarray(found, np.float32)[1], expected, rtol=2e-2)
 
@@ -111,7 +111,7 @@ def test_layers_in_16_bits_at_a_node_of_many_edges(name, dtype, options):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_many_equal_maxima_share_a_gradient_in_16_bits(dtype, options):
-    largest, graph = rgnn.program(lambda g, e: g.max_to_dst(g.edge(e))), hub()
+    largest, graph = rgnn.program(lambda g, e: g.max_to_dst(g.edge(e))), long_segment()
     equal = jnp.ones(graph.num_edges, dtype)
     gradient = jax.grad(lambda e: (3e4 * largest(graph, e, options=options)).sum())(equal)
     np.testing.assert_allclose(np.asarray(gradient, np.float32), 3e4 / graph.num_edges, rtol=2e-2)

@@ -13,7 +13,7 @@ from dejax.rgnn import Options, library
 from dejax.rgnn.compiler import execute
 from dejax.rgnn.ir import inter
 from dejax.rgnn.ir.inter import Builder, Program, Space, verify
-from dejax.rgnn.ir.intra import Fallback, Gemm, Kernels, Outer, Traversal, access_by, verify_kernels
+from dejax.rgnn.ir.intra import Fallback, Gemm, Kernels, Traversal, WeightGradient, access_by, verify_kernels
 from dejax.rgnn.passes import LATE, PASSES, RENAMED, Counts, differentiated, lower_to_kernels, optimise, run_passes
 from dejax.rgnn.passes.aggregate import aggregate
 from dejax.rgnn.passes.backward import differentiate
@@ -34,8 +34,10 @@ from dejax.rgnn.passes.merge_weight_gradients import merge_weight_gradients
 from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.save import Cut, cut
 from dejax.rgnn.passes.softmax import expand_softmax
+from dejax.rgnn.passes.split_products import split_products
 from dejax.rgnn.passes.storage import linear_in, storage
 from dejax.rgnn.passes.unit_axes import drop_unit_axes
+from dejax.rgnn.passes.weight_heads import weight_heads
 from tests.rgnn.cases import Size
 from tests.rgnn.contract import make_arrays
 from tests.rgnn.references import GRAPHS, graph_of
@@ -121,6 +123,31 @@ def dot_after_linear(b: Tiny) -> list[int]:
 def scaled_sum(b: Tiny) -> int:
     x, w, e = b.node("x", 4), b.weight("w", 4, 8), b.edge("e")
     return b.sum(b.op("mul", b.linear(b.src(x), w), e))
+
+
+@program("aggregate_shared")
+def sum_through_a_shared_weight(b: Tiny) -> int:
+    x, w, e = b.node("x", 4), b.given("w", Space.GRAPH, 4, 8), b.edge("e")
+    return b.sum(b.linear(b.op("mul", b.src(x), e), w, via="all"))
+
+
+@program("split_products")
+def products_of_concatenations(b: Tiny) -> list[int]:
+    x, e, w, a = b.node("x", 4), b.edge("e", 2), b.given("w", Space.GRAPH, 10, 3), b.weight("a", 8)
+    row = b.op("concat", b.src(x), b.dst(x), e, axis=0)
+    ends = b.op("concat", b.src(x), b.dst(x), axis=0)
+    score = b.op("dot", b.op("gather", a, via="etype"), ends)
+    one_end = b.op("concat", b.src(x), b.op("tanh", b.src(x)), axis=0)
+    return [b.linear(row, w, via="all"), score, b.linear(one_end, b.weight("u", 8, 3))]
+
+
+@program("weight_heads")
+def rows_reshaped_to_heads(b: Tiny) -> list[int]:
+    x, w, c = b.node("x", 4), b.given("w", Space.GRAPH, 4, 6), b.given("c", Space.GRAPH, 6)
+    z = b.op("relu", b.op("add", b.linear(x, w, via="all"), b.op("gather", c, via="all", space="node")))
+    heads = [b.op("reshape", end, shape=(2, 3)) for end in (b.src(z), b.dst(z))]
+    flat = b.linear(b.src(x), b.weight("v", 4, 6))
+    return [b.op("dot", *heads), b.sum(flat), b.sum(b.op("reshape", flat, shape=(3, 2)))]
 
 
 @program("unit_axes")
@@ -267,6 +294,9 @@ GOLDEN: list[tuple[str, Program, Callable[[Program, Counts], Program]]] = [
     ("dce", unused, dce),
     ("reorder", dot_after_linear, reorder),
     ("aggregate", scaled_sum, aggregate),
+    ("aggregate_shared", sum_through_a_shared_weight, aggregate),
+    ("split_products", products_of_concatenations, split_products),
+    ("weight_heads", rows_reshaped_to_heads, weight_heads),
     ("fold", keys, fold),
     ("compact", by_pair, compact),
     ("merge_gemms", keys_and_messages, merge_gemms),
@@ -329,7 +359,7 @@ def test_golden_decompact(golden: Golden) -> None:
 
 
 @program("rounded")
-def vectors_in_two_loops(b: Tiny) -> list[int]:
+def vectors_in_two_traversals(b: Tiny) -> list[int]:
     x, c, d = b.node("x", 64), b.weight("c", 64), b.weight("d", 64)
     vector, other, row = b.op("gather", c, via="etype"), b.op("gather", d, via="etype"), b.dst(x)
     score = b.op("dot", b.op("add", vector, other), row)
@@ -338,9 +368,9 @@ def vectors_in_two_loops(b: Tiny) -> list[int]:
 
 def test_rows_are_rounded_for_inner_products_alone() -> None:
     """A vector that another loop multiplies rows by is read unrounded by all loops."""
-    kernels = fallback(fuse_traversal(Kernels(vectors_in_two_loops), COUNTS))
+    kernels = fallback(fuse_traversal(Kernels(vectors_in_two_traversals), COUNTS))
     assert sum(isinstance(i, Traversal) for i in kernels.instances) == 2
-    ops = vectors_in_two_loops.ops
+    ops = vectors_in_two_traversals.ops
     found = storage(kernels, alone=True).rounded
     assert {(ops[ops[v].args[0]].attr("name"), ops[v].attr("via")) for v in found} == {("d", "etype"), ("x", "dst")}
     assert storage(kernels).rounded == frozenset()
@@ -416,7 +446,7 @@ def test_weight_gradients_that_read_each_other_are_not_merged() -> None:
     after = verify(factor_weights(p, COUNTS))
     assert after != p
     apart = fallback(fuse_gemm(Kernels(dce(after, COUNTS)), COUNTS))
-    assert merge_weight_gradients(apart) == apart and sum(isinstance(i, Outer) for i in apart.instances) == 2
+    assert merge_weight_gradients(apart) == apart and sum(isinstance(i, WeightGradient) for i in apart.instances) == 2
 
 
 def test_golden_storage(golden: Golden) -> None:
@@ -428,11 +458,11 @@ def test_golden_storage(golden: Golden) -> None:
             products_of_products, ("instances", storage(fused)), ("output 1 may be, too", storage(fused, packed=(1,)))
         ),
     )
-    assert fused.program.outputs[0] not in storage(fused, packed=(1,)).half
+    assert fused.program.outputs[0] not in storage(fused, packed=(1,)).row_scaled
 
 
 def test_every_pass_has_a_golden_text() -> None:
-    shown = {name for name, _, _ in GOLDEN}
+    shown = {name for name, _, _ in GOLDEN} - {"aggregate_shared"}  # the same pass
     shown |= {
         "backward",
         "recompute",
@@ -475,7 +505,7 @@ def test_parts_are_read_and_written_where_they_are() -> None:
     read = {o.part for t in loops for o in t.operands}
     assert {(0, 2), (2, 2)} <= read
     (written,) = [v for t in loops for v in t.row_outputs if late.ops[v].name == "concat"]
-    assert written in kernels.half
+    assert written in kernels.row_scaled
     assert not any(
         late.ops[i].name in ("slice", "pad")
         for f in kernels.instances
@@ -660,16 +690,16 @@ def test_scores_of_many_edges_are_recomputed(edges: int, kept: bool) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 4])
-def test_one_loop_of_attention_stores_per_edge_scalars_for_the_others(heads: int) -> None:
+def test_one_traversal_of_attention_stores_per_edge_scalars_for_the_others(heads: int) -> None:
     """HGT's loop over destinations loads rows of keys and messages; the loop over source pairs two scalars a head."""
     _, kernels = hgt_training(60_000_000, heads)
     by_destination, by_pair = (t for t in kernels.instances if isinstance(t, Traversal) and t.space == Space.EDGE)
     ops = kernels.program.ops
     assert (by_destination.via, by_pair.via) == ("dst", "source_pair")
-    assert len(by_destination.item_outputs) == 2 and not by_pair.item_outputs
+    assert len(by_destination.entry_outputs) == 2 and not by_pair.entry_outputs
     assert {ops[i].name for i in by_pair.body} == {"reshape", "mul"}
-    by_item = [o.value for o in by_pair.operands if o.access == "dense"]
-    assert by_item == list(by_destination.item_outputs) and all(ops[v].shape == (heads,) for v in by_item)
+    by_entry = [o.value for o in by_pair.operands if o.access == "dense"]
+    assert by_entry == list(by_destination.entry_outputs) and all(ops[v].shape == (heads,) for v in by_entry)
     assert {o.via for o in by_pair.operands if o.access != "dense"} == {"dst"} and len(by_pair.operands) == 4
     _, apart = hgt_training(60_000_000, heads, "share_scalars")
     assert [t.via for t in apart.instances if isinstance(t, Traversal) and t.space != Space.NODE] == [
@@ -696,7 +726,7 @@ def test_gradients_of_nodes_are_computed_by_a_kernel_and_stored_as_float16() -> 
 def check_gradients_of_nodes(kernels: Kernels) -> None:
     ops = kernels.program.ops
     (made,) = (t for t in kernels.instances if isinstance(t, Traversal) and t.space == Space.NODE)
-    (rows,) = kernels.half.intersection(made.item_outputs)
+    (rows,) = kernels.row_scaled.intersection(made.entry_outputs)
     (total,) = (v for v in made.body if ops[v].name == "sum_features" and rows in ops[ops[v].args[0]].args)
     (loop,) = (t for t in kernels.instances if isinstance(t, Traversal) and t.via == "source_pair")
     assert rows in {o.value for o in loop.operands if o.access == "gathered"}
@@ -704,7 +734,7 @@ def check_gradients_of_nodes(kernels: Kernels) -> None:
         t for t in kernels.instances if isinstance(t, Traversal) and any(ops[i].name == "sub" for i in t.body)
     )
     read = {o.value for o in compared.operands}
-    assert rows in read and any(total in (v, *ops[v].args) for v in read.intersection(made.item_outputs))
+    assert rows in read and any(total in (v, *ops[v].args) for v in read.intersection(made.entry_outputs))
     (count,) = (o.name for o in made.operands if ops[o.value].name == "count")
     assert {o.when for o in made.operands if ops[o.name].width >= 16} == {count}
     assert {o.when for o in made.operands if ops[o.name].width < 16} == {None}
@@ -716,18 +746,18 @@ def check_gradients_of_nodes(kernels: Kernels) -> None:
     (60_000_000, 10, ("storage",), False),
     (600_000, 10, (), None),  # or come from the cache, and so do the inner products'
 ])  # fmt: skip
-def test_gradients_are_copied_where_loops_read_them_often(
+def test_gradients_are_copied_where_traversals_read_them_often(
     edges: int, degree: int, disable: tuple[str, ...], copied: bool | None
 ) -> None:
     _, kernels = hgt_training(edges, 4, *disable, model="rgat", degree=degree)
     made = [t for t in kernels.instances if isinstance(t, Traversal) and t.space == Space.NODE]
     assert len(made) == (copied is not None)
     for t in made:
-        wide = [v for v in t.item_outputs if kernels.program.ops[v].width >= 16]
-        assert len(wide) == copied and kernels.half.issuperset(wide)
+        wide = [v for v in t.entry_outputs if kernels.program.ops[v].width >= 16]
+        assert len(wide) == copied and kernels.row_scaled.issuperset(wide)
 
 
-def test_a_loop_reads_all_rows_of_nodes_where_what_it_makes_goes_elsewhere() -> None:
+def test_a_traversal_reads_all_rows_of_nodes_where_what_it_makes_goes_elsewhere() -> None:
     """Rows of nodes without edges are needed where they are outputs, or gathered by another map."""
     for elsewhere in ("output", "src", "nowhere"):
 
@@ -745,7 +775,7 @@ def test_a_loop_reads_all_rows_of_nodes_where_what_it_makes_goes_elsewhere() -> 
                 found.append(b.op("reduce", b.src(total), via="dst", op="sum"))
             return found
 
-        kernels = fuse_traversal(Kernels(products), replace(COUNTS, nodes=10**7, edges=10**8), half=True)
+        kernels = fuse_traversal(Kernels(products), replace(COUNTS, nodes=10**7, edges=10**8), row_scaled=True)
         read = [o for t in kernels.instances if isinstance(t, Traversal) for o in t.operands if o.when is not None]
         assert len(read) == (2 if elsewhere == "nowhere" else 0)
 
@@ -757,7 +787,7 @@ def test_sums_of_both_kinds_of_pairs(edges: int, types: int, fused: bool, rounde
     """Fused, unless a node may have pairs of hundreds of types; vectors are read as float16 where pairs are many."""
     _, kernels = hgt_training(edges, 4, model="rgat", types=types)
     loops = [t for t in kernels.instances if isinstance(t, Traversal) and t.via is not None and ".node" in t.via]
-    assert [t.beside is not None for t in loops] == ([True] if fused else [False, False])
+    assert [t.fused_sums is not None for t in loops] == ([True] if fused else [False, False])
     vectors = {o.name for t in loops for o in t.loaded if o.via == "destination_pair.etype"}
     assert kernels.rounded == (vectors if rounded else set())
 
@@ -771,8 +801,8 @@ def test_a_few_vectors_by_type_are_a_narrow_product(nodes: int, heads: int, forw
     task, _, _ = library.rgat._prepare(graph_of("typical"), Options(), (arrays.pop("x"), arrays), {})
     task = replace(task, counts=counts)
     _, *halves = execute.training_tasks(task, execute.differentiable_positions(task))
-    for half, expected in zip(halves, (forward, backward), strict=True):
-        kernels = execute.inference_kernels(half)
+    for row_scaled, expected in zip(halves, (forward, backward), strict=True):
+        kernels = execute.inference_kernels(row_scaled)
         narrow = [g for g in kernels.instances if isinstance(g, Gemm) and g.via == "destination_pair.etype"]
         assert len(narrow) == expected
 
@@ -871,7 +901,7 @@ def test_lines_survive_the_passes() -> None:
 
 def test_outer_products_are_weight_gradients() -> None:
     kernels = verify_kernels(fallback(fuse_gemm(Kernels(products), COUNTS)))
-    assert [type(i) for i in kernels.instances] == [Gemm, Outer]
+    assert [type(i) for i in kernels.instances] == [Gemm, WeightGradient]
 
 
 @pytest.mark.sample(6)

@@ -151,7 +151,7 @@ def test_attention_as_it_is_mostly_written(options: Options, dtype: str, toleran
 def run(way: str, x: Shape, options: Options, dtype: str) -> tuple:
     """Results and gradients; one compilation of the reference serves all that is compared with it."""
     program = rgnn.program(lambda g, a: tuple(WAYS[way][0](g, x, a)))
-    graph = EDGES.build(hub_chunk=CHUNK)
+    graph = EDGES.build(long_segment_chunk=CHUNK)
 
     def loss(a: dict[str, Any]) -> tuple:
         results = program(graph, a, options=options)

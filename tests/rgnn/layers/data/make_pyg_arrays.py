@@ -1,4 +1,4 @@
-"""Makes the reference arrays beside this file with PyTorch Geometric, in float64.
+"""Makes the reference arrays next to this file with PyTorch Geometric, in float64.
 
 Run by hand, with a CPU build of PyTorch (neither torch nor torch_geometric is needed by the tests):
 
@@ -52,7 +52,7 @@ HERE = Path(__file__).parent
 Arrays = dict[str, np.ndarray]
 
 
-# the graph: a hub, duplicate edges, self loops, an empty relation, nodes without incoming or outgoing edges
+# the graph: a long segment, duplicate edges, self loops, an empty relation, nodes without incoming or outgoing edges
 
 
 def small_graph(rng: np.random.Generator, nodes: int, edges: int, types: int) -> Arrays:

@@ -1,4 +1,4 @@
-"""Rows in 16 bits; float32 from two float16 numbers, and products of `precision="f32"` beside float64."""
+"""Rows in 16 bits; float32 from two float16 elements, and products of `precision="f32"`, against float64."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dejax import pallas as kernels
-from dejax.pallas.formats.half_rows import encode, halves
+from dejax.pallas.formats.row_scaled import encode, two_floats
 from dejax.pallas.products import grouped_gemm as gemm
 from tests.pallas.reference import decoded, interpreted, tile_table
 
@@ -17,7 +17,7 @@ COUNTS = (40, 0, 35, 125)
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [(37, 100), (5, 17), (5, 3), (5, 4, 5), (0, 20), (0, 4, 5)])
-@pytest.mark.parametrize("how", [encode, interpreted(kernels.to_half_rows)], ids=["XLA", "kernel"])
+@pytest.mark.parametrize("how", [encode, interpreted(kernels.to_row_scaled)], ids=["XLA", "kernel"])
 def test_rows_in_16_bits(how, shape):
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     rows = how(jnp.asarray(x))
@@ -42,12 +42,12 @@ def test_rows_in_16_bits_take_other_axes(given, shape):
 def test_halves_keep_22_bits():
     x = np.random.default_rng(0).uniform(-(2**15), 2**15, 20_000).astype(np.float32)
     x[:10_000] *= np.logspace(-9, 0, 10_000, dtype=np.float32)
-    high, low = (np.asarray(a, np.float64) for a in halves(jnp.asarray(x)))
+    high, low = (np.asarray(a, np.float64) for a in two_floats(jnp.asarray(x)))
     assert np.max(np.abs(high + low - x) / np.maximum(np.abs(x), 2.0**-2)) <= 2.0**-22
 
 
 def test_halves_of_what_is_not_finite():
-    high, low = halves(jnp.array([jnp.inf, -jnp.inf, jnp.nan, 0.0]))
+    high, low = two_floats(jnp.array([jnp.inf, -jnp.inf, jnp.nan, 0.0]))
     np.testing.assert_array_equal(high, np.array([np.inf, -np.inf, np.nan, 0], np.float16))
     np.testing.assert_array_equal(low, np.zeros(4, np.float16))
 
@@ -86,7 +86,7 @@ def test_products_of_float32(k, n, scales, beforehand, monkeypatch):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("k, n, scales", [(64, 64, 0), (20, 17, 20)])
-def test_sums_of_outer_products_of_float32(k, n, scales):
+def test_weight_gradients_of_float32(k, n, scales):
     x, y, _, offsets = operands(k, n, scales)
     parts = zip(
         np.split(x.astype(np.float64), offsets[1:-1]), np.split(y.astype(np.float64), offsets[1:-1]), strict=True
@@ -109,7 +109,7 @@ def test_a_row_that_is_not_finite_stays_alone():
     np.testing.assert_array_equal(found[others], clean[others])
 
 
-@pytest.mark.parametrize("how", [encode, interpreted(kernels.to_half_rows)], ids=["XLA", "kernel"])
+@pytest.mark.parametrize("how", [encode, interpreted(kernels.to_row_scaled)], ids=["XLA", "kernel"])
 @pytest.mark.parametrize("infinity", [np.inf, -np.inf])
 def test_infinities_take_no_digit_of_their_row(how, infinity):
     x = np.random.default_rng(0).standard_normal((5, 16)).astype("float32")

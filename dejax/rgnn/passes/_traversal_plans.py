@@ -1,6 +1,6 @@
-"""Traversals in the making: what each loop computes, loads and stores, and which loops must run before others.
+"""Traversals in the making: what each computes, loads and stores, and which of them must run before others.
 
-Every step of the fusion (`fuse_traversal.py`) adds to the loops of one `Fusion` and asks it what is possible.
+Every step of the fusion (`fuse_traversal.py`) adds to the traversals of one `Fusion` and asks it what is possible.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from dejax.rgnn.ir.intra import (
 from dejax.rgnn.passes._rewrite import Counts, from_memory, moves_unit_axes, powers_of_two
 
 ENTRY_SPACES = (Space.EDGE, Space.SOURCE_PAIR, Space.DESTINATION_PAIR)
-# A scalar or row is narrow beside another of at least so many times its width.
+# A scalar or row is narrow next to another of at least so many times its width.
 NARROWER = 4
 
 
 @dataclass
-class Loop:
+class TraversalPlan:
     """A traversal in the making.
 
     Attributes:
-      via: the map whose coarse rows are the segments; None for a loop without segments.
+      via: the map whose coarse rows are the segments; None for a traversal without segments.
       space: of the entries.
       accumulators: the reductions.
       epilogue: operators on the reduced rows.
-      stored: values of entries that the loop writes.
-      alongside: sums over other entries of the same rows, fused with this loop.
+      stored: values of entries that the traversal writes.
+      alongside: sums over other entries of the same rows, fused with this traversal.
     """
 
     via: str | None
@@ -46,7 +46,7 @@ class Loop:
     accumulators: list[Accumulator] = field(default_factory=list)
     epilogue: list[int] = field(default_factory=list)
     stored: list[int] = field(default_factory=list)
-    alongside: Loop | None = None
+    alongside: TraversalPlan | None = None
 
     @property
     def roots(self) -> list[int]:
@@ -55,7 +55,7 @@ class Loop:
 
     @property
     def computed(self) -> list[int]:
-        """The values of entries that the accumulators read or the loop stores."""
+        """The values of entries that the accumulators read or the traversal stores."""
         return self.roots + self.stored
 
     @property
@@ -68,24 +68,24 @@ class Loop:
 
 
 class Fusion:
-    """The loops planned for one program, and what can be asked of them.
+    """The traversals planned for one program, and what can be asked of them.
 
     Attributes:
-      loops: the plan.
+      traversals: the plan.
       written: values that instances before the traversals write.
       inner: grouped GEMMs inside an instance whose own result never reaches memory, because of an epilogue.
-      refused: values that no loop can read or compute.
-      shared_products: inner products that the loop of a reduction stores for others (`_share_inner_products.py`).
-      half: rows that a loop writes may be stored as row-scaled float16.
+      refused: values that no traversal can read or compute.
+      shared_products: inner products that the traversal of a reduction stores for others (`_share_inner_products.py`).
+      row_scaled: rows that a traversal writes may be stored as row-scaled float16.
     """
 
-    def __init__(self, kernels: Kernels, counts: Counts, half: bool) -> None:
-        self.kernels, self.program, self.counts, self.half = kernels, kernels.program, counts, half
+    def __init__(self, kernels: Kernels, counts: Counts, row_scaled: bool) -> None:
+        self.kernels, self.program, self.counts, self.row_scaled = kernels, kernels.program, counts, row_scaled
         self.users = self.program.users()
         self.written = {v for instance in kernels.instances for v in instance.writes}
         self.inner = {i.product for i in kernels.instances if isinstance(i, Gemm)} - self.written
         self.refused = {i for i, op in enumerate(self.program.ops) if refusal(op) is not None}
-        self.loops: list[Loop] = []
+        self.traversals: list[TraversalPlan] = []
         self.shared_products: dict[int, list[int]] = {}
 
     # --- what a kernel computes in registers -------------------------------------------------------------------------
@@ -131,15 +131,15 @@ class Fusion:
             visit(root)
         return sorted(body), list(leaves)
 
-    def operands(self, loop: Loop, elsewhere: set[int]) -> tuple[list[int], list[Operand]]:
-        """What a loop computes for each entry, and what it loads for that; other loops write `elsewhere`."""
+    def operands(self, traversal: TraversalPlan, elsewhere: set[int]) -> tuple[list[int], list[Operand]]:
+        """What a traversal computes for each entry, and what it loads for that; other traversals write `elsewhere`."""
         program = self.program
-        body, leaves = self.cone(loop.computed, elsewhere)
-        operands = [as_part(program, access_operand(program, v, loop.via)) for v in leaves]
+        body, leaves = self.cone(traversal.computed, elsewhere)
+        operands = [as_part(program, access_operand(program, v, traversal.via)) for v in leaves]
         for op in (program.ops[i] for i in body):
             if op.name == "linear":  # vectors by type are operands of their own
                 weight = op.args[1]
-                read = Operand(weight, weight, *access_by(op.attr("via"), loop.via))
+                read = Operand(weight, weight, *access_by(op.attr("via"), traversal.via))
                 operands = [o for o in operands if o.name != weight] + [read]
         return body, operands
 
@@ -150,22 +150,22 @@ class Fusion:
         return op.name in ("dot", "sum_features", "linear") and op.width * NARROWER <= widest
 
     def read_once_per_row(self, value: int, via: str | None) -> bool:
-        """Whether a loop over the segments of `via` loads the value once for all entries of each."""
+        """Whether a traversal of the segments of `via` loads the value once for all entries of each."""
         return access_operand(self.program, value, via).access in BY_ROW
 
-    # --- which loop needs what ---------------------------------------------------------------------------------------
+    # --- which traversal needs what ----------------------------------------------------------------------------------
 
-    def stored_elsewhere(self, loop: Loop) -> set[int]:
-        """Values of entries that other loops store."""
-        return {v for other in self.loops if other is not loop for v in other.stored}
+    def stored_elsewhere(self, traversal: TraversalPlan) -> set[int]:
+        """Values of entries that other traversals store."""
+        return {v for other in self.traversals if other is not traversal for v in other.stored}
 
-    def computes(self, loop: Loop, value: int) -> bool:
-        return value in self.cone(loop.computed, self.stored_elsewhere(loop))[0]
+    def computes(self, traversal: TraversalPlan, value: int) -> bool:
+        return value in self.cone(traversal.computed, self.stored_elsewhere(traversal))[0]
 
-    def has_operands_of(self, value: int, loop: Loop) -> bool:
-        """Whether a loop loads no more rows of its entries to compute the value: it loads its operands anyway."""
-        rest = self.cone(loop.computed, {value, *self.stored_elsewhere(loop)})[1]
-        return all(v in rest or self.read_once_per_row(v, loop.via) for v in self.cone([value], set())[1])
+    def has_operands_of(self, value: int, traversal: TraversalPlan) -> bool:
+        """Whether a traversal loads no more rows of its entries to compute the value: it loads its operands anyway."""
+        rest = self.cone(traversal.computed, {value, *self.stored_elsewhere(traversal)})[1]
+        return all(v in rest or self.read_once_per_row(v, traversal.via) for v in self.cone([value], set())[1])
 
     def must_be_arrays(self, *tiled: Space) -> list[int]:
         """Values that must be arrays: outputs, and what GEMM instances and XLA operators read.
@@ -175,7 +175,7 @@ class Fusion:
         program, found = self.program, list(self.program.outputs)
         for instance in self.kernels.instances:
             found += instance.reads
-        results = {v for loop in self.loops for v in loop.results}
+        results = {v for traversal in self.traversals for v in traversal.results}
         for i, op in enumerate(program.ops):
             by_template = i in self.written or i in self.inner or i in results
             if op.name == "gather" or not (
@@ -187,10 +187,10 @@ class Fusion:
     def from_memory(self, value: int) -> bool:
         return from_memory(self.program.ops[value], self.counts)
 
-    # --- the order of the loops --------------------------------------------------------------------------------------
+    # --- the order of the traversals ---------------------------------------------------------------------------------
 
     def extend(self, results: list, new: list) -> bool:
-        """Adds `new` to a list of the plan, unless the loops cannot be put in any order then; whether it did."""
+        """Adds `new` to a list of the plan, unless the traversals cannot be put in any order then; whether it did."""
         results += new
         if self.acyclic():
             return True
@@ -198,26 +198,26 @@ class Fusion:
         return False
 
     def acyclic(self) -> bool:
-        """Whether the loops can run one after another in some order."""
-        owner = {v: loop for loop in self.loops for v in loop.results}
-        done: dict[int, bool] = {}  # by id of a loop, or ~value; False while it is being visited
+        """Whether the traversals can run one after another in some order."""
+        owner = {v: traversal for traversal in self.traversals for v in traversal.results}
+        done: dict[int, bool] = {}  # by id of a traversal, or ~value; False while it is being visited
 
-        def reach(node: Loop | int) -> bool:
-            key = id(node) if isinstance(node, Loop) else ~node
+        def reach(node: TraversalPlan | int) -> bool:
+            key = id(node) if isinstance(node, TraversalPlan) else ~node
             if key in done:
                 return done[key]
             done[key] = False
-            before = self.dependencies(node, owner) if isinstance(node, Loop) else self.program.ops[node].args
+            before = self.dependencies(node, owner) if isinstance(node, TraversalPlan) else self.program.ops[node].args
             done[key] = all(reach(owner.get(v, v)) for v in before)
             return done[key]
 
-        return all(reach(loop) for loop in self.loops)
+        return all(reach(traversal) for traversal in self.traversals)
 
-    def dependencies(self, loop: Loop, owner: dict[int, Loop]) -> list[int]:
-        """Values that a loop needs from outside; what it computes in registers leads on to its arguments."""
-        ops, own = self.program.ops, loop.results
-        stack = loop.roots
-        stack += [v for i in (*loop.epilogue, *loop.stored) for v in ops[i].args]
+    def dependencies(self, traversal: TraversalPlan, owner: dict[int, TraversalPlan]) -> list[int]:
+        """Values that a traversal needs from outside; what it computes in registers leads on to its arguments."""
+        ops, own = self.program.ops, traversal.results
+        stack = traversal.roots
+        stack += [v for i in (*traversal.epilogue, *traversal.stored) for v in ops[i].args]
         found: dict[int, None] = {}
         seen: set[int] = set()
         while stack:
@@ -225,7 +225,7 @@ class Fusion:
             if v in seen:
                 continue
             seen.add(v)
-            if v in loop.stored or (v not in owner and self.in_registers(v)):
+            if v in traversal.stored or (v not in owner and self.in_registers(v)):
                 stack += ops[v].args
             elif v not in own:
                 found[v] = None

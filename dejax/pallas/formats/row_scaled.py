@@ -7,7 +7,7 @@ instructions.
 
 There are two kinds of powers. One belongs to each row: it brings the row's largest element just below 2^15. One
 belongs to each column of an array (`columns`): it brings columns of different scales to one scale first, so that a
-feature of 10^9 beside features of 1, or a weight's column of 10^-9, costs no digits. The columns of a matrix of weights
+feature of 10^9 among features of 1, or a weight's column of 10^-9, costs no digits. The columns of a matrix of weights
 have powers of their own for each type. An element then keeps its 10 bits down to 2^-29 of the largest of its row, and
 vanishes below 2^-40 of it.
 
@@ -36,15 +36,15 @@ _ONE = 127  # the biased exponent of 1.0
 _LOW, _HIGH = np.int32(1), np.int32(253)
 _MANTISSA, _EXPONENT = np.int32(23), np.int32(0xFF)  # bits of a float32: how many, and which after those
 # Kernels write rows whose last axis has at least so many features at lengths that are multiples of `ROW_MULTIPLE`: a
-# row that begins at a multiple of 16 bytes is read 8 numbers at a time.
+# row that begins at a multiple of 16 bytes is read 8 elements at a time.
 _LEAST_WIDTH = 16
 ROW_MULTIPLE = 8
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, eq=False)
-class HalfRows:
-    """An array of rows as float16 numbers and powers of two.
+class RowScaled:
+    """An array of rows as float16 elements and powers of two.
 
     Attributes:
       mantissa: float16[rows, *features]; or longer on its last axis, zeros behind the features, see `width`.
@@ -70,7 +70,7 @@ class HalfRows:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the numbers that the rows stand for."""
+        """Of the elements that the rows stand for."""
         return np.dtype(np.float32)
 
     @property
@@ -85,24 +85,24 @@ class HalfRows:
             part % min(block, width) == 0 and (width % part == 0 or part % width == 0)
         )
 
-    def reshape(self, *shape: Any) -> HalfRows:
+    def reshape(self, *shape: Any) -> RowScaled:
         """The same rows with other feature axes."""
         to = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         columns = None if self.columns is None else self.columns.reshape(to[1:])
         if self.width is None:
-            return HalfRows(self.mantissa.reshape(to), self.exponent, columns)
+            return RowScaled(self.mantissa.reshape(to), self.exponent, columns)
         if to[-1] == self.width:
             mantissa = self.mantissa.reshape(*to[:-1], self.mantissa.shape[-1])
-            return HalfRows(mantissa, self.exponent, columns, self.width)
-        return HalfRows(self.mantissa[..., : self.width].reshape(to), self.exponent, columns)
+            return RowScaled(mantissa, self.exponent, columns, self.width)
+        return RowScaled(self.mantissa[..., : self.width].reshape(to), self.exponent, columns)
 
-    def whole(self) -> HalfRows:
+    def whole(self) -> RowScaled:
         """The rows as they are stored, zeros among their features."""
         columns = self.columns
         if columns is not None and self.width is not None:
             behind = self.mantissa.shape[-1] - self.width
             columns = jnp.pad(columns, [(0, 0)] * (columns.ndim - 1) + [(0, behind)], constant_values=1)
-        return HalfRows(self.mantissa, self.exponent, columns)
+        return RowScaled(self.mantissa, self.exponent, columns)
 
     def decode(self) -> Array:
         """float32[rows, *features]."""
@@ -114,19 +114,19 @@ class HalfRows:
 
 
 def stored(features: tuple[int, ...]) -> tuple[int, ...]:
-    """The feature axes of the array in which kernels write `HalfRows`."""
+    """The feature axes of the array in which kernels write `RowScaled`."""
     if not features or features[-1] < _LEAST_WIDTH:
         return features
     return (*features[:-1], cdiv(features[-1], ROW_MULTIPLE) * ROW_MULTIPLE)
 
 
-def of_stored(mantissa: Array, exponent: Array, features: tuple[int, ...], columns: Array | None = None) -> HalfRows:
-    """`HalfRows` of these feature axes, of what a kernel wrote."""
-    return HalfRows(mantissa, exponent, columns, None if mantissa.shape[1:] == features else features[-1])
+def of_stored(mantissa: Array, exponent: Array, features: tuple[int, ...], columns: Array | None = None) -> RowScaled:
+    """`RowScaled` of these feature axes, of what a kernel wrote."""
+    return RowScaled(mantissa, exponent, columns, None if mantissa.shape[1:] == features else features[-1])
 
 
-def encode(x: Array, parts: int = 1, columns: Array | None = None) -> HalfRows:
-    """float32[rows, *features] as `HalfRows`, by plain XLA; `columns` as in `HalfRows`."""
+def encode(x: Array, parts: int = 1, columns: Array | None = None) -> RowScaled:
+    """float32[rows, *features] as `RowScaled`, by plain XLA; `columns` as in `RowScaled`."""
     width = math.prod(x.shape[1:])
     if columns is not None:
         x = x * inverse_of(columns)
@@ -162,7 +162,7 @@ def inverse_of(powers: Array) -> Array:
 
 
 def _biased(x: Array) -> Array:
-    """The biased exponent of float32 numbers that are not negative."""
+    """The biased exponent of float32 values that are not negative."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return lax.shift_right_logical(bits, lax.full_like(bits, 23))
 
@@ -212,7 +212,7 @@ def without_padding(x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def rounded(x: Array, shape: tuple[int, ...]) -> Array:
-    """A tile of float32 rows, of `shape` padded to powers of two, as `HalfRows` with one exponent a row keep them."""
+    """A tile of float32 rows, of `shape` padded to powers of two, as `RowScaled` with one exponent a row keep them."""
     x = without_padding(x, shape)
     exponent, inverse = raised_exponents(x, tuple(range(x.ndim - len(shape), x.ndim)), finite=True)
     return (x * inverse).astype(jnp.float16).astype(jnp.float32) * power(exponent)
@@ -245,7 +245,7 @@ def two_parts(x: Array) -> tuple[Array, Array]:
     return high, low.astype(jnp.float16)
 
 
-def halves(x: Array, dtype: Any = jnp.float16) -> tuple[Array, Array]:
+def two_floats(x: Array, dtype: Any = jnp.float16) -> tuple[Array, Array]:
     """Two float16 tiles whose sum is `x`, of magnitudes below 2^15, to 22 bits; for infinities the second is 0.
 
     Or two of another dtype of 16 bits, to twice its bits.

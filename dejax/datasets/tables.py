@@ -1,0 +1,378 @@
+"""Relational tables as a graph: rows are nodes, foreign keys are edges (Fey et al., arXiv 2312.04615)."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import sqlite3
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dejax.datasets._hetero import HeteroDataset
+
+Columns = dict[str, np.ndarray]
+ForeignKey = tuple[str, str, str]
+"""(table, column, table that the column refers to)."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """What to predict, and how rows are split.
+
+    Attributes:
+        table: the table.
+        column: its column of classes, which is kept out of the features. Missing values have no label.
+        valid_from: rows of the table at this time and later are no training rows; a time or number like `time_columns`.
+        test_from: rows at this time and later are test rows.
+    """
+
+    table: str
+    column: str
+    valid_from: Any = None
+    test_from: Any = None
+
+
+def from_tables(
+    tables: Mapping[str, Any] | str | os.PathLike[str],
+    primary_keys: Mapping[str, str] | None = None,
+    foreign_keys: Sequence[ForeignKey] | None = None,
+    time_columns: Mapping[str, str] | None = None,
+    *,
+    label: Label | None = None,
+    max_categories: int = 50,
+    text_width: int = 32,
+    dangling: str = "error",
+    name: str = "tables",
+) -> HeteroDataset:
+    """A `HeteroDataset` from relational tables.
+
+    Rows become nodes of their table's type. A foreign key `column` of `table` becomes the relation `(table, column,
+    other table)` and its reverse `(other table, "rev_" + column, table)`. Other columns become float32 features, side
+    by side:
+
+    | column | features |
+    | --- | --- |
+    | numbers, booleans | one: standardised; 0 where missing, and then one more that says so |
+    | times | one: seconds, standardised likewise |
+    | text, up to `max_categories` different values | one for each value (a linear layer makes them an embedding) |
+    | other text, and bytes | `text_width`: its words hashed with a sign, of norm 1 (arXiv 0902.2206) |
+
+    With a `label` and `valid_from`, means, deviations and categories come from rows before that time alone, so that
+    features of training know nothing of later rows; categories that only later rows have are zeros.
+
+    Args:
+        tables: name -> a pandas DataFrame, an Arrow table, or a mapping of columns; or the path of a SQLite file, whose
+            own keys are the default of `primary_keys` and `foreign_keys`.
+        primary_keys: table -> its column of unique keys. Tables without one are referred to by no other.
+        foreign_keys: (table, column, table that it refers to). Missing values are no edges.
+        time_columns: table -> its column of times: when a row came to be, `node_times` in seconds (or numbers as they
+            are). The edges of a row get its time.
+        label: what to predict.
+        max_categories: above.
+        text_width: above.
+        dangling: what to do with foreign keys that no row has: "error", or "drop" them.
+        name: of the dataset.
+
+    Raises:
+        ValueError: a table or column that does not exist; columns of different lengths; primary keys that are missing
+            or repeated; foreign keys that no row has; a label without times to split by.
+        FileNotFoundError: no such SQLite file.
+
+    >>> users = {"id": [10, 11], "age": [30.0, 50.0]}
+    >>> orders = {"user": [11, 11, 10], "day": [1, 2, 3], "kind": ["a", "b", "a"]}
+    >>> data = from_tables({"users": users, "orders": orders}, {"users": "id"}, [("orders", "user", "users")],
+    ...                    {"orders": "day"})
+    >>> data.edges["orders", "user", "users"][1], data.node_times["orders"]
+    (array([1, 1, 0], dtype=int32), array([1, 2, 3]))
+    >>> data.features["orders"]
+    array([[1., 0.],
+           [0., 1.],
+           [1., 0.]], dtype=float32)
+    """
+    if isinstance(tables, str | os.PathLike):
+        tables, own_keys, own_references = _read_sqlite(Path(tables))
+        primary_keys = own_keys if primary_keys is None else primary_keys
+        foreign_keys = own_references if foreign_keys is None else foreign_keys
+    if dangling not in ("error", "drop"):
+        raise ValueError(f"dangling must be 'error' or 'drop', got {dangling!r}")
+    columns = {table: _columns(table, given) for table, given in tables.items()}
+    keys, times_of = dict(primary_keys or {}), dict(time_columns or {})
+    references = [tuple(reference) for reference in foreign_keys or ()]
+    _check_names(columns, keys, references, times_of, label)
+    counts = {table: len(next(iter(found.values()), ())) for table, found in columns.items()}
+    times = {table: _times(columns[table][column], f"{table}.{column}") for table, column in times_of.items()}
+
+    data = HeteroDataset(name, counts, _edges(columns, keys, references, dangling), node_times=times)
+    data = data.with_reverse()
+    edge_times = {}
+    for relation, (senders, receivers) in data.edges.items():
+        reverse = relation[1].startswith("rev_")
+        table, rows = (relation[2], receivers) if reverse else (relation[0], senders)
+        if table in times:
+            edge_times[relation] = times[table][rows]
+    left_out = set(keys.items()) | {(t, c) for t, c, _ in references}
+    left_out |= set(times_of.items()) | ({(label.table, label.column)} if label else set())
+    known_before = None if label is None or label.valid_from is None else _time(label.valid_from)
+    features = {}
+    for table, found in columns.items():
+        fitted = np.ones(counts[table], bool)
+        if known_before is not None and table in times:
+            fitted = times[table] < known_before
+        parts = [
+            _features(values, fitted, max_categories, text_width)
+            for column, values in found.items()
+            if (table, column) not in left_out
+        ]
+        if parts and sum(part.shape[1] for part in parts):
+            features[table] = np.concatenate(parts, axis=1)
+    data = dataclasses.replace(data, features=features, edge_times=edge_times, check=False)
+    return data if label is None else _labelled(data, columns, times, label)
+
+
+# --------------------------------------------------------------------------------------------------- reading
+
+
+def _read_sqlite(path: Path) -> tuple[dict[str, Columns], dict[str, str], list[ForeignKey]]:
+    """The tables, primary keys of one column, and foreign keys of a SQLite file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"tables must be the path of a SQLite file, {path} does not exist")
+    tables: dict[str, Columns] = {}
+    keys: dict[str, str] = {}
+    references: list[ForeignKey] = []
+    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+    try:
+        found = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")
+        for (table,) in found.fetchall():
+            quoted = '"' + table.replace('"', '""') + '"'
+            info = connection.execute(f"PRAGMA table_info({quoted})").fetchall()
+            cursor = connection.execute(f"SELECT * FROM {quoted}")
+            rows = cursor.fetchall()
+            tables[table] = {column[1]: _objects([row[i] for row in rows]) for i, column in enumerate(info)}
+            own = [column[1] for column in info if column[5]]
+            if len(own) == 1:
+                keys[table] = own[0]
+            for reference in connection.execute(f"PRAGMA foreign_key_list({quoted})").fetchall():
+                references.append((table, reference[3], reference[2]))
+    except sqlite3.DatabaseError as error:
+        raise ValueError(f"tables must be a SQLite file: {path}: {error}") from error
+    finally:
+        connection.close()
+    return tables, keys, references
+
+
+def _columns(table: str, given: Any) -> Columns:
+    """The columns of a table by name."""
+    if isinstance(given, Mapping):
+        found = {str(column): _array(values) for column, values in given.items()}
+    elif hasattr(given, "column_names"):
+        found = {str(column): _array(given.column(column)) for column in given.column_names}
+    elif hasattr(given, "columns"):
+        found = {str(column): _array(given[column]) for column in given.columns}
+    else:
+        raise ValueError(
+            "tables must be pandas DataFrames, Arrow tables or mappings of columns, "
+            f"{table!r} is {type(given).__name__}"
+        )
+    lengths = {column: len(values) for column, values in found.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"the columns of table {table!r} must have one length, got {lengths}")
+    return found
+
+
+def _array(values: Any) -> np.ndarray:
+    """A column as numbers, booleans, times, or objects with None where missing."""
+    if hasattr(values, "to_pylist"):
+        values = values.to_pylist()
+    elif hasattr(values, "isna"):
+        missing = np.asarray(values.isna())
+        values = np.asarray(values.to_numpy())
+        if missing.any() and values.dtype == object:
+            values = values.copy()
+            values[missing] = None
+    array = values if isinstance(values, np.ndarray) else _objects(list(values))
+    if array.ndim != 1:
+        raise ValueError(f"a column must have one value a row, got shape {list(array.shape)}")
+    return _objects(list(array)) if array.dtype.kind in "OUS" else array
+
+
+def _objects(values: list[Any]) -> np.ndarray:
+    """Values of Python as numbers, booleans or times where all of them are, else as objects."""
+    known = [value for value in values if not _is_missing(value)]
+    kinds = {type(value) for value in known}
+    if known and all(issubclass(kind, bool | np.bool_) for kind in kinds) and len(known) == len(values):
+        return np.array(values, bool)
+    if known and all(issubclass(kind, int | np.integer) for kind in kinds) and len(known) == len(values):
+        return np.array(values, np.int64)
+    if known and all(issubclass(kind, int | float | np.number | np.bool_) for kind in kinds):
+        return np.array([np.nan if _is_missing(value) else value for value in values], np.float64)
+    if known and all(issubclass(kind, datetime.date | np.datetime64) for kind in kinds):
+        return np.array([np.datetime64("NaT") if _is_missing(value) else _moment(value) for value in values])
+    array = np.empty(len(values), object)
+    array[:] = [None if _is_missing(value) else value for value in values]
+    return array
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float | np.floating | np.datetime64) and value != value)
+
+
+def _moment(value: Any) -> np.datetime64:
+    if isinstance(value, datetime.datetime) and value.tzinfo is not None:
+        value = value.astimezone(datetime.UTC).replace(tzinfo=None)
+    return np.datetime64(value, "us")
+
+
+def _missing(values: np.ndarray) -> np.ndarray:
+    if values.dtype.kind == "M":
+        return np.isnat(values)
+    if values.dtype.kind == "O":
+        return np.array([value is None for value in values], bool)
+    return np.isnan(values) if values.dtype.kind == "f" else np.zeros(len(values), bool)
+
+
+def _check_names(
+    columns: Mapping[str, Columns],
+    keys: Mapping[str, str],
+    references: Sequence[tuple[str, ...]],
+    times: Mapping[str, str],
+    label: Label | None,
+) -> None:
+    named = [("primary_keys", *pair) for pair in keys.items()] + [("time_columns", *pair) for pair in times.items()]
+    for reference in references:
+        if len(reference) != 3:
+            raise ValueError(f"foreign_keys must be (table, column, other table), got {reference}")
+        named.append(("foreign_keys", reference[0], reference[1]))
+        if reference[2] not in keys:
+            raise ValueError(f"primary_keys must have the table {reference[2]!r}, to which {reference[:2]} refers")
+    if label is not None:
+        named.append(("label", label.table, label.column))
+    for what, table, column in named:
+        if table not in columns:
+            raise ValueError(f"{what} must name tables, {', '.join(map(repr, columns))}; got {table!r}")
+        if column not in columns[table]:
+            raise ValueError(f"{what} must name a column of {table!r}, {', '.join(columns[table])}; got {column!r}")
+
+
+# --------------------------------------------------------------------------------------------------- edges
+
+
+def _edges(
+    columns: Mapping[str, Columns], keys: Mapping[str, str], references: Sequence[Any], dangling: str
+) -> dict[Any, Any]:
+    row_of: dict[str, dict[Any, int]] = {}
+    for table, column in keys.items():
+        values = columns[table][column]
+        if _missing(values).any():
+            raise ValueError(f"the primary key {table}.{column} must have no missing values")
+        row_of[table] = {value: row for row, value in enumerate(values.tolist())}
+        if len(row_of[table]) != len(values):
+            raise ValueError(f"the primary key {table}.{column} must be unique, some values are repeated")
+    edges = {}
+    for table, column, other in references:
+        values = columns[table][column]
+        rows = np.flatnonzero(~_missing(values))
+        found = np.array([row_of[other].get(value, -1) for value in values[rows].tolist()], np.int32).reshape(-1)
+        lost = found < 0
+        if lost.any() and dangling == "error":
+            example = values[rows][lost][0]
+            raise ValueError(
+                f"the foreign key {table}.{column} must refer to rows of {other!r}: {int(lost.sum())} values such as "
+                f"{example!r} do not; pass dangling='drop' to leave these edges out"
+            )
+        edges[table, column, other] = rows[~lost].astype(np.int32), found[~lost]
+    return edges
+
+
+# --------------------------------------------------------------------------------------------------- features
+
+
+def _features(values: np.ndarray, fitted: np.ndarray, max_categories: int, text_width: int) -> np.ndarray:
+    """float32[rows, features] of one column."""
+    if values.dtype.kind != "O":
+        return _numbers(values, fitted)
+    known = ~_missing(values)
+    texts = [str(value) if not isinstance(value, bytes) else value.hex() for value in values]
+    categories = sorted({texts[row] for row in np.flatnonzero(known & fitted)})
+    if len(categories) <= max_categories:
+        place = {category: number for number, category in enumerate(categories)}
+        made = np.zeros((len(values), len(categories)), np.float32)
+        for row in np.flatnonzero(known):
+            if texts[row] in place:
+                made[row, place[texts[row]]] = 1.0
+        return made
+    made = np.zeros((len(values), text_width), np.float32)
+    for row in np.flatnonzero(known):
+        for word in texts[row].lower().split():
+            code = zlib.crc32(word.encode())
+            made[row, (code >> 1) % text_width] += 1.0 if code & 1 else -1.0
+    return made / np.maximum(np.linalg.norm(made, axis=1, keepdims=True), 1e-12)
+
+
+def _numbers(values: np.ndarray, fitted: np.ndarray) -> np.ndarray:
+    missing = _missing(values)
+    numbers = _times(values, "").astype(np.float64) if values.dtype.kind == "M" else values.astype(np.float64)
+    numbers = np.where(missing, 0.0, numbers)
+    known = numbers[fitted & ~missing & np.isfinite(numbers)]
+    mean, deviation = (known.mean(), known.std()) if known.size else (0.0, 1.0)
+    scaled = np.where(missing, 0.0, (numbers - mean) / (deviation if deviation > 0 else 1.0))
+    parts = [scaled, missing] if missing.any() else [scaled]
+    return np.stack(parts, axis=1).astype(np.float32)
+
+
+def _times(values: np.ndarray, what: str) -> np.ndarray:
+    """Times in seconds since 1970, or numbers as they are; a missing time is the earliest."""
+    missing = _missing(values)
+    if values.dtype.kind == "O":
+        values = np.array(["NaT" if value is None else _iso(value, what) for value in values], "datetime64[us]")
+    if values.dtype.kind == "M":
+        seconds = values.astype("datetime64[s]").astype(np.int64)
+        return np.where(missing, np.iinfo(np.int64).min, seconds)
+    if values.dtype.kind not in "iuf":
+        raise ValueError(f"the time column {what} must have times or numbers, got {values.dtype}")
+    return np.where(missing, -np.inf, values) if values.dtype.kind == "f" else values
+
+
+def _iso(value: Any, what: str) -> np.datetime64:
+    try:
+        return _moment(datetime.datetime.fromisoformat(str(value)))
+    except ValueError as error:
+        raise ValueError(f"the time column {what} must have times as ISO 8601 text, got {value!r}") from error
+
+
+def _time(value: Any) -> Any:
+    """A time of `Label` as `_times` has it."""
+    return _times(_objects([value]), "of the label")[0]
+
+
+def _labelled(
+    data: HeteroDataset, columns: Mapping[str, Columns], times: Mapping[str, np.ndarray], label: Label
+) -> HeteroDataset:
+    values = columns[label.table][label.column]
+    known = ~_missing(values)
+    classes = np.unique([str(value) for value in values[known]] if values.dtype.kind == "O" else values[known])
+    wanted = np.array([str(value) for value in values], object) if values.dtype.kind == "O" else values
+    labels = np.full(len(values), -1, np.int64)
+    labels[known] = np.searchsorted(classes, wanted[known].astype(classes.dtype))
+    splits = {}
+    if label.valid_from is not None or label.test_from is not None:
+        if label.table not in times or label.valid_from is None or label.test_from is None:
+            raise ValueError(
+                f"label must have `valid_from` and `test_from`, and time_columns the table {label.table!r}, "
+                "to split rows"
+            )
+        valid, test, when = _time(label.valid_from), _time(label.test_from), times[label.table]
+        parts = {"train": when < valid, "valid": (when >= valid) & (when < test), "test": when >= test}
+        splits = {split: {label.table: np.flatnonzero(known & part)} for split, part in parts.items()}
+    return dataclasses.replace(
+        data,
+        labels={label.table: labels},
+        num_classes={label.table: len(classes)},
+        splits=splits,
+        check=False,
+    )

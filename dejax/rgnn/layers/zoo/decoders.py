@@ -1,0 +1,76 @@
+"""Scores of edges as triples (source, edge type, destination): DistMult, ComplEx, RotatE.
+
+Each gives one score for each edge, in the user's order of edges. To score other triples than those that messages pass
+along, make a graph of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dejax.rgnn.compiler import functional as F
+from dejax.rgnn.compiler.frontend import GraphSymbol, ProgramError, Symbol
+from dejax.rgnn.compiler.program import program
+
+
+@program
+def distmult(g: GraphSymbol, x: Any, relation: Any) -> Symbol:
+    """DistMult (Yang et al., arXiv 1412.6575): sum over l of x_jl z_rl x_il for an edge of type r from j to i.
+
+    Args:
+      g: the graph of the triples.
+      x: [N, k] entities.
+      relation: z, [R, k].
+
+    Returns:
+      [E].
+    """
+    return F.dot(g.src(x) * g.per_edge_type(relation), g.dst(x))
+
+
+def _halves(x: Symbol, name: str) -> tuple[Symbol, Symbol]:
+    if len(x.shape) != 1 or x.shape[0] % 2:
+        raise ProgramError(f"{name} must have rows of an even width, real parts first, got feature shape {x.shape}")
+    half = x.shape[0] // 2
+    return x[:half], x[half:]
+
+
+@program
+def complex_(g: GraphSymbol, x: Any, relation: Any) -> Symbol:
+    """ComplEx (Trouillon et al., arXiv 1606.06357, equation 9): Re(sum over l of x_jl z_rl conj(x_il)).
+
+    Args:
+      g: the graph of the triples.
+      x: [N, 2 k] entities: k real parts, then k imaginary parts.
+      relation: z, [R, 2 k], likewise.
+
+    Returns:
+      [E].
+    """
+    (a, b), (c, d) = _halves(g.node(x), "complex_: x"), _halves(g.per_edge_type(relation), "complex_: relation")
+    real = g.src(a) * c - g.src(b) * d
+    imaginary = g.src(a) * d + g.src(b) * c
+    return F.dot(real, g.dst(a)) + F.dot(imaginary, g.dst(b))
+
+
+@program
+def rotate(g: GraphSymbol, x: Any, phase: Any, margin: float = 0.0) -> Symbol:
+    """RotatE (Sun et al., arXiv 1902.10197): margin - sum over l of |x_jl exp(i phase_rl) - x_il|.
+
+    Args:
+      g: the graph of the triples.
+      x: [N, 2 k] entities: k real parts, then k imaginary parts.
+      phase: [R, k], in radians.
+      margin: the paper's gamma.
+
+    Returns:
+      [E]; the gradient where a modulus is 0 is 0.
+    """
+    a, b = _halves(g.node(x), "rotate: x")
+    angle = g.per_edge_type(phase)
+    c, d = F.cos(angle), F.sin(angle)
+    real = g.src(a) * c - g.src(b) * d - g.dst(a)
+    imaginary = g.src(a) * d + g.src(b) * c - g.dst(b)
+    square = real * real + imaginary * imaginary
+    apart = square > 0
+    return margin - F.where(apart, F.sqrt(F.where(apart, square, 1.0)), 0.0).sum()

@@ -1,0 +1,82 @@
+"""A product of a concatenation is split: each part is multiplied where it comes from, by its rows of the weight.
+
+    [x_j, x_i, e_ij] @ W                 becomes    x_j @ W_1 + x_i @ W_2 + e_ij @ W_3
+    a . [x_j, x_i]                       becomes    a_1 . x_j + a_2 . x_i
+
+The first form multiplies and stores a wide row for each edge. In the second one `compact` multiplies the parts that
+depend on one end alone, once for each node or pair. Concatenations of values of one origin stay: their product runs
+there already.
+"""
+
+from __future__ import annotations
+
+from dejax.rgnn.ir.inter import Builder, Op, Program, Space
+from dejax.rgnn.ir.products import Product
+from dejax.rgnn.passes._rewrite import Counts, rebuild
+
+
+def split_products(program: Program, counts: Counts) -> Program:
+    new: dict[int, int] = {}
+
+    def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
+        if op.space != Space.EDGE or op.name not in ("linear", "dot"):
+            return None
+        sides = (0, 1) if op.name == "dot" else (0,)
+        at = next((side for side in sides if _of_several_origins(program, op.args[side])), None)
+        if at is None:
+            return None
+        if op.name == "linear":
+            product = Product.parse(op.attr("spec"))
+            if product.left[-1:] != "k" or op.attr("via") == "self":
+                return None
+            axis = product.right.index("k")
+        else:
+            axis = len(program.ops[op.args[1 - at]].shape) - 1
+        start, terms = 0, []
+        for part in program.ops[op.args[at]].args:
+            stop = start + program.ops[part].shape[-1]
+            other = _sliced(builder, args[1 - at], axis, start, stop)
+            pair = (new[part], other) if at == 0 else (other, new[part])
+            terms.append(builder.op(op.name, *pair, **dict(op.attrs)))
+            start = stop
+        total = terms[0]
+        for term in terms[1:]:
+            total = builder.op("add", total, term)
+        return total
+
+    return rebuild(program, visit, new)
+
+
+def _of_several_origins(program: Program, value: int) -> bool:
+    """Whether a value is a concatenation along its last axis of values that do not all come from one end."""
+    op = program.ops[value]
+    if op.name != "concat" or op.attr("axis") != len(op.shape) - 1:
+        return False
+    return len(set.union(*(_origins(program, a) for a in op.args))) > 1
+
+
+def _origins(program: Program, value: int) -> set[str]:
+    """The maps by which an edge value is read from other spaces; an input of edges is one of its own."""
+    found, waiting, seen = set(), [value], set()
+    while waiting:
+        i = waiting.pop()
+        if i in seen:
+            continue
+        seen.add(i)
+        op = program.ops[i]
+        if op.name == "gather":
+            if op.attr("via") not in ("etype", "all"):  # pairs, too, have a type
+                found.add(op.attr("via").partition("_pair")[0])
+        elif op.space == Space.EDGE and not op.args and op.name != "const":
+            found.add("edge")
+        else:
+            waiting += [a for a in op.args if program.ops[a].space == Space.EDGE]
+    return found
+
+
+def _sliced(builder: Builder, value: int, axis: int, start: int, stop: int) -> int:
+    """The slice, taken of weights before they are read on the edges."""
+    op = builder.ops[value]
+    if op.name == "gather":
+        return builder.op("gather", _sliced(builder, op.args[0], axis, start, stop), **dict(op.attrs))
+    return builder.op("slice", value, axis=axis, start=start, stop=stop)

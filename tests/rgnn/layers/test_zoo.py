@@ -1,0 +1,147 @@
+"""Layers of the zoo are their papers' equations: results and gradients, on random graphs and awkward ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dejax.rgnn import Options, ProgramError, zoo
+from tests.budget import examples
+from tests.rgnn.layers.zoo_references import LAYERS, Layer
+from tests.rgnn.references import GRAPHS, LONG_SEGMENT_CHUNK, Arrays, Reference
+from tests.rgnn.strategies import EdgeList, edge_lists
+
+XLA = Options(backend="xla", precision="f32")
+KERNELS = Options(backend="pallas", precision="f32", interpret=True)
+
+
+def drawn(layer: Layer, edges: EdgeList, seed: int = 0) -> tuple[Layer, dict[str, np.ndarray]]:
+    """The layer with its keywords for this graph, and random arrays in float64."""
+    rng = np.random.default_rng(seed)
+    rows = {
+        "node": edges.num_nodes,
+        "edge": len(edges.senders),
+        "etype": edges.num_edge_types,
+        "ntype": edges.num_node_types,
+    }
+    arrays = {}
+    for name, (kind, shape) in layer.arrays.items():
+        full = shape if kind == "shared" else (rows[kind], *shape)
+        arrays[name] = rng.normal(size=full) * 0.5
+    if "edge_weight" in arrays:
+        arrays["edge_weight"] = np.abs(arrays["edge_weight"]) + 0.1
+    if layer.keywords.get("directions") == "alternate":
+        directions = tuple(i % 2 for i in range(edges.num_edge_types))
+        layer = replace(layer, keywords=layer.keywords | {"directions": directions})
+    return layer, arrays
+
+
+def both(function: Any, arrays: Arrays, cotangents: list[np.ndarray]) -> tuple[list[Any], Arrays]:
+    def run(arrays: Arrays) -> tuple[Any, ...]:
+        return tuple(jax.tree.leaves(function(arrays)))
+
+    results, pull = jax.vjp(run, arrays)
+    given = tuple(jnp.asarray(c, y.dtype) for c, y in zip(cotangents, results, strict=True))
+    return list(results), pull(given)[0]
+
+
+def compare(name: str, edges: EdgeList, options: Options, seed: int = 0) -> None:
+    """XLA is compared in float64, where only a wrong equation differs; kernels compute in float32."""
+    layer, arrays = drawn(LAYERS[name], edges, seed)
+    exact = options.backend == "xla"
+    dtype, tolerance = (np.float64, 1e-10) if exact else (np.float32, 3e-5)
+    with jax.enable_x64(True):
+        reference = lambda a: layer.reference(Reference(edges), a, **layer.keywords)  # noqa: E731
+        rounded = {key: np.asarray(value, dtype).astype(np.float64) for key, value in arrays.items()}
+        shapes = jax.tree.leaves(jax.eval_shape(reference, rounded))
+        rng = np.random.default_rng(1)
+        cotangents = [rng.normal(size=s.shape).astype(dtype) for s in shapes]
+        wanted = jax.jit(lambda a: both(reference, a, cotangents))(rounded)
+        wanted = jax.tree.map(np.asarray, wanted)
+    with jax.enable_x64(exact):
+        given = {key: jnp.asarray(value, dtype) for key, value in arrays.items()}
+        graph = edges.build(long_segment_chunk=LONG_SEGMENT_CHUNK)
+        found = both(lambda a: layer.run(graph, a, options), given, cotangents)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for (path, got), want in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        assert got.dtype == dtype and got.shape == want.shape, f"{name} {path}"
+        scale = max(1.0, float(np.abs(want).max(initial=0.0)))
+        allowed = {"rtol": tolerance, "atol": tolerance * scale, "err_msg": f"{name} {path}"}
+        np.testing.assert_allclose(np.asarray(got), want, **allowed)
+
+
+AWKWARD = ("one_node", "no_edges", "long_segments")
+ON_KERNELS = ("gatv2_pair_edges", "pna", "compgcn_multiply")  # the others run under `make test-slow`: 5 s each
+
+
+@pytest.mark.newest_jax
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_in_float64_on_a_typical_graph(name: str) -> None:
+    compare(name, GRAPHS["typical"], XLA)
+
+
+@pytest.mark.newest_jax
+@pytest.mark.sample(10)
+@pytest.mark.parametrize(("name", "graph"), [(name, AWKWARD[i // 2 % 3]) for i, name in enumerate(LAYERS) if i % 2])
+def test_layers_in_float64_on_an_awkward_graph(name: str, graph: str) -> None:
+    compare(name, GRAPHS[graph], XLA)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graph", AWKWARD)
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_in_float64_on_awkward_graphs(name: str, graph: str) -> None:
+    compare(name, GRAPHS[graph], XLA)
+
+
+@pytest.mark.newest_jax
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name in ON_KERNELS else pytest.mark.slow) for name in LAYERS],
+)
+def test_layers_on_kernels(name: str) -> None:
+    compare(name, GRAPHS["typical"], KERNELS)
+
+
+@pytest.mark.full
+@pytest.mark.newest_jax
+@settings(max_examples=examples(4))
+@given(edges=edge_lists(max_nodes=5, max_edges=10), name=st.sampled_from(sorted(LAYERS)), seed=st.integers(0, 3))
+def test_layers_on_random_graphs(edges: EdgeList, name: str, seed: int) -> None:
+    compare(name, edges, XLA, seed)
+
+
+def test_parameters_that_are_missing_or_unknown() -> None:
+    graph, x = GRAPHS["typical"].build(), jnp.ones((11, 5))
+    with pytest.raises(ProgramError, match="gat: the parameters lack weight, attention_src, attention_dst"):
+        zoo.gat(graph, x, {"bias": jnp.ones(3)})
+    with pytest.raises(ProgramError, match="gcn: the parameters hold unknown kernel"):
+        zoo.gcn(graph, x, {"weight": jnp.ones((5, 3)), "kernel": jnp.ones(3)})
+    edges = jnp.ones((40, 2))
+    with pytest.raises(ProgramError, match="gatv2: edge_features need the parameters weight_edge"):
+        zoo.gatv2(graph, x, {"weight_src": jnp.ones((1, 5, 3)), "attention": jnp.ones((1, 3))}, edges)
+    gin = {"weight_1": jnp.ones((5, 3)), "weight_2": jnp.ones((3, 3)), "edge": jnp.ones((2, 5))}
+    with pytest.raises(ProgramError, match="gin: edge_features must be given with the parameters edge"):
+        zoo.gin(graph, x, gin)
+    with pytest.raises(ProgramError, match="aggregation must be one of 'mean', 'max', 'sum', got 'mode'"):
+        zoo.graphsage(graph, x, {"neighbour": jnp.ones((5, 3))}, aggregation="mode")
+    relation = {"relation": jnp.ones((4, 5)), "weight": jnp.ones((2, 5, 3))}
+    with pytest.raises(ProgramError, match="directions must be 4 integers below 2"):
+        zoo.compgcn(graph, x, relation, directions=(0, 1, 2, 0))
+    with pytest.raises(ProgramError, match="mean_log_degree must be positive"):
+        zoo.pna(graph, x, dict.fromkeys(PNA, x), mean_log_degree=0.0)
+    with pytest.raises(ProgramError, match="rows of an even width"):
+        zoo.complex_(graph, x, jnp.ones((4, 5)))
+    with pytest.raises(ProgramError, match="steps must be an int of at least 1, got 0"):
+        zoo.rggnn(graph, x, {"weight": x, "input": x, "hidden": x}, steps=0)
+
+
+PNA = ("message_dst", "message_src", "update", "aggregate", "out")

@@ -1,0 +1,147 @@
+"""Modules of the zoo: every layer in both Flaxes, pairs of features, dropout, errors."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import dejax.rgnn.linen as linen_layers
+import dejax.rgnn.nnx as nnx_layers
+from dejax.rgnn import RelGraph, zoo
+from dejax.rgnn.layers.zoo.specs import SPECS
+from tests.rgnn.flax_layers import features, typed_graph
+
+GRAPH = typed_graph()
+R, T = GRAPH.num_edge_types, GRAPH.num_node_types
+EDGES = jax.random.normal(jax.random.key(5), (GRAPH.num_edges, 3))
+
+# For each layer: counts that the nnx module takes, settings of both, and whether it takes edge features.
+MODULES: dict[str, tuple[dict[str, int], dict[str, Any], bool]] = {
+    "GCNConv": ({}, {}, False),
+    "SAGEConv": ({}, {"aggregation": "max", "pool_features": 5}, False),
+    "GINConv": ({}, {"hidden_features": 6, "train_epsilon": True}, True),
+    "GatedGCNConv": ({}, {}, True),
+    "PNAConv": ({}, {"num_towers": 2, "mean_log_degree": 1.3}, True),
+    "GATConv": ({}, {"num_heads": 2, "use_residual": True}, True),
+    "GATv2Conv": ({}, {"num_heads": 2, "share_weights": True}, True),
+    "TransformerConv": ({}, {"num_heads": 2, "use_gate": True}, True),
+    "RGGNNConv": ({"num_edge_types": R}, {"steps": 2}, False),
+    "CompGCNConv": ({"num_edge_types": R}, {"directions": (0, 1, 0), "update_relation": True}, False),
+    "SimpleHGNConv": ({"num_edge_types": R}, {"num_heads": 2, "relation_features": 3}, False),
+    "SharedRGATConv": ({"num_edge_types": R}, {"num_heads": 2, "softmax": "relation"}, True),
+    "HEATConv": ({"num_node_types": T, "num_edge_types": R}, {"num_heads": 2}, True),
+}
+
+
+def test_every_layer_is_here() -> None:
+    assert MODULES.keys() == SPECS.keys()
+    for name, spec in SPECS.items():
+        assert name in nnx_layers.__all__ and name in linen_layers.__all__
+        assert getattr(zoo, spec.program.__name__) is spec.program
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", MODULES)
+def test_equal_parameters_give_equal_results(name: str) -> None:
+    counts, settings, takes_edges = MODULES[name]
+    x, edges = features(GRAPH, 4), (EDGES,) if takes_edges else ()
+    width = {"edge_features": 3} if takes_edges else {}
+    mine = getattr(nnx_layers, name)(4, 6, **counts, **settings, **width, rngs=nnx.Rngs(0))
+    theirs = getattr(linen_layers, name)(6, **settings)
+    variables = theirs.init(jax.random.key(1), GRAPH, x, *edges)
+    assert variables["params"].keys() == nnx_layers.params_to_linen(mine)["params"].keys()
+    found = theirs.apply(variables, GRAPH, x, *edges)
+    nnx_layers.params_from_linen(mine, variables)
+    for got, want in zip(jax.tree.leaves(mine(GRAPH, x, *edges)), jax.tree.leaves(found), strict=True):
+        np.testing.assert_array_equal(got, want)
+        assert np.isfinite(got).all() and np.ptp(got) > 0
+    pickle.loads(pickle.dumps(theirs))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_documentation_names_every_setting(name: str) -> None:
+    own = set(inspect.signature(getattr(nnx_layers, name)).parameters)
+    text = getattr(nnx_layers, name).__doc__
+    assert not [setting for setting in own if setting not in text]
+    assert "Attributes:" in getattr(linen_layers, name).__doc__
+
+
+PAIR = RelGraph.from_bipartite([0, 1, 1, 3], [0, 0, 1, 2], num_sources=4, num_destinations=3)
+
+
+@pytest.mark.parametrize("name", ["SAGEConv", pytest.param("GatedGCNConv", marks=pytest.mark.full)])
+def test_a_pair_of_features_needs_no_padding(name: str) -> None:
+    key = jax.random.key(0)
+    x = jax.random.normal(key, (4, 5)), jax.random.normal(key, (3, 2))
+    layer = getattr(nnx_layers, name)((5, 2), 6, rngs=nnx.Rngs(0))
+    padded = jnp.pad(x[0], ((0, 3), (0, 0))), jnp.pad(x[1], ((4, 0), (0, 0)))
+    found = layer(PAIR, x)
+    assert found.shape == (3, 6)
+    np.testing.assert_array_equal(found, layer(PAIR, padded)[4:])
+    theirs = getattr(linen_layers, name)(6)
+    assert theirs.init_with_output(key, PAIR, x)[0].shape == (3, 6)
+
+
+def test_a_pair_on_a_graph_of_relations() -> None:
+    graph = RelGraph.from_relations({("user", "buys", "item"): ([0, 1], [2, 0])}, {"item": 3, "user": 2})
+    layer = nnx_layers.SAGEConv((5, 2), 6, rngs=nnx.Rngs(0))
+    assert layer(graph, (jnp.ones((2, 5)), jnp.ones((3, 2)))).shape == (3, 6)
+    mixed = RelGraph.from_relations(
+        {("user", "buys", "item"): ([0], [1]), ("item", "of", "user"): ([1], [0])}, {"item": 3, "user": 2}
+    )
+    with pytest.raises(ValueError, match="RelGraph.from_bipartite"):
+        layer(mixed, (jnp.ones((2, 5)), jnp.ones((3, 2))))
+
+
+def test_attention_dropout_follows_train_and_eval() -> None:
+    layer = nnx_layers.GATConv(4, 3, num_heads=2, attention_dropout=0.5, rngs=nnx.Rngs(0))
+    x = features(GRAPH, 4)
+    layer.eval()
+    fixed = layer(GRAPH, x)
+    np.testing.assert_array_equal(fixed, layer(GRAPH, x))
+    layer.train()
+    assert not np.array_equal(layer(GRAPH, x), layer(GRAPH, x))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda rngs: nnx_layers.GCNConv(0, 3, rngs=rngs), "in_features must be at least 1, got 0"),
+        (lambda rngs: nnx_layers.GCNConv((2, 3), 3, rngs=rngs), "in_features must be one width"),
+        (lambda rngs: nnx_layers.PNAConv(4, 5, 1.0, num_towers=2, rngs=rngs), "num_towers must divide"),
+        (lambda rngs: nnx_layers.GATConv(4, 5, attention_dropout=1.0, rngs=rngs), "attention_dropout is the share"),
+        (lambda rngs: nnx_layers.GATv2Conv((4, 3), 5, share_weights=True, rngs=rngs), "share_weights"),
+        (lambda rngs: nnx_layers.TransformerConv(4, 5, use_gate=True, use_root=False, rngs=rngs), "use_root"),
+        (lambda rngs: nnx_layers.RGGNNConv(6, 5, 2, rngs=rngs), "in_features must be at most"),
+        (lambda rngs: nnx_layers.GINConv((4, 3), 5, rngs=rngs), "equally wide"),
+    ],
+)
+def test_sizes_that_do_not_fit(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(nnx.Rngs(0))
+
+
+def test_arguments_that_do_not_fit() -> None:
+    x = features(GRAPH, 4)
+    layer = nnx_layers.GATConv(4, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"x must be an array of shape .*\[12, 4\], got shape \(12, 5\)"):
+        layer(GRAPH, features(GRAPH, 5))
+    with pytest.raises(ValueError, match="made without edge_features"):
+        layer(GRAPH, x, EDGES)
+    with pytest.raises(ValueError, match=r"edge_features must have shape \(40, 3\), got None"):
+        nnx_layers.GATConv(4, 3, edge_features=3, rngs=nnx.Rngs(0))(GRAPH, x)
+    with pytest.raises(ValueError, match="num_edge_types=2, got a graph with num_edge_types=3"):
+        nnx_layers.RGGNNConv(4, 4, 2, rngs=nnx.Rngs(0))(GRAPH, x)
+    with pytest.raises(ValueError, match=r"pair of shapes \[\(4, 5\), \(3, 2\)\]"):
+        nnx_layers.SAGEConv((5, 2), 6, rngs=nnx.Rngs(0))(PAIR, (jnp.ones((4, 5)), jnp.ones((4, 2))))
+    with pytest.raises(TypeError, match="out_features"):
+        nnx_layers.GATConv(4, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="takes no edge_features"):
+        nnx_layers.SAGEConv(4, 6, rngs=nnx.Rngs(0))(GRAPH, x, EDGES)

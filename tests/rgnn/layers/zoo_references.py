@@ -1,0 +1,410 @@
+"""The layers of the zoo in plain `jax.numpy`, one row per edge, as their papers write them: nothing split or moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dejax.rgnn import zoo
+from tests.rgnn.references import Arrays, Reference
+
+K, N, H, C = 5, 4, 3, 2  # input and output width, heads, edge features
+
+
+def leaky(x: Any) -> Any:
+    return jnp.where(x > 0, x, 0.2 * x)
+
+
+def unit(y: Any) -> Any:
+    square = (y * y).sum(-1, keepdims=True)
+    return jnp.where(square > 0, y / jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0)
+
+
+def attend(r: Reference, score: Any, value: Any, a: Arrays, within: str = "dst") -> Any:
+    p = r.softmax(score, within) * a.get("edge_scale", 1.0)
+    return r.sum(p[..., None] * value)
+
+
+def flat(y: Any) -> Any:
+    return y.reshape(y.shape[0], y.shape[1] * y.shape[2])
+
+
+def gcn(r: Reference, a: Arrays, add_self_loops: bool = True) -> Any:
+    adjacency = jnp.zeros((r.nodes, r.nodes)).at[r.d, r.s].add(a.get("edge_weight", 1.0))
+    if add_self_loops:
+        adjacency = adjacency + jnp.eye(r.nodes)
+    degree = adjacency.sum(1)
+    scale = jnp.where(degree > 0, 1.0 / jnp.sqrt(jnp.where(degree > 0, degree, 1.0)), 0.0)
+    return scale[:, None] * (adjacency @ (scale[:, None] * (a["x"] @ a["weight"]))) + a["bias"]
+
+
+def graphsage(r: Reference, a: Arrays, aggregation: str = "mean", normalize: bool = False) -> Any:
+    x = jax.nn.relu(a["x"] @ a["pool"] + a["pool_bias"]) if "pool" in a else a["x"]
+    reduce = {"mean": r.mean, "max": r.max, "sum": r.sum}[aggregation]
+    y = reduce(x[r.s], r.d) @ a["neighbour"] + a["x"] @ a["root"] + a["bias"]
+    return unit(y) if normalize else y
+
+
+def gin(r: Reference, a: Arrays) -> Any:
+    message = a["x"][r.s]
+    if "edge_features" in a:
+        message = jax.nn.relu(message + a["edge_features"] @ a["edge"])
+    h = (1.0 + a.get("epsilon", 0.0)) * a["x"] + r.sum(message)
+    return jax.nn.relu(h @ a["weight_1"] + a["bias_1"]) @ a["weight_2"] + a["bias_2"]
+
+
+def gated_gcn(r: Reference, a: Arrays) -> Any:
+    x = a["x"]
+    gate = x[r.d] @ a["gate_dst"] + x[r.s] @ a["gate_src"] + a["edge_features"] @ a["gate_edge"] + a["gate_bias"]
+    return r.sum(jax.nn.sigmoid(gate) * (x[r.s] @ a["value"] + a["value_bias"])) + x @ a["root"] + a["bias"]
+
+
+def pna(r: Reference, a: Arrays, mean_log_degree: float = 1.0) -> Any:
+    x = a["x"]
+    message = jnp.einsum("ek,tkf->etf", x[r.d], a["message_dst"]) + jnp.einsum("ek,tkf->etf", x[r.s], a["message_src"])
+    message = message + a["message_bias"]
+    if "edge_features" in a:
+        message = message + jnp.einsum("ec,tcf->etf", a["edge_features"], a["message_edge"])
+    mean = r.mean(message, r.d)
+    variance = r.mean((message - mean[r.d]) ** 2, r.d)
+    spread = variance > 1e-5
+    deviation = jnp.where(spread, jnp.sqrt(jnp.where(spread, variance, 1.0)), 0.0)
+    gathered = jnp.concatenate([mean, r.max(message, r.d), -r.max(-message, r.d), deviation], -1)
+    degree = np.bincount(r.d, minlength=r.nodes)
+    scale = (np.log(np.maximum(degree, 1) + 1) / mean_log_degree)[:, None, None]
+    scaled = jnp.stack([gathered, gathered * scale, gathered / scale], 1)
+    y = (
+        jnp.einsum("nk,tkf->ntf", x, a["update"])
+        + a["update_bias"]
+        + jnp.einsum("nstf,stfm->ntm", scaled, a["aggregate"])
+    )
+    return flat(y) @ a["out"] + a["bias"]
+
+
+def _ends(a: Arrays) -> tuple[Any, Any]:
+    return a["x"], a.get("x_dst", a["x"])
+
+
+def gat(r: Reference, a: Arrays, concat_heads: bool = True) -> Any:
+    x_src, x_dst = _ends(a)
+    z = jnp.einsum("nk,hkd->nhd", x_src, a["weight"])
+    z_dst = jnp.einsum("nk,hkd->nhd", x_dst, a.get("weight_dst", a["weight"]))
+    score = (z[r.s] * a["attention_src"]).sum(-1) + (z_dst[r.d] * a["attention_dst"]).sum(-1)
+    if "edge_features" in a:
+        edge = jnp.einsum("ec,hcd->ehd", a["edge_features"], a["weight_edge"])
+        score = score + (edge * a["attention_edge"]).sum(-1)
+    y = attend(r, leaky(score), z[r.s], a)
+    return (
+        (flat(y) if concat_heads else y.mean(1))
+        + a.get("bias", 0.0)
+        + (x_dst @ a["residual"] if "residual" in a else 0)
+    )
+
+
+def gatv2(r: Reference, a: Arrays, concat_heads: bool = True) -> Any:
+    x_src, x_dst = _ends(a)
+    z = jnp.einsum("nk,hkd->nhd", x_src, a["weight_src"]) + a.get("bias_src", 0.0)
+    z_dst = z
+    if "weight_dst" in a:
+        z_dst = jnp.einsum("nk,hkd->nhd", x_dst, a["weight_dst"]) + a.get("bias_dst", 0.0)
+    hidden = z[r.s] + z_dst[r.d]
+    if "edge_features" in a:
+        hidden = hidden + jnp.einsum("ec,hcd->ehd", a["edge_features"], a["weight_edge"])
+    y = attend(r, (leaky(hidden) * a["attention"]).sum(-1), z[r.s], a)
+    return (flat(y) if concat_heads else y.mean(1)) + a.get("bias", 0.0)
+
+
+def graph_transformer(r: Reference, a: Arrays, concat_heads: bool = True) -> Any:
+    x_src, x_dst = _ends(a)
+    query = (jnp.einsum("nk,hkd->nhd", x_dst, a["query"]) + a["query_bias"])[r.d]
+    key, value = ((jnp.einsum("nk,hkd->nhd", x_src, a[name]) + a[f"{name}_bias"])[r.s] for name in ("key", "value"))
+    if "edge_features" in a:
+        edge = jnp.einsum("ec,hcd->ehd", a["edge_features"], a["edge"])
+        key, value = key + edge, value + edge
+    y = attend(r, (query * key).sum(-1) / np.sqrt(query.shape[-1]), value, a)
+    y = flat(y) if concat_heads else y.mean(1)
+    root = x_dst @ a["root"] + a["root_bias"]
+    if "gate" not in a:
+        return y + root
+    beta = jax.nn.sigmoid(jnp.concatenate([y, root, y - root], -1) @ a["gate"].reshape(-1))[:, None]
+    return beta * root + (1 - beta) * y
+
+
+def rggnn(r: Reference, a: Arrays, steps: int = 1) -> Any:
+    h, w = a["x"], a["weight"]
+    for _ in range(steps):
+        message = h[r.s] @ w if w.ndim == 2 else jnp.einsum("ek,ekn->en", h[r.s], w[r.t]) + a["edge_bias"][r.t]
+        into = r.sum(message)
+        i = [into @ a["input"][g] + a["input_bias"][g] for g in range(3)]
+        o = [h @ a["hidden"][g] + a["hidden_bias"][g] for g in range(3)]
+        reset, update = jax.nn.sigmoid(i[0] + o[0]), jax.nn.sigmoid(i[1] + o[1])
+        h = (1 - update) * jnp.tanh(i[2] + reset * o[2]) + update * h
+    return h
+
+
+def _composed(x: Any, z: Any, composition: str) -> Any:
+    if composition == "correlate":
+        k = x.shape[-1]
+        return jnp.stack([(x * jnp.roll(z, -i, -1)).sum(-1) for i in range(k)], -1)
+    return x - z if composition == "subtract" else x * z
+
+
+def compgcn(
+    r: Reference,
+    a: Arrays,
+    directions: tuple[int, ...] | None = None,
+    composition: str = "multiply",
+    aggregation: str = "sum",
+    return_relation: bool = False,
+) -> Any:
+    ids = np.zeros(r.types, int) if directions is None else np.asarray(directions)
+    message = _composed(a["x"][r.s], a["relation"][r.t], composition)
+    message = jnp.einsum("ek,ekn->en", message, a["weight"][ids[r.t]])
+    y = r.sum(message) if aggregation == "sum" else r.mean(message, r.d)
+    y = y + a["bias"]
+    if "loop" in a:
+        y = y + _composed(a["x"], a["loop"], composition) @ a["weight_loop"]
+    return (y, a["relation"] @ a["relation_update"]) if return_relation else y
+
+
+def simple_hgn(
+    r: Reference, a: Arrays, beta: float = 0.05, normalize: bool = False, return_attention: bool = False
+) -> Any:
+    z = jnp.einsum("nk,hkd->nhd", a["x"], a["weight"])
+    edge = jnp.einsum("rc,hcu->rhu", a["edge_embedding"], a["weight_edge"])[r.t]
+    score = (z[r.s] * a["attention_src"]).sum(-1) + (z[r.d] * a["attention_dst"]).sum(-1)
+    p = r.softmax(leaky(score + (edge * a["attention_edge"]).sum(-1)))
+    if "previous_attention" in a:
+        p = (1 - beta) * p + beta * a["previous_attention"]
+    y = flat(r.sum(p[..., None] * z[r.s])) + a["x"] @ a["residual"] + a["bias"]
+    y = unit(y) if normalize else y
+    return (y, p) if return_attention else y
+
+
+def rgat_shared(
+    r: Reference, a: Arrays, softmax: str = "dst", mode: str = "additive", concat_heads: bool = True
+) -> Any:
+    z_src, z_dst = (jnp.einsum("ek,ekn->en", a["x"][e], a["weight"][r.t]) for e in (r.s, r.d))
+    query, key = z_dst @ a["query"], z_src @ a["key"]
+    edge = a["edge_features"] @ a["weight_edge"] @ a["attention_edge"] if "edge_features" in a else None
+    if mode == "additive":
+        score = leaky(query + key + (0.0 if edge is None else edge))
+    else:
+        score = query * key * (1.0 if edge is None else edge)
+    y = attend(r, score, z_src.reshape(len(r.s), H, N), a, softmax)
+    return (flat(y) if concat_heads else y.mean(1)) + a["bias"]
+
+
+def heat(r: Reference, a: Arrays, concat_heads: bool = True) -> Any:
+    z = jnp.einsum("nk,nkm->nm", a["x"], a["weight"][r.nt]) + a["node_bias"][r.nt]
+    edge = leaky(a["edge_features"] @ a["weight_edge"])
+    kind = leaky(a["edge_embedding"])[r.t]
+    together = jnp.concatenate([z[r.d], z[r.s], kind, edge], -1)
+    weight = jnp.concatenate([a[f"attention_{part}"] for part in ("dst", "src", "type", "edge")], 0)
+    value = jnp.concatenate([z[r.s], edge], -1) @ jnp.concatenate([a["value"], a["value_edge"]], 0) + a["value_bias"]
+    y = attend(r, leaky(together @ weight), value[:, None], a) + z[:, None]
+    return flat(y) if concat_heads else y.mean(1)
+
+
+def distmult(r: Reference, a: Arrays) -> Any:
+    return (a["x"][r.s] * a["relation"][r.t] * a["x"][r.d]).sum(-1)
+
+
+def _complex(x: Any) -> Any:
+    half = x.shape[-1] // 2
+    return jax.lax.complex(x[..., :half], x[..., half:])
+
+
+def complex_(r: Reference, a: Arrays) -> Any:
+    x, z = _complex(a["x"]), _complex(a["relation"])
+    return jnp.real((x[r.s] * z[r.t] * jnp.conj(x[r.d])).sum(-1))
+
+
+def rotate(r: Reference, a: Arrays, margin: float = 0.0) -> Any:
+    x = _complex(a["x"])
+    apart = x[r.s] * jnp.exp(1j * a["phase"][r.t]) - x[r.d]
+    square = jnp.real(apart) ** 2 + jnp.imag(apart) ** 2
+    return margin - jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0).sum(-1)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One variant of a layer: program, reference, arrays (rows, shape of a row) and keywords of both."""
+
+    program: Any
+    reference: Callable[..., Any]
+    arrays: dict[str, tuple[str, tuple[int, ...]]]
+    keywords: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, graph: Any, a: Arrays, options: Any) -> Any:
+        """The program's result; arrays that are no parameters are its other arguments."""
+        if self.program in (zoo.distmult, zoo.complex_, zoo.rotate):
+            return self.program(graph, **a, **self.keywords, options=options)
+        others = ("x", "x_dst", "edge_features", "edge_weight", "previous_attention")
+        params = {name: value for name, value in a.items() if name not in others}
+        more = {name: a[name] for name in others[2:] if name in a}
+        x = (a["x"], a["x_dst"]) if "x_dst" in a else a["x"]
+        return self.program(graph, x, params, **more, **self.keywords, options=options)
+
+
+def shared(**shapes: tuple[int, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: ("shared", shape) for name, shape in shapes.items()}
+
+
+X = {"x": ("node", (K,))}
+EDGES = {"edge_features": ("edge", (C,))}
+X_DST = {"x_dst": ("node", (K - 2,))}
+SCALE = {"edge_scale": ("edge", (H,))}
+_SAGE = shared(neighbour=(K, N), root=(K, N), bias=(N,))
+_GIN = shared(weight_1=(K, 6), weight_2=(6, N), bias_1=(6,), bias_2=(N,))
+_PNA = shared(
+    message_dst=(2, K, 3),
+    message_src=(2, K, 3),
+    message_bias=(2, 3),
+    update=(2, K, N),
+    update_bias=(2, N),
+    aggregate=(3, 2, 12, N),
+    out=(2 * N, 7),
+    bias=(7,),
+)
+_GAT = shared(weight=(H, K, N), attention_src=(H, N), attention_dst=(H, N))
+_GATV2 = shared(weight_src=(H, K, N), attention=(H, N))
+_TRANSFORMER = shared(
+    query=(H, K, N), key=(H, K, N), value=(H, K, N), query_bias=(H, N), key_bias=(H, N), value_bias=(H, N)
+)
+_GRU = shared(input=(3, K, K), hidden=(3, K, K), input_bias=(3, K), hidden_bias=(3, K))
+_COMP = X | {"relation": ("etype", (K,))} | shared(weight=(2, K, N), bias=(N,))
+_HGN = (
+    X
+    | shared(weight=(H, K, N), attention_src=(H, N), attention_dst=(H, N), weight_edge=(H, C, 6), attention_edge=(H, 6))
+    | {"edge_embedding": ("etype", (C,))}
+    | shared(residual=(K, H * N), bias=(H * N,))
+)
+_RGAT = X | {"weight": ("etype", (K, H * N))} | shared(query=(H * N, H), key=(H * N, H))
+_HEAT = (
+    X
+    | EDGES
+    | {"weight": ("ntype", (K, N)), "node_bias": ("ntype", (N,)), "edge_embedding": ("etype", (2,))}
+    | shared(weight_edge=(C, 3), attention_dst=(N, H), attention_src=(N, H), attention_type=(2, H))
+    | shared(attention_edge=(3, H), value=(N, N), value_edge=(3, N), value_bias=(N,))
+)
+_GATED = shared(gate_dst=(K, N), gate_src=(K, N), gate_edge=(C, N), gate_bias=(N,))
+
+LAYERS: dict[str, Layer] = {
+    "gcn": Layer(zoo.gcn, gcn, X | shared(weight=(K, N), bias=(N,))),
+    "gcn_weighted": Layer(
+        zoo.gcn,
+        gcn,
+        X | shared(weight=(K, N), bias=(N,)) | {"edge_weight": ("edge", ())},
+        {"add_self_loops": False},
+    ),
+    "sage_mean": Layer(zoo.graphsage, graphsage, X | _SAGE),
+    "sage_pool": Layer(
+        zoo.graphsage,
+        graphsage,
+        X | shared(neighbour=(6, N), root=(K, N), bias=(N,), pool=(K, 6), pool_bias=(6,)),
+        {"aggregation": "max", "normalize": True},
+    ),
+    "sage_sum_wider": Layer(
+        zoo.graphsage, graphsage, X | shared(neighbour=(K, 7), root=(K, 7), bias=(7,)), {"aggregation": "sum"}
+    ),
+    "gin": Layer(zoo.gin, gin, X | _GIN),
+    "gine": Layer(zoo.gin, gin, X | EDGES | _GIN | shared(epsilon=(), edge=(C, K))),
+    "gated_gcn": Layer(
+        zoo.gated_gcn,
+        gated_gcn,
+        X | EDGES | _GATED | shared(value=(K, N), value_bias=(N,), root=(K, N), bias=(N,)),
+    ),
+    "pna": Layer(zoo.pna, pna, X | _PNA, {"mean_log_degree": 1.5}),
+    "pna_edges": Layer(zoo.pna, pna, X | EDGES | _PNA | shared(message_edge=(2, C, 3))),
+    "gat": Layer(zoo.gat, gat, X | _GAT | shared(bias=(H * N,)) | SCALE),
+    "gat_pair_edges": Layer(
+        zoo.gat,
+        gat,
+        X
+        | X_DST
+        | EDGES
+        | _GAT
+        | shared(weight_dst=(H, K - 2, N), weight_edge=(H, C, N), attention_edge=(H, N))
+        | shared(residual=(K - 2, N)),
+        {"concat_heads": False},
+    ),
+    "gatv2": Layer(zoo.gatv2, gatv2, X | _GATV2 | shared(bias=(N,)), {"concat_heads": False}),
+    "gatv2_pair_edges": Layer(
+        zoo.gatv2,
+        gatv2,
+        X
+        | X_DST
+        | EDGES
+        | _GATV2
+        | SCALE
+        | shared(weight_dst=(H, K - 2, N), bias_src=(H, N), bias_dst=(H, N), weight_edge=(H, C, N)),
+    ),
+    "transformer": Layer(
+        zoo.graph_transformer,
+        graph_transformer,
+        X | _TRANSFORMER | shared(root=(K, H * N), root_bias=(H * N,), gate=(3, H * N)),
+    ),
+    "transformer_pair_edges": Layer(
+        zoo.graph_transformer,
+        graph_transformer,
+        X
+        | X_DST
+        | EDGES
+        | SCALE
+        | _TRANSFORMER
+        | shared(query=(H, K - 2, N), edge=(H, C, N), root=(K - 2, N), root_bias=(N,)),
+        {"concat_heads": False},
+    ),
+    "rggnn": Layer(
+        zoo.rggnn,
+        rggnn,
+        X | {"weight": ("etype", (K, K)), "edge_bias": ("etype", (K,))} | _GRU,
+        {"steps": 2},
+    ),
+    "rggnn_shared": Layer(zoo.rggnn, rggnn, X | shared(weight=(K, K)) | _GRU),
+    "compgcn_multiply": Layer(
+        zoo.compgcn,
+        compgcn,
+        _COMP | shared(loop=(K,), weight_loop=(K, N), relation_update=(K, N)),
+        {"directions": "alternate", "return_relation": True},
+    ),
+    "compgcn_subtract": Layer(
+        zoo.compgcn,
+        compgcn,
+        _COMP | shared(weight=(1, K, N)),
+        {"composition": "subtract", "aggregation": "mean"},
+    ),
+    "compgcn_correlate": Layer(
+        zoo.compgcn,
+        compgcn,
+        _COMP | shared(loop=(K,), weight_loop=(K, N)),
+        {"composition": "correlate", "directions": "alternate"},
+    ),
+    "simple_hgn": Layer(
+        zoo.simple_hgn, simple_hgn, _HGN | {"previous_attention": ("edge", (H,))}, {"return_attention": True}
+    ),
+    "simple_hgn_unit": Layer(zoo.simple_hgn, simple_hgn, _HGN, {"normalize": True}),
+    "rgat_shared": Layer(zoo.rgat_shared, rgat_shared, _RGAT | SCALE | shared(bias=(H * N,))),
+    "rgat_shared_within_edges": Layer(
+        zoo.rgat_shared,
+        rgat_shared,
+        _RGAT | EDGES | shared(bias=(N,), weight_edge=(C, H * N), attention_edge=(H * N, H)),
+        {"softmax": "relation", "concat_heads": False},
+    ),
+    "rgat_shared_multiply": Layer(
+        zoo.rgat_shared,
+        rgat_shared,
+        _RGAT | EDGES | shared(bias=(H * N,), weight_edge=(C, H * N), attention_edge=(H * N, H)),
+        {"mode": "multiplicative"},
+    ),
+    "heat": Layer(zoo.heat, heat, _HEAT),
+    "distmult": Layer(zoo.distmult, distmult, X | {"relation": ("etype", (K,))}),
+    "complex": Layer(zoo.complex_, complex_, {"x": ("node", (6,)), "relation": ("etype", (6,))}),
+    "rotate": Layer(zoo.rotate, rotate, {"x": ("node", (6,)), "phase": ("etype", (3,))}, {"margin": 6.0}),
+}
