@@ -18,6 +18,7 @@ GUIDES = (
     "programs",
     "precision",
     "explain",
+    "segment",
     pytest.param("host_gather", marks=needs_native),
     pytest.param("minibatch", marks=needs_native),
     pytest.param("features", marks=needs_native),

@@ -32,6 +32,7 @@ PUBLIC = {
     "dejax.rgnn.linen": "Layers as modules of Flax linen.",
     "dejax.rgnn.jraph_layers": "Layers for `jraph.GraphsTuple`.",
     "dejax.rgnn.interop": "Graphs from and to other libraries.",
+    "dejax.segment": "Segment sums, maxima and softmaxes, for any JAX code.",
     "dejax.host_gather": "Tables in host memory.",
     "dejax.minibatch": "Mini-batches of heterogeneous graphs.",
     "dejax.offload": "Activations and optimizer state in host memory or on NVMe.",

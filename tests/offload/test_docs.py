@@ -12,7 +12,8 @@ PAGES = [DOCS / name for name in ("offload.md", "performance/offload.md", "fsdp.
 
 
 def blocks(*pages: Path) -> list[str]:
-    return [b for page in pages for b in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 BLOCKS, LARGE = blocks(PAGES[0], PAGES[2]), blocks(PAGES[3])
