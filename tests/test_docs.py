@@ -19,6 +19,7 @@ GUIDES = (
     "precision",
     "explain",
     "segment",
+    "write_your_own_layer",
     pytest.param("host_gather", marks=needs_native),
     pytest.param("minibatch", marks=needs_native),
     pytest.param("features", marks=needs_native),
