@@ -34,7 +34,6 @@ PUBLIC = {
     "dejax.rgnn.zoo": "Published layers as functions.",
     "dejax.rgnn.interop": "Graphs from and to other libraries.",
     "dejax.segment": "Segment sums, maxima and softmaxes, for any JAX code.",
-    "dejax.segment": "Segment operators for plain JAX.",
     "dejax.minibatch.nnx": "Modules of Flax nnx that take and give dicts by node type.",
     "dejax.minibatch.linen": "Modules of Flax linen that take and give dicts by node type.",
     "dejax.host_gather": "Tables in host memory.",
