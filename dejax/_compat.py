@@ -5,8 +5,11 @@ from typing import Any
 import jax
 import jax.extend.backend
 import jax.extend.core
+import jax.interpreters.mlir
+import numpy as np
+from jax._src import distributed, xla_bridge
 from jax._src import effects as jax_effects
-from jax._src import xla_bridge
+from jaxlib.mlir.dialects import sdy
 
 JAX_VERSION: tuple[int, ...] = jax.__version_info__
 """jax's version as integers, for comparisons such as `JAX_VERSION >= (0, 11)`."""
@@ -65,3 +68,81 @@ def effects_refused_under_derivatives(effects: Any) -> list[Any]:
     """Those that `custom_vjp` does not take."""
     allowed = getattr(jax_effects, "custom_derivatives_allowed_effects", None)
     return [] if allowed is None else list(allowed.filter_not_in(effects))
+
+
+def sharding_group(x: jax.Array, group: int) -> jax.Array:
+    """`x`, which gets the sharding of all other values of its group where a program runs on several devices.
+
+    jax 0.10 has this in pairs, as `jax.experimental.shard_alike`, and jax 0.12 no longer.
+    """
+    return _sharding_group.bind(x, group=group)
+
+
+_sharding_group = jax.extend.core.Primitive("dejax_sharding_group")
+_sharding_group.def_impl(lambda x, *, group: x)
+_sharding_group.def_abstract_eval(lambda x, *, group: x)
+
+
+def _lower_sharding_group(ctx: Any, x: Any, *, group: int) -> list[Any]:
+    # Inside of shard_map what is local has no sharding, and no group reaches beyond it.
+    where = ctx.module_context.axis_context
+    if not getattr(where, "manual_axes", None) and getattr(where, "num_devices", 1) > 1:
+        sdy.ShardingGroupOp(x, group)
+    return [x]
+
+
+jax.interpreters.mlir.register_lowering(_sharding_group, _lower_sharding_group)
+
+
+def shard_grid(sharding: Any, rank: int) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
+    """Into how many parts a sharding cuts each axis, and the part that each device holds, by the device's id.
+
+    Unlike `devices_indices_map` it also takes sizes that are no multiples, and meshes of which some axes are manual.
+    """
+    devices = [device.id for device in sharding._device_assignment]
+    division = sharding._to_xla_hlo_sharding(rank)
+    if hasattr(division, "v3_to_v2_sharding"):
+        division = division.v3_to_v2_sharding()
+    if division.is_replicated() or division.is_manual():
+        return (1,) * rank, dict.fromkeys(devices, (0,) * rank)
+    sizes = tuple(division.tile_assignment_dimensions())
+    parts = np.indices(sizes).reshape(len(sizes), -1)[:rank].T.tolist()
+    held = zip(division.tile_assignment_devices(), parts, strict=True)
+    return sizes[:rank], {devices[place]: tuple(part) for place, part in held}
+
+
+def no_mesh() -> Any:
+    """A context in which types of arrays have no sharding: for what runs on one device's shard."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def on_several_devices() -> bool:
+    """Whether what is traced now runs inside of a `shard_map` over several devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(mesh.shape[name] > 1 for name in mesh.manual_axes)
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """Of a `scan` equation: the number of its constants, and of its carried arrays."""
+    if "ft_in" in eqn.params:  # jax 0.12
+        consts, carry, _ = (list(part) for part in eqn.params["ft_in"].update(eqn.invars).unpack())
+        return len(consts), len(carry)
+    return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+def closed_jaxpr(jaxpr: Any) -> Any:
+    """A jaxpr with its constants; those inside of equations are closed or not, by version."""
+    return jaxpr if hasattr(jaxpr, "jaxpr") else jax.extend.core.ClosedJaxpr(jaxpr, getattr(jaxpr, "consts", ()))
+
+
+def process_index() -> int:
+    """The number of this process in `jax.distributed`; asking does not make clients."""
+    return int(getattr(distributed.global_state, "process_id", 0) or 0)
+
+
+def processes_on_this_machine() -> int:
+    """Number of processes of `jax.distributed`, where all are on this machine: their coordinator is its loopback."""
+    state = distributed.global_state
+    host = (getattr(state, "coordinator_address", None) or "").rpartition(":")[0].strip("[]")
+    is_here = host == "localhost" or host.startswith("127.") or host == "::1"
+    return int(getattr(state, "num_processes", None) or 1) if is_here else 1

@@ -1,6 +1,7 @@
 #include "table_gather.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -78,18 +79,45 @@ float Scale(const Plan& plan, int64_t row) {
   return plan.scale_count == 0 ? 1.0f : plan.scale[plan.scale_count == 1 ? 0 : row];
 }
 
+// Converts elements to float. Those of 8 bits are looked up: 256 floats stay in the cache.
+template <int source>
+struct Loader {
+  using Storage = typename Element<source>::Storage;
+  const float* values = nullptr;
+
+  Loader() {
+    if constexpr (sizeof(Storage) == 1) {
+      static const auto* const made = [] {
+        auto* table = new std::array<float, 256>;
+        for (int i = 0; i < 256; ++i) (*table)[i] = Element<source>::Load(static_cast<Storage>(i));
+        return table;
+      }();
+      values = made->data();
+    }
+  }
+
+  float operator()(Storage x) const {
+    if constexpr (sizeof(Storage) == 1) {
+      return values[static_cast<uint8_t>(x)];
+    } else {
+      return Element<source>::Load(x);
+    }
+  }
+};
+
 template <typename Id, int source, int result>
 void ConvertRows(const Plan& plan, int64_t begin, int64_t end) {
   using From = Element<source>;
   using To = Element<result>;
   auto* out = reinterpret_cast<typename To::Storage*>(plan.out);
+  const Loader<source> load;
   for (int64_t i = begin; i < end; ++i) {
     Prefetch<Id>(plan, i + kPrefetchRows, end);
     const int64_t row = Row<Id>(plan, i);
     const float scale = row < 0 ? 0 : Scale(plan, row);
     const auto* from = row < 0 ? nullptr : reinterpret_cast<const typename From::Storage*>(At(plan, row));
     for (int64_t c = 0; c < plan.width; ++c) {
-      const float x = row < 0 ? plan.fill_value : From::Load(from[c]) * scale;
+      const float x = row < 0 ? plan.fill_value : load(from[c]) * scale;
       out[i * plan.width + c] = To::Store(x);
     }
   }
@@ -100,6 +128,7 @@ void AverageRows(const Plan& plan, int64_t begin, int64_t end) {
   using From = Element<source>;
   using To = Element<result>;
   auto* out = reinterpret_cast<typename To::Storage*>(plan.out);
+  const Loader<source> load;
   float sum[kColumns];
   for (int64_t i = begin; i < end; ++i) {
     for (int64_t first = 0; first < plan.width; first += kColumns) {
@@ -113,7 +142,7 @@ void AverageRows(const Plan& plan, int64_t begin, int64_t end) {
         ++count;
         const float scale = Scale(plan, row);
         const auto* from = reinterpret_cast<const typename From::Storage*>(At(plan, row)) + first;
-        for (int64_t c = 0; c < columns; ++c) sum[c] += scale * From::Load(from[c]);
+        for (int64_t c = 0; c < columns; ++c) sum[c] += scale * load(from[c]);
       }
       for (int64_t c = 0; c < columns; ++c) {
         out[i * plan.width + first + c] = To::Store(count ? sum[c] / count : plan.fill_value);

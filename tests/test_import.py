@@ -24,7 +24,8 @@ def python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["dejax", "dejax.rgnn", "dejax.pallas", "dejax.host_gather", "dejax.minibatch", "dejax.offload"]
+    "module",
+    ["dejax", "dejax.rgnn", "dejax.pallas", "dejax.host_gather", "dejax.minibatch", "dejax.offload", "dejax.segment"],
 )
 def test_nothing_heavy_is_imported(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{name.split('.')[0] for name in sys.modules}} & set({HEAVY!r})))"
@@ -32,7 +33,8 @@ def test_nothing_heavy_is_imported(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "name"), [("rgnn", "nnx"), ("rgnn", "linen"), ("offload", "nnx"), ("offload", "linen")]
+    ("package", "name"),
+    [(package, name) for package in ("rgnn", "offload", "minibatch") for name in ("nnx", "linen")],
 )
 def test_bindings_of_flax_are_imported_when_named(package: str, name: str) -> None:
     code = f"import sys, dejax.{package} as p; before = 'flax' in sys.modules; print(before, p.{name}.__name__)"
@@ -114,6 +116,7 @@ LAYERS = (
     ("dejax.rgnn.options",),
     ("dejax.rgnn.passes",),
     ("dejax.rgnn.graphs", "dejax.rgnn.ir"),
+    ("dejax.segment",),
     ("dejax.pallas",),
     ("dejax._compat", "dejax._native"),
 )

@@ -150,6 +150,28 @@ class HeteroDataset:
         """Edges by relation."""
         return {relation: len(ends[0]) for relation, ends in self.edges.items()}
 
+    def triples(self, split: str = "train") -> np.ndarray:
+        """The edges of a split of the link prediction task as triples, for `dejax.minibatch.link_ranks`.
+
+        Args:
+            split: train, valid or test.
+
+        Returns:
+            int64[n, 3]: head (sender), number of the relation in `target_relations`, tail (receiver).
+
+        Raises:
+            ValueError: an unknown split.
+        """
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+        edges = {"train": self.edges, "valid": self.valid_edges, "test": self.test_edges}[split]
+        parts = [
+            np.stack([edges[relation][0], np.full(len(edges[relation][0]), number), edges[relation][1]], axis=1)
+            for number, relation in enumerate(self.target_relations)
+            if relation in edges
+        ]
+        return np.concatenate([np.zeros((0, 3), np.int64), *parts]).astype(np.int64)
+
     def __repr__(self) -> str:
         return (
             f"HeteroDataset({self.name!r}, nodes={self.num_nodes}, edges={sum(self.num_edges.values())}, "
@@ -187,7 +209,7 @@ class HeteroDataset:
             ValueError: a symmetric relation that does not exist or joins two types; a reverse name that is taken.
         """
         edges = dict(self.edges)
-        by_edge = {name: dict(getattr(self, name)) for name in _BY_EDGE}
+        by_edge: dict[str, Any] = {name: dict(getattr(self, name)) for name in _BY_EDGE}
         for name in symmetric:
             found = [relation for relation in edges if relation[1] == name]
             if not found or any(relation[0] != relation[2] for relation in found):

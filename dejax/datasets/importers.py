@@ -97,7 +97,7 @@ def _attributes(store: Any) -> dict[str, Any]:
 
 def _renamed(by_type: Mapping[Any, Mapping[str, Any]], keys: Mapping[str, str]) -> dict[Any, dict[str, Any]]:
     """The values under the names that `HeteroDataset` has for them; a warning names the others."""
-    known = keys | dict.fromkeys(_SPLITS, "")
+    known = {*keys, *_SPLITS}
     left_out = [f"{kind}: {key}" for kind, values in by_type.items() for key in values if key not in known]
     if left_out:
         warnings.warn(f"left out of the dataset: {', '.join(left_out)}", stacklevel=3)

@@ -61,7 +61,7 @@ def from_tables(
     | numbers, booleans | one: standardised; 0 where missing, and then one more that says so |
     | times | one: seconds, standardised likewise |
     | text, up to `max_categories` different values | one for each value (a linear layer makes them an embedding) |
-    | other text, and bytes | `text_width`: its words hashed with a sign, of norm 1 (Weinberger et al., arXiv 0902.2206) |
+    | other text, and bytes | `text_width`: its words hashed with a sign, of norm 1 (arXiv 0902.2206) |
 
     With a `label` and `valid_from`, means, deviations and categories come from rows before that time alone, so that
     features of training know nothing of later rows; categories that only later rows have are zeros.

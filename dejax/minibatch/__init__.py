@@ -1,13 +1,78 @@
-"""Mini-batches of heterogeneous graphs: what composes `dejax.host_gather` and `dejax.rgnn`."""
+"""Mini-batches of heterogeneous graphs: what composes tables in host memory, relational layers and offloading.
+
+* `HeteroTopology` holds the edges by relation, in host memory, on the device or in a folder.
+* `sample_blocks` samples the neighbourhood of seeds inside a compiled step; `find_capacities` bounds its size.
+* `make_blocks` makes a graph for each layer, on which all layers and programs of `dejax.rgnn` run.
+* `link_batch` makes seeds and negatives of edges.
+* `infer_layers` computes a model for all nodes, one layer after the other.
+* `FeatureStore` gathers the rows of all node types in one call, from host memory, the device or both.
+* `distmult`, `complex_bilinear` and other decoders score links; `link_ranks` gives filtered ranks, MRR and Hits@k.
+* `nnx` and `linen` have Flax modules that take and give dicts by node type.
+
+docs/minibatch.md and docs/features.md are the guides.
+"""
+
+import importlib
+from typing import Any
 
 from dejax.minibatch._node_features import NodeFeatures
+from dejax.minibatch.blocks import Block, make_blocks
+from dejax.minibatch.capacities import find_capacities
+from dejax.minibatch.decoders import (
+    DECODERS,
+    Decoder,
+    binary_cross_entropy,
+    complex_bilinear,
+    distmult,
+    dot,
+    rotate,
+    rotate_decoder,
+    softmax_cross_entropy,
+)
 from dejax.minibatch.features import FeatureStore, PendingFeatures
+from dejax.minibatch.inference import InferenceBatch, InferenceEdges, infer_layers
+from dejax.minibatch.link_prediction import LinkRanks, link_ranks
+from dejax.minibatch.links import LinkBatch, link_batch
+from dejax.minibatch.sampling import SampledBlocks, SampleOptions, edge_ids, sample_blocks
+from dejax.minibatch.topology import HeteroTopology
 from dejax.minibatch.visits import expected_visits, hot_rows
 
+_LAZY = ("linen", "nnx")  # these import flax
+
 __all__ = [
+    "Block",
+    "DECODERS",
+    "Decoder",
     "FeatureStore",
+    "HeteroTopology",
+    "InferenceBatch",
+    "InferenceEdges",
+    "LinkBatch",
+    "LinkRanks",
     "NodeFeatures",
     "PendingFeatures",
+    "SampleOptions",
+    "SampledBlocks",
+    "binary_cross_entropy",
+    "complex_bilinear",
+    "distmult",
+    "dot",
+    "edge_ids",
     "expected_visits",
+    "find_capacities",
     "hot_rows",
+    "infer_layers",
+    "link_batch",
+    "link_ranks",
+    "make_blocks",
+    "rotate",
+    "rotate_decoder",
+    "sample_blocks",
+    "softmax_cross_entropy",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f"dejax.minibatch.{name}")
+    raise AttributeError(f"module 'dejax.minibatch' has no attribute {name!r}")

@@ -10,12 +10,16 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from dejax.offload._layerwise import StackState, StackStep, stack_step
 from dejax.offload._names import NamesPlan, NamesWay, plan_names
 from dejax.offload._optimizer import optimizer
 from dejax.offload._planner import CHOICES, Prediction, StackPlan, plan_stack
+from dejax.offload._region import region
 from dejax.offload._residuals import Residual
 from dejax.offload._stats import StoreStats
+from dejax.offload._step_plan import StepPlan, StepWay, plan_step
 from dejax.offload._store import ActivationStore, default_store
+from dejax.offload._telemetry import Recording
 from dejax.offload._transform import offload
 
 _LAZY = ("linen", "nnx")  # these import flax
@@ -26,14 +30,22 @@ __all__ = [
     "NamesPlan",
     "NamesWay",
     "Prediction",
+    "Recording",
     "Residual",
     "StackPlan",
+    "StackState",
+    "StackStep",
+    "StepPlan",
+    "StepWay",
     "StoreStats",
     "default_store",
     "offload",
     "optimizer",
     "plan_names",
     "plan_stack",
+    "plan_step",
+    "region",
+    "stack_step",
 ]
 
 

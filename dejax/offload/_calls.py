@@ -22,6 +22,7 @@ import numpy as np
 from jax import Array
 
 from dejax import _native
+from dejax.offload import _shards
 
 HANDLE = jax.ShapeDtypeStruct((2,), jnp.uint32)
 DEVICE = -1
@@ -41,18 +42,27 @@ def store(x: Array, *, store_id: int, site: int, ring_bytes: int) -> Array:
         return jax.lax.optimization_barrier(x)
     _native.extension("offload")
 
-    @jax.custom_batching.custom_vmap
-    def batchable(x: Array) -> Array:
+    def on_shard(x: Array, layout: int, share: float) -> Array:
         x = jax.lax.optimization_barrier(x)
+        ring = np.int64(np.ceil(ring_bytes * share))
         with jax.named_scope("offload_store"):
             ffi = jax.ffi.ffi_call("dejax_offload_store", HANDLE)
-            return ffi(x, store=np.int64(store_id), site=np.int64(site), ring=np.int64(ring_bytes))
+            return ffi(x, store=np.int64(store_id), site=np.int64(site), ring=ring, layout=np.int64(layout))
 
-    @batchable.def_vmap
-    def rule(_: int, batched: Sequence[bool], x: Array) -> tuple[Array, bool]:
-        return jax.lax.map(batchable, x), True
+    def of_batch(batch: int) -> Any:
+        """With so many axes in front."""
 
-    call = jax.custom_jvp(batchable)
+        @jax.custom_batching.custom_vmap
+        def batchable(x: Array) -> Array:
+            return _shards.store(x, on_shard, site=site, batch=batch)
+
+        @batchable.def_vmap
+        def rule(_: int, batched: Sequence[bool], x: Array) -> tuple[Array, bool]:
+            return of_batch(batch + 1)(x), True
+
+        return batchable
+
+    call = jax.custom_jvp(of_batch(0))
     call.defjvp(_no_second_derivative)
     return call(x)
 
@@ -70,23 +80,29 @@ def fetch(handle: Array, like: Any, after: Sequence[Array], *, store_id: int, si
     if store_id == DEVICE:
         return jax.lax.optimization_barrier(handle)
 
-    @jax.custom_batching.custom_vmap
-    def batchable(handle: Array, *after: Array) -> Array:
+    def of_shard(handle: Array, shape: tuple[int, ...], layout: int, after: Sequence[Array]) -> Array:
         handle, *after = jax.lax.optimization_barrier((handle, *after))
         with jax.named_scope("offload_fetch"):
-            out = jax.ShapeDtypeStruct(like.shape, like.dtype)
-            ffi = jax.ffi.ffi_call("dejax_offload_fetch", out)
-            x = ffi(handle, *after, store=np.int64(store_id), site=np.int64(site))
+            ffi = jax.ffi.ffi_call("dejax_offload_fetch", jax.ShapeDtypeStruct(shape, like.dtype))
+            x = ffi(handle, *after, store=np.int64(store_id), site=np.int64(site), layout=np.int64(layout))
         return jax.lax.optimization_barrier(x)
 
-    @batchable.def_vmap
-    def rule(_: int, batched: Sequence[bool], handle: Array, *after: Array) -> tuple[Array, bool]:
-        if not batched[0]:  # it may begin once the cotangents of all examples are there
-            return batchable(handle, *after), False
-        _, xs = jax.lax.scan(lambda count, handle: (count + 1, batchable(handle, *after)), 0, handle, reverse=True)
-        return xs, True
+    def of_batch(batch: int) -> Any:
+        """With so many axes in front."""
 
-    call = jax.custom_jvp(batchable)
+        @jax.custom_batching.custom_vmap
+        def batchable(handle: Array, *after: Array) -> Array:
+            return _shards.fetch(handle, after, like, of_shard, site=site, batch=batch)
+
+        @batchable.def_vmap
+        def rule(_: int, batched: Sequence[bool], handle: Array, *after: Array) -> tuple[Array, bool]:
+            if not batched[0]:  # it may begin once the cotangents of all examples are there
+                return batchable(handle, *after), False
+            return of_batch(batch + 1)(handle, *after), True
+
+        return batchable
+
+    call = jax.custom_jvp(of_batch(0))
     call.defjvp(_no_second_derivative)
     return _sharded_as(call(handle, *after), like)
 
@@ -105,12 +121,15 @@ def guard(x: Array, after: Sequence[Array], *, store_id: int) -> Array:
     if store_id == DEVICE:
         return x
 
-    @jax.custom_batching.custom_vmap
-    def batchable(x: Array, *after: Array) -> Array:
+    def on_shard(x: Array, *after: Array) -> Array:
         x, *after = jax.lax.optimization_barrier((x, *after))
         out = jax.ShapeDtypeStruct(x.shape, x.dtype)
         ffi = jax.ffi.ffi_call("dejax_offload_guard", out, input_output_aliases={0: 0})
         return jax.lax.optimization_barrier(ffi(x, *after, store=np.int64(store_id)))
+
+    @jax.custom_batching.custom_vmap
+    def batchable(x: Array, *after: Array) -> Array:
+        return _shards.along(x, after, on_shard)
 
     @batchable.def_vmap
     def rule(_: int, batched: Sequence[bool], x: Array, *after: Array) -> tuple[Array, bool]:

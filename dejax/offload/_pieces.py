@@ -29,6 +29,17 @@ _ELEMENTWISE = frozenset(
 )
 _BETWEEN, _BEGIN, _FINISH = 0, 1, 2  # native/offload/pieces.h
 _sites = itertools.count(1)
+NO_LOOP = {
+    "slot": np.int64(0),
+    "pull_iterations": np.int64(0),
+    **dict.fromkeys(("pull_stride", "push_stride", "take_array", "take_offset", "take_stride"), np.zeros(0, np.int64)),
+}
+"""Attributes of a call that is in no loop."""
+
+
+def new_site() -> int:
+    """The number of a program's chain of calls."""
+    return next(_sites)
 
 
 @dataclass(slots=True)
@@ -286,7 +297,7 @@ class _Chain:
         _native.extension("offload.optimizer")
         self.arrays = dict(arrays)
         self._staging_bytes = staging_bytes
-        self._site = next(_sites)
+        self._site = new_site()
         self._ticket: Any = jnp.zeros((2,), jnp.uint32)
         self._given = 0
         self._pulls: list[tuple[int, int, int]] = []
@@ -363,6 +374,7 @@ class _Chain:
             "pull_bytes": np.array([nbytes for *_, nbytes in self._pulls], np.int64),
             "push_array": np.array([at[i] for i, *_ in self._pushes], np.int64),
             "push_offset": np.array([offset for _, offset, _ in self._pushes], np.int64),
+            **NO_LOOP,
         }
 
         def call(*operands: Any) -> Any:

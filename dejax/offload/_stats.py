@@ -84,6 +84,15 @@ class StoreStats:
             return float("inf")
         return endurance_bytes / (written / self.open_seconds) / (365.25 * 86400)
 
+    def line(self) -> str:
+        """The counters in a few words, for a progress bar."""
+        waited = self.store_stall_seconds + self.fetch_stall_seconds
+        waited += self.device_store_stall_seconds + self.device_fetch_stall_seconds
+        disk = f", {_size(self.written_bytes)} to disk" if self.written_bytes else ""
+        return (
+            f"offload {_size(self.peak_live_bytes)} a step, {100 * self.saving:.0f} % off{disk}, waited {waited:.1f} s"
+        )
+
     def summary(self, *, endurance_bytes: float | None = None) -> str:
         """The main counters as text."""
         lines = [

@@ -13,11 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from dejax import _native
+from dejax import _compat, _native
 from dejax.offload import _current, _files, _memory
 from dejax.offload._calls import DEVICE
 from dejax.offload._notes import notes
 from dejax.offload._stats import StoreStats
+from dejax.offload._telemetry import Recording
 from dejax.offload._tensorstore import TensorStoreIO
 
 Engine = Literal["auto", "tensorstore", "direct", "buffered"]
@@ -94,6 +95,7 @@ class ActivationStore:
     Args:
         path: a folder, or several, for the disk tier; chunks are striped over them. None: no disk tier. The store makes
             a folder in each and removes it as it closes. It first removes folders that dead processes left.
+            "{process_index}" in a path stands for the number of this process in `jax.distributed`.
         device_bytes: size of the ring on each device. None: the bytes that one call of an offloaded function stores;
             where its arithmetic takes less time than the bus, twice that, and six tensors at least. 0: no ring; the
             compute stream then waits for each copy.
@@ -141,8 +143,9 @@ class ActivationStore:
         self.device_bytes = device_bytes
         self.disk_bytes = disk_bytes
         self.engine: Engine = "tensorstore" if engine == "auto" else engine
-        self.paths = tuple(Path(os.fspath(p)).absolute() for p in paths)
+        self.paths = tuple(Path(_of_process(os.fspath(p))).absolute() for p in paths)
         self._began = time.monotonic()
+        self._recording: Recording | None = None
         self._depth = 0
         self._depth_lock = threading.Lock()
         # As given: programs carry a hash of these, and the values that stand in for None differ between machines.
@@ -231,6 +234,8 @@ class ActivationStore:
                 last = self._depth <= 0
             if last:
                 self._close()
+        if kind is None:
+            _raise_failure_of_shards()
 
     @contextlib.contextmanager
     def use(self) -> Iterator[ActivationStore]:
@@ -271,6 +276,7 @@ class ActivationStore:
     def check(self) -> None:
         """Raises the error that a device found in an earlier step, if any; later steps raise it, too."""
         self._native.check()
+        _raise_failure_of_shards()
 
     def clear(self) -> None:
         """Drops all tensors that are not fetched yet, for example after an interrupted step. Not while a step runs."""
@@ -291,6 +297,17 @@ class ActivationStore:
         return StoreStats(
             **self._native.stats(), drive_written_bytes=sectors, open_seconds=time.monotonic() - self._began
         )
+
+    def record(self, interval: float = 0.002) -> Recording:
+        """Samples the counters every `interval` seconds inside `with store.record() as recording:`."""
+        self._recording = Recording(self, interval)
+        return self._recording
+
+    def plot(self, path: str | Path) -> None:
+        """Draws the tiers and the waits of the last recording, see `record`."""
+        if self._recording is None:
+            raise RuntimeError("ActivationStore.plot: nothing was recorded; run steps inside `with store.record():`")
+        self._recording.plot(path)
 
     def summary(self, *, endurance_bytes: float | None = None) -> str:
         """The main counters as text; `endurance_bytes` is the drive's rated endurance (its TBW)."""
@@ -329,6 +346,16 @@ def default_store() -> ActivationStore:
             _default = ActivationStore()
             _current.bind_default(_default)
         return _default
+
+
+def _of_process(path: str) -> str:
+    return path.replace("{process_index}", str(_compat.process_index()))
+
+
+def _raise_failure_of_shards() -> None:
+    """Raises what failed on one device of several: such a step itself goes on, with NaN (together.h)."""
+    if why := _native.extension("ActivationStore").take_failure_of_shards():
+        raise RuntimeError(why)
 
 
 def _check_sizes(

@@ -7,6 +7,7 @@
 #include "current.h"
 #include "store.h"
 #include "testing/bindings.h"
+#include "together.h"
 
 namespace nb = nanobind;
 
@@ -100,6 +101,8 @@ void Bind(nb::module_& m) {
       .def("stats", &StatsOf);
   m.def("bind_offload_store", &BindStore, nb::arg("binding"), nb::arg("store"),
         "From now on calls with this binding use the store with this number; 0: none.");
+  m.def("take_failure_of_shards", &TakeFailureOfShards,
+        "Why a step failed on one device of several; empty where none did, or a later step has raised it.");
   BindTesting(m);
 }
 

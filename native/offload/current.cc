@@ -7,6 +7,8 @@
 #include <tuple>
 #include <unordered_map>
 
+#include "together.h"
+
 namespace dejax::offload {
 namespace {
 
@@ -36,11 +38,11 @@ int64_t IdOf(const Table& table, int64_t binding) {
 std::shared_ptr<Store> Resolve(int64_t binding, int64_t id) {
   if (id != 0) return FindStore(id);
   if (binding >= kFirstOwnBinding) {
-    throw std::runtime_error(
+    throw FailsEverywhere(
         "offload: the store that this step was traced with (`store=`) was closed before this step ran, or was never "
         "opened in this process; keep it open until the last step has ended, or open one with the same arguments");
   }
-  throw std::runtime_error(
+  throw FailsEverywhere(
       "offload: no store is current; run the step inside `with ActivationStore(...)`, or call "
       "dejax.offload.default_store() once");
 }

@@ -59,6 +59,12 @@ struct Slot {
 
 struct Run;
 
+// Where a tensor, or a shard of one, belongs: only the same place may fetch it.
+struct Place {
+  int64_t layout = 0;  // hash of which device holds which part of the tensor; 0: it is not divided
+  int device = -1;
+};
+
 // One stored tensor. Its handle is the store's number and the serial.
 struct Entry {
   enum class Disk { kNone, kQueued, kWritten, kFailed };
@@ -67,6 +73,7 @@ struct Entry {
   int64_t bytes = 0;
   int64_t site = 0;
   int device = -1;  // -1: the CPU
+  Place place;
   std::weak_ptr<Run> run;
   bool live = true;  // neither fetched nor dropped
   int fetches = 0;

@@ -4,6 +4,7 @@
 
 #include "current.h"
 #include "store.h"
+#include "together.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -24,47 +25,93 @@ ffi::Error Run(Body body) {
   return ffi::Error::Success();
 }
 
+// The same for a call on a shard, which fails together with those of the other devices: see together.h.
+template <typename Body, typename Fill>
+ffi::Error RunOnShard(int64_t run, int device, int64_t layout, int64_t bytes, Body body, Fill fill) {
+  if (layout == 0) return Run(body);
+  return Run([&] {
+    BeginTogether(run);
+    CountTogether(run, device, bytes);
+    if (!HasFailedTogether(run)) {
+      try {
+        body();
+        return;
+      } catch (const FailsEverywhere&) {
+        throw;
+      } catch (const std::exception& error) {
+        FailTogether(run, error.what());
+      }
+    }
+    fill();
+  });
+}
+
 DevicePointer Address(const void* data) { return reinterpret_cast<DevicePointer>(data); }
 
 constexpr int kCpu = -1;
 
-ffi::Error DoStoreCpu(ffi::RunId run, ffi::AnyBuffer x, ffi::Result<HandleBuffer> handle, int64_t binding, int64_t site,
-                      int64_t) {
-  return Run([&] {
-    const auto store = StoreOfRun(run.run_id, kCpu, binding);
-    const uint64_t value = store->StoreOnCpu(run.run_id, site, x.untyped_data(), x.size_bytes());
-    std::memcpy(handle->typed_data(), &value, sizeof(value));
-  });
+void FillWithOnes(DevicePointer data, int64_t bytes, Stream stream) {
+  static const uint32_t ones = 0xffffffff;
+  Check(GetCalls().memset_d32(data, ones, bytes / 4, stream), "cuMemsetD32Async");
+  if (const int64_t rest = bytes % 4) {
+    Check(GetCalls().copy_host_to_device(data + bytes - rest, &ones, rest, stream), "cuMemcpyHtoDAsync");
+  }
 }
 
-ffi::Error DoFetchCpu(ffi::RunId run, HandleBuffer handle, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> x, int64_t,
-                      int64_t site) {
-  return Run([&] {
-    uint64_t value = 0;
-    std::memcpy(&value, handle.typed_data(), sizeof(value));
-    FindStore(StoreOf(value))->FetchOnCpu(run.run_id, site, value, x->untyped_data(), x->size_bytes());
-  });
+ffi::Error DoStoreCpu(ffi::RunId run, int32_t device, ffi::AnyBuffer x, ffi::Result<HandleBuffer> handle,
+                      int64_t binding, int64_t site, int64_t, int64_t layout) {
+  const auto set = [&](uint64_t value) { std::memcpy(handle->typed_data(), &value, sizeof(value)); };
+  return RunOnShard(
+      run.run_id, device, layout, x.size_bytes(),
+      [&] {
+        const auto store = StoreOfRun(run.run_id, kCpu, binding);
+        set(store->StoreOnCpu({run.run_id, site, {layout, device}}, x.untyped_data(), x.size_bytes()));
+      },
+      [&] { set(0); });
+}
+
+ffi::Error DoFetchCpu(ffi::RunId run, int32_t device, HandleBuffer handle, ffi::RemainingArgs,
+                      ffi::Result<ffi::AnyBuffer> x, int64_t, int64_t site, int64_t layout) {
+  return RunOnShard(
+      run.run_id, device, layout, -static_cast<int64_t>(x->size_bytes()),
+      [&] {
+        uint64_t value = 0;
+        std::memcpy(&value, handle.typed_data(), sizeof(value));
+        FindStore(StoreOf(value))
+            ->FetchOnCpu({run.run_id, site, {layout, device}}, value, x->untyped_data(), x->size_bytes());
+      },
+      [&] { std::memset(x->untyped_data(), 0xff, x->size_bytes()); });
 }
 
 ffi::Error DoStoreCuda(Stream stream, ffi::RunId run, int32_t device, ffi::AnyBuffer x,
-                       ffi::Result<HandleBuffer> handle, int64_t binding, int64_t site, int64_t ring) {
-  return Run([&] {
-    StoreOfRun(run.run_id, device, binding)
-        ->StoreOnCuda({run.run_id, device, stream, site}, ring, Address(x.untyped_data()), x.size_bytes(),
-                      Address(handle->untyped_data()));
-  });
+                       ffi::Result<HandleBuffer> handle, int64_t binding, int64_t site, int64_t ring, int64_t layout) {
+  return RunOnShard(
+      run.run_id, device, layout, x.size_bytes(),
+      [&] {
+        StoreOfRun(run.run_id, device, binding)
+            ->StoreOnCuda({run.run_id, device, stream, site, layout}, ring, Address(x.untyped_data()), x.size_bytes(),
+                          Address(handle->untyped_data()));
+      },
+      [&] { Check(GetCalls().memset_d32(Address(handle->untyped_data()), 0, 2, stream), "cuMemsetD32Async"); });
 }
 
 ffi::Error DoFetchCuda(Stream stream, ffi::RunId run, int32_t device, HandleBuffer handle, ffi::RemainingArgs,
-                       ffi::Result<ffi::AnyBuffer> x, int64_t binding, int64_t site) {
-  return Run([&] {
-    FetchFromItsStore({run.run_id, device, stream, site}, binding, Address(handle.untyped_data()),
-                      Address(x->untyped_data()), x->size_bytes());
-  });
+                       ffi::Result<ffi::AnyBuffer> x, int64_t binding, int64_t site, int64_t layout) {
+  return RunOnShard(
+      run.run_id, device, layout, -static_cast<int64_t>(x->size_bytes()),
+      [&] {
+        FetchFromItsStore({run.run_id, device, stream, site, layout}, binding, Address(handle.untyped_data()),
+                          Address(x->untyped_data()), x->size_bytes());
+      },
+      [&] { FillWithOnes(Address(x->untyped_data()), x->size_bytes(), stream); });
 }
 
-// The CPU reads each handle before it fetches: there is no prediction to fail.
-ffi::Error DoGuardCpu(ffi::AnyBuffer x, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> out, int64_t) {
+// The CPU reads each handle before it fetches: there is no prediction to fail, but another device may have failed.
+ffi::Error DoGuardCpu(ffi::RunId run, ffi::AnyBuffer x, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> out, int64_t) {
+  if (HasFailedTogether(run.run_id)) {
+    std::memset(out->untyped_data(), 0xff, out->size_bytes());
+    return ffi::Error::Success();
+  }
   if (out->untyped_data() != x.untyped_data()) std::memcpy(out->untyped_data(), x.untyped_data(), x.size_bytes());
   return ffi::Error::Success();
 }
@@ -77,6 +124,10 @@ ffi::Error DoGuardCuda(Stream stream, ffi::RunId run, int32_t device, ffi::AnyBu
                                              stream),
             "cuMemcpyDtoDAsync");
     }
+    if (HasFailedTogether(run.run_id)) {
+      FillWithOnes(Address(out->untyped_data()), out->size_bytes(), stream);
+      return;
+    }
     // A run that has stored nothing reads its handles: none was predicted.
     if (const auto store = StoreOfRunIfAny(run.run_id, device, binding)) {
       store->GuardOnCuda({run.run_id, device, stream, /*call=*/0}, Address(out->untyped_data()), out->size_bytes());
@@ -88,6 +139,7 @@ ffi::Error DoGuardCuda(Stream stream, ffi::RunId run, int32_t device, ffi::AnyBu
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GuardCpu, DoGuardCpu,
                               ffi::Ffi::Bind()
+                                  .Ctx<ffi::RunId>()
                                   .Arg<ffi::AnyBuffer>()
                                   .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
@@ -106,20 +158,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GuardCuda, DoGuardCuda,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(StoreCpu, DoStoreCpu,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::RunId>()
+                                  .Ctx<ffi::DeviceOrdinal>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<HandleBuffer>()
                                   .Attr<int64_t>("store")
                                   .Attr<int64_t>("site")
-                                  .Attr<int64_t>("ring"));
+                                  .Attr<int64_t>("ring")
+                                  .Attr<int64_t>("layout"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(FetchCpu, DoFetchCpu,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::RunId>()
+                                  .Ctx<ffi::DeviceOrdinal>()
                                   .Arg<HandleBuffer>()
                                   .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("store")
-                                  .Attr<int64_t>("site"));
+                                  .Attr<int64_t>("site")
+                                  .Attr<int64_t>("layout"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(StoreCuda, DoStoreCuda,
                               ffi::Ffi::Bind()
@@ -130,7 +186,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(StoreCuda, DoStoreCuda,
                                   .Ret<HandleBuffer>()
                                   .Attr<int64_t>("store")
                                   .Attr<int64_t>("site")
-                                  .Attr<int64_t>("ring"));
+                                  .Attr<int64_t>("ring")
+                                  .Attr<int64_t>("layout"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(FetchCuda, DoFetchCuda,
                               ffi::Ffi::Bind()
@@ -141,6 +198,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(FetchCuda, DoFetchCuda,
                                   .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("store")
-                                  .Attr<int64_t>("site"));
+                                  .Attr<int64_t>("site")
+                                  .Attr<int64_t>("layout"));
 
 }  // namespace dejax::offload

@@ -23,8 +23,9 @@ namespace {
 
 // The attributes of a call, see pieces.h.
 struct Attributes {
-  int64_t site, mode, first_tag, staging_bytes;
-  ffi::Span<const int64_t> arrays, pull_array, pull_offset, pull_bytes, push_array, push_offset;
+  int64_t site, mode, first_tag, staging_bytes, slot, pull_iterations;
+  ffi::Span<const int64_t> arrays, pull_array, pull_offset, pull_stride, pull_bytes, push_array, push_offset,
+      push_stride, take_array, take_offset, take_stride;
 };
 
 }  // namespace
@@ -34,9 +35,13 @@ using Numbers = ffi::Span<const int64_t>;
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     dejax::offload::Attributes, ffi::StructMember<int64_t>("site"), ffi::StructMember<int64_t>("mode"),
     ffi::StructMember<int64_t>("first_tag"), ffi::StructMember<int64_t>("staging_bytes"),
+    ffi::StructMember<int64_t>("slot"), ffi::StructMember<int64_t>("pull_iterations"),
     ffi::StructMember<Numbers>("arrays"), ffi::StructMember<Numbers>("pull_array"),
-    ffi::StructMember<Numbers>("pull_offset"), ffi::StructMember<Numbers>("pull_bytes"),
-    ffi::StructMember<Numbers>("push_array"), ffi::StructMember<Numbers>("push_offset"));
+    ffi::StructMember<Numbers>("pull_offset"), ffi::StructMember<Numbers>("pull_stride"),
+    ffi::StructMember<Numbers>("pull_bytes"), ffi::StructMember<Numbers>("push_array"),
+    ffi::StructMember<Numbers>("push_offset"), ffi::StructMember<Numbers>("push_stride"),
+    ffi::StructMember<Numbers>("take_array"), ffi::StructMember<Numbers>("take_offset"),
+    ffi::StructMember<Numbers>("take_stride"));
 
 namespace dejax::offload {
 namespace {
@@ -53,6 +58,7 @@ struct Staging {
 // A piece that was pulled and not taken yet.
 struct Waiting {
   int64_t tag = 0;
+  int64_t array = -1, offset = 0;  // of a piece that a loop pulled
   size_t bytes = 0;
   Staging* staging = nullptr;  // on a GPU
   Event ready;
@@ -64,6 +70,8 @@ struct Chain {
   int64_t number = 0;
   std::deque<Waiting> waiting;         // in the order of their tags
   std::map<int64_t, void*> addresses;  // of the host arrays
+  std::map<int64_t, size_t> sizes;
+  std::map<int64_t, int64_t> iterations;  // calls so far, by slot
 };
 
 void Require(bool condition, const std::string& what) {
@@ -92,7 +100,11 @@ class Pieces {
           Wait(out_, here);
         }
       }
-      Run(request, &chain, compute);
+      if (request.slot >= 0) {
+        RunIteration(request, &chain, compute);
+      } else {
+        Run(request, &chain, compute);
+      }
       if (request.finish) {
         Require(chain.waiting.empty(), "pieces of the state were left over; this is a defect of dejax");
         if (device_ >= 0) Wait(compute, last_out_);
@@ -131,6 +143,7 @@ class Pieces {
       Require(known == nullptr || known == request.addresses[i],
               "XLA copied the state in the middle of the update; use optimizer(tx, streams=False)");
       known = request.addresses[i];
+      chain->sizes[request.arrays[i]] = request.sizes[i];
     }
     for (const auto* transfers : {&request.pulls, &request.pushes}) {
       for (const Transfer& t : *transfers) {
@@ -159,6 +172,44 @@ class Pieces {
       piece.bytes = t.bytes;
       Pull(request.addresses[t.array] + t.offset, t.bytes, request.staging_bytes, &piece);
     }
+  }
+
+  // A call in a loop: its pieces advance by their strides. The loop's counter is on the device, so the launching thread
+  // counts the calls. Taken pieces must be those that were pulled for this iteration.
+  void RunIteration(const PiecesRequest& request, Chain* chain, Stream compute) {
+    const int64_t at = chain->iterations[request.slot]++;
+    for (size_t i = 0; i < request.taken.size(); ++i) {
+      const Transfer& t = request.takes[i];
+      Require(!chain->waiting.empty() && chain->waiting.front().array == t.array &&
+                  chain->waiting.front().offset == t.offset + at * t.stride &&
+                  chain->waiting.front().bytes == request.taken[i].second,
+              "XLA ran the iterations of a step in another order than written; this is a defect of dejax");
+      Take(chain->waiting.front(), request.taken[i].first, compute);
+      chain->waiting.pop_front();
+    }
+    for (size_t i = 0; i < request.pushes.size(); ++i) {
+      const Transfer& t = request.pushes[i];
+      Push(request.pushed[i], Address(*chain, t, at), t.bytes, request.staging_bytes, compute);
+    }
+    if (at >= request.pull_iterations) return;
+    for (const Transfer& t : request.pulls) {
+      const char* const from = Address(*chain, t, at);
+      chain->waiting.emplace_back();
+      Waiting& piece = chain->waiting.back();
+      piece.array = t.array;
+      piece.offset = t.offset + at * t.stride;
+      piece.bytes = t.bytes;
+      Pull(from, t.bytes, request.staging_bytes, &piece);
+    }
+  }
+
+  static char* Address(const Chain& chain, const Transfer& t, int64_t at) {
+    const auto address = chain.addresses.find(t.array);
+    Require(address != chain.addresses.end(), "a call names an array that its step has not begun with");
+    const int64_t offset = t.offset + at * t.stride;
+    Require(offset >= 0 && t.bytes > 0 && static_cast<size_t>(offset + t.bytes) <= chain.sizes.at(t.array),
+            "a piece lies outside of its array; this is a defect of dejax");
+    return static_cast<char*>(address->second) + offset;
   }
 
   void Pull(const char* from, size_t bytes, int64_t staging_bytes, Waiting* piece) {
@@ -284,7 +335,7 @@ Pieces& PiecesOf(int device) {
   return *pieces;
 }
 
-constexpr int64_t kBetween = 0, kBegin = 1, kFinish = 2;
+constexpr int64_t kBetween = 0, kBegin = 1, kFinish = 2, kLoop = 3;
 
 // The CPU's backend may give a result memory of its own.
 void CopyArrays(const PiecesRequest& request, const ffi::RemainingRets& rets) {
@@ -297,7 +348,7 @@ void CopyArrays(const PiecesRequest& request, const ffi::RemainingRets& rets) {
 
 void AddArrays(PiecesRequest* request, int device, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                const Attributes& attributes) {
-  const bool between = attributes.mode == kBetween;
+  const bool between = attributes.mode == kBetween || attributes.mode == kLoop;
   for (size_t i = 0; i < attributes.arrays.size(); ++i) {
     const auto in = args.get<ffi::AnyBuffer>((between ? 1 : 0) + i);
     Require(in.has_value(), "an operand is no array");
@@ -315,20 +366,28 @@ void AddArrays(PiecesRequest* request, int device, const ffi::RemainingArgs& arg
 
 void AddPieces(PiecesRequest* request, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                const Attributes& attributes) {
+  const bool loop = attributes.mode == kLoop;
   for (size_t i = 0; i < attributes.push_array.size(); ++i) {
     const auto in = args.get<ffi::AnyBuffer>(attributes.arrays.size() + 1 + i);
     Require(in.has_value(), "an operand is no array");
-    request->pushes.push_back(
-        {attributes.push_array[i], attributes.push_offset[i], static_cast<int64_t>(in->size_bytes())});
+    const int64_t bytes = in->size_bytes(), stride = loop ? attributes.push_stride[i] : 0;
+    request->pushes.push_back({attributes.push_array[i], attributes.push_offset[i], bytes, stride});
     request->pushed.push_back(in->untyped_data());
   }
   for (size_t i = 0; i < attributes.pull_array.size(); ++i) {
-    request->pulls.push_back({attributes.pull_array[i], attributes.pull_offset[i], attributes.pull_bytes[i]});
+    const int64_t stride = loop ? attributes.pull_stride[i] : 0;
+    request->pulls.push_back(
+        {attributes.pull_array[i], attributes.pull_offset[i], attributes.pull_bytes[i], stride});
   }
-  for (size_t i = 1; attributes.mode == kBetween && i < rets.size(); ++i) {
+  const bool between = attributes.mode == kBetween || loop;
+  for (size_t i = 1; between && i < rets.size(); ++i) {
     auto out = rets.get<ffi::AnyBuffer>(i);
     Require(out.has_value(), "a result is no array");
     request->taken.push_back({(*out)->untyped_data(), (*out)->size_bytes()});
+    if (!loop) continue;
+    const int64_t bytes = (*out)->size_bytes();
+    request->takes.push_back(
+        {attributes.take_array[i - 1], attributes.take_offset[i - 1], bytes, attributes.take_stride[i - 1]});
   }
 }
 
@@ -341,16 +400,20 @@ ffi::Error Do(int device, Stream compute, ffi::RunId run, const ffi::RemainingAr
     request.first_tag = attributes.first_tag;
     request.staging_bytes = attributes.staging_bytes;
     request.finish = attributes.mode == kFinish;
+    request.slot = attributes.mode == kLoop ? attributes.slot : -1;
+    request.pull_iterations = attributes.pull_iterations;
+    const bool between = attributes.mode == kBetween || attributes.mode == kLoop;
     const size_t count = attributes.arrays.size(), tickets = attributes.mode == kBegin ? 0 : 1;
     Require(args.size() >= count + tickets + attributes.push_array.size() &&
-                rets.size() >= (attributes.mode == kBetween ? 1 : count),
+                rets.size() >= (between ? 1 : count) &&
+                (attributes.mode != kLoop || attributes.take_array.size() + 1 == rets.size()),
             "a call has too few operands");
     AddArrays(&request, device, args, rets, attributes);
     if (attributes.mode != kBegin) {
       AddPieces(&request, args, rets, attributes);
       CallPieces(device, request, compute);
     }
-    if (attributes.mode != kBetween) CopyArrays(request, rets);
+    if (!between) CopyArrays(request, rets);
   } catch (const std::exception& error) {
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition, error.what());
   }

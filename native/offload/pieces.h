@@ -16,12 +16,14 @@
 namespace dejax::offload {
 
 struct Transfer {
-  int64_t array, offset, bytes;  // `array` is a position in the call's arrays
+  int64_t array, offset, bytes;  // `array` is a position in the call's arrays; in a loop an array's number
+  int64_t stride = 0;            // added to `offset` in each iteration of a loop
 };
 
 struct PiecesRequest {
   int64_t run = 0, site = 0, first_tag = 0, staging_bytes = 0;
   bool finish = false;
+  int64_t slot = -1, pull_iterations = 0;
   std::vector<int64_t> arrays;  // numbers of the host arrays of the call
   std::vector<char*> addresses;
   std::vector<size_t> sizes;
@@ -29,6 +31,7 @@ struct PiecesRequest {
   std::vector<Transfer> pushes;                 // copies to the host to begin
   std::vector<const void*> pushed;              // their sources
   std::vector<std::pair<void*, size_t>> taken;  // destinations of the pieces that were pulled first
+  std::vector<Transfer> takes;                  // in a loop: which pieces they are
 };
 
 // device: -1 is the CPU. Throws std::runtime_error.
@@ -43,6 +46,12 @@ void CallPieces(int device, const PiecesRequest& request, cuda::Stream compute);
 //   2, finish: waits for everything.
 //        arguments:  host arrays; of finish: ticket, pieces to push, further ones to wait for
 //        results:    the host arrays, in the memory of the arguments
+//   3, loop: a call in the body of a loop. The host arrays are no operands: an earlier call of the chain passed them.
+//        arguments:  ticket; pieces to push; further arguments only make the call wait for them
+//        results:    ticket; pieces
+//      slot: number of the call in its program; its n-th execution in a run is iteration n. pull_iterations: in later
+//      ones nothing is pulled. *_stride: bytes by which an offset advances in each iteration. take_array, take_offset:
+//      the pieces that must come. Arrays are given by their numbers.
 // Other attributes: site: of the program; arrays: numbers of the host arrays; pull_array (a position in `arrays`),
 // pull_offset, pull_bytes: pieces to pull; push_array, push_offset: destinations of the pieces to push; first_tag: number
 // of pieces that earlier calls have returned; staging_bytes: cap of staging memory on the device, exceeded if need be.

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "monitor.h"
+#include "together.h"
 
 namespace dejax::offload {
 namespace {
@@ -48,13 +49,14 @@ void Registry::Forget(const RunPtr& run) {
   if (at != begun_.end()) begun_.erase(at);
 }
 
-EntryPtr Registry::Add(const RunPtr& run, int64_t call, int64_t bytes) {
+EntryPtr Registry::Add(const RunPtr& run, int64_t call, int64_t bytes, const Place& place) {
   const int64_t site = prediction_->SiteOf(run.get(), call);
   auto entry = std::make_shared<Entry>();
   entry->serial = next_serial_++;
   entry->bytes = bytes;
   entry->site = site;
   entry->device = run->device;
+  entry->place = place;
   entry->run = run;
   entries_[entry->serial] = entry;
   if (run->stack.empty() && run->peak_bytes == 0) run->first_site = site;
@@ -73,7 +75,7 @@ EntryPtr Registry::Add(const RunPtr& run, int64_t call, int64_t bytes) {
   return entry;
 }
 
-EntryPtr Registry::Find(uint64_t handle, int64_t call, int64_t bytes, int device) {
+EntryPtr Registry::Find(uint64_t handle, int64_t call, int64_t bytes, int device, const Place& place) {
   const uint64_t serial = SerialOf(handle);
   if (StoreOf(handle) != store_) {
     throw std::runtime_error("offload: handle " + std::to_string(handle) + " is not of this store (number " +
@@ -88,6 +90,16 @@ EntryPtr Registry::Find(uint64_t handle, int64_t call, int64_t bytes, int device
               "given up for newer tensors when the store was full. Run forward again: from now on the store keeps "
               "tensors of this call for a second fetch"
             : " was never stored: the handle is damaged"));
+  }
+  if (entry->place.layout != place.layout) {
+    throw FailsEverywhere(
+        "offload: a tensor that forward stored in one sharding is fetched in another one by backward (another mesh, "
+        "other devices, or another division among them). Run both under one mesh, with the same shardings");
+  }
+  if (entry->place.device != place.device) {
+    throw FailsEverywhere("offload: a tensor that was stored on device " + std::to_string(entry->place.device) +
+                             " was to be fetched on device " + std::to_string(place.device) +
+                             "; run backward where forward ran, under the same mesh");
   }
   if (entry->bytes != bytes) {
     throw std::runtime_error("offload: the tensor of handle " + std::to_string(serial) + " has " +

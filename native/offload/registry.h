@@ -35,9 +35,9 @@ class Registry {
   std::vector<RunPtr> StaleRuns() const;
   void Forget(const RunPtr& run);
 
-  EntryPtr Add(const RunPtr& run, int64_t call, int64_t bytes);
-  // Throws std::runtime_error where the handle stands for no tensor of this size and device.
-  EntryPtr Find(uint64_t handle, int64_t call, int64_t bytes, int device);
+  EntryPtr Add(const RunPtr& run, int64_t call, int64_t bytes, const Place& place);
+  // Throws std::runtime_error where the handle stands for no tensor of this size and place.
+  EntryPtr Find(uint64_t handle, int64_t call, int64_t bytes, int device, const Place& place);
   EntryPtr FindBySerial(uint64_t serial) const;
   std::vector<EntryPtr> Live() const;
   // Takes an entry that was fetched or dropped out of its run's accounts.

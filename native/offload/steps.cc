@@ -45,13 +45,13 @@ struct Store::DeviceCall {
   }
 };
 
-uint64_t Store::StoreOnCpu(int64_t run_id, int64_t call, const void* data, int64_t bytes) {
+uint64_t Store::StoreOnCpu(const CpuCall& call, const void* data, int64_t bytes) {
   Lock lock = Enter();
   const Stopwatch stopwatch(&stats_.launch_seconds);
-  const RunPtr run = RunOf(run_id, -1);
+  const RunPtr run = RunOf(call.run, -1);
   // XLA may make further calls of a step that has failed: nobody would ever fetch what they stored.
   if (!run->failure.empty()) throw AnotherFailed(*run);
-  const EntryPtr entry = registry_.Add(run, call, bytes);
+  const EntryPtr entry = registry_.Add(run, call.call, bytes, call.place);
   try {
     Before(Operation::kStore);
     Slot* slot = TakeSlot(lock, entry, /*pinned=*/false);
@@ -80,14 +80,14 @@ uint64_t Store::StoreOnCpu(int64_t run_id, int64_t call, const void* data, int64
   return registry_.HandleOf(entry->serial);
 }
 
-void Store::FetchOnCpu(int64_t run_id, int64_t call, uint64_t handle, void* data, int64_t bytes) {
+void Store::FetchOnCpu(const CpuCall& call, uint64_t handle, void* data, int64_t bytes) {
   Lock lock = Enter();
   const Stopwatch stopwatch(&stats_.launch_seconds);
-  const EntryPtr entry = registry_.Find(handle, call, bytes, /*device=*/-1);
+  const EntryPtr entry = registry_.Find(handle, call.call, bytes, /*device=*/-1, call.place);
   const RunPtr run = entry->run.lock();
   try {
     Before(Operation::kFetch);
-    if (run) FetchBegins(run, run->id == run_id);
+    if (run) FetchBegins(run, run->id == call.run);
     ReadAhead(run, lock);
     AwaitHost(lock, entry, /*pinned=*/false);
     Slot* slot = entry->slot;
@@ -113,7 +113,7 @@ void Store::StoreOnCuda(const CudaCall& call, int64_t ring_bytes, DevicePointer 
   DeviceCall held(this, call);
   const RunPtr run = RunOf(call.run, call.device);
   if (!run->failure.empty()) throw AnotherFailed(*run);
-  const EntryPtr entry = registry_.Add(run, call.call, bytes);
+  const EntryPtr entry = registry_.Add(run, call.call, bytes, {call.layout, call.device});
   try {
     Before(Operation::kStore);
     held.ring.Reserve(held.lock, options_.device_bytes >= 0 ? options_.device_bytes : ring_bytes, call.stream);
@@ -155,7 +155,7 @@ uint64_t Store::FetchOnCuda(const CudaCall& call, DevicePointer handle, DevicePo
       own->mispredicted.insert(site);
       prediction_.OrderFails(site);
     }
-    const EntryPtr entry = registry_.Find(value, call.call, bytes, call.device);
+    const EntryPtr entry = registry_.Find(value, call.call, bytes, call.device, {call.layout, call.device});
     run = entry->run.lock();
     if (run) FetchBegins(run, run == own);
     ReadAhead(run, held.lock);

@@ -40,6 +40,14 @@ struct CudaCall {
   int device = 0;
   Stream stream = nullptr;
   int64_t call = 0;  // which call of its program
+  int64_t layout = 0;  // see Place
+};
+
+// A call on the CPU, whose devices share their stores' runs.
+struct CpuCall {
+  int64_t run = 0;
+  int64_t call = 0;
+  Place place;
 };
 
 class Store {
@@ -51,8 +59,8 @@ class Store {
   void BeginClose();
   void Close();
 
-  uint64_t StoreOnCpu(int64_t run, int64_t call, const void* data, int64_t bytes);
-  void FetchOnCpu(int64_t run, int64_t call, uint64_t handle, void* data, int64_t bytes);
+  uint64_t StoreOnCpu(const CpuCall& call, const void* data, int64_t bytes);
+  void FetchOnCpu(const CpuCall& call, uint64_t handle, void* data, int64_t bytes);
   void StoreOnCuda(const CudaCall& call, int64_t ring_bytes, DevicePointer data, int64_t bytes, DevicePointer handle);
   // Returns 0, or the handle where it is another store's. Then nothing was fetched: that store is to be asked, with the
   // handle as `known`.

@@ -30,6 +30,9 @@ def test_names(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert data.node_names["entity"] == ("/m/a", "/m/b", "/m/c d", "/m/new")
     assert data.num_nodes == {"entity": 4} and data.relations == (HAS, IS) == data.target_relations
     assert triples(data.edges) == {HAS: [(0, 2), (1, 0)], IS: [(1, 0)]}
+    assert data.triples().tolist() == [[0, 0, 2], [1, 0, 0], [1, 1, 0]] and data.triples("test").tolist() == [[0, 1, 1]]
+    with pytest.raises(ValueError, match="split must be"):
+        data.triples("all")
     assert triples(data.valid_edges) == {IS: [(3, 0)]} and triples(data.test_edges) == {IS: [(0, 1)]}
 
 

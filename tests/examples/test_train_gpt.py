@@ -1,4 +1,4 @@
-"""The GPT example: equal losses with and without offload, and a resumed run continues where it stopped."""
+"""The GPT example: equal losses with and without offload, exact resume, sampling, and its errors."""
 
 import importlib.util
 import json
@@ -8,9 +8,15 @@ import pytest
 
 from dejax import _native
 
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+pytestmark = [
+    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
+    pytest.mark.newest_jax,
+]
 PATH = Path(__file__).parents[2] / "examples/train_gpt.py"
-TINY = "--layers 2 --width 32 --heads 2 --sequence 32 --batch 2 --report 2 --checkpoint 4 --min-bytes 1".split()
+TINY = (
+    "--layers 2 --width 32 --heads 2 --kv-heads 1 --sequence 32 --batch 2 --report 2 --checkpoint 4 --min-bytes 1"
+    " --dtype float32"
+).split()
 
 
 @pytest.fixture(scope="module")
@@ -21,43 +27,90 @@ def example():
     return module
 
 
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / "text"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "a.txt").write_bytes(bytes(range(1, 256)) * 16)
+    (folder / "deep" / "b.txt").write_text("the second file\n" * 50)
+    (folder / "no_text.bin").write_bytes(b"\0" * 100)
+    return ["--text", str(folder)]
+
+
 def losses(path: Path) -> list[float]:
     return json.loads((path / "losses.json").read_text())["losses"]
 
 
 @pytest.mark.full
-def test_same_losses_and_resume(example, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(example, "read_text", lambda: bytes(range(256)) * 64)
+def test_same_losses_with_and_without_offload(example, text, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XLA_FLAGS", "")
-    assert example.main([*TINY, "--compare", "inputs", "--steps", "4", "--out", str(tmp_path)]) == 0
+    assert example.main([*TINY, *text, "--compare", "inputs", "--steps", "4", "--out", str(tmp_path)]) == 0
     assert "4 steps, losses that differ: 0" in capsys.readouterr().out
     assert (tmp_path / "loss.svg").exists()
-    before = losses(tmp_path / "inputs")
-    again = [*TINY, "--offload", "inputs", "--out", str(tmp_path / "inputs"), "--steps", "6", "--resume"]
-    assert example.main(again) == 0
-    assert "goes on after step 4" in capsys.readouterr().out
-    assert len(losses(tmp_path / "inputs")) == 6 and losses(tmp_path / "inputs")[:4] == before
 
 
-def test_a_second_run_replaces_the_first(example, tmp_path, monkeypatch):
-    monkeypatch.setattr(example, "read_text", lambda: bytes(range(256)) * 64)
-    command = [*TINY, "--out", str(tmp_path), "--steps"]
-    assert example.main([*command, "4"]) == 0
-    first = losses(tmp_path)
-    assert example.main([*command, "4"]) == 0
-    assert losses(tmp_path) == first
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["4"]
+@pytest.mark.full
+def test_a_resumed_run_is_the_run_that_never_stopped(example, text, tmp_path, capsys):
+    command = [*TINY, *text, "--checkpoint", "2", "--warmup", "1", "--out"]
+    # The schedule ends with the run, so both have the same end; the first is stopped after its first checkpoint.
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert example.main([*command, str(whole), "--steps", "4"]) == 0
+    again = [path.name for path in (whole / "checkpoints").iterdir()]
+    assert again == ["4"]
+
+    from dejax.training.decoder.run import Checkpoints
+
+    save = Checkpoints.save
+
+    def stop(self, done, state, losses):
+        save(self, done, state, losses)
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoints, "save", stop)
+        with pytest.raises(KeyboardInterrupt):
+            example.main([*command, str(stopped), "--steps", "4"])
+    assert example.main([*command, str(stopped), "--steps", "4", "--resume"]) == 0
+    assert "goes on after step 2" in capsys.readouterr().out
+    assert losses(stopped) == losses(whole)
+    example.main([*TINY, *text, "--out", str(whole), "--sample", "the ", "--length", "12"])
+    first = capsys.readouterr().out
+    example.main([*TINY, *text, "--out", str(whole), "--sample", "the ", "--length", "12"])
+    assert first == capsys.readouterr().out and first.startswith("the ")
+    with pytest.raises(SystemExit):
+        example.main([*command, str(whole), "--steps", "4", "--resume", "--rate", "0.5"])
+    assert "`rate` must be that of the run" in capsys.readouterr().err
 
 
-def test_checkpoints_of_others_are_kept(example, tmp_path):
+@pytest.mark.full
+def test_state_in_host_memory_survives_a_resume(example, text, tmp_path):
+    command = [*TINY, *text, "--state", "all", "--offload", "inputs", "--plot-store", "--out", str(tmp_path)]
+    assert example.main([*command, "--steps", "4"]) == 0
+    before = losses(tmp_path)
+    assert example.main([*command, "--steps", "6", "--resume"]) == 0
+    assert len(losses(tmp_path)) == 6 and losses(tmp_path)[:4] == before
+    assert (tmp_path / "store.svg").exists() and json.loads((tmp_path / "store.trace.json").read_text())["traceEvents"]
+
+
+def test_checkpoints_of_others_are_kept(example, tmp_path, capsys):
     (tmp_path / "checkpoints" / "4").mkdir(parents=True)
-    with pytest.raises(SystemExit, match=r"--out must be a new folder.*--resume.*another --out"):
+    with pytest.raises(SystemExit):
         example.main([*TINY, "--out", str(tmp_path)])
+    assert "--out must be a new folder" in capsys.readouterr().err
     assert (tmp_path / "checkpoints" / "4").exists()
 
 
-def test_text_is_there(example):
-    assert len(example.read_text(1 << 20)) == 1 << 20
+def test_text(text):
+    from dejax.training.decoder.text import batch_at, read_text
+
+    assert len(read_text(limit=1 << 20)) == 1 << 20
+    found = read_text(Path(text[1]))
+    assert found == bytes(range(1, 256)) * 16 + b"the second file\n" * 50
+    one, again = (batch_at(found, 3, seed=0, batch=2, sequence=8) for _ in range(2))
+    assert (one == again).all() and one.shape == (2, 9)
+    with pytest.raises(ValueError, match="must have more than 10000 bytes, got"):
+        batch_at(found, 0, seed=0, batch=2, sequence=10_000)
 
 
 @pytest.mark.parametrize(
@@ -67,9 +120,14 @@ def test_text_is_there(example):
         ("--checkpoint 15 --report 10", "--checkpoint 15 must be a multiple of --report 10"),
         ("--host-bytes 1000", "need --offload"),
         ("--offload all --store nowhere", "--store must be a folder, got nowhere; create it"),
+        ("--state all --clip 1", "`clip` must be 0 with state='all'"),
+        ("--text nowhere", "nowhere must be a folder of text"),
+        ("--mesh 99", "`devices` must be 1 to"),
+        ("--sample x --out nowhere", "nowhere must hold a checkpoint"),
     ],
 )
-def test_bad_arguments(example, arguments, words, capsys):
+def test_bad_arguments(example, arguments, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
-        example.main(arguments.split())
+        example.main([*TINY, *arguments.split()])
     assert words in capsys.readouterr().err

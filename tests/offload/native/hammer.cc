@@ -58,7 +58,7 @@ void OneRun(Store& store, const Setting& setting, std::mt19937& rng, Stream stre
       if (setting.cuda) {
         store.StoreOnCuda({run, 0, stream, i % 3}, 1 << 14, address(tensors[i].data()), bytes, address(&handles[i]));
       } else {
-        handles[i] = store.StoreOnCpu(run, i % 3, tensors[i].data(), bytes);
+        handles[i] = store.StoreOnCpu({run, i % 3, {}}, tensors[i].data(), bytes);
       }
     }
     if (rng() % 10 == 0) {  // forward without backward
@@ -71,7 +71,7 @@ void OneRun(Store& store, const Setting& setting, std::mt19937& rng, Stream stre
       if (setting.cuda) {
         store.FetchOnCuda({run, 0, stream, i % 3}, address(&handles[i]), address(outs[i].data()), bytes);
       } else {
-        store.FetchOnCpu(run, i % 3, handles[i], outs[i].data(), bytes);
+        store.FetchOnCpu({run, i % 3, {}}, handles[i], outs[i].data(), bytes);
       }
     }
     if (setting.cuda) GetCalls().stream_synchronize(stream);

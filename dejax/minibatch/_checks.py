@@ -1,0 +1,118 @@
+"""Checks of what users give: names of types and relations, counts, edge lists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+EdgeType: TypeAlias = tuple[str, str, str]
+"""A relation: (source type, name, destination type)."""
+EdgeList: TypeAlias = tuple[np.ndarray, np.ndarray]
+"""Senders and receivers, int[edges] each."""
+
+_INT32_MAX = 2**31 - 1
+
+
+def checked_counts(num_nodes: Mapping[str, int]) -> dict[str, int]:
+    """The number of nodes of each type, as Python ints."""
+    if not isinstance(num_nodes, Mapping):
+        raise TypeError(f"`num_nodes` must be a dict of counts by node type, got {type(num_nodes).__name__}")
+    found: dict[str, int] = {}
+    for name, count in num_nodes.items():
+        if not isinstance(name, str):
+            raise TypeError(f"`num_nodes` must have names of node types as keys, got {name!r}")
+        if isinstance(count, bool) or not isinstance(count, int | np.integer):
+            raise TypeError(f"`num_nodes[{name!r}]` must be an integer, got {count!r}")
+        if not 0 <= count <= _INT32_MAX:
+            raise ValueError(f"`num_nodes[{name!r}]` must be from 0 to 2**31 - 1, got {count}")
+        found[name] = int(count)
+    return found
+
+
+def checked_edge_type(edge_type: Any, counts: Mapping[str, int]) -> EdgeType:
+    """`edge_type`, if it is a relation between known node types."""
+    is_triple = isinstance(edge_type, tuple) and len(edge_type) == 3
+    if not is_triple or not all(isinstance(part, str) for part in edge_type):
+        raise TypeError(f"a relation must be (source type, name, destination type), got {edge_type!r}")
+    for end in (edge_type[0], edge_type[2]):
+        if end not in counts:
+            raise ValueError(
+                f"relation {edge_type}: node type must be one of {list(counts)}, got {end!r}; give its count in "
+                "`num_nodes`"
+            )
+    return edge_type
+
+
+def checked_relations(edges: Mapping[EdgeType, Any], counts: Mapping[str, int]) -> dict[EdgeType, EdgeList]:
+    """Edge lists as pairs of numpy arrays of integers of one length; their values are not looked at."""
+    if not isinstance(edges, Mapping):
+        raise TypeError(f"`edges` must be a dict of edge lists by relation, got {type(edges).__name__}")
+    found: dict[EdgeType, EdgeList] = {}
+    for edge_type, pair in edges.items():
+        checked_edge_type(edge_type, counts)
+        if len(pair) != 2:
+            raise ValueError(
+                f"edges of {edge_type} must be (senders, receivers), got {len(pair)} rows; transpose an array of "
+                "[edges, 2]"
+            )
+        senders, receivers = (ids_of(f"{name} of {edge_type}", ids) for name, ids in zip(_ENDS, pair, strict=True))
+        if senders.shape != receivers.shape:
+            raise ValueError(
+                f"senders and receivers of {edge_type} must be of one length, got {len(senders)} and {len(receivers)}"
+            )
+        found[edge_type] = senders, receivers
+    return found
+
+
+_ENDS = ("senders", "receivers")
+
+
+def ids_of(name: str, ids: Any) -> np.ndarray:
+    """A list of ids as a numpy array, not copied."""
+    array = ids if isinstance(ids, np.ndarray) else np.asarray(ids)
+    if array.size == 0 and array.ndim == 1:
+        return np.zeros(0, np.int32)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must have one axis, got shape {array.shape}")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be integers, got {array.dtype}")
+    return array
+
+
+def check_range(name: str, ids: np.ndarray, count: int) -> None:
+    """Raises ValueError where an id is not from 0 to count - 1."""
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= count):
+        wrong = int(np.flatnonzero((ids < 0) | (ids >= count))[0])
+        raise ValueError(f"{name} must be from 0 to {count - 1}, got {int(ids[wrong])}")
+
+
+def one_for_each(
+    name: str, values: Mapping[EdgeType, Any] | None, edges: Mapping[EdgeType, EdgeList]
+) -> dict[EdgeType, np.ndarray]:
+    """Values by relation, one for each edge."""
+    found = {}
+    for edge_type, given in (values or {}).items():
+        if edge_type not in edges:
+            raise ValueError(f"`{name}`: relation must be one of {list(edges)}, got {edge_type!r}")
+        array = np.asarray(given)
+        length = len(edges[edge_type][0])
+        if array.shape != (length,):
+            raise ValueError(f"`{name}` of {edge_type} must have shape ({length},), got {array.shape}")
+        if name == "times" and array.size and array.dtype.kind not in "iu":
+            raise TypeError(f"`times` of {edge_type} must be integers, got {array.dtype}; round them to a unit")
+        if name == "weights" and not (np.isfinite(array).all() and (array >= 0).all()):
+            raise ValueError(f"`weights` of {edge_type} must be finite and not negative")
+        found[edge_type] = array
+    return found
+
+
+def need_wide(arrays: Sequence[Any]) -> None:
+    """Raises ValueError where positions or times need 64 bits that jax does not have."""
+    if any(array.dtype.itemsize > 4 for array in arrays) and not jax.config.values["jax_enable_x64"]:
+        raise ValueError(
+            "a relation of 2**31 edges or more, and times beyond 32 bits, need jax's 64-bit mode: "
+            "jax.config.update('jax_enable_x64', True)"
+        )

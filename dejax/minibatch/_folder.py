@@ -1,0 +1,93 @@
+"""The folder of a `HeteroTopology`: one `.npy` file a list, and `topology.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dejax.host_gather import HostTable
+
+_FILE = "topology.json"
+_FORMAT = 1
+_DTYPES = {
+    "starts": (np.int32, np.int64),
+    "senders": (np.int32,),
+    "edge_ids": (np.int32, np.int64),
+    "alias": (np.int32,),
+    "logs": (np.float32,),
+    "times": (np.int32, np.int64),
+}
+
+
+def write(folder: str | os.PathLike[str], number: int, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes the arrays of one `EdgeLists`."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for name, array in arrays.items():
+        np.save(Path(folder) / f"{number}_{name}.npy", array)
+
+
+def describe(
+    folder: str | os.PathLike[str], relations: Sequence[Any], counts: Mapping[str, int], names: Sequence[Sequence[str]]
+) -> None:
+    """Writes `topology.json`, last: a folder without it is not complete."""
+    found = {
+        "format": _FORMAT,
+        "num_nodes": dict(counts),
+        "lists": [list(some) for some in names],
+        "relations": [
+            {
+                "edge_type": list(relation.edge_type),
+                "lists": relation.lists,
+                "first_group": relation.first_group,
+                "first_edge": relation.first_edge,
+                "num_edges": relation.num_edges,
+                "max_degree": relation.max_degree,
+            }
+            for relation in relations
+        ],
+    }
+    path = Path(folder) / _FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    partial.replace(path)
+
+
+def load(folder: str | os.PathLike[str]) -> tuple[list[dict[str, HostTable]], list[tuple[Any, ...]], dict[str, int]]:
+    """The tables of each `EdgeLists` by name, the fields of each `Relation`, the number of nodes by type."""
+    path = Path(folder) / _FILE
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file; a folder of HeteroTopology.save has one")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found.get("format") != _FORMAT:
+        raise ValueError(f"{path}: `format` must be {_FORMAT}, got {found.get('format')!r}; write it with this version")
+    tables = []
+    for number, names in enumerate(found["lists"]):
+        here = [relation for relation in found["relations"] if relation["lists"] == number]
+        edges = sum(relation["num_edges"] for relation in here)
+        groups = sum(found["num_nodes"][relation["edge_type"][2]] + 1 for relation in here)
+        tables.append(
+            {name: _table(Path(folder) / f"{number}_{name}.npy", name, groups if name == "starts" else edges)
+             for name in names}
+        )  # fmt: skip
+    relations = [
+        (tuple(r["edge_type"]), r["lists"], r["first_group"], r["first_edge"], r["num_edges"], r["max_degree"])
+        for r in found["relations"]
+    ]
+    return tables, relations, found["num_nodes"]
+
+
+def _table(path: Path, name: str, rows: int) -> HostTable:
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file, though {_FILE} names it")
+    table = HostTable.from_npy(path)
+    shape = (rows, 2) if name == "alias" else (rows,)
+    if table.shape != shape or table.dtype not in _DTYPES[name]:
+        allowed = " or ".join(np.dtype(dtype).name for dtype in _DTYPES[name])
+        raise ValueError(f"{path}: must have shape {shape} of {allowed}, got {table.shape} of {table.dtype}")
+    return table

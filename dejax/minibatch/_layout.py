@@ -1,0 +1,182 @@
+"""The static shape of a sample: the local numbers of each node type and hop, and the slots of each relation.
+
+Nodes are numbered twice. Within a node type, the nodes of hop 0 (the seeds) come first, then those first found by hop
+1, and so on: arrays by node type are in this order. All nodes together are numbered hop by hop, and within a hop type
+by type: graphs of blocks are in this order. In both, the nodes that a layer needs are the first ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+from jax import Array
+
+from dejax.minibatch._checks import EdgeType
+from dejax.minibatch.topology import HeteroTopology
+
+FanOuts: TypeAlias = Sequence[int | Mapping[EdgeType, int]] | Mapping[EdgeType, Sequence[int]]
+"""For each hop a number or numbers by relation, or for each relation a number by hop."""
+Capacities: TypeAlias = Mapping[str, Sequence[int]]
+"""For each node type the most new nodes of hop 1, hop 2 and so on."""
+
+
+_UNBOUNDED = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The slots of a relation at a hop: `fan_out` for each node of the destination type that the hop before found.
+
+    Attributes:
+        hop: 0 for the edges of seeds.
+        relation: number of the relation.
+        fan_out: slots per receiver.
+        source: number of the source type.
+        target: number of the destination type.
+        all_edges: whether all edges of a receiver are wanted.
+    """
+
+    hop: int
+    relation: int
+    fan_out: int
+    source: int
+    target: int
+    all_edges: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of a sample.
+
+    Attributes:
+        node_types: the names of the node types.
+        edge_types: the relations.
+        sizes: for each hop and node type the number of local numbers; hop 0 has the seeds.
+        pieces: the slots, by hop, then by relation.
+    """
+
+    node_types: tuple[str, ...]
+    edge_types: tuple[EdgeType, ...]
+    sizes: tuple[tuple[int, ...], ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_hops(self) -> int:
+        return len(self.sizes) - 1
+
+    def first(self, hop: int, node_type: int) -> int:
+        """The first number of a hop within a node type."""
+        return sum(sizes[node_type] for sizes in self.sizes[:hop])
+
+    def first_of_all(self, hop: int, node_type: int) -> int:
+        """The first number of a hop and node type among all nodes."""
+        return self.count(hop - 1) + sum(self.sizes[hop][:node_type])
+
+    def count(self, hops: int) -> int:
+        """The number of nodes up to a hop."""
+        return sum(map(sum, self.sizes[: hops + 1]))
+
+    def counts(self, hops: int) -> dict[str, int]:
+        """The number of nodes of each type up to a hop."""
+        return {name: self.first(hops + 1, number) for number, name in enumerate(self.node_types)}
+
+    def among_all(self, numbers: Array, hop: int, node_type: int) -> Array:
+        """Numbers within a type, of nodes up to a hop, as numbers among all nodes; -1 stays."""
+        found, last = numbers, 0
+        for before in range(hop + 1):
+            first = self.first(before, node_type)
+            shift = self.first_of_all(before, node_type) - first
+            found = found + jnp.where(numbers >= first, shift - last, 0)
+            last = shift
+        return jnp.where(numbers >= 0, found, -1).astype(jnp.int32)
+
+
+def make_layout(
+    topology: HeteroTopology,
+    num_seeds: Mapping[str, int],
+    fan_outs: FanOuts,
+    capacities: Capacities | None,
+    replace: bool,
+    max_degree: int | None,
+    copies: bool,
+) -> Layout:
+    """The layout of a sample; arguments are those of `sample_blocks`.
+
+    Args:
+        topology, num_seeds, fan_outs, capacities, replace, max_degree: see there.
+        copies: whether each seed has copies of its own of the nodes.
+    """
+    by_hop = _by_hop(topology, fan_outs)
+    limits = _limits(topology, capacities, len(by_hop))
+    names = topology.node_types
+    number = {name: at for at, name in enumerate(names)}
+    sizes = [tuple(num_seeds.get(name, 0) for name in names)]
+    pieces: list[Piece] = []
+    for hop, wanted in enumerate(by_hop):
+        slots = [0] * len(names)
+        for at, relation in enumerate(topology.relations):
+            source, target = number[relation.edge_type[0]], number[relation.edge_type[2]]
+            fan_out = _slots(wanted[at], relation.max_degree, replace, max_degree)
+            if fan_out and sizes[hop][target]:
+                pieces.append(Piece(hop, at, fan_out, source, target, wanted[at] < 0))
+                slots[source] += sizes[hop][target] * fan_out
+        if not copies:
+            slots = [min(count, topology.num_nodes[name]) for count, name in zip(slots, names, strict=True)]
+        sizes.append(tuple(min(count, limit) for count, limit in zip(slots, limits[hop], strict=True)))
+    return Layout(names, topology.edge_types, tuple(sizes), tuple(pieces))
+
+
+def _slots(fan_out: int, longest: int, replace: bool, max_degree: int | None) -> int:
+    """Slots of a receiver: no more than its edges can fill."""
+    if fan_out < 0:
+        return longest if max_degree is None else min(longest, max_degree)
+    if replace:
+        return fan_out if longest else 0
+    return min(fan_out, longest)
+
+
+def _by_hop(topology: HeteroTopology, fan_outs: FanOuts) -> list[list[int]]:
+    """The fan-out of each hop and relation; 0 for relations that are not named."""
+    if isinstance(fan_outs, Mapping):
+        lengths = {len(numbers) for numbers in fan_outs.values()}
+        if len(lengths) != 1:
+            raise ValueError(f"`fan_outs` must have as many hops for each relation, got {sorted(lengths)}")
+        hops: Sequence[Any] = [
+            {edge_type: numbers[hop] for edge_type, numbers in fan_outs.items()} for hop in range(lengths.pop())
+        ]
+    else:
+        hops = list(fan_outs)
+    if not hops:
+        raise ValueError("`fan_outs` must have at least one hop, got none")
+    found = []
+    for hop in hops:
+        row = [0] * len(topology.relations)
+        if isinstance(hop, Mapping):
+            for edge_type, fan_out in hop.items():
+                row[topology.number_of(edge_type)] = _checked_fan_out(fan_out)
+        else:
+            row = [_checked_fan_out(hop)] * len(topology.relations)
+        found.append(row)
+    return found
+
+
+def _checked_fan_out(fan_out: Any) -> int:
+    if isinstance(fan_out, bool) or not hasattr(fan_out, "__index__") or fan_out < -1:
+        raise ValueError(f"`fan_outs` must have integers from 0 (none), or -1 (all edges), got {fan_out!r}")
+    return int(fan_out)
+
+
+def _limits(topology: HeteroTopology, capacities: Capacities | None, hops: int) -> list[list[int]]:
+    """The most new nodes of each hop and type."""
+    limits = [[_UNBOUNDED] * len(topology.node_types) for _ in range(hops)]
+    for name, sizes in (capacities or {}).items():
+        if name not in topology.node_types:
+            raise ValueError(f"`capacities`: node type must be one of {list(topology.node_types)}, got {name!r}")
+        if len(sizes) != hops or any(size < 0 for size in sizes):
+            raise ValueError(f"`capacities[{name!r}]` must have {hops} sizes from 0, one for each hop, got {sizes}")
+        for hop, size in enumerate(sizes):
+            limits[hop][topology.node_types.index(name)] = int(size)
+    return limits

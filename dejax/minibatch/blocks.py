@@ -1,0 +1,191 @@
+"""`make_blocks`: a graph for each layer of a sampled neighbourhood, with only what later layers need."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dejax.minibatch._layout import Layout
+from dejax.minibatch.sampling import SampledBlocks
+from dejax.rgnn import RelGraph
+from dejax.rgnn.graphs.build_slots import Slots, SlotSpec, graph_of_slots
+
+__all__ = ["Block", "make_blocks"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """The graph of one layer. A pytree.
+
+    Its destinations are the nodes whose values the layer computes, its sources all nodes that the layer reads. Both are
+    numbered hop by hop, and within a hop type by type: the destinations are the first of the sources, and the next
+    block's sources. A layer runs on all sources; of its result only the rows of the destinations are right:
+
+        for layer, block in zip(layers, blocks):
+            x = layer(block.graph, x)[: block.num_destinations]
+
+    Attributes:
+        graph: the graph of sources, with the edge types and node types of the topology.
+        hops: destinations are nodes up to this hop; sources up to the next (static).
+        layout: the sizes of the sample (static).
+    """
+
+    graph: RelGraph
+    hops: int = dataclasses.field(metadata={"static": True})
+    layout: Layout = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_sources(self) -> int:
+        """The number of sources, padding included."""
+        return self.layout.count(self.hops + 1)
+
+    @property
+    def num_destinations(self) -> int:
+        """The number of destinations, padding included."""
+        return self.layout.count(self.hops)
+
+    @property
+    def source_counts(self) -> dict[str, int]:
+        """The number of sources of each type, padding included."""
+        return self.layout.counts(self.hops + 1)
+
+    @property
+    def destination_counts(self) -> dict[str, int]:
+        """The number of destinations of each type, padding included."""
+        return self.layout.counts(self.hops)
+
+    def join(self, x: Mapping[str, Array]) -> Array:
+        """Values of all sources, [sources, n], from those by node type.
+
+        Args:
+            x: [nodes, n] by node type, the nodes numbered as in the sample. Further nodes are left out; types without
+                sources need no entry.
+
+        Raises:
+            ValueError: a type is missing or has too few rows.
+        """
+        return join_nodes(self.layout, x, self.hops + 1)
+
+    def split(self, x: Array) -> dict[str, Array]:
+        """Values of the destinations by node type, [destinations of the type, n], from those of all of them.
+
+        Args:
+            x: [destinations or sources, n].
+        """
+        if x.shape[0] not in (self.num_destinations, self.num_sources):
+            raise ValueError(
+                f"Block.split: `x` must have {self.num_destinations} rows (destinations) or {self.num_sources} "
+                f"(sources), got {x.shape[0]}"
+            )
+        return split_nodes(self.layout, x, self.hops)
+
+    def edge_values(self, values: Sequence[Array]) -> Array:
+        """Values of edges in the order of the graph's edges, for `g.edge(...)`.
+
+        Args:
+            values: for each piece of the sample [receivers, fan_out, ...], as `SampledBlocks.edges`.
+        """
+        own = [values[n] for n in _pieces(self.layout, self.hops)]
+        return jnp.concatenate([some.reshape(-1, *some.shape[2:]) for some in own])
+
+
+def make_blocks(sample: SampledBlocks) -> list[Block]:
+    """The block of each layer, the first layer's first, inside `jax.jit`.
+
+    Layer k of L computes the nodes up to hop L - k, and reads those up to hop L - k + 1 and the edges between them.
+    Tables that a program does not use are not computed.
+    """
+    return [_block(sample, hops) for hops in reversed(range(sample.num_layers))]
+
+
+def _pieces(layout: Layout, hops: int) -> list[int]:
+    """The pieces of a block, by relation, then by hop."""
+    own = [n for n, piece in enumerate(layout.pieces) if piece.hop <= hops]
+    return sorted(own, key=lambda n: (layout.pieces[n].relation, layout.pieces[n].hop))
+
+
+def _block(sample: SampledBlocks, hops: int) -> Block:
+    layout = sample.layout
+    own = _pieces(layout, hops)
+    mask = join_nodes(layout, sample.node_ids, hops + 1) >= 0
+    return Block(_graph([sample.numbers[n] for n in own], mask, _slot_spec(layout, hops)), hops, layout)
+
+
+@partial(jax.jit, static_argnums=2, inline=True)
+def _graph(senders: list[Array], mask: Array, spec: SlotSpec) -> RelGraph:
+    if spec.num_edges:
+        return graph_of_slots(senders, mask, spec)
+    none = jnp.zeros(0, jnp.int32)
+    types = [jnp.full(count, node_type, jnp.int32) for node_type, count in spec.node_runs]
+    return RelGraph.build_traced(
+        none,
+        none,
+        none,
+        num_nodes=spec.num_nodes,
+        num_edge_types=len(spec.edge_type_names),
+        node_type=jnp.concatenate(types),
+        num_node_types=len(spec.node_type_names),
+        node_mask=mask,
+        edge_type_names=spec.edge_type_names,
+        node_type_names=spec.node_type_names,
+    )
+
+
+def _slot_spec(layout: Layout, hops: int) -> SlotSpec:
+    slots = [
+        Slots(
+            piece.relation,
+            layout.first_of_all(piece.hop, piece.target),
+            layout.sizes[piece.hop][piece.target],
+            piece.fan_out,
+        )
+        for piece in (layout.pieces[n] for n in _pieces(layout, hops))
+    ]
+    return SlotSpec(
+        slots=tuple(slots),
+        node_runs=tuple((t, count) for sizes in layout.sizes[: hops + 2] for t, count in enumerate(sizes)),
+        source_types=tuple(layout.node_types.index(source) for source, _, _ in layout.edge_types),
+        edge_type_names=tuple("/".join(edge_type) for edge_type in layout.edge_types),
+        node_type_names=layout.node_types,
+    )
+
+
+def join_nodes(layout: Layout, x: Mapping[str, Array], hops: int) -> Array:
+    """Values by node type as values of all nodes up to a hop."""
+    unknown = set(x) - set(layout.node_types)
+    if unknown:
+        raise ValueError(f"node type must be one of {list(layout.node_types)}, got {sorted(unknown)[0]!r}")
+    parts = []
+    for name, count in layout.counts(hops).items():
+        if count and name not in x:
+            raise ValueError(f"`x` must have an entry for node type {name!r}, which has {count} nodes in this sample")
+        if count and x[name].shape[0] < count:
+            raise ValueError(f"`x[{name!r}]` must have at least {count} rows, got {x[name].shape[0]}")
+    for hop in range(hops + 1):
+        for number, name in enumerate(layout.node_types):
+            if size := layout.sizes[hop][number]:
+                first = layout.first(hop, number)
+                parts.append(x[name][first : first + size])
+    return jnp.concatenate(parts) if parts else jnp.zeros((0, *_row(x)))
+
+
+def _row(x: Mapping[str, Array]) -> tuple[int, ...]:
+    return next((tuple(rows.shape[1:]) for rows in x.values()), ())
+
+
+def split_nodes(layout: Layout, x: Array, hops: int) -> dict[str, Array]:
+    """Values of all nodes up to a hop, by node type; further rows are left out."""
+    found = {}
+    for number, name in enumerate(layout.node_types):
+        parts = []
+        for hop in range(hops + 1):
+            first = layout.first_of_all(hop, number)
+            parts.append(x[first : first + layout.sizes[hop][number]])
+        found[name] = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    return found

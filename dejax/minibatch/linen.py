@@ -1,0 +1,93 @@
+"""Flax linen modules for heterogeneous graphs: dicts by node type in, dicts by node type out.
+
+    from dejax.minibatch import linen as mb
+    from dejax.rgnn.linen import RGATConv
+
+    model = mb.HeteroGNN(64, [RGATConv(16, num_heads=4), RGATConv(16, num_heads=4)])
+    variables = model.init(jax.random.key(0), make_blocks(sample), x_dict)
+    outputs = model.apply(variables, make_blocks(sample), x_dict)
+
+The modules are those of `dejax.minibatch.nnx`; widths are found at the first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array
+from jax.typing import DTypeLike
+
+from dejax.minibatch import _stages
+from dejax.minibatch._stages import Graphs
+
+__all__ = ["HeteroGNN", "HeteroLayer", "InputProjection"]
+
+
+class InputProjection(nn.Module):
+    """A linear map of each node type to one width: y_v = x_v W_t(v) + b_t(v).
+
+    Attributes:
+      out_features: the width of the result.
+      use_bias: whether to add a bias.
+      dtype: dtype of the computation; None: the dtype to which x and the parameters promote.
+      param_dtype: dtype of the parameters.
+    """
+
+    out_features: int
+    use_bias: bool = True
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Mapping[str, Array]) -> dict[str, Array]:
+        """[nodes, out_features] by node type; x is [nodes, width] by node type."""
+
+        def linear(name: str) -> nn.Dense:
+            return nn.Dense(self.out_features, self.use_bias, self.dtype, self.param_dtype, name=f"type_{name}")
+
+        return {name: linear(name)(rows) for name, rows in x.items()}
+
+
+class HeteroLayer(nn.Module):
+    """A relational layer that takes and gives dicts by node type.
+
+    Attributes:
+      layer: called as `layer(graph, x)`.
+    """
+
+    layer: Any
+
+    def __call__(self, graph: Any, x: Mapping[str, Array], **keywords: Any) -> dict[str, Array]:
+        """[destinations, n] by node type, of a Block or of a full graph of `RelGraph.from_relations`."""
+        ((one, rows),) = _stages.stages(graph, 1)
+        return _stages.split(graph, self.layer(one, _stages.join(graph, x), **keywords)[:rows])
+
+
+class HeteroGNN(nn.Module):
+    """A projection of each node type to one width, and layers with an activation between them.
+
+    Attributes:
+      hidden_features: the input width of the first layer.
+      layers: each is called as `layer(graph, x)`.
+      activation: between layers, not after the last one.
+      dtype, param_dtype: of the projection.
+    """
+
+    hidden_features: int
+    layers: Sequence[Any]
+    activation: Callable[[Array], Array] = nn.relu
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, graphs: Graphs, x: Mapping[str, Array]) -> dict[str, Array]:
+        """The last layer's result by node type, as in `dejax.minibatch.nnx.HeteroGNN`."""
+        project = InputProjection(self.hidden_features, dtype=self.dtype, param_dtype=self.param_dtype, name="project")
+        stages = _stages.stages(graphs, len(self.layers))
+        h = _stages.join(graphs, project(x))
+        for number, (graph, rows) in enumerate(stages):
+            h = self.layers[number](graph, self.activation(h) if number else h)[:rows]
+        return _stages.split(graphs, h)

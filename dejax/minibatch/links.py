@@ -1,0 +1,161 @@
+"""Batches of edges for link prediction: their ends as seeds, negatives, and the edges that a sample leaves out."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from dejax.host_gather._draws import below
+from dejax.host_gather._ids import checked_ids, in_range
+from dejax.host_gather.topology import Rows
+from dejax.minibatch._checks import EdgeType
+from dejax.minibatch._drawing import take
+from dejax.minibatch.sampling import SampledBlocks
+from dejax.minibatch.topology import HeteroTopology
+
+Negatives = Literal["uniform", "degree", "in_batch"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LinkBatch:
+    """Edges to be predicted, with wrong destinations. A pytree.
+
+    Attributes:
+        seeds: int32[seeds] by node type, for `sample_blocks`.
+        exclude: the edges and their reverses, for `sample_blocks`.
+        senders: int32[edges], the place of each sender among the seeds of its type.
+        receivers: int32[edges], the place of each receiver among the seeds of its type.
+        negatives: int32[edges, negatives], the places of wrong receivers.
+        mask: bool[edges], False for padding.
+        negative_mask: bool[edges, negatives], False for padding, and for a negative that is the edge's own receiver.
+        edge_type: the relation.
+    """
+
+    seeds: dict[str, Array]
+    exclude: dict[EdgeType, tuple[Array, Array]]
+    senders: Array
+    receivers: Array
+    negatives: Array
+    mask: Array
+    negative_mask: Array
+    edge_type: EdgeType = dataclasses.field(metadata={"static": True})
+
+    def rows(self, sample: SampledBlocks, outputs: dict[str, Array]) -> tuple[Array, Array, Array]:
+        """The outputs of senders [edges, n], receivers [edges, n] and wrong receivers [edges, negatives, n].
+
+        Args:
+            sample: the sample of `seeds`.
+            outputs: [seeds, n] by node type: what the last layer gave.
+        """
+        source, _, target = self.edge_type
+        at = sample.seed_positions
+        return (
+            outputs[source][at[source][self.senders]],
+            outputs[target][at[target][self.receivers]],
+            outputs[target][at[target][self.negatives]],
+        )
+
+
+def link_batch(
+    key: Array,
+    topology: HeteroTopology,
+    edge_type: EdgeType,
+    edges: tuple[ArrayLike, ArrayLike],
+    num_negatives: int,
+    *,
+    negatives: Negatives = "uniform",
+    reverse: EdgeType | None = None,
+) -> LinkBatch:
+    """The seeds of a batch of edges, with `num_negatives` wrong destinations of each. It runs inside `jax.jit`.
+
+    Args:
+        key: jax.random key.
+        topology: the graph.
+        edge_type: the relation of the edges.
+        edges: int[edges] senders and receivers; an edge with an end out of range (-1) is padding.
+        num_negatives: wrong destinations of each edge.
+        negatives: how they are drawn: "uniform" among all nodes of the destination type; "degree", in proportion to
+            the number of incoming edges of the relation; "in_batch", among the destinations of the batch's other
+            edges, which takes no further seeds. A negative may be a true edge of the graph by chance.
+        reverse: the relation of the reverses, which are left out of the sample like the edges themselves.
+
+    Raises:
+        ValueError: an unknown relation, a `reverse` that has other ends, "degree" for a relation without edges.
+    """
+    relation = topology.relations[topology.number_of(edge_type)]
+    source, _, target = edge_type
+    counts = topology.num_nodes
+    if reverse is not None:
+        topology.number_of(reverse)
+        if (reverse[0], reverse[2]) != (target, source):
+            raise ValueError(f"link_batch: `reverse` must lead from {target!r} to {source!r}, got {reverse}")
+    if negatives not in ("uniform", "degree", "in_batch"):
+        raise ValueError(f"link_batch: `negatives` must be 'uniform', 'degree' or 'in_batch', got {negatives!r}")
+    if num_negatives < 0:
+        raise ValueError(f"link_batch: `num_negatives` must be at least 0, got {num_negatives}")
+    senders = checked_ids("link_batch", edges[0], counts[source], "senders")
+    receivers = checked_ids("link_batch", edges[1], counts[target], "receivers")
+    if senders.ndim != 1 or senders.shape != receivers.shape:
+        raise ValueError(f"link_batch: `edges` must be two int[edges], got shapes {senders.shape}, {receivers.shape}")
+    mask = in_range(senders, counts[source]) & in_range(receivers, counts[target])
+    senders, receivers = (jnp.where(mask, ids, -1).astype(jnp.int32) for ids in (senders, receivers))
+    count = senders.shape[0]
+    shape = (count, num_negatives)
+    place = jnp.arange(count, dtype=jnp.int32)
+    if negatives == "in_batch":
+        others = jax.random.randint(key, shape, 1, max(count, 2))
+        wrong_places = (place[:, None] + others) % max(count, 1)
+        wrong = receivers[wrong_places] if count else jnp.zeros(shape, jnp.int32)
+        more = jnp.zeros(0, jnp.int32)
+    else:
+        if negatives == "uniform":
+            wrong = below(key, shape, jnp.full(shape, counts[target], jnp.int32))
+        elif relation.num_edges:
+            wrong = _by_degree(key, topology, edge_type, shape)
+        else:
+            raise ValueError(f"link_batch: negatives by degree need edges, {edge_type} has none; use 'uniform'")
+        wrong = jnp.where(mask[:, None], wrong, -1)
+        wrong_places = count + jnp.arange(wrong.size, dtype=jnp.int32).reshape(shape)
+        more = wrong.reshape(-1)
+    there = mask[:, None] & (wrong >= 0) & (wrong != receivers[:, None])
+    ends = jnp.concatenate([receivers, more])
+    if source == target:
+        seeds = {source: jnp.concatenate([senders, ends])}
+        place_of_receiver, wrong_places = place + count, wrong_places + count
+    else:
+        seeds, place_of_receiver = {source: senders, target: ends}, place
+    exclude = {edge_type: (senders, receivers)}
+    if reverse == edge_type:  # a relation that is its own reverse
+        exclude = {edge_type: (jnp.concatenate([senders, receivers]), jnp.concatenate([receivers, senders]))}
+    elif reverse is not None:
+        exclude[reverse] = receivers, senders
+    return LinkBatch(seeds, exclude, place, place_of_receiver, wrong_places, mask, there, edge_type)
+
+
+def _by_degree(key: Array, topology: HeteroTopology, edge_type: EdgeType, shape: tuple[int, ...]) -> Array:
+    """Receivers of edges that are drawn uniformly."""
+    relation = topology.relations[topology.number_of(edge_type)]
+    starts = topology.lists[relation.lists].starts
+    drawn = below(key, shape, jnp.full(shape, relation.num_edges, starts.dtype)) + relation.first_edge
+    return _receiver_of(starts, drawn, relation.first_group, topology.num_nodes[edge_type[2]])
+
+
+@partial(jax.jit, static_argnums=(2, 3))  # outside of jit, too, the loop must not close over the table
+def _receiver_of(starts: Rows, edges: Array, first_group: int, receivers: int) -> Array:
+    """The receivers of edges, by binary search."""
+
+    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds  # the receiver is from `low` to `high - 1`
+        middle = (low + high) // 2
+        begins = take(starts, first_group + middle) <= edges
+        return jnp.where(begins, middle, low), jnp.where(begins, high, middle)
+
+    bounds = jnp.zeros(edges.shape, jnp.int32), jnp.full(edges.shape, receivers, jnp.int32)
+    return jax.lax.fori_loop(0, max(receivers.bit_length(), 1), halve, bounds)[0]

@@ -1,0 +1,128 @@
+"""Flax nnx modules for heterogeneous graphs: dicts by node type in, dicts by node type out.
+
+    from dejax.minibatch import nnx as mb
+    from dejax.rgnn.nnx import RGATConv
+
+    layers = [RGATConv(64, 16, num_relations, num_heads=4, rngs=rngs) for _ in range(2)]
+    model = mb.HeteroGNN({"paper": 128, "author": 32}, 64, layers, rngs=rngs)
+    outputs = model(make_blocks(sample), x_dict)  # or model(graph, x_dict) on a full graph
+
+Layers are any modules that are called as `layer(graph, x)`: those of `dejax.rgnn.nnx`, and `ProgramModule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from dejax.minibatch import _stages
+from dejax.minibatch._stages import Graphs
+
+__all__ = ["HeteroGNN", "HeteroLayer", "InputProjection"]
+
+
+class InputProjection(nnx.Module):
+    """A linear map of each node type to one width: y_v = x_v W_t(v) + b_t(v).
+
+    Args:
+      in_features: the width of each node type.
+      out_features: the width of the result.
+      use_bias: whether to add a bias.
+      dtype: dtype of the computation; None: the dtype to which x and the parameters promote.
+      param_dtype: dtype of the parameters.
+      rngs: its stream `params`.
+    """
+
+    def __init__(
+        self,
+        in_features: Mapping[str, int],
+        out_features: int,
+        *,
+        use_bias: bool = True,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.in_features = tuple(in_features.items())
+        for name, width in self.in_features:
+            linear = nnx.Linear(width, out_features, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+            setattr(self, f"type_{name}", linear)
+
+    def __call__(self, x: Mapping[str, Array]) -> dict[str, Array]:
+        """[nodes, out_features] by node type.
+
+        Args:
+          x: [nodes, width] by node type; types may be missing.
+        """
+        _stages.check_types(x, dict(self.in_features))
+        return {name: getattr(self, f"type_{name}")(rows) for name, rows in x.items()}
+
+
+class HeteroLayer(nnx.Module):
+    """A relational layer that takes and gives dicts by node type.
+
+    Args:
+      layer: called as `layer(graph, x)`.
+    """
+
+    def __init__(self, layer: Callable[..., Array]) -> None:
+        self.layer = layer
+
+    def __call__(self, graph: Any, x: Mapping[str, Array], **keywords: Any) -> dict[str, Array]:
+        """[destinations, n] by node type.
+
+        Args:
+          graph: a Block, or a full graph of `RelGraph.from_relations`.
+          x: [sources, k] by node type.
+          **keywords: further arguments of the layer.
+        """
+        ((one, rows),) = _stages.stages(graph, 1)
+        return _stages.split(graph, self.layer(one, _stages.join(graph, x), **keywords)[:rows])
+
+
+class HeteroGNN(nnx.Module):
+    """A projection of each node type to one width, and layers with an activation between them.
+
+    Args:
+      in_features: the width of each node type.
+      hidden_features: the input width of the first layer.
+      layers: each is called as `layer(graph, x)`; the first takes `hidden_features`, each further one what the one
+        before it gives.
+      activation: between layers, not after the last one.
+      dtype, param_dtype, rngs: of the projection.
+    """
+
+    def __init__(
+        self,
+        in_features: Mapping[str, int],
+        hidden_features: int,
+        layers: Sequence[Any],
+        *,
+        activation: Callable[[Array], Array] = nnx.relu,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.project = InputProjection(in_features, hidden_features, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.num_layers = len(layers)
+        for number, layer in enumerate(layers):
+            setattr(self, f"layer_{number}", layer)
+        self.activation = activation
+
+    def __call__(self, graphs: Graphs, x: Mapping[str, Array]) -> dict[str, Array]:
+        """The last layer's result by node type: for the seeds of a sample, or for all nodes of a full graph.
+
+        Args:
+          graphs: the blocks of `make_blocks`, one for each layer, or a full graph of `RelGraph.from_relations`.
+          x: [nodes, width] by node type, in the numbers of the sample or of the graph.
+        """
+        stages = _stages.stages(graphs, self.num_layers)
+        h = _stages.join(graphs, self.project(x))
+        for number, (graph, rows) in enumerate(stages):
+            h = getattr(self, f"layer_{number}")(graph, self.activation(h) if number else h)[:rows]
+        return _stages.split(graphs, h)

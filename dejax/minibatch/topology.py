@@ -1,0 +1,267 @@
+"""`HeteroTopology`: the edges of a graph with node types and relations, in host memory, on the device or on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from dejax.host_gather import HostTable
+from dejax.host_gather.sampling import EdgeWeights
+from dejax.host_gather.topology import Rows
+from dejax.minibatch import _building, _folder
+from dejax.minibatch._building import EdgeType, Part
+from dejax.minibatch._checks import checked_counts, checked_relations, need_wide, one_for_each
+
+__all__ = ["EdgeLists", "EdgeType", "HeteroTopology", "Relation"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class EdgeLists:
+    """The edges of several relations, one relation after the other, sorted by receiver. A pytree.
+
+    Relations share lists so that one read serves them all.
+
+    Attributes:
+        starts: int[groups], for each relation in turn the first edge of each receiver, and where its last one ends.
+        senders: int32[edges], numbered within the source type.
+        edge_ids: int[edges], the position of each edge in the list that the relation was made from; None where that is
+            its position here.
+        weights: the edges' weights, or None.
+        times: int[edges], ascending within each receiver, or None.
+    """
+
+    starts: Rows
+    senders: Rows
+    edge_ids: Rows | None = None
+    weights: EdgeWeights | None = None
+    times: Rows | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Relation:
+    """Where the edges of a relation are.
+
+    Attributes:
+        edge_type: (source type, name, destination type).
+        lists: which `EdgeLists` has its edges.
+        first_group: the element of `starts` for receiver 0.
+        first_edge: the position of its first edge.
+        num_edges: number of edges.
+        max_degree: the most edges of one receiver.
+    """
+
+    edge_type: EdgeType
+    lists: int
+    first_group: int
+    first_edge: int
+    num_edges: int
+    max_degree: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
+class HeteroTopology:
+    """The edges of a heterogeneous graph by relation and receiver (CSC), as `sample_blocks` reads them.
+
+    A pytree whose counts and names are static: pass it to a jitted function as an argument. Nodes are numbered from 0
+    within their type. Make one with `from_edges`, `from_csc` or `load`.
+
+    Attributes:
+        lists: the edges.
+        relations: the relations, in the order in which they were given: an edge type's number is its place here.
+        node_counts: name and number of nodes of each node type.
+
+    >>> writes = ("author", "writes", "paper")
+    >>> HeteroTopology.from_edges({writes: ([0, 1, 1], [2, 0, 2])}, {"author": 2, "paper": 3})
+    HeteroTopology(nodes={'author': 2, 'paper': 3}, edges={('author', 'writes', 'paper'): 3})
+    """
+
+    lists: tuple[EdgeLists, ...]
+    relations: tuple[Relation, ...] = dataclasses.field(metadata={"static": True})
+    node_counts: tuple[tuple[str, int], ...] = dataclasses.field(metadata={"static": True})
+
+    # -------------------------------------------------------------------------------------------- constructors
+
+    @classmethod
+    def from_edges(
+        cls,
+        edges: Mapping[EdgeType, Any],
+        num_nodes: Mapping[str, int],
+        *,
+        weights: Mapping[EdgeType, ArrayLike] | None = None,
+        times: Mapping[EdgeType, ArrayLike] | None = None,
+        keep_edge_ids: bool = True,
+        on_host: bool = False,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> HeteroTopology:
+        """Sorts edge lists by receiver, with numpy, a part at a time: beside the result it needs little memory.
+
+        Args:
+            edges: for each (source type, name, destination type) the senders and receivers: two int[edges], or one
+                int[2, edges]. They may be memory maps.
+            num_nodes: the number of nodes of each type, below 2**31 each.
+            weights: float[edges] of some relations, not negative: edges are drawn in proportion to them.
+            times: int[edges] of some relations: edges are drawn up to the time of a seed.
+            keep_edge_ids: whether to keep the position of each edge in its given list, 4 bytes per edge. Without it
+                edge features must be in the order of the topology.
+            on_host: whether the lists lie in host memory; otherwise on the device.
+            folder: a folder to write the lists to; they are then mapped from it, as by `load`. The result can be
+                larger than memory.
+
+        Raises:
+            TypeError: ids or times that are no integers.
+            ValueError: unknown node types, lists of different lengths, ids out of range, weights that are negative or
+                not finite; 2**31 edges of a relation without jax's 64-bit mode.
+        """
+        counts = checked_counts(num_nodes)
+        lists = checked_relations(edges, counts)
+        given = {
+            "weights": one_for_each("weights", weights, lists),
+            "times": one_for_each("times", times, lists),
+        }
+        parts, relations = _building.plan(lists, counts, given, keep_edge_ids)
+        made = [_building.build(part, folder, number) for number, part in enumerate(parts)]
+        described = tuple(Relation(*fields) for fields in _building.described(relations, made))
+        if folder is not None:
+            _folder.describe(folder, described, counts, [part.names() for part in made])
+            return cls.load(folder, on_host=on_host)
+        return cls._of_parts(made, described, counts, on_host)
+
+    @classmethod
+    def from_csc(
+        cls,
+        lists: Mapping[EdgeType, tuple[Any, Any]],
+        num_nodes: Mapping[str, int],
+        *,
+        on_host: bool = False,
+    ) -> HeteroTopology:
+        """A topology of lists that are sorted by receiver. HostTables stay where they are.
+
+        Args:
+            lists: for each relation int[receivers + 1], the first edge of each receiver and the number of edges, and
+                int[edges], the senders. An edge's id is its position.
+            num_nodes, on_host: as in `from_edges`.
+
+        Raises:
+            TypeError, ValueError: as `from_edges`; starts that do not ascend from 0 to the number of edges.
+        """
+        counts = checked_counts(num_nodes)
+        parts = [_building.from_csc(edge_type, pair, counts) for edge_type, pair in lists.items()]
+        edge_types = [(edge_type, number, 0) for number, edge_type in enumerate(lists)]
+        described = tuple(Relation(*fields) for fields in _building.described(edge_types, parts))
+        return cls._of_parts(parts, described, counts, on_host)
+
+    @classmethod
+    def _of_parts(
+        cls, parts: Sequence[Part], relations: tuple[Relation, ...], counts: Mapping[str, int], on_host: bool
+    ) -> HeteroTopology:
+        need_wide([getattr(part, name) for part in parts for name in part.names()])
+        return cls(tuple(_placed(part, on_host) for part in parts), relations, tuple(counts.items()))
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str], *, on_host: bool = True) -> HeteroTopology:
+        """Opens a folder that `save` wrote. With `on_host` its lists are mapped, not read.
+
+        Raises:
+            FileNotFoundError: no such folder, or a file of it is missing.
+            ValueError: a file that is too short or does not fit the others.
+        """
+        tables, described, counts = _folder.load(folder)
+        need_wide([table for part in tables for table in part.values()])
+        lists = []
+        for names in tables:
+            weights = EdgeWeights(names["alias"], names["logs"]) if "alias" in names else None
+            found = EdgeLists(names["starts"], names["senders"], names.get("edge_ids"), weights, names.get("times"))
+            lists.append(found if on_host else _on_device(found))
+        return cls(tuple(lists), tuple(Relation(*fields) for fields in described), tuple(counts.items()))
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes the lists to a folder of `.npy` files and a `topology.json`, for `load`."""
+        names = []
+        for number, lists in enumerate(self.lists):
+            arrays: dict[str, Any] = {"starts": lists.starts, "senders": lists.senders}
+            arrays |= {name: value for name in ("edge_ids", "times") if (value := getattr(lists, name)) is not None}
+            if lists.weights is not None:
+                arrays |= {"alias": lists.weights.alias, "logs": lists.weights.logs}
+            _folder.write(folder, number, {name: as_numpy(array) for name, array in arrays.items()})
+            names.append(tuple(arrays))
+        _folder.describe(folder, self.relations, dict(self.node_counts), names)
+
+    # -------------------------------------------------------------------------------------------- questions
+
+    @property
+    def num_nodes(self) -> dict[str, int]:
+        """The number of nodes of each type."""
+        return dict(self.node_counts)
+
+    @property
+    def node_types(self) -> tuple[str, ...]:
+        """The names of the node types."""
+        return tuple(name for name, _ in self.node_counts)
+
+    @property
+    def edge_types(self) -> tuple[EdgeType, ...]:
+        """The relations, as (source type, name, destination type)."""
+        return tuple(relation.edge_type for relation in self.relations)
+
+    @property
+    def num_edges(self) -> dict[EdgeType, int]:
+        """The number of edges of each relation."""
+        return {relation.edge_type: relation.num_edges for relation in self.relations}
+
+    def number_of(self, edge_type: EdgeType) -> int:
+        """The place of a relation in `edge_types`.
+
+        Raises:
+            ValueError: there is no such relation.
+        """
+        for number, relation in enumerate(self.relations):
+            if relation.edge_type == edge_type:
+                return number
+        raise ValueError(f"relation must be one of {list(self.edge_types)}, got {edge_type!r}")
+
+    def csc(self, edge_type: EdgeType) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Starts, senders and edge ids of one relation as numpy arrays, outside of jit."""
+        relation = self.relations[self.number_of(edge_type)]
+        lists, receivers = self.lists[relation.lists], self.num_nodes[edge_type[2]]
+        starts = as_numpy(lists.starts)[relation.first_group : relation.first_group + receivers + 1]
+        here = slice(relation.first_edge, relation.first_edge + relation.num_edges)
+        ids = np.arange(relation.num_edges) if lists.edge_ids is None else as_numpy(lists.edge_ids)[here]
+        return starts - relation.first_edge, as_numpy(lists.senders)[here], ids
+
+    def __repr__(self) -> str:
+        return f"HeteroTopology(nodes={self.num_nodes}, edges={self.num_edges})"
+
+
+def as_numpy(rows: Any) -> np.ndarray:
+    """A list as a numpy array, wherever it lies."""
+    return rows.numpy() if isinstance(rows, HostTable) else np.asarray(rows)
+
+
+def _placed(part: Part, on_host: bool) -> EdgeLists:
+    def place(array: Any) -> Any:
+        if array is None or isinstance(array, HostTable):
+            return array
+        if not on_host:
+            return jax.numpy.asarray(array)
+        # The builder's arrays are aligned: they are pinned where they are, without a second copy.
+        in_place = array.size and array.flags.c_contiguous and array.ctypes.data % 64 == 0
+        return HostTable.from_numpy(array, copy=not in_place)
+
+    weights = None if part.alias is None else EdgeWeights(place(part.alias), place(part.logs))
+    return EdgeLists(place(part.starts), place(part.senders), place(part.edge_ids), weights, place(part.times))
+
+
+def _on_device(lists: EdgeLists) -> EdgeLists:
+    def moved(table: Any) -> Array:
+        return jax.numpy.asarray(table.numpy())
+
+    return jax.tree.map(moved, lists, is_leaf=lambda leaf: isinstance(leaf, HostTable))

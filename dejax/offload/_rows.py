@@ -1,0 +1,161 @@
+"""Host arrays whose rows travel through the device in the iterations of a loop: the state of a stack of layers.
+
+`native/offload/pieces.h` says how the copies run. A row is a layer's part of an array [layers, ...]. Row `t + ahead` is
+copied to the device while the program works on row `t`, and changed rows are copied back meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dejax import _native
+from dejax.offload._pieces import new_site
+
+_BETWEEN, _BEGIN, _FINISH, _LOOP = 0, 1, 2, 3  # native/offload/pieces.h
+_EMPTY = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """A loop over the rows of some arrays.
+
+    Attributes:
+        arrays: numbers of the arrays whose rows are read.
+        length: number of rows.
+        reverse: the last row comes first.
+        ahead: number of rows that are on their way.
+    """
+
+    arrays: tuple[int, ...]
+    length: int
+    reverse: bool
+    ahead: int
+
+    def offset(self, iteration: int, row_bytes: int) -> int:
+        """Of the row of an iteration."""
+        return (self.length - 1 - iteration if self.reverse else iteration) * row_bytes
+
+    def stride(self, row_bytes: int) -> int:
+        """From one iteration's row to the next one's."""
+        return -row_bytes if self.reverse else row_bytes
+
+
+class HostRows:
+    """The calls of one step, in the order in which they are made.
+
+    Args:
+        arrays: in host memory, [rows, ...], all with as many rows.
+        staging_bytes: cap of staging memory on the device.
+    """
+
+    def __init__(self, arrays: Sequence[Array], staging_bytes: int) -> None:
+        _native.extension("offload.stack_step")
+        self.arrays = list(arrays)
+        self._avals = [jax.typeof(x) for x in arrays]
+        self._rows = [math.prod(x.shape[1:]) * np.dtype(x.dtype).itemsize for x in arrays]
+        self._staging_bytes = staging_bytes
+        self._site = new_site()
+        self._slots = 0
+
+    def begin(self) -> Array:
+        """Makes the arrays the program's own; returns the ticket that the next call takes."""
+        through = {k: k for k in range(len(self.arrays))}
+        self.arrays = list(self._ffi(_BEGIN, self._avals, through, range(len(self.arrays)))(*self.arrays))
+        ticket = jnp.zeros((2,), jnp.uint32)
+        opened = self._ffi(_BETWEEN, [jax.typeof(ticket)], {0: 0}, range(len(self.arrays)))
+        return opened(ticket, *self.arrays)[0]
+
+    def first_rows(self, ticket: Array, walk: Walk) -> Array:
+        """Begins to copy the rows of the first iterations to the device."""
+        for t in range(min(walk.ahead, walk.length)):
+            offsets = [walk.offset(t, self._rows[i]) for i in walk.arrays]
+            ticket, _ = self._loop(ticket, pulls=(walk.arrays, offsets, [0] * len(offsets)), pull_iterations=1)
+        return ticket
+
+    def take(self, ticket: Array, walk: Walk) -> tuple[Array, list[Array]]:
+        """In the body of a loop: the iteration's rows; begins to copy later ones."""
+        rows = [self._rows[i] for i in walk.arrays]
+        strides = [walk.stride(row) for row in rows]
+        later = [walk.offset(walk.ahead, row) for row in rows]
+        return self._loop(
+            ticket,
+            takes=(walk.arrays, [walk.offset(0, row) for row in rows], strides),
+            pulls=(walk.arrays, later, strides),
+            pull_iterations=max(0, walk.length - walk.ahead),
+        )
+
+    def put(self, ticket: Array, walk: Walk, arrays: Sequence[int], values: Sequence[Array]) -> Array:
+        """In the body of a loop: begins to copy new values of the iteration's rows of some arrays to the host."""
+        rows = [self._rows[i] for i in arrays]
+        pushes = (arrays, [walk.offset(0, row) for row in rows], [walk.stride(row) for row in rows])
+        return self._loop(ticket, pushes=pushes, values=values)[0]
+
+    def finish(self, ticket: Array, after: Sequence[Array] = ()) -> list[Array]:
+        """Waits for all copies; returns the arrays, in the memory that they came in."""
+        through = {k: k for k in range(len(self.arrays))}
+        waited = jax.lax.optimization_barrier([ticket, *after])
+        self.arrays = list(self._ffi(_FINISH, self._avals, through, range(len(self.arrays)))(*self.arrays, *waited))
+        return self.arrays
+
+    def _loop(
+        self,
+        ticket: Array,
+        *,
+        takes: tuple[Sequence[int], Sequence[int], Sequence[int]] = ((), (), ()),
+        pulls: tuple[Sequence[int], Sequence[int], Sequence[int]] = ((), (), ()),
+        pushes: tuple[Sequence[int], Sequence[int], Sequence[int]] = ((), (), ()),
+        values: Sequence[Array] = (),
+        pull_iterations: int = 0,
+    ) -> tuple[Array, list[Array]]:
+        results = [jax.typeof(ticket)]
+        results += [jax.ShapeDtypeStruct(self.arrays[i].shape[1:], self.arrays[i].dtype) for i in takes[0]]
+        attributes: dict[str, Any] = {"slot": np.int64(self._slots), "pull_iterations": np.int64(pull_iterations)}
+        self._slots += 1
+        for name, (numbers, offsets, strides) in (("take", takes), ("pull", pulls), ("push", pushes)):
+            attributes[f"{name}_array"] = np.array(numbers, np.int64)
+            attributes[f"{name}_offset"] = np.array(offsets, np.int64)
+            attributes[f"{name}_stride"] = np.array(strides, np.int64)
+        attributes["pull_bytes"] = np.array([self._rows[i] for i in pulls[0]], np.int64)
+        call = self._ffi(_LOOP, results, {0: 0}, (), attributes)
+        # XLA folds slices into calls that take or return them; it does not look through barriers.
+        ticket, *taken = call(*jax.lax.optimization_barrier([ticket, *values]))
+        return ticket, list(jax.lax.optimization_barrier(taken))
+
+    def _ffi(
+        self,
+        mode: int,
+        results: Sequence[Any],
+        aliases: dict[int, int],
+        numbers: Sequence[int],
+        attributes: dict[str, Any] | None = None,
+    ) -> Any:
+        ffi = jax.ffi.ffi_call(
+            "dejax_offload_pieces", tuple(results), has_side_effect=True, input_output_aliases=aliases
+        )
+        names = [f"{name}_{what}" for name in ("take", "pull", "push") for what in ("array", "offset", "stride")]
+        given = {
+            "site": np.int64(self._site),
+            "mode": np.int64(mode),
+            "first_tag": np.int64(0),
+            "staging_bytes": np.int64(self._staging_bytes),
+            "slot": np.int64(0),
+            "pull_iterations": np.int64(0),
+            "arrays": np.array(list(numbers), np.int64),
+            "pull_bytes": _EMPTY,
+            **dict.fromkeys(names, _EMPTY),
+            **(attributes or {}),
+        }
+
+        def call(*operands: Array) -> Any:
+            with jax.named_scope("offload_rows"):
+                return ffi(*operands, **given)
+
+        return call

@@ -1,0 +1,344 @@
+"""Where the state of a training step lies, chosen from measured times and sizes and budgets of memory.
+
+Short stacks of the user's own layers are compiled and timed with all of their state on the device. Memory and time of
+the whole stack follow: state that lies on the host costs its bytes over the bus, beside the arithmetic of the layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from dejax.offload import _memory
+from dejax.offload._layerwise import StackState, StackStep, stack_step
+from dejax.offload._moments import Tier
+from dejax.offload._profile import SHORT, Tiers, count_layers, measured_rows, part, place, tiers_of, timed
+from dejax.offload._store import ActivationStore
+
+_STAGED_LAYERS = 4  # as in _layerwise
+
+
+@dataclass(frozen=True, slots=True)
+class StepWay:
+    """A way to run a step, with its predicted memory and time.
+
+    Attributes:
+        far: paths of the arrays on the host, such as "params['w']" and "moments[0].mu['w']".
+        activations: where the layers' inputs lie.
+        microbatches: parts of a batch.
+        device_bytes: state, temporaries and staging memory on the device.
+        staging_bytes: of it, memory through which state travels, and the store's ring.
+        host_bytes: state and activations in host memory.
+        disk_bytes: activations on disk.
+        seconds: of a step.
+        stall_seconds: the part of it that waits for the bus or the drive.
+    """
+
+    far: frozenset[str]
+    activations: Tier
+    microbatches: int
+    device_bytes: float
+    staging_bytes: float
+    host_bytes: float
+    disk_bytes: float
+    seconds: float
+    stall_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """Short stacks with all state on the device, for one number of microbatches.
+
+    Attributes:
+        base_bytes, layer_bytes: temporaries of a stack of n layers, without the layers' inputs.
+        base_seconds, layer_seconds: likewise, time of a step.
+        forward_seconds: of a layer.
+        input_bytes: of a layer's input.
+    """
+
+    base_bytes: float
+    layer_bytes: float
+    base_seconds: float
+    layer_seconds: float
+    forward_seconds: float
+    input_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    path: str
+    nbytes: int
+    is_param: bool
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A plan for a training step, made by `plan_step`.
+
+    Attributes:
+        chosen: the fastest way within the budgets.
+        ways: every way that was considered.
+        num_layers: of the stack.
+        tiers: measured bandwidths, and the sizes of host memory and of the drive for activations.
+        device_bytes, host_bytes: the budgets.
+        measured: (device bytes, seconds) of the chosen way, after `measure`.
+    """
+
+    chosen: StepWay
+    ways: list[StepWay]
+    num_layers: int
+    tiers: Tiers
+    device_bytes: float
+    host_bytes: float
+    _make: Callable[..., StackStep]
+    measured: tuple[float, float] | None = field(default=None)
+
+    def apply(self) -> StackStep:
+        """The step as planned."""
+        return _step_of(self._make, self.chosen)
+
+    def measure(self, state: StackState, batch: Any) -> tuple[float, float]:
+        """Compiles and times the planned step; returns (device bytes, seconds), which `table` then shows.
+
+        Args:
+            state: from the planned step's `init`; it is used up.
+            batch: of the step.
+        """
+        compiled = self.apply().jit(state).lower(state, batch).compile()
+        near = sum(x.nbytes for x in jax.tree.leaves(state) if _is_near(x))
+        temp = float(compiled.memory_analysis().temp_size_in_bytes)
+        held = [state]
+
+        def run() -> Any:
+            held[0], loss = compiled(held[0], batch)
+            return loss
+
+        seconds = timed(run)
+        self.measured = (near + temp + self.chosen.staging_bytes, seconds)
+        return self.measured
+
+    def table(self) -> str:
+        """A Markdown table: the fastest way for each choice of places, the chosen one, and its measured values."""
+        lines = [
+            "| parameters, moments far | inputs | parts | device, GB | host, disk, GB | step, ms | waiting, ms |",
+            "| --- | --- | --- | --- | --- | --- | --- |",
+        ]
+        for way in self.ways:
+            if way is not self.chosen and way not in self.best():
+                continue
+            mark = "**" if way is self.chosen else ""
+            counts = [sum(path.startswith(kind) for path in way.far) for kind in ("params", "moments")]
+            lines.append(
+                f"| {mark}{counts[0]} and {counts[1]} arrays{mark} | {way.activations} | {way.microbatches} | "
+                f"{way.device_bytes / 1e9:.3f} | {way.host_bytes / 1e9:.3f}, {way.disk_bytes / 1e9:.3f} | "
+                f"{way.seconds * 1e3:.2f} | {way.stall_seconds * 1e3:.2f} |"
+            )
+        lines += ["", "| | device, GiB | step, ms | | |", "| --- | --- | --- | --- | --- |"]
+        lines.append(f"| predicted | {self.chosen.device_bytes / 2**30:.3f} | {self.chosen.seconds * 1e3:.2f} | | |")
+        return "\n".join([*lines, *measured_rows((self.chosen.device_bytes, self.chosen.seconds), self.measured)])
+
+    def best(self) -> list[StepWay]:
+        """The ways that no other beats in both device memory and time, sorted by memory."""
+        found: list[StepWay] = []
+        for way in sorted(self.ways, key=lambda way: (way.device_bytes, way.seconds)):
+            if not found or way.seconds < found[-1].seconds:
+                found.append(way)
+        return found
+
+
+def plan_step(
+    embed: Callable[[Any, Any], Any],
+    body: Callable[[Any, Any], Any],
+    head: Callable[[Any, Any, Any], Any],
+    tx: Any,
+    outer: Any,
+    layers: Any,
+    batch: Any,
+    *,
+    device_bytes: float | None = None,
+    host_bytes: float | None = None,
+    microbatches: Sequence[int] = (1,),
+    store: ActivationStore | None = None,
+    min_bytes: int = 1 << 16,
+    streams: bool | None = None,
+) -> StepPlan:
+    """Decides where parameters, moments and activations of a `stack_step` lie, and in how many parts a batch runs.
+
+    It measures the bus, the store's drive and two short stacks for each number of microbatches, and predicts the rest.
+    Moments leave the device before parameters do, which travel twice in a step; large arrays before small ones; the
+    layers' inputs where their time over the bus is hidden.
+
+    Args:
+        embed, body, head, tx: as for `stack_step`.
+        outer: parameters outside of the stack.
+        layers: pytree of arrays [layers, ...], or of `jax.ShapeDtypeStruct`; at least four layers.
+        batch: of one step.
+        device_bytes: budget for state, temporaries and staging memory. None: nine tenths of what the device has.
+        host_bytes: budget for state and activations in host memory. None: half of what is available.
+        microbatches: numbers of parts to consider.
+        store: where activations go, if they leave. None: the current store.
+        min_bytes: arrays with less in a layer stay on the device.
+        streams: as for `stack_step`.
+
+    Returns:
+        The plan: `step = plan.apply()`, `print(plan.table())`.
+
+    Raises:
+        ValueError: the stack has fewer than four layers, or nothing fits; the message has the least that would.
+    """
+    num_layers = count_layers(layers, "plan_step")
+
+    def make(**how: Any) -> StackStep:
+        return stack_step(embed, body, head, tx, store=store, min_bytes=min_bytes, streams=streams, **how)
+
+    device_bytes = _device_budget() if device_bytes is None else device_bytes
+    host_bytes = _memory.available_memory() / 2 if host_bytes is None else host_bytes
+    tiers = dataclasses.replace(tiers_of(store), host_bytes=host_bytes)
+    leaves = _leaves(make(), layers)
+    total = sum(leaf.nbytes for leaf in leaves)
+    fixed = sum(_nbytes(x) for x in jax.tree.leaves((outer, jax.eval_shape(tx.init, outer), batch)))
+    movable = sorted(
+        (leaf for leaf in leaves if leaf.nbytes >= max(1, min_bytes) * num_layers),
+        key=lambda leaf: (leaf.is_param, -leaf.nbytes),
+    )
+    ways = []
+    for count in microbatches:
+        cost = _cost(make, outer, layers, batch, count)
+        for moved, activations in itertools.product(range(len(movable) + 1), ("device", "host")):
+            far = movable[:moved]
+            way = _predict(far, total + fixed, cost, num_layers, count, activations, tiers)  # type: ignore[arg-type]
+            ways += [] if way is None else [way]
+    chosen = _choose(ways, device_bytes, host_bytes)
+    return StepPlan(chosen, ways, num_layers, tiers, device_bytes, host_bytes, make)
+
+
+def _choose(ways: Sequence[StepWay], device_bytes: float, host_bytes: float) -> StepWay:
+    fitting = [way for way in ways if way.device_bytes <= device_bytes and way.host_bytes <= host_bytes]
+    if not fitting:
+        least = min(ways, key=lambda way: way.device_bytes) if ways else None
+        what = "no way" if least is None else f"{int(least.device_bytes)} and {int(least.host_bytes)} bytes"
+        raise ValueError(
+            f"plan_step: nothing fits device_bytes={int(device_bytes)} and host_bytes={int(host_bytes)}; the least on "
+            f"the device takes {what}; give more, a smaller batch, or more microbatches"
+        )
+    fastest = min(way.seconds for way in fitting)
+    # Measured times differ by half a percent between runs: among such ways, move as little as possible.
+    near = [way for way in fitting if way.seconds <= 1.005 * fastest]
+    return min(near, key=lambda way: (way.host_bytes + way.disk_bytes, way.device_bytes))
+
+
+def _predict(
+    far: Sequence[_Leaf],
+    state_bytes: float,
+    cost: _Cost,
+    num_layers: int,
+    count: int,
+    activations: Tier,
+    tiers: Tiers,
+) -> StepWay | None:
+    moved = sum(leaf.nbytes for leaf in far)
+    params = sum(leaf.nbytes for leaf in far if leaf.is_param)
+    stored = num_layers * cost.input_bytes if activations == "host" else 0
+    ring = min(stored, 2 * cost.input_bytes)
+    forward = num_layers * cost.forward_seconds
+    backward = num_layers * max(0.0, cost.layer_seconds - cost.forward_seconds)
+    # Both share the bus: what parameters and moments leave of the time belongs to activations.
+    wait_forward = max(0.0, params / tiers.in_bandwidth - forward)
+    both = max(moved / tiers.in_bandwidth, moved / tiers.out_bandwidth)
+    wait_backward = max(0.0, both - backward)
+    left = dataclasses.replace(tiers, host_bytes=max(0.0, tiers.host_bytes - moved))
+    where = place(stored, ring, max(0.0, forward + wait_forward), max(0.0, backward + wait_backward - both), left)
+    if where is None:
+        return None
+    stall = wait_forward + wait_backward + where.stall_seconds
+    inputs = 0 if activations == "host" else num_layers * cost.input_bytes
+    device = state_bytes - moved + cost.base_bytes + num_layers * cost.layer_bytes + inputs
+    staging = ring + _STAGED_LAYERS * moved / num_layers
+    return StepWay(
+        frozenset(leaf.path for leaf in far),
+        activations,
+        count,
+        device + staging,
+        staging,
+        moved + where.host_bytes,
+        where.disk_bytes,
+        cost.base_seconds + forward + backward + stall,
+        stall,
+    )
+
+
+def _cost(make: Callable[..., StackStep], outer: Any, layers: Any, batch: Any, count: int) -> _Cost:
+    """Two short stacks, all of their state on the device."""
+    step = make(params="device", moments="device", microbatches=count)
+    temps, seconds = [], []
+    for length in SHORT:
+        state = step.init(jax.tree.map(_copied, outer), _some_layers(layers, length))
+        compiled = step.jit(state).lower(state, batch).compile()
+        temps.append(float(compiled.memory_analysis().temp_size_in_bytes))
+        held = [state]
+
+        def run(compiled: Any = compiled, held: list[Any] = held) -> Any:
+            held[0], loss = compiled(held[0], batch)
+            return loss
+
+        seconds.append(timed(run))
+    x = jax.eval_shape(step.embed, outer, batch)
+    input_bytes = sum(_nbytes(leaf) for leaf in jax.tree.leaves(x))
+    between = SHORT[1] - SHORT[0]
+    layer_bytes = max(0.0, (temps[1] - temps[0]) / between - input_bytes)
+    layer_seconds = max(0.0, (seconds[1] - seconds[0]) / between)
+    base_seconds = max(0.0, seconds[0] - SHORT[0] * layer_seconds)
+    base_bytes = max(0.0, temps[0] - SHORT[0] * (layer_bytes + input_bytes))
+    return _Cost(base_bytes, layer_bytes, base_seconds, layer_seconds, layer_seconds / 4, input_bytes)
+
+
+def _leaves(step: StackStep, layers: Any) -> list[_Leaf]:
+    found = []
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), layers)
+    for kind, tree in (("params", shapes), ("moments", jax.eval_shape(jax.vmap(step.tx.init), shapes))):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            found.append(_Leaf(kind + jax.tree_util.keystr(path), _nbytes(leaf), kind == "params"))
+    return found
+
+
+def _step_of(make: Callable[..., StackStep], way: StepWay) -> StackStep:
+    def where(kind: str) -> Callable[[str, Any], Tier]:
+        return lambda path, _: "host" if kind + path in way.far else "device"
+
+    return make(
+        params=where("params"),
+        moments=where("moments"),
+        activations=way.activations,
+        microbatches=way.microbatches,
+    )
+
+
+def _some_layers(layers: Any, length: int) -> Any:
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(layers)):
+        return jax.tree.map(lambda x: jax.numpy.full((length, *x.shape[1:]), 0.01, x.dtype), layers)
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), part(layers, 0, length))
+
+
+def _copied(x: Any) -> Any:
+    """The step is given its state for good."""
+    return jax.numpy.full(x.shape, 0.01, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else jax.numpy.copy(x)
+
+
+def _device_budget() -> float:
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return 0.9 * float(stats.get("bytes_limit", _memory.available_memory()))
+
+
+def _is_near(x: Any) -> bool:
+    return getattr(jax.typeof(x), "memory_space", None) != jax.memory.Space.Host
+
+
+def _nbytes(x: Any) -> int:
+    return math.prod(x.shape) * np.dtype(x.dtype).itemsize

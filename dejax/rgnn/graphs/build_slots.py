@@ -1,0 +1,455 @@
+"""The builder of `RelGraph` for sampled edges: slots of a fixed stride by edge type and receiver, inside `jax.jit`.
+
+`build_traced` takes edges in any order and sorts them four times. Here the order by receiver and the order by type are
+known beforehand: only the numbers of valid slots are summed. One sort is left, by type and sender, from which the order
+by sender follows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dejax.rgnn.graphs.rel_graph import RelGraph
+from dejax.rgnn.graphs.segments import Segments, bounded_segments, make_segments
+from dejax.rgnn.graphs.sorting_traced import begins_run, count_before, inverse, put_where, sort_pairs, stable_sort
+from dejax.rgnn.graphs.spec import GraphSpec
+from dejax.rgnn.graphs.tables import (
+    LONG_SEGMENT_CHUNK,
+    TILE_BLOCKS,
+    chunk_of,
+    long_segment_table,
+    split_table,
+    tile_table,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The slots of an edge type for receivers with consecutive numbers.
+
+    Attributes:
+        edge_type: the type of the edges.
+        first: the first receiver.
+        count: number of receivers.
+        fan_out: slots per receiver.
+    """
+
+    edge_type: int
+    first: int
+    count: int
+    fan_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSpec:
+    """The static part of a graph of slots.
+
+    Attributes:
+        slots: in the order of the user's edges: by type, then by receiver. Two of them have the same receivers or none
+            in common.
+        node_runs: type and number of nodes with consecutive numbers, from node 0 on.
+        source_types: for each edge type the node type of its senders.
+        edge_type_names: a name for each edge type.
+        node_type_names: a name for each node type.
+        long_segment_chunk: segments with more entries than this are split in chunks of this many.
+    """
+
+    slots: tuple[Slots, ...]
+    node_runs: tuple[tuple[int, int], ...]
+    source_types: tuple[int, ...]
+    edge_type_names: tuple[str, ...]
+    node_type_names: tuple[str, ...]
+    long_segment_chunk: int = LONG_SEGMENT_CHUNK
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(count for _, count in self.node_runs)
+
+    @property
+    def num_edges(self) -> int:
+        return sum(some.count * some.fan_out for some in self.slots)
+
+    @property
+    def num_groups(self) -> int:
+        """Receivers and types with slots: the most destination pairs."""
+        return sum(some.count for some in self.slots)
+
+    @property
+    def num_source_pairs(self) -> int:
+        """The most source pairs: each edge has one, and each type has as many as there are senders."""
+        by_type = [0] * len(self.node_type_names)
+        for node_type, count in self.node_runs:
+            by_type[node_type] += count
+        used = {some.edge_type for some in self.slots}
+        return min(self.num_edges, sum(by_type[self.source_types[edge_type]] for edge_type in used))
+
+    def by_receivers(self) -> list[list[int]]:
+        """The places of `slots` that have the same receivers, by type; ascending by receiver."""
+        places = sorted(range(len(self.slots)), key=lambda n: (self.slots[n].first, self.slots[n].edge_type))
+        return [list(some) for _, some in itertools.groupby(places, key=lambda n: self.slots[n].first)]
+
+
+def graph_of_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -> RelGraph:
+    """A graph of edges that lie in slots, inside `jax.jit`.
+
+    It has the tables of `RelGraph.build_traced`. Within a type and receiver, edges are in the order of their slots, not
+    of their senders. Nodes that are padding count as nodes of their type in the grouping by node type.
+
+    Args:
+        senders: for each of `spec.slots`, each of which has a receiver and a slot at least, int32[receivers, fan_out];
+            -1 for an empty slot. There is at least one.
+        node_mask: bool[nodes], False for padding nodes.
+        spec: the static part.
+    """
+    edges = _receiver_side(senders, spec)
+    tables: dict[str, Any] = {**edges.tables, **_source_side(edges, spec)}
+    typed = {**edges.typed, "source_pair_by_type": tables.pop("source_pair_by_type")}
+    tables |= bounded_segments(
+        {"by_source_pair": tables.pop("by_source_pair"), **typed},
+        long_segment_chunk=spec.long_segment_chunk,
+        typed=tuple(typed),
+    )
+    tables |= bounded_segments({"by_sender": tables.pop("by_sender")}, long_segment_chunk=spec.long_segment_chunk)
+    names = spec.node_type_names
+    by_type = np.array(spec.source_types, np.int32)
+    order = np.argsort(by_type, kind="stable").astype(np.int32)
+    bounds = np.searchsorted(by_type[order], np.arange(len(names) + 1)).astype(np.int32)
+    by_source = make_segments(by_type, order, bounds, long_segment_chunk=spec.long_segment_chunk)
+    node_type, by_node_type = _by_node_type(spec)
+    graph_spec = GraphSpec(
+        spec.num_nodes,
+        len(spec.edge_type_names),
+        len(names),
+        edge_type_names=spec.edge_type_names,
+        node_type_names=names,
+        long_segment_chunk=spec.long_segment_chunk,
+    )
+    fields = {
+        **edges.columns,
+        **tables,
+        "node_type": node_type,
+        "by_node_type": by_node_type,
+        "edge_type_by_source": by_source,
+        "node_mask": node_mask,
+        "edge_mask": edges.columns["edge_type"] < len(spec.edge_type_names),
+    }
+    return RelGraph._made(jax.tree.map(jnp.asarray, fields), graph_spec)
+
+
+_Grouping = tuple[Array, Array | None, Array]
+"""Index, order and offsets of a `Segments`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Edges:
+    """Canonical edges, and their groupings by receiver.
+
+    Attributes:
+        columns: senders, receivers, edge types, edge ids and positions, as in `RelGraph`.
+        type_offsets: int32[edge types + 1].
+        tables: the groupings without long segments.
+        typed: index, order and offsets of the groupings by type.
+    """
+
+    columns: dict[str, Array]
+    type_offsets: Array
+    tables: dict[str, Segments]
+    typed: dict[str, _Grouping]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Places:
+    """Static places of groups (a receiver and a type), int32[groups] each.
+
+    Groups are stored by fan-out, so that those of one fan-out are one array. Canonical order is by (type, receiver).
+    Gathers by static places take one kernel each, however many relations there are; slices and joins of the groups of
+    each relation would take one for some dozens of them, and long to compile.
+
+    Attributes:
+        by_fan_out: places in `SlotSpec.slots` of those with one fan-out.
+        stored: the stored group at each canonical place.
+        canonical: the canonical place of each stored group.
+        stored_by_receiver: the stored group at each place in order of (receiver, type).
+        of_receiver: the place in order of (receiver, type) of each stored group.
+        receiver: the receiver, by canonical place.
+        edge_type: the type, by canonical place.
+        first_slot: the first of the user's edges of each stored group.
+    """
+
+    by_fan_out: dict[int, list[int]]
+    stored: np.ndarray
+    canonical: np.ndarray
+    stored_by_receiver: np.ndarray
+    of_receiver: np.ndarray
+    receiver: np.ndarray
+    edge_type: np.ndarray
+    first_slot: np.ndarray
+
+
+@lru_cache(maxsize=64)
+def _places(spec: SlotSpec) -> _Places:
+    by_fan_out: dict[int, list[int]] = {}
+    for n, some in enumerate(spec.slots):
+        by_fan_out.setdefault(some.fan_out, []).append(n)
+    counts = [some.count for some in spec.slots]
+    first_slot = np.cumsum([0, *(some.count * some.fan_out for some in spec.slots)])
+    # In the user's order, which is the canonical one.
+    receiver = np.concatenate([np.arange(some.first, some.first + some.count) for some in spec.slots])
+    edge_type = np.repeat([some.edge_type for some in spec.slots], counts)
+    slot = np.concatenate([first_slot[n] + np.arange(some.count) * some.fan_out for n, some in enumerate(spec.slots)])
+    begins = np.cumsum([0, *counts])
+    canonical = np.concatenate([np.arange(begins[n], begins[n + 1]) for some in by_fan_out.values() for n in some])
+    stored = np.argsort(canonical)
+    by_receiver = np.lexsort((edge_type, receiver))
+    of_receiver = np.argsort(by_receiver)[canonical]
+    arrays = stored, canonical, stored[by_receiver], of_receiver, receiver, edge_type, slot[canonical]
+    return _Places(by_fan_out, *(array.astype(np.int32) for array in arrays))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Groups:
+    """Sums over groups, and where each slot's edge is in both orders.
+
+    Attributes:
+        start: int32[groups + 1], the valid edges before each group, in canonical order.
+        start_by_receiver: the same in order of (receiver, type).
+        pair: int32[groups + 1], the groups with edges before each group, in canonical order.
+        pair_by_receiver: the same in order of (receiver, type).
+        used: bool[2, groups], which groups have edges, in both orders.
+        positions: int32[edges], the canonical position of each stored slot; empty slots come last.
+        receiver_positions: int32[edges], its position in order of (receiver, type).
+        slots: int32[edges], the user's edge of each stored slot.
+        groups: int32[edges], the canonical place of the group of each stored slot.
+        senders: int32[edges], of each stored slot; the number of nodes for an empty one.
+    """
+
+    start: Array
+    start_by_receiver: Array
+    pair: Array
+    pair_by_receiver: Array
+    used: Array
+    positions: Array
+    receiver_positions: Array
+    slots: Array
+    groups: Array
+    senders: Array
+
+
+def _groups(senders: Sequence[Array], spec: SlotSpec) -> _Groups:
+    """The position of an edge: where its group begins, and the valid slots before it in the group."""
+    places = _places(spec)
+    stored = [_joined([senders[n] for n in some]) for some in places.by_fan_out.values()]
+    masks = [(some >= 0) & (some < spec.num_nodes) for some in stored]
+    within = [_valid_up_to(mask) for mask in masks]
+    counts = _joined([some[:, -1] for some in within])
+    counted = jnp.stack([counts[places.stored], counts[places.stored_by_receiver]])
+    used = counted > 0
+    before = count_before(jnp.concatenate([counted, used.astype(jnp.int32)]))
+    start, start_by_receiver, pair, pair_by_receiver = before
+    starts, starts_by_receiver = start[places.canonical], start_by_receiver[places.of_receiver]
+    columns: list[tuple[Array, ...]] = []
+    at = 0
+    for some, mask, up_to in zip(stored, masks, within, strict=True):
+        own = slice(at, at + mask.shape[0])
+        at += mask.shape[0]
+        slot = jnp.asarray(places.first_slot[own, None]) + jnp.arange(mask.shape[1], dtype=jnp.int32)
+        empty = start[-1] + slot - starts[own, None] - up_to
+        parts = (
+            jnp.where(mask, starts[own, None] + up_to - 1, empty),
+            jnp.where(mask, starts_by_receiver[own, None] + up_to - 1, empty),
+            slot,
+            jnp.broadcast_to(places.canonical[own, None], mask.shape),
+            jnp.where(mask, some, spec.num_nodes),
+        )
+        columns.append(tuple(part.reshape(-1) for part in parts))
+    flat = (_joined(parts) for parts in zip(*columns, strict=True))
+    return _Groups(start, start_by_receiver, pair, pair_by_receiver, used, *flat)
+
+
+# Sums of so many slots are additions in one kernel; longer ones are cumulative sums of XLA, which are several kernels.
+_SHORT = 32
+
+
+def _valid_up_to(mask: Array) -> Array:
+    """The valid slots of a group up to each one, itself included."""
+    sums, fan_out = mask.astype(jnp.int32), mask.shape[1]
+    if fan_out > _SHORT:
+        return jnp.cumsum(sums, axis=1, dtype=jnp.int32)
+    step = 1
+    while step < fan_out:
+        sums = sums + jnp.pad(sums, ((0, 0), (step, 0)))[:, :fan_out]
+        step *= 2
+    return sums
+
+
+def _receiver_side(senders: Sequence[Array], spec: SlotSpec) -> _Edges:
+    """Canonical order and the groupings by receiver, by arithmetic."""
+    num_edges, num_groups, num_types = spec.num_edges, spec.num_groups, len(spec.edge_type_names)
+    places, groups = _places(spec), _groups(senders, spec)
+    start, pair = groups.start, groups.pair
+    valid = start[-1]
+    there = jnp.arange(num_edges, dtype=jnp.int32) < valid
+
+    def placed(values: Array, where: Array) -> Array:
+        return jnp.zeros(num_edges, jnp.int32).at[where].set(values, unique_indices=True)
+
+    group = placed(groups.groups, groups.positions)
+
+    def of_group(values: Any, padding: int) -> Array:
+        """A value of each group on all of its edges."""
+        return jnp.where(there, jnp.asarray(values)[group], padding)
+
+    ids = placed(groups.slots, groups.positions)
+    columns = {
+        "senders": placed(groups.senders, groups.positions),
+        "receivers": of_group(places.receiver, spec.num_nodes),
+        "edge_type": of_group(places.edge_type, num_types),
+        "edge_ids": ids,
+        "edge_positions": inverse(ids),
+    }
+
+    def of_pairs(padding: Array, values: Any) -> Array:
+        """A value of each group with edges, by destination pair."""
+        return put_where(padding, groups.used[0], pair[:-1], values)
+
+    pair_offsets = of_pairs(jnp.full(num_groups + 1, valid, jnp.int32), start[:-1])
+    pair_node = of_pairs(jnp.full(num_groups, spec.num_nodes, jnp.int32), places.receiver)
+    pair_type = of_pairs(jnp.full(num_groups, num_types, jnp.int32), places.edge_type)
+    in_order = pair[places.canonical[places.stored_by_receiver]]
+    number = jnp.arange(num_groups, dtype=jnp.int32)
+    pair_order = put_where(number, groups.used[1], groups.pair_by_receiver[:-1], in_order)
+    receiver_order = placed(groups.positions, groups.receiver_positions)
+    ranges = spec.by_receivers()
+    by_receiver = (columns["receivers"], receiver_order, _node_offsets(groups.start_by_receiver, ranges, spec))
+    by_node = (pair_node, pair_order, _node_offsets(groups.pair_by_receiver, ranges, spec))
+    most_edges = max(sum(spec.slots[n].fan_out for n in together) for together in ranges)
+    most_slots = max(some.fan_out for some in spec.slots)
+    tables = {
+        "by_receiver": _segments(*by_receiver, most_edges, spec),
+        "by_destination_pair": _segments(of_group(pair[:-1], num_groups), None, pair_offsets, most_slots, spec),
+        "destination_pair_by_node": _segments(*by_node, max(map(len, ranges)), spec),
+    }
+    first_groups = _first_groups(spec)
+    type_offsets = start[first_groups]
+    typed: dict[str, _Grouping] = {
+        "by_edge_type": (columns["edge_type"], None, type_offsets),
+        "destination_pair_by_type": (pair_type, None, pair[first_groups]),
+    }
+    return _Edges(columns, type_offsets, tables, typed)
+
+
+def _source_side(edges: _Edges, spec: SlotSpec) -> dict[str, Any]:
+    """The groupings by sender: index, order and offsets, or a `Segments` where no segment is long."""
+    num_edges, num_nodes, num_types = spec.num_edges, spec.num_nodes, len(spec.edge_type_names)
+    num_pairs = spec.num_source_pairs
+    columns = edges.columns["edge_type"], edges.columns["senders"]
+    (types, nodes), order = stable_sort(columns, (num_types + 1, num_nodes + 1))
+    position = jnp.arange(num_edges, dtype=jnp.int32)
+    valid = edges.type_offsets[-1]
+    first = begins_run(types, nodes) & (position < valid)
+    before = count_before(first)
+    pair = jnp.where(position < valid, before[1:] - 1, num_pairs)
+    index = jnp.zeros(num_edges, jnp.int32).at[order].set(pair, unique_indices=True)
+    offsets = put_where(jnp.full(num_pairs + 1, valid, jnp.int32), first, pair, position)
+    # An unused pair begins at a padding edge, which has the right node and type, or past the end.
+    pair_node = nodes.at[offsets[:-1]].get(mode="fill", fill_value=num_nodes)
+    pair_type = types.at[offsets[:-1]].get(mode="fill", fill_value=num_types)
+    rank, node_offsets = _ranks_by_node(pair_node, pair_type, before[-1], spec)
+    pair_order = inverse(rank)
+    # The edges of a pair stay together in the order by sender: only where each pair begins there is new.
+    begins = count_before((offsets[1:] - offsets[:-1])[pair_order])
+    own = jnp.minimum(pair, num_pairs - 1)
+    place = jnp.where(position < valid, begins[rank[own]] + position - offsets[own], position)
+    sender_order = jnp.zeros(num_edges, jnp.int32).at[place].set(order, unique_indices=True)
+    return {
+        "by_source_pair": (index, order, offsets),
+        "source_pair_by_type": (pair_type, None, before[edges.type_offsets]),
+        "source_pair_by_node": _segments(pair_node, pair_order, node_offsets, num_types, spec),
+        "by_sender": (edges.columns["senders"], sender_order, begins[node_offsets]),
+    }
+
+
+def _ranks_by_node(pair_node: Array, pair_type: Array, used: Array, spec: SlotSpec) -> tuple[Array, Array]:
+    """The place of each pair in order of (node, type), and where the pairs of each node begin there."""
+    num_nodes, num_pairs = spec.num_nodes, pair_node.shape[0]
+    position = jnp.arange(num_pairs, dtype=jnp.int32)
+    if len(spec.edge_type_names) > 32:
+        nodes, order = sort_pairs(pair_node, num_nodes + 1, position)
+        counts = jnp.zeros(num_nodes, jnp.int32).at[nodes.astype(jnp.int32)].add(1, mode="drop")
+        return inverse(order), count_before(counts)
+    # Bit t of a node says that it has a pair of type t; the bits below are those of the pairs before it.
+    bit = jnp.left_shift(jnp.uint32(1), pair_type.astype(jnp.uint32))
+    bits = jnp.zeros(num_nodes, jnp.uint32).at[pair_node].add(bit, mode="drop")
+    offsets = count_before(jax.lax.population_count(bits).astype(jnp.int32))
+    lower = bits.at[pair_node].get(mode="fill", fill_value=0) & (bit - 1)
+    rank = offsets.at[pair_node].get(mode="clip") + jax.lax.population_count(lower).astype(jnp.int32)
+    return jnp.where(position < used, rank, position), offsets
+
+
+def _by_node_type(spec: SlotSpec) -> tuple[Array, Segments]:
+    """The node types, and nodes grouped by type: static, but made on the device."""
+    counts = [0] * len(spec.node_type_names)
+    runs: list[list[Array]] = [[] for _ in counts]
+    first = 0
+    for node_type, count in spec.node_runs:
+        runs[node_type].append(jnp.arange(first, first + count, dtype=jnp.int32))
+        counts[node_type] += count
+        first += count
+    index = _joined([jnp.full(count, node_type, jnp.int32) for node_type, count in spec.node_runs])
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    num_nodes = spec.num_nodes
+    is_sorted = all(a <= b for (a, _), (b, _) in itertools.pairwise(run for run in spec.node_runs if run[1]))
+    return index, Segments(
+        index=index,
+        order=None if is_sorted else _joined([run for some in runs for run in some]),
+        offsets=jnp.asarray(offsets),
+        long_segments=long_segment_table(offsets, chunk_of(spec.long_segment_chunk, num_nodes, True), num_nodes),
+        tiles=tuple(tile_table(offsets, block, num_nodes) for block in TILE_BLOCKS),
+        splits=split_table(offsets, num_nodes),
+        num_rows=len(counts),
+        num_entries=num_nodes,
+    )
+
+
+def _segments(index: Array, order: Array | None, offsets: Array, longest: int, spec: SlotSpec) -> Segments:
+    """A grouping whose segments have at most `longest` entries."""
+    if longest > spec.long_segment_chunk:
+        return bounded_segments({"it": (index, order, offsets)}, long_segment_chunk=spec.long_segment_chunk)["it"]
+    return Segments(index, order, offsets, None, (), offsets.shape[0] - 1, index.shape[0])
+
+
+def _first_groups(spec: SlotSpec) -> np.ndarray:
+    """int32[edge types + 1]: the first group of each type, and the number of groups."""
+    counts = np.zeros(len(spec.edge_type_names), np.int32)
+    for some in spec.slots:
+        counts[some.edge_type] += some.count
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+
+
+def _node_offsets(before: Array, ranges: Sequence[Sequence[int]], spec: SlotSpec) -> Array:
+    """int32[nodes + 1]: `before`, which counts by group in order of (receiver, type), where each node begins."""
+    parts, node, group = [], 0, 0
+    for together in ranges:
+        some = spec.slots[together[0]]
+        if some.first > node:  # nodes without slots
+            parts.append(jnp.broadcast_to(before[group], (some.first - node,)))
+        end = group + some.count * len(together)
+        parts.append(before[group : end : len(together)])
+        node, group = some.first + some.count, end
+    parts.append(jnp.broadcast_to(before[-1], (spec.num_nodes + 1 - node,)))
+    return jnp.concatenate(parts)
+
+
+def _joined(parts: Sequence[Array]) -> Array:
+    if not parts:
+        return jnp.zeros(0, jnp.int32)
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

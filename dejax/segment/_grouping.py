@@ -1,0 +1,143 @@
+"""Which entries belong to which segment, as the kernels take it, and plans that keep it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dejax.pallas.segments.reduce import Segments
+from dejax.pallas.segments.schedule import chunk_of
+from dejax.pallas.segments.search import segment_offsets
+
+
+class Grouping(NamedTuple):
+    """Entries grouped by segment.
+
+    Attributes:
+        ids: int32[entries], the segment of each entry; below 0 or at least the number of segments: of none.
+        order: int32[entries], entries sorted by segment; None where they are sorted.
+        offsets: int32[segments + 1], where each segment begins in that order.
+        first: int32[chunks], the id at the first position of each chunk; none where no segment can be long.
+        last: int32[chunks], the id at the last position of each chunk.
+    """
+
+    ids: Any
+    order: Any
+    offsets: Any
+    first: Any
+    last: Any
+
+    @property
+    def num_segments(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    @property
+    def segments(self) -> Segments:
+        return Segments(self.offsets, self.first, self.last, self.ids.shape[0])
+
+
+def checked_ids(ids: Array, num_segments: int) -> Array:
+    """int32 ids, of which those below 0 become -1, and those that are too large `num_segments`: the order stays."""
+    if ids.dtype != jnp.int32:
+        largest = min(num_segments, jnp.iinfo(ids.dtype).max)
+        least = 0 if jnp.issubdtype(ids.dtype, jnp.unsignedinteger) else -1
+        ids = jnp.clip(ids, least, largest).astype(jnp.int32)
+    return ids
+
+
+def sort_pairs(key: Array, bound: int, values: Array) -> tuple[Array, Array]:
+    """Keys and values in the stable order by key: XLA sorts one unsigned key by radix, a pass for each byte."""
+    dtype = next(t for t in (jnp.uint8, jnp.uint16, jnp.uint32) if bound - 1 <= jnp.iinfo(t).max)
+    key, values = jax.lax.sort((key.astype(dtype), values), num_keys=1, is_stable=True)
+    return key.astype(jnp.int32), values
+
+
+@functools.partial(jax.jit, static_argnames=("num_segments", "is_sorted", "kernels", "interpret"), inline=True)
+def group(ids: Array, num_segments: int, is_sorted: bool, kernels: bool, interpret: bool | None = None) -> Grouping:
+    """The grouping of int32 ids; they are sorted in the step where they are not sorted.
+
+    Args:
+        ids: int32[entries].
+        num_segments: number of segments.
+        is_sorted: whether ids ascend.
+        kernels: whether offsets are searched by a kernel, else by XLA.
+        interpret: run that kernel interpreted; by default where there is no GPU.
+    """
+    entries = ids.shape[0]
+    order, in_order = None, ids
+    if not is_sorted:
+        ids = jnp.where((ids >= 0) & (ids < num_segments), ids, num_segments)
+        in_order, order = sort_pairs(ids, num_segments + 1, jnp.arange(entries, dtype=jnp.int32))
+    if kernels:
+        offsets = segment_offsets(in_order, num_segments, interpret=interpret)
+    else:
+        queries = jnp.arange(num_segments + 1, dtype=jnp.int32)
+        offsets = jnp.searchsorted(in_order, queries, method="scan_unrolled").astype(jnp.int32)
+    chunk = chunk_of(entries)
+    if entries <= chunk:
+        first = last = jnp.zeros(0, jnp.int32)
+    else:
+        first = in_order[::chunk]
+        last = in_order[np.minimum(np.arange(chunk - 1, entries + chunk - 1, chunk), entries - 1)]
+    return Grouping(ids, order, offsets, first, last)
+
+
+_STATIC: dict[str, Any] = {"static": True}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Segment ids, sorted once; made by `plan`. A pytree: an ordinary argument of a jitted function.
+
+    Attributes:
+        ids: int32[entries], the segment of each entry; `num_segments` for entries of none.
+        order: int32[entries], entries sorted by segment, and by position within one; None where they are sorted.
+        offsets: int32[num_segments + 1]: segment i has the entries `order[offsets[i]:offsets[i + 1]]`.
+        first: int32[chunks]: the segment at the first position of each chunk, for segments that are cut.
+        last: int32[chunks]: the segment at the last position of each chunk.
+        num_segments: number of segments (static).
+    """
+
+    ids: Array
+    order: Array | None
+    offsets: Array
+    first: Array
+    last: Array
+    num_segments: int = field(metadata=_STATIC)
+
+    @classmethod
+    def of(cls, g: Grouping, num_segments: int) -> Plan:
+        return cls(g.ids, g.order, g.offsets, g.first, g.last, num_segments)
+
+    @property
+    def num_entries(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def grouping(self) -> Grouping:
+        return Grouping(self.ids, self.order, self.offsets, self.first, self.last)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, eq=False)
+class EdgePlan:
+    """Edges sorted by receiver for the forward pass and by sender for the backward pass; made by `edge_plan`.
+
+    Attributes:
+        by_receiver: the plan of the receivers.
+        by_sender: the plan of the senders.
+        senders: int32[edges], the sender of each edge, in the order of receivers.
+        receivers: int32[edges], the receiver of each edge, in the order of senders.
+    """
+
+    by_receiver: Plan
+    by_sender: Plan
+    senders: Array
+    receivers: Array

@@ -1,0 +1,164 @@
+"""Operators that compare each entry with its segment: softmax, logsumexp, variance, normalization."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dejax.segment._grouping import Plan
+from dejax.segment._primitives import rows_at, spread
+from dejax.segment._reductions import extremum, mean_of, summed, wide
+from dejax.segment._request import Options, Request, request
+
+
+def _grouped(r: Request, data: Array) -> Request:
+    """The request with its ids grouped once for all its reductions, and with other data."""
+    if r.kernels and r.plan is None:
+        r = dataclasses.replace(r, plan=Plan.of(r.grouping(), r.num_segments))
+    return dataclasses.replace(r, data=data)
+
+
+def _at_entries(rows: Array, r: Request) -> Array:
+    """The row of each entry's segment, zeros for entries of none."""
+    if not r.kernels:
+        return rows_at(rows, r.ids)
+    found = spread(rows.reshape(rows.shape[0], r.width), r.grouping(), interpret=r.interpret)
+    return found.reshape(found.shape[0], *rows.shape[1:])
+
+
+def _belongs(r: Request) -> Array:
+    inside = (r.ids >= 0) & (r.ids < r.num_segments)
+    return inside.reshape(-1, *(1,) * (r.data.ndim - 1))
+
+
+def _floats(data: Any) -> tuple[Array, Any]:
+    """Data in the dtype of the computation, and the dtype of the result."""
+    data = jnp.asarray(data)
+    dtype = data.dtype if jnp.issubdtype(data.dtype, jnp.floating) else jnp.result_type(float)
+    return data.astype(wide(dtype)), dtype
+
+
+def _exponentials(r: Request) -> tuple[Array, Array, Array]:
+    """e to the entry minus its segment's maximum, their sums, and the maxima, 0 in place of what is not finite."""
+    fixed = dataclasses.replace(r, data=jax.lax.stop_gradient(r.data))
+    top = extremum("max", fixed)
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    powers = jnp.where(_belongs(r), jnp.exp(r.data - _at_entries(top, r)), 0)
+    return powers, summed(dataclasses.replace(r, data=powers)), top
+
+
+def segment_softmax(
+    logits: Any,
+    segment_ids: Any,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    *,
+    plan: Plan | None = None,
+    deterministic: bool = True,
+    backend: str = "auto",
+) -> Array:
+    """exp(x_i) over the sum of exp(x_j) of the entries j of i's segment; as `jraph.segment_softmax`.
+
+    Safe for logits of any size. Entries with an id out of range get 0, and so do those of a segment whose logits are
+    all -inf.
+
+    Args:
+        logits: [entries, ...]. 16-bit floats are computed in float32.
+        segment_ids: as in `segment_sum`; so are the other arguments.
+        num_segments: the number of segments.
+        indices_are_sorted: the caller's word that ids ascend.
+        unique_indices: the caller's word that no id occurs twice.
+        plan: the ids, sorted once.
+        deterministic: whether equal calls must give equal bits.
+        backend: where it is computed.
+
+    Returns:
+        [entries, ...] of the dtype of `logits`, or floats where those are integers.
+    """
+    data, dtype = _floats(logits)
+    options = Options(indices_are_sorted, unique_indices, None, None, deterministic, backend)
+    r = request("segment_softmax", data, segment_ids, num_segments, options, plan)
+    r = _grouped(r, r.data)
+    powers, totals, _ = _exponentials(r)
+    totals = _at_entries(totals, r)
+    return (powers / jnp.where(totals == 0, 1, totals)).astype(dtype)
+
+
+def segment_logsumexp(
+    data: Any,
+    segment_ids: Any,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    *,
+    plan: Plan | None = None,
+    deterministic: bool = True,
+    backend: str = "auto",
+) -> Array:
+    """The logarithm of the sum of exp(x) over the entries x of each segment; -inf for an empty segment.
+
+    Arguments as in `segment_softmax`.
+    """
+    data, dtype = _floats(data)
+    options = Options(indices_are_sorted, unique_indices, None, None, deterministic, backend)
+    r = request("segment_logsumexp", data, segment_ids, num_segments, options, plan)
+    _, totals, top = _exponentials(_grouped(r, r.data))
+    found = jnp.log(jnp.where(totals == 0, 1, totals)) + top
+    return jnp.where(totals == 0, -jnp.inf, found).astype(dtype)
+
+
+def partition_softmax(logits: Any, partitions: Any, sum_partitions: int | None = None) -> Array:
+    """A softmax over consecutive partitions of so many entries each; as `jraph.partition_softmax`."""
+    count = len(partitions)
+    ids = jnp.repeat(jnp.arange(count), jnp.asarray(partitions), total_repeat_length=sum_partitions)
+    return segment_softmax(logits, ids, count, indices_are_sorted=True)
+
+
+def segment_variance(
+    data: Any,
+    segment_ids: Any,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    *,
+    plan: Plan | None = None,
+    deterministic: bool = True,
+    backend: str = "auto",
+) -> Array:
+    """The mean square distance of a segment's entries from their mean, 0 for none; as `jraph.segment_variance`."""
+    data, dtype = _floats(data)
+    options = Options(indices_are_sorted, unique_indices, None, None, deterministic, backend)
+    r = request("segment_variance", data, segment_ids, num_segments, options, plan)
+    r = _grouped(r, r.data)
+    return _variance(r, _at_entries(mean_of(r), r)).astype(dtype)
+
+
+def _variance(r: Request, means: Array) -> Array:
+    return mean_of(dataclasses.replace(r, data=jnp.square(r.data - means)))
+
+
+def segment_normalize(
+    data: Any,
+    segment_ids: Any,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    eps: float = 1e-8,
+    *,
+    plan: Plan | None = None,
+    deterministic: bool = True,
+    backend: str = "auto",
+) -> Array:
+    """Entries minus their segment's mean, over its standard deviation; as `jraph.segment_normalize`."""
+    data, dtype = _floats(data)
+    options = Options(indices_are_sorted, unique_indices, None, None, deterministic, backend)
+    r = request("segment_normalize", data, segment_ids, num_segments, options, plan)
+    r = _grouped(r, r.data)
+    means = _at_entries(mean_of(r), r)
+    variances = jnp.maximum(_variance(r, means), jnp.asarray(eps, r.data.dtype))
+    return ((r.data - means) * _at_entries(jax.lax.rsqrt(variances), r)).astype(dtype)

@@ -1,0 +1,252 @@
+"""Reductions of the entries of each segment."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from dejax.segment._grouping import Grouping, Plan
+from dejax.segment._primitives import reduce, rows_at, spread
+from dejax.segment._request import Options, Request, request
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype in which floats are accumulated."""
+    dtype = jnp.dtype(dtype)
+    return jnp.dtype(jnp.float32) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
+
+
+def summed(r: Request, dtype: Any = None) -> Array:
+    """The sums of a request, rounded once to `dtype`, by default that of the data."""
+    dtype = jnp.dtype(dtype or r.data.dtype)
+    if r.kernels:
+        return r.shaped(reduce("sum", r.rows, r.grouping(), dtype, r.interpret))
+    return _scatter("sum", r, r.data.astype(wide(r.data.dtype))).astype(dtype)
+
+
+def _scatter(kind: str, r: Request, data: Array) -> Array:
+    """By XLA."""
+    operator = {"sum": jax.ops.segment_sum, "max": jax.ops.segment_max, "min": jax.ops.segment_min}[kind]
+    return operator(
+        data,
+        r.ids,
+        r.num_segments,
+        indices_are_sorted=r.is_sorted,
+        unique_indices=r.options.unique_indices,
+        bucket_size=r.options.bucket_size,
+    )
+
+
+def extremum(kind: str, r: Request) -> Array:
+    """The greatest or least entry of each segment; the `identity` where there is none."""
+    if not r.kernels:
+        return _scatter(kind, r, r.data)
+    return r.shaped(_extremum(kind, r.interpret, r.rows, r.grouping()))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _extremum(kind: str, interpret: bool, data: Array, g: Grouping) -> Array:
+    return reduce(kind, data, g, interpret=interpret)
+
+
+@_extremum.defjvp
+def _extremum_jvp(kind: str, interpret: bool, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    """Entries that are equal to the result share its derivative evenly, as in JAX."""
+    data, g = primals
+    data = lax.optimization_barrier(data)  # XLA would compute it again for the comparison, with other roundings
+    out = _extremum(kind, interpret, data, g)
+    return out, shared(data == rows_at(out, g.ids), tangents[0], g, data.dtype, interpret)
+
+
+def shared(winners: Array, tangent: Array, g: Grouping, dtype: Any, interpret: bool) -> Array:
+    """The mean of the tangents of each segment's winners."""
+    compute = wide(dtype)
+    winners = winners & ((g.ids >= 0) & (g.ids < g.num_segments))[:, None]
+    count = reduce("sum", winners.astype(compute), g, interpret=interpret)
+    part = jnp.where(winners, tangent.astype(compute), 0) / spread(jnp.maximum(count, 1), g, interpret=interpret)
+    return reduce("sum", jnp.where(winners, part, 0), g, dtype, interpret)
+
+
+def counts(r: Request, dtype: Any) -> Array:
+    """The number of entries of each segment, [segments, 1, ...]."""
+    if r.kernels:
+        offsets = r.grouping().offsets
+        found = (offsets[1:] - offsets[:-1]).astype(dtype)
+    else:
+        found = jax.ops.segment_sum(jnp.ones(r.ids.shape, dtype), r.ids, r.num_segments, indices_are_sorted=r.is_sorted)
+    return found.reshape(-1, *(1,) * (r.data.ndim - 1))
+
+
+def segment_sum(
+    data: Any,
+    segment_ids: Any,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Any = None,
+    *,
+    plan: Plan | None = None,
+    deterministic: bool = True,
+    backend: str = "auto",
+) -> Array:
+    """The sum of the entries of each segment; as `jax.ops.segment_sum`, of which it takes the arguments.
+
+    Args:
+        data: [entries, ...], numbers of any dtype. 16-bit floats are accumulated in float32 and rounded once; integers
+            wrap as in their own dtype.
+        segment_ids: integer[entries], the segment of each entry; or a `Plan`. Entries with an id below 0 or at least
+            `num_segments` are dropped.
+        num_segments: the number of segments; required inside `jax.jit`, else by default the greatest id plus 1.
+        indices_are_sorted: the caller's word that ids ascend.
+        unique_indices: the caller's word that no id occurs twice.
+        bucket_size: for XLA; kernels accumulate long segments in parts anyway.
+        mode: None, `drop`, `fill` or `promise_in_bounds`; or `clip`, which counts ids out of range to the nearest
+            segment.
+        plan: the ids, sorted once by `plan(segment_ids, num_segments)`. `segment_ids` may be None then.
+        deterministic: whether equal calls must give equal bits. False allows atomic additions of float32 where they
+            are faster.
+        backend: `"auto"`: kernels on a GPU and XLA elsewhere; or `"pallas"` or `"xla"`.
+
+    Returns:
+        [num_segments, ...] of the dtype of `data`; an empty segment has 0.
+
+    Raises:
+        TypeError: ids that are no integers.
+        ValueError: shapes that do not fit each other, or an unknown number of segments.
+
+    >>> import jax.numpy as jnp
+    >>> from dejax import segment
+    >>> print(segment.segment_sum(jnp.array([1.0, 2.0, 4.0]), jnp.array([1, 0, 1]), 3))
+    [2. 5. 0.]
+    """
+    options = Options(indices_are_sorted, unique_indices, bucket_size, mode, deterministic, backend)
+    return summed(request("segment_sum", data, segment_ids, num_segments, options, plan))
+
+
+def segment_mean(
+    data: Any,
+    segment_ids: Any,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    *,
+    mode: Any = None,
+    plan: Plan | None = None,
+    deterministic: bool = True,
+    backend: str = "auto",
+) -> Array:
+    """The mean of the entries of each segment, 0 for an empty one; as `jraph.segment_mean`.
+
+    Arguments as in `segment_sum`. Means of integers are floats.
+    """
+    options = Options(indices_are_sorted, unique_indices, None, mode, deterministic, backend)
+    r = request("segment_mean", data, segment_ids, num_segments, options, plan)
+    return mean_of(r)
+
+
+def mean_of(r: Request) -> Array:
+    """The means of a request, in the dtype of its data where that is a float."""
+    dtype = r.data.dtype
+    if not jnp.issubdtype(dtype, jnp.inexact):  # a sum of integers may wrap
+        dtype = jnp.result_type(float)
+        r = dataclasses.replace(r, data=r.data.astype(dtype))
+    total = summed(r, wide(dtype))
+    return (total / jnp.maximum(counts(r, jnp.finfo(total.dtype).dtype), 1)).astype(dtype)
+
+
+def _replaced(out: Array, r: Request, empty: Any) -> Array:
+    """`empty` in place of the results of empty segments, where it is given."""
+    if empty is None:
+        return out
+    return jnp.where(counts(r, jnp.int32) > 0, out, jnp.asarray(empty, out.dtype))
+
+
+def segment_max(
+    data: Any,
+    segment_ids: Any,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Any = None,
+    *,
+    empty: Any = None,
+    plan: Plan | None = None,
+    deterministic: bool = True,
+    backend: str = "auto",
+) -> Array:
+    """The greatest entry of each segment; as `jax.ops.segment_max`.
+
+    Entries that are equal to the maximum share its gradient evenly, as in JAX. NaNs propagate.
+
+    Args:
+        data: [entries, ...], numbers of any dtype, or bool.
+        segment_ids: as in `segment_sum`; so are the other arguments that are not named here.
+        num_segments: the number of segments.
+        indices_are_sorted: the caller's word that ids ascend.
+        unique_indices: the caller's word that no id occurs twice.
+        bucket_size: for XLA.
+        mode: for ids out of range.
+        empty: the value of empty segments. None: as in JAX, -inf or the least integer.
+        plan: the ids, sorted once.
+        deterministic: as in `segment_sum`; extrema always are.
+        backend: where it is computed.
+
+    Returns:
+        [num_segments, ...] of the dtype of `data`.
+    """
+    options = Options(indices_are_sorted, unique_indices, bucket_size, mode, deterministic, backend)
+    r = request("segment_max", data, segment_ids, num_segments, options, plan, kind="max")
+    return _replaced(extremum("max", r), r, empty)
+
+
+def segment_min(
+    data: Any,
+    segment_ids: Any,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Any = None,
+    *,
+    empty: Any = None,
+    plan: Plan | None = None,
+    deterministic: bool = True,
+    backend: str = "auto",
+) -> Array:
+    """The least entry of each segment; as `jax.ops.segment_min`. Arguments as in `segment_max`."""
+    options = Options(indices_are_sorted, unique_indices, bucket_size, mode, deterministic, backend)
+    r = request("segment_min", data, segment_ids, num_segments, options, plan, kind="min")
+    return _replaced(extremum("min", r), r, empty)
+
+
+def segment_max_or_constant(
+    data: Any,
+    segment_ids: Any,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    constant: float = 0.0,
+    **others: Any,
+) -> Array:
+    """`segment_max` with `empty=constant`; as `jraph.segment_max_or_constant`."""
+    return segment_max(data, segment_ids, num_segments, indices_are_sorted, unique_indices, empty=constant, **others)
+
+
+def segment_min_or_constant(
+    data: Any,
+    segment_ids: Any,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    constant: float = 0.0,
+    **others: Any,
+) -> Array:
+    """`segment_min` with `empty=constant`; as `jraph.segment_min_or_constant`."""
+    return segment_min(data, segment_ids, num_segments, indices_are_sorted, unique_indices, empty=constant, **others)

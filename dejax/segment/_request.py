@@ -1,0 +1,182 @@
+"""What a call asks for: arguments checked, and where it is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dejax.segment import _cost
+from dejax.segment._grouping import Grouping, Plan, checked_ids, group
+
+BACKENDS = ("auto", "pallas", "xla")
+FLOATS = tuple(jnp.dtype(t) for t in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
+INTEGERS = tuple(jnp.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
+_MODES = {None: "drop", "drop": "drop", "fill": "drop", "clip": "clip", "promise_in_bounds": "drop"}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The choices of a caller.
+
+    Attributes:
+        indices_are_sorted: the caller's word that ids ascend.
+        unique_indices: the caller's word that no id occurs twice.
+        bucket_size: for XLA.
+        mode: `drop` or `clip`, for ids out of range.
+        deterministic: whether equal calls must give equal bits.
+        backend: `auto`, `pallas` or `xla`.
+    """
+
+    indices_are_sorted: bool = False
+    unique_indices: bool = False
+    bucket_size: int | None = None
+    mode: Any = None
+    deterministic: bool = True
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
+        mode = self.mode.name.lower() if isinstance(self.mode, jax.lax.GatherScatterMode) else self.mode
+        mode = "drop" if mode == "fill_or_drop" else mode
+        if mode not in _MODES:
+            raise ValueError(
+                f"mode must be one of 'drop', 'fill', 'clip', 'promise_in_bounds' or None, got {self.mode!r}; take ids "
+                "modulo the number of segments to have them wrap around"
+            )
+        object.__setattr__(self, "mode", _MODES[mode])
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A checked call.
+
+    Attributes:
+        data: an array with an entry for each id.
+        ids: integer[entries].
+        num_segments: number of segments.
+        options: the choices of the caller.
+        plan: None, or the plan that the caller gave.
+        kernels: whether kernels compute it, else XLA.
+        interpret: whether kernels are interpreted.
+    """
+
+    data: Array
+    ids: Array
+    num_segments: int
+    options: Options
+    plan: Plan | None
+    kernels: bool
+    interpret: bool
+
+    @property
+    def is_sorted(self) -> bool:
+        return self.options.indices_are_sorted if self.plan is None else self.plan.order is None
+
+    @property
+    def width(self) -> int:
+        return int(np.prod(self.data.shape[1:], dtype=np.int64))
+
+    @property
+    def rows(self) -> Array:
+        """The data as [entries, width]."""
+        return self.data.reshape(self.data.shape[0], self.width)
+
+    def shaped(self, out: Array) -> Array:
+        """[segments or entries, width] with the axes of the data."""
+        return out.reshape(out.shape[0], *self.data.shape[1:])
+
+    def grouping(self) -> Grouping:
+        if self.plan is not None:
+            return self.plan.grouping
+        return group(
+            self.ids, self.num_segments, self.options.indices_are_sorted, kernels=True, interpret=self.interpret
+        )
+
+
+def request(
+    name: str,
+    data: Any,
+    segment_ids: Any,
+    num_segments: int | None,
+    options: Options,
+    plan: Plan | None = None,
+    kind: str = "sum",
+) -> Request:
+    """Checks a call of `name`, an operator that reduces by `kind`."""
+    if isinstance(segment_ids, Plan):
+        segment_ids, plan = segment_ids.ids, plan or segment_ids
+    data = jnp.asarray(data)
+    if plan is not None:
+        segment_ids, num_segments = _of_plan(name, plan, segment_ids, num_segments)
+    ids = jnp.asarray(segment_ids)
+    _check_entries(name, data, ids)
+    count = count_of(name, segment_ids, num_segments)
+    if options.mode == "clip":
+        ids = jnp.clip(ids, 0, max(count - 1, 0))
+    ids = checked_ids(ids, count)
+    kernels, interpret = place(options.backend)
+    possible = data.dtype in FLOATS or data.dtype in INTEGERS
+    possible = possible and not (data.dtype.itemsize == 1 and data.size >= 2**31)  # Triton's offsets have 32 bits
+    if options.unique_indices and options.backend == "auto":
+        possible = False  # a scatter without collisions
+    if kernels and options.backend == "auto" and possible and plan is None:
+        shape = _cost.Shape(ids.shape[0], count, int(np.prod(data.shape[1:])), data.dtype)
+        possible = not _cost.scatter_pays(shape, kind, options.indices_are_sorted, options.deterministic)
+    return Request(data, ids, count, options, plan, kernels and possible, interpret)
+
+
+def place(backend: str) -> tuple[bool, bool]:
+    """Whether kernels are used, and whether they are interpreted."""
+    on_gpu = jax.default_backend() in ("gpu", "cuda")
+    return backend == "pallas" or (backend == "auto" and on_gpu), not on_gpu
+
+
+def _of_plan(name: str, plan: Plan, ids: Any, count: int | None) -> tuple[Array, int]:
+    if count is not None and int(count) != plan.num_segments:
+        raise ValueError(
+            f"num_segments of {name} must be that of the plan, {plan.num_segments}, got {count}; make another plan"
+        )
+    if ids is not None and jnp.shape(ids) != plan.ids.shape:
+        raise ValueError(f"segment_ids of {name} must have the plan's shape {plan.ids.shape}, got {jnp.shape(ids)}")
+    return plan.ids, plan.num_segments
+
+
+def _check_entries(name: str, data: Array, ids: Array) -> None:
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"segment_ids of {name} must be integers, got {ids.dtype}")
+    if ids.ndim != 1:
+        raise ValueError(f"segment_ids of {name} must have one axis, got shape {ids.shape}; flatten ids and data")
+    if data.ndim == 0 or data.shape[0] != ids.shape[0]:
+        raise ValueError(
+            f"data of {name} must have an entry for each of the {ids.shape[0]} segment_ids on its first axis, got "
+            f"shape {data.shape}"
+        )
+
+
+def count_of(name: str, ids: Any, num_segments: int | None) -> int:
+    """The number of segments, of the greatest id where it is not given."""
+    if num_segments is None:
+        if isinstance(ids, jax.core.Tracer):
+            raise ValueError(
+                f"num_segments of {name} must be given inside jax.jit, where the values of ids are not known; it is "
+                "the size of the result"
+            )
+        ids = np.asarray(ids)
+        return max(int(ids.max()) + 1, 0) if ids.size else 0
+    if isinstance(num_segments, jax.core.Tracer):
+        raise ValueError(
+            f"num_segments of {name} must be a number that is known while tracing, because it is the size of the "
+            "result, got a traced array; mark it with static_argnums, or take the size of an array"
+        )
+    count = int(num_segments)
+    if count < 0:
+        raise ValueError(f"num_segments of {name} must not be negative, got {count}")
+    if count >= 2**31 - 1:
+        raise ValueError(f"num_segments of {name} must be below 2^31 - 1, got {count}")
+    return count

@@ -1,0 +1,40 @@
+"""A small heterogeneous graph with self loops, parallel edges, an empty relation and a type without edges."""
+
+import numpy as np
+
+from dejax.minibatch import HeteroTopology
+
+WRITES, REV = ("author", "writes", "paper"), ("paper", "rev_writes", "author")
+CITES, LIKES = ("paper", "cites", "paper"), ("author", "likes", "author")
+COUNTS = {"author": 9, "lonely": 4, "paper": 13}
+
+
+def edge_lists(edges=40, seed=0):
+    rng = np.random.default_rng(seed)
+    author, paper = rng.integers(0, 9, edges), rng.integers(0, 13, edges)
+    cited, citing = rng.integers(0, 13, edges), rng.integers(0, 13, edges)
+    cited[:3] = citing[:3]  # self loops
+    cited[3:5], citing[3:5] = cited[3], citing[3]  # parallel edges
+    return {WRITES: (author, paper), CITES: (cited, citing), LIKES: ([], []), REV: (paper, author)}
+
+
+def topology_of(edges=None, **keywords):
+    return HeteroTopology.from_edges(edge_lists() if edges is None else edges, COUNTS, **keywords)
+
+
+def sampled_edges(sample):
+    """The sampled edges by relation, in the graph's node numbers: {edge type: [(sender, receiver, position)]}."""
+    found = {edge_type: [] for edge_type in sample.layout.edge_types}
+    layout = sample.layout
+    for piece, senders, edges in zip(layout.pieces, sample.senders, sample.edges, strict=True):
+        edge_type = layout.edge_types[piece.relation]
+        source = np.asarray(sample.node_ids[edge_type[0]])
+        target = np.asarray(sample.node_ids[edge_type[2]])
+        first = layout.first(piece.hop, piece.target)
+        for row, (some, positions) in enumerate(zip(np.asarray(senders), np.asarray(edges), strict=True)):
+            for sender, position in zip(some, positions, strict=True):
+                assert (sender >= 0) == (position >= 0)
+                if sender >= 0:
+                    assert source[sender] >= 0 and target[first + row] >= 0
+                    found[edge_type].append((int(source[sender]), int(target[first + row]), int(position)))
+    return found

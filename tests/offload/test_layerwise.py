@@ -1,0 +1,220 @@
+"""A step layer by layer: equal numbers wherever the state lies, and those of plain autodiff."""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dejax import _native
+from dejax.offload import ActivationStore, stack_step
+
+pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+LAYERS, WIDTH = 5, 16
+KEYS = jax.random.split(jax.random.key(0), 4)
+
+
+def embed(outer, batch):
+    return outer["in"][batch["tokens"]]
+
+
+def body(p, x):
+    return x + jnp.tanh(x @ p["w"] + p["b"]) @ p["w"].T
+
+
+def head(outer, x, batch):
+    scores = x @ outer["out"]
+    return optax.softmax_cross_entropy_with_integer_labels(scores, batch["labels"]).mean()
+
+
+def model():
+    outer = {"in": jax.random.normal(KEYS[0], (11, WIDTH)), "out": jax.random.normal(KEYS[1], (WIDTH, 11)) / 4}
+    layers = {"w": jax.random.normal(KEYS[2], (LAYERS, WIDTH, WIDTH)) / 4, "b": jnp.zeros((LAYERS, WIDTH))}
+    return outer, layers
+
+
+def batch(step, size=8):
+    tokens = jax.random.randint(jax.random.fold_in(KEYS[3], step), (size, 7), 0, 11)
+    return {"tokens": tokens, "labels": (tokens * 3 + 1) % 11}
+
+
+def train(step, steps=3):
+    state = step.init(*model())
+    run = step.jit(state)
+    losses = []
+    for i in range(steps):
+        state, loss = run(state, batch(i))
+        losses.append(float(loss))
+    return losses, jax.tree.map(np.asarray, state)
+
+
+make = functools.partial(stack_step, embed, body, head, optax.adamw(1e-2), min_bytes=100, streams=True)
+PLACES = {
+    "moments": {"params": "device", "moments": "host"},
+    "everything": {"params": "host", "moments": "host"},
+    "two ahead": {"params": "host", "moments": "host", "ahead": 2},
+    "further ahead than there are layers": {"params": "host", "ahead": 9},
+    "parameters": {"params": "host", "moments": "device"},
+    "one array": {"params": "device", "moments": lambda path, x: "host" if "nu" in path and "w" in path else "device"},
+    "activations": {"params": "host", "activations": "host"},
+}
+
+
+@pytest.fixture(scope="module")
+def on_the_device():
+    return train(make(params="device", moments="device"))
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", PLACES)
+def test_same_bits_wherever_the_state_lies(name, on_the_device):
+    with ActivationStore():
+        losses, state = train(make(**PLACES[name]))
+    assert losses == on_the_device[0] and losses[-1] < losses[0]
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(on_the_device[1]), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_as_plain_autodiff(on_the_device):
+    outer, layers = model()
+    tx = optax.adamw(1e-2)
+    params = {"outer": outer, "layers": layers}
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state, batch):
+        def loss(params):
+            x, _ = jax.lax.scan(lambda x, p: (body(p, x), None), embed(params["outer"], batch), params["layers"])
+            return head(params["outer"], x, batch)
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        updates, state_ = tx.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state_, value
+
+    losses = []
+    for i in range(3):
+        params, state, value = step(params, state, batch(i))
+        losses.append(float(value))
+    np.testing.assert_allclose(losses, on_the_device[0], rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(on_the_device[1][:2][::-1]), strict=False):
+        if a.shape == b.shape:
+            np.testing.assert_allclose(a, b, atol=2e-4)
+
+
+@pytest.mark.full
+def test_microbatches_equal_one_batch():
+    losses, state = train(make(params="host", moments="host", microbatches=4))
+    want, want_state = train(make(params="device", moments="device"))
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
+    again, again_state = train(make(params="device", moments="device", microbatches=4))
+    assert losses == again
+    for a, b, c in zip(*map(jax.tree.leaves, (state, again_state, want_state)), strict=True):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_allclose(a, c, atol=5e-3)
+
+
+def test_state_lies_where_it_was_put():
+    step = make(params="host", moments="host")
+    state = step.init(*model())
+    kinds = {x.sharding.memory_kind for x in (state.layers["w"], state.layer_moments[0].mu["w"])}
+    assert kinds == {"pinned_host"}
+    assert state.layers["b"].sharding.memory_kind != "pinned_host"  # its rows are small
+    run = step.jit(state)
+    state, _ = run(state, batch(0))
+    assert state.layer_moments[0].mu["w"].sharding.memory_kind == "pinned_host"
+    found = step.bytes_by_tier(*jax.eval_shape(model))
+    assert found["host"] == 3 * LAYERS * WIDTH * WIDTH * 4
+
+
+@pytest.mark.full
+@pytest.mark.skipif(jax.device_count() < 4, reason="four devices are needed")
+def test_sharded_state_by_the_copies_of_xla(on_the_device):
+    mesh = jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Auto,))
+    split, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*s)) for s in ((None, "d"), ()))
+    outer, layers = model()
+    layers = {"w": jax.device_put(layers["w"], split), "b": jax.device_put(layers["b"], whole)}
+    step = make(params="host", moments="host", streams=False)
+    state = step.init(jax.device_put(outer, whole), layers)
+    moment = state.layer_moments[0].mu["w"]
+    assert moment.sharding.memory_kind == "pinned_host" and moment.addressable_shards[0].data.size == moment.size // 4
+    run, losses = step.jit(state), []
+    for i in range(3):
+        state, loss = run(state, batch(i))
+        losses.append(float(loss))
+    np.testing.assert_allclose(losses, on_the_device[0], rtol=1e-5)
+    assert state.layers["w"].sharding.memory_kind == "pinned_host"
+
+
+@pytest.mark.full
+def test_three_threads_at_once_and_one_layer(on_the_device):
+    step, found = make(params="host", moments="host"), [None] * 3
+
+    def run(i):
+        found[i] = train(step)[0]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [on_the_device[0]] * 3
+    outer, layers = model()
+    one = jax.tree.map(lambda x: x[:1], layers)
+    far, near = (make(params=place, moments=place) for place in ("host", "device"))
+    losses = [step.jit(state)(state, batch(0))[1] for step in (far, near) for state in [step.init(*copied(outer, one))]]
+    assert losses[0] == losses[1]
+
+
+def copied(*trees):
+    return jax.tree.map(jnp.copy, trees)
+
+
+def test_parameters_that_are_given_in_host_memory():
+    outer, layers = model()
+    far = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), layers)
+    step = make(params="host")
+    state = step.init(outer, far)
+    assert state.layers["b"].sharding.memory_kind != "pinned_host"
+    step.jit(state)(state, batch(0))
+    with pytest.raises(ValueError, match="`state` must lie where `init` puts it, got an array of shape"):
+        jax.jit(make(params="device"))(step.init(outer, far), batch(0))
+
+
+def test_no_gradient_of_the_whole_stack():
+    """Temporaries do not grow with the number of layers but for their inputs."""
+    temps = []
+    for layers in (4, 16):
+        step = make(params="host", moments="host")
+        stack = {"w": jnp.zeros((layers, 256, 256)), "b": jnp.zeros((layers, 256))}
+        outer = {"in": jnp.zeros((11, 256)), "out": jnp.zeros((256, 11))}
+        state = step.init(outer, stack)
+        temps.append(step.jit(state).lower(state, batch(0, 1)).compile().memory_analysis().temp_size_in_bytes)
+    assert temps[1] - temps[0] < 12 * (256 * 256 * 4) / 4
+
+
+def test_a_state_that_depends_on_the_parameters():
+    def update(g, s, p=None):
+        return jax.tree.map(lambda g, s: -0.1 * s * g, g, s), s
+
+    tx = optax.GradientTransformation(lambda p: jax.tree.map(lambda x: x + 1, p), update)
+    step = stack_step(embed, body, head, tx, min_bytes=100, streams=True)
+    state = step.init(*model())
+    np.testing.assert_array_equal(state.layer_moments["w"], model()[1]["w"] + 1)
+    assert np.isfinite(train(step)[0]).all()
+
+
+def test_bad_input():
+    with pytest.raises(TypeError, match="`tx` must be an Optax transformation, got float"):
+        stack_step(embed, body, head, 0.1)
+    with pytest.raises(ValueError, match="`moments` must be 'device' or 'host', got 'disc'"):
+        make(moments="disc")
+    with pytest.raises(ValueError, match="`microbatches` and `ahead` must be at least 1, got 0 and 1"):
+        make(microbatches=0)
+    with pytest.raises(ValueError, match="`microbatches` must divide the batch, got 3 for 8 examples"):
+        train(make(microbatches=3))
+    mixing = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+    with pytest.raises(ValueError, match="must update each parameter from its own gradient"):
+        train(stack_step(embed, body, head, mixing))

@@ -1,0 +1,65 @@
+"""Plans of a training step: the arithmetic of predictions, budgets, and a plan made and run on the CPU."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from dejax import _native
+from dejax.offload import _profile, plan_step
+from dejax.offload._profile import Tiers
+from dejax.offload._step_plan import _Cost, _Leaf, _predict
+
+from .test_layerwise import batch, body, embed, head, model
+
+COST = _Cost(100.0, 2.0, 1.0, 4.0, 1.0, 10)
+LEAVES = [_Leaf("moments['a']", 80, False), _Leaf("params['a']", 40, True)]
+
+
+def test_prediction():
+    near = _predict([], 120, COST, 5, 1, "device", Tiers(10.0, 10.0))
+    assert (near.seconds, near.stall_seconds, near.host_bytes) == (21.0, 0.0, 0.0)
+    assert near.device_bytes == 120 + 100 + 5 * 12
+    moments = _predict(LEAVES[:1], 120, COST, 5, 1, "device", Tiers(10.0, 10.0))
+    assert moments.stall_seconds == 0.0  # 8 seconds of the bus beside 15 of backward
+    assert moments.device_bytes == near.device_bytes - 80 + 4 * 80 / 5 and moments.host_bytes == 80
+    slow = _predict(LEAVES, 120, COST, 5, 1, "device", Tiers(4.0, 5.0))
+    assert slow.stall_seconds == (40 / 5 - 5) + (120 / 4 - 15)  # forward brings parameters, backward moves all
+    stored = _predict([], 120, COST, 5, 1, "host", Tiers(10.0, 10.0))
+    assert (stored.device_bytes, stored.host_bytes) == (120 + 100 + 10 + 20, 30)
+    assert _predict(LEAVES, 120, COST, 5, 1, "host", Tiers(10.0, 10.0, host_bytes=130)) is None
+
+
+@pytest.mark.newest_jax
+@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+def test_a_plan(monkeypatch):
+    monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
+    outer, layers = model()
+    how = {"min_bytes": 100, "streams": True, "host_bytes": 1 << 30}
+    tx = optax.adamw(1e-2)
+
+    def plan(**budget):
+        return plan_step(embed, body, head, tx, outer, layers, batch(0), **how, **budget)
+
+    roomy = plan(device_bytes=1 << 40)
+    assert roomy.chosen.far == frozenset() and roomy.chosen.activations == "device"
+    all_of_it = roomy.chosen.device_bytes
+    tight = plan(device_bytes=all_of_it - layers["w"].nbytes // 4)
+    assert tight.chosen.far or tight.chosen.activations == "host"
+    assert tight.chosen.device_bytes <= tight.device_bytes
+    step = tight.apply()
+    state = step.init(*model())
+    state, loss = step.jit(state)(state, batch(0))
+    assert np.isfinite(loss)
+    peak, seconds = tight.measure(state, batch(1))
+    assert abs(peak / tight.chosen.device_bytes - 1) < 0.35 and seconds > 0
+    assert "measured" in tight.table() and "off by" in tight.table()
+    with pytest.raises(ValueError, match=r"nothing fits device_bytes=1000 .* the least on the device takes \d+"):
+        plan(device_bytes=1000)
+
+
+def test_short_stacks_are_refused():
+    outer, layers = model()
+    few = jax.tree.map(lambda x: x[:2], layers)
+    with pytest.raises(ValueError, match="plan_step: `params` must have at least 4 layers"):
+        plan_step(embed, body, head, optax.adam(1e-2), outer, few, batch(0))
