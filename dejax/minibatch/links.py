@@ -89,7 +89,7 @@ def link_batch(
     Raises:
         ValueError: an unknown relation, a `reverse` that has other ends, "degree" for a relation without edges.
     """
-    relation = topology.relations[topology.number_of(edge_type)]
+    topology.number_of(edge_type)
     source, _, target = edge_type
     counts = topology.num_nodes
     if reverse is not None:
@@ -107,23 +107,15 @@ def link_batch(
     mask = in_range(senders, counts[source]) & in_range(receivers, counts[target])
     senders, receivers = (jnp.where(mask, ids, -1).astype(jnp.int32) for ids in (senders, receivers))
     count = senders.shape[0]
-    shape = (count, num_negatives)
     place = jnp.arange(count, dtype=jnp.int32)
     if negatives == "in_batch":
-        others = jax.random.randint(key, shape, 1, max(count, 2))
-        wrong_places = (place[:, None] + others) % max(count, 1)
-        wrong = receivers[wrong_places] if count else jnp.zeros(shape, jnp.int32)
-        more = jnp.zeros(0, jnp.int32)
+        others = jax.random.randint(key, (count, num_negatives), 1, max(count, 2))
+        wrong_places, more = (place[:, None] + others) % max(count, 1), jnp.zeros(0, jnp.int32)
+        wrong = receivers[wrong_places] if count else wrong_places
     else:
-        if negatives == "uniform":
-            wrong = below(key, shape, jnp.full(shape, counts[target], jnp.int32))
-        elif relation.num_edges:
-            wrong = _by_degree(key, topology, edge_type, shape)
-        else:
-            raise ValueError(f"link_batch: negatives by degree need edges, {edge_type} has none; use 'uniform'")
+        wrong = _drawn_receivers(key, topology, edge_type, (count, num_negatives), negatives == "degree")
         wrong = jnp.where(mask[:, None], wrong, -1)
-        wrong_places = count + jnp.arange(wrong.size, dtype=jnp.int32).reshape(shape)
-        more = wrong.reshape(-1)
+        wrong_places, more = count + jnp.arange(wrong.size, dtype=jnp.int32).reshape(wrong.shape), wrong.reshape(-1)
     there = mask[:, None] & (wrong >= 0) & (wrong != receivers[:, None])
     ends = jnp.concatenate([receivers, more])
     if source == target:
@@ -139,12 +131,19 @@ def link_batch(
     return LinkBatch(seeds, exclude, place, place_of_receiver, wrong_places, mask, there, edge_type)
 
 
-def _by_degree(key: Array, topology: HeteroTopology, edge_type: EdgeType, shape: tuple[int, ...]) -> Array:
-    """Receivers of edges that are drawn uniformly."""
+def _drawn_receivers(
+    key: Array, topology: HeteroTopology, edge_type: EdgeType, shape: tuple[int, ...], by_degree: bool
+) -> Array:
+    """Nodes of the destination type, drawn uniformly, or as receivers of edges that are drawn uniformly."""
+    receivers = topology.num_nodes[edge_type[2]]
+    if not by_degree:
+        return below(key, shape, jnp.full(shape, receivers, jnp.int32))
     relation = topology.relations[topology.number_of(edge_type)]
+    if not relation.num_edges:
+        raise ValueError(f"link_batch: negatives by degree need edges, {edge_type} has none; use 'uniform'")
     starts = topology.lists[relation.lists].starts
     drawn = below(key, shape, jnp.full(shape, relation.num_edges, starts.dtype)) + relation.first_edge
-    return _receiver_of(starts, drawn, relation.first_group, topology.num_nodes[edge_type[2]])
+    return _receiver_of(starts, drawn, relation.first_group, receivers)
 
 
 @partial(jax.jit, static_argnums=(2, 3))  # outside of jit, too, the loop must not close over the table

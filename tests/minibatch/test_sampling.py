@@ -250,6 +250,15 @@ def test_no_edge_is_later_than_its_seed(recent, on_host):
     assert count > 10
 
 
+def test_outside_of_jit_tables_in_host_memory_are_read_too():
+    edges, times = timed()
+    topology = topology_of(edges, times=times, on_host=True)
+    sample = sample_blocks(KEY, topology, ("paper", [1]), [{CITES: 2}], seed_times=[50])
+    assert sample.trees is not None
+    batch = link_batch(KEY, topology, CITES, ([1], [2]), 1, negatives="degree")
+    assert int(batch.seeds["paper"][2]) in edges[CITES][1]
+
+
 def test_times_refuse_what_they_cannot_mean():
     with pytest.raises(ValueError, match="need a topology with times"):
         sample_blocks(KEY, topology_of(), ("paper", [0]), [1], seed_times=[3])

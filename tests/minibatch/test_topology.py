@@ -6,7 +6,7 @@ import pytest
 
 from dejax import _native
 from dejax.host_gather import HostTable
-from dejax.minibatch import HeteroTopology, _building
+from dejax.minibatch import HeteroTopology, _building, sample_blocks
 
 pytestmark = [
     pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
@@ -103,6 +103,21 @@ def test_a_topology_is_built_in_a_folder_from_memory_maps(tmp_path):
     topology = HeteroTopology.from_edges(mapped, COUNTS, folder=tmp_path / "graph", on_host=True)
     assert_has(topology, edges)
     assert_has(HeteroTopology.load(tmp_path / "graph"), edges)
+
+
+def test_relations_without_edges_have_folders_and_samples(tmp_path):
+    nothing = {WRITES: ([], []), LIKES: ([], [])}
+    for topology in (
+        HeteroTopology.from_edges(nothing, COUNTS, folder=tmp_path, on_host=True),
+        HeteroTopology.load(tmp_path),
+        HeteroTopology.from_edges({}, COUNTS),
+    ):
+        sample = sample_blocks(jax.random.key(0), topology, ("paper", [1]), [3, 2])
+        assert {name: ids.tolist() for name, ids in sample.node_ids.items()} == {
+            "author": [],
+            "paper": [1],
+            "venue": [],
+        }
 
 
 def test_from_csc_takes_sorted_lists():
