@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -226,11 +227,11 @@ def gather_segment_mean(
 ) -> Array:
     """The mean over a segment's edges in place of the sum, 0 where there are none; else as `gather_segment_sum`."""
     m = _messages("gather_segment_mean", x, senders, receivers, num_segments, scale, indices_are_sorted, plan, backend)
-    is_float = jnp.issubdtype(m.dtype, jnp.inexact)
-    compute = wide(m.dtype) if is_float else jnp.result_type(float)
-    total = _summed(m, compute if is_float else m.dtype).astype(compute)
-    mean = total / jnp.maximum(_edge_counts(m, jnp.finfo(compute).dtype), 1)
-    return m.shaped(mean.astype(m.dtype) if is_float else mean)
+    if not jnp.issubdtype(m.dtype, jnp.inexact):  # a sum of integers may wrap
+        dtype = jnp.result_type(float)
+        m = dataclasses.replace(m, x=m.x.astype(dtype), dtype=dtype)
+    total = _summed(m, wide(m.dtype))
+    return m.shaped((total / jnp.maximum(_edge_counts(m, jnp.finfo(total.dtype).dtype), 1)).astype(m.dtype))
 
 
 def gather_segment_max(

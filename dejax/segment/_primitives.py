@@ -182,6 +182,8 @@ def _run_spread(rows: Array, *arrays: Any, tree: Any, dtype: Any, interpret: boo
 
 def rows_at(rows: Array, ids: Array) -> Array:
     """`rows[ids]`, zeros where an id is out of range, also below 0."""
+    if rows.shape[0] == 0:
+        return jnp.zeros((*ids.shape, *rows.shape[1:]), rows.dtype)
     ids = jnp.where(ids >= 0, ids, rows.shape[0])
     return rows.at[ids].get(mode="fill", fill_value=0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -151,12 +152,12 @@ def segment_mean(
 
 def mean_of(r: Request) -> Array:
     """The means of a request, in the dtype of its data where that is a float."""
-    is_float = jnp.issubdtype(r.data.dtype, jnp.inexact)
-    compute = wide(r.data.dtype) if is_float else jnp.result_type(float)
-    total = summed(r, compute if is_float else None).astype(compute)
-    real = jnp.finfo(compute).dtype
-    mean = total / jnp.maximum(counts(r, real), 1)
-    return mean.astype(r.data.dtype) if is_float else mean
+    dtype = r.data.dtype
+    if not jnp.issubdtype(dtype, jnp.inexact):  # a sum of integers may wrap
+        dtype = jnp.result_type(float)
+        r = dataclasses.replace(r, data=r.data.astype(dtype))
+    total = summed(r, wide(dtype))
+    return (total / jnp.maximum(counts(r, jnp.finfo(total.dtype).dtype), 1)).astype(dtype)
 
 
 def _replaced(out: Array, r: Request, empty: Any) -> Array:

@@ -1,0 +1,332 @@
+"""Times `dejax.segment` next to `jax.ops`, from 10^5 to 10^8 entries, and the reproducers of four issues of JAX.
+
+    python benchmarks/segments.py --out benchmarks/results     # on a GPU, some minutes
+    python benchmarks/segments.py --quick                      # small shapes, for a test
+    python benchmarks/segments.py --sweep                      # tile sizes of the kernel
+
+A row is one reduction: its time by `jax.ops`, by `dejax.segment` without a plan and with one, what
+`dejax.segment._cost` predicts, and the time of reading the entries at the bandwidth of a copy. Shapes whose arrays
+would not fit in memory are left out. Times are of the device where a call takes less than 2 ms, else of the caller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dejax import segment
+from dejax.pallas.segments.reduce import segment_reduce
+from dejax.pallas.segments.schedule import SegmentSchedule, segment_schedule, width_block
+from dejax.segment import _cost
+
+BYTES_PER_SECOND = 4.3e12
+LARGEST = 16e9
+"""Bytes of the entries of a shape: with their copies and results they fit in the memory of an H200."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A reduction of random entries."""
+
+    entries: int
+    segments: int
+    width: int
+    dtype: str = "float32"
+    kind: str = "sum"
+    is_sorted: bool = False
+    gathered: bool = False
+    deterministic: bool = True
+    batch: int = 0
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        order = "sorted" if self.is_sorted else "unsorted"
+        extra = "gathered " if self.gathered else "" if self.deterministic else "any order "
+        return self.name or f"{extra}{self.kind} {order} {self.dtype}"
+
+    @property
+    def nbytes(self) -> float:
+        return float(self.entries) * self.width * max(1, self.batch) * jnp.dtype(self.dtype).itemsize
+
+
+def grid(quick: bool) -> Iterator[Case]:
+    """Entries, widths, dtypes and orders."""
+    if quick:
+        for width in (1, 8):
+            for is_sorted in (False, True):
+                yield Case(1000, 100, width, is_sorted=is_sorted)
+        yield Case(1000, 100, 4, "bfloat16", gathered=True)
+        return
+    degree = 10
+    sizes = [(100_000, (1, 64, 512)), (2_000_000, (1, 16, 64, 512)), (20_000_000, (1, 8, 64)), (100_000_000, (1, 16))]
+    for entries, widths in sizes:
+        for width in widths:
+            for dtype in ("float32", "float16"):
+                for is_sorted in (True, False):
+                    yield Case(entries, entries // degree, width, dtype, is_sorted=is_sorted)
+    for entries, width in ((2_000_000, 64), (20_000_000, 64)):
+        yield Case(entries, entries // degree, width, gathered=True)
+        yield Case(entries, entries // degree, width, "bfloat16", gathered=True)
+    yield Case(20_000_000, 2_000_000, 1, deterministic=False)
+    yield Case(20_000_000, 2_000_000, 64, kind="max")
+    yield Case(20_000_000, 2_000_000, 1, "int32")
+    yield Case(2_000_000, 200_000, 64, "bfloat16")
+
+
+def issues(quick: bool) -> Iterator[Case]:
+    """The shapes of jax-ml/jax issues 26227, 38806, 39959 and 17844, as their public text has them.
+
+    Of 39959 the text has the result, [1024, 12123]; four entries a segment are ours. 17844 is the one of
+    `--xla_gpu_deterministic_ops=true`, which is of the whole process: run it with that flag in XLA_FLAGS.
+    """
+    small = 1000 if quick else 1
+    for is_sorted in (False, True):
+        shape = (100_000_000 // small, 1_000_000 // small)
+        yield Case(*shape, 1, "float16", is_sorted=is_sorted, name=f"jax#26227 {'sorted' if is_sorted else 'unsorted'}")
+    for size in (1, 16, 1024):
+        yield Case(100_000 // small, size, 1, name=f"jax#38806 into {size}")
+    yield Case(4 * 12_123 // small, 12_123 // small, 1, batch=1024 // small or 2, name="jax#39959 vmap")
+    yield Case(4 * 4096, 4096, 1, name="jax#17844")
+    yield Case(4 * 4096, 4096, 1, batch=100 if not quick else 2, name="jax#17844 vmap")
+
+
+def arrays(case: Case) -> tuple[Any, Any, Any]:
+    """Data, ids and senders (or None), made on the device."""
+    keys = jax.random.split(jax.random.key(case.entries + case.width), 3)
+    ids = jax.random.randint(keys[0], (case.entries,), 0, case.segments, jnp.int32)
+    ids = jnp.sort(ids) if case.is_sorted else ids
+    rows = case.segments if case.gathered else case.entries
+    shape = (*((case.batch,) if case.batch else ()), rows, *((case.width,) if case.width > 1 else ()))
+    dtype = jnp.dtype(case.dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        data = jax.random.randint(keys[1], shape, -100, 100, dtype)
+    else:
+        data = jax.random.normal(keys[1], shape, dtype)
+    senders = jax.random.randint(keys[2], (case.entries,), 0, rows, jnp.int32) if case.gathered else None
+    return data, ids, senders
+
+
+def theirs(case: Case) -> Callable[..., Any]:
+    operator = getattr(jax.ops, f"segment_{case.kind}")
+
+    def run(data: Any, ids: Any, senders: Any, _: Any) -> Any:
+        data = data if senders is None else data[senders]
+        return operator(data, ids, case.segments, indices_are_sorted=case.is_sorted)
+
+    return jax.jit(jax.vmap(run, (0, None, None, None)) if case.batch else run)
+
+
+def ours(case: Case) -> Callable[..., Any]:
+    def run(data: Any, ids: Any, senders: Any, plan: Any) -> Any:
+        if case.gathered:
+            return segment.gather_segment_sum(
+                data, senders, ids, case.segments, indices_are_sorted=case.is_sorted, plan=plan
+            )
+        operator = getattr(segment, f"segment_{case.kind}")
+        return operator(data, ids, case.segments, case.is_sorted, plan=plan, deterministic=case.deterministic)
+
+    return jax.jit(jax.vmap(run, (0, None, None, None)) if case.batch else run)
+
+
+def milliseconds(call: Callable[[], Any]) -> float:
+    """Of one call: the device's time where it is short and there is a GPU, else the caller's, best of three rounds."""
+    jax.block_until_ready(call())
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    once = time.perf_counter() - start
+    if once < 2e-3 and jax.default_backend() == "gpu":
+        import device_time
+
+        found = device_time.profile_jax(call, 5)
+        if found is not None:
+            return found.span_ms
+    calls = max(1, min(10, int(0.05 / once)))
+    rounds = []
+    for _ in range(3 if once < 0.3 else 1):
+        start = time.perf_counter()
+        jax.block_until_ready([call() for _ in range(calls)])
+        rounds.append((time.perf_counter() - start) / calls)
+    return min(rounds) * 1e3
+
+
+def check(case: Case, found: Any, data: Any, ids: Any, senders: Any) -> float:
+    """The largest error over the largest sum of magnitudes of a segment, against float64 by numpy."""
+    data, ids = np.asarray(data.astype(jnp.float32), np.float64), np.asarray(ids)
+    data = data if senders is None else data[np.asarray(senders)]
+    found = np.asarray(found.astype(jnp.float32), np.float64)
+    if case.kind == "max":
+        want = np.full(found.shape, -np.inf)
+        np.maximum.at(want, ids, data)
+        return 0.0 if (found == want).all() else math.inf
+    want, scale = np.zeros(found.shape), np.zeros(found.shape)
+    axis = (slice(None), ids) if case.batch else ids
+    np.add.at(want, axis, data)
+    np.add.at(scale, axis, np.abs(data))
+    return float(np.max(np.abs(found - want) / np.maximum(scale, 1e-30)))
+
+
+def measure(case: Case, peers: bool = True) -> dict[str, Any]:
+    """The times of a case; `error` where it is small enough to be computed by numpy."""
+    data, ids, senders = arrays(case)
+    args = (data, ids, senders)
+    count = case.segments
+    call = ours(case)
+    row: dict[str, Any] = {"label": case.label, **asdict(case)}
+    if case.nbytes <= 4e7:
+        row["error"] = check(case, call(*args, None), *args)
+        limit = 2.0**-24 if case.dtype in ("float32", "int32") else 2.0**-7
+        assert row["error"] <= 64 * limit, (case, row["error"])
+    row["ours_ms"] = milliseconds(lambda: call(*args, None))
+    plan = segment.edge_plan(senders, ids, data.shape[0], count) if case.gathered else segment.plan(ids, count)
+    row["plan_ms"] = milliseconds(functools.partial(call, *args, plan))
+    if peers:
+        their = theirs(case)
+        row["jax_ms"] = milliseconds(lambda: their(*args, None))
+        row["ratio"] = row["jax_ms"] / row["ours_ms"]
+        row["plan_ratio"] = row["jax_ms"] / row["plan_ms"]
+    shape = _cost.Shape(case.entries, count, case.width * max(1, case.batch), case.dtype)
+    row["predicted_ms"] = 1e3 * _cost.kernel_seconds(shape, case.is_sorted)
+    row["bound_ms"] = 1e3 * case.nbytes / BYTES_PER_SECOND
+    return row
+
+
+def sweep(quick: bool) -> list[dict[str, Any]]:
+    """The kernel alone with other tiles, on sorted and on shuffled entries."""
+    found = []
+    shapes = [(2000, 8)] if quick else [(20_000_000, w) for w in (1, 8, 16, 64)] + [(4_000_000, w) for w in (128, 512)]
+    for entries, width in shapes:
+        for dtype in ("float32",) if quick else ("float32", "float16"):
+            case = Case(entries, entries // 10, width, dtype)
+            data, ids, _ = arrays(case)
+            data = data.reshape(entries, width)
+            for ordered in (True, False):
+                plan = segment.plan(jnp.sort(ids) if ordered else ids, case.segments)
+                times = {}
+                for schedule in tiles(width, entries / case.segments):
+                    run = jax.jit(functools.partial(_reduced, schedule=schedule))
+                    call = functools.partial(run, data, plan)
+                    times[str(astuple(schedule))] = milliseconds(call)
+                best = min(times, key=times.__getitem__)
+                mine = str(astuple(segment_schedule(width, entries / case.segments)))
+                row = {"entries": entries, "width": width, "dtype": dtype, "sorted": ordered, "best": best}
+                row |= {"best_ms": times[best], "heuristic": mine, "heuristic_ms": times[mine], "times": times}
+                print({k: v for k, v in row.items() if k != "times"}, flush=True)
+                found.append(row)
+    return found
+
+
+def _reduced(data: Any, plan: segment.Plan, schedule: SegmentSchedule) -> Any:
+    return segment_reduce("sum", data, plan.grouping.segments, rows=plan.order, schedule=schedule)
+
+
+def astuple(s: SegmentSchedule) -> tuple[int, int, int, int]:
+    return s.rows, s.entries, s.width, s.num_warps
+
+
+def tiles(width: int, degree: float) -> list[SegmentSchedule]:
+    block = width_block(width)
+    found = [segment_schedule(width, degree)]
+    for entries in (1, 2, 4, 8):
+        for elements, warps in ((256, 1), (512, 1), (1024, 2), (1024, 4), (2048, 4)):
+            rows = elements // (entries * block)
+            if 1 <= rows <= 256:
+                found.append(SegmentSchedule(rows, entries, block, warps))
+    return list(dict.fromkeys(found))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    names = ("jax_ms", "ours_ms", "plan_ms", "predicted_ms", "bound_ms", "ratio", "plan_ratio")
+    lines = ["| case | entries | segments | width | " + " | ".join(names) + " |", "| --- " * (4 + len(names)) + "|"]
+    for r in rows:
+        figures = " | ".join(f"{r[n]:.3g}" if n in r else "" for n in names)
+        lines.append(f"| {r['label']} | {r['entries']} | {r['segments']} | {r['width']} | {figures} |")
+    return "\n".join(lines)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Geometric means and the least of the ratios."""
+    found: dict[str, float] = {}
+    for column in ("ratio", "plan_ratio"):
+        for name, some in (
+            ("all", rows),
+            ("16 bits", [r for r in rows if jnp.dtype(r["dtype"]).itemsize == 2]),
+            ("issues", [r for r in rows if r["name"]]),
+        ):
+            ratios = [r[column] for r in some if column in r]
+            if ratios:
+                found[f"{column} {name}, geometric mean"] = statistics.geometric_mean(ratios)
+                found[f"{column} {name}, least"] = min(ratios)
+    return found
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Times of JAX over ours, by case."""
+    import matplotlib.pyplot as plt
+
+    rows = [r for r in rows if "ratio" in r]
+    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.22 * len(rows)))
+    labels = [f"{r['label']}, {r['entries']:.0e} x {r['width']}" for r in rows]
+    for column, colour, text in (("ratio", "#1b6ac9", "without a plan"), ("plan_ratio", "#8cb6e8", "with a plan")):
+        axes.plot([r[column] for r in rows], labels, "o", color=colour, label=text)
+    axes.axvline(1, color="#24292f", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_xlabel("time of jax.ops over time of dejax.segment")
+    axes.invert_yaxis()
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small shapes")
+    parser.add_argument("--sweep", action="store_true", help="time tile sizes instead")
+    parser.add_argument("--only", default="", help="cases whose label contains this")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after so many seconds")
+    parser.add_argument("--out", type=Path, help="folder for the JSON and the plot")
+    parser.add_argument("--name", default="segments", help="their names, without an ending")
+    options = parser.parse_args(arguments)
+    start = time.perf_counter()
+    if options.sweep:
+        rows = sweep(options.quick)
+    else:
+        rows = []
+        for case in [*issues(options.quick), *grid(options.quick)]:
+            if options.only in case.label and case.nbytes <= LARGEST and time.perf_counter() - start < options.seconds:
+                rows.append(measure(case))
+                print(table(rows[-1:]).splitlines()[-1], f"{time.perf_counter() - start:.0f} s", flush=True)
+        print(table(rows))
+        for name, value in summary(rows).items():
+            print(f"{name}: {value:.2f}")
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        facts = {
+            "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS"),
+        }
+        text = json.dumps({"machine": facts, "rows": rows}, indent=1)
+        (options.out / f"{options.name}.json").write_text(text, encoding="utf-8")
+        if not options.sweep:
+            plot(rows, options.out / f"{options.name}.svg")
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""`benchmarks/segments.py` on tiny shapes: checks, tables, ratios, the plot."""
+
+import json
+
+import pytest
+import segments
+
+from dejax.pallas.segments.schedule import segment_schedule
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_case_is_checked_and_timed(gathered):
+    row = segments.measure(segments.Case(200, 20, 3, "bfloat16", gathered=gathered))
+    assert {"ours_ms", "plan_ms", "jax_ms", "ratio", "predicted_ms", "bound_ms"} <= row.keys()
+    assert row["error"] < 2.0**-8
+
+
+def test_a_wrong_result_is_found(monkeypatch):
+    monkeypatch.setattr(segments.segment, "segment_sum", lambda d, i, n, *_, **__: d[:n] * 2)
+    with pytest.raises(AssertionError):
+        segments.measure(segments.Case(50, 5, 2))
+
+
+def test_the_command_writes_a_table_and_a_plot(tmp_path, capsys):
+    rows = segments.main(["--quick", "--only", "38806 into 16", "--out", str(tmp_path)])
+    assert len(rows) == 1 and "geometric mean" in capsys.readouterr().out
+    assert json.loads((tmp_path / "segments.json").read_text())["rows"] == rows
+    assert (tmp_path / "segments.svg").exists()
+
+
+def test_tiles_of_the_sweep_include_the_heuristic():
+    for width in (1, 8, 64, 300, 512):
+        assert segment_schedule(width, 10) in segments.tiles(width, 10)
