@@ -9,6 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dejax.datasets._progress import Progress
 
 
+def available_cores() -> int:
+    """The cores that the process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on every system
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
 def for_blocks(
     work: Callable[[int, int, int], None],
     total: int,
@@ -32,7 +38,7 @@ def for_blocks(
     """
     if threads is not None and threads < 1:
         raise ValueError(f"threads must be at least 1, or None for all cores, got {threads}")
-    count = threads or len(os.sched_getaffinity(0))
+    count = threads or available_cores()
     starts = range(0, total, size)
     with Progress(label, total, enabled=progress) as bar:
         if count == 1 or len(starts) <= 1:

@@ -27,6 +27,9 @@ Order = Literal["auto", "given", "sorted"]
 # Four multiprocessors saturate the bus with rows of 512 bytes; eight keep a margin.
 SORTED_SMS = 8
 UNSORTED_SMS = 16
+# Rows whose elements become four times as wide, as fp8 to float32: stores of eight multiprocessors take 1.5 times as
+# long as the reads.
+WIDENING_SMS = 16
 # Rows in device memory: as many multiprocessors as there are. The grid is cut where there is less work.
 DEVICE_SMS = 132
 _LINE = 128  # bytes of one request over the bus
@@ -93,7 +96,8 @@ def gather(
         order: "given" reads rows in the order of `ids`. "sorted" sorts the ids inside the step and reads equal ones
             once: for large tables and for ids with many duplicates. "auto" decides from sizes by a cost model. The
             result is the same.
-        num_sms: the most multiprocessors that the read may take; by default 8 or 16, which saturate the bus.
+        num_sms: the most multiprocessors that the read may take; by default 8 or 16, which saturate the bus, or all for
+            a DeviceTable.
 
     Returns:
         [*ids.shape, *row], or [*ids.shape[:-1], *row] with `reduce`, of `out_dtype`.
@@ -178,9 +182,18 @@ def prepare_gather(what: str, spec: TableSpec, ids: Any, options: GatherOptions)
         fill_value=float(fill) if convert else 0.0,
         fill=(pattern * 16)[:16] or bytes(16),
         ordered=ordered and spec.platform == "cuda",
-        num_sms=options.num_sms or (DEVICE_SMS if spec.on_device else SORTED_SMS if ordered else UNSORTED_SMS),
+        num_sms=options.num_sms or _default_sms(spec, result, ordered),
     )
     return ids, call, factor
+
+
+def _default_sms(spec: TableSpec, result: np.dtype, ordered: bool) -> int:
+    """The fewest multiprocessors that saturate the bus, or those of the device."""
+    if spec.on_device:
+        return DEVICE_SMS
+    if result.itemsize >= 4 * spec.dtype.itemsize:
+        return WIDENING_SMS
+    return SORTED_SMS if ordered else UNSORTED_SMS
 
 
 def _check_choices(what: str, options: GatherOptions) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from dejax.datasets._parallel import for_blocks
+
 SCALES = (None, "row", "column")
-_BLOCK_BYTES = 64 << 20  # of float32 rows that are converted at once
+_BLOCK_BYTES = 16 << 20  # of float32 rows that are converted at once
 
 _TABLE_DTYPES = frozenset(
     "float32 float64 float16 bfloat16 float8_e4m3fn float8_e5m2 int8 uint8 int16 uint16 int32 uint32".split()
@@ -69,10 +70,13 @@ class Encoder:
             raise ValueError(f"{what}: `scale` must be None for rows of {dtype}; int8 and FP8 rows take a scale")
         if scale != "column":
             return cls(what, dtype, scale == "row", None)
-        top = np.zeros(array.shape[1:], np.float32)
-        for _, rows in blocks(array):
-            top = np.maximum(top, np.abs(_finite(what, rows)).max(axis=0, initial=0.0))
-        return cls(what, dtype, False, _scale_of(top, dtype))
+        tops = [np.zeros(array.shape[1:], np.float32)]
+
+        def look(_: int, start: int, stop: int) -> None:
+            tops.append(np.abs(_finite(what, np.asarray(array[start:stop]))).max(axis=0, initial=0.0))
+
+        for_blocks(look, len(array), block_rows(array), label="look at columns")
+        return cls(what, dtype, False, _scale_of(np.max(tops, axis=0), dtype))
 
     def __call__(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Encoded rows, and float32[len(rows)], the scale of each, or None.
@@ -104,12 +108,10 @@ class Encoder:
         return (np.rint(x) if self.dtype.kind in "iu" else x).astype(self.dtype), scale
 
 
-def blocks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """(first row, rows) of an array or a memory map, piece by piece."""
+def block_rows(array: np.ndarray) -> int:
+    """Rows of an array or a memory map that a thread converts at once."""
     row_bytes = 4 * int(np.prod(array.shape[1:], dtype=np.int64))
-    size = max(1, _BLOCK_BYTES // max(1, row_bytes))
-    for start in range(0, len(array), size):
-        yield start, np.asarray(array[start : start + size])
+    return max(1, _BLOCK_BYTES // max(1, row_bytes))
 
 
 def _finite(what: str, rows: np.ndarray) -> np.ndarray:

@@ -12,8 +12,9 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax.datasets._parallel import for_blocks
 from dejax.host_gather import CachedTable, DeviceTable, HostTable, SplitTable, gather
-from dejax.minibatch._formats import Encoder, blocks, table_dtype
+from dejax.minibatch._formats import Encoder, block_rows, table_dtype
 
 Table = HostTable | CachedTable | SplitTable | DeviceTable
 RESULTS = ("float32", "bfloat16", "float16")
@@ -49,7 +50,9 @@ class NodeFeatures:
         on_device: bool | ArrayLike = False,
         device: jax.Device | None = None,
     ) -> NodeFeatures:
-        """Features with the rows of a numpy array or memory map, converted block by block.
+        """Features with the rows of a numpy array or memory map, converted block by block on all cores.
+
+        It draws a bar on a terminal.
 
         Args:
             array: [nodes, *row].
@@ -127,11 +130,14 @@ def features_of(
     encoder = Encoder.of(what, given, table_dtype(what, given.dtype if dtype is None else dtype), scale)
     row_scale = np.ones(len(given), np.float32) if scale == "row" else None
     builder = _builder(what, given.shape, encoder.dtype, on_device, device)
-    for start, rows in blocks(given):
-        encoded, scales = encoder(rows)
+
+    def convert(_: int, start: int, stop: int) -> None:
+        encoded, scales = encoder(np.asarray(given[start:stop]))
         builder.write(start, encoded)
         if row_scale is not None and scales is not None:
-            row_scale[start : start + len(scales)] = scales
+            row_scale[start:stop] = scales
+
+    for_blocks(convert, len(given), block_rows(given), label="convert features")
     return NodeFeatures(
         builder.table(),
         None if row_scale is None else jax.device_put(row_scale, device),
@@ -145,7 +151,7 @@ _NAMED = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Builder:
-    """Fills a table block by block, in order."""
+    """Fills a table block by block, from several threads."""
 
     write: Callable[[int, np.ndarray], None]
     table: Callable[[], Table]

@@ -149,7 +149,9 @@ def test_random_rows(dtype: type, tmp_path, monkeypatch: pytest.MonkeyPatch) -> 
     fill_rows(many, 5, threads=3)
     np.testing.assert_array_equal(one.view(np.uint8), many.view(np.uint8))
     on_device = np.asarray(random_rows_on_device(101, 7, dtype)).view(dtype)
-    for rows in (one, on_device):
+    wide = np.asarray(random_rows_on_device(30, 8, dtype)).view(dtype)
+    assert len(np.unique(wide.view(np.uint8))) > 40
+    for rows in (one, on_device) if dtype is np.int8 else (one, on_device, wide):
         values = rows.astype(np.float64)
         if dtype is np.int8:
             assert values.min() < -120 and values.max() > 120
