@@ -267,11 +267,13 @@ def tables(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def step(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The two steps of the table, whole and in parts."""
-    mag = both_directions(MAG_EDGES, MAG_NODES, args.scale)
-    yield from _step("mag", *mag, "paper", [15, 10], 128, args)
-    edges, nodes = am_counts()
-    am = both_directions(edges, nodes, args.scale)
-    yield from _step("am", *am, "type0", [15, 10, 5], 256, args)
+    if args.graph in (None, "mag"):
+        mag = both_directions(MAG_EDGES, MAG_NODES, args.scale)
+        yield from _step("mag", *mag, "paper", [15, 10], 128, args)
+    if args.graph in (None, "am"):
+        edges, nodes = am_counts()
+        am = both_directions(edges, nodes, args.scale)
+        yield from _step("am", *am, "type0", [15, 10, 5], 256, args)
 
 
 def _table(rows: int, width: int) -> HostTable:
@@ -378,6 +380,7 @@ SECTIONS = {"correctness": correctness, "tables": tables, "step": step}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SECTIONS, action="append", help="sections; by default all")
+    parser.add_argument("--graph", choices=("mag", "am"), help="of `step`; by default both")
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of nodes and edges of `step`")
     parser.add_argument("--seeds", type=int, default=1024, help="seeds of a step")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")

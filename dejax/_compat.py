@@ -7,8 +7,8 @@ import jax.extend.backend
 import jax.extend.core
 import jax.interpreters.mlir
 import numpy as np
+from jax._src import distributed, xla_bridge
 from jax._src import effects as jax_effects
-from jax._src import xla_bridge
 from jaxlib.mlir.dialects import sdy
 
 JAX_VERSION: tuple[int, ...] = jax.__version_info__
@@ -120,3 +120,29 @@ def on_several_devices() -> bool:
     """Whether what is traced now runs inside of a `shard_map` over several devices."""
     mesh = jax.sharding.get_abstract_mesh()
     return any(mesh.shape[name] > 1 for name in mesh.manual_axes)
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """Of a `scan` equation: the number of its constants, and of its carried arrays."""
+    if "ft_in" in eqn.params:  # jax 0.12
+        consts, carry, _ = (list(part) for part in eqn.params["ft_in"].update(eqn.invars).unpack())
+        return len(consts), len(carry)
+    return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+def closed_jaxpr(jaxpr: Any) -> Any:
+    """A jaxpr with its constants; those inside of equations are closed or not, by version."""
+    return jaxpr if hasattr(jaxpr, "jaxpr") else jax.extend.core.ClosedJaxpr(jaxpr, getattr(jaxpr, "consts", ()))
+
+
+def process_index() -> int:
+    """The number of this process in `jax.distributed`; asking does not make clients."""
+    return int(getattr(distributed.global_state, "process_id", 0) or 0)
+
+
+def processes_on_this_machine() -> int:
+    """Number of processes of `jax.distributed`, where all are on this machine: their coordinator is its loopback."""
+    state = distributed.global_state
+    host = (getattr(state, "coordinator_address", None) or "").rpartition(":")[0].strip("[]")
+    is_here = host == "localhost" or host.startswith("127.") or host == "::1"
+    return int(getattr(state, "num_processes", None) or 1) if is_here else 1

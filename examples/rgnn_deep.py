@@ -113,9 +113,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             found["losses"].append(float(value))
         seconds = (time.perf_counter() - begin) / options.steps
         found["stored_bytes"] = store.stats().stored_bytes
+        megabytes = found["temp_bytes"] / 1e6
         print(
             f"{options.layers} layers, {options.nodes:,} nodes, {options.offload}: loss {found['losses'][0]:.3f} to "
-            f"{found['losses'][-1]:.3f}, {1e3 * seconds:.1f} ms a step, {found['temp_bytes'] / 1e6:.1f} MB temporary"
+            f"{found['losses'][-1]:.3f}, {1e3 * seconds:.1f} ms a step, {megabytes:.1f} MB of temporaries"
         )
         if options.offload == "inputs":
             print(store.summary())

@@ -4,11 +4,12 @@
 * `sample_blocks` samples the neighbourhood of seeds inside a compiled step; `find_capacities` bounds its size.
 * `make_blocks` makes a graph for each layer, on which all layers and programs of `dejax.rgnn` run.
 * `link_batch` makes seeds and negatives of edges.
+* `infer_layers` computes a model for all nodes, one layer after the other.
 * `FeatureStore` gathers the rows of all node types in one call, from host memory, the device or both.
 * `distmult`, `complex_bilinear` and other decoders score links; `link_ranks` gives filtered ranks, MRR and Hits@k.
 * `nnx` and `linen` have Flax modules that take and give dicts by node type.
 
-docs/minibatch.md is the guide.
+docs/minibatch.md and docs/features.md are the guides.
 """
 
 import importlib
@@ -29,6 +30,7 @@ from dejax.minibatch.decoders import (
     softmax_cross_entropy,
 )
 from dejax.minibatch.features import FeatureStore, PendingFeatures
+from dejax.minibatch.inference import InferenceBatch, InferenceEdges, infer_layers
 from dejax.minibatch.link_prediction import LinkRanks, link_ranks
 from dejax.minibatch.links import LinkBatch, link_batch
 from dejax.minibatch.sampling import SampledBlocks, SampleOptions, edge_ids, sample_blocks
@@ -43,6 +45,8 @@ __all__ = [
     "Decoder",
     "FeatureStore",
     "HeteroTopology",
+    "InferenceBatch",
+    "InferenceEdges",
     "LinkBatch",
     "LinkRanks",
     "NodeFeatures",
@@ -57,6 +61,7 @@ __all__ = [
     "expected_visits",
     "find_capacities",
     "hot_rows",
+    "infer_layers",
     "link_batch",
     "link_ranks",
     "make_blocks",

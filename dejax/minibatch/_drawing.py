@@ -140,17 +140,23 @@ def _up_to_time(topology: HeteroTopology, lists: EdgeLists, part: _Segments) -> 
     """Only the edges up to each receiver's time: they are the first ones."""
     if lists.times is None or part.request.times is None:
         return part
-    times, limit = lists.times, part.request.times
+    steps = topology.relations[part.request.piece.relation].max_degree.bit_length()
+    return dataclasses.replace(
+        part, degree=_count_up_to(lists.times, part.start, part.degree, part.request.times, steps)
+    )
+
+
+@functools.partial(jax.jit, static_argnames="steps")  # outside of jit, too, the loop must not close over the table
+def _count_up_to(times: Rows, start: Array, degree: Array, limit: Array, steps: int) -> Array:
+    """How many edges of each receiver have a time up to its limit, by binary search."""
 
     def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds  # edges before `low` count, those from `high` on do not
         middle = (low + high) // 2
-        counts = (low < high) & (take(times, jnp.where(low < high, part.start + middle, -1)) <= limit)
+        counts = (low < high) & (take(times, jnp.where(low < high, start + middle, -1)) <= limit)
         return jnp.where(counts, middle + 1, low), jnp.where(counts, high, jnp.maximum(middle, low))
 
-    steps = topology.relations[part.request.piece.relation].max_degree.bit_length()
-    low, _ = jax.lax.fori_loop(0, steps, halve, (jnp.zeros_like(part.degree), part.degree))
-    return dataclasses.replace(part, degree=low)
+    return jax.lax.fori_loop(0, steps, halve, (jnp.zeros_like(degree), degree))[0]
 
 
 def _how(topology: HeteroTopology, lists: EdgeLists, piece: Piece, options: SampleOptions) -> tuple[str, int | None]:

@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import jax.numpy as jnp
+from jax import Array
+
 from dejax.minibatch._checks import EdgeType
 from dejax.minibatch.topology import HeteroTopology
 
@@ -79,6 +82,16 @@ class Layout:
     def counts(self, hops: int) -> dict[str, int]:
         """The number of nodes of each type up to a hop."""
         return {name: self.first(hops + 1, number) for number, name in enumerate(self.node_types)}
+
+    def among_all(self, numbers: Array, hop: int, node_type: int) -> Array:
+        """Numbers within a type, of nodes up to a hop, as numbers among all nodes; -1 stays."""
+        found, last = numbers, 0
+        for before in range(hop + 1):
+            first = self.first(before, node_type)
+            shift = self.first_of_all(before, node_type) - first
+            found = found + jnp.where(numbers >= first, shift - last, 0)
+            last = shift
+        return jnp.where(numbers >= 0, found, -1).astype(jnp.int32)
 
 
 def make_layout(

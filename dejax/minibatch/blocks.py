@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dejax.minibatch._layout import Layout, Piece
+from dejax.minibatch._layout import Layout
 from dejax.minibatch.sampling import SampledBlocks
 from dejax.rgnn import RelGraph
 from dejax.rgnn.graphs.build_slots import Slots, SlotSpec, graph_of_slots
@@ -113,9 +113,8 @@ def _pieces(layout: Layout, hops: int) -> list[int]:
 def _block(sample: SampledBlocks, hops: int) -> Block:
     layout = sample.layout
     own = _pieces(layout, hops)
-    senders = [_among_all(layout, layout.pieces[n], sample.senders[n]) for n in own]
     mask = join_nodes(layout, sample.node_ids, hops + 1) >= 0
-    return Block(_graph(senders, mask, _slot_spec(layout, hops)), hops, layout)
+    return Block(_graph([sample.numbers[n] for n in own], mask, _slot_spec(layout, hops)), hops, layout)
 
 
 @partial(jax.jit, static_argnums=2, inline=True)
@@ -155,17 +154,6 @@ def _slot_spec(layout: Layout, hops: int) -> SlotSpec:
         edge_type_names=tuple("/".join(edge_type) for edge_type in layout.edge_types),
         node_type_names=layout.node_types,
     )
-
-
-def _among_all(layout: Layout, piece: Piece, senders: Array) -> Array:
-    """Numbers within the source type as numbers among all nodes."""
-    found, last = senders, 0
-    for hop in range(piece.hop + 2):
-        first = layout.first(hop, piece.source)
-        shift = layout.first_of_all(hop, piece.source) - first
-        found = found + jnp.where(senders >= first, shift - last, 0)
-        last = shift
-    return jnp.where(senders >= 0, found, -1).astype(jnp.int32)
 
 
 def join_nodes(layout: Layout, x: Mapping[str, Array], hops: int) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Literal
 
 import jax
@@ -12,6 +13,7 @@ from jax.typing import ArrayLike
 
 from dejax.host_gather._draws import below
 from dejax.host_gather._ids import checked_ids, in_range
+from dejax.host_gather.topology import Rows
 from dejax.minibatch._checks import EdgeType
 from dejax.minibatch._drawing import take
 from dejax.minibatch.sampling import SampledBlocks
@@ -138,17 +140,22 @@ def link_batch(
 
 
 def _by_degree(key: Array, topology: HeteroTopology, edge_type: EdgeType, shape: tuple[int, ...]) -> Array:
-    """Receivers of edges drawn uniformly: a binary search for the receiver whose edges include the drawn one."""
+    """Receivers of edges that are drawn uniformly."""
     relation = topology.relations[topology.number_of(edge_type)]
     starts = topology.lists[relation.lists].starts
-    receivers = topology.num_nodes[edge_type[2]]
     drawn = below(key, shape, jnp.full(shape, relation.num_edges, starts.dtype)) + relation.first_edge
+    return _receiver_of(starts, drawn, relation.first_group, topology.num_nodes[edge_type[2]])
+
+
+@partial(jax.jit, static_argnums=(2, 3))  # outside of jit, too, the loop must not close over the table
+def _receiver_of(starts: Rows, edges: Array, first_group: int, receivers: int) -> Array:
+    """The receivers of edges, by binary search."""
 
     def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds  # the receiver is from `low` to `high - 1`
         middle = (low + high) // 2
-        begins = take(starts, relation.first_group + middle) <= drawn
+        begins = take(starts, first_group + middle) <= edges
         return jnp.where(begins, middle, low), jnp.where(begins, high, middle)
 
-    bounds = jnp.zeros(shape, jnp.int32), jnp.full(shape, receivers, jnp.int32)
+    bounds = jnp.zeros(edges.shape, jnp.int32), jnp.full(edges.shape, receivers, jnp.int32)
     return jax.lax.fori_loop(0, max(receivers.bit_length(), 1), halve, bounds)[0]

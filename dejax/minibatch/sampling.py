@@ -41,6 +41,7 @@ class SampledBlocks:
         node_ids: int32[nodes] by node type, the graph's node of each local number; -1 for padding.
         senders: for each piece of the layout int32[receivers, fan_out], local numbers within the source type; -1 for
             none. The receivers are the nodes of the destination type that the hop before found.
+        numbers: the senders as numbers among all nodes, in the order of blocks; -1 for none.
         edges: for each piece int[receivers, fan_out], positions among the relation's edges in the topology; -1 for
             none. `edge_ids` gives the positions in the lists that the topology was made from.
         seed_positions: int32[seeds] by node type, the local number of each seed: equal seeds have one.
@@ -54,6 +55,7 @@ class SampledBlocks:
 
     node_ids: dict[str, Array]
     senders: tuple[Array, ...]
+    numbers: tuple[Array, ...]
     edges: tuple[Array, ...]
     seed_positions: dict[str, Array]
     trees: dict[str, Array] | None
@@ -146,6 +148,7 @@ def sample_blocks(
     layout = make_layout(topology, counts, fan_outs, capacities, *bounds, copies=times is not None)
     nodes = _Nodes(topology, layout, given, times)
     senders: list[Array] = []
+    numbers: list[Array] = []
     edges: list[Array] = []
     lost_edges = jnp.zeros((), jnp.int32)
     for hop in range(layout.num_hops):
@@ -153,12 +156,14 @@ def sample_blocks(
         drawn, lost = draw_hop(jax.random.fold_in(key, hop), topology, requests, options)
         lost_edges = lost_edges + lost
         drawn = [_without(pairs, request, some) for request, some in zip(requests, drawn, strict=True)]
-        local = nodes.add(hop, requests, drawn)
+        local, among_all = nodes.add(hop, requests, drawn)
         senders += local
+        numbers += among_all
         edges += [jnp.where(own >= 0, some.edges, -1) for own, some in zip(local, drawn, strict=True)]
     return SampledBlocks(
         node_ids=nodes.known,
         senders=tuple(senders),
+        numbers=tuple(numbers),
         edges=tuple(edges),
         seed_positions=nodes.seed_positions,
         trees=nodes.trees,
@@ -224,8 +229,8 @@ class _Nodes:
                 found.append(Request(piece, self._own(self.known, hop, piece.target), times))
         return found
 
-    def add(self, hop: int, requests: list[Request], drawn: list[Drawn]) -> list[Array]:
-        """Numbers what a hop has found; returns the local senders of each request."""
+    def add(self, hop: int, requests: list[Request], drawn: list[Drawn]) -> tuple[list[Array], list[Array]]:
+        """Numbers what a hop has found; returns the senders of each request, within their type and among all nodes."""
         layout = self.layout
         by_type = [
             [n for n, request in enumerate(requests) if request.piece.source == node_type]
@@ -247,21 +252,22 @@ class _Nodes:
             }
             numbers = self._number_copies(found, trees, limits)
         local: dict[int, Array] = {}
+        among_all: dict[int, Array] = {}
         counts, losses = [], []
         for node_type, (name, here) in enumerate(zip(layout.node_types, by_type, strict=True)):
-            own, lost = numbers.get(name, (None, jnp.zeros((), jnp.int32)))
+            own, lost = numbers.get(name, (jnp.zeros(0, jnp.int32), jnp.zeros((), jnp.int32)))
+            every = layout.among_all(own, hop + 1, node_type)
             at = 0
             for n in here:
-                assert own is not None
-                shape = drawn[n].senders.shape
-                local[n] = own[at : at + drawn[n].senders.size].reshape(shape)
-                at += drawn[n].senders.size
+                shape, some = drawn[n].senders.shape, slice(at, at + drawn[n].senders.size)
+                local[n], among_all[n] = own[some].reshape(shape), every[some].reshape(shape)
+                at = some.stop
             before = layout.first(hop + 1, node_type)
             counts.append(lost + jnp.sum(self.known[name][before:] >= 0, dtype=jnp.int32))
             losses.append(lost)
         self.found.append(jnp.stack(counts))
         self.lost.append(jnp.stack(losses))
-        return [local[n] for n in range(len(requests))]
+        return [local[n] for n in range(len(requests))], [among_all[n] for n in range(len(requests))]
 
     def _number(self, found: dict[str, Array], limits: dict[str, int]) -> dict[str, tuple[Array, Array]]:
         """Numbers nodes by type; returns local numbers, and how many nodes did not fit."""

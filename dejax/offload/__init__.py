@@ -14,6 +14,7 @@ from dejax.offload._layerwise import StackState, StackStep, stack_step
 from dejax.offload._names import NamesPlan, NamesWay, plan_names
 from dejax.offload._optimizer import optimizer
 from dejax.offload._planner import CHOICES, Prediction, StackPlan, plan_stack
+from dejax.offload._region import region
 from dejax.offload._residuals import Residual
 from dejax.offload._stats import StoreStats
 from dejax.offload._step_plan import StepPlan, StepWay, plan_step
@@ -43,6 +44,7 @@ __all__ = [
     "plan_names",
     "plan_stack",
     "plan_step",
+    "region",
     "stack_step",
 ]
 

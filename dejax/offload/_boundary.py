@@ -16,7 +16,7 @@ from jax import Array
 from jax.extend import core
 
 from dejax import _compat
-from dejax.offload import _calls, _notes
+from dejax.offload import _calls, _notes, _on_demand
 from dejax.offload._forward_mode import FORWARD_MODE, refuse_forward_mode
 from dejax.offload._residuals import Plan, Residual, make_plan
 
@@ -32,10 +32,13 @@ class Choice:
     Attributes:
         policy: whether a residual of at least `min_bytes` is stored.
         min_bytes: smaller residuals stay on the device.
+        on_demand: each is stored as soon as it is computed, and fetched just before it is used; otherwise all are
+            stored and fetched together, which suits one layer.
     """
 
     policy: Callable[[Residual], bool]
     min_bytes: int
+    on_demand: bool = False
 
     def __call__(self, residual: Residual) -> bool:
         return residual.nbytes >= max(1, self.min_bytes) and self.policy(residual)
@@ -86,6 +89,11 @@ class Traced:
     def evaluate(self, *operands: Any) -> list[Any]:
         """Evaluates the function without a derivative of its own."""
         return core.jaxpr_as_fun(self._jaxpr)(*operands)
+
+    @property
+    def on_demand(self) -> bool:
+        """Whether tensors are stored and fetched one by one."""
+        return self._choice.on_demand
 
     @functools.cached_property
     def plan(self) -> Plan:
@@ -184,13 +192,16 @@ class Boundary:
                 operands_now[source.argument], handed[number] = jax.lax.optimization_barrier(
                     (handed[number], put(handed[number], number))
                 )
-        values = core.jaxpr_as_fun(plan.jaxpr)(*operands_now)
+        handles: dict[int, Any] = {}
+        if self.traced.on_demand:
+            values = _on_demand.forward(plan, operands_now, put, handles)
+        else:
+            values = core.jaxpr_as_fun(plan.jaxpr)(*operands_now)
         out, computed = values[: plan.num_outputs], iter(values[plan.num_outputs :])
-        handles = {}
         for number, source in enumerate(plan.sources):
             if source.argument is None:
                 handed[number] = next(computed)
-                if source.stored:
+                if source.stored and number not in handles:
                     handles[number] = put(handed[number], number)
         if handles:
             # What follows waits for the copies. Otherwise XLA's scheduler could keep all tensors until the end.
@@ -202,8 +213,15 @@ class Boundary:
         """(sources as `forward` returns them, cotangents of the outputs) -> cotangents of the operands."""
         plan = self.traced.plan
         stored = [number for number, source in enumerate(plan.sources) if source.stored]
-        arrays = [i for i, ct in enumerate(cotangents) if _is_array(ct)]
+        arrays = [i for i, ct in enumerate(cotangents) if _on_demand.is_array(ct)]
         values = list(handed)
+
+        def fetch(number: int, handle: Array, after: Sequence[Array]) -> Array:
+            like = plan.sources[number].var.aval
+            return _calls.fetch(handle, like, after, store_id=self.binding, site=self.sites[number])
+
+        if stored and self.traced.on_demand:
+            return _on_demand.backward(plan, values, cotangents, fetch, self._guard)
         if stored:
             # Not before the cotangent is there. Otherwise all tensors could come back at once.
             waited, handles = jax.lax.optimization_barrier(
@@ -213,12 +231,14 @@ class Boundary:
             for i, ct in zip(arrays, waited, strict=True):
                 cotangents[i] = ct
             for number, handle in reversed(list(zip(stored, handles, strict=True))):
-                like = plan.sources[number].var.aval
-                values[number] = _calls.fetch(handle, like, waited[:1], store_id=self.binding, site=self.sites[number])
+                values[number] = fetch(number, handle, waited[:1])
             if blind := [values[number] for number in stored if not _calls.has_nan(plan.sources[number].info.dtype)]:
                 for i in arrays:
-                    cotangents[i] = _calls.guard(cotangents[i], blind, store_id=self.binding)
+                    cotangents[i] = self._guard(cotangents[i], blind)
         return tuple(plan.rebuild(values)(cotangents))
+
+    def _guard(self, x: Array, after: Sequence[Array]) -> Array:
+        return _calls.guard(x, after, store_id=self.binding)
 
 
 def _site(digest: bytes, occurrence: int, number: int) -> int:
@@ -247,7 +267,3 @@ def ring_bytes(sizes: Sequence[int], flops: float) -> int:
     if flops >= _FLOPS_PER_BYTE * total:
         return total
     return max(2 * total, 6 * total // max(1, len(sizes)))
-
-
-def _is_array(ct: Any) -> bool:
-    return getattr(ct, "dtype", jax.dtypes.float0) != jax.dtypes.float0

@@ -17,6 +17,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from dejax import _compat
+
 _PREFIX = "dejax-offload-"
 _OWNER = "owner"
 _ATTEMPTS = 100  # one fails only if another process cleans up at that very moment
@@ -63,7 +65,7 @@ def claim(path: Path) -> Claim:
     remove_abandoned(path)
     try:
         for _ in range(_ATTEMPTS):
-            folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=path))
+            folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{_compat.process_index()}-{os.getpid()}-", dir=path))
             try:
                 lock = _lock(folder / _OWNER)
             except BaseException:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from dejax import _compat
 from dejax.offload import _files
 
 _LAUNCHERS = (  # number of processes on this machine: torchrun, Open MPI, MPICH or Intel MPI, srun
@@ -107,9 +108,9 @@ def share(available: int, processes: int, launched: int) -> int:
 
 
 def launched_processes() -> int:
-    """Number of processes on this machine, from the launcher's environment variables; 1: unknown."""
+    """Number of processes on this machine, by the launcher's environment variables or by JAX; 1: unknown."""
     counts = [int(n) for name in _LAUNCHERS for n in re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get(name, ""))[:1]]
-    return max([1, *counts])
+    return max([1, _compat.processes_on_this_machine(), *counts])
 
 
 class _Presence:

@@ -17,10 +17,10 @@ import jax
 
 from dejax.offload._curve import Point, draw
 from dejax.offload._profile import (
-    DEVICE_BANDWIDTH,
     Placement,
     Tiers,
     count_layers,
+    device_bandwidth,
     forward_seconds,
     measured_rows,
     place,
@@ -242,7 +242,7 @@ def _predict(
     placement = place(num_layers * stored, ring, num_layers * forward, backward, tiers)
     if placement is None:
         return None
-    copies = num_layers * 4 * stored / DEVICE_BANDWIDTH if ring else 0.0
+    copies = num_layers * 4 * stored / device_bandwidth() if ring else 0.0
     return NamesWay(
         saved=saved,
         offloaded=offloaded,

@@ -18,10 +18,10 @@ import jax
 
 from dejax.offload._curve import best, draw
 from dejax.offload._profile import (
-    DEVICE_BANDWIDTH,
     Placement,
     Tiers,
     count_layers,
+    device_bandwidth,
     forward_seconds,
     measured_rows,
     place,
@@ -252,7 +252,7 @@ def _costs(
         profiled = short_stacks(variants[choice], params, x, run=twin is None)
         cost = Cost(*profiled, sum(sizes), ring_of(store, sizes, flops))
         if twin is not None:
-            copies = 4 * cost.stored_bytes / DEVICE_BANDWIDTH
+            copies = 4 * cost.stored_bytes / device_bandwidth()
             cost = dataclasses.replace(cost, base_seconds=twin.base_seconds, layer_seconds=twin.layer_seconds + copies)
         costs[choice] = cost
     return costs

@@ -19,7 +19,6 @@ from dejax.offload._residuals import Residual, make_plan
 from dejax.offload._store import ActivationStore
 
 SHORT = (2, 4)  # layers of the profiled stacks
-DEVICE_BANDWIDTH = 4e12  # bytes a second; only the time of the ring's copies, about a percent, depends on it
 _PROFILE_SECONDS = 0.3  # for each time taken
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 _KEPT_FREE = 1 / 8  # of host memory, which a store with a disk tier leaves free
@@ -254,6 +253,14 @@ def ring_of(store: ActivationStore | None, sizes: Sequence[int], flops: float) -
     if jax.default_backend() != "gpu" or not sizes:
         return 0
     return store.device_bytes if store is not None and store.device_bytes is not None else ring_bytes(sizes, flops)
+
+
+@functools.cache
+def device_bandwidth(nbytes: int = 1 << 26) -> float:
+    """Bytes a second that a copy on the device reads and writes; measured once in each process."""
+    x = jnp.zeros(nbytes // 4, jnp.float32)
+    copy = jax.jit(lambda x: x + 1)
+    return 2 * nbytes / max(1e-9, timed(lambda: copy(x), seconds=0.02))
 
 
 def bandwidths(nbytes: int = 1 << 28, count: int = 4) -> tuple[float, float]:

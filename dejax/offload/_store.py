@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from dejax import _native
+from dejax import _compat, _native
 from dejax.offload import _current, _files, _memory
 from dejax.offload._calls import DEVICE
 from dejax.offload._notes import notes
@@ -95,6 +95,7 @@ class ActivationStore:
     Args:
         path: a folder, or several, for the disk tier; chunks are striped over them. None: no disk tier. The store makes
             a folder in each and removes it as it closes. It first removes folders that dead processes left.
+            "{process_index}" in a path stands for the number of this process in `jax.distributed`.
         device_bytes: size of the ring on each device. None: the bytes that one call of an offloaded function stores;
             where its arithmetic takes less time than the bus, twice that, and six tensors at least. 0: no ring; the
             compute stream then waits for each copy.
@@ -142,7 +143,7 @@ class ActivationStore:
         self.device_bytes = device_bytes
         self.disk_bytes = disk_bytes
         self.engine: Engine = "tensorstore" if engine == "auto" else engine
-        self.paths = tuple(Path(os.fspath(p)).absolute() for p in paths)
+        self.paths = tuple(Path(_of_process(os.fspath(p))).absolute() for p in paths)
         self._began = time.monotonic()
         self._recording: Recording | None = None
         self._depth = 0
@@ -345,6 +346,10 @@ def default_store() -> ActivationStore:
             _default = ActivationStore()
             _current.bind_default(_default)
         return _default
+
+
+def _of_process(path: str) -> str:
+    return path.replace("{process_index}", str(_compat.process_index()))
 
 
 def _raise_failure_of_shards() -> None:

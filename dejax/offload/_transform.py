@@ -89,6 +89,7 @@ class Options:
         store: an ActivationStore, "device" or None.
         inputs: which arguments may be stored.
         kept_argnums: arguments that are never stored.
+        on_demand: each tensor leaves and comes back by itself, see `region`.
     """
 
     policy: Policy
@@ -96,6 +97,7 @@ class Options:
     store: ActivationStore | Literal["device"] | None
     inputs: Inputs
     kept_argnums: tuple[int, ...] = ()
+    on_demand: bool = False
 
     @staticmethod
     def of(
@@ -104,9 +106,11 @@ class Options:
         inputs: Inputs,
         min_bytes: int,
         kept_argnums: tuple[int, ...] = (),
+        *,
+        on_demand: bool = False,
     ) -> Options:
         """Checks the options that can be checked before a call."""
-        return Options(_as_function(policy), min_bytes, store, inputs, kept_argnums)
+        return Options(_as_function(policy), min_bytes, store, inputs, kept_argnums, on_demand)
 
 
 def wrap(
@@ -186,7 +190,7 @@ class _Call:
         known = identity_of((self.fn, self.fixed, options.policy, _inputs_identity(options.inputs)))
         if known is None:
             return None
-        return known, self.treedef, self.num_args, options.min_bytes, options.kept_argnums
+        return known, self.treedef, self.num_args, options.min_bytes, options.kept_argnums, options.on_demand
 
 
 @dataclass
@@ -237,7 +241,7 @@ def _traced(call: _Call, closed: Any, shapes: Any, *, lasting: bool) -> Traced:
         options.inputs, call.num_args, closed.in_avals, call.owner, jax.tree.leaves(shapes), options.kept_argnums
     )
     name = getattr(call.fn, "__qualname__", type(call.fn).__name__)
-    choice = Choice(options.policy, options.min_bytes)
+    choice = Choice(options.policy, options.min_bytes, options.on_demand)
     flags = [False] * len(closed.consts) + flags
     return Traced(name, _compat.without_consts(closed), avals, flags, choice, lasting=lasting)
 

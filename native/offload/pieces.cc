@@ -24,8 +24,8 @@ namespace {
 // The attributes of a call, see pieces.h.
 struct Attributes {
   int64_t site, mode, first_tag, staging_bytes, slot, pull_iterations;
-  ffi::Span<const int64_t> arrays, pull_array, pull_offset, pull_stride, pull_bytes, push_array, push_offset, push_stride,
-      take_array, take_offset, take_stride;
+  ffi::Span<const int64_t> arrays, pull_array, pull_offset, pull_stride, pull_bytes, push_array, push_offset,
+      push_stride, take_array, take_offset, take_stride;
 };
 
 }  // namespace
@@ -174,8 +174,8 @@ class Pieces {
     }
   }
 
-  // A call in a loop: its pieces advance by their strides. Nothing tells the launching thread the loop's counter, which is
-  // on the device; it counts the calls. Taken pieces must be those that were pulled for this iteration.
+  // A call in a loop: its pieces advance by their strides. The loop's counter is on the device, so the launching thread
+  // counts the calls. Taken pieces must be those that were pulled for this iteration.
   void RunIteration(const PiecesRequest& request, Chain* chain, Stream compute) {
     const int64_t at = chain->iterations[request.slot]++;
     for (size_t i = 0; i < request.taken.size(); ++i) {
@@ -366,26 +366,28 @@ void AddArrays(PiecesRequest* request, int device, const ffi::RemainingArgs& arg
 
 void AddPieces(PiecesRequest* request, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                const Attributes& attributes) {
+  const bool loop = attributes.mode == kLoop;
   for (size_t i = 0; i < attributes.push_array.size(); ++i) {
     const auto in = args.get<ffi::AnyBuffer>(attributes.arrays.size() + 1 + i);
     Require(in.has_value(), "an operand is no array");
-    request->pushes.push_back({attributes.push_array[i], attributes.push_offset[i],
-                               static_cast<int64_t>(in->size_bytes()), attributes.mode == kLoop ? attributes.push_stride[i] : 0});
+    const int64_t bytes = in->size_bytes(), stride = loop ? attributes.push_stride[i] : 0;
+    request->pushes.push_back({attributes.push_array[i], attributes.push_offset[i], bytes, stride});
     request->pushed.push_back(in->untyped_data());
   }
   for (size_t i = 0; i < attributes.pull_array.size(); ++i) {
+    const int64_t stride = loop ? attributes.pull_stride[i] : 0;
     request->pulls.push_back(
-        {attributes.pull_array[i], attributes.pull_offset[i], attributes.pull_bytes[i],
-                              attributes.mode == kLoop ? attributes.pull_stride[i] : 0});
+        {attributes.pull_array[i], attributes.pull_offset[i], attributes.pull_bytes[i], stride});
   }
-  const bool between = attributes.mode == kBetween || attributes.mode == kLoop;
+  const bool between = attributes.mode == kBetween || loop;
   for (size_t i = 1; between && i < rets.size(); ++i) {
     auto out = rets.get<ffi::AnyBuffer>(i);
     Require(out.has_value(), "a result is no array");
     request->taken.push_back({(*out)->untyped_data(), (*out)->size_bytes()});
-    if (attributes.mode != kLoop) continue;
-    request->takes.push_back({attributes.take_array[i - 1], attributes.take_offset[i - 1],
-                              static_cast<int64_t>((*out)->size_bytes()), attributes.take_stride[i - 1]});
+    if (!loop) continue;
+    const int64_t bytes = (*out)->size_bytes();
+    request->takes.push_back(
+        {attributes.take_array[i - 1], attributes.take_offset[i - 1], bytes, attributes.take_stride[i - 1]});
   }
 }
 

@@ -46,12 +46,12 @@ void CallPieces(int device, const PiecesRequest& request, cuda::Stream compute);
 //   2, finish: waits for everything.
 //        arguments:  host arrays; of finish: ticket, pieces to push, further ones to wait for
 //        results:    the host arrays, in the memory of the arguments
-//   3, loop: a call in the body of a loop. The host arrays are not operands: an earlier call of the same chain passed them.
+//   3, loop: a call in the body of a loop. The host arrays are no operands: an earlier call of the chain passed them.
 //        arguments:  ticket; pieces to push; further arguments only make the call wait for them
 //        results:    ticket; pieces
-//      slot: number of the call in its program; its n-th execution in a run is iteration n. pull_iterations: in later ones
-//      nothing is pulled. *_stride: bytes by which an offset advances in each iteration. take_array, take_offset: the pieces
-//      that must come. Arrays are given by their numbers.
+//      slot: number of the call in its program; its n-th execution in a run is iteration n. pull_iterations: in later
+//      ones nothing is pulled. *_stride: bytes by which an offset advances in each iteration. take_array, take_offset:
+//      the pieces that must come. Arrays are given by their numbers.
 // Other attributes: site: of the program; arrays: numbers of the host arrays; pull_array (a position in `arrays`),
 // pull_offset, pull_bytes: pieces to pull; push_array, push_offset: destinations of the pieces to push; first_tag: number
 // of pieces that earlier calls have returned; staging_bytes: cap of staging memory on the device, exceeded if need be.

@@ -8,7 +8,10 @@ import pytest
 
 from dejax import _native
 
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+pytestmark = [
+    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
+    pytest.mark.newest_jax,
+]
 PATH = Path(__file__).parents[2] / "examples/train_gpt.py"
 TINY = (
     "--layers 2 --width 32 --heads 2 --kv-heads 1 --sequence 32 --batch 2 --report 2 --checkpoint 4 --min-bytes 1"
@@ -46,6 +49,7 @@ def test_same_losses_with_and_without_offload(example, text, tmp_path, monkeypat
     assert (tmp_path / "loss.svg").exists()
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_the_run_that_never_stopped(example, text, tmp_path, capsys):
     command = [*TINY, *text, "--checkpoint", "2", "--warmup", "1", "--out"]
     # The schedule ends with the run, so both have the same end; the first is stopped after its first checkpoint.

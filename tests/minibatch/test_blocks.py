@@ -7,13 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax import _native, rgnn
+from dejax import rgnn
 from dejax.minibatch import edge_ids, make_blocks, sample_blocks
 from dejax.rgnn import library
 from dejax.rgnn.graphs.build_slots import Slots, SlotSpec, graph_of_slots
 from tests.minibatch.graphs import CITES, COUNTS, LIKES, REV, WRITES, edge_lists, sampled_edges, topology_of
-
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
 KEY = jax.random.key(0)
 SEEDS = {"paper": jnp.array([4, 7, 7, -1, 2]), "author": jnp.array([3])}

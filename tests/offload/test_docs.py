@@ -8,19 +8,35 @@ import pytest
 from dejax import _native
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [DOCS / "offload.md", DOCS / "performance" / "offload.md"]
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(encoding="utf-8"), re.DOTALL)
+PAGES = [DOCS / name for name in ("offload.md", "performance/offload.md", "fsdp.md", "large_models.md")]
+
+
+def blocks(*pages: Path) -> list[str]:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+BLOCKS, LARGE = blocks(PAGES[0], PAGES[2]), blocks(PAGES[3])
 
 
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_blocks_run_by_themselves(number, capsys):
-    exec(compile(BLOCKS[number], f"docs/offload.md, Python block {number}", "exec"), {})
+    exec(compile(BLOCKS[number], f"docs of offload, Python block {number}", "exec"), {})
     if number == 0:
         assert capsys.readouterr().out.startswith("offload: 8.39 MB stored in 1 runs")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=["guide", "measurements"])
+@pytest.mark.full
+@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+@pytest.mark.parametrize("number", range(len(LARGE)))
+def test_blocks_about_large_models_run_by_themselves(number, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(LARGE[number], f"docs/large_models.md, Python block {number}", "exec"), {})
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=["guide", "measurements", "fsdp", "large"])
 def test_links_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
     for link, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", text):

@@ -1,6 +1,7 @@
 """A step layer by layer: equal numbers wherever the state lies, and those of plain autodiff."""
 
 import functools
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,7 @@ def test_as_plain_autodiff(on_the_device):
             np.testing.assert_allclose(a, b, atol=2e-4)
 
 
+@pytest.mark.full
 def test_microbatches_equal_one_batch():
     losses, state = train(make(params="host", moments="host", microbatches=4))
     want, want_state = train(make(params="device", moments="device"))
@@ -144,6 +146,30 @@ def test_sharded_state_by_the_copies_of_xla(on_the_device):
         losses.append(float(loss))
     np.testing.assert_allclose(losses, on_the_device[0], rtol=1e-5)
     assert state.layers["w"].sharding.memory_kind == "pinned_host"
+
+
+@pytest.mark.full
+def test_three_threads_at_once_and_one_layer(on_the_device):
+    step, found = make(params="host", moments="host"), [None] * 3
+
+    def run(i):
+        found[i] = train(step)[0]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [on_the_device[0]] * 3
+    outer, layers = model()
+    one = jax.tree.map(lambda x: x[:1], layers)
+    far, near = (make(params=place, moments=place) for place in ("host", "device"))
+    losses = [step.jit(state)(state, batch(0))[1] for step in (far, near) for state in [step.init(*copied(outer, one))]]
+    assert losses[0] == losses[1]
+
+
+def copied(*trees):
+    return jax.tree.map(jnp.copy, trees)
 
 
 def test_parameters_that_are_given_in_host_memory():

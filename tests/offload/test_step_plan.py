@@ -30,6 +30,7 @@ def test_prediction():
     assert _predict(LEAVES, 120, COST, 5, 1, "host", Tiers(10.0, 10.0, host_bytes=130)) is None
 
 
+@pytest.mark.newest_jax
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_a_plan(monkeypatch):
     monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -166,131 +167,175 @@ class _Edges:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Groups:
-    """Slots by group: a receiver and a type. One order is by (type, receiver), the other by (receiver, type).
+class _Places:
+    """Static places of groups (a receiver and a type), int32[groups] each.
+
+    Groups are stored by fan-out, so that those of one fan-out are one array. Canonical order is by (type, receiver).
+    Gathers by static places take one kernel each, however many relations there are; slices and joins of the groups of
+    each relation would take one for some dozens of them, and long to compile.
 
     Attributes:
-        ranges: the places of `SlotSpec.slots` with the same receivers.
-        start: int32[groups + 1], the valid edges before each group, by (type, receiver).
-        start_by_receiver: the same by (receiver, type).
-        pair: int32[groups + 1], the groups with edges before each group, by (type, receiver).
-        pair_by_receiver: the same by (receiver, type).
-        used: bool[2, groups], which groups have edges, in both orders.
-        positions: int32[edges], the canonical position of each slot; empty slots come last.
-        receiver_order: int32[edges], canonical positions by (receiver, type).
+        by_fan_out: places in `SlotSpec.slots` of those with one fan-out.
+        stored: the stored group at each canonical place.
+        canonical: the canonical place of each stored group.
+        stored_by_receiver: the stored group at each place in order of (receiver, type).
+        of_receiver: the place in order of (receiver, type) of each stored group.
+        receiver: the receiver, by canonical place.
+        edge_type: the type, by canonical place.
+        first_slot: the first of the user's edges of each stored group.
     """
 
-    ranges: list[list[int]]
+    by_fan_out: dict[int, list[int]]
+    stored: np.ndarray
+    canonical: np.ndarray
+    stored_by_receiver: np.ndarray
+    of_receiver: np.ndarray
+    receiver: np.ndarray
+    edge_type: np.ndarray
+    first_slot: np.ndarray
+
+
+@lru_cache(maxsize=64)
+def _places(spec: SlotSpec) -> _Places:
+    by_fan_out: dict[int, list[int]] = {}
+    for n, some in enumerate(spec.slots):
+        by_fan_out.setdefault(some.fan_out, []).append(n)
+    counts = [some.count for some in spec.slots]
+    first_slot = np.cumsum([0, *(some.count * some.fan_out for some in spec.slots)])
+    # In the user's order, which is the canonical one.
+    receiver = np.concatenate([np.arange(some.first, some.first + some.count) for some in spec.slots])
+    edge_type = np.repeat([some.edge_type for some in spec.slots], counts)
+    slot = np.concatenate([first_slot[n] + np.arange(some.count) * some.fan_out for n, some in enumerate(spec.slots)])
+    begins = np.cumsum([0, *counts])
+    canonical = np.concatenate([np.arange(begins[n], begins[n + 1]) for some in by_fan_out.values() for n in some])
+    stored = np.argsort(canonical)
+    by_receiver = np.lexsort((edge_type, receiver))
+    of_receiver = np.argsort(by_receiver)[canonical]
+    arrays = stored, canonical, stored[by_receiver], of_receiver, receiver, edge_type, slot[canonical]
+    return _Places(by_fan_out, *(array.astype(np.int32) for array in arrays))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Groups:
+    """Sums over groups, and where each slot's edge is in both orders.
+
+    Attributes:
+        start: int32[groups + 1], the valid edges before each group, in canonical order.
+        start_by_receiver: the same in order of (receiver, type).
+        pair: int32[groups + 1], the groups with edges before each group, in canonical order.
+        pair_by_receiver: the same in order of (receiver, type).
+        used: bool[2, groups], which groups have edges, in both orders.
+        positions: int32[edges], the canonical position of each stored slot; empty slots come last.
+        receiver_positions: int32[edges], its position in order of (receiver, type).
+        slots: int32[edges], the user's edge of each stored slot.
+        groups: int32[edges], the canonical place of the group of each stored slot.
+        senders: int32[edges], of each stored slot; the number of nodes for an empty one.
+    """
+
     start: Array
     start_by_receiver: Array
     pair: Array
     pair_by_receiver: Array
     used: Array
     positions: Array
-    receiver_order: Array
-
-    def by_receiver(self, parts: Sequence[Array]) -> Array:
-        """Values of the groups of each of `SlotSpec.slots`, in order of (receiver, type)."""
-        return _by_receiver(parts, self.ranges)
-
-
-def _by_receiver(parts: Sequence[Array], ranges: Sequence[Sequence[int]]) -> Array:
-    return _joined([jnp.stack([parts[n] for n in together], axis=1).reshape(-1) for together in ranges])
+    receiver_positions: Array
+    slots: Array
+    groups: Array
+    senders: Array
 
 
 def _groups(senders: Sequence[Array], spec: SlotSpec) -> _Groups:
-    """Where each slot's edge is in both orders: where its group begins, and the valid slots before it in the group."""
-    masks = [(some >= 0) & (some < spec.num_nodes) for some in senders]
-    within = _valid_up_to(masks)
-    counts = [some[:, -1] for some in within]
-    ranges = spec.by_receivers()
-    counted = jnp.stack([_joined(counts), _by_receiver(counts, ranges)])
+    """The position of an edge: where its group begins, and the valid slots before it in the group."""
+    places = _places(spec)
+    stored = [_joined([senders[n] for n in some]) for some in places.by_fan_out.values()]
+    masks = [(some >= 0) & (some < spec.num_nodes) for some in stored]
+    within = [_valid_up_to(mask) for mask in masks]
+    counts = _joined([some[:, -1] for some in within])
+    counted = jnp.stack([counts[places.stored], counts[places.stored_by_receiver]])
     used = counted > 0
     before = count_before(jnp.concatenate([counted, used.astype(jnp.int32)]))
     start, start_by_receiver, pair, pair_by_receiver = before
-    starts = _split(start[:-1], [some.count for some in spec.slots])
-    starts_by_receiver = _unstacked(start_by_receiver[:-1], ranges, spec)
-    places, receiver_places, slot = [], [], 0
-    for n, mask in enumerate(masks):
-        number = slot + jax.lax.iota(jnp.int32, mask.size).reshape(mask.shape)
-        slot += mask.size
-        empty = start[-1] + number - starts[n][:, None] - within[n]
-        places.append(jnp.where(mask, starts[n][:, None] + within[n] - 1, empty).reshape(-1))
-        here = jnp.where(mask, starts_by_receiver[n][:, None] + within[n] - 1, empty)
-        receiver_places.append(here.reshape(-1))
-    positions = _joined(places)
-    order = jnp.zeros(slot, jnp.int32).at[_joined(receiver_places)].set(positions, unique_indices=True)
-    return _Groups(ranges, start, start_by_receiver, pair, pair_by_receiver, used, positions, order)
+    starts, starts_by_receiver = start[places.canonical], start_by_receiver[places.of_receiver]
+    columns: list[tuple[Array, ...]] = []
+    at = 0
+    for some, mask, up_to in zip(stored, masks, within, strict=True):
+        own = slice(at, at + mask.shape[0])
+        at += mask.shape[0]
+        slot = jnp.asarray(places.first_slot[own, None]) + jnp.arange(mask.shape[1], dtype=jnp.int32)
+        empty = start[-1] + slot - starts[own, None] - up_to
+        parts = (
+            jnp.where(mask, starts[own, None] + up_to - 1, empty),
+            jnp.where(mask, starts_by_receiver[own, None] + up_to - 1, empty),
+            slot,
+            jnp.broadcast_to(places.canonical[own, None], mask.shape),
+            jnp.where(mask, some, spec.num_nodes),
+        )
+        columns.append(tuple(part.reshape(-1) for part in parts))
+    flat = (_joined(parts) for parts in zip(*columns, strict=True))
+    return _Groups(start, start_by_receiver, pair, pair_by_receiver, used, *flat)
 
 
 # Sums of so many slots are additions in one kernel; longer ones are cumulative sums of XLA, which are several kernels.
 _SHORT = 32
 
 
-def _valid_up_to(masks: Sequence[Array]) -> list[Array]:
-    """The valid slots of a group up to each one, itself included; those of one fan-out are counted together."""
-    found: dict[int, Array] = {}
-    for fan_out in {mask.shape[1] for mask in masks}:
-        numbers = [n for n, mask in enumerate(masks) if mask.shape[1] == fan_out]
-        sums = _joined([masks[n] for n in numbers]).astype(jnp.int32)
-        if fan_out <= _SHORT:
-            step = 1
-            while step < fan_out:
-                sums = sums + jnp.pad(sums, ((0, 0), (step, 0)))[:, :fan_out]
-                step *= 2
-        else:
-            sums = jnp.cumsum(sums, axis=1, dtype=jnp.int32)
-        parts = _split(sums, [masks[n].shape[0] for n in numbers])
-        found |= dict(zip(numbers, parts, strict=True))
-    return [found[n] for n in range(len(masks))]
+def _valid_up_to(mask: Array) -> Array:
+    """The valid slots of a group up to each one, itself included."""
+    sums, fan_out = mask.astype(jnp.int32), mask.shape[1]
+    if fan_out > _SHORT:
+        return jnp.cumsum(sums, axis=1, dtype=jnp.int32)
+    step = 1
+    while step < fan_out:
+        sums = sums + jnp.pad(sums, ((0, 0), (step, 0)))[:, :fan_out]
+        step *= 2
+    return sums
 
 
 def _receiver_side(senders: Sequence[Array], spec: SlotSpec) -> _Edges:
     """Canonical order and the groupings by receiver, by arithmetic."""
     num_edges, num_groups, num_types = spec.num_edges, spec.num_groups, len(spec.edge_type_names)
-    groups = _groups(senders, spec)
-    start, pair, ranges = groups.start, groups.pair, groups.ranges
-    ids = inverse(groups.positions)
+    places, groups = _places(spec), _groups(senders, spec)
+    start, pair = groups.start, groups.pair
     valid = start[-1]
     there = jnp.arange(num_edges, dtype=jnp.int32) < valid
 
-    def canonical(parts: Sequence[Array], padding: int) -> Array:
-        return jnp.where(there, _joined([part.reshape(-1) for part in parts])[ids], padding)
+    def placed(values: Array, where: Array) -> Array:
+        return jnp.zeros(num_edges, jnp.int32).at[where].set(values, unique_indices=True)
 
-    def of_slots(parts: Sequence[Array]) -> list[Array]:
-        """A value of each receiver on all of its slots."""
-        shapes = [(some.count, some.fan_out) for some in spec.slots]
-        return [jnp.broadcast_to(part[:, None], shape) for part, shape in zip(parts, shapes, strict=True)]
+    group = placed(groups.groups, groups.positions)
 
-    receivers = [jnp.arange(some.first, some.first + some.count, dtype=jnp.int32) for some in spec.slots]
-    types = [jnp.full(some.count, some.edge_type, jnp.int32) for some in spec.slots]
-    pairs = _split(pair[:-1], [some.count for some in spec.slots])
+    def of_group(values: Any, padding: int) -> Array:
+        """A value of each group on all of its edges."""
+        return jnp.where(there, jnp.asarray(values)[group], padding)
+
+    ids = placed(groups.slots, groups.positions)
     columns = {
-        "senders": canonical(senders, spec.num_nodes),
-        "receivers": canonical(of_slots(receivers), spec.num_nodes),
-        "edge_type": canonical(of_slots(types), num_types),
+        "senders": placed(groups.senders, groups.positions),
+        "receivers": of_group(places.receiver, spec.num_nodes),
+        "edge_type": of_group(places.edge_type, num_types),
         "edge_ids": ids,
-        "edge_positions": groups.positions,
+        "edge_positions": inverse(ids),
     }
 
-    def of_pairs(padding: Array, values: Array) -> Array:
+    def of_pairs(padding: Array, values: Any) -> Array:
         """A value of each group with edges, by destination pair."""
         return put_where(padding, groups.used[0], pair[:-1], values)
 
-    pair_index = canonical(of_slots(pairs), num_groups)
     pair_offsets = of_pairs(jnp.full(num_groups + 1, valid, jnp.int32), start[:-1])
-    pair_node = of_pairs(jnp.full(num_groups, spec.num_nodes, jnp.int32), _joined(receivers))
-    pair_type = of_pairs(jnp.full(num_groups, num_types, jnp.int32), _joined(types))
-    number, place = jnp.arange(num_groups, dtype=jnp.int32), groups.pair_by_receiver[:-1]
-    pair_order = put_where(number, groups.used[1], place, groups.by_receiver(pairs))
-    by_receiver = (columns["receivers"], groups.receiver_order, _node_offsets(groups.start_by_receiver, ranges, spec))
+    pair_node = of_pairs(jnp.full(num_groups, spec.num_nodes, jnp.int32), places.receiver)
+    pair_type = of_pairs(jnp.full(num_groups, num_types, jnp.int32), places.edge_type)
+    in_order = pair[places.canonical[places.stored_by_receiver]]
+    number = jnp.arange(num_groups, dtype=jnp.int32)
+    pair_order = put_where(number, groups.used[1], groups.pair_by_receiver[:-1], in_order)
+    receiver_order = placed(groups.positions, groups.receiver_positions)
+    ranges = spec.by_receivers()
+    by_receiver = (columns["receivers"], receiver_order, _node_offsets(groups.start_by_receiver, ranges, spec))
     by_node = (pair_node, pair_order, _node_offsets(groups.pair_by_receiver, ranges, spec))
     most_edges = max(sum(spec.slots[n].fan_out for n in together) for together in ranges)
+    most_slots = max(some.fan_out for some in spec.slots)
     tables = {
         "by_receiver": _segments(*by_receiver, most_edges, spec),
-        "by_destination_pair": _segments(
-            pair_index, None, pair_offsets, max(some.fan_out for some in spec.slots), spec
-        ),
+        "by_destination_pair": _segments(of_group(pair[:-1], num_groups), None, pair_offsets, most_slots, spec),
         "destination_pair_by_node": _segments(*by_node, max(map(len, ranges)), spec),
     }
     first_groups = _first_groups(spec)
@@ -402,24 +447,6 @@ def _node_offsets(before: Array, ranges: Sequence[Sequence[int]], spec: SlotSpec
         node, group = some.first + some.count, end
     parts.append(jnp.broadcast_to(before[-1], (spec.num_nodes + 1 - node,)))
     return jnp.concatenate(parts)
-
-
-def _unstacked(values: Array, ranges: Sequence[Sequence[int]], spec: SlotSpec) -> list[Array]:
-    """Values in order of (receiver, type) by place of `slots`."""
-    found: dict[int, Array] = {}
-    at = 0
-    for together in ranges:
-        count = spec.slots[together[0]].count
-        some = values[at : at + count * len(together)].reshape(count, len(together))
-        found |= {n: some[:, column] for column, n in enumerate(together)}
-        at += count * len(together)
-    return [found[n] for n in range(len(spec.slots))]
-
-
-def _split(values: Array, sizes: Sequence[int]) -> list[Array]:
-    """Consecutive parts of these numbers of rows."""
-    ends = list(itertools.accumulate(sizes, initial=0))
-    return [values[a:b] for a, b in itertools.pairwise(ends)]
 
 
 def _joined(parts: Sequence[Array]) -> Array:

@@ -33,6 +33,7 @@ from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.save import Cut, cut
 from dejax.rgnn.passes.softmax import expand_softmax
 from dejax.rgnn.passes.split_products import split_products
+from dejax.rgnn.passes.split_rows import split_rows
 from dejax.rgnn.passes.storage import storage
 from dejax.rgnn.passes.unit_axes import drop_unit_axes
 from dejax.rgnn.passes.weight_heads import weight_heads
@@ -61,6 +62,8 @@ OPTIMISE: tuple[tuple[str, Pass], ...] = (
     ("unit_axes", drop_unit_axes),
     ("cse", cse),
     ("split_products", split_products),
+    ("split_rows", split_rows),
+    ("dce", dce),
     ("weight_heads", weight_heads),
     ("reorder", reorder),
     ("aggregate", aggregate),

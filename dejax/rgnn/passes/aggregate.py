@@ -7,6 +7,7 @@ compacted, for each (source, type) pair. Scalars `c_e` that multiply a whole row
 all edges share moves behind the whole sum:
 
     sum over edges into v of c_e (x_e W)   =   (sum over edges into v of c_e x_e) W
+    sum over edges into v of (x_e W + b)   =   (sum over edges into v of x_e) W + degree_v b
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from __future__ import annotations
 from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program, Space, is_float
 from dejax.rgnn.ir.products import Product, with_axes
 from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, in_range, insert_axes, multiply, rebuild
+from dejax.rgnn.passes.dce import dce
 
 _PAIR = {"dst": ("destination_pair", Space.DESTINATION_PAIR), "src": ("source_pair", Space.SOURCE_PAIR)}
 
 
 def aggregate(program: Program, counts: Counts) -> Program:
+    program = _bias_behind_sum(program, counts)
     users = program.users()
     new: dict[int, int] = {}
 
@@ -44,6 +47,35 @@ def aggregate(program: Program, counts: Counts) -> Program:
         return as_dtype(builder, builder.op("reduce", by_pair, via=f"{pair_via}.node", op="sum"), op.dtype)
 
     return rebuild(program, visit, new)
+
+
+def _bias_behind_sum(program: Program, counts: Counts) -> Program:
+    """Takes the bias of a shared product out of the sum, where the product can follow the sum then."""
+    users = program.users()
+    new: dict[int, int] = {}
+
+    def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
+        if op.name != "reduce" or op.attr("op") != "sum" or op.attr("via") not in _PAIR:
+            return None
+        added = program.ops[op.args[0]]
+        if added.name != "add" or len(users[op.args[0]]) != 1:
+            return None
+        for value, bias in (added.args, added.args[::-1]):
+            linear, read = program.ops[value], program.ops[bias]
+            alone = linear.name == "linear" and linear.attr("via") == "all" and len(users[value]) == 1
+            shared = read.name == "gather" and read.attr("via") == "all" and read.shape == linear.shape
+            if not (alone and shared and is_float(linear.dtype) and is_float(read.dtype)):
+                continue
+            if not _aggregate_is_cheaper(program, linear, op, counts):
+                continue
+            wide = "float64" if op.dtype == "float64" else "float32"  # 16-bit dtypes do not hold counts
+            degree = builder.op("count", via=op.attr("via"), dtype=wide)
+            at_node = builder.op("gather", new[read.args[0]], via="all", space=str(Space.NODE))
+            total = builder.op("reduce", new[value], via=op.attr("via"), op="sum")
+            return as_dtype(builder, builder.op("add", total, builder.op("mul", at_node, degree)), op.dtype)
+        return None
+
+    return dce(rebuild(program, visit, new), counts)
 
 
 def _summed_product(program: Program, users: list[list[int]], op: Op) -> tuple[Op, list[Factor]] | None:

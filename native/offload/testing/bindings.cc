@@ -50,6 +50,26 @@ void CallPiecesByAddress(int64_t run, int64_t site, uintptr_t stream, int64_t fi
   CallPieces(0, request, reinterpret_cast<Stream>(stream));
 }
 
+using Row = std::tuple<int64_t, int64_t, int64_t, int64_t>;  // array, offset, bytes, stride
+
+void CallRowsByAddress(int64_t run, int64_t site, uintptr_t stream, int64_t slot, int64_t staging_bytes,
+                       int64_t pull_iterations, const std::vector<Row>& takes, const std::vector<Row>& pulls,
+                       const std::vector<Row>& pushes, const std::vector<uintptr_t>& pushed,
+                       const std::vector<Address>& taken) {
+  PiecesRequest request;
+  request.run = run;
+  request.site = site;
+  request.slot = slot;
+  request.staging_bytes = staging_bytes;
+  request.pull_iterations = pull_iterations;
+  for (const auto& [array, offset, bytes, stride] : takes) request.takes.push_back({array, offset, bytes, stride});
+  for (const auto& [array, offset, bytes, stride] : pulls) request.pulls.push_back({array, offset, bytes, stride});
+  for (const auto& [array, offset, bytes, stride] : pushes) request.pushes.push_back({array, offset, bytes, stride});
+  for (uintptr_t address : pushed) request.pushed.push_back(reinterpret_cast<void*>(address));
+  for (const auto& [address, bytes] : taken) request.taken.push_back({reinterpret_cast<void*>(address), bytes});
+  CallPieces(0, request, reinterpret_cast<Stream>(stream));
+}
+
 }  // namespace
 
 void BindTesting(nb::module_& parent) {
@@ -90,6 +110,7 @@ void BindTesting(nb::module_& parent) {
          int64_t bytes) { FetchFromItsStore(CallOf(run, device, stream, call), binding, handle, data, bytes); },
       Release());
   m.def("call_pieces_on_cuda", &CallPiecesByAddress, Release());
+  m.def("call_rows_on_cuda", &CallRowsByAddress, Release());
 }
 
 }  // namespace dejax::offload

@@ -35,6 +35,7 @@ from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.save import Cut, cut
 from dejax.rgnn.passes.softmax import expand_softmax
 from dejax.rgnn.passes.split_products import split_products
+from dejax.rgnn.passes.split_rows import split_rows
 from dejax.rgnn.passes.storage import linear_in, storage
 from dejax.rgnn.passes.unit_axes import drop_unit_axes
 from dejax.rgnn.passes.weight_heads import weight_heads
@@ -139,6 +140,14 @@ def products_of_concatenations(b: Tiny) -> list[int]:
     score = b.op("dot", b.op("gather", a, via="etype"), ends)
     one_end = b.op("concat", b.src(x), b.op("tanh", b.src(x)), axis=0)
     return [b.linear(row, w, via="all"), score, b.linear(one_end, b.weight("u", 8, 3))]
+
+
+@program("split_rows")
+def work_on_concatenated_rows(b: Tiny) -> list[int]:
+    x, e, c = b.node("x", 4), b.edge("e", 2), b.edge("c")
+    low = b.op("slice", b.src(x), axis=0, start=0, stop=2)
+    row = b.op("sub", b.op("concat", low, e, axis=0), b.dst(x))
+    return [b.op("sum_features", b.op("square", row), axes=(0,), keepdims=False), b.sum(b.op("mul", row, c)), row]
 
 
 @program("weight_heads")
@@ -296,6 +305,7 @@ GOLDEN: list[tuple[str, Program, Callable[[Program, Counts], Program]]] = [
     ("aggregate", scaled_sum, aggregate),
     ("aggregate_shared", sum_through_a_shared_weight, aggregate),
     ("split_products", products_of_concatenations, split_products),
+    ("split_rows", work_on_concatenated_rows, split_rows),
     ("weight_heads", rows_reshaped_to_heads, weight_heads),
     ("fold", keys, fold),
     ("compact", by_pair, compact),

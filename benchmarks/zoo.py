@@ -1,0 +1,304 @@
+"""Training times of published layers: dejax, PyTorch Geometric, and JAX as people write it.
+
+    python benchmarks/zoo.py --agree                       # results of PyTorch Geometric on the same weights
+    python benchmarks/zoo.py --graphs am,mag --out benchmarks/results
+    python benchmarks/zoo.py --graphs am --models gat,gatv2 --peers jax
+
+Graphs are synthetic with published counts and skewed degrees (`dejax.datasets.synthetic`); edge types are not read. One
+layer, 64 -> 64 float32 (products in TF32), attention with 4 heads of 16; gradients of features and of all parameters.
+PyTorch Geometric gets its edges as a tensor and as an `EdgeIndex` with cached CSR and CSC, and the faster one counts.
+Edges of the plain JAX form are sorted by receiver, and it is told so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from peers import zoo_jax
+
+from dejax.rgnn import Options, RelGraph, zoo
+
+TORCH = Path(__file__).resolve().parent / "peers" / "zoo_torch.py"
+MAIN = ("gcn", "sage", "gin", "gat", "gatv2", "transformer")
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "gcn": zoo.gcn,
+    "sage": zoo.graphsage,
+    "gin": zoo.gin,
+    "gated_gcn": zoo.gated_gcn,
+    "gat": zoo.gat,
+    "gatv2": zoo.gatv2,
+    "transformer": zoo.graph_transformer,
+    "rggnn": zoo.rggnn,
+}
+
+
+def shapes(model: str, k: int, h: int) -> dict[str, tuple[int, ...]]:
+    """The parameters of a layer of equal widths."""
+    d = k // h
+    heads, vectors, square, gates = (h, k, d), (h, d), (k, k), (3, k, k)
+    return {
+        "gcn": {"weight": square, "bias": (k,)},
+        "sage": {"neighbour": square, "root": square, "bias": (k,)},
+        "gin": {"weight_1": square, "bias_1": (k,), "weight_2": square, "bias_2": (k,)},
+        "gated_gcn": dict.fromkeys(("gate_dst", "gate_src", "value", "root"), square)
+        | dict.fromkeys(("gate_bias", "value_bias", "bias"), (k,)),
+        "gat": {"weight": heads, "attention_src": vectors, "attention_dst": vectors, "bias": (k,)},
+        "gatv2": {"weight_src": heads, "weight_dst": heads, "bias_src": vectors, "bias_dst": vectors}
+        | {"attention": vectors, "bias": (k,)},
+        "transformer": dict.fromkeys(("query", "key", "value"), heads)
+        | dict.fromkeys(("query_bias", "key_bias", "value_bias"), vectors)
+        | {"root": square, "root_bias": (k,)},
+        "rggnn": {"weight": square, "input": gates, "hidden": gates, "input_bias": (3, k), "hidden_bias": (3, k)},
+    }[model]
+
+
+def milliseconds(step: Callable[[], Any]) -> float:
+    """The time of one call among many that are dispatched in a row."""
+    jax.block_until_ready(step())
+    start = time.perf_counter()
+    jax.block_until_ready(step())
+    once = time.perf_counter() - start
+    count = 1 if once > 2.0 else max(2, min(50, int(0.3 / max(once, 1e-6))))
+    start = time.perf_counter()
+    for _ in range(count):
+        value = step()
+    jax.block_until_ready(value)
+    return (time.perf_counter() - start) / count * 1e3
+
+
+def timed(layer: Callable[..., Any], graph: Any, x: Any, params: Any, cotangent: Any) -> dict[str, Any]:
+    """Forward and training time of a layer, and its first results."""
+
+    def training(graph: Any, x: Any, params: Any, cotangent: Any) -> Any:
+        y, pull = jax.vjp(lambda x, p: layer(graph, x, p), x, params)
+        return y, pull(cotangent)
+
+    forward, training = jax.jit(layer), jax.jit(training)
+    try:
+        start = time.perf_counter()
+        y, gradients = jax.block_until_ready(training(graph, x, params, cotangent))
+        first = time.perf_counter() - start
+        kept = [np.asarray(part[:1000]) for part in (y, gradients[0])]
+        del y, gradients
+        times = {"training": milliseconds(lambda: training(graph, x, params, cotangent))}
+        times["forward"] = milliseconds(lambda: forward(graph, x, params))
+        return times | {"first_call_s": first, "kept": kept}
+    except Exception as error:  # out of memory is a result
+        return {"error": f"{type(error).__name__}: {str(error)[:120]}"}
+
+
+def measure_graph(name: str, models: list[str], peers: list[str], args: argparse.Namespace, ends: float) -> list[dict]:
+    from peers.case import make_graph
+
+    data = make_graph(name)
+    order = np.argsort(data.receivers, kind="stable")
+    senders, receivers = np.ascontiguousarray(data.senders[order]), np.ascontiguousarray(data.receivers[order])
+    start = time.perf_counter()
+    graph = jax.block_until_ready(RelGraph.from_edges(senders, receivers, num_nodes=data.num_nodes))
+    print(
+        f"{name}: {data.num_nodes:,} nodes, {data.num_edges:,} edges; graph made in {time.perf_counter() - start:.1f} s"
+    )
+    rng = np.random.default_rng(0)
+    x, cotangent = (jnp.asarray(rng.normal(size=(data.num_nodes, args.width)), jnp.float32) for _ in range(2))
+    theirs: dict[str, Any] = {}
+    if "pyg" in peers:
+        theirs = run_torch(senders, receivers, data.num_nodes, models, args)
+    rows = []
+    for model in models:
+        if time.perf_counter() > ends:
+            print(f"{model}: not begun, the time is over")
+            continue
+        params = {
+            key: jnp.asarray(rng.normal(size=shape) / math.sqrt(args.width), jnp.float32)
+            for key, shape in shapes(model, args.width, args.heads).items()
+        }
+        options = Options(precision="tf32")
+        run = lambda g, x, p, f=FUNCTIONS[model], o=options: f(g, x, p, options=o)  # noqa: E731
+        row: dict[str, Any] = {"graph": name, "model": model, "dejax": timed(run, graph, x, params, cotangent)}
+        if "jax" in peers:
+            segments = (jnp.asarray(senders), jnp.asarray(receivers))
+            plain = zoo_jax.LAYERS[model]
+            nodes = data.num_nodes
+            written = lambda g, x, p, f=plain, n=nodes: f(zoo_jax.Segments(*g, n), x, p)  # noqa: E731
+            row["jax"] = timed(written, segments, x, params, cotangent)
+            row["difference"] = difference(row["dejax"].get("kept"), row["jax"].get("kept"))
+        for part in ("dejax", "jax"):
+            row.get(part, {}).pop("kept", None)
+        if model in theirs:
+            good = {form: t for form, t in theirs[model].items() if "training" in t}
+            best = min(good, key=lambda form: good[form]["training"]) if good else next(iter(theirs[model]))
+            row["pyg"] = theirs[model][best] | {"form": best}
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def difference(mine: list[np.ndarray] | None, other: list[np.ndarray] | None) -> list[float] | None:
+    """Norms of the differences of results and gradients, over the norms."""
+    if mine is None or other is None:
+        return None
+    return [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(mine, other, strict=True)]
+
+
+def run_torch(senders: Any, receivers: Any, nodes: int, models: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        graph, out = Path(folder, "graph.npz"), Path(folder, "times.json")
+        np.savez(graph, senders=senders, receivers=receivers, num_nodes=nodes)
+        command = [sys.executable, str(TORCH), "time", str(graph), str(out)]
+        ran = subprocess.run([*command, ",".join(models), str(args.width), str(args.heads)], check=False)
+        return json.loads(out.read_text(encoding="utf-8")) if ran.returncode == 0 else {}
+
+
+def table(rows: list[dict]) -> str:
+    """One row for each graph and layer: training times, and how much faster than the better peer."""
+    lines = [
+        "| graph | layer | dejax, ms | JAX, ms | PyTorch Geometric, ms | faster |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    ratios = []
+    for row in rows:
+        cells = [row.get(part, {}) for part in ("dejax", "jax", "pyg")]
+        shown = [f"{c['training']:.2f}" if "training" in c else _failure(c) for c in cells]
+        peers = [c["training"] for c in cells[1:] if "training" in c]
+        ratio = min(peers) / cells[0]["training"] if peers and "training" in cells[0] else None
+        ratios += [] if ratio is None else [ratio]
+        lines.append(
+            f"| {row['graph']} | {row['model']} | {' | '.join(shown)} | {'' if ratio is None else f'{ratio:.1f}x'} |"
+        )
+    if ratios:
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        lines.append(f"\nGeometric mean {mean:.1f}x, least {min(ratios):.1f}x.")
+    return "\n".join(lines)
+
+
+def _failure(cell: dict[str, Any]) -> str:
+    error = cell.get("error", "")
+    return "out of memory" if "memory" in error.lower() or "RESOURCE_EXHAUSTED" in error else "failed" if error else ""
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(8, 3.5))
+    at = np.arange(len(rows))
+    for i, (part, label) in enumerate((("dejax", "dejax"), ("jax", "JAX"), ("pyg", "PyTorch Geometric"))):
+        axis.bar(at + 0.27 * (i - 1), [row.get(part, {}).get("training", 0.0) for row in rows], 0.27, label=label)
+    axis.set_xticks(at, [f"{row['model']}\n{row['graph']}" for row in rows], fontsize=7)
+    axis.set_yscale("log")
+    axis.set_ylabel("training step of one layer, ms")
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def check_agreement(out: Path | None) -> bool:
+    """Results and gradients of every layer against PyTorch Geometric's, in float64 and with kernels in float32."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "agree.npz")
+        subprocess.run([sys.executable, str(TORCH), "agree", str(file)], check=True)
+        with np.load(file) as loaded:
+            arrays = dict(loaded)
+    graph = {key.removeprefix("graph/"): value for key, value in arrays.items() if key.startswith("graph/")}
+    names = dict.fromkeys(key.partition("/")[0] for key in arrays if not key.startswith("graph/"))
+    found = {}
+    for name in names:
+        case = {key.partition("/")[2]: value for key, value in arrays.items() if key.startswith(f"{name}/")}
+        for kind in ("float64", "float32"):
+            try:
+                errors = agreement(name, case, graph, kind)
+            except Exception as error:
+                errors = [math.inf, math.inf]
+                print(f"{name} {kind}: {type(error).__name__}: {str(error)[:300]}")
+            found[f"{name} {kind}"] = errors
+            print(f"{name:20s} {kind}  result {errors[0]:.1e}  gradient {errors[1]:.1e}", flush=True)
+    if out is not None:
+        (out / "zoo_agreement.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    wrong = [key for key, errors in found.items() if not max(errors) < (1e-10 if "float64" in key else 1e-4)]
+    print(f"{len(found) - len(wrong)} of {len(found)} agree" + (f"; not: {', '.join(wrong)}" if wrong else ""))
+    return not wrong
+
+
+def _program(name: str, case: dict[str, np.ndarray], graph: dict[str, np.ndarray]) -> tuple[Any, dict[str, Any], bool]:
+    """Our function for a case, its keywords, and whether it takes edge features."""
+    degrees = np.bincount(graph["receivers"], minlength=len(graph["node_type"]))
+    keywords: dict[str, dict[str, Any]] = {
+        "sage_max": {"aggregation": "max"},
+        "pna": {"mean_log_degree": float(np.log(degrees + 1.0).mean())},
+        "rgat_within": {"softmax": "relation"},
+        "rgat_multiplicative": {"mode": "multiplicative"},
+    }
+    short = {"sage": "graphsage", "transformer": "graph_transformer", "gine": "gin", "rgat": "rgat_shared"}
+    base = name if hasattr(zoo, name) else short[name.partition("_")[0]]
+    has_edges = any(key in case for key in ("param_weight_edge", "param_edge", "param_attention_edge"))
+    return getattr(zoo, base), keywords.get(name, {}), has_edges
+
+
+def agreement(name: str, case: dict[str, np.ndarray], graph: dict[str, np.ndarray], kind: str) -> list[float]:
+    """The largest differences of result and gradient of x, over the largest element."""
+    function, keywords, has_edges = _program(name, case, graph)
+    with jax.enable_x64(kind == "float64"):
+        options = Options(precision="f32", backend="xla" if kind == "float64" else "auto")
+        made = RelGraph.from_edges(
+            graph["senders"],
+            graph["receivers"],
+            graph["edge_type"],
+            num_nodes=len(graph["node_type"]),
+            num_edge_types=int(graph["edge_type"].max()) + 1,
+            node_type=graph["node_type"],
+            num_node_types=int(graph["node_type"].max()) + 1,
+        )
+        params = {k.removeprefix("param_"): jnp.asarray(v, kind) for k, v in case.items() if k.startswith("param_")}
+        more = (jnp.asarray(graph["features"], kind),) if has_edges else ()
+        run = lambda x: function(made, x, params, *more, **keywords, options=options)  # noqa: E731
+        y, pull = jax.vjp(run, jnp.asarray(case["x"], kind))
+        (gradient,) = pull(jnp.asarray(case["cotangent"], kind))
+        pairs = ((y, case["y"]), (gradient, case["gradient"]))
+        return [float(np.abs(np.asarray(a) - b).max() / np.abs(b).max()) for a, b in pairs]
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--graphs", default="am,mag")
+    p.add_argument("--models", default=",".join(MAIN), help=f"of {', '.join(FUNCTIONS)}")
+    p.add_argument("--peers", default="jax,pyg")
+    p.add_argument("--width", type=int, default=64)
+    p.add_argument("--heads", type=int, default=4)
+    p.add_argument("--limit", type=float, default=1e9, help="seconds after which no further layer is begun")
+    p.add_argument("--agree", action="store_true", help="compare with PyTorch Geometric on the same weights instead")
+    p.add_argument("--out", type=Path, help="a folder for zoo.json, zoo.md and zoo.svg")
+    args = p.parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory, too
+    if args.agree:
+        raise SystemExit(0 if check_agreement(args.out) else 1)
+    ends = time.perf_counter() + args.limit
+    rows: list[dict] = []
+    for name in args.graphs.split(","):
+        rows += measure_graph(name, args.models.split(","), args.peers.split(","), args, ends)
+    print(table(rows))
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "zoo.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        (args.out / "zoo.md").write_text(table(rows), encoding="utf-8")
+        plot(rows, args.out / "zoo.svg")
+
+
+if __name__ == "__main__":
+    main()

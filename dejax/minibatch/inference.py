@@ -1,0 +1,317 @@
+"""Inference layer by layer over all nodes of a graph that does not fit the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from dejax.datasets._progress import Progress
+from dejax.host_gather import HostTable
+from dejax.minibatch.features import FeatureStore
+from dejax.minibatch.topology import HeteroTopology
+
+Relation = tuple[str, str, str]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class InferenceEdges:
+    """The edges of a relation into the nodes of a batch. A pytree.
+
+    Attributes:
+        senders: int32[edges], rows of `sources` of the relation's source type.
+        receivers: int32[edges], ascending rows of the batch; the batch's size for padding.
+        mask: bool[edges], False for padding.
+    """
+
+    senders: Any
+    receivers: Any
+    mask: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class InferenceBatch:
+    """What a layer needs to compute some nodes of one type. A pytree.
+
+    Attributes:
+        own: [batch, d], the input rows of the nodes; None if their type has no input.
+        sources: [n, d] by type: the input rows of the senders, rows of zeros for padding.
+        edges: the edges by relation; relations into other types are missing.
+        nodes: int32[batch], the numbers of the nodes, -1 for padding.
+        node_type: their type.
+    """
+
+    own: Array | None
+    sources: dict[str, Array]
+    edges: dict[Relation, InferenceEdges]
+    nodes: Array
+    node_type: str = dataclasses.field(metadata={"static": True})
+
+
+Layer = Callable[[Any, InferenceBatch], Array]
+"""(parameters, batch) -> [batch, width], the layer's output for the nodes of the batch."""
+
+
+def infer_layers(
+    layers: Sequence[Layer],
+    params: Sequence[Any],
+    edges: HeteroTopology | Mapping[Relation, tuple[ArrayLike, ArrayLike]],
+    num_nodes: Mapping[str, int],
+    inputs: FeatureStore,
+    *,
+    node_types: Sequence[str] | None = None,
+    batch_size: int = 4096,
+    max_neighbors: int | None = None,
+    dtype: Any = None,
+    folder: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+) -> dict[str, Any]:
+    """Computes a model for all nodes, one layer after the other: each layer's output is a table in host memory.
+
+    A node is computed once for each layer, from all its neighbours. Sampling each node's neighbourhood instead would
+    compute a node as often as it occurs in one.
+
+    Args:
+        layers: (params, batch) -> [batch, width]. Each function is compiled for some sizes of batches.
+        params: parameters of each layer.
+        edges: (source type, name, destination type) -> (offsets int[receivers + 1], senders int[edges]): the senders of
+            receiver v are `senders[offsets[v]:offsets[v + 1]]`. Arrays or memory maps. Or a HeteroTopology.
+        num_nodes: nodes of each type.
+        inputs: the rows that the first layer reads.
+        node_types: the types whose last output is wanted; by default all.
+        batch_size: nodes of a batch.
+        max_neighbors: of a receiver with more neighbours in a relation, so many of them are taken, evenly spaced in its
+            list. None takes all.
+        dtype: of the rows that layers read; by default that of the tables (see `FeatureStore.gather`).
+        folder: where the last outputs are written as `<type>.npy`; by default they are tables in host memory.
+        progress: draw a bar for each layer; None draws on a terminal only.
+
+    Returns:
+        [nodes, width] by type: HostTables, or memory maps if a folder is given.
+
+    Raises:
+        ValueError: unknown types, counts that disagree, offsets that do not fit, ids out of range, or a layer whose
+            result is not [batch, width].
+    """
+    if len(layers) != len(params):
+        raise ValueError(
+            f"infer_layers: `params` must have one entry for each of {len(layers)} layers, got {len(params)}"
+        )
+    if batch_size < 1 or (max_neighbors is not None and max_neighbors < 1):
+        raise ValueError(
+            f"infer_layers: `batch_size` and `max_neighbors` must be at least 1, got {batch_size} and {max_neighbors}"
+        )
+    for kind in node_types or ():
+        if kind not in num_nodes:
+            raise ValueError(f"infer_layers: `node_types` must be of {', '.join(num_nodes)}, got {kind!r}")
+    inputs.check_counts(num_nodes)
+    if isinstance(edges, HeteroTopology):
+        edges = {edge_type: edges.csc(edge_type)[:2] for edge_type in edges.edge_types}
+    lists = _checked(edges, num_nodes)
+    # The types that each layer must compute: those that a later layer reads.
+    wanted = [list(num_nodes if node_types is None else node_types)]
+    for _ in layers[1:]:
+        read = {relation[0] for relation in lists if relation[2] in wanted[0]}
+        wanted.insert(0, [kind for kind in num_nodes if kind in read or kind in wanted[0]])
+    current: FeatureStore = inputs
+    outputs: dict[str, Any] = {}
+    for number, (layer, values) in enumerate(zip(layers, params, strict=True)):
+        last = number == len(layers) - 1
+        step = _step_of(layer, dtype)
+        total = sum(num_nodes[kind] for kind in wanted[number])
+        outputs = {}
+        with Progress(f"layer {number + 1} of {len(layers)}", total, unit="nodes", enabled=progress) as bar:
+            for kind in wanted[number]:
+                plan = _Plan.of(kind, lists, num_nodes, batch_size, max_neighbors)
+                sink = _Sink(num_nodes[kind], Path(folder) / f"{kind}.npy" if last and folder is not None else None)
+                _run(step, values, current, plan, sink, bar)
+                outputs[kind] = sink.table
+        if not last:
+            current = FeatureStore()
+            for kind, table in outputs.items():
+                current = current.with_table(kind, table)
+    return outputs
+
+
+@functools.lru_cache(maxsize=64)
+def _step_of(layer: Layer, dtype: Any) -> Any:
+    """The compiled step of a layer: layers of one function, and later calls, share programs."""
+
+    def step(values: Any, store: FeatureStore, kind: _Name, nodes: Array, ids: dict[str, Array], edges: Any) -> Array:
+        own = store.gather({kind.name: nodes}, dtype=dtype)[kind.name] if kind.name in store else None
+        sources = store.gather({name: of_type for name, of_type in ids.items() if name in store}, dtype=dtype)
+        return layer(values, InferenceBatch(own, sources, edges, nodes, kind.name))
+
+    return jax.jit(step)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Name:
+    name: str
+
+
+def _run(step: Any, values: Any, store: FeatureStore, plan: _Plan, sink: _Sink, bar: Progress) -> None:
+    """Computes all nodes of one type. A batch is prepared while the device computes the one before."""
+    waiting: tuple[int, int, Array] | None = None
+    for start in range(0, plan.count, plan.batch_size):
+        stop = min(start + plan.batch_size, plan.count)
+        rows = step(values, store, _Name(plan.kind), *plan.batch(start, stop))
+        if rows.ndim < 2 or rows.shape[0] != plan.batch_size:
+            raise ValueError(
+                f"infer_layers: a layer must return [{plan.batch_size}, width] for {plan.kind!r}, got {rows.shape}"
+            )
+        if waiting is not None:
+            sink.write(*waiting)
+            bar.update(waiting[1] - waiting[0])
+        waiting = (start, stop, rows)
+    if waiting is not None:
+        sink.write(*waiting)
+        bar.update(waiting[1] - waiting[0])
+        return
+    # A type without nodes has a width, too.
+    shape = jax.eval_shape(step, values, store, _Name(plan.kind), *plan.batch(0, 0))
+    sink.write(0, 0, np.zeros(shape.shape, shape.dtype))
+
+
+class _Sink:
+    """Where the outputs of one type go: a table in host memory, or a file."""
+
+    def __init__(self, rows: int, path: Path | None) -> None:
+        self._rows, self._path = rows, path
+        self.table: Any = None
+
+    def write(self, start: int, stop: int, rows: Any) -> None:
+        given = np.asarray(rows)[: stop - start]
+        if self.table is None:
+            self.table = self._made((self._rows, *given.shape[1:]), given.dtype)
+        if isinstance(self.table, HostTable):
+            self.table.write(start, given)
+        else:
+            self.table[start:stop] = given
+
+    def _made(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        if self._path is None:
+            return HostTable.empty(shape, dtype)
+        if dtype.type.__module__ != "numpy":
+            raise ValueError(
+                f"infer_layers: outputs in a folder must be of a dtype of numpy, got {dtype}; return float32 from the "
+                "last layer"
+            )
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        return np.lib.format.open_memmap(self._path, "w+", dtype, shape)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """How the nodes of one type are cut into batches."""
+
+    kind: str
+    count: int
+    batch_size: int
+    lists: dict[Relation, tuple[np.ndarray, np.ndarray]]  # of the relations into the type
+    usual: dict[Relation, int]  # edges of a batch of average size
+    num_sources: dict[str, int]
+    max_neighbors: int | None
+
+    @classmethod
+    def of(
+        cls,
+        kind: str,
+        lists: Mapping[Relation, tuple[np.ndarray, np.ndarray]],
+        num_nodes: Mapping[str, int],
+        batch_size: int,
+        max_neighbors: int | None,
+    ) -> _Plan:
+        into = {relation: pair for relation, pair in lists.items() if relation[2] == kind}
+        count = num_nodes[kind]
+        size = min(batch_size, max(1, count))
+        usual = {relation: max(16, int(1.25 * len(pair[1]) * size / max(1, count))) for relation, pair in into.items()}
+        sources = {relation[0]: num_nodes[relation[0]] for relation in into}
+        return cls(kind, count, size, into, usual, sources, max_neighbors)
+
+    def batch(self, start: int, stop: int) -> tuple[np.ndarray, dict[str, np.ndarray], dict[Relation, InferenceEdges]]:
+        """(nodes, numbers of the senders by type, edges by relation), padded.
+
+        Sizes are those of a batch of average size times a power of two, so that a layer is compiled for few of them.
+        """
+        found = {relation: self._edges_of(pair, start, stop) for relation, pair in self.lists.items()}
+        factor = 1
+        while any(len(senders) > factor * self.usual[relation] for relation, (senders, _) in found.items()):
+            factor *= 2
+        ids: dict[str, np.ndarray] = {}
+        places: dict[Relation, np.ndarray] = {}
+        for kind, count in self.num_sources.items():
+            own = [relation for relation in found if relation[0] == kind]
+            unique, inverse = np.unique(np.concatenate([found[relation][0] for relation in own]), return_inverse=True)
+            room = max(1, min(count, factor * sum(self.usual[relation] for relation in own)))
+            ids[kind] = _padded(unique, room, -1)
+            parts = np.split(inverse.reshape(-1), np.cumsum([len(found[relation][0]) for relation in own])[:-1])
+            places.update(zip(own, parts, strict=True))
+        edges = {}
+        # Arrays of numpy: jit takes them to the device.
+        for relation, (_, receivers) in found.items():
+            room = factor * self.usual[relation]
+            edges[relation] = InferenceEdges(
+                _padded(places[relation], room, 0),
+                _padded(receivers, room, self.batch_size),
+                np.arange(room) < len(receivers),
+            )
+        return _padded(np.arange(start, stop), self.batch_size, -1), ids, edges
+
+    def _edges_of(self, pair: tuple[np.ndarray, np.ndarray], start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """(senders, receivers within the batch)."""
+        offsets = np.asarray(pair[0][start : stop + 1], np.int64)
+        degrees = np.diff(offsets)
+        if self.max_neighbors is None or not degrees.size or degrees.max() <= self.max_neighbors:
+            taken = np.asarray(pair[1][offsets[0] : offsets[-1]])
+        else:
+            kept = np.minimum(degrees, self.max_neighbors)
+            within = np.arange(kept.sum()) - np.repeat(np.cumsum(kept) - kept, kept)
+            step = within * np.repeat(degrees, kept) // np.repeat(kept, kept)
+            taken = np.asarray(pair[1][np.repeat(offsets[:-1], kept) + step])
+            degrees = kept
+        return taken, np.repeat(np.arange(stop - start), degrees)
+
+
+def _padded(values: np.ndarray, size: int, fill: int) -> np.ndarray:
+    out = np.full(size, fill, np.int32)
+    out[: len(values)] = values
+    return out
+
+
+def _checked(
+    edges: Mapping[Relation, tuple[ArrayLike, ArrayLike]], num_nodes: Mapping[str, int]
+) -> dict[Relation, tuple[np.ndarray, np.ndarray]]:
+    lists = {}
+    for relation, pair in edges.items():
+        for kind in (relation[0], relation[2]):
+            if kind not in num_nodes:
+                raise ValueError(f"infer_layers: `num_nodes` must have the type {kind!r} of {relation}")
+            if num_nodes[kind] > jnp.iinfo(jnp.int32).max:
+                raise ValueError(f"infer_layers: a type must have fewer than 2^31 nodes, got {num_nodes[kind]}")
+        offsets, senders = (x if isinstance(x, np.ndarray) else np.asarray(x) for x in pair)
+        receivers, count = num_nodes[relation[2]], num_nodes[relation[0]]
+        fits = offsets.shape == (receivers + 1,) and offsets[0] == 0 and offsets[-1] == len(senders)
+        if not fits or (np.diff(offsets.astype(np.int64)) < 0).any():
+            raise ValueError(
+                f"infer_layers: offsets of {relation} must ascend from 0 to {len(senders)}, one for each of "
+                f"{receivers} receivers and the end, got {len(offsets)}"
+            )
+        for first in range(0, len(senders), 1 << 24):
+            part = np.asarray(senders[first : first + (1 << 24)])
+            if part.min() < 0 or part.max() >= count:
+                raise ValueError(f"infer_layers: senders of {relation} must be from 0 to {count - 1}")
+        lists[relation] = (offsets, senders)
+    return lists

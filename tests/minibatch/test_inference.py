@@ -1,0 +1,154 @@
+"""Inference over all nodes against dense float64 layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dejax import _native
+from dejax.host_gather import HostTable
+from dejax.minibatch import FeatureStore, HeteroTopology, infer_layers
+
+pytestmark = pytest.mark.skipif(
+    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
+)
+NODES = {"a": 50, "b": 13, "alone": 6, "none": 0}
+RELATIONS = {("b", "to", "a"): 160, ("a", "in", "a"): 300, ("a", "of", "b"): 70, ("none", "x", "b"): 0}
+WIDTH = 8
+
+
+def graph(seed: int = 0):
+    rng = np.random.default_rng(seed)
+    lists, dense = {}, {}
+    for relation, count in RELATIONS.items():
+        n, m = NODES[relation[0]], NODES[relation[2]]
+        receivers = np.sort((m * rng.random(count) ** 3).astype(int))  # a few long segments
+        senders = rng.integers(0, max(n, 1), count)
+        lists[relation] = (np.searchsorted(receivers, np.arange(m + 1)), senders)
+        matrix = np.zeros((m, n))
+        np.add.at(matrix, (receivers, senders), 1)
+        dense[relation] = matrix
+    return lists, dense
+
+
+def layer(params, batch):
+    """W_type x + sum over relations of W_r mean of the neighbours; types without input get zeros of their own."""
+    size = batch.nodes.shape[0]
+    out = jnp.zeros((size, WIDTH))
+    if batch.own is not None:
+        out = out + batch.own @ params[batch.node_type]
+    for relation, edges in batch.edges.items():
+        if relation[0] in batch.sources:
+            rows = jnp.where(edges.mask[:, None], batch.sources[relation[0]][edges.senders], 0)
+            total = jax.ops.segment_sum(rows, edges.receivers, size)
+            count = jax.ops.segment_sum(edges.mask.astype(rows.dtype), edges.receivers, size)
+            out = out + total / jnp.maximum(count, 1)[:, None] @ params[relation[1]]
+    return jnp.tanh(out)
+
+
+def dense_layer(params, dense, x):
+    out = {}
+    for kind, count in NODES.items():
+        y = np.zeros((count, WIDTH))
+        if kind in x:
+            y = y + x[kind] @ params[kind]
+        for relation, matrix in dense.items():
+            if relation[2] == kind and relation[0] in x:
+                y = y + (matrix @ x[relation[0]]) / np.maximum(matrix.sum(1, keepdims=True), 1) @ params[relation[1]]
+        out[kind] = np.tanh(y)
+    return out
+
+
+def weights(seed: int):
+    rng = np.random.default_rng(seed)
+    names = [*NODES, *(relation[1] for relation in RELATIONS)]
+    return {name: (rng.standard_normal((WIDTH, WIDTH)) / 3).astype(np.float32) for name in names}
+
+
+def features():
+    rng = np.random.default_rng(7)
+    return {kind: rng.standard_normal((NODES[kind], WIDTH)).astype(np.float32) for kind in ("a", "alone", "none")}
+
+
+@pytest.mark.parametrize("batch_size", [17, 1000])
+def test_all_nodes(batch_size: int, tmp_path) -> None:
+    lists, dense = graph()
+    x, params = features(), [weights(1), weights(2)]
+    store = FeatureStore.from_arrays(x, on_device={"alone": True})
+    want = dict(x)
+    for of_layer in params:
+        want = dense_layer(of_layer, dense, want)
+    with jax.default_matmul_precision("highest"):
+        found = infer_layers([layer] * 2, params, lists, NODES, store, batch_size=batch_size)
+        saved = infer_layers(
+            [layer] * 2,
+            params,
+            lists,
+            NODES,
+            store,
+            batch_size=batch_size,
+            folder=tmp_path / "out",
+            node_types=["a", "none"],
+        )
+        topology = HeteroTopology.from_csc(lists, NODES)
+        same = infer_layers([layer] * 2, params, topology, topology.num_nodes, store, batch_size=batch_size)
+        np.testing.assert_array_equal(same["a"].numpy(), found["a"].numpy())
+    assert list(found) == list(NODES) and list(saved) == ["a", "none"]
+    for kind, count in NODES.items():
+        assert isinstance(found[kind], HostTable) and found[kind].shape == (count, WIDTH)
+        np.testing.assert_allclose(found[kind].numpy(), want[kind], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(np.load(tmp_path / "out" / "a.npy"), found["a"].numpy())
+    assert saved["none"].shape == (0, WIDTH)
+
+
+def test_a_bound_of_neighbours() -> None:
+    lists, _ = graph()
+    relation = ("a", "in", "a")
+    offsets, senders = lists[relation]
+
+    def count(params, batch):
+        edges = batch.edges[relation]
+        rows = jnp.where(edges.mask[:, None], batch.sources["a"][edges.senders], 0)
+        return jax.ops.segment_sum(jnp.concatenate([rows, edges.mask[:, None]], axis=1), edges.receivers, 10)
+
+    numbers = FeatureStore.from_arrays({"a": np.arange(50, dtype=np.float32)[:, None]})
+    found = infer_layers(
+        [count], [None], {relation: lists[relation]}, {"a": 50}, numbers, batch_size=10, max_neighbors=3
+    )["a"].numpy()
+    for v in range(50):
+        own = senders[offsets[v] : offsets[v + 1]]
+        taken = own if len(own) <= 3 else own[[0, len(own) // 3, 2 * len(own) // 3]]
+        assert found[v].tolist() == [taken.sum(), len(taken)]
+
+
+def test_bad_input(tmp_path) -> None:
+    lists, _ = graph()
+    store, relation = FeatureStore.from_arrays(features()), ("b", "to", "a")
+
+    def call(edges=lists, layers=(layer,), params=None, nodes=NODES, inputs=store, **options):
+        params = (weights(1),) if params is None else params
+        return infer_layers(layers, params, edges, nodes, inputs, **options)
+
+    offsets, senders = lists[relation]
+    for message, options in {
+        "`params` must have one entry": {"params": ()},
+        "must be at least 1": {"batch_size": 0},
+        "`node_types` must be of": {"node_types": ["x"]},
+        "must have a row for each of 51 nodes": {"nodes": {**NODES, "a": 51}},
+        "`num_nodes` must have the type 'y'": {"edges": {("y", "to", "a"): (offsets, senders)}},
+        "must ascend from 0 to 160": {"edges": {relation: (offsets[:-1], senders)}},
+        "senders of .* must be from 0 to 12": {"edges": {relation: (offsets, senders + 1)}},
+        "a layer must return .50, width.": {"layers": [lambda p, b: jnp.zeros((3, 2))]},
+        "must be of a dtype of numpy": {
+            "layers": [lambda p, b: layer(p, b).astype(jnp.bfloat16)],
+            "folder": tmp_path,
+        },
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call(**options)
+
+
+def test_progress(capsys) -> None:
+    lists, _ = graph()
+    infer_layers([layer], [weights(1)], lists, NODES, FeatureStore.from_arrays(features()), progress=True)
+    assert "layer 1 of 1" in capsys.readouterr().err

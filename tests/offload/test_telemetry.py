@@ -1,0 +1,65 @@
+"""Recordings of a store: samples, pictures, traces, the line of a progress bar."""
+
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dejax import _native
+from dejax.offload import ActivationStore, offload
+
+pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+
+
+def gradient():
+    layer = offload(lambda w, x: jnp.tanh(x @ w), min_bytes=0)
+    return jax.block_until_ready(jax.grad(lambda w: layer(w, jnp.ones((64, 64))).sum())(jnp.eye(64)))
+
+
+def test_a_recording(tmp_path):
+    with ActivationStore() as store:
+        with pytest.raises(RuntimeError, match="nothing was recorded; run steps inside `with store.record"):
+            store.plot(tmp_path / "none.svg")
+        with store.record(interval=0.001) as recording:
+            gradient()
+            time.sleep(0.01)
+        assert [m.seconds for m in recording.moments] == sorted(m.seconds for m in recording.moments)
+        assert max(m.moved for m in recording.moments) == recording.moments[-1].moved > 0
+        count = len(recording.moments)
+        recording.stop()  # again: nothing
+        assert len(recording.moments) == count
+        store.plot(tmp_path / "tiers.svg")
+        assert "stored" in store.stats().line() or "offload" in store.stats().line()
+    assert "host memory" in (tmp_path / "tiers.svg").read_text()
+    recording.trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["name"] for event in events} >= {"host, bytes", "ring, bytes", "disk, bytes"}
+    times = [event["ts"] for event in events if event["ph"] == "C"]
+    assert times == sorted(times)
+
+
+def test_a_store_that_closes_while_it_is_recorded(tmp_path):
+    store = ActivationStore()
+    with store.record(interval=0.0005) as recording:
+        gradient()
+        store.close()
+        time.sleep(0.005)
+    assert recording.moments
+    with pytest.raises(ValueError, match="`interval` must be positive, got 0"):
+        store.record(0)
+
+
+def test_an_empty_recording():
+    with ActivationStore() as store:
+        recording = store.record()
+        with pytest.raises(ValueError, match="there must be at least two samples, got 0; record a step"):
+            recording.trace("nowhere.json")
+
+
+def test_the_line_of_a_progress_bar(tmp_path):
+    with ActivationStore(tmp_path) as store:
+        gradient()
+    line = store.stats().line()
+    assert "\n" not in line and line.startswith("offload ") and line.endswith(" s")
