@@ -21,16 +21,11 @@ GUIDES = (
     "programs",
     "precision",
     "explain",
-<<<<<<< HEAD
     "segment",
     "write_your_own_layer",
     pytest.param("host_gather", marks=needs_native),
     pytest.param("minibatch", marks=needs_native),
     pytest.param("features", marks=needs_native),
-=======
-    "write_your_own_layer",
-    pytest.param("host_gather", marks=needs_native),
->>>>>>> zoo
 )
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
