@@ -81,7 +81,9 @@ def grid(quick: bool) -> Iterator[Case]:
     for entries, width in ((2_000_000, 64), (20_000_000, 64)):
         yield Case(entries, entries // degree, width, gathered=True)
         yield Case(entries, entries // degree, width, "bfloat16", gathered=True)
-    yield Case(20_000_000, 2_000_000, 1, deterministic=False)
+    for dtype in ("float32", "float16"):
+        for entries in (100_000, 2_000_000, 20_000_000):
+            yield Case(entries, entries // degree, 1, dtype, deterministic=False)
     yield Case(20_000_000, 2_000_000, 64, kind="max")
     yield Case(20_000_000, 2_000_000, 1, "int32")
     yield Case(2_000_000, 200_000, 64, "bfloat16")
@@ -216,12 +218,12 @@ def sweep(quick: bool) -> list[dict[str, Any]]:
             for ordered in (True, False):
                 plan = segment.plan(jnp.sort(ids) if ordered else ids, case.segments)
                 times = {}
-                for schedule in tiles(width, entries / case.segments):
+                for schedule in tiles(width, entries / case.segments, data.dtype.itemsize):
                     run = jax.jit(functools.partial(_reduced, schedule=schedule))
                     call = functools.partial(run, data, plan)
                     times[str(astuple(schedule))] = milliseconds(call)
                 best = min(times, key=times.__getitem__)
-                mine = str(astuple(segment_schedule(width, entries / case.segments)))
+                mine = str(astuple(tiles(width, entries / case.segments, data.dtype.itemsize)[0]))
                 row = {"entries": entries, "width": width, "dtype": dtype, "sorted": ordered, "best": best}
                 row |= {"best_ms": times[best], "heuristic": mine, "heuristic_ms": times[mine], "times": times}
                 print({k: v for k, v in row.items() if k != "times"}, flush=True)
@@ -237,9 +239,9 @@ def astuple(s: SegmentSchedule) -> tuple[int, int, int, int]:
     return s.rows, s.entries, s.width, s.num_warps
 
 
-def tiles(width: int, degree: float) -> list[SegmentSchedule]:
+def tiles(width: int, degree: float, itemsize: int = 4) -> list[SegmentSchedule]:
     block = width_block(width)
-    found = [segment_schedule(width, degree)]
+    found = [segment_schedule(width, degree, itemsize)]
     for entries in (1, 2, 4, 8):
         for elements, warps in ((256, 1), (512, 1), (1024, 2), (1024, 4), (2048, 4)):
             rows = elements // (entries * block)

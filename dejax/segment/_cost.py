@@ -1,7 +1,6 @@
 """Where a scatter of XLA is faster than a sort and a kernel, estimated for an H200.
 
-The rates are of one H200: a sort of 20 million pairs by 32-bit keys takes about 1.3 ms, four passes; XLA's scatter adds
-330 e9 numbers a second where few of them meet. Numbers that meet at one address wait for each other.
+The rates were measured there with jax 0.11 (docs/performance/segment.md).
 """
 
 from __future__ import annotations
@@ -11,12 +10,16 @@ from typing import Any
 
 import jax.numpy as jnp
 
-_SORT_PASS = 16e-12
-_SORT_START = 30e-6
-_SCATTERED = 1 / 330e9
-_MEETING = 1e-9
-_GATHERED_BYTE = 1 / 2.5e12
-_STREAMED_BYTE = 1 / 4.3e12
+_SORT_START = 80e-6
+_SORT_ENTRY = 45e-12
+# XLA's scatter: each entry, each of its numbers, and each entry that meets others at one address.
+_SCATTERED_ENTRY = 10e-12
+_SCATTERED_NUMBER = 3.4e-12
+_MEETING = 2.5e-9
+# A row that is read through an index takes at least the time of a sector from memory.
+_SECTOR = 30e-12
+_GATHERED_BYTE = 1 / 3.9e12
+_STREAMED_BYTE = 1 / 4.0e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,38 +32,33 @@ class Shape:
     dtype: Any
 
 
-def sort_seconds(entries: int, segments: int) -> float:
-    """Of sorting ids with their positions."""
-    passes = 1 if segments < 2**8 else 2 if segments < 2**16 else 4
-    return _SORT_START + passes * _SORT_PASS * entries
-
-
-def kernel_seconds(shape: Shape, is_sorted: bool) -> float:
-    """Of sorting, where ids are not sorted, and of a kernel."""
+def kernel_seconds(shape: Shape, is_sorted: bool, planned: bool = False) -> float:
+    """Of sorting, where ids are not sorted and have no plan, and of a kernel."""
     nbytes = shape.width * jnp.dtype(shape.dtype).itemsize
-    offsets = 5e-6 + 8 * shape.segments * _STREAMED_BYTE
+    offsets = 0.0 if planned else 5e-6 + 20e-12 * shape.segments
     if is_sorted:
-        return offsets + 4e-6 + shape.entries * nbytes * _STREAMED_BYTE
-    return (
-        sort_seconds(shape.entries, shape.segments) + offsets + shape.entries * (4 + max(32, nbytes)) * _GATHERED_BYTE
-    )
+        return offsets + 9e-6 + shape.entries * (2e-12 + nbytes * _STREAMED_BYTE)
+    sort = 0.0 if planned else _SORT_START + _SORT_ENTRY * shape.entries
+    return sort + offsets + 9e-6 + shape.entries * max(_SECTOR, nbytes * _GATHERED_BYTE)
 
 
 def scatter_seconds(shape: Shape) -> float:
-    """Of XLA's scatter with the additions, maxima and minima that the GPU has."""
-    apart = shape.entries * shape.width * _SCATTERED
-    return 5e-6 + max(apart, shape.entries / max(shape.segments, 1) * _MEETING)
+    """Of XLA's scatter with the additions, maxima and minima that the GPU has, of numbers of 32 or 64 bits."""
+    apart = shape.entries * (_SCATTERED_ENTRY + shape.width * _SCATTERED_NUMBER)
+    if jnp.dtype(shape.dtype).itemsize < 4:  # they become wider first
+        apart += shape.entries * shape.width * 10 * _STREAMED_BYTE
+    return 6e-6 + max(apart, shape.entries / max(shape.segments, 1) * _MEETING)
 
 
-def scatter_pays(shape: Shape, kind: str, is_sorted: bool, deterministic: bool) -> bool:
+def scatter_pays(shape: Shape, kind: str, is_sorted: bool, deterministic: bool, planned: bool = False) -> bool:
     """Whether XLA's scatter computes a reduction, whose bits it must not change where they are to be the same.
 
-    Integers have one result in every order. Additions of floats do not, and XLA makes those of 16 bits, and maxima, by
-    compare and swap, which is slow.
+    Integers have one result in every order. Additions of floats do not. XLA makes extrema of floats, and
+    additions of less than 32 bits, by compare and swap, which is slow: 16-bit floats are added as float32.
     """
     dtype = jnp.dtype(shape.dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         allowed = dtype.itemsize >= 4
     else:
-        allowed = kind == "sum" and dtype == jnp.float32 and not deterministic
-    return allowed and scatter_seconds(shape) < kernel_seconds(shape, is_sorted)
+        allowed = kind == "sum" and dtype.itemsize <= 4 and not deterministic
+    return allowed and not is_sorted and scatter_seconds(shape) < kernel_seconds(shape, is_sorted, planned)

@@ -51,11 +51,20 @@ def checked_ids(ids: Array, num_segments: int) -> Array:
     return ids
 
 
-def sort_pairs(key: Array, bound: int, values: Array) -> tuple[Array, Array]:
-    """Keys and values in the stable order by key: XLA sorts one unsigned key by radix, a pass for each byte."""
-    dtype = next(t for t in (jnp.uint8, jnp.uint16, jnp.uint32) if bound - 1 <= jnp.iinfo(t).max)
-    key, values = jax.lax.sort((key.astype(dtype), values), num_keys=1, is_stable=True)
-    return key.astype(jnp.int32), values
+def sorted_ids(ids: Array, bound: int) -> tuple[Array, Array]:
+    """Ids below `bound` in ascending order, and their positions; equal ids in the order of positions.
+
+    Id and position are sorted as one word where they fit in one. Else XLA sorts one unsigned key with one value by
+    radix.
+    """
+    position = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    bits = max(ids.shape[0] - 1, 0).bit_length()
+    if bits and bits + (bound - 1).bit_length() <= 32:
+        word = (ids.astype(jnp.uint32) << bits) | position.astype(jnp.uint32)
+        word = jax.lax.sort(word, is_stable=False)
+        return (word >> bits).astype(jnp.int32), (word & ((1 << bits) - 1)).astype(jnp.int32)
+    key, order = jax.lax.sort((ids.astype(jnp.uint32), position), num_keys=1, is_stable=True)
+    return key.astype(jnp.int32), order
 
 
 @functools.partial(jax.jit, static_argnames=("num_segments", "is_sorted", "kernels", "interpret"), inline=True)
@@ -73,7 +82,7 @@ def group(ids: Array, num_segments: int, is_sorted: bool, kernels: bool, interpr
     order, in_order = None, ids
     if not is_sorted:
         ids = jnp.where((ids >= 0) & (ids < num_segments), ids, num_segments)
-        in_order, order = sort_pairs(ids, num_segments + 1, jnp.arange(entries, dtype=jnp.int32))
+        in_order, order = sorted_ids(ids, num_segments + 1)
     if kernels:
         offsets = segment_offsets(in_order, num_segments, interpret=interpret)
     else:

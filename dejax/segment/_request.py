@@ -123,11 +123,13 @@ def request(
     kernels, interpret = place(options.backend)
     possible = data.dtype in FLOATS or data.dtype in INTEGERS
     possible = possible and not (data.dtype.itemsize == 1 and data.size >= 2**31)  # Triton's offsets have 32 bits
+    possible = possible and ids.shape[0] < 2**31  # so have positions
     if options.unique_indices and options.backend == "auto":
         possible = False  # a scatter without collisions
-    if kernels and options.backend == "auto" and possible and plan is None:
+    if kernels and options.backend == "auto" and possible:
         shape = _cost.Shape(ids.shape[0], count, int(np.prod(data.shape[1:])), data.dtype)
-        possible = not _cost.scatter_pays(shape, kind, options.indices_are_sorted, options.deterministic)
+        in_order = options.indices_are_sorted if plan is None else plan.order is None
+        possible = not _cost.scatter_pays(shape, kind, in_order, options.deterministic, plan is not None)
     return Request(data, ids, count, options, plan, kernels and possible, interpret)
 
 

@@ -184,7 +184,7 @@ def segment_reduce(
         num_chunks=segments.first.shape[0] if entries > chunk else 0,
         accumulator=accumulated,
         dtype=out_dtype,
-        schedule=schedule or segment_schedule(width, entries / count),
+        schedule=schedule or segment_schedule(width, entries / count, data.dtype.itemsize),
         has_rows=rows is not None,
         has_edges=edges is not None,
         scales=0 if scale is None else scale.shape[1],
