@@ -214,8 +214,8 @@ class Recipe:
 
     @property
     def scaled(self) -> bool:
-        """Whether columns differ in scale, so that each is compared separately."""
-        return any(i.spread for i in self.inputs)
+        """Whether columns differ in scale or have a mean, so that each is compared separately."""
+        return any(i.spread or i.offset for i in self.inputs)
 
     def program(self) -> Any:
         scope: dict[str, Any] = {"rgnn": rgnn, "inf": math.inf, "np": np}
