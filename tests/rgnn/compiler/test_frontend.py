@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import re
 from collections.abc import Callable
 from typing import Any
@@ -465,3 +466,17 @@ def test_a_power_of_zero() -> None:
     for power, slope in ((0, 0.0), (1, 1.0)):
         got = jax.grad(lambda x, power=power: layer(GRAPH, x)[power].sum())(x)
         np.testing.assert_array_equal(got, np.full((N,), slope))
+
+
+def test_a_sum_of_a_number_is_a_count() -> None:
+    graph = rgnn.RelGraph.from_edges([0, 1, 1], [2, 2, 0], num_nodes=3)
+
+    @rgnn.program
+    def degrees(g: Any) -> Any:
+        return g.sum_to_dst(1.0), g.sum_to_src(2.5)
+
+    into, out = degrees(graph)
+    assert into.tolist() == [1.0, 0.0, 2.0] and out.tolist() == [2.5, 5.0, 0.0]
+    text = io.StringIO()
+    degrees.explain(graph, options=rgnn.Options(backend="pallas"), summary=True, file=text)
+    assert "traversal over dst" not in text.getvalue()

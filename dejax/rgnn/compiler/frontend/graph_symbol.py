@@ -81,6 +81,10 @@ class GraphSymbol:
     def _reduced(self, x: Symbol, via: str, how: str) -> Symbol:
         """The reduction of a value along a map from its space."""
         trace = self._trace
+        if how == "sum" and x.op.name == "const" and x.dtype in inter.COUNT_DTYPES and inter.VIAS[via].fine is not None:
+            # A sum of ones is a count, which the graph's offsets have: no kernel goes over the edges.
+            count, value = trace.emit("count", via=via, dtype=x.dtype), x.op.attr("value")
+            return count if value == 1.0 else count * value
         if how in ("sum", "prod"):
             return trace.emit("reduce", trace.counted(x), via=via, op=how)
         if how == "min" and via != "all" and inter.is_float(x.dtype):  # kernels have only maxima; empty segments give 0
