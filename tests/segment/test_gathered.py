@@ -49,7 +49,7 @@ def loss(function, kind, x, senders, receivers, scale, **options):
     return (jnp.cos(jnp.arange(out.size).reshape(out.shape)) * out**2).sum()
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
