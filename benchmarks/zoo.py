@@ -230,6 +230,7 @@ def check_agreement(out: Path | None) -> bool:
             found[f"{name} {kind}"] = errors
             print(f"{name:20s} {kind}  result {errors[0]:.1e}  gradient {errors[1]:.1e}", flush=True)
     if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
         (out / "zoo_agreement.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     wrong = [key for key, errors in found.items() if not max(errors) < (1e-10 if "float64" in key else 1e-4)]
     print(f"{len(found) - len(wrong)} of {len(found)} agree" + (f"; not: {', '.join(wrong)}" if wrong else ""))

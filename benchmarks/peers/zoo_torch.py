@@ -166,7 +166,9 @@ def _perceptron() -> Any:
 
 def _pna(degrees: np.ndarray) -> Any:
     names = (["mean", "max", "min", "std"], ["identity", "amplification", "attenuation"])
-    return pyg.PNAConv(K, 2 * D, *names, deg=torch.as_tensor(np.bincount(degrees)), towers=2)
+    module = pyg.PNAConv(K, 2 * D, *names, deg=torch.as_tensor(np.bincount(degrees)), towers=2).double()
+    module.aggr_module.avg_deg_log.fill_(np.log(degrees + 1.0).mean())  # PyTorch Geometric computes it in float32
+    return module
 
 
 Call = Callable[[Any, Any, dict[str, Any]], Any]
@@ -198,7 +200,12 @@ CASES: dict[str, tuple[str, Callable[[np.ndarray], Any], Callable[[Any], Arrays]
         rgat,
         _TYPED,
     ),
-    "rgat_within": ("rgat_shared", lambda _: pyg.RGATConv(K, D, R, heads=H, edge_dim=C), rgat, _TYPED),
+    "rgat_within": (
+        "rgat_shared",
+        lambda _: pyg.RGATConv(K, D, R, heads=H, edge_dim=C, attention_mechanism="within-relation"),
+        rgat,
+        _TYPED,
+    ),
     "rgat_multiplicative": (
         "rgat_shared",
         lambda _: pyg.RGATConv(
