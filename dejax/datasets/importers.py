@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ def from_pyg(data: Any, *, name: str = "pyg") -> HeteroDataset:
     keys = {"x": "features", "y": "labels", "time": "node_times"}
     edge_keys = {"edge_attr": "edge_features", "edge_weight": "edge_weights", "time": "edge_times"}
     ends = {relation: _ends(relation, values.pop("edge_index", None)) for relation, values in edges.items()}
-    return _dataset(name, counts, ends, _renamed(nodes, keys), _renamed(edges, edge_keys))
+    return _dataset(name, counts, ends, _renamed(nodes, keys, _SPLITS), _renamed(edges, edge_keys))
 
 
 def from_dgl(
@@ -84,7 +85,7 @@ def from_dgl(
     counts = {kind: graph.num_nodes(kind) for kind in graph.ntypes}
     keys = {features: "features", labels: "labels", "time": "node_times"}
     edge_keys = {edge_features: "edge_features", "weight": "edge_weights", "time": "edge_times"}
-    return _dataset(name, counts, ends, _renamed(nodes, keys), _renamed(edges, edge_keys))
+    return _dataset(name, counts, ends, _renamed(nodes, keys, _SPLITS), _renamed(edges, edge_keys))
 
 
 # --------------------------------------------------------------------------------------------------- parts
@@ -95,9 +96,11 @@ def _attributes(store: Any) -> dict[str, Any]:
     return {key: store[key] for key in (store.keys() if callable(store.keys) else store.keys)}
 
 
-def _renamed(by_type: Mapping[Any, Mapping[str, Any]], keys: Mapping[str, str]) -> dict[Any, dict[str, Any]]:
+def _renamed(
+    by_type: Mapping[Any, Mapping[str, Any]], keys: Mapping[str, str], masks: Iterable[str] = ()
+) -> dict[Any, dict[str, Any]]:
     """The values under the names that `HeteroDataset` has for them; a warning names the others."""
-    known = {*keys, *_SPLITS}
+    known = {*keys, *masks}
     left_out = [f"{kind}: {key}" for kind, values in by_type.items() for key in values if key not in known]
     if left_out:
         warnings.warn(f"left out of the dataset: {', '.join(left_out)}", stacklevel=3)
@@ -163,7 +166,7 @@ def _dataset(
         name,
         {kind: int(count) for kind, count in counts.items()},
         dict(ends),
-        features={kind: x.reshape(len(x), -1) for kind, x in gathered(nodes, "features").items()},
+        features={kind: x.reshape(len(x), math.prod(x.shape[1:])) for kind, x in gathered(nodes, "features").items()},
         labels=labels,
         num_classes={kind: int(values.max(initial=-1)) + 1 for kind, values in labels.items()},
         splits=splits,

@@ -20,6 +20,8 @@ Columns = dict[str, np.ndarray]
 ForeignKey = tuple[str, str, str]
 """(table, column, table that the column refers to)."""
 
+_EXACT = 2**53  # beyond, float64 does not have every integer: keys with missing values stay objects
+
 
 @dataclass(frozen=True)
 class Label:
@@ -111,11 +113,10 @@ def from_tables(
     data = HeteroDataset(name, counts, _edges(columns, keys, references, dangling), node_times=times)
     data = data.with_reverse()
     edge_times = {}
-    for relation, (senders, receivers) in data.edges.items():
-        reverse = relation[1].startswith("rev_")
-        table, rows = (relation[2], receivers) if reverse else (relation[0], senders)
+    for table, column, other in references:
         if table in times:
-            edge_times[relation] = times[table][rows]
+            of_rows = times[table][data.edges[table, column, other][0]]
+            edge_times[table, column, other] = edge_times[other, f"rev_{column}", table] = of_rows
     left_out = set(keys.items()) | {(t, c) for t, c, _ in references}
     left_out |= set(times_of.items()) | ({(label.table, label.column)} if label else set())
     known_before = None if label is None or label.valid_from is None else _time(label.valid_from)
@@ -209,13 +210,22 @@ def _objects(values: list[Any]) -> np.ndarray:
         return np.array(values, bool)
     if known and all(issubclass(kind, int | np.integer) for kind in kinds) and len(known) == len(values):
         return np.array(values, np.int64)
-    if known and all(issubclass(kind, int | float | np.number | np.bool_) for kind in kinds):
+    wide = known and all(issubclass(kind, int | np.integer) for kind in kinds) and max(map(abs, known)) > _EXACT
+    if known and not wide and all(issubclass(kind, int | float | np.number | np.bool_) for kind in kinds):
         return np.array([np.nan if _is_missing(value) else value for value in values], np.float64)
     if known and all(issubclass(kind, datetime.date | np.datetime64) for kind in kinds):
         return np.array([np.datetime64("NaT") if _is_missing(value) else _moment(value) for value in values])
     array = np.empty(len(values), object)
     array[:] = [None if _is_missing(value) else value for value in values]
     return array
+
+
+def _as_numbers(values: np.ndarray) -> np.ndarray:
+    """A column of objects as float64 if it has only integers, which `_objects` kept exact for keys."""
+    known = [value for value in values if value is not None] if values.dtype.kind == "O" else []
+    if known and all(isinstance(value, int | np.integer) for value in known):
+        return np.array([np.nan if value is None else value for value in values], np.float64)
+    return values
 
 
 def _is_missing(value: Any) -> bool:
@@ -229,7 +239,7 @@ def _moment(value: Any) -> np.datetime64:
 
 
 def _missing(values: np.ndarray) -> np.ndarray:
-    if values.dtype.kind == "M":
+    if values.dtype.kind in "mM":
         return np.isnat(values)
     if values.dtype.kind == "O":
         return np.array([value is None for value in values], bool)
@@ -294,6 +304,7 @@ def _edges(
 
 def _features(values: np.ndarray, fitted: np.ndarray, max_categories: int, text_width: int) -> np.ndarray:
     """float32[rows, features] of one column."""
+    values = _as_numbers(values)
     if values.dtype.kind != "O":
         return _numbers(values, fitted)
     known = ~_missing(values)
@@ -327,7 +338,7 @@ def _numbers(values: np.ndarray, fitted: np.ndarray) -> np.ndarray:
 
 def _times(values: np.ndarray, what: str) -> np.ndarray:
     """Times in seconds since 1970, or numbers as they are; a missing time is the earliest."""
-    missing = _missing(values)
+    missing, values = _missing(values), _as_numbers(values)
     if values.dtype.kind == "O":
         values = np.array(["NaT" if value is None else _iso(value, what) for value in values], "datetime64[us]")
     if values.dtype.kind == "M":

@@ -158,6 +158,21 @@ def test_dgl() -> None:
         from_dgl([])
 
 
+def test_a_mask_of_edges_is_left_out_with_a_warning() -> None:
+    graph = FakeDGL()
+    graph._data[CITES]["test_mask"] = Tensor([True, False])
+    with pytest.warns(UserWarning, match="left out of the dataset: .*cites.*: test_mask"):
+        from_dgl(graph)
+
+
+def test_features_of_a_type_without_nodes() -> None:
+    graph = hetero()
+    graph.stores["author"] = Store(x=Tensor(np.zeros((0, 5))))
+    graph.stores[WRITES] = Store(edge_index=Tensor(np.zeros((2, 0), np.int64)))
+    data = from_pyg(graph)
+    assert data.num_nodes["author"] == 0 and data.features["author"].shape == (0, 5)
+
+
 def test_a_graph_of_the_real_library() -> None:
     torch = pytest.importorskip("torch")
     pyg = pytest.importorskip("torch_geometric.data")

@@ -148,3 +148,26 @@ def test_mistakes_are_named() -> None:
 def test_empty_tables() -> None:
     data = from_tables({"users": {"id": []}, "orders": {"user": []}}, {"users": "id"}, [PLACED])
     assert data.num_nodes == {"users": 0, "orders": 0} and data.num_edges[PLACED] == 0 and data.features == {}
+
+
+def test_a_foreign_key_whose_name_begins_like_a_reverse() -> None:
+    tables = {"users": {"id": [1, 2, 3], "joined": [10, 20, 30]}, "edits": {"rev_user": [3, 1], "day": [5, 6]}}
+    keys = {"users": "id"}, [("edits", "rev_user", "users")], {"users": "joined", "edits": "day"}
+    data = from_tables(tables, *keys)
+    assert data.edge_times["edits", "rev_user", "users"].tolist() == [5, 6]
+    assert data.edge_times["users", "rev_rev_user", "edits"].tolist() == [5, 6]
+
+
+def test_keys_of_64_bits_stay_exact_beside_missing_ones() -> None:
+    base = 2**60
+    tables = {"users": {"id": [base, base + 1]}, "orders": {"user": [base + 1, None, base], "size": [base, None, 0]}}
+    data = from_tables(tables, {"users": "id"}, [("orders", "user", "users")])
+    assert [side.tolist() for side in data.edges["orders", "user", "users"]] == [[0, 2], [1, 0]]
+    np.testing.assert_allclose(data.features["orders"], [[1, 0], [0, 1], [-1, 0]], atol=1e-6)
+    times = {"orders": {"at": [base, None]}}
+    assert from_tables(times, time_columns={"orders": "at"}).node_times["orders"].tolist() == [float(base), -np.inf]
+
+
+def test_a_missing_duration_is_missing() -> None:
+    data = from_tables({"rides": {"length": np.array([1, 3, "NaT"], "timedelta64[s]")}})
+    np.testing.assert_array_equal(data.features["rides"], [[-1, 0], [1, 0], [0, 1]])
