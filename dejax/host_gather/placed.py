@@ -60,7 +60,10 @@ class DeviceTable(_DeviceRows):
         """
         given = np.asarray(array)
         spec = _device_spec(table_spec(given.shape, given.dtype, device, "DeviceTable.from_numpy"))
-        return cls(jax.device_put(_as_words(given, spec), device_or_default(device)), spec)
+        words = _as_words(given, spec)
+        if np.may_share_memory(words, given):
+            words = words.copy()  # on the CPU jax uses the memory of an aligned array as it is
+        return cls(jax.device_put(words, device_or_default(device)), spec)
 
     @classmethod
     def from_array(cls, array: Array, dtype: Any = None) -> DeviceTable:

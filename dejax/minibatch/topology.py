@@ -157,14 +157,19 @@ class HeteroTopology:
         parts = [_building.from_csc(edge_type, pair, counts) for edge_type, pair in lists.items()]
         edge_types = [(edge_type, number, 0) for number, edge_type in enumerate(lists)]
         described = tuple(Relation(*fields) for fields in _building.described(edge_types, parts))
-        return cls._of_parts(parts, described, counts, on_host)
+        return cls._of_parts(parts, described, counts, on_host, built=False)
 
     @classmethod
     def _of_parts(
-        cls, parts: Sequence[Part], relations: tuple[Relation, ...], counts: Mapping[str, int], on_host: bool
+        cls,
+        parts: Sequence[Part],
+        relations: tuple[Relation, ...],
+        counts: Mapping[str, int],
+        on_host: bool,
+        built: bool = True,
     ) -> HeteroTopology:
         need_wide([getattr(part, name) for part in parts for name in part.names()])
-        return cls(tuple(_placed(part, on_host) for part in parts), relations, tuple(counts.items()))
+        return cls(tuple(_placed(part, on_host, built) for part in parts), relations, tuple(counts.items()))
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], *, on_host: bool = True) -> HeteroTopology:
@@ -246,14 +251,16 @@ def as_numpy(rows: Any) -> np.ndarray:
     return rows.numpy() if isinstance(rows, HostTable) else np.asarray(rows)
 
 
-def _placed(part: Part, on_host: bool) -> EdgeLists:
+def _placed(part: Part, on_host: bool, built: bool) -> EdgeLists:
     def place(array: Any) -> Any:
         if array is None or isinstance(array, HostTable):
             return array
         if not on_host:
             return jax.numpy.asarray(array)
-        # The builder's arrays are aligned: they are pinned where they are, without a second copy.
+        # The builder's arrays are aligned: they are pinned where they are, without a second copy. So are read-only
+        # arrays of the user; one that can be written is copied, or a later write would change the topology.
         in_place = array.size and array.flags.c_contiguous and array.ctypes.data % 64 == 0
+        in_place = in_place and (built or not array.flags.writeable)
         return HostTable.from_numpy(array, copy=not in_place)
 
     weights = None if part.alias is None else EdgeWeights(place(part.alias), place(part.logs))

@@ -133,3 +133,13 @@ def test_bad_input() -> None:
             jax.lax.scan(lambda c, t: (c, t[jnp.zeros(1, jnp.int32)]), 0, read_only)
         with pytest.raises(TypeError, match="slice"):
             read_only[1:3]
+
+
+def test_a_later_write_to_the_array_does_not_show() -> None:
+    memory = np.zeros(64, np.float32)
+    first = (-memory.ctypes.data % 64) // 4  # at a multiple of 64 bytes, where jax uses memory in place on the CPU
+    rows = memory[first : first + 16].reshape(4, 4)
+    rows[:] = 1
+    table = DeviceTable.from_numpy(rows)
+    rows[:] = 7
+    assert (table.numpy() == 1).all()

@@ -187,3 +187,15 @@ def test_unsigned_and_narrow_ids():
 def test_times_beyond_32_bits_need_wide_jax():
     with pytest.raises(ValueError, match="64-bit mode"):
         HeteroTopology.from_edges({WRITES: ([0], [0])}, COUNTS, times={WRITES: [2**40]})
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_later_write_to_sorted_lists_does_not_show(on_host):
+    memory = np.zeros(64, np.int32)
+    first = (-memory.ctypes.data % 64) // 4  # at a multiple of 64 bytes, where arrays can be used in place
+    senders = memory[first : first + 3]
+    senders[:] = 0, 1, 2
+    relation = ("a", "to", "b")
+    topology = HeteroTopology.from_csc({relation: (np.array([0, 3]), senders)}, {"a": 3, "b": 1}, on_host=on_host)
+    senders[:] = 0
+    assert topology.csc(relation)[1].tolist() == [0, 1, 2]
