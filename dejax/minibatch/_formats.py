@@ -87,7 +87,7 @@ class Encoder:
         if rows.dtype == self.dtype and not self.by_row and self.column_scale is None:
             return rows, None
         if self.dtype.itemsize != 1:
-            return rows.astype(self.dtype), None
+            return self._wide(rows), None
         x = _finite(self.what, rows)
         scale = None
         if self.column_scale is not None:
@@ -106,6 +106,26 @@ class Encoder:
         else:
             x = np.clip(x, -bound, bound)
         return (np.rint(x) if self.dtype.kind in "iu" else x).astype(self.dtype), scale
+
+    def _wide(self, rows: np.ndarray) -> np.ndarray:
+        """Rows of 16 bits and more, which have no scale."""
+        if self.dtype.kind in "iu":
+            bounds = np.iinfo(self.dtype)
+            low, high = (rows.min().item(), rows.max().item()) if rows.size else (0, 0)
+            if not bounds.min <= low <= high <= bounds.max:  # NaN is not in between
+                raise ValueError(
+                    f"{self.what}: rows of {self.dtype} hold values from {bounds.min} to {bounds.max}, got {low} "
+                    f"to {high}; take a wider `dtype`"
+                )
+            return rows.astype(self.dtype)
+        with np.errstate(over="ignore"):
+            encoded = rows.astype(self.dtype)
+        if np.isinf(encoded).any() and (lost := np.isinf(encoded) & np.isfinite(rows)).any():
+            raise ValueError(
+                f"{self.what}: rows of {self.dtype} hold values up to {largest(self.dtype):g}, got "
+                f"{float(rows[lost][0]):g}; take dtype='bfloat16' or 'float32', or scale the features first"
+            )
+        return encoded
 
 
 def block_rows(array: np.ndarray) -> int:

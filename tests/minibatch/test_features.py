@@ -279,3 +279,24 @@ def test_bad_types_of_arguments() -> None:
     embedding["a"].table.close()
     with pytest.raises(RuntimeError, match="closed"):
         embedding.gather({"a": [0]})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values", "message"),
+    [
+        ("float16", [1e6, 1.0], "rows of float16 hold values up to 65504, got 1e\\+06; take dtype='bfloat16'"),
+        ("int16", [1e6, 1.0], "rows of int16 hold values from -32768 to 32767, got 1.0 to 1000000.0; take a wider"),
+        ("int32", [2**40 + 1, 1], "rows of int32 hold values from .*, got 1 to 1099511627777"),
+        ("uint16", [-1, 1], "rows of uint16 hold values from 0 to 65535, got -1 to 1"),
+        ("int16", [1.0, np.nan], "rows of int16 hold values from -32768 to 32767, got nan to nan"),
+    ],
+)
+def test_values_that_a_wider_format_cannot_hold(dtype, values, message):
+    with pytest.raises(ValueError, match=f"type 'a': {message}"):
+        FeatureStore.from_arrays({"a": np.array([values])}, dtype=dtype)
+
+
+def test_infinities_stay_in_float16():
+    store = FeatureStore.from_arrays({"a": np.array([[np.inf, -np.inf, np.nan, 1.0]])}, dtype="float16")
+    rows = store.gather({"a": [0]})
+    np.testing.assert_array_equal(rows["a"][0], [np.inf, -np.inf, np.nan, 1.0])
