@@ -12,7 +12,14 @@ import numpy as np
 from jax import Array
 
 from dejax.minibatch._layout import FanOuts
-from dejax.minibatch.sampling import SampledBlocks, sample_blocks
+from dejax.minibatch.sampling import (
+    SampledBlocks,
+    SampleOptions,
+    _checked_pairs,
+    _checked_seeds,
+    _checked_times,
+    sample_blocks,
+)
 from dejax.minibatch.topology import HeteroTopology
 
 # Sizes are multiples of this many nodes, so that two runs mostly compile the same program.
@@ -55,12 +62,15 @@ def find_capacities(
         seeds, rest = jax.tree.unflatten(treedef, leaves)
         return sample_blocks(key, topology, seeds, fan_outs, **rest, **static)
 
-    traced = {name: keywords.pop(name) for name in ("exclude", "seed_times") if name in keywords}
+    seed_times, pairs = keywords.pop("seed_times", None), _checked_pairs(topology, keywords.pop("exclude", None))
+    exclude = {topology.edge_types[number]: ends for number, ends in pairs.items()}
+    options = keywords.get("options", SampleOptions())
     static, found, sample = keywords, [], None
-    for number, seeds in enumerate(batches):
-        if isinstance(seeds, tuple):
-            seeds = {seeds[0]: seeds[1]}
-        leaves, treedef = jax.tree.flatten((seeds, traced))
+    for number, batch in enumerate(batches):
+        # Lists and 64 bits become arrays before jit, which would take a list apart and drop upper bits.
+        seeds = _checked_seeds(topology, batch)
+        times = _checked_times(topology, seeds, seed_times, options)
+        leaves, treedef = jax.tree.flatten((seeds, {"exclude": exclude, "seed_times": times}))
         sample = counted(jax.random.fold_in(key, number), topology, treedef, leaves)
         found.append(np.asarray(sample.found))
     if sample is None:

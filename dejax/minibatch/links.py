@@ -152,7 +152,7 @@ def _receiver_of(starts: Rows, edges: Array, first_group: int, receivers: int) -
 
     def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds  # the receiver is from `low` to `high - 1`
-        middle = (low + high) // 2
+        middle = low + (high - low) // 2  # the sum could be beyond int32
         begins = take(starts, first_group + middle) <= edges
         return jnp.where(begins, middle, low), jnp.where(begins, high, middle)
 

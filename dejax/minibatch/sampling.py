@@ -346,14 +346,21 @@ def _checked_times(
     dtype = max((table.dtype for table in tables), key=lambda dtype: dtype.itemsize)
     found = {}
     for name, ids in seeds.items():
-        times = jnp.asarray(seed_times.get(name, ()))
+        times = seed_times.get(name, ())
+        times = times if isinstance(times, jax.Array) else np.asarray(times)
         if times.shape != ids.shape:
             raise ValueError(
                 f"sample_blocks: `seed_times` of {name!r} must have shape {ids.shape}, as its seeds, got {times.shape}"
             )
         if times.size and not jnp.issubdtype(times.dtype, jnp.integer):
             raise TypeError(f"sample_blocks: `seed_times` must be integers, got {times.dtype}")
-        found[name] = times.astype(dtype)
+        if not times.size:
+            found[name] = jnp.zeros(0, dtype)
+            continue
+        # Later than any edge is as good as the latest; a cast would wrap to the past.
+        own, edges = jnp.iinfo(times.dtype), jnp.iinfo(dtype)
+        clip = jnp.clip if isinstance(times, jax.Array) else np.clip
+        found[name] = jnp.asarray(clip(times, max(own.min, edges.min), min(own.max, edges.max)).astype(dtype))
     return found
 
 
@@ -365,8 +372,9 @@ def _checked_pairs(
         number = topology.number_of(edge_type)
         ends = []
         for name, ids, end in (("senders", senders, edge_type[0]), ("receivers", receivers, edge_type[2])):
-            checked = checked_ids("sample_blocks", ids, topology.num_nodes[end], f"exclude {name}")
-            ends.append(checked.astype(jnp.int32))
+            count = topology.num_nodes[end]
+            checked = checked_ids("sample_blocks", ids, count, f"exclude {name}")
+            ends.append(jnp.where(in_range(checked, count), checked, -1).astype(jnp.int32))
         if ends[0].ndim != 1 or ends[0].shape != ends[1].shape:
             raise ValueError(
                 f"sample_blocks: `exclude` of {edge_type} must be two int[pairs], got shapes {ends[0].shape} and "

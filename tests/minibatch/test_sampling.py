@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from dejax import _native
-from dejax.minibatch import HeteroTopology, SampleOptions, edge_ids, find_capacities, link_batch, sample_blocks
+from dejax.minibatch import HeteroTopology, SampleOptions, edge_ids, find_capacities, link_batch, links, sample_blocks
 from tests.minibatch.graphs import CITES, COUNTS, LIKES, REV, WRITES, edge_lists, sampled_edges, topology_of
 
 pytestmark = [
@@ -378,3 +378,48 @@ def test_positions_beyond_32_bits(tmp_path):
         sample = sample_blocks(KEY, topology, ("hub", jnp.array([1])), [4], options=SampleOptions())
         assert sorted(np.asarray(sample.node_ids["leaf"]).tolist()) == [-1, 4, 5, 6]
         assert sorted(np.asarray(sample.edges[0])[0].tolist()) == [-1, 2**32, 2**32 + 1, 2**32 + 2]
+
+
+TO = ("a", "to", "b")
+
+
+@pytest.mark.parametrize(
+    ("when", "expected"),
+    [
+        ([2**33], [0, 1, 2]),
+        (np.array([2**31 + 5]), [0, 1, 2]),
+        (np.array([np.iinfo(np.int64).max]), [0, 1, 2]),
+        (np.array([2**32 - 1], np.uint32), [0, 1, 2]),
+        (jnp.array([2**32 - 1], jnp.uint32), [0, 1, 2]),
+        (np.array([-(2**40)]), []),
+        (np.array([2], np.int8), [0, 1]),
+    ],
+)
+def test_seed_times_of_other_dtypes_do_not_wrap(when, expected):
+    topology = HeteroTopology.from_edges({TO: ([0, 1, 2], [0, 0, 0])}, {"a": 3, "b": 1}, times={TO: [1, 2, 3]})
+    for times in (when, {"b": when}):
+        sample = sample_blocks(jax.random.key(0), topology, ("b", [0]), [3], seed_times=times)
+        found = np.asarray(sample.node_ids["a"])
+        assert sorted(found[found >= 0].tolist()) == expected
+
+
+def test_capacities_take_what_samples_take():
+    topology = HeteroTopology.from_edges({TO: ([0, 1, 2], [0, 0, 1])}, {"a": 3, "b": 2}, times={TO: [1, 2, 3]})
+    key, options = jax.random.key(0), {"exclude": {TO: ([0], [0])}, "seed_times": [2**40]}
+    found = find_capacities(key, topology, [("b", [0]), {"b": [1]}], [2], print_table=None, **options)
+    assert found == {"a": (2,), "b": (0,)}
+
+
+def test_excluded_pairs_of_64_bits_do_not_wrap():
+    topology = HeteroTopology.from_edges({TO: ([0, 1], [0, 0])}, {"a": 2, "b": 1})
+    with jax.enable_x64(True):
+        pairs = jnp.array([2**32 + 1], jnp.int64), jnp.array([0], jnp.int64)
+        sample = sample_blocks(jax.random.key(0), topology, ("b", [0]), [2], exclude={TO: pairs})
+    assert sorted(np.asarray(sample.node_ids["a"]).tolist()) == [0, 1]
+
+
+def test_receivers_beyond_half_of_int32(monkeypatch):
+    monkeypatch.setattr(links, "take", lambda starts, ids: ids)  # a list in which each node has one edge
+    edges = np.array([0, 2**30 + 3, 2**31 - 4], np.int32)
+    found = links._receiver_of(jnp.zeros(1, jnp.int32), jnp.asarray(edges), 0, 2**31 - 1)
+    np.testing.assert_array_equal(found, edges)
