@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import os
 import sqlite3
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,9 +99,9 @@ def from_tables(
            [1., 0.]], dtype=float32)
     """
     if isinstance(tables, str | os.PathLike):
-        tables, own_keys, own_references = _read_sqlite(Path(tables))
+        tables, own_keys, declared = _read_sqlite(Path(tables))
         primary_keys = own_keys if primary_keys is None else primary_keys
-        foreign_keys = own_references if foreign_keys is None else foreign_keys
+        foreign_keys = _to_primary_keys(declared, primary_keys) if foreign_keys is None else foreign_keys
     if dangling not in ("error", "drop"):
         raise ValueError(f"dangling must be 'error' or 'drop', got {dangling!r}")
     columns = {table: _columns(table, given) for table, given in tables.items()}
@@ -139,13 +140,17 @@ def from_tables(
 # --------------------------------------------------------------------------------------------------- reading
 
 
-def _read_sqlite(path: Path) -> tuple[dict[str, Columns], dict[str, str], list[ForeignKey]]:
+_Declared = dict[tuple[str, int], list[tuple[str, str, str | None]]]
+"""(table, number) of a foreign key -> for each of its columns the other table, the column, the other table's column."""
+
+
+def _read_sqlite(path: Path) -> tuple[dict[str, Columns], dict[str, str], _Declared]:
     """The tables, primary keys of one column, and foreign keys of a SQLite file."""
     if not path.is_file():
         raise FileNotFoundError(f"tables must be the path of a SQLite file, {path} does not exist")
     tables: dict[str, Columns] = {}
     keys: dict[str, str] = {}
-    references: list[ForeignKey] = []
+    declared: _Declared = {}
     connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
     try:
         found = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")
@@ -159,12 +164,30 @@ def _read_sqlite(path: Path) -> tuple[dict[str, Columns], dict[str, str], list[F
             if len(own) == 1:
                 keys[table] = own[0]
             for reference in connection.execute(f"PRAGMA foreign_key_list({quoted})").fetchall():
-                references.append((table, reference[3], reference[2]))
+                declared.setdefault((table, reference[0]), []).append((reference[2], reference[3], reference[4]))
     except sqlite3.DatabaseError as error:
         raise ValueError(f"tables must be a SQLite file: {path}: {error}") from error
     finally:
         connection.close()
-    return tables, keys, references
+    return tables, keys, declared
+
+
+def _to_primary_keys(declared: _Declared, keys: Mapping[str, str]) -> list[ForeignKey]:
+    """The foreign keys of one column that refer to primary keys of one column; a warning names the others."""
+    references: list[ForeignKey] = []
+    for (table, _), parts in declared.items():
+        other, column, target = parts[0]
+        is_primary = target is None or target.lower() == keys.get(other, target).lower()
+        if len(parts) == 1 and is_primary:
+            references.append((table, column, other))
+        else:
+            columns = ", ".join(part[1] for part in parts)
+            warnings.warn(
+                f"left out the foreign key ({columns}) of {table!r}: it is not to the primary key of {other!r}; "
+                "give `foreign_keys`, and the column that it refers to in `primary_keys`",
+                stacklevel=3,
+            )
+    return references
 
 
 def _columns(table: str, given: Any) -> Columns:

@@ -83,7 +83,10 @@ _NO_ENDS = (np.zeros(0, np.int32), np.zeros(0, np.int32))
 def _read(path: Path, progress: bool | None) -> tuple[list[str], list[str], list[str]]:
     """Heads, relations and tails."""
     columns: tuple[list[str], list[str], list[str]] = ([], [], [])
-    with open(path, encoding="utf-8") as file, Progress(f"read {path.name}", unit="triples", enabled=progress) as bar:
+    with (
+        open(path, encoding="utf-8-sig") as file,
+        Progress(f"read {path.name}", unit="triples", enabled=progress) as bar,
+    ):
         for number, line in enumerate(file, start=1):
             text = line.rstrip("\r\n")
             if not text.strip():
@@ -102,7 +105,7 @@ def _numbering(path: Path, columns: list[list[str]], numbers: bool | None) -> di
     names = set().union(*columns)
     if numbers is not True and path.is_file():
         listed: dict[int, str] = {}
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8-sig").splitlines():
             first, _, second = line.partition("\t")
             if not first.isdecimal() or not second:
                 raise ValueError(f"{path}: a line must be a number and a name, got {line[:80]!r}")
@@ -110,6 +113,9 @@ def _numbering(path: Path, columns: list[list[str]], numbers: bool | None) -> di
         if sorted(listed) != list(range(len(listed))):
             raise ValueError(f"{path} must number its names from 0 on, without gaps")
         known = {listed[i]: i for i in range(len(listed))}
+        if len(known) < len(listed):
+            twice = next(name for i, name in sorted(listed.items()) if known[name] != i)
+            raise ValueError(f"{path} must have each name once, it has {twice!r} twice")
         if missing := sorted(names - set(known)):
             raise ValueError(f"{path} must have every name of the triples, it lacks {missing[0]!r}")
         return known

@@ -103,6 +103,7 @@ def infer_layers(
     Raises:
         ValueError: unknown types, counts that disagree, offsets that do not fit, ids out of range, or a layer whose
             result is not [batch, width].
+        TypeError: offsets or senders that are no integers.
     """
     if len(layers) != len(params):
         raise ValueError(
@@ -302,6 +303,9 @@ def _checked(
             if num_nodes[kind] > jnp.iinfo(jnp.int32).max:
                 raise ValueError(f"infer_layers: a type must have fewer than 2^31 nodes, got {num_nodes[kind]}")
         offsets, senders = (x if isinstance(x, np.ndarray) else np.asarray(x) for x in pair)
+        for what, values in (("offsets", offsets), ("senders", senders)):
+            if values.size and values.dtype.kind not in "iu":
+                raise TypeError(f"infer_layers: {what} of {relation} must be integers, got {values.dtype}")
         receivers, count = num_nodes[relation[2]], num_nodes[relation[0]]
         fits = offsets.shape == (receivers + 1,) and offsets[0] == 0 and offsets[-1] == len(senders)
         if not fits or (np.diff(offsets.astype(np.int64)) < 0).any():

@@ -128,6 +128,23 @@ def test_sqlite_by_its_own_keys(tmp_path: Path) -> None:
         from_tables(tmp_path / "text.db")
 
 
+def test_sqlite_keys_that_refer_to_no_primary_key(tmp_path: Path) -> None:
+    path = tmp_path / "shop.db"
+    with sqlite3.connect(path) as db:
+        db.execute("CREATE TABLE users (id INTEGER PRIMARY KEY, code INTEGER UNIQUE, UNIQUE (id, code))")
+        db.execute("CREATE TABLE orders (user INTEGER REFERENCES users(code), buyer INTEGER REFERENCES users(ID))")
+        db.execute("CREATE TABLE visits (id INTEGER, code INTEGER, FOREIGN KEY (id, code) REFERENCES users(id, code))")
+        db.executemany("INSERT INTO users VALUES (?, ?)", [(1, 2), (2, 1)])
+        db.execute("INSERT INTO orders VALUES (1, 1)")
+    with pytest.warns(UserWarning, match=r"left out the foreign key \((user|id, code)\) of") as found:
+        data = from_tables(path)
+    assert len(found) == 2
+    assert set(data.edges) == {("orders", "buyer", "users"), ("users", "rev_buyer", "orders")}
+    assert data.edges["orders", "buyer", "users"][1].tolist() == [0]
+    keys = {"users": "code"}, [("orders", "user", "users")]
+    assert from_tables(path, *keys).edges["orders", "user", "users"][1].tolist() == [1]
+
+
 def test_mistakes_are_named() -> None:
     def fails(message: str, tables: Any = TABLES, **changes: Any) -> None:
         with pytest.raises(ValueError, match=message):

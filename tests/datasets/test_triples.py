@@ -83,3 +83,15 @@ def test_bad_folders(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "test.txt").unlink()
     with pytest.raises(FileNotFoundError, match=r"test.txt"):
         load_triples("x", tmp_path)
+
+
+def test_a_dictionary_with_a_name_twice(tmp_path) -> None:
+    write(tmp_path, dict.fromkeys(FILES, "a\tis\tb\n"))
+    (tmp_path / "entities.dict").write_text("0\ta\n1\tc\n2\ta\n3\tb\n")
+    with pytest.raises(ValueError, match="must have each name once, it has 'a' twice"):
+        load_triples("x", tmp_path)
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_a_name(tmp_path) -> None:
+    write(tmp_path, {**FILES, "train": "\ufeff" + FILES["train"]})
+    assert load_triples("x", tmp_path).node_names["entity"] == ("/m/a", "/m/b", "/m/c d", "/m/new")

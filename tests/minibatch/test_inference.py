@@ -152,3 +152,10 @@ def test_progress(capsys) -> None:
     lists, _ = graph()
     infer_layers([layer], [weights(1)], lists, NODES, FeatureStore.from_arrays(features()), progress=True)
     assert "layer 1 of 1" in capsys.readouterr().err
+
+
+def test_ids_that_are_no_integers() -> None:
+    relation, store = ("a", "to", "b"), FeatureStore.from_arrays({"a": np.eye(2, dtype=np.float32)})
+    for pair, what in ((([0, 1], [0.6]), "senders"), (([0.0, 1.5], [0]), "offsets")):
+        with pytest.raises(TypeError, match=f"{what} of .* must be integers, got float64"):
+            infer_layers([lambda p, b: b.sources["a"]], [None], {relation: pair}, {"a": 2, "b": 1}, store)
