@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dejax.host_gather import HostTable
 from dejax.host_gather._weights import alias_tables
+from dejax.minibatch import _folder
 from dejax.minibatch._checks import EdgeList, EdgeType, check_range, checked_edge_type, ids_of
 
 __all__ = ["EdgeType", "Part"]
@@ -119,8 +119,7 @@ def build(plan: Plan, folder: str | os.PathLike[str] | None, number: int) -> Par
     def array(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         if folder is None:
             return aligned(shape, dtype)
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        return np.lib.format.open_memmap(Path(folder) / f"{number}_{name}.npy", "w+", np.dtype(dtype), shape)
+        return np.lib.format.open_memmap(_folder.list_path(folder, number, name), "w+", np.dtype(dtype), shape)
 
     part = Part(array("starts", (plan.num_groups,), position), array("senders", (edges,), np.int32))
     if plan.keep_edge_ids:

@@ -24,11 +24,23 @@ _DTYPES = {
 }
 
 
+def begin(folder: str | os.PathLike[str]) -> None:
+    """Makes the folder, and takes `topology.json` away until its lists are complete."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    (Path(folder) / _FILE).unlink(missing_ok=True)
+
+
+def list_path(folder: str | os.PathLike[str], number: int, name: str) -> Path:
+    """A file to write a list to. A topology that has the file before it mapped keeps its contents."""
+    path = Path(folder) / f"{number}_{name}.npy"
+    path.unlink(missing_ok=True)
+    return path
+
+
 def write(folder: str | os.PathLike[str], number: int, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes the arrays of one `EdgeLists`."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
     for name, array in arrays.items():
-        np.save(Path(folder) / f"{number}_{name}.npy", array)
+        np.save(list_path(folder, number, name), array)
 
 
 def describe(

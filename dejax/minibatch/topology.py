@@ -128,6 +128,8 @@ class HeteroTopology:
             "times": one_for_each("times", times, lists),
         }
         parts, relations = _building.plan(lists, counts, given, keep_edge_ids)
+        if folder is not None:
+            _folder.begin(folder)
         made = [_building.build(part, folder, number) for number, part in enumerate(parts)]
         described = tuple(Relation(*fields) for fields in _building.described(relations, made))
         if folder is not None:
@@ -191,6 +193,7 @@ class HeteroTopology:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes the lists to a folder of `.npy` files and a `topology.json`, for `load`."""
         names = []
+        _folder.begin(folder)
         for number, lists in enumerate(self.lists):
             arrays: dict[str, Any] = {"starts": lists.starts, "senders": lists.senders}
             arrays |= {name: value for name in ("edge_ids", "times") if (value := getattr(lists, name)) is not None}

@@ -199,3 +199,27 @@ def test_a_later_write_to_sorted_lists_does_not_show(on_host):
     topology = HeteroTopology.from_csc({relation: (np.array([0, 3]), senders)}, {"a": 3, "b": 1}, on_host=on_host)
     senders[:] = 0
     assert topology.csc(relation)[1].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("again", ["save", "from_edges"])
+def test_a_folder_that_is_mapped_can_be_written_again(again, tmp_path):
+    relation, counts = ("a", "to", "b"), {"a": 7, "b": 3}
+    edges = np.arange(5000) % 7, np.arange(5000) % 3
+    topology = HeteroTopology.from_edges({relation: edges}, counts, folder=tmp_path, on_host=True)
+    if again == "save":
+        topology.save(tmp_path)
+    else:
+        HeteroTopology.from_edges({relation: ([1], [2])}, counts, folder=tmp_path)
+    expected = HeteroTopology.from_edges({relation: edges}, counts).csc(relation)
+    for found, wanted in zip(topology.csc(relation), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    assert HeteroTopology.load(tmp_path).num_edges == {relation: 5000 if again == "save" else 1}
+
+
+def test_a_folder_is_incomplete_while_it_is_written_again(tmp_path):
+    relation, counts = ("a", "to", "b"), {"a": 7, "b": 3}
+    HeteroTopology.from_edges({relation: ([1], [2])}, counts, folder=tmp_path)
+    with pytest.raises(ValueError, match="senders"):
+        HeteroTopology.from_edges({relation: ([9], [2])}, counts, folder=tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"topology\.json"):
+        HeteroTopology.load(tmp_path)
