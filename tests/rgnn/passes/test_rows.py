@@ -1,4 +1,4 @@
-"""Rewrites of concatenated rows and of rows with heads keep dtypes, ranges and broadcasting of the program as written."""
+"""Rewrites of concatenated rows and rows with heads keep dtypes, ranges and broadcasting of programs as written."""
 
 import jax
 import jax.numpy as jnp
