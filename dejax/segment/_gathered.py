@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from dejax.segment._grouping import EdgePlan, Plan, checked_ids, group
 from dejax.segment._plans import both_known
-from dejax.segment._primitives import Edges, gather_reduce, reduce, rows_at, spread
+from dejax.segment._primitives import Edges, gather_reduce, in_scales, reduce, rows_at, spread
 from dejax.segment._reductions import shared, wide
 from dejax.segment._request import BACKENDS, FLOATS, INTEGERS, count_of, place
 
@@ -145,8 +145,9 @@ def _stored(m: _Messages) -> Array:
     rows = rows_at(m.x, m.senders).astype(wide(m.dtype))
     if m.scale is None:
         return rows
-    scales = m.scale.astype(rows.dtype)[:, :, None]
-    return (rows.reshape(rows.shape[0], m.scale.shape[1], -1) * scales).reshape(rows.shape)
+    # The scale of an edge that is left out may be inf or NaN.
+    known = (m.senders >= 0) & (m.senders < m.x.shape[0])
+    return _product(rows.dtype, rows, jnp.where(known[:, None], m.scale, 0))
 
 
 def _summed(m: _Messages, dtype: Any) -> Array:
@@ -291,7 +292,10 @@ def _extreme(kind: str, m: _Messages, empty: Any) -> Array:
         operator = jax.ops.segment_max if kind == "max" else jax.ops.segment_min
         known = (m.senders >= 0) & (m.senders < m.x.shape[0])
         receivers = jnp.where(known, m.receivers, m.num_segments)
-        out = operator(_stored(m).astype(m.dtype), receivers, m.num_segments)
+        stored = _stored(m)
+        if stored.dtype != m.dtype:  # rounded as the result is; ties are counted in float32
+            stored = lax.reduce_precision(stored, jnp.finfo(m.dtype).nexp, jnp.finfo(m.dtype).nmant)
+        out = operator(stored, receivers, m.num_segments).astype(m.dtype)
     if empty is not None:
         out = jnp.where(_edge_counts(m, jnp.float32) > 0, out, jnp.asarray(empty, out.dtype))
     return m.shaped(out)
@@ -313,7 +317,9 @@ def _extremum_jvp(kind: str, dtype: Any, interpret: bool, primals: Any, tangents
     gathered, tangent = spread(x, back, compute, interpret), spread(tangents[0], back, compute, interpret)
     message = gathered
     if scale is not None:
-        message, tangent = product(gathered, scale), product(tangent, scale) + product(gathered, tangents[1])
+        message, tangent = product(gathered, scale), product(tangent, scale)
+        if jnp.issubdtype(scale.dtype, jnp.inexact):  # integers have no tangents
+            tangent = tangent + product(gathered, tangents[1])
     # Rounded as the result is, which XLA does not leave out.
     info = jnp.finfo(dtype)
     message = lax.reduce_precision(message, info.nexp, info.nmant)
@@ -323,7 +329,7 @@ def _extremum_jvp(kind: str, dtype: Any, interpret: bool, primals: Any, tangents
 
 
 def _product(dtype: Any, rows: Array, scale: Array) -> Array:
-    parts = rows.reshape(rows.shape[0], scale.shape[1], -1)
+    parts = in_scales(rows, scale.shape[1])
     return (parts * scale.astype(dtype)[:, :, None]).reshape(rows.shape)
 
 
@@ -349,5 +355,6 @@ def gather(x: Any, ids: Any, *, plan: Plan | None = None, backend: str = "auto")
     if not kernels or not isinstance(x, jax.core.Tracer) or not jnp.issubdtype(x.dtype, jnp.floating):
         return rows_at(x, number)
     g = group(number, x.shape[0], False, kernels=True, interpret=interpret) if plan is None else plan.grouping
-    out = spread(x.reshape(x.shape[0], -1), g, interpret=interpret)
+    width = int(np.prod(x.shape[1:], dtype=np.int64))
+    out = spread(x.reshape(x.shape[0], width), g, interpret=interpret)
     return out.reshape(out.shape[0], *x.shape[1:])

@@ -47,7 +47,9 @@ def _exponentials(r: Request) -> tuple[Array, Array, Array]:
     fixed = dataclasses.replace(r, data=jax.lax.stop_gradient(r.data))
     top = extremum("max", fixed)
     top = jnp.where(jnp.isfinite(top), top, 0)
-    powers = jnp.where(_belongs(r), jnp.exp(r.data - _at_entries(top, r)), 0)
+    belongs = _belongs(r)
+    # Entries of no segment may be of any size: their exponentials are not taken, so that gradients stay finite.
+    powers = jnp.where(belongs, jnp.exp(jnp.where(belongs, r.data, 0) - _at_entries(top, r)), 0)
     return powers, summed(dataclasses.replace(r, data=powers)), top
 
 

@@ -102,7 +102,12 @@ def _joined(x: Array) -> Array:
 def _features_first(x: Array, axis: int) -> Array:
     """A batched [rows, width] as [rows, batch * width]."""
     x = jnp.moveaxis(x, axis, 1)
-    return x.reshape(x.shape[0], -1)
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2])
+
+
+def in_scales(rows: Array, scales: int) -> Array:
+    """[edges, width] as [edges, scales, width / scales]; of size 0, too, where -1 has no meaning."""
+    return rows.reshape(rows.shape[0], scales, rows.shape[1] // max(scales, 1))
 
 
 # reduce: [entries, width] -> [segments, width]
@@ -148,14 +153,14 @@ def _reduce_batch(args: Any, axes: Any, **params: Any) -> tuple[Array, int]:
     if all(a is None for a in index_axes):
         batch = data.shape[axis]
         out = reduce_p.bind(_features_first(data, axis), *arrays, **params)
-        return out.reshape(out.shape[0], batch, -1), 1
+        return out.reshape(out.shape[0], batch, out.shape[1] // max(batch, 1)), 1
     size = _size(args, axes)
     (ids, *_), (ids_axis, *_) = arrays, index_axes
     count = _num_segments(arrays, index_axes, params["tree"])
     merged = _merged_ids(_batched(ids, ids_axis, size), count)
     g = group(merged, size * count, is_sorted=False, kernels=True, interpret=params["interpret"])
     out = reduce(params["kind"], _joined(_batched(data, axis, size)), g, params["dtype"], params["interpret"])
-    return out.reshape(size, count, -1), 0
+    return out.reshape(size, count, out.shape[1]), 0
 
 
 def _num_segments(arrays: Sequence[Any], axes: Sequence[Any], tree: Any) -> int:
@@ -213,13 +218,13 @@ def _spread_batch(args: Any, axes: Any, **params: Any) -> tuple[Array, int]:
     if all(a is None for a in index_axes):
         batch = rows.shape[axis]
         out = spread_p.bind(_features_first(rows, axis), *arrays, **params)
-        return out.reshape(out.shape[0], batch, -1), 1
+        return out.reshape(out.shape[0], batch, out.shape[1] // max(batch, 1)), 1
     size = _size(args, axes)
     rows = _batched(rows, axis, size)
     merged = _merged_ids(_batched(arrays[0], index_axes[0], size), rows.shape[1])
     g = group(merged, size * rows.shape[1], is_sorted=False, kernels=True, interpret=params["interpret"])
     out = spread(_joined(rows), g, params["dtype"], params["interpret"])
-    return out.reshape(size, -1, out.shape[1]), 0
+    return out.reshape(size, out.shape[0] // max(size, 1), out.shape[1]), 0
 
 
 ad.primitive_jvps[spread_p] = functools.partial(_linear_jvp, spread_p)
@@ -291,7 +296,7 @@ def _gather_reduce_transpose(
     back = edges.swapped(x.shape[0], interpret)
     left = spread(x, back.by_receiver, _wide(x.dtype), interpret)
     right = spread(ct, edges.by_receiver, _wide(ct.dtype), interpret)
-    product = (left * right).reshape(*scales.shape, -1)
+    product = in_scales(left * right, scales.shape[1])
     found[1] = product.sum(axis=-1).astype(scales.dtype)
     return found
 
@@ -309,11 +314,11 @@ def _gather_reduce_batch(args: Any, axes: Any, **params: Any) -> tuple[Array, in
     edges: Edges = jax.tree.unflatten(params["tree"], arrays)
     if all(a is None for a in index_axes):
         x = _batched(x, axes[0], size)
-        wide = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
+        wide = _features_first(x, 0)
         if scale is not None and (axes[1] is not None or scale.shape[1] > 1):
-            scale = jnp.moveaxis(_batched(scale, axes[1], size), 0, 1).reshape(arrays[0].shape[0], -1)
+            scale = _features_first(_batched(scale, axes[1], size), 0)
         out = gather_reduce(kind, wide, scale, edges, dtype, interpret)
-        return out.reshape(out.shape[0], size, -1), 1
+        return out.reshape(out.shape[0], size, out.shape[1] // max(size, 1)), 1
     flat, tree = jax.tree.flatten(edges.by_receiver)
     at = index_axes[1 : 1 + len(flat)]  # after the senders
     count = _num_segments(flat, at, tree)
@@ -324,7 +329,7 @@ def _gather_reduce_batch(args: Any, axes: Any, **params: Any) -> tuple[Array, in
     if scale is not None:
         scale = _joined(_batched(scale, axes[1], size))
     out = gather_reduce(kind, _joined(x), scale, merged, dtype, interpret)
-    return out.reshape(size, count, -1), 0
+    return out.reshape(size, count, out.shape[1]), 0
 
 
 ad.primitive_jvps[gather_reduce_p] = _gather_reduce_jvp

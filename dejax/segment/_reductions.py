@@ -45,7 +45,7 @@ def _scatter(kind: str, r: Request, data: Array) -> Array:
 def extremum(kind: str, r: Request) -> Array:
     """The greatest or least entry of each segment; the `identity` where there is none."""
     if not r.kernels:
-        return _scatter(kind, r, r.data)
+        return _scatter(kind, r, r.data.astype(wide(r.data.dtype))).astype(r.data.dtype)  # ties are counted in float32
     return r.shaped(_extremum(kind, r.interpret, r.rows, r.grouping()))
 
 

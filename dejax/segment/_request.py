@@ -113,13 +113,15 @@ def request(
         segment_ids, plan = segment_ids.ids, plan or segment_ids
     data = jnp.asarray(data)
     if plan is not None:
+        if options.mode == "clip":
+            raise ValueError(f"mode of {name} must not be 'clip' with a plan, which drops ids; clip them before `plan`")
         segment_ids, num_segments = _of_plan(name, plan, segment_ids, num_segments)
     ids = jnp.asarray(segment_ids)
     _check_entries(name, data, ids)
     count = count_of(name, segment_ids, num_segments)
+    ids = checked_ids(ids, count)
     if options.mode == "clip":
         ids = jnp.clip(ids, 0, max(count - 1, 0))
-    ids = checked_ids(ids, count)
     kernels, interpret = place(options.backend)
     possible = data.dtype in FLOATS or data.dtype in INTEGERS
     possible = possible and not (data.dtype.itemsize == 1 and data.size >= 2**31)  # Triton's offsets have 32 bits

@@ -505,6 +505,80 @@ def masked_maximum(d: Drawing) -> Value:
     return d.define(f"rgnn.stop_gradient({largest})" if d.narrow else largest, "node", x.shape)
 
 
+def _row(d: Drawing) -> Value:
+    """An edge value of one axis, often read from nodes."""
+    node = d.pick(lambda v: v.space == "node" and len(v.shape) == 1)
+    if node is None or d.maybe():
+        found = d.pick(lambda v: v.space == "edge" and len(v.shape) == 1)
+        if found is not None:
+            return found
+    node = node or d.argument("node", (3,))
+    return d.define(f"g.{d.one_of(('src', 'dst'))}({node.name})", "edge", node.shape)
+
+
+@production(2)
+def joined_rows(d: Drawing) -> Value:
+    """Rows of both ends concatenated, which a product or elementwise work then reads."""
+    parts = [_row(d) for _ in range(d.one_of((2, 2, 3)))]
+    width = sum(p.shape[0] for p in parts)
+    names = ", ".join(p.name for p in parts)
+    x = d.define(f"rgnn.concatenate([{names}], {d.one_of((0, -1))})", "edge", (width,))
+    how, kind = d.one_of(("product", "heads", "dot", "elementwise", "sum")), d.one_of(("etype", "shared"))
+    if how == "sum":
+        return d.define(f"{x.name}.sum(0)", "edge", ())
+    shape = {"product": (width, 2), "heads": (2, width, 3)}.get(how, (width,))
+    w = d.argument(kind, shape, width**-0.5)
+    if how == "dot":
+        return d.define(f"rgnn.dot({x.name}, {w.name})", "edge", ())
+    if how == "elementwise":
+        return d.define(f"rgnn.tanh({x.name} * {w.name})", "edge", (width,))
+    return d.define(f"{x.name} @ {w.name}", "edge", (2,) if how == "product" else (2, 3))
+
+
+@production()
+def heads_of_rows(d: Drawing) -> Value:
+    """A product whose rows, with a bias or without, are reshaped into heads."""
+    x = d.pick(lambda v: v.space in ("node", "edge") and len(v.shape) == 1) or _row(d)
+    kind, width = d.one_of((_TYPED_BY[x.space], "shared")), d.one_of((4, 6))
+    w = d.argument(kind, (x.shape[0], d.one_of((width, width, 1))), x.shape[0] ** -0.5)
+    rows = f"{x.name} @ {w.name}"
+    if w.shape[1] == 1 or d.maybe():
+        rows = f"({rows} + {d.argument(kind, (width,)).name})"
+    rows = f"rgnn.tanh({rows})" if d.maybe() else rows
+    rows = f"g.src({rows})" if x.space == "node" and d.maybe() else rows
+    space = "edge" if rows.startswith("g.src") else x.space
+    return d.define(f"({rows}).reshape(2, {width // 2})", space, (2, width // 2))
+
+
+@production()
+def two_products(d: Drawing) -> Value:
+    """Two products with heads of the same rows, with biases or without, as keys and values of attention."""
+    x, heads = _row(d), d.one_of((1, 2))
+    made = []
+    for bias in d.one_of((((), ()), ((heads, 3), (heads, 3)), ((1, 3), (heads, 1)), ((1, 3), (1, 3)))):
+        w = d.argument("etype", (heads, x.shape[0], 3), x.shape[0] ** -0.5)
+        added = f" + {d.argument('etype', bias).name}" if bias else ""
+        made.append(d.define(f"{x.name} @ {w.name}{added}", "edge", (heads, 3)))
+    key, value = made
+    query = d.argument("etype", (heads, 3), 0.5)
+    share = f"rgnn.edge_softmax(rgnn.dot({key.name}, {query.name}))"
+    return d.define(f"g.sum_to_dst({share}[:, None] * {value.name})", "node", (heads, 3))
+
+
+@production()
+def shared_product_of_edges(d: Drawing) -> Value:
+    """A sum over edges of a product that all share, with scalars or a bias."""
+    x, n = _row(d), d.one_of((1, 2, 5))
+    rows = f"{x.name} @ {d.argument('shared', (x.shape[0], n), x.shape[0] ** -0.5).name}"
+    how = d.one_of(("plain", "bias", "scaled"))
+    if how == "bias":
+        rows = f"({rows} + {d.argument('shared', (n,)).name})"
+    if how == "scaled":
+        rows = f"{d.argument('edge', ()).name} * ({rows})"
+    to = d.one_of(("sum_to_dst", "sum_to_src", "mean_to_dst"))
+    return d.define(f"g.{to}({rows})", "node", (n,))
+
+
 @production(3)
 def reduce(d: Drawing) -> Value:
     x = d.edge()

@@ -81,7 +81,9 @@ def _pairs(program: Program) -> list[tuple[_Member, _Member]]:
         # The kernel of a product may also compute what reads it in place; not what gathers its rows.
         if member is None or any(program.ops[u].name not in ("gather", "dot") for u in users[member.value]):
             continue
-        key = (op.args[0], op.attr("via"), op.shape, op.dtype, member.bias is None)
+        bias = None if member.bias is None else program.ops[member.bias]
+        added = None if bias is None else (bias.shape, bias.dtype)
+        key = (op.args[0], op.attr("via"), op.shape, op.dtype, added)
         first = waiting.pop(key, None)
         if first is None:
             waiting[key] = member
@@ -100,7 +102,9 @@ def _member(program: Program, users: list[list[int]], product: int) -> _Member |
         if add.name == "add" and add.shape == op.shape and u not in program.outputs:
             (other,) = (a for a in add.args if a != product) if add.args[0] != add.args[1] else (product,)
             bias = program.ops[other]
-            if bias.name == "gather" and bias.attr("via") == op.attr("via"):
+            # One row for all heads cannot be stacked along the heads.
+            for_heads = len(bias.shape) == 2 and bias.shape[0] == op.shape[0]
+            if bias.name == "gather" and bias.attr("via") == op.attr("via") and for_heads:
                 return _Member(u, op, bias.args[0])
     return _Member(product, op, None)
 

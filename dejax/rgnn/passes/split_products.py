@@ -5,14 +5,15 @@
 
 The first form multiplies and stores a wide row for each edge. In the second one `compact` multiplies the parts that
 depend on one end alone, once for each node or pair. Concatenations of values of one origin stay: their product runs
-there already.
+there already. Parts have the dtype of the concatenation; terms of float16 products, which may be beyond its range where
+the whole is not, are added as float32.
 """
 
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import Builder, Op, Program, Space
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts, rebuild
+from dejax.rgnn.passes._rewrite import Counts, as_dtype, in_range, rebuild
 
 
 def split_products(program: Program, counts: Counts) -> Program:
@@ -33,16 +34,20 @@ def split_products(program: Program, counts: Counts) -> Program:
         else:
             axis = len(program.ops[op.args[1 - at]].shape) - 1
         start, terms = 0, []
+        dtype = program.ops[op.args[at]].dtype
         for part in program.ops[op.args[at]].args:
             stop = start + program.ops[part].shape[-1]
             other = _sliced(builder, args[1 - at], axis, start, stop)
-            pair = (new[part], other) if at == 0 else (other, new[part])
+            row = as_dtype(builder, new[part], dtype)
+            if in_range(op.dtype) != op.dtype:
+                other = _converted(builder, other, in_range(op.dtype))
+            pair = (row, other) if at == 0 else (other, row)
             terms.append(builder.op(op.name, *pair, **dict(op.attrs)))
             start = stop
         total = terms[0]
         for term in terms[1:]:
             total = builder.op("add", total, term)
-        return total
+        return as_dtype(builder, total, op.dtype)
 
     return rebuild(program, visit, new)
 
@@ -72,6 +77,14 @@ def _origins(program: Program, value: int) -> set[str]:
         else:
             waiting += [a for a in op.args if program.ops[a].space == Space.EDGE]
     return found
+
+
+def _converted(builder: Builder, value: int, dtype: str) -> int:
+    """The value in a dtype, converted before it is read on the edges."""
+    op = builder.ops[value]
+    if op.name == "gather":
+        return builder.op("gather", _converted(builder, op.args[0], dtype), **dict(op.attrs))
+    return as_dtype(builder, value, dtype)
 
 
 def _sliced(builder: Builder, value: int, axis: int, start: int, stop: int) -> int:

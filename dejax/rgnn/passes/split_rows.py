@@ -10,7 +10,7 @@ A concatenation whose readers need the whole row is made where it is read, as be
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import BINARY, UNARY, Builder, Op, Program, Space
-from dejax.rgnn.passes._rewrite import Counts, Rewrite
+from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, in_range
 
 _ELEMENTWISE = UNARY | BINARY | {"select"}
 
@@ -33,7 +33,8 @@ class _SplitRows(Rewrite):
         if not any(a in self.parts for a in op.args) and not self.begins(op, index):
             return None
         if op.name == "concat" and op.space == Space.EDGE:
-            self.parts[index] = [p for a, arg in zip(op.args, args, strict=True) for p in self.parts.get(a, [arg])]
+            parts = [p for a, arg in zip(op.args, args, strict=True) for p in self.parts.get(a, [arg])]
+            self.parts[index] = [as_dtype(builder, p, op.dtype) for p in parts]  # as the concatenation promotes them
             return builder.op("concat", *args, axis=0)
         if op.name in _ELEMENTWISE:
             pieces = self.pieces(builder, op)
@@ -46,10 +47,12 @@ class _SplitRows(Rewrite):
             return builder.op("concat", *rows, axis=0)
         if op.name == "sum_features" and op.attr("axes") == (0,):
             parts = self.parts[op.args[0]]
+            parts = [as_dtype(builder, p, in_range(op.dtype)) for p in parts]
             if len({builder.ops[p].shape for p in parts}) == 1:  # one sum of features instead of one for each part
                 parts = [_sum(builder, parts)]
             return self.total(builder, [(part,) for part in parts], op)
         if op.name == "dot" and (pieces := self.pieces(builder, op)) is not None:
+            pieces = [(as_dtype(builder, x, in_range(op.dtype)), y) for x, y in pieces]
             return self.total(builder, pieces, op)
         return None
 
@@ -91,8 +94,9 @@ class _SplitRows(Rewrite):
         return builder.op("slice", value, axis=axis, start=start, stop=stop)
 
     def total(self, builder: Builder, pieces: list[tuple[int, ...]], op: Op) -> int:
-        """The sum over all parts of a reduction of features."""
-        return _sum(builder, [builder.op(op.name, *piece, **dict(op.attrs)) for piece in pieces])
+        """The sum over all parts of a reduction of features; parts of float16 may be beyond its range."""
+        total = _sum(builder, [builder.op(op.name, *piece, **dict(op.attrs)) for piece in pieces])
+        return as_dtype(builder, total, op.dtype)
 
 
 def _sum(builder: Builder, terms: list[int]) -> int:

@@ -9,6 +9,8 @@ without heads stay.
 
 from __future__ import annotations
 
+import math
+
 from dejax.rgnn.ir.inter import UNARY, Builder, Op, Program, Space
 from dejax.rgnn.passes._rewrite import Counts, Rewrite
 
@@ -29,7 +31,8 @@ class _WeightHeads(Rewrite):
         for i in reversed(range(len(program.ops))):
             shapes = {self.shape_read(u, wanted) for u in self.users[i]}
             shape = shapes.pop() if len(shapes) == 1 else None
-            if shape is not None and len(program.ops[i].shape) == 1 and i not in program.outputs:
+            # A row of size 1 that a bias makes wider has no heads.
+            if shape is not None and program.ops[i].shape == (math.prod(shape),) and i not in program.outputs:
                 wanted[i] = shape
         self.heads: dict[int, tuple[int, ...]] = {}
         for i, op in enumerate(program.ops):
