@@ -1,6 +1,7 @@
 """A step layer by layer: equal numbers wherever the state lies, and those of plain autodiff."""
 
 import functools
+import re
 import threading
 
 import jax
@@ -215,6 +216,14 @@ def test_bad_input():
         make(microbatches=0)
     with pytest.raises(ValueError, match="`microbatches` must divide the batch, got 3 for 8 examples"):
         train(make(microbatches=3))
+    outer, layers = model()
+    for wrong, words in (({**layers, "b": layers["b"][:4]}, "(4, 16), (5, 16, 16)"), ({"w": layers["w"][:0]}, "(0, 16"),
+                         ({}, "of no array")):  # fmt: skip
+        with pytest.raises(ValueError, match="of equally many layers, at least one, got shapes " + re.escape(words)):
+            make().init(outer, wrong)
+    step = make(params="host")
+    with pytest.raises(ValueError, match=r"must run in jax.jit, got arrays outside of it; call step.jit\(state\)"):
+        step(step.init(*model()), batch(0))
     mixing = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
     with pytest.raises(ValueError, match="must update each parameter from its own gradient"):
         train(stack_step(embed, body, head, mixing))
