@@ -79,6 +79,7 @@ class StackStep:
             outer: parameters outside of the stack.
             layers: pytree of arrays [layers, ...]; those that belong on the host may lie there.
         """
+        outer, layers = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, layers))
         _length(jax.tree.leaves(layers))
         make = jax.vmap(self.tx.init)
         layer_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), layers)
@@ -91,7 +92,8 @@ class StackStep:
         for i, (leaf, place) in enumerate(zip(leaves, places, strict=True)):
             if by_values[i]:  # a copy of the parameters, for example
                 here = jax.tree.map(lambda x: jax.device_put(x, _DEVICE), layers)
-                value = jax.jit(lambda p, i=i: jax.tree.leaves(make(p))[i])(here)
+                # `jit` returns an argument's own memory as a result, and a state is given away array by array.
+                value = jax.jit(lambda p, i=i: jnp.copy(jax.tree.leaves(make(p))[i]))(here)
             else:
                 one = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), layer_shapes)
                 first = jax.tree.leaves(self.tx.init(one))[i]
@@ -104,6 +106,8 @@ class StackStep:
         where = self._places(self.params, layers)
         flat = [x if tier_of(x) == at else jax.device_put(x, _SPACE[at]) for x, at in zip(flat, where, strict=True)]
         outside, outside_tree = jax.tree.flatten(self.tx.init(outer))
+        mine = {id(x) for x in jax.tree.leaves(outer)}
+        outside = [jnp.copy(x) if id(x) in mine else x for x in outside]
         near = shardings_of(jax.tree.unflatten(outside_tree, outside), outer)
         outside = [x if at is None else jax.device_put(x, at) for x, at in zip(outside, near, strict=True)]
         return StackState(

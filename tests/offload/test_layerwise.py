@@ -207,6 +207,25 @@ def test_a_state_that_depends_on_the_parameters():
     assert np.isfinite(train(step)[0]).all()
 
 
+@pytest.mark.parametrize("places", [{"params": "device", "moments": "device"}, {"params": "host"}])
+def test_a_state_that_is_the_parameters_is_a_copy(places):
+    """What `jit` gives away, it gives away once: an average of parameters begins as their values."""
+
+    def update(g, s, p):
+        return jax.tree.map(lambda g: -0.1 * g, g), jax.tree.map(lambda s, p: 0.9 * s + 0.1 * p, s, p)
+
+    step = stack_step(embed, body, head, optax.GradientTransformation(lambda p: p, update), min_bytes=100, **places)
+    losses, state = train(step)
+    assert losses[-1] < losses[0]
+    assert np.abs(state.layer_moments["w"] - state.layers["w"]).max() > 0
+
+
+def test_parameters_of_numpy(on_the_device):
+    step = make(params="host", moments="host")
+    state = step.init(*jax.tree.map(np.asarray, model()))
+    assert float(step.jit(state)(state, batch(0))[1]) == on_the_device[0][0]
+
+
 def test_bad_input():
     with pytest.raises(TypeError, match="`tx` must be an Optax transformation, got float"):
         stack_step(embed, body, head, 0.1)
