@@ -75,12 +75,12 @@ def sharding_group(x: jax.Array, group: int) -> jax.Array:
 
     jax 0.10 has this in pairs, as `jax.experimental.shard_alike`, and jax 0.12 no longer.
     """
-    return _sharding_group.bind(x, group=group)
+    return sharding_group_p.bind(x, group=group)
 
 
-_sharding_group = jax.extend.core.Primitive("dejax_sharding_group")
-_sharding_group.def_impl(lambda x, *, group: x)
-_sharding_group.def_abstract_eval(lambda x, *, group: x)
+sharding_group_p = jax.extend.core.Primitive("dejax_sharding_group")
+sharding_group_p.def_impl(lambda x, *, group: x)
+sharding_group_p.def_abstract_eval(lambda x, *, group: x)
 
 
 def _lower_sharding_group(ctx: Any, x: Any, *, group: int) -> list[Any]:
@@ -91,7 +91,7 @@ def _lower_sharding_group(ctx: Any, x: Any, *, group: int) -> list[Any]:
     return [x]
 
 
-jax.interpreters.mlir.register_lowering(_sharding_group, _lower_sharding_group)
+jax.interpreters.mlir.register_lowering(sharding_group_p, _lower_sharding_group)
 
 
 def shard_grid(sharding: Any, rank: int) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:

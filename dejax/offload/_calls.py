@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
+import jax.interpreters.ad
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax import _native
+from dejax import _compat, _native
 from dejax.offload import _shards
 
 HANDLE = jax.ShapeDtypeStruct((2,), jnp.uint32)
@@ -155,8 +156,12 @@ def has_nan(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.inexact)) and "fnuz" not in np.dtype(dtype).name
 
 
-def _no_second_derivative(primals: Any, tangents: Any) -> NoReturn:
+def _no_second_derivative(primals: Any, tangents: Any, **params: Any) -> NoReturn:
     raise NotImplementedError(
         "offload: a second derivative was asked for. JAX cannot differentiate through a tensor that comes back from a "
         "store. Use the function without offload there, or jax.checkpoint"
     )
+
+
+# jax 0.10 drops rules of `custom_jvp` as it differentiates a loop, and comes to the operators inside.
+jax.interpreters.ad.primitive_jvps[_compat.sharding_group_p] = _no_second_derivative

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 from jax.extend import core
 
-from dejax import _native
+from dejax import _compat, _native
 from dejax.offload import _calls
 from dejax.offload._moments import Tier, depends_on_inputs, needs_of, shardings_of, tier_of
 from dejax.offload._rows import HostRows, Walk
@@ -79,6 +79,8 @@ class StackStep:
             outer: parameters outside of the stack.
             layers: pytree of arrays [layers, ...]; those that belong on the host may lie there.
         """
+        outer, layers = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, layers))
+        _length(jax.tree.leaves(layers))
         make = jax.vmap(self.tx.init)
         layer_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), layers)
         shapes = jax.eval_shape(make, layer_shapes)
@@ -90,7 +92,8 @@ class StackStep:
         for i, (leaf, place) in enumerate(zip(leaves, places, strict=True)):
             if by_values[i]:  # a copy of the parameters, for example
                 here = jax.tree.map(lambda x: jax.device_put(x, _DEVICE), layers)
-                value = jax.jit(lambda p, i=i: jax.tree.leaves(make(p))[i])(here)
+                # `jit` returns an argument's own memory as a result, and a state is given away array by array.
+                value = jax.jit(lambda p, i=i: jnp.copy(jax.tree.leaves(make(p))[i]))(here)
             else:
                 one = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), layer_shapes)
                 first = jax.tree.leaves(self.tx.init(one))[i]
@@ -103,6 +106,8 @@ class StackStep:
         where = self._places(self.params, layers)
         flat = [x if tier_of(x) == at else jax.device_put(x, _SPACE[at]) for x, at in zip(flat, where, strict=True)]
         outside, outside_tree = jax.tree.flatten(self.tx.init(outer))
+        mine = {id(x) for x in jax.tree.leaves(outer)}
+        outside = [jnp.copy(x) if id(x) in mine else x for x in outside]
         near = shardings_of(jax.tree.unflatten(outside_tree, outside), outer)
         outside = [x if at is None else jax.device_put(x, at) for x, at in zip(outside, near, strict=True)]
         return StackState(
@@ -116,7 +121,14 @@ class StackStep:
 
     def __call__(self, state: StackState, batch: Any) -> tuple[StackState, Array]:
         """One step: the new state, and the loss (mean over microbatches) before it."""
-        return _Run(self, state).step(batch)
+        run = _Run(self, state)
+        inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, batch)))
+        if run.streams and not inside and _compat.staging_trace() is None:
+            raise ValueError(
+                "stack_step: a step with state in host memory must run in jax.jit, got arrays outside of it; call "
+                "step.jit(state), or give streams=False"
+            )
+        return run.step(batch)
 
     def bytes_by_tier(self, outer: Any, layers: Any) -> dict[str, int]:
         """Bytes of the state on the device and in host memory; arguments are arrays or their shapes."""
@@ -189,7 +201,8 @@ def stack_step(
     Raises:
         TypeError: `tx` is no Optax transformation.
         ValueError: a number or a place is out of range; as it is traced: `tx` mixes parameters, the batch cannot be
-            divided, or the state lies elsewhere.
+            divided, the stack has no layers or not equally many in each array, or the state lies elsewhere. The step
+            runs outside of `jit`, with state in host memory.
         NativeExtensionError: with `streams=True`, the extension is missing.
     """
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
@@ -212,7 +225,7 @@ class _Run:
         self.state = state
         self.params, self.params_tree = jax.tree.flatten(state.layers)
         self.moments, self.moments_tree = jax.tree.flatten(state.layer_moments)
-        self.length = self.params[0].shape[0]
+        self.length = _length(self.params)
         leaves = [*self.params, *self.moments]
         places = [*config._places(config.params, state.layers), *config._places(config.moments, state.layer_moments)]
         self.far = [i for i, at in enumerate(places) if at == "host"]
@@ -395,6 +408,18 @@ class _Run:
 
 def _each(fn: Callable[[Any], Any], x: Any, count: int) -> Any:
     return fn(x) if count == 1 else jax.lax.map(fn, x)
+
+
+def _length(params: Sequence[Any]) -> int:
+    """The number of layers. A row beyond an array's end would be its last one: JAX clamps indices."""
+    found = sorted({x.shape[0] if x.ndim else 0 for x in params})
+    if len(found) != 1 or found[0] == 0:
+        shapes = ", ".join(str(x.shape) for x in params)
+        raise ValueError(
+            f"stack_step: `layers` must be arrays [layers, ...] of equally many layers, at least one, got shapes "
+            f"{shapes or 'of no array'}; stack the layers' parameters along a first axis"
+        )
+    return int(found[0])
 
 
 def _add(params: Any, updates: Any) -> Any:

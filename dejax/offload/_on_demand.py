@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array
 from jax.extend import core
 
@@ -111,7 +112,12 @@ def backward(
         if not isinstance(var, core.Literal) and var in away:
             bring(var)
     results = iter([read(var) for var in jaxpr.outvars])
-    return tuple(next(results) if is_array(ct) else ct for ct in found)
+    # A cotangent without values may be a tracer of what was traced above: of random keys that a scan takes apart.
+    return tuple(next(results) if is_array(ct) else _without_values(ct) for ct in found)
+
+
+def _without_values(ct: Any) -> Any:
+    return np.zeros(ct.shape, jax.dtypes.float0) if hasattr(ct, "dtype") else ct
 
 
 def is_array(ct: Any) -> bool:

@@ -81,6 +81,21 @@ def test_a_resumed_run_is_the_run_that_never_stopped(example, text, tmp_path, ca
     with pytest.raises(SystemExit):
         example.main([*command, str(whole), "--steps", "4", "--resume", "--rate", "0.5"])
     assert "`rate` must be that of the run" in capsys.readouterr().err
+    for change, words in (("--seed 5", "`seed` must be that of the run"),
+                          ("--state all --clip 0", "`clip` must be that of")):  # fmt: skip
+        with pytest.raises(SystemExit):
+            example.main([*command, str(whole), "--steps", "6", "--resume", *change.split()])
+        assert words in capsys.readouterr().err
+
+
+def test_a_resume_in_another_layout_of_state_is_an_error(tmp_path):
+    from dejax.training.decoder.run import check_same
+
+    run = {"model": {}, "recipe": {"state": "all"}, "seed": 0}
+    check_same(run, {**run, "recipe": {"state": "moments"}}, tmp_path)
+    for was, now in (("all", "device"), ("device", "moments")):
+        with pytest.raises(ValueError, match=f"`state` may change between 'moments' and 'all' alone, got '{now}'"):
+            check_same({**run, "recipe": {"state": was}}, {**run, "recipe": {"state": now}}, tmp_path)
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 """A step layer by layer: equal numbers wherever the state lies, and those of plain autodiff."""
 
 import functools
+import re
 import threading
 
 import jax
@@ -206,6 +207,25 @@ def test_a_state_that_depends_on_the_parameters():
     assert np.isfinite(train(step)[0]).all()
 
 
+@pytest.mark.parametrize("places", [{"params": "device", "moments": "device"}, {"params": "host"}])
+def test_a_state_that_is_the_parameters_is_a_copy(places):
+    """What `jit` gives away, it gives away once: an average of parameters begins as their values."""
+
+    def update(g, s, p):
+        return jax.tree.map(lambda g: -0.1 * g, g), jax.tree.map(lambda s, p: 0.9 * s + 0.1 * p, s, p)
+
+    step = stack_step(embed, body, head, optax.GradientTransformation(lambda p: p, update), min_bytes=100, **places)
+    losses, state = train(step)
+    assert losses[-1] < losses[0]
+    assert np.abs(state.layer_moments["w"] - state.layers["w"]).max() > 0
+
+
+def test_parameters_of_numpy(on_the_device):
+    step = make(params="host", moments="host")
+    state = step.init(*jax.tree.map(np.asarray, model()))
+    assert float(step.jit(state)(state, batch(0))[1]) == on_the_device[0][0]
+
+
 def test_bad_input():
     with pytest.raises(TypeError, match="`tx` must be an Optax transformation, got float"):
         stack_step(embed, body, head, 0.1)
@@ -215,6 +235,14 @@ def test_bad_input():
         make(microbatches=0)
     with pytest.raises(ValueError, match="`microbatches` must divide the batch, got 3 for 8 examples"):
         train(make(microbatches=3))
+    outer, layers = model()
+    for wrong, words in (({**layers, "b": layers["b"][:4]}, "(4, 16), (5, 16, 16)"), ({"w": layers["w"][:0]}, "(0, 16"),
+                         ({}, "of no array")):  # fmt: skip
+        with pytest.raises(ValueError, match="of equally many layers, at least one, got shapes " + re.escape(words)):
+            make().init(outer, wrong)
+    step = make(params="host")
+    with pytest.raises(ValueError, match=r"must run in jax.jit, got arrays outside of it; call step.jit\(state\)"):
+        step(step.init(*model()), batch(0))
     mixing = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
     with pytest.raises(ValueError, match="must update each parameter from its own gradient"):
         train(stack_step(embed, body, head, mixing))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dejax import _native
+from dejax import _compat, _native
 from dejax.offload import ActivationStore, offload, region
 from dejax.offload import linen as offload_linen
 from dejax.offload import nnx as offload_nnx
@@ -79,6 +79,33 @@ def test_static_and_keyword_arguments_and_closures():
         got = jax.grad(lambda ws, kind=kind, options=options: wrapped(ws, kind, x, **options))
         with ActivationStore(host_bytes=1 << 24):
             np.testing.assert_allclose(jax.jit(got)(ws), jax.jit(want)(ws), rtol=1e-5, atol=1e-5)
+
+
+def test_random_keys_in_every_place_of_a_loop():
+    """Keys have cotangents without values; those of a scan's slices were traced."""
+    ws, x = operands()
+    keys = jax.random.split(jax.random.key(3), LAYERS)
+
+    def dropped(key, x):
+        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), jnp.tanh(x), 0)
+
+    def sliced(ws, x, keys):
+        return (jax.lax.scan(lambda x, at: (dropped(at[1], x @ at[0]), None), x, (ws, keys))[0] ** 2).sum()
+
+    def carried(ws, x, keys):
+        def body(carry, w):
+            x, key = carry
+            key, now = jax.random.split(key)
+            return (dropped(jax.random.fold_in(keys[0], 1), dropped(now, x @ w)), key), None
+
+        return (jax.lax.scan(body, (x, keys[1]), ws)[0][0] ** 2).sum()
+
+    for loss in (sliced, carried):
+        want = jax.jit(jax.grad(loss))(ws, x, keys)
+        with ActivationStore(host_bytes=1 << 24) as store:
+            for run in (jax.jit(jax.grad(kept(loss))), jax.grad(kept(loss))):
+                np.testing.assert_allclose(run(ws, x, keys), want, rtol=1e-5, atol=1e-5)
+            assert store.stats().fetched_count > 0
 
 
 def test_second_derivatives_and_forward_mode_are_errors():
@@ -201,7 +228,14 @@ def test_a_tensor_that_several_layers_use_is_stored_once():
 
     one = functools.partial(loss, project=offload(project, min_bytes=1))
     want = jax.jit(jax.grad(loss))(ws, x)
+    # XLA of jax 0.10 fuses across barriers on the CPU, and then rounds otherwise.
+    close = assert_same_bits if _compat.JAX_VERSION >= (0, 11) else functools.partial(assert_close, rtol=2e-6)
     for fn, stored in ((one, LAYERS), (kept(loss), 1 + LAYERS)):  # a region stores each tanh, too, for the square
         with ActivationStore(host_bytes=1 << 24) as store:
-            assert_same_bits(jax.jit(jax.grad(fn))(ws, x), want)
+            close(jax.jit(jax.grad(fn))(ws, x), want)
             assert store.stats().stored_count == store.stats().fetched_count == stored
+
+
+def assert_close(got, want, rtol):
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())

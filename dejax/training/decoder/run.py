@@ -126,6 +126,17 @@ def check_same(former: dict[str, Any], now: dict[str, Any], out: Path) -> None:
                     f"--resume: `{name}` must be that of the run in {out}, {was!r}, got {value!r}; give the same, or "
                     "another --out"
                 )
+    was = former.get("seed", now["seed"])
+    if was != now["seed"]:
+        raise ValueError(
+            f"--resume: `seed` must be that of the run in {out}, {was}, got {now['seed']}: batches follow from it"
+        )
+    states = former.get("recipe", {}).get("state", now["recipe"]["state"]), now["recipe"]["state"]
+    if states[0] != states[1] and "device" in states:  # a step layer by layer has its own arrays of state
+        raise ValueError(
+            f"--resume: `state` may change between 'moments' and 'all' alone, got {states[1]!r} for the run in {out} "
+            f"with {states[0]!r}; give the same, or another --out"
+        )
 
 
 class Checkpoints:

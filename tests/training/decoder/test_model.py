@@ -88,6 +88,19 @@ def test_sizes(name):
     assert config.flops_per_token(1) > 0.99 * 6 * (config.num_params - config.vocabulary * config.width) * 0.97
 
 
+@pytest.mark.parametrize("sequence", [32, 160])
+def test_operations_are_those_that_xla_counts(sequence):
+    """Of one layer, since XLA counts a loop's body once. XLA computes all of attention's square, not its half."""
+    config = DecoderConfig(layers=1, width=64, heads=4, kv_heads=2, head_dim=32, hidden=160, dtype="float32")
+    shapes = jax.eval_shape(lambda key: init_params(config, key), KEY)
+    tokens = jax.ShapeDtypeStruct((2, sequence + 1), jnp.int32)
+    compiled = jax.jit(jax.grad(lambda p, t: loss(config, p, t))).lower(shapes, tokens).compile()
+    counted = compiled.cost_analysis()["flops"] / (2 * sequence)
+    other_half = 6 * config.heads * config.head_dim * sequence
+    # The rest is elementwise.
+    assert 1 < counted / (config.flops_per_token(sequence) + other_half) < 1.05
+
+
 def test_samples_are_those_of_the_whole_model():
     prompt = TOKENS[:, :4]
     got = generate(PARAMS, prompt, KEY, config=CONFIG, length=5, temperature=0.0)
