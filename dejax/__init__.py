@@ -1,12 +1,13 @@
 """Data-efficient deep learning on GPUs in JAX.
 
-* `dejax.rgnn`: a compiler for relational graph neural networks.
-* `dejax.segment`: segment sums, maxima, softmaxes: `jax.ops.segment_*` and `jraph.segment_*`, fast on GPUs.
-* `dejax.pallas`: the kernel templates beneath it, on plain arrays.
-* `dejax.datasets`: graphs to train on; `dejax.training`: the loop of the entity classification example.
+* `dejax.rgnn`: a compiler for relational graph neural networks, with a zoo of published layers.
 * `dejax.host_gather`: tables in host memory that compiled steps read and write in place.
-* `dejax.minibatch`: sampled mini-batches of heterogeneous graphs.
-* `dejax.offload`: activations and optimizer state on host memory and NVMe.
+* `dejax.offload`: activations in host memory and on NVMe, parameters and optimizer state in host memory.
+* `dejax.minibatch`: mini-batches of heterogeneous graphs, on `rgnn` and `host_gather`.
+* `dejax.segment`: segment sums, maxima and softmaxes for any JAX code, fast on GPUs.
+* `dejax.pallas`: the kernel templates beneath `rgnn` and `segment`, on plain arrays.
+* `dejax.datasets`: graphs to train on.
+* `dejax.training`: the training loops of two examples, entity classification and a language model.
 * `python -m dejax.info`: what this machine and this installation have.
 
 Each is imported when it is first used: `import dejax` alone loads nothing else.

@@ -1,9 +1,8 @@
 """Graphs to train on: the code graph of the standard library, RDF entity classification, ogbn-mag, synthetic graphs.
 
 `load(name)` returns an `EntityDataset`: numpy edge lists, labels and splits. Its method `graph()` makes a `RelGraph`.
-`HeteroDataset` has arrays or memory maps by node type and relation; `load_igb`, `load_mag_hetero`, `load_triples`,
-`load_stdlib_links` and `synthetic_igb` return it, and `from_pyg`, `from_dgl` and `from_tables`
-convert to it.
+`HeteroDataset` has arrays or memory maps by node type and relation. `load_igb`, `load_mag_hetero`, `load_triples`,
+`load_stdlib_links` and `synthetic_igb` return it; `from_pyg`, `from_dgl` and `from_tables` convert to it.
 Importing this package imports neither JAX nor rdflib.
 """
 

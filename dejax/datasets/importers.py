@@ -25,16 +25,18 @@ def from_pyg(data: Any, *, name: str = "pyg") -> HeteroDataset:
     | `train_mask`, `val_mask`, `test_mask` | `splits` | | `edge_weight` | `edge_weights` |
     | `time` | `node_times` | | `time` | `edge_times` |
 
-    A `Data` has one node type, `"node"`. Its `edge_type`, if there is one, gives the relations `("node", "0", "node")`
-    and so on; otherwise its only relation is `("node", "to", "node")`. A warning names attributes that are left out.
+    A `Data` has one node type, `"node"`. If it has an `edge_type`, each value becomes a relation, such as
+    `("node", "0", "node")`. Otherwise its only relation is `("node", "to", "node")`. A warning names the attributes
+    that are left out.
 
     Args:
-        data: the graph. Tensors may lie on any device; they are copied only if they do not lie in host memory.
-        name: of the dataset.
+        data: the graph. Tensors may lie on any device. Those in host memory are shared where that is possible.
+        name: the name of the dataset.
 
     Raises:
-        TypeError: no such object.
-        ValueError: labels that are no classes; several masks for one split; a node type without a number of nodes.
+        TypeError: `data` is neither a HeteroData nor a Data.
+        ValueError: `y` is not one integer for each node; a mask is not bool[nodes], as where it holds several splits; a
+            node type has no number of nodes; a relation has no `edge_index`.
     """
     if hasattr(data, "node_types") and hasattr(data, "edge_types"):
         nodes = {kind: _attributes(data[kind]) for kind in data.node_types}
@@ -60,21 +62,21 @@ def from_pyg(data: Any, *, name: str = "pyg") -> HeteroDataset:
 def from_dgl(
     graph: Any, *, features: str = "feat", labels: str = "label", edge_features: str = "feat", name: str = "dgl"
 ) -> HeteroDataset:
-    """A `HeteroDataset` from a `dgl.DGLGraph`, with one type or several.
+    """A `HeteroDataset` from a `dgl.DGLGraph` with one or more node types and relations.
 
-    Besides the data that the arguments name, `train_mask`, `val_mask`, `test_mask` and `time` of nodes and `weight`
-    and `time` of edges are read. A warning names data that are left out. Edges keep their order.
+    It reads the data that the arguments name; of nodes also `train_mask`, `val_mask`, `test_mask` and `time`, of edges
+    also `weight` and `time`. A warning names the data that are left out. Edges keep their order.
 
     Args:
         graph: the graph.
         features: the key of node features.
         labels: the key of labels: integers [nodes].
         edge_features: the key of edge features.
-        name: of the dataset.
+        name: the name of the dataset.
 
     Raises:
-        TypeError: no such object.
-        ValueError: labels that are no classes.
+        TypeError: `graph` is no DGLGraph.
+        ValueError: labels are not one integer for each node; a mask is not bool[nodes].
     """
     if not (hasattr(graph, "canonical_etypes") and hasattr(graph, "ntypes")):
         raise TypeError(f"graph must be a DGLGraph, got {type(graph).__name__}")

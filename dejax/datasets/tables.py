@@ -31,8 +31,8 @@ class Label:
     Attributes:
         table: the table.
         column: its column of classes, which is kept out of the features. Missing values have no label.
-        valid_from: rows of the table at this time and later are no training rows; a time or number like `time_columns`.
-        test_from: rows at this time and later are test rows.
+        valid_from: rows before this are training rows; a time or number, as in the table's column of `time_columns`.
+        test_from: rows at this time and later are test rows; those between are validation rows.
     """
 
     table: str
@@ -55,32 +55,32 @@ def from_tables(
 ) -> HeteroDataset:
     """A `HeteroDataset` from relational tables.
 
-    Rows become nodes of their table's type. A foreign key `column` of `table` becomes the relation `(table, column,
-    other table)` and its reverse `(other table, "rev_" + column, table)`. Other columns become float32 features, side
-    by side:
+    Each row becomes a node; its table is the node's type. A foreign key `column` of `table` becomes the relation
+    `(table, column, other table)` and its reverse `(other table, "rev_" + column, table)`. Each other column becomes
+    some float32 features:
 
     | column | features |
     | --- | --- |
-    | numbers, booleans | one: standardised; 0 where missing, and then one more that says so |
-    | times | one: seconds, standardised likewise |
-    | text, up to `max_categories` different values | one for each value (a linear layer makes them an embedding) |
-    | other text, and bytes | `text_width`: its words hashed with a sign, of norm 1 (arXiv 0902.2206) |
+    | numbers, booleans | one: the value, standardised; 0 if missing, and then a second feature marks it |
+    | times | the same, of the seconds |
+    | text or bytes, up to `max_categories` different values | one for each value: one-hot |
+    | other text or bytes | `text_width`: signed hashes of its words, with norm 1 (arXiv 0902.2206) |
 
-    With a `label` and `valid_from`, means, deviations and categories come from rows before that time alone, so that
-    features of training know nothing of later rows; categories that only later rows have are zeros.
+    If `label.valid_from` is given, tables with a time column take means, deviations and categories from rows before
+    that time alone. A category that only later rows have is all zeros. Tables without a time column use all their rows.
 
     Args:
         tables: name -> a pandas DataFrame, an Arrow table, or a mapping of columns; or the path of a SQLite file, whose
             own keys are the default of `primary_keys` and `foreign_keys`.
         primary_keys: table -> its column of unique keys. Tables without one are referred to by no other.
         foreign_keys: (table, column, table that it refers to). Missing values are no edges.
-        time_columns: table -> its column of times: when a row came to be, `node_times` in seconds (or numbers as they
-            are). The edges of a row get its time.
+        time_columns: table -> its column with the time at which a row came to be. Times become `node_times` in seconds;
+            numbers stay as they are. The edges of a row's foreign keys get the same time.
         label: what to predict.
-        max_categories: above.
-        text_width: above.
-        dangling: what to do with foreign keys that no row has: "error", or "drop" them.
-        name: of the dataset.
+        max_categories: as in the table above.
+        text_width: as in the table above.
+        dangling: what happens to a foreign key that refers to no row: "error" raises, "drop" leaves out the edge.
+        name: the name of the dataset.
 
     Raises:
         ValueError: a table or column that does not exist; columns of different lengths; primary keys that are missing

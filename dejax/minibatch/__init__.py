@@ -1,11 +1,11 @@
-"""Mini-batches of heterogeneous graphs: what composes tables in host memory, relational layers and offloading.
+"""Mini-batches of heterogeneous graphs, made of tables in host memory and relational layers.
 
-* `HeteroTopology` holds the edges by relation, in host memory, on the device or in a folder.
+* `HeteroTopology` has the edges by relation, in host memory, on the device or in a folder.
 * `sample_blocks` samples the neighbourhood of seeds inside a compiled step; `find_capacities` bounds its size.
-* `make_blocks` makes a graph for each layer, on which all layers and programs of `dejax.rgnn` run.
-* `link_batch` makes seeds and negatives of edges.
+* `make_blocks` makes a graph for each layer. All layers and programs of `dejax.rgnn` run on it.
+* `link_batch` makes seeds and negatives from edges.
 * `infer_layers` computes a model for all nodes, one layer after the other.
-* `FeatureStore` gathers the rows of all node types in one call, from host memory, the device or both.
+* `FeatureStore` gathers rows of all node types in one call, from host memory, the device or both.
 * `distmult`, `complex_bilinear` and other decoders score links; `link_ranks` gives filtered ranks, MRR and Hits@k.
 * `nnx` and `linen` have Flax modules that take and give dicts by node type.
 

@@ -31,10 +31,10 @@ class SampleOptions:
     """How `sample_blocks` draws.
 
     Attributes:
-        replace: whether an edge may be drawn twice; then a receiver with any edge has `fan_out` of them.
-        recent: with times: whether to take the most recent edges instead of uniform draws.
-        max_degree: for fan-outs of -1, and for weights without replacement: the most edges of a receiver and relation
-            that are looked at. Edges beyond are counted in `lost_edges`. By default all.
+        replace: whether an edge may be drawn twice. Then a receiver that has any edge gets `fan_out` of them.
+        recent: whether to take the most recent edges instead of uniform draws, in relations with times.
+        max_degree: the most edges of a receiver and relation that are read, for fan-outs of -1 and for weights without
+            replacement. `SampledBlocks.lost_edges` counts the others. By default all are read.
     """
 
     replace: bool = False

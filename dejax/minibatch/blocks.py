@@ -23,16 +23,17 @@ __all__ = ["Block", "make_blocks"]
 class Block:
     """The graph of one layer. A pytree.
 
-    Its destinations are the nodes whose values the layer computes, its sources all nodes that the layer reads. Both are
-    numbered hop by hop, and within a hop type by type: the destinations are the first of the sources, and the next
-    block's sources. A layer runs on all sources; of its result only the rows of the destinations are right:
+    Its destinations are the nodes whose values the layer computes. Its sources are all nodes that the layer reads. Both
+    are numbered hop by hop, and within a hop type by type. So the destinations are the first of the sources, and they
+    are the sources of the next block. A layer runs on all sources, but only the destinations have all their edges. So
+    keep only their rows:
 
         for layer, block in zip(layers, blocks):
             x = layer(block.graph, x)[: block.num_destinations]
 
     Attributes:
         graph: the graph of sources, with the edge types and node types of the topology.
-        hops: destinations are nodes up to this hop; sources up to the next (static).
+        hops: destinations are the nodes up to this hop, sources those up to the next one (static).
         layout: the sizes of the sample (static).
     """
 
@@ -61,10 +62,10 @@ class Block:
         return self.layout.counts(self.hops)
 
     def join(self, x: Mapping[str, Array]) -> Array:
-        """Values of all sources, [sources, n], from those by node type.
+        """Values of all sources in one array, [sources, n], from a dict by node type.
 
         Args:
-            x: [nodes, n] by node type, the nodes numbered as in the sample. Further nodes are left out; types without
+            x: [nodes, n] by node type, numbered as in the sample. Nodes that are no sources are ignored. Types without
                 sources need no entry.
 
         Raises:
@@ -73,7 +74,7 @@ class Block:
         return join_nodes(self.layout, x, self.hops + 1)
 
     def split(self, x: Array) -> dict[str, Array]:
-        """Values of the destinations by node type, [destinations of the type, n], from those of all of them.
+        """Values of the destinations as a dict by node type, [destinations of the type, n], from one array.
 
         Args:
             x: [destinations or sources, n].
@@ -86,20 +87,20 @@ class Block:
         return split_nodes(self.layout, x, self.hops)
 
     def edge_values(self, values: Sequence[Array]) -> Array:
-        """Values of edges in the order of the graph's edges, for `g.edge(...)`.
+        """Values of edges, from the order of the sample to the order of the block's graph, for `g.edge(...)`.
 
         Args:
-            values: for each piece of the sample [receivers, fan_out, ...], as `SampledBlocks.edges`.
+            values: for each piece of the sample [receivers, fan_out, ...], in the order of `SampledBlocks.edges`.
         """
         own = [values[n] for n in _pieces(self.layout, self.hops)]
         return jnp.concatenate([some.reshape(-1, *some.shape[2:]) for some in own])
 
 
 def make_blocks(sample: SampledBlocks) -> list[Block]:
-    """The block of each layer, the first layer's first, inside `jax.jit`.
+    """The blocks of a sample, one for each layer, in the order of the layers. It runs inside `jax.jit`.
 
-    Layer k of L computes the nodes up to hop L - k, and reads those up to hop L - k + 1 and the edges between them.
-    Tables that a program does not use are not computed.
+    Layer k of L (k = 1, ..., L) computes the nodes up to hop L - k, and reads the nodes up to hop L - k + 1. XLA drops
+    the index arrays that the layers do not use.
     """
     return [_block(sample, hops) for hops in reversed(range(sample.num_layers))]
 

@@ -38,8 +38,9 @@ def find_capacities(
 ) -> dict[str, tuple[int, ...]]:
     """Samples some batches, and bounds the nodes of each hop and type by mean + `sigmas` standard deviations.
 
-    Without bounds a sample has room for what can be found at most, which is several times what is found: nodes share
-    neighbours, and many have fewer than `fan_out`. A batch that exceeds a bound loses some nodes, which are counted.
+    Without bounds the arrays of a sample have room for the largest possible one. That is several times a typical one:
+    nodes share neighbours, and many have fewer than `fan_out`. A batch that exceeds a bound loses some nodes;
+    `SampledBlocks.lost` counts them.
 
     Args:
         key: jax.random key.

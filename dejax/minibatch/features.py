@@ -185,7 +185,7 @@ class FeatureStore:
         return self | FeatureStore({name: NodeFeatures(table, trainable=True)})
 
     def cached(self, rows: Mapping[str, ArrayLike]) -> FeatureStore:
-        """A store that also keeps copies of rows on the device (`CachedTable`), of embeddings too.
+        """A store that also keeps copies of some rows on the device (`CachedTable`). Embeddings may be cached, too.
 
         Args:
             rows: int[rows] by type, distinct; `hot_rows` chooses them.
@@ -220,7 +220,7 @@ class FeatureStore:
         return FeatureStore({name: self.types[name] for name in names})
 
     def split_trainable(self) -> tuple[FeatureStore, FeatureStore]:
-        """(the embeddings, the other features): donate the first to a training step, and pass on the second.
+        """Two stores: the embeddings, and the other features. A training step can then donate the embeddings alone.
 
         `embeddings | features` is the whole store again.
         """
@@ -234,8 +234,8 @@ class FeatureStore:
     def gather(self, ids: Mapping[str, ArrayLike], *, dtype: Any = None, **options: Any) -> dict[str, Array]:
         """Rows of nodes by type, converted as they are read. Inside or outside `jax.jit`.
 
-        Rows cross the bus in the format of the table. The tables have no derivative; `update` takes the gradient of the
-        rows.
+        Rows cross the bus in the format of the table. The tables have no derivative: differentiate with respect to the
+        rows, and give their gradient to `update`.
 
         Args:
             ids: int[...] by type; any types of the store. An id out of range, as -1 for padding, gives a row of zeros
@@ -262,7 +262,7 @@ class FeatureStore:
     def gather_start(
         self, ids: Mapping[str, ArrayLike], *, dtype: Any = None, before: Any = None, **options: Any
     ) -> Any:
-        """Begins a gather that overlaps with what runs before `gather_done` of its result.
+        """Begins a gather. It overlaps with the work that runs until `gather_done` of its result.
 
         Args:
             ids, dtype: as in `gather`.
@@ -309,9 +309,9 @@ class FeatureStore:
     ) -> tuple[FeatureStore, dict[str, OptimizerState]]:
         """The store and the state after a step of the optimizer on the rows that were gathered, written in place.
 
-        Inside a jitted function, donate embeddings and state, and name where they come out
-        (`out_shardings=dejax.host_gather.shardings(...)`). Rows of equal ids are summed, and ids out of range ignored.
-        Only rows with a gradient change: Adam's moments of other rows do not decay.
+        Inside a jitted function, donate the embeddings and the state, and give their places as
+        `out_shardings=dejax.host_gather.shardings(...)`. Gradients of equal ids are summed; ids out of range are
+        ignored. Only rows with a gradient change: Adam's moments of other rows do not decay.
 
         Args:
             optimizer: that of `init`.

@@ -77,10 +77,10 @@ def infer_layers(
     folder: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> dict[str, Any]:
-    """Computes a model for all nodes, one layer after the other: each layer's output is a table in host memory.
+    """Computes a model for all nodes, one layer after the other. Each layer's output is a table in host memory.
 
-    A node is computed once for each layer, from all its neighbours. Sampling each node's neighbourhood instead would
-    compute a node as often as it occurs in one.
+    Each layer computes each node once, from all its neighbours. If the neighbourhoods of all nodes were sampled
+    instead, a node would be computed as often as it occurs in one of them.
 
     Args:
         layers: (params, batch) -> [batch, width]. Each function is compiled for some sizes of batches.
@@ -91,10 +91,10 @@ def infer_layers(
         inputs: the rows that the first layer reads.
         node_types: the types whose last output is wanted; by default all.
         batch_size: nodes of a batch.
-        max_neighbors: of a receiver with more neighbours in a relation, so many of them are taken, evenly spaced in its
-            list. None takes all.
-        dtype: of the rows that layers read; by default that of the tables (see `FeatureStore.gather`).
-        folder: where the last outputs are written as `<type>.npy`; by default they are tables in host memory.
+        max_neighbors: the most neighbours of a node that are read in a relation. Of more, this number is taken, evenly
+            spaced in the node's list. None: all.
+        dtype: of the rows that layers read; by default as in `FeatureStore.gather`.
+        folder: where the last layer's outputs are written as `<type>.npy`; by default they are tables in host memory.
         progress: draw a bar for each layer; None draws on a terminal only.
 
     Returns:

@@ -66,11 +66,11 @@ def link_ranks(
     batch_size: int | None = None,
     progress: bool | None = None,
 ) -> LinkRanks:
-    """Ranks the tail, and the head, of each triple by its score among all entities.
+    """Ranks the tail of each triple by its score among all entities, and likewise the head.
 
-    Filtered: other entities that make a known triple do not count (Bordes et al. 2013). Ties: an entity with an equal
-    score counts one half, so that a constant score gives the mean rank, not the best one. A score that is NaN counts as
-    better than the triple's, and a triple whose own score is NaN comes last.
+    * Filtered: another entity that also makes a known triple does not count (Bordes et al. 2013).
+    * Ties: an entity with an equal score counts one half. So a constant score gives the mean rank, not the best one.
+    * NaN: an entity whose score is NaN ranks above the true one. A triple whose own score is NaN ranks last.
 
     Args:
         decoder: dot, distmult, complex, rotate, or a Decoder.
@@ -78,9 +78,9 @@ def link_ranks(
         relations: float[num_relations, d'], or None for dot.
         tails: float[num_tails, d]: all entities that may be tails; often the same array.
         triples: int[n, 3], rows of (head, relation, tail), the triples to rank. Relations are 0 for dot.
-        known: int[m, 3], all triples that are true: of training, validation and test. None: ranks are not filtered.
+        known: int[m, 3], all true triples, of training, validation and test. None: ranks are not filtered.
         sides: which of "tail" and "head" to rank.
-        batch_size: triples that are scored at once, against all entities; by default as many as make 2^27 scores.
+        batch_size: triples that are scored at once, each against all entities. By default their scores are 2^27.
         progress: draw a bar; None draws on a terminal only.
 
     Raises:

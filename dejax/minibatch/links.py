@@ -25,7 +25,7 @@ Negatives = Literal["uniform", "degree", "in_batch"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LinkBatch:
-    """Edges to be predicted, with wrong destinations. A pytree.
+    """Edges to predict, with wrong destinations (negatives). A pytree.
 
     Attributes:
         seeds: int32[seeds] by node type, for `sample_blocks`.
@@ -48,7 +48,7 @@ class LinkBatch:
     edge_type: EdgeType = dataclasses.field(metadata={"static": True})
 
     def rows(self, sample: SampledBlocks, outputs: dict[str, Array]) -> tuple[Array, Array, Array]:
-        """The outputs of senders [edges, n], receivers [edges, n] and wrong receivers [edges, negatives, n].
+        """The outputs of the senders, [edges, n], of the receivers, [edges, n], and of the negatives, [edges, k, n].
 
         Args:
             sample: the sample of `seeds`.
@@ -81,10 +81,10 @@ def link_batch(
         edge_type: the relation of the edges.
         edges: int[edges] senders and receivers; an edge with an end out of range (-1) is padding.
         num_negatives: wrong destinations of each edge.
-        negatives: how they are drawn: "uniform" among all nodes of the destination type; "degree", in proportion to
-            the number of incoming edges of the relation; "in_batch", among the destinations of the batch's other
-            edges, which takes no further seeds. A negative may be a true edge of the graph by chance.
-        reverse: the relation of the reverses, which are left out of the sample like the edges themselves.
+        negatives: how they are drawn. "uniform": among all nodes of the destination type. "degree": in proportion to
+            the number of incoming edges of the relation. "in_batch": among the destinations of the batch's other
+            edges, which needs no further seeds. By chance a negative may be a true edge of the graph.
+        reverse: the relation that has the reverse edges. `LinkBatch.exclude` then also names these.
 
     Raises:
         ValueError: an unknown relation, a `reverse` that has other ends, "degree" for a relation without edges.

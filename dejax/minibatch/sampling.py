@@ -104,24 +104,25 @@ def sample_blocks(
 ) -> SampledBlocks:
     """Samples neighbours of the seeds, then of the nodes that were found, and so on. It runs inside `jax.jit`.
 
-    At each hop the nodes that the hop before found first get up to `fan_out` incoming edges of each relation into
-    their type. Without replacement and weights each subset of `fan_out` edges is equally likely.
+    The first hop expands the seeds. Each further hop expands the nodes that the previous hop found for the first time.
+    An expanded node gets up to `fan_out` of its incoming edges from each relation into its type. Without replacement
+    and weights, all subsets of `fan_out` edges are equally likely.
 
     In a temporal sample (`seed_times`) each seed has a neighbourhood of its own, in which no edge is later than the
-    seed's time; a node that several seeds find is there once for each of them. Relations without times are used as
-    they are.
+    seed's time. A node that several seeds find occurs once for each of them. Edges of relations without times are used
+    at any time.
 
     Args:
         key: jax.random key; the same key gives the same sample.
         topology: the graph.
         seeds: int[seeds] by node type, or (node type, int[seeds]). Seeds out of range (-1 for padding) have no
             neighbours, repeated seeds are expanded once.
-        fan_outs: for each hop, the seeds' own first, a number or numbers by relation; or for each relation its numbers
-            by hop. -1: all edges. Relations that are not named are not used. Slots that no receiver can fill are left
-            out: a relation of degree 1 has one.
+        fan_outs: a list with an entry for each hop, the seeds' hop first: a number, or a dict by relation. Or a dict
+            by relation of lists by hop. -1: all edges. A dict uses only the relations that it names. Slots that no
+            receiver can fill are left out: a relation with at most one edge per receiver has one slot.
         capacities: the most new nodes of each hop, by node type (`find_capacities`). By default all fit.
-        exclude: int[pairs] senders and receivers of edges that are left out, by relation: the edges that are to be
-            predicted, and their reverses under the reverse relation. An excluded edge that is drawn leaves its slot
+        exclude: by relation, int[pairs] senders and receivers of edges that the sample must not have: the edges to
+            predict, and their reverses under the reverse relation. If an excluded edge is drawn, its slot stays
             empty.
         seed_times: int[seeds], as `seeds` by node type.
         options: replacement, most recent edges, bounds on degrees.

@@ -69,14 +69,14 @@ class Relation:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class HeteroTopology:
-    """The edges of a heterogeneous graph by relation and receiver (CSC), as `sample_blocks` reads them.
+    """The edges of a heterogeneous graph, grouped by relation and receiver (CSC), as `sample_blocks` reads them.
 
     A pytree whose counts and names are static: pass it to a jitted function as an argument. Nodes are numbered from 0
     within their type. Make one with `from_edges`, `from_csc` or `load`.
 
     Attributes:
         lists: the edges.
-        relations: the relations, in the order in which they were given: an edge type's number is its place here.
+        relations: the relations, in the order in which they were given. The number of an edge type is its place here.
         node_counts: name and number of nodes of each node type.
 
     >>> writes = ("author", "writes", "paper")
@@ -102,19 +102,21 @@ class HeteroTopology:
         on_host: bool = False,
         folder: str | os.PathLike[str] | None = None,
     ) -> HeteroTopology:
-        """Sorts edge lists by receiver, with numpy, a part at a time: beside the result it needs little memory.
+        """Sorts edge lists by receiver with numpy, a part at a time, so that it needs little memory besides the result.
 
         Args:
             edges: for each (source type, name, destination type) the senders and receivers: two int[edges], or one
                 int[2, edges]. They may be memory maps.
             num_nodes: the number of nodes of each type, below 2**31 each.
-            weights: float[edges] of some relations, not negative: edges are drawn in proportion to them.
-            times: int[edges] of some relations: edges are drawn up to the time of a seed.
+            weights: float[edges] by relation, for any of the relations; not negative. `sample_blocks` draws edges in
+                proportion to them.
+            times: int[edges] by relation, for any of the relations. With `seed_times`, `sample_blocks` draws no edge
+                that is later than its seed.
             keep_edge_ids: whether to keep the position of each edge in its given list, 4 bytes per edge. Without it
                 edge features must be in the order of the topology.
             on_host: whether the lists lie in host memory; otherwise on the device.
-            folder: a folder to write the lists to; they are then mapped from it, as by `load`. The result can be
-                larger than memory.
+            folder: a folder to write the lists to. They are then opened as by `load`, so that with `on_host` the
+                result may be larger than memory.
 
         Raises:
             TypeError: ids or times that are no integers.
@@ -145,11 +147,11 @@ class HeteroTopology:
         *,
         on_host: bool = False,
     ) -> HeteroTopology:
-        """A topology of lists that are sorted by receiver. HostTables stay where they are.
+        """A topology from lists that are already sorted by receiver. HostTables stay where they are.
 
         Args:
-            lists: for each relation int[receivers + 1], the first edge of each receiver and the number of edges, and
-                int[edges], the senders. An edge's id is its position.
+            lists: for each relation (starts, senders). starts, int[receivers + 1], has the first edge of each receiver
+                and at its end the number of edges. senders is int[edges]. The id of an edge is its position.
             num_nodes, on_host: as in `from_edges`.
 
         Raises:
@@ -175,7 +177,7 @@ class HeteroTopology:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], *, on_host: bool = True) -> HeteroTopology:
-        """Opens a folder that `save` wrote. With `on_host` its lists are mapped, not read.
+        """Opens a folder that `save` or `from_edges` wrote. With `on_host` its lists are mapped, not read.
 
         Raises:
             FileNotFoundError: no such folder, or a file of it is missing.

@@ -22,15 +22,15 @@ def expected_visits(
     """Expected visits of each node by a batch: in-degrees weighted by fan-outs, hop by hop.
 
     A batch visits each seed with equal probability. A visited receiver v of degree d(v) in a relation with fan-out k
-    visits each of its senders min(k, d(v)) / d(v) times. Visits of one batch to one node are counted each, although a
-    sampler reads its row once.
+    visits each of its senders min(k, d(v)) / d(v) times. If a batch visits a node several times, each visit counts,
+    although a sampler reads its row once.
 
     Args:
         edges: (source type, relation, destination type) -> (senders, receivers), int[edges] each, or int[2, edges].
         num_nodes: nodes of each type.
         seeds: the nodes that batches are drawn from, by type: int[seeds].
-        fan_outs: for each hop, neighbours that are drawn for each relation: one number, or one by relation (0 where a
-            relation is not named); -1 for all.
+        fan_outs: for each hop, the number of neighbours that are drawn from each relation: one number, or a dict by
+            relation, which uses only the relations that it names; -1 for all.
         batch_size: seeds of a batch; by default all of them.
 
     Returns:
@@ -77,14 +77,15 @@ def hot_rows(
 ) -> dict[str, np.ndarray]:
     """The most visited rows of all types that fit in device memory together.
 
-    A row on the device saves its bytes over the bus at each visit, and costs its bytes once, so rows are ranked by
-    visits whatever their width, down to the first one that does not fit. Rows without visits are left out.
+    A row on the device saves its bytes over the bus at each visit, and takes its bytes of device memory once. So the
+    gain per byte is the number of visits, whatever the width. Rows are taken in descending order of visits, up to the
+    first one that does not fit. Rows without visits are left out.
 
     Args:
         visits: real[rows] by type: from `expected_visits`, a profile (`dejax.host_gather.count_ids`), or degrees.
         row_bytes: bytes of a row, by type.
         device_bytes: the bytes that rows and slots may take.
-        slot_bytes: bytes of device memory for each row of a type, hot or not, that has hot rows.
+        slot_bytes: further bytes of device memory for each row, hot or not, of a type that has hot rows.
 
     Returns:
         int64[hot rows], ascending, by type.

@@ -171,29 +171,29 @@ def stack_step(
     """A training step of `head(scan(body, embed(batch)))` whose state lies on the device or in host memory.
 
     Forward keeps the input of each layer. Backward computes a layer again, takes its gradient, and updates its
-    parameters at once with `tx`; the gradient of the whole stack never exists. A layer's arrays in host memory come to
-    the device `ahead` layers before they are needed and go back while the next layer computes. The numbers do not
-    depend on the places: only the memory and the time do.
+    parameters at once with `tx`. So the gradient of the whole stack never exists. A layer's arrays in host memory come
+    to the device `ahead` layers before they are needed, and go back while the next layer computes. Where arrays lie
+    changes the memory and the time of a step, but not its numbers.
 
-    `tx` is applied to each layer as to a model of its own (and to `outer` as to another one). So it must not mix
-    parameters: clip gradients by value, or by a norm of each parameter, not by the norm of all.
+    `tx` updates each layer as a model of its own, and `outer` as another one. So it must not mix parameters: clip
+    gradients by value or by the norm of each parameter, not by the norm of all gradients.
 
     Args:
         embed: (outer, batch) -> x, the first layer's input: an array.
         body: (parameters of one layer, x) -> x.
         head: (outer, x, batch) -> loss, a scalar.
         tx: an Optax transformation.
-        params: where the parameters of the stack lie: "device", "host", or a function of an array's path (as
-            `jax.tree_util.keystr` writes it) and the array, to one of both.
+        params: where the parameters of the stack lie: "device", "host", or a function that returns one of these for
+            an array's path (as `jax.tree_util.keystr` writes it) and the array.
         moments: likewise, for the optimizer's state.
         activations: where the layers' inputs lie between forward and backward. "host": in the store.
         microbatches: number of parts of a batch, along the first axis of its arrays. Each layer computes one part after
             the other and adds their gradients. So parameters travel once for the whole batch.
-        streams: True: dejax copies, for state on one device. False: XLA copies, also with sharded state. None: True
-            where jax has one device and dejax's native extension is there.
+        streams: who copies between host and device. True: dejax, for state on one device. False: XLA, also for sharded
+            state. None: True if jax has one device and the native extension is installed.
         store: for activations; None: the current one.
-        min_bytes: arrays with less in a layer stay on the device.
-        ahead: number of layers whose arrays are on their way to the device.
+        min_bytes: arrays with fewer bytes per layer stay on the device.
+        ahead: number of layers whose arrays are on their way to the device at one time.
 
     Returns:
         The step: `state = step.init(outer, layers)`, `run = step.jit(state)`, then `state, loss = run(state, batch)`.

@@ -27,12 +27,13 @@ def region(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
 ) -> F:
-    """Offloads what each layer inside of `fn` keeps for backward: a whole model or loss, in which no layer is wrapped.
+    """Offloads the residuals of a whole model or loss, so that no layer needs to be wrapped.
 
-    It does for a function what `torch.autograd.graph.save_on_cpu` does for a block of code. `offload(fn)` takes `fn`
-    for one layer: its tensors leave once, and come back together. Here each tensor leaves as soon as it is computed,
-    and comes back just before backward uses it. The bodies of `scan` are offloaded one by one, with the carried arrays
-    as their inputs. What is inside of `jax.checkpoint` is recomputed, as it says, and only its inputs are stored.
+    It does for a function what `torch.autograd.graph.save_on_cpu` does for a block of code. `offload(fn)` treats `fn`
+    as one layer: all its residuals leave together after forward, and come back together. `region(fn)` moves each
+    residual by itself: it leaves as soon as it is computed, and comes back just before backward uses it. Each iteration
+    of a `scan` is offloaded by itself, with the carried arrays as its inputs. A function under `jax.checkpoint` stores
+    only its inputs, and backward recomputes the rest.
 
     Args:
         fn: as for `offload`.

@@ -171,27 +171,27 @@ def plan_step(
 ) -> StepPlan:
     """Decides where parameters, moments and activations of a `stack_step` lie, and in how many parts a batch runs.
 
-    It measures the bus, the store's drive and two short stacks for each number of microbatches, and predicts the rest.
-    Moments leave the device before parameters do, which travel twice in a step; large arrays before small ones; the
-    layers' inputs where their time over the bus is hidden.
+    It measures the bus, the store's drive, and two short stacks for each number of microbatches. It predicts the rest.
+    Moments leave the device before parameters, because parameters travel twice in a step. Large arrays leave before
+    small ones. The layers' inputs leave if computation hides their time over the bus.
 
     Args:
         embed, body, head, tx: as for `stack_step`.
         outer: parameters outside of the stack.
         layers: pytree of arrays [layers, ...], or of `jax.ShapeDtypeStruct`; at least four layers.
         batch: of one step.
-        device_bytes: budget for state, temporaries and staging memory. None: nine tenths of what the device has.
-        host_bytes: budget for state and activations in host memory. None: half of what is available.
-        microbatches: numbers of parts to consider.
-        store: where activations go, if they leave. None: the current store.
-        min_bytes: arrays with less in a layer stay on the device.
+        device_bytes: budget for state, temporaries and staging memory. None: nine tenths of the device's memory.
+        host_bytes: budget for state and activations in host memory. None: half of the available memory.
+        microbatches: the values of `microbatches` to choose from.
+        store: where activations go, if they leave the device. None: the current store.
+        min_bytes: arrays with fewer bytes per layer stay on the device.
         streams: as for `stack_step`.
 
     Returns:
         The plan: `step = plan.apply()`, `print(plan.table())`.
 
     Raises:
-        ValueError: the stack has fewer than four layers, or nothing fits; the message has the least that would.
+        ValueError: the stack has fewer than four layers, or nothing fits; the message gives the least that would.
     """
     num_layers = count_layers(layers, "plan_step")
 

@@ -1,7 +1,8 @@
 """Published layers and decoders as functions: the public path of `dejax.rgnn.layers.zoo`.
 
-Each is an `rgnn.program`: call it with a `RelGraph`, node features and a dict of parameters. `dejax.rgnn.nnx` and
-`dejax.rgnn.linen` have a module for each layer.
+Each is an `rgnn.program`. Call a layer with a `RelGraph`, node features and a dict of parameters. Call a decoder
+(`distmult`, `complex_`, `rotate`) with a graph of the triples, entity embeddings and one array of relation parameters;
+it gives a score for each edge. `dejax.rgnn.nnx` and `dejax.rgnn.linen` have a module for each layer.
 """
 
 from dejax.rgnn.layers.zoo.attention import gat, gatv2, graph_transformer

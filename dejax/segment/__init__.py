@@ -1,6 +1,7 @@
-"""Segment operators: `jax.ops.segment_*` and `jraph.segment_*`, fast on GPUs and the same in every run.
+"""Segment operators for any JAX code: `jax.ops.segment_*` and `jraph.segment_*`, fast on GPUs, equal bits in every run.
 
-Kernels compute them on a GPU, XLA elsewhere. All have gradients of every order in both modes, and `vmap`.
+Pallas kernels compute them on a GPU, XLA elsewhere. All have gradients of every order, in forward and reverse mode, and
+work under `vmap`. docs/segment.md is the guide.
 """
 
 from dejax.segment._gathered import (

@@ -180,9 +180,9 @@ def gather_segment_sum(
 ) -> Array:
     """The sum of `scale[e] * x[senders[e]]` over the edges e with `receivers[e] = i`, for each segment i.
 
-    The same as `segment_sum(scale[:, None] * x[senders], receivers, num_segments)`, but on a GPU no array of the size
-    of the edges is made: rows are read, scaled and added in one kernel. The gradient of `x` is the same operator with
-    senders and receivers exchanged.
+    It equals `segment_sum(scale[:, None] * x[senders], receivers, num_segments)`. On a GPU one kernel reads, scales and
+    adds the rows, and no array with a row for each edge is made. The gradient of `x` is the same operator with senders
+    and receivers exchanged.
 
     Args:
         x: [rows, ...], numbers.
@@ -226,7 +226,7 @@ def gather_segment_mean(
     plan: EdgePlan | None = None,
     backend: str = "auto",
 ) -> Array:
-    """The mean over a segment's edges in place of the sum, 0 where there are none; else as `gather_segment_sum`."""
+    """The mean over the edges of each segment, 0 if it has none; else as `gather_segment_sum`."""
     m = _messages("gather_segment_mean", x, senders, receivers, num_segments, scale, indices_are_sorted, plan, backend)
     if not jnp.issubdtype(m.dtype, jnp.inexact):  # a sum of integers may wrap
         dtype = jnp.result_type(float)
@@ -247,7 +247,7 @@ def gather_segment_max(
     plan: EdgePlan | None = None,
     backend: str = "auto",
 ) -> Array:
-    """The maximum over a segment's edges in place of the sum; else as `gather_segment_sum`.
+    """The maximum of `scale[e] * x[senders[e]]` over the edges e of each segment; else as `gather_segment_sum`.
 
     Args:
         x: [rows, ...].
@@ -334,7 +334,7 @@ def _product(dtype: Any, rows: Array, scale: Array) -> Array:
 
 
 def gather(x: Any, ids: Any, *, plan: Plan | None = None, backend: str = "auto") -> Array:
-    """`x[ids]`, whose gradient is a `segment_sum`: in a fixed order, and fast where many ids are equal.
+    """`x[ids]`. Its gradient is a `segment_sum`, which adds in a fixed order and is fast if many ids are equal.
 
     Args:
         x: [rows, ...].

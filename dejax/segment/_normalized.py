@@ -66,8 +66,8 @@ def segment_softmax(
 ) -> Array:
     """exp(x_i) over the sum of exp(x_j) of the entries j of i's segment; as `jraph.segment_softmax`.
 
-    Safe for logits of any size. Entries with an id out of range get 0, and so do those of a segment whose logits are
-    all -inf.
+    It does not overflow for large logits. Entries with an id out of range get 0, and so do the entries of a segment
+    whose logits are all -inf.
 
     Args:
         logits: [entries, ...]. 16-bit floats are computed in float32.
@@ -115,7 +115,16 @@ def segment_logsumexp(
 
 
 def partition_softmax(logits: Any, partitions: Any, sum_partitions: int | None = None) -> Array:
-    """A softmax over consecutive partitions of so many entries each; as `jraph.partition_softmax`."""
+    """A softmax over each of several consecutive partitions; as `jraph.partition_softmax`.
+
+    Args:
+        logits: [entries, ...].
+        partitions: integer[partitions], the number of entries of each.
+        sum_partitions: the number of all entries; required inside `jax.jit`.
+
+    Returns:
+        [entries, ...].
+    """
     count = len(partitions)
     ids = jnp.repeat(jnp.arange(count), jnp.asarray(partitions), total_repeat_length=sum_partitions)
     return segment_softmax(logits, ids, count, indices_are_sorted=True)
@@ -132,7 +141,7 @@ def segment_variance(
     deterministic: bool = True,
     backend: str = "auto",
 ) -> Array:
-    """The mean square distance of a segment's entries from their mean, 0 for none; as `jraph.segment_variance`."""
+    """The mean squared deviation of each segment's entries from their mean; as `jraph.segment_variance`. Empty: 0."""
     data, dtype = _floats(data)
     options = Options(indices_are_sorted, unique_indices, None, None, deterministic, backend)
     r = request("segment_variance", data, segment_ids, num_segments, options, plan)

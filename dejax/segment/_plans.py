@@ -15,10 +15,10 @@ from dejax.segment._request import BACKENDS, count_of, place
 def plan(
     segment_ids: Any, num_segments: int | None = None, indices_are_sorted: bool = False, *, backend: str = "auto"
 ) -> Plan:
-    """Sorts segment ids once, for calls that give the plan in place of sorting again.
+    """Sorts segment ids once. Calls that take the plan do not sort them again.
 
-    Works inside `jax.jit`, too, where its cost is that of a sort. Outside, ids that ascend are found to be sorted, and
-    their plan has no order.
+    It also works inside `jax.jit`, at the cost of a sort in the step. Outside, it notices ids that already ascend, and
+    stores no order for them.
 
     Args:
         segment_ids: integer[entries]; ids below 0 or at least `num_segments` belong to no segment.

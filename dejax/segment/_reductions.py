@@ -95,7 +95,7 @@ def segment_sum(
     deterministic: bool = True,
     backend: str = "auto",
 ) -> Array:
-    """The sum of the entries of each segment; as `jax.ops.segment_sum`, of which it takes the arguments.
+    """The sum of the entries of each segment. It takes the arguments of `jax.ops.segment_sum`, and some more.
 
     Args:
         data: [entries, ...], numbers of any dtype. 16-bit floats are accumulated in float32 and rounded once; integers
@@ -105,9 +105,9 @@ def segment_sum(
         num_segments: the number of segments; required inside `jax.jit`, else by default the greatest id plus 1.
         indices_are_sorted: the caller's word that ids ascend.
         unique_indices: the caller's word that no id occurs twice.
-        bucket_size: for XLA; kernels accumulate long segments in parts anyway.
-        mode: None, `drop`, `fill` or `promise_in_bounds`; or `clip`, which counts ids out of range to the nearest
-            segment.
+        bucket_size: passed to XLA where XLA computes the sum; kernels do not use it.
+        mode: None, `drop`, `fill` and `promise_in_bounds` drop entries whose id is out of range. `clip` adds them to
+            the nearest segment.
         plan: the ids, sorted once by `plan(segment_ids, num_segments)`. `segment_ids` may be None then.
         deterministic: whether equal calls must give equal bits. False allows atomic additions of float32 where they
             are faster.
@@ -191,8 +191,8 @@ def segment_max(
         num_segments: the number of segments.
         indices_are_sorted: the caller's word that ids ascend.
         unique_indices: the caller's word that no id occurs twice.
-        bucket_size: for XLA.
-        mode: for ids out of range.
+        bucket_size: as in `segment_sum`.
+        mode: as in `segment_sum`.
         empty: the value of empty segments. None: as in JAX, -inf or the least integer.
         plan: the ids, sorted once.
         deterministic: as in `segment_sum`; extrema always are.

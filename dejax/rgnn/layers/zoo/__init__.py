@@ -1,1 +1,1 @@
-"""Published layers as programs, one function each; `specs` has their parameters for the modules of both Flaxes."""
+"""Published layers as programs, one function each. `specs` describes their parameters for both bindings to Flax."""

@@ -30,10 +30,10 @@ def gcn(g: GraphSymbol, x: Any, params: Params, edge_weight: Any = None, add_sel
         y = D^-1/2 (A + I) D^-1/2 x W + b ,    D_ii = 1 + sum over edges into i of w_ij
 
     Args:
-      g: the graph. Edges that join a node to itself count besides the added loops.
+      g: the graph. If it has self loops, they count in addition to the ones that are added.
       x: [N, k] node features.
       params: `weight` [k, n]; optionally `bias` [n].
-      edge_weight: [E], the entries w of A, not negative; 1 by default.
+      edge_weight: [E], the entries w of A; not negative, 1 by default.
       add_self_loops: whether the identity I is added to A. Without it, nodes without edges give b.
 
     Returns:
@@ -162,8 +162,8 @@ def pna(g: GraphSymbol, x: Any, params: Params, edge_features: Any = None, mean_
         a_i = [mean, maximum, minimum, standard deviation over edges j -> i of m_ij]
         y_i = (x_i U + sum over scalers s of s(d_i) a_i A_s + u) O + o
 
-    for each tower, with d_i the number of incoming edges, the scalers 1, log(d + 1) / delta and delta / log(d + 1)
-    (d at least 1), and the towers concatenated before O. Nodes without incoming edges aggregate to 0.
+    This holds for each tower; the towers are concatenated before O. d_i is the number of incoming edges. The scalers
+    are 1, log(d + 1) / delta and delta / log(d + 1), with d at least 1. Nodes without incoming edges aggregate to 0.
 
     Args:
       g: the graph.

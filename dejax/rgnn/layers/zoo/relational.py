@@ -209,8 +209,8 @@ def rgat_shared(
         multiplicative:  s_ij = q * k   (* f)
         y_i = sum over edges j -> i of softmax(s)_ij z_j^r   + b
 
-    Here z has the heads concatenated, and a head's query reads all heads. `library.rgat` is the paper's layer: a vector
-    for each relation and head, which reads its own head.
+    Here z has the heads concatenated, and the query and key of a head read all heads. The paper's layer is
+    `library.rgat`: it has an attention vector for each relation and head, which reads its own head only.
 
     Args:
       g: the graph.
