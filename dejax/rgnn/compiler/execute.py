@@ -97,7 +97,7 @@ def counts_of(graph: RelGraph) -> Counts:
 
 @lru_cache(maxsize=1024)
 def optimised(task: Task, watch: Watch = silent) -> Program:
-    return optimise(task.program, task.counts, task.disable, watch) if task.raw else task.program
+    return optimise(task.program, task.counts, task.disable, watch, exact=task.exact) if task.raw else task.program
 
 
 @lru_cache(maxsize=1024)

@@ -136,9 +136,18 @@ def run_passes(
     return program
 
 
-def optimise(program: Program, counts: Counts, disable: frozenset[str] = frozenset(), watch: Watch = silent) -> Program:
-    """The forward program after the passes of `OPTIMISE`."""
-    return run_passes(program, OPTIMISE, counts, disable, watch)
+def optimise(
+    program: Program,
+    counts: Counts,
+    disable: frozenset[str] = frozenset(),
+    watch: Watch = silent,
+    *,
+    exact: bool = False,
+) -> Program:
+    """The forward program after the passes of `OPTIMISE`; with `exact`, products that cancel do so before sums."""
+    keeping = {"aggregate": partial(aggregate, exact=exact)}
+    passes = tuple((name, keeping.get(name, run)) for name, run in OPTIMISE)
+    return run_passes(program, passes, counts, disable, watch)
 
 
 def differentiated(

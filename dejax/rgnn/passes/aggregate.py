@@ -8,6 +8,9 @@ all edges share moves behind the whole sum:
 
     sum over edges into v of c_e (x_e W)   =   (sum over edges into v of c_e x_e) W
     sum over edges into v of (x_e W + b)   =   (sum over edges into v of x_e) W + degree_v b
+
+Where each `x_e W` is small because it cancels, the sum of `x_e` has lost the digits of the products. So with `exact`
+shared weights and their biases stay on the edges.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from dejax.rgnn.passes.dce import dce
 _PAIR = {"dst": ("destination_pair", Space.DESTINATION_PAIR), "src": ("source_pair", Space.SOURCE_PAIR)}
 
 
-def aggregate(program: Program, counts: Counts) -> Program:
-    program = _bias_behind_sum(program, counts)
+def aggregate(program: Program, counts: Counts, *, exact: bool = False) -> Program:
+    program = program if exact else _bias_behind_sum(program, counts)
     users = program.users()
     new: dict[int, int] = {}
 
@@ -30,9 +33,11 @@ def aggregate(program: Program, counts: Counts) -> Program:
         if found is None:
             return None
         linear, rest = found
+        shared = linear.attr("via") == "all"
+        if shared and exact:
+            return None
         if not _aggregate_is_cheaper(program, linear, op, counts):
             return None
-        shared = linear.attr("via") == "all"
         pair_via, pair_space = (op.attr("via"), Space.NODE) if shared else _PAIR[op.attr("via")]
         parts = [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in rest]
         summed = multiply(builder, [(new[linear.args[0]], 1), *parts], op.dtype)

@@ -193,3 +193,31 @@ def test_results_and_gradients_have_the_digits_of_the_program_as_written(name: s
 @pytest.mark.parametrize("name", ["rgat", "hgt", "dot_attention", "gatv2"])
 def test_kernels_have_them_too(name: str, inputs: str, precision: str) -> None:
     check(name, inputs, {"backend": "pallas", "precision": precision, "interpret": True})
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_shared_product_that_cancels_does_so_before_the_sum(bias: bool) -> None:
+    """Edge features have a mean of 100, of which the product leaves nothing: its bias, or its columns, remove it."""
+    rng = np.random.default_rng(3)
+    edges = 4000
+    graph = RelGraph.from_edges(rng.integers(0, 5, edges), np.zeros(edges, int), num_nodes=5)
+    e, w = 100 + rng.normal(size=(edges, WIDTH)), rng.normal(size=(WIDTH, 2 * WIDTH))
+    w = w if bias else w - w.mean(0)
+    b = -100 * w.sum(0)
+
+    @rgnn.program
+    def summed(g: Any, e: Any, w: Any, b: Any) -> Any:
+        message = g.edge(e) @ g.shared(w)
+        return g.sum_to_dst(message + g.shared(b) if bias else message)
+
+    arrays = [np.asarray(a, np.float32) for a in (e, w, b)]
+    exact = [a.astype(np.float64) for a in arrays]
+    want = np.sum(exact[0] @ exact[1] + (exact[2] if bias else 0), axis=0)
+
+    def error(**options: Any) -> float:
+        got = np.asarray(summed(graph, *arrays, options=Options(**options)))[0]
+        return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+    written = error(backend="xla", precision="f32", disable=REASSOCIATING)
+    assert error(backend="xla", precision="f32") <= FACTOR * written + FLOOR
+    assert error(backend="pallas", precision="f32", interpret=True) <= FACTOR * written + FLOOR
