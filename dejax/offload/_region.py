@@ -46,12 +46,12 @@ def region(
     >>> from dejax.offload import ActivationStore, region
     >>> def loss(ws, x):
     ...     for w in ws:
-    ...         x = jnp.tanh(x @ w)
+    ...         x = jnp.sin(x @ w)
     ...     return x.sum()
     >>> with ActivationStore() as store:
     ...     gradient = jax.jit(jax.grad(region(loss, min_bytes=1)))([jnp.eye(3)] * 2, jnp.ones((2, 3)))
     ...     print(store.stats().stored_count)
-    2
+    3
     """
     options = Options.of(policy, store, inputs, min_bytes, on_demand=True)
 
