@@ -25,7 +25,9 @@ def computed_once(x: jax.Array, true: jax.Array) -> jax.Array:
     scalar that is true, of which the compiler does not know it.
     """
     x = jax.lax.optimization_barrier(x)
-    return x if JAX_VERSION >= (0, 11) else jax.lax.cond(true, lambda x: x, jax.numpy.negative, x)
+    if JAX_VERSION >= (0, 11) or not jax.numpy.issubdtype(x.dtype, jax.numpy.floating):  # others do not round
+        return x
+    return jax.lax.cond(true, lambda x: x, jax.numpy.negative, x)
 
 
 def unsupported_jax() -> str | None:
