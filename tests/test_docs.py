@@ -24,7 +24,7 @@ GUIDES = (
     "segment",
     "write_your_own_layer",
     pytest.param("host_gather", marks=needs_native),
-    pytest.param("minibatch", marks=needs_native),
+    pytest.param("minibatch", marks=(needs_native, pytest.mark.full)),
     pytest.param("features", marks=needs_native),
 )
 

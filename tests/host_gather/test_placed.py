@@ -20,9 +20,12 @@ from dejax.host_gather import (
     typed_linear,
 )
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
+    ),
+    pytest.mark.sample(3),
+]
 RNG = np.random.default_rng(0)
 ROWS = RNG.standard_normal((50, 6)).astype(np.float32)
 IDS = np.array([4, 17, 4, -1, 50, 3, 0])

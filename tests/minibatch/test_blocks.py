@@ -13,6 +13,9 @@ from dejax.rgnn import library
 from dejax.rgnn.graphs.build_slots import Slots, SlotSpec, graph_of_slots
 from tests.minibatch.graphs import CITES, COUNTS, LIKES, REV, WRITES, edge_lists, sampled_edges, topology_of
 
+pytestmark = pytest.mark.sample(3)
+
+
 KEY = jax.random.key(0)
 SEEDS = {"paper": jnp.array([4, 7, 7, -1, 2]), "author": jnp.array([3])}
 NAMES = sorted(COUNTS)

@@ -18,6 +18,8 @@ from dejax.minibatch import (
     softmax_cross_entropy,
 )
 
+pytestmark = pytest.mark.sample(3)
+
 RNG = np.random.default_rng(0)
 
 

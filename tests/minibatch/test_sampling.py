@@ -11,6 +11,7 @@ from dejax.minibatch import HeteroTopology, SampleOptions, edge_ids, find_capaci
 from tests.minibatch.graphs import CITES, COUNTS, LIKES, REV, WRITES, edge_lists, sampled_edges, topology_of
 
 pytestmark = [
+    pytest.mark.sample(3),
     pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
     pytest.mark.newest_jax,
 ]

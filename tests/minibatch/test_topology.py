@@ -9,6 +9,7 @@ from dejax.host_gather import HostTable
 from dejax.minibatch import HeteroTopology, _building, sample_blocks
 
 pytestmark = [
+    pytest.mark.sample(3),
     pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
     pytest.mark.newest_jax,
 ]

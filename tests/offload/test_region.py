@@ -15,7 +15,10 @@ from dejax.offload import linen as offload_linen
 from dejax.offload import nnx as offload_nnx
 from tests.offload.layers import LAYERS, TENSOR, assert_same_bits, layer, loss_of, operands
 
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+pytestmark = [
+    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
+    pytest.mark.sample(3),
+]
 WIDTH = 32
 kept = functools.partial(region, min_bytes=1)
 

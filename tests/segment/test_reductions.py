@@ -14,6 +14,9 @@ from tests.budget import examples
 from tests.segment.cases import CASES
 from tests.segment.contract import FLOATS, INTEGERS, KINDS, ORDERS, Case, check
 
+pytestmark = pytest.mark.sample(3)
+
+
 BACKENDS = ("xla", "pallas")
 MAX, SUM = segment.segment_max, segment.segment_sum
 
