@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.layers import parameters, specs
 from dejax.rgnn.layers.parameters import Initializer
+from dejax.rgnn.layers.pyg import from_pyg as layer_from_pyg
 from dejax.rgnn.layers.specs import LayerSpec, Normalization
 from dejax.rgnn.layers.zoo import modules
 from dejax.rgnn.layers.zoo import specs as zoo
@@ -49,6 +50,7 @@ __all__ = [
     "SharedRGATConv",
     "SimpleHGNConv",
     "TransformerConv",
+    "from_pyg",
 ]
 
 
@@ -396,3 +398,20 @@ class ProgramModule(nn.Module):
         spec = parameters.ProgramSpec.make(self.program, self.params, self.dtype, *choices)
         params = {n: self.param(n, p.init, p.shape, self.param_dtype) for n, p in spec.params.items()}
         return spec(graph, inputs, params)
+
+
+def from_pyg(
+    layer: Any, *, graph_has_self_loops: bool = False, options: Options | None = None
+) -> tuple[Any, dict[str, dict[str, Array]]]:
+    """The module and the variables that have the settings and weights of a layer of PyTorch Geometric.
+
+    Which layers: see `dejax.rgnn.interop.from_pyg`, which has the same arguments and errors.
+
+    Returns:
+      (module, variables), for `module.apply(variables, graph, x)`.
+    """
+    found = layer_from_pyg(layer, graph_has_self_loops=graph_has_self_loops, options=options)
+    module = globals()[found.name]
+    own = {field.name for field in dataclasses.fields(module)}
+    settings = {"features" if name == "out_features" else name: value for name, value in found.settings.items()}
+    return module(**{name: value for name, value in settings.items() if name in own}), {"params": found.params}

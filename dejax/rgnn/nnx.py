@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.layers import parameters, specs
 from dejax.rgnn.layers.parameters import Initializer, params_from_linen, params_to_linen
+from dejax.rgnn.layers.pyg import from_pyg as layer_from_pyg
 from dejax.rgnn.layers.specs import LayerSpec, Normalization
 from dejax.rgnn.layers.zoo import modules
 from dejax.rgnn.layers.zoo import specs as zoo
@@ -49,6 +50,7 @@ __all__ = [
     "SharedRGATConv",
     "SimpleHGNConv",
     "TransformerConv",
+    "from_pyg",
     "params_from_linen",
     "params_to_linen",
 ]
@@ -465,3 +467,25 @@ class ProgramModule(nnx.Module):
     def __call__(self, graph: RelGraph, *inputs: Any) -> Any:
         """The program's result for `inputs`, its arguments that are not parameters, in order."""
         return self.spec(graph, inputs, {name: getattr(self, name)[...] for name in self.spec.params})
+
+
+def from_pyg(
+    layer: Any, *, graph_has_self_loops: bool = False, options: Options | None = None, rngs: nnx.Rngs | None = None
+) -> Any:
+    """The module with the settings and weights of a layer of PyTorch Geometric, ready to be called or trained further.
+
+    Which layers: see `dejax.rgnn.interop.from_pyg`, which has the same arguments and errors.
+
+    Args:
+      layer: such as a `torch_geometric.nn.SAGEConv`.
+      graph_has_self_loops: see there.
+      options: compiler options of the module.
+      rngs: its `dropout` stream is the module's; None: `nnx.Rngs(0)`.
+
+    Returns:
+      A module of this file, such as `SAGEConv`.
+    """
+    found = layer_from_pyg(layer, graph_has_self_loops=graph_has_self_loops, options=options)
+    values = {name: lambda key, shape, dtype, value=value: value for name, value in found.params.items()}
+    settings = {name: value for name, value in found.settings.items() if name != "dtype"}
+    return globals()[found.name](**settings, initializers=values, rngs=nnx.Rngs(0) if rngs is None else rngs)
