@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -174,6 +175,15 @@ def _tuned_tables(missing: Missing) -> list[dict[str, Any]]:
     return tables
 
 
+def _by_name(handlers: Sequence[str]) -> list[str]:
+    """`name (platform, platform)` from `name (platform)` of each."""
+    platforms: dict[str, list[str]] = {}
+    for handler in handlers:
+        name, _, where = handler.partition(" ")
+        platforms.setdefault(name.removeprefix("dejax_"), []).append(where.strip("()"))
+    return [f"{name} ({' and '.join(where)})" for name, where in platforms.items()]
+
+
 def render(report: dict[str, Any]) -> str:
     """The report of `collect` as text for people."""
     lines = ["dejax " + report["versions"]["dejax"], "", "Versions"]
@@ -213,10 +223,10 @@ def render(report: dict[str, Any]) -> str:
     native = report["native"]
     if native["loaded"]:
         version = ".".join(map(str, native["ffi_version"]))
-        lines += [
-            f"  {native['file']}",
-            f"  XLA FFI {version}, {native['threads']} threads; handlers: {', '.join(native['handlers'])}",
-        ]
+        lines += [f"  {native['file']}", f"  XLA FFI {version}, {native['threads']} threads; handlers:"]
+        lines += textwrap.wrap(
+            ", ".join(_by_name(native["handlers"])), 100, initial_indent="    ", subsequent_indent="    "
+        )
     else:
         lines.append("  not loaded")
 

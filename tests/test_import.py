@@ -106,6 +106,7 @@ def test_the_installed_jax_is_supported() -> None:
 # The layers, from the top: a module may import its own layer and those in the rows below. The layer of a module is the
 # longest name here that it begins with; `dejax.rgnn` itself is what users import: `nnx`, `linen`, `library` and others.
 LAYERS = (
+    ("dejax.__main__",),
     ("dejax.info", "dejax.training"),
     ("dejax.minibatch",),
     ("dejax.datasets",),

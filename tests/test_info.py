@@ -11,6 +11,7 @@ import jax
 import pytest
 
 import dejax
+import dejax.__main__ as greeting
 from dejax import info
 
 
@@ -112,3 +113,27 @@ def test_on_a_gpu() -> None:
     assert report["kernels"] == "compiled"
     assert "pinned_host" in report["devices"][0]["memory_kinds"]
     assert report["driver"]["devices"][0]["can_map_host_memory"] is True
+
+
+def test_handlers_are_listed_in_lines_that_fit() -> None:
+    lines = run(JAX_PLATFORMS="cpu").splitlines()
+    paths = [line for line in lines if "_dejax_native" in line]
+    assert max(len(line) for line in lines if line not in paths and "Linux" not in line) <= 120
+
+
+def test_the_greeting_says_what_works_here_and_what_is_next() -> None:
+    ran = subprocess.run([sys.executable, "-m", "dejax"], capture_output=True, text=True, check=True)
+    assert f"dejax {dejax.__version__} with jax {jax.__version__}" in ran.stdout
+    assert all(command in ran.stdout for command, _ in greeting.NEXT)
+    assert len(ran.stdout.splitlines()) < 20
+
+
+def test_the_greeting_on_a_gpu_and_on_a_machine_without_devices() -> None:
+    report = info.collect()
+    gpu = report | {"devices": [{"platform": "gpu", "kind": "NVIDIA H200"}], "default_backend": "gpu"}
+    ways = {name: how for name, _, how in greeting.parts(gpu)}
+    assert ways["dejax.rgnn"] == "by kernels on NVIDIA H200"
+    nothing = report | {"devices": [], "default_backend": None}
+    assert {how for _, _, how in greeting.parts(nothing)} == {"not at all: jax has no device"}
+    without = report | {"native": {"loaded": False, "reason": "x"}}
+    assert "native extension is missing" in {name: how for name, _, how in greeting.parts(without)}["dejax.offload"]
