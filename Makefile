@@ -50,7 +50,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed$(EXTRA): $(BUILD_INPUTS) | $(BIN)/python
-	$(BIN)/python $(PIP) --editable '.$(if $(EXTRA),[$(EXTRA)])'
+	$(BIN)/python $(PIP) --editable '.[all$(if $(EXTRA),$(comma)$(EXTRA))]'
 	@touch $@
 
 $(VENV)/.installed-test: $(BUILD_INPUTS) | $(BIN)/python

@@ -119,7 +119,7 @@ LAYERS = (
     ("dejax.rgnn.graphs", "dejax.rgnn.ir"),
     ("dejax.segment",),
     ("dejax.pallas",),
-    ("dejax._compat", "dejax._native"),
+    ("dejax._compat", "dejax._native", "dejax._optional"),
 )
 PARTS = ("dejax.host_gather", "dejax.offload", "dejax.rgnn")
 RANKS = {layer: rank for rank, layers in enumerate(LAYERS) for layer in layers}
@@ -217,3 +217,38 @@ def test_functions_of_public_modules_are_those_of_the_layers() -> None:
     from dejax.rgnn.layers.library import rgat
 
     assert library.rgat is rgat and interop.from_graphs_tuple is from_graphs_tuple
+
+
+OPTIONAL = ("flax", "optax", "orbax", "jraph", "tensorstore", "rdflib", "matplotlib")
+WITHOUT = f"import sys\nfor name in {OPTIONAL!r}:\n    sys.modules[name] = None\n"
+
+
+def test_all_packages_but_the_bindings_need_jax_alone() -> None:
+    names = "dejax.rgnn dejax.segment dejax.host_gather dejax.offload dejax.minibatch dejax.datasets dejax.info"
+    code = f"{WITHOUT}import {', '.join(names.split())}\nfrom dejax.rgnn import interop, library, zoo"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_what_needs_a_missing_package_says_which() -> None:
+    graph = "from dejax.rgnn import interop, RelGraph; graph = RelGraph.from_edges([0], [0], num_nodes=1)"
+    uses = {
+        "flax": ["import dejax.rgnn.nnx", "import dejax.rgnn.linen", "import dejax.minibatch.nnx"]
+        + ["import dejax.minibatch.linen", "import dejax.offload.nnx", "import dejax.offload.linen"],
+        "optax": ["from dejax.offload import optimizer; optimizer(None)"],
+        "jraph": [f"{graph}; interop.to_graphs_tuple(graph)"],
+        "matplotlib": ["from dejax.offload._telemetry import Recording; Recording.plot(None, '')"],
+    }
+    lines = [WITHOUT]
+    for package, snippets in uses.items():
+        for snippet in snippets:
+            lines += [
+                "try:",
+                f"    {snippet}",
+                "except ModuleNotFoundError as error:",
+                f"    assert 'needs {package}, which is not installed: pip install {package}' in str(error), error",
+                "else:",
+                f"    raise SystemExit({snippet!r})",
+            ]
+    ran = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr

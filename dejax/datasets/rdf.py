@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from dejax._optional import optional
 from dejax.datasets._dataset import UNLABELLED, EntityDataset
 from dejax.datasets._files import Archive, cache_dir, fetch, find_files, sha256
 from dejax.datasets._progress import Progress
@@ -206,10 +207,11 @@ class _Triples:
 
 def _read_triples(path: Path, progress: bool | None) -> _Triples:
     """Reads line by line. rdflib parses each distinct term once, which is 2.4 times as fast as its plain parser."""
-    from rdflib import Literal, URIRef
-    from rdflib.exceptions import ParserError
-    from rdflib.plugins.parsers.ntriples import W3CNTriplesParser
-    from rdflib.term import Node
+    with optional("rdflib", of="a data set in RDF"):
+        from rdflib import Literal, URIRef
+        from rdflib.exceptions import ParserError
+        from rdflib.plugins.parsers.ntriples import W3CNTriplesParser
+        from rdflib.term import Node
 
     parser = W3CNTriplesParser()
     ids: dict[Node, int] = {}

@@ -16,12 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from flax import linen as nn
 from jax import Array
 from jax.typing import DTypeLike
 
+from dejax._optional import optional
 from dejax.minibatch import _stages
 from dejax.minibatch._stages import Graphs
+
+with optional("flax", of="dejax.minibatch.linen"):
+    from flax import linen as nn
 
 __all__ = ["HeteroGNN", "HeteroLayer", "InputProjection"]
 

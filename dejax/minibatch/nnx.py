@@ -16,12 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
+from dejax._optional import optional
 from dejax.minibatch import _stages
 from dejax.minibatch._stages import Graphs
+
+with optional("flax", of="dejax.minibatch.nnx"):
+    from flax import nnx
 
 __all__ = ["HeteroGNN", "HeteroLayer", "InputProjection"]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dejax._optional import optional
+
 Point = tuple[float, float]
 """(peak bytes, seconds a step)"""
 
@@ -30,7 +32,8 @@ def draw(
     measured: Sequence[Point] = (),
 ) -> None:
     """Draws every way, the best ones as a curve, the chosen one and its budget, some by name, and measured points."""
-    import matplotlib
+    with optional("matplotlib", of="the plot of a plan"):
+        import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

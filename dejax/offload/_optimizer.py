@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend import core
 
 from dejax import _native
+from dejax._optional import optional
 from dejax.offload._evaluation import Demand, inlined
 from dejax.offload._pieces import PIECE_BYTES, stream_state
 
@@ -62,7 +63,8 @@ def optimizer(
         ValueError: `piece_bytes` or `ahead` is not positive.
         NativeExtensionError: with `streams=True`, the extension is missing.
     """
-    import optax
+    with optional("optax", of="offload.optimizer"):
+        import optax
 
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(f"offload.optimizer: `tx` must be an Optax transformation, got {type(tx).__name__}")

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dejax._optional import optional
+
 _GIB = 2**30
 
 
@@ -109,7 +111,8 @@ class Recording:
 
     def plot(self, path: str | Path) -> None:
         """Draws the bytes in each tier, and the share of time that was spent waiting."""
-        import matplotlib
+        with optional("matplotlib", of="the plot of a recording"):
+            import matplotlib
 
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from dejax._optional import optional
+
 _ROWS = 1 << 40  # of an array; files exist only for rows that were written
 _MOST_ARRAYS = 256  # kept open: one for each size of chunk and each folder
 # In place ("non_atomic"): nobody else writes here. An older TensorStore writes another file, which it renames ("none").
@@ -34,7 +36,8 @@ class TensorStoreIO:
     """
 
     def __init__(self, native: Any, folders: Sequence[Path], num_threads: int) -> None:
-        import tensorstore as ts
+        with optional("tensorstore", of="a store on disk with engine='tensorstore' (engine='direct' needs no package)"):
+            import tensorstore as ts
 
         self._native = native
         self._ts = ts

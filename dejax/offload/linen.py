@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-import flax.linen as nn
-from flax.core import lift
-
+from dejax._optional import optional
 from dejax.offload._store import ActivationStore
 from dejax.offload._transform import MIN_BYTES, Inputs, Options, Policy, wrap
+
+with optional("flax", of="dejax.offload.linen"):
+    import flax.linen as nn
+    from flax.core import lift
 
 
 def offload(

@@ -11,10 +11,12 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-from flax import nnx
-
+from dejax._optional import optional
 from dejax.offload._store import ActivationStore
 from dejax.offload._transform import MIN_BYTES, Inputs, Options, Policy, wrap
+
+with optional("flax", of="dejax.offload.nnx"):
+    from flax import nnx
 
 
 def offload(

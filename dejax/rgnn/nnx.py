@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
+from dejax._optional import optional
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.layers import parameters, specs
 from dejax.rgnn.layers.parameters import Initializer, params_from_linen, params_to_linen
@@ -31,6 +31,9 @@ from dejax.rgnn.layers.zoo import modules
 from dejax.rgnn.layers.zoo import specs as zoo
 from dejax.rgnn.layers.zoo.specs import ZooSpec
 from dejax.rgnn.options import Options
+
+with optional("flax", of="dejax.rgnn.nnx"):
+    from flax import nnx
 
 __all__ = [
     "CompGCNConv",

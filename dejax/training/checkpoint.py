@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from dejax._optional import optional
 from dejax.training.fit import Progress, TrainState
 from dejax.training.settings import Settings
 
@@ -102,7 +103,8 @@ class Checkpoints:
 
     def save(self, seed: int, state: TrainState, history: History) -> None:
         """Writes a seed's state and curves, and replaces its earlier checkpoint."""
-        import orbax.checkpoint as ocp
+        with optional("orbax-checkpoint", of="a checkpoint"):
+            import orbax.checkpoint as ocp
 
         with self._manager(seed) as manager:
             items = ocp.args.Composite(state=ocp.args.StandardSave(state), history=ocp.args.JsonSave(history.as_dict()))
@@ -119,7 +121,8 @@ class Checkpoints:
         Raises:
             FileNotFoundError: this seed has no checkpoint.
         """
-        import orbax.checkpoint as ocp
+        with optional("orbax-checkpoint", of="a checkpoint"):
+            import orbax.checkpoint as ocp
 
         epoch = self.latest(seed)
         if epoch is None:
@@ -133,7 +136,8 @@ class Checkpoints:
         return found["state"], History(**found["history"])
 
     def _manager(self, seed: int) -> Any:
-        import orbax.checkpoint as ocp
+        with optional("orbax-checkpoint", of="a checkpoint"):
+            import orbax.checkpoint as ocp
 
         options = ocp.CheckpointManagerOptions(max_to_keep=1, create=True, enable_async_checkpointing=False)
         return ocp.CheckpointManager(self.folder / _FOLDER / f"seed{seed}", options=options)

@@ -10,15 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
 from jax import Array
 
+from dejax._optional import optional
 from dejax.datasets import EntityDataset
 from dejax.rgnn import Options, RelGraph
 from dejax.training.data import SPLITS, needs_reverse, split_nodes
 from dejax.training.models import EntityClassifier, NodeMLP
 from dejax.training.settings import Settings
+
+with optional("optax", of="dejax.training"):
+    import optax
+with optional("flax", of="dejax.training"):
+    from flax import nnx
 
 
 @jax.tree_util.register_dataclass

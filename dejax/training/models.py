@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array
 
+from dejax._optional import optional
 from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.nnx import HGTConv, RGATConv, RGCNConv
 from dejax.training.settings import Settings
+
+with optional("flax", of="dejax.training"):
+    from flax import nnx
 
 
 class EntityClassifier(nnx.Module):

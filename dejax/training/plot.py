@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dejax._optional import optional
 from dejax.training.checkpoint import History
 from dejax.training.report import MODEL_NAMES
 
@@ -25,8 +26,9 @@ def draw_curves(path: Path, results: dict[str, Any], histories: Sequence[History
         results: the result of `dejax.training.report.summarise`, for the baselines and the title.
         histories: one for each seed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with optional("matplotlib", of="the plot of a training"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     # Agg without pyplot needs no display and touches no global state.
     figure = Figure(figsize=(11.2, 4.0), dpi=150, layout="constrained")

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dejax._optional import optional
 from dejax.rgnn.graphs.checks import is_traced, takes_hub_chunk
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.spec import SELF_LOOP
@@ -188,7 +189,8 @@ def to_graphs_tuple(
     Raises:
         ValueError: the rows of the features, or `like`, do not fit the graph; or a graph with padding has no `like`.
     """
-    import jraph
+    with optional("jraph", of="to_graphs_tuple"):
+        import jraph
 
     if like is not None:
         num_edges = _num_edges(like)

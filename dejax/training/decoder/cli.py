@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dejax._optional import optional
 from dejax.training.decoder.config import SIZES, DecoderConfig
 
 # The run without offload that each mode is compared with.
@@ -106,7 +107,8 @@ def config_of(options: argparse.Namespace) -> DecoderConfig:
 
 def plot(curves: Mapping[str, Sequence[float]], path: Path) -> None:
     """Draws losses by step."""
-    import matplotlib
+    with optional("matplotlib", of="the plot of a training"):
+        import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 
+from dejax._optional import optional
 from dejax.offload import ActivationStore
 from dejax.training.decoder import model
 from dejax.training.decoder.config import DecoderConfig
@@ -143,7 +144,8 @@ class Checkpoints:
     """The last checkpoint of a run, by Orbax: state and losses."""
 
     def __init__(self, out: Path) -> None:
-        import orbax.checkpoint as ocp
+        with optional("orbax-checkpoint", of="a checkpoint"):
+            import orbax.checkpoint as ocp
 
         self._ocp = ocp
         options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)

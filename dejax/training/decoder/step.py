@@ -9,13 +9,16 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dejax._optional import optional
 from dejax.offload import StackState, StackStep, offload, stack_step
 from dejax.training.decoder import model
 from dejax.training.decoder.config import DecoderConfig
+
+with optional("optax", of="dejax.training"):
+    import optax
 
 OFFLOAD = ("none", "remat", "inputs", "all")
 STATE = ("device", "moments", "all")

@@ -1,0 +1,33 @@
+"""Packages that only some parts need: a clear error where one is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def optional(package: str, of: str) -> Iterator[None]:
+    """Imports inside this context say who needs the package, and how to get it.
+
+    Args:
+        package: the name on the registry, which is that of its top-level module or the module's beginning.
+        of: what needs it.
+
+    Raises:
+        ModuleNotFoundError: the package is not installed.
+
+    >>> with optional("nobodys_package", of="plot()"):
+    ...     import nobodys_package
+    Traceback (most recent call last):
+    ModuleNotFoundError: plot() needs nobodys_package, which is not installed: pip install nobodys_package
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing != package.partition("-")[0]:
+            raise
+        raise ModuleNotFoundError(
+            f"{of} needs {package}, which is not installed: pip install {package}", name=error.name
+        ) from None
