@@ -72,6 +72,9 @@ class TrainingSteps:
 
     def __call__(self, state: Any, *arguments: Any) -> tuple[Any, Any]:
         """The state after the step or steps, and what `update` returned; of several steps stacked, [steps, ...]."""
+        # The results lie where the tables are, by name of the device. If the first state did not, jax would compile the
+        # program again for the second call.
+        state = jax.tree.map(_placed, state, is_leaf=_is_table)
         found: tuple[Any, Any] = self._for(state)(state, *arguments)
         return found
 
@@ -170,7 +173,10 @@ def pipelined_steps(
             state, out = update(state, _batch(now, x), *rest)
             return (state, following, later, pending.gather_done(after=_arrays((state, out)))[0]), out
 
-        first, second = (_draw(what, sample, keys[n], topology, _at(seeds, n)) for n in (0, 1))
+        # A loop, so that XLA compiles the sampling twice and not three times.
+        begin = (keys[:2], jax.tree.map(lambda some: some[:2], seeds))
+        _, both = jax.lax.scan(lambda _, each: (None, _draw(what, sample, each[0], topology, each[1])), None, begin)
+        first, second = _at(both, 0), _at(both, 1)
         x = features.gather(_ids(first, features), dtype=dtype)
         ahead = keys[2:], jax.tree.map(lambda some: some[2:], seeds)
         (state, *_), outs = jax.lax.scan(body, (state, first, second, x), ahead)
@@ -263,6 +269,12 @@ def _is_table(value: Any) -> bool:
     return isinstance(value, HostTable)
 
 
+def _placed(leaf: Any) -> Any:
+    if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array) or getattr(leaf, "committed", True):
+        return leaf
+    return jax.device_put(leaf, next(iter(leaf.devices())))
+
+
 def _arrays(tree: Any) -> list[Array]:
     """The arrays on the device in a result, without random keys."""
     leaves = [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_table) if not _is_table(leaf)]
@@ -284,7 +296,12 @@ def _padded(what: str, keys: Array, seeds: Any) -> tuple[Array, Any]:
                 f"{what}: `seeds` must have a leading axis of {count} steps, as `keys`, got shape {leaf.shape}"
             )
     keys = jnp.concatenate([keys, keys[-1:], keys[-1:]])
-    return keys, jax.tree.map(lambda some: jnp.concatenate([some, jnp.full((2, *some.shape[1:]), -1, some.dtype)]), seeds)
+
+
+    def longer(some: Array) -> Array:
+        return jnp.concatenate([some, jnp.full((2, *some.shape[1:]), -1, some.dtype)])
+
+    return keys, jax.tree.map(longer, seeds)
 
 
 def _check_features(what: str, features: Any) -> None:
