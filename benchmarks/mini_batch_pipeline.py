@@ -248,9 +248,7 @@ def igb(args: argparse.Namespace) -> Case:
     """MLPerf's R-GAT on a random graph of IGB's shape."""
     begin = time.perf_counter()
     device_bytes = int(args.device_gb * 1e9)
-    data = random_data(
-        args.scale, dtype=args.dtype, device_bytes=device_bytes, batch=args.seeds, width=args.igb_width
-    )
+    data = random_data(args.scale, dtype=args.dtype, device_bytes=device_bytes, batch=args.seeds, width=args.igb_width)
     made_s = time.perf_counter() - begin
     config = RGATConfig(
         data.topology.edge_types, data.topology.node_types, in_features=data.width, hidden=args.igb_hidden,

@@ -297,7 +297,6 @@ def _padded(what: str, keys: Array, seeds: Any) -> tuple[Array, Any]:
             )
     keys = jnp.concatenate([keys, keys[-1:], keys[-1:]])
 
-
     def longer(some: Array) -> Array:
         return jnp.concatenate([some, jnp.full((2, *some.shape[1:]), -1, some.dtype)])
 

@@ -11,7 +11,15 @@ from flax import nnx
 
 from dejax import _native, offload
 from dejax.host_gather import adam
-from dejax.minibatch import FeatureStore, link_batch, pipelined_steps, sample_blocks, sampled_step, seed_batches, step_keys
+from dejax.minibatch import (
+    FeatureStore,
+    link_batch,
+    pipelined_steps,
+    sample_blocks,
+    sampled_step,
+    seed_batches,
+    step_keys,
+)
 from dejax.minibatch import nnx as mb
 from dejax.rgnn.nnx import RGATConv, RGCNConv
 from tests.minibatch.graphs import COUNTS, REV, WRITES, topology_of

@@ -156,7 +156,13 @@ def folder_data(
 
 
 def count_visits(
-    topology: HeteroTopology, nodes: np.ndarray, batch: int, fan_outs: Sequence[int], *, batches: int = 20, seed: int = 0
+    topology: HeteroTopology,
+    nodes: np.ndarray,
+    batch: int,
+    fan_outs: Sequence[int],
+    *,
+    batches: int = 20,
+    seed: int = 0,
 ) -> dict[str, np.ndarray]:
     """How many of some sampled batches read each node: float32[nodes] by type."""
 
@@ -172,5 +178,3 @@ def count_visits(
             found = np.asarray(ids)
             visits[name][found[found >= 0]] += 1  # a node occurs once in a sample
     return visits
-
-

@@ -235,9 +235,7 @@ def train(trainer: Trainer, options: RunOptions) -> tuple[dict[str, Any], Curves
     return state, curves
 
 
-def _line(
-    trainer: Trainer, options: RunOptions, done: int, losses: np.ndarray, seconds: float, curves: Curves
-) -> str:
+def _line(trainer: Trainer, options: RunOptions, done: int, losses: np.ndarray, seconds: float, curves: Curves) -> str:
     parts = [
         f"step {done}/{options.steps}",
         f"loss {losses.mean():.4f}",
