@@ -1,6 +1,6 @@
 """MLPerf's R-GAT on IGB's heterogeneous graph, in mini-batches, with features and edges in host memory.
 
-    python examples/igb_rgat.py                                            # a small random graph: about a minute on a CPU
+    python examples/igb_rgat.py                          # a small random graph: minutes on a CPU
     python examples/igb_rgat.py --scale 0.1 --batch 1024 --pipeline 32 --steps 1000 --device-gb 40   # on a GPU
     python examples/igb_rgat.py --data FOLDER --size medium --batch 1024 --pipeline 32 --steps 5000  # IGB's own files
     python examples/igb_rgat.py --resume --steps 40                        # go on; the same losses as without a pause

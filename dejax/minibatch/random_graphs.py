@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -48,13 +48,8 @@ def random_topology(
         checked_edge_type(edge_type, counts)
         if edges < 0:
             raise ValueError(f"random_topology: `num_edges[{edge_type}]` must be at least 0, got {edges}")
-        for number, some in enumerate(shared):
-            together = (*some, edge_type)
-            groups = sum(counts[target] + 1 for _, _, target in together)
-            if max(sum(num_edges[each] for each in together), groups) < SHARED_LIMIT:
-                break
-        else:
-            number = len(shared)
+        number = next((n for n, some in enumerate(shared) if _fit((*some, edge_type), num_edges, counts)), len(shared))
+        if number == len(shared):
             shared.append([])
         places.append((edge_type, number, len(shared[number])))
         shared[number].append(edge_type)
@@ -65,6 +60,12 @@ def random_topology(
     ]
     relations = list(described(places, parts))
     return HeteroTopology._drawn(parts, relations, counts, on_host)
+
+
+def _fit(together: Sequence[EdgeType], num_edges: Mapping[EdgeType, int], counts: Mapping[str, int]) -> bool:
+    """Whether relations can share lists."""
+    groups = sum(counts[target] + 1 for _, _, target in together)
+    return max(sum(num_edges[each] for each in together), groups) < SHARED_LIMIT
 
 
 def _part(wanted: Mapping[EdgeType, tuple[int, int]], counts: Mapping[str, int], progress: bool | None) -> Part:

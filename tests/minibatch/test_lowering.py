@@ -55,7 +55,7 @@ def test_a_step_lowers_for_the_gpu(layer):
 
 
 def test_a_pipelined_step_starts_the_reads_first_and_ends_them_last():
-    """In the loop's body: starts of all types, through which the rows of this step pass, then the ends; nothing twice."""
+    """In the loop's body: starts of all types, through which this step's rows pass, then the ends; nothing twice."""
 
     def on_gpu(leaf):
         if not isinstance(leaf, HostTable):

@@ -52,7 +52,7 @@ class IGBData:
 
 
 def relation_counts(shape: IGBShape) -> dict[tuple[str, str, str], int]:
-    """Edges of all relations as MLPerf takes them: `cites` in both directions with self loops, reverses of the others."""
+    """Edges of each relation as MLPerf takes them: `cites` symmetric with self loops, and reverses of the others."""
     found = {}
     for (source, name, target), count in shape.num_edges.items():
         if name == SYMMETRIC:
