@@ -11,19 +11,27 @@ from __future__ import annotations
 from dejax.rgnn.ir.intra import BY_ROW, access_operand, as_part
 from dejax.rgnn.passes._traversal_plans import NARROWER, Fusion, TraversalPlan
 
+# A traversal over destinations is the writer even if it holds up to so many times as many elements.
+_DESTINATION = 1.5
+
 
 def share_scalars(fusion: Fusion) -> None:
     """Chooses writers and readers: first the writer that holds the fewest elements in registers.
 
-    A traversal over destinations may hold half as many more. It reads the scalars of nodes that shares and gradients of
-    scores are made of once for each row; another traversal takes a sector of memory for them at each edge.
+    A traversal over destinations may hold more (`_DESTINATION`). It reads the scalars of nodes that shares and
+    gradients of scores are made of once for each row; another traversal takes a sector of memory for them at each edge.
     """
     found = []
     for reader in fusion.traversals:
         scalars = _multipliers(fusion, reader)
         if scalars:
             found += [
-                (_held(fusion, traversal, scalars) * (2 if traversal.via == "dst" else 3), traversal, reader, scalars)
+                (
+                    _held(fusion, traversal, scalars) / (_DESTINATION if traversal.via == "dst" else 1),
+                    traversal,
+                    reader,
+                    scalars,
+                )
                 for traversal in fusion.traversals
             ]
     writers: list[TraversalPlan] = []

@@ -7,7 +7,17 @@ a mean, or the sum of a softmax, is applied to one row instead of to every edge.
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import Builder, Op, Program, promote
-from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, in_range, insert_axes, multiply, read_back, rebuild
+from dejax.rgnn.passes._rewrite import (
+    Counts,
+    Factor,
+    as_dtype,
+    factors,
+    in_range,
+    insert_axes,
+    multiply,
+    read_back,
+    rebuild,
+)
 from dejax.rgnn.passes._softmax_gradient import mean_readers
 
 
