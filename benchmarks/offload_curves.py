@@ -39,9 +39,7 @@ def run(options: argparse.Namespace, way: str, steps: int, text: bytes) -> dict[
     from dejax.training.decoder import SIZES, Recipe, make_trainer
     from dejax.training.decoder.text import batch_at
 
-    recipe = Recipe(
-        batch=options.batch, sequence=options.sequence, steps=options.steps, rate=options.rate, **WAYS[way]
-    )
+    recipe = Recipe(batch=options.batch, sequence=options.sequence, steps=options.steps, rate=options.rate, **WAYS[way])
     config = SIZES[options.size]
     trainer = make_trainer(config, recipe)
     begin = time.perf_counter()

@@ -219,9 +219,7 @@ class Run:
                 values.update(zip(taken, arrived, strict=True))
             inner, new, result = layer(inner, values, own)
             new = jax.lax.optimization_barrier(new)
-            held = {
-                i: _with_row(x, jax.device_put(new[i], _HOST) if i in far else new[i], k) for i, x in held.items()
-            }
+            held = {i: _with_row(x, jax.device_put(new[i], _HOST) if i in far else new[i], k) for i, x in held.items()}
             if rows is not None and put:
                 ticket = rows.put(ticket, walk, [at[i] for i in put], [new[i] for i in put])
             return (inner, held, ticket), result
