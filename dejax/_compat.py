@@ -124,6 +124,12 @@ def on_several_devices() -> bool:
     return any(mesh.shape[name] > 1 for name in mesh.manual_axes)
 
 
+def manual_axes() -> tuple[str, ...]:
+    """The axes of the `shard_map` inside of which is traced, in the order of the mesh; () outside of one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(name for name in mesh.axis_names if name in mesh.manual_axes)
+
+
 def scan_counts(eqn: Any) -> tuple[int, int]:
     """Of a `scan` equation: the number of its constants, and of its carried arrays."""
     if "ft_in" in eqn.params:  # jax 0.12
