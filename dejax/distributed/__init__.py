@@ -15,6 +15,8 @@ _PLACES = {
     "data_parallel": "parallel_step",
     "make_mesh": "_placing",
     "replicate": "_placing",
+    "ShardedTable": "tables",
+    "check_lost": "tables",
     "share": "_placing",
 }
 
