@@ -10,13 +10,22 @@ import importlib
 from typing import Any
 
 _PLACES = {
+    "DisagreementError": "failing",
+    "EXIT_STATUS": "failing",
     "Part": "parallel_step",
     "Report": "parallel_step",
     "data_parallel": "parallel_step",
+    "divided": "optimizer_state",
+    "latest_step": "checkpoint",
     "make_mesh": "_placing",
+    "restore": "checkpoint",
+    "save": "checkpoint",
     "replicate": "_placing",
     "ShardedTable": "tables",
+    "check_agreement": "failing",
     "check_lost": "tables",
+    "initialize": "failing",
+    "watch": "failing",
     "share": "_placing",
 }
 
