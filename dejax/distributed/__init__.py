@@ -1,0 +1,38 @@
+"""Several GPUs and hosts: the same step on a mesh, on jax's own runtime. Nothing here starts processes.
+
+* `data_parallel` makes the step of a mesh from the two halves of a step of one device.
+* `share` puts tables, stores and topologies on all devices of a mesh, for reading or writing.
+
+docs/distributed.md is the guide.
+"""
+
+import importlib
+from typing import Any
+
+_PLACES = {
+    "DisagreementError": "failing",
+    "EXIT_STATUS": "failing",
+    "Part": "parallel_step",
+    "Report": "parallel_step",
+    "data_parallel": "parallel_step",
+    "divided": "optimizer_state",
+    "latest_step": "checkpoint",
+    "make_mesh": "_placing",
+    "restore": "checkpoint",
+    "save": "checkpoint",
+    "replicate": "_placing",
+    "ShardedTable": "tables",
+    "check_agreement": "failing",
+    "check_lost": "tables",
+    "initialize": "failing",
+    "watch": "failing",
+    "share": "_placing",
+}
+
+__all__ = sorted(_PLACES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PLACES:
+        return getattr(importlib.import_module(f"dejax.distributed.{_PLACES[name]}"), name)
+    raise AttributeError(f"module 'dejax.distributed' has no attribute {name!r}; it has {', '.join(__all__)}")
