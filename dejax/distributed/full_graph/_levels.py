@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dejax.distributed.full_graph._cut import least_cut
 from dejax.distributed.full_graph._rewrite import REPLICATED, is_crossing_reduction
-from dejax.rgnn.ir.inter import Op, Program, Space
+from dejax.rgnn.ir.inter import ROWWISE, Op, Program, Space
 from dejax.rgnn.passes.compact import PARTIAL
 
 
@@ -64,7 +64,10 @@ class Levels:
             return True
         if op.space in REPLICATED:
             return not is_crossing_reduction(self.program, op)
-        return op.name == "gather" and self.program.ops[op.args[0]].space in REPLICATED
+        if op.name == "gather" and self.program.ops[op.args[0]].space in REPLICATED:
+            return True
+        of_free = bool(op.args) and all(self.free[a] for a in op.args)
+        return of_free and op.space == Space.NODE and op.name in ROWWISE
 
     # ------------------------------------------------------------------------------------------ what crosses
 
@@ -110,8 +113,8 @@ class Levels:
 
     def _level(self, i: int) -> int:
         op = self.program.ops[i]
-        if self.free[i] and op.space not in REPLICATED:  # a shared value, or a constant, read by rows
-            return max((self.shared[a] for a in op.args), default=0)
+        if self.free[i] and op.space not in REPLICATED:  # made of shared values and constants
+            return max((self._level(a) for a in op.args), default=0)
         return next(levels[i] for levels in (self.own, self.edge, self.shared) if i in levels)
 
     def _shared(self, i: int, op: Op) -> int:
