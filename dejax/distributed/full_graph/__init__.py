@@ -8,8 +8,18 @@ The layer gives the same numbers as on one device. The compiler chooses which no
 of the fewest bytes, before or after products. The guide is docs/full_graph_mesh.md.
 """
 
+from dejax.distributed.full_graph._folder import load_edges, load_nodes, load_parts, save_parts
 from dejax.distributed.full_graph._mesh_program import MeshProgram, over_mesh
 from dejax.distributed.full_graph._rewrite import CannotDistribute
 from dejax.distributed.full_graph._sharded_graph import ShardedGraph
 
-__all__ = ["CannotDistribute", "MeshProgram", "ShardedGraph", "over_mesh"]
+__all__ = [
+    "CannotDistribute",
+    "MeshProgram",
+    "ShardedGraph",
+    "load_edges",
+    "load_nodes",
+    "load_parts",
+    "over_mesh",
+    "save_parts",
+]

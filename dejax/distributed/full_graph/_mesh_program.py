@@ -63,17 +63,9 @@ class MeshProgram:
             TypeError: `graph` is not a ShardedGraph.
         """
         plan, tree, arrays = self._prepare(graph, args, kwargs)
-        inputs = {op.attr("position"): op for op in (plan.program.ops[i] for i in plan.program.inputs)}
-        given = {position: arrays[position] for position in inputs}
-        split, whole = PartitionSpec(graph.axis), PartitionSpec()
-        mapped = jax.shard_map(
-            partial(_on_device, plan, options or self.program.options),
-            mesh=graph.mesh,
-            in_specs=(_graph_specs(graph), {p: split if _has_rows(op) else whole for p, op in inputs.items()}),
-            out_specs=tuple(split if _has_rows(plan.program.ops[o]) else whole for o, _ in plan.outputs),
-            check_vma=False,
-        )
-        return jax.tree_util.tree_unflatten(tree, mapped(graph, given))
+        positions = [plan.program.ops[i].attr("position") for i in plan.program.inputs]
+        given = {position: arrays[position] for position in positions}
+        return jax.tree_util.tree_unflatten(tree, _run(plan, options or self.program.options, graph, given))
 
     def plan(self, graph: ShardedGraph, *args: Any, **kwargs: Any) -> Distributed:
         """The stages and collectives of a call with these arguments, which may be `jax.ShapeDtypeStruct`."""
@@ -115,13 +107,27 @@ def _has_rows(op: Op) -> bool:
     return op.space in (Space.NODE, Space.EDGE, Space.DESTINATION_PAIR)
 
 
-def _graph_specs(graph: ShardedGraph) -> Any:
-    return jax.tree.map(lambda leaf: PartitionSpec(graph.axis), graph)
+@partial(jax.jit, static_argnums=(0, 1))
+def _run(plan: Distributed, options: Options, graph: ShardedGraph, given: dict[int, Any]) -> tuple[jax.Array, ...]:
+    """The results, of arrays by position. Under jit, since `shard_map` outside of it takes no `custom_vjp` of programs."""
+    split, whole = PartitionSpec(graph.axis), PartitionSpec()
+    ops = plan.program.ops
+    by_position = {ops[i].attr("position"): ops[i] for i in plan.program.inputs}
+    mapped = jax.shard_map(
+        partial(_on_device, plan, options),
+        mesh=graph.mesh,
+        in_specs=(
+            jax.tree.map(lambda leaf: split, graph),
+            {position: split if _has_rows(by_position[position]) else whole for position in given},
+        ),
+        out_specs=tuple(split if _has_rows(ops[o]) else whole for o, _ in plan.outputs),
+        check_vma=False,
+    )
+    found: tuple[jax.Array, ...] = mapped(graph, given)
+    return found
 
 
 def _on_device(
     plan: Distributed, options: Options, graph: ShardedGraph, given: dict[int, Any]
 ) -> tuple[jax.Array, ...]:
     return DeviceRun(plan, graph, options)(given)
-
-

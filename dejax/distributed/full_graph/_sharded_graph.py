@@ -78,7 +78,7 @@ class ShardedGraph:
             ValueError: a graph with padding, an owner out of range or of another length, an axis that the mesh lacks.
         """
         axis = axis_of(mesh, axis)
-        whole = _whole(graph)
+        whole = whole_graph(graph)
         layout, parts = split(whole, checked_owner(owner, graph.num_nodes, mesh.shape[axis]), mesh.shape[axis])
         return assemble(layout, dict(enumerate(parts)), common_sizes(layout, parts), mesh, axis)
 
@@ -180,7 +180,8 @@ def checked_owner(owner: Any, num_nodes: int, parts: int) -> np.ndarray:
     return owner.astype(np.int64)
 
 
-def _whole(graph: RelGraph) -> WholeGraph:
+def whole_graph(graph: RelGraph) -> WholeGraph:
+    """The arrays of a graph that is to be split, checked."""
     if not isinstance(graph, RelGraph):
         raise TypeError(f"graph must be a RelGraph, got {type(graph).__name__}")
     if graph.is_traced:
