@@ -21,6 +21,7 @@ GUIDES = (
     "programs",
     "precision",
     "explain",
+    "report",
     "segment",
     "write_your_own_layer",
     pytest.param("coming_from", marks=needs_native),
@@ -143,7 +144,9 @@ def site():
 def test_the_reference_has_every_part():
     public = site().PUBLIC
     missing = [
-        name for name in dejax.__all__ if name not in ("__version__", "pallas") and f"dejax.{name}" not in public
+        name
+        for name in dejax.__all__
+        if name not in ("__version__", "pallas", "report") and f"dejax.{name}" not in public
     ]
     assert not missing
 
