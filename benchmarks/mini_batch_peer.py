@@ -5,8 +5,8 @@
 16 threads make batches: a C++ sampler of typed graphs, then a C++ gather of rows into pinned memory. One batch per
 thread, as the workers of a loader do, so that no thread waits for another. The main thread copies a batch on a side
 stream while the layers of the batch before run. Two ways to write R-GAT with PyTorch Geometric: `gat` has a `GATConv`
-for each relation, as `HeteroConv` has, and sums their results; `rgat` has an `RGATConv`. Layer 2 reads only the nodes and
-edges of hop 1. It prints the time of a step, and of each part alone. Needs torch and torch_geometric.
+for each relation, as `HeteroConv` has, and sums their results; `rgat` has an `RGATConv`. Layer 2 reads only the nodes
+and edges of hop 1. It prints the time of a step, and of each part alone. Needs torch and torch_geometric.
 """
 
 from __future__ import annotations
@@ -240,8 +240,11 @@ class Pipeline:
 
     def recycle(self) -> None:
         """Gives slots back whose copies are over; the oldest of three is waited for."""
-        while self._in_flight and (self._in_flight[0][0] is None or self._in_flight[0][0].query() or len(self._in_flight) > 2):
-            copied, slot = self._in_flight.popleft()
+        while self._in_flight:
+            copied, slot = self._in_flight[0]
+            if copied is not None and not copied.query() and len(self._in_flight) <= 2:
+                return
+            self._in_flight.popleft()
             if copied is not None:
                 copied.synchronize()
             self.loader.free.put(slot)
@@ -294,9 +297,10 @@ def _parts(pipeline: Pipeline, loader: Loader, steps: int, threads: int, device:
         loader.free.put(future.result().slot)
     found = {"cpu_threads_ms": (time.perf_counter() - begin) / max(steps, threads) * 1e3}
     batch = loader.make(7)
+    moved = pipeline.to_device(batch)
     for name, call in (
         ("copy_ms", lambda: pipeline.to_device(batch)),
-        ("layers_ms", lambda moved=pipeline.to_device(batch): pipeline.step(*moved)),
+        ("layers_ms", lambda: pipeline.step(*moved)),
     ):
         call()
         _synchronize(device)

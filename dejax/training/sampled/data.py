@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from dejax import datasets
-from dejax.datasets import HeteroDataset
+from dejax.datasets import EntityDataset, HeteroDataset
 from dejax.minibatch import FeatureStore, HeteroTopology, expected_visits, hot_rows
 from dejax.training.sampled.settings import SampledSettings
 
@@ -19,10 +19,11 @@ RDF = ("aifb", "mutag", "bgs", "am")
 NAMES = ("stdlib", *RDF, "ogbn-mag", *IGB, SYNTHETIC)
 """The names that `load` knows. Any folder of `HeteroDataset.save` may be given in place of a name."""
 _META = "dataset.json"
+NODE = "node"
 _SELF = "self"  # the name of self loops
 
 
-def load(name: str | None, folder: str | None = None) -> HeteroDataset:
+def load(name: str | None, folder: str | None = None, *, typed_nodes: bool = False) -> HeteroDataset:
     """A data set with nodes to classify.
 
     | name | what | files |
@@ -37,6 +38,8 @@ def load(name: str | None, folder: str | None = None) -> HeteroDataset:
     Args:
         name: one of `NAMES`; None for a folder of `HeteroDataset.save`, or for stdlib if no folder is given.
         folder: the folder of its files.
+        typed_nodes: stdlib and RDF graphs: whether nodes keep their types. Then a relation that joins several types
+            becomes one for each pair of types, so that there are more of them, and compilation takes longer.
 
     Raises:
         ValueError: an unknown name.
@@ -46,14 +49,38 @@ def load(name: str | None, folder: str | None = None) -> HeteroDataset:
         return HeteroDataset.open(folder, check=True)
     key = (name or "stdlib").lower()
     if key == "stdlib" or key in RDF:
-        return HeteroDataset.from_entity(datasets.load(key, folder))
+        entity = datasets.load(key, folder)
+        return HeteroDataset.from_entity(entity) if typed_nodes else one_type(entity)
     if key == "ogbn-mag":
         return datasets.load_mag_hetero(folder)
     if key in IGB:
         return datasets.load_igb(folder, size=key.removeprefix("igb-"))
     if key == SYNTHETIC:
         return datasets.synthetic_igb(1e-4, feature_width=64, feature_dtype="float32")
-    raise ValueError(f"--dataset must be one of {', '.join(NAMES)}, got {name!r}; for a saved HeteroDataset give --data")
+    raise ValueError(
+        f"--dataset must be one of {', '.join(NAMES)}, got {name!r}; for a saved HeteroDataset give --data"
+    )
+
+
+def one_type(data: EntityDataset) -> HeteroDataset:
+    """The same graph with one node type, "node", and the relations as they are."""
+    order = np.argsort(data.edge_type, kind="stable")
+    bounds = np.searchsorted(data.edge_type[order], np.arange(data.num_edge_types + 1))
+    edges = {
+        (NODE, name, NODE): (data.senders[order[start:stop]], data.receivers[order[start:stop]])
+        for name, start, stop in zip(data.edge_type_names, bounds[:-1], bounds[1:], strict=True)
+    }
+    return HeteroDataset(
+        name=data.name,
+        num_nodes={NODE: data.num_nodes},
+        edges=edges,
+        features={} if data.features is None else {NODE: data.features},
+        labels={NODE: data.labels},
+        num_classes={NODE: data.num_classes},
+        splits={split: {NODE: getattr(data, f"{split}_nodes")} for split in SPLITS},
+        description=data.description,
+        check=False,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,9 +113,7 @@ def prepare(data: HeteroDataset, settings: SampledSettings) -> Prepared:
         ValueError: no training nodes, or types whose numbers of classes differ.
     """
     splits = {
-        split: {
-            kind: np.asarray(ids, np.int32) for kind, ids in data.splits.get(split, {}).items() if len(ids)
-        }
+        split: {kind: np.asarray(ids, np.int32) for kind, ids in data.splits.get(split, {}).items() if len(ids)}
         for split in SPLITS
     }
     targets = tuple(splits["train"])
@@ -97,7 +122,9 @@ def prepare(data: HeteroDataset, settings: SampledSettings) -> Prepared:
     classes = {data.num_classes[kind] for kind in targets}
     if len(classes) > 1:
         counts = ", ".join(f"{kind}: {data.num_classes[kind]}" for kind in targets)
-        raise ValueError(f"all types with training nodes must have as many classes, got {counts}; leave out some splits")
+        raise ValueError(
+            f"all types with training nodes must have as many classes, got {counts}; leave out some splits"
+        )
     if settings.reverse:
         data = with_reverse(data)
     edges = dict(data.edges)

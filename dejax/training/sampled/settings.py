@@ -20,6 +20,7 @@ class SampledSettings:
         layer: one of `LAYERS`.
         fan_outs: for each layer, the neighbours of a node that are drawn from each relation; -1 for all. The seeds'
             fan-out is the first.
+        typed_nodes: stdlib and RDF graphs: whether nodes keep their types (the other layers than hgt do not use them).
         full_batch: each step sees the whole graph and all training nodes: nothing is sampled.
         batch_size: seeds of a step.
         hidden: width of the layers, all heads together.
@@ -37,7 +38,6 @@ class SampledSettings:
         feature_dtype: format of the feature tables; None for that of the data.
         offload: whether the layers' residuals lie in host memory between forward and backward.
         sigmas: standard deviations above the mean sample for which arrays have room.
-        eval_every: epochs between two points of the accuracy curves.
         precision: of products of float32 matrices; None as in `dejax.rgnn.Options`.
 
     Raises:
@@ -47,6 +47,7 @@ class SampledSettings:
     dataset: str
     layer: str = "rgcn"
     fan_outs: tuple[int, ...] = (10, 10)
+    typed_nodes: bool = False
     full_batch: bool = False
     batch_size: int = 1024
     hidden: int = 64
@@ -63,7 +64,6 @@ class SampledSettings:
     feature_dtype: str | None = None
     offload: bool = False
     sigmas: float = 5.0
-    eval_every: int = 1
     precision: str | None = None
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class SampledSettings:
                 raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {getattr(self, name)!r}")
         if not self.fan_outs or any(k < -1 or k == 0 for k in self.fan_outs):
             raise ValueError(f"fan_outs must be numbers from 1, or -1 for all, one for each layer, got {self.fan_outs}")
-        for name in ("batch_size", "hidden", "heads", "seeds", "eval_every"):
+        for name in ("batch_size", "hidden", "heads", "seeds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("epochs", "device_bytes", "weight_decay", "sigmas"):
@@ -124,7 +124,7 @@ def resolve(dataset: str, layer: str = "rgcn", **given: Any) -> SampledSettings:
     >>> resolve("stdlib").bases, resolve("stdlib", fan_outs=(5, -1)).fan_outs
     (8, (5, -1))
     """
-    preset = dict(_CHOSEN.get(dataset, {}))
+    preset = {"typed_nodes": layer == "hgt", **_CHOSEN.get(dataset, {})}
     if layer != "rgcn":
         preset.pop("bases", None)
     preset.update({name: value for name, value in given.items() if value is not None})

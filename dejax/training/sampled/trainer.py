@@ -340,8 +340,7 @@ class SampledTrainer:
             epoch = at // per_epoch
             loss = np.array([float(state.loss) / max(1, int(state.count))], np.float32)
             accuracy = {"train": int(state.correct) / max(1, int(state.count))}
-            if epoch % self.settings.eval_every == 0 or epoch == epochs:
-                accuracy |= self.sampled_accuracy(state, [name for name in ("valid", "test") if self.splits[name]])
+            accuracy |= self.sampled_accuracy(state, [name for name in ("valid", "test") if self.splits[name]])
             yield state, Progress(epoch, loss, accuracy, seconds)
 
     def _compiled(self, state: SampledState, order: dict[str, Array]) -> Any:
@@ -363,7 +362,7 @@ class SampledTrainer:
         return self._loss(outputs, positions, seeds, inputs.labels)[1][0]
 
     def sampled_accuracy(self, state: SampledState, splits: list[str], seed: int = 0) -> dict[str, float]:
-        """The share of right nodes of each split, each node on one sampled neighbourhood. The same samples each time."""
+        """The share of right nodes of each split, each node on one sample, which is the same each time."""
         found = {}
         for name in splits:
             by_type = self.splits[name]
