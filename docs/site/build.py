@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STAGE = ROOT / "build" / "site"
 PAGES = STAGE / "pages"
 PUBLIC = {
+    "dejax.distributed.full_graph": "Full-graph layers over a mesh.",
+    "dejax.distributed.partition": "Partitioning of graphs.",
     "dejax.rgnn": "Relational layers: graphs, programs, options.",
     "dejax.rgnn.library": "Layers as functions.",
     "dejax.rgnn.nnx": "Layers as modules of Flax nnx.",
