@@ -26,6 +26,7 @@ GUIDES = (
     "full_graph_mesh",
     "write_your_own_layer",
     pytest.param("coming_from", marks=needs_native),
+    pytest.param("concepts", marks=needs_native),
     pytest.param("host_gather", marks=needs_native),
     pytest.param("minibatch", marks=(needs_native, pytest.mark.full)),
     pytest.param("features", marks=needs_native),
