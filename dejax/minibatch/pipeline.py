@@ -165,10 +165,10 @@ def pipelined_steps(
             state, now, following, x = carry
             key, some = ahead
             # What the sample and the layers read passes through the start, so that they run after it.
-            through = (jax.random.key_data(key), now.sample.numbers, x)
-            pending, (bits, numbers, x) = start(following, through)
+            through = (jax.random.key_data(key), now.sample.slots, x)
+            pending, (bits, slots, x) = start(following, through)
             key = jax.random.wrap_key_data(bits, impl=jax.random.key_impl(key))
-            now = dataclasses.replace(now, sample=dataclasses.replace(now.sample, numbers=numbers))
+            now = dataclasses.replace(now, sample=dataclasses.replace(now.sample, slots=slots))
             later = _draw(what, sample, key, topology, some)
             state, out = update(state, _batch(now, x), *rest)
             return (state, following, later, pending.gather_done(after=_arrays((state, out)))[0]), out
