@@ -237,7 +237,9 @@ def common_sizes(layout: Layout, parts: Sequence[Part]) -> tuple[Sizes, Sizes]:
     return found[0], found[1]
 
 
-def assemble(layout: Layout, parts: dict[int, Part], sizes: tuple[Sizes, Sizes], mesh: Mesh, axis: str) -> ShardedGraph:
+def assemble(
+    layout: Layout, parts: dict[int, Part], sizes: tuple[Sizes, Sizes], mesh: Mesh, axis: str
+) -> ShardedGraph:
     """The graph of the parts of this process' devices; other processes have the others."""
     made = {number: _fields(layout, part, sizes) for number, part in parts.items()}
     sharding = NamedSharding(mesh, PartitionSpec(axis))
