@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from dejax.host_gather import gather
-from dejax.host_gather._draws import below, draw_subset, draw_weighted, draw_weighted_subset
+from dejax.host_gather._draws import below, below_by_bits, draw_weighted, draw_weighted_subset, subset_of
 from dejax.host_gather._operands import ReadableTable
 from dejax.host_gather.topology import Rows
 from dejax.minibatch._layout import Layout, Piece
@@ -68,6 +68,14 @@ class Draw:
     first: int
     last: int
 
+    @property
+    def slots(self) -> int:
+        return (self.last - self.first) * self.fan_out
+
+
+_UNIFORM = ("subset", "any")  # kinds of draws that take bits
+_BY_KEY = ("by weight", "keys")  # and those that take keys
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Hop:
@@ -110,6 +118,11 @@ class Hop:
             np.repeat(np.arange(len(pieces), dtype=np.int32), sizes),
             np.concatenate([none, *receivers]).astype(np.int32),
         )
+
+    @property
+    def uniform_slots(self) -> int:
+        """Slots whose edges are drawn by bits."""
+        return sum(draw.slots for draw in self.draws if draw.kind in _UNIFORM)
 
     def rows(self, values: Sequence[int], dtype: Any = np.int32) -> np.ndarray:
         """A value of each piece on its rows: [rows]."""
@@ -154,20 +167,36 @@ def draw_keys(
     ]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Randomness:
+    """The random numbers of a sample. Uniform draws of all hops take their bits from one array, made by one kernel.
+
+    Attributes:
+        key: for other draws.
+        bits: uint32[2, slots], for uniform draws.
+    """
+
+    key: Array
+    bits: Array
+
+    @classmethod
+    def of(cls, key: Array, hops: Sequence[Hop]) -> Randomness:
+        count = sum(hop.uniform_slots for hop in hops)
+        return cls(jax.random.fold_in(key, 1), jax.random.bits(jax.random.fold_in(key, 0), (2, count), jnp.uint32))
+
+
 def draw_hop(
-    key: Array, topology: HeteroTopology, hop: Hop, nodes: Array, times: Array | None, options: SampleOptions
-) -> Drawn:
-    """Draws for all rows of a hop.
+    random: Randomness, topology: HeteroTopology, hop: Hop, nodes: Array, times: Array | None
+) -> tuple[Drawn, Randomness]:
+    """Draws for all rows of a hop; returns also the random numbers that are left.
 
     Args:
-        key: jax.random key.
+        random: random numbers.
         topology: the graph.
         hop: the rows.
         nodes: int32[rows], the receivers, -1 for padding.
         times: int[rows], up to when edges count, or None.
-        options: how to draw.
     """
-    del options
     relations = [topology.relations[piece.relation] for piece in hop.pieces]
     first_group = hop.rows([relation.first_group for relation in relations])
     senders: list[Array] = []
@@ -183,11 +212,15 @@ def draw_hop(
             longest = max(r.max_degree for r in relations if r.lists == number)
             degree = _count_up_to(lists.times, start, degree, times[first:last], longest.bit_length())
         positions: list[Array] = []
-        own = jax.random.fold_in(key, number)
-        for n, draw in enumerate(draws):
+        for draw in draws:
             some = slice(draw.first - first, draw.last - first)
-            of_key = jax.random.fold_in(own, n)
-            chosen, mask = _draw(of_key, lists, start[some], degree[some], draw.fan_out, draw.kind, draw.bound)
+            taken = draw.slots if draw.kind in _UNIFORM else 0
+            own = Randomness(random.key, random.bits[:, :taken])
+            random = Randomness(random.key, random.bits[:, taken:])
+            if draw.kind in _BY_KEY or start.dtype != jnp.int32:
+                own = Randomness(jax.random.fold_in(random.key, 0), own.bits)
+                random = Randomness(jax.random.fold_in(random.key, 1), random.bits)
+            chosen, mask = _draw(own, lists, start[some], degree[some], draw)
             positions.append(jnp.where(mask, start[some, None] + chosen.astype(start.dtype), -1))
             if draw.bound is not None:
                 lost = lost + jnp.sum(jnp.maximum(degree[some] - draw.bound, 0), dtype=jnp.int32)
@@ -197,7 +230,7 @@ def draw_hop(
         senders.append(jnp.where(flat >= 0, take(lists.senders, flat).astype(jnp.int32), -1))
         within = [jnp.where(p >= 0, p - shift, -1).reshape(-1) for p, shift in zip(positions, shifts, strict=True)]
         edges.append(_joined(within))
-    return Drawn(_joined(senders), _joined(edges), lost)
+    return Drawn(_joined(senders), _joined(edges), lost), random
 
 
 def _joined(parts: Sequence[Array]) -> Array:
@@ -253,25 +286,28 @@ def _how(topology: HeteroTopology, lists: EdgeLists, piece: Piece, options: Samp
     return ("all" if piece.fan_out >= longest else "subset"), None
 
 
-def _draw(
-    key: Array, lists: EdgeLists, start: Array, degree: Array, fan_out: int, kind: str, bound: int | None
-) -> tuple[Array, Array]:
+def _draw(random: Randomness, lists: EdgeLists, start: Array, degree: Array, draw: Draw) -> tuple[Array, Array]:
     """Positions within each receiver's edges, [receivers, fan_out], and which of them are valid."""
+    fan_out, kind, key = draw.fan_out, draw.kind, random.key
     i = jnp.arange(fan_out, dtype=degree.dtype)
     if kind == "recent":
         return degree[:, None] - 1 - i, i < degree[:, None]
     if kind == "all":
         return jnp.broadcast_to(i, (len(start), fan_out)), i < degree[:, None]
-    if kind == "subset":
-        return draw_subset(key, degree, fan_out)
-    if kind == "any":
-        chosen = below(key, (len(start), fan_out), degree[:, None])
-        return chosen, jnp.broadcast_to(degree[:, None] > 0, chosen.shape)
+    if kind in _UNIFORM:
+        below_what = jnp.broadcast_to(degree[:, None], (len(start), fan_out))
+        below_what = below_what - fan_out + i + 1 if kind == "subset" else below_what
+        if degree.dtype == jnp.int32:
+            drawn = below_by_bits(random.bits.reshape(2, *below_what.shape), below_what)
+        else:
+            drawn = below(key, below_what.shape, below_what)
+        return subset_of(drawn, degree) if kind == "subset" else (drawn, below_what > 0)
     assert lists.weights is not None
     if kind == "by weight":
         if lists.times is not None:
             raise ValueError("sample_blocks: weights together with times need draws without replacement")
         return draw_weighted(key, functools.partial(take, lists.weights.alias), start, degree, fan_out)
+    bound = draw.bound
     assert bound is not None
     if bound * len(start) > _MOST_KEYS:
         raise ValueError(

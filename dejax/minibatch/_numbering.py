@@ -12,7 +12,10 @@ import numpy as np
 from jax import Array
 
 from dejax.host_gather._ids import in_range
-from dejax.rgnn.graphs.sorting_traced import begins_run, sort_pairs
+from dejax.rgnn.graphs.sorting_traced import begins_run, put_where, sort_pairs
+
+_PAIRWISE = 1 << 12
+"""Up to so many seeds, all are compared with all, by one kernel; sorting them takes about fifteen."""
 
 
 def number_seeds(seeds: Array, num_nodes: int) -> tuple[Array, Array]:
@@ -25,6 +28,10 @@ def number_seeds(seeds: Array, num_nodes: int) -> tuple[Array, Array]:
     """
     positions = jnp.arange(seeds.shape[0], dtype=jnp.int32)
     wanted = jnp.where(in_range(seeds, num_nodes), seeds, -1).astype(jnp.int32)
+    if seeds.shape[0] <= _PAIRWISE:
+        first_of = jnp.min(jnp.where(wanted[:, None] == wanted, positions, seeds.shape[0]), axis=1)
+        number = jnp.where(wanted >= 0, first_of, positions)
+        return jnp.where(number == positions, wanted, -1), number
     ordered, at = jax.lax.sort((wanted, positions), num_keys=1, is_stable=True)
     first = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])[: seeds.shape[0]]
     first_at = at[jax.lax.cummax(jnp.where(first, positions, 0))]
@@ -92,8 +99,10 @@ def number_found(known: Nodes, found: Nodes, places: Places) -> tuple[Nodes, Arr
     first_number, sizes = (np.array(some, np.int32) for some in (places.first, places.sizes))
     shift = first_number - jnp.cumsum(new_of) + new_of
     own = jnp.minimum(kind, types - 1)
-    number = jnp.where(new, jnp.cumsum(new, dtype=jnp.int32) - 1 + shift[own], at)
-    number = number[jax.lax.cummax(jnp.where(first, position, 0))]
+    # One cumulative sum, which is several kernels, for both: equal nodes, and new ones.
+    run, rank = jnp.cumsum(jnp.stack([first, new]), axis=1, dtype=jnp.int32) - 1
+    number = jnp.where(new, rank + shift[own], at)
+    number = put_where(jnp.zeros_like(position), first, run, number)[run]  # that of the first of equal nodes
     fits = valid & (number < jnp.asarray(first_number + sizes)[own])
     total = old + int(sizes.sum())
     slots = jnp.where(new & fits, number, total)

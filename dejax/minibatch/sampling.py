@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from dejax.host_gather._ids import checked_ids, in_range
 from dejax.minibatch._checks import EdgeType
-from dejax.minibatch._drawing import Hop, SampleOptions, draw_hop, draw_keys, excluded, take
+from dejax.minibatch._drawing import Hop, Randomness, SampleOptions, draw_hop, draw_keys, excluded, take
 from dejax.minibatch._layout import Capacities, FanOuts, Layout, make_layout
 from dejax.minibatch._numbering import Nodes, Places, number_found, number_seeds
 from dejax.minibatch.topology import HeteroTopology
@@ -176,10 +176,11 @@ def sample_blocks(
     slots: list[Array] = []
     positions: list[Array] = []
     lost_edges = jnp.zeros((), jnp.int32)
-    for number in range(layout.num_hops):
-        hop = Hop.of(topology, layout, number, options)
+    hops = [Hop.of(topology, layout, number, options) for number in range(layout.num_hops)]
+    random = Randomness.of(key, hops)
+    for number, hop in enumerate(hops):
         receivers, until = nodes.receivers(number, hop)
-        drawn = draw_hop(jax.random.fold_in(key, number), topology, hop, receivers, until, options)
+        drawn, random = draw_hop(random, topology, hop, receivers, until)
         lost_edges = lost_edges + drawn.lost
         found = nodes.add(number, hop, _without(pairs, hop, drawn.senders, receivers))
         slots.append(found)
