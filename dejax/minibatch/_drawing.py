@@ -22,6 +22,7 @@ from dejax.host_gather._operands import ReadableTable
 from dejax.host_gather.topology import Rows
 from dejax.minibatch._layout import Layout, Piece
 from dejax.minibatch.topology import EdgeLists, HeteroTopology
+from dejax.rgnn.graphs.static_tables import on_device
 
 # Keys of weighted draws without replacement: one for each edge of each receiver.
 _MOST_KEYS = 1 << 28
@@ -79,7 +80,7 @@ _BY_KEY = ("by weight", "keys")  # and those that take keys
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Hop:
-    """The rows of a hop: a receiver for each piece that draws its edges, piece by piece. Static.
+    """The rows of a hop: a receiver for each piece that draws its edges, piece by piece.
 
     Attributes:
         pieces: the pieces.
@@ -90,8 +91,8 @@ class Hop:
 
     pieces: tuple[Piece, ...]
     draws: tuple[Draw, ...]
-    piece: np.ndarray
-    receiver: np.ndarray
+    piece: Any
+    receiver: Any
 
     @classmethod
     def of(cls, topology: HeteroTopology, layout: Layout, hop: int, options: SampleOptions) -> Hop:
@@ -112,21 +113,19 @@ class Hop:
             layout.first_of_all(hop, piece.target) - first + np.arange(size, dtype=np.int32)
             for piece, size in zip(pieces, sizes, strict=True)
         ]
-        return cls(
-            tuple(pieces),
-            tuple(draws),
-            np.repeat(np.arange(len(pieces), dtype=np.int32), sizes),
-            np.concatenate([none, *receivers]).astype(np.int32),
-        )
+        of_piece = np.repeat(np.arange(len(pieces), dtype=np.int32), sizes)
+        rows = on_device(of_piece, np.concatenate([none, *receivers]).astype(np.int32))
+        return cls(tuple(pieces), tuple(draws), *rows)
 
     @property
     def uniform_slots(self) -> int:
         """Slots whose edges are drawn by bits."""
         return sum(draw.slots for draw in self.draws if draw.kind in _UNIFORM)
 
-    def rows(self, values: Sequence[int], dtype: Any = np.int32) -> np.ndarray:
+    def rows(self, values: Sequence[int], dtype: Any = np.int32) -> Any:
         """A value of each piece on its rows: [rows]."""
-        return np.asarray(values, dtype).reshape(-1)[self.piece]
+        table = np.asarray(values, dtype).reshape(-1)
+        return table[self.piece] if isinstance(self.piece, np.ndarray) else jnp.asarray(table)[self.piece]
 
     def on_slots(self, rows: Any) -> Array:
         """A value of each row on its slots: [slots]."""
@@ -248,7 +247,7 @@ def take(values: Rows, ids: Array) -> Array:
     return values.at[jnp.where(ids < 0, values.shape[0], ids)].get(mode="fill", fill_value=0)
 
 
-def _segments(lists: EdgeLists, nodes: Array, first_group: np.ndarray) -> tuple[Array, Array]:
+def _segments(lists: EdgeLists, nodes: Array, first_group: Any) -> tuple[Array, Array]:
     """The edges of each row: the first position in the lists, and how many."""
     group = jnp.where(nodes >= 0, nodes + first_group, -1)
     # Padding reads nothing: if it read group 0, all warps would queue for the same line of host memory.

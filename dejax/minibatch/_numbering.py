@@ -13,6 +13,7 @@ from jax import Array
 
 from dejax.host_gather._ids import in_range
 from dejax.rgnn.graphs.sorting_traced import begins_run, put_where, sort_pairs
+from dejax.rgnn.graphs.static_tables import on_device
 
 _PAIRWISE = 1 << 12
 """Up to so many seeds, all are compared with all, by one kernel; sorting them takes about fifteen."""
@@ -84,7 +85,7 @@ def number_found(known: Nodes, found: Nodes, places: Places) -> tuple[Nodes, Arr
     """
     types, old = len(places.counts), known.nodes.shape[0]
     nodes = jnp.concatenate([known.nodes, found.nodes])
-    kinds = jnp.concatenate([jnp.asarray(known.types), jnp.asarray(found.types)])
+    kinds = jnp.concatenate([jnp.asarray(on_device(np.asarray(known.types))[0]), jnp.asarray(found.types)])
     position = jnp.arange(nodes.shape[0], dtype=jnp.int32)
     trees = None
     if known.trees is not None and found.trees is not None:

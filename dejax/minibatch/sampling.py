@@ -182,7 +182,7 @@ def sample_blocks(
         receivers, until = nodes.receivers(number, hop)
         drawn, random = draw_hop(random, topology, hop, receivers, until)
         lost_edges = lost_edges + drawn.lost
-        found = nodes.add(number, hop, _without(pairs, hop, drawn.senders, receivers))
+        found = nodes.add(number, hop, _without(pairs, layout, hop, drawn.senders, receivers))
         slots.append(found)
         positions.append(jnp.where(found >= 0, drawn.edges, -1))
     return SampledBlocks(
@@ -288,10 +288,13 @@ class _Nodes:
         return numbers
 
 
-def _without(pairs: Mapping[int, tuple[Array, Array]], hop: Hop, senders: Array, receivers: Array) -> Array:
+def _without(
+    pairs: Mapping[int, tuple[Array, Array]], layout: Layout, hop: Hop, senders: Array, receivers: Array
+) -> Array:
     """The senders of drawn edges, -1 for those that are excluded."""
     row = slot = 0
-    for piece, rows in zip(hop.pieces, np.bincount(hop.piece, minlength=len(hop.pieces)).tolist(), strict=True):
+    for piece in hop.pieces:
+        rows = layout.receivers(piece)
         size = rows * piece.fan_out
         if piece.relation in pairs:
             own = senders[slot : slot + size].reshape(rows, piece.fan_out)

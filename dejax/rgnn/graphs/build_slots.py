@@ -22,6 +22,7 @@ from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments, bounded_segments, make_segments
 from dejax.rgnn.graphs.sorting_traced import begins_run, count_before, inverse, put_where, sort_pairs, stable_sort
 from dejax.rgnn.graphs.spec import GraphSpec
+from dejax.rgnn.graphs.static_tables import on_device
 from dejax.rgnn.graphs.tables import (
     LONG_SEGMENT_CHUNK,
     TILE_BLOCKS,
@@ -171,7 +172,7 @@ class _Edges:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """Static places of groups (a receiver and a type), int32[groups] each.
+    """Places of groups (a receiver and a type), int32[groups] each. They follow from the sizes alone.
 
     Groups are stored by fan-out, so that those of one fan-out are one array. Canonical order is by (type, receiver).
     Gathers by static places take one kernel each, however many relations there are; slices and joins of the groups of
@@ -189,13 +190,22 @@ class _Places:
     """
 
     by_fan_out: dict[int, list[int]]
-    stored: np.ndarray
-    canonical: np.ndarray
-    stored_by_receiver: np.ndarray
-    of_receiver: np.ndarray
-    receiver: np.ndarray
-    edge_type: np.ndarray
-    first_slot: np.ndarray
+    stored: Any
+    canonical: Any
+    stored_by_receiver: Any
+    of_receiver: Any
+    receiver: Any
+    edge_type: Any
+    first_slot: Any
+
+    def on_device(self) -> _Places:
+        """The same places, where they are many made on the device."""
+        stored, receiver, edge_type = on_device(self.stored, self.receiver, self.edge_type)
+        canonical, of_receiver, first_slot = on_device(self.canonical, self.of_receiver, self.first_slot)
+        by_receiver = self.stored_by_receiver
+        if not isinstance(of_receiver, np.ndarray):  # receivers of several types alternate: not linear in pieces
+            by_receiver = inverse(of_receiver)
+        return _Places(self.by_fan_out, stored, canonical, by_receiver, of_receiver, receiver, edge_type, first_slot)
 
 
 @lru_cache(maxsize=64)
@@ -247,9 +257,8 @@ class _Groups:
     senders: Array
 
 
-def _groups(senders: Sequence[Array], spec: SlotSpec) -> _Groups:
+def _groups(senders: Sequence[Array], spec: SlotSpec, places: _Places) -> _Groups:
     """The position of an edge: where its group begins, and the valid slots before it in the group."""
-    places = _places(spec)
     stored = list(senders)
     if not spec.stored:
         stored = [_joined([senders[n] for n in some]) for some in places.by_fan_out.values()]
@@ -299,7 +308,8 @@ def _valid_up_to(mask: Array) -> Array:
 def _receiver_side(senders: Sequence[Array], spec: SlotSpec) -> _Edges:
     """Canonical order and the groupings by receiver, by arithmetic."""
     num_edges, num_groups, num_types = spec.num_edges, spec.num_groups, len(spec.edge_type_names)
-    places, groups = _places(spec), _groups(senders, spec)
+    places = _places(spec).on_device()
+    groups = _groups(senders, spec, places)
     start, pair = groups.start, groups.pair
     valid = start[-1]
     there = jnp.arange(num_edges, dtype=jnp.int32) < valid
@@ -333,7 +343,7 @@ def _receiver_side(senders: Sequence[Array], spec: SlotSpec) -> _Edges:
     number = jnp.arange(num_groups, dtype=jnp.int32)
     pair_order = put_where(number, groups.used[1], groups.pair_by_receiver[:-1], in_order)
     receiver_order = placed(groups.positions, groups.receiver_positions)
-    ranges, first_of_nodes = spec.by_receivers(), _first_of_nodes(spec)
+    ranges, (first_of_nodes,) = spec.by_receivers(), on_device(_first_of_nodes(spec))
     by_receiver = (columns["receivers"], receiver_order, groups.start_by_receiver[first_of_nodes])
     by_node = (pair_node, pair_order, groups.pair_by_receiver[first_of_nodes])
     most_edges = max(sum(spec.slots[n].fan_out for n in together) for together in ranges)
@@ -400,15 +410,16 @@ def _ranks_by_node(pair_node: Array, pair_type: Array, used: Array, spec: SlotSp
     return jnp.where(position < used, rank, position), offsets
 
 
-def _by_node_type(spec: SlotSpec) -> tuple[np.ndarray, Segments]:
-    """The node types, and nodes grouped by type: static."""
+def _by_node_type(spec: SlotSpec) -> tuple[Any, Segments]:
+    """The node types, and nodes grouped by type. They follow from the sizes alone."""
     num_nodes, num_types = spec.num_nodes, len(spec.node_type_names)
     index = np.repeat(*(np.array(some, np.int32) for some in zip(*spec.node_runs, strict=True)))
     offsets = np.concatenate([[0], np.cumsum(np.bincount(index, minlength=num_types))]).astype(np.int32)
     is_sorted = bool((index[1:] >= index[:-1]).all())
-    return index, Segments(
-        index=index,
-        order=None if is_sorted else np.argsort(index, kind="stable").astype(np.int32),
+    (by_node,) = on_device(index)
+    return by_node, Segments(
+        index=by_node,
+        order=None if is_sorted else on_device(np.argsort(index, kind="stable").astype(np.int32))[0],
         offsets=offsets,
         long_segments=long_segment_table(offsets, chunk_of(spec.long_segment_chunk, num_nodes, True), num_nodes),
         tiles=tuple(tile_table(offsets, block, num_nodes) for block in TILE_BLOCKS),
