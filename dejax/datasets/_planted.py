@@ -22,8 +22,8 @@ def synthetic_triples(
     """Random triples that a model of entities and relations can learn. By default with the counts of FB15k-237.
 
     Entities lie in clusters. A relation maps each cluster to one cluster: the tail of a triple is drawn from the
-    cluster that the relation gives for the head's. A share of the tails is drawn from all entities. Entities within a cluster,
-    and relations, are drawn by a power law.
+    cluster that the relation gives for the head's. A share of the tails is drawn from all entities. Entities within a
+    cluster, and relations, are drawn by a power law.
 
     Args:
         scale: of the counts of triples, entities and clusters; relations are scaled by its square root.

@@ -117,7 +117,8 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> None:
     graph = LinkGraph.of(data)
     valid, test = (len(graph.splits[split]) for split in ("valid", "test"))
     print(
-        f"{data.name}: {graph.num_nodes:,} nodes, {len(graph.senders) // 2:,} edges of {graph.num_relations} relations\n"
+        f"{data.name}: {graph.num_nodes:,} nodes, {len(graph.senders) // 2:,} edges of {graph.num_relations} "
+        "relations\n"
         f"to predict: {len(graph.train):,} training, {valid:,} validation, {test:,} test edges\n",
         flush=True,
     )
