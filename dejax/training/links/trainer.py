@@ -21,10 +21,9 @@ from dejax.minibatch import (
     LinkRanks,
     SampleOptions,
     binary_cross_entropy,
-    edge_ids,
     find_capacities,
     link_ranks,
-    make_blocks,
+    make_typed_blocks,
     sample_blocks,
     softmax_cross_entropy,
 )
@@ -266,7 +265,14 @@ class LinkTrainer:
         if inputs.senders is not None:
             edges = inputs.edge_type.shape[0]
             kept = jnp.ones(edges, bool).at[jnp.concatenate([excluded, excluded + edges // 2])].set(False, mode="drop")
-            graph = self._graph(inputs.senders, inputs.receivers, inputs.edge_type, kept, count, None)
+            graph = RelGraph.build_traced(
+                inputs.senders,
+                inputs.receivers,
+                inputs.edge_type,
+                num_nodes=count,
+                num_edge_types=2 * self.graph.num_relations,
+                edge_mask=kept,
+            )
             return [(graph, None)] * layers, jnp.arange(count, dtype=jnp.int32), seeds, jnp.zeros((), jnp.int32)
         both = (jnp.concatenate(pairs), jnp.concatenate(pairs[::-1]))
         sample = sample_blocks(
@@ -278,29 +284,9 @@ class LinkTrainer:
             exclude={EDGE: both},
             options=self._sample_options,
         )
-        places = edge_ids(inputs.topology, sample)
-        types = [jnp.where(own >= 0, inputs.edge_type[jnp.maximum(own, 0)], 0) for own in places]
-        graphs: Graphs = []
-        for block in make_blocks(sample):
-            hops = [n for n, piece in enumerate(sample.layout.pieces) if piece.hop <= block.hops]
-            senders = jnp.concatenate([sample.numbers[n].reshape(-1) for n in hops])
-            receivers = jnp.concatenate([_receivers(sample.layout, n) for n in hops])
-            kinds = jnp.concatenate([types[n].reshape(-1) for n in hops])
-            there = sample.node_ids[NODE][: block.num_sources] >= 0
-            graph = self._graph(senders, receivers, kinds, senders >= 0, block.num_sources, there)
-            graphs.append((graph, block.num_destinations))
+        blocks = make_typed_blocks(inputs.topology, sample, inputs.edge_type, 2 * self.graph.num_relations)
+        graphs: Graphs = [(block.graph, block.num_destinations) for block in blocks]
         return graphs, sample.node_ids[NODE], sample.seed_positions[NODE], sample.lost.sum(dtype=jnp.int32)
-
-    def _graph(self, senders: Any, receivers: Any, kinds: Array, mask: Array, count: int, nodes: Any) -> RelGraph:
-        return RelGraph.build_traced(
-            jnp.maximum(senders, 0),
-            receivers,
-            kinds,
-            num_nodes=count,
-            num_edge_types=2 * self.graph.num_relations,
-            edge_mask=mask,
-            node_mask=nodes,
-        )
 
     # -------------------------------------------------------------------------------------------- a run
 
@@ -408,10 +394,3 @@ class LinkTrainer:
 
 
 _SCALARS = ("step", "key", "loss", "lost")
-
-
-def _receivers(layout: Any, number: int) -> Array:
-    """The receivers of a piece's slots, as numbers among all nodes: with one type they are numbers within the type."""
-    piece = layout.pieces[number]
-    first, count = layout.first_of_all(piece.hop, piece.target), layout.sizes[piece.hop][piece.target]
-    return jnp.repeat(jnp.arange(first, first + count, dtype=jnp.int32), piece.fan_out)
