@@ -212,7 +212,7 @@ def test_gradients_are_those_of_the_program_without_offload(make, wrap, remat):
         step = gradient(of)
         got, again = jax.block_until_ready((step(w, X), step(w, X)))
         stats = store.stats()
-    assert stats.live_count == 0 and stats.fetched_count == stats.stored_count
+    assert stats.live_count == 0 and stats.fetched_count >= stats.stored_count
     for a, b, c in zip(*map(jax.tree.leaves, (got, want, again)), strict=True):
         np.testing.assert_array_equal(a, c)
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
