@@ -216,3 +216,19 @@ def test_gradients_are_those_of_the_program_without_offload(make, wrap, remat):
     for a, b, c in zip(*map(jax.tree.leaves, (got, want, again)), strict=True):
         np.testing.assert_array_equal(a, c)
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
+
+
+@pytest.mark.parametrize("option", ["jax_remat3", "jax_custom_vjp3"])
+@pytest.mark.parametrize("wrap", [offload, region])
+@pytest.mark.newest_jax
+@pytest.mark.sample(2)
+def test_newer_forms_of_recomputation_and_derivatives(option, wrap):
+    if not hasattr(jax.config, option):
+        pytest.skip(f"this jax has no {option}")
+    before = getattr(jax.config, option)
+    jax.config.update(option, True)
+    try:
+        for make in (scan_in_scan, custom_vjp_inside):
+            test_gradients_are_those_of_the_program_without_offload(make, wrap, True)
+    finally:
+        jax.config.update(option, before)
