@@ -143,9 +143,7 @@ def _checked(key: Any, pair: Any, counts: dict[str, int]) -> tuple[np.ndarray, n
         )
     for ids, kind, name in ((senders, key[0], "senders"), (receivers, key[2], "receivers")):
         if ids.size and not (0 <= ids.min() and ids.max() < counts[kind]):
-            raise ValueError(
-                f"{name} of {key} must be from 0 to {counts[kind] - 1}, got {ids.min()} to {ids.max()}"
-            )
+            raise ValueError(f"{name} of {key} must be from 0 to {counts[kind] - 1}, got {ids.min()} to {ids.max()}")
     return senders, receivers
 
 

@@ -251,9 +251,7 @@ def partition_of(graph: Any, assignment: Mapping[str, Any], parts: int, num_node
         if array.shape != (edges.counts[name],):
             raise ValueError(f"assignment[{name!r}] must have {edges.counts[name]} entries, got shape {array.shape}")
         if array.size and not (0 <= array.min() and array.max() < parts):
-            raise ValueError(
-                f"assignment[{name!r}] must be from 0 to {parts - 1}, got {array.min()} to {array.max()}"
-            )
+            raise ValueError(f"assignment[{name!r}] must be from 0 to {parts - 1}, got {array.min()} to {array.max()}")
     found = np.concatenate([np.zeros(0, np.int32), *(np.asarray(some) for some in assignment.values())])
     return _described(edges, found.astype(np.int32), parts, "given")
 

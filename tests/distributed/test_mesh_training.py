@@ -116,9 +116,7 @@ def test_two_layers_train_as_on_one_device(name: str, parts: int) -> None:
     )
     split = ShardedGraph.from_graph(graph, partition(graph, parts, method="stream").owner(), mesh_of(parts))
     model = stacked(over_mesh(LAYERS[name][0]))
-    found = trained(
-        model, split, split.shard_nodes(x), split.shard_nodes(labels), split.node_mask, model_params(name)
-    )
+    found = trained(model, split, split.shard_nodes(x), split.shard_nodes(labels), split.node_mask, model_params(name))
     np.testing.assert_allclose(found, alone, rtol=1e-5)
     assert alone[-1] < alone[0]
 
