@@ -45,6 +45,7 @@ PUBLIC = {
     "dejax.offload.linen": "Offload of modules of Flax linen.",
     "dejax.datasets": "Data sets.",
     "dejax.training": "A trainer for entity classification.",
+    "dejax.reporting": "A report of any jitted step.",
     "dejax.info": "What this machine and this installation have.",
 }
 """The public modules, and what each is for."""
