@@ -7,6 +7,7 @@ The bytes are those that the kernel counted on the process' own TCP connections 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -196,8 +197,7 @@ def _full(mesh: Any, rate: float, latency: float) -> dict[str, Any]:
     layer, first = over_mesh(library.rgcn), WIDTHS[0]
     x = graph.shard_nodes(rng.normal(size=(NODES, first)).astype(np.float32))
     params = [
-        {"weight": jnp.asarray(rng.normal(size=(2, *pair)) * 0.1, jnp.float32)}
-        for pair in zip(WIDTHS[:-1], WIDTHS[1:], strict=True)
+        {"weight": jnp.asarray(rng.normal(size=(2, *pair)) * 0.1, jnp.float32)} for pair in itertools.pairwise(WIDTHS)
     ]
 
     def loss(params: Any, graph: Any, x: Any) -> Any:
@@ -209,7 +209,7 @@ def _full(mesh: Any, rate: float, latency: float) -> dict[str, Any]:
     padding = graph.layout.rows_sent / max(graph.layout.halo_rows, 1)
     rows = exchange_bytes(graph.layout.halo_rows, 4 * first, padding)
     # Two exchanges forward; the first layer's features need no gradient, so one back. Then the gradients, and the loss.
-    gradients = sum(4 * 2 * a * b for a, b in zip(WIDTHS[:-1], WIDTHS[1:], strict=True))
+    gradients = sum(4 * 2 * a * b for a, b in itertools.pairwise(WIDTHS))
     whole = 3 * rows + parts * all_reduce_bytes(parts, gradients)
     one = over_mesh(program(lambda g, x: g.max_to_dst(g.src(x).max())))
     alone = jax.jit(lambda graph, x: one(graph, x))

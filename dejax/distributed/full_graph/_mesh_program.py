@@ -92,7 +92,7 @@ class MeshProgram:
             if "g.source_pair" not in str(error):
                 raise
             raise CannotDistribute(f"{str(error).partition(': ')[0]}: {SOURCE_PAIRS}") from None
-        return distribute(program, _counts(graph)), tree, arrays
+        return distribute(program, _counts(graph), graph.parts), tree, arrays
 
 
 def _counts(graph: ShardedGraph) -> Counts:

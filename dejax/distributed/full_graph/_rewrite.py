@@ -37,12 +37,17 @@ def refuse(program: Program, index: int, why: str) -> CannotDistribute:
 
 def prepared(program: Program, counts: Counts) -> Program:
     """The program with what crosses devices in the form that `stages` takes."""
-    for index, op in enumerate(program.ops):
-        _check(program, index, op)
+    check(program)
     program = _with_sums(program)
     for run in (cse, split_products, split_rows, dce):
         program = run(program, counts)
     return dce(cse(_on_nodes(program), counts), counts)
+
+
+def check(program: Program) -> None:
+    """Raises CannotDistribute for what is not supported over devices."""
+    for index, op in enumerate(program.ops):
+        _check(program, index, op)
 
 
 def _check(program: Program, index: int, op: Op) -> None:

@@ -272,10 +272,12 @@ def _fields(layout: Layout, part: Part, sizes: tuple[Sizes, Sizes]) -> dict[str,
             _tables(layout, part), sizes, (layout.rows, layout.rows + layout.halo), strict=True
         )
     ]
-    owned = dataclasses.replace(graphs[0], edge_mask=None)
+    owned, local = dataclasses.replace(graphs[0], edge_mask=None), graphs[1]
+    if layout.parts == 1:  # nothing is padding: the graph of one device, with the tables that its kernels read
+        local = jax.tree.map(np.asarray, RelGraph._concrete(_tables(layout, part)[1], _spec(layout, layout.rows)))
     return {
         "owned": owned,
-        "local": graphs[1],
+        "local": local,
         "send": part.send,
         "node_ids": padded(part.node_ids, layout.rows, -1),
         "edge_ids": padded(part.edge_ids, layout.edges, -1),
