@@ -19,7 +19,9 @@ CHUNK = 1 << 22
 class Edges(Protocol):
     """A graph as its partitioner sees it: nodes numbered type after type."""
 
-    counts: dict[str, int]
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of nodes of each type."""
 
     def chunks(self) -> Iterator[tuple[EdgeType, np.ndarray, np.ndarray]]:
         """Relation, senders and receivers of some edges at a time; int64, numbered over all types."""

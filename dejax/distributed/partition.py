@@ -350,7 +350,7 @@ def _of_type(row_bytes: int | Mapping[str, int], name: str) -> int:
 def _one_type(assignment: Mapping[str, Any], node_type: str | None) -> str:
     if node_type is None and len(assignment) == 1:
         return next(iter(assignment))
-    if node_type not in assignment:
+    if node_type is None or node_type not in assignment:
         raise ValueError(f"node_type must be one of {list(assignment)}, got {node_type!r}")
     return node_type
 

@@ -254,9 +254,17 @@ def assemble(layout: Layout, parts: dict[int, Part], sizes: tuple[Sizes, Sizes],
         return jax.make_array_from_callback((layout.parts, *like.shape), sharding, rows)
 
     fields: dict[str, Any] = jax.tree.map(joined, *made.values())
-    flat = {name: _flat(fields.pop(name), sharding) for name in ("node_ids", "edge_ids")}
-    masks = {"node_mask": flat["node_ids"] >= 0, "edge_mask": flat["edge_ids"] >= 0}
-    return ShardedGraph(**fields, **flat, **masks, layout=layout, mesh=mesh, axis=axis)
+    node_ids, edge_ids = (_flat(fields.pop(name), sharding) for name in ("node_ids", "edge_ids"))
+    return ShardedGraph(
+        **fields,
+        node_ids=node_ids,
+        edge_ids=edge_ids,
+        node_mask=node_ids >= 0,
+        edge_mask=edge_ids >= 0,
+        layout=layout,
+        mesh=mesh,
+        axis=axis,
+    )
 
 
 def _flat(array: Array, sharding: NamedSharding) -> Array:
