@@ -2,7 +2,7 @@
 
     python benchmarks/scale_model_measured.py ADDRESS PROCESSES NUMBER FILE      # one process; `measure` starts them
 
-The bytes are those that the kernel counted on the process' own TCP connections (TCP_INFO), so they include what gloo adds.
+The bytes are those that the kernel counted on the process' own TCP connections (TCP_INFO), with what gloo adds.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`benchmarks/scale_model.py`: counts of bytes are exact, cases are sane, the command writes its files."""
 
 import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -46,7 +47,7 @@ def test_more_hosts_need_less_memory_each_and_no_longer_epochs():
     for graph in GRAPHS:
         for way in ("sampled", "full"):
             some = [row for row in rows if (row.graph, row.way) == (graph.name, way)]
-            for one, two in zip(some, some[1:], strict=False):
+            for one, two in itertools.pairwise(some):
                 assert two.gpu_memory + two.host_memory < one.gpu_memory + one.host_memory
                 assert two.epoch < one.epoch
     one = scale_model.sampled(GRAPHS[0], 1, Machine(), Sampled())
