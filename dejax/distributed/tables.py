@@ -200,9 +200,7 @@ class ShardedTable:
             ValueError: a table with copies of hot rows, scales, or rows in device memory.
         """
         self._check_writable("ShardedTable.init")
-        states = [
-            optimizer.init(HostTable(shard.data, self.spec.local)) for shard in self.words.addressable_shards
-        ]
+        states = [optimizer.init(HostTable(shard.data, self.spec.local)) for shard in self.words.addressable_shards]
         first, second = (self._joined([getattr(s, name) for s in states]) for name in ("first", "second"))
         mesh = self.words.sharding.mesh
         return OptimizerState(on_mesh(states[0].step, mesh, PartitionSpec()), first, second)  # type: ignore[arg-type]
