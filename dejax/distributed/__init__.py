@@ -17,6 +17,7 @@ _PLACES = {
     "data_parallel": "parallel_step",
     "divided": "optimizer_state",
     "latest_step": "checkpoint",
+    "link_bytes": "links",
     "make_mesh": "_placing",
     "restore": "checkpoint",
     "save": "checkpoint",

@@ -80,7 +80,8 @@ def _manager(folder: Any, keep: int | None) -> Any:
     import orbax.checkpoint as ocp
 
     options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False)
-    return ocp.CheckpointManager(Path(folder).absolute(), options=options)
+    handler = ocp.StandardCheckpointHandler()
+    return ocp.CheckpointManager(Path(folder).absolute(), options=options, item_handlers=handler)
 
 
 def _named(state: Any) -> dict[str, Any]:
