@@ -7,6 +7,7 @@
 * `dejax.segment`: segment sums, maxima and softmaxes for any JAX code, fast on GPUs.
 * `dejax.pallas`: the kernel templates beneath `rgnn` and `segment`, on plain arrays.
 * `dejax.datasets`: graphs to train on.
+* `dejax.report(step, *args)`: a page about a jitted step: memory by owner, kernels by time, and what to try next.
 * `dejax.training`: the training loops of two examples, entity classification and a language model.
 * `python -m dejax.info`: what this machine and this installation have.
 
@@ -14,20 +15,34 @@ Each is imported when it is first used: `import dejax` alone loads nothing else.
 """
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "datasets", "host_gather", "minibatch", "offload", "pallas", "rgnn", "segment", "training"]
+__all__ = [
+    "__version__",
+    "datasets",
+    "host_gather",
+    "minibatch",
+    "offload",
+    "pallas",
+    "report",
+    "reporting",
+    "rgnn",
+    "segment",
+    "training",
+]
 
 if TYPE_CHECKING:
-    from dejax import datasets, host_gather, minibatch, offload, pallas, rgnn, segment, training
+    from dejax import datasets, host_gather, minibatch, offload, pallas, reporting, rgnn, segment, training
+    from dejax.reporting import report
 
-_SUBPACKAGES = frozenset(__all__) - {"__version__"}
+_SUBPACKAGES = frozenset(__all__) - {"__version__", "report"}
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
+    if name == "report":
+        return importlib.import_module("dejax.reporting").report
     if name in _SUBPACKAGES:
         return importlib.import_module(f"dejax.{name}")
     raise AttributeError(f"module 'dejax' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -21,9 +21,12 @@ GUIDES = (
     "programs",
     "precision",
     "explain",
+    "report",
     "segment",
+    "full_graph_mesh",
     "write_your_own_layer",
     pytest.param("coming_from", marks=needs_native),
+    pytest.param("concepts", marks=needs_native),
     pytest.param("host_gather", marks=needs_native),
     pytest.param("minibatch", marks=(needs_native, pytest.mark.full)),
     pytest.param("features", marks=needs_native),
@@ -143,7 +146,9 @@ def site():
 def test_the_reference_has_every_part():
     public = site().PUBLIC
     missing = [
-        name for name in dejax.__all__ if name not in ("__version__", "pallas") and f"dejax.{name}" not in public
+        name
+        for name in dejax.__all__
+        if name not in ("__version__", "pallas", "report") and f"dejax.{name}" not in public
     ]
     assert not missing
 

@@ -107,7 +107,8 @@ def test_the_installed_jax_is_supported() -> None:
 # longest name here that it begins with; `dejax.rgnn` itself is what users import: `nnx`, `linen`, `library` and others.
 LAYERS = (
     ("dejax.__main__",),
-    ("dejax.info", "dejax.training"),
+    ("dejax.info", "dejax.reporting", "dejax.training"),
+    ("dejax.distributed",),
     ("dejax.minibatch",),
     ("dejax.datasets",),
     ("dejax.host_gather", "dejax.offload", "dejax.rgnn"),

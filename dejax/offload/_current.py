@@ -55,6 +55,12 @@ def current_binding() -> int:
     return _context.value
 
 
+def innermost() -> Any:
+    """The store of this thread's innermost `with`; None outside of any."""
+    held = getattr(_local, "held", None)
+    return held.stores[-1] if held is not None and held.stores else None
+
+
 def bind_default(store: Any) -> None:
     """Makes a store current where no other is."""
     _native.extension("ActivationStore").bind_offload_store(DEFAULT, store.id)

@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STAGE = ROOT / "build" / "site"
 PAGES = STAGE / "pages"
 PUBLIC = {
+    "dejax.distributed.full_graph": "Full-graph layers over a mesh.",
+    "dejax.distributed.partition": "Partitioning of graphs.",
     "dejax.rgnn": "Relational layers: graphs, programs, options.",
     "dejax.rgnn.library": "Layers as functions.",
     "dejax.rgnn.nnx": "Layers as modules of Flax nnx.",
@@ -43,6 +45,7 @@ PUBLIC = {
     "dejax.offload.linen": "Offload of modules of Flax linen.",
     "dejax.datasets": "Data sets.",
     "dejax.training": "A trainer for entity classification.",
+    "dejax.reporting": "A report of any jitted step.",
     "dejax.info": "What this machine and this installation have.",
 }
 """The public modules, and what each is for."""

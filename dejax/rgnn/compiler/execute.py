@@ -22,6 +22,7 @@ from dejax.pallas.formats.encode import to_row_scaled
 from dejax.pallas.formats.row_scaled import RowScaled, of_stored
 from dejax.rgnn.compiler.failures import record_failure
 from dejax.rgnn.compiler.reverse_only import reverse_only
+from dejax.rgnn.compiler.traced import TracedKernel, note
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import Program
 from dejax.rgnn.ir.intra import Fallback, Kernels
@@ -167,11 +168,14 @@ def run_kernels(
     pallas = PallasLowering(kernels, graph, options, encoded, given) if uses_kernels(graph, options) else None
     xla = Evaluator(program, graph, options.precision, segment_sum if pallas is None else pallas.sum_types)
     remaining = [set(instance.reads) for instance in kernels.instances]
+    narrow = frozenset(i for i in program.inputs if isinstance(env[i], RowScaled) or i in encoded)
     for number, instance in enumerate(kernels.instances):
         done = False
+        name = kernel_name(program.name, number)
+        note(name, TracedKernel(kernels, number, counts_of(graph), options, narrow))
         if pallas is not None and not isinstance(instance, Fallback):
             try:
-                with kernel_label(program.name, number):
+                with label(name), jax.named_scope(name):
                     pallas.run(instance, env)
                 done = True
             except jax.errors.JaxRuntimeError:  # from kernels that run immediately, as in `tune`: out of memory
@@ -180,8 +184,9 @@ def run_kernels(
                 record_failure(kernels, options, number, error)
         if not done:
             # XLA recomputes values that a kernel keeps in registers. The values of the failed attempt are dropped.
-            whole = {i: _decoded(a) for i, a in env.items()}
-            xla.compute(instance.writes, whole)
+            with jax.named_scope(name):
+                whole = {i: _decoded(a) for i, a in env.items()}
+                xla.compute(instance.writes, whole)
             env.update((w, whole[w]) for w in instance.writes)
         keep = set(program.outputs).union(*remaining[number + 1 :])
         env = {i: a for i, a in env.items() if i in keep or program.ops[i].name == "input"}
@@ -206,7 +211,12 @@ def _environment(
 
 def kernel_label(name: str, number: int) -> AbstractContextManager[None]:
     """Names the kernels of an instance in profiles, as in `rgat_backward_3_traverse`."""
-    return label(re.sub(r"\W", "_", f"{name}.{number}"))
+    return label(kernel_name(name, number))
+
+
+def kernel_name(name: str, number: int) -> str:
+    """The beginning of the names of an instance's kernels; XLA's operators have it in their path."""
+    return re.sub(r"\W", "_", f"{name}.{number}")
 
 
 def _decoded(array: Any) -> jax.Array:

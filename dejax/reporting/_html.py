@@ -1,0 +1,111 @@
+"""A report as HTML in one file: no script, nothing that is loaded from elsewhere, light and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from dejax.reporting._figures import Figures
+from dejax.reporting._picture import picture
+from dejax.reporting._text import plan
+from dejax.reporting._units import count, milliseconds, size
+
+_STYLE = """
+.dejax-report{font:15px/1.5 system-ui,sans-serif;max-width:960px;margin:24px auto;padding:0 16px;color:#1d2733}
+.dejax-report h1{font-size:24px;margin:0 0 4px}.dejax-report h2{font-size:18px;margin:28px 0 8px}
+.dejax-report p{margin:6px 0}.dejax-report .quiet{color:#5a6672}.dejax-report svg{max-width:100%;height:auto}
+.dejax-report table{border-collapse:collapse;width:100%}.dejax-report td.n,.dejax-report th.n{text-align:right}
+.dejax-report th,.dejax-report td{padding:4px 10px 4px 0;border-bottom:1px solid #d6dce3;text-align:left;font-size:14px}
+.dejax-report code{font:13px ui-monospace,monospace}.dejax-report li{margin:8px 0}
+@media(prefers-color-scheme:dark){body.dejax-page{background:#14191f}.dejax-page .dejax-report{color:#e6ebf0}
+.dejax-page .dejax-report .quiet{color:#9fabb8}
+.dejax-page .dejax-report th,.dejax-page .dejax-report td{border-color:#39434e}}
+"""
+
+
+def render(report: Figures, *, whole: bool = True) -> str:
+    """The page, or only its body for a notebook."""
+    took = "not run" if report.seconds is None else f"{milliseconds(report.seconds * 1e3)} a call"
+    rate = f", {count(report.flops / report.seconds)}FLOP/s" if report.flops and report.seconds else ""
+    body = "".join(
+        [
+            f'<div class="dejax-report"><h1>{escape(report.name)}: {took}{rate}</h1>',
+            f'<p class="quiet">{escape(report.device)}</p>',
+            picture(report, titled=False),
+            "<h2>What to try</h2>",
+            _remedies(report),
+            "<h2>Memory</h2>",
+            f"<p>XLA's own plan: {escape(plan(report))}.</p>",
+            _memory(report),
+            f'<h2>Kernels</h2><p class="quiet">{escape(report.how)}</p>',
+            _kernels(report),
+            "<h2>Bus, disk and waits</h2>",
+            _traffic(report),
+            "</div>",
+        ]
+    )
+    if not whole:
+        return f"<style>{_STYLE}</style>{body}"
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+        f'content="width=device-width"><meta name="color-scheme" content="light dark">'
+        f"<title>{escape(report.name)}</title>"
+        f'<style>{_STYLE}</style></head><body class="dejax-page">{body}</body></html>\n'
+    )
+
+
+def _remedies(report: Figures) -> str:
+    if not report.remedies:
+        return "<p>Nothing stands out.</p>"
+    items = [f"<li>{_code(r.what)}<br><b>{_code(r.do)}</b> <code>{escape(r.page)}</code></li>" for r in report.remedies]
+    return f"<ol>{''.join(items)}</ol>"
+
+
+def _memory(report: Figures) -> str:
+    peak = report.timeline.at_peak()
+    rows = [(owner, size(nbytes), "device, at the peak") for owner, nbytes in peak.items()]
+    rows += [(owner, size(nbytes), "host memory") for owner, nbytes in report.on_host.items()]
+    largest = sorted(report.leaves, key=lambda leaf: -leaf.nbytes)[:10]
+    arguments = [(leaf.path, leaf.shape, size(leaf.nbytes), leaf.owner) for leaf in largest]
+    return _table(("owner", "bytes", "where"), rows, {1}) + _table(
+        ("largest arguments", "shape", "bytes", "owner"), arguments, {2}
+    )
+
+
+def _kernels(report: Figures) -> str:
+    rows = [
+        (
+            kernel.name + (f": {kernel.why}" if kernel.why else ""),
+            kernel.line,
+            milliseconds(kernel.milliseconds),
+            milliseconds(kernel.predicted_ms),
+            "" if kernel.nbytes is None else size(kernel.nbytes),
+            f"{kernel.launches:.3g}",
+        )
+        for kernel in report.kernels[:30]
+    ]
+    return _table(("kernel", "line", "measured", "predicted", "bytes", "launches"), rows, {2, 3, 4, 5})
+
+
+def _traffic(report: Figures) -> str:
+    rows = [(e.what, e.direction, size(e.nbytes), milliseconds(e.predicted_ms), e.note) for e in report.traffic]
+    rows += [(what, "", "", milliseconds(seconds * 1e3), "waits of one call") for what, seconds in report.waits.items()]
+    if report.idle is not None:
+        rows.append(("the device did nothing", "", "", f"{report.idle:.0%}", "of the profiled time"))
+    if not rows:
+        return "<p>Nothing moves.</p>"
+    return _table(("what", "direction", "bytes", "time", ""), rows, {2, 3})
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: set[int]) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        parts = [f"<{tag}{' class=n' if n in numbers else ''}>{escape(cell)}</{tag}>" for n, cell in enumerate(cells)]
+        return f"<tr>{''.join(parts)}</tr>"
+
+    return f"<table>{row(header, 'th')}{''.join(row(r, 'td') for r in rows)}</table>"
+
+
+def _code(text: str) -> str:
+    """Text whose parts between backticks are code."""
+    parts = escape(text).split("`")
+    return "".join(f"<code>{part}</code>" if n % 2 else part for n, part in enumerate(parts))

@@ -1,0 +1,59 @@
+"""docs/troubleshooting.md shows messages that the code has."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.newest_jax
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+ROWS = [line for line in PAGE.splitlines() if line.startswith("| `") and line.count(" | ") >= 2]
+
+
+def text_of(node: ast.expr) -> str:
+    """A message with NUL in place of what is filled in; "" for other expressions."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return text_of(node.left) + text_of(node.right)
+    return ""
+
+
+def messages() -> list[str]:
+    """All texts of some length in the code, docstrings included."""
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "dejax").rglob("*.py"))
+    texts = {text_of(node) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.expr)}
+    return sorted(text for text in texts if len(text) > 20)
+
+
+MESSAGES = messages()
+
+
+def pattern(shown: str) -> re.Pattern[str]:
+    """The shown message with anything in place of three dots."""
+    return re.compile(".*".join(re.escape(part) for part in re.split(r"\.\.\.+", shown)), re.DOTALL)
+
+
+def test_every_message_shown_is_in_the_code() -> None:
+    shown = [
+        text.replace("\\|", "|") for row in ROWS for text in re.findall(r"`([^`]+)`", re.split(r"(?<!\\) \| ", row)[0])
+    ]
+    shown = [text for text in shown if len(text.replace(".", "")) > 12]
+    unknown = [text for text in shown if not any(pattern(text).search(message) for message in MESSAGES)]
+    assert not unknown
+    assert len(shown) >= 40
+
+
+def test_every_row_says_why_and_what_to_do() -> None:
+    for row in ROWS:
+        cells = [cell.strip(" |") for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+        assert len(cells) == 3 and all(cells), row
+
+
+def test_a_message_that_is_not_in_the_code_is_found() -> None:
+    assert not any(pattern("the moon must be full, got ...").search(message) for message in MESSAGES)
