@@ -66,7 +66,7 @@ def restore(folder: str | os.PathLike[str], like: Any, *, step: int | None = Non
         _check_same(manager.item_metadata(found), wanted)
         abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in wanted.items()}
         arrays = manager.restore(found, args=ocp.args.StandardRestore(abstract))
-    return _written(like, list(arrays[name] for name in wanted)), found
+    return _written(like, [arrays[name] for name in wanted]), found
 
 
 def latest_step(folder: str | os.PathLike[str]) -> int | None:

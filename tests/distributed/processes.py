@@ -95,7 +95,9 @@ def kill_and_restart(folder, times, seed, processes=2, timeout=8.0, ends_within=
                 process.kill()
                 process.wait()
         print(f"kill {turn}: process {victim}, the others ended after {took[-1]:.1f} s", flush=True)
-    done = max([int(place.name) for place in (folder / "checkpoints").glob("[0-9]*") if place.name.isdigit()], default=0)
+    done = max(
+        [int(place.name) for place in (folder / "checkpoints").glob("[0-9]*") if place.name.isdigit()], default=0
+    )
     finish(start(processes, folder, steps=done + 5, **settings), folder)
     found = losses(folder, 0)
     assert sorted(found) == list(range(len(found)))

@@ -164,7 +164,7 @@ def test_a_divided_optimizer_makes_the_same_steps() -> None:
         state = {"params": jax.tree.map(jnp.copy, params), "opt": optimizer.init(params)}
         step = data_parallel(of_part, apply, mesh)
         for number in range(4):
-            state, report = step(state, jax.random.key(number), (x, y))
+            state, _ = step(state, jax.random.key(number), (x, y))
         found[name] = state
     for a, b in zip(*(jax.tree.leaves(found[name]["params"]) for name in found), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-7)

@@ -65,7 +65,7 @@ def test_updates_have_the_bits_of_one_table_and_are_in_place(rule) -> None:
     tree = table, table.init(rule)
 
     def step(tree, given):
-        table, state, lost = tree[0].update(rule, RowGradient(given[0].reshape(-1), given[1].reshape(-1, 6)), tree[1])
+        table, state, _ = tree[0].update(rule, RowGradient(given[0].reshape(-1), given[1].reshape(-1, 6)), tree[1])
         return table, state
 
     jitted = over(mesh, step, tree, None, donate=True)
