@@ -24,6 +24,7 @@ _PLACES = {
     "divided": "optimizer_state",
     "latest_step": "checkpoint",
     "link_bytes": "links",
+    "local": "_placing",
     "make_mesh": "_placing",
     "restore": "checkpoint",
     "save": "checkpoint",

@@ -235,7 +235,7 @@ class ShardedTable:
         return dataclasses.replace(self, words=table._leaf), OptimizerState(after.step, *parts), lost
 
     def scatter_add(self, ids: ArrayLike, rows: Array, *, capacity: int | None = None) -> tuple[ShardedTable, Array]:
-        """The table with the rows of all devices added in the order of the mesh, and how many of this one did not fit."""
+        """The table with rows of all devices added in the order of the mesh; how many of this one did not fit."""
         to, values, lost = self._to_owners("ShardedTable.scatter_add", ids, rows, capacity)
         table = scatter_add(self._local_words(), to, values)
         return dataclasses.replace(self, words=table._leaf), lost

@@ -69,18 +69,24 @@ def finish(started, folder, timeout=240):
 def kill_and_restart(folder, times, seed, processes=2, timeout=8.0, ends_within=30.0):
     """Kills a process of a job at a random time, `times` times, each time starting the job again; then lets it end.
 
+    A fourth of the kills comes before the first step of a start (reading, tracing, compiling), the others later: in
+    steps and while checkpoints are written.
+
     Returns the losses by step, and seconds from each kill to the end of the other processes. A step that was done again
     must have had the same loss.
     """
     rng, took = random.Random(seed), []
     folder = Path(folder)
-    settings = {"tables": "sharded", "every": 3, "timeout": timeout, "pause": 0.05}
+    settings = {"tables": "plain", "every": 3, "timeout": timeout, "pause": 0.05}
     for turn in range(times):
         started = start(processes, folder, steps=10**6, **settings)
         try:
             victim = rng.randrange(processes)
+            before = lines(folder)
             wait_for(lambda: all("begins" in output(folder, k) for k in range(processes)), started)
-            time.sleep(rng.uniform(0, 8))
+            if turn % 4:
+                wait_for(lambda before=before: lines(folder) > before, started)
+            time.sleep(rng.uniform(0, 4 if turn % 4 else 1))
             assert [process.poll() for process in started] == [None] * processes, output(folder, 0)[-2000:]
             started[victim].kill()
             begin = time.monotonic()
@@ -94,7 +100,10 @@ def kill_and_restart(folder, times, seed, processes=2, timeout=8.0, ends_within=
             for process in started:
                 process.kill()
                 process.wait()
-        print(f"kill {turn}: process {victim}, the others ended after {took[-1]:.1f} s", flush=True)
+        done = lines(folder)
+        print(
+            f"kill {turn}: process {victim}, {done} steps so far, the others ended after {took[-1]:.1f} s", flush=True
+        )
     done = max(
         [int(place.name) for place in (folder / "checkpoints").glob("[0-9]*") if place.name.isdigit()], default=0
     )
@@ -102,6 +111,11 @@ def kill_and_restart(folder, times, seed, processes=2, timeout=8.0, ends_within=
     found = losses(folder, 0)
     assert sorted(found) == list(range(len(found)))
     return found, took
+
+
+def lines(folder):
+    path = Path(folder) / "losses-0.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 def wait_for(condition, started, timeout=240):

@@ -99,7 +99,7 @@ def check_kills(tmp_path, times):
     found, took = processes.kill_and_restart(tmp_path / "killed", times, seed=times)
     assert len(took) == times and max(took) < 30
     cache = tmp_path / "killed" / "cache"
-    whole = processes.start(2, tmp_path / "whole", cache=cache, steps=len(found), tables="sharded", every=10**9)
+    whole = processes.start(2, tmp_path / "whole", cache=cache, steps=len(found), tables="plain", every=10**9)
     processes.finish(whole, tmp_path / "whole", timeout=900)
     assert processes.losses(tmp_path / "whole") == found
 
