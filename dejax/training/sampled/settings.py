@@ -26,6 +26,8 @@ class SampledSettings:
         typed_nodes: stdlib and RDF graphs: whether nodes keep their types (the other layers than hgt do not use them).
         full_batch: each step sees the whole graph and all training nodes: nothing is sampled.
         batch_size: seeds of a step.
+        parts: a step samples its seeds in this many parts, each with a key of its own: a multiple of the devices of
+            `--mesh`. The results depend on it, and not on the devices.
         hidden: width of the layers, all heads together.
         heads: attention heads of rgat and hgt; must divide `hidden`.
         bases: basis matrices of rgcn; None for one matrix per relation.
@@ -54,6 +56,7 @@ class SampledSettings:
     typed_nodes: bool = False
     full_batch: bool = False
     batch_size: int = 1024
+    parts: int = 1
     hidden: int = 64
     heads: int = 4
     bases: int | None = None
@@ -77,7 +80,7 @@ class SampledSettings:
                 raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {getattr(self, name)!r}")
         if not self.fan_outs or any(k < -1 or k == 0 for k in self.fan_outs):
             raise ValueError(f"fan_outs must be numbers from 1, or -1 for all, one for each layer, got {self.fan_outs}")
-        for name in ("batch_size", "hidden", "heads", "seeds"):
+        for name in ("batch_size", "parts", "hidden", "heads", "seeds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("epochs", "device_bytes", "weight_decay", "sigmas"):
