@@ -56,7 +56,8 @@ class LinkGraph:
     """A graph with one list of nodes, type after type, and one of edges with their relations.
 
     Relations are numbered as in the data set; the reverse of relation r has the number r + num_relations. All edges
-    are sampled together: a fan-out is over all relations, as usual for knowledge graphs with hundreds of them.
+    are sampled together: a fan-out is over all relations, as usual for knowledge graphs with hundreds of them. Of equal
+    edges of a relation to predict, one is kept.
 
     Attributes:
         data: the data set.
@@ -106,7 +107,9 @@ class LinkGraph:
         places = {}
         count = 0
         for number, (relation, ends) in enumerate(data.edges.items()):
-            places[relation] = (number, count)
+            if relation in data.target_relations:  # a second copy would show a step the edge that it must predict
+                ends = np.unique(np.stack([np.asarray(x, np.int32) for x in ends]), axis=1)
+            places[relation] = (number, count, len(ends[0]))
             count += len(ends[0])
             senders.append(np.asarray(ends[0], np.int32) + np.int32(at[relation[0]]))
             receivers.append(np.asarray(ends[1], np.int32) + np.int32(at[relation[2]]))
@@ -115,7 +118,7 @@ class LinkGraph:
         both = (np.concatenate([s, r]), np.concatenate([r, s]))
         types = np.concatenate([t, t + np.int32(len(data.edges))])
         train_edge = np.concatenate(
-            [places[relation][1] + np.arange(len(data.edges[relation][0])) for relation in data.target_relations]
+            [places[relation][1] + np.arange(places[relation][2]) for relation in data.target_relations]
         ).astype(np.int32)
 
         def triples(edges: dict) -> np.ndarray:

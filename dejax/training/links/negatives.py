@@ -66,7 +66,8 @@ def draw(key: Array, inputs: Any, true: Array, settings: LinkSettings) -> tuple[
         places = (jnp.arange(count)[:, None] + others) % count
         wrong = true[places]
         right_type = inputs.node_type[jnp.maximum(wrong, 0)] == kind
-        return jnp.zeros(0, jnp.int32), places, (wrong >= 0) & (wrong != true[:, None]) & right_type
+        there = (wrong >= 0) & (wrong != true[:, None]) & right_type & (true[:, None] >= 0)
+        return jnp.zeros(0, jnp.int32), places, there
     chunks = -(-count // SHARING)
     own = jnp.asarray(pool.types, jnp.int32)[:, None, None]
     bounds = pool.first if settings.negative_kind == "uniform" else pool.bounds
