@@ -45,7 +45,7 @@ class KernelBound:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Bytes that the function would not need: which kernel moves them, why, at which line, and what would be cheaper."""
+    """Bytes that the function would not need: which kernel moves them, why, at which line, and what is cheaper."""
 
     part: str
     kernel: int

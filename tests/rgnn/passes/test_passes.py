@@ -32,6 +32,7 @@ from dejax.rgnn.passes.hoist import hoist
 from dejax.rgnn.passes.merge_gemms import merge_gemms
 from dejax.rgnn.passes.merge_weight_gradients import merge_weight_gradients
 from dejax.rgnn.passes.reorder import reorder
+from dejax.rgnn.passes.reuse_rows import reuse_rows
 from dejax.rgnn.passes.save import Cut, cut
 from dejax.rgnn.passes.softmax import expand_softmax
 from dejax.rgnn.passes.split_products import split_products
@@ -229,6 +230,16 @@ def mean(b: Tiny) -> int:
     return b.sum(b.op("div", b.src(x), b.dst(count)))
 
 
+@program("reuse_rows")
+def aggregations_of_one_message(b: Tiny) -> list[int]:
+    """Sums of a row and of its square, and the largest of its negative; what edges read alone stays."""
+    x, y = b.node("x", 8), b.node("y", 8)
+    alone = b.src(b.op("exp", y))
+    opposite = b.op("sub", b.const(0.0, "float32", Space.NODE), x)
+    sums = [b.sum(b.src(x)), b.sum(b.src(b.op("square", x))), b.sum(alone)]
+    return [*sums, b.op("reduce", b.src(opposite), via="dst", op="max")]
+
+
 @program("hoist_shared")
 def sum_of_a_shared_vector(b: Tiny) -> int:
     s, a = b.edge("s"), b.given("a", Space.GRAPH, 4)
@@ -329,6 +340,7 @@ GOLDEN: list[tuple[str, Program, Callable[[Program, Counts], Program]]] = [
     ("compact", by_pair, compact),
     ("merge_gemms", keys_and_messages, merge_gemms),
     ("softmax", attention, expand_softmax),
+    ("reuse_rows", aggregations_of_one_message, reuse_rows),
     ("sum_by_node", gradient_of_a_shared_vector, sum_by_node),
     ("hoist", mean, hoist),
     ("hoist_shared", sum_of_a_shared_vector, hoist),
