@@ -43,6 +43,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="K,K",
         help="neighbours that are drawn from each relation, for each layer, the seeds' first; -1: all. Default: 10,10",
     )
+    model.add_argument(
+        "--joint",
+        action="store_true",
+        default=None,
+        help="fan-outs over all relations together: graphs with one node type; default for stdlib and RDF, 20,20",
+    )
     model.add_argument("--hidden", type=int, metavar="N", help="width of the layers, all heads together; default: 64")
     model.add_argument("--heads", type=int, metavar="N", help="attention heads (rgat, hgt)")
     model.add_argument("--bases", type=int, metavar="N", help="basis matrices (rgcn); 0: one matrix per relation")
@@ -84,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
 
 _SETTINGS = (
     "full_batch batch_size hidden heads bases dropout epochs seeds lr weight_decay place feature_dtype offload sigmas "
-    "precision typed_nodes"
+    "precision typed_nodes joint"
 ).split()
 
 

@@ -19,13 +19,16 @@ from dejax.datasets._progress import Progress as Bar
 from dejax.distributed import Part
 from dejax.host_gather import HostTable, RowGradient, adam, shardings
 from dejax.minibatch import (
+    Block,
     FeatureStore,
     HeteroTopology,
     InferenceBatch,
+    SampledBlocks,
     SampleOptions,
     find_capacities,
     infer_layers,
     make_blocks,
+    make_typed_blocks,
     sample_blocks,
 )
 from dejax.rgnn import Options, RelGraph
@@ -80,12 +83,14 @@ class Inputs:
         topology: the edges.
         features: tables of the types with features.
         labels: int32 [nodes] by type.
+        edge_type: int32 [edges], where all relations are sampled together; else None.
         graph: the whole graph, if steps see it; else None.
     """
 
     topology: HeteroTopology
     features: FeatureStore
     labels: dict[str, Array]
+    edge_type: Array | None
     graph: RelGraph | None
 
 
@@ -128,7 +133,8 @@ class SampledTrainer:
         if settings.full_batch:
             edges = {edge_type: _ends(topology, edge_type) for edge_type in topology.edge_types}
             whole = RelGraph.from_relations(edges, topology.num_nodes)
-        self.inputs = Inputs(topology, self.prepared.features, labels, whole)
+        kinds = None if self.prepared.edge_type is None else jnp.asarray(self.prepared.edge_type)
+        self.inputs = Inputs(topology, self.prepared.features, labels, kinds, whole)
         sizes = {kind: len(ids) for kind, ids in self.splits["train"].items()}
         self.steps_per_epoch = 1 if settings.full_batch else -(-sum(sizes.values()) // settings.batch_size)
         parts = settings.parts
@@ -154,7 +160,7 @@ class SampledTrainer:
         return SampledClassifier(
             self.settings,
             self.prepared.widths,
-            topology.edge_types,
+            self.prepared.edge_types,
             topology.node_types,
             self.prepared.num_classes,
             options=self.options,
@@ -301,7 +307,14 @@ class SampledTrainer:
             options=self._sample_options,
         )
         lost = sample.lost.sum(dtype=jnp.int32) + sample.lost_edges.astype(jnp.int32)
-        return make_blocks(sample), sample.node_ids, sample.seed_positions, lost
+        return self._blocks(inputs, sample), sample.node_ids, sample.seed_positions, lost
+
+    def _blocks(self, inputs: Inputs, sample: SampledBlocks) -> list[Block]:
+        if inputs.edge_type is None:
+            return make_blocks(sample)
+        loops = self.settings.layer == "rgat"
+        relations = len(self.prepared.edge_types) - loops
+        return make_typed_blocks(inputs.topology, sample, inputs.edge_type, relations, add_self_loops=loops)
 
     def _loss(
         self, outputs: dict[str, Array], positions: dict[str, Array], seeds: dict[str, Array], labels: dict[str, Array]
@@ -403,7 +416,7 @@ class SampledTrainer:
         return infer_layers(
             self._layers,
             [state.params] * self.settings.layers,
-            self.prepared.topology,
+            self.prepared.by_relation(),
             self.prepared.topology.num_nodes,
             state.embeddings | self.prepared.features,
             node_types=self.targets,
