@@ -75,14 +75,14 @@ def graphsage(layers: list[dict[str, jax.Array]], graph: LocalGraph, x: jax.Arra
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=20_000)
-    parser.add_argument("--edges", type=int, default=200_000)
-    parser.add_argument("--width", type=int, default=100)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--classes", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--fan-outs", type=lambda text: [int(x) for x in text.split(",")], default=[10, 5, 5])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--nodes", type=int, default=20_000, help="nodes of the random graph")
+    parser.add_argument("--edges", type=int, default=200_000, help="its edges")
+    parser.add_argument("--width", type=int, default=100, help="features of a node")
+    parser.add_argument("--hidden", type=int, default=64, help="width of the layers")
+    parser.add_argument("--classes", type=int, default=8, help="classes to predict")
+    parser.add_argument("--batch", type=int, default=256, help="seeds of a batch")
+    parser.add_argument("--fan-outs", type=lambda text: [int(x) for x in text.split(",")], default=[10, 5, 5], help="neighbours drawn for each node, hop by hop")
+    parser.add_argument("--steps", type=int, default=60, help="training steps")
     parser.add_argument(
         "--pipeline",
         choices=("dejax", "cpu"),

@@ -83,8 +83,8 @@ def initial(width: int, key: jax.Array) -> Parameters:
 def main(arguments: list[str] | None = None) -> float:
     """Trains, and gives the share of right answers on other graphs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--operators", choices=sorted(OPERATORS), default="dejax")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--operators", choices=sorted(OPERATORS), default="dejax", help="whose segment operators")
+    parser.add_argument("--steps", type=int, default=200, help="training steps")
     parser.add_argument("--graphs", type=int, default=32, help="graphs of a batch")
     options = parser.parse_args(arguments)
     rng = np.random.default_rng(0)

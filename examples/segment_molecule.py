@@ -89,10 +89,10 @@ def true_energies(positions: jax.Array, edges: segment.EdgePlan, owner: jax.Arra
 def main(arguments: list[str] | None = None) -> tuple[float, float]:
     """Trains on energies and forces; gives the first and the last loss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--molecules", type=int, default=16)
+    parser.add_argument("--molecules", type=int, default=16, help="molecules of a batch")
     parser.add_argument("--atoms", type=int, default=8, help="atoms of a molecule")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=200, help="training steps")
+    parser.add_argument("--width", type=int, default=32, help="features of an atom")
     options = parser.parse_args(arguments)
     count = options.molecules
     positions, senders, receivers, owner = (jnp.asarray(a) for a in molecules(count, options.atoms))

@@ -12,6 +12,8 @@ import argparse
 import functools
 import http.server
 import importlib
+import importlib.util
+import json
 import os
 import re
 import shutil
@@ -26,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STAGE = ROOT / "build" / "site"
 PAGES = STAGE / "pages"
 PUBLIC = {
+    "dejax.distributed": "Steps of mini-batches over a mesh, divided tables, checkpoints, failures.",
     "dejax.distributed.full_graph": "Full-graph layers over a mesh.",
     "dejax.distributed.partition": "Partitioning of graphs.",
     "dejax.rgnn": "Relational layers: graphs, programs, options.",
@@ -93,7 +96,25 @@ def copy_pages() -> None:
     for page in PAGES.rglob("*.md"):
         text = page.read_text(encoding="utf-8")
         start = "../" * (len(page.relative_to(PAGES).parts) - 1)
+        text = re.sub(r"\]\(((?:\w+/)*notebooks/\w+)\.ipynb\)", r"](\1.md)", text)
         page.write_text(text.replace(f"]({start}README.md)", f"]({start}index.md)"), encoding="utf-8")
+
+
+def copy_notebooks() -> list[dict[str, str]]:
+    """Makes a page of each notebook, with the notebook to download; returns their entries of the navigation."""
+    spec = importlib.util.spec_from_file_location("notebook_runner", ROOT / "docs" / "notebooks" / "run.py")
+    assert spec is not None and spec.loader is not None
+    runner = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(runner)
+    entries = []
+    for path in runner.notebooks():
+        _copy(path)
+        page = PAGES / path.relative_to(ROOT).with_suffix(".md")
+        text = runner.as_markdown(json.loads(path.read_text(encoding="utf-8")))
+        text = re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.md)", text)
+        page.write_text(f"{text}\n[The notebook to download]({path.name})\n", encoding="utf-8")
+        entries.append({title(page): str(page.relative_to(PAGES))})
+    return entries
 
 
 def _copy(path: Path) -> None:
@@ -104,7 +125,7 @@ def _copy(path: Path) -> None:
 
 def title(page: Path) -> str:
     """The first heading of a page."""
-    return next(line[2:] for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("# "))
+    return next(line[2:].replace("`", "") for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("# "))
 
 
 def write_settings() -> Path:
@@ -120,6 +141,7 @@ def write_settings() -> Path:
     loaded = yaml.safe_load(settings.replace("../..", str(ROOT)))
     performance = sorted((PAGES / "docs" / "performance").glob("*.md"), key=lambda p: (p.name != "README.md", title(p)))
     filled = {
+        "NOTEBOOKS": copy_notebooks(),
         "REFERENCE": ["reference/index.md", *({name: f"reference/{name}.md"} for name in PUBLIC)],
         "PERFORMANCE": [{title(p): f"docs/performance/{p.name}"} for p in performance],
     }

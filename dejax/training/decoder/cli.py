@@ -29,13 +29,13 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--text", type=Path, help="a folder of text; by default the standard library's sources")
     group.add_argument("--batch", type=int, default=8, help="sequences in a step")
     group.add_argument("--sequence", type=int, default=128, help="bytes in a sequence")
-    group.add_argument("--steps", type=int, default=200)
+    group.add_argument("--steps", type=int, default=200, help="training steps")
     group.add_argument("--accumulate", type=int, default=1, help="parts of a batch, one after the other")
     group.add_argument("--rate", type=float, default=1e-3, help="highest learning rate")
     group.add_argument("--warmup", type=int, default=20, help="steps of warm-up; a cosine follows")
-    group.add_argument("--weight-decay", type=float, default=0.1)
+    group.add_argument("--weight-decay", type=float, default=0.1, help="of AdamW")
     group.add_argument("--clip", type=float, default=1.0, help="largest norm of all gradients; 0: no limit")
-    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--seed", type=int, default=0, help="of parameters and batches")
     group = parser.add_argument_group("memory")
     group.add_argument(
         "--offload",
@@ -64,14 +64,14 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--compare", choices=tuple(COUNTERPART), help="train with and without offload, and compare each loss"
     )
-    group.add_argument("--out", type=Path, default=Path("out/gpt"))
+    group.add_argument("--out", type=Path, default=Path("out/gpt"), help="folder of checkpoints, curves and plots")
     group.add_argument("--report", type=int, default=20, help="steps between lines")
     group.add_argument("--checkpoint", type=int, default=100, help="steps between checkpoints, a multiple of --report")
     group.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
     group.add_argument("--plot-store", action="store_true", help="draw where stored tensors were, to OUT/store.svg")
     group.add_argument("--sample", metavar="PROMPT", help="no training: continue this text from the last checkpoint")
     group.add_argument("--length", type=int, default=200, help="bytes to sample")
-    group.add_argument("--temperature", type=float, default=0.8)
+    group.add_argument("--temperature", type=float, default=0.8, help="of sampling; 0: the likeliest byte")
     return parser
 
 
