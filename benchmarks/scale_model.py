@@ -111,14 +111,14 @@ class FullGraph:
     Attributes:
         widths: of each layer's input, and of the last one's output.
         cut: the part of random owners' edges between parts that a partition leaves; see `replicas`.
-        edge_bytes: bytes of the tables of an edge, with those of the backward pass.
+        edge_bytes: bytes of the tables of an edge; measured: 61 with one edge type, 78 with four.
         passes: times that forward and backward together read or write a row of each edge.
         padding: rows sent over rows needed, from the rounds of the exchange.
     """
 
     widths: tuple[int, ...] = (256, 256, 256)
     cut: float = 0.5
-    edge_bytes: int = 40
+    edge_bytes: int = 64
     passes: float = 6.0
     padding: float = 1.03
 
@@ -316,7 +316,7 @@ def table(rows: Sequence[Row]) -> str:
         "  ".join(
             f"{cell:<{w}}" if n < 2 or n == 10 else f"{cell:>{w}}"
             for n, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
+        ).rstrip()
         for line in lines
     )
 

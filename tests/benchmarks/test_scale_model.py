@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -67,6 +68,19 @@ def test_the_command_writes_a_table_json_and_a_plot(tmp_path, capsys):
     found = json.loads((tmp_path / "a.json").read_text())
     assert len(found["rows"]) == 12 and found["machine"]["gpus"] == 8
     assert (tmp_path / "a.svg").read_text().count("<line") > 8
+
+
+def test_the_page_and_the_results_are_what_the_model_gives():
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "full_graph_mesh.md").read_text(encoding="utf-8")
+    assert scale_model.table(scale_model.predict(hosts=(1, 8, 64))) in page
+    found = json.loads((root / "benchmarks" / "results" / "scale_model.json").read_text(encoding="utf-8"))
+    rows = scale_model.predict()
+    assert found["rows"] == [dataclasses.asdict(row) for row in rows]
+    assert (root / "docs" / "figures" / "scale_model.svg").read_text(encoding="utf-8") == scale_model.svg(rows)
+    for measured in found["measured"]:
+        for case in measured["cases"].values():
+            assert case["bytes"] == pytest.approx(case["model_bytes"], rel=0.02)
 
 
 @pytest.mark.full

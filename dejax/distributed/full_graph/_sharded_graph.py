@@ -243,7 +243,15 @@ def assemble(layout: Layout, parts: dict[int, Part], sizes: tuple[Sizes, Sizes],
     made = {number: _fields(layout, part, sizes) for number, part in parts.items()}
     sharding = NamedSharding(mesh, PartitionSpec(axis))
 
+    shared: dict[tuple[int, ...], Array] = {}  # an array in two tables, such as senders, is moved once
+
     def joined(*leaves: np.ndarray) -> Array:
+        key = tuple(map(id, leaves))
+        if key not in shared:
+            shared[key] = moved(*leaves)
+        return shared[key]
+
+    def moved(*leaves: np.ndarray) -> Array:
         by_number = dict(zip(made, leaves, strict=True))
         like = leaves[0]
 
