@@ -222,7 +222,7 @@ def update(options: argparse.Namespace) -> dict[str, Any]:
     floor = 2 * nbytes / min(bus.values()) / 1e9
     found: dict[str, Any] = {"bus_gb_s": bus, "floor_ms": 1e3 * floor, "pieces": {}}
     say(found)
-    for mib, ahead in ((32, 2), (32, 4), (16, 4), (64, 3), (64, 6), (128, 2)):
+    for mib, ahead in ((32, 2), (32, 4), (16, 4), (16, 8), (16, 16), (8, 8), (8, 24), (4, 32)):
         tx = optimizer(optax.adamw(1e-3), streams=True, piece_bytes=max(4096, mib * GIB // 1024), ahead=ahead)
         params = [jnp.copy(x) for x in rows]
         step, held = _update_step(tx, params)
@@ -234,7 +234,7 @@ def update(options: argparse.Namespace) -> dict[str, Any]:
     # Row by row: the loop of a stack whose layers compute next to nothing.
     layers = 32
     stack = {"w": jnp.ones((layers, 2048, nbytes // layers // 4 // 2048)) * 0.01}
-    for ahead in (1, 2):
+    for ahead in (1,):
         step = stack_step(
             lambda outer, b: b,
             lambda p, x: x + jnp.cos(p["w"][:1, :8]),

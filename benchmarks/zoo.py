@@ -21,6 +21,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,25 +83,50 @@ def milliseconds(step: Callable[[], Any]) -> float:
     return (time.perf_counter() - start) / count * 1e3
 
 
-def timed(layer: Callable[..., Any], graph: Any, x: Any, params: Any, cotangent: Any) -> dict[str, Any]:
-    """Forward and training time of a layer, and its first results."""
+@dataclass(frozen=True)
+class Compiled:
+    """A layer's forward and training step, compiled for its arguments, or why it could not be."""
+
+    forward: Callable[..., Any] | None = None
+    training: Callable[..., Any] | None = None
+    seconds: float = 0.0
+    error: str = ""
+
+
+def compiled(layer: Callable[..., Any], *given: Any) -> Compiled:
+    """Compiles a layer for a graph, features, parameters and a cotangent."""
 
     def training(graph: Any, x: Any, params: Any, cotangent: Any) -> Any:
         y, pull = jax.vjp(lambda x, p: layer(graph, x, p), x, params)
         return y, pull(cotangent)
 
-    forward, training = jax.jit(layer), jax.jit(training)
     try:
         start = time.perf_counter()
-        y, gradients = jax.block_until_ready(training(graph, x, params, cotangent))
-        first = time.perf_counter() - start
+        both = jax.jit(training).lower(*given).compile()
+        seconds = time.perf_counter() - start
+        return Compiled(jax.jit(layer).lower(*given[:3]).compile(), both, seconds)
+    except Exception as error:  # out of memory is a result
+        return Compiled(error=_told(error))
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:120]}"
+
+
+def timed(layer: Compiled, *given: Any) -> dict[str, Any]:
+    """Forward and training time of a layer, and its first results."""
+    if layer.forward is None or layer.training is None:
+        return {"error": layer.error}
+    forward, training = layer.forward, layer.training
+    try:
+        y, gradients = jax.block_until_ready(training(*given))
         kept = [np.asarray(part[:1000]) for part in (y, gradients[0])]
         del y, gradients
-        times = {"training": milliseconds(lambda: training(graph, x, params, cotangent))}
-        times["forward"] = milliseconds(lambda: forward(graph, x, params))
-        return times | {"first_call_s": first, "kept": kept}
-    except Exception as error:  # out of memory is a result
-        return {"error": f"{type(error).__name__}: {str(error)[:120]}"}
+        times = {"training": milliseconds(lambda: training(*given))}
+        times["forward"] = milliseconds(lambda: forward(*given[:3]))
+        return times | {"compile_s": layer.seconds, "kept": kept}
+    except Exception as error:
+        return {"error": _told(error)}
 
 
 def measure_graph(name: str, models: list[str], peers: list[str], args: argparse.Namespace, ends: float) -> list[dict]:
@@ -118,24 +145,34 @@ def measure_graph(name: str, models: list[str], peers: list[str], args: argparse
     theirs: dict[str, Any] = {}
     if "pyg" in peers:
         theirs = run_torch(senders, receivers, data.num_nodes, models, args)
-    rows = []
+    parts: dict[tuple[str, str], tuple[Callable[..., Any], Any, Any]] = {}
+    segments = (jnp.asarray(senders), jnp.asarray(receivers))
     for model in models:
-        if time.perf_counter() > ends:
-            print(f"{model}: not begun, the time is over")
-            continue
         params = {
             key: jnp.asarray(rng.normal(size=shape) / math.sqrt(args.width), jnp.float32)
             for key, shape in shapes(model, args.width, args.heads).items()
         }
         options = Options(precision="tf32")
         run = lambda g, x, p, f=FUNCTIONS[model], o=options: f(g, x, p, options=o)  # noqa: E731
-        row: dict[str, Any] = {"graph": name, "model": model, "dejax": timed(run, graph, x, params, cotangent)}
+        parts[model, "dejax"] = run, graph, params
         if "jax" in peers:
-            segments = (jnp.asarray(senders), jnp.asarray(receivers))
-            plain = zoo_jax.LAYERS[model]
-            nodes = data.num_nodes
+            plain, nodes = zoo_jax.LAYERS[model], data.num_nodes
             written = lambda g, x, p, f=plain, n=nodes: f(zoo_jax.Segments(*g, n), x, p)  # noqa: E731
-            row["jax"] = timed(written, segments, x, params, cotangent)
+            parts[model, "jax"] = written, segments, params
+    with ThreadPoolExecutor(args.compile_threads) as pool:
+        waiting = {key: pool.submit(compiled, run, g, x, p, cotangent) for key, (run, g, p) in parts.items()}
+        ready = {key: found.result() for key, found in waiting.items()}
+    rows = []
+    for model in models:
+        if time.perf_counter() > ends:
+            print(f"{model}: not begun, the time is over")
+            continue
+        row: dict[str, Any] = {"graph": name, "model": model}
+        for part in ("dejax", "jax"):
+            if (model, part) in parts:
+                _, g, params = parts[model, part]
+                row[part] = timed(ready[model, part], g, x, params, cotangent)
+        if "jax" in row:
             row["difference"] = difference(row["dejax"].get("kept"), row["jax"].get("kept"))
         for part in ("dejax", "jax"):
             row.get(part, {}).pop("kept", None)
@@ -282,6 +319,7 @@ def main() -> None:
     p.add_argument("--peers", default="jax,pyg")
     p.add_argument("--width", type=int, default=64)
     p.add_argument("--heads", type=int, default=4)
+    p.add_argument("--compile-threads", type=int, default=1, help="with more, compile times are longer")
     p.add_argument("--limit", type=float, default=1e9, help="seconds after which no further layer is begun")
     p.add_argument("--agree", action="store_true", help="compare with PyTorch Geometric on the same weights instead")
     p.add_argument("--out", type=Path, help="a folder for zoo.json, zoo.md and zoo.svg")

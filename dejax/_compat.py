@@ -124,6 +124,12 @@ def on_several_devices() -> bool:
     return any(mesh.shape[name] > 1 for name in mesh.manual_axes)
 
 
+def manual_axes() -> tuple[str, ...]:
+    """The axes of the `shard_map` inside of which is traced, in the order of the mesh; () outside of one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(name for name in mesh.axis_names if name in mesh.manual_axes)
+
+
 def scan_counts(eqn: Any) -> tuple[int, int]:
     """Of a `scan` equation: the number of its constants, and of its carried arrays."""
     if "ft_in" in eqn.params:  # jax 0.12
@@ -148,3 +154,22 @@ def processes_on_this_machine() -> int:
     host = (getattr(state, "coordinator_address", None) or "").rpartition(":")[0].strip("[]")
     is_here = host == "localhost" or host.startswith("127.") or host == "::1"
     return int(getattr(state, "num_processes", None) or 1) if is_here else 1
+
+
+def coordination() -> tuple[Any, int, int, str]:
+    """Of `jax.distributed`: the client of its coordination service (None before it is initialized), the number of this
+    process and of all, and the coordinator's address.
+    """
+    state = distributed.global_state
+    address = getattr(state, "coordinator_address", None) or ""
+    return getattr(state, "client", None), process_index(), int(getattr(state, "num_processes", None) or 1), address
+
+
+_left: list[Any] = []  # their destructors would wait for processes that are gone
+
+
+def leave_coordination() -> None:
+    """Lets this process end without a last meeting of all processes, which would wait for those that are gone."""
+    state = distributed.global_state
+    _left.extend((state.client, state.service, getattr(state, "preemption_sync_manager", None)))
+    state.client = state.service = state.preemption_sync_manager = None

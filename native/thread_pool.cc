@@ -6,6 +6,8 @@
 #include <system_error>
 #include <thread>
 
+#include "thread_name.h"
+
 namespace dejax {
 namespace {
 
@@ -35,6 +37,7 @@ ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads) {
 }
 
 void ThreadPool::Worker() {
+  NameThisThread("dejax-rows");
   while (true) {
     std::shared_ptr<Loop> loop;
     {

@@ -23,6 +23,7 @@ GUIDES = (
     "explain",
     "report",
     "segment",
+    "full_graph_mesh",
     "write_your_own_layer",
     pytest.param("coming_from", marks=needs_native),
     pytest.param("concepts", marks=needs_native),

@@ -108,6 +108,7 @@ def test_the_installed_jax_is_supported() -> None:
 LAYERS = (
     ("dejax.__main__",),
     ("dejax.info", "dejax.reporting", "dejax.training"),
+    ("dejax.distributed",),
     ("dejax.minibatch",),
     ("dejax.datasets",),
     ("dejax.host_gather", "dejax.offload", "dejax.rgnn"),

@@ -25,6 +25,7 @@ class TableSpec:
     platform: str  # "cpu" or "cuda": the platform whose handlers read the table
     read_only: bool = False
     shared: bool = False  # among several devices: readable only inside shard_map
+    sharers: int = 1  # devices of a process that share one memory; 1 also where each device has a copy
     # (level, number) pairs set by `value_and_grad`: which call of it records gathers of this table, under which number.
     marks: tuple[tuple[int, int], ...] = ()
     # Rows of the leaf, where the others lie in the device's memory (`SplitTable`); None where all lie in the leaf.

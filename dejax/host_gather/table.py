@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from dejax.host_gather import _storage
+from dejax.host_gather import _sharing, _storage
 from dejax.host_gather._leaf import GoneLeaf, TableLeaf, flattened_by_user
 from dejax.host_gather._lifetime import (
     TableClosedError,
@@ -26,9 +26,9 @@ from dejax.host_gather._lifetime import (
     process_of,
     reporting_closed,
 )
-from dejax.host_gather._memory import View, array_of, copy_rows, delete, memory_of, numpy_of
+from dejax.host_gather._memory import View, copy_rows, delete, memory_of, numpy_of
 from dejax.host_gather._operands import ReadableTable, TableOperands
-from dejax.host_gather._spec import TableSpec, platform_of, table_spec
+from dejax.host_gather._spec import TableSpec, table_spec
 from dejax.host_gather.gather import gather
 
 if TYPE_CHECKING:
@@ -265,7 +265,8 @@ class HostTable(ReadableTable):
         if start < 0 or start + len(given) > len(self):
             raise ValueError(f"HostTable.write: rows {start} to {start + len(given)} do not fit in {len(self)} rows")
         with reporting_closed(leaf, "HostTable.write"):
-            copy_rows(leaf, self._spec, start, given)
+            for own in _sharing.leaves_to_write(leaf, self._spec):
+                copy_rows(own, self._spec, start, given)
 
     # -------------------------------------------------------------------------------------------- lifetime
 
@@ -288,32 +289,26 @@ class HostTable(ReadableTable):
 
     # -------------------------------------------------------------------------------------------- several devices
 
-    def share(self, mesh: Mesh) -> HostTable:
-        """The same memory as an array of every device of a mesh, for `jax.shard_map` with the spec `PartitionSpec()`.
+    def share(self, mesh: Mesh, *, writable: bool = False) -> HostTable:
+        """The same rows as an array of every device of a mesh, for `jax.shard_map` with the spec `PartitionSpec()`.
 
-        GPUs of one host share one physical table. On other platforms each device gets a copy. The result is read-only,
-        and lives as long as it or `self` does.
+        GPUs of one process share one physical table. On other platforms each device gets a copy. The result lives as
+        long as it or `self` does. With devices of several processes, each process shares a table of equal rows.
+        `dejax.distributed.share` shares the tables of a tree, cached and split ones too.
+
+        A table that is shared for writing is written inside of `shard_map`, by all devices together: `scatter_add` and
+        the optimizers take the rows of all devices, in the order of the mesh, and write each row once.
+
+        Args:
+            mesh: the devices.
+            writable: whether `scatter`, `scatter_add` and the optimizers take the result. Do not use `self` afterwards.
 
         Raises:
-            ValueError: the mesh has devices of other processes or of another platform.
+            ValueError: devices of another platform, or none of this process; a read-only table to write.
         """
         leaf = self._concrete("share")
-        devices = list(mesh.devices.flat)
-        if any(device.process_index != jax.process_index() for device in devices):
-            raise ValueError("HostTable.share: the mesh must have devices of this process only")
-        if any(platform_of(device) != self._spec.platform for device in devices):
-            raise ValueError(f"HostTable.share: the mesh must have {self._spec.platform} devices")
         with reporting_closed(leaf, "HostTable.share"):
-            memory = memory_of(leaf)
-        if self._spec.platform == "cuda" and memory is not None:
-            arrays = [array_of(memory, self._spec, device) for device in devices]
-            kind = "pinned_host"
-        else:
-            arrays = [jax.device_put(numpy_of(leaf), device) for device in devices]
-            kind = devices[0].default_memory().kind
-        sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
-        whole = jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
-        return HostTable(whole, dataclasses.replace(self._spec, read_only=True, shared=True))
+            return HostTable(*_sharing.share_leaf(leaf, self._spec, mesh, writable))
 
     # -------------------------------------------------------------------------------------------- pytree
 

@@ -15,7 +15,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax import _native
-from dejax.host_gather import _kernels, _storage, _types
+from dejax.host_gather import _kernels, _sharing, _storage, _types
 from dejax.host_gather._ids import checked_ids
 from dejax.host_gather._lifetime import reporting_closed
 from dejax.host_gather._operands import operands_of
@@ -220,13 +220,14 @@ def _optimizer(rule: _Rule, learning_rate: float | Schedule, num_sms: int) -> Op
         if spec.is_split or spec.on_device:
             _check_writable(f"{rule.name}.init", spec)
         host = table.table if isinstance(table, CachedTable) else table
-        (device,) = host._concrete(f"{rule.name}.init").devices()
+        leaf = host._concrete(f"{rule.name}.init")
+        device = next(iter(leaf.sharding.addressable_devices))
 
         def moment() -> HostTable:
             made = HostTable.zeros(table.shape, np.float32, device=device)
             if rule.initial:
                 _storage.fill(made._leaf, made._spec, rule.initial)
-            return made
+            return made.share(leaf.sharding.mesh, writable=True) if spec.shared else made
 
         moments = [moment() for _ in range(rule.moments)]
         return OptimizerState(jnp.zeros((), jnp.int32), *moments, *[None] * (2 - rule.moments))
@@ -254,18 +255,26 @@ class _Update:
 def _update(
     call: _Update, table: Any, moments: tuple[HostTable, ...], ids: Any, rows: Any, hyper: Array | None = None
 ) -> tuple[Any, tuple[HostTable, ...]]:
-    """The table and the optimizer's moments after a write."""
+    """The table and the optimizer's moments after a write; of a shared table, with the rows of all devices."""
     what = call.what
-    operands = operands_of(what, table)
-    if isinstance(table, CachedTable):
-        ids = checked_ids(what, ids, len(table))
-        host, moments = _update(call, table.table, moments, ids, rows, hyper)
-        return table._written(host, ids), moments
-    _native.extension(f"dejax.host_gather.{what}")
-    leaf, spec = operands.leaf, operands.spec.plain
+    spec = operands_of(what, table).spec.plain
     _check_writable(what, spec)
     ids = checked_ids(what, ids, spec.rows)
     rows = _checked_rows(call, spec, ids, rows)
+    if spec.shared:
+        ids, rows = _sharing.of_all_devices(what, ids, rows, spec.row)
+    host = table.table if isinstance(table, CachedTable) else table
+    host, moments = _write(call, host, moments, _sharing.own_rows(spec, ids), rows, hyper)
+    return (table._written(host, ids) if isinstance(table, CachedTable) else host), moments
+
+
+def _write(
+    call: _Update, table: HostTable, moments: tuple[HostTable, ...], ids: Array, rows: Array, hyper: Array | None
+) -> tuple[HostTable, tuple[HostTable, ...]]:
+    """The table in host memory and the moments after a write."""
+    what = call.what
+    _native.extension(f"dejax.host_gather.{what}")
+    leaf, spec = table._checked_leaf(what), table._spec.plain
     for moment in moments:
         if moment.shape != table.shape or moment.dtype != np.float32 or moment.read_only:
             raise ValueError(f"{what}: the state must be float32 tables of shape {table.shape}, got {moment!r}")
@@ -274,6 +283,7 @@ def _update(
     arrays = (ids.reshape(-1), rows.reshape(-1, *spec.row), hyper)
     if any(isinstance(x, jax.core.Tracer) for x in (*leaves, *arrays)):
         written = _native_update(call.op, spec, call.num_sms, leaves, *arrays)
+        written = _sharing.after_all_devices(spec, written)
     else:
         with reporting_closed(leaf, what):
             written = _eager(call.op, spec, call.num_sms, tuple(x.sharding for x in leaves))(leaves, *arrays)
@@ -284,11 +294,13 @@ def _update(
 def _check_writable(what: str, spec: TableSpec) -> None:
     if not spec.read_only:
         return
+    if spec.shared:
+        raise ValueError(
+            f"{what}: the table is shared by several devices for reading; share it with table.share(mesh, writable=True)"
+        )
     why = "read-only (made from a file or a read-only array)"
     if spec.is_split or spec.on_device:
         why = "read-only, because it has rows in device memory"
-    elif spec.shared:
-        why = "shared by several devices"
     raise ValueError(f"{what}: the table is {why}; copy it with HostTable.from_numpy(table.numpy()) to write to it")
 
 

@@ -5,6 +5,7 @@
 * `make_blocks` makes a graph for each layer. All layers and programs of `dejax.rgnn` run on it.
 * `link_batch` makes seeds and negatives from edges.
 * `infer_layers` computes a model for all nodes, one layer after the other.
+* `sampled_step` is a jitted training step, `pipelined_steps` several of them whose parts overlap.
 * `FeatureStore` gathers rows of all node types in one call, from host memory, the device or both.
 * `distmult`, `complex_bilinear` and other decoders score links; `link_ranks` gives filtered ranks, MRR and Hits@k.
 * `nnx` and `linen` have Flax modules that take and give dicts by node type.
@@ -33,6 +34,15 @@ from dejax.minibatch.features import FeatureStore, PendingFeatures
 from dejax.minibatch.inference import InferenceBatch, InferenceEdges, infer_layers
 from dejax.minibatch.link_prediction import LinkRanks, link_ranks
 from dejax.minibatch.links import LinkBatch, link_batch
+from dejax.minibatch.pipeline import (
+    MiniBatch,
+    TrainingSteps,
+    pipelined_steps,
+    sampled_step,
+    seed_batches,
+    step_keys,
+)
+from dejax.minibatch.random_graphs import random_topology
 from dejax.minibatch.sampling import SampledBlocks, SampleOptions, edge_ids, sample_blocks
 from dejax.minibatch.topology import HeteroTopology
 from dejax.minibatch.visits import expected_visits, hot_rows
@@ -49,10 +59,12 @@ __all__ = [
     "InferenceEdges",
     "LinkBatch",
     "LinkRanks",
+    "MiniBatch",
     "NodeFeatures",
     "PendingFeatures",
     "SampleOptions",
     "SampledBlocks",
+    "TrainingSteps",
     "binary_cross_entropy",
     "complex_bilinear",
     "distmult",
@@ -65,10 +77,15 @@ __all__ = [
     "link_batch",
     "link_ranks",
     "make_blocks",
+    "pipelined_steps",
+    "random_topology",
     "rotate",
     "rotate_decoder",
     "sample_blocks",
+    "sampled_step",
+    "seed_batches",
     "softmax_cross_entropy",
+    "step_keys",
 ]
 
 

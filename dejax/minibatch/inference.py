@@ -19,6 +19,7 @@ from dejax.datasets._progress import Progress
 from dejax.host_gather import HostTable
 from dejax.minibatch.features import FeatureStore
 from dejax.minibatch.topology import HeteroTopology
+from dejax.rgnn import RelGraph
 
 Relation = tuple[str, str, str]
 
@@ -57,6 +58,69 @@ class InferenceBatch:
     edges: dict[Relation, InferenceEdges]
     nodes: Array
     node_type: str = dataclasses.field(metadata={"static": True})
+
+    def graph(
+        self,
+        own: Array | None = None,
+        sources: Mapping[str, Array] | None = None,
+        *,
+        edge_types: Sequence[Relation],
+        node_types: Sequence[str],
+    ) -> tuple[RelGraph, Array]:
+        """A graph on which the layers of `dejax.rgnn` run, and its node values. Inside `jax.jit`.
+
+        The batch's nodes are the first nodes of the graph: the layer's result is its first `len(own)` rows. Only these
+        have edges.
+
+        Args:
+            own, sources: values in place of `own` and `sources`, such as projections of them to one width.
+            edge_types, node_types: in the order in which the layer's parameters have them: those of the topology.
+
+        Returns:
+            (RelGraph, [nodes, d]).
+
+        Raises:
+            ValueError: values of different widths, a type or a relation that is not in the given order, or a type
+                without values.
+        """
+        own, sources = self.own if own is None else own, self.sources if sources is None else sources
+        if own is None:
+            raise ValueError(f"InferenceBatch.graph: `own` must be given, the type {self.node_type!r} has no input")
+        numbers, first, values = list(node_types), {}, [own]
+        kinds, count = [jnp.full(own.shape[0], _place(numbers, self.node_type, "node_types"), jnp.int32)], own.shape[0]
+        for name, rows in sources.items():
+            if rows.ndim != 2 or rows.shape[1] != own.shape[1]:
+                raise ValueError(
+                    f"InferenceBatch.graph: values of {name!r} must be [n, {own.shape[1]}], as those of "
+                    f"{self.node_type!r}, got {rows.shape}; project all types to one width"
+                )
+            first[name], count = count, count + rows.shape[0]
+            values.append(rows)
+            kinds.append(jnp.full(rows.shape[0], _place(numbers, name, "node_types"), jnp.int32))
+        senders, receivers, types, masks = ([jnp.zeros(0, jnp.int32)] for _ in range(4))
+        for relation, edges in self.edges.items():
+            number = _place(list(edge_types), relation, "edge_types")
+            if relation[0] not in first:
+                raise ValueError(f"InferenceBatch.graph: `sources` must have the type {relation[0]!r} of {relation}")
+            senders.append(edges.senders + first[relation[0]])
+            receivers.append(edges.receivers)
+            types.append(jnp.full(edges.senders.shape, number, jnp.int32))
+            masks.append(edges.mask)
+        graph = RelGraph.build_traced(
+            *(jnp.concatenate(parts) for parts in (senders, receivers, types)),
+            num_nodes=count,
+            num_edge_types=len(edge_types),
+            node_type=jnp.concatenate(kinds),
+            num_node_types=len(node_types),
+            edge_mask=jnp.concatenate(masks).astype(bool),
+        )
+        return graph, jnp.concatenate(values)
+
+
+def _place(known: Sequence[Any], name: Any, argument: str) -> int:
+    if name not in known:
+        raise ValueError(f"InferenceBatch.graph: `{argument}` must have {name!r}, got {list(known)}")
+    return known.index(name)
 
 
 Layer = Callable[[Any, InferenceBatch], Array]

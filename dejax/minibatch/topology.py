@@ -176,6 +176,13 @@ class HeteroTopology:
         return cls(tuple(_placed(part, on_host, built) for part in parts), relations, tuple(counts.items()))
 
     @classmethod
+    def _drawn(
+        cls, parts: Sequence[Part], relations: Sequence[tuple[Any, ...]], counts: Mapping[str, int], on_host: bool
+    ) -> HeteroTopology:
+        """Of parts whose arrays belong to nobody else, and the fields of each `Relation`."""
+        return cls._of_parts(parts, tuple(Relation(*fields) for fields in relations), counts, on_host)
+
+    @classmethod
     def load(cls, folder: str | os.PathLike[str], *, on_host: bool = True) -> HeteroTopology:
         """Opens a folder that `save` or `from_edges` wrote. With `on_host` its lists are mapped, not read.
 

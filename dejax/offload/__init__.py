@@ -11,6 +11,7 @@ import importlib
 from typing import Any
 
 from dejax.offload._layerwise import StackState, StackStep, stack_step
+from dejax.offload._master import MasterState, master_weights
 from dejax.offload._names import NamesPlan, NamesWay, plan_names
 from dejax.offload._optimizer import optimizer
 from dejax.offload._planner import CHOICES, Prediction, StackPlan, plan_stack
@@ -27,6 +28,7 @@ _LAZY = ("linen", "nnx")  # these import flax
 __all__ = [
     "CHOICES",
     "ActivationStore",
+    "MasterState",
     "NamesPlan",
     "NamesWay",
     "Prediction",
@@ -39,6 +41,7 @@ __all__ = [
     "StepWay",
     "StoreStats",
     "default_store",
+    "master_weights",
     "offload",
     "optimizer",
     "plan_names",

@@ -260,10 +260,10 @@ def ring_bytes(sizes: Sequence[int], flops: float) -> int:
 
     A tensor leaves XLA's memory through the ring, so the ring holds one at least. Where the bus is as fast as the
     arithmetic, one call's tensors are enough. Where it is slower, forward waits as soon as the ring is full: the ring
-    then holds twice as much, and six tensors at least (docs/performance/offload.md has the measurements).
+    then holds twice as much, and eight tensors at least (docs/performance/offload.md has the measurements).
     """
     sizes = [-(-size // _RING_ALIGN) * _RING_ALIGN for size in sizes]
     total = sum(sizes)
     if flops >= _FLOPS_PER_BYTE * total:
         return total
-    return max(2 * total, 6 * total // max(1, len(sizes)))
+    return max(2 * total, 8 * total // max(1, len(sizes)))

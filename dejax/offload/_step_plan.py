@@ -18,11 +18,11 @@ import numpy as np
 
 from dejax.offload import _memory
 from dejax.offload._layerwise import StackState, StackStep, stack_step
+from dejax.offload._layerwise_run import STAGED_LAYERS
+from dejax.offload._layerwise_settings import Kept
 from dejax.offload._moments import Tier
 from dejax.offload._profile import SHORT, Tiers, count_layers, measured_rows, part, place, tiers_of, timed
 from dejax.offload._store import ActivationStore
-
-_STAGED_LAYERS = 4  # as in _layerwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,18 @@ class _Leaf:
     path: str
     nbytes: int
     is_param: bool
+    is_frozen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Gradients of the stack: freed in backward, or kept; bytes of those that are kept in host memory."""
+
+    freed: bool = True
+    far_bytes: int = 0
+
+
+FREED = _Kept()
 
 
 @dataclass(slots=True)
@@ -168,6 +180,9 @@ def plan_step(
     store: ActivationStore | None = None,
     min_bytes: int = 1 << 16,
     streams: bool | None = None,
+    clip_norm: float | None = None,
+    gradients: Kept | None = None,
+    frozen: Callable[[str, Any], bool] | None = None,
 ) -> StepPlan:
     """Decides where parameters, moments and activations of a `stack_step` lie, and in how many parts a batch runs.
 
@@ -185,7 +200,7 @@ def plan_step(
         microbatches: the values of `microbatches` to choose from.
         store: where activations go, if they leave the device. None: the current store.
         min_bytes: arrays with fewer bytes per layer stay on the device.
-        streams: as for `stack_step`.
+        streams, clip_norm, gradients, frozen: as for `stack_step`.
 
     Returns:
         The plan: `step = plan.apply()`, `print(plan.table())`.
@@ -196,14 +211,17 @@ def plan_step(
     num_layers = count_layers(layers, "plan_step")
 
     def make(**how: Any) -> StackStep:
-        return stack_step(embed, body, head, tx, store=store, min_bytes=min_bytes, streams=streams, **how)
+        given = {"store": store, "min_bytes": min_bytes, "streams": streams, "frozen": frozen}
+        return stack_step(embed, body, head, tx, clip_norm=clip_norm, gradients=gradients, **given | how)  # type: ignore[arg-type]
 
     device_bytes = _device_budget() if device_bytes is None else device_bytes
     host_bytes = _memory.available_memory() / 2 if host_bytes is None else host_bytes
     tiers = dataclasses.replace(tiers_of(store), host_bytes=host_bytes)
-    leaves = _leaves(make(), layers)
+    step = make()
+    leaves, kept = _leaves(step, outer, layers), _kept(step, outer, layers)
     total = sum(leaf.nbytes for leaf in leaves)
-    fixed = sum(_nbytes(x) for x in jax.tree.leaves((outer, jax.eval_shape(tx.init, outer), batch)))
+    outside = step.split(outer, layers)[0].trained(jax.tree.leaves(outer))
+    fixed = sum(_nbytes(x) for x in jax.tree.leaves((outer, jax.eval_shape(tx.init, outside), batch)))
     movable = sorted(
         (leaf for leaf in leaves if leaf.nbytes >= max(1, min_bytes) * num_layers),
         key=lambda leaf: (leaf.is_param, -leaf.nbytes),
@@ -213,7 +231,7 @@ def plan_step(
         cost = _cost(make, outer, layers, batch, count)
         for moved, activations in itertools.product(range(len(movable) + 1), ("device", "host")):
             far = movable[:moved]
-            way = _predict(far, total + fixed, cost, num_layers, count, activations, tiers)  # type: ignore[arg-type]
+            way = _predict(far, total + fixed, cost, num_layers, count, activations, tiers, kept)  # type: ignore[arg-type]
             ways += [] if way is None else [way]
     chosen = _choose(ways, device_bytes, host_bytes)
     return StepPlan(chosen, ways, num_layers, tiers, device_bytes, host_bytes, make)
@@ -242,32 +260,39 @@ def _predict(
     count: int,
     activations: Tier,
     tiers: Tiers,
+    kept: _Kept = FREED,
 ) -> StepWay | None:
     moved = sum(leaf.nbytes for leaf in far)
     params = sum(leaf.nbytes for leaf in far if leaf.is_param)
+    back = sum(leaf.nbytes for leaf in far if not leaf.is_frozen)
     stored = num_layers * cost.input_bytes if activations == "host" else 0
     ring = min(stored, 2 * cost.input_bytes)
     forward = num_layers * cost.forward_seconds
     backward = num_layers * max(0.0, cost.layer_seconds - cost.forward_seconds)
     # Both share the bus: what parameters and moments leave of the time belongs to activations.
     wait_forward = max(0.0, params / tiers.in_bandwidth - forward)
-    both = max(moved / tiers.in_bandwidth, moved / tiers.out_bandwidth)
-    wait_backward = max(0.0, both - backward)
-    left = dataclasses.replace(tiers, host_bytes=max(0.0, tiers.host_bytes - moved))
+    if kept.freed:
+        both = max(moved / tiers.in_bandwidth, back / tiers.out_bandwidth)
+        wait_backward, wait_update = max(0.0, both - backward), 0.0
+    else:  # the update comes after backward, and next to no arithmetic hides its copies
+        both = max(params / tiers.in_bandwidth, kept.far_bytes / tiers.out_bandwidth)
+        wait_backward = max(0.0, both - backward)
+        wait_update = max((moved + kept.far_bytes) / tiers.in_bandwidth, back / tiers.out_bandwidth)
+    left = dataclasses.replace(tiers, host_bytes=max(0.0, tiers.host_bytes - moved - kept.far_bytes))
     where = place(stored, ring, max(0.0, forward + wait_forward), max(0.0, backward + wait_backward - both), left)
     if where is None:
         return None
-    stall = wait_forward + wait_backward + where.stall_seconds
+    stall = wait_forward + wait_backward + wait_update + where.stall_seconds
     inputs = 0 if activations == "host" else num_layers * cost.input_bytes
-    device = state_bytes - moved + cost.base_bytes + num_layers * cost.layer_bytes + inputs
-    staging = ring + _STAGED_LAYERS * moved / num_layers
+    device = state_bytes - moved + cost.base_bytes + num_layers * cost.layer_bytes + inputs - kept.far_bytes
+    staging = ring + STAGED_LAYERS * (moved + kept.far_bytes) / num_layers
     return StepWay(
         frozenset(leaf.path for leaf in far),
         activations,
         count,
         device + staging,
         staging,
-        moved + where.host_bytes,
+        moved + kept.far_bytes + where.host_bytes,
         where.disk_bytes,
         cost.base_seconds + forward + backward + stall,
         stall,
@@ -275,8 +300,10 @@ def _predict(
 
 
 def _cost(make: Callable[..., StackStep], outer: Any, layers: Any, batch: Any, count: int) -> _Cost:
-    """Two short stacks, all of their state on the device."""
+    """Two short stacks, all of their state on the device, and gradients that are kept."""
     step = make(params="device", moments="device", microbatches=count)
+    if step.gradients == "host":
+        step = dataclasses.replace(step, gradients="device")
     temps, seconds = [], []
     for length in SHORT:
         state = step.init(jax.tree.map(_copied, outer), _some_layers(layers, length))
@@ -299,13 +326,25 @@ def _cost(make: Callable[..., StackStep], outer: Any, layers: Any, batch: Any, c
     return _Cost(base_bytes, layer_bytes, base_seconds, layer_seconds, layer_seconds / 4, input_bytes)
 
 
-def _leaves(step: StackStep, layers: Any) -> list[_Leaf]:
+def _leaves(step: StackStep, outer: Any, layers: Any) -> list[_Leaf]:
     found = []
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), layers)
-    for kind, tree in (("params", shapes), ("moments", jax.eval_shape(jax.vmap(step.tx.init), shapes))):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            found.append(_Leaf(kind + jax.tree_util.keystr(path), _nbytes(leaf), kind == "params"))
+    split = step.split(outer, layers)[1]
+    moments = jax.eval_shape(jax.vmap(step.tx.init), split.trained(jax.tree.leaves(shapes)))
+    for (path, leaf), frozen in zip(jax.tree_util.tree_leaves_with_path(shapes), split.frozen, strict=True):
+        found.append(_Leaf("params" + jax.tree_util.keystr(path), _nbytes(leaf), True, frozen))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(moments):
+        found.append(_Leaf("moments" + jax.tree_util.keystr(path), _nbytes(leaf), False, False))
     return found
+
+
+def _kept(step: StackStep, outer: Any, layers: Any) -> _Kept:
+    if step.gradients != "host":
+        return _Kept(step.gradients == "freed", 0)
+    trained = step.split(outer, layers)[1].trained(jax.tree.leaves(layers))
+    places = step.places("host", trained)
+    far = [_nbytes(x) for x, at in zip(jax.tree.leaves(trained), places, strict=True) if at == "host"]
+    return _Kept(False, sum(far))
 
 
 def _step_of(make: Callable[..., StackStep], way: StepWay) -> StackStep:

@@ -97,7 +97,7 @@ class ActivationStore:
             a folder in each and removes it as it closes. It first removes folders that dead processes left.
             "{process_index}" in a path stands for the number of this process in `jax.distributed`.
         device_bytes: size of the ring on each device. None: the bytes that one call of an offloaded function stores;
-            where its arithmetic takes less time than the bus, twice that, and six tensors at least. 0: no ring; the
+            where its arithmetic takes less time than the bus, twice that, and eight tensors at least. 0: no ring; the
             compute stream then waits for each copy.
         host_bytes: cap of pinned (on the CPU: ordinary) host memory. 0: none; then only tensors that stay in the ring
             can be stored. None: half of the available memory, by the machine and by control groups, shared among the

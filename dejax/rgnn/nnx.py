@@ -29,7 +29,7 @@ from dejax.rgnn.layers.pyg import from_pyg as layer_from_pyg
 from dejax.rgnn.layers.specs import LayerSpec, Normalization
 from dejax.rgnn.layers.zoo import modules
 from dejax.rgnn.layers.zoo import specs as zoo
-from dejax.rgnn.layers.zoo.specs import ZooSpec
+from dejax.rgnn.layers.zoo.spec import ZooSpec
 from dejax.rgnn.options import Options
 
 with optional("flax", of="dejax.rgnn.nnx"):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from dejax._optional import optional
-from dejax.training.fit import Progress, TrainState
+from dejax.training.fit import Progress
 from dejax.training.settings import Settings
 
 SETTINGS_FILE = "settings.json"
@@ -56,16 +58,17 @@ class History:
 
 
 class Checkpoints:
-    """The checkpoints in a run's folder: `checkpoints/seed<k>/<epoch>` and `settings.json`.
+    """The checkpoints in a run's folder: `checkpoints/seed<k>/<number>` and `settings.json`.
 
     Args:
         folder: the folder of the run.
+        kind: the class of the run's settings; it has `as_dict`.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder.absolute()
+    def __init__(self, folder: Path, kind: Callable[..., Any] = Settings) -> None:
+        self.folder, self.kind = folder.absolute(), kind
 
-    def begin(self, settings: Settings, *, resume: bool) -> None:
+    def begin(self, settings: Any, *, resume: bool) -> None:
         """Prepares the folder: removes the checkpoints of an earlier run, or with `resume` checks its settings.
 
         Raises:
@@ -73,11 +76,11 @@ class Checkpoints:
             FileNotFoundError: `resume`, and there is no earlier run.
         """
         if resume:
-            former = read_settings(self.folder)
+            former = read_settings(self.folder, self.kind).as_dict()
             changed = [
-                f"{name}={value!r} (it has {getattr(former, name)!r})"
+                f"{name}={value!r} (it has {former[name]!r})"
                 for name, value in settings.as_dict().items()
-                if name not in _FREE and value != getattr(former, name)
+                if name not in _FREE and value != former[name]
             ]
             if changed:
                 raise ValueError(
@@ -96,27 +99,35 @@ class Checkpoints:
         return sorted(int(name) for name in found if name.isdigit() and self.latest(int(name)) is not None)
 
     def latest(self, seed: int) -> int | None:
-        """The epoch of a seed's checkpoint; None if it has no checkpoint."""
+        """The number of a seed's checkpoint, its epoch or step; None if it has no checkpoint."""
         # Orbax writes under a temporary name and renames: a folder with a number as its name is complete.
         places = (self.folder / _FOLDER / f"seed{seed}").glob("[0-9]*")
         return max((int(place.name) for place in places if place.name.isdigit()), default=None)
 
-    def save(self, seed: int, state: TrainState, history: History) -> None:
-        """Writes a seed's state and curves, and replaces its earlier checkpoint."""
+    def save(self, seed: int, state: Any, history: History, number: int | None = None) -> None:
+        """Writes a seed's state and curves, and replaces its earlier checkpoint.
+
+        Args:
+            seed: the seed.
+            state: a pytree of arrays, of jax or numpy.
+            history: the curves.
+            number: finished epochs or steps; by default `state.epoch`.
+        """
         with optional("orbax-checkpoint", of="a checkpoint"):
             import orbax.checkpoint as ocp
 
         with self._manager(seed) as manager:
             items = ocp.args.Composite(state=ocp.args.StandardSave(state), history=ocp.args.JsonSave(history.as_dict()))
-            manager.save(int(state.epoch), args=items, force=True)
+            manager.save(int(state.epoch) if number is None else number, args=items, force=True)
             manager.wait_until_finished()
 
-    def restore(self, seed: int, like: TrainState) -> tuple[TrainState, History]:
+    def restore(self, seed: int, like: Any) -> tuple[Any, History]:
         """A seed's state and curves.
 
         Args:
             seed: the seed.
-            like: a state of the same shapes and dtypes, arrays or `jax.ShapeDtypeStruct`.
+            like: a state of the same shapes and dtypes, arrays or `jax.ShapeDtypeStruct`. An array of numpy gives one
+                of numpy; all others are arrays of jax.
 
         Raises:
             FileNotFoundError: this seed has no checkpoint.
@@ -129,7 +140,9 @@ class Checkpoints:
             raise FileNotFoundError(
                 f"no checkpoint of seed {seed} in {self.folder / _FOLDER}; seeds there: {self.seeds()}"
             )
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+        abstract = jax.tree.map(
+            lambda x: x if isinstance(x, np.ndarray) else jax.ShapeDtypeStruct(x.shape, x.dtype), like
+        )
         with self._manager(seed) as manager:
             items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), history=ocp.args.JsonRestore())
             found = manager.restore(epoch, args=items)
@@ -143,8 +156,12 @@ class Checkpoints:
         return ocp.CheckpointManager(self.folder / _FOLDER / f"seed{seed}", options=options)
 
 
-def read_settings(folder: Path) -> Settings:
+def read_settings(folder: Path, kind: Callable[..., Any] = Settings) -> Any:
     """The settings of the run in a folder.
+
+    Args:
+        folder: the folder.
+        kind: their class.
 
     Raises:
         FileNotFoundError: the folder has no run.
@@ -152,7 +169,13 @@ def read_settings(folder: Path) -> Settings:
     path = folder / SETTINGS_FILE
     if not path.exists():
         raise FileNotFoundError(f"{folder} holds no run (no {SETTINGS_FILE}); name the folder that --out gave")
-    return Settings(**json.loads(path.read_text(encoding="utf-8")))
+    found = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return kind(**found)
+    except TypeError:
+        raise ValueError(
+            f"{folder} holds a run of another command (full batch, sampled, or link prediction); use that command"
+        ) from None
 
 
 def find_run(path: Path) -> tuple[Path, int | None]:

@@ -1,6 +1,7 @@
 """The command `dejax-train`: trains one model on one data set with several seeds.
 
-It prints a table and writes results, a plot and checkpoints.
+It prints a table and writes results, a plot and checkpoints. With `--sampled` it trains on mini-batches
+(`dejax.training.sampled`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
         "R-GCN on aifb, mutag, bgs and am; chosen on validation nodes for R-GCN on stdlib, and for RGAT and HGT on "
         "aifb; equal for all other cases.",
     )
+    p.add_argument("--sampled", action="store_true", help="train on mini-batches; `--sampled --help` lists the options")
     p.add_argument("--dataset", default=None, help=f"a name of dejax.datasets.NAMES; default: {DEFAULT_DATASET}")
     p.add_argument(
         "--data", metavar="FOLDER", help="folder of the data set's files; default: $DEJAX_DATA, or a download"
@@ -90,11 +92,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or 2 with a message on stderr if an argument or a file is wrong.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    args = parser().parse_args(argv)
+    sampled = "--sampled" in argv
+    args = None if sampled else parser().parse_args(argv)
     from dejax.datasets import DataUnavailableError
 
     try:
-        if args.evaluate:
+        if args is None:
+            from dejax.training.sampled import cli
+
+            cli.main([word for word in argv if word != "--sampled"])
+        elif args.evaluate:
             _evaluate(args)
         else:
             _train(args, argv)

@@ -22,7 +22,7 @@ from dejax.training.fit import Trainer
 FORMAT = 1
 """The version of the JSON. It increases when a field changes its meaning."""
 
-MODEL_NAMES = {"rgcn": "R-GCN", "rgat": "RGAT", "hgt": "HGT", "mlp": "MLP"}
+MODEL_NAMES = {"rgcn": "R-GCN", "rgat": "RGAT", "hgt": "HGT", "sage": "GraphSAGE", "mlp": "MLP"}
 _PATH_OPTIONS = ("--data", "--out")
 
 
@@ -80,13 +80,13 @@ def summarise(
             "total_s": total_seconds,
         },
         "memory": peak_memory(),
-        "machine": {"kind": machine_kind(), "backend": _backend(trainer.options.backend)},
+        "machine": {"kind": machine_kind(), "backend": backend_name(trainer.options.backend)},
         "versions": {
             "python": platform.python_version(),
-            **{name: _version(name) for name in ("dejax", "jax", "jaxlib", "flax", "optax")},
+            **{name: version_of(name) for name in ("dejax", "jax", "jaxlib", "flax", "optax")},
         },
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python examples/entity_classification.py", *_without_paths(argv)]),
+        "command": " ".join(["python examples/entity_classification.py", *without_paths(argv)]),
     }
 
 
@@ -127,12 +127,12 @@ def table(results: dict[str, Any], artifacts: dict[str, str]) -> str:
     graph, memory = results["graph"], results["memory"]
     name = MODEL_NAMES[results["model"]]
     runs = len(results["accuracy"]["train"]["runs"])
-    rows = [(f"{name}, test", *_accuracies(results["accuracy"].get("test")))]
+    rows = [(f"{name}, test", *accuracies(results["accuracy"].get("test")))]
     if "valid" in results["accuracy"]:
-        rows.append((f"{name}, validation", *_accuracies(results["accuracy"]["valid"])))
-    rows.append((f"{name}, training nodes", *_accuracies(results["accuracy"]["train"])))
+        rows.append((f"{name}, validation", *accuracies(results["accuracy"]["valid"])))
+    rows.append((f"{name}, training nodes", *accuracies(results["accuracy"]["train"])))
     if baselines["no_edges"]:
-        rows.append(("no edges (MLP), test", *_accuracies(baselines["no_edges"])))
+        rows.append(("no edges (MLP), test", *accuracies(baselines["no_edges"])))
     rows.append(("majority class, test", f"{100 * baselines['majority']:.1f}", "", ""))
     lines = [
         f"{results['dataset']}: {graph['nodes']:,} nodes, {graph['edges']:,} edges of {graph['edge_types']} types, "
@@ -140,9 +140,9 @@ def table(results: dict[str, Any], artifacts: dict[str, str]) -> str:
         f"{name}: {settings['layers']} layers, {settings['hidden']} wide, {results['parameters']:,} parameters, "
         f"{settings['epochs']} epochs, {runs} seed{'s' * (runs != 1)}",
         "",
-        *_aligned(("accuracy, %", "mean", "± std", "min .. max"), rows if runs > 1 else [row[:2] for row in rows]),
+        *aligned(("accuracy, %", "mean", "± std", "min .. max"), rows if runs > 1 else [row[:2] for row in rows]),
         "",
-        *_aligned(
+        *aligned(
             None,
             [
                 ("time per epoch", f"{seconds['epoch_ms']:.1f} ms" if seconds["epoch_ms"] is not None else "no step"),
@@ -157,7 +157,8 @@ def table(results: dict[str, Any], artifacts: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _accuracies(values: dict[str, Any] | None) -> tuple[str, str, str]:
+def accuracies(values: dict[str, Any] | None) -> tuple[str, str, str]:
+    """The cells of a row: mean, deviation, and the range over seeds, of a result of `spread`."""
     if not values:
         return "-", "", ""
     runs = values["runs"]
@@ -168,7 +169,7 @@ def _accuracies(values: dict[str, Any] | None) -> tuple[str, str, str]:
     )
 
 
-def _aligned(header: tuple[str, ...] | None, rows: Sequence[tuple[str, ...]]) -> list[str]:
+def aligned(header: tuple[str, ...] | None, rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Rows as aligned columns. With a header, all columns but the first are right-aligned numbers."""
     cells = [*([header[: len(rows[0])]] if header else []), *rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
@@ -184,13 +185,15 @@ def _aligned(header: tuple[str, ...] | None, rows: Sequence[tuple[str, ...]]) ->
     return [lines[0], "  " + "-" * (sum(widths) + 3 * len(widths) - 3), *lines[1:]] if header else lines
 
 
-def _backend(backend: str) -> str:
+def backend_name(backend: str) -> str:
+    """The backend that "auto" stands for, or the given one."""
     if backend != "auto":
         return backend
     return "pallas" if jax.default_backend() == "gpu" else "xla"
 
 
-def _version(name: str) -> str:
+def version_of(name: str) -> str:
+    """The version of an installed package."""
     if name == "dejax":
         import dejax
 
@@ -198,7 +201,7 @@ def _version(name: str) -> str:
     return version(name)
 
 
-def _without_paths(argv: Sequence[str]) -> list[str]:
+def without_paths(argv: Sequence[str]) -> list[str]:
     """The arguments with a placeholder for each folder: results are published, folders of a machine are not."""
     words = list(argv)
     for i, word in enumerate(words):

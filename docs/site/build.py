@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STAGE = ROOT / "build" / "site"
 PAGES = STAGE / "pages"
 PUBLIC = {
+    "dejax.distributed.full_graph": "Full-graph layers over a mesh.",
+    "dejax.distributed.partition": "Partitioning of graphs.",
     "dejax.rgnn": "Relational layers: graphs, programs, options.",
     "dejax.rgnn.library": "Layers as functions.",
     "dejax.rgnn.nnx": "Layers as modules of Flax nnx.",
@@ -122,7 +124,9 @@ def _copy(path: Path) -> None:
 
 def title(page: Path) -> str:
     """The first heading of a page."""
-    return next(line[2:].replace("`", "") for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("# "))
+    return next(
+        line[2:].replace("`", "") for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("# ")
+    )
 
 
 def write_settings() -> Path:

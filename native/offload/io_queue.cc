@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "../thread_name.h"
+
 namespace dejax::offload {
 namespace {
 
@@ -36,7 +38,12 @@ IoQueue::IoQueue(const Options& options, Monitor* monitor, HostMemory* memory, S
 void IoQueue::StartThreads() {
   if (!disk_ || options_.external) return;
   try {
-    for (int i = 0; i < options_.num_threads; ++i) threads_.emplace_back([this] { Work(); });
+    for (int i = 0; i < options_.num_threads; ++i) {
+      threads_.emplace_back([this] {
+        NameThisThread("dejax-offload");
+        Work();
+      });
+    }
   } catch (const std::system_error& error) {
     {
       const Lock lock(monitor_->mutex);

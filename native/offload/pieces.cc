@@ -72,6 +72,7 @@ struct Chain {
   std::map<int64_t, void*> addresses;  // of the host arrays
   std::map<int64_t, size_t> sizes;
   std::map<int64_t, int64_t> iterations;  // calls so far, by slot
+  std::map<std::pair<int64_t, int64_t>, Event> pushed;  // rows that loops have pushed, by array and offset: after which
 };
 
 void Require(bool condition, const std::string& what) {
@@ -190,6 +191,7 @@ class Pieces {
     for (size_t i = 0; i < request.pushes.size(); ++i) {
       const Transfer& t = request.pushes[i];
       Push(request.pushed[i], Address(*chain, t, at), t.bytes, request.staging_bytes, compute);
+      if (device_ >= 0) chain->pushed[{t.array, t.offset + at * t.stride}] = last_out_;
     }
     if (at >= request.pull_iterations) return;
     for (const Transfer& t : request.pulls) {
@@ -199,6 +201,9 @@ class Pieces {
       piece.array = t.array;
       piece.offset = t.offset + at * t.stride;
       piece.bytes = t.bytes;
+      // A later loop may read what an earlier one has written: gradients.
+      const auto written = chain->pushed.find({piece.array, piece.offset});
+      if (written != chain->pushed.end()) Wait(in_, written->second);
       Pull(from, t.bytes, request.staging_bytes, &piece);
     }
   }

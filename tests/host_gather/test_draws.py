@@ -96,9 +96,16 @@ def test_compile_time_does_not_grow_with_the_fan_out(fan_out: int) -> None:
     topology = star(1000)
     sample = jax.jit(host_gather.sample_neighbors, static_argnames="fan_out")
     seeds = jnp.zeros(16, jnp.int32)
-    start = time.process_time()
-    sample.lower(KEY, topology, seeds, fan_out=fan_out).compile()
-    assert time.process_time() - start < 4  # 1 s on an idle machine; a loop over draws took a minute at 50
+
+    def compiling(attempt: int) -> float:
+        if attempt:
+            jax.clear_caches()
+        start = time.process_time()
+        sample.lower(KEY, topology, seeds, fan_out=fan_out).compile()
+        return time.process_time() - start
+
+    # 1 s on an idle machine; a loop over draws took a minute at 50. Other processes slow one of three attempts down.
+    assert any(compiling(attempt) < 4 for attempt in range(3))
 
 
 @pytest.mark.parametrize("fan_out", [65, 200])

@@ -1,15 +1,18 @@
 """A whole step (sample, blocks, layers, gradients) lowers for an H200, with every kernel of the layers."""
 
+import dataclasses
 import re
 import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from dejax import _native, rgnn
-from dejax.minibatch import make_blocks, sample_blocks
+from dejax.host_gather import HostTable
+from dejax.minibatch import FeatureStore, make_blocks, pipelined_steps, sample_blocks
 from dejax.rgnn import library
 from tests.minibatch.graphs import edge_lists, topology_of
 
@@ -49,3 +52,50 @@ def test_a_step_lowers_for_the_gpu(layer):
         step = jax.jit(jax.value_and_grad(loss, (0, 1))).trace(params, rows, topology, seeds)
         text = step.lower(lowering_platforms=("cuda",)).as_text()
     assert len(re.findall(r"xla\.gpu\.triton", text)) > 8
+
+
+def test_a_pipelined_step_starts_the_reads_first_and_ends_them_last():
+    """In the loop's body: starts of all types, through which this step's rows pass, then the ends; nothing twice."""
+
+    def on_gpu(leaf):
+        if not isinstance(leaf, HostTable):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        spec = dataclasses.replace(leaf._spec, platform="cuda")
+        return HostTable(
+            jax.core.ShapedArray(spec.leaf.shape, spec.leaf.dtype, memory_space=jax.memory.Space.Host), spec
+        )
+
+    def table(value):
+        return isinstance(value, HostTable)
+
+    store = FeatureStore.from_arrays(
+        {name: np.zeros((n, 32), np.float32) for name, n in (("author", 9), ("paper", 13))}
+    )
+    topology, store = jax.tree.map(on_gpu, (topology_of(edge_lists(120), on_host=True), store), is_leaf=table)
+    graph = {"weight": (4, 2, 32, 16), "attention_src": (4, 2, 16), "attention_dst": (4, 2, 16)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in graph.items()}
+
+    def sample(key, topology, seeds):
+        return sample_blocks(key, topology, ("paper", seeds), [3])
+
+    def update(params, batch):
+        (block,) = batch.blocks
+        x = block.join({**batch.x, "lonely": jnp.zeros((0, 32))})
+
+        def loss_of(params):
+            return (library.rgat(block.graph, x, params, options=OPTIONS) ** 2).sum()
+
+        loss, gradients = jax.value_and_grad(loss_of)(params)
+        return jax.tree.map(lambda p, g: p - g, params, gradients), loss
+
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 5))
+    seeds = jax.ShapeDtypeStruct((5, 8), jnp.int32)
+    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = pipelined_steps(update, sample).trace(params, topology, store, keys, seeds)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    body = text[text.rindex("stablehlo.while") :]
+    calls = re.findall(r"custom_call @dejax_table_gather_(start|done)", body)
+    assert calls == ["start", "start", "done", "done"] and text.count("dejax_table_gather_start") == 2
+    # A start returns the rows of this step, which the layers read: they run after it.
+    assert re.search(r"dejax_table_gather_start.*tensor<\d+x32xf32>.*->.*tensor<\d+x32xf32>", body)

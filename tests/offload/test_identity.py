@@ -37,19 +37,24 @@ def eager_step(kind):
 KINDS = ["one", "checkpoint", "new", "closure"]
 
 
-def growth(kind, warm, steps):
-    """Bytes that each step adds, after warm-up steps."""
+def growth(kind, warm, steps, enough):
+    """Bytes that each step adds, after warm-up steps: the least of three spans, or the first below `enough`.
+
+    Steps that leak do so in every span. An allocator or a pool of threads grows in some.
+    """
     run = eager_step(kind)
+    grown = []
     with ActivationStore(host_bytes=1 << 24) as store:
         for _ in range(warm):
             run().block_until_ready()
-        before = memory()
-        for _ in range(steps):
-            run().block_until_ready()
-        grown = memory() - before
+        while len(grown) < 3 and not (grown and min(grown) < enough):
+            before = memory()
+            for _ in range(steps):
+                run().block_until_ready()
+            grown.append((memory() - before) / steps)
         stats = store.stats()
     assert stats.stored_count == stats.fetched_count > 0 and stats.live_count == 0
-    return grown / steps
+    return min(grown)
 
 
 @pytest.mark.sample(4)
@@ -57,13 +62,13 @@ def growth(kind, warm, steps):
 def test_eager_steps_run_in_constant_memory(kind):
     few = kind == "closure"
     # It was 8 to 20 MB a step. An allocator may take a few MB more at any time.
-    assert growth(kind, 20 if few else 60, 60 if few else 200) < 60_000
+    assert growth(kind, 20 if few else 60, 60 if few else 200, enough=60_000) < 60_000
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one", "new"])
 def test_ten_thousand_eager_steps_run_in_constant_memory(kind):
-    assert growth(kind, 2000, 10_000) < 3_000  # allocators and thread pools take some MB in all
+    assert growth(kind, 2000, 10_000, enough=3_000) < 3_000  # allocators and thread pools take some MB in all
 
 
 @pytest.mark.parametrize("kind", ["one", "checkpoint", "new"])

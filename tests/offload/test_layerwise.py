@@ -246,3 +246,145 @@ def test_bad_input():
     mixing = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
     with pytest.raises(ValueError, match="must update each parameter from its own gradient"):
         train(stack_step(embed, body, head, mixing))
+
+
+CLIPPED = {
+    "on the device": {"params": "device", "moments": "device"},
+    "moments": {},
+    "all": {"params": "host"},
+    "gradients, too": {"params": "host", "gradients": "host"},
+    "by the copies of XLA": {"params": "host", "gradients": "host", "streams": False},
+}
+
+
+@functools.cache
+def clipped(limit):
+    """Losses, norms and the last state of plain autodiff with `optax.clip_by_global_norm`."""
+    outer, layers = model()
+    params = {"outer": outer, "layers": layers}
+    tx = optax.chain(optax.clip_by_global_norm(limit), optax.adamw(1e-2))
+    state, losses, norms = tx.init(params), [], []
+
+    def loss(params, batch):
+        x, _ = jax.lax.scan(lambda x, p: (body(p, x), None), embed(params["outer"], batch), params["layers"])
+        return head(params["outer"], x, batch)
+
+    for i in range(3):
+        value, gradient = jax.jit(jax.value_and_grad(loss))(params, batch(i))
+        updates, state = tx.update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(value))
+        norms.append(float(jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradient)))))
+    return losses, norms, params
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", CLIPPED)
+def test_the_norm_of_all_gradients_is_limited(name):
+    want, norms, params = clipped(0.05)
+    assert min(norms) > 0.05
+    losses, state = train(make(clip_norm=0.05, **CLIPPED[name]))
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
+    np.testing.assert_allclose(state.norm, norms[-1], rtol=1e-4)
+    for key in ("w", "b"):
+        np.testing.assert_allclose(state.layers[key], params["layers"][key], atol=2e-4)
+    first, first_state = train(make(clip_norm=0.05, **CLIPPED["on the device"]))
+    assert losses == first
+    for a, b in zip(jax.tree.leaves(state[:4]), jax.tree.leaves(first_state[:4]), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_limit_that_no_gradient_reaches_changes_nothing(on_the_device):
+    for how in ({}, {"gradients": "freed"}, {"gradients": "host", "microbatches": 1}):
+        losses, state = train(make(clip_norm=1e6, **how))
+        np.testing.assert_allclose(losses, on_the_device[0], rtol=1e-6)
+        assert state.norm > 0
+
+
+def test_a_limit_with_freed_gradients_takes_the_last_norm():
+    """A step scales by the larger of the last norm and that of its gradients so far, head first."""
+    sgd = functools.partial(stack_step, embed, body, head, optax.sgd(1.0), min_bytes=100, streams=True)
+    state = sgd(clip_norm=0.05, gradients="freed").init(*model())
+    state = state._replace(norm=jnp.float32(1e3))
+    new, _ = sgd(clip_norm=0.05, gradients="freed").jit(state)(state, batch(0))
+    free = sgd().init(*model())
+    plain, _ = sgd().jit(free)(free, batch(0))
+    _, layers = model()
+    change, want = new.layers["w"] - layers["w"], (plain.layers["w"] - layers["w"]) * 0.05 / 1e3
+    np.testing.assert_allclose(change, want, atol=1e-7)
+    np.testing.assert_allclose(new.norm, clipped(0.05)[1][0], rtol=1e-5)
+    # Without a last norm the first layer, which comes last, knows nearly all gradients.
+    state = sgd(clip_norm=0.05, gradients="freed").init(*model())
+    new, _ = sgd(clip_norm=0.05, gradients="freed").jit(state)(state, batch(0))
+    factor = np.abs(new.layers["w"][0] - layers["w"][0]).max() / np.abs(plain.layers["w"][0] - layers["w"][0]).max()
+    assert 0.05 / clipped(0.05)[1][0] <= factor * 1.001 < 0.05 / clipped(0.05)[1][0] * 2
+
+
+def lora_body(p, x):
+    w = p["base"].astype(jnp.float32) * p["scale"] + p["a"] @ p["b"]
+    return x + jnp.tanh(x @ w) @ w.T
+
+
+def lora():
+    outer, _ = model()
+    layers = {
+        "base": jax.random.randint(KEYS[2], (LAYERS, WIDTH, WIDTH), -127, 127, jnp.int8),
+        "scale": jnp.full((LAYERS, 1), 1 / 500),
+        "a": jax.random.normal(KEYS[3], (LAYERS, WIDTH, 2)) / 4,
+        "b": jnp.zeros((LAYERS, 2, WIDTH)),
+    }
+    return outer, layers
+
+
+def is_frozen(path, _):
+    return path in ("layers['base']", "layers['scale']", "outer['in']")
+
+
+@pytest.mark.parametrize("how", [{}, {"params": "host"}, {"params": "host", "clip_norm": 0.1, "gradients": "host"}])
+def test_frozen_parameters_stay_as_they_are(how):
+    """Adapters over weights in eight bits: no gradient, no moments, and no way back for what is frozen."""
+    limit = how.get("clip_norm")
+    step = stack_step(embed, lora_body, head, optax.adam(1e-2), min_bytes=64, streams=True, frozen=is_frozen, **how)
+    outer, layers = lora()
+    state = step.init(outer, layers)
+    assert set(state.layer_moments[0].mu) == {"base", "scale", "a", "b"}
+    assert [x.shape for x in jax.tree.leaves(state.layer_moments[0].mu)] == [(LAYERS, WIDTH, 2), (LAYERS, 2, WIDTH)]
+    run, losses = step.jit(state), []
+    for i in range(3):
+        state, loss = run(state, batch(i))
+        losses.append(float(loss))
+
+    outer, layers = lora()  # the others were given away
+    trained = {"out": outer["out"], "a": layers["a"], "b": layers["b"]}
+    tx = optax.adam(1e-2) if limit is None else optax.chain(optax.clip_by_global_norm(limit), optax.adam(1e-2))
+    held, want = tx.init(trained), []
+
+    def value(t, batch):
+        stack = {"base": lora()[1]["base"], "scale": lora()[1]["scale"], "a": t["a"], "b": t["b"]}
+        x, _ = jax.lax.scan(lambda x, p: (lora_body(p, x), None), lora()[0]["in"][batch["tokens"]], stack)
+        return head({"out": t["out"]}, x, batch)
+
+    for i in range(3):
+        loss, gradient = jax.jit(jax.value_and_grad(value))(trained, batch(i))
+        updates, held = tx.update(gradient, held, trained)
+        trained = optax.apply_updates(trained, updates)
+        want.append(float(loss))
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
+    np.testing.assert_array_equal(state.layers["base"], lora()[1]["base"])
+    np.testing.assert_array_equal(state.outer["in"], lora()[0]["in"])
+    for key in ("a", "b"):
+        np.testing.assert_allclose(state.layers[key], trained[key], atol=1e-4)
+    if how:
+        assert state.layers["base"].sharding.memory_kind == "pinned_host"
+        found = step.bytes_by_tier(*jax.eval_shape(lora))
+        assert found["host"] >= LAYERS * WIDTH * WIDTH
+
+
+def test_integers_that_are_trained_are_an_error():
+    step = stack_step(embed, lora_body, head, optax.adam(1e-2))
+    with pytest.raises(ValueError, match=r"a floating-point dtype, got int8 for layers\['base'\]; name it in"):
+        step.init(*lora())
+    with pytest.raises(ValueError, match="`gradients` must be 'freed', 'device', 'host' or None, got 'disk'"):
+        make(gradients="disk")
+    with pytest.raises(ValueError, match="`clip_norm` must be positive or None, got -1"):
+        make(clip_norm=-1)

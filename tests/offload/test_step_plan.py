@@ -8,7 +8,7 @@ import pytest
 from dejax import _native
 from dejax.offload import _profile, plan_step
 from dejax.offload._profile import Tiers
-from dejax.offload._step_plan import _Cost, _Leaf, _predict
+from dejax.offload._step_plan import _Cost, _Kept, _Leaf, _predict
 
 from .test_layerwise import batch, body, embed, head, model
 
@@ -28,6 +28,19 @@ def test_prediction():
     stored = _predict([], 120, COST, 5, 1, "host", Tiers(10.0, 10.0))
     assert (stored.device_bytes, stored.host_bytes) == (120 + 100 + 10 + 20, 30)
     assert _predict(LEAVES, 120, COST, 5, 1, "host", Tiers(10.0, 10.0, host_bytes=130)) is None
+
+
+def test_prediction_where_gradients_are_kept():
+    freed = _predict(LEAVES[:1], 120, COST, 5, 1, "device", Tiers(10.0, 20.0))
+    near = _predict(LEAVES[:1], 120, COST, 5, 1, "device", Tiers(10.0, 20.0), _Kept(False, 0))
+    assert near.stall_seconds - freed.stall_seconds == 80 / 10  # the update follows backward
+    assert near.device_bytes == freed.device_bytes  # the measured stacks have the gradients
+    far = _predict(LEAVES[:1], 120, COST, 5, 1, "device", Tiers(10.0, 20.0), _Kept(False, 40))
+    assert far.stall_seconds == 80 / 10 and far.host_bytes == near.host_bytes + 40
+    assert far.device_bytes == near.device_bytes - 40 + 4 * 40 / 5
+    frozen = [LEAVES[0], _Leaf("params['a']", 400, True, is_frozen=True)]
+    one_way = _predict(frozen, 520, COST, 5, 1, "device", Tiers(10.0, 20.0))
+    assert one_way.stall_seconds == (400 / 20 - 5) + (480 / 20 - 15)
 
 
 @pytest.mark.newest_jax
@@ -56,6 +69,26 @@ def test_a_plan(monkeypatch):
     assert "measured" in tight.table() and "off by" in tight.table()
     with pytest.raises(ValueError, match=r"nothing fits device_bytes=1000 .* the least on the device takes \d+"):
         plan(device_bytes=1000)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+def test_a_plan_with_a_limit_and_frozen_parameters(monkeypatch):
+    monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
+    outer, layers = model()
+    how = {"min_bytes": 100, "streams": True, "host_bytes": 1 << 30, "device_bytes": 1 << 40}
+    how |= {"clip_norm": 1.0, "frozen": lambda path, _: path == "layers['b']"}
+    found = {
+        kept: plan_step(embed, body, head, optax.adam(1e-2), outer, layers, batch(0), gradients=kept, **how)
+        for kept in ("device", "host")
+    }
+    # Without moments of what is frozen; gradients lie on the host.
+    assert not any("['b']" in way_path for way in found["host"].ways for way_path in way.far if "moments" in way_path)
+    assert found["host"].chosen.host_bytes - found["device"].chosen.host_bytes == layers["w"].nbytes
+    step = found["host"].apply()
+    state = step.init(*model())
+    state, loss = step.jit(state)(state, batch(0))
+    assert np.isfinite(loss) and state.norm > 0
 
 
 def test_short_stacks_are_refused():

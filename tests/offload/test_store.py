@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 
 from dejax import _native
 from dejax.offload import ActivationStore, default_store
+from tests.offload.held import eventually
 from tests.offload.layers import (
     LAYERS,
     TENSOR,
@@ -213,16 +215,15 @@ def test_interrupted_step_then_retry(want):
 
 
 def test_forward_alone_in_a_full_store_waits_once(want):
-    """The store waits for the backward pass of the first such run only; it drops later ones at once."""
+    """The store waits for the first such run's backward pass only, by its own count; it drops later ones at once."""
     ws, x = operands()
     jax.block_until_ready(forward(ws, x))
     with ActivationStore(host_bytes=LAYERS * TENSOR) as store:
-        took = []
+        stalls = [0.0]
         for _ in range(6):
-            begin = time.monotonic()
             jax.block_until_ready(forward(ws, x))
-            took.append(time.monotonic() - begin)
-        assert sum(seconds > 1 for seconds in took) <= 1, took
+            stalls.append(store.stats().store_stall_seconds)
+        assert sum(after - before > 1 for before, after in pairwise(stalls)) <= 1, stalls
         assert store.stats().live_bytes == LAYERS * TENSOR
         _, vjp = forward(ws, x)
         assert_same_bits(backward(vjp), want)  # the last one's tensors are there
@@ -355,4 +356,5 @@ def soak(path, want, steps, engine):
         assert stats.live_count == 0 and stats.disk_bytes == 0 and stats.host_bytes <= 3 * TENSOR
         print(f"{steps} steps, {failed} failed, {time.monotonic() - begin:.1f} s")
     assert not list(path.iterdir())
-    assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
+    # Pools and libraries may open a file or two, never one in each step.
+    assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= descriptors + 2)

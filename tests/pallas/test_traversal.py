@@ -1,6 +1,7 @@
 """Traversals and maps over entries, interpreted, against float64."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,52 @@ def test_scores_of_minus_infinity_weigh_nothing(chunk):
     inf = float("inf")
     assert _weighted([-inf, 1.0, -inf, 1.0, -inf], chunk) == [1.0, 2.0, 4.0]
     assert _weighted([-inf, -inf, -inf], chunk) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("width", [(), (3,), (2, 16)])
+def test_chunks_are_merged_in_groups(width):
+    """A long segment of 11 chunks in groups of 4, one of 2 chunks, and unused ones, against float64."""
+    lengths, chunk = [21, 1, 4, 0], 2
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    table = long_segment_table(offsets, chunk, 1)
+    firsts = table["long_segment_offsets"]
+    groups, of_segment = [], [0]
+    for first, last in itertools.pairwise(firsts):
+        groups += range(first, last, 4)
+        of_segment.append(len(groups))
+    groups, of_segment = np.array([*groups, firsts[-1]], np.int32), np.array(of_segment, np.int32)
+    cut = (chunk, *(table[name] for name in LONG_SEGMENT_NAMES), None, groups, of_segment)
+    rng = np.random.default_rng(0)
+    score, rows = rng.normal(size=offsets[-1]), rng.normal(size=(offsets[-1], *width))
+    wide = (slice(None),) * 2 + (None,) * len(width)
+
+    def run(segments):
+        found, _ = kernels.traverse(
+            lambda s, x: ((s, jnp.ones((1, 1)), x, x * s[wide]), ()),
+            None,
+            [jnp.asarray(score, jnp.float32), jnp.asarray(rows, jnp.float32)],
+            [kernels.Operand("entry")] * 2,
+            reductions=[
+                kernels.Reduction("max", ()),
+                kernels.Reduction("weighted", (), 0),
+                kernels.Reduction("weighted", width, 0),
+                kernels.Reduction("sum", width),
+            ],
+            schedule=kernels.TraversalSchedule(2, 2, 1, 1),
+            segments=segments,
+        )
+        return found
+
+    made = kernels.Segments(offsets=jnp.asarray(offsets), num_entries=26, num_rows=4, long_segments=cut)
+    for row, (first, last) in enumerate(itertools.pairwise(offsets)):
+        part = [found[row] for found in run(made)]
+        top = score[first:last].max(initial=-np.inf) if last > first else 0.0
+        weight = np.exp(score[first:last] - top)
+        each = (slice(None),) + (None,) * len(width)
+        expected = [top, weight.sum(), (weight[each] * rows[first:last]).sum(0)]
+        expected.append((score[first:last][each] * rows[first:last]).sum(0))
+        for got, want in zip(part, expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_values_that_are_not_finite_outside_a_row_do_not_leak():

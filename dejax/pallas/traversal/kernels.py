@@ -141,6 +141,12 @@ def _merge_chunks(
     mask = row < plan.num_rows
     tiles = tiles_of_rows(plan, r.arrays, r.tables, row, mask)
     bounds = fused_bounds(r.fused_sums, row, mask)
+    merged = _merged_chunks(plan, partials, start, end)
+    write_rows(plan, outputs, merged, tiles, row, mask, reduce_fused(plan, r.fused_sums, bounds), r.arrays)
+
+
+def _merged_chunks(plan: Plan, partials: Sequence[Array], start: jax.Array, end: jax.Array) -> tuple[jax.Array, ...]:
+    """The accumulators of the chunks from `start` to `end`, merged in their order: [1, *padded shape] each."""
 
     def combined(accs: tuple[jax.Array, ...], entries: int, first: jax.Array, last: jax.Array) -> tuple[jax.Array, ...]:
         """The accumulators after the chunks from `first` to `last`, `entries` at a time."""
@@ -165,8 +171,17 @@ def _merge_chunks(
         whole = tuple(broadcast(m[:, None], a.shape) for m, a in zip(merged, accs, strict=True))
         accs = update(plan.reductions, accs, whole, lanes(few, 1, 2) == 0)
     accs = combined(accs, few, start, end)
-    merged = merge(plan.reductions, accs)
-    write_rows(plan, outputs, merged, tiles, row, mask, reduce_fused(plan, r.fused_sums, bounds), r.arrays)
+    return merge(plan.reductions, accs)
+
+
+def group_kernel(*refs: Any, plan: Plan) -> None:
+    """The accumulators of one group of chunks, which are stored as those of a chunk."""
+    groups, rest = refs[0], refs[1:]
+    partials, outputs = rest[: len(plan.reductions)], rest[len(plan.reductions) :]
+    (program,) = _triton.program_ids()
+    group = program + lanes(1, 0, 1)
+    start, end = _triton.load(groups, (group,)), _triton.load(groups, (group + 1,))
+    _store_partials(plan, outputs, program, _merged_chunks(plan, [Array(p) for p in partials], start, end))
 
 
 def map_kernel(*refs: Any, plan: Plan) -> None:

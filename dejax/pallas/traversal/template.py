@@ -32,7 +32,7 @@ from dejax.pallas.traversal.arrays import (
     traversal_inputs,
     zeros,
 )
-from dejax.pallas.traversal.kernels import FEW_CHUNKS, combine_kernel, map_kernel, row_kernel
+from dejax.pallas.traversal.kernels import FEW_CHUNKS, combine_kernel, group_kernel, map_kernel, row_kernel
 from dejax.pallas.traversal.plan import BY_ROW, SHARED, Operand, Output, Plan
 from dejax.pallas.traversal.schedule import TraversalSchedule, map_schedule, traversal_schedule
 from dejax.pallas.tuned_tables import bucket, choose, traversal_candidates
@@ -131,7 +131,10 @@ class Segments:
         - chunk_row: int32[C], the row of each chunk; `num_rows` where unused.
         - chunk_start, chunk_end: int32[C], the positions of each chunk; none where unused.
         - chunk_segment, optional: int32[C], the long segment of each chunk; L where unused. With it, the program that
-          finishes a long segment's last chunk merges the chunks; without it, a second kernel does.
+          finishes a long segment's last chunk merges the chunks; without it (or None), a second kernel does.
+        - groups, segment_groups, optional: int32[G + 1] and int32[L + 1], where a segment has very many chunks. Group g
+          has the chunks `groups[g]` to `groups[g + 1]`, which one program merges first; long segment i has the groups
+          `segment_groups[i]` to `segment_groups[i + 1]`.
     """
 
     offsets: jax.Array
@@ -150,7 +153,12 @@ class Segments:
     @property
     def counted(self) -> bool:
         """Whether the last chunk of a long segment to be done merges all of them."""
-        return self.cut is not None and len(self.cut) > 6
+        return self.cut is not None and len(self.cut) > 6 and self.cut[6] is not None
+
+    @property
+    def groups(self) -> tuple[Any, ...] | None:
+        """The groups of chunks and the groups of each long segment, where chunks are merged in groups first."""
+        return None if self.cut is None or len(self.cut) < 9 else self.cut[7:9]
 
     @property
     def degree(self) -> float:
@@ -412,9 +420,13 @@ def _run(
 def _merged(
     plan: Plan, segments: Segments, operands: Sequence[jax.Array], rows: Sequence[jax.Array], interpret: bool | None
 ) -> list[jax.Array]:
-    """The row outputs with those of long segments, which a second kernel merges from their chunks."""
+    """The row outputs with those of long segments, which further kernels merge from their chunks."""
     assert segments.cut is not None
-    operands = [segments.cut[1], segments.cut[2], *operands]
+    offsets, partials = segments.cut[2], operands[-len(plan.reductions) :]
+    if segments.groups is not None:
+        groups, offsets = segments.groups
+        partials = _in_groups(plan, groups, partials, interpret)
+    operands = [segments.cut[1], offsets, *operands[: -len(plan.reductions)], *partials]
     return list(
         _triton.pallas_call(
             functools.partial(combine_kernel, plan=plan),
@@ -427,6 +439,23 @@ def _merged(
             interpret=_triton.use_interpreter(interpret),
         )(*operands, *rows)
     )
+
+
+def _in_groups(
+    plan: Plan, groups: jax.Array, partials: Sequence[jax.Array], interpret: bool | None
+) -> Sequence[jax.Array]:
+    """The accumulators of each group of chunks."""
+    num_groups = groups.shape[0] - 1
+    merged = replace(plan, rows=1, num_chunks=num_groups)
+    return _triton.pallas_call(
+        functools.partial(group_kernel, plan=merged),
+        name="merge_chunks",
+        num_programs=num_groups,
+        out_shape=structs_of([(r.shape, jnp.float32) for r in plan.reductions], num_groups),
+        num_warps=4,
+        num_stages=1,
+        interpret=_triton.use_interpreter(interpret),
+    )(groups, *partials)
 
 
 def map_entries(

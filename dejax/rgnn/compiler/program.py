@@ -207,16 +207,23 @@ class Program:
                 f"the first argument of {self!r} must be a RelGraph, got {type(graph).__name__}; make one with "
                 "RelGraph.from_edges, RelGraph.from_relations or dejax.rgnn.interop.from_graphs_tuple"
             )
-        signature, arrays = self._signature(graph, args, kwargs)
         counts = counts_of(graph)
+        program, tree, arrays = self.traced(counts, args, kwargs)
+        return Task(program, counts, options or self.options), tree, arrays
+
+    def traced(self, counts: Counts, args: tuple, kwargs: dict) -> tuple[inter.Program, Any, list[Any]]:
+        """The level-1 program for arguments with the rows that `counts` says, the tree of its results, and its inputs.
+
+        The inputs are the arrays of the arguments and those that the function closes over, by position.
+        """
+        signature, arrays = self._signature(args, kwargs)
         try:
             traced = self._trace(signature, counts)
         except _ClosesOver as found:
             traced = found.traced
-        arrays = [*arrays, *map(_canonical, traced.closed_over)]
-        return Task(traced.program, counts, options or self.options), traced.tree, arrays
+        return traced.program, traced.tree, [*arrays, *map(_canonical, traced.closed_over)]
 
-    def _signature(self, graph: RelGraph, args: tuple, kwargs: dict) -> tuple[_Signature, list[Any]]:
+    def _signature(self, args: tuple, kwargs: dict) -> tuple[_Signature, list[Any]]:
         try:
             bound = inspect.signature(self.function).bind(None, *args, **kwargs)
         except TypeError as error:

@@ -65,6 +65,10 @@ class LongSegmentTable:
         chunk: the maximum number of entries of a chunk and of an uncut segment (static).
         chunk_segment: int32[chunks], the segment of each chunk, for kernels whose last chunk combines all chunks. None
             where a separate kernel combines them.
+        groups: int32[groups + 1], where a segment has very many chunks: group `g` has the chunks `groups[g]` to
+            `groups[g + 1]`, which are combined first. None elsewhere.
+        segment_groups: int32[long segments + 1]; long segment `h` has the groups `segment_groups[h]` to
+            `segment_groups[h + 1]`.
     """
 
     rows: Array
@@ -74,11 +78,15 @@ class LongSegmentTable:
     chunk_end: Array
     chunk: int = field(metadata=_STATIC)
     chunk_segment: Any = None
+    groups: Any = None
+    segment_groups: Any = None
 
     @property
     def tables(self) -> tuple[Any, ...]:
         """The arguments of `dejax.pallas.traverse` for long segments."""
         found = (self.chunk, self.rows, self.offsets, self.chunk_row, self.chunk_start, self.chunk_end)
+        if self.groups is not None:
+            return (*found, None, self.groups, self.segment_groups)
         return found if self.chunk_segment is None else (*found, self.chunk_segment)
 
 
@@ -131,6 +139,12 @@ _SORTED_BLOCK = 4096
 # 51 us instead of 77 us, but one over 4.8 M entries 622 us instead of 544 us.
 _SORTED_THROUGHOUT = 1 << 20
 
+
+# One program combines up to so many chunks of a segment, in steps of up to 64. A segment with more, such as a node with
+# 44 % of 3 M edges, would keep it busy for as long as all edges take: its chunks are combined in groups first, each of
+# up to so many and by a program of its own.
+_UNGROUPED_CHUNKS = 1024
+_GROUPED_CHUNKS = 64
 
 # Up to this many entries the last chunk of a long segment combines its chunks, which saves a launch: 39.4 us instead of
 # 47.3 us. Larger graphs lose more than the launch: 884 us instead of 771 us.
@@ -270,8 +284,28 @@ def long_segment_table(
     row = rows[segment]
     start = off[row] + (ids - first_chunk[segment]) * chunk
     end = np.minimum(start + chunk, off[row + 1])
-    rows, first_chunk, row, start, end = (_like(offsets, array) for array in (rows, first_chunk, row, start, end))
-    return LongSegmentTable(rows, first_chunk, row, start, end, chunk, _like(offsets, segment) if counted else None)
+    groups = _groups(first_chunk)
+    made = LongSegmentTable(*(_like(offsets, array) for array in (rows, first_chunk, row, start, end)), chunk)
+    if groups is not None:
+        chunks_of, of_segment = (_like(offsets, array) for array in groups)
+        return dataclasses.replace(made, groups=chunks_of, segment_groups=of_segment)
+    return dataclasses.replace(made, chunk_segment=_like(offsets, segment)) if counted else made
+
+
+def _groups(first_chunk: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """The groups of each segment's chunks, where a segment has more than `_UNGROUPED_CHUNKS`.
+
+    Returns:
+        The first chunk of each group, and the first group of each segment; both end with the number of all.
+    """
+    chunks = first_chunk[1:] - first_chunk[:-1]
+    if chunks.max(initial=0) <= _UNGROUPED_CHUNKS:
+        return None
+    first_group = _exclusive_sum(-(-chunks // _GROUPED_CHUNKS))
+    ids = np.arange(first_group[-1], dtype=np.int32)
+    segment = np.searchsorted(first_group, ids, side="right") - 1
+    begins = first_chunk[segment] + (ids - first_group[segment]) * _GROUPED_CHUNKS
+    return np.append(begins, first_chunk[-1]), first_group
 
 
 def chunk_of(long_segment_chunk: int, num_entries: int, typed: bool) -> int:

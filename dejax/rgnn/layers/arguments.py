@@ -73,7 +73,21 @@ def incoming(g: GraphSymbol, like: Symbol) -> Symbol:
     return count.astype("float64") if like.dtype == "float64" else count
 
 
+_NARROW = ("float16", "bfloat16")
+
+
+def wide(x: Symbol) -> Symbol:
+    """A 16-bit value as float32, for squares and their sums: float16 ends at 65,504, and bfloat16 has 8 bits."""
+    return x.astype("float32") if x.dtype in _NARROW else x
+
+
+def rounded(x: Symbol, like: Symbol) -> Symbol:
+    """A value made of `wide(like)`, in 16 bits where `like` is."""
+    return x.astype(like.dtype) if like.dtype in _NARROW else x
+
+
 def unit_rows(y: Symbol) -> Symbol:
     """Rows divided by their Euclidean norm; rows of zeros stay zero, without gradient."""
-    square = (y * y).sum(keepdims=True)
-    return y * F.where(square > 0, F.rsqrt(F.where(square > 0, square, 1.0)), 0.0)
+    rows = wide(y)
+    square = (rows * rows).sum(keepdims=True)
+    return rounded(rows * F.where(square > 0, F.rsqrt(F.where(square > 0, square, 1.0)), 0.0), y)

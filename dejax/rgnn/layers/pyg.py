@@ -19,7 +19,7 @@ from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.layers import specs
 from dejax.rgnn.layers.specs import LayerSpec
 from dejax.rgnn.layers.zoo import specs as zoo
-from dejax.rgnn.layers.zoo.specs import ZooSpec
+from dejax.rgnn.layers.zoo.spec import ZooSpec
 
 Params = dict[str, np.ndarray]
 Converted = tuple[LayerSpec | ZooSpec, Params]

@@ -35,6 +35,7 @@ from dejax.rgnn.passes.softmax import expand_softmax
 from dejax.rgnn.passes.split_products import split_products
 from dejax.rgnn.passes.split_rows import split_rows
 from dejax.rgnn.passes.storage import storage
+from dejax.rgnn.passes.sum_by_node import sum_by_node
 from dejax.rgnn.passes.unit_axes import drop_unit_axes
 from dejax.rgnn.passes.weight_heads import weight_heads
 
@@ -75,6 +76,7 @@ OPTIMISE: tuple[tuple[str, Pass], ...] = (
 )
 # After the backward operators are there (or, without gradients, right after the others).
 LATE: tuple[tuple[str, Pass], ...] = (
+    ("sum_by_node", sum_by_node),
     ("softmax", expand_softmax),
     ("hoist", hoist),
     ("cse", cse),

@@ -11,15 +11,28 @@ from __future__ import annotations
 from dejax.rgnn.ir.intra import BY_ROW, access_operand, as_part
 from dejax.rgnn.passes._traversal_plans import NARROWER, Fusion, TraversalPlan
 
+# A traversal over destinations is the writer even if it holds up to so many times as many elements.
+_DESTINATION = 1.5
+
 
 def share_scalars(fusion: Fusion) -> None:
-    """Chooses writers and readers: first the writer that holds the fewest elements in registers."""
+    """Chooses writers and readers: first the writer that holds the fewest elements in registers.
+
+    A traversal over destinations may hold more (`_DESTINATION`). It reads the scalars of nodes that shares and
+    gradients of scores are made of once for each row; another traversal takes a sector of memory for them at each edge.
+    """
     found = []
     for reader in fusion.traversals:
         scalars = _multipliers(fusion, reader)
         if scalars:
             found += [
-                (_held(fusion, traversal, scalars), traversal, reader, scalars) for traversal in fusion.traversals
+                (
+                    _held(fusion, traversal, scalars) / (_DESTINATION if traversal.via == "dst" else 1),
+                    traversal,
+                    reader,
+                    scalars,
+                )
+                for traversal in fusion.traversals
             ]
     writers: list[TraversalPlan] = []
     readers: list[TraversalPlan] = []
@@ -45,7 +58,7 @@ def _multipliers(fusion: Fusion, traversal: TraversalPlan) -> list[int]:
         op = ops[value]
         if op.width * NARROWER <= max(width, _widest_ancestor(fusion, value)):
             found[value] = None
-        elif op.name in ("mul", "div") and fusion.in_registers(value):
+        elif op.name in ("mul", "div", "add", "sub") and fusion.in_registers(value):
             for a in op.args:
                 visit(a, max(width, op.width))
         elif op.name in ("reshape", "cast") and fusion.in_registers(value):

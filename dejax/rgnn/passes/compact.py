@@ -20,7 +20,7 @@ _PAIRS = {"source_pair": Space.SOURCE_PAIR, "destination_pair": Space.DESTINATIO
 _SPACE = {**_PAIRS, "src": Space.NODE, "dst": Space.NODE, "etype": Space.EDGE_TYPE, "all": Space.GRAPH}
 # Functions whose value or slope can be infinite. On nodes they would also apply to rows that no edge reads, and there
 # backward would multiply 0 by infinity. They stay on edges, or on pairs, each of which has an edge.
-_PARTIAL = frozenset("div exp expm1 log log1p sqrt rsqrt reciprocal pow power atan2 square".split())
+PARTIAL = frozenset("div exp expm1 log log1p sqrt rsqrt reciprocal pow power atan2 square".split())
 # Compaction pays if it saves at least one row in five; below that the extra indirection costs more.
 _WORTH = 0.8
 
@@ -90,7 +90,7 @@ class _Compaction:
             return "edge"
         if joined in _PAIRS:
             return joined if op.name in ("linear", "dot") or joined in anchors else "edge"
-        return "edge" if op.name in _PARTIAL else joined
+        return "edge" if op.name in PARTIAL else joined
 
     def lift(self, value: int, have: str, want: str) -> int:
         """The value read from one anchor at a finer one."""

@@ -1,4 +1,4 @@
-"""Factors that all entries of a segment share are hoisted out of its sum.
+"""Factors that all entries of a segment share, or all entries of the graph, are hoisted out of its sum.
 
 `sum over edges into v of a_e y_v` becomes `(sum over edges into v of a_e) y_v`, and likewise for a divisor: the 1/c of
 a mean, or the sum of a softmax, is applied to one row instead of to every edge.
@@ -7,7 +7,17 @@ a mean, or the sum of a softmax, is applied to one row instead of to every edge.
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import Builder, Op, Program, promote
-from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, in_range, insert_axes, multiply, rebuild
+from dejax.rgnn.passes._rewrite import (
+    Counts,
+    Factor,
+    as_dtype,
+    factors,
+    in_range,
+    insert_axes,
+    multiply,
+    read_back,
+    rebuild,
+)
 from dejax.rgnn.passes._softmax_gradient import mean_readers
 
 
@@ -36,7 +46,7 @@ def hoist(program: Program, counts: Counts, *, exact: bool = False) -> Program:
         rest: list[Factor] = []
         for f in factors(program, op.args[0]):
             source = program.ops[f.value]
-            row = source.name == "gather" and source.attr("via") == via and via != "all"
+            row = source.name == "gather" and source.attr("via") in (via, "all") and via != "all"
             (shared if row else rest).append(f)
         if not shared or not rest:
             return None
@@ -47,10 +57,16 @@ def hoist(program: Program, counts: Counts, *, exact: bool = False) -> Program:
         total = builder.op("reduce", inside, via=via, op="sum")
         parts = [(total, 1)]
         for f in shared:
-            row = new[program.ops[f.value].args[0]]
-            row = _some_or_one(builder, via, row)
+            read = program.ops[f.value]
+            row = new[read.args[0]]
+            if read.attr("via") == "all":
+                row = read_back(builder, row, "all", builder.ops[total].space)
+            else:
+                row = _some_or_one(builder, via, row)
             parts.append((insert_axes(builder, row, f.inserts), f.power))
         made = multiply(builder, parts, op.dtype)
+        if any(program.ops[f.value].attr("via") == "all" for f in shared):
+            made = _some_or_zero(builder, via, made)
         if builder.ops[made].shape != op.shape:
             made = builder.op("broadcast", made, shape=op.shape)
         return as_dtype(builder, made, op.dtype)
@@ -60,8 +76,17 @@ def hoist(program: Program, counts: Counts, *, exact: bool = False) -> Program:
 
 def _some_or_one(builder: Builder, via: str, row: int) -> int:
     """A row's value, or 1 where its segment is empty: there it may be anything, 0 / 0 included."""
+    return _where_some(builder, via, row, 1.0)
+
+
+def _some_or_zero(builder: Builder, via: str, row: int) -> int:
+    """A sum times what all segments share, or 0 where its segment is empty: what is shared may be infinite."""
+    return _where_some(builder, via, row, 0.0)
+
+
+def _where_some(builder: Builder, via: str, row: int, none: float) -> int:
     dtype = in_range(builder.ops[row].dtype)
     op, count = builder.ops[row], builder.op("count", via=via, dtype="float32")
     some = builder.op("reshape", count, shape=(1,) * len(op.shape)) if op.shape else count
-    one = builder.const(1.0, dtype, op.space)
-    return builder.op("select", as_dtype(builder, some, dtype), as_dtype(builder, row, dtype), one)
+    other = builder.const(none, dtype, op.space)
+    return builder.op("select", as_dtype(builder, some, dtype), as_dtype(builder, row, dtype), other)

@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--rate", type=float, default=1e-3, help="highest learning rate")
     group.add_argument("--warmup", type=int, default=20, help="steps of warm-up; a cosine follows")
     group.add_argument("--weight-decay", type=float, default=0.1, help="of AdamW")
-    group.add_argument("--clip", type=float, help="largest norm of all gradients, by default 1; 0: no limit")
+    group.add_argument("--clip", type=float, default=1.0, help="largest norm of all gradients; 0: no limit")
     group.add_argument("--seed", type=int, default=0, help="of parameters and batches")
     group = parser.add_argument_group("memory")
     group.add_argument(
@@ -48,6 +48,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=("device", "moments", "all"),
         default="device",
         help="moments, all: Adam's moments, or parameters too, in host memory; each layer is updated in backward",
+    )
+    group.add_argument(
+        "--gradients",
+        choices=("freed", "device", "host"),
+        default="freed",
+        help="with --state moments or all. freed: --clip takes the last step's norm; device, host: kept there, exact",
     )
     group.add_argument("--mesh", type=int, help="devices over which parameters and batches are divided (FSDP)")
     group.add_argument("--store", type=Path, help="a folder for a disk tier of activations")
@@ -127,7 +133,6 @@ def _train(options: argparse.Namespace, config: DecoderConfig, mode: str, out: P
     from dejax.training.decoder import run, step
     from dejax.training.decoder.text import read_text
 
-    clip = options.clip if options.clip is not None else 0.0 if options.state != "device" else 1.0
     recipe = step.Recipe(
         batch=options.batch,
         sequence=options.sequence,
@@ -136,9 +141,10 @@ def _train(options: argparse.Namespace, config: DecoderConfig, mode: str, out: P
         rate=options.rate,
         warmup=options.warmup,
         weight_decay=options.weight_decay,
-        clip=clip,
+        clip=options.clip,
         offload=mode,
         state=options.state,
+        gradients=options.gradients,
         attention=options.attention,
         min_bytes=options.min_bytes,
     )

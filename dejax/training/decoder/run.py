@@ -15,14 +15,14 @@ import jax
 import numpy as np
 
 from dejax._optional import optional
-from dejax.offload import ActivationStore
+from dejax.offload import ActivationStore, StackState
 from dejax.training.decoder import model
 from dejax.training.decoder.config import DecoderConfig
 from dejax.training.decoder.step import Recipe, Trainer
 from dejax.training.decoder.text import batch_at
 
 SETTINGS_FILE = "settings.json"
-_FREE = ("steps", "offload", "state", "min_bytes")  # a resumed run may change these
+_FREE = ("steps", "offload", "state", "gradients", "min_bytes")  # a resumed run may change these
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +170,24 @@ class Checkpoints:
         load = self._ocp.args
         items = load.Composite(state=load.StandardRestore(like), losses=load.JsonRestore())
         found = self._manager.restore(last, args=items)
+        kept = _lasting(state)
         values = [
             jax.device_put(value, x.sharding)
-            for value, x in zip(jax.tree.leaves(found["state"]), jax.tree.leaves(state), strict=True)
+            for value, x in zip(jax.tree.leaves(found["state"]), jax.tree.leaves(kept), strict=True)
         ]
-        return jax.tree.unflatten(jax.tree.structure(state), values), list(found["losses"])
+        restored = jax.tree.unflatten(jax.tree.structure(kept), values)
+        if isinstance(state, StackState):
+            restored = restored._replace(gradients=state.gradients)
+        return restored, list(found["losses"])
+
+
+def _lasting(state: Any) -> Any:
+    """Without the memory for gradients, which a step fills anew."""
+    return state._replace(gradients=None) if isinstance(state, StackState) else state
 
 
 def _plain(state: Any) -> dict[str, Any]:
-    return {f"{i:04}": leaf for i, leaf in enumerate(jax.tree.leaves(state))}
+    return {f"{i:04}": leaf for i, leaf in enumerate(jax.tree.leaves(_lasting(state)))}
 
 
 def _near(sharding: Any) -> Any:

@@ -22,6 +22,7 @@ with optional("optax", of="dejax.training"):
 
 OFFLOAD = ("none", "remat", "inputs", "all")
 STATE = ("device", "moments", "all")
+GRADIENTS = ("freed", "device", "host")
 _AXIS = "data"
 
 
@@ -42,7 +43,10 @@ class Recipe:
         offload: "none": residuals stay; "remat": recomputed; "inputs": blocks' inputs are stored, the rest recomputed;
             "all": all are stored.
         state: "device": parameters and moments stay there. "moments", "all": moments, or parameters too, lie in host
-            memory, and the step goes layer by layer (`dejax.offload.stack_step`), without `clip`.
+            memory, and the step goes layer by layer (`dejax.offload.stack_step`).
+        gradients: for a step layer by layer. "freed": a layer is updated as soon as its gradient is there, and `clip`
+            takes the norm of the last step (or of the gradients so far, if it is larger). "device", "host": gradients
+            are kept there until all are known, and `clip` is exact.
         attention: "xla", "cudnn", or None: cuDNN where it works.
         min_bytes: smaller residuals stay on the device.
 
@@ -61,21 +65,21 @@ class Recipe:
     clip: float = 1.0
     offload: str = "none"
     state: str = "device"
+    gradients: Literal["freed", "device", "host"] = "freed"
     attention: Literal["xla", "cudnn"] | None = None
     min_bytes: int = 1 << 20
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (("offload", self.offload, OFFLOAD), ("state", self.state, STATE)):
+        for name, value, allowed in (
+            ("offload", self.offload, OFFLOAD),
+            ("state", self.state, STATE),
+            ("gradients", self.gradients, GRADIENTS),
+        ):
             if value not in allowed:
                 raise ValueError(f"Recipe: `{name}` must be one of {', '.join(allowed)}, got {value!r}")
         if self.accumulate < 1 or self.batch % self.accumulate:
             raise ValueError(
                 f"Recipe: `accumulate` must divide `batch`, got accumulate={self.accumulate} and batch={self.batch}"
-            )
-        if self.state != "device" and self.clip:
-            raise ValueError(
-                f"Recipe: `clip` must be 0 with state={self.state!r}, got {self.clip}: a layer is updated before the "
-                "norm of all gradients is known"
             )
         if self.state != "device" and self.offload == "all":
             raise ValueError(
@@ -89,9 +93,10 @@ class Recipe:
         return optax.warmup_cosine_decay_schedule(0.0, self.rate, self.warmup, end, self.rate * self.final_rate)
 
     def transformation(self) -> Any:
-        """AdamW with the schedule."""
+        """AdamW with the schedule; a step layer by layer limits the norm itself."""
         adamw = optax.adamw(self.schedule(), b2=0.95, weight_decay=self.weight_decay, mask=_decayed)
-        return optax.chain(optax.clip_by_global_norm(self.clip), adamw) if self.clip else adamw
+        whole = self.clip and self.state == "device"
+        return optax.chain(optax.clip_by_global_norm(self.clip), adamw) if whole else adamw
 
 
 @dataclass(frozen=True)
@@ -236,6 +241,8 @@ def make_stack_step(config: DecoderConfig, recipe: Recipe, mesh: Mesh | None = N
         moments="host" if recipe.state != "device" else "device",
         activations="host" if recipe.offload == "inputs" else "device",
         microbatches=recipe.accumulate,
+        clip_norm=recipe.clip or None,
+        gradients=recipe.gradients,
         streams=None if mesh is None else False,
     )
 
@@ -244,7 +251,7 @@ def _layerwise(config: DecoderConfig, recipe: Recipe, mesh: Mesh | None) -> tupl
     """The step that updates each layer in backward."""
     step = make_stack_step(config, recipe, mesh)
     shapes = jax.eval_shape(lambda key: model.init_params(config, key), jax.random.key(0))
-    places = dict(zip(sorted(shapes["layers"]), step._places(step.params, shapes["layers"]), strict=True))
+    places = dict(zip(sorted(shapes["layers"]), step.places(step.params, shapes["layers"]), strict=True))
 
     where = None if mesh is None else shardings(shapes, mesh)
 
@@ -281,4 +288,4 @@ def _one(config: DecoderConfig, key: Array, names: tuple[str, ...]) -> Array:
     return found
 
 
-__all__ = ["OFFLOAD", "STATE", "Recipe", "Trainer", "make_mesh", "make_stack_step", "make_trainer"]
+__all__ = ["GRADIENTS", "OFFLOAD", "STATE", "Recipe", "Trainer", "make_mesh", "make_stack_step", "make_trainer"]

@@ -11,11 +11,16 @@ keep = []
 
 
 def run(rng, stream, number, ahead, staging):
-    """Forward reads the first array row by row; backward reads all, the last row first: x := 3 x + 1."""
+    """Forward reads the first array row by row; backward reads all, the last row first: x := 3 x + 1.
+
+    Another loop, in either direction, then reads what backward wrote, and writes it again in the same way.
+    """
     rows = int(rng.integers(1, 7))
     widths = rng.integers(1, 900, size=3)
     given = [rng.integers(0, 2**20, size=(rows, int(n)), dtype=np.uint32) for n in widths]
     want = [3 * a + 1 for a in given]
+    last = [3 * a + 1 for a in want]
+    loops = [([0], False, given), ([0, 1, 2], True, given), ([0, 1, 2], bool(rng.integers(2)), want)]
     arrays = [np.zeros_like(a) for a in given]
     for a, b in zip(arrays, given, strict=True):  # as XLA copies a state that was not donated
         cuda.cuMemcpyDtoDAsync_v2(address(a), address(b), a.nbytes, stream)
@@ -31,7 +36,7 @@ def run(rng, stream, number, ahead, staging):
 
     testing.call_pieces_on_cuda(number, 1, stream, 0, staging, False, places, [], [], [], [])
     seen = []
-    for numbers, reverse in (([0], False), ([0, 1, 2], True)):
+    for numbers, reverse, before in loops:
         first = [(rows - 1) * row[i] if reverse else 0 for i in numbers]
         stride = [-row[i] if reverse else row[i] for i in numbers]
         for t in range(min(ahead, rows)):
@@ -54,11 +59,11 @@ def run(rng, stream, number, ahead, staging):
                 cuda.cuMemsetD32Async(address(x), 0xDEAD, x.size, stream)
             if rng.random() < 0.3:
                 assert cuda.cuStreamSynchronize(stream) == 0
-            seen.append((numbers, k, outs))
-            if not reverse:
+            seen.append((numbers, k, outs, before))
+            if numbers == [0]:
                 keep.append(scratch)
                 continue
-            new = [np.ascontiguousarray(want[i][k]) for i in numbers]
+            new = [np.ascontiguousarray((want if before is given else last)[i][k]) for i in numbers]
             for x, value in zip(scratch, new, strict=True):  # in place of a kernel
                 cuda.cuMemcpyDtoDAsync_v2(address(x), address(value), x.nbytes, stream)
             pushes = [(i, f, row[i], s) for i, f, s in zip(numbers, first, stride, strict=True)]
@@ -67,11 +72,11 @@ def run(rng, stream, number, ahead, staging):
                 cuda.cuMemsetD32Async(address(x), 0xBEEF, x.size, stream)
             keep.append((scratch, new))
     testing.call_pieces_on_cuda(number, 1, stream, 0, staging, True, places, [], [], [], [])
-    keep.append((given, arrays, seen))
+    keep.append((given, arrays, seen, want, last))
     assert cuda.cuStreamSynchronize(stream) == 0
-    for numbers, k, outs in seen:
-        assert all((out == given[i][k]).all() for i, out in zip(numbers, outs, strict=True)), (number, k)
-    assert all((a == w).all() for a, w in zip(arrays, want, strict=True)), number
+    for numbers, k, outs, before in seen:
+        assert all((out == before[i][k]).all() for i, out in zip(numbers, outs, strict=True)), (number, k)
+    assert all((a == w).all() for a, w in zip(arrays, last, strict=True)), number
 
 
 def wrong_order(stream):

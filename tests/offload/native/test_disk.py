@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import time
 
 import jax
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 
 from dejax import _native
 from dejax.offload import ActivationStore
+from tests.offload.held import eventually
 from tests.offload.processes import python
 from tests.offload.tensors import KIB, MIB, Tensors, on_disk
 
@@ -52,9 +52,7 @@ def test_a_cap_that_is_too_small(engine, cap, tmp_path):
     ) as store:
         with pytest.raises(Exception, match=f"disk tier is full: disk_bytes={cap}"):
             Tensors([300 * KIB] * 12).run()
-        end = time.monotonic() + 10  # the step's other calls may still be running
-        while store.stats().live_count and time.monotonic() < end:
-            time.sleep(0.01)
+        assert eventually(lambda: store.stats().live_count == 0)  # the step's other calls may still be running
         stats = store.stats()
         assert on_disk(tmp_path) <= stats.disk_bytes <= cap and stats.live_count == 0
         Tensors([100 * KIB] * 3).run()  # what fits into memory still does

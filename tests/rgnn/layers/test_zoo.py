@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dejax.rgnn import Options, ProgramError, zoo
+from dejax.rgnn import Options, ProgramError, RelGraph, zoo
 from tests.budget import examples
 from tests.rgnn.layers.zoo_references import LAYERS, Layer
 from tests.rgnn.references import GRAPHS, LONG_SEGMENT_CHUNK, Arrays, Reference
@@ -117,6 +117,36 @@ def test_layers_on_kernels(name: str) -> None:
 @given(edges=edge_lists(max_nodes=5, max_edges=10), name=st.sampled_from(sorted(LAYERS)), seed=st.integers(0, 3))
 def test_layers_on_random_graphs(edges: EdgeList, name: str, seed: int) -> None:
     compare(name, edges, XLA, seed)
+
+
+@pytest.mark.newest_jax
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_squares_and_degrees_of_16_bits_are_float32(dtype: str) -> None:
+    """Squares of 300 and a degree of 70,000 are beyond float16; a mean square needs more digits than bfloat16 has."""
+    many = 80
+    graph = RelGraph.from_edges(np.arange(many), np.zeros(many, int), num_nodes=many)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(many, 4)) * 30 + 300, dtype)
+    one, exact = jnp.eye(4, dtype=dtype), np.asarray(x, np.float64)
+
+    units = zoo.graphsage(graph, x, {"neighbour": one * 0, "root": one}, normalize=True)
+    np.testing.assert_allclose(
+        np.asarray(units, np.float64), exact / np.linalg.norm(exact, axis=1, keepdims=True), rtol=2e-2
+    )
+
+    senders = np.arange(70_000) % many
+    graph_of_one = RelGraph.from_edges(np.append(senders, 0), np.append(senders * 0, 1), num_nodes=many)
+    got = zoo.gcn(graph_of_one, x / 300, {"weight": one}, jnp.ones(70_001, dtype))
+    degree = np.bincount(np.append(senders * 0, 1), minlength=many) + 1.0
+    rows = exact / 300 / np.sqrt(degree)[:, None]
+    want = (rows[senders].sum(0) + rows[0]) / np.sqrt(degree[0])
+    assert got.dtype == dtype
+    np.testing.assert_allclose(np.asarray(got, np.float64)[0], want, rtol=2e-2)
+
+    towers = {"message_dst": one[None] * 0, "message_src": one[None], "update": one[None] * 0, "out": one}
+    pick = jnp.zeros((3, 1, 16, 4), dtype).at[0, 0, 12:].set(one)  # the standard deviation alone
+    deviation = zoo.pna(graph, x, {**towers, "aggregate": pick})
+    np.testing.assert_allclose(np.asarray(deviation, np.float64)[0], exact.std(0), rtol=2e-2)
 
 
 def test_parameters_that_are_missing_or_unknown() -> None:

@@ -160,9 +160,8 @@ def test_accumulation_equals_one_large_batch():
 
 
 def test_state_in_host_memory_gives_the_same_losses():
-    base = dataclasses.replace(BASE, clip=0.0)
-    want, params = losses(base)
-    got, others = losses(dataclasses.replace(base, state="all"))
+    want, params = losses(BASE)
+    got, others = losses(dataclasses.replace(BASE, state="all", gradients="host"))
     np.testing.assert_allclose(got, want, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(others), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-3)
@@ -187,8 +186,8 @@ def test_a_mesh_divides_parameters_and_gives_the_same_losses():
     [
         ({"offload": "disk"}, "`offload` must be one of none, remat, inputs, all, got 'disk'"),
         ({"accumulate": 3}, "`accumulate` must divide `batch`, got accumulate=3 and batch=4"),
-        ({"state": "all"}, "`clip` must be 0 with state='all', got 1.0"),
-        ({"state": "all", "clip": 0.0, "offload": "all"}, "`offload` must be 'remat' or 'inputs'"),
+        ({"gradients": "disk"}, "`gradients` must be one of freed, device, host, got 'disk'"),
+        ({"state": "all", "offload": "all"}, "`offload` must be 'remat' or 'inputs'"),
     ],
 )
 def test_bad_recipes(changes, words):

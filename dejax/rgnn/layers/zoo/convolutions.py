@@ -19,7 +19,9 @@ from dejax.rgnn.layers.arguments import (
     check_params,
     ends,
     incoming,
+    rounded,
     unit_rows,
+    wide,
 )
 
 
@@ -41,7 +43,7 @@ def gcn(g: GraphSymbol, x: Any, params: Params, edge_weight: Any = None, add_sel
     """
     check_params(params, "gcn", ("weight",), ("bias",))
     z = g.node(x) @ g.shared(params["weight"])
-    degree = incoming(g, z) if edge_weight is None else g.sum_to_dst(edge_weight)
+    degree = incoming(g, z) if edge_weight is None else g.sum_to_dst(wide(g.edge(edge_weight)))
     if add_self_loops:
         norm = F.rsqrt(degree + 1.0)
     else:
@@ -191,11 +193,13 @@ def pna(g: GraphSymbol, x: Any, params: Params, edge_features: Any = None, mean_
     own = add_bias(g, h @ g.shared(params["message_dst"]), params.get("message_bias"))
     degree = incoming(g, h)
     has_edges = (degree > 0)[None, None]
-    mean, square = g.mean_to_dst(message), g.mean_to_dst(message * message)
+    row = wide(message)
+    mean, square = g.mean_to_dst(row), g.mean_to_dst(row * row)
     variance = square - mean * mean
     spread = variance > SMALLEST_VARIANCE
-    deviation = F.where(spread, F.sqrt(F.where(spread, variance, 1.0)), 0.0)
-    level = [F.where(has_edges, part + own, 0.0) for part in (mean, g.max_to_dst(message), g.min_to_dst(message))]
+    deviation = rounded(F.where(spread, F.sqrt(F.where(spread, variance, 1.0)), 0.0), message)
+    reduced = (rounded(mean, message), g.max_to_dst(message), g.min_to_dst(message))
+    level = [F.where(has_edges, part + own, 0.0) for part in reduced]
     gathered = F.concatenate([*level, deviation])
     scale = (F.log(F.maximum(degree, 1.0) + 1.0) * (1.0 / mean_log_degree)).astype(h.dtype)[None, None]
     weight = g.shared(params["aggregate"])

@@ -7,7 +7,7 @@ import inspect
 import re
 from typing import Any
 
-from dejax.rgnn.layers.zoo.specs import FROM_CALL, ZooSpec
+from dejax.rgnn.layers.zoo.spec import FROM_CALL, ZooSpec
 
 
 def settings(spec: type[ZooSpec]) -> tuple[dataclasses.Field[Any], ...]:

@@ -1,0 +1,363 @@
+"""Pipelined training steps on sampled batches, with edges and features in host memory.
+
+    python -m benchmarks.mini_batch_pipeline --out results.json
+    python -m benchmarks.mini_batch_pipeline --only igb --scale 0.1 --device-gb 30
+
+- `mag`, `am`: the steps of `benchmarks.mini_batch`, single and pipelined.
+- `igb`: MLPerf's R-GAT on a random graph with IGB's counts times `--scale`: FP8 rows of 1 KiB, 1,024 seeds.
+- `papers`: GraphSAGE, 3 x 256, on a random graph with the counts of papers100M times `--papers-scale`. The time of an
+  epoch is the time of a step times the number of batches of the full data set: extrapolated, not measured.
+
+For each: milliseconds of a step as a caller sees it, the busy share of a CPU core, rows and bytes over the bus and its
+floor, seeds a second, and from a profile the kernels' times by name and the time in which any kernel ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from benchmarks.mini_batch import (
+    BUS,
+    MAG_EDGES,
+    MAG_NODES,
+    Model,
+    _table,
+    am_counts,
+    both_directions,
+    shared_fan_outs,
+)
+from dejax import rgnn
+from dejax.datasets import fill_rows
+from dejax.host_gather import HostTable, SplitTable
+from dejax.minibatch import (
+    FeatureStore,
+    HeteroTopology,
+    MiniBatch,
+    find_capacities,
+    pipelined_steps,
+    random_topology,
+    sample_blocks,
+    sampled_step,
+    seed_batches,
+    step_keys,
+)
+from dejax.pallas.profile import record
+from dejax.rgnn.nnx import RGATConv
+from dejax.training.igb.data import random_data
+from dejax.training.igb.model import RGATConfig
+from dejax.training.igb.run import Recipe, Trainer
+
+PAPERS_NODES, PAPERS_EDGES, PAPERS_TRAIN = 111_059_956, 1_615_685_872, 1_207_179
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """A training job.
+
+    Attributes:
+        topology, features, nodes: the graph, its features, and the training nodes.
+        seeds: of a step.
+        update, sample: as `pipelined_steps` takes them.
+        state: makes the first state.
+        rest: further arguments.
+        made_s: seconds to make the data.
+        dtype: of gathered rows.
+        about: figures of the case.
+    """
+
+    topology: HeteroTopology
+    features: FeatureStore
+    nodes: np.ndarray
+    seeds: int
+    update: Callable[..., Any]
+    sample: Callable[..., Any]
+    state: Callable[[], Any]
+    rest: tuple[Any, ...]
+    made_s: float
+    dtype: Any = None
+    about: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def measured(name: str, case: Case, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The figures of a case: single steps, pipelined steps, a profile of each."""
+    count = args.steps
+    order: list[np.ndarray] = []
+    while len(order) < count:
+        order += list(seed_batches(case.nodes, case.seeds, seed=0, epoch=len(order)))
+    seeds, keys = jnp.asarray(np.stack(order[:count])), step_keys(jax.random.key(1), 0, count)
+    ids = jax.jit(lambda k, t, s: case.sample(k, t, s).node_ids)(jax.random.split(keys[0])[0], case.topology, seeds[0])
+    base = {"case": name, "made_s": round(case.made_s, 1), "seeds": case.seeds, **case.about, **_rows(ids, case)}
+    yield {"section": "sample", **base}
+    inputs = case.topology, case.features
+    losses = {}
+    for way in args.ways.split(","):
+        make = pipelined_steps if way == "pipelined" else sampled_step
+        run = make(case.update, case.sample, dtype=case.dtype)
+
+        def steps(state: Any, run: Any = run, way: str = way) -> tuple[Any, Any]:
+            if way == "pipelined":
+                return run(state, *inputs, keys, seeds, *case.rest)
+            outs = []
+            for n in range(count):
+                state, out = run(state, *inputs, keys[n], seeds[n], *case.rest)
+                outs.append(out)
+            return state, outs
+
+        begin = time.perf_counter()
+        one = keys[0], seeds[0]
+        state, out = steps(case.state()) if way == "pipelined" else run(case.state(), *inputs, *one, *case.rest)
+        jax.block_until_ready(out)
+        first_s = time.perf_counter() - begin
+        state, outs = steps(case.state())  # both begin anew: their losses are compared
+        losses[way] = np.asarray([float(o) for o in outs] if way == "single" else outs)
+        times, cpu = [], time.process_time()
+        began = time.perf_counter()
+        for _ in range(args.repeats):
+            begin = time.perf_counter()
+            state, out = steps(state)
+            jax.block_until_ready(out)
+            times.append((time.perf_counter() - begin) / count * 1e3)
+        cores = (time.process_time() - cpu) / (time.perf_counter() - began)
+        wall = min(times)
+        result = {
+            "section": "steps", "case": name, "way": way, "steps": count, "wall_ms": round(wall, 4),
+            "all_wall_ms": [round(t, 4) for t in times], "seeds_per_s": round(case.seeds / wall * 1e3),
+            "cpu_cores": round(cores, 2), "first_call_s": round(first_s, 1), "bus_ms": base["bus_ms"],
+            "loss": [float(losses[way][0]), float(losses[way][-1])],
+        }  # fmt: skip
+        if case.about.get("full_batches"):
+            result["extrapolated_epoch_s"] = round(wall * case.about["full_batches"] / 1e3, 2)
+        yield result
+        if not args.no_profile:
+            yield {"section": "profile", "case": name, "way": way, **profiled(lambda: steps(state)[1], count)}  # noqa: B023
+    if len(losses) == 2:
+        difference = float(np.abs(losses["single"] - losses["pipelined"]).max())
+        yield {"section": "equal", "case": name, "largest_difference_of_losses": difference}
+
+
+def _rows(ids: dict[str, Any], case: Case) -> dict[str, Any]:
+    """Rows of a batch, and the bytes that cross the bus."""
+    rows = bus = device = 0
+    for kind, some in ids.items():
+        if kind not in case.features:
+            continue
+        found = np.asarray(some)
+        found = found[found >= 0]
+        rows += len(found)
+        on_device = 0
+        table = case.features[kind].table
+        if isinstance(table, SplitTable):
+            on_device = int((np.asarray(table.slots[found]) >= 0).sum())
+        bus += (len(found) - on_device) * case.features.row_bytes[kind]
+        device += on_device * case.features.row_bytes[kind]
+    return {"rows": rows, "bus_bytes": bus, "device_bytes": device, "bus_ms": round(bus / BUS * 1e3, 3),
+            "slots": sum(len(some) for some in ids.values())}  # fmt: skip
+
+
+def profiled(call: Callable[[], Any], count: int, top: int = 14) -> dict[str, Any]:
+    """Figures of one step from a profile: launches, sum of kernels, time in which any ran, and the longest by name."""
+    records = record(lambda: jax.block_until_ready(call()))
+    if not records:
+        return {}
+    by_name: dict[str, list[float]] = {}
+    for r in records:
+        by_name.setdefault(r.name, []).append(r.duration_ns / 1e6)
+    spans = sorted((r.start_ns, r.start_ns + r.duration_ns) for r in records)
+    busy, end = 0.0, 0.0
+    for start, stop in spans:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    gathers = [(r.start_ns, r.start_ns + r.duration_ns) for r in records if "dejax_gather" in r.name]
+    longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:top]
+    return {
+        "launches": round(len(records) / count, 1),
+        "kernels_ms": round(sum(map(sum, by_name.values())) / count, 4),
+        "busy_ms": round(busy / count / 1e6, 4),
+        "span_ms": round((end - spans[0][0]) / count / 1e6, 4),
+        "gathers_ms": round(sum(b - a for a, b in gathers) / count / 1e6, 4),
+        "longest": {n[:70]: [round(sum(t) / count, 4), round(len(t) / count, 1)] for n, t in longest},
+    }
+
+
+# ------------------------------------------------------------------------------------------------ cases
+
+
+def relational(name: str, args: argparse.Namespace) -> Case:
+    """The step of `benchmarks.mini_batch` on mag's or am's counts."""
+    begin = time.perf_counter()
+    if name == "mag":
+        edges, counts = both_directions(MAG_EDGES, MAG_NODES, args.scale_of_mag)
+        seed_type, totals, width = "paper", [15, 10], 128
+    else:
+        found, nodes = am_counts()
+        edges, counts = both_directions(found, nodes, args.scale_of_mag)
+        seed_type, totals, width = "type0", [15, 10, 5], 256
+    topology = HeteroTopology.from_edges(edges, counts, on_host=True, keep_edge_ids=False)
+    features = FeatureStore()
+    for kind, count in counts.items():
+        features = features.with_table(kind, _table(count, width))
+    made_s = time.perf_counter() - begin
+    fan_outs = shared_fan_outs(topology, totals)
+    rng, hidden, relations = np.random.default_rng(6), 128, len(topology.edge_types)
+    batches = [(seed_type, rng.integers(0, counts[seed_type], args.seeds)) for _ in range(20)]
+    capacities = find_capacities(jax.random.key(0), topology, batches, fan_outs, print_table=None)
+    rngs = nnx.Rngs(0)
+    layers = [
+        RGATConv(hidden if n else width, hidden // 4, relations, num_heads=4, rngs=rngs) for n in range(len(totals))
+    ]
+    graphdef, params = nnx.split(Model(layers, nnx.Linear(hidden, 64, rngs=rngs)), nnx.Param)
+    optimizer = optax.adam(1e-3)
+    labels = jnp.asarray(rng.integers(0, 64, counts[seed_type]), jnp.int32)
+
+    def sample(key: Any, topology: Any, seeds: Any) -> Any:
+        return sample_blocks(key, topology, (seed_type, seeds), fan_outs, capacities=capacities)
+
+    def update(state: Any, batch: MiniBatch, labels: Any) -> tuple[Any, Any]:
+        params, moments = state
+        blocks = batch.blocks
+
+        def loss_of(params: Any) -> Any:
+            outputs = nnx.merge(graphdef, params)(blocks, batch.x)[seed_type][batch.sample.seed_positions[seed_type]]
+            return optax.softmax_cross_entropy_with_integer_labels(outputs, labels[batch.seeds]).mean()
+
+        loss, gradients = jax.value_and_grad(loss_of)(params)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return (optax.apply_updates(params, updates), moments), loss
+
+    def state() -> Any:
+        return jax.tree.map(jnp.copy, (params, optimizer.init(params)))
+
+    nodes = np.arange(counts[seed_type])
+    about = {"relations": relations}
+    return Case(topology, features, nodes, args.seeds, update, sample, state, (labels,), made_s, about=about)
+
+
+def igb(args: argparse.Namespace) -> Case:
+    """MLPerf's R-GAT on a random graph of IGB's shape."""
+    begin = time.perf_counter()
+    device_bytes = int(args.device_gb * 1e9)
+    data = random_data(args.scale, dtype=args.dtype, device_bytes=device_bytes, batch=args.seeds, width=args.igb_width)
+    made_s = time.perf_counter() - begin
+    config = RGATConfig(
+        data.topology.edge_types, data.topology.node_types, in_features=data.width, hidden=args.igb_hidden,
+        classes=data.num_classes,
+    )  # fmt: skip
+    trainer = Trainer(data, config, Recipe(batch=args.seeds))
+
+    def update(state: Any, batch: MiniBatch, labels: Any) -> tuple[Any, Any]:
+        state, out = trainer.update(state, batch, labels)
+        return state, out["loss"]
+
+    about = {
+        "scale": args.scale, "nodes": sum(data.topology.num_nodes.values()),
+        "edges": sum(data.topology.num_edges.values()), "dtype": args.dtype, "device_gb": args.device_gb,
+    }  # fmt: skip
+    return Case(
+        data.topology, data.features, data.train, args.seeds, update, trainer.sample, trainer.init, (data.labels,),
+        made_s, config.dtype, about,
+    )  # fmt: skip
+
+
+@rgnn.program
+def sage(g: Any, x: Any, own: Any, other: Any, bias: Any) -> Any:
+    return g.node(x) @ g.shared(own) + g.mean_to_dst(g.src(x)) @ g.shared(other) + g.shared(bias)
+
+
+def papers(args: argparse.Namespace) -> Case:
+    """GraphSAGE on a random graph with the counts of papers100M, times a scale."""
+    begin = time.perf_counter()
+    nodes = int(PAPERS_NODES * args.papers_scale)
+    topology = random_topology({"node": nodes}, {("node", "to", "node"): int(PAPERS_EDGES * args.papers_scale)})
+    table = HostTable.empty((nodes, 128), np.float32)
+    fill_rows(table)
+    made_s = time.perf_counter() - begin
+    features, classes, hidden = FeatureStore().with_table("node", table), 172, 256
+    train = np.arange(max(1, int(PAPERS_TRAIN * args.papers_scale)))
+    rng = np.random.default_rng(3)
+    labels = jnp.asarray(rng.integers(0, classes, nodes), jnp.int32)
+    fan_outs = [15, 10, 5]
+    batches = [("node", rng.choice(train, args.seeds)) for _ in range(20)]
+    capacities = find_capacities(jax.random.key(0), topology, batches, fan_outs, print_table=None)
+    optimizer = optax.adam(3e-3)
+    dims = [(128, hidden), (hidden, hidden), (hidden, classes)]
+
+    def sample(key: Any, topology: Any, seeds: Any) -> Any:
+        return sample_blocks(key, topology, ("node", seeds), fan_outs, capacities=capacities)
+
+    def update(state: Any, batch: MiniBatch, labels: Any) -> tuple[Any, Any]:
+        params, moments = state
+        blocks = batch.blocks
+
+        def loss_of(params: Any) -> Any:
+            h = blocks[0].join(batch.x)
+            for number, (block, own) in enumerate(zip(blocks, params, strict=True)):
+                h = sage(block.graph, h, *own)[: block.num_destinations]
+                h = jax.nn.relu(h) if number + 1 < len(blocks) else h
+            logits = h[batch.sample.seed_positions["node"]]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels[batch.seeds]).mean()
+
+        loss, gradients = jax.value_and_grad(loss_of)(params)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return (optax.apply_updates(params, updates), moments), loss
+
+    def state() -> Any:
+        key, glorot, params = jax.random.key(0), jax.nn.initializers.glorot_normal(), []
+        for number, (k, n) in enumerate(dims):
+            own, other = jax.random.split(jax.random.fold_in(key, number))
+            params.append((glorot(own, (k, n)), glorot(other, (k, n)), jnp.zeros(n)))
+        return params, optimizer.init(params)
+
+    about = {"scale": args.papers_scale, "nodes": nodes, "full_batches": -(-PAPERS_TRAIN // args.seeds)}
+    return Case(topology, features, train, args.seeds, update, sample, state, (labels,), made_s, about=about)
+
+
+CASES: dict[str, Callable[[argparse.Namespace], Case]] = {
+    "mag": lambda args: relational("mag", args),
+    "am": lambda args: relational("am", args),
+    "igb": igb,
+    "papers": papers,
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=CASES, action="append", help="cases; by default all")
+    parser.add_argument("--ways", default="single,pipelined")
+    parser.add_argument("--steps", type=int, default=24, help="steps of a program")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=1024, help="seeds of a step")
+    parser.add_argument("--scale", type=float, default=0.04, help="of igb")
+    parser.add_argument("--device-gb", type=float, default=0.0, help="of igb: features on the device")
+    parser.add_argument("--dtype", default="float8_e4m3fn", help="of igb's features")
+    parser.add_argument("--igb-width", type=int, default=1024)
+    parser.add_argument("--igb-hidden", type=int, default=512)
+    parser.add_argument("--papers-scale", type=float, default=0.15)
+    parser.add_argument("--scale-of-mag", type=float, default=1.0)
+    parser.add_argument("--no-profile", action="store_true")
+    parser.add_argument("--out", type=Path, help="a JSON file for the results")
+    args = parser.parse_args(argv)
+    results = []
+    for name in args.only or CASES:
+        begin = time.perf_counter()
+        for result in measured(name, CASES[name](args), args):
+            results.append(result)
+            print(json.dumps(result), flush=True)
+            if args.out:
+                args.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
+        print(f"# {name}: {time.perf_counter() - begin:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

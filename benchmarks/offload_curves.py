@@ -1,0 +1,124 @@
+"""The decoder's training with its state on the device and in host memory: losses on the same batches, time of a step.
+
+    python benchmarks/offload_curves.py --size 350m --batch 8 --sequence 2048 --steps 200 --out out/curves.json
+    python benchmarks/offload_curves.py --ways device freed:20      # a way for fewer steps: its time alone
+    python benchmarks/offload_curves.py --size tiny --batch 4 --sequence 64 --steps 8      # also on a CPU
+
+device  plain autodiff, `optax.clip_by_global_norm`, everything on the device
+freed   `stack_step`, moments in host memory, each layer updated in backward, the norm taken from the last step
+exact   the same, gradients kept on the device until their norm is known
+host    the same, gradients kept in host memory
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.85")  # staging memory is outside of XLA's pool
+os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "104")
+
+WAYS: dict[str, dict[str, Any]] = {
+    "device": {"state": "device", "offload": "remat"},
+    "freed": {"state": "moments"},
+    "exact": {"state": "moments", "gradients": "device"},
+    "host": {"state": "moments", "gradients": "host"},
+}
+
+
+def run(options: argparse.Namespace, way: str, steps: int, text: bytes) -> dict[str, Any]:
+    """Losses and times of a way."""
+    import jax
+
+    from dejax.training.decoder import SIZES, Recipe, make_trainer
+    from dejax.training.decoder.text import batch_at
+
+    recipe = Recipe(batch=options.batch, sequence=options.sequence, steps=options.steps, rate=options.rate, **WAYS[way])
+    config = SIZES[options.size]
+    trainer = make_trainer(config, recipe)
+    begin = time.perf_counter()
+    state = jax.block_until_ready(trainer.init(jax.random.key(0)))
+    found: dict[str, Any] = {"init_s": time.perf_counter() - begin}
+    losses, times = [], []
+    for at in range(steps):
+        tokens = trainer.put(batch_at(text, at, seed=0, batch=recipe.batch, sequence=recipe.sequence))
+        begin = time.perf_counter()
+        state, loss = trainer.step(state, tokens)
+        losses.append(float(loss))
+        times.append(time.perf_counter() - begin)
+    seconds = statistics.median(times[2:] or times)
+    flops = config.flops_per_token(recipe.sequence) * recipe.batch * recipe.sequence
+    found |= {"ms": 1e3 * seconds, "tflops": flops / seconds / 1e12, "first_s": times[0], "losses": losses}
+    stats = jax.devices()[0].memory_stats() or {}
+    found["peak_device_gb"] = stats.get("peak_bytes_in_use", 0) / 1e9
+    return found
+
+
+def plot(found: dict[str, Any], path: Path) -> None:
+    """Draws the losses, smoothed over 5 steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for (name, way), style in zip(found.items(), ("-", "--", ":", "-."), strict=False):
+        losses = way["losses"]
+        axes.plot(range(1, len(losses) + 1), losses, style, label=name)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, nats a byte")
+    axes.legend()
+    figure.savefig(path, bbox_inches="tight")
+    plt.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default="350m")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rate", type=float, default=3e-4)
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), help="names, each with :STEPS if it runs fewer")
+    parser.add_argument("--out", type=Path, default=Path("out/offload_curves.json"))
+    parser.add_argument("--plot", type=Path, help="draws the losses")
+    options = parser.parse_args()
+
+    import jax
+
+    from dejax.training.decoder.text import read_text
+
+    text = read_text(limit=32 << 20)
+    found: dict[str, Any] = {}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    for name in options.ways:
+        way, _, steps = name.partition(":")
+        try:
+            found[way] = run(options, way, int(steps or options.steps), text)
+        except Exception as error:
+            found[way] = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
+            print(way, found[way], flush=True)
+            continue
+        first = next((x for x in found.values() if "losses" in x), found[way])
+        pairs = list(zip(found[way]["losses"], first["losses"], strict=False))
+        found[way]["largest_difference"] = max(abs(a - b) for a, b in pairs)
+        found[way]["over_first"] = found[way]["ms"] / first["ms"]
+        last = found[way]["losses"][-1]
+        shown = {key: round(value, 4) for key, value in found[way].items() if key != "losses"}
+        print(f"{way}: loss {found[way]['losses'][0]:.4f} to {last:.4f}, {shown}", flush=True)
+        options.out.write_text(json.dumps({"options": vars(options), "ways": found}, default=str))
+        jax.clear_caches()
+        gc.collect()
+    if options.plot:
+        plot({name: way for name, way in found.items() if "losses" in way}, options.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

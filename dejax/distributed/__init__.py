@@ -1,0 +1,42 @@
+"""Several GPUs and hosts: the same step on a mesh, on jax's own runtime. Nothing here starts processes.
+
+* `data_parallel` makes the step of a mesh from the two halves of a step of one device.
+* `over_mesh` makes a full-graph layer of a mesh of a layer of one device; `dejax.distributed.partition` splits graphs.
+* `share` puts tables, stores and topologies on all devices of a mesh, for reading or writing.
+
+docs/distributed.md and docs/full_graph_mesh.md are the guides.
+"""
+
+import importlib
+from typing import Any
+
+_PLACES = {
+    "DisagreementError": "failing",
+    "EXIT_STATUS": "failing",
+    "MeshProgram": "full_graph",
+    "Part": "parallel_step",
+    "Report": "parallel_step",
+    "data_parallel": "parallel_step",
+    "divided": "optimizer_state",
+    "latest_step": "checkpoint",
+    "make_mesh": "_placing",
+    "restore": "checkpoint",
+    "save": "checkpoint",
+    "replicate": "_placing",
+    "ShardedGraph": "full_graph",
+    "ShardedTable": "tables",
+    "check_agreement": "failing",
+    "check_lost": "tables",
+    "initialize": "failing",
+    "over_mesh": "full_graph",
+    "watch": "failing",
+    "share": "_placing",
+}
+
+__all__ = sorted(_PLACES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PLACES:
+        return getattr(importlib.import_module(f"dejax.distributed.{_PLACES[name]}"), name)
+    raise AttributeError(f"module 'dejax.distributed' has no attribute {name!r}; it has {', '.join(__all__)}")

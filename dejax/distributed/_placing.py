@@ -1,0 +1,103 @@
+"""Where arrays lie on a mesh: replicated or divided, also where a mesh has devices of several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dejax.host_gather import HostTable
+
+
+def make_mesh(devices: int | None = None, *, axis: str = "data") -> Mesh:
+    """A mesh of one axis over the first devices of all processes.
+
+    Args:
+        devices: how many; all by default.
+        axis: its name.
+
+    Raises:
+        ValueError: more devices than there are, or, with several processes, not as many of each.
+
+    >>> make_mesh(1).shape["data"]
+    1
+    """
+    known = jax.devices()
+    count = len(known) if devices is None else devices
+    if not 1 <= count <= len(known):
+        raise ValueError(
+            f"make_mesh: `devices` must be 1 to {len(known)}, the devices that jax sees, got {devices}; on the CPU "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={devices} makes them"
+        )
+    if jax.process_count() > 1 and count != len(known):
+        raise ValueError(f"make_mesh: with several processes `devices` must be all {len(known)}, got {devices}")
+    return jax.make_mesh((count,), (axis,), (jax.sharding.AxisType.Auto,), devices=known[:count])
+
+
+def on_mesh(value: Any, mesh: Mesh, spec: PartitionSpec) -> Array:
+    """`value` as an array of the mesh. An array that lies on the mesh stays as it is.
+
+    Without devices of other processes this is `device_put`; with them, each process gives the whole value.
+    """
+    sharding = getattr(value, "sharding", None)
+    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+        return value
+    wanted = NamedSharding(mesh, spec)
+    if wanted.is_fully_addressable:
+        return jax.device_put(value, wanted)
+    if isinstance(value, Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        data = on_mesh(jax.random.key_data(value), mesh, spec)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+    whole = np.asarray(value)
+    return jax.make_array_from_callback(whole.shape, wanted, lambda index: whole[index])
+
+
+def replicate(tree: Any, mesh: Mesh) -> Any:
+    """A pytree of arrays with a copy of each on every device of the mesh. Arrays that lie on the mesh stay as they are.
+
+    With several processes each gives the same values.
+    """
+    return jax.tree.map(lambda value: on_mesh(value, mesh, PartitionSpec()), tree)
+
+
+def share(tree: Any, mesh: Mesh, *, writable: bool = False) -> Any:
+    """A pytree of tables and arrays for every device of the mesh: stores, topologies, cached and split tables, states.
+
+    Tables in host memory are shared (`HostTable.share`): the GPUs of a process read and write one table, whose cached
+    or split rows are copied to each. Arrays are replicated. What lies on the mesh stays as it is.
+
+    Args:
+        tree: for example a `FeatureStore`, the state of its optimizer, or a `HeteroTopology`.
+        mesh: devices of one or several processes. Each process gives the same rows.
+        writable: whether steps write the tables. Do not use the given tables afterwards.
+
+    Raises:
+        ValueError: devices of another platform, or a read-only table to write.
+    """
+
+    def shared(value: Any) -> Any:
+        if not isinstance(value, HostTable):
+            return on_mesh(value, mesh, PartitionSpec())
+        return value if value._spec.shared else value.share(mesh, writable=writable)
+
+    return jax.tree.map(shared, tree, is_leaf=lambda value: isinstance(value, HostTable))
+
+
+def spec_of(value: Any, mesh: Mesh) -> PartitionSpec:
+    """How an array lies on the mesh; replicated if it does not lie on it yet."""
+    sharding = getattr(value, "sharding", None)
+    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+        return sharding.spec
+    return PartitionSpec()
+
+
+def check_axis(what: str, mesh: Mesh, axis: str) -> int:
+    """The number of devices along `axis`."""
+    if axis not in mesh.shape:
+        names: Sequence[str] = [str(name) for name in mesh.axis_names]
+        raise ValueError(f"{what}: `axis` must be one of the mesh's axes, {', '.join(names)}, got {axis!r}")
+    return mesh.shape[axis]

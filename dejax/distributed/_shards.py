@@ -1,0 +1,164 @@
+"""The static part of a `ShardedTable`, and how its blocks are made."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dejax.distributed._placing import on_mesh
+from dejax.host_gather import HostTable
+from dejax.host_gather._spec import TableSpec, platform_of
+from dejax.host_gather._types import word_bits, words_per_row
+from dejax.minibatch._formats import Encoder, block_rows, table_dtype
+
+MULTIPLE = 64
+"""Rows are padded to a multiple of it, so that checkpoints have one shape on 1, 2, 4, ... 64 devices."""
+_RESULTS = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """The static part of a `ShardedTable`.
+
+    Attributes:
+        rows: of the whole table.
+        row: shape of a row.
+        dtype: of the elements.
+        devices: along `axis`.
+        block: rows of each device, padding included.
+        axis: of the mesh.
+        memory: "host" or "device".
+        platform: "cpu" or "cuda".
+    """
+
+    rows: int
+    row: tuple[int, ...]
+    dtype: np.dtype
+    devices: int
+    block: int
+    axis: str
+    memory: str
+    platform: str
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.row) * self.dtype.itemsize
+
+    @property
+    def local(self) -> TableSpec:
+        """The spec of one device's block."""
+        on_device = self.memory == "device"
+        return TableSpec(self.block, self.row, self.dtype, self.platform, read_only=on_device, on_device=on_device)
+
+    def rows_of(self, words: Array, row_scale: Array | None, column_scale: Array | None, dtype: Any) -> Array:
+        """[n, *row] from unsigned integers [n, words], times their scales."""
+        if self.dtype.itemsize == 8:
+            if not jax.config.values["jax_enable_x64"]:
+                raise TypeError(f"ShardedTable.gather: rows of {self.dtype} need jax's 64-bit mode")
+            words = words.reshape(words.shape[0], -1, 2)
+        rows = jax.lax.bitcast_convert_type(words, self.dtype).reshape(words.shape[0], *self.row)
+        scaled = row_scale is not None or column_scale is not None
+        kept = self.dtype.name in _RESULTS or (self.dtype.kind in "iuf" and self.dtype.itemsize > 1 and not scaled)
+        kept = kept or (self.dtype.kind in "iu" and not scaled)
+        result = np.dtype(dtype) if dtype is not None else self.dtype if kept else np.dtype(np.float32)
+        if scaled:
+            rows = rows.astype(jnp.float32)
+            if row_scale is not None:
+                rows = rows * row_scale.reshape(-1, *[1] * len(self.row))
+            if column_scale is not None:
+                rows = rows * column_scale
+        return rows.astype(result)
+
+
+def numpy_rows(words: np.ndarray, spec: ShardSpec) -> np.ndarray:
+    """The rows of unsigned integers [padded rows, words]."""
+    return np.ascontiguousarray(words[: spec.rows]).view(spec.dtype).reshape(spec.rows, *spec.row)
+
+
+def make_shards(
+    what: str, array: Any, mesh: Mesh, axis: str, dtype: Any, scale: str | None, memory: str, hot: Any
+) -> tuple[dict[str, Any], ShardSpec]:
+    """The arrays of a `ShardedTable`, of which this process makes its devices' blocks, and its spec."""
+    given = array if isinstance(array, np.ndarray) else np.asarray(array)
+    if given.ndim == 0:
+        raise ValueError(f"{what}: the array must be [rows, *row], got a scalar")
+    if memory not in ("host", "device"):
+        raise ValueError(f"{what}: `memory` must be 'host' or 'device', got {memory!r}")
+    encoder = Encoder.of(what, given, table_dtype(what, given.dtype if dtype is None else dtype), scale)
+    devices = mesh.shape[axis]
+    multiple = math.lcm(MULTIPLE, devices)
+    block = max(1, math.ceil(len(given) / multiple)) * multiple // devices
+    platform = platform_of(mesh.devices.flat[0])
+    spec = ShardSpec(len(given), given.shape[1:], encoder.dtype, devices, block, axis, memory, platform)
+    blocks, scales = _blocks(encoder, given, spec, mesh)
+    divided = NamedSharding(mesh, PartitionSpec(axis))
+    kind = "pinned_host" if memory == "host" and platform == "cuda" else None
+    words_at = NamedSharding(mesh, PartitionSpec(axis), memory_kind=kind) if kind else divided
+    width = words_per_row(spec.row, spec.dtype)
+    words = jax.make_array_from_single_device_arrays((devices * block, width), words_at, blocks)
+    hot_ids = _checked_hot(what, hot, len(given))
+    everywhere = PartitionSpec()
+    column_scale = encoder.column_scale
+    parts = {
+        "words": words,
+        "row_scale": jax.make_array_from_single_device_arrays((devices * block,), divided, scales) if scales else None,
+        "column_scale": None if column_scale is None else on_mesh(column_scale, mesh, everywhere),
+        "hot_ids": None,
+        "hot_words": None,
+        "hot_scale": None,
+    }
+    if len(hot_ids):
+        hot_rows, hot_scale = encoder(np.asarray(given[hot_ids]))
+        parts["hot_ids"] = on_mesh(hot_ids.astype(np.int32), mesh, everywhere)
+        parts["hot_words"] = on_mesh(_as_words(hot_rows, spec), mesh, everywhere)
+        parts["hot_scale"] = None if hot_scale is None else on_mesh(hot_scale, mesh, everywhere)
+    return parts, spec
+
+
+def _blocks(encoder: Encoder, given: np.ndarray, spec: ShardSpec, mesh: Mesh) -> tuple[list[Array], list[Array]]:
+    """For each device of this process the words of its rows, and their scales."""
+    shape = (spec.devices * spec.block,)
+    places = NamedSharding(mesh, PartitionSpec(spec.axis)).addressable_devices_indices_map(shape)
+    blocks, scales = [], []
+    for device, index in (places or {}).items():
+        first = (index[0].start or 0) if index else 0
+        table = HostTable.zeros((spec.block, *spec.row), spec.dtype, device=device) if spec.memory == "host" else None
+        rows = np.zeros((spec.block, *spec.row), spec.dtype) if table is None else None
+        scale = np.ones(spec.block, np.float32)
+        step = block_rows(given)
+        for start in range(first, min(first + spec.block, spec.rows), step):
+            stop = min(start + step, first + spec.block, spec.rows)
+            encoded, own_scale = encoder(np.asarray(given[start:stop]))
+            if table is not None:
+                table.write(start - first, encoded)
+            elif rows is not None:
+                rows[start - first : stop - first] = encoded
+            if own_scale is not None:
+                scale[start - first : stop - first] = own_scale
+        if table is not None:
+            blocks.append(table._leaf)
+        elif rows is not None:
+            blocks.append(jax.device_put(_as_words(rows, spec), device))
+        scales.append(jax.device_put(scale, device))
+    return blocks, scales if encoder.by_row else []
+
+
+def _as_words(rows: np.ndarray, spec: ShardSpec) -> np.ndarray:
+    width = words_per_row(spec.row, spec.dtype)
+    return np.ascontiguousarray(rows).view(f"uint{word_bits(spec.dtype)}").reshape(len(rows), width)
+
+
+def _checked_hot(what: str, hot: Any, rows: int) -> np.ndarray:
+    ids = np.asarray(hot).reshape(-1)
+    if ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= rows):
+        raise ValueError(f"{what}: `hot` must be ids of rows from 0 to {rows - 1}")
+    if len(np.unique(ids)) != len(ids):
+        raise ValueError(f"{what}: the ids of `hot` must be distinct")
+    return np.sort(ids.astype(np.int64))

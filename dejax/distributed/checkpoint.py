@@ -1,0 +1,143 @@
+"""Checkpoints of a state on a mesh, by Orbax: written by all processes, read on any number of devices."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dejax._optional import optional
+from dejax.distributed.tables import ShardedTable
+from dejax.host_gather import HostTable
+from dejax.host_gather._memory import copy_rows
+from dejax.host_gather._spec import TableSpec
+
+
+def save(folder: str | os.PathLike[str], step: int, state: Any, *, keep: int = 2) -> None:
+    """Writes a state. All processes call it together, with a folder that all see.
+
+    A checkpoint appears under its step when it is complete. So a process that dies while it is written leaves the one
+    before.
+
+    Args:
+        folder: of the run.
+        step: the number of the checkpoint, such as the steps that are done.
+        state: a pytree of arrays, tables in host memory, `ShardedTable`s and random keys.
+        keep: how many checkpoints stay.
+    """
+    with optional("orbax-checkpoint", of="a checkpoint"):
+        import orbax.checkpoint as ocp
+
+    with _manager(folder, keep) as manager:
+        manager.save(step, args=ocp.args.StandardSave(_named(state)), force=True)
+        manager.wait_until_finished()
+
+
+def restore(folder: str | os.PathLike[str], like: Any, *, step: int | None = None) -> tuple[Any, int]:
+    """A state from a checkpoint, placed as `like`. All processes call it together.
+
+    The checkpoint may come from another number of devices or processes. Numbers are restored exactly.
+
+    Args:
+        folder: of the run.
+        like: a state of the same structure, such as that of a new run, on the mesh that is used now. Rows are written
+            into its tables; do not use it afterwards.
+        step: which checkpoint; by default the latest.
+
+    Returns:
+        The state and its step.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: the checkpoint has other leaves or shapes than `like`.
+    """
+    with optional("orbax-checkpoint", of="a checkpoint"):
+        import orbax.checkpoint as ocp
+
+    found = latest_step(folder) if step is None else step
+    if found is None or not (Path(folder) / str(found)).exists():
+        raise FileNotFoundError(f"distributed.restore: no checkpoint {'' if found is None else found} in {folder}")
+    wanted = _named(like)
+    with _manager(folder, None) as manager:
+        _check_same(manager.item_metadata(found), wanted)
+        abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in wanted.items()}
+        arrays = manager.restore(found, args=ocp.args.StandardRestore(abstract))
+    return _written(like, list(arrays[name] for name in wanted)), found
+
+
+def latest_step(folder: str | os.PathLike[str]) -> int | None:
+    """The step of the latest complete checkpoint; None if there is none."""
+    # Orbax writes under another name and renames: a folder with a number as its name is complete.
+    names = [place.name for place in Path(folder).glob("[0-9]*")] if Path(folder).exists() else []
+    return max((int(name) for name in names if name.isdigit()), default=None)
+
+
+def _manager(folder: Any, keep: int | None) -> Any:
+    import orbax.checkpoint as ocp
+
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False)
+    return ocp.CheckpointManager(Path(folder).absolute(), options=options)
+
+
+def _named(state: Any) -> dict[str, Any]:
+    """The arrays of a state by name: the unsigned integers of tables, the integers of random keys."""
+    named = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        if not isinstance(leaf, jax.Array):
+            leaf = jnp.asarray(leaf)
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        named[jax.tree_util.keystr(path, simple=True, separator=".").replace("/", "_") or "state"] = leaf
+    return named
+
+
+def _check_same(metadata: Any, wanted: dict[str, Any]) -> None:
+    there = {name: tuple(leaf.shape) for name, leaf in dict(getattr(metadata, "tree", metadata) or {}).items()}
+    if not there:
+        return
+    if odd := sorted(set(there) ^ set(wanted)):
+        raise ValueError(
+            f"distributed.restore: `like` must have the leaves of the checkpoint, got one more or less: {odd[0]!r}"
+        )
+    for name, leaf in wanted.items():
+        if there[name] != tuple(leaf.shape):
+            raise ValueError(
+                f"distributed.restore: `like` must have the shapes of the checkpoint, {there[name]} for {name!r}, got "
+                f"{tuple(leaf.shape)}; divided tables keep their shape on 1, 2, 4 ... 64 devices"
+            )
+
+
+def _written(like: Any, arrays: list[Any]) -> Any:
+    """The tree of `like` with restored arrays; tables keep their memory, into which the rows are copied."""
+    rest = iter(arrays)
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, HostTable):
+            _copy_shards(leaf._leaf, next(rest), leaf._spec)
+            return leaf
+        if isinstance(leaf, ShardedTable):
+            new = jax.tree.map(lambda _: next(rest), leaf)
+            if leaf.spec.memory == "device":
+                return new
+            _copy_shards(leaf.words, new.words, leaf.spec.local)
+            return jax.tree.unflatten(jax.tree.structure(leaf), [leaf.words, *jax.tree.leaves(new)[1:]])
+        value = next(rest)
+        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf))
+        return value
+
+    return jax.tree.map(of_leaf, like, is_leaf=lambda leaf: isinstance(leaf, HostTable | ShardedTable))
+
+
+def _copy_shards(to: Any, source: Any, spec: TableSpec) -> None:
+    found = {shard.device: shard.data for shard in source.addressable_shards}
+    own = to.addressable_shards
+    for shard in own[:1] if spec.sharers > 1 else own:  # the devices of a process share one memory
+        copy_rows(shard.data, spec, 0, np.ascontiguousarray(np.asarray(found[shard.device])))
+
+
+__all__ = ["latest_step", "restore", "save"]

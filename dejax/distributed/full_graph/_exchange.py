@@ -1,0 +1,97 @@
+"""The collectives of full-graph layers, inside `shard_map`: rows to the devices that read them, and sums back.
+
+Both are static: each device sends the rows `send` in the rounds of the plan, and what it receives lies in its halo
+slots in the same order. The transpose of one is the other.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from dejax.distributed.full_graph._rounds import Round
+
+Rounds = tuple[Round, ...]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def exchange(x: jax.Array, send: jax.Array, rounds: Rounds, axis: str) -> jax.Array:
+    """The rows of a device followed by its halo: [owned + halo slots, *F].
+
+    Args:
+        x: [owned, *F], the rows that the device owns.
+        send: int32[halo slots], the own row that goes out in each slot; at least `owned` where none does. In one round
+            no two slots send the same row.
+        rounds: the plan.
+        axis: name of the mesh axis.
+
+    Returns:
+        The rows with the received ones; zeros in slots that nothing arrives in.
+    """
+    received = []
+    for some in rounds:
+        place = send[some.start : some.start + some.rows]
+        out = x.at[place].get(mode="fill", fill_value=0, unique_indices=True)
+        received.append(jax.lax.ppermute(out, axis, some.pairs))
+    return jnp.concatenate([x, *received])
+
+
+def _forward(x: jax.Array, send: jax.Array, rounds: Rounds, axis: str) -> tuple[jax.Array, jax.Array]:
+    return exchange(x, send, rounds, axis), send
+
+
+def _backward(rounds: Rounds, axis: str, send: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    return collect(cotangent, send, rounds, axis), None
+
+
+exchange.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def collect(x: jax.Array, send: jax.Array, rounds: Rounds, axis: str) -> jax.Array:
+    """The transpose of `exchange`: halo rows go back to their owners, which add them to their own: [owned, *F].
+
+    Rows are added in the order of the rounds, so that results are the same in every run.
+
+    Args:
+        x: [owned + halo slots, *F].
+        send, rounds, axis: as for `exchange`.
+    """
+    owned = x.shape[0] - send.shape[0]
+    total = x[:owned]
+    total = total.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else total
+    for some in rounds:
+        back = tuple((receiver, sender) for sender, receiver in some.pairs)
+        place = send[some.start : some.start + some.rows]
+        rows = jax.lax.ppermute(jax.lax.slice_in_dim(x, owned + some.start, owned + some.start + some.rows), axis, back)
+        total = total.at[place].add(rows.astype(total.dtype), mode="drop", unique_indices=True)
+    return total.astype(x.dtype)
+
+
+def _collect_forward(x: jax.Array, send: jax.Array, rounds: Rounds, axis: str) -> tuple[jax.Array, jax.Array]:
+    return collect(x, send, rounds, axis), send
+
+
+def _collect_backward(rounds: Rounds, axis: str, send: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    return exchange(cotangent, send, rounds, axis), None
+
+
+collect.defvjp(_collect_forward, _collect_backward)
+
+
+def collect_extremum(x: jax.Array, send: jax.Array, rounds: Rounds, axis: str, sign: int) -> jax.Array:
+    """As `collect`, with the maximum (or with `sign` of -1 the minimum) in place of the sum; without gradient."""
+    x = jax.lax.stop_gradient(x)
+    owned = x.shape[0] - send.shape[0]
+    found = x[:owned]
+    for some in rounds:
+        back = tuple((receiver, sender) for sender, receiver in some.pairs)
+        place = send[some.start : some.start + some.rows]
+        part = jax.lax.slice_in_dim(x, owned + some.start, owned + some.start + some.rows)
+        rows = jax.lax.ppermute(part, axis, back)
+        # Devices outside of the round receive zeros, and their slots send no row.
+        at = found.at[place]
+        found = at.max(rows, mode="drop") if sign > 0 else at.min(rows, mode="drop")
+    return found

@@ -1,0 +1,167 @@
+"""A split graph on disk: a folder for each part, with its edges, its halo lists and its rows of features."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from dejax.distributed.full_graph._rounds import Round
+from dejax.distributed.full_graph._sharded_graph import (
+    ShardedGraph,
+    assemble,
+    axis_of,
+    checked_owner,
+    common_sizes,
+    whole_graph,
+)
+from dejax.distributed.full_graph._split import Layout, Part, part_fields, split
+from dejax.rgnn.graphs.rel_graph import RelGraph
+
+_FILE = "graph.json"
+_FORMAT = 1
+
+
+def save_parts(
+    folder: str | os.PathLike[str],
+    graph: RelGraph,
+    owner: Any,
+    parts: int,
+    *,
+    nodes: Mapping[str, Any] | None = None,
+    edges: Mapping[str, Any] | None = None,
+) -> None:
+    """Splits a graph and writes each part to a folder of its own, for `load_parts`.
+
+    Args:
+        folder: the folder; `part_0` to `part_<parts - 1>` are made in it, and `graph.json`.
+        graph: the whole graph.
+        owner: int[nodes], the part of each node (`Partition.owner()`).
+        parts: number of parts.
+        nodes: arrays with one row for each node, by name; may be memory maps.
+        edges: arrays with one row for each edge, by name.
+
+    Raises:
+        TypeError, ValueError: as `ShardedGraph.from_graph`; a name that is no identifier; an array with other rows.
+    """
+    layout, made = split(whole_graph(graph), checked_owner(owner, graph.num_nodes, parts), parts)
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / _FILE).unlink(missing_ok=True)
+    given = {"nodes": (nodes or {}, layout.num_nodes), "edges": (edges or {}, layout.num_edges)}
+    for kind, (arrays, count) in given.items():
+        for name, array in arrays.items():
+            if not name.isidentifier():
+                raise ValueError(f"names of arrays must be identifiers, got {name!r}")
+            if array.shape[:1] != (count,):
+                raise ValueError(f"{kind}[{name!r}] must have {count} rows, got shape {array.shape}")
+    for number, part in enumerate(made):
+        here = path / f"part_{number}"
+        here.mkdir(exist_ok=True)
+        for name in part_fields():
+            np.save(here / f"{name}.npy", getattr(part, name))
+        for kind, ids in (("nodes", part.node_ids), ("edges", part.edge_ids)):
+            for name, array in given[kind][0].items():
+                np.save(here / f"{kind}_{name}.npy", np.asarray(array[ids]))
+    found = {"format": _FORMAT, "layout": asdict(layout), "sizes": list(common_sizes(layout, made))}
+    partial = path / f"{_FILE}.partial"
+    partial.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    partial.replace(path / _FILE)
+
+
+def load_parts(folder: str | os.PathLike[str], mesh: Mesh, axis: str | None = None) -> ShardedGraph:
+    """Opens a folder of `save_parts`: each process reads the parts of its own devices only.
+
+    Args:
+        folder: the folder.
+        mesh: a mesh whose axis has as many devices as there are parts.
+        axis: the name of the axis; may be left out where the mesh has one axis.
+
+    Raises:
+        FileNotFoundError: no such folder, or a file of it is missing.
+        ValueError: an axis of another size; a file that is cut short.
+    """
+    axis = axis_of(mesh, axis)
+    described = _described(folder)
+    given = described["layout"]
+    layout = Layout(
+        **{name: _static(given[name]) for name in (field.name for field in fields(Layout)) if name != "rounds"},
+        rounds=tuple(Round(_static(some["pairs"]), some["rows"], some["start"]) for some in given["rounds"]),
+    )
+    if mesh.shape[axis] != layout.parts:
+        raise ValueError(
+            f"the mesh axis {axis!r} must have {layout.parts} devices, one for each part of {folder}, got "
+            f"{mesh.shape[axis]}; split the graph again"
+        )
+    parts = {
+        number: Part(**{name: _read(folder, number, name) for name in part_fields()})
+        for number in own_parts(mesh, axis)
+    }
+    return assemble(layout, parts, tuple(described["sizes"]), mesh, axis)
+
+
+def load_nodes(folder: str | os.PathLike[str], graph: ShardedGraph, name: str) -> Array:
+    """An array of nodes that `save_parts` wrote, as [rows, *F] over the devices."""
+    return _load(folder, graph, f"nodes_{name}", graph.layout.rows)
+
+
+def load_edges(folder: str | os.PathLike[str], graph: ShardedGraph, name: str) -> Array:
+    """An array of edges that `save_parts` wrote, as [edge rows, *F] over the devices."""
+    return _load(folder, graph, f"edges_{name}", graph.layout.edges)
+
+
+def own_parts(mesh: Mesh, axis: str) -> tuple[int, ...]:
+    """The places along a mesh axis of this process' devices."""
+    at = mesh.axis_names.index(axis)
+    mine = [index[at] for index, device in np.ndenumerate(mesh.devices) if device.process_index == jax.process_index()]
+    return tuple(sorted(set(mine)))
+
+
+def _load(folder: str | os.PathLike[str], graph: ShardedGraph, name: str, rows: int) -> Array:
+    parts = {number: _read(folder, number, name) for number in own_parts(graph.mesh, graph.axis)}
+    like = next(iter(parts.values()))
+    dtype = jax.dtypes.canonicalize_dtype(like.dtype)
+
+    def some(index: tuple[slice, ...]) -> np.ndarray:
+        first, last, _ = index[0].indices(rows * graph.parts)
+        found = np.zeros((last - first, *like.shape[1:]), dtype)
+        for number in range(first // rows, last // rows):
+            part = parts[number]
+            found[number * rows - first : number * rows - first + part.shape[0]] = part
+        return found
+
+    return jax.make_array_from_callback((rows * graph.parts, *like.shape[1:]), graph.row_sharding(), some)
+
+
+def _described(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    path = Path(folder) / _FILE
+    if not path.exists():
+        raise FileNotFoundError(f"{folder} must have {_FILE}, which save_parts writes last; split the graph again")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if found.get("format") != _FORMAT:
+        raise ValueError(f"{path} must have format {_FORMAT}, got {found.get('format')!r}")
+    return found
+
+
+def _static(value: Any) -> Any:
+    """Lists as tuples."""
+    return tuple(map(_static, value)) if isinstance(value, list) else value
+
+
+def _read(folder: str | os.PathLike[str], number: int, name: str) -> np.ndarray:
+    file = Path(folder) / f"part_{number}" / f"{name}.npy"
+    if not file.exists():
+        raise FileNotFoundError(f"{file} is missing; split the graph again")
+    try:
+        array: np.ndarray = np.load(file, mmap_mode="r")
+    except ValueError as error:
+        raise ValueError(f"{file} is cut short or no array ({error}); split the graph again") from None
+    return array

@@ -1,0 +1,133 @@
+"""`over_mesh`: a program of the front end on a graph that is spread over devices."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from dejax.distributed.full_graph._run import DeviceRun
+from dejax.distributed.full_graph._sharded_graph import ShardedGraph
+from dejax.distributed.full_graph._stages import Distributed, distribute
+from dejax.rgnn.compiler.program import Program
+from dejax.rgnn.ir.inter import Op, Space
+from dejax.rgnn.options import Options
+from dejax.rgnn.passes import Counts
+
+
+def over_mesh(program: Program) -> MeshProgram:
+    """The same program for a `ShardedGraph`: forward and backward over the devices of a mesh.
+
+    Args:
+        program: made by `@rgnn.program`, such as those of `dejax.rgnn.library` and `dejax.rgnn.zoo`, or your own.
+
+    Returns:
+        A function of a `ShardedGraph` and the program's arguments. Arrays with one row for each node are [rows, *F] as
+        `ShardedGraph.shard_nodes` makes them, and arrays with one row for each edge as `shard_edges` does; the others
+        are as for the program, the same on every device. Results likewise. It runs inside and outside of `jax.jit` and
+        under `jax.grad`.
+
+    Raises:
+        TypeError: `program` is not a program.
+    """
+    if not isinstance(program, Program):
+        raise TypeError(
+            f"program must be made by @rgnn.program, got {type(program).__name__}; of a layer of dejax.rgnn.nnx pass "
+            "the function of dejax.rgnn.library or dejax.rgnn.zoo and the layer's parameters"
+        )
+    return MeshProgram(program)
+
+
+class MeshProgram:
+    """A program over the devices of a mesh; made by `over_mesh`."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    def __repr__(self) -> str:
+        return f"<over_mesh of {self.program!r}>"
+
+    def __call__(self, graph: ShardedGraph, *args: Any, options: Options | None = None, **kwargs: Any) -> Any:
+        """Runs the program.
+
+        Args:
+            graph: the graph.
+            *args, **kwargs: see `over_mesh`.
+            options: used instead of the program's own.
+
+        Raises:
+            ProgramError: the program has a mistake.
+            CannotDistribute: the program has an operator that is not supported over devices.
+            TypeError: `graph` is not a ShardedGraph.
+        """
+        plan, tree, arrays = self._prepare(graph, args, kwargs)
+        positions = [plan.program.ops[i].attr("position") for i in plan.program.inputs]
+        given = {position: arrays[position] for position in positions}
+        return jax.tree_util.tree_unflatten(tree, _run(plan, options or self.program.options, graph, given))
+
+    def plan(self, graph: ShardedGraph, *args: Any, **kwargs: Any) -> Distributed:
+        """The stages and collectives of a call with these arguments, which may be `jax.ShapeDtypeStruct`."""
+        return self._prepare(graph, args, kwargs)[0]
+
+    def bytes_sent(self, graph: ShardedGraph, *args: Any, **kwargs: Any) -> int:
+        """Bytes that cross links in the exchanges of one forward pass, all devices together.
+
+        A backward pass sends the same number back, less the values that no gradient flows through. Reductions over the
+        graph or its types, whose results are small, are not counted.
+        """
+        return self.plan(graph, *args, **kwargs).exchanged_bytes * graph.layout.rows_sent
+
+    def _prepare(self, graph: ShardedGraph, args: tuple, kwargs: dict) -> tuple[Distributed, Any, list[Any]]:
+        if not isinstance(graph, ShardedGraph):
+            raise TypeError(
+                f"the first argument of {self!r} must be a ShardedGraph, got {type(graph).__name__}; make one with "
+                "ShardedGraph.from_graph"
+            )
+        program, tree, arrays = self.program.traced(_counts(graph), args, kwargs)
+        return distribute(program, _counts(graph)), tree, arrays
+
+
+def _counts(graph: ShardedGraph) -> Counts:
+    local = graph.local
+    return Counts(
+        nodes=graph.num_rows,
+        edges=graph.num_edge_rows,
+        source_pairs=graph.parts * local.num_source_pairs,
+        destination_pairs=graph.parts * local.num_destination_pairs,
+        edge_types=local.num_edge_types,
+        node_types=local.num_node_types,
+        typed_sources=local.edge_type_by_source is not None,
+    )
+
+
+def _has_rows(op: Op) -> bool:
+    """Whether each device has its own rows of the value."""
+    return op.space in (Space.NODE, Space.EDGE, Space.DESTINATION_PAIR)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _run(plan: Distributed, options: Options, graph: ShardedGraph, given: dict[int, Any]) -> tuple[jax.Array, ...]:
+    """The results, of arrays by position. Under jit, since `shard_map` outside of it takes no `custom_vjp` of programs."""
+    split, whole = PartitionSpec(graph.axis), PartitionSpec()
+    ops = plan.program.ops
+    by_position = {ops[i].attr("position"): ops[i] for i in plan.program.inputs}
+    mapped = jax.shard_map(
+        partial(_on_device, plan, options),
+        mesh=graph.mesh,
+        in_specs=(
+            jax.tree.map(lambda leaf: split, graph),
+            {position: split if _has_rows(by_position[position]) else whole for position in given},
+        ),
+        out_specs=tuple(split if _has_rows(ops[o]) else whole for o, _ in plan.outputs),
+        check_vma=False,
+    )
+    found: tuple[jax.Array, ...] = mapped(graph, given)
+    return found
+
+
+def _on_device(
+    plan: Distributed, options: Options, graph: ShardedGraph, given: dict[int, Any]
+) -> tuple[jax.Array, ...]:
+    return DeviceRun(plan, graph, options)(given)

@@ -1,0 +1,137 @@
+"""Runs the stages of a distributed program inside `shard_map`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dejax.distributed.full_graph._exchange import collect, collect_extremum, exchange
+from dejax.distributed.full_graph._sharded_graph import ShardedGraph, local_part
+from dejax.distributed.full_graph._stages import Combine, Distributed, Exchange, Form, Ref, Stage
+from dejax.rgnn.compiler.execute import Task, counts_of, run
+from dejax.rgnn.graphs.rel_graph import RelGraph
+from dejax.rgnn.ir.inter import Op, Space
+from dejax.rgnn.lowering.segments import lowest, segments, valid_rows, where_rows
+from dejax.rgnn.options import Options
+
+
+class DeviceRun:
+    """One device's run of a distributed program.
+
+    Args:
+        plan: the program.
+        graph: the graph, of which each table has one part.
+        options: of the compiler.
+    """
+
+    def __init__(self, plan: Distributed, graph: ShardedGraph, options: Options) -> None:
+        self.plan, self.options = plan, options
+        self.owned, self.local, self.send = local_part(graph)
+        self.rounds, self.axis = graph.layout.rounds, graph.axis
+        self.rows, self.halo = graph.layout.rows, graph.layout.halo
+        self.values: dict[Ref, jax.Array] = {}
+
+    def __call__(self, arrays: dict[int, jax.Array]) -> tuple[jax.Array, ...]:
+        """The results for the device's rows of the arguments, by position."""
+        ops = self.plan.program.ops
+        for i in self.plan.program.inputs:
+            self.values[i, _form(ops[i])] = self._given(ops[i], arrays[ops[i].attr("position")])
+        for step in self.plan.steps:
+            if isinstance(step, Stage):
+                self._stage(step)
+            elif isinstance(step, Exchange):
+                self._exchange(step)
+            else:
+                self._combine(step)
+        return tuple(self._result(ops[value], self.values[value, form]) for value, form in self.plan.outputs)
+
+    def _graph(self, on_edges: bool) -> RelGraph:
+        return self.local if on_edges else self.owned
+
+    def _given(self, op: Op, x: jax.Array) -> jax.Array:
+        """An argument in the compiler's form; rows that are padding become zeros."""
+        if op.space == Space.GRAPH:
+            return x[None]
+        if op.space == Space.EDGE:
+            x = x.at[self.local.edge_ids].get(unique_indices=True, mode="fill", fill_value=0)
+        return where_rows(valid_rows(self._graph(op.space != Space.NODE), op.space), x)
+
+    def _result(self, op: Op, x: jax.Array) -> jax.Array:
+        if op.space == Space.GRAPH:
+            return x[0]
+        x = where_rows(valid_rows(self._graph(op.space != Space.NODE), op.space), x)
+        return x.at[self.local.edge_positions].get(unique_indices=True) if op.space == Space.EDGE else x
+
+    def _stage(self, stage: Stage) -> None:
+        graph = self._graph(stage.on_edges)
+        inputs = tuple(self._read(ref, stage.on_edges) for ref in stage.inputs)
+        found = run(Task(stage.program, counts_of(graph), self.options), graph, inputs)
+        for ref, x in zip(stage.outputs, found, strict=True):
+            self.values[ref] = x[: self.rows] if ref[1] == Form.OWN and stage.on_edges else x
+
+    def _read(self, ref: Ref, on_edges: bool) -> jax.Array:
+        x = self.values[ref]
+        if ref[1] != Form.OWN or not on_edges:
+            return x
+        return jnp.pad(x, ((0, self.halo), *((0, 0),) * (x.ndim - 1)))  # halo rows, which no result depends on
+
+    def _exchange(self, step: Exchange) -> None:
+        """One exchange for all values of a dtype, side by side."""
+        ops = self.plan.program.ops
+        by_dtype: dict[str, list[int]] = {}
+        for value in step.values:
+            by_dtype.setdefault(ops[value].dtype, []).append(value)
+        for values in by_dtype.values():
+            rows = [self.values[value, Form.OWN].reshape(self.rows, ops[value].width) for value in values]
+            wide = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=1)
+            found, start = exchange(wide, self.send, self.rounds, self.axis), 0
+            for value in values:
+                part = found[:, start : start + ops[value].width]
+                self.values[value, Form.LOCAL] = part.reshape(self.rows + self.halo, *ops[value].shape)
+                start += ops[value].width
+
+    def _combine(self, step: Combine) -> None:
+        op = self.plan.program.ops[step.value]
+        if step.extremum is not None:
+            self.values[step.value, _form(op)] = self._extremum(op, 1 if step.extremum == "max" else -1)
+            return
+        x = self.values[step.value, Form.PARTIAL]
+        if step.to_owners:
+            self.values[step.value, Form.OWN] = collect(x, self.send, self.rounds, self.axis)
+        else:
+            self.values[step.value, Form.SHARED] = jax.lax.psum(x, self.axis)
+
+    def _extremum(self, op: Op, sign: int) -> jax.Array:
+        """The maximum (or minimum) over rows of all devices; 0 where there is none, or none is finite."""
+        ops = self.plan.program.ops
+        x = jax.lax.stop_gradient(self.values[op.args[0], _form(ops[op.args[0]])])
+        space = ops[op.args[0]].space
+        graph = self._graph(space != Space.NODE)
+        none, valid = lowest(x.dtype, sign), valid_rows(graph, space)
+        x = where_rows(valid, x, none)
+        if op.name == "place":
+            ids = self.values[op.args[1], _form(ops[op.args[1]])]
+            size = op.attr("size")
+            ids = jnp.where(ids < 0, size, ids)  # numpy's index from the end
+            start = jnp.full((size, *x.shape[1:]), none, x.dtype).at[ids]
+            found = (start.max(x, mode="drop") if sign > 0 else start.min(x, mode="drop"))[None]
+        elif op.attr("via") == "all":
+            found = x.max(0, keepdims=True) if sign > 0 else x.min(0, keepdims=True)
+        else:
+            group = segments(graph, op.attr("via"))
+            start = jnp.full((group.num_rows, *x.shape[1:]), none, x.dtype).at[group.index]
+            found = start.max(x, mode="drop") if sign > 0 else start.min(x, mode="drop")
+        if op.space == Space.NODE:
+            found = collect_extremum(found, self.send, self.rounds, self.axis, sign)
+        else:
+            found = jax.lax.pmax(found, self.axis) if sign > 0 else jax.lax.pmin(found, self.axis)
+        # As in the kernels. Integers that equal the lowest number count as none, too.
+        return jnp.where(found == none, jnp.zeros((), x.dtype), found)
+
+
+def _form(op: Op) -> Form:
+    if op.space == Space.NODE:
+        return Form.OWN
+    return Form.EDGES if op.space in (Space.EDGE, Space.DESTINATION_PAIR) else Form.SHARED

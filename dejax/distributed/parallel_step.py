@@ -1,0 +1,258 @@
+"""`data_parallel`: a training step of one device as a step of a mesh, with the same losses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec
+
+from dejax.distributed._placing import check_axis, on_mesh, spec_of
+from dejax.host_gather import RowGradient
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """What a step computes of a part of the batch, and the mean over all parts.
+
+    Attributes:
+        loss: float scalar, or a pytree of arrays: means over the part's real seeds.
+        gradients: of these means, by parameter.
+        weight: scalar, the number of real seeds (those that are no padding). A part without any does not count.
+        rows: gradients of rows of tables, as `RowGradient` in a dict, of the same mean.
+        counts: a pytree of integers to sum, such as `sample.lost.sum()`.
+    """
+
+    loss: Any
+    gradients: Any
+    weight: Any = 1
+    rows: Mapping[str, RowGradient] = dataclasses.field(default_factory=dict)
+    counts: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """What a step reports, equal on all devices.
+
+    Attributes:
+        loss: the mean over all real seeds of the batch.
+        weight: float32 scalar, their number.
+        counts: the sums of `Part.counts`.
+    """
+
+    loss: Any
+    weight: Array
+    counts: Any
+
+
+Gradients = Callable[[Any, Array, Any, Any], Part]
+Update = Callable[[Any, Part], Any]
+
+
+def data_parallel(
+    gradients: Gradients,
+    update: Update,
+    mesh: Mesh | None = None,
+    *,
+    axis: str = "data",
+    parts: int | None = None,
+    donate: bool = True,
+) -> Callable[[Any, Any, Any, Any], tuple[Any, Report]]:
+    """A compiled training step over a mesh, from the two halves of a step of one device.
+
+    The batch is cut into `parts`. Each device computes its parts one after the other, with keys of their own. Losses
+    and gradients are averaged over all real seeds, and every device makes the same update. With the same `parts` the
+    result does not depend on the number of devices, except for the order in which floats are added.
+
+    Args:
+        gradients: `(state, key, batch, data) -> Part`: samples, reads features, and differentiates the mean loss of a
+            part of the batch.
+        update: `(state, mean) -> state`: applies an optimizer to the mean, a `Part`. It returns the tree that it got,
+            with the same shapes. `mean.rows` has the rows of this device's parts; writing them to tables that are
+            shared for writing (`share`) or divided (`ShardedTable`) applies the rows of all devices once.
+        mesh: the devices; None for one device without a mesh.
+        axis: the axis of the mesh along which the batch is divided. Other axes repeat the work.
+        parts: a multiple of the devices along `axis`; by default their number.
+        donate: whether the step takes over the memory of its state. Tables that `update` writes need it.
+
+    Returns:
+        `step(state, key, batch, data) -> (state, Report)`. `batch` is a pytree of arrays whose first axis is the global
+        batch; with several processes each gives all of it. `state` and `data` lie on the mesh, or are replicated
+        at the first call. Arrays that are divided over the mesh (`NamedSharding`) arrive as each device's shard.
+
+    Raises:
+        ValueError: parts that the devices do not divide; when called, a batch that the parts do not divide.
+
+    >>> def gradients(state, key, batch, data):
+    ...     return Part(*jax.value_and_grad(lambda w: ((batch - w) ** 2).mean())(state))
+    >>> step = data_parallel(gradients, lambda state, mean: state - 0.5 * mean.gradients, make_mesh(1), parts=2)
+    >>> state, report = step(jnp.zeros(()), jax.random.key(0), jnp.arange(4.0), None)
+    >>> float(state), float(report.loss)
+    (1.5, 3.5)
+    """
+    devices = 1 if mesh is None else check_axis("data_parallel", mesh, axis)
+    parts = devices if parts is None else parts
+    if parts < 1 or parts % devices:
+        raise ValueError(f"data_parallel: `parts` must be a multiple of {devices}, the devices, got {parts}")
+    return _Step(gradients, update, mesh, axis, parts, devices, donate)
+
+
+class _Step:
+    """A step, compiled for each structure of its arguments."""
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        update: Update,
+        mesh: Mesh | None,
+        axis: str,
+        parts: int,
+        devices: int,
+        donate: bool,
+    ) -> None:
+        self.gradients, self.update, self.mesh, self.axis = gradients, update, mesh, axis
+        self.parts, self.own, self.donate = parts, parts // devices, donate
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(self, state: Any, key: Any, batch: Any, data: Any = None) -> tuple[Any, Report]:
+        compiled, leaves = self._prepared(state, key, batch, data)
+        state_leaves, report = compiled(*leaves)
+        return jax.tree.unflatten(jax.tree.structure(state), state_leaves), report
+
+    def lower(self, state: Any, key: Any, batch: Any, data: Any = None) -> Any:
+        """As `jax.jit(...).lower`: the program, to read or to count what crosses links."""
+        compiled, leaves = self._prepared(state, key, batch, data)
+        return compiled.lower(*leaves)
+
+    def _prepared(self, state: Any, key: Any, batch: Any, data: Any) -> tuple[Any, tuple[list[Any], ...]]:
+        states, state_tree = jax.tree.flatten(state)
+        others, other_tree = jax.tree.flatten((key, data))
+        batches, batch_tree = jax.tree.flatten(batch)
+        for leaf in batches:
+            if not getattr(leaf, "shape", ()) or leaf.shape[0] % self.parts:
+                raise ValueError(
+                    f"data_parallel: the first axis of each array of `batch` must be a multiple of {self.parts} parts, "
+                    f"got shape {getattr(leaf, 'shape', ())}; pad the seeds with -1"
+                )
+        trees = state_tree, other_tree, batch_tree
+        if self.mesh is not None:
+            states = [on_mesh(leaf, self.mesh, PartitionSpec()) for leaf in states]
+            others = [on_mesh(leaf, self.mesh, PartitionSpec()) for leaf in others]
+            batches = [on_mesh(leaf, self.mesh, PartitionSpec(self.axis)) for leaf in batches]
+        if trees not in self._compiled:
+            self._compiled[trees] = self._jitted(trees, states, others)
+        return self._compiled[trees], (states, others, batches)
+
+    def _jitted(self, trees: tuple[Any, Any, Any], states: list[Any], others: list[Any]) -> Any:
+        def on_device(states: list[Any], others: list[Any], batches: list[Any]) -> tuple[list[Any], Report]:
+            state = jax.tree.unflatten(trees[0], states)
+            key, data = jax.tree.unflatten(trees[1], others)
+            mean = self._mean(state, key, jax.tree.unflatten(trees[2], batches), data)
+            after, structure = jax.tree.flatten(self.update(state, mean))
+            if structure != trees[0]:
+                raise ValueError(
+                    f"data_parallel: `update` must return a state of the structure that it got, {trees[0]}, got "
+                    f"{structure}"
+                )
+            return after, Report(mean.loss, mean.weight, mean.counts)
+
+        donated = (0,) if self.donate else ()
+        # Where each leaf of the state lies stays fixed; tables in host memory would otherwise come out on the device.
+        places = [getattr(leaf, "sharding", None) for leaf in states]
+        if self.mesh is None:
+            return jax.jit(on_device, donate_argnums=donated, out_shardings=(_tables_only(states), None))
+        specs = [spec_of(leaf, self.mesh) for leaf in states]
+        over_mesh = jax.shard_map(
+            on_device,
+            mesh=self.mesh,
+            in_specs=(specs, [spec_of(leaf, self.mesh) for leaf in others], PartitionSpec(self.axis)),
+            out_specs=(specs, PartitionSpec()),
+            check_vma=False,
+        )
+        return jax.jit(over_mesh, donate_argnums=donated, out_shardings=(places, None))
+
+    # -------------------------------------------------------------------------------------------- on a device
+
+    def _mean(self, state: Any, key: Array, batch: Any, data: Any) -> Part:
+        """The mean over the parts of all devices, and the rows of this device's parts."""
+        first = 0 if self.mesh is None else jax.lax.axis_index(self.axis) * self.own
+
+        def of_part(number: Any, batch: Any) -> Part:
+            found = self.gradients(state, jax.random.fold_in(key, number), batch, data)
+            if not isinstance(found, Part):
+                raise TypeError(f"data_parallel: `gradients` must return a Part, got {type(found).__name__}")
+            return dataclasses.replace(found, weight=jnp.asarray(found.weight, jnp.float32), rows=dict(found.rows))
+
+        if self.own == 1:
+            part = of_part(first, batch)
+            total = self._sum_over_devices(part.weight)
+            factor = _factors(part.weight, total)
+            loss, gradients = jax.tree.map(
+                lambda x: self._sum_over_devices(_times(x, factor)), (part.loss, part.gradients)
+            )
+            rows = _scaled(jax.tree.map(lambda x: x[None], part.rows), factor[None])
+            return Part(loss, gradients, total, rows, jax.tree.map(self._sum_over_devices, part.counts))
+        return self._running(
+            of_part, first, jax.tree.map(lambda x: x.reshape(self.own, x.shape[0] // self.own, *x.shape[1:]), batch)
+        )
+
+    def _running(self, of_part: Callable[[Any, Any], Part], first: Any, cut: Any) -> Part:
+        """The mean of this device's parts by a running sum: one gradient is stored instead of one for each part."""
+        shapes = jax.eval_shape(of_part, first, jax.tree.map(lambda x: x[0], cut))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes.loss, shapes.gradients))
+
+        def add(sums: Any, given: tuple[Array, Any]) -> tuple[Any, Any]:
+            part = of_part(*given)
+            terms = jax.tree.map(lambda x: _times(x, part.weight), (part.loss, part.gradients))
+            return jax.tree.map(jnp.add, sums, terms), (part.weight, part.rows, part.counts)
+
+        sums, (weights, rows, counts) = jax.lax.scan(add, zeros, (first + jnp.arange(self.own), cut))
+        total = self._sum_over_devices(weights.sum())
+        inverse = jnp.where(total > 0, 1 / jnp.maximum(total, 1e-30), 0)
+        loss, gradients = jax.tree.map(lambda x: self._sum_over_devices(x * inverse.astype(x.dtype)), sums)
+        counts = jax.tree.map(lambda x: self._sum_over_devices(x.sum(0)), counts)
+        return Part(loss, gradients, total, _scaled(rows, _factors(weights, total)), counts)
+
+    def _sum_over_devices(self, x: Array) -> Array:
+        return x if self.mesh is None else jax.lax.psum(x, self.axis)
+
+
+def _tables_only(states: list[Any]) -> list[Any]:
+    """The places of leaves in host memory; the others are left to XLA."""
+    places = [getattr(leaf, "sharding", None) for leaf in states]
+    return [place if place is not None and place.memory_kind == "pinned_host" else None for place in places]
+
+
+def _factors(weights: Array, total: Array) -> Array:
+    """The share of each part in the mean: 0 for all where no seed is real."""
+    return jnp.where(total > 0, weights / jnp.maximum(total, 1e-30), 0)
+
+
+def _weighted(x: Array, factors: Array) -> Array:
+    """`x`, stacked parts, times the factor of each; a part without real seeds may hold NaN, and gives 0."""
+    return jax.vmap(_times)(x, factors)
+
+
+def _times(x: Array, factor: Array) -> Array:
+    return jnp.where(factor > 0, x * factor.astype(x.dtype), jnp.zeros((), x.dtype))
+
+
+def _scaled(rows: Any, factors: Array) -> Any:
+    """Row gradients of stacked parts as one for each table, of the mean over all parts."""
+
+    def joined(gradient: RowGradient) -> RowGradient:
+        ids, values = gradient.ids, _weighted(gradient.values, factors)
+        if ids.ndim != 2 or values.shape[:2] != ids.shape:
+            raise ValueError(
+                f"data_parallel: `rows` must have ids int[n] and values [n, *row], got {ids.shape[1:]} and "
+                f"{values.shape[1:]}"
+            )
+        return RowGradient(ids.reshape(-1), values.reshape(-1, *values.shape[2:]))
+
+    return {name: joined(gradient) for name, gradient in rows.items()}

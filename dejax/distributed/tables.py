@@ -1,0 +1,339 @@
+"""`ShardedTable`: one table over the memory of all devices or hosts, each of which holds a block of its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import ArrayLike
+
+from dejax import _compat
+from dejax.distributed._exchange import Route, route
+from dejax.distributed._placing import check_axis, on_mesh
+from dejax.distributed._shards import ShardSpec, make_shards, numpy_rows
+from dejax.host_gather import DeviceTable, HostTable, Optimizer, OptimizerState, RowGradient, gather, scatter_add
+from dejax.host_gather._ids import checked_ids, in_range
+
+_SPARE_DEVIATIONS = 5  # of a capacity above the mean, as in dejax.minibatch.find_capacities
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ShardedTable:
+    """A table [rows, *row] whose rows are divided over the devices of a mesh, in equal blocks of ascending rows.
+
+    Inside of `jax.shard_map` (so in the functions of `data_parallel`) each device asks for rows by their ids among all
+    rows. It sends each id to the device that owns the row, and gets the row back: one all-to-all of ids and one of
+    rows, in the table's own dtype. The rows lie in the host memory of each device's process, or in device memory.
+
+    A pytree: pass it to the step as a part of the state or the data.
+
+    Attributes:
+        words: uint[padded rows, words], the rows as unsigned integers, divided over the mesh.
+        row_scale: float32[padded rows], divided over the mesh, or None.
+        column_scale: float32[*row], or None.
+        hot_ids: int32[hot], ascending, rows of which every device has a copy, or None.
+        hot_words: uint[hot, words], the copies, or None.
+        hot_scale: float32[hot], their scales, or None.
+        spec: its static part.
+    """
+
+    words: Array
+    row_scale: Array | None
+    column_scale: Array | None
+    hot_ids: Array | None
+    hot_words: Array | None
+    hot_scale: Array | None
+    spec: ShardSpec = dataclasses.field(metadata={"static": True})
+
+    # -------------------------------------------------------------------------------------------- making
+
+    @classmethod
+    def from_numpy(
+        cls,
+        array: ArrayLike,
+        mesh: Mesh,
+        *,
+        axis: str = "data",
+        dtype: Any = None,
+        scale: str | None = None,
+        memory: str = "host",
+        hot: ArrayLike = (),
+    ) -> ShardedTable:
+        """A table with the rows of a numpy array or memory map, of which each process reads its devices' blocks.
+
+        Args:
+            array: [rows, *row], on each process.
+            mesh: devices of one or several processes.
+            axis: the axis of the mesh over which the rows are divided.
+            dtype: of the table: float32, bfloat16, float16, float8_e4m3fn, int8 and others; by default the array's.
+            scale: None, "row" or "column", for int8 and FP8 rows: see `NodeFeatures.from_numpy`.
+            memory: "host", pinned where the device is a GPU, or "device".
+            hot: int[hot], distinct ids of rows that every device also keeps a copy of: `dejax.minibatch.hot_rows`
+                chooses them. Such a table is read-only.
+
+        Raises:
+            ValueError: a scalar, an unknown scale or memory, ids that do not fit.
+            TypeError: a dtype that cannot be gathered.
+            MemoryError: the memory cannot be pinned.
+        """
+        check_axis("ShardedTable.from_numpy", mesh, axis)
+        parts, spec = make_shards("ShardedTable.from_numpy", array, mesh, axis, dtype, scale, memory, hot)
+        return cls(**parts, spec=spec)
+
+    @classmethod
+    def zeros(
+        cls, shape: tuple[int, ...], mesh: Mesh, *, axis: str = "data", dtype: Any = np.float32, memory: str = "host"
+    ) -> ShardedTable:
+        """A table of zeros. Raises as `from_numpy`."""
+        # Without strides the array takes no memory.
+        return cls.from_numpy(np.broadcast_to(np.zeros((), dtype), shape), mesh, axis=axis, memory=memory)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.spec.rows, *self.spec.row)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.spec.dtype
+
+    def __len__(self) -> int:
+        return self.spec.rows
+
+    def numpy(self) -> np.ndarray:
+        """A copy of all rows in host memory, without scales. Only where all devices are of this process.
+
+        Raises:
+            ValueError: devices of other processes hold rows.
+        """
+        if not self.words.is_fully_addressable:
+            raise ValueError("ShardedTable.numpy: other processes hold rows; save the table with distributed.save")
+        return numpy_rows(np.asarray(self.words), self.spec)
+
+    def __repr__(self) -> str:
+        hot = "" if self.hot_ids is None else f", {self.hot_ids.shape[0]:,} hot"
+        return f"ShardedTable({self.shape}, {self.dtype}, {self.spec.devices} devices, {self.spec.memory}{hot})"
+
+    # -------------------------------------------------------------------------------------------- reading
+
+    def gather(self, ids: ArrayLike, *, capacity: int | None = None, dtype: Any = None) -> tuple[Array, Array]:
+        """Rows by ids, from the devices that own them. All devices call it together, inside of `shard_map`.
+
+        Args:
+            ids: int[...] on each device; rows of ids out of range (-1 for padding) are zeros.
+            capacity: the most rows that a device asks of another one (`find_capacity`). By default as many as there are
+                ids: all fit, and the exchange has `devices` times as many slots as ids.
+            dtype: float32, bfloat16 or float16; by default the table's, or float32 where rows are FP8 or have scales.
+
+        Returns:
+            Rows [*ids.shape, *row], times their scales, and an int32 scalar: how many ids of this device did not fit.
+            Their rows are zeros; `check_lost` raises for them.
+
+        Raises:
+            ValueError: outside of `shard_map` over the table's axis, or a capacity below 1.
+            TypeError: ids that are no integers.
+        """
+        what, spec = "ShardedTable.gather", self.spec
+        ids, shape, capacity = self._checked(what, ids, capacity)
+        hot, place = self._hot(ids)
+        owner = jnp.where(in_range(ids, spec.rows) & ~hot, ids // spec.block, spec.devices).astype(jnp.int32)
+        here = jax.lax.axis_index(spec.axis) if spec.devices > 1 else 0
+        mine = owner == here
+        own_ids = jnp.where(mine, ids - here * spec.block, -1)
+        lost = jnp.zeros((), jnp.int32)
+        path, asked = None, None
+        if spec.devices > 1:
+            path = route(jnp.where(mine, spec.devices, owner), spec.devices, capacity, spec.axis)
+            asked, lost = path.send(ids % spec.block, fill=-1), path.lost
+        table, by_row = self._local(), self.row_scale
+        words = _exchanged(lambda ids: gather(table, ids), path, asked, own_ids)
+        scales = None
+        if by_row is not None:
+            # Not mode="fill", for which -1 is the last row.
+            scales = _exchanged(lambda ids: by_row[jnp.maximum(ids, 0)], path, asked, own_ids)
+        if self.hot_words is not None:
+            words = jnp.where(hot[:, None], self.hot_words[place], words)
+            if self.hot_scale is not None and scales is not None:
+                scales = jnp.where(hot, self.hot_scale[place], scales)
+        rows = spec.rows_of(words, scales, self.column_scale, dtype)
+        return rows.reshape(*shape, *spec.row), lost
+
+    def find_capacity(self, batches: Iterable[ArrayLike]) -> int:
+        """A capacity for `gather` and `update`, from ids of some batches: the mean plus five standard deviations of the
+        most ids that fall to one owner.
+
+        Args:
+            batches: int[...], the ids that one device asks for at a time.
+        """
+        hot = np.asarray(() if self.hot_ids is None else self.hot_ids)
+        most, largest = [], 1
+        for batch in batches:
+            ids = np.asarray(batch).reshape(-1)
+            largest = max(largest, ids.size)
+            ids = ids[(ids >= 0) & (ids < self.spec.rows)]
+            ids = ids[~np.isin(ids, hot)]
+            most.append(np.bincount(ids // self.spec.block, minlength=self.spec.devices).max())
+        if not most:
+            raise ValueError("ShardedTable.find_capacity: `batches` must have at least one batch, got none")
+        wanted = math.ceil(float(np.mean(most)) + _SPARE_DEVIATIONS * float(np.std(most)))
+        return max(1, min(largest, max(wanted, int(max(most)))))
+
+    def exchange_bytes(self, ids: int, capacity: int | None = None) -> Mapping[str, int]:
+        """What one device sends to others in a `gather` of so many ids: bytes of ids and of rows, padding included."""
+        slots = (self.spec.devices - 1) * (ids if capacity is None else capacity)
+        row = self.spec.row_bytes + (4 if self.row_scale is not None else 0)
+        return {"ids": 4 * slots, "rows": row * slots}
+
+    # -------------------------------------------------------------------------------------------- writing
+
+    def init(self, optimizer: Optimizer) -> OptimizerState:
+        """The state of `dejax.host_gather.sgd`, `adagrad` or `adam`, with its tables divided as this one.
+
+        Raises:
+            ValueError: a table with copies of hot rows, scales, or rows in device memory.
+        """
+        self._check_writable("ShardedTable.init")
+        states = [
+            optimizer.init(HostTable(shard.data, self.spec.local)) for shard in self.words.addressable_shards
+        ]
+        first, second = (self._joined([getattr(s, name) for s in states]) for name in ("first", "second"))
+        mesh = self.words.sharding.mesh
+        return OptimizerState(on_mesh(states[0].step, mesh, PartitionSpec()), first, second)  # type: ignore[arg-type]
+
+    def update(
+        self, optimizer: Optimizer, gradient: RowGradient, state: OptimizerState, *, capacity: int | None = None
+    ) -> tuple[ShardedTable, OptimizerState, Array]:
+        """The table and the state after a step on the rows of all devices, written in place, inside of `shard_map`.
+
+        Gradients travel to the devices that own their rows. Gradients of equal ids are summed by device, in the order
+        of the mesh, and on each device in the order given. Ids out of range are ignored.
+
+        Args:
+            optimizer: that of `init`.
+            gradient: this device's rows.
+            state: from `init` or the last update; the step must donate it, as it must the table.
+            capacity: as for `gather`, own rows included.
+
+        Returns:
+            The table, the state, and how many rows of this device did not fit: their gradients are not applied.
+        """
+        ids, values, lost = self._to_owners("ShardedTable.update", gradient.ids, gradient.values, capacity)
+        moments = [None if m is None else m._local_words() for m in (state.first, state.second)]  # type: ignore[attr-defined]
+        table, after = optimizer.update(
+            RowGradient(ids, values), OptimizerState(state.step, *moments), self._local_words()
+        )
+        parts = [
+            None if old is None else dataclasses.replace(old, words=new._leaf)  # type: ignore[type-var]
+            for old, new in ((state.first, after.first), (state.second, after.second))
+        ]
+        return dataclasses.replace(self, words=table._leaf), OptimizerState(after.step, *parts), lost  # type: ignore[arg-type]
+
+    def scatter_add(self, ids: ArrayLike, rows: Array, *, capacity: int | None = None) -> tuple[ShardedTable, Array]:
+        """The table with rows of all devices added, in the order of the mesh, and how many of this device did not fit."""
+        to, values, lost = self._to_owners("ShardedTable.scatter_add", ids, rows, capacity)
+        table = scatter_add(self._local_words(), to, values)
+        return dataclasses.replace(self, words=table._leaf), lost
+
+    def _to_owners(self, what: str, ids: Any, rows: Any, capacity: int | None) -> tuple[Array, Array, Array]:
+        """Ids within the owners' blocks, the rows, and how many did not fit."""
+        spec = self.spec
+        self._check_writable(what)
+        ids, shape, capacity = self._checked(what, ids, capacity)
+        rows = jnp.asarray(rows)
+        if rows.shape != (*shape, *spec.row):
+            raise ValueError(f"{what}: rows for these ids must have shape {(*shape, *spec.row)}, got {rows.shape}")
+        rows = rows.reshape(-1, *spec.row)
+        there = in_range(ids, spec.rows)
+        if spec.devices == 1:
+            return jnp.where(there, ids, -1), rows, jnp.zeros((), jnp.int32)
+        path = route(
+            jnp.where(there, ids // spec.block, spec.devices).astype(jnp.int32), spec.devices, capacity, spec.axis
+        )
+        return path.send(ids % spec.block, fill=-1), path.send(rows), path.lost
+
+    # -------------------------------------------------------------------------------------------- inside
+
+    def _checked(self, what: str, ids: Any, capacity: int | None) -> tuple[Array, tuple[int, ...], int]:
+        if self.spec.axis not in _compat.manual_axes():
+            raise ValueError(
+                f"{what}: the table is divided over the axis {self.spec.axis!r} of a mesh, and read inside of "
+                "jax.shard_map over it; dejax.distributed.data_parallel makes such a step"
+            )
+        ids = checked_ids(what, ids, self.spec.rows)
+        capacity = max(1, ids.size) if capacity is None else int(capacity)
+        if capacity < 1:
+            raise ValueError(f"{what}: `capacity` must be at least 1, got {capacity}")
+        return ids.reshape(-1), ids.shape, min(capacity, max(1, ids.size))
+
+    def _hot(self, ids: Array) -> tuple[Array, Array]:
+        """Which ids are of hot rows, and the place of each among them."""
+        if self.hot_ids is None:
+            return jnp.zeros(ids.shape, bool), jnp.zeros(ids.shape, jnp.int32)
+        place = jnp.minimum(jnp.searchsorted(self.hot_ids, ids), self.hot_ids.shape[0] - 1)
+        return self.hot_ids[place] == ids, place
+
+    def _local(self) -> Any:
+        """This device's block, as a table of the unsigned integers."""
+        words = self.spec.local.words
+        return DeviceTable(self.words, words) if self.spec.memory == "device" else HostTable(self.words, words)
+
+    def _local_words(self) -> HostTable:
+        return HostTable(self.words, self.spec.local)
+
+    def _joined(self, tables: list[HostTable | None]) -> ShardedTable | None:
+        """The tables of this process's devices as one."""
+        found = [table for table in tables if table is not None]
+        if not found:
+            return None
+        spec = dataclasses.replace(self.spec, dtype=found[0].dtype)
+        sharding = self.words.sharding
+        shape = (spec.devices * spec.block, found[0]._leaf.shape[1])
+        words = jax.make_array_from_single_device_arrays(shape, sharding, [table._leaf for table in found])
+        return ShardedTable(words, None, None, None, None, None, spec)
+
+    def _check_writable(self, what: str) -> None:
+        why = None
+        if self.spec.memory == "device":
+            why = "has its rows in device memory; make it with memory='host'"
+        elif self.hot_ids is not None:
+            why = "has copies of hot rows; make it without `hot`"
+        elif self.row_scale is not None or self.column_scale is not None:
+            why = "has scales; make it with float32, bfloat16 or float16 rows"
+        if why:
+            raise ValueError(f"{what}: the table must be one to write, got one that {why}")
+
+
+def _exchanged(read: Callable[[Array], Array], path: Route | None, asked: Array | None, own_ids: Array) -> Array:
+    """What `read` gives of this device's rows for the ids of the others, and of theirs for its own."""
+    # The read of own rows depends on no exchange: XLA runs it while remote rows travel.
+    own = read(own_ids)
+    if path is None or asked is None:
+        return own
+    remote = path.give_back(read(asked))
+    there = path.slots < path.devices * path.capacity
+    return jnp.where(there.reshape(-1, *[1] * (own.ndim - 1)), remote, own)
+
+
+def check_lost(lost: ArrayLike, what: str = "an exchange of rows") -> None:
+    """Raises if rows did not fit. Call it outside of jit, for example with `report.counts`.
+
+    Args:
+        lost: int[...], counts of `ShardedTable.gather` or `update`.
+        what: for the message.
+
+    Raises:
+        ValueError: any count above 0.
+    """
+    total = int(np.asarray(lost).sum())
+    if total:
+        raise ValueError(f"{what}: {total} rows did not fit; use a larger `capacity` (ShardedTable.find_capacity)")
+
+
+__all__ = ["ShardedTable", "check_lost"]

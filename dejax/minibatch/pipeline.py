@@ -1,0 +1,316 @@
+"""Training steps on sampled batches: `sampled_step` one by one, `pipelined_steps` several in one program.
+
+A pipelined program reads the features of the next batch and samples the one after it while the layers of the present
+batch run. Its results are those of single steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from dejax.host_gather import HostTable, shardings
+from dejax.minibatch.blocks import Block, make_blocks
+from dejax.minibatch.features import FeatureStore
+from dejax.minibatch.sampling import SampledBlocks
+from dejax.minibatch.topology import HeteroTopology
+
+__all__ = ["MiniBatch", "TrainingSteps", "pipelined_steps", "sampled_step", "seed_batches", "step_keys"]
+
+Sample = Callable[[Array, HeteroTopology, Any], Any]
+"""(key, topology, seeds) -> SampledBlocks, or a pair of it and a pytree of arrays."""
+Update = Callable[..., tuple[Any, Any]]
+"""(state, batch, *rest) -> (state, out)."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class MiniBatch:
+    """The batch of one step: a sample and the features of its nodes. A pytree.
+
+    Attributes:
+        sample: the sampled neighbourhood of the seeds.
+        x: the features of the sample's nodes, [nodes, *row] by node type, for the types of the feature store; padding
+            has rows of zeros.
+        seeds: the seeds of the step, as they were given.
+        key: a random key of the step, for dropout. The sample was drawn by another one.
+        extra: what `sample` returned besides the sample; None if nothing.
+    """
+
+    sample: SampledBlocks
+    x: dict[str, Array]
+    seeds: Any
+    key: Array
+    extra: Any = None
+
+    @property
+    def blocks(self) -> list[Block]:
+        """`make_blocks(sample)`: a graph for each layer. Take it once in a step."""
+        return make_blocks(self.sample)
+
+
+class TrainingSteps:
+    """A jitted training function. It is called with (state, topology, features, keys, seeds, *rest).
+
+    Tables in the state keep their memory: `jax.jit` gets their shardings.
+
+    Attributes:
+        pipelined: whether a call takes several steps.
+    """
+
+    def __init__(self, function: Callable[..., Any], pipelined: bool, donate: bool) -> None:
+        self.pipelined = pipelined
+        self._function, self._donate = function, donate
+        self._jitted: dict[Any, Any] = {}
+
+    def __call__(self, state: Any, *arguments: Any) -> tuple[Any, Any]:
+        """The state after the step or steps, and what `update` returned; of several steps stacked, [steps, ...]."""
+        # The results lie where the tables are, by name of the device. If the first state did not, jax would compile the
+        # program again for the second call.
+        state = jax.tree.map(_placed, state, is_leaf=_is_table)
+        found: tuple[Any, Any] = self._for(state)(state, *arguments)
+        return found
+
+    def trace(self, state: Any, *arguments: Any) -> Any:
+        """As `jax.jit(...).trace`: to lower or compile ahead of time."""
+        return self._for(state).trace(state, *arguments)
+
+    def _for(self, state: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(state, is_leaf=_is_table)
+        tables = tuple((n, leaf.sharding) for n, leaf in enumerate(leaves) if _is_table(leaf))
+        key = (treedef, tables) if tables else None
+        if key not in self._jitted:
+            options = {"out_shardings": (shardings(state), None)} if tables else {}
+            donated = 0 if self._donate else ()
+            self._jitted[key] = jax.jit(self._function, donate_argnums=donated, **options)
+        return self._jitted[key]
+
+
+def sampled_step(update: Update, sample: Sample, *, dtype: Any = None, donate: bool = True) -> TrainingSteps:
+    """A jitted training step: it samples, reads features and calls `update`.
+
+    Args:
+        update: called as `update(state, batch, *rest)` with a `MiniBatch`. It returns the new state and a pytree of
+            arrays, such as the loss. It reads trainable embeddings itself: keep them in the state.
+        sample: called as `sample(key, topology, seeds)`. It returns `SampledBlocks`, or a pair of it and further arrays
+            for `MiniBatch.extra`.
+        dtype: of the features: float32, bfloat16 or float16; by default as in `FeatureStore.gather`.
+        donate: whether the state's arrays are donated.
+
+    Returns:
+        A function (state, topology, features, key, seeds, *rest) -> (state, out). `features` is a FeatureStore; `seeds`
+        is a pytree of arrays.
+
+    Raises:
+        TypeError: features that are no FeatureStore, a `sample` that returns something else.
+        ValueError: a feature store with trainable embeddings.
+    """
+
+    def step(
+        state: Any, topology: HeteroTopology, features: FeatureStore, key: Array, seeds: Any, *rest: Any
+    ) -> tuple[Any, Any]:
+        _check_features("sampled_step", features)
+        drawn = _draw("sampled_step", sample, key, topology, seeds)
+        x = features.gather(_ids(drawn, features), dtype=dtype)
+        return update(state, _batch(drawn, x), *rest)
+
+    return TrainingSteps(step, False, donate)
+
+
+def pipelined_steps(
+    update: Update, sample: Sample, *, dtype: Any = None, donate: bool = True, num_sms: int | None = None
+) -> TrainingSteps:
+    """Several training steps in one jitted program, whose parts overlap.
+
+    While the layers of batch t run, a second stream reads the features of batch t + 1 from host memory, and batch t + 2
+    is sampled. States and results are those of `sampled_step`, called with the same keys and seeds one by one. An
+    `update` that writes embeddings reads them in the step that uses them: no read is stale.
+
+    Each call begins and ends with an empty pipeline: the first sample and the first read overlap with nothing. So take
+    some dozens of steps in a call. The features of two batches lie on the device.
+
+    Args:
+        update, sample, dtype, donate: as in `sampled_step`. `sample` is also called with seeds of -1 (two batches
+            beyond the last one).
+        num_sms: multiprocessors of the overlapped read; by default as in `dejax.host_gather.gather_start`.
+
+    Returns:
+        A function (state, topology, features, keys, seeds, *rest) -> (state, outs). `keys` is key[steps] (`step_keys`);
+        the arrays of `seeds` are integers [steps, ...] (`seed_batches`). `outs` is stacked, [steps, ...].
+
+    Raises:
+        TypeError: as `sampled_step`; seeds that are no integers.
+        ValueError: as `sampled_step`; keys and seeds of different or no steps.
+    """
+    what = "pipelined_steps"
+    options = {} if num_sms is None else {"num_sms": num_sms}
+
+    def steps(
+        state: Any, topology: HeteroTopology, features: FeatureStore, keys: Array, seeds: Any, *rest: Any
+    ) -> tuple[Any, Any]:
+        _check_features(what, features)
+        keys, seeds = _padded(what, keys, seeds)
+
+        def start(drawn: _Drawn, before: Any) -> Any:
+            return features.gather_start(_ids(drawn, features), dtype=dtype, before=before, **options)
+
+        def body(carry: Any, ahead: Any) -> Any:
+            state, now, following, x = carry
+            key, some = ahead
+            # What the sample and the layers read passes through the start, so that they run after it.
+            through = (jax.random.key_data(key), now.sample.numbers, x)
+            pending, (bits, numbers, x) = start(following, through)
+            key = jax.random.wrap_key_data(bits, impl=jax.random.key_impl(key))
+            now = dataclasses.replace(now, sample=dataclasses.replace(now.sample, numbers=numbers))
+            later = _draw(what, sample, key, topology, some)
+            state, out = update(state, _batch(now, x), *rest)
+            return (state, following, later, pending.gather_done(after=_arrays((state, out)))[0]), out
+
+        # A loop, so that XLA compiles the sampling twice and not three times.
+        begin = (keys[:2], jax.tree.map(lambda some: some[:2], seeds))
+        _, both = jax.lax.scan(lambda _, each: (None, _draw(what, sample, each[0], topology, each[1])), None, begin)
+        first, second = _at(both, 0), _at(both, 1)
+        x = features.gather(_ids(first, features), dtype=dtype)
+        ahead = keys[2:], jax.tree.map(lambda some: some[2:], seeds)
+        (state, *_), outs = jax.lax.scan(body, (state, first, second, x), ahead)
+        return state, outs
+
+    return TrainingSteps(steps, True, donate)
+
+
+def step_keys(key: ArrayLike, first: int | Array, steps: int) -> Array:
+    """The keys of some steps of a run: key[steps], `fold_in(key, n)` for steps n = first, first + 1, and so on.
+
+    They do not depend on how a run is divided in calls: a run that resumes draws what it would have drawn.
+    """
+    key = jnp.asarray(key)
+    typed = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+    found: Array = jax.vmap(lambda n: jax.random.fold_in(typed, n))(first + jnp.arange(steps))
+    return found
+
+
+def seed_batches(nodes: ArrayLike, size: int, *, seed: int | None = None, epoch: int = 0) -> np.ndarray:
+    """The seeds of an epoch, cut in batches: int32[batches, size]; the last one is padded by -1.
+
+    Args:
+        nodes: int[nodes], such as the training nodes.
+        size: seeds of a batch.
+        seed: of the order, which is another one in each epoch. None: the given order.
+        epoch: number of the epoch.
+
+    Raises:
+        ValueError: `size` under 1.
+        TypeError: nodes that are no integers.
+
+    >>> seed_batches([5, 6, 7], 2)
+    array([[ 5,  6],
+           [ 7, -1]], dtype=int32)
+    """
+    found = np.asarray(nodes).reshape(-1)
+    if size < 1:
+        raise ValueError(f"seed_batches: `size` must be at least 1, got {size}")
+    if found.size and found.dtype.kind not in "iu":
+        raise TypeError(f"seed_batches: `nodes` must be integers, got {found.dtype}")
+    if seed is not None:
+        found = np.random.default_rng([seed, epoch]).permutation(found)
+    batches = np.full((-(-found.size // size), size), -1, np.int32)
+    batches.reshape(-1)[: found.size] = found
+    return batches
+
+
+# -------------------------------------------------------------------------------------------- parts of a step
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Drawn:
+    """A batch without its features."""
+
+    sample: SampledBlocks
+    seeds: Any
+    key: Array
+    extra: Any
+
+
+def _draw(what: str, sample: Sample, key: Array, topology: HeteroTopology, seeds: Any) -> _Drawn:
+    own, rest = jax.random.split(key)
+    found = sample(own, topology, seeds)
+    extra = None
+    if isinstance(found, tuple) and len(found) == 2:
+        found, extra = found
+    if not isinstance(found, SampledBlocks):
+        raise TypeError(
+            f"{what}: `sample` must return SampledBlocks, or (SampledBlocks, further arrays), got "
+            f"{type(found).__name__}"
+        )
+    return _Drawn(found, seeds, rest, extra)
+
+
+def _ids(drawn: _Drawn, features: FeatureStore) -> dict[str, Array]:
+    return {name: ids for name, ids in drawn.sample.node_ids.items() if name in features and ids.shape[0]}
+
+
+def _batch(drawn: _Drawn, x: dict[str, Array]) -> MiniBatch:
+    return MiniBatch(drawn.sample, x, drawn.seeds, drawn.key, drawn.extra)
+
+
+def _at(tree: Any, step: int) -> Any:
+    return jax.tree.map(lambda some: some[step], tree)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, HostTable)
+
+
+def _placed(leaf: Any) -> Any:
+    if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array) or getattr(leaf, "committed", True):
+        return leaf
+    return jax.device_put(leaf, next(iter(leaf.devices())))
+
+
+def _arrays(tree: Any) -> list[Array]:
+    """The arrays on the device in a result, without random keys."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_table) if not _is_table(leaf)]
+    return [leaf for leaf in leaves if not jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended)]
+
+
+def _padded(what: str, keys: Array, seeds: Any) -> tuple[Array, Any]:
+    """Keys and seeds with two steps of padding at the end."""
+    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
+        keys = jax.random.wrap_key_data(keys)
+    if keys.ndim != 1 or not keys.shape[0]:
+        raise ValueError(f"{what}: `keys` must be key[steps], of one step at least, got shape {keys.shape}")
+    count = keys.shape[0]
+    for leaf in jax.tree.leaves(seeds):
+        if not jnp.issubdtype(leaf.dtype, jnp.integer):
+            raise TypeError(f"{what}: `seeds` must be integers, got {leaf.dtype}; give other arrays as `rest`")
+        if leaf.ndim < 1 or leaf.shape[0] != count:
+            raise ValueError(
+                f"{what}: `seeds` must have a leading axis of {count} steps, as `keys`, got shape {leaf.shape}"
+            )
+    keys = jnp.concatenate([keys, keys[-1:], keys[-1:]])
+
+    def longer(some: Array) -> Array:
+        return jnp.concatenate([some, jnp.full((2, *some.shape[1:]), -1, some.dtype)])
+
+    return keys, jax.tree.map(longer, seeds)
+
+
+def _check_features(what: str, features: Any) -> None:
+    if not isinstance(features, FeatureStore):
+        raise TypeError(
+            f"{what}: `features` must be a FeatureStore, got {type(features).__name__}; make one with "
+            "FeatureStore.from_arrays or FeatureStore().with_table"
+        )
+    if features.trainable:
+        raise ValueError(
+            f"{what}: `features` must have no trainable embeddings, got {', '.join(features.trainable)}; keep them in "
+            "the state (FeatureStore.split_trainable) and read them in `update`"
+        )

@@ -1,0 +1,85 @@
+"""`random_topology`: a random graph of given counts, drawn in place, to measure speed on graphs of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from dejax.datasets.igb_shape import random_csc
+from dejax.minibatch._building import SHARED_LIMIT, Part, aligned, described
+from dejax.minibatch._checks import EdgeType, checked_counts, checked_edge_type
+from dejax.minibatch.topology import HeteroTopology
+
+__all__ = ["random_topology"]
+
+
+def random_topology(
+    num_nodes: Mapping[str, int],
+    num_edges: Mapping[EdgeType, int],
+    *,
+    seed: int = 0,
+    on_host: bool = True,
+    progress: bool | None = None,
+) -> HeteroTopology:
+    """A random graph with skewed degrees (`dejax.datasets.random_csc`), drawn by all cores. Nothing is sorted.
+
+    Relations are independent of each other: the reverse of a relation has other edges.
+
+    Args:
+        num_nodes: the number of nodes of each type.
+        num_edges: the number of edges of each relation.
+        seed: of everything random.
+        on_host: whether the lists lie in host memory; otherwise on the device.
+        progress: draw bars; None draws on a terminal only.
+
+    Raises:
+        ValueError: unknown node types, counts that are negative, edges between types without nodes; 2**31 edges of a
+            relation without jax's 64-bit mode.
+
+    >>> topology = random_topology({"a": 5, "b": 3}, {("a", "to", "b"): 7}, on_host=False)
+    >>> topology.num_edges
+    {('a', 'to', 'b'): 7}
+    """
+    counts = checked_counts(num_nodes)
+    shared: list[list[EdgeType]] = []
+    places = []
+    for edge_type, edges in num_edges.items():
+        checked_edge_type(edge_type, counts)
+        if edges < 0:
+            raise ValueError(f"random_topology: `num_edges[{edge_type}]` must be at least 0, got {edges}")
+        number = next((n for n, some in enumerate(shared) if _fit((*some, edge_type), num_edges, counts)), len(shared))
+        if number == len(shared):
+            shared.append([])
+        places.append((edge_type, number, len(shared[number])))
+        shared[number].append(edge_type)
+    numbers = {edge_type: number for number, edge_type in enumerate(num_edges)}
+    parts = [
+        _part({each: (num_edges[each], seed * 1024 + numbers[each]) for each in some}, counts, progress)
+        for some in shared
+    ]
+    relations = list(described(places, parts))
+    return HeteroTopology._drawn(parts, relations, counts, on_host)
+
+
+def _fit(together: Sequence[EdgeType], num_edges: Mapping[EdgeType, int], counts: Mapping[str, int]) -> bool:
+    """Whether relations can share lists."""
+    groups = sum(counts[target] + 1 for _, _, target in together)
+    return max(sum(num_edges[each] for each in together), groups) < SHARED_LIMIT
+
+
+def _part(wanted: Mapping[EdgeType, tuple[int, int]], counts: Mapping[str, int], progress: bool | None) -> Part:
+    """The lists of some relations: for each its edges and its seed."""
+    total = sum(edges for edges, _ in wanted.values())
+    groups = sum(counts[target] + 1 for _, _, target in wanted)
+    part = Part(aligned((groups,), np.int32 if total < 2**31 else np.int64), aligned((total,), np.int32))
+    group = begin = 0
+    for (source, _, target), (edges, seed) in wanted.items():
+        offsets, _ = random_csc(
+            counts[source], counts[target], edges, seed, out=part.senders[begin : begin + edges], progress=progress
+        )
+        part.starts[group : group + len(offsets)] = offsets + begin
+        longest = int(np.diff(offsets).max(initial=0))
+        part.places.append((group, begin, edges, longest))
+        group, begin = group + len(offsets), begin + edges
+    return part

@@ -1,0 +1,348 @@
+"""One step layer by layer, as it is traced: its loops over layers, and what travels in each of them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.extend import core
+
+from dejax import _native
+from dejax.offload import _calls
+from dejax.offload._layerwise_settings import StackSettings, StackState
+from dejax.offload._moments import needs_of, tier_of
+from dejax.offload._rows import HostRows, Walk
+from dejax.offload._store import binding_of
+
+_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+_SITE = 1 << 41
+STAGED_LAYERS = 4  # two on their way to the device and two on their way back
+
+# (carry, the layer's arrays by number, the iteration's own) -> (carry, new arrays by number, result)
+Layer = Callable[[Any, dict[int, Any], Any], tuple[Any, dict[int, Any], Any]]
+
+
+class Run:
+    """One step. Arrays [layers, ...] have numbers: parameters, then moments, then gradients that are kept."""
+
+    def __init__(self, config: StackSettings, state: StackState) -> None:
+        self.config = config
+        self.state = state
+        self.params = jax.tree.leaves(state.layers)
+        self.moments, self.moments_tree = jax.tree.flatten(state.layer_moments)
+        self.outer_split, self.split = config.split(state.outer, state.layers)
+        self.length = count(self.params)
+        trained = self.split.trained(self.params)
+        places = [*config.places(config.params, state.layers), *config.places(config.moments, state.layer_moments)]
+        kept: list[Any] = []
+        if config.gradients == "host":
+            kept = jax.tree.leaves(state.gradients)
+            places += config.places("host", trained)
+        elif config.gradients == "device":
+            kept = [jnp.zeros(x.shape, x.dtype) for x in jax.tree.leaves(trained)]
+            places += ["device"] * len(kept)
+        self.leaves: list[Any] = [*self.params, *self.moments, *kept]
+        first = len(self.params) + len(self.moments)
+        self.moment_numbers = list(range(len(self.params), first))
+        self.kept_numbers = list(range(first, len(self.leaves)))
+        self.far = [i for i, at in enumerate(places) if at == "host"]
+        if wrong := [i for i, at in enumerate(places) if tier_of(self.leaves[i]) != at]:
+            raise ValueError(
+                f"stack_step: `state` must lie where `init` puts it, got an array of shape "
+                f"{self.leaves[wrong[0]].shape} in {tier_of(self.leaves[wrong[0]])} memory; make the state with this "
+                "step's init, or jit it with step.jit"
+            )
+        self.streams = bool(self.far) and _streams(config.streams)
+        self.rows: HostRows | None = None
+        self.ticket = jnp.zeros((2,), jnp.uint32)
+        self._check_update(trained)
+
+    def step(self, batch: Any) -> tuple[StackState, Array]:
+        """The new state, and the loss before it."""
+        config, parts = self.config, self.config.microbatches
+        leaves = jax.tree.leaves(self.state.outer)
+        outer = self.outer_split.trained(leaves)
+        batches = jax.tree.map(self._divided, batch)
+        self._open()
+
+        def embedded(outer: Any) -> Any:
+            whole = self.outer_split.join(outer, leaves)
+            return _each(lambda b: config.embed(whole, b), batches, parts)
+
+        def loss(outer: Any, x: Any) -> Array:
+            whole = self.outer_split.join(outer, leaves)
+            return jnp.mean(_each(lambda xb: config.head(whole, *xb), (x, batches), parts))
+
+        x, back_to_outer = jax.vjp(embedded, outer)
+        x, saved = self._forward(x)
+        value, back = jax.vjp(loss, outer, x)
+        gradient, cotangent = back(jnp.ones_like(value))
+        if config.gradients == "freed":
+            cotangent, squares = self._backward(cotangent, saved, _squares(gradient))
+        else:
+            cotangent, squares = self._gradients(cotangent, saved)
+        gradient = jax.tree.map(jnp.add, gradient, back_to_outer(cotangent)[0])
+        norm = jnp.zeros(()) if config.clip_norm is None else jnp.sqrt(squares + _squares(gradient))
+        if config.gradients != "freed":
+            self._update(norm)
+        gradient = self._clipped(gradient, norm if config.gradients != "freed" else self._likely(norm))
+        updates, outer_moments = config.tx.update(gradient, self.state.outer_moments, outer)
+        return self._new_state(_add(outer, updates), leaves, outer_moments, norm), value
+
+    def _new_state(self, outer: Any, outer_leaves: list[Any], outer_moments: Any, norm: Array) -> StackState:
+        if self.rows is not None:
+            for i, value in zip(self.far, self.rows.finish(self.ticket), strict=True):
+                self.leaves[i] = value
+        first = self.moment_numbers[-1] + 1 if self.moment_numbers else len(self.params)
+        kept = None
+        if self.config.gradients == "host":
+            kept = jax.tree.unflatten(jax.tree.structure(self.state.gradients), self.leaves[first:])
+        return StackState(
+            self.outer_split.join(outer, outer_leaves),
+            self.split.treedef.unflatten(self.leaves[: len(self.params)]),
+            outer_moments,
+            jax.tree.unflatten(self.moments_tree, self.leaves[len(self.params) : first]),
+            None if self.config.clip_norm is None else norm,
+            kept,
+        )
+
+    def _divided(self, x: Any) -> Any:
+        parts = self.config.microbatches
+        if parts == 1:
+            return x
+        if x.shape[0] % parts:
+            raise ValueError(f"stack_step: `microbatches` must divide the batch, got {parts} for {x.shape[0]} examples")
+        return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
+
+    def _open(self) -> None:
+        if not self.streams:
+            return
+        arrays = [self.leaves[i] for i in self.far]
+        layer = sum(math.prod(x.shape[1:]) * np.dtype(x.dtype).itemsize for x in arrays)
+        self.rows = HostRows(arrays, STAGED_LAYERS * (self.config.ahead + 1) // 2 * layer)
+        self.ticket = self.rows.begin()
+
+    def _forward(self, x: Any) -> tuple[Any, Any]:
+        """The last layer's output, and the inputs of all layers (or their handles)."""
+
+        def layer(x: Any, values: dict[int, Any], _: Any) -> Any:
+            p = self.split.treedef.unflatten([jax.lax.optimization_barrier(values[i]) for i in sorted(values)])
+            handle = self._put(x)
+            return _each(lambda x: self.config.body(p, x), x, self.config.microbatches), {}, handle
+
+        return self._loop(range(len(self.params)), (), layer, x, None, reverse=False)
+
+    def _backward(self, cotangent: Any, saved: Any, of_head: Array) -> tuple[Any, Array]:
+        """Updates each layer as soon as its gradient is there; the gradients' sum of squares, without `of_head`."""
+        changed = [*self.split.numbers, *self.moment_numbers]
+
+        def layer(carry: Any, values: dict[int, Any], handle: Any) -> Any:
+            cotangent, squares = carry
+            x = self._get(handle, cotangent)
+            values = jax.lax.optimization_barrier(values)
+            gradient, cotangent = self._gradient(values, x, cotangent)
+            gradient = jax.lax.optimization_barrier(gradient)
+            if self.config.clip_norm is not None:
+                squares += _squares(gradient)
+                gradient = self._clipped(gradient, self._likely(jnp.sqrt(of_head + squares)))
+            return (cotangent, squares), self._new_values(values, gradient), None
+
+        reads = [*range(len(self.params)), *self.moment_numbers]
+        return self._loop(reads, changed, layer, (cotangent, jnp.zeros(())), saved, reverse=True)[0]
+
+    def _gradients(self, cotangent: Any, saved: Any) -> tuple[Any, Array]:
+        """Keeps each layer's gradient; their sum of squares."""
+
+        def layer(carry: Any, values: dict[int, Any], handle: Any) -> Any:
+            cotangent, squares = carry
+            x = self._get(handle, cotangent)
+            values = jax.lax.optimization_barrier(values)
+            gradient, cotangent = self._gradient(values, x, cotangent)
+            gradient = jax.lax.optimization_barrier(gradient)
+            if self.config.clip_norm is not None:
+                squares += _squares(gradient)
+            new = dict(zip(self.kept_numbers, jax.tree.leaves(gradient), strict=True))
+            return (cotangent, squares), new, None
+
+        reads = range(len(self.params))
+        return self._loop(reads, self.kept_numbers, layer, (cotangent, jnp.zeros(())), saved, reverse=True)[0]
+
+    def _update(self, norm: Array) -> None:
+        """Updates each layer by its kept gradient."""
+        changed = [*self.split.numbers, *self.moment_numbers]
+
+        def layer(carry: Any, values: dict[int, Any], _: Any) -> Any:
+            values = jax.lax.optimization_barrier(values)
+            leaves = [values.get(i) for i in range(len(self.params))]
+            kept = [values[i] for i in self.kept_numbers]
+            gradient = jax.tree.unflatten(jax.tree.structure(self.split.trained(leaves)), kept)
+            return carry, self._new_values(values, self._clipped(gradient, norm)), None
+
+        self._loop([*changed, *self.kept_numbers], changed, layer, (), None, reverse=True)
+
+    def _loop(
+        self, reads: Sequence[int], writes: Sequence[int], layer: Layer, carry: Any, given: Any, *, reverse: bool
+    ) -> tuple[Any, Any]:
+        """Calls `layer` for each layer with its arrays `reads`, and writes the new ones to `writes`.
+
+        Args:
+            reads, writes: numbers of arrays.
+            layer: see `Layer`.
+            carry: from one layer to the next one.
+            given: arrays [layers, ...] that `layer` gets besides, or None.
+            reverse: the last layer comes first.
+        """
+        rows, far = self.rows, set(self.far)
+        travels = lambda numbers: [i for i in numbers if rows is not None and i in far]  # noqa: E731
+        taken, put = travels(sorted(reads)), travels(sorted(writes))
+        at = {number: position for position, number in enumerate(self.far)}
+        walk = Walk(tuple(at[i] for i in taken), self.length, reverse, self.config.ahead)
+        if rows is not None and taken:
+            self.ticket = rows.first_rows(self.ticket, walk)
+        held = {i: self.leaves[i] for i in writes if i not in put}
+
+        def one(carry: Any, xs: Any) -> tuple[Any, Any]:
+            inner, held, ticket = carry
+            k, own = xs
+            values: dict[int, Any] = {}
+            for i in sorted(set(reads) - set(taken)):
+                row = _row(held.get(i, self.leaves[i]), k)
+                values[i] = jax.device_put(row, _DEVICE) if i in far else row
+            if rows is not None and taken:
+                ticket, arrived = rows.take(ticket, walk)
+                values.update(zip(taken, arrived, strict=True))
+            inner, new, result = layer(inner, values, own)
+            new = jax.lax.optimization_barrier(new)
+            held = {i: _with_row(x, jax.device_put(new[i], _HOST) if i in far else new[i], k) for i, x in held.items()}
+            if rows is not None and put:
+                ticket = rows.put(ticket, walk, [at[i] for i in put], [new[i] for i in put])
+            return (inner, held, ticket), result
+
+        (carry, held, self.ticket), results = jax.lax.scan(
+            one, (carry, held, self.ticket), (jnp.arange(self.length), given), reverse=reverse
+        )
+        for i, x in held.items():
+            self.leaves[i] = x
+        return carry, results
+
+    def _gradient(self, values: dict[int, Any], x: Any, cotangent: Any) -> tuple[Any, Any]:
+        """The gradient of a layer's trained parameters, and the cotangent of its input."""
+        leaves = [values[i] for i in range(len(self.params))]
+        p = self.split.trained(leaves)
+
+        def one(x: Any, ct: Any) -> tuple[Any, Any]:
+            return jax.vjp(lambda p, x: self.config.body(self.split.join(p, leaves), x), p, x)[1](ct)
+
+        if self.config.microbatches == 1:
+            return one(x, cotangent)
+
+        def add(total: Any, xs: Any) -> tuple[Any, Any]:
+            gradient, cotangent = one(*xs)
+            return jax.tree.map(jnp.add, total, gradient), cotangent
+
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, p), (x, cotangent))
+
+    def _new_values(self, values: dict[int, Any], gradient: Any) -> dict[int, Any]:
+        """New values of a layer's trained parameters and moments."""
+        p = self.split.trained([values.get(i) for i in range(len(self.params))])
+        m = jax.tree.unflatten(self.moments_tree, [values[i] for i in self.moment_numbers])
+        updates, m = self.config.tx.update(gradient, m, p)
+        new = dict(zip(self.split.numbers, jax.tree.leaves(_add(p, updates)), strict=True))
+        return new | dict(zip(self.moment_numbers, jax.tree.leaves(m), strict=True))
+
+    def _likely(self, norm: Array) -> Array:
+        """What the norm of all gradients will be at least: that of the gradients so far, or the last step's."""
+        return norm if self.config.clip_norm is None else jnp.maximum(norm, self.state.norm)
+
+    def _clipped(self, gradient: Any, norm: Array) -> Any:
+        limit = self.config.clip_norm
+        if limit is None:
+            return gradient
+        return jax.tree.map(lambda g: jnp.where(norm < limit, g, g / norm.astype(g.dtype) * limit), gradient)
+
+    def _put(self, x: Any) -> Any:
+        if self.config.activations == "device":
+            return x
+        leaf = jax.typeof(x)
+        nbytes = math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+        return _calls.store(x, store_id=binding_of(self.config.store), site=self._site, ring_bytes=2 * nbytes)
+
+    def _get(self, handle: Any, cotangent: Any) -> Any:
+        if self.config.activations == "device":
+            return handle
+        after = [cotangent]
+        like = jax.typeof(cotangent)
+        return _calls.fetch(handle, like, after, store_id=binding_of(self.config.store), site=self._site)
+
+    @functools.cached_property
+    def _site(self) -> int:
+        described = repr([(x.shape, str(x.dtype)) for x in self.leaves])
+        return _SITE + sum(map(ord, described))
+
+    def _check_update(self, trained: Any) -> None:
+        """Raises where the update of one parameter depends on the gradient of another one."""
+        layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trained)
+        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.state.layer_moments)
+        closed = jax.make_jaxpr(lambda g, s, p: self.config.tx.update(g, s, p)[0])(layer, state, layer)
+        gradients = closed.jaxpr.invars[: len(self.split.numbers)]
+        needs = {var: frozenset((i,)) for i, var in enumerate(gradients)}
+        for eqn in closed.jaxpr.eqns:
+            inner = eqn.params.get("jaxpr")
+            found = needs_of(eqn, inner, needs)
+            needs.update(zip(eqn.outvars, found, strict=True))
+        outputs = [needs.get(v, frozenset()) for v in closed.jaxpr.outvars if not isinstance(v, core.Literal)]
+        if any(len(need) > 1 for need in outputs):
+            raise ValueError(
+                "stack_step: `tx` must update each parameter from its own gradient, got one that mixes them (a norm of "
+                "all gradients); in place of optax.clip_by_global_norm give clip_norm=, or use plain autodiff with "
+                "offload.optimizer"
+            )
+
+
+def count(params: Sequence[Any]) -> int:
+    """The number of layers. A row beyond an array's end would be its last one: JAX clamps indices.
+
+    Raises:
+        ValueError: the arrays have different numbers of layers, or none.
+    """
+    found = sorted({x.shape[0] if x.ndim else 0 for x in params})
+    if len(found) != 1 or found[0] == 0:
+        shapes = ", ".join(str(x.shape) for x in params)
+        raise ValueError(
+            f"stack_step: `layers` must be arrays [layers, ...] of equally many layers, at least one, got shapes "
+            f"{shapes or 'of no array'}; stack the layers' parameters along a first axis"
+        )
+    return int(found[0])
+
+
+def _each(fn: Callable[[Any], Any], x: Any, parts: int) -> Any:
+    return fn(x) if parts == 1 else jax.lax.map(fn, x)
+
+
+def _squares(tree: Any) -> Array:
+    """The sum of squares of all elements, in float32."""
+    return sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)), jnp.zeros(()))
+
+
+def _add(params: Any, updates: Any) -> Any:
+    return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+
+
+def _row(x: Any, k: Any) -> Any:
+    return jax.lax.dynamic_index_in_dim(x, k, keepdims=False)
+
+
+def _with_row(x: Any, row: Any, k: Any) -> Any:
+    return jax.lax.dynamic_update_index_in_dim(x, row, k, 0)
+
+
+def _streams(wanted: bool | None) -> bool:
+    if wanted is not None:
+        return wanted
+    return jax.device_count() == 1 and _native.unavailable_reason() is None

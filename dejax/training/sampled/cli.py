@@ -1,0 +1,180 @@
+"""`dejax-train --sampled`: trains on mini-batches of a graph with node types and relations."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dejax.training.sampled.settings import FEATURE_DTYPES, LAYERS, PLACES, SampledSettings, resolve
+
+_SAVE_SECONDS = 30.0  # time between two checkpoints of a long run
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
+    p = argparse.ArgumentParser(
+        prog="dejax-train --sampled",
+        description="Trains a graph neural network to classify nodes, on mini-batches. One jitted step samples "
+        "neighbours, reads their features, runs the layers and updates the parameters. Edges and features may lie in "
+        "host memory. Types without features get trainable embeddings in host memory.",
+    )
+    data = p.add_argument_group("data")
+    data.add_argument(
+        "--dataset",
+        metavar="NAME",
+        help="stdlib (default, no download), aifb, mutag, bgs, am, ogbn-mag, igb-tiny .. igb-full, synthetic-igb",
+    )
+    data.add_argument(
+        "--data",
+        metavar="FOLDER",
+        help="folder of the data set's files; without --dataset: a folder of HeteroDataset.save",
+    )
+    data.add_argument("--no-reverse", action="store_true", default=None, help="add no reverse relations")
+    data.add_argument("--typed-nodes", action="store_true", default=None, help="stdlib, RDF: keep the types of nodes")
+    model = p.add_argument_group("model")
+    model.add_argument("--layer", "--model", choices=LAYERS, default="rgcn", help="default: rgcn")
+    model.add_argument(
+        "--fan-outs",
+        metavar="K,K",
+        help="neighbours that are drawn from each relation, for each layer, the seeds' first; -1: all. Default: 10,10",
+    )
+    model.add_argument("--hidden", type=int, metavar="N", help="width of the layers, all heads together; default: 64")
+    model.add_argument("--heads", type=int, metavar="N", help="attention heads (rgat, hgt)")
+    model.add_argument("--bases", type=int, metavar="N", help="basis matrices (rgcn); 0: one matrix per relation")
+    model.add_argument("--dropout", type=float, metavar="SHARE", help="share of features dropped")
+    model.add_argument("--precision", choices=("f32", "tf32", "bf16"), help="of products of float32 matrices")
+    model.add_argument("--backend", choices=("auto", "pallas", "xla"), default="auto", help="of the compiler")
+    run = p.add_argument_group("training")
+    run.add_argument("--batch-size", type=int, metavar="N", help="seeds of a step")
+    run.add_argument("--full-batch", action="store_true", default=None, help="no sampling: a step sees the whole graph")
+    run.add_argument("--epochs", type=int, metavar="N", help="passes over the training nodes")
+    run.add_argument("--seeds", type=int, metavar="N", help="runs, with seeds 0 .. N-1")
+    run.add_argument("--lr", type=float, help="Adam's learning rate")
+    run.add_argument("--weight-decay", type=float, help="Adam's decoupled weight decay")
+    run.add_argument(
+        "--inference",
+        choices=("layers", "sampled"),
+        default="layers",
+        help="accuracies at the end: layer by layer from all neighbours (default), or on samples",
+    )
+    memory = p.add_argument_group("memory")
+    memory.add_argument(
+        "--place", choices=PLACES, help="of edges and features; split: the most used rows on the device"
+    )
+    memory.add_argument("--device-bytes", type=float, metavar="B", help="with --place split: bytes on the device")
+    memory.add_argument("--feature-dtype", choices=FEATURE_DTYPES, help="format of the feature tables")
+    memory.add_argument("--offload", action="store_true", default=None, help="layers' inputs lie in host memory")
+    memory.add_argument(
+        "--sigmas", type=float, help="room of a sample: mean + this many standard deviations; default 5"
+    )
+    out = p.add_argument_group("results")
+    out.add_argument("--out", metavar="DIR", help="default: out/<dataset>-<layer>-sampled")
+    out.add_argument("--resume", action="store_true", help="continue the run in --out, to the same numbers")
+    out.add_argument("--checkpoint-every", type=int, metavar="N", help="steps between checkpoints; default: 30 seconds")
+    out.add_argument("--no-checkpoints", action="store_true", help="write no checkpoints")
+    return p
+
+
+_SETTINGS = (
+    "full_batch batch_size hidden heads bases dropout epochs seeds lr weight_decay place feature_dtype offload sigmas "
+    "precision typed_nodes"
+).split()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; `argv` has the arguments without `--sampled`. Returns the exit status.
+
+    Raises:
+        ValueError, FileNotFoundError: a wrong argument or file; the caller prints it.
+    """
+    args = parser().parse_args(list(argv))
+    start = time.perf_counter()
+    from dejax.training import plot
+    from dejax.training.checkpoint import Checkpoints
+    from dejax.training.sampled import report
+    from dejax.training.sampled.data import load
+    from dejax.training.sampled.trainer import SampledTrainer
+
+    settings = _settings(args)
+    if args.resume and args.no_checkpoints:
+        raise ValueError("--resume must not stand with --no-checkpoints: it needs checkpoints; leave one of them out")
+    name = None if args.dataset is None and args.data else settings.dataset
+    data = load(name, args.data, typed_nodes=settings.typed_nodes)
+    if name is None:
+        settings = settings.replace(dataset=data.name)
+    out = Path(args.out or f"out/{settings.dataset}-{settings.layer}-sampled")
+    print(_shortened(data.summary()), end="\n\n", flush=True)
+    trainer = SampledTrainer(settings, data, backend=args.backend, print_table=lambda text: print(_shortened(text)))
+    print(f"\n{trainer.prepared.features}\n", flush=True)
+    checkpoints = None if args.no_checkpoints else Checkpoints(out, SampledSettings)
+    if checkpoints is not None:
+        checkpoints.begin(settings, resume=args.resume)
+    runs = [_one_seed(trainer, checkpoints, args, seed) for seed in range(settings.seeds)]
+    results = report.summarise(trainer, runs, args.inference, time.perf_counter() - start, argv)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    plot.draw_curves(out / "curves.png", results, [history for history, _, _ in runs])
+    artifacts = {"results": str(out / "results.json"), "curves": str(out / "curves.png")}
+    if checkpoints is not None:
+        artifacts["checkpoints"] = str(out / "checkpoints")
+    print(f"\n{report.table(results, artifacts)}", flush=True)
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> SampledSettings:
+    given = {name: getattr(args, name) for name in _SETTINGS}
+    given["reverse"] = False if args.no_reverse else None
+    given["device_bytes"] = None if args.device_bytes is None else int(args.device_bytes)
+    if args.fan_outs is not None:
+        try:
+            given["fan_outs"] = tuple(int(k) for k in args.fan_outs.split(","))
+        except ValueError:
+            raise ValueError(f"--fan-outs must be integers with commas, as 10,5, got {args.fan_outs!r}") from None
+    return resolve((args.dataset or "stdlib").lower(), args.layer, **given)
+
+
+def _one_seed(trainer: Any, checkpoints: Any, args: argparse.Namespace, seed: int) -> tuple[Any, dict[str, float], int]:
+    """Curves, accuracies at the end and lost nodes of a seed. Draws a bar on a terminal, otherwise a line."""
+    from dejax.datasets._progress import Progress as Bar
+    from dejax.training.checkpoint import History
+
+    settings, history = trainer.settings, History()
+    state = trainer.init(seed)
+    if args.resume and checkpoints.latest(seed) is not None:
+        plain, history = checkpoints.restore(seed, trainer.exported(state))
+        state = trainer.imported(plain, seed)
+    total = settings.epochs * trainer.steps_per_epoch
+    saved_at = time.monotonic()
+    with Bar(f"seed {seed}", total, unit="steps") as bar:
+        bar.update(int(state.step))
+        for now, progress in trainer.run(state, seed, settings.epochs, bar):
+            state = now  # the one before is donated
+            if progress is not None:
+                history.add(progress)
+            if checkpoints is None:
+                continue
+            every = args.checkpoint_every
+            due = time.monotonic() - saved_at >= _SAVE_SECONDS if not every else int(state.step) % every == 0
+            if due and int(state.step) < total:
+                checkpoints.save(seed, trainer.exported(state), history, int(state.step))
+                saved_at = time.monotonic()
+    if checkpoints is not None and checkpoints.latest(seed) != int(state.step):
+        checkpoints.save(seed, trainer.exported(state), history, int(state.step))
+    if args.inference == "layers" and not settings.full_batch:
+        accuracy = trainer.accuracy(state)
+    else:
+        accuracy = trainer.sampled_accuracy(state, [name for name, ids in trainer.splits.items() if ids])
+    if not sys.stderr.isatty():
+        shares = ", ".join(f"{split} {100 * value:.1f} %" for split, value in accuracy.items())
+        print(f"seed {seed}: {int(state.step)} steps in {sum(history.seconds):.1f} s, accuracy {shares}", flush=True)
+    return history, accuracy, int(state.lost)
+
+
+def _shortened(text: str, most: int = 40) -> str:
+    lines = text.splitlines()
+    return text if len(lines) <= most else "\n".join([*lines[: most - 1], f"  .. {len(lines) - most + 1} more lines"])

@@ -1,0 +1,171 @@
+"""The data of a run on mini-batches: any `HeteroDataset`, its topology, feature store and training nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dejax import datasets
+from dejax.datasets import EntityDataset, HeteroDataset
+from dejax.minibatch import FeatureStore, HeteroTopology, expected_visits, hot_rows
+from dejax.training.sampled.settings import SampledSettings
+
+SPLITS = ("train", "valid", "test")
+IGB = tuple(f"igb-{size}" for size in ("tiny", "small", "medium", "large", "full"))
+SYNTHETIC = "synthetic-igb"
+RDF = ("aifb", "mutag", "bgs", "am")
+NAMES = ("stdlib", *RDF, "ogbn-mag", *IGB, SYNTHETIC)
+"""The names that `load` knows. Any folder of `HeteroDataset.save` may be given in place of a name."""
+_META = "dataset.json"
+NODE = "node"
+_SELF = "self"  # the name of self loops
+
+
+def load(name: str | None, folder: str | None = None, *, typed_nodes: bool = False) -> HeteroDataset:
+    """A data set with nodes to classify.
+
+    | name | what | files |
+    | --- | --- | --- |
+    | stdlib | code graph of the running Python's standard library | none |
+    | aifb, mutag, bgs, am | RDF graphs of the R-GCN paper | `folder`, $DEJAX_DATA, or one download |
+    | ogbn-mag | papers, authors, institutions, fields | `folder` or $DEJAX_DATA |
+    | igb-tiny, ... igb-full | the folders of IGB heterogeneous | `folder` |
+    | synthetic-igb | a random graph of IGB's shape, with random labels: for the time of a step | none |
+    | none | a folder that `HeteroDataset.save` wrote | `folder` |
+
+    Args:
+        name: one of `NAMES`; None for a folder of `HeteroDataset.save`, or for stdlib if no folder is given.
+        folder: the folder of its files.
+        typed_nodes: stdlib and RDF graphs: whether nodes keep their types. Then a relation that joins several types
+            becomes one for each pair of types, so that there are more of them, and compilation takes longer.
+
+    Raises:
+        ValueError: an unknown name.
+        FileNotFoundError: the folder lacks a file.
+    """
+    if name is None and folder is not None and (Path(folder) / _META).is_file():
+        return HeteroDataset.open(folder, check=True)
+    key = (name or "stdlib").lower()
+    if key == "stdlib" or key in RDF:
+        entity = datasets.load(key, folder)
+        return HeteroDataset.from_entity(entity) if typed_nodes else one_type(entity)
+    if key == "ogbn-mag":
+        return datasets.load_mag_hetero(folder)
+    if key in IGB:
+        return datasets.load_igb(folder, size=key.removeprefix("igb-"))
+    if key == SYNTHETIC:
+        return datasets.synthetic_igb(1e-4, feature_width=64, feature_dtype="float32")
+    raise ValueError(
+        f"--dataset must be one of {', '.join(NAMES)}, got {name!r}; for a saved HeteroDataset give --data"
+    )
+
+
+def one_type(data: EntityDataset) -> HeteroDataset:
+    """The same graph with one node type, "node", and the relations as they are."""
+    order = np.argsort(data.edge_type, kind="stable")
+    bounds = np.searchsorted(data.edge_type[order], np.arange(data.num_edge_types + 1))
+    edges = {
+        (NODE, name, NODE): (data.senders[order[start:stop]], data.receivers[order[start:stop]])
+        for name, start, stop in zip(data.edge_type_names, bounds[:-1], bounds[1:], strict=True)
+    }
+    return HeteroDataset(
+        name=data.name,
+        num_nodes={NODE: data.num_nodes},
+        edges=edges,
+        features={} if data.features is None else {NODE: data.features},
+        labels={NODE: data.labels},
+        num_classes={NODE: data.num_classes},
+        splits={split: {NODE: getattr(data, f"{split}_nodes")} for split in SPLITS},
+        description=data.description,
+        check=False,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """What a run reads.
+
+    Attributes:
+        data: with reverse relations and, for rgat, self loops.
+        topology: its edges.
+        features: tables of the types that have features, and embeddings of the others.
+        targets: the types whose nodes are classified.
+        num_classes: number of classes.
+        splits: split -> type -> int32 ids.
+        widths: the width of the features of each type that has some.
+    """
+
+    data: HeteroDataset
+    topology: HeteroTopology
+    features: FeatureStore
+    targets: tuple[str, ...]
+    num_classes: int
+    splits: dict[str, dict[str, np.ndarray]]
+    widths: dict[str, int]
+
+
+def prepare(data: HeteroDataset, settings: SampledSettings) -> Prepared:
+    """Makes the topology and the feature store.
+
+    Raises:
+        ValueError: no training nodes, or types whose numbers of classes differ.
+    """
+    splits = {
+        split: {kind: np.asarray(ids, np.int32) for kind, ids in data.splits.get(split, {}).items() if len(ids)}
+        for split in SPLITS
+    }
+    targets = tuple(splits["train"])
+    if not targets:
+        raise ValueError(f"dataset {data.name!r} has no labelled nodes to train on; choose one with training nodes")
+    classes = {data.num_classes[kind] for kind in targets}
+    if len(classes) > 1:
+        counts = ", ".join(f"{kind}: {data.num_classes[kind]}" for kind in targets)
+        raise ValueError(
+            f"all types with training nodes must have as many classes, got {counts}; leave out some splits"
+        )
+    if settings.reverse:
+        data = with_reverse(data)
+    edges = dict(data.edges)
+    if settings.layer == "rgat":  # it has no root weight: a node sees its own value through a loop
+        for kind, count in data.num_nodes.items():
+            loop = np.arange(count, dtype=np.int32)
+            edges[kind, _SELF, kind] = (loop, loop)
+    on_device = settings.place == "device"
+    topology = HeteroTopology.from_edges(edges, data.num_nodes, on_host=not on_device, keep_edge_ids=False)
+    features = _features(data, settings, edges, splits["train"])
+    widths = {kind: data.features[kind].shape[1] for kind in features.types}
+    return Prepared(data, topology, features, targets, classes.pop(), splits, widths)
+
+
+def with_reverse(data: HeteroDataset) -> HeteroDataset:
+    """With reverse relations; `cites` of IGB becomes symmetric with self loops, as MLPerf prepares it."""
+    symmetric = ["cites"] if data.name.startswith(("igb", SYNTHETIC)) else []
+    return data.with_reverse(symmetric=symmetric)
+
+
+def embeddings_of(prepared: Prepared, settings: SampledSettings, seed: int) -> FeatureStore:
+    """New embeddings in host memory, for the types without features."""
+    store = FeatureStore()
+    for number, (kind, count) in enumerate(prepared.data.num_nodes.items()):
+        if kind not in prepared.features:
+            store = store.embedding(kind, count, settings.hidden, seed=(seed << 8) + number)
+    return store
+
+
+def _features(
+    data: HeteroDataset, settings: SampledSettings, edges: dict, train: dict[str, np.ndarray]
+) -> FeatureStore:
+    arrays = {kind: array for kind, array in data.features.items() if data.num_nodes[kind]}
+    dtype = settings.feature_dtype
+    scale = "row" if dtype in ("int8", "float8_e4m3fn") else None
+    if settings.place != "split":
+        return FeatureStore.from_arrays(arrays, dtype=dtype, scale=scale, on_device=settings.place == "device")
+    visits = expected_visits(edges, data.num_nodes, train, settings.fan_outs)
+    row_bytes = {
+        kind: array.shape[1] * np.dtype("uint8" if scale else dtype or array.dtype).itemsize
+        for kind, array in arrays.items()
+    }
+    hot = hot_rows({kind: visits[kind] for kind in arrays}, row_bytes, device_bytes=settings.device_bytes)
+    return FeatureStore.from_arrays(arrays, dtype=dtype, scale=scale, on_device=hot)

@@ -1,0 +1,428 @@
+"""Training on mini-batches: one jitted step samples, gathers rows, runs the layers and updates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dejax._optional import optional
+from dejax.datasets import HeteroDataset
+from dejax.datasets._progress import Progress as Bar
+from dejax.host_gather import HostTable, adam, shardings
+from dejax.minibatch import (
+    FeatureStore,
+    HeteroTopology,
+    InferenceBatch,
+    SampleOptions,
+    find_capacities,
+    infer_layers,
+    make_blocks,
+    sample_blocks,
+)
+from dejax.rgnn import Options, RelGraph
+from dejax.training.fit import Progress
+from dejax.training.sampled.data import Prepared, embeddings_of, prepare
+from dejax.training.sampled.model import SampledClassifier
+from dejax.training.sampled.settings import SampledSettings
+
+with optional("optax", of="dejax.training.sampled"):
+    import optax
+with optional("flax", of="dejax.training.sampled"):
+    from flax import nnx
+
+_CAPACITY_BATCHES = 20
+MAX_DEGREE = 512  # for a fan-out of -1: a sample has room for this many edges of a node and relation
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class SampledState:
+    """The state that changes from step to step. A run resumes from it.
+
+    Attributes:
+        params: the model's parameters, an nnx.State.
+        opt_state: the state of Adam.
+        embeddings: tables of the types without features, in host memory.
+        moments: Adam's state of each embedding, in host memory.
+        step: int32 scalar, number of finished steps.
+        key: uint32 [2], the run's random key as plain integers. Step s draws from `fold_in(key, s)`.
+        loss, correct, count: sums over the steps of the epoch: loss, right training nodes, training nodes.
+        lost: int32 scalar, sampled nodes that did not fit, in all steps.
+    """
+
+    params: Any
+    opt_state: Any
+    embeddings: FeatureStore
+    moments: Any
+    step: Array
+    key: Array
+    loss: Array
+    correct: Array
+    count: Array
+    lost: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The inputs of a step that do not change. They are arguments of the jitted functions, not constants.
+
+    Attributes:
+        topology: the edges.
+        features: tables of the types with features.
+        labels: int32 [nodes] by type.
+        graph: the whole graph, if steps see it; else None.
+    """
+
+    topology: HeteroTopology
+    features: FeatureStore
+    labels: dict[str, Array]
+    graph: RelGraph | None
+
+
+class SampledTrainer:
+    """Training of one model on one data set.
+
+    Args:
+        settings: layer and hyperparameters.
+        data: the data set.
+        backend: backend of the compiler: "auto", "pallas" or "xla".
+        print_table: takes the table of capacities as text; None for no table.
+
+    Raises:
+        ValueError: the data set has no training nodes, or an impossible setting.
+
+    Attributes:
+        prepared: topology, features and splits.
+        capacities: the room of a sample, by type.
+        steps_per_epoch: steps of a pass over the training nodes.
+        num_params: number of parameters of the model, without embeddings.
+        num_embedding_values: number of values of the embeddings.
+        compile_seconds: time spent in compilation of training steps so far.
+    """
+
+    def __init__(
+        self,
+        settings: SampledSettings,
+        data: HeteroDataset,
+        *,
+        backend: str = "auto",
+        print_table: Callable[[str], None] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.prepared: Prepared = prepare(data, settings)
+        self.options = Options(backend=backend, precision=settings.precision)
+        self.targets, self.splits = self.prepared.targets, self.prepared.splits
+        topology, data = self.prepared.topology, self.prepared.data
+        labels = {kind: jnp.asarray(np.asarray(data.labels[kind]), jnp.int32) for kind in self.targets}
+        whole = None
+        if settings.full_batch:
+            edges = {edge_type: _ends(topology, edge_type) for edge_type in topology.edge_types}
+            whole = RelGraph.from_relations(edges, topology.num_nodes)
+        self.inputs = Inputs(topology, self.prepared.features, labels, whole)
+        sizes = {kind: len(ids) for kind, ids in self.splits["train"].items()}
+        self.steps_per_epoch = 1 if settings.full_batch else -(-sum(sizes.values()) // settings.batch_size)
+        self._batch = {kind: -(-count // self.steps_per_epoch) for kind, count in sizes.items()}
+        self._sample_options = SampleOptions(max_degree=MAX_DEGREE)
+        self.capacities = None if settings.full_batch else self._find_capacities(print_table)
+        abstract = nnx.eval_shape(lambda: self._model(jax.random.key(0)))
+        self._graphdef, params, self._rest = nnx.split(abstract, nnx.Param, ...)
+        self.num_params = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
+        self.num_embedding_values = settings.hidden * sum(
+            count for kind, count in topology.num_nodes.items() if kind not in self.prepared.features
+        )
+        self._optimizer = optax.adamw(settings.lr, weight_decay=settings.weight_decay)
+        self._of_rows = adam(settings.lr)
+        self._layers = [partial(_on_batch, self, number) for number in range(settings.layers)]
+        self._step: Any = None
+        self._scores = jax.jit(self._correct_of)
+        self.compile_seconds = 0.0
+
+    def _model(self, key: Array) -> SampledClassifier:
+        topology = self.prepared.topology
+        return SampledClassifier(
+            self.settings,
+            self.prepared.widths,
+            topology.edge_types,
+            topology.node_types,
+            self.prepared.num_classes,
+            options=self.options,
+            rngs=nnx.Rngs(key),
+        )
+
+    def _merged(self, params: Any) -> SampledClassifier:
+        # The streams of keys inside the modules are never read: each call gets its own keys.
+        rest = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._rest)
+        return nnx.merge(self._graphdef, params, rest)
+
+    def _find_capacities(self, print_table: Callable[[str], None] | None) -> Any:
+        rng = np.random.default_rng(0)
+        train = self.splits["train"]
+        batches = [
+            {kind: rng.choice(ids, min(self._batch[kind], len(ids)), replace=False) for kind, ids in train.items()}
+            for _ in range(_CAPACITY_BATCHES)
+        ]
+        return find_capacities(
+            jax.random.key(0),
+            self.prepared.topology,
+            batches,
+            list(self.settings.fan_outs),
+            sigmas=self.settings.sigmas,
+            print_table=print_table,
+            options=self._sample_options,
+        )
+
+    # -------------------------------------------------------------------------------------------- state
+
+    def init(self, seed: int) -> SampledState:
+        """The state before the first step of the run with this seed."""
+        key, own = jax.random.split(jax.random.key(seed))
+        params = jax.jit(lambda key: nnx.state(self._model(key), nnx.Param))(key)
+        embeddings = embeddings_of(self.prepared, self.settings, seed)
+        zero = np.zeros((), np.int32)
+        return SampledState(
+            params,
+            jax.jit(self._optimizer.init)(params),
+            embeddings,
+            embeddings.init(self._of_rows),
+            *(jnp.asarray(value) for value in (zero, jax.random.key_data(own), np.float32(0), zero, zero, zero)),
+        )
+
+    def exported(self, state: SampledState) -> dict[str, Any]:
+        """A state as plain arrays, for a checkpoint: tables become numpy arrays that view their memory."""
+        tables = {kind: state.embeddings[kind].table.numpy() for kind in state.embeddings.types}
+        moments = {
+            kind: {"step": of_type.step, "first": of_type.first.numpy(), "second": of_type.second.numpy()}
+            for kind, of_type in state.moments.items()
+        }
+        scalars = {name: getattr(state, name) for name in _SCALARS}
+        return {"params": state.params, "opt_state": state.opt_state, "tables": tables, "moments": moments, **scalars}
+
+    def imported(self, plain: dict[str, Any], seed: int) -> SampledState:
+        """The state of `exported`. `seed` makes the tables that are then overwritten."""
+        state = self.init(seed)
+        for kind in state.embeddings.types:
+            _overwrite(state.embeddings[kind].table, plain["tables"][kind])
+            _overwrite(state.moments[kind].first, plain["moments"][kind]["first"])
+            _overwrite(state.moments[kind].second, plain["moments"][kind]["second"])
+        moments = {
+            kind: of_type._replace(step=jnp.asarray(plain["moments"][kind]["step"]))
+            for kind, of_type in state.moments.items()
+        }
+        scalars = [jnp.asarray(plain[name]) for name in _SCALARS]
+        return SampledState(plain["params"], plain["opt_state"], state.embeddings, moments, *scalars)
+
+    # -------------------------------------------------------------------------------------------- a step
+
+    def step(self, state: SampledState, inputs: Inputs, order: dict[str, Array]) -> SampledState:
+        """One step: a sample, its rows, the layers, Adam's updates. It runs inside `jax.jit`.
+
+        Args:
+            state: donate it.
+            inputs: edges, features, labels.
+            order: int32[steps_per_epoch * batch] by type, the training nodes in the epoch's order, -1 for padding.
+        """
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        sample_key, dropout_key = jax.random.split(key)
+        within = state.step % self.steps_per_epoch
+        seeds = {
+            kind: jax.lax.dynamic_slice(ids, (within * self._batch[kind],), (self._batch[kind],))
+            for kind, ids in order.items()
+        }
+        graphs, ids, positions, lost = self._neighbourhood(sample_key, inputs, seeds)
+        x = (state.embeddings | inputs.features).gather(ids, dtype=jnp.float32)
+        own = {kind: rows for kind, rows in x.items() if kind in state.embeddings}
+
+        def loss_of(params: Any, own: dict[str, Array]) -> tuple[Array, tuple[Array, Array]]:
+            model = self._merged(params)
+            rngs = nnx.Rngs(dropout=dropout_key)
+            outputs = model(graphs, {**x, **own}, deterministic=not self.settings.dropout, rngs=rngs)
+            return self._loss(outputs, positions, seeds, inputs.labels)
+
+        (loss, (correct, count)), (gradient, of_rows) = jax.value_and_grad(loss_of, (0, 1), has_aux=True)(
+            state.params, own
+        )
+        updates, opt_state = self._optimizer.update(gradient, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        embeddings, moments = state.embeddings.update(self._of_rows, ids, of_rows, state.moments)
+        kept = jnp.where(within == 0, 0, 1)
+        return SampledState(
+            params,
+            opt_state,
+            embeddings,
+            moments,
+            state.step + 1,
+            state.key,
+            state.loss * kept + loss * count,
+            state.correct * kept + correct,
+            state.count * kept + count,
+            state.lost + lost,
+        )
+
+    def _neighbourhood(
+        self, key: Array, inputs: Inputs, seeds: dict[str, Array]
+    ) -> tuple[Any, dict[str, Array], dict[str, Array], Array]:
+        """Graphs for the model, ids of the rows to gather, and where the outputs have the seeds."""
+        if inputs.graph is not None:
+            counts = inputs.topology.num_nodes
+            ids = {kind: jnp.arange(count, dtype=jnp.int32) for kind, count in counts.items()}
+            return inputs.graph, ids, seeds, jnp.zeros((), jnp.int32)
+        sample = sample_blocks(
+            key,
+            inputs.topology,
+            seeds,
+            list(self.settings.fan_outs),
+            capacities=self.capacities,
+            options=self._sample_options,
+        )
+        lost = sample.lost.sum(dtype=jnp.int32) + sample.lost_edges.astype(jnp.int32)
+        return make_blocks(sample), sample.node_ids, sample.seed_positions, lost
+
+    def _loss(
+        self, outputs: dict[str, Array], positions: dict[str, Array], seeds: dict[str, Array], labels: dict[str, Array]
+    ) -> tuple[Array, tuple[Array, Array]]:
+        logits = jnp.concatenate([outputs[kind][positions[kind]] for kind in seeds])
+        classes = jnp.concatenate([labels[kind][ids] for kind, ids in seeds.items()])
+        there = jnp.concatenate([ids >= 0 for ids in seeds.values()])
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(there, classes, 0))
+        count = there.sum(dtype=jnp.int32)
+        right = jnp.sum((logits.argmax(-1) == classes) & there, dtype=jnp.int32)
+        return jnp.where(there, each, 0).sum() / jnp.maximum(count, 1), (right, count)
+
+    # -------------------------------------------------------------------------------------------- a run
+
+    def order(self, seed: int, epoch: int) -> dict[str, np.ndarray]:
+        """The training nodes of an epoch in random order, padded to whole batches."""
+        rng = np.random.default_rng([seed, epoch])
+        orders = {}
+        for kind, ids in self.splits["train"].items():
+            room = np.full(self.steps_per_epoch * self._batch[kind], -1, np.int32)
+            room[: len(ids)] = rng.permutation(ids)
+            # Padding is spread over the steps, so that each has about as many seeds.
+            orders[kind] = room.reshape(self._batch[kind], self.steps_per_epoch).T.reshape(-1)
+        return orders
+
+    def run(
+        self, state: SampledState, seed: int, epochs: int, bar: Bar | None = None
+    ) -> Iterator[tuple[SampledState, Progress | None]]:
+        """Trains until `epochs` passes are done.
+
+        Args:
+            state: the state to begin with; its arrays are donated.
+            seed: of the order of the training nodes.
+            epochs: passes in all, including those of the state.
+            bar: a progress bar that counts steps.
+
+        Yields:
+            The state after each step, and at the end of an epoch a report, else None.
+        """
+        per_epoch, begin = self.steps_per_epoch, time.perf_counter()
+        while (done := int(state.step)) < epochs * per_epoch:
+            order = {kind: jnp.asarray(ids) for kind, ids in self.order(seed, done // per_epoch).items()}
+            train = self._compiled(state, order)
+            begin = time.perf_counter() if done % per_epoch == 0 else begin
+            for at in range(done + 1, (done // per_epoch + 1) * per_epoch + 1):
+                state = train(state, self.inputs, order)
+                if bar is not None:
+                    bar.update()
+                if at % per_epoch:
+                    yield state, None
+            jax.block_until_ready(state.step)
+            seconds = time.perf_counter() - begin
+            epoch = at // per_epoch
+            loss = np.array([float(state.loss) / max(1, int(state.count))], np.float32)
+            accuracy = {"train": int(state.correct) / max(1, int(state.count))}
+            accuracy |= self.sampled_accuracy(state, [name for name in ("valid", "test") if self.splits[name]])
+            yield state, Progress(epoch, loss, accuracy, seconds)
+
+    def _compiled(self, state: SampledState, order: dict[str, Array]) -> Any:
+        if self._step is None:
+            start = time.perf_counter()
+            jitted = jax.jit(self.step, donate_argnums=0, out_shardings=shardings(state))
+            self._step = jitted.lower(state, self.inputs, order).compile()
+            self.compile_seconds += time.perf_counter() - start
+        return self._step
+
+    # -------------------------------------------------------------------------------------------- accuracy
+
+    def _correct_of(
+        self, key: Array, params: Any, embeddings: FeatureStore, inputs: Inputs, seeds: dict[str, Array]
+    ) -> Array:
+        graphs, ids, positions, _ = self._neighbourhood(key, inputs, seeds)
+        x = (embeddings | inputs.features).gather(ids, dtype=jnp.float32)
+        outputs = self._merged(params)(graphs, x)
+        return self._loss(outputs, positions, seeds, inputs.labels)[1][0]
+
+    def sampled_accuracy(self, state: SampledState, splits: list[str], seed: int = 0) -> dict[str, float]:
+        """The share of right nodes of each split, each node on one sample, which is the same each time."""
+        found = {}
+        for name in splits:
+            by_type = self.splits[name]
+            steps = max(-(-len(ids) // self._batch[kind]) for kind, ids in by_type.items())
+            if self.inputs.graph is not None:
+                steps = 1
+            right = []
+            for at in range(steps):
+                seeds = {}
+                for kind in self.targets:
+                    size = self._batch[kind] if self.inputs.graph is None else len(by_type.get(kind, ()))
+                    part = by_type.get(kind, np.zeros(0, np.int32))[at * size : (at + 1) * size]
+                    seeds[kind] = np.pad(part, (0, size - len(part)), constant_values=-1)
+                key = jax.random.fold_in(jax.random.key(seed), at)
+                right.append(self._scores(key, state.params, state.embeddings, self.inputs, seeds))
+            found[name] = sum(map(int, right)) / sum(map(len, by_type.values()))
+        return found
+
+    def outputs(self, state: SampledState, folder: Any = None, progress: bool | None = None) -> dict[str, Any]:
+        """The logits of all nodes of the target types, layer by layer from all their neighbours (`infer_layers`)."""
+        return infer_layers(
+            self._layers,
+            [state.params] * self.settings.layers,
+            self.prepared.topology,
+            self.prepared.topology.num_nodes,
+            state.embeddings | self.prepared.features,
+            node_types=self.targets,
+            dtype=np.dtype(np.float32),
+            folder=folder,
+            progress=progress,
+        )
+
+    def accuracy(self, state: SampledState, progress: bool | None = None) -> dict[str, float]:
+        """The share of right nodes of each split, from `outputs`."""
+        outputs, data = self.outputs(state, progress=progress), self.prepared.data
+        best = {kind: _best(table) for kind, table in outputs.items()}
+        found = {}
+        for name, by_type in self.splits.items():
+            if by_type:
+                right = sum(int((best[k][ids] == np.asarray(data.labels[k][ids])).sum()) for k, ids in by_type.items())
+                found[name] = right / sum(map(len, by_type.values()))
+        return found
+
+
+_SCALARS = ("step", "key", "loss", "correct", "count", "lost")
+
+
+def _on_batch(trainer: SampledTrainer, number: int, params: Any, batch: InferenceBatch) -> Array:
+    return trainer._merged(params).on_batch(number, batch)
+
+
+def _best(table: Any) -> np.ndarray:
+    return np.asarray((table.numpy() if isinstance(table, HostTable) else table).argmax(-1))
+
+
+def _overwrite(table: HostTable, rows: Any) -> None:
+    if len(table):
+        table.write(0, np.asarray(rows))
+
+
+def _ends(topology: HeteroTopology, edge_type: tuple[str, str, str]) -> tuple[np.ndarray, np.ndarray]:
+    starts, senders, _ = topology.csc(edge_type)
+    return senders, np.repeat(np.arange(len(starts) - 1, dtype=np.int32), np.diff(starts))

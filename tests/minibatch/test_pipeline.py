@@ -1,0 +1,176 @@
+"""Pipelined steps give what single steps give; errors; seeds and keys."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from dejax import _native, offload
+from dejax.host_gather import adam
+from dejax.minibatch import (
+    FeatureStore,
+    link_batch,
+    pipelined_steps,
+    sample_blocks,
+    sampled_step,
+    seed_batches,
+    step_keys,
+)
+from dejax.minibatch import nnx as mb
+from dejax.rgnn.nnx import RGATConv, RGCNConv
+from tests.minibatch.graphs import COUNTS, REV, WRITES, topology_of
+
+pytestmark = [
+    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
+    pytest.mark.newest_jax,
+]
+WIDTHS = {"author": 3, "paper": 4}
+LABELS = jnp.asarray(np.random.default_rng(9).integers(0, 3, COUNTS["paper"]))
+OPTIMIZER = optax.adam(0.05)
+
+
+def store_of(kinds=("author", "paper")):
+    rng = np.random.default_rng(1)
+    return FeatureStore.from_arrays(
+        {name: rng.standard_normal((COUNTS[name], WIDTHS[name])).astype(np.float32) for name in kinds},
+        on_device={"paper": [1, 5]} if "paper" in kinds else False,
+    )
+
+
+def model_of():
+    rngs = nnx.Rngs(0)
+    layers = [RGCNConv(4, 4, 4, rngs=rngs), RGATConv(4, 3, 4, rngs=rngs)]
+    return nnx.split(mb.HeteroGNN(WIDTHS, 4, layers, rngs=rngs), nnx.Param)
+
+
+def sample(key, topology, seeds):
+    return sample_blocks(key, topology, ("paper", seeds), [3, 2])
+
+
+def updates(graphdef, around=lambda f: f):
+    def loss_of(params, batch):
+        def layers(params, x):
+            return nnx.merge(graphdef, params)(batch.blocks, x)["paper"]
+
+        y = around(layers)(params, batch.x)[batch.sample.seed_positions["paper"]]
+        y = y + 0.1 * jax.random.normal(batch.key, y.shape)  # as dropout would
+        loss = optax.softmax_cross_entropy_with_integer_labels(y, LABELS[batch.seeds])
+        return jnp.where(batch.seeds >= 0, loss, 0).sum()
+
+    def update(state, batch, rate):
+        params, moments = state
+        loss, gradients = jax.value_and_grad(loss_of)(params, batch)
+        changes, moments = OPTIMIZER.update(gradients, moments, params)
+        changes = jax.tree.map(lambda change: rate * change, changes)
+        return (optax.apply_updates(params, changes), moments), {"loss": loss, "lost": batch.sample.lost.sum()}
+
+    return update
+
+
+@pytest.mark.parametrize("steps, around", [(3, None), (2, functools.partial(offload.offload, min_bytes=1))])
+def test_pipelined_steps_equal_single_ones(steps, around):
+    graphdef, params = model_of()
+    update = updates(graphdef) if around is None else updates(graphdef, around)
+    topology, store = topology_of(), store_of()
+    seeds = seed_batches(np.arange(COUNTS["paper"]), 5, seed=0)[-steps:]  # the last batch has padding
+    keys = step_keys(jax.random.key(3), 7, steps)
+    one = sampled_step(update, sample, donate=False)
+    state, single = (params, OPTIMIZER.init(params)), []
+    for key, some in zip(keys, seeds, strict=True):
+        state, out = one(state, topology, store, key, some, 0.5)
+        single.append(float(out["loss"]))
+    many = pipelined_steps(update, sample, donate=False)
+    got, outs = many((params, OPTIMIZER.init(params)), topology, store, keys, seeds, 0.5)
+    assert outs["loss"].shape == (steps,) and not outs["lost"].any()
+    np.testing.assert_array_equal(np.asarray(outs["loss"]), np.array(single, np.float32))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_embeddings_in_the_state_are_read_after_the_step_before():
+    rows = adam(0.1)
+
+    def update(state, batch):
+        embeddings, moments = state
+        ids = {"author": batch.sample.node_ids["author"]}
+        x = batch.x["paper"].sum() + 0 * batch.x["paper"][0, 0]
+
+        def loss_of(own):
+            return ((own - x) ** 2).mean()
+
+        own = embeddings.gather(ids)["author"]
+        loss, gradient = jax.value_and_grad(loss_of)(own)
+        return embeddings.update(rows, ids, {"author": gradient}, moments), loss
+
+    def states():
+        embeddings = FeatureStore().embedding("author", COUNTS["author"], 3)
+        return embeddings, embeddings.init(rows)
+
+    topology, features = topology_of(), store_of(["paper"])
+    keys, seeds = step_keys(jax.random.key(0), 0, 4), jnp.arange(8).reshape(4, 2)
+    one, state, single = sampled_step(update, sample), states(), []
+    for key, some in zip(keys, seeds, strict=True):
+        state, loss = one(state, topology, features, key, some)
+        single.append(float(loss))
+    got, losses = pipelined_steps(update, sample)(states(), topology, features, keys, seeds)
+    np.testing.assert_array_equal(np.asarray(losses), np.array(single, np.float32))
+    np.testing.assert_array_equal(got[0]["author"].table.numpy(), state[0]["author"].table.numpy())
+
+
+def test_edges_as_seeds():
+    def linked(key, topology, pairs):
+        batch = link_batch(key, topology, WRITES, pairs, 2, reverse=REV)
+        return sample_blocks(key, topology, batch.seeds, [2], exclude=batch.exclude), batch
+
+    def update(state, batch):
+        rows = {name: x.sum(1) for name, x in batch.x.items()}
+        authors, papers, wrong = batch.extra.rows(batch.sample, rows)
+        return state + 1, (authors * papers).sum() - (wrong * batch.extra.negative_mask).sum()
+
+    topology, features = topology_of(), store_of()
+    senders, receivers = jnp.arange(2).reshape(1, 2), jnp.arange(2).reshape(1, 2) + 1
+    keys = step_keys(jax.random.key(1), 0, 1)  # a pipeline of one step
+    state, found = pipelined_steps(update, linked)(jnp.int32(0), topology, features, keys, (senders, receivers))
+    one = sampled_step(update, linked)
+    want = [one(jnp.int32(0), topology, features, keys[n], (senders[n], receivers[n]))[1] for n in range(1)]
+    assert int(state) == 1
+    np.testing.assert_array_equal(found, jnp.stack(want))
+
+
+def test_bad_arguments():
+    topology, features = topology_of(), store_of()
+    keys, seeds = step_keys(jax.random.key(0), 0, 2), jnp.zeros((2, 3), jnp.int32)
+    update = lambda state, batch: (state, batch.x["paper"].sum())  # noqa: E731
+    many = pipelined_steps(update, sample)
+    with pytest.raises(TypeError, match="`features` must be a FeatureStore, got dict"):
+        many(0.0, topology, {}, keys, seeds)
+    with pytest.raises(ValueError, match="no trainable embeddings, got author"):
+        many(0.0, topology, features.embedding("author", COUNTS["author"], 3), keys, seeds)
+    with pytest.raises(ValueError, match="leading axis of 2 steps, as `keys`, got shape \\(3, 3\\)"):
+        many(0.0, topology, features, keys, jnp.zeros((3, 3), jnp.int32))
+    with pytest.raises(TypeError, match="`seeds` must be integers, got float32"):
+        many(0.0, topology, features, keys, jnp.zeros((2, 3)))
+    with pytest.raises(ValueError, match="`keys` must be key\\[steps\\], of one step at least"):
+        many(0.0, topology, features, keys[0], seeds[0])
+    with pytest.raises(TypeError, match="`sample` must return SampledBlocks, or .*, got int"):
+        sampled_step(update, lambda key, topology, seeds: 3)(0.0, topology, features, keys[0], seeds[0])
+
+
+def test_seed_batches_and_keys():
+    batches = [seed_batches(np.arange(10), 4, seed=1, epoch=epoch) for epoch in (0, 0, 1)]
+    assert batches[0].shape == (3, 4) and (batches[0][-1, 2:] == -1).all()
+    np.testing.assert_array_equal(batches[0], batches[1])
+    assert sorted(batches[0].reshape(-1)[:10]) == list(range(10)) and (batches[0] != batches[2]).any()
+    assert seed_batches([], 4).shape == (0, 4)
+    with pytest.raises(ValueError, match="`size` must be at least 1"):
+        seed_batches([1], 0)
+    with pytest.raises(TypeError, match="`nodes` must be integers"):
+        seed_batches([0.5], 1)
+    key = jax.random.key(5)
+    np.testing.assert_array_equal(
+        jax.random.key_data(step_keys(key, 3, 2)), jax.random.key_data(step_keys(jax.random.key_data(key), 0, 5)[3:])
+    )

@@ -1,0 +1,83 @@
+"""Float32 copies of bfloat16 parameters in an optimizer's state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dejax import _native
+from dejax.offload import master_weights, optimizer, stack_step
+
+from .test_layerwise import batch, body, embed, head, model
+
+PARAMS = {"w": jnp.linspace(-3, 3, 96).reshape(8, 12).astype(jnp.bfloat16), "b": jnp.ones(5, jnp.bfloat16)}
+
+
+def gradients(i):
+    return jax.tree.map(lambda x: (jnp.sin(x.astype(jnp.float32) * (i + 1)) * 1e-2).astype(x.dtype), PARAMS)
+
+
+def test_the_copies_are_those_of_float32_training():
+    """Updates that bfloat16 cannot show add up."""
+    tx, plain = master_weights(optax.adam(1e-4)), optax.adam(1e-4)
+    params, wide = PARAMS, jax.tree.map(lambda x: x.astype(jnp.float32), PARAMS)
+    state, held = tx.init(params), plain.init(wide)
+    for i in range(20):
+        updates, state = tx.update(gradients(i), state, params)
+        params = optax.apply_updates(params, updates)
+        updates, held = plain.update(jax.tree.map(lambda x: x.astype(jnp.float32), gradients(i)), held, wide)
+        wide = optax.apply_updates(wide, updates)
+    for key in PARAMS:
+        np.testing.assert_array_equal(state.master[key], wide[key])
+        assert params[key].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(params[key], wide[key].astype(jnp.bfloat16))
+    assert (params["w"] != PARAMS["w"]).any()
+
+
+@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+def test_in_a_step_layer_by_layer_and_in_host_memory():
+    def train(**how):
+        outer, layers = model()
+        layers = jax.tree.map(lambda x: x.astype(jnp.bfloat16), layers)
+        step = stack_step(embed, narrow, head, master_weights(optax.adamw(1e-2)), min_bytes=64, streams=True, **how)
+        state = step.init(outer, layers)
+        run, losses = step.jit(state), []
+        for i in range(3):
+            state, loss = run(state, batch(i))
+            losses.append(float(loss))
+        return losses, state
+
+    def narrow(p, x):
+        return body(jax.tree.map(lambda w: w.astype(jnp.float32), p), x)
+
+    losses, state = train(moments="host")
+    assert losses == train(moments="device")[0] and losses[-1] < losses[0]
+    assert state.layer_moments.master["w"].sharding.memory_kind == "pinned_host"
+    np.testing.assert_array_equal(state.layers["w"], jnp.asarray(state.layer_moments.master["w"]).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_with_the_copies_in_host_memory(streams):
+    if streams and _native.unavailable_reason() is not None:
+        pytest.skip("no native extension")
+    inner = master_weights(optax.adam(1e-2))
+    tx = optimizer(inner, min_bytes=1, streams=streams, piece_bytes=64)
+
+    def steps(tx):
+        params, state = PARAMS, tx.init(PARAMS)
+        step = jax.jit(lambda g, s, p: tx.update(g, s, p))
+        for i in range(3):
+            updates, state = step(gradients(i), state, params)
+            params = optax.apply_updates(params, updates)
+        return params, jax.tree.map(np.asarray, state)
+
+    for a, b in zip(jax.tree.leaves(steps(tx)), jax.tree.leaves(steps(inner)), strict=True):
+        np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), rtol=1e-6)
+
+
+def test_bad_input():
+    with pytest.raises(TypeError, match="`tx` must be an Optax transformation, got float"):
+        master_weights(0.1)
+    with pytest.raises(TypeError, match="`params` must be given to update, got None"):
+        master_weights(optax.adam(1e-3)).update(gradients(0), master_weights(optax.adam(1e-3)).init(PARAMS))

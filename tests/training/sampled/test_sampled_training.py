@@ -1,0 +1,191 @@
+"""`dejax-train --sampled`: a run that learns, exact resume, layers, places of tables, sampled against full batch."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dejax import _native
+from dejax.datasets import HeteroDataset
+from dejax.training import cli
+from dejax.training.sampled import SampledTrainer, resolve
+from dejax.training.sampled.data import load, one_type
+
+pytestmark = [
+    pytest.mark.newest_jax,
+    pytest.mark.skipif(
+        _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
+    ),
+]
+WRITES = ("author", "writes", "paper")
+
+
+def community_graph(seed: int = 0, per_group: int = 20) -> HeteroDataset:
+    """Papers whose class is the group of their authors; only edges and authors' features reveal it."""
+    rng = np.random.default_rng(seed)
+    groups, papers, authors = 3, 3 * per_group, 30
+    label = np.arange(papers) % groups
+    author_of = np.stack([rng.integers(0, authors // groups, papers) * groups + label for _ in range(3)], axis=1)
+    edges = {WRITES: (author_of.reshape(-1), np.repeat(np.arange(papers), 3))}
+    order = rng.permutation(papers)
+    return HeteroDataset(
+        name="communities",
+        num_nodes={"author": authors, "paper": papers, "venue": 4},
+        edges={**edges, ("venue", "has", "paper"): (rng.integers(0, 4, papers), np.arange(papers))},
+        features={"author": np.eye(groups, dtype=np.float32)[np.arange(authors) % groups] + np.float32(0.1)},
+        labels={"paper": label},
+        num_classes={"paper": groups},
+        splits={"train": {"paper": order[:30]}, "valid": {"paper": order[30:45]}, "test": {"paper": order[45:]}},
+    )
+
+
+TINY = {"hidden": 8, "heads": 2, "batch_size": 8, "fan_outs": (4, 2), "epochs": 6, "lr": 0.05}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("data") / "communities"
+    community_graph().save(place)
+    return place
+
+
+def words(folder, out, *more):
+    tiny = "--hidden 8 --batch-size 8 --fan-outs 4,2 --epochs 4 --lr 0.05".split()
+    return ["--sampled", "--data", str(folder), "--out", str(out), *tiny, *more]
+
+
+def test_the_command_learns_and_resumes_to_the_same_numbers(folder, tmp_path, capsys, monkeypatch):
+    assert cli.main(words(folder, tmp_path / "whole")) == 0
+    text = capsys.readouterr().out
+    assert "R-GCN, test" in text and "seeds a second" in text and (tmp_path / "whole" / "curves.png").is_file()
+    whole = json.loads((tmp_path / "whole" / "results.json").read_text())
+    assert whole["accuracy"]["test"]["mean"] >= 0.8 > 0.5 > whole["baselines"]["majority"]
+    assert whole["embedding_values"] == 8 * (60 + 4) and whole["inference"] == "layers"
+
+    # Stopped within the second epoch of four batches: the sixth step raises.
+    run = SampledTrainer.run
+
+    def stopped(self, state, *rest):
+        for at, found in enumerate(run(self, state, *rest), start=1):
+            yield found
+            if at == 6:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(SampledTrainer, "run", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        cli.main(words(folder, tmp_path / "part", "--checkpoint-every", "3"))
+    monkeypatch.undo()
+    assert cli.main(words(folder, tmp_path / "part", "--resume")) == 0
+    part = json.loads((tmp_path / "part" / "results.json").read_text())
+    assert part["accuracy"] == whole["accuracy"]
+    compared = [tmp_path / name / "checkpoints" / "seed0" / "16" for name in ("whole", "part")]
+    assert all(place.is_dir() for place in compared)
+    import orbax.checkpoint as ocp
+
+    states = []
+    for place in compared:
+        with ocp.CheckpointManager(place.parent, item_names=("state", "history")) as manager:
+            items = ocp.args.Composite(state=ocp.args.StandardRestore(), history=ocp.args.JsonRestore())
+            found = manager.restore(16, args=items)
+            states.append((jax.tree.leaves(found["state"]), found["history"]["loss"], found["history"]["accuracy"]))
+    for a, b in zip(states[0][0], states[1][0], strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert states[0][1:] == states[1][1:]
+
+
+def trained(data, **changes):
+    trainer = SampledTrainer(resolve("communities", **{**TINY, **changes}), data)
+    state = trainer.init(0)
+    for now, _ in trainer.run(state, 0, trainer.settings.epochs):
+        state = now
+    return trainer, state
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer": "rgat", "place": "split", "device_bytes": 200},
+        {"layer": "hgt", "place": "device", "feature_dtype": "bfloat16"},
+        {"layer": "sage", "feature_dtype": "float8_e4m3fn", "dropout": 0.1},
+        {"layer": "rgcn", "full_batch": True, "epochs": 30},
+    ],
+    ids=lambda changes: changes["layer"],
+)
+def test_layers_and_places(changes):
+    trainer, state = trained(community_graph(), **changes)
+    assert trainer.accuracy(state)["test"] >= 0.8
+    assert int(state.lost) == 0
+
+
+def test_offload_gives_the_same_numbers():
+    data = community_graph()
+    _, plain = trained(data, epochs=2, dropout=0.2, batch_size=16)
+    _, offloaded = trained(data, epochs=2, dropout=0.2, batch_size=16, offload=True)
+    for a, b in zip(jax.tree.leaves(plain.params), jax.tree.leaves(offloaded.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_layerwise_inference_equals_the_full_graph():
+    """The same parameters: layer by layer in batches, and one call on the whole graph."""
+    data = community_graph()
+    trainer, state = trained(data, full_batch=True, epochs=1, layer="rgat")
+    ids = {kind: jnp.arange(count) for kind, count in trainer.prepared.topology.num_nodes.items()}
+    x = (state.embeddings | trainer.prepared.features).gather(ids)
+    whole = trainer._merged(state.params)(trainer.inputs.graph, x)
+    found = trainer.outputs(state)["paper"].numpy()
+    np.testing.assert_allclose(found, whole["paper"], atol=1e-5)
+
+
+def test_an_epoch_has_each_training_node_once():
+    trainer = SampledTrainer(resolve("communities", **TINY), community_graph())
+    (ids,) = trainer.order(0, 3).values()
+    assert sorted(ids[ids >= 0]) == sorted(trainer.splits["train"]["paper"])
+    assert len(ids) == trainer.steps_per_epoch * 8 and not np.array_equal(ids, trainer.order(0, 4)["paper"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--fan-outs", "4,x"], "--fan-outs must be integers"),
+        (["--fan-outs", "4,0"], "fan_outs must be numbers from 1, or -1"),
+        (["--layer", "rgat", "--heads", "3"], "heads must divide hidden"),
+        (["--dataset", "nothing"], "--dataset must be one of stdlib"),
+        (["--resume", "--no-checkpoints"], "--resume must not stand with"),
+        (["--resume"], "holds no run"),
+        (["--dropout", "1.5"], "dropout must be a share"),
+    ],
+)
+def test_mistakes(folder, tmp_path, capsys, wrong, message):
+    assert cli.main(words(folder, tmp_path / "run", *wrong)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_graph_without_training_nodes(tmp_path, capsys):
+    HeteroDataset("none", {"a": 2}, {("a", "to", "a"): ([0], [1])}).save(tmp_path / "d")
+    assert cli.main(["--sampled", "--data", str(tmp_path / "d"), "--out", str(tmp_path / "o")]) == 2
+    assert "no labelled nodes to train on" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_sampled_is_as_accurate_as_full_batch_on_the_standard_library():
+    """Within 1 point of test accuracy, the same model, as many passes as each needs."""
+    data = load("stdlib")
+    found = {}
+    for name, settings in {"sampled": resolve("stdlib"), "full": resolve("stdlib", full_batch=True, epochs=60)}.items():
+        trainer = SampledTrainer(settings, data)
+        state = trainer.init(0)
+        for now, _ in trainer.run(state, 0, settings.epochs):
+            state = now
+        found[name] = trainer.accuracy(state)["test"]
+    assert found["sampled"] > found["full"] - 0.01, found
+
+
+def test_one_type_keeps_relations():
+    from tests.datasets.test_dataset import make
+
+    entity = make()
+    data = one_type(entity)
+    assert sum(data.num_edges.values()) == entity.num_edges and len(data.edges) == entity.num_edge_types
+    assert data.num_nodes == {"node": entity.num_nodes}

@@ -1,0 +1,156 @@
+"""MLPerf's R-GAT: its equations in numpy, the data of a run, and a run that resumes."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dejax import _native
+from dejax.minibatch import make_blocks, random_topology, sample_blocks
+from dejax.training.igb import model
+from dejax.training.igb.cli import main
+from dejax.training.igb.data import folder_data, random_data
+from tests.minibatch.graphs import COUNTS, edge_lists, topology_of
+
+pytestmark = [
+    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
+    pytest.mark.newest_jax,
+]
+
+
+def reference(params, edges, x, types, heads):
+    """The equations of MLPerf's R-GAT on a whole graph, float64; logits of papers."""
+    h = {name: np.asarray(rows, np.float64) for name, rows in x.items()}
+    for number, own in enumerate(params["layers"]):
+        width = own["bias"].shape[1]
+        out = {name: np.zeros((len(rows), width)) for name, rows in h.items()}
+        for r, ((source, _, target), (senders, receivers)) in enumerate(edges.items()):
+            z_src, z_dst = (np.einsum("nk,hkd->nhd", h[name], own["weight"][r]) for name in (source, target))
+            score = (z_src * own["attention_src"][r]).sum(-1)[senders] + (z_dst * own["attention_dst"][r]).sum(-1)[
+                receivers
+            ]
+            score = np.exp(np.where(score > 0, score, 0.2 * score))
+            total = np.zeros((len(h[target]), heads))
+            np.add.at(total, receivers, score)
+            share = score / total[receivers]
+            sums = np.zeros((len(h[target]), heads, width // heads))
+            np.add.at(sums, receivers, share[..., None] * z_src[senders])
+            out[target] += sums.reshape(len(sums), width) + own["bias"][r]
+        h = out
+        if number + 1 < len(params["layers"]):
+            h = {name: np.where(rows > 0, rows, 0.01 * rows) for name, rows in h.items()}
+    assert set(types) == set(h)
+    return h["paper"] @ params["head"]["weight"] + params["head"]["bias"]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-5), ("bfloat16", 5e-2)])
+def test_the_model_has_the_published_equations(dtype, tolerance):
+    edges = {relation: tuple(np.asarray(side, int) for side in ends) for relation, ends in edge_lists().items()}
+    topology = topology_of(edges)
+    precision = "f32" if dtype == "float32" else None
+    config = model.RGATConfig(
+        topology.edge_types,
+        topology.node_types,
+        in_features=6,
+        hidden=8,
+        heads=2,
+        layers=2,
+        classes=5,
+        dtype=dtype,
+        precision=precision,
+    )
+    params = model.init(jax.random.key(0), config)
+    rng = np.random.default_rng(1)
+    for own in params["layers"]:
+        own["bias"] = jnp.asarray(rng.standard_normal(own["bias"].shape), jnp.float32)
+    x = {name: rng.standard_normal((count, 6)).astype(np.float32) for name, count in COUNTS.items()}
+    want = reference(jax.tree.map(lambda a: np.asarray(a, np.float64), params), edges, x, COUNTS, 2)
+    seeds = jnp.array([4, 11, 2, 7])
+
+    @jax.jit
+    def logits(params, topology, seeds, x):
+        sample = sample_blocks(jax.random.key(0), topology, ("paper", seeds), [-1, -1])
+        local = {
+            name: x[name].at[jnp.where(ids >= 0, ids, 99)].get(mode="fill", fill_value=0)
+            for name, ids in sample.node_ids.items()
+        }
+        return model.logits(config, params, make_blocks(sample), local, sample.seed_positions["paper"])
+
+    got = logits(params, topology, seeds, jax.tree.map(jnp.asarray, x))
+    assert np.abs(got - want[seeds]).max() < tolerance * np.abs(want).max()
+
+
+def test_dropout_keeps_the_mean():
+    h = jnp.ones((400, 33), jnp.float32)
+    kept = np.asarray(jax.jit(lambda key: model._dropped(key, h, 0.2))(jax.random.key(3)))
+    assert abs((kept == 0).mean() - 0.2) < 0.02 and abs(kept.mean() - 1) < 0.02
+    assert not np.array_equal(kept, model._dropped(jax.random.key(4), h, 0.2))
+
+
+def test_a_random_topology_is_the_joined_csc():
+    counts = {"a": 50, "b": 20}
+    relations = {("a", "to", "b"): 300, ("b", "rev_to", "a"): 300, ("a", "none", "a"): 0}
+    one, two = (random_topology(counts, relations, seed=4, on_host=on_host) for on_host in (False, True))
+    assert len(one.lists) == 1 and one.num_edges == relations
+    for relation in relations:
+        starts, senders, _ = one.csc(relation)
+        assert starts[0] == 0 and starts[-1] == len(senders) == relations[relation]
+        assert (np.diff(starts) >= 0).all() and np.diff(starts).max() == one.relations[
+            one.number_of(relation)
+        ].max_degree
+        assert senders.size == 0 or (senders.min() >= 0 and senders.max() < counts[relation[0]])
+        for a, b in zip(one.csc(relation), two.csc(relation), strict=True):
+            np.testing.assert_array_equal(a, b)
+    with pytest.raises(ValueError, match="must be at least 0, got -1"):
+        random_topology(counts, {("a", "to", "b"): -1})
+    with pytest.raises(ValueError, match="node type must be one of"):
+        random_topology(counts, {("a", "to", "c"): 1})
+
+
+def test_rows_that_batches_visit_go_to_the_device():
+    data = random_data(2e-6, width=8, device_bytes=3000, batch=4, fan_outs=(2, 2))
+    placements = {name: node.placement for name, node in data.features.types.items()}
+    assert "host and device" in placements["paper"]
+    assert len(data.topology.relations) == 11 and data.width == 8
+    rows = data.features.gather({"paper": np.arange(len(data.labels))}, dtype=np.float32)["paper"]
+    assert rows.shape == (539, 8) and (np.abs(rows) >= 0.125).all()
+
+
+def test_a_run_that_resumes_has_the_same_losses(tmp_path, capsys):
+    small = ["--scale", "1e-6", "--width", "8", "--hidden", "4", "--heads", "2", "--batch", "4", "--fan-outs", "2"]
+    small += ["--compute", "float32", "--report", "2", "--eval-batches", "1"]
+    assert main([*small, "--steps", "4", "--out", str(tmp_path / "a")]) == 0
+    whole = json.loads((tmp_path / "a" / "results.json").read_text())
+    assert len(whole["loss"]) == 4 and len(whole["accuracy"]) == 2 and (tmp_path / "a" / "curves.png").exists()
+    assert main([*small, "--steps", "2", "--pipeline", "2", "--out", str(tmp_path / "b")]) == 0
+    assert main([*small, "--steps", "4", "--out", str(tmp_path / "b"), "--resume"]) == 0
+    resumed = json.loads((tmp_path / "b" / "results.json").read_text())
+    np.testing.assert_array_equal(np.float32(resumed["loss"]), np.float32(whole["loss"]))
+    assert "time per step" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*small, "--steps", "4", "--seed", "1", "--out", str(tmp_path / "b"), "--resume"])
+    assert "--resume: recipe must be that of the run" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*small, "--out", str(tmp_path / "c"), "--resume"])
+    assert "holds no checkpoint" in capsys.readouterr().err
+
+
+def test_igbs_folder(tmp_path):
+    rng = np.random.default_rng(0)
+    root = tmp_path / "processed"
+    for name, count in (("paper", 20), ("author", 12)):
+        (root / name).mkdir(parents=True)
+        np.save(root / name / "node_feat.npy", rng.standard_normal((count, 8)).astype(np.float32))
+    np.save(root / "paper" / "node_label_2K.npy", rng.integers(0, 2983, 20).astype(np.float32))
+    for source, name, target in (("paper", "cites", "paper"), ("paper", "written_by", "author")):
+        folder = root / f"{source}__{name}__{target}"
+        folder.mkdir()
+        ends = {"paper": 20, "author": 12}
+        np.save(folder / "edge_index.npy", np.stack([rng.integers(0, ends[t], 40) for t in (source, target)], 1))
+    kept = tmp_path / "lists"
+    for _ in range(2):  # sorted, then mapped
+        data = folder_data(tmp_path, dtype="int8", cache=kept, batch=4, fan_outs=(2,))
+        assert [relation[1] for relation in data.topology.edge_types] == ["cites", "written_by", "rev_written_by"]
+        assert len(data.train) == 12 and data.features["paper"].row_scale is not None
