@@ -81,7 +81,12 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--hidden", type=int, default=64, help="width of the layers")
     parser.add_argument("--classes", type=int, default=8, help="classes to predict")
     parser.add_argument("--batch", type=int, default=256, help="seeds of a batch")
-    parser.add_argument("--fan-outs", type=lambda text: [int(x) for x in text.split(",")], default=[10, 5, 5], help="neighbours drawn for each node, hop by hop")
+    parser.add_argument(
+        "--fan-outs",
+        type=lambda text: [int(x) for x in text.split(",")],
+        default=[10, 5, 5],
+        help="neighbours drawn for each node, hop by hop",
+    )
     parser.add_argument("--steps", type=int, default=60, help="training steps")
     parser.add_argument(
         "--pipeline",

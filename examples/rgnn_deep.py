@@ -87,7 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     )
     sizes = {"nodes": 500, "edges": 3000, "relations": 4, "width": 32, "layers": 12, "classes": 4, "steps": 20}
     for name, value in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=value, help=f"{name} of the model or its data; {value} by default")
+        parser.add_argument(
+            f"--{name}", type=int, default=value, help=f"{name} of the model or its data; {value} by default"
+        )
     parser.add_argument("--host-bytes", type=int, help="limit of host memory for activations")
     options = parser.parse_args(arguments)
     graph, x, labels = make_data(options)

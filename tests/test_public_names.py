@@ -37,7 +37,9 @@ NAMES = {
 def words_of_examples() -> set[str]:
     """All words in code blocks of pages, in notebooks and in examples."""
     pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "examples").glob("*.md")]
-    texts = [block for page in pages for block in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)]
+    texts = [
+        block for page in pages for block in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    ]
     texts += [path.read_text("utf-8") for path in (ROOT / "examples").glob("*.py")]
     for path in (ROOT / "docs" / "notebooks").glob("*.ipynb"):
         cells = json.loads(path.read_text("utf-8"))["cells"]

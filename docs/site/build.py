@@ -125,7 +125,9 @@ def _copy(path: Path) -> None:
 
 def title(page: Path) -> str:
     """The first heading of a page."""
-    return next(line[2:].replace("`", "") for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("# "))
+    return next(
+        line[2:].replace("`", "") for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("# ")
+    )
 
 
 def write_settings() -> Path:

@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("model")
     group.add_argument("--hidden", type=int, default=512)
     group.add_argument("--heads", type=int, default=4)
-    group.add_argument("--dropout", type=float, default=0.2)
+    group.add_argument("--dropout", type=float, default=0.2, help="share of features dropped")
     group.add_argument("--compute", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the arithmetic")
     group = parser.add_argument_group("training")
     group.add_argument("--batch", type=int, default=128, help="seeds of a step; MLPerf takes 1,024 a GPU")
