@@ -87,8 +87,8 @@ class TrainingSteps:
         tables = tuple((n, leaf.sharding) for n, leaf in enumerate(leaves) if _is_table(leaf))
         key = (treedef, tables) if tables else None
         if key not in self._jitted:
-            options = {"out_shardings": (shardings(state), None)} if tables else {}
-            donated = 0 if self._donate else ()
+            options: dict[str, Any] = {"out_shardings": (shardings(state), None)} if tables else {}
+            donated = (0,) if self._donate else ()
             self._jitted[key] = jax.jit(self._function, donate_argnums=donated, **options)
         return self._jitted[key]
 
@@ -166,7 +166,7 @@ def pipelined_steps(
         def start(drawn: _Drawn, before: Any) -> Any:
             return features.gather_start(_ids(drawn, features), dtype=dtype, before=before, **options)
 
-        def body(carry: Any, ahead: Any) -> Any:
+        def body(carry: Any, ahead: Any) -> tuple[Any, Any]:
             state, now, following, x = carry
             key, some = ahead
             # What the sample and the layers read passes through the start, so that they run after it.
@@ -184,8 +184,8 @@ def pipelined_steps(
         first, second = _at(both, 0), _at(both, 1)
         x = features.gather(_ids(first, features), dtype=dtype)
         ahead = keys[2:], jax.tree.map(lambda some: some[2:], seeds)
-        (state, *_), outs = jax.lax.scan(body, (state, first, second, x), ahead)
-        return state, outs
+        last, outs = jax.lax.scan(body, (state, first, second, x), ahead)
+        return last[0], outs
 
     return TrainingSteps(steps, True, donate)
 

@@ -79,6 +79,11 @@ class SampledBlocks:
         return self.layout.by_piece(local)
 
     @property
+    def numbers(self) -> tuple[Array, ...]:
+        """As `senders`, but numbers among all nodes, in the order of blocks."""
+        return self.layout.by_piece(self.slots)
+
+    @property
     def edges(self) -> tuple[Array, ...]:
         """For each piece int[receivers, fan_out], positions among the relation's edges in the topology; -1 for none.
 

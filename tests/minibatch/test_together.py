@@ -66,7 +66,7 @@ def test_a_step_from_seeds_to_update() -> None:
         return embeddings, state, w - 0.5 * of_w, value, (sample.node_ids, x)
 
     values = []
-    for k in range(12):
+    for k in range(16):
         embeddings, state, w, value, (ids, x) = step(embeddings, state, w, features, topology, jax.random.key(k))
         values.append(float(value))
     assert values[-1] < 0.5 * values[0]

@@ -414,7 +414,7 @@ def _by_node_type(spec: SlotSpec) -> tuple[Any, Segments]:
     """The node types, and nodes grouped by type. They follow from the sizes alone."""
     num_nodes, num_types = spec.num_nodes, len(spec.node_type_names)
     index = np.repeat(*(np.array(some, np.int32) for some in zip(*spec.node_runs, strict=True)))
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(index, minlength=num_types))]).astype(np.int32)
+    offsets: Any = np.concatenate([[0], np.cumsum(np.bincount(index, minlength=num_types))]).astype(np.int32)
     is_sorted = bool((index[1:] >= index[:-1]).all())
     (by_node,) = on_device(index)
     return by_node, Segments(

@@ -265,10 +265,11 @@ def _write_settings(out: Path, trainer: Trainer) -> None:
 def save(out: Path, state: Any, done: int, curves: Curves) -> None:
     """Writes a checkpoint: to a temporary file that replaces the earlier one."""
     leaves = jax.tree.leaves(state)
-    arrays = {f"leaf{n}": np.asarray(leaf) for n, leaf in enumerate(leaves)}
+    arrays: dict[str, Any] = {f"leaf{n}": np.asarray(leaf) for n, leaf in enumerate(leaves)}
     temporary = out / f"{CHECKPOINT}.part"
     with temporary.open("wb") as file:
-        np.savez(file, done=done, curves=np.frombuffer(json.dumps(asdict(curves)).encode(), np.uint8), **arrays)
+        arrays |= {"done": np.int64(done), "curves": np.frombuffer(json.dumps(asdict(curves)).encode(), np.uint8)}
+        np.savez(file, **arrays)
     temporary.replace(out / CHECKPOINT)
 
 
