@@ -285,7 +285,8 @@ def long_segment_table(
     start = off[row] + (ids - first_chunk[segment]) * chunk
     end = np.minimum(start + chunk, off[row + 1])
     groups = _groups(first_chunk)
-    made = LongSegmentTable(*(_like(offsets, array) for array in (rows, first_chunk, row, start, end)), chunk)
+    rows, first_chunk, row, start, end = (_like(offsets, array) for array in (rows, first_chunk, row, start, end))
+    made = LongSegmentTable(rows, first_chunk, row, start, end, chunk)
     if groups is not None:
         chunks_of, of_segment = (_like(offsets, array) for array in groups)
         return dataclasses.replace(made, groups=chunks_of, segment_groups=of_segment)
