@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dejax.minibatch._layout import Layout
-from dejax.minibatch.blocks import Block, join_nodes
+from dejax.minibatch.blocks import Block
 from dejax.minibatch.sampling import SampledBlocks, edge_ids
 from dejax.minibatch.topology import HeteroTopology
 from dejax.rgnn import RelGraph
@@ -62,11 +62,12 @@ def make_typed_blocks(
             f"make_typed_blocks: `edge_type` must be int[{count}], one for each edge, got {edge_type.shape}"
         )
     layout, blocks = sample.layout, []
+    numbers = layout.by_piece(sample.slots)
     kinds = [edge_type.at[jnp.maximum(own, 0)].get(mode="clip") for own in edge_ids(topology, sample)]
     for hops in reversed(range(sample.num_layers)):
         own = [n for n, piece in enumerate(layout.pieces) if piece.hop <= hops]
         none = jnp.zeros(0, jnp.int32)
-        senders = jnp.concatenate([none, *(sample.numbers[n].reshape(-1) for n in own)])
+        senders = jnp.concatenate([none, *(numbers[n].reshape(-1) for n in own)])
         graph = RelGraph.build_traced(
             jnp.maximum(senders, 0),
             jnp.concatenate([none, *(_receivers(layout, n) for n in own)]),
@@ -74,7 +75,7 @@ def make_typed_blocks(
             num_nodes=layout.count(hops + 1),
             num_edge_types=num_edge_types,
             edge_mask=senders >= 0,
-            node_mask=join_nodes(layout, sample.node_ids, hops + 1) >= 0,
+            node_mask=sample.nodes[: layout.count(hops + 1)] >= 0,
             add_self_loops=add_self_loops,
         )
         blocks.append(Block(graph, hops, layout))
@@ -84,5 +85,5 @@ def make_typed_blocks(
 def _receivers(layout: Layout, number: int) -> Array:
     """The receiver of each slot of a piece, as a number among all nodes."""
     piece = layout.pieces[number]
-    first, count = layout.first_of_all(piece.hop, piece.target), layout.sizes[piece.hop][piece.target]
-    return jnp.repeat(jnp.arange(first, first + count, dtype=jnp.int32), piece.fan_out)
+    first = layout.first_of_all(piece.hop, piece.target)
+    return jnp.repeat(jnp.arange(first, first + layout.receivers(piece), dtype=jnp.int32), piece.fan_out)

@@ -108,7 +108,8 @@ class LinkGraph:
         count = 0
         for number, (relation, ends) in enumerate(data.edges.items()):
             if relation in data.target_relations:  # a second copy would show a step the edge that it must predict
-                ends = np.unique(np.stack([np.asarray(x, np.int32) for x in ends]), axis=1)
+                distinct = np.unique(np.stack([np.asarray(x, np.int32) for x in ends]), axis=1)
+                ends = (distinct[0], distinct[1])
             places[relation] = (number, count, len(ends[0]))
             count += len(ends[0])
             senders.append(np.asarray(ends[0], np.int32) + np.int32(at[relation[0]]))

@@ -146,7 +146,7 @@ class LinkTrainer:
 
     def _find_capacities(self, print_table: Any) -> Any:
         rng = np.random.default_rng(0)
-        batches = []
+        batches: list[Any] = []
         for _ in range(_CAPACITY_BATCHES):
             rows = rng.choice(len(self.graph.train), self.batch_size, replace=False)
             ends = jnp.asarray(self.graph.train[rows][:, [2, 0]].T)
@@ -196,7 +196,8 @@ class LinkTrainer:
         state, moments = self.init(seed), {}
         for kind, of_type in state.moments.items():
             own = plain["tables"][kind]
-            for table, name in ((state.embeddings[kind].table, "table"), (of_type.first, "first")):
+            tables: list[tuple[Any, str]] = [(state.embeddings[kind].table, "table"), (of_type.first, "first")]
+            for table, name in tables:
                 table.write(0, np.asarray(own[name]))
             of_type.second.write(0, np.asarray(own["second"]))
             moments[kind] = of_type._replace(step=jnp.asarray(own["step"]))

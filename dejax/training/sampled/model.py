@@ -72,7 +72,6 @@ class SampledClassifier(nnx.Module):
             rngs: its stream `dropout` gives dropout's key.
         """
         x = self._projected(x)
-        full = isinstance(graphs, RelGraph)
         if isinstance(graphs, RelGraph):
             h = jnp.concatenate([x[name] for name in self.node_types if x[name].shape[0]])
         else:
@@ -80,7 +79,7 @@ class SampledClassifier(nnx.Module):
         for number in range(self.num_layers):
             graph = graphs if isinstance(graphs, RelGraph) else graphs[number].graph
             h = self._layer(number, graph, h, deterministic, rngs)
-            h = h if full else h[: graphs[number].num_destinations]
+            h = h if isinstance(graphs, RelGraph) else h[: graphs[number].num_destinations]
         h = self._out(h)
         if isinstance(graphs, RelGraph):
             return {name: h[graphs.node_slice(name)] for name in self.node_types}

@@ -448,7 +448,7 @@ def _best(table: Any) -> np.ndarray:
     return np.asarray((table.numpy() if isinstance(table, HostTable) else table).argmax(-1))
 
 
-def _overwrite(table: HostTable, rows: Any) -> None:
+def _overwrite(table: Any, rows: Any) -> None:
     if len(table):
         table.write(0, np.asarray(rows))
 
