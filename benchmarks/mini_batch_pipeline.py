@@ -97,14 +97,25 @@ def measured(name: str, case: Case, args: argparse.Namespace) -> Iterator[dict[s
     while len(order) < count:
         order += list(seed_batches(case.nodes, case.seeds, seed=0, epoch=len(order)))
     seeds, keys = jnp.asarray(np.stack(order[:count])), step_keys(jax.random.key(1), 0, count)
-    ids = jax.jit(lambda k, t, s: case.sample(k, t, s).node_ids)(jax.random.split(keys[0])[0], case.topology, seeds[0])
-    base = {"case": name, "made_s": round(case.made_s, 1), "seeds": case.seeds, **case.about, **_rows(ids, case)}
-    yield {"section": "sample", **base}
+    base = {"case": name, "made_s": round(case.made_s, 1), "seeds": case.seeds, **case.about}
+    yield {"section": "data", **base}
     inputs = case.topology, case.features
-    losses = {}
+    losses, bus_ms = {}, None
+
+    def update(state: Any, batch: MiniBatch, *rest: Any) -> tuple[Any, Any]:
+        state, loss = case.update(state, batch, *rest)
+        return state, (loss, batch.sample.node_ids)
+
     for way in args.ways.split(","):
         make = pipelined_steps if way == "pipelined" else sampled_step
-        run = make(case.update, case.sample, dtype=case.dtype)
+        several = (keys, seeds) if way == "pipelined" else (keys[0], seeds[0])
+        state, begin = case.state(), time.perf_counter()
+        lowered = make(update, case.sample, dtype=case.dtype).trace(state, *inputs, *several, *case.rest).lower()
+        lowered_s, begin = time.perf_counter() - begin, time.perf_counter()
+        run = lowered.compile()
+        compiled_s = time.perf_counter() - begin
+        yield {"section": "compile", "case": name, "way": way, "trace_and_lower_s": round(lowered_s, 1),
+               "compile_s": round(compiled_s, 1)}  # fmt: skip
 
         def steps(state: Any, run: Any = run, way: str = way) -> tuple[Any, Any]:
             if way == "pipelined":
@@ -115,13 +126,14 @@ def measured(name: str, case: Case, args: argparse.Namespace) -> Iterator[dict[s
                 outs.append(out)
             return state, outs
 
-        begin = time.perf_counter()
-        one = keys[0], seeds[0]
-        state, out = steps(case.state()) if way == "pipelined" else run(case.state(), *inputs, *one, *case.rest)
-        jax.block_until_ready(out)
-        first_s = time.perf_counter() - begin
-        state, outs = steps(case.state())  # both begin anew: their losses are compared
-        losses[way] = np.asarray([float(o) for o in outs] if way == "single" else outs)
+        state, outs = steps(state)
+        losses[way] = np.asarray([float(loss) for loss, _ in outs] if way == "single" else outs[0])
+        if bus_ms is None:
+            ids = outs[0][1] if way == "single" else jax.tree.map(lambda some: some[0], outs[1])
+            rows = _rows(ids, case)
+            bus_ms = rows["bus_ms"]
+            yield {"section": "sample", **base, **rows}
+        del outs
         times, cpu = [], time.process_time()
         began = time.perf_counter()
         for _ in range(args.repeats):
@@ -134,7 +146,7 @@ def measured(name: str, case: Case, args: argparse.Namespace) -> Iterator[dict[s
         result = {
             "section": "steps", "case": name, "way": way, "steps": count, "wall_ms": round(wall, 4),
             "all_wall_ms": [round(t, 4) for t in times], "seeds_per_s": round(case.seeds / wall * 1e3),
-            "cpu_cores": round(cores, 2), "first_call_s": round(first_s, 1), "bus_ms": base["bus_ms"],
+            "cpu_cores": round(cores, 2), "bus_ms": bus_ms,
             "loss": [float(losses[way][0]), float(losses[way][-1])],
         }  # fmt: skip
         if case.about.get("full_batches"):
@@ -336,7 +348,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", choices=CASES, action="append", help="cases; by default all")
     parser.add_argument("--ways", default="single,pipelined")
     parser.add_argument("--steps", type=int, default=24, help="steps of a program")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=1024, help="seeds of a step")
     parser.add_argument("--scale", type=float, default=0.04, help="of igb")
     parser.add_argument("--device-gb", type=float, default=0.0, help="of igb: features on the device")
@@ -348,7 +360,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     args = parser.parse_args(argv)
-    results = []
+    results: list[dict[str, Any]] = []
     for name in args.only or CASES:
         begin = time.perf_counter()
         for result in measured(name, CASES[name](args), args):

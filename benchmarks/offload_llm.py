@@ -142,6 +142,8 @@ def large(options: argparse.Namespace) -> dict[str, Any]:
     moments: Any = options.moments
     if moments == "first":  # half of the bytes: only the first moments leave
         moments = lambda path, leaf: "host" if ".mu" in path else "device"  # noqa: E731
+    if moments == "feed-forward":  # three quarters: those of attention stay
+        moments = lambda path, leaf: "host" if any(n in path for n in ("gate", "up", "down")) else "device"  # noqa: E731
     begin = time.perf_counter()
     how = {"params": options.params, "moments": moments, "microbatches": options.microbatches}
     config, held, step = _decoder(options, options.size, **how)
@@ -386,7 +388,7 @@ def main() -> int:
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--params", choices=("device", "host"), default="device")
-    parser.add_argument("--moments", choices=("device", "host", "first"), default="host")
+    parser.add_argument("--moments", choices=("device", "host", "first", "feed-forward"), default="host")
     parser.add_argument("--limit", type=float, help="seconds for each case")
     parser.add_argument("--quick", action="store_true", help="every case in a small form")
     parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)

@@ -75,6 +75,33 @@ def accuracy_table(results: Path) -> str:
     return "\n".join(lines)
 
 
+def sampled_table(results: Path) -> str:
+    """Mini-batches beside the full batch: the results.json of `dejax-train --sampled`, as sampled_*.json."""
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("sampled_*.json"))]
+    order = list(_DATASETS), list(_MODELS)
+    runs.sort(key=lambda r: (_place(order[0], r["dataset"]), _place(order[1], r["model"]), r["settings"]["full_batch"]))
+    lines = [
+        "| data set | model | a step sees | epochs, steps of each | test accuracy, % (seeds) | step, ms | on |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for run in runs:
+        settings, test, machine = run["settings"], run["accuracy"]["test"], run["machine"]
+        fan_outs = ", ".join(map(str, settings["fan_outs"]))
+        seeds = f"{settings['batch_size']:,} seeds, fan-out {fan_outs}"
+        steps = 1 if settings["full_batch"] else -(-run["graph"]["split_sizes"]["train"] // settings["batch_size"])
+        cells = [
+            _DATASETS.get(run["dataset"], run["dataset"]),
+            _MODELS.get(run["model"], run["model"]),
+            "the whole graph" if settings["full_batch"] else seeds,
+            f"{settings['epochs']}, {steps}",
+            f"{100 * test['mean']:.1f} ± {100 * test['std']:.1f} ({len(test['runs'])})",
+            f"{run['time']['step_ms']:.3g}",
+            f"{machine['kind']}, {machine['backend']}, jax {run['versions']['jax']}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def means_table(results: Path) -> str:
     """README's table: each part against its peers, as geometric means over the cells of the full tables."""
     report = json.loads((results / PERFORMANCE).read_text(encoding="utf-8"))
@@ -162,6 +189,7 @@ def _gib(row: dict[str, Any]) -> float:
 TABLES: dict[str, Callable[[Path], str]] = {
     "means": means_table,
     "accuracy": accuracy_table,
+    "sampled": sampled_table,
     "performance": performance_table,
     "host_gather": host_gather_table,
     "offload": offload_table,

@@ -24,6 +24,7 @@ GUIDES = (
     "report",
     "segment",
     "full_graph_mesh",
+    pytest.param("distributed", marks=(needs_native, pytest.mark.full)),
     "write_your_own_layer",
     pytest.param("coming_from", marks=needs_native),
     pytest.param("concepts", marks=needs_native),

@@ -25,7 +25,8 @@ def python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "module",
-    ["dejax", "dejax.rgnn", "dejax.pallas", "dejax.host_gather", "dejax.minibatch", "dejax.offload", "dejax.segment"],
+    [f"dejax{name}" for name in ("", ".rgnn", ".pallas", ".host_gather", ".minibatch", ".offload", ".segment")]
+    + ["dejax.distributed"],
 )
 def test_nothing_heavy_is_imported(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{name.split('.')[0] for name in sys.modules}} & set({HEAVY!r})))"

@@ -2,7 +2,8 @@
 
 `load(name)` returns an `EntityDataset`: numpy edge lists, labels and splits. Its method `graph()` makes a `RelGraph`.
 `HeteroDataset` has arrays or memory maps by node type and relation. `load_igb`, `load_mag_hetero`, `load_triples`,
-`load_stdlib_links` and `synthetic_igb` return it; `from_pyg`, `from_dgl` and `from_tables` convert to it.
+`load_stdlib_links`, `synthetic_igb` and `synthetic_triples` return it; `from_pyg`, `from_dgl` and `from_tables` convert
+to it.
 Importing this package imports neither JAX nor rdflib.
 """
 
@@ -10,6 +11,7 @@ from dejax.datasets._dataset import EntityDataset
 from dejax.datasets._files import DataUnavailableError
 from dejax.datasets._hetero import HeteroDataset
 from dejax.datasets._load import NAMES, load
+from dejax.datasets._planted import synthetic_triples
 from dejax.datasets._synthetic import COUNTS, synthetic
 from dejax.datasets.igb import load_igb
 from dejax.datasets.igb_shape import IGBShape, fill_rows, random_csc, random_rows_on_device, synthetic_igb
@@ -45,4 +47,5 @@ __all__ = [
     "read_rdf",
     "synthetic",
     "synthetic_igb",
+    "synthetic_triples",
 ]

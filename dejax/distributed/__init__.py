@@ -4,6 +4,10 @@
 * `over_mesh` makes a full-graph layer of a mesh of a layer of one device; `dejax.distributed.partition` splits graphs.
 * `share` puts tables, stores and topologies on all devices of a mesh, for reading or writing.
 
+* `ShardedTable` is a table whose rows are divided over the memory of devices or hosts.
+* `initialize`, `watch` and `check_agreement` end a job with a message where a process dies or differs.
+* `save` and `restore` have checkpoints for any number of devices.
+
 docs/distributed.md and docs/full_graph_mesh.md are the guides.
 """
 
@@ -19,6 +23,8 @@ _PLACES = {
     "data_parallel": "parallel_step",
     "divided": "optimizer_state",
     "latest_step": "checkpoint",
+    "link_bytes": "links",
+    "local": "_placing",
     "make_mesh": "_placing",
     "restore": "checkpoint",
     "save": "checkpoint",

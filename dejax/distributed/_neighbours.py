@@ -19,7 +19,9 @@ CHUNK = 1 << 22
 class Edges(Protocol):
     """A graph as its partitioner sees it: nodes numbered type after type."""
 
-    counts: dict[str, int]
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of nodes of each type."""
 
     def chunks(self) -> Iterator[tuple[EdgeType, np.ndarray, np.ndarray]]:
         """Relation, senders and receivers of some edges at a time; int64, numbered over all types."""
@@ -143,9 +145,7 @@ def _checked(key: Any, pair: Any, counts: dict[str, int]) -> tuple[np.ndarray, n
         )
     for ids, kind, name in ((senders, key[0], "senders"), (receivers, key[2], "receivers")):
         if ids.size and not (0 <= ids.min() and ids.max() < counts[kind]):
-            raise ValueError(
-                f"{name} of {key} must be from 0 to {counts[kind] - 1}, got {ids.min()} to {ids.max()}"
-            )
+            raise ValueError(f"{name} of {key} must be from 0 to {counts[kind] - 1}, got {ids.min()} to {ids.max()}")
     return senders, receivers
 
 

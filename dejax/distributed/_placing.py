@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,6 +86,21 @@ def share(tree: Any, mesh: Mesh, *, writable: bool = False) -> Any:
         return value if value._spec.shared else value.share(mesh, writable=writable)
 
     return jax.tree.map(shared, tree, is_leaf=lambda value: isinstance(value, HostTable))
+
+
+def local(tree: Any) -> Any:
+    """What this process's first device has of replicated arrays and shared tables, for code outside of `shard_map`.
+
+    Nothing is copied: use the result before the next step takes over the memory. Tables are for reading.
+    """
+
+    def of_first(value: Any) -> Any:
+        if isinstance(value, HostTable):
+            spec = dataclasses.replace(value._spec, shared=False, sharers=1, read_only=True)
+            return HostTable(value._leaf.addressable_shards[0].data, spec)
+        return value.addressable_shards[0].data if isinstance(value, Array) else value
+
+    return jax.tree.map(of_first, tree, is_leaf=lambda value: isinstance(value, HostTable))
 
 
 def spec_of(value: Any, mesh: Mesh) -> PartitionSpec:

@@ -66,7 +66,7 @@ def restore(folder: str | os.PathLike[str], like: Any, *, step: int | None = Non
         _check_same(manager.item_metadata(found), wanted)
         abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in wanted.items()}
         arrays = manager.restore(found, args=ocp.args.StandardRestore(abstract))
-    return _written(like, list(arrays[name] for name in wanted)), found
+    return _written(like, [arrays[name] for name in wanted]), found
 
 
 def latest_step(folder: str | os.PathLike[str]) -> int | None:
@@ -80,7 +80,8 @@ def _manager(folder: Any, keep: int | None) -> Any:
     import orbax.checkpoint as ocp
 
     options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False)
-    return ocp.CheckpointManager(Path(folder).absolute(), options=options)
+    handler = ocp.StandardCheckpointHandler()
+    return ocp.CheckpointManager(Path(folder).absolute(), options=options, item_handlers=handler)
 
 
 def _named(state: Any) -> dict[str, Any]:

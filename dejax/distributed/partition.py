@@ -251,9 +251,7 @@ def partition_of(graph: Any, assignment: Mapping[str, Any], parts: int, num_node
         if array.shape != (edges.counts[name],):
             raise ValueError(f"assignment[{name!r}] must have {edges.counts[name]} entries, got shape {array.shape}")
         if array.size and not (0 <= array.min() and array.max() < parts):
-            raise ValueError(
-                f"assignment[{name!r}] must be from 0 to {parts - 1}, got {array.min()} to {array.max()}"
-            )
+            raise ValueError(f"assignment[{name!r}] must be from 0 to {parts - 1}, got {array.min()} to {array.max()}")
     found = np.concatenate([np.zeros(0, np.int32), *(np.asarray(some) for some in assignment.values())])
     return _described(edges, found.astype(np.int32), parts, "given")
 
@@ -352,7 +350,7 @@ def _of_type(row_bytes: int | Mapping[str, int], name: str) -> int:
 def _one_type(assignment: Mapping[str, Any], node_type: str | None) -> str:
     if node_type is None and len(assignment) == 1:
         return next(iter(assignment))
-    if node_type not in assignment:
+    if node_type is None or node_type not in assignment:
         raise ValueError(f"node_type must be one of {list(assignment)}, got {node_type!r}")
     return node_type
 

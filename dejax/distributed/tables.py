@@ -65,7 +65,7 @@ class ShardedTable:
         dtype: Any = None,
         scale: str | None = None,
         memory: str = "host",
-        hot: ArrayLike = (),
+        hot: Any = (),
     ) -> ShardedTable:
         """A table with the rows of a numpy array or memory map, of which each process reads its devices' blocks.
 
@@ -200,11 +200,9 @@ class ShardedTable:
             ValueError: a table with copies of hot rows, scales, or rows in device memory.
         """
         self._check_writable("ShardedTable.init")
-        states = [
-            optimizer.init(HostTable(shard.data, self.spec.local)) for shard in self.words.addressable_shards
-        ]
+        states = [optimizer.init(HostTable(shard.data, self.spec.local)) for shard in self.words.addressable_shards]
         first, second = (self._joined([getattr(s, name) for s in states]) for name in ("first", "second"))
-        mesh = self.words.sharding.mesh
+        mesh: Any = getattr(self.words.sharding, "mesh", None)
         return OptimizerState(on_mesh(states[0].step, mesh, PartitionSpec()), first, second)  # type: ignore[arg-type]
 
     def update(
@@ -225,18 +223,19 @@ class ShardedTable:
             The table, the state, and how many rows of this device did not fit: their gradients are not applied.
         """
         ids, values, lost = self._to_owners("ShardedTable.update", gradient.ids, gradient.values, capacity)
-        moments = [None if m is None else m._local_words() for m in (state.first, state.second)]  # type: ignore[attr-defined]
-        table, after = optimizer.update(
-            RowGradient(ids, values), OptimizerState(state.step, *moments), self._local_words()
-        )
-        parts = [
-            None if old is None else dataclasses.replace(old, words=new._leaf)  # type: ignore[type-var]
-            for old, new in ((state.first, after.first), (state.second, after.second))
+        given: tuple[Any, Any] = (state.first, state.second)  # divided, where the tables of other states are not
+        moments = [None if moment is None else moment._local_words() for moment in given]
+        local = OptimizerState(state.step, *moments)
+        table, after = optimizer.update(RowGradient(ids, values), local, self._local_words())
+        made: tuple[Any, Any] = (after.first, after.second)
+        parts: list[Any] = [
+            None if old is None else dataclasses.replace(old, words=new._leaf)
+            for old, new in zip(given, made, strict=True)
         ]
-        return dataclasses.replace(self, words=table._leaf), OptimizerState(after.step, *parts), lost  # type: ignore[arg-type]
+        return dataclasses.replace(self, words=table._leaf), OptimizerState(after.step, *parts), lost
 
     def scatter_add(self, ids: ArrayLike, rows: Array, *, capacity: int | None = None) -> tuple[ShardedTable, Array]:
-        """The table with rows of all devices added, in the order of the mesh, and how many of this device did not fit."""
+        """The table with rows of all devices added in the order of the mesh; how many of this one did not fit."""
         to, values, lost = self._to_owners("ShardedTable.scatter_add", ids, rows, capacity)
         table = scatter_add(self._local_words(), to, values)
         return dataclasses.replace(self, words=table._leaf), lost
@@ -280,7 +279,7 @@ class ShardedTable:
         return self.hot_ids[place] == ids, place
 
     def _local(self) -> Any:
-        """This device's block, as a table of the unsigned integers."""
+        """The block of this device, as a table of the unsigned integers."""
         words = self.spec.local.words
         return DeviceTable(self.words, words) if self.spec.memory == "device" else HostTable(self.words, words)
 

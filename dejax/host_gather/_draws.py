@@ -22,20 +22,53 @@ def below(key: Array, shape: tuple[int, ...], bound: Array) -> Array:
     return jax.random.randint(key, shape, 0, jnp.maximum(bound, 1), bound.dtype)
 
 
+def below_by_bits(bits: Array, bound: Array) -> Array:
+    """Uniform integers from 0 to `bound` - 1, int32, of 64 random bits each; 0 where `bound` is below 1.
+
+    They are the upper 32 bits of the product of bits and bound. The bias is `bound` / 2^64.
+
+    Args:
+        bits: uint32[2, ...], upper and lower words.
+        bound: int32[...].
+    """
+    scale = jnp.maximum(bound, 1).astype(jnp.uint32)
+    low, high = bits[0] * scale, _upper_product(bits[0], scale)
+    total = low + _upper_product(bits[1], scale)
+    return (high + (total < low).astype(jnp.uint32)).astype(jnp.int32)
+
+
+def _upper_product(x: Array, y: Array) -> Array:
+    """The upper 32 bits of products of uint32."""
+    x0, x1, y0, y1 = x & 0xFFFF, x >> 16, y & 0xFFFF, y >> 16
+    right, left = x0 * y1, x1 * y0
+    middle = (x0 * y0 >> 16) + (right & 0xFFFF) + (left & 0xFFFF)
+    return x1 * y1 + (right >> 16) + (left >> 16) + (middle >> 16)
+
+
 def draw_subset(key: Array, degree: Array, fan_out: int) -> tuple[Array, Array]:
+    """A uniform subset of `fan_out` positions below `degree`, or all if there are no more; see `subset_of`."""
+    last = degree[:, None] - fan_out + jnp.arange(fan_out, dtype=degree.dtype)
+    return subset_of(below(key, last.shape, last + 1), degree)
+
+
+def subset_of(drawn: Array, degree: Array) -> tuple[Array, Array]:
     """Floyd's algorithm: a uniform subset of `fan_out` positions below `degree`, or all if there are no more.
 
     Let last(i) = degree - fan_out + i. Draw i is uniform from 0 to last(i), and is replaced by last(i) if its position
     is taken. A position is taken if an earlier draw was the same, or if it is last(j) of an earlier draw j that was
     replaced. Following pointers from i to such j tells which draws are replaced, without a loop over the draws.
 
+    Args:
+        drawn: int[seeds, fan_out], the draws.
+        degree: int[seeds].
+
     Returns:
         int[seeds, fan_out] positions, and bool[seeds, fan_out] which of them are valid.
     """
+    fan_out = drawn.shape[1]
     i = jnp.arange(fan_out, dtype=degree.dtype)
     degree = degree[:, None]
     last = degree - fan_out + i
-    drawn = below(key, last.shape, last + 1)
     earlier = drawn - (degree - fan_out)  # j, where the draw is last(j)
     pointer = jnp.where((earlier >= 0) & (earlier < i), earlier, i).astype(jnp.int32)
     taken = again_pairwise(drawn) if fan_out <= _PAIRWISE else again_sorted(drawn)

@@ -46,16 +46,21 @@ _REMEDY = (
     "host_gather.scatter_add or host_gather.sgd, adagrad or adam for tables, and optax for the other parameters; or "
     "table.numpy() outside of jit. jax.jit takes the table itself, not its leaf"
 )
+_REMEDY_ON_DEVICE = (
+    "DeviceTable: jax.tree and optax cannot compute with a table: its array has the bits of the rows, and it is "
+    "read-only. Keep rows that change in a jax array, or in a HostTable with host_gather.sgd, adagrad or adam. jax.jit "
+    "takes the table itself, not its leaf"
+)
 
 
-def _refused(*_: Any) -> NoReturn:
-    raise TypeError(_REMEDY)
+def _refused(leaf: TableLeaf, *_: Any) -> NoReturn:
+    raise TypeError(leaf._remedy)
 
 
 class TableLeaf:
-    """The one leaf of a `HostTable`. `jax.tree` functions may pass it on, read its shape, or wait for it."""
+    """The one leaf of a `HostTable` or `DeviceTable`. `jax.tree` may pass it on, read its shape, or wait for it."""
 
-    __slots__ = ("_shape", "array")
+    __slots__ = ("_remedy", "_shape", "array")
     __array_ufunc__ = None  # numpy's operators defer to the refusals below
     __hash__ = object.__hash__
     # Attributes that describe where the array lies, not its elements.
@@ -63,6 +68,7 @@ class TableLeaf:
 
     def __init__(self, array: Any, spec: TableSpec) -> None:
         self.array, self._shape = array, spec.shape
+        self._remedy = _REMEDY_ON_DEVICE if spec.on_device else _REMEDY
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,14 +87,15 @@ class TableLeaf:
 
     def __repr__(self) -> str:
         # Errors of other libraries show it: "accepts only arrays, got TableLeaf(...)".
-        return f"TableLeaf(shape={self._shape}, the bits of a HostTable: see host_gather.sgd, adagrad, adam)"
+        kind = self._remedy.partition(":")[0]
+        return f"TableLeaf(shape={self._shape}, the bits of a {kind}: see host_gather.sgd, adagrad, adam)"
 
     def __getattr__(self, name: str) -> Any:
         if name in TableLeaf._FORWARDED:
             return getattr(self.array, name)
         if name.startswith("__") or not hasattr(Array, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        _refused()
+        _refused(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The unsigned integers that carry the rows, from which the leaf can be restored."""
@@ -99,10 +106,10 @@ class TableLeaf:
     def __jax_array__(self) -> NoReturn:
         # A property, since jax looks the method up before it raises its own TypeError about an unknown type. A
         # ValueError, since jax would replace a TypeError by its own.
-        raise ValueError(_REMEDY)
+        raise ValueError(self._remedy)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError("HostTable: pickling would copy all of it; save table.numpy()")
+        raise TypeError(f"{self._remedy.partition(':')[0]}: pickling would copy all of it; save table.numpy()")
 
 
 class GoneLeaf:

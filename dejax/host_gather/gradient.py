@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dejax.host_gather._operands import ReadableTable
 from dejax.host_gather._recording import recording
 from dejax.host_gather._tracing import current_trace, inside
 from dejax.host_gather.cached import CachedTable
@@ -48,7 +49,7 @@ def value_and_grad(
         jitted.
 
     Raises:
-        TypeError: when called: a differentiated argument is not given by position.
+        TypeError: when called: a differentiated argument is not given by position, or is a table that is read-only.
         ValueError: when called: a gather of a differentiated table inside another transformation, with `scale`, or
             begun by `gather_start`; a table whose rows are no floats.
 
@@ -95,7 +96,14 @@ class _MarkedLoss:
         has_aux: bool,
     ) -> None:
         self.loss, self.positions, self.args, self.kwargs, self.has_aux = loss, positions, args, kwargs, has_aux
-        leaves, self.tree = jax.tree.flatten(tuple(args[p] for p in positions), is_leaf=_is_table)
+        leaves, self.tree = jax.tree.flatten(tuple(args[p] for p in positions), is_leaf=_is_any_table)
+        for leaf in leaves:
+            if _is_any_table(leaf) and not _is_table(leaf):
+                raise TypeError(
+                    "value_and_grad: a differentiated table must be a HostTable or a CachedTable, got a "
+                    f"{type(leaf).__name__}, which is read-only; leave it out of `argnums`, or keep rows that are "
+                    "trained in one of these or in a jax array"
+                )
         self.num_leaves = len(leaves)
         self.tables = {k: leaf for k, leaf in enumerate(leaves) if _is_table(leaf)}  # by number
         for table in self.tables.values():
@@ -218,6 +226,10 @@ def _collected(table: HostTable | CachedTable, found: list[tuple[Array, Array]])
 
 
 # -------------------------------------------------------------------------------------------- marks
+
+
+def _is_any_table(value: Any) -> bool:
+    return isinstance(value, ReadableTable)
 
 
 def _is_table(value: Any) -> bool:

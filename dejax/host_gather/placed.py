@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from types import FrameType
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax.host_gather._leaf import TableLeaf, flattened_by_user
 from dejax.host_gather._operands import ReadableTable, TableOperands
 from dejax.host_gather._spec import TableSpec, device_or_default, table_spec
 from dejax.host_gather.gather import gather
@@ -30,12 +33,13 @@ class _DeviceRows(ReadableTable):
         return gather(self, ids)
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DeviceTable(_DeviceRows):
     """A table whose rows all lie in device memory. Functions that read a `HostTable` read it, by the same kernels.
 
-    A pytree. Read-only: `scatter` and the optimizers refuse it.
+    A pytree. Read-only: `scatter` and the optimizers refuse it. Functions of `jax.tree` may pass it on, and cannot
+    compute with it.
 
     Attributes:
         words: uint[rows, words], the rows as unsigned integers, on the device.
@@ -48,7 +52,7 @@ class DeviceTable(_DeviceRows):
     """
 
     words: Array
-    spec: TableSpec = dataclasses.field(metadata={"static": True})
+    spec: TableSpec
 
     @classmethod
     def from_numpy(cls, array: ArrayLike, *, device: jax.Device | None = None) -> DeviceTable:
@@ -88,6 +92,21 @@ class DeviceTable(_DeviceRows):
     def numpy(self) -> np.ndarray:
         """A copy of the rows in host memory."""
         return _from_words(np.asarray(self.words), self.spec)
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], TableSpec]:
+        return ((jax.tree_util.GetAttrKey("words"), self._child(sys._getframe(1))),), self.spec
+
+    def tree_flatten(self) -> tuple[tuple[Any], TableSpec]:
+        return (self._child(sys._getframe(1)),), self.spec
+
+    @classmethod
+    def tree_unflatten(cls, spec: TableSpec, leaves: tuple[Any]) -> DeviceTable:
+        return cls(leaves[0].array if isinstance(leaves[0], TableLeaf) else leaves[0], spec)
+
+    def _child(self, caller: FrameType) -> Any:
+        """As of a `HostTable`: a `TableLeaf` for users of jax.tree, else the array."""
+        is_array = isinstance(self.words, Array)
+        return TableLeaf(self.words, self.spec) if is_array and flattened_by_user(caller) else self.words
 
     @property
     def _spec(self) -> TableSpec:

@@ -227,7 +227,8 @@ def _optimizer(rule: _Rule, learning_rate: float | Schedule, num_sms: int) -> Op
             made = HostTable.zeros(table.shape, np.float32, device=device)
             if rule.initial:
                 _storage.fill(made._leaf, made._spec, rule.initial)
-            return made.share(leaf.sharding.mesh, writable=True) if spec.shared else made
+            sharding: Any = leaf.sharding
+            return made.share(sharding.mesh, writable=True) if spec.shared else made
 
         moments = [moment() for _ in range(rule.moments)]
         return OptimizerState(jnp.zeros((), jnp.int32), *moments, *[None] * (2 - rule.moments))
@@ -296,7 +297,7 @@ def _check_writable(what: str, spec: TableSpec) -> None:
         return
     if spec.shared:
         raise ValueError(
-            f"{what}: the table is shared by several devices for reading; share it with table.share(mesh, writable=True)"
+            f"{what}: the table is shared by several devices for reading; use table.share(mesh, writable=True)"
         )
     why = "read-only (made from a file or a read-only array)"
     if spec.is_split or spec.on_device:

@@ -3,6 +3,7 @@
 * `HeteroTopology` has the edges by relation, in host memory, on the device or in a folder.
 * `sample_blocks` samples the neighbourhood of seeds inside a compiled step; `find_capacities` bounds its size.
 * `make_blocks` makes a graph for each layer. All layers and programs of `dejax.rgnn` run on it.
+* `make_typed_blocks` does so for samples of all relations together, for graphs of many relations.
 * `link_batch` makes seeds and negatives from edges.
 * `infer_layers` computes a model for all nodes, one layer after the other.
 * `sampled_step` is a jitted training step, `pipelined_steps` several of them whose parts overlap.
@@ -32,6 +33,7 @@ from dejax.minibatch.decoders import (
 )
 from dejax.minibatch.features import FeatureStore, PendingFeatures
 from dejax.minibatch.inference import InferenceBatch, InferenceEdges, infer_layers
+from dejax.minibatch.joint import make_typed_blocks
 from dejax.minibatch.link_prediction import LinkRanks, link_ranks
 from dejax.minibatch.links import LinkBatch, link_batch
 from dejax.minibatch.pipeline import (
@@ -77,6 +79,7 @@ __all__ = [
     "link_batch",
     "link_ranks",
     "make_blocks",
+    "make_typed_blocks",
     "pipelined_steps",
     "random_topology",
     "rotate",

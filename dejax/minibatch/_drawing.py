@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from dejax.host_gather import gather
-from dejax.host_gather._draws import below, draw_subset, draw_weighted, draw_weighted_subset
+from dejax.host_gather._draws import below, below_by_bits, draw_weighted, draw_weighted_subset, subset_of
 from dejax.host_gather._operands import ReadableTable
 from dejax.host_gather.topology import Rows
-from dejax.minibatch._layout import Piece
+from dejax.minibatch._layout import Layout, Piece
 from dejax.minibatch.topology import EdgeLists, HeteroTopology
+from dejax.rgnn.graphs.static_tables import on_device
 
 # Keys of weighted draws without replacement: one for each edge of each receiver.
 _MOST_KEYS = 1 << 28
@@ -48,66 +50,192 @@ class SampleOptions:
             raise ValueError("SampleOptions: `recent` takes each edge once; leave `replace` out")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Request:
-    """Receivers whose edges are drawn.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Draw:
+    """Pieces that are drawn together: they have the same lists, fan-out and kind of draw.
 
     Attributes:
-        piece: the relation and the fan-out.
-        nodes: int32[receivers], -1 for padding.
-        times: int[receivers], up to when edges count, or None.
+        lists: which `EdgeLists`.
+        kind: how positions are chosen.
+        bound: the most edges of a receiver that are looked at; None: all.
+        fan_out: slots of a receiver.
+        first, last: the rows of the hop, from `first` to `last - 1`.
     """
 
-    piece: Piece
-    nodes: Array
-    times: Array | None
+    lists: int
+    kind: str
+    bound: int | None
+    fan_out: int
+    first: int
+    last: int
+
+    @property
+    def slots(self) -> int:
+        return (self.last - self.first) * self.fan_out
+
+
+_UNIFORM = ("subset", "any")  # kinds of draws that take bits
+_BY_KEY = ("by weight", "keys")  # and those that take keys
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Hop:
+    """The rows of a hop: a receiver for each piece that draws its edges, piece by piece.
+
+    Attributes:
+        pieces: the pieces.
+        draws: what is drawn together, in the order of rows.
+        piece: int32[rows], the piece of each row.
+        receiver: int32[rows], the receiver among the nodes that the hop before found.
+    """
+
+    pieces: tuple[Piece, ...]
+    draws: tuple[Draw, ...]
+    piece: Any
+    receiver: Any
+
+    @classmethod
+    def of(cls, topology: HeteroTopology, layout: Layout, hop: int, options: SampleOptions) -> Hop:
+        pieces = layout.of_hop(hop)
+        sizes = [layout.receivers(piece) for piece in pieces]
+        ends = np.cumsum([0, *sizes]).tolist()
+        draws: list[Draw] = []
+        for n, (key, piece) in enumerate(zip(draw_keys(topology, pieces, options), pieces, strict=True)):
+            lists, kind, bound, _ = key
+            draw = Draw(lists, kind, None if bound < 0 else bound, piece.fan_out, ends[n], ends[n + 1])
+            if draws and dataclasses.replace(draws[-1], first=draw.first, last=draw.last) == draw:
+                draws[-1] = dataclasses.replace(draws[-1], last=draw.last)
+            else:
+                draws.append(draw)
+        first = layout.first_of_all(hop, 0)
+        none = np.zeros(0, np.int32)
+        receivers = [
+            layout.first_of_all(hop, piece.target) - first + np.arange(size, dtype=np.int32)
+            for piece, size in zip(pieces, sizes, strict=True)
+        ]
+        of_piece = np.repeat(np.arange(len(pieces), dtype=np.int32), sizes)
+        rows = on_device(of_piece, np.concatenate([none, *receivers]).astype(np.int32))
+        return cls(tuple(pieces), tuple(draws), *rows)
+
+    @property
+    def uniform_slots(self) -> int:
+        """Slots whose edges are drawn by bits."""
+        return sum(draw.slots for draw in self.draws if draw.kind in _UNIFORM)
+
+    def rows(self, values: Sequence[int], dtype: Any = np.int32) -> Any:
+        """A value of each piece on its rows: [rows]."""
+        table = np.asarray(values, dtype).reshape(-1)
+        return table[self.piece] if isinstance(self.piece, np.ndarray) else jnp.asarray(table)[self.piece]
+
+    def on_slots(self, rows: Any) -> Array:
+        """A value of each row on its slots: [slots]."""
+        parts = [
+            jnp.broadcast_to(rows[draw.first : draw.last, None], (draw.last - draw.first, draw.fan_out)).reshape(-1)
+            for draw in self.draws
+        ]
+        return _joined(parts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Drawn:
-    """Drawn edges: senders and positions in the relation's list, [receivers, fan_out] each, -1 for none."""
+    """Drawn edges of a hop: senders within their types, positions in the relation's list; [slots], -1 for none.
+
+    `lost` counts edges that were not looked at because of `max_degree`.
+    """
 
     senders: Array
     edges: Array
+    lost: Array
+
+
+def draw_keys(
+    topology: HeteroTopology, pieces: Sequence[Piece], options: SampleOptions
+) -> list[tuple[int, str, int, int]]:
+    """For each piece what decides with which others it is drawn: lists, kind, bound (-1: none), fan-out."""
+    keys = []
+    for piece in pieces:
+        lists = topology.relations[piece.relation].lists
+        kind, bound = _how(topology, topology.lists[lists], piece, options)
+        keys.append((lists, kind, -1 if bound is None else bound, piece.fan_out))
+    # A subset of the edges of a receiver that has no more than `fan_out` is all of them: one draw serves both.
+    return [
+        (lists, "subset", bound, fan_out)
+        if kind == "all" and (lists, "subset", bound, fan_out) in keys
+        else (lists, kind, bound, fan_out)
+        for lists, kind, bound, fan_out in keys
+    ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Segments:
-    """The edges of each receiver of a request: first position in the lists, and how many."""
+class Randomness:
+    """The random numbers of a sample. Uniform draws of all hops take their bits from one array, made by one kernel.
 
-    request: Request
-    start: Array
-    degree: Array
+    Attributes:
+        key: for other draws.
+        bits: uint32[2, slots], for uniform draws.
+    """
+
+    key: Array
+    bits: Array
+
+    @classmethod
+    def of(cls, key: Array, hops: Sequence[Hop]) -> Randomness:
+        count = sum(hop.uniform_slots for hop in hops)
+        return cls(jax.random.fold_in(key, 1), jax.random.bits(jax.random.fold_in(key, 0), (2, count), jnp.uint32))
 
 
 def draw_hop(
-    key: Array, topology: HeteroTopology, requests: Sequence[Request], options: SampleOptions
-) -> tuple[list[Drawn], Array]:
-    """Draws for all requests of a hop.
+    random: Randomness, topology: HeteroTopology, hop: Hop, nodes: Array, times: Array | None
+) -> tuple[Drawn, Randomness]:
+    """Draws for all rows of a hop; returns also the random numbers that are left.
 
-    Returns:
-        For each request its edges; int32 scalar, how many edges were not looked at because of `max_degree`.
+    Args:
+        random: random numbers.
+        topology: the graph.
+        hop: the rows.
+        nodes: int32[rows], the receivers, -1 for padding.
+        times: int[rows], up to when edges count, or None.
     """
-    found: dict[int, Drawn] = {}
+    relations = [topology.relations[piece.relation] for piece in hop.pieces]
+    first_group = hop.rows([relation.first_group for relation in relations])
+    senders: list[Array] = []
+    edges: list[Array] = []
     lost = jnp.zeros((), jnp.int32)
     for number, lists in enumerate(topology.lists):
-        here = [r for r in requests if topology.relations[r.piece.relation].lists == number]
-        if not here:
+        draws = [draw for draw in hop.draws if draw.lists == number]
+        if not draws:
             continue
-        parts = _segments(topology, lists, here)
-        positions, beyond = _positions(jax.random.fold_in(key, number), topology, lists, parts, options)
-        lost = lost + beyond
-        senders = take(lists.senders, jnp.concatenate([p.reshape(-1) for p in positions]))
-        at = 0
-        for part, position in zip(parts, positions, strict=True):
-            relation = topology.relations[part.request.piece.relation]
-            some = senders[at : at + position.size].reshape(position.shape)
-            at += position.size
-            mask = position >= 0
-            found[id(part.request)] = Drawn(
-                jnp.where(mask, some.astype(jnp.int32), -1), jnp.where(mask, position - relation.first_edge, -1)
-            )
-    return [found[id(request)] for request in requests], lost
+        first, last = draws[0].first, draws[-1].last
+        start, degree = _segments(lists, nodes[first:last], first_group[first:last])
+        if lists.times is not None and times is not None:
+            longest = max(r.max_degree for r in relations if r.lists == number)
+            degree = _count_up_to(lists.times, start, degree, times[first:last], longest.bit_length())
+        positions: list[Array] = []
+        for draw in draws:
+            some = slice(draw.first - first, draw.last - first)
+            taken = draw.slots if draw.kind in _UNIFORM else 0
+            own = Randomness(random.key, random.bits[:, :taken])
+            random = Randomness(random.key, random.bits[:, taken:])
+            if draw.kind in _BY_KEY or start.dtype != jnp.int32:
+                own = Randomness(jax.random.fold_in(random.key, 0), own.bits)
+                random = Randomness(jax.random.fold_in(random.key, 1), random.bits)
+            chosen, mask = _draw(own, lists, start[some], degree[some], draw)
+            positions.append(jnp.where(mask, start[some, None] + chosen.astype(start.dtype), -1))
+            if draw.bound is not None:
+                lost = lost + jnp.sum(jnp.maximum(degree[some] - draw.bound, 0), dtype=jnp.int32)
+        first_edge = hop.rows([relation.first_edge for relation in relations], start.dtype)
+        shifts = [first_edge[draw.first : draw.last, None] for draw in draws]
+        flat = _joined([position.reshape(-1) for position in positions])
+        senders.append(jnp.where(flat >= 0, take(lists.senders, flat).astype(jnp.int32), -1))
+        within = [jnp.where(p >= 0, p - shift, -1).reshape(-1) for p, shift in zip(positions, shifts, strict=True)]
+        edges.append(_joined(within))
+    return Drawn(_joined(senders), _joined(edges), lost), random
+
+
+def _joined(parts: Sequence[Array]) -> Array:
+    if not parts:
+        return jnp.zeros(0, jnp.int32)
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def take(values: Rows, ids: Array) -> Array:
@@ -119,31 +247,12 @@ def take(values: Rows, ids: Array) -> Array:
     return values.at[jnp.where(ids < 0, values.shape[0], ids)].get(mode="fill", fill_value=0)
 
 
-def _segments(topology: HeteroTopology, lists: EdgeLists, requests: Sequence[Request]) -> list[_Segments]:
-    groups = []
-    for request in requests:
-        first = topology.relations[request.piece.relation].first_group
-        groups.append(jnp.where(request.nodes >= 0, request.nodes + first, -1))
-    joined = jnp.concatenate(groups)
+def _segments(lists: EdgeLists, nodes: Array, first_group: Any) -> tuple[Array, Array]:
+    """The edges of each row: the first position in the lists, and how many."""
+    group = jnp.where(nodes >= 0, nodes + first_group, -1)
     # Padding reads nothing: if it read group 0, all warps would queue for the same line of host memory.
-    ends = jnp.where(joined >= 0, joined + 1, -1)
-    bounds = take(lists.starts, jnp.stack([joined, ends], axis=-1))
-    parts, at = [], 0
-    for request in requests:
-        some = bounds[at : at + len(request.nodes)]
-        at += len(request.nodes)
-        parts.append(_up_to_time(topology, lists, _Segments(request, some[:, 0], some[:, 1] - some[:, 0])))
-    return parts
-
-
-def _up_to_time(topology: HeteroTopology, lists: EdgeLists, part: _Segments) -> _Segments:
-    """Only the edges up to each receiver's time: they are the first ones."""
-    if lists.times is None or part.request.times is None:
-        return part
-    steps = topology.relations[part.request.piece.relation].max_degree.bit_length()
-    return dataclasses.replace(
-        part, degree=_count_up_to(lists.times, part.start, part.degree, part.request.times, steps)
-    )
+    bounds = take(lists.starts, jnp.stack([group, jnp.where(group >= 0, group + 1, -1)], axis=-1))
+    return bounds[:, 0], bounds[:, 1] - bounds[:, 0]
 
 
 @functools.partial(jax.jit, static_argnames="steps")  # outside of jit, too, the loop must not close over the table
@@ -176,58 +285,28 @@ def _how(topology: HeteroTopology, lists: EdgeLists, piece: Piece, options: Samp
     return ("all" if piece.fan_out >= longest else "subset"), None
 
 
-def _lost(part: _Segments, bound: int | None) -> Array:
-    if bound is None:
-        return jnp.zeros((), jnp.int32)
-    return jnp.sum(jnp.maximum(part.degree - bound, 0), dtype=jnp.int32)
-
-
-def _positions(
-    key: Array, topology: HeteroTopology, lists: EdgeLists, parts: Sequence[_Segments], options: SampleOptions
-) -> tuple[list[Array], Array]:
-    """Drawn positions in the lists, [receivers, fan_out], -1 for none; and how many edges were not looked at.
-
-    Draws of one kind and size are made together.
-    """
-    together: dict[tuple[int, str, int | None], list[int]] = defaultdict(list)
-    for number, part in enumerate(parts):
-        piece = part.request.piece
-        together[piece.fan_out, *_how(topology, lists, piece, options)].append(number)
-    found: dict[int, Array] = {}
-    lost = jnp.zeros((), jnp.int32)
-    for (fan_out, kind, bound), numbers in together.items():
-        start = jnp.concatenate([parts[n].start for n in numbers])
-        degree = jnp.concatenate([parts[n].degree for n in numbers])
-        own = jax.random.fold_in(key, min(numbers))
-        chosen, mask = _draw(own, lists, start, degree, fan_out, kind, bound)
-        position = jnp.where(mask, start[:, None] + chosen.astype(start.dtype), -1)
-        at = 0
-        for n in numbers:
-            found[n] = position[at : at + len(parts[n].start)]
-            at += len(parts[n].start)
-            lost = lost + _lost(parts[n], bound)
-    return [found[n] for n in range(len(parts))], lost
-
-
-def _draw(
-    key: Array, lists: EdgeLists, start: Array, degree: Array, fan_out: int, kind: str, bound: int | None
-) -> tuple[Array, Array]:
+def _draw(random: Randomness, lists: EdgeLists, start: Array, degree: Array, draw: Draw) -> tuple[Array, Array]:
     """Positions within each receiver's edges, [receivers, fan_out], and which of them are valid."""
+    fan_out, kind, key = draw.fan_out, draw.kind, random.key
     i = jnp.arange(fan_out, dtype=degree.dtype)
     if kind == "recent":
         return degree[:, None] - 1 - i, i < degree[:, None]
     if kind == "all":
         return jnp.broadcast_to(i, (len(start), fan_out)), i < degree[:, None]
-    if kind == "subset":
-        return draw_subset(key, degree, fan_out)
-    if kind == "any":
-        chosen = below(key, (len(start), fan_out), degree[:, None])
-        return chosen, jnp.broadcast_to(degree[:, None] > 0, chosen.shape)
+    if kind in _UNIFORM:
+        below_what = jnp.broadcast_to(degree[:, None], (len(start), fan_out))
+        below_what = below_what - fan_out + i + 1 if kind == "subset" else below_what
+        if degree.dtype == jnp.int32:
+            drawn = below_by_bits(random.bits.reshape(2, *below_what.shape), below_what)
+        else:
+            drawn = below(key, below_what.shape, below_what)
+        return subset_of(drawn, degree) if kind == "subset" else (drawn, below_what > 0)
     assert lists.weights is not None
     if kind == "by weight":
         if lists.times is not None:
             raise ValueError("sample_blocks: weights together with times need draws without replacement")
         return draw_weighted(key, functools.partial(take, lists.weights.alias), start, degree, fan_out)
+    bound = draw.bound
     assert bound is not None
     if bound * len(start) > _MOST_KEYS:
         raise ValueError(

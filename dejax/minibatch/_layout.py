@@ -7,11 +7,11 @@ by type: graphs of blocks are in this order. In both, the nodes that a layer nee
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from dejax.minibatch._checks import EdgeType
@@ -55,7 +55,7 @@ class Layout:
         node_types: the names of the node types.
         edge_types: the relations.
         sizes: for each hop and node type the number of local numbers; hop 0 has the seeds.
-        pieces: the slots, by hop, then by relation.
+        pieces: the slots, by hop. Within a hop, pieces that are drawn together lie side by side.
     """
 
     node_types: tuple[str, ...]
@@ -83,15 +83,40 @@ class Layout:
         """The number of nodes of each type up to a hop."""
         return {name: self.first(hops + 1, number) for number, name in enumerate(self.node_types)}
 
-    def among_all(self, numbers: Array, hop: int, node_type: int) -> Array:
-        """Numbers within a type, of nodes up to a hop, as numbers among all nodes; -1 stays."""
-        found, last = numbers, 0
-        for before in range(hop + 1):
-            first = self.first(before, node_type)
-            shift = self.first_of_all(before, node_type) - first
-            found = found + jnp.where(numbers >= first, shift - last, 0)
-            last = shift
-        return jnp.where(numbers >= 0, found, -1).astype(jnp.int32)
+    @property
+    def node_type(self) -> np.ndarray:
+        """int32[nodes], the type of each of all nodes."""
+        runs = [(number, size) for sizes in self.sizes for number, size in enumerate(sizes)]
+        return np.repeat(*(np.array(some, np.int32) for some in zip(*runs, strict=True)))
+
+    @property
+    def within_type(self) -> np.ndarray:
+        """int32[nodes], the number within its type of each of all nodes."""
+        parts = [
+            np.arange(self.first(hop, number), self.first(hop, number) + size, dtype=np.int32)
+            for hop, sizes in enumerate(self.sizes)
+            for number, size in enumerate(sizes)
+        ]
+        return np.concatenate(parts)
+
+    def of_hop(self, hop: int) -> list[Piece]:
+        """The pieces of a hop, which lie side by side."""
+        return [piece for piece in self.pieces if piece.hop == hop]
+
+    def receivers(self, piece: Piece) -> int:
+        """The number of receivers of a piece."""
+        return self.sizes[piece.hop][piece.target]
+
+    def by_piece(self, flat: Sequence[Array]) -> tuple[Array, ...]:
+        """Values of slots, an array for each hop, as [receivers, fan_out] for each piece."""
+        found = []
+        for hop, values in enumerate(flat):
+            at = 0
+            for piece in self.of_hop(hop):
+                size = self.receivers(piece) * piece.fan_out
+                found.append(values[at : at + size].reshape(self.receivers(piece), piece.fan_out))
+                at += size
+        return tuple(found)
 
 
 def make_layout(
@@ -102,12 +127,14 @@ def make_layout(
     replace: bool,
     max_degree: int | None,
     copies: bool,
+    together: Callable[[Sequence[Piece]], Sequence[Any]],
 ) -> Layout:
     """The layout of a sample; arguments are those of `sample_blocks`.
 
     Args:
         topology, num_seeds, fan_outs, capacities, replace, max_degree: see there.
         copies: whether each seed has copies of its own of the nodes.
+        together: sort keys of the pieces of a hop: those with equal keys are drawn together.
     """
     by_hop = _by_hop(topology, fan_outs)
     limits = _limits(topology, capacities, len(by_hop))
@@ -117,12 +144,15 @@ def make_layout(
     pieces: list[Piece] = []
     for hop, wanted in enumerate(by_hop):
         slots = [0] * len(names)
+        own: list[Piece] = []
         for at, relation in enumerate(topology.relations):
             source, target = number[relation.edge_type[0]], number[relation.edge_type[2]]
             fan_out = _slots(wanted[at], relation.max_degree, replace, max_degree)
             if fan_out and sizes[hop][target]:
-                pieces.append(Piece(hop, at, fan_out, source, target, wanted[at] < 0))
+                own.append(Piece(hop, at, fan_out, source, target, wanted[at] < 0))
                 slots[source] += sizes[hop][target] * fan_out
+        keys = together(own)
+        pieces += [own[n] for n in sorted(range(len(own)), key=lambda n: (keys[n], own[n].relation))]
         if not copies:
             slots = [min(count, topology.num_nodes[name]) for count, name in zip(slots, names, strict=True)]
         sizes.append(tuple(min(count, limit) for count, limit in zip(slots, limits[hop], strict=True)))

@@ -1,9 +1,10 @@
-"""Local numbers of seeds, of found nodes of all types, and of nodes of which each seed has its own copy."""
+"""Numbers of seeds, and of found nodes of all types."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,11 @@ import numpy as np
 from jax import Array
 
 from dejax.host_gather._ids import in_range
-from dejax.rgnn.graphs.sorting_traced import begins_run, sort_pairs
+from dejax.rgnn.graphs.sorting_traced import begins_run, put_where, sort_pairs
+from dejax.rgnn.graphs.static_tables import on_device
+
+_PAIRWISE = 1 << 12
+"""Up to so many seeds, all are compared with all, by one kernel; sorting them takes about fifteen."""
 
 
 def number_seeds(seeds: Array, num_nodes: int) -> tuple[Array, Array]:
@@ -24,6 +29,10 @@ def number_seeds(seeds: Array, num_nodes: int) -> tuple[Array, Array]:
     """
     positions = jnp.arange(seeds.shape[0], dtype=jnp.int32)
     wanted = jnp.where(in_range(seeds, num_nodes), seeds, -1).astype(jnp.int32)
+    if seeds.shape[0] <= _PAIRWISE:
+        first_of = jnp.min(jnp.where(wanted[:, None] == wanted, positions, seeds.shape[0]), axis=1)
+        number = jnp.where(wanted >= 0, first_of, positions)
+        return jnp.where(number == positions, wanted, -1), number
     ordered, at = jax.lax.sort((wanted, positions), num_keys=1, is_stable=True)
     first = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])[: seeds.shape[0]]
     first_at = at[jax.lax.cummax(jnp.where(first, positions, 0))]
@@ -33,105 +42,103 @@ def number_seeds(seeds: Array, num_nodes: int) -> tuple[Array, Array]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Numbers:
-    """Nodes of one type.
+class Places:
+    """The numbers among all nodes that a hop may give. Static.
 
     Attributes:
-        known: int32[k], the node of each local number so far, -1 for padding.
-        found: int32[n], nodes, -1 for padding.
-        limit: the most local numbers.
-        count: number of nodes of the type.
+        counts: for each node type the number of nodes of the graph.
+        first: for each node type the first number that the hop gives.
+        sizes: for each node type how many numbers it may give. The ranges lie side by side, by type.
     """
 
-    known: Array
-    found: Array
-    limit: int
-    count: int
+    counts: tuple[int, ...]
+    first: tuple[int, ...]
+    sizes: tuple[int, ...]
 
 
-def number_together(types: Sequence[Numbers]) -> list[tuple[Array, Array, Array]]:
-    """Numbers the found nodes of several types with one sort: known nodes keep their numbers, new ones follow by node.
+@dataclass(frozen=True, slots=True, eq=False)
+class Nodes:
+    """Nodes of several types.
+
+    Attributes:
+        nodes: int32[n], numbers within the types in the graph, -1 for padding.
+        types: int32[n].
+        trees: int32[n], of nodes of which each tree has its own copy; None where all trees share nodes.
+    """
+
+    nodes: Array
+    types: Any
+    trees: Array | None = None
+
+
+def number_found(known: Nodes, found: Nodes, places: Places) -> tuple[Nodes, Array, Array]:
+    """Numbers found nodes with one sort: known nodes keep their numbers, new ones follow by type and node.
 
     Args:
-        types: they have fewer than 2**31 nodes together.
+        known: the nodes of the numbers 0, 1, and so on.
+        found: nodes, some of them several times.
+        places: the numbers of new nodes.
 
     Returns:
-        For each type as `dejax.host_gather` numbers nodes: int32[limit] the node of each local number, -1 for padding;
-        int32[n] the local number of each of `found`, -1 for none; int32 scalar, how many new nodes did not fit.
+        The known nodes and the new ones; int32[n], the number of each of `found`, -1 for none; int32[types], how many
+        new nodes there are, those that did not fit included.
     """
-    bases = _before([some.count for some in types])
-    known_first = _before([some.known.shape[0] for some in types])
-    num_known, total = known_first[-1], bases[-1]
-    parts = [(some.known, base) for some, base in zip(types, bases[:-1], strict=True)]
-    parts += [(some.found, base) for some, base in zip(types, bases[:-1], strict=True)]
-    keys = jnp.concatenate([jnp.where(nodes >= 0, nodes + base, total) for nodes, base in parts])
-    position = jnp.arange(keys.shape[0], dtype=jnp.int32)
-    # The sort is stable: a known node comes before its copies in `found`.
-    ordered, at = sort_pairs(keys, total + 1, position)
-    node = ordered.astype(jnp.int32)
-    first = begins_run(node)
-    valid, new = node < total, first & (node < total) & (at >= num_known)
-    kind = sum((node >= base for base in bases[1:-1]), jnp.zeros_like(node))
-    new_of = jnp.stack([jnp.sum(new & (kind == t), dtype=jnp.int32) for t in range(len(types))])
-    sizes, limits = (
-        np.array(some, np.int32) for some in zip(*((n.known.shape[0], n.limit) for n in types), strict=True)
+    types, old = len(places.counts), known.nodes.shape[0]
+    nodes = jnp.concatenate([known.nodes, found.nodes])
+    kinds = jnp.concatenate([jnp.asarray(on_device(np.asarray(known.types))[0]), jnp.asarray(found.types)])
+    position = jnp.arange(nodes.shape[0], dtype=jnp.int32)
+    trees = None
+    if known.trees is not None and found.trees is not None:
+        trees = jnp.concatenate([known.trees, found.trees])
+    node, kind, tree, at = _ordered(nodes, kinds, trees, position, places.counts)
+    valid = kind < types
+    # The sorts are stable: a known node comes before its copies in `found`.
+    first = begins_run(node, kind) if tree is None else begins_run(node, kind, tree)
+    new = first & valid & (at >= old)
+    of_type = new[None] & (kind[None] == jnp.arange(types, dtype=jnp.int32)[:, None])
+    new_of = jnp.sum(of_type, axis=1, dtype=jnp.int32)
+    first_number, sizes = (np.array(some, np.int32) for some in (places.first, places.sizes))
+    shift = first_number - jnp.cumsum(new_of) + new_of
+    own = jnp.minimum(kind, types - 1)
+    # One cumulative sum, which is several kernels, for both: equal nodes, and new ones.
+    run, rank = jnp.cumsum(jnp.stack([first, new]), axis=1, dtype=jnp.int32) - 1
+    number = jnp.where(new, rank + shift[own], at)
+    number = put_where(jnp.zeros_like(position), first, run, number)[run]  # that of the first of equal nodes
+    fits = valid & (number < jnp.asarray(first_number + sizes)[own])
+    total = old + int(sizes.sum())
+    slots = jnp.where(new & fits, number, total)
+
+    def grown(before: Array, values: Array) -> Array:
+        padded = jnp.pad(before, (0, total - old), constant_values=-1)
+        return padded.at[slots].set(values, mode="drop")
+
+    all_types = np.concatenate([np.asarray(known.types), np.repeat(np.arange(types, dtype=np.int32), sizes)])
+    after = Nodes(
+        grown(known.nodes, node), all_types, None if known.trees is None or tree is None else grown(known.trees, tree)
     )
-    shift = sizes - jnp.cumsum(new_of) + new_of
-    number = jnp.where(new, jnp.cumsum(new, dtype=jnp.int32) - 1 + shift[kind], at - _at(known_first, kind))
-    number = number[jax.lax.cummax(jnp.where(first, position, 0))]
-    fits = valid & (number < jnp.asarray(limits)[kind])
-    grown_first = _before(limits.tolist())
-    slots = jnp.where(new & fits, _at(grown_first, kind) + number, grown_first[-1])
-    padded = [jnp.pad(n.known, (0, n.limit - n.known.shape[0]), constant_values=-1) for n in types]
-    grown = jnp.concatenate(padded).at[slots].set(node - _at(bases, kind), mode="drop")
     local = jnp.zeros_like(position).at[at].set(jnp.where(fits, number, -1), unique_indices=True)
-    found_first = _before([n.found.shape[0] for n in types])
-    return [
-        (
-            grown[grown_first[t] : grown_first[t + 1]],
-            local[num_known + found_first[t] : num_known + found_first[t + 1]],
-            jnp.maximum(int(sizes[t]) + new_of[t] - n.limit, 0),
-        )
-        for t, n in enumerate(types)
-    ]
+    return after, local[old:], new_of
 
 
-def _before(sizes: Sequence[int]) -> list[int]:
-    """The sum before each size, and that of all."""
-    return [0, *np.cumsum(sizes, dtype=np.int64).tolist()]
-
-
-def _at(firsts: Sequence[int], kind: Array) -> Array:
-    return jnp.asarray(np.array(firsts[:-1], np.int32))[kind]
-
-
-def number_copies(
-    known: tuple[Array, Array], found: tuple[Array, Array], limit: int
-) -> tuple[tuple[Array, Array], Array, Array]:
-    """Numbers pairs of node and tree, as `dejax.host_gather` numbers nodes.
-
-    Args:
-        known: int32[k] nodes and trees of the local numbers so far, -1 for padding.
-        found: int32[n] nodes, -1 for padding, and trees.
-        limit: the most local numbers.
-
-    Returns:
-        int32[limit] nodes and trees of all local numbers; int32[n] the local number of each of `found`, -1 for none;
-        int32 scalar, how many new pairs did not fit.
-    """
-    old = known[0].shape[0]
-    node, tree = (jnp.concatenate(pair) for pair in zip(known, found, strict=True))
-    positions = jnp.arange(node.shape[0], dtype=jnp.int32)
-    node, tree, at = jax.lax.sort((node, tree, positions), num_keys=2, is_stable=True)
-    first = (positions == 0) | (node != jnp.roll(node, 1)) | (tree != jnp.roll(tree, 1))
-    new = first & (at >= old) & (node >= 0)
-    number = jnp.where(new, old - 1 + jnp.cumsum(new, dtype=jnp.int32), at)
-    number = number[jax.lax.cummax(jnp.where(first, positions, 0))]
-    slots = jnp.where(new & (number < limit), number, limit)
-    grown = tuple(
-        jnp.full((limit,), -1, jnp.int32).at[:old].set(before).at[slots].set(ordered, mode="drop")
-        for before, ordered in zip(known, (node, tree), strict=True)
-    )
-    local = jnp.zeros_like(positions).at[at].set(jnp.where(node >= 0, number, -1), unique_indices=True)[old:]
-    lost = jnp.maximum(old + new.sum() - limit, 0).astype(jnp.int32)
-    return (grown[0], grown[1]), jnp.where(local < limit, local, -1), lost
+def _ordered(
+    nodes: Array, kinds: Array, trees: Array | None, position: Array, counts: Sequence[int]
+) -> tuple[Array, Array, Array | None, Array]:
+    """Nodes, types and trees in the stable order by (type, node, tree), and positions; padding has the last type."""
+    bases = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+    total = int(bases[-1])
+    if total >= 2**31 - 1:  # more than 31 bits
+        kind = jnp.where(nodes >= 0, kinds, len(counts))
+        keys = (kind, nodes, position) if trees is None else (kind, nodes, trees, position)
+        kind, node, *rest = jax.lax.sort(keys, num_keys=len(keys) - 1, is_stable=True)
+        return node, kind, None if trees is None else rest[0], rest[-1]
+    base = jnp.asarray(bases[:-1], jnp.int32)
+    key = jnp.where(nodes >= 0, nodes + base[kinds], total)
+    tree = None
+    if trees is None:
+        key, at = sort_pairs(key, total + 1, position)
+    else:
+        key, tree, at = jax.lax.sort((key, trees, position), num_keys=2, is_stable=True)
+    key = key.astype(jnp.int32)
+    kind = sum((key >= bound for bound in bases[1:].tolist()), jnp.zeros_like(key))
+    node = key - jnp.append(base, 0)[kind]
+    return node, kind, tree, at

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dejax.minibatch._layout import Layout
-from dejax.minibatch.sampling import SampledBlocks
+from dejax.minibatch.sampling import SampledBlocks, split_nodes
 from dejax.rgnn import RelGraph
 from dejax.rgnn.graphs.build_slots import Slots, SlotSpec, graph_of_slots
 
@@ -113,9 +113,17 @@ def _pieces(layout: Layout, hops: int) -> list[int]:
 
 def _block(sample: SampledBlocks, hops: int) -> Block:
     layout = sample.layout
-    own = _pieces(layout, hops)
-    mask = join_nodes(layout, sample.node_ids, hops + 1) >= 0
-    return Block(_graph([sample.numbers[n] for n in own], mask, _slot_spec(layout, hops)), hops, layout)
+    mask = sample.nodes[: layout.count(hops + 1)] >= 0
+    spec, runs = _slot_spec(layout, hops)
+    senders = [
+        _joined([sample.slots[hop][first:last].reshape(-1, fan_out) for hop, first, last in some])
+        for fan_out, some in runs
+    ]
+    return Block(_graph(senders, mask, spec), hops, layout)
+
+
+def _joined(parts: list[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 @partial(jax.jit, static_argnums=2, inline=True)
@@ -138,23 +146,42 @@ def _graph(senders: list[Array], mask: Array, spec: SlotSpec) -> RelGraph:
     )
 
 
-def _slot_spec(layout: Layout, hops: int) -> SlotSpec:
+_Runs = list[tuple[int, list[tuple[int, int, int]]]]
+"""For each fan-out the hops, first and last slots that have it."""
+
+
+def _slot_spec(layout: Layout, hops: int) -> tuple[SlotSpec, _Runs]:
+    """The static part of a block's graph, and where its slots lie in the sample."""
+    order = _pieces(layout, hops)
+    place = {n: at for at, n in enumerate(order)}
     slots = [
-        Slots(
-            piece.relation,
-            layout.first_of_all(piece.hop, piece.target),
-            layout.sizes[piece.hop][piece.target],
-            piece.fan_out,
-        )
-        for piece in (layout.pieces[n] for n in _pieces(layout, hops))
+        Slots(piece.relation, layout.first_of_all(piece.hop, piece.target), layout.receivers(piece), piece.fan_out)
+        for piece in (layout.pieces[n] for n in order)
     ]
-    return SlotSpec(
+    stored: dict[int, list[int]] = {}
+    runs: dict[int, list[tuple[int, int, int]]] = {}
+    at, hop = 0, -1
+    for n, piece in enumerate(layout.pieces):
+        if piece.hop > hops:
+            continue
+        at = at if piece.hop == hop else 0
+        hop, size = piece.hop, layout.receivers(piece) * piece.fan_out
+        own = runs.setdefault(piece.fan_out, [])
+        if own and own[-1][0] == hop and own[-1][2] == at:
+            own[-1] = (hop, own[-1][1], at + size)
+        else:
+            own.append((hop, at, at + size))
+        stored.setdefault(piece.fan_out, []).append(place[n])
+        at += size
+    spec = SlotSpec(
         slots=tuple(slots),
         node_runs=tuple((t, count) for sizes in layout.sizes[: hops + 2] for t, count in enumerate(sizes)),
         source_types=tuple(layout.node_types.index(source) for source, _, _ in layout.edge_types),
         edge_type_names=tuple("/".join(edge_type) for edge_type in layout.edge_types),
         node_type_names=layout.node_types,
+        stored=tuple(tuple(some) for some in stored.values()),
     )
+    return spec, list(runs.items())
 
 
 def join_nodes(layout: Layout, x: Mapping[str, Array], hops: int) -> Array:
@@ -178,15 +205,3 @@ def join_nodes(layout: Layout, x: Mapping[str, Array], hops: int) -> Array:
 
 def _row(x: Mapping[str, Array]) -> tuple[int, ...]:
     return next((tuple(rows.shape[1:]) for rows in x.values()), ())
-
-
-def split_nodes(layout: Layout, x: Array, hops: int) -> dict[str, Array]:
-    """Values of all nodes up to a hop, by node type; further rows are left out."""
-    found = {}
-    for number, name in enumerate(layout.node_types):
-        parts = []
-        for hop in range(hops + 1):
-            first = layout.first_of_all(hop, number)
-            parts.append(x[first : first + layout.sizes[hop][number]])
-        found[name] = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-    return found

@@ -158,6 +158,11 @@ def pipelined_steps(
         _check_features(what, features)
         keys, seeds = _padded(what, keys, seeds)
 
+        # Traced once, although it is called at the beginning and in the loop.
+        @jax.jit
+        def draw(key: Array, topology: HeteroTopology, seeds: Any) -> _Drawn:
+            return _draw(what, sample, key, topology, seeds)
+
         def start(drawn: _Drawn, before: Any) -> Any:
             return features.gather_start(_ids(drawn, features), dtype=dtype, before=before, **options)
 
@@ -165,17 +170,17 @@ def pipelined_steps(
             state, now, following, x = carry
             key, some = ahead
             # What the sample and the layers read passes through the start, so that they run after it.
-            through = (jax.random.key_data(key), now.sample.numbers, x)
-            pending, (bits, numbers, x) = start(following, through)
+            through = (jax.random.key_data(key), now.sample.slots, x)
+            pending, (bits, slots, x) = start(following, through)
             key = jax.random.wrap_key_data(bits, impl=jax.random.key_impl(key))
-            now = dataclasses.replace(now, sample=dataclasses.replace(now.sample, numbers=numbers))
-            later = _draw(what, sample, key, topology, some)
+            now = dataclasses.replace(now, sample=dataclasses.replace(now.sample, slots=slots))
+            later = draw(key, topology, some)
             state, out = update(state, _batch(now, x), *rest)
             return (state, following, later, pending.gather_done(after=_arrays((state, out)))[0]), out
 
         # A loop, so that XLA compiles the sampling twice and not three times.
         begin = (keys[:2], jax.tree.map(lambda some: some[:2], seeds))
-        _, both = jax.lax.scan(lambda _, each: (None, _draw(what, sample, each[0], topology, each[1])), None, begin)
+        _, both = jax.lax.scan(lambda _, each: (None, draw(each[0], topology, each[1])), None, begin)
         first, second = _at(both, 0), _at(both, 1)
         x = features.gather(_ids(first, features), dtype=dtype)
         ahead = keys[2:], jax.tree.map(lambda some: some[2:], seeds)

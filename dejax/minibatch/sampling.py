@@ -14,11 +14,10 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax.host_gather._ids import checked_ids, in_range
-from dejax.host_gather._numbering import number_nodes
 from dejax.minibatch._checks import EdgeType
-from dejax.minibatch._drawing import Drawn, Request, SampleOptions, draw_hop, excluded, take
+from dejax.minibatch._drawing import Hop, Randomness, SampleOptions, draw_hop, draw_keys, excluded, take
 from dejax.minibatch._layout import Capacities, FanOuts, Layout, make_layout
-from dejax.minibatch._numbering import Numbers, number_copies, number_seeds, number_together
+from dejax.minibatch._numbering import Nodes, Places, number_found, number_seeds
 from dejax.minibatch.topology import HeteroTopology
 
 __all__ = ["SampleOptions", "SampledBlocks", "edge_ids", "sample_blocks"]
@@ -39,11 +38,11 @@ class SampledBlocks:
 
     Attributes:
         node_ids: int32[nodes] by node type, the graph's node of each local number; -1 for padding.
-        senders: for each piece of the layout int32[receivers, fan_out], local numbers within the source type; -1 for
-            none. The receivers are the nodes of the destination type that the hop before found.
-        numbers: the senders as numbers among all nodes, in the order of blocks; -1 for none.
-        edges: for each piece int[receivers, fan_out], positions among the relation's edges in the topology; -1 for
-            none. `edge_ids` gives the positions in the lists that the topology was made from.
+        nodes: int32[nodes], as `node_ids` for all nodes in the order of blocks.
+        slots: for each hop int32[slots], the senders of its edges as numbers among all nodes; -1 for none. The slots
+            of the layout's pieces lie side by side: `senders` has them apart.
+        positions: for each hop int[slots], the edges' positions among the edges of their relations in the topology; -1
+            for none.
         seed_positions: int32[seeds] by node type, the local number of each seed: equal seeds have one.
         trees: int32[nodes] by node type, in a temporal sample: the seed whose neighbourhood each node belongs to.
         found: int32[hops + 1, node types], how many nodes were first found at each hop, those that did not fit
@@ -54,9 +53,9 @@ class SampledBlocks:
     """
 
     node_ids: dict[str, Array]
-    senders: tuple[Array, ...]
-    numbers: tuple[Array, ...]
-    edges: tuple[Array, ...]
+    nodes: Array
+    slots: tuple[Array, ...]
+    positions: tuple[Array, ...]
     seed_positions: dict[str, Array]
     trees: dict[str, Array] | None
     found: Array
@@ -68,6 +67,24 @@ class SampledBlocks:
     def num_layers(self) -> int:
         """The number of hops, and so of layers."""
         return self.layout.num_hops
+
+    @property
+    def senders(self) -> tuple[Array, ...]:
+        """For each piece of the layout int32[receivers, fan_out], local numbers within the source type; -1 for none.
+
+        The receivers are the nodes of the destination type that the hop before found.
+        """
+        within = jnp.asarray(self.layout.within_type)
+        local = [jnp.where(numbers >= 0, within[numbers], -1) for numbers in self.slots]
+        return self.layout.by_piece(local)
+
+    @property
+    def edges(self) -> tuple[Array, ...]:
+        """For each piece int[receivers, fan_out], positions among the relation's edges in the topology; -1 for none.
+
+        `edge_ids` gives the positions in the lists that the topology was made from.
+        """
+        return self.layout.by_piece(self.positions)
 
     def check(self, error: bool = False) -> None:
         """Warns, once for each place in the code, if nodes or edges did not fit. Call it outside of jit.
@@ -146,28 +163,35 @@ def sample_blocks(
     pairs = _checked_pairs(topology, exclude)
     counts = {name: ids.shape[0] for name, ids in given.items()}
     bounds = options.replace, options.max_degree
-    layout = make_layout(topology, counts, fan_outs, capacities, *bounds, copies=times is not None)
+    layout = make_layout(
+        topology,
+        counts,
+        fan_outs,
+        capacities,
+        *bounds,
+        copies=times is not None,
+        together=lambda pieces: draw_keys(topology, pieces, options),
+    )
     nodes = _Nodes(topology, layout, given, times)
-    senders: list[Array] = []
-    numbers: list[Array] = []
-    edges: list[Array] = []
+    slots: list[Array] = []
+    positions: list[Array] = []
     lost_edges = jnp.zeros((), jnp.int32)
-    for hop in range(layout.num_hops):
-        requests = nodes.requests(hop)
-        drawn, lost = draw_hop(jax.random.fold_in(key, hop), topology, requests, options)
-        lost_edges = lost_edges + lost
-        drawn = [_without(pairs, request, some) for request, some in zip(requests, drawn, strict=True)]
-        local, among_all = nodes.add(hop, requests, drawn)
-        senders += local
-        numbers += among_all
-        edges += [jnp.where(own >= 0, some.edges, -1) for own, some in zip(local, drawn, strict=True)]
+    hops = [Hop.of(topology, layout, number, options) for number in range(layout.num_hops)]
+    random = Randomness.of(key, hops)
+    for number, hop in enumerate(hops):
+        receivers, until = nodes.receivers(number, hop)
+        drawn, random = draw_hop(random, topology, hop, receivers, until)
+        lost_edges = lost_edges + drawn.lost
+        found = nodes.add(number, hop, _without(pairs, layout, hop, drawn.senders, receivers))
+        slots.append(found)
+        positions.append(jnp.where(found >= 0, drawn.edges, -1))
     return SampledBlocks(
-        node_ids=nodes.known,
-        senders=tuple(senders),
-        numbers=tuple(numbers),
-        edges=tuple(edges),
+        node_ids=split_nodes(layout, nodes.known.nodes, layout.num_hops),
+        nodes=nodes.known.nodes,
+        slots=tuple(slots),
+        positions=tuple(positions),
         seed_positions=nodes.seed_positions,
-        trees=nodes.trees,
+        trees=None if nodes.known.trees is None else split_nodes(layout, nodes.known.trees, layout.num_hops),
         found=jnp.stack(nodes.found),
         lost=jnp.stack(nodes.lost),
         lost_edges=lost_edges,
@@ -191,122 +215,93 @@ def edge_ids(topology: HeteroTopology, sample: SampledBlocks) -> tuple[Array, ..
     return tuple(found)
 
 
+def split_nodes(layout: Layout, x: Array, hops: int) -> dict[str, Array]:
+    """Values of all nodes up to a hop, by node type; further rows are left out."""
+    found = {}
+    for number, name in enumerate(layout.node_types):
+        parts = []
+        for hop in range(hops + 1):
+            first = layout.first_of_all(hop, number)
+            parts.append(x[first : first + layout.sizes[hop][number]])
+        parts = [part for part in parts if part.shape[0]] or parts[:1]
+        found[name] = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    return found
+
+
 class _Nodes:
-    """The local numbers of all types, as they grow hop by hop."""
+    """The nodes of a sample, as they grow hop by hop, in the order of blocks."""
 
     def __init__(
         self, topology: HeteroTopology, layout: Layout, seeds: dict[str, Array], times: dict[str, Array] | None
     ) -> None:
-        self.topology, self.layout = topology, layout
-        self.known: dict[str, Array] = {}
-        self.trees: dict[str, Array] | None = None if times is None else {}
+        self.layout = layout
+        self.counts = tuple(topology.num_nodes[name] for name in layout.node_types)
+        self.types = layout.node_type
         self.seed_positions: dict[str, Array] = {}
         self.times = None if times is None else jnp.concatenate([times[name] for name in layout.node_types])
-        tree = 0
-        for name in layout.node_types:
-            own, count = seeds[name], topology.num_nodes[name]
-            if self.trees is None:
-                self.known[name], self.seed_positions[name] = number_seeds(own, count)
+        nodes = []
+        for name, count in zip(layout.node_types, self.counts, strict=True):
+            own = seeds[name]
+            if times is None and own.shape[0]:
+                some, self.seed_positions[name] = number_seeds(own, count)
             else:  # each seed has a tree of its own, equal ones too
-                self.known[name] = jnp.where(in_range(own, count), own, -1).astype(jnp.int32)
+                some = jnp.where(in_range(own, count), own, -1).astype(jnp.int32)
                 self.seed_positions[name] = jnp.arange(own.shape[0], dtype=jnp.int32)
-                self.trees[name] = jnp.where(self.known[name] >= 0, tree + self.seed_positions[name], -1)
-                tree += own.shape[0]
-        valid = [jnp.sum(self.known[name] >= 0, dtype=jnp.int32) for name in layout.node_types]
+            nodes.append(some)
+        known = jnp.concatenate(nodes)
+        trees = None
+        if times is not None:
+            trees = jnp.where(known >= 0, jnp.arange(known.shape[0], dtype=jnp.int32), -1)
+        self.known = Nodes(known, self.types[: known.shape[0]], trees)
+        valid = [jnp.sum(some >= 0, dtype=jnp.int32) for some in nodes]
         self.found, self.lost = [jnp.stack(valid)], [jnp.zeros(len(valid), jnp.int32)]
+        self._trees: Array | None = None
 
-    def _own(self, arrays: Mapping[str, Array], hop: int, node_type: int) -> Array:
-        """The part of an array by node type that belongs to the nodes that a hop found."""
-        first = self.layout.first(hop, node_type)
-        return arrays[self.layout.node_types[node_type]][first : first + self.layout.sizes[hop][node_type]]
+    def receivers(self, number: int, hop: Hop) -> tuple[Array, Array | None]:
+        """The nodes of a hop's rows, and up to when their edges count."""
+        first, last = self.layout.count(number - 1), self.layout.count(number)
+        nodes = self.known.nodes[first:last][hop.receiver]
+        if self.known.trees is None or self.times is None:
+            return nodes, None
+        self._trees = self.known.trees[first:last][hop.receiver]
+        there = jnp.where(self._trees >= 0, self._trees, self.times.shape[0])
+        return nodes, self.times.at[there].get(mode="fill", fill_value=0)
 
-    def requests(self, hop: int) -> list[Request]:
-        found = []
-        for piece in self.layout.pieces:
-            if piece.hop == hop:
-                times = None
-                if self.trees is not None and self.times is not None:
-                    times = self.times.at[self._own(self.trees, hop, piece.target)].get(mode="fill", fill_value=0)
-                found.append(Request(piece, self._own(self.known, hop, piece.target), times))
-        return found
-
-    def add(self, hop: int, requests: list[Request], drawn: list[Drawn]) -> tuple[list[Array], list[Array]]:
-        """Numbers what a hop has found; returns the senders of each request, within their type and among all nodes."""
-        layout = self.layout
-        by_type = [
-            [n for n, request in enumerate(requests) if request.piece.source == node_type]
-            for node_type in range(len(layout.node_types))
-        ]
-        found = {
-            name: jnp.concatenate([drawn[n].senders.reshape(-1) for n in here])
-            for name, here in zip(layout.node_types, by_type, strict=True)
-            if here
-        }
-        limits = {name: layout.first(hop + 2, number) for number, name in enumerate(layout.node_types)}
-        if self.trees is None:
-            numbers = self._number(found, limits)
-        else:
-            trees = {
-                name: jnp.concatenate([self._trees_of(requests[n], drawn[n]) for n in here])
-                for name, here in zip(layout.node_types, by_type, strict=True)
-                if here
-            }
-            numbers = self._number_copies(found, trees, limits)
-        local: dict[int, Array] = {}
-        among_all: dict[int, Array] = {}
-        counts, losses = [], []
-        for node_type, (name, here) in enumerate(zip(layout.node_types, by_type, strict=True)):
-            own, lost = numbers.get(name, (jnp.zeros(0, jnp.int32), jnp.zeros((), jnp.int32)))
-            every = layout.among_all(own, hop + 1, node_type)
-            at = 0
-            for n in here:
-                shape, some = drawn[n].senders.shape, slice(at, at + drawn[n].senders.size)
-                local[n], among_all[n] = own[some].reshape(shape), every[some].reshape(shape)
-                at = some.stop
-            before = layout.first(hop + 1, node_type)
-            counts.append(lost + jnp.sum(self.known[name][before:] >= 0, dtype=jnp.int32))
-            losses.append(lost)
-        self.found.append(jnp.stack(counts))
-        self.lost.append(jnp.stack(losses))
-        return [local[n] for n in range(len(requests))], [among_all[n] for n in range(len(requests))]
-
-    def _number(self, found: dict[str, Array], limits: dict[str, int]) -> dict[str, tuple[Array, Array]]:
-        """Numbers nodes by type; returns local numbers, and how many nodes did not fit."""
-        counts = self.topology.num_nodes
-        types = [Numbers(self.known[name], nodes, limits[name], counts[name]) for name, nodes in found.items()]
-        if sum(some.count for some in types) < 2**31 - 1:
-            done = number_together(types) if types else []
-        else:
-            done = [number_nodes(some.known, some.found, some.limit, some.count) for some in types]
-        for name, (known, _, _) in zip(found, done, strict=True):
-            self.known[name] = known
-        return {name: (local, lost) for name, (_, local, lost) in zip(found, done, strict=True)}
-
-    def _trees_of(self, request: Request, drawn: Drawn) -> Array:
-        assert self.trees is not None
-        own = self._own(self.trees, request.piece.hop, request.piece.target)
-        return jnp.broadcast_to(own[:, None], drawn.senders.shape).reshape(-1)
-
-    def _number_copies(
-        self, found: dict[str, Array], trees: dict[str, Array], limits: dict[str, int]
-    ) -> dict[str, tuple[Array, Array]]:
-        """As `_number`, for pairs of node and tree."""
-        assert self.trees is not None
-        numbers = {}
-        for name, nodes in found.items():
-            pairs = nodes, jnp.where(nodes >= 0, trees[name], -1)
-            known = self.known[name], self.trees[name]
-            (self.known[name], self.trees[name]), local, lost = number_copies(known, pairs, limits[name])
-            numbers[name] = local, lost
+    def add(self, number: int, hop: Hop, senders: Array) -> Array:
+        """Numbers what a hop has found; returns the number of each slot's sender."""
+        layout, types = self.layout, range(len(self.counts))
+        first = tuple(layout.first_of_all(number + 1, node_type) for node_type in types)
+        sizes = layout.sizes[number + 1]
+        if not hop.pieces:
+            self.known = dataclasses.replace(self.known, types=self.types[: layout.count(number + 1)])
+            self.found.append(jnp.zeros(len(types), jnp.int32))
+            self.lost.append(jnp.zeros(len(types), jnp.int32))
+            return jnp.zeros(0, jnp.int32)
+        trees = None
+        if self._trees is not None:
+            trees = jnp.where(senders >= 0, hop.on_slots(self._trees), -1)
+        sources = hop.on_slots(hop.rows([piece.source for piece in hop.pieces]))
+        places = Places(self.counts, first, sizes)
+        self.known, numbers, new = number_found(self.known, Nodes(senders, sources, trees), places)
+        self.found.append(new)
+        self.lost.append(jnp.maximum(new - np.array(sizes, np.int32), 0))
         return numbers
 
 
-def _without(pairs: Mapping[int, tuple[Array, Array]], request: Request, drawn: Drawn) -> Drawn:
-    """The drawn edges without those that are excluded."""
-    if request.piece.relation not in pairs:
-        return drawn
-    wrong = excluded(pairs[request.piece.relation], drawn.senders, request.nodes)
-    return Drawn(jnp.where(wrong, -1, drawn.senders), jnp.where(wrong, -1, drawn.edges))
+def _without(
+    pairs: Mapping[int, tuple[Array, Array]], layout: Layout, hop: Hop, senders: Array, receivers: Array
+) -> Array:
+    """The senders of drawn edges, -1 for those that are excluded."""
+    row = slot = 0
+    for piece in hop.pieces:
+        rows = layout.receivers(piece)
+        size = rows * piece.fan_out
+        if piece.relation in pairs:
+            own = senders[slot : slot + size].reshape(rows, piece.fan_out)
+            wrong = excluded(pairs[piece.relation], own, receivers[row : row + rows])
+            senders = senders.at[slot : slot + size].set(jnp.where(wrong, -1, own).reshape(-1))
+        row, slot = row + rows, slot + size
+    return senders
 
 
 def _checked_seeds(topology: HeteroTopology, seeds: Seeds) -> dict[str, Array]:

@@ -105,14 +105,24 @@ class StackStep(StackSettings):
 
     def __call__(self, state: StackState, batch: Any) -> tuple[StackState, Array]:
         """One step: the new state, and the loss (mean over microbatches) before it."""
+        return self._traced(state, batch).step(batch)
+
+    def loss(self, state: StackState, batch: Any) -> Array:
+        """The loss of a batch, for validation: forward alone. The state stays as it is.
+
+        Parameters in host memory travel layer by layer, as in a step. Call it as `jax.jit(step.loss)(state, batch)`.
+        """
+        return self._traced(state, batch).loss(batch)
+
+    def _traced(self, state: StackState, batch: Any) -> Run:
         run = Run(self, state)
         inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, batch)))
         if run.streams and not inside and _compat.staging_trace() is None:
             raise ValueError(
                 "stack_step: a step with state in host memory must run in jax.jit, got arrays outside of it; call "
-                "step.jit(state), or give streams=False"
+                "step.jit(state) or jax.jit(step.loss), or give streams=False"
             )
-        return run.step(batch)
+        return run
 
     def bytes_by_tier(self, outer: Any, layers: Any) -> dict[str, int]:
         """Bytes of the state on the device and in host memory; arguments are arrays or their shapes."""

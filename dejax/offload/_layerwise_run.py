@@ -63,13 +63,22 @@ class Run:
         self.ticket = jnp.zeros((2,), jnp.uint32)
         self._check_update(trained)
 
-    def step(self, batch: Any) -> tuple[StackState, Array]:
-        """The new state, and the loss before it."""
+    def loss(self, batch: Any) -> Array:
+        """The loss, and nothing else."""
+        embedded, loss = self._ends(batch)
+        outer = self.outer_split.trained(jax.tree.leaves(self.state.outer))
+        self.far = [i for i in self.far if i < len(self.params)]
+        self.streams = self.streams and bool(self.far)
+        self._open(changes=False)
+        x, _ = self._forward(embedded(outer), keep=False)
+        value = loss(outer, x)
+        return value if self.rows is None else self.rows.finish_reading(self.ticket, value)
+
+    def _ends(self, batch: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Array]]:
+        """Trained outer parameters -> the first layer's input; these and the last layer's output -> loss."""
         config, parts = self.config, self.config.microbatches
         leaves = jax.tree.leaves(self.state.outer)
-        outer = self.outer_split.trained(leaves)
         batches = jax.tree.map(self._divided, batch)
-        self._open()
 
         def embedded(outer: Any) -> Any:
             whole = self.outer_split.join(outer, leaves)
@@ -79,6 +88,15 @@ class Run:
             whole = self.outer_split.join(outer, leaves)
             return jnp.mean(_each(lambda xb: config.head(whole, *xb), (x, batches), parts))
 
+        return embedded, loss
+
+    def step(self, batch: Any) -> tuple[StackState, Array]:
+        """The new state, and the loss before it."""
+        config = self.config
+        leaves = jax.tree.leaves(self.state.outer)
+        outer = self.outer_split.trained(leaves)
+        embedded, loss = self._ends(batch)
+        self._open(changes=True)
         x, back_to_outer = jax.vjp(embedded, outer)
         x, saved = self._forward(x)
         value, back = jax.vjp(loss, outer, x)
@@ -120,20 +138,20 @@ class Run:
             raise ValueError(f"stack_step: `microbatches` must divide the batch, got {parts} for {x.shape[0]} examples")
         return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
 
-    def _open(self) -> None:
+    def _open(self, *, changes: bool) -> None:
         if not self.streams:
             return
         arrays = [self.leaves[i] for i in self.far]
         layer = sum(math.prod(x.shape[1:]) * np.dtype(x.dtype).itemsize for x in arrays)
         self.rows = HostRows(arrays, STAGED_LAYERS * (self.config.ahead + 1) // 2 * layer)
-        self.ticket = self.rows.begin()
+        self.ticket = self.rows.begin(changes=changes)
 
-    def _forward(self, x: Any) -> tuple[Any, Any]:
-        """The last layer's output, and the inputs of all layers (or their handles)."""
+    def _forward(self, x: Any, *, keep: bool = True) -> tuple[Any, Any]:
+        """The last layer's output, and the inputs of all layers (or their handles) if they are kept."""
 
         def layer(x: Any, values: dict[int, Any], _: Any) -> Any:
             p = self.split.treedef.unflatten([jax.lax.optimization_barrier(values[i]) for i in sorted(values)])
-            handle = self._put(x)
+            handle = self._put(x) if keep else None
             return _each(lambda x: self.config.body(p, x), x, self.config.microbatches), {}, handle
 
         return self._loop(range(len(self.params)), (), layer, x, None, reverse=False)

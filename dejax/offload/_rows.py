@@ -65,10 +65,11 @@ class HostRows:
         self._site = new_site()
         self._slots = 0
 
-    def begin(self) -> Array:
-        """Makes the arrays the program's own; returns the ticket that the next call takes."""
+    def begin(self, *, changes: bool = True) -> Array:
+        """Makes the arrays the program's own if it changes them; returns the ticket that the next call takes."""
         through = {k: k for k in range(len(self.arrays))}
-        self.arrays = list(self._ffi(_BEGIN, self._avals, through, range(len(self.arrays)))(*self.arrays))
+        if changes:
+            self.arrays = list(self._ffi(_BEGIN, self._avals, through, range(len(self.arrays)))(*self.arrays))
         ticket = jnp.zeros((2,), jnp.uint32)
         opened = self._ffi(_BETWEEN, [jax.typeof(ticket)], {0: 0}, range(len(self.arrays)))
         return opened(ticket, *self.arrays)[0]
@@ -104,6 +105,12 @@ class HostRows:
         waited = jax.lax.optimization_barrier([ticket, *after])
         self.arrays = list(self._ffi(_FINISH, self._avals, through, range(len(self.arrays)))(*self.arrays, *waited))
         return self.arrays
+
+    def finish_reading(self, ticket: Array, value: Array) -> Array:
+        """Ends a program that only reads; `value` is there when it has ended."""
+        ticket, value = jax.lax.optimization_barrier((ticket, value))
+        (ticket,) = self._ffi(_FINISH, [jax.typeof(ticket)], {0: 0}, ())(ticket)
+        return jax.lax.optimization_barrier((ticket, value))[1]
 
     def _loop(
         self,

@@ -116,6 +116,20 @@ class StepPlan:
         """The step as planned."""
         return _step_of(self._make, self.chosen)
 
+    def within(self, *, device_bytes: float | None = None, host_bytes: float | None = None) -> StepPlan:
+        """The plan for other budgets, by the same measurements.
+
+        Args:
+            device_bytes, host_bytes: as for `plan_step`; None: as before.
+
+        Raises:
+            ValueError: nothing fits; the message gives the least that would.
+        """
+        device = self.device_bytes if device_bytes is None else device_bytes
+        host = self.host_bytes if host_bytes is None else host_bytes
+        chosen = _choose(self.ways, device, host)
+        return dataclasses.replace(self, chosen=chosen, device_bytes=device, host_bytes=host, measured=None)
+
     def measure(self, state: StackState, batch: Any) -> tuple[float, float]:
         """Compiles and times the planned step; returns (device bytes, seconds), which `table` then shows.
 

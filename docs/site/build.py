@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STAGE = ROOT / "build" / "site"
 PAGES = STAGE / "pages"
 PUBLIC = {
+    "dejax.distributed": "Steps of mini-batches over a mesh, divided tables, checkpoints, failures.",
     "dejax.distributed.full_graph": "Full-graph layers over a mesh.",
     "dejax.distributed.partition": "Partitioning of graphs.",
     "dejax.rgnn": "Relational layers: graphs, programs, options.",

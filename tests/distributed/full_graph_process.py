@@ -1,6 +1,6 @@
 """One of several processes that train a full graph; run by test_processes.py.
 
-    python full_graph_process.py ADDRESS PROCESSES NUMBER FOLDER
+python full_graph_process.py ADDRESS PROCESSES NUMBER FOLDER
 """
 
 from __future__ import annotations

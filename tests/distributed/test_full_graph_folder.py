@@ -65,9 +65,7 @@ def test_two_processes_train_as_one_device(tmp_path: Path) -> None:
     graph, x, labels = saved(tmp_path, 2)
     params = [{name: some[name] for name in ("weight", "root")} for some in model_params("rgcn")]
     np.savez(tmp_path / "params.npz", **{f"{k}_{n}": v for n, some in enumerate(params) for k, v in some.items()})
-    alone = trained(
-        stacked(library.rgcn), graph, jnp.asarray(x), jnp.asarray(labels), np.ones(N, bool), params
-    )
+    alone = trained(stacked(library.rgcn), graph, jnp.asarray(x), jnp.asarray(labels), np.ones(N, bool), params)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"

@@ -116,9 +116,7 @@ def test_two_layers_train_as_on_one_device(name: str, parts: int) -> None:
     )
     split = ShardedGraph.from_graph(graph, partition(graph, parts, method="stream").owner(), mesh_of(parts))
     model = stacked(over_mesh(LAYERS[name][0]))
-    found = trained(
-        model, split, split.shard_nodes(x), split.shard_nodes(labels), split.node_mask, model_params(name)
-    )
+    found = trained(model, split, split.shard_nodes(x), split.shard_nodes(labels), split.node_mask, model_params(name))
     np.testing.assert_allclose(found, alone, rtol=1e-5)
     assert alone[-1] < alone[0]
 
@@ -225,3 +223,16 @@ def test_bad_arguments_of_a_sharded_graph_have_clear_errors() -> None:
     with pytest.raises(ValueError, match=f"one row for each node of the whole graph \\({N}\\)"):
         split.shard_nodes(np.zeros((3, 2)))
     np.testing.assert_array_equal(split.unshard_edges(split.shard_edges(np.arange(900))), np.arange(900))
+
+
+@pytest.mark.newest_jax
+def test_a_mesh_of_one_device_runs_the_program_as_it_is() -> None:
+    graph, rng = graph_of(), np.random.default_rng(0)
+    split = ShardedGraph.from_graph(graph, np.zeros(N, int), mesh_of(1))
+    layer, params = over_mesh(library.hgt), hgt_params(rng, K, 8)
+    x = rng.normal(size=(N, K)).astype(np.float32)
+    assert len(layer.plan(split, split.shard_nodes(x), params).steps) == 1 and split.local.edge_mask is None
+    found = split.unshard_nodes(layer(split, split.shard_nodes(x), params))
+    np.testing.assert_allclose(found, library.hgt(graph, jnp.asarray(x), params), rtol=1e-6, atol=1e-6)
+    text = jax.jit(lambda s, x: layer(s, x, params)).lower(split, split.shard_nodes(x)).compile().as_text()
+    assert "collective" not in text and "all-reduce" not in text

@@ -10,8 +10,10 @@ import pytest
 from dejax import _native
 from dejax.host_gather import (
     CachedTable,
+    DeviceTable,
     HostTable,
     RowGradient,
+    SplitTable,
     gather,
     gather_done,
     gather_start,
@@ -257,3 +259,13 @@ def test_several_tables_and_arrays_with_aux() -> None:
         inside = np.asarray(got.ids) >= 0
         np.add.at(whole, np.asarray(got.ids)[inside], np.asarray(got.values)[inside])
         np.testing.assert_allclose(whole, reference, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [DeviceTable, SplitTable])
+def test_read_only_tables_have_no_gradient(kind: type) -> None:
+    rows = np.ones((4, 2), np.float32)
+    table = DeviceTable.from_numpy(rows) if kind is DeviceTable else SplitTable.from_numpy(rows, [1])
+    with pytest.raises(TypeError, match=f"must be a HostTable or a CachedTable, got a {kind.__name__}, .*read-only"):
+        value_and_grad(lambda t: t[np.array([1])].sum())({"rows": table}["rows"])
+    value, gradient = value_and_grad(lambda t, w: (t[np.array([1])] * w).sum(), 1)(table, 2.0)
+    assert (value, gradient) == (4, 2)

@@ -13,7 +13,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from dejax import _native
-from dejax.host_gather import CachedTable, HostTable, scatter_add, shardings, value_and_grad
+from dejax.host_gather import CachedTable, DeviceTable, HostTable, scatter_add, shardings, value_and_grad
 
 pytestmark = pytest.mark.skipif(
     _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
@@ -56,9 +56,9 @@ ARITHMETIC: dict[str, Callable] = {
 
 @pytest.mark.filterwarnings("ignore:optax")
 @pytest.mark.parametrize("name", ARITHMETIC)
-@pytest.mark.parametrize("where", ["alone", "among parameters", "in jit", "cached"])
+@pytest.mark.parametrize("where", ["alone", "among parameters", "in jit", "cached", "on the device"])
 def test_arithmetic_on_the_bits_is_refused(name: str, where: str) -> None:
-    given, act = table(), ARITHMETIC[name]
+    given, act = DeviceTable.from_numpy(ROWS) if where == "on the device" else table(), ARITHMETIC[name]
     with pytest.raises((TypeError, ValueError), match="HostTable|ufuncs|TableLeaf"):
         if where == "in jit":
             jax.jit(lambda t: act(t) and 0)(given)
@@ -90,6 +90,18 @@ def test_trees_pass_tables_on() -> None:
     assert jax.eval_shape(lambda t: t[jnp.array([0])], given).shape == (1, 5)
     moved = jax.device_put(tree, jax.devices()[0])
     np.testing.assert_array_equal(moved["table"][np.array([7])], ROWS[[7]])
+
+
+def test_trees_pass_tables_on_the_device_on() -> None:
+    given = DeviceTable.from_numpy(ROWS)
+    leaves, structure = jax.tree.flatten({"table": given})
+    assert jax.tree.unflatten(structure, leaves)["table"].words is given.words
+    assert leaves[0].shape == (8, 5) and "DeviceTable" in repr(leaves[0])
+    assert [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(given)] == [".words"]
+    for moved in jax.device_put(given), jax.block_until_ready(given), jax.jit(lambda t: t)(given):
+        np.testing.assert_array_equal(moved[np.array([7])], ROWS[[7]])
+    mapped = jax.vmap(lambda t, ids: t[ids], (None, 0))(given, np.array([[1], [2]]))
+    np.testing.assert_array_equal(mapped, ROWS[[[1], [2]]])
 
 
 def test_other_shapes_and_types_than_the_tables_are_refused() -> None:

@@ -10,6 +10,7 @@ import pytest
 from dejax import rgnn
 from dejax.minibatch import edge_ids, make_blocks, sample_blocks
 from dejax.rgnn import library
+from dejax.rgnn.graphs import static_tables
 from dejax.rgnn.graphs.build_slots import Slots, SlotSpec, graph_of_slots
 from tests.minibatch.graphs import CITES, COUNTS, LIKES, REV, WRITES, edge_lists, sampled_edges, topology_of
 
@@ -297,3 +298,25 @@ def test_kernels_run_on_blocks():
         for o in (options, rgnn.Options(backend="xla"))
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
+
+
+@pytest.mark.newest_jax
+def test_static_tables_made_on_the_device_give_the_same_blocks(monkeypatch):
+    def blocks():
+        topology = topology_of(edge_lists(120))
+
+        @jax.jit
+        def made(topology, seeds):
+            sample = sample_blocks(KEY, topology, seeds, [3, 2])
+            return sample, make_blocks(sample)
+
+        return jax.tree.leaves(made(topology, SEEDS))
+
+    want = blocks()
+    monkeypatch.setattr(static_tables, "_SHORT", 2)
+    jax.clear_caches()  # of `_graph`, whose trace depends on it
+    try:
+        for a, b in zip(blocks(), want, strict=True):
+            np.testing.assert_array_equal(a, b)
+    finally:
+        jax.clear_caches()

@@ -7,7 +7,7 @@ import pytest
 
 from dejax import _native
 from dejax.host_gather import HostTable
-from dejax.minibatch import FeatureStore, HeteroTopology, infer_layers
+from dejax.minibatch import FeatureStore, HeteroTopology, InferenceBatch, InferenceEdges, infer_layers
 
 pytestmark = pytest.mark.skipif(
     _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
@@ -159,3 +159,42 @@ def test_ids_that_are_no_integers() -> None:
     for pair, what in ((([0, 1], [0.6]), "senders"), (([0.0, 1.5], [0]), "offsets")):
         with pytest.raises(TypeError, match=f"{what} of .* must be integers, got float64"):
             infer_layers([lambda p, b: b.sources["a"]], [None], {relation: pair}, {"a": 2, "b": 1}, store)
+
+
+def batch_of(**changes):
+    edges = InferenceEdges(jnp.array([1, 0, 0]), jnp.array([0, 1, 4]), jnp.array([True, True, False]))
+    fields = {
+        "own": jnp.ones((4, 2)),
+        "sources": {"b": jnp.arange(6.0).reshape(3, 2)},
+        "edges": {("b", "to", "a"): edges},
+        "nodes": jnp.arange(4),
+        "node_type": "a",
+    }
+    return InferenceBatch(**{**fields, **changes})
+
+
+ORDER = {"edge_types": [("a", "of", "b"), ("b", "to", "a")], "node_types": ["b", "a"]}
+
+
+def test_a_batch_as_a_graph() -> None:
+    graph, x = batch_of().graph(**ORDER)
+    assert graph.num_edge_types == 2 and graph.num_node_types == 2 and x.shape == (7, 2)
+    assert graph.node_type.tolist() == [1, 1, 1, 1, 0, 0, 0]
+    mask = np.asarray(graph.edge_mask)
+    rows = [np.asarray(values)[mask].tolist() for values in (graph.senders, graph.receivers, graph.edge_type)]
+    assert sorted(zip(*rows, strict=True)) == [(4, 1, 1), (5, 0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "order", "message"),
+    [
+        ({"own": None}, {}, "`own` must be given, the type 'a' has no input"),
+        ({"sources": {"b": jnp.ones((3, 5))}}, {}, "values of 'b' must be .n, 2., as those of 'a', got .3, 5."),
+        ({"sources": {}}, {}, "`sources` must have the type 'b'"),
+        ({}, {"node_types": ["b"]}, "`node_types` must have 'a'"),
+        ({}, {"edge_types": [("a", "of", "b")]}, "`edge_types` must have"),
+    ],
+)
+def test_a_batch_that_makes_no_graph(changes, order, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        batch_of(**changes).graph(**{**ORDER, **order})

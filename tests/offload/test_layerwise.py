@@ -241,7 +241,7 @@ def test_bad_input():
         with pytest.raises(ValueError, match="of equally many layers, at least one, got shapes " + re.escape(words)):
             make().init(outer, wrong)
     step = make(params="host")
-    with pytest.raises(ValueError, match=r"must run in jax.jit, got arrays outside of it; call step.jit\(state\)"):
+    with pytest.raises(ValueError, match="must run in jax.jit, got arrays outside of it; call step.jit"):
         step(step.init(*model()), batch(0))
     mixing = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
     with pytest.raises(ValueError, match="must update each parameter from its own gradient"):
@@ -388,3 +388,17 @@ def test_integers_that_are_trained_are_an_error():
         make(gradients="disk")
     with pytest.raises(ValueError, match="`clip_norm` must be positive or None, got -1"):
         make(clip_norm=-1)
+
+
+@pytest.mark.parametrize("how", [{}, {"params": "host"}, {"params": "host", "streams": False, "microbatches": 2}])
+def test_the_loss_alone_leaves_the_state_as_it_is(how):
+    step = make(**how)
+    state = step.init(*model())
+    run, loss = step.jit(state), jax.jit(step.loss)
+    for i in range(2):
+        before = jax.tree.map(np.array, state)
+        alone = [float(loss(state, batch(i))) for _ in range(2)]
+        for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
+            np.testing.assert_array_equal(a, b)
+        state, value = run(state, batch(i))
+        assert alone == [float(value)] * 2

@@ -60,6 +60,10 @@ def test_a_plan(monkeypatch):
     tight = plan(device_bytes=all_of_it - layers["w"].nbytes // 4)
     assert tight.chosen.far or tight.chosen.activations == "host"
     assert tight.chosen.device_bytes <= tight.device_bytes
+    again = roomy.within(device_bytes=tight.device_bytes)
+    assert again.chosen.device_bytes <= tight.device_bytes and again.chosen in roomy.ways
+    with pytest.raises(ValueError, match="nothing fits device_bytes=10 "):
+        roomy.within(device_bytes=10)
     step = tight.apply()
     state = step.init(*model())
     state, loss = step.jit(state)(state, batch(0))

@@ -116,6 +116,30 @@ def test_chunks_are_merged_in_groups(width):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_ties_count_the_largest(chunk):
+    """How many entries are the largest, by element; none where nothing is above -inf."""
+    inf = np.inf
+    scores = np.array([[1, 5], [3, 5], [3, 2], [0, 5], [3, -inf], [2, -inf]], np.float32)
+    offsets = np.array([0, 5, 6], np.int32)
+    table = None if chunk is None else long_segment_table(offsets, chunk, 1)
+    rows, _ = kernels.traverse(
+        lambda s: ((s, jnp.ones((1, 1, 2))), ()),
+        None,
+        [jnp.asarray(scores)],
+        [kernels.Operand("entry")],
+        reductions=[kernels.Reduction("max", (2,)), kernels.Reduction("ties", (2,), 0)],
+        schedule=kernels.TraversalSchedule(1, 2, 1, 1),
+        segments=kernels.Segments(
+            offsets=jnp.asarray(offsets),
+            num_entries=6,
+            num_rows=2,
+            long_segments=None if table is None else (chunk, *(table[n] for n in LONG_SEGMENT_NAMES)),
+        ),
+    )
+    assert np.array_equal(rows[0], [[3, 5], [2, 0]]) and np.array_equal(rows[1], [[3, 3], [1, 0]])
+
+
 def test_values_that_are_not_finite_outside_a_row_do_not_leak():
     # The body divides by what it loads: slots without an entry load zeros and give infinities.
     rows, entries = kernels.traverse(

@@ -110,7 +110,7 @@ def test_a_random_topology_is_the_joined_csc():
 
 
 def test_rows_that_batches_visit_go_to_the_device():
-    data = random_data(2e-6, width=8, device_bytes=3000, batch=4, fan_outs=(2, 2))
+    data = random_data(2e-6, width=8, device_bytes=8000, batch=4, fan_outs=(2, 2))
     placements = {name: node.placement for name, node in data.features.types.items()}
     assert "host and device" in placements["paper"]
     assert len(data.topology.relations) == 11 and data.width == 8

@@ -8,7 +8,9 @@ from collections.abc import Collection, Mapping
 _ENDLESS = 1 << 62
 
 
-def least_cut(arguments: Mapping[int, Collection[int]], weights: Mapping[int, int], readers: Collection[int]) -> set[int]:
+def least_cut(
+    arguments: Mapping[int, Collection[int]], weights: Mapping[int, int], readers: Collection[int]
+) -> set[int]:
     """The values of the least total weight that stand between the values without arguments and the readers.
 
     Each value may be computed from its arguments on any device, so it suffices to send a set of values through which

@@ -130,7 +130,7 @@ def _load(folder: str | os.PathLike[str], graph: ShardedGraph, name: str, rows: 
     like = next(iter(parts.values()))
     dtype = jax.dtypes.canonicalize_dtype(like.dtype)
 
-    def some(index: tuple[slice, ...]) -> np.ndarray:
+    def some(index: Any) -> np.ndarray:
         first, last, _ = index[0].indices(rows * graph.parts)
         found = np.zeros((last - first, *like.shape[1:]), dtype)
         for number in range(first // rows, last // rows):

@@ -141,7 +141,7 @@ def _padded_group(name: str, group: Segments, sizes: Sizes) -> Segments:
         )
         for table in group.tiles
     )
-    order = group.order
+    order: Any = group.order
     if order is None and sizes[f"{name}.order"]:
         order = np.arange(group.num_entries, dtype=np.int32)
     return dataclasses.replace(group, tiles=tiles, order=order, long_segments=_padded_long(name, group, sizes))
@@ -151,9 +151,9 @@ def _padded_long(name: str, group: Segments, sizes: Sizes) -> LongSegmentTable |
     rows, chunks, table = sizes[f"{name}.long_rows"], sizes[f"{name}.chunks"], group.long_segments
     if not rows:
         return None
-    none = np.zeros(0, np.int32)
+    none: Any = np.zeros(0, np.int32)
     if table is None:
-        table = LongSegmentTable(none, np.zeros(1, np.int32), none, none, none, sizes[f"{name}.chunk_size"])
+        table = LongSegmentTable(none, _extended(none, 1, 0), none, none, none, sizes[f"{name}.chunk_size"])
     return LongSegmentTable(
         rows=_extended(table.rows, rows, group.num_rows),
         offsets=_extended(table.offsets, rows + 1, int(table.offsets[-1])),
@@ -164,7 +164,7 @@ def _padded_long(name: str, group: Segments, sizes: Sizes) -> LongSegmentTable |
     )
 
 
-def _extended(values: Any, size: int, fill: int) -> np.ndarray:
+def _extended(values: Any, size: int, fill: int) -> Any:
     """`values` followed by `fill`, up to `size` elements."""
     out = np.full(size, fill, np.int32)
     out[: values.shape[0]] = values

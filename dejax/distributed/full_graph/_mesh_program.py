@@ -8,10 +8,11 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from dejax.distributed.full_graph._rewrite import SOURCE_PAIRS, CannotDistribute
 from dejax.distributed.full_graph._run import DeviceRun
 from dejax.distributed.full_graph._sharded_graph import ShardedGraph
 from dejax.distributed.full_graph._stages import Distributed, distribute
-from dejax.rgnn.compiler.program import Program
+from dejax.rgnn.compiler.program import Program, ProgramError
 from dejax.rgnn.ir.inter import Op, Space
 from dejax.rgnn.options import Options
 from dejax.rgnn.passes import Counts
@@ -85,8 +86,13 @@ class MeshProgram:
                 f"the first argument of {self!r} must be a ShardedGraph, got {type(graph).__name__}; make one with "
                 "ShardedGraph.from_graph"
             )
-        program, tree, arrays = self.program.traced(_counts(graph), args, kwargs)
-        return distribute(program, _counts(graph)), tree, arrays
+        try:
+            program, tree, arrays = self.program.traced(_counts(graph), args, kwargs)
+        except ProgramError as error:
+            if "g.source_pair" not in str(error):
+                raise
+            raise CannotDistribute(f"{str(error).partition(': ')[0]}: {SOURCE_PAIRS}") from None
+        return distribute(program, _counts(graph), graph.parts), tree, arrays
 
 
 def _counts(graph: ShardedGraph) -> Counts:
@@ -109,7 +115,7 @@ def _has_rows(op: Op) -> bool:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _run(plan: Distributed, options: Options, graph: ShardedGraph, given: dict[int, Any]) -> tuple[jax.Array, ...]:
-    """The results, of arrays by position. Under jit, since `shard_map` outside of it takes no `custom_vjp` of programs."""
+    """The results, of arrays by position; under jit, outside of which `shard_map` does not take programs' gradients."""
     split, whole = PartitionSpec(graph.axis), PartitionSpec()
     ops = plan.program.ops
     by_position = {ops[i].attr("position"): ops[i] for i in plan.program.inputs}

@@ -1,4 +1,4 @@
-"""Level-1 rewrites before a program is cut into stages: node-wise work onto nodes, and reductions that cross devices."""
+"""Level-1 rewrites before a program is cut into stages: node-wise work onto nodes, reductions over devices as sums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dejax.rgnn.passes.cse import cse
 from dejax.rgnn.passes.dce import dce
 from dejax.rgnn.passes.split_products import split_products
 from dejax.rgnn.passes.split_rows import split_rows
-from dejax.rgnn.passes.unit_axes import drop_unit_axes
 
 CROSSING = ("src", "all", "ntype", "etype")
 """Maps whose segments have rows on several devices; those by destination lie on one."""
@@ -19,6 +18,12 @@ CROSSING = ("src", "all", "ntype", "etype")
 
 REPLICATED = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
 """Spaces of which every device has all rows."""
+
+
+SOURCE_PAIRS = (
+    "values of source pairs must not be used over a mesh, where a pair's edges lie on several devices; use values of "
+    "nodes or edges (for R-GCN without features give features, or `bases`)"
+)
 
 
 class CannotDistribute(ValueError):
@@ -32,22 +37,22 @@ def refuse(program: Program, index: int, why: str) -> CannotDistribute:
 
 def prepared(program: Program, counts: Counts) -> Program:
     """The program with what crosses devices in the form that `stages` takes."""
-    for index, op in enumerate(program.ops):
-        _check(program, index, op)
+    check(program)
     program = _with_sums(program)
-    for run in (drop_unit_axes, cse, split_products, split_rows, dce):
+    for run in (cse, split_products, split_rows, dce):
         program = run(program, counts)
     return dce(cse(_on_nodes(program), counts), counts)
 
 
+def check(program: Program) -> None:
+    """Raises CannotDistribute for what is not supported over devices."""
+    for index, op in enumerate(program.ops):
+        _check(program, index, op)
+
+
 def _check(program: Program, index: int, op: Op) -> None:
     if op.space == Space.SOURCE_PAIR or "source_pair" in str(op.attr("via", "")):
-        raise refuse(
-            program,
-            index,
-            "values of source pairs must not be used over a mesh, where a pair's edges lie on several devices; use "
-            "values of nodes or edges (for R-GCN without features give features, or `bases`)",
-        )
+        raise refuse(program, index, SOURCE_PAIRS)
     if op.space == Space.DESTINATION_PAIR and op.name == "input":
         raise refuse(program, index, "arguments with one row for each destination pair must not be used over a mesh")
     if op.name == "reduce" and op.attr("op") == "prod" and op.attr("via") in CROSSING and op.args:

@@ -8,6 +8,7 @@ a shift gets further rounds, in which only pairs with more rows take part.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,7 +79,7 @@ def plan_rounds(rows: np.ndarray, slack: float = SLACK) -> tuple[Round, ...]:
 def _sent(needed: np.ndarray, levels: list[int]) -> int:
     """Rows that the pairs of a shift send in rounds up to each of the levels."""
     bounds = np.unique([0, *levels])
-    return int(sum((needed > low).sum() * (high - low) for low, high in zip(bounds[:-1], bounds[1:], strict=True)))
+    return int(sum((needed > low).sum() * (high - low) for low, high in itertools.pairwise(bounds)))
 
 
 def slots_of_pair(rounds: tuple[Round, ...], sender: int, receiver: int) -> np.ndarray:

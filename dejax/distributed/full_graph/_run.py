@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from dejax.distributed.full_graph._exchange import collect, collect_extremum, exchange
 from dejax.distributed.full_graph._sharded_graph import ShardedGraph, local_part
-from dejax.distributed.full_graph._stages import Combine, Distributed, Exchange, Form, Ref, Stage
+from dejax.distributed.full_graph._stages import Combine, Distributed, Exchange, Form, Ref, Stage, form_of
 from dejax.rgnn.compiler.execute import Task, counts_of, run
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import Op, Space
@@ -37,7 +35,7 @@ class DeviceRun:
         """The results for the device's rows of the arguments, by position."""
         ops = self.plan.program.ops
         for i in self.plan.program.inputs:
-            self.values[i, _form(ops[i])] = self._given(ops[i], arrays[ops[i].attr("position")])
+            self.values[i, form_of(ops[i])] = self._given(ops[i], arrays[ops[i].attr("position")])
         for step in self.plan.steps:
             if isinstance(step, Stage):
                 self._stage(step)
@@ -95,7 +93,7 @@ class DeviceRun:
     def _combine(self, step: Combine) -> None:
         op = self.plan.program.ops[step.value]
         if step.extremum is not None:
-            self.values[step.value, _form(op)] = self._extremum(op, 1 if step.extremum == "max" else -1)
+            self.values[step.value, form_of(op)] = self._extremum(op, 1 if step.extremum == "max" else -1)
             return
         x = self.values[step.value, Form.PARTIAL]
         if step.to_owners:
@@ -106,13 +104,13 @@ class DeviceRun:
     def _extremum(self, op: Op, sign: int) -> jax.Array:
         """The maximum (or minimum) over rows of all devices; 0 where there is none, or none is finite."""
         ops = self.plan.program.ops
-        x = jax.lax.stop_gradient(self.values[op.args[0], _form(ops[op.args[0]])])
+        x = jax.lax.stop_gradient(self.values[op.args[0], form_of(ops[op.args[0]])])
         space = ops[op.args[0]].space
         graph = self._graph(space != Space.NODE)
         none, valid = lowest(x.dtype, sign), valid_rows(graph, space)
         x = where_rows(valid, x, none)
         if op.name == "place":
-            ids = self.values[op.args[1], _form(ops[op.args[1]])]
+            ids = self.values[op.args[1], form_of(ops[op.args[1]])]
             size = op.attr("size")
             ids = jnp.where(ids < 0, size, ids)  # numpy's index from the end
             start = jnp.full((size, *x.shape[1:]), none, x.dtype).at[ids]
@@ -129,9 +127,3 @@ class DeviceRun:
             found = jax.lax.pmax(found, self.axis) if sign > 0 else jax.lax.pmin(found, self.axis)
         # As in the kernels. Integers that equal the lowest number count as none, too.
         return jnp.where(found == none, jnp.zeros((), x.dtype), found)
-
-
-def _form(op: Op) -> Form:
-    if op.space == Space.NODE:
-        return Form.OWN
-    return Form.EDGES if op.space in (Space.EDGE, Space.DESTINATION_PAIR) else Form.SHARED

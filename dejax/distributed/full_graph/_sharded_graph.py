@@ -127,7 +127,8 @@ class ShardedGraph:
         shards = []
         for shard in ids.addressable_shards:
             here = np.asarray(shard.data)
-            rows = np.asarray(x[np.maximum(here, 0)]).astype(dtype, copy=False) if count else np.zeros((0,), dtype)
+            rows = np.asarray(x[np.maximum(here, 0)]) if count else np.zeros((here.shape[0], *x.shape[1:]))
+            rows = rows.astype(dtype, copy=False)
             rows = np.where((here >= 0).reshape(-1, *(1,) * (rows.ndim - 1)), rows, np.zeros((), dtype))
             shards.append(jax.device_put(rows, shard.device))
         shape = (ids.shape[0], *x.shape[1:])
@@ -136,9 +137,9 @@ class ShardedGraph:
     def _whole(self, x: Any, ids: Array, count: int) -> np.ndarray:
         if x.shape[:1] != ids.shape:
             raise ValueError(f"x must have {ids.shape[0]} rows, as this graph's arrays have, got shape {x.shape}")
-        rows, ids = (_everywhere(array) for array in (x, ids))
+        rows, there = _everywhere(x), _everywhere(ids)
         found = np.zeros((count, *x.shape[1:]), rows.dtype)
-        found[ids[ids >= 0]] = rows[ids >= 0]
+        found[there[there >= 0]] = rows[there >= 0]
         return found
 
     def row_sharding(self) -> NamedSharding:
@@ -157,7 +158,7 @@ def axis_of(mesh: Mesh, axis: str | None) -> str:
     """The checked name of a mesh axis."""
     if axis is None and len(mesh.axis_names) == 1:
         return str(mesh.axis_names[0])
-    if axis not in mesh.axis_names:
+    if axis is None or axis not in mesh.axis_names:
         raise ValueError(f"axis must be one of the mesh's axes {mesh.axis_names}, got {axis!r}")
     return axis
 
@@ -237,27 +238,41 @@ def common_sizes(layout: Layout, parts: Sequence[Part]) -> tuple[Sizes, Sizes]:
     return found[0], found[1]
 
 
-def assemble(
-    layout: Layout, parts: dict[int, Part], sizes: tuple[Sizes, Sizes], mesh: Mesh, axis: str
-) -> ShardedGraph:
+def assemble(layout: Layout, parts: dict[int, Part], sizes: tuple[Sizes, Sizes], mesh: Mesh, axis: str) -> ShardedGraph:
     """The graph of the parts of this process' devices; other processes have the others."""
     made = {number: _fields(layout, part, sizes) for number, part in parts.items()}
     sharding = NamedSharding(mesh, PartitionSpec(axis))
 
+    shared: dict[tuple[int, ...], Array] = {}  # an array in two tables, such as senders, is moved once
+
     def joined(*leaves: np.ndarray) -> Array:
+        key = tuple(map(id, leaves))
+        if key not in shared:
+            shared[key] = moved(*leaves)
+        return shared[key]
+
+    def moved(*leaves: np.ndarray) -> Array:
         by_number = dict(zip(made, leaves, strict=True))
         like = leaves[0]
 
-        def rows(index: tuple[slice, ...]) -> np.ndarray:
+        def rows(index: Any) -> np.ndarray:
             numbers = range(*index[0].indices(layout.parts))
             return np.stack([by_number[number] for number in numbers])
 
         return jax.make_array_from_callback((layout.parts, *like.shape), sharding, rows)
 
-    fields = jax.tree.map(joined, *made.values())
-    flat = {name: _flat(fields.pop(name), sharding) for name in ("node_ids", "edge_ids")}
-    masks = {"node_mask": flat["node_ids"] >= 0, "edge_mask": flat["edge_ids"] >= 0}
-    return ShardedGraph(**fields, **flat, **masks, layout=layout, mesh=mesh, axis=axis)
+    fields: dict[str, Any] = jax.tree.map(joined, *made.values())
+    node_ids, edge_ids = (_flat(fields.pop(name), sharding) for name in ("node_ids", "edge_ids"))
+    return ShardedGraph(
+        **fields,
+        node_ids=node_ids,
+        edge_ids=edge_ids,
+        node_mask=node_ids >= 0,
+        edge_mask=edge_ids >= 0,
+        layout=layout,
+        mesh=mesh,
+        axis=axis,
+    )
 
 
 def _flat(array: Array, sharding: NamedSharding) -> Array:
@@ -273,10 +288,12 @@ def _fields(layout: Layout, part: Part, sizes: tuple[Sizes, Sizes]) -> dict[str,
             _tables(layout, part), sizes, (layout.rows, layout.rows + layout.halo), strict=True
         )
     ]
-    owned = dataclasses.replace(graphs[0], edge_mask=None)
+    owned, local = dataclasses.replace(graphs[0], edge_mask=None), graphs[1]
+    if layout.parts == 1:  # nothing is padding: the graph of one device, with the tables that its kernels read
+        local = jax.tree.map(np.asarray, RelGraph._concrete(_tables(layout, part)[1], _spec(layout, layout.rows)))
     return {
         "owned": owned,
-        "local": graphs[1],
+        "local": local,
         "send": part.send,
         "node_ids": padded(part.node_ids, layout.rows, -1),
         "edge_ids": padded(part.edge_ids, layout.edges, -1),

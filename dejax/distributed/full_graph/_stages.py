@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from dejax.distributed.full_graph._levels import Levels
-from dejax.distributed.full_graph._rewrite import prepared
-from dejax.rgnn.ir.inter import Builder, Program, Space
-from dejax.rgnn.passes._rewrite import Counts
+from dejax.distributed.full_graph._rewrite import check, prepared
+from dejax.rgnn.ir.inter import Builder, Op, Program, Space
+from dejax.rgnn.passes._rewrite import Counts, rebuild
 
 
 class Form(enum.StrEnum):
@@ -87,14 +87,36 @@ class Distributed:
 
 
 @lru_cache(maxsize=256)
-def distribute(program: Program, counts: Counts) -> Distributed:
-    """The stages and collectives of a program.
+def distribute(program: Program, counts: Counts, parts: int) -> Distributed:
+    """The stages and collectives of a program; on one device it is one stage.
 
     Raises:
         CannotDistribute: the program has an operator that is not supported over devices.
     """
+    if parts == 1:
+        return _alone(program)
     program = prepared(program, counts)
     return _Schedule(program, Levels(program)).run()
+
+
+def _alone(program: Program) -> Distributed:
+    """The whole program as a stage, whose inputs are numbered without gaps."""
+    check(program)
+    places = {i: n for n, i in enumerate(program.inputs)}
+
+    def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
+        return builder.op("input", **{**dict(op.attrs), "position": places[index]}) if index in places else None
+
+    inputs = tuple((i, form_of(program.ops[i])) for i in program.inputs)
+    outputs = tuple((o, form_of(program.ops[o])) for o in program.outputs)
+    return Distributed(program, (Stage(True, rebuild(program, visit), inputs, outputs),), outputs)
+
+
+def form_of(op: Op) -> Form:
+    """The form in which arguments and results have a value."""
+    if op.space == Space.NODE:
+        return Form.OWN
+    return Form.EDGES if op.space in (Space.EDGE, Space.DESTINATION_PAIR) else Form.SHARED
 
 
 class _Schedule:
@@ -127,10 +149,7 @@ class _Schedule:
         return max(self.wanted.values(), default=0)
 
     def _form(self, value: int) -> Form:
-        space = self.program.ops[value].space
-        if space == Space.NODE:
-            return Form.OWN
-        return Form.EDGES if space in (Space.EDGE, Space.DESTINATION_PAIR) else Form.SHARED
+        return form_of(self.program.ops[value])
 
     def _is_combined(self, value: int, form: Form) -> bool:
         return form in (Form.OWN, Form.SHARED) and self.levels.crosses(value)

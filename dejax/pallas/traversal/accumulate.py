@@ -16,11 +16,11 @@ import numpy as np
 from jax import lax
 
 from dejax.pallas._shapes import padded
-from dejax.pallas._tiles import broadcast, resized, where, with_axes
+from dejax.pallas._tiles import both, broadcast, resized, where, with_axes
 from dejax.pallas.special import exp
 from dejax.pallas.traversal.factored import add, whole
 
-KINDS = ("sum", "max", "weighted")
+KINDS = ("sum", "max", "weighted", "ties")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,11 @@ class Reduction:
     """One reduction over the entries of a row.
 
     Attributes:
-      kind: `sum`; `max`, 0 for a row without entries (or with none above -inf); or `weighted`, the sum of
-        exp(score - largest score of the row) * value, safe for scores of any size.
+      kind: `sum`; `max`, 0 for a row without entries (or with none above -inf); `weighted`, the sum of
+        exp(score - largest score of the row) * value, safe for scores of any size; or `ties`, the sum of the values
+        whose score is the largest of the row, with a score for each of them.
       shape: feature shape of the value and of the result: (), (width,) or (heads, width).
-      score: for `weighted`, which reduction of the list (a `max`) is the score; its shape begins `shape`.
+      score: for `weighted` and `ties`, which reduction of the list (a `max`) is the score; its shape begins `shape`.
       factor: number of a `late` operand of this shape by which the sum is multiplied.
     """
 
@@ -48,11 +49,13 @@ def check_reductions(reductions: Sequence[Reduction]) -> None:
             raise ValueError(f"reductions[{i}].kind must be one of {', '.join(KINDS)}, got {r.kind!r}")
         if len(r.shape) > 2:
             raise NotImplementedError(f"reductions[{i}] has shape {r.shape}; a feature shape has at most two axes")
-        if r.kind != "weighted":
+        if r.kind not in ("weighted", "ties"):
             continue
         if r.score is None or not 0 <= r.score < len(reductions) or reductions[r.score].kind != "max":
             raise ValueError(f"reductions[{i}].score must be the number of a max reduction, got {r.score}")
         score = reductions[r.score].shape
+        if r.kind == "ties" and score != r.shape:
+            raise ValueError(f"reductions[{i}] has shape {r.shape}, which must be the shape {score} of its score")
         if score != r.shape[: len(score)]:
             raise ValueError(
                 f"reductions[{i}] has shape {r.shape}, which must begin with the shape {score} of its score"
@@ -96,6 +99,12 @@ def update(
         inside = _expand(mask, accs[i].ndim)
         if r.kind == "sum":
             new[i] = add(accs[i], values[i], inside)
+        elif r.kind == "ties":
+            assert r.score is not None
+            top, value = new[r.score], broadcast(whole(values[i]), accs[i].shape)
+            kept = where(lax.eq(accs[r.score], top), accs[i], 0.0)
+            is_top = both(_expand(mask, accs[i].ndim), lax.eq(broadcast(whole(values[r.score]), top.shape), top))
+            new[i] = lax.add(kept, where(is_top, value, 0.0))
         elif r.kind == "weighted":
             assert r.score is not None
             if r.score not in factors:
@@ -119,11 +128,22 @@ def merge(reductions: Sequence[Reduction], accs: Sequence[jax.Array]) -> tuple[j
             assert r.score is not None
             top = jnp.expand_dims(_finite(merged[r.score]), 1)
             merged[i] = lax.reduce_sum(accs[i] * _expand(exp(accs[r.score] - top), accs[i].ndim), (1,))
+        elif r.kind == "ties":
+            assert r.score is not None
+            is_top = lax.eq(accs[r.score], broadcast(jnp.expand_dims(merged[r.score], 1), accs[i].shape))
+            merged[i] = lax.reduce_sum(where(is_top, accs[i], 0.0), (1,))
         elif r.kind == "sum":
             merged[i] = lax.reduce_sum(accs[i], (1,))
     return tuple(merged)
 
 
 def results(reductions: Sequence[Reduction], merged: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """What an epilogue sees: maxima of nothing are 0."""
-    return tuple(_finite(a) if r.kind == "max" else a for r, a in zip(reductions, merged, strict=True))
+    """What an epilogue sees: maxima of nothing are 0, and nothing equals them."""
+
+    def result(r: Reduction, a: jax.Array) -> jax.Array:
+        if r.kind == "ties":
+            assert r.score is not None
+            return where(lax.eq(merged[r.score], np.float32(-np.inf)), 0.0, a)
+        return _finite(a) if r.kind == "max" else a
+
+    return tuple(result(r, a) for r, a in zip(reductions, merged, strict=True))

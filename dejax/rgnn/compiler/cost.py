@@ -274,6 +274,12 @@ class CostModel:
         else:
             traffic.memory += rows * self.row_bytes(o.value)
 
+    def missed_bytes(self, reads: int, row: int, table: float) -> float:
+        """Bytes from memory of `reads` rows of `row` bytes, gathered from a table of `table` bytes."""
+        traffic = _Traffic()
+        self._gathered(traffic, reads, row, table)
+        return traffic.memory
+
     def _gathered(self, traffic: _Traffic, reads: int, row: int, table: float) -> None:
         """`reads` rows of `row` bytes from a table: what is read again is partly in the cache."""
         total = reads * row
@@ -281,7 +287,7 @@ class CostModel:
             traffic.memory += table
             return
         again = max(0.0, total - table)
-        kept = min(1.0, self.constants.kept_bytes / table)
+        kept = min(1.0, self.constants.kept_bytes / max(table, 1))
         missed = min(total, table) + again * (1 - kept**self.constants.skew)
         traffic.memory += missed
         traffic.cache += total - missed

@@ -6,7 +6,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dejax.rgnn.compiler.bounds import Bounds, bounds_of
 from dejax.rgnn.compiler.cost import CostModel, training_models
 from dejax.rgnn.compiler.execute import (
     Task,
@@ -46,7 +47,7 @@ def explain(
     summary: bool = False,
     file: TextIO | None = None,
     svg: str | None = None,
-) -> None:
+) -> Explanation:
     """Prints the stages of a task, forward and backward; see `Program.explain`.
 
     The stages are those of a run: `execute` compiles both. The program is also traced as for a run, which shows for
@@ -69,15 +70,22 @@ def explain(
     precision = task.options.precision or "tf32"
     print("== forward, without gradients", file=out)
     forward = ran(alone)
+    planned = lambda kernels: as_run(kernels, task.options, None)  # noqa: E731
+    plan = [("forward, without gradients", CostModel(planned(alone), counts, precision), len(alone.program.outputs))]
     _print_kernels(CostModel(forward, counts, precision), out, timed=why is None)
     drawn = [("traced", _program_nodes(program)), ("forward", _kernel_nodes(forward))]
     if trains:
         print("== training: gradients of all floating-point inputs\n", file=out)
         training_cut.__wrapped__(task, wrt, watch)
         halves, *parts = training_tasks(task, wrt)
-        first, second = (ran(inference_kernels(part)) for part in parts)
-        models = training_models(halves, first, second, counts, precision)
-        for title, model in zip(("forward, with gradients", "backward"), models, strict=True):
+        titles = ("forward, with gradients", "backward")
+        both = [inference_kernels(part) for part in parts]
+        results = (halves.num_outputs, len(halves.backward.outputs))
+        models = training_models(halves, planned(both[0]), planned(both[1]), counts, precision)
+        plan += zip(titles, models, results, strict=True)
+        for title, model in zip(
+            titles, training_models(halves, ran(both[0]), ran(both[1]), counts, precision), strict=True
+        ):
             print(f"== {title}", file=out)
             _print_kernels(model, out, timed=why is None)
             drawn.append((title, _kernel_nodes(model.kernels)))
@@ -86,6 +94,31 @@ def explain(
         print(f"kept for backward: {len(kept)} values, {_bytes(kept_bytes)}", file=out)
     if svg is not None:
         Path(svg).write_text(draw(drawn), encoding="utf-8")
+    return Explanation(program.name, tuple(plan))
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What `Program.explain` returns: the kernels of a program on a graph, with their cost models.
+
+    Attributes:
+      name: of the program.
+      models: the title of each part, its cost model and the number of its results: forward, and with gradients forward
+        and backward.
+    """
+
+    name: str
+    models: tuple[tuple[str, CostModel, int], ...]
+
+    def bounds(self) -> Bounds:
+        """The bytes of the kernels over the least bytes that the function needs, by kernel, and what costs most.
+
+        The bounds are those of the kernels on an NVIDIA GPU, also where XLA runs the program.
+        """
+        return bounds_of(self.name, self.models)
+
+    def __repr__(self) -> str:
+        return f"<Explanation of {self.name}: .bounds() compares its bytes with the least that it needs>"
 
 
 def _what_runs(why: str | None, interpret: bool | None) -> str:

@@ -26,6 +26,7 @@ from dejax.rgnn.options import Options
 
 if TYPE_CHECKING:
     from dejax.pallas.tuner import Measure
+    from dejax.rgnn.compiler.explain import Explanation
     from dejax.rgnn.compiler.tune import Report
 
 
@@ -128,7 +129,7 @@ class Program:
         file: TextIO | None = None,
         svg: str | None = None,
         **kwargs: Any,
-    ) -> None:
+    ) -> Explanation:
         """Prints every stage of the compilation: both IRs around each pass, the kernels, their bytes, FLOPs and time.
 
         It shows what a call with these arguments and options runs on this machine: the kernels where the backend has
@@ -140,12 +141,16 @@ class Program:
           summary: whether to print for each pass only the operators that it removes and adds, with their lines.
           file: where to print; by default standard output.
           svg: path of a file for a drawing of the data flow before and after fusion.
+
+        Returns:
+          An `Explanation`. Its `.bounds()` compares the bytes of each kernel with the least that the function needs,
+          and says which of the program's lines cost most.
         """
         from dejax.rgnn.compiler.explain import explain
 
         task, _, arrays = self._prepare(graph, options, args, kwargs)
         inputs = jax.eval_shape(lambda graph, given: _inputs(task, graph, given), graph, tuple(arrays))
-        explain(task, graph, inputs, summary=summary, file=file, svg=svg)
+        return explain(task, graph, inputs, summary=summary, file=file, svg=svg)
 
     def tune(
         self,

@@ -22,6 +22,7 @@ from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments, bounded_segments, make_segments
 from dejax.rgnn.graphs.sorting_traced import begins_run, count_before, inverse, put_where, sort_pairs, stable_sort
 from dejax.rgnn.graphs.spec import GraphSpec
+from dejax.rgnn.graphs.static_tables import on_device
 from dejax.rgnn.graphs.tables import (
     LONG_SEGMENT_CHUNK,
     TILE_BLOCKS,
@@ -61,6 +62,8 @@ class SlotSpec:
         edge_type_names: a name for each edge type.
         node_type_names: a name for each node type.
         long_segment_chunk: segments with more entries than this are split in chunks of this many.
+        stored: how senders are given: for each fan-out the places of `slots` whose senders form one array. Without it
+            each of `slots` has an array of its own.
     """
 
     slots: tuple[Slots, ...]
@@ -69,6 +72,7 @@ class SlotSpec:
     edge_type_names: tuple[str, ...]
     node_type_names: tuple[str, ...]
     long_segment_chunk: int = LONG_SEGMENT_CHUNK
+    stored: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_nodes(self) -> int:
@@ -105,8 +109,8 @@ def graph_of_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -
     of their senders. Nodes that are padding count as nodes of their type in the grouping by node type.
 
     Args:
-        senders: for each of `spec.slots`, each of which has a receiver and a slot at least, int32[receivers, fan_out];
-            -1 for an empty slot. There is at least one.
+        senders: for each of `spec.stored`, or else of `spec.slots`, int32[receivers, fan_out]; -1 for an empty slot.
+            There is at least one of `spec.slots`, and each has a receiver and a slot at least.
         node_mask: bool[nodes], False for padding nodes.
         spec: the static part.
     """
@@ -168,7 +172,7 @@ class _Edges:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """Static places of groups (a receiver and a type), int32[groups] each.
+    """Places of groups (a receiver and a type), int32[groups] each. They follow from the sizes alone.
 
     Groups are stored by fan-out, so that those of one fan-out are one array. Canonical order is by (type, receiver).
     Gathers by static places take one kernel each, however many relations there are; slices and joins of the groups of
@@ -186,20 +190,29 @@ class _Places:
     """
 
     by_fan_out: dict[int, list[int]]
-    stored: np.ndarray
-    canonical: np.ndarray
-    stored_by_receiver: np.ndarray
-    of_receiver: np.ndarray
-    receiver: np.ndarray
-    edge_type: np.ndarray
-    first_slot: np.ndarray
+    stored: Any
+    canonical: Any
+    stored_by_receiver: Any
+    of_receiver: Any
+    receiver: Any
+    edge_type: Any
+    first_slot: Any
+
+    def on_device(self) -> _Places:
+        """The same places, where they are many made on the device."""
+        stored, receiver, edge_type = on_device(self.stored, self.receiver, self.edge_type)
+        canonical, of_receiver, first_slot = on_device(self.canonical, self.of_receiver, self.first_slot)
+        by_receiver = self.stored_by_receiver
+        if not isinstance(of_receiver, np.ndarray):  # receivers of several types alternate: not linear in pieces
+            by_receiver = inverse(of_receiver)
+        return _Places(self.by_fan_out, stored, canonical, by_receiver, of_receiver, receiver, edge_type, first_slot)
 
 
 @lru_cache(maxsize=64)
 def _places(spec: SlotSpec) -> _Places:
     by_fan_out: dict[int, list[int]] = {}
-    for n, some in enumerate(spec.slots):
-        by_fan_out.setdefault(some.fan_out, []).append(n)
+    for n in itertools.chain(*spec.stored) if spec.stored else range(len(spec.slots)):
+        by_fan_out.setdefault(spec.slots[n].fan_out, []).append(n)
     counts = [some.count for some in spec.slots]
     first_slot = np.cumsum([0, *(some.count * some.fan_out for some in spec.slots)])
     # In the user's order, which is the canonical one.
@@ -244,10 +257,11 @@ class _Groups:
     senders: Array
 
 
-def _groups(senders: Sequence[Array], spec: SlotSpec) -> _Groups:
+def _groups(senders: Sequence[Array], spec: SlotSpec, places: _Places) -> _Groups:
     """The position of an edge: where its group begins, and the valid slots before it in the group."""
-    places = _places(spec)
-    stored = [_joined([senders[n] for n in some]) for some in places.by_fan_out.values()]
+    stored = list(senders)
+    if not spec.stored:
+        stored = [_joined([senders[n] for n in some]) for some in places.by_fan_out.values()]
     masks = [(some >= 0) & (some < spec.num_nodes) for some in stored]
     within = [_valid_up_to(mask) for mask in masks]
     counts = _joined([some[:, -1] for some in within])
@@ -294,7 +308,8 @@ def _valid_up_to(mask: Array) -> Array:
 def _receiver_side(senders: Sequence[Array], spec: SlotSpec) -> _Edges:
     """Canonical order and the groupings by receiver, by arithmetic."""
     num_edges, num_groups, num_types = spec.num_edges, spec.num_groups, len(spec.edge_type_names)
-    places, groups = _places(spec), _groups(senders, spec)
+    places = _places(spec).on_device()
+    groups = _groups(senders, spec, places)
     start, pair = groups.start, groups.pair
     valid = start[-1]
     there = jnp.arange(num_edges, dtype=jnp.int32) < valid
@@ -328,9 +343,9 @@ def _receiver_side(senders: Sequence[Array], spec: SlotSpec) -> _Edges:
     number = jnp.arange(num_groups, dtype=jnp.int32)
     pair_order = put_where(number, groups.used[1], groups.pair_by_receiver[:-1], in_order)
     receiver_order = placed(groups.positions, groups.receiver_positions)
-    ranges = spec.by_receivers()
-    by_receiver = (columns["receivers"], receiver_order, _node_offsets(groups.start_by_receiver, ranges, spec))
-    by_node = (pair_node, pair_order, _node_offsets(groups.pair_by_receiver, ranges, spec))
+    ranges, (first_of_nodes,) = spec.by_receivers(), on_device(_first_of_nodes(spec))
+    by_receiver = (columns["receivers"], receiver_order, groups.start_by_receiver[first_of_nodes])
+    by_node = (pair_node, pair_order, groups.pair_by_receiver[first_of_nodes])
     most_edges = max(sum(spec.slots[n].fan_out for n in together) for together in ranges)
     most_slots = max(some.fan_out for some in spec.slots)
     tables = {
@@ -395,27 +410,21 @@ def _ranks_by_node(pair_node: Array, pair_type: Array, used: Array, spec: SlotSp
     return jnp.where(position < used, rank, position), offsets
 
 
-def _by_node_type(spec: SlotSpec) -> tuple[Array, Segments]:
-    """The node types, and nodes grouped by type: static, but made on the device."""
-    counts = [0] * len(spec.node_type_names)
-    runs: list[list[Array]] = [[] for _ in counts]
-    first = 0
-    for node_type, count in spec.node_runs:
-        runs[node_type].append(jnp.arange(first, first + count, dtype=jnp.int32))
-        counts[node_type] += count
-        first += count
-    index = _joined([jnp.full(count, node_type, jnp.int32) for node_type, count in spec.node_runs])
-    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    num_nodes = spec.num_nodes
-    is_sorted = all(a <= b for (a, _), (b, _) in itertools.pairwise(run for run in spec.node_runs if run[1]))
-    return index, Segments(
-        index=index,
-        order=None if is_sorted else _joined([run for some in runs for run in some]),
-        offsets=jnp.asarray(offsets),
+def _by_node_type(spec: SlotSpec) -> tuple[Any, Segments]:
+    """The node types, and nodes grouped by type. They follow from the sizes alone."""
+    num_nodes, num_types = spec.num_nodes, len(spec.node_type_names)
+    index = np.repeat(*(np.array(some, np.int32) for some in zip(*spec.node_runs, strict=True)))
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(index, minlength=num_types))]).astype(np.int32)
+    is_sorted = bool((index[1:] >= index[:-1]).all())
+    (by_node,) = on_device(index)
+    return by_node, Segments(
+        index=by_node,
+        order=None if is_sorted else on_device(np.argsort(index, kind="stable").astype(np.int32))[0],
+        offsets=offsets,
         long_segments=long_segment_table(offsets, chunk_of(spec.long_segment_chunk, num_nodes, True), num_nodes),
         tiles=tuple(tile_table(offsets, block, num_nodes) for block in TILE_BLOCKS),
         splits=split_table(offsets, num_nodes),
-        num_rows=len(counts),
+        num_rows=num_types,
         num_entries=num_nodes,
     )
 
@@ -435,18 +444,20 @@ def _first_groups(spec: SlotSpec) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
 
 
-def _node_offsets(before: Array, ranges: Sequence[Sequence[int]], spec: SlotSpec) -> Array:
-    """int32[nodes + 1]: `before`, which counts by group in order of (receiver, type), where each node begins."""
-    parts, node, group = [], 0, 0
-    for together in ranges:
+@lru_cache(maxsize=64)
+def _first_of_nodes(spec: SlotSpec) -> np.ndarray:
+    """int32[nodes + 1]: the place of each node's first group in order of (receiver, type); of the next one without."""
+    found = np.empty(spec.num_nodes + 1, np.int32)
+    node = group = 0
+    for together in spec.by_receivers():
         some = spec.slots[together[0]]
-        if some.first > node:  # nodes without slots
-            parts.append(jnp.broadcast_to(before[group], (some.first - node,)))
+        found[node : some.first] = group  # nodes without slots
         end = group + some.count * len(together)
-        parts.append(before[group : end : len(together)])
-        node, group = some.first + some.count, end
-    parts.append(jnp.broadcast_to(before[-1], (spec.num_nodes + 1 - node,)))
-    return jnp.concatenate(parts)
+        node = some.first + some.count
+        found[some.first : node] = np.arange(group, end, len(together))
+        group = end
+    found[node:] = group
+    return found
 
 
 def _joined(parts: Sequence[Array]) -> Array:

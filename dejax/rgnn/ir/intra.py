@@ -160,11 +160,11 @@ class Accumulator:
     """One accumulator of a traversal.
 
     Attributes:
-      kind: `sum` or `max` of `value`, or `weighted`: the sum of exp(score - largest score) times the product of
-        `terms`.
+      kind: `sum` or `max` of `value`; `weighted`: the sum of exp(score - largest score) times the product of `terms`;
+        or `ties`: how many entries have the largest score.
       out: the level-1 reduction.
-      value: what is reduced (for `weighted`, the score).
-      score: for `weighted`, which accumulator of the traversal (a `max`) is the largest score.
+      value: what is reduced (for `weighted` and `ties`, the score).
+      score: for `weighted` and `ties`, which accumulator of the traversal (a `max`) is the largest score.
       score_inserts: axes inserted into the score to align it with the summand.
     """
 

@@ -121,6 +121,8 @@ class TileProgram:
     def accumulated(self, a: Accumulator, env: dict[int, Any]) -> Any:
         ops = self.program.ops
         value = (lambda v: env[v]) if a.out in self.without.sums else (lambda v: self.complete(v, env))
+        if a.kind == "ties":
+            return self.shaped(jnp.ones((1, 1), jnp.float32), ops[a.out].shape, 2)
         if a.kind != "weighted":
             return self.shaped(value(a.value) if a.kind == "sum" else whole(value(a.value)), ops[a.out].shape, 2)
         score, shape = ops[a.value].shape, ops[a.out].shape

@@ -30,6 +30,7 @@ from dejax.rgnn.passes.hoist import hoist
 from dejax.rgnn.passes.merge_gemms import merge_gemms
 from dejax.rgnn.passes.merge_weight_gradients import merge_weight_gradients
 from dejax.rgnn.passes.reorder import reorder
+from dejax.rgnn.passes.reuse_rows import reuse_rows
 from dejax.rgnn.passes.save import Cut, cut
 from dejax.rgnn.passes.softmax import expand_softmax
 from dejax.rgnn.passes.split_products import split_products
@@ -71,6 +72,7 @@ OPTIMISE: tuple[tuple[str, Pass], ...] = (
     ("fold", fold),
     ("compact", compact),
     ("dce", dce),
+    ("reuse_rows", reuse_rows),
     ("merge_gemms", merge_gemms),
     ("dce", dce),
 )

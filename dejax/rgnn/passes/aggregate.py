@@ -75,10 +75,15 @@ def _bias_behind_sum(program: Program, counts: Counts) -> Program:
             if not _aggregate_is_cheaper(program, linear, op, counts):
                 continue
             moved.append(index)
-            wide = "float64" if op.dtype == "float64" else "float32"  # 16-bit dtypes do not hold counts
+            # 16-bit dtypes do not hold counts, nor sums of products of which the bias takes most away.
+            wide = "float64" if op.dtype == "float64" else "float32"
+            product = new[value]
+            if linear.dtype != wide:
+                weight = as_dtype(builder, new[linear.args[1]], wide)
+                product = builder.op("linear", new[linear.args[0]], weight, **dict(linear.attrs))
             degree = builder.op("count", via=op.attr("via"), dtype=wide)
             at_node = builder.op("gather", new[read.args[0]], via="all", space=str(Space.NODE))
-            total = builder.op("reduce", new[value], via=op.attr("via"), op="sum")
+            total = builder.op("reduce", product, via=op.attr("via"), op="sum")
             return as_dtype(builder, builder.op("add", total, builder.op("mul", at_node, degree)), op.dtype)
         return None
 

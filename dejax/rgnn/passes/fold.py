@@ -4,7 +4,7 @@
 
 where all edges of type r come from nodes of one type t(r), as the keys and messages of a heterogeneous graph
 transformer do on a graph with typed relations. The products of weights are made once for each edge type, and the
-product for each node is not made at all.
+product for each node is not made at all. Products of float16 weights are float32, as in `reorder`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from dejax.rgnn.ir.inter import Builder, Op, Program
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts, Rewrite
+from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, in_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,16 @@ class _Folding(Rewrite):
             return None
         weights, rows = _product(first.linear).weights_first(_product(op))
         x, w = (self.new[a] for a in first.linear.args)
+        second = as_dtype(builder, args[1], in_range(builder.ops[args[1]].dtype))
         by_edge_type = builder.op("gather", w, via="source_type")
-        product = builder.op("linear", by_edge_type, args[1], spec=str(weights), via="self")
+        product = builder.op("linear", by_edge_type, second, spec=str(weights), via="self")
         bias = None
         if first.bias is not None:  # made before the product, whose kernel can add it then
             bias = builder.op("gather", self.new[first.bias], via="source_type")
-            bias = builder.op("linear", bias, args[1], spec=op.attr("spec"), via="self")
+            bias = builder.op("linear", bias, second, spec=op.attr("spec"), via="self")
         made = builder.op("linear", builder.op("gather", x, via="src"), product, spec=str(rows), via="etype")
-        return made if bias is None else builder.op("add", made, builder.op("gather", bias, via="etype"))
+        made = made if bias is None else builder.op("add", made, builder.op("gather", bias, via="etype"))
+        return as_dtype(builder, made, op.dtype)
 
     def node_product_before(self, op: Op) -> _NodeProduct | None:
         """The product for each node whose rows a grouped GEMM on edges reads, where one product is less work."""

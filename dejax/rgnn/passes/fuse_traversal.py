@@ -92,8 +92,8 @@ def _place(fusion: Fusion, i: int, op: Op) -> None:
     for traversal in reversed(fusion.traversals):
         if traversal.via != via:
             continue
-        accumulator = _weighted(fusion, i, op, traversal) or plain
-        fits = accumulator.kind == "weighted" or _share_operands(fusion, accumulator, traversal)
+        accumulator = _weighted(fusion, i, op, traversal) or _ties(fusion, i, op, traversal) or plain
+        fits = accumulator.kind in ("weighted", "ties") or _share_operands(fusion, accumulator, traversal)
         if fits and fusion.extend(traversal.accumulators, [accumulator]):
             return
     space = fusion.program.ops[op.args[0]].space
@@ -126,6 +126,24 @@ def _weighted(fusion: Fusion, i: int, op: Op, traversal: TraversalPlan) -> Accum
             if same and can_weigh(ops[score].shape, factor.inserts, op.shape):
                 rest = tuple(Term(f.value, f.power, f.inserts) for j, f in enumerate(found) if j != at)
                 return Accumulator("weighted", i, score, rest, number, factor.inserts)
+    return None
+
+
+def _ties(fusion: Fusion, i: int, op: Op, traversal: TraversalPlan) -> Accumulator | None:
+    """The reduction as the number of entries that have the largest score, if the traversal has that largest score.
+
+    The gradient of a maximum is shared among them.
+    """
+    ops = fusion.program.ops
+    equal = ops[op.args[0]]
+    if op.attr("op") != "sum" or equal.name != "eq" or not fusion.in_registers(op.args[0]):
+        return None
+    for score, read in (equal.args, equal.args[::-1]):
+        if ops[read].name != "gather" or ops[read].attr("via") != traversal.via:
+            continue
+        for number, a in enumerate(traversal.accumulators):
+            if a.kind == "max" and (a.out, a.value) == (ops[read].args[0], score) and ops[a.out].shape == op.shape:
+                return Accumulator("ties", i, score, score=number)
     return None
 
 

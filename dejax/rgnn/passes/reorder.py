@@ -2,14 +2,15 @@
 
 `(x W_r) . a_r` becomes `x . (W_r a_r)`, and `(x W_r) V_r` becomes `x (W_r V_r)` where that is less work: the product of
 two weights is made once for each type, the product with a row once for each row. `((x W_r) . y) c_r` becomes
-`(x (c_r W_r)) . y`, so that no edge reads a scalar of its type.
+`(x (c_r W_r)) . y`, so that no edge reads a scalar of its type. Products of float16 weights are float32: they may be
+beyond float16's range where the products with rows are not.
 """
 
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts, Rewrite
+from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, in_range
 
 _PLAIN = Product.parse("k,kn->n")
 _INNER, _INNER_BY_HEAD = Product.parse("k,k->"), Product.parse("hk,hk->h")
@@ -37,11 +38,12 @@ class _Reordering(Rewrite):
             return None
         scale, other, linear = found
         x, w = (self.new[a] for a in linear.args)
+        w = as_dtype(builder, w, in_range(builder.ops[w].dtype))
         factor, shape = self.new[scale], self.program.ops[scale].shape
         if shape:
             factor = builder.op("reshape", factor, shape=(*shape, 1, 1))
         product = builder.op("linear", x, builder.op("mul", w, factor), **dict(linear.attrs))
-        return builder.op("dot", product, self.new[other])
+        return as_dtype(builder, builder.op("dot", product, self.new[other]), op.dtype)
 
     def inner_product_and_scale(self, op: Op) -> tuple[int, int, Op] | None:
         """Of `((x W) . y) c` the values c and y, and the operator `x W`; None where `op` is something else."""
@@ -78,8 +80,10 @@ class _Reordering(Rewrite):
             if linear and (product := Product.parse(made.attr("spec"))).is_forward and self.only_in_such_dots(x):
                 weights, rows = product.weights_first(inner)
                 w = self.new[made.args[1]]
+                w = as_dtype(builder, w, in_range(builder.ops[w].dtype))
                 w = builder.op("linear", self.new[constant], w, spec=str(weights.swapped), via="self")
-                return builder.op("linear", self.new[made.args[0]], w, spec=str(rows), via=via)
+                row = builder.op("linear", self.new[made.args[0]], w, spec=str(rows), via=via)
+                return as_dtype(builder, row, op.dtype)
             if len(made.shape) > 2:
                 return None
             return builder.op("linear", self.new[x], self.new[constant], spec=str(inner), via=via)
@@ -97,8 +101,10 @@ class _Reordering(Rewrite):
         if rows * (k * n + n * m) <= rows * k * m + types * k * n * m:
             return None
         weights, by_row = _PLAIN.weights_first(_PLAIN)
-        w = builder.op("linear", self.new[inner.args[1]], self.new[op.args[1]], spec=str(weights), via="self")
-        return builder.op("linear", self.new[inner.args[0]], w, spec=str(by_row), via=via)
+        w = self.new[op.args[1]]
+        w = as_dtype(builder, w, in_range(builder.ops[w].dtype))
+        w = builder.op("linear", self.new[inner.args[1]], w, spec=str(weights), via="self")
+        return as_dtype(builder, builder.op("linear", self.new[inner.args[0]], w, spec=str(by_row), via=via), op.dtype)
 
     def value_of_type(self, value: int) -> int | None:
         """The value by type that `value` gathers, if it does."""

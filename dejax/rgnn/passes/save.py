@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dejax.pallas.machine import H200
-from dejax.rgnn.ir.inter import ROWWISE, Builder, Op, Program, Space
+from dejax.rgnn.ir.inter import BINARY, ROWWISE, UNARY, Builder, Op, Program, Space
 from dejax.rgnn.passes._rewrite import Counts, copy_ops, divisor, live
 
 
@@ -95,11 +95,24 @@ def _compared(program: Program) -> set[int]:
             stack += op.args
     while stack:
         value = stack.pop()
-        if value not in found:
-            found.add(value)
-            if ops[value].name in ("gather", "lookup"):
-                stack.append(ops[value].args[0])
+        if value in found:
+            continue
+        if (exact := _negated(program, value)) is not None:
+            stack.append(exact)  # a difference of 0 and the value, which rounds nothing, is not saved
+            continue
+        found.add(value)
+        if ops[value].name in ("gather", "lookup"):
+            stack.append(ops[value].args[0])
     return found
+
+
+def _negated(program: Program, value: int) -> int | None:
+    """What a value is the negative of; None where it is not one."""
+    op = program.ops[value]
+    if op.name == "neg":
+        return op.args[0]
+    zero = program.ops[op.args[0]] if op.name == "sub" else op
+    return op.args[1] if zero.name == "const" and op.name == "sub" and zero.attr("value") == 0.0 else None
 
 
 def _reads_maximum(program: Program, value: int) -> bool:
@@ -123,11 +136,21 @@ def _keep(program: Program, value: int, counts: Counts, save_all: bool) -> bool:
 
 
 def _dot_of_rows(program: Program, op: Op) -> bool:
-    """Whether an edge value is the inner product of two gathered rows.
+    """Whether an edge value is an inner product of gathered rows, or of elementwise functions of them (GATv2's score).
 
-    The traversals of its gradient load both rows: one for each segment, the other for each entry.
+    The traversals of its gradient load the rows: one for each segment, the other for each entry.
     """
-    return op.name == "dot" and all(program.ops[a].name == "gather" for a in op.args)
+    ops = program.ops
+
+    def of_rows(value: int) -> bool:
+        made = ops[value]
+        if made.name == "gather":
+            return made.attr("via") in ("src", "dst", "all")
+        return made.name in UNARY | BINARY and all(map(of_rows, made.args))
+
+    if op.name != "dot":
+        return False
+    return all(ops[a].name == "gather" for a in op.args) or all(map(of_rows, op.args))
 
 
 def _backward_program(

@@ -43,6 +43,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="K,K",
         help="neighbours that are drawn from each relation, for each layer, the seeds' first; -1: all. Default: 10,10",
     )
+    model.add_argument(
+        "--joint",
+        action="store_true",
+        default=None,
+        help="fan-outs over all relations together: graphs with one node type; default for stdlib and RDF, 20,20",
+    )
     model.add_argument("--hidden", type=int, metavar="N", help="width of the layers, all heads together; default: 64")
     model.add_argument("--heads", type=int, metavar="N", help="attention heads (rgat, hgt)")
     model.add_argument("--bases", type=int, metavar="N", help="basis matrices (rgcn); 0: one matrix per relation")
@@ -51,6 +57,8 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--backend", choices=("auto", "pallas", "xla"), default="auto", help="of the compiler")
     run = p.add_argument_group("training")
     run.add_argument("--batch-size", type=int, metavar="N", help="seeds of a step")
+    run.add_argument("--mesh", type=int, metavar="N", help="devices over which the seeds of a step are divided")
+    run.add_argument("--parts", type=int, metavar="N", help="parts in which a step samples its seeds; default: --mesh")
     run.add_argument("--full-batch", action="store_true", default=None, help="no sampling: a step sees the whole graph")
     run.add_argument("--epochs", type=int, metavar="N", help="passes over the training nodes")
     run.add_argument("--seeds", type=int, metavar="N", help="runs, with seeds 0 .. N-1")
@@ -82,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
 
 _SETTINGS = (
     "full_batch batch_size hidden heads bases dropout epochs seeds lr weight_decay place feature_dtype offload sigmas "
-    "precision typed_nodes"
+    "precision typed_nodes joint"
 ).split()
 
 
@@ -109,7 +117,13 @@ def main(argv: Sequence[str]) -> int:
         settings = settings.replace(dataset=data.name)
     out = Path(args.out or f"out/{settings.dataset}-{settings.layer}-sampled")
     print(_shortened(data.summary()), end="\n\n", flush=True)
-    trainer = SampledTrainer(settings, data, backend=args.backend, print_table=lambda text: print(_shortened(text)))
+    options = {"backend": args.backend, "print_table": lambda text: print(_shortened(text))}
+    if settings.parts > 1 or args.mesh is not None:
+        from dejax.training.sampled.mesh import MeshTrainer
+
+        trainer: SampledTrainer = MeshTrainer(settings, data, devices=args.mesh or 1, **options)
+    else:
+        trainer = SampledTrainer(settings, data, **options)
     print(f"\n{trainer.prepared.features}\n", flush=True)
     checkpoints = None if args.no_checkpoints else Checkpoints(out, SampledSettings)
     if checkpoints is not None:
@@ -129,6 +143,7 @@ def main(argv: Sequence[str]) -> int:
 def _settings(args: argparse.Namespace) -> SampledSettings:
     given = {name: getattr(args, name) for name in _SETTINGS}
     given["reverse"] = False if args.no_reverse else None
+    given["parts"] = args.parts or args.mesh
     given["device_bytes"] = None if args.device_bytes is None else int(args.device_bytes)
     if args.fan_outs is not None:
         try:

@@ -19,6 +19,8 @@ RDF = ("aifb", "mutag", "bgs", "am")
 NAMES = ("stdlib", *RDF, "ogbn-mag", *IGB, SYNTHETIC)
 """The names that `load` knows. Any folder of `HeteroDataset.save` may be given in place of a name."""
 _META = "dataset.json"
+Relation = tuple[str, str, str]
+Ends = tuple[np.ndarray, np.ndarray]
 NODE = "node"
 _SELF = "self"  # the name of self loops
 
@@ -89,7 +91,9 @@ class Prepared:
 
     Attributes:
         data: with reverse relations and, for rgat, self loops.
-        topology: its edges.
+        topology: its edges, as they are sampled: by relation, or all in one relation.
+        edge_type: int32[edges], the relation of each edge where all are in one relation; else None.
+        edge_types: the relations, self loops included.
         features: tables of the types that have features, and embeddings of the others.
         targets: the types whose nodes are classified.
         num_classes: number of classes.
@@ -99,11 +103,24 @@ class Prepared:
 
     data: HeteroDataset
     topology: HeteroTopology
+    edge_type: np.ndarray | None
+    edge_types: tuple[tuple[str, str, str], ...]
     features: FeatureStore
     targets: tuple[str, ...]
     num_classes: int
     splits: dict[str, dict[str, np.ndarray]]
     widths: dict[str, int]
+
+    def by_relation(self) -> HeteroTopology:
+        """The edges by relation, in host memory, with self loops."""
+        if self.edge_type is None:
+            return self.topology
+        edges = dict(self.data.edges)
+        for relation in self.edge_types:
+            if relation not in edges:
+                loop = np.arange(self.data.num_nodes[relation[0]], dtype=np.int32)
+                edges[relation] = (loop, loop)
+        return HeteroTopology.from_edges(edges, self.data.num_nodes, on_host=True, keep_edge_ids=False)
 
 
 def prepare(data: HeteroDataset, settings: SampledSettings) -> Prepared:
@@ -128,15 +145,37 @@ def prepare(data: HeteroDataset, settings: SampledSettings) -> Prepared:
     if settings.reverse:
         data = with_reverse(data)
     edges = dict(data.edges)
-    if settings.layer == "rgat":  # it has no root weight: a node sees its own value through a loop
-        for kind, count in data.num_nodes.items():
-            loop = np.arange(count, dtype=np.int32)
-            edges[kind, _SELF, kind] = (loop, loop)
-    on_device = settings.place == "device"
-    topology = HeteroTopology.from_edges(edges, data.num_nodes, on_host=not on_device, keep_edge_ids=False)
+    # RGAT has no root weight: a node sees its own value through a loop.
+    loops = [(kind, _SELF, kind) for kind in data.num_nodes] if settings.layer == "rgat" else []
+    edge_type = None
+    edge_types = (*edges, *loops)
+    if settings.joint and not settings.full_batch:  # loops are added to the blocks
+        edges, edge_type = _in_one_relation(data)
+    else:
+        for kind, name, _ in loops:
+            loop = np.arange(data.num_nodes[kind], dtype=np.int32)
+            edges[kind, name, kind] = (loop, loop)
+    topology = HeteroTopology.from_edges(
+        edges, data.num_nodes, on_host=settings.place != "device", keep_edge_ids=edge_type is not None
+    )
     features = _features(data, settings, edges, splits["train"])
     widths = {kind: data.features[kind].shape[1] for kind in features.types}
-    return Prepared(data, topology, features, targets, classes.pop(), splits, widths)
+    return Prepared(data, topology, edge_type, edge_types, features, targets, classes.pop(), splits, widths)
+
+
+def _in_one_relation(data: HeteroDataset) -> tuple[dict[Relation, Ends], np.ndarray]:
+    """All edges as one relation, and the relation of each."""
+    if len(data.num_nodes) != 1:
+        raise ValueError(
+            f"joint fan-outs must be for a graph with one node type, got {', '.join(data.num_nodes)}; leave out --joint"
+        )
+    kind = next(iter(data.num_nodes))
+    ends = tuple(
+        np.concatenate([np.zeros(0, np.int32), *(np.asarray(pair[side]) for pair in data.edges.values())])
+        for side in (0, 1)
+    )
+    sizes = [len(pair[0]) for pair in data.edges.values()]
+    return {(kind, "edge", kind): (ends[0], ends[1])}, np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
 
 
 def with_reverse(data: HeteroDataset) -> HeteroDataset:

@@ -46,7 +46,7 @@ def summarise(
         "graph": {
             "nodes": sum(topology.num_nodes.values()),
             "edges": sum(topology.num_edges.values()),
-            "edge_types": len(topology.edge_types),
+            "edge_types": len(trainer.prepared.edge_types),
             "node_types": len(topology.node_types),
             "features": trainer.prepared.widths,
             "split_sizes": {name: sum(map(len, trainer.splits[name].values())) for name in splits},

@@ -8,6 +8,8 @@ from typing import Any
 
 LAYERS = ("rgcn", "rgat", "hgt", "sage")
 PLACES = ("host", "device", "split")
+ENTITY = ("stdlib", "aifb", "mutag", "bgs", "am")
+"""Graphs of one list of nodes and many relations. Their fan-outs are over all relations, unless nodes keep types."""
 FEATURE_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int8")
 
 
@@ -20,9 +22,12 @@ class SampledSettings:
         layer: one of `LAYERS`.
         fan_outs: for each layer, the neighbours of a node that are drawn from each relation; -1 for all. The seeds'
             fan-out is the first.
+        joint: whether fan-outs are over all relations together, for graphs with one node type and many relations.
         typed_nodes: stdlib and RDF graphs: whether nodes keep their types (the other layers than hgt do not use them).
         full_batch: each step sees the whole graph and all training nodes: nothing is sampled.
         batch_size: seeds of a step.
+        parts: a step samples its seeds in this many parts, each with a key of its own: a multiple of the devices of
+            `--mesh`. The results depend on it, and not on the devices.
         hidden: width of the layers, all heads together.
         heads: attention heads of rgat and hgt; must divide `hidden`.
         bases: basis matrices of rgcn; None for one matrix per relation.
@@ -47,9 +52,11 @@ class SampledSettings:
     dataset: str
     layer: str = "rgcn"
     fan_outs: tuple[int, ...] = (10, 10)
+    joint: bool = False
     typed_nodes: bool = False
     full_batch: bool = False
     batch_size: int = 1024
+    parts: int = 1
     hidden: int = 64
     heads: int = 4
     bases: int | None = None
@@ -73,7 +80,7 @@ class SampledSettings:
                 raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {getattr(self, name)!r}")
         if not self.fan_outs or any(k < -1 or k == 0 for k in self.fan_outs):
             raise ValueError(f"fan_outs must be numbers from 1, or -1 for all, one for each layer, got {self.fan_outs}")
-        for name in ("batch_size", "hidden", "heads", "seeds"):
+        for name in ("batch_size", "parts", "hidden", "heads", "seeds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("epochs", "device_bytes", "weight_decay", "sigmas"):
@@ -124,7 +131,10 @@ def resolve(dataset: str, layer: str = "rgcn", **given: Any) -> SampledSettings:
     >>> resolve("stdlib").bases, resolve("stdlib", fan_outs=(5, -1)).fan_outs
     (8, (5, -1))
     """
-    preset = {"typed_nodes": layer == "hgt", **_CHOSEN.get(dataset, {})}
+    typed = given.get("typed_nodes") or layer == "hgt"
+    preset = {"typed_nodes": typed, "joint": dataset in ENTITY and not typed, **_CHOSEN.get(dataset, {})}
+    if preset["joint"]:
+        preset["fan_outs"] = (20, 20)
     if layer != "rgcn":
         preset.pop("bases", None)
     preset.update({name: value for name, value in given.items() if value is not None})

@@ -16,15 +16,19 @@ from jax import Array
 from dejax._optional import optional
 from dejax.datasets import HeteroDataset
 from dejax.datasets._progress import Progress as Bar
-from dejax.host_gather import HostTable, adam, shardings
+from dejax.distributed import Part
+from dejax.host_gather import HostTable, RowGradient, adam, shardings
 from dejax.minibatch import (
+    Block,
     FeatureStore,
     HeteroTopology,
     InferenceBatch,
+    SampledBlocks,
     SampleOptions,
     find_capacities,
     infer_layers,
     make_blocks,
+    make_typed_blocks,
     sample_blocks,
 )
 from dejax.rgnn import Options, RelGraph
@@ -79,12 +83,14 @@ class Inputs:
         topology: the edges.
         features: tables of the types with features.
         labels: int32 [nodes] by type.
+        edge_type: int32 [edges], where all relations are sampled together; else None.
         graph: the whole graph, if steps see it; else None.
     """
 
     topology: HeteroTopology
     features: FeatureStore
     labels: dict[str, Array]
+    edge_type: Array | None
     graph: RelGraph | None
 
 
@@ -127,10 +133,13 @@ class SampledTrainer:
         if settings.full_batch:
             edges = {edge_type: _ends(topology, edge_type) for edge_type in topology.edge_types}
             whole = RelGraph.from_relations(edges, topology.num_nodes)
-        self.inputs = Inputs(topology, self.prepared.features, labels, whole)
+        kinds = None if self.prepared.edge_type is None else jnp.asarray(self.prepared.edge_type)
+        self.inputs = Inputs(topology, self.prepared.features, labels, kinds, whole)
         sizes = {kind: len(ids) for kind, ids in self.splits["train"].items()}
         self.steps_per_epoch = 1 if settings.full_batch else -(-sum(sizes.values()) // settings.batch_size)
-        self._batch = {kind: -(-count // self.steps_per_epoch) for kind, count in sizes.items()}
+        parts = settings.parts
+        self._part = {kind: -(-count // (self.steps_per_epoch * parts)) for kind, count in sizes.items()}
+        self._batch = {kind: count * parts for kind, count in self._part.items()}
         self._sample_options = SampleOptions(max_degree=MAX_DEGREE)
         self.capacities = None if settings.full_batch else self._find_capacities(print_table)
         abstract = nnx.eval_shape(lambda: self._model(jax.random.key(0)))
@@ -151,7 +160,7 @@ class SampledTrainer:
         return SampledClassifier(
             self.settings,
             self.prepared.widths,
-            topology.edge_types,
+            self.prepared.edge_types,
             topology.node_types,
             self.prepared.num_classes,
             options=self.options,
@@ -167,7 +176,7 @@ class SampledTrainer:
         rng = np.random.default_rng(0)
         train = self.splits["train"]
         batches = [
-            {kind: rng.choice(ids, min(self._batch[kind], len(ids)), replace=False) for kind, ids in train.items()}
+            {kind: rng.choice(ids, min(self._part[kind], len(ids)), replace=False) for kind, ids in train.items()}
             for _ in range(_CAPACITY_BATCHES)
         ]
         return find_capacities(
@@ -231,12 +240,19 @@ class SampledTrainer:
             order: int32[steps_per_epoch * batch] by type, the training nodes in the epoch's order, -1 for padding.
         """
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        sample_key, dropout_key = jax.random.split(key)
-        within = state.step % self.steps_per_epoch
-        seeds = {
+        return self.updated(state, self.part(state, key, self.seeds(state.step, order), inputs))
+
+    def seeds(self, step: Array, order: dict[str, Array]) -> dict[str, Array]:
+        """The seeds of a step."""
+        within = step % self.steps_per_epoch
+        return {
             kind: jax.lax.dynamic_slice(ids, (within * self._batch[kind],), (self._batch[kind],))
             for kind, ids in order.items()
         }
+
+    def part(self, state: SampledState, key: Array, seeds: dict[str, Array], inputs: Inputs) -> Part:
+        """Loss and gradients of some seeds."""
+        sample_key, dropout_key = jax.random.split(key)
         graphs, ids, positions, lost = self._neighbourhood(sample_key, inputs, seeds)
         x = (state.embeddings | inputs.features).gather(ids, dtype=jnp.float32)
         own = {kind: rows for kind, rows in x.items() if kind in state.embeddings}
@@ -250,10 +266,17 @@ class SampledTrainer:
         (loss, (correct, count)), (gradient, of_rows) = jax.value_and_grad(loss_of, (0, 1), has_aux=True)(
             state.params, own
         )
-        updates, opt_state = self._optimizer.update(gradient, state.opt_state, state.params)
+        rows = {kind: RowGradient(ids[kind], values) for kind, values in of_rows.items()}
+        return Part(loss, gradient, count, rows, {"correct": correct, "count": count, "lost": lost})
+
+    def updated(self, state: SampledState, mean: Part) -> SampledState:
+        """The state after Adam's updates by the mean over a step's seeds."""
+        updates, opt_state = self._optimizer.update(mean.gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        embeddings, moments = state.embeddings.update(self._of_rows, ids, of_rows, state.moments)
-        kept = jnp.where(within == 0, 0, 1)
+        ids = {kind: rows.ids for kind, rows in mean.rows.items()}
+        values = {kind: rows.values for kind, rows in mean.rows.items()}
+        embeddings, moments = state.embeddings.update(self._of_rows, ids, values, state.moments)
+        kept, counts = jnp.where(state.step % self.steps_per_epoch == 0, 0, 1), mean.counts
         return SampledState(
             params,
             opt_state,
@@ -261,10 +284,10 @@ class SampledTrainer:
             moments,
             state.step + 1,
             state.key,
-            state.loss * kept + loss * count,
-            state.correct * kept + correct,
-            state.count * kept + count,
-            state.lost + lost,
+            state.loss * kept + mean.loss * counts["count"],
+            state.correct * kept + counts["correct"],
+            state.count * kept + counts["count"],
+            state.lost + counts["lost"],
         )
 
     def _neighbourhood(
@@ -284,7 +307,14 @@ class SampledTrainer:
             options=self._sample_options,
         )
         lost = sample.lost.sum(dtype=jnp.int32) + sample.lost_edges.astype(jnp.int32)
-        return make_blocks(sample), sample.node_ids, sample.seed_positions, lost
+        return self._blocks(inputs, sample), sample.node_ids, sample.seed_positions, lost
+
+    def _blocks(self, inputs: Inputs, sample: SampledBlocks) -> list[Block]:
+        if inputs.edge_type is None:
+            return make_blocks(sample)
+        loops = self.settings.layer == "rgat"
+        relations = len(self.prepared.edge_types) - loops
+        return make_typed_blocks(inputs.topology, sample, inputs.edge_type, relations, add_self_loops=loops)
 
     def _loss(
         self, outputs: dict[str, Array], positions: dict[str, Array], seeds: dict[str, Array], labels: dict[str, Array]
@@ -366,14 +396,14 @@ class SampledTrainer:
         found = {}
         for name in splits:
             by_type = self.splits[name]
-            steps = max(-(-len(ids) // self._batch[kind]) for kind, ids in by_type.items())
+            steps = max(-(-len(ids) // self._part[kind]) for kind, ids in by_type.items())
             if self.inputs.graph is not None:
                 steps = 1
             right = []
             for at in range(steps):
                 seeds = {}
                 for kind in self.targets:
-                    size = self._batch[kind] if self.inputs.graph is None else len(by_type.get(kind, ()))
+                    size = self._part[kind] if self.inputs.graph is None else len(by_type.get(kind, ()))
                     part = by_type.get(kind, np.zeros(0, np.int32))[at * size : (at + 1) * size]
                     seeds[kind] = np.pad(part, (0, size - len(part)), constant_values=-1)
                 key = jax.random.fold_in(jax.random.key(seed), at)
@@ -386,7 +416,7 @@ class SampledTrainer:
         return infer_layers(
             self._layers,
             [state.params] * self.settings.layers,
-            self.prepared.topology,
+            self.prepared.by_relation(),
             self.prepared.topology.num_nodes,
             state.embeddings | self.prepared.features,
             node_types=self.targets,

@@ -15,6 +15,7 @@ import pytest
 
 from dejax import rgnn
 from dejax.rgnn import Options, RelGraph
+from tests.rgnn.references import GRAPHS, Reference, graph_of
 
 pytestmark = pytest.mark.newest_jax
 
@@ -170,3 +171,69 @@ def test_both_forms_and_the_program_without_the_passes_agree(name: str) -> None:
     for got, by_hand, plain in zip(*found, strict=True):
         np.testing.assert_allclose(got, plain, rtol=1e-9, atol=1e-11)
         np.testing.assert_allclose(by_hand, plain, rtol=1e-9, atol=1e-11)
+
+
+FLOAT16: dict[str, tuple[Any, Any]] = {
+    "reorder, an inner product": (
+        lambda g, a: rgnn.dot(g.src(a["x"]) @ g.per_edge_type(a["w"]), g.per_edge_type(a["v"])),
+        lambda r, a: np.einsum("ek,ekn,en->e", a["x"][r.s], a["w"][r.t], a["v"][r.t]),
+    ),
+    "reorder, two products": (
+        lambda g, a: (g.src(a["x"]) @ g.per_edge_type(a["w"])) @ g.per_edge_type(a["m"]),
+        lambda r, a: np.einsum("ek,ekn,enm->em", a["x"][r.s], a["w"][r.t], a["m"][r.t]),
+    ),
+    "reorder, a scalar by type": (
+        lambda g, a: rgnn.dot(g.src(a["x"]) @ g.per_edge_type(a["w"]), g.dst(a["y"])) * g.per_edge_type(a["c"]),
+        lambda r, a: np.einsum("ek,ekn,en,e->e", a["x"][r.s], a["w"][r.t], a["y"][r.d], a["c"][r.t]),
+    ),
+    "fold": (
+        lambda g, a: g.src(g.node(a["z"]) @ g.per_node_type(a["u"])) @ g.per_edge_type(a["n"]),
+        lambda r, a: np.einsum("ek,ekn,enm->em", a["z"][r.s], a["u"][r.nt][r.s], a["n"][r.t]),
+    ),
+}
+
+
+@pytest.mark.parametrize("scale", [1e-4, 300.0])
+@pytest.mark.parametrize("name", FLOAT16)
+def test_products_of_float16_weights_stay_in_range(name: str, scale: float) -> None:
+    """A product of two weights of 1e-4 or of 300 is beyond float16; the program as written is not."""
+    program, reference = FLOAT16[name]
+    edges, rng = GRAPHS["typed"], np.random.default_rng(0)
+    n, types, ntypes = edges.num_nodes, edges.num_edge_types, edges.num_node_types
+    shapes = {"w": (types, 8, 16), "v": (types, 16), "m": (types, 16, 4), "c": (types,)}
+    shapes |= {"u": (ntypes, 2, 256), "n": (types, 256, 2)}
+    arrays = {key: rng.normal(size=shape) * scale for key, shape in shapes.items()}
+    arrays |= {"x": rng.normal(size=(n, 8)) * min(0.03 / scale**2, 2e4), "y": rng.normal(size=(n, 16))}
+    arrays["z"] = arrays["x"][:, :2]
+    arrays = {key: a.astype(np.float16) for key, a in arrays.items()}
+    want = reference(Reference(edges), {key: a.astype(np.float64) for key, a in arrays.items()})
+    got = rgnn.program(program)(graph_of("typed"), arrays, options=Options(backend="xla"))
+    assert got.dtype == np.float16
+    assert np.linalg.norm(np.asarray(got, np.float64) - want) <= 2e-3 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_bias_behind_a_sum_of_16_bits_takes_away_what_is_too_large(dtype: str) -> None:
+    """The sum of the products alone is 90,000, beyond float16; with the bias it is 34,000."""
+    n, rng = 60, np.random.default_rng(0)
+    senders, receivers = rng.integers(0, n, (2, 2400))
+    arrays = {
+        "x": np.full((n, 4), 40.0),
+        "y": rng.random((n, 4)) * 0.1 + 1,
+        "w": np.full((4, 16), 10.0),
+        "b": np.full(16, -1000.0),
+    }
+    given = {key: jnp.asarray(a, dtype) for key, a in arrays.items()}
+
+    @rgnn.program
+    def layer(g: Any, a: Any) -> Any:
+        return g.sum_to_dst((g.src(a["x"]) * g.dst(a["y"])) @ g.shared(a["w"]) + g.shared(a["b"]))
+
+    g = RelGraph.from_edges(senders, receivers, num_nodes=n)
+    got = layer(g, given, options=Options(backend="pallas", interpret=True))
+    x, y, w, b = (np.asarray(a, np.float64) for a in given.values())
+    want = np.zeros((n, 16))
+    np.add.at(want, receivers, (x[senders] * y[receivers]) @ w + b)
+    assert np.abs(want).max() > 30_000
+    tolerance = 2e-3 if dtype == "float16" else 2e-2
+    assert np.abs(np.asarray(got, np.float64) - want).max() <= tolerance * np.abs(want).max()

@@ -50,10 +50,11 @@ def gcn(g: GraphSymbol, x: Any, params: Params, edge_weight: Any = None, add_sel
         norm = F.where(degree > 0, F.rsqrt(F.where(degree > 0, degree, 1.0)), 0.0)
     norm = norm.astype(z.dtype)
     z = z * norm
-    total = g.sum_to_dst(g.src(z) if edge_weight is None else g.src(z) * g.edge(edge_weight))
+    message = g.src(z) if edge_weight is None else g.src(z) * g.edge(edge_weight)
+    total = g.sum_to_dst(wide(message))  # the sum of 70,000 neighbours is beyond float16 before it is normalised
     if add_self_loops:
         total = total + z
-    return add_bias(g, total * norm, params.get("bias"))
+    return add_bias(g, rounded(total * norm, message), params.get("bias"))
 
 
 @program

@@ -1,0 +1,180 @@
+"""`plan_step` on models that it was not made with: memory and time as predicted and as measured, for several budgets.
+
+    python benchmarks/offload_plans.py --out out/plans.json
+    python benchmarks/offload_plans.py --quick      # small forms, also on a CPU
+
+A budget is a share of what the step takes with all state on the device. Adam, float32 parameters, bfloat16 arithmetic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.85")  # staging memory is outside of XLA's pool
+os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "104")
+
+
+def models(quick: bool) -> dict[str, Callable[[], tuple[Any, Any, Any]]]:
+    """By name: () -> (body, parameters of the stack, input of the first layer)."""
+    import jax
+    import jax.numpy as jnp
+
+    key = jax.random.key(0)
+    half = jnp.bfloat16
+
+    def weights(shapes: dict[str, tuple[int, ...]], layers: int) -> dict[str, Any]:
+        return {
+            name: jax.random.normal(jax.random.fold_in(key, i), (layers, *shape)) * 0.02
+            for i, (name, shape) in enumerate(shapes.items())
+        }
+
+    def feed_forward() -> tuple[Any, Any, Any]:
+        layers, width, tokens = (4, 32, 64) if quick else (24, 4096, 16384)
+
+        def body(p: Any, x: Any) -> Any:
+            return x + jax.nn.gelu(x @ p["up"].astype(half)) @ p["down"].astype(half)
+
+        return (
+            body,
+            weights({"up": (width, 2 * width), "down": (2 * width, width)}, layers),
+            jnp.ones((tokens, width), half),
+        )
+
+    def experts() -> tuple[Any, Any, Any]:
+        layers, width, count, tokens = (4, 32, 4, 64) if quick else (16, 2048, 8, 16384)
+
+        def body(p: Any, x: Any) -> Any:
+            gates = jax.nn.softmax((x @ p["route"].astype(half)).astype(jnp.float32))
+            best, chosen = jax.lax.top_k(gates, 2)
+            order = jnp.argsort(chosen.reshape(-1), stable=True)  # equal parts: an expert takes the next one's surplus
+            rows = jnp.repeat(x, 2, 0)[order].reshape(count, -1, x.shape[1])
+            hidden = jax.nn.silu(jnp.einsum("etd,edh->eth", rows, p["up"].astype(half)))
+            out = jnp.einsum("eth,ehd->etd", hidden, p["down"].astype(half)).reshape(-1, x.shape[1])
+            back = jnp.zeros_like(out).at[order].set(out).reshape(x.shape[0], 2, -1)
+            return x + jnp.einsum("tkd,tk->td", back, best.astype(half))
+
+        shapes = {"route": (width, count), "up": (count, width, width), "down": (count, width, width)}
+        return body, weights(shapes, layers), jnp.ones((tokens, width), half)
+
+    def convolutions() -> tuple[Any, Any, Any]:
+        layers, width, side, batch = (4, 8, 8, 2) if quick else (32, 512, 32, 32)
+
+        def body(p: Any, x: Any) -> Any:
+            names = ("NHWC", "HWIO", "NHWC")
+            y = jax.lax.conv_general_dilated(x, p["in"].astype(half), (1, 1), "SAME", dimension_numbers=names)
+            y = jax.lax.conv_general_dilated(
+                jax.nn.relu(y), p["out"].astype(half), (1, 1), "SAME", dimension_numbers=names
+            )
+            return x + y
+
+        shapes = {"in": (3, 3, width, width), "out": (3, 3, width, width)}
+        return body, weights(shapes, layers), jnp.ones((batch, side, side, width), half)
+
+    def decoder() -> tuple[Any, Any, Any]:
+        from dejax.training.decoder import SIZES, init_params, model
+
+        config = SIZES["tiny" if quick else "350m"]
+        batch, sequence = (2, 32) if quick else (4, 4096)
+        return (
+            model.make_block(config),
+            init_params(config, key)["layers"],
+            jnp.ones((batch, sequence, config.width), half),
+        )
+
+    return {"feed-forward": feed_forward, "experts": experts, "convolutions": convolutions, "decoder": decoder}
+
+
+def run(name: str, make: Callable[[], tuple[Any, Any, Any]], shares: list[float]) -> dict[str, Any]:
+    """Plans a model, and measures the plan for each budget."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from dejax.offload import plan_step
+
+    body, layers, x = make()
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), layers)
+    del layers
+    begin = time.perf_counter()
+    plan = plan_step(
+        lambda outer, x: x,
+        body,
+        lambda outer, x, batch: jnp.mean(jnp.square(x.astype(jnp.float32))),
+        optax.adam(1e-4),
+        {"unused": jnp.zeros(1)},
+        shapes,
+        x,
+        device_bytes=1 << 50,
+        min_bytes=1 << 10,
+        streams=True,
+    )
+    everything = max(way.device_bytes for way in plan.ways)
+    found: dict[str, Any] = {"planning_s": time.perf_counter() - begin, "all_on_the_device_gb": everything / 1e9}
+    for share in shares:
+        try:
+            part = plan.within(device_bytes=share * everything)
+        except ValueError as error:
+            found[str(share)] = {"error": str(error)}
+            print(name, share, error, flush=True)
+            continue
+        step = part.apply()
+        state = step.init({"unused": jnp.zeros(1)}, make()[1])
+        near, seconds = part.measure(state, x)
+        row = {
+            "moved": sorted(part.chosen.far),
+            "inputs": part.chosen.activations,
+            "predicted_gb": part.chosen.device_bytes / 1e9,
+            "measured_gb": near / 1e9,
+            "memory_off": part.chosen.device_bytes / near - 1,
+            "predicted_ms": 1e3 * part.chosen.seconds,
+            "measured_ms": 1e3 * seconds,
+            "time_off": part.chosen.seconds / seconds - 1,
+        }
+        found[str(share)] = row
+        print(name, share, {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+        del state
+        gc.collect()
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="*")
+    parser.add_argument("--shares", nargs="*", type=float, default=[1.0, 0.6, 0.3])
+    parser.add_argument("--seconds", type=float, default=1e9, help="no further model begins after them")
+    parser.add_argument("--quick", action="store_true", help="small forms")
+    parser.add_argument("--out", type=Path, default=Path("out/offload_plans.json"))
+    options = parser.parse_args()
+
+    import jax
+
+    from dejax.offload import ActivationStore
+
+    known = models(options.quick)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {}
+    began = time.perf_counter()
+    for name in options.models or known:
+        if time.perf_counter() - began > options.seconds:
+            break
+        try:
+            with ActivationStore():
+                found[name] = run(name, known[name], options.shares)
+        except Exception as error:
+            found[name] = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
+            print(name, found[name], flush=True)
+        options.out.write_text(json.dumps(found))
+        jax.clear_caches()
+        gc.collect()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

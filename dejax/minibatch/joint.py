@@ -1,0 +1,88 @@
+"""Samples of all relations together: a fan-out counts the edges of a node, whatever their relations."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from dejax.minibatch._layout import Layout
+from dejax.minibatch.blocks import Block, join_nodes
+from dejax.minibatch.sampling import SampledBlocks, edge_ids
+from dejax.minibatch.topology import HeteroTopology
+from dejax.rgnn import RelGraph
+
+__all__ = ["make_typed_blocks"]
+
+
+def make_typed_blocks(
+    topology: HeteroTopology,
+    sample: SampledBlocks,
+    edge_type: Array,
+    num_edge_types: int,
+    *,
+    add_self_loops: bool = False,
+) -> list[Block]:
+    """The blocks of a sample of one relation that holds the edges of many. It runs inside `jax.jit`.
+
+    With a fan-out for each relation a node has `fan_out` slots in each, most of them empty where relations are many: a
+    knowledge graph has hundreds. So make a topology with one relation of all edges, sample it, and read the relation of
+    each sampled edge afterwards. A batch then has `fan_out` slots per node, and a sample compiles once, not once per
+    relation.
+
+    Args:
+        topology: of one relation within one node type, with the ids of its edges.
+        sample: of `sample_blocks` on this topology.
+        edge_type: int[edges], the relation of each edge, in the order of the lists that the topology was made from.
+        num_edge_types: relations.
+        add_self_loops: adds an edge from each node to itself, of one more relation with the number `num_edge_types`.
+
+    Returns:
+        One block for each layer, as of `make_blocks`. Their graphs have the relations as edge types.
+
+    Raises:
+        ValueError: a topology of several relations or types, or an edge type for each edge is not given.
+
+    >>> import jax
+    >>> from dejax.minibatch import HeteroTopology, sample_blocks
+    >>> relation = ("node", "edge", "node")
+    >>> topology = HeteroTopology.from_edges({relation: ([1, 2, 2], [0, 0, 1])}, {"node": 3})
+    >>> sample = sample_blocks(jax.random.key(0), topology, ("node", jnp.array([0])), [2])
+    >>> (block,) = make_typed_blocks(topology, sample, jnp.array([5, 6, 7]), 8)
+    >>> block.graph.num_edge_types, sorted(block.graph.edge_type[block.graph.edge_mask].tolist())
+    (8, [5, 6])
+    """
+    if len(topology.relations) != 1 or len(topology.node_types) != 1:
+        raise ValueError(
+            f"make_typed_blocks: `topology` must have one relation within one node type, got {topology.edge_types}; "
+            "use make_blocks"
+        )
+    count = topology.relations[0].num_edges
+    if edge_type.shape != (count,):
+        raise ValueError(
+            f"make_typed_blocks: `edge_type` must be int[{count}], one for each edge, got {edge_type.shape}"
+        )
+    layout, blocks = sample.layout, []
+    kinds = [edge_type.at[jnp.maximum(own, 0)].get(mode="clip") for own in edge_ids(topology, sample)]
+    for hops in reversed(range(sample.num_layers)):
+        own = [n for n, piece in enumerate(layout.pieces) if piece.hop <= hops]
+        none = jnp.zeros(0, jnp.int32)
+        senders = jnp.concatenate([none, *(sample.numbers[n].reshape(-1) for n in own)])
+        graph = RelGraph.build_traced(
+            jnp.maximum(senders, 0),
+            jnp.concatenate([none, *(_receivers(layout, n) for n in own)]),
+            jnp.concatenate([none, *(kinds[n].reshape(-1).astype(jnp.int32) for n in own)]),
+            num_nodes=layout.count(hops + 1),
+            num_edge_types=num_edge_types,
+            edge_mask=senders >= 0,
+            node_mask=join_nodes(layout, sample.node_ids, hops + 1) >= 0,
+            add_self_loops=add_self_loops,
+        )
+        blocks.append(Block(graph, hops, layout))
+    return blocks
+
+
+def _receivers(layout: Layout, number: int) -> Array:
+    """The receiver of each slot of a piece, as a number among all nodes."""
+    piece = layout.pieces[number]
+    first, count = layout.first_of_all(piece.hop, piece.target), layout.sizes[piece.hop][piece.target]
+    return jnp.repeat(jnp.arange(first, first + count, dtype=jnp.int32), piece.fan_out)

@@ -1,0 +1,162 @@
+"""Processes that die, hang, raise or disagree: the others end with a message; a restart gives the same losses."""
+
+import re
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dejax import _native, distributed
+from dejax.distributed import failing, make_mesh
+from dejax.host_gather import HostTable
+from tests.distributed import job, processes
+
+pytestmark = pytest.mark.skipif(
+    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
+)
+
+PROGRAM = """
+import json, os, signal, sys
+process, count, port, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[5])["how"]
+from dejax import distributed
+distributed.initialize(f"127.0.0.1:{port}", count, process, timeout=6)
+import jax
+victim = process == count - 1
+distributed.check_agreement(nodes=5 + (how == "disagrees" and victim))
+mesh = distributed.make_mesh()
+psum = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=jax.sharding.PartitionSpec(),
+                     out_specs=jax.sharding.PartitionSpec(), check_vma=False)
+for step in range(40 if how != "ends" else 3):
+    jax.block_until_ready(jax.jit(psum)(1.0))
+    if step == 2 and victim and how == "raises":
+        raise KeyError("a bug of the user")
+    if step == 2 and victim and how in ("SIGKILL", "SIGSTOP"):
+        os.kill(os.getpid(), getattr(signal, how))
+print("all steps done", flush=True)
+"""
+
+
+def statuses(tmp_path, how, count=2):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    started = processes.start(count, tmp_path, program=program, how=how)
+    try:
+        found = []
+        for process in started:
+            try:
+                found.append(process.wait(60 if not found or how != "SIGSTOP" else 1))
+            except subprocess.TimeoutExpired:
+                found.append(None)
+        return found, [processes.output(tmp_path, k) for k in range(count)]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        ("SIGKILL", "process 1 on .*: no sign of life"),
+        ("SIGSTOP", "process 1 on .*: no sign of life"),
+        ("raises", "process 1 ended: KeyError: 'a bug of the user'"),
+    ],
+)
+def test_the_others_end_with_a_message(how, message, tmp_path) -> None:
+    found, texts = statuses(tmp_path, how)
+    assert found[0] == failing.EXIT_STATUS, texts[0][-2000:]
+    (line,) = [line for line in texts[0].splitlines() if line.startswith("dejax.distributed:")]
+    assert re.search(message, line), line
+    assert found[1] == {"SIGKILL": -9, "SIGSTOP": None, "raises": 1}[how]
+
+
+@pytest.mark.full
+@pytest.mark.newest_jax
+def test_processes_that_end_and_processes_that_disagree(tmp_path) -> None:
+    found, texts = statuses(tmp_path, "ends")
+    assert found == [0, 0] and not any("dejax.distributed:" in text for text in texts), texts
+    found, texts = statuses(tmp_path, "disagrees")
+    want = "all processes must have the same `nodes`, got 5 on process 0, 6 on process 1"
+    assert 0 not in found and all(want in text for text in texts), texts
+
+
+@pytest.mark.full
+def test_killed_at_random_times_a_job_has_the_losses_of_one_that_ran_through(tmp_path) -> None:
+    check_kills(tmp_path, 5)
+
+
+@pytest.mark.slow
+def test_killed_fifty_times(tmp_path) -> None:
+    check_kills(tmp_path, 50)
+
+
+def check_kills(tmp_path, times):
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "whole").mkdir()
+    found, took = processes.kill_and_restart(tmp_path / "killed", times, seed=times)
+    assert len(took) == times and max(took) < 30
+    cache = tmp_path / "killed" / "cache"
+    whole = processes.start(2, tmp_path / "whole", cache=cache, steps=len(found), tables="plain", every=10**9)
+    processes.finish(whole, tmp_path / "whole", timeout=900)
+    assert processes.losses(tmp_path / "whole") == found
+
+
+@pytest.mark.parametrize("before, after", [(4, 2), (1, 4)])
+@pytest.mark.sample(2)
+def test_a_checkpoint_is_read_on_another_number_of_devices(before, after, tmp_path) -> None:
+    state, _ = job.build(make_mesh(before), "sharded")
+    state["key"] = jax.random.key(3)
+    state["table"] = HostTable.from_numpy(np.arange(12.0).reshape(4, 3).astype(np.float32)).share(
+        make_mesh(before), writable=True
+    )
+    state["params"] = jax.tree.map(lambda x: x + 0.25, state["params"])
+    distributed.save(tmp_path, 7, state)
+    like, _ = job.build(make_mesh(after), "sharded")
+    like["key"] = jax.random.key(0)
+    like["table"] = HostTable.zeros((4, 3)).share(make_mesh(after), writable=True)
+    like["authors"] = distributed.ShardedTable.zeros(like["authors"].shape, make_mesh(after))
+    place = like["authors"].words.addressable_shards[0].data.unsafe_buffer_pointer()
+    assert distributed.latest_step(tmp_path) == 7
+    got, step = distributed.restore(tmp_path, like)
+    assert step == 7 and got["authors"].words.addressable_shards[0].data.unsafe_buffer_pointer() == place
+    for name in ("authors", "table"):
+        np.testing.assert_array_equal(got[name].numpy(), state[name].numpy())
+    for a, b in zip(jax.tree.leaves(got["params"]), jax.tree.leaves(state["params"]), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert len(a.sharding.device_set) == after
+    assert jax.random.key_data(got["key"]).tolist() == jax.random.key_data(state["key"]).tolist()
+
+
+def test_errors_of_checkpoints(tmp_path) -> None:
+    assert distributed.latest_step(tmp_path / "none") is None
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        distributed.restore(tmp_path / "none", {"w": jnp.zeros(3)})
+    distributed.save(tmp_path, 1, {"w": jnp.zeros(3)})
+    with pytest.raises(ValueError, match="got one more or less: 'v'"):
+        distributed.restore(tmp_path, {"w": jnp.zeros(3), "v": jnp.zeros(3)})
+    with pytest.raises(ValueError, match="must have the shapes of the checkpoint"):
+        distributed.restore(tmp_path, {"w": jnp.zeros(4)})
+    for step in (2, 3, 4):
+        distributed.save(tmp_path, step, {"w": jnp.full(3, step)}, keep=2)
+    assert distributed.latest_step(tmp_path) == 4
+    state, step = distributed.restore(tmp_path, {"w": jnp.zeros(3, jnp.int32)}, step=3)
+    assert step == 3 and state["w"].tolist() == [3, 3, 3]
+    with pytest.raises(FileNotFoundError, match="no checkpoint 1 in"):
+        distributed.restore(tmp_path, {"w": jnp.zeros(3)}, step=1)
+
+
+def test_facts_of_one_process() -> None:
+    facts = distributed.check_agreement(nodes=3, graph=job.graph(), key=jax.random.key(0))
+    assert facts["nodes"] == "3" and facts["jax"] == jax.__version__
+    assert facts["graph"] == failing.fact_text(job.graph()) != failing.fact_text(np.arange(3))
+    table = np.arange(6.0).reshape(2, 3)
+    assert failing.fact_text(HostTable.from_numpy(table)) != failing.fact_text(HostTable.from_numpy(table + 1))
+    assert failing._difference("n", {0: "a", 1: "a"}) == ""
+    assert failing._difference("n", {0: "a", 1: "b", 2: "b"}) == "`n`, got a on process 0, b on processes 1, 2"
+    with pytest.raises(RuntimeError, match="must be initialized"):
+        distributed.watch()
+    with pytest.raises(ValueError, match="`timeout` must be above `interval`"):
+        distributed.watch(1, interval=2)

@@ -1,0 +1,158 @@
+"""`ShardedTable`: rows and sums of a table that is divided over devices are those of one table."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dejax import _native
+from dejax.distributed import ShardedTable, check_lost, link_bytes, make_mesh
+from dejax.distributed._placing import spec_of
+from dejax.host_gather import HostTable, RowGradient, adagrad, adam, scatter_add, sgd
+from dejax.minibatch import NodeFeatures
+
+pytestmark = pytest.mark.skipif(
+    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
+)
+RNG = np.random.default_rng(0)
+ROWS = RNG.standard_normal((203, 6)).astype(np.float32)
+IDS = RNG.integers(-2, 206, (4, 40)).astype(np.int32)
+VALUES = RNG.standard_normal((4, 40, 6)).astype(np.float32)
+P = jax.sharding.PartitionSpec
+
+
+def over(mesh, function, tree, out, donate=False):
+    """A function of a tree of tables and of arrays that are divided over the mesh, jitted."""
+    specs = jax.tree.map(lambda leaf: spec_of(leaf, mesh), tree)
+    out = specs if out is None else out
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=(specs, P("data")), out_specs=out, check_vma=False)
+    return jax.jit(mapped, donate_argnums=0 if donate else ())
+
+
+def read(mesh, table, ids=IDS, **options):
+    def of_device(table, ids):
+        rows, lost = table.gather(ids, **options)
+        return rows, lost[None]
+
+    return over(mesh, of_device, table, (P("data"), P("data")))(table, ids)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("hot", [(), (3, 7, 150)], ids=["", "hot"])
+@pytest.mark.parametrize("memory", ["host", "device"])
+@pytest.mark.parametrize("devices", [4, 1, 2])
+@pytest.mark.parametrize(
+    "dtype, scale",
+    [("int8", "row"), ("float32", None), ("float8_e4m3fn", "column"), ("float16", None), ("int32", None)],
+)
+def test_rows_are_those_of_one_table(dtype, scale, devices, memory, hot) -> None:
+    mesh = make_mesh(devices)
+    rows = np.rint(ROWS * 20) if dtype == "int32" else ROWS
+    table = ShardedTable.from_numpy(rows, mesh, dtype=dtype, scale=scale, memory=memory, hot=hot)
+    got, lost = read(mesh, table)
+    want = NodeFeatures.from_numpy(rows, dtype=dtype, scale=scale).gather(IDS)
+    assert got.dtype == want.dtype and not lost.any()
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+    if devices > 1:
+        assert {shard.data.shape[0] for shard in table.words.addressable_shards} == {256 // devices}
+
+
+@pytest.mark.parametrize("rule", [adam(0.01), sgd(0.1), adagrad(0.1)], ids=["adam", "sgd", "adagrad"])
+@pytest.mark.sample(3)
+def test_updates_have_the_bits_of_one_table_and_are_in_place(rule) -> None:
+    mesh = make_mesh(4)
+    table = ShardedTable.from_numpy(ROWS, mesh)
+    tree = table, table.init(rule)
+
+    def step(tree, given):
+        table, state, _ = tree[0].update(rule, RowGradient(given[0].reshape(-1), given[1].reshape(-1, 6)), tree[1])
+        return table, state
+
+    jitted = over(mesh, step, tree, None, donate=True)
+    places = [shard.data.unsafe_buffer_pointer() for shard in table.words.addressable_shards]
+    whole = HostTable.from_numpy(ROWS)
+    state = rule.init(whole)
+    for ids in (IDS, IDS[::-1].copy()):
+        tree = jitted(tree, (ids, VALUES))
+        gradient = RowGradient(jnp.asarray(ids.reshape(-1)), jnp.asarray(VALUES.reshape(-1, 6)))
+        whole, state = rule.update(gradient, state, whole)
+    np.testing.assert_array_equal(tree[0].numpy(), whole.numpy())
+    assert places == [shard.data.unsafe_buffer_pointer() for shard in tree[0].words.addressable_shards]
+    for got, want in ((tree[1].first, state.first), (tree[1].second, state.second)):
+        assert (got is None) == (want is None)
+        if got is not None:
+            np.testing.assert_array_equal(got.numpy(), want.numpy())
+
+
+def test_sums_of_float16_rows() -> None:
+    mesh = make_mesh(2)
+    table = ShardedTable.from_numpy(ROWS, mesh, dtype="float16")
+    ids, values = IDS[:2], VALUES[:2]
+
+    def add(table, given):
+        return table.scatter_add(*given)[0]
+
+    got = over(mesh, add, table, None, donate=True)(table, (ids, values))
+    want = scatter_add(HostTable.from_numpy(ROWS.astype(np.float16)), ids.reshape(-1), values.reshape(-1, 6))
+    np.testing.assert_array_equal(got.numpy(), want.numpy())
+
+
+def test_what_does_not_fit_is_counted_and_has_rows_of_zeros() -> None:
+    mesh = make_mesh(4)
+    table = ShardedTable.from_numpy(ROWS, mesh, hot=[5])
+    ids = np.full((4, 40), -1, np.int32)
+    ids[:, :9] = np.arange(65, 74)  # of the second device
+    ids[:, 9] = 5
+    got, lost = read(mesh, table, ids, capacity=4)
+    assert lost.tolist() == [5, 0, 5, 5]
+    want = np.where((ids >= 0)[..., None], ROWS[ids], 0)
+    there = np.ones((4, 40, 1), bool)
+    there[[0, 2, 3], 4:9] = False
+    np.testing.assert_array_equal(got, np.where(there, want, 0))
+    with pytest.raises(ValueError, match="15 rows did not fit; use a larger `capacity`"):
+        check_lost(lost)
+    check_lost(np.zeros(4))
+    capacity = table.find_capacity(list(ids))
+    assert capacity == 9
+    assert not read(mesh, table, ids, capacity=capacity)[1].any()
+
+
+def test_bytes_over_links_are_those_that_are_told() -> None:
+    mesh = make_mesh(4)
+    for dtype, scale in (("float16", None), ("int8", "row")):
+        table = ShardedTable.from_numpy(ROWS, mesh, dtype=dtype, scale=scale)
+        specs = jax.tree.map(lambda leaf: spec_of(leaf, mesh), table)
+        mapped = jax.shard_map(
+            lambda table, ids: table.gather(ids, capacity=12)[0],
+            mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"), check_vma=False,
+        )  # fmt: skip
+        found = link_bytes(jax.jit(mapped).lower(table, IDS).compile(), 4)
+        told = table.exchange_bytes(40, capacity=12)
+        assert found == {"all-to-all": told["ids"] + told["rows"]}
+        assert told == {"ids": 3 * 12 * 4, "rows": 3 * 12 * (12 if dtype == "float16" else 6 + 4)}
+
+
+def test_errors() -> None:
+    mesh = make_mesh(2)
+    table = ShardedTable.from_numpy(ROWS, mesh)
+    assert "2 devices" in repr(table) and len(table) == 203 and table.shape == (203, 6)
+    with pytest.raises(ValueError, match="jax.shard_map over it"):
+        table.gather(IDS)
+    with pytest.raises(ValueError, match="`capacity` must be at least 1, got 0"):
+        read(mesh, table, capacity=0)
+    with pytest.raises(TypeError, match="must be integers"):
+        read(mesh, table, IDS.astype(np.float32))
+    with pytest.raises(ValueError, match="`memory` must be 'host' or 'device', got 'disk'"):
+        ShardedTable.from_numpy(ROWS, mesh, memory="disk")
+    with pytest.raises(ValueError, match="ids of rows from 0 to 202"):
+        ShardedTable.from_numpy(ROWS, mesh, hot=[203])
+    with pytest.raises(ValueError, match="distinct"):
+        ShardedTable.from_numpy(ROWS, mesh, hot=[3, 3])
+    with pytest.raises(ValueError, match="`axis` must be one of the mesh's axes"):
+        ShardedTable.from_numpy(ROWS, mesh, axis="model")
+    with pytest.raises(ValueError, match="copies of hot rows; make it without `hot`"):
+        ShardedTable.from_numpy(ROWS, mesh, hot=[3]).init(adam(0.1))
+    with pytest.raises(ValueError, match="memory='host'"):
+        ShardedTable.zeros((4, 2), mesh, memory="device").init(adam(0.1))
+    with pytest.raises(ValueError, match="has scales"):
+        ShardedTable.from_numpy(ROWS, mesh, dtype="int8", scale="row").init(adam(0.1))

@@ -1,0 +1,68 @@
+"""Blocks of samples of all relations together: layers equal those on the full graph."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dejax import rgnn
+from dejax.minibatch import HeteroTopology, make_typed_blocks, sample_blocks
+
+EDGE = ("node", "edge", "node")
+NODES, KINDS = 12, 5
+
+
+@rgnn.program
+def typed_sum(g, x, w):
+    return g.sum_to_dst(g.src(x) * g.per_edge_type(w))
+
+
+def graph(seed=0, edges=40):
+    rng = np.random.default_rng(seed)
+    return (*rng.integers(0, NODES, (2, edges)), rng.integers(0, KINDS, edges))
+
+
+@pytest.mark.parametrize("loops", [False, True])
+def test_two_layers_with_all_edges_equal_the_full_graph(loops):
+    senders, receivers, kinds = graph()
+    topology = HeteroTopology.from_edges({EDGE: (senders, receivers)}, {"node": NODES})
+    seeds = jnp.array([3, 7, 3, -1])
+    rng = np.random.default_rng(1)
+    x, w = rng.standard_normal((NODES, 4)), rng.standard_normal((KINDS + loops, 4))
+
+    @jax.jit
+    def on_blocks(x, w, topology, kinds):
+        sample = sample_blocks(jax.random.key(0), topology, ("node", seeds), [-1, -1])
+        ids = sample.node_ids["node"]
+        h = jnp.where((ids >= 0)[:, None], x[jnp.maximum(ids, 0)], 0)
+        for block in make_typed_blocks(topology, sample, kinds, KINDS, add_self_loops=loops):
+            h = typed_sum(block.graph, h[: block.num_sources], w)[: block.num_destinations]
+        return h[sample.seed_positions["node"]], sample.seed_positions["node"]
+
+    found, places = on_blocks(jnp.float32(x), jnp.float32(w), topology, jnp.asarray(kinds))
+    h = x
+    for _ in range(2):
+        out = h * w[KINDS] if loops else np.zeros_like(h)
+        np.add.at(out, receivers, h[senders] * w[kinds])
+        h = out
+    np.testing.assert_allclose(found[:3], h[[3, 7, 3]], rtol=2e-5, atol=1e-5)
+    assert places[0] == places[2]
+
+
+def test_mistakes_are_named():
+    senders, receivers, kinds = graph()
+    topology = HeteroTopology.from_edges({EDGE: (senders, receivers)}, {"node": NODES})
+    sample = sample_blocks(jax.random.key(0), topology, ("node", jnp.array([0])), [2])
+    with pytest.raises(ValueError, match=r"`edge_type` must be int\[40\], one for each edge, got \(3,\)"):
+        make_typed_blocks(topology, sample, jnp.asarray(kinds[:3]), KINDS)
+    other = HeteroTopology.from_edges({EDGE: ([], []), ("node", "b", "node"): ([], [])}, {"node": NODES})
+    with pytest.raises(ValueError, match="must have one relation within one node type"):
+        make_typed_blocks(other, sample, jnp.asarray(kinds), KINDS)
+
+
+def test_a_graph_without_edges():
+    topology = HeteroTopology.from_edges({EDGE: ([], [])}, {"node": NODES})
+    sample = sample_blocks(jax.random.key(0), topology, ("node", jnp.array([0, 5])), [2])
+    (block,) = make_typed_blocks(topology, sample, jnp.zeros(0, jnp.int32), KINDS)
+    out = typed_sum(block.graph, jnp.ones((block.num_sources, 4)), jnp.ones((KINDS, 4)))
+    np.testing.assert_array_equal(out[:2], 0)
