@@ -34,10 +34,10 @@ def start(processes, folder, devices=1, program=JOB, cache=None, **settings):
     }
     started = []
     for process in range(processes):
-        out = open(Path(folder) / f"out-{process}.txt", "w")
         arguments = [str(process), str(processes), str(port), str(folder), json.dumps(settings)]
         command = [sys.executable, str(program), *arguments]
-        started.append(subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT))
+        with open(Path(folder) / f"out-{process}.txt", "w") as out:
+            started.append(subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT))
     return started
 
 
