@@ -109,7 +109,7 @@ class SampledSettings:
         return {**dataclasses.asdict(self), "fan_outs": list(self.fan_outs)}
 
 
-# Chosen on validation nodes (stdlib), or those of the full-batch command (aifb); examples/README.md has the tables.
+# Starting points. They were not tuned on validation nodes; examples/README.md has the accuracies that were measured.
 _CHOSEN: dict[str, dict[str, Any]] = {
     "stdlib": {"batch_size": 1024, "bases": 8, "dropout": 0.4, "epochs": 12},
     "aifb": {"batch_size": 64, "hidden": 16, "epochs": 20, "seeds": 10},
