@@ -23,6 +23,7 @@ def one_device():
 
 
 @pytest.mark.full
+@pytest.mark.newest_jax
 @pytest.mark.parametrize("devices, tables", [(2, "sharded"), (4, "shared"), (4, "sharded")])
 def test_losses_of_a_sampled_job_are_those_of_one_device(one_device, devices, tables) -> None:
     losses, state = job.run(make_mesh(devices), 50, tables)

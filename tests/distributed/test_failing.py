@@ -57,6 +57,7 @@ def statuses(tmp_path, how, count=2):
 
 
 @pytest.mark.full
+@pytest.mark.newest_jax
 @pytest.mark.parametrize(
     "how, message",
     [
@@ -83,7 +84,7 @@ def test_processes_that_end_and_processes_that_disagree(tmp_path) -> None:
     assert 0 not in found and all(want in text for text in texts), texts
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_killed_at_random_times_a_job_has_the_losses_of_one_that_ran_through(tmp_path) -> None:
     check_kills(tmp_path, 5)
 

@@ -104,6 +104,7 @@ def trained(model: Callable[..., Any], graph: Any, x: Any, labels: Any, mask: An
     return losses
 
 
+@pytest.mark.newest_jax
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("parts", [4, 2])
 @pytest.mark.parametrize("name", ["rgcn", "hgt", "rgat", "gcn", "gatv2"])
