@@ -3,7 +3,6 @@
 * `data_parallel` makes the step of a mesh from the two halves of a step of one device.
 * `over_mesh` makes a full-graph layer of a mesh of a layer of one device; `dejax.distributed.partition` splits graphs.
 * `share` puts tables, stores and topologies on all devices of a mesh, for reading or writing.
-
 * `ShardedTable` is a table whose rows are divided over the memory of devices or hosts.
 * `initialize`, `watch` and `check_agreement` end a job with a message where a process dies or differs.
 * `save` and `restore` have checkpoints for any number of devices.
@@ -12,7 +11,17 @@ docs/distributed.md and docs/full_graph_mesh.md are the guides.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for type checkers and the reference; the names are loaded when they are used
+    from dejax.distributed._placing import local, make_mesh, replicate, share
+    from dejax.distributed.checkpoint import latest_step, restore, save
+    from dejax.distributed.failing import EXIT_STATUS, DisagreementError, check_agreement, initialize, watch
+    from dejax.distributed.full_graph import MeshProgram, ShardedGraph, over_mesh
+    from dejax.distributed.links import link_bytes
+    from dejax.distributed.optimizer_state import divided
+    from dejax.distributed.parallel_step import Part, Report, data_parallel
+    from dejax.distributed.tables import ShardedTable, check_lost
 
 _PLACES = {
     "DisagreementError": "failing",
@@ -39,7 +48,30 @@ _PLACES = {
     "share": "_placing",
 }
 
-__all__ = sorted(_PLACES)
+__all__ = [
+    "DisagreementError",
+    "EXIT_STATUS",
+    "MeshProgram",
+    "Part",
+    "Report",
+    "ShardedGraph",
+    "ShardedTable",
+    "check_agreement",
+    "check_lost",
+    "data_parallel",
+    "divided",
+    "initialize",
+    "latest_step",
+    "link_bytes",
+    "local",
+    "make_mesh",
+    "over_mesh",
+    "replicate",
+    "restore",
+    "save",
+    "share",
+    "watch",
+]
 
 
 def __getattr__(name: str) -> Any:
