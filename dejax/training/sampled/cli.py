@@ -150,7 +150,9 @@ def _settings(args: argparse.Namespace) -> SampledSettings:
             given["fan_outs"] = tuple(int(k) for k in args.fan_outs.split(","))
         except ValueError:
             raise ValueError(f"--fan-outs must be integers with commas, as 10,5, got {args.fan_outs!r}") from None
-    return resolve((args.dataset or "stdlib").lower(), args.layer, **given)
+    # A folder of somebody's own has the defaults of no data set.
+    name = args.dataset or ("folder" if args.data else "stdlib")
+    return resolve(name.lower(), args.layer, **given)
 
 
 def _one_seed(trainer: Any, checkpoints: Any, args: argparse.Namespace, seed: int) -> tuple[Any, dict[str, float], int]:
