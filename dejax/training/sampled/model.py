@@ -110,8 +110,8 @@ class SampledClassifier(nnx.Module):
             assert rngs is not None
             h = nnx.Dropout(self.input_dropout, deterministic=False)(h, rngs=rngs)
         layer = getattr(self, f"layer_{number}")
-        if not self.offload or deterministic:
-            return layer(graph, h, deterministic=deterministic, rngs=rngs)
+        if deterministic:
+            return layer(graph, h, deterministic=True)
         graphdef, state = nnx.split(layer)
         key = None if rngs is None else rngs.dropout()
 
@@ -119,6 +119,9 @@ class SampledClassifier(nnx.Module):
             own = None if key is None else nnx.Rngs(dropout=key)
             return nnx.merge(graphdef, state)(graph, h, deterministic=own is None, rngs=own)
 
+        # The same keys of dropout, and so the same numbers, with offload and without.
+        if not self.offload:
+            return call(state, h, graph, key)
         # Backward computes the layer again: of its residuals only the input is stored.
         return offload(jax.checkpoint(call), inputs=(1,), min_bytes=_OFFLOAD_BYTES)(state, h, graph, key)
 
