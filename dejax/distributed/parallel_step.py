@@ -89,6 +89,7 @@ def data_parallel(
     Raises:
         ValueError: parts that the devices do not divide; when called, a batch that the parts do not divide.
 
+    >>> from dejax.distributed import make_mesh
     >>> def gradients(state, key, batch, data):
     ...     return Part(*jax.value_and_grad(lambda w: ((batch - w) ** 2).mean())(state))
     >>> step = data_parallel(gradients, lambda state, mean: state - 0.5 * mean.gradients, make_mesh(1), parts=2)
