@@ -135,7 +135,7 @@ def test_text(text):
         ("--checkpoint 15 --report 10", "--checkpoint 15 must be a multiple of --report 10"),
         ("--host-bytes 1000", "need --offload"),
         ("--offload all --store nowhere", "--store must be a folder, got nowhere; create it"),
-        ("--state all --clip 1", "`clip` must be 0 with state='all'"),
+        ("--state all --offload all", "`offload` must be 'remat' or 'inputs' where"),
         ("--text nowhere", "nowhere must be a folder of text"),
         ("--mesh 99", "`devices` must be 1 to"),
         ("--sample x --out nowhere", "nowhere must hold a checkpoint"),
