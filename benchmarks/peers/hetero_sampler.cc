@@ -2,21 +2,11 @@
 // benchmarks: several threads of the caller each make a batch, as the worker processes of loaders do.
 //
 //   g++ -O3 -march=native -std=c++17 -shared -fPIC hetero_sampler.cc -o hetero_sampler.so
-#include <algorithm>
-#include <cstdint>
 #include <cstring>
 
-namespace {
+#include "sampler.h"
 
-struct Random {
-  uint64_t state;
-  uint32_t Below(uint32_t n) {
-    state ^= state << 13;
-    state ^= state >> 7;
-    state ^= state << 17;
-    return static_cast<uint32_t>((state >> 32) * n >> 32);
-  }
-};
+namespace {
 
 constexpr int kMostFanOut = 64;
 
@@ -56,13 +46,7 @@ extern "C" int sample_hetero(int types, int relations, int hops, const int32_t* 
         const int32_t drawn = std::min(fan_out, degree);
         int32_t chosen[kMostFanOut];
         for (int32_t k = 0; k < drawn; ++k) {
-          int32_t position = k;
-          if (degree > fan_out) {
-            const int32_t top = degree - fan_out + k;
-            position = static_cast<int32_t>(random.Below(top + 1));
-            if (std::find(chosen, chosen + k, position) != chosen + k) position = top;
-            chosen[k] = position;
-          }
+          const int32_t position = degree > fan_out ? NextPosition(random, degree, fan_out, k, chosen) : k;
           const int32_t sender = senders[r][start + position];
           int32_t& own = numbers[sender];
           if (own < 0) {

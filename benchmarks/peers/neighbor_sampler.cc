@@ -2,23 +2,13 @@
 // neighbours of each new node (Floyd's algorithm), new nodes numbered in a table of all nodes. A peer for benchmarks.
 //
 //   g++ -O3 -march=native -std=c++17 -shared -fPIC -pthread neighbor_sampler.cc -o neighbor_sampler.so
-#include <algorithm>
 #include <atomic>
-#include <cstdint>
 #include <thread>
 #include <vector>
 
-namespace {
+#include "sampler.h"
 
-struct Random {
-  uint64_t state;
-  uint32_t Below(uint32_t n) {
-    state ^= state << 13;
-    state ^= state >> 7;
-    state ^= state << 17;
-    return static_cast<uint32_t>((state >> 32) * n >> 32);
-  }
-};
+namespace {
 
 constexpr int32_t kUnknown = -1, kTaken = -2;
 constexpr int64_t kChunk = 1024;
@@ -69,13 +59,7 @@ extern "C" int64_t sample(const int32_t* starts, const int32_t* senders, const i
         const int32_t drawn = std::min(fan_out, degree);
         int32_t chosen[64];
         for (int32_t k = 0; k < drawn; ++k) {
-          int32_t position = k;
-          if (degree > fan_out) {
-            const int32_t last = degree - fan_out + k;
-            position = static_cast<int32_t>(random.Below(last + 1));
-            if (std::find(chosen, chosen + k, position) != chosen + k) position = last;
-            chosen[k] = position;
-          }
+          const int32_t position = degree > fan_out ? NextPosition(random, degree, fan_out, k, chosen) : k;
           const int32_t sender = senders[start + position];
           edge_senders[at] = sender;
           edge_receivers[at++] = static_cast<int32_t>(first + i);

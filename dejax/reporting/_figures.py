@@ -14,25 +14,9 @@ from dejax.reporting._traffic import Traffic
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a step costs.
+    """What a step costs: the fields of `Report`, whose docstring says what each one is.
 
-    Attributes:
-        name: of the step.
-        device: name of the device, and versions.
-        backend: "gpu" or "cpu".
-        how: how the figures of kernels were found.
-        leaves: the arrays of the arguments.
-        timeline: bytes on the device by owner, in the order of execution.
-        memory: XLA's own figures, bytes by name.
-        on_host: bytes of the arguments in host memory, by owner.
-        kernels: by time.
-        flops: of one call, counted by XLA; 0 where it does not tell.
-        traffic: bytes over the bus and to the disk.
-        waits: seconds of one call, by reason.
-        idle: share of the time in which the device did nothing; None where it was not measured.
-        seconds: wall time of one call; None where the step was not run.
-        peak_bytes: the allocator's peak since the process began; None where the device does not tell.
-        remedies: what to try, at most three.
+    The pages in `_text`, `_html` and `_picture` read them; `Report` stands above these pages.
     """
 
     name: str
