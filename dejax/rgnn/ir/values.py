@@ -1,0 +1,161 @@
+"""The values of the inter-operator IR: spaces, maps between them, operators, and programs with their printed form."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
+import numpy as np
+
+
+class Space(enum.StrEnum):
+    """What the rows of a value stand for."""
+
+    NODE = "node"
+    EDGE = "edge"
+    SOURCE_PAIR = "source_pair"  # unique (sender, edge type)
+    DESTINATION_PAIR = "destination_pair"  # unique (receiver, edge type)
+    EDGE_TYPE = "edge_type"
+    NODE_TYPE = "node_type"
+    GRAPH = "graph"  # one row, shared by all
+
+
+@dataclass(frozen=True, slots=True)
+class Via:
+    """A map from each row of a fine space to one row of a coarse space."""
+
+    fine: Space | None  # None: any space
+    coarse: Space
+
+
+VIAS: dict[str, Via] = {
+    "src": Via(Space.EDGE, Space.NODE),
+    "dst": Via(Space.EDGE, Space.NODE),
+    "source_pair": Via(Space.EDGE, Space.SOURCE_PAIR),
+    "destination_pair": Via(Space.EDGE, Space.DESTINATION_PAIR),
+    "etype": Via(Space.EDGE, Space.EDGE_TYPE),
+    "source_pair.node": Via(Space.SOURCE_PAIR, Space.NODE),
+    "source_pair.etype": Via(Space.SOURCE_PAIR, Space.EDGE_TYPE),
+    "destination_pair.node": Via(Space.DESTINATION_PAIR, Space.NODE),
+    "destination_pair.etype": Via(Space.DESTINATION_PAIR, Space.EDGE_TYPE),
+    "ntype": Via(Space.NODE, Space.NODE_TYPE),
+    "source_type": Via(Space.EDGE_TYPE, Space.NODE_TYPE),  # where all sources of an edge type have one node type
+    "all": Via(None, Space.GRAPH),
+}
+# Two steps that are one: (outer map, then inner map) -> map.
+COMPOSED_VIAS = {
+    ("source_pair", "source_pair.node"): "src",
+    ("source_pair", "source_pair.etype"): "etype",
+    ("destination_pair", "destination_pair.node"): "dst",
+    ("destination_pair", "destination_pair.etype"): "etype",
+}
+# The map by which the rows of a space are typed: what a typed linear of that space is grouped by.
+TYPE_VIA = {
+    Space.EDGE: "etype",
+    Space.SOURCE_PAIR: "source_pair.etype",
+    Space.DESTINATION_PAIR: "destination_pair.etype",
+    Space.NODE: "ntype",
+}
+
+
+class IRError(ValueError):
+    """An operator that breaks a rule of the IR."""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operator and the value that it defines."""
+
+    name: str
+    args: tuple[int, ...]
+    attrs: tuple[tuple[str, Any], ...]
+    space: Space
+    shape: tuple[int, ...]
+    dtype: str
+
+    def attr(self, key: str, default: Any = None) -> Any:
+        return dict(self.attrs).get(key, default)
+
+    @property
+    def width(self) -> int:
+        """Elements in one row."""
+        return math.prod(self.shape)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * np.dtype(self.dtype).itemsize
+
+    @property
+    def type(self) -> str:
+        return f"{self.space}[{', '.join(map(str, self.shape))}] {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """Operators in order, and which values are returned; operator `i` defines value `i`."""
+
+    name: str
+    ops: tuple[Op, ...]
+    outputs: tuple[int, ...]
+    lines: tuple[str | None, ...] = field(default=(), compare=False)  # the user's line of each operator, where known
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.ops, self.outputs))
+
+    def __hash__(self) -> int:  # programs are keys of the compilation cache: hash once
+        return self._hash
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The `input` operators, in the order of their positions."""
+        found = [i for i, op in enumerate(self.ops) if op.name == "input"]
+        return tuple(sorted(found, key=lambda i: self.ops[i].attr("position")))
+
+    def by_position(self) -> dict[int, int]:
+        """The `input` operator at each position of a verified program, where no two share one."""
+        return {self.ops[i].attr("position"): i for i in self.inputs}
+
+    def users(self) -> list[list[int]]:
+        """For each value, the operators that read it."""
+        users: list[list[int]] = [[] for _ in self.ops]
+        for i, op in enumerate(self.ops):
+            for a in dict.fromkeys(op.args):
+                users[a].append(i)
+        return users
+
+    def __str__(self) -> str:
+        return print_program(self)
+
+
+def format_op(index: int, op: Op) -> str:
+    """One line of the printed form, without the type."""
+    if op.name == "input":
+        return f"%{index} = input<{op.attr('name')}>"
+    if op.name == "const":
+        return f"%{index} = const {op.attr('value'):g}"
+    attrs = dict(op.attrs)
+    if op.name in ("gather", "cast", "outer", "count"):  # said by the type
+        attrs.pop("space", None), attrs.pop("dtype", None)
+    words = [op.name, *(f"%{a}" for a in op.args), *(f"{k}={_short(v)}" for k, v in sorted(attrs.items()))]
+    return f"%{index} = {' '.join(words)}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, tuple):
+        return "(" + ",".join(map(_short, value)) + ")"
+    return str(value)
+
+
+def print_program(program: Program) -> str:
+    """The program as text: one operator a line, its type in a second column."""
+    left = [format_op(i, op) for i, op in enumerate(program.ops)]
+    margin = min(max((len(s) for s in left), default=0), 56)
+    lines = [f"{s:<{margin}} : {op.type}" for s, op in zip(left, program.ops, strict=True)]
+    return "\n".join([f"{program.name}:", *lines, f"return {', '.join(f'%{o}' for o in program.outputs)}"])
