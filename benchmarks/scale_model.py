@@ -376,10 +376,17 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for field in dataclasses.fields(Machine):
         kind: Any = int if field.name == "gpus" else float
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
-    parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--svg", type=Path)
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=kind,
+            default=field.default,
+            help=f"{field.name.replace('_', ' ')} of the machine or the job",
+        )
+    parser.add_argument(
+        "--hosts", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="numbers of hosts to predict for"
+    )
+    parser.add_argument("--json", type=Path, help="file for the JSON")
+    parser.add_argument("--svg", type=Path, help="file for the plot")
     parser.add_argument("--measure", type=int, nargs="+", metavar="PROCESSES", help="CPU processes on loopback")
     return parser.parse_args(argv)
 
