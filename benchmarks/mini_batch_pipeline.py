@@ -359,7 +359,7 @@ def main(argv: list[str] | None = None) -> None:
         "--papers-scale", type=float, default=0.15, help="counts of the papers graph, as a share of papers100M's"
     )
     parser.add_argument(
-        "--scale-of-mag", type=float, default=1.0, help="counts of the mag graph, as a share of ogbn-mag's"
+        "--scale-of-mag", type=float, default=1.0, help="of the numbers of nodes and edges of `mag` and `am`"
     )
     parser.add_argument("--no-profile", action="store_true", help="leave the profiler out: no times of kernels")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
