@@ -163,7 +163,7 @@ def inputs(steps: int, count: int, rows: int, size: int) -> tuple[HostTable, jax
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=";".join(CASES))
+    parser.add_argument("--cases", default=";".join(CASES), help="which cases to time, with semicolons")
     args = parser.parse_args(arguments)
     if jax.default_backend() != "gpu":
         print("host_gather_overlap needs a GPU: gathers run alongside compute on its streams", file=sys.stderr)

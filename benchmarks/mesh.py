@@ -135,15 +135,15 @@ def checkpoint(variant: Variant, job: Job, mesh: jax.sharding.Mesh) -> bool:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--nodes", type=int, default=200_000)
-    p.add_argument("--edges", type=int, default=1_000_000)
-    p.add_argument("--batch", type=int, default=1024)
+    p.add_argument("--nodes", type=int, default=200_000, help="nodes of the random graph")
+    p.add_argument("--edges", type=int, default=1_000_000, help="edges of the random graph")
+    p.add_argument("--batch", type=int, default=1024, help="seeds of a mini-batch")
     p.add_argument("--steps", type=int, default=20, help="steps of a turn")
     p.add_argument("--limit", type=float, default=25.0, help="seconds of turns")
     p.add_argument(
         "--cases", type=int, default=4, help="how many of the four cases: the first two compare a mesh of one"
     )
-    p.add_argument("--out", type=Path)
+    p.add_argument("--out", type=Path, help="file for the JSON")
     args = p.parse_args()
     job, mesh = Job(args.nodes, args.edges, args.batch), distributed.make_mesh(1)
     cases: dict[str, tuple] = {

@@ -346,18 +346,22 @@ CASES: dict[str, Callable[[argparse.Namespace], Case]] = {
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=CASES, action="append", help="cases; by default all")
-    parser.add_argument("--ways", default="single,pipelined")
+    parser.add_argument("--ways", default="single,pipelined", help="single, pipelined, or both with a comma")
     parser.add_argument("--steps", type=int, default=24, help="steps of a program")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=2, help="timings of each way, one after the other")
     parser.add_argument("--seeds", type=int, default=1024, help="seeds of a step")
     parser.add_argument("--scale", type=float, default=0.04, help="of igb")
     parser.add_argument("--device-gb", type=float, default=0.0, help="of igb: features on the device")
     parser.add_argument("--dtype", default="float8_e4m3fn", help="of igb's features")
-    parser.add_argument("--igb-width", type=int, default=1024)
-    parser.add_argument("--igb-hidden", type=int, default=512)
-    parser.add_argument("--papers-scale", type=float, default=0.15)
-    parser.add_argument("--scale-of-mag", type=float, default=1.0)
-    parser.add_argument("--no-profile", action="store_true")
+    parser.add_argument("--igb-width", type=int, default=1024, help="features of a node of the igb graph")
+    parser.add_argument("--igb-hidden", type=int, default=512, help="width of the layers on the igb graph")
+    parser.add_argument(
+        "--papers-scale", type=float, default=0.15, help="counts of the papers graph, as a share of papers100M's"
+    )
+    parser.add_argument(
+        "--scale-of-mag", type=float, default=1.0, help="of the numbers of nodes and edges of `mag` and `am`"
+    )
+    parser.add_argument("--no-profile", action="store_true", help="leave the profiler out: no times of kernels")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     args = parser.parse_args(argv)
     results: list[dict[str, Any]] = []

@@ -100,8 +100,8 @@ def child(case: str, disk: str, part: str, limit: float) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--out", type=Path, default=Path("out/offload.json"))
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), help="which cases to measure")
+    parser.add_argument("--out", type=Path, default=Path("out/offload.json"), help="file for the JSON")
     parser.add_argument(
         "--disk", default=tempfile.gettempdir(), help="folder on the drive that stands for the NVMe tier"
     )
@@ -113,7 +113,7 @@ def main() -> int:
     # Workers fork from a process that has done the slow imports and has no device yet.
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["jax.numpy", "optax", "dejax.offload"])
-    report: dict[str, Any] = {"machine": platform.platform(), "python": platform.python_version(), "cases": {}}
+    report: dict[str, Any] = {"machine": platform.machine(), "python": platform.python_version(), "cases": {}}
     for case in options.cases:
         say(f"== {case}")
         part = options.out.with_suffix(f".{case}.json")

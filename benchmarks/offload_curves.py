@@ -80,13 +80,13 @@ def plot(found: dict[str, Any], path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="350m")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--sequence", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--rate", type=float, default=3e-4)
+    parser.add_argument("--size", default="350m", help="size of the model, as in examples/train_gpt.py")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
+    parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each curve")
+    parser.add_argument("--rate", type=float, default=3e-4, help="learning rate")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), help="names, each with :STEPS if it runs fewer")
-    parser.add_argument("--out", type=Path, default=Path("out/offload_curves.json"))
+    parser.add_argument("--out", type=Path, default=Path("out/offload_curves.json"), help="file for the JSON")
     parser.add_argument("--plot", type=Path, help="draws the losses")
     options = parser.parse_args()
 

@@ -53,14 +53,16 @@ def timed(step: Any, ws: Any, x: Any, count: int) -> tuple[float, float]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--disk", default="/tmp", help="folder on the drive")
-    parser.add_argument("--engines", nargs="*", default=["direct", "tensorstore"])
+    parser.add_argument(
+        "--engines", nargs="*", default=["direct", "tensorstore"], help="which engines of the store to compare"
+    )
     parser.add_argument("--threads", type=int, nargs="*", default=[8], help="I/O threads of each engine")
     parser.add_argument("--chunk-mib", type=int, nargs="*", default=[8], help="chunks of each engine")
     parser.add_argument("--ring", type=int, default=2, help="tensors in the device's ring")
     parser.add_argument("--host", type=int, default=3, help="tensors in host memory")
     parser.add_argument("--seconds", type=float, default=45, help="for all rounds together")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("out/offload_engines.json"))
+    parser.add_argument("--small", action="store_true", help="a small model: a trial of the benchmark itself")
+    parser.add_argument("--out", type=Path, default=Path("out/offload_engines.json"), help="file for the JSON")
     return parser.parse_args()
 
 

@@ -381,14 +381,21 @@ def _child(case: str, options: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
-    parser.add_argument("--out", type=Path, default=Path("out/offload_llm.json"))
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES, help="which cases to measure")
+    parser.add_argument("--out", type=Path, default=Path("out/offload_llm.json"), help="file for the JSON")
     parser.add_argument("--size", default="12b", help="of the case large")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--microbatches", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--params", choices=("device", "host"), default="device")
-    parser.add_argument("--moments", choices=("device", "host", "first", "feed-forward"), default="host")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
+    parser.add_argument("--microbatches", type=int, default=1, help="parts of a step, whose gradients are added")
+    parser.add_argument("--steps", type=int, default=4, help="steps to time")
+    parser.add_argument(
+        "--params", choices=("device", "host"), default="device", help="where the parameters stay between uses"
+    )
+    parser.add_argument(
+        "--moments",
+        choices=("device", "host", "first", "feed-forward"),
+        default="host",
+        help="where the optimizer's moments stay: all, or those of some parameters on the host",
+    )
     parser.add_argument("--limit", type=float, help="seconds for each case")
     parser.add_argument("--quick", action="store_true", help="every case in a small form")
     parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)

@@ -146,11 +146,17 @@ def run(name: str, make: Callable[[], tuple[Any, Any, Any]], shares: list[float]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="*")
-    parser.add_argument("--shares", nargs="*", type=float, default=[1.0, 0.6, 0.3])
+    parser.add_argument("--models", nargs="*", help="which models to plan for; all if not given")
+    parser.add_argument(
+        "--shares",
+        nargs="*",
+        type=float,
+        default=[1.0, 0.6, 0.3],
+        help="budgets, as shares of the memory that a step takes without offload",
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="no further model begins after them")
     parser.add_argument("--quick", action="store_true", help="small forms")
-    parser.add_argument("--out", type=Path, default=Path("out/offload_plans.json"))
+    parser.add_argument("--out", type=Path, default=Path("out/offload_plans.json"), help="file for the JSON")
     options = parser.parse_args()
 
     import jax

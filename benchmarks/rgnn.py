@@ -65,9 +65,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--models", default="all", help=f"of {', '.join(MODELS)}")
     p.add_argument("--peers", default="", help=f"all, or of {', '.join(PEERS)}")
     p.add_argument("--no-ours", action="store_true", help="measure the peers only")
-    p.add_argument("--width", type=int, default=64)
-    p.add_argument("--heads", type=int, default=1)
-    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    p.add_argument("--width", type=int, default=64, help="features of a node, before and after the layer")
+    p.add_argument("--heads", type=int, default=1, help="heads of attention")
+    p.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of features and parameters"
+    )
     p.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"), help="precision of float32 products")
     p.add_argument(
         "--sweep", nargs="?", const="all", default="", help=f"other settings, too: all, or {', '.join(SWEEP)}"

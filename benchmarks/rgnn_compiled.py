@@ -145,13 +145,17 @@ def instructions(text: str) -> tuple[int, list[Counter[str]]]:
 
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--graph", default="aifb")
-    p.add_argument("--model", default="rgcn", choices=("rgcn", "rgat", "hgt"))
-    p.add_argument("--phase", default="training", choices=("forward", "training"))
-    p.add_argument("--width", type=int, default=64)
-    p.add_argument("--heads", type=int, default=1)
-    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    p.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"))
+    p.add_argument("--graph", default="aifb", help="graph whose counts to use")
+    p.add_argument("--model", default="rgcn", choices=("rgcn", "rgat", "hgt"), help="layer to compile")
+    p.add_argument(
+        "--phase", default="training", choices=("forward", "training"), help="forward alone, or forward and backward"
+    )
+    p.add_argument("--width", type=int, default=64, help="features of a node, before and after the layer")
+    p.add_argument("--heads", type=int, default=1, help="heads of attention")
+    p.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of features and parameters"
+    )
+    p.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"), help="precision of products")
     p.add_argument("--disable", nargs="*", default=[], help="passes to disable")
     p.add_argument("--kernels", default="typed|traverse|map_entries", help="a regular expression for kernel names")
     args = p.parse_args(argv)

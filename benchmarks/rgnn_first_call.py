@@ -37,8 +37,8 @@ def measure(name: str, model: str, gradients: bool) -> tuple[float, float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--graphs", default="aifb,mutag")
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--graphs", default="aifb,mutag", help="graphs whose counts to use, with commas")
+    parser.add_argument("--models", default=",".join(MODELS), help="layers to compile, with commas")
     args = parser.parse_args()
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for name in args.graphs.split(","):

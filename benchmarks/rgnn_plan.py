@@ -150,10 +150,10 @@ def report(name: str, model: str, cell: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--graphs", default=",".join(GRAPHS))
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"))
+    parser.add_argument("--graphs", default=",".join(GRAPHS), help="graphs whose counts to use, with commas")
+    parser.add_argument("--models", default=",".join(MODELS), help="layers to measure, with commas")
+    parser.add_argument("--width", type=int, default=64, help="features of a node, before and after the layer")
+    parser.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"), help="precision of products")
     parser.add_argument("--no-combinations", action="store_true", help="predictions (and tuning) only")
     parser.add_argument("--tune", action="store_true", help="also tune the schedules; the table goes to --out")
     parser.add_argument("--out", type=Path, default=None, help="folder for the JSON")

@@ -40,9 +40,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--graphs", default="am,mag", help=f"comma-separated, of {', '.join(rgnn.GRAPHS)}")
     p.add_argument("--models", default="all", help=f"of {', '.join(rgnn.MODELS)}")
     p.add_argument("--peers", default="pyg", help=f"of {', '.join(rgnn.PEERS)}")
-    p.add_argument("--width", type=int, default=64)
-    p.add_argument("--heads", type=int, default=1)
-    p.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"))
+    p.add_argument("--width", type=int, default=64, help="features of a node, before and after the layer")
+    p.add_argument("--heads", type=int, default=1, help="heads of attention")
+    p.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"), help="precision of products")
     p.add_argument("--target", type=float, default=0.5, help="seconds to spend on repetitions")
     p.add_argument(
         "--limit", type=float, default=180.0, help="seconds after which an implementation is stopped in a cell"

@@ -16,6 +16,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -374,12 +375,20 @@ def _text(x: float, y: float, text: str, size: int = 12, anchor: str = "start", 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    described = dict(re.findall(r"^ +(\w+): (.+)\.$", Machine.__doc__ or "", re.MULTILINE))
     for field in dataclasses.fields(Machine):
         kind: Any = int if field.name == "gpus" else float
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
-    parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--svg", type=Path)
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=kind,
+            default=field.default,
+            help=described[field.name],
+        )
+    parser.add_argument(
+        "--hosts", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="numbers of hosts to predict for"
+    )
+    parser.add_argument("--json", type=Path, help="file for the JSON")
+    parser.add_argument("--svg", type=Path, help="file for the plot")
     parser.add_argument("--measure", type=int, nargs="+", metavar="PROCESSES", help="CPU processes on loopback")
     return parser.parse_args(argv)
 

@@ -314,11 +314,11 @@ def agreement(name: str, case: dict[str, np.ndarray], graph: dict[str, np.ndarra
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--graphs", default="am,mag")
+    p.add_argument("--graphs", default="am,mag", help="graphs whose counts to use, with commas")
     p.add_argument("--models", default=",".join(MAIN), help=f"of {', '.join(FUNCTIONS)}")
-    p.add_argument("--peers", default="jax,pyg")
-    p.add_argument("--width", type=int, default=64)
-    p.add_argument("--heads", type=int, default=4)
+    p.add_argument("--peers", default="jax,pyg", help="peers to measure beside, with commas")
+    p.add_argument("--width", type=int, default=64, help="features of a node, before and after the layer")
+    p.add_argument("--heads", type=int, default=4, help="heads of attention")
     p.add_argument("--compile-threads", type=int, default=1, help="with more, compile times are longer")
     p.add_argument("--limit", type=float, default=1e9, help="seconds after which no further layer is begun")
     p.add_argument("--agree", action="store_true", help="compare with PyTorch Geometric on the same weights instead")

@@ -106,8 +106,11 @@ def trained(model: Callable[..., Any], graph: Any, x: Any, labels: Any, mask: An
 
 @pytest.mark.newest_jax
 @pytest.mark.sample(5)
-@pytest.mark.parametrize("parts", [4, 2])
-@pytest.mark.parametrize("name", ["rgcn", "hgt", "rgat", "gcn", "gatv2"])
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [("rgcn", 4), ("hgt", 4), ("rgat", 2), ("gcn", 2), ("gatv2", 4)]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in [("rgcn", 2), ("hgt", 2), ("rgat", 4), ("gcn", 4)]],
+)
 def test_two_layers_train_as_on_one_device(name: str, parts: int) -> None:
     graph = graph_of()
     rng = np.random.default_rng(2)

@@ -1,4 +1,4 @@
-"""Every option of every example and command says what it does."""
+"""Every option of every example, benchmark and command says what it does."""
 
 import ast
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 pytestmark = pytest.mark.newest_jax
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = [*sorted((ROOT / "examples").glob("*.py")), *sorted((ROOT / "dejax").rglob("*.py"))]
+COMMANDS = [path for folder in ("examples", "benchmarks", "dejax") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def bare_options(source: str) -> list[str]:

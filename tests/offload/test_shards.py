@@ -331,9 +331,10 @@ def test_two_processes_have_their_own_stores(tmp_path):
         both = [popen(ONE_OF_TWO, str(i), port, str(tmp_path), stdin=-1) for i in range(2)]
     finally:
         os.environ["XLA_FLAGS"] = before
-    said = [next((line for line in process.stdout if "Gloo" not in line), "") for process in both]
+    # Gloo's threads write to the same pipe, in pieces.
+    fine = [any("fine 1" in line for line in process.stdout) for process in both]
     ends = [process.communicate("\n", timeout=60) for process in both]
-    assert said == ["fine 1\n"] * 2, ends
+    assert fine == [True, True], ends
     assert {process.returncode for process in both} == {-signal.SIGKILL}
     for folder in folders:
         assert len(list(folder.iterdir())) == 1

@@ -946,17 +946,23 @@ def test_outer_products_are_weight_gradients() -> None:
     assert [type(i) for i in kernels.instances] == [Gemm, WeightGradient]
 
 
+CHOICES = ("reorder", "aggregate", "fold", "compact", "hoist", "contract", "recompute")
+SETS = [chosen for n in range(len(CHOICES) + 1) for chosen in itertools.combinations(CHOICES, n)]
+# Every pair of passes on and off together; all 128 sets in `make test-slow`.
+FEW = [chosen for chosen in SETS if not 2 < len(chosen) < len(CHOICES) - 1]
+
+
 @pytest.mark.sample(6)
+@pytest.mark.parametrize("sets", [FEW, pytest.param(SETS, marks=pytest.mark.slow)], ids=["few", "all"])
 @pytest.mark.parametrize("counts", [COUNTS, SPARSE], ids=["dense", "sparse"])
 @pytest.mark.parametrize("case", ["rgcn_mean", "rgat", "hgt_skip"])
-def test_models_become_kernels_whichever_passes_choose(case: str, counts: Counts) -> None:
+def test_models_become_kernels_whichever_passes_choose(case: str, counts: Counts, sets: list[tuple[str, ...]]) -> None:
     """With every combination of the passes that choose, no instance waits for itself."""
     arrays = {
         key: a.astype("float32") for key, a in make_arrays(case, GRAPHS["typical"], Size(16, 8, 2), "float32").items()
     }
     layer, x = {"rgcn_mean": library.rgcn, "rgat": library.rgat, "hgt_skip": library.hgt}[case], arrays.pop("x")
-    choices = ("reorder", "aggregate", "fold", "compact", "hoist", "contract", "recompute")
-    for chosen in itertools.chain.from_iterable(itertools.combinations(choices, n) for n in range(len(choices) + 1)):
+    for chosen in sets:
         task, _, _ = layer._prepare(graph_of("typical"), Options(disable=chosen), (x, arrays), {})
         task = replace(task, counts=counts)
         parts = execute.training_cut(task, execute.differentiable_positions(task))

@@ -1,0 +1,439 @@
+"""Training on several GPUs of one host: the rates of 1, 2, 4, ... GPUs, and what crosses between them.
+
+    python -m benchmarks.several_gpus --out results.json                       # all sections, on all GPUs
+    python -m benchmarks.several_gpus --only full_graph --devices 1 2 --nodes 200000 --edges 2000000
+
+`mini_batch`: data-parallel R-GAT steps with ogbn-mag's counts and MLPerf's R-GAT with a share of IGB's. Each GPU has
+its own seeds, so the ideal is n times the rate of one. Features lie in one table in host memory, which all GPUs read,
+or are divided over the memory of the GPUs.
+
+`full_graph`: one layer of RGCN, RGAT and HGT, forward and backward, on a graph that is divided over the GPUs.
+
+`tables`: two processes with a GPU each read a table that is divided between them, half of the rows remote, and the same
+number of rows where all are local.
+
+`decoder`: a GPT whose parameters are divided (FSDP), with and without offload: time and collectives of a step.
+
+On a machine without GPUs the sections run on CPU devices, with small sizes, to check them:
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=2 python -m benchmarks.several_gpus --check
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from benchmarks.mini_batch import MAG_EDGES, MAG_NODES, Model, both_directions, shared_fan_outs
+from dejax import distributed
+from dejax.distributed import Part, ShardedTable, data_parallel, link_bytes
+from dejax.distributed.full_graph import ShardedGraph, over_mesh
+from dejax.host_gather import HostTable
+from dejax.minibatch import FeatureStore, HeteroTopology, find_capacities, make_blocks, sample_blocks
+from dejax.rgnn import RelGraph, library
+from dejax.rgnn.nnx import RGATConv
+
+OPTIMIZER = optax.adam(1e-3)
+Tree = Any
+
+
+def milliseconds(call: Callable[[], Any], calls: int, turns: int = 5) -> float:
+    """The median over some turns of the time of a call, ms; the calls of a turn are not waited for one by one."""
+    jax.block_until_ready(call())
+    times = []
+    for _ in range(turns):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            found = call()
+        jax.block_until_ready(found)
+        times.append((time.perf_counter() - begin) / calls * 1e3)
+    return statistics.median(times)
+
+
+# ------------------------------------------------------------------------------------------------ mini-batches
+
+
+@dataclass(frozen=True)
+class Job:
+    """A graph with features and a model.
+
+    Attributes:
+        topology, features, labels: the data; features as numpy arrays or tables in host memory, by node type.
+        seed_type: the node type of the seeds.
+        fan_outs: of each hop.
+        params: the first parameters.
+        loss_of: (params, blocks, x, positions, labels, key) -> loss.
+    """
+
+    topology: HeteroTopology
+    features: dict[str, Any]
+    labels: Any
+    seed_type: str
+    fan_outs: list[Any]
+    params: Tree
+    loss_of: Callable[..., Any]
+
+
+def mag_job(args: argparse.Namespace) -> Job:
+    """Two layers of R-GAT, 128 wide, 4 heads, float32 features."""
+    edges, counts = both_directions(MAG_EDGES, MAG_NODES, args.scale)
+    topology = HeteroTopology.from_edges(edges, counts, on_host=True, keep_edge_ids=False)
+    rng = np.random.default_rng(5)
+    features = {kind: rng.standard_normal((count, 128), np.float32) for kind, count in counts.items()}
+    rngs, relations = nnx.Rngs(0), len(topology.edge_types)
+    layers = [RGATConv(128, 32, relations, num_heads=4, rngs=rngs) for _ in range(2)]
+    graphdef, params = nnx.split(Model(layers, nnx.Linear(128, 64, rngs=rngs)), nnx.Param)
+
+    def loss_of(params: Tree, blocks: Any, x: Any, positions: Any, labels: Any, key: Any) -> Any:
+        del key
+        outputs = nnx.merge(graphdef, params)(blocks, x)["paper"][positions]
+        return optax.softmax_cross_entropy_with_integer_labels(outputs, labels).mean()
+
+    labels = rng.integers(0, 64, counts["paper"]).astype(np.int32)
+    return Job(topology, features, labels, "paper", shared_fan_outs(topology, [15, 10]), params, loss_of)
+
+
+def igb_job(args: argparse.Namespace) -> Job:
+    """MLPerf's R-GAT: three layers of 4 x 128 heads, 8-bit features of width 1,024."""
+    from dejax.training.igb import model
+    from dejax.training.igb.data import random_data
+
+    width = 16 if args.check else 1024
+    data = random_data(args.igb_scale, width=width, progress=False)
+    names = data.topology.edge_types, tuple(data.topology.num_nodes)
+    small: dict[str, Any] = {"hidden": 16, "backend": "xla", "dtype": "float32"} if args.check else {}
+    config = model.RGATConfig(*names, in_features=width, classes=data.num_classes, **small)
+
+    def loss_of(params: Tree, blocks: Any, x: Any, positions: Any, labels: Any, key: Any) -> Any:
+        found = model.logits(config, params, blocks, x, positions, key)
+        return model.loss_of(found, labels, jnp.ones(labels.shape, bool))
+
+    params = model.init(jax.random.key(0), config)
+    fan_outs = [3, 2, 2] if args.check else [15, 10, 5]
+    return Job(
+        data.topology,
+        {name: of.table for name, of in data.features.types.items()},
+        data.labels,
+        model.SEED_TYPE,
+        fan_outs,
+        params,
+        loss_of,
+    )
+
+
+def training(job: Job, devices: int, memory: str, args: argparse.Namespace) -> dict[str, Any]:
+    """A data-parallel step with features in `memory`: "host" or "device"."""
+    mesh = distributed.make_mesh(devices)
+    count, rng = job.topology.num_nodes[job.seed_type], np.random.default_rng(6)
+    draws = [rng.integers(0, count, args.seeds).astype(np.int32) for _ in range(12)]
+    capacities = find_capacities(
+        jax.random.key(0), job.topology, [(job.seed_type, d) for d in draws], job.fan_outs, print_table=None
+    )
+    if memory == "host":
+        store = FeatureStore()
+        for name, rows in job.features.items():
+            store = store.with_table(name, rows if isinstance(rows, HostTable) else HostTable.from_numpy(rows))
+        features: Any = store
+    else:
+        features = {
+            name: ShardedTable.from_numpy(rows.numpy() if isinstance(rows, HostTable) else rows, mesh, memory="device")
+            for name, rows in job.features.items()
+        }
+    data = {"topology": job.topology, "features": features, "labels": jnp.asarray(job.labels)}
+    data = distributed.share(data, mesh)
+    # Copies: the step takes over the memory of its state.
+    params = jax.tree.map(jnp.array, job.params)
+    state = distributed.share({"params": params, "moments": OPTIMIZER.init(params)}, mesh)
+
+    def gradients(state: Any, key: Any, seeds: Any, data: Any) -> Part:
+        sample = sample_blocks(key, data["topology"], (job.seed_type, seeds), job.fan_outs, capacities=capacities)
+        lost, x = sample.lost.sum(), {}
+        for name, ids in sample.node_ids.items():
+            if memory == "host":
+                x[name] = data["features"].gather({name: ids}, dtype=jnp.float32)[name]
+            else:
+                x[name], more = data["features"][name].gather(ids, dtype=jnp.float32)
+                lost = lost + more
+        blocks, positions = make_blocks(sample), sample.seed_positions[job.seed_type]
+        labels = data["labels"][seeds]
+        loss, found = jax.value_and_grad(lambda p: job.loss_of(p, blocks, x, positions, labels, key))(state["params"])
+        return Part(loss, found, seeds.shape[0], counts=lost)
+
+    def update(state: Any, mean: Part) -> Any:
+        changes, moments = OPTIMIZER.update(mean.gradients, state["moments"], state["params"])
+        return {"params": optax.apply_updates(state["params"], changes), "moments": moments}
+
+    step = data_parallel(gradients, update, mesh)
+    batches = [jnp.asarray(np.concatenate([draws[(n + d) % 12] for d in range(devices)])) for n in range(12)]
+    begin, lost, losses, times = time.perf_counter(), 0, [], []
+    for turn in range(args.turns + 1):
+        for number in range(args.steps):
+            key = jax.random.key(turn * args.steps + number)
+            state, report = step(state, key, batches[number % 12], data)
+            losses.append(report.loss)
+        lost += int(jax.block_until_ready(report.counts))
+        times.append((time.perf_counter() - begin) / args.steps)
+        begin = time.perf_counter()
+    seconds = statistics.median(times[1:])
+    assert np.isfinite(np.asarray(jnp.stack(losses))).all()
+    crossed = link_bytes(step.lower(state, jax.random.key(0), batches[0], data).compile(), devices)
+    return {
+        "step_ms": seconds * 1e3,
+        "seeds_per_s": devices * args.seeds / seconds,
+        "first_turn_s": times[0] * args.steps,
+        "crossed_bytes": crossed,
+        "lost": lost,
+    }
+
+
+def mini_batch(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for shape in args.shapes:
+        job = {"mag": mag_job, "igb": igb_job}[shape](args)
+        for memory in ("host", "device"):
+            one = 0.0
+            for devices in args.devices:
+                found = training(job, devices, memory, args)
+                one = one or found["seeds_per_s"] / devices
+                yield {
+                    "shape": shape,
+                    "features": memory,
+                    "devices": devices,
+                    "times_one": found["seeds_per_s"] / one,
+                } | found
+
+
+# ------------------------------------------------------------------------------------------------ full graphs
+
+
+def normal(rng: np.random.Generator, *shape: int) -> Any:
+    return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-2] if len(shape) > 1 else 1), jnp.float32)
+
+
+def layer_parameters(name: str, relations: int, types: int, k: int) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    if name == "rgcn":
+        return {"weight": normal(rng, relations, k, k), "root": normal(rng, k, k)}
+    if name == "rgat":
+        vectors = {f"attention_{end}": normal(rng, relations, 1, k) for end in ("src", "dst")}
+        return {"weight": normal(rng, relations, 1, k, k)} | vectors
+    found = {part: normal(rng, types, 1, k, k) for part in ("key", "query", "value")}
+    found |= {part: normal(rng, relations, 1, k, k) for part in ("relation_attention", "relation_message")}
+    return found | {"prior": jnp.ones((relations, 1)), "out": normal(rng, types, k, k)}
+
+
+def local_graph(args: argparse.Namespace) -> RelGraph:
+    """Mag's number of nodes and edges, four types and relations; the ends of an edge are near, as after a partition.
+
+    Senders lie within `--reach` of the nodes after the receiver, but for one edge in a hundred, which leads anywhere.
+    """
+    rng, relations, types = np.random.default_rng(0), 4, 4
+    receivers = rng.integers(0, args.nodes, args.edges)
+    near = receivers + rng.integers(0, max(1, int(args.reach * args.nodes)), args.edges)
+    senders = np.where(rng.random(args.edges) < 0.01, rng.integers(0, args.nodes, args.edges), near) % args.nodes
+    return RelGraph.from_edges(
+        senders,
+        receivers,
+        rng.integers(0, relations, args.edges),
+        num_nodes=args.nodes,
+        num_edge_types=relations,
+        node_type=rng.integers(0, types, args.nodes),
+        num_node_types=types,
+    )
+
+
+def full_graph(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    graph, k = local_graph(args), args.width
+    x = np.random.default_rng(1).normal(size=(args.nodes, k)).astype(np.float32)
+    for name in ("rgcn", "rgat", "hgt"):
+        layer, params, one, want = getattr(library, name), layer_parameters(name, 4, 4, k), 0.0, None
+        for devices in args.devices:
+            if devices == 1:
+                given, rows, call, more = graph, jnp.asarray(x), layer, {}
+            else:
+                mesh = Mesh(np.array(jax.devices()[:devices]), ("parts",))
+                begin = time.perf_counter()
+                owner = np.arange(args.nodes) * devices // args.nodes
+                given = ShardedGraph.from_graph(graph, owner, mesh)
+                rows, call = given.shard_nodes(x), over_mesh(layer)
+                more = {
+                    "divided_s": time.perf_counter() - begin,
+                    "halo_rows": given.layout.halo_rows,
+                    "forward_bytes": call.bytes_sent(given, rows, params),
+                }
+
+            def step(params: Tree, given: Any, rows: Any, call: Any = call) -> Any:
+                def loss(params: Tree, rows: Any) -> Any:
+                    y = call(given, rows, params)
+                    mask = 1.0 if isinstance(given, RelGraph) else given.node_mask[:, None]
+                    return (y**2 * mask).sum() / (args.nodes * k)
+
+                return jax.value_and_grad(loss, (0, 1))(params, rows)
+
+            run = jax.jit(step)
+            value = float(run(params, given, rows)[0])
+            want = value if want is None else want
+            ms = milliseconds(lambda run=run, p=params, given=given, rows=rows: run(p, given, rows), args.calls)
+            one = one or ms * devices
+            yield {
+                "layer": name, "devices": devices, "step_ms": ms, "times_one": one / ms,
+                "loss_difference": abs(value - want) / abs(want), **more,
+            }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ two processes
+
+
+def tables(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Starts two processes with a device each; their results come back in the output of the first."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for process in range(2):
+        environment = {**os.environ, "DEJAX_PROCESS": str(process), "DEJAX_PORT": str(port)}
+        environment |= {"CUDA_VISIBLE_DEVICES": str(process), "XLA_FLAGS": ""}
+        command = [sys.executable, "-m", "benchmarks.several_gpus", "--only", "tables"]
+        command += [*(["--check"] if args.check else []), "--rows", str(args.rows), "--calls", str(args.calls)]
+        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    texts = [process.communicate(timeout=args.limit)[0] for process in started]
+    if any(process.returncode for process in started):
+        raise RuntimeError(f"a process of `tables` ended with {[p.returncode for p in started]}; its errors are above")
+    yield from (json.loads(line) for line in texts[0].splitlines() if line.startswith("{"))
+
+
+def table_process(args: argparse.Namespace) -> None:
+    """One of two processes: prints a line of JSON for each case."""
+    process = int(os.environ["DEJAX_PROCESS"])
+    distributed.initialize(f"127.0.0.1:{os.environ['DEJAX_PORT']}", num_processes=2, process_id=process)
+    mesh, width, count = distributed.make_mesh(), 128, args.rows // 8
+    spec = jax.sharding.PartitionSpec("data")
+    values = np.arange(args.rows, dtype=np.float32)[:, None]
+    for memory in ("host", "device"):
+        table = ShardedTable.from_numpy(np.broadcast_to(values, (args.rows, width)), mesh, memory=memory)
+        times, specs = {}, jax.tree.map(lambda leaf: leaf.sharding.spec, table)
+        for name, remote in (("local", 0.0), ("half remote", 0.5)):
+            rng, half = np.random.default_rng(3), args.rows // 2
+            ids = rng.integers(0, half, (2, count)) + np.array([[0], [half]])  # of one's own rows
+            other = rng.random(ids.shape) < remote
+            ids = np.where(other, (ids + half) % args.rows, ids).astype(np.int32).reshape(-1)
+            capacity = max(1, int(1.1 * count * remote)) if remote else 1
+
+            def read(table: Any, ids: Any, capacity: int = capacity) -> Any:
+                rows, lost = table.gather(ids, capacity=capacity)
+                return rows, lost[None]
+
+            run = jax.jit(
+                jax.shard_map(read, mesh=mesh, in_specs=(specs, spec), out_specs=(spec, spec), check_vma=False)
+            )
+            everywhere = jax.make_array_from_callback(
+                ids.shape, jax.sharding.NamedSharding(mesh, spec), lambda index, ids=ids: ids[index]
+            )
+            rows, lost = run(table, everywhere)
+            own = np.asarray(rows.addressable_shards[0].data)
+            mine = ids[process * count : (process + 1) * count]
+            assert int(np.asarray(lost.addressable_shards[0].data)[0]) == 0 and (own == mine[:, None]).all()
+            times[name] = milliseconds(lambda run=run, t=table, e=everywhere: run(t, e), args.calls)
+        rates = {f"{name} GB/s": count * width * 4 / ms / 1e6 for name, ms in times.items()}
+        if process == 0:
+            share = times["local"] / times["half remote"]
+            print(json.dumps({"memory": memory, "rows_read": count, "share_of_local_rate": share} | rates), flush=True)
+
+
+# ------------------------------------------------------------------------------------------------ decoder
+
+
+def decoder(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A step with parameters divided over the devices; offload keeps the inputs of blocks in host memory."""
+    from dejax.training.decoder import SIZES, Recipe, make_trainer
+    from dejax.training.decoder.step import make_mesh
+
+    devices, base = max(args.devices), None
+    config, sequence = SIZES["tiny" if args.check else "1b"], 32 if args.check else 2048
+    for offload in ("remat", "inputs"):
+        recipe = Recipe(batch=2 * devices, steps=100, offload=offload, min_bytes=1 << 4 if args.check else 1 << 20)
+        trainer = make_trainer(config, recipe, mesh=make_mesh(devices))
+        state = trainer.init(jax.random.key(0))
+        tokens = trainer.put(np.random.default_rng(0).integers(0, 256, (2 * devices, sequence + 1)).astype(np.int32))
+        text = trainer.step.lower(state, tokens).compile().as_text()
+        kinds = re.findall(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", text)
+        losses, times = [], []
+        for _ in range(args.turns + 1):
+            begin = time.perf_counter()
+            for _ in range(args.steps):
+                state, loss = trainer.step(state, tokens)
+            losses.append(float(loss))
+            times.append((time.perf_counter() - begin) / args.steps * 1e3)
+        ms = statistics.median(times[1:])
+        base = base or ms
+        yield {
+            "offload": offload, "devices": devices, "step_ms": ms, "times_remat": ms / base,
+            "collectives": {kind: kinds.count(kind) for kind in sorted(set(kinds))}, "losses": losses,
+        }  # fmt: skip
+
+
+SECTIONS = {"mini_batch": mini_batch, "full_graph": full_graph, "tables": tables, "decoder": decoder}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=SECTIONS, action="append", help="sections; by default all")
+    parser.add_argument(
+        "--devices", type=int, nargs="+", help="numbers of devices; by default 1, 2, 4, ... as there are"
+    )
+    parser.add_argument("--shapes", nargs="+", choices=("mag", "igb"), default=["mag", "igb"], help="of `mini_batch`")
+    parser.add_argument("--scale", type=float, default=1.0, help="of mag's numbers of nodes and edges")
+    parser.add_argument("--igb-scale", type=float, default=0.01, help="of IGB's numbers of nodes and edges")
+    parser.add_argument("--seeds", type=int, default=1024, help="seeds of a device and step")
+    parser.add_argument("--nodes", type=int, default=1_939_743, help="of `full_graph`")
+    parser.add_argument("--edges", type=int, default=21_111_007, help="of `full_graph`")
+    parser.add_argument("--reach", type=float, default=0.05, help="how far edges of `full_graph` lead, of all nodes")
+    parser.add_argument("--width", type=int, default=64, help="of rows of `full_graph`")
+    parser.add_argument("--rows", type=int, default=1 << 22, help="of the table of `tables`, a power of two")
+    parser.add_argument("--steps", type=int, default=10, help="training steps of a turn")
+    parser.add_argument("--turns", type=int, default=5, help="turns of training steps; the median counts")
+    parser.add_argument("--calls", type=int, default=20, help="calls of a turn, of `full_graph` and `tables`")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds that `tables` may take")
+    parser.add_argument("--check", action="store_true", help="small sizes, to check the sections on a CPU")
+    parser.add_argument("--out", type=Path, help="a JSON file for the results")
+    args = parser.parse_args(argv)
+    if args.check:
+        args.scale, args.igb_scale, args.seeds, args.nodes, args.edges = 0.002, 2e-6, 32, 400, 3000
+        args.rows, args.width, args.steps, args.turns, args.calls = 512, 8, 2, 1, 1
+    if "DEJAX_PROCESS" in os.environ:
+        table_process(args)
+        return
+    if args.devices is None:
+        args.devices = [n for n in (1, 2, 4, 8) if n <= jax.device_count()]
+    device = jax.devices()[0]
+    found: dict[str, Any] = {"device": device.device_kind, "devices": jax.device_count(), "jax": jax.__version__}
+    for name in args.only or SECTIONS:
+        found[name] = []
+        begin = time.perf_counter()
+        for result in SECTIONS[name](args):
+            found[name].append(result)
+            print(name, json.dumps(result), flush=True)
+            if args.out:
+                args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        print(f"# {name}: {time.perf_counter() - begin:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

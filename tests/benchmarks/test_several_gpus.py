@@ -1,0 +1,28 @@
+"""The sections of the benchmark run on two CPU devices and two processes, and give the same numbers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dejax import _native
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+def test_check(tmp_path: Path) -> None:
+    flags = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=2"
+    command = [sys.executable, "-m", "benchmarks.several_gpus", "--check", "--out", str(tmp_path / "found.json")]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [len(found[section]) for section in ("mini_batch", "full_graph", "tables", "decoder")] == [8, 6, 2, 2]
+    assert all(case["lost"] == 0 for case in found["mini_batch"])
+    assert all(case["loss_difference"] < 1e-6 for case in found["full_graph"])
+    remat, inputs = found["decoder"]
+    assert remat["collectives"] == inputs["collectives"] and remat["losses"] == inputs["losses"]
