@@ -104,6 +104,11 @@ class ShardedTable:
     def dtype(self) -> np.dtype:
         return self.spec.dtype
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows, without padding and scales."""
+        return self.spec.rows * self.spec.row_bytes
+
     def __len__(self) -> int:
         return self.spec.rows
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,31 @@ from dejax.host_gather import CachedTable, DeviceTable, HostTable, SplitTable, g
 from dejax.minibatch._formats import Encoder, block_rows, table_dtype
 
 Table = HostTable | CachedTable | SplitTable | DeviceTable
+
+
+@runtime_checkable
+class DividedTable(Protocol):
+    """A table whose rows are divided over the devices of a mesh, and exchanged as they are read.
+
+    `dejax.distributed.ShardedTable` is one. Its scales are its own.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def row_scale(self) -> Array | None: ...
+    @property
+    def column_scale(self) -> Array | None: ...
+
+    def __len__(self) -> int: ...
+    def gather(self, ids: ArrayLike, *, capacity: int | None = None, dtype: Any = None) -> tuple[Array, Array]: ...
+    def exchange_bytes(self, ids: int, capacity: int | None = None) -> Mapping[str, int]: ...
+
+
 RESULTS = ("float32", "bfloat16", "float16")
 """Names of the dtypes to which rows can be converted."""
 
@@ -29,13 +54,13 @@ class NodeFeatures:
     The features of node i are `table[i] * row_scale[i] * column_scale`.
 
     Attributes:
-        table: [nodes, *row]: HostTable, CachedTable, SplitTable or DeviceTable.
+        table: [nodes, *row]: HostTable, CachedTable, SplitTable, DeviceTable or `dejax.distributed.ShardedTable`.
         row_scale: float32[nodes], or float32[] for all rows, or None.
         column_scale: float32[*row], or None.
         trainable: whether `FeatureStore.update` writes it.
     """
 
-    table: Table
+    table: Table | DividedTable
     row_scale: Array | None = None
     column_scale: Array | None = None
     trainable: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -80,14 +105,34 @@ class NodeFeatures:
         with and the rows have no scale; else float32.
         """
         dtype = self.table.dtype
-        scaled = self.row_scale is not None or self.column_scale is not None
+        scales = (self.row_scale, self.column_scale)
+        if isinstance(self.table, DividedTable):
+            scales = (self.table.row_scale, self.table.column_scale)
+        scaled = any(scale is not None for scale in scales)
         kept = dtype.name in RESULTS or (dtype.kind in "iu" and not scaled)
         return dtype if kept else np.dtype(np.float32)
 
     def gather(self, ids: ArrayLike, *, dtype: Any = None, **options: Any) -> Array:
         """Rows by ids, rows of zeros where an id is out of range: [*ids.shape, *row]. See `FeatureStore.gather`."""
+        if isinstance(self.table, DividedTable):
+            return self.exchange(ids, dtype=dtype, **options)[0]
         result, reading = self.reading(dtype)
         return self.scaled(gather(self.table, ids, **reading, **options), result)
+
+    def exchange(
+        self, ids: ArrayLike, *, dtype: Any = None, capacity: int | None = None, mode: str = "fill", **options: Any
+    ) -> tuple[Array, Array]:
+        """The rows of a table that is divided over devices, and how many of this device did not fit."""
+        table = self.table
+        if not isinstance(table, DividedTable):
+            raise ValueError(
+                f"`capacity` must be of a table that is divided over devices, got one on: {self.placement}"
+            )
+        if mode != "fill":
+            raise ValueError(f"`mode` must be 'fill' for a table that is divided over devices, got {mode!r}")
+        if unknown := options.keys() - {"order", "num_sms"}:  # which say how one device reads
+            raise TypeError(f"a gather has no option {min(unknown)!r}")
+        return table.gather(ids, capacity=capacity, dtype=dtype)
 
     def reading(self, dtype: Any) -> tuple[np.dtype, dict[str, Any]]:
         """The dtype of the result, and the options of the gather that reads the rows, before `scaled`."""
@@ -107,6 +152,8 @@ class NodeFeatures:
     def placement(self) -> str:
         """Where the rows lie, in words."""
         table = self.table
+        if isinstance(table, DividedTable):
+            return "divided over devices"
         if isinstance(table, DeviceTable):
             return "device"
         if isinstance(table, SplitTable):

@@ -23,7 +23,7 @@ from dejax.host_gather import (
     gather_start,
 )
 from dejax.minibatch._formats import table_dtype
-from dejax.minibatch._node_features import RESULTS, NodeFeatures, Table, features_of
+from dejax.minibatch._node_features import RESULTS, DividedTable, NodeFeatures, Table, features_of
 
 _FLOATS_BY_BLOCK = 1 << 22  # elements of an embedding that one random stream makes
 
@@ -33,7 +33,7 @@ _FLOATS_BY_BLOCK = 1 << 22  # elements of an embedding that one random stream ma
 class PendingFeatures:
     """A gather that `FeatureStore.gather_start` began; `gather_done` takes the rows, once, in the same program."""
 
-    rows: dict[str, PendingRows]
+    rows: dict[str, PendingRows | Array]
     column_scales: dict[str, Array | None]
     dtypes: tuple[tuple[str, np.dtype], ...] = dataclasses.field(metadata={"static": True})
 
@@ -41,7 +41,11 @@ class PendingFeatures:
         """The rows by type; with `after`, (rows, after): see `dejax.host_gather.gather_done`."""
         done = {}
         for name, dtype in self.dtypes:
-            rows = gather_done(self.rows[name], after=after)
+            started = self.rows[name]
+            if isinstance(started, Array):
+                done[name] = started
+                continue
+            rows = gather_done(started, after=after)
             if after is not None:
                 rows, after = rows
             scale = self.column_scales[name]
@@ -115,9 +119,17 @@ class FeatureStore:
         )
 
     def with_table(
-        self, name: str, table: Table, *, row_scale: ArrayLike | None = None, column_scale: ArrayLike | None = None
+        self,
+        name: str,
+        table: Table | DividedTable,
+        *,
+        row_scale: ArrayLike | None = None,
+        column_scale: ArrayLike | None = None,
     ) -> FeatureStore:
         """A store that also reads a table of yours.
+
+        A `dejax.distributed.ShardedTable` is read inside of `jax.shard_map` over its mesh, as in the functions of
+        `dejax.distributed.data_parallel`, by all devices together.
 
         Args:
             name: the node type. A type that the store has is replaced.
@@ -127,13 +139,18 @@ class FeatureStore:
 
         Raises:
             TypeError: no table, or a dtype that cannot be gathered.
-            ValueError: scales of another shape.
+            ValueError: scales of another shape, or for a ShardedTable, which has its own.
         """
         what = f"FeatureStore.with_table({name!r})"
-        if not isinstance(table, Table):
+        if not isinstance(table, Table | DividedTable):
             raise TypeError(
-                f"{what}: `table` must be a HostTable, CachedTable, SplitTable or DeviceTable, got "
+                f"{what}: `table` must be a HostTable, CachedTable, SplitTable, DeviceTable or ShardedTable, got "
                 f"{type(table).__name__}; use FeatureStore.from_arrays for arrays"
+            )
+        if isinstance(table, DividedTable) and (row_scale is not None or column_scale is not None):
+            raise ValueError(
+                f"{what}: `row_scale` and `column_scale` must be None for a table that is divided over devices; make "
+                "it with scales, by ShardedTable.from_numpy(scale=...)"
             )
         table_dtype(what, table.dtype)
         by_row = _checked_scale(what, "row_scale", row_scale, [(len(table),), ()])
@@ -248,21 +265,48 @@ class FeatureStore:
             [*ids.shape, *row] by type.
 
         Raises:
-            ValueError: a type that the store does not have.
+            ValueError: a type that the store does not have; a divided table outside of `jax.shard_map`.
             TypeError: ids that are no integers, an impossible dtype, a store that is closed over.
             TableClosedError: a table was closed or donated.
         """
+        return self.gather_counted(ids, capacity={}, dtype=dtype, **options)[0]
+
+    def gather_counted(
+        self, ids: Mapping[str, ArrayLike], *, capacity: Mapping[str, int], dtype: Any = None, **options: Any
+    ) -> tuple[dict[str, Array], Array]:
+        """`gather`, with bounds on what devices exchange for tables that are divided over them.
+
+        Args:
+            ids, dtype, options: as in `gather`.
+            capacity: by type, the most rows that a device asks of another one (`ShardedTable.find_capacity`). By
+                default as many as it has ids, so that all fit.
+
+        Returns:
+            The rows by type, and an int32 scalar: how many ids of this device did not fit. Their rows are zeros;
+            `dejax.distributed.check_lost` raises for them.
+
+        Raises:
+            ValueError, TypeError, TableClosedError: as `gather`; a capacity of a table that is not divided.
+        """
         self._check_types("FeatureStore.gather", ids)
-        rows = {}
+        self._check_types("FeatureStore.gather_counted, `capacity`", capacity)
+        rows, lost = {}, jnp.zeros((), jnp.int32)
         for name, of_type in ids.items():
+            node = self.types[name]
             with _naming(name):
-                rows[name] = self.types[name].gather(of_type, dtype=dtype, **options)
-        return rows
+                if name in capacity:
+                    rows[name], more = node.exchange(of_type, dtype=dtype, capacity=capacity[name], **options)
+                    lost += more
+                else:
+                    rows[name] = node.gather(of_type, dtype=dtype, **options)
+        return rows, lost
 
     def gather_start(
         self, ids: Mapping[str, ArrayLike], *, dtype: Any = None, before: Any = None, **options: Any
     ) -> Any:
         """Begins a gather. It overlaps with the work that runs until `gather_done` of its result.
+
+        Of a table that is divided over devices, rows are exchanged at once: XLA overlaps the collectives.
 
         Args:
             ids, dtype: as in `gather`.
@@ -276,13 +320,17 @@ class FeatureStore:
             ValueError, TypeError, TableClosedError: as `gather`.
         """
         self._check_types("FeatureStore.gather_start", ids)
-        pending: dict[str, PendingRows] = {}
+        pending: dict[str, PendingRows | Array] = {}
         scales: dict[str, Array | None] = {}
         dtypes: list[tuple[str, np.dtype]] = []
         for name, of_type in ids.items():
             node = self.types[name]
             with _naming(name):
                 result, reading = node.reading(dtype)
+                if isinstance(node.table, DividedTable):
+                    pending[name], scales[name] = node.gather(of_type, dtype=dtype, **options), None
+                    dtypes.append((name, result))
+                    continue
                 started = gather_start(node.table, of_type, before=before, **reading, **options)
             pending[name], before = (started, None) if before is None else started
             scales[name] = node.column_scale

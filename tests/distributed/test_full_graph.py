@@ -22,32 +22,60 @@ from tests.rgnn.strategies import EdgeList, edge_lists
 from tests.rgnn.test_operators import OPERATORS, arrays_of
 
 REFUSED = {"products of edges": "products of rows on several devices"}
+KINDS = dict.fromkeys(("x", "y", "heads", "zeros", "i_node", "i_graph"), "node")
+KINDS |= dict.fromkeys(("e", "score", "i_edge", "i_far"), "edge")
+# Compiling is what takes the time: several operators in a program take 0.6 of what they take one by one.
+GROUPS = [[name for name in OPERATORS if name not in REFUSED][i::5] for i in range(5)]
+
+
+def run_operators(names: list[str]) -> None:
+    edges = GRAPHS["typical"]
+    with jax.enable_x64(True):
+        arrays = arrays_of(edges)
+        named = {key: KINDS.get(key, "shared") for key in arrays}
+        program = rgnn.program(lambda g, a: [OPERATORS[name].program(g, a) for name in names])
+        compare(program, edges.build(), arrays, named)
 
 
 @pytest.mark.newest_jax
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("name", OPERATORS)
-def test_operators(name: str) -> None:
-    edges = GRAPHS["typical"]
-    kinds = dict.fromkeys(("x", "y", "heads", "zeros", "i_node", "i_graph"), "node")
-    kinds |= dict.fromkeys(("e", "score", "i_edge", "i_far"), "edge")
-    with jax.enable_x64(True):
-        arrays = arrays_of(edges)
-        named = {key: kinds.get(key, "shared") for key in arrays}
-        program = rgnn.program(OPERATORS[name].program)
-        if name in REFUSED:
-            with pytest.raises(CannotDistribute, match=REFUSED[name]):
-                compare(program, edges.build(), arrays, named)
-        else:
-            compare(program, edges.build(), arrays, named)
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("names", GROUPS, ids=", ".join)
+def test_operators(names: list[str]) -> None:
+    run_operators(names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name not in REFUSED])
+def test_operators_alone(name: str) -> None:
+    run_operators([name])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_operators_that_are_refused(name: str) -> None:
+    with pytest.raises(CannotDistribute, match=REFUSED[name]):
+        run_operators([name])
 
 
 LAYER_KINDS = {"node": "node", "edge": "edge"}
+# One of each kind: sums, maxima, moments, softmax, gates, products by type, scores of edges.
+IN_CI = (
+    "gcn_weighted",
+    "sage_pool",
+    "gated_gcn",
+    "pna",
+    "gat_pair_edges",
+    "transformer",
+    "compgcn_correlate",
+    "simple_hgn",
+    "rgat_shared_within_edges",
+    "heat",
+    "complex",
+)
 
 
 @pytest.mark.newest_jax
 @pytest.mark.sample(6)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [n if n in IN_CI else pytest.param(n, marks=pytest.mark.slow) for n in LAYERS])
 def test_layers_of_the_zoo(name: str) -> None:
     edges = GRAPHS["typical"]
     layer, arrays = drawn(LAYERS[name], edges)
@@ -74,7 +102,9 @@ def test_random_programs(recipe: Recipe, edges: EdgeList) -> None:
 
 @pytest.mark.newest_jax
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "graph"), [("rgcn", "long_segments"), ("hgt", "typical")])
+@pytest.mark.parametrize(
+    ("name", "graph"), [("rgcn", "long_segments"), pytest.param("hgt", "typical", marks=pytest.mark.slow)]
+)
 def test_kernels_read_padded_tables(name: str, graph: str) -> None:
     """Interpreted Pallas kernels on the graphs of the devices, whose tables have padding."""
     edges, rng = GRAPHS[graph], np.random.default_rng(0)

@@ -59,8 +59,10 @@ class _UnitAxes:
             self.bare.add(i)
             return self.shaped(b.copy(op, (), b.line), op.shape[:-1])
         if op.name == "linear" and ends and op.attr("via") != "self":
-            vector = Product.parse(op.attr("spec")).of_one_column
-            if vector.is_inner:
+            product = Product.parse(op.attr("spec"))
+            vector = product.of_one_column
+            # The axis of size 1 must be the column's: an inner product with one head gives one, too.
+            if product.out[-1:] == "n" and vector.is_inner:
                 self.bare.add(i)
                 x, w = op.args
                 return b.op("linear", self.whole(x), self.without(w), spec=str(vector), via=op.attr("via"))

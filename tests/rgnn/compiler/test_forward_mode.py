@@ -103,8 +103,13 @@ def test_reverse_mode_still_composes() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_in_forward_mode(name: str) -> None:
-    """Without the generated backward pass every operator has a tangent."""
+    """Without the generated backward pass every operator has a tangent.
+
+    Integers are in range here: for others forward mode of `jax.numpy` is no transpose of its reverse mode.
+    """
     arrays = arrays_of(GRAPHS["typical"])
+    size = arrays["table"].shape[0]
+    arrays["i_far"] = arrays["i_far"] % (2 * size) - size
     program = rgnn.program(OPERATORS[name].program)
     plain = Options(backend="xla", disable=("backward",))
     whole = {n: jnp.asarray(a) for n, a in arrays.items() if n.startswith("i_")}
@@ -115,3 +120,26 @@ def test_operators_in_forward_mode(name: str) -> None:
         want = jax.jvp(reference, (floats,), (floats,))
         for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(g, w, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("generated", [False, True])
+def test_rows_of_clipped_integers_have_neither_tangent_nor_gradient(generated: bool) -> None:
+    """So forward mode is the transpose of reverse mode, which is that of `jax.numpy`."""
+    rng, size = np.random.default_rng(2), 4
+    ids = np.resize(np.arange(-2 * size, 2 * size), GRAPH.num_edges)
+    inside = (ids >= -size) & (ids < size)
+    assert not inside.all() and inside.any()
+    program = rgnn.program(lambda g, table: g.shared(table)[g.edge(ids)])
+    plain = Options(backend="xla", disable=("backward",))
+    options = Options(backend="xla") if generated else plain
+    with jax.enable_x64(True):
+        table, tangent = rng.normal(size=(2, size, 3))
+        cotangent = rng.normal(size=(len(ids), 3))
+        value, moved = jax.jvp(lambda t: program(GRAPH, t, options=plain), (table,), (tangent,))
+        (gradient,) = jax.vjp(lambda t: program(GRAPH, t, options=options), table)[1](cotangent)
+        (of_jax,) = jax.vjp(lambda t: t[ids], table)[1](cotangent)
+    wrapped = np.where(ids < 0, ids + size, ids)
+    np.testing.assert_array_equal(value, table[np.clip(wrapped, 0, size - 1)])
+    np.testing.assert_array_equal(moved, np.where(inside[:, None], tangent[wrapped % size], 0))
+    np.testing.assert_allclose(np.vdot(moved, cotangent), np.vdot(tangent, gradient), rtol=1e-12)
+    np.testing.assert_allclose(gradient, of_jax, rtol=1e-12, atol=1e-12)

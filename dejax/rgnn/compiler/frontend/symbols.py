@@ -241,6 +241,6 @@ class Symbol:
 
         An index that is a value of integers looks up along the first feature axis: in a shared table, in the table of
         the integer's own type, or in the features of its own row. Negative integers count from the end. Integers out of
-        range are clipped, without gradient, as in jax.numpy.
+        range are clipped; they have no gradient, as in jax.numpy, and no tangent.
         """
         return indexed(self, key if isinstance(key, tuple) else (key,))
