@@ -38,6 +38,7 @@ import numpy as np
 from benchmarks import host_gather_graphs, host_gather_overlap
 from benchmarks.device_time import profile_jax
 from benchmarks.peers import cpu_gather
+from benchmarks.provenance import save as save_results
 from dejax import host_gather as hg
 
 WIDTHS = (48, 100, 128, 256, 400, 512, 516, 640, 1000, 1024, 1028, 1152, 2048, 2052, 2176)  # bytes
@@ -432,8 +433,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
     def save() -> None:
         if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            save_results(path, report)
 
     run(args, report, save)
     if args.out and args.plot:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from provenance import save
 
 from dejax.datasets import synthetic_triples
 from dejax.minibatch import link_ranks, softmax_cross_entropy
@@ -176,7 +177,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         rate = statistics.median(run["edges_per_s"] for run in runs)
         print(f"{name:<24} MRR {statistics.fmean(mrr):.4f} ± {spread:.4f}, {rate:,.0f} training edges a second")
     if args.out:
-        args.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
+        save(args.out, results)
     return results
 
 

@@ -9,7 +9,6 @@ variants run in turns in one process. Also checked: equal losses, and a checkpoi
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from provenance import save
 
 from dejax import distributed
 from dejax.distributed import Part, ShardedTable, data_parallel
@@ -180,7 +180,7 @@ def main() -> None:
     found["checkpoint_equal"] = checkpoint(variants["mesh of one"], job, mesh)
     print("checkpoint equal:", found["checkpoint_equal"], "loss:", found["first_loss"], found["last_loss"])
     if args.out is not None:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        save(args.out, found)
 
 
 if __name__ == "__main__":

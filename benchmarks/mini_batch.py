@@ -28,6 +28,7 @@ import optax
 from flax import nnx
 
 from benchmarks.device_time import profile_jax
+from benchmarks.provenance import save
 from dejax import rgnn
 from dejax.host_gather import HostTable, gather
 from dejax.minibatch import HeteroTopology, find_capacities, make_blocks, sample_blocks
@@ -399,7 +400,7 @@ def main(argv: list[str] | None = None) -> None:
             results.append(result)
             print(json.dumps(result), flush=True)
             if args.out:
-                args.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
+                save(args.out, results)
         print(f"# {name}: {time.perf_counter() - begin:.1f} s", flush=True)
 
 

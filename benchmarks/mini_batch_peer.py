@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from benchmarks.peers.hetero_sampler import EdgeType, HeteroSampler, compiled
+from benchmarks.provenance import save
 
 NODES = {"paper": 736_389, "author": 1_134_649, "field": 59_965, "institution": 8_740}
 EDGES = {
@@ -345,7 +346,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         results.append({key: round(v, 3) if isinstance(v, float) else v for key, v in result.items()})
         print(json.dumps(results[-1]), flush=True)
     if args.out:
-        args.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
+        save(args.out, results)
     return results
 
 

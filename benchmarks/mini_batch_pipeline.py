@@ -38,6 +38,7 @@ from benchmarks.mini_batch import (
     both_directions,
     shared_fan_outs,
 )
+from benchmarks.provenance import save
 from dejax import rgnn
 from dejax.datasets import fill_rows
 from dejax.host_gather import HostTable, SplitTable
@@ -371,7 +372,7 @@ def main(argv: list[str] | None = None) -> None:
             results.append(result)
             print(json.dumps(result), flush=True)
             if args.out:
-                args.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
+                save(args.out, results)
         print(f"# {name}: {time.perf_counter() - begin:.1f} s", flush=True)
 
 

@@ -20,7 +20,6 @@ import argparse
 import faulthandler
 import functools
 import importlib
-import json
 import math
 import re
 import sys
@@ -37,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from device_time import profile_jax
 from jax import lax
+from provenance import save
 
 from dejax import pallas as kernels
 from dejax.pallas import _triton
@@ -651,8 +651,7 @@ def run(cases: Sequence[Case], out: Path | None) -> dict[str, Any]:
         print(line(row, job.case.floor_ms), flush=True)
         cells[job.case.name] = summary(job.case, [*cells[job.case.name]["kernels"], row])
         if out is not None:  # after each kernel: the next one may end the program
-            out.mkdir(parents=True, exist_ok=True)
-            output_path(out, device).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            save(output_path(out, device), results)
     print(f"\n{table(cells)}\n{time.perf_counter() - start:.1f} s in all")
     return results
 

@@ -29,6 +29,7 @@ if "--quick" in sys.argv:
 from offload_measuring import GIB, QUICK, bandwidths, keep, say
 from offload_tiers import drive, optimizer_state, planned
 from offload_training import bits, gpt, gpt_plan, largest_batch, layers, torch_layers
+from provenance import save
 
 
 def words(variable: str, default: str) -> list[str]:
@@ -135,7 +136,7 @@ def main() -> int:
         found["seconds"] = time.perf_counter() - begin
         say(f"{case}: {found.get('error', 'done')}, {found['seconds']:.1f} s")
         report["cases"][case] = found
-        options.out.write_text(json.dumps(report, indent=1))
+        save(options.out, report, device=False)
     return 0
 
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import time
 from pathlib import Path
 from typing import Any
+
+from provenance import save
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.85")  # staging memory is outside of XLA's pool
 os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "104")
@@ -112,7 +113,7 @@ def main() -> int:
         last = found[way]["losses"][-1]
         shown = {key: round(value, 4) for key, value in found[way].items() if key != "losses"}
         print(f"{way}: loss {found[way]['losses'][0]:.4f} to {last:.4f}, {shown}", flush=True)
-        options.out.write_text(json.dumps({"options": vars(options), "ways": found}, default=str))
+        save(options.out, {"ways": found})
         jax.clear_caches()
         gc.collect()
     if options.plot:

@@ -10,7 +10,6 @@ on each path, and of the program without offload. An overhead is the median over
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from provenance import save
 
 from dejax.offload import ActivationStore, offload
 
@@ -121,8 +121,7 @@ def report(times: dict[str, list[tuple[float, float]]], stores: Any, before: Any
         rows.append(row)
         moved = f"{row.get('written_bytes', 0) / GIB:.3f}, {row.get('read_bytes', 0) / GIB:.3f}"
         print(f"| {name} | {row['ms']:.1f} | {overhead:.2f} | {row['processor_ms']:.0f} | {moved} |", flush=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(rows, indent=1))
+    save(out, rows)
 
 
 if __name__ == "__main__":

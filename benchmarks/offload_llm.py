@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from offload_measuring import GIB, QUICK, bandwidths, keep, say, time_step
+from provenance import save
 
 CASES = ("attention", "state", "large", "update", "peers")
 LIMITS = {"attention": 90, "state": 120, "large": 240, "update": 90, "peers": 200}  # seconds
@@ -430,7 +431,7 @@ def main() -> int:
         found["case_s"] = time.perf_counter() - begin
         say(f"{case}: {found.get('error', 'done')}, {found['case_s']:.1f} s")
         report[case] = found
-        options.out.write_text(json.dumps(report, indent=1, default=str))
+        save(options.out, report, device=False)
     return 0
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from provenance import save
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.85")  # staging memory is outside of XLA's pool
 os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "104")
@@ -176,7 +177,7 @@ def main() -> int:
         except Exception as error:
             found[name] = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
             print(name, found[name], flush=True)
-        options.out.write_text(json.dumps(found))
+        save(options.out, found)
         jax.clear_caches()
         gc.collect()
     return 0

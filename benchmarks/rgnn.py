@@ -35,6 +35,7 @@ import rgnn_report
 from peers import case, runner
 from peers.case import Settings
 from peers.timing import Limits
+from provenance import save
 
 GRAPHS = ("aifb", "mutag", "bgs", "fb15k", "biokg", "am", "mag", "wikikg2")
 MODELS = ("rgcn", "rgat", "hgt")
@@ -221,8 +222,7 @@ def main(argv: list[str] | None = None) -> None:
         device = re.sub(r"nvidia|geforce", "", versions.get("device", "unknown").lower()).strip().replace(" ", "_")
         kind = "sweep" if args.sweep else f"w{args.width}_h{args.heads}"
         path = args.update or out / f"rgnn_{device}_{args.dtype}_{args.precision}_{kind}.json"
-        out.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        save(path, results, device=False)
         rgnn_report.plot(results, benchmark.base, path.with_suffix(".svg"))
         (out / UNFINISHED).unlink(missing_ok=True)
         print(f"\n{path}\n{path.with_suffix('.svg')}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 from device_time import kernels_jax, profile_jax
 from peers.case import Settings, make_graph, parameters
 from peers.jax_layers import rel_graph
+from provenance import save
 
 from dejax import rgnn
 from dejax.rgnn import library
@@ -190,9 +190,7 @@ def main() -> int:
             report(name, model, found)
             results["cells"][f"{name} {model}"] = found
             if args.out is not None:
-                args.out.mkdir(parents=True, exist_ok=True)
-                path = args.out / f"rgnn_plan_{settings.name}.json"
-                path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+                save(args.out / f"rgnn_plan_{settings.name}.json", results)
     return 0
 
 

@@ -12,7 +12,6 @@ implementation runs in a process of its own.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import platform
 import re
@@ -30,6 +29,7 @@ import rgnn
 from peers import case, runner
 from peers.case import Settings
 from peers.timing import Limits
+from provenance import save
 
 CLASSES = {"aifb": 4, "mutag": 2, "bgs": 2, "am": 11, "mag": 349}
 """Number of classes of the real graphs; others get 16."""
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
         device = re.sub(r"nvidia|geforce", "", versions.get("device", "unknown").lower()).strip().replace(" ", "_")
         path = args.out / f"rgnn_training_{device}_{args.precision}_w{args.width}_h{args.heads}.json"
         document = {"versions": versions, "date": time.strftime("%Y-%m-%d"), "results": results}
-        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        save(path, document, device=False)
         print(path)
 
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from provenance import save
 
 GB = 1e9
 
@@ -407,7 +408,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(scale_model_measured.table(measured))
         found["measured"] = measured
     if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        save(given.json, found, device=False)
     if given.svg:
         given.svg.write_text(svg(rows), encoding="utf-8")
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from provenance import save
 
 from dejax import segment
 from dejax.pallas.segments.reduce import segment_reduce
@@ -317,14 +316,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         for name, value in summary(rows).items():
             print(f"{name}: {value:.2f}")
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        facts = {
-            "device": jax.devices()[0].device_kind,
-            "jax": jax.__version__,
-            "XLA_FLAGS": os.environ.get("XLA_FLAGS"),
-        }
-        text = json.dumps({"machine": facts, "rows": rows}, indent=1)
-        (options.out / f"{options.name}.json").write_text(text, encoding="utf-8")
+        save(options.out / f"{options.name}.json", {"rows": rows})
         if not options.sweep:
             plot(rows, options.out / f"{options.name}.svg")
     return rows

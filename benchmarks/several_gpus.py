@@ -43,6 +43,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from benchmarks.mini_batch import MAG_EDGES, MAG_NODES, Model, both_directions, shared_fan_outs
+from benchmarks.provenance import save
 from dejax import distributed
 from dejax.distributed import Part, ShardedTable, data_parallel, link_bytes
 from dejax.distributed.full_graph import ShardedGraph, over_mesh
@@ -431,7 +432,7 @@ def main(argv: list[str] | None = None) -> None:
             found[name].append(result)
             print(name, json.dumps(result), flush=True)
             if args.out:
-                args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                save(args.out, found)
         print(f"# {name}: {time.perf_counter() - begin:.1f} s", flush=True)
 
 

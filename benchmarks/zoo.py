@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from peers import zoo_jax
+from provenance import save
 
 from dejax.rgnn import Options, RelGraph, zoo
 
@@ -267,8 +268,7 @@ def check_agreement(out: Path | None) -> bool:
             found[f"{name} {kind}"] = errors
             print(f"{name:20s} {kind}  result {errors[0]:.1e}  gradient {errors[1]:.1e}", flush=True)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "zoo_agreement.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+        save(out / "zoo_agreement.json", found)
     wrong = [key for key, errors in found.items() if not max(errors) < (1e-10 if "float64" in key else 1e-4)]
     print(f"{len(found) - len(wrong)} of {len(found)} agree" + (f"; not: {', '.join(wrong)}" if wrong else ""))
     return not wrong
@@ -334,7 +334,7 @@ def main() -> None:
     print(table(rows))
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "zoo.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        save(args.out / "zoo.json", rows)
         (args.out / "zoo.md").write_text(table(rows), encoding="utf-8")
         plot(rows, args.out / "zoo.svg")
 

@@ -13,6 +13,6 @@ from dejax import _native
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_checks(tmp_path: Path) -> None:
     main(["--only", "correctness", "--out", str(tmp_path / "found.json")])
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = json.loads((tmp_path / "found.json").read_text())["results"]
     assert [result["section"] for result in found] == ["sample"] * 2 + ["layer"] * 3
     assert max(result["largest_error"] for result in found[2:]) < 1e-4

@@ -101,6 +101,7 @@ def test_arguments_and_json(tmp_path, monkeypatch, capsys):
     found = trial.main(["--widths", "", "--sums", "512", "--bytes", size, "--out", str(tmp_path / "new")])
     written = json.loads((tmp_path / "new" / "mosaic_trial_cpu.json").read_text(encoding="utf-8"))
     printed = capsys.readouterr().out
+    assert written.pop("about")["versions"]["jax"] == jax.__version__
     assert written == found and "error 0.0e+00" in printed and "RACE" not in printed
     ((row,),) = (cell["kernels"] for cell in found["cells"].values())
     assert row == {"lowering": "mosaic", "kernel": trial.SUMS[512][0].name, "error": 0.0}

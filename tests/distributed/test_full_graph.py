@@ -24,7 +24,7 @@ from tests.rgnn.test_operators import OPERATORS, arrays_of
 REFUSED = {"products of edges": "products of rows on several devices"}
 KINDS = dict.fromkeys(("x", "y", "heads", "zeros", "i_node", "i_graph"), "node")
 KINDS |= dict.fromkeys(("e", "score", "i_edge", "i_far"), "edge")
-# Compiling is what takes the time: several operators in a program take 0.6 of what they take one by one.
+# Compiling is what takes the time: several operators in one program take less than one by one.
 GROUPS = [[name for name in OPERATORS if name not in REFUSED][i::5] for i in range(5)]
 
 
