@@ -9,6 +9,7 @@ import platform
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from benchmarks import provenance
@@ -20,6 +21,7 @@ BENCHMARKS = provenance.ROOT / "benchmarks"
 
 
 def test_a_result_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    jax.devices()  # with the flags of the tests, before they are others
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={Path.home()}/dump --xla_gpu_autotune_level=0")
     script = str(BENCHMARKS / "rgnn.py")
     monkeypatch.setattr(
