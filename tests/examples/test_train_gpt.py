@@ -4,6 +4,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+import jax
 import pytest
 
 from dejax import _native
@@ -43,6 +44,7 @@ def losses(path: Path) -> list[float]:
 
 @pytest.mark.full
 def test_same_losses_with_and_without_offload(example, text, tmp_path, monkeypatch, capsys):
+    jax.devices()  # with the flags of the tests; the example adds to them
     monkeypatch.setenv("XLA_FLAGS", "")
     assert example.main([*TINY, *text, "--compare", "inputs", "--steps", "4", "--out", str(tmp_path)]) == 0
     assert "4 steps, losses that differ: 0" in capsys.readouterr().out
