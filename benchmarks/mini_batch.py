@@ -127,7 +127,7 @@ def correctness(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     full = rgnn.RelGraph.from_relations({t: (e[:, 0], e[:, 1]) for t, e in lists.items()}, counts)
     rng = np.random.default_rng(3)
     x = {name: rng.standard_normal((count, 32)) for name, count in counts.items()}
-    for name, params in _parameters(rng, len(topology.edge_types), len(counts)).items():
+    for name, params in layer_parameters(rng, len(topology.edge_types), len(counts)).items():
         error = _against_float64(name, params, x, sample, full)
         yield {"section": "layer", "layer": name, **error}
 
@@ -157,11 +157,15 @@ def _check_sample(sample: Any, topology: HeteroTopology) -> dict[Any, np.ndarray
     return {edge_type: np.concatenate(parts) for edge_type, parts in found.items()}
 
 
-def _parameters(rng: np.random.Generator, relations: int, types: int) -> dict[str, dict[str, np.ndarray]]:
+def layer_parameters(
+    rng: np.random.Generator, relations: int, types: int, *, width: int = 32, heads: int = 4
+) -> dict[str, dict[str, np.ndarray]]:
+    """Parameters of RGCN, RGAT and HGT layers from rows of `width` to rows of `width`."""
+
     def draw(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape) / np.sqrt(shape[-2] if len(shape) > 1 else 1)
 
-    r, t, h, k, d = relations, types, 4, 32, 8
+    r, t, h, k, d = relations, types, heads, width, width // heads
     hgt = {name: draw(t, h, k, d) for name in ("key", "query", "value")}
     hgt |= {f"relation_{name}": draw(r, h, d, d) for name in ("attention", "message")}
     return {
@@ -249,7 +253,7 @@ def tables(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "slots": (lambda senders, mask, spec=spec: graph_of_slots(senders, mask, spec), (senders, mask)),
             "build_traced": (traced, (*flat, node_type)),
         }
-        params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), _parameters(rng, relations, types)["rgat"])
+        params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), layer_parameters(rng, relations, types)["rgat"])
         x = jnp.asarray(rng.standard_normal((spec.num_nodes, 32)), jnp.float32)
         for name, (make, arguments) in ways.items():
             run = jax.jit(make)
