@@ -14,8 +14,6 @@ from typing import Any
 
 from dejax.training.links.settings import DECODERS, LAYERS, NEGATIVES, LinkSettings, resolve
 
-_SAVE_SECONDS = 30.0
-
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
@@ -139,30 +137,9 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 def _one_seed(trainer: Any, checkpoints: Any, args: argparse.Namespace, seed: int) -> tuple[Any, Any, int]:
     """Curves, ranks of the test edges and lost nodes of a seed."""
-    from dejax.datasets._progress import Progress as Bar
-    from dejax.training.checkpoint import History
+    from dejax.training.mini_batch import run_seed
 
-    settings, history = trainer.settings, History()
-    state = trainer.init(seed)
-    if args.resume and checkpoints.latest(seed) is not None:
-        plain, history = checkpoints.restore(seed, trainer.exported(state))
-        state = trainer.imported(plain, seed)
-    total, saved_at = settings.epochs * trainer.steps_per_epoch, time.monotonic()
-    with Bar(f"seed {seed}", total, unit="steps") as bar:
-        bar.update(int(state.step))
-        for now, progress in trainer.run(state, seed, settings.epochs, bar):
-            state = now  # the one before is donated
-            if progress is not None:
-                history.add(progress)
-            if checkpoints is None:
-                continue
-            every = args.checkpoint_every
-            due = time.monotonic() - saved_at >= _SAVE_SECONDS if not every else int(state.step) % every == 0
-            if due and int(state.step) < total:
-                checkpoints.save(seed, trainer.exported(state), history, int(state.step))
-                saved_at = time.monotonic()
-    if checkpoints is not None and checkpoints.latest(seed) != int(state.step):
-        checkpoints.save(seed, trainer.exported(state), history, int(state.step))
+    state, history = run_seed(trainer, checkpoints, seed, resume=args.resume, every=args.checkpoint_every)
     ranks = trainer.ranks(state, "test")
     if not sys.stderr.isatty():
         print(f"seed {seed}: {int(state.step)} steps in {sum(history.seconds):.1f} s, test {ranks}", flush=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,34 +11,29 @@ import numpy as np
 from jax import Array
 
 from dejax._optional import optional
-from dejax.datasets._progress import Progress as Bar
-from dejax.host_gather import adam, shardings
+from dejax.host_gather import adam
 from dejax.minibatch import (
     FeatureStore,
     HeteroTopology,
     LinkRanks,
-    SampleOptions,
     binary_cross_entropy,
-    find_capacities,
     link_ranks,
     make_typed_blocks,
     sample_blocks,
     softmax_cross_entropy,
 )
 from dejax.rgnn import Options, RelGraph
-from dejax.training.fit import Progress
 from dejax.training.links.data import EDGE, NODE, LinkGraph
 from dejax.training.links.model import LinkModel, decoder_of
 from dejax.training.links.negatives import Pool, draw, pool_of
 from dejax.training.links.settings import LinkSettings
+from dejax.training.mini_batch import CAPACITY_BATCHES, BatchTrainer
 
 with optional("optax", of="dejax.training.links"):
     import optax
 with optional("flax", of="dejax.training.links"):
     from flax import nnx
 
-_CAPACITY_BATCHES = 20
-MAX_DEGREE = 512
 Graphs = list[tuple[RelGraph, int | None]]
 
 
@@ -86,7 +79,7 @@ class Inputs:
     pool: Pool
 
 
-class LinkTrainer:
+class LinkTrainer(BatchTrainer):
     """Training of one encoder and decoder on one data set.
 
     Args:
@@ -104,12 +97,12 @@ class LinkTrainer:
     def __init__(
         self, settings: LinkSettings, graph: LinkGraph, *, backend: str = "auto", print_table: Any = None
     ) -> None:
-        self.settings, self.graph = settings, graph
+        super().__init__(settings)
+        self.graph = graph
         self.decoder = decoder_of(settings)
         self.options = Options(backend=backend, precision=settings.precision)
         self.batch_size = min(settings.batch_size, len(graph.train))
         self.steps_per_epoch = -(-len(graph.train) // self.batch_size)
-        self._sample_options = SampleOptions(max_degree=MAX_DEGREE)
         features = FeatureStore()
         if graph.features is not None:
             features = FeatureStore.from_arrays({NODE: graph.features})
@@ -125,14 +118,12 @@ class LinkTrainer:
             jnp.asarray(graph.train_edge),
             pool_of(graph),
         )
-        abstract = nnx.eval_shape(lambda: self._model(jax.random.key(0)))
-        self._graphdef, params, self._rest = nnx.split(abstract, nnx.Param, ...)
-        self.num_params = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
+        self._split_model()
         self._optimizer, self._of_rows = optax.adam(settings.lr), adam(settings.lr)
-        self.capacities = None if whole else self._find_capacities(print_table)
-        self._step: Any = None
+        self.capacities = (
+            None if whole else self._find_capacities(graph.topology, self._capacity_batches(), print_table)
+        )
         self._encode = jax.jit(self._encoded)
-        self.compile_seconds = 0.0
 
     def _model(self, key: Array) -> LinkModel:
         graph = self.graph
@@ -140,26 +131,15 @@ class LinkTrainer:
         kinds = len(graph.data.num_nodes)
         return LinkModel(self.settings, graph.num_relations, kinds, width, options=self.options, rngs=nnx.Rngs(key))
 
-    def _merged(self, params: Any) -> LinkModel:
-        rest = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._rest)
-        return nnx.merge(self._graphdef, params, rest)
-
-    def _find_capacities(self, print_table: Any) -> Any:
+    def _capacity_batches(self) -> list[Any]:
         rng = np.random.default_rng(0)
         batches: list[Any] = []
-        for _ in range(_CAPACITY_BATCHES):
+        for _ in range(CAPACITY_BATCHES):
             rows = rng.choice(len(self.graph.train), self.batch_size, replace=False)
             ends = jnp.asarray(self.graph.train[rows][:, [2, 0]].T)
             wrong, _, _ = draw(jax.random.key(len(batches)), self.inputs, ends[0], self.settings)
             batches.append((NODE, jnp.concatenate([ends.reshape(-1), wrong])))
-        return find_capacities(
-            jax.random.key(0),
-            self.graph.topology,
-            batches,
-            list(self.settings.fan_outs),
-            print_table=print_table,
-            options=self._sample_options,
-        )
+        return batches
 
     # -------------------------------------------------------------------------------------------- state
 
@@ -297,47 +277,11 @@ class LinkTrainer:
         room[: len(self.graph.train)] = np.random.default_rng([seed, epoch]).permutation(len(self.graph.train))
         return room
 
-    def run(
-        self, state: LinkState, seed: int, epochs: int, bar: Bar | None = None
-    ) -> Iterator[tuple[LinkState, Progress | None]]:
-        """Trains until `epochs` passes are done.
-
-        Args:
-            state: the state to begin with; its arrays are donated.
-            seed: of the order of the triples.
-            epochs: passes in all, including those of the state.
-            bar: a progress bar that counts steps.
-
-        Yields:
-            The state after each step, and at the end of an epoch a report, else None. The report has the filtered MRR
-            of validation edges as `accuracy["valid"]`; nan where it was not computed.
-        """
-        per_epoch, begin = self.steps_per_epoch, time.perf_counter()
-        while (done := int(state.step)) < epochs * per_epoch:
-            order = jnp.asarray(self.order(seed, done // per_epoch))
-            train = self._compiled(state, order)
-            begin = time.perf_counter() if done % per_epoch == 0 else begin
-            for at in range(done + 1, (done // per_epoch + 1) * per_epoch + 1):
-                state = train(state, self.inputs, order)
-                if bar is not None:
-                    bar.update()
-                if at % per_epoch:
-                    yield state, None
-            jax.block_until_ready(state.step)
-            seconds, epoch = time.perf_counter() - begin, at // per_epoch
-            due = epoch % self.settings.eval_every == 0 or epoch == epochs
-            wanted = due and len(self.graph.splits["valid"])
-            mrr = self.ranks(state, "valid", self.settings.eval_edges, progress=False).mrr if wanted else float("nan")
-            loss = np.array([float(state.loss) / per_epoch], np.float32)
-            yield state, Progress(epoch, loss, {"valid": mrr}, seconds)
-
-    def _compiled(self, state: LinkState, order: Array) -> Any:
-        if self._step is None:
-            start = time.perf_counter()
-            jitted = jax.jit(self.step, donate_argnums=0, out_shardings=shardings(state))
-            self._step = jitted.lower(state, self.inputs, order).compile()
-            self.compile_seconds += time.perf_counter() - start
-        return self._step
+    def evaluated(self, state: LinkState, epoch: int, last: bool) -> tuple[float, dict[str, float]]:
+        """The mean loss of the epoch, and the filtered MRR of validation edges as "valid"; nan where it is not due."""
+        wanted = (last or epoch % self.settings.eval_every == 0) and len(self.graph.splits["valid"])
+        mrr = self.ranks(state, "valid", self.settings.eval_edges, progress=False).mrr if wanted else float("nan")
+        return float(state.loss) / self.steps_per_epoch, {"valid": mrr}
 
     # -------------------------------------------------------------------------------------------- ranks
 

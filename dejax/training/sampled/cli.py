@@ -12,8 +12,6 @@ from typing import Any
 
 from dejax.training.sampled.settings import FEATURE_DTYPES, LAYERS, PLACES, SampledSettings, resolve
 
-_SAVE_SECONDS = 30.0  # time between two checkpoints of a long run
-
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
@@ -157,32 +155,10 @@ def _settings(args: argparse.Namespace) -> SampledSettings:
 
 def _one_seed(trainer: Any, checkpoints: Any, args: argparse.Namespace, seed: int) -> tuple[Any, dict[str, float], int]:
     """Curves, accuracies at the end and lost nodes of a seed. Draws a bar on a terminal, otherwise a line."""
-    from dejax.datasets._progress import Progress as Bar
-    from dejax.training.checkpoint import History
+    from dejax.training.mini_batch import run_seed
 
-    settings, history = trainer.settings, History()
-    state = trainer.init(seed)
-    if args.resume and checkpoints.latest(seed) is not None:
-        plain, history = checkpoints.restore(seed, trainer.exported(state))
-        state = trainer.imported(plain, seed)
-    total = settings.epochs * trainer.steps_per_epoch
-    saved_at = time.monotonic()
-    with Bar(f"seed {seed}", total, unit="steps") as bar:
-        bar.update(int(state.step))
-        for now, progress in trainer.run(state, seed, settings.epochs, bar):
-            state = now  # the one before is donated
-            if progress is not None:
-                history.add(progress)
-            if checkpoints is None:
-                continue
-            every = args.checkpoint_every
-            due = time.monotonic() - saved_at >= _SAVE_SECONDS if not every else int(state.step) % every == 0
-            if due and int(state.step) < total:
-                checkpoints.save(seed, trainer.exported(state), history, int(state.step))
-                saved_at = time.monotonic()
-    if checkpoints is not None and checkpoints.latest(seed) != int(state.step):
-        checkpoints.save(seed, trainer.exported(state), history, int(state.step))
-    if args.inference == "layers" and not settings.full_batch:
+    state, history = run_seed(trainer, checkpoints, seed, resume=args.resume, every=args.checkpoint_every)
+    if args.inference == "layers" and not trainer.settings.full_batch:
         accuracy = trainer.accuracy(state)
     else:
         accuracy = trainer.sampled_accuracy(state, [name for name, ids in trainer.splits.items() if ids])

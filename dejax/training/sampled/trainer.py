@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,24 +14,21 @@ from jax import Array
 
 from dejax._optional import optional
 from dejax.datasets import HeteroDataset
-from dejax.datasets._progress import Progress as Bar
 from dejax.distributed import Part
-from dejax.host_gather import HostTable, RowGradient, adam, shardings
+from dejax.host_gather import HostTable, RowGradient, adam
 from dejax.minibatch import (
     Block,
     FeatureStore,
     HeteroTopology,
     InferenceBatch,
     SampledBlocks,
-    SampleOptions,
-    find_capacities,
     infer_layers,
     make_blocks,
     make_typed_blocks,
     sample_blocks,
 )
 from dejax.rgnn import Options, RelGraph
-from dejax.training.fit import Progress
+from dejax.training.mini_batch import CAPACITY_BATCHES, BatchTrainer
 from dejax.training.sampled.data import Prepared, embeddings_of, prepare
 from dejax.training.sampled.model import SampledClassifier
 from dejax.training.sampled.settings import SampledSettings
@@ -41,9 +37,6 @@ with optional("optax", of="dejax.training.sampled"):
     import optax
 with optional("flax", of="dejax.training.sampled"):
     from flax import nnx
-
-_CAPACITY_BATCHES = 20
-MAX_DEGREE = 512  # for a fan-out of -1: a sample has room for this many edges of a node and relation
 
 
 @jax.tree_util.register_dataclass
@@ -94,7 +87,7 @@ class Inputs:
     graph: RelGraph | None
 
 
-class SampledTrainer:
+class SampledTrainer(BatchTrainer):
     """Training of one model on one data set.
 
     Args:
@@ -123,7 +116,7 @@ class SampledTrainer:
         backend: str = "auto",
         print_table: Callable[[str], None] | None = None,
     ) -> None:
-        self.settings = settings
+        super().__init__(settings)
         self.prepared: Prepared = prepare(data, settings)
         self.options = Options(backend=backend, precision=settings.precision)
         self.targets, self.splits = self.prepared.targets, self.prepared.splits
@@ -140,20 +133,18 @@ class SampledTrainer:
         parts = settings.parts
         self._part = {kind: -(-count // (self.steps_per_epoch * parts)) for kind, count in sizes.items()}
         self._batch = {kind: count * parts for kind, count in self._part.items()}
-        self._sample_options = SampleOptions(max_degree=MAX_DEGREE)
-        self.capacities = None if settings.full_batch else self._find_capacities(print_table)
-        abstract = nnx.eval_shape(lambda: self._model(jax.random.key(0)))
-        self._graphdef, params, self._rest = nnx.split(abstract, nnx.Param, ...)
-        self.num_params = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
+        self.capacities = None
+        if not settings.full_batch:
+            batches = self._capacity_batches()
+            self.capacities = self._find_capacities(topology, batches, print_table, sigmas=settings.sigmas)
+        self._split_model()
         self.num_embedding_values = settings.hidden * sum(
             count for kind, count in topology.num_nodes.items() if kind not in self.prepared.features
         )
         self._optimizer = optax.adamw(settings.lr, weight_decay=settings.weight_decay)
         self._of_rows = adam(settings.lr)
         self._layers = [partial(_on_batch, self, number) for number in range(settings.layers)]
-        self._step: Any = None
         self._scores = jax.jit(self._correct_of)
-        self.compile_seconds = 0.0
 
     def _model(self, key: Array) -> SampledClassifier:
         topology = self.prepared.topology
@@ -167,27 +158,13 @@ class SampledTrainer:
             rngs=nnx.Rngs(key),
         )
 
-    def _merged(self, params: Any) -> SampledClassifier:
-        # The streams of keys inside the modules are never read: each call gets its own keys.
-        rest = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._rest)
-        return nnx.merge(self._graphdef, params, rest)
-
-    def _find_capacities(self, print_table: Callable[[str], None] | None) -> Any:
+    def _capacity_batches(self) -> list[dict[str, np.ndarray]]:
         rng = np.random.default_rng(0)
         train = self.splits["train"]
-        batches = [
+        return [
             {kind: rng.choice(ids, min(self._part[kind], len(ids)), replace=False) for kind, ids in train.items()}
-            for _ in range(_CAPACITY_BATCHES)
+            for _ in range(CAPACITY_BATCHES)
         ]
-        return find_capacities(
-            jax.random.key(0),
-            self.prepared.topology,
-            batches,
-            list(self.settings.fan_outs),
-            sigmas=self.settings.sigmas,
-            print_table=print_table,
-            options=self._sample_options,
-        )
 
     # -------------------------------------------------------------------------------------------- state
 
@@ -340,46 +317,12 @@ class SampledTrainer:
             orders[kind] = room.reshape(self._batch[kind], self.steps_per_epoch).T.reshape(-1)
         return orders
 
-    def run(
-        self, state: SampledState, seed: int, epochs: int, bar: Bar | None = None
-    ) -> Iterator[tuple[SampledState, Progress | None]]:
-        """Trains until `epochs` passes are done.
-
-        Args:
-            state: the state to begin with; its arrays are donated.
-            seed: of the order of the training nodes.
-            epochs: passes in all, including those of the state.
-            bar: a progress bar that counts steps.
-
-        Yields:
-            The state after each step, and at the end of an epoch a report, else None.
-        """
-        per_epoch, begin = self.steps_per_epoch, time.perf_counter()
-        while (done := int(state.step)) < epochs * per_epoch:
-            order = {kind: jnp.asarray(ids) for kind, ids in self.order(seed, done // per_epoch).items()}
-            train = self._compiled(state, order)
-            begin = time.perf_counter() if done % per_epoch == 0 else begin
-            for at in range(done + 1, (done // per_epoch + 1) * per_epoch + 1):
-                state = train(state, self.inputs, order)
-                if bar is not None:
-                    bar.update()
-                if at % per_epoch:
-                    yield state, None
-            jax.block_until_ready(state.step)
-            seconds = time.perf_counter() - begin
-            epoch = at // per_epoch
-            loss = np.array([float(state.loss) / max(1, int(state.count))], np.float32)
-            accuracy = {"train": int(state.correct) / max(1, int(state.count))}
-            accuracy |= self.sampled_accuracy(state, [name for name in ("valid", "test") if self.splits[name]])
-            yield state, Progress(epoch, loss, accuracy, seconds)
-
-    def _compiled(self, state: SampledState, order: dict[str, Array]) -> Any:
-        if self._step is None:
-            start = time.perf_counter()
-            jitted = jax.jit(self.step, donate_argnums=0, out_shardings=shardings(state))
-            self._step = jitted.lower(state, self.inputs, order).compile()
-            self.compile_seconds += time.perf_counter() - start
-        return self._step
+    def evaluated(self, state: SampledState, epoch: int, last: bool) -> tuple[float, dict[str, float]]:
+        """The mean loss of the epoch's seeds, and the accuracies: of training nodes, and of the others on samples."""
+        count = max(1, int(state.count))
+        accuracy = {"train": int(state.correct) / count}
+        accuracy |= self.sampled_accuracy(state, [name for name in ("valid", "test") if self.splits[name]])
+        return float(state.loss) / count, accuracy
 
     # -------------------------------------------------------------------------------------------- accuracy
 
