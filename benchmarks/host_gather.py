@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import host_gather_graphs, host_gather_overlap
+from benchmarks.clock import rounds
 from benchmarks.device_time import profile_jax
 from benchmarks.peers import cpu_gather
 from benchmarks.provenance import save as save_results
@@ -71,15 +72,7 @@ class Arena:
 
 
 def seconds(function: Callable[..., Any], *args: Any, calls: int = 10, repeats: int = 3) -> float:
-    jax.block_until_ready(function(*args))
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(calls):
-            result = function(*args)
-        jax.block_until_ready(result)
-        found.append((time.perf_counter() - start) / calls)
-    return statistics.median(found)
+    return statistics.median(rounds(functools.partial(function, *args), calls, fewest=repeats))
 
 
 def once(function: Callable[[np.ndarray], Any], ids: np.ndarray, repeats: int = 3) -> float:
@@ -414,16 +407,15 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     begun = time.perf_counter()
     args.arena = Arena(int(max([args.width_bytes, *tables])))
     print(f"host memory filled in {time.perf_counter() - begun:.1f} s", flush=True)
+    device = jax.devices()[0].device_kind
     report: dict[str, Any] = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
         "copy_engine": copy_engine(args),
         "copy_engine_of": {},  # the rate in the run that measured the section
         "sections": {},
         "notes": [],
     }
-    print(f"{report['device']}, jax {report['jax']}; copy engine {report['copy_engine']:.1f} GB/s", flush=True)
-    stem = args.name or f"host_gather_{report['device'].replace(' ', '_').lower()}"
+    print(f"{device}, jax {jax.__version__}; copy engine {report['copy_engine']:.1f} GB/s", flush=True)
+    stem = args.name or f"host_gather_{device.replace(' ', '_').lower()}"
 
     path = args.out / f"{stem}.json" if args.out else None
     if args.keep and path and path.exists():

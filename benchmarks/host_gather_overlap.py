@@ -19,14 +19,15 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.clock import rounds
 from dejax.host_gather import HostTable, prefetched_scan
 from dejax.pallas.profile import Record, record
 
@@ -135,13 +136,7 @@ def overlap_of(records: Sequence[Record]) -> dict[str, Any]:
 
 def milliseconds(compiled: Callable[..., Any], *args: Any, repeats: int = 3) -> float:
     """The best time of a few runs."""
-    jax.block_until_ready(compiled(*args))
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(compiled(*args))
-        found.append(time.perf_counter() - start)
-    return round(1e3 * min(found), 2)
+    return round(1e3 * min(rounds(partial(compiled, *args), fewest=repeats)), 2)
 
 
 def trial(case: dict[str, Any], table: HostTable, ids: jax.Array, matrix: jax.Array) -> dict[str, Any]:

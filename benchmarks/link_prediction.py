@@ -27,7 +27,7 @@ from dejax.datasets import synthetic_triples
 from dejax.minibatch import link_ranks, softmax_cross_entropy
 from dejax.training.links import LinkGraph, LinkSettings, LinkTrainer, resolve
 from dejax.training.links.negatives import draw, pool_of
-from dejax.training.report import machine_kind, version_of
+from dejax.training.report import machine_kind
 
 
 def ours(graph: LinkGraph, settings: LinkSettings, seed: int) -> dict[str, float]:
@@ -168,7 +168,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     results = {
         "scale": args.scale, "nodes": graph.num_nodes, "train": len(graph.train), "test": len(graph.splits["test"]),
         "relations": graph.num_relations, "settings": settings.as_dict(), "runs": found, "machine": machine_kind(),
-        "jax": version_of("jax"),
         "mean_mrr": {name: statistics.fmean(run["mrr"] for run in runs) for name, runs in found.items()},
     }  # fmt: skip
     for name, runs in found.items():

@@ -167,7 +167,7 @@ def main() -> None:
     steps = min(len(v.losses) for v in variants.values())
     losses = {name: np.asarray(jnp.stack(v.losses[:steps])) for name, v in variants.items()}
     base = variants["no mesh"]
-    found = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "cases": {}}
+    found = {"cases": {}}
     for name, variant in variants.items():
         found["cases"][name] = {
             "step_ms": float(np.median(variant.times)),

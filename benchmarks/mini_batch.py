@@ -27,6 +27,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from benchmarks.clock import rounds
 from benchmarks.device_time import profile_jax
 from benchmarks.provenance import save
 from dejax import rgnn
@@ -97,13 +98,7 @@ def shared_fan_outs(topology: HeteroTopology, totals: list[int]) -> list[dict[An
 
 def timed(call: Callable[[], Any], calls: int = 30) -> dict[str, float]:
     """Milliseconds of a call: as the caller sees it, and on the device."""
-    jax.block_until_ready(call())
-    jax.block_until_ready(call())
-    begin = time.perf_counter()
-    for _ in range(calls):
-        out = call()
-    jax.block_until_ready(out)
-    found = {"wall_ms": round((time.perf_counter() - begin) / calls * 1e3, 4)}
+    found = {"wall_ms": round(rounds(call, calls, warm_up=2)[0] * 1e3, 4)}
     device = profile_jax(call, 10)
     if device is not None:
         found |= {f"device_{k}": v for k, v in device.as_dict().items()}

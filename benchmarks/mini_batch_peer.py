@@ -341,7 +341,6 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             "peer": f"{args.threads} CPU threads, PyTorch Geometric, {name}", "graph": "mag", "scale": args.scale,
             "step_ms": seconds * 1e3, "loss": loss, "made_s": made_s,
             **_parts(pipeline, loader, args.steps, args.threads, device),
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__,
         }  # fmt: skip
         results.append({key: round(v, 3) if isinstance(v, float) else v for key, v in result.items()})
         print(json.dumps(results[-1]), flush=True)

@@ -15,7 +15,6 @@ import faulthandler
 import json
 import multiprocessing
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -114,7 +113,7 @@ def main() -> int:
     # Workers fork from a process that has done the slow imports and has no device yet.
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["jax.numpy", "optax", "dejax.offload"])
-    report: dict[str, Any] = {"machine": platform.machine(), "python": platform.python_version(), "cases": {}}
+    report: dict[str, Any] = {"cases": {}}
     for case in options.cases:
         say(f"== {case}")
         part = options.out.with_suffix(f".{case}.json")

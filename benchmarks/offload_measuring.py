@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import statistics
-import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from clock import rounds
 
 QUICK = "DEJAX_BENCHMARK_QUICK" in os.environ
 """Every case in a small form, also on a CPU: checks that it runs. GiB are then MiB."""
@@ -30,18 +32,7 @@ def time_step(
     step: Callable[..., Any], *args: Any, seconds: float = 0.6, fewest: int = 3, dispatched: int = 3, unseen: int = 2
 ) -> float:
     """Seconds per step: the median over groups of steps that are dispatched together, after a warm-up."""
-    import jax
-
-    for _ in range(unseen):
-        jax.block_until_ready(step(*args))
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < fewest or time.perf_counter() < end:
-        begin = time.perf_counter()
-        for _ in range(dispatched):
-            out = step(*args)
-        jax.block_until_ready(out)
-        times.append((time.perf_counter() - begin) / dispatched)
+    times = rounds(functools.partial(step, *args), dispatched, fewest=fewest, seconds=seconds, warm_up=unseen)
     return statistics.median(times)
 
 
@@ -65,12 +56,7 @@ def bandwidths(nbytes: int = GIB, count: int = 4) -> dict[str, float]:
         "host_to_device": lambda: jax.device_put(y, near),
     }
     for name, run in ways.items():
-        times = []
-        for _ in range(5):
-            begin = time.perf_counter()
-            jax.block_until_ready(run())
-            times.append(time.perf_counter() - begin)
-        found[name] = nbytes / min(times) / 1e9
+        found[name] = nbytes / min(rounds(run, fewest=5, warm_up=0)) / 1e9
     return found
 
 

@@ -6,7 +6,6 @@ path of the machine and no host name is written: a path outside the repository b
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -17,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from dejax._origin import versions, without_paths
 
 ROOT = Path(__file__).resolve().parents[1]
 ALWAYS = ("dejax", "jax", "jaxlib", "numpy")
@@ -50,7 +51,7 @@ def save(path: Path, found: Any, *, device: bool = True) -> None:
 def provenance(*, device: bool = True) -> dict[str, Any]:
     """Commit, versions, device, driver, flags and command of this process, as plain values that `json.dumps` takes.
 
-    It imports nothing: packages count as they are loaded.
+    It imports no package but `dejax` itself: the others count as they are loaded.
 
     Args:
         device: ask jax, else torch, for the device, if loaded. False where another process measures: asking starts
@@ -59,21 +60,14 @@ def provenance(*, device: bool = True) -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         **_commit(),
-        "versions": _versions(),
+        "versions": versions(*ALWAYS, *(name for name in IF_IMPORTED if name in sys.modules)),
+        "architecture": platform.machine(),
         "device": _device() if device else None,
         "driver": _driver(),
         "cuda": _cuda() if device else None,
-        "XLA_FLAGS": without_paths(os.environ.get("XLA_FLAGS", "")),
+        "XLA_FLAGS": without_paths(os.environ.get("XLA_FLAGS", ""), ROOT),
         "command": _command(),
     }
-
-
-def without_paths(text: str) -> str:
-    """The text with paths of the repository relative to it, other absolute paths as `PATH`, this host as `HOST`."""
-    text = text.replace(f"{ROOT}{os.sep}", "")
-    text = re.sub(r"(?<![\w.])~?/[^\s,;'\"]+", "PATH", text)
-    host = platform.node()
-    return re.sub(rf"(?<!\w){re.escape(host)}(?!\w)", "HOST", text) if host else text
 
 
 def _git(*arguments: str) -> str | None:
@@ -91,21 +85,6 @@ def _commit() -> dict[str, Any]:
         return {"commit": None, "dirty": None}
     changed = _git("status", "--porcelain", "--untracked-files=no")
     return {"commit": _git("rev-parse", "HEAD"), "dirty": None if changed is None else bool(changed)}
-
-
-def _versions() -> dict[str, str | None]:
-    names = [*ALWAYS, *(name for name in IF_IMPORTED if name in sys.modules)]
-    return {"python": platform.python_version()} | {name: _version(name) for name in names}
-
-
-def _version(name: str) -> str | None:
-    found = getattr(sys.modules.get(name), "__version__", None)
-    if found is not None:
-        return str(found)
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _device() -> str | None:
@@ -139,4 +118,4 @@ def _cuda() -> str | None:
 def _command() -> str:
     module = getattr(sys.modules["__main__"], "__spec__", None)
     first = ["-m", module.name.removesuffix(".__main__")] if module else sys.argv[:1]
-    return without_paths(shlex.join(["python", *first, *sys.argv[1:]]))
+    return without_paths(shlex.join(["python", *first, *sys.argv[1:]]), ROOT)

@@ -42,6 +42,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from benchmarks.clock import rounds
 from benchmarks.mini_batch import MAG_EDGES, MAG_NODES, Model, both_directions, layer_parameters, shared_fan_outs
 from benchmarks.provenance import save
 from dejax import distributed
@@ -58,15 +59,7 @@ Tree = Any
 
 def milliseconds(call: Callable[[], Any], calls: int, turns: int = 5) -> float:
     """The median over some turns of the time of a call, ms; the calls of a turn are not waited for one by one."""
-    jax.block_until_ready(call())
-    times = []
-    for _ in range(turns):
-        begin = time.perf_counter()
-        for _ in range(calls):
-            found = call()
-        jax.block_until_ready(found)
-        times.append((time.perf_counter() - begin) / calls * 1e3)
-    return statistics.median(times)
+    return statistics.median(rounds(call, calls, fewest=turns)) * 1e3
 
 
 # ------------------------------------------------------------------------------------------------ mini-batches

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
+from clock import rounds
 from peers import zoo_jax
 from provenance import save
 
@@ -72,16 +73,9 @@ def shapes(model: str, k: int, h: int) -> dict[str, tuple[int, ...]]:
 
 def milliseconds(step: Callable[[], Any]) -> float:
     """The time of one call among many that are dispatched in a row."""
-    jax.block_until_ready(step())
-    start = time.perf_counter()
-    jax.block_until_ready(step())
-    once = time.perf_counter() - start
+    once = rounds(step)[0]
     count = 1 if once > 2.0 else max(2, min(50, int(0.3 / max(once, 1e-6))))
-    start = time.perf_counter()
-    for _ in range(count):
-        value = step()
-    jax.block_until_ready(value)
-    return (time.perf_counter() - start) / count * 1e3
+    return rounds(step, count, warm_up=0)[0] * 1e3
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ import platform
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from dejax._origin import version_of, versions
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "jraph", "tensorstore", "numpy", "rdflib")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
@@ -77,22 +78,12 @@ def _cores() -> int:
 
 
 def _versions(missing: Missing) -> dict[str, str | None]:
-    # From the packages' metadata: to import flax only for its version would take a second.
-    from dejax import __version__
-
-    versions: dict[str, str | None] = {"dejax": __version__, "python": platform.python_version()}
+    # Of packages that are not loaded, from their metadata: importing flax only for its version would take a second.
+    found = versions("dejax", *PACKAGES)
     for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
+        if found[package] is None:
             missing(package, "it is not installed", f"pip install {package}")
-    for package in _PLUGINS:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    return found | {package: version for package in _PLUGINS if (version := version_of(package)) is not None}
 
 
 def _native(missing: Missing) -> dict[str, Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from clock import rounds
 from device_time import DeviceTime
 
 
@@ -40,19 +40,12 @@ def measure(
         the profiler's time of one call; None on a CPU, for calls of more than a second, and if profiling fails. `cut`:
         True if one call took so long that it was the only one.
     """
-    start = time.perf_counter()
-    synchronize(call())
-    once = time.perf_counter() - start
+    once = rounds(call, warm_up=0, wait=synchronize)[0]
     if once > limits.cut_s:
         return {"ms": once * 1e3, "device": None, "cut": True}
     count = max(1, min(200, int(limits.target_s / repeats / max(once, 1e-6))))
-    found = []
-    for _ in range(repeats if once * repeats < 4 * limits.target_s else 2):
-        start = time.perf_counter()
-        for _ in range(count):
-            value = call()
-        synchronize(value)
-        found.append((time.perf_counter() - start) / count)
+    fewest = repeats if once * repeats < 4 * limits.target_s else 2
+    found = rounds(call, count, fewest=fewest, warm_up=0, wait=synchronize)
     result = {"ms": statistics.median(found) * 1e3, "device": None, "cut": False}
     if once < 1.0:
         try:

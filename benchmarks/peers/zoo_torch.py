@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch_geometric.nn as pyg
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from clock import rounds
 
 Arrays = dict[str, np.ndarray]
 K, D, H, C, R, T = 6, 4, 3, 2, 4, 3  # input width, a head's width, heads, edge features, edge and node types
@@ -279,20 +282,11 @@ def modules(width: int, heads: int) -> dict[str, Callable[[], Any]]:
 
 
 def _milliseconds(step: Callable[[], Any]) -> float:
-    step()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    step()
-    torch.cuda.synchronize()
-    once = time.perf_counter() - start
+    wait = lambda _: torch.cuda.synchronize()  # noqa: E731
+    once = rounds(step, wait=wait)[0]
     if once > 2.0:
         return once * 1e3
-    count = max(2, min(30, int(0.3 / once)))
-    start = time.perf_counter()
-    for _ in range(count):
-        step()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / count * 1e3
+    return rounds(step, max(2, min(30, int(0.3 / once))), warm_up=0, wait=wait)[0] * 1e3
 
 
 def times(graph_file: Path, out: Path, chosen: list[str], width: int, heads: int) -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import datetime
 import os
-import platform
 import resource
 import statistics
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
 import jax
 import numpy as np
 
+from dejax._origin import versions, without_paths
 from dejax.datasets import EntityDataset
 from dejax.training.checkpoint import History
 from dejax.training.fit import Trainer
@@ -79,14 +78,24 @@ def summarise(
             "compile_s": trainer.compile_seconds,
             "total_s": total_seconds,
         },
+        **origin("python examples/entity_classification.py", argv, trainer.options.backend),
+    }
+
+
+def origin(program: str, argv: Sequence[str], backend: str) -> dict[str, Any]:
+    """The fields of results that say where they come from: memory, machine, versions, date and command.
+
+    Args:
+        program: the command without its arguments.
+        argv: the arguments.
+        backend: the option of the layers.
+    """
+    return {
         "memory": peak_memory(),
-        "machine": {"kind": machine_kind(), "backend": backend_name(trainer.options.backend)},
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version_of(name) for name in ("dejax", "jax", "jaxlib", "flax", "optax")},
-        },
+        "machine": {"kind": machine_kind(), "backend": backend_name(backend)},
+        "versions": versions("dejax", "jax", "jaxlib", "flax", "optax"),
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python examples/entity_classification.py", *without_paths(argv)]),
+        "command": " ".join([program, *without_folders(argv)]),
     }
 
 
@@ -192,17 +201,11 @@ def backend_name(backend: str) -> str:
     return "pallas" if jax.default_backend() == "gpu" else "xla"
 
 
-def version_of(name: str) -> str:
-    """The version of an installed package."""
-    if name == "dejax":
-        import dejax
+def without_folders(argv: Sequence[str]) -> list[str]:
+    """The arguments with a placeholder for each folder: results are published, folders of a machine are not.
 
-        return dejax.__version__
-    return version(name)
-
-
-def without_paths(argv: Sequence[str]) -> list[str]:
-    """The arguments with a placeholder for each folder: results are published, folders of a machine are not."""
+    The folders that a user names go, relative ones too; of other arguments only what `without_paths` takes.
+    """
     words = list(argv)
     for i, word in enumerate(words):
         option, equals, _ = word.partition("=")
@@ -210,4 +213,4 @@ def without_paths(argv: Sequence[str]) -> list[str]:
             words[i] = f"{option}=FOLDER"
         elif i and words[i - 1] in _PATH_OPTIONS:
             words[i] = "FOLDER"
-    return words
+    return [without_paths(word) for word in words]

@@ -15,7 +15,7 @@ from dejax import datasets
 from dejax.training import Trainer, cli, resolve
 from dejax.training.checkpoint import Checkpoints, find_run, read_settings
 from dejax.training.data import split_nodes
-from dejax.training.report import machine_kind, without_paths
+from dejax.training.report import machine_kind, without_folders
 
 from .tiny import write_aifb
 
@@ -289,7 +289,7 @@ def test_published_settings():
 
 def test_results_hold_no_folder_of_this_machine():
     words = ["--data", "/secret/a", "--out=/secret/b", "--model", "hgt", "--out", "/secret/c"]
-    assert without_paths(words) == ["--data", "FOLDER", "--out=FOLDER", "--model", "hgt", "--out", "FOLDER"]
+    assert without_folders(words) == ["--data", "FOLDER", "--out=FOLDER", "--model", "hgt", "--out", "FOLDER"]
 
 
 def test_find_run(finished):

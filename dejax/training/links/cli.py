@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import sys
@@ -173,11 +172,7 @@ def _summary(trainer: Any, runs: Sequence[Any], total_seconds: float, argv: Sequ
             "compile_s": trainer.compile_seconds,
             "total_s": total_seconds,
         },
-        "memory": report.peak_memory(),
-        "machine": {"kind": report.machine_kind(), "backend": report.backend_name(trainer.options.backend)},
-        "versions": {name: report.version_of(name) for name in ("dejax", "jax", "jaxlib", "flax", "optax")},
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python examples/link_prediction.py", *report.without_paths(argv)]),
+        **report.origin("python examples/link_prediction.py", argv, trainer.options.backend),
     }
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import platform
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -64,14 +62,7 @@ def summarise(
             "compile_s": trainer.compile_seconds,
             "total_s": total_seconds,
         },
-        "memory": common.peak_memory(),
-        "machine": {"kind": common.machine_kind(), "backend": common.backend_name(trainer.options.backend)},
-        "versions": {
-            "python": platform.python_version(),
-            **{name: common.version_of(name) for name in ("dejax", "jax", "jaxlib", "flax", "optax")},
-        },
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["dejax-train --sampled", *common.without_paths(argv)]),
+        **common.origin("dejax-train --sampled", argv, trainer.options.backend),
     }
 
 
