@@ -2,69 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from dejax.rgnn.graphs import build, build_traced, checks
-from dejax.rgnn.graphs.packed import PackedTables, pack
+from dejax.rgnn.graphs.loop_tables import on_device, with_loop_tables
+from dejax.rgnn.graphs.packed import PackedTables
 from dejax.rgnn.graphs.relations import join_bipartite, join_relations
 from dejax.rgnn.graphs.segments import Segments
-from dejax.rgnn.graphs.sorting import in_threads
-from dejax.rgnn.graphs.spec import Edges, GraphSpec, all_names
+from dejax.rgnn.graphs.spec import Edges, GraphSpec, check_ids, checked_edges, count_types, edge_names, node_names
+from dejax.rgnn.graphs.summary import summary
 from dejax.rgnn.graphs.tables import LONG_SEGMENT_CHUNK
 
-GROUPINGS = {
-    "src": "by_sender",
-    "dst": "by_receiver",
-    "source_pair": "by_source_pair",
-    "destination_pair": "by_destination_pair",
-    "etype": "by_edge_type",
-    "source_pair.node": "source_pair_by_node",
-    "source_pair.etype": "source_pair_by_type",
-    "destination_pair.node": "destination_pair_by_node",
-    "destination_pair.etype": "destination_pair_by_type",
-    "ntype": "by_node_type",
-    "source_type": "edge_type_by_source",
-}
-"""For each map between spaces, by its name in the IR (`ir.inter.VIAS`), the attribute that groups rows by it."""
-
-# Kernels that reduce over the first grouping read rows by the second map.
-_LOOP_TABLES = (
-    ("dst", "src"),
-    ("dst", "source_pair"),
-    ("dst", "destination_pair"),
-    ("dst", "etype"),
-    ("source_pair", "dst"),
-    ("source_pair", "destination_pair"),
-)
-# Groupings with many segments, over which kernels reduce.
-LOOPS = (
-    "by_sender",
-    "by_receiver",
-    "by_source_pair",
-    "by_destination_pair",
-    "source_pair_by_node",
-    "destination_pair_by_node",
-)
-# A kernel that reduces over the pairs of nodes of one kind may reduce over those of the other kind, too.
-_ALONGSIDE = {
-    "source_pair_by_node": "destination_pair_by_node",
-    "destination_pair_by_node": "source_pair_by_node",
-}
-# Groupings by type whose entries are sorted by type and node, and the node of each entry.
-_NEAR: tuple[tuple[str, Callable[[RelGraph], Array]], ...] = (
-    ("by_edge_type", lambda graph: graph.receivers),
-    ("source_pair_by_type", lambda graph: graph.source_pair_by_node.index),
-    ("destination_pair_by_type", lambda graph: graph.destination_pair_by_node.index),
-)
 _STATIC: dict[str, Any] = {"static": True}
 
 
@@ -176,35 +130,7 @@ class RelGraph:
         Args:
             long_segment_chunk: the value that the graph was made with.
         """
-        if self.packed is not None:
-            return self
-        alongside = {name: getattr(self, other) for name, other in _ALONGSIDE.items()}
-        makers = {
-            name: partial(getattr(self, name).with_loop, long_segment_chunk, alongside.get(name)) for name in LOOPS
-        }
-        makers |= {name: partial(getattr(self, name).with_near_tiles, node(self)) for name, node in _NEAR}
-        groups: dict[str, Segments] = dict(zip(makers, in_threads([*makers.values()], self.num_edges), strict=True))
-        groups["by_node_type"] = self.by_node_type
-        if self.edge_type_by_source is not None:
-            groups["edge_type_by_source"] = self.edge_type_by_source
-        rest, packed = pack(groups)
-        graph = on_device(dataclasses.replace(self, packed=packed, **rest))
-        with jax.ensure_compile_time_eval():
-            return dataclasses.replace(graph, loop_tables=graph._loop_tables())
-
-    def _loop_tables(self) -> dict[str, Array]:
-        """`loop_tables`, computed on the device that holds the graph."""
-        tables = {}
-        for loop, via in _LOOP_TABLES:
-            group, target = (self.grouping(GROUPINGS[name]) for name in (loop, via))
-            order = (group.loop or group).order
-            if order is not None:
-                tables[f"{loop}:{via}"] = target.index[jnp.asarray(order)]
-        counts = self.by_destination_pair.counts().astype(np.float32)
-        for loop in ("dst", "source_pair"):
-            if f"{loop}:destination_pair" in tables:
-                tables[f"{loop}:#destination_pair"] = counts[tables[f"{loop}:destination_pair"]]
-        return tables
+        return with_loop_tables(self, long_segment_chunk)
 
     @classmethod
     @checks.takes_hub_chunk
@@ -262,14 +188,14 @@ class RelGraph:
         RelGraph(nodes=3, edges=3, edge_types=2, node_types=1, source_pairs=3, destination_pairs=3)
         """
         num_nodes = checks.check_count(num_nodes, "num_nodes")
-        edges = _checked_edges(checks.as_ids, senders, receivers, edge_type)
+        edges = checked_edges(checks.as_ids, senders, receivers, edge_type)
         edges = edges._replace(mask=checks.as_mask(edge_mask, "edge_mask", edges.senders.shape[0]))
         node_mask = checks.as_mask(node_mask, "node_mask", num_nodes)
         node_type = None if node_type is None else checks.check_size(checks.as_ids(node_type, "node_type"), num_nodes)
         if num_edge_types is None:
-            num_edge_types = _count_types(edges.edge_type, edge_type_names, edges.mask)
+            num_edge_types = count_types(edges.edge_type, edge_type_names, edges.mask)
         if num_node_types is None:
-            num_node_types = _count_types(node_type, node_type_names, node_mask)
+            num_node_types = count_types(node_type, node_type_names, node_mask)
         num_edge_types = checks.check_count(num_edge_types, "num_edge_types")
         num_node_types = checks.check_count(num_node_types, "num_node_types")
         spec = GraphSpec(
@@ -278,13 +204,13 @@ class RelGraph:
             num_node_types,
             add_reverse,
             add_self_loops,
-            _edge_names(edge_type_names, num_edge_types, add_reverse, add_self_loops),
-            _node_names(node_type_names, num_node_types),
+            edge_names(edge_type_names, num_edge_types, add_reverse, add_self_loops),
+            node_names(node_type_names, num_node_types),
             long_segment_chunk=long_segment_chunk,
         )
         spec.check_edge_count(edges.senders.shape[0])
         if validate:
-            _check_ids(edges, node_type, node_mask, spec)
+            check_ids(edges, node_type, node_mask, spec)
         senders, receivers, edge_type = (column.astype(np.int32, copy=False) for column in edges[:3])
         edges = Edges(senders, receivers, edge_type, edges.mask)
         return cls._concrete(build.build(edges, node_type, node_mask, spec), spec)
@@ -391,11 +317,11 @@ class RelGraph:
             checks.check_count(num_node_types, "num_node_types"),
             add_reverse,
             add_self_loops,
-            _edge_names(edge_type_names, num_edge_types, add_reverse, add_self_loops),
-            _node_names(node_type_names, num_node_types),
+            edge_names(edge_type_names, num_edge_types, add_reverse, add_self_loops),
+            node_names(node_type_names, num_node_types),
             long_segment_chunk=long_segment_chunk,
         )
-        edges = _checked_edges(checks.as_traced_ids, senders, receivers, edge_type)
+        edges = checked_edges(checks.as_traced_ids, senders, receivers, edge_type)
         num_edges = edges.senders.shape[0]
         spec.check_edge_count(num_edges)
         nodes_sorted = node_type is None and node_mask is None
@@ -438,9 +364,9 @@ class RelGraph:
         >>> RelGraph.from_bipartite([0, 1, 1], [0, 0, 1], num_sources=2, num_destinations=3)
         RelGraph(nodes=5, edges=3, edge_types=1, node_types=2, source_pairs=2, destination_pairs=2)
         """
-        edges = _checked_edges(checks.as_ids, senders, receivers, edge_type)
+        edges = checked_edges(checks.as_ids, senders, receivers, edge_type)
         if num_edge_types is None:
-            num_edge_types = _count_types(edges.edge_type, None, None)
+            num_edge_types = count_types(edges.edge_type, None, None)
         edges, node_type, spec = join_bipartite(
             edges,
             num_sources,
@@ -506,30 +432,7 @@ class RelGraph:
         For a padded graph it shows both the valid count and the bound. Inside jit, values that are not static are shown
         as "traced".
         """
-        traced = self.is_traced
-
-        def valid(total: int, offsets: Array) -> str:
-            if traced or int(offsets[-1]) == total:
-                return f"{total:,}"
-            return f"{int(offsets[-1]):,} of {total:,}"
-
-        def largest(segments: Segments) -> str:
-            return "traced" if traced else f"{int(np.diff(np.asarray(segments.offsets)).max(initial=0)):,}"
-
-        leaves = {id(leaf): leaf for leaf in jax.tree.leaves(self)}.values()
-        rows = [
-            ("nodes", valid(self.num_nodes, self.by_node_type.offsets)),
-            ("node types", f"{self.num_node_types:,}"),
-            ("edges", valid(self.num_edges, self.by_edge_type.offsets)),
-            ("edge types", f"{self.num_edge_types:,}"),
-            ("source pairs", valid(self.num_source_pairs, self.source_pair_by_node.offsets)),
-            ("destination pairs", valid(self.num_destination_pairs, self.destination_pair_by_node.offsets)),
-            ("largest in-degree", largest(self.by_receiver)),
-            ("largest out-degree", largest(self.by_sender)),
-            ("MiB", f"{sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / 2**20:.1f}"),
-        ]
-        width = max(len(value) for _, value in rows)
-        return "\n".join(f"{name:<19}{value:>{width}}" for name, value in rows)
+        return summary(self)
 
     def __repr__(self) -> str:
         padded = "".join(f", {name}" for name in ("node_mask", "edge_mask") if getattr(self, name, None) is not None)
@@ -538,57 +441,3 @@ class RelGraph:
             f"node_types={self.num_node_types}, source_pairs={self.num_source_pairs}, "
             f"destination_pairs={self.num_destination_pairs}{padded})"
         )
-
-
-def on_device(graph: RelGraph) -> RelGraph:
-    """The graph with jax arrays in place of numpy arrays, all moved in one call; an array in two tables is moved once.
-
-    The jax arrays are concrete even if the graph is made while tracing.
-    """
-    unique = {id(leaf): leaf for leaf in jax.tree.leaves(graph)}
-    with jax.ensure_compile_time_eval():
-        moved = dict(zip(unique, jax.device_put(list(unique.values())), strict=True))
-    return jax.tree.map(lambda leaf: moved[id(leaf)], graph)
-
-
-def _count_types(types: np.ndarray | None, names: Sequence[str] | None, mask: np.ndarray | None) -> int:
-    """The number of types: as many as there are names, or else the largest valid type plus one."""
-    if names is not None:
-        return len(names)
-    if types is None:
-        return 1
-    return int(np.max(types, initial=0, where=True if mask is None else mask)) + 1
-
-
-def _checked_edges(checked: Callable[[Any, str], Any], senders: Any, receivers: Any, edge_type: Any) -> Edges:
-    """Edges of one length, each column checked and converted; without a mask."""
-    given = {"senders": senders, "receivers": receivers, "edge_type": edge_type}
-    ids = {name: checked(value, name) for name, value in given.items() if value is not None}
-    checks.check_lengths(ids)
-    if edge_type is None:
-        ids["edge_type"] = np.zeros_like(ids["senders"])
-    return Edges(ids["senders"], ids["receivers"], ids["edge_type"], None)
-
-
-def _edge_names(
-    names: Sequence[str] | None, count: int, add_reverse: bool, add_self_loops: bool
-) -> tuple[str, ...] | None:
-    """The checked names of all edge types."""
-    checked = checks.check_names(names, "edge_type_names", count, "num_edge_types")
-    return all_names(checked, add_reverse, add_self_loops)
-
-
-def _node_names(names: Sequence[str] | None, count: int) -> tuple[str, ...] | None:
-    return checks.check_names(names, "node_type_names", count, "num_node_types")
-
-
-def _check_ids(edges: Edges, node_type: np.ndarray | None, node_mask: np.ndarray | None, spec: GraphSpec) -> None:
-    """Raises IndexError for valid ids out of range, ValueError for a valid edge at a padding node."""
-    for name in ("senders", "receivers"):
-        ids = getattr(edges, name)
-        checks.check_range(ids, name, spec.num_nodes, "num_nodes", edges.mask)
-        if node_mask is not None:
-            checks.check_edges_avoid_padding(ids, name, node_mask, edges.mask)
-    checks.check_range(edges.edge_type, "edge_type", spec.num_edge_types, "num_edge_types", edges.mask)
-    if node_type is not None:
-        checks.check_range(node_type, "node_type", spec.num_node_types, "num_node_types", node_mask)

@@ -1,8 +1,8 @@
-"""What the builders of a graph get: the edges, and the counts, names and additions that were asked for."""
+"""What the builders of a graph get: the checked edges, and the counts, names and additions that were asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -103,3 +103,47 @@ def add_relations(xp: ModuleType, edges: Edges, node_mask: Any, spec: GraphSpec)
     if any(part.mask is not None for part in parts):
         mask = xp.concatenate([xp.ones(p.senders.shape[0], bool) if p.mask is None else p.mask for p in parts])
     return Edges(senders, receivers, edge_type, mask)
+
+
+def count_types(types: np.ndarray | None, names: Sequence[str] | None, mask: np.ndarray | None) -> int:
+    """The number of types: as many as there are names, or else the largest valid type plus one."""
+    if names is not None:
+        return len(names)
+    if types is None:
+        return 1
+    return int(np.max(types, initial=0, where=True if mask is None else mask)) + 1
+
+
+def checked_edges(checked: Callable[[Any, str], Any], senders: Any, receivers: Any, edge_type: Any) -> Edges:
+    """Edges of one length, each column checked and converted; without a mask."""
+    given = {"senders": senders, "receivers": receivers, "edge_type": edge_type}
+    ids = {name: checked(value, name) for name, value in given.items() if value is not None}
+    checks.check_lengths(ids)
+    if edge_type is None:
+        ids["edge_type"] = np.zeros_like(ids["senders"])
+    return Edges(ids["senders"], ids["receivers"], ids["edge_type"], None)
+
+
+def edge_names(
+    names: Sequence[str] | None, count: int, add_reverse: bool, add_self_loops: bool
+) -> tuple[str, ...] | None:
+    """The checked names of all edge types."""
+    checked = checks.check_names(names, "edge_type_names", count, "num_edge_types")
+    return all_names(checked, add_reverse, add_self_loops)
+
+
+def node_names(names: Sequence[str] | None, count: int) -> tuple[str, ...] | None:
+    """The checked names of all node types."""
+    return checks.check_names(names, "node_type_names", count, "num_node_types")
+
+
+def check_ids(edges: Edges, node_type: np.ndarray | None, node_mask: np.ndarray | None, spec: GraphSpec) -> None:
+    """Raises IndexError for valid ids out of range, ValueError for a valid edge at a padding node."""
+    for name in ("senders", "receivers"):
+        ids = getattr(edges, name)
+        checks.check_range(ids, name, spec.num_nodes, "num_nodes", edges.mask)
+        if node_mask is not None:
+            checks.check_edges_avoid_padding(ids, name, node_mask, edges.mask)
+    checks.check_range(edges.edge_type, "edge_type", spec.num_edge_types, "num_edge_types", edges.mask)
+    if node_type is not None:
+        checks.check_range(node_type, "node_type", spec.num_node_types, "num_node_types", node_mask)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from dejax.rgnn.graphs.rel_graph import GROUPINGS, RelGraph
+from dejax.rgnn.graphs.loop_tables import GROUPINGS
+from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.ir.inter import TYPE_VIA, VIAS, Space
 

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import strategies as st
 
 from dejax.rgnn.graphs import sorting, tables
-from dejax.rgnn.graphs.rel_graph import LOOPS, RelGraph
+from dejax.rgnn.graphs.loop_tables import LOOPS
+from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.tables import LONG_SEGMENT_CHUNK, tile_table
 from dejax.rgnn.interop import to_relations
 from tests.budget import examples
