@@ -34,7 +34,8 @@ from dejax import rgnn
 from dejax.host_gather import HostTable, gather
 from dejax.minibatch import HeteroTopology, find_capacities, make_blocks, sample_blocks
 from dejax.rgnn import library
-from dejax.rgnn.graphs.build_slots import Slots, SlotSpec, graph_of_slots
+from dejax.rgnn.graphs.build_slots import graph_of_slots
+from dejax.rgnn.graphs.slots import Slots, SlotSpec
 from dejax.rgnn.nnx import RGATConv
 
 MAG_NODES = {"paper": 736_389, "author": 1_134_649, "field": 59_965, "institution": 8_740}

@@ -13,7 +13,8 @@ from jax import Array
 from dejax.minibatch._layout import Layout
 from dejax.minibatch.sampling import SampledBlocks, split_nodes
 from dejax.rgnn import RelGraph
-from dejax.rgnn.graphs.build_slots import Slots, SlotSpec, graph_of_slots
+from dejax.rgnn.graphs.build_slots import graph_of_slots
+from dejax.rgnn.graphs.slots import Slots, SlotSpec
 
 __all__ = ["Block", "make_blocks"]
 

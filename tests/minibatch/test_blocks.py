@@ -11,7 +11,8 @@ from dejax import rgnn
 from dejax.minibatch import edge_ids, make_blocks, sample_blocks
 from dejax.rgnn import library
 from dejax.rgnn.graphs import static_tables
-from dejax.rgnn.graphs.build_slots import Slots, SlotSpec, graph_of_slots
+from dejax.rgnn.graphs.build_slots import graph_of_slots
+from dejax.rgnn.graphs.slots import Slots, SlotSpec
 from tests.minibatch.graphs import CITES, COUNTS, LIKES, REV, WRITES, edge_lists, sampled_edges, topology_of
 
 pytestmark = pytest.mark.sample(3)

@@ -10,7 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from dejax.rgnn.ir.inter import Op, Program
-from dejax.rgnn.ir.intra import BY_ROW, Accumulator, Traversal
+from dejax.rgnn.ir.intra import Accumulator, Traversal
+from dejax.rgnn.ir.templates import BY_ROW
 
 # Sides by which a value must be narrower than another for products with it to leave the features apart.
 _NARROWER = 4

@@ -1,6 +1,6 @@
 """Level-2 instances as calls of the kernel templates in `dejax.pallas`.
 
-Fusion makes no instance of what a template refuses (`ir.intra.refusal`). If a template raises an error anyway, the
+Fusion makes no instance of what a template refuses (`ir.templates.refusal`). If a template raises an error anyway, the
 caller evaluates the instance with XLA and warns.
 """
 

@@ -16,7 +16,8 @@ from dejax.pallas._shapes import next_power_of_two
 from dejax.pallas.formats.row_scaled import of_stored, stored
 from dejax.pallas.products.grouped_gemm import MAX_ROW_SCALED_N
 from dejax.rgnn.graphs.segments import Segments
-from dejax.rgnn.ir.intra import Gemm, Operand, WeightGradient, by_head
+from dejax.rgnn.ir.intra import Gemm, Operand, WeightGradient
+from dejax.rgnn.ir.templates import by_head
 from dejax.rgnn.lowering.running import Running
 from dejax.rgnn.lowering.segments import segments, valid_rows
 

@@ -11,8 +11,9 @@ import dejax.pallas as kernels
 from dejax.pallas.formats.row_scaled import inverse_of
 from dejax.pallas.traversal.factored import max_axis, product, quotient, reshaped, scaled, sum_axis, whole
 from dejax.rgnn.ir.inter import Op, Program
-from dejax.rgnn.ir.intra import BY_ROW, Accumulator, Traversal
+from dejax.rgnn.ir.intra import Accumulator, Traversal
 from dejax.rgnn.ir.products import with_axes
+from dejax.rgnn.ir.templates import BY_ROW
 from dejax.rgnn.lowering.factors import WithoutFactors
 from dejax.rgnn.lowering.xla import ELEMENTWISE
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 import dejax.pallas as kernels
 from dejax.rgnn.ir.inter import VIAS
-from dejax.rgnn.ir.intra import BY_ROW, Operand, Traversal
+from dejax.rgnn.ir.intra import Operand, Traversal
+from dejax.rgnn.ir.templates import BY_ROW
 from dejax.rgnn.lowering.factors import WithoutFactors, without_factors
 from dejax.rgnn.lowering.running import Columns, Running
 from dejax.rgnn.lowering.segments import num_rows, segments, valid_rows

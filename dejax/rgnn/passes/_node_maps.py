@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dejax.rgnn.ir.inter import Space
-from dejax.rgnn.ir.intra import Operand, access_by
+from dejax.rgnn.ir.intra import Operand
+from dejax.rgnn.ir.templates import access_by
 from dejax.rgnn.passes._traversal_plans import NARROWER, Fusion, TraversalPlan
 from dejax.rgnn.passes.storage import MIN_WIDTH
 

@@ -8,7 +8,8 @@ sums, and needs registers neither for the inner products nor for their rows.
 
 from __future__ import annotations
 
-from dejax.rgnn.ir.intra import BY_ROW, access_operand, as_part
+from dejax.rgnn.ir.intra import access_operand, as_part
+from dejax.rgnn.ir.templates import BY_ROW
 from dejax.rgnn.passes._traversal_plans import NARROWER, Fusion, TraversalPlan
 
 # A traversal over destinations is the writer even if it holds up to so many times as many elements.

@@ -8,19 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dejax.rgnn.ir.inter import Space
-from dejax.rgnn.ir.intra import (
-    BY_ROW,
-    TILE_OPS,
-    VECTOR_SPECS,
-    Accumulator,
-    Gemm,
-    Kernels,
-    Operand,
-    access_by,
-    access_operand,
-    as_part,
-    refusal,
-)
+from dejax.rgnn.ir.intra import Accumulator, Gemm, Kernels, Operand, access_operand, as_part
+from dejax.rgnn.ir.templates import BY_ROW, TILE_OPS, VECTOR_SPECS, access_by, refusal
 from dejax.rgnn.passes._rewrite import Counts, from_memory, moves_unit_axes, powers_of_two
 
 ENTRY_SPACES = (Space.EDGE, Space.SOURCE_PAIR, Space.DESTINATION_PAIR)

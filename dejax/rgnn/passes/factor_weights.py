@@ -10,8 +10,8 @@ rows of the product.
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program
-from dejax.rgnn.ir.intra import takes_narrow_rows
 from dejax.rgnn.ir.products import Product
+from dejax.rgnn.ir.templates import takes_narrow_rows
 from dejax.rgnn.passes._distribute import distribute
 from dejax.rgnn.passes._rewrite import Counts, rebuild
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import Program, Space
-from dejax.rgnn.ir.intra import Fallback, Instance, Kernels, refusal, verify_kernels
+from dejax.rgnn.ir.intra import Fallback, Instance, Kernels, verify_kernels
+from dejax.rgnn.ir.templates import refusal
 
 _TYPES = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
 

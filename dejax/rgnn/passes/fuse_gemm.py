@@ -10,17 +10,9 @@ from __future__ import annotations
 import math
 
 from dejax.rgnn.ir.inter import TYPE_VIA, Op, Program, Space
-from dejax.rgnn.ir.intra import (
-    KERNEL_DTYPES,
-    MATRIX_SPECS,
-    WEIGHT_GRADIENT_SPECS,
-    Gemm,
-    Instance,
-    Kernels,
-    WeightGradient,
-    access_operand,
-)
+from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, WeightGradient, access_operand
 from dejax.rgnn.ir.products import Product
+from dejax.rgnn.ir.templates import KERNEL_DTYPES, MATRIX_SPECS, WEIGHT_GRADIENT_SPECS
 from dejax.rgnn.passes._rewrite import Counts, from_memory, powers_of_two
 
 # The widest row that one tile holds for an inner product: Triton's compiler lays out wider tiles badly for the sum.

@@ -15,17 +15,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dejax.rgnn.ir.inter import ROWWISE, VIAS, Op, Space
-from dejax.rgnn.ir.intra import (
-    Accumulator,
-    Kernels,
-    Operand,
-    Term,
-    Traversal,
-    access_operand,
-    as_part,
-    can_weigh,
-    refusal,
-)
+from dejax.rgnn.ir.intra import Accumulator, Kernels, Operand, Term, Traversal, access_operand, as_part
+from dejax.rgnn.ir.templates import can_weigh, refusal
 from dejax.rgnn.passes._fuse_pair_sums import fuse_pair_sums
 from dejax.rgnn.passes._node_maps import add_node_maps, skip_unreached_rows
 from dejax.rgnn.passes._rewrite import Counts, factors

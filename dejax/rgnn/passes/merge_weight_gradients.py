@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dejax.rgnn.ir.intra import Instance, Kernels, WeightGradient, takes_narrow_rows
+from dejax.rgnn.ir.intra import Instance, Kernels, WeightGradient
+from dejax.rgnn.ir.templates import takes_narrow_rows
 
 
 def merge_weight_gradients(kernels: Kernels) -> Kernels:

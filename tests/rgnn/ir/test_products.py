@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from dejax.rgnn.ir.intra import MATRIX_SPECS, NARROW_SPECS, VECTOR_SPECS, WEIGHT_GRADIENT_SPECS
 from dejax.rgnn.ir.products import Product, with_axes
+from dejax.rgnn.ir.templates import MATRIX_SPECS, NARROW_SPECS, VECTOR_SPECS, WEIGHT_GRADIENT_SPECS
 
 SPECS = sorted(MATRIX_SPECS | VECTOR_SPECS | WEIGHT_GRADIENT_SPECS)
 FORWARD = ["k,kn->n", "hk,hkn->hn", "k,hkn->hn", "hk,kn->hn"]

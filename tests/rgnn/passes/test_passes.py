@@ -13,7 +13,8 @@ from dejax.rgnn import Options, library
 from dejax.rgnn.compiler import execute
 from dejax.rgnn.ir import inter
 from dejax.rgnn.ir.inter import Builder, Program, Space, verify
-from dejax.rgnn.ir.intra import Fallback, Gemm, Kernels, Traversal, WeightGradient, access_by, verify_kernels
+from dejax.rgnn.ir.intra import Fallback, Gemm, Kernels, Traversal, WeightGradient, verify_kernels
+from dejax.rgnn.ir.templates import access_by
 from dejax.rgnn.passes import LATE, PASSES, RENAMED, Counts, differentiated, lower_to_kernels, optimise, run_passes
 from dejax.rgnn.passes.aggregate import aggregate
 from dejax.rgnn.passes.backward import differentiate
