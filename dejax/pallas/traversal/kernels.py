@@ -110,8 +110,7 @@ def _store_partials(plan: Plan, partials: Sequence[Any], program: jax.Array, acc
 def combine_kernel(*refs: Any, plan: Plan) -> None:
     """The chunks of one long segment merged, and the row's epilogue."""
     (segment_rows, segment_offsets), refs = refs[:2], refs[2:]
-    arrays, rest = operand_refs(plan, refs)
-    tables, rest = rest[: plan.num_tables], rest[plan.num_tables :]
+    arrays, tables, rest = operand_refs(plan, refs)
     fused_sums, rest = fused_refs(plan, rest)
     partials = [Array(p) for p in rest[: len(plan.reductions)]]
     outputs = rest[len(plan.reductions) + len(plan.row_outputs) + len(plan.row_scaled) :]
@@ -186,8 +185,7 @@ def group_kernel(*refs: Any, plan: Plan) -> None:
 
 def map_kernel(*refs: Any, plan: Plan) -> None:
     """`plan.entries` entries side by side; the axis of rows has size 1."""
-    arrays, rest = operand_refs(plan, refs)
-    tables, outputs = rest[: plan.num_tables], rest[plan.num_tables :]
+    arrays, tables, outputs = operand_refs(plan, refs)
     (program,) = _triton.program_ids()
     entry = program * plan.entries + lanes(plan.entries, 1, 2)
     mask = entry < plan.num_entries

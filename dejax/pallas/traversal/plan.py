@@ -109,13 +109,14 @@ class Refs:
     outputs: Sequence[Any] = ()
 
 
-def operand_refs(plan: Plan, refs: Sequence[Any]) -> tuple[list[Array], Sequence[Any]]:
-    """The operands, whose exponents follow them, and the references after those."""
+def operand_refs(plan: Plan, refs: Sequence[Any]) -> tuple[list[Array], Sequence[Any], Sequence[Any]]:
+    """The operands, whose exponents follow them, the tables, and the references after those."""
     n = len(plan.operands)
     exponent_refs = iter(refs[n:])
     parts = plan.parts or (0,) * n
     arrays = [Array(r, next(exponent_refs) if p else None, p) for r, p in zip(refs[:n], parts, strict=True)]
-    return arrays, refs[n + sum(p > 0 for p in parts) :]
+    rest = refs[n + sum(p > 0 for p in parts) :]
+    return arrays, rest[: plan.num_tables], rest[plan.num_tables :]
 
 
 def unpack(refs: Sequence[Any], plan: Plan, num_aliased: int) -> Refs:
@@ -139,8 +140,7 @@ def _bounds(plan: Plan, refs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[An
 
 def _read_refs(plan: Plan, refs: Sequence[Any]) -> tuple[Refs, Sequence[Any]]:
     """What a traversal of entries reads, and the references after it."""
-    arrays, rest = operand_refs(plan, refs)
-    tables, rest = rest[: plan.num_tables], rest[plan.num_tables :]
+    arrays, tables, rest = operand_refs(plan, refs)
     offsets, rest = rest[0], rest[1:]
     order, rest = (rest[0], rest[1:]) if plan.has_order else (None, rest)
     return Refs(arrays, tables, offsets, order), rest

@@ -214,8 +214,16 @@ def _like(offsets: Any, array: Any) -> Any:
     return array.astype(np.int32) if isinstance(offsets, np.ndarray) else jnp.asarray(array, jnp.int32)
 
 
-def _exclusive_sum(counts: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
+def _cut(counts: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ranges of `counts` entries, each cut in pieces of `size`.
+
+    Returns:
+        The first piece of each range, int32[ranges + 1]; for each piece its range, and where it begins in the range.
+    """
+    first = np.concatenate([np.zeros(1, np.int32), np.cumsum(-(-counts // size), dtype=np.int32)])
+    piece = np.arange(first[-1], dtype=np.int32)
+    own = np.searchsorted(first, piece, side="right") - 1
+    return first, own, (piece - first[own]) * size
 
 
 def tile_table(offsets: Any, block: int, num_entries: int, *, exact: bool | None = None) -> TileTable:
@@ -243,11 +251,8 @@ def tile_table(offsets: Any, block: int, num_entries: int, *, exact: bool | None
     off, exact = _exactly(offsets, exact)
     if not exact:
         return TileTable(*tile_arrays([(off, num_entries)], [block])[0][0], block)
-    first_tile = _exclusive_sum(-(-(off[1:] - off[:-1]) // block))
-    tile = np.arange(first_tile[-1], dtype=np.int32)
-    row = np.searchsorted(first_tile, tile, side="right") - 1
-    start = off[row] + (tile - first_tile[row]) * block
-    return TileTable(_like(offsets, row), _like(offsets, start), block)
+    _, row, begin = _cut(off[1:] - off[:-1], block)
+    return TileTable(_like(offsets, row), _like(offsets, off[row] + begin), block)
 
 
 def long_segment_table(
@@ -278,11 +283,9 @@ def long_segment_table(
     rows = np.flatnonzero(off[1:] - off[:-1] > chunk).astype(np.int32)
     if rows.shape[0] == 0:
         return None
-    first_chunk = _exclusive_sum(-(-(off[rows + 1] - off[rows]) // chunk))
-    ids = np.arange(first_chunk[-1], dtype=np.int32)
-    segment = np.searchsorted(first_chunk, ids, side="right") - 1
+    first_chunk, segment, begin = _cut(off[rows + 1] - off[rows], chunk)
     row = rows[segment]
-    start = off[row] + (ids - first_chunk[segment]) * chunk
+    start = off[row] + begin
     end = np.minimum(start + chunk, off[row + 1])
     groups = _groups(first_chunk)
     rows, first_chunk, row, start, end = (_like(offsets, array) for array in (rows, first_chunk, row, start, end))
@@ -302,11 +305,8 @@ def _groups(first_chunk: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     chunks = first_chunk[1:] - first_chunk[:-1]
     if chunks.max(initial=0) <= _UNGROUPED_CHUNKS:
         return None
-    first_group = _exclusive_sum(-(-chunks // _GROUPED_CHUNKS))
-    ids = np.arange(first_group[-1], dtype=np.int32)
-    segment = np.searchsorted(first_group, ids, side="right") - 1
-    begins = first_chunk[segment] + (ids - first_group[segment]) * _GROUPED_CHUNKS
-    return np.append(begins, first_chunk[-1]), first_group
+    first_group, segment, begin = _cut(chunks, _GROUPED_CHUNKS)
+    return np.append(first_chunk[segment] + begin, first_chunk[-1]), first_group
 
 
 def chunk_of(long_segment_chunk: int, num_entries: int, typed: bool) -> int:

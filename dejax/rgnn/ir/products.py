@@ -108,7 +108,7 @@ class Product:
         return renamed.left, renamed.right
 
     def _canonical(self) -> Product:
-        """With the letters of the sets in `ir/templates.py`: the weight, which has the most axes, is `kn`, after heads."""
+        """With the letters of `ir/templates.py`: the weight, which has the most axes, is `kn`, after heads."""
         weight = max((self.right, self.out, self.left), key=len)
         names = dict(zip(weight.replace("h", ""), "kn", strict=False))
         rest = dict.fromkeys(c for c in self.left + self.right + self.out if c not in names and c != "h")

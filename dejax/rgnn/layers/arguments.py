@@ -52,6 +52,13 @@ def add_bias(g: GraphSymbol, y: Symbol, bias: Any) -> Symbol:
     return y if bias is None else y + g.shared(bias)
 
 
+def finish(g: GraphSymbol, y: Symbol, x: Symbol, params: Params, own: str = "residual") -> Symbol:
+    """y plus each node's own features times the parameter `own`, and plus `bias`, where the layer has them."""
+    if params.get(own) is not None:
+        y = y + x @ g.shared(params[own])
+    return add_bias(g, y, params.get("bias"))
+
+
 def attend(g: GraphSymbol, score: Symbol, value: Symbol, scale: Any = None, within: str = "dst") -> Symbol:
     """Sums of edge values [H, d], weighted by the softmax of scores [H]; `scale`, a factor of each edge and head."""
     attention = F.edge_softmax(score, within=within)

@@ -17,6 +17,7 @@ from dejax.rgnn.layers.arguments import (
     check_edge_features,
     check_params,
     ends,
+    finish,
     merge_heads,
 )
 
@@ -64,14 +65,7 @@ def gat(
         edge = g.edge(edge_features) @ g.shared(params["weight_edge"])
         score = score + F.dot(edge, g.shared(params["attention_edge"]))
     y = attend(g, F.leaky_relu(score, negative_slope), g.src(z), params.get("edge_scale"))
-    return _finish(g, merge_heads(y, concat_heads), x_dst, params)
-
-
-def _finish(g: GraphSymbol, y: Symbol, x_dst: Symbol, params: Params) -> Symbol:
-    """Adds the residual and the bias where there are any."""
-    if params.get("residual") is not None:
-        y = y + x_dst @ g.shared(params["residual"])
-    return add_bias(g, y, params.get("bias"))
+    return finish(g, merge_heads(y, concat_heads), x_dst, params)
 
 
 @program
@@ -115,7 +109,7 @@ def gatv2(
         hidden = hidden + g.edge(edge_features) @ g.shared(params["weight_edge"])
     score = F.dot(F.leaky_relu(hidden, negative_slope), g.shared(params["attention"]))
     y = attend(g, score, g.src(z_src), params.get("edge_scale"))
-    return _finish(g, merge_heads(y, concat_heads), x_dst, params)
+    return finish(g, merge_heads(y, concat_heads), x_dst, params)
 
 
 @program

@@ -18,6 +18,7 @@ from dejax.rgnn.layers.arguments import (
     check_edge_features,
     check_params,
     ends,
+    finish,
     incoming,
     rounded,
     unit_rows,
@@ -87,9 +88,7 @@ def graphsage(g: GraphSymbol, x: Any, params: Params, aggregation: str = "mean",
         message = g.src(x_src @ weight) if weight.shape[1] < weight.shape[0] else g.src(x_src)
         total = g.mean_to_dst(message) if aggregation == "mean" else g.sum_to_dst(message)
         y = total if weight.shape[1] < weight.shape[0] else total @ weight
-    if params.get("root") is not None:
-        y = y + x_dst @ g.shared(params["root"])
-    y = add_bias(g, y, params.get("bias"))
+    y = finish(g, y, x_dst, params, "root")
     return unit_rows(y) if normalize else y
 
 
@@ -148,10 +147,7 @@ def gated_gcn(g: GraphSymbol, x: Any, params: Params, edge_features: Any = None)
     if edge_features is not None:
         gate = gate + g.edge(edge_features) @ g.shared(params["gate_edge"])
     value = g.src(add_bias(g, x_src @ g.shared(params["value"]), params.get("value_bias")))
-    y = g.sum_to_dst(F.sigmoid(gate) * value)
-    if params.get("root") is not None:
-        y = y + x_dst @ g.shared(params["root"])
-    return add_bias(g, y, params.get("bias"))
+    return finish(g, g.sum_to_dst(F.sigmoid(gate) * value), x_dst, params, "root")
 
 
 SMALLEST_VARIANCE = 1e-5  # below, a standard deviation counts as 0: the difference of two means has no correct digit

@@ -19,6 +19,7 @@ from dejax.rgnn.layers.arguments import (
     check_choice,
     check_edge_features,
     check_params,
+    finish,
     merge_heads,
     unit_rows,
 )
@@ -183,9 +184,7 @@ def simple_hgn(
         attention = attention * (1.0 - beta) + g.edge(previous_attention) * beta
     scaled = attention if params.get("edge_scale") is None else attention * g.edge(params["edge_scale"])
     y = merge_heads(g.sum_to_dst(scaled[:, None] * g.src(z)), concat_heads)
-    if params.get("residual") is not None:
-        y = y + h @ g.shared(params["residual"])
-    y = add_bias(g, y, params.get("bias"))
+    y = finish(g, y, h, params)
     if normalize:
         y = unit_rows(y)
     return (y, attention) if return_attention else y
