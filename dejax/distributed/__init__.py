@@ -1,11 +1,12 @@
 """Several GPUs and hosts: the same step on a mesh, on jax's own runtime. Nothing here starts processes.
 
-* `data_parallel` makes the step of a mesh from the two halves of a step of one device.
-* `over_mesh` makes a full-graph layer of a mesh of a layer of one device; `dejax.distributed.partition` splits graphs.
+* `data_parallel` turns the two halves of a step for one device into a step over a mesh.
+* `over_mesh` turns a layer for one device into a full-graph layer over a mesh; `dejax.distributed.partition` splits
+  graphs.
 * `share` puts tables, stores and topologies on all devices of a mesh, for reading or writing.
 * `ShardedTable` is a table whose rows are divided over the memory of devices or hosts.
-* `initialize`, `watch` and `check_agreement` end a job with a message where a process dies or differs.
-* `save` and `restore` have checkpoints for any number of devices.
+* `initialize`, `watch` and `check_agreement` end a job with a message if a process dies or has different data.
+* `save` and `restore` write and read checkpoints, also with different numbers of devices.
 
 docs/distributed.md and docs/full_graph_mesh.md are the guides.
 """

@@ -114,30 +114,32 @@ class EdgesOfTopology:
 
 
 def edges_of(graph: Any, num_nodes: Mapping[str, int] | None) -> EdgesInMemory | EdgesOfTopology:
-    """The edges of what `partition` takes, checked."""
+    """The checked edges of a graph that `partition` takes."""
     if isinstance(graph, HeteroTopology | RelGraph) and num_nodes is not None:
-        raise TypeError(f"num_nodes must be left out, since a {type(graph).__name__} has its counts")
+        raise TypeError(f"`num_nodes` must be None for a {type(graph).__name__}, which has its counts; leave it out")
     if isinstance(graph, HeteroTopology):
         return EdgesOfTopology.of(graph)
     if isinstance(graph, RelGraph):
         return _of_rel_graph(graph)
     if not isinstance(graph, Mapping):
         raise TypeError(
-            "graph must be a RelGraph, a HeteroTopology or edge lists by (source type, name, destination type), got "
+            "`graph` must be a RelGraph, a HeteroTopology or edge lists by (source type, name, destination type), got "
             f"{type(graph).__name__}"
         )
     if num_nodes is None:
-        raise TypeError("num_nodes must be given with edge lists: the number of nodes of each type")
+        raise TypeError("`num_nodes` must be the number of nodes of each type where `graph` is edge lists, got None")
     counts = {name: int(count) for name, count in num_nodes.items()}
     return EdgesInMemory.of({key: _checked(key, pair, counts) for key, pair in graph.items()}, counts)
 
 
 def _checked(key: Any, pair: Any, counts: dict[str, int]) -> tuple[np.ndarray, np.ndarray]:
     if not (isinstance(key, tuple) and len(key) == 3):
-        raise TypeError(f"keys of the edge lists must be (source type, name, destination type), got {key!r}")
+        raise TypeError(f"keys of `graph` must be (source type, name, destination type), got {key!r}")
     for kind in (key[0], key[2]):
         if kind not in counts:
-            raise ValueError(f"relation {key} has the node type {kind!r}, but num_nodes has only {list(counts)}")
+            raise ValueError(
+                f"relation {key}: node type must be one of {list(counts)}, got {kind!r}; give its count in `num_nodes`"
+            )
     senders, receivers = (np.asarray(ids) for ids in pair)
     if senders.ndim != 1 or senders.shape != receivers.shape:
         raise ValueError(

@@ -1,8 +1,8 @@
 """Partitioning by streams: nodes go to parts a block at a time, several times over, within bounds for each type.
 
-A node goes where most of its neighbours are, less a price that grows with the part's size (Tsourakakis et al., Fennel,
-WSDM 2014), and nodes are placed again with what was learned (Nishimura and Ugander, Restreaming graph partitioning,
-KDD 2013). No part gets more nodes of a type than its bound.
+A node goes to the part with the best score: the neighbours that it has there, less a price that grows with the part's
+size (Tsourakakis et al., Fennel, WSDM 2014). Later passes place each node again, when its neighbours have parts
+(Nishimura and Ugander, Restreaming graph partitioning, KDD 2013). No part gets more nodes of a type than its bound.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Parts:
         return found.reshape(last - first, self.parts).astype(np.float32)
 
     def place(self, nodes: np.ndarray, score: np.ndarray) -> None:
-        """Puts each node into the part of its best score that has room; the best scores first.
+        """Puts each node into the part with its best score among parts with room. Nodes with the best scores go first.
 
         Args:
-            nodes: ascending; those that are placed leave their part first.
+            nodes: ascending. Nodes that have a part leave it first.
             score: float[nodes, parts].
         """
         kinds = self.kind(nodes)
@@ -68,7 +68,7 @@ class Parts:
             allowed = np.where(room > 0, score[rest], -np.inf)
             best = allowed.argmax(axis=1)
             value = allowed[np.arange(rest.shape[0]), best]
-            # In each (type, part) the best scores first, up to what there is room for.
+            # Each (type, part) takes the best scores, as many as it has room for.
             group = kinds[rest] * self.parts + best
             order = np.lexsort((-value, group))
             sorted_group = group[order]
@@ -90,7 +90,7 @@ def stream(edges: Edges, parts: int, imbalance: float, passes: int, seed: int) -
         parts: number of parts.
         imbalance: nodes of a type in a part over the mean; at least 1.
         passes: how often each node is placed.
-        seed: of what decides between equal scores.
+        seed: decides between equal scores.
     """
     state = Parts(edges, parts, imbalance)
     rng = np.random.default_rng(seed)
@@ -107,7 +107,7 @@ def stream(edges: Edges, parts: int, imbalance: float, passes: int, seed: int) -
 
 
 def refine(edges: Edges, part: np.ndarray, parts: int, imbalance: float, passes: int, seed: int) -> np.ndarray:
-    """A partition brought within the bounds, and then moved towards fewer edges between parts."""
+    """A partition brought within the bounds and then improved: fewer edges lead from part to part."""
     state = Parts(edges, parts, imbalance)
     rng = np.random.default_rng(seed)
     block = max(1, min(BLOCK, state.num_nodes // (8 * parts)))

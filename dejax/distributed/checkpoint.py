@@ -20,8 +20,8 @@ from dejax.host_gather._spec import TableSpec
 def save(folder: str | os.PathLike[str], step: int, state: Any, *, keep: int = 2) -> None:
     """Writes a state. All processes call it together, with a folder that all see.
 
-    A checkpoint appears under its step when it is complete. So a process that dies while it is written leaves the one
-    before.
+    A checkpoint appears under its step when it is complete. If a process dies while it is written, the one before
+    remains the latest.
 
     Args:
         folder: of the run.
@@ -60,7 +60,7 @@ def restore(folder: str | os.PathLike[str], like: Any, *, step: int | None = Non
 
     found = latest_step(folder) if step is None else step
     if found is None or not (Path(folder) / str(found)).exists():
-        raise FileNotFoundError(f"distributed.restore: no checkpoint {'' if found is None else found} in {folder}")
+        raise FileNotFoundError(f"distributed.restore: no checkpoint{'' if found is None else f' {found}'} in {folder}")
     wanted = _named(like)
     with _manager(folder, None) as manager:
         _check_same(manager.item_metadata(found), wanted)

@@ -1,7 +1,7 @@
-"""What happens when a process of a job dies, or does not agree with the others: an end within seconds, with a name.
+"""Ends a job within seconds if one of its processes dies or has different data, with a message that names the process.
 
-`jax.distributed` has a store of keys and values on process 0. Each process writes a number into it that grows (a beat),
-and reads those of the others. A number that does not change for some time names a process that is gone.
+`jax.distributed` has a store of keys and values on process 0. Each process writes a growing number (a beat) into it,
+and reads the numbers of the others. A process whose number does not change for some time counts as gone.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ _watch: _Watch | None = None
 
 @dataclasses.dataclass(slots=True)
 class _Peer:
-    """What is known of another process: its last beat, and when it changed here."""
+    """Another process: its last beat, and when this process saw it change."""
 
     beat: str = ""
     changed: float = dataclasses.field(default_factory=time.monotonic)
@@ -139,7 +139,7 @@ class _Watch:
         number = 0
         while not self.stopped.is_set():
             number += 1
-            with contextlib.suppress(Exception):  # without an answer `answered` grows old
+            with contextlib.suppress(Exception):  # without an answer, `answered` stays
                 self._set("beat", str(number))
                 beats, now = self._get("beat"), time.monotonic()
                 ended = self._get("end")
@@ -157,7 +157,7 @@ class _Watch:
         last = time.monotonic()
         while not self.stopped.wait(self.interval / 2):
             now = time.monotonic()
-            if now - last > self.timeout / 2:  # this process itself stood still: the others get their time again
+            if now - last > self.timeout / 2:  # this process itself was stopped: give the others their time again
                 self.answered = now
                 for peer in self.peers.values():
                     peer.changed = now
@@ -208,7 +208,7 @@ class _Watch:
         self.stopped.set()
         self.raised = True
         _compat.leave_coordination()
-        timer = threading.Timer(10.0, os._exit, (1,))  # what runs at exit may wait for the others
+        timer = threading.Timer(10.0, os._exit, (1,))  # functions that run at exit may wait for the others
         timer.daemon = True
         timer.start()
 
@@ -219,7 +219,7 @@ class _Watch:
             self._set("end", "finished")
 
     def on_abort(self) -> None:
-        """jax is about to abort this process, since the coordination service reported an error, or is gone."""
+        """Called when jax aborts this process: the coordination service reported an error, or is gone."""
         if self.raised:  # the message is above
             os._exit(1)
         if not self.ending.acquire(blocking=False):
@@ -248,8 +248,8 @@ def _listens(address: str) -> bool:
 
 
 # -------------------------------------------------------------------------------------------- aborts
-# jax's client aborts the process from a thread of its own when process 0 dies. Python's signal handlers never run then,
-# so the handler is one of C that calls Python.
+# When process 0 dies, jax's client aborts the process from a thread of its own. Python's signal handlers never run
+# then, so the handler is a C function that calls Python.
 
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 _handler: Any = None

@@ -127,7 +127,7 @@ class _Step:
         return jax.tree.unflatten(jax.tree.structure(state), state_leaves), report
 
     def lower(self, state: Any, key: Any, batch: Any, data: Any = None) -> Any:
-        """As `jax.jit(...).lower`: the program, to read or to count what crosses links."""
+        """As `jax.jit(...).lower`: the program, for example for `link_bytes`."""
         compiled, leaves = self._prepared(state, key, batch, data)
         return compiled.lower(*leaves)
 

@@ -118,7 +118,7 @@ class Partition:
         """The nodes of a part, numbered within their type; the type may be left out where there is one."""
         name = _one_type(self.assignment, node_type)
         if not 0 <= part < self.parts:
-            raise ValueError(f"part must be from 0 to {self.parts - 1}, got {part}")
+            raise ValueError(f"`part` must be from 0 to {self.parts - 1}, got {part}")
         return np.flatnonzero(self.assignment[name] == part)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -195,7 +195,7 @@ def partition(
             (source type, name, destination type): pairs (senders, receivers), numbered within their types.
         parts: number of parts, at most the number of nodes.
         num_nodes: with edge lists, the number of nodes of each type.
-        method: "metis", which needs pymetis; "stream", for graphs that METIS' memory does not hold; "auto" takes METIS
+        method: "metis", which needs pymetis; "stream", for graphs that are too large for METIS; "auto" takes METIS
             where it is installed and the graph is in memory with up to 30 million edges.
         imbalance: a bound for the nodes of a type in a part over their mean, at least 1. One node more than the mean is
             always allowed.
@@ -219,11 +219,11 @@ def partition(
     edges = edges_of(graph, num_nodes)
     total = sum(edges.counts.values())
     if isinstance(parts, bool) or not isinstance(parts, int) or not 1 <= parts <= max(total, 1):
-        raise ValueError(f"parts must be an int from 1 to the number of nodes, {total}, got {parts!r}")
+        raise ValueError(f"`parts` must be an int from 1 to the number of nodes, {total}, got {parts!r}")
     if imbalance < 1:
-        raise ValueError(f"imbalance must be at least 1, got {imbalance}")
+        raise ValueError(f"`imbalance` must be at least 1, got {imbalance}")
     if passes < 1:
-        raise ValueError(f"passes must be at least 1, got {passes}")
+        raise ValueError(f"`passes` must be at least 1, got {passes}")
     chosen = _method(method, edges)
     if parts == 1:
         found = np.zeros(total, np.int32)
@@ -245,26 +245,28 @@ def partition_of(graph: Any, assignment: Mapping[str, Any], parts: int, num_node
     """
     edges = edges_of(graph, num_nodes)
     if list(assignment) != list(edges.counts):
-        raise ValueError(f"assignment must have the node types {list(edges.counts)}, got {list(assignment)}")
+        raise ValueError(f"`assignment` must have the node types {list(edges.counts)}, got {list(assignment)}")
     for name, some in assignment.items():
         array = np.asarray(some)
         if array.shape != (edges.counts[name],):
-            raise ValueError(f"assignment[{name!r}] must have {edges.counts[name]} entries, got shape {array.shape}")
+            raise ValueError(f"`assignment[{name!r}]` must have {edges.counts[name]} entries, got shape {array.shape}")
         if array.size and not (0 <= array.min() and array.max() < parts):
-            raise ValueError(f"assignment[{name!r}] must be from 0 to {parts - 1}, got {array.min()} to {array.max()}")
+            raise ValueError(
+                f"`assignment[{name!r}]` must be from 0 to {parts - 1}, got {array.min()} to {array.max()}"
+            )
     found = np.concatenate([np.zeros(0, np.int32), *(np.asarray(some) for some in assignment.values())])
     return _described(edges, found.astype(np.int32), parts, "given")
 
 
 def _method(method: str, edges: Edges) -> str:
     if method not in ("auto", "metis", "stream"):
-        raise ValueError(f"method must be 'auto', 'metis' or 'stream', got {method!r}")
+        raise ValueError(f"`method` must be 'auto', 'metis' or 'stream', got {method!r}")
     if method == "auto":
         small = isinstance(edges, EdgesInMemory) and edges.others.shape[0] <= 2 * _METIS_EDGES
         return "metis" if small and _has_metis() else "stream"
     if method == "metis" and isinstance(edges, EdgesOfTopology):
         raise ValueError(
-            "method must be 'stream' for a HeteroTopology, got 'metis', which needs the graph in memory; give edge "
+            "`method` must be 'stream' for a HeteroTopology, got 'metis', which needs the graph in memory; give edge "
             "lists or a RelGraph instead"
         )
     return method
@@ -280,7 +282,7 @@ def _has_metis() -> bool:
 
 
 def _metis(edges: EdgesInMemory, parts: int, seed: int) -> np.ndarray:
-    """METIS on the undirected graph without loops; several edges between two nodes are one of their number."""
+    """METIS on the undirected graph without loops. Parallel edges are one edge, weighted by their number."""
     with optional("pymetis", of="partition(method='metis')"):
         import pymetis
     total = edges.starts.shape[0] - 1
@@ -351,7 +353,7 @@ def _one_type(assignment: Mapping[str, Any], node_type: str | None) -> str:
     if node_type is None and len(assignment) == 1:
         return next(iter(assignment))
     if node_type is None or node_type not in assignment:
-        raise ValueError(f"node_type must be one of {list(assignment)}, got {node_type!r}")
+        raise ValueError(f"`node_type` must be one of {list(assignment)}, got {node_type!r}")
     return node_type
 
 

@@ -67,7 +67,7 @@ class Part:
     places: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
 
     def names(self) -> tuple[str, ...]:
-        """The arrays that there are."""
+        """The names of the arrays that are present."""
         names = ("starts", "senders", "edge_ids", "alias", "logs", "times")
         return tuple(name for name in names if getattr(self, name) is not None)
 
@@ -221,10 +221,13 @@ def from_csc(edge_type: EdgeType, pair: tuple[Any, Any], counts: Mapping[str, in
     source, target = counts[edge_type[0]], counts[edge_type[2]]
     begins = plain["starts"]
     if begins.shape != (target + 1,):
-        raise ValueError(f"starts of {edge_type} must have shape ({target + 1},), got {begins.shape}")
+        raise ValueError(f"`starts` of {edge_type} must have shape ({target + 1},), got {begins.shape}")
     edges = plain["senders"].shape[0]
     if int(begins[0]) != 0 or int(begins[-1]) != edges or not (begins[1:] >= begins[:-1]).all():
-        raise ValueError(f"starts of {edge_type} must ascend from 0 to the number of senders, {edges}")
+        raise ValueError(
+            f"`starts` of {edge_type} must ascend from 0 to {edges}, the number of senders, got {begins.min()} to "
+            f"{begins.max()}, or a descent"
+        )
     for block in _blocks(edges):
         check_range(f"senders of {edge_type}", plain["senders"][block], source)
     position = np.int32 if edges < 2**31 else np.int64

@@ -104,7 +104,9 @@ def one_for_each(
         if name == "times" and array.size and array.dtype.kind not in "iu":
             raise TypeError(f"`times` of {edge_type} must be integers, got {array.dtype}; round them to a unit")
         if name == "weights" and not (np.isfinite(array).all() and (array >= 0).all()):
-            raise ValueError(f"`weights` of {edge_type} must be finite and not negative")
+            raise ValueError(
+                f"`weights` of {edge_type} must be finite and at least 0, got {array.min()} to {array.max()}"
+            )
         found[edge_type] = array
     return found
 
@@ -113,6 +115,6 @@ def need_wide(arrays: Sequence[Any]) -> None:
     """Raises ValueError where positions or times need 64 bits that jax does not have."""
     if any(array.dtype.itemsize > 4 for array in arrays) and not jax.config.values["jax_enable_x64"]:
         raise ValueError(
-            "a relation of 2**31 edges or more, and times beyond 32 bits, need jax's 64-bit mode: "
-            "jax.config.update('jax_enable_x64', True)"
+            "a relation must have fewer than 2**31 edges, and times must fit in 32 bits, got more; switch on jax's "
+            "64-bit mode: jax.config.update('jax_enable_x64', True)"
         )

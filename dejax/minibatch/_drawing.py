@@ -47,7 +47,9 @@ class SampleOptions:
         if self.max_degree is not None and self.max_degree < 0:
             raise ValueError(f"SampleOptions: `max_degree` must be at least 0, got {self.max_degree}")
         if self.recent and self.replace:
-            raise ValueError("SampleOptions: `recent` takes each edge once; leave `replace` out")
+            raise ValueError(
+                "SampleOptions: `replace` must be False with `recent`, which takes each edge once, got True"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class Draw:
     """Pieces that are drawn together: they have the same lists, fan-out and kind of draw.
 
     Attributes:
-        lists: which `EdgeLists`.
+        lists: the number of their `EdgeLists`.
         kind: how positions are chosen.
         bound: the most edges of a receiver that are looked at; None: all.
         fan_out: slots of a receiver.
@@ -151,7 +153,7 @@ class Drawn:
 def draw_keys(
     topology: HeteroTopology, pieces: Sequence[Piece], options: SampleOptions
 ) -> list[tuple[int, str, int, int]]:
-    """For each piece what decides with which others it is drawn: lists, kind, bound (-1: none), fan-out."""
+    """The sort key of each piece: lists, kind, bound (-1: none), fan-out. Pieces with equal keys are drawn together."""
     keys = []
     for piece in pieces:
         lists = topology.relations[piece.relation].lists
@@ -304,14 +306,17 @@ def _draw(random: Randomness, lists: EdgeLists, start: Array, degree: Array, dra
     assert lists.weights is not None
     if kind == "by weight":
         if lists.times is not None:
-            raise ValueError("sample_blocks: weights together with times need draws without replacement")
+            raise ValueError(
+                "sample_blocks: `replace` must be False for a relation with weights and times, got True; leave it out"
+            )
         return draw_weighted(key, functools.partial(take, lists.weights.alias), start, degree, fan_out)
     bound = draw.bound
     assert bound is not None
     if bound * len(start) > _MOST_KEYS:
         raise ValueError(
-            f"sample_blocks: weights without replacement look at all edges of a receiver, up to {bound} of each of "
-            f"{len(start)} receivers here; give SampleOptions(max_degree=...), or draw with replacement"
+            f"sample_blocks: weighted draws without replacement must read at most {_MOST_KEYS:,} edges in a hop, got "
+            f"up to {bound} of each of {len(start)} receivers; give SampleOptions(max_degree=...), or draw with "
+            "replacement"
         )
     return draw_weighted_subset(key, functools.partial(take, lists.weights.logs), start, degree, fan_out, bound)
 

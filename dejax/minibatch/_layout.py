@@ -132,7 +132,7 @@ def make_layout(
     """The layout of a sample; arguments are those of `sample_blocks`.
 
     Args:
-        topology, num_seeds, fan_outs, capacities, replace, max_degree: see there.
+        topology, num_seeds, fan_outs, capacities, replace, max_degree: as there.
         copies: whether each seed has copies of its own of the nodes.
         together: sort keys of the pieces of a hop: those with equal keys are drawn together.
     """

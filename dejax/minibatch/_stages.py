@@ -56,7 +56,10 @@ def split(graphs: Graphs, x: Array) -> dict[str, Array]:
 
 def _counts(graph: RelGraph) -> tuple[tuple[str, ...], tuple[int, ...]]:
     if graph.node_type_names is None or graph.node_type_counts is None:
-        raise ValueError("a full graph must be made by RelGraph.from_relations, whose nodes are numbered by type")
+        raise ValueError(
+            "`graphs` must be a graph of RelGraph.from_relations, whose nodes are numbered type after type, got one of "
+            "another constructor"
+        )
     return graph.node_type_names, graph.node_type_counts
 
 

@@ -68,7 +68,7 @@ def find_capacities(
     options = keywords.get("options", SampleOptions())
     static, found, sample = keywords, [], None
     for number, batch in enumerate(batches):
-        # Lists and 64 bits become arrays before jit, which would take a list apart and drop upper bits.
+        # Convert lists and 64-bit ids first: jit would treat a list as a pytree, and drop the upper bits of ids.
         seeds = _checked_seeds(topology, batch)
         times = _checked_times(topology, seeds, seed_times, options)
         leaves, treedef = jax.tree.flatten((seeds, {"exclude": exclude, "seed_times": times}))

@@ -100,7 +100,7 @@ class Decoder:
     relation_width: Callable[[int], int] = lambda width: width
 
     def score(self, head: Array, relation: Array | None, tail: Array) -> Array:
-        """float[...] from float[..., d] each: the function of its name."""
+        """The scores, float[...], of heads, relations and tails, which are float[..., d]."""
         query = self.query_tail(head, relation)
         return self.margin - _distance(query, tail) if self.distance else (query * tail).sum(-1)
 
@@ -112,7 +112,7 @@ class Decoder:
 
 
 def rotate_decoder(margin: float = 0.0) -> Decoder:
-    """RotatE's decoder with a margin. Ranks do not depend on it."""
+    """RotatE's decoder with a margin. Ranks do not depend on the margin."""
     return Decoder("rotate", _rotated, _rotated_back, distance=True, margin=margin, relation_width=lambda w: w // 2)
 
 
@@ -140,14 +140,16 @@ def _rotated_back(x: Array, angles: Array | None) -> Array:
 def _distance(x: Array, y: Array) -> Array:
     a, b = _parts(x - y)
     square = a * a + b * b
-    there = square > 0  # the root has no derivative at 0; 0 is taken, as for |x| of a real x
+    there = square > 0  # The square root has no derivative at 0. Take 0 there, as for |x| of a real x.
     return jnp.where(there, jnp.sqrt(jnp.where(there, square, 1)), 0).sum(-1)
 
 
 def _parts(x: Array | None) -> tuple[Array, Array]:
     assert x is not None
     if x.shape[-1] % 2:
-        raise ValueError(f"complex embeddings must have an even width: real, then imaginary parts; got {x.shape[-1]}")
+        raise ValueError(
+            f"complex embeddings must have an even width, real parts and then imaginary parts, got {x.shape[-1]}"
+        )
     return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
 
 

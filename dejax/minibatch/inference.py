@@ -85,7 +85,10 @@ class InferenceBatch:
         """
         own, sources = self.own if own is None else own, self.sources if sources is None else sources
         if own is None:
-            raise ValueError(f"InferenceBatch.graph: `own` must be given, the type {self.node_type!r} has no input")
+            raise ValueError(
+                f"InferenceBatch.graph: `own` must be [batch, d], got None: the type {self.node_type!r} has no input; "
+                "give values for it"
+            )
         numbers, first, values = list(node_types), {}, [own]
         kinds, count = [jnp.full(own.shape[0], _place(numbers, self.node_type, "node_types"), jnp.int32)], own.shape[0]
         for name, rows in sources.items():
@@ -143,8 +146,8 @@ def infer_layers(
 ) -> dict[str, Any]:
     """Computes a model for all nodes, one layer after the other. Each layer's output is a table in host memory.
 
-    Each layer computes each node once, from all its neighbours. If the neighbourhoods of all nodes were sampled
-    instead, a node would be computed as often as it occurs in one of them.
+    Each layer computes each node once, from all its neighbours. Sampling the neighbourhood of every node would compute
+    a node once for each neighbourhood that contains it.
 
     Args:
         layers: (params, batch) -> [batch, width]. Each function is compiled for some sizes of batches.
@@ -155,8 +158,8 @@ def infer_layers(
         inputs: the rows that the first layer reads.
         node_types: the types whose last output is wanted; by default all.
         batch_size: nodes of a batch.
-        max_neighbors: the most neighbours of a node that are read in a relation. Of more, this number is taken, evenly
-            spaced in the node's list. None: all.
+        max_neighbors: the most neighbours of a node that are read in a relation. If a node has more, as many are taken,
+            evenly spaced in its list. None: all.
         dtype: of the rows that layers read; by default as in `FeatureStore.gather`.
         folder: where the last layer's outputs are written as `<type>.npy`; by default they are tables in host memory.
         progress: draw a bar for each layer; None draws on a terminal only.
@@ -325,7 +328,7 @@ class _Plan:
             parts = np.split(inverse.reshape(-1), np.cumsum([len(found[relation][0]) for relation in own])[:-1])
             places.update(zip(own, parts, strict=True))
         edges = {}
-        # Arrays of numpy: jit takes them to the device.
+        # numpy arrays: jit moves them to the device.
         for relation, (_, receivers) in found.items():
             room = factor * self.usual[relation]
             edges[relation] = InferenceEdges(
@@ -380,6 +383,9 @@ def _checked(
         for first in range(0, len(senders), 1 << 24):
             part = np.asarray(senders[first : first + (1 << 24)])
             if part.min() < 0 or part.max() >= count:
-                raise ValueError(f"infer_layers: senders of {relation} must be from 0 to {count - 1}")
+                raise ValueError(
+                    f"infer_layers: senders of {relation} must be from 0 to {count - 1}, got {part.min()} to "
+                    f"{part.max()}"
+                )
         lists[relation] = (offsets, senders)
     return lists

@@ -24,10 +24,10 @@ def make_typed_blocks(
 ) -> list[Block]:
     """The blocks of a sample of one relation that holds the edges of many. It runs inside `jax.jit`.
 
-    With a fan-out for each relation a node has `fan_out` slots in each, most of them empty where relations are many: a
-    knowledge graph has hundreds. So make a topology with one relation of all edges, sample it, and read the relation of
-    each sampled edge afterwards. A batch then has `fan_out` slots per node, and a sample compiles once, not once per
-    relation.
+    A fan-out for each relation gives a node `fan_out` slots in each. A knowledge graph has hundreds of relations, so
+    most of these slots are empty. Instead, make a topology with one relation of all edges, sample it, and read the
+    relation of each sampled edge afterwards. A node then has `fan_out` slots in all, and one draw is compiled instead
+    of one for each relation.
 
     Args:
         topology: of one relation within one node type, with the ids of its edges.
@@ -40,7 +40,7 @@ def make_typed_blocks(
         One block for each layer, as of `make_blocks`. Their graphs have the relations as edge types.
 
     Raises:
-        ValueError: a topology of several relations or types, or an edge type for each edge is not given.
+        ValueError: a topology of several relations or types, or `edge_type` without one entry for each edge.
 
     >>> import jax
     >>> from dejax.minibatch import HeteroTopology, sample_blocks

@@ -153,7 +153,10 @@ def _checked_triples(name: str, given: ArrayLike, counts: tuple[int, int, int]) 
     rows = rows.astype(np.int64)
     for column, (what, count) in enumerate(zip(("heads", "relations", "tails"), counts, strict=True)):
         if len(rows) and not 0 <= rows[:, column].min() <= rows[:, column].max() < count:
-            raise ValueError(f"link_ranks: {what} of `{name}` must be from 0 to {count - 1}")
+            raise ValueError(
+                f"link_ranks: {what} of `{name}` must be from 0 to {count - 1}, got {rows[:, column].min()} to "
+                f"{rows[:, column].max()}"
+            )
     return rows
 
 

@@ -140,7 +140,9 @@ def _drawn_receivers(
         return below(key, shape, jnp.full(shape, receivers, jnp.int32))
     relation = topology.relations[topology.number_of(edge_type)]
     if not relation.num_edges:
-        raise ValueError(f"link_batch: negatives by degree need edges, {edge_type} has none; use 'uniform'")
+        raise ValueError(
+            f"link_batch: `negatives` must be 'uniform' or 'in_batch' for {edge_type}, which has no edges, got 'degree'"
+        )
     starts = topology.lists[relation.lists].starts
     drawn = below(key, shape, jnp.full(shape, relation.num_edges, starts.dtype)) + relation.first_edge
     return _receiver_of(starts, drawn, relation.first_group, receivers)

@@ -40,7 +40,7 @@ class MiniBatch:
         x: the features of the sample's nodes, [nodes, *row] by node type, for the types of the feature store; padding
             has rows of zeros.
         seeds: the seeds of the step, as they were given.
-        key: a random key of the step, for dropout. The sample was drawn by another one.
+        key: a random key of the step, for dropout. The sample was drawn with another key.
         extra: what `sample` returned besides the sample; None if nothing.
     """
 
@@ -71,8 +71,8 @@ class TrainingSteps:
         self._jitted: dict[Any, Any] = {}
 
     def __call__(self, state: Any, *arguments: Any) -> tuple[Any, Any]:
-        """The state after the step or steps, and what `update` returned; of several steps stacked, [steps, ...]."""
-        # The results lie where the tables are, by name of the device. If the first state did not, jax would compile the
+        """The state after the step or steps, and the results of `update`: of several steps stacked, [steps, ...]."""
+        # Results are committed to the tables' device. Commit the first state, too: otherwise jax would compile the
         # program again for the second call.
         state = jax.tree.map(_placed, state, is_leaf=_is_table)
         found: tuple[Any, Any] = self._for(state)(state, *arguments)
@@ -207,7 +207,7 @@ def seed_batches(nodes: ArrayLike, size: int, *, seed: int | None = None, epoch:
     Args:
         nodes: int[nodes], such as the training nodes.
         size: seeds of a batch.
-        seed: of the order, which is another one in each epoch. None: the given order.
+        seed: of the order, which differs in each epoch. None: the given order.
         epoch: number of the epoch.
 
     Raises:

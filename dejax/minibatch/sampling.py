@@ -313,7 +313,10 @@ def _checked_seeds(topology: HeteroTopology, seeds: Seeds) -> dict[str, Array]:
     """int[seeds] for every node type."""
     if isinstance(seeds, tuple):
         if len(seeds) != 2 or not isinstance(seeds[0], str):
-            raise TypeError("sample_blocks: `seeds` must be a dict by node type, or (node type, int[seeds])")
+            raise TypeError(
+                "sample_blocks: `seeds` must be a dict by node type, or (node type, int[seeds]), got a tuple of "
+                f"{len(seeds)}"
+            )
         seeds = {seeds[0]: seeds[1]}
     if not isinstance(seeds, Mapping):
         raise TypeError(f"sample_blocks: `seeds` must be a dict by node type, got {type(seeds).__name__}")
@@ -336,13 +339,19 @@ def _checked_times(
     """int[seeds] for every node type, of the dtype of the edges' times; None where there are none."""
     tables = [lists.times for lists in topology.lists if lists.times is not None]
     if (seed_times is not None or options.recent) and not tables:
-        raise ValueError("sample_blocks: `seed_times` and `recent` need a topology with times, this one has none")
+        raise ValueError(
+            "sample_blocks: `topology` must have times for `seed_times` and `recent`, got none; give them to "
+            "HeteroTopology.from_edges"
+        )
     if seed_times is None:
         return None
     if not isinstance(seed_times, Mapping):
         with_seeds = [name for name, ids in seeds.items() if ids.shape[0]]
         if len(with_seeds) > 1:
-            raise TypeError("sample_blocks: `seed_times` must be a dict by node type where `seeds` have several types")
+            raise TypeError(
+                "sample_blocks: `seed_times` must be a dict by node type where `seeds` have several types, got "
+                f"{type(seed_times).__name__}"
+            )
         seed_times = dict.fromkeys(with_seeds, seed_times)
     dtype = max((table.dtype for table in tables), key=lambda dtype: dtype.itemsize)
     found = {}
@@ -358,7 +367,7 @@ def _checked_times(
         if not times.size:
             found[name] = jnp.zeros(0, dtype)
             continue
-        # Later than any edge is as good as the latest; a cast would wrap to the past.
+        # Clip first: a cast alone would wrap a time after all edges into the past.
         own, edges = jnp.iinfo(times.dtype), jnp.iinfo(dtype)
         clip = jnp.clip if isinstance(times, jax.Array) else np.clip
         found[name] = jnp.asarray(clip(times, max(own.min, edges.min), min(own.max, edges.max)).astype(dtype))

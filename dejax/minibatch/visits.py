@@ -58,7 +58,9 @@ def expected_visits(
     }
     for hop in fan_outs:
         if isinstance(hop, Mapping) and (unknown := set(hop) - set(edges)):
-            raise ValueError(f"expected_visits: `fan_outs` has unknown relations {sorted(unknown)}")
+            raise ValueError(
+                f"expected_visits: relations of `fan_outs` must be of {list(edges)}, got {sorted(unknown)}"
+            )
         following = {name: np.zeros(count) for name, count in num_nodes.items()}
         for relation, ends in edges.items():
             source, _, destination = relation
@@ -99,9 +101,9 @@ def hot_rows(
     counts = {name: np.asarray(values).reshape(-1) for name, values in visits.items()}
     for name, values in counts.items():
         if name not in row_bytes:
-            raise ValueError(f"hot_rows: `row_bytes` must have the type {name!r}")
+            raise ValueError(f"hot_rows: `row_bytes` must have the type {name!r} of `visits`, got {list(row_bytes)}")
         if values.dtype.kind == "f" and np.isnan(values).any():
-            raise ValueError(f"hot_rows: `visits` must not have NaN, got some for {name!r}")
+            raise ValueError(f"hot_rows: `visits` of {name!r} must be numbers, got NaN; replace them by 0")
     room = device_bytes - slot_bytes * sum(len(values) for values in counts.values())
     ascending = {name: np.sort(values[values > 0]) for name, values in counts.items()}
 
@@ -113,7 +115,7 @@ def hot_rows(
     if bytes_above(0.0) <= room:
         high = 0.0
     else:
-        while (middle := (low + high) / 2) not in (low, high):  # to the last bit
+        while (middle := (low + high) / 2) not in (low, high):  # until no float lies in between
             low, high = (low, middle) if bytes_above(middle) <= room else (middle, high)
     room -= bytes_above(high)
     chosen = {}
@@ -128,7 +130,9 @@ def hot_rows(
 def _checked(what: str, nodes: ArrayLike, count: int) -> np.ndarray:
     found = np.asarray(nodes).reshape(-1)
     if found.size and (found.dtype.kind not in "iu" or found.min() < 0 or found.max() >= count):
-        raise ValueError(f"expected_visits: {what} must be integers from 0 to {count - 1}")
+        raise ValueError(
+            f"expected_visits: {what} must be integers from 0 to {count - 1}, got {found.min()} to {found.max()}"
+        )
     return found.astype(np.int64, copy=False)
 
 

@@ -110,7 +110,7 @@ class Module:
     frames: dict[int, tuple[str, int]] = field(default_factory=dict)
 
     def instructions(self) -> Iterator[tuple[Instruction, int]]:
-        """Each instruction that runs, with the number of runs. Those inside of fusions are part of the fusion."""
+        """Each instruction that runs, with the number of runs. Instructions inside of a fusion count as the fusion."""
         yield from self._of(self.entry, 1)
 
     def _of(self, name: str, times: int) -> Iterator[tuple[Instruction, int]]:

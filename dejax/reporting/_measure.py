@@ -110,7 +110,7 @@ def measure(call: Callable[[Any], Any], arguments: Callable[[], Any], calls: int
 
 
 def record(run: Callable[[], Any]) -> list[Event]:
-    """Calls `run` under jax's profiler; nothing where the profiler is already at work."""
+    """Calls `run` under jax's profiler and returns the events; none where another profile is being taken."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     options.host_tracer_level = 2 if jax.default_backend() == "cpu" else 1

@@ -1,4 +1,4 @@
-"""Whose the arguments of a step are: parameters, optimizer state, tables, graphs, inputs."""
+"""The owner of each argument of a step: parameters, optimizer state, tables, graphs or inputs."""
 
 from __future__ import annotations
 

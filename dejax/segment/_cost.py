@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 _SORT_START = 80e-6
 _SORT_ENTRY = 45e-12
-# XLA's scatter: each entry, each of its numbers, and each entry that meets others at one address.
+# XLA's scatter: seconds for each entry, for each element, and for each entry that shares an address with others.
 _SCATTERED_ENTRY = 10e-12
-_SCATTERED_NUMBER = 3.4e-12
+_SCATTERED_ELEMENT = 3.4e-12
 _MEETING = 2.5e-9
 # A row that is read through an index takes at least the time of a sector from memory.
 _SECTOR = 30e-12
@@ -33,7 +33,7 @@ class Shape:
 
 
 def kernel_seconds(shape: Shape, is_sorted: bool, planned: bool = False) -> float:
-    """Of sorting, where ids are not sorted and have no plan, and of a kernel."""
+    """Seconds of a kernel, and of the sort before it where ids are not sorted and have no plan."""
     nbytes = shape.width * jnp.dtype(shape.dtype).itemsize
     offsets = 0.0 if planned else 5e-6 + 20e-12 * shape.segments
     if is_sorted:
@@ -43,18 +43,18 @@ def kernel_seconds(shape: Shape, is_sorted: bool, planned: bool = False) -> floa
 
 
 def scatter_seconds(shape: Shape) -> float:
-    """Of XLA's scatter with the additions, maxima and minima that the GPU has, of numbers of 32 or 64 bits."""
-    apart = shape.entries * (_SCATTERED_ENTRY + shape.width * _SCATTERED_NUMBER)
+    """Seconds of XLA's scatter with the GPU's atomic additions, maxima and minima of 32 or 64 bits."""
+    apart = shape.entries * (_SCATTERED_ENTRY + shape.width * _SCATTERED_ELEMENT)
     if jnp.dtype(shape.dtype).itemsize < 4:  # they become wider first
         apart += shape.entries * shape.width * 10 * _STREAMED_BYTE
     return 6e-6 + max(apart, shape.entries / max(shape.segments, 1) * _MEETING)
 
 
 def scatter_pays(shape: Shape, kind: str, is_sorted: bool, deterministic: bool, planned: bool = False) -> bool:
-    """Whether XLA's scatter computes a reduction, whose bits it must not change where they are to be the same.
+    """Whether to leave a reduction to XLA's scatter: it is faster there, and may add in any order.
 
-    Integers have one result in every order. Additions of floats do not. XLA makes extrema of floats, and
-    additions of less than 32 bits, by compare and swap, which is slow: 16-bit floats are added as float32.
+    Integers give the same sum in every order, floats do not. XLA's extrema of floats and its additions of less than 32
+    bits use compare and swap, which is slow: 16-bit floats are added as float32.
     """
     dtype = jnp.dtype(shape.dtype)
     if jnp.issubdtype(dtype, jnp.integer):

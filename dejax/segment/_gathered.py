@@ -64,7 +64,7 @@ def _scales(scale: Any, edges: int, features: tuple[int, ...]) -> Array:
         shape = shape[:-1]
     if not shape or shape[0] != edges or shape[1:] != features[: len(shape) - 1]:
         raise ValueError(
-            f"scale must have the shape ({edges},), or that and first axes of the features {features} of x, got "
+            f"`scale` must have the shape ({edges},), or that and first axes of the features {features} of x, got "
             f"{scale.shape}"
         )
     return scale.reshape(edges, int(np.prod(shape[1:], dtype=np.int64)))
@@ -82,16 +82,18 @@ def _messages(
     backend: str,
 ) -> _Messages:
     if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        raise ValueError(f"`backend` must be one of {', '.join(BACKENDS)}, got {backend!r}")
     x = jnp.asarray(x)
     if x.ndim == 0:
-        raise ValueError(f"x of {name} must have an axis of rows, got a number")
+        raise ValueError(f"`x` of {name} must have an axis of rows, got a scalar")
     if plan is not None:
         senders, receivers, num_segments = _ids_of_plan(name, plan, x.shape[0], num_segments)
     count = count_of(name, receivers, num_segments)
     sender, receiver = (_ids(name, n, ids) for n, ids in (("senders", senders), ("receivers", receivers)))
     if sender.shape != receiver.shape:
-        raise ValueError(f"senders and receivers of {name} must have one length, got {sender.shape}, {receiver.shape}")
+        raise ValueError(
+            f"`senders` and `receivers` of {name} must have one length, got {sender.shape}, {receiver.shape}"
+        )
     features = x.shape[1:]
     x = x.reshape(x.shape[0], int(np.prod(features, dtype=np.int64)))
     dtype = x.dtype
@@ -119,14 +121,16 @@ def _messages(
 
 def _ids_of_plan(name: str, plan: EdgePlan, rows: int, count: int | None) -> tuple[Array, Array, int]:
     if not isinstance(plan, EdgePlan):
-        raise TypeError(f"plan of {name} must be made by edge_plan(senders, receivers, ...), got {type(plan).__name__}")
+        raise TypeError(
+            f"`plan` of {name} must be made by edge_plan(senders, receivers, ...), got {type(plan).__name__}"
+        )
     if plan.by_sender.num_segments != rows:
         raise ValueError(
-            f"x of {name} must have the {plan.by_sender.num_segments} rows that its plan was made for, got {rows}"
+            f"`x` of {name} must have the {plan.by_sender.num_segments} rows that its plan was made for, got {rows}"
         )
     if count is not None and int(count) != plan.by_receiver.num_segments:
         raise ValueError(
-            f"num_segments of {name} must be that of the plan, {plan.by_receiver.num_segments}, got {count}"
+            f"`num_segments` of {name} must be that of the plan, {plan.by_receiver.num_segments}, got {count}"
         )
     return plan.by_sender.ids, plan.by_receiver.ids, plan.by_receiver.num_segments
 
@@ -134,9 +138,9 @@ def _ids_of_plan(name: str, plan: EdgePlan, rows: int, count: int | None) -> tup
 def _ids(name: str, which: str, ids: Any) -> Array:
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"{which} of {name} must be integers, got {ids.dtype}")
+        raise TypeError(f"`{which}` of {name} must be integers, got {ids.dtype}")
     if ids.ndim != 1:
-        raise ValueError(f"{which} of {name} must have one axis, got shape {ids.shape}")
+        raise ValueError(f"`{which}` of {name} must have one axis, got shape {ids.shape}")
     return ids
 
 
@@ -185,7 +189,7 @@ def gather_segment_sum(
     and receivers exchanged.
 
     Args:
-        x: [rows, ...], numbers.
+        x: [rows, ...], of any numeric dtype.
         senders: integer[edges], the row of each edge. None with a plan.
         receivers: integer[edges], the segment of each edge. None with a plan. Edges with either end out of range are
             dropped.
@@ -349,7 +353,7 @@ def gather(x: Any, ids: Any, *, plan: Plan | None = None, backend: str = "auto")
     if isinstance(ids, Plan):
         ids, plan = ids.ids, plan or ids
     if plan is not None and plan.num_segments != x.shape[0]:
-        raise ValueError(f"x of gather must have the {plan.num_segments} rows of its plan, got {x.shape[0]}")
+        raise ValueError(f"`x` of gather must have the {plan.num_segments} rows of its plan, got {x.shape[0]}")
     number = checked_ids(_ids("gather", "ids", ids if plan is None else plan.ids), x.shape[0])
     kernels, interpret = place(backend)
     if not kernels or not isinstance(x, jax.core.Tracer) or not jnp.issubdtype(x.dtype, jnp.floating):

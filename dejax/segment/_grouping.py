@@ -20,7 +20,7 @@ class Grouping(NamedTuple):
     """Entries grouped by segment.
 
     Attributes:
-        ids: int32[entries], the segment of each entry; below 0 or at least the number of segments: of none.
+        ids: int32[entries], the segment of each entry. An id below 0, or not below the number of segments, is of none.
         order: int32[entries], entries sorted by segment; None where they are sorted.
         offsets: int32[segments + 1], where each segment begins in that order.
         first: int32[chunks], the id at the first position of each chunk; none where no segment can be long.
@@ -43,7 +43,7 @@ class Grouping(NamedTuple):
 
 
 def checked_ids(ids: Array, num_segments: int) -> Array:
-    """int32 ids, of which those below 0 become -1, and those that are too large `num_segments`: the order stays."""
+    """int32 ids. Ids below 0 become -1 and ids that are too large become `num_segments`, so their order stays."""
     if ids.dtype != jnp.int32:
         largest = min(num_segments, jnp.iinfo(ids.dtype).max)
         least = 0 if jnp.issubdtype(ids.dtype, jnp.unsignedinteger) else -1
@@ -69,7 +69,7 @@ def sorted_ids(ids: Array, bound: int) -> tuple[Array, Array]:
 
 @functools.partial(jax.jit, static_argnames=("num_segments", "is_sorted", "kernels", "interpret"), inline=True)
 def group(ids: Array, num_segments: int, is_sorted: bool, kernels: bool, interpret: bool | None = None) -> Grouping:
-    """The grouping of int32 ids; they are sorted in the step where they are not sorted.
+    """The grouping of int32 ids. Ids in any order are sorted in the step.
 
     Args:
         ids: int32[entries].

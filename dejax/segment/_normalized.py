@@ -43,7 +43,7 @@ def _floats(data: Any) -> tuple[Array, Any]:
 
 
 def _exponentials(r: Request) -> tuple[Array, Array, Array]:
-    """e to the entry minus its segment's maximum, their sums, and the maxima, 0 in place of what is not finite."""
+    """exp(entry - its segment's maximum), the sums of these, and the maxima, with 0 for maxima that are not finite."""
     fixed = dataclasses.replace(r, data=jax.lax.stop_gradient(r.data))
     top = extremum("max", fixed)
     top = jnp.where(jnp.isfinite(top), top, 0)
@@ -141,7 +141,7 @@ def segment_variance(
     deterministic: bool = True,
     backend: str = "auto",
 ) -> Array:
-    """The mean squared deviation of each segment's entries from their mean; as `jraph.segment_variance`. Empty: 0."""
+    """The mean squared deviation of each segment's entries from their mean, 0 without any; `jraph.segment_variance`."""
     data, dtype = _floats(data)
     options = Options(indices_are_sorted, unique_indices, None, None, deterministic, backend)
     r = request("segment_variance", data, segment_ids, num_segments, options, plan)

@@ -31,7 +31,7 @@ def plan(
 
     Raises:
         TypeError: ids that are no integers.
-        ValueError: ids that are no vector, or an unknown number of segments.
+        ValueError: ids that do not have one axis, or an unknown number of segments.
 
     >>> import jax.numpy as jnp
     >>> from dejax import segment
@@ -40,7 +40,7 @@ def plan(
     [1 0 2] [0 1 1 3] [2. 0. 5.]
     """
     if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        raise ValueError(f"`backend` must be one of {', '.join(BACKENDS)}, got {backend!r}")
     count = count_of("plan", segment_ids, num_segments)
     ids = _vector(segment_ids, "segment_ids", count)
     known = not isinstance(ids, jax.core.Tracer)
@@ -67,7 +67,7 @@ def edge_plan(
     count = num_senders if num_segments is None else num_segments
     sender, receiver = _vector(senders, "senders", num_senders), _vector(receivers, "receivers", count)
     if sender.shape != receiver.shape:
-        raise ValueError(f"senders and receivers must have one length, got {sender.shape} and {receiver.shape}")
+        raise ValueError(f"`senders` and `receivers` must have one length, got {sender.shape} and {receiver.shape}")
     sender, receiver = both_known(sender, receiver, num_senders, count)
     forward, back = plan(receiver, count, backend=backend), plan(sender, num_senders, backend=backend)
     rows = sender if forward.order is None else sender[forward.order]
@@ -84,7 +84,7 @@ def both_known(senders: Array, receivers: Array, num_senders: int, num_segments:
 def _vector(ids: Any, name: str, count: int) -> Array:
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {ids.dtype}")
+        raise TypeError(f"`{name}` must be integers, got {ids.dtype}")
     if ids.ndim != 1:
-        raise ValueError(f"{name} must have one axis, got shape {ids.shape}")
+        raise ValueError(f"`{name}` must have one axis, got shape {ids.shape}")
     return checked_ids(ids, count)

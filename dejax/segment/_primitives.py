@@ -72,7 +72,7 @@ def _zero_like(out: Any) -> Any:
 
 
 def _batched(array: Any, axis: Any, size: int) -> Array:
-    """With the batch first, repeated where there is none."""
+    """The array with the batch axis first; repeated where it is not batched."""
     if axis is None:
         return jnp.broadcast_to(array[None], (size, *array.shape))
     return jnp.moveaxis(array, axis, 0)
@@ -87,8 +87,8 @@ def _merged_ids(ids: Array, count: int) -> Array:
     batch = ids.shape[0]
     if batch * (count + 1) > _LARGEST or ids.size > _LARGEST:
         raise NotImplementedError(
-            f"a batch of {batch} with {ids.shape[1]} entries and {count} segments each has more than 2^31 entries or "
-            "segments in all; use jax.lax.map over parts of the batch"
+            f"a batch under vmap must have fewer than 2^31 entries and segments in all, got {batch} times "
+            f"{ids.shape[1]} entries and {count} segments; use jax.lax.map over parts of the batch"
         )
     first = jnp.arange(batch, dtype=jnp.int32)[:, None] * count
     return jnp.where((ids >= 0) & (ids < count), ids + first, batch * count).reshape(-1)
@@ -133,7 +133,7 @@ def reduce(kind: str, data: Array, g: Grouping, dtype: Any = None, interpret: bo
 
 
 def _linear_jvp(primitive: Primitive, primals: Any, tangents: Any, **params: Any) -> Any:
-    """Of what is linear in its first operand."""
+    """The derivative of a primitive that is linear in its first operand."""
     out = primitive.bind(*primals, **params)
     if _no_tangent(tangents[0]):
         return out, _zero_like(out)
@@ -164,7 +164,7 @@ def _reduce_batch(args: Any, axes: Any, **params: Any) -> tuple[Array, int]:
 
 
 def _num_segments(arrays: Sequence[Any], axes: Sequence[Any], tree: Any) -> int:
-    """Of a grouping whose arrays may be batched."""
+    """The number of segments of a grouping whose arrays may be batched."""
     shapes = [
         a.shape if axis is None else (*a.shape[:axis], *a.shape[axis + 1 :])
         for a, axis in zip(arrays, axes, strict=True)

@@ -30,7 +30,7 @@ def summed(r: Request, dtype: Any = None) -> Array:
 
 
 def _scatter(kind: str, r: Request, data: Array) -> Array:
-    """By XLA."""
+    """The reduction as XLA's scatter."""
     operator = {"sum": jax.ops.segment_sum, "max": jax.ops.segment_max, "min": jax.ops.segment_min}[kind]
     return operator(
         data,
@@ -98,7 +98,7 @@ def segment_sum(
     """The sum of the entries of each segment. It takes the arguments of `jax.ops.segment_sum`, and some more.
 
     Args:
-        data: [entries, ...], numbers of any dtype. 16-bit floats are accumulated in float32 and rounded once; integers
+        data: [entries, ...], of any numeric dtype. 16-bit floats are accumulated in float32 and rounded once; integers
             wrap as in their own dtype.
         segment_ids: integer[entries], the segment of each entry; or a `Plan`. Entries with an id below 0 or at least
             `num_segments` are dropped.
@@ -186,7 +186,7 @@ def segment_max(
     Entries that are equal to the maximum share its gradient evenly, as in JAX. NaNs propagate.
 
     Args:
-        data: [entries, ...], numbers of any dtype, or bool.
+        data: [entries, ...], of any numeric dtype, or bool.
         segment_ids: as in `segment_sum`; so are the other arguments that are not named here.
         num_segments: the number of segments.
         indices_are_sorted: the caller's word that ids ascend.

@@ -41,13 +41,13 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
+            raise ValueError(f"`backend` must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
         mode = self.mode.name.lower() if isinstance(self.mode, jax.lax.GatherScatterMode) else self.mode
         mode = "drop" if mode == "fill_or_drop" else mode
         if mode not in _MODES:
             raise ValueError(
-                f"mode must be one of 'drop', 'fill', 'clip', 'promise_in_bounds' or None, got {self.mode!r}; take ids "
-                "modulo the number of segments to have them wrap around"
+                f"`mode` must be one of 'drop', 'fill', 'clip', 'promise_in_bounds' or None, got {self.mode!r}; take "
+                "ids modulo the number of segments to have them wrap around"
             )
         object.__setattr__(self, "mode", _MODES[mode])
 
@@ -114,7 +114,9 @@ def request(
     data = jnp.asarray(data)
     if plan is not None:
         if options.mode == "clip":
-            raise ValueError(f"mode of {name} must not be 'clip' with a plan, which drops ids; clip them before `plan`")
+            raise ValueError(
+                f"`mode` of {name} must not be 'clip' with a plan, which drops ids; clip them before `plan`"
+            )
         segment_ids, num_segments = _of_plan(name, plan, segment_ids, num_segments)
     ids = jnp.asarray(segment_ids)
     _check_entries(name, data, ids)
@@ -144,21 +146,21 @@ def place(backend: str) -> tuple[bool, bool]:
 def _of_plan(name: str, plan: Plan, ids: Any, count: int | None) -> tuple[Array, int]:
     if count is not None and int(count) != plan.num_segments:
         raise ValueError(
-            f"num_segments of {name} must be that of the plan, {plan.num_segments}, got {count}; make another plan"
+            f"`num_segments` of {name} must be that of the plan, {plan.num_segments}, got {count}; make another plan"
         )
     if ids is not None and jnp.shape(ids) != plan.ids.shape:
-        raise ValueError(f"segment_ids of {name} must have the plan's shape {plan.ids.shape}, got {jnp.shape(ids)}")
+        raise ValueError(f"`segment_ids` of {name} must have the plan's shape {plan.ids.shape}, got {jnp.shape(ids)}")
     return plan.ids, plan.num_segments
 
 
 def _check_entries(name: str, data: Array, ids: Array) -> None:
     if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"segment_ids of {name} must be integers, got {ids.dtype}")
+        raise TypeError(f"`segment_ids` of {name} must be integers, got {ids.dtype}")
     if ids.ndim != 1:
-        raise ValueError(f"segment_ids of {name} must have one axis, got shape {ids.shape}; flatten ids and data")
+        raise ValueError(f"`segment_ids` of {name} must have one axis, got shape {ids.shape}; flatten ids and data")
     if data.ndim == 0 or data.shape[0] != ids.shape[0]:
         raise ValueError(
-            f"data of {name} must have an entry for each of the {ids.shape[0]} segment_ids on its first axis, got "
+            f"`data` of {name} must have an entry for each of the {ids.shape[0]} segment_ids on its first axis, got "
             f"shape {data.shape}"
         )
 
@@ -168,19 +170,19 @@ def count_of(name: str, ids: Any, num_segments: int | None) -> int:
     if num_segments is None:
         if isinstance(ids, jax.core.Tracer):
             raise ValueError(
-                f"num_segments of {name} must be given inside jax.jit, where the values of ids are not known; it is "
+                f"`num_segments` of {name} must be given inside jax.jit, where the values of ids are not known; it is "
                 "the size of the result"
             )
         ids = np.asarray(ids)
         return max(int(ids.max()) + 1, 0) if ids.size else 0
     if isinstance(num_segments, jax.core.Tracer):
         raise ValueError(
-            f"num_segments of {name} must be a number that is known while tracing, because it is the size of the "
+            f"`num_segments` of {name} must be a number that is known while tracing, because it is the size of the "
             "result, got a traced array; mark it with static_argnums, or take the size of an array"
         )
     count = int(num_segments)
     if count < 0:
-        raise ValueError(f"num_segments of {name} must not be negative, got {count}")
+        raise ValueError(f"`num_segments` of {name} must be at least 0, got {count}")
     if count >= 2**31 - 1:
-        raise ValueError(f"num_segments of {name} must be below 2^31 - 1, got {count}")
+        raise ValueError(f"`num_segments` of {name} must be below 2^31 - 1, got {count}")
     return count

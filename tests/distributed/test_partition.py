@@ -143,8 +143,8 @@ PAIR: dict[Any, Any] = {CITES: ([0, 1], [1, 2])}
     [
         (PAIR, 4, {"num_nodes": {"paper": 3}}, ValueError, "from 1 to the number of nodes, 3, got 4"),
         (PAIR, 0, {"num_nodes": {"paper": 3}}, ValueError, "got 0"),
-        (PAIR, 2, {}, TypeError, "num_nodes must be given"),
-        (PAIR, 2, {"num_nodes": {"author": 3}}, ValueError, "node type 'paper', but num_nodes has only"),
+        (PAIR, 2, {}, TypeError, "`num_nodes` must be the number of nodes of each type"),
+        (PAIR, 2, {"num_nodes": {"author": 3}}, ValueError, "node type must be one of .*, got 'paper'"),
         (PAIR, 2, {"num_nodes": {"paper": 2}}, ValueError, "receivers of .* from 0 to 1, got 1 to 2"),
         ({CITES: ([0], [1, 2])}, 2, {"num_nodes": {"paper": 3}}, ValueError, "must have one length"),
         ({"cites": ([0], [1])}, 2, {"num_nodes": {"paper": 3}}, TypeError, "got 'cites'"),

@@ -188,7 +188,7 @@ def test_a_batch_as_a_graph() -> None:
 @pytest.mark.parametrize(
     ("changes", "order", "message"),
     [
-        ({"own": None}, {}, "`own` must be given, the type 'a' has no input"),
+        ({"own": None}, {}, "`own` must be .batch, d., got None: the type 'a' has no input"),
         ({"sources": {"b": jnp.ones((3, 5))}}, {}, "values of 'b' must be .n, 2., as those of 'a', got .3, 5."),
         ({"sources": {}}, {}, "`sources` must have the type 'b'"),
         ({}, {"node_types": ["b"]}, "`node_types` must have 'a'"),

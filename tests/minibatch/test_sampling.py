@@ -261,7 +261,7 @@ def test_outside_of_jit_tables_in_host_memory_are_read_too():
 
 
 def test_times_refuse_what_they_cannot_mean():
-    with pytest.raises(ValueError, match="need a topology with times"):
+    with pytest.raises(ValueError, match="`topology` must have times"):
         sample_blocks(KEY, topology_of(), ("paper", [0]), [1], seed_times=[3])
     edges, times = timed()
     topology = topology_of(edges, times=times)

@@ -158,8 +158,8 @@ def test_bad_edges_are_named(edges, counts, message):
     [
         ({"weights": {CITES: [1.0]}}, "relation must be one of"),
         ({"weights": {WRITES: [1.0, 2.0]}}, r"must have shape \(1,\), got \(2,\)"),
-        ({"weights": {WRITES: [-1.0]}}, "finite and not negative"),
-        ({"weights": {WRITES: [np.nan]}}, "finite and not negative"),
+        ({"weights": {WRITES: [-1.0]}}, "finite and at least 0, got "),
+        ({"weights": {WRITES: [np.nan]}}, "finite and at least 0, got "),
         ({"times": {WRITES: [0.5]}}, "must be integers"),
     ],
 )

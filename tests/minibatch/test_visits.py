@@ -75,7 +75,7 @@ def test_bad_input() -> None:
         expected_visits(EDGES, NODES, {"x": [0]}, [1])
     with pytest.raises(ValueError, match="seeds must be integers from 0 to 6"):
         expected_visits(EDGES, NODES, {"a": [7]}, [1])
-    with pytest.raises(ValueError, match="unknown relations"):
+    with pytest.raises(ValueError, match="relations of `fan_outs` must be"):
         expected_visits(EDGES, NODES, {"a": [0]}, [{("b", "x", "a"): 1}])
     with pytest.raises(ValueError, match=r"receivers of \('b', 'to', 'a'\) must be"):
         expected_visits(EDGES, {**NODES, "a": 2}, {"a": [0]}, [1])

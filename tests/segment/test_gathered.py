@@ -150,7 +150,7 @@ def test_gather_is_transposed_to_a_sum(backend):
 
 def test_errors():
     x, senders, receivers, scales = arrays()
-    with pytest.raises(ValueError, match=r"scale must have the shape \(300,\)"):
+    with pytest.raises(ValueError, match=r"`scale` must have the shape \(300,\)"):
         fused("sum", x, senders, receivers, scales[:-1])
     with pytest.raises(TypeError, match="must be made by edge_plan"):
         fused("sum", x, senders, receivers, None, plan=segment.plan(receivers, SEGMENTS))

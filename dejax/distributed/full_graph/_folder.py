@@ -60,9 +60,9 @@ def save_parts(
     for kind, (arrays, count) in given.items():
         for name, array in arrays.items():
             if not name.isidentifier():
-                raise ValueError(f"names of arrays must be identifiers, got {name!r}")
+                raise ValueError(f"names of `nodes` and `edges` must be identifiers, got {name!r}")
             if array.shape[:1] != (count,):
-                raise ValueError(f"{kind}[{name!r}] must have {count} rows, got shape {array.shape}")
+                raise ValueError(f"`{kind}[{name!r}]` must have {count} rows, got shape {array.shape}")
     for number, part in enumerate(made):
         here = path / f"part_{number}"
         here.mkdir(exist_ok=True)

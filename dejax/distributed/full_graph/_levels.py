@@ -1,4 +1,4 @@
-"""When each value of a program is there: before and after which exchanges.
+"""Before and after which exchanges each value of a program is known.
 
 Stages alternate. Stage 0 computes on each device's own nodes, stage 1 on its edges, stage 2 on its own nodes again, and
 so on; collectives run between them. The level of a value is the number of the first stage that can compute it. A node
@@ -31,7 +31,7 @@ class Levels:
         own: level of each node value, rows of own nodes.
         local: level of each node value that is needed on halo nodes; those in `sent` arrive before it.
         edge: level of each value of edges or destination pairs.
-        shared: level from which each value of types or of the whole graph is there.
+        shared: level from which each value of types or of the whole graph is known.
         free: values that any stage makes itself: constants, weights, and weights read by rows.
     """
 

@@ -159,7 +159,7 @@ class _Schedule:
         extremum = op.attr("op") if op.attr("op") in ("max", "min") else None
         if extremum is None:
             self._want((value, Form.PARTIAL))
-        else:  # of the rows themselves: a device without any must not take part
+        else:  # Of the rows themselves: a device without rows has no maximum.
             for a in op.args:
                 self._want((a, self._form(a)))
         return Combine(value, op.space == Space.NODE, extremum)
