@@ -58,23 +58,30 @@ __all__ = [
 
 
 class _Layer(nn.Module):
-    """Makes a spec's parameters and calls it."""
+    """Makes a spec from the module's attributes and the first call, makes its parameters and calls it."""
 
     deterministic: bool | None = dataclasses.field(default=None, kw_only=True)
 
     def run(
-        self,
-        spec: LayerSpec | ZooSpec,
-        initializers: Mapping[str, Initializer] | None,
-        param_dtype: DTypeLike,
-        graph: RelGraph,
-        x: Any,
-        deterministic: bool | None,
-        *more: Any,
+        self, kind: type[LayerSpec | ZooSpec], graph: RelGraph, x: Any, deterministic: bool | None, *more: Any
     ) -> Any:
+        own: Any = self  # subclasses have the fields of their specification, and those of `_COMMON`
+        pair = isinstance(x, tuple | list)
+        found = {
+            "in_features": None if x is None else tuple(part.shape[-1] for part in x) if pair else x.shape[-1],
+            "out_features": own.features,
+            "num_edge_types": graph.num_edge_types,
+            "num_node_types": graph.num_node_types,
+            "num_nodes": graph.num_nodes if x is None else None,
+            "num_source_pairs": graph.num_source_pairs if x is None else None,
+            "edge_features": None if not more or more[0] is None else more[0].shape[-1],
+            "options": parameters.resolve_options(own.backend, own.precision, own.options),
+        }
+        names = [field.name for field in dataclasses.fields(kind)]
+        spec = kind(**{name: found[name] if name in found else getattr(self, name) for name in names})
         params = {
-            name: self.param(name, parameter.init, parameter.shape, param_dtype)
-            for name, parameter in parameters.with_initializers(spec.params(), initializers).items()
+            name: self.param(name, parameter.init, parameter.shape, own.param_dtype)
+            for name, parameter in parameters.with_initializers(spec.params(), own.initializers).items()
         }
         key = None
         if spec.stochastic and not self.is_initializing():
@@ -121,23 +128,7 @@ class RGCNConv(_Layer):
         Raises:
           ValueError: sizes that do not fit each other, or x of another shape.
         """
-        spec = specs.RGCNSpec(
-            in_features=None if x is None else x.shape[-1],
-            out_features=self.features,
-            num_edge_types=graph.num_edge_types,
-            num_bases=self.num_bases,
-            num_blocks=self.num_blocks,
-            normalization=self.normalization,
-            use_root=self.use_root,
-            use_bias=self.use_bias,
-            num_nodes=graph.num_nodes if x is None else None,
-            num_source_pairs=graph.num_source_pairs if x is None else None,
-            edge_dropout=self.edge_dropout,
-            self_loop_dropout=self.self_loop_dropout,
-            dtype=self.dtype,
-            options=parameters.resolve_options(self.backend, self.precision, self.options),
-        )
-        return self.run(spec, self.initializers, self.param_dtype, graph, x, deterministic)
+        return self.run(specs.RGCNSpec, graph, x, deterministic)
 
 
 class RGATConv(_Layer):
@@ -175,20 +166,7 @@ class RGATConv(_Layer):
         Raises:
           ValueError: sizes that do not fit each other, or x of another shape.
         """
-        spec = specs.RGATSpec(
-            in_features=x.shape[-1],
-            out_features=self.features,
-            num_edge_types=graph.num_edge_types,
-            num_heads=self.num_heads,
-            softmax=self.softmax,
-            negative_slope=self.negative_slope,
-            concat_heads=self.concat_heads,
-            use_bias=self.use_bias,
-            attention_dropout=self.attention_dropout,
-            dtype=self.dtype,
-            options=parameters.resolve_options(self.backend, self.precision, self.options),
-        )
-        return self.run(spec, self.initializers, self.param_dtype, graph, x, deterministic)
+        return self.run(specs.RGATSpec, graph, x, deterministic)
 
 
 class HGTConv(_Layer):
@@ -224,20 +202,7 @@ class HGTConv(_Layer):
         Raises:
           ValueError: sizes that do not fit each other, or x of another shape.
         """
-        spec = specs.HGTSpec(
-            in_features=x.shape[-1],
-            out_features=self.features,
-            num_node_types=graph.num_node_types,
-            num_edge_types=graph.num_edge_types,
-            num_heads=self.num_heads,
-            head_features=self.head_features,
-            use_bias=self.use_bias,
-            use_skip=self.use_skip,
-            dropout=self.dropout,
-            dtype=self.dtype,
-            options=parameters.resolve_options(self.backend, self.precision, self.options),
-        )
-        return self.run(spec, self.initializers, self.param_dtype, graph, x, deterministic)
+        return self.run(specs.HGTSpec, graph, x, deterministic)
 
 
 class _ZooLayer(_Layer):
@@ -271,22 +236,7 @@ class _ZooLayer(_Layer):
         Raises:
           ValueError: sizes that do not fit each other, or x or edge_features of another shape.
         """
-        pair = isinstance(x, tuple | list)
-        found: dict[str, Any] = {
-            "in_features": tuple(part.shape[-1] for part in x) if pair else x.shape[-1],
-            "num_edge_types": graph.num_edge_types,
-            "num_node_types": graph.num_node_types,
-            "edge_features": None if edge_features is None else edge_features.shape[-1],
-        }
-        fields = {field.name for field in dataclasses.fields(self.kind)}
-        given = {name: getattr(self, name) for name in modules.attributes(self.kind)}
-        spec = self.kind(
-            **{name: value for name, value in found.items() if name in fields},
-            **{"out_features" if name == "features" else name: value for name, value in given.items()},
-            dtype=self.dtype,
-            options=parameters.resolve_options(self.backend, self.precision, self.options),
-        )
-        return self.run(spec, self.initializers, self.param_dtype, graph, x, deterministic, edge_features)
+        return self.run(self.kind, graph, x, deterministic, edge_features)
 
 
 _COMMON: dict[str, tuple[Any, Any]] = {

@@ -238,7 +238,11 @@ IDS, DATA = jnp.array([0, 1]), jnp.ones(2)
         (lambda: jax.jit(SUM)(DATA, IDS), ValueError, "`num_segments` of segment_sum must be given inside jax.jit"),
         (lambda: jax.jit(SUM)(DATA, IDS, 2), ValueError, "known while tracing"),
         (lambda: SUM(DATA, IDS, 2, mode="wrap"), ValueError, "`mode` must be one of .*, got 'wrap'"),
-        (lambda: SUM(DATA, IDS, 2, backend="cuda"), ValueError, "`backend` must be one of auto, pallas, xla, got 'cuda'"),
+        (
+            lambda: SUM(DATA, IDS, 2, backend="cuda"),
+            ValueError,
+            "`backend` must be one of auto, pallas, xla, got 'cuda'",
+        ),
         (lambda: SUM(DATA, segment.plan(IDS, 2), 3), ValueError, "must be that of the plan, 2, got 3"),
         (lambda: SUM(DATA, jnp.zeros(3, int), plan=segment.plan(IDS, 2)), ValueError, "must have the plan's shape"),
         (lambda: segment.plan(DATA, 2), TypeError, "`segment_ids` must be integers, got float32"),
