@@ -14,8 +14,8 @@ from jax import Array, lax
 
 from dejax.segment._grouping import EdgePlan, Plan, checked_ids, group
 from dejax.segment._plans import both_known
-from dejax.segment._primitives import Edges, gather_reduce, in_scales, reduce, rows_at, spread
-from dejax.segment._reductions import shared, wide
+from dejax.segment._primitives import Edges, gather_reduce, in_scales, reduce, rows_at, spread, wide
+from dejax.segment._reductions import shared
 from dejax.segment._request import BACKENDS, FLOATS, INTEGERS, count_of, place
 
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from dejax.segment._grouping import Plan
-from dejax.segment._primitives import rows_at, spread
-from dejax.segment._reductions import extremum, mean_of, summed, wide
+from dejax.segment._primitives import rows_at, spread, wide
+from dejax.segment._reductions import extremum, mean_of, summed
 from dejax.segment._request import Options, Request, request
 
 

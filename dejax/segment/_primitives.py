@@ -71,6 +71,12 @@ def _zero_like(out: Any) -> Any:
     return ad.Zero(jax.typeof(out).to_tangent_aval())
 
 
+def wide(dtype: Any) -> Any:
+    """The dtype in which floats are accumulated."""
+    dtype = jnp.dtype(dtype)
+    return jnp.dtype(jnp.float32) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
+
+
 def _batched(array: Any, axis: Any, size: int) -> Array:
     """The array with the batch axis first; repeated where it is not batched."""
     if axis is None:
@@ -294,15 +300,11 @@ def _gather_reduce_transpose(
         return found
     scales = arrays[0].aval
     back = edges.swapped(x.shape[0], interpret)
-    left = spread(x, back.by_receiver, _wide(x.dtype), interpret)
-    right = spread(ct, edges.by_receiver, _wide(ct.dtype), interpret)
+    left = spread(x, back.by_receiver, wide(x.dtype), interpret)
+    right = spread(ct, edges.by_receiver, wide(ct.dtype), interpret)
     product = in_scales(left * right, scales.shape[1])
     found[1] = product.sum(axis=-1).astype(scales.dtype)
     return found
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.float32 if jnp.dtype(dtype).itemsize < 4 else dtype
 
 
 def _gather_reduce_batch(args: Any, axes: Any, **params: Any) -> tuple[Array, int]:

@@ -11,14 +11,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dejax.segment._grouping import Grouping, Plan
-from dejax.segment._primitives import reduce, rows_at, spread
+from dejax.segment._primitives import reduce, rows_at, spread, wide
 from dejax.segment._request import Options, Request, request
-
-
-def wide(dtype: Any) -> Any:
-    """The dtype in which floats are accumulated."""
-    dtype = jnp.dtype(dtype)
-    return jnp.dtype(jnp.float32) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
 
 
 def summed(r: Request, dtype: Any = None) -> Array:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dejax.distributed.full_graph._rounds import Round
+from dejax.rgnn.lowering.segments import extremum_at, wide
 
 Rounds = tuple[Round, ...]
 
@@ -60,8 +61,7 @@ def collect(x: jax.Array, send: jax.Array, rounds: Rounds, axis: str) -> jax.Arr
         send, rounds, axis: as for `exchange`.
     """
     owned = x.shape[0] - send.shape[0]
-    total = x[:owned]
-    total = total.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else total
+    total = wide(x[:owned])
     for some in rounds:
         back = tuple((receiver, sender) for sender, receiver in some.pairs)
         place = send[some.start : some.start + some.rows]
@@ -92,6 +92,5 @@ def collect_extremum(x: jax.Array, send: jax.Array, rounds: Rounds, axis: str, s
         part = jax.lax.slice_in_dim(x, owned + some.start, owned + some.start + some.rows)
         rows = jax.lax.ppermute(part, axis, back)
         # Devices outside of the round receive zeros, and their slots send no row.
-        at = found.at[place]
-        found = at.max(rows, mode="drop") if sign > 0 else at.min(rows, mode="drop")
+        found = extremum_at(found.at[place], rows, sign)
     return found

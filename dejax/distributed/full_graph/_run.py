@@ -11,7 +11,7 @@ from dejax.distributed.full_graph._stages import Combine, Distributed, Exchange,
 from dejax.rgnn.compiler.execute import Task, counts_of, run
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import Op, Space
-from dejax.rgnn.lowering.segments import lowest, segments, valid_rows, where_rows
+from dejax.rgnn.lowering.segments import extremum_at, extremum_of_all, lowest, segments, valid_rows, where_rows
 from dejax.rgnn.options import Options
 
 
@@ -112,18 +112,16 @@ class DeviceRun:
         if op.name == "place":
             ids = self.values[op.args[1], form_of(ops[op.args[1]])]
             size = op.attr("size")
-            ids = jnp.where(ids < 0, size, ids)  # numpy's index from the end
-            start = jnp.full((size, *x.shape[1:]), none, x.dtype).at[ids]
-            found = (start.max(x, mode="drop") if sign > 0 else start.min(x, mode="drop"))[None]
+            ids = jnp.where(ids < 0, size, ids)  # numpy would count them from the end
+            found = extremum_at(jnp.full((size, *x.shape[1:]), none, x.dtype).at[ids], x, sign)[None]
         elif op.attr("via") == "all":
-            found = x.max(0, keepdims=True) if sign > 0 else x.min(0, keepdims=True)
+            found = extremum_of_all(x, sign)
         else:
             group = segments(graph, op.attr("via"))
-            start = jnp.full((group.num_rows, *x.shape[1:]), none, x.dtype).at[group.index]
-            found = start.max(x, mode="drop") if sign > 0 else start.min(x, mode="drop")
+            found = extremum_at(jnp.full((group.num_rows, *x.shape[1:]), none, x.dtype).at[group.index], x, sign)
         if op.space == Space.NODE:
             found = collect_extremum(found, self.send, self.rounds, self.axis, sign)
         else:
             found = jax.lax.pmax(found, self.axis) if sign > 0 else jax.lax.pmin(found, self.axis)
-        # As in the kernels. Integers that equal the lowest number count as none, too.
+        # As in the kernels. Integers that equal the lowest value count as none, too.
         return jnp.where(found == none, jnp.zeros((), x.dtype), found)

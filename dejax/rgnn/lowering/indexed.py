@@ -7,7 +7,16 @@ import jax.numpy as jnp
 
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import Op, Space
-from dejax.rgnn.lowering.segments import lowest, num_rows, segments, valid_rows, where_rows
+from dejax.rgnn.lowering.segments import (
+    extremum_at,
+    lowest,
+    num_rows,
+    segments,
+    valid_rows,
+    where_rows,
+    wide,
+    zero_if_none,
+)
 
 
 def lookup(op: Op, graph: RelGraph, table: jax.Array, index: jax.Array) -> jax.Array:
@@ -41,18 +50,14 @@ def place(op: Op, graph: RelGraph, space: Space, x: jax.Array, index: jax.Array)
         column = where_rows(valid, column, size)
     shape = (rows, size, *x.shape[index.ndim :])
     if op.attr("op") == "sum":
-        wide = x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
-        return jnp.zeros(shape, wide.dtype).at[row, column].add(wide, mode="drop").astype(x.dtype)
+        added = wide(x)
+        return jnp.zeros(shape, added.dtype).at[row, column].add(added, mode="drop").astype(x.dtype)
     sign = 1 if op.attr("op") == "max" else -1
-    low = lowest(x.dtype, sign)
-    start = jnp.full(shape, low, x.dtype).at[row, column]
-    found = start.max(x, mode="drop") if sign > 0 else start.min(x, mode="drop")
+    found = extremum_at(jnp.full(shape, lowest(x.dtype, sign), x.dtype).at[row, column], x, sign)
     some = (
         jnp.zeros(shape[:2], bool).at[row, column].set(True, mode="drop").reshape(*shape[:2], *(1,) * (len(shape) - 2))
     )
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        some = some & (found != low)
-    return jnp.where(some, found, jnp.zeros((), x.dtype))
+    return zero_if_none(found, some, sign)
 
 
 def _row(op: Op, graph: RelGraph, index: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,12 @@ def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
     return x.at[index].get(mode="fill", fill_value=0)
 
 
-# Sums over types read everything once for each row: wikikg2's 535 weights of 64 by 64 are 2^21 numbers.
+def wide(x: jax.Array) -> jax.Array:
+    """16-bit floats as float32, in which kernels accumulate; other arrays as they are."""
+    return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
+
+
+# Sums over types read everything once for each row: wikikg2's 535 weights of 64 by 64 are 2^21 elements.
 _MASKED_SUM = 2**26
 
 
@@ -66,13 +72,12 @@ def segment_sum(x: jax.Array, group: Segments) -> jax.Array:
     Sums over types (weights of edge types by node type, say) have one order of additions everywhere. The others are
     scattered additions, whose order changes from run to run on a GPU; there the kernels make them.
     """
-    # bfloat16 sums are accumulated in float32, as the kernels do.
-    wide = x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
+    entries = wide(x)
     if group.num_rows <= 64 and group.num_rows * x.size <= _MASKED_SUM:
         member = group.index == jnp.arange(group.num_rows, dtype=group.index.dtype)[:, None]
-        total = jnp.where(member.reshape(*member.shape, *(1,) * (x.ndim - 1)), wide, 0).sum(1)
+        total = jnp.where(member.reshape(*member.shape, *(1,) * (x.ndim - 1)), entries, 0).sum(1)
     else:
-        total = jnp.zeros((group.num_rows, *x.shape[1:]), wide.dtype).at[group.index].add(wide, mode="drop")
+        total = jnp.zeros((group.num_rows, *x.shape[1:]), entries.dtype).at[group.index].add(entries, mode="drop")
     return total.astype(x.dtype)
 
 
@@ -80,7 +85,7 @@ SegmentSum = Callable[[jax.Array, Segments], jax.Array]
 
 
 def lowest(dtype: jnp.dtype, sign: int = 1) -> float:
-    """What no number of a dtype is below, or (`sign` of -1) above."""
+    """The lowest value of a dtype, or (`sign` of -1) the highest."""
     if dtype == jnp.bool_:
         return sign < 0
     if jnp.issubdtype(dtype, jnp.floating):
@@ -90,9 +95,23 @@ def lowest(dtype: jnp.dtype, sign: int = 1) -> float:
 
 def segment_extremum(x: jax.Array, group: Segments, sign: int) -> jax.Array:
     """The maximum of each row's entries, or (`sign` of -1) the minimum; 0 where there is none, or none is finite."""
-    start = jnp.full((group.num_rows, *x.shape[1:]), lowest(x.dtype, sign), x.dtype).at[group.index]
-    found = start.max(x, mode="drop") if sign > 0 else start.min(x, mode="drop")
+    start = jnp.full((group.num_rows, *x.shape[1:]), lowest(x.dtype, sign), x.dtype)
     some = (group.offsets[1:] > group.offsets[:-1]).reshape(-1, *(1,) * (x.ndim - 1))
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        some = some & (found != lowest(x.dtype, sign))  # as in the kernels
-    return jnp.where(some, found, jnp.zeros((), x.dtype))
+    return zero_if_none(extremum_at(start.at[group.index], x, sign), some, sign)
+
+
+def extremum_at(places: Any, x: jax.Array, sign: int) -> jax.Array:
+    """The array of `places` (`array.at[index]`), each the maximum (`sign` of -1: minimum) of itself and the rows x."""
+    return places.max(x, mode="drop") if sign > 0 else places.min(x, mode="drop")
+
+
+def extremum_of_all(x: jax.Array, sign: int) -> jax.Array:
+    """The maximum (`sign` of -1: minimum) of all rows, as one row."""
+    return x.max(0, keepdims=True) if sign > 0 else x.min(0, keepdims=True)
+
+
+def zero_if_none(found: jax.Array, some: jax.Array, sign: int) -> jax.Array:
+    """Extrema with 0 where there is no entry, or none is finite, as in the kernels."""
+    if jnp.issubdtype(found.dtype, jnp.floating):
+        some = some & (found != lowest(found.dtype, sign))
+    return jnp.where(some, found, jnp.zeros((), found.dtype))

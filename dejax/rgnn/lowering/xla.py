@@ -22,6 +22,7 @@ from dejax.rgnn.lowering.indexed import lookup, place
 from dejax.rgnn.lowering.segment_products import product_of_others, segment_prod
 from dejax.rgnn.lowering.segments import (
     SegmentSum,
+    extremum_of_all,
     lowest,
     num_rows,
     segment_extremum,
@@ -30,6 +31,8 @@ from dejax.rgnn.lowering.segments import (
     take_rows,
     valid_rows,
     where_rows,
+    wide,
+    zero_if_none,
 )
 
 # Rows a tile of a grouped GEMM on the CPU: a batched matrix product over tiles costs O(rows + types) and no more.
@@ -122,30 +125,23 @@ class Evaluator:
         if how in ("max", "min"):
             return segment_extremum(x, group, 1 if how == "max" else -1)
         if how == "prod":
-            wide = x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
-            return segment_prod(wide, group.order, group.offsets)
+            return segment_prod(wide(x), group.order, group.offsets)
         return (self.sum_types if space == Space.EDGE_TYPE else segment_sum)(x, group)
 
     def _reduced_to_one(self, x: jax.Array, valid: jax.Array | None, how: str) -> jax.Array:
-        wide = x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
         if how == "sum":
-            return where_rows(valid, wide).sum(0, keepdims=True)
+            return where_rows(valid, wide(x)).sum(0, keepdims=True)
         if how == "prod":
-            return where_rows(valid, wide, 1).prod(0, keepdims=True)
+            return where_rows(valid, wide(x), 1).prod(0, keepdims=True)
         if not x.shape[0]:
             return jnp.zeros((1, *x.shape[1:]), x.dtype)
         sign = 1 if how == "max" else -1
-        none = lowest(x.dtype, sign)
-        masked = where_rows(valid, x, none)
-        found = masked.max(0, keepdims=True) if sign > 0 else masked.min(0, keepdims=True)
-        some = jnp.ones((), bool) if valid is None else valid.any()
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            some = some & (found != none)  # as in the kernels
-        return jnp.where(some, found, jnp.zeros((), x.dtype))
+        found = extremum_of_all(where_rows(valid, x, lowest(x.dtype, sign)), sign)
+        return zero_if_none(found, jnp.ones((), bool) if valid is None else valid.any(), sign)
 
     def _product_of_others(self, op: Op, args: list[jax.Array]) -> jax.Array:
         group = segments(self.graph, op.attr("via"))
-        x, *directions = (a.astype(jnp.float32) if a.dtype in (jnp.bfloat16, jnp.float16) else a for a in args)
+        x, *directions = map(wide, args)
         return product_of_others(x, directions, group.order, group.offsets)
 
     def _space_of(self, op: Op) -> Space:
@@ -153,9 +149,9 @@ class Evaluator:
 
     def _softmax(self, op: Op, args: list[jax.Array]) -> jax.Array:
         (score,), via, space = args, op.attr("via"), op.space
-        wide = score.astype(jnp.float32) if score.dtype in (jnp.bfloat16, jnp.float16) else score
-        largest = self._reduced(jax.lax.stop_gradient(wide), via, space, "max")
-        e = jnp.exp(wide - self._read(largest, via, space))
+        score = wide(score)
+        largest = self._reduced(jax.lax.stop_gradient(score), via, space, "max")
+        e = jnp.exp(score - self._read(largest, via, space))
         total = self._read(self._reduced(e, via, space, "sum"), via, space)
         return e / jnp.where(total == 0, jnp.ones((), total.dtype), total)
 
@@ -169,8 +165,8 @@ class Evaluator:
             x, y = (x, y) if _on_cpu() else (x.astype(jnp.bfloat16), y.astype(jnp.bfloat16))
         elif _on_cpu() and dtype in (jnp.bfloat16, jnp.float16):
             x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-        wide = jnp.float32 if x.dtype in (jnp.bfloat16, jnp.float16) else x.dtype
-        return jnp.einsum(subscripts, x, y, precision=precision, preferred_element_type=wide)
+        result = jnp.float32 if x.dtype in (jnp.bfloat16, jnp.float16) else x.dtype
+        return jnp.einsum(subscripts, x, y, precision=precision, preferred_element_type=result)
 
     def _linear(self, op: Op, args: list[jax.Array]) -> jax.Array:
         (x, w), via = args, op.attr("via")
@@ -257,9 +253,9 @@ def _rowwise(op: Op, program: Program, args: list[jax.Array]) -> jax.Array:
         return ELEMENTWISE[name](op, *aligned)
     x = args[0]
     if name == "dot":
-        return jnp.sum(_wide(x) * _wide(args[1]), axis=-1)
+        return jnp.sum(wide(x) * wide(args[1]), axis=-1)
     if name == "sum_features":
-        return jnp.sum(_wide(x), axis=_axes(op.attr("axes")), keepdims=op.attr("keepdims"))
+        return jnp.sum(wide(x), axis=_axes(op.attr("axes")), keepdims=op.attr("keepdims"))
     if name == "extremum_features":
         differentiable = jnp.issubdtype(x.dtype, jnp.inexact)
         how = _extremum if differentiable else _extremum.fun
@@ -282,10 +278,6 @@ def _rowwise(op: Op, program: Program, args: list[jax.Array]) -> jax.Array:
         config[op.attr("axis") + 1] = (op.attr("before"), op.attr("after"), 0)
         return jax.lax.pad(x, jnp.zeros((), x.dtype), config)
     raise NotImplementedError(f"operator {name!r} has no XLA lowering")
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 
 # Elementwise operators; each works on whole arrays here and on tiles inside kernels.
@@ -362,6 +354,6 @@ def _extremum_share(x: jax.Array, axes: tuple[int, ...], how: str) -> jax.Array:
     flat = rows.reshape(*rows.shape[: x.ndim - len(axes)], math.prod(x.shape[a] for a in axes))
     first = (jnp.argmax if how == "max" else jnp.argmin)(flat, axis=-1, keepdims=True)
     extremum = (jnp.max if how == "max" else jnp.min)(flat, axis=-1, keepdims=True)
-    chosen = _wide(((flat == extremum) | (jnp.arange(flat.shape[-1]) == first)).astype(x.dtype))
+    chosen = wide(((flat == extremum) | (jnp.arange(flat.shape[-1]) == first)).astype(x.dtype))
     share = chosen / chosen.sum(axis=-1, keepdims=True)
     return jnp.transpose(share.reshape(rows.shape), [order.index(a) for a in range(x.ndim)])
