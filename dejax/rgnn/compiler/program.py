@@ -21,7 +21,7 @@ from dejax.rgnn.compiler.frontend import Argument, GraphSymbol, ProgramError, tr
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir import inter
 from dejax.rgnn.ir.inter import Space
-from dejax.rgnn.lowering.segments import valid_rows
+from dejax.rgnn.lowering.segments import valid_rows, where_rows
 from dejax.rgnn.options import Options
 
 if TYPE_CHECKING:
@@ -318,16 +318,13 @@ def _to_rows(graph: RelGraph, space: Space, x: Any) -> jax.Array:
         return x[None]
     if space == Space.EDGE:
         x = x.at[graph.edge_ids].get(unique_indices=True, mode="fill", fill_value=0)
-    mask = valid_rows(graph, space)
-    return x if mask is None else jnp.where(mask.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
+    return where_rows(valid_rows(graph, space), x)
 
 
 def _from_rows(graph: RelGraph, space: Space, x: jax.Array) -> jax.Array:
     if space == Space.GRAPH:
         return x[0]
-    mask = valid_rows(graph, space)
-    if mask is not None:
-        x = jnp.where(mask.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
+    x = where_rows(valid_rows(graph, space), x)
     return x.at[graph.edge_positions].get(unique_indices=True) if space == Space.EDGE else x
 
 

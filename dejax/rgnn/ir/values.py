@@ -86,6 +86,16 @@ class Op:
         return math.prod(self.shape)
 
     @property
+    def is_sum(self) -> bool:
+        """Whether it sums rows along a map."""
+        return self.name == "reduce" and self.attr("op") == "sum"
+
+    @property
+    def is_extremum(self) -> bool:
+        """Whether it is a maximum or minimum of rows, by a map or by integers."""
+        return self.name in ("reduce", "place") and self.attr("op") in ("max", "min")
+
+    @property
     def row_bytes(self) -> int:
         return self.width * np.dtype(self.dtype).itemsize
 

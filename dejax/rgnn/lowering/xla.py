@@ -58,9 +58,7 @@ class Evaluator:
         self.program, self.graph, self.precision, self.sum_types = program, graph, precision, sum_types
         # Backward compares these with their extremum: XLA must not compute them once for that and once to be kept, and
         # round the two differently.
-        self.compared = {
-            op.args[0] for op in program.ops if op.name in ("place", "reduce") and op.attr("op") in ("max", "min")
-        }
+        self.compared = {op.args[0] for op in program.ops if op.is_extremum}
 
     def compute(self, wanted: tuple[int, ...], env: dict[int, jax.Array]) -> None:
         """Adds the wanted values to `env`, computed from what is there; intermediates are not kept."""

@@ -154,6 +154,11 @@ def insert_axes(builder: Builder, x: int, inserts: tuple[tuple[int, ...], ...]) 
     return x
 
 
+def aligned(builder: Builder, new: dict[int, int], parts: Iterable[Factor]) -> list[tuple[int, int]]:
+    """Factors as new values with their axes inserted, and powers: the argument of `multiply`."""
+    return [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in parts]
+
+
 def in_range(dtype: str) -> str:
     """The dtype for sums that a rewrite makes, whose terms may be more and larger than the program's."""
     return "float32" if dtype == "float16" else dtype
@@ -162,6 +167,11 @@ def in_range(dtype: str) -> str:
 def as_dtype(builder: Builder, x: int, dtype: str) -> int:
     """The value in a dtype."""
     return x if builder.ops[x].dtype == dtype else builder.op("cast", x, dtype=dtype)
+
+
+def widened(builder: Builder, x: int) -> int:
+    """The value in the dtype that `in_range` says."""
+    return as_dtype(builder, x, in_range(builder.ops[x].dtype))
 
 
 def or_one(builder: Builder, x: int) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dejax.rgnn.ir.inter import Builder, Op, Program, Space
-from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, insert_axes, multiply, rebuild
+from dejax.rgnn.passes._rewrite import Counts, Factor, aligned, as_dtype, factors, insert_axes, multiply, rebuild
 from dejax.rgnn.passes.cse import cse
 
 # Operators on the mean of a segment before edges gather it.
@@ -164,7 +164,7 @@ class _Centring:
         new: dict[int, int] = {}
 
         def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
-            if op.name != "reduce" or op.attr("op") != "sum":
+            if not op.is_sum:
                 return None
             parts = factors(program, op.args[0])
             centred = [f for f in parts if f.value in self.remainders and f.power == 1]
@@ -176,8 +176,8 @@ class _Centring:
                 return None
 
             def total(parts: list[Factor], **attrs: bool) -> int:
-                made = [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in parts]
-                return builder.op("reduce", multiply(builder, made, op.dtype), via=op.attr("via"), op="sum", **attrs)
+                made = multiply(builder, aligned(builder, new, parts), op.dtype)
+                return builder.op("reduce", made, via=op.attr("via"), op="sum", **attrs)
 
             whole = total([*rest, Factor(r.plain, 1, difference.inserts)])
             # `again`: not kept from forward, since the traversal that makes `whole` has all that this sum needs.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program, Space, is_float
 from dejax.rgnn.ir.products import Product, with_axes
-from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, in_range, insert_axes, multiply, rebuild
+from dejax.rgnn.passes._rewrite import Counts, Factor, aligned, as_dtype, factors, in_range, multiply, rebuild
 from dejax.rgnn.passes.dce import dce
 
 _PAIR = {"dst": ("destination_pair", Space.DESTINATION_PAIR), "src": ("source_pair", Space.SOURCE_PAIR)}
@@ -39,8 +39,7 @@ def aggregate(program: Program, counts: Counts, *, exact: bool = False) -> Progr
         if not _aggregate_is_cheaper(program, linear, op, counts):
             return None
         pair_via, pair_space = (op.attr("via"), Space.NODE) if shared else _PAIR[op.attr("via")]
-        parts = [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in rest]
-        summed = multiply(builder, [(new[linear.args[0]], 1), *parts], op.dtype)
+        summed = multiply(builder, [(new[linear.args[0]], 1), *aligned(builder, new, rest)], op.dtype)
         # Rows may be integers, and what is summed of them fractions; and sums of many rows are beyond float16.
         dtype = in_range(linear.dtype)
         by_pair = builder.op("reduce", as_dtype(builder, summed, dtype), via=pair_via, op="sum")
@@ -61,7 +60,7 @@ def _bias_behind_sum(program: Program, counts: Counts) -> Program:
     moved: list[int] = []
 
     def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
-        if op.name != "reduce" or op.attr("op") != "sum" or op.attr("via") not in _PAIR:
+        if not op.is_sum or op.attr("via") not in _PAIR:
             return None
         added = program.ops[op.args[0]]
         if added.name != "add" or len(users[op.args[0]]) != 1:
@@ -93,7 +92,7 @@ def _bias_behind_sum(program: Program, counts: Counts) -> Program:
 
 def _summed_product(program: Program, users: list[list[int]], op: Op) -> tuple[Op, list[Factor]] | None:
     """The grouped GEMM whose rows a reduction to nodes sums, and the factors of its rows, which commute with it."""
-    if op.name != "reduce" or op.attr("op") != "sum" or op.attr("via") not in _PAIR:
+    if not op.is_sum or op.attr("via") not in _PAIR:
         return None
     found = factors(program, op.args[0])
     linears = [f for f in found if program.ops[f.value].name == "linear"]

@@ -25,7 +25,7 @@ def contract(program: Program, counts: Counts, *, exact: bool = False) -> Progra
     centred: dict[int, Centred] = {}  # by the old difference
 
     def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
-        if op.name != "reduce" or op.attr("op") != "sum":
+        if not op.is_sum:
             return None
         found = factors(program, op.args[0])
         for at, f in enumerate(found):
@@ -62,7 +62,7 @@ def _sums(program: Program) -> dict[tuple, int]:
     """The sums of products in the program: (map, factors) -> reduction."""
     found: dict[tuple, int] = {}
     for i, op in enumerate(program.ops):
-        if op.name == "reduce" and op.attr("op") == "sum" and op.shape:
+        if op.is_sum and op.shape:
             key = tuple(sorted(_placed(program, f) for f in factors(program, op.args[0])))
             found.setdefault((op.attr("via"), key), i)
     return found

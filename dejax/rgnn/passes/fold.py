@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from dejax.rgnn.ir.inter import Builder, Op, Program
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, in_range
+from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, widened
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class _Folding(Rewrite):
             return None
         weights, rows = _product(first.linear).weights_first(_product(op))
         x, w = (self.new[a] for a in first.linear.args)
-        second = as_dtype(builder, args[1], in_range(builder.ops[args[1]].dtype))
+        second = widened(builder, args[1])
         by_edge_type = builder.op("gather", w, via="source_type")
         product = builder.op("linear", by_edge_type, second, spec=str(weights), via="self")
         bias = None

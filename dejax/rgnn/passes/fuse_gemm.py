@@ -84,7 +84,7 @@ def _with_epilogue(program: Program, users: list[list[int]], i: int, spec: str, 
         if user.name in _ACTIVATIONS:
             slope = f":{user.attr('slope')}" if user.name == "leaky_relu" else ""
             out, activation = u, user.name + slope
-        elif bias is None and accumulate and user.name == "reduce" and user.attr("op") == "sum":
+        elif bias is None and accumulate and user.is_sum:
             if user.dtype == "float32":
                 return Gemm(u, i, x, w, spec, via, accumulate=user.attr("via"))
     dot = None if activation else _inner_product(program, users[out], out, via)

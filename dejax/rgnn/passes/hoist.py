@@ -10,6 +10,7 @@ from dejax.rgnn.ir.inter import Builder, Op, Program, promote
 from dejax.rgnn.passes._rewrite import (
     Counts,
     Factor,
+    aligned,
     as_dtype,
     factors,
     in_range,
@@ -34,12 +35,12 @@ def hoist(program: Program, counts: Counts, *, exact: bool = False) -> Program:
         return any(r.cancels and not r.centred for r in found)
 
     def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int:
-        left = exact and op.name == "reduce" and op.attr("op") == "sum" and subtracted(index, op)
+        left = exact and op.is_sum and subtracted(index, op)
         new[index] = (None if left else _hoisted(builder, op)) or builder.copy(op, args, builder.line)
         return new[index]
 
     def _hoisted(builder: Builder, op: Op) -> int | None:
-        if op.name != "reduce" or op.attr("op") != "sum":
+        if not op.is_sum:
             return None
         via = op.attr("via")
         shared: list[Factor] = []
@@ -50,7 +51,7 @@ def hoist(program: Program, counts: Counts, *, exact: bool = False) -> Program:
             (shared if row else rest).append(f)
         if not shared or not rest:
             return None
-        inside = multiply(builder, [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in rest], op.dtype)
+        inside = multiply(builder, aligned(builder, new, rest), op.dtype)
         # The other factors may have a narrower dtype than the product: integers, booleans, or 16 bits. And without the
         # factors that made its summands small, a sum overflows in float16.
         inside = as_dtype(builder, inside, in_range(promote(builder.ops[inside].dtype, op.dtype)))
@@ -85,8 +86,8 @@ def _some_or_zero(builder: Builder, via: str, row: int) -> int:
 
 
 def _where_some(builder: Builder, via: str, row: int, none: float) -> int:
-    dtype = in_range(builder.ops[row].dtype)
     op, count = builder.ops[row], builder.op("count", via=via, dtype="float32")
+    dtype = in_range(op.dtype)
     some = builder.op("reshape", count, shape=(1,) * len(op.shape)) if op.shape else count
     other = builder.const(none, dtype, op.space)
     return builder.op("select", as_dtype(builder, some, dtype), as_dtype(builder, row, dtype), other)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, in_range
+from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, widened
 
 _PLAIN = Product.parse("k,kn->n")
 _INNER, _INNER_BY_HEAD = Product.parse("k,k->"), Product.parse("hk,hk->h")
@@ -37,8 +37,7 @@ class _Reordering(Rewrite):
         if found is None:
             return None
         scale, other, linear = found
-        x, w = (self.new[a] for a in linear.args)
-        w = as_dtype(builder, w, in_range(builder.ops[w].dtype))
+        x, w = self.new[linear.args[0]], widened(builder, self.new[linear.args[1]])
         factor, shape = self.new[scale], self.program.ops[scale].shape
         if shape:
             factor = builder.op("reshape", factor, shape=(*shape, 1, 1))
@@ -79,8 +78,7 @@ class _Reordering(Rewrite):
             linear = made.name == "linear" and made.attr("via") == via
             if linear and (product := Product.parse(made.attr("spec"))).is_forward and self.only_in_such_dots(x):
                 weights, rows = product.weights_first(inner)
-                w = self.new[made.args[1]]
-                w = as_dtype(builder, w, in_range(builder.ops[w].dtype))
+                w = widened(builder, self.new[made.args[1]])
                 w = builder.op("linear", self.new[constant], w, spec=str(weights.swapped), via="self")
                 row = builder.op("linear", self.new[made.args[0]], w, spec=str(rows), via=via)
                 return as_dtype(builder, row, op.dtype)
@@ -101,8 +99,7 @@ class _Reordering(Rewrite):
         if rows * (k * n + n * m) <= rows * k * m + types * k * n * m:
             return None
         weights, by_row = _PLAIN.weights_first(_PLAIN)
-        w = self.new[op.args[1]]
-        w = as_dtype(builder, w, in_range(builder.ops[w].dtype))
+        w = widened(builder, self.new[op.args[1]])
         w = builder.op("linear", self.new[inner.args[1]], w, spec=str(weights), via="self")
         return as_dtype(builder, builder.op("linear", self.new[inner.args[0]], w, spec=str(by_row), via=via), op.dtype)
 

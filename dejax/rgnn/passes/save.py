@@ -118,7 +118,7 @@ def _negated(program: Program, value: int) -> int | None:
 def _reads_maximum(program: Program, value: int) -> bool:
     op = program.ops[value]
     made = program.ops[op.args[0]] if op.name in ("gather", "lookup") else op
-    return made.name in ("reduce", "place") and made.attr("op") in ("max", "min")
+    return made.is_extremum
 
 
 def _keep(program: Program, value: int, counts: Counts, save_all: bool) -> bool:

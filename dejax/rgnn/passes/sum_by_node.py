@@ -25,7 +25,7 @@ def sum_by_node(program: Program, counts: Counts) -> Program:
 
 class _Sums(Rewrite):
     def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
-        if op.name != "reduce" or op.attr("via") != "all" or op.attr("op") != "sum":
+        if not op.is_sum or op.attr("via") != "all":
             return None
         rows = self.program.ops[op.args[0]]
         via = self._end(op.args[0])
