@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
+from dejax import _compat
 from dejax.distributed._placing import check_axis, on_mesh, spec_of
 from dejax.host_gather import RowGradient
 
@@ -152,6 +153,7 @@ class _Step:
 
     def _jitted(self, trees: tuple[Any, Any, Any], states: list[Any], others: list[Any]) -> Any:
         def on_device(states: list[Any], others: list[Any], batches: list[Any]) -> tuple[list[Any], Report]:
+            states, others, batches = _compat.own_empty_arrays((states, others, batches))
             state = jax.tree.unflatten(trees[0], states)
             key, data = jax.tree.unflatten(trees[1], others)
             mean = self._mean(state, key, jax.tree.unflatten(trees[2], batches), data)
