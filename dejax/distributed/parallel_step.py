@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from dejax import _compat
-from dejax.distributed._placing import check_axis, on_mesh, spec_of
+from dejax.distributed._placing import all_on_mesh, check_axis, spec_of
 from dejax.host_gather import RowGradient
 
 
@@ -144,9 +144,9 @@ class _Step:
                 )
         trees = state_tree, other_tree, batch_tree
         if self.mesh is not None:
-            states = [on_mesh(leaf, self.mesh, PartitionSpec()) for leaf in states]
-            others = [on_mesh(leaf, self.mesh, PartitionSpec()) for leaf in others]
-            batches = [on_mesh(leaf, self.mesh, PartitionSpec(self.axis)) for leaf in batches]
+            states = all_on_mesh(states, self.mesh, PartitionSpec())
+            others = all_on_mesh(others, self.mesh, PartitionSpec())
+            batches = all_on_mesh(batches, self.mesh, PartitionSpec(self.axis))
         if trees not in self._compiled:
             self._compiled[trees] = self._jitted(trees, states, others)
         return self._compiled[trees], (states, others, batches)
