@@ -7,17 +7,16 @@ It prints a table and writes results, a plot and checkpoints. With `--sampled` i
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dejax.training.commands import SAVE_SECONDS, check_resume, write_run
 from dejax.training.settings import MODELS, Settings, resolve
 
 DEFAULT_DATASET = "stdlib"
-_SAVE_SECONDS = 30.0  # time between two checkpoints of a long run
 
 
 def parser() -> argparse.ArgumentParser:
@@ -125,9 +124,8 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> None:
     from dejax.training.data import load_data
     from dejax.training.fit import Trainer
 
+    check_resume(args)
     checkpoints = None if args.no_checkpoints else Checkpoints(out)
-    if args.resume and checkpoints is None:
-        raise ValueError("--resume must not stand with --no-checkpoints: it needs checkpoints; leave one of them out")
     data = load_data(settings.dataset, args.data)
     print(data.summary(rows=5), end="\n\n", flush=True)
     trainer = Trainer(settings, data, backend=args.backend)
@@ -141,13 +139,7 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> None:
     results = report.summarise(
         trainer, histories, baseline=baseline, total_seconds=time.perf_counter() - start, argv=argv
     )
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    plot.draw_curves(out / "curves.png", results, histories)
-    artifacts = {"results": str(out / "results.json"), "curves": str(out / "curves.png")}
-    if checkpoints is not None:
-        artifacts["checkpoints"] = str(out / "checkpoints")
-    print(f"\n{report.table(results, artifacts)}", flush=True)
+    write_run(out, results, lambda file: plot.draw_curves(file, results, histories), checkpoints, report.table)
 
 
 def _all_seeds(trainer: Any, checkpoints: Any, args: argparse.Namespace, *, label: str) -> list[Any]:
@@ -187,7 +179,7 @@ def _one_seed(trainer: Any, checkpoints: Any, args: argparse.Namespace, seed: in
         if args.checkpoint_every:
             due = due or progress.epoch - saved_epoch >= args.checkpoint_every
         else:
-            due = due or time.monotonic() - saved_at >= _SAVE_SECONDS
+            due = due or time.monotonic() - saved_at >= SAVE_SECONDS
         if due:
             checkpoints.save(seed, state, history)
             saved_at, saved_epoch = time.monotonic(), progress.epoch

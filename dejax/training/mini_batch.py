@@ -16,6 +16,7 @@ from dejax.datasets._progress import Progress as Bar
 from dejax.host_gather import shardings
 from dejax.minibatch import HeteroTopology, SampleOptions, find_capacities
 from dejax.training.checkpoint import Checkpoints, History
+from dejax.training.commands import SAVE_SECONDS
 from dejax.training.fit import Progress
 
 with optional("flax", of="dejax.training"):
@@ -23,7 +24,6 @@ with optional("flax", of="dejax.training"):
 
 CAPACITY_BATCHES = 20
 MAX_DEGREE = 512  # for a fan-out of -1: a sample has room for this many edges of a node and relation
-_SAVE_SECONDS = 30.0  # time between two checkpoints of a long run
 
 
 class BatchTrainer:
@@ -160,7 +160,7 @@ def run_seed(
                 history.add(progress)
             if checkpoints is None:
                 continue
-            due = time.monotonic() - saved_at >= _SAVE_SECONDS if not every else int(state.step) % every == 0
+            due = time.monotonic() - saved_at >= SAVE_SECONDS if not every else int(state.step) % every == 0
             if due and int(state.step) < total:
                 checkpoints.save(seed, trainer.exported(state), history, int(state.step))
                 saved_at = time.monotonic()

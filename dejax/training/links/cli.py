@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dejax.training.commands import check_resume, fan_outs_of, write_run
 from dejax.training.links.settings import DECODERS, LAYERS, NEGATIVES, LinkSettings, resolve
 
 
@@ -89,11 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _settings(args: argparse.Namespace) -> LinkSettings:
     given = {name: getattr(args, name) for name in _SETTINGS}
-    if args.fan_outs is not None:
-        try:
-            given["fan_outs"] = tuple(int(k) for k in args.fan_outs.split(","))
-        except ValueError:
-            raise ValueError(f"--fan-outs must be integers with commas, as 20,10, got {args.fan_outs!r}") from None
+    given["fan_outs"] = fan_outs_of(args.fan_outs, "20,10")
     return resolve((args.dataset or "stdlib").lower(), **given)
 
 
@@ -105,8 +101,7 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> None:
     from dejax.training.links.trainer import LinkTrainer
 
     settings = _settings(args)
-    if args.resume and args.no_checkpoints:
-        raise ValueError("--resume must not stand with --no-checkpoints: it needs checkpoints; leave one of them out")
+    check_resume(args)
     name = None if args.dataset is None and args.data else settings.dataset
     data = load(name, args.data)
     settings = settings.replace(dataset=data.name) if name is None else settings
@@ -125,13 +120,8 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> None:
         checkpoints.begin(settings, resume=args.resume)
     runs = [_one_seed(trainer, checkpoints, args, seed) for seed in range(settings.seeds)]
     results = _summary(trainer, runs, time.perf_counter() - start, argv)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    plot.draw(out / "curves.png", results, [history for history, _, _ in runs])
-    artifacts = {"results": str(out / "results.json"), "curves": str(out / "curves.png")}
-    if checkpoints is not None:
-        artifacts["checkpoints"] = str(out / "checkpoints")
-    print(f"\n{table(results, artifacts)}", flush=True)
+    histories = [history for history, _, _ in runs]
+    write_run(out, results, lambda file: plot.draw(file, results, histories), checkpoints, table)
 
 
 def _one_seed(trainer: Any, checkpoints: Any, args: argparse.Namespace, seed: int) -> tuple[Any, Any, int]:

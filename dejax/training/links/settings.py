@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from dejax.training.commands import check_settings
+
 LAYERS = ("rgcn", "rgat", "sage")
 DECODERS = ("distmult", "complex", "rotate", "dot")
 NEGATIVES = ("uniform", "degree", "in_batch")
@@ -74,22 +76,12 @@ class LinkSettings:
         for name, known in choices:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-        if not self.fan_outs or any(k < -1 or k == 0 for k in self.fan_outs):
-            raise ValueError(f"fan_outs must be numbers from 1, or -1 for all, one for each layer, got {self.fan_outs}")
-        for name in ("hidden", "heads", "batch_size", "negatives", "seeds", "eval_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("epochs", "eval_edges"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        positive = ("hidden", "heads", "batch_size", "negatives", "seeds", "eval_every")
+        check_settings(self, at_least_1=positive, at_least_0=("epochs", "eval_edges"))
         if self.decoder in ("complex", "rotate") and self.hidden % 2:
             raise ValueError(f"hidden must be even for {self.decoder}, got {self.hidden}")
         if self.layer == "rgat" and self.hidden % self.heads:
             raise ValueError(f"heads must divide hidden, got heads={self.heads}, hidden={self.hidden}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be a share in [0, 1), got {self.dropout}")
-        if self.lr <= 0:
-            raise ValueError(f"lr must be positive, got {self.lr}")
 
     @property
     def layers(self) -> int:

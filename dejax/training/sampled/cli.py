@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dejax.training.commands import check_resume, fan_outs_of, write_run
 from dejax.training.sampled.settings import FEATURE_DTYPES, LAYERS, PLACES, SampledSettings, resolve
 
 
@@ -107,8 +107,7 @@ def main(argv: Sequence[str]) -> int:
     from dejax.training.sampled.trainer import SampledTrainer
 
     settings = _settings(args)
-    if args.resume and args.no_checkpoints:
-        raise ValueError("--resume must not stand with --no-checkpoints: it needs checkpoints; leave one of them out")
+    check_resume(args)
     name = None if args.dataset is None and args.data else settings.dataset
     data = load(name, args.data, typed_nodes=settings.typed_nodes)
     if name is None:
@@ -128,13 +127,8 @@ def main(argv: Sequence[str]) -> int:
         checkpoints.begin(settings, resume=args.resume)
     runs = [_one_seed(trainer, checkpoints, args, seed) for seed in range(settings.seeds)]
     results = report.summarise(trainer, runs, args.inference, time.perf_counter() - start, argv)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    plot.draw_curves(out / "curves.png", results, [history for history, _, _ in runs])
-    artifacts = {"results": str(out / "results.json"), "curves": str(out / "curves.png")}
-    if checkpoints is not None:
-        artifacts["checkpoints"] = str(out / "checkpoints")
-    print(f"\n{report.table(results, artifacts)}", flush=True)
+    histories = [history for history, _, _ in runs]
+    write_run(out, results, lambda file: plot.draw_curves(file, results, histories), checkpoints, report.table)
     return 0
 
 
@@ -143,11 +137,7 @@ def _settings(args: argparse.Namespace) -> SampledSettings:
     given["reverse"] = False if args.no_reverse else None
     given["parts"] = args.parts or args.mesh
     given["device_bytes"] = None if args.device_bytes is None else int(args.device_bytes)
-    if args.fan_outs is not None:
-        try:
-            given["fan_outs"] = tuple(int(k) for k in args.fan_outs.split(","))
-        except ValueError:
-            raise ValueError(f"--fan-outs must be integers with commas, as 10,5, got {args.fan_outs!r}") from None
+    given["fan_outs"] = fan_outs_of(args.fan_outs, "10,5")
     # A folder of somebody's own has the defaults of no data set.
     name = args.dataset or ("folder" if args.data else "stdlib")
     return resolve(name.lower(), args.layer, **given)

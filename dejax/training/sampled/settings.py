@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from dejax.training.commands import check_settings
+
 LAYERS = ("rgcn", "rgat", "hgt", "sage")
 PLACES = ("host", "device", "split")
 ENTITY = ("stdlib", "aifb", "mutag", "bgs", "am")
@@ -78,20 +80,10 @@ class SampledSettings:
         for name, known in (("layer", LAYERS), ("place", PLACES), ("feature_dtype", (None, *FEATURE_DTYPES))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {getattr(self, name)!r}")
-        if not self.fan_outs or any(k < -1 or k == 0 for k in self.fan_outs):
-            raise ValueError(f"fan_outs must be numbers from 1, or -1 for all, one for each layer, got {self.fan_outs}")
-        for name in ("batch_size", "parts", "hidden", "heads", "seeds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("epochs", "device_bytes", "weight_decay", "sigmas"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        positive = ("batch_size", "parts", "hidden", "heads", "seeds")
+        check_settings(self, at_least_1=positive, at_least_0=("epochs", "device_bytes", "weight_decay", "sigmas"))
         if self.bases is not None and self.bases < 1:
             raise ValueError(f"bases must be at least 1, or 0 on the command line for none, got {self.bases}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be a share in [0, 1), got {self.dropout}")
-        if self.lr <= 0:
-            raise ValueError(f"lr must be positive, got {self.lr}")
         if self.layer in ("rgat", "hgt") and self.hidden % self.heads:
             raise ValueError(f"heads must divide hidden, got heads={self.heads}, hidden={self.hidden}")
 
