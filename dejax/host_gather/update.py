@@ -252,8 +252,9 @@ def _moment(what: str, table: Any, value: float) -> Moment:
         # Slots of its own: a step cannot donate one array twice.
         return SplitTable(host, hot.words, jnp.copy(table.slots), writable=True)
     host = table.table if isinstance(table, CachedTable) else table
-    leaf, sharding = host._concrete(what), host._concrete(what).sharding
-    made = HostTable.zeros(host.shape, np.float32, device=next(iter(leaf.sharding.addressable_devices)))
+    leaf = host._concrete(what)
+    sharding: Any = leaf.sharding
+    made = HostTable.zeros(host.shape, np.float32, device=next(iter(sharding.addressable_devices)))
     if value:
         _storage.fill(made._leaf, made._spec, value)
     return made.share(sharding.mesh, writable=True) if host._spec.shared else made
