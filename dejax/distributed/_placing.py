@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dejax.host_gather import HostTable
+from dejax.host_gather import DeviceTable, HostTable
 
 
 def make_mesh(devices: int | None = None, *, axis: str = "data") -> Mesh:
@@ -90,7 +90,8 @@ def share(tree: Any, mesh: Mesh, *, writable: bool = False) -> Any:
     """A pytree of tables and arrays for every device of the mesh: stores, topologies, cached and split tables, states.
 
     Tables in host memory are shared (`HostTable.share`): the GPUs of a process read and write one table, whose cached
-    or split rows are copied to each. Arrays are replicated. What lies on the mesh stays as it is.
+    or split rows are copied to each. Tables in device memory and arrays are replicated. What lies on the mesh stays as
+    it is.
 
     Args:
         tree: for example a `FeatureStore`, the state of its optimizer, or a `HeteroTopology`.
@@ -102,11 +103,16 @@ def share(tree: Any, mesh: Mesh, *, writable: bool = False) -> Any:
     """
 
     def shared(value: Any) -> Any:
+        if isinstance(value, DeviceTable):
+            words, spec = on_mesh(value.words, mesh, PartitionSpec()), value.spec
+            if spec.shared or spec.read_only:
+                return DeviceTable(words, spec)
+            return DeviceTable(words, dataclasses.replace(spec, shared=writable, read_only=not writable))
         if not isinstance(value, HostTable):
             return on_mesh(value, mesh, PartitionSpec())
         return value if value._spec.shared else value.share(mesh, writable=writable)
 
-    return jax.tree.map(shared, tree, is_leaf=lambda value: isinstance(value, HostTable))
+    return jax.tree.map(shared, tree, is_leaf=_is_table)
 
 
 def local(tree: Any) -> Any:
@@ -119,9 +125,16 @@ def local(tree: Any) -> Any:
         if isinstance(value, HostTable):
             spec = dataclasses.replace(value._spec, shared=False, sharers=1, read_only=True)
             return HostTable(value._leaf.addressable_shards[0].data, spec)
+        if isinstance(value, DeviceTable):
+            spec = dataclasses.replace(value.spec, shared=False, read_only=True)
+            return DeviceTable(value.words.addressable_shards[0].data, spec)
         return value.addressable_shards[0].data if isinstance(value, Array) else value
 
-    return jax.tree.map(of_first, tree, is_leaf=lambda value: isinstance(value, HostTable))
+    return jax.tree.map(of_first, tree, is_leaf=_is_table)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, HostTable | DeviceTable)
 
 
 def spec_of(value: Any, mesh: Mesh) -> PartitionSpec:

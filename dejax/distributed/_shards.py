@@ -54,8 +54,7 @@ class ShardSpec:
     @property
     def local(self) -> TableSpec:
         """The spec of one device's block."""
-        on_device = self.memory == "device"
-        return TableSpec(self.block, self.row, self.dtype, self.platform, read_only=on_device, on_device=on_device)
+        return TableSpec(self.block, self.row, self.dtype, self.platform, on_device=self.memory == "device")
 
     def rows_of(self, words: Array, row_scale: Array | None, column_scale: Array | None, dtype: Any) -> Array:
         """[n, *row] from unsigned integers [n, words], times their scales."""
@@ -83,10 +82,12 @@ def numpy_rows(words: np.ndarray, spec: ShardSpec) -> np.ndarray:
 
 
 def make_shards(
-    what: str, array: Any, mesh: Mesh, axis: str, dtype: Any, scale: str | None, memory: str, hot: Any
+    what: str, given: Any, mesh: Mesh, axis: str, dtype: Any, scale: str | None, memory: str, hot: Any
 ) -> tuple[dict[str, Any], ShardSpec]:
-    """The arrays of a `ShardedTable`, of which this process makes its devices' blocks, and its spec."""
-    given = array if isinstance(array, np.ndarray) else np.asarray(array)
+    """The arrays of a `ShardedTable`, of which this process makes its devices' blocks, and its spec.
+
+    `given` has a shape and a dtype, and gives blocks of rows: a numpy array, or rows that are made when they are read.
+    """
     if given.ndim == 0:
         raise ValueError(f"{what}: the array must be [rows, *row], got a scalar")
     if memory not in ("host", "device"):
@@ -122,7 +123,7 @@ def make_shards(
     return parts, spec
 
 
-def _blocks(encoder: Encoder, given: np.ndarray, spec: ShardSpec, mesh: Mesh) -> tuple[list[Array], list[Array]]:
+def _blocks(encoder: Encoder, given: Any, spec: ShardSpec, mesh: Mesh) -> tuple[list[Array], list[Array]]:
     """For each device of this process the words of its rows, and their scales."""
     shape = (spec.devices * spec.block,)
     places = NamedSharding(mesh, PartitionSpec(spec.axis)).addressable_devices_indices_map(shape)

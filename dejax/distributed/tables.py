@@ -20,6 +20,7 @@ from dejax.distributed._placing import check_axis, on_mesh
 from dejax.distributed._shards import ShardSpec, make_shards, numpy_rows
 from dejax.host_gather import DeviceTable, HostTable, Optimizer, OptimizerState, RowGradient, gather, scatter_add
 from dejax.host_gather._ids import checked_ids, in_range
+from dejax.minibatch._embeddings import EmbeddingRows
 
 _SPARE_DEVIATIONS = 5  # of a capacity above the mean, as in dejax.minibatch.find_capacities
 
@@ -84,9 +85,8 @@ class ShardedTable:
             TypeError: a dtype that cannot be gathered.
             MemoryError: the memory cannot be pinned.
         """
-        check_axis("ShardedTable.from_numpy", mesh, axis)
-        parts, spec = make_shards("ShardedTable.from_numpy", array, mesh, axis, dtype, scale, memory, hot)
-        return cls(**parts, spec=spec)
+        given = array if isinstance(array, np.ndarray) else np.asarray(array)
+        return cls._of_rows("ShardedTable.from_numpy", given, mesh, axis, dtype, scale, memory, hot)
 
     @classmethod
     def zeros(
@@ -95,6 +95,41 @@ class ShardedTable:
         """A table of zeros. Raises as `from_numpy`."""
         # Without strides the array takes no memory.
         return cls.from_numpy(np.broadcast_to(np.zeros((), dtype), shape), mesh, axis=axis, memory=memory)
+
+    @classmethod
+    def normal(
+        cls,
+        shape: tuple[int, int],
+        mesh: Mesh,
+        *,
+        seed: int = 0,
+        stddev: float | None = None,
+        axis: str = "data",
+        dtype: Any = np.float32,
+        memory: str = "host",
+    ) -> ShardedTable:
+        """A table to train: the numbers of `FeatureStore.embedding` with the same seed, on any number of devices.
+
+        Each process makes only the rows of its devices.
+
+        Args:
+            shape: (rows, width).
+            mesh, axis, memory: as in `from_numpy`.
+            seed: of the values, which are normal with mean 0.
+            stddev: their standard deviation; by default width^-1/2.
+            dtype: float32, bfloat16 or float16. The optimizer's moments are float32.
+
+        Raises:
+            ValueError, TypeError, MemoryError: as `FeatureStore.embedding` and `from_numpy`.
+        """
+        rows = EmbeddingRows.checked("ShardedTable.normal", *shape, seed=seed, stddev=stddev, dtype=dtype)
+        return cls._of_rows("ShardedTable.normal", rows, mesh, axis, rows.dtype, None, memory, ())
+
+    @classmethod
+    def _of_rows(cls, what: str, array: Any, mesh: Mesh, axis: str, *options: Any) -> ShardedTable:
+        check_axis(what, mesh, axis)
+        parts, spec = make_shards(what, array, mesh, axis, *options)
+        return cls(**parts, spec=spec)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -202,10 +237,10 @@ class ShardedTable:
         """The state of `dejax.host_gather.sgd`, `adagrad` or `adam`, with its tables divided as this one.
 
         Raises:
-            ValueError: a table with copies of hot rows, scales, or rows in device memory.
+            ValueError: a table with copies of hot rows, or with scales.
         """
         self._check_writable("ShardedTable.init")
-        states = [optimizer.init(HostTable(shard.data, self.spec.local)) for shard in self.words.addressable_shards]
+        states = [optimizer.init(self._block(shard.data)) for shard in self.words.addressable_shards]
         first, second = (self._joined([getattr(s, name) for s in states]) for name in ("first", "second"))
         mesh: Any = getattr(self.words.sharding, "mesh", None)
         return OptimizerState(on_mesh(states[0].step, mesh, PartitionSpec()), first, second)  # type: ignore[arg-type]
@@ -229,21 +264,21 @@ class ShardedTable:
         """
         ids, values, lost = self._to_owners("ShardedTable.update", gradient.ids, gradient.values, capacity)
         given: tuple[Any, Any] = (state.first, state.second)  # divided, where the tables of other states are not
-        moments = [None if moment is None else moment._local_words() for moment in given]
+        moments = [None if moment is None else moment._block(moment.words) for moment in given]
         local = OptimizerState(state.step, *moments)
-        table, after = optimizer.update(RowGradient(ids, values), local, self._local_words())
+        table, after = optimizer.update(RowGradient(ids, values), local, self._block(self.words))
         made: tuple[Any, Any] = (after.first, after.second)
         parts: list[Any] = [
-            None if old is None else dataclasses.replace(old, words=new._leaf)
+            None if old is None else dataclasses.replace(old, words=_words_of(new))
             for old, new in zip(given, made, strict=True)
         ]
-        return dataclasses.replace(self, words=table._leaf), OptimizerState(after.step, *parts), lost
+        return dataclasses.replace(self, words=_words_of(table)), OptimizerState(after.step, *parts), lost
 
     def scatter_add(self, ids: ArrayLike, rows: Array, *, capacity: int | None = None) -> tuple[ShardedTable, Array]:
         """The table with rows of all devices added in the order of the mesh; how many of this one did not fit."""
         to, values, lost = self._to_owners("ShardedTable.scatter_add", ids, rows, capacity)
-        table = scatter_add(self._local_words(), to, values)
-        return dataclasses.replace(self, words=table._leaf), lost
+        table: Any = scatter_add(self._block(self.words), to, values)
+        return dataclasses.replace(self, words=_words_of(table)), lost
 
     def _to_owners(self, what: str, ids: Any, rows: Any, capacity: int | None) -> tuple[Array, Array, Array]:
         """Ids within the owners' blocks, the rows, and how many did not fit."""
@@ -288,30 +323,34 @@ class ShardedTable:
         words = self.spec.local.words
         return DeviceTable(self.words, words) if self.spec.memory == "device" else HostTable(self.words, words)
 
-    def _local_words(self) -> HostTable:
-        return HostTable(self.words, self.spec.local)
+    def _block(self, words: Array) -> Any:
+        """The block of one device, as a table to write."""
+        return (DeviceTable if self.spec.memory == "device" else HostTable)(words, self.spec.local)
 
-    def _joined(self, tables: list[HostTable | None]) -> ShardedTable | None:
+    def _joined(self, tables: list[Any]) -> ShardedTable | None:
         """The tables of this process's devices as one."""
         found = [table for table in tables if table is not None]
         if not found:
             return None
         spec = dataclasses.replace(self.spec, dtype=found[0].dtype)
         sharding = self.words.sharding
-        shape = (spec.devices * spec.block, found[0]._leaf.shape[1])
-        words = jax.make_array_from_single_device_arrays(shape, sharding, [table._leaf for table in found])
+        blocks = [_words_of(table) for table in found]
+        shape = (spec.devices * spec.block, blocks[0].shape[1])
+        words = jax.make_array_from_single_device_arrays(shape, sharding, blocks)
         return ShardedTable(words, None, None, None, None, None, spec)
 
     def _check_writable(self, what: str) -> None:
         why = None
-        if self.spec.memory == "device":
-            why = "has its rows in device memory; make it with memory='host'"
-        elif self.hot_ids is not None:
+        if self.hot_ids is not None:
             why = "has copies of hot rows; make it without `hot`"
         elif self.row_scale is not None or self.column_scale is not None:
             why = "has scales; make it with float32, bfloat16 or float16 rows"
         if why:
             raise ValueError(f"{what}: the table must be one to write, got one that {why}")
+
+
+def _words_of(table: HostTable | DeviceTable) -> Array:
+    return table.words if isinstance(table, DeviceTable) else table._leaf
 
 
 def _exchanged(read: Callable[[Array], Array], path: Route | None, asked: Array | None, own_ids: Array) -> Array:

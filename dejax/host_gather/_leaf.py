@@ -47,9 +47,9 @@ _REMEDY = (
     "table.numpy() outside of jit. jax.jit takes the table itself, not its leaf"
 )
 _REMEDY_ON_DEVICE = (
-    "DeviceTable: jax.tree and optax cannot compute with a table: its array has the bits of the rows, and it is "
-    "read-only. Keep rows that change in a jax array, or in a HostTable with host_gather.sgd, adagrad or adam. jax.jit "
-    "takes the table itself, not its leaf"
+    "DeviceTable: jax.tree and optax cannot compute with a table: its array has the bits of the rows. Keep rows that "
+    "change in a jax array, or in a HostTable with host_gather.sgd, adagrad or adam. jax.jit takes the table "
+    "itself, not its leaf"
 )
 
 

@@ -99,10 +99,12 @@ class _MarkedLoss:
         leaves, self.tree = jax.tree.flatten(tuple(args[p] for p in positions), is_leaf=_is_any_table)
         for leaf in leaves:
             if _is_any_table(leaf) and not _is_table(leaf):
+                remedy = "leave it out of `argnums`, or keep rows that are trained in one of these or in a jax array"
+                if not leaf.read_only:
+                    remedy = "differentiate by the gathered rows, and give the optimizer RowGradient(ids, gradient)"
                 raise TypeError(
                     "value_and_grad: a differentiated table must be a HostTable or a CachedTable, got a "
-                    f"{type(leaf).__name__}, which is read-only; leave it out of `argnums`, or keep rows that are "
-                    "trained in one of these or in a jax array"
+                    f"{type(leaf).__name__}{', which is read-only' * leaf.read_only}; {remedy}"
                 )
         self.num_leaves = len(leaves)
         self.tables = {k: leaf for k, leaf in enumerate(leaves) if _is_table(leaf)}  # by number

@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax.host_gather._ids import in_range
 from dejax.host_gather._leaf import TableLeaf, flattened_by_user
 from dejax.host_gather._operands import ReadableTable, TableOperands
 from dejax.host_gather._spec import TableSpec, device_or_default, table_spec
@@ -38,8 +39,8 @@ class _DeviceRows(ReadableTable):
 class DeviceTable(_DeviceRows):
     """A table whose rows all lie in device memory. Functions that read a `HostTable` read it, by the same kernels.
 
-    A pytree. Read-only: `scatter` and the optimizers refuse it. Functions of `jax.tree` may pass it on, and cannot
-    compute with it.
+    A pytree. Read-only unless it is made with `writable=True`: then `scatter`, `scatter_add` and the optimizers write
+    it in place, if the step donates it. Functions of `jax.tree` may pass it on, and cannot compute with it.
 
     Attributes:
         words: uint[rows, words], the rows as unsigned integers, on the device.
@@ -55,28 +56,34 @@ class DeviceTable(_DeviceRows):
     spec: TableSpec
 
     @classmethod
-    def from_numpy(cls, array: ArrayLike, *, device: jax.Device | None = None) -> DeviceTable:
+    def from_numpy(cls, array: ArrayLike, *, device: jax.Device | None = None, writable: bool = False) -> DeviceTable:
         """Copies the rows of a numpy array [rows, *row], of any dtype of whole bytes, to the device.
+
+        Args:
+            array: [rows, *row].
+            device: by default jax's default device.
+            writable: whether steps may write the table.
 
         Raises:
             ValueError: a scalar.
             TypeError: a dtype that is not of whole bytes.
         """
         given = np.asarray(array)
-        spec = _device_spec(table_spec(given.shape, given.dtype, device, "DeviceTable.from_numpy"))
+        spec = _device_spec(table_spec(given.shape, given.dtype, device, "DeviceTable.from_numpy"), writable)
         words = _as_words(given, spec)
         if np.may_share_memory(words, given):
             words = words.copy()  # on the CPU jax uses the memory of an aligned array as it is
         return cls(jax.device_put(words, device_or_default(device)), spec)
 
     @classmethod
-    def from_array(cls, array: Array, dtype: Any = None) -> DeviceTable:
+    def from_array(cls, array: Array, dtype: Any = None, *, writable: bool = False) -> DeviceTable:
         """A table of the rows of an array [rows, *row] on the device, such as a generator that ran there made.
 
         Args:
             array: [rows, *row]. jax makes a second array of its bits, unless they are unsigned integers [rows, width]
                 already.
             dtype: of the rows: the array has their bits, as unsigned integers of that width. By default its own.
+            writable: whether steps may write the table.
 
         Raises:
             ValueError: a scalar, or integers of another width than `dtype`.
@@ -86,7 +93,7 @@ class DeviceTable(_DeviceRows):
         found = array.dtype if dtype is None else jnp.dtype(dtype)
         if dtype is not None and (array.dtype.kind != "u" or array.dtype.itemsize != found.itemsize):
             raise ValueError(f"{what}: `array` must be unsigned integers as wide as {found}, got {array.dtype}")
-        spec = _device_spec(table_spec(array.shape, found, device, what))
+        spec = _device_spec(table_spec(array.shape, found, device, what), writable)
         return cls(_bits(array, spec), spec)
 
     def numpy(self) -> np.ndarray:
@@ -123,12 +130,14 @@ class SplitTable(_DeviceRows):
     """A table of which each row lies either in device memory or in host memory: together they hold more than either.
 
     Functions that read a `HostTable` read it; the kernel decides row by row. A `CachedTable` instead keeps all rows in
-    host memory, and copies of some on the device. A pytree. Read-only: `scatter` and the optimizers refuse it.
+    host memory, and copies of some on the device. A pytree. Read-only unless it is made with `writable=True`: then
+    `scatter`, `scatter_add` and the optimizers write both parts in place, if the step donates it.
 
     Attributes:
         table: the rows in host memory, in ascending order of their ids.
         hot: uint[device rows, words], the other rows as unsigned integers, on the device.
         slots: int32[rows]: the row of `hot` that holds each row, or `~k` for row k of `table`. 4 bytes a row.
+        writable: whether steps may write the table.
 
     >>> table = SplitTable.from_numpy(np.arange(6.0, dtype=np.float32).reshape(3, 2), [1])
     >>> table[np.array([2, 1, -1])]
@@ -140,9 +149,12 @@ class SplitTable(_DeviceRows):
     table: HostTable
     hot: Array
     slots: Array
+    writable: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
-    def from_numpy(cls, array: ArrayLike, on_device: ArrayLike, *, device: jax.Device | None = None) -> SplitTable:
+    def from_numpy(
+        cls, array: ArrayLike, on_device: ArrayLike, *, device: jax.Device | None = None, writable: bool = False
+    ) -> SplitTable:
         """A table with the rows of a numpy array or memory map, of which `on_device` go to the device.
 
         The rows are copied block by block, so that a memory map may be larger than free memory.
@@ -151,6 +163,7 @@ class SplitTable(_DeviceRows):
             array: [rows, *row], any dtype of whole bytes.
             on_device: int[device rows], distinct ids of rows; see `CachedTable.from_counts` for their choice.
             device: the device whose steps read the table; by default jax's default device.
+            writable: whether steps may write the table.
 
         Raises:
             ValueError: an id that is out of range or occurs twice, or a scalar.
@@ -167,11 +180,13 @@ class SplitTable(_DeviceRows):
             table.write(start, given[cold_ids[start : start + block]])
         target = device_or_default(device)
         hot = jax.device_put(_as_words(given[hot_ids], spec), target)
-        return cls(table, hot, jax.device_put(slots, target))
+        return cls(table, hot, jax.device_put(slots, target), writable)
 
     @classmethod
     def from_parts(cls, table: HostTable, hot: DeviceTable, on_device: ArrayLike) -> SplitTable:
         """A table of two that are filled already: `hot` has the rows `on_device`, `table` the others by ascending id.
+
+        Steps may write it where they may write both.
 
         Args:
             table: [host rows, *row].
@@ -190,7 +205,8 @@ class SplitTable(_DeviceRows):
         if len(ids) != len(hot):
             raise ValueError(f"SplitTable: `on_device` must have an id for each of {len(hot)} rows, got {len(ids)}")
         _, slots = _slots(len(table) + len(hot), ids)
-        return cls(table, hot.words, jax.device_put(slots, next(iter(hot.words.devices()))))
+        writable = not (table.read_only or hot.read_only)
+        return cls(table, hot.words, jax.device_put(slots, next(iter(hot.words.devices()))), writable)
 
     def numpy(self) -> np.ndarray:
         """A copy of all rows in host memory."""
@@ -213,7 +229,8 @@ class SplitTable(_DeviceRows):
     @property
     def _spec(self) -> TableSpec:
         spec = self.table._spec
-        return dataclasses.replace(spec, rows=self.slots.shape[0], leaf_rows=spec.rows, read_only=True)
+        read_only = spec.read_only or not self.writable
+        return dataclasses.replace(spec, rows=self.slots.shape[0], leaf_rows=spec.rows, read_only=read_only)
 
     def _operands(self, what: str) -> TableOperands:
         spec, leaf = self._spec, self.table._checked_leaf(what)
@@ -221,9 +238,22 @@ class SplitTable(_DeviceRows):
         _check_shape(what, "SplitTable", self.hot, jax.ShapeDtypeStruct((rows, *spec.leaf.shape[1:]), spec.leaf.dtype))
         return TableOperands(spec, leaf, self.hot, self.slots)
 
+    def _device_part(self) -> DeviceTable:
+        """The rows on the device, as a table of their own."""
+        spec = dataclasses.replace(self.table._spec, rows=self.hot.shape[0], on_device=True, sharers=1)
+        return DeviceTable(self.hot, spec)
 
-def _device_spec(spec: TableSpec) -> TableSpec:
-    return dataclasses.replace(spec, on_device=True, read_only=True)
+    def _places(self, ids: Array) -> tuple[Array, Array]:
+        """For each id the row of the part in host memory, and that of the part on the device; -1 in the other one."""
+        if not len(self):
+            return jnp.full(ids.shape, -1, jnp.int32), jnp.full(ids.shape, -1, jnp.int32)
+        there = in_range(ids, len(self))
+        place = self.slots[jnp.where(there, ids, 0)]
+        return jnp.where(there & (place < 0), ~place, -1), jnp.where(there & (place >= 0), place, -1)
+
+
+def _device_spec(spec: TableSpec, writable: bool) -> TableSpec:
+    return dataclasses.replace(spec, on_device=True, read_only=not writable)
 
 
 def _slots(rows: int, on_device: ArrayLike) -> tuple[np.ndarray, np.ndarray]:

@@ -21,7 +21,9 @@ from dejax.host_gather._lifetime import reporting_closed
 from dejax.host_gather._operands import operands_of
 from dejax.host_gather._spec import TableSpec
 from dejax.host_gather.cached import CachedTable
+from dejax.host_gather.gather import DEVICE_SMS
 from dejax.host_gather.gradient import RowGradient
+from dejax.host_gather.placed import DeviceTable, SplitTable
 from dejax.host_gather.table import HostTable
 
 # Reads and writes share the bus: 8 to 32 multiprocessors update sorted rows at 41.6 GB/s each way, 64 at 41.1, 4 at
@@ -29,7 +31,8 @@ from dejax.host_gather.table import HostTable
 UPDATE_SMS = 16
 
 Schedule = Callable[[Array], ArrayLike]
-Table = TypeVar("Table", HostTable, CachedTable)
+Table = TypeVar("Table", HostTable, CachedTable, DeviceTable, SplitTable)
+Moment = HostTable | DeviceTable | SplitTable
 
 
 class _Op(enum.IntEnum):
@@ -50,7 +53,8 @@ def scatter(table: Table, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = UPD
     afterwards. Outside of jitted functions, `scatter` donates the table itself: the input is closed.
 
     Args:
-        table: HostTable or CachedTable [rows, *row], not read-only. Cached copies are updated as well.
+        table: [rows, *row], not read-only: HostTable, CachedTable, whose copies are updated as well, DeviceTable or
+            SplitTable.
         ids: int[...]; ids out of range are ignored. Of equal ids the last one counts.
         rows: [*ids.shape, *row], converted to the table's dtype.
         num_sms: the most multiprocessors that the write may take.
@@ -79,7 +83,7 @@ def scatter_add(table: Table, ids: ArrayLike, rows: ArrayLike, *, num_sms: int =
     Donate the table and name where it comes out, as for `scatter`.
 
     Args:
-        table: HostTable or CachedTable [rows, *row] of float32, bfloat16 or float16, not read-only.
+        table: a table [rows, *row] of float32, bfloat16 or float16, not read-only, as for `scatter`.
         ids: int[...]; ids out of range are ignored.
         rows: [*ids.shape, *row], floats; other dtypes are converted to float32.
         num_sms: the most multiprocessors that the write may take.
@@ -98,6 +102,8 @@ def scatter_add(table: Table, ids: ArrayLike, rows: ArrayLike, *, num_sms: int =
 class OptimizerState(NamedTuple):
     """State of a row-sparse optimizer: a step counter on the device, and float32 tables of the table's shape.
 
+    Moments lie where the table's rows lie: in host memory, on the device, or split in the same way.
+
     Attributes:
         step: int32 scalar, steps so far.
         first: Adagrad's sum of squares, Adam's first moment; None for SGD.
@@ -105,15 +111,15 @@ class OptimizerState(NamedTuple):
     """
 
     step: Array
-    first: HostTable | None
-    second: HostTable | None
+    first: Moment | None
+    second: Moment | None
 
 
 class Optimizer(NamedTuple):
     """A pair of functions for tables, as in Optax.
 
     Attributes:
-        init: table -> OptimizerState; the table is a HostTable or a CachedTable.
+        init: table -> OptimizerState; the table is one that `scatter` writes.
         update: (RowGradient, OptimizerState, table) -> (table, OptimizerState), in place: donate state and table.
     """
 
@@ -215,22 +221,11 @@ class _Rule:
 
 
 def _optimizer(rule: _Rule, learning_rate: float | Schedule, num_sms: int) -> Optimizer:
-    def init(table: HostTable | CachedTable) -> OptimizerState:
+    def init(table: Any) -> OptimizerState:
         spec = operands_of(f"{rule.name}.init", table).spec
         if spec.is_split or spec.on_device:
             _check_writable(f"{rule.name}.init", spec)
-        host = table.table if isinstance(table, CachedTable) else table
-        leaf = host._concrete(f"{rule.name}.init")
-        device = next(iter(leaf.sharding.addressable_devices))
-
-        def moment() -> HostTable:
-            made = HostTable.zeros(table.shape, np.float32, device=device)
-            if rule.initial:
-                _storage.fill(made._leaf, made._spec, rule.initial)
-            sharding: Any = leaf.sharding
-            return made.share(sharding.mesh, writable=True) if spec.shared else made
-
-        moments = [moment() for _ in range(rule.moments)]
+        moments = [_moment(f"{rule.name}.init", table, rule.initial) for _ in range(rule.moments)]
         return OptimizerState(jnp.zeros((), jnp.int32), *moments, *[None] * (2 - rule.moments))
 
     def update(gradient: RowGradient, state: OptimizerState, table: Any) -> tuple[Any, OptimizerState]:
@@ -244,6 +239,27 @@ def _optimizer(rule: _Rule, learning_rate: float | Schedule, num_sms: int) -> Op
     return Optimizer(init, update)
 
 
+def _moment(what: str, table: Any, value: float) -> Moment:
+    """A float32 table of the shape of `table`, at the same place, with one value in all elements."""
+    if isinstance(table, DeviceTable):
+        spec = dataclasses.replace(table.spec, dtype=np.dtype(np.float32))
+        word = np.float32(value).view(np.uint32)
+        fill = jax.jit(lambda: jnp.full(spec.leaf.shape, word, spec.leaf.dtype), out_shardings=table.words.sharding)
+        return DeviceTable(fill(), spec)
+    if isinstance(table, SplitTable):
+        host, hot = (_moment(what, part, value) for part in (table.table, table._device_part()))
+        assert isinstance(host, HostTable) and isinstance(hot, DeviceTable)
+        # Slots of its own: a step cannot donate one array twice.
+        return SplitTable(host, hot.words, jnp.copy(table.slots), writable=True)
+    host = table.table if isinstance(table, CachedTable) else table
+    leaf = host._concrete(what)
+    sharding: Any = leaf.sharding
+    made = HostTable.zeros(host.shape, np.float32, device=next(iter(sharding.addressable_devices)))
+    if value:
+        _storage.fill(made._leaf, made._spec, value)
+    return made.share(sharding.mesh, writable=True) if host._spec.shared else made
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Update:
     """The static part of a write that does not depend on the table."""
@@ -254,41 +270,56 @@ class _Update:
 
 
 def _update(
-    call: _Update, table: Any, moments: tuple[HostTable, ...], ids: Any, rows: Any, hyper: Array | None = None
-) -> tuple[Any, tuple[HostTable, ...]]:
+    call: _Update, table: Any, moments: tuple[Any, ...], ids: Any, rows: Any, hyper: Array | None = None
+) -> tuple[Any, tuple[Any, ...]]:
     """The table and the optimizer's moments after a write; of a shared table, with the rows of all devices."""
     what = call.what
     spec = operands_of(what, table).spec.plain
     _check_writable(what, spec)
     ids = checked_ids(what, ids, spec.rows)
     rows = _checked_rows(call, spec, ids, rows)
+    for moment in moments:
+        if moment.shape != table.shape or moment.dtype != np.float32 or moment.read_only:
+            raise ValueError(f"{what}: the state must be float32 tables of shape {table.shape}, got {moment!r}")
     if spec.shared:
         ids, rows = _sharing.of_all_devices(what, ids, rows, spec.row)
+    if isinstance(table, SplitTable):
+        return _write_split(call, table, moments, ids, rows, hyper)
     host = table.table if isinstance(table, CachedTable) else table
     host, moments = _write(call, host, moments, _sharing.own_rows(spec, ids), rows, hyper)
     return (table._written(host, ids) if isinstance(table, CachedTable) else host), moments
 
 
+def _write_split(
+    call: _Update, table: SplitTable, moments: tuple[Any, ...], ids: Array, rows: Array, hyper: Array | None
+) -> tuple[SplitTable, tuple[SplitTable, ...]]:
+    """Both parts after a write, and those of the moments, which are split alike."""
+    in_host, on_device = table._places(ids)
+    in_host = _sharing.own_rows(table.table._spec, in_host)
+    host, hosts = _write(call, table.table, tuple(m.table for m in moments), in_host, rows, hyper)
+    hot, hots = _write(call, table._device_part(), tuple(m._device_part() for m in moments), on_device, rows, hyper)
+    parts = zip((table, *moments), (host, *hosts), (hot, *hots), strict=True)
+    new, *after = (dataclasses.replace(old, table=host, hot=hot.words) for old, host, hot in parts)
+    return new, tuple(after)
+
+
 def _write(
-    call: _Update, table: HostTable, moments: tuple[HostTable, ...], ids: Array, rows: Array, hyper: Array | None
-) -> tuple[HostTable, tuple[HostTable, ...]]:
-    """The table in host memory and the moments after a write."""
+    call: _Update, table: Any, moments: tuple[Any, ...], ids: Array, rows: Array, hyper: Array | None
+) -> tuple[Any, tuple[Any, ...]]:
+    """A table whose rows lie in one memory, and the moments, after a write."""
     what = call.what
     _native.extension(f"dejax.host_gather.{what}")
-    leaf, spec = table._checked_leaf(what), table._spec.plain
-    for moment in moments:
-        if moment.shape != table.shape or moment.dtype != np.float32 or moment.read_only:
-            raise ValueError(f"{what}: the state must be float32 tables of shape {table.shape}, got {moment!r}")
+    spec = table._spec.plain
     hyper = jnp.zeros((7,), jnp.float32) if hyper is None else hyper
-    leaves = (leaf, *(moment._checked_leaf(what) for moment in moments))
+    leaves = tuple(operands_of(what, part).leaf for part in (table, *moments))
     arrays = (ids.reshape(-1), rows.reshape(-1, *spec.row), hyper)
     if any(isinstance(x, jax.core.Tracer) for x in (*leaves, *arrays)):
         written = _native_update(call.op, spec, call.num_sms, leaves, *arrays)
         written = _sharing.after_all_devices(spec, written)
     else:
-        with reporting_closed(leaf, what):
+        with reporting_closed(leaves[0], what):
             written = _eager(call.op, spec, call.num_sms, tuple(x.sharding for x in leaves))(leaves, *arrays)
-    new, *new_moments = (HostTable(x, old._spec) for x, old in zip(written, (table, *moments), strict=True))
+    new, *new_moments = (type(old)(x, old._spec) for x, old in zip(written, (table, *moments), strict=True))
     return new, tuple(new_moments)
 
 
@@ -301,7 +332,7 @@ def _check_writable(what: str, spec: TableSpec) -> None:
         )
     why = "read-only (made from a file or a read-only array)"
     if spec.is_split or spec.on_device:
-        why = "read-only, because it has rows in device memory"
+        why = "read-only: it has rows in device memory and was made without `writable=True`"
     raise ValueError(f"{what}: the table is {why}; copy it with HostTable.from_numpy(table.numpy()) to write to it")
 
 
@@ -371,6 +402,6 @@ def _native_update(
             values_type=np.int64(values_type),
             row_bytes=np.int64(spec.row_bytes),
             kernel=np.int64(kernel),
-            grid=np.int64(num_sms),
+            grid=np.int64(DEVICE_SMS if spec.on_device and num_sms == UPDATE_SMS else num_sms),
         )
     )

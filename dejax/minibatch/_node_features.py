@@ -12,8 +12,18 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax import _compat
 from dejax.datasets._parallel import for_blocks
-from dejax.host_gather import CachedTable, DeviceTable, HostTable, SplitTable, gather
+from dejax.host_gather import (
+    CachedTable,
+    DeviceTable,
+    HostTable,
+    Optimizer,
+    OptimizerState,
+    RowGradient,
+    SplitTable,
+    gather,
+)
 from dejax.minibatch._formats import Encoder, block_rows, table_dtype
 
 Table = HostTable | CachedTable | SplitTable | DeviceTable
@@ -40,6 +50,10 @@ class DividedTable(Protocol):
     def __len__(self) -> int: ...
     def gather(self, ids: ArrayLike, *, capacity: int | None = None, dtype: Any = None) -> tuple[Array, Array]: ...
     def exchange_bytes(self, ids: int, capacity: int | None = None) -> Mapping[str, int]: ...
+    def init(self, optimizer: Optimizer) -> OptimizerState: ...
+    def update(
+        self, optimizer: Optimizer, gradient: RowGradient, state: OptimizerState, *, capacity: int | None = None
+    ) -> tuple[Any, OptimizerState, Array]: ...
     def numpy(self) -> np.ndarray: ...
 
 
@@ -149,6 +163,31 @@ class NodeFeatures:
             return rows
         return (rows.astype(jnp.float32) * self.column_scale).astype(result)
 
+    def init(self, optimizer: Optimizer) -> OptimizerState:
+        """The optimizer's state of the table."""
+        return self.table.init(optimizer) if isinstance(self.table, DividedTable) else optimizer.init(self.table)
+
+    def update(
+        self, optimizer: Optimizer, gradient: RowGradient, state: OptimizerState, capacity: int | None = None
+    ) -> tuple[NodeFeatures, OptimizerState, Array]:
+        """The features and the state after a step, and how many rows of this device did not fit."""
+        table: Any = self.table
+        if isinstance(table, DividedTable):
+            new, after, lost = table.update(optimizer, gradient, state, capacity=capacity)
+        else:
+            if capacity is not None:
+                raise ValueError(
+                    f"`capacity` must be of a table that is divided over devices, got one on: {self.placement}"
+                )
+            if _compat.manual_axes() and not table._spec.shared:
+                raise ValueError(
+                    "FeatureStore.update: inside of jax.shard_map a table must be shared for writing, got one of a "
+                    "single device; use dejax.distributed.share(store, mesh, writable=True) before init"
+                )
+            new, after = optimizer.update(gradient, state, table)
+            lost = jnp.zeros((), jnp.int32)
+        return dataclasses.replace(self, table=new), after, lost
+
     @property
     def placement(self) -> str:
         """Where the rows lie, in words."""
@@ -177,7 +216,7 @@ def features_of(
         raise TypeError(f"{what}: the array must be real, got {given.dtype}")
     encoder = Encoder.of(what, given, table_dtype(what, given.dtype if dtype is None else dtype), scale)
     row_scale = np.ones(len(given), np.float32) if scale == "row" else None
-    builder = _builder(what, given.shape, encoder.dtype, on_device, device)
+    builder = table_builder(what, given.shape, encoder.dtype, on_device, device)
 
     def convert(_: int, start: int, stop: int) -> None:
         encoded, scales = encoder(np.asarray(given[start:stop]))
@@ -198,24 +237,33 @@ _NAMED = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Builder:
+class TableBuilder:
     """Fills a table block by block, from several threads."""
 
     write: Callable[[int, np.ndarray], None]
     table: Callable[[], Table]
 
 
-def _builder(what: str, shape: tuple[int, ...], dtype: np.dtype, on_device: Any, device: jax.Device | None) -> _Builder:
+def table_builder(
+    what: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    on_device: Any,
+    device: jax.Device | None,
+    *,
+    writable: bool = False,
+) -> TableBuilder:
+    """A table in one of the places, to be filled; one to be trained is `writable`."""
     if on_device is False:
         host = HostTable.empty(shape, dtype, device=device)
-        return _Builder(host.write, lambda: host)
+        return TableBuilder(host.write, lambda: host)
     if on_device is True:
         rows = np.empty(shape, dtype)
 
         def write(start: int, block: np.ndarray) -> None:
             rows[start : start + len(block)] = block
 
-        return _Builder(write, lambda: DeviceTable.from_numpy(rows, device=device))
+        return TableBuilder(write, lambda: DeviceTable.from_numpy(rows, device=device, writable=writable))
     ids = np.asarray(on_device).reshape(-1)
     if ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= shape[0]):
         raise ValueError(
@@ -231,4 +279,7 @@ def _builder(what: str, shape: tuple[int, ...], dtype: np.dtype, on_device: Any,
         hot[first:last] = block[inside]
         cold.write(start - int(first), np.delete(block, inside, axis=0))
 
-    return _Builder(write_split, lambda: SplitTable.from_parts(cold, DeviceTable.from_numpy(hot, device=device), ids))
+    def split() -> SplitTable:
+        return SplitTable.from_parts(cold, DeviceTable.from_numpy(hot, device=device, writable=writable), ids)
+
+    return TableBuilder(write_split, split)

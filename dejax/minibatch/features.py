@@ -22,10 +22,9 @@ from dejax.host_gather import (
     gather_done,
     gather_start,
 )
+from dejax.minibatch._embeddings import EmbeddingRows
 from dejax.minibatch._formats import table_dtype
-from dejax.minibatch._node_features import RESULTS, DividedTable, NodeFeatures, Table, features_of
-
-_FLOATS_BY_BLOCK = 1 << 22  # elements of an embedding that one random stream makes
+from dejax.minibatch._node_features import RESULTS, DividedTable, NodeFeatures, Table, features_of, table_builder
 
 
 @jax.tree_util.register_dataclass
@@ -125,21 +124,25 @@ class FeatureStore:
         *,
         row_scale: ArrayLike | None = None,
         column_scale: ArrayLike | None = None,
+        trainable: bool = False,
     ) -> FeatureStore:
-        """A store that also reads a table of yours.
+        """A store that also reads a table of yours, and trains it if you wish.
 
-        A `dejax.distributed.ShardedTable` is read inside of `jax.shard_map` over its mesh, as in the functions of
-        `dejax.distributed.data_parallel`, by all devices together.
+        A `dejax.distributed.ShardedTable` is read and trained inside of `jax.shard_map` over its mesh, as in the
+        functions of `dejax.distributed.data_parallel`, by all devices together.
 
         Args:
             name: the node type. A type that the store has is replaced.
             table: [nodes, *row].
             row_scale: real[nodes] or a scalar, by which rows are multiplied.
             column_scale: real[*row], by which columns are multiplied.
+            trainable: whether `init` and `update` train it, as an embedding. Its rows are float32, bfloat16 or float16,
+                without scales.
 
         Raises:
-            TypeError: no table, or a dtype that cannot be gathered.
-            ValueError: scales of another shape, or for a ShardedTable, which has its own.
+            TypeError: no table, or a dtype that cannot be gathered, or trained.
+            ValueError: scales of another shape, or for a ShardedTable, which has its own, or of a table to train; a
+                read-only table to train.
         """
         what = f"FeatureStore.with_table({name!r})"
         if not isinstance(table, Table | DividedTable):
@@ -155,7 +158,9 @@ class FeatureStore:
         table_dtype(what, table.dtype)
         by_row = _checked_scale(what, "row_scale", row_scale, [(len(table),), ()])
         by_column = _checked_scale(what, "column_scale", column_scale, [table.shape[1:]])
-        return self | FeatureStore({name: NodeFeatures(table, by_row, by_column)})
+        if trainable:
+            _check_trainable(what, table, by_row, by_column)
+        return self | FeatureStore({name: NodeFeatures(table, by_row, by_column, trainable)})
 
     def embedding(
         self,
@@ -166,9 +171,13 @@ class FeatureStore:
         seed: int = 0,
         stddev: float | None = None,
         dtype: Any = np.float32,
+        on_device: bool | ArrayLike = False,
         device: jax.Device | None = None,
     ) -> FeatureStore:
-        """A store that also has a trainable embedding in host memory, for a type without features.
+        """A store that also has a trainable embedding, for a type without features. It lies in host memory by default.
+
+        `dejax.distributed.ShardedTable.normal` makes one of the same numbers that is divided over devices or hosts;
+        give it to `with_table(..., trainable=True)`.
 
         Args:
             name: the node type. A type that the store has is replaced.
@@ -177,29 +186,20 @@ class FeatureStore:
             seed: of the first values, which are normal with mean 0.
             stddev: their standard deviation; by default width^-1/2.
             dtype: float32, bfloat16 or float16. The optimizer's moments are float32.
+            on_device: which rows, and their moments, lie on the device: False for none, True for all, or int[rows].
             device: the device whose steps read the rows; by default jax's default device.
 
         Raises:
-            ValueError: a negative number of nodes, or a width under 1.
+            ValueError: a negative number of nodes, a width under 1, or ids of rows that do not fit.
             TypeError: another dtype.
             MemoryError: the memory cannot be pinned.
         """
         what = f"FeatureStore.embedding({name!r})"
-        if num_nodes < 0 or width < 1:
-            raise ValueError(
-                f"{what}: `num_nodes` must be at least 0 and `width` at least 1, got {num_nodes} and {width}"
-            )
-        found = table_dtype(what, dtype)
-        if found.name not in RESULTS:
-            raise TypeError(f"{what}: `dtype` must be one of {', '.join(RESULTS)}, got {found}")
-        table = HostTable.empty((num_nodes, width), found, device=device)
-        block = max(1, _FLOATS_BY_BLOCK // width)
-        deviation = np.float32(width**-0.5 if stddev is None else stddev)
-        for number, start in enumerate(range(0, num_nodes, block)):
-            rng = np.random.default_rng([seed, number])
-            rows = rng.standard_normal((min(block, num_nodes - start), width), np.float32)
-            table.write(start, (rows * deviation).astype(found))
-        return self | FeatureStore({name: NodeFeatures(table, trainable=True)})
+        rows = EmbeddingRows.checked(what, num_nodes, width, seed=seed, stddev=stddev, dtype=dtype)
+        builder = table_builder(what, rows.shape, rows.dtype, on_device, device, writable=True)
+        for start in range(0, num_nodes, rows.block):
+            builder.write(start, rows[start : start + rows.block])
+        return self | FeatureStore({name: NodeFeatures(builder.table(), trainable=True)})
 
     def cached(self, rows: Mapping[str, ArrayLike]) -> FeatureStore:
         """A store that also keeps copies of some rows on the device (`CachedTable`). Embeddings may be cached, too.
@@ -341,12 +341,20 @@ class FeatureStore:
     # -------------------------------------------------------------------------------------------- training
 
     def init(self, optimizer: Optimizer) -> dict[str, OptimizerState]:
-        """The optimizer's state of each embedding: tables in host memory.
+        """The optimizer's state of each embedding: tables that lie where the embedding lies.
 
         Args:
             optimizer: `dejax.host_gather.sgd`, `adagrad` or `adam`.
+
+        Raises:
+            ValueError: a table that cannot be written, as one with copies of hot rows.
         """
-        return {name: optimizer.init(node.table) for name, node in self.types.items() if node.trainable}
+        state = {}
+        for name, node in self.types.items():
+            if node.trainable:
+                with _naming(name):
+                    state[name] = node.init(optimizer)
+        return state
 
     def update(
         self,
@@ -361,6 +369,11 @@ class FeatureStore:
         `out_shardings=dejax.host_gather.shardings(...)`. Gradients of equal ids are summed; ids out of range are
         ignored. Only rows with a gradient change: Adam's moments of other rows do not decay.
 
+        Inside of `jax.shard_map`, as in the functions of `dejax.distributed.data_parallel`, all devices call it
+        together, each with its own ids. The gradients of all devices are applied once, those of equal ids summed in the
+        order of the mesh. Tables are divided (`dejax.distributed.ShardedTable`) or shared for writing
+        (`dejax.distributed.share`).
+
         Args:
             optimizer: that of `init`.
             ids: int[...] by type, those of the gather.
@@ -369,11 +382,38 @@ class FeatureStore:
             state: from `init` or the last update.
 
         Raises:
-            ValueError: gradients of another shape, or of a type that has no ids or no state.
+            ValueError: gradients of another shape, or of a type that has no ids or no state; inside of `jax.shard_map`
+                a table that is neither divided nor shared.
             TypeError: ids that are no integers.
         """
+        return self.update_counted(optimizer, ids, gradients, state, capacity={})[:2]
+
+    def update_counted(
+        self,
+        optimizer: Optimizer,
+        ids: Mapping[str, ArrayLike],
+        gradients: Mapping[str, ArrayLike],
+        state: Mapping[str, OptimizerState],
+        *,
+        capacity: Mapping[str, int],
+    ) -> tuple[FeatureStore, dict[str, OptimizerState], Array]:
+        """`update`, with bounds on what devices exchange for tables that are divided over them.
+
+        Args:
+            optimizer, ids, gradients, state: as in `update`.
+            capacity: by type, the most rows that a device sends to one owner, itself included
+                (`ShardedTable.find_capacity`). By default as many as it has ids, so that all fit.
+
+        Returns:
+            The store, the state, and an int32 scalar: how many rows of this device did not fit. Their gradients are not
+            applied; `dejax.distributed.check_lost` raises for them.
+
+        Raises:
+            ValueError, TypeError: as `update`; a capacity of a table that is not divided.
+        """
         what = "FeatureStore.update"
-        types, after = dict(self.types), dict(state)
+        self._check_types("FeatureStore.update_counted, `capacity`", capacity)
+        types, after, lost = dict(self.types), dict(state), jnp.zeros((), jnp.int32)
         for name, values in gradients.items():
             if name not in ids:
                 raise ValueError(f"{what}: `ids` must have the type {name!r}, which has gradients")
@@ -389,11 +429,11 @@ class FeatureStore:
                 raise ValueError(
                     f"{what}: the gradients of type {name!r} must have shape {expected}, got {values.shape}"
                 )
+            gradient = RowGradient(of_type.reshape(-1), values.reshape(-1, *node.table.shape[1:]))
             with _naming(name):
-                gradient = RowGradient(of_type.reshape(-1), values.reshape(-1, *node.table.shape[1:]))
-                table, after[name] = optimizer.update(gradient, state[name], node.table)
-            types[name] = dataclasses.replace(node, table=table)
-        return FeatureStore(types), after
+                types[name], after[name], more = node.update(optimizer, gradient, state[name], capacity.get(name))
+            lost += more
+        return FeatureStore(types), after, lost
 
     # -------------------------------------------------------------------------------------------- looking
 
@@ -468,6 +508,18 @@ def _checked_scale(what: str, argument: str, value: Any, shapes: list[tuple[int,
     if scale.shape not in shapes:
         raise ValueError(f"{what}: `{argument}` must have shape {' or '.join(map(str, shapes))}, got {scale.shape}")
     return scale
+
+
+def _check_trainable(what: str, table: Table | DividedTable, row_scale: Any, column_scale: Any) -> None:
+    if row_scale is not None or column_scale is not None:
+        raise ValueError(f"{what}: a table to train must have no `row_scale` or `column_scale`")
+    if table.dtype.name not in RESULTS:
+        raise TypeError(f"{what}: a table to train must have rows of {', '.join(RESULTS)}, got {table.dtype}")
+    if isinstance(table, Table) and table.read_only:
+        raise ValueError(
+            f"{what}: a table to train must be one to write, got a read-only {type(table).__name__}; make it with "
+            "writable=True, or copy its rows with HostTable.from_numpy(table.numpy())"
+        )
 
 
 class _naming:

@@ -86,7 +86,7 @@ def test_the_page_and_the_results_are_what_the_model_gives():
 @pytest.mark.full
 def test_processes_send_the_bytes_of_the_model():
     """What the kernel counted on the TCP connections of two processes, within 2 %."""
-    (found,) = scale_model_measured.measure([2])
+    (found,) = scale_model_measured.measure([2], turns=2)
     assert set(found["cases"]) == {
         "rows of a sharded table",
         "gradients",

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from dejax.distributed.full_graph import load_nodes, load_parts, over_mesh
+from dejax.distributed.full_graph import load_nodes, load_parts
 from dejax.rgnn import library
 
 
@@ -26,13 +26,12 @@ def main(address: str, processes: int, number: int, folder: Path) -> None:
     mesh = Mesh(np.array(jax.devices()), ("parts",))
     graph = load_parts(folder, mesh)
     x, labels = (load_nodes(folder, graph, name) for name in ("x", "labels"))
-    layer = over_mesh(library.rgcn)
     with np.load(folder / "params.npz") as file:
         params: Any = [{name: jnp.asarray(file[f"{name}_{n}"]) for name in ("weight", "root")} for n in range(2)]
     optimizer = optax.adam(0.03)
 
     def loss(params: Any, graph: Any, x: Any, labels: Any) -> Any:
-        logits = layer(graph, jnp.tanh(layer(graph, x, params[0])), params[1])
+        logits = library.rgcn(graph, jnp.tanh(library.rgcn(graph, x, params[0])), params[1])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return jnp.where(graph.node_mask, losses, 0.0).sum() / graph.layout.num_nodes
 

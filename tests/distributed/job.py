@@ -56,6 +56,9 @@ def build(mesh, tables="shared", optimizer=OPTIMIZER):
     if tables != "shared":
         authors = ShardedTable.from_numpy(embeddings["author"].table.numpy(), mesh)
         trained, moments = authors, authors.init(ROWS)
+        if tables == "sharded":  # by the store, as shared ones
+            trained = FeatureStore().with_table("author", authors, trainable=True)
+            moments = trained.init(ROWS)
         papers = ShardedTable.from_numpy(rows, mesh, hot=[1, 7, 200])
     else:
         trained, moments = embeddings, embeddings.init(ROWS)
@@ -70,7 +73,8 @@ def build(mesh, tables="shared", optimizer=OPTIMIZER):
 def rows_of(store, name, ids):
     if isinstance(store, ShardedTable):
         return store.gather(ids)
-    return store.gather({name: ids})[name], jnp.zeros((), jnp.int32)
+    rows, lost = store.gather_counted({name: ids}, capacity={})
+    return rows[name], lost
 
 
 def gradients(state, key, seeds, data):

@@ -8,6 +8,7 @@ import pytest
 from dejax import _native, distributed
 from dejax.distributed import Part, ShardedTable, check_lost, data_parallel, make_mesh
 from dejax.distributed._placing import spec_of
+from dejax.host_gather import DeviceTable, HostTable, RowGradient, adam, sgd
 from dejax.minibatch import FeatureStore, HeteroTopology, sample_blocks
 
 pytestmark = [
@@ -134,6 +135,107 @@ def test_a_mini_batch_step_on_two_devices_is_that_of_an_array() -> None:
     np.testing.assert_allclose(got[0], want[0], rtol=0, atol=1e-6)
     for name in want[1]:
         np.testing.assert_allclose(got[1][name], want[1][name], rtol=0, atol=1e-6)
+
+
+ADAM = adam(0.1)
+CUT = {
+    "host": lambda store, mesh: store.embedding("author", 40, 3, seed=2),
+    "cached": lambda store, mesh: store.embedding("author", 40, 3, seed=2).cached({"author": [3, 9]}),
+    "device": lambda store, mesh: store.embedding("author", 40, 3, seed=2, on_device=True),
+    "split": lambda store, mesh: store.embedding("author", 40, 3, seed=2, on_device=[1, 7, 30]),
+    "divided": lambda store, mesh: store.with_table(
+        "author", ShardedTable.normal((40, 3), mesh, seed=2), trainable=True
+    ),
+    "divided, device": lambda store, mesh: store.with_table(
+        "author", ShardedTable.normal((40, 3), mesh, seed=2, memory="device"), trainable=True
+    ),
+}
+
+
+def trained(mesh, kind, *, rule=ADAM, capacity=None, steps=3, parts=4):
+    """(rows, losses, counts) of an embedding after steps of `data_parallel`; many equal ids."""
+
+    def gradients(state, key, seeds, data):
+        ids = {"author": jnp.where(seeds >= 0, seeds // 2, -1)}
+        rows, lost = state["store"].gather_counted(ids, capacity={})
+        loss = lambda rows: (jnp.sin(rows["author"] + data["shift"]) ** 2).sum() / seeds.size  # noqa: E731
+        value, found = jax.value_and_grad(loss)(rows)
+        return Part(value, {}, (seeds >= 0).sum(), {"author": RowGradient(ids["author"], found["author"])}, lost)
+
+    def update(state, mean):
+        ids, values = ({"author": getattr(mean.rows["author"], name)} for name in ("ids", "values"))
+        if capacity is None:
+            store, moments = state["store"].update(rule, ids, values, state["moments"])
+            return {"store": store, "moments": moments, "lost": state["lost"]}
+        store, moments, lost = state["store"].update_counted(rule, ids, values, state["moments"], capacity=capacity)
+        return {"store": store, "moments": moments, "lost": state["lost"] + jax.lax.psum(lost, "data")}
+
+    store = CUT[kind](FeatureStore(), mesh)
+    state, data = {"store": store, "moments": store.init(rule), "lost": jnp.zeros((), jnp.int32)}, {"shift": 0.3}
+    if mesh is not None:
+        state, data = distributed.share(state, mesh, writable=True), distributed.share(data, mesh)
+    step, losses = data_parallel(gradients, update, mesh, parts=parts), []
+    for number in range(steps):
+        seeds = np.random.default_rng(number).integers(-2, 84, 32).astype(np.int32)
+        state, report = step(state, jax.random.key(number), seeds, data)
+        assert int(report.counts) == 0
+        losses.append(float(report.loss))
+    after = state["store"]["author"].table
+    rows = after.numpy() if isinstance(after, ShardedTable) else distributed.local(after).numpy()
+    return np.array(rows), losses, int(state["lost"])
+
+
+@pytest.mark.parametrize("kind", CUT)
+def test_trained_rows_are_those_of_one_device(kind) -> None:
+    want = trained(None, "host")
+    for devices in (4, 2) if kind.startswith("divided") else (2,):
+        rows, losses, _ = trained(make_mesh(devices), kind)
+        np.testing.assert_allclose(rows, want[0], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(losses, want[1], rtol=0, atol=1e-6)
+    if kind != "cached" and not kind.startswith("divided"):
+        np.testing.assert_array_equal(trained(None, kind)[0], want[0])
+
+
+def test_gradients_that_do_not_fit_are_counted() -> None:
+    mesh, first = make_mesh(2), ShardedTable.normal((40, 3), make_mesh(2), seed=2).numpy()
+    rows, _, lost = trained(mesh, "divided", rule=sgd(0.1), capacity={"author": 2}, steps=1, parts=2)
+    assert lost > 0 and 0 < (rows != first).any(1).sum() <= 8  # two rows at most from each device to each owner
+    assert trained(mesh, "divided", capacity={"author": 32}, steps=1)[2] == 0
+
+
+def test_numbers_of_a_new_embedding() -> None:
+    for dtype in ("float32", "bfloat16"):
+        store = FeatureStore().embedding("author", 103, 5, seed=7, dtype=dtype, stddev=0.5)
+        table = ShardedTable.normal((103, 5), make_mesh(4), seed=7, dtype=dtype, stddev=0.5)
+        assert table.dtype == np.dtype(dtype)
+        np.testing.assert_array_equal(table.numpy(), store["author"].table.numpy())
+
+
+def test_misuse_of_training_is_told() -> None:
+    mesh = make_mesh(2)
+    with pytest.raises(ValueError, match="must be shared for writing, got one of a single device; .*share") as raised:
+        store = FeatureStore().embedding("author", 40, 3)
+        moments = store.init(sgd(0.1))
+        step = lambda store, ids: store.update(sgd(0.1), ids, {"author": jnp.ones((9, 3))}, moments)[1]  # noqa: E731
+        on_devices(mesh, step, store, {"author": IDS["author"]})
+    assert raised.value.__notes__[0] == "for the node type 'author'"
+    hot = FeatureStore().with_table("paper", ShardedTable.from_numpy(ROWS, mesh, hot=[3]), trainable=True)
+    with pytest.raises(ValueError, match="copies of hot rows; make it without `hot`"):
+        hot.init(sgd(0.1))
+    with pytest.raises(TypeError, match="must have rows of float32, bfloat16, float16, got int8"):
+        FeatureStore().with_table("paper", ShardedTable.zeros((4, 2), mesh, dtype="int8"), trainable=True)
+    with pytest.raises(ValueError, match="got a read-only DeviceTable; make it with writable=True"):
+        FeatureStore().with_table("paper", DeviceTable.from_numpy(ROWS), trainable=True)
+    with pytest.raises(ValueError, match="must have no `row_scale`"):
+        FeatureStore().with_table("paper", HostTable.from_numpy(ROWS), row_scale=2.0, trainable=True)
+    with pytest.raises(ValueError, match="`num_nodes` must be at least 0 and `width` at least 1, got 3 and 0"):
+        ShardedTable.normal((3, 0), mesh)
+    plain = FeatureStore().embedding("author", 4, 3)
+    with pytest.raises(
+        ValueError, match="`capacity` must be of a table that is divided over devices, got one on: host"
+    ):
+        ids, rows = {"author": np.array([1])}, {"author": np.ones((1, 3), np.float32)}
+        plain.update_counted(sgd(0.1), ids, rows, plain.init(sgd(0.1)), capacity={"author": 1})
 
 
 def test_misuse_is_told() -> None:

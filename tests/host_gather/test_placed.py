@@ -10,14 +10,20 @@ from dejax import _native
 from dejax.host_gather import (
     DeviceTable,
     HostTable,
+    RowGradient,
     SplitTable,
+    adagrad,
     adam,
     gather,
     gather_done,
     gather_start,
     prefetched_scan,
     scatter,
+    scatter_add,
+    sgd,
+    shardings,
     typed_linear,
+    value_and_grad,
 )
 
 pytestmark = [
@@ -146,3 +152,51 @@ def test_a_later_write_to_the_array_does_not_show() -> None:
     table = DeviceTable.from_numpy(rows)
     rows[:] = 7
     assert (table.numpy() == 1).all()
+
+
+RULES = {"sgd": sgd(0.5), "adagrad": adagrad(0.5), "adam": adam(0.1), "add": None, "set": None}
+WRITABLE = {
+    "device": lambda rows: DeviceTable.from_numpy(rows, writable=True),
+    "device array": lambda rows: DeviceTable.from_array(jnp.asarray(rows), writable=True),
+    "split": lambda rows: SplitTable.from_numpy(rows, HOT, writable=True),
+    "all in host memory": lambda rows: SplitTable.from_numpy(rows, [], writable=True),
+    "parts": lambda rows: SplitTable.from_parts(
+        HostTable.from_numpy(np.delete(rows, HOT, axis=0)), DeviceTable.from_numpy(rows[HOT], writable=True), HOT
+    ),
+}
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", WRITABLE)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_writes_have_the_bits_of_a_host_table(kind, rule, dtype, jitted) -> None:
+    rows, optimizer = ROWS.astype(dtype), RULES[rule]
+
+    def write(table, state, ids, values):
+        if optimizer is None:
+            return (scatter_add if rule == "add" else scatter)(table, ids, values), state
+        return optimizer.update(RowGradient(ids, values), state, table)
+
+    results = []
+    for make in (HostTable.from_numpy, WRITABLE[kind]):
+        rng, table = np.random.default_rng(5), make(rows)
+        state = None if optimizer is None else optimizer.init(table)
+        step = write
+        if jitted:
+            step = jax.jit(write, donate_argnums=(0, 1), out_shardings=shardings((table, state)))
+        for _ in range(3):
+            ids = jnp.asarray(rng.integers(-2, 52, 30), jnp.int32)  # with equal ones, and out of range
+            table, state = step(table, state, ids, jnp.asarray(rng.standard_normal((30, *rows.shape[1:])), jnp.float32))
+        moments = [m for m in (state or ()) if isinstance(m, HostTable | DeviceTable | SplitTable)]
+        results.append([table.numpy(), *(moment.numpy() for moment in moments)])
+        assert make is HostTable.from_numpy or all(type(moment) is type(table) for moment in moments)
+    assert any((results[1][0] != rows).reshape(-1))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_a_writable_table_is_not_differentiated_by_itself() -> None:
+    table = WRITABLE["device"](ROWS)
+    with pytest.raises(TypeError, match="differentiate by the gathered rows"):
+        value_and_grad(lambda t: t[np.array([1])].sum())(table)

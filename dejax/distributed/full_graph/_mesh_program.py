@@ -13,7 +13,7 @@ from dejax.distributed.full_graph._rewrite import SOURCE_PAIRS, CannotDistribute
 from dejax.distributed.full_graph._run import DeviceRun
 from dejax.distributed.full_graph._sharded_graph import ShardedGraph
 from dejax.distributed.full_graph._stages import Distributed, distribute
-from dejax.rgnn.compiler.program import Program, ProgramError
+from dejax.rgnn.compiler.program import Program, ProgramError, register_graph
 from dejax.rgnn.ir.inter import Op, Space
 from dejax.rgnn.options import Options
 from dejax.rgnn.passes import Counts
@@ -21,6 +21,9 @@ from dejax.rgnn.passes import Counts
 
 def over_mesh(program: Program) -> MeshProgram:
     """The same program for a `ShardedGraph`: forward and backward over the devices of a mesh.
+
+    A program that is called with a `ShardedGraph` does the same, and so do the layers of `dejax.rgnn.nnx` and
+    `dejax.rgnn.linen`. The result here also tells its plan and the bytes that it sends.
 
     Args:
         program: made by `@rgnn.program`, such as those of `dejax.rgnn.library` and `dejax.rgnn.zoo`, or your own.
@@ -36,8 +39,8 @@ def over_mesh(program: Program) -> MeshProgram:
     """
     if not isinstance(program, Program):
         raise TypeError(
-            f"program must be made by @rgnn.program, got {type(program).__name__}; of a layer of dejax.rgnn.nnx pass "
-            "the function of dejax.rgnn.library or dejax.rgnn.zoo and the layer's parameters"
+            f"program must be made by @rgnn.program, got {type(program).__name__}; call a layer of dejax.rgnn.nnx or "
+            "linen with the ShardedGraph as it is, layer(graph, x)"
         )
     return MeshProgram(program)
 
@@ -94,6 +97,13 @@ class MeshProgram:
                 raise
             raise CannotDistribute(f"{str(error).partition(': ')[0]}: {SOURCE_PAIRS}") from None
         return distribute(program, _counts(graph), graph.parts), tree, arrays
+
+
+def _run_program(program: Program, graph: ShardedGraph, options: Options | None, args: tuple, kwargs: dict) -> Any:
+    return MeshProgram(program)(graph, *args, options=options, **kwargs)
+
+
+register_graph(ShardedGraph, _run_program)
 
 
 def _counts(graph: ShardedGraph) -> Counts:

@@ -21,6 +21,7 @@ from dejax.distributed.full_graph._local_graphs import (
     table_sizes,
     tables_of,
 )
+from dejax.distributed.full_graph._rewrite import SOURCE_PAIRS, CannotDistribute
 from dejax.distributed.full_graph._split import Layout, Part, WholeGraph, padded, split
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.spec import Edges, GraphSpec
@@ -37,6 +38,9 @@ class ShardedGraph:
     constructor. Arrays with one row for each node are [rows, *F]: the nodes of the first device, its padding rows, then
     those of the second device and so on, sharded over the axis. `shard_nodes` brings an array to this form, and
     `unshard_nodes` brings it back. Arrays with one row for each edge have an order of this kind, too.
+
+    Programs take it where they take a `RelGraph`, and so do the layers of `dejax.rgnn.nnx` and `dejax.rgnn.linen`. It
+    has a RelGraph's counts, types and masks, of these rows.
 
     Attributes:
         owned: for each device the graph of its own nodes, without edges; every table has a leading axis of parts.
@@ -96,6 +100,52 @@ class ShardedGraph:
     def num_edge_rows(self) -> int:
         """Rows of an array with one row for each edge, padding included."""
         return self.layout.parts * self.layout.edges
+
+    @property
+    def num_nodes(self) -> int:
+        """`num_rows`, as a RelGraph counts padding rows; `layout.num_nodes` has the nodes of the whole graph."""
+        return self.num_rows
+
+    @property
+    def num_edges(self) -> int:
+        """`num_edge_rows`; `layout.num_edges` has the edges of the whole graph."""
+        return self.num_edge_rows
+
+    @property
+    def num_edge_types(self) -> int:
+        return self.layout.num_edge_types
+
+    @property
+    def num_node_types(self) -> int:
+        return self.layout.num_node_types
+
+    @property
+    def edge_type_names(self) -> tuple[str, ...] | None:
+        return self.layout.edge_type_names
+
+    @property
+    def node_type_names(self) -> tuple[str, ...] | None:
+        return self.layout.node_type_names
+
+    @property
+    def node_type_counts(self) -> None:
+        """None: nodes of a type do not lie side by side, as they may in a RelGraph."""
+        return None
+
+    @property
+    def node_type(self) -> Array:
+        """int32[rows], the type of each row's node; `num_node_types` for padding rows."""
+        return self.owned.node_type.reshape(-1)
+
+    @property
+    def num_source_pairs(self) -> int:
+        raise CannotDistribute(SOURCE_PAIRS)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a ShardedGraph has no {name!r}: it has the counts, types and masks of a RelGraph; the tables of the "
+            "devices are in `local`"
+        )
 
     def shard_nodes(self, x: Any) -> Array:
         """An array [nodes, *F] in the order of the whole graph as [rows, *F] over the devices; zeros in padding rows.

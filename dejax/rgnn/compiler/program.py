@@ -61,6 +61,19 @@ class _ClosesOver(Exception):
         self.traced = traced
 
 
+_OTHER_GRAPHS: dict[type, Callable[..., Any]] = {}
+
+
+def register_graph(kind: type, run: Callable[..., Any]) -> None:
+    """Lets every program, and so every layer, take graphs of another class.
+
+    Args:
+      kind: the class, such as `dejax.distributed.ShardedGraph`. For layers it has the counts and masks of a `RelGraph`.
+      run: called as `run(program, graph, options, args, kwargs)`, in place of the program.
+    """
+    _OTHER_GRAPHS[kind] = run
+
+
 class Program:
     """A relational program; made by `@rgnn.program`.
 
@@ -95,7 +108,7 @@ class Program:
         """Runs the program. Called with the `g` of another program, it becomes part of that program.
 
         Args:
-          graph: the graph.
+          graph: the graph; also a `dejax.distributed.ShardedGraph`, whose arrays have the rows of its devices.
           *args: the function's arguments after `g`; inside another program also values of that program.
           options: used instead of the program's own. Inside another program the outermost program's options apply.
           **kwargs: the function's keyword arguments.
@@ -114,6 +127,8 @@ class Program:
                     f"options must not be given to {self!r} inside another program, whose options apply; got {options}"
                 )
             return self.function(graph, *args, **kwargs)
+        if (other := _OTHER_GRAPHS.get(type(graph))) is not None:
+            return other(self, graph, options, args, kwargs)
         task, tree, arrays = self._prepare(graph, options, args, kwargs)
         results = run(task, graph, _inputs(task, graph, arrays))
         ops = [task.program.ops[o] for o in task.program.outputs]

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from dejax.rgnn.compiler import functional as F
 from dejax.rgnn.compiler.program import program
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.layers import library
@@ -26,6 +27,13 @@ def inverted(key: Array, rate: float, shape: tuple[int, ...], dtype: Any) -> Arr
     """A factor of 0 at the given rate, else 1 / (1 - rate), so that the mean is 1."""
     kept = jax.random.bernoulli(key, 1.0 - rate, shape)
     return kept.astype(dtype) / jnp.asarray(1.0 - rate, dtype)
+
+
+@program
+def _kept_shares(g: Any, kept: Any) -> Any:
+    """kept / (number of kept edges of the destination and type), 0 where none is kept."""
+    score = F.where_positive(g.edge(kept), 0.0, -float("inf"))
+    return F.edge_softmax(score, within="relation")
 
 
 @program
@@ -54,7 +62,10 @@ def edge_scale(graph: RelGraph, key: Array, rate: float, normalization: str, dty
     """
     if normalization != "mean":
         return inverted(key, rate, (graph.num_edges,), dtype)
-    kept = jax.random.bernoulli(key, 1.0 - rate, (graph.num_edges,))[graph.edge_ids].astype(jnp.float32)
+    kept = jax.random.bernoulli(key, 1.0 - rate, (graph.num_edges,)).astype(jnp.float32)
+    if not isinstance(graph, RelGraph):  # one whose tables lie on several devices
+        return _kept_shares(graph, kept).astype(dtype)
+    kept = kept[graph.edge_ids]
     pair = graph.by_destination_pair.index
     count = jax.ops.segment_sum(kept, pair, num_segments=graph.num_destination_pairs, indices_are_sorted=True)
     # At least 1, for pairs whose edges are all dropped and for padding edges, whose pair is out of range.
@@ -105,6 +116,8 @@ def _relation_weight(params: dict[str, Array]) -> Array:
 
 def _pair_weight(graph: RelGraph, params: dict[str, Array]) -> Array:
     """[num_source_pairs, n]: for each (sender, type) pair its row of the relation's combination of bases."""
+    if not isinstance(graph, RelGraph):
+        raise ValueError("RGCNConv: edge_dropout without features must be 0 for a graph over several devices")
     bases = params["bases"][graph.source_pair_by_node.index]
     coefficients = params["coefficients"][graph.source_pair_by_type.index]
     return jnp.einsum("pb,pbn->pn", coefficients, bases, precision=jax.lax.Precision.HIGHEST)

@@ -1,0 +1,115 @@
+"""A process that dies in a step while activations are offloaded: the others end by name, the next start cleans up."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from dejax import _native
+from dejax.distributed import failing
+from dejax.offload import _memory
+from tests.distributed import processes
+
+pytestmark = [
+    pytest.mark.skipif(
+        _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
+    ),
+    pytest.mark.newest_jax,
+]
+
+PROGRAM = """
+import json, os, signal, sys
+process, count, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+victim, when = json.loads(sys.argv[5]).values()
+from dejax import distributed
+distributed.initialize(f"127.0.0.1:{port}", count, process, timeout=6)
+import jax, jax.numpy as jnp, numpy as np
+from dejax.offload import ActivationStore, offload
+P = jax.sharding.PartitionSpec
+step_number = 0
+
+def look(x):
+    if process == victim and step_number == 2:
+        (files,) = [place for place in os.listdir(folder + "/drive") if f"-{os.getpid()}-" in place]
+        print("dies with", store.stats().host_bytes, "bytes and files in", files, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+def called(x):
+    return jax.pure_callback(look, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+@jax.custom_vjp
+def between(x):
+    return called(x) if when == "forward" else x + 0
+between.defvjp(lambda x: (between(x), None), lambda _, g: (called(g) if when == "backward" else g,))
+
+def loss(ws, x):
+    layer = offload(lambda w, x: x + jnp.tanh(x @ w) @ w.T, min_bytes=1)
+    for number, w in enumerate(ws):
+        x = layer(w, between(x) if number == 2 else x)
+    return jax.lax.pmean((x ** 2).mean(), "data")
+
+mesh = distributed.make_mesh()
+step = jax.jit(jax.shard_map(jax.value_and_grad(loss), mesh=mesh, in_specs=(P(), P("data")), out_specs=P(),
+                             check_vma=False))
+rng = np.random.default_rng(0)
+ws = [rng.normal(size=(32, 32)).astype(np.float32) / 6 for _ in range(4)]
+x = rng.normal(size=(64 * count, 32)).astype(np.float32)
+x = jax.make_array_from_callback(x.shape, jax.NamedSharding(mesh, P("data")), lambda at: x[at])
+of_default_size = ActivationStore()
+with ActivationStore(folder + "/drive", host_bytes=1 << 15, engine="direct", chunk_bytes=4096) as store:
+    for step_number in range(4):
+        value, gradients = jax.block_until_ready(step(ws, x))
+    seen = store.stats()
+    print("stored", seen.stored_bytes, "fetched", seen.fetched_bytes, "loss", float(value), flush=True)
+    from jax.experimental import multihost_utils
+    multihost_utils.sync_global_devices("all have their folders")
+    print("folders", len(os.listdir(folder + "/drive")), flush=True)
+    multihost_utils.sync_global_devices("all have counted them")
+"""
+
+
+def marks() -> set[int]:
+    """Processes with a mark of a store of default size."""
+    folder = _memory._folder()
+    return {int(path.name.split("-")[0]) for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("victim", "when"),
+    [
+        pytest.param(1, "backward", marks=pytest.mark.full),
+        pytest.param(1, "forward", marks=pytest.mark.slow),
+        pytest.param(0, "backward", marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_dies_in_a_step(victim: int, when: str, tmp_path: Path) -> None:
+    program, drive = tmp_path / "program.py", tmp_path / "drive"
+    program.write_text(PROGRAM)
+    drive.mkdir()
+    started = processes.start(2, tmp_path, program=program, victim=victim, when=when)
+    try:
+        ends = [process.wait(120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    texts = [processes.output(tmp_path, number) for number in range(2)]
+    assert ends[victim] == -9 and ends[1 - victim] == failing.EXIT_STATUS, texts
+    assert re.search(r"dies with [1-9]\d* bytes and files in dejax-offload-", texts[victim]), texts[victim]
+    (line,) = [line for line in texts[1 - victim].splitlines() if line.startswith("dejax.distributed:")]
+    assert re.search(r"process 1 on .*: no sign of life" if victim else r"process 0 \(.*\), .*is gone", line), line
+    left = [place.name for place in drive.iterdir()]
+    assert any(f"-{started[victim].pid}-" in name for name in left), left  # it could not close its store
+
+    cache = tmp_path / "cache"
+    again = processes.start(2, tmp_path, program=program, cache=cache, victim=-1, when=when)
+    processes.finish(again, tmp_path)
+    texts = [processes.output(tmp_path, number) for number in range(2)]
+    assert all("folders 2\n" in text for text in texts), texts  # those of the living
+    stored = [re.search(r"stored (\d+) fetched (\d+) loss (\S+)", text) for text in texts]
+    assert stored[0] and stored[1] and stored[0].groups() == stored[1].groups()
+    assert stored[0][1] == stored[0][2] != "0"
+    assert not list(drive.iterdir())
+    assert not marks() & {process.pid for process in (*started, *again)} - {os.getpid()}
