@@ -12,6 +12,7 @@
 
 #include "../current.h"
 #include "../pieces.h"
+#include "../state_disk.h"
 #include "../store.h"
 #include "interceptor.h"
 
@@ -81,6 +82,14 @@ void BindTesting(nb::module_& parent) {
              return interceptor;
            }),
            nb::arg("store"), "Attaches itself to a store.")
+      .def_static(
+          "of_state",
+          [](StateDisk& disk) {
+            auto interceptor = std::make_shared<TestInterceptor>();
+            disk.Intercept(interceptor);
+            return interceptor;
+          },
+          nb::arg("disk"), "One that is attached to a store of state.")
       .def("inject", &TestInterceptor::Inject, nb::arg("kind"), nb::arg("count"))
       .def("slow", &TestInterceptor::Slow, nb::arg("seconds"))
       .def("set_prediction", &TestInterceptor::SetPrediction, nb::arg("mode"));
