@@ -37,19 +37,23 @@ class DiskArray:
         shape, dtype: of the array.
         ticket: uint32[4] on the device: which store, which array, which version.
         unit_bytes: bytes that are read and written together.
+        store: of its files, which live as long as any array in them.
     """
 
-    def __init__(self, ticket: Any, shape: tuple[int, ...], dtype: Any, unit_bytes: int) -> None:
+    def __init__(
+        self, ticket: Any, shape: tuple[int, ...], dtype: Any, unit_bytes: int, store: StateStore
+    ) -> None:
         self.ticket = ticket
         self.shape = shape
         self.dtype = np.dtype(dtype)
         self.unit_bytes = unit_bytes
+        self.store = store
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        return ((jax.tree_util.GetAttrKey("ticket"), self.ticket),), (self.shape, self.dtype, self.unit_bytes)
+        return ((jax.tree_util.GetAttrKey("ticket"), self.ticket),), (self.shape, self.dtype, self.unit_bytes, self.store)
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        return (self.ticket,), (self.shape, self.dtype, self.unit_bytes)
+        return (self.ticket,), (self.shape, self.dtype, self.unit_bytes, self.store)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> DiskArray:
@@ -69,7 +73,8 @@ class DiskArray:
 
     def next_version(self, ticket: Any) -> DiskArray:
         """The array after an update; `ticket`: its ticket, waited for."""
-        return DiskArray(ticket + np.array([0, 0, 1, 0], np.uint32), self.shape, self.dtype, self.unit_bytes)
+        ticket = ticket + np.array([0, 0, 1, 0], np.uint32)
+        return DiskArray(ticket, self.shape, self.dtype, self.unit_bytes, self.store)
 
     def __repr__(self) -> str:
         return f"DiskArray({self.dtype}{list(self.shape)})"
@@ -102,10 +107,10 @@ class DiskArray:
 
     def _read(self, begin: int, end: int) -> np.ndarray[Any, Any]:
         out = np.empty(end - begin, np.uint8)
-        number, array, version, _ = map(int, np.asarray(self.ticket))
+        _, array, version, _ = map(int, np.asarray(self.ticket))
         if end > begin:
-            found = _native.extension("StateStore").StateDisk.find(number)
-            found.get(array=array, version=version, offset=begin, address=out.ctypes.data, nbytes=end - begin)
+            self.store._require_open()
+            self.store._native.get(array=array, version=version, offset=begin, address=out.ctypes.data, nbytes=end - begin)
         return out
 
 
@@ -119,8 +124,8 @@ class StateStore:
     Args:
         path: a folder, or several on several drives.
         disk_bytes: cap of the files' size. None: no cap.
-        host_bytes: cap of host memory for arrays that wait to be written. None: as much as the staging memory of a step.
-            What a step reads ahead comes on top where nothing waits to be written.
+        host_bytes: cap of host memory for what waits to be written. None: as much as the staging memory of a step. A step
+            waits while it is reached. What it reads ahead comes on top.
         engine: "direct" (O_DIRECT where the file system has it) or "buffered" (through the page cache).
         io_threads: number of reads and writes at a time; writes take at most half of them.
         chunk_bytes: size of a read or write, a multiple of 4,096.
@@ -208,8 +213,7 @@ class StateStore:
             raise ValueError(
                 "StateStore: a state on disk must be made outside of jax.jit, got traced arrays; call init without jit"
             )
-        if not self.is_open:
-            raise RuntimeError("StateStore: the store is closed; make another")
+        self._require_open()
         dtype, shape = np.dtype(array.dtype), tuple(array.shape)
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
@@ -223,7 +227,11 @@ class StateStore:
             self._native.remove(number)
             raise
         ticket = jnp.asarray(np.array([self._native.number, number, 0, 0], np.uint32))
-        return DiskArray(ticket, shape, dtype, unit)
+        return DiskArray(ticket, shape, dtype, unit, self)
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            raise RuntimeError("StateStore: the store is closed; make another, and restore the state from a checkpoint")
 
     def remove(self, state: Any) -> None:
         """Gives the room of a state's arrays back. No step may use them."""
@@ -267,7 +275,6 @@ def restore(like: Any, arrays: Any) -> Any:
     """
     places, treedef = jax.tree.flatten(like, is_leaf=is_on_disk)
     values = treedef.flatten_up_to(arrays)
-    stores = {store._native.number: store for store in _open if store.is_open}
     made = []
     for place, value in zip(places, values, strict=True):
         if tuple(place.shape) != tuple(value.shape) or place.dtype != value.dtype:
@@ -278,11 +285,8 @@ def restore(like: Any, arrays: Any) -> Any:
         if not is_on_disk(place):
             made.append(jax.device_put(value, place.sharding))
             continue
-        number = int(np.asarray(place.ticket)[0])
-        if number not in stores:
-            raise ValueError("offload.restore: `like` must lie in an open StateStore, got one whose store is closed")
-        stores[number].remove(place)
-        made.append(stores[number].put(value, place.unit_bytes))
+        place.store.remove(place)
+        made.append(place.store.put(value, place.unit_bytes))
     return jax.tree.unflatten(treedef, made)
 
 

@@ -61,7 +61,6 @@ void BindState(nb::module_& m) {
       .def_static("open", &OpenStateDisk, nb::kw_only(), nb::arg("folders"), nb::arg("disk_bytes"),
                   nb::arg("host_bytes"), nb::arg("chunk_bytes"), nb::arg("num_threads"), nb::arg("direct"),
                   nb::arg("checksum"))
-      .def_static("find", &StateDisk::Find, nb::arg("number"))
       .def_prop_ro("number", &StateDisk::number)
       .def("create", &StateDisk::Create, nb::arg("nbytes"), nb::arg("unit_bytes"), Release())
       .def("remove", &StateDisk::Remove, nb::arg("array"), Release())

@@ -51,25 +51,26 @@ std::shared_ptr<StateBuffer> StateBuffers::Take(int64_t bytes, bool write, int64
   StateBuffer found;
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    while (true) {
-      const auto at = std::find_if(free_.begin(), free_.end(), fits);
-      if (at != free_.end()) {
-        found = *at;
-        free_.erase(at);
-        break;
-      }
-      while (held_ + bytes > cap && !free_.empty()) {  // of another size
+    if (write) {
+      returned_.wait(lock, [&] { return writing_ == 0 || writing_ + bytes <= cap; });
+      writing_ += bytes;
+    }
+    const auto at = std::find_if(free_.begin(), free_.end(), fits);
+    if (at != free_.end()) {
+      found = *at;
+      free_.erase(at);
+      used_ += found.capacity;
+    } else {
+      // Free buffers of other sizes stay for later layers: pinned memory takes long to make.
+      while (!free_.empty() && held_ + bytes > 2 * std::max(most_used_, used_ + bytes)) {
         held_ -= free_.front().capacity;
         dropped.splice(dropped.end(), free_, free_.begin());
       }
-      if (!write || held_ + bytes <= cap || writes_ == 0) {
-        held_ += bytes;
-        peak_ = std::max(peak_, held_);
-        break;
-      }
-      returned_.wait(lock);
+      held_ += bytes;
+      used_ += bytes;
+      peak_ = std::max(peak_, held_);
     }
-    if (write) ++writes_;
+    most_used_ = std::max(most_used_, used_);
   }
   for (const StateBuffer& buffer : dropped) Free(buffer);
   if (found.data == nullptr) {
@@ -81,7 +82,8 @@ std::shared_ptr<StateBuffer> StateBuffers::Take(int64_t bytes, bool write, int64
     if (failed) {
       std::lock_guard<std::mutex> lock(mutex_);
       held_ -= bytes;
-      if (write) --writes_;
+      used_ -= bytes;
+      if (write) writing_ -= bytes;
       returned_.notify_all();
       throw std::runtime_error("offload: no host memory is left for " + std::to_string(bytes) +
                                " bytes of state on their way to or from the drive; give a smaller `ahead`");
@@ -89,16 +91,17 @@ std::shared_ptr<StateBuffer> StateBuffers::Take(int64_t bytes, bool write, int64
     found.data = static_cast<char*>(data);
   }
   auto self = shared_from_this();
-  return std::shared_ptr<StateBuffer>(new StateBuffer(found), [self, write](StateBuffer* buffer) {
-    self->GiveBack(*buffer, write);
+  return std::shared_ptr<StateBuffer>(new StateBuffer(found), [self, written = write ? bytes : 0](StateBuffer* buffer) {
+    self->GiveBack(*buffer, written);
     delete buffer;
   });
 }
 
-void StateBuffers::GiveBack(const StateBuffer& buffer, bool write) {
+void StateBuffers::GiveBack(const StateBuffer& buffer, int64_t written) {
   std::lock_guard<std::mutex> lock(mutex_);
   free_.push_back(buffer);
-  if (write) --writes_;
+  used_ -= buffer.capacity;
+  writing_ -= written;
   returned_.notify_all();
 }
 

@@ -35,20 +35,19 @@ struct StateBuffer {
 class StateBuffers : public std::enable_shared_from_this<StateBuffers> {
  public:
   ~StateBuffers();
-  // Waits for buffers of writes while more than `cap` bytes would be held. Exceeds `cap` where only reads hold memory:
-  // the caller would otherwise wait for itself.
+  // Waits while writes hold memory, and would hold more than `cap` bytes. Reads do not wait: nobody else would end them.
   std::shared_ptr<StateBuffer> Take(int64_t bytes, bool write, int64_t cap, bool pinned);
   int64_t peak_bytes() const;
 
  private:
-  void GiveBack(const StateBuffer& buffer, bool write);
+  void GiveBack(const StateBuffer& buffer, int64_t written);
   static void Free(const StateBuffer& buffer);
 
   mutable std::mutex mutex_;
   std::condition_variable returned_;
   std::list<StateBuffer> free_;  // least recently used first
-  int64_t held_ = 0, peak_ = 0;
-  int writes_ = 0;
+  int64_t held_ = 0, peak_ = 0, used_ = 0, most_used_ = 0;  // bytes; used: without those in free_
+  int64_t writing_ = 0;  // bytes of buffers that writes have
 };
 
 struct StateArray;
