@@ -82,9 +82,7 @@ def claim(path: Path, owner: str = "ActivationStore") -> Claim:
             raise OSError(
                 error.errno, f"{owner}: path {path} is on a file system without locks; give a local one"
             ) from error
-        raise OSError(
-            error.errno, f"{owner}: path {path} cannot be used ({error.strerror}); give another"
-        ) from error
+        raise OSError(error.errno, f"{owner}: path {path} cannot be used ({error.strerror}); give another") from error
     raise OSError(errno.EBUSY, f"{owner}: other processes keep removing new folders in {path}; give another")
 
 

@@ -40,9 +40,7 @@ class DiskArray:
         store: of its files, which live as long as any array in them.
     """
 
-    def __init__(
-        self, ticket: Any, shape: tuple[int, ...], dtype: Any, unit_bytes: int, store: StateStore
-    ) -> None:
+    def __init__(self, ticket: Any, shape: tuple[int, ...], dtype: Any, unit_bytes: int, store: StateStore) -> None:
         self.ticket = ticket
         self.shape = shape
         self.dtype = np.dtype(dtype)
@@ -50,7 +48,12 @@ class DiskArray:
         self.store = store
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        return ((jax.tree_util.GetAttrKey("ticket"), self.ticket),), (self.shape, self.dtype, self.unit_bytes, self.store)
+        return ((jax.tree_util.GetAttrKey("ticket"), self.ticket),), (
+            self.shape,
+            self.dtype,
+            self.unit_bytes,
+            self.store,
+        )
 
     def tree_flatten(self) -> tuple[Any, Any]:
         return (self.ticket,), (self.shape, self.dtype, self.unit_bytes, self.store)
@@ -94,7 +97,9 @@ class DiskArray:
             at = range(self.shape[0])[rows]
             return self._rows(at, at + 1)[0]
         if not isinstance(rows, slice) or rows.step not in (None, 1):
-            raise TypeError(f"DiskArray: rows must be an int or a slice with step 1, got {rows!r}; read np.asarray first")
+            raise TypeError(
+                f"DiskArray: rows must be an int or a slice with step 1, got {rows!r}; read np.asarray first"
+            )
         begin, end, _ = rows.indices(self.shape[0])
         return self._rows(begin, max(begin, end))
 
@@ -110,7 +115,9 @@ class DiskArray:
         _, array, version, _ = map(int, np.asarray(self.ticket))
         if end > begin:
             self.store._require_open()
-            self.store._native.get(array=array, version=version, offset=begin, address=out.ctypes.data, nbytes=end - begin)
+            self.store._native.get(
+                array=array, version=version, offset=begin, address=out.ctypes.data, nbytes=end - begin
+            )
         return out
 
 
