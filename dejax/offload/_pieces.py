@@ -178,7 +178,7 @@ def _cut(evaluation: Demand, group: Group, state: Sequence[Any], num_updates: in
 
 
 def unit_of(shape: tuple[int, ...], dtype: Any, piece_bytes: int) -> int:
-    """Bytes of a piece of an array on disk: as many elements of each dtype, so that the moments of a parameter agree."""
+    """Bytes of a piece of an array on disk: equally many elements of each dtype, as the moments of a parameter need."""
     row = max(1, int(np.prod(shape[1:], dtype=np.int64)))
     elements = max(1, piece_bytes // 4)
     return (elements // row * row or elements) * np.dtype(dtype).itemsize

@@ -1,4 +1,4 @@
-"""Arrays in host memory or on disk whose rows travel through the device in the iterations of a loop: the state of a stack of layers.
+"""Arrays in host memory or on disk whose rows travel through the device in a loop: the state of a stack of layers.
 
 `native/offload/pieces.h` says how the copies run. A row is a layer's part of an array [layers, ...]. Row `t + ahead` is
 copied to the device while the program works on row `t`, and changed rows are copied back meanwhile.

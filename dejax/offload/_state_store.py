@@ -131,8 +131,8 @@ class StateStore:
     Args:
         path: a folder, or several on several drives.
         disk_bytes: cap of the files' size. None: no cap.
-        host_bytes: cap of host memory for what waits to be written. None: as much as the staging memory of a step. A step
-            waits while it is reached. What it reads ahead comes on top.
+        host_bytes: cap of host memory for what waits to be written. A step waits while it is reached. None: as much as
+            the staging memory of a step. What the step reads ahead comes on top.
         engine: "direct" (O_DIRECT where the file system has it) or "buffered" (through the page cache).
         io_threads: number of reads and writes at a time; writes take at most half of them.
         chunk_bytes: size of a read or write, a multiple of 4,096.
