@@ -23,6 +23,7 @@ from dejax.offload._step_plan import StepPlan, StepWay, plan_step
 from dejax.offload._store import ActivationStore, default_store
 from dejax.offload._telemetry import Recording
 from dejax.offload._transform import offload
+from dejax.offload._ways import Plan
 
 _LAZY = ("linen", "nnx")  # these import flax
 
@@ -33,6 +34,7 @@ __all__ = [
     "MasterState",
     "NamesPlan",
     "NamesWay",
+    "Plan",
     "Prediction",
     "Recording",
     "Residual",

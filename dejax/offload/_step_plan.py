@@ -233,8 +233,8 @@ def _least(ways: Sequence[StepWay], budgets: dict[str, float]) -> str:
         said += [f"{name}={math.ceil(min(alone))} would do"] if alone else []
     least = min(ways, key=lambda way: way.device_bytes)
     said.append(
-        f"the least on the device takes {int(least.device_bytes)} bytes, with {int(least.host_bytes)} in host memory and "
-        f"{int(least.disk_bytes)} on disk"
+        f"the least on the device takes {int(least.device_bytes)} bytes, with {int(least.host_bytes)} in host memory "
+        f"and {int(least.disk_bytes)} on disk"
     )
     return "; ".join(said)
 
