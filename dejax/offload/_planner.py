@@ -46,7 +46,7 @@ class Prediction:
     """A way to run the stack, with its predicted memory and time.
 
     Attributes:
-        layers: number of layers for each of `CHOICES`; for a stack of several parts, of the first part, then the second.
+        layers: number of layers for each of `CHOICES`; of several parts, those of the first part, then of the second.
         peak_bytes: temporaries of the program and the device's ring.
         seconds: time of a step.
         stall_seconds: part of it that waits for the bus or the drive.
@@ -158,7 +158,7 @@ def plan_stack(
     [dense_params, moe_params], x, ...)`. Layers that alternate are one layer together.
 
     Args:
-        body: (params of one layer, x) -> x, as in `jax.lax.scan` over layers. Or a sequence of these, one for each part.
+        body: (params of one layer, x) -> x, as in `jax.lax.scan` over layers. Or a sequence of these, for each part.
         params: pytree of arrays [layers, ...], at least four layers. Or a sequence of these, of any number of layers.
         x: the first layer's input; each part must return an array of this shape.
         budget_bytes: for temporaries of a training step (value and gradient of the stack) and the device's ring.

@@ -108,7 +108,8 @@ class StepPlan:
     def table(self) -> str:
         """A Markdown table: the fastest way for each choice of places, the chosen one, and its measured values."""
         lines = [
-            "| parameters, moments in host memory | on disk | inputs | parts | device, GB | host, disk, GB | step, ms | waiting, ms |",
+            "| parameters, moments on the host | on disk | inputs | parts | device, GB | host, disk, GB | step, ms | "
+            "waiting, ms |",
             "| --- | --- | --- | --- | --- | --- | --- | --- |",
         ]
         for way in self.ways:

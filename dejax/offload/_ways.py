@@ -112,8 +112,8 @@ def nothing_fits(caller: str, ways: Sequence[W], budget_bytes: float, describe: 
         )
     least = min(ways, key=lambda way: way.peak_bytes)
     return ValueError(
-        f"{caller}: nothing fits budget_bytes={int(budget_bytes)}; the least is about {int(least.peak_bytes)} bytes, with "
-        f"{describe(least)}"
+        f"{caller}: nothing fits budget_bytes={int(budget_bytes)}; the least is about {int(least.peak_bytes)} bytes, "
+        f"with {describe(least)}"
     )
 
 
