@@ -430,7 +430,11 @@ class _DiskChain(_Chain):
             results.append(jax.ShapeDtypeStruct(shape, array.dtype))
         attributes: dict[str, Any] = {"slot": np.int64(self._slots), "pull_iterations": np.int64(1)}
         self._slots += 1
-        places = {"take": [x[:2] for x in taken], "pull": [x[:2] for x in self._pulls], "push": self._pushes}
+        places: dict[str, Sequence[Any]] = {
+            "take": [x[:2] for x in taken],
+            "pull": [x[:2] for x in self._pulls],
+            "push": self._pushes,
+        }
         for name, some in places.items():
             attributes[f"{name}_array"] = np.array([x[0] for x in some], np.int64)
             attributes[f"{name}_offset"] = np.array([x[1] for x in some], np.int64)

@@ -57,7 +57,7 @@ class HostRows:
         staging_bytes: cap of staging memory on the device.
     """
 
-    def __init__(self, arrays: Sequence[Array], staging_bytes: int) -> None:
+    def __init__(self, arrays: Sequence[Any], staging_bytes: int) -> None:
         _native.extension("offload.stack_step")
         self.arrays = list(arrays)
         self._near = [k for k, x in enumerate(arrays) if not is_on_disk(x)]
@@ -110,7 +110,7 @@ class HostRows:
         pushes = (arrays, [walk.offset(0, row) for row in rows], [walk.stride(row) for row in rows])
         return self._loop(ticket, pushes=pushes, values=values)[0]
 
-    def finish(self, ticket: Array, after: Sequence[Array] = ()) -> list[Array]:
+    def finish(self, ticket: Array, after: Sequence[Array] = ()) -> list[Any]:
         """Waits for all copies; returns the arrays, in the memory that they came in."""
         if self._changed:
             ticket = self._commit(ticket)

@@ -281,7 +281,12 @@ def restore(like: Any, arrays: Any) -> Any:
         ValueError: another structure, shape or dtype.
     """
     places, treedef = jax.tree.flatten(like, is_leaf=is_on_disk)
-    values = treedef.flatten_up_to(arrays)
+    values = jax.tree.leaves(arrays)
+    found: Any = jax.tree.structure(arrays)
+    if found != treedef:
+        raise ValueError(
+            f"offload.restore: `arrays` must have the structure of `like`, got {found} in place of {treedef}"
+        )
     made = []
     for place, value in zip(places, values, strict=True):
         if tuple(place.shape) != tuple(value.shape) or place.dtype != value.dtype:

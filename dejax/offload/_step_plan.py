@@ -82,7 +82,7 @@ class StepPlan:
         device = self.device_bytes if device_bytes is None else device_bytes
         host = self.host_bytes if host_bytes is None else host_bytes
         disk = self.disk_bytes if disk_bytes is None else disk_bytes
-        budgets = {"device_bytes": device, "host_bytes": host, "disk_bytes": disk}
+        budgets: dict[str, Any] = {"device_bytes": device, "host_bytes": host, "disk_bytes": disk}
         return dataclasses.replace(self, chosen=_choose(self.ways, **budgets), measured=None, **budgets)
 
     def measure(self, state: StackState, batch: Any) -> tuple[float, float]:
@@ -215,7 +215,7 @@ def plan_step(
             far = movable[on_disk:moved]
             way = predict(far, total + fixed, cost, num_layers, count, activations, tiers, kept, some)  # type: ignore[arg-type]
             ways += [] if way is None else [way]
-    budgets = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
+    budgets: dict[str, Any] = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
     return StepPlan(_choose(ways, **budgets), ways, num_layers, tiers, **budgets, _make=make)
 
 

@@ -132,6 +132,8 @@ def test_checkpoints_of_a_store_that_is_gone(on_the_device, tmp_path):
     wrong = saved._replace(layers=jax.tree.map(lambda x: x[:2], saved.layers))
     with pytest.raises(ValueError, match=r"got float32\[2, 16\] in place of float32\[5, 16\]"):
         restore(state, wrong)
+    with pytest.raises(ValueError, match="`arrays` must have the structure of `like`, got"):
+        restore(state, saved.layers)
 
 
 def test_host_memory_is_bounded(tmp_path):
