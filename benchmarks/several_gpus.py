@@ -140,6 +140,21 @@ def igb_job(args: argparse.Namespace) -> Job:
     )
 
 
+def capacities_of(job: Job, store: FeatureStore, draws: list[Any], capacities: Any) -> dict[str, int]:
+    """For each divided table the most rows that a device asks of another one, from some batches."""
+
+    @jax.jit
+    def ids_of(key: Any, topology: HeteroTopology, seeds: Any) -> Any:
+        return sample_blocks(key, topology, (job.seed_type, seeds), job.fan_outs, capacities=capacities).node_ids
+
+    asked = [jax.device_get(ids_of(jax.random.key(n), job.topology, d)) for n, d in enumerate(draws)]
+    return {
+        name: node.table.find_capacity([ids[name] for ids in asked])
+        for name, node in store.types.items()
+        if isinstance(node.table, ShardedTable)
+    }
+
+
 def training(job: Job, devices: int, memory: str, args: argparse.Namespace) -> dict[str, Any]:
     """A data-parallel step with features in `memory`: "host" or "device"."""
     mesh = distributed.make_mesh(devices)
@@ -155,6 +170,7 @@ def training(job: Job, devices: int, memory: str, args: argparse.Namespace) -> d
             store = store.with_table(name, ShardedTable.from_numpy(values, mesh, memory="device"))
         else:
             store = store.with_table(name, rows if isinstance(rows, HostTable) else HostTable.from_numpy(rows))
+    exchanged = capacities_of(job, store, draws[:4], capacities) if devices > 1 else {}
     data = {"topology": job.topology, "features": store, "labels": jnp.asarray(job.labels)}
     data = distributed.share(data, mesh)
     # Copies: the step takes over the memory of its state.
@@ -163,36 +179,45 @@ def training(job: Job, devices: int, memory: str, args: argparse.Namespace) -> d
 
     def gradients(state: Any, key: Any, seeds: Any, data: Any) -> Part:
         sample = sample_blocks(key, data["topology"], (job.seed_type, seeds), job.fan_outs, capacities=capacities)
-        x = data["features"].gather(sample.node_ids, dtype=jnp.float32)
+        x, lost = data["features"].gather_counted(sample.node_ids, capacity=exchanged, dtype=jnp.float32)
         blocks, positions = make_blocks(sample), sample.seed_positions[job.seed_type]
         labels = data["labels"][seeds]
         loss, found = jax.value_and_grad(lambda p: job.loss_of(p, blocks, x, positions, labels, key))(state["params"])
-        return Part(loss, found, seeds.shape[0], counts=sample.lost.sum())
+        return Part(loss, found, seeds.shape[0], counts=sample.lost.sum() + lost)
 
     def update(state: Any, mean: Part) -> Any:
         changes, moments = OPTIMIZER.update(mean.gradients, state["moments"], state["params"])
         return {"params": optax.apply_updates(state["params"], changes), "moments": moments}
 
-    step = data_parallel(gradients, update, mesh)
-    batches = [jnp.asarray(np.concatenate([draws[(n + d) % 12] for d in range(devices)])) for n in range(12)]
+    per_call = min(args.per_call or args.steps, args.steps)
+    step = data_parallel(gradients, update, mesh, steps=per_call)
+    batches = [np.concatenate([draws[(n + d) % 12] for d in range(devices)]) for n in range(12)]
+
+    def given(first: int) -> tuple[Any, Any]:
+        numbers = range(first, first + per_call)
+        keys, seeds = jnp.stack([jax.random.key(n) for n in numbers]), np.stack([batches[n % 12] for n in numbers])
+        return (keys, jnp.asarray(seeds)) if per_call > 1 else (keys[0], jnp.asarray(seeds[0]))
+
+    calls = args.steps // per_call
+    ready = [given(call * per_call) for call in range(calls * (args.turns + 1))]
     begin, reports, times = time.perf_counter(), [], []
     for turn in range(args.turns + 1):
-        for number in range(args.steps):
-            key = jax.random.key(turn * args.steps + number)
-            state, report = step(state, key, batches[number % 12], data)
+        for call in range(calls):
+            state, report = step(state, *ready[turn * calls + call], data)
             reports.append(report)
         jax.block_until_ready(report)
-        times.append((time.perf_counter() - begin) / args.steps)
+        times.append((time.perf_counter() - begin) / (calls * per_call))
         begin = time.perf_counter()
     seconds = statistics.median(times[1:])
-    assert all(np.isfinite(report.loss) for report in reports)
-    crossed = link_bytes(step.lower(state, jax.random.key(0), batches[0], data).compile(), devices)
+    assert all(np.isfinite(report.loss).all() for report in reports)
+    crossed = link_bytes(step.lower(state, *ready[0], data).compile(), devices)
     return {
         "step_ms": seconds * 1e3,
         "seeds_per_s": devices * args.seeds / seconds,
-        "first_turn_s": times[0] * args.steps,
+        "steps_per_call": per_call,
+        "first_turn_s": times[0] * calls * per_call,
         "crossed_bytes": crossed,
-        "lost": sum(int(report.counts) for report in reports),
+        "lost": sum(int(np.sum(report.counts)) for report in reports),
     }
 
 
@@ -353,10 +378,11 @@ def decoder(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         kinds = re.findall(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", text)
         losses, times = [], []
         for _ in range(args.turns + 1):
-            begin = time.perf_counter()
+            begin, found = time.perf_counter(), []
             for _ in range(args.steps):
                 state, loss = trainer.step(state, tokens)
-            losses.append(float(loss))
+                found.append(loss)
+            losses += [float(loss) for loss in found]
             times.append((time.perf_counter() - begin) / args.steps * 1e3)
         ms = statistics.median(times[1:])
         base = base or ms
@@ -385,6 +411,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--width", type=int, default=64, help="of rows of `full_graph`")
     parser.add_argument("--rows", type=int, default=1 << 22, help="of the table of `tables`, a power of two")
     parser.add_argument("--steps", type=int, default=10, help="training steps of a turn")
+    parser.add_argument("--per-call", type=int, help="steps of a call, of `mini_batch`; by default all of a turn")
     parser.add_argument("--turns", type=int, default=5, help="turns of training steps; the median counts")
     parser.add_argument("--calls", type=int, default=20, help="calls of a turn, of `full_graph` and `tables`")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds that `tables` may take")

@@ -30,6 +30,20 @@ def computed_once(x: jax.Array, true: jax.Array) -> jax.Array:
     return jax.lax.cond(true, lambda x: x, jax.numpy.negative, x)
 
 
+def own_empty_arrays(tree: Any) -> Any:
+    """`tree` with new arrays in place of those without elements.
+
+    The compiler of jax 0.11 crashes where the body of a `shard_map` reads an argument without elements. So a body, and
+    the gradient of a function that may run in one, read arrays of their own in place of such arguments.
+    """
+
+    def own(x: Any) -> Any:
+        empty = isinstance(x, jax.Array) and x.size == 0 and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+        return jax.numpy.zeros(x.shape, x.dtype) if empty else x
+
+    return jax.tree.map(own, tree)
+
+
 def unsupported_jax() -> str | None:
     """Why the installed jax is outside the supported range; None where it is inside."""
     first, beyond = SUPPORTED_JAX

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+_COMPARED = 64  # devices up to which every entry is compared with each
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Route:
@@ -58,7 +60,9 @@ def route(owners: Array, devices: int, capacity: int, axis: str) -> Route:
     """
     count = owners.shape[0]
     in_order, order = jax.lax.sort((owners, jnp.arange(count, dtype=jnp.int32)), num_keys=1)
-    starts = jnp.searchsorted(in_order, jnp.arange(devices + 1, dtype=owners.dtype)).astype(jnp.int32)
+    # Comparisons with each device are one kernel; a binary search is a loop of some launches a step.
+    how = "compare_all" if devices <= _COMPARED else "scan"
+    starts = jnp.searchsorted(in_order, jnp.arange(devices + 1, dtype=owners.dtype), method=how).astype(jnp.int32)
     rank = jnp.arange(count, dtype=jnp.int32) - starts[in_order]
     sent = in_order < devices
     fits = sent & (rank < capacity)

@@ -39,22 +39,43 @@ def make_mesh(devices: int | None = None, *, axis: str = "data") -> Mesh:
     return jax.make_mesh((count,), (axis,), (jax.sharding.AxisType.Auto,), devices=known[:count])
 
 
-def on_mesh(value: Any, mesh: Mesh, spec: PartitionSpec) -> Array:
-    """`value` as an array of the mesh. An array that lies on the mesh stays as it is.
-
-    Without devices of other processes this is `device_put`; with them, each process gives the whole value.
-    """
+def lies_on(value: Any, mesh: Mesh) -> bool:
+    """Whether a value is an array of the mesh."""
     sharding = getattr(value, "sharding", None)
-    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
-        return value
+    return isinstance(sharding, NamedSharding) and (sharding.mesh is mesh or sharding.mesh == mesh)
+
+
+def all_on_mesh(values: Sequence[Any], mesh: Mesh, spec: PartitionSpec) -> list[Array]:
+    """The values as arrays of the mesh. Arrays that lie on it stay as they are.
+
+    Without devices of other processes this is one `device_put` for all others. With them, each process gives the whole
+    of each value.
+    """
+    found = list(values)
+    away = [place for place, value in enumerate(found) if not lies_on(value, mesh)]
+    if not away:
+        return found
     wanted = NamedSharding(mesh, spec)
     if wanted.is_fully_addressable:
-        return jax.device_put(value, wanted)
+        moved = jax.device_put([found[place] for place in away], wanted)
+    else:
+        moved = [_from_all_processes(found[place], wanted) for place in away]
+    for place, array in zip(away, moved, strict=True):
+        found[place] = array
+    return found
+
+
+def _from_all_processes(value: Any, wanted: NamedSharding) -> Array:
     if isinstance(value, Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-        data = on_mesh(jax.random.key_data(value), mesh, spec)
+        data = _from_all_processes(jax.random.key_data(value), wanted)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     whole = np.asarray(value)
     return jax.make_array_from_callback(whole.shape, wanted, lambda index: whole[index])
+
+
+def on_mesh(value: Any, mesh: Mesh, spec: PartitionSpec) -> Array:
+    """`value` as an array of the mesh: see `all_on_mesh`."""
+    return all_on_mesh([value], mesh, spec)[0]
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
@@ -105,10 +126,7 @@ def local(tree: Any) -> Any:
 
 def spec_of(value: Any, mesh: Mesh) -> PartitionSpec:
     """How an array lies on the mesh; replicated if it does not lie on it yet."""
-    sharding = getattr(value, "sharding", None)
-    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
-        return sharding.spec
-    return PartitionSpec()
+    return value.sharding.spec if lies_on(value, mesh) else PartitionSpec()
 
 
 def check_axis(what: str, mesh: Mesh, axis: str) -> int:

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -34,6 +35,7 @@ EXIT_STATUS = 75
 
 _PREFIX = "dejax"
 _COLLECTIVE_WORDS = ("gloo", "nccl", "coordination", "connection", "deadline", "unavailable", "barrier", "heartbeat")
+_SECONDS_TO_JOIN = 10.0  # a call of the coordination service that is gone returns within this time
 _rounds = 0  # calls of check_agreement
 
 
@@ -59,7 +61,7 @@ def initialize(
     """
     if jax.config.values.get("jax_cpu_collectives_implementation") in (None, "none"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    atexit.register(_last_at_exit)  # it runs after jax's own functions, which are registered later
+    _register_last()  # it runs after jax's own functions, which are registered later
     jax.distributed.initialize(coordinator_address, num_processes, process_id, **options)
     watch(timeout)
 
@@ -90,6 +92,7 @@ def watch(timeout: float = 20.0, *, interval: float | None = None) -> None:
         raise RuntimeError("watch: `jax.distributed` must be initialized; call dejax.distributed.initialize instead")
     if count == 1 or _watch is not None:
         return
+    _register_last()
     _watch = _Watch(client, own, count, address, timeout, interval)
     _watch.start()
 
@@ -116,11 +119,15 @@ class _Watch:
         self.stopped = threading.Event()
         self.raised = False  # whether this process ends by an exception of its own
         self.ending = threading.Lock()
+        self.threads = [
+            threading.Thread(target=self._beat, name="dejax-beat", daemon=True),
+            threading.Thread(target=self._judge, name="dejax-watch", daemon=True),
+        ]
 
     def start(self) -> None:
         self._set("host", socket.gethostname())
-        threading.Thread(target=self._beat, name="dejax-beat", daemon=True).start()
-        threading.Thread(target=self._judge, name="dejax-watch", daemon=True).start()
+        for thread in self.threads:
+            thread.start()
         _on_abort(self)
         self._former_hook = sys.excepthook
         sys.excepthook = self._on_exception
@@ -218,6 +225,12 @@ class _Watch:
         with contextlib.suppress(Exception):
             self._set("end", "finished")
 
+    def join(self, timeout: float) -> None:
+        """Ends the threads. One that came back from jax's C++ code after Python's end would abort the process."""
+        self.stopped.set()
+        for thread in self.threads:
+            thread.join(timeout)
+
     def on_abort(self) -> None:
         """jax is about to abort this process, since the coordination service reported an error, or is gone."""
         if self.raised:  # the message is above
@@ -267,12 +280,19 @@ def _on_abort(watched: _Watch) -> None:
     _set_handler(ctypes.cast(_handler, ctypes.c_void_p))
 
 
+@functools.cache
+def _register_last() -> None:
+    atexit.register(_last_at_exit)
+
+
 def _last_at_exit() -> None:
     if _watch is not None and _watch.raised:
         # jax's threads still wait for the coordination service, and abort the process when it is gone.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+    if _watch is not None:
+        _watch.join(_SECONDS_TO_JOIN)
     if _handler is not None:
         _set_handler(ctypes.c_void_p(0))  # the default: Python is about to end
 

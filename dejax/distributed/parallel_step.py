@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from dejax.distributed._placing import check_axis, on_mesh, spec_of
+from dejax import _compat
+from dejax.distributed._placing import all_on_mesh, check_axis, spec_of
 from dejax.host_gather import RowGradient
 
 
@@ -62,6 +63,7 @@ def data_parallel(
     *,
     axis: str = "data",
     parts: int | None = None,
+    steps: int = 1,
     donate: bool = True,
 ) -> Callable[[Any, Any, Any, Any], tuple[Any, Report]]:
     """A compiled training step over a mesh, from the two halves of a step of one device.
@@ -79,6 +81,10 @@ def data_parallel(
         mesh: the devices; None for one device without a mesh.
         axis: the axis of the mesh along which the batch is divided. Other axes repeat the work.
         parts: a multiple of the devices along `axis`; by default their number.
+        steps: of a call, one after the other in one program. With more than 1 the arrays of `batch` are
+            [steps, global batch, ...], `key` is key[steps], and the report's arrays are stacked, [steps, ...]. Use it
+            where a step takes a GPU less than some milliseconds: what Python does for a call then costs more than the
+            step, and more so with several GPUs.
         donate: whether the step takes over the memory of its state. Tables that `update` writes need it.
 
     Returns:
@@ -87,7 +93,8 @@ def data_parallel(
         at the first call. Arrays that are divided over the mesh (`NamedSharding`) arrive as each device's shard.
 
     Raises:
-        ValueError: parts that the devices do not divide; when called, a batch that the parts do not divide.
+        ValueError: parts that the devices do not divide, no steps; when called, a batch that the parts do not divide,
+            or keys and batches of another number of steps.
 
     >>> from dejax.distributed import make_mesh
     >>> def gradients(state, key, batch, data):
@@ -101,7 +108,9 @@ def data_parallel(
     parts = devices if parts is None else parts
     if parts < 1 or parts % devices:
         raise ValueError(f"data_parallel: `parts` must be a multiple of {devices}, the devices, got {parts}")
-    return _Step(gradients, update, mesh, axis, parts, devices, donate)
+    if steps < 1:
+        raise ValueError(f"data_parallel: `steps` must be at least 1, got {steps}")
+    return _Step(gradients, update, mesh, axis, parts, devices, steps, donate)
 
 
 class _Step:
@@ -115,10 +124,11 @@ class _Step:
         axis: str,
         parts: int,
         devices: int,
+        steps: int,
         donate: bool,
     ) -> None:
         self.gradients, self.update, self.mesh, self.axis = gradients, update, mesh, axis
-        self.parts, self.own, self.donate = parts, parts // devices, donate
+        self.parts, self.own, self.steps, self.donate = parts, parts // devices, steps, donate
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, state: Any, key: Any, batch: Any, data: Any = None) -> tuple[Any, Report]:
@@ -135,25 +145,40 @@ class _Step:
         states, state_tree = jax.tree.flatten(state)
         others, other_tree = jax.tree.flatten((key, data))
         batches, batch_tree = jax.tree.flatten(batch)
-        for leaf in batches:
-            if not getattr(leaf, "shape", ()) or leaf.shape[0] % self.parts:
-                raise ValueError(
-                    f"data_parallel: the first axis of each array of `batch` must be a multiple of {self.parts} parts, "
-                    f"got shape {getattr(leaf, 'shape', ())}; pad the seeds with -1"
-                )
+        self._check(key, batches)
         trees = state_tree, other_tree, batch_tree
         if self.mesh is not None:
-            states = [on_mesh(leaf, self.mesh, PartitionSpec()) for leaf in states]
-            others = [on_mesh(leaf, self.mesh, PartitionSpec()) for leaf in others]
-            batches = [on_mesh(leaf, self.mesh, PartitionSpec(self.axis)) for leaf in batches]
+            states = all_on_mesh(states, self.mesh, PartitionSpec())
+            others = all_on_mesh(others, self.mesh, PartitionSpec())
+            batches = all_on_mesh(batches, self.mesh, self._batch_spec)
         if trees not in self._compiled:
             self._compiled[trees] = self._jitted(trees, states, others)
         return self._compiled[trees], (states, others, batches)
 
+    def _check(self, key: Any, batches: list[Any]) -> None:
+        leading = () if self.steps == 1 else (self.steps,)
+        for leaf in batches:
+            shape = tuple(getattr(leaf, "shape", ()))
+            steps, rest = shape[: len(leading)], shape[len(leading) :]
+            if steps != leading or not rest or rest[0] % self.parts:
+                first = f"[{self.steps} steps, batch, ...] with a batch that is" if leading else "[batch, ...] with"
+                raise ValueError(
+                    f"data_parallel: the arrays of `batch` must be {first} a multiple of {self.parts} parts, got shape "
+                    f"{shape}; pad the seeds with -1"
+                )
+        if leading and jnp.shape(key)[:1] != leading:
+            raise ValueError(
+                f"data_parallel: `key` must be key[{self.steps}], one for each step, got shape {jnp.shape(key)}; use "
+                "jax.random.split or dejax.minibatch.step_keys"
+            )
+
+    @property
+    def _batch_spec(self) -> PartitionSpec:
+        return PartitionSpec(self.axis) if self.steps == 1 else PartitionSpec(None, self.axis)
+
     def _jitted(self, trees: tuple[Any, Any, Any], states: list[Any], others: list[Any]) -> Any:
-        def on_device(states: list[Any], others: list[Any], batches: list[Any]) -> tuple[list[Any], Report]:
+        def one(states: list[Any], key: Any, batches: list[Any], data: Any) -> tuple[list[Any], Report]:
             state = jax.tree.unflatten(trees[0], states)
-            key, data = jax.tree.unflatten(trees[1], others)
             mean = self._mean(state, key, jax.tree.unflatten(trees[2], batches), data)
             after, structure = jax.tree.flatten(self.update(state, mean))
             if structure != trees[0]:
@@ -162,6 +187,13 @@ class _Step:
                     f"{structure}"
                 )
             return after, Report(mean.loss, mean.weight, mean.counts)
+
+        def on_device(states: list[Any], others: list[Any], batches: list[Any]) -> tuple[list[Any], Report]:
+            states, others, batches = _compat.own_empty_arrays((states, others, batches))
+            key, data = jax.tree.unflatten(trees[1], others)
+            if self.steps == 1:
+                return one(states, key, batches, data)
+            return jax.lax.scan(lambda states, given: one(states, *given, data), states, (key, batches))
 
         donated = (0,) if self.donate else ()
         # Where each leaf of the state lies stays fixed; tables in host memory would otherwise come out on the device.
@@ -172,7 +204,7 @@ class _Step:
         over_mesh = jax.shard_map(
             on_device,
             mesh=self.mesh,
-            in_specs=(specs, [spec_of(leaf, self.mesh) for leaf in others], PartitionSpec(self.axis)),
+            in_specs=(specs, [spec_of(leaf, self.mesh) for leaf in others], self._batch_spec),
             out_specs=(specs, PartitionSpec()),
             check_vma=False,
         )

@@ -280,7 +280,7 @@ class ShardedTable:
         """Which ids are of hot rows, and the place of each among them."""
         if self.hot_ids is None:
             return jnp.zeros(ids.shape, bool), jnp.zeros(ids.shape, jnp.int32)
-        place = jnp.minimum(jnp.searchsorted(self.hot_ids, ids), self.hot_ids.shape[0] - 1)
+        place = jnp.minimum(jnp.searchsorted(self.hot_ids, ids, method="scan_unrolled"), self.hot_ids.shape[0] - 1)
         return self.hot_ids[place] == ids, place
 
     def _local(self) -> Any:
@@ -316,11 +316,11 @@ class ShardedTable:
 
 def _exchanged(read: Callable[[Array], Array], path: Route | None, asked: Array | None, own_ids: Array) -> Array:
     """What `read` gives of this device's rows for the ids of the others, and of theirs for its own."""
-    # The read of own rows depends on no exchange: XLA runs it while remote rows travel.
-    own = read(own_ids)
     if path is None or asked is None:
-        return own
-    remote = path.give_back(read(asked))
+        return read(own_ids)
+    # The rows that others ask for are read first, so that they travel while this device reads its own.
+    answers, own_ids = jax.lax.optimization_barrier((read(asked), own_ids))
+    own, remote = read(own_ids), path.give_back(answers)
     there = path.slots < path.devices * path.capacity
     return jnp.where(there.reshape(-1, *[1] * (own.ndim - 1)), remote, own)
 

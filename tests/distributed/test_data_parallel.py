@@ -59,7 +59,7 @@ def update(state, mean):
     return {**state, "w": state["w"] - 0.05 * mean.gradients, "table": table, "moments": moments}
 
 
-def trained(mesh, rule, parts=4, cached=False, steps=6):
+def trained(mesh, rule, parts=4, cached=False, steps=6, per_call=1):
     table = HostTable.from_numpy(ROWS)
     moments = rule.init(table)
     if cached:
@@ -74,13 +74,16 @@ def trained(mesh, rule, parts=4, cached=False, steps=6):
         after = update({**state, "rule": rule}, mean)
         return {name: after[name] for name in state}
 
-    step = data_parallel(gradients, given, mesh, parts=parts)
+    step = data_parallel(gradients, given, mesh, parts=parts, steps=per_call)
     reports = []
-    for number in range(steps):
-        ids = np.random.default_rng([3, number]).integers(0, 12, 32).astype(np.int32)  # many equal ids
-        ids[32 - 9 :] = -1  # one part has no real seed
-        state, report = step(state, jax.random.key(number), ids, labels)
-        reports.append((float(report.loss["loss"]), float(report.loss["noise"]), int(report.counts)))
+    for first in range(0, steps, per_call):
+        numbers = range(first, first + per_call)
+        ids = np.stack([np.random.default_rng([3, n]).integers(0, 12, 32) for n in numbers]).astype(np.int32)
+        ids[:, 32 - 9 :] = -1  # one part has no real seed; there are many equal ids
+        keys = jnp.stack([jax.random.key(n) for n in numbers])
+        state, report = step(state, *((keys, ids) if per_call > 1 else (keys[0], ids[0])), labels)
+        found = [np.ravel(x) for x in (report.loss["loss"], report.loss["noise"], report.counts)]
+        reports += [(float(loss), float(noise), int(count)) for loss, noise, count in zip(*found, strict=True)]
     return reports, state, gather(state["table"], np.arange(50)) if mesh is None else state["table"].numpy()
 
 
@@ -102,6 +105,29 @@ def test_tables_are_written_once_for_all_devices(trained_on_one_device, devices,
     assert len(copies) == devices and all(np.array_equal(copies[0], copy) for copy in copies)
     if cached:
         np.testing.assert_array_equal(state["table"].cache, copies[0][[3, 8, 20]])
+
+
+@pytest.mark.parametrize("devices, cached", [(None, False), (4, True)])
+@pytest.mark.sample(1)
+def test_several_steps_of_a_call_are_those_of_several_calls(devices, cached) -> None:
+    mesh = None if devices is None else make_mesh(devices)
+    want, state, rows = trained(mesh, adam(0.05), cached=cached)
+    got, other, again = trained(mesh, adam(0.05), cached=cached, per_call=3)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(again, rows, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(other["w"], state["w"], rtol=0, atol=1e-6)
+
+
+def test_steps_of_a_call_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="`steps` must be at least 1, got 0"):
+        data_parallel(gradients, update, steps=0)
+    step = data_parallel(gradients, update, make_mesh(2), steps=3)
+    keys = jax.random.split(jax.random.key(0), 3)
+    message = r"must be \[3 steps, batch, ...\] with a batch that is a multiple of 2 parts, got shape \(32,\)"
+    with pytest.raises(ValueError, match=message):
+        step({}, keys, np.zeros(32, np.int32))
+    with pytest.raises(ValueError, match=r"`key` must be key\[3\], one for each step, got shape \(\)"):
+        step({}, jax.random.key(0), np.zeros((3, 32), np.int32))
 
 
 def test_sums_of_equal_ids_have_the_bits_of_one_device() -> None:

@@ -84,6 +84,27 @@ def test_processes_that_end_and_processes_that_disagree(tmp_path) -> None:
     assert 0 not in found and all(want in text for text in texts), texts
 
 
+ENDS_WHILE_IT_BEATS = """
+import sys, jax
+from dejax import distributed
+from dejax.distributed import failing
+process, count, port = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+jax.distributed.initialize(f"127.0.0.1:{port}", count, process)
+failing.watch(20.0, interval=1e-5)  # a thread is nearly always within a call of jax's C++ code
+jax.block_until_ready(jax.numpy.ones(3))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.newest_jax
+def test_threads_of_the_watch_end_before_python_does(tmp_path) -> None:
+    """Five of six processes were aborted at their end while the threads ran on."""
+    program = tmp_path / "program.py"
+    program.write_text(ENDS_WHILE_IT_BEATS)
+    for _ in range(3):
+        processes.finish(processes.start(2, tmp_path, program=program), tmp_path)
+
+
 @pytest.mark.slow
 def test_killed_at_random_times_a_job_has_the_losses_of_one_that_ran_through(tmp_path) -> None:
     check_kills(tmp_path, 5)

@@ -394,8 +394,12 @@ def test_a_process_of_one_device_holds_memory_on_that_one_alone() -> None:
     if driver is None or len(driver.devices) < 2:
         pytest.skip("one device")
     code = """
-import ctypes, jax, numpy as np
+import ctypes, jax, numpy as np, sys
 jax.config.update("jax_cuda_visible_devices", "1")
+try:
+    jax.numpy.zeros(3)
+except jax.errors.JaxRuntimeError as error:
+    sys.exit(f"plain jax: {error}")
 from dejax.host_gather import HostTable, scatter_add
 table = HostTable.from_numpy(np.ones((1 << 12, 64), np.float32))
 table[np.arange(9)].block_until_ready()
@@ -410,5 +414,7 @@ for ordinal in range({count}):
 """
     code = code.replace("{count}", str(len(driver.devices)))
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    if "plain jax: " in ran.stderr:  # jax 0.11: "Device id 1 is out of range [0, 1)"
+        pytest.skip(ran.stderr.splitlines()[0])
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert [line.split()[0] for line in ran.stdout.splitlines() if line.endswith(" 1")] == ["1"]

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from dejax import _compat
 from dejax.distributed.full_graph._rewrite import SOURCE_PAIRS, CannotDistribute
 from dejax.distributed.full_graph._run import DeviceRun
 from dejax.distributed.full_graph._sharded_graph import ShardedGraph
@@ -136,4 +137,5 @@ def _run(plan: Distributed, options: Options, graph: ShardedGraph, given: dict[i
 def _on_device(
     plan: Distributed, options: Options, graph: ShardedGraph, given: dict[int, Any]
 ) -> tuple[jax.Array, ...]:
+    graph, given = _compat.own_empty_arrays((graph, given))
     return DeviceRun(plan, graph, options)(given)

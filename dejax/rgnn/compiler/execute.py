@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from dejax import _compat
 from dejax.pallas import label
 from dejax.pallas.formats.column_powers import column_powers
 from dejax.pallas.formats.encode import to_row_scaled
@@ -335,6 +336,7 @@ def _run_forward(
 
 def _backward(task: Task, residuals: Any, cotangents: Any) -> tuple[None, tuple, None]:
     graph, values, row_scaled, slots, chosen = residuals
+    graph, values, row_scaled = _compat.own_empty_arrays((graph, values, row_scaled))
     cotangents, _ = cotangents
     num_inputs = len(values)
     wrt = _positions_of_array(chosen, num_inputs)

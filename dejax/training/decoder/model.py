@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import NamedSharding
 
 from dejax.training.decoder.config import DecoderConfig
 
@@ -99,20 +100,28 @@ def feed_forward(config: DecoderConfig, p: Any, x: Array) -> Array:
     return (jax.nn.silu(gate) * up) @ p["down"].astype(h.dtype)
 
 
-def make_block(config: DecoderConfig, attention: str | None = None) -> Block:
+def make_block(
+    config: DecoderConfig, attention: str | None = None, *, batch_sharding: NamedSharding | None = None
+) -> Block:
     """A block: (parameters of one layer, x [batch, sequence, width]) -> x.
 
     Args:
         config: the shapes.
         attention: "xla", "cudnn", or None for `implementation`.
+        batch_sharding: on a mesh, the sharding of an activation, by its first axis. Without it XLA may divide queries
+            and keys by the axis of their divided parameters, which cuDNN's attention refuses.
     """
     how = implementation(config, attention)
 
+    def placed(x: Array) -> Array:
+        return x if batch_sharding is None else jax.lax.with_sharding_constraint(x, batch_sharding)
+
     def block(p: Any, x: Array) -> Array:
-        q, k, v = queries_keys_values(config, p, x, jnp.arange(x.shape[1]))
+        x = placed(x)
+        q, k, v = map(placed, queries_keys_values(config, p, x, jnp.arange(x.shape[1])))
         mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=how)  # type: ignore[call-overload]
-        x = x + mixed.reshape(*x.shape[:2], -1) @ p["out"].astype(x.dtype)
-        return x + feed_forward(config, p, x)
+        x = x + placed(mixed).reshape(*x.shape[:2], -1) @ p["out"].astype(x.dtype)
+        return placed(x + feed_forward(config, p, x))
 
     return block
 

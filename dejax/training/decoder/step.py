@@ -176,12 +176,16 @@ def _decayed(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in jax.tree_util.keystr(path[-1:]), params)
 
 
+def _batch_sharding(mesh: Mesh | None) -> NamedSharding | None:
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec(_AXIS))
+
+
 def _put(mesh: Mesh | None, tokens: Any) -> Any:
-    return jax.device_put(tokens, None if mesh is None else NamedSharding(mesh, PartitionSpec(_AXIS)))
+    return jax.device_put(tokens, _batch_sharding(mesh))
 
 
-def _offloaded(config: DecoderConfig, recipe: Recipe) -> model.Block:
-    block = model.make_block(config, recipe.attention)
+def _offloaded(config: DecoderConfig, recipe: Recipe, mesh: Mesh | None) -> model.Block:
+    block = model.make_block(config, recipe.attention, batch_sharding=_batch_sharding(mesh))
     if recipe.offload in ("remat", "inputs"):
         block = jax.checkpoint(block)
     if recipe.offload in ("inputs", "all"):
@@ -191,7 +195,7 @@ def _offloaded(config: DecoderConfig, recipe: Recipe) -> model.Block:
 
 def _whole(config: DecoderConfig, recipe: Recipe, mesh: Mesh | None) -> tuple[Any, Any, Any]:
     """The step with the gradient of the whole model."""
-    tx, block = recipe.transformation(), _offloaded(config, recipe)
+    tx, block = recipe.transformation(), _offloaded(config, recipe, mesh)
 
     def make(key: Array) -> dict[str, Any]:
         params = model.init_params(config, key)
@@ -234,7 +238,7 @@ def make_stack_step(config: DecoderConfig, recipe: Recipe, mesh: Mesh | None = N
     """The decoder's step layer by layer."""
     return stack_step(
         lambda outer, tokens: model.embed(config, outer, tokens[:, :-1]),
-        model.make_block(config, recipe.attention),
+        model.make_block(config, recipe.attention, batch_sharding=_batch_sharding(mesh)),
         lambda outer, x, tokens: model.cross_entropy(model.logits(config, outer, x), tokens[:, 1:]),
         recipe.transformation(),
         params="host" if recipe.state == "all" else "device",
