@@ -113,7 +113,7 @@ def planned(
         found["forward_ms"] = 1e3 * plan.forward_seconds
         chosen = plan.chosen
         say(plan.table())
-        for way in (chosen, *[w for w in plan._ways if w.layers in others]):
+        for way in (chosen, *[w for w in plan.ways if w.layers in others]):
             plan.chosen = way
             before = store.stats()
             peak, seconds = plan.measure(ws, x)

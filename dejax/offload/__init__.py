@@ -17,26 +17,31 @@ from dejax.offload._optimizer import optimizer
 from dejax.offload._planner import CHOICES, Prediction, StackPlan, plan_stack
 from dejax.offload._region import region
 from dejax.offload._residuals import Residual
+from dejax.offload._state_store import DiskArray, StateStore, restore
 from dejax.offload._stats import StoreStats
 from dejax.offload._step_plan import StepPlan, StepWay, plan_step
 from dejax.offload._store import ActivationStore, default_store
 from dejax.offload._telemetry import Recording
 from dejax.offload._transform import offload
+from dejax.offload._ways import Plan
 
 _LAZY = ("linen", "nnx")  # these import flax
 
 __all__ = [
     "CHOICES",
     "ActivationStore",
+    "DiskArray",
     "MasterState",
     "NamesPlan",
     "NamesWay",
+    "Plan",
     "Prediction",
     "Recording",
     "Residual",
     "StackPlan",
     "StackState",
     "StackStep",
+    "StateStore",
     "StepPlan",
     "StepWay",
     "StoreStats",
@@ -48,6 +53,7 @@ __all__ = [
     "plan_stack",
     "plan_step",
     "region",
+    "restore",
     "stack_step",
 ]
 

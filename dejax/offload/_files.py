@@ -49,8 +49,8 @@ class Claim:
             os.close(self.lock)
 
 
-def claim(path: Path) -> Claim:
-    """Makes a folder in `path`, after removing folders of dead processes.
+def claim(path: Path, owner: str = "ActivationStore") -> Claim:
+    """Makes a folder in `path`, after removing folders of dead processes. `owner` begins the messages of errors.
 
     Raises:
         FileNotFoundError: `path` does not exist.
@@ -59,9 +59,9 @@ def claim(path: Path) -> Claim:
         OSError: another reason, such as a full file system, or one without locks.
     """
     if not path.exists():
-        raise FileNotFoundError(f"ActivationStore: path {path} does not exist; create it, or give another")
+        raise FileNotFoundError(f"{owner}: path {path} does not exist; create it, or give another")
     if not path.is_dir():
-        raise NotADirectoryError(f"ActivationStore: path {path} is not a folder; give the folder to write into")
+        raise NotADirectoryError(f"{owner}: path {path} is not a folder; give the folder to write into")
     remove_abandoned(path)
     try:
         for _ in range(_ATTEMPTS):
@@ -76,16 +76,14 @@ def claim(path: Path) -> Claim:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise PermissionError(
-                f"ActivationStore: path {path} cannot be written to ({error.strerror}); give another"
+                f"{owner}: path {path} cannot be written to ({error.strerror}); give another"
             ) from error
         if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise OSError(
-                error.errno, f"ActivationStore: path {path} is on a file system without locks; give a local one"
+                error.errno, f"{owner}: path {path} is on a file system without locks; give a local one"
             ) from error
-        raise OSError(
-            error.errno, f"ActivationStore: path {path} cannot be used ({error.strerror}); give another"
-        ) from error
-    raise OSError(errno.EBUSY, f"ActivationStore: other processes keep removing new folders in {path}; give another")
+        raise OSError(error.errno, f"{owner}: path {path} cannot be used ({error.strerror}); give another") from error
+    raise OSError(errno.EBUSY, f"{owner}: other processes keep removing new folders in {path}; give another")
 
 
 def remove_abandoned(path: Path) -> list[Path]:

@@ -9,9 +9,10 @@ limit of the norm of all gradients, these are kept, and a second loop updates th
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from dejax import _compat
 from dejax.offload._layerwise_run import Run, count
 from dejax.offload._layerwise_settings import Kept, Place, Split, StackSettings, StackState
 from dejax.offload._moments import Tier, depends_on_inputs, shardings_of, tier_of
+from dejax.offload._state_store import StateStore
 from dejax.offload._store import ActivationStore
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -47,7 +49,7 @@ class StackStep(StackSettings):
         count(flat)
         outer_split, split = self.split(outer, layers)
         where = self.places(self.params, layers)
-        flat = [x if tier_of(x) == at else jax.device_put(x, _SPACE[at]) for x, at in zip(flat, where, strict=True)]
+        flat = [self._put(x, at) for x, at in zip(flat, where, strict=True)]
         trained = outer_split.trained(jax.tree.leaves(outer))
         outside, outside_tree = jax.tree.flatten(self.tx.init(trained))
         mine = {id(x) for x in jax.tree.leaves(outer)}
@@ -64,6 +66,11 @@ class StackStep(StackSettings):
             norm,
             self._kept(split, layers) if self.gradients == "host" else None,
         )
+
+    def _put(self, x: Any, at: Tier) -> Any:
+        if tier_of(x) == at:
+            return x
+        return self.disk.put(x, x.nbytes // x.shape[0]) if at == "disk" else jax.device_put(x, _SPACE[at])
 
     def _moments(self, layers: Any) -> Any:
         """The optimizer's state of the trained parameters of the stack."""
@@ -86,7 +93,7 @@ class StackStep(StackSettings):
                 value = jnp.broadcast_to(first, leaf.shape)
             if sharding is not None:
                 value = jax.device_put(value, sharding)
-            made.append(jax.device_put(value, _HOST) if place == "host" else value)
+            made.append(self._put(value, place))
         return jax.tree.unflatten(treedef, made)
 
     def _kept(self, split: Split, layers: Any) -> Any:
@@ -125,11 +132,11 @@ class StackStep(StackSettings):
         return run
 
     def bytes_by_tier(self, outer: Any, layers: Any) -> dict[str, int]:
-        """Bytes of the state on the device and in host memory; arguments are arrays or their shapes."""
+        """Bytes of the state on the device, in host memory and on disk; arguments are arrays or their shapes."""
         outer_split, split = self.split(outer, layers)
         trained = split.trained(jax.tree.leaves(layers))
         shapes = jax.eval_shape(jax.vmap(self.tx.init), trained)
-        total = {"device": 0, "host": 0}
+        total = {"device": 0, "host": 0, "disk": 0}
         trees: list[tuple[Any, Place]] = [(layers, self.params), (shapes, self.moments)]
         if self.gradients == "host":
             trees.append((trained, "host"))
@@ -149,8 +156,8 @@ def stack_step(
     tx: Any,
     *,
     params: Place = "device",
-    moments: Place = "host",
-    activations: Tier = "device",
+    moments: Place | None = None,
+    activations: Literal["device", "host"] = "device",
     microbatches: int = 1,
     clip_norm: float | None = None,
     gradients: Kept | None = None,
@@ -159,8 +166,9 @@ def stack_step(
     store: ActivationStore | None = None,
     min_bytes: int = 1 << 16,
     ahead: int = 1,
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | StateStore | None = None,
 ) -> StackStep:
-    """A training step of `head(scan(body, embed(batch)))` whose state lies on the device or in host memory.
+    """A training step of `head(scan(body, embed(batch)))` whose state lies on the device, in host memory or on disk.
 
     Forward keeps the input of each layer. Backward computes a layer again, takes its gradient, and updates its
     parameters at once with `tx`. So the gradient of the whole stack never exists. A layer's arrays in host memory come
@@ -180,9 +188,9 @@ def stack_step(
         body: (parameters of one layer, x) -> x.
         head: (outer, x, batch) -> loss, a scalar.
         tx: an Optax transformation.
-        params: where the parameters of the stack lie: "device", "host", or a function that returns one of these for
-            an array's path (as `jax.tree_util.keystr` writes it) and the array.
-        moments: likewise, for the optimizer's state.
+        params: where the parameters of the stack lie: "device", "host", "disk", or a function that returns one of these
+            for an array's path (as `jax.tree_util.keystr` writes it) and the array.
+        moments: likewise, for the optimizer's state. None: "disk" with `path`, else "host".
         activations: where the layers' inputs lie between forward and backward. "host": in the store.
         microbatches: number of parts of a batch, along the first axis of its arrays. Each layer computes one part after
             the other and adds their gradients. So parameters travel once for the whole batch.
@@ -197,6 +205,7 @@ def stack_step(
         store: for activations; None: the current one.
         min_bytes: arrays with fewer bytes per layer stay on the device.
         ahead: number of layers whose arrays are on their way to the device at one time.
+        path: of arrays on disk: a folder on a fast drive, several folders, or a `StateStore`.
 
     Returns:
         The step: `state = step.init(outer, layers)`, `run = step.jit(state)`, then `state, loss = run(state, batch)`.
@@ -206,13 +215,20 @@ def stack_step(
         ValueError: a number or a place is out of range; as it is traced: `tx` mixes parameters, the batch cannot be
             divided, the stack has no layers or not equally many in each array, or the state lies elsewhere. The step
             runs outside of `jit`, with state in host memory.
-        NativeExtensionError: with `streams=True`, the extension is missing.
+        FileNotFoundError, PermissionError: as `init` runs: `path` cannot be used.
+        RuntimeError: as `init` runs: the drive is full.
+        NativeExtensionError: with `streams=True` or `path`, the extension is missing.
     """
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(f"stack_step: `tx` must be an Optax transformation, got {type(tx).__name__}")
-    for name, value in (("params", params), ("moments", moments), ("activations", activations)):
-        if not callable(value) and value not in ("device", "host"):
-            raise ValueError(f"stack_step: `{name}` must be 'device' or 'host', got {value!r}")
+    moments = ("host" if path is None else "disk") if moments is None else moments
+    for name, value in (("params", params), ("moments", moments)):
+        if not callable(value) and value not in ("device", "host", "disk"):
+            raise ValueError(f"stack_step: `{name}` must be 'device', 'host' or 'disk', got {value!r}")
+        if value == "disk" and path is None:
+            raise ValueError(f"stack_step: `path` must name a folder with {name}='disk', got None")
+    if activations not in ("device", "host"):
+        raise ValueError(f"stack_step: `activations` must be 'device' or 'host', got {activations!r}")
     if gradients not in (None, "freed", "device", "host"):
         raise ValueError(f"stack_step: `gradients` must be 'freed', 'device', 'host' or None, got {gradients!r}")
     if clip_norm is not None and not clip_norm > 0:
@@ -235,6 +251,7 @@ def stack_step(
         store=store,
         min_bytes=min_bytes,
         ahead=ahead,
+        path=path,
     )
 
 

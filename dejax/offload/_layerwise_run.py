@@ -18,6 +18,7 @@ from dejax.offload import _calls
 from dejax.offload._layerwise_settings import StackSettings, StackState
 from dejax.offload._moments import needs_of, tier_of
 from dejax.offload._rows import HostRows, Walk
+from dejax.offload._state_store import is_on_disk
 from dejax.offload._store import binding_of
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -34,8 +35,8 @@ class Run:
     def __init__(self, config: StackSettings, state: StackState) -> None:
         self.config = config
         self.state = state
-        self.params = jax.tree.leaves(state.layers)
-        self.moments, self.moments_tree = jax.tree.flatten(state.layer_moments)
+        self.params = jax.tree.leaves(state.layers, is_leaf=is_on_disk)
+        self.moments, self.moments_tree = jax.tree.flatten(state.layer_moments, is_leaf=is_on_disk)
         self.outer_split, self.split = config.split(state.outer, state.layers)
         self.length = count(self.params)
         trained = self.split.trained(self.params)
@@ -45,13 +46,13 @@ class Run:
             kept = jax.tree.leaves(state.gradients)
             places += config.places("host", trained)
         elif config.gradients == "device":
-            kept = [jnp.zeros(x.shape, x.dtype) for x in jax.tree.leaves(trained)]
+            kept = [jnp.zeros(x.shape, x.dtype) for x in jax.tree.leaves(trained, is_leaf=is_on_disk)]
             places += ["device"] * len(kept)
         self.leaves: list[Any] = [*self.params, *self.moments, *kept]
         first = len(self.params) + len(self.moments)
         self.moment_numbers = list(range(len(self.params), first))
         self.kept_numbers = list(range(first, len(self.leaves)))
-        self.far = [i for i, at in enumerate(places) if at == "host"]
+        self.far = [i for i, at in enumerate(places) if at != "device"]
         if wrong := [i for i, at in enumerate(places) if tier_of(self.leaves[i]) != at]:
             raise ValueError(
                 f"stack_step: `state` must lie where `init` puts it, got an array of shape "
@@ -59,6 +60,11 @@ class Run:
                 "step's init, or jit it with step.jit"
             )
         self.streams = bool(self.far) and _streams(config.streams)
+        if "disk" in places and not self.streams:
+            raise ValueError(
+                "stack_step: state on disk must be copied by dejax, got streams=False or several devices; give "
+                "streams=True and state of one device"
+            )
         self.rows: HostRows | None = None
         self.ticket = jnp.zeros((2,), jnp.uint32)
         self._check_update(trained)
@@ -305,8 +311,10 @@ class Run:
 
     def _check_update(self, trained: Any) -> None:
         """Raises where the update of one parameter depends on the gradient of another one."""
-        layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trained)
-        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.state.layer_moments)
+        layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trained, is_leaf=is_on_disk)
+        state = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.state.layer_moments, is_leaf=is_on_disk
+        )
         closed = jax.make_jaxpr(lambda g, s, p: self.config.tx.update(g, s, p)[0])(layer, state, layer)
         gradients = closed.jaxpr.invars[: len(self.split.numbers)]
         needs = {var: frozenset((i,)) for i, var in enumerate(gradients)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 
 from dejax.offload._moments import Tier
+from dejax.offload._state_store import StateStore, is_on_disk, store_at
 from dejax.offload._store import ActivationStore
 
 Place = Tier | Callable[[str, Any], Tier]
@@ -57,16 +59,24 @@ class StackSettings:
     store: ActivationStore | None = None
     min_bytes: int = 1 << 16
     ahead: int = 1
+    path: Any = None
+
+    @functools.cached_property
+    def disk(self) -> StateStore:
+        """The files of arrays on disk."""
+        return store_at(self.path)
 
     def places(self, place: Place, tree: Any) -> list[Tier]:
         """For each array of a tree: where it lies. Rows of less than `min_bytes` stay on the device."""
         found: list[Tier] = []
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_on_disk):
             row = math.prod(leaf.shape[1:]) * np.dtype(leaf.dtype).itemsize
             wanted = place(jax.tree_util.keystr(path), leaf) if callable(place) else place
-            if wanted not in ("device", "host"):
-                raise ValueError(f"stack_step: a place must be 'device' or 'host', got {wanted!r}")
-            found.append("host" if wanted == "host" and row >= max(1, self.min_bytes) else "device")
+            if wanted not in ("device", "host", "disk"):
+                raise ValueError(f"stack_step: a place must be 'device', 'host' or 'disk', got {wanted!r}")
+            if wanted == "disk" and self.path is None:
+                raise ValueError("stack_step: `path` must name a folder for arrays on disk, got None")
+            found.append(wanted if row >= max(1, self.min_bytes) else "device")
         return found
 
     def split(self, outer: Any, layers: Any) -> tuple[Split, Split]:
@@ -103,7 +113,7 @@ class Split:
 
 def _split(name: str, tree: Any, frozen: Callable[[str, Any], bool] | None) -> Split:
     found = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_on_disk):
         no = frozen is not None and bool(frozen(name + jax.tree_util.keystr(path), leaf))
         if not no and not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
             where = name + jax.tree_util.keystr(path)
@@ -112,4 +122,4 @@ def _split(name: str, tree: Any, frozen: Callable[[str, Any], bool] | None) -> S
                 "it in `frozen`"
             )
         found.append(no)
-    return Split(jax.tree.structure(tree), tuple(found))
+    return Split(jax.tree.structure(tree, is_leaf=is_on_disk), tuple(found))

@@ -8,8 +8,10 @@ from typing import Any, Literal
 import jax
 from jax.extend import core
 
+from dejax.offload._state_store import is_on_disk
+
 _HOST = jax.memory.Space.Host
-Tier = Literal["device", "host"]
+Tier = Literal["device", "host", "disk"]
 
 
 def needs_of(eqn: Any, inner: Any, needs: dict[Any, frozenset[int]]) -> list[frozenset[int]]:
@@ -51,4 +53,6 @@ def shardings_of(moments: Any, params: Any) -> list[Any]:
 
 
 def tier_of(x: Any) -> Tier:
+    if is_on_disk(x):
+        return "disk"
     return "host" if getattr(jax.typeof(x), "memory_space", None) == _HOST else "device"

@@ -8,33 +8,28 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from dejax.offload._curve import Point, draw
 from dejax.offload._profile import (
     Placement,
     Tiers,
     count_layers,
     device_bandwidth,
     forward_seconds,
-    measured_rows,
-    place,
-    profile,
     residuals_of,
     ring_of,
     scan_layers,
     short_stacks,
     tiers_of,
-    training_step,
 )
 from dejax.offload._residuals import Residual
 from dejax.offload._store import ActivationStore
 from dejax.offload._transform import MIN_BYTES, offload
+from dejax.offload._ways import Cost, Plan, Use, fastest, moved_bytes, nothing_fits, predict
 
 INPUT = "(input)"
 """The layer's own input, among the names of a plan."""
@@ -92,29 +87,17 @@ class _Profile:
 
 
 @dataclass(slots=True)
-class NamesPlan:
+class NamesPlan(Plan[NamesWay]):
     """A plan for the named tensors of a layer, made by `plan_names`.
 
     Attributes:
-        chosen: the fastest way within the budget.
-        ways: every way that was considered.
         bytes_of: a layer's bytes by name.
-        budget_bytes: the given budget.
-        num_layers: of the stack.
-        tiers: bandwidths and sizes of the bus, host memory and the drive.
-        measured: (peak bytes, seconds) of the chosen way, after `measure`.
     """
 
-    chosen: NamesWay
-    ways: list[NamesWay]
     bytes_of: dict[str, int]
-    budget_bytes: int
-    num_layers: int
-    tiers: Tiers
     _body: Callable[[Any, Any], Any]
     _store: ActivationStore | None
     _min_bytes: int
-    measured: tuple[float, float] | None = field(default=None)
 
     @property
     def layer(self) -> Callable[[Any, Any], Any]:
@@ -125,42 +108,22 @@ class NamesPlan:
         """Runs the stack as planned: `scan(body, params, x)`."""
         return scan_layers(self.layer, params, x)
 
-    def measure(self, params: Any, x: Any) -> tuple[float, float]:
-        """Compiles and times the chosen way; returns (peak bytes, seconds), which `table` then shows."""
-        temp, seconds = profile(training_step(self.apply), params, x)
-        self.measured = (temp + self.chosen.ring_bytes, seconds)
-        return self.measured
+    def _ring_bytes(self) -> int:
+        return self.chosen.ring_bytes
 
-    def table(self) -> str:
-        """Markdown tables: what happens to each name, and predicted and measured memory and time."""
+    def _choices(self) -> list[str]:
         lines = ["| tensor | MiB a layer | choice |", "| --- | --- | --- |"]
         for name, nbytes in self.bytes_of.items():
             lines.append(f"| {name} | {nbytes / 2**20:.0f} | {self.chosen.choice(name)} |")
-        where, way = self.chosen.placement, self.chosen
-        lines += [
-            "",
-            "| | peak, GiB | step, ms | of it waiting, ms | ring, host, disk, GiB |",
-            "| --- | --- | --- | --- | --- |",
-            f"| predicted | {way.peak_bytes / 2**30:.3f} | {way.seconds * 1e3:.2f} | {way.stall_seconds * 1e3:.2f} | "
-            f"{where.ring_bytes / 2**30:.2f}, {where.host_bytes / 2**30:.2f}, {where.disk_bytes / 2**30:.2f} |",
-        ]
-        return "\n".join([*lines, *measured_rows((way.peak_bytes, way.seconds), self.measured)])
+        return [*lines, ""]
 
-    def plot(self, path: str | Path) -> None:
-        """Draws throughput against activation memory: every way, the curve, the chosen way, the measured point."""
-        alone: dict[str, list[Point]] = {}
+    def _marked(self) -> Mapping[str, list[NamesWay]]:
+        alone: dict[str, list[NamesWay]] = {}
         for way in self.ways:
             does = {way.choice(name) for name in self.bytes_of if name != INPUT}
             if len(does) == 1:
-                alone.setdefault(f"{does.pop()} all", []).append((way.peak_bytes, way.seconds))
-        draw(
-            path,
-            [(way.peak_bytes, way.seconds) for way in self.ways],
-            chosen=(self.chosen.peak_bytes, self.chosen.seconds),
-            budget_bytes=self.budget_bytes,
-            marked=alone,
-            measured=[self.measured] if self.measured else [],
-        )
+                alone.setdefault(f"{does.pop()} all", []).append(way)
+        return alone
 
 
 def plan_names(
@@ -206,7 +169,19 @@ def plan_names(
                 way = _predict(saved, frozenset(offloaded), cost, num_layers, forward, ring, tiers)
                 ways += [] if way is None else [way]
     bytes_of = {name: sum(sizes) for name, sizes in profiles[frozenset(names)].sizes.items()}
-    plan = NamesPlan(ways[0], ways, bytes_of, budget_bytes, num_layers, tiers, body, store, min_bytes)
+    if not ways:
+        raise nothing_fits("plan_names", ways, budget_bytes, repr)
+    plan = NamesPlan(
+        ways[0],
+        ways,
+        budget_bytes,
+        num_layers,
+        tiers,
+        bytes_of=bytes_of,
+        _body=body,
+        _store=store,
+        _min_bytes=min_bytes,
+    )
     return _choose(plan, params, x)
 
 
@@ -238,32 +213,21 @@ def _predict(
     tiers: Tiers,
 ) -> NamesWay | None:
     stored = sum(cost.sizes_of(offloaded))
-    backward = num_layers * (cost.layer_seconds - forward)
-    placement = place(num_layers * stored, ring, num_layers * forward, backward, tiers)
-    if placement is None:
+    copies = 4 * stored / device_bandwidth() if ring else 0.0
+    seconds = cost.layer_seconds + copies
+    layer = Cost(cost.base_bytes, cost.layer_bytes - stored, cost.base_seconds, seconds, stored, ring)
+    found = predict([Use(layer, num_layers, forward)], tiers)
+    if found is None:
         return None
-    copies = num_layers * 4 * stored / device_bandwidth() if ring else 0.0
-    return NamesWay(
-        saved=saved,
-        offloaded=offloaded,
-        peak_bytes=cost.base_bytes + num_layers * (cost.layer_bytes - stored) + ring,
-        seconds=cost.base_seconds + num_layers * cost.layer_seconds + copies + placement.stall_seconds,
-        stall_seconds=placement.stall_seconds,
-        ring_bytes=ring,
-        placement=placement,
-    )
+    times = found.peak_bytes, found.seconds, found.stall_seconds
+    return NamesWay(saved, offloaded, *times, ring, found.placement)
 
 
 def _choose(plan: NamesPlan, params: Any, x: Any) -> NamesPlan:
     """Chooses the fastest way within the budget. Its memory is taken from the compiler, and must fit, too."""
     left = list(plan.ways)
-    while left:
-        fitting = [way for way in left if way.peak_bytes <= plan.budget_bytes]
-        if not fitting:
-            break
-        fastest = min(way.seconds for way in fitting)
-        # Measured times differ by half a percent between runs: among such ways, move as little as possible.
-        best = min((w for w in fitting if w.seconds <= 1.005 * fastest), key=lambda w: _moved(w) + w.peak_bytes * 1e-6)
+    # Among equally fast ways, move as little as possible.
+    while (best := fastest(left, plan.budget_bytes, lambda w: -moved_bytes(w) - w.peak_bytes * 1e-6)) is not None:
         plan.chosen = best
         base, layer_bytes, *_ = short_stacks(plan.layer, params, x, run=False)
         peak = base + plan.num_layers * layer_bytes + best.ring_bytes
@@ -271,15 +235,8 @@ def _choose(plan: NamesPlan, params: Any, x: Any) -> NamesPlan:
         if peak <= plan.budget_bytes:
             return plan
         left.remove(best)
-    least = min(plan.ways, key=lambda way: way.peak_bytes)
-    raise ValueError(
-        f"plan_names: nothing fits budget_bytes={plan.budget_bytes}; the least is about {int(least.peak_bytes)} bytes, "
-        f"with { ({name: least.choice(name) for name in plan.bytes_of}) }"
-    )
-
-
-def _moved(way: NamesWay) -> float:
-    return way.placement.ring_bytes + way.placement.host_bytes + way.placement.disk_bytes
+    choices = lambda way: {name: way.choice(name) for name in plan.bytes_of}  # noqa: E731
+    raise nothing_fits("plan_names", plan.ways, plan.budget_bytes, choices)
 
 
 def _named(residual: Residual, names: Sequence[str]) -> str:

@@ -1,7 +1,9 @@
-"""Optimizer state in pinned host memory, brought to the device piece by piece for the update."""
+"""Optimizer state in pinned host memory or on disk, brought to the device piece by piece for the update."""
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,8 @@ from jax.extend import core
 from dejax import _native
 from dejax._optional import optional
 from dejax.offload._evaluation import Demand, inlined
-from dejax.offload._pieces import PIECE_BYTES, stream_state
+from dejax.offload._pieces import PIECE_BYTES, stream_state, unit_of
+from dejax.offload._state_store import StateStore, is_on_disk, store_at
 
 _HOST = jax.memory.Space.Host
 
@@ -25,8 +28,9 @@ def optimizer(
     streams: bool | None = None,
     piece_bytes: int = PIECE_BYTES,
     ahead: int = 2,
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | StateStore | None = None,
 ) -> Any:
-    """Keeps the state of an Optax transformation (Adam's moments) in pinned host memory between steps.
+    """Keeps the state of an Optax transformation (Adam's moments) in pinned host memory or on disk between steps.
 
     The update is `tx`'s own, to rounding. It is traced once and evaluated parameter by parameter: the state of each is
     copied to the device before its update and back after it. Values that all parameters share (a count, a norm of all
@@ -53,15 +57,21 @@ def optimizer(
         piece_bytes: with `streams`: size of a piece of one array. Device memory for staging, outside of XLA's pool:
             `2 * (ahead + 1)` pieces of each array of state that a parameter has (two for Adam).
         ahead: with `streams`: number of pieces that are copied to the device before they are needed.
+        path: keeps the state on disk, in files of this folder (or several, or a `StateStore`) on a fast drive. Pieces
+            are read `ahead`, and written while later ones are updated; host memory holds no others. For state on one
+            device, with `init` outside of `jax.jit` and `update` inside. `StateStore` says how long the files live.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with the same `init` and `update`; its state is a pytree like `tx`'s,
-        whose large arrays lie in memory of kind "pinned_host".
+        whose large arrays lie in memory of kind "pinned_host", or are a `DiskArray` each.
 
     Raises:
         TypeError: `tx` has no `init` and `update`.
-        ValueError: `piece_bytes` or `ahead` is not positive.
-        NativeExtensionError: with `streams=True`, the extension is missing.
+        ValueError: `piece_bytes` or `ahead` is not positive; `path` with `streams=False`; with `path`: as `init` runs
+            inside of `jax.jit`, or `update` outside.
+        FileNotFoundError, PermissionError: as `init` runs: `path` cannot be used.
+        RuntimeError: as `init` runs: the drive is full.
+        NativeExtensionError: with `streams=True` or `path`, the extension is missing.
     """
     with optional("optax", of="offload.optimizer"):
         import optax
@@ -72,19 +82,26 @@ def optimizer(
         raise ValueError(
             f"offload.optimizer: `piece_bytes` and `ahead` must be at least 1, got {piece_bytes} and {ahead}"
         )
+    if path is not None and streams is False:
+        raise ValueError("offload.optimizer: `streams` must be True or None with a path, got False: XLA reads no files")
     tx = optax.with_extra_args_support(tx)
-    moved = _Moved(min_bytes)
+    moved = _Moved(min_bytes, path, piece_bytes)
 
     def init(params: Any) -> Any:
         return jax.tree.map(moved.put, tx.init(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         traced = _trace_update(tx, state, (updates, params, extra))
-        far = [moved.is_large(x) for x in traced.state]
+        on_disk = any(map(is_on_disk, traced.state))
+        far = [is_on_disk(x) if on_disk else moved.is_large(x) for x in traced.state]
         # Outside of jit one operation follows the other: nothing could overlap.
-        own = _streams(streams) and any(isinstance(x, jax.core.Tracer) for x in (*traced.state, *traced.others))
+        inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((traced.state, traced.others)))
+        own = _streams(streams) and inside
+        if on_disk and not inside:
+            raise ValueError("offload.optimizer: a state on disk must be updated in jax.jit, got arrays outside of it")
         streamed = [
-            own and is_far and x.ndim > 0 and _is_on_host(x) for x, is_far in zip(traced.state, far, strict=True)
+            is_on_disk(x) or (own and is_far and x.ndim > 0 and _is_on_host(x) and not on_disk)
+            for x, is_far in zip(traced.state, far, strict=True)
         ]
         evaluation = traced.demand(far, streamed)
         outputs: list[Any] = [None] * len(traced.jaxpr.outvars)
@@ -94,23 +111,37 @@ def optimizer(
             if outputs[i] is None:
                 value = evaluation.value(traced.jaxpr.outvars[i])
                 at = i - traced.num_updates
-                outputs[i] = moved.put(value) if at >= 0 and far[at] else value
+                outputs[i] = jax.device_put(value, _HOST) if at >= 0 and far[at] else value
         return jax.tree.unflatten(traced.out_tree, outputs)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Moved:
-    """Which arrays of the state lie on the host."""
+    """Which arrays of the state lie elsewhere, and where."""
 
     min_bytes: int
+    path: Any
+    piece_bytes: int
+
+    @functools.cached_property
+    def disk(self) -> StateStore:
+        return store_at(self.path)
 
     def is_large(self, x: Any) -> bool:
         return hasattr(x, "dtype") and hasattr(x, "size") and x.size * np.dtype(x.dtype).itemsize >= self.min_bytes
 
     def put(self, x: Any) -> Any:
-        return jax.device_put(x, _HOST) if self.is_large(x) else x
+        if not self.is_large(x):
+            return x
+        if self.path is None:
+            return jax.device_put(x, _HOST)
+        if x.ndim == 0:
+            return x
+        if isinstance(x, jax.core.Tracer):
+            raise ValueError("offload.optimizer: `init` must run outside of jax.jit with a path, got traced arrays")
+        return self.disk.put(x, unit_of(x.shape, x.dtype, self.piece_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +170,7 @@ class _TracedUpdate:
 
 
 def _trace_update(tx: Any, state: Any, others: tuple[Any, Any, Any]) -> _TracedUpdate:
-    state_leaves, state_tree = jax.tree.flatten(state)
+    state_leaves, state_tree = jax.tree.flatten(state, is_leaf=is_on_disk)
     other_leaves, others_tree = jax.tree.flatten(others)
 
     def flat(*leaves: Any) -> tuple[Any, Any]:
@@ -148,6 +179,8 @@ def _trace_update(tx: Any, state: Any, others: tuple[Any, Any, Any]) -> _TracedU
         return tx.update(updates, state, params, **extra)
 
     def shape(x: Any) -> Any:
+        if is_on_disk(x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
         aval = jax.typeof(x)
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 

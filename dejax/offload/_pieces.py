@@ -19,6 +19,7 @@ from jax.extend import core
 
 from dejax import _native
 from dejax.offload._evaluation import Demand
+from dejax.offload._state_store import DiskArray, is_on_disk
 
 # 32 MiB take 0.65 ms over the bus: much longer than the launch of a piece, much shorter than a step.
 PIECE_BYTES = 32 << 20
@@ -27,7 +28,7 @@ _ELEMENTWISE = frozenset(
     integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision rem round
     rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor""".split()
 )
-_BETWEEN, _BEGIN, _FINISH = 0, 1, 2  # native/offload/pieces.h
+_BETWEEN, _BEGIN, _FINISH, _LOOP, _OPEN, _COMMIT = range(6)  # native/offload/pieces.h
 _sites = itertools.count(1)
 NO_LOOP = {
     "slot": np.int64(0),
@@ -104,7 +105,8 @@ def stream_state(
     pieces = [piece for group in groups for piece in _cut(evaluation, group, state, num_updates, piece_bytes)]
     arrays = {i: state[i] for group in groups for i in group.state}
     largest = max(sum(piece.span(state[i])[1] for i in piece.group.state) for piece in pieces)
-    chain = _Chain(arrays, staging_bytes=2 * (ahead + 1) * largest)
+    kind = _DiskChain if any(map(is_on_disk, arrays.values())) else _Chain
+    chain = kind(arrays, staging_bytes=2 * (ahead + 1) * largest)
     parts: dict[int, list[Any]] = {}
     chain.begin()
     for piece in pieces[:ahead]:
@@ -167,10 +169,30 @@ def _cut(evaluation: Demand, group: Group, state: Sequence[Any], num_updates: in
     group.tails = {o: _tail(evaluation, evaluation.jaxpr.outvars[o]) for o in group.outputs if o < num_updates}
     group.shape = shape if row <= piece_bytes else (int(np.prod(shape, dtype=np.int64)),)
     rows = max(1, piece_bytes // (row if row <= piece_bytes else itemsize))
+    if is_on_disk(state[group.state[0]]):
+        group.shape, rows = _shape_on_disk([state[i] for i in group.state])
     length = group.shape[0]
     if rows >= length or not _elementwise(evaluation, group, num_updates):
         return [Piece(group, 0, length, whole=True)]
     return [Piece(group, at, min(length, at + rows), whole=False) for at in range(0, length, rows)]
+
+
+def unit_of(shape: tuple[int, ...], dtype: Any, piece_bytes: int) -> int:
+    """Bytes of a piece of an array on disk: equally many elements of each dtype, as the moments of a parameter need."""
+    row = max(1, int(np.prod(shape[1:], dtype=np.int64)))
+    elements = max(1, piece_bytes // 4)
+    return (elements // row * row or elements) * np.dtype(dtype).itemsize
+
+
+def _shape_on_disk(arrays: Sequence[DiskArray]) -> tuple[tuple[int, ...], int]:
+    """The shape in which a group on disk is cut, and rows of a piece: as its files are, or all rows."""
+    elements = {x.unit_bytes // x.dtype.itemsize for x in arrays}
+    shape, size = arrays[0].shape, arrays[0].size
+    row = size // shape[0]
+    if len(elements) > 1:
+        return shape, shape[0]
+    (count,) = elements
+    return (shape, count // row) if count % row == 0 else ((size,), count)
 
 
 def _tail(evaluation: Demand, root: Any) -> list[Any]:
@@ -382,3 +404,72 @@ class _Chain:
                 return ffi(*operands, **attributes)
 
         return call
+
+
+class _DiskChain(_Chain):
+    """The same for arrays on disk, which are no operands: the calls name them by their numbers."""
+
+    def __init__(self, arrays: dict[int, Any], staging_bytes: int) -> None:
+        super().__init__(arrays, staging_bytes)
+        self._slots = 0
+
+    def begin(self) -> None:
+        """Names the arrays and the versions that the update goes on from."""
+        numbers = sorted(self.arrays)
+        tickets = jnp.stack([self.arrays[i].ticket for i in numbers])
+        sizes = np.array([self.arrays[i].nbytes for i in numbers], np.int64)
+        self._ticket = self._call(_OPEN, {"arrays": np.array(numbers, np.int64), "pull_bytes": sizes}, tickets)[0]
+
+    def call(self, take: Piece | None = None) -> list[Any]:
+        taken = [] if take is None else [(i, *take.span(self.arrays[i])) for i in take.group.state]
+        results = []
+        for i, *_ in taken:
+            assert take is not None
+            array = self.arrays[i]
+            shape = array.shape if take.whole else (take.end - take.begin, *take.group.shape[1:])
+            results.append(jax.ShapeDtypeStruct(shape, array.dtype))
+        attributes: dict[str, Any] = {"slot": np.int64(self._slots), "pull_iterations": np.int64(1)}
+        self._slots += 1
+        places: dict[str, Sequence[Any]] = {
+            "take": [x[:2] for x in taken],
+            "pull": [x[:2] for x in self._pulls],
+            "push": self._pushes,
+        }
+        for name, some in places.items():
+            attributes[f"{name}_array"] = np.array([x[0] for x in some], np.int64)
+            attributes[f"{name}_offset"] = np.array([x[1] for x in some], np.int64)
+            attributes[f"{name}_stride"] = np.zeros(len(some), np.int64)
+        attributes["pull_bytes"] = np.array([x[2] for x in self._pulls], np.int64)
+        self._ticket, *values = self._call(_LOOP, attributes, *self._operands(), results=results)
+        return list(jax.lax.optimization_barrier(values))
+
+    def finish(self) -> None:
+        """Makes the last calls; the arrays then have the tickets of their next version."""
+        if self._pushes or self._after:
+            self.call()
+        self._ticket = self._call(_COMMIT, {"arrays": np.array(sorted(self.arrays), np.int64)})[0]
+        self._ticket = self._call(_FINISH, {})[0]
+        for i, array in self.arrays.items():
+            waited = jax.lax.optimization_barrier((self._ticket, array.ticket))[1]
+            self.arrays[i] = array.next_version(waited)
+
+    def _call(self, mode: int, attributes: dict[str, Any], *operands: Any, results: Sequence[Any] = ()) -> Any:
+        ffi = jax.ffi.ffi_call(
+            "dejax_offload_pieces",
+            (jax.typeof(self._ticket), *results),
+            has_side_effect=True,
+            input_output_aliases={0: 0},
+        )
+        empty = np.zeros(0, np.int64)
+        given = {
+            "site": np.int64(self._site),
+            "mode": np.int64(mode),
+            "first_tag": np.int64(0),
+            "staging_bytes": np.int64(self._staging_bytes),
+            "arrays": empty,
+            **dict.fromkeys(("pull_array", "pull_offset", "pull_bytes", "push_array", "push_offset"), empty),
+            **NO_LOOP,
+            **attributes,
+        }
+        with jax.named_scope("offload_pieces"):
+            return ffi(self._ticket, *operands, **given)

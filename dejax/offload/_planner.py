@@ -2,63 +2,43 @@
 
 A stack of equal layers under `jax.lax.scan` is profiled with two short stacks for each choice. Memory and time of a
 long stack follow by linear extrapolation. Short stacks fit into the ring and never wait for the bus, so those waits are
-predicted from measured bandwidths.
+predicted from measured bandwidths. A stack of unequal layers has parts of equal ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
-from dejax.offload._curve import best, draw
 from dejax.offload._profile import (
+    SHORT,
     Placement,
     Tiers,
     count_layers,
     device_bandwidth,
     forward_seconds,
-    measured_rows,
-    place,
-    profile,
     residuals_of,
     ring_of,
     scan_layers,
     short_stacks,
     tiers_of,
-    training_step,
 )
 from dejax.offload._stack import scan_pieces
 from dejax.offload._store import ActivationStore
 from dejax.offload._transform import MIN_BYTES, offload
+from dejax.offload._ways import Cost, Plan, Use, fastest, nothing_fits, predict
 
+Body = Callable[[Any, Any], Any]
 CHOICES = ("offload", "offload inputs", "recompute", "keep")
 """In the order of the layers that get them: tensors of the first layers are fetched last and have most time."""
 _TWIN = {"offload": "keep", "offload inputs": "recompute"}
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What one choice costs.
-
-    Attributes:
-        base_bytes, layer_bytes: temporaries of a stack of n layers: base_bytes + n * layer_bytes.
-        base_seconds, layer_seconds: likewise, time of a training step (value and gradient) without waits for the bus.
-        stored_bytes: stored by one layer.
-        ring_bytes: size of the device's ring.
-    """
-
-    base_bytes: float
-    layer_bytes: float
-    base_seconds: float
-    layer_seconds: float
-    stored_bytes: int
-    ring_bytes: int
+_MOST_WAYS = 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +46,7 @@ class Prediction:
     """A way to run the stack, with its predicted memory and time.
 
     Attributes:
-        layers: number of layers for each of `CHOICES`.
+        layers: number of layers for each of `CHOICES`; of several parts, those of the first part, then of the second.
         peak_bytes: temporaries of the program and the device's ring.
         seconds: time of a step.
         stall_seconds: part of it that waits for the bus or the drive.
@@ -79,95 +59,83 @@ class Prediction:
     stall_seconds: float
     placement: Placement
 
+    def parts(self) -> list[tuple[int, ...]]:
+        """`layers`, part by part."""
+        return [self.layers[at : at + len(CHOICES)] for at in range(0, len(self.layers), len(CHOICES))]
 
-@dataclass(slots=True)
-class StackPlan:
-    """A plan for a stack, made by `plan_stack`.
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Equal layers that follow one another.
 
     Attributes:
-        chosen: the fastest way within the budget.
-        budget_bytes: the given budget.
-        num_layers: of the stack.
+        body: of a layer.
+        num_layers: how many.
         costs: by choice.
-        forward_seconds: of one layer.
-        tiers: bandwidths and sizes of the bus, host memory and the drive.
-        measured: (peak bytes, seconds) of the chosen way, after `measure`.
+        forward_seconds: of a layer.
     """
 
-    chosen: Prediction
-    budget_bytes: int
+    body: Body
     num_layers: int
-    costs: dict[str, Cost]
+    costs: Mapping[str, Cost]
     forward_seconds: float
-    tiers: Tiers
-    _body: Callable[[Any, Any], Any]
+
+    def uses(self, layers: Sequence[int]) -> list[Use]:
+        return [
+            Use(self.costs[choice], n, self.forward_seconds) for choice, n in zip(CHOICES, layers, strict=True) if n
+        ]
+
+
+@dataclass(slots=True)
+class StackPlan(Plan[Prediction]):
+    """A plan for a stack, made by `plan_stack`: a choice for each layer.
+
+    Attributes:
+        parts: of the stack, each of equal layers.
+    """
+
+    parts: tuple[Part, ...]
     _store: ActivationStore | None
     _min_bytes: int
-    measured: tuple[float, float] | None = None
-    _ways: list[Prediction] = field(default_factory=list)
+    _several: bool  # params is a sequence with the parameters of each part
+
+    @property
+    def costs(self) -> Mapping[str, Cost]:
+        """Of the first part, by choice."""
+        return self.parts[0].costs
 
     def apply(self, params: Any, x: Any) -> Any:
-        """Runs the stack as planned: `scan(body, params, x)`, in one loop for each choice.
+        """Runs the stack as planned: `scan(body, params, x)`, in one loop for each choice and part.
 
         Args:
-            params: pytree of arrays [layers, ...].
+            params: pytree of arrays [layers, ...]; of several parts, a sequence of these.
             x: the first layer's input.
         """
-        return _run(self._bodies(), self.chosen.layers, params, x)
+        each = list(params) if self._several else [params]
+        if len(each) != len(self.parts):
+            raise ValueError(f"StackPlan.apply: `params` must be of {len(self.parts)} parts, got {len(each)}")
+        for part, layers, some in zip(self.parts, self.chosen.parts(), each, strict=True):
+            x = _run(_variants(part.body, self._store, self._min_bytes), layers, some, x)
+        return x
 
-    def measure(self, params: Any, x: Any) -> tuple[float, float]:
-        """Compiles and times the chosen way; returns (peak bytes, seconds), which `table` then shows."""
-        step = training_step(lambda params, x: self.apply(params, x))
-        temp, seconds = profile(step, params, x)
-        ring = max((self.costs[c].ring_bytes for c, n in zip(CHOICES, self.chosen.layers, strict=True) if n), default=0)
-        self.measured = (temp + ring, seconds)
-        return self.measured
+    def _ring_bytes(self) -> int:
+        uses = _uses(self.parts, self.chosen.parts())
+        return max((use.cost.ring_bytes for use in uses), default=0)
 
-    def curve(self) -> list[Prediction]:
-        """The recompute-offload-keep curve: the ways that no other beats in both time and memory, sorted by memory."""
-        wanted = best([(way.peak_bytes, way.seconds) for way in self._ways])
-        found = {(way.peak_bytes, way.seconds): way for way in self._ways}
-        return [found[point] for point in wanted]
+    def _marked(self) -> Mapping[str, list[Prediction]]:
+        found: dict[str, list[Prediction]] = {}
+        for way in self.ways:
+            if (choice := _alone(way)) is not None:
+                found.setdefault(f"all {choice}", []).append(way)
+        return found
 
-    def table(self) -> str:
-        """A Markdown table: each choice alone, the chosen way, and its measured values."""
-        lines = [
-            "| layers | peak, GiB | step, ms | of it waiting, ms | in host memory, on disk, GiB |",
-            "| --- | --- | --- | --- | --- |",
-        ]
-        alone = [way for way in self._ways if sum(n > 0 for n in way.layers) == 1]
-        for way in [*alone, self.chosen]:
-            name = ", ".join(f"{n} {choice}" for n, choice in zip(way.layers, CHOICES, strict=True) if n)
-            mark = "**" if way is self.chosen else ""
-            lines.append(
-                f"| {mark}{name}{mark} | {way.peak_bytes / 2**30:.3f} | {way.seconds * 1e3:.2f} | "
-                f"{way.stall_seconds * 1e3:.2f} | {way.placement.host_bytes / 2**30:.2f}, "
-                f"{way.placement.disk_bytes / 2**30:.2f} |"
-            )
-        return "\n".join([*lines, *measured_rows((self.chosen.peak_bytes, self.chosen.seconds), self.measured)])
-
-    def plot(self, path: str | Path) -> None:
-        """Draws throughput against activation memory: every way, the curve, the chosen way, the measured point."""
-        points = {way.layers: (way.peak_bytes, way.seconds) for way in self._ways}
-        alone = {
-            f"all {choice}": [point for layers, point in points.items() if layers[at] == self.num_layers]
-            for at, choice in enumerate(CHOICES)
-        }
-        draw(
-            path,
-            list(points.values()),
-            chosen=(self.chosen.peak_bytes, self.chosen.seconds),
-            budget_bytes=self.budget_bytes,
-            marked={name: some for name, some in alone.items() if some},
-            measured=[self.measured] if self.measured else [],
-        )
-
-    def _bodies(self) -> dict[str, Callable[[Any, Any], Any]]:
-        return _variants(self._body, self._store, self._min_bytes)
+    def _rows(self) -> list[tuple[str, Prediction]]:
+        rows = [(_describe(way), way) for way in self.ways if _alone(way) is not None]
+        return [*rows, (f"**{_describe(self.chosen)}**", self.chosen)]
 
 
 def plan_stack(
-    body: Callable[[Any, Any], Any],
+    body: Body | Sequence[Body],
     params: Any,
     x: Any,
     *,
@@ -186,10 +154,13 @@ def plan_stack(
     - "recompute": its input stays and the rest is recomputed, `jax.checkpoint(body)`.
     - "keep": all residuals stay.
 
+    Unequal layers are given in parts of equal ones, in the order in which they run: `plan_stack([dense, moe],
+    [dense_params, moe_params], x, ...)`. Layers that alternate are one layer together.
+
     Args:
-        body: (params of one layer, x) -> x, as in `jax.lax.scan` over layers.
-        params: pytree of arrays [layers, ...], at least four layers.
-        x: the first layer's input.
+        body: (params of one layer, x) -> x, as in `jax.lax.scan` over layers. Or a sequence of these, for each part.
+        params: pytree of arrays [layers, ...], at least four layers. Or a sequence of these, of any number of layers.
+        x: the first layer's input; each part must return an array of this shape.
         budget_bytes: for temporaries of a training step (value and gradient of the stack) and the device's ring.
         store: where offloaded tensors go. The plan respects its host memory, and measures its drive: it does not
             offload more than the drive takes in time. None: the current store, with unlimited host memory.
@@ -200,40 +171,52 @@ def plan_stack(
         The plan: `plan.apply(params, x)` runs the stack, `print(plan.table())` shows the alternatives.
 
     Raises:
-        ValueError: the stack has fewer than four layers, or no way fits the budget; the message has the least budget.
+        ValueError: the stack has fewer than four layers, parts and parameters do not match, or no way fits the budget;
+            the message has the least budget.
     """
-    num_layers = count_layers(params, "plan_stack")
     if unknown := set(choices) - set(CHOICES):
         raise ValueError(f"plan_stack: `choices` must be of {CHOICES}, got {sorted(unknown)}")
-    costs = _costs(body, params, x, store, min_bytes, choices)
-    forward = forward_seconds(body, params, x)
+    several = not callable(body)
+    bodies, each = (list(body), list(params)) if not callable(body) else ([body], [params])
+    if not bodies or len(bodies) != len(each):
+        raise ValueError(
+            f"plan_stack: `params` must have the parameters of each part, got {len(each)} for {len(bodies)} bodies"
+        )
+    counts = [jax.tree.leaves(some)[0].shape[0] for some in each] if several else [count_layers(params, "plan_stack")]
+    parts = []
+    for one, some, count in zip(bodies, each, counts, strict=True):
+        some = _enough(some, count)
+        costs = _costs(one, some, x, store, min_bytes, choices)
+        parts.append(Part(one, count, costs, forward_seconds(one, some, x)))
     tiers = tiers_of(store)
-    found = [
-        _predict(layers, costs, forward, tiers)
-        for layers in _compositions(num_layers, [choice in costs for choice in CHOICES])
-    ]
-    ways = [way for way in found if way is not None]
+    ways = _ways_of(parts, tiers)
+    chosen = fastest(ways, budget_bytes, _prefer)
+    if chosen is None:
+        raise nothing_fits("plan_stack", ways, budget_bytes, _describe)
+    if several:
+        chosen = _refined(chosen, parts, budget_bytes, tiers)
     return StackPlan(
-        chosen=_choose(ways, budget_bytes),
-        budget_bytes=budget_bytes,
-        num_layers=num_layers,
-        costs=costs,
-        forward_seconds=forward,
-        tiers=tiers,
-        _body=body,
+        chosen,
+        ways,
+        budget_bytes,
+        sum(counts),
+        tiers,
+        parts=tuple(parts),
         _store=store,
         _min_bytes=min_bytes,
-        _ways=ways,
+        _several=several,
     )
 
 
+def _enough(params: Any, count: int) -> Any:
+    """At least as many layers as short stacks have: the same ones again."""
+    if count >= max(SHORT):
+        return params
+    return jax.tree.map(lambda leaf: leaf[np.arange(max(SHORT)) % count], params)
+
+
 def _costs(
-    body: Callable[[Any, Any], Any],
-    params: Any,
-    x: Any,
-    store: ActivationStore | None,
-    min_bytes: int,
-    choices: Sequence[str],
+    body: Body, params: Any, x: Any, store: ActivationStore | None, min_bytes: int, choices: Sequence[str]
 ) -> dict[str, Cost]:
     """Profiles the choices."""
     variants = _variants(body, store, min_bytes)
@@ -258,45 +241,58 @@ def _costs(
     return costs
 
 
-def _choose(ways: Sequence[Prediction], budget_bytes: int) -> Prediction:
-    """The fastest way within the budget."""
-    if not ways:
-        raise ValueError(
-            "plan_stack: nothing fits the store's tiers; raise host_bytes, give the store a path, or allow 'recompute'"
-        )
-    fitting = [way for way in ways if way.peak_bytes <= budget_bytes]
-    if not fitting:
-        least = min(ways, key=lambda way: way.peak_bytes)
-        raise ValueError(
-            f"plan_stack: nothing fits budget_bytes={budget_bytes}; the least is {int(least.peak_bytes)} bytes, with "
-            f"{dict(zip(CHOICES, least.layers, strict=True))}"
-        )
-    # Measured times differ by half a percent between runs: among such ways, keep as many layers as possible.
-    fastest = min(way.seconds for way in fitting)
-    return max((w for w in fitting if w.seconds <= 1.005 * fastest), key=lambda w: (w.layers[::-1], -w.peak_bytes))
+def _prefer(way: Prediction) -> Any:
+    """Among equally fast ways, keep as many layers as possible."""
+    return tuple(sum(some) for some in zip(*way.parts(), strict=True))[::-1], -way.peak_bytes
 
 
-def _predict(layers: tuple[int, ...], costs: dict[str, Cost], forward: float, tiers: Tiers) -> Prediction | None:
-    used = [(costs[choice], n) for choice, n in zip(CHOICES, layers, strict=True) if n]
-    storing = [(cost, n) for cost, n in used if cost.stored_bytes]
-    ring = max((cost.ring_bytes for cost, _ in used), default=0)
-    peak = max(cost.base_bytes for cost, _ in used) + sum(n * cost.layer_bytes for cost, n in used) + ring
-    seconds = max(cost.base_seconds for cost, _ in used) + sum(n * cost.layer_seconds for cost, n in used)
-    placement = place(
-        sum(n * cost.stored_bytes for cost, n in storing),
-        ring,
-        sum(n for _, n in storing) * forward,
-        sum(n * (cost.layer_seconds - forward) for cost, n in storing),
-        tiers,
-    )
-    if placement is None:
+def _uses(parts: Sequence[Part], layers: Sequence[Sequence[int]]) -> list[Use]:
+    return [use for part, some in zip(parts, layers, strict=True) for use in part.uses(some)]
+
+
+def _way(parts: Sequence[Part], layers: Sequence[Sequence[int]], tiers: Tiers) -> Prediction | None:
+    found = predict(_uses(parts, layers), tiers)
+    if found is None:
         return None
-    return Prediction(layers, peak, seconds + placement.stall_seconds, placement.stall_seconds, placement)
+    flat = tuple(n for some in layers for n in some)
+    return Prediction(flat, found.peak_bytes, found.seconds, found.stall_seconds, found.placement)
 
 
-def _compositions(total: int, allowed: Sequence[bool]) -> list[tuple[int, ...]]:
+def _ways_of(parts: Sequence[Part], tiers: Tiers) -> list[Prediction]:
+    grid = 24
+    while True:
+        each = [_compositions(part.num_layers, [c in part.costs for c in CHOICES], grid) for part in parts]
+        if grid == 1 or int(np.prod([len(some) for some in each])) <= max(_MOST_WAYS, len(each[0]) * (len(each) == 1)):
+            break
+        grid = max(1, grid * 3 // 4)
+    found = [_way(parts, layers, tiers) for layers in itertools.product(*each)]
+    return [way for way in found if way is not None]
+
+
+def _refined(way: Prediction, parts: Sequence[Part], budget_bytes: float, tiers: Tiers) -> Prediction:
+    """Gives single layers another choice as long as that saves time within the budget."""
+    while True:
+        nearby = [_way(parts, layers, tiers) for layers in _neighbours(way, parts)]
+        fitting = [w for w in nearby if w is not None and w.peak_bytes <= budget_bytes]
+        better = min(fitting, key=lambda w: w.seconds, default=way)
+        if better.seconds >= way.seconds * (1 - 1e-9):
+            return way
+        way = better
+
+
+def _neighbours(way: Prediction, parts: Sequence[Part]) -> list[list[tuple[int, ...]]]:
+    found = []
+    for at, (part, layers) in enumerate(zip(parts, way.parts(), strict=True)):
+        for i, j in itertools.permutations([k for k, choice in enumerate(CHOICES) if choice in part.costs], 2):
+            if layers[i]:
+                changed = tuple(n - (k == i) + (k == j) for k, n in enumerate(layers))
+                found.append([*way.parts()[:at], changed, *way.parts()[at + 1 :]])
+    return found
+
+
+def _compositions(total: int, allowed: Sequence[bool], grid: int = 24) -> list[tuple[int, ...]]:
     """All ways to divide `total` layers among the allowed choices, in steps of several layers for deep stacks."""
-    step = max(1, total // 24)
+    step = max(1, total // grid)
     counts = [sorted({*range(0, total + 1, step), total}) if ok else [0] for ok in allowed]
     found = []
     for head in itertools.product(*counts[:-1]):
@@ -306,9 +302,19 @@ def _compositions(total: int, allowed: Sequence[bool]) -> list[tuple[int, ...]]:
     return found
 
 
-def _variants(
-    body: Callable[[Any, Any], Any], store: ActivationStore | None, min_bytes: int
-) -> dict[str, Callable[[Any, Any], Any]]:
+def _alone(way: Prediction) -> str | None:
+    """The choice of all layers, where they have one."""
+    used = {choice for some in way.parts() for choice, n in zip(CHOICES, some, strict=True) if n}
+    return used.pop() if len(used) == 1 else None
+
+
+def _describe(way: Prediction) -> str:
+    return "; ".join(
+        ", ".join(f"{n} {choice}" for n, choice in zip(some, CHOICES, strict=True) if n) for some in way.parts()
+    )
+
+
+def _variants(body: Body, store: ActivationStore | None, min_bytes: int) -> dict[str, Body]:
     recomputing = jax.checkpoint(body)
     return {
         "offload": offload(body, store=store, inputs=1, min_bytes=min_bytes),
@@ -318,6 +324,6 @@ def _variants(
     }
 
 
-def _run(variants: dict[str, Callable[[Any, Any], Any]], layers: tuple[int, ...], params: Any, x: Any) -> Any:
+def _run(variants: dict[str, Body], layers: tuple[int, ...], params: Any, x: Any) -> Any:
     pieces = [(variants[choice], count) for choice, count in zip(CHOICES, layers, strict=True) if count]
     return scan_layers(pieces[0][0], params, x) if len(pieces) == 1 else scan_pieces(pieces, params, x)

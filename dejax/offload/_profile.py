@@ -16,6 +16,7 @@ import numpy as np
 from dejax.offload import _calls, _current
 from dejax.offload._boundary import ring_bytes
 from dejax.offload._residuals import Residual, make_plan
+from dejax.offload._state_store import StateStore, store_at
 from dejax.offload._store import ActivationStore
 
 SHORT = (2, 4)  # layers of the profiled stacks
@@ -132,6 +133,29 @@ def drive_bandwidths(store: ActivationStore, nbytes: int = 1 << 30) -> tuple[flo
             jax.block_until_ready(fetch(handles))
             read = (probe.stats().read_bytes - before.read_bytes) / (time.perf_counter() - middle)
     _drives[key] = (max(write, 1.0), max(read, 1.0))
+    return _drives[key]
+
+
+def state_bandwidths(path: Any, nbytes: int = 1 << 29) -> tuple[float, float]:
+    """Bytes a second (written, read) of a store of state, or of one at this path; measured once in each process."""
+    paths = path.paths if isinstance(path, StateStore) else path
+    key = ("state", str(paths), nbytes)
+    if key not in _drives:
+        x, unit = np.random.default_rng(0).integers(0, 1 << 30, nbytes // 4, np.int32), nbytes // 16
+        store = store_at(path)
+        try:
+            array = store.put(x, unit)  # makes the files
+            store.remove(array)
+            begin = time.perf_counter()
+            array = store.put(x, unit)
+            middle = time.perf_counter()
+            np.asarray(array)
+            end = time.perf_counter()
+            store.remove(array)
+        finally:
+            if store is not path:
+                store.close()
+        _drives[key] = nbytes / max(1e-9, middle - begin), nbytes / max(1e-9, end - middle)
     return _drives[key]
 
 

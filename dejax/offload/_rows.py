@@ -1,4 +1,4 @@
-"""Host arrays whose rows travel through the device in the iterations of a loop: the state of a stack of layers.
+"""Arrays in host memory or on disk whose rows travel through the device in a loop: the state of a stack of layers.
 
 `native/offload/pieces.h` says how the copies run. A row is a layer's part of an array [layers, ...]. Row `t + ahead` is
 copied to the device while the program works on row `t`, and changed rows are copied back meanwhile.
@@ -18,8 +18,9 @@ from jax import Array
 
 from dejax import _native
 from dejax.offload._pieces import new_site
+from dejax.offload._state_store import is_on_disk
 
-_BETWEEN, _BEGIN, _FINISH, _LOOP = 0, 1, 2, 3  # native/offload/pieces.h
+_BETWEEN, _BEGIN, _FINISH, _LOOP, _OPEN, _COMMIT = range(6)  # native/offload/pieces.h
 _EMPTY = np.zeros(0, np.int64)
 
 
@@ -52,14 +53,17 @@ class HostRows:
     """The calls of one step, in the order in which they are made.
 
     Args:
-        arrays: in host memory, [rows, ...], all with as many rows.
+        arrays: in host memory or on disk, [rows, ...], all with as many rows.
         staging_bytes: cap of staging memory on the device.
     """
 
-    def __init__(self, arrays: Sequence[Array], staging_bytes: int) -> None:
+    def __init__(self, arrays: Sequence[Any], staging_bytes: int) -> None:
         _native.extension("offload.stack_step")
         self.arrays = list(arrays)
-        self._avals = [jax.typeof(x) for x in arrays]
+        self._near = [k for k, x in enumerate(arrays) if not is_on_disk(x)]
+        self._on_disk = [k for k, x in enumerate(arrays) if is_on_disk(x)]
+        self._changed: set[int] = set()  # of those on disk
+        self._avals = [jax.typeof(arrays[k]) for k in self._near]
         self._rows = [math.prod(x.shape[1:]) * np.dtype(x.dtype).itemsize for x in arrays]
         self._staging_bytes = staging_bytes
         self._site = new_site()
@@ -67,12 +71,18 @@ class HostRows:
 
     def begin(self, *, changes: bool = True) -> Array:
         """Makes the arrays the program's own if it changes them; returns the ticket that the next call takes."""
-        through = {k: k for k in range(len(self.arrays))}
-        if changes:
-            self.arrays = list(self._ffi(_BEGIN, self._avals, through, range(len(self.arrays)))(*self.arrays))
+        near = [self.arrays[k] for k in self._near]
+        if changes and near:
+            near = list(self._ffi(_BEGIN, self._avals, {k: k for k in range(len(near))}, self._near)(*near))
+            for k, array in zip(self._near, near, strict=True):
+                self.arrays[k] = array
         ticket = jnp.zeros((2,), jnp.uint32)
-        opened = self._ffi(_BETWEEN, [jax.typeof(ticket)], {0: 0}, range(len(self.arrays)))
-        return opened(ticket, *self.arrays)[0]
+        ticket = self._ffi(_BETWEEN, [jax.typeof(ticket)], {0: 0}, self._near)(ticket, *near)[0]
+        if not self._on_disk:
+            return ticket
+        sizes = {"pull_bytes": np.array([self.arrays[k].nbytes for k in self._on_disk], np.int64)}
+        tickets = jnp.stack([self.arrays[k].ticket for k in self._on_disk])
+        return self._ffi(_OPEN, [jax.typeof(ticket)], {0: 0}, self._on_disk, sizes)(ticket, tickets)[0]
 
     def first_rows(self, ticket: Array, walk: Walk) -> Array:
         """Begins to copy the rows of the first iterations to the device."""
@@ -95,16 +105,36 @@ class HostRows:
 
     def put(self, ticket: Array, walk: Walk, arrays: Sequence[int], values: Sequence[Array]) -> Array:
         """In the body of a loop: begins to copy new values of the iteration's rows of some arrays to the host."""
+        self._changed.update(i for i in arrays if is_on_disk(self.arrays[i]))
         rows = [self._rows[i] for i in arrays]
         pushes = (arrays, [walk.offset(0, row) for row in rows], [walk.stride(row) for row in rows])
         return self._loop(ticket, pushes=pushes, values=values)[0]
 
-    def finish(self, ticket: Array, after: Sequence[Array] = ()) -> list[Array]:
+    def finish(self, ticket: Array, after: Sequence[Array] = ()) -> list[Any]:
         """Waits for all copies; returns the arrays, in the memory that they came in."""
-        through = {k: k for k in range(len(self.arrays))}
+        if self._changed:
+            ticket = self._commit(ticket)
+        near = [self.arrays[k] for k in self._near]
+        through = {k: k for k in range(len(near))}
         waited = jax.lax.optimization_barrier([ticket, *after])
-        self.arrays = list(self._ffi(_FINISH, self._avals, through, range(len(self.arrays)))(*self.arrays, *waited))
+        if not near:
+            self._finish_disk(self._ffi(_FINISH, [jax.typeof(ticket)], {0: 0}, ())(*waited)[0])
+            return self.arrays
+        near = list(self._ffi(_FINISH, self._avals, through, self._near)(*near, *waited))
+        for k, array in zip(self._near, near, strict=True):
+            self.arrays[k] = array
+        self._finish_disk(ticket)
         return self.arrays
+
+    def _commit(self, ticket: Array) -> Array:
+        committed: Array = self._ffi(_COMMIT, [jax.typeof(ticket)], {0: 0}, sorted(self._changed))(ticket)[0]
+        return committed
+
+    def _finish_disk(self, ticket: Array) -> None:
+        """The next tickets of changed arrays, after the chain's last call: a step that fails gives none."""
+        for k in self._changed:
+            waited = jax.lax.optimization_barrier((ticket, self.arrays[k].ticket))[1]
+            self.arrays[k] = self.arrays[k].next_version(waited)
 
     def finish_reading(self, ticket: Array, value: Array) -> Array:
         """Ends a program that only reads; `value` is there when it has ended."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,76 +20,21 @@ import numpy as np
 
 from dejax.offload import _memory
 from dejax.offload._layerwise import StackState, StackStep, stack_step
-from dejax.offload._layerwise_run import STAGED_LAYERS
 from dejax.offload._layerwise_settings import Kept
 from dejax.offload._moments import Tier
-from dejax.offload._profile import SHORT, Tiers, count_layers, measured_rows, part, place, tiers_of, timed
+from dejax.offload._profile import (
+    SHORT,
+    Tiers,
+    count_layers,
+    measured_rows,
+    part,
+    state_bandwidths,
+    tiers_of,
+    timed,
+)
+from dejax.offload._state_store import StateStore
+from dejax.offload._step_cost import NO_DRIVE, Cost, Drive, KeptGradients, Leaf, StepWay, predict
 from dejax.offload._store import ActivationStore
-
-
-@dataclass(frozen=True, slots=True)
-class StepWay:
-    """A way to run a step, with its predicted memory and time.
-
-    Attributes:
-        far: paths of the arrays on the host, such as "params['w']" and "moments[0].mu['w']".
-        activations: where the layers' inputs lie.
-        microbatches: parts of a batch.
-        device_bytes: state, temporaries and staging memory on the device.
-        staging_bytes: of it, memory through which state travels, and the store's ring.
-        host_bytes: state and activations in host memory.
-        disk_bytes: activations on disk.
-        seconds: of a step.
-        stall_seconds: the part of it that waits for the bus or the drive.
-    """
-
-    far: frozenset[str]
-    activations: Tier
-    microbatches: int
-    device_bytes: float
-    staging_bytes: float
-    host_bytes: float
-    disk_bytes: float
-    seconds: float
-    stall_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Cost:
-    """Short stacks with all state on the device, for one number of microbatches.
-
-    Attributes:
-        base_bytes, layer_bytes: temporaries of a stack of n layers, without the layers' inputs.
-        base_seconds, layer_seconds: likewise, time of a step.
-        forward_seconds: of a layer.
-        input_bytes: of a layer's input.
-    """
-
-    base_bytes: float
-    layer_bytes: float
-    base_seconds: float
-    layer_seconds: float
-    forward_seconds: float
-    input_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    path: str
-    nbytes: int
-    is_param: bool
-    is_frozen: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """Gradients of the stack: freed in backward, or kept; bytes of those that are kept in host memory."""
-
-    freed: bool = True
-    far_bytes: int = 0
-
-
-FREED = _Kept()
 
 
 @dataclass(slots=True)
@@ -99,7 +46,7 @@ class StepPlan:
         ways: every way that was considered.
         num_layers: of the stack.
         tiers: measured bandwidths, and the sizes of host memory and of the drive for activations.
-        device_bytes, host_bytes: the budgets.
+        device_bytes, host_bytes, disk_bytes: the budgets.
         measured: (device bytes, seconds) of the chosen way, after `measure`.
     """
 
@@ -109,6 +56,7 @@ class StepPlan:
     tiers: Tiers
     device_bytes: float
     host_bytes: float
+    disk_bytes: float
     _make: Callable[..., StackStep]
     measured: tuple[float, float] | None = field(default=None)
 
@@ -116,19 +64,26 @@ class StepPlan:
         """The step as planned."""
         return _step_of(self._make, self.chosen)
 
-    def within(self, *, device_bytes: float | None = None, host_bytes: float | None = None) -> StepPlan:
+    def within(
+        self,
+        *,
+        device_bytes: float | None = None,
+        host_bytes: float | None = None,
+        disk_bytes: float | None = None,
+    ) -> StepPlan:
         """The plan for other budgets, by the same measurements.
 
         Args:
-            device_bytes, host_bytes: as for `plan_step`; None: as before.
+            device_bytes, host_bytes, disk_bytes: as for `plan_step`; None: as before.
 
         Raises:
             ValueError: nothing fits; the message gives the least that would.
         """
         device = self.device_bytes if device_bytes is None else device_bytes
         host = self.host_bytes if host_bytes is None else host_bytes
-        chosen = _choose(self.ways, device, host)
-        return dataclasses.replace(self, chosen=chosen, device_bytes=device, host_bytes=host, measured=None)
+        disk = self.disk_bytes if disk_bytes is None else disk_bytes
+        budgets: dict[str, Any] = {"device_bytes": device, "host_bytes": host, "disk_bytes": disk}
+        return dataclasses.replace(self, chosen=_choose(self.ways, **budgets), measured=None, **budgets)
 
     def measure(self, state: StackState, batch: Any) -> tuple[float, float]:
         """Compiles and times the planned step; returns (device bytes, seconds), which `table` then shows.
@@ -153,16 +108,20 @@ class StepPlan:
     def table(self) -> str:
         """A Markdown table: the fastest way for each choice of places, the chosen one, and its measured values."""
         lines = [
-            "| parameters, moments far | inputs | parts | device, GB | host, disk, GB | step, ms | waiting, ms |",
-            "| --- | --- | --- | --- | --- | --- | --- |",
+            "| parameters, moments on the host | on disk | inputs | parts | device, GB | host, disk, GB | step, ms | "
+            "waiting, ms |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |",
         ]
         for way in self.ways:
             if way is not self.chosen and way not in self.best():
                 continue
             mark = "**" if way is self.chosen else ""
-            counts = [sum(path.startswith(kind) for path in way.far) for kind in ("params", "moments")]
+            counts = [
+                " and ".join(str(sum(path.startswith(kind) for path in some)) for kind in ("params", "moments"))
+                for some in (way.far, way.on_disk)
+            ]
             lines.append(
-                f"| {mark}{counts[0]} and {counts[1]} arrays{mark} | {way.activations} | {way.microbatches} | "
+                f"| {mark}{counts[0]} arrays{mark} | {counts[1]} arrays | {way.activations} | {way.microbatches} | "
                 f"{way.device_bytes / 1e9:.3f} | {way.host_bytes / 1e9:.3f}, {way.disk_bytes / 1e9:.3f} | "
                 f"{way.seconds * 1e3:.2f} | {way.stall_seconds * 1e3:.2f} |"
             )
@@ -197,12 +156,15 @@ def plan_step(
     clip_norm: float | None = None,
     gradients: Kept | None = None,
     frozen: Callable[[str, Any], bool] | None = None,
+    path: Any = None,
+    disk_bytes: float | None = None,
 ) -> StepPlan:
     """Decides where parameters, moments and activations of a `stack_step` lie, and in how many parts a batch runs.
 
     It measures the bus, the store's drive, and two short stacks for each number of microbatches. It predicts the rest.
     Moments leave the device before parameters, because parameters travel twice in a step. Large arrays leave before
-    small ones. The layers' inputs leave if computation hides their time over the bus.
+    small ones. The layers' inputs leave if computation hides their time over the bus. With a `path`, moments and then
+    parameters may go on to a drive.
 
     Args:
         embed, body, head, tx: as for `stack_step`.
@@ -211,10 +173,12 @@ def plan_step(
         batch: of one step.
         device_bytes: budget for state, temporaries and staging memory. None: nine tenths of the device's memory.
         host_bytes: budget for state and activations in host memory. None: half of the available memory.
+        disk_bytes: budget for the files of state on a drive, which hold two versions, and of activations. None: nine
+            tenths of the free space at `path`.
         microbatches: the values of `microbatches` to choose from.
         store: where activations go, if they leave the device. None: the current store.
         min_bytes: arrays with fewer bytes per layer stay on the device.
-        streams, clip_norm, gradients, frozen: as for `stack_step`.
+        streams, clip_norm, gradients, frozen, path: as for `stack_step`.
 
     Returns:
         The plan: `step = plan.apply()`, `print(plan.table())`.
@@ -225,12 +189,15 @@ def plan_step(
     num_layers = count_layers(layers, "plan_step")
 
     def make(**how: Any) -> StackStep:
-        given = {"store": store, "min_bytes": min_bytes, "streams": streams, "frozen": frozen}
+        given = {"store": store, "min_bytes": min_bytes, "streams": streams, "frozen": frozen, "path": path}
         return stack_step(embed, body, head, tx, clip_norm=clip_norm, gradients=gradients, **given | how)  # type: ignore[arg-type]
 
     device_bytes = _device_budget() if device_bytes is None else device_bytes
     host_bytes = _memory.available_memory() / 2 if host_bytes is None else host_bytes
+    if disk_bytes is None:
+        disk_bytes = float("inf") if path is None else _free_bytes(path)
     tiers = dataclasses.replace(tiers_of(store), host_bytes=host_bytes)
+    drive = NO_DRIVE if path is None else Drive((), *state_bandwidths(path))
     step = make()
     leaves, kept = _leaves(step, outer, layers), _kept(step, outer, layers)
     total = sum(leaf.nbytes for leaf in leaves)
@@ -243,22 +210,49 @@ def plan_step(
     ways = []
     for count in microbatches:
         cost = _cost(make, outer, layers, batch, count)
-        for moved, activations in itertools.product(range(len(movable) + 1), ("device", "host")):
-            far = movable[:moved]
-            way = _predict(far, total + fixed, cost, num_layers, count, activations, tiers, kept)  # type: ignore[arg-type]
+        for (on_disk, moved), activations in itertools.product(_cuts(len(movable), path), ("device", "host")):
+            some = dataclasses.replace(drive, leaves=tuple(movable[:on_disk]))
+            far = movable[on_disk:moved]
+            way = predict(far, total + fixed, cost, num_layers, count, activations, tiers, kept, some)  # type: ignore[arg-type]
             ways += [] if way is None else [way]
-    chosen = _choose(ways, device_bytes, host_bytes)
-    return StepPlan(chosen, ways, num_layers, tiers, device_bytes, host_bytes, make)
+    budgets: dict[str, Any] = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
+    return StepPlan(_choose(ways, **budgets), ways, num_layers, tiers, **budgets, _make=make)
 
 
-def _choose(ways: Sequence[StepWay], device_bytes: float, host_bytes: float) -> StepWay:
-    fitting = [way for way in ways if way.device_bytes <= device_bytes and way.host_bytes <= host_bytes]
+def _excess(way: StepWay, budgets: dict[str, float]) -> set[str]:
+    """Names of the budgets that a way does not meet."""
+    return {name for name, most in budgets.items() if getattr(way, name) > most}
+
+
+def _least(ways: Sequence[StepWay], budgets: dict[str, float]) -> str:
+    """The least that fits: of each budget, with the others as they are, and of the device's memory."""
+    if not ways:
+        return "the tiers are too small for any way"
+    said = []
+    for name in budgets:
+        alone = [getattr(way, name) for way in ways if _excess(way, budgets) == {name}]
+        said += [f"{name}={math.ceil(min(alone))} would do"] if alone else []
+    least = min(ways, key=lambda way: way.device_bytes)
+    said.append(
+        f"the least on the device takes {int(least.device_bytes)} bytes, with {int(least.host_bytes)} in host memory "
+        f"and {int(least.disk_bytes)} on disk"
+    )
+    return "; ".join(said)
+
+
+def _cuts(count: int, path: Any) -> list[tuple[int, int]]:
+    """(arrays on the drive, these and those in host memory), of arrays in the order in which they leave the device."""
+    return [(k, n) for n in range(count + 1) for k in range(n + 1 if path is not None else 1)]
+
+
+def _choose(ways: Sequence[StepWay], **budgets: float) -> StepWay:
+    """The fastest way within `device_bytes`, `host_bytes` and `disk_bytes`."""
+    fitting = [way for way in ways if not _excess(way, budgets)]
     if not fitting:
-        least = min(ways, key=lambda way: way.device_bytes) if ways else None
-        what = "no way" if least is None else f"{int(least.device_bytes)} and {int(least.host_bytes)} bytes"
+        given = " and ".join(f"{name}={int(n)}" for name, n in budgets.items() if n != float("inf"))
         raise ValueError(
-            f"plan_step: nothing fits device_bytes={int(device_bytes)} and host_bytes={int(host_bytes)}; the least on "
-            f"the device takes {what}; give more, a smaller batch, or more microbatches"
+            f"plan_step: nothing fits {given}; {_least(ways, budgets)}; give more, a smaller batch, or more "
+            "microbatches"
         )
     fastest = min(way.seconds for way in fitting)
     # Measured times differ by half a percent between runs: among such ways, move as little as possible.
@@ -266,54 +260,7 @@ def _choose(ways: Sequence[StepWay], device_bytes: float, host_bytes: float) -> 
     return min(near, key=lambda way: (way.host_bytes + way.disk_bytes, way.device_bytes))
 
 
-def _predict(
-    far: Sequence[_Leaf],
-    state_bytes: float,
-    cost: _Cost,
-    num_layers: int,
-    count: int,
-    activations: Tier,
-    tiers: Tiers,
-    kept: _Kept = FREED,
-) -> StepWay | None:
-    moved = sum(leaf.nbytes for leaf in far)
-    params = sum(leaf.nbytes for leaf in far if leaf.is_param)
-    back = sum(leaf.nbytes for leaf in far if not leaf.is_frozen)
-    stored = num_layers * cost.input_bytes if activations == "host" else 0
-    ring = min(stored, 2 * cost.input_bytes)
-    forward = num_layers * cost.forward_seconds
-    backward = num_layers * max(0.0, cost.layer_seconds - cost.forward_seconds)
-    # Both share the bus: what parameters and moments leave of the time belongs to activations.
-    wait_forward = max(0.0, params / tiers.in_bandwidth - forward)
-    if kept.freed:
-        both = max(moved / tiers.in_bandwidth, back / tiers.out_bandwidth)
-        wait_backward, wait_update = max(0.0, both - backward), 0.0
-    else:  # the update comes after backward, and next to no arithmetic hides its copies
-        both = max(params / tiers.in_bandwidth, kept.far_bytes / tiers.out_bandwidth)
-        wait_backward = max(0.0, both - backward)
-        wait_update = max((moved + kept.far_bytes) / tiers.in_bandwidth, back / tiers.out_bandwidth)
-    left = dataclasses.replace(tiers, host_bytes=max(0.0, tiers.host_bytes - moved - kept.far_bytes))
-    where = place(stored, ring, max(0.0, forward + wait_forward), max(0.0, backward + wait_backward - both), left)
-    if where is None:
-        return None
-    stall = wait_forward + wait_backward + wait_update + where.stall_seconds
-    inputs = 0 if activations == "host" else num_layers * cost.input_bytes
-    device = state_bytes - moved + cost.base_bytes + num_layers * cost.layer_bytes + inputs - kept.far_bytes
-    staging = ring + STAGED_LAYERS * (moved + kept.far_bytes) / num_layers
-    return StepWay(
-        frozenset(leaf.path for leaf in far),
-        activations,
-        count,
-        device + staging,
-        staging,
-        moved + kept.far_bytes + where.host_bytes,
-        where.disk_bytes,
-        cost.base_seconds + forward + backward + stall,
-        stall,
-    )
-
-
-def _cost(make: Callable[..., StackStep], outer: Any, layers: Any, batch: Any, count: int) -> _Cost:
+def _cost(make: Callable[..., StackStep], outer: Any, layers: Any, batch: Any, count: int) -> Cost:
     """Two short stacks, all of their state on the device, and gradients that are kept."""
     step = make(params="device", moments="device", microbatches=count)
     if step.gradients == "host":
@@ -337,33 +284,36 @@ def _cost(make: Callable[..., StackStep], outer: Any, layers: Any, batch: Any, c
     layer_seconds = max(0.0, (seconds[1] - seconds[0]) / between)
     base_seconds = max(0.0, seconds[0] - SHORT[0] * layer_seconds)
     base_bytes = max(0.0, temps[0] - SHORT[0] * (layer_bytes + input_bytes))
-    return _Cost(base_bytes, layer_bytes, base_seconds, layer_seconds, layer_seconds / 4, input_bytes)
+    return Cost(base_bytes, layer_bytes, base_seconds, layer_seconds, layer_seconds / 4, input_bytes)
 
 
-def _leaves(step: StackStep, outer: Any, layers: Any) -> list[_Leaf]:
+def _leaves(step: StackStep, outer: Any, layers: Any) -> list[Leaf]:
     found = []
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), layers)
     split = step.split(outer, layers)[1]
     moments = jax.eval_shape(jax.vmap(step.tx.init), split.trained(jax.tree.leaves(shapes)))
     for (path, leaf), frozen in zip(jax.tree_util.tree_leaves_with_path(shapes), split.frozen, strict=True):
-        found.append(_Leaf("params" + jax.tree_util.keystr(path), _nbytes(leaf), True, frozen))
+        found.append(Leaf("params" + jax.tree_util.keystr(path), _nbytes(leaf), True, frozen))
     for path, leaf in jax.tree_util.tree_leaves_with_path(moments):
-        found.append(_Leaf("moments" + jax.tree_util.keystr(path), _nbytes(leaf), False, False))
+        found.append(Leaf("moments" + jax.tree_util.keystr(path), _nbytes(leaf), False, False))
     return found
 
 
-def _kept(step: StackStep, outer: Any, layers: Any) -> _Kept:
+def _kept(step: StackStep, outer: Any, layers: Any) -> KeptGradients:
     if step.gradients != "host":
-        return _Kept(step.gradients == "freed", 0)
+        return KeptGradients(step.gradients == "freed", 0)
     trained = step.split(outer, layers)[1].trained(jax.tree.leaves(layers))
     places = step.places("host", trained)
     far = [_nbytes(x) for x, at in zip(jax.tree.leaves(trained), places, strict=True) if at == "host"]
-    return _Kept(False, sum(far))
+    return KeptGradients(False, sum(far))
 
 
 def _step_of(make: Callable[..., StackStep], way: StepWay) -> StackStep:
     def where(kind: str) -> Callable[[str, Any], Tier]:
-        return lambda path, _: "host" if kind + path in way.far else "device"
+        def place(path: str, _: Any) -> Tier:
+            return "disk" if kind + path in way.on_disk else "host" if kind + path in way.far else "device"
+
+        return place
 
     return make(
         params=where("params"),
@@ -382,6 +332,11 @@ def _some_layers(layers: Any, length: int) -> Any:
 def _copied(x: Any) -> Any:
     """The step is given its state for good."""
     return jax.numpy.full(x.shape, 0.01, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else jax.numpy.copy(x)
+
+
+def _free_bytes(path: Any) -> float:
+    paths = path.paths if isinstance(path, StateStore) else [path] if isinstance(path, (str, os.PathLike)) else path
+    return 0.9 * sum(shutil.disk_usage(place).free for place in paths)
 
 
 def _device_budget() -> float:

@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "current.h"
+#include "state_disk.h"
 #include "store.h"
 #include "testing/bindings.h"
 #include "together.h"
@@ -28,6 +29,56 @@ std::shared_ptr<Store> Open(int64_t device_bytes, int64_t host_bytes, int64_t di
   options.checksum = checksum;
   options.external = external;
   return Store::Open(options);
+}
+
+std::shared_ptr<StateDisk> OpenStateDisk(std::vector<std::string> folders, int64_t disk_bytes, int64_t host_bytes,
+                                         int64_t chunk_bytes, int num_threads, bool direct, bool checksum) {
+  StateDisk::Options options;
+  options.folders = std::move(folders);
+  options.disk_bytes = disk_bytes;
+  options.host_bytes = host_bytes;
+  options.chunk_bytes = chunk_bytes;
+  options.num_threads = num_threads;
+  options.direct = direct;
+  options.checksum = checksum;
+  return StateDisk::Open(options);
+}
+
+nb::dict StatsOfState(const StateDisk& disk) {
+  const StateDisk::Stats s = disk.GetStats();
+  nb::dict d;
+  d["read_bytes"] = s.read_bytes;
+  d["written_bytes"] = s.written_bytes;
+  d["disk_bytes"] = s.disk_bytes;
+  d["peak_host_bytes"] = s.peak_host_bytes;
+  d["wait_seconds"] = s.wait_seconds;
+  return d;
+}
+
+void BindState(nb::module_& m) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<StateDisk>(m, "StateDisk")
+      .def_static("open", &OpenStateDisk, nb::kw_only(), nb::arg("folders"), nb::arg("disk_bytes"),
+                  nb::arg("host_bytes"), nb::arg("chunk_bytes"), nb::arg("num_threads"), nb::arg("direct"),
+                  nb::arg("checksum"))
+      .def_prop_ro("number", &StateDisk::number)
+      .def("create", &StateDisk::Create, nb::arg("nbytes"), nb::arg("unit_bytes"), Release())
+      .def("remove", &StateDisk::Remove, nb::arg("array"), Release())
+      .def(
+          "put",
+          [](StateDisk& disk, int64_t array, int64_t offset, uintptr_t address, int64_t bytes) {
+            disk.Put(array, offset, reinterpret_cast<const void*>(address), bytes);
+          },
+          nb::arg("array"), nb::arg("offset"), nb::arg("address"), nb::arg("nbytes"), Release())
+      .def(
+          "get",
+          [](StateDisk& disk, int64_t array, int64_t version, int64_t offset, uintptr_t address, int64_t bytes) {
+            disk.Get(array, version, offset, reinterpret_cast<void*>(address), bytes);
+          },
+          nb::arg("array"), nb::arg("version"), nb::arg("offset"), nb::arg("address"), nb::arg("nbytes"), Release())
+      .def("drain", &StateDisk::Drain, Release())
+      .def("close", &StateDisk::Close, Release())
+      .def("stats", &StatsOfState);
 }
 
 nb::object NextJob(Store& store, double seconds) {
@@ -99,6 +150,7 @@ void Bind(nb::module_& m) {
            "(id, write, path, index, address, bytes) of the next chunk; id 0: none yet; None: the store closes.")
       .def("finish_job", &Store::FinishJob, nb::arg("id"), nb::arg("error"), Release())
       .def("stats", &StatsOf);
+  BindState(m);
   m.def("bind_offload_store", &BindStore, nb::arg("binding"), nb::arg("store"),
         "From now on calls with this binding use the store with this number; 0: none.");
   m.def("take_failure_of_shards", &TakeFailureOfShards,

@@ -14,34 +14,7 @@
 #include <vector>
 
 #include "cuda_calls.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
-
-namespace dejax::offload {
-namespace {
-
-// The attributes of a call, see pieces.h.
-struct Attributes {
-  int64_t site, mode, first_tag, staging_bytes, slot, pull_iterations;
-  ffi::Span<const int64_t> arrays, pull_array, pull_offset, pull_stride, pull_bytes, push_array, push_offset,
-      push_stride, take_array, take_offset, take_stride;
-};
-
-}  // namespace
-}  // namespace dejax::offload
-
-using Numbers = ffi::Span<const int64_t>;
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    dejax::offload::Attributes, ffi::StructMember<int64_t>("site"), ffi::StructMember<int64_t>("mode"),
-    ffi::StructMember<int64_t>("first_tag"), ffi::StructMember<int64_t>("staging_bytes"),
-    ffi::StructMember<int64_t>("slot"), ffi::StructMember<int64_t>("pull_iterations"),
-    ffi::StructMember<Numbers>("arrays"), ffi::StructMember<Numbers>("pull_array"),
-    ffi::StructMember<Numbers>("pull_offset"), ffi::StructMember<Numbers>("pull_stride"),
-    ffi::StructMember<Numbers>("pull_bytes"), ffi::StructMember<Numbers>("push_array"),
-    ffi::StructMember<Numbers>("push_offset"), ffi::StructMember<Numbers>("push_stride"),
-    ffi::StructMember<Numbers>("take_array"), ffi::StructMember<Numbers>("take_offset"),
-    ffi::StructMember<Numbers>("take_stride"));
+#include "state_disk.h"
 
 namespace dejax::offload {
 namespace {
@@ -63,6 +36,15 @@ struct Waiting {
   Staging* staging = nullptr;  // on a GPU
   Event ready;
   std::vector<char> memory;  // on the CPU
+  std::shared_ptr<StateDisk> disk;
+  std::vector<StateIoPtr> reads;  // of an array in files, until its bytes are in staging memory
+};
+
+// An array in files.
+struct OnDisk {
+  std::shared_ptr<StateDisk> disk;
+  int64_t array = 0, version = 0;  // the version that is read
+  size_t bytes = 0, pushed = 0;
 };
 
 // The calls of one program in one execution.
@@ -71,6 +53,7 @@ struct Chain {
   std::deque<Waiting> waiting;         // in the order of their tags
   std::map<int64_t, void*> addresses;  // of the host arrays
   std::map<int64_t, size_t> sizes;
+  std::map<int64_t, OnDisk> on_disk;
   std::map<int64_t, int64_t> iterations;  // calls so far, by slot
   std::map<std::pair<int64_t, int64_t>, Event> pushed;  // rows that loops have pushed, by array and offset: after which
 };
@@ -87,7 +70,7 @@ class Pieces {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto key = std::make_pair(request.run, request.site);
     try {
-      if (device_ >= 0 && context_ == nullptr) Open(compute);
+      if (device_ >= 0 && context_ == nullptr) OpenDevice(compute);
       const ContextScope scope(context_);
       const bool first = chains_.find(key) == chains_.end();
       Chain& chain = chains_[key];
@@ -105,6 +88,16 @@ class Pieces {
         RunIteration(request, &chain, compute);
       } else {
         Run(request, &chain, compute);
+      }
+      Open(request, &chain, compute);
+      for (int64_t number : request.committed) {
+        const OnDisk& array = chain.on_disk.at(number);
+        Require(array.pushed == array.bytes, "a part of the new state was not written; this is a defect of dejax");
+        array.disk->Commit(array.array, array.version + 1);
+      }
+      // What has been read goes on to the device at once.
+      for (Waiting& piece : chain.waiting) {
+        if (device_ >= 0 && IsRead(piece)) Stage(&piece, request.staging_bytes);
       }
       if (request.finish) {
         Require(chain.waiting.empty(), "pieces of the state were left over; this is a defect of dejax");
@@ -126,7 +119,7 @@ class Pieces {
   }
 
  private:
-  void Open(Stream compute) {
+  void OpenDevice(Stream compute) {
     const Calls& calls = GetCalls();
     Context context = nullptr;
     Check(calls.stream_get_ctx(compute, &context), "cuStreamGetCtx");
@@ -175,6 +168,28 @@ class Pieces {
     }
   }
 
+  // The arrays in files. Their tickets say which version this step goes on from, so the launching thread waits for it.
+  void Open(const PiecesRequest& request, Chain* chain, Stream compute) {
+    if (request.opened.empty()) return;
+    std::vector<uint32_t> tickets(4 * request.opened.size());
+    if (device_ < 0) {
+      std::memcpy(tickets.data(), request.tickets, 4 * tickets.size());
+    } else {
+      const auto from = reinterpret_cast<DevicePointer>(request.tickets);
+      Check(GetCalls().copy_device_to_host(tickets.data(), from, 4 * tickets.size(), compute), "cuMemcpyDtoHAsync");
+      Check(GetCalls().stream_synchronize(compute), "cuStreamSynchronize");
+    }
+    for (size_t i = 0; i < request.opened.size(); ++i) {
+      OnDisk array;
+      array.disk = StateDisk::Find(tickets[4 * i]);
+      array.array = tickets[4 * i + 1];
+      array.version = tickets[4 * i + 2];
+      array.bytes = static_cast<size_t>(request.opened_bytes[i]);
+      array.disk->Check(array.array, array.version, request.opened_bytes[i]);
+      chain->on_disk[request.opened[i]] = array;
+    }
+  }
+
   // A call in a loop: its pieces advance by their strides. The loop's counter is on the device, so the launching thread
   // counts the calls. Taken pieces must be those that were pulled for this iteration.
   void RunIteration(const PiecesRequest& request, Chain* chain, Stream compute) {
@@ -185,22 +200,35 @@ class Pieces {
                   chain->waiting.front().offset == t.offset + at * t.stride &&
                   chain->waiting.front().bytes == request.taken[i].second,
               "XLA ran the iterations of a step in another order than written; this is a defect of dejax");
+      Stage(&chain->waiting.front(), request.staging_bytes);
       Take(chain->waiting.front(), request.taken[i].first, compute);
       chain->waiting.pop_front();
     }
     for (size_t i = 0; i < request.pushes.size(); ++i) {
       const Transfer& t = request.pushes[i];
+      const auto file = chain->on_disk.find(t.array);
+      if (file != chain->on_disk.end()) {
+        PushToDisk(request.pushed[i], &file->second, t.offset + at * t.stride, t.bytes, request.staging_bytes, compute);
+        continue;
+      }
       Push(request.pushed[i], Address(*chain, t, at), t.bytes, request.staging_bytes, compute);
       if (device_ >= 0) chain->pushed[{t.array, t.offset + at * t.stride}] = last_out_;
     }
     if (at >= request.pull_iterations) return;
     for (const Transfer& t : request.pulls) {
-      const char* const from = Address(*chain, t, at);
+      const auto file = chain->on_disk.find(t.array);
+      const char* const from = file == chain->on_disk.end() ? Address(*chain, t, at) : nullptr;
       chain->waiting.emplace_back();
       Waiting& piece = chain->waiting.back();
       piece.array = t.array;
       piece.offset = t.offset + at * t.stride;
       piece.bytes = t.bytes;
+      if (file != chain->on_disk.end()) {
+        const OnDisk& array = file->second;
+        piece.disk = array.disk;
+        piece.reads = array.disk->Read(array.array, array.version, piece.offset, t.bytes, context_);
+        continue;
+      }
       // A later loop may read what an earlier one has written: gradients.
       const auto written = chain->pushed.find({piece.array, piece.offset});
       if (written != chain->pushed.end()) Wait(in_, written->second);
@@ -228,6 +256,67 @@ class Pieces {
     Wait(in_, staging->free);
     Check(GetCalls().copy_host_to_device(staging->memory, from, bytes, in_), "cuMemcpyHtoDAsync");
     piece->ready = staging->free = events_->Record(in_);
+  }
+
+  static bool IsRead(const Waiting& piece) {
+    return !piece.reads.empty() && std::all_of(piece.reads.begin(), piece.reads.end(), [&](const StateIoPtr& io) {
+      return piece.disk->IsDone(io);
+    });
+  }
+
+  // Copies what was read from files to the device, once it is there.
+  void Stage(Waiting* piece, int64_t staging_bytes) {
+    if (piece->reads.empty()) return;
+    for (const StateIoPtr& io : piece->reads) piece->disk->WaitFor(io);
+    if (device_ < 0) {
+      for (const StateIoPtr& io : piece->reads) {
+        piece->memory.insert(piece->memory.end(), io->buffer->data, io->buffer->data + io->bytes);
+      }
+      piece->reads.clear();
+      return;
+    }
+    Staging* staging = TakeStaging(piece->bytes, staging_bytes);
+    piece->staging = staging;
+    staging->in_use = true;
+    Wait(in_, staging->free);
+    DevicePointer to = staging->memory;
+    for (const StateIoPtr& io : piece->reads) {
+      Check(GetCalls().copy_host_to_device(to, io->buffer->data, static_cast<size_t>(io->bytes), in_),
+            "cuMemcpyHtoDAsync");
+      to += static_cast<DevicePointer>(io->bytes);
+      io->buffer->busy = events_->Record(in_);
+    }
+    piece->ready = staging->free = events_->Record(in_);
+    piece->reads.clear();
+  }
+
+  void PushToDisk(const void* from, OnDisk* array, int64_t offset, size_t bytes, int64_t host_bytes, Stream compute) {
+    const auto writes = array->disk->Write(array->array, array->version + 1, offset, static_cast<int64_t>(bytes),
+                                           host_bytes, context_);
+    array->pushed += bytes;
+    Staging* staging = nullptr;
+    if (device_ >= 0) {
+      staging = TakeStaging(bytes, host_bytes);
+      Wait(compute, staging->free);
+      Check(GetCalls().copy_device_to_device(staging->memory, reinterpret_cast<DevicePointer>(from), bytes, compute),
+            "cuMemcpyDtoDAsync");
+      Wait(out_, events_->Record(compute));
+    }
+    int64_t at = 0;
+    for (const StateIoPtr& io : writes) {
+      const auto size = static_cast<size_t>(io->bytes);
+      if (device_ < 0) {
+        std::memcpy(io->buffer->data, static_cast<const char*>(from) + at, size);
+      } else {
+        Wait(out_, io->buffer->busy);
+        Check(GetCalls().copy_device_to_host(io->buffer->data, staging->memory + static_cast<DevicePointer>(at), size,
+                                             out_),
+              "cuMemcpyDtoHAsync");
+        io->after = last_out_ = staging->free = events_->Record(out_);
+      }
+      at += io->bytes;
+      array->disk->Submit(io);
+    }
   }
 
   void Take(const Waiting& piece, void* to, Stream compute) {
@@ -340,114 +429,8 @@ Pieces& PiecesOf(int device) {
   return *pieces;
 }
 
-constexpr int64_t kBetween = 0, kBegin = 1, kFinish = 2, kLoop = 3;
-
-// The CPU's backend may give a result memory of its own.
-void CopyArrays(const PiecesRequest& request, const ffi::RemainingRets& rets) {
-  for (size_t i = 0; i < request.arrays.size(); ++i) {
-    auto out = rets.get<ffi::AnyBuffer>(i);
-    void* const to = (*out)->untyped_data();
-    if (to != request.addresses[i]) std::memcpy(to, request.addresses[i], request.sizes[i]);
-  }
-}
-
-void AddArrays(PiecesRequest* request, int device, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-               const Attributes& attributes) {
-  const bool between = attributes.mode == kBetween || attributes.mode == kLoop;
-  for (size_t i = 0; i < attributes.arrays.size(); ++i) {
-    const auto in = args.get<ffi::AnyBuffer>((between ? 1 : 0) + i);
-    Require(in.has_value(), "an operand is no array");
-    void* const from = in->untyped_data();
-    request->arrays.push_back(attributes.arrays[i]);
-    request->addresses.push_back(static_cast<char*>(from));
-    request->sizes.push_back(in->size_bytes());
-    if (between) continue;
-    auto out = rets.get<ffi::AnyBuffer>(i);
-    Require(out.has_value(), "a result is no array");
-    Require((*out)->untyped_data() == from || device < 0,
-            "XLA did not update the state in place; use optimizer(tx, streams=False)");
-  }
-}
-
-void AddPieces(PiecesRequest* request, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-               const Attributes& attributes) {
-  const bool loop = attributes.mode == kLoop;
-  for (size_t i = 0; i < attributes.push_array.size(); ++i) {
-    const auto in = args.get<ffi::AnyBuffer>(attributes.arrays.size() + 1 + i);
-    Require(in.has_value(), "an operand is no array");
-    const int64_t bytes = in->size_bytes(), stride = loop ? attributes.push_stride[i] : 0;
-    request->pushes.push_back({attributes.push_array[i], attributes.push_offset[i], bytes, stride});
-    request->pushed.push_back(in->untyped_data());
-  }
-  for (size_t i = 0; i < attributes.pull_array.size(); ++i) {
-    const int64_t stride = loop ? attributes.pull_stride[i] : 0;
-    request->pulls.push_back(
-        {attributes.pull_array[i], attributes.pull_offset[i], attributes.pull_bytes[i], stride});
-  }
-  const bool between = attributes.mode == kBetween || loop;
-  for (size_t i = 1; between && i < rets.size(); ++i) {
-    auto out = rets.get<ffi::AnyBuffer>(i);
-    Require(out.has_value(), "a result is no array");
-    request->taken.push_back({(*out)->untyped_data(), (*out)->size_bytes()});
-    if (!loop) continue;
-    const int64_t bytes = (*out)->size_bytes();
-    request->takes.push_back(
-        {attributes.take_array[i - 1], attributes.take_offset[i - 1], bytes, attributes.take_stride[i - 1]});
-  }
-}
-
-ffi::Error Do(int device, Stream compute, ffi::RunId run, const ffi::RemainingArgs& args,
-              const ffi::RemainingRets& rets, const Attributes& attributes) {
-  try {
-    PiecesRequest request;
-    request.run = run.run_id;
-    request.site = attributes.site;
-    request.first_tag = attributes.first_tag;
-    request.staging_bytes = attributes.staging_bytes;
-    request.finish = attributes.mode == kFinish;
-    request.slot = attributes.mode == kLoop ? attributes.slot : -1;
-    request.pull_iterations = attributes.pull_iterations;
-    const bool between = attributes.mode == kBetween || attributes.mode == kLoop;
-    const size_t count = attributes.arrays.size(), tickets = attributes.mode == kBegin ? 0 : 1;
-    Require(args.size() >= count + tickets + attributes.push_array.size() &&
-                rets.size() >= (between ? 1 : count) &&
-                (attributes.mode != kLoop || attributes.take_array.size() + 1 == rets.size()),
-            "a call has too few operands");
-    AddArrays(&request, device, args, rets, attributes);
-    if (attributes.mode != kBegin) {
-      AddPieces(&request, args, rets, attributes);
-      CallPieces(device, request, compute);
-    }
-    if (!between) CopyArrays(request, rets);
-  } catch (const std::exception& error) {
-    return ffi::Error(ffi::ErrorCode::kFailedPrecondition, error.what());
-  }
-  return ffi::Error::Success();
-}
-
-ffi::Error DoCpu(ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets, Attributes attributes) {
-  return Do(/*device=*/-1, nullptr, run, args, rets, attributes);
-}
-
-ffi::Error DoCuda(Stream compute, int32_t device, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                  Attributes attributes) {
-  return Do(device, compute, run, args, rets, attributes);
-}
-
 }  // namespace
 
 void CallPieces(int device, const PiecesRequest& request, Stream compute) { PiecesOf(device).Call(request, compute); }
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    PiecesCpu, DoCpu,
-    ffi::Ffi::Bind().Ctx<ffi::RunId>().RemainingArgs().RemainingRets().Attrs<Attributes>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PiecesCuda, DoCuda,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<Stream>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::RunId>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs<Attributes>());
 
 }  // namespace dejax::offload

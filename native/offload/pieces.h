@@ -32,6 +32,9 @@ struct PiecesRequest {
   std::vector<const void*> pushed;              // their sources
   std::vector<std::pair<void*, size_t>> taken;  // destinations of the pieces that were pulled first
   std::vector<Transfer> takes;                  // in a loop: which pieces they are
+  const void* tickets = nullptr;                // uint32[opened, 4], of arrays in files
+  std::vector<int64_t> opened, opened_bytes;    // their numbers and sizes
+  std::vector<int64_t> committed;               // numbers of those whose new version was pushed whole
 };
 
 // device: -1 is the CPU. Throws std::runtime_error.
@@ -52,6 +55,12 @@ void CallPieces(int device, const PiecesRequest& request, cuda::Stream compute);
 //      slot: number of the call in its program; its n-th execution in a run is iteration n. pull_iterations: in later
 //      ones nothing is pulled. *_stride: bytes by which an offset advances in each iteration. take_array, take_offset:
 //      the pieces that must come. Arrays are given by their numbers.
+//   4, open: arrays in files (state_disk.h). Later calls of mode `loop` name them by their numbers. What is pushed is
+//      their next version.
+//        arguments:  ticket; uint32[arrays, 4], for each array: store, array, version, 0
+//        results:    ticket
+//   5, commit: the next version of these arrays was pushed whole.
+//        arguments, results: ticket
 // Other attributes: site: of the program; arrays: numbers of the host arrays; pull_array (a position in `arrays`),
 // pull_offset, pull_bytes: pieces to pull; push_array, push_offset: destinations of the pieces to push; first_tag: number
 // of pieces that earlier calls have returned; staging_bytes: cap of staging memory on the device, exceeded if need be.

@@ -229,7 +229,7 @@ def test_parameters_of_numpy(on_the_device):
 def test_bad_input():
     with pytest.raises(TypeError, match="`tx` must be an Optax transformation, got float"):
         stack_step(embed, body, head, 0.1)
-    with pytest.raises(ValueError, match="`moments` must be 'device' or 'host', got 'disc'"):
+    with pytest.raises(ValueError, match="`moments` must be 'device', 'host' or 'disk', got 'disc'"):
         make(moments="disc")
     with pytest.raises(ValueError, match="`microbatches` and `ahead` must be at least 1, got 0 and 1"):
         make(microbatches=0)

@@ -9,8 +9,9 @@ import pytest
 
 from dejax import _native
 from dejax.offload import CHOICES, ActivationStore, _profile, plan_stack
-from dejax.offload._planner import Cost, _compositions, _predict
+from dejax.offload._planner import Part, _compositions, _refined, _way, _ways_of
 from dejax.offload._profile import Tiers, place
+from dejax.offload._ways import Cost
 
 COSTS = {
     "offload": Cost(10, 1, 0.0, 3.0, stored_bytes=100, ring_bytes=50),
@@ -18,6 +19,10 @@ COSTS = {
     "recompute": Cost(10, 12, 0.0, 4.0, stored_bytes=0, ring_bytes=0),
     "keep": Cost(20, 101, 0.0, 3.0, stored_bytes=0, ring_bytes=0),
 }
+
+
+def _predict(layers, costs, forward, tiers):
+    return _way([Part(None, sum(layers), costs, forward)], [layers], tiers)
 
 
 def test_prediction():
@@ -51,6 +56,63 @@ def test_compositions():
     assert all(sum(way) == 100 for way in _compositions(100, [True] * 4))
 
 
+def test_unequal_parts():
+    """Wide layers get the memory, if it saves more time there; the plan of both parts is the best of all ways."""
+    wide = {name: Cost(c.base_bytes, 3 * c.layer_bytes, 0.0, c.layer_seconds, 3 * c.stored_bytes, c.ring_bytes)
+            for name, c in COSTS.items() if name in ("recompute", "keep")}  # fmt: skip
+    narrow = {name: COSTS[name] for name in ("recompute", "keep")}
+    parts = [Part(None, 2, narrow, 1.0), Part(None, 40, wide, 1.0)]
+    ways = _ways_of(parts, Tiers(100.0, 100.0))
+    assert len(ways) == 3 * 41 and all(sum(way.layers) == 42 for way in ways)
+    budget = 20 + 2 * 101 + 30 * 36 + 10 * 303
+    best = min((way for way in ways if way.peak_bytes <= budget), key=lambda way: way.seconds)
+    assert best.layers == (0, 0, 0, 2, 0, 0, 30, 10) and best.seconds == 2 * 3 + 30 * 4 + 10 * 3
+    far = min((way for way in ways if way.peak_bytes <= budget), key=lambda way: -way.seconds)
+    assert _refined(far, parts, budget, Tiers(100.0, 100.0)) == best
+    many = [Part(None, 40, COSTS, 1.0)] * 3
+    assert 100 < len(_ways_of(many, Tiers(100.0, 100.0))) <= 4000
+
+
+@pytest.mark.full
+@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+def test_a_plan_of_dense_layers_and_experts(monkeypatch):
+    monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
+    keys = jax.random.split(jax.random.key(0), 4)
+    dense = jax.random.normal(keys[0], (2, 32, 32)) / 6
+    experts = {"route": jax.random.normal(keys[1], (5, 32, 3)), "w": jax.random.normal(keys[2], (5, 3, 32, 32)) / 6}
+    x = jax.random.normal(keys[3], (128, 32))
+
+    def moe(p, x):
+        return x + jnp.einsum(
+            "te,ted->td", jax.nn.softmax(x @ p["route"]), jnp.tanh(jnp.einsum("td,edf->tef", x, p["w"]))
+        )
+
+    bodies, params = [lambda w, x: x + jnp.tanh(x @ w), moe], [dense, experts]
+    with ActivationStore() as store:
+        how = {"store": store, "min_bytes": 1, "choices": ("offload", "recompute", "keep")}
+        plan = plan_stack(bodies, params, x, budget_bytes=1 << 40, **how)
+        assert plan.num_layers == 7 and [part.num_layers for part in plan.parts] == [2, 5]
+        assert sum(plan.chosen.layers) == 7 and "; " in plan.table()
+        plan.chosen = next(way for way in plan.ways if way.layers == (1, 0, 0, 1, 2, 0, 2, 1))
+
+        def grad(stack):
+            return jax.jit(jax.grad(lambda ws: (stack(ws, x) ** 2).mean()))(params)
+
+        def plain(ws, x):
+            for body, some in zip(bodies, ws, strict=True):
+                x = _profile.scan_layers(body, some, x)
+            return x
+
+        for a, b in zip(*(jax.tree.leaves(grad(f)) for f in (plan.apply, plain)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+        peak, _ = plan.measure(params, x)
+        assert peak > 0 and "off by" in plan.table()
+        with pytest.raises(ValueError, match="`params` must have the parameters of each part, got 1 for 2 bodies"):
+            plan_stack(bodies, [dense], x, budget_bytes=1, **how)
+        with pytest.raises(ValueError, match="nothing fits budget_bytes=1; the least is about"):
+            plan_stack(bodies, params, x, budget_bytes=1, **how)
+
+
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_a_plan(tmp_path, monkeypatch):
     monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
@@ -61,10 +123,10 @@ def test_a_plan(tmp_path, monkeypatch):
         return x + jnp.tanh(x @ w) @ w.T
 
     with ActivationStore() as store:
-        with pytest.raises(ValueError, match="nothing fits budget_bytes=1000; the least is"):
+        with pytest.raises(ValueError, match="nothing fits budget_bytes=1000; the least is about"):
             plan_stack(body, ws, x, budget_bytes=1000, store=store, choices=("keep",))
         plan = plan_stack(body, ws, x, budget_bytes=1 << 40, store=store, min_bytes=1, choices=("offload", "keep"))
-        least = min(plan._ways, key=lambda way: way.peak_bytes)
+        least = min(plan.ways, key=lambda way: way.peak_bytes)
         assert plan.costs["keep"].layer_bytes > plan.costs["offload"].layer_bytes
         plan.chosen = least
 

@@ -8,39 +8,80 @@ import pytest
 from dejax import _native
 from dejax.offload import _profile, plan_step
 from dejax.offload._profile import Tiers
-from dejax.offload._step_plan import _Cost, _Kept, _Leaf, _predict
+from dejax.offload._step_cost import FREED, Cost, Drive, KeptGradients, Leaf, predict
+from dejax.offload._step_plan import _choose
 
 from .test_layerwise import batch, body, embed, head, model
 
-COST = _Cost(100.0, 2.0, 1.0, 4.0, 1.0, 10)
-LEAVES = [_Leaf("moments['a']", 80, False), _Leaf("params['a']", 40, True)]
+COST = Cost(100.0, 2.0, 1.0, 4.0, 1.0, 10)
+LEAVES = [Leaf("moments['a']", 80, False), Leaf("params['a']", 40, True)]
 
 
 def test_prediction():
-    near = _predict([], 120, COST, 5, 1, "device", Tiers(10.0, 10.0))
+    near = predict([], 120, COST, 5, 1, "device", Tiers(10.0, 10.0))
     assert (near.seconds, near.stall_seconds, near.host_bytes) == (21.0, 0.0, 0.0)
     assert near.device_bytes == 120 + 100 + 5 * 12
-    moments = _predict(LEAVES[:1], 120, COST, 5, 1, "device", Tiers(10.0, 10.0))
+    moments = predict(LEAVES[:1], 120, COST, 5, 1, "device", Tiers(10.0, 10.0))
     assert moments.stall_seconds == 0.0  # 8 seconds of the bus beside 15 of backward
     assert moments.device_bytes == near.device_bytes - 80 + 4 * 80 / 5 and moments.host_bytes == 80
-    slow = _predict(LEAVES, 120, COST, 5, 1, "device", Tiers(4.0, 5.0))
+    slow = predict(LEAVES, 120, COST, 5, 1, "device", Tiers(4.0, 5.0))
     assert slow.stall_seconds == (40 / 5 - 5) + (120 / 4 - 15)  # forward brings parameters, backward moves all
-    stored = _predict([], 120, COST, 5, 1, "host", Tiers(10.0, 10.0))
+    stored = predict([], 120, COST, 5, 1, "host", Tiers(10.0, 10.0))
     assert (stored.device_bytes, stored.host_bytes) == (120 + 100 + 10 + 20, 30)
-    assert _predict(LEAVES, 120, COST, 5, 1, "host", Tiers(10.0, 10.0, host_bytes=130)) is None
+    assert predict(LEAVES, 120, COST, 5, 1, "host", Tiers(10.0, 10.0, host_bytes=130)) is None
 
 
 def test_prediction_where_gradients_are_kept():
-    freed = _predict(LEAVES[:1], 120, COST, 5, 1, "device", Tiers(10.0, 20.0))
-    near = _predict(LEAVES[:1], 120, COST, 5, 1, "device", Tiers(10.0, 20.0), _Kept(False, 0))
+    freed = predict(LEAVES[:1], 120, COST, 5, 1, "device", Tiers(10.0, 20.0))
+    near = predict(LEAVES[:1], 120, COST, 5, 1, "device", Tiers(10.0, 20.0), KeptGradients(False, 0))
     assert near.stall_seconds - freed.stall_seconds == 80 / 10  # the update follows backward
     assert near.device_bytes == freed.device_bytes  # the measured stacks have the gradients
-    far = _predict(LEAVES[:1], 120, COST, 5, 1, "device", Tiers(10.0, 20.0), _Kept(False, 40))
+    far = predict(LEAVES[:1], 120, COST, 5, 1, "device", Tiers(10.0, 20.0), KeptGradients(False, 40))
     assert far.stall_seconds == 80 / 10 and far.host_bytes == near.host_bytes + 40
     assert far.device_bytes == near.device_bytes - 40 + 4 * 40 / 5
-    frozen = [LEAVES[0], _Leaf("params['a']", 400, True, is_frozen=True)]
-    one_way = _predict(frozen, 520, COST, 5, 1, "device", Tiers(10.0, 20.0))
+    frozen = [LEAVES[0], Leaf("params['a']", 400, True, is_frozen=True)]
+    one_way = predict(frozen, 520, COST, 5, 1, "device", Tiers(10.0, 20.0))
     assert one_way.stall_seconds == (400 / 20 - 5) + (480 / 20 - 15)
+
+
+def test_prediction_with_state_on_a_drive():
+    how = (120, COST, 5, 1, "device", Tiers(10.0, 10.0), FREED)
+    host = predict(LEAVES[:1], *how)
+    disk = predict([], *how, Drive((LEAVES[0],), 16.0, 8.0))
+    assert disk.device_bytes == host.device_bytes  # staging memory is the same
+    assert (disk.host_bytes, disk.disk_bytes) == (6 * 80 / 5, 2 * 80)
+    assert disk.stall_seconds == 0.0  # 10 seconds of reading and 5 of writing beside 15 of backward
+    assert predict([], *how, Drive((LEAVES[0],), 8.0, 8.0)).stall_seconds == 5.0
+    params = predict([], *how, Drive(tuple(LEAVES), 1e9, 4.0))
+    assert params.stall_seconds == pytest.approx((40 / 4 - 5) + (120 / 4 - 15))  # forward reads parameters, too
+    ways = [host, disk, params]
+    assert _choose(ways, device_bytes=1e9, host_bytes=200, disk_bytes=1e9) is host  # as fast, and moves less
+    assert _choose(ways, device_bytes=260, host_bytes=200, disk_bytes=1e9) is params
+    with pytest.raises(ValueError, match=r"host_bytes=70 and disk_bytes=100; host_bytes=80 would do; the least on"):
+        _choose(ways, device_bytes=1e9, host_bytes=70, disk_bytes=100)
+
+
+@pytest.mark.newest_jax
+@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+def test_a_plan_with_a_drive(monkeypatch, tmp_path):
+    monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
+    monkeypatch.setattr(_profile.state_bandwidths, "__defaults__", (1 << 20,))
+    outer, layers = model()
+    layers = jax.tree.map(lambda x: np.concatenate([x] * 6), layers)  # 30 of them: few are on their way at a time
+    how = {"min_bytes": 100, "streams": True, "path": tmp_path, "device_bytes": 1 << 40}
+    plan = plan_step(embed, body, head, optax.adamw(1e-2), outer, layers, batch(0), host_bytes=1 << 30, **how)
+    assert plan.chosen.on_disk == frozenset() and 0 < plan.disk_bytes < float("inf")
+    moment = layers["w"].nbytes
+    away = [way.device_bytes for way in plan.ways if way.activations == "device" and len(way.far | way.on_disk) == 2]
+    small = plan.within(device_bytes=max(away), host_bytes=1.9 * moment)
+    assert len(small.chosen.on_disk) >= 1 and small.chosen.host_bytes <= 1.9 * moment
+    step = small.apply()
+    state = step.init(outer, layers)
+    assert step.bytes_by_tier(outer, layers)["disk"] * 2 == small.chosen.disk_bytes
+    state, loss = step.jit(state)(state, batch(0))
+    assert np.isfinite(loss) and f"{len(small.chosen.on_disk)} arrays" in small.table()
+    with pytest.raises(ValueError, match=r"disk_bytes=0; .*host_bytes=\d+ would do; disk_bytes=\d+ would do"):
+        plan.within(device_bytes=max(away), host_bytes=1.9 * moment, disk_bytes=0)
 
 
 @pytest.mark.newest_jax

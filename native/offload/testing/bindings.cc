@@ -12,6 +12,7 @@
 
 #include "../current.h"
 #include "../pieces.h"
+#include "../state_disk.h"
 #include "../store.h"
 #include "interceptor.h"
 
@@ -70,6 +71,23 @@ void CallRowsByAddress(int64_t run, int64_t site, uintptr_t stream, int64_t slot
   CallPieces(0, request, reinterpret_cast<Stream>(stream));
 }
 
+// Opens (with tickets) or commits arrays in files.
+void CallFilesByAddress(int64_t run, int64_t site, uintptr_t stream, int64_t staging_bytes,
+                        const std::vector<int64_t>& numbers, const std::vector<int64_t>& sizes, uintptr_t tickets) {
+  PiecesRequest request;
+  request.run = run;
+  request.site = site;
+  request.staging_bytes = staging_bytes;
+  if (tickets != 0) {
+    request.opened = numbers;
+    request.opened_bytes = sizes;
+    request.tickets = reinterpret_cast<const void*>(tickets);
+  } else {
+    request.committed = numbers;
+  }
+  CallPieces(0, request, reinterpret_cast<Stream>(stream));
+}
+
 }  // namespace
 
 void BindTesting(nb::module_& parent) {
@@ -81,6 +99,14 @@ void BindTesting(nb::module_& parent) {
              return interceptor;
            }),
            nb::arg("store"), "Attaches itself to a store.")
+      .def_static(
+          "of_state",
+          [](StateDisk& disk) {
+            auto interceptor = std::make_shared<TestInterceptor>();
+            disk.Intercept(interceptor);
+            return interceptor;
+          },
+          nb::arg("disk"), "One that is attached to a store of state.")
       .def("inject", &TestInterceptor::Inject, nb::arg("kind"), nb::arg("count"))
       .def("slow", &TestInterceptor::Slow, nb::arg("seconds"))
       .def("set_prediction", &TestInterceptor::SetPrediction, nb::arg("mode"));
@@ -111,6 +137,7 @@ void BindTesting(nb::module_& parent) {
       Release());
   m.def("call_pieces_on_cuda", &CallPiecesByAddress, Release());
   m.def("call_rows_on_cuda", &CallRowsByAddress, Release());
+  m.def("call_files_on_cuda", &CallFilesByAddress, Release());
 }
 
 }  // namespace dejax::offload

@@ -40,6 +40,11 @@ def test_rows_of_a_stacks_state(driver):
     run("rows_program.py", driver, 1)
 
 
+def test_state_in_files(driver, tmp_path):
+    run("files_program.py", driver, 1, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("disk", [False, True])
 def test_the_mutex_is_free_while_the_device_is_waited_for(driver, disk, tmp_path):
     run("waits_program.py", driver, 1, *([str(tmp_path)] if disk else []))

@@ -1,0 +1,154 @@
+"""The cost of a training step whose state lies on the device, in host memory and on a drive."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dejax.offload._layerwise_run import STAGED_LAYERS
+from dejax.offload._moments import Tier
+from dejax.offload._profile import Tiers, place
+
+
+@dataclass(frozen=True, slots=True)
+class StepWay:
+    """A way to run a step, with its predicted memory and time.
+
+    Attributes:
+        far: paths of the arrays in host memory, such as "params['w']" and "moments[0].mu['w']".
+        on_disk: likewise, of the arrays on a drive.
+        activations: where the layers' inputs lie.
+        microbatches: parts of a batch.
+        device_bytes: state, temporaries and staging memory on the device.
+        staging_bytes: of it, memory through which state travels, and the store's ring.
+        host_bytes: state and activations in host memory, and state on its way to and from a drive.
+        disk_bytes: activations on disk, and two versions of the state there.
+        seconds: of a step.
+        stall_seconds: the part of it that waits for the bus or the drive.
+    """
+
+    far: frozenset[str]
+    on_disk: frozenset[str]
+    activations: Tier
+    microbatches: int
+    device_bytes: float
+    staging_bytes: float
+    host_bytes: float
+    disk_bytes: float
+    seconds: float
+    stall_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Short stacks with all state on the device, for one number of microbatches.
+
+    Attributes:
+        base_bytes, layer_bytes: temporaries of a stack of n layers, without the layers' inputs.
+        base_seconds, layer_seconds: likewise, time of a step.
+        forward_seconds: of a layer.
+        input_bytes: of a layer's input.
+    """
+
+    base_bytes: float
+    layer_bytes: float
+    base_seconds: float
+    layer_seconds: float
+    forward_seconds: float
+    input_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    path: str
+    nbytes: int
+    is_param: bool
+    is_frozen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KeptGradients:
+    """Gradients of the stack: freed in backward, or kept; bytes of those that are kept in host memory."""
+
+    freed: bool = True
+    far_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """Arrays on a drive, and its bandwidths in bytes a second."""
+
+    leaves: tuple[Leaf, ...] = ()
+    write_bandwidth: float = float("inf")
+    read_bandwidth: float = float("inf")
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    @property
+    def param_seconds(self) -> float:
+        """To read the parameters."""
+        return sum(leaf.nbytes for leaf in self.leaves if leaf.is_param) / self.read_bandwidth
+
+    @property
+    def seconds(self) -> float:
+        """To read all and to write what changes. One drive does both in turn."""
+        changed = sum(leaf.nbytes for leaf in self.leaves if not leaf.is_frozen)
+        return self.nbytes / self.read_bandwidth + changed / self.write_bandwidth
+
+
+FREED, NO_DRIVE = KeptGradients(), Drive()
+
+
+def predict(
+    far: Sequence[Leaf],
+    state_bytes: float,
+    cost: Cost,
+    num_layers: int,
+    count: int,
+    activations: Tier,
+    tiers: Tiers,
+    kept: KeptGradients = FREED,
+    drive: Drive = NO_DRIVE,
+) -> StepWay | None:
+    away = [*far, *drive.leaves]
+    moved = sum(leaf.nbytes for leaf in away)
+    params = sum(leaf.nbytes for leaf in away if leaf.is_param)
+    back = sum(leaf.nbytes for leaf in away if not leaf.is_frozen)
+    # What is on its way to and from the drive: two layers that are read, and as much as the staging memory to write.
+    held = moved - drive.nbytes + (2 + STAGED_LAYERS) * drive.nbytes / num_layers
+    stored = num_layers * cost.input_bytes if activations == "host" else 0
+    ring = min(stored, 2 * cost.input_bytes)
+    forward = num_layers * cost.forward_seconds
+    backward = num_layers * max(0.0, cost.layer_seconds - cost.forward_seconds)
+    # Both share the bus: what parameters and moments leave of the time belongs to activations.
+    wait_forward = max(0.0, params / tiers.in_bandwidth - forward, drive.param_seconds - forward)
+    if kept.freed:
+        both = max(moved / tiers.in_bandwidth, back / tiers.out_bandwidth)
+        wait_backward, wait_update = max(0.0, both - backward, drive.seconds - backward), 0.0
+    else:  # the update comes after backward, and next to no arithmetic hides its copies
+        both = max(params / tiers.in_bandwidth, kept.far_bytes / tiers.out_bandwidth)
+        wait_backward = max(0.0, both - backward, drive.param_seconds - backward)
+        wait_update = max((moved + kept.far_bytes) / tiers.in_bandwidth, back / tiers.out_bandwidth, drive.seconds)
+    left = dataclasses.replace(tiers, host_bytes=max(0.0, tiers.host_bytes - held - kept.far_bytes))
+    where = place(stored, ring, max(0.0, forward + wait_forward), max(0.0, backward + wait_backward - both), left)
+    if where is None:
+        return None
+    stall = wait_forward + wait_backward + wait_update + where.stall_seconds
+    inputs = 0 if activations == "host" else num_layers * cost.input_bytes
+    device = state_bytes - moved + cost.base_bytes + num_layers * cost.layer_bytes + inputs - kept.far_bytes
+    staging = ring + STAGED_LAYERS * (moved + kept.far_bytes) / num_layers
+    return StepWay(
+        frozenset(leaf.path for leaf in far),
+        frozenset(leaf.path for leaf in drive.leaves),
+        activations,
+        count,
+        device + staging,
+        staging,
+        held + kept.far_bytes + where.host_bytes,
+        where.disk_bytes + 2 * drive.nbytes,
+        cost.base_seconds + forward + backward + stall,
+        stall,
+    )

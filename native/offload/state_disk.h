@@ -1,0 +1,158 @@
+// Files that hold a training state between steps: optimizer state and parameters that are too large for host memory.
+//
+// An array lies in units (the rows of a stack of layers, or the pieces of an update), each in extents of its own. Every
+// unit has room for two versions. An update reads version v and writes version v + 1 elsewhere, so a step that fails
+// leaves v whole, and no read races with a write. I/O threads read and write units to and from host memory; only a few
+// units are in host memory at a time.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cuda_calls.h"
+#include "disk.h"
+#include "interceptor.h"
+
+namespace dejax::offload {
+
+// Host memory on its way to or from a file.
+struct StateBuffer {
+  char* data = nullptr;
+  int64_t capacity = 0;  // whole pages
+  bool pinned = false;
+  Event busy;  // after it the GPU does not use the memory
+};
+
+// Page-aligned host memory that is used again. A buffer returns with its last owner.
+class StateBuffers : public std::enable_shared_from_this<StateBuffers> {
+ public:
+  ~StateBuffers();
+  // Waits while writes hold memory, and would hold more than `cap` bytes. Reads do not wait: nobody else would end them.
+  std::shared_ptr<StateBuffer> Take(int64_t bytes, bool write, int64_t cap, bool pinned);
+  int64_t peak_bytes() const;
+
+ private:
+  void GiveBack(const StateBuffer& buffer, int64_t written);
+  static void Free(const StateBuffer& buffer);
+
+  mutable std::mutex mutex_;
+  std::condition_variable returned_;
+  std::list<StateBuffer> free_;  // least recently used first
+  int64_t held_ = 0, peak_ = 0, used_ = 0, most_used_ = 0;  // bytes; used: without those in free_
+  int64_t writing_ = 0;  // bytes of buffers that writes have
+};
+
+struct StateArray;
+
+// A unit that is read or written.
+struct StateIo {
+  bool write = false;
+  std::shared_ptr<StateArray> array;
+  size_t unit = 0;
+  int slot = 0;
+  int64_t bytes = 0;
+  std::shared_ptr<StateBuffer> buffer;
+  Event after;  // the GPU's work that must end first
+  Context context = nullptr;
+  size_t left = 0;  // chunks
+  bool done = false;
+  std::string error;
+};
+using StateIoPtr = std::shared_ptr<StateIo>;
+
+struct StateArray {
+  struct Unit {
+    std::vector<Chunk> chunks[2];
+    StateIoPtr writing[2];  // the last write of each version, until somebody has seen that it succeeded
+  };
+  int64_t bytes = 0, unit_bytes = 0;
+  int64_t latest = 0;   // version that is complete
+  int64_t started = 0;  // version of which something may be written
+  bool removed = false;
+  std::vector<Unit> units;
+};
+
+class StateDisk {
+ public:
+  struct Options {
+    std::vector<std::string> folders;
+    int64_t chunk_bytes = 8 << 20, disk_bytes = -1, host_bytes = -1;
+    int num_threads = 8;
+    bool direct = true, checksum = true;
+  };
+  struct Stats {
+    int64_t read_bytes = 0, written_bytes = 0, disk_bytes = 0, peak_host_bytes = 0;
+    double wait_seconds = 0;  // that launching threads waited for reads
+  };
+
+  static std::shared_ptr<StateDisk> Open(const Options& options);
+  explicit StateDisk(const Options& options);
+  ~StateDisk() { Close(); }
+  // The open one with this number. Throws std::runtime_error where there is none.
+  static std::shared_ptr<StateDisk> Find(int64_t number);
+  // Ends all calls and I/O.
+  void Close();
+  int64_t number() const { return number_; }
+
+  // Room for two versions of an array. Throws where the file system or disk_bytes does not hold them.
+  int64_t Create(int64_t bytes, int64_t unit_bytes);
+  void Remove(int64_t array);
+  // Units of version 0, before the array is used.
+  void Put(int64_t array, int64_t offset, const void* data, int64_t bytes);
+  void Get(int64_t array, int64_t version, int64_t offset, void* data, int64_t bytes);
+  // Waits for all writes. Throws where one failed.
+  void Drain();
+  Stats GetStats() const;
+  void Intercept(std::shared_ptr<Interceptor> interceptor);
+
+  // Throws where a step cannot begin with this version.
+  void Check(int64_t array, int64_t version, int64_t bytes);
+  // Begins to read whole units.
+  std::vector<StateIoPtr> Read(int64_t array, int64_t version, int64_t offset, int64_t bytes, Context context);
+  // Host memory for whole units, which the caller fills and submits.
+  std::vector<StateIoPtr> Write(int64_t array, int64_t version, int64_t offset, int64_t bytes, int64_t host_bytes,
+                                Context context);
+  void Submit(const StateIoPtr& io);
+  bool IsDone(const StateIoPtr& io) const;
+  // Throws where the read or the write failed.
+  void WaitFor(const StateIoPtr& io);
+  // All units of a version were submitted.
+  void Commit(int64_t array, int64_t version);
+
+ private:
+  struct Job {
+    StateIoPtr io;
+    size_t chunk = 0;
+  };
+
+  std::shared_ptr<StateArray> ArrayOf(int64_t array) const;
+  std::vector<StateIoPtr> Units(int64_t array, int64_t version, int64_t offset, int64_t bytes, bool write) const;
+  void WaitForWrite(std::unique_lock<std::mutex>& lock, StateArray* array, size_t unit, int slot);
+  void Work();
+  std::string Do(const Job& job);
+
+  const Options options_;
+  const int64_t number_;
+  std::shared_ptr<StateBuffers> buffers_ = std::make_shared<StateBuffers>();
+  mutable std::mutex mutex_;
+  std::condition_variable ready_, done_;
+  std::unique_ptr<Disk> disk_;
+  std::map<int64_t, std::shared_ptr<StateArray>> arrays_;
+  std::deque<Job> reads_, writes_;
+  int running_ = 0, writing_ = 0;
+  int64_t next_ = 1;
+  bool closing_ = false;
+  Stats stats_;
+  std::shared_ptr<Interceptor> interceptor_;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace dejax::offload

@@ -1,0 +1,254 @@
+"""Training state on disk: the numbers of state in memory, its faults, its checkpoints, its share of host memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dejax import _native
+from dejax.offload import DiskArray, StateStore, master_weights, optimizer, restore, stack_step
+from tests.offload.test_layerwise import LAYERS, WIDTH, batch, body, embed, head, model
+from tests.offload.test_optimizer import PARAMS, TRANSFORMATIONS
+
+pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+make = functools.partial(stack_step, embed, body, head, optax.adamw(1e-2), min_bytes=100, streams=True)
+
+
+def is_on_disk(x):
+    return isinstance(x, DiskArray)
+
+
+def in_memory(state):
+    return jax.tree.map(np.asarray, state, is_leaf=is_on_disk)
+
+
+def train(step, steps=3, first=0, state=None):
+    state = step.init(*model()) if state is None else state
+    run, losses = step.jit(state), []
+    for i in range(first, first + steps):
+        state, loss = run(state, batch(i))
+        losses.append(float(loss))
+    return losses, state
+
+
+def interceptor(store):
+    return _native.extension("tests").offload_testing.Interceptor.of_state(store._native)
+
+
+def equal(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.fixture(scope="module")
+def on_the_device():
+    losses, state = train(make(params="device", moments="device"))
+    return losses, in_memory(state)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    "places",
+    [
+        {},
+        {"params": "disk", "ahead": 2},
+        {"params": "host"},
+        {"params": "disk", "moments": "host"},
+        {"moments": lambda path, x: "disk" if "nu" in path else "host" if "w" in path else "device"},
+    ],
+)
+def test_a_stack_has_the_same_bits(places, on_the_device, tmp_path):
+    losses, state = train(make(path=tmp_path, **places))
+    assert losses == on_the_device[0]
+    assert any(map(is_on_disk, jax.tree.leaves(state, is_leaf=is_on_disk)))
+    equal(in_memory(state), on_the_device[1])
+
+
+@pytest.mark.full
+def test_master_weights_and_an_exact_limit_of_the_norm(tmp_path):
+    def narrow():
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), model())
+
+    found = []
+    for places in ({"moments": "device"}, {"path": tmp_path}):
+        step = stack_step(
+            embed, body, head, master_weights(optax.adam(1e-2)), min_bytes=100, streams=True, clip_norm=0.5, **places
+        )
+        losses, state = train(step, state=step.init(*narrow()))
+        found.append((losses, in_memory(state)))
+    assert is_on_disk(state.layer_moments.master["w"])
+    equal(*found)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("name", "piece_bytes"),
+    [("adam", 3000), ("clipped", 1 << 20), ("momentum", 200), ("adafactor", 3000), ("accumulated", 8000)],
+)
+def test_an_optimizer_has_the_same_bits(name, piece_bytes, tmp_path):
+    def run(tx):
+        @jax.jit
+        def step(params, state, grads):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        params, state = PARAMS, tx.init(PARAMS)
+        for _ in range(4):
+            params, state = step(params, state, jax.tree.map(lambda x: jnp.roll(x, 1) - 0.5, params))
+        return params, in_memory(state)
+
+    tx = TRANSFORMATIONS[name]
+    equal(run(optimizer(tx, min_bytes=1024, piece_bytes=piece_bytes, path=tmp_path)), run(tx))
+
+
+def test_validation_reads_parameters_on_disk(on_the_device, tmp_path):
+    step = make(params="disk", path=tmp_path)
+    losses, state = train(step)
+    check = jax.jit(step.loss)
+    assert float(check(state, batch(3))) == float(check(state, batch(3)))
+    assert train(step, 1, 3, state)[0] == train(make(params="device", moments="device"), 4)[0][3:]
+    assert losses == on_the_device[0]
+
+
+def test_checkpoints_of_a_store_that_is_gone(on_the_device, tmp_path):
+    """A new process has a new store: the state goes on with the same bits."""
+    step = make(params="disk", path=tmp_path)
+    losses, state = train(step, 1)
+    saved = in_memory(state)
+    np.testing.assert_array_equal(state.layers["w"][1:3], saved.layers["w"][1:3])
+    np.testing.assert_array_equal(state.layers["w"][-1], saved.layers["w"][-1])
+    step.disk.close()
+    with pytest.raises(RuntimeError, match="the store is closed; make another, and restore"):
+        np.asarray(state.layers["w"])
+    assert not list(tmp_path.iterdir())
+    again = make(params="disk", path=tmp_path)
+    state = restore(again.init(*model()), saved)
+    more, state = train(again, 2, 1, state)
+    assert losses + more == on_the_device[0]
+    equal(in_memory(state), on_the_device[1])
+    wrong = saved._replace(layers=jax.tree.map(lambda x: x[:2], saved.layers))
+    with pytest.raises(ValueError, match=r"got float32\[2, 16\] in place of float32\[5, 16\]"):
+        restore(state, wrong)
+    with pytest.raises(ValueError, match="`arrays` must have the structure of `like`, got"):
+        restore(state, saved.layers)
+
+
+def test_host_memory_is_bounded(tmp_path):
+    """The state has 64 units. Host memory holds those on their way."""
+    with StateStore(tmp_path, io_threads=2, chunk_bytes=4096) as store:
+        tx = optimizer(optax.adam(1e-2), min_bytes=1, piece_bytes=8192, ahead=1, path=store)
+        params = jnp.ones((256, 256))
+        state = tx.init(params)
+        interceptor(store).slow(0.002)
+        step = jax.jit(lambda g, s: tx.update(g, s)[1])
+        for _ in range(2):
+            state = step(params, state)
+        jax.block_until_ready(state)
+        store.drain()
+        stats = store.stats()
+        assert stats["peak_host_bytes"] <= (8 + 4) * 8192 and stats["wait_seconds"] > 0
+        assert stats["read_bytes"] == 2 * 2 * params.nbytes
+
+
+class TestFaults:
+    @pytest.fixture
+    def store(self, tmp_path):
+        with StateStore(tmp_path, chunk_bytes=4096) as store:
+            yield store
+
+    def run(self, store, **changes):
+        step = make(path=store, **changes)
+        state = step.init(*model())
+        return jax.jit(step), state
+
+    def test_a_failed_read_leaves_the_state_whole(self, store, on_the_device):
+        run, state = self.run(store)
+        interceptor(store).inject("read", 1)
+        with pytest.raises(Exception, match="a read failed: injected fault"):
+            jax.block_until_ready(run(state, batch(0)))
+        losses = []
+        for i in range(3):
+            state, loss = run(state, batch(i))
+            losses.append(float(loss))
+        assert losses == on_the_device[0]
+        equal(in_memory(state), on_the_device[1])
+
+    def test_damage_and_truncation(self, store):
+        run, state = self.run(store)
+        interceptor(store).inject("corrupt", 1)
+        state, _ = jax.block_until_ready(run(state, batch(0)))
+        with pytest.raises(Exception, match="is damaged: it does not hold what was written to it"):
+            jax.block_until_ready(run(state, batch(1)))
+        for file in next(store.paths[0].iterdir()).glob("chunks*"):
+            file.write_bytes(b"")
+        with pytest.raises(Exception, match="is shorter than what was written to it"):
+            jax.block_until_ready(run(state, batch(1)))
+        with pytest.raises(RuntimeError, match="is shorter than"):
+            np.asarray(state.layer_moments[0].mu["w"])
+
+    def test_a_failed_write(self, store):
+        run, state = self.run(store)
+        interceptor(store).inject("write", 1)
+        state, loss = jax.block_until_ready(run(state, batch(0)))
+        assert np.isfinite(loss)  # of the parameters before the update
+        with pytest.raises(RuntimeError, match="a write failed: injected fault"):
+            store.drain()
+        with pytest.raises(Exception, match="a write failed: injected fault"):
+            jax.block_until_ready(run(state, batch(1)))
+        with pytest.raises(RuntimeError, match="a write failed: injected fault"):
+            in_memory(state)
+
+    def test_a_full_drive(self, tmp_path):
+        with StateStore(tmp_path, disk_bytes=100_000) as store:
+            with pytest.raises(RuntimeError, match="the disk tier is full: disk_bytes=100000, of which"):
+                store.put(np.ones(20_000, np.float32))
+            assert store.stats()["disk_bytes"] == 0 or store.put(np.ones(1000, np.float32))[3] == 1
+
+    def test_an_old_state(self, store):
+        run, first = self.run(store)
+        second, _ = run(first, batch(0))
+        before = in_memory(first)  # still whole: the second one lies elsewhere
+        assert np.abs(before.layer_moments[0].mu["w"]).max() == 0
+        with pytest.raises(Exception, match="must be the newest state on disk, got version 0 of an array whose files"):
+            jax.block_until_ready(run(first, batch(0)))
+        third, _ = jax.block_until_ready(run(second, batch(1)))
+        with pytest.raises(RuntimeError, match="must be the newest state on disk, got version 0"):
+            in_memory(first)
+        assert np.isfinite(in_memory(third).layer_moments[0].mu["w"]).all()
+
+    def test_room_that_is_given_back(self, store):
+        array = store.put(np.arange(1000))
+        held = store.stats()["disk_bytes"]
+        store.remove({"a": array, "b": jnp.ones(3)})
+        with pytest.raises(RuntimeError, match="got one that was removed"):
+            np.asarray(array)
+        assert store.stats()["disk_bytes"] < held
+
+
+def test_bad_arguments(tmp_path):
+    with pytest.raises(FileNotFoundError, match="StateStore: path /nowhere does not exist"):
+        make(path="/nowhere").init(*model())
+    with pytest.raises(ValueError, match="`path` must name a folder with moments='disk', got None"):
+        make(moments="disk")
+    with pytest.raises(ValueError, match="`moments` must be 'device', 'host' or 'disk', got 'nvme'"):
+        make(moments="nvme")
+    with pytest.raises(ValueError, match="state on disk must be copied by dejax, got streams=False"):
+        step = make(path=tmp_path, streams=False)
+        step.jit(state := step.init(*model()))(state, batch(0))
+    with pytest.raises(ValueError, match="`streams` must be True or None with a path, got False"):
+        optimizer(optax.adam(1.0), streams=False, path=tmp_path)
+    tx = optimizer(optax.adam(1.0), min_bytes=1, path=tmp_path, piece_bytes=4096)
+    with pytest.raises(ValueError, match="`init` must run outside of jax.jit with a path"):
+        jax.eval_shape(tx.init, PARAMS)
+    state = tx.init(PARAMS)
+    with pytest.raises(ValueError, match="must be updated in jax.jit, got arrays outside of it"):
+        tx.update(PARAMS, state, PARAMS)
+    with pytest.raises(ValueError, match="`chunk_bytes` must be a positive multiple of 4096, got 5"):
+        StateStore(tmp_path, chunk_bytes=5)
+    with pytest.raises(TypeError, match="rows must be an int or a slice with step 1"):
+        state[0].mu["a"][::2]
+    found = make(path=tmp_path).bytes_by_tier(*jax.eval_shape(model))
+    assert found["disk"] == 2 * LAYERS * WIDTH * WIDTH * 4 and found["host"] == 0
