@@ -96,11 +96,14 @@ def own_rows(spec: TableSpec, ids: Array) -> Array:
     return jnp.where(ids % spec.sharers == place, ids, -1)
 
 
-def after_all_devices(spec: TableSpec, leaves: tuple[Array, ...]) -> tuple[Array, ...]:
-    """The leaves, when all devices of the process have written them: what reads them then reads all rows."""
-    if spec.sharers <= 1:
-        return leaves
-    *written, here = jax.lax.optimization_barrier((*leaves, jnp.ones((), jnp.int32)))
-    everywhere = jax.lax.psum(here, _compat.manual_axes())
-    *written, _ = jax.lax.optimization_barrier((*written, everywhere))
-    return tuple(written)
+def id_after_all_devices(read: Array) -> Array:
+    """int32[1], an id that no row has, once all devices have come so far.
+
+    XLA drops a barrier without a used result, and a sum over devices whose terms it knows. So this sum has a term that
+    it cannot know, and is itself an argument: of the next write.
+
+    Args:
+        read: [...], zeros that were read from the table after the write, as XLA does not know.
+    """
+    term = jax.lax.axis_index(_compat.manual_axes()) + (read.reshape(-1)[0] != 0)
+    return -1 - jax.lax.psum(term.astype(jnp.int32), _compat.manual_axes()).reshape(1)

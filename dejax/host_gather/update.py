@@ -21,7 +21,7 @@ from dejax.host_gather._lifetime import reporting_closed
 from dejax.host_gather._operands import operands_of
 from dejax.host_gather._spec import TableSpec
 from dejax.host_gather.cached import CachedTable
-from dejax.host_gather.gather import DEVICE_SMS
+from dejax.host_gather.gather import DEVICE_SMS, gather
 from dejax.host_gather.gradient import RowGradient
 from dejax.host_gather.placed import DeviceTable, SplitTable
 from dejax.host_gather.table import HostTable
@@ -315,12 +315,27 @@ def _write(
     arrays = (ids.reshape(-1), rows.reshape(-1, *spec.row), hyper)
     if any(isinstance(x, jax.core.Tracer) for x in (*leaves, *arrays)):
         written = _native_update(call.op, spec, call.num_sms, leaves, *arrays)
-        written = _sharing.after_all_devices(spec, written)
+        if spec.shared and spec.sharers > 1:
+            written = _after_all_devices(call, table, written, arrays)
     else:
         with reporting_closed(leaves[0], what):
             written = _eager(call.op, spec, call.num_sms, tuple(x.sharding for x in leaves))(leaves, *arrays)
     new, *new_moments = (type(old)(x, old._spec) for x, old in zip(written, (table, *moments), strict=True))
     return new, tuple(new_moments)
+
+
+def _after_all_devices(
+    call: _Update, table: HostTable, written: tuple[Array, ...], arrays: tuple[Array, Array, Array]
+) -> tuple[Array, ...]:
+    """The leaves once all devices of the process have written them: what reads them then reads all rows.
+
+    The order is one of data: a read of what was written, a sum over the devices, and a write of no row.
+    """
+    ids, rows, hyper = arrays
+    none = jnp.full((1,), -1, jnp.int32)
+    nowhere = _sharing.id_after_all_devices(gather(HostTable(written[0], table._spec), none))
+    nothing = jnp.zeros((1, *rows.shape[1:]), rows.dtype)
+    return _native_update(call.op, table._spec.plain, call.num_sms, written, nowhere.astype(ids.dtype), nothing, hyper)
 
 
 def _check_writable(what: str, spec: TableSpec) -> None:

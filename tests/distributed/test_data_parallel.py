@@ -1,5 +1,8 @@
 """`data_parallel`: the losses of one device with the same global batch, on CPU devices and in processes."""
 
+import dataclasses
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +11,17 @@ import pytest
 
 from dejax import _native, distributed
 from dejax.distributed import Part, data_parallel, make_mesh
-from dejax.host_gather import CachedTable, HostTable, OptimizerState, RowGradient, SplitTable, adam, gather, sgd
+from dejax.host_gather import (
+    CachedTable,
+    HostTable,
+    OptimizerState,
+    RowGradient,
+    SplitTable,
+    adam,
+    gather,
+    scatter_add,
+    sgd,
+)
 from tests.distributed import job, processes
 
 pytestmark = pytest.mark.skipif(
@@ -128,6 +141,26 @@ def test_steps_of_a_call_that_do_not_fit() -> None:
         step({}, keys, np.zeros(32, np.int32))
     with pytest.raises(ValueError, match=r"`key` must be key\[3\], one for each step, got shape \(\)"):
         step({}, jax.random.key(0), np.zeros((3, 32), np.int32))
+
+
+def test_devices_wait_for_the_writes_of_the_others() -> None:
+    """GPUs of a process write parts of one table. XLA once dropped what they wait by, since nothing used its result."""
+    mesh = make_mesh(2)
+    table = HostTable.from_numpy(ROWS).share(mesh, writable=True)
+    table = HostTable(table._leaf, dataclasses.replace(table._spec, sharers=2))  # as GPUs have it
+    everywhere, divided = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
+
+    def step(table, ids, rows):
+        return scatter_add(table, ids, rows)
+
+    over = jax.shard_map(
+        step, mesh=mesh, in_specs=(everywhere, divided, divided), out_specs=everywhere, check_vma=False
+    )
+    ids, rows = jnp.arange(6, dtype=jnp.int32), jnp.ones((6, 6), jnp.float32)
+    text = jax.jit(over, donate_argnums=0).lower(table, ids, rows).compile().as_text()
+    assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
+    # The write of no row comes last, and takes what the sum gave.
+    assert len(re.findall(r'custom_call_target="dejax_table_update"', text)) == 2
 
 
 def test_sums_of_equal_ids_have_the_bits_of_one_device() -> None:

@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 
 from dejax import _native
+from dejax.distributed import make_mesh
 from dejax.host_gather import (
     CachedTable,
     HostTable,
+    adam,
     gather,
     gather_done,
     gather_start,
@@ -26,6 +28,7 @@ from dejax.host_gather import (
     shardings,
     typed_linear,
 )
+from tests.distributed.test_data_parallel import trained
 
 pytestmark = pytest.mark.gpu
 
@@ -418,3 +421,14 @@ for ordinal in range({count}):
         pytest.skip(ran.stderr.splitlines()[0])
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert [line.split()[0] for line in ran.stdout.splitlines() if line.endswith(" 1")] == ["1"]
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="one device")
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("per_call", [1, 3])
+def test_gpus_that_write_one_table_read_what_the_others_wrote(cached, per_call) -> None:
+    """Each step reads rows that the step before wrote, on either GPU."""
+    want, _, rows = trained(None, adam(0.05), cached=cached)
+    got, _, table = trained(make_mesh(2), adam(0.05), cached=cached, per_call=per_call)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(table, rows, rtol=0, atol=1e-5)
