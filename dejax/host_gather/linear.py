@@ -115,7 +115,9 @@ def _grouped(ids: Array, types: Array, rows: int, num_types: int) -> tuple[Array
     key = jnp.where(kept, types, num_types).astype(jnp.int32)
     row = jnp.where(kept, ids, -1).astype(jnp.int32)
     key, row, order = jax.lax.sort((key, row, jnp.arange(ids.size, dtype=jnp.int32)), num_keys=2)
-    offsets = jnp.searchsorted(key, jnp.arange(num_types + 1, dtype=jnp.int32)).astype(jnp.int32)
+    offsets = jnp.searchsorted(key, jnp.arange(num_types + 1, dtype=jnp.int32), method="scan_unrolled").astype(
+        jnp.int32
+    )
     return row, order, offsets
 
 
@@ -139,7 +141,9 @@ def _in_kernel(static: _Static, leaf: Array, row: Array, order: Array, offsets: 
     tiles = (counts + block - 1) // block
     end = jnp.cumsum(tiles, dtype=jnp.int32)
     number = jnp.arange(n // block + types, dtype=jnp.int32)
-    tile_type = jnp.minimum(jnp.searchsorted(end, number, side="right"), types - 1).astype(jnp.int32)
+    tile_type = jnp.minimum(jnp.searchsorted(end, number, side="right", method="scan_unrolled"), types - 1).astype(
+        jnp.int32
+    )
     # A tile beyond the last one begins at the end of its type, and is unused.
     tile_start = offsets[tile_type] + (number - (end - tiles)[tile_type]) * block
     request = pallas.GroupedGemm(

@@ -142,6 +142,11 @@ class StateStore:
         FileNotFoundError, NotADirectoryError, PermissionError: a path cannot be used.
         ValueError: a size is out of range.
         NativeExtensionError: the extension is missing.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, StateStore(folder, io_threads=2) as store:
+    ...     store.stats()["disk_bytes"]
+    0
     """
 
     def __init__(

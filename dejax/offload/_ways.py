@@ -128,6 +128,10 @@ class Plan(Generic[W]):
         num_layers: of the stack.
         tiers: bandwidths and sizes of the bus, host memory and the drive.
         measured: (peak bytes, seconds) of the chosen way, after `measure`.
+
+    >>> from dejax.offload import StackPlan, NamesPlan
+    >>> [issubclass(kind, Plan) for kind in (StackPlan, NamesPlan)]
+    [True, True]
     """
 
     chosen: W

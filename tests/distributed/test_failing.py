@@ -11,6 +11,7 @@ import pytest
 from dejax import _native, distributed
 from dejax.distributed import failing, make_mesh
 from dejax.host_gather import HostTable
+from dejax.minibatch import FeatureStore
 from tests.distributed import job, processes
 
 pytestmark = pytest.mark.skipif(
@@ -126,6 +127,10 @@ def check_kills(tmp_path, times):
     assert processes.losses(tmp_path / "whole") == found
 
 
+def authors(state):
+    return state["authors"]["author"].table
+
+
 @pytest.mark.parametrize("before, after", [(4, 2), (1, 4)])
 @pytest.mark.sample(2)
 def test_a_checkpoint_is_read_on_another_number_of_devices(before, after, tmp_path) -> None:
@@ -139,13 +144,14 @@ def test_a_checkpoint_is_read_on_another_number_of_devices(before, after, tmp_pa
     like, _ = job.build(make_mesh(after), "sharded")
     like["key"] = jax.random.key(0)
     like["table"] = HostTable.zeros((4, 3)).share(make_mesh(after), writable=True)
-    like["authors"] = distributed.ShardedTable.zeros(like["authors"].shape, make_mesh(after))
-    place = like["authors"].words.addressable_shards[0].data.unsafe_buffer_pointer()
+    zeros = distributed.ShardedTable.zeros(authors(like).shape, make_mesh(after))
+    like["authors"] = FeatureStore().with_table("author", zeros, trainable=True)
+    place = zeros.words.addressable_shards[0].data.unsafe_buffer_pointer()
     assert distributed.latest_step(tmp_path) == 7
     got, step = distributed.restore(tmp_path, like)
-    assert step == 7 and got["authors"].words.addressable_shards[0].data.unsafe_buffer_pointer() == place
-    for name in ("authors", "table"):
-        np.testing.assert_array_equal(got[name].numpy(), state[name].numpy())
+    assert step == 7 and authors(got).words.addressable_shards[0].data.unsafe_buffer_pointer() == place
+    np.testing.assert_array_equal(authors(got).numpy(), authors(state).numpy())
+    np.testing.assert_array_equal(got["table"].numpy(), state["table"].numpy())
     for a, b in zip(jax.tree.leaves(got["params"]), jax.tree.leaves(state["params"]), strict=True):
         np.testing.assert_array_equal(a, b)
         assert len(a.sharding.device_set) == after

@@ -57,7 +57,7 @@ def test_a_broken_folder_has_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "graph.json").unlink()
     with pytest.raises(FileNotFoundError, match="writes last"):
         load_parts(tmp_path, mesh_of(2))
-    with pytest.raises(ValueError, match=r"nodes\['x'\] must have 200 rows, got shape \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"`nodes\['x'\]` must have 200 rows, got shape \(3, 2\)"):
         save_parts(tmp_path, graph_of(), owners(N, 2), 2, nodes={"x": np.zeros((3, 2))})
 
 

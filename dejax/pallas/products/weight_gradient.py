@@ -49,7 +49,9 @@ def split_table(offsets: jax.Array, rows_per_split: int, num_positions: int) -> 
     splits = (counts + (rows_per_split - 1)) // rows_per_split
     first = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(splits, dtype=jnp.int32)])
     number = jnp.arange(num_positions // rows_per_split + types, dtype=jnp.int32)
-    t = jnp.clip(jnp.searchsorted(first, number, side="right").astype(jnp.int32) - 1, 0, types - 1)
+    t = jnp.clip(
+        jnp.searchsorted(first, number, side="right", method="scan_unrolled").astype(jnp.int32) - 1, 0, types - 1
+    )
     start = offsets[t] + (number - first[t]) * rows_per_split
     end = jnp.minimum(start + rows_per_split, offsets[t + 1])
     return start, jnp.where(number < first[-1], end, start), first
