@@ -19,37 +19,13 @@ from dejax.host_gather import (
     OptimizerState,
     PendingRows,
     RowGradient,
-    gather_done,
     gather_start,
 )
 from dejax.minibatch._embeddings import EmbeddingRows
+from dejax.minibatch._feature_arguments import by_type, check_trainable, checked_scale, naming
 from dejax.minibatch._formats import table_dtype
-from dejax.minibatch._node_features import RESULTS, DividedTable, NodeFeatures, Table, features_of, table_builder
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class PendingFeatures:
-    """A gather that `FeatureStore.gather_start` began; `gather_done` takes the rows, once, in the same program."""
-
-    rows: dict[str, PendingRows | Array]
-    column_scales: dict[str, Array | None]
-    dtypes: tuple[tuple[str, np.dtype], ...] = dataclasses.field(metadata={"static": True})
-
-    def gather_done(self, *, after: Any = None) -> Any:
-        """The rows by type; with `after`, (rows, after): see `dejax.host_gather.gather_done`."""
-        done = {}
-        for name, dtype in self.dtypes:
-            started = self.rows[name]
-            if isinstance(started, Array):
-                done[name] = started
-                continue
-            rows = gather_done(started, after=after)
-            if after is not None:
-                rows, after = rows
-            scale = self.column_scales[name]
-            done[name] = rows if scale is None else (rows.astype(jnp.float32) * scale).astype(dtype)
-        return done if after is None else (done, after)
+from dejax.minibatch._node_features import DividedTable, NodeFeatures, Table, features_of, table_builder
+from dejax.minibatch._pending import PendingFeatures
 
 
 @jax.tree_util.register_dataclass
@@ -96,7 +72,7 @@ class FeatureStore:
         """
         what = "FeatureStore.from_arrays"
         chosen = {
-            option: _by_type(what, option, value, arrays, default)
+            option: by_type(what, option, value, arrays, default)
             for option, value, default in (
                 ("dtype", dtype, None),
                 ("scale", scale, None),
@@ -156,10 +132,10 @@ class FeatureStore:
                 "it with scales, by ShardedTable.from_numpy(scale=...)"
             )
         table_dtype(what, table.dtype)
-        by_row = _checked_scale(what, "row_scale", row_scale, [(len(table),), ()])
-        by_column = _checked_scale(what, "column_scale", column_scale, [table.shape[1:]])
+        by_row = checked_scale(what, "row_scale", row_scale, [(len(table),), ()])
+        by_column = checked_scale(what, "column_scale", column_scale, [table.shape[1:]])
         if trainable:
-            _check_trainable(what, table, by_row, by_column)
+            check_trainable(what, table, by_row, by_column)
         return self | FeatureStore({name: NodeFeatures(table, by_row, by_column, trainable)})
 
     def embedding(
@@ -293,7 +269,7 @@ class FeatureStore:
         rows, lost = {}, jnp.zeros((), jnp.int32)
         for name, of_type in ids.items():
             node = self.types[name]
-            with _naming(name):
+            with naming(name):
                 if name in capacity:
                     rows[name], more = node.exchange(of_type, dtype=dtype, capacity=capacity[name], **options)
                     lost += more
@@ -325,7 +301,7 @@ class FeatureStore:
         dtypes: list[tuple[str, np.dtype]] = []
         for name, of_type in ids.items():
             node = self.types[name]
-            with _naming(name):
+            with naming(name):
                 result, reading = node.reading(dtype)
                 if isinstance(node.table, DividedTable):
                     pending[name], scales[name] = node.gather(of_type, dtype=dtype, **options), None
@@ -352,7 +328,7 @@ class FeatureStore:
         state = {}
         for name, node in self.types.items():
             if node.trainable:
-                with _naming(name):
+                with naming(name):
                     state[name] = node.init(optimizer)
         return state
 
@@ -430,7 +406,7 @@ class FeatureStore:
                     f"{what}: the gradients of type {name!r} must have shape {expected}, got {values.shape}"
                 )
             gradient = RowGradient(of_type.reshape(-1), values.reshape(-1, *node.table.shape[1:]))
-            with _naming(name):
+            with naming(name):
                 types[name], after[name], more = node.update(optimizer, gradient, state[name], capacity.get(name))
             lost += more
         return FeatureStore(types), after, lost
@@ -489,50 +465,3 @@ class FeatureStore:
             if name not in self.types:
                 known = ", ".join(map(repr, self.types)) or "none"
                 raise ValueError(f"{what}: the type must be one of the store's, {known}; got {name!r}")
-
-
-def _by_type(what: str, option: str, value: Any, names: Iterable[str], default: Any) -> dict[str, Any]:
-    """An option of each type, from one value or a mapping."""
-    names = list(names)
-    if not isinstance(value, Mapping):
-        return dict.fromkeys(names, value)
-    if unknown := [name for name in value if name not in names]:
-        raise ValueError(f"{what}: `{option}` must name types of the arrays, {', '.join(names)}; got {unknown[0]!r}")
-    return {name: value.get(name, default) for name in names}
-
-
-def _checked_scale(what: str, argument: str, value: Any, shapes: list[tuple[int, ...]]) -> Array | None:
-    if value is None:
-        return None
-    scale = jnp.asarray(value, jnp.float32)
-    if scale.shape not in shapes:
-        raise ValueError(f"{what}: `{argument}` must have shape {' or '.join(map(str, shapes))}, got {scale.shape}")
-    return scale
-
-
-def _check_trainable(what: str, table: Table | DividedTable, row_scale: Any, column_scale: Any) -> None:
-    if row_scale is not None or column_scale is not None:
-        raise ValueError(f"{what}: a table to train must have no `row_scale` or `column_scale`")
-    if table.dtype.name not in RESULTS:
-        raise TypeError(f"{what}: a table to train must have rows of {', '.join(RESULTS)}, got {table.dtype}")
-    if isinstance(table, Table) and table.read_only:
-        raise ValueError(
-            f"{what}: a table to train must be one to write, got a read-only {type(table).__name__}; make it with "
-            "writable=True, or copy its rows with HostTable.from_numpy(table.numpy())"
-        )
-
-
-class _naming:
-    """A context that adds the node type to an error."""
-
-    __slots__ = ("_name",)
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is not None:
-            error.add_note(f"for the node type {self._name!r}")
