@@ -81,7 +81,7 @@ test-all: venv-test
 	@echo "make test-all: all passed"
 
 test-fast: venv-test
-	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(BIN)/python $(PYTEST) -m "not slow and not full" --hypothesis-profile=quick tests
+	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(BIN)/python $(PYTEST) -m "not slow and not full and not long" --hypothesis-profile=quick tests
 
 test-slow: venv-test
 	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(BIN)/python $(PYTEST) -m slow tests
@@ -104,7 +104,7 @@ types: venv-test
 	$(BIN)/mypy
 
 # `make test-all` runs at both ends of the declared range of jax: on the newest everything but the slow tests; on the
-# oldest the sample that `make test` runs, less those tests that are marked newest_jax: what differs there is jax's API.
+# oldest the sample that `make test` runs, with its long tests, less those tests that are marked newest_jax: what differs there is jax's API.
 ALL := not slow
 ON_OLDEST := $(ALL) and not full and not newest_jax
 NEXT_IS_OLDEST := $(strip $(PINS_NEXT))

@@ -17,6 +17,8 @@ import hypothesis
 import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
+# Node ids of tests that take long, one a line; `pytest --update-long 2` writes those that it saw take 2 seconds.
+LONG = Path(__file__).parent / "long_tests.txt"
 # What these tests are about makes little use of jax, or none.
 _NEWEST_JAX_ONLY = ("tests/datasets/", "tests/benchmarks/", "tests/native/")
 
@@ -37,6 +39,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write the golden texts under tests/golden from what the code gives",
     )
+
+    parser.addoption(
+        "--update-long",
+        type=float,
+        metavar="SECONDS",
+        help="write the tests that this run saw take as long into tests/long_tests.txt, which `make test` leaves out",
+    )
+
+
+class _Durations:
+    """Keeps the tests that take long, and writes their ids when all have run; of workers, in the process above them."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.long = seconds, set[str]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.duration >= self.seconds:
+            self.long.add(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        LONG.write_text("".join(f"{name}\n" for name in sorted(self.long)), encoding="utf-8")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    seconds = config.getoption("--update-long")
+    if seconds is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Durations(seconds), "durations")
 
 
 def _no_gpu_reason() -> str | None:
@@ -65,7 +94,10 @@ def _mark_cases_outside_the_sample(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_cases_outside_the_sample(items)
+    long = set(LONG.read_text(encoding="utf-8").splitlines())
     for item in items:
+        if item.nodeid in long:
+            item.add_marker(pytest.mark.long)
         if item.nodeid.startswith(_NEWEST_JAX_ONLY):
             item.add_marker(pytest.mark.newest_jax)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
