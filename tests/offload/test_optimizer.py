@@ -26,6 +26,20 @@ TRANSFORMATIONS = {
 }
 
 
+def after_steps(tx):
+    """Parameters and state after four jitted steps."""
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = PARAMS, tx.init(PARAMS)
+    for _ in range(4):  # gradients from outside: nothing that makes them is fused in
+        params, state = step(params, state, jax.tree.map(lambda x: jnp.roll(x, 1) - 0.5, params))
+    return params, state
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "streams", "piece_bytes"),
@@ -40,18 +54,7 @@ def test_same_bits_as_the_transformation_itself(name, streams, piece_bytes):
     tx = TRANSFORMATIONS[name]
     far = optimizer(tx, min_bytes=1024, streams=streams, piece_bytes=piece_bytes)
 
-    def run(tx):
-        @jax.jit
-        def step(params, state, grads):
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        params, state = PARAMS, tx.init(PARAMS)
-        for _ in range(4):  # gradients from outside: nothing that makes them is fused in
-            params, state = step(params, state, jax.tree.map(lambda x: jnp.roll(x, 1) - 0.5, params))
-        return params, state
-
-    (want, want_state), (got, got_state) = run(tx), run(far)
+    (want, want_state), (got, got_state) = after_steps(tx), after_steps(far)
     assert jax.tree.structure(got_state) == jax.tree.structure(want_state)
     for a, b in zip(jax.tree.leaves((got, got_state)), jax.tree.leaves((want, want_state)), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -11,7 +11,7 @@ import pytest
 from dejax import _native
 from dejax.offload import DiskArray, StateStore, master_weights, optimizer, restore, stack_step
 from tests.offload.test_layerwise import LAYERS, WIDTH, batch, body, embed, head, model
-from tests.offload.test_optimizer import PARAMS, TRANSFORMATIONS
+from tests.offload.test_optimizer import PARAMS, TRANSFORMATIONS, after_steps
 
 pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 make = functools.partial(stack_step, embed, body, head, optax.adamw(1e-2), min_bytes=100, streams=True)
@@ -90,14 +90,7 @@ def test_master_weights_and_an_exact_limit_of_the_norm(tmp_path):
 )
 def test_an_optimizer_has_the_same_bits(name, piece_bytes, tmp_path):
     def run(tx):
-        @jax.jit
-        def step(params, state, grads):
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        params, state = PARAMS, tx.init(PARAMS)
-        for _ in range(4):
-            params, state = step(params, state, jax.tree.map(lambda x: jnp.roll(x, 1) - 0.5, params))
+        params, state = after_steps(tx)
         return params, in_memory(state)
 
     tx = TRANSFORMATIONS[name]
