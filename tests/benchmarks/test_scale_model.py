@@ -76,7 +76,11 @@ def test_the_page_and_the_results_are_what_the_model_gives():
     assert scale_model.table(scale_model.predict(hosts=(1, 8, 64))) in page
     found = json.loads((root / "benchmarks" / "results" / "scale_model.json").read_text(encoding="utf-8"))
     rows = scale_model.predict()
-    assert found["rows"] == [dataclasses.asdict(row) for row in rows]
+    for stored, row in zip(found["rows"], rows, strict=True):
+        assert stored == {  # numpy's last digits differ from one processor to another
+            name: pytest.approx(value, rel=1e-9) if isinstance(value, float) else value
+            for name, value in dataclasses.asdict(row).items()
+        }
     assert (root / "docs" / "figures" / "scale_model.svg").read_text(encoding="utf-8") == scale_model.svg(rows)
     for measured in found["measured"]:
         for case in measured["cases"].values():
