@@ -17,6 +17,7 @@ docs/minibatch.md and docs/features.md are the guides.
 import importlib
 from typing import Any
 
+from dejax.minibatch._layout import Capacities
 from dejax.minibatch._node_features import NodeFeatures
 from dejax.minibatch.blocks import Block, make_blocks
 from dejax.minibatch.capacities import find_capacities
@@ -53,6 +54,7 @@ _LAZY = ("linen", "nnx")  # these import flax
 
 __all__ = [
     "Block",
+    "Capacities",
     "DECODERS",
     "Decoder",
     "FeatureStore",

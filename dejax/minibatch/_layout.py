@@ -19,8 +19,33 @@ from dejax.minibatch.topology import HeteroTopology
 
 FanOuts: TypeAlias = Sequence[int | Mapping[EdgeType, int]] | Mapping[EdgeType, Sequence[int]]
 """For each hop a number or numbers by relation, or for each relation a number by hop."""
-Capacities: TypeAlias = Mapping[str, Sequence[int]]
-"""For each node type the most new nodes of hop 1, hop 2 and so on."""
+
+
+class Capacities(dict[str, tuple[int, ...]]):
+    """Bounds on the size of a sample, from `find_capacities`: a dict by node type, with bounds on edges.
+
+    Attributes:
+        edges: the most edges of the block with the seeds' edges, of the block with those of hop 1 as well, and so on.
+            None: a block has room for an edge in each slot, `fan_out` for each receiver and relation.
+
+    >>> Capacities({"paper": (64, 128)}, edges=(100, 300)).edges
+    (100, 300)
+    """
+
+    edges: tuple[int, ...] | None
+
+    def __init__(self, nodes: Mapping[str, Sequence[int]], *, edges: Sequence[int] | None = None) -> None:
+        """Bounds from numbers.
+
+        Args:
+            nodes: for each node type the most new nodes of hop 1, hop 2 and so on.
+            edges: see the attribute.
+        """
+        super().__init__((name, tuple(int(size) for size in sizes)) for name, sizes in nodes.items())
+        self.edges = None if edges is None else tuple(int(number) for number in edges)
+
+    def __repr__(self) -> str:
+        return f"Capacities({super().__repr__()}, edges={self.edges})"
 
 
 _UNBOUNDED = 2**62
@@ -56,12 +81,14 @@ class Layout:
         edge_types: the relations.
         sizes: for each hop and node type the number of local numbers; hop 0 has the seeds.
         pieces: the slots, by hop. Within a hop, pieces that are drawn together lie side by side.
+        edges: the most edges of the block of each number of hops; None: as many as there are slots.
     """
 
     node_types: tuple[str, ...]
     edge_types: tuple[EdgeType, ...]
     sizes: tuple[tuple[int, ...], ...]
     pieces: tuple[Piece, ...]
+    edges: tuple[int, ...] | None = None
 
     @property
     def num_hops(self) -> int:
@@ -123,7 +150,7 @@ def make_layout(
     topology: HeteroTopology,
     num_seeds: Mapping[str, int],
     fan_outs: FanOuts,
-    capacities: Capacities | None,
+    capacities: Mapping[str, Sequence[int]] | None,
     replace: bool,
     max_degree: int | None,
     copies: bool,
@@ -156,7 +183,7 @@ def make_layout(
         if not copies:
             slots = [min(count, topology.num_nodes[name]) for count, name in zip(slots, names, strict=True)]
         sizes.append(tuple(min(count, limit) for count, limit in zip(slots, limits[hop], strict=True)))
-    return Layout(names, topology.edge_types, tuple(sizes), tuple(pieces))
+    return Layout(names, topology.edge_types, tuple(sizes), tuple(pieces), _edge_limits(capacities, len(by_hop)))
 
 
 def _slots(fan_out: int, longest: int, replace: bool, max_degree: int | None) -> int:
@@ -199,7 +226,17 @@ def _checked_fan_out(fan_out: Any) -> int:
     return int(fan_out)
 
 
-def _limits(topology: HeteroTopology, capacities: Capacities | None, hops: int) -> list[list[int]]:
+def _edge_limits(capacities: Mapping[str, Sequence[int]] | None, hops: int) -> tuple[int, ...] | None:
+    """The most edges of the block of each number of hops, where `capacities` bound them."""
+    edges = getattr(capacities, "edges", None)
+    if edges is None:
+        return None
+    if len(edges) != hops or any(number < 1 for number in edges):
+        raise ValueError(f"`capacities.edges` must have {hops} numbers from 1, one for each hop, got {edges}")
+    return tuple(edges)
+
+
+def _limits(topology: HeteroTopology, capacities: Mapping[str, Sequence[int]] | None, hops: int) -> list[list[int]]:
     """The most new nodes of each hop and type."""
     limits = [[_UNBOUNDED] * len(topology.node_types) for _ in range(hops)]
     for name, sizes in (capacities or {}).items():

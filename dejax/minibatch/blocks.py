@@ -13,7 +13,7 @@ from jax import Array
 from dejax.minibatch._layout import Layout
 from dejax.minibatch.sampling import SampledBlocks, split_nodes
 from dejax.rgnn import RelGraph
-from dejax.rgnn.graphs.build_slots import graph_of_slots
+from dejax.rgnn.graphs.build_slots import graph_and_slots
 from dejax.rgnn.graphs.slots import Slots, SlotSpec
 
 __all__ = ["Block", "make_blocks"]
@@ -34,11 +34,14 @@ class Block:
 
     Attributes:
         graph: the graph of sources, with the edge types and node types of the topology.
+        edge_slots: int32[edges], the slot of each of the graph's edges, where the number of edges is bounded
+            (`Capacities.edges`); None where there is an edge for each slot, in order.
         hops: destinations are the nodes up to this hop, sources those up to the next one (static).
         layout: the sizes of the sample (static).
     """
 
     graph: RelGraph
+    edge_slots: Array | None
     hops: int = dataclasses.field(metadata={"static": True})
     layout: Layout = dataclasses.field(metadata={"static": True})
 
@@ -94,7 +97,8 @@ class Block:
             values: for each piece of the sample [receivers, fan_out, ...], in the order of `SampledBlocks.edges`.
         """
         own = [values[n] for n in _pieces(self.layout, self.hops)]
-        return jnp.concatenate([some.reshape(-1, *some.shape[2:]) for some in own])
+        of_slots = jnp.concatenate([some.reshape(-1, *some.shape[2:]) for some in own])
+        return of_slots if self.edge_slots is None else of_slots[self.edge_slots]
 
 
 def make_blocks(sample: SampledBlocks) -> list[Block]:
@@ -120,7 +124,8 @@ def _block(sample: SampledBlocks, hops: int) -> Block:
         _joined([sample.slots[hop][first:last].reshape(-1, fan_out) for hop, first, last in some])
         for fan_out, some in runs
     ]
-    return Block(_graph(senders, mask, spec), hops, layout)
+    graph, edge_slots = _graph(senders, mask, spec)
+    return Block(graph, edge_slots, hops, layout)
 
 
 def _joined(parts: list[Array]) -> Array:
@@ -128,12 +133,13 @@ def _joined(parts: list[Array]) -> Array:
 
 
 @partial(jax.jit, static_argnums=2, inline=True)
-def _graph(senders: list[Array], mask: Array, spec: SlotSpec) -> RelGraph:
-    if spec.num_edges:
-        return graph_of_slots(senders, mask, spec)
+def _graph(senders: list[Array], mask: Array, spec: SlotSpec) -> tuple[RelGraph, Array | None]:
+    if spec.num_slots:
+        graph, slots = graph_and_slots(senders, mask, spec)
+        return graph, slots if spec.is_bounded else None
     none = jnp.zeros(0, jnp.int32)
     types = [jnp.full(count, node_type, jnp.int32) for node_type, count in spec.node_runs]
-    return RelGraph.build_traced(
+    without_edges = RelGraph.build_traced(
         none,
         none,
         none,
@@ -145,6 +151,7 @@ def _graph(senders: list[Array], mask: Array, spec: SlotSpec) -> RelGraph:
         edge_type_names=spec.edge_type_names,
         node_type_names=spec.node_type_names,
     )
+    return without_edges, None
 
 
 _Runs = list[tuple[int, list[tuple[int, int, int]]]]
@@ -181,6 +188,7 @@ def _slot_spec(layout: Layout, hops: int) -> tuple[SlotSpec, _Runs]:
         edge_type_names=tuple("/".join(edge_type) for edge_type in layout.edge_types),
         node_type_names=layout.node_types,
         stored=tuple(tuple(some) for some in stored.values()),
+        most_edges=None if layout.edges is None else layout.edges[hops],
     )
     return spec, list(runs.items())
 

@@ -1,9 +1,10 @@
-"""`find_capacities`: how many nodes of each type the hops of a batch find."""
+"""`find_capacities`: how many nodes of each type the hops of a batch find, and how many edges its blocks have."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from dejax.minibatch._layout import FanOuts
+from dejax.minibatch._layout import Capacities, FanOuts
 from dejax.minibatch.sampling import (
     SampledBlocks,
     SampleOptions,
@@ -35,12 +36,12 @@ def find_capacities(
     sigmas: float = 5.0,
     print_table: Callable[[str], None] | None = print,
     **keywords: Any,
-) -> dict[str, tuple[int, ...]]:
+) -> Capacities:
     """Samples some batches, and bounds the nodes of each hop and type by mean + `sigmas` standard deviations.
 
-    Without bounds the arrays of a sample have room for the largest possible one. That is several times a typical one:
-    nodes share neighbours, and many have fewer than `fan_out`. A batch that exceeds a bound loses some nodes;
-    `SampledBlocks.lost` counts them.
+    The edges of blocks are bounded likewise. Without bounds the arrays of a sample have room for the largest possible
+    one. That is several times a typical one: nodes share neighbours, and many have fewer than `fan_out`. A batch that
+    exceeds a bound loses some nodes or edges; `SampledBlocks.lost` and `lost_edges` count them.
 
     Args:
         key: jax.random key.
@@ -52,7 +53,7 @@ def find_capacities(
         **keywords: further arguments of `sample_blocks`, the same for all batches.
 
     Returns:
-        For each node type the bound of each hop, for `capacities` of `sample_blocks`.
+        For each node type the bound of each hop, and bounds on edges, for `capacities` of `sample_blocks`.
 
     Raises:
         ValueError: there are no batches.
@@ -66,7 +67,7 @@ def find_capacities(
     seed_times, pairs = keywords.pop("seed_times", None), _checked_pairs(topology, keywords.pop("exclude", None))
     exclude = {topology.edge_types[number]: ends for number, ends in pairs.items()}
     options = keywords.get("options", SampleOptions())
-    static, found, sample = keywords, [], None
+    static, found, edges, sample = keywords, [], [], None
     for number, batch in enumerate(batches):
         # Convert lists and 64-bit ids first: jit would treat a list as a pytree, and drop the upper bits of ids.
         seeds = _checked_seeds(topology, batch)
@@ -74,26 +75,55 @@ def find_capacities(
         leaves, treedef = jax.tree.flatten((seeds, {"exclude": exclude, "seed_times": times}))
         sample = counted(jax.random.fold_in(key, number), topology, treedef, leaves)
         found.append(np.asarray(sample.found))
+        edges.append(np.asarray(sample.edges_found))
     if sample is None:
         raise ValueError("find_capacities: `batches` must have at least one batch, got none")
-    counts = np.stack(found).astype(np.float64)
-    mean, deviation = counts.mean(axis=0), counts.std(axis=0)
-    natural = np.array(sample.layout.sizes)
-    bound = np.ceil((mean + sigmas * deviation) / _ROUNDED) * _ROUNDED
-    bound = np.minimum(np.maximum(bound, counts.max(axis=0)), natural).astype(int)
+    slots = np.cumsum([own.shape[0] for own in sample.slots])
+    nodes = _Bounds.of(np.stack(found), np.array(sample.layout.sizes), sigmas)
+    of_edges = _Bounds.of(np.stack(edges), np.maximum(slots, 1), sigmas)
     if print_table is not None:
-        print_table(_table(sample, mean, deviation, bound, natural))
+        print_table(_table(sample, nodes, of_edges))
     names = sample.layout.node_types
-    return {name: tuple(int(size) for size in bound[1:, at]) for at, name in enumerate(names)}
+    return Capacities(
+        {name: tuple(nodes.bound[1:, at].tolist()) for at, name in enumerate(names)},
+        edges=np.maximum(of_edges.bound, 1).tolist(),
+    )
 
 
-def _table(sample: SampledBlocks, mean: Any, deviation: Any, bound: Any, natural: Any) -> str:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bounds:
+    """What some batches need of something, and the bounds that follow; arrays of one shape.
+
+    Attributes:
+        mean, deviation: over the batches.
+        bound: what later batches get.
+        natural: the most that a batch can need.
+    """
+
+    mean: np.ndarray
+    deviation: np.ndarray
+    bound: np.ndarray
+    natural: np.ndarray
+
+    @classmethod
+    def of(cls, counts: np.ndarray, natural: np.ndarray, sigmas: float) -> _Bounds:
+        """From counts of each batch, int[batches, ...]."""
+        mean, deviation = counts.mean(axis=0), counts.std(axis=0)
+        bound = np.ceil((mean + sigmas * deviation) / _ROUNDED) * _ROUNDED
+        bound = np.minimum(np.maximum(bound, counts.max(axis=0)), natural).astype(int)
+        return cls(mean, deviation, bound, natural)
+
+    def cells(self, *at: int) -> str:
+        numbers = self.mean[at], self.deviation[at], self.bound[at], self.natural[at]
+        return "".join(f"{math.ceil(number):12,}" for number in numbers)
+
+
+def _table(sample: SampledBlocks, nodes: _Bounds, edges: _Bounds) -> str:
     names = sample.layout.node_types
-    width = max(4, *map(len, names))
+    width = max(5, *map(len, names))
     lines = [f"hop  {'type':<{width}}        mean   deviation    capacity     at most"]
-    for hop in range(1, mean.shape[0]):
-        for at, name in enumerate(names):
-            numbers = mean[hop, at], deviation[hop, at], bound[hop, at], natural[hop, at]
-            cells = "".join(f"{math.ceil(number):12,}" for number in numbers)
-            lines.append(f"{hop:>3}  {name:<{width}}{cells}")
+    for hop in range(1, nodes.mean.shape[0]):
+        lines += [f"{hop:>3}  {name:<{width}}{nodes.cells(hop, at)}" for at, name in enumerate(names)]
+    lines.append(f"{'':>3}  edges of a block, up to hop")
+    lines += [f"{hop + 1:>3}  {'edges':<{width}}{edges.cells(hop)}" for hop in range(edges.mean.shape[0])]
     return "\n".join(lines)

@@ -68,18 +68,33 @@ def make_typed_blocks(
         own = [n for n, piece in enumerate(layout.pieces) if piece.hop <= hops]
         none = jnp.zeros(0, jnp.int32)
         senders = jnp.concatenate([none, *(numbers[n].reshape(-1) for n in own)])
+        receivers = jnp.concatenate([none, *(_receivers(layout, n) for n in own)])
+        types = jnp.concatenate([none, *(kinds[n].reshape(-1).astype(jnp.int32) for n in own)])
+        slots = None
+        if layout.edges is not None and layout.edges[hops] < senders.shape[0]:
+            slots = _first_valid(senders >= 0, layout.edges[hops])
+            senders, receivers, types = (some[slots] for some in (senders, receivers, types))
+            # The first slot stands for edges that are not there.
+            senders = jnp.where(jnp.arange(senders.shape[0]) < sample.edges_found[hops], senders, -1)
         graph = RelGraph.build_traced(
             jnp.maximum(senders, 0),
-            jnp.concatenate([none, *(_receivers(layout, n) for n in own)]),
-            jnp.concatenate([none, *(kinds[n].reshape(-1).astype(jnp.int32) for n in own)]),
+            receivers,
+            types,
             num_nodes=layout.count(hops + 1),
             num_edge_types=num_edge_types,
             edge_mask=senders >= 0,
             node_mask=sample.nodes[: layout.count(hops + 1)] >= 0,
             add_self_loops=add_self_loops,
         )
-        blocks.append(Block(graph, hops, layout))
+        blocks.append(Block(graph, slots, hops, layout))
     return blocks
+
+
+def _first_valid(there: Array, count: int) -> Array:
+    """int32[count], the places of the first True entries; 0 behind the last of them."""
+    rank = jnp.cumsum(there, dtype=jnp.int32) - 1
+    place = jnp.where(there & (rank < count), rank, count)
+    return jnp.zeros(count, jnp.int32).at[place].set(jnp.arange(there.shape[0], dtype=jnp.int32), mode="drop")
 
 
 def _receivers(layout: Layout, number: int) -> Array:

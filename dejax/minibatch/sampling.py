@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from dejax.host_gather._ids import checked_ids, in_range
 from dejax.minibatch._checks import EdgeType
 from dejax.minibatch._drawing import Hop, Randomness, SampleOptions, draw_hop, draw_keys, excluded, take
-from dejax.minibatch._layout import Capacities, FanOuts, Layout, make_layout
+from dejax.minibatch._layout import FanOuts, Layout, make_layout
 from dejax.minibatch._numbering import Nodes, Places, number_found, number_seeds
 from dejax.minibatch.topology import HeteroTopology
 
@@ -48,7 +48,9 @@ class SampledBlocks:
         found: int32[hops + 1, node types], how many nodes were first found at each hop, those that did not fit
             included.
         lost: int32[hops + 1, node types], how many of them did not fit in `capacities`; their edges are padding.
-        lost_edges: int32 scalar, edges beyond `SampleOptions.max_degree`.
+        lost_edges: int32 scalar, edges beyond `SampleOptions.max_degree`, and edges that did not fit into a block
+            (`Capacities.edges`).
+        edges_found: int32[hops], the edges of hop 0, of hops 0 and 1, and so on.
         layout: the static sizes.
     """
 
@@ -61,6 +63,7 @@ class SampledBlocks:
     found: Array
     lost: Array
     lost_edges: Array
+    edges_found: Array
     layout: Layout = dataclasses.field(metadata={"static": True})
 
     @property
@@ -106,7 +109,7 @@ class SampledBlocks:
             for at, name in enumerate(self.layout.node_types)
             if lost[hop, at]
         ]
-        where += [f"{edges} edges beyond max_degree"] if edges else []
+        where += [f"{edges} edges"] if edges else []
         message = f"a sample did not fit: {', '.join(where)}; use larger `capacities` (find_capacities) or `max_degree`"
         if error:
             raise ValueError(message)
@@ -119,7 +122,7 @@ def sample_blocks(
     seeds: Seeds,
     fan_outs: FanOuts,
     *,
-    capacities: Capacities | None = None,
+    capacities: Mapping[str, Sequence[int]] | None = None,
     exclude: Mapping[EdgeType, tuple[ArrayLike, ArrayLike]] | None = None,
     seed_times: Mapping[str, ArrayLike] | ArrayLike | None = None,
     options: SampleOptions = _DEFAULT,
@@ -142,7 +145,8 @@ def sample_blocks(
         fan_outs: a list with an entry for each hop, the seeds' hop first: a number, or a dict by relation. Or a dict
             by relation of lists by hop. -1: all edges. A dict uses only the relations that it names. Slots that no
             receiver can fill are left out: a relation with at most one edge per receiver has one slot.
-        capacities: the most new nodes of each hop, by node type (`find_capacities`). By default all fit.
+        capacities: the most new nodes of each hop, by node type, and as `Capacities` the most edges of blocks, too
+            (`find_capacities`). By default all fit.
         exclude: by relation, int[pairs] senders and receivers of edges that the sample must not have: the edges to
             predict, and their reverses under the reverse relation. If an excluded edge is drawn, its slot stays
             empty.
@@ -190,6 +194,9 @@ def sample_blocks(
         found = nodes.add(number, hop, _without(pairs, layout, hop, drawn.senders, receivers))
         slots.append(found)
         positions.append(jnp.where(found >= 0, drawn.edges, -1))
+    edges_found = jnp.cumsum(jnp.stack([jnp.sum(own >= 0, dtype=jnp.int32) for own in slots]), dtype=jnp.int32)
+    if layout.edges is not None:
+        lost_edges = lost_edges + jnp.sum(jnp.maximum(edges_found - jnp.array(layout.edges, jnp.int32), 0))
     return SampledBlocks(
         node_ids=split_nodes(layout, nodes.known.nodes, layout.num_hops),
         nodes=nodes.known.nodes,
@@ -200,6 +207,7 @@ def sample_blocks(
         found=jnp.stack(nodes.found),
         lost=jnp.stack(nodes.lost),
         lost_edges=lost_edges,
+        edges_found=edges_found,
         layout=layout,
     )
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dejax import rgnn
-from dejax.minibatch import edge_ids, make_blocks, sample_blocks
+from dejax.minibatch import Capacities, edge_ids, make_blocks, sample_blocks
 from dejax.rgnn import library
 from dejax.rgnn.graphs import static_tables
 from dejax.rgnn.graphs.build_slots import graph_of_slots
@@ -27,6 +27,8 @@ CASES = {
     "some relations": ([{WRITES: 2, CITES: 0}, {REV: 3, CITES: 2}], {}),
     "few nodes fit": ([3, 3], {"capacities": {"paper": (1, 0), "author": (2, 3)}}),
     "one hop": ([{CITES: 2}], {}),
+    "just enough edges": ([3, 2], {"capacities": Capacities({}, edges=(21, 67))}),  # as many as are found
+    "edges fit": ([2, 2, 2], {"capacities": Capacities({}, edges=(15, 60, 69))}),
 }
 
 
@@ -102,6 +104,34 @@ def test_tables_are_those_of_the_usual_builder(sample):
                 np.testing.assert_array_equal(own, its)
             check_group(group)
         check_group(graph.by_node_type)
+
+
+@pytest.mark.parametrize("edges", [(20, 66), (1, 1), (12, 40)])
+def test_edges_beyond_the_bound_are_left_out_and_counted(edges):
+    whole, cut = sampled([3, 2], {}), sampled([3, 2], {"capacities": Capacities({}, edges=edges)})
+    assert whole.edges_found.tolist() == cut.edges_found.tolist() == [21, 67]
+    assert int(whole.lost_edges) == 0 and int(cut.lost_edges) == 21 + 67 - sum(edges)
+    with pytest.warns(UserWarning, match=f"did not fit: {88 - sum(edges)} edges"):
+        cut.check()
+    for block, other in zip(jax.jit(make_blocks)(cut), jax.jit(make_blocks)(whole), strict=True):
+        graph, full, most = block.graph, other.graph, edges[block.hops]
+        assert graph.num_edges == most and bool(graph.edge_mask.all())
+        for name in ("senders", "receivers", "edge_type"):
+            np.testing.assert_array_equal(getattr(graph, name), getattr(full, name)[:most])
+        np.testing.assert_array_equal(block.edge_slots, full.edge_ids[:most])
+        for name in (*EDGE_GROUPINGS, *PAIR_GROUPINGS):
+            check_group(getattr(graph, name))
+        rng = np.random.default_rng(0)
+        x, params = jnp.asarray(rng.standard_normal((graph.num_nodes, 4)), jnp.float32), parameters(rng, "users", 4)
+        values = jnp.asarray(rng.standard_normal(most), jnp.float32)
+        y, want = (apply("users", g, x, params, values) for g in (graph, graph_from(block)))
+        np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-5)
+
+
+def test_bad_bounds_of_edges_are_errors():
+    for edges in ((3,), (0, 4)):
+        with pytest.raises(ValueError, match="`capacities.edges` must have 2 numbers from 1"):
+            sampled([3, 2], {"capacities": Capacities({}, edges=edges)})
 
 
 def check_group(group):
@@ -193,7 +223,14 @@ def apply(layer, graph, x, params, edge_value):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("layer", "case"),
-    [("users", "two hops"), ("rgcn", "three hops"), ("hgt", "few nodes fit"), ("rgat", "two hops")],
+    [
+        ("users", "two hops"),
+        ("rgcn", "three hops"),
+        ("hgt", "few nodes fit"),
+        ("rgat", "two hops"),
+        ("users", "just enough edges"),
+        ("hgt", "edges fit"),
+    ],
 )
 def test_layers_equal_those_on_the_full_graph_with_the_sampled_edges(layer, case):
     with jax.enable_x64(True):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dejax import rgnn
-from dejax.minibatch import HeteroTopology, make_typed_blocks, sample_blocks
+from dejax.minibatch import Capacities, HeteroTopology, make_typed_blocks, sample_blocks
 
 EDGE = ("node", "edge", "node")
 NODES, KINDS = 12, 5
@@ -22,8 +22,8 @@ def graph(seed=0, edges=40):
     return (*rng.integers(0, NODES, (2, edges)), rng.integers(0, KINDS, edges))
 
 
-@pytest.mark.parametrize("loops", [False, True])
-def test_two_layers_with_all_edges_equal_the_full_graph(loops):
+@pytest.mark.parametrize(("loops", "edges"), [(False, None), (True, None), (False, (11, 40)), (True, (9, 37))])
+def test_two_layers_with_all_edges_equal_the_full_graph(loops, edges):
     senders, receivers, kinds = graph()
     topology = HeteroTopology.from_edges({EDGE: (senders, receivers)}, {"node": NODES})
     seeds = jnp.array([3, 7, 3, -1])
@@ -32,21 +32,43 @@ def test_two_layers_with_all_edges_equal_the_full_graph(loops):
 
     @jax.jit
     def on_blocks(x, w, topology, kinds):
-        sample = sample_blocks(jax.random.key(0), topology, ("node", seeds), [-1, -1])
+        capacities = Capacities({}, edges=edges)
+        sample = sample_blocks(jax.random.key(0), topology, ("node", seeds), [-1, -1], capacities=capacities)
         ids = sample.node_ids["node"]
         h = jnp.where((ids >= 0)[:, None], x[jnp.maximum(ids, 0)], 0)
         for block in make_typed_blocks(topology, sample, kinds, KINDS, add_self_loops=loops):
             h = typed_sum(block.graph, h[: block.num_sources], w)[: block.num_destinations]
-        return h[sample.seed_positions["node"]], sample.seed_positions["node"]
+        return h[sample.seed_positions["node"]], sample.seed_positions["node"], sample.lost_edges
 
-    found, places = on_blocks(jnp.float32(x), jnp.float32(w), topology, jnp.asarray(kinds))
+    found, places, lost = on_blocks(jnp.float32(x), jnp.float32(w), topology, jnp.asarray(kinds))
     h = x
     for _ in range(2):
         out = h * w[KINDS] if loops else np.zeros_like(h)
         np.add.at(out, receivers, h[senders] * w[kinds])
         h = out
     np.testing.assert_allclose(found[:3], h[[3, 7, 3]], rtol=2e-5, atol=1e-5)
-    assert places[0] == places[2]
+    assert places[0] == places[2] and int(lost) == 0
+
+
+def test_edges_that_do_not_fit_are_left_out_and_counted():
+    senders, receivers, kinds = graph()
+    topology = HeteroTopology.from_edges({EDGE: (senders, receivers)}, {"node": NODES})
+
+    def block_of(edges):
+        capacities = Capacities({}, edges=edges)
+        sample = sample_blocks(jax.random.key(0), topology, ("node", jnp.arange(6)), [3], capacities=capacities)
+        (block,) = make_typed_blocks(topology, sample, jnp.asarray(kinds), KINDS)
+        found = zip(*(some.tolist() for some in block.graph.to_edges()), strict=True)
+        return block, sample, sorted(edge for edge in found if edge[2] < KINDS)
+
+    block, sample, all_edges = block_of(None)
+    count = int(sample.edges_found[0])
+    for most in (count + 1, count, count - 2, 1):
+        cut, sample, kept = block_of((most,))
+        assert cut.graph.num_edges == min(most, block.graph.num_edges) and len(kept) == min(most, count)
+        assert int(sample.lost_edges) == max(0, count - most) and set(kept) <= set(all_edges)
+        values = cut.edge_values([own.astype(jnp.float32) for own in sample.numbers])
+        assert values.shape == (cut.graph.num_edges,)
 
 
 def test_mistakes_are_named():

@@ -32,6 +32,11 @@ def apply_activation(name: str | None, y: jax.Array) -> jax.Array:
     raise NotImplementedError(f"`activation` must be None, relu, tanh, sigmoid or leaky_relu:<slope>, got {name!r}")
 
 
+# Loops of so many steps are left out for a tile without rows: sampled graphs have tiles for more rows than they hold. The
+# bound of a shorter loop stays a constant, by which the compiler unrolls it.
+_LONG_LOOP = 4
+
+
 @dataclass(frozen=True, slots=True)
 class GemmPlan(MergedHeads):
     """Static facts of one call; `names` are the kernel's references in order.
@@ -107,6 +112,7 @@ class _Tile:
     ref: dict[str, Any]
     c: GemmPlan
     type: jax.Array
+    there: jax.Array  # whether it has rows
     heads: jax.Array  # the number of its set of merged heads
     column_block: jax.Array
     position: jax.Array  # [block]
@@ -170,7 +176,7 @@ def _located(ref: dict[str, Any], c: GemmPlan, number: Any, heads: Any, column_b
         row_valid = valid & (row < c.x_rows)
     row, row_valid = row[:, None], row_valid[:, None]
     n = (column_block * c.schedule.block_n + lanes(c.schedule.block_n, 0, 1))[None, :]
-    return _Tile(ref, c, t, heads, column_block, position, valid, row, row_valid, out_row, n)
+    return _Tile(ref, c, t, start < end, heads, column_block, position, valid, row, row_valid, out_row, n)
 
 
 def _powers_of_all_steps(tile: _Tile) -> tuple[jax.Array | None, jax.Array | None]:
@@ -203,7 +209,8 @@ def _product(tile: _Tile, row_power: Any, column_power: Any) -> jax.Array:
         y = step(0, None)
     else:
         zeros = jnp.zeros((c.block, s.block_n), jnp.float32)
-        y = _triton.fori_loop(0, cdiv(c.k, s.block_k), step, zeros)
+        steps = cdiv(c.k, s.block_k)
+        y = _triton.fori_loop(0, jnp.where(tile.there, steps, 0) if steps >= _LONG_LOOP else steps, step, zeros)
     return y if row_power is None or column_power is None else y * row_power * column_power
 
 

@@ -37,12 +37,20 @@ def graph_of_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -
     It has the tables of `RelGraph.build_traced`. Within a type and receiver, edges are in the order of their slots, not
     of their senders. Nodes that are padding count as nodes of their type in the grouping by node type.
 
+    The user's edges are the slots, empty ones included. Where `spec.most_edges` is fewer they are the edges in canonical
+    order instead, and `graph_and_slots` gives the slot of each. Edges beyond that number are left out, the last types first.
+
     Args:
         senders: for each of `spec.stored`, or else of `spec.slots`, int32[receivers, fan_out]; -1 for an empty slot.
             There is at least one of `spec.slots`, and each has a receiver and a slot at least.
         node_mask: bool[nodes], False for padding nodes.
         spec: the static part.
     """
+    return graph_and_slots(senders, node_mask, spec)[0]
+
+
+def graph_and_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -> tuple[RelGraph, Array]:
+    """As `graph_of_slots`, and int32[edges], the slot of each edge in canonical order."""
     edges = _receiver_side(senders, spec)
     tables: dict[str, Any] = {**edges.tables, **_source_side(edges, spec)}
     typed = {**edges.typed, "source_pair_by_type": tables.pop("source_pair_by_type")}
@@ -75,7 +83,7 @@ def graph_of_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -
         "node_mask": node_mask,
         "edge_mask": edges.columns["edge_type"] < len(spec.edge_type_names),
     }
-    return RelGraph._made(jax.tree.map(jnp.asarray, fields), graph_spec)
+    return RelGraph._made(jax.tree.map(jnp.asarray, fields), graph_spec), edges.slots
 
 
 _Grouping = tuple[Array, Array | None, Array]
@@ -91,12 +99,14 @@ class _Edges:
         type_offsets: int32[edge types + 1].
         tables: the groupings without long segments.
         typed: index, order and offsets of the groupings by type.
+        slots: int32[edges], the slot of each edge.
     """
 
     columns: dict[str, Array]
     type_offsets: Array
     tables: dict[str, Segments]
     typed: dict[str, _Grouping]
+    slots: Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,11 +119,11 @@ class _Groups:
         pair: int32[groups + 1], the groups with edges before each group, in canonical order.
         pair_by_receiver: the same in order of (receiver, type).
         used: bool[2, groups], which groups have edges, in both orders.
-        positions: int32[edges], the canonical position of each stored slot; empty slots come last.
-        receiver_positions: int32[edges], its position in order of (receiver, type).
-        slots: int32[edges], the user's edge of each stored slot.
-        groups: int32[edges], the canonical place of the group of each stored slot.
-        senders: int32[edges], of each stored slot; the number of nodes for an empty one.
+        positions: int32[slots], the canonical position of each stored slot; empty slots come last.
+        receiver_positions: int32[slots], its position in order of (receiver, type).
+        slots: int32[slots], the number of each stored slot among all slots by type and receiver.
+        groups: int32[slots], the canonical place of the group of each stored slot.
+        senders: int32[slots], of each stored slot; the number of nodes for an empty one.
     """
 
     start: Array
@@ -136,6 +146,8 @@ def _groups(senders: Sequence[Array], spec: SlotSpec, places: Places) -> _Groups
     masks = [(some >= 0) & (some < spec.num_nodes) for some in stored]
     within = [_valid_up_to(mask) for mask in masks]
     counts = _joined([some[:, -1] for some in within])
+    if spec.is_bounded:
+        counts, masks, within = _bounded(counts, masks, within, spec.num_edges, places)
     counted = jnp.stack([counts[places.stored], counts[places.stored_by_receiver]])
     used = counted > 0
     before = count_before(jnp.concatenate([counted, used.astype(jnp.int32)]))
@@ -158,6 +170,21 @@ def _groups(senders: Sequence[Array], spec: SlotSpec, places: Places) -> _Groups
         columns.append(tuple(part.reshape(-1) for part in parts))
     flat = (_joined(parts) for parts in zip(*columns, strict=True))
     return _Groups(start, start_by_receiver, pair, pair_by_receiver, used, *flat)
+
+
+def _bounded(
+    counts: Array, masks: Sequence[Array], within: Sequence[Array], most: int, places: Places
+) -> tuple[Array, list[Array], list[Array]]:
+    """The counts, masks and sums of slots with only the first `most` edges in canonical order."""
+    start = jnp.minimum(count_before(counts[places.stored]), most)
+    kept = (start[1:] - start[:-1])[places.canonical]
+    new_masks, sums, at = [], [], 0
+    for mask, up_to in zip(masks, within, strict=True):
+        own = kept[at : at + mask.shape[0], None]
+        at += mask.shape[0]
+        new_masks.append(mask & (up_to <= own))
+        sums.append(jnp.minimum(up_to, own))
+    return kept, new_masks, sums
 
 
 # Sums of so many slots are additions in one kernel; longer ones are cumulative sums of XLA, which are several kernels.
@@ -186,7 +213,7 @@ def _receiver_side(senders: Sequence[Array], spec: SlotSpec) -> _Edges:
     there = jnp.arange(num_edges, dtype=jnp.int32) < valid
 
     def placed(values: Array, where: Array) -> Array:
-        return jnp.zeros(num_edges, jnp.int32).at[where].set(values, unique_indices=True)
+        return jnp.zeros(num_edges, jnp.int32).at[where].set(values, unique_indices=True, mode="drop")
 
     group = placed(groups.groups, groups.positions)
 
@@ -194,13 +221,15 @@ def _receiver_side(senders: Sequence[Array], spec: SlotSpec) -> _Edges:
         """A value of each group on all of its edges."""
         return jnp.where(there, jnp.asarray(values)[group], padding)
 
-    ids = placed(groups.slots, groups.positions)
+    slots = ids = placed(groups.slots, groups.positions)
+    if spec.is_bounded:
+        ids = jnp.arange(num_edges, dtype=jnp.int32)
     columns = {
         "senders": placed(groups.senders, groups.positions),
         "receivers": of_group(places.receiver, spec.num_nodes),
         "edge_type": of_group(places.edge_type, num_types),
         "edge_ids": ids,
-        "edge_positions": inverse(ids),
+        "edge_positions": ids if spec.is_bounded else inverse(ids),
     }
 
     def of_pairs(padding: Array, values: Any) -> Array:
@@ -230,7 +259,7 @@ def _receiver_side(senders: Sequence[Array], spec: SlotSpec) -> _Edges:
         "by_edge_type": (columns["edge_type"], None, type_offsets),
         "destination_pair_by_type": (pair_type, None, pair[first_groups]),
     }
-    return _Edges(columns, type_offsets, tables, typed)
+    return _Edges(columns, type_offsets, tables, typed, slots)
 
 
 def _source_side(edges: _Edges, spec: SlotSpec) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class SlotSpec:
         long_segment_chunk: segments with more entries than this are split in chunks of this many.
         stored: how senders are given: for each fan-out the places of `slots` whose senders form one array. Without it
             each of `slots` has an array of its own.
+        most_edges: the most edges of the graph, at least 1. By default there is room for an edge in each slot.
     """
 
     slots: tuple[Slots, ...]
@@ -54,14 +55,24 @@ class SlotSpec:
     node_type_names: tuple[str, ...]
     long_segment_chunk: int = LONG_SEGMENT_CHUNK
     stored: tuple[tuple[int, ...], ...] = ()
+    most_edges: int | None = None
 
     @property
     def num_nodes(self) -> int:
         return sum(count for _, count in self.node_runs)
 
     @property
-    def num_edges(self) -> int:
+    def num_slots(self) -> int:
         return sum(some.count * some.fan_out for some in self.slots)
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the graph may have fewer edges than there are slots."""
+        return self.most_edges is not None and self.most_edges < self.num_slots
+
+    @property
+    def num_edges(self) -> int:
+        return self.num_slots if self.most_edges is None else min(self.num_slots, self.most_edges)
 
     @property
     def num_groups(self) -> int:
