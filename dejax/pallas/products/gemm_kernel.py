@@ -209,8 +209,10 @@ def _product(tile: _Tile, row_power: Any, column_power: Any) -> jax.Array:
         y = step(0, None)
     else:
         zeros = jnp.zeros((c.block, s.block_n), jnp.float32)
-        steps = cdiv(c.k, s.block_k)
-        y = _triton.fori_loop(0, jnp.where(tile.there, steps, 0) if steps >= _LONG_LOOP else steps, step, zeros)
+        steps: Any = cdiv(c.k, s.block_k)
+        if steps >= _LONG_LOOP:
+            steps = tile.there.astype(jnp.int32) * jnp.int32(steps)
+        y = _triton.fori_loop(0, steps, step, zeros)
     return y if row_power is None or column_power is None else y * row_power * column_power
 
 
