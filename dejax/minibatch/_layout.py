@@ -27,25 +27,35 @@ class Capacities(dict[str, tuple[int, ...]]):
     Attributes:
         edges: the most edges of the block with the seeds' edges, of the block with those of hop 1 as well, and so on.
             None: a block has room for an edge in each slot, `fan_out` for each receiver and relation.
+        source_pairs: about how many pairs of a relation and a sender each of these blocks has. The compiler decides by
+            it whether to compute a value for each of them or for each edge. None: unknown.
 
     >>> Capacities({"paper": (64, 128)}, edges=(100, 300)).edges
     (100, 300)
     """
 
     edges: tuple[int, ...] | None
+    source_pairs: tuple[int, ...] | None
 
-    def __init__(self, nodes: Mapping[str, Sequence[int]], *, edges: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        nodes: Mapping[str, Sequence[int]],
+        *,
+        edges: Sequence[int] | None = None,
+        source_pairs: Sequence[int] | None = None,
+    ) -> None:
         """Bounds from numbers.
 
         Args:
             nodes: for each node type the most new nodes of hop 1, hop 2 and so on.
-            edges: see the attribute.
+            edges, source_pairs: see the attributes.
         """
         super().__init__((name, tuple(int(size) for size in sizes)) for name, sizes in nodes.items())
         self.edges = None if edges is None else tuple(int(number) for number in edges)
+        self.source_pairs = None if source_pairs is None else tuple(int(number) for number in source_pairs)
 
     def __repr__(self) -> str:
-        return f"Capacities({super().__repr__()}, edges={self.edges})"
+        return f"Capacities({super().__repr__()}, edges={self.edges}, source_pairs={self.source_pairs})"
 
 
 _UNBOUNDED = 2**62
@@ -82,6 +92,7 @@ class Layout:
         sizes: for each hop and node type the number of local numbers; hop 0 has the seeds.
         pieces: the slots, by hop. Within a hop, pieces that are drawn together lie side by side.
         edges: the most edges of the block of each number of hops; None: as many as there are slots.
+        source_pairs: about how many source pairs each of these blocks has; None: unknown.
     """
 
     node_types: tuple[str, ...]
@@ -89,6 +100,7 @@ class Layout:
     sizes: tuple[tuple[int, ...], ...]
     pieces: tuple[Piece, ...]
     edges: tuple[int, ...] | None = None
+    source_pairs: tuple[int, ...] | None = None
 
     @property
     def num_hops(self) -> int:
@@ -183,7 +195,8 @@ def make_layout(
         if not copies:
             slots = [min(count, topology.num_nodes[name]) for count, name in zip(slots, names, strict=True)]
         sizes.append(tuple(min(count, limit) for count, limit in zip(slots, limits[hop], strict=True)))
-    return Layout(names, topology.edge_types, tuple(sizes), tuple(pieces), _edge_limits(capacities, len(by_hop)))
+    edges, pairs = (_by_block(capacities, name, len(by_hop)) for name in ("edges", "source_pairs"))
+    return Layout(names, topology.edge_types, tuple(sizes), tuple(pieces), edges, pairs)
 
 
 def _slots(fan_out: int, longest: int, replace: bool, max_degree: int | None) -> int:
@@ -226,14 +239,14 @@ def _checked_fan_out(fan_out: Any) -> int:
     return int(fan_out)
 
 
-def _edge_limits(capacities: Mapping[str, Sequence[int]] | None, hops: int) -> tuple[int, ...] | None:
-    """The most edges of the block of each number of hops, where `capacities` bound them."""
-    edges = getattr(capacities, "edges", None)
-    if edges is None:
+def _by_block(capacities: Mapping[str, Sequence[int]] | None, name: str, hops: int) -> tuple[int, ...] | None:
+    """The numbers by block of that name that `capacities` have, if any."""
+    numbers = getattr(capacities, name, None)
+    if numbers is None:
         return None
-    if len(edges) != hops or any(number < 1 for number in edges):
-        raise ValueError(f"`capacities.edges` must have {hops} numbers from 1, one for each hop, got {edges}")
-    return tuple(edges)
+    if len(numbers) != hops or any(number < 1 for number in numbers):
+        raise ValueError(f"`capacities.{name}` must have {hops} numbers from 1, one for each hop, got {numbers}")
+    return tuple(numbers)
 
 
 def _limits(topology: HeteroTopology, capacities: Mapping[str, Sequence[int]] | None, hops: int) -> list[list[int]]:

@@ -87,7 +87,23 @@ def find_capacities(
     return Capacities(
         {name: tuple(nodes.bound[1:, at].tolist()) for at, name in enumerate(names)},
         edges=np.maximum(of_edges.bound, 1).tolist(),
+        source_pairs=_source_pairs(sample),
     )
+
+
+def _source_pairs(sample: SampledBlocks) -> list[int]:
+    """The different pairs of a relation and a sender of each block of a sample, 1 at least."""
+    layout = sample.layout
+    seen, counts = np.zeros(0, np.int64), []
+    for hop, senders in enumerate(sample.slots):
+        pieces = layout.of_hop(hop)
+        relation = [(piece.relation, layout.receivers(piece) * piece.fan_out) for piece in pieces]
+        relations = np.repeat(*(np.array(some, np.int64) for some in zip(*relation, strict=True))) if pieces else seen[:0]
+        own = np.asarray(senders, np.int64)
+        pairs = (relations * layout.count(layout.num_hops) + own)[own >= 0]
+        seen = np.union1d(seen, pairs)
+        counts.append(max(1, seen.size))
+    return counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -63,7 +63,14 @@ class WeightGradientSchedule:
 
 
 def gemm_block(
-    k: int, n: int, num_positions: int, num_types: int, precision: str = "tf32", *, row_scaled: bool = False
+    k: int,
+    n: int,
+    num_positions: int,
+    num_types: int,
+    precision: str = "tf32",
+    *,
+    row_scaled: bool = False,
+    in_16_bits: bool = False,
 ) -> int:
     """Rows of a tile of a grouped GEMM: the `block` for which to make the tile table.
 
@@ -74,6 +81,7 @@ def gemm_block(
       num_types: matrices that they are spread over.
       precision: `f32`, `tf32` or `bf16`.
       row_scaled: whether the rows come as `RowScaled`.
+      in_16_bits: whether rows and matrices are arrays of 16 bits.
 
     Returns:
       32, 64 or 128.
@@ -82,13 +90,13 @@ def gemm_block(
     if mean < 64:
         return 32
     # Exact products hold two parts of each operand. Few rows in tiles of 128 leave multiprocessors without a tile.
-    if precision == "f32" or num_positions < 128 * machine().multiprocessors:
+    if (precision == "f32" and not in_16_bits) or num_positions < 128 * machine().multiprocessors:
         return 64
     # A tile should hold a row's whole result, and a program converts rows of float32: wide rows take small tiles.
     wide_k, wide_n = next_power_of_two(k), next_power_of_two(n)
     if precision == "tf32" and row_scaled and _wide_row_scaled(wide_k, wide_n):
         return 64
-    large_tiles = row_scaled or _concatenated(wide_k, wide_n, num_positions)
+    large_tiles = row_scaled or in_16_bits or _concatenated(wide_k, wide_n, num_positions)
     if precision == "tf32" and max(wide_k, wide_n) > 128 and not large_tiles:
         return 64
     return 128 if mean >= 512 else 64

@@ -83,10 +83,11 @@ class Task:
 
 
 def counts_of(graph: RelGraph) -> Counts:
+    typical = graph.typical_source_pairs
     return Counts(
         nodes=graph.num_nodes,
         edges=graph.num_edges,
-        source_pairs=graph.num_source_pairs,
+        source_pairs=graph.num_source_pairs if typical is None else min(typical, graph.num_source_pairs),
         destination_pairs=graph.num_destination_pairs,
         edge_types=graph.num_edge_types,
         node_types=graph.num_node_types,

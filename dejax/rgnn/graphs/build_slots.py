@@ -73,6 +73,7 @@ def graph_and_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) 
         edge_type_names=spec.edge_type_names,
         node_type_names=names,
         long_segment_chunk=spec.long_segment_chunk,
+        typical_source_pairs=spec.typical_source_pairs,
     )
     fields = {
         **edges.columns,

@@ -74,6 +74,8 @@ class RelGraph:
         edge_type_names: a name for each edge type, or None.
         node_type_names: a name for each node type, or None.
         node_type_counts: nodes of each type where `from_relations` made the graph, otherwise None.
+        typical_source_pairs: about how many of `num_source_pairs` are no padding, where that is known. The compiler
+            decides by it, results do not depend on it.
     """
 
     senders: Array
@@ -103,6 +105,7 @@ class RelGraph:
     edge_type_names: tuple[str, ...] | None = field(default=None, metadata=_STATIC)
     node_type_names: tuple[str, ...] | None = field(default=None, metadata=_STATIC)
     node_type_counts: tuple[int, ...] | None = field(default=None, metadata=_STATIC)
+    typical_source_pairs: int | None = field(default=None, metadata=_STATIC)
     edge_type_by_source: Segments | None = None
     loop_tables: dict[str, Array] = field(default_factory=dict)
     packed: PackedTables | None = None
@@ -391,6 +394,7 @@ class RelGraph:
             edge_type_names=spec.edge_type_names,
             node_type_names=spec.node_type_names,
             node_type_counts=spec.node_type_counts,
+            typical_source_pairs=spec.typical_source_pairs,
         )
 
     @classmethod

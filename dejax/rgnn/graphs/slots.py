@@ -46,6 +46,7 @@ class SlotSpec:
         stored: how senders are given: for each fan-out the places of `slots` whose senders form one array. Without it
             each of `slots` has an array of its own.
         most_edges: the most edges of the graph, at least 1. By default there is room for an edge in each slot.
+        typical_source_pairs: see `RelGraph`.
     """
 
     slots: tuple[Slots, ...]
@@ -56,6 +57,7 @@ class SlotSpec:
     long_segment_chunk: int = LONG_SEGMENT_CHUNK
     stored: tuple[tuple[int, ...], ...] = ()
     most_edges: int | None = None
+    typical_source_pairs: int | None = None
 
     @property
     def num_nodes(self) -> int:

@@ -44,6 +44,7 @@ class GraphSpec:
         node_type_names: a name for each node type, or None.
         node_type_counts: nodes of each type where nodes are numbered type after type, otherwise None.
         long_segment_chunk: segments with more entries than this are split in chunks of this many.
+        typical_source_pairs: see `RelGraph`.
     """
 
     num_nodes: int
@@ -55,6 +56,7 @@ class GraphSpec:
     node_type_names: tuple[str, ...] | None = None
     node_type_counts: tuple[int, ...] | None = None
     long_segment_chunk: int = LONG_SEGMENT_CHUNK
+    typical_source_pairs: int | None = None
 
     @property
     def all_edge_types(self) -> int:

@@ -105,7 +105,10 @@ class Products(Running):
         k, n = x.shape[-1], w.shape[-2 if transpose else -1]
         row_scaled = isinstance(x, kernels.RowScaled)
         entries = group.num_entries
-        block = kernels.gemm_block(k, n, entries, group.num_rows, self.precision, row_scaled=row_scaled)
+        in_16_bits = x.dtype == w.dtype and w.dtype in (jnp.bfloat16, jnp.float16)
+        block = kernels.gemm_block(
+            k, n, entries, group.num_rows, self.precision, row_scaled=row_scaled, in_16_bits=in_16_bits
+        )
         heads = x.shape[1] if x.ndim == 3 else 1
         form = ("h" if row_scaled else "f") + ("h" if instance.out in self.row_scaled else "f") + "nt"[transpose]
         form += ("" if instance.bias is None else "b") + ("" if instance.vector is None else "d")
