@@ -209,6 +209,9 @@ class ShardedTable:
         """A capacity for `gather` and `update`, from ids of some batches: the mean plus five standard deviations of the
         most ids that fall to one owner.
 
+        Of few batches the deviation is uncertain. So it counts as at least that of as many independent draws, the root
+        of the mean.
+
         Args:
             batches: int[...], the ids that one device asks for at a time.
         """
@@ -222,7 +225,8 @@ class ShardedTable:
             most.append(np.bincount(ids // self.spec.block, minlength=self.spec.devices).max())
         if not most:
             raise ValueError("ShardedTable.find_capacity: `batches` must have at least one batch, got none")
-        wanted = math.ceil(float(np.mean(most)) + _SPARE_DEVIATIONS * float(np.std(most)))
+        mean = float(np.mean(most))
+        wanted = math.ceil(mean + _SPARE_DEVIATIONS * max(float(np.std(most)), math.sqrt(mean)))
         return max(1, min(largest, max(wanted, int(max(most)))))
 
     def exchange_bytes(self, ids: int, capacity: int | None = None) -> Mapping[str, int]:

@@ -98,7 +98,9 @@ def _source_pairs(sample: SampledBlocks) -> list[int]:
     for hop, senders in enumerate(sample.slots):
         pieces = layout.of_hop(hop)
         relation = [(piece.relation, layout.receivers(piece) * piece.fan_out) for piece in pieces]
-        relations = np.repeat(*(np.array(some, np.int64) for some in zip(*relation, strict=True))) if pieces else seen[:0]
+        relations = (
+            np.repeat(*(np.array(some, np.int64) for some in zip(*relation, strict=True))) if pieces else seen[:0]
+        )
         own = np.asarray(senders, np.int64)
         pairs = (relations * layout.count(layout.num_hops) + own)[own >= 0]
         seen = np.union1d(seen, pairs)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from dejax import rgnn
-from dejax.minibatch import Capacities, edge_ids, make_blocks, sample_blocks
+from dejax.minibatch import Capacities, edge_ids, find_capacities, make_blocks, sample_blocks
 from dejax.rgnn import library
+from dejax.rgnn.compiler.execute import counts_of
 from dejax.rgnn.graphs import static_tables
 from dejax.rgnn.graphs.build_slots import graph_of_slots
 from dejax.rgnn.graphs.slots import Slots, SlotSpec
@@ -129,9 +130,22 @@ def test_edges_beyond_the_bound_are_left_out_and_counted(edges):
 
 
 def test_bad_bounds_of_edges_are_errors():
-    for edges in ((3,), (0, 4)):
-        with pytest.raises(ValueError, match="`capacities.edges` must have 2 numbers from 1"):
-            sampled([3, 2], {"capacities": Capacities({}, edges=edges)})
+    for name, numbers in itertools.product(("edges", "source_pairs"), ((3,), (0, 4))):
+        with pytest.raises(ValueError, match=f"`capacities.{name}` must have 2 numbers from 1"):
+            sampled([3, 2], {"capacities": Capacities({}, **{name: numbers})})
+
+
+def test_capacities_know_the_source_pairs_and_the_compiler_counts_them():
+    topology = topology_of(edge_lists(120))
+    capacities = find_capacities(KEY, topology, [SEEDS], [3, 2], print_table=None)
+    sample = sampled([3, 2], {"capacities": capacities})
+    for block in make_blocks(sample):
+        pairs = int(block.graph.source_pair_by_type.offsets[-1])
+        assert abs(pairs - capacities.source_pairs[block.hops]) <= 12  # of another draw
+        assert counts_of(block.graph).source_pairs == min(
+            capacities.source_pairs[block.hops], block.graph.num_source_pairs
+        )
+        assert counts_of(block.graph).source_pairs == block.graph.typical_source_pairs
 
 
 def check_group(group):

@@ -330,8 +330,14 @@ def test_capacities_of_some_batches(capsys):
     printed = capsys.readouterr().out
     assert "capacity" in printed and "paper" in printed
     sample = jitted(topology, batches[0], [2, 2], capacities=capacities)
-    assert not np.asarray(sample.lost).any()
+    assert not np.asarray(sample.lost).any() and int(sample.lost_edges) == 0
     assert len(edges) == 4
+    assert "edges of a block" in printed
+    for batch in batches:
+        sample = jitted(topology, batch, [2, 2])
+        assert (np.asarray(sample.edges_found) <= capacities.edges).all()
+        slots = np.cumsum([own.shape[0] for own in sample.slots])
+        assert (np.asarray(capacities.edges) <= slots).all()
     with pytest.raises(ValueError, match="at least one batch"):
         find_capacities(KEY, topology, [], [2])
 

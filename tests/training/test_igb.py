@@ -9,6 +9,7 @@ import pytest
 
 from dejax import _native
 from dejax.minibatch import make_blocks, random_topology, sample_blocks
+from dejax.training.igb import data as igb_data
 from dejax.training.igb import model
 from dejax.training.igb.cli import main
 from dejax.training.igb.data import folder_data, random_data
@@ -116,6 +117,12 @@ def test_rows_that_batches_visit_go_to_the_device():
     assert len(data.topology.relations) == 11 and data.width == 8
     rows = data.features.gather({"paper": np.arange(len(data.labels))}, dtype=np.float32)["paper"]
     assert rows.shape == (539, 8) and (np.abs(rows) >= 0.125).all()
+
+
+def test_room_on_the_device_is_filled_with_rows_that_no_batch_visited():
+    visits = {"a": np.array([0, 3, 0, 0]), "b": np.array([1, 0])}
+    found = igb_data._rows_for_the_device(visits, {"a": 8, "b": 8}, 4 * 6 + 8 * 4)
+    assert 1 in found["a"] and 0 in found["b"] and sum(map(len, found.values())) == 4
 
 
 def test_a_run_that_resumes_has_the_same_losses(tmp_path, capsys):
