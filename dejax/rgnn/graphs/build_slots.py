@@ -37,8 +37,9 @@ def graph_of_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -
     It has the tables of `RelGraph.build_traced`. Within a type and receiver, edges are in the order of their slots, not
     of their senders. Nodes that are padding count as nodes of their type in the grouping by node type.
 
-    The user's edges are the slots, empty ones included. Where `spec.most_edges` is fewer they are the edges in canonical
-    order instead, and `graph_and_slots` gives the slot of each. Edges beyond that number are left out, the last types first.
+    The user's edges are the slots, empty ones included. Where `spec.most_edges` is less than their number, they are the
+    edges in canonical order instead, and `graph_and_slots` gives the slot of each. Edges beyond the bound are left out,
+    the last types first.
 
     Args:
         senders: for each of `spec.stored`, or else of `spec.slots`, int32[receivers, fan_out]; -1 for an empty slot.
