@@ -76,6 +76,27 @@ def kernel_names(text: str) -> list[str]:
     return re.findall(r"xla\.gpu\.triton", text)
 
 
+def check_kernels(text: str) -> None:
+    """Parses and verifies the Triton IR of a module's kernels, which XLA would do on a GPU."""
+    from jax._src.interpreters import mlir
+    from jax._src.lib import triton
+    from jaxlib.mlir import ir
+
+    escapes = {b"n": b"\n", b"t": b"\t", b'"': b'"', b"\\": b"\\"}
+    kernels = re.findall(r'ir = "((?:[^"\\]|\\.)*)"', text)
+    assert kernels
+    for kernel in kernels:
+        code = re.sub(
+            rb'\\([0-9A-Fa-f]{2}|[nt"\\])',
+            lambda found: escapes.get(found[1]) or bytes.fromhex(found[1].decode()),
+            kernel.encode("latin1"),
+        )
+        context = mlir.make_ir_context()
+        triton.dialect.register_dialect(context)
+        with context:
+            assert ir.Module.parse(code).operation.verify()
+
+
 def options(precision: str | None) -> Options:
     return Options(backend="pallas", precision=precision, interpret=False)
 
@@ -104,6 +125,7 @@ def test_models(model: str, width: int, heads: int, dtype: str, precision: str |
     assert not left_to_xla
     # RGCN: a GEMM and a sum in each direction and a weight gradient; attention has more of each.
     assert len(kernel_names(text)) >= (6 if model == "rgcn" else 10)
+    check_kernels(text)
 
 
 @pytest.mark.sample(3)
