@@ -32,8 +32,8 @@ def apply_activation(name: str | None, y: jax.Array) -> jax.Array:
     raise NotImplementedError(f"`activation` must be None, relu, tanh, sigmoid or leaky_relu:<slope>, got {name!r}")
 
 
-# A tile without rows skips a loop of so many steps: sampled graphs have tiles for more rows than they hold. The bound of
-# a shorter loop stays a constant, so that the compiler can unroll it.
+# A tile without rows skips a loop of so many steps: sampled graphs have tiles for more rows than they hold. The bound
+# of a shorter loop stays a constant, so that the compiler can unroll it.
 _LONG_LOOP = 4
 
 
