@@ -95,12 +95,12 @@ class Segments:
         Args:
             node: int32[entries], the node that each position reads.
         """
-        if self.near_tiles or (valid := int(self.offsets[-1])) == 0:
+        if self.near_tiles or not any(table.start.shape[0] for table in self.tiles):
             return self
-        nodes = np.asarray(node)
+        nodes, last = np.asarray(node), max(int(self.offsets[-1]) - 1, 0)
 
         def order(start: Any) -> np.ndarray:
-            read = nodes[np.minimum(start, valid - 1)]  # unused tiles start past the last position
+            read = nodes[np.minimum(start, last)]  # unused tiles start past the last position
             return np.argsort(read, kind="stable").astype(np.int32)
 
         tiles = []
@@ -108,7 +108,7 @@ class Segments:
             row_type, start = np.asarray(table.row_type), np.asarray(table.start)
             by_node = order(start)
             tiles.append(TileTable(row_type[by_node], start[by_node], table.block))
-        splits = split_table(np.asarray(self.offsets), self.num_entries, _NEAR_SPLIT)
+        splits = near_split_table(np.asarray(self.offsets), self.num_entries)
         number = order(splits.start)
         splits = dataclasses.replace(splits, start=splits.start[number], end=splits.end[number], number=number)
         return dataclasses.replace(self, near_tiles=tuple(tiles), near_splits=splits)
@@ -119,6 +119,11 @@ class Segments:
             if table.block == block:
                 return table
         return tile_table(self.offsets, block, self.num_entries)
+
+
+def near_split_table(offsets: np.ndarray, num_entries: int) -> SplitTable:
+    """The splits of `near_splits`, in order of types."""
+    return split_table(offsets, num_entries, _NEAR_SPLIT)
 
 
 def make_segments(index: Any, order: Any, offsets: Any, *, long_segment_chunk: int, typed: bool = False) -> Segments:
