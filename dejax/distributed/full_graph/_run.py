@@ -65,7 +65,14 @@ class DeviceRun:
     def _stage(self, stage: Stage) -> None:
         graph = self._graph(stage.on_edges)
         inputs = tuple(self._read(ref, stage.on_edges) for ref in stage.inputs)
-        found = run(Task(stage.program, counts_of(graph), self.options), graph, inputs)
+        own: tuple[tuple[int, ...], ...] = ((), ())
+        if graph.bounds is not None and stage.on_edges:
+            own = tuple(
+                tuple(n for n, (_, form) in enumerate(refs) if form == Form.OWN)
+                for refs in (stage.inputs, stage.outputs)
+            )
+        task = Task(stage.program, counts_of(graph), self.options, destinations=own[0], destination_outputs=own[1])
+        found = run(task, graph, inputs)
         for ref, x in zip(stage.outputs, found, strict=True):
             self.values[ref] = x[: self.rows] if ref[1] == Form.OWN and stage.on_edges else x
 

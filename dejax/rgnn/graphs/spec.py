@@ -30,6 +30,20 @@ class Edges(NamedTuple):
     mask: Any
 
 
+class Bounds(NamedTuple):
+    """What is known of the padding in the graph of one part of a divided graph, equal for all parts.
+
+    Padding rows follow the valid ones in the spaces that `fewest` names.
+
+    Attributes:
+        receivers: nodes from this number on have no incoming edges.
+        fewest: for some spaces, by the name of their grouping by type, a number of rows that are no padding.
+    """
+
+    receivers: int
+    fewest: tuple[tuple[str, int], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class GraphSpec:
     """What a graph is built with, apart from arrays.

@@ -169,7 +169,11 @@ def type_chunk_of(num_entries: int) -> int:
 
 
 def loop_order(
-    offsets: np.ndarray, order: np.ndarray, long_segment_chunk: int, others: np.ndarray | None = None
+    offsets: np.ndarray,
+    order: np.ndarray,
+    long_segment_chunk: int,
+    others: np.ndarray | None = None,
+    first: int | None = None,
 ) -> LoopOrder | None:
     """The order in which kernels take rows, made with numpy; None where there are fewer than two rows or no entries.
 
@@ -178,6 +182,7 @@ def loop_order(
         order: int32[entries].
         long_segment_chunk: the maximum number of entries of a chunk.
         others: int32[rows], by which rows with segments of one length are sorted.
+        first: so many rows come before all others.
     """
     num_rows, num_entries = offsets.shape[0] - 1, order.shape[0]
     if num_rows < 2 or num_entries == 0:
@@ -191,6 +196,8 @@ def loop_order(
     if others is not None:
         most = int(others.max())
         keys, bounds = [*keys, most - others], [*bounds, most + 1]
+    if first is not None and first < num_rows:
+        keys, bounds = [(np.arange(num_rows) >= first).astype(np.int32), *keys], [2, *bounds]
     rows = stable_argsort(keys, bounds)
     positions, begins = expand(rows, offsets)
     entries = order[positions]
