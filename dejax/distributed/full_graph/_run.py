@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 from dejax.distributed.full_graph._exchange import collect, collect_extremum, exchange
 from dejax.distributed.full_graph._sharded_graph import ShardedGraph, local_part
 from dejax.distributed.full_graph._stages import Combine, Distributed, Exchange, Form, Ref, Stage, form_of
-from dejax.rgnn.compiler.execute import Task, counts_of, run
+from dejax.pallas import clear_rows
+from dejax.rgnn.compiler.execute import Task, counts_of, run, uses_kernels
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import Op, Space
-from dejax.rgnn.lowering.segments import extremum_at, extremum_of_all, lowest, segments, valid_rows, where_rows
+from dejax.rgnn.lowering.segments import (
+    extremum_at,
+    extremum_of_all,
+    first_padding,
+    lowest,
+    segments,
+    valid_rows,
+    where_rows,
+)
 from dejax.rgnn.options import Options
 
 
@@ -59,7 +70,11 @@ class DeviceRun:
     def _result(self, op: Op, x: jax.Array) -> jax.Array:
         if op.space == Space.GRAPH:
             return x[0]
-        x = where_rows(valid_rows(self._graph(op.space != Space.NODE), op.space), x)
+        graph = self._graph(op.space != Space.NODE)
+        first = first_padding(graph, op.space)
+        if first is not None and op.space == Space.NODE and uses_kernels(graph, self.options):
+            return _cleared(x, graph.node_mask, graph.by_node_type.offsets, first, self.options.interpret)
+        x = where_rows(valid_rows(graph, op.space), x)
         return x.at[self.local.edge_positions].get(unique_indices=True) if op.space == Space.EDGE else x
 
     def _stage(self, stage: Stage) -> None:
@@ -132,3 +147,24 @@ class DeviceRun:
             found = jax.lax.pmax(found, self.axis) if sign > 0 else jax.lax.pmin(found, self.axis)
         # As in the kernels. Integers that equal the lowest value count as none, too.
         return jnp.where(found == none, jnp.zeros((), x.dtype), found)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _cleared(x: jax.Array, valid: jax.Array, offsets: jax.Array, first: int, interpret: bool | None) -> jax.Array:
+    """`x` with zeros in padding rows, which are the last ones: written in place, where a select would copy all rows."""
+    return clear_rows([x], offsets, first, interpret=interpret)[0]
+
+
+def _cleared_forward(
+    x: jax.Array, valid: jax.Array, offsets: jax.Array, first: int, interpret: bool | None
+) -> tuple[jax.Array, jax.Array]:
+    return _cleared(x, valid, offsets, first, interpret), valid
+
+
+def _cleared_backward(
+    first: int, interpret: bool | None, valid: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, None, None]:
+    return where_rows(valid, cotangent), None, None
+
+
+_cleared.defvjp(_cleared_forward, _cleared_backward)
