@@ -252,13 +252,10 @@ def test_xla_reads_parts_with_loop_tables(case: str) -> None:
 
 @pytest.mark.newest_jax
 @pytest.mark.full
-@pytest.mark.parametrize("counted", [True, False])
-def test_parts_have_groups_of_chunks_where_one_part_needs_them(monkeypatch: pytest.MonkeyPatch, counted: bool) -> None:
+def test_parts_have_groups_of_chunks_where_one_part_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A segment of very many chunks on one part: the others merge their chunks in groups, too."""
     monkeypatch.setattr(graph_tables, "_UNGROUPED_CHUNKS", 2)
     monkeypatch.setattr(graph_tables, "_GROUPED_CHUNKS", 2)
-    if not counted:
-        monkeypatch.setattr(graph_tables, "_COUNTED_ENTRIES", 0)
     split = split_of("one part has all long segments", loop_tables=True)
     loops = [alone(split, number)[0].grouping("by_receiver").loop for number in range(PARTS)]
     assert all(loop is not None and loop.long_segments.groups is not None for loop in loops)
