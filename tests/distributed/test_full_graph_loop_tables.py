@@ -13,6 +13,7 @@ import pytest
 
 from dejax.distributed.full_graph import ShardedGraph, load_parts, over_mesh, save_parts
 from dejax.rgnn import Options, RelGraph, library
+from dejax.rgnn.graphs import packed as graph_packed
 from dejax.rgnn.graphs import tables as graph_tables
 from dejax.rgnn.graphs.loop_tables import LOOPS
 from tests.distributed.full_graphs import mesh_of
@@ -271,6 +272,15 @@ def test_parts_have_groups_of_chunks_where_one_part_needs_them(monkeypatch: pyte
 def test_chunks_are_merged_by_a_second_kernel_on_large_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_tables, "_COUNTED_ENTRIES", 0)
     compare("rgat", "one part has all long segments", "pallas")
+
+
+@pytest.mark.newest_jax
+@pytest.mark.full
+def test_orders_of_large_parts_are_arrays_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many entries `loop` is not packed; kernels take the first rows of its arrays."""
+    monkeypatch.setattr(graph_packed, "_SMALL", 0)
+    assert split_of("long segments at borders", loop_tables=True).local.by_receiver.loop is not None
+    compare("rgcn", "long segments at borders", "pallas")
 
 
 def test_parts_on_disk_have_the_same_tables(tmp_path: Path) -> None:
