@@ -28,6 +28,14 @@ def test_clear_rows(shape, dtype, first_of):
             assert (after[valid:] == 0).all()
 
 
+def test_clear_rows_at_positions_of_an_order():
+    x, order = jnp.ones((11, 3)), jnp.asarray(np.random.default_rng(0).permutation(11), jnp.int32)
+    (found,) = interpreted(lambda x: kernels.clear_rows([x], jnp.array([8]), 6, order=order))(x)
+    want = np.ones((11, 3))
+    want[np.asarray(order)[8:]] = 0
+    np.testing.assert_array_equal(found, want)
+
+
 def test_clear_rows_of_nothing():
     x = jnp.ones((4, 0))
     assert kernels.clear_rows([x], jnp.array([2]), 0)[0] is x

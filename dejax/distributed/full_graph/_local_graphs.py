@@ -92,8 +92,7 @@ def padded_graph(
         sizes: at least as large as the graph's, from `largest`.
         spec: counts and names.
         source_types: int[edge types], the node type of the sources of each; None where there is no single one.
-        receivers: nodes before this number may have incoming edges; where there are no others, their padding comes
-            last.
+        receivers: nodes before this number may have incoming edges.
         loop_tables: whether to make the tables that GPU kernels read, as `RelGraph.with_loop_tables` does.
     """
     fields = dict(tables)
@@ -104,9 +103,7 @@ def padded_graph(
     fields["edge_mask"] = np.arange(num_edges) < valid
     fields["node_mask"] = np.asarray(tables["node_type"]) < spec.num_node_types
     fields["edge_type_by_source"] = _by_source(source_types, spec)
-    fewest = tuple(
-        (name, sizes[_FEWEST + name]) for name in _TYPED if name != "by_node_type" or receivers == spec.num_nodes
-    )
+    fewest = tuple((name, sizes[_FEWEST + name]) for name in _TYPED)
     graph = dataclasses.replace(RelGraph._made(fields, spec), bounds=Bounds(receivers, fewest))
     if not loop_tables:
         return graph

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +74,8 @@ class DeviceRun:
         graph = self._graph(op.space != Space.NODE)
         first = first_padding(graph, op.space)
         if first is not None and op.space == Space.NODE and uses_kernels(graph, self.options):
-            return _cleared(x, graph.node_mask, graph.by_node_type.offsets, first, self.options.interpret)
+            group = graph.by_node_type
+            return _cleared(x, graph.node_mask, (group.offsets, group.order), first, self.options.interpret)
         x = where_rows(valid_rows(graph, op.space), x)
         return x.at[self.local.edge_positions].get(unique_indices=True) if op.space == Space.EDGE else x
 
@@ -150,15 +152,18 @@ class DeviceRun:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _cleared(x: jax.Array, valid: jax.Array, offsets: jax.Array, first: int, interpret: bool | None) -> jax.Array:
-    """`x` with zeros in padding rows, which are the last ones: written in place, where a select would copy all rows."""
-    return clear_rows([x], offsets, first, interpret=interpret)[0]
+def _cleared(x: jax.Array, valid: jax.Array, tables: Any, first: int, interpret: bool | None) -> jax.Array:
+    """`x` with zeros in padding rows: written in place, where a select would copy all rows.
+
+    `tables` are the offsets and the order of the nodes by type.
+    """
+    return clear_rows([x], tables[0], first, order=tables[1], interpret=interpret)[0]
 
 
 def _cleared_forward(
-    x: jax.Array, valid: jax.Array, offsets: jax.Array, first: int, interpret: bool | None
+    x: jax.Array, valid: jax.Array, tables: Any, first: int, interpret: bool | None
 ) -> tuple[jax.Array, jax.Array]:
-    return _cleared(x, valid, offsets, first, interpret), valid
+    return _cleared(x, valid, tables, first, interpret), valid
 
 
 def _cleared_backward(

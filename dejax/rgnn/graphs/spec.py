@@ -33,11 +33,9 @@ class Edges(NamedTuple):
 class Bounds(NamedTuple):
     """What is known of the padding in the graph of one part of a divided graph, equal for all parts.
 
-    Padding rows follow the valid ones in the spaces that `fewest` names.
-
     Attributes:
         receivers: nodes from this number on have no incoming edges.
-        fewest: for some spaces, by the name of their grouping by type, a number of rows that are no padding.
+        fewest: by the name of each grouping by type, a number of entries that are no padding.
     """
 
     receivers: int

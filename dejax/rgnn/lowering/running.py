@@ -124,8 +124,8 @@ class Running:
         if first is None:
             done = iter([where_rows(mask, a) for a in parts])
         else:
-            offsets = segments(self.graph, TYPE_VIA[space]).offsets
-            done = iter(kernels.clear_rows(parts, offsets, first, interpret=self.interpret))
+            group = segments(self.graph, TYPE_VIA[space])
+            done = iter(kernels.clear_rows(parts, group.offsets, first, order=group.order, interpret=self.interpret))
         return [
             replace(rows, mantissa=next(done), exponent=next(done))
             if isinstance(rows, kernels.RowScaled)
