@@ -7,7 +7,8 @@
 its own seeds, so the ideal is n times the rate of one. Features lie in one table in host memory, which all GPUs read,
 or are divided over the memory of the GPUs.
 
-`full_graph`: one layer of RGCN, RGAT and HGT, forward and backward, on a graph that is divided over the GPUs.
+`full_graph`: one layer of RGCN, RGAT and HGT, forward and backward, on a graph that is divided over the GPUs, with the
+times of a part by itself and of the exchange by itself (`benchmarks/divided_graphs.py`).
 
 `tables`: two processes with a GPU each read a table that is divided between them, half of the rows remote, and the same
 number of rows where all are local.
@@ -40,26 +41,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
 
-from benchmarks.clock import rounds
-from benchmarks.mini_batch import MAG_EDGES, MAG_NODES, Model, both_directions, layer_parameters, shared_fan_outs
+from benchmarks.clock import milliseconds
+from benchmarks.divided_graphs import full_graph
+from benchmarks.mini_batch import MAG_EDGES, MAG_NODES, Model, both_directions, shared_fan_outs
 from benchmarks.provenance import save
 from dejax import distributed
 from dejax.distributed import Part, ShardedTable, data_parallel, link_bytes
-from dejax.distributed.full_graph import ShardedGraph, over_mesh
 from dejax.host_gather import HostTable
 from dejax.minibatch import FeatureStore, HeteroTopology, find_capacities, make_blocks, sample_blocks
-from dejax.rgnn import RelGraph, library
 from dejax.rgnn.nnx import RGATConv
 
 OPTIMIZER = optax.adam(1e-3)
 Tree = Any
-
-
-def milliseconds(call: Callable[[], Any], calls: int, turns: int = 5) -> float:
-    """The median over some turns of the time of a call, ms; the calls of a turn are not waited for one by one."""
-    return statistics.median(rounds(call, calls, fewest=turns)) * 1e3
 
 
 # ------------------------------------------------------------------------------------------------ mini-batches
@@ -228,69 +222,6 @@ def mini_batch(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "devices": devices,
                     "times_one": found["seeds_per_s"] / one,
                 } | found
-
-
-# ------------------------------------------------------------------------------------------------ full graphs
-
-
-def local_graph(args: argparse.Namespace) -> RelGraph:
-    """Mag's number of nodes and edges, four types and relations; the ends of an edge are near, as after a partition.
-
-    Senders lie within `--reach` of the nodes after the receiver, but for one edge in a hundred, which leads anywhere.
-    """
-    rng, relations, types = np.random.default_rng(0), 4, 4
-    receivers = rng.integers(0, args.nodes, args.edges)
-    near = receivers + rng.integers(0, max(1, int(args.reach * args.nodes)), args.edges)
-    senders = np.where(rng.random(args.edges) < 0.01, rng.integers(0, args.nodes, args.edges), near) % args.nodes
-    return RelGraph.from_edges(
-        senders,
-        receivers,
-        rng.integers(0, relations, args.edges),
-        num_nodes=args.nodes,
-        num_edge_types=relations,
-        node_type=rng.integers(0, types, args.nodes),
-        num_node_types=types,
-    )
-
-
-def full_graph(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    graph, k = local_graph(args), args.width
-    x = np.random.default_rng(1).normal(size=(args.nodes, k)).astype(np.float32)
-    drawn = layer_parameters(np.random.default_rng(0), 4, 4, width=k, heads=1)
-    for name, params in jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), drawn).items():
-        layer, one, want = getattr(library, name), 0.0, None
-        for devices in args.devices:
-            if devices == 1:
-                given, rows, call, more = graph, jnp.asarray(x), layer, {}
-            else:
-                mesh = Mesh(np.array(jax.devices()[:devices]), ("parts",))
-                begin = time.perf_counter()
-                owner = np.arange(args.nodes) * devices // args.nodes
-                given = ShardedGraph.from_graph(graph, owner, mesh)
-                rows, call = given.shard_nodes(x), over_mesh(layer)
-                more = {
-                    "divided_s": time.perf_counter() - begin,
-                    "halo_rows": given.layout.halo_rows,
-                    "forward_bytes": call.bytes_sent(given, rows, params),
-                }
-
-            def step(params: Tree, given: Any, rows: Any, call: Any = call) -> Any:
-                def loss(params: Tree, rows: Any) -> Any:
-                    y = call(given, rows, params)
-                    mask = 1.0 if isinstance(given, RelGraph) else given.node_mask[:, None]
-                    return (y**2 * mask).sum() / (args.nodes * k)
-
-                return jax.value_and_grad(loss, (0, 1))(params, rows)
-
-            run = jax.jit(step)
-            value = float(run(params, given, rows)[0])
-            want = value if want is None else want
-            ms = milliseconds(lambda run=run, p=params, given=given, rows=rows: run(p, given, rows), args.calls)
-            one = one or ms * devices
-            yield {
-                "layer": name, "devices": devices, "step_ms": ms, "times_one": one / ms,
-                "loss_difference": abs(value - want) / abs(want), **more,
-            }  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ two processes

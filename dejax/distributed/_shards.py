@@ -116,7 +116,7 @@ def make_shards(
         "hot_scale": None,
     }
     if len(hot_ids):
-        hot_rows, hot_scale = encoder(np.asarray(given[hot_ids]))
+        hot_rows, hot_scale = encoder(_rows_at(given, hot_ids))
         parts["hot_ids"] = on_mesh(hot_ids.astype(np.int32), mesh, everywhere)
         parts["hot_words"] = on_mesh(_as_words(hot_rows, spec), mesh, everywhere)
         parts["hot_scale"] = None if hot_scale is None else on_mesh(hot_scale, mesh, everywhere)
@@ -149,6 +149,15 @@ def _blocks(encoder: Encoder, given: Any, spec: ShardSpec, mesh: Mesh) -> tuple[
             blocks.append(jax.device_put(_as_words(rows, spec), device))
         scales.append(jax.device_put(scale, device))
     return blocks, scales if encoder.by_row else []
+
+
+def _rows_at(given: Any, ids: np.ndarray) -> np.ndarray:
+    """Some rows, by ascending ids, of a numpy array, or of rows that are made when they are read."""
+    if isinstance(given, np.ndarray):
+        return np.asarray(given[ids])
+    step = block_rows(given)
+    blocks = [(int(number) * step, ids[ids // step == number]) for number in np.unique(ids // step)]
+    return np.concatenate([given[first : first + step][some - first] for first, some in blocks])
 
 
 def _as_words(rows: np.ndarray, spec: ShardSpec) -> np.ndarray:

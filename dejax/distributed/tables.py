@@ -78,7 +78,7 @@ class ShardedTable:
             scale: None, "row" or "column", for int8 and FP8 rows: see `NodeFeatures.from_numpy`.
             memory: "host", pinned where the device is a GPU, or "device".
             hot: int[hot], distinct ids of rows that every device also keeps a copy of: `dejax.minibatch.hot_rows`
-                chooses them. Such a table is read-only.
+                chooses them. Each write brings the copies up to date: an all-reduce of the hot rows.
 
         Raises:
             ValueError: a scalar, an unknown scale or memory, ids that do not fit.
@@ -107,6 +107,7 @@ class ShardedTable:
         axis: str = "data",
         dtype: Any = np.float32,
         memory: str = "host",
+        hot: Any = (),
     ) -> ShardedTable:
         """A table to train: the numbers of `FeatureStore.embedding` with the same seed, on any number of devices.
 
@@ -114,7 +115,7 @@ class ShardedTable:
 
         Args:
             shape: (rows, width).
-            mesh, axis, memory: as in `from_numpy`.
+            mesh, axis, memory, hot: as in `from_numpy`.
             seed: of the values, which are normal with mean 0.
             stddev: their standard deviation; by default width^-1/2.
             dtype: float32, bfloat16 or float16. The optimizer's moments are float32.
@@ -123,7 +124,7 @@ class ShardedTable:
             ValueError, TypeError, MemoryError: as `FeatureStore.embedding` and `from_numpy`.
         """
         rows = EmbeddingRows.checked("ShardedTable.normal", *shape, seed=seed, stddev=stddev, dtype=dtype)
-        return cls._of_rows("ShardedTable.normal", rows, mesh, axis, rows.dtype, None, memory, ())
+        return cls._of_rows("ShardedTable.normal", rows, mesh, axis, rows.dtype, None, memory, hot)
 
     @classmethod
     def _of_rows(cls, what: str, array: Any, mesh: Mesh, axis: str, *options: Any) -> ShardedTable:
@@ -205,7 +206,7 @@ class ShardedTable:
         rows = spec.rows_of(words, scales, self.column_scale, dtype)
         return rows.reshape(*shape, *spec.row), lost
 
-    def find_capacity(self, batches: Iterable[ArrayLike]) -> int:
+    def find_capacity(self, batches: Iterable[ArrayLike], *, update: bool = False) -> int:
         """A capacity for `gather` and `update`, from ids of some batches: the mean plus five standard deviations of the
         most ids that fall to one owner.
 
@@ -214,8 +215,9 @@ class ShardedTable:
 
         Args:
             batches: int[...], the ids that one device asks for at a time.
+            update: for `update` alone, which sends the gradients of hot rows to their owners, too.
         """
-        hot = np.asarray(() if self.hot_ids is None else self.hot_ids)
+        hot = np.asarray(() if self.hot_ids is None or update else self.hot_ids)
         most, largest = [], 1
         for batch in batches:
             ids = np.asarray(batch).reshape(-1)
@@ -241,7 +243,7 @@ class ShardedTable:
         """The state of `dejax.host_gather.sgd`, `adagrad` or `adam`, with its tables divided as this one.
 
         Raises:
-            ValueError: a table with copies of hot rows, or with scales.
+            ValueError: a table with scales.
         """
         self._check_writable("ShardedTable.init")
         states = [optimizer.init(self._block(shard.data)) for shard in self.words.addressable_shards]
@@ -255,13 +257,14 @@ class ShardedTable:
         """The table and the state after a step on the rows of all devices, written in place, inside of `shard_map`.
 
         Gradients travel to the devices that own their rows. Gradients of equal ids are summed by device, in the order
-        of the mesh, and on each device in the order given. Ids out of range are ignored.
+        of the mesh, and on each device in the order given. Ids out of range are ignored. Owners write hot rows, too;
+        then all devices get the same new copies of them.
 
         Args:
             optimizer: that of `init`.
             gradient: this device's rows.
             state: from `init` or the last update; the step must donate it, as it must the table.
-            capacity: as for `gather`, own rows included.
+            capacity: as for `gather`, own rows and hot rows included (`find_capacity` with `update=True`).
 
         Returns:
             The table, the state, and how many rows of this device did not fit: their gradients are not applied.
@@ -276,13 +279,25 @@ class ShardedTable:
             None if old is None else dataclasses.replace(old, words=_words_of(new))
             for old, new in zip(given, made, strict=True)
         ]
-        return dataclasses.replace(self, words=_words_of(table)), OptimizerState(after.step, *parts), lost
+        return self._written(_words_of(table)), OptimizerState(after.step, *parts), lost
 
     def scatter_add(self, ids: ArrayLike, rows: Array, *, capacity: int | None = None) -> tuple[ShardedTable, Array]:
         """The table with rows of all devices added in the order of the mesh; how many of this one did not fit."""
         to, values, lost = self._to_owners("ShardedTable.scatter_add", ids, rows, capacity)
         table: Any = scatter_add(self._block(self.words), to, values)
-        return dataclasses.replace(self, words=_words_of(table)), lost
+        return self._written(_words_of(table)), lost
+
+    def _written(self, words: Array) -> ShardedTable:
+        """The table with these words in its blocks, and with the copies of hot rows that follow from them."""
+        made, spec = dataclasses.replace(self, words=words), self.spec
+        if self.hot_ids is None or self.hot_words is None:
+            return made
+        first = jax.lax.axis_index(spec.axis) * spec.block
+        mine = (self.hot_ids >= first) & (self.hot_ids < first + spec.block)
+        rows = gather(made._local(), jnp.where(mine, self.hot_ids - first, -1))
+        # Each row is zeros but on its owner, so that the sum has its bits. Of 32 bits: not every backend adds fewer.
+        copies = jax.lax.psum(rows.astype(jnp.uint32), spec.axis).astype(rows.dtype)
+        return dataclasses.replace(made, hot_words=copies)
 
     def _to_owners(self, what: str, ids: Any, rows: Any, capacity: int | None) -> tuple[Array, Array, Array]:
         """Ids within the owners' blocks, the rows, and how many did not fit."""
@@ -344,13 +359,11 @@ class ShardedTable:
         return ShardedTable(words, None, None, None, None, None, spec)
 
     def _check_writable(self, what: str) -> None:
-        why = None
-        if self.hot_ids is not None:
-            why = "has copies of hot rows; make it without `hot`"
-        elif self.row_scale is not None or self.column_scale is not None:
-            why = "has scales; make it with float32, bfloat16 or float16 rows"
-        if why:
-            raise ValueError(f"{what}: the table must be one to write, got one that {why}")
+        if self.row_scale is not None or self.column_scale is not None:
+            raise ValueError(
+                f"{what}: the table must be one to write, got one that has scales; make it with float32, bfloat16 or "
+                "float16 rows"
+            )
 
 
 def _words_of(table: HostTable | DeviceTable) -> Array:

@@ -323,7 +323,7 @@ class FeatureStore:
             optimizer: `dejax.host_gather.sgd`, `adagrad` or `adam`.
 
         Raises:
-            ValueError: a table that cannot be written, as one with copies of hot rows.
+            ValueError: a table that cannot be written, as one with scales.
         """
         state = {}
         for name, node in self.types.items():

@@ -6,6 +6,7 @@ from dejax.pallas.formats.encode import to_row_scaled
 from dejax.pallas.formats.float_bits import FloatBits
 from dejax.pallas.formats.row_scaled import RowScaled, rounded
 from dejax.pallas.formats.table_slice import TableSlice
+from dejax.pallas.padding import clear_rows
 from dejax.pallas.products.grouped_gemm import grouped_gemm
 from dejax.pallas.products.requests import GemmEpilogue, GemmGroups, GemmOutput, GroupedGemm, GroupedWeightGradient
 from dejax.pallas.products.schedule import GemmSchedule, WeightGradientSchedule, gemm_block
@@ -34,6 +35,7 @@ __all__ = [
     "TableSlice",
     "TraversalSchedule",
     "WeightGradientSchedule",
+    "clear_rows",
     "erf",
     "exp",
     "feature_mask",

@@ -24,5 +24,7 @@ def test_check(tmp_path: Path) -> None:
     assert [len(found[section]) for section in ("mini_batch", "full_graph", "tables", "decoder")] == [8, 6, 2, 2]
     assert all(case["lost"] == 0 for case in found["mini_batch"])
     assert all(case["loss_difference"] < 1e-6 for case in found["full_graph"])
+    bounds = {"part_ms", "exchange_ms", "exchange_gb_s", "rest_ms"}
+    assert all(bounds.issubset(case) == (case["devices"] > 1) for case in found["full_graph"])
     remat, inputs = found["decoder"]
     assert remat["collectives"] == inputs["collectives"] and remat["losses"] == inputs["losses"]

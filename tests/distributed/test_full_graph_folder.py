@@ -54,6 +54,10 @@ def test_a_broken_folder_has_a_clear_error(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(FileNotFoundError, match="split the graph again"):
         load_parts(tmp_path, mesh_of(2))
+    described = json.loads((tmp_path / "graph.json").read_text())
+    (tmp_path / "graph.json").write_text(json.dumps(described | {"format": 1}))
+    with pytest.raises(ValueError, match="must have format 2, got 1; split the graph again"):
+        load_parts(tmp_path, mesh_of(2))
     (tmp_path / "graph.json").unlink()
     with pytest.raises(FileNotFoundError, match="writes last"):
         load_parts(tmp_path, mesh_of(2))

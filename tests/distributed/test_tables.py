@@ -87,6 +87,61 @@ def test_updates_have_the_bits_of_one_table_and_are_in_place(memory, rule) -> No
             np.testing.assert_array_equal(got.numpy(), want.numpy())
 
 
+@pytest.mark.parametrize("devices", [4, 1])
+@pytest.mark.parametrize("memory", ["host", "device"])
+@pytest.mark.sample(2)
+def test_hot_rows_are_written_and_their_copies_stay_equal(memory, devices) -> None:
+    """Updates have the bits of one table, and after each of them every device has the owner's rows."""
+    mesh, rule = make_mesh(devices), adam(0.01)
+    hot = np.array([1, 70, 150, 202])
+    ids = IDS.copy()
+    ids[:, ::3] = hot[np.arange(14) % 4]  # on all devices, many times
+    table = ShardedTable.from_numpy(ROWS, mesh, memory=memory, hot=hot)
+    tree = table, table.init(rule)
+    assert tree[1].first.hot_ids is None
+
+    def step(tree, given):
+        gradient = RowGradient(given[0].reshape(-1), given[1].reshape(-1, 6))
+        table, state, lost = tree[0].update(rule, gradient, tree[1])
+        rows, _ = table.gather(given[0])  # read after the write, in the same step
+        return (table, state), rows, lost[None]
+
+    specs = jax.tree.map(lambda leaf: spec_of(leaf, mesh), tree)
+    jitted = over(mesh, step, tree, (specs, P("data"), P("data")), donate=True)
+    whole = HostTable.from_numpy(ROWS)
+    state = rule.init(whole)
+    for given in (ids, ids[::-1].copy()):
+        tree, rows, lost = jitted(tree, (given, VALUES))
+        gradient = RowGradient(jnp.asarray(given.reshape(-1)), jnp.asarray(VALUES.reshape(-1, 6)))
+        whole, state = rule.update(gradient, state, whole)
+        want = whole.numpy()
+        np.testing.assert_array_equal(tree[0].numpy(), want)
+        inside = (given >= 0) & (given < 203)
+        np.testing.assert_array_equal(rows, np.where(inside[..., None], want[np.where(inside, given, 0)], 0))
+        copies = [np.asarray(shard.data).view(np.float32) for shard in tree[0].hot_words.addressable_shards]
+        assert len(copies) == devices and all((copy == want[hot]).all() for copy in copies)
+        assert not lost.any()
+    assert tree[0].find_capacity(list(ids), update=True) > tree[0].find_capacity(list(ids))
+
+
+def test_sums_of_float16_rows_and_hot_rows() -> None:
+    mesh = make_mesh(2)
+    table = ShardedTable.from_numpy(ROWS, mesh, dtype="float16", hot=[5, 120])
+
+    def add(table, given):
+        return table.scatter_add(*given)[0]
+
+    got = over(mesh, add, table, None, donate=True)(table, (IDS[:2], VALUES[:2]))
+    for shard in got.hot_words.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data).view(np.float16), got.numpy()[[5, 120]])
+
+
+def test_a_table_to_train_has_copies_of_the_same_rows() -> None:
+    mesh = make_mesh(2)
+    table = ShardedTable.normal((100, 4), mesh, seed=3, hot=[2, 60])
+    np.testing.assert_array_equal(np.asarray(table.hot_words).view(np.float32), table.numpy()[[2, 60]])
+
+
 def test_sums_of_float16_rows() -> None:
     mesh = make_mesh(2)
     table = ShardedTable.from_numpy(ROWS, mesh, dtype="float16")
@@ -153,7 +208,5 @@ def test_errors() -> None:
         ShardedTable.from_numpy(ROWS, mesh, hot=[3, 3])
     with pytest.raises(ValueError, match="`axis` must be one of the mesh's axes"):
         ShardedTable.from_numpy(ROWS, mesh, axis="model")
-    with pytest.raises(ValueError, match="copies of hot rows; make it without `hot`"):
-        ShardedTable.from_numpy(ROWS, mesh, hot=[3]).init(adam(0.1))
     with pytest.raises(ValueError, match="has scales"):
         ShardedTable.from_numpy(ROWS, mesh, dtype="int8", scale="row").init(adam(0.1))

@@ -21,13 +21,14 @@ from dejax.distributed.full_graph._sharded_graph import (
     axis_of,
     checked_owner,
     common_sizes,
+    part_tables,
     whole_graph,
 )
 from dejax.distributed.full_graph._split import Layout, Part, part_fields, split
 from dejax.rgnn.graphs.rel_graph import RelGraph
 
 _FILE = "graph.json"
-_FORMAT = 1
+_FORMAT = 2
 
 
 def save_parts(
@@ -71,23 +72,27 @@ def save_parts(
         for kind, ids in (("nodes", part.node_ids), ("edges", part.edge_ids)):
             for name, array in given[kind][0].items():
                 np.save(here / f"{kind}_{name}.npy", np.asarray(array[ids]))
-    found = {"format": _FORMAT, "layout": asdict(layout), "sizes": list(common_sizes(layout, made))}
+    sizes = common_sizes(layout, [part_tables(layout, part) for part in made])
+    found = {"format": _FORMAT, "layout": asdict(layout), "sizes": list(sizes)}
     partial = path / f"{_FILE}.partial"
     partial.write_text(json.dumps(found, indent=1), encoding="utf-8")
     partial.replace(path / _FILE)
 
 
-def load_parts(folder: str | os.PathLike[str], mesh: Mesh, axis: str | None = None) -> ShardedGraph:
+def load_parts(
+    folder: str | os.PathLike[str], mesh: Mesh, axis: str | None = None, *, loop_tables: bool | None = None
+) -> ShardedGraph:
     """Opens a folder of `save_parts`: each process reads the parts of its own devices only.
 
     Args:
         folder: the folder.
         mesh: a mesh whose axis has as many devices as there are parts.
         axis: the name of the axis; may be left out where the mesh has one axis.
+        loop_tables: as in `ShardedGraph.from_graph`.
 
     Raises:
         FileNotFoundError: no such folder, or a file of it is missing.
-        ValueError: an axis of another size; a file that is cut short.
+        ValueError: an axis of another size; a file that is cut short; a folder of an older version.
     """
     axis = axis_of(mesh, axis)
     described = _described(folder)
@@ -105,7 +110,8 @@ def load_parts(folder: str | os.PathLike[str], mesh: Mesh, axis: str | None = No
         number: Part(**{name: _read(folder, number, name) for name in part_fields()})
         for number in own_parts(mesh, axis)
     }
-    return assemble(layout, parts, tuple(described["sizes"]), mesh, axis)
+    tables = {number: part_tables(layout, part) for number, part in parts.items()}
+    return assemble(layout, parts, tables, tuple(described["sizes"]), mesh, axis, loop_tables)
 
 
 def load_nodes(folder: str | os.PathLike[str], graph: ShardedGraph, name: str) -> Array:
@@ -147,7 +153,7 @@ def _described(folder: str | os.PathLike[str]) -> dict[str, Any]:
         raise FileNotFoundError(f"{folder} must have {_FILE}, which save_parts writes last; split the graph again")
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if found.get("format") != _FORMAT:
-        raise ValueError(f"{path} must have format {_FORMAT}, got {found.get('format')!r}")
+        raise ValueError(f"{path} must have format {_FORMAT}, got {found.get('format')!r}; split the graph again")
     return found
 
 

@@ -1,7 +1,8 @@
 """The graphs of all devices, with tables of the same sizes: what `shard_map` needs to run one program on each.
 
-A table is made by numpy in its exact size, and then padded to the largest of all parts. Padding has the form that the
-tables of `RelGraph.build_traced` have: unused pairs have no edges, the node `num_nodes` and the type `num_edge_types`.
+A table is made by numpy in its exact size, and then padded to the largest of all parts (`_padding.py`). Padding has the
+form that the tables of `RelGraph.build_traced` have: unused pairs have no edges, the node `num_nodes` and the type
+`num_edge_types`. With loop tables a part has all tables that a graph of one device has for its kernels.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from dejax.distributed.full_graph._padding import Sizes, extended, padded_group, padded_loop, sizes_of_group
 from dejax.rgnn.graphs import build
+from dejax.rgnn.graphs.loop_tables import LOOPS, loop_groupings, loop_tables_of, with_packed
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments, make_segments
-from dejax.rgnn.graphs.spec import Edges, GraphSpec
-from dejax.rgnn.graphs.tables import LongSegmentTable, TileTable
+from dejax.rgnn.graphs.spec import Bounds, Edges, GraphSpec
 
 # The groupings by type, which have tiles.
 _TYPED = ("by_edge_type", "source_pair_by_type", "destination_pair_by_type", "by_node_type")
@@ -38,8 +40,8 @@ _PAIRS = (
     ("by_destination_pair", "destination_pair_by_node", "destination_pair_by_type"),
 )
 
-Sizes = dict[str, int]
-"""Of the tables of a graph, by name; those of several graphs are joined by the maximum."""
+# Before the name of a grouping by type: entries that are no padding, in the part that has the fewest.
+_FEWEST = "fewest."
 
 
 def tables_of(edges: Edges, node_type: np.ndarray, spec: GraphSpec) -> dict[str, Any]:
@@ -61,18 +63,28 @@ def pair_sizes(tables: Mapping[str, Any]) -> Sizes:
 def table_sizes(tables: Mapping[str, Any], pairs: Sizes, spec: GraphSpec) -> Sizes:
     """The sizes of a graph's tables with `pairs` pairs, from `largest`; they follow from the number of entries."""
     sizes = dict(pairs)
+    for name in _TYPED:
+        sizes[_FEWEST + name] = int(tables[name].offsets[-1])
     for name, group in _regrouped(tables, pairs, spec).items():
-        sizes |= _table_sizes(name, group)
+        sizes |= sizes_of_group(name, group, spec.long_segment_chunk if name in LOOPS else None)
     return sizes
 
 
 def largest(many: Sequence[Sizes]) -> Sizes:
-    """The sizes that hold the tables of all graphs."""
+    """The sizes that hold the tables of all graphs, and the fewest valid rows."""
     names = dict.fromkeys(name for sizes in many for name in sizes)
-    return {name: max(sizes.get(name, 0) for sizes in many) for name in names}
+    return {name: (min if name.startswith(_FEWEST) else max)(sizes.get(name, 0) for sizes in many) for name in names}
 
 
-def padded_graph(tables: Mapping[str, Any], sizes: Sizes, spec: GraphSpec, source_types: np.ndarray | None) -> RelGraph:
+def padded_graph(
+    tables: Mapping[str, Any],
+    sizes: Sizes,
+    spec: GraphSpec,
+    source_types: np.ndarray | None,
+    *,
+    receivers: int,
+    loop_tables: bool,
+) -> RelGraph:
     """The graph with tables of the given sizes, as numpy arrays.
 
     Args:
@@ -80,16 +92,24 @@ def padded_graph(tables: Mapping[str, Any], sizes: Sizes, spec: GraphSpec, sourc
         sizes: at least as large as the graph's, from `largest`.
         spec: counts and names.
         source_types: int[edge types], the node type of the sources of each; None where there is no single one.
+        receivers: nodes before this number may have incoming edges.
+        loop_tables: whether to make the tables that GPU kernels read, as `RelGraph.with_loop_tables` does.
     """
     fields = dict(tables)
     for name, group in _regrouped(tables, sizes, spec).items():
-        fields[name] = _padded_group(name, group, sizes)
+        fields[name] = padded_group(name, group, sizes)
     num_edges = tables["senders"].shape[0]
     valid = int(tables["by_edge_type"].offsets[-1])
     fields["edge_mask"] = np.arange(num_edges) < valid
     fields["node_mask"] = np.asarray(tables["node_type"]) < spec.num_node_types
     fields["edge_type_by_source"] = _by_source(source_types, spec)
-    return RelGraph._made(fields, spec)
+    fewest = tuple((name, sizes[_FEWEST + name]) for name in _TYPED)
+    graph = dataclasses.replace(RelGraph._made(fields, spec), bounds=Bounds(receivers, fewest))
+    if not loop_tables:
+        return graph
+    groups = loop_groupings(graph, spec.long_segment_chunk)
+    graph = with_packed(graph, {name: padded_loop(name, group, sizes) for name, group in groups.items()})
+    return dataclasses.replace(graph, loop_tables=loop_tables_of(graph, np) if num_edges else {})
 
 
 def _by_source(source_types: np.ndarray | None, spec: GraphSpec) -> Segments | None:
@@ -107,65 +127,13 @@ def _regrouped(tables: Mapping[str, Any], sizes: Sizes, spec: GraphSpec) -> dict
         size, have = sizes[by_pair], tables[by_pair].num_rows
         index, order, offsets = arrays[by_pair]
         index = np.where(index >= have, size, index).astype(np.int32)
-        arrays[by_pair] = index, order, _extended(offsets, size + 1, int(offsets[-1]))
+        arrays[by_pair] = index, order, extended(offsets, size + 1, int(offsets[-1]))
         index, order, offsets = arrays[by_node]
         extra = np.arange(have, size, dtype=np.int32)
-        arrays[by_node] = _extended(index, size, spec.num_nodes), np.concatenate([order, extra]), offsets
+        arrays[by_node] = extended(index, size, spec.num_nodes), np.concatenate([order, extra]), offsets
         index, order, offsets = arrays[by_type]
-        arrays[by_type] = _extended(index, size, spec.all_edge_types), order, offsets
+        arrays[by_type] = extended(index, size, spec.all_edge_types), order, offsets
     return {
-        name: dataclasses.replace(
-            make_segments(*some, long_segment_chunk=spec.long_segment_chunk, typed=name in _TYPED), splits=None
-        )
+        name: make_segments(*some, long_segment_chunk=spec.long_segment_chunk, typed=name in _TYPED)
         for name, some in arrays.items()
     }
-
-
-def _table_sizes(name: str, group: Segments) -> Sizes:
-    sizes = {f"{name}.tiles.{table.block}": table.start.shape[0] for table in group.tiles}
-    long = group.long_segments
-    sizes[f"{name}.long_rows"] = 0 if long is None else long.rows.shape[0]
-    sizes[f"{name}.chunks"] = 0 if long is None else long.chunk_row.shape[0]
-    sizes[f"{name}.chunk_size"] = 0 if long is None else long.chunk
-    sizes[f"{name}.order"] = 0 if group.order is None else 1
-    return sizes
-
-
-def _padded_group(name: str, group: Segments, sizes: Sizes) -> Segments:
-    valid = int(group.offsets[-1])
-    tiles = tuple(
-        TileTable(
-            _extended(table.row_type, sizes[f"{name}.tiles.{table.block}"], 0),
-            _extended(table.start, sizes[f"{name}.tiles.{table.block}"], valid),
-            table.block,
-        )
-        for table in group.tiles
-    )
-    order: Any = group.order
-    if order is None and sizes[f"{name}.order"]:
-        order = np.arange(group.num_entries, dtype=np.int32)
-    return dataclasses.replace(group, tiles=tiles, order=order, long_segments=_padded_long(name, group, sizes))
-
-
-def _padded_long(name: str, group: Segments, sizes: Sizes) -> LongSegmentTable | None:
-    rows, chunks, table = sizes[f"{name}.long_rows"], sizes[f"{name}.chunks"], group.long_segments
-    if not rows:
-        return None
-    none: Any = np.zeros(0, np.int32)
-    if table is None:
-        table = LongSegmentTable(none, _extended(none, 1, 0), none, none, none, sizes[f"{name}.chunk_size"])
-    return LongSegmentTable(
-        rows=_extended(table.rows, rows, group.num_rows),
-        offsets=_extended(table.offsets, rows + 1, int(table.offsets[-1])),
-        chunk_row=_extended(table.chunk_row, chunks, group.num_rows),
-        chunk_start=_extended(table.chunk_start, chunks, 0),
-        chunk_end=_extended(table.chunk_end, chunks, 0),
-        chunk=table.chunk,
-    )
-
-
-def _extended(values: Any, size: int, fill: int) -> Any:
-    """`values` followed by `fill`, up to `size` elements."""
-    out = np.full(size, fill, np.int32)
-    out[: values.shape[0]] = values
-    return out

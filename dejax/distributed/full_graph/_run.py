@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from dejax.distributed.full_graph._exchange import collect, collect_extremum, exchange
 from dejax.distributed.full_graph._sharded_graph import ShardedGraph, local_part
 from dejax.distributed.full_graph._stages import Combine, Distributed, Exchange, Form, Ref, Stage, form_of
-from dejax.rgnn.compiler.execute import Task, counts_of, run
+from dejax.pallas import clear_rows
+from dejax.rgnn.compiler.execute import Task, counts_of, run, uses_kernels
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import Op, Space
-from dejax.rgnn.lowering.segments import extremum_at, extremum_of_all, lowest, segments, valid_rows, where_rows
+from dejax.rgnn.lowering.segments import (
+    extremum_at,
+    extremum_of_all,
+    first_padding,
+    lowest,
+    segments,
+    valid_rows,
+    where_rows,
+)
 from dejax.rgnn.options import Options
 
 
@@ -59,13 +71,25 @@ class DeviceRun:
     def _result(self, op: Op, x: jax.Array) -> jax.Array:
         if op.space == Space.GRAPH:
             return x[0]
-        x = where_rows(valid_rows(self._graph(op.space != Space.NODE), op.space), x)
+        graph = self._graph(op.space != Space.NODE)
+        first = first_padding(graph, op.space)
+        if first is not None and op.space == Space.NODE and uses_kernels(graph, self.options):
+            group = graph.by_node_type
+            return _cleared(x, graph.node_mask, (group.offsets, group.order), first, self.options.interpret)
+        x = where_rows(valid_rows(graph, op.space), x)
         return x.at[self.local.edge_positions].get(unique_indices=True) if op.space == Space.EDGE else x
 
     def _stage(self, stage: Stage) -> None:
         graph = self._graph(stage.on_edges)
         inputs = tuple(self._read(ref, stage.on_edges) for ref in stage.inputs)
-        found = run(Task(stage.program, counts_of(graph), self.options), graph, inputs)
+        own: tuple[tuple[int, ...], ...] = ((), ())
+        if graph.bounds is not None and stage.on_edges:
+            own = tuple(
+                tuple(n for n, (_, form) in enumerate(refs) if form == Form.OWN)
+                for refs in (stage.inputs, stage.outputs)
+            )
+        task = Task(stage.program, counts_of(graph), self.options, destinations=own[0], destination_outputs=own[1])
+        found = run(task, graph, inputs)
         for ref, x in zip(stage.outputs, found, strict=True):
             self.values[ref] = x[: self.rows] if ref[1] == Form.OWN and stage.on_edges else x
 
@@ -125,3 +149,27 @@ class DeviceRun:
             found = jax.lax.pmax(found, self.axis) if sign > 0 else jax.lax.pmin(found, self.axis)
         # As in the kernels. Integers that equal the lowest value count as none, too.
         return jnp.where(found == none, jnp.zeros((), x.dtype), found)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _cleared(x: jax.Array, valid: jax.Array, tables: Any, first: int, interpret: bool | None) -> jax.Array:
+    """`x` with zeros in padding rows: written in place, where a select would copy all rows.
+
+    `tables` are the offsets and the order of the nodes by type.
+    """
+    return clear_rows([x], tables[0], first, order=tables[1], interpret=interpret)[0]
+
+
+def _cleared_forward(
+    x: jax.Array, valid: jax.Array, tables: Any, first: int, interpret: bool | None
+) -> tuple[jax.Array, jax.Array]:
+    return _cleared(x, valid, tables, first, interpret), valid
+
+
+def _cleared_backward(
+    first: int, interpret: bool | None, valid: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, None, None]:
+    return where_rows(valid, cotangent), None, None
+
+
+_cleared.defvjp(_cleared_forward, _cleared_backward)

@@ -67,7 +67,9 @@ class ShardedGraph:
     axis: str = field(metadata=_STATIC)
 
     @classmethod
-    def from_graph(cls, graph: RelGraph, owner: Any, mesh: Mesh, axis: str | None = None) -> ShardedGraph:
+    def from_graph(
+        cls, graph: RelGraph, owner: Any, mesh: Mesh, axis: str | None = None, *, loop_tables: bool | None = None
+    ) -> ShardedGraph:
         """Splits a graph over the devices of a mesh axis.
 
         Args:
@@ -76,6 +78,8 @@ class ShardedGraph:
                 `dejax.distributed.partition`, for example.
             mesh: the mesh. The other axes of the mesh hold copies.
             axis: the name of the axis; may be left out where the mesh has one axis.
+            loop_tables: whether each device's graph gets the tables that GPU kernels read
+                (`RelGraph.with_loop_tables`); None: where the mesh's devices are GPUs.
 
         Raises:
             TypeError: `graph` is not a RelGraph, or is traced.
@@ -84,7 +88,9 @@ class ShardedGraph:
         axis = axis_of(mesh, axis)
         whole = whole_graph(graph)
         layout, parts = split(whole, checked_owner(owner, graph.num_nodes, mesh.shape[axis]), mesh.shape[axis])
-        return assemble(layout, dict(enumerate(parts)), common_sizes(layout, parts), mesh, axis)
+        tables = dict(enumerate(part_tables(layout, part) for part in parts))
+        sizes = common_sizes(layout, [*tables.values()])
+        return assemble(layout, dict(enumerate(parts)), tables, sizes, mesh, axis, loop_tables)
 
     @property
     def parts(self) -> int:
@@ -262,8 +268,12 @@ def _spec(layout: Layout, num_nodes: int) -> GraphSpec:
     )
 
 
-def _tables(layout: Layout, part: Part) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tables of the two graphs of a part: of its own nodes, and with halo slots and edges."""
+PartTables = tuple[dict[str, Any], dict[str, Any]]
+"""The tables of the two graphs of a part: of its own nodes, and with halo slots and edges."""
+
+
+def part_tables(layout: Layout, part: Part) -> PartTables:
+    """The tables of a part, without padding."""
     none, types = np.zeros(0, np.int32), layout.num_node_types
     own_type = padded(part.node_type, layout.rows, types)
     owned = tables_of(Edges(none, none, none, np.zeros(0, bool)), own_type, _spec(layout, layout.rows))
@@ -277,9 +287,8 @@ def _tables(layout: Layout, part: Part) -> tuple[dict[str, Any], dict[str, Any]]
     return owned, local
 
 
-def common_sizes(layout: Layout, parts: Sequence[Part]) -> tuple[Sizes, Sizes]:
+def common_sizes(layout: Layout, tables: Sequence[PartTables]) -> tuple[Sizes, Sizes]:
     """The sizes of tables that hold those of all parts: without and with edges."""
-    tables = [_tables(layout, part) for part in parts]
     found = []
     for which, num_nodes in enumerate((layout.rows, layout.rows + layout.halo)):
         spec = _spec(layout, num_nodes)
@@ -288,9 +297,19 @@ def common_sizes(layout: Layout, parts: Sequence[Part]) -> tuple[Sizes, Sizes]:
     return found[0], found[1]
 
 
-def assemble(layout: Layout, parts: dict[int, Part], sizes: tuple[Sizes, Sizes], mesh: Mesh, axis: str) -> ShardedGraph:
-    """The graph of the parts of this process' devices; other processes have the others."""
-    made = {number: _fields(layout, part, sizes) for number, part in parts.items()}
+def assemble(
+    layout: Layout,
+    parts: dict[int, Part],
+    tables: dict[int, PartTables],
+    sizes: tuple[Sizes, Sizes],
+    mesh: Mesh,
+    axis: str,
+    loop_tables: bool | None,
+) -> ShardedGraph:
+    """The graph of the parts of this process' devices, by number; other processes have the others."""
+    if loop_tables is None:
+        loop_tables = mesh.devices.flat[0].platform == "gpu"
+    made = {number: _fields(layout, part, tables[number], sizes, loop_tables) for number, part in parts.items()}
     sharding = NamedSharding(mesh, PartitionSpec(axis))
 
     shared: dict[tuple[int, ...], Array] = {}  # an array in two tables, such as senders, is moved once
@@ -330,17 +349,21 @@ def _flat(array: Array, sharding: NamedSharding) -> Array:
     return jax.jit(lambda a: a.reshape(-1), out_shardings=sharding)(array)
 
 
-def _fields(layout: Layout, part: Part, sizes: tuple[Sizes, Sizes]) -> dict[str, Any]:
+def _fields(
+    layout: Layout, part: Part, tables: PartTables, sizes: tuple[Sizes, Sizes], loop_tables: bool
+) -> dict[str, Any]:
     sources = None if layout.typed_sources is None else np.array(layout.typed_sources, np.int32)
-    graphs = [
-        padded_graph(tables, some, _spec(layout, num_nodes), sources)
-        for tables, some, num_nodes in zip(
-            _tables(layout, part), sizes, (layout.rows, layout.rows + layout.halo), strict=True
-        )
-    ]
-    owned, local = dataclasses.replace(graphs[0], edge_mask=None), graphs[1]
-    if layout.parts == 1:  # nothing is padding: the graph of one device, with the tables that its kernels read
-        local = jax.tree.map(np.asarray, RelGraph._concrete(_tables(layout, part)[1], _spec(layout, layout.rows)))
+    specs = _spec(layout, layout.rows), _spec(layout, layout.rows + layout.halo)
+    owned, local = (
+        padded_graph(some, of, spec, sources, receivers=layout.rows, loop_tables=loop_tables)
+        for some, of, spec in zip(tables, sizes, specs, strict=True)
+    )
+    owned = dataclasses.replace(owned, edge_mask=None)
+    if layout.parts == 1:  # nothing is padding: the graph of one device
+        local = RelGraph._made(tables[1], specs[1])
+        if loop_tables:
+            local = local.with_loop_tables(specs[1].long_segment_chunk)
+        local = jax.tree.map(np.asarray, local)
     return {
         "owned": owned,
         "local": local,

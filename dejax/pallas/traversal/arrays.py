@@ -62,7 +62,7 @@ def check_operands(
         if operand.access in SHARED:
             array = array[None]
         elif operand.access == "row" and num_rows is not None:
-            _check_length(array, num_rows, f"arrays[{i}]", "rows")
+            _check_length(array, num_rows, f"arrays[{i}]", "rows", or_more=True)
         elif operand.access in ("entry", "position"):
             _check_length(array, num_entries, f"arrays[{i}]", "entries")
         elif operand.access in ("indexed", "positioned") or (operand.access == "row_indexed" and num_rows is not None):
@@ -110,8 +110,8 @@ def check_operands(
     return ready, tuple(features)
 
 
-def _check_length(array: jax.Array, length: int, name: str, what: str) -> None:
-    if array.ndim == 0 or array.shape[0] != length:
+def _check_length(array: jax.Array, length: int, name: str, what: str, or_more: bool = False) -> None:
+    if array.ndim == 0 or array.shape[0] < length or (array.shape[0] > length and not or_more):
         raise ValueError(f"{name} must have {length} {what} on its first axis, got shape {array.shape}")
 
 

@@ -27,6 +27,7 @@ from dejax.rgnn.compiler.traced import TracedKernel, note
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import Program
 from dejax.rgnn.ir.intra import Fallback, Kernels
+from dejax.rgnn.lowering.destinations import read_elsewhere, summed_at
 from dejax.rgnn.lowering.pallas import Columns, PallasLowering
 from dejax.rgnn.lowering.segments import num_rows, segment_sum
 from dejax.rgnn.lowering.xla import Evaluator
@@ -59,6 +60,10 @@ class Task:
     options: Options
     raw: bool = True  # not yet optimised
     packed: tuple[int, ...] = ()  # indices of the outputs that may be stored as row-scaled float16
+    # Of a part of a divided graph: positions of inputs that are zeros at the nodes from `graph.bounds.receivers` on,
+    # and indices of outputs that nobody reads there.
+    destinations: tuple[int, ...] = ()
+    destination_outputs: tuple[int, ...] = ()
 
     @property
     def disable(self) -> frozenset[str]:
@@ -128,8 +133,23 @@ def training_tasks(task: Task, wrt: tuple[int, ...]) -> tuple[Cut, Task, Task]:
     """The cut for gradients of the inputs at `wrt`, and its halves as tasks."""
     parts = training_cut(task, wrt)
     saved = [parts.num_outputs + n for n in range(parts.num_saved) if linear_in_saved(parts, n)]
-    forward = Task(parts.forward, task.counts, task.options, raw=False, packed=(*task.packed, *saved))
-    return parts, forward, Task(parts.backward, task.counts, task.options, raw=False)
+    first = len(parts.needed)
+    kept = parts.forward.outputs[parts.num_outputs :][: parts.num_saved]
+    own_saved: list[int] = []
+    if task.destinations or task.destination_outputs:
+        back = tuple(n for n, position in enumerate(wrt) if position in task.destinations)
+        summed, elsewhere = summed_at(parts.forward), read_elsewhere(parts.backward, back)
+        given = parts.backward.by_position()
+        own_saved = [n for n, v in enumerate(kept) if v in summed and given.get(first + n) not in elsewhere]
+        needed = [n for n, position in enumerate(parts.needed) if position in task.destinations]
+        cotangents = [first + parts.num_saved + o for o in task.destination_outputs]
+        inputs = (*needed, *(first + n for n in own_saved), *cotangents)
+        backward = Task(parts.backward, task.counts, task.options, False, (), inputs, back)
+    else:
+        backward = Task(parts.backward, task.counts, task.options, raw=False)
+    outputs = (*task.destination_outputs, *(parts.num_outputs + n for n in own_saved))
+    forward = Task(parts.forward, task.counts, task.options, False, (*task.packed, *saved), task.destinations, outputs)
+    return parts, forward, backward
 
 
 def linear_in_saved(parts: Cut, number: int) -> bool:
@@ -151,6 +171,8 @@ def run_kernels(
     inputs: Arrays,
     options: Options,
     row_scaled: RowScaledInputs = (),
+    destinations: tuple[int, ...] = (),
+    destination_outputs: tuple[int, ...] = (),
 ) -> tuple[Arrays, Kept]:
     """Executes the instances in order. XLA evaluates an instance whose kernel cannot be made, with a warning.
 
@@ -160,14 +182,18 @@ def run_kernels(
       inputs: by position.
       options: of the compiler.
       row_scaled: by position, an input as row-scaled float16, where it is available.
+      destinations, destination_outputs: see `Task`.
 
     Returns:
       The outputs, and each output as row-scaled float16, where it was stored so.
     """
     program = kernels.program
     env, encoded = _environment(program, inputs, row_scaled)
-    given = dict(env)
-    pallas = PallasLowering(kernels, graph, options, encoded, given) if uses_kernels(graph, options) else None
+    given, pallas = dict(env), None
+    if uses_kernels(graph, options):
+        own = [i for i in program.inputs if program.ops[i].attr("position") in destinations]
+        elsewhere = read_elsewhere(program, destination_outputs)
+        pallas = PallasLowering(kernels, graph, options, encoded, given, own, elsewhere)
     xla = Evaluator(program, graph, options.precision, segment_sum if pallas is None else pallas.sum_types)
     remaining = [set(instance.reads) for instance in kernels.instances]
     narrow = frozenset(i for i in program.inputs if isinstance(env[i], RowScaled) or i in encoded)
@@ -258,7 +284,8 @@ def _differentiable(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: Row
 
 @partial(jax.jit, static_argnums=0, inline=True)
 def _run_inference(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: RowScaledInputs) -> tuple[Arrays, Kept]:
-    return run_kernels(inference_kernels(task), graph, inputs, task.options, row_scaled)
+    own = task.destinations, task.destination_outputs
+    return run_kernels(inference_kernels(task), graph, inputs, task.options, row_scaled, *own)
 
 
 # JAX traces the forward rule once for each set of perturbed inputs, but keeps one tree of residuals: that of the last
@@ -378,7 +405,8 @@ def run(task: Task, graph: RelGraph, inputs: Arrays) -> Arrays:
 @partial(jax.jit, static_argnums=0)
 def _run(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: RowScaledInputs) -> Arrays:
     if "backward" in task.disable:
-        return run_kernels(inference_kernels(task), graph, inputs, task.options)[0]
+        own = task.destinations, task.destination_outputs
+        return run_kernels(inference_kernels(task), graph, inputs, task.options, (), *own)[0]
     return _differentiable(task, graph, inputs, row_scaled)[0]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -52,6 +53,8 @@ LOOPS = (
     "source_pair_by_node",
     "destination_pair_by_node",
 )
+# Groupings by destination, whose first rows alone have entries in a part of a divided graph.
+_BY_DESTINATION = ("by_receiver", "destination_pair_by_node")
 # A kernel that reduces over the pairs of nodes of one kind may reduce over those of the other kind, too.
 _ALONGSIDE = {
     "source_pair_by_node": "destination_pair_by_node",
@@ -69,28 +72,42 @@ def with_loop_tables(graph: Any, long_segment_chunk: int) -> Any:
     """The graph with `loop_tables` and `packed`; see `RelGraph.with_loop_tables`."""
     if graph.packed is not None:
         return graph
+    made = on_device(with_packed(graph, loop_groupings(graph, long_segment_chunk)))
+    with jax.ensure_compile_time_eval():
+        return dataclasses.replace(made, loop_tables=loop_tables_of(made))
+
+
+def loop_groupings(graph: Any, long_segment_chunk: int) -> dict[str, Segments]:
+    """The groupings of a graph of numpy arrays, with `loop`, `near_tiles` and `near_splits`, by name."""
     alongside = {name: getattr(graph, other) for name, other in _ALONGSIDE.items()}
-    makers = {name: partial(getattr(graph, name).with_loop, long_segment_chunk, alongside.get(name)) for name in LOOPS}
+    first = {} if graph.bounds is None else dict.fromkeys(_BY_DESTINATION, graph.bounds.receivers)
+    makers: dict[str, Callable[[], Segments]] = {
+        name: partial(getattr(graph, name).with_loop, long_segment_chunk, alongside.get(name), first.get(name))
+        for name in LOOPS
+    }
     makers |= {name: partial(getattr(graph, name).with_near_tiles, node(graph)) for name, node in _NEAR}
     groups: dict[str, Segments] = dict(zip(makers, in_threads([*makers.values()], graph.num_edges), strict=True))
     groups["by_node_type"] = graph.by_node_type
     if graph.edge_type_by_source is not None:
         groups["edge_type_by_source"] = graph.edge_type_by_source
+    return groups
+
+
+def with_packed(graph: Any, groups: dict[str, Segments]) -> Any:
+    """The graph with these groupings, whose tables for kernels are in `packed`."""
     rest, packed = pack(groups)
-    made = on_device(dataclasses.replace(graph, packed=packed, **rest))
-    with jax.ensure_compile_time_eval():
-        return dataclasses.replace(made, loop_tables=_loop_tables(made))
+    return dataclasses.replace(graph, packed=packed, **rest)
 
 
-def _loop_tables(graph: Any) -> dict[str, Array]:
-    """`loop_tables`, computed on the device that holds the graph."""
+def loop_tables_of(graph: Any, xp: ModuleType = jnp) -> dict[str, Any]:
+    """`loop_tables`, computed on the device that holds the graph, or with numpy for a graph of numpy arrays."""
     tables = {}
     for loop, via in _LOOP_TABLES:
         group, target = (graph.grouping(GROUPINGS[name]) for name in (loop, via))
         order = (group.loop or group).order
         if order is not None:
-            tables[f"{loop}:{via}"] = target.index[jnp.asarray(order)]
-    counts = graph.by_destination_pair.counts().astype(np.float32)
+            tables[f"{loop}:{via}"] = target.index[xp.asarray(order)]
+    counts = xp.append(graph.by_destination_pair.counts().astype(np.float32), np.float32(0))  # 0 for padding edges
     for loop in ("dst", "source_pair"):
         if f"{loop}:destination_pair" in tables:
             tables[f"{loop}:#destination_pair"] = counts[tables[f"{loop}:destination_pair"]]

@@ -15,7 +15,16 @@ from dejax.rgnn.graphs.loop_tables import on_device, with_loop_tables
 from dejax.rgnn.graphs.packed import PackedTables
 from dejax.rgnn.graphs.relations import join_bipartite, join_relations
 from dejax.rgnn.graphs.segments import Segments
-from dejax.rgnn.graphs.spec import Edges, GraphSpec, check_ids, checked_edges, count_types, edge_names, node_names
+from dejax.rgnn.graphs.spec import (
+    Bounds,
+    Edges,
+    GraphSpec,
+    check_ids,
+    checked_edges,
+    count_types,
+    edge_names,
+    node_names,
+)
 from dejax.rgnn.graphs.summary import summary
 from dejax.rgnn.graphs.tables import LONG_SEGMENT_CHUNK
 
@@ -65,6 +74,7 @@ class RelGraph:
             groupings then lack these tables, and `grouping` gives a grouping with them.
         loop_tables: made by `with_loop_tables`. `"dst:source_pair"` is int32[edges]: for each position of the order by
             "dst" its source pair. The other tables are named likewise.
+        bounds: in the graph of a part of a divided graph, what is known of its padding (static); otherwise None.
         num_nodes: number of nodes, padding included (static, as are the attributes below).
         num_edges: number of edges, added ones and padding included.
         num_edge_types: number of edge types, added ones included.
@@ -109,6 +119,7 @@ class RelGraph:
     edge_type_by_source: Segments | None = None
     loop_tables: dict[str, Array] = field(default_factory=dict)
     packed: PackedTables | None = None
+    bounds: Bounds | None = field(default=None, metadata=_STATIC)
 
     def grouping(self, name: str) -> Segments:
         """The grouping of that name with all its tables; those in `packed` are `dejax.pallas.TableSlice`s."""

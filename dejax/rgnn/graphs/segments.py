@@ -72,18 +72,24 @@ class Segments:
         """Number of entries of each row: int32[rows]."""
         return self.offsets[1:] - self.offsets[:-1]
 
-    def with_loop(self, long_segment_chunk: int = LONG_SEGMENT_CHUNK, alongside: Segments | None = None) -> Segments:
+    def with_loop(
+        self,
+        long_segment_chunk: int = LONG_SEGMENT_CHUNK,
+        alongside: Segments | None = None,
+        first: int | None = None,
+    ) -> Segments:
         """The same grouping with `loop`. Where entries are sorted by row, kernels need none: reads are contiguous.
 
         Args:
             long_segment_chunk: the maximum number of entries of a chunk.
             alongside: another grouping by the same rows, over which a kernel may reduce at the same time. Rows with
                 segments of one length are sorted by the length of their segments there.
+            first: so many rows come before all others.
         """
         if self.order is None or self.loop is not None:
             return self
         others = None if alongside is None else np.asarray(alongside.counts())
-        loop = loop_order(np.asarray(self.offsets), np.asarray(self.order), long_segment_chunk, others)
+        loop = loop_order(np.asarray(self.offsets), np.asarray(self.order), long_segment_chunk, others, first)
         return dataclasses.replace(self, loop=loop)
 
     def with_near_tiles(self, node: Any) -> Segments:
@@ -95,12 +101,12 @@ class Segments:
         Args:
             node: int32[entries], the node that each position reads.
         """
-        if self.near_tiles or (valid := int(self.offsets[-1])) == 0:
+        if self.near_tiles or not any(table.start.shape[0] for table in self.tiles):
             return self
-        nodes = np.asarray(node)
+        nodes, last = np.asarray(node), max(int(self.offsets[-1]) - 1, 0)
 
         def order(start: Any) -> np.ndarray:
-            read = nodes[np.minimum(start, valid - 1)]  # unused tiles start past the last position
+            read = nodes[np.minimum(start, last)]  # unused tiles start past the last position
             return np.argsort(read, kind="stable").astype(np.int32)
 
         tiles = []
@@ -108,7 +114,7 @@ class Segments:
             row_type, start = np.asarray(table.row_type), np.asarray(table.start)
             by_node = order(start)
             tiles.append(TileTable(row_type[by_node], start[by_node], table.block))
-        splits = split_table(np.asarray(self.offsets), self.num_entries, _NEAR_SPLIT)
+        splits = near_split_table(np.asarray(self.offsets), self.num_entries)
         number = order(splits.start)
         splits = dataclasses.replace(splits, start=splits.start[number], end=splits.end[number], number=number)
         return dataclasses.replace(self, near_tiles=tuple(tiles), near_splits=splits)
@@ -119,6 +125,11 @@ class Segments:
             if table.block == block:
                 return table
         return tile_table(self.offsets, block, self.num_entries)
+
+
+def near_split_table(offsets: np.ndarray, num_entries: int) -> SplitTable:
+    """The splits of `near_splits`, in order of types."""
+    return split_table(offsets, num_entries, _NEAR_SPLIT)
 
 
 def make_segments(index: Any, order: Any, offsets: Any, *, long_segment_chunk: int, typed: bool = False) -> Segments:

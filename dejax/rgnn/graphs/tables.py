@@ -169,7 +169,11 @@ def type_chunk_of(num_entries: int) -> int:
 
 
 def loop_order(
-    offsets: np.ndarray, order: np.ndarray, long_segment_chunk: int, others: np.ndarray | None = None
+    offsets: np.ndarray,
+    order: np.ndarray,
+    long_segment_chunk: int,
+    others: np.ndarray | None = None,
+    first: int | None = None,
 ) -> LoopOrder | None:
     """The order in which kernels take rows, made with numpy; None where there are fewer than two rows or no entries.
 
@@ -178,6 +182,7 @@ def loop_order(
         order: int32[entries].
         long_segment_chunk: the maximum number of entries of a chunk.
         others: int32[rows], by which rows with segments of one length are sorted.
+        first: so many rows come before all others.
     """
     num_rows, num_entries = offsets.shape[0] - 1, order.shape[0]
     if num_rows < 2 or num_entries == 0:
@@ -191,16 +196,29 @@ def loop_order(
     if others is not None:
         most = int(others.max())
         keys, bounds = [*keys, most - others], [*bounds, most + 1]
+    if first is not None and first < num_rows:
+        keys, bounds = [(np.arange(num_rows) >= first).astype(np.int32), *keys], [2, *bounds]
     rows = stable_argsort(keys, bounds)
     positions, begins = expand(rows, offsets)
     entries = order[positions]
     if entries.shape[0] < num_entries:  # padding entries stay last
         entries = np.concatenate([entries, order[entries.shape[0] :]])
-    chunk = min(long_segment_chunk, long_segment_chunk_of(num_entries, num_rows))
-    table = long_segment_table(begins, chunk, num_entries, counted=num_entries <= _COUNTED_ENTRIES)
+    table = loop_long_segments(begins, num_entries, long_segment_chunk)
     if table is not None:
         table = dataclasses.replace(table, rows=rows[table.rows], chunk_row=rows[table.chunk_row])
     return LoopOrder(rows, begins, entries, table)
+
+
+def loop_long_segments(offsets: np.ndarray, num_entries: int, long_segment_chunk: int) -> LongSegmentTable | None:
+    """The long segments of a `LoopOrder`, by the positions of rows in it; its size is that of any order of rows.
+
+    Args:
+        offsets: int32[rows + 1].
+        num_entries: number of entries, padding included.
+        long_segment_chunk: the maximum number of entries of a chunk.
+    """
+    chunk = min(long_segment_chunk, long_segment_chunk_of(num_entries, offsets.shape[0] - 1))
+    return long_segment_table(offsets, chunk, num_entries, exact=True, counted=num_entries <= _COUNTED_ENTRIES)
 
 
 def _exactly(offsets: Any, exact: bool | None) -> tuple[Any, bool]:
@@ -287,7 +305,7 @@ def long_segment_table(
     row = rows[segment]
     start = off[row] + begin
     end = np.minimum(start + chunk, off[row + 1])
-    groups = _groups(first_chunk)
+    groups = chunk_groups(first_chunk)
     rows, first_chunk, row, start, end = (_like(offsets, array) for array in (rows, first_chunk, row, start, end))
     made = LongSegmentTable(rows, first_chunk, row, start, end, chunk)
     if groups is not None:
@@ -296,17 +314,21 @@ def long_segment_table(
     return dataclasses.replace(made, chunk_segment=_like(offsets, segment)) if counted else made
 
 
-def _groups(first_chunk: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """The groups of each segment's chunks, where a segment has more than `_UNGROUPED_CHUNKS`.
+def chunk_groups(first_chunk: np.ndarray, always: bool = False) -> tuple[np.ndarray, np.ndarray] | None:
+    """The groups of each segment's chunks; None where no segment has more than `_UNGROUPED_CHUNKS`, unless `always`.
+
+    Args:
+        first_chunk: int32[long segments + 1], the first chunk of each, and the number of all.
+        always: group them however few there are.
 
     Returns:
         The first chunk of each group, and the first group of each segment; both end with the number of all.
     """
     chunks = first_chunk[1:] - first_chunk[:-1]
-    if chunks.max(initial=0) <= _UNGROUPED_CHUNKS:
+    if not always and chunks.max(initial=0) <= _UNGROUPED_CHUNKS:
         return None
     first_group, segment, begin = _cut(chunks, _GROUPED_CHUNKS)
-    return np.append(first_chunk[segment] + begin, first_chunk[-1]), first_group
+    return np.append(first_chunk[segment] + begin, first_chunk[-1]).astype(np.int32), first_group
 
 
 def chunk_of(long_segment_chunk: int, num_entries: int, typed: bool) -> int:

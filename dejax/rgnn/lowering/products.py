@@ -19,7 +19,7 @@ from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.ir.intra import Gemm, Operand, WeightGradient
 from dejax.rgnn.ir.templates import by_head
 from dejax.rgnn.lowering.running import Running
-from dejax.rgnn.lowering.segments import segments, valid_rows
+from dejax.rgnn.lowering.segments import segments
 
 
 class Products(Running):
@@ -38,7 +38,7 @@ class Products(Running):
         """The result of a grouped GEMM and, where it has one, of the inner product in its epilogue."""
         op = self.program.ops[instance.out]
         group = segments(self.graph, instance.via)
-        x, w = self.as_row_scaled(instance.x.value, env), env[instance.w]
+        x, w = self.narrow_rows_of(instance.x, env), env[instance.w]
         x_columns = None
         if not isinstance(x, kernels.RowScaled) and x.dtype == jnp.float32 and self.precision != "bf16":
             x_columns = self.scales.powers(instance.x.value, jnp.float32)
@@ -63,6 +63,8 @@ class Products(Running):
 
         result = call(self._gemm_schedule(x, w, transpose, instance, group, call))
         found = [result] if instance.dot is None else list(result)
+        if output.covers_all:
+            found = self.cleared(self.program.ops[instance.product].space, found)
         if split:
             found[0] = self._with_heads(found[0].reshape(output.num_rows, *heads_of), instance)
         if instance.dot is not None:
@@ -83,7 +85,6 @@ class Products(Running):
             onto = segments(self.graph, instance.accumulate)
             index = onto.index if group.order is None else onto.index[group.order]
             rows = onto.num_rows
-        padded = valid_rows(self.graph, self.program.ops[instance.product].space) is not None
         columns = self.scales.powers(instance.out) if instance.out in self.row_scaled else None
         if columns is not None and heads_of != op.shape:
             behind = [(0, longer - size) for longer, size in zip(heads_of, op.shape, strict=True)]
@@ -92,7 +93,7 @@ class Products(Running):
             index=index,
             num_rows=rows,
             accumulate=instance.accumulate is not None,
-            covers_all=not padded and instance.accumulate is None,
+            covers_all=instance.accumulate is None and self.clears(self.program.ops[instance.product].space),
             dtype=jnp.dtype(op.dtype),
             row_scaled=instance.out in self.row_scaled,
             columns=columns,
@@ -141,7 +142,7 @@ class Products(Running):
 
     def weight_gradient(self, instance: WeightGradient, env: dict[int, Any]) -> tuple[jax.Array, ...]:
         group = segments(self.graph, instance.via)
-        x, y = (self.as_row_scaled(o.value, env) for o in (instance.x, instance.y))
+        x, y = (self.narrow_rows_of(o, env) for o in (instance.x, instance.y))
         heads = by_head(instance.spec)
         summed = heads and "h" not in instance.spec.split("->")[1]  # a product for each head, then their sum
         if not heads:  # zeros behind each head's features are features here

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import dejax.pallas as kernels
 from dejax.rgnn.graphs.rel_graph import RelGraph
-from dejax.rgnn.ir.intra import Gemm, Kernels
+from dejax.rgnn.ir.inter import TYPE_VIA, Space
+from dejax.rgnn.ir.intra import Gemm, Kernels, Operand
+from dejax.rgnn.lowering import destinations
 from dejax.rgnn.lowering.scales import ColumnScales
-from dejax.rgnn.lowering.segments import num_rows
+from dejax.rgnn.lowering.segments import first_padding, num_rows, segments, valid_rows, where_rows
 from dejax.rgnn.options import Options
 from dejax.rgnn.passes.storage import encoded_values
 
@@ -33,7 +37,12 @@ class Columns:
 
 
 class Running:
-    """A program of kernel instances on a graph; `interpret` runs the kernels' own code on the CPU."""
+    """A program of kernel instances on a graph; `interpret` runs the kernels' own code on the CPU.
+
+    In the graph of a part of a divided graph only the first nodes have incoming edges. `destinations` has the rows of
+    these nodes alone, for inputs that are zeros at the others (`of_destinations`) and for what traversals compute of
+    values that are not in `elsewhere`. XLA makes no padded array in `env` where kernels read these rows instead.
+    """
 
     def __init__(
         self,
@@ -42,6 +51,8 @@ class Running:
         options: Options,
         encoded: dict[int, Any],
         inputs: dict[int, Any],
+        of_destinations: Collection[int] = (),
+        elsewhere: Collection[int] = (),
     ) -> None:
         self.kernels, self.program, self.row_scaled, self.graph = kernels, kernels.program, kernels.row_scaled, graph
         self.precision, self.interpret = options.precision or "tf32", options.interpret
@@ -49,7 +60,13 @@ class Running:
         rounds = self.precision == "tf32" and "storage" not in options.disable
         self.often_read = encoded_values(kernels, partial(num_rows, graph)) if rounds else frozenset()
         scaled = self.precision != "bf16"
-        self.scales = ColumnScales(self.program, inputs, self.scaled_values() if scaled else (), self.interpret)
+        self.destinations: dict[int, Any] = {}
+        self.elsewhere = elsewhere
+        if graph.bounds is not None:
+            count = graph.bounds.receivers
+            self.destinations = {i: inputs[i][:count] for i in of_destinations if isinstance(inputs[i], jax.Array)}
+        given = inputs | self.destinations
+        self.scales = ColumnScales(self.program, given, self.scaled_values() if scaled else (), self.interpret)
 
     def scaled_values(self) -> list[int]:
         """The values whose columns are divided by powers of two, in products or where they are stored."""
@@ -71,3 +88,58 @@ class Running:
 
     def in_16_bits(self, value: int, array: jax.Array) -> Any:
         return kernels.to_row_scaled(array, self.scales.powers(value), interpret=self.interpret)
+
+    def rows_of(self, operand: Operand, env: dict[int, Any]) -> Any:
+        """The array that an operand reads by a map: of destinations alone where the map leads to them."""
+        short = operand.via in destinations.VIAS and operand.value not in self.encoded
+        return self.destinations.get(operand.value, env[operand.value]) if short else env[operand.value]
+
+    def narrow_rows_of(self, operand: Operand, env: dict[int, Any]) -> Any:
+        """As `rows_of`, in the form of `as_row_scaled`."""
+        value, rows = operand.value, self.rows_of(operand, env)
+        if rows is env[value]:
+            return self.as_row_scaled(value, env)
+        if isinstance(rows, jax.Array) and value in self.often_read:
+            self.destinations[value] = rows = self.in_16_bits(value, rows)
+        return rows
+
+    def with_destinations(self, value: int, rows: Any, env: dict[int, Any]) -> None:
+        """Adds a value to `env` of which only the rows of destinations were computed."""
+        missing = self.graph.num_nodes - rows.shape[0]
+        if missing:
+            self.destinations[value] = rows
+            rows = _longer(rows, missing)
+        env[value] = rows
+
+    def clears(self, space: Space) -> bool:
+        """Whether no zeros are needed before a kernel writes the valid rows of a space, because `cleared` follows."""
+        return valid_rows(self.graph, space) is None or first_padding(self.graph, space) is not None
+
+    def cleared(self, space: Space, many: Sequence[Any]) -> list[Any]:
+        """Arrays with rows of a space, with zeros in padding rows."""
+        mask, first = valid_rows(self.graph, space), first_padding(self.graph, space)
+        if mask is None or not many:
+            return list(many)
+        parts = [a for rows in many for a in _arrays(rows)]
+        if first is None:
+            done = iter([where_rows(mask, a) for a in parts])
+        else:
+            group = segments(self.graph, TYPE_VIA[space])
+            done = iter(kernels.clear_rows(parts, group.offsets, first, order=group.order, interpret=self.interpret))
+        return [
+            replace(rows, mantissa=next(done), exponent=next(done))
+            if isinstance(rows, kernels.RowScaled)
+            else next(done)
+            for rows in many
+        ]
+
+
+def _arrays(rows: Any) -> list[jax.Array]:
+    return [rows.mantissa, rows.exponent] if isinstance(rows, kernels.RowScaled) else [rows]
+
+
+def _longer(rows: Any, count: int) -> Any:
+    """Rows followed by `count` rows of zeros."""
+    if isinstance(rows, kernels.RowScaled):
+        return replace(rows, mantissa=_longer(rows.mantissa, count), exponent=_longer(rows.exponent, count))
+    return jnp.pad(rows, [(0, count)] + [(0, 0)] * (rows.ndim - 1))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from dejax.pallas import TableSlice
 from dejax.rgnn.graphs.loop_tables import GROUPINGS
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments
@@ -44,6 +46,26 @@ def valid_rows(graph: RelGraph, space: Space) -> jax.Array | None:
         via = TYPE_VIA[space]
         return segments(graph, via).index < num_rows(graph, VIAS[via].coarse)
     return None
+
+
+# Padding rows are set to zero by themselves where they are at most this share of all rows. Else zeros are written
+# everywhere beforehand.
+_FEW_PADDING_ROWS = 0.25
+
+
+def first_padding(graph: RelGraph, space: Space) -> int | None:
+    """Where padding rows begin at the earliest; None where that is not known, or where most rows may be padding."""
+    if graph.bounds is None or space not in TYPE_VIA:
+        return None
+    first, rows = dict(graph.bounds.fewest).get(GROUPINGS[TYPE_VIA[space]]), num_rows(graph, space)
+    return first if first is not None and rows - first <= _FEW_PADDING_ROWS * rows else None
+
+
+def first_rows(table: Any, count: int | None) -> Any:
+    """The first elements of a table, or all of them."""
+    if table is None or count is None or table.shape[0] == count:
+        return table
+    return dataclasses.replace(table, length=count) if isinstance(table, TableSlice) else table[:count]
 
 
 def where_rows(mask: jax.Array | None, x: jax.Array, other: float = 0) -> jax.Array:

@@ -13,9 +13,10 @@ import dejax.pallas as kernels
 from dejax.rgnn.ir.inter import VIAS
 from dejax.rgnn.ir.intra import Operand, Traversal
 from dejax.rgnn.ir.templates import BY_ROW
+from dejax.rgnn.lowering import destinations
 from dejax.rgnn.lowering.factors import WithoutFactors, without_factors
 from dejax.rgnn.lowering.running import Columns, Running
-from dejax.rgnn.lowering.segments import num_rows, segments, valid_rows
+from dejax.rgnn.lowering.segments import first_rows, num_rows, segments
 from dejax.rgnn.lowering.tiles import TileProgram
 from dejax.rgnn.passes.storage import linear_in, may_round
 
@@ -51,7 +52,7 @@ class Traversals(Running):
     def _call(self, t: Traversal, env: dict[int, Any]) -> _Call:
         arrays, operands, tables, columns = self.loaded(t, env)
         together = self.together(t)
-        fused_sums = self.fused_sums(t.fused_sums, env)
+        fused_sums = self.fused_sums(t.fused_sums, 0 if t.via is None else self._num_rows(t), env)
         reductions, without = self.reductions(t, arrays, operands, columns)
         # Elements of as many bits as those of the rows that they meet: threads have as many of each.
         reads_row_scaled = any(isinstance(a, kernels.RowScaled) for a in arrays)
@@ -114,48 +115,69 @@ class Traversals(Running):
             row_scaled_outputs=tuple(i for i, v in enumerate(t.entry_outputs) if v in self.row_scaled),
             interpret=self.interpret,
         )
-        mask = valid_rows(self.graph, t.space)
-        if mask is not None:
-            clear = lambda a: jnp.where(mask.reshape(-1, *(1,) * (a.ndim - 1)), a, 0)  # noqa: E731
-            results = tuple(jax.tree.map(clear, results))
-        env.update(zip(t.entry_outputs, results, strict=True))
+        env.update(zip(t.entry_outputs, self.cleared(t.space, results), strict=True))
 
     def _reduce(self, t: Traversal, call: _Call, env: dict[int, Any]) -> None:
         assert t.via is not None
-        ops, group = self.program.ops, segments(self.graph, t.via)
-        ordered = group.loop or group
+        ops, rows = self.program.ops, self._num_rows(t)
         row_values, entry_values = kernels.traverse(
             call.compute.body,
             call.compute.rows,
             call.arrays,
             call.operands,
-            segments=kernels.Segments(
-                offsets=ordered.offsets,
-                num_entries=num_rows(self.graph, t.space),
-                num_rows=num_rows(self.graph, VIAS[t.via].coarse),
-                order=ordered.order,
-                row_order=None if group.loop is None else group.loop.rows,
-                long_segments=None if ordered.long_segments is None else ordered.long_segments.tables,
-            ),
+            segments=self._segments(t, rows),
             index_tables=call.tables,
             reductions=call.reductions,
             outputs=kernels.Outputs(
                 entries=self._entry_outputs(call.together),
                 rows=tuple((ops[v].shape, jnp.dtype(ops[v].dtype)) for v in t.row_outputs),
                 row_scaled=tuple(i for i, v in enumerate(t.row_outputs) if v in self.row_scaled),
-                covers_all_entries=valid_rows(self.graph, t.space) is None,
+                covers_all_entries=self.clears(t.space),
             ),
             factored=True,
             fused_sums=call.fused_sums,
             interpret=self.interpret,
         )
-        rows: Any
-        for v, rows in zip(t.row_outputs, row_values, strict=True):
-            env[v] = replace(rows, columns=call.columns_of[v]) if v in call.columns_of else rows
+        found: Any
+        for v, found in zip(t.row_outputs, row_values, strict=True):
+            found = replace(found, columns=call.columns_of[v]) if v in call.columns_of else found
+            if rows < num_rows(self.graph, VIAS[t.via].coarse):
+                self.with_destinations(v, found, env)
+            else:
+                env[v] = found
+        if self.clears(t.space):  # else they have zeros there
+            entry_values = tuple(self.cleared(t.space, entry_values))
         for values, array in zip(call.together, entry_values, strict=True):
             for i, v in enumerate(values):
                 op = ops[v]
                 env[v] = Columns(array, i * op.width, op.shape, op.dtype) if len(values) > 1 else array
+
+    def _num_rows(self, t: Traversal) -> int:
+        """The rows that a traversal computes: those of destinations where it reduces to them alone."""
+        assert t.via is not None
+        loops = [t] if t.fused_sums is None else [t, t.fused_sums]
+        zero_elsewhere = {a.out for loop in loops for a in loop.accumulators}
+        if (
+            self.graph.bounds is not None
+            and all(loop.via in destinations.VIAS for loop in loops)
+            and zero_elsewhere.union(set(t.row_outputs).difference(self.elsewhere)).issuperset(t.row_outputs)
+        ):
+            return self.graph.bounds.receivers
+        return num_rows(self.graph, VIAS[t.via].coarse)
+
+    def _segments(self, t: Traversal, rows: int) -> kernels.Segments:
+        """The segments of the first so many rows, which are the first ones in `loop`, too."""
+        assert t.via is not None
+        group = segments(self.graph, t.via)
+        ordered = group.loop or group
+        return kernels.Segments(
+            offsets=first_rows(ordered.offsets, rows + 1),
+            num_entries=num_rows(self.graph, t.space),
+            num_rows=rows,
+            order=ordered.order,
+            row_order=None if group.loop is None else first_rows(group.loop.rows, rows),
+            long_segments=None if ordered.long_segments is None else ordered.long_segments.tables,
+        )
 
     def reductions(
         self, t: Traversal, arrays: list[Any], operands: list[kernels.Operand], powers: dict[int, jax.Array]
@@ -200,12 +222,15 @@ class Traversals(Running):
         """
         tables: list[jax.Array] = []
         powers: dict[int, jax.Array] = {}
+        rows = None if t.via is None else self._num_rows(t)
         numbers: dict[str, int] = {}
         arrays: list[Any] = []
         operands: list[kernels.Operand] = []
         packed = self.packed(t, env)
         for o in t.operands:
-            array, columns = env[o.value], None
+            array, columns = self.rows_of(o, env), None
+            if o.access == "row" and rows is not None:
+                array = self._by_row(o.value, rows, env)
             part = packed.get(o.name, array)
             if isinstance(part, Columns):
                 array, columns = part.array, (part.first, part.shape)
@@ -216,7 +241,7 @@ class Traversals(Running):
             if access == "row_indexed":
                 assert o.via is not None
                 index = len(tables)
-                tables.append(segments(self.graph, o.via).index)
+                tables.append(first_rows(segments(self.graph, o.via).index, rows))
             elif access == "indexed":
                 assert o.via is not None
                 counts = self.graph.loop_tables.get(f"{t.via}:#{o.via}")
@@ -230,7 +255,7 @@ class Traversals(Running):
                     tables.append(segments(self.graph, o.via).index if by_position is None else by_position)
                 access, index = "indexed" if by_position is None else "positioned", numbers[o.via]
                 if columns is None and may_round(self.kernels, t) and linear_in(self.program, o.value):
-                    array = self.as_row_scaled(o.value, env)
+                    array = self.narrow_rows_of(o, env)
             if o.name in self.kernels.rounded and isinstance(array, jax.Array):
                 if access != "row" and o.value not in self.encoded:  # the vectors of types, which are few
                     self.encoded[o.value] = kernels.to_row_scaled(array, interpret=self.interpret)
@@ -244,7 +269,14 @@ class Traversals(Running):
             operands.append(kernels.Operand(access, index, columns, o.part, when))
         return arrays, operands, tables, powers
 
-    def fused_sums(self, t: Traversal | None, env: dict[int, Any]) -> kernels.FusedSums | None:
+    def _by_row(self, value: int, rows: int, env: dict[int, Any]) -> Any:
+        """The array that a traversal of so many rows reads by row."""
+        array = env[value]
+        if rows == array.shape[0]:
+            return array
+        return self.destinations.get(value, array)
+
+    def fused_sums(self, t: Traversal | None, rows: int, env: dict[int, Any]) -> kernels.FusedSums | None:
         if t is None:
             return None
         assert t.via is not None
@@ -260,7 +292,7 @@ class Traversals(Running):
             body=lambda *tiles: body(*tiles)[0],
             arrays=arrays,
             operands=operands,
-            offsets=group.offsets,
+            offsets=first_rows(group.offsets, rows + 1),
             order=group.order,
             num_entries=group.num_entries,
             index_tables=tables,

@@ -1,0 +1,76 @@
+"""Zeros in padding rows of arrays, in place.
+
+A kernel that writes the valid rows only would need zeros in the whole array beforehand, which is as many bytes as the
+result. Where it is known that few rows are padding, this writes them alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dejax.pallas import _triton
+from dejax.pallas._shapes import cdiv, lanes, next_power_of_two
+from dejax.pallas._tiles import both, broadcast, where
+
+# Elements that a program sets, and the most of a row.
+_TILE, _MOST_COLUMNS = 4096, 1024
+
+
+def clear_rows(
+    arrays: Sequence[jax.Array], offsets: Any, first: int, *, order: Any = None, interpret: bool | None = None
+) -> list[jax.Array]:
+    """The arrays with zeros in the rows at positions from `offsets[-1]` on, by one kernel.
+
+    Args:
+      arrays: [rows, *features] each, of which the rows at these positions may hold anything.
+      offsets: int32[segments + 1], whose last element is the number of valid rows, at least `first`.
+      first: rows at positions before this one are not written; a Python int. The cost is that of `rows - first` rows.
+      order: int32[rows], the row at each position; None where rows are in order.
+      interpret: run the kernel interpreted; by default where there is no GPU.
+
+    >>> clear_rows([jnp.ones((4, 2))], jnp.array([0, 3]), 2, interpret=True)[0][:, 0]
+    Array([1., 1., 1., 0.], dtype=float32)
+    """
+    rows = arrays[0].shape[0]
+    flat = [x.reshape(rows, math.prod(x.shape[1:])) for x in arrays]
+    some = [i for i, x in enumerate(flat) if x.shape[1]]
+    if first >= rows or not some:
+        return list(arrays)
+    widths = tuple(flat[i].shape[1] for i in some)
+    columns = min(next_power_of_two(max(widths)), _MOST_COLUMNS)
+    height = _TILE // columns
+    tables = [offsets] if order is None else [offsets, order]
+    cleared = _triton.pallas_call(
+        functools.partial(_kernel, first=first, rows=rows, widths=widths, height=height, columns=columns),
+        name="clear_rows",
+        num_programs=cdiv(rows - first, height) * cdiv(max(widths), columns),
+        out_shape=[jax.ShapeDtypeStruct(flat[i].shape, flat[i].dtype) for i in some],
+        aliases={len(tables) + n: n for n in range(len(some))},
+        num_warps=4,
+        num_stages=1,
+        interpret=_triton.use_interpreter(interpret),
+    )(*tables, *(flat[i] for i in some))
+    found = dict(zip(some, cleared, strict=True))
+    return [found[i].reshape(x.shape) if i in found else x for i, x in enumerate(arrays)]
+
+
+def _kernel(*refs: Any, first: int, rows: int, widths: tuple[int, ...], height: int, columns: int) -> None:
+    offsets, outs = refs[0], refs[-len(widths) :]  # before them come references to the same memory
+    block, part = _triton.program_ids(cdiv(max(widths), columns))
+    row = first + block * height + lanes(height, 0, 2)  # the position, first
+    valid = _triton.load(offsets, (lanes(1, 0, 2) + (offsets.shape[0] - 1),))
+    padding = both(row >= valid, row < rows)
+    if len(refs) > 1 + 2 * len(widths):
+        row = _triton.load(refs[1], (row,), padding)
+    for out, width in zip(outs, widths, strict=True):
+        size = min(columns, next_power_of_two(width))
+        column = part * size + lanes(size, 1, 2)
+        mask = both(padding, column < width)
+        place = where(mask, row, rows), broadcast(column, (height, size))
+        _triton.store(out, place, jnp.zeros((height, size), out.dtype), mask)
