@@ -90,9 +90,11 @@ class StackStep(StackSettings):
             else:
                 one = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), layer_shapes)
                 first = jax.tree.leaves(self.tx.init(one))[i]
-                value = jnp.broadcast_to(first, leaf.shape)
+                near = place == "device" or isinstance(first, jax.core.Tracer)
+                # Not jnp's: the device never holds an array that belongs elsewhere.
+                value = jnp.broadcast_to(first, leaf.shape) if near else np.broadcast_to(np.asarray(first), leaf.shape)
             if sharding is not None:
-                value = jax.device_put(value, sharding)
+                value = jax.device_put(value, sharding.with_memory_kind("pinned_host") if place == "host" else sharding)
             made.append(self._put(value, place))
         return jax.tree.unflatten(treedef, made)
 

@@ -18,16 +18,11 @@ import numpy as np
 from jax.extend import core
 
 from dejax import _native
-from dejax.offload._evaluation import Demand
+from dejax.offload._evaluation import ELEMENTWISE, Demand
 from dejax.offload._state_store import DiskArray, is_on_disk
 
 # 32 MiB take 0.65 ms over the bus: much longer than the launch of a piece, much shorter than a step.
 PIECE_BYTES = 32 << 20
-_ELEMENTWISE = frozenset(
-    """abs add and atan2 cbrt ceil clamp convert_element_type copy cos cosh div eq erf exp exp2 expm1 floor ge gt
-    integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision rem round
-    rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor""".split()
-)
 _BETWEEN, _BEGIN, _FINISH, _LOOP, _OPEN, _COMMIT = range(6)  # native/offload/pieces.h
 _sites = itertools.count(1)
 NO_LOOP = {
@@ -202,7 +197,7 @@ def _tail(evaluation: Demand, root: Any) -> list[Any]:
     To keep that, products with a scalar wait until the pieces are joined.
     """
     shape, tail = root.aval.shape, []
-    while (eqn := evaluation.producer.get(root)) is not None and eqn.primitive.name in _ELEMENTWISE:
+    while (eqn := evaluation.producer.get(root)) is not None and eqn.primitive.name in ELEMENTWISE:
         wide = [v for v in eqn.invars if not isinstance(v, core.Literal) and v.aval.shape == shape]
         if len(wide) != 1 or len(eqn.outvars) != 1:
             break
@@ -254,7 +249,7 @@ def _walk(
             continue
         depends[var] = any(depends[v] for v in eqn.invars if not isinstance(v, core.Literal))
         if (
-            eqn.primitive.name in _ELEMENTWISE
+            eqn.primitive.name in ELEMENTWISE
             and len(eqn.outvars) == 1
             and var.aval.shape == shape
             and all(v.aval.shape in (shape, ()) for v in eqn.invars)
