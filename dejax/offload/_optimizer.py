@@ -45,8 +45,8 @@ def optimizer(
         step = jax.jit(step, donate_argnums=(0, 1), in_shardings=where, out_shardings=where)
 
     `init` makes the state array by array where it belongs. Constants, such as Adam's zeros, never come to the device,
-    and copies of parameters pass through it in pieces. State of sharded parameters is sharded as they are. In `jax.jit`,
-    or where `tx.init` cannot be traced, the device holds the whole state first.
+    and copies of parameters pass through it in pieces. State of sharded parameters is sharded as they are. In
+    `jax.jit`, or where `tx.init` cannot be traced, the device holds the whole state first.
 
     Wrap gradient accumulation in it, `optimizer(optax.MultiSteps(tx, 4))`, not the other way round: `MultiSteps` would
     choose between state on the host and state on the device, which XLA refuses.
