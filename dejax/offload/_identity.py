@@ -1,8 +1,8 @@
 """Whether two functions compute the same, so that one can use the other's trace.
 
 Two functions are equal if their code is equal, and all values that they close over, name or have for defaults. Arrays
-are not compared: a function that closes over one is traced in each call. So is one that uses an object with state, draws
-random numbers of numpy or Python, reads the clock, or looks values up by names that its code does not show.
+are not compared: a function that closes over one is traced in each call. So is one that uses an object with state,
+draws random numbers of numpy or Python, reads the clock, or looks values up by names that its code does not show.
 """
 
 from __future__ import annotations

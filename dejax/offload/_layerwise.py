@@ -22,7 +22,7 @@ from jax import Array
 from dejax import _compat
 from dejax.offload._layerwise_run import Run, count
 from dejax.offload._layerwise_settings import Kept, Place, Split, StackSettings, StackState
-from dejax.offload._moments import Tier, depends_on_inputs, shardings_of, tier_of
+from dejax.offload._moments import Tier, depends_on_inputs, require_one_device, shardings_of, tier_of
 from dejax.offload._state_store import StateStore
 from dejax.offload._store import ActivationStore
 
@@ -45,6 +45,9 @@ class StackStep(StackSettings):
             layers: pytree of arrays [layers, ...]; those that belong on the host may lie there.
         """
         outer, layers = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, layers))
+        if self.streams or self.path is not None:
+            why = "with streams=True" if self.path is None else "with a path"
+            require_one_device((outer, layers), "stack_step", why)
         flat, layers_tree = jax.tree.flatten(layers)
         count(flat)
         outer_split, split = self.split(outer, layers)

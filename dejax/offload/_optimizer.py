@@ -16,6 +16,7 @@ from dejax import _native
 from dejax._optional import optional
 from dejax.offload._evaluation import Demand, inlined
 from dejax.offload._first_state import LazyArray, first_state
+from dejax.offload._moments import require_one_device
 from dejax.offload._pieces import PIECE_BYTES, stream_state, unit_of
 from dejax.offload._state_store import StateStore, is_on_disk, store_at
 
@@ -72,8 +73,9 @@ def optimizer(
 
     Raises:
         TypeError: `tx` has no `init` and `update`.
-        ValueError: `piece_bytes` or `ahead` is not positive; `path` with `streams=False`; with `path`: as `init` runs
-            inside of `jax.jit`, or `update` outside.
+        ValueError: `piece_bytes` or `ahead` is not positive; `path` with `streams=False`; as `init` runs: parameters on
+            several devices, with `path` or `streams=True`; with `path`: as `init` runs inside of `jax.jit`, or `update`
+            outside.
         FileNotFoundError, PermissionError: as `init` runs: `path` cannot be used.
         RuntimeError: as `init` runs: the drive is full.
         NativeExtensionError: with `streams=True` or `path`, the extension is missing.
@@ -93,6 +95,9 @@ def optimizer(
     moved = _Moved(min_bytes, path, piece_bytes)
 
     def init(params: Any) -> Any:
+        if path is not None or streams:
+            why = "with streams=True" if path is None else "with a path"
+            require_one_device(params, "offload.optimizer", why)
         state = first_state(tx.init, params, moved.is_large, moved.put, piece_bytes)
         return state if state is not None else jax.tree.map(moved.put, tx.init(params))
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from dejax import _native
-from dejax.offload import DiskArray, _first_state, master_weights, optimizer
+from dejax.offload import DiskArray, _first_state, master_weights, optimizer, stack_step
 
 PARAMS = {"a": jnp.linspace(-1, 1, 4096).reshape(64, 64), "b": {"c": jnp.ones(64), "d": jnp.full((32, 64), 0.5)}}
 
@@ -226,3 +226,22 @@ def test_the_first_state_of_sharded_parameters_is_sharded():
             if b.ndim:
                 assert a.sharding.memory_kind == ("pinned_host" if b.nbytes >= 1024 else rows.memory_kind)
                 assert a.sharding.with_memory_kind(rows.memory_kind).is_equivalent_to(rows, a.ndim)
+
+
+@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+def test_state_of_several_devices_is_refused_where_dejax_copies(tmp_path):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    params = jax.device_put(PARAMS["a"], rows)
+    for how, said in (({"path": tmp_path}, "a path"), ({"streams": True}, "streams=True")):
+        with pytest.raises(
+            ValueError, match=f"`params` must lie on one device with {said}, got arrays on 2 devices; keep"
+        ):
+            optimizer(optax.adam(1e-2), **how).init(params)
+        step = stack_step(lambda o, b: b, lambda p, x: x, lambda o, x, b: x.sum(), optax.adam(1e-2), **how)
+        with pytest.raises(
+            ValueError, match=f"stack_step: `params` must lie on one device with {said}, got arrays on 2"
+        ):
+            step.init({}, params)
+    alone = jax.device_put(PARAMS["a"], jax.devices()[1])
+    optimizer(optax.adam(1e-2), streams=True).init(alone)
