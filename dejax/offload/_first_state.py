@@ -7,6 +7,7 @@ through it a few rows at a time.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -54,10 +55,27 @@ def first_state(
         closed = inlined(jax.make_jaxpr(traced)(*map(_shape, leaves)))
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
         return None
+    device = _only_device(leaves)
+    with contextlib.nullcontext() if device is None else jax.default_device(device):
+        made = _made(closed, leaves, kept, found[0], params, is_large, put, unit)
+    return jax.tree.unflatten(found[0], made)
+
+
+def _made(
+    closed: core.ClosedJaxpr,
+    leaves: Sequence[Any],
+    kept: Sequence[Any],
+    tree: Any,
+    params: Any,
+    is_large: Callable[[Any], bool],
+    put: Callable[[Any, Any], Any],
+    unit: int,
+) -> list[Any]:
+    """The arrays of the state. `kept`: what the trace left as it was, None for its results."""
     roots = iter(closed.jaxpr.outvars)
     outputs = [next(roots) if x is None else x for x in kept]
     shapes = [x.aval if isinstance(x, (core.Var, core.Literal)) else x for x in outputs]
-    shardings = shardings_of(jax.tree.unflatten(found[0], shapes), params)
+    shardings = shardings_of(jax.tree.unflatten(tree, shapes), params)
     small = _demand(closed, leaves)
     made = []
     for kept_value, root, shape, sharding in zip(kept, outputs, shapes, shardings, strict=True):
@@ -71,7 +89,13 @@ def first_state(
                 value = jnp.asarray(value.item() if shape.weak_type else value, shape.dtype)
             known = sharding is not None and sharding.spec != jax.sharding.PartitionSpec()
             made.append(jax.device_put(value, sharding) if known else value)
-    return jax.tree.unflatten(found[0], made)
+    return made
+
+
+def _only_device(leaves: Sequence[Any]) -> Any:
+    """The device of all parameters, if it is one."""
+    devices = {device for x in leaves if isinstance(x, jax.Array) for device in x.sharding.device_set}
+    return devices.pop() if len(devices) == 1 else None
 
 
 class LazyArray:

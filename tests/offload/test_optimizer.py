@@ -243,5 +243,16 @@ def test_state_of_several_devices_is_refused_where_dejax_copies(tmp_path):
             ValueError, match=f"stack_step: `params` must lie on one device with {said}, got arrays on 2"
         ):
             step.init({}, params)
-    alone = jax.device_put(PARAMS["a"], jax.devices()[1])
-    optimizer(optax.adam(1e-2), streams=True).init(alone)
+
+
+@pytest.mark.parametrize("min_bytes", [1, 1024])
+def test_the_state_lies_on_the_device_of_its_parameters(min_bytes):
+    second = jax.devices()[1]
+    params = jax.device_put(PARAMS, second)
+    tx = optimizer(optax.adam(1e-2), min_bytes=min_bytes, streams=False)
+    state = tx.init(params)
+    assert all(x.devices() == {second} for x in jax.tree.leaves(state))
+    updates, _ = jax.jit(tx.update)(params, state)
+    want, _ = optax.adam(1e-2).update(PARAMS, optax.adam(1e-2).init(PARAMS))
+    for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
