@@ -60,6 +60,9 @@ class _Reader:
         self.count += 1
         if self.count > _MOST:
             raise _Unknown
+        if isinstance(value, (*_PLAIN, tuple, list, frozenset, set, dict, functools.partial)):
+            if getattr(value, "__dict__", None) and not isinstance(value, enum.Enum):
+                raise _Unknown  # attributes of a subclass
         if isinstance(value, _PLAIN):
             return type(value), repr(value)  # -0.0 is not 0.0
         if isinstance(value, (jax.Array, np.ndarray)):
@@ -77,10 +80,11 @@ class _Reader:
         if isinstance(value, functools.partial):
             return functools.partial, self.read(value.func), self.read(value.args), self.read(value.keywords)
         if isinstance(value, types.MethodType):
-            return types.MethodType, self.read(value.__self__), self.read(value.__func__)
+            names = _names_of(value.__func__)
+            return types.MethodType, self.read(value.__self__, names), self.read(value.__func__)
         if isinstance(value, (types.ModuleType, type)):
             return self.namespace(value, names)
-        return self.other(value)
+        return self.other(value, names)
 
     def function(self, fn: types.FunctionType, asked: tuple[str, ...]) -> Hashable:
         cells = [_content(cell) for cell in fn.__closure__ or ()]
@@ -108,12 +112,21 @@ class _Reader:
             raise _Unknown
         if _is_library(module):
             return value
-        bases = () if isinstance(value, types.ModuleType) else value.__mro__[1:]
+        if "__getattr__" in vars(value):
+            raise _Unknown
+        bases = () if isinstance(value, types.ModuleType) else (*value.__mro__[1:], *type(value).__mro__)
         owners = [value, *(base for base in bases if not _is_library(base.__module__))]
-        held = [(name, vars(owner)[name]) for name in names for owner in owners if name in vars(owner)]
-        return value, *((name, self.read(part, names)) for name, part in held)
+        held: dict[tuple[int, str], Any] = {}
+        asked = list(names)
+        for name in asked:  # grows by what the methods found ask for: `cls.helper()` may read `cls.scale`
+            for at, owner in enumerate(owners):
+                if name in vars(owner):
+                    held[at, name] = vars(owner)[name]
+                    if not isinstance(value, types.ModuleType):
+                        asked += [new for new in _names_of(held[at, name]) if new not in asked]
+        return value, *((key, self.read(part, tuple(asked))) for key, part in held.items())
 
-    def other(self, value: Any) -> Hashable:
+    def other(self, value: Any, names: tuple[str, ...]) -> Hashable:
         kind = type(value)
         if kind is types.BuiltinFunctionType:
             owner = value.__self__  # of a method, such as that of a generator of random numbers
@@ -132,7 +145,18 @@ class _Reader:
             return value  # a jitted function itself uses its first trace for good
         if any(getattr(kind, how) in (None, getattr(object, how)) for how in ("__eq__", "__hash__")):
             raise _Unknown  # it compares by identity, so its state could change unseen
-        return value
+        if _is_library(kind.__module__):
+            return value
+        # It compares by value, but its parts may have state.
+        slots = [slot for owner in kind.__mro__ for slot in vars(owner).get("__slots__", ()) if hasattr(value, slot)]
+        parts = getattr(value, "__dict__", {}) | {slot: getattr(value, slot) for slot in slots}
+        return value, self.namespace(kind, names), *((name, self.read(part, names)) for name, part in parts.items())
+
+
+def _names_of(value: Any) -> tuple[str, ...]:
+    """The names that a function or method uses."""
+    code = getattr(getattr(value, "__func__", value), "__code__", None)
+    return _names(code) if isinstance(code, types.CodeType) else ()
 
 
 def _is_library(module: str | None) -> bool:

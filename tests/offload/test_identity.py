@@ -1,5 +1,6 @@
 """Outside of `jit` a function that can be compared is traced and compiled once, and memory stays constant."""
 
+import dataclasses
 import functools
 import gc
 import math
@@ -9,6 +10,7 @@ import random
 import sys
 import time
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +126,29 @@ def test_closures_over_changed_values_are_traced_anew():
     class Config:
         scale = 2.0
 
-    class Inherited(Config):
+    class Meta(type):
+        pass
+
+    class Inherited(Config, metaclass=Meta):
+        @classmethod
+        def by_class(cls, x):
+            return cls.helper(jnp.sin(x))
+
+        @classmethod
+        def helper(cls, x):
+            return x * cls.factor
+
+    @dataclasses.dataclass(frozen=True)
+    class Frozen:
+        config: Any
+
+        def __call__(self, x):
+            return jnp.sin(x) * self.config.scale
+
+        def method(self, x):
+            return self(x)
+
+    class Number(float):
         pass
 
     @functools.wraps(jnp.sin)
@@ -142,7 +166,11 @@ def test_closures_over_changed_values_are_traced_anew():
     with_attribute.scale = 2.0
     settings = sys.modules["settings_of_a_test"] = types.ModuleType("settings_of_a_test")
     settings.scale = 2.0
-    config = Config()
+    config, number = Config(), Number(1.0)
+    frozen = Frozen(config)
+    Meta.above = Inherited.factor = number.scale = 2.0
+    lazy = types.ModuleType("lazy")
+    lazy.__getattr__ = lambda name: held["scale"]
     scale, array, numpy = 2.0, jnp.ones(64), np.ones(64)
 
     def helper(x):
@@ -161,6 +189,13 @@ def test_closures_over_changed_values_are_traced_anew():
         "default": lambda x, c=config: jnp.sin(x) * c.scale,
         "global": lambda x: jnp.sin(x) * SCALE,
         "inherited": lambda x: jnp.sin(x) * Inherited.scale,
+        "metaclass": lambda x: jnp.sin(x) * Inherited.above,
+        "class method": Inherited.by_class,
+        "class method called": lambda x: Inherited.by_class(x),
+        "part of a frozen object": frozen,
+        "method of a frozen object": frozen.method,
+        "attribute of a number": lambda x: jnp.sin(x) * number.scale,
+        "module with __getattr__": lambda x: jnp.sin(x) * lazy.scale,
         "wraps a library's": wraps,
         "attribute": with_attribute,
         "attribute of another": lambda x: jnp.sin(x) * with_attribute.scale,
@@ -181,7 +216,7 @@ def test_closures_over_changed_values_are_traced_anew():
     held["array"], held["numpy"] = held["array"], 2 * held["numpy"]
     check(2.0)
     globals()["SCALE"] = scale = config.scale = Config.scale = held["scale"] = 3.0
-    settings.scale = with_attribute.scale = 3.0
+    settings.scale = with_attribute.scale = Meta.above = Inherited.factor = number.scale = 3.0
     array, numpy = 1.5 * array, 1.5 * numpy
     held["numpy"] *= 1.5
     check(3.0)
