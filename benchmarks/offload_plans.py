@@ -9,7 +9,9 @@ A budget is a share of what the step takes with all state on the device. Adam, f
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
+import math
 import os
 import time
 from collections.abc import Callable
@@ -118,6 +120,8 @@ def run(name: str, make: Callable[[], tuple[Any, Any, Any]], shares: list[float]
     )
     everything = max(way.device_bytes for way in plan.ways)
     found: dict[str, Any] = {"planning_s": time.perf_counter() - begin, "all_on_the_device_gb": everything / 1e9}
+    rates = {name: value for name, value in dataclasses.asdict(plan.tiers).items() if value and math.isfinite(value)}
+    found |= {"measured_tiers": rates, "measured_cost": dataclasses.asdict(plan.costs[1])}
     for share in shares:
         try:
             part = plan.within(device_bytes=share * everything)

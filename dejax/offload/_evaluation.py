@@ -9,6 +9,12 @@ import jax
 from jax.extend import core
 
 _DEVICE = jax.memory.Space.Device
+ELEMENTWISE = frozenset(
+    """abs add and atan2 cbrt ceil clamp convert_element_type copy cos cosh div eq erf exp exp2 expm1 floor ge gt
+    integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision rem round
+    rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor""".split()
+)
+"""Names of primitives that compute each element of a result from the same elements of the operands."""
 
 
 class Demand:

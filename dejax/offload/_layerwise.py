@@ -22,7 +22,7 @@ from jax import Array
 from dejax import _compat
 from dejax.offload._layerwise_run import Run, count
 from dejax.offload._layerwise_settings import Kept, Place, Split, StackSettings, StackState
-from dejax.offload._moments import Tier, depends_on_inputs, shardings_of, tier_of
+from dejax.offload._moments import Tier, depends_on_inputs, require_one_device, shardings_of, tier_of
 from dejax.offload._state_store import StateStore
 from dejax.offload._store import ActivationStore
 
@@ -45,6 +45,9 @@ class StackStep(StackSettings):
             layers: pytree of arrays [layers, ...]; those that belong on the host may lie there.
         """
         outer, layers = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, layers))
+        if self.streams or self.path is not None:
+            why = "with streams=True" if self.path is None else "with a path"
+            require_one_device((outer, layers), "stack_step", why)
         flat, layers_tree = jax.tree.flatten(layers)
         count(flat)
         outer_split, split = self.split(outer, layers)
@@ -90,9 +93,11 @@ class StackStep(StackSettings):
             else:
                 one = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), layer_shapes)
                 first = jax.tree.leaves(self.tx.init(one))[i]
-                value = jnp.broadcast_to(first, leaf.shape)
+                near = place == "device" or isinstance(first, jax.core.Tracer)
+                # Not jnp's: the device never holds an array that belongs elsewhere.
+                value = jnp.broadcast_to(first, leaf.shape) if near else np.broadcast_to(np.asarray(first), leaf.shape)
             if sharding is not None:
-                value = jax.device_put(value, sharding)
+                value = jax.device_put(value, sharding.with_memory_kind("pinned_host") if place == "host" else sharding)
             made.append(self._put(value, place))
         return jax.tree.unflatten(treedef, made)
 

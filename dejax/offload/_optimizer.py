@@ -15,6 +15,8 @@ from jax.extend import core
 from dejax import _native
 from dejax._optional import optional
 from dejax.offload._evaluation import Demand, inlined
+from dejax.offload._first_state import LazyArray, first_state
+from dejax.offload._moments import require_one_device
 from dejax.offload._pieces import PIECE_BYTES, stream_state, unit_of
 from dejax.offload._state_store import StateStore, is_on_disk, store_at
 
@@ -43,6 +45,10 @@ def optimizer(
         where = jax.tree.map(lambda x: x.sharding, (params, state))
         step = jax.jit(step, donate_argnums=(0, 1), in_shardings=where, out_shardings=where)
 
+    `init` makes the state array by array where it belongs. Constants, such as Adam's zeros, never come to the device,
+    and copies of parameters pass through it in pieces. State of sharded parameters is sharded as they are. In
+    `jax.jit`, or where `tx.init` cannot be traced, the device holds the whole state first.
+
     Wrap gradient accumulation in it, `optimizer(optax.MultiSteps(tx, 4))`, not the other way round: `MultiSteps` would
     choose between state on the host and state on the device, which XLA refuses.
 
@@ -67,8 +73,9 @@ def optimizer(
 
     Raises:
         TypeError: `tx` has no `init` and `update`.
-        ValueError: `piece_bytes` or `ahead` is not positive; `path` with `streams=False`; with `path`: as `init` runs
-            inside of `jax.jit`, or `update` outside.
+        ValueError: `piece_bytes` or `ahead` is not positive; `path` with `streams=False`; as `init` runs: parameters on
+            several devices, with `path` or `streams=True`; with `path`: as `init` runs inside of `jax.jit`, or `update`
+            outside.
         FileNotFoundError, PermissionError: as `init` runs: `path` cannot be used.
         RuntimeError: as `init` runs: the drive is full.
         NativeExtensionError: with `streams=True` or `path`, the extension is missing.
@@ -88,7 +95,11 @@ def optimizer(
     moved = _Moved(min_bytes, path, piece_bytes)
 
     def init(params: Any) -> Any:
-        return jax.tree.map(moved.put, tx.init(params))
+        if path is not None or streams:
+            why = "with streams=True" if path is None else "with a path"
+            require_one_device(params, "offload.optimizer", why)
+        state = first_state(tx.init, params, moved.is_large, moved.put, piece_bytes)
+        return state if state is not None else jax.tree.map(moved.put, tx.init(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         traced = _trace_update(tx, state, (updates, params, extra))
@@ -130,18 +141,39 @@ class _Moved:
         return store_at(self.path)
 
     def is_large(self, x: Any) -> bool:
-        return hasattr(x, "dtype") and hasattr(x, "size") and x.size * np.dtype(x.dtype).itemsize >= self.min_bytes
+        if not (hasattr(x, "dtype") and hasattr(x, "size")) or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            return False  # a random key is no memory
+        return x.size * np.dtype(x.dtype).itemsize >= max(1, self.min_bytes)
 
-    def put(self, x: Any) -> Any:
+    def put(self, x: Any, sharding: Any = None) -> Any:
+        """An array of the state in its place.
+
+        Args:
+            x: the array, or a `LazyArray`.
+            sharding: of a lazy array, on several devices.
+        """
         if not self.is_large(x):
             return x
         if self.path is None:
-            return jax.device_put(x, _HOST)
+            return _in_host_memory(x, sharding) if isinstance(x, LazyArray) else jax.device_put(x, _HOST)
         if x.ndim == 0:
-            return x
+            return x.on_devices() if isinstance(x, LazyArray) else x
         if isinstance(x, jax.core.Tracer):
             raise ValueError("offload.optimizer: `init` must run outside of jax.jit with a path, got traced arrays")
         return self.disk.put(x, unit_of(x.shape, x.dtype, self.piece_bytes))
+
+
+def _in_host_memory(x: LazyArray, sharding: Any) -> Any:
+    if sharding is None:
+        return jax.device_put(np.asarray(x), _HOST)
+    if (value := x.constant) is None:
+        return jax.device_put(x.on_devices(), _HOST)  # each device has its part
+
+    def part(index: Any) -> np.ndarray[Any, Any]:
+        shape = [len(range(*at.indices(size))) for at, size in zip(index, x.shape, strict=True)]
+        return np.full(shape, value, x.dtype)
+
+    return jax.make_array_from_callback(x.shape, sharding.with_memory_kind("pinned_host"), part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,13 @@
 """An optimizer's update evaluated piece by piece, while other pieces of its state travel between host and device.
 
-`native/offload/pieces.h` says how the copies run. Here the update's jaxpr is cut into groups: the arrays of state that
+`_chain.py` has the calls that copy. Here the update's jaxpr is cut into groups: the arrays of state that
 are needed together (Adam's two moments of one parameter). A group whose update is elementwise is cut further, along its
 first axis.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -17,67 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from dejax import _native
-from dejax.offload._evaluation import Demand
+from dejax.offload._chain import Chain, Group, Piece
+from dejax.offload._disk_chain import DiskChain
+from dejax.offload._evaluation import ELEMENTWISE, Demand
 from dejax.offload._state_store import DiskArray, is_on_disk
 
 # 32 MiB take 0.65 ms over the bus: much longer than the launch of a piece, much shorter than a step.
 PIECE_BYTES = 32 << 20
-_ELEMENTWISE = frozenset(
-    """abs add and atan2 cbrt ceil clamp convert_element_type copy cos cosh div eq erf exp exp2 expm1 floor ge gt
-    integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision rem round
-    rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor""".split()
-)
-_BETWEEN, _BEGIN, _FINISH, _LOOP, _OPEN, _COMMIT = range(6)  # native/offload/pieces.h
-_sites = itertools.count(1)
-NO_LOOP = {
-    "slot": np.int64(0),
-    "pull_iterations": np.int64(0),
-    **dict.fromkeys(("pull_stride", "push_stride", "take_array", "take_offset", "take_stride"), np.zeros(0, np.int64)),
-}
-"""Attributes of a call that is in no loop."""
-
-
-def new_site() -> int:
-    """The number of a program's chain of calls."""
-    return next(_sites)
-
-
-@dataclass(slots=True)
-class Group:
-    """Arrays of state that are needed together.
-
-    Attributes:
-        state: their numbers.
-        outputs: numbers of the update's outputs that depend on them.
-        equations: the elementwise equations that compute these outputs; unused where the group is one piece.
-        tails: for outputs that are updates: the last equations, which are evaluated for all pieces at once.
-        shape: of its arrays as they are cut, along the first axis.
-    """
-
-    state: list[int]
-    outputs: list[int]
-    equations: list[Any] = field(default_factory=list)
-    tails: dict[int, list[Any]] = field(default_factory=dict)
-    shape: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Rows `begin` to `end` of a group's arrays, or all of them (`whole`)."""
-
-    group: Group
-    begin: int
-    end: int
-    whole: bool
-
-    def span(self, array: Any) -> tuple[int, int]:
-        """Offset and size in bytes of the piece of one of the group's arrays."""
-        itemsize = np.dtype(array.dtype).itemsize
-        if self.whole:
-            return 0, array.size * itemsize
-        row = int(np.prod(self.group.shape[1:], dtype=np.int64)) * itemsize
-        return self.begin * row, (self.end - self.begin) * row
 
 
 def stream_state(
@@ -105,7 +49,7 @@ def stream_state(
     pieces = [piece for group in groups for piece in _cut(evaluation, group, state, num_updates, piece_bytes)]
     arrays = {i: state[i] for group in groups for i in group.state}
     largest = max(sum(piece.span(state[i])[1] for i in piece.group.state) for piece in pieces)
-    kind = _DiskChain if any(map(is_on_disk, arrays.values())) else _Chain
+    kind = DiskChain if any(map(is_on_disk, arrays.values())) else Chain
     chain = kind(arrays, staging_bytes=2 * (ahead + 1) * largest)
     parts: dict[int, list[Any]] = {}
     chain.begin()
@@ -202,7 +146,7 @@ def _tail(evaluation: Demand, root: Any) -> list[Any]:
     To keep that, products with a scalar wait until the pieces are joined.
     """
     shape, tail = root.aval.shape, []
-    while (eqn := evaluation.producer.get(root)) is not None and eqn.primitive.name in _ELEMENTWISE:
+    while (eqn := evaluation.producer.get(root)) is not None and eqn.primitive.name in ELEMENTWISE:
         wide = [v for v in eqn.invars if not isinstance(v, core.Literal) and v.aval.shape == shape]
         if len(wide) != 1 or len(eqn.outvars) != 1:
             break
@@ -254,7 +198,7 @@ def _walk(
             continue
         depends[var] = any(depends[v] for v in eqn.invars if not isinstance(v, core.Literal))
         if (
-            eqn.primitive.name in _ELEMENTWISE
+            eqn.primitive.name in ELEMENTWISE
             and len(eqn.outvars) == 1
             and var.aval.shape == shape
             and all(v.aval.shape in (shape, ()) for v in eqn.invars)
@@ -310,166 +254,3 @@ def _join(evaluation: Demand, parts: list[Any], tail: Sequence[Any], var: Any) -
         wide = _wide(eqn)
         value = eqn.primitive.bind(*(value if v is wide else evaluation.value(v) for v in eqn.invars), **eqn.params)
     return value
-
-
-class _Chain:
-    """The FFI calls of one update, one after the other."""
-
-    def __init__(self, arrays: dict[int, Any], staging_bytes: int) -> None:
-        _native.extension("offload.optimizer")
-        self.arrays = dict(arrays)
-        self._staging_bytes = staging_bytes
-        self._site = new_site()
-        self._ticket: Any = jnp.zeros((2,), jnp.uint32)
-        self._given = 0
-        self._pulls: list[tuple[int, int, int]] = []
-        self._pushes: list[tuple[int, int, Any]] = []
-        self._after: list[Any] = []
-
-    def pull(self, piece: Piece) -> None:
-        """The next call begins to copy the piece to the device."""
-        self._pulls += [(i, *piece.span(self.arrays[i])) for i in piece.group.state]
-
-    def push(self, i: int, piece: Piece, value: Any) -> None:
-        """The next call begins to copy a piece of array i's new value to the host."""
-        self._pushes.append((i, piece.span(self.arrays[i])[0], value))
-
-    def wait_for(self, value: Any) -> Any:
-        """`value`, computed before the next call: XLA might otherwise keep its operands until the end."""
-        value = jax.lax.optimization_barrier(value)
-        self._after.append(value)
-        return value
-
-    def begin(self) -> None:
-        """Makes the host arrays the program's own."""
-        numbers = sorted(self.arrays)
-        mine = self._ffi(_BEGIN, numbers, [jax.typeof(self.arrays[i]) for i in numbers])(
-            *(self.arrays[i] for i in numbers)
-        )
-        self.arrays.update(zip(numbers, mine, strict=True))
-
-    def call(self, take: Piece | None = None) -> list[Any]:
-        """Makes the next call; returns the arrays of the piece to take, which was pulled `ahead` calls before."""
-        numbers = sorted({i for i, *_ in (*self._pulls, *self._pushes)})
-        results: list[Any] = [jax.typeof(self._ticket)]
-        if take is not None:
-            for i in take.group.state:
-                array = self.arrays[i]
-                shape = array.shape if take.whole else (take.end - take.begin, *take.group.shape[1:])
-                results.append(jax.ShapeDtypeStruct(shape, array.dtype))
-        ffi = self._ffi(_BETWEEN, numbers, results)
-        self._ticket, *taken = ffi(self._ticket, *(self.arrays[i] for i in numbers), *self._operands())
-        self._given += len(taken)
-        return list(jax.lax.optimization_barrier(taken))  # as in _operands
-
-    def finish(self) -> None:
-        """Makes the last call, which waits for all copies."""
-        numbers = sorted(self.arrays)
-        ffi = self._ffi(_FINISH, numbers, [jax.typeof(self.arrays[i]) for i in numbers])
-        done = ffi(*(self.arrays[i] for i in numbers), self._ticket, *self._operands())
-        self.arrays.update(zip(numbers, done, strict=True))
-
-    def _operands(self) -> list[Any]:
-        values = [*(value for *_, value in self._pushes), *self._after]
-        self._pulls, self._pushes, self._after = [], [], []
-        # XLA folds slices into calls that take or return them, and jax 0.11 keeps the replaced call where it has side
-        # effects: it would run twice. XLA does not look through barriers.
-        return list(jax.lax.optimization_barrier(values))
-
-    def _ffi(self, mode: int, numbers: list[int], results: list[Any]) -> Any:
-        at = {number: position for position, number in enumerate(numbers)}
-        through = 1 if mode == _BETWEEN else len(numbers)
-        ffi = jax.ffi.ffi_call(
-            "dejax_offload_pieces",
-            tuple(results),
-            has_side_effect=True,
-            input_output_aliases={k: k for k in range(through)},
-        )
-        attributes = {
-            "site": np.int64(self._site),
-            "mode": np.int64(mode),
-            "first_tag": np.int64(self._given),
-            "staging_bytes": np.int64(self._staging_bytes),
-            "arrays": np.array(numbers, np.int64),
-            "pull_array": np.array([at[i] for i, *_ in self._pulls], np.int64),
-            "pull_offset": np.array([offset for _, offset, _ in self._pulls], np.int64),
-            "pull_bytes": np.array([nbytes for *_, nbytes in self._pulls], np.int64),
-            "push_array": np.array([at[i] for i, *_ in self._pushes], np.int64),
-            "push_offset": np.array([offset for _, offset, _ in self._pushes], np.int64),
-            **NO_LOOP,
-        }
-
-        def call(*operands: Any) -> Any:
-            with jax.named_scope("offload_pieces"):
-                return ffi(*operands, **attributes)
-
-        return call
-
-
-class _DiskChain(_Chain):
-    """The same for arrays on disk, which are no operands: the calls name them by their numbers."""
-
-    def __init__(self, arrays: dict[int, Any], staging_bytes: int) -> None:
-        super().__init__(arrays, staging_bytes)
-        self._slots = 0
-
-    def begin(self) -> None:
-        """Names the arrays and the versions that the update goes on from."""
-        numbers = sorted(self.arrays)
-        tickets = jnp.stack([self.arrays[i].ticket for i in numbers])
-        sizes = np.array([self.arrays[i].nbytes for i in numbers], np.int64)
-        self._ticket = self._call(_OPEN, {"arrays": np.array(numbers, np.int64), "pull_bytes": sizes}, tickets)[0]
-
-    def call(self, take: Piece | None = None) -> list[Any]:
-        taken = [] if take is None else [(i, *take.span(self.arrays[i])) for i in take.group.state]
-        results = []
-        for i, *_ in taken:
-            assert take is not None
-            array = self.arrays[i]
-            shape = array.shape if take.whole else (take.end - take.begin, *take.group.shape[1:])
-            results.append(jax.ShapeDtypeStruct(shape, array.dtype))
-        attributes: dict[str, Any] = {"slot": np.int64(self._slots), "pull_iterations": np.int64(1)}
-        self._slots += 1
-        places: dict[str, Sequence[Any]] = {
-            "take": [x[:2] for x in taken],
-            "pull": [x[:2] for x in self._pulls],
-            "push": self._pushes,
-        }
-        for name, some in places.items():
-            attributes[f"{name}_array"] = np.array([x[0] for x in some], np.int64)
-            attributes[f"{name}_offset"] = np.array([x[1] for x in some], np.int64)
-            attributes[f"{name}_stride"] = np.zeros(len(some), np.int64)
-        attributes["pull_bytes"] = np.array([x[2] for x in self._pulls], np.int64)
-        self._ticket, *values = self._call(_LOOP, attributes, *self._operands(), results=results)
-        return list(jax.lax.optimization_barrier(values))
-
-    def finish(self) -> None:
-        """Makes the last calls; the arrays then have the tickets of their next version."""
-        if self._pushes or self._after:
-            self.call()
-        self._ticket = self._call(_COMMIT, {"arrays": np.array(sorted(self.arrays), np.int64)})[0]
-        self._ticket = self._call(_FINISH, {})[0]
-        for i, array in self.arrays.items():
-            # The chain's ticket holds zeros, which XLA does not know. A barrier with one used result would not wait.
-            self.arrays[i] = array.next_version(array.ticket + self._ticket[0])
-
-    def _call(self, mode: int, attributes: dict[str, Any], *operands: Any, results: Sequence[Any] = ()) -> Any:
-        ffi = jax.ffi.ffi_call(
-            "dejax_offload_pieces",
-            (jax.typeof(self._ticket), *results),
-            has_side_effect=True,
-            input_output_aliases={0: 0},
-        )
-        empty = np.zeros(0, np.int64)
-        given = {
-            "site": np.int64(self._site),
-            "mode": np.int64(mode),
-            "first_tag": np.int64(0),
-            "staging_bytes": np.int64(self._staging_bytes),
-            "arrays": empty,
-            **dict.fromkeys(("pull_array", "pull_offset", "pull_bytes", "push_array", "push_offset"), empty),
-            **NO_LOOP,
-            **attributes,
-        }
-        with jax.named_scope("offload_pieces"):
-            return ffi(self._ticket, *operands, **given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 import time
@@ -13,9 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dejax import _native
 from dejax.offload import _calls, _current
 from dejax.offload._boundary import ring_bytes
 from dejax.offload._residuals import Residual, make_plan
+from dejax.offload._rows import HostRows, Walk
 from dejax.offload._state_store import StateStore, store_at
 from dejax.offload._store import ActivationStore
 
@@ -27,6 +30,23 @@ _drives: dict[tuple[Any, ...], tuple[float, float]] = {}
 
 
 @dataclass(frozen=True, slots=True)
+class Traffic:
+    """What moves during one phase of a step.
+
+    Attributes:
+        in_bytes, out_bytes: over the bus, to the device and from it.
+        drive_seconds: that a drive takes for its part.
+    """
+
+    in_bytes: float = 0.0
+    out_bytes: float = 0.0
+    drive_seconds: float = 0.0
+
+
+NOTHING = Traffic()
+
+
+@dataclass(frozen=True, slots=True)
 class Tiers:
     """Where offloaded tensors can go, and how fast.
 
@@ -35,6 +55,7 @@ class Tiers:
         host_bytes: size of host memory.
         disk_bytes: size of the disk tier; 0: there is none.
         write_bandwidth, read_bandwidth: bytes a second of the disk tier.
+        out_duplex, in_duplex: bytes a second of each direction of the bus while both are busy. None: as alone.
     """
 
     out_bandwidth: float
@@ -43,6 +64,19 @@ class Tiers:
     disk_bytes: float = 0.0
     write_bandwidth: float = float("inf")
     read_bandwidth: float = float("inf")
+    out_duplex: float | None = None
+    in_duplex: float | None = None
+
+    def bus_seconds(self, moved: Traffic) -> float:
+        """The time of copies that run in both directions at once: first both, then the rest of one of them."""
+        alone = max(moved.in_bytes / self.in_bandwidth, moved.out_bytes / self.out_bandwidth)
+        into = self.in_bandwidth if self.in_duplex is None else min(self.in_duplex, self.in_bandwidth)
+        out = self.out_bandwidth if self.out_duplex is None else min(self.out_duplex, self.out_bandwidth)
+        both = min(moved.in_bytes / into, moved.out_bytes / out)
+        if both <= 0:
+            return alone
+        rest_in, rest_out = moved.in_bytes - both * into, moved.out_bytes - both * out
+        return both + max(0.0, rest_in / self.in_bandwidth, rest_out / self.out_bandwidth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +94,15 @@ class Placement:
     stall_seconds: float
 
 
-def place(stored: float, ring: float, forward: float, backward: float, tiers: Tiers) -> Placement | None:
+def place(
+    stored: float,
+    ring: float,
+    forward: float,
+    backward: float,
+    tiers: Tiers,
+    with_forward: Traffic = NOTHING,
+    with_backward: Traffic = NOTHING,
+) -> Placement | None:
     """Predicts where stored bytes lie, and how long a step waits for them.
 
     All bytes but the ring's leave the device while forward runs; where the bus is slower, the compute stream waits.
@@ -73,34 +115,47 @@ def place(stored: float, ring: float, forward: float, backward: float, tiers: Ti
         forward: seconds of the layers that store.
         backward: seconds of the layers that fetch.
         tiers: the tiers below the ring.
+        with_forward, with_backward: what else goes over the bus meanwhile; waits for it are counted, too.
 
     Returns:
         None where the tiers are too small.
     """
-    if stored <= 0:
-        return Placement(0.0, 0.0, 0.0, 0.0)
     travels = max(0.0, stored - ring)
     on_disk = 0.0
     if tiers.disk_bytes > 0:
         on_disk = max(0.0, travels - tiers.host_bytes * (1 - _KEPT_FREE))
     if on_disk > tiers.disk_bytes or travels - on_disk > tiers.host_bytes:
         return None
-    share = travels / stored
-    waiting = max(0.0, travels / tiers.out_bandwidth - forward, on_disk / tiers.write_bandwidth - share * forward)
-    waiting += max(0.0, travels / tiers.in_bandwidth - backward, on_disk / tiers.read_bandwidth - share * backward)
+    share = travels / stored if stored > 0 else 0.0
+    out = tiers.bus_seconds(Traffic(with_forward.in_bytes, with_forward.out_bytes + travels))
+    back = tiers.bus_seconds(Traffic(with_backward.in_bytes + travels, with_backward.out_bytes))
+    written, read = on_disk / tiers.write_bandwidth, on_disk / tiers.read_bandwidth
+    waiting = max(0.0, out - forward, with_forward.drive_seconds - forward, written - share * forward)
+    waiting += max(0.0, back - backward, with_backward.drive_seconds - backward, read - share * backward)
     return Placement(min(ring, stored), travels - on_disk, on_disk, waiting)
 
 
-def tiers_of(store: ActivationStore | None) -> Tiers:
-    """Measures the bus and the store's drive."""
-    out, back = bandwidths() if jax.default_backend() == "gpu" else (float("inf"), float("inf"))
+def tiers_of(store: ActivationStore | None, *, duplex: bool = False) -> Tiers:
+    """Measures the bus and the store's drive.
+
+    Args:
+        store: for activations.
+        duplex: measure the bus with both directions busy, too. Activations do not need it: they leave in forward and
+            come back in backward.
+    """
+    gpu = jax.default_backend() == "gpu"
+    tiers = Tiers(*bandwidths()) if gpu else Tiers(float("inf"), float("inf"))
+    if gpu and duplex and _native.unavailable_reason() is None:
+        both = duplex_bandwidth()
+        tiers = dataclasses.replace(tiers, out_duplex=both, in_duplex=both)
     if store is None:
-        return Tiers(out, back)
+        return tiers
+    tiers = dataclasses.replace(tiers, host_bytes=store.host_bytes)
     if not store.paths:
-        return Tiers(out, back, store.host_bytes)
+        return tiers
     write, read = drive_bandwidths(store)
     disk = float("inf") if store.disk_bytes is None else store.disk_bytes
-    return Tiers(out, back, store.host_bytes, disk, write, read)
+    return dataclasses.replace(tiers, disk_bytes=disk, write_bandwidth=write, read_bandwidth=read)
 
 
 def drive_bandwidths(store: ActivationStore, nbytes: int = 1 << 30) -> tuple[float, float]:
@@ -285,6 +340,42 @@ def device_bandwidth(nbytes: int = 1 << 26) -> float:
     x = jnp.zeros(nbytes // 4, jnp.float32)
     copy = jax.jit(lambda x: x + 1)
     return 2 * nbytes / max(1e-9, timed(lambda: copy(x), seconds=0.02))
+
+
+@functools.cache
+def duplex_bandwidth(row_bytes: int = 32 << 20, lengths: tuple[int, int] = (4, 16)) -> float:
+    """Bytes a second of each direction of the bus while both are busy; measured once in each process.
+
+    Rows in host memory come to the device and go back in a loop, as a step's state does. The difference of two lengths
+    leaves out the first row's way in and the last one's way out.
+    """
+    device = jax.local_devices()[0]
+
+    def seconds(length: int) -> float:
+        host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+
+        def there_and_back(rows: Any) -> Any:
+            moved = HostRows([rows], 4 * row_bytes)
+            walk = Walk((0,), length, False, 1)
+            ticket = moved.first_rows(moved.begin(), walk)
+
+            def one(ticket: Any, _: Any) -> tuple[Any, None]:
+                ticket, arrived = moved.take(ticket, walk)
+                return moved.put(ticket, walk, (0,), arrived), None
+
+            return moved.finish(jax.lax.scan(one, ticket, length=length)[0])[0]
+
+        run = jax.jit(there_and_back, donate_argnums=0, in_shardings=host, out_shardings=host)
+        held = [jax.device_put(np.zeros((length, row_bytes // 4), np.float32), host)]
+
+        def once() -> Any:
+            held[0] = run(held[0])
+            return held[0]
+
+        return timed(once, seconds=0.05)
+
+    short, long = map(seconds, lengths)
+    return (lengths[1] - lengths[0]) * row_bytes / max(1e-9, long - short)
 
 
 def bandwidths(nbytes: int = 1 << 28, count: int = 4) -> tuple[float, float]:

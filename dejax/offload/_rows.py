@@ -17,10 +17,9 @@ import numpy as np
 from jax import Array
 
 from dejax import _native
-from dejax.offload._pieces import new_site
+from dejax.offload._chain import BEGIN, BETWEEN, COMMIT, FINISH, LOOP, OPEN, new_site
 from dejax.offload._state_store import is_on_disk
 
-_BETWEEN, _BEGIN, _FINISH, _LOOP, _OPEN, _COMMIT = range(6)  # native/offload/pieces.h
 _EMPTY = np.zeros(0, np.int64)
 
 
@@ -73,16 +72,16 @@ class HostRows:
         """Makes the arrays the program's own if it changes them; returns the ticket that the next call takes."""
         near = [self.arrays[k] for k in self._near]
         if changes and near:
-            near = list(self._ffi(_BEGIN, self._avals, {k: k for k in range(len(near))}, self._near)(*near))
+            near = list(self._ffi(BEGIN, self._avals, {k: k for k in range(len(near))}, self._near)(*near))
             for k, array in zip(self._near, near, strict=True):
                 self.arrays[k] = array
         ticket = jnp.zeros((2,), jnp.uint32)
-        ticket = self._ffi(_BETWEEN, [jax.typeof(ticket)], {0: 0}, self._near)(ticket, *near)[0]
+        ticket = self._ffi(BETWEEN, [jax.typeof(ticket)], {0: 0}, self._near)(ticket, *near)[0]
         if not self._on_disk:
             return ticket
         sizes = {"pull_bytes": np.array([self.arrays[k].nbytes for k in self._on_disk], np.int64)}
         tickets = jnp.stack([self.arrays[k].ticket for k in self._on_disk])
-        return self._ffi(_OPEN, [jax.typeof(ticket)], {0: 0}, self._on_disk, sizes)(ticket, tickets)[0]
+        return self._ffi(OPEN, [jax.typeof(ticket)], {0: 0}, self._on_disk, sizes)(ticket, tickets)[0]
 
     def first_rows(self, ticket: Array, walk: Walk) -> Array:
         """Begins to copy the rows of the first iterations to the device."""
@@ -118,16 +117,16 @@ class HostRows:
         through = {k: k for k in range(len(near))}
         waited = jax.lax.optimization_barrier([ticket, *after])
         if not near:
-            self._finish_disk(self._ffi(_FINISH, [jax.typeof(ticket)], {0: 0}, ())(*waited)[0])
+            self._finish_disk(self._ffi(FINISH, [jax.typeof(ticket)], {0: 0}, ())(*waited)[0])
             return self.arrays
-        near = list(self._ffi(_FINISH, self._avals, through, self._near)(*near, *waited))
+        near = list(self._ffi(FINISH, self._avals, through, self._near)(*near, *waited))
         for k, array in zip(self._near, near, strict=True):
             self.arrays[k] = array
         self._finish_disk(ticket)
         return self.arrays
 
     def _commit(self, ticket: Array) -> Array:
-        committed: Array = self._ffi(_COMMIT, [jax.typeof(ticket)], {0: 0}, sorted(self._changed))(ticket)[0]
+        committed: Array = self._ffi(COMMIT, [jax.typeof(ticket)], {0: 0}, sorted(self._changed))(ticket)[0]
         return committed
 
     def _finish_disk(self, ticket: Array) -> None:
@@ -139,7 +138,7 @@ class HostRows:
     def finish_reading(self, ticket: Array, value: Array) -> Array:
         """Ends a program that only reads: the call has side effects, so it runs although nothing uses its result."""
         ticket, value = jax.lax.optimization_barrier((ticket, value))
-        self._ffi(_FINISH, [jax.typeof(ticket)], {0: 0}, ())(ticket)
+        self._ffi(FINISH, [jax.typeof(ticket)], {0: 0}, ())(ticket)
         return value
 
     def _loop(
@@ -161,7 +160,7 @@ class HostRows:
             attributes[f"{name}_offset"] = np.array(offsets, np.int64)
             attributes[f"{name}_stride"] = np.array(strides, np.int64)
         attributes["pull_bytes"] = np.array([self._rows[i] for i in pulls[0]], np.int64)
-        call = self._ffi(_LOOP, results, {0: 0}, (), attributes)
+        call = self._ffi(LOOP, results, {0: 0}, (), attributes)
         # XLA folds slices into calls that take or return them; it does not look through barriers.
         ticket, *taken = call(*jax.lax.optimization_barrier([ticket, *values]))
         return ticket, list(jax.lax.optimization_barrier(taken))

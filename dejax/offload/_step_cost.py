@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dejax.offload._layerwise_run import STAGED_LAYERS
 from dejax.offload._moments import Tier
-from dejax.offload._profile import Tiers, place
+from dejax.offload._profile import NOTHING, Tiers, Traffic, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,16 @@ class Drive:
 FREED, NO_DRIVE = KeptGradients(), Drive()
 
 
+def _ends(seconds: float, traffic: Traffic, tiers: Tiers) -> float:
+    """What a loop takes beyond its slowest part, times its number of layers.
+
+    The first layer waits for its rows, and the loop ends when the last layer's rows are back. So of the ways in and out
+    and the arithmetic, all but the slowest add the time of one layer.
+    """
+    parts = (seconds, traffic.in_bytes / tiers.in_bandwidth, traffic.out_bytes / tiers.out_bandwidth)
+    return sum(parts) - max(parts)
+
+
 def predict(
     far: Sequence[Leaf],
     state_bytes: float,
@@ -123,20 +133,19 @@ def predict(
     ring = min(stored, 2 * cost.input_bytes)
     forward = num_layers * cost.forward_seconds
     backward = num_layers * max(0.0, cost.layer_seconds - cost.forward_seconds)
-    # Both share the bus: what parameters and moments leave of the time belongs to activations.
-    wait_forward = max(0.0, params / tiers.in_bandwidth - forward, drive.param_seconds - forward)
     if kept.freed:
-        both = max(moved / tiers.in_bandwidth, back / tiers.out_bandwidth)
-        wait_backward, wait_update = max(0.0, both - backward, drive.seconds - backward), 0.0
+        in_backward, in_update = Traffic(moved, back, drive.seconds), NOTHING
     else:  # the update comes after backward, and next to no arithmetic hides its copies
-        both = max(params / tiers.in_bandwidth, kept.far_bytes / tiers.out_bandwidth)
-        wait_backward = max(0.0, both - backward, drive.param_seconds - backward)
-        wait_update = max((moved + kept.far_bytes) / tiers.in_bandwidth, back / tiers.out_bandwidth, drive.seconds)
+        in_backward = Traffic(params, kept.far_bytes, drive.param_seconds)
+        in_update = Traffic(moved + kept.far_bytes, back, drive.seconds)
+    in_forward = Traffic(params, 0.0, drive.param_seconds)
     left = dataclasses.replace(tiers, host_bytes=max(0.0, tiers.host_bytes - held - kept.far_bytes))
-    where = place(stored, ring, max(0.0, forward + wait_forward), max(0.0, backward + wait_backward - both), left)
+    where = place(stored, ring, forward, backward, left, in_forward, in_backward)
     if where is None:
         return None
-    stall = wait_forward + wait_backward + wait_update + where.stall_seconds
+    stall = where.stall_seconds + max(tiers.bus_seconds(in_update), in_update.drive_seconds)
+    for seconds, traffic in ((forward, in_forward), (backward, in_backward), (0.0, in_update)):
+        stall += _ends(seconds, traffic, tiers) / num_layers
     inputs = 0 if activations == "host" else num_layers * cost.input_bytes
     device = state_bytes - moved + cost.base_bytes + num_layers * cost.layer_bytes + inputs - kept.far_bytes
     staging = ring + STAGED_LAYERS * (moved + kept.far_bytes) / num_layers

@@ -1,7 +1,8 @@
 """Where the state of a training step lies, chosen from measured times and sizes and budgets of memory.
 
 Short stacks of the user's own layers are compiled and timed with all of their state on the device. Memory and time of
-the whole stack follow: state that lies on the host costs its bytes over the bus, beside the arithmetic of the layers.
+the whole stack follow: state that lies on the host costs its bytes over the bus, alongside the arithmetic of the
+layers. Where both directions of the bus are busy, the bus has the rate that was measured so.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import itertools
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,7 @@ class StepPlan:
         ways: every way that was considered.
         num_layers: of the stack.
         tiers: measured bandwidths, and the sizes of host memory and of the drive for activations.
+        costs: measured short stacks, by number of microbatches.
         device_bytes, host_bytes, disk_bytes: the budgets.
         measured: (device bytes, seconds) of the chosen way, after `measure`.
     """
@@ -54,6 +56,7 @@ class StepPlan:
     ways: list[StepWay]
     num_layers: int
     tiers: Tiers
+    costs: Mapping[int, Cost]
     device_bytes: float
     host_bytes: float
     disk_bytes: float
@@ -196,7 +199,7 @@ def plan_step(
     host_bytes = _memory.available_memory() / 2 if host_bytes is None else host_bytes
     if disk_bytes is None:
         disk_bytes = float("inf") if path is None else _free_bytes(path)
-    tiers = dataclasses.replace(tiers_of(store), host_bytes=host_bytes)
+    tiers = dataclasses.replace(tiers_of(store, duplex=True), host_bytes=host_bytes)
     drive = NO_DRIVE if path is None else Drive((), *state_bandwidths(path))
     step = make()
     leaves, kept = _leaves(step, outer, layers), _kept(step, outer, layers)
@@ -208,15 +211,15 @@ def plan_step(
         key=lambda leaf: (leaf.is_param, -leaf.nbytes),
     )
     ways = []
-    for count in microbatches:
-        cost = _cost(make, outer, layers, batch, count)
+    costs = {count: _cost(make, outer, layers, batch, count) for count in microbatches}
+    for count, cost in costs.items():
         for (on_disk, moved), activations in itertools.product(_cuts(len(movable), path), ("device", "host")):
             some = dataclasses.replace(drive, leaves=tuple(movable[:on_disk]))
             far = movable[on_disk:moved]
             way = predict(far, total + fixed, cost, num_layers, count, activations, tiers, kept, some)  # type: ignore[arg-type]
             ways += [] if way is None else [way]
     budgets: dict[str, Any] = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
-    return StepPlan(_choose(ways, **budgets), ways, num_layers, tiers, **budgets, _make=make)
+    return StepPlan(_choose(ways, **budgets), ways, num_layers, tiers, costs, **budgets, _make=make)
 
 
 def _excess(way: StepWay, budgets: dict[str, float]) -> set[str]:

@@ -15,18 +15,18 @@ namespace nb = nanobind;
 namespace dejax::offload {
 namespace {
 
+void Set(DiskOptions* options, std::vector<std::string> folders, int64_t disk_bytes, int64_t chunk_bytes, int num_threads,
+         bool direct, bool checksum) {
+  *options = {std::move(folders), disk_bytes, chunk_bytes, num_threads, direct, checksum};
+}
+
 std::shared_ptr<Store> Open(int64_t device_bytes, int64_t host_bytes, int64_t disk_bytes,
                             std::vector<std::string> folders, int64_t chunk_bytes, int num_threads, bool direct,
                             bool checksum, bool external) {
   Options options;
+  Set(&options, std::move(folders), disk_bytes, chunk_bytes, num_threads, direct, checksum);
   options.device_bytes = device_bytes;
   options.host_bytes = host_bytes;
-  options.disk_bytes = disk_bytes;
-  options.folders = std::move(folders);
-  options.chunk_bytes = chunk_bytes;
-  options.num_threads = num_threads;
-  options.direct = direct;
-  options.checksum = checksum;
   options.external = external;
   return Store::Open(options);
 }
@@ -34,13 +34,8 @@ std::shared_ptr<Store> Open(int64_t device_bytes, int64_t host_bytes, int64_t di
 std::shared_ptr<StateDisk> OpenStateDisk(std::vector<std::string> folders, int64_t disk_bytes, int64_t host_bytes,
                                          int64_t chunk_bytes, int num_threads, bool direct, bool checksum) {
   StateDisk::Options options;
-  options.folders = std::move(folders);
-  options.disk_bytes = disk_bytes;
+  Set(&options, std::move(folders), disk_bytes, chunk_bytes, num_threads, direct, checksum);
   options.host_bytes = host_bytes;
-  options.chunk_bytes = chunk_bytes;
-  options.num_threads = num_threads;
-  options.direct = direct;
-  options.checksum = checksum;
   return StateDisk::Open(options);
 }
 

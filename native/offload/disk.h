@@ -16,6 +16,18 @@ namespace dejax::offload {
 constexpr int64_t kPage = 4096;
 constexpr int kFilesPerPath = 16;
 
+constexpr int64_t WholePages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+// What every store with files is told.
+struct DiskOptions {
+  std::vector<std::string> folders;  // empty: no files
+  int64_t disk_bytes = -1;           // cap of the files' size; -1: no cap
+  int64_t chunk_bytes = 8 << 20;
+  int num_threads = 8;
+  bool direct = true;
+  bool checksum = true;
+};
+
 struct Chunk {
   int path = 0;
   int file = 0;        // direct engine only

@@ -13,15 +13,9 @@
 
 namespace dejax::offload {
 
-struct Options {
+struct Options : DiskOptions {
   int64_t device_bytes = -1;  // size of each device's ring; -1: what the programs ask for
   int64_t host_bytes = 0;
-  int64_t disk_bytes = -1;           // cap of the files' size; -1: no cap
-  std::vector<std::string> folders;  // empty: no disk tier
-  int64_t chunk_bytes = 8 << 20;
-  int num_threads = 8;
-  bool direct = true;
-  bool checksum = true;
   bool external = false;  // an engine outside of the store reads and writes the chunks
 };
 

@@ -68,6 +68,11 @@ std::shared_ptr<Store> FindStore(int64_t number) {
   const std::lock_guard<std::mutex> lock(stores.mutex);
   const auto found = stores.by_number.find(number);
   if (found == stores.by_number.end()) {
+    if (number == 0) {
+      throw std::runtime_error("offload: a fetch must have a handle, got none: its tensor was stored in a branch that was "
+                               "not taken. `jax.vmap` of `cond` or `switch` by a batched index runs all branches: offload "
+                               "around the branches in place of inside, or map with jax.lax.map");
+    }
     throw std::runtime_error("offload: the store was closed before this step ran; keep it open until the last step has "
                              "ended (jax.block_until_ready)");
   }

@@ -1,17 +1,11 @@
 #include "state_disk.h"
 
 #include <algorithm>
-#include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 
-#include "../thread_name.h"
-
 namespace dejax::offload {
 namespace {
-
-int64_t WholePages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 struct OpenDisks {
   std::mutex mutex;
@@ -37,87 +31,6 @@ int64_t NewNumber() {
 }
 
 }  // namespace
-
-StateBuffers::~StateBuffers() {
-  for (const StateBuffer& buffer : free_) Free(buffer);
-}
-
-std::shared_ptr<StateBuffer> StateBuffers::Take(int64_t bytes, bool write, int64_t cap, bool pinned) {
-  bytes = std::max(kPage, WholePages(bytes));
-  const auto fits = [&](const StateBuffer& b) {
-    return b.pinned == pinned && b.capacity >= bytes && b.capacity <= bytes + bytes / 2;
-  };
-  std::list<StateBuffer> dropped;
-  StateBuffer found;
-  {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (write) {
-      returned_.wait(lock, [&] { return writing_ == 0 || writing_ + bytes <= cap; });
-      writing_ += bytes;
-    }
-    const auto at = std::find_if(free_.begin(), free_.end(), fits);
-    if (at != free_.end()) {
-      found = *at;
-      free_.erase(at);
-      used_ += found.capacity;
-    } else {
-      // Free buffers of other sizes stay for later layers: pinned memory takes long to make.
-      while (!free_.empty() && held_ + bytes > 2 * std::max(most_used_, used_ + bytes)) {
-        held_ -= free_.front().capacity;
-        dropped.splice(dropped.end(), free_, free_.begin());
-      }
-      held_ += bytes;
-      used_ += bytes;
-      peak_ = std::max(peak_, held_);
-    }
-    most_used_ = std::max(most_used_, used_);
-  }
-  for (const StateBuffer& buffer : dropped) Free(buffer);
-  if (found.data == nullptr) {
-    found.capacity = bytes;
-    found.pinned = pinned;
-    void* data = nullptr;
-    const bool failed = pinned ? GetCalls().host_alloc(&data, static_cast<size_t>(bytes), /*portable | device map*/ 3) != 0
-                               : posix_memalign(&data, kPage, static_cast<size_t>(bytes)) != 0;
-    if (failed) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      held_ -= bytes;
-      used_ -= bytes;
-      if (write) writing_ -= bytes;
-      returned_.notify_all();
-      throw std::runtime_error("offload: no host memory is left for " + std::to_string(bytes) +
-                               " bytes of state on their way to or from the drive; give a smaller `ahead`");
-    }
-    found.data = static_cast<char*>(data);
-  }
-  auto self = shared_from_this();
-  return std::shared_ptr<StateBuffer>(new StateBuffer(found), [self, written = write ? bytes : 0](StateBuffer* buffer) {
-    self->GiveBack(*buffer, written);
-    delete buffer;
-  });
-}
-
-void StateBuffers::GiveBack(const StateBuffer& buffer, int64_t written) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  free_.push_back(buffer);
-  used_ -= buffer.capacity;
-  writing_ -= written;
-  returned_.notify_all();
-}
-
-void StateBuffers::Free(const StateBuffer& buffer) {
-  if (!buffer.pinned) {
-    std::free(buffer.data);
-    return;
-  }
-  if (buffer.busy) GetCalls().event_synchronize(buffer.busy.get());
-  GetCalls().host_free(buffer.data);
-}
-
-int64_t StateBuffers::peak_bytes() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return peak_;
-}
 
 std::shared_ptr<StateDisk> StateDisk::Open(const Options& options) {
   auto disk = std::make_shared<StateDisk>(options);
@@ -317,31 +230,6 @@ std::vector<StateIoPtr> StateDisk::Write(int64_t number, int64_t version, int64_
   return found;
 }
 
-void StateDisk::Submit(const StateIoPtr& io) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (closing_ || io->array->removed) {
-    io->error = closing_ ? "offload: the StateStore is closed" : "offload: `state` was removed from its StateStore";
-    io->done = true;
-    done_.notify_all();
-    throw std::runtime_error(io->error);
-  }
-  for (size_t i = 0; i < io->left; ++i) (io->write ? writes_ : reads_).push_back({io, i});
-  ready_.notify_all();
-}
-
-bool StateDisk::IsDone(const StateIoPtr& io) const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return io->done;
-}
-
-void StateDisk::WaitFor(const StateIoPtr& io) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  const auto begin = std::chrono::steady_clock::now();
-  done_.wait(lock, [&] { return io->done; });
-  stats_.wait_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  if (!io->error.empty()) throw std::runtime_error(io->error);
-}
-
 void StateDisk::Commit(int64_t number, int64_t version) {
   std::lock_guard<std::mutex> lock(mutex_);
   const std::shared_ptr<StateArray> array = ArrayOf(number);
@@ -404,82 +292,6 @@ StateDisk::Stats StateDisk::GetStats() const {
   stats.disk_bytes = disk_ ? disk_->bytes_held() : 0;
   stats.peak_host_bytes = buffers_->peak_bytes();
   return stats;
-}
-
-void StateDisk::Intercept(std::shared_ptr<Interceptor> interceptor) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  interceptor_ = std::move(interceptor);
-}
-
-void StateDisk::Work() {
-  NameThisThread("dejax-state");
-  std::unique_lock<std::mutex> lock(mutex_);
-  // Writes may wait for the GPU. Half of the threads are left to reads, which steps wait for.
-  const int most_writes = std::max(1, options_.num_threads / 2);
-  while (true) {
-    ready_.wait(lock, [&] {
-      return !reads_.empty() || (!writes_.empty() && writing_ < most_writes) || (closing_ && writes_.empty());
-    });
-    if (reads_.empty() && writes_.empty()) return;
-    std::deque<Job>& queue = reads_.empty() ? writes_ : reads_;
-    Job job = queue.front();
-    queue.pop_front();
-    ++running_;
-    writing_ += job.io->write;
-    lock.unlock();
-    const std::string error = Do(job);
-    std::shared_ptr<StateBuffer> finished;
-    lock.lock();
-    --running_;
-    writing_ -= job.io->write;
-    if (job.io->write) ready_.notify_all();
-    (job.io->write ? stats_.written_bytes : stats_.read_bytes) +=
-        job.io->array->units[job.io->unit].chunks[job.io->slot][job.chunk].bytes;
-    if (!error.empty()) job.io->error = error;
-    if (--job.io->left == 0) {
-      job.io->done = true;
-      if (job.io->write) finished = std::move(job.io->buffer);
-    }
-    done_.notify_all();
-    lock.unlock();
-    finished.reset();
-    job.io.reset();
-    lock.lock();
-  }
-}
-
-std::string StateDisk::Do(const Job& job) {
-  try {
-    StateIo& io = *job.io;
-    if (io.after) {
-      const ContextScope scope(io.context);
-      dejax::offload::Check(GetCalls().event_synchronize(io.after.get()), "cuEventSynchronize");
-    }
-    std::shared_ptr<Interceptor> interceptor;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      interceptor = interceptor_;
-    }
-    if (interceptor) interceptor->Before(io.write ? Operation::kWrite : Operation::kRead);
-    Chunk& chunk = io.array->units[io.unit].chunks[io.slot][job.chunk];
-    char* const data = io.buffer->data + static_cast<int64_t>(job.chunk) * options_.chunk_bytes;
-    if (!io.write) {
-      disk_->Read(chunk, data);
-      if (options_.checksum && Checksum(data, chunk.bytes) != chunk.checksum) {
-        throw std::runtime_error("offload: " + disk_->Name(chunk) +
-                                 " is damaged: it does not hold what was written to it; restore from a checkpoint");
-      }
-      return "";
-    }
-    const int64_t begin = static_cast<int64_t>(job.chunk) * options_.chunk_bytes;
-    if (begin + chunk.bytes > io.bytes) std::memset(data + (io.bytes - begin), 0, begin + chunk.bytes - io.bytes);
-    if (options_.checksum) chunk.checksum = Checksum(data, chunk.bytes);
-    disk_->Write(chunk, data);
-    if (interceptor) interceptor->Written(&chunk);
-    return "";
-  } catch (const std::exception& error) {
-    return error.what();
-  }
 }
 
 }  // namespace dejax::offload

@@ -9,7 +9,6 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -20,35 +19,9 @@
 #include "cuda_calls.h"
 #include "disk.h"
 #include "interceptor.h"
+#include "state_buffers.h"
 
 namespace dejax::offload {
-
-// Host memory on its way to or from a file.
-struct StateBuffer {
-  char* data = nullptr;
-  int64_t capacity = 0;  // whole pages
-  bool pinned = false;
-  Event busy;  // after it the GPU does not use the memory
-};
-
-// Page-aligned host memory that is used again. A buffer returns with its last owner.
-class StateBuffers : public std::enable_shared_from_this<StateBuffers> {
- public:
-  ~StateBuffers();
-  // Waits while writes hold memory, and would hold more than `cap` bytes. Reads do not wait: nobody else would end them.
-  std::shared_ptr<StateBuffer> Take(int64_t bytes, bool write, int64_t cap, bool pinned);
-  int64_t peak_bytes() const;
-
- private:
-  void GiveBack(const StateBuffer& buffer, int64_t written);
-  static void Free(const StateBuffer& buffer);
-
-  mutable std::mutex mutex_;
-  std::condition_variable returned_;
-  std::list<StateBuffer> free_;  // least recently used first
-  int64_t held_ = 0, peak_ = 0, used_ = 0, most_used_ = 0;  // bytes; used: without those in free_
-  int64_t writing_ = 0;  // bytes of buffers that writes have
-};
 
 struct StateArray;
 
@@ -82,11 +55,8 @@ struct StateArray {
 
 class StateDisk {
  public:
-  struct Options {
-    std::vector<std::string> folders;
-    int64_t chunk_bytes = 8 << 20, disk_bytes = -1, host_bytes = -1;
-    int num_threads = 8;
-    bool direct = true, checksum = true;
+  struct Options : DiskOptions {
+    int64_t host_bytes = -1;  // for writes on their way; -1: what the step says
   };
   struct Stats {
     int64_t read_bytes = 0, written_bytes = 0, disk_bytes = 0, peak_host_bytes = 0;

@@ -1,8 +1,16 @@
 """Outside of `jit` a function that can be compared is traced and compiled once, and memory stays constant."""
 
+import dataclasses
 import functools
 import gc
+import math
+import operator
 import os
+import random
+import sys
+import time
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +126,51 @@ def test_closures_over_changed_values_are_traced_anew():
     class Config:
         scale = 2.0
 
-    config = Config()
+    class Meta(type):
+        pass
+
+    class Inherited(Config, metaclass=Meta):
+        @classmethod
+        def by_class(cls, x):
+            return cls.helper(jnp.sin(x))
+
+        @classmethod
+        def helper(cls, x):
+            return x * cls.factor
+
+    @dataclasses.dataclass(frozen=True)
+    class Frozen:
+        config: Any
+
+        def __call__(self, x):
+            return jnp.sin(x) * self.config.scale
+
+        def method(self, x):
+            return self(x)
+
+    class Number(float):
+        pass
+
+    @functools.wraps(jnp.sin)
+    def wraps(x):
+        return jnp.sin(x) * SCALE
+
+    def with_attribute(x):
+        return jnp.sin(x) * with_attribute.scale
+
+    def imports(x):
+        from settings_of_a_test import scale
+
+        return jnp.sin(x) * scale
+
+    with_attribute.scale = 2.0
+    settings = sys.modules["settings_of_a_test"] = types.ModuleType("settings_of_a_test")
+    settings.scale = 2.0
+    config, number = Config(), Number(1.0)
+    frozen = Frozen(config)
+    Meta.above = Inherited.factor = number.scale = 2.0
+    lazy = types.ModuleType("lazy")
+    lazy.__getattr__ = lambda name: held["scale"]
     scale, array, numpy = 2.0, jnp.ones(64), np.ones(64)
 
     def helper(x):
@@ -136,6 +188,20 @@ def test_closures_over_changed_values_are_traced_anew():
         "partial": functools.partial(lambda s, x: jnp.sin(x) * s["scale"], held),
         "default": lambda x, c=config: jnp.sin(x) * c.scale,
         "global": lambda x: jnp.sin(x) * SCALE,
+        "inherited": lambda x: jnp.sin(x) * Inherited.scale,
+        "metaclass": lambda x: jnp.sin(x) * Inherited.above,
+        "class method": Inherited.by_class,
+        "class method called": lambda x: Inherited.by_class(x),
+        "part of a frozen object": frozen,
+        "method of a frozen object": frozen.method,
+        "attribute of a number": lambda x: jnp.sin(x) * number.scale,
+        "module with __getattr__": lambda x: jnp.sin(x) * lazy.scale,
+        "wraps a library's": wraps,
+        "attribute": with_attribute,
+        "attribute of another": lambda x: jnp.sin(x) * with_attribute.scale,
+        "import": imports,
+        "getattr": lambda x: jnp.sin(x) * getattr(settings, "scale"),  # noqa: B009
+        "globals": lambda x: jnp.sin(x) * globals()["SCALE"],
         "inner": lambda x: (lambda y: y * SCALE)(jnp.sin(x)),
     }
     offloaded = {name: offload(f, min_bytes=1, inputs="all") for name, f in functions.items()}
@@ -150,6 +216,7 @@ def test_closures_over_changed_values_are_traced_anew():
     held["array"], held["numpy"] = held["array"], 2 * held["numpy"]
     check(2.0)
     globals()["SCALE"] = scale = config.scale = Config.scale = held["scale"] = 3.0
+    settings.scale = with_attribute.scale = Meta.above = Inherited.factor = number.scale = 3.0
     array, numpy = 1.5 * array, 1.5 * numpy
     held["numpy"] *= 1.5
     check(3.0)
@@ -170,6 +237,13 @@ def test_identity():
     assert identity_of(make([1, {"a": (2,)}])) != identity_of(make([1, {"a": [2]}]))
     for unknown in jnp.ones(2), np.ones(2), object(), iter([1]), {"a": np.ones(1)}:
         assert identity_of(make(unknown)) is None
+    draws = [random.random, random.uniform, np.random.rand, np.random.default_rng(0).random, time.time, random, time]
+    for unknown in (*draws, np.random, iter([1]).__next__, [1].pop, operator.attrgetter("a")):
+        assert identity_of(make(unknown)) is None, unknown
+    for body in lambda x: x * np.random.rand(), lambda x: x * random.random(), lambda x: x * time.monotonic():
+        assert identity_of(body) is None
+    for known in (math.sqrt, np.sin, np.add.reduce, dict.fromkeys, "".join, len, np.linspace, functools.reduce):
+        assert identity_of(make(known)) == identity_of(make(known)) is not None, known
     assert identity_of(make(jnp.sin)) == identity_of(make(jnp.sin)) is not None
     assert identity_of(make(jnp.sin)) != identity_of(make(jnp.cos))
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from dejax import _native
-from dejax.offload import optimizer
+from dejax.offload import DiskArray, _first_state, master_weights, optimizer, stack_step
 
 PARAMS = {"a": jnp.linspace(-1, 1, 4096).reshape(64, 64), "b": {"c": jnp.ones(64), "d": jnp.full((32, 64), 0.5)}}
 
@@ -147,3 +147,112 @@ def test_updates_under_jit_grad_steps_and_two_at_once():
 
     for x, y in zip(*(jax.tree.leaves(both(i, PARAMS["a"], PARAMS["b"])) for i in (0, 1)), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+def device_bytes():
+    return sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind != "pinned_host")
+
+
+INITS = {name: tx.init for name, tx in TRANSFORMATIONS.items()} | {
+    "master": master_weights(optax.adam(1e-2), jnp.float16).init,
+    "the parameters themselves": lambda params: {"z": params, "mean": jax.tree.map(lambda p: 0.5 * p + 1, params)},
+    "not elementwise": lambda params: jax.tree.map(lambda p: jnp.cumsum(p, 0) if p.ndim else p, params),
+    "cannot be traced": lambda params: jax.tree.map(lambda p: jnp.full(p.shape, float(p.ravel()[0])), params),
+    "other leaves": lambda params: {
+        "seed": 7,
+        "key": jax.random.key(0),
+        "table": np.arange(512, dtype=np.int32),
+        "none": None,
+    },
+}
+
+
+@pytest.mark.parametrize("host_params", [False, True])
+@pytest.mark.parametrize("name", INITS)
+def test_the_first_state_is_what_the_transformation_makes(name, host_params, tmp_path):
+    params = PARAMS | {"bf16": jnp.linspace(-1, 1, 3000, dtype=jnp.bfloat16)}
+    params["numpy"] = np.linspace(0, 1, 900).reshape(30, 30)
+    init = INITS[name]
+    tx = optax.GradientTransformation(init, optax.identity().update)
+    want = init(jax.tree.map(jnp.asarray, params))
+    if host_params:
+        params = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), params)
+    places = [{}] if _native.unavailable_reason() is not None else [{}, {"path": tmp_path}]
+    for place in places:
+        got = optimizer(tx, min_bytes=1024, piece_bytes=2000, **place).init(params)
+        on_disk = lambda x: isinstance(x, DiskArray)  # noqa: E731
+        assert jax.tree.structure(got, is_leaf=on_disk) == jax.tree.structure(want)
+        for a, b in zip(jax.tree.leaves(got, is_leaf=on_disk), jax.tree.leaves(want), strict=True):
+            if not hasattr(b, "dtype") or jax.dtypes.issubdtype(b.dtype, jax.dtypes.extended):
+                assert a == b
+                continue
+            np.testing.assert_array_equal(np.asarray(a), b)
+            assert a.dtype == jax.dtypes.canonicalize_dtype(b.dtype)
+            assert b.nbytes >= 1024 or a.weak_type == b.weak_type
+            if b.nbytes >= 1024 and b.ndim:
+                assert on_disk(a) if place else a.sharding.memory_kind == "pinned_host"
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_the_first_state_takes_no_memory_of_the_device(on_disk, tmp_path, monkeypatch):
+    if on_disk and _native.unavailable_reason() is not None:
+        pytest.skip("no native extension")
+    params = {name: jnp.ones((256, 1024), jnp.bfloat16) for name in "abcd"}
+    tx = optimizer(master_weights(optax.adam(1e-2)), piece_bytes=1 << 14, **({"path": tmp_path} if on_disk else {}))
+    before, seen = device_bytes(), [0]
+    real = _first_state.LazyArray._part
+
+    def part(*args):
+        value = real(*args)
+        seen.append(device_bytes() - before)
+        return value
+
+    monkeypatch.setattr(_first_state.LazyArray, "_part", part)
+    state = tx.init(params)
+    assert 0 < max(seen) <= 4 << 14 < params["a"].nbytes
+    far = [x for x in jax.tree.leaves(state) if x.nbytes > 1 << 14]
+    assert not on_disk or not far  # tickets
+    assert device_bytes() - before < 4096
+
+
+def test_the_first_state_of_sharded_parameters_is_sharded():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    params = {"w": jax.device_put(PARAMS["a"], rows), "b": jax.device_put(jnp.ones(4), rows)}
+    for tx in (optax.adam(1e-2), master_weights(optax.adam(1e-2), jnp.float16)):
+        got, want = optimizer(tx, min_bytes=1024).init(params), tx.init(params)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(a, b)
+            if b.ndim:
+                assert a.sharding.memory_kind == ("pinned_host" if b.nbytes >= 1024 else rows.memory_kind)
+                assert a.sharding.with_memory_kind(rows.memory_kind).is_equivalent_to(rows, a.ndim)
+
+
+@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+def test_state_of_several_devices_is_refused_where_dejax_copies(tmp_path):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    params = jax.device_put(PARAMS["a"], rows)
+    for how, said in (({"path": tmp_path}, "a path"), ({"streams": True}, "streams=True")):
+        with pytest.raises(
+            ValueError, match=f"`params` must lie on one device with {said}, got arrays on 2 devices; keep"
+        ):
+            optimizer(optax.adam(1e-2), **how).init(params)
+        step = stack_step(lambda o, b: b, lambda p, x: x, lambda o, x, b: x.sum(), optax.adam(1e-2), **how)
+        with pytest.raises(
+            ValueError, match=f"stack_step: `params` must lie on one device with {said}, got arrays on 2"
+        ):
+            step.init({}, params)
+
+
+@pytest.mark.parametrize("min_bytes", [1, 1024])
+def test_the_state_lies_on_the_device_of_its_parameters(min_bytes):
+    second = jax.devices()[1]
+    params = jax.device_put(PARAMS, second)
+    tx = optimizer(optax.adam(1e-2), min_bytes=min_bytes, streams=False)
+    state = tx.init(params)
+    assert all(x.devices() == {second} for x in jax.tree.leaves(state))
+    updates, _ = jax.jit(tx.update)(params, state)
+    want, _ = optax.adam(1e-2).update(PARAMS, optax.adam(1e-2).init(PARAMS))
+    for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)

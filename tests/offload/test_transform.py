@@ -381,3 +381,26 @@ def test_explicit_shardings(store, inner, run):
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     stats = store.stats()
     assert stats.stored_count == stats.fetched_count > 0
+
+
+def test_a_branch_that_was_not_taken_has_no_handle(store):
+    """`vmap` of `switch` by a batched index runs all branches: where none was taken that stores, there is no handle."""
+    x = jnp.linspace(-1, 1, 32).reshape(4, 8)
+    body = offload(lambda x: jnp.sin(x) * x, min_bytes=1, inputs="all")
+
+    def loss(index, x):
+        branches = [lambda x: body(x).sum(), lambda x: 2 * body(2 * x).sum(), lambda x: 3 * x.sum()]
+        return jax.lax.switch(index, branches, x)
+
+    gradient = jax.grad(loss, 1)
+    plain = jax.grad(lambda x: (jnp.sin(x) * x).sum())
+    want = jnp.stack([plain(x), 4 * plain(2 * x), jnp.full_like(x, 3)])
+    indices = jnp.arange(3)
+    np.testing.assert_allclose(jnp.stack([jax.jit(gradient)(i, x) for i in indices]), want, rtol=1e-5, atol=1e-7)
+    by_map = jax.jit(lambda x: jax.lax.map(lambda i: gradient(i, x), indices))(x)
+    np.testing.assert_allclose(by_map, want, rtol=1e-5, atol=1e-7)
+    # Of branches that store equally many tensors of equal shapes, each example has the handles of its own.
+    batched = jax.jit(jax.vmap(gradient, (0, None)))
+    np.testing.assert_allclose(batched(indices[:2], x), want[:2], rtol=1e-5, atol=1e-7)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a fetch must have a handle, got none: .* not taken"):
+        jax.block_until_ready(batched(indices, x))

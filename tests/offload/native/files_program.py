@@ -1,14 +1,12 @@
 """State in files on the CUDA side, with the driver of fake_cuda.cc: run by test_ring.py."""
 
-import ctypes
 import sys
 
 import numpy as np
 
 from dejax.offload import StateStore
 from tests.offload.native.ring_program import address, cuda, testing
-
-keep = []
+from tests.offload.native.row_loops import keep, loop, new_stream, rows_calls
 
 
 def run(rng, store, stream, number, ahead, staging):
@@ -25,48 +23,13 @@ def run(rng, store, stream, number, ahead, staging):
         scratch_tickets = np.zeros_like(tickets)  # written by earlier work of the stream
         cuda.cuMemcpyDtoDAsync_v2(address(scratch_tickets), address(tickets), tickets.nbytes, stream)
         new = [3 * a + 1 for a in values]
-        slots = iter(range(100))
-
-        def call(slot, *, takes=(), pulls=(), pushes=(), pushed=(), taken=(), iterations=0, here=here):
-            testing.call_rows_on_cuda(
-                here, 1, stream, slot, staging, iterations, list(takes), list(pulls), list(pushes),
-                [address(x) for x in pushed], [(address(x), x.nbytes) for x in taken],
-            )  # fmt: skip
-
+        call, slots = rows_calls(here, stream, staging), iter(range(100))
         sizes = [a.nbytes for a in values]
         testing.call_files_on_cuda(here, 1, stream, staging, [0, 1, 2], sizes, address(scratch_tickets))
         seen = []
-        for numbers, reverse in (([0], False), ([0, 1, 2], True)):
-            first = [(rows - 1) * row[i] if reverse else 0 for i in numbers]
-            stride = [-row[i] if reverse else row[i] for i in numbers]
-            for t in range(min(ahead, rows)):
-                begin = [(i, f + t * s, row[i], 0) for i, f, s in zip(numbers, first, stride, strict=True)]
-                call(next(slots), pulls=begin, iterations=1)
-            take, put = next(slots), next(slots)
-            for t in range(rows):
-                k = rows - 1 - t if reverse else t
-                scratch = [np.empty(widths[i], np.uint32) for i in numbers]
-                outs = [np.empty(widths[i], np.uint32) for i in numbers]
-                call(
-                    take,
-                    takes=[(i, f, row[i], s) for i, f, s in zip(numbers, first, stride, strict=True)],
-                    pulls=[(i, f + ahead * s, row[i], s) for i, f, s in zip(numbers, first, stride, strict=True)],
-                    taken=scratch,
-                    iterations=max(0, rows - ahead),
-                )
-                for i, out, x in zip(numbers, outs, scratch, strict=True):
-                    cuda.cuMemcpyDtoDAsync_v2(address(out), address(x), x.nbytes, stream)
-                    seen.append((i, k, out))
-                if reverse:
-                    updated = [np.ascontiguousarray(new[i][k]) for i in numbers]
-                    for x, value in zip(scratch, updated, strict=True):  # in place of a kernel
-                        cuda.cuMemcpyDtoDAsync_v2(address(x), address(value), x.nbytes, stream)
-                    pushes = [(i, f, row[i], s) for i, f, s in zip(numbers, first, stride, strict=True)]
-                    call(put, pushes=pushes, pushed=scratch)
-                    keep.append(updated)
-                for x in scratch:
-                    cuda.cuMemsetD32Async(address(x), 0xBEEF, x.size, stream)
-                keep.append((scratch, outs))
+        for numbers, reverse, written in (([0], False, None), ([0, 1, 2], True, new)):
+            sized = {"rows": rows, "widths": widths, "ahead": ahead}
+            seen += loop(call, slots, stream, numbers, reverse, new=written, **sized)
         testing.call_files_on_cuda(here, 1, stream, staging, [0, 1, 2], [], 0)
         testing.call_pieces_on_cuda(here, 1, stream, 0, staging, True, [], [], [], [], [])
         keep.append((tickets, scratch_tickets))
@@ -84,8 +47,7 @@ def run(rng, store, stream, number, ahead, staging):
 
 def main(seed, path):
     rng = np.random.default_rng(seed)
-    stream = ctypes.c_void_p()
-    cuda.cuStreamCreate(ctypes.byref(stream), 0)
+    stream = new_stream()
     number = 0
     for threads, chunk in ((1, 4096), (2, 8192), (6, 1 << 20)):
         for host in (None, 0):
@@ -93,7 +55,7 @@ def main(seed, path):
                 for ahead in (1, 2, 5):
                     for staging in (1, 60000, 1 << 20):
                         number += 1
-                        run(rng, store, stream.value, number, ahead, staging)
+                        run(rng, store, stream, number, ahead, staging)
     print("right", number, "programs")
 
 

@@ -1,13 +1,11 @@
 """Rows of a stack's state on the CUDA side, with the driver of fake_cuda.cc: run by test_ring.py."""
 
-import ctypes
 import sys
 
 import numpy as np
 
 from tests.offload.native.ring_program import address, cuda, testing
-
-keep = []
+from tests.offload.native.row_loops import keep, loop, new_stream, rows_calls
 
 
 def run(rng, stream, number, ahead, staging):
@@ -24,58 +22,24 @@ def run(rng, stream, number, ahead, staging):
     arrays = [np.zeros_like(a) for a in given]
     for a, b in zip(arrays, given, strict=True):  # as XLA copies a state that was not donated
         cuda.cuMemcpyDtoDAsync_v2(address(a), address(b), a.nbytes, stream)
-    row = [int(4 * n) for n in widths]
     places = [(a.ctypes.data, a.nbytes) for a in arrays]
-    slots = iter(range(100))
-
-    def call(slot, *, takes=(), pulls=(), pushes=(), pushed=(), taken=(), iterations=0):
-        testing.call_rows_on_cuda(
-            number, 1, stream, slot, staging, iterations, list(takes), list(pulls), list(pushes),
-            [address(x) for x in pushed], [(address(x), x.nbytes) for x in taken],
-        )  # fmt: skip
-
+    call, slots = rows_calls(number, stream, staging), iter(range(100))
     testing.call_pieces_on_cuda(number, 1, stream, 0, staging, False, places, [], [], [], [])
     seen = []
+
+    def between():
+        if rng.random() < 0.3:
+            assert cuda.cuStreamSynchronize(stream) == 0
+
     for numbers, reverse, before in loops:
-        first = [(rows - 1) * row[i] if reverse else 0 for i in numbers]
-        stride = [-row[i] if reverse else row[i] for i in numbers]
-        for t in range(min(ahead, rows)):
-            begin = [(i, f + t * s, row[i], 0) for i, f, s in zip(numbers, first, stride, strict=True)]
-            call(next(slots), pulls=begin, iterations=1)
-        take, put = next(slots), next(slots)
-        for t in range(rows):
-            k = rows - 1 - t if reverse else t
-            scratch = [np.empty(widths[i], np.uint32) for i in numbers]
-            outs = [np.empty(widths[i], np.uint32) for i in numbers]
-            call(
-                take,
-                takes=[(i, f, row[i], s) for i, f, s in zip(numbers, first, stride, strict=True)],
-                pulls=[(i, f + ahead * s, row[i], s) for i, f, s in zip(numbers, first, stride, strict=True)],
-                taken=scratch,
-                iterations=max(0, rows - ahead),
-            )
-            for out, x in zip(outs, scratch, strict=True):
-                cuda.cuMemcpyDtoDAsync_v2(address(out), address(x), x.nbytes, stream)
-                cuda.cuMemsetD32Async(address(x), 0xDEAD, x.size, stream)
-            if rng.random() < 0.3:
-                assert cuda.cuStreamSynchronize(stream) == 0
-            seen.append((numbers, k, outs, before))
-            if numbers == [0]:
-                keep.append(scratch)
-                continue
-            new = [np.ascontiguousarray((want if before is given else last)[i][k]) for i in numbers]
-            for x, value in zip(scratch, new, strict=True):  # in place of a kernel
-                cuda.cuMemcpyDtoDAsync_v2(address(x), address(value), x.nbytes, stream)
-            pushes = [(i, f, row[i], s) for i, f, s in zip(numbers, first, stride, strict=True)]
-            call(put, pushes=pushes, pushed=scratch)
-            for x in scratch:
-                cuda.cuMemsetD32Async(address(x), 0xBEEF, x.size, stream)
-            keep.append((scratch, new))
+        new = None if numbers == [0] else want if before is given else last
+        sized = {"rows": rows, "widths": widths, "ahead": ahead}
+        found = loop(call, slots, stream, numbers, reverse, new=new, between=between, **sized)
+        seen += [(out, before[i][k]) for i, k, out in found]
     testing.call_pieces_on_cuda(number, 1, stream, 0, staging, True, places, [], [], [], [])
     keep.append((given, arrays, seen, want, last))
     assert cuda.cuStreamSynchronize(stream) == 0
-    for numbers, k, outs, before in seen:
-        assert all((out == before[i][k]).all() for i, out in zip(numbers, outs, strict=True)), (number, k)
+    assert all((out == wanted).all() for out, wanted in seen), number
     assert all((a == w).all() for a, w in zip(arrays, last, strict=True)), number
 
 
@@ -98,15 +62,14 @@ def wrong_order(stream):
 
 def main(seed):
     rng = np.random.default_rng(seed)
-    stream = ctypes.c_void_p()
-    cuda.cuStreamCreate(ctypes.byref(stream), 0)
+    stream = new_stream()
     number = 0
     for ahead in (1, 2, 5):
         for staging in (1, 20000, 1 << 20):
             for _ in range(8):
                 number += 1
-                run(rng, stream.value, number, ahead, staging)
-    wrong_order(stream.value)
+                run(rng, stream, number, ahead, staging)
+    wrong_order(stream)
     print("right", number, "programs")
 
 
