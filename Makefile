@@ -91,7 +91,7 @@ soak: venv-test
 	DEJAX_SOAK_STEPS=10000 $(BIN)/python -m pytest -q -s -p no:cacheprovider tests/offload/test_store.py -k soak
 
 doctest: venv-test
-	$(BIN)/python -m pytest -q -p no:cacheprovider --doctest-modules dejax
+	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(BIN)/python $(PYTEST) -p no:cacheprovider --doctest-modules dejax
 
 lint: venv-test
 	$(BIN)/ruff check . && checked=0 || checked=1; $(BIN)/ruff format --check . && exit $$checked

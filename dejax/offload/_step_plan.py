@@ -48,6 +48,21 @@ class StepPlan:
         tiers: measured bandwidths, and the sizes of host memory and of the drive for activations.
         device_bytes, host_bytes, disk_bytes: the budgets.
         measured: (device bytes, seconds) of the chosen way, after `measure`.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from dejax.offload import plan_step
+    >>> plan = plan_step(  # doctest: +SKIP
+    ...     lambda outer, x: x * outer["scale"],
+    ...     lambda w, x: x + jnp.tanh(x @ w),
+    ...     lambda outer, x, batch: jnp.mean(x**2),
+    ...     optax.adam(1e-3),
+    ...     {"scale": jnp.ones(())},
+    ...     jnp.ones((6, 128, 128)) / 128,
+    ...     jnp.ones((16, 128)),
+    ...     device_bytes=1 << 30,
+    ... )
+    >>> print(plan.table())  # doctest: +SKIP
+    >>> step = plan.apply()  # doctest: +SKIP
     """
 
     chosen: StepWay
