@@ -1,4 +1,4 @@
-"""docs/performance/reproduce.md names every result and every generated table, and its commands are what scripts take."""
+"""docs/performance/reproduce.md names every result and every table, and its commands are what scripts take."""
 
 from __future__ import annotations
 
