@@ -1,7 +1,7 @@
 # dejax: one virtual environment, made on first use from the package registry; stamps keep later calls from
 # installing again.
 #
-#   make demo              install into .venv and train on the standard library's code graph
+#   make demo              install into .venv and train on the standard library's code graph, three times
 #   make demo CUDA=13      the same with jax's CUDA 13 wheels (or CUDA=12)
 #   make test              lint, format, types, doctests and a sample of the tests, on one jax: what a change should pass
 #   make test-all          the same with the tests in full, and a sample of them on the oldest supported jax: what CI runs
@@ -18,12 +18,21 @@ VENV ?= .venv
 VENV_NEXT ?= .venv-next
 JOBS ?= 2
 CUDA ?=
+DEMO_ARGS ?= --seeds 3
 
 BIN := $(VENV)/bin
 EXTRA := $(if $(CUDA),cuda$(CUDA))
-comma := ,
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard native/*)
 PIP := -m pip --disable-pip-version-check --no-input install --quiet
+# The dependencies of some extras. They are installed while the extension compiles, and without bytecode, which Python
+# makes of what is imported.
+LIST := import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print(*p["dependencies"], *(r for e in sys.argv[1:] for r in p["optional-dependencies"][e]), sep="\n")
+define install
+	$(BIN)/python -c '$(LIST)' $(1) > $(VENV)/requirements.txt
+	$(BIN)/python $(PIP) --no-deps --editable . & \
+	$(BIN)/python $(PIP) --no-compile --requirement $(VENV)/requirements.txt; listed=$$?; wait $$! && exit $$listed
+endef
 # worksteal: neighbouring tests run in one process and share what they have compiled.
 PYTEST := -m pytest -n $(JOBS) --dist worksteal -q --durations=15
 # Most of the tests' time is XLA's compilation for the CPU, which this halves.
@@ -50,15 +59,16 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed$(EXTRA): $(BUILD_INPUTS) | $(BIN)/python
-	$(BIN)/python $(PIP) --editable '.[all$(if $(EXTRA),$(comma)$(EXTRA))]'
+	$(call install,all $(EXTRA))
 	@touch $@
 
 $(VENV)/.installed-test: $(BUILD_INPUTS) | $(BIN)/python
-	$(BIN)/python $(PIP) --editable '.[test$(if $(EXTRA),$(comma)$(EXTRA))]'
+	$(call install,test $(EXTRA))
 	@touch $@ $(VENV)/.installed$(EXTRA)
 
 $(VENV)/.installed-docs: $(BUILD_INPUTS) | $(VENV)/.installed-test
-	$(BIN)/python $(PIP) --editable '.[test,docs]'
+	$(BIN)/python -c '$(LIST)' docs > $(VENV)/requirements.txt
+	$(BIN)/python $(PIP) --requirement $(VENV)/requirements.txt
 	@touch $@
 
 site: $(VENV)/.installed-docs
@@ -91,7 +101,7 @@ soak: venv-test
 	DEJAX_SOAK_STEPS=10000 $(BIN)/python -m pytest -q -s -p no:cacheprovider tests/offload/test_store.py -k soak
 
 doctest: venv-test
-	$(BIN)/python -m pytest -q -p no:cacheprovider --doctest-modules dejax
+	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)" $(BIN)/python $(PYTEST) -p no:cacheprovider --doctest-modules dejax
 
 lint: venv-test
 	$(BIN)/ruff check . && checked=0 || checked=1; $(BIN)/ruff format --check . && exit $$checked

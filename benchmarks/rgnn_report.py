@@ -448,7 +448,7 @@ def plot(results: Results, settings: Any, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     settings = settings if isinstance(settings, dict) else {k: getattr(settings, k) for k in BASE}
-    figure, axes = plt.subplots(1, 2, figsize=(11, 5), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
     colours = dict(zip(MODELS, ("tab:blue", "tab:orange", "tab:green"), strict=True))
     bounds = {g: entry["row_bound_ms"].get(settings_name(settings)) for g, entry in results["graphs"].items()}
     present = cells(results, settings)
@@ -487,10 +487,11 @@ def plot(results: Results, settings: Any, path: Path) -> None:
         axis.set(
             xscale="log",
             yscale="log",
-            xlabel="row bound, ms",
+            xlabel="least time to move the rows (row bound), ms",
             title=phase if phase == "forward" else "forward and backward",
         )
     axes[0].set_ylabel("device time of one layer, ms")
-    axes[1].legend(fontsize=7)
+    handles, labels = axes[1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)

@@ -338,12 +338,12 @@ def svg(rows: Sequence[Row]) -> str:
     low, high = math.floor(math.log10(min(times))), math.ceil(math.log10(max(times)))
     most = math.log2(max(row.hosts for row in rows))
     parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 380" font-family="sans-serif" font-size="12">',
-        '<rect width="860" height="380" fill="#ffffff"/>',
-        _text(20, 22, "Predicted time of an epoch by number of hosts (8 GPUs each)", size=15),
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 400" font-family="sans-serif" font-size="12">',
+        '<rect width="960" height="400" fill="#ffffff"/>',
+        _text(20, 22, "Predicted time of an epoch by number of hosts (8 GPUs each); dashed: does not fit", size=15),
     ]
     for panel, (way, title) in enumerate((("sampled", "mini-batches"), ("full", "full graph, one step an epoch"))):
-        left = 70 + 420 * panel
+        left = 70 + 470 * panel
 
         def x(hosts: float, left: int = left) -> float:
             return left + 300 * math.log2(hosts) / max(most, 1)
@@ -358,6 +358,8 @@ def svg(rows: Sequence[Row]) -> str:
             parts.append(_text(left - 8, at + 4, f"{10.0**exponent:g} s", anchor="end"))
         for hosts in sorted({row.hosts for row in rows}):
             parts.append(_text(x(hosts), 348, str(hosts), anchor="middle"))
+        parts.append(_text(left + 150, 370, "hosts", anchor="middle"))
+        labels: list[tuple[float, str, str]] = []
         for colour, name in zip(_COLOURS, dict.fromkeys(row.graph for row in rows), strict=False):
             chosen = [row for row in rows if row.graph == name and row.way == way]
             for one, two in itertools.pairwise(chosen):
@@ -366,7 +368,11 @@ def svg(rows: Sequence[Row]) -> str:
                     f'x1="{x(one.hosts):.1f}" y1="{y(one.epoch):.1f}" x2="{x(two.hosts):.1f}" y2="{y(two.epoch):.1f}"'
                 )
                 parts.append(f'<line {ends} stroke="{colour}" stroke-width="2"{dash}/>')
-            parts.append(_text(x(chosen[-1].hosts) + 6, y(chosen[-1].epoch) + 4, name, colour=colour))
+            labels.append((y(chosen[-1].epoch) + 4, name, colour))
+        lowest = -math.inf
+        for at, name, colour in sorted(labels):  # names of curves that end side by side stand below each other
+            lowest = max(at, lowest + 14)
+            parts.append(_text(left + 306, lowest, name, colour=colour))
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -35,6 +35,10 @@ def collect() -> dict[str, Any]:
         "kernels": how Pallas kernels run here;
         "tuned_tables": [{file, entries}];
         "unavailable": [{what, why, remedy}].
+
+    >>> from dejax import info
+    >>> info.collect()["machine"].keys()
+    dict_keys(['system', 'architecture', 'cores'])
     """
     unavailable: list[dict[str, str]] = []
 
@@ -176,7 +180,12 @@ def _by_name(handlers: Sequence[str]) -> list[str]:
 
 
 def render(report: dict[str, Any]) -> str:
-    """The report of `collect` as text for people."""
+    """The report of `collect` as text for people.
+
+    >>> from dejax import info
+    >>> print(info.render(info.collect()).splitlines()[2])
+    Versions
+    """
     lines = ["dejax " + report["versions"]["dejax"], "", "Versions"]
     width = max(map(len, report["versions"]))
     for name, version in report["versions"].items():

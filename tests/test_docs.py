@@ -161,3 +161,17 @@ def test_public_names_have_docstrings(name):
     values = {member: getattr(module, member) for member in site().public_names(module)}
     bare = [member for member, value in values.items() if callable(value) and not (value.__doc__ or "").strip()]
     assert not bare
+
+
+def test_doctests_become_blocks_to_copy():
+    """On the site: prompts would be nested quotations, and nobody could copy them."""
+    pytest.importorskip("griffe")
+    spec = importlib.util.spec_from_file_location("site_docstrings", DOCS / "site" / "docstrings.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = "Adds.\n\n>>> def f(x):  # doctest: +SKIP\n...     return x\n>>> f(1)\n1\n>>> f(2)\n2\n\nMore."
+    want = "Adds.\n\n```python\ndef f(x):\n    return x\nf(1)\n```\n\n```text\n1\n```\n\n"
+    assert module.with_blocks(text) == want + "```python\nf(2)\n```\n\n```text\n2\n```\n\nMore."
+    from dejax.rgnn import nnx
+
+    assert module.call_of("PNAConv", nnx.PNAConv).startswith("```python\nPNAConv(\n    in_features,\n")

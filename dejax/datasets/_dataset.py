@@ -49,6 +49,11 @@ class EntityDataset:
         num_classes: number of classes; 0 for a graph without a task.
         class_names: a name for each class.
         description: a few sentences: its content, its source, and the relations that were left out.
+
+    >>> from dejax import datasets
+    >>> data = datasets.load("stdlib")  # doctest: +SKIP
+    >>> graph = data.graph(add_reverse=True)  # doctest: +SKIP
+    >>> graph.num_nodes == data.num_nodes, data.labels[data.train_nodes].min() >= 0  # doctest: +SKIP
     """
 
     name: str

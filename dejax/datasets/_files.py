@@ -29,7 +29,16 @@ _TIMEOUT_SECONDS = 30.0
 
 
 class DataUnavailableError(OSError):
-    """A data set is not in the given folders and could not be downloaded."""
+    """A data set is not in the given folders and could not be downloaded.
+
+    >>> import tempfile
+    >>> from dejax.datasets import DataUnavailableError, load
+    >>> try:
+    ...     data = load("aifb", url="file:///nowhere.tgz", cache=tempfile.mkdtemp())
+    ... except DataUnavailableError as error:  # its message says where to put the files
+    ...     print("If you have its files, give their folder" in str(error))
+    True
+    """
 
 
 @dataclass(frozen=True, slots=True)

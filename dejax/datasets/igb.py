@@ -60,6 +60,10 @@ def load_igb(
     Raises:
         FileNotFoundError: no folder is given, or it lacks a file.
         ValueError: a file is short or of another shape, or counts disagree.
+
+    >>> from dejax.datasets import load_igb
+    >>> data = load_igb("/data/igb", size="tiny")  # doctest: +SKIP
+    >>> data.num_nodes, data.relations  # doctest: +SKIP
     """
     if num_classes not in _LABEL_FILES:
         raise ValueError(f"num_classes must be 19 or 2983, got {num_classes}")

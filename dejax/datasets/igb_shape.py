@@ -187,6 +187,13 @@ def fill_rows(
     Raises:
         TypeError: another dtype.
         ValueError: a table that cannot be written.
+
+    >>> import numpy as np
+    >>> from dejax.datasets import fill_rows
+    >>> table = np.zeros((1000, 8), np.float32)
+    >>> fill_rows(table, seed=1)
+    >>> bool((abs(table) >= 1 / 8).all()), bool((abs(table) <= 2).all())
+    (True, True)
     """
     dtype, shape = np.dtype(table.dtype), tuple(table.shape)
     row = math.prod(shape[1:])
@@ -248,6 +255,13 @@ def random_rows_on_device(rows: int, width: int, dtype: Any, seed: int = 0, *, d
 
     Raises:
         TypeError: another dtype.
+
+    >>> import numpy as np
+    >>> from dejax.datasets import random_rows_on_device
+    >>> from dejax.host_gather import DeviceTable
+    >>> table = DeviceTable.from_array(random_rows_on_device(1000, 8, np.float32), np.float32)
+    >>> table.shape
+    (1000, 8)
     """
     import jax
     import jax.numpy as jnp

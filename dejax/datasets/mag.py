@@ -53,6 +53,10 @@ def load_mag(
     Raises:
         FileNotFoundError: no folder is given, or it lacks a file.
         ValueError: a file is not in its format.
+
+    >>> from dejax.datasets import load_mag
+    >>> data = load_mag("/data/ogbn-mag")  # doctest: +SKIP
+    >>> graph = data.graph(add_reverse=True)  # doctest: +SKIP
     """
     root = _find(folder)
     cached = _cached(root, use_features, cache)
@@ -99,6 +103,10 @@ def load_mag_hetero(
     Raises:
         FileNotFoundError: no folder is given, or it lacks a file.
         ValueError: a file is not in its format.
+
+    >>> from dejax.datasets import load_mag_hetero
+    >>> data = load_mag_hetero("/data/ogbn-mag")  # doctest: +SKIP
+    >>> data.features["paper"].shape  # doctest: +SKIP
     """
     root = _find(folder)
     home = _cached(root, use_features, cache, "hetero").with_suffix("")

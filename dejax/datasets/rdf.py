@@ -101,6 +101,10 @@ def load_rdf(
         FileNotFoundError: `folder` lacks a file.
         DataUnavailableError: the download failed.
         ValueError: a digest differs, or a file is not in its format.
+
+    >>> from dejax.datasets import load_rdf
+    >>> data = load_rdf("aifb")  # doctest: +SKIP
+    >>> data.num_nodes, data.num_edge_types  # doctest: +SKIP
     """
     if name not in NAMES:
         raise ValueError(f"name must be one of {', '.join(NAMES)}, got {name!r}")
@@ -140,7 +144,7 @@ def read_rdf(
     description: str = "",
     progress: bool | None = None,
 ) -> EntityDataset:
-    """Reads an entity classification task from N-Triples and two tables of labelled entities.
+    r"""Reads an entity classification task from N-Triples and two tables of labelled entities.
 
     Nodes are numbered in order of first appearance, relations by falling frequency. A node's type is the most frequent
     of its rdf:type classes (the rdf:type edges stay in the graph). Literals have the type "Literal". Nodes without a
@@ -154,6 +158,16 @@ def read_rdf(
         leaking: IRIs of relations to leave out.
         description: for the result; the number of left-out triples is added.
         progress: draw a bar; None draws on a terminal only.
+
+    >>> import pathlib, tempfile
+    >>> from dejax.datasets import read_rdf
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> _ = (folder / "graph.nt").write_text("<http://x/ann> <http://x/knows> <http://x/bob> .\n")
+    >>> _ = (folder / "train.tsv").write_text("label_a\tid\tperson\nred\t1\thttp://x/ann\n")
+    >>> _ = (folder / "test.tsv").write_text("label_a\tid\tperson\nred\t2\thttp://x/bob\n")
+    >>> data = read_rdf("people", folder / "graph.nt", folder / "train.tsv", folder / "test.tsv")
+    >>> data.num_nodes, data.edge_type_names, data.labels
+    (2, ('knows',), array([0, 0], dtype=int32))
     """
     triples = _read_triples(Path(graph), progress)
     dropped = np.isin(triples.edge_type, [i for i, iri in enumerate(triples.relations) if iri in set(leaking)])

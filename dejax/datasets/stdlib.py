@@ -130,6 +130,10 @@ def load_stdlib(
     Raises:
         FileNotFoundError: the folder has no sources.
         ValueError: `split` is unknown.
+
+    >>> from dejax.datasets import load_stdlib
+    >>> data = load_stdlib()  # doctest: +SKIP
+    >>> data.num_classes  # doctest: +SKIP
     """
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
@@ -283,6 +287,10 @@ def load_stdlib_links(
 
     Raises:
         ValueError: the graph has no such relation.
+
+    >>> from dejax.datasets import load_stdlib_links
+    >>> data = load_stdlib_links(relation="calls")  # doctest: +SKIP
+    >>> data.target_relations  # doctest: +SKIP
     """
     data = HeteroDataset.from_entity(load_stdlib(folder, cache=cache, progress=progress))
     targets = tuple(triple for triple in data.edges if triple[1] == relation)

@@ -32,7 +32,7 @@ def load_triples(
     numbers: bool | None = None,
     progress: bool | None = None,
 ) -> HeteroDataset:
-    """Reads a knowledge graph for link prediction: one node type "entity", a relation for each predicate.
+    r"""Reads a knowledge graph for link prediction: one node type "entity", a relation for each predicate.
 
     Args:
         name: the name of the dataset, and of the folder in $DEJAX_DATA.
@@ -47,6 +47,15 @@ def load_triples(
     Raises:
         FileNotFoundError: no folder is given, or it lacks a file.
         ValueError: a line without three parts, a name that a `.dict` file lacks, or no training triple.
+
+    >>> import pathlib, tempfile
+    >>> from dejax.datasets import load_triples
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> for split in ("train", "valid", "test"):
+    ...     _ = (folder / f"{split}.txt").write_text("ann\tknows\tbob\n")
+    >>> data = load_triples("people", folder)
+    >>> data.num_nodes, data.triples("test")
+    ({'entity': 2}, array([[0, 0, 1]]))
     """
     found = find_files(name, _FILES, folder)
     if found is None:

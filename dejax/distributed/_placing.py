@@ -82,6 +82,11 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     """A pytree of arrays with a copy of each on every device of the mesh. Arrays that lie on the mesh stay as they are.
 
     With several processes each gives the same values.
+
+    >>> import jax.numpy as jnp
+    >>> from dejax.distributed import make_mesh, replicate
+    >>> replicate({"w": jnp.ones(2)}, make_mesh(1))["w"].sharding.is_fully_replicated
+    True
     """
     return jax.tree.map(lambda value: on_mesh(value, mesh, PartitionSpec()), tree)
 
@@ -119,6 +124,12 @@ def local(tree: Any) -> Any:
     """What this process's first device has of replicated arrays and shared tables, for code outside of `shard_map`.
 
     Nothing is copied: use the result before the next step takes over the memory. Tables are for reading.
+
+    >>> import jax.numpy as jnp
+    >>> from dejax.distributed import local, make_mesh, replicate
+    >>> params = replicate({"w": jnp.ones(2)}, make_mesh(1))
+    >>> local(params)
+    {'w': Array([1., 1.], dtype=float32)}
     """
 
     def of_first(value: Any) -> Any:

@@ -70,7 +70,13 @@ def restore(folder: str | os.PathLike[str], like: Any, *, step: int | None = Non
 
 
 def latest_step(folder: str | os.PathLike[str]) -> int | None:
-    """The step of the latest complete checkpoint; None if there is none."""
+    """The step of the latest complete checkpoint; None if there is none.
+
+    >>> import tempfile
+    >>> from dejax.distributed import latest_step
+    >>> print(latest_step(tempfile.mkdtemp()))
+    None
+    """
     # Orbax writes under another name and renames: a folder with a number as its name is complete.
     names = [place.name for place in Path(folder).glob("[0-9]*")] if Path(folder).exists() else []
     return max((int(name) for name in names if name.isdigit()), default=None)

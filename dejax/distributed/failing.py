@@ -58,6 +58,9 @@ def initialize(
         process_id: the number of this one.
         timeout: seconds without a sign of life after which a process counts as gone: see `watch`.
         options: of `jax.distributed.initialize`.
+
+    >>> from dejax.distributed import initialize
+    >>> initialize("10.0.0.1:1234", num_processes=4, process_id=0)  # doctest: +SKIP
     """
     if jax.config.values.get("jax_cpu_collectives_implementation") in (None, "none"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -82,6 +85,10 @@ def watch(timeout: float = 20.0, *, interval: float | None = None) -> None:
     Raises:
         ValueError: a timeout that is not above the interval.
         RuntimeError: `jax.distributed` is not initialized.
+
+    >>> from dejax.distributed import watch
+    >>> jax.distributed.initialize()  # doctest: +SKIP
+    >>> watch(timeout=60)  # doctest: +SKIP
     """
     global _watch
     client, own, count, address = _compat.coordination()
@@ -307,7 +314,14 @@ def _set_handler(handler: ctypes.c_void_p) -> None:
 
 
 class DisagreementError(ValueError):
-    """Processes of a job were given different data, settings or versions."""
+    """Processes of a job were given different data, settings or versions.
+
+    >>> from dejax.distributed import DisagreementError, check_agreement
+    >>> try:
+    ...     facts = check_agreement(batch=512)  # equal on all processes, or all of them raise
+    ... except DisagreementError as error:
+    ...     raise SystemExit(f"start all processes with the same settings: {error}")
+    """
 
 
 def check_agreement(*, timeout: float = 120.0, **facts: Any) -> dict[str, str]:

@@ -44,6 +44,11 @@ def divided(optimizer: Any, mesh: Mesh, *, axis: str = "data") -> Divided:
 
     Raises:
         ValueError: a number of devices that does not divide 64.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from dejax.distributed import divided, make_mesh
+    >>> optimizer = divided(optax.adam(1e-3), make_mesh(1))
+    >>> state = optimizer.init({"w": jnp.ones((4, 4))})
     """
     devices = check_axis("divided", mesh, axis)
     if MULTIPLE % devices:

@@ -45,6 +45,15 @@ class Report:
         loss: the mean over all real seeds of the batch.
         weight: float32 scalar, their number.
         counts: the sums of `Part.counts`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dejax.distributed import Part, data_parallel
+    >>> def gradients(state, key, batch, data):
+    ...     return Part(*jax.value_and_grad(lambda w: ((batch - w) ** 2).mean())(state))
+    >>> step = data_parallel(gradients, lambda state, mean: state - 0.5 * mean.gradients, parts=2)
+    >>> state, report = step(jnp.zeros(()), jax.random.key(0), jnp.arange(4.0), None)
+    >>> float(report.loss), float(report.weight)
+    (3.5, 2.0)
     """
 
     loss: Any

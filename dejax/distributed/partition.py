@@ -41,6 +41,13 @@ class PartitionReport:
         nodes: for each node type its nodes in each part.
         edges: edges into each part's nodes.
         halo: for each node type, the nodes of other parts that each part reads.
+
+    >>> import numpy as np
+    >>> from dejax.distributed.partition import partition
+    >>> ring = {("a", "to", "a"): (np.arange(8), np.roll(np.arange(8), 1))}
+    >>> report = partition(ring, 2, num_nodes={"a": 8}, method="stream").report
+    >>> report.parts, report.num_edges, sum(report.edges)
+    (2, 8, 8)
     """
 
     parts: int

@@ -390,6 +390,14 @@ def check_lost(lost: ArrayLike, what: str = "an exchange of rows") -> None:
 
     Raises:
         ValueError: any count above 0.
+
+    >>> import jax.numpy as jnp
+    >>> from dejax.distributed import check_lost
+    >>> check_lost(jnp.array([0, 0]))
+    >>> check_lost(jnp.array([0, 3]))  # raises
+    Traceback (most recent call last):
+        ...
+    ValueError: an exchange of rows: 3 rows did not fit; use a larger `capacity` ...
     """
     total = int(np.asarray(lost).sum())
     if total:

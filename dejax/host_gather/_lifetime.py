@@ -17,7 +17,17 @@ from dejax.host_gather._tracing import closed_over
 
 
 class TableClosedError(RuntimeError):
-    """A table was used after it was closed or donated, or in a forked child."""
+    """A table was used after it was closed or donated, or in a forked child.
+
+    >>> import jax.numpy as jnp, numpy as np
+    >>> from dejax.host_gather import HostTable, gather
+    >>> table = HostTable.from_numpy(np.ones((3, 2), np.float32))
+    >>> table.close()
+    >>> gather(table, jnp.array([0]))  # raises
+    Traceback (most recent call last):
+        ...
+    dejax.host_gather._lifetime.TableClosedError: gather: the table was closed, or donated to a jitted ...
+    """
 
 
 _CLOSED = "the table was closed, or donated to a jitted function; use the table that the function returned"

@@ -139,6 +139,11 @@ def check_errors() -> None:
     Raises:
         IndexError: a gather met an id out of range; the message names one.
         NativeExtensionError: the extension is missing.
+
+    >>> import jax.numpy as jnp, numpy as np
+    >>> from dejax.host_gather import HostTable, check_errors, gather
+    >>> rows = gather(HostTable.from_numpy(np.ones((3, 2), np.float32)), jnp.array([2]), mode="raise")
+    >>> check_errors()  # nothing was out of range
     """
     found = _native.extension("check_errors").take_gather_error()
     if found is not None:

@@ -38,6 +38,19 @@ class PendingRows:
         ticket: on a GPU a small array that orders start before done, and whose address identifies the start; elsewhere
             the rows themselves.
         held: the arrays on the device that the gather reads until it is done.
+
+    >>> import jax, jax.numpy as jnp, numpy as np
+    >>> from dejax.host_gather import HostTable, gather_done, gather_start
+    >>> table = HostTable.from_numpy(np.arange(6, dtype=np.float32).reshape(3, 2))
+    >>> @jax.jit
+    ... def step(table, ids, w):
+    ...     pending, w = gather_start(table, ids, before=w)
+    ...     product = w @ w  # runs while the rows come
+    ...     rows, product = gather_done(pending, after=product)
+    ...     return rows @ product
+    >>> step(table, jnp.array([2, 0]), jnp.eye(2))
+    Array([[4., 5.],
+           [0., 1.]], dtype=float32)
     """
 
     ticket: Array
@@ -69,6 +82,13 @@ def gather_start(table: ReadableTable, ids: ArrayLike, *, before: Any = None, **
         ValueError: an unknown mode or order, `num_sms` under 1, `reduce`, a table that was sliced or mapped, or one
             that `value_and_grad` differentiates.
         TableClosedError: the table was closed or donated.
+
+    >>> import jax, jax.numpy as jnp, numpy as np
+    >>> from dejax.host_gather import HostTable, gather_done, gather_start
+    >>> table = HostTable.from_numpy(np.arange(6, dtype=np.float32).reshape(3, 2))
+    >>> jax.jit(lambda table, ids: gather_done(gather_start(table, ids)))(table, jnp.array([2, 0]))
+    Array([[4., 5.],
+           [0., 1.]], dtype=float32)
     """
     operands = operands_of("gather_start", table)
     source, ids = _prepare("gather_start", operands, ids, _options("gather_start", operands.spec, options))
@@ -86,6 +106,17 @@ def gather_done(pending: PendingRows, *, after: Any = None) -> Any:
 
     Returns:
         [*ids.shape, *row]; with `after`, (rows, after).
+
+    >>> import jax, jax.numpy as jnp, numpy as np
+    >>> from dejax.host_gather import HostTable, gather_done, gather_start
+    >>> table = HostTable.from_numpy(np.arange(6, dtype=np.float32).reshape(3, 2))
+    >>> @jax.jit
+    ... def step(table, ids, x):
+    ...     pending, x = gather_start(table, ids, before=x)
+    ...     return gather_done(pending, after=jnp.sin(x))
+    >>> rows, sines = step(table, jnp.array([1]), jnp.zeros(3))
+    >>> rows, sines
+    (Array([[2., 3.]], dtype=float32), Array([0., 0., 0.], dtype=float32))
     """
     if pending.there:
         rows = pending.ticket

@@ -30,6 +30,15 @@ class Neighbors:
         senders: int32[seeds, relations * fan_out]; -1 for none.
         edges: int[seeds, relations * fan_out], positions in the topology's lists; -1 for none.
         mask: bool[seeds, relations * fan_out].
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dejax.host_gather import Topology, sample_neighbors
+    >>> topology = Topology.from_edges([1, 2], [0, 0], num_nodes=3, on_host=False)
+    >>> found = sample_neighbors(jax.random.key(0), topology, jnp.array([0, 2]), 3)
+    >>> found.senders, found.mask
+    (Array([[ 1,  2, -1],
+           [-1, -1, -1]], dtype=int32), Array([[ True,  True, False],
+           [False, False, False]], dtype=bool))
     """
 
     senders: Array
@@ -68,6 +77,13 @@ def sample_neighbors(
     Raises:
         ValueError: fan_out below 1; weights without replacement without `max_degree`.
         TypeError: seeds that are no integers.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dejax.host_gather import Topology, sample_neighbors
+    >>> topology = Topology.from_edges([1, 2, 3], [0, 0, 0], num_nodes=4, on_host=False)
+    >>> drawn = jax.jit(sample_neighbors, static_argnums=3)(jax.random.key(0), topology, jnp.array([0]), 2)
+    >>> drawn.senders.shape, bool(drawn.mask.all())
+    ((1, 2), True)
     """
     if fan_out < 1:
         raise ValueError(f"sample_neighbors: `fan_out` must be at least 1, got {fan_out}")

@@ -108,6 +108,12 @@ class OptimizerState(NamedTuple):
         step: int32 scalar, steps so far.
         first: Adagrad's sum of squares, Adam's first moment; None for SGD.
         second: Adam's second moment; None otherwise.
+
+    >>> import numpy as np
+    >>> from dejax.host_gather import HostTable, adagrad
+    >>> state = adagrad(0.1).init(HostTable.from_numpy(np.ones((3, 2), np.float32)))
+    >>> int(state.step), state.first.shape, state.second
+    (0, (3, 2), None)
     """
 
     step: Array

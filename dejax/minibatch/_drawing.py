@@ -37,6 +37,13 @@ class SampleOptions:
         recent: whether to take the most recent edges instead of uniform draws, in relations with times.
         max_degree: the most edges of a receiver and relation that are read, for fan-outs of -1 and for weights without
             replacement. `SampledBlocks.lost_edges` counts the others. By default all are read.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dejax.minibatch import HeteroTopology, SampleOptions, sample_blocks
+    >>> topology = HeteroTopology.from_edges({("a", "to", "a"): ([1], [0])}, {"a": 2})
+    >>> twice = SampleOptions(replace=True)
+    >>> sample_blocks(jax.random.key(0), topology, ("a", jnp.array([0])), [2], options=twice).slots[0]
+    Array([1, 1], dtype=int32)
     """
 
     replace: bool = False

@@ -73,6 +73,12 @@ class NodeFeatures:
         row_scale: float32[nodes], or float32[] for all rows, or None.
         column_scale: float32[*row], or None.
         trainable: whether `FeatureStore.update` writes it.
+
+    >>> import numpy as np
+    >>> from dejax.minibatch import FeatureStore
+    >>> features = FeatureStore.from_arrays({"paper": np.ones((3, 2), np.float32)}).types["paper"]
+    >>> features.table.shape, features.trainable
+    ((3, 2), False)
     """
 
     table: Table | DividedTable

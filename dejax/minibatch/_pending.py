@@ -16,7 +16,18 @@ from dejax.host_gather import PendingRows, gather_done
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PendingFeatures:
-    """A gather that `FeatureStore.gather_start` began; `gather_done` takes the rows, once, in the same program."""
+    """A gather that `FeatureStore.gather_start` began; `gather_done` takes the rows, once, in the same program.
+
+    >>> import jax, jax.numpy as jnp, numpy as np
+    >>> from dejax.minibatch import FeatureStore
+    >>> store = FeatureStore.from_arrays({"paper": np.arange(6, dtype=np.float32).reshape(3, 2)})
+    >>> @jax.jit
+    ... def step(store, ids):
+    ...     pending = store.gather_start({"paper": ids})
+    ...     return pending.gather_done()["paper"]  # what stands between runs while the rows come
+    >>> step(store, jnp.array([2]))
+    Array([[4., 5.]], dtype=float32)
+    """
 
     rows: dict[str, PendingRows | Array]
     column_scales: dict[str, Array | None]

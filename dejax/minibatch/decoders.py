@@ -90,6 +90,13 @@ class Decoder:
         distance: whether candidates are compared by distance, not by an inner product.
         margin: what a distance is subtracted from.
         relation_width: (width of entities) -> width of relations; 0 if there are none.
+
+    >>> import jax.numpy as jnp
+    >>> from dejax.minibatch import Decoder, link_ranks
+    >>> weighted = Decoder("weighted", lambda h, r: h * r, lambda t, r: t * r, relation_width=lambda width: width)
+    >>> entities, relations = jnp.array([[1.0, 0.0], [0.0, 1.0]]), jnp.array([[1.0, 2.0]])
+    >>> link_ranks(weighted, entities, relations, entities, [[1, 0, 1]]).tail
+    array([1.])
     """
 
     name: str
@@ -112,7 +119,14 @@ class Decoder:
 
 
 def rotate_decoder(margin: float = 0.0) -> Decoder:
-    """RotatE's decoder with a margin. Ranks do not depend on the margin."""
+    """RotatE's decoder with a margin. Ranks do not depend on the margin.
+
+    >>> import jax.numpy as jnp
+    >>> from dejax.minibatch import link_ranks, rotate_decoder
+    >>> entities, relations = jnp.array([[1.0, 0.0], [-1.0, 0.0]]), jnp.array([[jnp.pi]])
+    >>> link_ranks(rotate_decoder(margin=9.0), entities, relations, entities, [[0, 0, 1]]).head
+    array([1.])
+    """
     return Decoder("rotate", _rotated, _rotated_back, distance=True, margin=margin, relation_width=lambda w: w // 2)
 
 
@@ -183,6 +197,11 @@ def binary_cross_entropy(
 
     Returns:
         float[]; 0 if nothing counts.
+
+    >>> import jax.numpy as jnp
+    >>> from dejax.minibatch import binary_cross_entropy
+    >>> binary_cross_entropy(jnp.array([20.0]), jnp.array([[-20.0, -20.0]])).round(3)  # all right, and sure
+    Array(0., dtype=float32)
     """
     mask = jnp.ones(positive.shape, bool) if mask is None else mask
     if negative_mask is None:

@@ -33,6 +33,18 @@ class InferenceEdges:
         senders: int32[edges], rows of `sources` of the relation's source type.
         receivers: int32[edges], ascending rows of the batch; the batch's size for padding.
         mask: bool[edges], False for padding.
+
+    >>> import jax.numpy as jnp, numpy as np
+    >>> from dejax.minibatch import FeatureStore, infer_layers
+    >>> def layer(weight, batch):  # each node becomes the sum over its neighbours, times a weight
+    ...     (edges,) = batch.edges.values()
+    ...     rows = batch.sources["a"][edges.senders] * edges.mask[:, None]
+    ...     return weight * jnp.zeros_like(batch.own).at[edges.receivers].add(rows, mode="drop")
+    >>> lists = {("a", "to", "a"): (np.array([0, 0, 2]), np.array([0, 1]))}  # both nodes lead to node 1
+    >>> inputs = FeatureStore.from_arrays({"a": np.array([[1.0], [2.0]], np.float32)})
+    >>> infer_layers([layer], [10.0], lists, {"a": 2}, inputs)["a"].numpy()
+    array([[ 0.],
+           [30.]], dtype=float32)
     """
 
     senders: Any
@@ -51,6 +63,20 @@ class InferenceBatch:
         edges: the edges by relation; relations into other types are missing.
         nodes: int32[batch], the numbers of the nodes, -1 for padding.
         node_type: their type.
+
+    >>> import numpy as np
+    >>> from dejax import rgnn
+    >>> from dejax.minibatch import FeatureStore, infer_layers
+    >>> relation = ("a", "to", "a")
+    >>> def layer(params, batch):
+    ...     graph, x = batch.graph(edge_types=[relation], node_types=["a"])
+    ...     return rgnn.library.rgcn(graph, x, params)[: len(batch.nodes)]
+    >>> lists = {relation: (np.array([0, 0, 2]), np.array([0, 1]))}  # both nodes lead to node 1
+    >>> inputs = FeatureStore.from_arrays({"a": np.array([[1.0], [2.0]], np.float32)})
+    >>> found = infer_layers([layer], [{"weight": np.ones((1, 1, 1), np.float32)}], lists, {"a": 2}, inputs)
+    >>> found["a"].numpy()
+    array([[0. ],
+           [1.5]], dtype=float32)
     """
 
     own: Array | None

@@ -37,6 +37,13 @@ class InputProjection(nn.Module):
       use_bias: whether to add a bias.
       dtype: dtype of the computation; None: the dtype to which x and the parameters promote.
       param_dtype: dtype of the parameters.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dejax.minibatch.linen import InputProjection
+    >>> x = {"author": jnp.ones((2, 4)), "paper": jnp.ones((3, 6))}
+    >>> found, variables = InputProjection(8).init_with_output(jax.random.key(0), x)
+    >>> {name: rows.shape for name, rows in found.items()}
+    {'author': (2, 8), 'paper': (3, 8)}
     """
 
     out_features: int
@@ -59,6 +66,17 @@ class HeteroLayer(nn.Module):
 
     Attributes:
       layer: called as `layer(graph, x)`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dejax.minibatch.linen import HeteroLayer
+    >>> from dejax.rgnn import RelGraph
+    >>> from dejax.rgnn.linen import RGCNConv
+    >>> writes = ("author", "writes", "paper")
+    >>> graph = RelGraph.from_relations({writes: ([0, 1], [2, 0])}, {"author": 2, "paper": 3})
+    >>> x = {"author": jnp.ones((2, 4)), "paper": jnp.ones((3, 4))}
+    >>> found, variables = HeteroLayer(RGCNConv(8)).init_with_output(jax.random.key(0), graph, x)
+    >>> {name: rows.shape for name, rows in found.items()}
+    {'author': (2, 8), 'paper': (3, 8)}
     """
 
     layer: Any

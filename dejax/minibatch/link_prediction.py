@@ -25,6 +25,13 @@ class LinkRanks:
     Attributes:
         tail: float64[n], the rank of the tail among all tails; [0] if it was not asked for.
         head: float64[n], the rank of the head among all heads; [0] if it was not asked for.
+
+    >>> import jax.numpy as jnp
+    >>> from dejax.minibatch import link_ranks
+    >>> entities = jnp.array([[1.0], [2.0], [3.0]])
+    >>> ranks = link_ranks("dot", entities, None, entities, [[0, 0, 2], [1, 0, 1]])
+    >>> ranks.tail, ranks.head
+    (array([1., 2.]), array([3., 2.]))
     """
 
     tail: np.ndarray

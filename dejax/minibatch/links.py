@@ -36,6 +36,14 @@ class LinkBatch:
         mask: bool[edges], False for padding.
         negative_mask: bool[edges, negatives], False for padding, and for a negative that is the edge's own receiver.
         edge_type: the relation.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dejax.minibatch import HeteroTopology, link_batch
+    >>> writes = ("author", "writes", "paper")
+    >>> topology = HeteroTopology.from_edges({writes: ([0, 1], [0, 2])}, {"author": 2, "paper": 3})
+    >>> batch = link_batch(jax.random.key(0), topology, writes, (jnp.array([0, 1]), jnp.array([0, 2])), 4)
+    >>> batch.negatives.shape, batch.mask
+    ((2, 4), Array([ True,  True], dtype=bool))
     """
 
     seeds: dict[str, Array]

@@ -39,6 +39,14 @@ class InputProjection(nnx.Module):
       dtype: dtype of the computation; None: the dtype to which x and the parameters promote.
       param_dtype: dtype of the parameters.
       rngs: its stream `params`.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from dejax.minibatch.nnx import InputProjection
+    >>> project = InputProjection({"author": 4, "paper": 6}, 8, rngs=nnx.Rngs(0))
+    >>> found = project({"author": jnp.ones((2, 4)), "paper": jnp.ones((3, 6))})
+    >>> {name: rows.shape for name, rows in found.items()}
+    {'author': (2, 8), 'paper': (3, 8)}
     """
 
     def __init__(
@@ -71,6 +79,18 @@ class HeteroLayer(nnx.Module):
 
     Args:
       layer: called as `layer(graph, x)`.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from dejax.minibatch.nnx import HeteroLayer
+    >>> from dejax.rgnn import RelGraph
+    >>> from dejax.rgnn.nnx import RGCNConv
+    >>> writes = ("author", "writes", "paper")
+    >>> graph = RelGraph.from_relations({writes: ([0, 1], [2, 0])}, {"author": 2, "paper": 3})
+    >>> layer = HeteroLayer(RGCNConv(4, 8, 1, rngs=nnx.Rngs(0)))
+    >>> found = layer(graph, {"author": jnp.ones((2, 4)), "paper": jnp.ones((3, 4))})
+    >>> {name: rows.shape for name, rows in found.items()}
+    {'author': (2, 8), 'paper': (3, 8)}
     """
 
     def __init__(self, layer: Callable[..., Array]) -> None:

@@ -42,6 +42,18 @@ class MiniBatch:
         seeds: the seeds of the step, as they were given.
         key: a random key of the step, for dropout. The sample was drawn with another key.
         extra: what `sample` returned besides the sample; None if nothing.
+
+    >>> import jax, jax.numpy as jnp, numpy as np
+    >>> from dejax.minibatch import FeatureStore, HeteroTopology, sample_blocks, sampled_step
+    >>> topology = HeteroTopology.from_edges({("a", "to", "a"): ([1, 2], [0, 0])}, {"a": 3})
+    >>> store = FeatureStore.from_arrays({"a": np.array([[1.0], [2.0], [4.0]], np.float32)})
+    >>> def sample(key, topology, seeds):
+    ...     return sample_blocks(key, topology, ("a", seeds), [2])
+    >>> def update(total, batch):  # `batch` is a MiniBatch
+    ...     return total + batch.x["a"].sum(), len(batch.blocks)
+    >>> step = sampled_step(update, sample)
+    >>> step(jnp.zeros(()), topology, store, jax.random.key(0), jnp.array([0]))
+    (Array(7., dtype=float32), Array(1, dtype=int32, weak_type=True))
     """
 
     sample: SampledBlocks
@@ -63,6 +75,18 @@ class TrainingSteps:
 
     Attributes:
         pipelined: whether a call takes several steps.
+
+    >>> import jax, jax.numpy as jnp, numpy as np
+    >>> from dejax.minibatch import FeatureStore, HeteroTopology, pipelined_steps, sample_blocks, step_keys
+    >>> topology = HeteroTopology.from_edges({("a", "to", "a"): ([1, 2], [0, 0])}, {"a": 3})
+    >>> store = FeatureStore.from_arrays({"a": np.array([[1.0], [2.0], [4.0]], np.float32)})
+    >>> def sample(key, topology, seeds):
+    ...     return sample_blocks(key, topology, ("a", seeds), [2])
+    >>> run = pipelined_steps(lambda total, batch: (total + batch.x["a"].sum(), total), sample)
+    >>> keys, seeds = step_keys(jax.random.key(0), 0, 2), np.array([[0], [2]], np.int32)
+    >>> total, _ = run(jnp.zeros(()), topology, store, keys, seeds)
+    >>> run.pipelined, float(total)
+    (True, 11.0)
     """
 
     def __init__(self, function: Callable[..., Any], pipelined: bool, donate: bool) -> None:

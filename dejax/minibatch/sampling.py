@@ -52,6 +52,13 @@ class SampledBlocks:
             (`Capacities.edges`).
         edges_found: int32[hops], the edges of hop 0, of hops 0 and 1, and so on.
         layout: the static sizes.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dejax.minibatch import HeteroTopology, make_blocks, sample_blocks
+    >>> topology = HeteroTopology.from_edges({("a", "to", "a"): ([1, 2], [0, 0])}, {"a": 3})
+    >>> sample = sample_blocks(jax.random.key(0), topology, ("a", jnp.array([0])), [2])
+    >>> sample.node_ids, int(sample.lost.sum()), len(make_blocks(sample))
+    ({'a': Array([0, 1, 2], dtype=int32)}, 0, 1)
     """
 
     node_ids: dict[str, Array]
@@ -216,6 +223,13 @@ def edge_ids(topology: HeteroTopology, sample: SampledBlocks) -> tuple[Array, ..
     """For each piece of a sample int[receivers, fan_out], the edges' positions in the lists that were given; -1: none.
 
     Features of edges are in that order: `features[edge_type][ids]`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dejax.minibatch import HeteroTopology, edge_ids, sample_blocks
+    >>> topology = HeteroTopology.from_edges({("a", "to", "a"): ([2, 1], [1, 0])}, {"a": 3})
+    >>> sample = sample_blocks(jax.random.key(0), topology, ("a", jnp.array([0])), [2])
+    >>> edge_ids(topology, sample)  # the second edge of the list, and none
+    (Array([[1]], dtype=int32),)
     """
     found = []
     for piece, position in zip(sample.layout.pieces, sample.edges, strict=True):

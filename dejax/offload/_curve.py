@@ -38,21 +38,23 @@ def draw(
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6, 4))
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
 
     def points(some: Sequence[Point], style: str, **options: object) -> None:
         axes.plot([peak / _GIB for peak, _ in some], [1 / seconds for _, seconds in some], style, **options)
 
-    points(ways, ".", ms=2, color="0.8")
-    points(best(ways), "-", label="best for its memory")
+    points(ways, ".", ms=3, color="0.7", label="a way, predicted")
+    points(best(ways), "-", label="the fastest for its memory")
     for (name, some), marker in zip(marked.items(), "vs^oD", strict=False):
         points(some, marker, label=name)
-    points([chosen], "*", ms=12, label="chosen")
+    points([chosen], "*", ms=12, label="the plan's choice")
     if measured:
         points(measured, "x", ms=9, label="measured")
-    axes.axvline(budget_bytes / _GIB, color="0.6", lw=0.8, ls=":")
+    axes.axvline(budget_bytes / _GIB, color="0.6", lw=0.8, ls=":", label="the budget")
     axes.set_xlabel("activation memory, GiB")
     axes.set_ylabel("steps a second")
-    axes.legend(fontsize=7)
-    figure.savefig(path, bbox_inches="tight")
+    axes.set_xlim(left=0)
+    axes.set_ylim(0, 1.1 * max(1 / seconds for _, seconds in (*ways, chosen, *measured)))
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    figure.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
     plt.close(figure)

@@ -32,7 +32,22 @@ _SPACE = {"device": _DEVICE, "host": _HOST}
 
 @dataclass(frozen=True, eq=False)
 class StackStep(StackSettings):
-    """A training step, made by `stack_step`: (state, batch) -> (state, loss). Its attributes are the arguments."""
+    """A training step, made by `stack_step`: (state, batch) -> (state, loss). Its attributes are the arguments.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from dejax.offload import stack_step
+    >>> step = stack_step(
+    ...     lambda outer, x: x * outer["scale"],
+    ...     lambda w, x: x + jnp.tanh(x @ w),
+    ...     lambda outer, x, batch: jnp.mean(x**2),
+    ...     optax.sgd(0.1),
+    ...     moments="device",
+    ... )
+    >>> state = step.init({"scale": jnp.ones(())}, jnp.ones((4, 8, 8)) / 8)
+    >>> state, loss = step.jit(state)(state, jnp.ones((2, 8)))
+    >>> loss.shape
+    ()
+    """
 
     def init(self, outer: Any, layers: Any) -> StackState:
         """The state of the first step, each array in its place.

@@ -30,6 +30,19 @@ class StackState(NamedTuple):
         norm: float32, the norm of all gradients of the last step, before clipping; 0 at first. Without `clip_norm`
             None.
         gradients: memory for gradients that lie in host memory, arrays [layers, ...]; otherwise None.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from dejax.offload import StackState, stack_step
+    >>> step = stack_step(
+    ...     lambda outer, x: x * outer["scale"],
+    ...     lambda w, x: x + jnp.tanh(x @ w),
+    ...     lambda outer, x, batch: jnp.mean(x**2),
+    ...     optax.sgd(0.1),
+    ...     moments="device",
+    ... )
+    >>> state = step.init({"scale": jnp.ones(())}, jnp.ones((4, 8, 8)) / 8)
+    >>> isinstance(state, StackState), state.layers.shape
+    (True, (4, 8, 8))
     """
 
     outer: Any

@@ -16,6 +16,12 @@ class MasterState(NamedTuple):
     Attributes:
         master: the parameters in a wide dtype.
         inner: the state of the wrapped transformation.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from dejax.offload import master_weights
+    >>> state = master_weights(optax.sgd(0.1)).init({"w": jnp.ones(2, jnp.bfloat16)})
+    >>> state.master["w"].dtype, type(state).__name__
+    (dtype('float32'), 'MasterState')
     """
 
     master: Any

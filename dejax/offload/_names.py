@@ -47,6 +47,15 @@ class NamesWay:
         stall_seconds: part of it that waits for the bus or the drive.
         ring_bytes: size of the device's ring.
         placement: where the stored tensors lie.
+
+    >>> import jax.numpy as jnp
+    >>> from jax.ad_checkpoint import checkpoint_name
+    >>> from dejax.offload import plan_names
+    >>> def body(w, x):
+    ...     return x + checkpoint_name(jnp.tanh(x @ w), "hidden") @ w.T
+    >>> ws, x = jnp.ones((4, 64, 64)) / 64, jnp.ones((512, 64))
+    >>> plan = plan_names(body, ws, x, names=["hidden"], budget_bytes=1 << 30, min_bytes=1)  # doctest: +SKIP
+    >>> plan.chosen.offloaded, plan.chosen.peak_bytes  # doctest: +SKIP
     """
 
     saved: frozenset[str] | None
@@ -92,6 +101,16 @@ class NamesPlan(Plan[NamesWay]):
 
     Attributes:
         bytes_of: a layer's bytes by name.
+
+    >>> import jax.numpy as jnp
+    >>> from jax.ad_checkpoint import checkpoint_name
+    >>> from dejax.offload import plan_names
+    >>> def body(w, x):
+    ...     return x + checkpoint_name(jnp.tanh(x @ w), "hidden") @ w.T
+    >>> ws, x = jnp.ones((4, 64, 64)) / 64, jnp.ones((512, 64))
+    >>> plan = plan_names(body, ws, x, names=["hidden"], budget_bytes=1 << 30, min_bytes=1)  # doctest: +SKIP
+    >>> print(plan.table())  # doctest: +SKIP
+    >>> plan.bytes_of["hidden"]  # doctest: +SKIP
     """
 
     bytes_of: dict[str, int]
@@ -153,6 +172,15 @@ def plan_names(
 
     Raises:
         ValueError: a name is not found, there are too many or too few layers, or no way fits the budget.
+
+    >>> import jax.numpy as jnp
+    >>> from jax.ad_checkpoint import checkpoint_name
+    >>> from dejax.offload import plan_names
+    >>> def body(w, x):
+    ...     return x + checkpoint_name(jnp.tanh(x @ w), "hidden") @ w.T
+    >>> ws, x = jnp.ones((4, 64, 64)) / 64, jnp.ones((512, 64))
+    >>> plan = plan_names(body, ws, x, names=["hidden"], budget_bytes=1 << 30, min_bytes=1)  # doctest: +SKIP
+    >>> y = plan.apply(ws, x)  # doctest: +SKIP
     """
     num_layers = count_layers(params, "plan_names")
     if not 1 <= len(names) <= 8:

@@ -51,6 +51,12 @@ class Prediction:
         seconds: time of a step.
         stall_seconds: part of it that waits for the bus or the drive.
         placement: where the stored tensors lie.
+
+    >>> import jax.numpy as jnp
+    >>> from dejax.offload import CHOICES, plan_stack
+    >>> ws, x = jnp.ones((4, 16, 16)) / 16, jnp.ones((32, 16))
+    >>> plan = plan_stack(lambda w, x: x + jnp.tanh(x @ w), ws, x, budget_bytes=1 << 30)  # doctest: +SKIP
+    >>> dict(zip(CHOICES, plan.chosen.layers)), plan.chosen.peak_bytes  # doctest: +SKIP
     """
 
     layers: tuple[int, ...]
@@ -92,6 +98,13 @@ class StackPlan(Plan[Prediction]):
 
     Attributes:
         parts: of the stack, each of equal layers.
+
+    >>> import jax.numpy as jnp
+    >>> from dejax.offload import CHOICES, plan_stack
+    >>> ws, x = jnp.ones((4, 16, 16)) / 16, jnp.ones((32, 16))
+    >>> plan = plan_stack(lambda w, x: x + jnp.tanh(x @ w), ws, x, budget_bytes=1 << 30)  # doctest: +SKIP
+    >>> print(plan.table())  # doctest: +SKIP
+    >>> y = plan.apply(ws, x)  # doctest: +SKIP
     """
 
     parts: tuple[Part, ...]

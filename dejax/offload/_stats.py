@@ -35,6 +35,15 @@ class StoreStats:
         runs: executions that stored something.
         drive_written_bytes: written to the drives of the paths by any process; 0 where the system does not tell.
         open_seconds: time since the store was opened.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dejax.offload import ActivationStore, offload
+    >>> layer = offload(lambda w, x: jnp.tanh(x @ w), min_bytes=0)
+    >>> with ActivationStore() as store:
+    ...     gradient = jax.block_until_ready(jax.grad(lambda w: layer(w, jnp.ones((2, 3))).sum())(jnp.eye(3)))
+    ...     stats = store.stats()
+    >>> stats.stored_count == stats.fetched_count > 0, stats.live_count
+    (True, 0)
     """
 
     stored_bytes: int

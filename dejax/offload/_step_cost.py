@@ -26,6 +26,20 @@ class StepWay:
         disk_bytes: activations on disk, and two versions of the state there.
         seconds: of a step.
         stall_seconds: the part of it that waits for the bus or the drive.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from dejax.offload import plan_step
+    >>> plan = plan_step(  # doctest: +SKIP
+    ...     lambda outer, x: x * outer["scale"],
+    ...     lambda w, x: x + jnp.tanh(x @ w),
+    ...     lambda outer, x, batch: jnp.mean(x**2),
+    ...     optax.adam(1e-3),
+    ...     {"scale": jnp.ones(())},
+    ...     jnp.ones((6, 128, 128)) / 128,
+    ...     jnp.ones((16, 128)),
+    ...     device_bytes=1 << 30,
+    ... )
+    >>> plan.chosen.far, plan.chosen.microbatches, plan.chosen.seconds  # doctest: +SKIP
     """
 
     far: frozenset[str]

@@ -50,6 +50,21 @@ class StepPlan:
         costs: measured short stacks, by number of microbatches.
         device_bytes, host_bytes, disk_bytes: the budgets.
         measured: (device bytes, seconds) of the chosen way, after `measure`.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from dejax.offload import plan_step
+    >>> plan = plan_step(  # doctest: +SKIP
+    ...     lambda outer, x: x * outer["scale"],
+    ...     lambda w, x: x + jnp.tanh(x @ w),
+    ...     lambda outer, x, batch: jnp.mean(x**2),
+    ...     optax.adam(1e-3),
+    ...     {"scale": jnp.ones(())},
+    ...     jnp.ones((6, 128, 128)) / 128,
+    ...     jnp.ones((16, 128)),
+    ...     device_bytes=1 << 30,
+    ... )
+    >>> print(plan.table())  # doctest: +SKIP
+    >>> step = plan.apply()  # doctest: +SKIP
     """
 
     chosen: StepWay

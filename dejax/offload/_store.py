@@ -339,7 +339,12 @@ def binding_of(store: ActivationStore | Literal["device"] | None) -> int:
 
 
 def default_store() -> ActivationStore:
-    """The store that steps use outside of any `with`: host memory only, for the life of the process."""
+    """The store that steps use outside of any `with`: host memory only, for the life of the process.
+
+    >>> from dejax.offload import default_store
+    >>> default_store() is default_store(), default_store().stats().disk_bytes
+    (True, 0)
+    """
     global _default
     with _default_lock:
         if _default is None or not _default.is_open:

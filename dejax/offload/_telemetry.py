@@ -61,6 +61,12 @@ class Recording:
     Args:
         store: an `ActivationStore`.
         interval: seconds between samples.
+
+    >>> import tempfile
+    >>> from dejax.offload import ActivationStore
+    >>> with ActivationStore() as store, store.record() as recording:
+    ...     pass  # your steps
+    >>> recording.trace(f"{tempfile.mkdtemp()}/trace.json")  # for ui.perfetto.dev
     """
 
     def __init__(self, store: Any, interval: float = 0.002) -> None:

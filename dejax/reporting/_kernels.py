@@ -27,6 +27,11 @@ class Kernel:
         nbytes: that it reads and writes, from the shapes; None where unknown.
         predicted_ms: of the cost model, for an NVIDIA H200; None where the model does not apply.
         why: why XLA computes a part of a program, if it does.
+
+    >>> import dejax, jax, jax.numpy as jnp
+    >>> page = dejax.report(jax.jit(lambda w, x: (x @ w).sum()), jnp.ones((8, 8)), jnp.ones((4, 8)), calls=0)
+    >>> [kernel.kind for kernel in page.kernels][:1]
+    ['XLA']
     """
 
     name: str

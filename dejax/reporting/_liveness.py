@@ -59,6 +59,12 @@ class Timeline:
     Attributes:
         owners: bytes by owner, one for each position.
         buffers: all buffers, largest first.
+
+    >>> import dejax, jax, jax.numpy as jnp
+    >>> step = jax.jit(lambda params, x: (x @ params).sum())
+    >>> page = dejax.report(step, jnp.ones((8, 8)), jnp.ones((4, 8)), calls=0)
+    >>> page.timeline.at_peak()["parameters"]  # bytes
+    256
     """
 
     owners: Mapping[str, Sequence[int]]

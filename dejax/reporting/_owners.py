@@ -37,6 +37,13 @@ class Leaf:
         nbytes: its size.
         on_host: whether it lies in host memory while the step runs.
         floating: whether its elements are floating-point numbers.
+
+    >>> import dejax, jax, jax.numpy as jnp
+    >>> step = jax.jit(lambda params, x: (x @ params["w"]).sum())
+    >>> page = dejax.report(step, {"w": jnp.ones((8, 8))}, jnp.ones((4, 8)), calls=0)
+    >>> leaf = page.leaves[0]
+    >>> leaf.path, leaf.owner, leaf.shape, leaf.nbytes
+    ("params['w']", 'parameters', 'f32[8,8]', 256)
     """
 
     path: str

@@ -36,6 +36,12 @@ class Report(Figures):
         seconds: wall time of one call; None where the step was not run.
         peak_bytes: the allocator's peak since the process began; None where the device does not tell.
         remedies: what to try, at most three.
+
+    >>> import dejax, jax, jax.numpy as jnp
+    >>> step = jax.jit(lambda params, x: (x @ params).sum())
+    >>> page = dejax.report(step, jnp.ones((8, 8)), jnp.ones((4, 8)), calls=0)
+    >>> page.backend in ("cpu", "gpu"), page.flops > 0, len(page.leaves)
+    (True, True, 2)
     """
 
     def __str__(self) -> str:

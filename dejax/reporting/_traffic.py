@@ -21,6 +21,13 @@ class Traffic:
         direction: "to the device", "to the host", "to disk" or "from disk".
         predicted_ms: of the cost model for one H200 on PCIe 5; None where it does not apply.
         note: how the bytes were found.
+
+    >>> import dejax, jax, jax.numpy as jnp, numpy as np
+    >>> from dejax.host_gather import HostTable, gather
+    >>> table = HostTable.from_numpy(np.ones((100, 64), np.float32))
+    >>> page = dejax.report(jax.jit(lambda table, ids: gather(table, ids).sum()), table, jnp.arange(10), calls=0)
+    >>> [(moved.nbytes, moved.direction) for moved in page.traffic]
+    [(2560, 'to the device')]
     """
 
     what: str

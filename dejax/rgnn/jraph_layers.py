@@ -58,6 +58,17 @@ def apply_to_graphs_tuple(
     Raises:
       ValueError: `graph` together with options to make one, a graph of other counts, or an unknown `updates`.
       TypeError: a mapping of features without a key, or a key without a mapping.
+
+    >>> import jax.numpy as jnp, jraph
+    >>> from dejax import rgnn
+    >>> from dejax.rgnn.jraph_layers import apply_to_graphs_tuple
+    >>> @rgnn.program
+    ... def from_neighbours(g, x):
+    ...     return g.sum_to_dst(g.src(x))
+    >>> x, senders, receivers = jnp.array([[1.0], [3.0], [5.0]]), jnp.array([0, 1]), jnp.array([2, 2])
+    >>> tuples = jraph.GraphsTuple(x, None, receivers, senders, None, jnp.array([3]), jnp.array([2]))
+    >>> apply_to_graphs_tuple(from_neighbours, tuples, edge_type=0).nodes[2]
+    Array([4.], dtype=float32)
     """
     if updates not in ("nodes", "edges", "both"):
         raise ValueError(f"updates must be 'nodes', 'edges' or 'both', got {updates!r}")
@@ -88,6 +99,14 @@ def graphs_tuple_layer(layer: Callable[..., Any], **keywords: Any) -> Callable[[
     Args:
       layer: as in `apply_to_graphs_tuple`.
       **keywords: those of `apply_to_graphs_tuple`.
+
+    >>> import jax.numpy as jnp, jraph
+    >>> from dejax import rgnn
+    >>> from dejax.rgnn.jraph_layers import graphs_tuple_layer
+    >>> layer = graphs_tuple_layer(rgnn.program(lambda g, x: g.max_to_dst(g.src(x))), edge_type=0)
+    >>> x, senders, receivers = jnp.array([[1.0], [3.0], [5.0]]), jnp.array([0, 1]), jnp.array([2, 2])
+    >>> layer(jraph.GraphsTuple(x, None, receivers, senders, None, jnp.array([3]), jnp.array([2]))).nodes[2]
+    Array([3.], dtype=float32)
     """
 
     def apply(graphs_tuple: GraphsTuple) -> GraphsTuple:

@@ -180,6 +180,13 @@ class HGTConv(_Layer):
       use_skip: the gated skip connection, parameter `skip` [T]; None takes it where k == n.
       dropout: share of the transformed result dropped before the skip connection while training.
       deterministic, dtype, param_dtype, backend, precision, options, initializers: as in `RGCNConv`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dejax import rgnn
+    >>> graph = rgnn.RelGraph.from_edges([0, 1], [1, 2], num_nodes=3)
+    >>> y, variables = rgnn.linen.HGTConv(8, num_heads=2).init_with_output(jax.random.key(0), graph, jnp.ones((3, 4)))
+    >>> y.shape
+    (3, 8)
     """
 
     features: int

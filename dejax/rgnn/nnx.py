@@ -265,6 +265,12 @@ class HGTConv(_Layer):
 
     Raises:
       ValueError: sizes that do not fit each other.
+
+    >>> import jax.numpy as jnp, flax.nnx as nnx
+    >>> from dejax import rgnn
+    >>> graph = rgnn.RelGraph.from_edges([0, 1], [1, 2], num_nodes=3)
+    >>> rgnn.nnx.HGTConv(4, 8, 1, 1, rngs=nnx.Rngs(0))(graph, jnp.ones((3, 4))).shape
+    (3, 8)
     """
 
     def __init__(

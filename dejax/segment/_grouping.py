@@ -112,6 +112,14 @@ class Plan:
         first: int32[chunks]: the segment at the first position of each chunk, for segments that are cut.
         last: int32[chunks]: the segment at the last position of each chunk.
         num_segments: number of segments (static).
+
+    >>> import jax.numpy as jnp
+    >>> from dejax import segment
+    >>> plan = segment.plan(jnp.array([1, 0, 1]), 2)
+    >>> isinstance(plan, segment.Plan), plan.offsets
+    (True, Array([0, 1, 3], dtype=int32))
+    >>> segment.segment_sum(jnp.array([1.0, 2.0, 4.0]), plan)
+    Array([2., 5.], dtype=float32)
     """
 
     ids: Array

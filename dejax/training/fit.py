@@ -54,6 +54,12 @@ class TrainState:
         epoch: int32 scalar, number of finished steps.
         key: uint32 [2], the run's random key as plain integers. Epoch e draws dropout from `fold_in(key, e)`, so that
             a resumed run draws the same.
+
+    >>> from dejax.datasets import load
+    >>> from dejax.training import Trainer, resolve
+    >>> trainer = Trainer(resolve("stdlib"), load("stdlib"))  # doctest: +SKIP
+    >>> state = trainer.init(seed=0)  # doctest: +SKIP
+    >>> int(state.epoch)  # doctest: +SKIP
     """
 
     params: Any
@@ -94,6 +100,12 @@ class Trainer:
         batch: the graph and the splits on the device.
         num_params: number of parameters of the model.
         compile_seconds: time spent in compilation so far.
+
+    >>> from dejax.datasets import load
+    >>> from dejax.training import Trainer, resolve
+    >>> trainer = Trainer(resolve("stdlib"), load("stdlib"))  # doctest: +SKIP
+    >>> for state, progress in trainer.run(trainer.init(seed=0), 20):  # doctest: +SKIP
+    ...     print(progress)
     """
 
     def __init__(self, settings: Settings, data: EntityDataset, *, backend: str = "auto") -> None:

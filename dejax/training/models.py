@@ -33,6 +33,16 @@ class EntityClassifier(nnx.Module):
         num_classes: width of the result.
         options: options of the compiler.
         rngs: streams `params` and, with dropout, `dropout`.
+
+    >>> import numpy as np
+    >>> from flax import nnx
+    >>> from dejax.rgnn import Options, RelGraph
+    >>> from dejax.training import EntityClassifier, Settings
+    >>> graph = RelGraph.from_edges([0, 1], [2, 2], [0, 1], num_nodes=3)
+    >>> settings = Settings(dataset="mine", model="rgcn", hidden=8)
+    >>> model = EntityClassifier(settings, graph, 4, 2, options=Options(), rngs=nnx.Rngs(0))
+    >>> model(graph, np.ones((3, 4), np.float32)).shape
+    (3, 2)
     """
 
     def __init__(
@@ -168,6 +178,15 @@ class NodeMLP(nnx.Module):
         in_features: width of the node features; None for no features.
         num_classes: width of the result.
         rngs: stream `params`.
+
+    >>> import numpy as np
+    >>> from flax import nnx
+    >>> from dejax.rgnn import RelGraph
+    >>> from dejax.training import NodeMLP, Settings
+    >>> graph = RelGraph.from_edges([0, 1], [2, 2], [0, 1], num_nodes=3)
+    >>> model = NodeMLP(Settings(dataset="mine", model="mlp"), graph, 4, 2, rngs=nnx.Rngs(0))
+    >>> model(graph, np.ones((3, 4), np.float32)).shape
+    (3, 2)
     """
 
     def __init__(

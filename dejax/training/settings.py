@@ -36,6 +36,11 @@ class Settings:
 
     Raises:
         ValueError: a value out of range.
+
+    >>> from dejax.training import Settings
+    >>> settings = Settings(dataset="stdlib", model="rgat", heads=4)
+    >>> settings.hidden, settings.replace(hidden=32).hidden
+    (16, 32)
     """
 
     dataset: str

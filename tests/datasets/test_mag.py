@@ -5,7 +5,7 @@ import gzip
 import numpy as np
 import pytest
 
-from dejax.datasets import load, load_mag_hetero
+from dejax.datasets import load, load_mag, load_mag_hetero
 
 COUNTS = {"paper": 4, "author": 3, "institution": 1, "field_of_study": 2}
 EDGES = {
@@ -35,6 +35,12 @@ def folder(tmp_path):
     put(split / "valid.csv.gz", [(3,)])
     put(split / "test.csv.gz", [(2,)])
     return tmp_path
+
+
+def test_load_gives_what_load_mag_gives(folder, tmp_path):
+    by_name, by_function = load("ogbn-mag", folder, cache=tmp_path / "a"), load_mag(folder, cache=tmp_path / "b")
+    for array in ("senders", "receivers", "edge_type", "node_type", "features", "labels", "train_nodes", "test_nodes"):
+        np.testing.assert_array_equal(getattr(by_name, array), getattr(by_function, array))
 
 
 def test_nodes_edges_labels_features(folder, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from dejax import _native
-from dejax.offload import ActivationStore, _names, _profile, plan_names
+from dejax.offload import ActivationStore, NamesPlan, NamesWay, _names, _profile, plan_names
 
 pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
@@ -22,6 +22,7 @@ def test_a_plan_by_names_where_other_work_disturbed_the_shorter_stack(monkeypatc
     body = lambda w, x: x + jnp.tanh(checkpoint_name(x @ w, "product")) @ w.T  # noqa: E731
     with ActivationStore() as store:
         plan = plan_names(body, ws, x, budget_bytes=1 << 40, store=store, names=["product"], min_bytes=1)
+    assert isinstance(plan, NamesPlan) and all(isinstance(way, NamesWay) for way in plan.ways)
     assert all(way.seconds >= 0 for way in plan.ways)
     assert plan.chosen.seconds <= 1.005 * min(way.seconds for way in plan.ways)
 

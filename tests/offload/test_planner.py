@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dejax import _native
-from dejax.offload import CHOICES, ActivationStore, _profile, plan_stack
+from dejax.offload import CHOICES, ActivationStore, Plan, Prediction, StackPlan, _profile, plan_stack
 from dejax.offload._planner import Part, _compositions, _refined, _way, _ways_of
 from dejax.offload._profile import Tiers, place
 from dejax.offload._ways import Cost
@@ -126,6 +126,7 @@ def test_a_plan(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="nothing fits budget_bytes=1000; the least is about"):
             plan_stack(body, ws, x, budget_bytes=1000, store=store, choices=("keep",))
         plan = plan_stack(body, ws, x, budget_bytes=1 << 40, store=store, min_bytes=1, choices=("offload", "keep"))
+        assert isinstance(plan, StackPlan) and isinstance(plan, Plan) and isinstance(plan.chosen, Prediction)
         least = min(plan.ways, key=lambda way: way.peak_bytes)
         assert plan.costs["keep"].layer_bytes > plan.costs["offload"].layer_bytes
         plan.chosen = least

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from dejax import _native
-from dejax.offload import _profile, plan_step
+from dejax.offload import StepPlan, StepWay, _profile, plan_step
 from dejax.offload._profile import Tiers, Traffic, duplex_bandwidth
 from dejax.offload._step_cost import FREED, Cost, Drive, KeptGradients, Leaf, predict
 from dejax.offload._step_plan import _choose
@@ -130,6 +130,7 @@ def test_a_plan_with_a_drive(monkeypatch, tmp_path):
     layers = jax.tree.map(lambda x: np.concatenate([x] * 6), layers)  # 30 of them: few are on their way at a time
     how = {"min_bytes": 100, "streams": True, "path": tmp_path, "device_bytes": 1 << 40}
     plan = plan_step(embed, body, head, optax.adamw(1e-2), outer, layers, batch(0), host_bytes=1 << 30, **how)
+    assert isinstance(plan, StepPlan) and isinstance(plan.chosen, StepWay)
     assert plan.chosen.on_disk == frozenset() and 0 < plan.disk_bytes < float("inf")
     moment = layers["w"].nbytes
     away = [way.device_bytes for way in plan.ways if way.activations == "device" and len(way.far | way.on_disk) == 2]

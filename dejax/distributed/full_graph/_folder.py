@@ -120,7 +120,17 @@ def load_nodes(folder: str | os.PathLike[str], graph: ShardedGraph, name: str) -
 
 
 def load_edges(folder: str | os.PathLike[str], graph: ShardedGraph, name: str) -> Array:
-    """An array of edges that `save_parts` wrote, as [edge rows, *F] over the devices."""
+    """An array of edges that `save_parts` wrote, as [edge rows, *F] over the devices.
+
+    >>> import tempfile, numpy as np
+    >>> from dejax.distributed import make_mesh
+    >>> from dejax.distributed.full_graph import load_edges, load_parts, save_parts
+    >>> from dejax.rgnn import RelGraph
+    >>> graph, folder = RelGraph.from_edges([0, 1], [2, 2], [0, 1], num_nodes=3), tempfile.mkdtemp()
+    >>> save_parts(folder, graph, [0, 0, 0], 1, edges={"weight": np.array([0.5, 2.0], np.float32)})
+    >>> load_edges(folder, load_parts(folder, make_mesh(1)), "weight")
+    Array([0.5, 2. ], dtype=float32)
+    """
     return _load(folder, graph, f"edges_{name}", graph.layout.edges)
 
 

@@ -46,7 +46,19 @@ def over_mesh(program: Program) -> MeshProgram:
 
 
 class MeshProgram:
-    """A program over the devices of a mesh; made by `over_mesh`."""
+    """A program over the devices of a mesh; made by `over_mesh`.
+
+    >>> import jax.numpy as jnp, numpy as np
+    >>> from dejax.distributed import make_mesh
+    >>> from dejax.distributed.full_graph import ShardedGraph, over_mesh
+    >>> from dejax.rgnn import RelGraph, library
+    >>> graph = RelGraph.from_edges([0, 1], [2, 2], [0, 1], num_nodes=3)
+    >>> split = ShardedGraph.from_graph(graph, np.zeros(3, int), make_mesh(1))
+    >>> layer = over_mesh(library.rgcn)
+    >>> y = layer(split, split.shard_nodes(np.ones((3, 2), np.float32)), {"weight": jnp.ones((2, 2, 4))})
+    >>> split.unshard_nodes(y).shape, layer.bytes_sent(split, y[:, :2], {"weight": jnp.ones((2, 2, 4))})
+    ((3, 4), 0)
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program

@@ -27,7 +27,19 @@ SOURCE_PAIRS = (
 
 
 class CannotDistribute(ValueError):
-    """A program that full graphs over a mesh do not take; the message names its line and the remedy."""
+    """A program that full graphs over a mesh do not take; the message names its line and the remedy.
+
+    >>> import jax.numpy as jnp
+    >>> from dejax import rgnn
+    >>> from dejax.distributed import make_mesh
+    >>> from dejax.distributed.full_graph import CannotDistribute, ShardedGraph, over_mesh
+    >>> @rgnn.program
+    ... def product(g, x):
+    ...     return g.prod_to_src(g.dst(x))
+    >>> graph = rgnn.RelGraph.from_edges([0], [1], num_nodes=2)
+    >>> split = ShardedGraph.from_graph(graph, [0, 1], make_mesh(2))  # doctest: +SKIP
+    >>> over_mesh(product)(split, split.shard_nodes(jnp.ones((2, 3))))  # doctest: +SKIP
+    """
 
 
 def refuse(program: Program, index: int, why: str) -> CannotDistribute:

@@ -10,7 +10,12 @@ from dejax.rgnn.options import Options
 
 
 class KernelFallbackWarning(UserWarning):
-    """A kernel could not be made; XLA evaluates that part of the program, with the same result."""
+    """A kernel could not be made; XLA evaluates that part of the program, with the same result.
+
+    >>> import warnings
+    >>> from dejax import rgnn
+    >>> warnings.simplefilter("error", rgnn.KernelFallbackWarning)  # an exception instead of a slower program
+    """
 
 
 _found: dict[tuple[Kernels, Options], dict[int, str]] = {}

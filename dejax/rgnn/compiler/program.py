@@ -80,6 +80,17 @@ class Program:
     Call it with a `RelGraph` and the function's other arguments: arrays, or pytrees of arrays, with one row for each
     element of their space. Other leaves are static. A program runs inside and outside `jax.jit`, under `jax.grad` (of
     floating-point arrays, to any order in reverse mode), `jax.vmap`, `jax.lax.scan` and `jax.checkpoint`.
+
+    >>> import jax.numpy as jnp
+    >>> from dejax import rgnn
+    >>> @rgnn.program
+    ... def weighted_sum(g, x, w):
+    ...     return g.sum_to_dst(g.src(x) @ g.per_edge_type(w))
+    >>> isinstance(weighted_sum, rgnn.Program)
+    True
+    >>> graph = rgnn.RelGraph.from_edges([0, 1], [2, 2], [0, 1], num_nodes=3)
+    >>> weighted_sum(graph, jnp.array([[1.0], [3.0], [5.0]]), jnp.array([[[1.0]], [[2.0]]]))[2]  # 1 * 1 + 2 * 3
+    Array([7.], dtype=float32)
     """
 
     def __init__(self, function: Callable, options: Options) -> None:

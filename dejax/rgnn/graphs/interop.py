@@ -44,6 +44,12 @@ def to_relations(graph: RelGraph) -> dict[tuple[str, str, str], tuple[np.ndarray
 
     Raises:
         ValueError: the graph was made in another way.
+
+    >>> from dejax import rgnn
+    >>> writes = ("author", "writes", "paper")
+    >>> graph = rgnn.RelGraph.from_relations({writes: ([0, 1], [2, 0])}, {"author": 2, "paper": 3})
+    >>> rgnn.interop.to_relations(graph)
+    {('author', 'writes', 'paper'): (array([0, 1], dtype=int32), array([2, 0], dtype=int32))}
     """
     if graph.node_type_counts is None or graph.node_type_names is None or graph.edge_type_names is None:
         raise ValueError("to_relations needs a graph of RelGraph.from_relations, whose types have names")
@@ -188,6 +194,12 @@ def to_graphs_tuple(
 
     Raises:
         ValueError: the rows of the features, or `like`, do not fit the graph; or a graph with padding has no `like`.
+
+    >>> from dejax import rgnn
+    >>> graph = rgnn.RelGraph.from_edges([0, 1], [1, 2], [0, 1], num_nodes=3)
+    >>> found = rgnn.interop.to_graphs_tuple(graph)
+    >>> found.senders, found.receivers, found.edges
+    (Array([0, 1], dtype=int32), Array([1, 2], dtype=int32), Array([0, 1], dtype=int32))
     """
     with optional("jraph", of="to_graphs_tuple"):
         import jraph

@@ -104,6 +104,14 @@ def rgat(
 
     Returns:
       [N, H * d] or [N, d].
+
+    >>> import jax.numpy as jnp
+    >>> from dejax import rgnn
+    >>> graph = rgnn.RelGraph.from_edges([0, 1], [2, 2], [0, 1], num_nodes=3)
+    >>> zero = jnp.zeros((2, 1))
+    >>> params = {"weight": jnp.array([[[1.0]], [[2.0]]]), "attention_src": zero, "attention_dst": zero}
+    >>> rgnn.library.rgat(graph, jnp.array([[1.0], [3.0], [5.0]]), params)[2]  # equal shares of 1 * 1 and 2 * 3
+    Array([3.5], dtype=float32)
     """
     check_params(params, "rgat", ("weight", "attention_src", "attention_dst"), ("bias", "edge_scale"))
     weight = g.per_edge_type(params["weight"])

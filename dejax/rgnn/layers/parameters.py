@@ -165,6 +165,12 @@ def params_to_linen(module: Any) -> dict[str, Any]:
 
     Args:
       module: an `nnx.Module`, or an `nnx.State` of parameters.
+
+    >>> from flax import nnx
+    >>> from dejax.rgnn.nnx import GCNConv, params_to_linen
+    >>> variables = params_to_linen(GCNConv(2, 3, rngs=nnx.Rngs(0)))
+    >>> {name: value.shape for name, value in variables["params"].items()}
+    {'bias': (3,), 'weight': (2, 3)}
     """
     from flax import nnx
 
@@ -181,6 +187,14 @@ def params_from_linen(module: Any, variables: Mapping[str, Any]) -> None:
 
     Raises:
       ValueError: names or shapes differ.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from dejax.rgnn.nnx import GCNConv, params_from_linen
+    >>> layer = GCNConv(2, 3, rngs=nnx.Rngs(0))
+    >>> params_from_linen(layer, {"params": {"weight": jnp.ones((2, 3)), "bias": jnp.ones(3)}})
+    >>> layer.bias[...]
+    Array([1., 1., 1.], dtype=float32)
     """
     from flax import nnx
 

@@ -32,6 +32,11 @@ class ConvertedLayer:
     Attributes:
       spec: the layer's settings; `spec.params()` names its parameters.
       params: the weights, by the names of `dejax.rgnn.library` and `dejax.rgnn.zoo`.
+
+    >>> import torch_geometric  # doctest: +SKIP
+    >>> from dejax import rgnn
+    >>> layer = rgnn.interop.from_pyg(torch_geometric.nn.SAGEConv(64, 32))  # doctest: +SKIP
+    >>> layer(graph, x), sorted(layer.params)  # doctest: +SKIP
     """
 
     spec: LayerSpec | ZooSpec

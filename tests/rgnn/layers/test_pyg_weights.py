@@ -122,7 +122,9 @@ def test_same_results(name: str) -> None:
     more = () if edges is None else (edges,)
     with jax.enable_x64(True):
         close = lambda found: np.testing.assert_allclose(found, want, rtol=1e-10, atol=1e-10)  # noqa: E731
-        close(interop.from_pyg(layer, **keywords)(graph, x, edges))
+        function = interop.from_pyg(layer, **keywords)
+        assert isinstance(function, interop.ConvertedLayer)
+        close(function(graph, x, edges))
         module = nnx.from_pyg(layer, **keywords)
         module.eval()
         close(module(graph, x, *more))

@@ -52,6 +52,14 @@ def gat(
 
     Returns:
       [N, H * d] or [N, d].
+
+    >>> import jax.numpy as jnp
+    >>> from dejax import rgnn
+    >>> graph = rgnn.RelGraph.from_edges([0, 1], [2, 2], num_nodes=3)
+    >>> zero = jnp.zeros((1, 1))
+    >>> params = {"weight": jnp.ones((1, 1, 1)), "attention_src": zero, "attention_dst": zero}
+    >>> rgnn.zoo.gat(graph, jnp.array([[1.0], [3.0], [5.0]]), params)[2]  # equal shares of 1 and 3
+    Array([2.], dtype=float32)
     """
     required = ("weight", "attention_src", "attention_dst")
     optional = ("weight_dst", "weight_edge", "attention_edge", "residual", "bias", "edge_scale")
@@ -95,6 +103,13 @@ def gatv2(
 
     Returns:
       [N, H * d] or [N, d].
+
+    >>> import jax.numpy as jnp
+    >>> from dejax import rgnn
+    >>> graph = rgnn.RelGraph.from_edges([0, 1], [2, 2], num_nodes=3)
+    >>> params = {"weight_src": jnp.ones((1, 1, 1)), "attention": jnp.zeros((1, 1))}
+    >>> rgnn.zoo.gatv2(graph, jnp.array([[1.0], [3.0], [5.0]]), params)[2]  # equal shares of 1 and 3
+    Array([2.], dtype=float32)
     """
     optional = ("weight_dst", "bias_src", "bias_dst", "weight_edge", "residual", "bias", "edge_scale")
     check_params(params, "gatv2", ("weight_src", "attention"), optional)
@@ -136,6 +151,13 @@ def graph_transformer(
 
     Returns:
       [N, n].
+
+    >>> import jax.numpy as jnp
+    >>> from dejax import rgnn
+    >>> graph = rgnn.RelGraph.from_edges([0, 1], [2, 2], num_nodes=3)
+    >>> params = {"query": jnp.zeros((1, 1, 1)), "key": jnp.ones((1, 1, 1)), "value": jnp.ones((1, 1, 1))}
+    >>> rgnn.zoo.graph_transformer(graph, jnp.array([[1.0], [3.0], [5.0]]), params)[2]  # equal shares of 1 and 3
+    Array([2.], dtype=float32)
     """
     optional = ("query_bias", "key_bias", "value_bias", "root", "root_bias", "gate", "edge", "edge_scale")
     check_params(params, "graph_transformer", ("query", "key", "value"), optional)

@@ -41,6 +41,14 @@ def gcn(g: GraphSymbol, x: Any, params: Params, edge_weight: Any = None, add_sel
 
     Returns:
       [N, n].
+
+    >>> import jax.numpy as jnp
+    >>> from dejax import rgnn
+    >>> graph = rgnn.RelGraph.from_edges([0, 1], [1, 2], num_nodes=3)
+    >>> rgnn.zoo.gcn(graph, jnp.array([[1.0], [2.0], [4.0]]), {"weight": jnp.ones((1, 1))}, add_self_loops=False)
+    Array([[0.],
+           [0.],
+           [2.]], dtype=float32)
     """
     check_params(params, "gcn", ("weight",), ("bias",))
     z = g.node(x) @ g.shared(params["weight"])
@@ -108,6 +116,13 @@ def gin(g: GraphSymbol, x: Any, params: Params, edge_features: Any = None) -> Sy
 
     Returns:
       [N, n].
+
+    >>> import jax.numpy as jnp
+    >>> from dejax import rgnn
+    >>> graph = rgnn.RelGraph.from_edges([0, 1], [2, 2], num_nodes=3)
+    >>> x, one = jnp.array([[1.0], [2.0], [4.0]]), jnp.ones((1, 1))
+    >>> rgnn.zoo.gin(graph, x, {"weight_1": one, "weight_2": one})[2]  # 4 + (1 + 2)
+    Array([7.], dtype=float32)
     """
     check_params(params, "gin", ("weight_1", "weight_2"), ("bias_1", "bias_2", "epsilon", "edge"))
     check_edge_features("gin", edge_features, params, ("edge",))
@@ -137,6 +152,13 @@ def gated_gcn(g: GraphSymbol, x: Any, params: Params, edge_features: Any = None)
 
     Returns:
       [N, n].
+
+    >>> import jax.numpy as jnp
+    >>> from dejax import rgnn
+    >>> graph = rgnn.RelGraph.from_edges([0, 1], [2, 2], num_nodes=3)
+    >>> x, zero, one = jnp.array([[1.0], [2.0], [4.0]]), jnp.zeros((1, 1)), jnp.ones((1, 1))
+    >>> rgnn.zoo.gated_gcn(graph, x, {"gate_dst": zero, "gate_src": zero, "value": one})[2]  # gates of a half
+    Array([1.5], dtype=float32)
     """
     optional = ("gate_bias", "value_bias", "root", "bias", "gate_edge")
     check_params(params, "gated_gcn", ("gate_dst", "gate_src", "value"), optional)
@@ -175,6 +197,15 @@ def pna(g: GraphSymbol, x: Any, params: Params, edge_features: Any = None, mean_
 
     Returns:
       [N, m].
+
+    >>> import jax.numpy as jnp
+    >>> from dejax import rgnn
+    >>> graph = rgnn.RelGraph.from_edges([0, 1], [2, 2], num_nodes=3)
+    >>> one = jnp.ones((1, 4, 4))
+    >>> params = {"message_dst": one, "message_src": one, "update": one, "aggregate": jnp.ones((3, 1, 16, 4))}
+    >>> params["out"] = jnp.ones((4, 8))
+    >>> rgnn.zoo.pna(graph, jnp.ones((3, 4)), params).shape
+    (3, 8)
     """
     required = ("message_dst", "message_src", "update", "aggregate", "out")
     check_params(params, "pna", required, ("message_bias", "update_bias", "bias", "message_edge"))

@@ -24,6 +24,12 @@ def distmult(g: GraphSymbol, x: Any, relation: Any) -> Symbol:
 
     Returns:
       [E].
+
+    >>> import jax.numpy as jnp
+    >>> from dejax import rgnn
+    >>> triples = rgnn.RelGraph.from_edges([0, 1], [1, 0], [0, 1], num_nodes=2)
+    >>> rgnn.zoo.distmult(triples, jnp.array([[1.0], [2.0]]), jnp.array([[3.0], [5.0]]))  # 1 * 3 * 2, 2 * 5 * 1
+    Array([ 6., 10.], dtype=float32)
     """
     return F.dot(g.src(x) * g.per_edge_type(relation), g.dst(x))
 
@@ -46,6 +52,12 @@ def complex_(g: GraphSymbol, x: Any, relation: Any) -> Symbol:
 
     Returns:
       [E].
+
+    >>> import jax.numpy as jnp
+    >>> from dejax import rgnn
+    >>> triples = rgnn.RelGraph.from_edges([0], [1], [0], num_nodes=2)
+    >>> rgnn.zoo.complex_(triples, jnp.array([[0.0, 1.0], [2.0, 0.0]]), jnp.array([[0.0, 1.0]]))  # Re(i * i * 2)
+    Array([-2.], dtype=float32)
     """
     (a, b), (c, d) = _halves(g.node(x), "complex_: x"), _halves(g.per_edge_type(relation), "complex_: relation")
     real = g.src(a) * c - g.src(b) * d
@@ -65,6 +77,13 @@ def rotate(g: GraphSymbol, x: Any, phase: Any, margin: float = 0.0) -> Symbol:
 
     Returns:
       [E]; the gradient where a modulus is 0 is 0.
+
+    >>> import jax.numpy as jnp
+    >>> from dejax import rgnn
+    >>> triples = rgnn.RelGraph.from_edges([0], [1], [0], num_nodes=2)
+    >>> x, phase = jnp.array([[1.0, 0.0], [2.0, 0.0]]), jnp.zeros((1, 1))  # no rotation: the distance of 1 and 2
+    >>> rgnn.zoo.rotate(triples, x, phase, margin=9.0)
+    Array([8.], dtype=float32)
     """
     a, b = _halves(g.node(x), "rotate: x")
     angle = g.per_edge_type(phase)

@@ -43,6 +43,13 @@ def rggnn(g: GraphSymbol, x: Any, params: Params, steps: int = 1) -> Symbol:
 
     Returns:
       [N, k].
+
+    >>> import jax.numpy as jnp
+    >>> from dejax import rgnn
+    >>> graph = rgnn.RelGraph.from_edges([0, 1], [1, 2], [0, 1], num_nodes=3)
+    >>> params = {"weight": jnp.ones((2, 4, 4)), "input": jnp.ones((3, 4, 4)), "hidden": jnp.ones((3, 4, 4))}
+    >>> rgnn.zoo.rggnn(graph, jnp.ones((3, 4)), params, steps=2).shape
+    (3, 4)
     """
     check_params(params, "rggnn", ("weight", "input", "hidden"), ("edge_bias", "input_bias", "hidden_bias"))
     if not isinstance(steps, int) or steps < 1:
@@ -91,6 +98,13 @@ def compgcn(
 
     Returns:
       [N, n]; with `return_relation` also z, [R, n].
+
+    >>> import jax.numpy as jnp
+    >>> from dejax import rgnn
+    >>> graph = rgnn.RelGraph.from_edges([0, 1], [2, 2], [0, 1], num_nodes=3)
+    >>> params = {"relation": jnp.array([[1.0], [2.0]]), "weight": jnp.ones((1, 1, 1))}
+    >>> rgnn.zoo.compgcn(graph, jnp.array([[5.0], [7.0], [0.0]]), params)[2]  # (5 - 1) + (7 - 2)
+    Array([19.], dtype=float32)
     """
     optional = ("loop", "weight_loop", "bias", "relation_update")
     check_params(params, "compgcn", ("relation", "weight"), optional)
@@ -171,6 +185,15 @@ def simple_hgn(
 
     Returns:
       [N, H * d] or [N, d]; with `return_attention` also p, [E, H].
+
+    >>> import jax.numpy as jnp
+    >>> from dejax import rgnn
+    >>> graph = rgnn.RelGraph.from_edges([0, 1], [2, 2], [0, 1], num_nodes=3)
+    >>> one, zero = jnp.ones((1, 1, 1)), jnp.zeros((1, 1))
+    >>> params = {"weight": one, "attention_src": zero, "attention_dst": zero}
+    >>> params |= {"edge_embedding": jnp.ones((2, 1)), "weight_edge": one, "attention_edge": zero}
+    >>> rgnn.zoo.simple_hgn(graph, jnp.array([[1.0], [3.0], [5.0]]), params)[2]  # equal shares of 1 and 3
+    Array([2.], dtype=float32)
     """
     required = ("weight", "attention_src", "attention_dst", "edge_embedding", "weight_edge", "attention_edge")
     check_params(params, "simple_hgn", required, ("residual", "bias", "edge_scale"))
@@ -224,6 +247,13 @@ def rgat_shared(
 
     Returns:
       [N, H * d] or [N, d].
+
+    >>> import jax.numpy as jnp
+    >>> from dejax import rgnn
+    >>> graph = rgnn.RelGraph.from_edges([0, 1], [2, 2], [0, 1], num_nodes=3)
+    >>> params = {"weight": jnp.array([[[1.0]], [[2.0]]]), "query": jnp.zeros((1, 1)), "key": jnp.zeros((1, 1))}
+    >>> rgnn.zoo.rgat_shared(graph, jnp.array([[1.0], [3.0], [5.0]]), params)[2]  # equal shares of 1 * 1 and 2 * 3
+    Array([3.5], dtype=float32)
     """
     optional = ("bias", "edge_scale", "weight_edge", "attention_edge")
     check_params(params, "rgat_shared", ("weight", "query", "key"), optional)
@@ -276,6 +306,16 @@ def heat(
 
     Returns:
       [N, H * n] or [N, n].
+
+    >>> import jax.numpy as jnp
+    >>> from dejax import rgnn
+    >>> graph = rgnn.RelGraph.from_edges([0, 1], [2, 2], [0, 1], num_nodes=3)
+    >>> square, column = jnp.ones((4, 4)), jnp.ones((4, 1))
+    >>> params = {"weight": square[None], "edge_embedding": square[:2], "weight_edge": square[:3], "value": square}
+    >>> names = ("attention_dst", "attention_src", "attention_type", "attention_edge")
+    >>> params |= dict.fromkeys(names, column)
+    >>> rgnn.zoo.heat(graph, jnp.ones((3, 4)), params | {"value_edge": square}, jnp.ones((2, 3))).shape
+    (3, 4)
     """
     attention = ("attention_dst", "attention_src", "attention_type", "attention_edge")
     required = ("weight", "edge_embedding", "weight_edge", *attention, "value", "value_edge")
