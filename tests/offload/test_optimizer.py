@@ -167,6 +167,7 @@ INITS = {name: tx.init for name, tx in TRANSFORMATIONS.items()} | {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("host_params", [False, True])
 @pytest.mark.parametrize("name", INITS)
 def test_the_first_state_is_what_the_transformation_makes(name, host_params, tmp_path):
