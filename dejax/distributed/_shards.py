@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dejax.distributed._placing import on_mesh
 from dejax.host_gather import HostTable
+from dejax.host_gather._ids import distinct_ids
 from dejax.host_gather._spec import TableSpec, platform_of
 from dejax.host_gather._types import word_bits, words_per_row
 from dejax.minibatch._formats import Encoder, block_rows, table_dtype
@@ -60,7 +61,10 @@ class ShardSpec:
         """[n, *row] from unsigned integers [n, words], times their scales."""
         if self.dtype.itemsize == 8:
             if not jax.config.values["jax_enable_x64"]:
-                raise TypeError(f"ShardedTable.gather: rows of {self.dtype} need jax's 64-bit mode")
+                raise TypeError(
+                    f"ShardedTable.gather: `dtype` must be of 32 bits or fewer without jax's 64-bit mode, got rows of "
+                    f"{self.dtype}; switch it on: jax.config.update('jax_enable_x64', True)"
+                )
             words = words.reshape(words.shape[0], -1, 2)
         rows = jax.lax.bitcast_convert_type(words, self.dtype).reshape(words.shape[0], *self.row)
         scaled = row_scale is not None or column_scale is not None
@@ -104,7 +108,7 @@ def make_shards(
     words_at = NamedSharding(mesh, PartitionSpec(axis), memory_kind=kind) if kind else divided
     width = words_per_row(spec.row, spec.dtype)
     words = jax.make_array_from_single_device_arrays((devices * block, width), words_at, blocks)
-    hot_ids = _checked_hot(what, hot, len(given))
+    hot_ids = np.sort(distinct_ids(what, "hot", hot, len(given)))
     everywhere = PartitionSpec()
     column_scale = encoder.column_scale
     parts = {
@@ -163,12 +167,3 @@ def _rows_at(given: Any, ids: np.ndarray) -> np.ndarray:
 def _as_words(rows: np.ndarray, spec: ShardSpec) -> np.ndarray:
     width = words_per_row(spec.row, spec.dtype)
     return np.ascontiguousarray(rows).view(f"uint{word_bits(spec.dtype)}").reshape(len(rows), width)
-
-
-def _checked_hot(what: str, hot: Any, rows: int) -> np.ndarray:
-    ids = np.asarray(hot).reshape(-1)
-    if ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= rows):
-        raise ValueError(f"{what}: `hot` must be ids of rows from 0 to {rows - 1}")
-    if len(np.unique(ids)) != len(ids):
-        raise ValueError(f"{what}: the ids of `hot` must be distinct")
-    return np.sort(ids.astype(np.int64))

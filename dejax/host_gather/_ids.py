@@ -71,3 +71,38 @@ def in_range(ids: Array, rows: int) -> Array:
 def nearest(ids: Array, rows: int) -> Array:
     """Ids clipped to the nearest row."""
     return jnp.clip(ids, 0, min(rows - 1, int(np.iinfo(ids.dtype).max)))
+
+
+def check_known_ids(what: str, name: str, ids: np.ndarray, rows: int) -> None:
+    """Checks ids whose values are known, outside of compiled programs; no copy is made of them.
+
+    Args:
+        what, name: the caller's and the argument's name, for the error.
+        ids: int[...]; an empty array of any dtype.
+        rows: the number of rows or nodes.
+
+    Raises:
+        ValueError: no integers, or an id out of range.
+    """
+    if not ids.size:
+        return
+    wanted = f"{what}: `{name}` must be integers from 0 to {rows - 1}"
+    if ids.dtype.kind not in "iu":
+        raise ValueError(f"{wanted}, got {ids.dtype}")
+    if ids.min() < 0 or ids.max() >= rows:
+        raise ValueError(f"{wanted}, got {ids.min()} to {ids.max()}")
+
+
+def distinct_ids(what: str, name: str, ids: Any, rows: int) -> np.ndarray:
+    """int64[ids], after the checks of `check_known_ids`.
+
+    Raises:
+        ValueError: also where an id occurs twice.
+    """
+    found = np.asarray(ids).reshape(-1)
+    check_known_ids(what, name, found, rows)
+    found = found.astype(np.int64)
+    values, counts = np.unique(found, return_counts=True)
+    if len(values) < len(found):
+        raise ValueError(f"{what}: `{name}` must be distinct, got {values[counts.argmax()]} {counts.max()} times")
+    return found

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from dejax.host_gather._ids import checked_ids, in_range
+from dejax.host_gather._ids import checked_ids, distinct_ids, in_range
 from dejax.host_gather._operands import ReadableTable, TableOperands
 from dejax.host_gather._spec import TableSpec
 from dejax.host_gather.gather import gather
@@ -46,15 +46,9 @@ class CachedTable(ReadableTable):
         Raises:
             ValueError: an id that is out of range or occurs twice.
         """
-        hot = np.asarray(ids).reshape(-1)
-        if hot.size and (hot.dtype.kind not in "iu" or hot.min() < 0 or hot.max() >= len(table)):
-            raise ValueError(f"CachedTable: `ids` must be integers from 0 to {len(table) - 1}")
-        hot = hot.astype(np.int64)
+        hot = distinct_ids("CachedTable", "ids", ids, len(table))
         slots = np.full(len(table), -1, np.int32)
-        order = np.arange(hot.size, dtype=np.int32)
-        slots[hot] = order
-        if not np.array_equal(slots[hot], order):
-            raise ValueError("CachedTable: `ids` must be distinct")
+        slots[hot] = np.arange(hot.size, dtype=np.int32)
         leaf = table._concrete("CachedTable")
         places = jnp.asarray(slots) if table._spec.shared else jax.device_put(slots, next(iter(leaf.devices())))
         return cls(table, gather(table._words(), hot), places)

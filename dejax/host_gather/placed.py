@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from dejax.host_gather._ids import in_range
+from dejax.host_gather._ids import distinct_ids, in_range
 from dejax.host_gather._leaf import TableLeaf, flattened_by_user
 from dejax.host_gather._operands import ReadableTable, TableOperands
 from dejax.host_gather._spec import TableSpec, device_or_default, table_spec
@@ -258,14 +258,9 @@ def _device_spec(spec: TableSpec, writable: bool) -> TableSpec:
 
 def _slots(rows: int, on_device: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     """(int64[device rows], int32[rows]): the ids as given, and the slots of all rows."""
-    hot = np.asarray(on_device).reshape(-1)
-    if hot.size and (hot.dtype.kind not in "iu" or hot.min() < 0 or hot.max() >= rows):
-        raise ValueError(f"SplitTable: `on_device` must be integers from 0 to {rows - 1}")
-    hot = hot.astype(np.int64)
+    hot = distinct_ids("SplitTable", "on_device", on_device, rows)
     is_hot = np.zeros(rows, bool)
     is_hot[hot] = True
-    if np.count_nonzero(is_hot) != hot.size:
-        raise ValueError("SplitTable: `on_device` must be distinct")
     slots = np.empty(rows, np.int32)
     slots[~is_hot] = ~np.arange(rows - hot.size, dtype=np.int32)
     slots[hot] = np.arange(hot.size, dtype=np.int32)

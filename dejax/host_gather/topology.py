@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax.host_gather._ids import check_known_ids
 from dejax.host_gather._weights import alias_tables
 from dejax.host_gather.cached import CachedTable
 from dejax.host_gather.table import HostTable
@@ -85,12 +86,14 @@ class Topology:
         source, target = np.asarray(senders), np.asarray(receivers)
         kind = np.zeros(len(source), np.int64) if relation is None else np.asarray(relation)
         if source.shape != target.shape or source.shape != kind.shape or source.ndim != 1:
-            raise ValueError("Topology: `senders`, `receivers` and `relation` must be of one length")
+            raise ValueError(
+                f"Topology: `senders`, `receivers` and `relation` must be of one length, got shapes {source.shape}, "
+                f"{target.shape} and {kind.shape}"
+            )
         for name, values, count in (
             ("senders", source, num_nodes), ("receivers", target, num_nodes), ("relation", kind, num_relations)
         ):  # fmt: skip
-            if values.size and (values.dtype.kind not in "iu" or np.min(values) < 0 or np.max(values) >= count):
-                raise ValueError(f"Topology: `{name}` must be integers from 0 to {count - 1}")
+            check_known_ids("Topology", name, values, count)
         group = target.astype(np.int64) * num_relations + kind.astype(np.int64)
         order = np.argsort(group, kind="stable")
         counts = np.bincount(group, minlength=num_nodes * num_relations)
@@ -183,8 +186,8 @@ def _check_lists(starts: Any, senders: Any, num_nodes: int, num_relations: int) 
         ascends = (starts[1:] >= starts[:-1]).all()
         if not ascends or starts[0] != 0 or starts[-1] != len(senders):
             raise ValueError(f"Topology: `starts` must ascend from 0 to the number of `senders`, {len(senders)}")
-    if isinstance(senders, np.ndarray) and senders.size and (senders.min() < 0 or senders.max() >= num_nodes):
-        raise ValueError(f"Topology: `senders` must be integers from 0 to {num_nodes - 1}")
+    if isinstance(senders, np.ndarray):
+        check_known_ids("Topology", "senders", senders, num_nodes)
 
 
 def _read(name: str, values: Any) -> np.ndarray:

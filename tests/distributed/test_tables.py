@@ -202,7 +202,7 @@ def test_errors() -> None:
         read(mesh, table, IDS.astype(np.float32))
     with pytest.raises(ValueError, match="`memory` must be 'host' or 'device', got 'disk'"):
         ShardedTable.from_numpy(ROWS, mesh, memory="disk")
-    with pytest.raises(ValueError, match="ids of rows from 0 to 202"):
+    with pytest.raises(ValueError, match="`hot` must be integers from 0 to 202, got"):
         ShardedTable.from_numpy(ROWS, mesh, hot=[203])
     with pytest.raises(ValueError, match="distinct"):
         ShardedTable.from_numpy(ROWS, mesh, hot=[3, 3])
