@@ -31,6 +31,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 PERFORMANCE = "rgnn_h200_float32_tf32_w64_h1.json"
 HOST_GATHER = "host_gather_h200.json"
 OFFLOAD = "offload_h200.json"
+MINI_BATCH = "mini_batch_pipeline_h200.json"
+MINI_BATCH_PEER = "mini_batch_peer_h200.json"
+SEVERAL_GPUS = "several_gpus_h100x2.json"
 
 _GPT = {
     "saved": "everything saved",
@@ -120,6 +123,7 @@ def means_table(results: Path) -> str:
         if ratios:
             mean = rgnn_report.rounded(rgnn_report.geometric_mean(ratios), 2)
             lines.append(f"| rows of a table in host memory | {name} | {mean}x | {len(ratios)} sizes |")
+    lines += _mini_batch_rows(results)
     saved, named = (_offload_row(results, "gpt", name) for name in ("saved", "names"))
     memory = f"{_gib(named):.1f} instead of {_gib(saved):.1f} GiB, {named['ms']:.0f} instead of {saved['ms']:.0f} ms"
     lines.append(f"| activations of 6 GPT blocks, width 8,192 | everything saved | {memory} | |")
@@ -128,6 +132,27 @@ def means_table(results: Path) -> str:
         accuracy = f"{100 * test['mean']:.1f} %, the paper 95.83 % | {len(test['runs'])} seeds"
         lines.append(f"| test accuracy of R-GCN on AIFB | its paper (arXiv 1703.06103) | {accuracy} |")
     return "\n".join(lines)
+
+
+def _mini_batch_rows(results: Path) -> list[str]:
+    """Steps on mini-batches: against a pipeline of CPU threads, MLPerf's R-GAT, and two GPUs against one."""
+    paths = [results / name for name in (MINI_BATCH, MINI_BATCH_PEER, SEVERAL_GPUS)]
+    if not all(path.exists() for path in paths):
+        return []
+    own, peers, several = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
+    pipelined = {"section": "steps", "way": "pipelined"}.items()
+    steps = [row for row in own["results"] if pipelined <= row.items() and row["case"] == "mag"]
+    theirs = next(row for row in peers["results"] if row["peer"].endswith("rgat"))
+    newest = [row for run in own["runs"] for row in run["results"] if pipelined <= row.items() and row["case"] == "igb"]
+    rows = [row for run in several["runs"] for row in run.get("mini_batch", []) if row["shape"] == "igb"]
+    two = [row["times_one"] for row in rows if row["devices"] == 2 and row["features"] == "host"]
+    return [
+        "| mini-batch step of R-GAT, ogbn-mag's counts | PyTorch Geometric fed by 16 CPU threads | "
+        f"{steps[-1]['wall_ms']:.1f} instead of {theirs['step_ms']:.1f} ms | |",
+        "| MLPerf's R-GAT, mini-batches, IGB's shape at 1/100 | a GPU of MLPerf v5.1, on all of IGB | "
+        f"{newest[-1]['seeds_per_s']:,.0f} seeds/s, theirs 27,700 | |",
+        f"| the same on two H100, features in host memory | one H100 | {two[-1]:.2f}x | |",
+    ]
 
 
 def performance_table(results: Path) -> str:
