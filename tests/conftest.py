@@ -1,5 +1,6 @@
 """Test configuration: virtual CPU devices, the markers `gpu` and `sample`, golden texts, profiles of hypothesis."""
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -105,6 +106,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if reason:
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+# A process has at most 65,530 mappings of memory (Linux's default), and each compiled program has some. When a worker had
+# compiled for some thousand tests, XLA aborted it.
+_MOST_MAPPINGS = 30_000
+_ended = Counter[str]()
+
+
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Frees compiled programs where a process has many of them."""
+    _ended["tests"] += 1
+    maps = Path("/proc/self/maps")
+    if nextitem is None or _ended["tests"] % 25 or not maps.exists():
+        return
+    if maps.read_bytes().count(b"\n") > _MOST_MAPPINGS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

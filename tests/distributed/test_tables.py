@@ -121,7 +121,8 @@ def test_hot_rows_are_written_and_their_copies_stay_equal(memory, devices) -> No
         copies = [np.asarray(shard.data).view(np.float32) for shard in tree[0].hot_words.addressable_shards]
         assert len(copies) == devices and all((copy == want[hot]).all() for copy in copies)
         assert not lost.any()
-    assert tree[0].find_capacity(list(ids), update=True) > tree[0].find_capacity(list(ids))
+    often = np.tile(np.asarray(ids)[0], 50)  # of so many ids the margin of deviations is a small part
+    assert tree[0].find_capacity([often], update=True) > tree[0].find_capacity([often])
 
 
 def test_sums_of_float16_rows_and_hot_rows() -> None:
