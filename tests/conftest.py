@@ -108,8 +108,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-# A process has at most 65,530 mappings of memory (Linux's default), and each compiled program has about ten. XLA aborted
-# a worker that had compiled for some thousand tests.
+# A process has at most 65,530 mappings of memory (Linux's default), and each compiled program has about ten. XLA
+# aborted a worker that had compiled for some thousand tests.
 _MOST_MAPPINGS = 30_000
 _ended = Counter[str]()
 
