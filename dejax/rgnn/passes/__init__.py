@@ -29,9 +29,11 @@ from dejax.rgnn.passes.fuse_traversal import fuse_traversal
 from dejax.rgnn.passes.hoist import hoist
 from dejax.rgnn.passes.merge_gemms import merge_gemms
 from dejax.rgnn.passes.merge_weight_gradients import merge_weight_gradients
+from dejax.rgnn.passes.plain_forms import plain_forms
 from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.reuse_rows import reuse_rows
 from dejax.rgnn.passes.save import Cut, cut
+from dejax.rgnn.passes.slice_weights import slice_weights
 from dejax.rgnn.passes.softmax import expand_softmax
 from dejax.rgnn.passes.split_products import split_products
 from dejax.rgnn.passes.split_rows import split_rows
@@ -63,6 +65,10 @@ Watch = Callable[[str, object], None]  # called with the name and result of each
 OPTIMISE: tuple[tuple[str, Pass], ...] = (
     ("unit_axes", drop_unit_axes),
     ("cse", cse),
+    ("plain_forms", plain_forms),
+    ("dce", dce),
+    ("slice_weights", slice_weights),
+    ("dce", dce),
     ("split_products", split_products),
     ("split_rows", split_rows),
     ("dce", dce),

@@ -1,0 +1,102 @@
+"""Parts of a product are products with parts of the weight, where nothing reads the whole.
+
+    y = x @ w;  y[:d], y[d:]                   becomes    x @ w[:, :d], x @ w[:, d:]
+    y = relu(x @ w + b);  y[:d]                becomes    relu(x @ w[:, :d] + b[:d])
+
+Queries, keys and values of one product, the gates of a GRU and of GLU, and FiLM's factors and biases are such parts.
+Kernels read rows whole; a part of one would be copied first, for each node or edge.
+"""
+
+from __future__ import annotations
+
+from dejax.rgnn.ir.inter import BINARY, UNARY, Builder, Op, Program, Space
+from dejax.rgnn.ir.products import Product
+from dejax.rgnn.passes._rewrite import Counts, Rewrite
+
+_BY_ELEMENT = UNARY | BINARY | {"select"}
+_TYPES = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
+
+
+def slice_weights(program: Program, counts: Counts) -> Program:
+    return _Slices(program, counts).run()
+
+
+class _Slices(Rewrite):
+    """`in_parts` are the values of which slices along one axis alone are read; the axis is `axis_of[value]`."""
+
+    def __init__(self, program: Program, counts: Counts) -> None:
+        super().__init__(program, counts)
+        self.axis_of: dict[int, int] = {}
+        for i in reversed(range(len(program.ops))):
+            axis = self.axis_read(i)
+            if axis is not None:
+                self.axis_of[i] = axis
+        # Of values in parts, those that are made of products.
+        self.made: set[int] = set()
+        for i in sorted(self.axis_of):
+            op = program.ops[i]
+            if op.name == "linear" or any(a in self.made for a in op.args):
+                self.made.add(i)
+
+    def axis_read(self, value: int) -> int | None:
+        """The axis along which all readers of a value take slices; None where one reads it whole."""
+        op = self.program.ops[value]
+        if op.space in _TYPES or value in self.program.outputs or not self.users[value] or not self.can_cut(op):
+            return None
+        axes, width = set(), 0
+        for u in self.users[value]:
+            user = self.program.ops[u]
+            if user.name == "slice":
+                axes.add(user.attr("axis"))
+                width += user.attr("stop") - user.attr("start")
+            elif (user.name == "gather" or user.name in _BY_ELEMENT) and u in self.axis_of and user.shape == op.shape:
+                axes.add(self.axis_of[u])
+            else:
+                return None
+        axis = axes.pop() if len(axes) == 1 else None
+        if axis is None or width > op.shape[axis]:  # parts that overlap would be made twice
+            return None
+        return axis if op.name != "linear" or _weight_axis(op, axis) is not None else None
+
+    def can_cut(self, op: Op) -> bool:
+        return op.name in _BY_ELEMENT or op.name in ("linear", "gather")
+
+    def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
+        """See `Rewrite`."""
+        if op.name != "slice" or op.args[0] not in self.made:
+            return None
+        return self.part(builder, op.args[0], op.attr("start"), op.attr("stop"), op.attr("axis"))
+
+    def part(self, builder: Builder, value: int, start: int, stop: int, axis: int) -> int:
+        """A part of an old value, as a new value."""
+        op = self.program.ops[value]
+        if op.shape == () or len(op.shape) <= axis or op.shape[axis] == 1 != stop - start:
+            return self.new[value]  # it broadcasts
+        if value not in self.made:
+            return _cut(builder, self.new[value], axis, start, stop)
+        if op.name == "linear":
+            at = _weight_axis(op, axis)
+            assert at is not None
+            x, w = self.new[op.args[0]], _cut(builder, self.new[op.args[1]], at, start, stop)
+            if "h" in Product.parse(op.attr("spec")).left and axis == 0:
+                x = _cut(builder, x, 0, start, stop)
+            return builder.op("linear", x, w, **dict(op.attrs))
+        parts = (self.part(builder, a, start, stop, axis) for a in op.args)
+        return builder.op(op.name, *parts, **dict(op.attrs))
+
+
+def _weight_axis(op: Op, axis: int) -> int | None:
+    """The axis of a product's weight that becomes an axis of its result; None for other products."""
+    product = Product.parse(op.attr("spec"))
+    letter = product.out[axis] if product.is_forward and op.attr("via") != "self" else ""
+    return product.right.index(letter) if letter and letter in product.right else None
+
+
+def _cut(builder: Builder, value: int, axis: int, start: int, stop: int) -> int:
+    """A slice, taken before rows are read."""
+    op = builder.ops[value]
+    if (start, stop) == (0, op.shape[axis]):
+        return value
+    if op.name == "gather":
+        return builder.op("gather", _cut(builder, op.args[0], axis, start, stop), **dict(op.attrs))
+    return builder.op("slice", value, axis=axis, start=start, stop=stop)
