@@ -37,6 +37,7 @@ from dejax.rgnn.passes.slice_weights import slice_weights
 from dejax.rgnn.passes.softmax import expand_softmax
 from dejax.rgnn.passes.split_products import split_products
 from dejax.rgnn.passes.split_rows import split_rows
+from dejax.rgnn.passes.split_sums import scale_products, split_sums
 from dejax.rgnn.passes.storage import storage
 from dejax.rgnn.passes.sum_by_node import sum_by_node
 from dejax.rgnn.passes.unit_axes import drop_unit_axes
@@ -74,9 +75,13 @@ OPTIMISE: tuple[tuple[str, Pass], ...] = (
     ("dce", dce),
     ("weight_heads", weight_heads),
     ("reorder", reorder),
+    ("scale_products", scale_products),
     ("aggregate", aggregate),
+    ("split_sums", split_sums),
     ("fold", fold),
     ("compact", compact),
+    ("dce", dce),
+    ("hoist", hoist),
     ("dce", dce),
     ("reuse_rows", reuse_rows),
     ("merge_gemms", merge_gemms),
@@ -155,7 +160,7 @@ def optimise(
     exact: bool = False,
 ) -> Program:
     """The forward program after the passes of `OPTIMISE`; with `exact`, products that cancel do so before sums."""
-    keeping = {"aggregate": partial(aggregate, exact=exact)}
+    keeping = {"aggregate": partial(aggregate, exact=exact), "split_sums": partial(split_sums, exact=exact)}
     passes = tuple((name, keeping.get(name, run)) for name, run in OPTIMISE)
     return run_passes(program, passes, counts, disable, watch)
 

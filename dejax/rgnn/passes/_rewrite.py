@@ -80,6 +80,25 @@ def live(program: Program, outputs: Iterable[int], within: Container[int] | None
     return found
 
 
+def origins(program: Program, value: int) -> set[str]:
+    """The maps by which an edge value is read from other spaces; "edge" where it has inputs of its own."""
+    found, waiting, seen = set[str](), [value], set[int]()
+    while waiting:
+        i = waiting.pop()
+        if i in seen:
+            continue
+        seen.add(i)
+        op = program.ops[i]
+        if op.name == "gather":
+            found.add(op.attr("via"))
+        elif op.name != "const":
+            inner = [a for a in op.args if program.ops[a].space == Space.EDGE]
+            waiting += inner
+            if not inner or op.name in ("softmax", "lookup"):
+                found.add("edge")
+    return found - {"all"}
+
+
 def copy_ops(program: Program, chosen: Iterable[int], outputs: Iterable[int]) -> Program:
     """The program with the chosen operators, in their order."""
     builder, new = Builder(program.name), dict[int, int]()

@@ -8,6 +8,7 @@ all edges share moves behind the whole sum:
 
     sum over edges into v of c_e (x_e W)   =   (sum over edges into v of c_e x_e) W
     sum over edges into v of (x_e W + b)   =   (sum over edges into v of x_e) W + degree_v b
+    sum over edges into v of c_e (y_e + x_e W)   =   sum over edges into v of c_e y_e + (sum of c_e x_e) W
 
 Where each `x_e W` is small because it cancels, the sum of `x_e` has lost the digits of the products. So with `exact`
 shared weights and their biases stay on the edges.
@@ -15,16 +16,28 @@ shared weights and their biases stay on the edges.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program, Space, is_float
 from dejax.rgnn.ir.products import Product, with_axes
-from dejax.rgnn.passes._rewrite import Counts, Factor, aligned, as_dtype, factors, in_range, multiply, rebuild
+from dejax.rgnn.passes._rewrite import (
+    Counts,
+    Factor,
+    aligned,
+    as_dtype,
+    factors,
+    in_range,
+    multiply,
+    origins,
+    rebuild,
+)
 from dejax.rgnn.passes.dce import dce
 
 _PAIR = {"dst": ("destination_pair", Space.DESTINATION_PAIR), "src": ("source_pair", Space.SOURCE_PAIR)}
 
 
 def aggregate(program: Program, counts: Counts, *, exact: bool = False) -> Program:
-    program = program if exact else _bias_behind_sum(program, counts)
+    program = program if exact else _sums_apart(program, counts)
     users = program.users()
     new: dict[int, int] = {}
 
@@ -53,41 +66,106 @@ def aggregate(program: Program, counts: Counts, *, exact: bool = False) -> Progr
     return rebuild(program, visit, new)
 
 
-def _bias_behind_sum(program: Program, counts: Counts) -> Program:
-    """Takes the bias of a shared product out of the sum, where the product can follow the sum then."""
+@dataclass(frozen=True, slots=True)
+class _Term:
+    """One term of a sum of rows: factors, of which `moves` is the product that can follow the sum over edges."""
+
+    factors: tuple[Factor, ...]
+    negative: bool
+    moves: Factor | None = None
+
+    @property
+    def rest(self) -> list[Factor]:
+        return [f for f in self.factors if f is not self.moves]
+
+
+def _sums_apart(program: Program, counts: Counts) -> Program:
+    """Sums the terms of rows apart, where the product of one of them can follow its sum then."""
     users = program.users()
     new: dict[int, int] = {}
     moved: list[int] = []
 
+    def with_product(op: Op, term: _Term) -> _Term:
+        found = _product_among(program, users, list(term.factors), op)
+        if found is None or not _aggregate_is_cheaper(program, program.ops[found.value], op, counts):
+            return term
+        return replace(term, moves=found)
+
     def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
-        if not op.is_sum or op.attr("via") not in _PAIR:
+        if not op.is_sum or op.attr("via") not in _PAIR or not is_float(op.dtype):
             return None
-        added = program.ops[op.args[0]]
-        if added.name != "add" or len(users[op.args[0]]) != 1:
+        terms = [with_product(op, t) for t in _terms(program, users, op.args[0])]
+        if len(terms) < 2 or all(t.moves is None for t in terms):
             return None
-        for value, bias in (added.args, added.args[::-1]):
-            linear, read = program.ops[value], program.ops[bias]
-            alone = linear.name == "linear" and linear.attr("via") == "all" and len(users[value]) == 1
-            shared = read.name == "gather" and read.attr("via") == "all" and read.shape == linear.shape
-            if not (alone and shared and is_float(linear.dtype) and is_float(read.dtype)):
-                continue
-            if not _aggregate_is_cheaper(program, linear, op, counts):
-                continue
-            moved.append(index)
-            # 16-bit dtypes do not hold counts, nor sums of products of which the bias takes most away.
-            wide = "float64" if op.dtype == "float64" else "float32"
-            product = new[value]
-            if linear.dtype != wide:
-                weight = as_dtype(builder, new[linear.args[1]], wide)
-                product = builder.op("linear", new[linear.args[0]], weight, **dict(linear.attrs))
-            degree = builder.op("count", via=op.attr("via"), dtype=wide)
-            at_node = builder.op("gather", new[read.args[0]], via="all", space=str(Space.NODE))
-            total = builder.op("reduce", product, via=op.attr("via"), op="sum")
-            return as_dtype(builder, builder.op("add", total, builder.op("mul", at_node, degree)), op.dtype)
-        return None
+        if any(f.power < 0 and len(t.factors) == 1 for t in terms for f in t.factors):
+            return None
+        moved.append(index)
+        return as_dtype(builder, _total(builder, program, new, op, terms), op.dtype)
 
     after = rebuild(program, visit, new)
     return dce(after, counts) if moved else program
+
+
+def _terms(program: Program, users: list[list[int]], value: int, outer: bool = True) -> list[_Term]:
+    """A value as a sum of products, looking through sums that nobody else reads."""
+    found = factors(program, value)
+    shape = program.ops[value].shape
+    for f in found:
+        added = program.ops[f.value]
+        if added.name not in ("add", "sub") or f.power < 0 or f.inserts or added.shape != shape:
+            continue
+        if len(users[f.value]) > 1 or f.value in program.outputs:
+            continue
+        rest = tuple(g for g in found if g is not f)
+        left, right = (_terms(program, users, a, outer=False) for a in added.args)
+        right = [replace(t, negative=t.negative ^ (added.name == "sub")) for t in right]
+        return [replace(t, factors=(*t.factors, *rest)) for t in (*left, *right)]
+    return [_Term(tuple(found), negative=False)]
+
+
+def _total(builder: Builder, program: Program, new: dict[int, int], op: Op, terms: list[_Term]) -> int:
+    """The sum over edges, term by term; the terms whose products stay are one sum."""
+    via = op.attr("via")
+    # 16-bit dtypes do not hold counts, nor sums of products of which the other terms take most away.
+    wide = "float64" if op.dtype == "float64" else "float32"
+    total: int | None = None
+
+    def add(to: int | None, value: int, negative: bool) -> int:
+        if to is None:
+            return builder.op("neg", value) if negative else value
+        return builder.op("sub" if negative else "add", to, value)
+
+    def whole(value: int) -> int:
+        value = as_dtype(builder, value, wide)
+        return value if builder.ops[value].shape == op.shape else builder.op("broadcast", value, shape=op.shape)
+
+    staying: int | None = None
+    shared: list[tuple[int, bool]] = []
+    for t in terms:
+        if t.moves is not None:
+            linear = program.ops[t.moves.value]
+            product = new[t.moves.value]
+            if linear.dtype != wide:
+                weight = as_dtype(builder, new[linear.args[1]], wide)
+                product = builder.op("linear", new[linear.args[0]], weight, **dict(linear.attrs))
+            rows = multiply(builder, [(product, 1), *aligned(builder, new, t.rest)], op.dtype)
+            total = add(total, builder.op("reduce", rows, via=via, op="sum"), t.negative)
+            continue
+        read = program.ops[t.factors[0].value]
+        if len(t.factors) == 1 and read.name == "gather" and read.attr("via") == "all" and read.shape == op.shape:
+            shared.append((new[read.args[0]], t.negative))
+        else:
+            staying = add(staying, whole(multiply(builder, aligned(builder, new, t.factors), op.dtype)), t.negative)
+    if staying is not None:
+        total = add(total, builder.op("reduce", staying, via=via, op="sum"), negative=False)
+    for value, negative in shared:  # as often as there are edges
+        degree = builder.op("count", via=via, dtype=wide)
+        at_node = builder.op("gather", value, via="all", space=str(Space.NODE))
+        if op.shape:
+            degree = builder.op("reshape", degree, shape=(1,) * len(op.shape)) if len(op.shape) > 1 else degree
+        total = add(total, builder.op("mul", at_node, degree), negative)
+    assert total is not None
+    return total
 
 
 def _summed_product(program: Program, users: list[list[int]], op: Op) -> tuple[Op, list[Factor]] | None:
@@ -95,6 +173,12 @@ def _summed_product(program: Program, users: list[list[int]], op: Op) -> tuple[O
     if not op.is_sum or op.attr("via") not in _PAIR:
         return None
     found = factors(program, op.args[0])
+    moves = _product_among(program, users, found, op)
+    return None if moves is None else (program.ops[moves.value], [f for f in found if f is not moves])
+
+
+def _product_among(program: Program, users: list[list[int]], found: list[Factor], op: Op) -> Factor | None:
+    """The factor of summed rows that is a grouped GEMM, where the other factors commute with it."""
     linears = [f for f in found if program.ops[f.value].name == "linear"]
     if len(linears) != 1 or linears[0].power != 1 or linears[0].inserts:
         return None
@@ -104,7 +188,7 @@ def _summed_product(program: Program, users: list[list[int]], op: Op) -> tuple[O
     product = Product.parse(linear.attr("spec"))
     # With another shape, a factor makes several heads of one, which does not commute with the weight of one.
     commutes = product.is_forward and product.keeps_heads and op.shape == linear.shape
-    return (linear, rest) if commutes and all(_scales_rows(program, f) for f in rest) else None
+    return linears[0] if commutes and all(_scales_rows(program, f) for f in rest) else None
 
 
 def _scales_rows(program: Program, factor: Factor) -> bool:
@@ -118,27 +202,14 @@ def _aggregate_is_cheaper(program: Program, linear: Op, reduce: Op, counts: Coun
     k, n = x.width, linear.width
     if linear.attr("via") == "all":
         # `compact` multiplies rows that depend on one end alone once for each node, so only the rows' width counts.
-        of_nodes = _reads_one_end(program, linear.args[0])
+        of_nodes = origins(program, linear.args[0]) in ({"src"}, {"dst"})
         return k < n if of_nodes else counts.edges * k + counts.nodes * (k + n) < counts.edges * (k + 2 * n)
     pairs, other = counts.destination_pairs, counts.source_pairs
     if reduce.attr("via") == "src":
         pairs, other = other, pairs
     first = counts.edges * k + pairs * (2 * k + 2 * n)
-    source = x.name == "gather" and x.attr("via") == ("src" if reduce.attr("via") == "dst" else "dst")
+    end, pair = ("src", "source_pair") if reduce.attr("via") == "dst" else ("dst", "destination_pair")
+    source = end in (of := origins(program, linear.args[0])) and of <= {end, pair, "etype"}
     rows = min(other, counts.edges) if source else counts.edges
     later = rows * (k + n) + counts.edges * n
     return first < later
-
-
-def _reads_one_end(program: Program, value: int) -> bool:
-    """Whether an edge value depends on the nodes at one end alone."""
-    found, waiting = set(), [value]
-    while waiting:
-        op = program.ops[waiting.pop()]
-        if op.name == "gather" and op.attr("via") in ("src", "dst", "all"):
-            found.add(op.attr("via"))
-        elif op.args and op.name != "gather":
-            waiting += op.args
-        elif op.name != "const":
-            return False
-    return len(found - {"all"}) == 1

@@ -2,6 +2,7 @@
 
     (a * b).sum(-1)                       becomes    dot(a, b)
     x ** 2                                becomes    square(x)
+    p / g.dst(g.sum_to_dst(p)), with p = exp(s - g.dst(g.max_to_dst(s)))    becomes    edge_softmax(s)
     g.sum_to_dst(m.reshape(H * d))        becomes    g.sum_to_dst(m).reshape(H * d)
     g.src(x).reshape(H, d)                becomes    g.src(x.reshape(H, d)), where nothing reads the row in its old shape
     x.reshape(3, d)[1]                    becomes    x[d : 2 * d].reshape(d)
@@ -30,7 +31,43 @@ class _PlainForms(Rewrite):
             return None
         if op.name == "pow" and op.attr("exponent") == 2.0:
             return builder.op("square", args[0])
+        if op.name == "div":
+            found = self.softmax(op)
+            return None if found is None else builder.op("softmax", self.new[found[0]], via=found[1])
         return self.inner_product(builder, op) if op.name == "sum_features" else None
+
+    def softmax(self, op: Op) -> tuple[int, str] | None:
+        """Of `p / g.dst(g.sum_to_dst(p))` with `p = exp(s - g.dst(g.max_to_dst(s)))` the score and the map."""
+        ops = self.program.ops
+        p, read = ops[op.args[0]], self.program.ops[op.args[1]]
+        if read.name == "add":  # one that the sum, which is at least 1, rounds away
+            read = self.without_small(read)
+        if read.name != "gather" or p.name != "exp" or ops[p.args[0]].name != "sub":
+            return None
+        via, total = read.attr("via"), ops[read.args[0]]
+        if total.name == "add":
+            total = self.without_small(total)
+        if not (total.is_sum and total.args == (op.args[0],) and total.attr("via") == via):
+            return None
+        score, shift = ops[p.args[0]].args
+        largest = self.through_stop(ops[shift])
+        if largest.name != "gather" or largest.attr("via") != via:
+            return None
+        largest = self.through_stop(ops[largest.args[0]])
+        is_shift = largest.is_extremum and largest.attr("op") == "max" and largest.attr("via") == via
+        return (score, via) if is_shift and largest.args == (score,) and ops[score].shape == op.shape else None
+
+    def through_stop(self, op: Op) -> Op:
+        return self.program.ops[op.args[0]] if op.name == "stop_gradient" else op
+
+    def without_small(self, op: Op) -> Op:
+        """Of a sum with a constant that rounding takes from 1 the other term; any other sum as it is."""
+        half = {"float32": 2.0**-24, "float64": 2.0**-53}.get(op.dtype, 0.0)
+        for value, small in (op.args, op.args[::-1]):
+            const = self.program.ops[small]
+            if const.name == "const" and 0 <= const.attr("value") < half:
+                return self.program.ops[value]
+        return op
 
     def inner_product(self, builder: Builder, op: Op) -> int | None:
         """`(a * b).sum(-1)` as `dot(a, b)`; a product that others read, too, stays."""

@@ -1,0 +1,144 @@
+"""Products move to the rows that they are made of: out of scales, and out of sums of rows of several origins.
+
+    (c_e * x_j) @ W                  becomes    c_e * (x_j @ W),  c one number for each edge
+    (c_r * x_j) @ W_r                becomes    x_j @ (c_r W_r),  c one number for each edge type
+    (x_j + x_i) @ W                  becomes    x_j @ W + x_i @ W
+    (x_j - r_e) @ W                  becomes    x_j @ W - (r @ W)_e,  r a vector for each edge type
+
+`compact` then multiplies once for each node, pair or type. Sums that cancel keep their digits: a difference of rows that
+are made of one input stays (positions of neighbours, say, that are close), and with `exact` all sums stay. A sum with rows
+of edges stays, too, because each edge would be multiplied all the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dejax.rgnn.ir.inter import Builder, Op, Program, Space, is_float
+from dejax.rgnn.ir.products import Product
+from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, in_range, live, origins, widened
+
+
+def scale_products(program: Program, counts: Counts) -> Program:
+    """The first two lines."""
+    return _Scales(program, counts).run()
+
+
+def split_sums(program: Program, counts: Counts, *, exact: bool = False) -> Program:
+    """The last two lines."""
+    return program if exact else _Sums(program, counts).run()
+
+
+class _Scales(Rewrite):
+    def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
+        """See `Rewrite`."""
+        if op.name != "linear" or op.space != Space.EDGE or not is_float(op.dtype):
+            return None
+        scaled = self.program.ops[op.args[0]]
+        if scaled.name not in ("mul", "div") or len(self.users[op.args[0]]) > 1 or op.args[0] in self.program.outputs:
+            return None
+        if not Product.parse(op.attr("spec")).is_forward or op.attr("via") not in ("etype", "all"):
+            return None
+        for at in (0, 1) if scaled.name == "mul" else (1,):
+            scale, row = scaled.args[at], scaled.args[1 - at]
+            factor, rows = self.program.ops[scale], self.program.ops[row]
+            if rows.shape != scaled.shape or factor.shape not in ((), (1,)) or {factor.dtype, rows.dtype} != {op.dtype}:
+                continue
+            made = self.by_weight(builder, op, scaled, scale, row) or self.by_row(builder, op, scaled, scale, row)
+            if made is not None:
+                return made
+        return None
+
+    def by_weight(self, builder: Builder, op: Op, scaled: Op, scale: int, row: int) -> int | None:
+        """A scale by type in the weight of the type."""
+        read = self.program.ops[scale]
+        if read.name != "gather" or read.attr("via") != "etype" or op.attr("via") != "etype":
+            return None
+        w = widened(builder, self.new[op.args[1]])
+        factor = self.new[read.args[0]]
+        if read.shape:
+            factor = builder.op("reshape", factor, shape=())
+        w = builder.op(scaled.name, w, factor)
+        return as_dtype(builder, builder.op("linear", self.new[row], w, **dict(op.attrs)), op.dtype)
+
+    def by_row(self, builder: Builder, op: Op, scaled: Op, scale: int, row: int) -> int | None:
+        """A scale that is finer than the row, after the product."""
+        types = {"etype"} if op.attr("via") == "etype" else set()
+        of_row = origins(self.program, row) | types
+        finer = origins(self.program, scale) - of_row
+        if not finer or "edge" in of_row or not _is_anchor(of_row):
+            return None
+        product = builder.op("linear", self.new[row], self.new[op.args[1]], **dict(op.attrs))
+        factor = self.new[scale]
+        shape = (1,) * len(op.shape)
+        if self.program.ops[scale].shape not in ((), shape):
+            factor = builder.op("reshape", factor, shape=shape)
+        return builder.op(scaled.name, product, factor)
+
+
+def _is_anchor(maps: set[str]) -> bool:
+    """Whether `compact` computes a value of these maps once for each node, type or pair."""
+    return any(maps <= within for within in ({"src", "etype", "source_pair"}, {"dst", "etype", "destination_pair"}))
+
+
+@dataclass(frozen=True, slots=True)
+class _Term:
+    """One term of a sum of rows, by its old number."""
+
+    value: int
+    negative: bool = False
+
+
+class _Sums(Rewrite):
+    def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
+        """See `Rewrite`."""
+        if op.name != "linear" or op.space != Space.EDGE or not is_float(op.dtype) or op.attr("via") == "self":
+            return None
+        if not Product.parse(op.attr("spec")).is_forward:
+            return None
+        terms = self.terms(op.args[0])
+        if terms is None:
+            return None
+        dtype = in_range(op.dtype)
+        rows = self.program.ops[op.args[0]].dtype
+        w = args[1] if dtype == op.dtype else as_dtype(builder, args[1], dtype)
+        total: int | None = None
+        for term in sorted(terms, key=lambda t: t.negative):  # the first is not negative, where one is not
+            made = builder.op("linear", as_dtype(builder, self.new[term.value], rows), w, **dict(op.attrs))
+            if total is None:
+                total = builder.op("neg", made) if term.negative else made
+            else:
+                total = builder.op("sub" if term.negative else "add", total, made)
+        assert total is not None
+        return as_dtype(builder, total, op.dtype)
+
+    def terms(self, value: int) -> list[_Term] | None:
+        """The terms of a sum of rows from several places, each of one place; None for other rows."""
+        found = self.leaves(value, outer=True)
+        if len(found) < 2:
+            return None
+        places = [origins(self.program, t.value) for t in found]
+        if any(not p or "edge" in p or not _is_anchor(p) for p in places):
+            return None
+        if any(self.program.ops[t.value].shape != self.program.ops[value].shape for t in found):
+            return None
+        plus, minus = ([t for t in found if t.negative is sign] for sign in (False, True))
+        return None if any(self.related(a, b) for a in plus for b in minus) else found
+
+    def leaves(self, value: int, negative: bool = False, outer: bool = False) -> list[_Term]:
+        op = self.program.ops[value]
+        alone = outer or (len(self.users[value]) == 1 and value not in self.program.outputs)
+        several = len(origins(self.program, value)) > 1
+        if op.name == "neg" and alone and several:
+            return self.leaves(op.args[0], not negative)
+        if op.name not in ("add", "sub") or not alone or not several:
+            return [_Term(value, negative)]
+        left, right = op.args
+        return self.leaves(left, negative) + self.leaves(right, negative ^ (op.name == "sub"))
+
+    def related(self, a: _Term, b: _Term) -> bool:
+        """Whether two rows are made of one input, so that they may be close."""
+        ops = self.program.ops
+        both = live(self.program, [a.value]) & live(self.program, [b.value])
+        return any(ops[v].name not in ("const", "count") and ops[v].space not in (Space.EDGE_TYPE, Space.GRAPH) for v in both)
+
