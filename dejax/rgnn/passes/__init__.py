@@ -38,6 +38,7 @@ from dejax.rgnn.passes.softmax import expand_softmax
 from dejax.rgnn.passes.split_products import split_products
 from dejax.rgnn.passes.split_rows import split_rows
 from dejax.rgnn.passes.split_sums import scale_products, split_sums
+from dejax.rgnn.passes.stack_heads import stack_heads
 from dejax.rgnn.passes.storage import storage
 from dejax.rgnn.passes.sum_by_node import sum_by_node
 from dejax.rgnn.passes.unit_axes import drop_unit_axes
@@ -67,6 +68,8 @@ OPTIMISE: tuple[tuple[str, Pass], ...] = (
     ("unit_axes", drop_unit_axes),
     ("cse", cse),
     ("plain_forms", plain_forms),
+    ("dce", dce),
+    ("stack_heads", stack_heads),
     ("dce", dce),
     ("slice_weights", slice_weights),
     ("dce", dce),

@@ -19,8 +19,11 @@ _WITHIN = {  # the anchors that a pair determines
 _PAIRS = {"source_pair": Space.SOURCE_PAIR, "destination_pair": Space.DESTINATION_PAIR}
 _SPACE = {**_PAIRS, "src": Space.NODE, "dst": Space.NODE, "etype": Space.EDGE_TYPE, "all": Space.GRAPH}
 # Functions whose value or slope can be infinite. On nodes they would also apply to rows that no edge reads, and there
-# backward would multiply 0 by infinity. They stay on edges, or on pairs, each of which has an edge.
+# backward would multiply 0 by infinity. They stay on edges, or on pairs, each of which has an edge. Where they follow a
+# reduction of wide rows, as in a layer norm, they move to the nodes and are given 1 for rows that no edge reads.
 PARTIAL = frozenset("div exp expm1 log log1p sqrt rsqrt reciprocal pow power atan2 square".split())
+_REDUCES = frozenset({"sum_features", "extremum_features", "dot"})
+_WIDE = 8
 # Compaction pays if it saves at least one row in five; below that the extra indirection costs more.
 _WORTH = 0.8
 
@@ -40,10 +43,12 @@ def compact(program: Program, counts: Counts) -> Program:
 class _Compaction:
     def __init__(self, program: Program, counts: Counts) -> None:
         self.program, self.counts = program, counts
+        self.users = program.users()
         self.builder = Builder(program.name)
         self.new: dict[int, int] = {}  # old value -> new value, at its anchor if it is an edge value
         self.anchor: dict[int, str] = {}  # of edge values
         self.lifted: dict[tuple[int, str, str], int] = {}
+        self.reduces = self.after_reductions()
 
     def run(self) -> Program:
         for i, op in enumerate(self.program.ops):
@@ -53,6 +58,15 @@ class _Compaction:
             else:
                 self.new[i] = self.builder.copy(op, (self.on_edge(a) for a in op.args), self.builder.line)
         return self.builder.build(self.on_edge(o) for o in self.program.outputs)
+
+    def after_reductions(self) -> set[int]:
+        """The edge values that follow a reduction of the features of wide rows."""
+        ops, found = self.program.ops, set[int]()
+        for i, op in enumerate(ops):
+            wide = op.name in _REDUCES and any(ops[a].width >= _WIDE for a in op.args)
+            if op.space == Space.EDGE and op.name in ROWWISE and (wide or not found.isdisjoint(op.args)):
+                found.add(i)
+        return found
 
     def on_edge(self, old: int) -> int:
         """The new value of an old one; a value of edges is gathered by the edges."""
@@ -72,6 +86,8 @@ class _Compaction:
         for a in op.args:  # weights and tables are values of types, or shared
             edge = self.program.ops[a].space == Space.EDGE
             args.append(self.lift(self.new[a], self.anchor[a], anchor) if edge else self.new[a])
+        if op.name in PARTIAL and anchor in ("src", "dst"):
+            args = [self.where_read(a, anchor) for a in args]
         attrs = dict(op.attrs)
         if op.name == "linear" and attrs["via"] == "etype" and anchor != "edge":
             attrs["via"] = "self" if anchor == "etype" else f"{anchor}.etype"
@@ -90,7 +106,25 @@ class _Compaction:
             return "edge"
         if joined in _PAIRS:
             return joined if op.name in ("linear", "dot") or joined in anchors else "edge"
-        return "edge" if op.name in PARTIAL else joined
+        if op.name in PARTIAL and (joined == "etype" or not (i in self.reduces or self.feeds_reduction(i))):
+            return "edge"
+        return joined
+
+    def feeds_reduction(self, i: int) -> bool:
+        """Whether reductions of features alone read an elementwise function of wide rows."""
+        ops, users = self.program.ops, self.users[i]
+        return ops[i].width >= _WIDE and bool(users) and all(ops[u].name in _REDUCES for u in users)
+
+    def where_read(self, x: int, anchor: str) -> int:
+        """A value of nodes, and 1 for the nodes that no edge reads."""
+        builder, op = self.builder, self.builder.ops[x]
+        if op.name == "const":
+            return x
+        dtype = "float64" if op.dtype == "float64" else "float32"
+        count = builder.op("count", via=anchor, dtype=dtype)
+        if op.shape:
+            count = builder.op("reshape", count, shape=(1,) * len(op.shape))
+        return builder.op("select", count, x, builder.const(1.0, op.dtype, op.space))
 
     def lift(self, value: int, have: str, want: str) -> int:
         """The value read from one anchor at a finer one."""
