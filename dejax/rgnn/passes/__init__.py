@@ -15,6 +15,7 @@ from dejax.rgnn.ir.intra import Kernels, verify_kernels
 from dejax.rgnn.passes._rewrite import Counts
 from dejax.rgnn.passes.aggregate import aggregate
 from dejax.rgnn.passes.backward import differentiate
+from dejax.rgnn.passes.combine_products import combine_products
 from dejax.rgnn.passes.compact import compact
 from dejax.rgnn.passes.concat_parts import concat_parts
 from dejax.rgnn.passes.contract import contract
@@ -71,6 +72,8 @@ OPTIMISE: tuple[tuple[str, Pass], ...] = (
     ("dce", dce),
     ("stack_heads", stack_heads),
     ("dce", dce),
+    ("plain_forms", plain_forms),
+    ("dce", dce),
     ("slice_weights", slice_weights),
     ("dce", dce),
     ("split_products", split_products),
@@ -79,6 +82,8 @@ OPTIMISE: tuple[tuple[str, Pass], ...] = (
     ("weight_heads", weight_heads),
     ("reorder", reorder),
     ("scale_products", scale_products),
+    ("combine_products", combine_products),
+    ("dce", dce),
     ("aggregate", aggregate),
     ("split_sums", split_sums),
     ("fold", fold),

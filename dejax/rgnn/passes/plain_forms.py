@@ -2,6 +2,7 @@
 
     (a * b).sum(-1)                       becomes    dot(a, b)
     x ** 2                                becomes    square(x)
+    0 + x,  1 * x                         becomes    x
     p / g.dst(g.sum_to_dst(p)), with p = exp(s - g.dst(g.max_to_dst(s)))    becomes    edge_softmax(s)
     g.sum_to_dst(m.reshape(H * d))        becomes    g.sum_to_dst(m).reshape(H * d)
     g.src(x).reshape(H, d)                becomes    g.src(x.reshape(H, d)), where nothing reads the row in its old shape
@@ -31,10 +32,21 @@ class _PlainForms(Rewrite):
             return None
         if op.name == "pow" and op.attr("exponent") == 2.0:
             return builder.op("square", args[0])
+        if op.name in ("add", "mul"):
+            return self.without_neutral(op)
         if op.name == "div":
             found = self.softmax(op)
             return None if found is None else builder.op("softmax", self.new[found[0]], via=found[1])
         return self.inner_product(builder, op) if op.name == "sum_features" else None
+
+    def without_neutral(self, op: Op) -> int | None:
+        """`x + 0`, as Python's `sum` begins, and `x * 1`."""
+        neutral = 0.0 if op.name == "add" else 1.0
+        for x, other in (op.args, op.args[::-1]):
+            const, row = self.program.ops[other], self.program.ops[x]
+            if const.name == "const" and const.attr("value") == neutral and (row.shape, row.dtype) == (op.shape, op.dtype):
+                return self.new[x]
+        return None
 
     def softmax(self, op: Op) -> tuple[int, str] | None:
         """Of `p / g.dst(g.sum_to_dst(p))` with `p = exp(s - g.dst(g.max_to_dst(s)))` the score and the map."""

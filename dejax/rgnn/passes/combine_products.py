@@ -1,0 +1,176 @@
+"""Products that are added become one product, where they share the rows or the weight.
+
+    x_j @ W_r + x_j @ U                  becomes    x_j @ (W_r + U)
+    sum over b of a_rb (x_j @ V_b)       becomes    x_j @ (sum over b of a_rb V_b)
+    c_r (x_j @ W_r)                      becomes    x_j @ (c_r W_r)
+    x_j @ W + y_j @ W                    becomes    (x_j + y_j) @ W
+
+The weights are added once for each type, and rows are read and multiplied once. Rows are added where they come from one
+place alone (`split_sums` does the reverse for the others). Weights of float16 are added as float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dejax.rgnn.ir.inter import Builder, Op, Program, Space, is_float
+from dejax.rgnn.ir.products import Product
+from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, origins, widened
+
+
+# From so many shared weights on, one weight for each type is less work: edges read one row instead of one for each weight.
+_MANY = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Term:
+    """A term of a sum, by old numbers: scales (value, power) times a product, or any other value."""
+
+    value: int
+    negative: bool
+    scales: tuple[tuple[int, int], ...]
+    product: Op | None
+
+
+def combine_products(program: Program, counts: Counts) -> Program:
+    return _Combine(program, counts).run()
+
+
+class _Combine(Rewrite):
+    def __init__(self, program: Program, counts: Counts) -> None:
+        super().__init__(program, counts)
+        self.inside: set[int] = set()  # sums that are terms of another sum
+
+    def run(self) -> Program:
+        for i, op in enumerate(self.program.ops):
+            if op.name in ("add", "sub"):
+                self.inside.update(a for a in op.args if self.program.ops[a].name in ("add", "sub") and self.alone(a))
+        return super().run()
+
+    def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
+        """See `Rewrite`."""
+        if op.space != Space.EDGE or not is_float(op.dtype) or index in self.inside:
+            return None
+        if op.name == "mul":
+            term = self.term(index, negative=False)
+            if term.product is None or not term.scales or term.product.attr("via") != "etype":
+                return None
+            return as_dtype(builder, self.product(builder, [term], op), op.dtype)
+        if op.name not in ("add", "sub"):
+            return None
+        terms = self.terms(index)
+        groups = self.groups(terms)
+        return None if len(groups) == len(terms) else self.total(builder, groups, op)
+
+    def alone(self, value: int) -> bool:
+        return len(self.users[value]) == 1 and value not in self.program.outputs
+
+    def terms(self, value: int, negative: bool = False, outer: bool = True) -> list[_Term]:
+        op = self.program.ops[value]
+        if op.name in ("add", "sub") and (outer or self.alone(value)):
+            left, right = op.args
+            return self.terms(left, negative, False) + self.terms(right, negative ^ (op.name == "sub"), False)
+        return [self.term(value, negative)]
+
+    def term(self, value: int, negative: bool) -> _Term:
+        scales: list[tuple[int, int]] = []
+        at, whole = value, self.program.ops[value]
+        while True:
+            op = self.program.ops[at]
+            if op.shape != whole.shape or op.dtype != whole.dtype or not (at == value or self.alone(at)):
+                break
+            if op.name == "linear" and op.attr("via") in ("etype", "all") and self.alone(at):
+                if Product.parse(op.attr("spec")).is_forward:
+                    return _Term(value, negative, tuple(scales), op)
+                break
+            found = self.scale(op)
+            if found is None:
+                break
+            at, scale, power = found
+            scales.append((scale, power))
+        return _Term(value, negative, (), None)
+
+    def scale(self, op: Op) -> tuple[int, int, int] | None:
+        """(row, scale, power) of a row times one number for each type, or for all."""
+        if op.name not in ("mul", "div"):
+            return None
+        for at in (0, 1) if op.name == "mul" else (1,):
+            scale = self.program.ops[op.args[at]]
+            read = scale.name == "gather" and scale.attr("via") in ("etype", "all")
+            if (read or scale.name == "const") and scale.width == 1 and scale.dtype == op.dtype:
+                return op.args[1 - at], op.args[at], 1 if op.name == "mul" or at == 0 else -1
+        return None
+
+    def groups(self, terms: list[_Term]) -> list[list[_Term]]:
+        """Terms that share rows or, without scales, a weight; each other term alone."""
+        found: dict[object, list[_Term]] = {}
+        for t in terms:
+            key = len(found) if t.product is None else ("rows", t.product.args[0], t.product.attr("spec"))
+            found.setdefault(key, []).append(t)
+        found = {(key, at): part for key, group in found.items() for at, part in enumerate(self.worthwhile(group))}
+        merged: dict[object, list[_Term]] = {}
+        for key, group in found.items():
+            t, op = group[0], group[0].product
+            if len(group) == 1 and op is not None and not t.scales:
+                place = frozenset(origins(self.program, op.args[0]))
+                if place and "edge" not in place and len(place) == 1:
+                    key = ("weight", op.args[1], op.attr("spec"), op.attr("via"), place)
+            merged.setdefault(key, []).extend(group)
+        return list(merged.values())
+
+    def worthwhile(self, group: list[_Term]) -> list[list[_Term]]:
+        """The group, or each term alone where two products by shared weights would become one for each type."""
+        typed = any(self.program.ops[s].attr("via") == "etype" for t in group for s, _ in t.scales)
+        by_type = any(t.product is not None and t.product.attr("via") == "etype" for t in group)
+        return [[t] for t in group] if typed and not by_type and len(group) < _MANY else [group]
+
+    def total(self, builder: Builder, groups: list[list[_Term]], op: Op) -> int:
+        total: int | None = None
+        for group in groups:
+            first = group[0]
+            if len(group) == 1:
+                value, negative = self.new[first.value], first.negative
+            else:
+                value, negative = self.product(builder, group, op), False
+            if total is None:
+                total = builder.op("neg", value) if negative else value
+            else:
+                total = builder.op("sub" if negative else "add", total, value)
+        assert total is not None
+        return as_dtype(builder, total, op.dtype)
+
+    def product(self, builder: Builder, group: list[_Term], op: Op) -> int:
+        """The one product of a group."""
+        products = [t.product for t in group if t.product is not None]
+        first = products[0]
+        if len({p.args[0] for p in products}) > 1:  # one weight
+            rows = self.signed(builder, [(self.new[p.args[0]], t.negative) for p, t in zip(products, group, strict=True)])
+            return builder.op("linear", rows, self.new[first.args[1]], **dict(first.attrs))
+        typed = any(p.attr("via") == "etype" for p in products)
+        typed |= any(self.program.ops[s].attr("via") == "etype" for t in group for s, _ in t.scales)
+        space, via = (Space.EDGE_TYPE, "etype") if typed else (Space.GRAPH, "all")
+        weights = []
+        for p, t in zip(products, group, strict=True):
+            w = builder.lift(widened(builder, self.new[p.args[1]]), space)
+            for scale, power in t.scales:
+                w = builder.op("mul" if power > 0 else "div", w, self.scale_of(builder, scale, space))
+            weights.append((w, t.negative))
+        return builder.op("linear", self.new[first.args[0]], self.signed(builder, weights), spec=first.attr("spec"), via=via)
+
+    def scale_of(self, builder: Builder, scale: int, space: Space) -> int:
+        read = self.program.ops[scale]
+        if read.name == "const":
+            return builder.const(read.attr("value"), read.dtype, space)
+        value = self.new[read.args[0]]
+        value = value if read.shape == () else builder.op("reshape", value, shape=())
+        return builder.lift(value, space)
+
+    def signed(self, builder: Builder, values: list[tuple[int, bool]]) -> int:
+        total: int | None = None
+        for value, negative in sorted(values, key=lambda v: v[1]):
+            if total is None:
+                total = builder.op("neg", value) if negative else value
+            else:
+                total = builder.op("sub" if negative else "add", total, value)
+        assert total is not None
+        return total
