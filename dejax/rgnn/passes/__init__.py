@@ -85,6 +85,7 @@ OPTIMISE: tuple[tuple[str, Pass], ...] = (
     ("combine_products", combine_products),
     ("dce", dce),
     ("aggregate", aggregate),
+    ("scale_products", partial(scale_products, shared=True)),
     ("split_sums", split_sums),
     ("fold", fold),
     ("compact", compact),
@@ -168,7 +169,8 @@ def optimise(
     exact: bool = False,
 ) -> Program:
     """The forward program after the passes of `OPTIMISE`; with `exact`, products that cancel do so before sums."""
-    keeping = {"aggregate": partial(aggregate, exact=exact), "split_sums": partial(split_sums, exact=exact)}
+    keeping = {name: partial(run, exact=exact) for name, run in (("aggregate", aggregate), ("split_sums", split_sums))}
+    keeping["hoist"] = partial(hoist, exact=exact)
     passes = tuple((name, keeping.get(name, run)) for name, run in OPTIMISE)
     return run_passes(program, passes, counts, disable, watch)
 

@@ -17,8 +17,7 @@ from dejax.rgnn.ir.inter import Builder, Op, Program, Space, is_float
 from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, origins, widened
 
-
-# From so many shared weights on, one weight for each type is less work: edges read one row instead of one for each weight.
+# From so many shared weights on, one weight for each type is less work: edges read one row, not one for each weight.
 _MANY = 3
 
 
@@ -42,7 +41,7 @@ class _Combine(Rewrite):
         self.inside: set[int] = set()  # sums that are terms of another sum
 
     def run(self) -> Program:
-        for i, op in enumerate(self.program.ops):
+        for _i, op in enumerate(self.program.ops):
             if op.name in ("add", "sub"):
                 self.inside.update(a for a in op.args if self.program.ops[a].name in ("add", "sub") and self.alone(a))
         return super().run()
@@ -104,6 +103,7 @@ class _Combine(Rewrite):
     def groups(self, terms: list[_Term]) -> list[list[_Term]]:
         """Terms that share rows or, without scales, a weight; each other term alone."""
         found: dict[object, list[_Term]] = {}
+        key: object
         for t in terms:
             key = len(found) if t.product is None else ("rows", t.product.args[0], t.product.attr("spec"))
             found.setdefault(key, []).append(t)
@@ -144,7 +144,10 @@ class _Combine(Rewrite):
         products = [t.product for t in group if t.product is not None]
         first = products[0]
         if len({p.args[0] for p in products}) > 1:  # one weight
-            rows = self.signed(builder, [(self.new[p.args[0]], t.negative) for p, t in zip(products, group, strict=True)])
+            rows = self.signed(
+                builder, [(self.new[p.args[0]], t.negative) for p, t in zip(products, group, strict=True)]
+            )
+            rows = widened(builder, rows)
             return builder.op("linear", rows, self.new[first.args[1]], **dict(first.attrs))
         typed = any(p.attr("via") == "etype" for p in products)
         typed |= any(self.program.ops[s].attr("via") == "etype" for t in group for s, _ in t.scales)
@@ -155,7 +158,9 @@ class _Combine(Rewrite):
             for scale, power in t.scales:
                 w = builder.op("mul" if power > 0 else "div", w, self.scale_of(builder, scale, space))
             weights.append((w, t.negative))
-        return builder.op("linear", self.new[first.args[0]], self.signed(builder, weights), spec=first.attr("spec"), via=via)
+        return builder.op(
+            "linear", self.new[first.args[0]], self.signed(builder, weights), spec=first.attr("spec"), via=via
+        )
 
     def scale_of(self, builder: Builder, scale: int, space: Space) -> int:
         read = self.program.ops[scale]

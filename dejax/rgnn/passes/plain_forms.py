@@ -1,12 +1,12 @@
 """Ways of writing one function become one form, which the other passes and the kernels know.
 
-    (a * b).sum(-1)                       becomes    dot(a, b)
-    x ** 2                                becomes    square(x)
-    0 + x,  1 * x                         becomes    x
-    p / g.dst(g.sum_to_dst(p)), with p = exp(s - g.dst(g.max_to_dst(s)))    becomes    edge_softmax(s)
-    g.sum_to_dst(m.reshape(H * d))        becomes    g.sum_to_dst(m).reshape(H * d)
-    g.src(x).reshape(H, d)                becomes    g.src(x.reshape(H, d)), where nothing reads the row in its old shape
-    x.reshape(3, d)[1]                    becomes    x[d : 2 * d].reshape(d)
+(a * b).sum(-1)                       becomes    dot(a, b)
+x ** 2                                becomes    square(x)
+0 + x,  1 * x                         becomes    x
+p / g.dst(g.sum_to_dst(p)), with p = exp(s - g.dst(g.max_to_dst(s)))    becomes    edge_softmax(s)
+g.sum_to_dst(m.reshape(H * d))        becomes    g.sum_to_dst(m).reshape(H * d)
+g.src(x).reshape(H, d)                becomes    g.src(x.reshape(H, d)), where nothing reads the row in its old shape
+x.reshape(3, d)[1]                    becomes    x[d : 2 * d].reshape(d)
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ class _PlainForms(Rewrite):
         neutral = 0.0 if op.name == "add" else 1.0
         for x, other in (op.args, op.args[::-1]):
             const, row = self.program.ops[other], self.program.ops[x]
-            if const.name == "const" and const.attr("value") == neutral and (row.shape, row.dtype) == (op.shape, op.dtype):
+            if (
+                const.name == "const"
+                and const.attr("value") == neutral
+                and (row.shape, row.dtype) == (op.shape, op.dtype)
+            ):
                 return self.new[x]
         return None
 

@@ -13,17 +13,21 @@ from __future__ import annotations
 
 from dejax.rgnn.ir.inter import Builder, Op, Program, Space
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts, as_dtype, in_range, rebuild
+from dejax.rgnn.passes._rewrite import Counts, as_dtype, in_range, live, rebuild
+
+# Each part is a product of its own.
+_MOST_PARTS = 4
 
 
 def split_products(program: Program, counts: Counts) -> Program:
     new: dict[int, int] = {}
 
     def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
-        if op.space != Space.EDGE or op.name not in ("linear", "dot"):
+        if op.space not in (Space.EDGE, Space.NODE) or op.name not in ("linear", "dot"):
             return None
         sides = (0, 1) if op.name == "dot" else (0,)
-        at = next((side for side in sides if _of_several_origins(program, op.args[side])), None)
+        apart = _of_several_origins if op.space == Space.EDGE else _of_sums
+        at = next((side for side in sides if apart(program, op.args[side])), None)
         if at is None:
             return None
         if op.name == "linear":
@@ -58,6 +62,14 @@ def _of_several_origins(program: Program, value: int) -> bool:
     if op.name != "concat" or op.attr("axis") != len(op.shape) - 1:
         return False
     return len(set.union(*(_origins(program, a) for a in op.args))) > 1
+
+
+def _of_sums(program: Program, value: int) -> bool:
+    """Whether a value of nodes is a concatenation with sums over edges, as GraphSAGE's."""
+    op = program.ops[value]
+    if op.name != "concat" or op.attr("axis") != len(op.shape) - 1 or len(op.args) > _MOST_PARTS:
+        return False
+    return any(program.ops[a].name == "reduce" for a in live(program, op.args))
 
 
 def _origins(program: Program, value: int) -> set[str]:

@@ -5,9 +5,10 @@
     (x_j + x_i) @ W                  becomes    x_j @ W + x_i @ W
     (x_j - r_e) @ W                  becomes    x_j @ W - (r @ W)_e,  r a vector for each edge type
 
-`compact` then multiplies once for each node, pair or type. Sums that cancel keep their digits: a difference of rows that
-are made of one input stays (positions of neighbours, say, that are close), and with `exact` all sums stay. A sum with rows
-of edges stays, too, because each edge would be multiplied all the same.
+`compact` then multiplies once for each node, pair or type. Sums that cancel keep their digits: a difference of rows
+that are made of one input stays (positions of neighbours, say, that are close), and with `exact` all sums stay. A sum
+with rows of edges stays, too, because each edge would be multiplied all the same. Products of float16 rows without
+their scale may be beyond its range, and are float32.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, in_range, live, origins, widened
 
 
-def scale_products(program: Program, counts: Counts) -> Program:
-    """The first two lines."""
-    return _Scales(program, counts).run()
+def scale_products(program: Program, counts: Counts, *, shared: bool = False) -> Program:
+    """The first two lines, for weights by type or, after `aggregate`, which may do better, for `shared` weights."""
+    return _Scales(program, counts, "all" if shared else "etype").run()
 
 
 def split_sums(program: Program, counts: Counts, *, exact: bool = False) -> Program:
@@ -30,6 +31,10 @@ def split_sums(program: Program, counts: Counts, *, exact: bool = False) -> Prog
 
 
 class _Scales(Rewrite):
+    def __init__(self, program: Program, counts: Counts, via: str) -> None:
+        super().__init__(program, counts)
+        self.via = via
+
     def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         """See `Rewrite`."""
         if op.name != "linear" or op.space != Space.EDGE or not is_float(op.dtype):
@@ -37,7 +42,7 @@ class _Scales(Rewrite):
         scaled = self.program.ops[op.args[0]]
         if scaled.name not in ("mul", "div") or len(self.users[op.args[0]]) > 1 or op.args[0] in self.program.outputs:
             return None
-        if not Product.parse(op.attr("spec")).is_forward or op.attr("via") not in ("etype", "all"):
+        if not Product.parse(op.attr("spec")).is_forward or op.attr("via") != self.via:
             return None
         for at in (0, 1) if scaled.name == "mul" else (1,):
             scale, row = scaled.args[at], scaled.args[1 - at]
@@ -52,7 +57,7 @@ class _Scales(Rewrite):
     def by_weight(self, builder: Builder, op: Op, scaled: Op, scale: int, row: int) -> int | None:
         """A scale by type in the weight of the type."""
         read = self.program.ops[scale]
-        if read.name != "gather" or read.attr("via") != "etype" or op.attr("via") != "etype":
+        if read.name != "gather" or read.attr("via") != "etype" or self.via != "etype":
             return None
         w = widened(builder, self.new[op.args[1]])
         factor = self.new[read.args[0]]
@@ -68,12 +73,12 @@ class _Scales(Rewrite):
         finer = origins(self.program, scale) - of_row
         if not finer or "edge" in of_row or not _is_anchor(of_row):
             return None
-        product = builder.op("linear", self.new[row], self.new[op.args[1]], **dict(op.attrs))
+        product = builder.op("linear", self.new[row], widened(builder, self.new[op.args[1]]), **dict(op.attrs))
         factor = self.new[scale]
         shape = (1,) * len(op.shape)
         if self.program.ops[scale].shape not in ((), shape):
             factor = builder.op("reshape", factor, shape=shape)
-        return builder.op(scaled.name, product, factor)
+        return as_dtype(builder, builder.op(scaled.name, product, factor), op.dtype)
 
 
 def _is_anchor(maps: set[str]) -> bool:
@@ -140,5 +145,6 @@ class _Sums(Rewrite):
         """Whether two rows are made of one input, so that they may be close."""
         ops = self.program.ops
         both = live(self.program, [a.value]) & live(self.program, [b.value])
-        return any(ops[v].name not in ("const", "count") and ops[v].space not in (Space.EDGE_TYPE, Space.GRAPH) for v in both)
-
+        return any(
+            ops[v].name not in ("const", "count") and ops[v].space not in (Space.EDGE_TYPE, Space.GRAPH) for v in both
+        )

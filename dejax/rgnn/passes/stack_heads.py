@@ -104,12 +104,14 @@ class _Group:
             self.pays = True
             return builder.op(op.name, self.full(self.stacked(columns[0])), **dict(op.attrs))
         if op.name == "gather":
-            return builder.op("gather", self.full(self.stacked(columns[0])), **dict(op.attrs))
+            return builder.op("gather", self.stacked(columns[0]), **dict(op.attrs))
         if op.name == "dot":
             return builder.op("dot", *(self.full(self.stacked(c)) for c in columns))
         if op.name == "sum_features":
             axes = tuple(a + 1 for a in op.attr("axes"))
-            return builder.op("sum_features", self.full(self.stacked(columns[0])), axes=axes, keepdims=op.attr("keepdims"))
+            return builder.op(
+                "sum_features", self.full(self.stacked(columns[0])), axes=axes, keepdims=op.attr("keepdims")
+            )
         if op.name == "reshape":
             return builder.op("reshape", self.full(self.stacked(columns[0])), shape=(self.heads, *op.shape))
         return self.side_by_side(values)
@@ -118,10 +120,19 @@ class _Group:
         if op.attr("spec") != "k,kn->n" or op.attr("via") == "self":
             raise _Different
         self.pays = True
-        one_row, one_weight = len(set(rows)) == 1, len(set(weights)) == 1
-        x = self.rewrite.new[rows[0]] if one_row else self.full(self.stacked(rows))
-        w = self.rewrite.new[weights[0]] if one_weight else self.full(self.stacked(weights))
-        return self.builder.op("linear", x, w, spec=_SPECS[not one_row, not one_weight], via=op.attr("via"))
+        x, rows_with_heads = self.side_of_product(rows)
+        w, weights_with_heads = self.side_of_product(weights)
+        if not (rows_with_heads or weights_with_heads):
+            raise _Different
+        return self.builder.op("linear", x, w, spec=_SPECS[rows_with_heads, weights_with_heads], via=op.attr("via"))
+
+    def side_of_product(self, values: tuple[int, ...]) -> tuple[int, bool]:
+        """Rows or weights of all heads, and whether they have heads: one value for all heads has none."""
+        if len(set(values)) == 1:
+            return self.rewrite.new[values[0]], False
+        value = self.stacked(values)
+        shape = self.builder.ops[value].shape
+        return (value, True) if shape[0] == self.heads else (self.builder.op("reshape", value, shape=shape[1:]), False)
 
     def of_slices(self, ops: list[Op]) -> int | None:
         """Slices that lie side by side in one value: that value with an axis of heads."""
@@ -145,7 +156,10 @@ class _Group:
         rest = self.ops[source].shape
         if any(c.args[0] != source or c.attr("axis") != axis or c.shape[axis] != 1 for c in cuts):
             return None
-        if any(c.attr("start") != begin + i for i, c in enumerate(cuts)) or ops[0].shape != rest[:axis] + rest[axis + 1 :]:
+        if (
+            any(c.attr("start") != begin + i for i, c in enumerate(cuts))
+            or ops[0].shape != rest[:axis] + rest[axis + 1 :]
+        ):
             return None
         return self.in_front(self.side(source, axis, begin, begin + self.heads), axis)
 
@@ -166,7 +180,9 @@ class _Group:
         if self.ops[values[0]].space not in _TYPES:
             raise _Different
         shape = (1, *self.ops[values[0]].shape)
-        return self.builder.op("concat", *(self.builder.op("reshape", self.rewrite.new[v], shape=shape) for v in values), axis=0)
+        return self.builder.op(
+            "concat", *(self.builder.op("reshape", self.rewrite.new[v], shape=shape) for v in values), axis=0
+        )
 
     def ranked(self, value: int, rank: int) -> int:
         """An operand of elementwise work on rows of some rank: a scalar for each head gets axes of size 1."""

@@ -18,6 +18,7 @@ from dejax.rgnn.ir.templates import access_by
 from dejax.rgnn.passes import LATE, PASSES, RENAMED, Counts, differentiated, lower_to_kernels, optimise, run_passes
 from dejax.rgnn.passes.aggregate import aggregate
 from dejax.rgnn.passes.backward import differentiate
+from dejax.rgnn.passes.combine_products import combine_products
 from dejax.rgnn.passes.compact import compact
 from dejax.rgnn.passes.concat_parts import concat_parts
 from dejax.rgnn.passes.contract import contract
@@ -32,12 +33,16 @@ from dejax.rgnn.passes.fuse_traversal import fuse_traversal
 from dejax.rgnn.passes.hoist import hoist
 from dejax.rgnn.passes.merge_gemms import merge_gemms
 from dejax.rgnn.passes.merge_weight_gradients import merge_weight_gradients
+from dejax.rgnn.passes.plain_forms import plain_forms
 from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.reuse_rows import reuse_rows
 from dejax.rgnn.passes.save import Cut, cut
+from dejax.rgnn.passes.slice_weights import slice_weights
 from dejax.rgnn.passes.softmax import expand_softmax
 from dejax.rgnn.passes.split_products import split_products
 from dejax.rgnn.passes.split_rows import split_rows
+from dejax.rgnn.passes.split_sums import scale_products, split_sums
+from dejax.rgnn.passes.stack_heads import stack_heads
 from dejax.rgnn.passes.storage import linear_in, storage
 from dejax.rgnn.passes.sum_by_node import sum_by_node
 from dejax.rgnn.passes.unit_axes import drop_unit_axes
@@ -160,6 +165,68 @@ def rows_reshaped_to_heads(b: Tiny) -> list[int]:
     heads = [b.op("reshape", end, shape=(2, 3)) for end in (b.src(z), b.dst(z))]
     flat = b.linear(b.src(x), b.weight("v", 4, 6))
     return [b.op("dot", *heads), b.sum(flat), b.sum(b.op("reshape", flat, shape=(3, 2)))]
+
+
+@program("plain_forms")
+def other_spellings(b: Tiny) -> list[int]:
+    x, s = b.node("x", 6), b.edge("s")
+    z = b.src(x)
+    inner = b.op("sum_features", b.op("mul", z, b.dst(x)), axes=(0,), keepdims=False)
+    p = b.op("exp", b.op("sub", s, b.dst(b.op("reduce", s, via="dst", op="max"))))
+    share = b.op("div", p, b.dst(b.sum(p)))
+    heads = b.op("reshape", b.op("mul", b.op("reshape", z, shape=(2, 3)), b.edge("e", 2, 3)), shape=(6,))
+    return [b.op("pow", b.op("add", b.const(0.0, "float32", Space.EDGE), inner), exponent=2.0), share, b.sum(heads)]
+
+
+@program("stack_heads")
+def heads_one_by_one(b: Tiny) -> list[int]:
+    x, w, q, e = b.node("x", 4), b.weight("w", 2, 4, 3), b.node("q", 6), b.edge("e", 3)
+    heads, other = [], []
+    for i in range(2):
+        weight = b.op("reshape", b.op("slice", w, axis=0, start=i, stop=i + 1), shape=(4, 3))
+        z, key = b.linear(b.src(x), weight), b.dst(b.op("slice", q, axis=0, start=3 * i, stop=3 * i + 3))
+        heads.append(b.sum(b.op("mul", b.op("softmax", b.op("dot", z, key), via="dst"), z)))
+        other.append(
+            b.sum(b.op("mul" if i else "add", b.src(b.op("slice", q, axis=0, start=3 * i, stop=3 * i + 3)), e))
+        )
+    return [b.op("concat", *heads, axis=0), b.op("concat", *other, axis=0)]
+
+
+@program("slice_weights")
+def parts_of_products(b: Tiny) -> list[int]:
+    x, w, c = b.node("x", 4), b.given("w", Space.GRAPH, 4, 6), b.given("c", Space.GRAPH, 6)
+    y = b.src(b.op("relu", b.op("add", b.linear(x, w, via="all"), b.op("gather", c, via="all", space="node"))))
+    gate, row = (b.op("slice", y, axis=0, start=3 * i, stop=3 * i + 3) for i in range(2))
+    whole = b.linear(b.src(x), b.weight("v", 4, 6))
+    return [b.sum(b.op("mul", gate, row)), b.sum(b.op("slice", whole, axis=0, start=0, stop=2)), b.sum(whole)]
+
+
+@program("scale_products")
+def products_of_scaled_rows(b: Tiny) -> list[int]:
+    x, e, c = b.node("x", 4), b.edge("e"), b.weight("c")
+    typed = b.op("mul", b.op("gather", c, via="etype"), b.src(x))
+    by_feature = b.linear(b.op("mul", b.src(x), b.edge("f", 4)), b.weight("u", 4, 3))
+    return [b.linear(b.op("div", b.src(x), e), b.weight("w", 4, 3)), b.linear(typed, b.weight("v", 4, 3)), by_feature]
+
+
+@program("combine_products")
+def added_products(b: Tiny) -> list[int]:
+    x, y, w = b.node("x", 4), b.node("y", 4), b.weight("w", 4, 3)
+    u, v, row = b.given("u", Space.GRAPH, 4, 3), b.weight("v", 4, 3), b.src(x)
+    rows = b.op("sub", b.linear(row, w), b.linear(row, u, via="all"))
+    ends = b.op("add", b.linear(b.src(x), v), b.linear(b.dst(y), v))  # stays
+    return [rows, b.op("add", b.linear(b.src(x), v), b.linear(b.src(y), v)), ends]
+
+
+@program("split_sums")
+def products_of_sums(b: Tiny) -> list[int]:
+    x, y, r = b.node("x", 4), b.node("y", 4), b.weight("r", 4)
+    w = b.given("w", Space.GRAPH, 4, 3)
+    ends = b.linear(b.op("add", b.src(x), b.dst(x)), w, via="all")
+    relation = b.linear(b.op("sub", b.src(x), b.op("gather", r, via="etype")), w, via="all")
+    close = b.linear(b.op("sub", b.src(x), b.dst(x)), w, via="all")  # stays, as the next one
+    edges = b.linear(b.op("add", b.src(y), b.edge("e", 4)), w, via="all")
+    return [ends, relation, close, edges]
 
 
 @program("unit_axes")
@@ -334,6 +401,12 @@ GOLDEN: list[tuple[str, Program, Callable[[Program, Counts], Program]]] = [
     ("reorder", dot_after_linear, reorder),
     ("aggregate", scaled_sum, aggregate),
     ("aggregate_shared", sum_through_a_shared_weight, aggregate),
+    ("plain_forms", other_spellings, plain_forms),
+    ("stack_heads", heads_one_by_one, stack_heads),
+    ("slice_weights", parts_of_products, slice_weights),
+    ("scale_products", products_of_scaled_rows, scale_products),
+    ("combine_products", added_products, combine_products),
+    ("split_sums", products_of_sums, split_sums),
     ("split_products", products_of_concatenations, split_products),
     ("split_rows", work_on_concatenated_rows, split_rows),
     ("weight_heads", rows_reshaped_to_heads, weight_heads),
