@@ -240,6 +240,15 @@ OPERATORS: dict[str, Operator] = {
         ),
         lambda r, a: r.sum(jnp.where((a["x"][r.s] > 0) & (a["y"][r.d] >= 0.1) | ~(a["e"] < 0.5), a["x"][r.s], 0.5)),
     ),
+    "stacks": Operator(
+        lambda g, a: g.sum_to_dst(
+            rgnn.stack([g.src(a["x"]), g.dst(a["y"])]).swapaxes(0, 1).transpose(1, 0).max(0)
+            + rgnn.stack((g.src(a["x"]), g.dst(a["x"])), axis=-1).sum(-1)
+        ),
+        lambda r, a: r.sum(
+            jnp.stack([a["x"][r.s], a["y"][r.d]], 1).max(1) + jnp.stack([a["x"][r.s], a["x"][r.d]], 2).sum(2)
+        ),
+    ),
     "vectors and transposes": Operator(
         lambda g, a: (
             g.sum_to_dst(g.src(a["x"]) @ g.shared(a["vector"])),

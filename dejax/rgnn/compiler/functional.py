@@ -185,6 +185,23 @@ def concatenate(values: Sequence[Symbol], axis: int = -1) -> Symbol:
     return first.trace.emit("concat", *aligned, axis=features.axis_of(first, axis))
 
 
+def stack(values: Sequence[Symbol], axis: int = 0) -> Symbol:
+    """Values of one feature shape along a new feature axis: two of (width,) give (2, width)."""
+    if not values:
+        raise fail("rgnn.stack needs at least one value")
+    first = _symbol(values[0], "stack")
+    aligned = first.trace.align(*(_symbol(v, "stack") for v in values))
+    shapes = {v.shape for v in aligned}
+    if len(shapes) > 1:
+        raise fail(f"rgnn.stack needs values of one feature shape, got {' and '.join(map(str, sorted(shapes)))}")
+    rank = len(first.shape) + 1
+    if not isinstance(axis, int) or isinstance(axis, bool) or not -rank <= axis < rank:
+        raise fail(f"axis must be from {-rank} to {rank - 1} for values of feature shape {first.shape}, got {axis!r}")
+    at = axis % rank
+    shape = (*first.shape[:at], 1, *first.shape[at:])
+    return first.trace.emit("concat", *(v.reshape(shape) for v in aligned), axis=at)
+
+
 def edge_softmax(score: Symbol, within: str = "dst") -> Symbol:
     """Softmax of an edge value over the edges that share a destination, or a source.
 

@@ -21,7 +21,7 @@ CALLS = {
     "jnp.mean": (lambda x: jnp.mean(x), "rgnn.mean"),
     "jnp.max": (lambda x: jnp.max(x), "rgnn.max"),
     "jnp.concatenate": (lambda x: jnp.concatenate([x, x]), "rgnn.concatenate"),
-    "jnp.stack": (lambda x: jnp.stack([x, x]), "rgnn.concatenate"),
+    "jnp.stack": (lambda x: jnp.stack([x, x]), "rgnn.stack"),
     "jnp.maximum": (lambda x: jnp.maximum(x, 0.0), "rgnn.maximum"),
     "jnp.dot": (lambda x: jnp.dot(x, x), "rgnn.dot"),
     "jnp.matmul": (lambda x: jnp.matmul(x, jnp.ones((2, 2))), "x @ w"),

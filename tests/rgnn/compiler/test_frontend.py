@@ -253,6 +253,19 @@ MISUSE: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
         (r"within=\.\.\.\) must be 'dst', 'src' or 'relation', got 'node'",),
     ),
     "no values to concatenate": (lambda g, a: rgnn.concatenate([]), ("at least one value",)),
+    "no values to stack": (lambda g, a: rgnn.stack([]), ("at least one value",)),
+    "a stack of other shapes": (
+        lambda g, a: rgnn.stack([g.src(a["heads"]), g.dst(a["x"])]),
+        (r"values of one feature shape, got \(2, 3\) and \(3,\)",),
+    ),
+    "a stack along an axis that is not there": (
+        lambda g, a: rgnn.stack([g.src(a["x"]), g.dst(a["x"])], axis=2),
+        (r"axis must be from -2 to 1 for values of feature shape \(3,\), got 2",),
+    ),
+    "a transpose with too few axes": (
+        lambda g, a: g.src(a["heads"]).transpose(0),
+        (r"axes must name each of the 2 feature axes once, got \(0,\)", "rows are no axis"),
+    ),
     "numbers to concatenate": (
         lambda g, a: rgnn.concatenate([g.src(a["number"]), g.dst(a["number"])]),
         (r"x\[None\] gives a scalar an axis of size 1",),

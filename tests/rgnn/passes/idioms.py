@@ -135,7 +135,7 @@ def cat(*values, axis=-1):
     c=(3,),
 )
 def stack_weighted(g, x, e, c):
-    m = cat(g.src(x)[None], g.dst(x)[None], g.edge(e)[None], axis=0)
+    m = rgnn.stack([g.src(x), g.dst(x), g.edge(e)])
     return g.sum_to_dst((m * g.shared(c)[:, None]).sum(0))
 
 
@@ -148,7 +148,7 @@ def stack_weighted(g, x, e, c):
     c=(3,),
 )
 def stack_mean_last(g, x, e, c):
-    m = cat(g.src(x)[:, None], g.dst(x)[:, None], g.edge(e)[:, None], axis=1)
+    m = rgnn.stack([g.src(x), g.dst(x), g.edge(e)], axis=-1)
     return g.sum_to_dst(m @ g.shared(c))
 
 

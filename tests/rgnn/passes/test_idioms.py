@@ -108,7 +108,10 @@ def test_kernels_agree_with_float64(name: str) -> None:
     arrays = [a.astype(jnp.float32) for a in arrays]
     found = run(case.written, g, arrays, Options(backend="pallas", interpret=True))
     for got, right in zip(found, want, strict=True):
-        assert np.linalg.norm(np.asarray(got, np.float64) - right) <= 4e-3 * np.linalg.norm(right) + 1e-6
+        assert (
+            np.linalg.norm(np.asarray(got, np.float64) - np.asarray(right))
+            <= 4e-3 * np.linalg.norm(np.asarray(right)) + 1e-6
+        )
 
 
 FLOAT16: dict[str, tuple[Any, Any]] = {

@@ -13,8 +13,8 @@ from dejax.rgnn.compiler.frontend.errors import ProgramError, fail, is_internal,
 # Functions that rgnn has by the same name.
 _SAME = frozenset(
     "abs arctan2 clip concatenate cos dot elu erf exp expm1 gelu leaky_relu log log1p log_softmax logsumexp max "
-    "maximum mean min minimum reciprocal relu rsqrt sigmoid sign silu sin softmax softplus sqrt square stop_gradient "
-    "sum tanh where".split()
+    "maximum mean min minimum reciprocal relu rsqrt sigmoid sign silu sin softmax softplus sqrt square stack "
+    "stop_gradient sum tanh where".split()
 )
 _OTHER = {
     "absolute": "rgnn.abs",
@@ -54,13 +54,13 @@ _OTHER = {
     "select": "rgnn.where",
     "split": "slices, x[:n] and x[n:]",
     "squeeze": "x[..., 0], or x.reshape(...)",
-    "stack": "rgnn.concatenate of x[None] and y[None]",
     "std": "rgnn.sqrt of the mean of rgnn.square(x - x.mean(keepdims=True))",
     "subtract": "x - y",
     "swish": "rgnn.silu",
     "take": "x[ids]",
     "tensordot": "x @ w",
-    "transpose": "x.T",
+    "swapaxes": "x.swapaxes(0, 1)",
+    "transpose": "x.T or x.transpose(1, 0)",
     "true_divide": "x / y",
     "var": "the mean of rgnn.square(x - x.mean(keepdims=True))",
     "zeros_like": "0 * x",

@@ -53,7 +53,7 @@ class Argument:
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _untyped
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __iter__ = _untyped
     __float__ = __int__ = __index__ = __complex__ = __array__ = __array_function__ = _untyped
-    reshape = astype = sum = mean = max = min = softmax = logsumexp = _untyped
+    reshape = transpose = swapaxes = astype = sum = mean = max = min = softmax = logsumexp = _untyped
     T = property(_untyped)
     __hash__ = object.__hash__
 
@@ -208,6 +208,24 @@ class Symbol:
         if len(self.shape) < 2:
             return self
         return self.trace.emit("transpose", self, perm=tuple(reversed(range(len(self.shape)))))
+
+    def transpose(self, *axes: Any) -> Symbol:
+        """The feature axes in another order, by default reversed."""
+        given = tuple(axes[0]) if len(axes) == 1 and isinstance(axes[0], tuple | list) else axes
+        rank = len(self.shape)
+        if not given:
+            return self.T
+        perm = tuple(a % rank if isinstance(a, int) and -rank <= a < rank else a for a in given)
+        if sorted(perm, key=str) != sorted(range(rank), key=str):
+            raise fail(f"axes must name each of the {rank} feature axes once, got {given}; rows are no axis")
+        return self if perm == tuple(range(rank)) else self.trace.emit("transpose", self, perm=perm)
+
+    def swapaxes(self, axis1: int, axis2: int) -> Symbol:
+        """The value with two feature axes exchanged."""
+        axes = list(range(len(self.shape)))
+        a, b = features.axis_of(self, axis1), features.axis_of(self, axis2)
+        axes[a], axes[b] = b, a
+        return self.transpose(*axes)
 
     def sum(self, axis: Axis = -1, keepdims: bool = False) -> Symbol:
         """The sum over a feature axis, several (a tuple) or all (None); of booleans, how many are true."""
