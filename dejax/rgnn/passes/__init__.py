@@ -75,6 +75,7 @@ OPTIMISE: tuple[tuple[str, Pass], ...] = (
     ("plain_forms", plain_forms),
     ("dce", dce),
     ("slice_weights", slice_weights),
+    ("cse", cse),
     ("dce", dce),
     ("split_products", split_products),
     ("split_rows", split_rows),

@@ -2,6 +2,7 @@
 
     x_j @ W_r + x_j @ U                  becomes    x_j @ (W_r + U)
     sum over b of a_rb (x_j @ V_b)       becomes    x_j @ (sum over b of a_rb V_b)
+    (a_r[:, None] * (x_j @ V)).sum(0)    becomes    the same, with V of several heads
     c_r (x_j @ W_r)                      becomes    x_j @ (c_r W_r)
     x_j @ W + y_j @ W                    becomes    (x_j + y_j) @ W
 
@@ -50,6 +51,8 @@ class _Combine(Rewrite):
         """See `Rewrite`."""
         if op.space != Space.EDGE or not is_float(op.dtype) or index in self.inside:
             return None
+        if op.name == "sum_features":
+            return self.weighted_heads(builder, op)
         if op.name == "mul":
             term = self.term(index, negative=False)
             if term.product is None or not term.scales or term.product.attr("via") != "etype":
@@ -60,6 +63,33 @@ class _Combine(Rewrite):
         terms = self.terms(index)
         groups = self.groups(terms)
         return None if len(groups) == len(terms) else self.total(builder, groups, op)
+
+    def weighted_heads(self, builder: Builder, op: Op) -> int | None:
+        """`(a_r[:, None] * (x @ V)).sum(0)` as a product by the sum of `a_rh V_h` over the heads h."""
+        ops, product = self.program.ops, self.program.ops[op.args[0]]
+        if op.attr("axes") != (0,) or op.attr("keepdims") or product.name != "mul" or not self.alone(op.args[0]):
+            return None
+        for rows, scale in (product.args, product.args[::-1]):
+            numbers, read = self.through_reshape(ops[scale]), ops[rows]
+            made = ops[read.args[0]] if read.name == "gather" and self.alone(rows) else read
+            is_product = made.name == "linear" and (made.attr("spec"), made.attr("via")) == ("k,hkn->hn", "all")
+            typed = numbers.name == "gather" and numbers.attr("via") == "etype"
+            if not (is_product and typed and ops[scale].shape == (made.shape[0], 1) and made.shape[0] >= _MANY):
+                continue
+            if read.name == "gather" and (read.attr("via") not in ("src", "dst") or not self.alone(read.args[0])):
+                continue
+            if len({made.dtype, numbers.dtype, op.dtype}) > 1 or (read is made and not self.alone(rows)):
+                continue
+            factor = builder.op("reshape", self.new[numbers.args[0]], shape=(made.shape[0], 1, 1))
+            w = builder.lift(widened(builder, self.new[made.args[1]]), Space.EDGE_TYPE)
+            w = builder.op("sum_features", builder.op("mul", w, factor), axes=(0,), keepdims=False)
+            x = self.new[made.args[0]]
+            x = builder.op("gather", x, via=read.attr("via")) if read is not made else x
+            return as_dtype(builder, builder.op("linear", x, w, spec="k,kn->n", via="etype"), op.dtype)
+        return None
+
+    def through_reshape(self, op: Op) -> Op:
+        return self.program.ops[op.args[0]] if op.name == "reshape" else op
 
     def alone(self, value: int) -> bool:
         return len(self.users[value]) == 1 and value not in self.program.outputs

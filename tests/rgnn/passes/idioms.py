@@ -430,6 +430,17 @@ def basis_of_messages(g, x, a, v):
     return g.sum_to_dst(m)
 
 
+@idiom(_basis, x=("N", K), a=("R", B), v=(B, K, K))
+def basis_of_nodes(g, x, a, v):
+    y = g.node(x) @ g.shared(v)
+    return g.sum_to_dst((g.src(y) * g.per_edge_type(a)[:, None]).sum(0))
+
+
+@idiom(_basis, x=("N", K), a=("R", B), v=(B, K, K))
+def basis_on_edges(g, x, a, v):
+    return g.sum_to_dst((g.per_edge_type(a)[:, None] * (g.src(x) @ g.shared(v))).sum(0))
+
+
 @idiom(
     lambda g, x, w: g.sum_to_dst(g.src(x).reshape(4, 16) @ g.per_edge_type(w)).reshape(K),
     x=("N", K),
