@@ -85,6 +85,7 @@ def drawn(case: Idiom, g: RelGraph) -> list[Any]:
 OFF = tuple(dict.fromkeys(name for name, _ in OPTIMISE if name not in ("cse", "dce")))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", IDIOMS)
 def test_both_forms_and_the_program_without_the_passes_agree(name: str, inexact: None) -> None:
     case, g = IDIOMS[name], graph(12, 40, 3)
@@ -178,3 +179,42 @@ def test_a_bias_behind_a_sum_of_16_bits_takes_away_what_is_too_large(dtype: str)
     assert np.abs(want).max() > 30_000
     tolerance = 2e-3 if dtype == "float16" else 2e-2
     assert np.abs(np.asarray(got, np.float64) - want).max() <= tolerance * np.abs(want).max()
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+def test_rows_that_no_edge_reads_may_have_no_norm(backend: str) -> None:
+    """Rows are divided by their norm once for each node; row 0, which no edge reads, is 0 / 0 then."""
+    g = RelGraph.from_edges([1, 2, 2], [0, 0, 1], num_nodes=3)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 16)), jnp.float32).at[0].set(0.0)
+
+    @rgnn.program
+    def layer(g: Any, x: Any) -> Any:
+        row = g.src(x)
+        return g.sum_to_dst(row / rgnn.sqrt((row * row).sum(keepdims=True)))
+
+    options = Options(backend=backend, interpret=True, precision="f32")
+    y, pull = jax.vjp(lambda x: layer(g, x, options=options), x)
+    (gradient,) = pull(jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
+    plain = layer.with_options(backend="xla", disable=("compact",))
+    want, back = jax.vjp(lambda x: plain(g, x), x)
+    np.testing.assert_allclose(y, want, atol=1e-5)
+    np.testing.assert_allclose(
+        gradient, back(jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))[0], atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+def test_a_softmax_that_is_written_out_masks_edges(backend: str) -> None:
+    """All edges of node 1 have the score -inf: their shares are 0, as in `edge_softmax`."""
+    g = RelGraph.from_edges([0, 1, 2, 0], [0, 0, 0, 1], num_nodes=3)
+    score = jnp.asarray([0.3, -jnp.inf, 80.0, -jnp.inf], jnp.float32)
+
+    @rgnn.program
+    def shares(g: Any, s: Any) -> Any:
+        p = rgnn.exp(g.edge(s) - g.dst(g.max_to_dst(g.edge(s))))
+        return p / (g.dst(g.sum_to_dst(p)) + 1e-16)
+
+    options = Options(backend=backend, interpret=True)
+    got, without = (np.asarray(shares(g, score, options=o)) for o in (options, Options(disable=("plain_forms",))))
+    np.testing.assert_allclose(got, without, atol=1e-7)
+    assert got[1] == got[3] == 0.0 and got[2] == 1.0
