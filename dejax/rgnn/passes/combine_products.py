@@ -3,6 +3,7 @@
     x_j @ W_r + x_j @ U                  becomes    x_j @ (W_r + U)
     sum over b of a_rb (x_j @ V_b)       becomes    x_j @ (sum over b of a_rb V_b)
     (a_r[:, None] * (x_j @ V)).sum(0)    becomes    the same, with V of several heads
+    sum over r of g.sum_to_dst(m_r (x_j @ W_r)), a loop over relations    becomes    one sum of one product
     c_r (x_j @ W_r)                      becomes    x_j @ (c_r W_r)
     x_j @ W + y_j @ W                    becomes    (x_j + y_j) @ W
 
@@ -49,7 +50,11 @@ class _Combine(Rewrite):
 
     def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         """See `Rewrite`."""
-        if op.space != Space.EDGE or not is_float(op.dtype) or index in self.inside:
+        if not is_float(op.dtype) or index in self.inside:
+            return None
+        if op.space == Space.NODE and op.name in ("add", "sub"):
+            return self.sums_over_edges(builder, op, index)
+        if op.space != Space.EDGE:
             return None
         if op.name == "sum_features":
             return self.weighted_heads(builder, op)
@@ -63,6 +68,33 @@ class _Combine(Rewrite):
         terms = self.terms(index)
         groups = self.groups(terms)
         return None if len(groups) == len(terms) else self.total(builder, groups, op)
+
+    def sums_over_edges(self, builder: Builder, op: Op, index: int) -> int | None:
+        """Sums over edges of products that become one product, as of a loop over relations: one sum."""
+        sums, others, terms = list[int](), list[_Term](), list[_Term]()
+        for leaf in self.leaves(index):
+            total = self.program.ops[leaf.value]
+            first = self.program.ops[sums[0]] if sums else total
+            if total.is_sum and self.alone(leaf.value) and total.attrs == first.attrs and total.dtype == op.dtype:
+                rows = self.program.ops[total.args[0]]
+                if rows.space == Space.EDGE and rows.shape == op.shape and self.alone(total.args[0]):
+                    sums.append(leaf.value)
+                    terms += self.terms(total.args[0], leaf.negative)
+                    continue
+            others.append(leaf)
+        groups = self.groups(terms)
+        if len(sums) < 2 or len(groups) > 1 or groups[0][0].product is None:
+            return None
+        one = builder.op("reduce", self.total(builder, groups, op), **dict(self.program.ops[sums[0]].attrs))
+        return self.signed(builder, [(one, False), *((self.new[t.value], t.negative) for t in others)])
+
+    def leaves(self, value: int, negative: bool = False, outer: bool = True) -> list[_Term]:
+        """The terms of a sum, whatever they are."""
+        op = self.program.ops[value]
+        if op.name in ("add", "sub") and (outer or self.alone(value)):
+            left, right = op.args
+            return self.leaves(left, negative, False) + self.leaves(right, negative ^ (op.name == "sub"), False)
+        return [_Term(value, negative, (), None)]
 
     def weighted_heads(self, builder: Builder, op: Op) -> int | None:
         """`(a_r[:, None] * (x @ V)).sum(0)` as a product by the sum of `a_rh V_h` over the heads h."""
@@ -94,12 +126,9 @@ class _Combine(Rewrite):
     def alone(self, value: int) -> bool:
         return len(self.users[value]) == 1 and value not in self.program.outputs
 
-    def terms(self, value: int, negative: bool = False, outer: bool = True) -> list[_Term]:
-        op = self.program.ops[value]
-        if op.name in ("add", "sub") and (outer or self.alone(value)):
-            left, right = op.args
-            return self.terms(left, negative, False) + self.terms(right, negative ^ (op.name == "sub"), False)
-        return [self.term(value, negative)]
+    def terms(self, value: int, negative: bool = False) -> list[_Term]:
+        """The terms of a sum, with their products."""
+        return [self.term(t.value, t.negative) for t in self.leaves(value, negative)]
 
     def term(self, value: int, negative: bool) -> _Term:
         scales: list[tuple[int, int]] = []

@@ -431,6 +431,14 @@ def basis_of_messages(g, x, a, v):
 
 
 @idiom(_basis, x=("N", K), a=("R", B), v=(B, K, K))
+def loop_over_relations(g, x, a, v):
+    total = 0.0
+    for b in range(B):
+        total = total + g.sum_to_dst((g.src(x) @ g.shared(v)[b]) * g.per_edge_type(a)[b])
+    return total
+
+
+@idiom(_basis, x=("N", K), a=("R", B), v=(B, K, K))
 def basis_of_nodes(g, x, a, v):
     y = g.node(x) @ g.shared(v)
     return g.sum_to_dst((g.src(y) * g.per_edge_type(a)[:, None]).sum(0))
