@@ -246,7 +246,7 @@ def tables(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             )  # fmt: skip
 
         ways = {
-            "slots": (lambda senders, mask, spec=spec: graph_of_slots(senders, mask, spec), (senders, mask)),
+            "slots": (lambda senders, mask, spec=spec: graph_of_slots(senders, mask, spec)[0], (senders, mask)),
             "build_traced": (traced, (*flat, node_type)),
         }
         params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), layer_parameters(rng, relations, types)["rgat"])

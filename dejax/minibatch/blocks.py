@@ -13,7 +13,7 @@ from jax import Array
 from dejax.minibatch._layout import Layout
 from dejax.minibatch.sampling import SampledBlocks, split_nodes
 from dejax.rgnn import RelGraph
-from dejax.rgnn.graphs.build_slots import graph_and_slots
+from dejax.rgnn.graphs.build_slots import graph_of_slots
 from dejax.rgnn.graphs.slots import Slots, SlotSpec
 
 __all__ = ["Block", "make_blocks"]
@@ -135,7 +135,7 @@ def _joined(parts: list[Array]) -> Array:
 @partial(jax.jit, static_argnums=2, inline=True)
 def _graph(senders: list[Array], mask: Array, spec: SlotSpec) -> tuple[RelGraph, Array | None]:
     if spec.num_slots:
-        graph, slots = graph_and_slots(senders, mask, spec)
+        graph, slots = graph_of_slots(senders, mask, spec)
         return graph, slots if spec.is_bounded else None
     none = jnp.zeros(0, jnp.int32)
     types = [jnp.full(count, node_type, jnp.int32) for node_type, count in spec.node_runs]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -136,6 +136,8 @@ def training_tasks(task: Task, wrt: tuple[int, ...]) -> tuple[Cut, Task, Task]:
     first = len(parts.needed)
     kept = parts.forward.outputs[parts.num_outputs :][: parts.num_saved]
     own_saved: list[int] = []
+    inputs: tuple[int, ...] = ()
+    back: tuple[int, ...] = ()
     if task.destinations or task.destination_outputs:
         back = tuple(n for n, position in enumerate(wrt) if position in task.destinations)
         summed, elsewhere = summed_at(parts.forward), read_elsewhere(parts.backward, back)
@@ -144,11 +146,13 @@ def training_tasks(task: Task, wrt: tuple[int, ...]) -> tuple[Cut, Task, Task]:
         needed = [n for n, position in enumerate(parts.needed) if position in task.destinations]
         cotangents = [first + parts.num_saved + o for o in task.destination_outputs]
         inputs = (*needed, *(first + n for n in own_saved), *cotangents)
-        backward = Task(parts.backward, task.counts, task.options, False, (), inputs, back)
-    else:
-        backward = Task(parts.backward, task.counts, task.options, raw=False)
     outputs = (*task.destination_outputs, *(parts.num_outputs + n for n in own_saved))
-    forward = Task(parts.forward, task.counts, task.options, False, (*task.packed, *saved), task.destinations, outputs)
+    forward = replace(
+        task, program=parts.forward, raw=False, packed=(*task.packed, *saved), destination_outputs=outputs
+    )
+    backward = replace(
+        task, program=parts.backward, raw=False, packed=(), destinations=inputs, destination_outputs=back
+    )
     return parts, forward, backward
 
 

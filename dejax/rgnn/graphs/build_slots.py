@@ -31,15 +31,14 @@ from dejax.rgnn.graphs.tables import (
 )
 
 
-def graph_of_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -> RelGraph:
-    """A graph of edges that lie in slots, inside `jax.jit`.
+def graph_of_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -> tuple[RelGraph, Array]:
+    """A graph of edges that lie in slots, inside `jax.jit`; and int32[edges], the slot of each edge.
 
     It has the tables of `RelGraph.build_traced`. Within a type and receiver, edges are in the order of their slots, not
     of their senders. Nodes that are padding count as nodes of their type in the grouping by node type.
 
     The user's edges are the slots, empty ones included. Where `spec.most_edges` is less than their number, they are the
-    edges in canonical order instead, and `graph_and_slots` gives the slot of each. Edges beyond the bound are left out,
-    the last types first.
+    edges in canonical order instead. Edges beyond the bound are left out, the last types first.
 
     Args:
         senders: for each of `spec.stored`, or else of `spec.slots`, int32[receivers, fan_out]; -1 for an empty slot.
@@ -47,11 +46,6 @@ def graph_of_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -
         node_mask: bool[nodes], False for padding nodes.
         spec: the static part.
     """
-    return graph_and_slots(senders, node_mask, spec)[0]
-
-
-def graph_and_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -> tuple[RelGraph, Array]:
-    """As `graph_of_slots`, and int32[edges], the slot of each edge in canonical order."""
     edges = _receiver_side(senders, spec)
     tables: dict[str, Any] = {**edges.tables, **_source_side(edges, spec)}
     typed = {**edges.typed, "source_pair_by_type": tables.pop("source_pair_by_type")}
