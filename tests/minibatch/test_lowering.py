@@ -54,7 +54,8 @@ def test_a_step_lowers_for_the_gpu(layer):
     assert len(re.findall(r"xla\.gpu\.triton", text)) > 8
 
 
-def test_a_pipelined_step_starts_the_reads_first_and_ends_them_last():
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_pipelined_step_starts_the_reads_first_and_ends_them_last(joined):
     """In the loop's body: starts of all types, through which this step's rows pass, then the ends; nothing twice."""
 
     def on_gpu(leaf):
@@ -80,7 +81,7 @@ def test_a_pipelined_step_starts_the_reads_first_and_ends_them_last():
 
     def update(params, batch):
         (block,) = batch.blocks
-        x = block.join({**batch.x, "lonely": jnp.zeros((0, 32))})
+        x = block.join(batch.x)
 
         def loss_of(params):
             return (library.rgat(block.graph, x, params, options=OPTIONS) ** 2).sum()
@@ -92,10 +93,13 @@ def test_a_pipelined_step_starts_the_reads_first_and_ends_them_last():
     seeds = jax.ShapeDtypeStruct((5, 8), jnp.int32)
     mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
     with jax.sharding.use_abstract_mesh(mesh):
-        traced = pipelined_steps(update, sample).trace(params, topology, store, keys, seeds)
+        traced = pipelined_steps(update, sample, joined=joined).trace(params, topology, store, keys, seeds)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     body = text[text.rindex("stablehlo.while") :]
     calls = re.findall(r"custom_call @dejax_table_gather_(start|done)", body)
-    assert calls == ["start", "start", "done", "done"] and text.count("dejax_table_gather_start") == 2
+    assert (
+        calls == ["start", "start", *(["done"] if joined else ["done", "done"])]
+        and text.count("dejax_table_gather_start") == 2
+    )
     # A start returns the rows of this step, which the layers read: they run after it.
     assert re.search(r"dejax_table_gather_start.*tensor<\d+x32xf32>.*->.*tensor<\d+x32xf32>", body)

@@ -94,7 +94,7 @@ class Products(Running):
             index=index,
             num_rows=rows,
             accumulate=instance.accumulate is not None,
-            covers_all=instance.accumulate is None and self.clears(self.program.ops[instance.product].space),
+            covers_all=instance.accumulate is None,
             dtype=jnp.dtype(op.dtype),
             row_scaled=instance.out in self.row_scaled,
             columns=columns,

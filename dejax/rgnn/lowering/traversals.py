@@ -132,7 +132,7 @@ class Traversals(Running):
                 entries=self._entry_outputs(call.together),
                 rows=tuple((ops[v].shape, jnp.dtype(ops[v].dtype)) for v in t.row_outputs),
                 row_scaled=tuple(i for i, v in enumerate(t.row_outputs) if v in self.row_scaled),
-                covers_all_entries=self.clears(t.space),
+                covers_all_entries=True,
             ),
             factored=True,
             fused_sums=call.fused_sums,
@@ -145,9 +145,7 @@ class Traversals(Running):
                 self.with_destinations(v, found, env)
             else:
                 env[v] = found
-        if self.clears(t.space):  # else they have zeros there
-            entry_values = tuple(self.cleared(t.space, entry_values))
-        for values, array in zip(call.together, entry_values, strict=True):
+        for values, array in zip(call.together, self.cleared(t.space, entry_values), strict=True):
             for i, v in enumerate(values):
                 op = ops[v]
                 env[v] = Columns(array, i * op.width, op.shape, op.dtype) if len(values) > 1 else array
@@ -158,11 +156,11 @@ class Traversals(Running):
         loops = [t] if t.fused_sums is None else [t, t.fused_sums]
         zero_elsewhere = {a.out for loop in loops for a in loop.accumulators}
         if (
-            self.graph.bounds is not None
+            self.graph.num_destinations is not None
             and all(loop.via in destinations.VIAS for loop in loops)
             and zero_elsewhere.union(set(t.row_outputs).difference(self.elsewhere)).issuperset(t.row_outputs)
         ):
-            return self.graph.bounds.receivers
+            return self.graph.num_destinations
         return num_rows(self.graph, VIAS[t.via].coarse)
 
     def _segments(self, t: Traversal, rows: int) -> kernels.Segments:
