@@ -201,6 +201,7 @@ def _slot_spec(layout: Layout, hops: int) -> tuple[SlotSpec, _Runs]:
         stored=tuple(tuple(some) for some in stored.values()),
         most_edges=None if layout.edges is None else layout.edges[hops],
         typical_source_pairs=None if layout.source_pairs is None else layout.source_pairs[hops],
+        num_destinations=layout.count(hops),
     )
     return spec, list(runs.items())
 

@@ -37,6 +37,7 @@ extern "C" void run(const char* table, long long rows, int row_bytes, const int*
   p.chunks = (row_bytes + (unit >= align ? 0 : align - (unit < 16 ? unit : 16)) + 15) / 16;
   if (align == 128) p.chunks = (p.chunks + 7) / 8 * 8;
   p.lanes = p.chunks % 8 == 0 || p.chunks > 32 ? 32 : 32 / p.chunks * p.chunks;
+  p.batch = 3;
   RunGrid(dejax_gather, p, 3);
 }
 """

@@ -49,6 +49,13 @@ def of_nodes(g, x, t):
 
 
 @rgnn.program
+def biased(g, x, w, t, u):
+    """The gradient of the biases is a sum of destinations alone."""
+    y = g.sum_to_dst(g.src(x) @ g.per_edge_type(w)) + g.per_node_type(t)
+    return rgnn.tanh(y) + g.per_node_type(u)
+
+
+@rgnn.program
 def scattered(g, x, w):
     """A sum over the edges of sources, which are padding in part."""
     return g.sum_to_src(g.dst(x) @ g.per_edge_type(w)) + g.sum_to_dst(g.src(x))
@@ -73,6 +80,7 @@ def hgt_parameters():
 PROGRAMS = {
     "everything": (everything, (drawn(R, K, K), drawn(T, K, K))),
     "of nodes": (of_nodes, (drawn(T, K, K),)),
+    "biased": (biased, (drawn(R, K, K), drawn(T, K), drawn(T, K))),
     "scattered": (scattered, (drawn(R, K, K),)),
     "rgcn": (library.rgcn, ({"weight": drawn(R, K, K), "root": drawn(K, K), "bias": drawn(K)},)),
     "rgat": (library.rgat, (rgat_parameters(),)),

@@ -223,6 +223,8 @@ def run_kernels(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: RowScal
                 whole = {i: _decoded(a) for i, a in env.items()}
                 xla.compute(instance.writes, whole)
             env.update((w, whole[w]) for w in instance.writes)
+            if pallas is not None:
+                pallas.reshaped(instance.writes)
         keep = set(program.outputs).union(*remaining[number + 1 :])
         env = {i: a for i, a in env.items() if i in keep or program.ops[i].name == "input"}
     results = tuple(env[o] for o in program.outputs)

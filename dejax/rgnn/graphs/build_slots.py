@@ -60,7 +60,8 @@ def graph_of_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -
     order = np.argsort(by_type, kind="stable").astype(np.int32)
     bounds = np.searchsorted(by_type[order], np.arange(len(names) + 1)).astype(np.int32)
     by_source = make_segments(by_type, order, bounds, long_segment_chunk=spec.long_segment_chunk)
-    node_type, by_node_type = _by_node_type(spec)
+    node_type, by_node_type = _by_node_type(spec, spec.num_nodes)
+    of_destinations = None if spec.num_destinations is None else _by_node_type(spec, spec.num_destinations)[1]
     graph_spec = GraphSpec(
         spec.num_nodes,
         len(spec.edge_type_names),
@@ -75,6 +76,7 @@ def graph_of_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -
         **tables,
         "node_type": node_type,
         "by_node_type": by_node_type,
+        "destinations_by_type": of_destinations,
         "edge_type_by_source": by_source,
         "node_mask": node_mask,
         "edge_mask": edges.columns["edge_type"] < len(spec.edge_type_names),
@@ -306,10 +308,10 @@ def _ranks_by_node(pair_node: Array, pair_type: Array, used: Array, spec: SlotSp
     return jnp.where(position < used, rank, position), offsets
 
 
-def _by_node_type(spec: SlotSpec) -> tuple[Any, Segments]:
-    """The node types, and nodes grouped by type. They follow from the sizes alone."""
-    num_nodes, num_types = spec.num_nodes, len(spec.node_type_names)
-    index = np.repeat(*(np.array(some, np.int32) for some in zip(*spec.node_runs, strict=True)))
+def _by_node_type(spec: SlotSpec, num_nodes: int) -> tuple[Any, Segments]:
+    """The types of the first so many nodes, and these nodes grouped by type. They follow from the sizes alone."""
+    num_types = len(spec.node_type_names)
+    index = np.repeat(*(np.array(some, np.int32) for some in zip(*spec.node_runs, strict=True)))[:num_nodes]
     offsets: Any = np.concatenate([[0], np.cumsum(np.bincount(index, minlength=num_types))]).astype(np.int32)
     is_sorted = bool((index[1:] >= index[:-1]).all())
     (by_node,) = on_device(index)

@@ -67,6 +67,7 @@ class RelGraph:
         by_node_type: nodes grouped by node type, with tiles; `order` is None where nodes are sorted by type.
         edge_type_by_source: edge types grouped by the node type of their sources. None where some edge type has
             sources of several node types, and in a graph of `build_traced` with more than one node type.
+        destinations_by_type: in a block of a sample the destinations grouped by node type; otherwise None.
         node_mask: bool[nodes], False for padding nodes; None where there is none.
         edge_mask: bool[edges], canonical, False for padding edges; None where there is none.
         packed: the tables that only kernels read, in one array; None unless `with_loop_tables` was called. The
@@ -120,6 +121,7 @@ class RelGraph:
     edge_type_by_source: Segments | None = None
     loop_tables: dict[str, Array] = field(default_factory=dict)
     packed: PackedTables | None = None
+    destinations_by_type: Segments | None = None
     num_destinations: int | None = field(default=None, metadata=_STATIC)
     only_destinations: bool = field(default=False, metadata=_STATIC)
 

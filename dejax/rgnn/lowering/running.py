@@ -124,6 +124,14 @@ class Running:
             self.destinations[value] = rows = self.in_16_bits(value, rows)
         return rows
 
+    def reshaped(self, values: Sequence[int]) -> None:
+        """Takes the rows of destinations along where XLA only reshapes them, as into heads."""
+        for v in values:
+            op = self.program.ops[v]
+            rows = self.destinations.get(op.args[0]) if op.name == "reshape" else None
+            if isinstance(rows, jax.Array):
+                self.destinations[v] = rows.reshape(rows.shape[0], *op.shape)
+
     def with_destinations(self, value: int, rows: Any, env: dict[int, Any]) -> None:
         """Adds a value to `env` of which only the rows of destinations were computed."""
         missing = self.graph.num_nodes - rows.shape[0]
