@@ -17,7 +17,6 @@ namespace {
 using cuda::DevicePointer;
 
 constexpr unsigned kThreads = 1024;
-constexpr int64_t kMostSteps = 8;  // of a ticket
 constexpr int64_t kMaxRowBytes = 1 << 30;  // the kernel counts the bytes of a row in 32 bits
 
 ffi::Error Failed(ffi::ErrorCode code, const std::string& what) { return GatherError(code, what); }
@@ -140,10 +139,6 @@ ffi::Error LaunchGather(const GatherCall& call, void* out, int64_t out_bytes, vo
   const unsigned threads =
       static_cast<unsigned>(std::clamp<int64_t>((steps + call.grid - 1) / call.grid * 32, 32, kThreads));
   const unsigned grid = static_cast<unsigned>(std::min<int64_t>(call.grid, std::max<int64_t>(1, steps)));
-  // A ticket is for several steps where rows have slots to look up; every warp still takes several tickets.
-  const int64_t warps = static_cast<int64_t>(grid) * threads / 32;
-  const bool looks_up = call.slots.element_count() > 0;
-  p.batch = static_cast<int>(looks_up ? std::clamp<int64_t>(steps / (4 * warps), 1, kMostSteps) : 1);
   void* arguments[] = {&p};
   const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
   if (auto result = launch.launch_kernel(kernel, grid, 1, 1, threads, 1, 1, 0, stream, arguments, nullptr)) {

@@ -30,7 +30,6 @@ struct GatherParams {
   int lanes;   // lanes of a warp that take chunks
   int align;   // bytes; the first lane of a row begins at such a boundary
   int fan_out;
-  int batch;  // steps of a warp for each ticket
   int clip;
   float fill_value;
   Bytes16 fill;  // repeated fill elements

@@ -37,7 +37,6 @@ extern "C" void run(const char* table, long long rows, int row_bytes, const int*
   p.chunks = (row_bytes + (unit >= align ? 0 : align - (unit < 16 ? unit : 16)) + 15) / 16;
   if (align == 128) p.chunks = (p.chunks + 7) / 8 * 8;
   p.lanes = p.chunks % 8 == 0 || p.chunks > 32 ? 32 : 32 / p.chunks * p.chunks;
-  p.batch = 3;
   RunGrid(dejax_gather, p, 3);
 }
 """
@@ -72,7 +71,13 @@ def compiled(folder: Path, file: str, call: str, types: str, **definitions: int 
 def gather_kernel(folder: Path, rows: np.ndarray, codes: tuple[int, int], **macros: int) -> Callable[..., None]:
     """`gather.cu` for rows like these, with the element codes of rows and result. Macros that are not given are 0."""
     off = dict.fromkeys(("SORTED", "TICKET", "CACHED", "SPLIT", "MEAN"), 0)
-    forms = {"ID": "int", "UNIT": _types.store_unit(rows[0].nbytes), "SOURCE": codes[0], "RESULT": codes[1]}
+    forms = {
+        "ID": "int",
+        "UNIT": _types.store_unit(rows[0].nbytes),
+        "SOURCE": codes[0],
+        "RESULT": codes[1],
+        "POSITION": "int",
+    }
     return compiled(folder, "gather.cu", GATHER, GATHER_TYPES, **forms, **{**off, **macros})
 
 
