@@ -14,10 +14,12 @@ from jax.extend import core
 
 from dejax import _native
 from dejax._optional import optional
+from dejax.offload import _disk_shards
 from dejax.offload._evaluation import Demand, inlined
 from dejax.offload._first_state import LazyArray, first_state
-from dejax.offload._moments import require_one_device
+from dejax.offload._moments import require_one_device, shardings_of
 from dejax.offload._pieces import PIECE_BYTES, stream_state, unit_of
+from dejax.offload._shard_pieces import is_divided, stream_shards
 from dejax.offload._state_store import StateStore, is_on_disk, store_at
 
 _HOST = jax.memory.Space.Host
@@ -95,11 +97,12 @@ def optimizer(
     moved = _Moved(min_bytes, path, piece_bytes)
 
     def init(params: Any) -> Any:
-        if path is not None or streams:
-            why = "with streams=True" if path is None else "with a path"
-            require_one_device(params, "offload.optimizer", why)
+        if path is not None:
+            _disk_shards.require_one_mesh(params)
+        elif streams:
+            require_one_device(params, "offload.optimizer", "with streams=True")
         state = first_state(tx.init, params, moved.is_large, moved.put, piece_bytes)
-        return state if state is not None else jax.tree.map(moved.put, tx.init(params))
+        return state if state is not None else moved.put_all(tx.init(params), params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         traced = _trace_update(tx, state, (updates, params, extra))
@@ -116,7 +119,9 @@ def optimizer(
         ]
         evaluation = traced.demand(far, streamed)
         outputs: list[Any] = [None] * len(traced.jaxpr.outvars)
-        if any(streamed):
+        if any(map(is_divided, traced.state)):
+            stream_shards(evaluation, traced.state, streamed, traced.num_updates, outputs, ahead)
+        elif any(streamed):
             stream_state(evaluation, traced.state, streamed, traced.num_updates, outputs, piece_bytes, ahead)
         for i in _order(traced.jaxpr, traced.num_updates, far):
             if outputs[i] is None:
@@ -145,12 +150,19 @@ class _Moved:
             return False  # a random key is no memory
         return x.size * np.dtype(x.dtype).itemsize >= max(1, self.min_bytes)
 
+    def put_all(self, state: Any, params: Any) -> Any:
+        """A state that `tx.init` has made as a whole, in its place."""
+        if self.path is None:
+            return jax.tree.map(self.put, state)
+        leaves, treedef = jax.tree.flatten(state)
+        return jax.tree.unflatten(treedef, map(self.put, leaves, shardings_of(state, params)))
+
     def put(self, x: Any, sharding: Any = None) -> Any:
         """An array of the state in its place.
 
         Args:
             x: the array, or a `LazyArray`.
-            sharding: of a lazy array, on several devices.
+            sharding: of a lazy array, or an array that goes to disk, on several devices.
         """
         if not self.is_large(x):
             return x
@@ -160,7 +172,11 @@ class _Moved:
             return x.on_devices() if isinstance(x, LazyArray) else x
         if isinstance(x, jax.core.Tracer):
             raise ValueError("offload.optimizer: `init` must run outside of jax.jit with a path, got traced arrays")
-        return self.disk.put(x, unit_of(x.shape, x.dtype, self.piece_bytes))
+        if not _disk_shards.divided(sharding):
+            return self.disk.put(x, unit_of(x.shape, x.dtype, self.piece_bytes))
+        if isinstance(x, LazyArray):
+            x = x.on_devices() if x.constant is None else np.broadcast_to(np.asarray(x.constant, x.dtype), x.shape)
+        return self.disk.put(x, unit_of(sharding.shard_shape(x.shape), x.dtype, self.piece_bytes), sharding)
 
 
 def _in_host_memory(x: LazyArray, sharding: Any) -> Any:

@@ -19,10 +19,15 @@ struct State {
   bool any = false;
   int64_t failed_run = 0;
   std::string why;
+  bool of_state = false;
   bool raised = false;
   int64_t raised_in = 0;  // the run whose calls all raise it
 
   std::string Message() const {
+    if (of_state) {
+      return why + " (on one device of several: the updates of that step are NaN, and no device keeps its new state. Go on "
+                   "from the parameters and the state before that step, or from a checkpoint)";
+    }
     int64_t sum = 0;
     const auto found = bytes.find(failed_run);
     if (found != bytes.end()) {
@@ -65,13 +70,14 @@ void CountTogether(int64_t run, int device, int64_t bytes) {
   count.peak = std::max(count.peak, count.live);
 }
 
-void FailTogether(int64_t run, const std::string& why) {
+void FailTogether(int64_t run, const std::string& why, bool of_state) {
   State& state = Get();
   std::lock_guard<std::mutex> lock(state.mutex);
   if (state.any) return;  // what failed first is the cause
   state.any = true;
   state.failed_run = run;
   state.why = why;
+  state.of_state = of_state;
   state.raised = false;
 }
 
@@ -79,6 +85,12 @@ bool HasFailedTogether(int64_t run) {
   State& state = Get();
   std::lock_guard<std::mutex> lock(state.mutex);
   return state.any && state.failed_run == run;
+}
+
+bool AnyFailedTogether() {
+  State& state = Get();
+  std::lock_guard<std::mutex> lock(state.mutex);
+  return state.any;
 }
 
 std::string TakeFailureOfShards() {
