@@ -87,8 +87,7 @@ def _made(
             value = small.value(root)
             if not isinstance(value, jax.Array):  # a literal
                 value = jnp.asarray(value.item() if shape.weak_type else value, shape.dtype)
-            known = sharding is not None and sharding.spec != jax.sharding.PartitionSpec()
-            made.append(jax.device_put(value, sharding) if known else value)
+            made.append(value if sharding is None else jax.device_put(value, sharding))
     return made
 
 

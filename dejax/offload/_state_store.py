@@ -353,7 +353,8 @@ def restore(like: Any, arrays: Any) -> Any:
                 f"{place.dtype}{list(place.shape)}"
             )
         if not is_on_disk(place):
-            made.append(jax.device_put(value, place.sharding))
+            # What `init` left where jax puts it, jit may move to the devices of the parameters.
+            made.append(jax.device_put(value, place.sharding if place.committed else None))
             continue
         place.store.remove(place)
         made.append(place.store.put(value, place.unit_bytes, place.sharding))

@@ -201,7 +201,7 @@ class Pieces {
       try {
         array.disk = StateDisk::Find(tickets[4 * i]);
         RequireDivision(mark, request.marks.empty() ? 0 : request.marks[i]);
-        array.disk->Check(array.array, array.version, request.opened_bytes[i]);
+        array.disk->Check(array.array, array.version, request.opened_bytes[i], /*newest=*/mark != 0);
       } catch (const std::exception& error) {
         throw FailsEverywhere(error.what());
       }

@@ -184,11 +184,16 @@ void StateDisk::WaitForWrite(std::unique_lock<std::mutex>& lock, StateArray* arr
   if (writing == io) writing.reset();
 }
 
-void StateDisk::Check(int64_t number, int64_t version, int64_t bytes) {
+void StateDisk::Check(int64_t number, int64_t version, int64_t bytes, bool newest) {
   std::unique_lock<std::mutex> lock(mutex_);
   const std::shared_ptr<StateArray> array = ArrayOf(number);
   // The step before may still run on other devices. They end it, or fail.
-  while (array->written == version && array->latest == version - 1 && !closing_ && !AnyFailedTogether()) {
+  const auto begin = std::chrono::steady_clock::now();
+  while (array->written == array->latest + 1 && !closing_ && !WasFailedTogether(array->written_in)) {
+    if (std::chrono::steady_clock::now() - begin > std::chrono::minutes(5)) {
+      throw std::runtime_error("offload: a step must end on all devices before the next one begins, but one of them has "
+                               "not written its state for 5 minutes; see what it waits for");
+    }
     done_.wait_for(lock, std::chrono::milliseconds(10));
   }
   if (closing_) throw std::runtime_error("offload: the StateStore is closed");
@@ -196,7 +201,8 @@ void StateDisk::Check(int64_t number, int64_t version, int64_t bytes) {
     throw std::runtime_error("offload: `state` must have arrays of the size that they were made with, got one of " +
                              std::to_string(array->bytes) + " bytes in place of " + std::to_string(bytes));
   }
-  const bool whole = version == array->latest || (version == array->latest - 1 && array->started == array->latest);
+  const bool before = !newest && version == array->latest - 1 && array->started == array->latest;
+  const bool whole = version == array->latest || before;
   if (!whole) Stale(version, array->latest);
 }
 

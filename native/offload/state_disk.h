@@ -96,8 +96,9 @@ class StateDisk {
   Stats GetStats() const;
   void Intercept(std::shared_ptr<Interceptor> interceptor);
 
-  // Throws where a step cannot begin with this version. Waits until the other devices of this process have written it.
-  void Check(int64_t array, int64_t version, int64_t bytes);
+  // Throws where a step cannot begin with this version, or, newest: where it is not the newest one. Waits until the other
+  // devices of this process have written theirs.
+  void Check(int64_t array, int64_t version, int64_t bytes, bool newest = false);
   // Begins to read whole units.
   std::vector<StateIoPtr> Read(int64_t array, int64_t version, int64_t offset, int64_t bytes, Context context);
   // Host memory for whole units, which the caller fills and submits.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <set>
 
 namespace dejax::offload {
 namespace {
@@ -18,6 +19,7 @@ struct State {
   std::map<int64_t, std::map<int, Bytes>> bytes;  // by run and device
   bool any = false;
   int64_t failed_run = 0;
+  std::set<int64_t> failed;  // all runs that have failed
   std::string why;
   bool of_state = false;
   bool raised = false;
@@ -73,6 +75,7 @@ void CountTogether(int64_t run, int device, int64_t bytes) {
 void FailTogether(int64_t run, const std::string& why, bool of_state) {
   State& state = Get();
   std::lock_guard<std::mutex> lock(state.mutex);
+  state.failed.insert(run);
   if (state.any) return;  // what failed first is the cause
   state.any = true;
   state.failed_run = run;
@@ -87,10 +90,10 @@ bool HasFailedTogether(int64_t run) {
   return state.any && state.failed_run == run;
 }
 
-bool AnyFailedTogether() {
+bool WasFailedTogether(int64_t run) {
   State& state = Get();
   std::lock_guard<std::mutex> lock(state.mutex);
-  return state.any;
+  return state.failed.count(run) != 0;
 }
 
 std::string TakeFailureOfShards() {

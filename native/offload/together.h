@@ -27,8 +27,8 @@ void FailTogether(int64_t run, const std::string& why, bool of_state = false);
 
 bool HasFailedTogether(int64_t run);
 
-// Whether there is a failure that no later step has gone beyond.
-bool AnyFailedTogether();
+// The same, also after a later run has raised it.
+bool WasFailedTogether(int64_t run);
 
 // The failure that no step has raised yet; forgets it. Empty: there is none.
 std::string TakeFailureOfShards();
