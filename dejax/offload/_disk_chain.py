@@ -26,14 +26,20 @@ class DiskChain(Chain):
         self._slots = 0
         self._marks = marks
 
-    def begin(self) -> None:
-        """Names the arrays and the versions that the update goes on from."""
+    def begin(self, place: Any = None) -> None:
+        """Names the arrays and the versions that the update goes on from.
+
+        Args:
+            place: of this device in the mesh, where the arrays are shards.
+        """
         numbers = sorted(self.arrays)
         tickets = jnp.stack([self.arrays[i].ticket for i in numbers])
         sizes = np.array([self.arrays[i].nbytes for i in numbers], np.int64)
         attributes = {"arrays": np.array(numbers, np.int64), "pull_bytes": sizes}
         if self._marks is not None:
             attributes["marks"] = np.array([self._marks[i] for i in numbers], np.int64)
+            own = jnp.full((len(numbers), 1), jnp.asarray(place, jnp.uint32))
+            tickets = jnp.concatenate((tickets, own), axis=1)
         self._ticket = self._call(OPEN, attributes, tickets)[0]
 
     def call(self, take: Piece | None = None) -> list[Any]:

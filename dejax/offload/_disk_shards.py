@@ -2,7 +2,7 @@
 
 The ticket of a divided array has a row for each device, which lies on that device: so each device's chain of calls opens
 its own shard. A device that holds a copy of what another one holds, as of a replicated parameter, has a file of its own,
-too. A row's last word is a mark of the division. State that comes with another division, or from another mesh, is an
+too. A row ends with a mark of the division and the device's place in the mesh. State that comes with another division, or from another mesh, is an
 error and never a wrong number.
 """
 
@@ -53,7 +53,7 @@ def mark_of(sharding: NamedSharding, shape: Sequence[int]) -> int:
 
 
 def ticket_sharding(mesh: Any) -> NamedSharding:
-    """Of tickets [devices, 4]: a row on each device."""
+    """Of tickets [devices, 5]: a row on each device."""
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
@@ -64,13 +64,13 @@ def put_shards(store: Any, array: Any, sharding: NamedSharding, write: Callable[
         store: a `StateStore`.
         array: numpy, jax, or a `DiskArray`.
         sharding: how the array is divided.
-        write: from a shard and the number of its device in this process to the number of a new array.
+        write: from a shard and the number of its device among those of this process to the number of a new array.
     """
     shard = _shards_of(array, sharding)
     numbers: dict[Any, int] = {}
     try:
         for device, index in sharding.addressable_devices_indices_map(tuple(array.shape)).items():
-            numbers[device] = write(shard(device, index), device.local_hardware_id or 0)
+            numbers[device] = write(shard(device, index), jax.local_devices(backend=device.platform).index(device))
     except BaseException:
         for number in numbers.values():
             store._native.remove(number)
@@ -80,10 +80,10 @@ def put_shards(store: Any, array: Any, sharding: NamedSharding, write: Callable[
     mark = mark_of(sharding, array.shape)
 
     def rows(index: Any) -> np.ndarray[Any, Any]:
-        row = [[store._native.number, numbers[device], 0, mark] for device in devices[index[0]]]
-        return np.array(row, np.uint32)
+        places = range(len(devices))[index[0]]
+        return np.array([[store._native.number, numbers[devices[at]], 0, mark, at] for at in places], np.uint32)
 
-    return jax.make_array_from_callback((len(devices), 4), ticket_sharding(sharding.mesh), rows)
+    return jax.make_array_from_callback((len(devices), 5), ticket_sharding(sharding.mesh), rows)
 
 
 def rows_of_tickets(ticket: Any, sharding: NamedSharding) -> dict[Any, np.ndarray[Any, Any]]:

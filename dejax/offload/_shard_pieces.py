@@ -78,7 +78,7 @@ class _Chains:
         marks = {i: _disk_shards.mark_of(x.sharding, x.shape) for i, x in arrays.items()}
         self._chain = DiskChain({i: x.shard(None) for i, x in arrays.items()}, staging_bytes, marks)
         self._ticket = jnp.zeros((mesh.size, 2), jnp.uint32)
-        self._with_tickets(lambda chain: chain.begin())
+        self._with_tickets(lambda chain: chain.begin(jax.lax.axis_index(mesh.axis_names)))
 
     def specs(self, group: Group) -> list[PartitionSpec]:
         return [self.arrays[i].sharding.spec for i in group.state]

@@ -36,7 +36,8 @@ class DiskArray:
     Attributes:
         shape, dtype: of the array.
         ticket: uint32[4] on the device: which store, which array, which version, 0. Of an array that is divided among the
-            devices of a mesh: uint32[devices, 4], a row on each device for its own shard, with a mark of the division.
+            devices of a mesh: uint32[devices, 5], a row on each device for its own shard: a mark of the division in
+            place of 0, and the device's place in the mesh.
         unit_bytes: bytes of the array, or of a shard, that are read and written together.
         store: of its files, which live as long as any array in them.
         sharding: a `NamedSharding` on several devices, or None.
@@ -76,7 +77,7 @@ class DiskArray:
 
     def next_version(self, ticket: Any) -> DiskArray:
         """The array after an update; `ticket`: its ticket, waited for."""
-        ticket = ticket + np.array([0, 0, 1, 0], np.uint32)
+        ticket = ticket + np.array([0, 0, 1, *[0] * (ticket.shape[-1] - 3)], np.uint32)
         return DiskArray(ticket, self.shape, self.dtype, self.unit_bytes, self.store, self.sharding)
 
     def shard(self, ticket: Any) -> DiskArray:
@@ -150,7 +151,7 @@ class DiskArray:
 
     def _read(self, begin: int, end: int) -> np.ndarray[Any, Any]:
         out = np.empty(end - begin, np.uint8)
-        _, array, version, _ = map(int, np.asarray(self.ticket))
+        _, array, version, *_ = map(int, np.asarray(self.ticket))
         if end > begin:
             self.store._require_open()
             self.store._native.get(

@@ -184,7 +184,9 @@ class Pieces {
   // The arrays in files. Their tickets say which version this step goes on from, so the launching thread waits for it.
   void Open(const PiecesRequest& request, Chain* chain, Stream compute) {
     if (request.opened.empty()) return;
-    std::vector<uint32_t> tickets(4 * request.opened.size());
+    const bool divided = !request.marks.empty();
+    const size_t words = divided ? 6 : 4;
+    std::vector<uint32_t> tickets(words * request.opened.size());
     if (device_ < 0) {
       std::memcpy(tickets.data(), request.tickets, 4 * tickets.size());
     } else {
@@ -193,19 +195,19 @@ class Pieces {
       Check(GetCalls().stream_synchronize(compute), "cuStreamSynchronize");
     }
     for (size_t i = 0; i < request.opened.size(); ++i) {
+      const uint32_t* const ticket = tickets.data() + words * i;
       OnDisk array;
-      array.array = tickets[4 * i + 1];
-      array.version = tickets[4 * i + 2];
+      array.array = ticket[1];
+      array.version = ticket[2];
       array.bytes = static_cast<size_t>(request.opened_bytes[i]);
-      const int64_t mark = tickets[4 * i + 3];
+      if (divided && ticket[3] == request.marks[i]) RequireOwnShard(ticket[4], ticket[5]);
       try {
-        array.disk = StateDisk::Find(tickets[4 * i]);
-        RequireDivision(mark, request.marks.empty() ? 0 : request.marks[i]);
-        array.disk->Check(array.array, array.version, request.opened_bytes[i], /*newest=*/mark != 0);
+        array.disk = StateDisk::Find(ticket[0]);
+        RequireDivision(ticket[3], divided ? request.marks[i] : 0);
+        array.disk->Check(array.array, array.version, request.opened_bytes[i], /*newest=*/divided);
       } catch (const std::exception& error) {
         throw FailsEverywhere(error.what());
       }
-      if (mark != 0) RequireOwnShard(*array.disk, array.array);
       chain->on_disk[request.opened[i]] = array;
     }
   }
@@ -217,8 +219,8 @@ class Pieces {
                              "another way; read it, and restore it into the state that init makes on this mesh");
   }
 
-  void RequireOwnShard(const StateDisk& disk, int64_t array) const {
-    if (disk.LaneOf(array) == (device_ < 0 ? -1 - device_ : device_)) return;
+  static void RequireOwnShard(int64_t place, int64_t wanted) {
+    if (place == wanted) return;
     throw std::runtime_error("offload: `state` must stay on the devices that it was made on, got the part of another "
                              "device; read it, and restore it into the state that init makes on this mesh");
   }

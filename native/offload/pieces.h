@@ -32,7 +32,7 @@ struct PiecesRequest {
   std::vector<const void*> pushed;              // their sources
   std::vector<std::pair<void*, size_t>> taken;  // destinations of the pieces that were pulled first
   std::vector<Transfer> takes;                  // in a loop: which pieces they are
-  const void* tickets = nullptr;                // uint32[opened, 4], of arrays in files
+  const void* tickets = nullptr;                // uint32[opened, 4 or, with marks, 6], of arrays in files
   std::vector<int64_t> opened, opened_bytes;    // their numbers and sizes
   std::vector<int64_t> marks;                   // of their divisions among devices; empty: whole arrays
   std::vector<int64_t> committed;               // numbers of those whose new version was pushed whole
@@ -63,7 +63,8 @@ void AbandonPieces(int device, int64_t run, int64_t site);
 //      their next version.
 //        arguments:  ticket; uint32[arrays, 4], for each array: store, array, version, mark
 //        results:    ticket
-//      marks: for each array, which part of it each device holds, as a hash; 0: it is whole.
+//      marks: of a sharded chain: for each array, which part of it each device holds, as a hash. Its rows go on with two
+//      words: the place in the mesh of the device whose shard it is, and that of the device that makes the call.
 //   5, commit: the next version of these arrays was pushed whole.
 //        arguments, results: ticket
 // Other attributes: sharded: 1 for the chain of one device of several (inside of a shard_map), whose failures together.h

@@ -113,8 +113,8 @@ void CallDisk(int device, Stream compute, PiecesRequest* request, const ffi::Rem
   }
   if (attributes.mode == kOpen) {
     const auto tickets = args.get<ffi::AnyBuffer>(1);
-    const size_t count = attributes.arrays.size();
-    Require(tickets.has_value() && tickets->size_bytes() == 16 * count && attributes.pull_bytes.size() == count &&
+    const size_t count = attributes.arrays.size(), words = attributes.marks.size() == 0 ? 4 : 6;
+    Require(tickets.has_value() && tickets->size_bytes() == 4 * words * count && attributes.pull_bytes.size() == count &&
                 (attributes.marks.size() == 0 || attributes.marks.size() == count),
             "a call has too few operands");
     request->tickets = tickets->untyped_data();

@@ -131,11 +131,6 @@ void StateDisk::Join(const std::vector<int64_t>& arrays) {
   for (int64_t number : arrays) ArrayOf(number)->family = family;
 }
 
-int StateDisk::LaneOf(int64_t array) const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return ArrayOf(array)->lane;
-}
-
 void StateDisk::Remove(int64_t number) {
   std::unique_lock<std::mutex> lock(mutex_);
   const std::shared_ptr<StateArray> array = ArrayOf(number);

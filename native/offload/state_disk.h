@@ -81,12 +81,11 @@ class StateDisk {
   void Close();
   int64_t number() const { return number_; }
 
-  // Room for two versions of an array, which device `lane` reads and writes. Throws where the file system or disk_bytes
+  // Room for two versions of an array, which is read and written in `lane`. Throws where the file system or disk_bytes
   // does not hold them.
   int64_t Create(int64_t bytes, int64_t unit_bytes, int lane);
   // From now on versions of these arrays are complete together.
   void Join(const std::vector<int64_t>& arrays);
-  int LaneOf(int64_t array) const;
   void Remove(int64_t array);
   // Units of version 0, before the array is used.
   void Put(int64_t array, int64_t offset, const void* data, int64_t bytes);

@@ -1,6 +1,9 @@
 """State on disk of parameters that a mesh divides: each device has its shard, with the numbers of state in memory."""
 
+import contextlib
 import functools
+import os
+import socket
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from dejax import _native
 from dejax.offload import DiskArray, StateStore, master_weights, optimizer, restore
-from tests.offload.processes import python
+from tests.offload.processes import popen, python
 from tests.offload.test_shards import collectives, mesh_of
 
 pytestmark = [
@@ -174,7 +177,9 @@ def test_two_optimizers_in_one_step_and_donated_state(tmp_path):
     def run(wrap):
         both = [wrap(tx) for tx in txs]
         params = [params_of("data and tensor"), jax.tree.map(jnp.negative, params_of("data and tensor"))]
+        whole = NamedSharding(params[0]["w"].sharding.mesh, P())
         states = [tx.init(p) for tx, p in zip(both, params, strict=True)]
+        states = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, whole), states)
         where = jax.tree.map(lambda x: x.sharding, (params, states))
 
         @functools.partial(jax.jit, donate_argnums=(0, 1), in_shardings=(*where, None), out_shardings=where)
@@ -229,6 +234,154 @@ def test_a_new_process_goes_on_from_a_checkpoint_on_the_same_mesh_or_another(mes
         np.testing.assert_array_equal(got[name], want[name])
 
 
+ONE_OF_TWO = """
+import sys
+index, port, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
+import jax.numpy as jnp, numpy as np, optax
+from jax.sharding import NamedSharding, PartitionSpec as P
+from dejax.offload import StateStore, optimizer, restore
+from tests.offload.test_disk_shards import SMALL, is_on_disk, step_of, TRANSFORMATIONS
+from tests.offload.test_shards import mesh_of
+
+def place(x, spec):
+    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda at: x[at])
+def shards(tree):
+    return [np.asarray(shard.data) for array in jax.tree.leaves(tree) for shard in array.addressable_shards]
+def read(state):
+    return jax.tree.map(lambda x: x.on_devices("pinned_host") if is_on_disk(x) else x, state, is_leaf=is_on_disk)
+def train(tx, steps, state=None, params=None, first=0):
+    params = start if params is None else params
+    state = tx.init(params) if state is None else state
+    step = step_of(tx, start)
+    for i in range(first, first + steps):
+        grads = {name: place(np.roll(x, i + 1) - 0.5, start[name].sharding.spec) for name, x in values.items()}
+        params, state = step(params, state, grads)
+    return params, state
+
+mesh = mesh_of((4,), ("data",))
+rng = np.random.default_rng(0)
+values = {"w": rng.normal(size=(64, 48)).astype(np.float32), "r": rng.normal(size=(33, 32)).astype(np.float32)}
+start = {"w": place(values["w"], P("data")), "r": place(values["r"], P())}
+tx = TRANSFORMATIONS["clipped"]
+want = train(tx, 3)
+with StateStore(path) as store:
+    far = optimizer(tx, **SMALL, path=store)
+    params, state = train(far, 2)
+    try:
+        np.asarray(jax.tree.leaves(state, is_leaf=is_on_disk)[-1])
+    except RuntimeError as error:
+        assert "must have all its shards in this process to be read as numpy" in str(error), error
+    else:
+        raise AssertionError("a part was read as the whole")
+    state = restore(far.init(start), read(state))
+    params, state = train(far, 1, state, params, 2)
+    for a, b in zip(shards((params, read(state))), shards(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+print("fine", flush=True)
+"""
+
+
+@pytest.mark.full
+def test_two_processes_have_their_own_shards(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    before, os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", ""), flags
+    try:
+        both = [popen(ONE_OF_TWO, str(i), port, str(tmp_path)) for i in range(2)]
+    finally:
+        os.environ["XLA_FLAGS"] = before
+    ends = [process.communicate(timeout=120) for process in both]
+    assert all("fine" in out for out, _ in ends), ends
+    assert not list(tmp_path.iterdir())
+
+
+class TestAnotherMesh:
+    """State that comes with another mesh than it was made on is right, or an error."""
+
+    def test_parameters_of_another_mesh_over_the_same_devices(self, tmp_path):
+        tx = TRANSFORMATIONS["adamw"]
+        far = optimizer(tx, **SMALL, path=tmp_path)
+        others = params_of("fsdp")
+        got, state, _ = train(far, others, 2, state=far.init(params_of("data and tensor")))
+        want, want_state, _ = train(tx, others, 2)
+        equal((got, in_memory(state)), (want, want_state))
+
+    def test_fewer_devices(self, tmp_path):
+        far = optimizer(optax.adam(1e-2), **SMALL, path=tmp_path)
+        params = params_of("fsdp")
+        state = far.init(params)
+        few = jax.device_put(params, NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",)), P()))
+        with pytest.raises(ValueError, match="incompatible devices"):
+            jax.jit(far.update)(few, state, few)
+
+    def test_tickets_of_another_division(self, tmp_path):
+        far = optimizer(optax.adam(1e-2), **SMALL, path=tmp_path)
+        params = params_of("fsdp, all axes")
+        old, like = far.init(params_of("data and tensor")), far.init(params)
+        leaves = [jax.device_put(np.asarray(a), b.sharding) for a, b in zip(*map(jax.tree.leaves, (old, like)), strict=True)]
+        state = jax.tree.unflatten(jax.tree.structure(like), leaves)
+        with pytest.raises(Exception, match="must be divided as it was made, got arrays of another mesh, or divided in"):
+            jax.block_until_ready(jax.jit(far.update)(params, state, params))
+
+    def test_tickets_of_other_devices(self, tmp_path):
+        with StateStore(tmp_path) as store:
+            far = optimizer(optax.adam(1e-2), **SMALL, path=store)
+            params = params_of("data and tensor")
+            state = jax.tree.map(
+                lambda x: jax.device_put(np.roll(np.asarray(x), 1, 0), x.sharding) if x.ndim else x, far.init(params)
+            )
+            updates, _ = jax.block_until_ready(jax.jit(far.update)(params, state, params))
+            assert all(np.isnan(x).all() for x in jax.tree.leaves(updates))
+            with pytest.raises(RuntimeError, match="must stay on the devices that it was made on, got the part of another"):
+                store.drain()
+
+
+def test_bad_arguments(tmp_path):
+    far = optimizer(optax.adam(1e-2), **SMALL, path=tmp_path)
+    params = params_of("fsdp")
+    with pytest.raises(ValueError, match="`params` must lie on one mesh with a path, got Mesh"):
+        far.init({"a": params["w"], "b": params_of("data and tensor")["w"]})
+    other = jax.pmap(lambda x: x)(jnp.ones((4, 8)))
+    if not isinstance(other.sharding, NamedSharding):  # as in newer versions of jax
+        with pytest.raises(ValueError, match="must have a NamedSharding with a path, got PmapSharding"):
+            far.init({"w": other})
+    with pytest.raises(ValueError, match="`init` must run outside of jax.jit with a path, got traced"):
+        jax.jit(far.init)(params)
+    state = far.init(params)
+    with pytest.raises(ValueError, match="must be updated in jax.jit, got arrays outside of it"):
+        far.update(params, state, params)
+    mesh = params["w"].sharding.mesh
+    mapped = jax.shard_map(far.update, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    with pytest.raises(ValueError, match="`update` must be called outside of jax.shard_map where the state on disk is"):
+        jax.jit(mapped)(params, state, params)
+    mixed = far.init(params_of("data and tensor"))
+    mixed = (state[0]._replace(nu=mixed[0].nu), *state[1:])
+    with pytest.raises(ValueError, match="`state` must be of one mesh, got arrays of Mesh"):
+        jax.jit(far.update)(params, mixed, params)
+
+
+@pytest.mark.parametrize("name", ["not elementwise", "cannot be traced"])
+def test_first_states_that_are_no_constants(name, tmp_path):
+    def not_elementwise(params):
+        return jax.tree.map(lambda p: jnp.cumsum(p, 0), params)
+
+    def cannot_be_traced(params):
+        return jax.tree.map(lambda p: jnp.full(p.shape, float(p.ravel()[0])), params)
+
+    init = not_elementwise if name == "not elementwise" else cannot_be_traced
+    params = params_of("data and tensor")
+    tx = optax.GradientTransformation(init, optax.identity().update)
+    state = optimizer(tx, **SMALL, path=tmp_path).init(params)
+    equal(in_memory(state), init(params))
+    for key, x in state.items():
+        assert x.sharding.is_equivalent_to(params[key].sharding, x.ndim)
+
+
 def interceptor(store):
     return _native.extension("tests").offload_testing.Interceptor.of_state(store._native)
 
@@ -240,6 +393,8 @@ class TestFaults:
     def store(self, tmp_path):
         with StateStore(tmp_path, chunk_bytes=4096) as store:
             yield store
+        with contextlib.suppress(Exception):
+            jax.effects_barrier()
         assert not _native.extension("tests").take_failure_of_shards()
 
     def first(self, store):
@@ -283,7 +438,9 @@ class TestFaults:
         with pytest.raises(Exception, match="a write failed: injected fault"):
             jax.block_until_ready(step(broken, later, gradients(params, 2)))
         with pytest.raises(RuntimeError, match="a write failed: injected fault"):
-            in_memory(after)
+            for array in filter(is_on_disk, jax.tree.leaves(after, is_leaf=is_on_disk)):
+                for _, shard in array.shards().values():  # all copies
+                    np.asarray(shard)
 
     def test_damage_and_truncation(self, store):
         step, params, state = self.first(store)
