@@ -1,9 +1,9 @@
 """Arrays on disk that are divided among the devices of a mesh: each device's shard is an array of its own in the files.
 
-The ticket of a divided array has a row for each device, which lies on that device: so each device's chain of calls opens
-its own shard. A device that holds a copy of what another one holds, as of a replicated parameter, has a file of its own,
-too. A row ends with a mark of the division and the device's place in the mesh. State that comes with another division, or from another mesh, is an
-error and never a wrong number.
+The ticket of a divided array has a row for each device, which lies on that device: so the chain of calls of each device
+opens its own shard. A device that holds a copy, as of a replicated parameter, has one in the files, too. A row ends with
+a mark of the division and the device's place in the mesh. So state that comes with another division, or from another
+mesh, is an error and never a wrong number.
 """
 
 from __future__ import annotations
@@ -67,16 +67,17 @@ def put_shards(store: Any, array: Any, sharding: NamedSharding, write: Callable[
         write: from a shard and the number of its device among those of this process to the number of a new array.
     """
     shard = _shards_of(array, sharding)
+    devices = list(sharding.mesh.devices.flat)
+    lanes = {device: lane for lane, device in enumerate(jax.local_devices(backend=devices[0].platform))}
     numbers: dict[Any, int] = {}
     try:
         for device, index in sharding.addressable_devices_indices_map(tuple(array.shape)).items():
-            numbers[device] = write(shard(device, index), jax.local_devices(backend=device.platform).index(device))
+            numbers[device] = write(shard(device, index), lanes[device])
     except BaseException:
         for number in numbers.values():
             store._native.remove(number)
         raise
     store._native.join(list(numbers.values()))
-    devices = list(sharding.mesh.devices.flat)
     mark = mark_of(sharding, array.shape)
 
     def rows(index: Any) -> np.ndarray[Any, Any]:
@@ -90,7 +91,7 @@ def rows_of_tickets(ticket: Any, sharding: NamedSharding) -> dict[Any, np.ndarra
     """The ticket's row of each device of this process."""
     devices = list(sharding.mesh.devices.flat)
     if isinstance(ticket, jax.Array) and not ticket.is_fully_addressable:
-        rows = {}
+        rows: dict[Any, np.ndarray[Any, Any]] = {}
         for shard in ticket.addressable_shards:
             held = np.asarray(shard.data)
             rows.update(zip(devices[shard.index[0]], held, strict=True))

@@ -66,8 +66,10 @@ def optimizer(
             `2 * (ahead + 1)` pieces of each array of state that a parameter has (two for Adam).
         ahead: with `streams`: number of pieces that are copied to the device before they are needed.
         path: keeps the state on disk, in files of this folder (or several, or a `StateStore`) on a fast drive. Pieces
-            are read `ahead`, and written while later ones are updated; host memory holds no others. For state on one
-            device, with `init` outside of `jax.jit` and `update` inside. `StateStore` says how long the files live.
+            are read `ahead`, and written while later ones are updated; host memory holds no others. `init` runs outside
+            of `jax.jit` and `update` inside. State of parameters that a mesh divides is divided as they are: each
+            device reads and writes its own shards, and of replicated parameters a copy of its own. `StateStore` says
+            how long the files live.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with the same `init` and `update`; its state is a pytree like `tx`'s,
@@ -76,8 +78,8 @@ def optimizer(
     Raises:
         TypeError: `tx` has no `init` and `update`.
         ValueError: `piece_bytes` or `ahead` is not positive; `path` with `streams=False`; as `init` runs: parameters on
-            several devices, with `path` or `streams=True`; with `path`: as `init` runs inside of `jax.jit`, or `update`
-            outside.
+            several devices, with `streams=True`, or, with `path`, without a mesh in common; with `path`: as `init` runs
+            inside of `jax.jit`, or `update` outside, or, with divided state, inside of `jax.shard_map`.
         FileNotFoundError, PermissionError: as `init` runs: `path` cannot be used.
         RuntimeError: as `init` runs: the drive is full.
         NativeExtensionError: with `streams=True` or `path`, the extension is missing.

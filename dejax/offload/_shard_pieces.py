@@ -246,8 +246,8 @@ def _update_whole(evaluation: Demand, piece: Piece, chain: _Chains, num_updates:
 def _mesh_of(arrays: Sequence[DiskArray]) -> Any:
     if _compat.on_several_devices():
         raise ValueError(
-            "offload.optimizer: `update` must be called outside of jax.shard_map where the state on disk is divided, got "
-            "a call inside of one; it makes its own"
+            "offload.optimizer: `update` must be called outside of jax.shard_map where the state on disk is divided, "
+            "got a call inside of one; it makes its own"
         )
     if any(array.sharding is None for array in arrays):
         raise ValueError("offload.optimizer: `state` must be of one mesh, got some arrays on disk that are not divided")

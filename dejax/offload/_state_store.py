@@ -35,9 +35,9 @@ class DiskArray:
 
     Attributes:
         shape, dtype: of the array.
-        ticket: uint32[4] on the device: which store, which array, which version, 0. Of an array that is divided among the
-            devices of a mesh: uint32[devices, 5], a row on each device for its own shard: a mark of the division in
-            place of 0, and the device's place in the mesh.
+        ticket: uint32[4] on the device: which store, which array, which version, 0. Of an array that a mesh divides:
+            uint32[devices, 5], a row on each device for its own shard, with a mark of the division in place of 0, and
+            the device's place in the mesh.
         unit_bytes: bytes of the array, or of a shard, that are read and written together.
         store: of its files, which live as long as any array in them.
         sharding: a `NamedSharding` on several devices, or None.
@@ -100,13 +100,11 @@ class DiskArray:
             device = jax.sharding.SingleDeviceSharding(next(iter(self.ticket.devices())), memory_kind=memory_kind)
             return jax.device_put(np.asarray(self), device)
         sharding = self.sharding if memory_kind is None else self.sharding.with_memory_kind(memory_kind)
-        parts = [jax.device_put(np.asarray(shard), self._place(device, sharding)) for device, (_, shard) in
-                 self.shards().items()]
+        parts = []
+        for device, (_, shard) in self.shards().items():
+            place = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            parts.append(jax.device_put(np.asarray(shard), place))
         return jax.make_array_from_single_device_arrays(self.shape, sharding, parts)
-
-    @staticmethod
-    def _place(device: Any, sharding: Any) -> Any:
-        return jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
 
     def __repr__(self) -> str:
         return f"DiskArray({self.dtype}{list(self.shape)})"
@@ -166,14 +164,15 @@ class StateStore:
     Give it, or just a path, to `offload.optimizer(tx, path=...)` or `stack_step(..., path=...)`. The files are scratch:
     they go with the store and with the process, so save checkpoints elsewhere. Each array has room for two versions,
     because an update leaves the old one whole until the new one is there. Only what is on its way lies in host memory.
+    Each device of a process has its own threads and host memory, and all share the files.
 
     Args:
         path: a folder, or several on several drives.
         disk_bytes: cap of the files' size. None: no cap.
-        host_bytes: cap of host memory for what waits to be written. A step waits while it is reached. None: as much as
-            the staging memory of a step. What the step reads ahead comes on top.
+        host_bytes: cap of host memory for what waits to be written, for each device. A step waits while it is reached.
+            None: as much as the staging memory of a step. What the step reads ahead comes on top.
         engine: "direct" (O_DIRECT where the file system has it) or "buffered" (through the page cache).
-        io_threads: number of reads and writes at a time; writes take at most half of them.
+        io_threads: number of reads and writes at a time, for each device; writes take at most half of them.
         chunk_bytes: size of a read or write, a multiple of 4,096.
         checksum: verify what is read. A damaged file is then an error, never a wrong number.
 

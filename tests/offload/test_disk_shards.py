@@ -27,7 +27,11 @@ MESHES = {  # shape, names, and how w [64, 48], t [48, 32], odd [33, 32], b [512
     "fsdp": ((4,), ("data",), {"w": P("data"), "t": P("data"), "odd": P(None, "data"), "b": P("data")}),
     "fsdp, all axes": ((2, 2), ("a", "b"), {"w": P(("a", "b")), "t": P(None, ("a", "b")), "b": P(("b", "a"))}),
     "tensor": ((4,), ("tensor",), {"w": P(None, "tensor"), "t": P("tensor")}),
-    "data and tensor": ((2, 2), ("data", "tensor"), {"w": P("data", "tensor"), "t": P("tensor", "data"), "b": P("data")}),
+    "data and tensor": (
+        (2, 2),
+        ("data", "tensor"),
+        {"w": P("data", "tensor"), "t": P("tensor", "data"), "b": P("data")},
+    ),
     "replicated": ((4,), ("data",), {}),
 }
 TRANSFORMATIONS = {
@@ -166,7 +170,10 @@ def test_reading_and_writing(mesh, tmp_path):
             for kind in (None, "pinned_host"):
                 back = array.on_devices(kind)
                 np.testing.assert_array_equal(back, x)
-                assert back.sharding.spec == x.sharding.spec and back.sharding.memory_kind in (kind, x.sharding.memory_kind)
+                assert back.sharding.spec == x.sharding.spec and back.sharding.memory_kind in (
+                    kind,
+                    x.sharding.memory_kind,
+                )
         one = store.put(x := jnp.arange(9.0))
         np.testing.assert_array_equal(one.on_devices("pinned_host"), x)
 
@@ -295,7 +302,11 @@ def test_two_processes_have_their_own_shards(tmp_path):
         both = [popen(ONE_OF_TWO, str(i), port, str(tmp_path)) for i in range(2)]
     finally:
         os.environ["XLA_FLAGS"] = before
-    ends = [process.communicate(timeout=120) for process in both]
+    try:
+        ends = [process.communicate(timeout=120) for process in both]
+    finally:
+        for process in both:
+            process.kill()
     assert all("fine" in out for out, _ in ends), ends
     assert not list(tmp_path.iterdir())
 
@@ -323,9 +334,13 @@ class TestAnotherMesh:
         far = optimizer(optax.adam(1e-2), **SMALL, path=tmp_path)
         params = params_of("fsdp, all axes")
         old, like = far.init(params_of("data and tensor")), far.init(params)
-        leaves = [jax.device_put(np.asarray(a), b.sharding) for a, b in zip(*map(jax.tree.leaves, (old, like)), strict=True)]
+        leaves = [
+            jax.device_put(np.asarray(a), b.sharding) for a, b in zip(*map(jax.tree.leaves, (old, like)), strict=True)
+        ]
         state = jax.tree.unflatten(jax.tree.structure(like), leaves)
-        with pytest.raises(Exception, match="must be divided as it was made, got arrays of another mesh, or divided in"):
+        with pytest.raises(
+            Exception, match="must be divided as it was made, got arrays of another mesh, or divided in"
+        ):
             jax.block_until_ready(jax.jit(far.update)(params, state, params))
 
     def test_tickets_of_other_devices(self, tmp_path):
@@ -337,7 +352,9 @@ class TestAnotherMesh:
             )
             updates, _ = jax.block_until_ready(jax.jit(far.update)(params, state, params))
             assert all(np.isnan(x).all() for x in jax.tree.leaves(updates))
-            with pytest.raises(RuntimeError, match="must stay on the devices that it was made on, got the part of another"):
+            with pytest.raises(
+                RuntimeError, match="must stay on the devices that it was made on, got the part of another"
+            ):
                 store.drain()
 
 
@@ -420,9 +437,13 @@ class TestFaults:
         interceptor(store).inject("read", count)
         broken, after = jax.block_until_ready(step(params, state, gradients(params, 0)))
         assert self.has_nan(broken)
-        with pytest.raises(RuntimeError, match=r"must be of a step that ended, got version 1 of .* files hold version 0"):
+        with pytest.raises(
+            RuntimeError, match=r"must be of a step that ended, got version 1 of .* files hold version 0"
+        ):
             in_memory(after)
-        with pytest.raises(Exception, match=r"a read failed: injected fault \(on one device of several: the updates of"):
+        with pytest.raises(
+            Exception, match=r"a read failed: injected fault \(on one device of several: the updates of"
+        ):
             jax.block_until_ready(step(broken, after, gradients(params, 1)))
         self.goes_on(step, params, state)
 
@@ -446,7 +467,7 @@ class TestFaults:
         step, params, state = self.first(store)
         for file in next(store.paths[0].iterdir()).glob("chunks*"):
             file.write_bytes(b"")
-        broken, after = jax.block_until_ready(step(params, state, gradients(params, 0)))
+        broken, _ = jax.block_until_ready(step(params, state, gradients(params, 0)))
         assert self.has_nan(broken)
         with pytest.raises(RuntimeError, match="is shorter than what was written to it"):
             store.drain()

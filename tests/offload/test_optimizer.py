@@ -234,7 +234,9 @@ def test_state_of_several_devices_is_refused_where_dejax_copies(tmp_path):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     params = jax.device_put(PARAMS["a"], rows)
-    with pytest.raises(ValueError, match="`params` must lie on one device with streams=True, got arrays on 2 devices; keep"):
+    with pytest.raises(
+        ValueError, match="`params` must lie on one device with streams=True, got arrays on 2 devices; keep"
+    ):
         optimizer(optax.adam(1e-2), streams=True).init(params)
     for how, said in (({"path": tmp_path}, "a path"), ({"streams": True}, "streams=True")):
         step = stack_step(lambda o, b: b, lambda p, x: x, lambda o, x, b: x.sum(), optax.adam(1e-2), **how)
