@@ -1,9 +1,9 @@
 """Arrays on disk that are divided among the devices of a mesh: each device's shard is an array of its own in the files.
 
-The ticket of a divided array has a row for each device, which lies on that device: so each device's chain of calls opens
-its own shard. A device that holds a copy, as of a replicated parameter, has one in the files, too. A row ends with
-a mark of the division and the device's place in the mesh. So state that comes with another division, or from another
-mesh, is an error and never a wrong number.
+The ticket of a divided array has a row on each device. So each device's chain of calls opens its own shard. A device
+that holds a copy, as of a replicated parameter, has one in the files, too. A row ends with a mark of the division and
+the device's place in the mesh. So state that comes with another division, or from another mesh, is an error and never a
+wrong number.
 """
 
 from __future__ import annotations

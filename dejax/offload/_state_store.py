@@ -354,7 +354,7 @@ def restore(like: Any, arrays: Any) -> Any:
             )
         if not is_on_disk(place):
             # What `init` left where jax puts it, jit may move to the devices of the parameters.
-            made.append(jax.device_put(value, place.sharding if place.committed else None))
+            made.append(jax.device_put(value, place.sharding if getattr(place, "committed", False) else None))
             continue
         place.store.remove(place)
         made.append(place.store.put(value, place.unit_bytes, place.sharding))

@@ -227,6 +227,8 @@ def test_the_first_state_of_sharded_parameters_is_sharded():
             if b.ndim:
                 assert a.sharding.memory_kind == ("pinned_host" if b.nbytes >= 1024 else rows.memory_kind)
                 assert a.sharding.with_memory_kind(rows.memory_kind).is_equivalent_to(rows, a.ndim)
+    single = optimizer(optax.adam(1e-2), min_bytes=1024).init(params["w"])[0]
+    assert single.mu.sharding.spec == rows.spec and single.count.sharding.device_set == rows.device_set
 
 
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
