@@ -87,11 +87,11 @@ def _made(
             value = small.value(root)
             if not isinstance(value, jax.Array):  # a literal
                 value = jnp.asarray(value.item() if shape.weak_type else value, shape.dtype)
-            made.append(value if sharding is None else _placed(value, sharding))
+            made.append(value if sharding is None else placed(value, sharding))
     return made
 
 
-def _placed(value: Any, sharding: Any) -> Any:
+def placed(value: Any, sharding: Any) -> Any:
     """A small array on the devices of the parameters."""
     if sharding.is_fully_addressable or not value.is_fully_addressable:
         return jax.device_put(value, sharding)

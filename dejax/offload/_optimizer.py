@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -16,7 +17,7 @@ from dejax import _native
 from dejax._optional import optional
 from dejax.offload import _disk_shards
 from dejax.offload._evaluation import Demand, inlined
-from dejax.offload._first_state import LazyArray, first_state
+from dejax.offload._first_state import LazyArray, first_state, placed
 from dejax.offload._moments import require_one_device, shardings_of
 from dejax.offload._pieces import PIECE_BYTES, stream_state, unit_of
 from dejax.offload._shard_pieces import is_divided, stream_shards
@@ -171,7 +172,8 @@ class _Moved:
         if self.path is None:
             return _in_host_memory(x, sharding) if isinstance(x, LazyArray) else jax.device_put(x, _HOST)
         if x.ndim == 0:
-            return x.on_devices() if isinstance(x, LazyArray) else x
+            value = jnp.asarray(x.on_devices() if isinstance(x, LazyArray) else x)
+            return value if sharding is None else placed(value, sharding)
         if isinstance(x, jax.core.Tracer):
             raise ValueError("offload.optimizer: `init` must run outside of jax.jit with a path, got traced arrays")
         if not _disk_shards.divided(sharding):
