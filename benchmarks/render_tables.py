@@ -147,10 +147,11 @@ def _mini_batch_rows(results: Path) -> list[str]:
     (newest,) = (row for row in igb if pipelined <= row.items())
     rows = [row for run in several["runs"] for row in run.get("mini_batch", []) if row["shape"] == "igb"]
     two = [row["times_one"] for row in rows if row["devices"] == 2 and row["features"] == "host"]
+    millions = f"{igb[0]['nodes'] / 1e6:,.0f} million nodes"
     return [
         "| mini-batch step of R-GAT, ogbn-mag's counts | PyTorch Geometric fed by 16 CPU threads | "
         f"{steps[-1]['wall_ms']:.1f} instead of {theirs['step_ms']:.1f} ms | |",
-        f"| MLPerf's R-GAT, mini-batches, IGB's shape, {igb[0]['nodes'] / 1e6:,.0f} million nodes | a GPU of MLPerf v5.1, "
+        f"| MLPerf's R-GAT, mini-batches, IGB's shape, {millions} | a GPU of MLPerf v5.1, "
         f"which runs all of IGB on eight | {newest['seeds_per_s']:,.0f} seeds/s, theirs 27,700 | |",
         f"| the same with a hundredth of IGB, two H100, features in host memory | one H100 | {two[-1]:.2f}x | |",
     ]
