@@ -185,7 +185,7 @@ def _against_float64(name: str, params: Any, x: Any, sample: Any, full: rgnn.Rel
         h = blocks[0].join(local)
         for block in blocks:
             options = rgnn.Options(precision="f32")
-            h = layer(block.graph, h, params, options=options)[: block.num_destinations]
+            h = layer(block.bipartite, h, params, options=options)
         y = blocks[-1].split(h)["paper"][sample.seed_positions["paper"]]
         return (y**2).sum(), y
 
@@ -246,7 +246,7 @@ def tables(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             )  # fmt: skip
 
         ways = {
-            "slots": (lambda senders, mask, spec=spec: graph_of_slots(senders, mask, spec), (senders, mask)),
+            "slots": (lambda senders, mask, spec=spec: graph_of_slots(senders, mask, spec)[0], (senders, mask)),
             "build_traced": (traced, (*flat, node_type)),
         }
         params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), layer_parameters(rng, relations, types)["rgat"])
@@ -302,7 +302,7 @@ class Model(nnx.Module):
     def __call__(self, blocks: Any, x: Any) -> Any:
         h = blocks[0].join(x)
         for number, block in enumerate(blocks):
-            h = nnx.relu(getattr(self, f"layer_{number}")(block.graph, h)[: block.num_destinations])
+            h = nnx.relu(getattr(self, f"layer_{number}")(block.bipartite, h))
         return blocks[-1].split(self.head(h))
 
 

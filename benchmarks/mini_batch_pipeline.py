@@ -111,7 +111,9 @@ def measured(name: str, case: Case, args: argparse.Namespace) -> Iterator[dict[s
         make = pipelined_steps if way == "pipelined" else sampled_step
         several = (keys, seeds) if way == "pipelined" else (keys[0], seeds[0])
         state, begin = case.state(), time.perf_counter()
-        lowered = make(update, case.sample, dtype=case.dtype).trace(state, *inputs, *several, *case.rest).lower()
+        lowered = (
+            make(update, case.sample, dtype=case.dtype, joined=True).trace(state, *inputs, *several, *case.rest).lower()
+        )
         lowered_s, begin = time.perf_counter() - begin, time.perf_counter()
         run = lowered.compile()
         compiled_s = time.perf_counter() - begin
@@ -316,7 +318,7 @@ def papers(args: argparse.Namespace) -> Case:
         def loss_of(params: Any) -> Any:
             h = blocks[0].join(batch.x)
             for number, (block, own) in enumerate(zip(blocks, params, strict=True)):
-                h = sage(block.graph, h, *own)[: block.num_destinations]
+                h = sage(block.bipartite, h, *own)
                 h = jax.nn.relu(h) if number + 1 < len(blocks) else h
             logits = h[batch.sample.seed_positions["node"]]
             return optax.softmax_cross_entropy_with_integer_labels(logits, labels[batch.seeds]).mean()

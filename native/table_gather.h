@@ -54,7 +54,8 @@ namespace dejax {
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherCuda);
 
-// TableGatherStart begins a gather on a stream of its own into memory of its own; TableGatherDone waits and copies.
+// TableGatherStart begins a gather on a stream of its own into memory of its own; TableGatherDone waits for one or several,
+// and copies their rows, in pieces, to one result.
 // pending_sites.h says which start a done means. Start returns its further operands unchanged, so that compute which uses
 // them runs after it; done runs after its further operands. CUDA only: the CPU's start is a gather.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TableGatherStart);

@@ -4,6 +4,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "pending_sites.h"
 #include "table_gather_cuda.h"
@@ -189,27 +190,78 @@ ffi::Error Start(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table, ffi:
   return NoStart(found);
 }
 
-ffi::Error Done(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer ticket, ffi::RemainingArgs,
-                ffi::Result<ffi::AnyBuffer> out, int64_t site) {
+// A part of the result: `bytes` bytes of a gather, from `begin` on.
+struct Piece {
+  int64_t gather, begin, bytes;
+};
+
+// Copies pieces to the result, one after the other, when their gathers are done. Returns the first error.
+cuda::Result CopyPieces(const std::vector<Pending>& gathers, ffi::Span<const int64_t> pieces, DevicePointer out,
+                        cuda::Stream stream) {
+  const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
+  for (const Pending& pending : gathers) {
+    if (const cuda::Result code = launch.stream_wait_event(stream, pending.done, 0)) return code;
+  }
+  for (size_t k = 0; k + 2 < pieces.size(); k += 3) {
+    const Piece piece{pieces[k], pieces[k + 1], pieces[k + 2]};
+    if (piece.bytes == 0) continue;
+    const DevicePointer from = gathers[static_cast<size_t>(piece.gather)].data + static_cast<DevicePointer>(piece.begin);
+    if (const cuda::Result code = launch.memcpy_dtod_async(out, from, static_cast<size_t>(piece.bytes), stream)) {
+      return code;
+    }
+    out += static_cast<DevicePointer>(piece.bytes);
+  }
+  return 0;
+}
+
+// Whether pieces lie within their gathers and fill the result.
+bool Fit(const std::vector<Pending>& gathers, ffi::Span<const int64_t> pieces, size_t bytes) {
+  int64_t total = 0;
+  for (size_t k = 0; k + 2 < pieces.size(); k += 3) {
+    const Piece piece{pieces[k], pieces[k + 1], pieces[k + 2]};
+    if (piece.gather < 0 || piece.gather >= static_cast<int64_t>(gathers.size()) || piece.begin < 0 || piece.bytes < 0) {
+      return false;
+    }
+    const auto there = static_cast<int64_t>(gathers[static_cast<size_t>(piece.gather)].bytes);
+    if (piece.begin > there || piece.bytes > there - piece.begin) return false;
+    total += piece.bytes;
+  }
+  return pieces.size() % 3 == 0 && total == static_cast<int64_t>(bytes);
+}
+
+ffi::Error Done(cuda::Stream stream, ffi::RunId run, ffi::RemainingArgs tickets, ffi::Result<ffi::AnyBuffer> out,
+                ffi::Span<const int64_t> sites, ffi::Span<const int64_t> pieces) {
   cuda::Context context = nullptr;
   if (auto error = StreamContext(stream, &context); error.failure()) return error;
   cuda::CurrentContext current(context);
-  const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
   std::lock_guard<std::mutex> lock(SideMutex());
   Side& side = Sides()[context];
-  Pending pending;
-  const Found found = side.pending.Take(run.run_id, site, ticket.untyped_data(), &pending);
-  if (found != Found::kYes) return NoStart(found);
-  if (pending.bytes != out->size_bytes()) {
-    FreeQuietly(pending, stream);
+  std::vector<Pending> gathers;
+  const auto free_all = [&] {
+    cuda::Result first = 0;
+    for (const Pending& pending : gathers) {
+      const cuda::Result code = Free(pending, stream);
+      if (first == 0) first = code;
+    }
+    return first;
+  };
+  for (size_t k = 0; k < sites.size(); ++k) {
+    const auto ticket = tickets.get<ffi::AnyBuffer>(k);
+    if (ticket.has_error()) return GatherError(ffi::ErrorCode::kInvalidArgument, "gather_done needs its tickets");
+    Pending pending;
+    const Found found = side.pending.Take(run.run_id, sites[k], ticket->untyped_data(), &pending);
+    if (found != Found::kYes) {
+      for (const Pending& taken : gathers) FreeQuietly(taken, stream);
+      return NoStart(found);
+    }
+    gathers.push_back(pending);
+  }
+  if (!Fit(gathers, pieces, out->size_bytes())) {
+    for (const Pending& taken : gathers) FreeQuietly(taken, stream);
     return GatherError(ffi::ErrorCode::kInternal, "the rows of gather_start are not those of gather_done");
   }
-  cuda::Result code = launch.stream_wait_event(stream, pending.done, 0);
-  if (code == 0 && pending.bytes) {
-    code = launch.memcpy_dtod_async(reinterpret_cast<DevicePointer>(out->untyped_data()), pending.data, pending.bytes,
-                                    stream);
-  }
-  const cuda::Result freed = Free(pending, stream);
+  cuda::Result code = CopyPieces(gathers, pieces, reinterpret_cast<DevicePointer>(out->untyped_data()), stream);
+  const cuda::Result freed = free_all();
   if (code == 0) code = freed;
   return code == 0 ? ffi::Error::Success() : Failed("gather_done", code);
 }
@@ -246,9 +298,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(TableGatherDone, Done,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cuda::Stream>>()
                                   .Ctx<ffi::RunId>()
-                                  .Arg<ffi::AnyBuffer>()
                                   .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("site"));
+                                  .Attr<ffi::Span<const int64_t>>("sites")
+                                  .Attr<ffi::Span<const int64_t>>("pieces"));
 
 }  // namespace dejax

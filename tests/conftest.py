@@ -1,6 +1,7 @@
 """Test configuration: virtual CPU devices, the markers `gpu` and `sample`, golden texts, profiles of hypothesis."""
 
 import gc
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -111,14 +112,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # A process has at most 65,530 mappings of memory (Linux's default), and each compiled program has about ten. XLA
 # aborted a worker that had compiled for some thousand tests.
 _MOST_MAPPINGS = 30_000
-_ended = Counter[str]()
+_ended = itertools.count(1)
 
 
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
     """Frees compiled programs where a process has many of them."""
-    _ended["tests"] += 1
     maps = Path("/proc/self/maps")
-    if nextitem is None or _ended["tests"] % 25 or not maps.exists():
+    if next(_ended) % 25 or nextitem is None or not maps.exists():
         return
     if maps.read_bytes().count(b"\n") > _MOST_MAPPINGS:
         import jax

@@ -330,6 +330,7 @@ def native_arguments(
             SOURCE=source,
             RESULT=result,
             MEAN=int(call.mean),
+            POSITION="int" if flat.size * (spec.row_bytes // 16 + 16) < 2**31 else "long long",
         )
     attributes = {
         "source": np.int64(source),

@@ -7,7 +7,7 @@ import enum
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -122,7 +122,38 @@ def gather_done(pending: PendingRows, *, after: Any = None) -> Any:
         rows = pending.ticket
     else:
         last = [jnp.asarray(x) for x in jax.tree.leaves(after)]
-        rows = _done(pending.site, pending.shape, pending.dtype, pending.ticket, [*last, *pending.held])
+        done = _Done.alone(pending.site, pending.shape, pending.dtype)
+        rows = done([pending.ticket], [*last, *pending.held])
+    return rows if after is None else (rows, after)
+
+
+def gather_done_joined(
+    pending: Sequence[PendingRows], pieces: Sequence[tuple[int, int, int]], *, after: Any = None
+) -> Any:
+    """Rows of several gathers in one array. It costs the copy that `gather_done` costs, and no other one.
+
+    Args:
+        pending: from `gather_start`, with rows of one shape and dtype.
+        pieces: for each run of rows of the result the number of its gather, its first row there and its rows.
+        after: as in `gather_done`.
+
+    Returns:
+        [rows, *row]; with `after`, (rows, after).
+    """
+    row, dtype = pending[0].shape[1:], pending[0].dtype
+    if pending[0].there:
+        rows = jnp.concatenate([pending[n].ticket[first : first + count] for n, first, count in pieces])
+        return rows if after is None else (rows, after)
+    last = [jnp.asarray(x) for x in jax.tree.leaves(after)]
+    row_bytes = math.prod(row) * dtype.itemsize
+    total = sum(count for _, _, count in pieces)
+    done = _Done(
+        tuple(some.site for some in pending),
+        (total, *row),
+        dtype,
+        tuple((n, first * row_bytes, count * row_bytes) for n, first, count in pieces),
+    )
+    rows = done([some.ticket for some in pending], [*last, *(x for some in pending for x in some.held)])
     return rows if after is None else (rows, after)
 
 
@@ -188,7 +219,7 @@ def _scan_ahead(
 ) -> tuple[Any, Any]:
     """The loop of `prefetched_scan` on a GPU. `padded` has the ids of all steps and of `depth` steps after the last."""
     site, held = next(_sites), source.held
-    shape, dtype = padded.shape[1:] + source.call.spec.row, source.call.out_dtype
+    done = _Done.alone(site, padded.shape[1:] + source.call.spec.row, source.call.out_dtype)
 
     def start(ticket: Array, ids: Array, place: _Place) -> Array:
         # The ticket passes through, so that starts keep the order of the loop.
@@ -202,14 +233,14 @@ def _scan_ahead(
         carry, ticket = state
         ahead, x = x
         ticket = start(ticket, ahead, _Place.NEXT)
-        rows = _done(site, shape, dtype, ticket, held)
+        rows = done([ticket], held)
         carry, y = step(carry, rows, x)
         return (carry, ticket), y
 
     (carry, ticket), ys = jax.lax.scan(body, (init, ticket), (padded[depth:], xs))
     last: list[Array] = []
     for _ in range(depth):  # frees the memory of the starts beyond the last step
-        last = [_done(site, shape, dtype, ticket, [*last, *held])]
+        last = [done([ticket], [*last, *held])]
     return carry, ys
 
 
@@ -302,11 +333,31 @@ def _start(
     return PendingRows(ticket, held, site, shape, call.out_dtype, False), through
 
 
-def _done(
-    site: int, shape: tuple[int, ...], dtype: np.dtype, ticket: Array, after: list[Array] | tuple[Array, ...]
-) -> Array:
-    """The rows of a start; the wait comes after the arrays `after`, which live until then."""
-    out = jax.ShapeDtypeStruct(shape, dtype)
-    done = jax.ffi.ffi_call("dejax_table_gather_done", out, has_side_effect=True)
-    last = jax.lax.optimization_barrier(tuple(after))  # as in _start
-    return jax.lax.optimization_barrier(done(ticket, *last, site=np.int64(site)))
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Done:
+    """Waits for starts, and copies their rows to one result.
+
+    Attributes:
+        sites: of the starts.
+        shape, dtype: of the result.
+        pieces: the result's parts in order: the number of a start, and the first byte and number of bytes there.
+    """
+
+    sites: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    pieces: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def alone(cls, site: int, shape: tuple[int, ...], dtype: np.dtype) -> _Done:
+        return cls((site,), shape, dtype, ((0, 0, math.prod(shape) * dtype.itemsize),))
+
+    def __call__(self, tickets: Sequence[Array], after: Sequence[Array]) -> Array:
+        """The rows; the wait comes after the arrays `after`, which live until then."""
+        out = jax.ShapeDtypeStruct(self.shape, self.dtype)
+        done = jax.ffi.ffi_call("dejax_table_gather_done", out, has_side_effect=True)
+        last = jax.lax.optimization_barrier(tuple(after))  # as in _start
+        pieces = np.asarray(self.pieces, np.int64).reshape(-1)
+        return jax.lax.optimization_barrier(
+            done(*tickets, *last, sites=np.asarray(self.sites, np.int64), pieces=pieces)
+        )

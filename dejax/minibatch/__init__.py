@@ -17,6 +17,7 @@ docs/minibatch.md and docs/features.md are the guides.
 import importlib
 from typing import Any
 
+from dejax.minibatch._joined import JoinedFeatures
 from dejax.minibatch._layout import Capacities
 from dejax.minibatch._node_features import NodeFeatures
 from dejax.minibatch.blocks import Block, make_blocks
@@ -61,6 +62,7 @@ __all__ = [
     "HeteroTopology",
     "InferenceBatch",
     "InferenceEdges",
+    "JoinedFeatures",
     "LinkBatch",
     "LinkRanks",
     "MiniBatch",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,10 @@ import numpy as np
 from jax import Array
 
 from dejax.host_gather import PendingRows, gather_done
+from dejax.host_gather.pipeline import gather_done_joined
+from dejax.minibatch._joined import JoinedFeatures, places
+from dejax.minibatch._layout import Layout
+from dejax.minibatch.blocks import join_nodes
 
 
 @jax.tree_util.register_dataclass
@@ -47,3 +51,20 @@ class PendingFeatures:
             scale = self.column_scales[name]
             done[name] = rows if scale is None else (rows.astype(jnp.float32) * scale).astype(dtype)
         return done if after is None else (done, after)
+
+    def gather_done_joined(self, layout: Layout, *, after: Any = None) -> Any:
+        """As `gather_done`, but JoinedFeatures. Rows that need no further arithmetic are copied once."""
+        plain = all(
+            isinstance(some, PendingRows) and self.column_scales[name] is None for name, some in self.rows.items()
+        )
+        if not plain or len({(some.shape[1:], some.dtype) for some in self.rows.values()}) != 1:
+            found = self.gather_done(after=after)
+            rows, after = (found, None) if after is None else found
+            joined = JoinedFeatures(join_nodes(layout, rows, layout.num_hops), layout)
+            return joined if after is None else (joined, after)
+        names = list(self.rows)
+        pieces = [(names.index(name), first, count) for name, first, count in places(layout)]
+        done = gather_done_joined([cast(PendingRows, self.rows[name]) for name in names], pieces, after=after)
+        rows, after = (done, None) if after is None else done
+        joined = JoinedFeatures(rows, layout)
+        return joined if after is None else (joined, after)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 from jax import Array
@@ -15,8 +15,13 @@ Graphs: TypeAlias = Sequence[Block] | RelGraph
 """One block for each layer, or a full graph of `RelGraph.from_relations`, which all layers use."""
 
 
-def stages(graphs: Graphs, num_layers: int) -> list[tuple[RelGraph, int | None]]:
-    """For each layer its graph, and how many rows of its result are kept (None: all)."""
+def stages(graphs: Graphs, layers: Sequence[Any]) -> list[tuple[RelGraph, int | None]]:
+    """For each layer its graph, and how many rows of its result are kept (None: all).
+
+    Layers with a true attribute `returns_destinations` get the bipartite graph of their block, and so return a row for
+    each destination.
+    """
+    num_layers = len(layers)
     if isinstance(graphs, RelGraph):
         return [(graphs, None)] * num_layers
     blocks = [graphs] if isinstance(graphs, Block) else list(graphs)
@@ -29,7 +34,12 @@ def stages(graphs: Graphs, num_layers: int) -> list[tuple[RelGraph, int | None]]
             f"`graphs` must have one block for each of the {num_layers} layers, got {len(blocks)}; sample with as many "
             "`fan_outs` as there are layers"
         )
-    return [(block.graph, block.num_destinations) for block in blocks]
+    return [
+        (block.bipartite, None)
+        if getattr(layer, "returns_destinations", False)
+        else (block.graph, block.num_destinations)
+        for block, layer in zip(blocks, layers, strict=True)
+    ]
 
 
 def join(graphs: Graphs, x: Mapping[str, Array]) -> Array:

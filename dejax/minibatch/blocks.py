@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from dejax.minibatch._joined import JoinedFeatures
 from dejax.minibatch._layout import Layout
 from dejax.minibatch.sampling import SampledBlocks, split_nodes
 from dejax.rgnn import RelGraph
-from dejax.rgnn.graphs.build_slots import graph_and_slots
+from dejax.rgnn.graphs.build_slots import graph_of_slots
 from dejax.rgnn.graphs.slots import Slots, SlotSpec
 
 __all__ = ["Block", "make_blocks"]
@@ -26,14 +27,14 @@ class Block:
 
     Its destinations are the nodes whose values the layer computes. Its sources are all nodes that the layer reads. Both
     are numbered hop by hop, and within a hop type by type. So the destinations are the first of the sources, and they
-    are the sources of the next block. A layer runs on all sources, but only the destinations have all their edges. So
-    keep only their rows:
+    are the sources of the next block. A layer reads the rows of all sources, and computes those of the destinations:
 
         for layer, block in zip(layers, blocks):
-            x = layer(block.graph, x)[: block.num_destinations]
+            x = layer(block.bipartite, x)  # [sources, n] -> [destinations, n]
 
     Attributes:
-        graph: the graph of sources, with the edge types and node types of the topology.
+        graph: the graph of sources, with the edge types and node types of the topology. Programs return a row for each
+            source; only the destinations have all their edges.
         edge_slots: int32[edges], the slot of each of the graph's edges, where the number of edges is bounded
             (`Capacities.edges`); None where there is an edge for each slot, in order.
         hops: destinations are the nodes up to this hop, sources those up to the next one (static).
@@ -44,6 +45,15 @@ class Block:
     edge_slots: Array | None
     hops: int = dataclasses.field(metadata={"static": True})
     layout: Layout = dataclasses.field(metadata={"static": True})
+
+    @property
+    def bipartite(self) -> RelGraph:
+        """The graph, with results of programs for destinations alone: [num_destinations, *feature shape].
+
+        Prefer it to a slice of the results with `graph`: the compiler then computes no rows of other nodes, forward and
+        backward. Inputs for nodes have a row for each source in both.
+        """
+        return dataclasses.replace(self.graph, only_destinations=True)
 
     @property
     def num_sources(self) -> int:
@@ -125,6 +135,7 @@ def _block(sample: SampledBlocks, hops: int) -> Block:
         for fan_out, some in runs
     ]
     graph, edge_slots = _graph(senders, mask, spec)
+    graph = dataclasses.replace(graph, num_destinations=layout.count(hops))
     return Block(graph, edge_slots, hops, layout)
 
 
@@ -135,7 +146,7 @@ def _joined(parts: list[Array]) -> Array:
 @partial(jax.jit, static_argnums=2, inline=True)
 def _graph(senders: list[Array], mask: Array, spec: SlotSpec) -> tuple[RelGraph, Array | None]:
     if spec.num_slots:
-        graph, slots = graph_and_slots(senders, mask, spec)
+        graph, slots = graph_of_slots(senders, mask, spec)
         return graph, slots if spec.is_bounded else None
     none = jnp.zeros(0, jnp.int32)
     types = [jnp.full(count, node_type, jnp.int32) for node_type, count in spec.node_runs]
@@ -190,6 +201,7 @@ def _slot_spec(layout: Layout, hops: int) -> tuple[SlotSpec, _Runs]:
         stored=tuple(tuple(some) for some in stored.values()),
         most_edges=None if layout.edges is None else layout.edges[hops],
         typical_source_pairs=None if layout.source_pairs is None else layout.source_pairs[hops],
+        num_destinations=layout.count(hops),
     )
     return spec, list(runs.items())
 
@@ -199,6 +211,8 @@ def join_nodes(layout: Layout, x: Mapping[str, Array], hops: int) -> Array:
     unknown = set(x) - set(layout.node_types)
     if unknown:
         raise ValueError(f"node type must be one of {list(layout.node_types)}, got {sorted(unknown)[0]!r}")
+    if isinstance(x, JoinedFeatures) and x.layout == layout:
+        return x.rows[: layout.count(hops)]
     for name, count in layout.counts(hops).items():
         if count and name not in x:
             raise ValueError(f"`x` must have an entry for node type {name!r}, which has {count} nodes in this sample")

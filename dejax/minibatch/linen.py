@@ -83,7 +83,7 @@ class HeteroLayer(nn.Module):
 
     def __call__(self, graph: Any, x: Mapping[str, Array], **keywords: Any) -> dict[str, Array]:
         """[destinations, n] by node type, of a Block or of a full graph of `RelGraph.from_relations`."""
-        ((one, rows),) = _stages.stages(graph, 1)
+        ((one, rows),) = _stages.stages(graph, [self.layer])
         return _stages.split(graph, self.layer(one, _stages.join(graph, x), **keywords)[:rows])
 
 
@@ -92,7 +92,7 @@ class HeteroGNN(nn.Module):
 
     Attributes:
       hidden_features: the input width of the first layer.
-      layers: each is called as `layer(graph, x)`.
+      layers: each is called as `layer(graph, x)`, as in `dejax.minibatch.nnx.HeteroGNN`.
       activation: between layers, not after the last one.
       dtype, param_dtype: of the projection.
     """
@@ -107,7 +107,7 @@ class HeteroGNN(nn.Module):
     def __call__(self, graphs: Graphs, x: Mapping[str, Array]) -> dict[str, Array]:
         """The last layer's result by node type, as in `dejax.minibatch.nnx.HeteroGNN`."""
         project = InputProjection(self.hidden_features, dtype=self.dtype, param_dtype=self.param_dtype, name="project")
-        stages = _stages.stages(graphs, len(self.layers))
+        stages = _stages.stages(graphs, self.layers)
         h = _stages.join(graphs, project(x))
         for number, (graph, rows) in enumerate(stages):
             h = self.layers[number](graph, self.activation(h) if number else h)[:rows]

@@ -104,7 +104,7 @@ class HeteroLayer(nnx.Module):
           x: [sources, k] by node type.
           **keywords: further arguments of the layer.
         """
-        ((one, rows),) = _stages.stages(graph, 1)
+        ((one, rows),) = _stages.stages(graph, [self.layer])
         return _stages.split(graph, self.layer(one, _stages.join(graph, x), **keywords)[:rows])
 
 
@@ -115,7 +115,8 @@ class HeteroGNN(nnx.Module):
       in_features: the width of each node type.
       hidden_features: the input width of the first layer.
       layers: each is called as `layer(graph, x)`; the first takes `hidden_features`, each further one what the one
-        before it gives.
+        before it gives. With an attribute `returns_destinations = True` it is called with `Block.bipartite`, and
+        returns rows of destinations; those of `dejax.rgnn.nnx` have it. Else it is called with `Block.graph`.
       activation: between layers, not after the last one.
       dtype, param_dtype, rngs: of the projection.
     """
@@ -144,8 +145,9 @@ class HeteroGNN(nnx.Module):
           graphs: the blocks of `make_blocks`, one for each layer, or a full graph of `RelGraph.from_relations`.
           x: [nodes, width] by node type, in the numbers of the sample or of the graph.
         """
-        stages = _stages.stages(graphs, self.num_layers)
+        layers = [getattr(self, f"layer_{number}") for number in range(self.num_layers)]
+        stages = _stages.stages(graphs, layers)
         h = _stages.join(graphs, self.project(x))
         for number, (graph, rows) in enumerate(stages):
-            h = getattr(self, f"layer_{number}")(graph, self.activation(h) if number else h)[:rows]
+            h = layers[number](graph, self.activation(h) if number else h)[:rows]
         return _stages.split(graphs, h)

@@ -7,7 +7,7 @@ batch run. Its results are those of single steps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,9 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax.host_gather import HostTable, shardings
-from dejax.minibatch.blocks import Block, make_blocks
+from dejax.minibatch._joined import JoinedFeatures
+from dejax.minibatch._layout import Layout
+from dejax.minibatch.blocks import Block, join_nodes, make_blocks
 from dejax.minibatch.features import FeatureStore
 from dejax.minibatch.sampling import SampledBlocks
 from dejax.minibatch.topology import HeteroTopology
@@ -38,7 +40,7 @@ class MiniBatch:
     Attributes:
         sample: the sampled neighbourhood of the seeds.
         x: the features of the sample's nodes, [nodes, *row] by node type, for the types of the feature store; padding
-            has rows of zeros.
+            has rows of zeros. A dict, or JoinedFeatures where the step was made with `joined=True`.
         seeds: the seeds of the step, as they were given.
         key: a random key of the step, for dropout. The sample was drawn with another key.
         extra: what `sample` returned besides the sample; None if nothing.
@@ -57,7 +59,7 @@ class MiniBatch:
     """
 
     sample: SampledBlocks
-    x: dict[str, Array]
+    x: Mapping[str, Array]
     seeds: Any
     key: Array
     extra: Any = None
@@ -117,7 +119,9 @@ class TrainingSteps:
         return self._jitted[key]
 
 
-def sampled_step(update: Update, sample: Sample, *, dtype: Any = None, donate: bool = True) -> TrainingSteps:
+def sampled_step(
+    update: Update, sample: Sample, *, dtype: Any = None, joined: bool = False, donate: bool = True
+) -> TrainingSteps:
     """A jitted training step: it samples, reads features and calls `update`.
 
     Args:
@@ -126,6 +130,9 @@ def sampled_step(update: Update, sample: Sample, *, dtype: Any = None, donate: b
         sample: called as `sample(key, topology, seeds)`. It returns `SampledBlocks`, or a pair of it and further arrays
             for `MiniBatch.extra`.
         dtype: of the features: float32, bfloat16 or float16; by default as in `FeatureStore.gather`.
+        joined: whether `batch.x` has the features of all types in one array (`JoinedFeatures`), in the order of the
+            first block. Choose it where the first layer takes all nodes at once: `batch.blocks[0].join(batch.x)` then
+            copies nothing. All node types of the sample need features of one width.
         donate: whether the state's arrays are donated.
 
     Returns:
@@ -134,7 +141,8 @@ def sampled_step(update: Update, sample: Sample, *, dtype: Any = None, donate: b
 
     Raises:
         TypeError: features that are no FeatureStore, a `sample` that returns something else.
-        ValueError: a feature store with trainable embeddings.
+        ValueError: a feature store with trainable embeddings; with `joined`, types without features, or widths that
+            differ.
     """
 
     def step(
@@ -142,14 +150,22 @@ def sampled_step(update: Update, sample: Sample, *, dtype: Any = None, donate: b
     ) -> tuple[Any, Any]:
         _check_features("sampled_step", features)
         drawn = _draw("sampled_step", sample, key, topology, seeds)
-        x = features.gather(_ids(drawn, features), dtype=dtype)
+        x: Mapping[str, Array] = features.gather(_ids(drawn, features), dtype=dtype)
+        if joined:
+            x = _joined("sampled_step", drawn.sample.layout, x)
         return update(state, _batch(drawn, x), *rest)
 
     return TrainingSteps(step, False, donate)
 
 
 def pipelined_steps(
-    update: Update, sample: Sample, *, dtype: Any = None, donate: bool = True, num_sms: int | None = None
+    update: Update,
+    sample: Sample,
+    *,
+    dtype: Any = None,
+    joined: bool = False,
+    donate: bool = True,
+    num_sms: int | None = None,
 ) -> TrainingSteps:
     """Several training steps in one jitted program, whose parts overlap.
 
@@ -161,8 +177,8 @@ def pipelined_steps(
     some dozens of steps in a call. The features of two batches lie on the device.
 
     Args:
-        update, sample, dtype, donate: as in `sampled_step`. `sample` is also called with seeds of -1 (two batches
-            beyond the last one).
+        update, sample, dtype, joined, donate: as in `sampled_step`. `sample` is also called with seeds of -1 (two
+            batches beyond the last one).
         num_sms: multiprocessors of the overlapped read; by default as in `dejax.host_gather.gather_start`.
 
     Returns:
@@ -190,6 +206,11 @@ def pipelined_steps(
         def start(drawn: _Drawn, before: Any) -> Any:
             return features.gather_start(_ids(drawn, features), dtype=dtype, before=before, **options)
 
+        def done(drawn: _Drawn, pending: Any, after: Any) -> Any:
+            if joined:
+                return pending.gather_done_joined(drawn.sample.layout, after=after)[0]
+            return pending.gather_done(after=after)[0]
+
         def body(carry: Any, ahead: Any) -> tuple[Any, Any]:
             state, now, following, x = carry
             key, some = ahead
@@ -200,13 +221,15 @@ def pipelined_steps(
             now = dataclasses.replace(now, sample=dataclasses.replace(now.sample, slots=slots))
             later = draw(key, topology, some)
             state, out = update(state, _batch(now, x), *rest)
-            return (state, following, later, pending.gather_done(after=_arrays((state, out)))[0]), out
+            return (state, following, later, done(following, pending, _arrays((state, out)))), out
 
         # A loop, so that XLA compiles the sampling twice and not three times.
         begin = (keys[:2], jax.tree.map(lambda some: some[:2], seeds))
         _, both = jax.lax.scan(lambda _, each: (None, draw(each[0], topology, each[1])), None, begin)
         first, second = _at(both, 0), _at(both, 1)
-        x = features.gather(_ids(first, features), dtype=dtype)
+        x: Mapping[str, Array] = features.gather(_ids(first, features), dtype=dtype)
+        if joined:
+            x = _joined(what, first.sample.layout, x)
         ahead = keys[2:], jax.tree.map(lambda some: some[2:], seeds)
         last, outs = jax.lax.scan(body, (state, first, second, x), ahead)
         return last[0], outs
@@ -286,7 +309,21 @@ def _ids(drawn: _Drawn, features: FeatureStore) -> dict[str, Array]:
     return {name: ids for name, ids in drawn.sample.node_ids.items() if name in features and ids.shape[0]}
 
 
-def _batch(drawn: _Drawn, x: dict[str, Array]) -> MiniBatch:
+def _joined(what: str, layout: Layout, x: Mapping[str, Array]) -> JoinedFeatures:
+    """Features by node type in one array."""
+    counts = layout.counts(layout.num_hops)
+    if missing := [name for name, count in counts.items() if count and name not in x]:
+        raise ValueError(
+            f"{what}: with `joined` each node type of the sample must have features, got none of {missing[0]!r}; leave "
+            "`joined` out"
+        )
+    shapes = {name: rows.shape[1:] for name, rows in x.items()}
+    if len(set(shapes.values())) > 1:
+        raise ValueError(f"{what}: with `joined` features must have one width, got {shapes}; leave `joined` out")
+    return JoinedFeatures(join_nodes(layout, x, layout.num_hops), layout)
+
+
+def _batch(drawn: _Drawn, x: Mapping[str, Array]) -> MiniBatch:
     return MiniBatch(drawn.sample, x, drawn.seeds, drawn.key, drawn.extra)
 
 

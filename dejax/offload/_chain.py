@@ -21,9 +21,11 @@ _sites = itertools.count(1)
 NO_LOOP = {
     "slot": np.int64(0),
     "pull_iterations": np.int64(0),
+    "sharded": np.int64(0),
+    "marks": np.zeros(0, np.int64),
     **dict.fromkeys(("pull_stride", "push_stride", "take_array", "take_offset", "take_stride"), np.zeros(0, np.int64)),
 }
-"""Attributes of a call that is in no loop."""
+"""Attributes of a call that is in no loop, for arrays on one device."""
 
 
 def new_site() -> int:

@@ -13,18 +13,34 @@ from dejax.offload._chain import COMMIT, FINISH, LOOP, NO_LOOP, OPEN, Chain, Pie
 
 
 class DiskChain(Chain):
-    """A `Chain` for arrays on disk."""
+    """A `Chain` for arrays on disk.
 
-    def __init__(self, arrays: dict[int, Any], staging_bytes: int) -> None:
+    Args:
+        arrays: by their numbers.
+        staging_bytes: cap of staging memory on the device.
+        marks: of the chain of one device of several, whose arrays are its shards: how each array is divided.
+    """
+
+    def __init__(self, arrays: dict[int, Any], staging_bytes: int, marks: dict[int, int] | None = None) -> None:
         super().__init__(arrays, staging_bytes)
         self._slots = 0
+        self._marks = marks
 
-    def begin(self) -> None:
-        """Names the arrays and the versions that the update goes on from."""
+    def begin(self, place: Any = None) -> None:
+        """Names the arrays and the versions that the update goes on from.
+
+        Args:
+            place: of this device in the mesh, where the arrays are shards.
+        """
         numbers = sorted(self.arrays)
         tickets = jnp.stack([self.arrays[i].ticket for i in numbers])
         sizes = np.array([self.arrays[i].nbytes for i in numbers], np.int64)
-        self._ticket = self._call(OPEN, {"arrays": np.array(numbers, np.int64), "pull_bytes": sizes}, tickets)[0]
+        attributes = {"arrays": np.array(numbers, np.int64), "pull_bytes": sizes}
+        if self._marks is not None:
+            attributes["marks"] = np.array([self._marks[i] for i in numbers], np.int64)
+            own = jnp.full((len(numbers), 1), jnp.asarray(place, jnp.uint32))
+            tickets = jnp.concatenate((tickets, own), axis=1)
+        self._ticket = self._call(OPEN, attributes, tickets)[0]
 
     def call(self, take: Piece | None = None) -> list[Any]:
         taken = [] if take is None else [(i, *take.span(self.arrays[i])) for i in take.group.state]
@@ -49,10 +65,14 @@ class DiskChain(Chain):
         self._ticket, *values = self._call(LOOP, attributes, *self._operands(), results=results)
         return list(jax.lax.optimization_barrier(values))
 
+    def flush(self) -> None:
+        """Begins what the next call would begin."""
+        if self._pulls or self._pushes or self._after:
+            self.call()
+
     def finish(self) -> None:
         """Makes the last calls; the arrays then have the tickets of their next version."""
-        if self._pushes or self._after:
-            self.call()
+        self.flush()
         self._ticket = self._call(COMMIT, {"arrays": np.array(sorted(self.arrays), np.int64)})[0]
         self._ticket = self._call(FINISH, {})[0]
         for i, array in self.arrays.items():
@@ -75,6 +95,7 @@ class DiskChain(Chain):
             "arrays": empty,
             **dict.fromkeys(("pull_array", "pull_offset", "pull_bytes", "push_array", "push_offset"), empty),
             **NO_LOOP,
+            "sharded": np.int64(self._marks is not None),
             **attributes,
         }
         with jax.named_scope("offload_pieces"):

@@ -87,9 +87,18 @@ def _made(
             value = small.value(root)
             if not isinstance(value, jax.Array):  # a literal
                 value = jnp.asarray(value.item() if shape.weak_type else value, shape.dtype)
-            known = sharding is not None and sharding.spec != jax.sharding.PartitionSpec()
-            made.append(jax.device_put(value, sharding) if known else value)
+            made.append(value if sharding is None else placed(value, sharding))
     return made
+
+
+def placed(value: Any, sharding: Any) -> Any:
+    """A small array on the devices of the parameters."""
+    if sharding.is_fully_addressable or not value.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    if value.weak_type:
+        return value
+    held = np.asarray(value)  # jax.device_put would compare it between the processes
+    return jax.make_array_from_callback(held.shape, sharding, lambda at: held[at])
 
 
 def _only_device(leaves: Sequence[Any]) -> Any:

@@ -46,7 +46,7 @@ def shardings_of(moments: Any, params: Any) -> list[Any]:
         return [None] * len(jax.tree.leaves(moments))
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(moments):
-        names = [jax.tree_util.keystr(path[k:]) for k in range(len(path))]
+        names = [jax.tree_util.keystr(path[k:]) for k in range(len(path) + 1)]  # a single array has no name
         spec = next((known[name, leaf.shape] for name in names if (name, leaf.shape) in known), None)
         found.append(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec() if spec is None else spec))
     return found

@@ -9,15 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
 from dejax import _native
 from dejax._optional import optional
+from dejax.offload import _disk_shards
 from dejax.offload._evaluation import Demand, inlined
-from dejax.offload._first_state import LazyArray, first_state
-from dejax.offload._moments import require_one_device
+from dejax.offload._first_state import LazyArray, first_state, placed
+from dejax.offload._moments import require_one_device, shardings_of
 from dejax.offload._pieces import PIECE_BYTES, stream_state, unit_of
+from dejax.offload._shard_pieces import is_divided, stream_shards
 from dejax.offload._state_store import StateStore, is_on_disk, store_at
 
 _HOST = jax.memory.Space.Host
@@ -64,8 +67,10 @@ def optimizer(
             `2 * (ahead + 1)` pieces of each array of state that a parameter has (two for Adam).
         ahead: with `streams`: number of pieces that are copied to the device before they are needed.
         path: keeps the state on disk, in files of this folder (or several, or a `StateStore`) on a fast drive. Pieces
-            are read `ahead`, and written while later ones are updated; host memory holds no others. For state on one
-            device, with `init` outside of `jax.jit` and `update` inside. `StateStore` says how long the files live.
+            are read `ahead`, and written while later ones are updated; host memory holds no others. `init` runs outside
+            of `jax.jit` and `update` inside. State of parameters that a mesh divides is divided as they are: each
+            device reads and writes its own shards, and of replicated parameters a copy of its own. `StateStore` says
+            how long the files live.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with the same `init` and `update`; its state is a pytree like `tx`'s,
@@ -74,8 +79,8 @@ def optimizer(
     Raises:
         TypeError: `tx` has no `init` and `update`.
         ValueError: `piece_bytes` or `ahead` is not positive; `path` with `streams=False`; as `init` runs: parameters on
-            several devices, with `path` or `streams=True`; with `path`: as `init` runs inside of `jax.jit`, or `update`
-            outside.
+            several devices, with `streams=True`, or, with `path`, without a mesh in common; with `path`: as `init` runs
+            inside of `jax.jit`, or `update` outside, or, with divided state, inside of `jax.shard_map`.
         FileNotFoundError, PermissionError: as `init` runs: `path` cannot be used.
         RuntimeError: as `init` runs: the drive is full.
         NativeExtensionError: with `streams=True` or `path`, the extension is missing.
@@ -95,11 +100,12 @@ def optimizer(
     moved = _Moved(min_bytes, path, piece_bytes)
 
     def init(params: Any) -> Any:
-        if path is not None or streams:
-            why = "with streams=True" if path is None else "with a path"
-            require_one_device(params, "offload.optimizer", why)
+        if path is not None:
+            _disk_shards.require_one_mesh(params)
+        elif streams:
+            require_one_device(params, "offload.optimizer", "with streams=True")
         state = first_state(tx.init, params, moved.is_large, moved.put, piece_bytes)
-        return state if state is not None else jax.tree.map(moved.put, tx.init(params))
+        return state if state is not None else moved.put_all(tx.init(params), params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         traced = _trace_update(tx, state, (updates, params, extra))
@@ -116,7 +122,9 @@ def optimizer(
         ]
         evaluation = traced.demand(far, streamed)
         outputs: list[Any] = [None] * len(traced.jaxpr.outvars)
-        if any(streamed):
+        if any(map(is_divided, traced.state)):
+            stream_shards(evaluation, traced.state, streamed, traced.num_updates, outputs, ahead)
+        elif any(streamed):
             stream_state(evaluation, traced.state, streamed, traced.num_updates, outputs, piece_bytes, ahead)
         for i in _order(traced.jaxpr, traced.num_updates, far):
             if outputs[i] is None:
@@ -145,22 +153,34 @@ class _Moved:
             return False  # a random key is no memory
         return x.size * np.dtype(x.dtype).itemsize >= max(1, self.min_bytes)
 
+    def put_all(self, state: Any, params: Any) -> Any:
+        """A state that `tx.init` has made as a whole, in its place."""
+        if self.path is None:
+            return jax.tree.map(self.put, state)
+        leaves, treedef = jax.tree.flatten(state)
+        return jax.tree.unflatten(treedef, map(self.put, leaves, shardings_of(state, params)))
+
     def put(self, x: Any, sharding: Any = None) -> Any:
         """An array of the state in its place.
 
         Args:
             x: the array, or a `LazyArray`.
-            sharding: of a lazy array, on several devices.
+            sharding: of a lazy array, or an array that goes to disk, on several devices.
         """
         if not self.is_large(x):
             return x
         if self.path is None:
             return _in_host_memory(x, sharding) if isinstance(x, LazyArray) else jax.device_put(x, _HOST)
         if x.ndim == 0:
-            return x.on_devices() if isinstance(x, LazyArray) else x
+            value = jnp.asarray(x.on_devices() if isinstance(x, LazyArray) else x)
+            return value if sharding is None else placed(value, sharding)
         if isinstance(x, jax.core.Tracer):
             raise ValueError("offload.optimizer: `init` must run outside of jax.jit with a path, got traced arrays")
-        return self.disk.put(x, unit_of(x.shape, x.dtype, self.piece_bytes))
+        if not _disk_shards.divided(sharding):
+            return self.disk.put(x, unit_of(x.shape, x.dtype, self.piece_bytes))
+        if isinstance(x, LazyArray):
+            x = x.on_devices() if x.constant is None else np.broadcast_to(np.asarray(x.constant, x.dtype), x.shape)
+        return self.disk.put(x, unit_of(sharding.shard_shape(x.shape), x.dtype, self.piece_bytes), sharding)
 
 
 def _in_host_memory(x: LazyArray, sharding: Any) -> Any:

@@ -45,7 +45,7 @@ def stream_state(
         ahead: see `optimizer`.
     """
     jaxpr = evaluation.jaxpr
-    groups = _groups(jaxpr, [i for i, yes in enumerate(streamed) if yes], num_updates, len(state))
+    groups = groups_of(jaxpr, [i for i, yes in enumerate(streamed) if yes], num_updates, len(state))
     pieces = [piece for group in groups for piece in _cut(evaluation, group, state, num_updates, piece_bytes)]
     arrays = {i: state[i] for group in groups for i in group.state}
     largest = max(sum(piece.span(state[i])[1] for i in piece.group.state) for piece in pieces)
@@ -60,7 +60,7 @@ def stream_state(
         if number + ahead < len(pieces):
             chain.pull(pieces[number + ahead])
         taken = dict(zip(piece.group.state, chain.call(take=piece), strict=True))
-        values = _evaluate(evaluation, piece, taken, alone=len(groups) == 1)
+        values = evaluate(evaluation, piece, taken, alone=len(groups) == 1)
         for output, value in zip(piece.group.outputs, values, strict=True):
             if output >= num_updates and output - num_updates in arrays:
                 chain.push(output - num_updates, piece, value)
@@ -70,12 +70,13 @@ def stream_state(
     for group in groups:
         for output in group.outputs:
             if output in parts:
-                outputs[output] = _join(evaluation, parts[output], group.tails.get(output, ()), jaxpr.outvars[output])
+                whole = joined(parts[output], jaxpr.outvars[output].aval.shape)
+                outputs[output] = with_tail(evaluation, whole, group.tails.get(output, ()))
     for i, array in chain.arrays.items():
         outputs[num_updates + i] = array
 
 
-def _groups(jaxpr: core.Jaxpr, streamed: list[int], num_updates: int, num_state: int) -> list[Group]:
+def groups_of(jaxpr: core.Jaxpr, streamed: list[int], num_updates: int, num_state: int) -> list[Group]:
     needs: dict[Any, frozenset[int]] = {jaxpr.invars[i]: frozenset((i,)) for i in streamed}
     for eqn in jaxpr.eqns:
         found = frozenset().union(*(needs.get(v, frozenset()) for v in eqn.invars if not isinstance(v, core.Literal)))
@@ -110,13 +111,13 @@ def _cut(evaluation: Demand, group: Group, state: Sequence[Any], num_updates: in
     shape = state[group.state[0]].shape
     itemsize = max(np.dtype(state[i].dtype).itemsize for i in group.state)
     row = int(np.prod(shape[1:], dtype=np.int64)) * itemsize
-    group.tails = {o: _tail(evaluation, evaluation.jaxpr.outvars[o]) for o in group.outputs if o < num_updates}
+    group.tails = {o: tail_of(evaluation, evaluation.jaxpr.outvars[o]) for o in group.outputs if o < num_updates}
     group.shape = shape if row <= piece_bytes else (int(np.prod(shape, dtype=np.int64)),)
     rows = max(1, piece_bytes // (row if row <= piece_bytes else itemsize))
     if is_on_disk(state[group.state[0]]):
-        group.shape, rows = _shape_on_disk([state[i] for i in group.state])
+        group.shape, rows = shape_on_disk([state[i] for i in group.state])
     length = group.shape[0]
-    if rows >= length or not _elementwise(evaluation, group, num_updates):
+    if rows >= length or not is_elementwise(evaluation, group, num_updates):
         return [Piece(group, 0, length, whole=True)]
     return [Piece(group, at, min(length, at + rows), whole=False) for at in range(0, length, rows)]
 
@@ -128,7 +129,7 @@ def unit_of(shape: tuple[int, ...], dtype: Any, piece_bytes: int) -> int:
     return (elements // row * row or elements) * np.dtype(dtype).itemsize
 
 
-def _shape_on_disk(arrays: Sequence[DiskArray]) -> tuple[tuple[int, ...], int]:
+def shape_on_disk(arrays: Sequence[DiskArray]) -> tuple[tuple[int, ...], int]:
     """The shape in which a group on disk is cut, and rows of a piece: as its files are, or all rows."""
     elements = {x.unit_bytes // x.dtype.itemsize for x in arrays}
     shape, size = arrays[0].shape, arrays[0].size
@@ -139,7 +140,7 @@ def _shape_on_disk(arrays: Sequence[DiskArray]) -> tuple[tuple[int, ...], int]:
     return (shape, count // row) if count % row == 0 else ((size,), count)
 
 
-def _tail(evaluation: Demand, root: Any) -> list[Any]:
+def tail_of(evaluation: Demand, root: Any) -> list[Any]:
     """The last equations of an update, elementwise, each of one array and scalars.
 
     An update is added to its parameter. XLA rounds a product and the following sum once where one kernel computes both.
@@ -155,7 +156,7 @@ def _tail(evaluation: Demand, root: Any) -> list[Any]:
     return tail[::-1]
 
 
-def _elementwise(evaluation: Demand, group: Group, num_updates: int) -> bool:
+def is_elementwise(evaluation: Demand, group: Group, num_updates: int) -> bool:
     """Whether a group's outputs are elementwise in arrays of one shape; fills in its equations."""
     jaxpr = evaluation.jaxpr
     shape = jaxpr.invars[group.state[0]].aval.shape
@@ -168,7 +169,7 @@ def _elementwise(evaluation: Demand, group: Group, num_updates: int) -> bool:
     for output in group.outputs:
         root = jaxpr.outvars[output]
         if tail := group.tails.get(output):
-            root = _wide(tail[0])
+            root = wide_of(tail[0])
         if output < num_updates:
             eqn = evaluation.producer.get(root)
             if eqn is not None and eqn.primitive.name == "mul":
@@ -209,7 +210,7 @@ def _walk(
     return True
 
 
-def _evaluate(evaluation: Demand, piece: Piece, taken: dict[int, Any], alone: bool) -> list[Any]:
+def evaluate(evaluation: Demand, piece: Piece, taken: dict[int, Any], alone: bool) -> list[Any]:
     """A piece of each of the group's outputs, updates without their tails.
 
     Args:
@@ -218,7 +219,7 @@ def _evaluate(evaluation: Demand, piece: Piece, taken: dict[int, Any], alone: bo
     """
     jaxpr, group = evaluation.jaxpr, piece.group
     tails = [group.tails.get(output) for output in group.outputs]
-    roots = [_wide(tail[0]) if tail else jaxpr.outvars[o] for o, tail in zip(group.outputs, tails, strict=True)]
+    roots = [wide_of(tail[0]) if tail else jaxpr.outvars[o] for o, tail in zip(group.outputs, tails, strict=True)]
     if piece.whole:
         for i, value in taken.items():
             evaluation.give(jaxpr.invars[i], value, False)
@@ -242,15 +243,18 @@ def _evaluate(evaluation: Demand, piece: Piece, taken: dict[int, Any], alone: bo
     return [jnp.broadcast_to(read(var), shape) for var in roots]
 
 
-def _wide(eqn: Any) -> Any:
+def wide_of(eqn: Any) -> Any:
     return next(v for v in eqn.invars if not isinstance(v, core.Literal) and v.aval.shape == eqn.outvars[0].aval.shape)
 
 
-def _join(evaluation: Demand, parts: list[Any], tail: Sequence[Any], var: Any) -> Any:
-    if len(parts) == 1 and not tail:
-        return parts[0].reshape(var.aval.shape)
-    value = jnp.concatenate(parts).reshape(var.aval.shape)
+def joined(parts: list[Any], shape: tuple[int, ...]) -> Any:
+    """The array of an output's pieces."""
+    return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)).reshape(shape)
+
+
+def with_tail(evaluation: Demand, value: Any, tail: Sequence[Any]) -> Any:
+    """An update after its last equations."""
     for eqn in tail:
-        wide = _wide(eqn)
+        wide = wide_of(eqn)
         value = eqn.primitive.bind(*(value if v is wide else evaluation.value(v) for v in eqn.invars), **eqn.params)
     return value

@@ -184,6 +184,8 @@ class HostRows:
             "staging_bytes": np.int64(self._staging_bytes),
             "slot": np.int64(0),
             "pull_iterations": np.int64(0),
+            "sharded": np.int64(0),
+            "marks": _EMPTY,
             "arrays": np.array(list(numbers), np.int64),
             "pull_bytes": _EMPTY,
             **dict.fromkeys(names, _EMPTY),

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dejax import _native
-from dejax.offload import _files
+from dejax.offload import _disk_shards, _files
 
 _PAGE = 4096
 _open: weakref.WeakSet[StateStore] = weakref.WeakSet()
@@ -35,28 +35,29 @@ class DiskArray:
 
     Attributes:
         shape, dtype: of the array.
-        ticket: uint32[4] on the device: which store, which array, which version.
-        unit_bytes: bytes that are read and written together.
+        ticket: uint32[4] on the device: which store, which array, which version, 0. Of an array that a mesh divides:
+            uint32[devices, 5], a row on each device for its own shard, with a mark of the division in place of 0, and
+            the device's place in the mesh.
+        unit_bytes: bytes of the array, or of a shard, that are read and written together.
         store: of its files, which live as long as any array in them.
+        sharding: a `NamedSharding` on several devices, or None.
     """
 
-    def __init__(self, ticket: Any, shape: tuple[int, ...], dtype: Any, unit_bytes: int, store: StateStore) -> None:
+    def __init__(
+        self, ticket: Any, shape: tuple[int, ...], dtype: Any, unit_bytes: int, store: StateStore, sharding: Any = None
+    ) -> None:
         self.ticket = ticket
         self.shape = shape
         self.dtype = np.dtype(dtype)
         self.unit_bytes = unit_bytes
         self.store = store
+        self.sharding = sharding
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        return ((jax.tree_util.GetAttrKey("ticket"), self.ticket),), (
-            self.shape,
-            self.dtype,
-            self.unit_bytes,
-            self.store,
-        )
+        return ((jax.tree_util.GetAttrKey("ticket"), self.ticket),), self.tree_flatten()[1]
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        return (self.ticket,), (self.shape, self.dtype, self.unit_bytes, self.store)
+        return (self.ticket,), (self.shape, self.dtype, self.unit_bytes, self.store, self.sharding)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> DiskArray:
@@ -76,8 +77,34 @@ class DiskArray:
 
     def next_version(self, ticket: Any) -> DiskArray:
         """The array after an update; `ticket`: its ticket, waited for."""
-        ticket = ticket + np.array([0, 0, 1, 0], np.uint32)
-        return DiskArray(ticket, self.shape, self.dtype, self.unit_bytes, self.store)
+        ticket = ticket + np.array([0, 0, 1, *[0] * (ticket.shape[-1] - 3)], np.uint32)
+        return DiskArray(ticket, self.shape, self.dtype, self.unit_bytes, self.store, self.sharding)
+
+    def shard(self, ticket: Any) -> DiskArray:
+        """One device's shard, by its row of the ticket."""
+        return DiskArray(ticket, self.sharding.shard_shape(self.shape), self.dtype, self.unit_bytes, self.store)
+
+    def shards(self) -> dict[Any, tuple[Any, DiskArray]]:
+        """For each device of this process: its index into the array, and its shard."""
+        rows = _disk_shards.rows_of_tickets(self.ticket, self.sharding)
+        places = self.sharding.addressable_devices_indices_map(self.shape)
+        return {device: (index, self.shard(rows[device])) for device, index in places.items()}
+
+    def on_devices(self, memory_kind: str | None = None) -> jax.Array:
+        """Reads the array to where its parameter lies, each device its own shard: what several processes can save.
+
+        Args:
+            memory_kind: "pinned_host" leaves device memory alone. None: the device's memory.
+        """
+        if self.sharding is None:
+            device = jax.sharding.SingleDeviceSharding(next(iter(self.ticket.devices())), memory_kind=memory_kind)
+            return jax.device_put(np.asarray(self), device)
+        sharding = self.sharding if memory_kind is None else self.sharding.with_memory_kind(memory_kind)
+        parts = []
+        for device, (_, shard) in self.shards().items():
+            place = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            parts.append(jax.device_put(np.asarray(shard), place))
+        return jax.make_array_from_single_device_arrays(self.shape, sharding, parts)
 
     def __repr__(self) -> str:
         return f"DiskArray({self.dtype}{list(self.shape)})"
@@ -88,7 +115,10 @@ class DiskArray:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if copy is False:
             raise ValueError("DiskArray: `copy` must not be False, got False: the array lies on a drive")
-        whole = self._read(0, self.nbytes).view(self.dtype).reshape(self.shape)
+        if self.sharding is not None:
+            whole = self._rows(0, self.shape[0])
+        else:
+            whole = self._read(0, self.nbytes).view(self.dtype).reshape(self.shape)
         return whole if dtype is None else whole.astype(dtype, copy=False)
 
     def __getitem__(self, rows: int | slice) -> np.ndarray[Any, Any]:
@@ -104,6 +134,13 @@ class DiskArray:
         return self._rows(begin, max(begin, end))
 
     def _rows(self, begin: int, end: int) -> np.ndarray[Any, Any]:
+        if self.sharding is not None:
+            if not self.sharding.is_fully_addressable:
+                raise RuntimeError(
+                    "DiskArray: an array must have all its shards in this process to be read as numpy, got shards in "
+                    "several processes; read it with on_devices(), each process its own"
+                )
+            return _disk_shards.read_rows(self.shards(), self.shape, self.dtype, begin, end)  # type: ignore[no-any-return]
         row = self.nbytes // max(1, self.shape[0])
         first = begin * row // self.unit_bytes * self.unit_bytes
         last = min(self.nbytes, -(-end * row // self.unit_bytes) * self.unit_bytes)
@@ -112,7 +149,7 @@ class DiskArray:
 
     def _read(self, begin: int, end: int) -> np.ndarray[Any, Any]:
         out = np.empty(end - begin, np.uint8)
-        _, array, version, _ = map(int, np.asarray(self.ticket))
+        _, array, version, *_ = map(int, np.asarray(self.ticket))
         if end > begin:
             self.store._require_open()
             self.store._native.get(
@@ -127,14 +164,15 @@ class StateStore:
     Give it, or just a path, to `offload.optimizer(tx, path=...)` or `stack_step(..., path=...)`. The files are scratch:
     they go with the store and with the process, so save checkpoints elsewhere. Each array has room for two versions,
     because an update leaves the old one whole until the new one is there. Only what is on its way lies in host memory.
+    Each device of a process has its own threads and host memory, and all share the files.
 
     Args:
         path: a folder, or several on several drives.
         disk_bytes: cap of the files' size. None: no cap.
-        host_bytes: cap of host memory for what waits to be written. A step waits while it is reached. None: as much as
-            the staging memory of a step. What the step reads ahead comes on top.
+        host_bytes: cap of host memory for what waits to be written, for each device. A step waits while it is reached.
+            None: as much as the staging memory of a step. What the step reads ahead comes on top.
         engine: "direct" (O_DIRECT where the file system has it) or "buffered" (through the page cache).
-        io_threads: number of reads and writes at a time; writes take at most half of them.
+        io_threads: number of reads and writes at a time, for each device; writes take at most half of them.
         chunk_bytes: size of a read or write, a multiple of 4,096.
         checksum: verify what is read. A damaged file is then an error, never a wrong number.
 
@@ -211,12 +249,13 @@ class StateStore:
     ) -> None:
         self.close()
 
-    def put(self, array: Any, unit_bytes: int | None = None) -> DiskArray:
+    def put(self, array: Any, unit_bytes: int | None = None, sharding: Any = None) -> DiskArray:
         """Writes an array to the files.
 
         Args:
             array: numpy or jax, or a `DiskArray`, which is copied.
             unit_bytes: bytes that steps read and write together; as of a `DiskArray`. None: all.
+            sharding: a `NamedSharding` on several devices, each of which gets its own shard, or None.
 
         Raises:
             RuntimeError: the drive is full, `disk_bytes` is reached, or a write failed.
@@ -230,16 +269,27 @@ class StateStore:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
             raise ValueError(f"StateStore: `array` must have elements, got shape {shape}")
+        nbytes = _disk_shards.shard_bytes(sharding, shape, dtype)
         unit = min(nbytes, unit_bytes or nbytes)
-        number = self._native.create(nbytes=nbytes, unit_bytes=unit)
+        if _disk_shards.divided(sharding):
+            sharding = sharding.with_memory_kind(None)
+            ticket = _disk_shards.put_shards(self, array, sharding, lambda part, lane: self._write(part, unit, lane))
+            return DiskArray(ticket, shape, dtype, unit, self, sharding)
+        number = self._write(array, unit)
+        ticket = jnp.asarray(np.array([self._native.number, number, 0, 0], np.uint32))
+        return DiskArray(ticket, shape, dtype, unit, self)
+
+    def _write(self, array: Any, unit: int, lane: int = 0) -> int:
+        """Writes an array that is not divided; returns its number."""
+        nbytes = math.prod(array.shape) * np.dtype(array.dtype).itemsize
+        number = int(self._native.create(nbytes=nbytes, unit_bytes=unit, lane=lane))
         try:
             for begin, part in _parts(array, unit):
                 self._native.put(array=number, offset=begin, address=part.ctypes.data, nbytes=part.nbytes)
         except BaseException:
             self._native.remove(number)
             raise
-        ticket = jnp.asarray(np.array([self._native.number, number, 0, 0], np.uint32))
-        return DiskArray(ticket, shape, dtype, unit, self)
+        return number
 
     def _require_open(self) -> None:
         if not self.is_open:
@@ -249,15 +299,18 @@ class StateStore:
         """Gives the room of a state's arrays back. No step may use them."""
         for array in jax.tree.leaves(state, is_leaf=is_on_disk):
             if is_on_disk(array):
-                self._native.remove(int(np.asarray(array.ticket)[1]))
+                for shard in [array] if array.sharding is None else [shard for _, shard in array.shards().values()]:
+                    self._native.remove(int(np.asarray(shard.ticket)[1]))
 
     def drain(self) -> None:
         """Waits until everything is written.
 
         Raises:
-            RuntimeError: a write failed.
+            RuntimeError: a write failed; on several devices also, once: a read did, in the last step.
         """
         self._native.drain()
+        if why := _native.extension("StateStore").take_failure_of_shards():
+            raise RuntimeError(why)
 
     def stats(self) -> dict[str, float]:
         """read_bytes, written_bytes, disk_bytes, peak_host_bytes, and wait_seconds: how long steps waited for reads."""
@@ -300,10 +353,11 @@ def restore(like: Any, arrays: Any) -> Any:
                 f"{place.dtype}{list(place.shape)}"
             )
         if not is_on_disk(place):
-            made.append(jax.device_put(value, place.sharding))
+            # What `init` left where jax puts it, jit may move to the devices of the parameters.
+            made.append(jax.device_put(value, place.sharding if getattr(place, "committed", False) else None))
             continue
         place.store.remove(place)
-        made.append(place.store.put(value, place.unit_bytes))
+        made.append(place.store.put(value, place.unit_bytes, place.sharding))
     return jax.tree.unflatten(treedef, made)
 
 

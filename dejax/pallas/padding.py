@@ -1,7 +1,7 @@
 """Zeros in padding rows of arrays, in place.
 
 A kernel that writes the valid rows only would need zeros in the whole array beforehand, which is as many bytes as the
-result. Where it is known that few rows are padding, this writes them alone.
+result. This writes the padding rows alone.
 """
 
 from __future__ import annotations
@@ -13,43 +13,48 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from dejax.pallas import _triton
 from dejax.pallas._shapes import cdiv, lanes, next_power_of_two
-from dejax.pallas._tiles import both, broadcast, where
+from dejax.pallas._tiles import both, broadcast, steps, where
+from dejax.pallas.machine import machine
 
-# Elements that a program sets, and the most of a row.
+# Elements that a program sets in a step, and the most of a row.
 _TILE, _MOST_COLUMNS = 4096, 1024
+# Programs on a multiprocessor: stores of so many fill the memory's queues.
+_PROGRAMS = 8
 
 
 def clear_rows(
-    arrays: Sequence[jax.Array], offsets: Any, first: int, *, order: Any = None, interpret: bool | None = None
+    arrays: Sequence[jax.Array], offsets: Any, *, order: Any = None, interpret: bool | None = None
 ) -> list[jax.Array]:
-    """The arrays with zeros in the rows at positions from `offsets[-1]` on, by one kernel.
+    """The arrays with zeros in the rows at positions from `offsets[-1]` on, by one kernel. It touches no other rows.
 
     Args:
       arrays: [rows, *features] each, of which the rows at these positions may hold anything.
-      offsets: int32[segments + 1], whose last element is the number of valid rows, at least `first`.
-      first: rows at positions before this one are not written; a Python int. The cost is that of `rows - first` rows.
+      offsets: int32[segments + 1], whose last element is the number of valid rows.
       order: int32[rows], the row at each position; None where rows are in order.
       interpret: run the kernel interpreted; by default where there is no GPU.
 
-    >>> clear_rows([jnp.ones((4, 2))], jnp.array([0, 3]), 2, interpret=True)[0][:, 0]
+    >>> clear_rows([jnp.ones((4, 2))], jnp.array([0, 3]), interpret=True)[0][:, 0]
     Array([1., 1., 1., 0.], dtype=float32)
     """
     rows = arrays[0].shape[0]
     flat = [x.reshape(rows, math.prod(x.shape[1:])) for x in arrays]
     some = [i for i, x in enumerate(flat) if x.shape[1]]
-    if first >= rows or not some:
+    if not rows or not some:
         return list(arrays)
     widths = tuple(flat[i].shape[1] for i in some)
     columns = min(next_power_of_two(max(widths)), _MOST_COLUMNS)
-    height = _TILE // columns
+    height, parts = _TILE // columns, cdiv(max(widths), columns)
+    programs = min(cdiv(rows, height), cdiv(_PROGRAMS * machine().multiprocessors, parts))
     tables = [offsets] if order is None else [offsets, order]
     cleared = _triton.pallas_call(
-        functools.partial(_kernel, first=first, rows=rows, widths=widths, height=height, columns=columns),
+        functools.partial(_kernel, programs=programs, rows=rows, widths=widths, height=height, columns=columns),
         name="clear_rows",
-        num_programs=cdiv(rows - first, height) * cdiv(max(widths), columns),
+        num_programs=programs * parts,
         out_shape=[jax.ShapeDtypeStruct(flat[i].shape, flat[i].dtype) for i in some],
         aliases={len(tables) + n: n for n in range(len(some))},
         num_warps=4,
@@ -60,17 +65,23 @@ def clear_rows(
     return [found[i].reshape(x.shape) if i in found else x for i, x in enumerate(arrays)]
 
 
-def _kernel(*refs: Any, first: int, rows: int, widths: tuple[int, ...], height: int, columns: int) -> None:
+def _kernel(*refs: Any, programs: int, rows: int, widths: tuple[int, ...], height: int, columns: int) -> None:
     offsets, outs = refs[0], refs[-len(widths) :]  # before them come references to the same memory
     block, part = _triton.program_ids(cdiv(max(widths), columns))
-    row = first + block * height + lanes(height, 0, 2)  # the position, first
-    valid = _triton.load(offsets, (lanes(1, 0, 2) + (offsets.shape[0] - 1),))
-    padding = both(row >= valid, row < rows)
-    if len(refs) > 1 + 2 * len(widths):
-        row = _triton.load(refs[1], (row,), padding)
-    for out, width in zip(outs, widths, strict=True):
-        size = min(columns, next_power_of_two(width))
-        column = part * size + lanes(size, 1, 2)
-        mask = both(padding, column < width)
-        place = where(mask, row, rows), broadcast(column, (height, size))
-        _triton.store(out, place, jnp.zeros((height, size), out.dtype), mask)
+    last = _triton.load(offsets, (lanes(1, 0, 2) + (offsets.shape[0] - 1),))
+    valid = lax.clamp(np.int32(0), last.reshape(()), np.int32(rows))
+    tiles = steps(np.int32(rows) - valid, height)
+
+    def clear(n: jax.Array, _: None) -> None:
+        row = valid + (block + n * programs) * height + lanes(height, 0, 2)  # the position, first
+        padding = row < rows
+        if len(refs) > 1 + 2 * len(widths):
+            row = _triton.load(refs[1], (row,), padding)
+        for out, width in zip(outs, widths, strict=True):
+            size = min(columns, next_power_of_two(width))
+            column = part * size + lanes(size, 1, 2)
+            mask = both(padding, column < width)
+            place = where(mask, row, rows), broadcast(column, (height, size))
+            _triton.store(out, place, jnp.zeros((height, size), out.dtype), mask)
+
+    _triton.fori_loop(np.int32(0), steps(lax.max(tiles - block, np.int32(0)), programs), clear, None)

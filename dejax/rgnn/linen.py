@@ -60,6 +60,7 @@ __all__ = [
 class _Layer(nn.Module):
     """Makes a spec from the module's attributes and the first call, makes its parameters and calls it."""
 
+    returns_destinations: ClassVar[bool] = True  # on `Block.bipartite`
     deterministic: bool | None = dataclasses.field(default=None, kw_only=True)
 
     def run(
@@ -342,6 +343,8 @@ class ProgramModule(nn.Module):
       params: parameter name (a name of the program's signature) -> (shape, initialiser).
       dtype, param_dtype, backend, precision, options: as in `RGCNConv`.
     """
+
+    returns_destinations: ClassVar[bool] = True
 
     program: Callable[..., Any]
     params: Mapping[str, tuple[tuple[int, ...], Initializer]]

@@ -62,6 +62,8 @@ __all__ = [
 class _Layer(nnx.Module):
     """A specification, its parameters as attributes, and a stream of keys where it has dropout."""
 
+    returns_destinations = True  # on `Block.bipartite`
+
     def __init__(
         self,
         spec: LayerSpec | ZooSpec,
@@ -92,7 +94,7 @@ class _Layer(nnx.Module):
           rngs: its `dropout` stream gives the dropout key, instead of the module's own stream.
 
         Returns:
-          [num_nodes, out].
+          [num_nodes, out]; with `graph.only_destinations` [num_destinations, out].
 
         Raises:
           ValueError: the graph's counts or the shape of x do not fit the layer.
@@ -453,6 +455,8 @@ class ProgramModule(nnx.Module):
     Raises:
       ValueError: a parameter has the name of an attribute of the module.
     """
+
+    returns_destinations = True
 
     def __init__(
         self,

@@ -57,7 +57,8 @@ void BindState(nb::module_& m) {
                   nb::arg("host_bytes"), nb::arg("chunk_bytes"), nb::arg("num_threads"), nb::arg("direct"),
                   nb::arg("checksum"))
       .def_prop_ro("number", &StateDisk::number)
-      .def("create", &StateDisk::Create, nb::arg("nbytes"), nb::arg("unit_bytes"), Release())
+      .def("create", &StateDisk::Create, nb::arg("nbytes"), nb::arg("unit_bytes"), nb::arg("lane") = 0, Release())
+      .def("join", &StateDisk::Join, nb::arg("arrays"), Release())
       .def("remove", &StateDisk::Remove, nb::arg("array"), Release())
       .def(
           "put",

@@ -91,4 +91,12 @@ Event EventPool::Record(Stream stream) {
   return owned;
 }
 
+void FillWithOnes(DevicePointer data, int64_t bytes, Stream stream) {
+  static const uint32_t ones = 0xffffffff;
+  Check(GetCalls().memset_d32(data, ones, bytes / 4, stream), "cuMemsetD32Async");
+  if (const int64_t rest = bytes % 4) {
+    Check(GetCalls().copy_host_to_device(data + bytes - rest, &ones, rest, stream), "cuMemcpyHtoDAsync");
+  }
+}
+
 }  // namespace dejax::offload

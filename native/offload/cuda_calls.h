@@ -93,6 +93,9 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
 };
 using Event = std::shared_ptr<CUevent_st>;
 
+// Ones in every bit: NaN.
+void FillWithOnes(DevicePointer data, int64_t bytes, Stream stream);
+
 inline void Wait(Stream stream, const Event& event) {
   if (event) Check(GetCalls().stream_wait_event(stream, event.get(), 0), "cuStreamWaitEvent");
 }

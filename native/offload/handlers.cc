@@ -50,14 +50,6 @@ DevicePointer Address(const void* data) { return reinterpret_cast<DevicePointer>
 
 constexpr int kCpu = -1;
 
-void FillWithOnes(DevicePointer data, int64_t bytes, Stream stream) {
-  static const uint32_t ones = 0xffffffff;
-  Check(GetCalls().memset_d32(data, ones, bytes / 4, stream), "cuMemsetD32Async");
-  if (const int64_t rest = bytes % 4) {
-    Check(GetCalls().copy_host_to_device(data + bytes - rest, &ones, rest, stream), "cuMemcpyHtoDAsync");
-  }
-}
-
 ffi::Error DoStoreCpu(ffi::RunId run, int32_t device, ffi::AnyBuffer x, ffi::Result<HandleBuffer> handle,
                       int64_t binding, int64_t site, int64_t, int64_t layout) {
   const auto set = [&](uint64_t value) { std::memcpy(handle->typed_data(), &value, sizeof(value)); };

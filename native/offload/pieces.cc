@@ -15,6 +15,7 @@
 
 #include "cuda_calls.h"
 #include "state_disk.h"
+#include "together.h"
 
 namespace dejax::offload {
 namespace {
@@ -66,6 +67,12 @@ class Pieces {
  public:
   explicit Pieces(int device) : device_(device) {}
 
+  void Abandon(int64_t run, int64_t site) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = chains_.find({run, site});
+    if (found != chains_.end()) Drop(found);
+  }
+
   void Call(const PiecesRequest& request, Stream compute) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto key = std::make_pair(request.run, request.site);
@@ -93,7 +100,7 @@ class Pieces {
       for (int64_t number : request.committed) {
         const OnDisk& array = chain.on_disk.at(number);
         Require(array.pushed == array.bytes, "a part of the new state was not written; this is a defect of dejax");
-        array.disk->Commit(array.array, array.version + 1);
+        array.disk->Commit(array.array, array.version + 1, request.run);
       }
       // What has been read goes on to the device at once.
       for (Waiting& piece : chain.waiting) {
@@ -105,20 +112,26 @@ class Pieces {
         chains_.erase(key);
       }
     } catch (...) {
-      // XLA reuses the memory of a failed step: nothing may write to it any more.
-      if (context_ != nullptr) {
-        const ContextScope scope(context_);
-        GetCalls().stream_synchronize(in_);
-        GetCalls().stream_synchronize(out_);
-      }
       const auto found = chains_.find(key);
-      if (found != chains_.end()) Forget(found->second);
-      chains_.erase(key);
+      if (found != chains_.end()) Drop(found);
       throw;
     }
   }
 
  private:
+  using Chains = std::map<std::pair<int64_t, int64_t>, Chain>;  // by run and site
+
+  void Drop(Chains::iterator chain) {
+    // XLA reuses the memory of a failed step: nothing may write to it any more.
+    if (context_ != nullptr) {
+      const ContextScope scope(context_);
+      GetCalls().stream_synchronize(in_);
+      GetCalls().stream_synchronize(out_);
+    }
+    Forget(chain->second);
+    chains_.erase(chain);
+  }
+
   void OpenDevice(Stream compute) {
     const Calls& calls = GetCalls();
     Context context = nullptr;
@@ -171,7 +184,9 @@ class Pieces {
   // The arrays in files. Their tickets say which version this step goes on from, so the launching thread waits for it.
   void Open(const PiecesRequest& request, Chain* chain, Stream compute) {
     if (request.opened.empty()) return;
-    std::vector<uint32_t> tickets(4 * request.opened.size());
+    const bool divided = !request.marks.empty();
+    const size_t words = divided ? 6 : 4;
+    std::vector<uint32_t> tickets(words * request.opened.size());
     if (device_ < 0) {
       std::memcpy(tickets.data(), request.tickets, 4 * tickets.size());
     } else {
@@ -180,14 +195,34 @@ class Pieces {
       Check(GetCalls().stream_synchronize(compute), "cuStreamSynchronize");
     }
     for (size_t i = 0; i < request.opened.size(); ++i) {
+      const uint32_t* const ticket = tickets.data() + words * i;
       OnDisk array;
-      array.disk = StateDisk::Find(tickets[4 * i]);
-      array.array = tickets[4 * i + 1];
-      array.version = tickets[4 * i + 2];
+      array.array = ticket[1];
+      array.version = ticket[2];
       array.bytes = static_cast<size_t>(request.opened_bytes[i]);
-      array.disk->Check(array.array, array.version, request.opened_bytes[i]);
+      if (divided && ticket[3] == request.marks[i]) RequireOwnShard(ticket[4], ticket[5]);
+      try {
+        array.disk = StateDisk::Find(ticket[0]);
+        RequireDivision(ticket[3], divided ? request.marks[i] : 0);
+        array.disk->Check(array.array, array.version, request.opened_bytes[i], /*newest=*/divided);
+      } catch (const std::exception& error) {
+        throw FailsEverywhere(error.what());
+      }
       chain->on_disk[request.opened[i]] = array;
     }
+  }
+
+  // The files must hold the part of an array that this device takes: another part would be a wrong number.
+  static void RequireDivision(int64_t mark, int64_t wanted) {
+    if (mark == wanted) return;
+    throw std::runtime_error("offload: `state` must be divided as it was made, got arrays of another mesh, or divided in "
+                             "another way; read it, and restore it into the state that init makes on this mesh");
+  }
+
+  static void RequireOwnShard(int64_t place, int64_t wanted) {
+    if (place == wanted) return;
+    throw std::runtime_error("offload: `state` must stay on the devices that it was made on, got the part of another "
+                             "device; read it, and restore it into the state that init makes on this mesh");
   }
 
   // A call in a loop: its pieces advance by their strides. The loop's counter is on the device, so the launching thread
@@ -416,7 +451,7 @@ class Pieces {
   std::shared_ptr<EventPool> events_;
   Event last_out_;
   std::list<Staging> staging_;  // least recently used first
-  std::map<std::pair<int64_t, int64_t>, Chain> chains_;  // by run and site
+  Chains chains_;
   int64_t chains_begun_ = 0;
 };
 
@@ -432,5 +467,7 @@ Pieces& PiecesOf(int device) {
 }  // namespace
 
 void CallPieces(int device, const PiecesRequest& request, Stream compute) { PiecesOf(device).Call(request, compute); }
+
+void AbandonPieces(int device, int64_t run, int64_t site) { PiecesOf(device).Abandon(run, site); }
 
 }  // namespace dejax::offload

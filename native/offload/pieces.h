@@ -32,13 +32,17 @@ struct PiecesRequest {
   std::vector<const void*> pushed;              // their sources
   std::vector<std::pair<void*, size_t>> taken;  // destinations of the pieces that were pulled first
   std::vector<Transfer> takes;                  // in a loop: which pieces they are
-  const void* tickets = nullptr;                // uint32[opened, 4], of arrays in files
+  const void* tickets = nullptr;                // uint32[opened, 4 or, with marks, 6], of arrays in files
   std::vector<int64_t> opened, opened_bytes;    // their numbers and sizes
+  std::vector<int64_t> marks;                   // of their divisions among devices; empty: whole arrays
   std::vector<int64_t> committed;               // numbers of those whose new version was pushed whole
 };
 
-// device: -1 is the CPU. Throws std::runtime_error.
+// device: of a GPU; -1 - number of a device of the CPU. Throws std::runtime_error.
 void CallPieces(int device, const PiecesRequest& request, cuda::Stream compute);
+
+// The run has failed on another device: forgets its chain, which makes no more calls.
+void AbandonPieces(int device, int64_t run, int64_t site);
 
 // A call of the chain. `mode`:
 //   0, between: takes host arrays as arguments only, although it writes to them: with a result in host memory beside one on
@@ -57,11 +61,14 @@ void CallPieces(int device, const PiecesRequest& request, cuda::Stream compute);
 //      the pieces that must come. Arrays are given by their numbers.
 //   4, open: arrays in files (state_disk.h). Later calls of mode `loop` name them by their numbers. What is pushed is
 //      their next version.
-//        arguments:  ticket; uint32[arrays, 4], for each array: store, array, version, 0
+//        arguments:  ticket; uint32[arrays, 4], for each array: store, array, version, mark
 //        results:    ticket
+//      marks: of a sharded chain: for each array, which part of it each device holds, as a hash. Its rows go on with two
+//      words: the place in the mesh of the device whose shard it is, and that of the device that makes the call.
 //   5, commit: the next version of these arrays was pushed whole.
 //        arguments, results: ticket
-// Other attributes: site: of the program; arrays: numbers of the host arrays; pull_array (a position in `arrays`),
+// Other attributes: sharded: 1 for the chain of one device of several (inside of a shard_map), whose failures together.h
+// raises on all of them; site: of the program; arrays: numbers of the host arrays; pull_array (a position in `arrays`),
 // pull_offset, pull_bytes: pieces to pull; push_array, push_offset: destinations of the pieces to push; first_tag: number
 // of pieces that earlier calls have returned; staging_bytes: cap of staging memory on the device, exceeded if need be.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(PiecesCpu);

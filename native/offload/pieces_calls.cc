@@ -7,6 +7,7 @@
 
 #include "cuda_calls.h"
 #include "pieces.h"
+#include "together.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -16,8 +17,8 @@ namespace {
 
 // The attributes of a call, see pieces.h.
 struct Attributes {
-  int64_t site, mode, first_tag, staging_bytes, slot, pull_iterations;
-  ffi::Span<const int64_t> arrays, pull_array, pull_offset, pull_stride, pull_bytes, push_array, push_offset,
+  int64_t site, mode, first_tag, staging_bytes, slot, pull_iterations, sharded;
+  ffi::Span<const int64_t> marks, arrays, pull_array, pull_offset, pull_stride, pull_bytes, push_array, push_offset,
       push_stride, take_array, take_offset, take_stride;
 };
 
@@ -29,7 +30,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     dejax::offload::Attributes, ffi::StructMember<int64_t>("site"), ffi::StructMember<int64_t>("mode"),
     ffi::StructMember<int64_t>("first_tag"), ffi::StructMember<int64_t>("staging_bytes"),
     ffi::StructMember<int64_t>("slot"), ffi::StructMember<int64_t>("pull_iterations"),
-    ffi::StructMember<Numbers>("arrays"), ffi::StructMember<Numbers>("pull_array"),
+    ffi::StructMember<int64_t>("sharded"), ffi::StructMember<Numbers>("marks"), ffi::StructMember<Numbers>("arrays"),
+    ffi::StructMember<Numbers>("pull_array"),
     ffi::StructMember<Numbers>("pull_offset"), ffi::StructMember<Numbers>("pull_stride"),
     ffi::StructMember<Numbers>("pull_bytes"), ffi::StructMember<Numbers>("push_array"),
     ffi::StructMember<Numbers>("push_offset"), ffi::StructMember<Numbers>("push_stride"),
@@ -111,61 +113,107 @@ void CallDisk(int device, Stream compute, PiecesRequest* request, const ffi::Rem
   }
   if (attributes.mode == kOpen) {
     const auto tickets = args.get<ffi::AnyBuffer>(1);
-    Require(tickets.has_value() && tickets->size_bytes() == 16 * attributes.arrays.size() &&
-                attributes.pull_bytes.size() == attributes.arrays.size(),
+    const size_t count = attributes.arrays.size(), words = attributes.marks.size() == 0 ? 4 : 6;
+    Require(tickets.has_value() && tickets->size_bytes() == 4 * words * count && attributes.pull_bytes.size() == count &&
+                (attributes.marks.size() == 0 || attributes.marks.size() == count),
             "a call has too few operands");
     request->tickets = tickets->untyped_data();
+    request->marks.assign(attributes.marks.begin(), attributes.marks.end());
   }
   CallPieces(device, *request, compute);
 }
 
-ffi::Error Do(int device, Stream compute, ffi::RunId run, const ffi::RemainingArgs& args,
-              const ffi::RemainingRets& rets, const Attributes& attributes) {
+void Do(int device, Stream compute, ffi::RunId run, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+        const Attributes& attributes) {
+  PiecesRequest request;
+  request.run = run.run_id;
+  request.site = attributes.site;
+  request.first_tag = attributes.first_tag;
+  request.staging_bytes = attributes.staging_bytes;
+  request.finish = attributes.mode == kFinish;
+  request.slot = attributes.mode == kLoop ? attributes.slot : -1;
+  request.pull_iterations = attributes.pull_iterations;
+  if (attributes.mode == kOpen || attributes.mode == kCommit) {
+    CallDisk(device, compute, &request, args, attributes);
+    return;
+  }
+  const bool between = attributes.mode == kBetween || attributes.mode == kLoop;
+  const size_t count = attributes.arrays.size(), tickets = attributes.mode == kBegin ? 0 : 1;
+  Require(args.size() >= count + tickets + attributes.push_array.size() && rets.size() >= (between ? 1 : count) &&
+              (attributes.mode != kLoop || attributes.take_array.size() + 1 == rets.size()),
+          "a call has too few operands");
+  AddArrays(&request, device, args, rets, attributes);
+  if (attributes.mode != kBegin) {
+    AddPieces(&request, args, rets, attributes);
+    CallPieces(device, request, compute);
+  }
+  if (!between) CopyArrays(request, rets);
+}
+
+// The pieces of a step that failed: NaN.
+void FillPieces(int device, Stream compute, const ffi::RemainingRets& rets) {
+  for (size_t i = 1; i < rets.size(); ++i) {
+    auto out = rets.get<ffi::AnyBuffer>(i);
+    if (!out.has_value()) continue;
+    const auto bytes = static_cast<int64_t>((*out)->size_bytes());
+    if (device < 0) {
+      std::memset((*out)->untyped_data(), 0xff, bytes);
+    } else {
+      FillWithOnes(reinterpret_cast<DevicePointer>((*out)->untyped_data()), bytes, compute);
+    }
+  }
+}
+
+// A call of one device's chain, which fails together with those of the other devices: see together.h. A state that no
+// device can go on from is refused at once: all of them open it at the same place of the program.
+void DoOnShard(int device, Stream compute, ffi::RunId run, const ffi::RemainingArgs& args,
+               const ffi::RemainingRets& rets, const Attributes& attributes) {
+  BeginTogether(run.run_id);
+  if (!HasFailedTogether(run.run_id)) {
+    try {
+      Do(device, compute, run, args, rets, attributes);
+      return;
+    } catch (const FailsEverywhere&) {
+      BeginTogether(run.run_id);  // as this step began, the one before failed on another device: that is the cause
+      throw;
+    } catch (const std::exception& error) {
+      FailTogether(run.run_id, error.what(), /*of_state=*/true);
+    }
+  }
+  AbandonPieces(device, run.run_id, attributes.site);
+  FillPieces(device, compute, rets);
+}
+
+ffi::Error Run(int device, Stream compute, ffi::RunId run, const ffi::RemainingArgs& args,
+               const ffi::RemainingRets& rets, const Attributes& attributes) {
   try {
-    PiecesRequest request;
-    request.run = run.run_id;
-    request.site = attributes.site;
-    request.first_tag = attributes.first_tag;
-    request.staging_bytes = attributes.staging_bytes;
-    request.finish = attributes.mode == kFinish;
-    request.slot = attributes.mode == kLoop ? attributes.slot : -1;
-    request.pull_iterations = attributes.pull_iterations;
-    if (attributes.mode == kOpen || attributes.mode == kCommit) {
-      CallDisk(device, compute, &request, args, attributes);
-      return ffi::Error::Success();
-    }
-    const bool between = attributes.mode == kBetween || attributes.mode == kLoop;
-    const size_t count = attributes.arrays.size(), tickets = attributes.mode == kBegin ? 0 : 1;
-    Require(args.size() >= count + tickets + attributes.push_array.size() &&
-                rets.size() >= (between ? 1 : count) &&
-                (attributes.mode != kLoop || attributes.take_array.size() + 1 == rets.size()),
-            "a call has too few operands");
-    AddArrays(&request, device, args, rets, attributes);
-    if (attributes.mode != kBegin) {
-      AddPieces(&request, args, rets, attributes);
-      CallPieces(device, request, compute);
-    }
-    if (!between) CopyArrays(request, rets);
+    (attributes.sharded != 0 ? DoOnShard : Do)(device, compute, run, args, rets, attributes);
   } catch (const std::exception& error) {
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition, error.what());
   }
   return ffi::Error::Success();
 }
 
-ffi::Error DoCpu(ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets, Attributes attributes) {
-  return Do(/*device=*/-1, nullptr, run, args, rets, attributes);
+ffi::Error DoCpu(ffi::RunId run, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                 Attributes attributes) {
+  return Run(-1 - device, nullptr, run, args, rets, attributes);
 }
 
 ffi::Error DoCuda(Stream compute, int32_t device, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets,
                   Attributes attributes) {
-  return Do(device, compute, run, args, rets, attributes);
+  return Run(device, compute, run, args, rets, attributes);
 }
 
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     PiecesCpu, DoCpu,
-    ffi::Ffi::Bind().Ctx<ffi::RunId>().RemainingArgs().RemainingRets().Attrs<Attributes>());
+    ffi::Ffi::Bind()
+        .Ctx<ffi::RunId>()
+        .Ctx<ffi::DeviceOrdinal>()
+        .RemainingArgs()
+        .RemainingRets()
+        .Attrs<Attributes>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PiecesCuda, DoCuda,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<Stream>>()

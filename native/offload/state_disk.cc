@@ -1,8 +1,11 @@
 #include "state_disk.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <stdexcept>
+
+#include "together.h"
 
 namespace dejax::offload {
 namespace {
@@ -24,6 +27,11 @@ int64_t NewNumber() {
 }
 
 [[noreturn]] void Stale(int64_t version, int64_t latest) {
+  if (version > latest) {
+    throw std::runtime_error("offload: `state` must be of a step that ended, got version " + std::to_string(version) +
+                             " of an array whose files hold version " + std::to_string(latest) +
+                             ": the step failed on a device; go on from the state before it, or from a checkpoint");
+  }
   throw std::runtime_error("offload: `state` must be the newest state on disk, got version " + std::to_string(version) +
                            " of an array whose files hold version " + std::to_string(latest) +
                            "; a step overwrites the state before the last one: go on from the newest state, or read an "
@@ -34,13 +42,9 @@ int64_t NewNumber() {
 
 std::shared_ptr<StateDisk> StateDisk::Open(const Options& options) {
   auto disk = std::make_shared<StateDisk>(options);
-  try {
-    for (int i = 0; i < std::max(1, options.num_threads); ++i) {
-      disk->threads_.emplace_back([raw = disk.get()] { raw->Work(); });
-    }
-  } catch (const std::exception& error) {
-    disk->Close();
-    throw std::runtime_error(std::string("offload: no I/O thread could be made: ") + error.what());
+  {
+    std::lock_guard<std::mutex> lock(disk->mutex_);
+    disk->MakeLane(0);
   }
   std::lock_guard<std::mutex> lock(Disks().mutex);
   Disks().all[disk->number_] = disk;
@@ -70,11 +74,13 @@ void StateDisk::Close() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     closing_ = true;
-    ready_.notify_all();
+    for (const auto& [number, lane] : lanes_) lane->ready.notify_all();
     done_.notify_all();
   }
-  for (std::thread& thread : threads_) thread.join();  // after all jobs: the GPU may still write to their memory
-  threads_.clear();
+  for (const auto& [number, lane] : lanes_) {  // after all jobs: the GPU may still write to their memory
+    for (std::thread& thread : lane->threads) thread.join();
+    lane->threads.clear();
+  }
   std::lock_guard<std::mutex> lock(mutex_);
   arrays_.clear();
   disk_.reset();
@@ -89,13 +95,15 @@ std::shared_ptr<StateArray> StateDisk::ArrayOf(int64_t array) const {
   return found->second;
 }
 
-int64_t StateDisk::Create(int64_t bytes, int64_t unit_bytes) {
+int64_t StateDisk::Create(int64_t bytes, int64_t unit_bytes, int lane) {
   auto array = std::make_shared<StateArray>();
+  array->lane = lane;
   array->bytes = bytes;
   array->unit_bytes = unit_bytes;
   array->units.resize(static_cast<size_t>((bytes + unit_bytes - 1) / unit_bytes));
   std::lock_guard<std::mutex> lock(mutex_);
   if (closing_) throw std::runtime_error("offload: the StateStore is closed");
+  MakeLane(lane);
   try {
     for (size_t i = 0; i < array->units.size(); ++i) {
       const int64_t size = std::min(unit_bytes, bytes - static_cast<int64_t>(i) * unit_bytes);
@@ -117,12 +125,18 @@ int64_t StateDisk::Create(int64_t bytes, int64_t unit_bytes) {
   return next_++;
 }
 
+void StateDisk::Join(const std::vector<int64_t>& arrays) {
+  const auto family = std::make_shared<const std::vector<int64_t>>(arrays);
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (int64_t number : arrays) ArrayOf(number)->family = family;
+}
+
 void StateDisk::Remove(int64_t number) {
   std::unique_lock<std::mutex> lock(mutex_);
   const std::shared_ptr<StateArray> array = ArrayOf(number);
   arrays_.erase(number);
   array->removed = true;
-  done_.wait(lock, [&] { return reads_.empty() && writes_.empty() && running_ == 0; });
+  done_.wait(lock, [&] { return IsIdle(); });
   if (disk_ == nullptr) return;
   for (const StateArray::Unit& unit : array->units) {
     for (const std::vector<Chunk>& chunks : unit.chunks) {
@@ -165,14 +179,25 @@ void StateDisk::WaitForWrite(std::unique_lock<std::mutex>& lock, StateArray* arr
   if (writing == io) writing.reset();
 }
 
-void StateDisk::Check(int64_t number, int64_t version, int64_t bytes) {
-  std::lock_guard<std::mutex> lock(mutex_);
+void StateDisk::Check(int64_t number, int64_t version, int64_t bytes, bool newest) {
+  std::unique_lock<std::mutex> lock(mutex_);
   const std::shared_ptr<StateArray> array = ArrayOf(number);
+  // The step before may still run on other devices. They end it, or fail.
+  const auto begin = std::chrono::steady_clock::now();
+  while (array->written == array->latest + 1 && !closing_ && !WasFailedTogether(array->written_in)) {
+    if (std::chrono::steady_clock::now() - begin > std::chrono::minutes(5)) {
+      throw std::runtime_error("offload: a step must end on all devices before the next one begins, but one of them has "
+                               "not written its state for 5 minutes; see what it waits for");
+    }
+    done_.wait_for(lock, std::chrono::milliseconds(10));
+  }
+  if (closing_) throw std::runtime_error("offload: the StateStore is closed");
   if (array->bytes != bytes) {
     throw std::runtime_error("offload: `state` must have arrays of the size that they were made with, got one of " +
                              std::to_string(array->bytes) + " bytes in place of " + std::to_string(bytes));
   }
-  const bool whole = version == array->latest || (version == array->latest - 1 && array->started == array->latest);
+  const bool before = !newest && version == array->latest - 1 && array->started == array->latest;
+  const bool whole = version == array->latest || before;
   if (!whole) Stale(version, array->latest);
 }
 
@@ -188,7 +213,7 @@ std::vector<StateIoPtr> StateDisk::Read(int64_t number, int64_t version, int64_t
     if (!whole) Stale(version, array->latest);
   }
   for (const StateIoPtr& io : found) {
-    io->buffer = buffers_->Take(io->bytes, false, options_.host_bytes, context != nullptr);
+    io->buffer = BuffersOf(io).Take(io->bytes, false, options_.host_bytes, context != nullptr);
     io->context = context;
     io->after = io->buffer->busy;
     Submit(io);
@@ -215,7 +240,7 @@ std::vector<StateIoPtr> StateDisk::Write(int64_t number, int64_t version, int64_
   const int64_t cap = options_.host_bytes >= 0 ? options_.host_bytes : host_bytes;
   for (const StateIoPtr& io : found) {
     try {
-      io->buffer = buffers_->Take(io->bytes, true, cap, context != nullptr);
+      io->buffer = BuffersOf(io).Take(io->bytes, true, cap, context != nullptr);
     } catch (const std::exception& error) {
       std::lock_guard<std::mutex> lock(mutex_);
       for (const StateIoPtr& other : found) {  // nobody waits for what will never be written
@@ -230,11 +255,25 @@ std::vector<StateIoPtr> StateDisk::Write(int64_t number, int64_t version, int64_
   return found;
 }
 
-void StateDisk::Commit(int64_t number, int64_t version) {
+void StateDisk::Commit(int64_t number, int64_t version, int64_t run) {
   std::lock_guard<std::mutex> lock(mutex_);
   const std::shared_ptr<StateArray> array = ArrayOf(number);
   if (version != array->latest + 1) Stale(version - 1, array->latest);
-  array->latest = version;
+  if (array->family == nullptr) {
+    array->latest = version;
+    return;
+  }
+  array->written = version;
+  array->written_in = run;
+  std::vector<StateArray*> members;
+  for (int64_t other : *array->family) {
+    const auto member = arrays_.find(other);
+    if (member == arrays_.end()) continue;  // removed
+    if (member->second->written != version || member->second->written_in != run) return;
+    members.push_back(member->second.get());
+  }
+  for (StateArray* member : members) member->latest = version;
+  done_.notify_all();
 }
 
 void StateDisk::Put(int64_t number, int64_t offset, const void* data, int64_t bytes) {
@@ -245,7 +284,7 @@ void StateDisk::Put(int64_t number, int64_t offset, const void* data, int64_t by
   }
   const auto* from = static_cast<const char*>(data);
   for (const StateIoPtr& io : found) {
-    io->buffer = buffers_->Take(io->bytes, true, 4 * options_.chunk_bytes, false);
+    io->buffer = BuffersOf(io).Take(io->bytes, true, 4 * options_.chunk_bytes, false);
     std::memcpy(io->buffer->data, from, static_cast<size_t>(io->bytes));
     from += io->bytes;
     Submit(io);
@@ -278,7 +317,7 @@ void StateDisk::Get(int64_t number, int64_t version, int64_t offset, void* data,
 
 void StateDisk::Drain() {
   std::unique_lock<std::mutex> lock(mutex_);
-  done_.wait(lock, [&] { return reads_.empty() && writes_.empty() && running_ == 0; });
+  done_.wait(lock, [&] { return IsIdle(); });
   for (const auto& [number, array] : arrays_) {
     for (size_t i = 0; i < array->units.size(); ++i) {
       WaitForWrite(lock, array.get(), i, static_cast<int>(array->latest % 2));
@@ -290,7 +329,7 @@ StateDisk::Stats StateDisk::GetStats() const {
   std::lock_guard<std::mutex> lock(mutex_);
   Stats stats = stats_;
   stats.disk_bytes = disk_ ? disk_->bytes_held() : 0;
-  stats.peak_host_bytes = buffers_->peak_bytes();
+  for (const auto& [number, lane] : lanes_) stats.peak_host_bytes += lane->buffers->peak_bytes();
   return stats;
 }
 

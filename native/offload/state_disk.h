@@ -4,6 +4,11 @@
 // unit has room for two versions. An update reads version v and writes version v + 1 elsewhere, so a step that fails
 // leaves v whole, and no read races with a write. I/O threads read and write units to and from host memory; only a few
 // units are in host memory at a time.
+//
+// An array of several devices lies as its shards, each an array of its own, and together they are a family. A version of
+// a family is complete when every shard of this process is: the shards of a step that fails on one device stay as they
+// were. Each device has a lane: threads, queues and host memory of its own. So no device waits for memory or threads that
+// another one's writes hold: these may wait for a collective operation, and so for the device itself.
 #pragma once
 
 #include <condition_variable>
@@ -50,6 +55,10 @@ struct StateArray {
   int64_t latest = 0;   // version that is complete
   int64_t started = 0;  // version of which something may be written
   bool removed = false;
+  int lane = 0;
+  // Of an array that is in a family: its members' numbers, and the last version that was written whole, in which run.
+  std::shared_ptr<const std::vector<int64_t>> family;
+  int64_t written = 0, written_in = 0;
   std::vector<Unit> units;
 };
 
@@ -72,8 +81,11 @@ class StateDisk {
   void Close();
   int64_t number() const { return number_; }
 
-  // Room for two versions of an array. Throws where the file system or disk_bytes does not hold them.
-  int64_t Create(int64_t bytes, int64_t unit_bytes);
+  // Room for two versions of an array, which is read and written in `lane`. Throws where the file system or disk_bytes
+  // does not hold them.
+  int64_t Create(int64_t bytes, int64_t unit_bytes, int lane);
+  // From now on versions of these arrays are complete together.
+  void Join(const std::vector<int64_t>& arrays);
   void Remove(int64_t array);
   // Units of version 0, before the array is used.
   void Put(int64_t array, int64_t offset, const void* data, int64_t bytes);
@@ -83,8 +95,9 @@ class StateDisk {
   Stats GetStats() const;
   void Intercept(std::shared_ptr<Interceptor> interceptor);
 
-  // Throws where a step cannot begin with this version.
-  void Check(int64_t array, int64_t version, int64_t bytes);
+  // Throws where a step cannot begin with this version, or, newest: where it is not the newest one. Waits until the other
+  // devices of this process have written theirs.
+  void Check(int64_t array, int64_t version, int64_t bytes, bool newest = false);
   // Begins to read whole units.
   std::vector<StateIoPtr> Read(int64_t array, int64_t version, int64_t offset, int64_t bytes, Context context);
   // Host memory for whole units, which the caller fills and submits.
@@ -94,35 +107,43 @@ class StateDisk {
   bool IsDone(const StateIoPtr& io) const;
   // Throws where the read or the write failed.
   void WaitFor(const StateIoPtr& io);
-  // All units of a version were submitted.
-  void Commit(int64_t array, int64_t version);
+  // All units of a version were submitted. A family's version is complete when one run has committed all its arrays.
+  void Commit(int64_t array, int64_t version, int64_t run);
 
  private:
   struct Job {
     StateIoPtr io;
     size_t chunk = 0;
   };
+  struct Lane {
+    std::shared_ptr<StateBuffers> buffers = std::make_shared<StateBuffers>();
+    std::condition_variable ready;
+    std::deque<Job> reads, writes;
+    int writing = 0;
+    std::vector<std::thread> threads;
+  };
 
+  Lane& MakeLane(int number);
+  StateBuffers& BuffersOf(const StateIoPtr& io) const;
+  bool IsIdle() const;
   std::shared_ptr<StateArray> ArrayOf(int64_t array) const;
   std::vector<StateIoPtr> Units(int64_t array, int64_t version, int64_t offset, int64_t bytes, bool write) const;
   void WaitForWrite(std::unique_lock<std::mutex>& lock, StateArray* array, size_t unit, int slot);
-  void Work();
+  void Work(Lane* lane);
   std::string Do(const Job& job);
 
   const Options options_;
   const int64_t number_;
-  std::shared_ptr<StateBuffers> buffers_ = std::make_shared<StateBuffers>();
   mutable std::mutex mutex_;
-  std::condition_variable ready_, done_;
+  std::condition_variable done_;
   std::unique_ptr<Disk> disk_;
   std::map<int64_t, std::shared_ptr<StateArray>> arrays_;
-  std::deque<Job> reads_, writes_;
-  int running_ = 0, writing_ = 0;
+  std::map<int, std::unique_ptr<Lane>> lanes_;
+  int running_ = 0;
   int64_t next_ = 1;
   bool closing_ = false;
   Stats stats_;
   std::shared_ptr<Interceptor> interceptor_;
-  std::vector<std::thread> threads_;
 };
 
 }  // namespace dejax::offload

@@ -9,6 +9,34 @@
 
 namespace dejax::offload {
 
+// A device's lane, with its threads. The caller holds the mutex.
+StateDisk::Lane& StateDisk::MakeLane(int number) {
+  std::unique_ptr<Lane>& lane = lanes_[number];
+  if (lane != nullptr) return *lane;
+  lane = std::make_unique<Lane>();
+  try {
+    for (int i = 0; i < std::max(1, options_.num_threads); ++i) {
+      lane->threads.emplace_back([this, raw = lane.get()] { Work(raw); });
+    }
+  } catch (const std::exception& error) {
+    if (!lane->threads.empty()) return *lane;  // fewer do
+    lanes_.erase(number);
+    throw std::runtime_error(std::string("offload: no I/O thread could be made: ") + error.what());
+  }
+  return *lane;
+}
+
+StateBuffers& StateDisk::BuffersOf(const StateIoPtr& io) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return *lanes_.at(io->array->lane)->buffers;
+}
+
+bool StateDisk::IsIdle() const {
+  return running_ == 0 && std::all_of(lanes_.begin(), lanes_.end(), [](const auto& lane) {
+           return lane.second->reads.empty() && lane.second->writes.empty();
+         });
+}
+
 void StateDisk::Submit(const StateIoPtr& io) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (closing_ || io->array->removed) {
@@ -17,8 +45,9 @@ void StateDisk::Submit(const StateIoPtr& io) {
     done_.notify_all();
     throw std::runtime_error(io->error);
   }
-  for (size_t i = 0; i < io->left; ++i) (io->write ? writes_ : reads_).push_back({io, i});
-  ready_.notify_all();
+  Lane& lane = *lanes_.at(io->array->lane);
+  for (size_t i = 0; i < io->left; ++i) (io->write ? lane.writes : lane.reads).push_back({io, i});
+  lane.ready.notify_all();
 }
 
 bool StateDisk::IsDone(const StateIoPtr& io) const {
@@ -39,28 +68,29 @@ void StateDisk::Intercept(std::shared_ptr<Interceptor> interceptor) {
   interceptor_ = std::move(interceptor);
 }
 
-void StateDisk::Work() {
+void StateDisk::Work(Lane* lane) {
   NameThisThread("dejax-state");
   std::unique_lock<std::mutex> lock(mutex_);
   // Writes may wait for the GPU. Half of the threads are left to reads, which steps wait for.
   const int most_writes = std::max(1, options_.num_threads / 2);
   while (true) {
-    ready_.wait(lock, [&] {
-      return !reads_.empty() || (!writes_.empty() && writing_ < most_writes) || (closing_ && writes_.empty());
+    lane->ready.wait(lock, [&] {
+      return !lane->reads.empty() || (!lane->writes.empty() && lane->writing < most_writes) ||
+             (closing_ && lane->writes.empty());
     });
-    if (reads_.empty() && writes_.empty()) return;
-    std::deque<Job>& queue = reads_.empty() ? writes_ : reads_;
+    if (lane->reads.empty() && lane->writes.empty()) return;
+    std::deque<Job>& queue = lane->reads.empty() ? lane->writes : lane->reads;
     Job job = queue.front();
     queue.pop_front();
     ++running_;
-    writing_ += job.io->write;
+    lane->writing += job.io->write;
     lock.unlock();
     const std::string error = Do(job);
     std::shared_ptr<StateBuffer> finished;
     lock.lock();
     --running_;
-    writing_ -= job.io->write;
-    if (job.io->write) ready_.notify_all();
+    lane->writing -= job.io->write;
+    if (job.io->write) lane->ready.notify_all();
     (job.io->write ? stats_.written_bytes : stats_.read_bytes) +=
         job.io->array->units[job.io->unit].chunks[job.io->slot][job.chunk].bytes;
     if (!error.empty()) job.io->error = error;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <set>
 
 namespace dejax::offload {
 namespace {
@@ -18,11 +19,17 @@ struct State {
   std::map<int64_t, std::map<int, Bytes>> bytes;  // by run and device
   bool any = false;
   int64_t failed_run = 0;
+  std::set<int64_t> failed;  // all runs that have failed
   std::string why;
+  bool of_state = false;
   bool raised = false;
   int64_t raised_in = 0;  // the run whose calls all raise it
 
   std::string Message() const {
+    if (of_state) {
+      return why + " (on one device of several: the updates of that step are NaN, and no device keeps its new state. Go on "
+                   "from the parameters and the state before that step, or from a checkpoint)";
+    }
     int64_t sum = 0;
     const auto found = bytes.find(failed_run);
     if (found != bytes.end()) {
@@ -65,13 +72,15 @@ void CountTogether(int64_t run, int device, int64_t bytes) {
   count.peak = std::max(count.peak, count.live);
 }
 
-void FailTogether(int64_t run, const std::string& why) {
+void FailTogether(int64_t run, const std::string& why, bool of_state) {
   State& state = Get();
   std::lock_guard<std::mutex> lock(state.mutex);
+  state.failed.insert(run);
   if (state.any) return;  // what failed first is the cause
   state.any = true;
   state.failed_run = run;
   state.why = why;
+  state.of_state = of_state;
   state.raised = false;
 }
 
@@ -79,6 +88,12 @@ bool HasFailedTogether(int64_t run) {
   State& state = Get();
   std::lock_guard<std::mutex> lock(state.mutex);
   return state.any && state.failed_run == run;
+}
+
+bool WasFailedTogether(int64_t run) {
+  State& state = Get();
+  std::lock_guard<std::mutex> lock(state.mutex);
+  return state.failed.count(run) != 0;
 }
 
 std::string TakeFailureOfShards() {

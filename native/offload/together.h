@@ -22,9 +22,13 @@ void BeginTogether(int64_t run);
 // Bytes that a device stores in a run (or, negative, fetches): the failure's message tells how much a step needs.
 void CountTogether(int64_t run, int device, int64_t bytes);
 
-void FailTogether(int64_t run, const std::string& why);
+// of_state: a call on an optimizer's state failed, not one on activations.
+void FailTogether(int64_t run, const std::string& why, bool of_state = false);
 
 bool HasFailedTogether(int64_t run);
+
+// The same, also after a later run has raised it.
+bool WasFailedTogether(int64_t run);
 
 // The failure that no step has raised yet; forgets it. Empty: there is none.
 std::string TakeFailureOfShards();

@@ -44,18 +44,18 @@ def cases() -> dict[str, tuple[RelGraph, np.ndarray]]:
     thirds = np.repeat(np.arange(PARTS), [13, 12, 11])  # so that parts have padding rows
     at_borders = anywhere.copy()
     at_borders[:180] = rng.choice([0, 12, 13, 24, 35], 180)
-    hubs = anyhow.copy()
-    hubs[100:220] = rng.choice([12, 13, 35], 120)  # long segments of the gradients, by source
+    long_by_source = anyhow.copy()
+    long_by_source[100:220] = rng.choice([12, 13, 35], 120)  # long segments of the gradients, by source
     one = anywhere.copy()
     one[:160] = rng.choice([2, 9], 160)
     short = np.arange(N * 5) % N
     # Parts 0 and 1 have the edges; part 2 has nodes that are read, or none at all.
     return {
-        "long segments at borders": made(at_borders, hubs, thirds),
+        "long segments at borders": made(at_borders, long_by_source, thirds),
         "one part has all long segments": made(one, anyhow, thirds),
         "no long segments": made(short, rng.permutation(short), thirds),
         "a part without edges": made(np.where(one >= 25, 3, one), anyhow, thirds),
-        "a part without nodes": made(at_borders, hubs, thirds % 2),
+        "a part without nodes": made(at_borders, long_by_source, thirds % 2),
         "no edges": made(np.zeros(0, int), np.zeros(0, int), thirds),
     }
 
@@ -110,8 +110,8 @@ def test_parts_have_the_tables_of_one_device(name: str) -> None:
                 same(counts, np.diff(np.asarray(want.offsets)))
                 same(np.asarray(got.rows)[counts > 0], np.asarray(want.rows)[counts > 0])
             if key == "by_receiver":  # first those that can have edges
-                assert part.bounds is not None
-                assert (np.asarray(got.rows)[: part.bounds.receivers] < part.bounds.receivers).all()
+                assert part.num_destinations is not None
+                assert (np.asarray(got.rows)[: part.num_destinations] < part.num_destinations).all()
             valid = int(np.asarray(want.offsets)[-1])
             same(np.asarray(got.order)[:valid], np.asarray(want.order)[:valid])
             assert_segments_covered(part.grouping(key))

@@ -174,7 +174,7 @@ def test_long_segments_and_many_types_and_one_type(types, fan_out):
     slots = tuple(Slots(t, first, 6, fan_out) for t in range(types) for first in (0, 6))
     spec = SlotSpec(slots, ((0, 6), (0, 6), (0, 50)), (0,) * types, tuple(map(str, range(types))), ("only",))
     senders = [rng.integers(-1, 8 if types == 3 else 62, (6, fan_out)).astype(np.int32) for _ in slots]
-    graph = jax.jit(lambda senders, mask: graph_of_slots(senders, mask, spec))(senders, jnp.ones(62, bool))
+    graph = jax.jit(lambda senders, mask: graph_of_slots(senders, mask, spec)[0])(senders, jnp.ones(62, bool))
     want = rgnn.RelGraph.from_edges(
         np.concatenate([s.reshape(-1) for s in senders]),
         np.concatenate([np.repeat(np.arange(s.first, s.first + 6), fan_out) for s in slots]),

@@ -54,7 +54,8 @@ def test_a_step_lowers_for_the_gpu(layer):
     assert len(re.findall(r"xla\.gpu\.triton", text)) > 8
 
 
-def test_a_pipelined_step_starts_the_reads_first_and_ends_them_last():
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_pipelined_step_starts_the_reads_first_and_ends_them_last(joined):
     """In the loop's body: starts of all types, through which this step's rows pass, then the ends; nothing twice."""
 
     def on_gpu(leaf):
@@ -80,7 +81,7 @@ def test_a_pipelined_step_starts_the_reads_first_and_ends_them_last():
 
     def update(params, batch):
         (block,) = batch.blocks
-        x = block.join({**batch.x, "lonely": jnp.zeros((0, 32))})
+        x = block.join(batch.x)
 
         def loss_of(params):
             return (library.rgat(block.graph, x, params, options=OPTIONS) ** 2).sum()
@@ -92,10 +93,47 @@ def test_a_pipelined_step_starts_the_reads_first_and_ends_them_last():
     seeds = jax.ShapeDtypeStruct((5, 8), jnp.int32)
     mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
     with jax.sharding.use_abstract_mesh(mesh):
-        traced = pipelined_steps(update, sample).trace(params, topology, store, keys, seeds)
+        traced = pipelined_steps(update, sample, joined=joined).trace(params, topology, store, keys, seeds)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     body = text[text.rindex("stablehlo.while") :]
     calls = re.findall(r"custom_call @dejax_table_gather_(start|done)", body)
-    assert calls == ["start", "start", "done", "done"] and text.count("dejax_table_gather_start") == 2
+    assert (
+        calls == ["start", "start", *(["done"] if joined else ["done", "done"])]
+        and text.count("dejax_table_gather_start") == 2
+    )
     # A start returns the rows of this step, which the layers read: they run after it.
     assert re.search(r"dejax_table_gather_start.*tensor<\d+x32xf32>.*->.*tensor<\d+x32xf32>", body)
+
+
+def test_kernels_of_bipartite_blocks_have_no_rows_of_other_nodes():
+    """Results and their gradients have rows of destinations alone, in kernels as well; heads and biases included."""
+    r, t, h, k, d = 4, 3, 2, 48, 16
+
+    @rgnn.program
+    def layer(g, x, params, bias):
+        return library.rgat(g, x, params, softmax="relation") + g.per_node_type(bias)
+
+    def loss(params, x, bias, topology, seeds):
+        block = make_blocks(sample_blocks(jax.random.key(0), topology, ("paper", seeds), [3, 2]))[0]
+        return (layer(block.bipartite, x, params, bias, options=OPTIONS) ** 2).sum()
+
+    topology, seeds = topology_of(edge_lists(120)), jnp.arange(8)
+    block = make_blocks(sample_blocks(jax.random.key(0), topology, ("paper", seeds), [3, 2]))[0]
+    shapes = {"weight": (r, h, k, d), "attention_src": (r, h, d), "attention_dst": (r, h, d)}
+    given = (
+        {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()},
+        jax.ShapeDtypeStruct((block.num_sources, k), jnp.float32),
+        jax.ShapeDtypeStruct((t, h * d), jnp.float32),
+        jax.eval_shape(lambda: topology),
+        jax.ShapeDtypeStruct((8,), jnp.int32),
+    )
+    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(jax.value_and_grad(loss, (0, 2))).trace(*given)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    rows = block.num_sources
+    calls = [line.rpartition("} : (")[2] for line in text.splitlines() if "__gpu$xla.gpu.triton(" in line]
+    assert len(calls) > 8
+    signatures = "\n".join(calls)
+    assert f"tensor<{block.num_destinations}x{h * d}xf32>" in signatures
+    assert not re.search(rf"tensor<{rows}x({h * d}|{h}x{d})xf32>", signatures)

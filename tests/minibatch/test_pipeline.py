@@ -13,6 +13,7 @@ from dejax import _native, offload
 from dejax.host_gather import adam
 from dejax.minibatch import (
     FeatureStore,
+    JoinedFeatures,
     link_batch,
     pipelined_steps,
     sample_blocks,
@@ -89,6 +90,55 @@ def test_pipelined_steps_equal_single_ones(steps, around):
     np.testing.assert_array_equal(np.asarray(outs["loss"]), np.array(single, np.float32))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def all_types(scale=None, width=4):
+    """Features of all types, of one width unless `width` is another one for authors."""
+    rng = np.random.default_rng(2)
+    widths = dict.fromkeys(COUNTS, 4) | {"author": width}
+    arrays = {name: rng.standard_normal((n, widths[name])).astype(np.float32) for name, n in COUNTS.items()}
+    return FeatureStore.from_arrays(arrays, scale=scale, dtype=None if scale is None else np.int8)
+
+
+@pytest.mark.parametrize("scale", [None, "row", "column"])
+def test_joined_features_are_those_by_type_in_the_order_of_blocks(scale):
+    topology, store = topology_of(), all_types(scale)
+    seeds, keys = seed_batches(np.arange(COUNTS["paper"]), 5, seed=0)[-2:], step_keys(jax.random.key(3), 7, 2)
+
+    def update(total, batch):
+        first = batch.blocks[0]
+        rows = first.join(batch.x)
+        return total + rows.sum(), (rows, {name: batch.x[name] for name in batch.x}, len(batch.x))
+
+    apart = sampled_step(update, sample, donate=False)
+    outs = [apart(0.0, topology, store, key, some)[1] for key, some in zip(keys, seeds, strict=True)]
+    want = jax.tree.map(lambda *some: np.stack(some), *outs)
+    joined = sampled_step(update, sample, joined=True, donate=False)
+    single = [joined(0.0, topology, store, key, some)[1] for key, some in zip(keys, seeds, strict=True)]
+    many = pipelined_steps(update, sample, joined=True, donate=False)(0.0, topology, store, keys, seeds)[1]
+    for got in (jax.tree.map(lambda *some: np.stack(some), *single), many):
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_joined_features_are_a_pytree_and_a_mapping():
+    topology, store = topology_of(), all_types()
+    step = sampled_step(lambda state, batch: (state, batch.x), sample, joined=True, donate=False)
+    _, x = step(0, topology, store, jax.random.key(0), np.arange(3, dtype=np.int32))
+    half = jax.tree.map(lambda rows: rows.astype(jnp.bfloat16), x)
+    assert isinstance(half, JoinedFeatures) and half["paper"].dtype == jnp.bfloat16
+    assert dict(x).keys() == {"author", "paper"} and {**x}["paper"].shape == x["paper"].shape
+    for name in ("lonely", "unknown"):
+        with pytest.raises(KeyError):
+            x[name]
+
+
+def test_features_that_cannot_be_joined_are_named():
+    topology, seeds, key = topology_of(), np.arange(3, dtype=np.int32), jax.random.key(0)
+    step = sampled_step(lambda state, batch: (state, batch.x), sample, joined=True)
+    with pytest.raises(ValueError, match="must have one width, got .*leave `joined` out"):
+        step(0, topology, all_types(width=3), key, seeds)
+    with pytest.raises(ValueError, match="each node type of the sample must have features, got none of 'author'"):
+        step(0, topology, store_of(["paper"]), key, seeds)
 
 
 def test_embeddings_in_the_state_are_read_after_the_step_before():

@@ -224,3 +224,16 @@ def test_a_folder_is_incomplete_while_it_is_written_again(tmp_path):
         HeteroTopology.from_edges({relation: ([9], [2])}, counts, folder=tmp_path)
     with pytest.raises(FileNotFoundError, match=r"topology\.json"):
         HeteroTopology.load(tmp_path)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_starts_on_the_device_give_the_same_samples(on_host):
+    edges = random_edges()
+    topology = HeteroTopology.from_edges(edges, COUNTS, on_host=on_host)
+    moved = topology.with_starts_on_device()
+    assert all(isinstance(some.starts, jax.Array) for some in moved.lists)
+    assert isinstance(moved.lists[0].senders, HostTable) == on_host
+    assert moved.starts_nbytes == 4 * sum(COUNTS[kind] + 1 for _, _, kind in edges)
+    assert_has(moved, edges)
+    draw = jax.jit(lambda t: sample_blocks(jax.random.key(0), t, ("paper", np.arange(5)), [3, 2]))
+    jax.tree.map(np.testing.assert_array_equal, draw(topology), draw(moved))

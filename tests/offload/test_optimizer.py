@@ -227,6 +227,8 @@ def test_the_first_state_of_sharded_parameters_is_sharded():
             if b.ndim:
                 assert a.sharding.memory_kind == ("pinned_host" if b.nbytes >= 1024 else rows.memory_kind)
                 assert a.sharding.with_memory_kind(rows.memory_kind).is_equivalent_to(rows, a.ndim)
+    single = optimizer(optax.adam(1e-2), min_bytes=1024).init(params["w"])[0]
+    assert single.mu.sharding.spec == rows.spec and single.count.sharding.device_set == rows.device_set
 
 
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
@@ -234,11 +236,11 @@ def test_state_of_several_devices_is_refused_where_dejax_copies(tmp_path):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     params = jax.device_put(PARAMS["a"], rows)
+    with pytest.raises(
+        ValueError, match="`params` must lie on one device with streams=True, got arrays on 2 devices; keep"
+    ):
+        optimizer(optax.adam(1e-2), streams=True).init(params)
     for how, said in (({"path": tmp_path}, "a path"), ({"streams": True}, "streams=True")):
-        with pytest.raises(
-            ValueError, match=f"`params` must lie on one device with {said}, got arrays on 2 devices; keep"
-        ):
-            optimizer(optax.adam(1e-2), **how).init(params)
         step = stack_step(lambda o, b: b, lambda p, x: x, lambda o, x, b: x.sum(), optax.adam(1e-2), **how)
         with pytest.raises(
             ValueError, match=f"stack_step: `params` must lie on one device with {said}, got arrays on 2"

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from dejax import pallas as kernels
+from dejax.pallas import padding
 from tests.pallas.reference import interpreted
 
 pytestmark = pytest.mark.newest_jax
@@ -12,15 +13,13 @@ pytestmark = pytest.mark.newest_jax
 SHAPES = [((9,), "float32"), ((300, 2, 5), "bfloat16"), ((70, 1500), "float16"), ((300, 3), "uint8")]
 
 
-@pytest.mark.parametrize("first_of", [0, 2])
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES, ids=str)
-def test_clear_rows(shape, dtype, first_of):
+def test_clear_rows(shape, dtype):
     rows = shape[0]
-    first = rows // first_of if first_of else 0
-    for valid in {first, rows - 1, rows}:
+    for valid in (0, 1, rows // 2, rows - 1, rows):
         wide, narrow = jnp.ones(shape, dtype), jnp.full((rows, 1), jnp.nan)
-        offsets = jnp.array([0, first, valid], jnp.int32)
-        found = interpreted(lambda a, b, offsets=offsets: kernels.clear_rows([a, b], offsets, first))(wide, narrow)
+        offsets = jnp.array([0, valid // 2, valid], jnp.int32)
+        found = interpreted(lambda a, b, offsets=offsets: kernels.clear_rows([a, b], offsets))(wide, narrow)
         assert [a.dtype for a in found] == [wide.dtype, narrow.dtype]
         for before, after in zip((wide, narrow), found, strict=True):
             before, after = np.asarray(before, np.float64), np.asarray(after, np.float64)
@@ -30,7 +29,7 @@ def test_clear_rows(shape, dtype, first_of):
 
 def test_clear_rows_at_positions_of_an_order():
     x, order = jnp.ones((11, 3)), jnp.asarray(np.random.default_rng(0).permutation(11), jnp.int32)
-    (found,) = interpreted(lambda x: kernels.clear_rows([x], jnp.array([8]), 6, order=order))(x)
+    (found,) = interpreted(lambda x: kernels.clear_rows([x], jnp.array([8]), order=order))(x)
     want = np.ones((11, 3))
     want[np.asarray(order)[8:]] = 0
     np.testing.assert_array_equal(found, want)
@@ -38,6 +37,12 @@ def test_clear_rows_at_positions_of_an_order():
 
 def test_clear_rows_of_nothing():
     x = jnp.ones((4, 0))
-    assert kernels.clear_rows([x], jnp.array([2]), 0)[0] is x
-    full = jnp.ones((4, 2))
-    assert kernels.clear_rows([full], jnp.array([4]), 4)[0] is full
+    assert kernels.clear_rows([x], jnp.array([2]))[0] is x
+
+
+def test_more_rows_than_programs(monkeypatch):
+    monkeypatch.setattr(padding, "_PROGRAMS", 1)
+    monkeypatch.setattr(padding, "_TILE", 4)
+    x = jnp.ones((1300, 2))
+    (found,) = interpreted(lambda x: kernels.clear_rows([x], jnp.array([7])))(x)
+    np.testing.assert_array_equal(found[:, 0], np.arange(1300) < 7)

@@ -18,7 +18,7 @@ from dejax.rgnn.graphs import build
 from dejax.rgnn.graphs.loop_tables import LOOPS, loop_groupings, loop_tables_of, with_packed
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments, make_segments
-from dejax.rgnn.graphs.spec import Bounds, Edges, GraphSpec
+from dejax.rgnn.graphs.spec import Edges, GraphSpec
 
 # The groupings by type, which have tiles.
 _TYPED = ("by_edge_type", "source_pair_by_type", "destination_pair_by_type", "by_node_type")
@@ -40,9 +40,6 @@ _PAIRS = (
     ("by_destination_pair", "destination_pair_by_node", "destination_pair_by_type"),
 )
 
-# Before the name of a grouping by type: entries that are no padding, in the part that has the fewest.
-_FEWEST = "fewest."
-
 
 def tables_of(edges: Edges, node_type: np.ndarray, spec: GraphSpec) -> dict[str, Any]:
     """The fields of a `RelGraph`, as numpy arrays of exact sizes; padding edges and nodes count as in `spec`.
@@ -63,17 +60,15 @@ def pair_sizes(tables: Mapping[str, Any]) -> Sizes:
 def table_sizes(tables: Mapping[str, Any], pairs: Sizes, spec: GraphSpec) -> Sizes:
     """The sizes of a graph's tables with `pairs` pairs, from `largest`; they follow from the number of entries."""
     sizes = dict(pairs)
-    for name in _TYPED:
-        sizes[_FEWEST + name] = int(tables[name].offsets[-1])
     for name, group in _regrouped(tables, pairs, spec).items():
         sizes |= sizes_of_group(name, group, spec.long_segment_chunk if name in LOOPS else None)
     return sizes
 
 
 def largest(many: Sequence[Sizes]) -> Sizes:
-    """The sizes that hold the tables of all graphs, and the fewest valid rows."""
+    """The sizes that hold the tables of all graphs."""
     names = dict.fromkeys(name for sizes in many for name in sizes)
-    return {name: (min if name.startswith(_FEWEST) else max)(sizes.get(name, 0) for sizes in many) for name in names}
+    return {name: max(sizes.get(name, 0) for sizes in many) for name in names}
 
 
 def padded_graph(
@@ -82,7 +77,7 @@ def padded_graph(
     spec: GraphSpec,
     source_types: np.ndarray | None,
     *,
-    receivers: int,
+    destinations: int,
     loop_tables: bool,
 ) -> RelGraph:
     """The graph with tables of the given sizes, as numpy arrays.
@@ -92,7 +87,7 @@ def padded_graph(
         sizes: at least as large as the graph's, from `largest`.
         spec: counts and names.
         source_types: int[edge types], the node type of the sources of each; None where there is no single one.
-        receivers: nodes before this number may have incoming edges.
+        destinations: nodes before this number may have incoming edges.
         loop_tables: whether to make the tables that GPU kernels read, as `RelGraph.with_loop_tables` does.
     """
     fields = dict(tables)
@@ -103,8 +98,7 @@ def padded_graph(
     fields["edge_mask"] = np.arange(num_edges) < valid
     fields["node_mask"] = np.asarray(tables["node_type"]) < spec.num_node_types
     fields["edge_type_by_source"] = _by_source(source_types, spec)
-    fewest = tuple((name, sizes[_FEWEST + name]) for name in _TYPED)
-    graph = dataclasses.replace(RelGraph._made(fields, spec), bounds=Bounds(receivers, fewest))
+    graph = dataclasses.replace(RelGraph._made(fields, spec), num_destinations=destinations)
     if not loop_tables:
         return graph
     groups = loop_groupings(graph, spec.long_segment_chunk)

@@ -18,7 +18,6 @@ from dejax.rgnn.ir.inter import Op, Space
 from dejax.rgnn.lowering.segments import (
     extremum_at,
     extremum_of_all,
-    first_padding,
     lowest,
     segments,
     valid_rows,
@@ -72,10 +71,9 @@ class DeviceRun:
         if op.space == Space.GRAPH:
             return x[0]
         graph = self._graph(op.space != Space.NODE)
-        first = first_padding(graph, op.space)
-        if first is not None and op.space == Space.NODE and uses_kernels(graph, self.options):
+        if op.space == Space.NODE and uses_kernels(graph, self.options):
             group = graph.by_node_type
-            return _cleared(x, graph.node_mask, (group.offsets, group.order), first, self.options.interpret)
+            return _cleared(x, graph.node_mask, (group.offsets, group.order), self.options.interpret)
         x = where_rows(valid_rows(graph, op.space), x)
         return x.at[self.local.edge_positions].get(unique_indices=True) if op.space == Space.EDGE else x
 
@@ -83,7 +81,7 @@ class DeviceRun:
         graph = self._graph(stage.on_edges)
         inputs = tuple(self._read(ref, stage.on_edges) for ref in stage.inputs)
         own: tuple[tuple[int, ...], ...] = ((), ())
-        if graph.bounds is not None and stage.on_edges:
+        if graph.num_destinations is not None and stage.on_edges:
             own = tuple(
                 tuple(n for n, (_, form) in enumerate(refs) if form == Form.OWN)
                 for refs in (stage.inputs, stage.outputs)
@@ -151,24 +149,22 @@ class DeviceRun:
         return jnp.where(found == none, jnp.zeros((), x.dtype), found)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _cleared(x: jax.Array, valid: jax.Array, tables: Any, first: int, interpret: bool | None) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _cleared(x: jax.Array, valid: jax.Array, tables: Any, interpret: bool | None) -> jax.Array:
     """`x` with zeros in padding rows: written in place, where a select would copy all rows.
 
     `tables` are the offsets and the order of the nodes by type.
     """
-    return clear_rows([x], tables[0], first, order=tables[1], interpret=interpret)[0]
+    return clear_rows([x], tables[0], order=tables[1], interpret=interpret)[0]
 
 
 def _cleared_forward(
-    x: jax.Array, valid: jax.Array, tables: Any, first: int, interpret: bool | None
+    x: jax.Array, valid: jax.Array, tables: Any, interpret: bool | None
 ) -> tuple[jax.Array, jax.Array]:
-    return _cleared(x, valid, tables, first, interpret), valid
+    return _cleared(x, valid, tables, interpret), valid
 
 
-def _cleared_backward(
-    first: int, interpret: bool | None, valid: jax.Array, cotangent: jax.Array
-) -> tuple[jax.Array, None, None]:
+def _cleared_backward(interpret: bool | None, valid: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
     return where_rows(valid, cotangent), None, None
 
 

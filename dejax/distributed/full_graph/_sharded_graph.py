@@ -355,7 +355,7 @@ def _fields(
     sources = None if layout.typed_sources is None else np.array(layout.typed_sources, np.int32)
     specs = _spec(layout, layout.rows), _spec(layout, layout.rows + layout.halo)
     owned, local = (
-        padded_graph(some, of, spec, sources, receivers=layout.rows, loop_tables=loop_tables)
+        padded_graph(some, of, spec, sources, destinations=layout.rows, loop_tables=loop_tables)
         for some, of, spec in zip(tables, sizes, specs, strict=True)
     )
     owned = dataclasses.replace(owned, edge_mask=None)

@@ -7,6 +7,8 @@
 //   SPLIT         (with CACHED) the table has only the other rows; `slots` tells where
 //   SOURCE, RESULT  element types: -1 moves bytes
 //   MEAN          a result row is the mean of the rows of `fan_out` ids
+//   POSITION      int, or long long where a gather has 2^31 chunks: a division of 64 bits takes as many instructions as
+//                 the conversion of a chunk
 //
 // Reads go over the bus and decide the time. Each lane reads an aligned 16-byte chunk; neighbouring lanes read
 // neighbouring chunks, starting at a boundary of `align` bytes at or below the row. A line that two instructions read
@@ -77,7 +79,7 @@ __device__ __forceinline__ const char* Locate(const GatherParams& p, ID id, cons
 // A chunk that a lane has read and not yet written.
 struct LoadedChunk {
   uint4 value;
-  long long position;  // in ids; -1 for no chunk
+  POSITION position;  // in ids; -1 for no chunk
   int first;           // offset of the chunk in the row; negative if the chunk begins before the row
   bool filled;         // of a row of fill, which is not scaled
   float scale;
@@ -130,11 +132,11 @@ __device__ __forceinline__ void StorePair(Element<RESULT>::Storage* out, Pair pa
 }
 #endif
 
-__device__ __forceinline__ void Write(const GatherParams& p, const LoadedChunk& chunk, long long to) {
+__device__ __forceinline__ void Write(const GatherParams& p, const LoadedChunk& chunk, POSITION to) {
   Chunk u;
   u.v = chunk.value;
 #if SOURCE < 0
-  char* out = p.out + to * p.row_bytes + chunk.first;
+  char* out = p.out + static_cast<long long>(to) * p.row_bytes + chunk.first;
 #if UNIT == 16
   if (chunk.first >= 0 && chunk.first < p.row_bytes) *reinterpret_cast<uint4*>(out) = u.v;
 #else
@@ -149,7 +151,7 @@ __device__ __forceinline__ void Write(const GatherParams& p, const LoadedChunk& 
   using From = Element<SOURCE>;
   using To = Element<RESULT>;
   constexpr int kSize = sizeof(From::Storage);
-  To::Storage* out = reinterpret_cast<To::Storage*>(p.out) + to * (p.row_bytes / kSize);
+  To::Storage* out = reinterpret_cast<To::Storage*>(p.out) + static_cast<long long>(to) * (p.row_bytes / kSize);
 #if UNIT == 16
   // Chunks begin at multiples of 16 bytes of the row, so their results begin at multiples of their size.
   constexpr int kBytes = 16 / kSize * sizeof(To::Storage), kStore = kBytes < 16 ? kBytes : 16;
@@ -159,12 +161,15 @@ __device__ __forceinline__ void Write(const GatherParams& p, const LoadedChunk& 
     To::Storage elements[16 / kSize];
     Stored words[kBytes / kStore];
   } converted;
+  if (chunk.filled) {
 #pragma unroll
-  for (int i = 0; i < 16 / kSize; i += 2) {
-    Pair pair = LoadPair(u.bytes + i * kSize);
-    pair.x = chunk.filled ? p.fill_value : pair.x * chunk.scale;
-    pair.y = chunk.filled ? p.fill_value : pair.y * chunk.scale;
-    StorePair(converted.elements + i, pair);
+    for (int i = 0; i < 16 / kSize; i += 2) StorePair(converted.elements + i, {p.fill_value, p.fill_value});
+  } else {
+#pragma unroll
+    for (int i = 0; i < 16 / kSize; i += 2) {
+      const Pair pair = LoadPair(u.bytes + i * kSize);
+      StorePair(converted.elements + i, {pair.x * chunk.scale, pair.y * chunk.scale});
+    }
   }
 #pragma unroll
   for (int i = 0; i < kBytes / kStore; ++i) {
@@ -186,6 +191,7 @@ __device__ __forceinline__ void Write(const GatherParams& p, const LoadedChunk& 
 extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const GatherParams p) {
   const ID* ids = static_cast<const ID*>(p.ids);
   const long long total = p.n * p.chunks;
+  const POSITION end_of_ids = static_cast<POSITION>(p.n);
   const int lane = threadIdx.x % 32;
   const long long warps = static_cast<long long>(gridDim.x) * blockDim.x / 32;
   long long step = (blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x) / 32;
@@ -205,9 +211,10 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const GatherP
     for (int u = 0; u < kUnroll; ++u) {
       LoadedChunk& chunk = loaded[u];
       chunk.position = -1;
-      const long long i = base + u * p.lanes + lane;
-      if (lane >= p.lanes || i >= total) continue;
-      const long long r = i / p.chunks;
+      const long long at_chunk = base + u * p.lanes + lane;
+      if (lane >= p.lanes || at_chunk >= total) continue;
+      const POSITION i = static_cast<POSITION>(at_chunk);
+      const POSITION r = i / p.chunks;
       const int c = static_cast<int>(i - r * p.chunks);
       const ID id = ids[r];
 #if SORTED
@@ -237,14 +244,14 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const GatherP
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      long long r = loaded[u].position;
+      POSITION r = loaded[u].position;
       if (r < 0) continue;
 #if SORTED
       const ID id = ids[r];
       do {
         Write(p, loaded[u], p.perm[r]);
         ++r;
-      } while (r < p.n && r % kRun != 0 && ids[r] == id && !loaded[u].filled);
+      } while (r < end_of_ids && r % kRun != 0 && ids[r] == id && !loaded[u].filled);
 #else
       Write(p, loaded[u], r);
 #endif

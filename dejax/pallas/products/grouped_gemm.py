@@ -28,7 +28,7 @@ from dejax.pallas.formats.row_scaled import (
     two_parts,
 )
 from dejax.pallas.products.gemm_kernel import GemmPlan, gemm_kernel
-from dejax.pallas.products.requests import GroupedGemm, arithmetic
+from dejax.pallas.products.requests import GroupedGemm, arithmetic, both_in_16_bits
 from dejax.pallas.products.schedule import SCALE_BEFOREHAND, GemmSchedule, gemm_schedule, merged_heads
 
 # The widest results that one program computes whole rows of: where an inner product with a vector needs that, and where
@@ -195,7 +195,7 @@ def _cut(r: GroupedGemm, schedule: GemmSchedule | None) -> _Cut:
             num_positions=r.groups.num_positions,
             # With whole rows in a tile a row has one exponent, which traversals read with it.
             whole_n=dots or (r.output.row_scaled and next_power_of_two(merged * n) <= MAX_ROW_SCALED_N),
-            in_16_bits=r.x.dtype == r.w.dtype and r.x.dtype in (jnp.bfloat16, jnp.float16),
+            in_16_bits=both_in_16_bits(r.x, r.w),
             row_scaled=isinstance(r.x, RowScaled),
             transposed=r.transpose_w,
         )

@@ -167,6 +167,11 @@ class GroupedWeightGradient:
     splits: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None] | None = None
 
 
+def both_in_16_bits(x: Any, w: Any) -> bool:
+    """Whether rows and matrices are arrays of 16 bits, of one dtype. `RowScaled` rows count as float32."""
+    return bool(x.dtype == w.dtype and w.dtype in (jnp.bfloat16, jnp.float16))
+
+
 def arithmetic(precision: str, *dtypes: Any) -> str:
     """How tiles are multiplied.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -29,7 +29,8 @@ from dejax.rgnn.ir.inter import Program
 from dejax.rgnn.ir.intra import Fallback, Kernels
 from dejax.rgnn.lowering.destinations import read_elsewhere, summed_at
 from dejax.rgnn.lowering.pallas import Columns, PallasLowering
-from dejax.rgnn.lowering.segments import num_rows, segment_sum
+from dejax.rgnn.lowering.running import NodeRows
+from dejax.rgnn.lowering.segments import num_rows, segment_sum, where_rows
 from dejax.rgnn.lowering.xla import Evaluator
 from dejax.rgnn.options import Options
 from dejax.rgnn.passes import Counts, Cut, Watch, differentiated, lower_to_kernels, optimise, silent
@@ -60,10 +61,12 @@ class Task:
     options: Options
     raw: bool = True  # not yet optimised
     packed: tuple[int, ...] = ()  # indices of the outputs that may be stored as row-scaled float16
-    # Of a part of a divided graph: positions of inputs that are zeros at the nodes from `graph.bounds.receivers` on,
-    # and indices of outputs that nobody reads there.
+    # Positions of inputs that are zeros at the nodes from `graph.num_destinations` on, and indices of outputs that
+    # nobody reads there.
     destinations: tuple[int, ...] = ()
     destination_outputs: tuple[int, ...] = ()
+    # Positions of inputs for nodes whose padding rows may hold anything.
+    unmasked: tuple[int, ...] = ()
 
     @property
     def disable(self) -> frozenset[str]:
@@ -136,6 +139,8 @@ def training_tasks(task: Task, wrt: tuple[int, ...]) -> tuple[Cut, Task, Task]:
     first = len(parts.needed)
     kept = parts.forward.outputs[parts.num_outputs :][: parts.num_saved]
     own_saved: list[int] = []
+    inputs: tuple[int, ...] = ()
+    back: tuple[int, ...] = ()
     if task.destinations or task.destination_outputs:
         back = tuple(n for n, position in enumerate(wrt) if position in task.destinations)
         summed, elsewhere = summed_at(parts.forward), read_elsewhere(parts.backward, back)
@@ -144,11 +149,20 @@ def training_tasks(task: Task, wrt: tuple[int, ...]) -> tuple[Cut, Task, Task]:
         needed = [n for n, position in enumerate(parts.needed) if position in task.destinations]
         cotangents = [first + parts.num_saved + o for o in task.destination_outputs]
         inputs = (*needed, *(first + n for n in own_saved), *cotangents)
-        backward = Task(parts.backward, task.counts, task.options, False, (), inputs, back)
-    else:
-        backward = Task(parts.backward, task.counts, task.options, raw=False)
+    unmasked = tuple(n for n, position in enumerate(parts.needed) if position in task.unmasked)
     outputs = (*task.destination_outputs, *(parts.num_outputs + n for n in own_saved))
-    forward = Task(parts.forward, task.counts, task.options, False, (*task.packed, *saved), task.destinations, outputs)
+    forward = replace(
+        task, program=parts.forward, raw=False, packed=(*task.packed, *saved), destination_outputs=outputs
+    )
+    backward = replace(
+        task,
+        program=parts.backward,
+        raw=False,
+        packed=(),
+        destinations=inputs,
+        destination_outputs=back,
+        unmasked=unmasked,
+    )
     return parts, forward, backward
 
 
@@ -165,35 +179,28 @@ def differentiable_positions(task: Task) -> tuple[int, ...]:
     return tuple(op.attr("position") for op in ops if op.dtype.startswith(("float", "bfloat")))
 
 
-def run_kernels(
-    kernels: Kernels,
-    graph: RelGraph,
-    inputs: Arrays,
-    options: Options,
-    row_scaled: RowScaledInputs = (),
-    destinations: tuple[int, ...] = (),
-    destination_outputs: tuple[int, ...] = (),
-) -> tuple[Arrays, Kept]:
+def run_kernels(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: RowScaledInputs = ()) -> tuple[Arrays, Kept]:
     """Executes the instances in order. XLA evaluates an instance whose kernel cannot be made, with a warning.
 
     Args:
-      kernels: the level-2 program.
+      task: the program.
       graph: the graph.
       inputs: by position.
-      options: of the compiler.
       row_scaled: by position, an input as row-scaled float16, where it is available.
-      destinations, destination_outputs: see `Task`.
 
     Returns:
       The outputs, and each output as row-scaled float16, where it was stored so.
     """
+    kernels, options = inference_kernels(task), task.options
     program = kernels.program
     env, encoded = _environment(program, inputs, row_scaled)
+    unmasked = {i: env[i] for i in program.inputs if program.ops[i].attr("position") in task.unmasked}
+    env.update((i, where_rows(graph.node_mask, x)) for i, x in unmasked.items() if isinstance(x, jax.Array))
     given, pallas = dict(env), None
     if uses_kernels(graph, options):
-        own = [i for i in program.inputs if program.ops[i].attr("position") in destinations]
-        elsewhere = read_elsewhere(program, destination_outputs)
-        pallas = PallasLowering(kernels, graph, options, encoded, given, own, elsewhere)
+        own = [i for i in program.inputs if program.ops[i].attr("position") in task.destinations]
+        elsewhere = read_elsewhere(program, task.destination_outputs)
+        pallas = PallasLowering(kernels, graph, options, encoded, given, NodeRows(own, elsewhere, unmasked))
     xla = Evaluator(program, graph, options.precision, segment_sum if pallas is None else pallas.sum_types)
     remaining = [set(instance.reads) for instance in kernels.instances]
     narrow = frozenset(i for i in program.inputs if isinstance(env[i], RowScaled) or i in encoded)
@@ -216,6 +223,8 @@ def run_kernels(
                 whole = {i: _decoded(a) for i, a in env.items()}
                 xla.compute(instance.writes, whole)
             env.update((w, whole[w]) for w in instance.writes)
+            if pallas is not None:
+                pallas.reshaped(instance.writes)
         keep = set(program.outputs).union(*remaining[number + 1 :])
         env = {i: a for i, a in env.items() if i in keep or program.ops[i].name == "input"}
     results = tuple(env[o] for o in program.outputs)
@@ -235,6 +244,23 @@ def _environment(
         if isinstance(given, EncodedCopy):
             encoded[i] = given.rows
     return env, encoded
+
+
+@jax.custom_vjp
+def no_gradient_of_padding(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """`x`, whose gradient is zero where `mask` is False."""
+    return x
+
+
+def _no_gradient_forward(x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, mask
+
+
+def _no_gradient_backward(mask: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    return where_rows(mask, cotangent), None
+
+
+no_gradient_of_padding.defvjp(_no_gradient_forward, _no_gradient_backward)
 
 
 def kernel_label(name: str, number: int) -> AbstractContextManager[None]:
@@ -284,8 +310,7 @@ def _differentiable(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: Row
 
 @partial(jax.jit, static_argnums=0, inline=True)
 def _run_inference(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: RowScaledInputs) -> tuple[Arrays, Kept]:
-    own = task.destinations, task.destination_outputs
-    return run_kernels(inference_kernels(task), graph, inputs, task.options, row_scaled, *own)
+    return run_kernels(task, graph, inputs, row_scaled)
 
 
 # JAX traces the forward rule once for each set of perturbed inputs, but keeps one tree of residuals: that of the last
@@ -324,6 +349,8 @@ def encode_shared(task: Task, graph: RelGraph, values: Arrays, row_scaled: RowSc
     def encoded(position: int) -> EncodedCopy:
         with kernel_label(forward.program.name, readers[at[position]]):
             array = values[position]
+            if position in task.unmasked:  # columns are scaled by the largest of their valid elements
+                array = where_rows(graph.node_mask, array)
             request = array, tuple(range(1, array.ndim))
             ((_, columns),) = column_powers([request], interpret=task.options.interpret)
             return EncodedCopy(to_row_scaled(array, columns.reshape(array.shape[1:]), interpret=task.options.interpret))
@@ -405,8 +432,7 @@ def run(task: Task, graph: RelGraph, inputs: Arrays) -> Arrays:
 @partial(jax.jit, static_argnums=0)
 def _run(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: RowScaledInputs) -> Arrays:
     if "backward" in task.disable:
-        own = task.destinations, task.destination_outputs
-        return run_kernels(inference_kernels(task), graph, inputs, task.options, (), *own)[0]
+        return run_kernels(task, graph, inputs)[0]
     return _differentiable(task, graph, inputs, row_scaled)[0]
 
 

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dejax.rgnn.compiler.execute import Counts, Task, counts_of, run
+from dejax.rgnn.compiler.execute import Counts, Task, counts_of, no_gradient_of_padding, run, uses_kernels
 from dejax.rgnn.compiler.frontend import Argument, GraphSymbol, ProgramError, trace_program
+from dejax.rgnn.compiler.reverse_only import reverse_only
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir import inter
 from dejax.rgnn.ir.inter import Space
@@ -126,7 +127,7 @@ class Program:
 
         Returns:
           The function's result with arrays in place of values: [rows of the space, *feature shape]. Edge values are in
-          the user's order of edges.
+          the user's order of edges. With `graph.only_destinations` node values have the rows of destinations alone.
 
         Raises:
           ProgramError: the program has a mistake; the message begins with its line.
@@ -240,7 +241,15 @@ class Program:
             )
         counts = counts_of(graph)
         program, tree, arrays = self.traced(counts, args, kwargs)
-        return Task(program, counts, options or self.options), tree, arrays
+        chosen = options or self.options
+        task = Task(
+            program,
+            counts,
+            chosen,
+            destination_outputs=_destination_outputs(graph, program),
+            unmasked=_unmasked(graph, program, chosen),
+        )
+        return task, tree, arrays
 
     def traced(self, counts: Counts, args: tuple, kwargs: dict) -> tuple[inter.Program, Any, list[Any]]:
         """The level-1 program for arguments with the rows that `counts` says, the tree of its results, and its inputs.
@@ -333,7 +342,11 @@ def _inputs(task: Task, graph: RelGraph, arrays: list[Any]) -> tuple[Any, ...]:
     inputs: list[Any] = [jnp.zeros((0,))] * len(arrays)  # for arguments that the program does not use
     for i in task.program.inputs:
         op = task.program.ops[i]
-        inputs[op.attr("position")] = _to_rows(graph, op.space, arrays[op.attr("position")])
+        position = op.attr("position")
+        if position in task.unmasked:
+            inputs[position] = no_gradient_of_padding(reverse_only(jnp.asarray(arrays[position])), graph.node_mask)
+        else:
+            inputs[position] = _to_rows(graph, op.space, arrays[position])
     return tuple(inputs)
 
 
@@ -347,10 +360,32 @@ def _to_rows(graph: RelGraph, space: Space, x: Any) -> jax.Array:
     return where_rows(valid_rows(graph, space), x)
 
 
+def _unmasked(graph: RelGraph, program: inter.Program, options: Options) -> tuple[int, ...]:
+    """Positions of inputs in whose padding rows no zeros are written beforehand, because kernels rarely read them."""
+    if graph.node_mask is None or not uses_kernels(graph, options):
+        return ()
+    ops = [program.ops[i] for i in program.inputs]
+    return tuple(op.attr("position") for op in ops if op.space == Space.NODE and _is_float(op.dtype))
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype.startswith(("float", "bfloat"))
+
+
+def _destination_outputs(graph: RelGraph, program: inter.Program) -> tuple[int, ...]:
+    """Indices of the results of which only the rows of destinations are returned."""
+    if not graph.only_destinations:
+        return ()
+    return tuple(n for n, o in enumerate(program.outputs) if program.ops[o].space == Space.NODE)
+
+
 def _from_rows(graph: RelGraph, space: Space, x: jax.Array) -> jax.Array:
     if space == Space.GRAPH:
         return x[0]
-    x = where_rows(valid_rows(graph, space), x)
+    mask, rows = valid_rows(graph, space), None
+    if graph.only_destinations and space == Space.NODE:
+        rows = graph.num_destinations
+    x = where_rows(None if mask is None else mask[:rows], x[:rows])
     return x.at[graph.edge_positions].get(unique_indices=True) if space == Space.EDGE else x
 
 

@@ -58,7 +58,7 @@ def tune(
         raise RuntimeError(f"tune needs a GPU, got the default backend {jax.default_backend()}")
     tuner = Tuner(measure, progress)
     with tuner.at_work():
-        execute.run_kernels(execute.inference_kernels(task), graph, inputs, task.options)
+        execute.run_kernels(task, graph, inputs)
         if gradients:
             _training(task, graph, inputs)
     path = None
@@ -73,10 +73,10 @@ def _training(task: Task, graph: RelGraph, inputs: tuple[jax.Array, ...]) -> Non
     parts, forward, backward = execute.training_tasks(task, execute.differentiable_positions(task))
     saved = range(parts.num_outputs, parts.num_outputs + parts.num_saved)
     shared = execute.encode_shared(task, graph, inputs, ())
-    results, row_scaled = execute.run_kernels(execute.inference_kernels(forward), graph, inputs, task.options, shared)
+    results, row_scaled = execute.run_kernels(forward, graph, inputs, shared)
     program = execute.optimised(task)
     ops = [program.ops[o] for o in program.outputs]
     cotangents = tuple(jnp.ones((num_rows(graph, op.space), *op.shape), op.dtype) for op in ops)
     given = (*(inputs[p] for p in parts.needed), *(results[i] for i in saved), *cotangents)
     given_row_scaled = (*(shared[p] for p in parts.needed), *(row_scaled[i] for i in saved))
-    execute.run_kernels(execute.inference_kernels(backward), graph, given, task.options, given_row_scaled)
+    execute.run_kernels(backward, graph, given, given_row_scaled)

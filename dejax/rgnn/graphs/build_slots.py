@@ -31,15 +31,14 @@ from dejax.rgnn.graphs.tables import (
 )
 
 
-def graph_of_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -> RelGraph:
-    """A graph of edges that lie in slots, inside `jax.jit`.
+def graph_of_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -> tuple[RelGraph, Array]:
+    """A graph of edges that lie in slots, inside `jax.jit`; and int32[edges], the slot of each edge.
 
     It has the tables of `RelGraph.build_traced`. Within a type and receiver, edges are in the order of their slots, not
     of their senders. Nodes that are padding count as nodes of their type in the grouping by node type.
 
     The user's edges are the slots, empty ones included. Where `spec.most_edges` is less than their number, they are the
-    edges in canonical order instead, and `graph_and_slots` gives the slot of each. Edges beyond the bound are left out,
-    the last types first.
+    edges in canonical order instead. Edges beyond the bound are left out, the last types first.
 
     Args:
         senders: for each of `spec.stored`, or else of `spec.slots`, int32[receivers, fan_out]; -1 for an empty slot.
@@ -47,11 +46,6 @@ def graph_of_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -
         node_mask: bool[nodes], False for padding nodes.
         spec: the static part.
     """
-    return graph_and_slots(senders, node_mask, spec)[0]
-
-
-def graph_and_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -> tuple[RelGraph, Array]:
-    """As `graph_of_slots`, and int32[edges], the slot of each edge in canonical order."""
     edges = _receiver_side(senders, spec)
     tables: dict[str, Any] = {**edges.tables, **_source_side(edges, spec)}
     typed = {**edges.typed, "source_pair_by_type": tables.pop("source_pair_by_type")}
@@ -66,7 +60,8 @@ def graph_and_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) 
     order = np.argsort(by_type, kind="stable").astype(np.int32)
     bounds = np.searchsorted(by_type[order], np.arange(len(names) + 1)).astype(np.int32)
     by_source = make_segments(by_type, order, bounds, long_segment_chunk=spec.long_segment_chunk)
-    node_type, by_node_type = _by_node_type(spec)
+    node_type, by_node_type = _by_node_type(spec, spec.num_nodes)
+    of_destinations = None if spec.num_destinations is None else _by_node_type(spec, spec.num_destinations)[1]
     graph_spec = GraphSpec(
         spec.num_nodes,
         len(spec.edge_type_names),
@@ -81,6 +76,7 @@ def graph_and_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) 
         **tables,
         "node_type": node_type,
         "by_node_type": by_node_type,
+        "destinations_by_type": of_destinations,
         "edge_type_by_source": by_source,
         "node_mask": node_mask,
         "edge_mask": edges.columns["edge_type"] < len(spec.edge_type_names),
@@ -312,10 +308,10 @@ def _ranks_by_node(pair_node: Array, pair_type: Array, used: Array, spec: SlotSp
     return jnp.where(position < used, rank, position), offsets
 
 
-def _by_node_type(spec: SlotSpec) -> tuple[Any, Segments]:
-    """The node types, and nodes grouped by type. They follow from the sizes alone."""
-    num_nodes, num_types = spec.num_nodes, len(spec.node_type_names)
-    index = np.repeat(*(np.array(some, np.int32) for some in zip(*spec.node_runs, strict=True)))
+def _by_node_type(spec: SlotSpec, num_nodes: int) -> tuple[Any, Segments]:
+    """The types of the first so many nodes, and these nodes grouped by type. They follow from the sizes alone."""
+    num_types = len(spec.node_type_names)
+    index = np.repeat(*(np.array(some, np.int32) for some in zip(*spec.node_runs, strict=True)))[:num_nodes]
     offsets: Any = np.concatenate([[0], np.cumsum(np.bincount(index, minlength=num_types))]).astype(np.int32)
     is_sorted = bool((index[1:] >= index[:-1]).all())
     (by_node,) = on_device(index)

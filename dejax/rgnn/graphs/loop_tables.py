@@ -80,7 +80,7 @@ def with_loop_tables(graph: Any, long_segment_chunk: int) -> Any:
 def loop_groupings(graph: Any, long_segment_chunk: int) -> dict[str, Segments]:
     """The groupings of a graph of numpy arrays, with `loop`, `near_tiles` and `near_splits`, by name."""
     alongside = {name: getattr(graph, other) for name, other in _ALONGSIDE.items()}
-    first = {} if graph.bounds is None else dict.fromkeys(_BY_DESTINATION, graph.bounds.receivers)
+    first = {} if graph.num_destinations is None else dict.fromkeys(_BY_DESTINATION, graph.num_destinations)
     makers: dict[str, Callable[[], Segments]] = {
         name: partial(getattr(graph, name).with_loop, long_segment_chunk, alongside.get(name), first.get(name))
         for name in LOOPS

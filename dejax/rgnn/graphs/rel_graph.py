@@ -16,7 +16,6 @@ from dejax.rgnn.graphs.packed import PackedTables
 from dejax.rgnn.graphs.relations import join_bipartite, join_relations
 from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.graphs.spec import (
-    Bounds,
     Edges,
     GraphSpec,
     check_ids,
@@ -68,13 +67,13 @@ class RelGraph:
         by_node_type: nodes grouped by node type, with tiles; `order` is None where nodes are sorted by type.
         edge_type_by_source: edge types grouped by the node type of their sources. None where some edge type has
             sources of several node types, and in a graph of `build_traced` with more than one node type.
+        destinations_by_type: in a block of a sample the destinations grouped by node type; otherwise None.
         node_mask: bool[nodes], False for padding nodes; None where there is none.
         edge_mask: bool[edges], canonical, False for padding edges; None where there is none.
         packed: the tables that only kernels read, in one array; None unless `with_loop_tables` was called. The
             groupings then lack these tables, and `grouping` gives a grouping with them.
         loop_tables: made by `with_loop_tables`. `"dst:source_pair"` is int32[edges]: for each position of the order by
             "dst" its source pair. The other tables are named likewise.
-        bounds: in the graph of a part of a divided graph, what is known of its padding (static); otherwise None.
         num_nodes: number of nodes, padding included (static, as are the attributes below).
         num_edges: number of edges, added ones and padding included.
         num_edge_types: number of edge types, added ones included.
@@ -86,6 +85,9 @@ class RelGraph:
         node_type_counts: nodes of each type where `from_relations` made the graph, otherwise None.
         typical_source_pairs: about how many of `num_source_pairs` are no padding, where that is known. The compiler
             decides by it, results do not depend on it.
+        num_destinations: nodes from this number on have no incoming edges; None where nothing is known. Blocks of a
+            sample and parts of a divided graph have it.
+        only_destinations: whether programs return only the first `num_destinations` rows of results for nodes.
     """
 
     senders: Array
@@ -119,7 +121,9 @@ class RelGraph:
     edge_type_by_source: Segments | None = None
     loop_tables: dict[str, Array] = field(default_factory=dict)
     packed: PackedTables | None = None
-    bounds: Bounds | None = field(default=None, metadata=_STATIC)
+    destinations_by_type: Segments | None = None
+    num_destinations: int | None = field(default=None, metadata=_STATIC)
+    only_destinations: bool = field(default=False, metadata=_STATIC)
 
     def grouping(self, name: str) -> Segments:
         """The grouping of that name with all its tables; those in `packed` are `dejax.pallas.TableSlice`s."""

@@ -46,7 +46,7 @@ class SlotSpec:
         stored: how senders are given: for each fan-out the places of `slots` whose senders form one array. Without it
             each of `slots` has an array of its own.
         most_edges: the most edges of the graph, at least 1. By default there is room for an edge in each slot.
-        typical_source_pairs: see `RelGraph`.
+        typical_source_pairs, num_destinations: see `RelGraph`.
     """
 
     slots: tuple[Slots, ...]
@@ -58,6 +58,7 @@ class SlotSpec:
     stored: tuple[tuple[int, ...], ...] = ()
     most_edges: int | None = None
     typical_source_pairs: int | None = None
+    num_destinations: int | None = None
 
     @property
     def num_nodes(self) -> int:

@@ -30,18 +30,6 @@ class Edges(NamedTuple):
     mask: Any
 
 
-class Bounds(NamedTuple):
-    """What is known of the padding in the graph of one part of a divided graph, equal for all parts.
-
-    Attributes:
-        receivers: nodes from this number on have no incoming edges.
-        fewest: by the name of each grouping by type, a number of entries that are no padding.
-    """
-
-    receivers: int
-    fewest: tuple[tuple[str, int], ...]
-
-
 @dataclass(frozen=True, slots=True)
 class GraphSpec:
     """What a graph is built with, apart from arrays.

@@ -106,7 +106,7 @@ def rgcn(
         root = params["root"] if x is None else jnp.matmul(x, params["root"], precision=precision)
         if self_loop_rate:
             root = root * inverted(loop_key, self_loop_rate, (graph.num_nodes, 1), dtype)
-        out = out + root
+        out = out + root[: out.shape[0]]
     return _valid(graph, out + params["bias"] if "bias" in params else out)
 
 
@@ -133,13 +133,16 @@ def hgt(graph: RelGraph, x: Array, params: dict[str, Array], key: Array, rate: f
     """`library.hgt` with elements of its transformed result dropped before the skip connection."""
     inner = {name: p for name, p in params.items() if name != "skip"}
     out = library.hgt(graph, x, inner, options=options)
-    out = out * inverted(key, rate, out.shape, out.dtype)
+    rows = out.shape[0]  # of destinations alone, or of all nodes
+    out = out * inverted(key, rate, (graph.num_nodes, *out.shape[1:]), out.dtype)[:rows]
     if "skip" not in params:
         return out
-    gate = jax.nn.sigmoid(params["skip"].at[graph.node_type].get(mode="fill", fill_value=0.0))[:, None]
-    return _valid(graph, gate * out + (1.0 - gate) * x)
+    gate = jax.nn.sigmoid(params["skip"].at[graph.node_type[:rows]].get(mode="fill", fill_value=0.0))[:, None]
+    return _valid(graph, gate * out + (1.0 - gate) * x[:rows])
 
 
 def _valid(graph: RelGraph, x: Array) -> Array:
     """Sets the rows of padding nodes to zero, as programs do, so that no gradient comes from them."""
-    return x if graph.node_mask is None else jnp.where(graph.node_mask[:, None], x, jnp.zeros((), x.dtype))
+    if graph.node_mask is None:
+        return x
+    return jnp.where(graph.node_mask[: x.shape[0], None], x, jnp.zeros((), x.dtype))

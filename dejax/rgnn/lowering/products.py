@@ -15,6 +15,7 @@ from dejax.pallas import tuned_tables
 from dejax.pallas._shapes import next_power_of_two
 from dejax.pallas.formats.row_scaled import of_stored, stored
 from dejax.pallas.products.grouped_gemm import MAX_ROW_SCALED_N
+from dejax.pallas.products.requests import both_in_16_bits
 from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.ir.intra import Gemm, Operand, WeightGradient
 from dejax.rgnn.ir.templates import by_head
@@ -93,7 +94,7 @@ class Products(Running):
             index=index,
             num_rows=rows,
             accumulate=instance.accumulate is not None,
-            covers_all=instance.accumulate is None and self.clears(self.program.ops[instance.product].space),
+            covers_all=instance.accumulate is None,
             dtype=jnp.dtype(op.dtype),
             row_scaled=instance.out in self.row_scaled,
             columns=columns,
@@ -106,7 +107,7 @@ class Products(Running):
         k, n = x.shape[-1], w.shape[-2 if transpose else -1]
         row_scaled = isinstance(x, kernels.RowScaled)
         entries = group.num_entries
-        in_16_bits = x.dtype == w.dtype and w.dtype in (jnp.bfloat16, jnp.float16)
+        in_16_bits = both_in_16_bits(x, w)
         block = kernels.gemm_block(
             k, n, entries, group.num_rows, self.precision, row_scaled=row_scaled, in_16_bits=in_16_bits
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from dejax.rgnn.ir.inter import TYPE_VIA, Space
 from dejax.rgnn.ir.intra import Gemm, Kernels, Operand
 from dejax.rgnn.lowering import destinations
 from dejax.rgnn.lowering.scales import ColumnScales
-from dejax.rgnn.lowering.segments import first_padding, num_rows, segments, valid_rows, where_rows
+from dejax.rgnn.lowering.segments import num_rows, segments, valid_rows
 from dejax.rgnn.options import Options
 from dejax.rgnn.passes.storage import encoded_values
 
@@ -36,12 +36,28 @@ class Columns:
         return columns.reshape(-1, *self.shape).astype(self.dtype)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class NodeRows:
+    """What is known of the rows of node values.
+
+    Attributes:
+        of_destinations: inputs that are zeros at other nodes than destinations.
+        elsewhere: the values that are read at other nodes than destinations.
+        unmasked: inputs without zeros in padding rows. `env` has them with zeros, in arrays that XLA makes if they are
+            read.
+    """
+
+    of_destinations: Collection[int] = ()
+    elsewhere: Collection[int] = ()
+    unmasked: Mapping[int, Any] = field(default_factory=dict)
+
+
 class Running:
     """A program of kernel instances on a graph; `interpret` runs the kernels' own code on the CPU.
 
-    In the graph of a part of a divided graph only the first nodes have incoming edges. `destinations` has the rows of
-    these nodes alone, for inputs that are zeros at the others (`of_destinations`) and for what traversals compute of
-    values that are not in `elsewhere`. XLA makes no padded array in `env` where kernels read these rows instead.
+    In a block of a sample and in a part of a divided graph only the first nodes have incoming edges. `destinations` has
+    the rows of these nodes alone, for inputs that are zeros at the others and for what traversals compute of values
+    that are not read elsewhere. XLA makes no padded array in `env` where kernels read these rows.
     """
 
     def __init__(
@@ -51,8 +67,7 @@ class Running:
         options: Options,
         encoded: dict[int, Any],
         inputs: dict[int, Any],
-        of_destinations: Collection[int] = (),
-        elsewhere: Collection[int] = (),
+        rows: NodeRows,
     ) -> None:
         self.kernels, self.program, self.row_scaled, self.graph = kernels, kernels.program, kernels.row_scaled, graph
         self.precision, self.interpret = options.precision or "tf32", options.interpret
@@ -61,10 +76,9 @@ class Running:
         self.often_read = encoded_values(kernels, partial(num_rows, graph)) if rounds else frozenset()
         scaled = self.precision != "bf16"
         self.destinations: dict[int, Any] = {}
-        self.elsewhere = elsewhere
-        if graph.bounds is not None:
-            count = graph.bounds.receivers
-            self.destinations = {i: inputs[i][:count] for i in of_destinations if isinstance(inputs[i], jax.Array)}
+        self.elsewhere, self.unmasked = rows.elsewhere, rows.unmasked
+        if (count := graph.num_destinations) is not None:
+            self.destinations = {i: inputs[i][:count] for i in rows.of_destinations if isinstance(inputs[i], jax.Array)}
         given = inputs | self.destinations
         self.scales = ColumnScales(self.program, given, self.scaled_values() if scaled else (), self.interpret)
 
@@ -90,9 +104,16 @@ class Running:
         return kernels.to_row_scaled(array, self.scales.powers(value), interpret=self.interpret)
 
     def rows_of(self, operand: Operand, env: dict[int, Any]) -> Any:
-        """The array that an operand reads by a map: of destinations alone where the map leads to them."""
-        short = operand.via in destinations.VIAS and operand.value not in self.encoded
-        return self.destinations.get(operand.value, env[operand.value]) if short else env[operand.value]
+        """The array that an operand reads by a map: of destinations alone where the map leads to them.
+
+        A map of edges or pairs leads to no padding node, so that such rows need no zeros.
+        """
+        value = operand.value
+        if value in self.encoded or operand.via is None:
+            return env[value]
+        if operand.via in destinations.VIAS and value in self.destinations:
+            return self.destinations[value]
+        return env[value] if value in self.often_read else self.unmasked.get(value, env[value])
 
     def narrow_rows_of(self, operand: Operand, env: dict[int, Any]) -> Any:
         """As `rows_of`, in the form of `as_row_scaled`."""
@@ -103,6 +124,14 @@ class Running:
             self.destinations[value] = rows = self.in_16_bits(value, rows)
         return rows
 
+    def reshaped(self, values: Sequence[int]) -> None:
+        """Takes the rows of destinations along where XLA only reshapes them, as into heads."""
+        for v in values:
+            op = self.program.ops[v]
+            rows = self.destinations.get(op.args[0]) if op.name == "reshape" else None
+            if isinstance(rows, jax.Array):
+                self.destinations[v] = rows.reshape(rows.shape[0], *op.shape)
+
     def with_destinations(self, value: int, rows: Any, env: dict[int, Any]) -> None:
         """Adds a value to `env` of which only the rows of destinations were computed."""
         missing = self.graph.num_nodes - rows.shape[0]
@@ -111,21 +140,13 @@ class Running:
             rows = _longer(rows, missing)
         env[value] = rows
 
-    def clears(self, space: Space) -> bool:
-        """Whether no zeros are needed before a kernel writes the valid rows of a space, because `cleared` follows."""
-        return valid_rows(self.graph, space) is None or first_padding(self.graph, space) is not None
-
     def cleared(self, space: Space, many: Sequence[Any]) -> list[Any]:
-        """Arrays with rows of a space, with zeros in padding rows."""
-        mask, first = valid_rows(self.graph, space), first_padding(self.graph, space)
-        if mask is None or not many:
+        """Arrays with rows of a space, with zeros in padding rows, which kernels may have left as they were."""
+        if valid_rows(self.graph, space) is None or not many:
             return list(many)
         parts = [a for rows in many for a in _arrays(rows)]
-        if first is None:
-            done = iter([where_rows(mask, a) for a in parts])
-        else:
-            group = segments(self.graph, TYPE_VIA[space])
-            done = iter(kernels.clear_rows(parts, group.offsets, first, order=group.order, interpret=self.interpret))
+        group = segments(self.graph, TYPE_VIA[space])
+        done = iter(kernels.clear_rows(parts, group.offsets, order=group.order, interpret=self.interpret))
         return [
             replace(rows, mantissa=next(done), exponent=next(done))
             if isinstance(rows, kernels.RowScaled)

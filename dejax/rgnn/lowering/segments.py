@@ -48,19 +48,6 @@ def valid_rows(graph: RelGraph, space: Space) -> jax.Array | None:
     return None
 
 
-# Padding rows are set to zero by themselves where they are at most this share of all rows. Else zeros are written
-# everywhere beforehand.
-_FEW_PADDING_ROWS = 0.25
-
-
-def first_padding(graph: RelGraph, space: Space) -> int | None:
-    """Where padding rows begin at the earliest; None where that is not known, or where most rows may be padding."""
-    if graph.bounds is None or space not in TYPE_VIA:
-        return None
-    first, rows = dict(graph.bounds.fewest).get(GROUPINGS[TYPE_VIA[space]]), num_rows(graph, space)
-    return first if first is not None and rows - first <= _FEW_PADDING_ROWS * rows else None
-
-
 def first_rows(table: Any, count: int | None) -> Any:
     """The first elements of a table, or all of them."""
     if table is None or count is None or table.shape[0] == count:

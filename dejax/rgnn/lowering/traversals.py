@@ -132,7 +132,7 @@ class Traversals(Running):
                 entries=self._entry_outputs(call.together),
                 rows=tuple((ops[v].shape, jnp.dtype(ops[v].dtype)) for v in t.row_outputs),
                 row_scaled=tuple(i for i, v in enumerate(t.row_outputs) if v in self.row_scaled),
-                covers_all_entries=self.clears(t.space),
+                covers_all_entries=True,
             ),
             factored=True,
             fused_sums=call.fused_sums,
@@ -145,9 +145,7 @@ class Traversals(Running):
                 self.with_destinations(v, found, env)
             else:
                 env[v] = found
-        if self.clears(t.space):  # else they have zeros there
-            entry_values = tuple(self.cleared(t.space, entry_values))
-        for values, array in zip(call.together, entry_values, strict=True):
+        for values, array in zip(call.together, self.cleared(t.space, entry_values), strict=True):
             for i, v in enumerate(values):
                 op = ops[v]
                 env[v] = Columns(array, i * op.width, op.shape, op.dtype) if len(values) > 1 else array
@@ -158,21 +156,30 @@ class Traversals(Running):
         loops = [t] if t.fused_sums is None else [t, t.fused_sums]
         zero_elsewhere = {a.out for loop in loops for a in loop.accumulators}
         if (
-            self.graph.bounds is not None
+            self.graph.num_destinations is not None
             and all(loop.via in destinations.VIAS for loop in loops)
             and zero_elsewhere.union(set(t.row_outputs).difference(self.elsewhere)).issuperset(t.row_outputs)
         ):
-            return self.graph.bounds.receivers
+            return self.graph.num_destinations
         return num_rows(self.graph, VIAS[t.via].coarse)
+
+    def _sums_destinations(self, t: Traversal) -> bool:
+        """Whether a traversal sums values by node type that are zeros at other nodes than destinations."""
+        alone = (
+            t.via == "ntype" and self.graph.destinations_by_type is not None and not (t.entry_outputs or t.fused_sums)
+        )
+        short = (o.access == "dense" and isinstance(self.destinations.get(o.value), jax.Array) for o in t.operands)
+        return alone and all(short)
 
     def _segments(self, t: Traversal, rows: int) -> kernels.Segments:
         """The segments of the first so many rows, which are the first ones in `loop`, too."""
         assert t.via is not None
-        group = segments(self.graph, t.via)
+        own = self.graph.destinations_by_type if self._sums_destinations(t) else None
+        group = segments(self.graph, t.via) if own is None else own
         ordered = group.loop or group
         return kernels.Segments(
             offsets=first_rows(ordered.offsets, rows + 1),
-            num_entries=num_rows(self.graph, t.space),
+            num_entries=num_rows(self.graph, t.space) if own is None else own.num_entries,
             num_rows=rows,
             order=ordered.order,
             row_order=None if group.loop is None else first_rows(group.loop.rows, rows),
@@ -227,10 +234,13 @@ class Traversals(Running):
         arrays: list[Any] = []
         operands: list[kernels.Operand] = []
         packed = self.packed(t, env)
+        short = self._sums_destinations(t)
         for o in t.operands:
             array, columns = self.rows_of(o, env), None
             if o.access == "row" and rows is not None:
                 array = self._by_row(o.value, rows, env)
+            elif short:
+                array = self.destinations[o.value]
             part = packed.get(o.name, array)
             if isinstance(part, Columns):
                 array, columns = part.array, (part.first, part.shape)

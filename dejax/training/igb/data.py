@@ -20,6 +20,8 @@ from dejax.training.igb.model import SEED_TYPE
 
 SYMMETRIC = "cites"
 NUM_CLASSES = 2983
+# Of the device's memory, for the first edge of each receiver and relation.
+_STARTS_SHARE = 1 / 16
 _TRAIN_SHARE, _VALID_SHARE = 94_605_581 / 269_346_174, 0.1
 
 
@@ -87,6 +89,7 @@ def random_data(
     """
     shape = IGBShape.of(scale)
     topology = random_topology(shape.num_nodes, relation_counts(shape), seed=seed, progress=progress)
+    topology = _with_starts(topology)
     papers = shape.num_nodes[SEED_TYPE]
     train = np.arange(max(1, round(papers * _TRAIN_SHARE)), dtype=np.int32)
     valid = np.arange(len(train), len(train) + max(1, round(papers * _VALID_SHARE)), dtype=np.int32)
@@ -138,6 +141,7 @@ def folder_data(
         topology = HeteroTopology.from_edges(
             prepared.edges, prepared.num_nodes, keep_edge_ids=False, on_host=True, folder=cache
         )
+    topology = _with_starts(topology)
     found = table_dtype("folder_data", dtype)
     train = data.splits["train"][SEED_TYPE].astype(np.int32)
     on_device: Any = False
@@ -153,6 +157,13 @@ def folder_data(
     valid = data.splits["valid"][SEED_TYPE].astype(np.int32)
     labels = jnp.asarray(data.labels[SEED_TYPE])
     return IGBData(data.name, topology, store, labels, num_classes, train, valid)
+
+
+def _with_starts(topology: HeteroTopology) -> HeteroTopology:
+    """The topology with the first edge of each receiver on the device, if these numbers take little of its memory."""
+    memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    fits = memory is None or topology.starts_nbytes <= _STARTS_SHARE * memory
+    return topology.with_starts_on_device() if fits else topology
 
 
 def _rows_for_the_device(

@@ -12,7 +12,7 @@ and dropout. Logits are a linear map of the seeds' last values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +105,7 @@ def _layer(g: Any, x: Any, params: Any, bias: Any) -> Any:
 
 
 def layer(config: RGATConfig, graph: rgnn.RelGraph, x: Array, params: dict[str, Array]) -> Array:
-    """One layer: [nodes, k] -> [nodes, hidden]. Every node gets the biases of all relations into its type."""
+    """One layer: [sources, k] -> [destinations, hidden]. A node gets the biases of all relations into its type."""
     into = np.array([config.node_types.index(target) for _, _, target in config.edge_types], np.int32)
     bias = jnp.zeros((len(config.node_types), config.hidden)).at[into].add(params["bias"])
     own = {name: params[name].astype(x.dtype) for name in ("weight", "attention_src", "attention_dst")}
@@ -118,7 +118,7 @@ def logits(
     config: RGATConfig,
     params: dict[str, Any],
     blocks: Sequence[Block],
-    x: dict[str, Array],
+    x: Mapping[str, Array],
     positions: Array,
     key: Array | None = None,
 ) -> Array:
@@ -132,9 +132,9 @@ def logits(
         positions: int32[seeds], the local numbers of the seeds, `sample.seed_positions["paper"]`.
         key: of dropout; None: no dropout.
     """
-    h = blocks[0].join({name: rows.astype(config.dtype) for name, rows in x.items()})
+    h = blocks[0].join(jax.tree.map(lambda rows: rows.astype(config.dtype), x))
     for number, (block, own) in enumerate(zip(blocks, params["layers"], strict=True)):
-        h = layer(config, block.graph, h, own)[: block.num_destinations]
+        h = layer(config, block.bipartite, h, own)
         if number + 1 < len(blocks):
             h = jax.nn.leaky_relu(h, BETWEEN_SLOPE)
             if key is not None and config.dropout:

@@ -97,8 +97,9 @@ class Trainer:
             print_table=None,
         )
         dtype = config.dtype
-        self.one = sampled_step(self.update, self.sample, dtype=dtype)
-        self.steps = pipelined_steps(self.update, self.sample, dtype=dtype) if recipe.pipeline else self.one
+        self.one = sampled_step(self.update, self.sample, dtype=dtype, joined=True)
+        pipelined = pipelined_steps(self.update, self.sample, dtype=dtype, joined=True)
+        self.steps = pipelined if recipe.pipeline else self.one
         self._correct = jax.jit(self._num_correct)
 
     def init(self) -> dict[str, Any]:
@@ -113,7 +114,7 @@ class Trainer:
     def logits(self, params: Any, batch: MiniBatch, key: Array | None) -> Array:
         blocks = batch.blocks
 
-        def of(params: Any, x: dict[str, Array]) -> Array:
+        def of(params: Any, x: Any) -> Array:
             positions = batch.sample.seed_positions[SEED_TYPE]
             return model.logits(self.config, params, blocks, x, positions, key)
 

@@ -77,9 +77,8 @@ class SampledClassifier(nnx.Module):
         else:
             h = graphs[0].join(x)
         for number in range(self.num_layers):
-            graph = graphs if isinstance(graphs, RelGraph) else graphs[number].graph
+            graph = graphs if isinstance(graphs, RelGraph) else graphs[number].bipartite
             h = self._layer(number, graph, h, deterministic, rngs)
-            h = h if isinstance(graphs, RelGraph) else h[: graphs[number].num_destinations]
         h = self._out(h)
         if isinstance(graphs, RelGraph):
             return {name: h[graphs.node_slice(name)] for name in self.node_types}

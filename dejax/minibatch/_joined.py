@@ -1,0 +1,69 @@
+"""`JoinedFeatures`: the features of all node types in one array, in the order of blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dejax.minibatch._layout import Layout
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class JoinedFeatures(Mapping[str, Array]):
+    """The features of a sample's nodes in one array. A pytree, and a mapping from node type to rows.
+
+    `Block.join` of the sample's first block returns the array as it is. The rows of one type are copied out of it:
+    `x["paper"]` is [papers, n], as in a dict by node type.
+
+    Attributes:
+        rows: [nodes, *row], in the order of `SampledBlocks.nodes`; padding has rows of zeros.
+        layout: the sizes of the sample (static).
+
+    >>> import jax, jax.numpy as jnp, numpy as np
+    >>> from dejax.minibatch import FeatureStore, HeteroTopology, sample_blocks, sampled_step
+    >>> topology = HeteroTopology.from_edges({("a", "to", "b"): ([1, 2], [0, 0])}, {"a": 3, "b": 1})
+    >>> store = FeatureStore.from_arrays({"a": np.array([[1.0], [2.0], [4.0]]), "b": np.array([[8.0]])})
+    >>> def sample(key, topology, seeds):
+    ...     return sample_blocks(key, topology, ("b", seeds), [2])
+    >>> step = sampled_step(lambda state, batch: (state, batch.x), sample, joined=True)
+    >>> _, x = step(0, topology, store, jax.random.key(0), jnp.array([0]))
+    >>> x.rows[:, 0], x["a"][:, 0]
+    (Array([8., 2., 4.], dtype=float32), Array([2., 4.], dtype=float32))
+    """
+
+    rows: Array
+    layout: Layout = dataclasses.field(metadata={"static": True})
+
+    def __getitem__(self, name: str) -> Array:
+        if name not in self.layout.node_types:
+            raise KeyError(name)
+        number = self.layout.node_types.index(name)
+        parts = []
+        for hop, sizes in enumerate(self.layout.sizes):
+            if sizes[number]:
+                first = self.layout.first_of_all(hop, number)
+                parts.append(self.rows[first : first + sizes[number]])
+        if not parts:
+            raise KeyError(name)
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, count in self.layout.counts(self.layout.num_hops).items() if count)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def places(layout: Layout) -> list[tuple[str, int, int]]:
+    """The runs of rows of the joined array in order: node type, first row within the type, number of rows."""
+    return [
+        (name, layout.first(hop, number), layout.sizes[hop][number])
+        for hop in range(layout.num_hops + 1)
+        for number, name in enumerate(layout.node_types)
+        if layout.sizes[hop][number]
+    ]

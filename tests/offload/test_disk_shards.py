@@ -1,0 +1,491 @@
+"""State on disk of parameters that a mesh divides: each device has its shard, with the numbers of state in memory."""
+
+import contextlib
+import functools
+import os
+import socket
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dejax import _native
+from dejax.offload import DiskArray, StateStore, master_weights, optimizer, restore
+from tests.offload.processes import popen, python
+from tests.offload.test_shards import collectives, mesh_of
+
+pytestmark = [
+    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
+    pytest.mark.skipif(len(jax.devices()) < 4, reason="four devices"),
+]
+SMALL = {"min_bytes": 100, "piece_bytes": 1500}
+MESHES = {  # shape, names, and how w [64, 48], t [48, 32], odd [33, 32], b [512] are divided; the rest is replicated
+    "fsdp": ((4,), ("data",), {"w": P("data"), "t": P("data"), "odd": P(None, "data"), "b": P("data")}),
+    "fsdp, all axes": ((2, 2), ("a", "b"), {"w": P(("a", "b")), "t": P(None, ("a", "b")), "b": P(("b", "a"))}),
+    "tensor": ((4,), ("tensor",), {"w": P(None, "tensor"), "t": P("tensor")}),
+    "data and tensor": (
+        (2, 2),
+        ("data", "tensor"),
+        {"w": P("data", "tensor"), "t": P("tensor", "data"), "b": P("data")},
+    ),
+    "replicated": ((4,), ("data",), {}),
+}
+TRANSFORMATIONS = {
+    "adamw": optax.adamw(optax.cosine_decay_schedule(1e-2, 10), weight_decay=0.1),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+    "momentum": optax.sgd(1e-2, momentum=0.9, nesterov=True),
+    "lion": optax.lion(1e-3),
+    "adafactor": optax.adafactor(1e-2),
+    "accumulated": optax.MultiSteps(optax.adam(1e-2), 2),
+    "master weights": master_weights(optax.adam(1e-2)),
+}
+
+
+def is_on_disk(x):
+    return isinstance(x, DiskArray)
+
+
+def in_memory(state):
+    return jax.tree.map(np.asarray, state, is_leaf=is_on_disk)
+
+
+def equal(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def params_of(name, kind=AxisType.Auto, dtype=jnp.float32):
+    """Parameters on a mesh; `None`: on one device."""
+    keys = iter(jax.random.split(jax.random.key(0), 4))
+    shapes = {"w": (64, 48), "t": (48, 32), "odd": (33, 32), "b": (512,)}
+    params = {n: jax.random.normal(next(keys), shape).astype(dtype) for n, shape in shapes.items()}
+    if name is None:
+        return params
+    shape, names, specs = MESHES[name]
+    mesh = mesh_of(shape, names, kind)
+    return {n: jax.device_put(x, NamedSharding(mesh, specs.get(n, P()))) for n, x in params.items()}
+
+
+def gradients(params, i):
+    """Gradients from outside: nothing that makes them is fused in."""
+    return jax.tree.map(lambda x: jax.device_put(np.roll(np.asarray(x, np.float32), i + 1) - 0.5, x.sharding), params)
+
+
+def step_of(tx, params):
+    where = jax.tree.map(lambda x: x.sharding, params)
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return jax.lax.with_sharding_constraint(optax.apply_updates(params, updates), where), state
+
+    return step
+
+
+def train(tx, params, steps=3, first=0, state=None):
+    """Parameters and state after some steps, and the collective operations of a step."""
+    state = tx.init(params) if state is None else state
+    step = step_of(tx, params)
+    found = collectives(step.lower(params, state, gradients(params, 0)).compile())
+    for i in range(first, first + steps):
+        params, state = step(params, state, gradients(params, i))
+    return params, state, found
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_the_numbers_and_the_communication_of_state_in_memory(name, mesh, tmp_path):
+    tx = TRANSFORMATIONS[name]
+    params = params_of(mesh, dtype=jnp.bfloat16 if name == "master weights" else jnp.float32)
+    got, state, found = train(optimizer(tx, **SMALL, path=tmp_path), params)
+    large = [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if x.size * x.dtype.itemsize >= 100]
+    assert all(map(is_on_disk, large))
+    for other in (tx, optimizer(tx, **SMALL, streams=False)):
+        want, want_state, want_found = train(other, params)
+        equal(got, want)
+        equal(in_memory(state), want_state)
+        assert found == want_found
+        assert jax.tree.structure(in_memory(state)) == jax.tree.structure(want_state)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "master weights"])
+def test_the_bits_of_state_on_disk_of_one_device(name, tmp_path):
+    tx = optimizer(TRANSFORMATIONS[name], **SMALL, path=tmp_path)
+    dtype = jnp.bfloat16 if name == "master weights" else jnp.float32
+    got, state, _ = train(tx, params_of("data and tensor", dtype=dtype))
+    want, want_state, _ = train(tx, params_of(None, dtype=dtype))
+    equal(got, want)
+    equal(in_memory(state), in_memory(want_state))
+
+
+def test_axes_of_a_mesh_that_are_explicit(tmp_path):
+    params = params_of("data and tensor", AxisType.Explicit)
+    with jax.set_mesh(params["w"].sharding.mesh):
+        for name in ("adamw", "clipped"):
+            tx = TRANSFORMATIONS[name]
+            got, state, found = train(optimizer(tx, **SMALL, path=tmp_path), params)
+            want, want_state, want_found = train(tx, params)
+            equal((got, in_memory(state)), (want, want_state))
+            assert found == want_found
+
+
+def test_each_device_has_its_shard(tmp_path):
+    params = params_of("data and tensor")
+    with StateStore(tmp_path, chunk_bytes=4096) as store:
+        state = optimizer(optax.adam(1e-2), **SMALL, path=store).init(params)
+        mu = state[0].mu
+        for name, parts, whole in (("w", 4, 64 * 48), ("b", 2, 512), ("odd", 1, 33 * 32)):
+            shards = mu[name].shards()
+            assert set(shards) == set(params["w"].sharding.device_set)
+            assert all(shard.size == whole // parts for _, shard in shards.values())
+            assert len({int(shard.ticket[1]) for _, shard in shards.values()}) == 4  # copies have files of their own
+            assert mu[name].sharding.is_equivalent_to(params[name].sharding, params[name].ndim)
+        held = store.stats()["disk_bytes"]
+        store.remove(state)
+        assert store.stats()["disk_bytes"] < held
+        with pytest.raises(RuntimeError, match="got one that was removed"):
+            np.asarray(mu["w"])
+    with StateStore(tmp_path, disk_bytes=8192) as store:
+        with pytest.raises(RuntimeError, match="the disk tier is full: disk_bytes=8192"):
+            store.put(params["w"], sharding=params["w"].sharding)
+        store.put(np.ones(100, np.float32))  # the room of shards that were written is given back
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_reading_and_writing(mesh, tmp_path):
+    with StateStore(tmp_path) as store:
+        for x in params_of(mesh).values():
+            sources = (x, np.asarray(x), jax.device_put(x, jax.memory.Space.Host), jax.device_put(x, jax.devices()[0]))
+            for source in (*sources, store.put(x), store.put(x, sharding=x.sharding)):
+                array = store.put(source, 1024, x.sharding)
+                np.testing.assert_array_equal(array, x)
+                np.testing.assert_array_equal(array[5:23], x[5:23])
+                np.testing.assert_array_equal(array[-1], x[-1])
+                assert array[7:7].shape == x[7:7].shape
+            for kind in (None, "pinned_host"):
+                back = array.on_devices(kind)
+                np.testing.assert_array_equal(back, x)
+                assert back.sharding.spec == x.sharding.spec and back.sharding.memory_kind in (
+                    kind,
+                    x.sharding.memory_kind,
+                )
+        one = store.put(x := jnp.arange(9.0))
+        np.testing.assert_array_equal(one.on_devices("pinned_host"), x)
+
+
+def test_two_optimizers_in_one_step_and_donated_state(tmp_path):
+    txs = [TRANSFORMATIONS["adamw"], TRANSFORMATIONS["clipped"]]
+
+    def run(wrap):
+        both = [wrap(tx) for tx in txs]
+        params = [params_of("data and tensor"), jax.tree.map(jnp.negative, params_of("data and tensor"))]
+        whole = NamedSharding(params[0]["w"].sharding.mesh, P())
+        states = [tx.init(p) for tx, p in zip(both, params, strict=True)]
+        states = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, whole), states)
+        where = jax.tree.map(lambda x: x.sharding, (params, states))
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1), in_shardings=(*where, None), out_shardings=where)
+        def step(params, states, grads):
+            made = [tx.update(grads, s, p) for tx, p, s in zip(both, params, states, strict=True)]
+            return [optax.apply_updates(p, u) for p, (u, _) in zip(params, made, strict=True)], [s for _, s in made]
+
+        for i in range(3):
+            params, states = step(params, states, gradients(params_of("data and tensor"), i))
+        return params, in_memory(states)
+
+    with StateStore(tmp_path) as store:
+        equal(run(lambda tx: optimizer(tx, **SMALL, path=store)), run(lambda tx: tx))
+
+
+RESTORE = """
+import sys
+import jax, numpy as np
+from dejax.offload import optimizer, restore
+from tests.offload.test_disk_shards import SMALL, TRANSFORMATIONS, in_memory, params_of, train
+folder, mesh = sys.argv[1:]
+tx = optimizer(TRANSFORMATIONS["adamw"], **SMALL, path=folder)
+saved = np.load(folder + "/saved.npz")
+params = params_of(mesh)
+like = tx.init(params)
+treedef = jax.tree.structure(in_memory(like))
+state = restore(like, jax.tree.unflatten(treedef, [saved[f"state{i}"] for i in range(treedef.num_leaves)]))
+params = {name: jax.device_put(saved[name], x.sharding) for name, x in params.items()}
+params, state, _ = train(tx, params, 2, 2, state)
+leaves = jax.tree.leaves(in_memory(state))
+np.savez(folder + "/end.npz", **params, **{f"state{i}": x for i, x in enumerate(leaves)})
+"""
+
+
+@pytest.mark.parametrize("mesh", ["data and tensor", "fsdp"])
+def test_a_new_process_goes_on_from_a_checkpoint_on_the_same_mesh_or_another(mesh, tmp_path):
+    """Files go with their process: a checkpoint has whole arrays, which any mesh divides again."""
+
+    def save(file, params, state):
+        leaves = jax.tree.leaves(in_memory(state))
+        np.savez(tmp_path / file, **params, **{f"state{i}": x for i, x in enumerate(leaves)})
+
+    tx = optimizer(TRANSFORMATIONS["adamw"], **SMALL, path=tmp_path)
+    params, state, _ = train(tx, params_of("data and tensor"), 2)
+    save("saved.npz", params, state)
+    save("want.npz", *train(tx, params, 2, 2, state)[:2])
+    done = python(RESTORE, str(tmp_path), mesh)
+    assert done.returncode == 0, done.stderr
+    want, got = np.load(tmp_path / "want.npz"), np.load(tmp_path / "end.npz")
+    assert set(want) == set(got)
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name])
+
+
+ONE_OF_TWO = """
+import sys
+index, port, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
+import jax.numpy as jnp, numpy as np, optax
+from jax.sharding import NamedSharding, PartitionSpec as P
+from dejax.offload import StateStore, optimizer, restore
+from tests.offload.test_disk_shards import SMALL, is_on_disk, step_of, TRANSFORMATIONS
+from tests.offload.test_shards import mesh_of
+
+def place(x, spec):
+    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda at: x[at])
+def shards(tree):
+    return [np.asarray(shard.data) for array in jax.tree.leaves(tree) for shard in array.addressable_shards]
+def read(state):
+    return jax.tree.map(lambda x: x.on_devices("pinned_host") if is_on_disk(x) else x, state, is_leaf=is_on_disk)
+def train(tx, steps, state=None, params=None, first=0):
+    params = start if params is None else params
+    state = tx.init(params) if state is None else state
+    step = step_of(tx, start)
+    for i in range(first, first + steps):
+        grads = {name: place(np.roll(x, i + 1) - 0.5, start[name].sharding.spec) for name, x in values.items()}
+        params, state = step(params, state, grads)
+    return params, state
+
+mesh = mesh_of((4,), ("data",))
+rng = np.random.default_rng(0)
+values = {"w": rng.normal(size=(64, 48)).astype(np.float32), "r": rng.normal(size=(33, 32)).astype(np.float32)}
+start = {"w": place(values["w"], P("data")), "r": place(values["r"], P())}
+tx = TRANSFORMATIONS["clipped"]
+want = train(tx, 3)
+with StateStore(path) as store:
+    far = optimizer(tx, **SMALL, path=store)
+    params, state = train(far, 2)
+    try:
+        np.asarray(jax.tree.leaves(state, is_leaf=is_on_disk)[-1])
+    except RuntimeError as error:
+        assert "must have all its shards in this process to be read as numpy" in str(error), error
+    else:
+        raise AssertionError("a part was read as the whole")
+    state = restore(far.init(start), read(state))
+    params, state = train(far, 1, state, params, 2)
+    for a, b in zip(shards((params, read(state))), shards(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+print("fine", flush=True)
+"""
+
+
+@pytest.mark.full
+def test_two_processes_have_their_own_shards(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    before, os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", ""), flags
+    try:
+        both = [popen(ONE_OF_TWO, str(i), port, str(tmp_path)) for i in range(2)]
+    finally:
+        os.environ["XLA_FLAGS"] = before
+    try:
+        ends = [process.communicate(timeout=120) for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert all("fine" in out for out, _ in ends), ends
+    assert not list(tmp_path.iterdir())
+
+
+class TestAnotherMesh:
+    """State that comes with another mesh than it was made on is right, or an error."""
+
+    def test_parameters_of_another_mesh_over_the_same_devices(self, tmp_path):
+        tx = TRANSFORMATIONS["adamw"]
+        far = optimizer(tx, **SMALL, path=tmp_path)
+        others = params_of("fsdp")
+        got, state, _ = train(far, others, 2, state=far.init(params_of("data and tensor")))
+        want, want_state, _ = train(tx, others, 2)
+        equal((got, in_memory(state)), (want, want_state))
+
+    def test_fewer_devices(self, tmp_path):
+        far = optimizer(optax.adam(1e-2), **SMALL, path=tmp_path)
+        params = params_of("fsdp")
+        state = far.init(params)
+        few = jax.device_put(params, NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",)), P()))
+        with pytest.raises(ValueError, match="incompatible devices"):
+            jax.jit(far.update)(few, state, few)
+
+    def test_tickets_of_another_division(self, tmp_path):
+        far = optimizer(optax.adam(1e-2), **SMALL, path=tmp_path)
+        params = params_of("fsdp, all axes")
+        old, like = far.init(params_of("data and tensor")), far.init(params)
+        leaves = [
+            jax.device_put(np.asarray(a), b.sharding) for a, b in zip(*map(jax.tree.leaves, (old, like)), strict=True)
+        ]
+        state = jax.tree.unflatten(jax.tree.structure(like), leaves)
+        with pytest.raises(
+            Exception, match="must be divided as it was made, got arrays of another mesh, or divided in"
+        ):
+            jax.block_until_ready(jax.jit(far.update)(params, state, params))
+
+    def test_tickets_of_other_devices(self, tmp_path):
+        with StateStore(tmp_path) as store:
+            far = optimizer(optax.adam(1e-2), **SMALL, path=store)
+            params = params_of("data and tensor")
+            state = jax.tree.map(
+                lambda x: jax.device_put(np.roll(np.asarray(x), 1, 0), x.sharding) if x.ndim else x, far.init(params)
+            )
+            updates, _ = jax.block_until_ready(jax.jit(far.update)(params, state, params))
+            assert all(np.isnan(x).all() for x in jax.tree.leaves(updates))
+            with pytest.raises(
+                RuntimeError, match="must stay on the devices that it was made on, got the part of another"
+            ):
+                store.drain()
+
+
+def test_bad_arguments(tmp_path):
+    far = optimizer(optax.adam(1e-2), **SMALL, path=tmp_path)
+    params = params_of("fsdp")
+    with pytest.raises(ValueError, match="`params` must lie on one mesh with a path, got Mesh"):
+        far.init({"a": params["w"], "b": params_of("data and tensor")["w"]})
+    other = jax.pmap(lambda x: x)(jnp.ones((4, 8)))
+    if not isinstance(other.sharding, NamedSharding):  # as in newer versions of jax
+        with pytest.raises(ValueError, match="must have a NamedSharding with a path, got PmapSharding"):
+            far.init({"w": other})
+    with pytest.raises(ValueError, match="`init` must run outside of jax.jit with a path, got traced"):
+        jax.jit(far.init)(params)
+    state = far.init(params)
+    with pytest.raises(ValueError, match="must be updated in jax.jit, got arrays outside of it"):
+        far.update(params, state, params)
+    mesh = params["w"].sharding.mesh
+    mapped = jax.shard_map(far.update, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    with pytest.raises(ValueError, match="`update` must be called outside of jax.shard_map where the state on disk is"):
+        jax.jit(mapped)(params, state, params)
+    mixed = far.init(params_of("data and tensor"))
+    mixed = (state[0]._replace(nu=mixed[0].nu), *state[1:])
+    with pytest.raises(ValueError, match="`state` must be of one mesh, got arrays of Mesh"):
+        jax.jit(far.update)(params, mixed, params)
+
+
+@pytest.mark.parametrize("name", ["not elementwise", "cannot be traced"])
+def test_first_states_that_are_no_constants(name, tmp_path):
+    def not_elementwise(params):
+        return jax.tree.map(lambda p: jnp.cumsum(p, 0), params)
+
+    def cannot_be_traced(params):
+        return jax.tree.map(lambda p: jnp.full(p.shape, float(p.ravel()[0])), params)
+
+    init = not_elementwise if name == "not elementwise" else cannot_be_traced
+    params = params_of("data and tensor")
+    tx = optax.GradientTransformation(init, optax.identity().update)
+    state = optimizer(tx, **SMALL, path=tmp_path).init(params)
+    equal(in_memory(state), init(params))
+    for key, x in state.items():
+        assert x.sharding.is_equivalent_to(params[key].sharding, x.ndim)
+
+
+def interceptor(store):
+    return _native.extension("tests").offload_testing.Interceptor.of_state(store._native)
+
+
+class TestFaults:
+    """A call that fails on one device would leave others waiting in collective operations: the next step raises."""
+
+    @pytest.fixture
+    def store(self, tmp_path):
+        with StateStore(tmp_path, chunk_bytes=4096) as store:
+            yield store
+        with contextlib.suppress(Exception):
+            jax.effects_barrier()
+        assert not _native.extension("tests").take_failure_of_shards()
+
+    def first(self, store):
+        params = params_of("data and tensor")
+        tx = optimizer(TRANSFORMATIONS["clipped"], **SMALL, path=store)
+        return step_of(tx, params), params, tx.init(params)
+
+    @staticmethod
+    def has_nan(params):
+        return any(bool(jnp.isnan(x).any()) for x in jax.tree.leaves(params))
+
+    def goes_on(self, step, params, state, steps=3):
+        """From the state before the failure, with the right numbers."""
+        want, want_state, _ = train(TRANSFORMATIONS["clipped"], params_of("data and tensor"), steps)
+        done = steps - 3
+        for i in range(done, steps):
+            params, state = step(params, state, gradients(params, i))
+        equal((params, in_memory(state)), (want, want_state))
+
+    @pytest.mark.parametrize("count", [1, 5])
+    def test_a_failed_read(self, store, count):
+        step, params, state = self.first(store)
+        interceptor(store).inject("read", count)
+        broken, after = jax.block_until_ready(step(params, state, gradients(params, 0)))
+        assert self.has_nan(broken)
+        with pytest.raises(
+            RuntimeError, match=r"must be of a step that ended, got version 1 of .* files hold version 0"
+        ):
+            in_memory(after)
+        with pytest.raises(
+            Exception, match=r"a read failed: injected fault \(on one device of several: the updates of"
+        ):
+            jax.block_until_ready(step(broken, after, gradients(params, 1)))
+        self.goes_on(step, params, state)
+
+    def test_a_failed_write(self, store):
+        step, params, state = self.first(store)
+        interceptor(store).inject("write", 1)
+        one, after = jax.block_until_ready(step(params, state, gradients(params, 0)))
+        assert not self.has_nan(one)
+        with pytest.raises(RuntimeError, match="a write failed: injected fault"):
+            store.drain()
+        broken, later = jax.block_until_ready(step(one, after, gradients(params, 1)))
+        assert self.has_nan(broken)
+        with pytest.raises(Exception, match="a write failed: injected fault"):
+            jax.block_until_ready(step(broken, later, gradients(params, 2)))
+        with pytest.raises(RuntimeError, match="a write failed: injected fault"):
+            for array in filter(is_on_disk, jax.tree.leaves(after, is_leaf=is_on_disk)):
+                for _, shard in array.shards().values():  # all copies
+                    np.asarray(shard)
+
+    def test_damage_and_truncation(self, store):
+        step, params, state = self.first(store)
+        for file in next(store.paths[0].iterdir()).glob("chunks*"):
+            file.write_bytes(b"")
+        broken, _ = jax.block_until_ready(step(params, state, gradients(params, 0)))
+        assert self.has_nan(broken)
+        with pytest.raises(RuntimeError, match="is shorter than what was written to it"):
+            store.drain()
+        interceptor(store).inject("corrupt", 1)
+        state = restore(state, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state, is_leaf=is_on_disk))
+        with pytest.raises(RuntimeError, match="is damaged: it does not hold what was written to it"):
+            in_memory(state)
+
+    def test_an_old_state(self, store):
+        step, params, first = self.first(store)
+        one, second = jax.block_until_ready(step(params, first, gradients(params, 0)))
+        assert np.abs(in_memory(first)[1][0].mu["w"]).max() == 0  # still whole: the second one lies elsewhere
+        with pytest.raises(Exception, match="must be the newest state on disk, got version 0 of an array whose files"):
+            jax.block_until_ready(step(params, first, gradients(params, 0)))
+        self.goes_on(step, one, second, 4)
+
+    def test_a_closed_store(self, store):
+        step, params, state = self.first(store)
+        store.close()
+        with pytest.raises(Exception, match="must lie in an open StateStore, got a state whose store is closed"):
+            jax.block_until_ready(step(params, state, gradients(params, 0)))
