@@ -3,21 +3,19 @@
     (c_e * x_j) @ W                  becomes    c_e * (x_j @ W),  c one number for each edge
     (c_r * x_j) @ W_r                becomes    x_j @ (c_r W_r),  c one number for each edge type
     (x_j + x_i) @ W                  becomes    x_j @ W + x_i @ W
-    (x_j - r_e) @ W                  becomes    x_j @ W - (r @ W)_e,  r a vector for each edge type
+    (x_j + r_e) @ W                  becomes    x_j @ W + (r @ W)_e,  r a vector for each edge type
 
-`compact` then multiplies once for each node, pair or type. Sums that cancel keep their digits: a difference of rows
-that are made of one input stays (positions of neighbours, say, that are close), and with `exact` all sums stay. A sum
+`compact` then multiplies once for each node, pair or type. Sums that cancel keep their digits: a difference stays
+(positions of neighbours, or rows without the mean of their type, may be close), and with `exact` all sums stay. A sum
 with rows of edges stays, too, because each edge would be multiplied all the same. Products of float16 rows without
 their scale may be beyond its range, and are float32.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from dejax.rgnn.ir.inter import Builder, Op, Program, Space, is_float
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, in_range, live, origins, widened
+from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, in_range, origins, widened
 
 
 def scale_products(program: Program, counts: Counts, *, shared: bool = False) -> Program:
@@ -86,14 +84,6 @@ def _is_anchor(maps: set[str]) -> bool:
     return any(maps <= within for within in ({"src", "etype", "source_pair"}, {"dst", "etype", "destination_pair"}))
 
 
-@dataclass(frozen=True, slots=True)
-class _Term:
-    """One term of a sum of rows, by its old number."""
-
-    value: int
-    negative: bool = False
-
-
 class _Sums(Rewrite):
     def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         """See `Rewrite`."""
@@ -107,44 +97,28 @@ class _Sums(Rewrite):
         dtype = in_range(op.dtype)
         rows = self.program.ops[op.args[0]].dtype
         w = args[1] if dtype == op.dtype else as_dtype(builder, args[1], dtype)
-        total: int | None = None
-        for term in sorted(terms, key=lambda t: t.negative):  # the first is not negative, where one is not
-            made = builder.op("linear", as_dtype(builder, self.new[term.value], rows), w, **dict(op.attrs))
-            if total is None:
-                total = builder.op("neg", made) if term.negative else made
-            else:
-                total = builder.op("sub" if term.negative else "add", total, made)
-        assert total is not None
+        total, *others = (
+            builder.op("linear", as_dtype(builder, self.new[term], rows), w, **dict(op.attrs)) for term in terms
+        )
+        for made in others:
+            total = builder.op("add", total, made)
         return as_dtype(builder, total, op.dtype)
 
-    def terms(self, value: int) -> list[_Term] | None:
+    def terms(self, value: int) -> list[int] | None:
         """The terms of a sum of rows from several places, each of one place; None for other rows."""
         found = self.leaves(value, outer=True)
         if len(found) < 2:
             return None
-        places = [origins(self.program, t.value) for t in found]
+        places = [origins(self.program, t) for t in found]
         if any(not p or "edge" in p or not _is_anchor(p) for p in places):
             return None
-        if any(self.program.ops[t.value].shape != self.program.ops[value].shape for t in found):
-            return None
-        plus, minus = ([t for t in found if t.negative is sign] for sign in (False, True))
-        return None if any(self.related(a, b) for a in plus for b in minus) else found
+        shape = self.program.ops[value].shape
+        return found if all(self.program.ops[t].shape == shape for t in found) else None
 
-    def leaves(self, value: int, negative: bool = False, outer: bool = False) -> list[_Term]:
+    def leaves(self, value: int, outer: bool = False) -> list[int]:
         op = self.program.ops[value]
         alone = outer or (len(self.users[value]) == 1 and value not in self.program.outputs)
-        several = len(origins(self.program, value)) > 1
-        if op.name == "neg" and alone and several:
-            return self.leaves(op.args[0], not negative)
-        if op.name not in ("add", "sub") or not alone or not several:
-            return [_Term(value, negative)]
+        if op.name != "add" or not alone or len(origins(self.program, value)) < 2:
+            return [value]
         left, right = op.args
-        return self.leaves(left, negative) + self.leaves(right, negative ^ (op.name == "sub"))
-
-    def related(self, a: _Term, b: _Term) -> bool:
-        """Whether two rows are made of one input, so that they may be close."""
-        ops = self.program.ops
-        both = live(self.program, [a.value]) & live(self.program, [b.value])
-        return any(
-            ops[v].name not in ("const", "count") and ops[v].space not in (Space.EDGE_TYPE, Space.GRAPH) for v in both
-        )
+        return self.leaves(left) + self.leaves(right)

@@ -375,13 +375,13 @@ def relation_added_then_typed(g, x, r, w):
 
 
 @idiom(
-    lambda g, x, r, w: g.max_to_dst(g.src(g.node(x) @ g.shared(w)) - g.per_edge_type(r) @ g.shared(w)),
+    lambda g, x, r, w: g.max_to_dst(g.src(g.node(x) @ g.shared(w)) + g.per_edge_type(r) @ g.shared(w)),
     x=("N", K),
     r=("R", K),
     w=(K, K),
 )
-def compgcn_sub_max(g, x, r, w):
-    return g.max_to_dst((g.src(x) - g.per_edge_type(r)) @ g.shared(w))
+def compgcn_add_max(g, x, r, w):
+    return g.max_to_dst((g.src(x) + g.per_edge_type(r)) @ g.shared(w))
 
 
 @idiom(lambda g, x, r: rgnn.dot(g.src(x) * g.per_edge_type(r), g.dst(x)), x=("N", K), r=("R", K))

@@ -223,8 +223,8 @@ def products_of_sums(b: Tiny) -> list[int]:
     x, y, r = b.node("x", 4), b.node("y", 4), b.weight("r", 4)
     w = b.given("w", Space.GRAPH, 4, 3)
     ends = b.linear(b.op("add", b.src(x), b.dst(x)), w, via="all")
-    relation = b.linear(b.op("sub", b.src(x), b.op("gather", r, via="etype")), w, via="all")
-    close = b.linear(b.op("sub", b.src(x), b.dst(x)), w, via="all")  # stays, as the next one
+    relation = b.linear(b.op("add", b.src(x), b.op("gather", r, via="etype")), w, via="all")
+    close = b.linear(b.op("sub", b.src(x), b.op("gather", r, via="etype")), w, via="all")  # stays, as the next one
     edges = b.linear(b.op("add", b.src(y), b.edge("e", 4)), w, via="all")
     return [ends, relation, close, edges]
 
