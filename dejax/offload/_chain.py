@@ -7,6 +7,7 @@ makes the calls for arrays on disk.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +88,16 @@ class Chain:
     def pull(self, piece: Piece) -> None:
         """The next call begins to copy the piece to the device."""
         self._pulls += [(i, *piece.span(self.arrays[i])) for i in piece.group.state]
+
+    def taken(self, pieces: Sequence[Piece], ahead: int) -> Iterator[tuple[Piece, dict[int, Any]]]:
+        """Each piece with its arrays by number, while the `ahead` pieces after it are copied to the device."""
+        for piece in pieces[:ahead]:
+            self.pull(piece)
+        self.call()
+        for number, piece in enumerate(pieces):
+            if number + ahead < len(pieces):
+                self.pull(pieces[number + ahead])
+            yield piece, dict(zip(piece.group.state, self.call(take=piece), strict=True))
 
     def push(self, i: int, piece: Piece, value: Any) -> None:
         """The next call begins to copy a piece of array i's new value to the host."""

@@ -53,13 +53,7 @@ def stream_state(
     chain = kind(arrays, staging_bytes=2 * (ahead + 1) * largest)
     parts: dict[int, list[Any]] = {}
     chain.begin()
-    for piece in pieces[:ahead]:
-        chain.pull(piece)
-    chain.call()
-    for number, piece in enumerate(pieces):
-        if number + ahead < len(pieces):
-            chain.pull(pieces[number + ahead])
-        taken = dict(zip(piece.group.state, chain.call(take=piece), strict=True))
+    for piece, taken in chain.taken(pieces, ahead):
         values = evaluate(evaluation, piece, taken, alone=len(groups) == 1)
         for output, value in zip(piece.group.outputs, values, strict=True):
             if output >= num_updates and output - num_updates in arrays:

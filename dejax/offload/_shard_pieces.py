@@ -188,13 +188,7 @@ def _update_in_pieces(
             known[group][var] = shard
         local = {group: _Shards(evaluation.jaxpr, values) for group, values in known.items()}
         parts: dict[int, list[Any]] = {o: [] for _, o in kept}
-        for piece in pieces[:ahead]:
-            device_chain.pull(piece)
-        device_chain.call()
-        for number, piece in enumerate(pieces):
-            if number + ahead < len(pieces):
-                device_chain.pull(pieces[number + ahead])
-            taken = dict(zip(piece.group.state, device_chain.call(take=piece), strict=True))
+        for piece, taken in device_chain.taken(pieces, ahead):
             made = evaluate(local[id(piece.group)], piece, taken, alone)  # type: ignore[arg-type]
             for output, value in zip(piece.group.outputs, made, strict=True):
                 if output in pushed:

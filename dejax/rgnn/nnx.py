@@ -6,9 +6,8 @@
     layer = RGCNConv(64, 32, graph.num_edge_types, num_bases=8, rngs=nnx.Rngs(0))
     y = layer(graph, x)
 
-Parameters are attributes with the names of `dejax.rgnn.library` and `dejax.rgnn.zoo`. Dropout is as in `nnx.Dropout`:
-`model.train()` and `model.eval()`, or `deterministic=` in a call. The linen modules (`dejax.rgnn.linen`) have the same
-parameters; `params_to_linen` and `params_from_linen` convert them.
+Parameters are attributes with the names of `dejax.rgnn.library` and `dejax.rgnn.zoo`; `params_to_linen` and
+`params_from_linen` convert them to those of `dejax.rgnn.linen`. Dropout is as in `nnx.Dropout`.
 """
 
 from __future__ import annotations
@@ -485,7 +484,7 @@ class ProgramModule(nnx.Module):
 def from_pyg(
     layer: Any, *, graph_has_self_loops: bool = False, options: Options | None = None, rngs: nnx.Rngs | None = None
 ) -> Any:
-    """The module with the settings and weights of a layer of PyTorch Geometric, ready to be called or trained further.
+    """The module of this file with the settings and weights of a layer of PyTorch Geometric, to call or train further.
 
     Which layers: see `dejax.rgnn.interop.from_pyg`, which has the same arguments and errors.
 
@@ -494,9 +493,6 @@ def from_pyg(
       graph_has_self_loops: see there.
       options: compiler options of the module.
       rngs: its `dropout` stream is the module's; None: `nnx.Rngs(0)`.
-
-    Returns:
-      A module of this file, such as `SAGEConv`.
     """
     found = layer_from_pyg(layer, graph_has_self_loops=graph_has_self_loops, options=options)
     values = {name: lambda key, shape, dtype, value=value: value for name, value in found.params.items()}

@@ -369,10 +369,10 @@ def test_keys_and_messages_in_one_array(size: Size) -> None:
 def as_on_a_large_graph(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
     """The compiler sees 100,000 times the nodes, edges and pairs."""
 
-    def task(program: Program, counts: Counts, *rest: Any) -> execute.Task:
+    def task(program: Program, counts: Counts, *rest: Any, **named: Any) -> execute.Task:
         grown = ("nodes", "edges", "source_pairs", "destination_pairs")
         counts = dataclasses.replace(counts, **{name: 10**5 * getattr(counts, name) for name in grown})
-        return execute.Task(program, counts, *rest)
+        return execute.Task(program, counts, *rest, **named)
 
     monkeypatch.setattr(importlib.import_module("dejax.rgnn.compiler.program"), "Task", task)
 

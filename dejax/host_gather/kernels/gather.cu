@@ -80,8 +80,8 @@ __device__ __forceinline__ const char* Locate(const GatherParams& p, ID id, cons
 struct LoadedChunk {
   uint4 value;
   POSITION position;  // in ids; -1 for no chunk
-  int first;           // offset of the chunk in the row; negative if the chunk begins before the row
-  bool filled;         // of a row of fill, which is not scaled
+  int first;          // offset of the chunk in the row; negative if the chunk begins before the row
+  bool filled;        // of a row of fill, which is not scaled
   float scale;
 };
 

@@ -25,7 +25,7 @@ from dejax.rgnn.compiler.failures import record_failure
 from dejax.rgnn.compiler.reverse_only import reverse_only
 from dejax.rgnn.compiler.traced import TracedKernel, note
 from dejax.rgnn.graphs.rel_graph import RelGraph
-from dejax.rgnn.ir.inter import Program
+from dejax.rgnn.ir.inter import Program, is_float
 from dejax.rgnn.ir.intra import Fallback, Kernels
 from dejax.rgnn.lowering.destinations import read_elsewhere, summed_at
 from dejax.rgnn.lowering.pallas import Columns, PallasLowering
@@ -176,7 +176,7 @@ def linear_in_saved(parts: Cut, number: int) -> bool:
 def differentiable_positions(task: Task) -> tuple[int, ...]:
     """Positions of the floating-point inputs."""
     ops = [optimised(task).ops[i] for i in optimised(task).inputs]
-    return tuple(op.attr("position") for op in ops if op.dtype.startswith(("float", "bfloat")))
+    return tuple(op.attr("position") for op in ops if is_float(op.dtype))
 
 
 def run_kernels(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: RowScaledInputs = ()) -> tuple[Arrays, Kept]:

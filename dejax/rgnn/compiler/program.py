@@ -365,11 +365,7 @@ def _unmasked(graph: RelGraph, program: inter.Program, options: Options) -> tupl
     if graph.node_mask is None or not uses_kernels(graph, options):
         return ()
     ops = [program.ops[i] for i in program.inputs]
-    return tuple(op.attr("position") for op in ops if op.space == Space.NODE and _is_float(op.dtype))
-
-
-def _is_float(dtype: str) -> bool:
-    return dtype.startswith(("float", "bfloat"))
+    return tuple(op.attr("position") for op in ops if op.space == Space.NODE and inter.is_float(op.dtype))
 
 
 def _destination_outputs(graph: RelGraph, program: inter.Program) -> tuple[int, ...]:
