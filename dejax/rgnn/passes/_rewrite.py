@@ -193,6 +193,25 @@ def widened(builder: Builder, x: int) -> int:
     return as_dtype(builder, x, in_range(builder.ops[x].dtype))
 
 
+def where_some(builder: Builder, via: str, row: int, none: float) -> int:
+    """A row's value, or a constant where its segment is empty."""
+    op, fine = builder.ops[row], {"space": str(Space.EDGE)} if via == "all" else {}
+    count = builder.op("count", via=via, dtype="float32", **fine)
+    dtype = in_range(op.dtype)
+    some = builder.op("reshape", count, shape=(1,) * len(op.shape)) if op.shape else count
+    other = builder.const(none, dtype, op.space)
+    return builder.op("select", as_dtype(builder, some, dtype), as_dtype(builder, row, dtype), other)
+
+
+def scale_of_weight(builder: Builder, factor: int) -> int:
+    """A factor by type, or shared, for the weight of each type; 1 for types without rows.
+
+    Nothing reads the factor there. It may be infinite, as 1 / the number of edges, and 0 times that is no gradient.
+    """
+    via = {Space.EDGE_TYPE: "etype", Space.NODE_TYPE: "ntype", Space.GRAPH: "all"}[builder.ops[factor].space]
+    return where_some(builder, via, factor, 1.0)
+
+
 def or_one(builder: Builder, x: int) -> int:
     """The value, or 1 where it is 0: a divisor. NaN stays NaN."""
     op = builder.ops[x]

@@ -30,6 +30,7 @@ from dejax.rgnn.passes._rewrite import (
     multiply,
     origins,
     rebuild,
+    where_some,
 )
 from dejax.rgnn.passes.dce import dce
 
@@ -112,7 +113,7 @@ def _terms(program: Program, users: list[list[int]], value: int, outer: bool = T
     shape = program.ops[value].shape
     for f in found:
         added = program.ops[f.value]
-        if added.name not in ("add", "sub") or f.power < 0 or f.inserts or added.shape != shape:
+        if added.name not in ("add", "sub") or not is_float(added.dtype) or f.power < 0 or f.inserts or added.shape != shape:
             continue
         if len(users[f.value]) > 1 or f.value in program.outputs:
             continue
@@ -163,7 +164,8 @@ def _total(builder: Builder, program: Program, new: dict[int, int], op: Op, term
         at_node = builder.op("gather", value, via="all", space=str(Space.NODE))
         if op.shape:
             degree = builder.op("reshape", degree, shape=(1,) * len(op.shape)) if len(op.shape) > 1 else degree
-        total = add(total, builder.op("mul", at_node, degree), negative)
+        # None where there are no edges: what is shared may be infinite.
+        total = add(total, where_some(builder, via, builder.op("mul", at_node, degree), 0.0), negative)
     assert total is not None
     return total
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from dejax.rgnn.ir.inter import Builder, Op, Program, Space, is_float
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, origins, widened
+from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, origins, scale_of_weight, widened
 
 # From so many shared weights on, one weight for each type is less work: edges read one row, not one for each weight.
 _MANY = 3
@@ -91,7 +91,7 @@ class _Combine(Rewrite):
     def leaves(self, value: int, negative: bool = False, outer: bool = True) -> list[_Term]:
         """The terms of a sum, whatever they are."""
         op = self.program.ops[value]
-        if op.name in ("add", "sub") and (outer or self.alone(value)):
+        if op.name in ("add", "sub") and is_float(op.dtype) and (outer or self.alone(value)):
             left, right = op.args
             return self.leaves(left, negative, False) + self.leaves(right, negative ^ (op.name == "sub"), False)
         return [_Term(value, negative, (), None)]
@@ -112,7 +112,8 @@ class _Combine(Rewrite):
                 continue
             if len({made.dtype, numbers.dtype, op.dtype}) > 1 or (read is made and not self.alone(rows)):
                 continue
-            factor = builder.op("reshape", self.new[numbers.args[0]], shape=(made.shape[0], 1, 1))
+            factor = scale_of_weight(builder, self.new[numbers.args[0]])
+            factor = builder.op("reshape", factor, shape=(made.shape[0], 1, 1))
             w = builder.lift(widened(builder, self.new[made.args[1]]), Space.EDGE_TYPE)
             w = builder.op("sum_features", builder.op("mul", w, factor), axes=(0,), keepdims=False)
             x = self.new[made.args[0]]
@@ -172,7 +173,7 @@ class _Combine(Rewrite):
             t, op = group[0], group[0].product
             if len(group) == 1 and op is not None and not t.scales:
                 place = frozenset(origins(self.program, op.args[0]))
-                if place and "edge" not in place and len(place) == 1:
+                if is_float(self.program.ops[op.args[0]].dtype) and place and "edge" not in place and len(place) == 1:
                     key = ("weight", op.args[1], op.attr("spec"), op.attr("via"), place)
             merged.setdefault(key, []).extend(group)
         return list(merged.values())
@@ -227,7 +228,7 @@ class _Combine(Rewrite):
             return builder.const(read.attr("value"), read.dtype, space)
         value = self.new[read.args[0]]
         value = value if read.shape == () else builder.op("reshape", value, shape=())
-        return builder.lift(value, space)
+        return scale_of_weight(builder, builder.lift(value, space))
 
     def signed(self, builder: Builder, values: list[tuple[int, bool]]) -> int:
         total: int | None = None

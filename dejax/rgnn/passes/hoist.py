@@ -18,6 +18,7 @@ from dejax.rgnn.passes._rewrite import (
     multiply,
     read_back,
     rebuild,
+    where_some,
 )
 from dejax.rgnn.passes._softmax_gradient import mean_readers
 
@@ -77,17 +78,9 @@ def hoist(program: Program, counts: Counts, *, exact: bool = False) -> Program:
 
 def _some_or_one(builder: Builder, via: str, row: int) -> int:
     """A row's value, or 1 where its segment is empty: there it may be anything, 0 / 0 included."""
-    return _where_some(builder, via, row, 1.0)
+    return where_some(builder, via, row, 1.0)
 
 
 def _some_or_zero(builder: Builder, via: str, row: int) -> int:
     """A sum times what all segments share, or 0 where its segment is empty: what is shared may be infinite."""
-    return _where_some(builder, via, row, 0.0)
-
-
-def _where_some(builder: Builder, via: str, row: int, none: float) -> int:
-    op, count = builder.ops[row], builder.op("count", via=via, dtype="float32")
-    dtype = in_range(op.dtype)
-    some = builder.op("reshape", count, shape=(1,) * len(op.shape)) if op.shape else count
-    other = builder.const(none, dtype, op.space)
-    return builder.op("select", as_dtype(builder, some, dtype), as_dtype(builder, row, dtype), other)
+    return where_some(builder, via, row, 0.0)

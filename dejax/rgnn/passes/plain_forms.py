@@ -23,7 +23,8 @@ class _PlainForms(Rewrite):
     def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         """See `Rewrite`."""
         if op.name == "reshape":
-            return _reshaped_once(builder, op, args[0]) or self.reshaped_rows(builder, op, args[0])
+            once = _reshaped_once(builder, op, args[0])
+            return self.reshaped_rows(builder, op, args[0]) if once is None else once
         if op.name == "slice":
             return _slice_of_reshape(builder, op, args[0])
         if op.name == "reduce":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, widened
+from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, scale_of_weight, widened
 
 _PLAIN = Product.parse("k,kn->n")
 _INNER, _INNER_BY_HEAD = Product.parse("k,k->"), Product.parse("hk,hk->h")
@@ -38,7 +38,7 @@ class _Reordering(Rewrite):
             return None
         scale, other, linear = found
         x, w = self.new[linear.args[0]], widened(builder, self.new[linear.args[1]])
-        factor, shape = self.new[scale], self.program.ops[scale].shape
+        factor, shape = scale_of_weight(builder, self.new[scale]), self.program.ops[scale].shape
         if shape:
             factor = builder.op("reshape", factor, shape=(*shape, 1, 1))
         product = builder.op("linear", x, builder.op("mul", w, factor), **dict(linear.attrs))

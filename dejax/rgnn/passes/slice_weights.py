@@ -65,13 +65,15 @@ class _Slices(Rewrite):
         """See `Rewrite`."""
         if op.name != "slice" or op.args[0] not in self.made:
             return None
-        return self.part(builder, op.args[0], op.attr("start"), op.attr("stop"), op.attr("axis"))
+        axis = op.attr("axis")
+        whole = self.program.ops[op.args[0]].shape[axis]
+        return self.part(builder, op.args[0], op.attr("start"), op.attr("stop"), axis, whole)
 
-    def part(self, builder: Builder, value: int, start: int, stop: int, axis: int) -> int:
-        """A part of an old value, as a new value."""
+    def part(self, builder: Builder, value: int, start: int, stop: int, axis: int, whole: int) -> int:
+        """A part of an old value, as a new value; a value whose axis is not of size `whole` broadcasts."""
         op = self.program.ops[value]
-        if op.shape == () or len(op.shape) <= axis or op.shape[axis] == 1 != stop - start:
-            return self.new[value]  # it broadcasts
+        if len(op.shape) <= axis or op.shape[axis] != whole:
+            return self.new[value]
         if value not in self.made:
             return _cut(builder, self.new[value], axis, start, stop)
         if op.name == "linear":
@@ -81,7 +83,7 @@ class _Slices(Rewrite):
             if "h" in Product.parse(op.attr("spec")).left and axis == 0:
                 x = _cut(builder, x, 0, start, stop)
             return builder.op("linear", x, w, **dict(op.attrs))
-        parts = (self.part(builder, a, start, stop, axis) for a in op.args)
+        parts = (self.part(builder, a, start, stop, axis, whole) for a in op.args)
         return builder.op(op.name, *parts, **dict(op.attrs))
 
 

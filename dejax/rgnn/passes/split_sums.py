@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dejax.rgnn.ir.inter import Builder, Op, Program, Space, is_float
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, in_range, origins, widened
+from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, in_range, origins, scale_of_weight, widened
 
 
 def scale_products(program: Program, counts: Counts, *, shared: bool = False) -> Program:
@@ -61,7 +61,7 @@ class _Scales(Rewrite):
         factor = self.new[read.args[0]]
         if read.shape:
             factor = builder.op("reshape", factor, shape=())
-        w = builder.op(scaled.name, w, factor)
+        w = builder.op(scaled.name, w, scale_of_weight(builder, factor))
         return as_dtype(builder, builder.op("linear", self.new[row], w, **dict(op.attrs)), op.dtype)
 
     def by_row(self, builder: Builder, op: Op, scaled: Op, scale: int, row: int) -> int | None:
@@ -89,7 +89,7 @@ class _Sums(Rewrite):
         """See `Rewrite`."""
         if op.name != "linear" or op.space != Space.EDGE or not is_float(op.dtype) or op.attr("via") == "self":
             return None
-        if not Product.parse(op.attr("spec")).is_forward:
+        if not Product.parse(op.attr("spec")).is_forward or not is_float(self.program.ops[op.args[0]].dtype):
             return None
         terms = self.terms(op.args[0])
         if terms is None:
@@ -113,7 +113,16 @@ class _Sums(Rewrite):
         if any(not p or "edge" in p or not _is_anchor(p) for p in places):
             return None
         shape = self.program.ops[value].shape
-        return found if all(self.program.ops[t].shape == shape for t in found) else None
+        suits = all(self.program.ops[t].shape == shape and not self.is_negative(t) for t in found)
+        return found if suits else None
+
+    def is_negative(self, value: int) -> bool:
+        """Whether a term is written as a negative: its sum is a difference."""
+        op = self.program.ops[value]
+        while op.name in ("gather", "reshape", "cast"):
+            op = self.program.ops[op.args[0]]
+        factors = [self.program.ops[a] for a in op.args] if op.name in ("mul", "div") else []
+        return op.name == "neg" or any(f.name == "const" and f.attr("value") < 0 for f in factors)
 
     def leaves(self, value: int, outer: bool = False) -> list[int]:
         op = self.program.ops[value]
