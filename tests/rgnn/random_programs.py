@@ -633,6 +633,254 @@ def degree(d: Drawing) -> Value:
     return d.define(d.one_of(pattern).format(x.name), "edge", x.shape)
 
 
+# --- forms that passes turn into plainer ones -------------------------------------------------------------------------
+
+
+@production(3)
+def heads_in_a_loop(d: Drawing) -> Value:
+    """Heads computed one by one, from parts of one product or with parts of one weight, and concatenated or stacked."""
+    x, heads = _row(d) if d.maybe() else d.pick(lambda v: len(v.shape) == 1 and v.space == "node"), d.one_of((2, 3))
+    x = x or d.argument("node", (3,))
+    kind, k = d.one_of((_TYPED_BY[x.space], "shared")), x.shape[0]
+    how = d.one_of(("weights", "columns", "parts"))
+    if how == "weights":
+        w = d.argument(kind, (heads, k, 2), k**-0.5)
+        rows = [f"{x.name} @ {w.name}[{i}]" for i in range(heads)]
+    elif how == "columns":
+        w = d.argument(kind, (k, heads * 2), k**-0.5)
+        rows = [f"{x.name} @ {w.name}[:, {2 * i}:{2 * i + 2}]" for i in range(heads)]
+    else:
+        w = d.argument(kind, (k, heads * 2), k**-0.5)
+        z = d.define(f"{x.name} @ {w.name}", x.space, (heads * 2,))
+        rows = [f"{z.name}[{2 * i}:{2 * i + 2}]" for i in range(heads)]
+    if x.space == "node" and d.maybe():
+        rows, space = [f"g.src({row})" for row in rows], "edge"
+    else:
+        space = x.space
+    rows, space = _each_head(d, rows, space)
+    if d.maybe():
+        return d.define(f"rgnn.concatenate([{', '.join(rows)}])", space, (heads * 2,))
+    axis = d.one_of((0, 0, 1, -1))
+    return d.define(f"rgnn.stack([{', '.join(rows)}], {axis})", space, (heads, 2) if axis == 0 else (2, heads))
+
+
+def _each_head(d: Drawing, rows: list[str], space: str) -> tuple[list[str], str]:
+    """What each head does with its rows: nothing, functions, attention, sums."""
+    heads = len(rows)
+    if d.maybe():
+        vectors = d.argument(d.one_of((_TYPED_BY[space], "shared", space)), (heads, d.one_of((2, 2, 1))))
+        function = d.pattern(UNARY)
+        rows = [f"({function.format(f'({row})')}) * {vectors.name}[{i}]" for i, row in enumerate(rows)]
+    if space != "edge":
+        return rows, space
+    how = d.one_of(("rows", "sum", "mean", "attention", "scaled"))
+    if how == "attention":
+        a = d.argument(d.one_of(("etype", "shared")), (heads, 2), 0.7)
+        scores = [f"rgnn.dot({row}, {a.name}[{i}])" for i, row in enumerate(rows)]
+        return [f"g.sum_to_dst(rgnn.edge_softmax({s}) * ({row}))" for s, row in zip(scores, rows, strict=True)], "node"
+    if how == "scaled":
+        n = d.argument("edge", (heads,))
+        rows = [f"({row}) * {n.name}[{i}]" for i, row in enumerate(rows)]
+    return (
+        (rows, "edge")
+        if how == "rows"
+        else ([f"g.{'mean' if how == 'mean' else 'sum'}_to_dst({r})" for r in rows], "node")
+    )
+
+
+@production(2)
+def stacked_rows(d: Drawing) -> Value:
+    """Rows of several origins stacked, weighted, and summed over the stack, or reshaped and transposed."""
+    first = _row(d)
+    rows = [first, *(d.partner(first, (first.shape,)) for _ in range(d.one_of((1, 2))))]
+    rows = [r if r.space == "edge" else d.define(f"{r.name} + 0 * {first.name}", "edge", r.shape) for r in rows]
+    many, axis, k = len(rows), d.one_of((0, -1)), first.shape[0]
+    m = d.define(
+        f"rgnn.stack([{', '.join(r.name for r in rows)}], {axis})", "edge", (many, k) if axis == 0 else (k, many)
+    )
+    weights = d.argument(d.one_of(("etype", "shared", "edge")), (many,))
+    how = d.one_of(("weighted", "transposed", "swapped", "mean"))
+    if how == "weighted":
+        if axis == -1 and weights.space != "edge" and d.maybe():
+            return d.define(f"{m.name} @ {weights.name}", "edge", (k,))
+        by = f"{weights.name}[:, None]" if axis == 0 else f"{weights.name}[None]"
+        return d.define(f"({m.name} * {by}).sum({axis})", "edge", (k,))
+    if how == "mean":
+        return d.define(f"g.sum_to_dst(rgnn.square({m.name})).mean({axis})", "node", (k,))
+    turned = (
+        d.one_of(("transpose(1, 0)", "transpose()", "transpose((1, 0))")) if how == "transposed" else "swapaxes(0, 1)"
+    )
+    return d.define(f"{m.name}.{turned}", "edge", m.shape[::-1])
+
+
+@production(3)
+def parts_of_a_product(d: Drawing) -> Value:
+    """A product, perhaps with a bias and a function, of which parts are used: gates, queries and keys, FiLM."""
+    x = _row(d) if d.maybe() else d.pick(lambda v: len(v.shape) == 1 and v.space == "node") or d.argument("node", (3,))
+    kind, k, parts, n = d.one_of((_TYPED_BY[x.space], "shared")), x.shape[0], d.one_of((2, 3)), d.one_of((1, 2))
+    rows = f"{x.name} @ {d.argument(kind, (k, parts * n), k**-0.5).name}"
+    if d.maybe():
+        by = d.argument(d.one_of((kind, x.space)), (d.one_of((parts * n, parts * n, 1)),))
+        rows = f"({rows}) {d.one_of('+*')} {by.name}"
+    rows = d.pattern(UNARY).format(f"({rows})") if d.maybe() else rows
+    space = x.space
+    if space == "node" and d.maybe():
+        rows, space = f"g.{d.one_of(('src', 'dst'))}({rows})", "edge"
+    how = d.one_of(("slices", "slices", "reshape", "indices"))
+    y = d.define(rows, space, (parts * n,))
+    if how == "reshape":
+        y = d.define(f"{y.name}.reshape({parts}, {n})", space, (parts, n))
+        found = [f"{y.name}[{i}]" for i in range(parts)]
+    elif how == "slices":
+        found = [f"{y.name}[{i * n}:{(i + 1) * n}]" for i in range(parts)]
+    else:
+        found, n = [f"{y.name}[{i}]" for i in range(parts * n)], 0
+    found = found[: d.one_of((len(found), len(found), 1))]
+    return d.define(" * ".join(f"rgnn.tanh({f})" for f in found), space, (n,) if n else ())
+
+
+@production(3)
+def sum_of_products(d: Drawing) -> Value:
+    """Products that share rows or weights, with scales by type or none, added on edges or after sums over edges."""
+    x, n = _row(d), 2
+    k = x.shape[0]
+    w = d.argument(d.one_of(("etype", "shared")), (k, n), k**-0.5)
+    basis = d.argument(d.one_of(("etype", "shared")), (3, k, n), k**-0.5)
+    scales = [f"{d.argument(d.one_of(('etype', 'shared', 'edge')), (3,)).name}[{i}]" for i in range(3)]
+    if d.maybe():  # infinite for types without edges
+        total = d.define(f"g.sum_to_edge_type({d.argument('edge', (), values='mask').name} ** 2)", "etype", ())
+        scales[0] = d.one_of((f"rgnn.rsqrt({total.name})", f"(1.0 / {total.name})", f"rgnn.log({total.name})"))
+    y = d.partner(x, (x.shape,))
+    y = y if y.space == "edge" else d.define(f"g.src({d.argument('node', x.shape).name})", "edge", x.shape)
+    terms = [
+        f"{scales[0]} * ({x.name} @ {w.name})",
+        f"({x.name} @ {basis.name}[0]) * {scales[1]}",
+        f"({x.name} @ {basis.name}[1]) / (1.5 + rgnn.square({scales[2]}))",
+        f"0.5 * ({x.name} @ {basis.name}[2])",
+        f"{x.name} @ {w.name}",
+        f"{y.name} @ {w.name}",
+        f"({y.name} @ {w.name})",
+        f"rgnn.tanh({d.argument('edge', (n,)).name})",
+    ]
+    chosen = d.draw(st.lists(st.sampled_from(terms), min_size=1, max_size=4))
+    to = d.one_of(("sum_to_dst", "sum_to_src", "mean_to_dst"))
+    chosen = [f"g.{to}({t})" for t in chosen] if (outside := d.maybe()) else chosen
+    signs = ["", *(d.one_of((" + ", " + ", " - ")) for _ in chosen[1:])]
+    expression = "".join(sign + term for sign, term in zip(signs, chosen, strict=True))
+    expression = f"0.0 + {expression}" if d.maybe() else expression
+    if outside:
+        return d.define(expression, "node", (n,))
+    if d.maybe():
+        return d.define(f"g.{to}({expression})", "node", (n,))
+    return d.define(expression, "edge", (n,))
+
+
+@production()
+def weighted_basis(d: Drawing) -> Value:
+    """A sum over a basis of products with weights by type, on nodes or on edges."""
+    node = d.pick(lambda v: v.space == "node" and len(v.shape) == 1) or d.argument("node", (3,))
+    k, many = node.shape[0], d.one_of((2, 3, 4))
+    v = d.argument("shared", (many, k, 2), k**-0.5)
+    a = d.argument(d.one_of(("etype", "etype", "edge")), (many,))
+    end = d.one_of(("src", "dst"))
+    y = d.one_of((f"g.{end}({node.name} @ {v.name})", f"g.{end}({node.name}) @ {v.name}"))
+    scaled = d.one_of((f"{a.name}[:, None] * ({y})", f"({y}) * {a.name}[:, None]"))
+    return d.define(f"({scaled}).sum(0)", "edge", (2,))
+
+
+@production(2)
+def scaled_or_summed_before_a_product(d: Drawing) -> Value:
+    """A product of rows times scales, or of sums of rows of several origins."""
+    x = _row(d)
+    k = x.shape[0]
+    kind = d.one_of(("etype", "shared"))
+    w = d.argument(kind, d.one_of(((k, 2), (2, k, 2))), k**-0.5)
+    if d.maybe():
+        c = d.argument(d.one_of(("etype", "edge", "shared")), d.one_of(((), (1,))))
+        rows = d.one_of((f"{c.name} * {x.name}", f"{x.name} * {c.name}", f"{x.name} / (1.5 + rgnn.square({c.name}))"))
+    else:
+        others = [
+            d.argument("etype", d.one_of(((k,), ()))),
+            _row(d),
+            d.define(f"g.dst({d.argument('node', (k,)).name})", "edge", (k,)),
+        ]
+        others = [o for o in others if o.shape in ((k,), ())]
+        rows = x.name + "".join(f" {d.one_of('++-')} {o.name}" for o in others)
+    product = f"({rows}) @ {w.name}"
+    if d.maybe():
+        return d.define(
+            f"g.{d.one_of(('sum', 'max') if not d.narrow else ('sum',))}_to_dst({product})", "node", w.shape[:-2] + (2,)
+        )
+    return d.define(product, "edge", w.shape[:-2] + (2,))
+
+
+@production(2)
+def sum_of_terms(d: Drawing) -> Value:
+    """A sum over edges of several terms, products with shared weights, biases and rows among them, with a scale."""
+    x, n = _row(d), d.one_of((1, 2, 5))
+    k = x.shape[0]
+    terms = [
+        f"{x.name} @ {d.argument('shared', (k, n), k**-0.5).name}",
+        d.argument("shared", (n,)).name,
+        d.argument("etype", (n,)).name,
+        f"rgnn.relu({d.argument('edge', (2,)).name} + 0.31) @ {d.argument('shared', (2, n)).name}",
+        f"g.dst({d.argument('node', (n,)).name})",
+        f"{x.name} @ {d.argument('etype', (k, n), k**-0.5).name}",
+    ]
+    terms = d.draw(
+        st.lists(
+            st.sampled_from([t for t in terms if not (d.narrow and "relu" in t)]), min_size=2, max_size=4, unique=True
+        )
+    )
+    signs = ["", *(d.one_of((" + ", " - ")) for _ in terms[1:])]
+    rows = "".join(sign + term for sign, term in zip(signs, terms, strict=True))
+    if d.maybe():
+        scale = d.argument(d.one_of(("edge", "etype")), ())
+        rows = d.one_of(
+            (f"{scale.name} * ({rows})", f"({rows}) * {scale.name}", f"({rows}) / (1.5 + rgnn.square({scale.name}))")
+        )
+    if not any("g.dst" in t or "@" in t for t in terms):
+        rows = f"{rows} + 0 * {d.argument('edge', ()).name}"
+    return d.define(f"g.{d.one_of(('sum_to_dst', 'sum_to_src', 'mean_to_dst'))}({rows})", "node", (n,))
+
+
+@production(2)
+def softmax_written_out(d: Drawing) -> Value:
+    """A softmax by its definition over the edges of a node, a type or all, with what is usually added to the sum."""
+    x = d.any()
+    to, back = d.one_of((("dst", "g.dst({})"), ("src", "g.src({})"), ("graph", "{}"), ("edge_type", "{}")))
+    x, to, back = (x, to, back) if x.space == "edge" else (x, *d.one_of((("graph", "{}"), ("node_type", "{}"))))
+    shift = back.format(f"g.max_to_{to}({x.name})")
+    shift = f"rgnn.stop_gradient({shift})" if d.narrow or d.maybe() else shift
+    p = d.define(f"rgnn.exp({x.name} - {shift})", x.space, x.shape)
+    total = back.format(f"g.sum_to_{to}({p.name})")
+    small = d.one_of(("", "", " + 1e-16", " + 1e-30", " + 1e-3"))
+    share = f"{p.name} / ({total}{small})"
+    if x.space == "edge" and d.maybe():
+        return d.define(f"g.sum_to_dst({share})", "node", x.shape)
+    return d.define(share, x.space, x.shape)
+
+
+@production()
+def neutral_operations(d: Drawing) -> Value:
+    """Zeros added, ones multiplied, squares as powers, inner products as sums, and reshapes to and fro."""
+    x = d.wide((2, 3))
+    how = d.one_of(("neutral", "square", "dot", "dot", "reshape", "reshape and sum"))
+    if how == "neutral":
+        return d.define(f"(0 + {x.name} * 1.0)", x.space, x.shape)
+    if how == "square":
+        return d.define(f"rgnn.tanh({x.name}) ** 2", x.space, x.shape)
+    if how == "dot":
+        y, keep = d.partner(x, (x.shape,)), d.maybe()
+        shape = (*x.shape[:-1], 1) if keep else x.shape[:-1]
+        return d.define(f"({x.name} * {y.name}).sum(-1, keepdims={keep})", x.space, shape)
+    flat = math.prod(x.shape)
+    if how == "reshape" or x.space != "edge":
+        return d.define(f"{x.name}.reshape(1, {flat}).reshape({flat})", x.space, (flat,))
+    how = d.one_of(("sum", "mean") if d.narrow else ("sum", "mean", "max"))
+    return d.define(f"g.{how}_to_dst(rgnn.tanh({x.name}).reshape({flat}))", "node", (flat,))
+
+
 # --- programs --------------------------------------------------------------------------------------------------------
 
 

@@ -1,13 +1,20 @@
-"""What rounding does to a function: each operation of it is rounded at random (Monte Carlo arithmetic, Parker 1997)."""
+"""What rounding does to a function: each operation of it is rounded at random (Monte Carlo arithmetic, Parker 1997).
+
+And programs in float64 with the rewrites for products that are rounded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from dejax.rgnn.compiler import execute
 
 # Operations that move or compare elements are exact.
 _ROUNDED = frozenset(
@@ -68,3 +75,16 @@ def _disturb(x: Any, key: jax.Array, relative: float) -> Any:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     return x * (1 + relative * jax.random.uniform(key, x.shape, x.dtype, -1, 1))
+
+
+@contextmanager
+def as_with_rounded_products() -> Iterator[None]:
+    """XLA runs what kernels would run with products of 11 bits, so that float64 checks the rewrites for these."""
+    cached = (execute.optimised, execute.inference_kernels, execute.training_cut)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(execute.Task, "exact", property(lambda task: False))
+        for function in cached:
+            function.cache_clear()
+        yield
+    for function in cached:
+        function.cache_clear()

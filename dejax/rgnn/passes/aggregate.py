@@ -113,7 +113,9 @@ def _terms(program: Program, users: list[list[int]], value: int, outer: bool = T
     shape = program.ops[value].shape
     for f in found:
         added = program.ops[f.value]
-        if added.name not in ("add", "sub") or not is_float(added.dtype) or f.power < 0 or f.inserts or added.shape != shape:
+        if added.name not in ("add", "sub") or not is_float(added.dtype) or added.shape != shape:
+            continue
+        if f.power < 0 or f.inserts:
             continue
         if len(users[f.value]) > 1 or f.value in program.outputs:
             continue

@@ -15,10 +15,10 @@ import pytest
 
 from dejax import rgnn
 from dejax.rgnn import Options, RelGraph
-from dejax.rgnn.compiler import execute
 from dejax.rgnn.passes import OPTIMISE
 from tests.rgnn.passes.idioms import IDIOMS, Idiom
 from tests.rgnn.references import GRAPHS, Reference, graph_of
+from tests.rgnn.rounding import as_with_rounded_products
 
 pytestmark = pytest.mark.newest_jax
 
@@ -58,16 +58,9 @@ def test_an_idiom_is_predicted_to_cost_what_the_form_by_hand_does(name: str) -> 
 
 
 @pytest.fixture
-def inexact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """XLA runs what kernels would run with products of 11 bits, so that float64 checks these rewrites."""
-    cached = (execute.optimised, execute.inference_kernels, execute.training_cut)
-    with monkeypatch.context() as patch:
-        patch.setattr(execute.Task, "exact", property(lambda task: False))
-        for function in cached:
-            function.cache_clear()
+def inexact() -> Iterator[None]:
+    with as_with_rounded_products():
         yield
-    for function in cached:
-        function.cache_clear()
 
 
 def run(program: Any, g: RelGraph, arrays: list[Any], options: Options) -> list[Any]:
