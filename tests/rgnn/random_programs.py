@@ -881,6 +881,26 @@ def neutral_operations(d: Drawing) -> Value:
     return d.define(f"g.{how}_to_dst(rgnn.tanh({x.name}).reshape({flat}))", "node", (flat,))
 
 
+@production()
+def normalised_rows(d: Drawing) -> Value:
+    """Wide rows of one end divided by their norm, or less their mean, whose rows are 0 / 0 where nothing reads them."""
+    x = d.argument("node", (9,))
+    end = d.one_of(("src", "dst"))
+    row = d.define(f"g.{end}({x.name})", "edge", (9,))
+    if d.maybe():  # infinite at nodes without edges
+        degree = f"g.sum_to_{end}({d.argument('edge', (), values='mask').name} ** 2)"
+        row = d.define(f"{row.name} * g.{end}(rgnn.rsqrt({degree}))", "edge", (9,))
+    norm = f"rgnn.sqrt(rgnn.square({row.name}).sum(keepdims=True) + {d.one_of((1.5, 1e-2))})"
+    centred = f"({row.name} - {row.name}.mean(keepdims=True))"
+    spread = f"rgnn.rsqrt(rgnn.square({centred}).mean(keepdims=True) + 0.1)"
+    how = d.one_of(
+        (f"{row.name} / {norm}", f"{centred} * {spread}", f"{row.name} * rgnn.exp(-{row.name}.max(keepdims=True))")
+    )
+    if d.maybe():
+        return d.define(f"({how}) @ {d.argument('etype', (9, 2), 0.3).name}", "edge", (2,))
+    return d.define(how, "edge", (9,))
+
+
 # --- programs --------------------------------------------------------------------------------------------------------
 
 
