@@ -22,6 +22,7 @@ _SPACE = {**_PAIRS, "src": Space.NODE, "dst": Space.NODE, "etype": Space.EDGE_TY
 # backward would multiply 0 by infinity. They stay on edges, or on pairs, each of which has an edge. Where they follow a
 # reduction of wide rows, as in a layer norm, they move to the nodes and are given 1 for rows that no edge reads.
 PARTIAL = frozenset("div exp expm1 log log1p sqrt rsqrt reciprocal pow power atan2 square".split())
+_REACH_INFINITY = frozenset("div log log1p rsqrt reciprocal pow power".split())
 _REDUCES = frozenset({"sum_features", "extremum_features", "dot"})
 _WIDE = 8
 # Compaction pays if it saves at least one row in five; below that the extra indirection costs more.
@@ -48,6 +49,7 @@ class _Compaction:
         self.new: dict[int, int] = {}  # old value -> new value, at its anchor if it is an edge value
         self.anchor: dict[int, str] = {}  # of edge values
         self.lifted: dict[tuple[int, str, str], int] = {}
+        self.infinite: dict[int, bool] = {}  # new values, see `may_be_infinite`
         self.reduces = self.after_reductions()
 
     def run(self) -> Program:
@@ -86,8 +88,9 @@ class _Compaction:
         for a in op.args:  # weights and tables are values of types, or shared
             edge = self.program.ops[a].space == Space.EDGE
             args.append(self.lift(self.new[a], self.anchor[a], anchor) if edge else self.new[a])
-        if op.name in PARTIAL and anchor in ("src", "dst"):
-            args = [self.where_read(a, anchor) for a in args]
+        if anchor in ("src", "dst", "etype"):
+            partial = op.name in PARTIAL
+            args = [self.where_read(a, anchor) if partial or self.may_be_infinite(a) else a for a in args]
         attrs = dict(op.attrs)
         if op.name == "linear" and attrs["via"] == "etype" and anchor != "edge":
             attrs["via"] = "self" if anchor == "etype" else f"{anchor}.etype"
@@ -116,15 +119,34 @@ class _Compaction:
         return ops[i].width >= _WIDE and bool(users) and all(ops[u].name in _REDUCES for u in users)
 
     def where_read(self, x: int, anchor: str) -> int:
-        """A value of nodes, and 1 for the nodes that no edge reads."""
+        """A value of nodes or types, and 1 for those that no edge reads."""
         builder, op = self.builder, self.builder.ops[x]
-        if op.name == "const":
+        if op.name == "const" or op.space != _SPACE[anchor]:
             return x
         dtype = "float64" if op.dtype == "float64" else "float32"
         count = builder.op("count", via=anchor, dtype=dtype)
         if op.shape:
             count = builder.op("reshape", count, shape=(1,) * len(op.shape))
         return builder.op("select", count, x, builder.const(1.0, op.dtype, op.space))
+
+    def may_be_infinite(self, x: int) -> bool:
+        """Whether a value of nodes or types is made with a quotient, say by the number of edges, which may be 0."""
+        if x not in self.infinite:
+            op, found = self.builder.ops[x], False
+            if op.name in _REACH_INFINITY:
+                found = not self.is_positive(op.args[op.name == "div"])
+            if op.name == "linear" or (op.name in ROWWISE and op.name != "select"):
+                found |= any(self.may_be_infinite(a) for a in op.args)
+            self.infinite[x] = found
+        return self.infinite[x]
+
+    def is_positive(self, x: int) -> bool:
+        """Whether a divisor is seen not to be 0: a constant, or more or no less than one."""
+        op = self.builder.ops[x]
+        if op.name in ("sqrt", "reshape", "broadcast", "cast"):
+            return self.is_positive(op.args[0])
+        others = [self.builder.ops[a] for a in op.args] if op.name in ("add", "max") else [op]
+        return any(o.name == "eq" or (o.name == "const" and o.attr("value") != 0) for o in others)
 
     def lift(self, value: int, have: str, want: str) -> int:
         """The value read from one anchor at a finer one."""

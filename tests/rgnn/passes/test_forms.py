@@ -58,6 +58,15 @@ def basis_in_a_loop(g, x, v):
     return g.sum_to_dst(rgnn.tanh(sum(scale * (g.src(x) @ v[b]) for b in range(R))))
 
 
+def scaled_by_degree(g, x):
+    return g.sum_to_dst(rgnn.tanh(g.src(x) * g.src(rgnn.rsqrt(g.sum_to_src(1.0)))))
+
+
+def centred_by_degree(g, x):
+    row = g.src(x) / g.src(g.sum_to_src(1.0))
+    return g.sum_to_dst(g.dst(x) * (row - row.mean(keepdims=True)))
+
+
 def parts_with_one_bias(g, x, w, b):
     y = rgnn.tanh(g.src(x) @ g.shared(w) + g.shared(b))
     return g.sum_to_dst(y[2:3] * y[5] + y[0])
@@ -84,6 +93,8 @@ CASES = {
     scaled_inner_product: (X, W),
     basis: (X, W),
     basis_in_a_loop: (X, W),
+    scaled_by_degree: (X,),
+    centred_by_degree: (X,),
     parts_with_one_bias: (X, normal(3, 6), normal(1)),
     infinite_bias: (X, normal(3, 3), np.array([-np.inf, 0.0, 1.0])),
     integers: (*INTEGERS, normal(3, 3)),
