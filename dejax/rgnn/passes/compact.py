@@ -22,6 +22,7 @@ _SPACE = {**_PAIRS, "src": Space.NODE, "dst": Space.NODE, "etype": Space.EDGE_TY
 # backward would multiply 0 by infinity. They stay on edges, or on pairs, each of which has an edge. Where they follow a
 # reduction of wide rows, as in a layer norm, they move to the nodes and are given 1 for rows that no edge reads.
 PARTIAL = frozenset("div exp expm1 log log1p sqrt rsqrt reciprocal pow power atan2 square".split())
+# Quotients that nodes or types have themselves, as 1 / the number of their edges, are given 1 there, too.
 _REACH_INFINITY = frozenset("div log log1p rsqrt reciprocal pow power".split())
 _REDUCES = frozenset({"sum_features", "extremum_features", "dot"})
 _WIDE = 8
