@@ -249,6 +249,12 @@ def arrive(ref: Any, index: jax.Array) -> jax.Array:
     return lax.reduce_sum(where(first, before, 0.0), (0,))
 
 
+def barrier() -> None:
+    """What a program has stored before can be loaded by it after."""
+    if not _interpreted.get():
+        plt.debug_barrier()
+
+
 def multiply_add(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
     """`x * y + z` of float32 tiles of one shape, in one instruction an element: Triton here does not fuse the two."""
     if _interpreted.get():

@@ -1,7 +1,11 @@
 """The magnitudes of the columns of arrays, as powers of two: one small kernel for all arrays of a program.
 
 Row-scaled float16 and products in float16 divide columns by these (`row_scaled`). The powers are estimates from some
-elements of each column. An estimate that is wrong by a factor of some thousands costs no digits.
+rows of each array. An estimate that is wrong by a factor of some thousands costs no digits.
+
+The columns of what is computed are estimated from those of its arguments, before it is there. A column of a product
+`x[r, k] w[t, k, n]` is as large as the largest `|w[t, k, n]|` times the size of column `k` of `x`. So `Columns` is an
+einsum, with maxima in the place of sums.
 
 Contract test: `tests/pallas/test_column_powers.py`, against maxima of numpy.
 """
@@ -24,124 +28,344 @@ from dejax.pallas._shapes import divide, lanes, next_power_of_two
 from dejax.pallas._tiles import where
 from dejax.pallas.formats.row_scaled import finite_magnitude, powers_of, powers_of_tile, whole_max
 
-# Elements that a program reads: fewer where neighbours belong to one column, because each is then a memory sector of
-# its own.
+# Elements that a program reads at a time: fewer where neighbours belong to one column, because each is then a memory
+# sector of its own.
 _ELEMENTS, _ELEMENTS_APART = 16384, 2048
 _TOGETHER = 8  # float32 elements of a memory sector
+_MOST_ELEMENTS = 8 * _ELEMENTS  # that a program reads in all
 MAX_COLUMNS = 4096  # that a program holds
 _WARPS = 8
+_LARGEST = np.float32(3e38)
+_NOTHING = np.float32(2.0**-126)  # of columns that no part has, which are zeros
+
+# The axis of an array's rows in the subscripts of `Columns`.
+ROWS = "#"
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
-    """Static facts of one array: which of its axes are columns, and which elements of each column are read."""
+class Columns:
+    """Columns as large as the largest product of their factors' elements.
 
-    shape: tuple[int, ...]
-    kept: tuple[int, ...]
+    Attributes:
+      factors: (source, subscripts) of each; a source is the number of an array, or other columns. At most one factor is
+        an array. A letter stands for each axis, as in an einsum, `ROWS` for rows of which a sample will do.
+      out: the letters of the columns' axes.
+      sizes: (letter, size) of all letters.
+    """
 
-    @property
-    def columns(self) -> int:
-        return math.prod(self.shape[a] for a in self.kept)
-
-    @property
-    def reduced(self) -> tuple[int, ...]:
-        return tuple(a for a in range(len(self.shape)) if a not in self.kept)
+    factors: tuple[tuple[int | Source, str], ...]
+    out: str
+    sizes: tuple[tuple[str, int], ...]
 
     @property
     def size(self) -> int:
-        """Elements of a column."""
-        return math.prod(self.shape[a] for a in self.reduced)
+        sizes = dict(self.sizes)
+        return math.prod(sizes[c] for c in self.out)
 
     @property
-    def together(self) -> int:
-        """Elements of a column that are read side by side."""
-        return 1 if len(self.shape) - 1 in self.kept or self.shape[-1] < _TOGETHER else _TOGETHER
+    def arguments(self) -> tuple[Source, ...]:
+        return tuple(f for f, _ in self.factors if not isinstance(f, int))
 
     @property
-    def sample(self) -> int:
-        """Elements of a column that are read."""
-        most = _ELEMENTS if self.together == 1 else _ELEMENTS_APART
-        return min(next_power_of_two(self.size), max(most // next_power_of_two(self.columns), self.together))
+    def arrays(self) -> tuple[int, ...]:
+        return tuple(f for f, _ in self.factors if isinstance(f, int))
 
-    def offsets(self, index: jax.Array, axes: tuple[int, ...]) -> list[tuple[int, jax.Array]]:
-        """The index of each of `axes`, for a flat index over them."""
-        found = []
-        for a in reversed(axes):
-            index, here = divide(index, self.shape[a])
-            found.append((a, here))
-        return found
+    def renumbered(self, numbers: dict[int, int]) -> Columns:
+        factors = [
+            (numbers[source] if isinstance(source, int) else source.renumbered(numbers), subscripts)
+            for source, subscripts in self.factors
+        ]
+        return Columns(tuple(factors), self.out, self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Columns as large as the largest of several that are placed along an axis: sums, concatenations and slices.
+
+    Attributes:
+      parts: (columns, start): where the part begins along `axis`, negative where it loses its first columns.
+      axis: the axis.
+      shape: of the columns.
+    """
+
+    parts: tuple[tuple[Source, int], ...]
+    axis: int
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def arguments(self) -> tuple[Source, ...]:
+        return tuple(part for part, _ in self.parts)
+
+    @property
+    def arrays(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def inner(self) -> int:
+        return math.prod(self.shape[self.axis + 1 :])
+
+    def length(self, part: Source) -> int:
+        """Of a part along the axis."""
+        return part.size // (self.size // self.shape[self.axis])
+
+    def renumbered(self, numbers: dict[int, int]) -> Placed:
+        return Placed(tuple((part.renumbered(numbers), start) for part, start in self.parts), self.axis, self.shape)
+
+
+Source = Columns | Placed
+
+
+def of_array(number: int, shape: tuple[int, ...], kept: tuple[int, ...]) -> Columns:
+    """The columns of an array along its axes `kept`, in that order; its first axis is rows."""
+    letters = ROWS + "abcdefghijklmnopqrstuvwxyz"[: len(shape) - 1]
+    sizes = tuple(zip(letters, shape, strict=True))
+    return Columns(((number, letters),), "".join(letters[a] for a in kept), sizes)
+
+
+def tree(source: Source) -> list[Source]:
+    """A source and all that it is made of, arguments first."""
+    found: dict[Source, None] = {}
+    for argument in source.arguments:
+        found.update(dict.fromkeys(tree(argument)))
+    return [*found, source]
 
 
 def column_powers(
-    requests: Sequence[tuple[jax.Array, tuple[int, ...]]], *, interpret: bool | None = None
+    arrays: Sequence[jax.Array], sources: Sequence[Source], *, interpret: bool | None = None
 ) -> list[tuple[jax.Array, jax.Array]]:
     """A power of two near the largest magnitude of each column.
 
     Args:
-      requests: arrays, each with the axes that make its columns, in the order of the result.
+      arrays: floating-point arrays.
+      sources: columns of these arrays, or of what will be computed of them.
       interpret: run the kernel interpreted; by default where there is no GPU.
 
     Returns:
-      For each request float32[columns] and the same as bfloat16, powers of two from 2^-126 to 2^126. A column of which
+      For each source float32[columns] and the same as bfloat16, powers of two from 2^-126 to 2^126. A column of which
       only zeros were read has the largest power of all columns, or 1 if all elements that were read are zeros.
       Infinities and NaN are left out.
     """
     found: dict[int, tuple[jax.Array, jax.Array]] = {}
     in_kernel: list[int] = []
-    described = [_Request(array.shape, kept) for array, kept in requests]
-    for i, ((array, _), request) in enumerate(zip(requests, described, strict=True)):
-        if array.size and request.columns <= MAX_COLUMNS:
+    for i, source in enumerate(sources):
+        if all(s.size <= MAX_COLUMNS and all(arrays[a].size for a in s.arrays) for s in tree(source)):
             in_kernel.append(i)
-        elif array.size:
-            largest = jnp.max(finite_magnitude(array), axis=request.reduced)
-            order = [sorted(request.kept).index(a) for a in request.kept]
-            powers = powers_of(jnp.transpose(largest, order).reshape(-1))
-            found[i] = powers, powers.astype(jnp.bfloat16)
         else:
-            found[i] = jnp.ones((request.columns,), jnp.float32), jnp.ones((request.columns,), jnp.bfloat16)
+            powers = plain(arrays, source)
+            found[i] = powers, powers.astype(jnp.bfloat16)
     if in_kernel:
-        chosen = [described[i] for i in in_kernel]
-        results = _triton.pallas_call(
-            functools.partial(_kernel, requests=tuple(chosen)),
-            name="column_powers",
-            num_programs=len(chosen),
-            out_shape=[
-                jax.ShapeDtypeStruct((r.columns,), jnp.dtype(dtype))
-                for dtype in (jnp.float32, jnp.bfloat16)
-                for r in chosen
-            ],
-            num_warps=_WARPS,
-            num_stages=1,
-            interpret=_triton.use_interpreter(interpret),
-        )(*(lax.stop_gradient(requests[i][0]) for i in in_kernel))
-        n = len(in_kernel)
-        found.update(zip(in_kernel, zip(results[:n], results[n:], strict=True), strict=True))
-    return [found[i] for i in range(len(requests))]
+        found.update(zip(in_kernel, _in_kernel(arrays, [sources[i] for i in in_kernel], interpret), strict=True))
+    return [found[i] for i in range(len(sources))]
 
 
-def _kernel(*refs: Any, requests: tuple[_Request, ...]) -> None:
+def plain(arrays: Sequence[jax.Array], source: Source) -> jax.Array:
+    """The powers of `source` in plain JAX, of all rows."""
+    if isinstance(source, Placed):
+        largest = jnp.zeros(source.shape, jnp.float32)
+        for part, start in source.parts:
+            shape = tuple(source.length(part) if a == source.axis else s for a, s in enumerate(source.shape))
+            behind = source.shape[source.axis] - start - shape[source.axis]
+            edges = [(start, behind, 0) if a == source.axis else (0, 0, 0) for a in range(len(shape))]
+            largest = jnp.maximum(largest, lax.pad(plain(arrays, part).reshape(shape), np.float32(0), edges))
+        return jnp.maximum(largest.reshape(-1), _NOTHING)
+    sizes = dict(source.sizes)
+    reduced = "".join(c for c in sizes if c not in source.out)
+    letters = source.out + reduced
+    largest = jnp.ones((1,) * len(letters), jnp.float32)
+    for factor, subscripts in source.factors:
+        if isinstance(factor, int):
+            values = finite_magnitude(lax.stop_gradient(arrays[factor]))
+        else:
+            values = plain(arrays, factor).reshape([sizes[c] for c in subscripts])
+        values = jnp.transpose(values, sorted(range(len(subscripts)), key=lambda a: letters.index(subscripts[a])))
+        values = values.reshape([sizes[c] if c in subscripts else 1 for c in letters])
+        largest = jnp.minimum(largest * values, _LARGEST)
+    largest = jnp.max(largest, axis=tuple(range(len(source.out), len(letters))), initial=0)
+    return powers_of(jnp.broadcast_to(largest, [sizes[c] for c in source.out]).reshape(-1))
+
+
+def _in_kernel(
+    arrays: Sequence[jax.Array], sources: Sequence[Source], interpret: bool | None
+) -> list[tuple[jax.Array, jax.Array]]:
+    used = list(dict.fromkeys(a for source in sources for s in tree(source) for a in s.arrays))
+    numbers = {a: i for i, a in enumerate(used)}
+    sources = [s.renumbered(numbers) for s in sources]
+    inner = [s.size for source in sources for s in tree(source)[:-1]]
+    n = len(sources)
+    results = _triton.pallas_call(
+        functools.partial(_kernel, sources=tuple(sources), num_arrays=len(used)),
+        name="column_powers",
+        num_programs=n,
+        out_shape=[
+            *(jax.ShapeDtypeStruct((s.size,), jnp.float32) for s in sources),
+            *(jax.ShapeDtypeStruct((s.size,), jnp.bfloat16) for s in sources),
+            *(jax.ShapeDtypeStruct((size,), jnp.float32) for size in inner),
+        ],
+        num_warps=_WARPS,
+        num_stages=1,
+        interpret=_triton.use_interpreter(interpret),
+    )(*(lax.stop_gradient(arrays[a]) for a in used))
+    return list(zip(results[:n], results[n : 2 * n], strict=True))
+
+
+def _kernel(*refs: Any, sources: tuple[Source, ...], num_arrays: int) -> None:
     (program,) = _triton.program_ids()
-    n = len(requests)
-    for i, request in enumerate(requests):
-        one = functools.partial(_measure, refs[i], (refs[n + i], refs[2 * n + i]), request)
+    arrays, results = refs[:num_arrays], refs[num_arrays:]
+    n = len(sources)
+    inner = iter(results[2 * n :])
+    for i, source in enumerate(sources):
+        scratch = {s: next(inner) for s in tree(source)[:-1]}
+        one = functools.partial(_estimate, source, arrays, (results[i], results[n + i]), scratch)
         if n == 1:
             one()
         else:
             _triton.when(program == i, one)
 
 
-def _measure(array: Any, powers: tuple[Any, Any], r: _Request) -> None:
-    column = lanes(next_power_of_two(r.columns), 1, 2)
-    entry = lanes(r.sample, 0, 2)
-    if r.size > r.sample:  # evenly spread, some of them side by side
-        group, within_group = divide(entry, r.together)
-        stride = np.float32((r.size // r.together - 1) / max(r.sample // r.together - 1, 1))
-        entry = (group.astype(jnp.float32) * stride).astype(jnp.int32) * r.together + within_group
-    inside = (column < r.columns) & (entry < r.size)
-    at = dict(r.offsets(column, r.kept) + r.offsets(entry, r.reduced))
-    index = tuple(at[a] for a in range(len(r.shape)))
-    magnitude = finite_magnitude(_triton.load(array, index, inside))
-    largest = lax.expand_dims(lax.reduce_max(magnitude, (0,)), (0,))
-    found = powers_of_tile(largest, whole_max(largest))
-    for ref in powers:
-        _triton.store(ref, (where(column < r.columns, column, r.columns),), found, column < r.columns)
+def _estimate(source: Source, arrays: Sequence[Any], results: tuple[Any, Any], scratch: dict[Source, Any]) -> None:
+    """Stores the powers of `source`, by way of those of all that it is made of."""
+    # While its own elements come from memory, those of its arguments do.
+    last = _Elements(source, arrays, scratch) if isinstance(source, Columns) else None
+    for s in tree(source):
+        column = _columns_of(s)
+        if isinstance(s, Placed):
+            found = _placed(s, scratch)
+        else:
+            largest = (last if last is not None and s is source else _Elements(s, arrays, scratch)).largest()
+            largest = where(column < s.size, largest, 0.0)
+            found = powers_of_tile(largest, whole_max(largest))
+        for ref in (scratch[s],) if s in scratch else results:
+            _triton.store(ref, (where(column < s.size, column, s.size),), found, column < s.size)
+        if s in scratch:
+            _triton.barrier()
+
+
+def _columns_of(s: Source) -> jax.Array:
+    return lanes(next_power_of_two(s.size), 1, 2)
+
+
+def _placed(s: Placed, scratch: dict[Source, Any]) -> jax.Array:
+    column = _columns_of(s)
+    rest, within = divide(column, s.inner)
+    before, at = divide(rest, s.shape[s.axis])
+    largest = lax.full(column.shape, _NOTHING)
+    for part, start in s.parts:
+        length, here = s.length(part), at - start
+        inside = (column < s.size) & (here >= 0) & (here < length)
+        index = where(inside, (before * length + here) * s.inner + within, 0)
+        largest = lax.max(largest, _triton.load(scratch[part], (index,), inside))
+    return largest
+
+
+class _Elements:
+    """The products of elements of which the largest is looked for.
+
+    Elements of arrays are loaded at once where one tile holds all of them, else a tile at a time.
+    """
+
+    def __init__(self, s: Columns, arrays: Sequence[Any], scratch: dict[Source, Any]) -> None:
+        self.columns, self.arrays, self.scratch = s, arrays, scratch
+        self.sample = _Sample.of(s)
+        self.loaded = self._load(np.int32(0)) if self.sample.steps == 1 else None
+
+    def largest(self) -> jax.Array:
+        """float32[1, columns]."""
+        if self.loaded is not None:
+            return self._largest_of(*self.loaded)
+        step = np.int32(self.sample.at_a_time)
+        return _triton.fori_loop(
+            np.int32(0),
+            np.int32(self.sample.steps),
+            lambda i, largest: lax.max(largest, self._largest_of(*self._load(i * step))),
+            lax.full(_columns_of(self.columns).shape, np.float32(0)),
+        )
+
+    def _load(self, first: Any) -> tuple[dict[str, jax.Array], jax.Array, list[jax.Array]]:
+        """Where elements are, whether they exist, and those of arrays."""
+        s, column = self.columns, _columns_of(self.columns)
+        entry = lanes(self.sample.at_a_time, 0, 2) + first
+        inside = (column < s.size) & (entry < self.sample.entries)
+        at = self.sample.at(column, entry)
+        found = []
+        for factor, subscripts in s.factors:
+            if isinstance(factor, int):
+                index = tuple(lax.broadcast_in_dim(at[c], inside.shape, (0, 1)) for c in subscripts)
+                found.append(finite_magnitude(_triton.load(self.arrays[factor], index, inside)))
+        return at, inside, found
+
+    def _largest_of(self, at: dict[str, jax.Array], inside: jax.Array, values: list[jax.Array]) -> jax.Array:
+        for factor, subscripts in self.columns.factors:
+            if not isinstance(factor, int):
+                index = self.sample.flat(subscripts, at, inside)
+                values = [*values, _triton.load(self.scratch[factor], (index,), inside)]
+        product = functools.reduce(lambda x, y: lax.min(x * y, lax.full_like(x, _LARGEST)), values)
+        return lax.expand_dims(lax.reduce_max(product, (0,)), (0,))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """The elements of each column that are read: some rows, and all that belongs to a row, as far as there is time.
+
+    Attributes:
+      columns: what is estimated.
+      rows: how many rows are read.
+      others: (letter, size) of the other axes that are reduced.
+      read: elements of a row's `others` that are read for each column.
+      at_a_time: elements that are read at a time for each column, a power of two.
+    """
+
+    columns: Columns
+    rows: int
+    others: tuple[tuple[str, int], ...]
+    read: int
+    at_a_time: int
+
+    @classmethod
+    def of(cls, s: Columns) -> _Sample:
+        sizes = dict(s.sizes)
+        others = tuple((c, n) for c, n in s.sizes if c not in s.out and c != ROWS)
+        columns, each = next_power_of_two(s.size), math.prod(n for _, n in others)
+        apart = any(isinstance(f, int) and subscripts[-1] not in s.out for f, subscripts in s.factors)
+        elements = max((_ELEMENTS_APART if apart else _ELEMENTS) // columns, _TOGETHER if apart else 1)
+        read = min(each, max(_MOST_ELEMENTS // columns, elements))
+        rows = min(sizes.get(ROWS, 1), max(elements // read, 1))
+        return cls(s, rows, others, read, min(next_power_of_two(rows * read), max(_ELEMENTS // columns, 1)))
+
+    @property
+    def entries(self) -> int:
+        return self.rows * self.read
+
+    @property
+    def steps(self) -> int:
+        return -(-self.entries // self.at_a_time)
+
+    def at(self, column: jax.Array, entry: jax.Array) -> dict[str, jax.Array]:
+        """The index along each axis."""
+        sizes = dict(self.columns.sizes)
+        row, other = divide(entry, self.read)
+        each = math.prod(n for _, n in self.others)
+        found = {ROWS: _spread(row, self.rows, sizes.get(ROWS, 1))}
+        rest = _spread(other, self.read, each)
+        for letters, index in ((self.columns.out, column), ("".join(c for c, _ in self.others), rest)):
+            for c in reversed(letters):
+                index, found[c] = divide(index, sizes[c])
+        return found
+
+    def flat(self, subscripts: str, at: dict[str, jax.Array], inside: jax.Array) -> jax.Array:
+        """The index into columns of these axes, side by side."""
+        sizes, index = dict(self.columns.sizes), lax.full(inside.shape, np.int32(0))
+        for c in subscripts:
+            index = index * np.int32(sizes[c]) + at[c]
+        return where(inside, index, 0)
+
+
+def _spread(index: jax.Array, chosen: int, size: int) -> jax.Array:
+    """Numbers below `chosen` as numbers below `size`, evenly spread."""
+    if chosen >= size:
+        return index
+    stride = np.float32((size - 1) / max(chosen - 1, 1))
+    return lax.min((index.astype(jnp.float32) * stride).astype(jnp.int32), np.int32(size - 1))

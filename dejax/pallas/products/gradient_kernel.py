@@ -118,8 +118,15 @@ def _added(sum_: Sum, x: _Left, y: jax.Array, y_exponent: jax.Array | None, c: G
     y, y_exponent = _normalized(y, y_exponent)
     of_row = x.exponent + y_exponent - 127
     total, unit = _relative(sum_, whole_max(of_row))
-    relative = power(jnp.maximum(of_row - unit + 127, 1))  # at most 1, and in float16 at least 2^-24
-    return total + _dot(x.tile, (y * relative.astype(y.dtype)).astype(jnp.float16), "tf32"), unit
+    # At most 1, and in float16 at least 2^-24 each. Both operands take a part: a row may be 10^12 times the others and
+    # have zeros in some columns, whose sums are of the others.
+    relative = of_row - unit
+    for_x = lax.shift_right_arithmetic(relative, lax.full_like(relative, 1))
+    left, right = (
+        (tile * power(jnp.maximum(part + 127, 1)).astype(tile.dtype)).astype(jnp.float16)
+        for tile, part in ((x.tile, for_x), (y, relative - for_x))
+    )
+    return total + _dot(left, right, "tf32"), unit
 
 
 def _narrow_added(sum_: Sum, x: _Left, y: jax.Array, c: GradientPlan) -> Sum:

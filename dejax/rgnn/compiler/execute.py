@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from dejax import _compat
 from dejax.pallas import label
-from dejax.pallas.formats.column_powers import column_powers
+from dejax.pallas.formats.column_powers import column_powers, of_array
 from dejax.pallas.formats.encode import to_row_scaled
 from dejax.pallas.formats.row_scaled import RowScaled, of_stored
 from dejax.rgnn.compiler.failures import record_failure
@@ -351,8 +351,8 @@ def encode_shared(task: Task, graph: RelGraph, values: Arrays, row_scaled: RowSc
             array = values[position]
             if position in task.unmasked:  # columns are scaled by the largest of their valid elements
                 array = where_rows(graph.node_mask, array)
-            request = array, tuple(range(1, array.ndim))
-            ((_, columns),) = column_powers([request], interpret=task.options.interpret)
+            source = of_array(0, array.shape, tuple(range(1, array.ndim)))
+            ((_, columns),) = column_powers([array], [source], interpret=task.options.interpret)
             return EncodedCopy(to_row_scaled(array, columns.reshape(array.shape[1:]), interpret=task.options.interpret))
 
     return tuple(encoded(p) if p in shared and rows is None else rows for p, rows in enumerate(given))

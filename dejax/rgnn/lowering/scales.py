@@ -2,76 +2,30 @@
 
 A column that is 10^9 times smaller than the others would lose its digits in a row of one exponent. So the columns of an
 array have powers of two of their own (`dejax.pallas.formats.row_scaled`). They are estimates: a row keeps all digits of
-elements down to 2^-29 of its largest. Columns of inputs are measured, all of a program in one kernel. Columns of what
-is computed are taken for those of one input, as far as one can tell: columns of a product for those of the weights,
-columns of a sum of rows for those of the rows.
+elements down to 2^-29 of its largest. Columns of inputs are measured, and from these those of computed values are
+estimated, all of a program in one kernel (`dejax.pallas.formats.column_powers`). A column of a product is as large as
+the largest element of its weights, each times the feature that it multiplies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dejax.pallas.formats.column_powers import column_powers
+from dejax.pallas.formats.column_powers import ROWS, Columns, Placed, Source, column_powers
 from dejax.pallas.formats.row_scaled import RowScaled
 from dejax.rgnn.ir.inter import Op, Program, parse_spec
 
 # Operators whose result has the columns of their first argument.
-_LIKE_FIRST = frozenset("gather reduce cast neg abs relu leaky_relu stop_gradient div".split())
+_LIKE_FIRST = frozenset("gather reduce cast neg abs relu leaky_relu stop_gradient div reshape".split())
 _SUMS = frozenset("add sub max min".split())
-
-
-@dataclass(frozen=True, slots=True)
-class Marginal:
-    """The columns of an input, or of some of its feature axes.
-
-    Attributes:
-      input: the value number of the `input` operator.
-      axes: for each feature axis the input's feature axis of the same columns; None where it has none.
-      shape: the feature shape, where the same columns in the same order have another one than the input's.
-    """
-
-    input: int
-    axes: tuple[int | None, ...]
-    shape: tuple[int, ...] | None = None
-
-    def of_axes(self, axes: Iterable[int]) -> Marginal | None:
-        return None if self.shape is not None else Marginal(self.input, tuple(self.axes[a] for a in axes))
-
-    @property
-    def measured(self) -> Marginal:
-        """What is measured, whatever its shape."""
-        return Marginal(self.input, tuple(a for a in self.axes if a is not None))
-
-    @property
-    def inputs(self) -> tuple[Marginal, ...]:
-        return (self,)
-
-
-@dataclass(frozen=True, slots=True)
-class SideBySide:
-    """Columns of several sources, one after the other along a feature axis."""
-
-    parts: tuple[Source, ...]
-    axis: int
-
-    def of_axes(self, axes: Iterable[int]) -> Source | None:
-        chosen = tuple(axes)
-        if self.axis not in chosen:
-            return None
-        parts = tuple(part.of_axes(chosen) for part in self.parts)
-        return None if None in parts else SideBySide(parts, chosen.index(self.axis))  # type: ignore[arg-type]
-
-    @property
-    def inputs(self) -> tuple[Marginal, ...]:
-        return tuple(m for part in self.parts for m in part.inputs)
-
-
-Source = Marginal | SideBySide
+# Operators whose result has the elements of their argument, or some of its rows, up to their signs.
+_SAME_MAGNITUDE = frozenset("gather cast neg abs stop_gradient".split())
+# For the axes of features where no product names them.
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class ColumnScales:
@@ -89,62 +43,54 @@ class ColumnScales:
     ) -> None:
         self.program = program
         self._sources: dict[int, Source | None] = {}
+        self._proportional: set[int] = set()  # whose columns are known up to a factor that they all have
         self._inputs = {i: inputs[i] for i in program.inputs if i in inputs}
-        wanted = [m for v in values if (source := self._complete(v)) is not None for m in source.inputs]
-        measured = [
-            m for m in dict.fromkeys(m.measured for m in wanted) if not isinstance(self._inputs[m.input], RowScaled)
-        ]
-        requests = [(self._inputs[m.input], tuple(a + 1 for a in m.axes if a is not None)) for m in measured]
-        found = column_powers(requests, interpret=interpret) if requests else []
-        self._powers: dict[Marginal, tuple[jax.Array, jax.Array]] = dict(zip(measured, found, strict=True))
+        wanted = dict.fromkeys(s for v in values if self._given(v) is None and (s := self.source(v)) is not None)
+        self._powers: dict[Source, tuple[jax.Array, jax.Array]] = {}
+        if wanted:
+            arrays: dict[int, Any] = {v: a.columns if isinstance(a, RowScaled) else a for v, a in self._inputs.items()}
+            numbers = {v: i for i, v in enumerate(arrays)}
+            sources = [s.renumbered(numbers) for s in wanted]
+            found = column_powers(list(arrays.values()), sources, interpret=interpret)
+            self._powers = dict(zip(wanted, found, strict=True))
 
     def powers(self, value: int, dtype: Any = jnp.bfloat16) -> jax.Array | None:
         """bfloat16[*features] or float32, the power of two of each column of a value that was asked for.
 
         None where all are 1.
         """
-        source = self._complete(value)
+        given, source = self._given(value), self.source(value)
         if source is None:
             return None
-        return self._made(source, dtype == jnp.bfloat16).reshape(self.program.ops[value].shape).astype(dtype)
+        found = self._powers[source][dtype == jnp.bfloat16] if given is None else given
+        return found.reshape(self.program.ops[value].shape).astype(dtype)
 
-    def _made(self, source: Source, row_scaled: bool) -> jax.Array:
-        if isinstance(source, SideBySide):
-            parts = [self._made(part, row_scaled).reshape(self._shape(part)) for part in source.parts]
-            return jnp.concatenate(parts, axis=source.axis)
-        rows = self._inputs[source.input]
-        if isinstance(rows, RowScaled):
-            assert rows.columns is not None
-            return rows.columns
-        return self._powers[source.measured][row_scaled]
-
-    def _shape(self, source: Source) -> tuple[int, ...]:
-        if isinstance(source, Marginal):
-            if source.shape is not None:
-                return source.shape
-            shape = self.program.ops[source.input].shape
-            return tuple(1 if a is None else shape[a] for a in source.axes)
-        shapes = [self._shape(part) for part in source.parts]
-        return tuple(sum(s[a] for s in shapes) if a == source.axis else shapes[0][a] for a in range(len(shapes[0])))
-
-    def _complete(self, value: int) -> Source | None:
-        """The source of a value's columns, where all of them have one."""
-        op, source = self.program.ops[value], self.source(value)
-        if (
-            source is None
-            or op.width <= 1
-            or len(self._shape(source)) != len(op.shape)
-            or self._shape(source) != op.shape
-        ):
-            return None
-        return source
+    def _given(self, value: int) -> jax.Array | None:
+        """The powers of an input that has its own, as it is or moved."""
+        op = self.program.ops[value]
+        while op.name in ("gather", "reshape"):
+            value, op = op.args[0], self.program.ops[op.args[0]]
+        rows = self._inputs.get(value)
+        return rows.columns if isinstance(rows, RowScaled) else None
 
     def source(self, value: int) -> Source | None:
-        """Where a value's columns come from; None where that is not known."""
+        """What a value's columns are estimated from, one for each of its features; None where that is not known."""
         if value not in self._sources:
             op = self.program.ops[value]
-            self._sources[value] = self._input(value, op) if op.name == "input" else self._computed(op)
+            source = None if op.width <= 1 else self._input(value, op) if op.name == "input" else self._computed(op)
+            assert source is None or source.size == op.width, (op, source)
+            self._sources[value] = source
+            if self._has_unknown_factor(op):
+                self._proportional.add(value)
         return self._sources[value]
+
+    def _has_unknown_factor(self, op: Op) -> bool:
+        """Whether a value's columns are as large as its source says times something that is not known."""
+        if any(a in self._proportional for a in op.args):
+            return True
+        if op.name == "div":
+            return not _is_count(self.program, op.args[1])
+        return op.name in ("mul", "linear") and any(self.source(a) is None for a in op.args)
 
     def _input(self, value: int, op: Op) -> Source | None:
         array = self._inputs.get(value)
@@ -152,59 +98,167 @@ class ColumnScales:
             return None
         if isinstance(array, RowScaled) and array.columns is None:
             return None
-        return Marginal(value, tuple(range(len(op.shape))))
+        letters = _LETTERS[: len(op.shape)]
+        rows = () if isinstance(array, RowScaled) else ((ROWS, array.shape[0]),)
+        axes = letters if isinstance(array, RowScaled) else ROWS + letters
+        return Columns(((value, axes),), letters, (*rows, *zip(letters, op.shape, strict=True)))
 
     def _computed(self, op: Op) -> Source | None:
+        first = op.args[0]
         if op.name in _LIKE_FIRST:
-            return self._same_shape(op.args[0], op)
-        if op.name == "reshape":
-            return self._reshaped(op)
-        if op.name == "mul" or op.name in _SUMS:
-            return self._combined(op)
+            return self.source(first) if self.program.ops[first].width == op.width else None
+        if op.name == "broadcast":
+            return self._elementwise((first,), op)
+        if op.name == "transpose":
+            return self._transposed(op)
+        if op.name == "mul":
+            return self._elementwise(op.args, op)
+        if op.name in _SUMS:
+            parts = tuple(self._elementwise((a,), op) for a in op.args if self.program.ops[a].width > 1)
+            return self._placed(parts, (0,) * len(parts), 0, op)
         if op.name == "linear":
             return self._product(op)
         if op.name == "concat":
-            parts = tuple(self.source(a) for a in op.args)
-            return None if None in parts else SideBySide(parts, op.attr("axis"))  # type: ignore[arg-type]
+            axis, starts = op.attr("axis"), [0]
+            for a in op.args:
+                starts.append(starts[-1] + self.program.ops[a].shape[axis])
+            return self._placed(tuple(self.source(a) for a in op.args), starts[:-1], axis, op)
+        if op.name in ("slice", "pad"):
+            start = -op.attr("start") if op.name == "slice" else op.attr("before")
+            return self._placed((self.source(first),), (start,), op.attr("axis"), op)
         return None
 
-    def _same_shape(self, value: int, op: Op) -> Source | None:
-        return self.source(value) if self.program.ops[value].shape == op.shape else None
-
-    def _reshaped(self, op: Op) -> Source | None:
-        source, shape = self.source(op.args[0]), self.program.ops[op.args[0]].shape
-        if not isinstance(source, Marginal):
+    def _placed(self, parts: tuple[Source | None, ...], starts: Iterable[int], axis: int, op: Op) -> Source | None:
+        known = tuple(p for p in parts if p is not None)
+        if not known or len(known) < len(parts):
             return None
-        if source.shape is not None or [s for s in shape if s != 1] != [s for s in op.shape if s != 1]:
-            return Marginal(source.input, source.axes, op.shape) if self._shape(source) == shape else None
-        kept = iter(a for a, s in zip(source.axes, shape, strict=True) if s != 1)
-        return Marginal(source.input, tuple(None if s == 1 else next(kept) for s in op.shape))
+        placed = tuple(dict.fromkeys(zip(known, starts, strict=True)))
+        if len(placed) == 1 and placed[0][0].size == op.width:
+            return known[0]
+        if op.name in _SUMS and any(a in self._proportional for a in op.args):
+            return None  # nothing says which of the parts is the largest
+        return Placed(placed, axis, op.shape)
 
-    def _combined(self, op: Op) -> Source | None:
-        """Of operands that have several columns; they must agree, or the larger cannot be told."""
-        wide = [a for a in op.args if self.program.ops[a].width > 1]
-        if op.name == "mul":
-            wide = [a for a in op.args if 4 * self.program.ops[a].width > op.width]
-        found = {self._same_shape(a, op) for a in wide}
-        return found.pop() if len(found) == 1 else None
-
-    def _product(self, op: Op) -> Source | None:
-        """The columns of the weights; contracted axes and those of the rows are left out."""
-        _, right, out = parse_spec(op.attr("spec"))
-        source = self.source(op.args[1])
+    def _transposed(self, op: Op) -> Source | None:
+        source = self.source(op.args[0])
         if source is None:
             return None
-        if all(c in right for c in out):
-            return source.of_axes(right.index(c) for c in out)
-        if isinstance(source, Marginal) and source.shape is not None:
+        letters = _LETTERS[: len(op.shape)]
+        sizes = tuple(zip(letters, self.program.ops[op.args[0]].shape, strict=True))
+        return Columns(((source, letters),), "".join(letters[a] for a in op.attr("perm")), sizes)
+
+    def _elementwise(self, args: tuple[int, ...], op: Op) -> Source | None:
+        """Of a product of values that are broadcast to each other; a factor that has few columns need not be known."""
+        letters, ops = _LETTERS[: len(op.shape)], self.program.ops
+        factors = []
+        for a in args:
+            source = self.source(a)
+            if source is None and (4 * ops[a].width > op.width or len(args) == 1):
+                return None
+            if source is not None:
+                factors.append((source, _letters_of(ops[a].shape, letters)))
+        if not factors:
             return None
-        if isinstance(source, Marginal):
-            return Marginal(source.input, tuple(source.axes[right.index(c)] if c in right else None for c in out))
-        if out.index(right[source.axis]) != source.axis if right[source.axis] in out else True:
+        if len(factors) == 1 and factors[0][0].size == op.width:
+            return factors[0][0]
+        return Columns(tuple(factors), letters, tuple(zip(letters, op.shape, strict=True)))
+
+    def _product(self, op: Op) -> Source | None:
+        """The columns of the weights, each element times its feature of the rows."""
+        left, right, out = parse_spec(op.attr("spec"))
+        x, w = op.args
+        sizes = dict(zip(left + right, self.program.ops[x].shape + self.program.ops[w].shape, strict=True))
+        return self._contracted(self.source(x), left, w, right, out, sizes)
+
+    def _contracted(
+        self, rows: Source | None, left: str, w: int, right: str, out: str, sizes: dict[str, int]
+    ) -> Source | None:
+        """The columns of the einsum `left,right->out` of columns and weights.
+
+        Weights that are computed are taken apart, so that no source has a column for each element of a matrix.
+        """
+        ops = self.program.ops
+        while ops[w].name in _SAME_MAGNITUDE or (ops[w].name == "mul" and _has_narrow_factor(ops[w], ops)):
+            if ops[w].name == "mul" and (scales := self.source(narrow := min(ops[w].args, key=lambda a: ops[a].width))):
+                of_scales = _letters_of(ops[narrow].shape, right)
+                factors = ((scales, of_scales), *(() if rows is None else ((rows, left),)))
+                left = "".join(dict.fromkeys(of_scales + ("" if rows is None else left)))
+                rows = Columns(factors, left, tuple((c, sizes[c]) for c in left))
+            w = max(ops[w].args, key=lambda a: ops[a].width)
+        op = ops[w]
+        if op.name == "concat":
+            return self._side_by_side(rows, left, op, right, out, sizes)
+        if op.name == "linear" and (parts := self._one_after_the_other(rows, left, op, right, out, sizes)) is not None:
+            return parts
+        found: list[tuple[int | Source, str]]
+        if op.name == "input" and isinstance(given := self.source(w), Columns) and ROWS in dict(given.sizes):
+            found, sizes = [(w, ROWS + right)], {ROWS: self._inputs[w].shape[0], **sizes}
+        elif (weights := self.source(w)) is not None:
+            found = [(weights, right)]
+        else:
             return None
-        parts = tuple(
-            Marginal(p.input, tuple(p.axes[right.index(c)] if c in right else None for c in out))
-            for p in source.parts
-            if isinstance(p, Marginal) and p.shape is None
-        )
-        return SideBySide(parts, source.axis) if len(parts) == len(source.parts) else None
+        if rows is not None:
+            found.append((rows, left))
+        used = {*out, *"".join(subscripts for _, subscripts in found)}
+        return Columns(tuple(found), out, tuple((c, n) for c, n in sizes.items() if c in used))
+
+    def _side_by_side(
+        self, rows: Source | None, left: str, op: Op, right: str, out: str, sizes: dict[str, int]
+    ) -> Source | None:
+        """Of weights that are side by side: each part by the rows, or by those of their columns that belong to it."""
+        axis, start, parts = op.attr("axis"), 0, []
+        along = right[axis]
+        for w in op.args:
+            of_part = {**sizes, along: self.program.ops[w].shape[axis]}
+            rows_of_part = rows
+            if rows is not None and along in left:
+                rows_of_part = Placed(((rows, -start),), left.index(along), tuple(of_part[c] for c in left))
+            part = self._contracted(rows_of_part, left, w, right, out, of_part)
+            if part is None:
+                return None
+            parts.append((part, start if along in out else 0))
+            start += of_part[along]
+        return Placed(tuple(parts), max(out.find(along), 0), tuple(sizes[c] for c in out))
+
+    def _one_after_the_other(
+        self, rows: Source | None, left: str, op: Op, right: str, out: str, sizes: dict[str, int]
+    ) -> Source | None:
+        """Of weights that are themselves a product: the rows times the first factor, and that times the second."""
+        ops = self.program.ops
+        first, second, product = parse_spec(op.attr("spec"))
+        names = dict(zip(product, right, strict=True))
+        unused = (c for c in _LETTERS if c not in sizes)
+        for c in first + second:
+            names.setdefault(c, next(unused))
+        sizes = dict(sizes)
+        factors = []
+        for value, letters in zip(op.args, (first, second), strict=True):
+            subscripts = "".join(names[c] for c in letters)
+            sizes.update(zip(subscripts, ops[value].shape, strict=True))
+            factors.append((value, subscripts))
+        contracted = set(left) & set(right) - set(out)
+        for (a, of_a), (b, of_b) in (factors, factors[::-1]):
+            if contracted <= set(of_a) - set(of_b):
+                between = "".join(c for c in dict.fromkeys(left + of_a) if c in out or c in of_b)
+                middle = self._contracted(rows, left, a, of_a, between, sizes)
+                return None if middle is None else self._contracted(middle, between, b, of_b, out, sizes)
+        return None
+
+
+def _is_count(program: Program, value: int) -> bool:
+    """Whether a value is a number of entries, which is small beside the range of a row in 16 bits."""
+    op = program.ops[value]
+    if op.name in ("cast", "max", "gather", "reshape", "broadcast"):
+        return all(_is_count(program, a) for a in op.args)
+    return op.name in ("count", "const")
+
+
+def _letters_of(shape: tuple[int, ...], letters: str) -> str:
+    """The letters of a shape that is broadcast to axes of these letters, without axes of size 1."""
+    return "".join(c for c, s in zip(letters[len(letters) - len(shape) :], shape, strict=True) if s > 1)
+
+
+def _has_narrow_factor(op: Op, ops: Sequence[Op]) -> bool:
+    """Whether an elementwise product is of a value of its own shape and of one that has fewer columns."""
+    wide = [a for a in op.args if ops[a].shape == op.shape]
+    return len(wide) == 1 and all(4 * ops[a].width <= op.width for a in op.args if a != wide[0])

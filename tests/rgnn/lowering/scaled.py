@@ -53,6 +53,28 @@ def heads(g: Any, x: Any, w: Any) -> Any:
 
 
 @rgnn.program
+def kept_heads(g: Any, x: Any, w: Any) -> Any:
+    """As `heads`, but the sums keep their heads, and are summed again."""
+    z = g.src(x).reshape(4, WIDTH // 4) @ g.per_edge_type(w)
+    return g.sum_to_dst(g.src(g.sum_to_dst(z)))
+
+
+@rgnn.program
+def halves(g: Any, x: Any, w: Any) -> Any:
+    """Products of slices, and of rows that are side by side, times a vector of features."""
+    w = g.per_edge_type(w)
+    half = WIDTH // 2
+    z = rgnn.concatenate([g.src(x)[:half], g.dst(x)[half:]]) @ w
+    return g.sum_to_dst(z * g.src(x)) + g.sum_to_dst(g.src(g.sum_to_dst(z)))
+
+
+@rgnn.program
+def masked(g: Any, x: Any, w: Any, m: Any) -> Any:
+    """Products times features of their source, of which some are 0: so are these columns of its gradients."""
+    return g.sum_to_dst((g.src(x) @ g.per_edge_type(w)) * g.src(m))
+
+
+@rgnn.program
 def spread(g: Any, x: Any, w: Any) -> Any:
     """PNA's standard deviation: the mean of squares less the square of the mean."""
     m = g.src(x) @ g.per_edge_type(w)
@@ -81,6 +103,9 @@ X, W = (NODES, WIDTH), (TYPES, WIDTH, WIDTH)
 CASES: dict[str, Case] = {
     "typed_sum": _case(typed_sum, x=X, w=W),
     "heads": _case(heads, x=X, w=(TYPES, 4, WIDTH // 4, WIDTH // 4)),
+    "kept heads": _case(kept_heads, x=X, w=(TYPES, 4, WIDTH // 4, WIDTH // 4)),
+    "halves": _case(halves, x=X, w=W),
+    "masked": _case(masked, x=X, w=W, m=X),
     "spread": _case(spread, x=X, w=W),
     "rgcn": Case(_rgcn, {"x": X, "w": W}),
     "rgat": Case(_rgat, {"x": X, "w": W, "a": (TYPES, WIDTH), "b": (TYPES, WIDTH)}),
@@ -117,6 +142,9 @@ def scaled(a: Arrays, where: str, factor: float) -> tuple[Arrays, bool]:
     first = "w" if "w" in a else "value"
     if where == "row":
         a["x"][7] *= factor
+    elif where == "row with zeros":
+        a["x"][7] *= factor
+        a["m"][7, : WIDTH // 2] = 0
     elif where == "column":
         a[first if "w" in a else "out"][..., 5] *= factor
     elif where == "inner column":
@@ -125,6 +153,9 @@ def scaled(a: Arrays, where: str, factor: float) -> tuple[Arrays, bool]:
         a["x"][:, 3] *= factor
         for k in [first] if "w" in a else ["key", "query", "value"]:
             (a[k][:, 0] if a[k].ndim == 4 else a[k])[:, 3] /= factor
+    elif where == "feature of some columns":
+        a["x"][:, 3] *= factor
+        a[first][..., 3, : a[first].shape[-1] // 2] /= factor
     elif where == "feature alone":
         a["x"][:, 3] *= factor
     elif where == "weights of a feature":
@@ -196,10 +227,14 @@ class Yardsticks:
             return jax.tree.map(np.asarray, self.exact(self.graph, a, cotangent))
 
 
-def column_errors(found: np.ndarray, exact: np.ndarray) -> np.ndarray:
-    """The relative error of each column: of each index of the last axis, and of types where there are some."""
+def column_errors(found: np.ndarray, exact: np.ndarray, *, of_rows: bool = False) -> np.ndarray:
+    """The relative error of each column: of each index of the last axis, and of types where there are some.
+
+    With `of_rows` the array is rows and not matrices by type, and each feature of each head is a column.
+    """
     if exact.ndim < 2:
         return np.atleast_1d(np.linalg.norm(found - exact) / max(np.linalg.norm(exact), 1e-300))
     axes = tuple(range(exact.ndim - 1)) if exact.ndim == 2 else tuple(range(1, exact.ndim - 1))
+    axes = (0,) if of_rows else axes
     size = np.sqrt((exact**2).sum(axes))
     return np.sqrt(((np.asarray(found, np.float64) - exact) ** 2).sum(axes)) / np.where(size > 0, size, 1)
