@@ -13,7 +13,6 @@ from functools import lru_cache
 from dejax.pallas.machine import H200
 from dejax.rgnn.ir.inter import Op, Program, Space
 from dejax.rgnn.ir.intra import Fallback, Gemm, Instance, Kernels, Traversal, WeightGradient
-from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import Counts
 from dejax.rgnn.passes.save import Cut
 
@@ -306,27 +305,7 @@ def _candidates(kernels: Kernels, instance: Instance) -> list[int]:
         # What the epilogue uses again must be what was written.
         used = {a for i in instance.epilogue for a in ops[i].args}
         written = tuple(v for v in instance.row_outputs if v not in used)
-    wide = (v for v in written if ops[v].dtype == "float32" and ops[v].width >= MIN_WIDTH)
-    return [v for v in wide if not _heads_of_features(kernels.program, v)]
-
-
-def _heads_of_features(program: Program, value: int) -> bool:
-    """Whether a value is a product, or a sum of products, whose heads multiply other features of an input each.
-
-    A row in 16 bits has powers of two for its columns, which follow from the weights. Where a feature is large and its
-    weights are small, or the reverse, these powers are those of the features, too. Rows of one head have that in all of
-    their columns; here one head would take the digits of the others.
-    """
-
-    def source(value: int, through: frozenset[str]) -> Op:
-        while program.ops[value].name in through:
-            value = program.ops[value].args[0]
-        return program.ops[value]
-
-    product = source(value, _MOVES | {"reduce", "div"})
-    if product.name != "linear" or "h" not in Product.parse(product.attr("spec")).left or product.shape[0] == 1:
-        return False
-    return source(product.args[0], _MOVES).name == "input"
+    return [v for v in written if ops[v].dtype == "float32" and ops[v].width >= MIN_WIDTH]
 
 
 def _needs_whole(instance: Instance) -> set[int]:
