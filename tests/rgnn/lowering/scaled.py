@@ -227,14 +227,20 @@ class Yardsticks:
             return jax.tree.map(np.asarray, self.exact(self.graph, a, cotangent))
 
 
-def column_errors(found: np.ndarray, exact: np.ndarray, *, of_rows: bool = False) -> np.ndarray:
+def column_errors(
+    found: np.ndarray, exact: np.ndarray, *, of_rows: bool = False, by_feature: bool = False
+) -> np.ndarray:
     """The relative error of each column: of each index of the last axis, and of types where there are some.
 
-    With `of_rows` the array is rows and not matrices by type, and each feature of each head is a column.
+    With `of_rows` the array is rows and not matrices by type, and each feature of each head is a column. `by_feature`
+    takes the rows of matrices together instead: where one feature is much larger than the others, a column of the
+    gradient is one element, and the error of one element, a sum that may cancel, says nothing.
     """
     if exact.ndim < 2:
         return np.atleast_1d(np.linalg.norm(found - exact) / max(np.linalg.norm(exact), 1e-300))
     axes = tuple(range(exact.ndim - 1)) if exact.ndim == 2 else tuple(range(1, exact.ndim - 1))
     axes = (0,) if of_rows else axes
+    if by_feature and not of_rows and exact.ndim > 2:
+        axes = (0, exact.ndim - 1)
     size = np.sqrt((exact**2).sum(axes))
     return np.sqrt(((np.asarray(found, np.float64) - exact) ** 2).sum(axes)) / np.where(size > 0, size, 1)
