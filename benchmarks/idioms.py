@@ -84,15 +84,19 @@ def measure(names: list[str], graph: RelGraph, args: argparse.Namespace, ends: f
             for name in names
             for form in FORMS
         }
-        for name in names:
-            if time.perf_counter() > ends:
-                print(f"{name}: not begun, the time is over", flush=True)
-                waiting[name, "written"].cancel(), waiting[name, "by_hand"].cancel()
-                continue
-            calls = {form: waiting[name, form].result() for form in FORMS}
-            failed = {form: calls[form] for form in FORMS if isinstance(calls[form], str)}
-            found[name] = failed or _in_turn(calls, graph, arrays.pop(name))
-            print(_line(name, found[name]), flush=True)
+        # Compiling tries kernels on the device: nothing is measured before all is compiled.
+        made = {}
+        for count, (key, one) in enumerate(waiting.items(), 1):
+            made[key] = one.result()
+            print(f"\r  {count} of {len(waiting)} forms are compiled", end="", file=sys.stderr, flush=True)
+    for name in names:
+        if time.perf_counter() > ends:
+            print(f"{name}: not begun, the time is over", flush=True)
+            continue
+        calls = {form: made[name, form] for form in FORMS}
+        failed = {form: calls[form] for form in FORMS if isinstance(calls[form], str)}
+        found[name] = failed or _in_turn(calls, graph, arrays.pop(name))
+        print(_line(name, found[name]), flush=True)
     return found
 
 

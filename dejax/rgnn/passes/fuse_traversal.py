@@ -43,6 +43,8 @@ def fuse_traversal(kernels: Kernels, counts: Counts, *, sharing: bool = True, ro
             _plan(fusion, share, epilogues_first)
             if fusion.acyclic():
                 return _finished(fusion)
+    while not fusion.acyclic():  # XLA computes what is left over
+        fusion.traversals.pop()
     return _finished(fusion)
 
 
@@ -152,7 +154,25 @@ def _store_entries(fusion: Fusion) -> None:
         able = [o for o in fusion.traversals if o.space == ops[value].space and fusion.computes(o, value)]
         able.sort(key=lambda traversal: _extra_width(fusion, traversal, value))
         if not any(fusion.extend(traversal.stored, [value]) for traversal in able):
-            fusion.traversals.append(TraversalPlan(None, ops[value].space, stored=[value]))
+            _store_alone(fusion, value)
+
+
+def _store_alone(fusion: Fusion, value: int) -> None:
+    """Adds a traversal that only stores a value of entries.
+
+    Others may load that value, or what XLA computes from it, and store what this one needs: then it stores that itself.
+    """
+    alone = TraversalPlan(None, fusion.program.ops[value].space, stored=[value])
+    fusion.traversals.append(alone)
+    while not fusion.acyclic():
+        needed = fusion.cone(alone.stored, fusion.stored_elsewhere(alone))[1]
+        owners = {v: other for other in fusion.traversals if other is not alone for v in other.stored if v in needed}
+        if not owners:
+            return
+        for v, other in owners.items():
+            other.stored.remove(v)
+        alone.stored = sorted([*owners, *alone.stored])
+    fusion.traversals = [t for t in fusion.traversals if t.results]
 
 
 def _extra_width(fusion: Fusion, traversal: TraversalPlan, value: int) -> int:
