@@ -123,9 +123,11 @@ class ColumnScales:
             for a in op.args:
                 starts.append(starts[-1] + self.program.ops[a].shape[axis])
             return self._placed(tuple(self.source(a) for a in op.args), starts[:-1], axis, op)
-        if op.name in ("slice", "pad"):
-            start = -op.attr("start") if op.name == "slice" else op.attr("before")
-            return self._placed((self.source(first),), (start,), op.attr("axis"), op)
+        if op.name == "slice":
+            source = self.source(first)
+            return None if source is None else _sliced(source, op.attr("start"), op.attr("axis"), op.shape)
+        if op.name == "pad":
+            return self._placed((self.source(first),), (op.attr("before"),), op.attr("axis"), op)
         return None
 
     def _placed(self, parts: tuple[Source | None, ...], starts: Iterable[int], axis: int, op: Op) -> Source | None:
@@ -212,7 +214,7 @@ class ColumnScales:
             of_part = {**sizes, along: self.program.ops[w].shape[axis]}
             rows_of_part = rows
             if rows is not None and along in left:
-                rows_of_part = Placed(((rows, -start),), left.index(along), tuple(of_part[c] for c in left))
+                rows_of_part = _sliced(rows, start, left.index(along), tuple(of_part[c] for c in left))
             part = self._contracted(rows_of_part, left, w, right, out, of_part)
             if part is None:
                 return None
@@ -243,6 +245,17 @@ class ColumnScales:
                 middle = self._contracted(rows, left, a, of_a, between, sizes)
                 return None if middle is None else self._contracted(middle, between, b, of_b, out, sizes)
         return None
+
+
+def _sliced(source: Source, start: int, axis: int, shape: tuple[int, ...]) -> Source:
+    """Columns of these features, from `start` on along an axis: one of the parts where the source has such a part."""
+    if isinstance(source, Placed) and source.axis == axis and source.shape[:axis] == shape[:axis]:
+        size = source.size // source.shape[axis] * shape[axis]
+        same = [part for part, at in source.parts if at == start and part.size == size]
+        within = [at for part, at in source.parts if at < start + shape[axis] and at + source.length(part) > start]
+        if len(same) == len(within) == 1:
+            return same[0]
+    return Placed(((source, -start),), axis, shape)
 
 
 def _is_count(program: Program, value: int) -> bool:
