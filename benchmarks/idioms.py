@@ -125,9 +125,9 @@ def main() -> None:
     parser.add_argument("--names", default="", help="idioms, separated by commas; all by default")
     parser.add_argument("--counts", default="100000,3000000,20", help="nodes, edges, edge types")
     parser.add_argument("--predict", action="store_true", help="times of the cost model")
-    parser.add_argument("--compile-threads", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=110.0)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--compile-threads", type=int, default=8, help="threads that compile")
+    parser.add_argument("--seconds", type=float, default=110.0, help="no idiom is begun after so many seconds")
+    parser.add_argument("--out", type=Path, help="folder for the JSON")
     args = parser.parse_args()
     ends = time.perf_counter() + args.seconds
     names = args.names.split(",") if args.names else list(IDIOMS)
