@@ -80,11 +80,17 @@ def _disturb(x: Any, key: jax.Array, relative: float) -> Any:
 @contextmanager
 def as_with_rounded_products() -> Iterator[None]:
     """XLA runs what kernels would run with products of 11 bits, so that float64 checks the rewrites for these."""
-    cached = (execute.optimised, execute.inference_kernels, execute.training_cut)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(execute.Task, "exact", property(lambda task: False))
-        for function in cached:
-            function.cache_clear()
-        yield
-    for function in cached:
+        _forget()
+        try:
+            yield
+        finally:
+            _forget()
+
+
+def _forget() -> None:
+    """A task stands for its program in all of these; the same task has another one here."""
+    for function in (execute.optimised, execute.inference_kernels, execute.training_cut):
         function.cache_clear()
+    execute.forget_compiled()
