@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +117,7 @@ class Placed:
 
 
 Source = Columns | Placed
+Arrays = Sequence[jax.Array] | Mapping[int, jax.Array]
 
 
 def of_array(number: int, shape: tuple[int, ...], kept: tuple[int, ...]) -> Columns:
@@ -135,12 +136,12 @@ def tree(source: Source) -> list[Source]:
 
 
 def column_powers(
-    arrays: Sequence[jax.Array], sources: Sequence[Source], *, interpret: bool | None = None
+    arrays: Arrays, sources: Sequence[Source], *, interpret: bool | None = None
 ) -> list[tuple[jax.Array, jax.Array]]:
     """A power of two near the largest magnitude of each column.
 
     Args:
-      arrays: floating-point arrays.
+      arrays: floating-point arrays by number.
       sources: columns of these arrays, or of what will be computed of them.
       interpret: run the kernel interpreted; by default where there is no GPU.
 
@@ -162,7 +163,7 @@ def column_powers(
     return [found[i] for i in range(len(sources))]
 
 
-def plain(arrays: Sequence[jax.Array], source: Source) -> jax.Array:
+def plain(arrays: Arrays, source: Source) -> jax.Array:
     """The powers of `source` in plain JAX, of all rows."""
     if isinstance(source, Placed):
         largest = jnp.zeros(source.shape, jnp.float32)
@@ -188,9 +189,7 @@ def plain(arrays: Sequence[jax.Array], source: Source) -> jax.Array:
     return powers_of(jnp.broadcast_to(largest, [sizes[c] for c in source.out]).reshape(-1))
 
 
-def _in_kernel(
-    arrays: Sequence[jax.Array], sources: Sequence[Source], interpret: bool | None
-) -> list[tuple[jax.Array, jax.Array]]:
+def _in_kernel(arrays: Arrays, sources: Sequence[Source], interpret: bool | None) -> list[tuple[jax.Array, jax.Array]]:
     used = list(dict.fromkeys(a for source in sources for s in tree(source) for a in s.arrays))
     numbers = {a: i for i, a in enumerate(used)}
     sources = [s.renumbered(numbers) for s in sources]

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dejax.pallas.formats.column_powers import ROWS, Columns, Placed, Source, column_powers
+from dejax.pallas.formats.column_powers import ROWS, Columns, Placed, Source, column_powers, of_array
 from dejax.pallas.formats.row_scaled import RowScaled
 from dejax.rgnn.ir.inter import Op, Program, parse_spec
 
@@ -24,6 +24,8 @@ _LIKE_FIRST = frozenset("gather reduce cast neg abs relu leaky_relu stop_gradien
 _SUMS = frozenset("add sub max min".split())
 # Operators whose result has the elements of their argument, or some of its rows, up to their signs.
 _SAME_MAGNITUDE = frozenset("gather cast neg abs stop_gradient".split())
+# An estimate takes so many steps at most. Layers with a residual, `h + f(h)`, in one program double them each time.
+_MOST_STEPS = 32
 # For the axes of features where no product names them.
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -49,10 +51,7 @@ class ColumnScales:
         self._powers: dict[Source, tuple[jax.Array, jax.Array]] = {}
         if wanted:
             arrays: dict[int, Any] = {v: a.columns if isinstance(a, RowScaled) else a for v, a in self._inputs.items()}
-            numbers = {v: i for i, v in enumerate(arrays)}
-            sources = [s.renumbered(numbers) for s in wanted]
-            found = column_powers(list(arrays.values()), sources, interpret=interpret)
-            self._powers = dict(zip(wanted, found, strict=True))
+            self._powers = dict(zip(wanted, column_powers(arrays, list(wanted), interpret=interpret), strict=True))
 
     def powers(self, value: int, dtype: Any = jnp.bfloat16) -> jax.Array | None:
         """bfloat16[*features] or float32, the power of two of each column of a value that was asked for.
@@ -79,7 +78,7 @@ class ColumnScales:
             op = self.program.ops[value]
             source = None if op.width <= 1 else self._input(value, op) if op.name == "input" else self._computed(op)
             assert source is None or source.size == op.width, (op, source)
-            self._sources[value] = source
+            self._sources[value] = source if source is None or _steps(source) <= _MOST_STEPS else None
             if self._has_unknown_factor(op):
                 self._proportional.add(value)
         return self._sources[value]
@@ -98,10 +97,10 @@ class ColumnScales:
             return None
         if isinstance(array, RowScaled) and array.columns is None:
             return None
+        if not isinstance(array, RowScaled):
+            return of_array(value, array.shape, tuple(range(1, array.ndim)))
         letters = _LETTERS[: len(op.shape)]
-        rows = () if isinstance(array, RowScaled) else ((ROWS, array.shape[0]),)
-        axes = letters if isinstance(array, RowScaled) else ROWS + letters
-        return Columns(((value, axes),), letters, (*rows, *zip(letters, op.shape, strict=True)))
+        return Columns(((value, letters),), letters, tuple(zip(letters, op.shape, strict=True)))
 
     def _computed(self, op: Op) -> Source | None:
         first = op.args[0]
@@ -245,6 +244,11 @@ class ColumnScales:
                 middle = self._contracted(rows, left, a, of_a, between, sizes)
                 return None if middle is None else self._contracted(middle, between, b, of_b, out, sizes)
         return None
+
+
+def _steps(source: Source) -> int:
+    """How many estimates a source is made of, itself and repetitions included."""
+    return 1 + sum(_steps(s) for s in source.arguments)
 
 
 def _sliced(source: Source, start: int, axis: int, shape: tuple[int, ...]) -> Source:

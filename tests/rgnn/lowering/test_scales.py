@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dejax import rgnn
 from dejax.rgnn import Options
 from dejax.rgnn.ir.inter import Program
 from dejax.rgnn.lowering.scales import ColumnScales
@@ -71,3 +72,18 @@ def test_estimates_are_within_a_factor_of_the_values(name: str, monkeypatch: pyt
             assert spread <= WITHIN, f"%{v} = {program.ops[v]}: columns differ by {spread:.1e} after division"
             checked += 1
     assert checked >= 4
+
+
+def test_residual_layers_in_one_program_have_short_estimates() -> None:
+    """Each layer reads the one before twice: an estimate through all of them would take 2^40 steps."""
+
+    @rgnn.program
+    def layers(g: Any, x: Any, w: Any) -> Any:
+        h = g.node(x)
+        for _ in range(40):
+            h = h + g.sum_to_dst(g.src(h) @ g.per_edge_type(w))
+        return h
+
+    options = Options(backend="pallas", interpret=True)
+    case = scaled.arrays(scaled.CASES["typed_sum"])
+    jax.make_jaxpr(lambda x, w: layers(scaled.graph(), x, w, options=options))(*(np.float32(case[k]) for k in "xw"))
