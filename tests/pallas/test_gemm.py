@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 
 from dejax import pallas as kernels
+from dejax.pallas.formats.row_scaled import encode
 from dejax.pallas.products import grouped_gemm, reference
 from dejax.pallas.products.schedule import WeightGradientSchedule
-from tests.pallas.reference import GEMMS, WEIGHT_GRADIENTS, Gemm, WeightGradient, interpreted
+from tests.pallas.reference import (
+    GEMMS,
+    WEIGHT_GRADIENTS,
+    Gemm,
+    WeightGradient,
+    assert_close,
+    decoded,
+    interpreted,
+)
 
 pytestmark = pytest.mark.newest_jax
 
@@ -77,6 +86,52 @@ def test_results_with_parts_of_several_widths_stay_float32_and_whole(monkeypatch
     columns = jnp.full((1, 300), 2.0**10)
     request = dataclasses.replace(request, output=dataclasses.replace(request.output, columns=columns))
     case.check(kernels.grouped_gemm(request), a)
+
+
+_WITH_COLUMNS = {
+    "float32": Gemm(heads=None, k=20, n=17, scaled_out=True),
+    "row-scaled": Gemm(heads=None, k=20, n=17, scaled_in=True, scaled_out=True),
+    "heads merged, scale": Gemm(heads=4, k=5, n=7, counts=(9, 2), scale=True, scaled_out=True),
+    "transposed, dot": Gemm(heads=None, transpose_w=True, scaled_out=True, dot_vector=True),
+    "bias": Gemm(heads=None, bias=True, scaled_out=True),
+    "relu, dot": Gemm(heads=2, activation="relu", scaled_out=True, dot_vector=True),
+    "f32 products": Gemm(heads=None, precision="f32"),
+}
+
+
+@pytest.mark.parametrize("beforehand", [False, True], ids=["scaled in tiles", "scaled beforehand"])
+@pytest.mark.parametrize("infinite", [False, True], ids=["finite", "an infinite column"])
+@pytest.mark.parametrize("name", _WITH_COLUMNS)
+def test_columns_of_all_scales(name, infinite, beforehand, monkeypatch):
+    """Each column is as exact as with one scale, also next to a column of infinities."""
+    if beforehand:
+        monkeypatch.setattr(grouped_gemm, "SCALE_BEFOREHAND", 0)
+    case, rng = _WITH_COLUMNS[name], np.random.default_rng(1)
+    a = case.arrays()
+    of_x = 2.0 ** rng.integers(-30, 30, size=a["x"].shape[1:])
+    of_y = 2.0 ** rng.integers(-30, 30, size=(*of_x.shape[:-1], case.n))
+    a["x"] = np.float32(a["x"] * of_x)
+    turned = (lambda w: w.swapaxes(-1, -2)) if case.transpose_w else lambda w: w
+    w = turned(a["w"]) / of_x[..., :, None] * of_y[..., None, :]
+    if infinite:
+        w[..., 0] = np.inf
+    a["w"] = np.float32(turned(w))
+    a |= {name: np.float32(a[name] * of_y) for name in ("bias",) if name in a}
+    a |= {name: np.float32(a[name] / of_y) for name in ("dot_vector",) if name in a}
+    of_x, of_y = jnp.asarray(of_x, jnp.float32), jnp.asarray(of_y, jnp.float32)
+    x = encode(jnp.asarray(a["x"]), columns=of_x) if case.scaled_in else a["x"]
+    request = case.request(a | {"x": x})
+    output = dataclasses.replace(request.output, columns=of_y if case.scaled_out else None)
+    columns = None if case.scaled_in else of_x
+    found = kernels.grouped_gemm(dataclasses.replace(request, x_columns=columns, output=output), interpret=True)
+    y, dot = found if case.dot_vector else (found, None)
+    y = decoded(y) if isinstance(y, kernels.RowScaled) else y
+    with np.errstate(invalid="ignore"):
+        want, want_dot = reference.grouped_gemm(case.request(a))
+    finite = slice(1 if infinite else 0, None)
+    assert_close((y / of_y)[..., finite], (want / np.asarray(of_y))[..., finite], False, 2e-3)
+    if dot is not None and not infinite:
+        assert_close(dot, want_dot, False, 2e-3)
 
 
 @pytest.mark.parametrize("shape", [{"counts": ()}, {"counts": (0,)}, {"counts": (0, 0)}])

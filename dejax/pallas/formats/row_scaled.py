@@ -193,7 +193,7 @@ def exponents(x: Array, axis: int | tuple[int, ...] | None, *, finite: bool = Fa
     """
     largest = lax.abs(x)
     if finite:
-        largest = where(lax.eq(largest, np.float32(np.inf)), 0.0, largest)
+        largest = where(lax.lt(largest, np.float32(np.inf)), largest, 0.0)  # of NaN, too
     if axis is None:
         largest = whole_max(largest)
     else:

@@ -70,6 +70,7 @@ class GemmPlan(MergedHeads):
     x_part: int  # columns that share an exponent where x comes as `RowScaled`
     x_bits_of: jnp.dtype | None  # what the integers of x carry where it comes as `FloatBits`
     divided: bool  # the kernel divides rows of x by the powers of two of their columns
+    divided_w: bool  # and matrices by those of the result's columns, instead of the result
 
     @property
     def blocks_n(self) -> int:
@@ -131,6 +132,10 @@ class _Tile:
         c = self.c
         part = lax.div(self.heads * c.k + step * c.schedule.block_k, jnp.int32(c.x_part)) + jnp.zeros_like(self.row)
         return power(_triton.load(self.ref["x_exponent"], (self.row, part), self.row_valid).astype(jnp.int32))
+
+    def out_columns(self) -> jax.Array:
+        """The powers of two of the result's columns, [1, block_n]."""
+        return _triton.load(self.ref["out_columns"], (self.heads * self.c.n + self.n,), self.in_n()).astype(jnp.float32)
 
     def head_of_n(self) -> tuple[jax.Array, jax.Array]:
         """The head of each column among the merged ones, and the column within it."""
@@ -236,6 +241,8 @@ def _product_of_step(tile: _Tile, i: Any, row_power: Any, column_power: Any) -> 
     if c.arithmetic != "direct" and column_power is None:
         w = w.astype(jnp.float32)
         w = w if columns is None else w * columns.reshape(-1, 1)
+        if c.divided_w:
+            w = w * inverse_of(tile.out_columns())
     if c.arithmetic == "exact":
         w_low = _triton.load(ref["w_low"], w_at, w_mask) if "w_low" in ref else None
         return _exact_product(x.astype(jnp.float32), w, w_low, column_power)
@@ -244,8 +251,8 @@ def _product_of_step(tile: _Tile, i: Any, row_power: Any, column_power: Any) -> 
     if row_power is not None and column_power is not None:  # they multiply the sum of all steps
         return _triton.dot(x, w, c.precision)
     if "x_exponent" in ref:
-        return _scaled_product(x, w, tile.x_power(i) if row_power is None else row_power, column_power)
-    return _scaled_product(x.astype(jnp.float32), w, None, column_power)
+        return _scaled_product(x, w, tile.x_power(i) if row_power is None else row_power, column_power, c.divided_w)
+    return _scaled_product(x.astype(jnp.float32), w, None, column_power, c.divided_w)
 
 
 def _place_in_w(tile: _Tile, k: jax.Array) -> tuple[tuple[Any, ...], jax.Array | None]:
@@ -264,14 +271,14 @@ def _place_in_w(tile: _Tile, k: jax.Array) -> tuple[tuple[Any, ...], jax.Array |
     return ((tile.type, head, in_n, in_k) if c.transpose_w else (tile.type, head, in_k, in_n)), mask
 
 
-def _scaled_product(x: jax.Array, w: jax.Array, x_power: Any, w_power: Any) -> jax.Array:
+def _scaled_product(x: jax.Array, w: jax.Array, x_power: Any, w_power: Any, by_type: bool) -> jax.Array:
     """The product of two tiles in float16; powers of two that are not given are found here.
 
     `x_power` are those of rows, [rows, 1], and `w_power` those of columns, [1, columns].
     """
     float16 = jnp.float16
     if w_power is None:
-        exponent, inverse = raised_exponents(w, 0)
+        exponent, inverse = raised_exponents(w, None if by_type else 0, finite=by_type)
         w, w_power = w * inverse, power(exponent)
     w = w.astype(float16)
     if x_power is None:
@@ -311,8 +318,8 @@ def _store_rows(tile: _Tile, y: jax.Array, out_row: jax.Array, valid: jax.Array,
     if "y_exponent" not in ref:
         _triton.store(ref["y"], (out_row[:, None], tile.heads * stride + n), y, mask)
         return
-    if "out_columns" in ref:
-        y = y * inverse_of(_triton.load(ref["out_columns"], (tile.heads * c.n + n,), tile.in_n()))
+    if "out_columns" in ref and not c.divided_w:
+        y = y * inverse_of(tile.out_columns())
     exponent, inverse = raised_exponents(y, 1, finite=True)
     _triton.store(ref["y"], (out_row[:, None], tile.heads * stride + n), y * inverse, mask)
     part = jnp.zeros_like(out_row) + (tile.heads * c.blocks_n + tile.column_block)
@@ -323,6 +330,7 @@ def _store_inner_products(tile: _Tile, y: jax.Array, out_row: jax.Array, valid: 
     """Stores the inner product of each part of a row and the vector of its type."""
     ref, c, n = tile.ref, tile.c, tile.n
     vector = _triton.load(ref["dot_vector"], (tile.type, tile.heads, n), tile.in_n()).astype(jnp.float32)
+    vector = vector * tile.out_columns() if c.divided_w else vector
     product = y * vector if c.even_n else where(n < c.n, y * vector, 0.0)
     if c.dot_parts == 1:
         _triton.store(ref["dot"], (out_row, tile.heads), lax.reduce_sum(product, (1,)), valid)

@@ -226,7 +226,7 @@ def _weights(r: GroupedGemm, cut: _Cut) -> tuple[_Weights, jax.Array | None]:
         w = w * (r.x_columns[:, None] if r.transpose_w else r.x_columns[:, :, None])
     # Rows are stored divided by the powers of two of their columns. Where the epilogue is linear the matrices are
     # divided instead, and then all their columns have about one scale.
-    divided = columns is not None and r.epilogue.bias is None and r.epilogue.activation is None
+    divided = columns is not None and _is_linear(r)
     if columns is not None and divided:
         inverse = inverse_of(columns)
         w = w * (inverse[:, :, None] if r.transpose_w else inverse[:, None])
@@ -240,6 +240,11 @@ def _weights(r: GroupedGemm, cut: _Cut) -> tuple[_Weights, jax.Array | None]:
     return _Weights(w, low, powers, divided), vector
 
 
+def _is_linear(r: GroupedGemm) -> bool:
+    """Whether the result is proportional to the matrices."""
+    return r.epilogue.bias is None and r.epilogue.activation is None
+
+
 def _as_scaled(
     w: jax.Array, transposed: bool, exact: bool, by_type: bool
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
@@ -248,7 +253,7 @@ def _as_scaled(
     `w` is float32[types, heads, k, n], n before k where `transposed`; powers are float32[types, heads, n], or
     `by_type` float32[types].
     """
-    exponent, inverse = raised_exponents(w, (1, 2, 3) if by_type else 3 if transposed else 2)
+    exponent, inverse = raised_exponents(w, (1, 2, 3) if by_type else 3 if transposed else 2, finite=by_type)
     powers = power(exponent).reshape((-1,) if by_type else (w.shape[0], w.shape[1], -1))
     w = w * inverse
     return (*two_parts(w), powers) if exact else (w.astype(jnp.float16), None, powers)
@@ -361,4 +366,5 @@ def _plan(r: GroupedGemm, cut: _Cut, weights: _Weights, names: tuple[str, ...], 
         x_part=x.part_width if isinstance(x, RowScaled) else 1,
         x_bits_of=x.dtype if isinstance(x, FloatBits) else None,
         divided=r.x_columns is not None and not x_scaled,
+        divided_w="out_columns" in names and weights.power is None and _is_linear(r),
     )
