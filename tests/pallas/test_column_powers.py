@@ -108,6 +108,23 @@ def test_sums_concatenations_and_slices_of_columns():
     assert np.array_equal(np.asarray(plain([a, b], beside)), expected)
 
 
+@pytest.mark.parametrize(
+    "starts", [(0, 3), (3, 0), (-2, 4), (0, 5), (0, 2), (1, 4)], ids=["beside", "turned", "cut", "gap", "over", "late"]
+)
+def test_parts_of_a_concatenation_agree_with_plain_jax(starts):
+    """Parts side by side have a program each; parts that overlap, or leave columns out, have one."""
+    a, b = (np.tile(wild(np.random.default_rng(s), 1, 12), (4, 1)) for s in (4, 5))
+    x, y = of_array(0, (4, 12), (1,)), of_array(1, (4, 12), (1,))
+    product = Columns(((1, ROWS + "k"), (x, "k")), "k", ((ROWS, 4), ("k", 12)))
+    placed = Placed(((y, starts[0]), (product, starts[1])), 1, (4, 6))
+    inner = Placed(((placed, 0), (placed, 6)), 1, (4, 12))
+    for source in (placed, inner):
+        found = of_sources([a, b], source)
+        want = np.asarray(plain([a, b], source))
+        assert np.array_equal(found == 2.0**-126, want == 2.0**-126)
+        assert np.all(found <= want * 2) and np.all(found >= want / 2)
+
+
 def test_the_kernel_agrees_with_plain_jax_beyond_float32():
     """Products of magnitudes that float32 cannot hold count as the largest that it can."""
     rng = np.random.default_rng(6)

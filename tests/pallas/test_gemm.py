@@ -95,6 +95,10 @@ _WITH_COLUMNS = {
     "transposed, dot": Gemm(heads=None, transpose_w=True, scaled_out=True, dot_vector=True),
     "bias": Gemm(heads=None, bias=True, scaled_out=True),
     "relu, dot": Gemm(heads=2, activation="relu", scaled_out=True, dot_vector=True),
+    "large tiles": Gemm(heads=None, k=20, n=128, block=128, scaled_out=True),
+    "large tiles, row-scaled, dot": Gemm(
+        heads=None, k=20, n=100, block=128, scaled_in=True, scaled_out=True, dot_vector=True
+    ),
     "f32 products": Gemm(heads=None, precision="f32"),
 }
 

@@ -35,6 +35,7 @@ _TOGETHER = 8  # float32 elements of a memory sector
 _MOST_ELEMENTS = 8 * _ELEMENTS  # that a program reads in all
 MAX_COLUMNS = 4096  # that a program holds
 _WARPS = 8
+_AHEAD = 3  # arrays whose elements a program loads before it needs them: 64 registers of a thread each, at most
 _LARGEST = np.float32(3e38)
 _NOTHING = np.float32(2.0**-126)  # of columns that no part has, which are zeros
 
@@ -193,12 +194,13 @@ def _in_kernel(arrays: Arrays, sources: Sequence[Source], interpret: bool | None
     used = list(dict.fromkeys(a for source in sources for s in tree(source) for a in s.arrays))
     numbers = {a: i for i, a in enumerate(used)}
     sources = [s.renumbered(numbers) for s in sources]
-    inner = [s.size for source in sources for s in tree(source)[:-1]]
+    jobs = [job for i, source in enumerate(sources) for job in _jobs(source, i)]
+    inner = [s.size for job in jobs for s in job.scratch]
     n = len(sources)
     results = _triton.pallas_call(
-        functools.partial(_kernel, sources=tuple(sources), num_arrays=len(used)),
+        functools.partial(_kernel, jobs=tuple(jobs), num_arrays=len(used), num_sources=n),
         name="column_powers",
-        num_programs=n,
+        num_programs=len(jobs),
         out_shape=[
             *(jax.ShapeDtypeStruct((s.size,), jnp.float32) for s in sources),
             *(jax.ShapeDtypeStruct((s.size,), jnp.bfloat16) for s in sources),
@@ -211,36 +213,89 @@ def _in_kernel(arrays: Arrays, sources: Sequence[Source], interpret: bool | None
     return list(zip(results[:n], results[n : 2 * n], strict=True))
 
 
-def _kernel(*refs: Any, sources: tuple[Source, ...], num_arrays: int) -> None:
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What one program does: the powers of `source`, stored as a part of a result.
+
+    Attributes:
+      source: what is estimated.
+      result: the number of the result.
+      whole: the result's columns; `source` itself, or a concatenation that it is a part of.
+      start: where the part begins along the axis of the concatenation, negative where it loses its first columns.
+    """
+
+    source: Source
+    result: int
+    whole: Source
+    start: int = 0
+
+    @property
+    def scratch(self) -> list[Source]:
+        """What the source is made of, arguments first."""
+        return tree(self.source)[:-1]
+
+    def place(self) -> tuple[jax.Array, jax.Array]:
+        """Where the columns of the source belong in the result, and which do."""
+        column = _columns_of(self.source)
+        inside = column < self.source.size
+        if not isinstance(self.whole, Placed) or self.whole is self.source:
+            return where(inside, column, self.source.size), inside
+        rest, within = divide(column, self.whole.inner)
+        before, at = divide(rest, self.whole.length(self.source))
+        size, at = self.whole.shape[self.whole.axis], at + np.int32(self.start)
+        inside &= (at >= 0) & (at < size)
+        return where(inside, (before * size + at) * self.whole.inner + within, self.whole.size), inside
+
+
+def _jobs(source: Source, result: int) -> list[_Job]:
+    """Parts that lie side by side are estimated by a program each, at the same time."""
+    if isinstance(source, Placed):
+        ends = [(start, start + source.length(part)) for part, start in source.parts]
+        clipped = sorted((max(a, 0), min(b, source.shape[source.axis])) for a, b in ends)
+        edges = [0, *(edge for pair in clipped for edge in pair), source.shape[source.axis]]
+        if all(edges[i] == edges[i + 1] for i in range(0, len(edges), 2)):
+            return [_Job(part, result, source, start) for part, start in source.parts]
+    return [_Job(source, result, source)]
+
+
+def _kernel(*refs: Any, jobs: tuple[_Job, ...], num_arrays: int, num_sources: int) -> None:
     (program,) = _triton.program_ids()
     arrays, results = refs[:num_arrays], refs[num_arrays:]
-    n = len(sources)
-    inner = iter(results[2 * n :])
-    for i, source in enumerate(sources):
-        scratch = {s: next(inner) for s in tree(source)[:-1]}
-        one = functools.partial(_estimate, source, arrays, (results[i], results[n + i]), scratch)
-        if n == 1:
+    inner = iter(results[2 * num_sources :])
+    for i, job in enumerate(jobs):
+        scratch = {s: next(inner) for s in job.scratch}
+        stored = results[job.result], results[num_sources + job.result]
+        one = functools.partial(_estimate, job, arrays, stored, scratch)
+        if len(jobs) == 1:
             one()
         else:
             _triton.when(program == i, one)
 
 
-def _estimate(source: Source, arrays: Sequence[Any], results: tuple[Any, Any], scratch: dict[Source, Any]) -> None:
-    """Stores the powers of `source`, by way of those of all that it is made of."""
-    # While its own elements come from memory, those of its arguments do.
-    last = _Elements(source, arrays, scratch) if isinstance(source, Columns) else None
-    for s in tree(source):
+def _estimate(job: _Job, arrays: Sequence[Any], results: tuple[Any, Any], scratch: dict[Source, Any]) -> None:
+    """Stores the powers of the job's source, by way of those of all that it is made of."""
+    steps = tree(job.source)
+    # What takes time is the way to memory: the elements of the next arrays come while these are looked at.
+    coming = [s for s in steps if isinstance(s, Columns)]
+    loaded: dict[Source, _Elements] = {}
+    for s in steps:
         column = _columns_of(s)
         if isinstance(s, Placed):
             found = _placed(s, scratch)
         else:
-            largest = (last if last is not None and s is source else _Elements(s, arrays, scratch)).largest()
-            largest = where(column < s.size, largest, 0.0)
+            while coming and len(loaded) < _AHEAD:
+                following = coming.pop(0)
+                loaded[following] = _Elements(following, arrays, scratch)
+            largest = where(column < s.size, loaded.pop(s).largest(), 0.0)
             found = powers_of_tile(largest, whole_max(largest))
-        for ref in (scratch[s],) if s in scratch else results:
-            _triton.store(ref, (where(column < s.size, column, s.size),), found, column < s.size)
+        inside = column < s.size
         if s in scratch:
+            _triton.store(scratch[s], (where(inside, column, s.size),), found, inside)
             _triton.barrier()
+        else:
+            index, inside = job.place()
+            for ref in results:
+                _triton.store(ref, (index,), found, inside)
 
 
 def _columns_of(s: Source) -> jax.Array:

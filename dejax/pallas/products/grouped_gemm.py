@@ -340,6 +340,8 @@ def _multiplied(r: GroupedGemm, schedule: GemmSchedule | None, interpret: bool |
 def _plan(r: GroupedGemm, cut: _Cut, weights: _Weights, names: tuple[str, ...], out_length: int) -> GemmPlan:
     (rows, heads, k), x = r.x.shape, r.x
     x_scaled = isinstance(x, RowScaled)
+    # The powers of the columns of a large tile would take the registers of its second program on a multiprocessor.
+    large = r.groups.block * cut.schedule.block_n >= 128 * 128
     return GemmPlan(
         names=names,
         schedule=cut.schedule,
@@ -366,5 +368,5 @@ def _plan(r: GroupedGemm, cut: _Cut, weights: _Weights, names: tuple[str, ...], 
         x_part=x.part_width if isinstance(x, RowScaled) else 1,
         x_bits_of=x.dtype if isinstance(x, FloatBits) else None,
         divided=r.x_columns is not None and not x_scaled,
-        divided_w="out_columns" in names and weights.power is None and _is_linear(r),
+        divided_w="out_columns" in names and weights.power is None and _is_linear(r) and large,
     )
