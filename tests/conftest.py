@@ -18,6 +18,9 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import hypothesis
 import pytest
 
+# Tracing makes many objects and few cycles, and jax has work of its own to do at each collection: a tenth of the time.
+gc.set_threshold(100_000, 20, 50)
+
 GOLDEN = Path(__file__).parent / "golden"
 # Node ids of tests that take long, one a line; `pytest --update-long 2` writes those that it saw take 2 seconds.
 LONG = Path(__file__).parent / "long_tests.txt"
@@ -81,14 +84,21 @@ def _no_gpu_reason() -> str | None:
 
 
 def _mark_cases_outside_the_sample(items: list[pytest.Item]) -> None:
-    """`sample(n)`: all but the first of every n cases of a test get the marker `full`."""
+    """`sample(n, m)`: all but the first of every n cases of a test get the marker `full`, those of every m `slow`.
+
+    m is 1 by default, so that no case is slow, and a divisor of n, so that the sample is part of what is not slow.
+    """
     seen: Counter[str] = Counter()
     for item in items:
         sample = item.get_closest_marker("sample")
         if sample is None or item.get_closest_marker("slow"):
             continue
         test = item.nodeid.partition("[")[0]
-        if seen[test] % sample.args[0]:
+        every, not_slow = (*sample.args, 1)[:2]
+        assert every % not_slow == 0, f"{test}: sample({every}, {not_slow}) takes cases that are slow"
+        if seen[test] % not_slow:
+            item.add_marker(pytest.mark.slow)
+        elif seen[test] % every:
             item.add_marker(pytest.mark.full)
         seen[test] += 1
 

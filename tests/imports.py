@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -20,13 +20,15 @@ def modules(package: str = "dejax") -> dict[str, Path]:
     return found
 
 
-def imported_names(path: Path, annotations: bool = True) -> Iterator[str]:
+@cache
+def imported_names(path: Path, annotations: bool = True) -> frozenset[str]:
     """Every dotted name that a file imports; `from a import b` gives `a.b`.
 
     Args:
       path: the file.
       annotations: whether imports under `if TYPE_CHECKING` count.
     """
+    found: set[str] = set()
     waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while waiting:
         node = waiting.pop()
@@ -35,10 +37,11 @@ def imported_names(path: Path, annotations: bool = True) -> Iterator[str]:
             continue
         waiting += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} has a relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(found)
 
 
 def import_graph(annotations: bool = True) -> Graph:

@@ -235,9 +235,9 @@ def close(got: Any, want: Any) -> None:
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=2e-5 * scale)
 
 
-# RGAT and HGT take long to trace, and read the same tables.
+# RGAT and HGT take long to trace, and read the same tables; tests below run RGAT where one part has all long segments.
 MODELS = [("rgcn", case) for case in CASES]
-MODELS += [("rgat", case) for case in ("one part has all long segments", "no long segments", "a part without edges")]
+MODELS += [("rgat", "no long segments")]
 MODELS += [("hgt", "long segments at borders")]
 
 

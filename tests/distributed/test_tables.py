@@ -37,7 +37,7 @@ def read(mesh, table, ids=IDS, **options):
     return over(mesh, of_device, table, (P("data"), P("data")))(table, ids)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(5, 5)  # each pair of a dtype, a number of devices, a memory and hot rows or none
 @pytest.mark.parametrize("hot", [(), (3, 7, 150)], ids=["", "hot"])
 @pytest.mark.parametrize("memory", ["host", "device"])
 @pytest.mark.parametrize("devices", [4, 1, 2])

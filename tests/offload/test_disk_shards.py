@@ -96,9 +96,24 @@ def train(tx, params, steps=3, first=0, state=None):
     return params, state, found
 
 
+# On every mesh the optimizer that reads the norm of all gradients, which needs the most communication; the others on
+# one mesh each, and on all of them where the tests that are slow run, too.
+PAIRS = [(name, mesh) for name in TRANSFORMATIONS for mesh in MESHES]
+ONE_MESH = {
+    "adamw": "fsdp",
+    "momentum": "replicated",
+    "lion": "tensor",
+    "adafactor": "data and tensor",
+    "accumulated": "fsdp, all axes",
+    "master weights": "data and tensor",
+}
+IN_CI = {("clipped", mesh) for mesh in MESHES} | set(ONE_MESH.items())
+
+
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.parametrize(
+    ("name", "mesh"), [pytest.param(*p, marks=() if p in IN_CI else pytest.mark.slow) for p in PAIRS]
+)
 def test_the_numbers_and_the_communication_of_state_in_memory(name, mesh, tmp_path):
     tx = TRANSFORMATIONS[name]
     params = params_of(mesh, dtype=jnp.bfloat16 if name == "master weights" else jnp.float32)

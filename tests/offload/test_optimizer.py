@@ -45,7 +45,7 @@ def after_steps(tx):
     ("name", "streams", "piece_bytes"),
     [
         *((name, True, 3000) for name in TRANSFORMATIONS),
-        *((name, False, 1) for name in ("adamw", "clipped", "adafactor", "accumulated")),
+        ("adamw", False, 1),  # without streams the others are compared on meshes, in test_disk_shards.py
     ],
 )
 def test_same_bits_as_the_transformation_itself(name, streams, piece_bytes):

@@ -192,24 +192,38 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("remat", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("wrap", [offload, region])
-@pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
+def gradient(make, of):
+    fn = make(of)
+    return jax.jit(jax.grad(lambda w, x: squares(fn(w, x)), argnums=(0, 1)))
+
+
+@functools.cache
+def without_offload(make):
+    return gradient(make, lambda fn: fn)(WS if make in STACKED else W, X)
+
+
+def cases():
+    """Each program by `offload` and by `region`, once kept and once recomputed; the other two are marked slow."""
+    for number, make in enumerate(PROGRAMS):
+        for wrap in (offload, region):
+            for remat in (False, True):
+                marks = () if remat == ((number + (wrap is region)) % 2 == 1) else pytest.mark.slow
+                name = f"{make.__name__}-{wrap.__name__}-{'recomputed' if remat else 'kept'}"
+                yield pytest.param(make, wrap, remat, marks=marks, id=name)
+
+
+@pytest.mark.parametrize(("make", "wrap", "remat"), list(cases()))
 @pytest.mark.newest_jax
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 def test_gradients_are_those_of_the_program_without_offload(make, wrap, remat):
     w = WS if make in STACKED else W
-
-    def gradient(of):
-        fn = make(of)
-        return jax.jit(jax.grad(lambda w, x: squares(fn(w, x)), argnums=(0, 1)))
 
     def of(fn):
         return wrap(jax.checkpoint(fn) if remat else fn, min_bytes=0)
 
-    want = gradient(lambda fn: fn)(w, X)
+    want = without_offload(make)
     with ActivationStore() as store:
-        step = gradient(of)
+        step = gradient(make, of)
         got, again = jax.block_until_ready((step(w, X), step(w, X)))
         stats = store.stats()
     assert stats.live_count == 0 and stats.fetched_count >= stats.stored_count
@@ -228,7 +242,9 @@ def test_newer_forms_of_recomputation_and_derivatives(option, wrap):
     before = getattr(jax.config, option)
     jax.config.update(option, True)
     try:
+        without_offload.cache_clear()
         for make in (scan_in_scan, custom_vjp_inside):
             test_gradients_are_those_of_the_program_without_offload(make, wrap, True)
     finally:
+        without_offload.cache_clear()
         jax.config.update(option, before)

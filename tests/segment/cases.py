@@ -50,4 +50,8 @@ def shaped() -> dict[str, tuple[str, Case]]:
     return found
 
 
-CASES = REDUCTIONS | BOOLS | NORMALIZED | shaped()
+SHAPED = shaped()
+CASES = REDUCTIONS | BOOLS | NORMALIZED | SHAPED
+# Half of the shapes' cases run by default, in turn: each shape as a sum and as a maximum, and each order with half of
+# the shapes. The others are slow.
+SLOW = {name for number, name in enumerate(SHAPED) if (number + number // 6) % 2}

@@ -13,7 +13,7 @@ from tests.segment.contract import FLOATS, INTEGERS
 pytestmark = pytest.mark.newest_jax
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(6, 2)
 @pytest.mark.parametrize(
     ("entries", "segments", "width"), [(2 * 10**7, 2 * 10**6, 64), (10**6, 24, 3), (10**6, 10, 300)]
 )

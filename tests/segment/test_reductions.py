@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dejax import segment
 from tests.budget import examples
-from tests.segment.cases import CASES
+from tests.segment.cases import CASES, SLOW
 from tests.segment.contract import FLOATS, INTEGERS, KINDS, ORDERS, Case, check
 
 pytestmark = pytest.mark.sample(3)
@@ -19,17 +19,20 @@ pytestmark = pytest.mark.sample(3)
 
 BACKENDS = ("xla", "pallas")
 MAX, SUM = segment.segment_max, segment.segment_sum
+each_case = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
+)
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("name", CASES)
+@each_case
 def test_contract_of_xla(name):
     check(*CASES[name], "xla")
 
 
 @pytest.mark.newest_jax
 @pytest.mark.sample(14)
-@pytest.mark.parametrize("name", CASES)
+@each_case
 def test_contract_of_kernels(name):
     check(*CASES[name], "pallas")
 

@@ -64,23 +64,13 @@ def hoist(program: Program, counts: Counts, *, exact: bool = False) -> Program:
             if read.attr("via") == "all":
                 row = read_back(builder, row, "all", builder.ops[total].space)
             else:
-                row = _some_or_one(builder, via, row)
+                row = where_some(builder, via, row, 1.0)  # of an empty segment it may be anything, 0 / 0 included
             parts.append((insert_axes(builder, row, f.inserts), f.power))
         made = multiply(builder, parts, op.dtype)
         if any(program.ops[f.value].attr("via") == "all" for f in shared):
-            made = _some_or_zero(builder, via, made)
+            made = where_some(builder, via, made, 0.0)  # what all segments share may be infinite
         if builder.ops[made].shape != op.shape:
             made = builder.op("broadcast", made, shape=op.shape)
         return as_dtype(builder, made, op.dtype)
 
     return rebuild(program, visit)
-
-
-def _some_or_one(builder: Builder, via: str, row: int) -> int:
-    """A row's value, or 1 where its segment is empty: there it may be anything, 0 / 0 included."""
-    return where_some(builder, via, row, 1.0)
-
-
-def _some_or_zero(builder: Builder, via: str, row: int) -> int:
-    """A sum times what all segments share, or 0 where its segment is empty: what is shared may be infinite."""
-    return where_some(builder, via, row, 0.0)

@@ -63,11 +63,22 @@ def close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
         np.testing.assert_allclose(np.asarray(g), np.asarray(w), rtol=tolerance, atol=tolerance)
 
 
+@cache
+def plain_layer(backend: str) -> Callable[[Any, Any], Any]:
+    """What tests compare with, compiled once for all of them."""
+    return jax.jit(layer(backend, plain=True))
+
+
+@cache
+def plain_gradients(backend: str) -> Callable[[Any, Any], Any]:
+    """The loss and its gradients."""
+    return jax.jit(jax.value_and_grad(loss(backend, plain=True), argnums=(0, 1)))
+
+
 def each(function: Callable, *batches: Any) -> Any:
     """The function on each element of the batches, without vmap."""
     count = jax.tree.leaves(batches)[0].shape[0]
-    one = jax.jit(function)
-    found = (one(*jax.tree.map(operator.itemgetter(i), batches)) for i in range(count))
+    found = (function(*jax.tree.map(operator.itemgetter(i), batches)) for i in range(count))
     return jax.tree.map(lambda *y: jnp.stack(y), *found)
 
 
@@ -122,10 +133,7 @@ def test_vmap(backend: str, axes: tuple[int | None, int | None]) -> None:
         xs if axes[0] == 0 else jnp.stack([x, x]),
         many if axes[1] == 0 else jax.tree.map(lambda a: jnp.stack([a, a]), params),
     )
-    close(
-        jax.jit(jax.vmap(both, in_axes=axes))(*given),
-        each(jax.value_and_grad(loss(backend, plain=True), argnums=(0, 1)), *fill),
-    )
+    close(jax.jit(jax.vmap(both, in_axes=axes))(*given), each(plain_gradients(backend), *fill))
 
 
 @pytest.mark.sample(2)
@@ -154,7 +162,7 @@ def test_scan_over_layers(backend: str) -> None:
 @BOTH
 def test_checkpoint(backend: str) -> None:
     x, params = arrays(backend)
-    plain = jax.jit(jax.grad(loss(backend, plain=True), argnums=(0, 1)))(x, params)
+    _, plain = plain_gradients(backend)(x, params)
     again = jax.jit(jax.grad(jax.checkpoint(loss(backend)), argnums=(0, 1)))(x, params)
     close(again, plain)
 
@@ -222,8 +230,8 @@ def test_shard_map(backend: str, sharded: str) -> None:
         if sharded == "features"
         else (jnp.stack([x] * 4), many)
     )
-    close(y, each(layer(backend, plain=True), *fill))
-    alone = each(jax.grad(loss(backend, plain=True), argnums=(0, 1)), *fill)
+    close(y, each(plain_layer(backend), *fill))
+    _, alone = each(plain_gradients(backend), *fill)
     # A replicated argument gets the sum of the devices' gradients.
     sum_if = lambda tree, shared: jax.tree.map(lambda a: a.sum(0), tree) if shared else tree  # noqa: E731
     close(grads, (sum_if(alone[0], sharded == "weights"), sum_if(alone[1], sharded == "features")))
@@ -271,7 +279,7 @@ def test_one_compilation_for_equal_graphs() -> None:
 def test_gradients_of_some_arguments(backend: str) -> None:
     """The backward pass computes only the requested gradients."""
     x, params = arrays(backend)
-    everything = jax.jit(jax.grad(loss(backend, plain=True), argnums=(0, 1)))(x, params)
+    _, everything = plain_gradients(backend)(x, params)
     close(jax.jit(jax.grad(loss(backend)))(x, params), everything[0])
     only = jax.jit(jax.grad(lambda w: loss(backend)(x, params | {"weight": w})))(params["weight"])
     close(only, everything[1]["weight"])

@@ -89,7 +89,7 @@ def test_layers_in_float64_on_a_typical_graph(name: str) -> None:
 
 
 @pytest.mark.newest_jax
-@pytest.mark.sample(10)
+@pytest.mark.sample(10, 5)
 @pytest.mark.parametrize(("name", "graph"), [(name, AWKWARD[i // 2 % 3]) for i, name in enumerate(LAYERS) if i % 2])
 def test_layers_in_float64_on_an_awkward_graph(name: str, graph: str) -> None:
     compare(name, GRAPHS[graph], XLA)

@@ -101,18 +101,18 @@ def options(precision: str | None) -> Options:
     return Options(backend="pallas", precision=precision, interpret=False)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(4, 2)
 @pytest.mark.parametrize(
     ("model", "width", "heads", "dtype", "precision"),
     [
-        ("rgcn", 32, 1, "float32", "f32"),
         ("rgcn", 64, 1, "float32", "tf32"),
-        ("rgcn", 256, 1, "bfloat16", None),
+        ("rgcn", 32, 1, "float32", "f32"),
         ("rgat", 64, 1, "float32", "tf32"),
-        ("rgat", 32, 4, "float32", "f32"),
-        ("rgat", 128, 8, "float32", "bf16"),
+        ("rgcn", 256, 1, "bfloat16", None),
         ("rgat", 256, 4, "bfloat16", None),
+        ("rgat", 32, 4, "float32", "f32"),
         ("hgt", 64, 1, "float32", None),
+        ("rgat", 128, 8, "float32", "bf16"),
         ("hgt", 32, 4, "float32", "f32"),
         ("hgt", 64, 8, "bfloat16", None),
         pytest.param("hgt", 256, 8, "float32", "bf16", marks=pytest.mark.slow),
@@ -126,14 +126,18 @@ def test_models(model: str, width: int, heads: int, dtype: str, precision: str |
     # RGCN: a GEMM and a sum in each direction and a weight gradient; attention has more of each.
     assert len(kernel_names(text)) >= (6 if model == "rgcn" else 10)
     check_kernels(text)
+    assert_no_scatter_add(text)
+
+
+def assert_no_scatter_add(text: str) -> None:
+    """On a GPU XLA adds in any order, so results would differ between runs."""
+    assert "stablehlo.scatter" not in text
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("graph", ["typical", "typed"])
 @pytest.mark.parametrize("name", ["rgcn_mean", "rgat", "hgt_skip"])
-def test_no_scatter_add(name: str, graph: str) -> None:
-    """On a GPU XLA adds in any order, so results would differ between runs."""
-    assert "stablehlo.scatter" not in lower(name, Size(16, 8, 2), "float32", options("tf32"), graph)
+def test_no_scatter_add_where_types_have_sources_of_one_type(name: str) -> None:
+    assert_no_scatter_add(lower(name, Size(16, 8, 2), "float32", options("tf32"), "typed"))
 
 
 @pytest.mark.sample(3)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -40,6 +42,15 @@ def graph(nodes: int, edges: int, types: int) -> RelGraph:
     return RelGraph.from_edges(*ends, rng.integers(0, types, edges), num_nodes=nodes, num_edge_types=types)
 
 
+@contextmanager
+def no_kernels_made() -> Iterator[None]:
+    """`explain` predicts from the plan alone: tracing the kernels takes three quarters of its time."""
+    module = importlib.import_module("dejax.rgnn.compiler.explain")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_traced", lambda *args: ())
+        yield
+
+
 def predicted(program: Any, g: RelGraph, shapes: list[tuple[int, ...]]) -> tuple[float, float]:
     """Microseconds of forward and backward with gradients, by the cost model of an H200."""
     out = io.StringIO()
@@ -53,7 +64,9 @@ def predicted(program: Any, g: RelGraph, shapes: list[tuple[int, ...]]) -> tuple
 @pytest.mark.parametrize("name", IDIOMS)
 def test_an_idiom_is_predicted_to_cost_what_the_form_by_hand_does(name: str) -> None:
     case, g = IDIOMS[name], graph(50_000, 1_500_000, 20)
-    written, by_hand = (predicted(p, g, case.shapes(g)) for p in (case.written, case.by_hand))
+    written = predicted(case.written, g, case.shapes(g))
+    with no_kernels_made():
+        by_hand = predicted(case.by_hand, g, case.shapes(g))
     assert all(a <= 1.1 * b for a, b in zip(written, by_hand, strict=True)), f"{written} us, by hand {by_hand} us"
 
 
@@ -95,7 +108,7 @@ def test_both_forms_and_the_program_without_the_passes_agree(name: str, inexact:
         np.testing.assert_allclose(by_hand, plain, **within)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(6, 2)
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_agree_with_float64(name: str) -> None:
     case, g = IDIOMS[name], graph(12, 40, 3)

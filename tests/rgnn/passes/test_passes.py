@@ -1026,7 +1026,7 @@ SETS = [chosen for n in range(len(CHOICES) + 1) for chosen in itertools.combinat
 FEW = [chosen for chosen in SETS if not 2 < len(chosen) < len(CHOICES) - 1]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(6, 2)
 @pytest.mark.parametrize("sets", [FEW, pytest.param(SETS, marks=pytest.mark.slow)], ids=["few", "all"])
 @pytest.mark.parametrize("counts", [COUNTS, SPARSE], ids=["dense", "sparse"])
 @pytest.mark.parametrize("case", ["rgcn_mean", "rgat", "hgt_skip"])

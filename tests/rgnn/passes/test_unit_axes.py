@@ -140,8 +140,10 @@ def test_passes_with_unit_axes(way: str, x: Shape) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "dtype", "tolerance"),
-    [(KERNELS, "float32", 2e-5), (Options(backend="xla"), "float64", 1e-11)],
-    ids=["kernels", "xla"],
+    [
+        pytest.param(KERNELS, "float32", 2e-5, id="kernels"),  # the passes are those of XLA
+        pytest.param(Options(backend="xla"), "float64", 1e-11, id="xla", marks=pytest.mark.slow),
+    ],
 )
 def test_attention_as_it_is_mostly_written(options: Options, dtype: str, tolerance: float) -> None:
     compare("as_written", (3,), options, dtype, tolerance)
