@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dejax import _compat
 
@@ -25,22 +25,27 @@ def divided(sharding: Any) -> bool:
     return sharding is not None and len(sharding.device_set) > 1
 
 
-def require_one_mesh(params: Any) -> None:
-    """Raises ValueError where parameters on several devices have no mesh in common."""
+def require_one_mesh(params: Any, caller: str, why: str) -> None:
+    """Raises ValueError where parameters on several devices have no mesh in common.
+
+    Args:
+        params: a pytree.
+        caller: for the message.
+        why: of the rule, as "with a path".
+    """
     shardings = [x.sharding for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and _is_concrete(x)]
     if not any(map(divided, shardings)):
         return
     for sharding in shardings:
         if divided(sharding) and not isinstance(sharding, NamedSharding):
             raise ValueError(
-                "offload.optimizer: `params` on several devices must have a NamedSharding with a path, got "
+                f"{caller}: `params` on several devices must have a NamedSharding {why}, got "
                 f"{type(sharding).__name__}; place them with jax.device_put(params, NamedSharding(mesh, spec))"
             )
     meshes = list(dict.fromkeys(x.mesh for x in shardings if isinstance(x, NamedSharding)))
     if len(meshes) > 1:
         raise ValueError(
-            f"offload.optimizer: `params` must lie on one mesh with a path, got {meshes[0]} and {meshes[1]}; place all "
-            "of them on one"
+            f"{caller}: `params` must lie on one mesh {why}, got {meshes[0]} and {meshes[1]}; place all of them on one"
         )
 
 
@@ -55,6 +60,13 @@ def mark_of(sharding: NamedSharding, shape: Sequence[int]) -> int:
 def ticket_sharding(mesh: Any) -> NamedSharding:
     """Of tickets [devices, 5]: a row on each device."""
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+
+
+def placed_as(mesh: Any, values: Sequence[Any], specs: Sequence[PartitionSpec]) -> list[Any]:
+    """Where axes of the mesh are explicit: values divided as a `shard_map` takes them. Elsewhere XLA sees to it."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return list(values)
+    return [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(values, specs, strict=True)]
 
 
 def put_shards(store: Any, array: Any, sharding: NamedSharding, write: Callable[[Any, int], int]) -> Any:

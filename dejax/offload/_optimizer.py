@@ -101,7 +101,7 @@ def optimizer(
 
     def init(params: Any) -> Any:
         if path is not None:
-            _disk_shards.require_one_mesh(params)
+            _disk_shards.require_one_mesh(params, "offload.optimizer", "with a path")
         elif streams:
             require_one_device(params, "offload.optimizer", "with streams=True")
         state = first_state(tx.init, params, moved.is_large, moved.put, piece_bytes)
