@@ -1,7 +1,8 @@
 """Arrays on disk that are divided among the devices of a mesh: each device's shard is an array of its own in the files.
 
-The ticket of a divided array has a row on each device. So each device's chain of calls opens its own shard. A device
-that holds a copy, as of a replicated parameter, has one in the files, too. A row ends with a mark of the division and
+The ticket of a divided array has a row on each device. So each device's chain of calls opens its own shard. Devices of
+this process that hold the same part, as of a replicated parameter, share its files: the first one writes, each reads. A
+row ends with a mark of the division and
 the device's place in the mesh. So state that comes with another division, or from another mesh, is an error and never a
 wrong number.
 """
@@ -82,9 +83,14 @@ def put_shards(store: Any, array: Any, sharding: NamedSharding, write: Callable[
     devices = list(sharding.mesh.devices.flat)
     lanes = {device: lane for lane, device in enumerate(jax.local_devices(backend=devices[0].platform))}
     numbers: dict[Any, int] = {}
+    written: dict[Any, int] = {}  # by part
     try:
         for device, index in sharding.addressable_devices_indices_map(tuple(array.shape)).items():
-            numbers[device] = write(shard(device, index), lanes[device])
+            part = _bounds(index, array.shape)
+            if part in written:
+                numbers[device] = store._native.share(written[part], lanes[device])
+            else:
+                numbers[device] = written[part] = write(shard(device, index), lanes[device])
     except BaseException:
         for number in numbers.values():
             store._native.remove(number)
@@ -135,9 +141,14 @@ def distinct(parts: dict[Any, tuple[Any, Any]], shape: Sequence[int]) -> list[tu
     """One shard of those that hold the same part, as (index without None, shard)."""
     found: dict[tuple[Any, ...], tuple[tuple[slice, ...], Any]] = {}
     for index, shard in parts.values():
-        bounds = tuple(at.indices(size)[:2] for at, size in zip(index, shape, strict=True))
+        bounds = _bounds(index, shape)
         found.setdefault(bounds, (tuple(slice(*pair) for pair in bounds), shard))
     return list(found.values())
+
+
+def _bounds(index: Any, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Of a shard: where it begins and ends along each axis."""
+    return tuple(at.indices(size)[:2] for at, size in zip(index, shape, strict=True))
 
 
 def read_rows(parts: dict[Any, tuple[Any, Any]], shape: tuple[int, ...], dtype: Any, begin: int, end: int) -> Any:

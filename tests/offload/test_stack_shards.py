@@ -261,6 +261,8 @@ class TestAnotherMesh:
         state = jax.tree.unflatten(jax.tree.structure(like), leaves)
         with pytest.raises(Exception, match="must be divided as it was made, got arrays of another mesh"):
             jax.block_until_ready(step.jit(state)(state, batch("replicated", 0)))
+        with contextlib.suppress(Exception):
+            jax.effects_barrier()
 
     def test_parameters_and_state_of_two_meshes(self, tmp_path):
         step = make(path=tmp_path)
