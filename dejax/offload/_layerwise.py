@@ -256,21 +256,25 @@ def stack_step(
         frozen: (path, array) -> whether a parameter stays as it is. Paths begin with "outer" or "layers", as
             "layers['w']". A frozen parameter has no gradient and no optimizer state, may have any dtype, and is never
             written back to host memory.
-        streams: who copies between host and device. True: dejax, for state on one device. False: XLA, also for sharded
-            state. None: True if jax has one device and the native extension is installed.
+        streams: who copies between host memory and device. True: dejax; where a mesh divides the state, each device its
+            shards. False: XLA. None: dejax if jax has one device and the native extension is installed. What is on disk
+            dejax copies.
         store: for activations; None: the current one.
         min_bytes: arrays with fewer bytes per layer stay on the device.
         ahead: number of layers whose arrays are on their way to the device at one time.
-        path: of arrays on disk: a folder on a fast drive, several folders, or a `StateStore`.
+        path: of arrays on disk: a folder on a fast drive, several folders, or a `StateStore`. Of arrays that a mesh
+            divides each device reads and writes its own shards.
 
     Returns:
         The step: `state = step.init(outer, layers)`, `run = step.jit(state)`, then `state, loss = run(state, batch)`.
 
     Raises:
         TypeError: `tx` is no Optax transformation.
-        ValueError: a number or a place is out of range; as it is traced: `tx` mixes parameters, the batch cannot be
-            divided, the stack has no layers or not equally many in each array, or the state lies elsewhere. The step
-            runs outside of `jit`, with state in host memory.
+        ValueError: a number or a place is out of range; as `init` runs, with `path` or `streams=True`: parameters on
+            several devices have no mesh in common, or one that divides the first axis of `layers`; as it is traced:
+            `tx` mixes parameters, the batch cannot be divided, the stack has no layers or not equally many in each
+            array, or the state lies elsewhere. The step runs outside of `jit`, with state in host memory, or inside of
+            `jax.shard_map`, with state that a mesh divides.
         FileNotFoundError, PermissionError: as `init` runs: `path` cannot be used.
         RuntimeError: as `init` runs: the drive is full.
         NativeExtensionError: with `streams=True` or `path`, the extension is missing.

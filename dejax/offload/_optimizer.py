@@ -69,8 +69,8 @@ def optimizer(
         path: keeps the state on disk, in files of this folder (or several, or a `StateStore`) on a fast drive. Pieces
             are read `ahead`, and written while later ones are updated; host memory holds no others. `init` runs outside
             of `jax.jit` and `update` inside. State of parameters that a mesh divides is divided as they are: each
-            device reads and writes its own shards, and of replicated parameters a copy of its own. `StateStore` says
-            how long the files live.
+            device reads and writes its own shards; of those that hold the same part, one writes. `StateStore` says how
+            long the files live.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with the same `init` and `update`; its state is a pytree like `tx`'s,

@@ -104,11 +104,11 @@ def undonated(step, state):
 def train(step, name, steps=2, first=0, state=None, dtype=jnp.float32):
     """Losses, the state, and the collective operations of a step."""
     state = step.init(*model(name, dtype)) if state is None else state
-    run, losses = step.jit(state), []
+    run, losses = step.jit(state).lower(state, batch(name, 0)).compile(), []
     for i in range(first, first + steps):
         state, loss = run(state, batch(name, i))
         losses.append(float(loss))
-    return losses, state, collectives(run.lower(state, batch(name, 0)).compile())
+    return losses, state, collectives(run)
 
 
 @functools.cache
@@ -117,7 +117,7 @@ def on_the_devices(name, steps=2):
     return losses, in_memory(state), found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("places", PLACES)
 def test_the_numbers_and_the_communication_of_state_on_the_devices(places, name, tmp_path):
@@ -144,7 +144,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_other_arguments(options, tmp_path):
     how = OPTIONS[options]
@@ -174,7 +174,7 @@ def test_the_loss_alone_leaves_the_state_as_it_is(how, tmp_path):
 def test_axes_of_a_mesh_that_are_explicit(tmp_path):
     """The batch is divided by hand: XLA does not choose."""
     found = []
-    for how in ({"moments": "device"}, {"path": tmp_path, "params": "disk"}, {"params": "host", "streams": True}):
+    for how in ({"moments": "device"}, {"path": tmp_path, "params": "host", "streams": True}):
         step = make(**how)
         with jax.set_mesh(mesh_of("replicated", AxisType.Explicit)):
             state = step.init(*model("replicated", kind=AxisType.Explicit))
@@ -183,7 +183,6 @@ def test_axes_of_a_mesh_that_are_explicit(tmp_path):
                 state, loss = run(state, batch(None, i))
         found.append((loss, in_memory(state)))
     equal(found[1], found[0])
-    equal(found[2], found[0])
 
 
 def test_arrays_that_are_not_on_the_mesh_yet_and_small_ones(tmp_path):
@@ -223,6 +222,7 @@ os._exit(9)
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["data and tensor", "fsdp"])
 def test_a_process_that_ends_in_a_step_and_a_new_one_on_the_same_mesh_or_another(name, tmp_path):
     """Files go with their process: a checkpoint has whole arrays, which any mesh divides again."""
