@@ -360,3 +360,18 @@ class TestFaults:
         with pytest.raises(Exception, match="must be the newest state on disk, got version 0 of an array whose files"):
             jax.block_until_ready(run(first, batch("fsdp", 0)))
         in_memory(second)
+
+    def test_a_failed_read_next_to_state_in_host_memory(self, store):
+        """Which is changed in place: it is lost."""
+        step = make(path=store, params="host", streams=True)
+        state = step.init(*model("fsdp"))
+        run = undonated(step, state)
+        before = np.asarray(state.layers["w"])
+        interceptor(store).inject("read", 1)
+        after, _ = jax.block_until_ready(run(state, batch("fsdp", 0)))
+        assert np.isnan(after.layers["w"]).all()
+        np.testing.assert_array_equal(state.layers["w"], before)  # it was not donated
+        with pytest.raises(Exception, match="a read failed: injected fault"):
+            jax.block_until_ready(run(after, batch("fsdp", 1)))
+        _, loss = run(state, batch("fsdp", 0))
+        assert float(loss) == on_the_devices("fsdp")[0][0]
